@@ -1,0 +1,67 @@
+# Every target sets up .venv by itself, on a machine that has Python >= 3.11 and nothing else.
+#
+#   make demo       see it work: the same picture from one process and from several
+#   make test       lint, types, and the tests           (minutes, on two CPU cores)
+#   make test-long  the tests again, with Inductor everywhere and more examples
+#   make bench      measure, and write benchmarks/results/
+#   make lint types the parts of `make test` that need no run
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+# What pytest gets in addition: make test PYTEST="-k ring -x"
+PYTEST ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-long pytest lint types bench clean
+# Lint, then types, then tests, one after the other: the tests measure time-outs and want both cores.
+.NOTPARALLEL:
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+demo: $(STAMP)
+	@echo "==> demo"
+	$(BIN)/python -m benchmarks.demo
+
+test: lint types
+	@echo "==> tests"
+	$(BIN)/python -m pytest $(PYTEST)
+
+test-long: lint types
+	@echo "==> tests, the long ones too"
+	$(BIN)/python -m pytest -m "long or not long" --hypothesis-profile=long $(PYTEST)
+
+lint: $(STAMP)
+	@echo "==> lint"
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# mypy knows no package_dir, so it is shown the installed shape (git ignores build/).
+types: $(STAMP)
+	@echo "==> types"
+	@mkdir -p build/types/para_core
+	@ln -sfn ../../../adapters build/types/para_core/adapters
+	@ln -sfn ../../../kernels build/types/para_core/kernels
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	@echo "==> benchmarks"
+	$(BIN)/python -m benchmarks
+
+clean:
+	@echo "==> removing what make and the tools left here (.venv stays: rm -r .venv)"
+	rm -rf build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	find . -name __pycache__ -not -path "./$(VENV)/*" -prune -exec rm -rf {} +
+
+# The stamp is newer than what it was made from, so repeating installs nothing. setuptools first, pinned: the build of
+# para_core itself then needs no second download (--no-build-isolation).
+$(STAMP): setup.py constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"para_core needs Python >= 3.11; $(PYTHON) is {v[0]}.{v[1]}. Name another one: make PYTHON=python3.12 ...")'
+	@test -x $(BIN)/python || { echo "==> creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "==> installing para_core, PyTorch, diffusers and the test tools into $(VENV) (once; minutes if nothing is cached)"
+	$(PIP) install --quiet -c constraints.txt setuptools wheel
+	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e '.[diffusers,test]'
+	@touch $@

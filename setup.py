@@ -1,0 +1,58 @@
+"""Packaging. The folders adapters/ and kernels/ stand at the top level, but install as parts of ``para_core``.
+
+PyPI has packages named ``kernels`` (which diffusers imports) and ``adapters``; installing ours under those names would
+break other people's programs. ``para_core/__init__.py`` and ``kernels/`` (no ``__init__.py``) do the rest of the work;
+``tests/test_packaging.py`` proves all of it.
+"""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+# A package without __init__.py (kernels/) is not found, so it is named; so is what lives outside para_core/.
+PACKAGES = [*find_packages(include=["para_core", "para_core.*"]), "para_core.adapters", "para_core.kernels"]
+
+setup(
+    name="para_core",
+    version="0.1.0",
+    description="Context parallelism and first-block caching for diffusion transformers, without touching model code",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8")
+    if Path(__file__).with_name("README.md").exists()
+    else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.11",
+    packages=PACKAGES,
+    package_dir={"para_core": "para_core", "para_core.adapters": "adapters", "para_core.kernels": "kernels"},
+    package_data={"para_core": ["py.typed"]},
+    install_requires=["torch>=2.11"],
+    extras_require={
+        "diffusers": ["diffusers>=0.42", "transformers", "accelerate", "sentencepiece", "protobuf"],
+        "triton": ["triton>=3.5"],
+        "test": [
+            "build",
+            "hypothesis",
+            "matplotlib",
+            "mypy",
+            "numpy",
+            "peft",
+            "pillow",
+            "psutil",
+            "pytest>=8",
+            "ruff",
+            "setuptools>=77",
+            "tqdm",
+            "wheel",
+        ],
+    },
+    classifiers=[
+        "Intended Audience :: Developers",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+)
