@@ -64,7 +64,7 @@ class Thing:
 
 @dataclass(frozen=True)
 class Scene:
-    """One to three things in different cells, in the order in which a caption names them."""
+    """Things in different cells (one to three where there is a caption), in the order in which a caption names them."""
 
     things: tuple[Thing, ...]
     background: str
@@ -145,6 +145,18 @@ def training_scene(rng: np.random.Generator, weights: tuple[float, float, float]
         scene = _random_scene(rng, num_things)
         if in_training(scene):
             return scene
+
+
+def crowded_scene(rng: np.random.Generator) -> Scene:
+    """A thing in nearly every cell, none held out: no caption says it, but an autoencoder learns colours from it sooner."""
+    allowed = list(triples(held_out=False))
+    things = []
+    for cell in CELLS:
+        here = [triple for triple in allowed if triple[2] == cell]
+        colour, shape, _ = here[int(rng.integers(len(here)))]
+        if rng.random() < 0.8:
+            things.append(Thing(colour, shape, _choice(rng, SIZES), cell))
+    return Scene(tuple(things), _choice(rng, BACKGROUNDS))
 
 
 def held_out_scene(rng: np.random.Generator, num_things: int) -> Scene:

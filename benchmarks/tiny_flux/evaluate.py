@@ -1,0 +1,186 @@
+"""Draw captions that training never saw and count what is right:  python -m benchmarks.tiny_flux.evaluate
+
+Loads the pipeline folder with plain diffusers, as float32 on the CPU. Writes benchmarks/results/tiny_flux.json and the
+picture grid docs/tiny_flux.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import torch
+import transformers
+from diffusers import FluxPipeline
+from PIL import Image, ImageDraw, ImageFont
+from tqdm import tqdm
+
+from benchmarks.tiny_flux import grammar
+from benchmarks.tiny_flux.check import Verdict, check
+from benchmarks.tiny_flux.draw import SIDE, draw
+from benchmarks.tiny_flux.grammar import Scene
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+TEXT_LENGTH = 64
+WORD = 3  # first word of the seeds here; training uses 0, 1 and 2
+
+
+def held_out_scenes(seed: int, num_things: int, count: int) -> list[Scene]:
+    """``count`` different scenes."""
+    rng = np.random.default_rng([WORD, seed, num_things])
+    scenes: dict[Scene, None] = {}
+    while len(scenes) < count:
+        scenes[grammar.held_out_scene(rng, num_things)] = None
+    return list(scenes)
+
+
+def generate(
+    pipe: FluxPipeline, captions: list[str], *, steps: int, seed: int, batch: int
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield (index, picture ``[128, 128, 3]`` uint8) of each caption; its noise depends on ``seed`` and index alone."""
+    for start in range(0, len(captions), batch):
+        part = captions[start : start + batch]
+        generators = [torch.Generator().manual_seed(seed * 100_000 + start + i) for i in range(len(part))]
+        pictures = pipe(
+            part,
+            height=SIDE,
+            width=SIDE,
+            num_inference_steps=steps,
+            max_sequence_length=TEXT_LENGTH,
+            generator=generators,
+            output_type="np",
+        ).images
+        for i, picture in enumerate((pictures * 255).round().astype(np.uint8)):
+            yield start + i, picture
+
+
+def tally(verdicts: list[Verdict]) -> dict[str, float]:
+    """Share of things (colour, shape, place, size) and of pictures (count, background, all) that are right."""
+
+    def share(values: list[bool]) -> float:
+        return round(sum(values) / len(values), 4)
+
+    shares = {
+        name: share([right for verdict in verdicts for right in getattr(verdict, name)])
+        for name in ("colour", "shape", "place", "size")
+    }
+    shares["count"] = share([verdict.count for verdict in verdicts])
+    shares["background"] = share([verdict.background for verdict in verdicts])
+    shares["all"] = share([verdict.all_right for verdict in verdicts])
+    return shares
+
+
+@torch.no_grad()
+def through_vae(pipe: FluxPipeline, picture: np.ndarray) -> Image.Image:
+    """A true drawing encoded and decoded: what no denoiser can improve on."""
+    tensor = torch.from_numpy(picture.copy()).permute(2, 0, 1)[None].to(pipe.vae.device).float() / 127.5 - 1
+    decoded = pipe.vae.decode(pipe.vae.encode(tensor).latent_dist.mean).sample
+    return pipe.image_processor.postprocess(decoded, output_type="pil")[0]
+
+
+def ceiling(pipe: FluxPipeline, scenes: list[Scene], seed: int) -> dict[str, float]:
+    """The same figures for true drawings that went through the autoencoder."""
+    verdicts = []
+    for i, scene in enumerate(scenes):
+        picture = draw(scene, np.random.default_rng([WORD, seed, i]))
+        verdicts.append(check(np.asarray(through_vae(pipe, picture)), scene))
+    return tally(verdicts)
+
+
+def grid(pictures: list[np.ndarray], captions: list[str], columns: int = 6, scale: int = 1) -> Image.Image:
+    """Pictures with their captions below, row by row."""
+    font = ImageFont.load_default(size=11)
+    side, gap, text_height = SIDE * scale, 16, 78
+    rows = -(-len(pictures) // columns)
+    image = Image.new("RGB", (columns * (side + gap) + gap, rows * (side + text_height + gap) + gap), "white")
+    canvas = ImageDraw.Draw(image)
+    for i, (picture, text) in enumerate(zip(pictures, captions, strict=True)):
+        x, y = gap + (i % columns) * (side + gap), gap + (i // columns) * (side + text_height + gap)
+        image.paste(Image.fromarray(picture).resize((side, side), Image.Resampling.NEAREST), (x, y))
+        canvas.rectangle((x - 1, y - 1, x + side, y + side), outline=(200, 200, 200))
+        canvas.multiline_text((x, y + side + 4), "\n".join(textwrap.wrap(text, 24)), fill="black", font=font, spacing=2)
+    return image
+
+
+def evaluate(pipe: FluxPipeline, args: argparse.Namespace) -> tuple[dict[str, Any], Image.Image]:
+    """The figures for one, two and three things, and the grid: the first twelve, six and six, as they came."""
+    figures: dict[str, Any] = {}
+    shown, said = [], []
+    for num_things, count in zip((1, 2, 3), args.counts, strict=True):
+        scenes = held_out_scenes(args.seed, num_things, count)
+        captions = [grammar.caption(scene) for scene in scenes]
+        verdicts, start = [], time.monotonic()
+        pictures = generate(pipe, captions, steps=args.steps, seed=args.seed + num_things, batch=args.batch)
+        for i, picture in tqdm(pictures, total=count, desc=f"{num_things} things", mininterval=5.0):
+            verdicts.append(check(picture, scenes[i]))
+            if i < (12 if num_things == 1 else 6):
+                shown.append(picture)
+                said.append(captions[i])
+        name = f"things_{num_things}"
+        figures[name] = {"captions": count, **tally(verdicts), "seconds": round(time.monotonic() - start, 1)}
+        figures[name]["ceiling_all"] = ceiling(pipe, scenes, args.seed)["all"]
+    return figures, grid(shown, said)
+
+
+def environment(device: str) -> dict[str, str]:
+    """Where and with what the figures were made."""
+    name = torch.cuda.get_device_name() if device.startswith("cuda") else f"CPU, {torch.get_num_threads()} threads"
+    return {
+        "device": name,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "diffusers": diffusers.__version__,
+        "transformers": transformers.__version__,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line; the defaults are what is published."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=20, help="Euler steps")
+    parser.add_argument("--batch", type=int, default=20)
+    parser.add_argument("--counts", type=int, nargs=3, default=[240, 120, 120], help="captions with 1, 2, 3 things")
+    parser.add_argument("--pipeline", type=Path, default=HERE / "pipeline")
+    parser.add_argument("--result", type=Path, default=ROOT / "benchmarks" / "results" / "tiny_flux.json")
+    parser.add_argument("--picture", type=Path, default=ROOT / "docs" / "tiny_flux.png")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure, print, write."""
+    args = parse(arguments)
+    torch.set_num_threads(args.threads)
+    pipe = FluxPipeline.from_pretrained(args.pipeline, dtype=torch.float32, local_files_only=True).to(args.device)
+    pipe.set_progress_bar_config(disable=True)
+    figures, picture = evaluate(pipe, args)
+    training = json.loads((args.pipeline / "training.json").read_text())
+    settings = {
+        "seed": args.seed,
+        "steps": args.steps,
+        "max_sequence_length": TEXT_LENGTH,
+        "weights": "bfloat16 as float32",
+    }
+    result = {"environment": environment(args.device), "settings": settings, "training": training, "held_out": figures}
+    for path in (args.result, args.picture):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    args.result.write_text(json.dumps(result, indent=2) + "\n")
+    picture.save(args.picture)
+    print(json.dumps(figures, indent=2))
+
+
+if __name__ == "__main__":
+    main()

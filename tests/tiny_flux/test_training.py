@@ -1,0 +1,148 @@
+"""Training resumes exactly, its losses are what FLUX uses, and its tokenizers know the grammar."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from torch import nn
+
+from benchmarks.tiny_flux import grammar
+from benchmarks.tiny_flux.loop import Schedule, State, build_optimizers, fit, step_seed
+from benchmarks.tiny_flux.models import SHIFT, Denoiser, build_tokenizers, build_vae
+from benchmarks.tiny_flux.stages import FlowLoss, VaeLoss, draw_batch, measure_latents
+
+# Under autocast RMSNorm gets bfloat16 input and float32 weight; it says so once and computes all the same.
+pytestmark = pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+SCHEDULE = Schedule(steps=4, learning_rate=1e-3, warmup=2)
+
+
+def train_vae(checkpoint: Path, stop_after: int | None = None) -> State:
+    torch.manual_seed(0)
+    return fit(build_vae(), VaeLoss(0, 1), SCHEDULE, checkpoint=checkpoint, name="vae", stop_after=stop_after)
+
+
+def train_flow(checkpoint: Path, stop_after: int | None = None) -> State:
+    torch.manual_seed(0)
+    vae, tokenizers = build_vae(), build_tokenizers()
+    loss = FlowLoss(vae, tokenizers, seed=0, batch=2, autocast=True)
+    model = Denoiser(tokenizers)
+    return fit(model, loss, SCHEDULE, checkpoint=checkpoint, name="flow", stop_after=stop_after)
+
+
+@pytest.mark.parametrize("train", [train_vae, train_flow])
+def test_two_steps_and_two_resumed_equal_four_straight(train, tmp_path):
+    straight = train(tmp_path / "straight.pt")
+    assert train(tmp_path / "parts.pt", stop_after=2).step == 2
+    resumed = train(tmp_path / "parts.pt")
+    assert straight.step == resumed.step == 4
+    for module in ("model", "averaged"):
+        ours, theirs = (getattr(state, module).state_dict() for state in (resumed, straight))
+        for name, value in theirs.items():
+            assert torch.equal(ours[name], value), (module, name)
+
+
+def test_an_interrupted_write_leaves_the_previous_checkpoint(tmp_path, monkeypatch):
+    model = nn.Linear(2, 2)
+    state = State(model, nn.Linear(2, 2), build_optimizers(model), step=7)
+    state.save(tmp_path / "x.pt")
+
+    def fail(content, path):
+        path.write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(torch, "save", fail)
+    state.step = 8
+    with pytest.raises(OSError, match="disk full"):
+        state.save(tmp_path / "x.pt")
+    monkeypatch.undo()
+    state.load(tmp_path / "x.pt")
+    assert state.step == 7
+
+
+def test_learning_rate_warms_up_stays_and_falls_to_zero():
+    schedule = Schedule(steps=1000, learning_rate=1.0, warmup=10, decay=0.4)
+    rates = [schedule.rate(step) for step in range(1000)]
+    assert rates[0] == pytest.approx(0.1)
+    assert set(rates[10:600]) == {1.0}
+    assert rates[800] == pytest.approx(0.5)
+    assert 0 < rates[-1] < 0.01
+
+
+def test_the_end_may_be_moved_before_the_decay_begins():
+    long, short = (Schedule(steps=steps, learning_rate=1.0, decay=0.4) for steps in (1000, 500))
+    assert [long.rate(step) for step in range(300)] == [short.rate(step) for step in range(300)]
+
+
+def test_a_step_draws_the_same_pictures_and_captions_again():
+    (ours, said), (theirs, meant) = (draw_batch(step_seed(3, 1, 5), 4) for _ in range(2))
+    assert said == meant
+    assert torch.equal(ours, theirs)
+    assert draw_batch(step_seed(3, 1, 6), 4)[1] != said
+
+
+class ExactVelocity(nn.Module):
+    """Knows the data, so it can answer the flow-matching loss exactly: noise = (noisy − (1 − sigma) data) / sigma."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        super().__init__()
+        self.data = nn.Parameter(data)
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, tokens, sigma, clip_ids, t5_ids, img_ids):
+        self.seen.append(sigma)
+        assert t5_ids.shape[1] in (48, 64, 128, 512)
+        assert clip_ids.shape[1] == 77
+        assert img_ids.shape == (256, 3)
+        assert tokens.shape[1:] == (256, 64)
+        sigma = sigma[:, None, None]
+        noise = (tokens - (1 - sigma) * self.data[: len(tokens)]) / sigma
+        return noise - self.data[: len(tokens)]
+
+
+def test_the_flow_loss_of_the_exact_velocity_is_zero():
+    torch.manual_seed(0)
+    vae, tokenizers = build_vae(), build_tokenizers()
+    measure_latents(vae, 0, batches=1, batch=2)
+    with torch.no_grad():
+        latents = vae.encode(draw_batch(step_seed(0, 1, 0), 2)[0]).latent_dist.mean
+    latents = (latents - vae.config.shift_factor) * vae.config.scaling_factor
+    # FLUX's packing, written out: 2 × 2 latent pixels to one token, channel first.
+    data = latents.reshape(2, 16, 16, 2, 16, 2).permute(0, 2, 4, 1, 3, 5).reshape(2, 256, 64)
+    model = ExactVelocity(data)
+    loss = FlowLoss(vae, tokenizers, seed=0, batch=2, autocast=False)(model, 0)
+    # Rounding of the data grows as 1 / sigma.
+    assert loss.item() < 1e-6 / float(torch.cat(model.seen).min()) ** 2
+
+
+def test_noise_levels_are_shifted_as_the_scheduler_shifts_them():
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=SHIFT)
+    scheduler.set_timesteps(sigmas=np.array([0.75, 0.5, 0.25]))
+    s = np.array([0.75, 0.5, 0.25])
+    assert scheduler.sigmas[:3].numpy() == pytest.approx(SHIFT * s / (1 + (SHIFT - 1) * s))
+
+
+def test_measured_statistics_make_the_latents_unit_normal():
+    vae = build_vae()
+    measure_latents(vae, 0, batches=2, batch=4)
+    with torch.no_grad():
+        latents = vae.encode(draw_batch(step_seed(0, 1, 0), 8)[0]).latent_dist.mean
+    latents = (latents - vae.config.shift_factor) * vae.config.scaling_factor
+    assert abs(latents.mean().item()) < 0.2
+    assert math.isclose(latents.std().item(), 1.0, rel_tol=0.2)
+
+
+def test_tokenizers_give_one_token_to_each_word_of_the_grammar():
+    tokenizers = build_tokenizers()
+    for i in range(200):
+        rng = np.random.default_rng([20, i])
+        text = grammar.caption(grammar.training_scene(rng), rng)
+        num_words = len(text.replace(",", " ,").split())
+        for said in (text, text.capitalize()):
+            assert len(tokenizers.t5(said).input_ids) == num_words + 1
+            assert tokenizers.t5.unk_token_id not in tokenizers.t5(said).input_ids
+            assert len(tokenizers.clip(said).input_ids) == num_words + 2
