@@ -1,0 +1,1 @@
+"""What para_core knows about diffusers pipelines."""

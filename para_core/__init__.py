@@ -1,0 +1,25 @@
+"""Exact sequence parallelism for diffusion transformers, without touching model code."""
+
+from pathlib import Path
+
+_here = Path(__file__).parent
+if not (_here / "adapters").is_dir():
+    # A checkout: adapters/ and kernels/ stand beside this folder; only installing moves them into it.
+    __path__.append(str(_here.parent))
+
+from para_core.functional import ring_attention, ulysses_attention, unified_attention
+from para_core.layout import Segment, SequenceLayout
+from para_core.mesh import init_context_parallel_mesh
+from para_core.modes import RingAttnMode, UlyssesAttnMode, UnifiedAttnMode
+
+__all__ = [
+    "RingAttnMode",
+    "Segment",
+    "SequenceLayout",
+    "UlyssesAttnMode",
+    "UnifiedAttnMode",
+    "init_context_parallel_mesh",
+    "ring_attention",
+    "ulysses_attention",
+    "unified_attention",
+]

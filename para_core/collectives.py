@@ -1,0 +1,96 @@
+"""Functional collectives with uneven sizes, in eager code and inside compiled graphs.
+
+The only module that knows torch's own names for them. All of them are built on all-to-all: it takes uneven sizes, has
+a backward, and exists on every backend for every device (gloo has no point-to-point for CUDA tensors).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from para_core.mesh import MeshDim
+
+
+def start_all_to_all(x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], dim: MeshDim) -> Tensor:
+    """Begin to send ``send_sizes[i]`` rows of ``x`` to rank ``i`` of ``dim``; :func:`wait` before use of the result.
+
+    Args:
+        x: contiguous, cut along its first dim.
+        send_sizes: rows for each rank of ``dim``, in order.
+        receive_sizes: rows from each rank of ``dim``: what that rank sends here.
+
+    Returns:
+        What arrives, in the order of the senders, concatenated along the first dim.
+    """
+    differentiable = torch.is_grad_enabled() and x.requires_grad
+    namespace = torch.ops._c10d_functional_autograd if differentiable else torch.ops._c10d_functional
+    received: Tensor = namespace.all_to_all_single(x, list(receive_sizes), list(send_sizes), dim.group_name)
+    return received
+
+
+def wait(x: Tensor) -> Tensor:
+    """Wait for a collective that was started; the same call in eager code and while tracing."""
+    done: Tensor = torch.ops._c10d_functional.wait_tensor(x)
+    return done
+
+
+def all_to_all(x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], dim: MeshDim) -> Tensor:
+    """:func:`start_all_to_all`, finished. Nothing moves where ``dim`` has one rank."""
+    if dim.size == 1:
+        return x
+    return wait(start_all_to_all(x, send_sizes, receive_sizes, dim))
+
+
+def start_ring_shift(x: Tensor, receive_size: int, dim: MeshDim) -> Tensor:
+    """Begin to send ``x`` (1-D) to the next rank of ``dim``, and to receive ``receive_size`` elements from the one before."""
+    send_sizes = [0] * dim.size
+    receive_sizes = [0] * dim.size
+    send_sizes[(dim.index + 1) % dim.size] = x.numel()
+    receive_sizes[(dim.index - 1) % dim.size] = receive_size
+    return start_all_to_all(x, send_sizes, receive_sizes, dim)
+
+
+def all_gather(x: Tensor, sizes: Sequence[int], tensor_dim: int, dim: MeshDim) -> Tensor:
+    """Concatenate the ``x`` of all ranks of ``dim`` along ``tensor_dim``; rank ``i`` gives ``sizes[i]`` along it."""
+    if dim.size == 1:
+        return x
+    rows = x.movedim(tensor_dim, 0).contiguous()
+    sent = rows.expand(dim.size, *rows.shape).flatten(0, 1)
+    gathered = all_to_all(sent, [rows.shape[0]] * dim.size, sizes, dim)
+    return gathered.movedim(0, tensor_dim)
+
+
+def all_gather_bytes(x: Tensor, dim: MeshDim) -> Tensor:
+    """The equally long uint8 CPU tensors ``x`` of all ranks of ``dim``, concatenated. Eager code only; blocks.
+
+    Goes over the CPU where the group can, so that nothing waits for an accelerator.
+    """
+    if dim.group is None:
+        return x
+    devices = {device.type: device for device in dim.group._device_types}
+    sent = x.to(devices.get("cpu") or next(iter(devices.values())))
+    gathered = sent.new_empty(dim.size * sent.numel())
+    # TODO: all_gather_single alone once torch>=2.13 is the minimum.
+    all_gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    all_gather_into(gathered, sent, group=dim.group)
+    return gathered.cpu()
+
+
+def pack(pieces: Sequence[Tensor]) -> Tensor:
+    """One flat buffer that holds ``pieces`` one after the other, each element moved once.
+
+    Inductor fuses the flattening into the concatenation; eager code would copy a strided piece twice, so there it is
+    written to its place.
+    """
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return torch.cat([piece.reshape(-1) for piece in pieces])
+    buffer = pieces[0].new_empty(sum([piece.numel() for piece in pieces]))
+    offset = 0
+    for piece in pieces:
+        buffer[offset : offset + piece.numel()].view(piece.shape).copy_(piece)
+        offset += piece.numel()
+    return buffer

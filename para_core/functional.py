@@ -1,0 +1,80 @@
+"""Attention over a mesh as plain functions: ``scaled_dot_product_attention``'s signature, plus ``mesh=``."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from para_core.layout import SequenceLayout
+from para_core.modes import RingAttnMode, UlyssesAttnMode, UnifiedAttnMode
+
+
+def unified_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    mesh: DeviceMesh | ProcessGroup,
+    layout: SequenceLayout | None = None,
+    key_layout: SequenceLayout | None = None,
+    assume_equal: bool = False,
+) -> Tensor:
+    """SDPA over a sequence that is sharded over ``mesh``: each rank gives its part and gets its part of the result.
+
+    Args:
+        query, key, value: this rank's part, ``[B, H, S_local, D]``; everything up to ``enable_gqa`` as in SDPA.
+        mesh: see :class:`UnifiedAttnMode`.
+        layout: who holds which queries, and which keys unless ``key_layout`` says so. Equal parts if left out.
+        assume_equal: skip the exchange that turns bad input on one rank into an error on all.
+
+    Raises:
+        ValueError: on every rank, in eager code, for input that does not fit on any of them.
+    """
+    mode = UnifiedAttnMode(mesh, layout=layout, key_layout=key_layout, assume_equal=assume_equal)
+    return mode.attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+def ring_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    mesh: DeviceMesh | ProcessGroup,
+    layout: SequenceLayout | None = None,
+    key_layout: SequenceLayout | None = None,
+    assume_equal: bool = False,
+) -> Tensor:
+    """:func:`unified_attention` on a mesh (or group) whose ranks all form the ring."""
+    mode = RingAttnMode(mesh, layout=layout, key_layout=key_layout, assume_equal=assume_equal)
+    return mode.attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+def ulysses_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    mesh: DeviceMesh | ProcessGroup,
+    layout: SequenceLayout | None = None,
+    key_layout: SequenceLayout | None = None,
+    assume_equal: bool = False,
+) -> Tensor:
+    """:func:`unified_attention` on a mesh (or group) whose ranks all trade tokens for heads."""
+    mode = UlyssesAttnMode(mesh, layout=layout, key_layout=key_layout, assume_equal=assume_equal)
+    return mode.attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)

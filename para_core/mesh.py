@@ -1,0 +1,207 @@
+"""Which ranks work together: choosing a mesh, and reading what a user gives as one."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+logger = logging.getLogger(__name__)
+
+MESH_DIMS = ("batch", "ring", "ulysses")
+
+
+def _largest_divisor(ranks: int, at_most: int) -> int:
+    return next(size for size in range(min(ranks, at_most), 0, -1) if ranks % size == 0)
+
+
+def choose_mesh_shape(
+    num_ranks: int,
+    *,
+    max_batch_dim_size: int | None = None,
+    max_ring_dim_size: int | None = None,
+    max_ulysses_dim_size: int | None = None,
+) -> tuple[int, int, int]:
+    """Sizes of the mesh dims ``(batch, ring, ulysses)`` for ``num_ranks`` ranks.
+
+    Each dim with a maximum takes the largest divisor of the ranks that are left and is not above it, in the order
+    batch, ring, ulysses. Batch is 1 unless asked for; of ring and ulysses, one that is left open takes the rest
+    (ulysses first).
+
+    >>> choose_mesh_shape(8)
+    (1, 1, 8)
+    >>> choose_mesh_shape(8, max_batch_dim_size=2)
+    (2, 1, 4)
+    >>> choose_mesh_shape(8, max_ulysses_dim_size=2)
+    (1, 4, 2)
+    >>> choose_mesh_shape(6, max_ring_dim_size=4)
+    (1, 3, 2)
+
+    Raises:
+        TypeError, ValueError: a maximum is no positive integer, or ranks are left over.
+    """
+    maxima = {
+        "max_batch_dim_size": max_batch_dim_size,
+        "max_ring_dim_size": max_ring_dim_size,
+        "max_ulysses_dim_size": max_ulysses_dim_size,
+    }
+    for name, maximum in maxima.items():
+        if maximum is not None and (isinstance(maximum, bool) or not isinstance(maximum, int)):
+            raise TypeError(f"{name} is {maximum!r}; expected a positive integer, or None to leave it open.")
+        if maximum is not None and maximum < 1:
+            raise ValueError(f"{name} is {maximum}; expected at least 1, or None to leave it open.")
+
+    batch = _largest_divisor(num_ranks, max_batch_dim_size or 1)
+    left = num_ranks // batch
+    ring = _largest_divisor(left, max_ring_dim_size) if max_ring_dim_size else 1
+    left //= ring
+    ulysses = _largest_divisor(left, max_ulysses_dim_size) if max_ulysses_dim_size else left
+    left //= ulysses
+    if max_ring_dim_size is None:
+        ring, left = ring * left, 1
+    if left > 1:
+        raise ValueError(
+            f"{num_ranks} ranks do not fit: batch {batch} × ring {ring} × ulysses {ulysses} uses {num_ranks // left} of them. "
+            f"max_ring_dim_size={ring * left}, max_ulysses_dim_size={ulysses * left} or max_batch_dim_size={batch * left} "
+            "would fit; or leave one of ring and ulysses open (None): it takes what remains."
+        )
+    return batch, ring, ulysses
+
+
+def init_context_parallel_mesh(
+    device_type: str | None = None,
+    *,
+    max_batch_dim_size: int | None = None,
+    max_ring_dim_size: int | None = None,
+    max_ulysses_dim_size: int | None = None,
+) -> DeviceMesh:
+    """A ``DeviceMesh`` with dims ``("batch", "ring", "ulysses")`` over all ranks; see :func:`choose_mesh_shape`.
+
+    Every rank calls it with the same arguments. To use only some of the ranks, build a larger mesh and pass a slice
+    of it (``mesh["ring", "ulysses"]``) wherever a mesh is taken.
+
+    Args:
+        device_type: ``"cuda"``, ``"cpu"``, …; the accelerator that is present, else the CPU, if left out.
+
+    Raises:
+        RuntimeError: no process group is initialised.
+        TypeError, ValueError: see :func:`choose_mesh_shape`.
+    """
+    require_process_group("init_context_parallel_mesh")
+    if device_type is None:
+        accelerator = torch.accelerator.current_accelerator()
+        device_type = accelerator.type if accelerator is not None else "cpu"
+    shape = choose_mesh_shape(
+        dist.get_world_size(),
+        max_batch_dim_size=max_batch_dim_size,
+        max_ring_dim_size=max_ring_dim_size,
+        max_ulysses_dim_size=max_ulysses_dim_size,
+    )
+    return init_device_mesh(device_type, shape, mesh_dim_names=MESH_DIMS)
+
+
+def require_process_group(caller: str) -> None:
+    """Raise ``RuntimeError`` unless torch.distributed is initialised in this process."""
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError(
+            f"{caller} needs a process group, and none is initialised. Start with `torchrun --nproc_per_node=N …` and "
+            "call torch.distributed.init_process_group() first."
+        )
+
+
+@dataclass(frozen=True)
+class MeshDim:
+    """One mesh dim as this rank sees it. ``group_name`` is what functional collectives take; "" where size is 1."""
+
+    name: str
+    size: int
+    index: int
+    group_name: str
+    group: ProcessGroup | None
+
+
+def _dim_of_group(name: str, group: ProcessGroup | None) -> MeshDim:
+    if group is None or group.size() == 1:
+        return MeshDim(name, 1, 0, "", None)
+    return MeshDim(name, group.size(), group.rank(), group.group_name, group)
+
+
+@dataclass(frozen=True)
+class SequenceMesh:
+    """The ``ring`` × ``ulysses`` ranks that share one sequence, as this rank sees them.
+
+    The sequence rank is ring index × ulysses size + ulysses index: a ring block is held by one Ulysses group.
+    """
+
+    ring: MeshDim
+    ulysses: MeshDim
+    device_type: str
+
+    @property
+    def ranks(self) -> int:
+        return self.ring.size * self.ulysses.size
+
+    @property
+    def rank(self) -> int:
+        return self.ring.index * self.ulysses.size + self.ulysses.index
+
+    def check_alive(self) -> None:
+        """Raise ``RuntimeError`` if a group of this mesh is not (or no longer) usable."""
+        for dim in (self.ring, self.ulysses):
+            if dim.size == 1:
+                continue
+            if not dist.is_initialized() or dim.group not in dist.distributed_c10d._world.pg_map:
+                raise RuntimeError(
+                    f"The process group of mesh dim {dim.name!r} ({dim.size} ranks) was destroyed. Build the mesh and "
+                    "the mode again after init_process_group()."
+                )
+
+
+def sequence_mesh(mesh: DeviceMesh | ProcessGroup, *, group_dim: str = "ulysses") -> SequenceMesh:
+    """Read a user's ``mesh``: a DeviceMesh with a ``ring`` and/or ``ulysses`` dim, or a group (all ``group_dim``).
+
+    Raises:
+        TypeError: ``mesh`` is neither.
+        ValueError: the mesh has neither dim, has dims of another name, or this rank is not part of it.
+    """
+    if isinstance(mesh, ProcessGroup):
+        dims = {group_dim: _dim_of_group(group_dim, mesh)}
+        device_type = mesh._device_types[-1].type
+    elif isinstance(mesh, DeviceMesh):
+        names = mesh.mesh_dim_names or ()
+        given = f"dims {tuple(names)}" if names else f"{mesh.ndim} unnamed dim(s)"
+        if not {"ring", "ulysses"} & set(names):
+            raise ValueError(
+                f"mesh has {given}; expected a dim named 'ring', 'ulysses' or both. "
+                "init_context_parallel_mesh() makes one; init_device_mesh(..., mesh_dim_names=('ring', 'ulysses')) too."
+            )
+        unknown = [name for name in names if name not in MESH_DIMS]
+        if unknown:
+            wanted = ", ".join(repr(name) for name in names if name in MESH_DIMS)
+            raise ValueError(
+                f"mesh has {given}; {unknown} mean nothing here. Pass the slice that shares one sequence: mesh[{wanted}]."
+            )
+        if mesh.get_coordinate() is None:
+            raise ValueError(f"rank {dist.get_rank()} is not part of the mesh with {given}; only its members use it.")
+        dims = {name: _dim_of_group(name, mesh.get_group(name)) for name in names}
+        device_type = mesh.device_type
+    else:
+        raise TypeError(f"mesh is a {type(mesh).__name__}; expected a DeviceMesh or a ProcessGroup.")
+    alone = {name: MeshDim(name, 1, 0, "", None) for name in MESH_DIMS}
+    found = SequenceMesh(
+        dims.get("ring", alone["ring"]), dims.get("ulysses", alone["ulysses"]), device_type=device_type
+    )
+    found.check_alive()
+    return found
+
+
+def batch_dim_size(mesh: DeviceMesh | ProcessGroup) -> int:
+    """Ranks along the ``batch`` mesh dim, 1 where there is none."""
+    if isinstance(mesh, DeviceMesh) and "batch" in (mesh.mesh_dim_names or ()):
+        return prod(mesh["batch"].shape)
+    return 1

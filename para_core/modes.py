@@ -1,0 +1,434 @@
+"""What is intercepted: modes that reroute scaled_dot_product_attention, and nothing about how it is computed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._ops import HigherOrderOperator
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.overrides import TorchFunctionMode
+
+from para_core.agreement import Record, error_record, exchange, raise_first_error
+from para_core.attention.call import EQUAL_PARTS, attend_over_mesh
+from para_core.attention.multi_head import multi_head_attention
+from para_core.collectives import all_gather
+from para_core.layout import Segment, SequenceLayout, even_layout
+from para_core.mesh import SequenceMesh, sequence_mesh
+
+# A length that outlives a call: an int while tracing, else the first dim of a tensor without elements. Dynamo takes an
+# int that it finds on a mode for a constant, and would compile anew for every length; sizes of tensors become symbolic.
+Length = int | Tensor
+HeldLayout = tuple[tuple[str, Length, bool], ...]
+
+
+class UnifiedAttnMode(TorchFunctionMode):
+    """Inside ``with UnifiedAttnMode(mesh) as cp:`` every ``scaled_dot_product_attention`` runs over the mesh.
+
+    Each rank calls it with its part of the sequence, and gets its part of the result. Which part a rank holds is said,
+    in this order, by ``layout``; by what was cut with ``cp.shard``; else every rank is taken to hold an equal part.
+
+    Args:
+        mesh: a DeviceMesh with a ``ring`` and/or ``ulysses`` dim (a slice of a larger one, too), or a ProcessGroup,
+            whose ranks then all go to Ulysses.
+        layout: the layout of the queries of every attention call inside, and of its keys unless ``key_layout`` is given.
+        assume_equal: skip the small exchange that, in eager code, begins each intercepted call, each ``shard`` and each
+            ``gather``, and turns input that is bad on one rank into an error on all. Nothing is exchanged in a
+            compiled graph.
+
+    >>> import torch.distributed as dist  # doctest: +SKIP
+    >>> with UnifiedAttnMode(mesh) as cp:  # doctest: +SKIP
+    ...     y = cp.gather(model(cp.shard(x, dim=1)), dim=1)
+    """
+
+    # What the ranks of a plain ProcessGroup do, and which mesh dim may have one rank only.
+    _group_dim = "ulysses"
+    _single_dim: str | None = None
+
+    def __init__(
+        self,
+        mesh: DeviceMesh | ProcessGroup,
+        *,
+        layout: SequenceLayout | None = None,
+        key_layout: SequenceLayout | None = None,
+        assume_equal: bool = False,
+    ) -> None:
+        super().__init__()
+        self._mesh = mesh if isinstance(mesh, SequenceMesh) else sequence_mesh(mesh, group_dim=self._group_dim)
+        if self._single_dim is not None:
+            _require_single(self._mesh, self._single_dim, type(self).__name__)
+        self._assume_equal = assume_equal
+        self._depth = 0
+        # Totals of the sequences that were cut through this mode, in that order; emptied on exit.
+        self._totals: tuple[Length, ...] = ()
+        self._gathered = True
+        # Of queries and of keys, if given: decides before what was cut.
+        self._explicit: tuple[HeldLayout, HeldLayout | None] | None = None
+        if layout is not None:
+            self._explicit = (self._hold_layout(layout), None if key_layout is None else self._hold_layout(key_layout))
+        elif key_layout is not None:
+            raise ValueError("key_layout was given without layout; give both, or neither.")
+        self.intercepted = False
+
+    # -- entering and leaving
+
+    def __enter__(self) -> Self:
+        if self._depth == 0:
+            self._totals = ()
+        self._depth += 1
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_val: BaseException | None,
+        exc_tb: TracebackType | None,
+    ) -> None:
+        super().__exit__(exc_type, exc_val, exc_tb)  # type: ignore[no-untyped-call]
+        self._depth -= 1
+        if self._depth == 0:
+            self._totals = ()
+            if exc_type is None and not torch.compiler.is_compiling():
+                self._warn_if_nothing_was_intercepted()
+
+    def _warn_if_nothing_was_intercepted(self) -> None:
+        if self.intercepted or self._mesh.ranks == 1:
+            return
+        self.intercepted = True  # once per mode
+        warnings.warn(
+            f"{type(self).__name__} on {self._mesh.ranks} ranks intercepted no scaled_dot_product_attention: nothing "
+            "inside ran in parallel. Attention that does not go through torch.nn.functional (flash_attn, a diffusers "
+            "backend such as 'flash') cannot be seen; switch to a native backend.",
+            stacklevel=3,
+        )
+
+    @staticmethod
+    def disable() -> TorchFunctionMode:
+        """A context inside which no mode of this module intercepts anything."""
+        return _Disabled()
+
+    # -- intercepting
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.unflatten and torch.compiler.is_compiling():
+            # Dynamo cannot trace the method under a mode: it is Python that calls super().
+            return torch.unflatten(*args, **kwargs)
+        if self._mesh.ranks == 1:
+            return func(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            return self.attend(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            return multi_head_attention(self.attend, *args, **kwargs)
+        if func in _UNSEEN or (isinstance(func, HigherOrderOperator) and "flex_attention" in func.name()):
+            raise RuntimeError(
+                f"{getattr(func, '__name__', func)} computes attention without scaled_dot_product_attention, so it "
+                f"cannot run on {self._mesh.ranks} ranks: each would attend to its own tokens only. Use "
+                "F.scaled_dot_product_attention, or run this call under UnifiedAttnMode.disable()."
+            )
+        return func(*args, **kwargs)
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """``scaled_dot_product_attention`` over the mesh: what an intercepted call becomes."""
+        self.intercepted = True
+        if self._mesh.ranks == 1:
+            out: Tensor = torch.ops.aten.scaled_dot_product_attention.default(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+            return out
+        return attend_over_mesh(
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale,
+            enable_gqa,
+            mesh=self._mesh,
+            choose_layouts=lambda num_queries, num_keys: self._layouts(num_queries, num_keys, is_causal),
+            assume_equal=self._assume_equal,
+        )
+
+    # -- which rank holds which tokens
+
+    def sequence(self, total: int) -> SequenceLayout:
+        """Who holds which of ``total`` tokens: a value for ``sequence=`` of :meth:`shard` and :meth:`gather`."""
+        return even_layout(total, self._mesh.ranks)
+
+    @contextmanager
+    def using(self, layout: SequenceLayout, *, key_layout: SequenceLayout | None = None) -> Iterator[None]:
+        """Inside, every attention call has ``layout`` for its queries, and ``key_layout`` (or the same) for its keys."""
+        before = self._explicit
+        self._explicit = (self._hold_layout(layout), None if key_layout is None else self._hold_layout(key_layout))
+        try:
+            yield
+        finally:
+            self._explicit = before
+
+    def _hold(self, length: int) -> Length:
+        if torch.compiler.is_compiling():
+            return length
+        return torch.empty((length, 0), device=self._mesh.device_type)
+
+    def _hold_layout(self, layout: SequenceLayout) -> HeldLayout:
+        segments = self._checked(layout).segments
+        return tuple([(segment.name, self._hold(segment.total), segment.replicated) for segment in segments])
+
+    def _held_layout(self, held: HeldLayout) -> SequenceLayout:
+        segments = tuple([Segment(name, _length(total), replicated) for name, total, replicated in held])
+        return SequenceLayout(segments, self._mesh.ranks)
+
+    def _known_totals(self) -> tuple[int, ...]:
+        return tuple([_length(total) for total in self._totals])
+
+    def _checked(self, layout: SequenceLayout) -> SequenceLayout:
+        if layout.ranks != self._mesh.ranks:
+            raise ValueError(f"the layout is for {layout.ranks} ranks, but the mesh has {self._mesh.ranks}.")
+        return layout
+
+    def _layouts(self, num_queries: int, num_keys: int, is_causal: bool) -> tuple[SequenceLayout, SequenceLayout]:
+        if self._explicit is not None:
+            query_layout = self._held_layout(self._explicit[0])
+            key_layout = query_layout if self._explicit[1] is None else self._held_layout(self._explicit[1])
+            for kind, layout, held in (("query", query_layout, num_queries), ("key", key_layout, num_keys)):
+                expected = layout.size(self._mesh.rank)
+                if held != expected:
+                    raise ValueError(
+                        f"{kind} has {held} tokens, but the layout gives this rank {expected} of {layout.total}. "
+                        "Pass the layout that it was cut by (cp.using(layout, key_layout=...))."
+                    )
+            return query_layout, key_layout
+        if len(self._totals) == 0:
+            query_layout = even_layout(num_queries * self._mesh.ranks, self._mesh.ranks)
+            if num_keys == num_queries:
+                return query_layout, query_layout
+            return query_layout, even_layout(num_keys * self._mesh.ranks, self._mesh.ranks)
+        query_layout = self._remembered(num_queries, "query", is_causal)
+        if num_keys == num_queries:
+            return query_layout, query_layout
+        return query_layout, self._remembered(num_keys, "key", is_causal)
+
+    def _remembered(self, held: int, kind: str, is_causal: bool) -> SequenceLayout:
+        """The sequence cut through this mode, or concatenation of such, of which this rank holds ``held`` tokens."""
+        ranks, rank = self._mesh.ranks, self._mesh.rank
+        candidates = _concatenations(self._known_totals(), ranks)
+        fitting = [layout for layout in candidates if layout.size(rank) == held]
+        if not fitting:
+            known = ", ".join([f"{layout.size(rank)} of {layout.total}" for layout in candidates])
+            raise ValueError(
+                f"{kind} has {held} tokens on this rank, which fits nothing that was cut with cp.shard here ({known}). "
+                "Cut it with cp.shard too, or say who holds what with cp.using(SequenceLayout(...))."
+            )
+        found = fitting[0]
+        for other in candidates:
+            alike = [mine == theirs for mine, theirs in zip(found.sizes(), other.sizes(), strict=True)]
+            if any(alike) and not all(alike):
+                raise ValueError(
+                    f"{kind} has {held} tokens on this rank, and a sequence of {found.total} or of {other.total} would "
+                    "fit on some rank. Say which with cp.using(cp.sequence(total))."
+                )
+            if is_causal and all(alike) and other is not found:
+                raise ValueError(
+                    f"{kind} of {found.total} tokens was put together in one of several orders, and is_causal needs to "
+                    "know which. Say it with cp.using(SequenceLayout(...))."
+                )
+        return found
+
+    # -- cutting and putting together
+
+    def shard(self, x: Tensor, dim: int, *, sequence: SequenceLayout | None = None) -> Tensor:
+        """This rank's part of ``x`` along ``dim``; ``x`` is the same, whole, on every rank.
+
+        Args:
+            x: any shape; any length along ``dim``, also one shorter than the number of ranks.
+            sequence: from :meth:`sequence`; needed inside a compiled function, else read off ``x``.
+
+        Raises:
+            ValueError: in eager code on every rank, if ``x`` is not as long on all ranks, or not as ``sequence`` says.
+        """
+        if sequence is None and torch.compiler.is_compiling():
+            raise RuntimeError(
+                "inside a compiled function cp.shard needs sequence=: tokens = cp.sequence(x.shape[dim]); "
+                "cp.shard(x, dim, sequence=tokens)."
+            )
+        layout = self.sequence(x.shape[dim]) if sequence is None else self._checked(sequence)
+        self._agree(
+            x,
+            dim,
+            layout,
+            None
+            if x.shape[dim] == layout.total
+            else f"x has {x.shape[dim]} tokens in dim {dim}, but sequence= says {layout.total}.",
+        )
+        self._remember(layout)
+        if self._mesh.ranks == 1:
+            return x
+        parts = []
+        before = 0
+        for segment in layout.segments:
+            start, size = segment.start(self._mesh.rank, layout.ranks), segment.size(self._mesh.rank, layout.ranks)
+            parts.append(x.narrow(dim, before + start, size))
+            before = before + segment.total
+        # A tensor of its own, no view: graphs are compiled for a view's base, too, and it would stay in memory.
+        return parts[0].clone(memory_format=torch.contiguous_format) if len(parts) == 1 else torch.cat(parts, dim=dim)
+
+    def _remember(self, layout: SequenceLayout) -> None:
+        if torch.compiler.is_compiling() and self._depth == 0:
+            # Dynamo enters a mode that was made outside of the graph without tracing __enter__ and __exit__, so
+            # nothing empties the memory: the first cut after a gather belongs to another call.
+            if self._gathered:
+                self._totals = ()
+            self._gathered = False
+        known = [total for total in self._known_totals() if total == layout.total]
+        if len(layout.segments) == 1 and not known:
+            self._totals = (*self._totals, self._hold(layout.total))
+
+    def gather(self, y: Tensor, dim: int, *, sequence: SequenceLayout | None = None) -> Tensor:
+        """The whole of ``y`` along ``dim``, on every rank; ``y`` is this rank's part.
+
+        Args:
+            sequence: what the part is of; may be left out while only one sequence was cut through this mode.
+
+        Raises:
+            ValueError: in eager code on every rank, if a rank's part is not what ``sequence`` gives it.
+        """
+        if sequence is None and torch.compiler.is_compiling():
+            raise RuntimeError(
+                "inside a compiled function cp.gather needs sequence=: the value that cp.sequence(total) gave before."
+            )
+        layout = self._only_sequence(y.shape[dim]) if sequence is None else self._checked(sequence)
+        expected = layout.size(self._mesh.rank)
+        self._agree(
+            y,
+            dim,
+            layout,
+            None
+            if y.shape[dim] == expected
+            else f"y has {y.shape[dim]} tokens in dim {dim}, but this rank's part of {layout.total} is {expected}.",
+        )
+        self._gathered = True
+        if self._mesh.ranks == 1:
+            return y
+        return gather_tokens(y, dim, layout, self._mesh)
+
+    def _only_sequence(self, held: int) -> SequenceLayout:
+        if len(self._totals) == 1:
+            return self.sequence(self._known_totals()[0])
+        if not self._totals:
+            return self.sequence(held * self._mesh.ranks)
+        raise ValueError(
+            f"several sequences were cut through this mode (of {', '.join(map(str, self._known_totals()))} tokens). "
+            "Say which one this is: cp.gather(y, dim, sequence=cp.sequence(total))."
+        )
+
+    def _agree(self, x: Tensor, dim: int, layout: SequenceLayout, problem: str | None) -> None:
+        talk = self._mesh.ranks > 1 and not (self._assume_equal or torch.compiler.is_compiling())
+        if problem is not None and not talk:
+            raise ValueError(problem)
+        if not talk:
+            return
+        self._mesh.check_alive()
+        record: Record = {"lengths per rank": layout.sizes(), "dim": dim, "error": None}
+        records = exchange(record if problem is None else error_record(ValueError(problem)), self._mesh)
+        raise_first_error(records)
+        for rank, other in enumerate(records):
+            if other != records[0]:
+                raise ValueError(
+                    f"the ranks disagree about a sequence: rank 0 has {records[0]['lengths per rank']} tokens per rank "
+                    f"in dim {records[0]['dim']}, rank {rank} {other['lengths per rank']} in dim {other['dim']}. "
+                    + EQUAL_PARTS
+                )
+
+
+class RingAttnMode(UnifiedAttnMode):
+    """:class:`UnifiedAttnMode` on a mesh without an ``ulysses`` dim (or one of size 1): keys and values travel."""
+
+    _group_dim = "ring"
+    _single_dim = "ulysses"
+
+
+class UlyssesAttnMode(UnifiedAttnMode):
+    """:class:`UnifiedAttnMode` on a mesh without a ``ring`` dim (or one of size 1): tokens are traded for heads."""
+
+    _single_dim = "ring"
+
+
+def _require_single(mesh: SequenceMesh, name: str, mode: str) -> None:
+    size = getattr(mesh, name).size
+    if size > 1:
+        raise ValueError(
+            f"{mode} got a mesh whose {name!r} dim has {size} ranks; expected 1. Use UnifiedAttnMode for both at once."
+        )
+
+
+def gather_tokens(y: Tensor, dim: int, layout: SequenceLayout, mesh: SequenceMesh) -> Tensor:
+    """Put the parts of all sequence ranks together along ``dim``: over ulysses, whose ranks are neighbours, then ring."""
+    parts = y.split([segment.size(mesh.rank, layout.ranks) for segment in layout.segments], dim=dim)
+    whole = []
+    for segment, part in zip(layout.segments, parts, strict=True):
+        if not segment.replicated:
+            sizes = segment.sizes(layout.ranks)
+            width = mesh.ulysses.size
+            blocks = [sizes[first : first + width] for first in range(0, layout.ranks, width)]
+            block = all_gather(part, blocks[mesh.ring.index], dim, mesh.ulysses)
+            whole.append(all_gather(block, [sum(sizes) for sizes in blocks], dim, mesh.ring))
+        else:
+            whole.append(part)
+    return whole[0] if len(whole) == 1 else torch.cat(whole, dim=dim)
+
+
+def _length(held: Length) -> int:
+    return held.shape[0] if isinstance(held, Tensor) else held
+
+
+def _concatenations(totals: tuple[int, ...], ranks: int) -> list[SequenceLayout]:
+    """Each sequence, and each choice of several in their order."""
+    chosen: list[tuple[int, ...]] = [()]
+    for total in totals:
+        chosen = chosen + [(*before, total) for before in chosen]
+    return [
+        SequenceLayout(tuple([even_layout(total, ranks).segments[0] for total in choice]), ranks)
+        for choice in chosen
+        if choice
+    ]
+
+
+_UNSEEN = (torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd)
+
+
+class _Disabled(TorchFunctionMode):
+    """Hands attention on under a name that the modes outside do not intercept."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return torch.ops.aten.scaled_dot_product_attention.default(*args, **kwargs)
+        if func is F.multi_head_attention_forward or func in _UNSEEN or isinstance(func, HigherOrderOperator):
+            with torch._C.DisableTorchFunction():
+                return func(*args, **kwargs)
+        if func is Tensor.unflatten and torch.compiler.is_compiling():
+            return torch.unflatten(*args, **kwargs)
+        return func(*args, **kwargs)
