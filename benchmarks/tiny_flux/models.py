@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 
 import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
-from tokenizers import pre_tokenizers, trainers
+from tokenizers import pre_tokenizers
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config, T5EncoderModel, T5TokenizerFast
 
@@ -29,20 +28,24 @@ class Tokenizers:
 
 
 def build_clip_tokenizer() -> CLIPTokenizer:
-    """Byte-level BPE in which each word of the grammar is one token and any other word is spelled in letters."""
-    specials = ["<|startoftext|>", "<|endoftext|>"]
-    backend = CLIPTokenizer().backend_tokenizer
-    trainer = trainers.BpeTrainer(
-        vocab_size=4096,
-        special_tokens=specials,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        end_of_word_suffix="</w>",
-        show_progress=False,
-    )
-    backend.train_from_iterator(grammar.words(), trainer)
-    model = json.loads(backend.to_str())["model"]
-    merges = [tuple(merge) for merge in model["merges"]]
-    return CLIPTokenizer(vocab=model["vocab"], merges=merges, model_max_length=CLIP_LENGTH)
+    """Byte-level BPE in which a word of the grammar is one token, or a few, and any other word is spelled in letters.
+
+    The merges are written down, not trained: `BpeTrainer` breaks ties by a hash that differs from process to process.
+    """
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pieces = [*letters, *(f"{letter}</w>" for letter in letters)]
+    merges: dict[tuple[str, str], None] = {}
+    for word in grammar.words():
+        *head, last = word
+        # r + e, re + d</w>: from the left, so that words with the same beginning share merges.
+        left = ""
+        for piece in (*head, f"{last}</w>"):
+            if left:
+                merges[left, piece] = None
+            left += piece
+    pieces += [left + right for left, right in merges]
+    vocab = {piece: index for index, piece in enumerate(["<|startoftext|>", "<|endoftext|>", *dict.fromkeys(pieces)])}
+    return CLIPTokenizer(vocab=vocab, merges=list(merges), model_max_length=CLIP_LENGTH)
 
 
 def build_t5_tokenizer() -> T5TokenizerFast:
