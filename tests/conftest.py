@@ -1,8 +1,23 @@
 """Settings that every test runs under, and the pool of rank processes."""
 
+from collections.abc import Iterator
+
 import hypothesis
+import pytest
+
+from tests.rank_pool import RankPool, fill_uninitialized_memory
 
 # The same examples every time: a failure in CI is a failure here. The long run draws new ones.
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_examples=50)
 hypothesis.settings.register_profile("long", deadline=None, max_examples=1000, print_blob=True)
 hypothesis.settings.load_profile("ci")
+
+fill_uninitialized_memory()
+
+
+@pytest.fixture(scope="session")
+def rank_pool() -> Iterator[RankPool]:
+    """Rank processes, kept for the whole run: ``rank_pool.run(fn, world_size, ...)``."""
+    pool = RankPool()
+    yield pool
+    pool.close()

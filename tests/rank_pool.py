@@ -1,0 +1,528 @@
+"""Rank processes for distributed tests: started once per world size, kept for the whole run.
+
+    def total(x):                                   # a plain top-level function; it runs on every rank
+        dist.all_reduce(x)
+        return x
+
+    def test_total(rank_pool):
+        for out in rank_pool.run(total, 2, torch.ones(3)):
+            assert torch.equal(out, torch.full((3,), 2.0))
+
+Every job starts fresh: its own gloo WORLD (groups and meshes of the job before are gone), Dynamo reset, seed 0, the warning
+filters of the test that called. Arguments and results travel by value.
+
+**When a job counts as hung.** A rank makes progress when its job starts and ends, when the job calls :func:`heartbeat`, and
+while Dynamo compiles on it, up to ``compile_limit`` seconds per job. The job is hung once no rank has made progress for
+``DISTRIBUTED_TESTS_DEFAULT_TIMEOUT`` seconds (environment; 60): the test fails with the stack of every rank. Being busy is not
+progress; a loop that never ends is busy too. Importing a large module inside the job is not progress either.
+
+Whatever goes wrong (a rank that hangs, dies or cannot import the test), only that test fails: the ranks of that world size are
+killed, and the next test gets new ones. Errors that all ranks raised leave the processes alive.
+"""
+
+import contextlib
+import faulthandler
+import importlib
+import io
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+NO_PROGRESS_TIMEOUT = float(os.environ.get("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "60"))
+# A worker imports torch before it is ready: seconds alone, many on two cores that are busy.
+START_TIMEOUT = 120.0
+# Once a rank has failed, how long the others may go on without progress before they count as stuck.
+GRACE = 10.0
+_WATCH_INTERVAL = 0.25
+
+
+class RankPoolError(RuntimeError):
+    """A job failed on at least one rank. The message holds every failed rank's traceback.
+
+    ``errors`` maps ranks to what they raised (a rank that was stuck, or died, is missing from it).
+    """
+
+    def __init__(self, message: str, errors: dict[int, BaseException] | None = None) -> None:
+        super().__init__(message)
+        self.errors = errors or {}
+
+
+class RankPoolTimeout(RankPoolError):
+    """A job made no progress on any rank. The message holds every rank's stack."""
+
+
+class RankDied(RankPoolError):
+    """A rank's process ended in the middle of a job. The message holds its exit code and the other ranks' stacks."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In the parent
+
+
+@dataclass
+class _Rank:
+    process: SpawnProcess
+    connection: Connection
+    beat: Any  # a shared double: time.monotonic() of the last progress
+    stack_file: Path
+
+
+@dataclass
+class _Report:
+    """What one rank says about a job that ended on it."""
+
+    value: Any = None
+    error: BaseException | None = None
+    traceback: str = ""
+
+
+@dataclass
+class _Group:
+    """The processes of one world size."""
+
+    store: dist.TCPStore
+    ranks: list[_Rank]
+    folder: tempfile.TemporaryDirectory[str]
+    num_jobs: int = 0
+
+    def kill(self) -> None:
+        for rank in self.ranks:
+            rank.process.kill()
+        for rank in self.ranks:
+            rank.process.join()
+            rank.connection.close()
+        self.folder.cleanup()
+
+
+@dataclass
+class RankPool:
+    """One set of rank processes per world size, each started at its first use.
+
+    Args:
+        no_progress_timeout: seconds without progress on any rank after which a job counts as hung.
+        compile_limit: seconds per job for which compiling counts as progress.
+        group_timeout: seconds after which a collective of WORLD gives up. Groups that a job makes have their own.
+        grace: once a rank has raised, seconds without progress after which the others count as stuck.
+    """
+
+    no_progress_timeout: float = NO_PROGRESS_TIMEOUT
+    compile_limit: float = 600.0
+    group_timeout: float = 60.0
+    grace: float = GRACE
+    _groups: dict[int, _Group] = field(default_factory=dict, init=False, repr=False)
+
+    def run(
+        self, fn: Callable[..., Any], world_size: int, /, *args: Any, timeout: float | None = None, **kwargs: Any
+    ) -> list[Any]:
+        """Run ``fn(*args, **kwargs)`` on every rank; return the results in rank order.
+
+        Args:
+            fn: a function at the top level of a module that the ranks can import. ``dist.get_rank()`` tells it its rank.
+            world_size: number of ranks.
+            timeout: seconds without progress after which this job counts as hung; None for the pool's.
+
+        Raises:
+            RankPoolError: ``fn`` raised on some ranks; ``errors`` holds what, the message every traceback.
+            RankPoolTimeout: no progress.
+            RankDied: a process ended.
+        """
+        reports = self._run(fn, world_size, args, kwargs, timeout)
+        errors = {rank: report.error for rank, report in enumerate(reports) if report.error is not None}
+        if errors:
+            raise RankPoolError(_describe_errors(fn, world_size, dict(enumerate(reports))), errors) from min(
+                errors.items()
+            )[1]
+        return [report.value for report in reports]
+
+    def run_expecting_errors(
+        self, fn: Callable[..., Any], world_size: int, /, *args: Any, timeout: float | None = None, **kwargs: Any
+    ) -> list[Any]:
+        """Like :meth:`run`, but where ``fn`` raised, the list holds the exception (its traceback is a note on it).
+
+        Every rank has to end, one way or the other: a rank that is stuck or dies raises as in :meth:`run`.
+        """
+        reports = self._run(fn, world_size, args, kwargs, timeout)
+        return [report.value if report.error is None else report.error for report in reports]
+
+    def pids(self, world_size: int) -> list[int | None]:
+        """Process ids of the ranks of this world size, in rank order; empty if none are running."""
+        group = self._groups.get(world_size)
+        return [] if group is None else [rank.process.pid for rank in group.ranks]
+
+    def close(self) -> None:
+        """End all processes. The pool can be used again; it then starts new ones."""
+        while self._groups:
+            self._groups.popitem()[1].kill()
+
+    def _run(
+        self,
+        fn: Callable[..., Any],
+        world_size: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float | None,
+    ) -> list[_Report]:
+        job = _encode_job(fn, args, kwargs)
+        group = self._groups.get(world_size)
+        if group is None:
+            group = self._groups[world_size] = self._start(world_size)
+        group.num_jobs += 1
+        try:
+            for rank in group.ranks:
+                rank.beat.value = time.monotonic()
+                # A rank that died between two jobs: _wait sees it.
+                with contextlib.suppress(BrokenPipeError):
+                    rank.connection.send((group.num_jobs, job))
+            reports = self._wait(group, fn, self.no_progress_timeout if timeout is None else timeout)
+            self._clean_up(group, fn)
+        except BaseException:  # KeyboardInterrupt too: ranks in an unknown state are of no use
+            self._groups.pop(world_size).kill()
+            raise
+        return reports
+
+    def _clean_up(self, group: _Group, fn: Callable[..., Any]) -> None:
+        """Have the ranks destroy the job's process groups: now that none of them is in a collective any more."""
+        for index, rank in enumerate(group.ranks):
+            try:
+                rank.connection.send(None)
+                if not rank.connection.poll(self.grace):
+                    raise RankPoolError(f"rank {index} is stuck destroying the groups of {_name(fn)}:\n{_stack(rank)}")
+                rank.connection.recv()
+            except (EOFError, ConnectionError):
+                done = {other: _Report() for other in range(len(group.ranks)) if other != index}
+                raise RankDied(_describe_death(group, fn, done, index)) from None
+
+    def _wait(self, group: _Group, fn: Callable[..., Any], timeout: float) -> list[_Report]:
+        reports: dict[int, _Report] = {}
+        last_failure = float("inf")
+        while len(reports) < len(group.ranks):
+            pending = [(index, rank) for index, rank in enumerate(group.ranks) if index not in reports]
+            wait([rank.connection for _, rank in pending], timeout=_WATCH_INTERVAL)
+            for index, rank in pending:
+                try:
+                    if rank.connection.poll():
+                        reports[index] = _decode_report(rank.connection.recv_bytes())
+                        if reports[index].error is not None:
+                            last_failure = time.monotonic()
+                except (EOFError, ConnectionResetError):
+                    raise RankDied(_describe_death(group, fn, reports, index), _errors(reports)) from None
+
+            if len(reports) == len(group.ranks):
+                break
+            idle = time.monotonic() - max(rank.beat.value for rank in group.ranks)
+            if idle > timeout:
+                message = (
+                    f"{_name(fn)} made no progress for {timeout:g} s on {len(group.ranks)} ranks. If it is only slow, call "
+                    f"tests.rank_pool.heartbeat() in it, or pass timeout=.\n\n{_describe(group, reports)}"
+                )
+                raise RankPoolTimeout(message, _errors(reports))
+            waited = time.monotonic() - last_failure
+            if min(waited, idle) > self.grace:
+                message = (
+                    f"{_name(fn)} raised on {len(_errors(reports))} of {len(group.ranks)} ranks, and the others were still "
+                    f"stuck {self.grace:g} s later.\n\n{_describe(group, reports)}"
+                )
+                raise RankPoolError(message, _errors(reports))
+        return [reports[index] for index in range(len(group.ranks))]
+
+    def _start(self, world_size: int) -> _Group:
+        # Port 0: the system chooses one that is free, and the store holds it from then on.
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        folder = tempfile.TemporaryDirectory(prefix="rank_pool_")
+        context = multiprocessing.get_context("spawn")
+        group = _Group(store, [], folder)
+        environment = {
+            # Several ranks share the cores: more threads than that only wait for each other.
+            "OMP_NUM_THREADS": "1",
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+            "WORLD_SIZE": str(world_size),
+        }
+        if sys.platform == "linux":
+            environment["GLOO_SOCKET_IFNAME"] = "lo"  # works where the host's name does not resolve
+        try:
+            for index in range(world_size):
+                ours, theirs = context.Pipe()
+                beat = context.Value("d", time.monotonic(), lock=False)
+                stack_file = Path(folder.name) / f"rank{index}.txt"
+                settings = _Settings(
+                    index, world_size, store.port, os.getpid(), str(stack_file), self.compile_limit, self.group_timeout
+                )
+                process = context.Process(
+                    target=_work, args=(settings, theirs, beat), daemon=True, name=f"rank {index}"
+                )
+                with mock.patch.dict(os.environ, {**environment, "RANK": str(index), "LOCAL_RANK": str(index)}):
+                    process.start()
+                theirs.close()
+                group.ranks.append(_Rank(process, ours, beat, stack_file))
+            deadline = time.monotonic() + START_TIMEOUT
+            for index, rank in enumerate(group.ranks):
+                if not rank.connection.poll(max(0.0, deadline - time.monotonic())):
+                    raise RankPoolTimeout(f"rank {index} of {world_size} did not start within {START_TIMEOUT:g} s")
+                try:
+                    rank.connection.recv()
+                except EOFError:
+                    raise RankDied(f"rank {index} of {world_size} died while starting: its output tells why") from None
+        except BaseException:
+            group.kill()
+            raise
+        return group
+
+
+def _encode_job(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    module, qualname = getattr(fn, "__module__", None), getattr(fn, "__qualname__", "")
+    if not module or module == "__main__" or "<" in qualname or not qualname:
+        raise TypeError(
+            f"{fn!r} cannot be found by its name in another process. Expected a function at the top level of an importable "
+            "module (no lambda, no closure, no partial): move it there and pass what it needs as arguments."
+        )
+    # The function goes by name: pickle would hide an import error of its module in the worker's receive.
+    return _save((module, qualname, _save((args, kwargs)), _portable_filters()))
+
+
+def _portable_filters() -> list[tuple[str, str, type[Warning], str, int]]:
+    """The warning filters in force here, in order of precedence, in the form that warnings.filterwarnings takes."""
+    return [
+        (action, message.pattern if message else "", category, module.pattern if module else "", line)
+        for action, message, category, module, line in warnings.filters
+        if not isinstance(message, str)
+        and not isinstance(module, str)  # CPython's own defaults, which are plain strings
+    ]
+
+
+def _decode_report(data: bytes) -> _Report:
+    value, error, text = pickle.loads(data)
+    try:
+        value = _load(value) if value is not None else None
+        raised = pickle.loads(error) if error is not None else None
+    except Exception as problem:
+        return _Report(error=problem, traceback=f"{text}(and what the rank sent cannot be read here: {problem!r})")
+    if text:
+        if raised is None:
+            raised = RankPoolError(text.strip().splitlines()[-1])
+        raised.add_note(f"On the rank:\n{text}")
+    return _Report(value, raised, text)
+
+
+def _errors(reports: dict[int, _Report]) -> dict[int, BaseException]:
+    return {index: report.error for index, report in sorted(reports.items()) if report.error is not None}
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return f"{fn.__module__}.{fn.__qualname__}"
+
+
+def _describe_errors(fn: Callable[..., Any], world_size: int, reports: dict[int, _Report]) -> str:
+    failed = [
+        f"rank {index}:\n{report.traceback}" for index, report in sorted(reports.items()) if report.error is not None
+    ]
+    return "\n".join([f"{_name(fn)} raised on {len(failed)} of {world_size} ranks.\n", *failed])
+
+
+def _describe(group: _Group, reports: dict[int, _Report]) -> str:
+    """Every rank in turn: its traceback if it raised, its stack if it is still running."""
+    texts = []
+    for index, rank in enumerate(group.ranks):
+        if index not in reports:
+            state = "is" if rank.process.is_alive() else "died"
+            texts.append(f"rank {index} {state} here:\n{_stack(rank)}")
+        elif reports[index].error is not None:
+            texts.append(f"rank {index} raised:\n{reports[index].traceback}")
+        else:
+            texts.append(f"rank {index} ended well.\n")
+    return "\n".join(texts)
+
+
+def _describe_death(group: _Group, fn: Callable[..., Any], reports: dict[int, _Report], dead: int) -> str:
+    process = group.ranks[dead].process
+    process.join(GRACE)
+    code = process.exitcode
+    # A collective often fails soon on the ranks that were in it with the one that died: then that is their news.
+    pending = [index for index in range(len(group.ranks)) if index not in reports and index != dead]
+    time.sleep(_WATCH_INTERVAL)
+    for index in pending:
+        with contextlib.suppress(EOFError, ConnectionError):
+            if group.ranks[index].connection.poll():
+                reports[index] = _decode_report(group.ranks[index].connection.recv_bytes())
+    how = f"exit code {code}" + (f" ({signal.Signals(-code).name})" if code is not None and code < 0 else "")
+    return f"rank {dead} died in {_name(fn)} with {how}.\n\n{_describe(group, reports)}"
+
+
+def _stack(rank: _Rank) -> str:
+    """The Python stack of every thread of a rank; of a rank that died on a signal, its last one."""
+    if rank.process.is_alive():
+        # Written by faulthandler's own signal handler: works also where the rank is stuck in C++.
+        os.kill(rank.process.pid or 0, signal.SIGUSR1)
+        deadline = time.monotonic() + 5.0
+        size = -1
+        # The stack is complete once the file has stopped growing.
+        while time.monotonic() < deadline and (size <= 0 or size != rank.stack_file.stat().st_size):
+            size = rank.stack_file.stat().st_size
+            time.sleep(0.1)
+    threads = rank.stack_file.read_text(errors="replace").strip().split("\n\n")
+    own = [thread for thread in threads if thread and f" in {_watch.__name__}\n" not in f"{thread}\n"]
+    return "\n".join(own) + "\n" if own else "(it left no Python stack)\n"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In a rank
+
+
+@dataclass(frozen=True)
+class _Settings:
+    rank: int
+    world_size: int
+    port: int
+    parent: int
+    stack_file: str
+    compile_limit: float
+    group_timeout: float
+
+
+_beat: Any = None  # this process's shared double; stays None outside a rank
+
+
+def heartbeat() -> None:
+    """Tell the pool that the job on this rank is getting on. Outside a rank it does nothing."""
+    if _beat is not None:
+        _beat.value = time.monotonic()
+
+
+def _work(settings: _Settings, connection: Connection, beat: Any) -> None:
+    global _beat  # noqa: PLW0603  one process, one rank: heartbeat() takes no argument that could carry it
+    _beat = beat
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent ends this one
+    torch.set_num_threads(1)
+    job = _JobClock()
+    threading.Thread(target=_watch, args=(settings, job), daemon=True, name="watch").start()
+    store = dist.TCPStore("127.0.0.1", settings.port, is_master=False, wait_for_workers=False)
+
+    with Path(settings.stack_file).open("w") as stack_file:
+        faulthandler.enable(stack_file)
+        faulthandler.register(signal.SIGUSR1, stack_file, all_threads=True)
+        connection.send("ready")
+        with contextlib.suppress(EOFError):
+            while True:
+                number, data = connection.recv()
+                job.start()
+                report = _do(data, settings, dist.PrefixStore(f"job{number}", store))
+                heartbeat()
+                connection.send_bytes(report)
+                connection.recv()
+                if dist.is_initialized():
+                    dist.destroy_process_group()
+                connection.send("clean")
+
+
+def _do(data: bytes, settings: _Settings, store: dist.Store) -> bytes:
+    """Run one job; return its report: (value or None, pickled exception or None, traceback or "")."""
+    try:
+        module, qualname, arguments, filters = _load(data)
+        _start_fresh()
+        dist.init_process_group(
+            "gloo",
+            store=store,
+            rank=settings.rank,
+            world_size=settings.world_size,
+            timeout=timedelta(seconds=settings.group_timeout),
+        )
+        with _warning_filters(filters):
+            fn = importlib.import_module(module)
+            for name in qualname.split("."):
+                fn = getattr(fn, name)
+            args, kwargs = _load(arguments)
+            heartbeat()  # importing may have taken a while
+            return pickle.dumps((_save(fn(*args, **kwargs)), None, ""))
+    except BaseException as error:  # pytest's outcomes and SystemExit are no Exceptions
+        text = "".join(traceback.format_exception(error))
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:
+            return pickle.dumps((None, None, text))
+        return pickle.dumps((None, pickle.dumps(error), text))
+
+
+def _start_fresh() -> None:
+    if "torch._dynamo" in sys.modules:  # importing it takes a second, and most jobs do not compile
+        torch.compiler.reset()
+        sys.modules["torch._dynamo.utils"].counters.clear()
+    fill_uninitialized_memory()
+    torch.set_grad_enabled(True)
+    torch.set_default_dtype(torch.float32)
+    torch.manual_seed(0)
+    random.seed(0)
+
+
+def fill_uninitialized_memory() -> None:
+    """Make ``torch.empty`` give NaN (integers: the largest), so that reading what nobody wrote does not go unseen."""
+    # Without warn_only, operators that have no deterministic form would raise; their warning is filtered.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+@contextlib.contextmanager
+def _warning_filters(filters: list[tuple[str, str, type[Warning], str, int]]) -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.resetwarnings()
+        for action, message, category, module, line in reversed(filters):
+            warnings.filterwarnings(action, message, category, module, line)  # type: ignore[arg-type]
+        yield
+
+
+class _JobClock:
+    """How long the current job has been compiling."""
+
+    def __init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        self.compiled = 0.0
+
+
+def _watch(settings: _Settings, job: _JobClock) -> None:
+    """Beat while compiling; end this process when the parent is gone."""
+    while True:
+        before = time.monotonic()
+        time.sleep(_WATCH_INTERVAL)
+        if os.getppid() != settings.parent:
+            os._exit(1)
+        if _is_compiling() and job.compiled < settings.compile_limit:
+            job.compiled += time.monotonic() - before
+            heartbeat()
+
+
+def _is_compiling() -> bool:
+    callbacks = sys.modules.get("torch._dynamo.callback")
+    # Private, but neither a callback (torch.compiler.reset() drops those) nor a look at the main thread's frames does
+    # as well. tests/test_rank_pool.py fails if a torch release renames it.
+    counter = "_CompilationCallbackHandler__pending_callbacks_counter"
+    return callbacks is not None and getattr(callbacks.callback_handler, counter, 0) > 0
+
+
+def _save(value: Any) -> bytes:
+    # torch.save copies tensors into the bytes; multiprocessing's own pickling would send file descriptors.
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _load(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=False)

@@ -1,0 +1,305 @@
+"""The pool of rank processes: results, errors, hangs, deaths, and recovery from each."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.rank_pool import RankDied, RankPool, RankPoolError, RankPoolTimeout, heartbeat
+
+
+@pytest.fixture(scope="module")
+def pool():
+    """A pool of our own: what breaks here costs no other test a restart. Two ranks, since starting them is what takes time."""
+    pool = RankPool(grace=2.0)
+    yield pool
+    pool.close()
+
+
+def gathered_ranks(x, *, scale):
+    ranks = [torch.empty(()) for _ in range(dist.get_world_size())]
+    dist.all_gather(ranks, torch.tensor(float(dist.get_rank())))
+    return {"rank": dist.get_rank(), "ranks": torch.stack(ranks), "x": scale * x, "pid": os.getpid()}
+
+
+def check_works(pool):
+    results = pool.run(gathered_ranks, 2, torch.ones(2), scale=3)
+    assert [result["rank"] for result in results] == [0, 1]
+    for result in results:
+        assert torch.equal(result["ranks"], torch.tensor([0.0, 1.0]))
+        assert torch.equal(result["x"], torch.full((2,), 3.0))
+
+
+def test_results_come_back_in_rank_order_with_their_tensors(pool):
+    check_works(pool)
+
+
+def test_jobs_run_in_the_same_processes(pool):
+    first = [result["pid"] for result in pool.run(gathered_ranks, 2, torch.ones(1), scale=1)]
+    second = [result["pid"] for result in pool.run(gathered_ranks, 2, torch.ones(1), scale=1)]
+    assert first == second == pool.pids(2)
+    assert os.getpid() not in first
+
+
+def make_mesh_and_draw():
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("ring", "ulysses"))
+    total = torch.ones(1)
+    dist.all_reduce(total, group=mesh["ulysses"].get_group())
+    return total, torch.rand(3), torch.empty(3), mesh["ulysses"].get_group().group_name, torch.get_num_threads()
+
+
+def test_every_job_starts_fresh(pool):
+    (total, drawn, empty, group, threads), (_, other_drawn, _, _, _) = pool.run(make_mesh_and_draw, 2)
+    assert total == 2
+    assert torch.equal(drawn, other_drawn)
+    assert torch.isnan(empty).all()
+    assert threads == 1
+    _, drawn_again, _, group_again, _ = pool.run(make_mesh_and_draw, 2)[0]
+    assert torch.equal(drawn, drawn_again)
+    # Counted from the start again: the groups of the job before are gone.
+    assert group == group_again
+
+
+def warn():
+    warnings.warn("from a rank", UserWarning, stacklevel=1)
+    return "went on"
+
+
+def test_the_warning_filters_of_the_test_hold_on_the_ranks(pool):
+    assert all(isinstance(error, UserWarning) for error in pool.run_expecting_errors(warn, 2))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "from a r", UserWarning)
+        assert pool.run(warn, 2) == ["went on", "went on"]
+
+
+def raise_on(ranks):
+    if dist.get_rank() in ranks:
+        raise ValueError(f"rank {dist.get_rank()} has 7 tokens; expected 8")
+    return "fine"
+
+
+def test_an_exception_on_one_rank_shows_its_traceback_and_the_pool_recovers(pool):
+    with pytest.raises(RankPoolError, match=r"raise_on raised on 1 of 2 ranks") as caught:
+        pool.run(raise_on, 2, [1])
+    assert "rank 1:\nTraceback" in str(caught.value)
+    assert "ValueError: rank 1 has 7 tokens; expected 8" in str(caught.value)
+    assert list(caught.value.errors) == [1]
+    assert isinstance(caught.value.errors[1], ValueError)
+    check_works(pool)
+
+
+def test_expected_errors_are_returned_in_rank_order(pool):
+    pids = pool.pids(2)
+    errors = pool.run_expecting_errors(raise_on, 2, [0, 1])
+    assert [str(error) for error in errors] == [f"rank {rank} has 7 tokens; expected 8" for rank in range(2)]
+    assert all("in raise_on" in error.__notes__[0] for error in errors)
+    fine, error = pool.run_expecting_errors(raise_on, 2, [1])
+    assert fine == "fine"
+    assert isinstance(error, ValueError)
+    # Nobody was stuck, so nobody was replaced.
+    assert pool.pids(2) == pids
+
+
+class Stubborn(Exception):
+    def __init__(self, one, two):
+        super().__init__("cannot be unpickled: __init__ wants two arguments")
+
+
+def raise_stubborn():
+    raise Stubborn(1, 2)
+
+
+def return_a_lambda():
+    return lambda: None
+
+
+def test_what_cannot_travel_is_an_error_that_says_so(pool):
+    for error in pool.run_expecting_errors(raise_stubborn, 2):
+        assert isinstance(error, RankPoolError)
+        assert "Stubborn: cannot be unpickled" in str(error)
+    for error in pool.run_expecting_errors(return_a_lambda, 2):
+        assert "return_a_lambda.<locals>.<lambda>" in str(error)
+    check_works(pool)
+
+
+@pytest.mark.parametrize("fn", [lambda: None, time.sleep.__call__], ids=["lambda", "no function of a module"])
+def test_a_function_without_an_importable_name_is_refused(pool, fn):
+    with pytest.raises(TypeError, match="top level of an importable module"):
+        pool.run(fn, 2)
+
+
+def test_a_module_that_the_ranks_cannot_import_fails_the_test(pool):
+    from tests import unimportable  # here, as the ranks import this file too
+
+    with pytest.raises(RankPoolError, match="this module does not import on a rank") as caught:
+        pool.run(unimportable.never_runs, 2)
+    assert list(caught.value.errors) == [0, 1]
+    check_works(pool)
+
+
+def raise_on_one_while_the_other_waits():
+    if dist.get_rank() == 0:
+        raise ValueError("rank 0 does not like this")
+    wait_for_the_others()
+
+
+def wait_for_the_others():
+    dist.barrier()
+
+
+def test_a_rank_that_raises_alone_is_reported_with_the_stack_of_the_one_it_left_behind(pool):
+    start = time.monotonic()
+    with pytest.raises(
+        RankPoolError, match="raised on 1 of 2 ranks, and the others were still stuck 2 s later"
+    ) as caught:
+        pool.run(raise_on_one_while_the_other_waits, 2)
+    assert time.monotonic() - start < 30  # the grace, not the timeout of the group or of the pool
+    assert "ValueError: rank 0 does not like this" in str(caught.value)
+    assert "rank 1 is here:" in str(caught.value)
+    assert "in wait_for_the_others" in str(caught.value)
+    check_works(pool)
+
+
+def sleep_on_one_rank():
+    if dist.get_rank() == 1:
+        time.sleep(600)
+    wait_for_the_others()
+
+
+def test_a_hang_fails_with_the_stack_of_every_rank(pool):
+    with pytest.raises(RankPoolTimeout, match="sleep_on_one_rank made no progress for 2 s on 2 ranks") as caught:
+        pool.run(sleep_on_one_rank, 2, timeout=2.0)
+    first, second = str(caught.value).split("rank 1 is here:")
+    assert "rank 0 is here:" in first
+    assert "in wait_for_the_others" in first
+    assert "in sleep_on_one_rank" in second
+    assert "in wait_for_the_others" not in second
+    check_works(pool)
+
+
+def beat_for(seconds):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        heartbeat()
+        time.sleep(0.1)
+    return "done"
+
+
+def test_a_slow_job_that_beats_is_not_hung(pool):
+    assert pool.run(beat_for, 2, 5.0, timeout=3.0) == ["done", "done"]
+
+
+def die_on_one_rank(how):
+    dist.barrier()
+    if dist.get_rank() == 0:
+        time.sleep(1.0)  # until the other one waits
+        how()
+    wait_for_the_others()
+
+
+def exit_3():
+    os._exit(3)
+
+
+@pytest.mark.parametrize(("how", "code"), [(exit_3, "exit code 3"), (os.abort, r"exit code -6 \(SIGABRT\)")])
+def test_a_rank_that_dies_is_reported_with_its_exit_code(pool, how, code):
+    start = time.monotonic()
+    with pytest.raises(RankDied, match=f"rank 0 died in tests.test_rank_pool.die_on_one_rank with {code}") as caught:
+        pool.run(die_on_one_rank, 2, how)
+    assert time.monotonic() - start < 40  # most of it is starting the ranks
+    # Rank 1 still waits, or was told already that its peer is gone.
+    dead, other = re.split("rank 1 (?:is here|raised):", str(caught.value))
+    assert "in wait_for_the_others" in other
+    if how is os.abort:
+        assert "rank 0 died here:" in dead
+        assert "in die_on_one_rank" in dead
+    check_works(pool)
+
+
+def test_a_rank_that_dies_between_two_jobs_is_reported_by_the_next(pool):
+    check_works(pool)
+    os.kill(pool.pids(2)[1], signal.SIGKILL)
+    with pytest.raises(RankDied, match=r"rank 1 died .* exit code -9 \(SIGKILL\)"):
+        pool.run(gathered_ranks, 2, torch.ones(1), scale=1)
+    check_works(pool)
+
+
+def slow_backend(graph, inputs):
+    time.sleep(6)
+    return graph.forward
+
+
+def double(x):
+    return x * 2
+
+
+def compile_slowly():
+    return torch.compile(double, backend=slow_backend, fullgraph=True)(torch.ones(2))
+
+
+def compile_quickly():
+    return torch.compile(double, backend="eager", fullgraph=True)(torch.ones(2))
+
+
+def test_compiling_is_progress(pool):
+    pool.run(compile_quickly, 2)  # imports Dynamo, which takes seconds and is no compiling
+    for out in pool.run(compile_slowly, 2, timeout=3.0):
+        assert torch.equal(out, torch.full((2,), 2.0))
+
+
+def test_compiling_is_progress_only_up_to_its_limit():
+    pool = RankPool(compile_limit=1.0)
+    try:
+        pool.run(compile_quickly, 1)
+        with pytest.raises(RankPoolTimeout, match="no progress for 2 s") as caught:
+            pool.run(compile_slowly, 1, timeout=2.0)
+        assert "in slow_backend" in str(caught.value)
+    finally:
+        pool.close()
+
+
+def test_closing_ends_the_processes(pool):
+    check_works(pool)
+    pids = pool.pids(2)
+    pool.close()
+    assert pool.pids(2) == []
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+PARENT_THAT_IS_KILLED = """
+import os, signal
+from tests.rank_pool import RankPool
+
+if __name__ == "__main__":
+    pool = RankPool()
+    pool.run(os.getpid, 1)
+    print(pool.pids(1)[0], flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_ranks_end_with_their_parent(tmp_path):
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT_THAT_IS_KILLED)
+    root = str(Path(__file__).parents[1])
+    result = subprocess.run(
+        [sys.executable, script], env={**os.environ, "PYTHONPATH": root}, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == -signal.SIGKILL, result.stderr
+    # It notices within a quarter of a second; going down takes Python and torch a moment on busy cores.
+    deadline = time.monotonic() + 30
+    with pytest.raises(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.kill(int(result.stdout), 0)
+            time.sleep(0.1)
