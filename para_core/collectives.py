@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from para_core.mesh import MeshDim
+from para_core.mesh import MeshDim, SequenceMesh
 
 
 def start_all_to_all(x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], dim: MeshDim) -> Tensor:
@@ -78,6 +78,13 @@ def all_gather_bytes(x: Tensor, dim: MeshDim) -> Tensor:
     all_gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     all_gather_into(gathered, sent, group=dim.group)
     return gathered.cpu()
+
+
+def broadcast_bytes(x: Tensor, mesh: SequenceMesh) -> Tensor:
+    """``x`` of the first rank of ``mesh``, where all ranks give an equally long uint8 CPU tensor. Eager code only."""
+    for dim in (mesh.ulysses, mesh.ring):
+        x = all_gather_bytes(x, dim)[: x.numel()]
+    return x
 
 
 def pack(pieces: Sequence[Tensor]) -> Tensor:

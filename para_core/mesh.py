@@ -162,6 +162,12 @@ class SequenceMesh:
                 )
 
 
+def one_rank(device_type: str) -> SequenceMesh:
+    """The mesh of a process that works alone; needs no process group."""
+    ring, ulysses = (MeshDim(name, 1, 0, "", None) for name in ("ring", "ulysses"))
+    return SequenceMesh(ring, ulysses, device_type)
+
+
 def sequence_mesh(mesh: DeviceMesh | ProcessGroup, *, group_dim: str = "ulysses") -> SequenceMesh:
     """Read a user's ``mesh``: a DeviceMesh with a ``ring`` and/or ``ulysses`` dim, or a group (all ``group_dim``).
 
@@ -192,10 +198,8 @@ def sequence_mesh(mesh: DeviceMesh | ProcessGroup, *, group_dim: str = "ulysses"
         device_type = mesh.device_type
     else:
         raise TypeError(f"mesh is a {type(mesh).__name__}; expected a DeviceMesh or a ProcessGroup.")
-    alone = {name: MeshDim(name, 1, 0, "", None) for name in MESH_DIMS}
-    found = SequenceMesh(
-        dims.get("ring", alone["ring"]), dims.get("ulysses", alone["ulysses"]), device_type=device_type
-    )
+    alone = one_rank(device_type)
+    found = SequenceMesh(dims.get("ring", alone.ring), dims.get("ulysses", alone.ulysses), device_type)
     found.check_alive()
     return found
 

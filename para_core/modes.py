@@ -54,7 +54,7 @@ class UnifiedAttnMode(TorchFunctionMode):
 
     def __init__(
         self,
-        mesh: DeviceMesh | ProcessGroup,
+        mesh: DeviceMesh | ProcessGroup | SequenceMesh,
         *,
         layout: SequenceLayout | None = None,
         key_layout: SequenceLayout | None = None,
@@ -76,6 +76,8 @@ class UnifiedAttnMode(TorchFunctionMode):
         elif key_layout is not None:
             raise ValueError("key_layout was given without layout; give both, or neither.")
         self.intercepted = False
+        # Off where a plan has not cut the tokens yet, or has gathered them.
+        self.active = True
 
     # -- entering and leaving
 
@@ -124,7 +126,7 @@ class UnifiedAttnMode(TorchFunctionMode):
         if func is Tensor.unflatten and torch.compiler.is_compiling():
             # Dynamo cannot trace the method under a mode: it is Python that calls super().
             return torch.unflatten(*args, **kwargs)
-        if self._mesh.ranks == 1:
+        if self._mesh.ranks == 1 or not self.active:
             return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             return self.attend(*args, **kwargs)
@@ -185,6 +187,10 @@ class UnifiedAttnMode(TorchFunctionMode):
             yield
         finally:
             self._explicit = before
+
+    def set_layout(self, layout: SequenceLayout) -> None:
+        """Every attention call from now on has ``layout``: :meth:`using`, for as long as the mode lives."""
+        self._explicit = (self._hold_layout(layout), None)
 
     def _hold(self, length: int) -> Length:
         if torch.compiler.is_compiling():
@@ -282,16 +288,7 @@ class UnifiedAttnMode(TorchFunctionMode):
             else f"x has {x.shape[dim]} tokens in dim {dim}, but sequence= says {layout.total}.",
         )
         self._remember(layout)
-        if self._mesh.ranks == 1:
-            return x
-        parts = []
-        before = 0
-        for segment in layout.segments:
-            start, size = segment.start(self._mesh.rank, layout.ranks), segment.size(self._mesh.rank, layout.ranks)
-            parts.append(x.narrow(dim, before + start, size))
-            before = before + segment.total
-        # A tensor of its own, no view: graphs are compiled for a view's base, too, and it would stay in memory.
-        return parts[0].clone(memory_format=torch.contiguous_format) if len(parts) == 1 else torch.cat(parts, dim=dim)
+        return x if self._mesh.ranks == 1 else shard_tokens(x, dim, layout, self._mesh)
 
     def _remember(self, layout: SequenceLayout) -> None:
         if torch.compiler.is_compiling() and self._depth == 0:
@@ -380,6 +377,18 @@ def _require_single(mesh: SequenceMesh, name: str, mode: str) -> None:
         raise ValueError(
             f"{mode} got a mesh whose {name!r} dim has {size} ranks; expected 1. Use UnifiedAttnMode for both at once."
         )
+
+
+def shard_tokens(x: Tensor, dim: int, layout: SequenceLayout, mesh: SequenceMesh) -> Tensor:
+    """This rank's part of ``x``, which holds all tokens of ``layout`` along ``dim``."""
+    parts = []
+    before = 0
+    for segment in layout.segments:
+        start, size = segment.start(mesh.rank, layout.ranks), segment.size(mesh.rank, layout.ranks)
+        parts.append(x.narrow(dim, before + start, size))
+        before = before + segment.total
+    # A tensor of its own, no view: graphs are compiled for a view's base, too, and it would stay in memory.
+    return parts[0].clone(memory_format=torch.contiguous_format) if len(parts) == 1 else torch.cat(parts, dim=dim)
 
 
 def gather_tokens(y: Tensor, dim: int, layout: SequenceLayout, mesh: SequenceMesh) -> Tensor:

@@ -1,0 +1,92 @@
+"""Once per pipeline call: do all ranks draw the same picture?"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from para_core.agreement import RECORD_SIZE, Record, error_record, exchange, raise_first_error
+from para_core.mesh import SequenceMesh
+
+# Characters of a value in a record; a longer one is shortened and hashed.
+_SHOWN = 60
+
+
+def require_same_call(
+    call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], mesh: SequenceMesh, what: str
+) -> None:
+    """Raise on every rank, naming what differs, unless all ranks call with the same arguments: one exchange.
+
+    Raises:
+        ValueError: an argument differs between two ranks.
+        TypeError: the arguments of a rank do not fit the signature of ``call``.
+    """
+    try:
+        given = inspect.signature(call).bind(*args, **kwargs).arguments
+        record = _fitting({name: describe(value) for name, value in _flat(given).items() if value is not None})
+    except (TypeError, ValueError) as error:
+        record = error_record(error)
+    records = exchange(record, mesh)
+    raise_first_error(records)
+    for rank, other in enumerate(records):
+        names = sorted(name for name in {*other, *records[0]} if other.get(name) != records[0].get(name))
+        if names:
+            differing = "; ".join(
+                f"{name}: rank 0 has {records[0].get(name, 'nothing')}, rank {rank} has {other.get(name, 'nothing')}"
+                for name in names
+            )
+            raise ValueError(
+                f"the ranks of one mesh must call {what} alike, and sequence rank {rank} differs from rank 0. {differing}. "
+                "For different pictures on different ranks give each group of ranks a mesh of its own (a slice of a "
+                "larger mesh)."
+            )
+
+
+def _flat(given: Mapping[str, Any]) -> dict[str, Any]:
+    """``**kwargs`` of a call by their own names; ``self`` left out."""
+    flat: dict[str, Any] = {}
+    for name, value in given.items():
+        if name == "kwargs" and isinstance(value, dict):
+            flat.update(value)
+        elif name != "self":
+            flat[name] = value
+    return flat
+
+
+def _fitting(record: Record) -> Record:
+    if sum(len(name) + len(value) + 8 for name, value in record.items()) <= RECORD_SIZE:
+        return record
+    return {name[:40]: _hash(value.encode()) for name, value in record.items()}
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def describe(value: Any) -> str:
+    """A short text that is equal for equal arguments, also in another process."""
+    text = _describe(value)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]}… ({_hash(text.encode())})"
+
+
+def _describe(value: Any) -> str:
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return repr(value)
+    if isinstance(value, torch.Tensor):
+        data = value.detach().to("cpu").contiguous().flatten().view(torch.uint8)
+        return f"tensor{list(value.shape)} {str(value.dtype).removeprefix('torch.')} {_hash(bytes(data.numpy()))}"
+    if isinstance(value, torch.Generator):
+        return f"generator {_hash(bytes(value.get_state().numpy()))}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key!r}: {_describe(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_describe(item) for item in value) + "]"
+    if hasattr(value, "tobytes"):  # PIL images, numpy arrays
+        shape = getattr(value, "size", None) if not hasattr(value, "shape") else value.shape
+        return f"{type(value).__name__} {shape} {_hash(value.tobytes())}"
+    # A callback, or an object of the user's: only its kind can be compared.
+    return f"a {type(value).__name__}"

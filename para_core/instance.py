@@ -1,0 +1,91 @@
+"""Changing what one object does when it is called, and nothing about any other object of its class.
+
+Python looks ``__call__`` up on the class, so an instance gets a private subclass of its own class: same name, same
+module, and pickles and copies as an instance of the original. All that is added lives in that class; the instance's
+attributes, hooks and ``forward`` stay untouched, so whatever else replaces them (offload, LoRA) goes on and off in any
+order. A graph that was compiled for the instance sees another type, and is compiled anew.
+"""
+
+from __future__ import annotations
+
+import copyreg
+from collections.abc import Callable, Mapping
+from typing import Any
+
+# around(instance, call, args, kwargs): `call(instance, *args, **kwargs)` is what would have run.
+Around = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+def wrap_method(instance: Any, method: str, key: str, around: Around) -> None:
+    """Put ``around`` around ``method`` of this one instance; a wrapper of the same ``key`` is replaced.
+
+    Not for two threads that change the same instance at once.
+    """
+    wrappers = dict(_wrappers(instance))
+    wrappers[key, method] = around
+    _set_wrappers(instance, wrappers)
+
+
+def unwrap(instance: Any, key: str) -> None:
+    """Remove what was put around the methods of ``instance`` under ``key``; the last removal restores its class."""
+    wrappers = {name: around for name, around in _wrappers(instance).items() if name[0] != key}
+    _set_wrappers(instance, wrappers)
+
+
+def is_wrapped(instance: Any, key: str) -> bool:
+    """Whether :func:`wrap_method` was called with ``key``, and not undone."""
+    return any(name[0] == key for name in _wrappers(instance))
+
+
+def original_class(instance: Any) -> type:
+    """The class of ``instance`` before any wrapping."""
+    base: type = vars(type(instance)).get("_para_core_original", type(instance))
+    return base
+
+
+Wrappers = Mapping[tuple[str, str], Around]
+
+
+def _wrappers(instance: Any) -> Wrappers:
+    found: Wrappers = vars(type(instance)).get("_para_core_wrappers", {})
+    return found
+
+
+def _set_wrappers(instance: Any, wrappers: Wrappers) -> None:
+    base = original_class(instance)
+    if not wrappers:
+        if type(instance) is not base:
+            instance.__class__ = base
+        return
+    namespace: dict[str, Any] = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "__slots__": (),
+        "__reduce_ex__": _reduce_as_original,
+        "_para_core_original": base,
+        "_para_core_wrappers": wrappers,
+    }
+    for (_, method), around in wrappers.items():
+        namespace[method] = _composed(namespace.get(method) or getattr(base, method), around)
+    instance.__class__ = type(base)(base.__name__, (base,), namespace)
+
+
+def _composed(call: Callable[..., Any], around: Around) -> Callable[..., Any]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return around(self, call, args, kwargs)
+
+    method.__name__ = getattr(call, "__name__", "method")
+    method.__doc__ = call.__doc__
+    # inspect.signature follows it: what a caller asks about is the original.
+    method.__wrapped__ = call  # type: ignore[attr-defined]
+    return method
+
+
+def _reduce_as_original(self: Any, protocol: Any) -> Any:
+    construct, arguments, *rest = super(type(self), self).__reduce_ex__(protocol)
+    if construct is copyreg.__newobj__:  # type: ignore[attr-defined]
+        # pickle insists that it makes the class of the object at hand; this one of the standard library may make any.
+        construct, arguments = copyreg._reconstructor, (type(self), object, None)  # type: ignore[attr-defined]
+    base = original_class(self)
+    return (construct, tuple(base if argument is type(self) else argument for argument in arguments), *rest)
