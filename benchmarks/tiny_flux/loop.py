@@ -97,6 +97,8 @@ def build_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
     """Muon for the matrices inside blocks, AdamW for all else (embeddings, convolutions, norms, first and last layers)."""
     matrices, others = [], []
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         inside = parameter.ndim == 2 and any(mark in f".{name}" for mark in MUON_INSIDE)
         (matrices if inside else others).append(parameter)
     optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(others, betas=BETAS, weight_decay=WEIGHT_DECAY)]

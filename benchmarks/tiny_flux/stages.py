@@ -14,9 +14,10 @@ from benchmarks.tiny_flux.draw import draw
 from benchmarks.tiny_flux.loop import step_seed, torch_generator
 from benchmarks.tiny_flux.models import SHIFT, Tokenizers
 
-VAE_STAGE, FLOW_STAGE, STATISTICS = 0, 1, 2  # first word of each seed, so that stages draw different scenes
+VAE_STAGE, FLOW_STAGE, STATISTICS, DECODER_STAGE = 0, 1, 2, 4  # in each seed, so that stages draw different scenes
 KL_WEIGHT = 1e-4  # per latent element, against a reconstruction loss per pixel element
 NO_CAPTION = 0.06  # of the captions are empty, for guidance with a negative prompt
+DECODER_NOISE = 0.1  # standard deviations of the latents: about how far off the denoiser may be
 CAPITAL = 0.25  # of the captions start with a capital
 # Padding is not masked in FLUX, so each length is something to learn: mostly the recommended one, at times others.
 TEXT_LENGTHS = {48: 0.30, 64: 0.62, 128: 0.05, 512: 0.03}
@@ -69,6 +70,28 @@ class VaeLoss:
         return error.abs().mean() + error.square().mean() + KL_WEIGHT * kl
 
 
+@dataclass(frozen=True)
+class DecoderLoss:
+    """Error of the pictures decoded from fixed latents with a little noise: half of them crowded, half training scenes."""
+
+    seed: int
+    batch: int
+
+    def __call__(self, model: nn.Module, step: int) -> torch.Tensor:
+        """The loss of one step, a scalar."""
+        seed = step_seed(self.seed, DECODER_STAGE, step)
+        generator = torch_generator(seed)
+        device = next(model.parameters()).device
+        half = self.batch // 2
+        pictures = torch.cat([draw_crowded_batch(seed, half), draw_batch(seed, self.batch - half)[0]])
+        pictures = pictures.to(device).contiguous(memory_format=torch.channels_last)
+        with torch.no_grad():
+            latents = model.encode(pictures).latent_dist.mean
+        noise = torch.randn(latents.shape, generator=generator).to(device)
+        error = model.decode(latents + noise * DECODER_NOISE / model.config.scaling_factor).sample - pictures
+        return error.abs().mean() + error.square().mean()
+
+
 @torch.no_grad()
 def measure_latents(vae: AutoencoderKL, seed: int, *, batches: int = 16, batch: int = 16) -> None:
     """Write the mean and 1 / standard deviation of the latents of training pictures into the VAE's config."""
@@ -93,7 +116,7 @@ class FlowLoss:
     tokenizers: Tokenizers
     seed: int
     batch: int
-    autocast: bool  # bfloat16 inside the model
+    autocast: bool  # bfloat16 inside encoder and model
 
     def tokenize(self, captions: list[str], rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         """CLIP ids ``[B, 77]`` and T5 ids ``[B, S_text]``, padded as FluxPipeline pads them."""
@@ -113,10 +136,10 @@ class FlowLoss:
         clip_ids, t5_ids = self.tokenize(captions, rng)
         if t5_ids.shape[1] > 128:  # twice the tokens: half the pictures
             pictures, clip_ids, t5_ids = (x[: max(1, self.batch // 2)] for x in (pictures, clip_ids, t5_ids))
-        with torch.no_grad():
-            latents = self.vae.encode(
-                pictures.to(device).contiguous(memory_format=torch.channels_last)
-            ).latent_dist.mean
+        precision = torch.autocast(device.type, torch.bfloat16, enabled=self.autocast)
+        with torch.no_grad(), precision:
+            pictures = pictures.to(device).contiguous(memory_format=torch.channels_last)
+            latents = self.vae.encode(pictures).latent_dist.mean.float()
         latents = (latents - self.vae.config.shift_factor) * self.vae.config.scaling_factor
         B, C, H, W = latents.shape
         data = FluxPipeline._pack_latents(latents, B, C, H, W)
@@ -125,6 +148,6 @@ class FlowLoss:
         sigma = (SHIFT * s / (1 + (SHIFT - 1) * s)).to(device)
         noisy = torch.lerp(data, noise, sigma[:, None, None])
         img_ids = FluxPipeline._prepare_latent_image_ids(B, H // 2, W // 2, device, torch.float32)
-        with torch.autocast(device.type, torch.bfloat16, enabled=self.autocast):
+        with precision:
             velocity = model(noisy, sigma, clip_ids.to(device), t5_ids.to(device), img_ids)
         return (velocity.float() - (noise - data)).square().mean()

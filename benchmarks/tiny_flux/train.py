@@ -1,6 +1,6 @@
 """Train the tiny FLUX:  python -m benchmarks.tiny_flux.train
 
-The autoencoder first, then the transformer and both text encoders together. Stop it at any time; the same command goes on
+The autoencoder first (its decoder a little longer), then the transformer and both text encoders together. Stop it at any time; the same command goes on
 where the last checkpoint was written. The pipeline folder always holds the best so far.
 """
 
@@ -20,23 +20,29 @@ from torch import nn
 
 from benchmarks.tiny_flux.loop import Schedule, State, fit
 from benchmarks.tiny_flux.models import Denoiser, Tokenizers, build_pipeline, build_tokenizers, build_vae
-from benchmarks.tiny_flux.stages import FlowLoss, VaeLoss, measure_latents
+from benchmarks.tiny_flux.stages import DecoderLoss, FlowLoss, VaeLoss, measure_latents
 
 HERE = Path(__file__).parent
 
 
 def train_vae(args: argparse.Namespace) -> tuple[AutoencoderKL, float]:
-    """The averaged autoencoder, with the statistics of its latents in its config; and the seconds it took."""
+    """The averaged autoencoder, with the statistics of its latents in its config; and the seconds it took.
+
+    Once both halves are trained together, the encoder is done; the decoder goes on alone, which changes no latent.
+    """
     torch.manual_seed(args.seed)
     model = build_vae().to(args.device, memory_format=torch.channels_last)
     schedule = Schedule(args.vae_steps, args.vae_learning_rate, average=0.99)
     checkpoint = args.checkpoints / "vae.pt"
-    state = fit(model, VaeLoss(args.seed, args.vae_batch), schedule, checkpoint=checkpoint, name="vae")
-    vae: AutoencoderKL = state.averaged.eval()
+    both = fit(model, VaeLoss(args.seed, args.vae_batch), schedule, checkpoint=checkpoint, name="vae")
     # The published weights are bfloat16; the transformer learns the latents that those give.
-    vae = vae.to(torch.bfloat16).to(torch.float32)
-    measure_latents(vae, args.seed)
-    return vae, state.seconds
+    model = both.averaged.to(torch.bfloat16).to(torch.float32)
+    measure_latents(model, args.seed)
+    model.decoder.requires_grad_(True)
+    schedule = Schedule(args.decoder_steps, args.vae_learning_rate, decay=0.6, average=0.99)
+    checkpoint = args.checkpoints / "decoder.pt"
+    alone = fit(model, DecoderLoss(args.seed, args.vae_batch), schedule, checkpoint=checkpoint, name="decoder")
+    return alone.averaged.eval(), both.seconds + alone.seconds
 
 
 def record(args: argparse.Namespace, state: State, vae_seconds: float) -> dict[str, Any]:
@@ -96,6 +102,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--vae-steps", type=int, default=1100)
     parser.add_argument("--vae-batch", type=int, default=4)
     parser.add_argument("--vae-learning-rate", type=float, default=2e-3)
+    parser.add_argument("--decoder-steps", type=int, default=800, help="of the decoder alone, after that")
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--learning-rate", type=float, default=1e-3)

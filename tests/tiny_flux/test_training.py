@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +16,11 @@ from torch import nn
 from benchmarks.tiny_flux import grammar
 from benchmarks.tiny_flux.loop import Schedule, State, build_optimizers, fit, step_seed
 from benchmarks.tiny_flux.models import SHIFT, Denoiser, build_tokenizers, build_vae
-from benchmarks.tiny_flux.stages import FlowLoss, VaeLoss, draw_batch, measure_latents
+from benchmarks.tiny_flux.stages import DecoderLoss, FlowLoss, VaeLoss, draw_batch, measure_latents
 
 # Under autocast RMSNorm gets bfloat16 input and float32 weight; it says so once and computes all the same.
 pytestmark = pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+ROOT = Path(__file__).parents[2]
 SCHEDULE = Schedule(steps=4, learning_rate=1e-3, warmup=2)
 
 
@@ -29,6 +32,7 @@ def train_vae(checkpoint: Path, stop_after: int | None = None) -> State:
 def train_flow(checkpoint: Path, stop_after: int | None = None) -> State:
     torch.manual_seed(0)
     vae, tokenizers = build_vae(), build_tokenizers()
+    measure_latents(vae, 0, batches=1, batch=2)
     loss = FlowLoss(vae, tokenizers, seed=0, batch=2, autocast=True)
     model = Denoiser(tokenizers)
     return fit(model, loss, SCHEDULE, checkpoint=checkpoint, name="flow", stop_after=stop_after)
@@ -44,6 +48,16 @@ def test_two_steps_and_two_resumed_equal_four_straight(train, tmp_path):
         ours, theirs = (getattr(state, module).state_dict() for state in (resumed, straight))
         for name, value in theirs.items():
             assert torch.equal(ours[name], value), (module, name)
+
+
+def test_training_the_decoder_alone_leaves_the_latents(tmp_path):
+    vae = build_vae()
+    measure_latents(vae, 0, batches=1, batch=2)
+    vae.encoder.requires_grad_(False)
+    before = {name: value.clone() for name, value in vae.state_dict().items()}
+    after = fit(vae, DecoderLoss(0, 2), SCHEDULE, checkpoint=tmp_path / "x.pt", name="decoder", stop_after=1).averaged
+    for name, value in after.state_dict().items():
+        assert torch.equal(value, before[name]) == (name.startswith("encoder.")), name
 
 
 def test_an_interrupted_write_leaves_the_previous_checkpoint(tmp_path, monkeypatch):
@@ -136,13 +150,24 @@ def test_measured_statistics_make_the_latents_unit_normal():
     assert math.isclose(latents.std().item(), 1.0, rel_tol=0.2)
 
 
-def test_tokenizers_give_one_token_to_each_word_of_the_grammar():
+def test_tokenizers_know_every_word_and_cut_no_caption():
     tokenizers = build_tokenizers()
     for i in range(200):
         rng = np.random.default_rng([20, i])
-        text = grammar.caption(grammar.training_scene(rng), rng)
-        num_words = len(text.replace(",", " ,").split())
+        text = grammar.caption(grammar.training_scene(rng, weights=(0.0, 0.0, 1.0)), rng)
         for said in (text, text.capitalize()):
-            assert len(tokenizers.t5(said).input_ids) == num_words + 1
-            assert tokenizers.t5.unk_token_id not in tokenizers.t5(said).input_ids
-            assert len(tokenizers.clip(said).input_ids) == num_words + 2
+            t5_ids, clip_ids = tokenizers.t5(said).input_ids, tokenizers.clip(said).input_ids
+            assert len(t5_ids) == len(text.replace(",", " ,").split()) + 1 <= 48
+            assert tokenizers.t5.unk_token_id not in t5_ids
+            assert len(clip_ids) <= tokenizers.clip.model_max_length
+            assert tokenizers.clip.decode(clip_ids, skip_special_tokens=True).replace(" ,", ",").strip() == text
+
+
+def test_tokenizers_are_the_same_in_every_process():
+    """The merges were once trained, and token ids differed from one run to its resumption."""
+    program = (
+        "from benchmarks.tiny_flux.models import build_clip_tokenizer as b; print(sorted(b().get_vocab().items()))"
+    )
+    command = [sys.executable, "-c", program]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert said.strip() == str(sorted(build_tokenizers().clip.get_vocab().items()))
