@@ -1,0 +1,247 @@
+"""Installing, in every way, from every folder: para_core and its parts are found, and other people's packages are not hidden.
+
+The environments made here see the packages of the one that runs the tests through a .pth line, so nothing is downloaded.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = {"para_core": "para_core", "adapters": "para_core/adapters", "kernels": "para_core/kernels"}
+
+# Runs where the test says, and in a process spawned from there.
+PROBE = """
+import multiprocessing, sys
+from pathlib import Path
+
+def probe():
+    import torch
+    import para_core, para_core.adapters
+    from para_core.kernels.merge_reference import merge
+
+    for file in (para_core.__file__, para_core.adapters.__file__, merge.__code__.co_filename):
+        assert Path(file).is_relative_to(sys.argv[2]), file
+    zero = torch.zeros(1, 1, 1)
+    assert merge(zero[..., None], zero, zero[..., None] + 1, zero)[0] == 0.5
+
+    import kernels
+
+    assert kernels.WHOSE == "PyPI's", kernels.__path__
+    if sys.argv[1] == "elsewhere":
+        # In the root of the checkout ours hides theirs: it has an __init__.py, and Python looks there first.
+        import adapters
+
+        assert adapters.WHOSE == "PyPI's", adapters.__path__
+
+if __name__ == "__main__":
+    probe()
+    process = multiprocessing.get_context("spawn").Process(target=probe)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    print("found")
+"""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A virtual environment with para_core and with packages that are named kernels and adapters."""
+
+    python: Path
+    site_packages: Path
+    checkout: Path
+    elsewhere: Path
+    para_core: Path  # the folder that para_core and its parts were installed into
+
+    def run(self, *args: str | Path, cwd: Path) -> str:
+        return run(self.python, *args, cwd=cwd)
+
+
+def run(*args: str | Path, cwd: Path) -> str:
+    # PYTHONPATH, or a safe path, from outside would decide what is found here.
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    result = subprocess.run(args, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, f"{args}\n{result.stdout}\n{result.stderr}"
+    return result.stdout
+
+
+def copy_checkout(target: Path) -> Path:
+    """What packaging reads, without what it would leave behind in the real one (build/lib, *.egg-info)."""
+    for folder in FOLDERS:
+        shutil.copytree(ROOT / folder, target / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "LICENSE", "README.md"):
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, target)
+    return target
+
+
+def files_of(folder: Path) -> list[str]:
+    return [path.relative_to(folder).as_posix() for path in folder.rglob("*.py")]
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory):
+    """(sdist, the wheel built from it)."""
+    tmp = tmp_path_factory.mktemp("distributions")
+    checkout = copy_checkout(tmp / "checkout")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", tmp / "dist", checkout, cwd=tmp)
+    return next((tmp / "dist").glob("*.tar.gz")), next((tmp / "dist").glob("*.whl"))
+
+
+@pytest.fixture(scope="module", params=["wheel", "folder", "editable"])
+def environment(request, tmp_path_factory):
+    tmp = tmp_path_factory.mktemp(request.param)
+    elsewhere = tmp / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "probe.py").write_text(PROBE)
+    checkout = copy_checkout(tmp / "checkout")
+    (checkout / "probe.py").write_text(PROBE)
+
+    run(sys.executable, "-m", "venv", "--without-pip", tmp / "venv", cwd=tmp)
+    python = tmp / "venv" / "bin" / "python"
+    site_packages = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp).strip())
+    # A directory named in a .pth file joins sys.path, but the .pth files in it (our own editable install) stay unread.
+    (site_packages / "shared.pth").write_text(sysconfig.get_path("purelib"))
+    for name in ("kernels", "adapters"):
+        (site_packages / name).mkdir()
+        (site_packages / name / "__init__.py").write_text('WHOSE = "PyPI\'s"\n')
+        info = site_packages / f"{name}-0.1.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1\n")
+
+    what = {"wheel": lambda: [request.getfixturevalue("distributions")[1]], "folder": lambda: [checkout]}
+    what["editable"] = lambda: ["-e", checkout]
+    # --ignore-installed: pip also sees the para_core of the environment that runs the tests.
+    options = ["--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--ignore-installed"]
+    run(sys.executable, "-m", "pip", "--python", python, "install", *options, *what[request.param](), cwd=elsewhere)
+    installed = checkout if request.param == "editable" else site_packages
+    return Environment(python, site_packages, checkout, elsewhere, installed)
+
+
+def test_the_wheel_holds_every_file_and_nothing_beside_para_core(distributions):
+    _, wheel = distributions
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if not name.endswith("/")]
+    modules = [f"{target}/{name}" for folder, target in FOLDERS.items() for name in files_of(ROOT / folder)]
+    assert sorted(name for name in names if name.endswith(".py")) == sorted(modules)
+    assert "para_core/py.typed" in names
+    assert any(name.endswith("LICENSE") for name in names)
+    tops = {name.split("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"para_core"}
+
+
+def test_the_sdist_holds_what_the_wheel_is_built_from(distributions):
+    sdist, _ = distributions
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"setup.py", "pyproject.toml", "LICENSE", "para_core/py.typed"} <= names
+    assert {f"{folder}/{name}" for folder in FOLDERS for name in files_of(ROOT / folder)} <= names
+
+
+def test_the_parts_are_found_and_the_packages_of_others_not_hidden_from_any_folder(environment):
+    assert "found" in environment.run("probe.py", "elsewhere", environment.para_core, cwd=environment.elsewhere)
+    assert "found" in environment.run("probe.py", "root", environment.checkout, cwd=environment.checkout)
+
+
+def test_the_parts_are_found_with_c_and_m(environment):
+    code = "import para_core.adapters, para_core.kernels.merge_reference as m; print(m.__name__)"
+    for cwd in (environment.elsewhere, environment.checkout):
+        assert environment.run("-c", code, cwd=cwd).strip() == "para_core.kernels.merge_reference"
+        environment.run("-m", "para_core.kernels.merge_reference", cwd=cwd)
+
+
+def test_the_parts_are_found_under_torchrun(environment):
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", "probe.py"]
+    assert "found" in environment.run(*torchrun, "elsewhere", environment.para_core, cwd=environment.elsewhere)
+    assert "found" in environment.run(*torchrun, "root", environment.checkout, cwd=environment.checkout)
+
+
+def test_installing_does_not_put_top_level_kernels_or_adapters_anywhere(environment):
+    # Without PyPI's packages: nobody answers to these names, unless it is the folder that Python was started in.
+    code = "import importlib.util as u; print([n for n in ('kernels', 'adapters') if u.find_spec(n) is not None])"
+    hidden = [environment.site_packages / name for name in ("kernels", "adapters")]
+    for path in hidden:
+        path.rename(path.with_name(f"{path.name}_away"))
+    try:
+        assert environment.run("-c", code, cwd=environment.elsewhere).strip() == "[]"
+    finally:
+        for path in hidden:
+            path.with_name(f"{path.name}_away").rename(path)
+
+
+def test_mypy_sees_the_types_of_an_installed_para_core(environment, tmp_path):
+    if not (environment.site_packages / "para_core").is_dir():
+        pytest.skip("mypy does not follow the import hook of an editable install")
+    (tmp_path / "user.py").write_text("from para_core.kernels.merge_reference import merge\n\nreveal_type(merge)\n")
+    # Torch is skipped: reading it takes most of a minute and is not what is asked.
+    (tmp_path / "mypy.ini").write_text(
+        "[mypy-torch.*]\nfollow_imports = skip\n[mypy-diffusers.*]\nfollow_imports = skip\n"
+    )
+    mypy = [sys.executable, "-m", "mypy", "--python-executable", environment.python, "user.py"]
+    output = run(*mypy, cwd=tmp_path)
+    assert "def (out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, Any]" in output
+
+
+def test_the_tests_run_on_the_checkout_and_find_the_parts_in_it():
+    import para_core
+    import para_core.adapters
+    import para_core.kernels.merge_reference
+
+    assert Path(para_core.__file__) == ROOT / "para_core" / "__init__.py"
+    assert Path(para_core.adapters.__file__) == ROOT / "adapters" / "__init__.py"
+    assert Path(para_core.kernels.merge_reference.__file__) == ROOT / "kernels" / "merge_reference.py"
+
+
+def test_kernels_is_a_folder_and_no_package():
+    # With an __init__.py, PyPI's kernels would be hidden from everything that is started in the root.
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+def test_diffusers_reports_kernels_absent_in_the_root_of_the_checkout():
+    pytest.importorskip("diffusers")
+    code = """
+import importlib.metadata
+from diffusers.utils import import_utils
+try:
+    importlib.metadata.version("kernels")
+    installed = True
+except importlib.metadata.PackageNotFoundError:
+    installed = False
+assert import_utils.is_kernels_available() == installed
+"""
+    run(sys.executable, "-c", code, cwd=ROOT)
+
+
+def test_importing_para_core_needs_neither_diffusers_nor_triton():
+    code = """
+import sys
+
+OPTIONAL = ("diffusers", "transformers", "accelerate", "triton")
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in OPTIONAL:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+import para_core
+assert para_core.__all__
+for name in para_core.__all__:
+    getattr(para_core, name)
+"""
+    run(sys.executable, "-c", code, cwd=ROOT)
+
+
+def test_importing_para_core_does_not_load_diffusers():
+    # (Not so triton: torch itself loads it where it is installed.)
+    code = "import sys, para_core; print([n for n in ('diffusers', 'transformers', 'accelerate') if n in sys.modules])"
+    assert run(sys.executable, "-c", code, cwd=ROOT).strip() == "[]"
