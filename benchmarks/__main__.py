@@ -1,0 +1,9 @@
+"""All benchmarks, one after the other:  python -m benchmarks"""
+
+from pathlib import Path
+
+from benchmarks.launch import launch
+
+launch("benchmarks.demo", 1, "--record", "--output", str(Path("docs/demo.png")))
+launch("benchmarks.parallel_speed", 1)
+launch("benchmarks.agreement_cost", 1)

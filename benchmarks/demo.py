@@ -1,0 +1,197 @@
+"""The same picture from one process and from several:  python -m benchmarks.demo
+
+Draws one caption with the tiny FLUX on 1 rank (the unmodified pipeline), on 2 (Ulysses; ring) and on 4 (2 × 2), each rank
+with one thread; prints how they differ and what travelled, and saves the four pictures side by side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+import torch.distributed as dist
+from diffusers import FluxPipeline
+from torch.distributed.device_mesh import DeviceMesh
+
+from benchmarks.environment import write_results
+from benchmarks.launch import launch
+from benchmarks.traffic import TrafficCounter
+from para_core import init_context_parallel_mesh, unified_attention
+from para_core.adapters import parallelize_pipe
+
+PIPELINE = Path(__file__).parent / "tiny_flux" / "pipeline"
+PROMPT = "a large red circle on the left and a small blue square in the top right on a white background"
+STEPS, SIZE, TEXT_TOKENS = 20, 128, 64
+AMPLIFIED = 64
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """One run: how many ranks, and how they share the work."""
+
+    ring: int
+    ulysses: int
+
+    @property
+    def ranks(self) -> int:
+        return self.ring * self.ulysses
+
+    @property
+    def name(self) -> str:
+        if self.ranks == 1:
+            return "1 rank, unmodified"
+        return f"{self.ranks} ranks, ring {self.ring} × ulysses {self.ulysses}"
+
+
+RUNS = (Mesh(1, 1), Mesh(1, 2), Mesh(2, 1), Mesh(2, 2))
+
+
+def draw(mesh: Mesh, output: Path) -> None:
+    """What each process of a run does; rank 0 writes latents, picture and figures to ``output``."""
+    torch.set_num_threads(1)
+    pipe = FluxPipeline.from_pretrained(PIPELINE, torch_dtype=torch.float32)
+    figures: dict[str, Any] = {"collectives": 0, "bytes": 0}
+    rank = 0
+    if mesh.ranks > 1:
+        dist.init_process_group("gloo")
+        rank = dist.get_rank()
+        device_mesh = init_context_parallel_mesh("cpu", max_ring_dim_size=mesh.ring, max_ulysses_dim_size=mesh.ulysses)
+        parallelize_pipe(pipe, mesh=device_mesh)
+        figures = traffic_of_one_attention_call(pipe, device_mesh)
+    pipe.set_progress_bar_config(disable=rank != 0, desc=mesh.name)
+    times: list[float] = []
+
+    def after_step(pipe: FluxPipeline, step: int, timestep: torch.Tensor, tensors: dict[str, Any]) -> dict[str, Any]:
+        times.append(time.perf_counter())
+        figures["latents"] = tensors["latents"]
+        return tensors
+
+    figures["picture"] = pipe(
+        PROMPT,
+        height=SIZE,
+        width=SIZE,
+        max_sequence_length=TEXT_TOKENS,
+        num_inference_steps=STEPS,
+        generator=torch.Generator().manual_seed(0),
+        callback_on_step_end=after_step,
+        output_type="np",
+    ).images[0]
+    # The first step is left out: it also pays for memory that is allocated once.
+    figures["seconds"] = (times[-1] - times[0]) / (STEPS - 1)
+    if rank == 0:
+        torch.save(figures, output)
+    if mesh.ranks > 1:
+        dist.destroy_process_group()
+
+
+def traffic_of_one_attention_call(pipe: FluxPipeline, mesh: DeviceMesh) -> dict[str, Any]:
+    """Collectives of this rank in one attention call of the pipeline's size, and the bytes that it sends."""
+    config = pipe.transformer.config
+    pixels_per_token = 2 * pipe.vae_scale_factor
+    tokens = TEXT_TOKENS + (SIZE // pixels_per_token) ** 2
+    query = torch.zeros(1, config.num_attention_heads, tokens // mesh.size(), config.attention_head_dim)
+    with TrafficCounter() as counter:
+        unified_attention(query, query, query, mesh=mesh)
+    return {"collectives": counter.collectives, "bytes": counter.bytes}
+
+
+def run(mesh: Mesh, folder: Path) -> dict[str, Any]:
+    """Start the processes of one run; returns what rank 0 wrote."""
+    output = folder / f"{mesh.ring}x{mesh.ulysses}.pt"
+    launch(
+        "benchmarks.demo",
+        mesh.ranks,
+        *("--ring", str(mesh.ring), "--ulysses", str(mesh.ulysses), "--rank-output", str(output)),
+    )
+    figures: dict[str, Any] = torch.load(output, weights_only=False)
+    return figures
+
+
+def compare(runs: dict[Mesh, dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row per run, against the first."""
+    reference = next(iter(runs.values()))
+    rows = []
+    for mesh, figures in runs.items():
+        difference = np.abs(to_8_bit(figures["picture"]).astype(int) - to_8_bit(reference["picture"]).astype(int))
+        rows.append(
+            {
+                "mesh": mesh.name,
+                "seconds per step": figures["seconds"],
+                "largest difference in latents": (figures["latents"] - reference["latents"]).abs().max().item(),
+                "8-bit values that differ": int((difference > 0).sum()),
+                "of": int(difference.size),
+                "by at most": int(difference.max()),
+                "collectives per attention call": figures["collectives"],
+                "bytes sent per attention call": figures["bytes"],
+            }
+        )
+    return rows
+
+
+def to_8_bit(picture: np.ndarray) -> np.ndarray:
+    """``[H, W, 3]`` in 0 … 1 as uint8."""
+    return (picture * 255).round().astype(np.uint8)
+
+
+def save_figure(runs: dict[Mesh, dict[str, Any]], path: Path) -> None:
+    """The pictures above, their differences from the first below."""
+    reference = next(iter(runs.values()))["picture"]
+    figure, axes = plt.subplots(2, len(runs), figsize=(3 * len(runs), 6.6))
+    for (mesh, figures), (above, below) in zip(runs.items(), axes.T, strict=True):
+        above.imshow(figures["picture"])
+        above.set_title(mesh.name, fontsize=10)
+        below.imshow(np.clip(np.abs(figures["picture"] - reference) * AMPLIFIED, 0, 1))
+        below.set_title("the reference" if mesh.ranks == 1 else f"difference × {AMPLIFIED}", fontsize=10)
+        above.axis("off")
+        below.axis("off")
+    figure.suptitle(PROMPT, fontsize=10)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    """The rows, as text."""
+    print(f"\n{'mesh':<28}{'s/step':>8}{'latents, max |Δ|':>18}{'8-bit values':>22}{'collectives':>13}{'bytes':>10}")
+    for row in rows:
+        values = f"{row['8-bit values that differ']} of {row['of']}, ≤ {row['by at most']}"
+        print(
+            f"{row['mesh']:<28}{row['seconds per step']:>8.3f}{row['largest difference in latents']:>18.1e}{values:>22}"
+            f"{row['collectives per attention call']:>13}{row['bytes sent per attention call']:>10}"
+        )
+    print("collectives and bytes: of one rank, per attention call\n")
+
+
+def main() -> None:
+    """Run all, or be one process of a run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("build/demo.png"))
+    parser.add_argument("--record", action="store_true", help="also write benchmarks/results/demo.json")
+    parser.add_argument("--ring", type=int, default=1, help=argparse.SUPPRESS)
+    parser.add_argument("--ulysses", type=int, default=1, help=argparse.SUPPRESS)
+    parser.add_argument("--rank-output", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank_output is not None:
+        draw(Mesh(options.ring, options.ulysses), options.rank_output)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        runs = {mesh: run(mesh, Path(folder)) for mesh in RUNS}
+    rows = compare(runs)
+    print_table(rows)
+    save_figure(runs, options.output)
+    print(f"the pictures: {options.output}")
+    if options.record:
+        settings = {"prompt": PROMPT, "steps": STEPS, "size": SIZE, "text tokens": TEXT_TOKENS, "threads per rank": 1}
+        print(f"the figures: {write_results('demo', {'settings': settings, 'rows': rows}, 'diffusers')}")
+
+
+if __name__ == "__main__":
+    main()

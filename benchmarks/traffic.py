@@ -1,0 +1,30 @@
+"""Counting what travels: the collectives of one rank, and the bytes that it sends to others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class TrafficCounter(TorchDispatchMode):
+    """Inside, counts the functional collectives of this process, and the bytes that they send to other ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.collectives = 0
+        self.bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops._c10d_functional.all_to_all_single.default:
+            x, _, send_sizes, group_name = args
+            group = dist.distributed_c10d._resolve_process_group(group_name)
+            rows = sum(send_sizes) - send_sizes[group.rank()]
+            self.collectives += 1
+            self.bytes += rows * x.element_size() * (x.numel() // max(1, x.shape[0]))
+        return func(*args, **(kwargs or {}))
