@@ -1,0 +1,87 @@
+"""Who holds which tokens: against torch.tensor_split, and against tokens written out one by one."""
+
+import doctest
+from importlib import import_module
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from para_core import Segment, SequenceLayout
+from para_core.layout import even_layout
+
+RANKS = st.integers(1, 9)
+SEGMENTS = st.lists(
+    st.builds(Segment, name=st.sampled_from(["text", "image"]), total=st.integers(0, 40), replicated=st.booleans()),
+    min_size=1,
+    max_size=4,
+).map(tuple)
+
+
+def positions(layout: SequenceLayout, rank: int) -> list[int]:
+    """The positions in the whole sequence that ``rank`` holds, in local order."""
+    held, before = [], 0
+    for segment in layout.segments:
+        tokens = torch.arange(before, before + segment.total)
+        held += (tokens if segment.replicated else torch.tensor_split(tokens, layout.ranks)[rank]).tolist()
+        before += segment.total
+    return held
+
+
+def test_the_docstrings_are_right():
+    assert doctest.testmod(import_module("para_core.layout")).failed == 0
+
+
+@given(total=st.integers(0, 200), ranks=RANKS)
+def test_a_sharded_segment_is_cut_as_tensor_split_cuts(total, ranks):
+    segment = Segment("image", total)
+    parts = torch.tensor_split(torch.arange(total), ranks)
+    assert segment.sizes(ranks) == tuple(len(part) for part in parts)
+    for rank, part in enumerate(parts):
+        assert list(range(segment.start(rank, ranks), segment.start(rank, ranks) + len(part))) == part.tolist()
+
+
+@given(segments=SEGMENTS, ranks=RANKS)
+def test_local_lengths_count_what_each_rank_holds(segments, ranks):
+    layout = SequenceLayout(segments, ranks)
+    assert layout.sizes() == tuple(len(positions(layout, rank)) for rank in range(ranks))
+
+
+@given(segments=SEGMENTS, ranks=RANKS)
+def test_every_sharded_token_is_held_once_and_every_replicated_one_by_all(segments, ranks):
+    layout = SequenceLayout(segments, ranks)
+    sharded, replicated = [
+        [
+            [start + i for start, length in layout.runs(rank, replicated=kind) for i in range(length)]
+            for rank in range(ranks)
+        ]
+        for kind in (False, True)
+    ]
+    assert all(tokens == replicated[0] for tokens in replicated)
+    assert sorted(sum(sharded, []) + replicated[0]) == list(range(layout.total))
+    for rank in range(ranks):
+        assert sorted(sharded[rank] + replicated[rank]) == positions(layout, rank)
+        assert layout.sharded_size(rank) == len(sharded[rank])
+
+
+def test_with_fewer_tokens_than_ranks_the_last_ranks_hold_none():
+    assert even_layout(2, 5).sizes() == (1, 1, 0, 0, 0)
+    assert even_layout(0, 3).sizes() == (0, 0, 0)
+
+
+def test_layouts_are_values():
+    assert even_layout(7, 2) == even_layout(7, 2)
+    assert hash(even_layout(7, 2)) == hash(even_layout(7, 2))
+    assert SequenceLayout((Segment("text", 3, replicated=True),), 2) != SequenceLayout((Segment("text", 3),), 2)
+
+
+def test_a_layout_without_segments_is_an_error():
+    with pytest.raises(ValueError, match="at least one Segment, got none"):
+        SequenceLayout((), ranks=2)
+
+
+@pytest.mark.parametrize("ranks", [0, -3])
+def test_a_layout_without_ranks_is_an_error(ranks):
+    with pytest.raises(ValueError, match=f"ranks >= 1, got {ranks}"):
+        SequenceLayout((Segment("image", 4),), ranks=ranks)
