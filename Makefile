@@ -59,8 +59,9 @@ clean:
 # The stamp is newer than what it was made from, so repeating installs nothing. setuptools first, pinned: the build of
 # para_core itself then needs no second download (--no-build-isolation).
 $(STAMP): setup.py constraints.txt
-	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"para_core needs Python >= 3.11; $(PYTHON) is {v[0]}.{v[1]}. Name another one: make PYTHON=python3.12 ...")'
-	@test -x $(BIN)/python || { echo "==> creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { \
+	  $(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"para_core needs Python >= 3.11; $(PYTHON) is {v[0]}.{v[1]}. Name another one: make PYTHON=python3.12 ...")' && \
+	  echo "==> creating $(VENV)" && $(PYTHON) -m venv $(VENV); }
 	@echo "==> installing para_core, PyTorch, diffusers and the test tools into $(VENV) (once; minutes if nothing is cached)"
 	$(PIP) install --quiet -c constraints.txt setuptools wheel
 	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e '.[diffusers,test]'
