@@ -69,6 +69,7 @@ class UnifiedAttnMode(TorchFunctionMode):
         # Totals of the sequences that were cut through this mode, in that order; emptied on exit.
         self._totals: tuple[Length, ...] = ()
         self._gathered = True
+        self._fast_path = True
         # Of queries and of keys, if given: decides before what was cut.
         self._explicit: tuple[HeldLayout, HeldLayout | None] | None = None
         if layout is not None:
@@ -84,6 +85,7 @@ class UnifiedAttnMode(TorchFunctionMode):
     def __enter__(self) -> Self:
         if self._depth == 0:
             self._totals = ()
+            self._fast_path = _switch_fused_encoder(False)
         self._depth += 1
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -98,6 +100,7 @@ class UnifiedAttnMode(TorchFunctionMode):
         self._depth -= 1
         if self._depth == 0:
             self._totals = ()
+            _switch_fused_encoder(self._fast_path)
             if exc_type is None and not torch.compiler.is_compiling():
                 self._warn_if_nothing_was_intercepted()
 
@@ -292,10 +295,11 @@ class UnifiedAttnMode(TorchFunctionMode):
 
     def _remember(self, layout: SequenceLayout) -> None:
         if torch.compiler.is_compiling() and self._depth == 0:
-            # Dynamo enters a mode that was made outside of the graph without tracing __enter__ and __exit__, so
-            # nothing empties the memory: the first cut after a gather belongs to another call.
+            # Dynamo enters a mode that was made outside of the graph without tracing __enter__ and __exit__, so what
+            # these do is done here and in gather: the first cut after a gather belongs to another call.
             if self._gathered:
                 self._totals = ()
+                self._fast_path = _switch_fused_encoder(False)
             self._gathered = False
         known = [total for total in self._known_totals() if total == layout.total]
         if len(layout.segments) == 1 and not known:
@@ -324,6 +328,8 @@ class UnifiedAttnMode(TorchFunctionMode):
             if y.shape[dim] == expected
             else f"y has {y.shape[dim]} tokens in dim {dim}, but this rank's part of {layout.total} is {expected}.",
         )
+        if torch.compiler.is_compiling() and self._depth == 0:
+            _switch_fused_encoder(self._fast_path)
         self._gathered = True
         if self._mesh.ranks == 1:
             return y
@@ -409,6 +415,18 @@ def gather_tokens(y: Tensor, dim: int, layout: SequenceLayout, mesh: SequenceMes
 
 def _length(held: Length) -> int:
     return held.shape[0] if isinstance(held, Tensor) else held
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def _switch_fused_encoder(on: bool) -> bool:
+    """Allow torch's fused encoder kernels or not; returns whether they were allowed.
+
+    In eager code torch leaves them when a mode is on. Dynamo takes them all the same, and shows them to no mode: so they
+    are off while a mode is entered, also while one is entered in a graph that is being traced (this runs then).
+    """
+    before: bool = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(on)
+    return before
 
 
 def _concatenations(totals: tuple[int, ...], ranks: int) -> list[SequenceLayout]:

@@ -1,0 +1,77 @@
+"""Every python block of README and docs/ runs, on two ranks, on the tiny pipeline; doctests run by import name."""
+
+import doctest
+import os
+import re
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = ["README.md", *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+# From the hardware and checkpoint that a reader has to what is here.
+SUBSTITUTIONS = {
+    "black-forest-labs/FLUX.1-dev": str(ROOT / "benchmarks/tiny_flux/pipeline"),
+    '"cuda"': '"cpu"',
+    "torch.bfloat16": "torch.float32",
+    "height=1024, width=1024, num_inference_steps=28": (
+        "height=64, width=64, num_inference_steps=2, max_sequence_length=16"
+    ),
+    'backend="inductor"': 'backend="aot_eager"',
+    "compile_repeated_blocks(fullgraph=True)": 'compile_repeated_blocks(fullgraph=True, backend="aot_eager")',
+}
+
+
+def blocks(page: str) -> list[str]:
+    return BLOCK.findall((ROOT / page).read_text())
+
+
+def run_on_two_ranks(script: Path, *arguments: str, ranks: int = 2) -> str:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", str(script)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment,
+        cwd=script.parent,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)])
+def test_python_blocks_run_from_top_to_bottom(page, tmp_path):
+    source = "\n".join(blocks(page))
+    for shown, used in SUBSTITUTIONS.items():
+        source = source.replace(shown, used)
+    script = tmp_path / "page.py"
+    script.write_text(source)
+    run_on_two_ranks(script)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_own_model_example_is_exact_on_every_mesh(ranks):
+    printed = run_on_two_ranks(ROOT / "parallel_examples/run_own_model.py", ranks=ranks)
+    differences = [float(value) for value in re.findall(r"relative difference (\S+)", printed)]
+    assert len(differences) == 3
+    assert max(differences) < 1e-5
+
+
+@pytest.mark.parametrize("module", ["para_core.layout", "para_core.mesh", "para_core.kernels.merge_reference"])
+def test_doctests_pass(module):
+    results = doctest.testmod(import_module(module))
+    assert results.attempted > 0
+    assert results.failed == 0
+
+
+def test_links_between_pages_lead_somewhere():
+    for page in [*PAGES, "CONTRIBUTING.md", "benchmarks/tiny_flux/README.md"]:
+        for target in re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text()):
+            assert (ROOT / page).parent.joinpath(target).exists(), f"{page} links to {target}"

@@ -1,0 +1,53 @@
+"""torch's fused encoder kernels: Dynamo puts them into a graph without showing them to a mode."""
+
+import pytest
+import torch
+from torch import nn
+
+from para_core import UnifiedAttnMode, init_context_parallel_mesh
+
+
+def build():
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(d_model=32, nhead=4, batch_first=True).eval()
+    return model, torch.randn(1, 21, 32)
+
+
+def encode(form):
+    model, x = build()
+    mesh = init_context_parallel_mesh("cpu")
+    mode = UnifiedAttnMode(mesh)
+
+    def made_inside(x):
+        with UnifiedAttnMode(mesh) as cp:
+            tokens = cp.sequence(x.shape[1])
+            return cp.gather(model(cp.shard(x, dim=1, sequence=tokens)), dim=1, sequence=tokens)
+
+    def made_outside_entered_inside(x):
+        tokens = mode.sequence(x.shape[1])
+        with mode:
+            return mode.gather(model(mode.shard(x, dim=1, sequence=tokens)), dim=1, sequence=tokens)
+
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+
+    def around(x):
+        with UnifiedAttnMode(mesh) as cp:
+            return cp.gather(compiled(cp.shard(x, dim=1)), dim=1)
+
+    run = {"around": around}.get(form)
+    if run is None:
+        inside = {"made inside": made_inside, "made outside, entered inside": made_outside_entered_inside}[form]
+        run = torch.compile(inside, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        out = [run(x), run(x)][1]
+    return out, torch.backends.mha.get_fastpath_enabled()
+
+
+@pytest.mark.parametrize("form", ["around", "made inside", "made outside, entered inside"])
+def test_compiled_encoder_layer_attends_to_all_tokens(rank_pool, form):
+    model, x = build()
+    with torch.no_grad():
+        expected = model(x)
+    for out, fast_path in rank_pool.run(encode, 2, form):
+        assert (out - expected).norm() / expected.norm() < 1e-5
+        assert fast_path, "the switch was not put back"
