@@ -1,0 +1,189 @@
+"""Every diffusers pipeline on FluxTransformer2DModel draws on several ranks what it draws alone."""
+
+from unittest import mock
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from diffusers import FluxControlNetPipeline, FluxMultiControlNetModel
+from PIL import Image
+
+from para_core import UnifiedAttnMode
+from para_core.adapters import parallelize_pipe
+from tests.tiny import (
+    cpu_mesh,
+    flux_call,
+    flux_controlnet,
+    flux_pipe,
+    flux_transformer,
+    relative_error,
+    relative_errors,
+)
+
+_random = np.random.default_rng(0)
+IMAGE = Image.fromarray(_random.integers(0, 256, (72, 56, 3), dtype=np.uint8))
+CONTROL = Image.fromarray(_random.integers(0, 256, (72, 56, 3), dtype=np.uint8))
+MASK = Image.fromarray((_random.random((72, 56)) > 0.5).astype(np.uint8) * 255)
+
+# Name of the pipeline -> what its call takes in addition. strength: one step less would be one step only.
+PIPELINES = {
+    "FluxPipeline": {},
+    "FluxImg2ImgPipeline": {"image": IMAGE, "strength": 0.9},
+    "FluxInpaintPipeline": {"image": IMAGE, "mask_image": MASK, "strength": 0.9},
+    "FluxControlNetPipeline": {"control_image": CONTROL},
+    "FluxControlNetImg2ImgPipeline": {"image": IMAGE, "control_image": CONTROL, "strength": 0.9},
+    "FluxControlNetInpaintPipeline": {
+        "image": IMAGE,
+        "mask_image": MASK,
+        "control_image": CONTROL,
+        "strength": 0.9,
+    },
+    "FluxControlPipeline": {"control_image": CONTROL},
+    "FluxControlImg2ImgPipeline": {"image": IMAGE, "control_image": CONTROL, "strength": 0.9},
+    "FluxControlInpaintPipeline": {"image": IMAGE, "mask_image": MASK, "control_image": CONTROL, "strength": 0.9},
+    "FluxFillPipeline": {"image": IMAGE, "mask_image": MASK},
+    # 72 × 56 pixels of context in addition: 126 image tokens. Without these options they pick a size of a megapixel.
+    "FluxKontextPipeline": {"image": IMAGE, "max_area": 72 * 56, "_auto_resize": False},
+    "FluxKontextInpaintPipeline": {
+        "image": IMAGE,
+        "mask_image": MASK,
+        "max_area": 72 * 56,
+        "_auto_resize": False,
+        "strength": 0.9,
+    },
+}
+
+# Calls of a FluxPipeline: odd and even numbers of text and image tokens, batches, guidance, ways to give the prompt.
+CALLS = {
+    "13 text tokens": {},
+    "1 text token": {"max_sequence_length": 1},
+    "64 image tokens": {"height": 64, "width": 64, "max_sequence_length": 16},
+    "one image token": {"height": 8, "width": 8},
+    "three image tokens": {"height": 8, "width": 24},
+    "two prompts": {"prompt": ["a red circle", "a large blue square on black, and a small green triangle"]},
+    "two images per prompt": {"num_images_per_prompt": 2},
+    "a generator for each image": {"num_images_per_prompt": 2, "generator": "two"},
+    "true guidance": {"negative_prompt": "a blue square", "true_cfg_scale": 2.0},
+    "true guidance, negative embeddings of another length": {
+        "negative_prompt_embeds": torch.randn(1, 6, 128, generator=torch.Generator().manual_seed(1)),
+        "negative_pooled_prompt_embeds": torch.randn(1, 64, generator=torch.Generator().manual_seed(2)),
+        "true_cfg_scale": 2.0,
+    },
+    "embeddings instead of a prompt": {
+        "prompt": None,
+        "prompt_embeds": torch.randn(1, 9, 128, generator=torch.Generator().manual_seed(3)),
+        "pooled_prompt_embeds": torch.randn(1, 64, generator=torch.Generator().manual_seed(4)),
+    },
+    "latents given": {"latents": torch.randn(1, 63, 64, generator=torch.Generator().manual_seed(5))},
+    "sigmas given": {"sigmas": [1.0, 0.4, 0.3]},
+    "a tensor of pixels": {"output_type": "pt"},
+}
+
+
+def draw(pipe, **options):
+    if options.get("generator") == "two":
+        options["generator"] = [torch.Generator().manual_seed(seed) for seed in (8, 9)]
+    return pipe(**flux_call(**options)).images
+
+
+def build(name):
+    cls = getattr(diffusers, name)
+    return flux_pipe(cls, controlnet=flux_controlnet()) if "ControlNet" in name else flux_pipe(cls)
+
+
+def draw_with(name):
+    """On Ulysses, then with the ring."""
+    pipe = build(name)
+    outs = []
+    for ring, ulysses in ((1, 2), (2, 1)):
+        assert parallelize_pipe(pipe, mesh=cpu_mesh(ring, ulysses)) is pipe
+        outs.append(draw(pipe, **PIPELINES[name]))
+    return outs
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_two_ranks_draw_what_one_draws(rank_pool, name):
+    expected = draw(build(name), **PIPELINES[name])
+    for outs in rank_pool.run(draw_with, 2, name):
+        errors = [relative_error(out, expected) for out in outs]
+        assert max(errors) < 1e-5, errors
+
+
+def test_every_pipeline_of_diffusers_on_this_transformer_is_tried():
+    # The prior makes embeddings for the others, and has no transformer.
+    names = {name for name in dir(diffusers) if name.startswith("Flux") and name.endswith("Pipeline")}
+    names = {name for name in names if getattr(diffusers, name).__module__.startswith("diffusers.pipelines.flux.")}
+    assert names - {"FluxPriorReduxPipeline"} == set(PIPELINES)
+
+
+def draw_calls(ring, ulysses, names):
+    pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(ring, ulysses))
+    return {name: draw(pipe, **CALLS[name]) for name in names}
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (2, 1), (2, 2)])
+def test_every_kind_of_call_is_exact(rank_pool, ring, ulysses):
+    pipe = flux_pipe()
+    expected = {name: draw(pipe, **options) for name, options in CALLS.items()}
+    for outs in rank_pool.run(draw_calls, ring * ulysses, ring, ulysses, list(CALLS)):
+        errors = relative_errors(outs, expected)
+        assert max(errors.values()) < 1e-5, errors
+
+
+def multi_controlnet_pipe():
+    controlnet = FluxMultiControlNetModel([flux_controlnet(seed=5), flux_controlnet(seed=6)])
+    return flux_pipe(FluxControlNetPipeline, controlnet=controlnet)
+
+
+def draw_others(ring, ulysses, parallel=True):
+    """Pictures of pipes that take more than the plain ones: by name."""
+    mesh = cpu_mesh(ring, ulysses) if parallel else None
+    pipes = {
+        "two ControlNets": (
+            multi_controlnet_pipe,
+            {"control_image": [CONTROL, IMAGE], "controlnet_conditioning_scale": [0.7, 0.4]},
+        ),
+        "ControlNet and true guidance": (
+            lambda: build("FluxControlNetPipeline"),
+            {"control_image": CONTROL, "negative_prompt": "a blue square", "true_cfg_scale": 2.0},
+        ),
+        "kontext": (lambda: build("FluxKontextPipeline"), PIPELINES["FluxKontextPipeline"]),
+        "distilled guidance": (
+            lambda: flux_pipe(transformer=flux_transformer(guidance_embeds=True)),
+            {"guidance_scale": 4.0},
+        ),
+    }
+    outs = {}
+    for name, (make, options) in pipes.items():
+        pipe = make()
+        if mesh is not None:
+            parallelize_pipe(pipe, mesh=mesh)
+        outs[name] = draw(pipe, **options)
+    return outs
+
+
+def test_controlnets_kontext_and_guidance_are_exact_on_four_ranks(rank_pool):
+    expected = draw_others(1, 1, parallel=False)
+    for outs in rank_pool.run(draw_others, 4, 2, 2):
+        errors = relative_errors(outs, expected)
+        assert max(errors.values()) < 1e-5, errors
+
+
+def draw_without_rerouting():
+    """What each rank would get if it attended to its own tokens only."""
+    pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2))
+
+    def attend_alone(mode, query, key, value, **options):
+        mode.intercepted = True
+        return torch.ops.aten.scaled_dot_product_attention.default(query, key, value, **options)
+
+    with mock.patch.object(UnifiedAttnMode, "attend", attend_alone):
+        return draw(pipe)
+
+
+def test_these_pictures_depend_on_what_other_ranks_hold(rank_pool):
+    # The other tests could not fail if attention hardly mattered to the tiny transformer.
+    expected = draw(flux_pipe())
+    for out in rank_pool.run(draw_without_rerouting, 2):
+        assert relative_error(out, expected) > 0.01

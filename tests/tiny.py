@@ -1,0 +1,162 @@
+"""Tiny diffusers pipelines whose every parameter is random, the same in every process, and none of them zero.
+
+Zero or untrained parameters would hide what a wrong shard does: tests/adapters checks that these do not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from diffusers import (
+    AutoencoderKL,
+    FlowMatchEulerDiscreteScheduler,
+    FluxControlImg2ImgPipeline,
+    FluxControlInpaintPipeline,
+    FluxControlNetModel,
+    FluxControlPipeline,
+    FluxFillPipeline,
+    FluxPipeline,
+    FluxTransformer2DModel,
+)
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from benchmarks.tiny_flux.models import CLIP_WIDTH, LATENT_CHANNELS, SHIFT, T5_WIDTH, Denoiser, Tokenizers
+from benchmarks.tiny_flux.models import build_tokenizers as _build_tokenizers
+from benchmarks.tiny_flux.models import build_vae as _build_vae
+
+# Two blocks of each kind are enough for residuals to pass from one list to the other.
+_FLUX = {
+    "num_layers": 2,
+    "num_single_layers": 2,
+    "attention_head_dim": 16,
+    "num_attention_heads": 4,
+    "joint_attention_dim": T5_WIDTH,
+    "pooled_projection_dim": CLIP_WIDTH,
+    "axes_dims_rope": (4, 6, 6),
+}
+_CONTROL = (FluxControlPipeline, FluxControlImg2ImgPipeline, FluxControlInpaintPipeline)
+
+
+def fill(module: nn.Module, seed: int) -> nn.Module:
+    """Random values in every parameter, of a size that keeps activations near 1; ``module`` in eval mode."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in sorted(module.named_parameters()):
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim > 1:
+                parameter.copy_(noise / math.sqrt(parameter[0].numel()))
+            else:
+                # The scale of a norm, or a bias.
+                parameter.copy_(0.2 * noise + (1.0 if name.endswith("weight") else 0.0))
+    return module.eval().requires_grad_(False)
+
+
+@cache
+def tokenizers() -> Tokenizers:
+    return _build_tokenizers()
+
+
+@cache
+def _vae() -> AutoencoderKL:
+    vae = fill(_build_vae(), seed=2)
+    vae.register_to_config(scaling_factor=0.7, shift_factor=0.1)
+    return vae
+
+
+@cache
+def _encoders() -> dict[str, nn.Module]:
+    denoiser = Denoiser(tokenizers())
+    return {
+        "text_encoder": fill(denoiser.text_encoder, seed=3),
+        "text_encoder_2": fill(denoiser.text_encoder_2, seed=4),
+    }
+
+
+def flux_transformer(seed: int = 1, **config: Any) -> FluxTransformer2DModel:
+    """2 double and 2 single blocks of 4 heads × 16."""
+    return fill(FluxTransformer2DModel(**{**_FLUX, "in_channels": 4 * LATENT_CHANNELS, **config}), seed)
+
+
+def flux_controlnet(seed: int = 5) -> FluxControlNetModel:
+    config = {**_FLUX, "num_layers": 1, "num_single_layers": 1, "in_channels": 4 * LATENT_CHANNELS}
+    return fill(FluxControlNetModel(**config), seed)
+
+
+def flux_pipe(cls: type = FluxPipeline, *, shared_parts: bool = True, **components: Any) -> Any:
+    """A pipeline with a transformer of its own.
+
+    Args:
+        shared_parts: the text encoders and the VAE are those of every other pipe of this process.
+        components: in addition, or instead.
+    """
+    if "transformer" not in components:
+        width = 4 * LATENT_CHANNELS
+        # A control image doubles the channels; fill adds the masked image and the mask, 4 × 4 pixels per latent pixel.
+        parts = 3 if cls is FluxFillPipeline else 2 if cls in _CONTROL else 1
+        components["transformer"] = flux_transformer(in_channels=parts * width, out_channels=width)
+    encoders, vae = (_encoders(), _vae()) if shared_parts else (_encoders.__wrapped__(), _vae.__wrapped__())
+    pipe = cls(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=SHIFT),
+        vae=vae,
+        tokenizer=tokenizers().clip,
+        tokenizer_2=tokenizers().t5,
+        **encoders,
+        **components,
+    )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def flux_call(**options: Any) -> dict[str, Any]:
+    """Arguments of a short call: 63 image and 13 text tokens, two steps, latents, a seed."""
+    defaults = {
+        "prompt": "a large red circle at the top left, on white",
+        "height": 72,
+        "width": 56,
+        "num_inference_steps": 2,
+        "max_sequence_length": 13,
+        "output_type": "latent",
+    }
+    if "generator" not in options:
+        options["generator"] = torch.Generator().manual_seed(7)
+    return {**defaults, **options}
+
+
+def flux_inputs(
+    num_image: int, num_text: int, *, batch: int = 1, channels: int = 4 * LATENT_CHANNELS
+) -> dict[str, Tensor]:
+    """Arguments of one call of the transformer, positions in a row of ``num_image`` tokens."""
+    generator = torch.Generator().manual_seed(num_image)
+    ids = torch.zeros(num_image, 3)
+    ids[:, 2] = torch.arange(num_image)
+    return {
+        "hidden_states": torch.randn(batch, num_image, channels, generator=generator),
+        "encoder_hidden_states": torch.randn(batch, num_text, T5_WIDTH, generator=generator),
+        "pooled_projections": torch.randn(batch, CLIP_WIDTH, generator=generator),
+        "timestep": torch.full((batch,), 0.6),
+        "img_ids": ids,
+        "txt_ids": torch.zeros(num_text, 3),
+    }
+
+
+def relative_error(out: Tensor, expected: Tensor) -> float:
+    """``‖out − expected‖ / ‖expected‖`` in float64; infinite where shapes differ."""
+    if out.shape != expected.shape:
+        return math.inf
+    return float((out.double() - expected.double()).norm() / expected.double().norm())
+
+
+def relative_errors(out: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
+    """:func:`relative_error` by name; the names must be the same."""
+    assert out.keys() == expected.keys()
+    return {name: relative_error(out[name], expected[name]) for name in expected}
+
+
+def cpu_mesh(ring: int, ulysses: int) -> DeviceMesh:
+    """All ranks, ``ring × ulysses``."""
+    return init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
