@@ -17,7 +17,9 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 import torch.distributed as dist
+import transformers
 from diffusers import FluxPipeline
+from diffusers.utils import logging
 from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks.environment import write_results
@@ -29,7 +31,7 @@ from para_core.adapters import parallelize_pipe
 PIPELINE = Path(__file__).parent / "tiny_flux" / "pipeline"
 PROMPT = "a large red circle on the left and a small blue square in the top right on a white background"
 STEPS, SIZE, TEXT_TOKENS = 20, 128, 64
-AMPLIFIED = 64
+AMPLIFIED = 200_000
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,9 @@ RUNS = (Mesh(1, 1), Mesh(1, 2), Mesh(2, 1), Mesh(2, 2))
 def draw(mesh: Mesh, output: Path) -> None:
     """What each process of a run does; rank 0 writes latents, picture and figures to ``output``."""
     torch.set_num_threads(1)
-    pipe = FluxPipeline.from_pretrained(PIPELINE, torch_dtype=torch.float32)
+    logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
+    pipe = FluxPipeline.from_pretrained(PIPELINE, dtype=torch.float32)
     figures: dict[str, Any] = {"collectives": 0, "bytes": 0}
     rank = 0
     if mesh.ranks > 1:
@@ -148,7 +152,7 @@ def save_figure(runs: dict[Mesh, dict[str, Any]], path: Path) -> None:
         above.imshow(figures["picture"])
         above.set_title(mesh.name, fontsize=10)
         below.imshow(np.clip(np.abs(figures["picture"] - reference) * AMPLIFIED, 0, 1))
-        below.set_title("the reference" if mesh.ranks == 1 else f"difference × {AMPLIFIED}", fontsize=10)
+        below.set_title("the reference" if mesh.ranks == 1 else f"difference × {AMPLIFIED:,}", fontsize=10)
         above.axis("off")
         below.axis("off")
     figure.suptitle(PROMPT, fontsize=10)

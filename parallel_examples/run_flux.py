@@ -12,7 +12,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import transformers
 from diffusers import FluxPipeline
+from diffusers.utils import logging
 from options import parse_options
 
 from para_core import init_context_parallel_mesh
@@ -38,7 +40,10 @@ if "RANK" in os.environ:  # set by torchrun
     mesh = init_context_parallel_mesh(device, max_ring_dim_size=options.ring, max_ulysses_dim_size=options.ulysses)
     shape = f"{mesh.size()} ranks, ring {mesh['ring'].size()} × ulysses {mesh['ulysses'].size()}"
 
-pipe = FluxPipeline.from_pretrained(options.model, torch_dtype=dtype).to(device)
+# One progress bar, rank 0's: of the steps, not of loading.
+logging.disable_progress_bar()
+transformers.utils.logging.disable_progress_bar()
+pipe = FluxPipeline.from_pretrained(options.model, dtype=dtype).to(device)
 pipe.set_progress_bar_config(disable=rank != 0)
 parallelize_pipe(pipe, mesh=mesh)
 
