@@ -15,12 +15,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.adapters.adapter import Adapter
-from para_core.adapters.call_agreement import require_same_call
+from para_core.adapters.call_agreement import require_same_call, require_same_inputs
 from para_core.adapters.flux import FLUX
 from para_core.collectives import broadcast_bytes
 from para_core.instance import original_class, unwrap, wrap_method
 from para_core.mesh import SequenceMesh, batch_dim_size, init_context_parallel_mesh, one_rank, sequence_mesh
-from para_core.plan import apply_plan, remove_plan
+from para_core.plan import apply_plan, known_equal, plan_mesh, remove_plan
 
 logger = logging.getLogger(__name__)
 
@@ -59,14 +59,20 @@ def parallelize_pipe(pipe: Pipeline, *, mesh: Mesh | None = None) -> Pipeline:
         return pipe
 
     def around(pipe: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        sequence.check_alive()
+        problem = None
         if _unwrapped(getattr(pipe, "transformer", None)) is not transformer:
-            raise RuntimeError(
+            problem = (
                 "pipe.transformer is another one than when the pipe was parallelized, and would run on each rank alone. "
                 "Call parallelize_pipe(pipe, mesh=...) again."
             )
-        sequence.check_alive()
-        require_same_call(call, (pipe, *args), kwargs, sequence, f"the {type(pipe).__name__}")
-        with _random_state_of_first_rank(sequence), _named_timeouts():
+        elif plan_mesh(transformer) != sequence:
+            problem = (
+                "pipe.transformer was given another mesh, or unparallelized, after the pipe was parallelized (through a "
+                "pipe that shares it?). Call parallelize_pipe(pipe, mesh=...) again, or unparallelize_pipe(pipe)."
+            )
+        require_same_call(call, (pipe, *args), kwargs, sequence, f"the {type(pipe).__name__}", problem)
+        with _random_state_of_first_rank(sequence), known_equal(transformer), _named_timeouts():
             return call(pipe, *args, **kwargs)
 
     wrap_method(pipe, "__call__", _KEY, around)
@@ -86,6 +92,7 @@ def parallelize_transformer(transformer: Transformer, *, mesh: Mesh | SequenceMe
     """Run this one transformer over ``mesh``: every rank gives it the same input and gets the whole output.
 
     For a denoising loop of your own; :func:`parallelize_pipe` also keeps random numbers and arguments alike on all ranks.
+    In eager code, and where it was compiled in place, each call first compares a digest of its inputs over the ranks.
 
     Args:
         transformer: a supported diffusers transformer, compiled or not.
@@ -106,7 +113,17 @@ def parallelize_transformer(transformer: Transformer, *, mesh: Mesh | SequenceMe
                     f"joint_attention_kwargs has {name!r}: {reason}. Unload it, or unparallelize the pipe."
                 )
 
-    apply_plan(module, adapter.plan, sequence, check_call=check_call if adapter.refused else None)
+    def require_equal(given: Mapping[str, Any]) -> None:
+        sequence.check_alive()
+        require_same_inputs(given, sequence, f"this {type(module).__name__}")
+
+    apply_plan(
+        module,
+        adapter.plan,
+        sequence,
+        check_call=check_call if adapter.refused else None,
+        require_equal=require_equal,
+    )
     return transformer
 
 
@@ -196,8 +213,9 @@ def _random_state_of_first_rank(mesh: SequenceMesh) -> Iterator[None]:
 
     The first rank's move on, as if it had drawn alone.
     """
-    accelerator = mesh.device_type != "cpu"
-    device_module = getattr(torch, mesh.device_type) if accelerator else None
+    # Whatever the mesh says: diffusers draws on the pipeline's device, and a gloo group also serves accelerators.
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device_module = None if accelerator is None else torch.get_device_module(accelerator)
     own = [torch.get_rng_state()] + ([device_module.get_rng_state()] if device_module else [])
     shared = [broadcast_bytes(state, mesh) for state in own]
     torch.set_rng_state(shared[0])
