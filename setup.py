@@ -16,9 +16,7 @@ setup(
     name="para_core",
     version="0.1.0",
     description="Context parallelism and first-block caching for diffusion transformers, without touching model code",
-    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8")
-    if Path(__file__).with_name("README.md").exists()
-    else "",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],

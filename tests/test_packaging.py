@@ -17,6 +17,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = {"para_core": "para_core", "adapters": "para_core/adapters", "kernels": "para_core/kernels"}
+INSTALL = ("install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation")
 
 # Runs where the test says, and in a process spawned from there.
 PROBE = """
@@ -79,8 +80,7 @@ def copy_checkout(target: Path) -> Path:
     for folder in FOLDERS:
         shutil.copytree(ROOT / folder, target / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("setup.py", "pyproject.toml", "LICENSE", "README.md"):
-        if (ROOT / name).exists():
-            shutil.copy(ROOT / name, target)
+        shutil.copy(ROOT / name, target)
     return target
 
 
@@ -97,7 +97,7 @@ def distributions(tmp_path_factory):
     return next((tmp / "dist").glob("*.tar.gz")), next((tmp / "dist").glob("*.whl"))
 
 
-@pytest.fixture(scope="module", params=["wheel", "folder", "editable"])
+@pytest.fixture(scope="module", params=["wheel", "editable"])
 def environment(request, tmp_path_factory):
     tmp = tmp_path_factory.mktemp(request.param)
     elsewhere = tmp / "elsewhere"
@@ -118,11 +118,9 @@ def environment(request, tmp_path_factory):
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1\n")
 
-    what = {"wheel": lambda: [request.getfixturevalue("distributions")[1]], "folder": lambda: [checkout]}
-    what["editable"] = lambda: ["-e", checkout]
+    what = ["-e", checkout] if request.param == "editable" else [request.getfixturevalue("distributions")[1]]
     # --ignore-installed: pip also sees the para_core of the environment that runs the tests.
-    options = ["--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--ignore-installed"]
-    run(sys.executable, "-m", "pip", "--python", python, "install", *options, *what[request.param](), cwd=elsewhere)
+    run(sys.executable, "-m", "pip", "--python", python, *INSTALL, "--ignore-installed", *what, cwd=elsewhere)
     installed = checkout if request.param == "editable" else site_packages
     return Environment(python, site_packages, checkout, elsewhere, installed)
 
@@ -143,8 +141,16 @@ def test_the_sdist_holds_what_the_wheel_is_built_from(distributions):
     sdist, _ = distributions
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"setup.py", "pyproject.toml", "LICENSE", "para_core/py.typed"} <= names
+    assert {"setup.py", "pyproject.toml", "LICENSE", "README.md", "para_core/py.typed"} <= names
     assert {f"{folder}/{name}" for folder in FOLDERS for name in files_of(ROOT / folder)} <= names
+
+
+def test_installing_the_folder_gives_what_the_wheel_holds(distributions, tmp_path):
+    checkout = copy_checkout(tmp_path / "checkout")
+    run(sys.executable, "-m", "pip", *INSTALL, "--target", tmp_path / "target", ".", cwd=checkout)
+    with zipfile.ZipFile(distributions[1]) as archive:
+        modules = [name for name in archive.namelist() if name.endswith(".py")]
+    assert sorted(files_of(tmp_path / "target")) == sorted(modules)
 
 
 def test_the_parts_are_found_and_the_packages_of_others_not_hidden_from_any_folder(environment):
@@ -156,7 +162,7 @@ def test_the_parts_are_found_with_c_and_m(environment):
     code = "import para_core.adapters, para_core.kernels.merge_reference as m; print(m.__name__)"
     for cwd in (environment.elsewhere, environment.checkout):
         assert environment.run("-c", code, cwd=cwd).strip() == "para_core.kernels.merge_reference"
-        environment.run("-m", "para_core.kernels.merge_reference", cwd=cwd)
+    environment.run("-m", "para_core.kernels.merge_reference", cwd=environment.elsewhere)
 
 
 def test_the_parts_are_found_under_torchrun(environment):
