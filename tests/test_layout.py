@@ -2,6 +2,7 @@
 
 import doctest
 from importlib import import_module
+from itertools import chain
 
 import pytest
 import torch
@@ -59,7 +60,7 @@ def test_every_sharded_token_is_held_once_and_every_replicated_one_by_all(segmen
         for kind in (False, True)
     ]
     assert all(tokens == replicated[0] for tokens in replicated)
-    assert sorted(sum(sharded, []) + replicated[0]) == list(range(layout.total))
+    assert sorted([*chain(*sharded), *replicated[0]]) == list(range(layout.total))
     for rank in range(ranks):
         assert sorted(sharded[rank] + replicated[rank]) == positions(layout, rank)
         assert layout.sharded_size(rank) == len(sharded[rank])

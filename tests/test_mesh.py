@@ -55,7 +55,7 @@ def test_mesh_dims_have_the_documented_sizes(num_ranks, maxima, expected):
 def test_ranks_left_over_are_an_error_that_names_the_sizes_that_fit():
     with pytest.raises(
         ValueError,
-        match="8 ranks do not fit: batch 1 × ring 2 × ulysses 2 uses 4 of them. max_ring_dim_size=4, "
+        match=r"8 ranks do not fit: batch 1 × ring 2 × ulysses 2 uses 4 of them\. max_ring_dim_size=4, "
         "max_ulysses_dim_size=4 or max_batch_dim_size=2 would fit",
     ):
         shape(8, ring=2, ulysses=2)
@@ -103,7 +103,7 @@ def test_a_maximum_below_one_is_an_error(maximum):
 
 @pytest.mark.parametrize("maximum", [2.0, "2", True])
 def test_a_maximum_that_is_no_integer_is_an_error(maximum):
-    with pytest.raises(TypeError, match="max_ulysses_dim_size is .*; expected a positive integer"):
+    with pytest.raises(TypeError, match=r"max_ulysses_dim_size is .*; expected a positive integer"):
         shape(4, ulysses=maximum)
 
 

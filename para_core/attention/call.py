@@ -127,6 +127,8 @@ def _record(
         "device type": query.device.type,
         "is_causal": bool(is_causal),
         "scale": scale,
+        # A backward has collectives of its own, and every rank must join in.
+        "requires_grad": [torch.is_grad_enabled() and x.requires_grad for x in (query, key, value)],
     }
 
 

@@ -41,7 +41,6 @@ def ring_attention(
         ``[B, H, S_q, D_v]`` in query's dtype.
     """
     dim = mesh.ring
-    dim = mesh.ring
     # One sharded segment, cut alike on both sides: blocks are runs of positions, and SDPA's own causal flag does.
     in_order = query_layout is key_layout and len(query_layout.segments) == 1 and not query_layout.replicated
     if dim.size == 1 and (in_order or not is_causal):
@@ -57,9 +56,10 @@ def ring_attention(
             next_size = block_sizes[(source - 1) % dim.size]
             arriving = start_ring_shift(buffer, next_size * elements_per_token, dim)
         block = (key, value) if step == 0 else _unpack(buffer, key, value, block_sizes[source])
-        # A block wholly above the diagonal is not computed.
-        if not (is_causal and in_order and source > dim.index):
-            mask = None
+        above = is_causal and in_order and source > dim.index
+        # A block wholly above the diagonal is not computed; unless its hop has a backward, in which every rank must join.
+        if not above or (torch.is_grad_enabled() and buffer.requires_grad):
+            mask = torch.zeros(1, 1, dtype=torch.bool, device=query.device) if above else None
             if is_causal and not in_order:
                 mask = _causal_mask(query_layout, key_layout, mesh, source, own=step == 0, device=query.device)
             partial, partial_lse = local_attention_with_lse(
@@ -100,7 +100,7 @@ def _causal_mask(
     query_runs = _sharded_runs(query_layout, mesh, mesh.ring.index) + list(query_layout.runs(0, replicated=True))
     key_runs = _sharded_runs(key_layout, mesh, source) + (list(key_layout.runs(0, replicated=True)) if own else [])
     queries, keys = (
-        torch.cat([torch.arange(start, start + length, device=device) for start, length in runs])
+        torch.cat([torch.arange(start, start + length, device=device) for start, length in [(0, 0), *runs]])
         for runs in (query_runs, key_runs)
     )
     return queries[:, None] >= keys[None, :]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from para_core.attention.local import repeat_heads
+from para_core.attention.local import local_attention, repeat_heads
 from para_core.attention.ring import ring_attention
 from para_core.attention.ulysses import ulysses_attention
 from para_core.layout import SequenceLayout
@@ -31,6 +31,9 @@ def unified_attention(
     Returns:
         ``[B, H, S_q_local, D_v]``.
     """
+    if not key_layout.sharded and not is_causal:
+        # Every rank holds all keys: nothing has to move.
+        return local_attention(query, key, value, scale=scale)
     num_heads, num_kv_heads = query.shape[1], key.shape[1]
     if num_kv_heads != num_heads and num_kv_heads % mesh.ulysses.size:
         # A rank's query heads may need a part of a neighbour's key heads: repeat before cutting by heads.

@@ -1,0 +1,330 @@
+"""Attention over every mesh against unmodified SDPA on one device: numbers, shapes, dtypes."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from para_core import (
+    RingAttnMode,
+    Segment,
+    SequenceLayout,
+    UlyssesAttnMode,
+    UnifiedAttnMode,
+    ring_attention,
+    ulysses_attention,
+    unified_attention,
+)
+from tests.attention.one_device import make_qkv, relative_error
+
+# (ring, ulysses)
+MESHES = [(2, 1), (1, 2), (4, 1), (1, 4), (2, 2)]
+
+TEXT_FIRST = (("text", 5, True), ("image", 11, False))
+IMAGE_FIRST = (("image", 11, False), ("text", 5, True))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention call, as one device makes it, and how its tokens are cut."""
+
+    S: int = 13
+    H: int = 3
+    D: int = 8
+    B: int = 2
+    S_k: int | None = None
+    H_kv: int | None = None
+    D_v: int | None = None
+    dtype: torch.dtype = torch.float32
+    # (name, total, replicated); S and S_k are then their sums. Keys are cut like queries unless key_segments is given.
+    segments: tuple[tuple[str, int, bool], ...] | None = None
+    key_segments: tuple[tuple[str, int, bool], ...] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    # How the tensors lie in memory; see lay_out.
+    memory: str = "contiguous"
+
+    def qkv(self) -> list[Tensor]:
+        S = self.S if self.segments is None else sum(total for _, total, _ in self.segments)
+        S_k = self.S_k
+        if self.key_segments is not None:
+            S_k = sum(total for _, total, _ in self.key_segments)
+        return make_qkv(S, self.H, self.D, B=self.B, S_k=S_k, H_kv=self.H_kv, D_v=self.D_v, dtype=self.dtype)
+
+    def layout(self, segments, total: int, ranks: int) -> SequenceLayout:
+        if segments is None:
+            segments = (("sequence", total, False),)
+        return SequenceLayout(tuple(Segment(*segment) for segment in segments), ranks)
+
+
+def lay_out(x: Tensor, memory: str) -> Tensor:
+    if memory == "transposed":  # as a model gets it: [B, S, H, D] with heads and tokens swapped
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if memory == "strided":
+        return torch.stack([x, x + 1], dim=-1).flatten(-2)[..., ::2]
+    if memory == "expanded":  # one head, one batch, seen many times
+        return x[:1, :1].expand_as(x)
+    if memory == "3-D":
+        return x[0]
+    if memory == "5-D":
+        return x.unflatten(0, (1, -1))
+    return x
+
+
+def attend(cases, ring, ulysses):
+    mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
+    outs = []
+    with torch.no_grad():
+        for case in cases:
+            q, k, v = (lay_out(x, case.memory) for x in case.qkv())
+            query_layout = case.layout(case.segments, q.shape[-2], ring * ulysses)
+            same = case.key_segments is None and q.shape[-2] == k.shape[-2]
+            key_layout = query_layout if same else case.layout(case.key_segments, k.shape[-2], ring * ulysses)
+            with UnifiedAttnMode(mesh, layout=query_layout, key_layout=None if same else key_layout) as cp:
+                q = cp.shard(q, dim=-2, sequence=query_layout)
+                k, v = (cp.shard(x, dim=-2, sequence=key_layout) for x in (k, v))
+                out = F.scaled_dot_product_attention(q, k, v, **case.options)
+                outs.append(cp.gather(out, dim=-2, sequence=query_layout))
+    return outs
+
+
+def check(case: Case, out: Tensor, where: str) -> None:
+    q, k, v = (lay_out(x, case.memory) for x in case.qkv())
+    expected = F.scaled_dot_product_attention(q, k, v, **case.options)
+    if case.dtype in (torch.float32, torch.float64):
+        bound = 1e-5 if case.dtype == torch.float32 else 1e-12
+        assert relative_error(out, expected) < bound, f"{case} on {where}"
+        return
+    # 16 bits: as near to the truth as SDPA itself comes. The small term: SDPA may be exact by luck on few numbers.
+    exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), **case.options)
+    assert out.dtype == case.dtype
+    bound = 2 * relative_error(expected, exact) + torch.finfo(case.dtype).eps / 4
+    assert relative_error(out, exact) <= bound, f"{case} on {where}"
+
+
+def check_all(rank_pool, cases, ring, ulysses):
+    for rank, outs in enumerate(rank_pool.run(attend, ring * ulysses, cases, ring, ulysses)):
+        for case, out in zip(cases, outs, strict=True):
+            check(case, out, f"ring {ring} × ulysses {ulysses}, rank {rank}")
+
+
+on_every_mesh = pytest.mark.parametrize(("ring", "ulysses"), MESHES)
+CAUSAL = {"is_causal": True}
+
+
+@on_every_mesh
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_self_attention_of_any_length_and_head_count_equals_one_device(rank_pool, ring, ulysses, dtype):
+    # Uneven; fewer tokens than ranks, so that some rank holds nothing; fewer heads than ranks; even.
+    sizes = [(13, 3, 8), (3, 1, 8), (1, 2, 5), (2, 5, 16), (31, 7, 1), (16, 4, 32), (70, 6, 24)]
+    # A negative scale and is_causal together give NaN in torch itself.
+    options = [{}, CAUSAL, {"scale": -0.3}, {"scale": 1.7, "is_causal": True}]
+    cases = [Case(S, H, D, dtype=dtype, options=option) for S, H, D in sizes for option in options]
+    check_all(rank_pool, cases, ring, ulysses)
+
+
+@on_every_mesh
+def test_keys_may_have_another_length_and_values_another_width(rank_pool, ring, ulysses):
+    cases = [
+        Case(S, 3, S_k=S_k, D_v=D_v, options=option)
+        for S, S_k in [(13, 5), (5, 13), (2, 9), (9, 1), (8, 8)]
+        for D_v in (None, 3, 20)
+        for option in ({}, CAUSAL)
+    ]
+    check_all(rank_pool, cases, ring, ulysses)
+
+
+@on_every_mesh
+def test_grouped_heads_equal_one_device(rank_pool, ring, ulysses):
+    gqa = {"enable_gqa": True}
+    cases = [
+        Case(13, H, H_kv=H_kv, options=options, segments=segments)
+        for H, H_kv in [(6, 2), (6, 3), (4, 1), (8, 4), (3, 3)]
+        for options in (gqa, gqa | CAUSAL)
+        for segments in (None, TEXT_FIRST)
+    ]
+    check_all(rank_pool, cases, ring, ulysses)
+
+
+@on_every_mesh
+@pytest.mark.parametrize("memory", ["transposed", "strided", "expanded", "3-D", "5-D"])
+def test_however_the_tensors_lie_in_memory(rank_pool, ring, ulysses, memory):
+    cases = [Case(13, 3, options=option, segments=s) for option in ({}, CAUSAL) for s in (None, IMAGE_FIRST)]
+    check_all(rank_pool, [Case(**{**vars(case), "memory": memory}) for case in cases], ring, ulysses)
+
+
+@on_every_mesh
+def test_an_empty_batch_and_an_empty_sequence_give_empty_results(rank_pool, ring, ulysses):
+    cases = [Case(13, 3, B=0), Case(0, 3), Case(0, 3, options=CAUSAL), Case(13, 3, B=0, options=CAUSAL)]
+    check_all(rank_pool, cases, ring, ulysses)
+
+
+@on_every_mesh
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_replicated_segments_in_any_order_count_once(rank_pool, ring, ulysses, dtype):
+    orders = [
+        TEXT_FIRST,
+        IMAGE_FIRST,
+        (("image", 2, False), ("text", 3, True)),  # fewer image tokens than ranks
+        (("text", 0, True), ("image", 9, False)),
+        (("text", 4, True), ("image", 0, False)),
+        (("text", 6, True),),
+        (("text", 3, True), ("image", 9, False), ("more text", 2, True), ("video", 6, False)),
+        (("image", 9, False), ("video", 6, False)),
+    ]
+    cases = [
+        Case(H=H, segments=segments, dtype=dtype, options=option)
+        for segments in orders
+        for H in (4, 3, 1)
+        for option in ({}, CAUSAL)
+    ]
+    check_all(rank_pool, cases, ring, ulysses)
+
+
+@on_every_mesh
+def test_queries_and_keys_may_have_layouts_of_their_own(rank_pool, ring, ulysses):
+    text, image = (("text", 5, True),), (("image", 11, False),)
+    cases = [
+        Case(H=3, segments=queries, key_segments=keys, options=option)
+        for queries, keys in [
+            (image, text),
+            (text, image),
+            (TEXT_FIRST, image),
+            (image, TEXT_FIRST),
+            (IMAGE_FIRST, TEXT_FIRST),
+        ]
+        for option in ({}, CAUSAL)
+    ]
+    check_all(rank_pool, cases, ring, ulysses)
+
+
+def segments():
+    segment = st.tuples(st.just("part"), st.integers(0, 9), st.booleans())
+    return st.lists(segment, min_size=1, max_size=3).map(tuple)
+
+
+@st.composite
+def drawn_cases(draw):
+    H_kv = draw(st.integers(1, 4))
+    groups = draw(st.sampled_from([1, 1, 2, 3]))
+    options = {"is_causal": draw(st.booleans()), "scale": draw(st.sampled_from([None, 0.5]))}
+    return Case(
+        B=draw(st.integers(0, 2)),
+        H=H_kv * groups,
+        H_kv=H_kv,
+        D=draw(st.integers(1, 9)),
+        D_v=draw(st.none() | st.integers(1, 9)),
+        dtype=draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
+        segments=draw(segments()),
+        # At least one key: SDPA's own answer for none depends on the backend.
+        key_segments=draw(st.none() | segments().filter(lambda parts: sum(total for _, total, _ in parts) > 0)),
+        options=options | ({"enable_gqa": True} if groups > 1 else {}),
+        memory=draw(st.sampled_from(["contiguous", "transposed", "strided"])),
+    )
+
+
+# The pool outlives an example: nothing of one job is left when the next starts.
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(mesh=st.sampled_from(MESHES), cases=st.lists(drawn_cases(), min_size=1, max_size=8))
+def test_any_attention_on_any_mesh_equals_one_device(rank_pool, mesh, cases):
+    check_all(rank_pool, cases, *mesh)
+
+
+def attend_in_functions(ring, ulysses):
+    mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
+    rank = mesh.get_rank()
+    q, k, v = (x.chunk(ring * ulysses, dim=-2)[rank] for x in make_qkv(12, 4))
+    outs = {
+        "unified": unified_attention(q, k, v, mesh=mesh),
+        "positional": unified_attention(q, k, v, None, 0.0, True, 0.5, True, mesh=mesh),
+        "mode": None,
+    }
+    with UnifiedAttnMode(mesh):
+        outs["mode"] = F.scaled_dot_product_attention(q, k, v, None, 0.0, True, scale=0.5)
+    if ulysses == 1:
+        outs["ring"] = ring_attention(q, k, v, mesh=mesh, is_causal=True)
+        with RingAttnMode(mesh):
+            outs["ring mode"] = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    if ring == 1:
+        outs["ulysses"] = ulysses_attention(q, k, v, mesh=mesh, is_causal=True)
+        with UlyssesAttnMode(mesh):
+            outs["ulysses mode"] = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    layout = SequenceLayout((Segment("text", 4, replicated=True), Segment("image", 8)), ring * ulysses)
+    q, k, v = (
+        torch.cat([x[..., :4, :], x[..., 4:, :].chunk(ring * ulysses, dim=-2)[rank]], dim=-2) for x in make_qkv(12, 4)
+    )
+    outs["layout"] = unified_attention(q, k, v, mesh=mesh, layout=layout)
+    return outs
+
+
+@on_every_mesh
+def test_functional_forms_take_sdpas_own_signature(rank_pool, ring, ulysses):
+    ranks = ring * ulysses
+    q, k, v = make_qkv(12, 4)
+    plain = F.scaled_dot_product_attention(q, k, v)
+    scaled = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.5)
+    causal = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    for rank, outs in enumerate(rank_pool.run(attend_in_functions, ranks, ring, ulysses)):
+        for name, out in outs.items():
+            if name == "layout":
+                expected = torch.cat([plain[..., :4, :], plain[..., 4:, :].chunk(ranks, dim=-2)[rank]], dim=-2)
+            else:
+                whole = {"unified": plain, "positional": scaled, "mode": scaled}.get(name, causal)
+                expected = whole.chunk(ranks, dim=-2)[rank]
+            assert relative_error(out, expected) < 1e-5, f"{name}, rank {rank}"
+
+
+def attend_with_autocast(ring, ulysses):
+    mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16), UnifiedAttnMode(mesh) as cp:
+        q, k, v = (cp.shard(x, dim=2) for x in make_qkv(13, 3))
+        return cp.gather(F.scaled_dot_product_attention(q, k, v), dim=2)
+
+
+@on_every_mesh
+def test_autocast_computes_in_its_dtype_as_it_does_on_one_device(rank_pool, ring, ulysses):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = F.scaled_dot_product_attention(*make_qkv(13, 3))
+    exact = F.scaled_dot_product_attention(*[x.double() for x in make_qkv(13, 3)])
+    for out in rank_pool.run(attend_with_autocast, ring * ulysses, ring, ulysses):
+        assert out.dtype == expected.dtype
+        assert relative_error(out, exact) <= 2 * relative_error(expected, exact)
+
+
+def gradients(cases, ring, ulysses):
+    """dq, dk, dv of this rank's parts, for the sum of out · weight over all ranks."""
+    mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
+    ranks, rank = ring * ulysses, mesh.get_rank()
+    results = []
+    for S, H, options in cases:
+        *qkv, weight = [
+            x.tensor_split(ranks, dim=-2)[rank].clone() for x in (*make_qkv(S, H), make_qkv(S, H, seed=1)[0])
+        ]
+        for x in qkv:
+            x.requires_grad_()
+        with UnifiedAttnMode(mesh) as cp, cp.using(cp.sequence(S)):
+            out = F.scaled_dot_product_attention(*qkv, **options)
+        (out * weight).sum().backward()
+        results.append([out.detach(), *(x.grad for x in qkv)])
+    return results
+
+
+@on_every_mesh
+def test_gradients_equal_those_of_one_device(rank_pool, ring, ulysses):
+    ranks = ring * ulysses
+    cases = [(S, H, options) for S, H in [(13, 6), (3, 3), (16, 1)] for options in ({}, CAUSAL, {"scale": 0.4})]
+    expected = []
+    for S, H, options in cases:
+        qkv = [x.requires_grad_() for x in make_qkv(S, H)]
+        out = F.scaled_dot_product_attention(*qkv, **options)
+        (out * make_qkv(S, H, seed=1)[0]).sum().backward()
+        expected.append([out.detach(), *(x.grad for x in qkv)])
+    found = zip(*rank_pool.run(gradients, ranks, cases, ring, ulysses), strict=True)
+    for case, parts_of_ranks, whole in zip(cases, found, expected, strict=True):
+        for name, parts, y in zip(("out", "dq", "dk", "dv"), zip(*parts_of_ranks, strict=True), whole, strict=True):
+            assert relative_error(torch.cat(parts, dim=-2), y) < 1e-5, f"{name} of {case}"
