@@ -1,9 +1,10 @@
-"""Once per pipeline call: do all ranks draw the same picture?"""
+"""Do all ranks draw the same picture? Asked once per call of a pipeline, or of a transformer that is called by hand."""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,19 +18,59 @@ _SHOWN = 60
 
 
 def require_same_call(
-    call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], mesh: SequenceMesh, what: str
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    mesh: SequenceMesh,
+    what: str,
+    problem: str | None = None,
 ) -> None:
     """Raise on every rank, naming what differs, unless all ranks call with the same arguments: one exchange.
+
+    Args:
+        what: what is called, for messages.
+        problem: why this rank cannot take part in the call; None if it can.
 
     Raises:
         ValueError: an argument differs between two ranks.
         TypeError: the arguments of a rank do not fit the signature of ``call``.
+        RuntimeError: a rank has a ``problem``.
     """
     try:
-        given = inspect.signature(call).bind(*args, **kwargs).arguments
-        record = _fitting({name: describe(value) for name, value in _flat(given).items() if value is not None})
-    except (TypeError, ValueError) as error:
+        if problem is not None:
+            raise RuntimeError(problem)
+        record = _record(_flat(inspect.signature(call).bind(*args, **kwargs).arguments))
+    except (TypeError, ValueError, RuntimeError) as error:
         record = error_record(error)
+    _require_alike(
+        record,
+        mesh,
+        what,
+        "For different pictures on different ranks give each group of ranks a mesh of its own (a slice of a larger mesh).",
+    )
+
+
+def require_same_inputs(given: Mapping[str, Any], mesh: SequenceMesh, what: str) -> None:
+    """Raise on every rank, naming what differs, unless all ranks give a module the same inputs: one exchange.
+
+    Raises:
+        ValueError: an input differs between two ranks.
+    """
+    _require_alike(
+        _record(given),
+        mesh,
+        what,
+        "If another pipeline shares this transformer (from_pipe), have its random numbers and arguments kept alike too: "
+        "parallelize_pipe(the_other_pipe, mesh=mesh). In a loop of your own, draw random numbers from a generator of the "
+        "same seed on all ranks.",
+    )
+
+
+def _record(given: Mapping[str, Any]) -> Record:
+    return _fitting({name: describe(value) for name, value in given.items() if value is not None})
+
+
+def _require_alike(record: Record, mesh: SequenceMesh, what: str, way_out: str) -> None:
     records = exchange(record, mesh)
     raise_first_error(records)
     for rank, other in enumerate(records):
@@ -41,8 +82,7 @@ def require_same_call(
             )
             raise ValueError(
                 f"the ranks of one mesh must call {what} alike, and sequence rank {rank} differs from rank 0. {differing}. "
-                "For different pictures on different ranks give each group of ranks a mesh of its own (a slice of a "
-                "larger mesh)."
+                f"{way_out}"
             )
 
 
@@ -58,7 +98,8 @@ def _flat(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fitting(record: Record) -> Record:
-    if sum(len(name) + len(value) + 8 for name, value in record.items()) <= RECORD_SIZE:
+    # Measured as it is sent: a character that is not ASCII takes six bytes or more.
+    if len(json.dumps(record)) <= RECORD_SIZE:
         return record
     return {name[:40]: _hash(value.encode()) for name, value in record.items()}
 

@@ -10,10 +10,14 @@ from __future__ import annotations
 
 import copyreg
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 # around(instance, call, args, kwargs): `call(instance, *args, **kwargs)` is what would have run.
 Around = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+# A private subclass holds under this prefix and the method's name what runs instead of that method.
+_CHAIN = "_para_core_chain_"
 
 
 def wrap_method(instance: Any, method: str, key: str, around: Around) -> None:
@@ -35,6 +39,11 @@ def unwrap(instance: Any, key: str) -> None:
 def is_wrapped(instance: Any, key: str) -> bool:
     """Whether :func:`wrap_method` was called with ``key``, and not undone."""
     return any(name[0] == key for name in _wrappers(instance))
+
+
+def wrapper(instance: Any, method: str, key: str) -> Around | None:
+    """What :func:`wrap_method` put around ``method`` under ``key``; None if nothing."""
+    return _wrappers(instance).get((key, method))
 
 
 def original_class(instance: Any) -> type:
@@ -67,14 +76,53 @@ def _set_wrappers(instance: Any, wrappers: Wrappers) -> None:
         "_para_core_wrappers": wrappers,
     }
     for (_, method), around in wrappers.items():
-        namespace[method] = _composed(namespace.get(method) or getattr(base, method), around)
-    instance.__class__ = type(base)(base.__name__, (base,), namespace)
+        chain = _CHAIN + method
+        namespace[chain] = _composed(namespace.get(chain) or getattr(base, method), around)
+        namespace[method] = _entry(method, getattr(base, method))
+    instance.__class__ = _metaclass(type(base))(base.__name__, (base,), namespace)
+
+
+@cache
+def _metaclass(base: type) -> type:
+    """The type of private subclasses: as keys, and for ``==`` and ``in``, they are the class that they stand for.
+
+    diffusers' ``from_pipe`` asks ``type(component) in (...)``, and so do tables by class.
+    """
+
+    def same(cls: Any, other: Any) -> bool:
+        return vars(cls).get("_para_core_original", cls) is vars(other).get("_para_core_original", other)
+
+    namespace = {
+        "__eq__": lambda cls, other: same(cls, other) if isinstance(other, type) else NotImplemented,
+        "__hash__": lambda cls: hash(vars(cls).get("_para_core_original") or id(cls)),
+    }
+    return type(base.__name__, (base,), namespace)
+
+
+def is_entry(function: Any) -> bool:
+    """Whether ``function`` is a method that :func:`wrap_method` gave an instance."""
+    return hasattr(getattr(function, "__func__", function), "_para_core_entry")
+
+
+def _entry(method: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    chain = _CHAIN + method
+
+    def enter(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Looked up anew: whoever keeps the bound method (Module.compile does) gets what is wrapped now, if anything.
+        return getattr(type(self), chain, original)(self, *args, **kwargs)
+
+    enter._para_core_entry = True  # type: ignore[attr-defined]
+    return _named_like(original, enter)
 
 
 def _composed(call: Callable[..., Any], around: Around) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         return around(self, call, args, kwargs)
 
+    return _named_like(call, method)
+
+
+def _named_like(call: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
     method.__name__ = getattr(call, "__name__", "method")
     method.__doc__ = call.__doc__
     # inspect.signature follows it: what a caller asks about is the original.

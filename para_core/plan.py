@@ -7,7 +7,8 @@ outputs; the module's code does not know. Published plans (diffusers' ``_cp_plan
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from para_core.instance import is_wrapped, original_class, unwrap, wrap_method
+from para_core.instance import is_entry, is_wrapped, original_class, unwrap, wrap_method, wrapper
 from para_core.layout import Segment, SequenceLayout
 from para_core.mesh import SequenceMesh
 from para_core.modes import UnifiedAttnMode, gather_tokens, shard_tokens
@@ -115,17 +116,45 @@ def _attribute(module: str, value: Any, name: str) -> Any:
 class _Region:
     """One plan applied to one module: what is split of a call, and whether a call is under way."""
 
-    def __init__(self, module: nn.Module, plan: Plan, mesh: SequenceMesh, check_call: CheckCall | None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: Plan,
+        mesh: SequenceMesh,
+        check_call: CheckCall | None,
+        require_equal: CheckCall | None,
+    ) -> None:
         self.plan = plan
         self.mesh = mesh
         self.check_call = check_call
+        self.require_equal = require_equal
+        # The caller has seen to it that all ranks call alike.
+        self.known_equal = False
         self.parameters = _parameters(original_class(module))
-        # What torch.compile made of this module in place, before the plan was applied: it does not look up _call_impl.
+        # What torch.compile made of this module in place, before a plan was applied: it does not look up _call_impl.
         self.compiled_before: Callable[..., Any] | None = module._compiled_call_impl
+        if is_entry(getattr(self.compiled_before, "_torchdynamo_orig_callable", None)):
+            self.compiled_before = None
         self.running = False
         self.mode: UnifiedAttnMode | None = None
         # Of the call under way: tokens of each segment, in the whole sequence.
         self.totals: dict[str, int] = {}
+
+    def run_from_outside(
+        self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """What goes around the ``__call__`` of the module: outside of what ``Module.compile`` compiles."""
+        # In this order: what is read while tracing becomes a guard.
+        if not torch.compiler.is_compiling() and self.require_equal is not None and not self.known_equal:
+            self.require_equal(self._given(args, kwargs))
+        compiled = self.compiled_before
+        if compiled is None or module._compiled_call_impl is not compiled:
+            return call(module, *args, **kwargs)
+        # Compiled before: the graph inside, splitting and gathering around it.
+        return self.run(module, lambda module, **given: compiled(**given), args, kwargs)
+
+    def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        return {**dict(zip(self.parameters, args, strict=False)), **kwargs}
 
     def run(self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``call`` with its inputs split, attention intercepted, and its outputs gathered."""
@@ -137,7 +166,7 @@ class _Region:
         self.running = True
         self.totals = {}
         try:
-            given = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
+            given = self._given(args, kwargs)
             if self.check_call is not None:
                 self.check_call(given)
             for name, split in self.plan.inputs.items():
@@ -260,13 +289,19 @@ def _require_compiled_parts(module: nn.Module, mesh: SequenceMesh) -> None:
 
 
 def apply_plan(
-    module: nn.Module, plan: Plan | Mapping[str, Any], mesh: SequenceMesh, *, check_call: CheckCall | None = None
+    module: nn.Module,
+    plan: Plan | Mapping[str, Any],
+    mesh: SequenceMesh,
+    *,
+    check_call: CheckCall | None = None,
+    require_equal: CheckCall | None = None,
 ) -> None:
     """Run this one module over ``mesh`` from now on; a plan applied before is replaced.
 
     Args:
         plan: ours, or a diffusers ``_cp_plan``.
         check_call: called with the arguments of each call, by name, before anything is split.
+        require_equal: called with them in eager code, outside of what is compiled in place and of :func:`known_equal`.
 
     Raises:
         ValueError: the plan names a module that is not there.
@@ -276,7 +311,7 @@ def apply_plan(
         return
     if not isinstance(plan, Plan):
         plan = published_plan(plan)
-    region = _Region(module, plan, mesh, check_call)
+    region = _Region(module, plan, mesh, check_call, require_equal)
     inner: dict[str, Mapping[str | int, Split]] = {name: {} for name in plan.outputs if name}
     for name, submodule_splits in plan.inner.items():
         inner[name] = submodule_splits
@@ -285,17 +320,7 @@ def apply_plan(
         for submodule in submodules:
             wrap_method(submodule, "_call_impl", _KEY, region.run_inner(name, inner[name]))
     wrap_method(module, "_call_impl", _KEY, region.run)
-
-    def call_compiled(
-        module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        compiled = region.compiled_before
-        if compiled is None or module._compiled_call_impl is not compiled:
-            return call(module, *args, **kwargs)
-        # Compiled before: the graph inside, splitting and gathering around it.
-        return region.run(module, lambda module, **given: compiled(**given), args, kwargs)
-
-    wrap_method(module, "__call__", _KEY, call_compiled)
+    wrap_method(module, "__call__", _KEY, region.run_from_outside)
 
 
 def remove_plan(module: nn.Module) -> None:
@@ -305,9 +330,29 @@ def remove_plan(module: nn.Module) -> None:
             unwrap(submodule, _KEY)
 
 
-def has_plan(module: nn.Module) -> bool:
-    """Whether a plan is applied to ``module``."""
-    return is_wrapped(module, _KEY)
+def plan_mesh(module: nn.Module) -> SequenceMesh | None:
+    """The mesh over which a plan runs ``module``; None if none was applied."""
+    region = _region_of(module)
+    return None if region is None else region.mesh
+
+
+@contextmanager
+def known_equal(module: nn.Module) -> Iterator[None]:
+    """Inside, ``module`` is called alike on all ranks, so its calls do not ask."""
+    region = _region_of(module)
+    before = region is None or region.known_equal
+    try:
+        if region is not None:
+            region.known_equal = True
+        yield
+    finally:
+        if region is not None:
+            region.known_equal = before
+
+
+def _region_of(module: nn.Module) -> _Region | None:
+    region = getattr(wrapper(module, "_call_impl", _KEY), "__self__", None)
+    return region if isinstance(region, _Region) else None
 
 
 def _matching(module: nn.Module, pattern: str) -> list[nn.Module]:

@@ -1,0 +1,121 @@
+"""A compiled transformer runs in parallel: compiled before or after, whole or block by block, in full graphs."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from para_core.adapters import parallelize_pipe, unparallelize_pipe
+from tests.tiny import cpu_mesh, flux_call, flux_pipe, flux_transformer, relative_error
+
+
+def compile_whole(pipe, backend):
+    pipe.transformer = torch.compile(pipe.transformer, backend=backend, fullgraph=True)
+
+
+def compile_in_place(pipe, backend):
+    pipe.transformer.compile(backend=backend, fullgraph=True)
+
+
+def compile_blocks(pipe, backend):
+    pipe.transformer.compile_repeated_blocks(backend=backend, fullgraph=True)
+
+
+# How it is compiled, and the graphs that makes. Blocks: a single one, and two for the double ones, whose strides differ
+# between the first and the second; the unmodified pipe makes as many.
+WAYS = {"torch.compile": (compile_whole, 1), "in place": (compile_in_place, 1), "blocks": (compile_blocks, 3)}
+
+
+def small_pipe(way):
+    """One block of each kind where they are compiled together: half the time."""
+    return (
+        flux_pipe() if way == "blocks" else flux_pipe(transformer=flux_transformer(num_layers=1, num_single_layers=1))
+    )
+
+
+def draw_compiled(way, when, ring, ulysses, then=()):
+    """Two pictures with the graphs after each, then one on each further mesh, and one after all is undone."""
+    compile_transformer, _ = WAYS[way]
+    counter = CompileCounterWithBackend("aot_eager")
+    pipe = small_pipe(way)
+    if when == "before":
+        compile_transformer(pipe, counter)
+    parallelize_pipe(pipe, mesh=cpu_mesh(ring, ulysses))
+    if when == "after":
+        compile_transformer(pipe, counter)
+    outs = []
+    frames = []
+    for _ in range(2):
+        outs.append(pipe(**flux_call()).images)
+        frames.append(counter.frame_count)
+    for shape in then:
+        parallelize_pipe(pipe, mesh=cpu_mesh(*shape))
+        outs.append(pipe(**flux_call()).images)
+    if then:
+        unparallelize_pipe(pipe)
+        outs.append(pipe(**flux_call()).images)
+    return outs, frames
+
+
+@pytest.mark.parametrize(
+    ("way", "when"),
+    [
+        ("torch.compile", "before"),
+        ("torch.compile", "after"),
+        ("in place", "before"),
+        ("in place", "after"),
+        pytest.param("blocks", "before", marks=pytest.mark.long),
+        ("blocks", "after"),
+    ],
+)
+def test_no_recompile_over_two_generations_then_another_mesh_then_alone_again(rank_pool, way, when):
+    expected = small_pipe(way)(**flux_call()).images
+    graphs = WAYS[way][1]
+    for outs, frames in rank_pool.run(draw_compiled, 2, way, when, 1, 2, then=[(2, 1)]):
+        errors = [relative_error(out, expected) for out in outs]
+        assert max(errors) < 1e-5, errors
+        assert frames == [graphs, graphs]
+
+
+@pytest.mark.parametrize("way", ["torch.compile", pytest.param("blocks", marks=pytest.mark.long)])
+def test_no_recompile_over_two_generations_on_four_ranks(rank_pool, way):
+    expected = small_pipe(way)(**flux_call()).images
+    graphs = WAYS[way][1]
+    for outs, frames in rank_pool.run(draw_compiled, 4, way, "after", 2, 2):
+        errors = [relative_error(out, expected) for out in outs]
+        assert max(errors) < 1e-5, errors
+        assert frames == [graphs, graphs]
+
+
+SIZES = [
+    (64, 64),
+    (72, 56),
+    (8, 8),
+    (16, 8),
+    (24, 40),
+    (80, 64),
+    (48, 48),
+    (56, 88),
+    (32, 32),
+    (40, 40),
+    (64, 88),
+    (72, 72),
+]
+
+
+def draw_sizes(way):
+    counter = CompileCounterWithBackend("aot_eager")
+    pipe = parallelize_pipe(small_pipe(way), mesh=cpu_mesh(1, 2))
+    WAYS[way][0](pipe, counter)
+    outs = [pipe(**flux_call(height=height, width=width, num_inference_steps=1)).images for height, width in SIZES]
+    return outs, counter.frame_count
+
+
+def test_twelve_sizes_work_compiled_with_few_compilations(rank_pool):
+    pipe = small_pipe("torch.compile")
+    expected = [pipe(**flux_call(height=height, width=width, num_inference_steps=1)).images for height, width in SIZES]
+    for outs, compiled in rank_pool.run(draw_sizes, 2, "torch.compile"):
+        errors = [relative_error(out, alone) for out, alone in zip(outs, expected, strict=True)]
+        assert max(errors) < 1e-5, errors
+        # One for the first size, one for all others, one more where a rank holds a single token or none (Dynamo
+        # specializes lengths 0 and 1).
+        assert compiled <= 4, compiled

@@ -1,0 +1,95 @@
+"""Two pipelines with one transformer: the second is parallel too, and says what it needs."""
+
+from unittest import mock
+
+import pytest
+import torch
+from diffusers import FluxImg2ImgPipeline
+from PIL import Image
+
+from para_core.adapters import call_agreement, parallelize_pipe, parallelize_transformer, unparallelize_pipe
+from tests.tiny import cpu_mesh, flux_call, flux_inputs, flux_pipe, flux_transformer, relative_error
+
+IMAGE = Image.linear_gradient("L").convert("RGB").resize((56, 72))
+
+
+def raised(call):
+    with pytest.raises((RuntimeError, ValueError)) as error:
+        call()
+    return str(error.value)
+
+
+def share_transformer():
+    mesh = cpu_mesh(1, 2)
+    pipe = parallelize_pipe(flux_pipe(), mesh=mesh)
+    other = FluxImg2ImgPipeline.from_pipe(pipe)
+    outs = {"shared": other.transformer is pipe.transformer, "class": type(other) is FluxImg2ImgPipeline}
+    options = {"image": IMAGE, "strength": 0.9}
+    outs["generator"] = other(**flux_call(**options)).images
+    torch.manual_seed(torch.distributed.get_rank())
+    outs["error"] = raised(lambda: other(**flux_call(**options, generator=None)))
+    parallelize_pipe(other, mesh=mesh)
+    torch.manual_seed(torch.distributed.get_rank())
+    outs["after the line"] = other(**flux_call(**options, generator=None)).images
+    outs["first pipe"] = pipe(**flux_call()).images
+    unparallelize_pipe(other)
+    outs["first pipe, after the other was undone"] = raised(lambda: pipe(**flux_call()))
+    unparallelize_pipe(pipe)
+    outs["undone"] = pipe(**flux_call()).images
+    return outs
+
+
+def test_a_pipe_from_pipe_is_parallel_and_asks_for_the_line_where_it_is_needed(rank_pool):
+    other = flux_pipe(FluxImg2ImgPipeline)
+    alone = other(**flux_call(image=IMAGE, strength=0.9)).images
+    torch.manual_seed(0)
+    drawn = other(**flux_call(image=IMAGE, strength=0.9, generator=None)).images
+    plain = flux_pipe()(**flux_call()).images
+    for outs in rank_pool.run(share_transformer, 2):
+        assert outs["shared"]
+        assert outs["class"]
+        assert relative_error(outs["generator"], alone) < 1e-5
+        assert "hidden_states: rank 0 has tensor[1, 63, 64]" in outs["error"]
+        assert "parallelize_pipe(the_other_pipe, mesh=mesh)" in outs["error"]
+        assert relative_error(outs["after the line"], drawn) < 1e-5
+        assert relative_error(outs["first pipe"], plain) < 1e-5
+        assert "Call parallelize_pipe(pipe, mesh=...) again" in outs["first pipe, after the other was undone"]
+        assert torch.equal(outs["undone"], plain)
+
+
+def exchanges_of(call):
+    with mock.patch.object(call_agreement, "exchange", wraps=call_agreement.exchange) as exchange:
+        call()
+    return exchange.call_count
+
+
+def count_exchanges():
+    pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(2, 1))
+    inputs = flux_inputs(10, 3)
+    return {
+        "a call of the pipe": exchanges_of(lambda: pipe(**flux_call())),
+        "a call of the transformer": exchanges_of(lambda: pipe.transformer(**inputs)),
+    }
+
+
+def test_inputs_are_compared_once_per_call_of_the_pipe_and_not_per_step(rank_pool):
+    for counts in rank_pool.run(count_exchanges, 2):
+        assert counts == {"a call of the pipe": 1, "a call of the transformer": 1}
+
+
+def call_with_other_inputs(name):
+    rank = torch.distributed.get_rank()
+    transformer = parallelize_transformer(flux_transformer(), mesh=cpu_mesh(1, 2))
+    inputs = flux_inputs(10, 3)
+    if rank == 1:
+        inputs[name] = inputs[name] + 1
+    return transformer(**inputs)
+
+
+@pytest.mark.parametrize(
+    "name", ["hidden_states", "encoder_hidden_states", "pooled_projections", "timestep", "img_ids"]
+)
+def test_a_transformer_called_by_hand_with_another_input_on_one_rank_is_an_error_on_all(rank_pool, name):
+    for error in rank_pool.run_expecting_errors(call_with_other_inputs, 2, name):
+        assert isinstance(error, ValueError)
+        assert f"{name}: rank 0 has tensor" in str(error)
