@@ -58,6 +58,8 @@ def all_gather(x: Tensor, sizes: Sequence[int], tensor_dim: int, dim: MeshDim) -
     """Concatenate the ``x`` of all ranks of ``dim`` along ``tensor_dim``; rank ``i`` gives ``sizes[i]`` along it."""
     if dim.size == 1:
         return x
+    if x.dtype == torch.bool:  # gloo moves no bool
+        return all_gather(x.view(torch.uint8), sizes, tensor_dim, dim).view(torch.bool)
     rows = x.movedim(tensor_dim, 0).contiguous()
     sent = rows.expand(dim.size, *rows.shape).flatten(0, 1)
     gathered = all_to_all(sent, [rows.shape[0]] * dim.size, sizes, dim)

@@ -194,7 +194,13 @@ def sequence_mesh(mesh: DeviceMesh | ProcessGroup, *, group_dim: str = "ulysses"
             )
         if mesh.get_coordinate() is None:
             raise ValueError(f"rank {dist.get_rank()} is not part of the mesh with {given}; only its members use it.")
-        dims = {name: _dim_of_group(name, mesh.get_group(name)) for name in names}
+        try:
+            dims = {name: _dim_of_group(name, mesh.get_group(name)) for name in names}
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"the process groups of the mesh with {given} were destroyed. Build the mesh again after "
+                "init_process_group()."
+            ) from error
         device_type = mesh.device_type
     else:
         raise TypeError(f"mesh is a {type(mesh).__name__}; expected a DeviceMesh or a ProcessGroup.")

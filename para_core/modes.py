@@ -11,6 +11,7 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._higher_order_ops.flex_attention import flex_attention
 from torch._ops import HigherOrderOperator
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -100,9 +101,14 @@ class UnifiedAttnMode(TorchFunctionMode):
         self._depth -= 1
         if self._depth == 0:
             self._totals = ()
-            _switch_fused_encoder(self._fast_path)
+            self._give_fused_encoder_back()
             if exc_type is None and not torch.compiler.is_compiling():
                 self._warn_if_nothing_was_intercepted()
+
+    def _give_fused_encoder_back(self) -> None:
+        # Where it was off before, another thread's mode may have switched it off, and gives it back when it ends.
+        if self._fast_path:
+            _switch_fused_encoder(True)
 
     def _warn_if_nothing_was_intercepted(self) -> None:
         if self.intercepted or self._mesh.ranks == 1:
@@ -135,7 +141,7 @@ class UnifiedAttnMode(TorchFunctionMode):
             return self.attend(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             return multi_head_attention(self.attend, *args, **kwargs)
-        if func in _UNSEEN or (isinstance(func, HigherOrderOperator) and "flex_attention" in func.name()):
+        if func in _UNSEEN:
             raise RuntimeError(
                 f"{getattr(func, '__name__', func)} computes attention without scaled_dot_product_attention, so it "
                 f"cannot run on {self._mesh.ranks} ranks: each would attend to its own tokens only. Use "
@@ -257,7 +263,7 @@ class UnifiedAttnMode(TorchFunctionMode):
                     f"{kind} has {held} tokens on this rank, and a sequence of {found.total} or of {other.total} would "
                     "fit on some rank. Say which with cp.using(cp.sequence(total))."
                 )
-            if is_causal and all(alike) and other is not found:
+            if is_causal and all(alike) and (other is not found or len(found.segments) > 1):
                 raise ValueError(
                     f"{kind} of {found.total} tokens was put together in one of several orders, and is_causal needs to "
                     "know which. Say it with cp.using(SequenceLayout(...))."
@@ -281,15 +287,7 @@ class UnifiedAttnMode(TorchFunctionMode):
                 "inside a compiled function cp.shard needs sequence=: tokens = cp.sequence(x.shape[dim]); "
                 "cp.shard(x, dim, sequence=tokens)."
             )
-        layout = self.sequence(x.shape[dim]) if sequence is None else self._checked(sequence)
-        self._agree(
-            x,
-            dim,
-            layout,
-            None
-            if x.shape[dim] == layout.total
-            else f"x has {x.shape[dim]} tokens in dim {dim}, but sequence= says {layout.total}.",
-        )
+        layout = self._agree(x, dim, sequence, whole=True)
         self._remember(layout)
         return x if self._mesh.ranks == 1 else shard_tokens(x, dim, layout, self._mesh)
 
@@ -318,18 +316,9 @@ class UnifiedAttnMode(TorchFunctionMode):
             raise RuntimeError(
                 "inside a compiled function cp.gather needs sequence=: the value that cp.sequence(total) gave before."
             )
-        layout = self._only_sequence(y.shape[dim]) if sequence is None else self._checked(sequence)
-        expected = layout.size(self._mesh.rank)
-        self._agree(
-            y,
-            dim,
-            layout,
-            None
-            if y.shape[dim] == expected
-            else f"y has {y.shape[dim]} tokens in dim {dim}, but this rank's part of {layout.total} is {expected}.",
-        )
+        layout = self._agree(y, dim, sequence, whole=False)
         if torch.compiler.is_compiling() and self._depth == 0:
-            _switch_fused_encoder(self._fast_path)
+            self._give_fused_encoder_back()
         self._gathered = True
         if self._mesh.ranks == 1:
             return y
@@ -345,23 +334,51 @@ class UnifiedAttnMode(TorchFunctionMode):
             "Say which one this is: cp.gather(y, dim, sequence=cp.sequence(total))."
         )
 
-    def _agree(self, x: Tensor, dim: int, layout: SequenceLayout, problem: str | None) -> None:
+    def _agree(self, x: Tensor, dim: int, sequence: SequenceLayout | None, *, whole: bool) -> SequenceLayout:
+        """The layout that ``x`` has along ``dim``, in eager code the same on every rank, or an error on every rank."""
         talk = self._mesh.ranks > 1 and not (self._assume_equal or torch.compiler.is_compiling())
-        if problem is not None and not talk:
-            raise ValueError(problem)
+        if talk:
+            self._mesh.check_alive()
+        try:
+            layout = self._fitting(x, dim, sequence, whole=whole)
+        except (TypeError, ValueError) as error:
+            if talk:
+                raise_first_error(exchange(error_record(error), self._mesh))
+            raise
         if not talk:
-            return
-        self._mesh.check_alive()
-        record: Record = {"lengths per rank": layout.sizes(), "dim": dim, "error": None}
-        records = exchange(record if problem is None else error_record(ValueError(problem)), self._mesh)
+            return layout
+        shape = list(x.shape)
+        del shape[dim]
+        record: Record = {
+            "lengths per rank": layout.sizes(),
+            "dim": dim % x.ndim,
+            "shape without that dim": shape,
+            "dtype": str(x.dtype),
+        }
+        records = exchange(record, self._mesh)
         raise_first_error(records)
         for rank, other in enumerate(records):
             if other != records[0]:
                 raise ValueError(
-                    f"the ranks disagree about a sequence: rank 0 has {records[0]['lengths per rank']} tokens per rank "
-                    f"in dim {records[0]['dim']}, rank {rank} {other['lengths per rank']} in dim {other['dim']}. "
-                    + EQUAL_PARTS
+                    f"the ranks disagree about a sequence: rank 0 has {_described(records[0])}; rank {rank} has "
+                    f"{_described(other)}. {EQUAL_PARTS}"
                 )
+        return layout
+
+    def _fitting(self, x: Tensor, dim: int, sequence: SequenceLayout | None, *, whole: bool) -> SequenceLayout:
+        if not -x.ndim <= dim < x.ndim:
+            raise ValueError(f"dim={dim} is out of range for a tensor of shape {list(x.shape)}.")
+        held = x.shape[dim]
+        if sequence is not None:
+            layout = self._checked(sequence)
+        else:
+            layout = self.sequence(held) if whole else self._only_sequence(held)
+        if whole and held != layout.total:
+            raise ValueError(f"x has {held} tokens in dim {dim}, but sequence= says {layout.total}.")
+        expected = layout.size(self._mesh.rank)
+        if not whole and held != expected:
+            raise ValueError(f"y has {held} tokens in dim {dim}, but this rank's part of {layout.total} is {expected}.")
+        return layout
 
 
 class RingAttnMode(UnifiedAttnMode):
@@ -375,6 +392,10 @@ class UlyssesAttnMode(UnifiedAttnMode):
     """:class:`UnifiedAttnMode` on a mesh without a ``ring`` dim (or one of size 1): tokens are traded for heads."""
 
     _single_dim = "ring"
+
+
+def _described(record: Record) -> str:
+    return ", ".join([f"{name} {value}" for name, value in record.items()])
 
 
 def _require_single(mesh: SequenceMesh, name: str, mode: str) -> None:
@@ -441,7 +462,7 @@ def _concatenations(totals: tuple[int, ...], ranks: int) -> list[SequenceLayout]
     ]
 
 
-_UNSEEN = (torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd)
+_UNSEEN = (torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd, flex_attention)
 
 
 class _Disabled(TorchFunctionMode):

@@ -1,0 +1,100 @@
+"""How many collectives an attention call makes and how many bytes it sends: against the formulas in the docstrings."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from para_core import Segment, SequenceLayout, UnifiedAttnMode
+from tests.attention.one_device import make_qkv
+
+B, H, D = 2, 5, 8
+
+
+class Traffic(TorchDispatchMode):
+    """Counts all-to-alls, the bytes that this rank sends to others in them, and every other collective."""
+
+    def __init__(self):
+        super().__init__()
+        self.sent, self.others = [], []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops._c10d_functional.all_to_all_single.default:
+            x, _, send_sizes, group_name = args
+            rows = [size for peer, size in enumerate(send_sizes) if peer != _group_rank(group_name)]
+            self.sent.append(sum(rows) * x[0].numel() * x.element_size() if len(x) else 0)
+        elif func.namespace in {"_c10d_functional", "c10d"} and "wait" not in func.__name__:
+            self.others.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def _group_rank(name):
+    return dist.get_rank(torch.distributed.distributed_c10d._resolve_process_group(name))
+
+
+def count(ring, ulysses, S, segments=None, assume_equal=True, **options):
+    mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
+    ranks, rank = ring * ulysses, mesh.get_rank()
+    layout = SequenceLayout(tuple(Segment(*segment) for segment in segments or [("tokens", S, False)]), ranks)
+    q, k, v = make_qkv(layout.size(rank), H, D, B=B)
+    with torch.no_grad(), UnifiedAttnMode(mesh, layout=layout, assume_equal=assume_equal), Traffic() as traffic:
+        F.scaled_dot_product_attention(q, k, v, **options)
+    return traffic.sent, traffic.others
+
+
+def sizes(total, ranks):
+    return [len(part) for part in torch.arange(total).tensor_split(ranks)]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("num_text", [0, 3])
+def test_ulysses_is_one_all_to_all_in_and_one_out(rank_pool, ranks, num_text):
+    heads, tokens = sizes(H, ranks), sizes(13, ranks)
+    segments = [("text", num_text, True), ("image", 13, False)] if num_text else None
+    for rank, (sent, others) in enumerate(rank_pool.run(count, ranks, 1, ranks, 13, segments)):
+        peers = [peer for peer in range(ranks) if peer != rank]
+        way_in = B * 4 * sum(tokens[rank] * (heads[peer] * D + heads[peer] * 2 * D) for peer in peers)
+        way_out = B * 4 * D * heads[rank] * sum(tokens[peer] + num_text for peer in peers)
+        assert sent == [way_in, way_out], f"rank {rank}"
+        assert others == []
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}], ids=["full", "causal"])
+def test_a_ring_is_one_hop_less_than_it_has_ranks(rank_pool, ranks, options):
+    tokens = sizes(13, ranks)
+    for rank, (sent, others) in enumerate(rank_pool.run(count, ranks, ranks, 1, 13, **options)):
+        # At step i a rank passes on the block that started i ranks before it.
+        assert sent == [B * H * tokens[(rank - step) % ranks] * 2 * D * 4 for step in range(ranks - 1)], f"rank {rank}"
+        assert others == []
+
+
+def test_text_that_every_rank_holds_does_not_travel_around_the_ring(rank_pool):
+    segments = [("text", 100, True), ("image", 4, False)]
+    for sent, _ in rank_pool.run(count, 2, 2, 1, 104, segments):
+        assert sent == [B * H * 2 * 2 * D * 4]
+
+
+def test_a_mesh_of_both_is_one_all_to_all_in_its_hops_and_one_out(rank_pool):
+    for sent, others in rank_pool.run(count, 4, 2, 2, 16):
+        assert len(sent) == 2 + 1
+        assert others == []
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2), (2, 2)])
+def test_keys_that_every_rank_holds_need_no_communication(rank_pool, ring, ulysses):
+    for sent, others in rank_pool.run(count, ring * ulysses, ring, ulysses, 5, [("text", 5, True)]):
+        assert (sent, others) == ([], [])
+
+
+@pytest.mark.parametrize(("ring", "ulysses", "num_dims"), [(2, 1, 1), (1, 2, 1), (2, 2, 2)])
+def test_in_eager_code_a_call_begins_with_one_small_exchange_per_mesh_dim(rank_pool, ring, ulysses, num_dims):
+    for _, others in rank_pool.run(count, ring * ulysses, ring, ulysses, 13, assume_equal=False):
+        assert len(others) == num_dims
+        assert all("gather" in name for name in others)
+
+
+def test_one_rank_sends_nothing(rank_pool):
+    assert rank_pool.run(count, 1, 1, 1, 13, assume_equal=False) == [([], [])]

@@ -1,0 +1,228 @@
+"""Bad input, on all ranks or on one alone: a clear error on every rank, in seconds."""
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+
+from para_core import Segment, SequenceLayout, UnifiedAttnMode
+from tests.attention.one_device import make_qkv, relative_error
+
+SECONDS = 10
+
+
+def _error_of(call):
+    start = time.monotonic()
+    try:
+        call()
+    except (TypeError, ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - start
+    return "no error", time.monotonic() - start
+
+
+def spoil(kind, q, k, v):
+    """Arguments of an SDPA call, bad in one way."""
+    options = {}
+    if kind == "dtype":
+        k = k.bfloat16()
+    elif kind == "device":
+        v = v.to("meta")
+    elif kind == "value length":
+        v = v[:, :, 1:]
+    elif kind == "head dim":
+        k = k[..., 1:]
+    elif kind == "heads":
+        k, v = k[:, :1], v[:, :1]
+    elif kind == "groups":
+        k, v = (x.repeat(1, 3, 1, 1) for x in (k, v))
+        options = {"enable_gqa": True}
+    elif kind == "batch":
+        k, v = k[:1], v[:1]
+    elif kind == "2-D":
+        q, k, v = (x[0, 0] for x in (q, k, v))
+    elif kind == "mask":
+        options = {"attn_mask": torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)}
+    elif kind == "dropout":
+        options = {"dropout_p": 0.25}
+    elif kind == "length":
+        q, k, v = (x[:, :, :2] for x in (q, k, v))
+    elif kind == "causal":
+        options = {"is_causal": True}
+    elif kind == "scale":
+        options = {"scale": 0.125}
+    elif kind == "all dtypes":
+        q, k, v = (x.double() for x in (q, k, v))
+    elif kind == "grad":
+        q = q.clone().requires_grad_()
+    elif kind == "all batches":
+        q, k, v = (x[:1] for x in (q, k, v))
+    return (q, k, v), options
+
+
+def attend_badly(kind, bad_ranks, ring, ulysses, cut):
+    mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
+    mode = UnifiedAttnMode(mesh)
+    with mode as cp:
+        if cut:
+            parts = [cp.shard(x, dim=2) for x in make_qkv(12, 2)]
+        else:
+            parts = [x.chunk(ring * ulysses, dim=2)[mesh.get_rank()] for x in make_qkv(12, 2)]
+        args, options = spoil(kind if mesh.get_rank() in bad_ranks else "", *parts)
+        message = _error_of(lambda: F.scaled_dot_product_attention(*args, **options))
+        # The ranks are in step again: the next call is right.
+        if not cut:
+            parts = [x.chunk(ring * ulysses, dim=2)[mesh.get_rank()] for x in make_qkv(8, 2)]
+        else:
+            parts = [cp.shard(x, dim=2) for x in make_qkv(8, 2)]
+        out = F.scaled_dot_product_attention(*parts)
+        return *message, cp.gather(out, dim=2, sequence=cp.sequence(8))
+
+
+def check_errors(results, expected):
+    for rank, (message, seconds, after) in enumerate(results):
+        assert expected in message, f"rank {rank}"
+        assert seconds < SECONDS, f"rank {rank}"
+        assert relative_error(after, F.scaled_dot_product_attention(*make_qkv(8, 2))) < 1e-5, f"rank {rank}"
+
+
+BAD = {
+    "dtype": "must have one dtype; got torch.float32, torch.bfloat16, torch.float32",
+    "device": "must be on one device; got cpu, cpu, meta",
+    "value length": "same batch, heads and length; got query [2, 2, 3, 8], key [2, 2, 3, 8], value [2, 2, 2, 8]",
+    "head dim": "same head dim; got query [2, 2, 3, 8], key [2, 2, 3, 7]",
+    "heads": "query has 2 heads and key 1; pass enable_gqa=True",
+    "groups": "query heads divisible by key heads; got 2 and 6",
+    "batch": "same batch; got query [2, 2, 3, 8], key [1, 2, 3, 8]",
+    "2-D": "[B, H, S, D]; got query [3, 8]",
+    "mask": "attn_mask [3, 3] is not supported on more than one rank yet",
+    "dropout": "dropout_p=0.25 cannot be the same on several ranks",
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_input_is_an_error_on_every_rank(rank_pool, kind):
+    check_errors(rank_pool.run(attend_badly, 4, kind, [0, 1, 2, 3], 2, 2, False), BAD[kind])
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["equal parts", "after shard"])
+@pytest.mark.parametrize(("ring", "ulysses"), [(2, 2), (1, 4)])
+@pytest.mark.parametrize("kind", BAD)
+def test_input_that_is_bad_on_one_rank_is_an_error_on_every_rank(rank_pool, kind, ring, ulysses, cut):
+    results = rank_pool.run(attend_badly, 4, kind, [2], ring, ulysses, cut)
+    check_errors(results, "sequence rank 2: ")
+    check_errors(results, BAD[kind])
+
+
+DIFFERENT = {
+    "length": "the ranks disagree about query lengths per rank: they hold [3, 3, 2, 3]",
+    "causal": "the ranks disagree about is_causal: sequence rank 0 has False, rank 2 has True",
+    "scale": "the ranks disagree about scale: sequence rank 0 has None, rank 2 has 0.125",
+    "all dtypes": "the ranks disagree about dtype: sequence rank 0 has torch.float32, rank 2 has torch.float64",
+    "all batches": "the ranks disagree about query without its length: sequence rank 0 has [2, 2, 8], rank 2 has [1, 2, 8]",
+    "grad": "the ranks disagree about requires_grad: sequence rank 0 has [False, False, False], rank 2 has [True",
+}
+
+
+@pytest.mark.parametrize("kind", DIFFERENT)
+def test_input_that_is_good_but_differs_on_one_rank_is_an_error_on_every_rank(rank_pool, kind):
+    check_errors(rank_pool.run(attend_badly, 4, kind, [2], 2, 2, False), DIFFERENT[kind])
+
+
+def test_a_length_that_was_not_cut_here_is_an_error_on_every_rank(rank_pool):
+    results = rank_pool.run(attend_badly, 4, "length", [2], 2, 2, True)
+    check_errors(
+        results, "query has 2 tokens on this rank, which fits nothing that was cut with cp.shard here (3 of 12)"
+    )
+
+
+def cut_badly():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
+    bad = mesh.get_rank() == 3
+    x = torch.randn(2, 10, 4)
+    found = {}
+    with UnifiedAttnMode(mesh) as cp:
+        cp.intercepted = True  # this is about cutting alone
+        part = cp.shard(x, dim=1)
+        found["shard, length"] = _error_of(lambda: cp.shard(x[:, 1:] if bad else x, dim=1))
+        found["shard, sequence"] = _error_of(lambda: cp.shard(x, dim=1, sequence=cp.sequence(9 if bad else 10)))
+        found["shard, dim"] = _error_of(lambda: cp.shard(x.transpose(0, 2), dim=7 if bad else 1))
+        found["shard, all"] = _error_of(lambda: cp.shard(x, dim=1, sequence=cp.sequence(12)))
+        found["gather, length"] = _error_of(lambda: cp.gather(part[:, 1:] if bad else part, dim=1))
+        found["gather, sequence"] = _error_of(lambda: cp.gather(part, dim=1, sequence=cp.sequence(11 if bad else 10)))
+        found["gather, dtype"] = _error_of(lambda: cp.gather(part.double() if bad else part, dim=1))
+        found["gather, shape"] = _error_of(lambda: cp.gather(part[:1] if bad else part, dim=1))
+        found["gather, dim"] = _error_of(lambda: cp.gather(part, dim=-9 if bad else 1))
+        found["layout"] = _error_of(lambda: cp.shard(x, dim=1, sequence=SequenceLayout((Segment("x", 10),), 2)))
+        found["layout on one"] = _error_of(
+            lambda: cp.shard(x, dim=1, sequence=SequenceLayout((Segment("x", 10),), 2) if bad else cp.sequence(10))
+        )
+        found["good"] = cp.gather(part, dim=1).shape == x.shape, 0.0
+    return found
+
+
+def test_cutting_and_gathering_what_does_not_fit_is_an_error_on_every_rank(rank_pool):
+    expected = {
+        "shard, length": "rank 0 has lengths per rank [3, 3, 2, 2], dim 1, shape without that dim [2, 4], dtype torch.float32; rank 3 has "
+        "lengths per rank [3, 2, 2, 2]",
+        "shard, sequence": "sequence rank 3: x has 10 tokens in dim 1, but sequence= says 9",
+        "shard, dim": "sequence rank 3: dim=7 is out of range for a tensor of shape [4, 10, 2]",
+        "shard, all": "x has 10 tokens in dim 1, but sequence= says 12",
+        "gather, length": "sequence rank 3: y has 1 tokens in dim 1, but this rank's part of 10 is 2",
+        "gather, sequence": "rank 3 has lengths per rank [3, 3, 3, 2], dim 1",
+        "gather, dtype": "torch.float64",
+        "gather, shape": "the ranks disagree",
+        "gather, dim": "sequence rank 3: dim=-9 is out of range for a tensor of shape [2, 2, 4]",
+        "layout on one": "the layout is for 2 ranks, but the mesh has 4",
+        "layout": "the layout is for 2 ranks, but the mesh has 4",
+    }
+    for rank, found in enumerate(rank_pool.run(cut_badly, 4)):
+        assert found.pop("good")[0]
+        for name, (message, seconds) in found.items():
+            assert expected[name] in message, f"{name}, rank {rank}"
+            assert seconds < SECONDS, f"{name}, rank {rank}"
+
+
+def use_after_destroying():
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("ring", "ulysses"))
+    q, k, v = make_qkv(4, 2)
+    mode = UnifiedAttnMode(mesh)
+    dist.destroy_process_group()
+    with mode:
+        return (
+            _error_of(lambda: F.scaled_dot_product_attention(q, k, v)),
+            _error_of(lambda: mode.shard(q, dim=2)),
+            _error_of(lambda: mode.gather(q, dim=2)),
+            _error_of(lambda: UnifiedAttnMode(mesh)),
+        )
+
+
+def test_a_mode_whose_group_was_destroyed_says_so(rank_pool):
+    for results in rank_pool.run(use_after_destroying, 2):
+        for message, seconds in results:
+            assert "RuntimeError" in message
+            assert "destroyed" in message
+            assert seconds < SECONDS
+
+
+def raise_on_one_rank():
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
+    q, k, v = make_qkv(4, 2)
+    with UnifiedAttnMode(group):
+        F.scaled_dot_product_attention(q, k, v)
+        if dist.get_rank() == 1:
+            raise KeyError("a bug of the user's own")
+        F.scaled_dot_product_attention(q, k, v)
+
+
+def test_an_exception_of_the_users_own_on_one_rank_ends_the_others_with_a_message(rank_pool):
+    start = time.monotonic()
+    waiting, own = rank_pool.run_expecting_errors(raise_on_one_rank, 2)
+    assert time.monotonic() - start < SECONDS + 5  # the group's timeout is 2 seconds
+    assert isinstance(own, KeyError)
+    assert isinstance(waiting, RuntimeError)
+    assert "no answer from all 2 ranks of mesh dim 'ulysses'" in str(waiting)
+    assert "another rank raised an exception of its own" in str(waiting)

@@ -1,0 +1,517 @@
+"""What a mode intercepts, remembers and forgets."""
+
+import gc
+import threading
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.overrides import _get_current_function_mode_stack
+
+from para_core import (
+    RingAttnMode,
+    Segment,
+    SequenceLayout,
+    UlyssesAttnMode,
+    UnifiedAttnMode,
+    init_context_parallel_mesh,
+)
+from tests.attention.one_device import make_qkv, relative_error
+
+
+def make_mesh(ring, ulysses):
+    return init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
+
+
+def on_one_device(S=13, H=3, **options):
+    return F.scaled_dot_product_attention(*make_qkv(S, H, **options))
+
+
+def attend_whole(mode, S=13, H=3, **options):
+    """Shard, attend and gather, all through ``mode``, which is entered already."""
+    q, k, v = (mode.shard(x, dim=2) for x in make_qkv(S, H, **options))
+    return mode.gather(F.scaled_dot_product_attention(q, k, v), dim=2)
+
+
+def check(outs, expected, bound=1e-5):
+    for rank, out in enumerate(outs):
+        assert relative_error(out, expected) < bound, f"rank {rank}"
+
+
+# -- a user's own transformer
+
+
+class Attention(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads, self.qkv, self.out = heads, nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Transformer(nn.Module):
+    def __init__(self, width=24, heads=3, depth=2):
+        super().__init__()
+        self.attentions = nn.ModuleList([Attention(width, heads) for _ in range(depth)])
+
+    def forward(self, x):
+        for attention in self.attentions:
+            x = x + attention(F.layer_norm(x, x.shape[-1:]))
+        return x
+
+
+def make_transformer():
+    torch.manual_seed(1)
+    return Transformer().eval()
+
+
+def tokens(S, seed=0, width=24):
+    return torch.randn(2, S, width, generator=torch.Generator().manual_seed(seed))
+
+
+def wrap_a_model_in_many_meshes():
+    model, world_size = make_transformer(), dist.get_world_size()
+    outs = []
+    with torch.no_grad():
+        for round, options in enumerate(
+            [{}, {"max_ring_dim_size": world_size}, {"max_ring_dim_size": 2}, {"max_ulysses_dim_size": 1}, {}] * 2
+        ):
+            mesh = init_context_parallel_mesh("cpu", **options)
+            x = tokens(11 + round)
+            with UnifiedAttnMode(mesh) as cp:
+                outs.append(cp.gather(model(cp.shard(x, dim=1)), dim=1))
+    return outs
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_users_own_transformer_with_a_new_mesh_in_every_round(rank_pool, world_size):
+    model = make_transformer()
+    with torch.no_grad():
+        expected = [model(tokens(11 + round)) for round in range(10)]
+    for rank, outs in enumerate(rank_pool.run(wrap_a_model_in_many_meshes, world_size)):
+        for round, (out, whole) in enumerate(zip(outs, expected, strict=True)):
+            assert relative_error(out, whole) < 1e-5, f"round {round}, rank {rank}"
+
+
+# -- torch's own attention modules
+
+
+def make_module(kind, batch_first):
+    torch.manual_seed(2)
+    if kind == "attention":
+        return nn.MultiheadAttention(12, 3, batch_first=batch_first).eval()
+    if kind == "encoder":
+        layer = nn.TransformerEncoderLayer(12, 3, 16, batch_first=batch_first, norm_first=True)
+        return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    if kind == "decoder":
+        return nn.TransformerDecoderLayer(12, 3, 16, batch_first=batch_first).eval()
+    return nn.TransformerEncoderLayer(12, 3, 16, batch_first=batch_first, activation=kind).eval()
+
+
+def call_module(module, kind, x):
+    if kind == "attention":
+        return module(x, x, x, need_weights=False)[0]
+    return module(x, x) if kind == "decoder" else module(x)
+
+
+def run_modules(ring, ulysses, grad):
+    mesh = make_mesh(ring, ulysses)
+    outs = []
+    with torch.set_grad_enabled(grad):
+        for kind, batch_first in MODULES:
+            module, x = make_module(kind, batch_first), tokens(7, width=12)
+            dim = 1 if batch_first else 0
+            x = x if batch_first else x.transpose(0, 1)
+            with UnifiedAttnMode(mesh) as cp:
+                outs.append(cp.gather(call_module(module, kind, cp.shard(x, dim=dim)), dim=dim).detach())
+    return outs
+
+
+MODULES = [(kind, first) for kind in ("attention", "relu", "gelu", "encoder", "decoder") for first in (True, False)]
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
+@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2), (2, 2)])
+def test_torchs_own_attention_modules_equal_one_device(rank_pool, ring, ulysses, grad):
+    expected = []
+    for kind, batch_first in MODULES:
+        x = tokens(7, width=12)
+        module = make_module(kind, batch_first)
+        expected.append(call_module(module, kind, x if batch_first else x.transpose(0, 1)).detach())
+    for rank, outs in enumerate(rank_pool.run(run_modules, ring * ulysses, ring, ulysses, grad)):
+        for case, out, whole in zip(MODULES, outs, expected, strict=True):
+            assert relative_error(out, whole) < 1e-5, f"{case}, rank {rank}"
+
+
+def message_of(call):
+    try:
+        call()
+    except (TypeError, ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def call_what_no_mode_sees():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    mesh = make_mesh(1, 2)
+    q, k, v = make_qkv(8, 2, D=16)
+    attention = make_module("attention", True)
+    x = tokens(4, width=12)
+    native = [attention.in_proj_weight, attention.in_proj_bias, attention.out_proj.weight, attention.out_proj.bias]
+    padding = torch.zeros(2, 4, dtype=torch.bool)
+    messages = {}
+    with torch.no_grad(), UnifiedAttnMode(mesh) as mode:
+        mode.intercepted = True  # the point here is the errors
+        messages["native"] = message_of(lambda: torch._native_multi_head_attention(x, x, x, 12, 3, *native))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # flex_attention says that it is slow without torch.compile
+            messages["flex"] = message_of(lambda: flex_attention(q, k, v))
+        messages["weights"] = message_of(lambda: attention(x, x, x))
+        messages["padding"] = message_of(lambda: attention(x, x, x, need_weights=False, key_padding_mask=padding))
+        messages["mask"] = message_of(
+            lambda: attention(x, x, x, need_weights=False, attn_mask=torch.zeros(4, 4, dtype=torch.bool))
+        )
+        with UnifiedAttnMode.disable():
+            disabled = torch._native_multi_head_attention(x, x, x, 12, 3, *native)[0]
+            alone = attention(x, x, x)[0]
+    return messages, relative_error(disabled, alone)
+
+
+def test_attention_that_no_mode_sees_is_an_error_that_names_the_way_out(rank_pool):
+    for messages, error in rank_pool.run(call_what_no_mode_sees, 2):
+        assert "computes attention without scaled_dot_product_attention" in messages["native"]
+        assert "computes attention without scaled_dot_product_attention" in messages["flex"]
+        assert "flex_attention" in messages["flex"]
+        assert "UnifiedAttnMode.disable()" in messages["flex"]
+        assert "need_weights=True asks for the whole attention matrix" in messages["weights"]
+        assert "key_padding_mask [2, 4]" in messages["padding"]
+        assert "attn_mask [4, 4]" in messages["mask"]
+        assert error < 1e-6
+
+
+# -- on and off
+
+
+def disable_inside():
+    mesh = make_mesh(1, 2)
+    with UnifiedAttnMode(mesh) as cp:
+        q, k, v = (cp.shard(x, dim=2) for x in make_qkv(12, 2))
+        with UnifiedAttnMode.disable():
+            alone = F.scaled_dot_product_attention(q, k, v)
+            with UnifiedAttnMode(mesh):  # the innermost one counts
+                inner = F.scaled_dot_product_attention(q, k, v)
+        after = F.scaled_dot_product_attention(q, k, v)
+    return alone, inner, after
+
+
+def test_disable_switches_interception_off_inside_and_only_there(rank_pool):
+    whole = on_one_device(12, 2)
+    for rank, (alone, inner, after) in enumerate(rank_pool.run(disable_inside, 2)):
+        q, k, v = (x.chunk(2, dim=2)[rank] for x in make_qkv(12, 2))
+        assert relative_error(alone, F.scaled_dot_product_attention(q, k, v)) < 1e-6
+        assert relative_error(inner, whole.chunk(2, dim=2)[rank]) < 1e-5
+        assert relative_error(after, whole.chunk(2, dim=2)[rank]) < 1e-5
+
+
+def nest_modes():
+    """The inner mode's mesh is one half of the ranks; the outer one takes over again afterwards."""
+    mesh = make_mesh(2, 2)
+    outer, inner = UnifiedAttnMode(mesh), UnifiedAttnMode(mesh["ulysses"])
+    with outer:
+        first = attend_whole(outer)
+        with inner:
+            second = attend_whole(inner, S=9)
+        third = attend_whole(outer)
+        with outer:  # once more, the same one
+            fourth = attend_whole(outer)
+        fifth = attend_whole(outer)
+    return first, second, third, fourth, fifth
+
+
+def test_modes_can_be_nested_and_the_innermost_counts(rank_pool):
+    for outs in rank_pool.run(nest_modes, 4):
+        for index, out in enumerate(outs):
+            assert relative_error(out, on_one_device(9 if index == 1 else 13)) < 1e-5, index
+
+
+def leave_by_an_exception(kind):
+    mesh = make_mesh(1, 2)
+    mode = UnifiedAttnMode(mesh)
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    for _ in range(2):
+        with pytest.raises(kind, match="mine"), mode as cp:
+            cp.shard(make_qkv(5, 3)[0], dim=2)
+            raise kind("mine")
+    assert not _get_current_function_mode_stack()
+    assert torch.backends.mha.get_fastpath_enabled() == fast_path
+    assert mode._totals == ()
+    q, k, v = make_qkv(6, 2)
+    assert relative_error(F.scaled_dot_product_attention(q, k, v), on_one_device(6, 2)) < 1e-6
+    with mode as cp:
+        return attend_whole(cp)
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
+def test_an_exception_inside_leaves_no_state(rank_pool, kind):
+    check(rank_pool.run(leave_by_an_exception, 2, kind), on_one_device())
+
+
+def attend_in_two_threads():
+    """Each thread has a mode, a group and data of its own; the one that entered first leaves first."""
+    # Groups, because torch gives every mesh dim that spans all ranks one and the same group.
+    modes = [RingAttnMode(dist.new_group([0, 1])), UlyssesAttnMode(dist.new_group([0, 1]))]
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    first_inside, both_inside = threading.Event(), threading.Barrier(2)
+    outs, stacks, errors = [None, None], [None, None], []
+
+    def work(index):
+        try:
+            if index == 1:
+                first_inside.wait(30)
+            with torch.no_grad(), modes[index] as cp:
+                first_inside.set()
+                both_inside.wait(30)
+                outs[index] = [attend_whole(cp, S=13 + index, seed=index) for _ in range(3)]
+                stacks[index] = len(_get_current_function_mode_stack())
+                if index == 1:
+                    both_inside.wait(30)
+            if index == 0:
+                both_inside.wait(30)
+        except BaseException as error:
+            errors.append(error)
+            raise
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return outs, stacks, torch.backends.mha.get_fastpath_enabled() == fast_path
+
+
+def test_two_threads_have_modes_and_meshes_of_their_own(rank_pool):
+    for outs, stacks, restored in rank_pool.run(attend_in_two_threads, 2):
+        for index in range(2):
+            for out in outs[index]:
+                assert relative_error(out, on_one_device(13 + index, seed=index)) < 1e-5
+        assert stacks == [1, 1]
+        assert restored, "a switch of torch was left as the other thread had it"
+
+
+# -- never silently alone
+
+
+def intercept_nothing():
+    mesh = make_mesh(1, 2)
+    found = []
+    mode = UnifiedAttnMode(mesh)
+    alone = UnifiedAttnMode(init_device_mesh("cpu", (2, 1), mesh_dim_names=("batch", "ring"))["ring"])
+    for block in (mode, mode, UnifiedAttnMode(mesh), alone):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with block:
+                torch.ones(2) + 1
+        found.append([f"{w.category.__name__} {w.filename}: {w.message}" for w in caught])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(ValueError, match="mine"), UnifiedAttnMode(mesh):
+            raise ValueError("mine")
+    return [*found, [str(w.message) for w in caught]]
+
+
+def test_intercepting_nothing_on_several_ranks_warns_once_per_mode(rank_pool):
+    for first, again, other, one_rank, raised in rank_pool.run(intercept_nothing, 2):
+        assert len(first) == len(other) == 1
+        assert "UnifiedAttnMode on 2 ranks intercepted no scaled_dot_product_attention" in first[0]
+        assert __file__ in first[0], "the warning does not point at the with statement"
+        assert again == one_rank == raised == []
+
+
+# -- which sequence
+
+
+def shard_and_gather():
+    mesh = make_mesh(2, 2)
+    results = {}
+    with torch.no_grad(), UnifiedAttnMode(mesh) as cp:
+        cp.intercepted = True  # this is about cutting alone
+        x = torch.arange(3 * 7 * 2).view(3, 7, 2)
+        part = cp.shard(x, dim=1)
+        results["part"] = part
+        results["whole"] = cp.gather(part, dim=1)
+        results["negative dim"] = cp.gather(cp.shard(x, dim=-2), dim=-2)
+        results["dtypes"] = [
+            torch.equal(cp.gather(cp.shard(x.to(dtype), dim=1), dim=1), x.to(dtype))
+            for dtype in (torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16)
+        ]
+        layout = SequenceLayout((Segment("text", 2, replicated=True), Segment("image", 5)), 4)
+        part = cp.shard(x, dim=1, sequence=layout)
+        results["segments"] = part
+        results["whole segments"] = cp.gather(part, dim=1, sequence=layout)
+        short = cp.shard(x[:, :2], dim=1, sequence=cp.sequence(2))
+        results["short"] = short
+        results["whole short"] = cp.gather(short, dim=1, sequence=cp.sequence(2))
+    return results
+
+
+def test_shard_and_gather_are_inverse_for_any_length_and_dtype(rank_pool):
+    x = torch.arange(3 * 7 * 2).view(3, 7, 2)
+    for rank, results in enumerate(rank_pool.run(shard_and_gather, 4)):
+        assert torch.equal(results["part"], x.tensor_split(4, dim=1)[rank])
+        assert results["part"].is_contiguous()
+        assert torch.equal(results["whole"], x)
+        assert torch.equal(results["negative dim"], x)
+        assert all(results["dtypes"])
+        assert torch.equal(results["segments"], torch.cat([x[:, :2], x[:, 2:].tensor_split(4, dim=1)[rank]], dim=1))
+        assert torch.equal(results["whole segments"], x)
+        assert torch.equal(results["short"], x[:, :2].tensor_split(4, dim=1)[rank])
+        assert torch.equal(results["whole short"], x[:, :2])
+
+
+def attend_to_what_was_cut():
+    mesh = make_mesh(1, 2)
+    image, text = make_qkv(10, 3), make_qkv(4, 3, seed=1)
+    outs = {}
+    with UnifiedAttnMode(mesh) as cp:
+        image, text = ([cp.shard(x, dim=2) for x in xs] for xs in (image, text))
+        outs["image"] = cp.gather(F.scaled_dot_product_attention(*image), dim=2, sequence=cp.sequence(10))
+        outs["cross"] = cp.gather(F.scaled_dot_product_attention(image[0], *text[1:]), dim=2, sequence=cp.sequence(10))
+        for name, first, second in (("image, text", image, text), ("text, image", text, image)):
+            out = F.scaled_dot_product_attention(*[torch.cat(pair, dim=2) for pair in zip(first, second, strict=True)])
+            sizes = [x[0].shape[2] for x in (first, second)]
+            outs[name] = [
+                cp.gather(part, dim=2, sequence=cp.sequence(total))
+                for part, total in zip(out.split(sizes, dim=2), (10, 4) if first is image else (4, 10), strict=True)
+            ]
+        joint = [torch.cat(pair, dim=2) for pair in zip(image, text, strict=True)]
+        outs["causal"] = message_of(lambda: F.scaled_dot_product_attention(*joint, is_causal=True))
+        outs["unknown"] = message_of(lambda: F.scaled_dot_product_attention(*[x[:, :, :3] for x in image]))
+        outs["ambiguous"] = message_of(lambda: cp.gather(image[0], dim=2))
+    with cp:
+        q, k, v = (x.chunk(2, dim=2)[dist.get_rank()] for x in make_qkv(6, 3, seed=2))
+        outs["forgotten"] = F.scaled_dot_product_attention(q, k, v)
+    return outs
+
+
+def test_attention_is_over_what_was_cut_through_the_mode_and_its_concatenations(rank_pool):
+    image, text = make_qkv(10, 3), make_qkv(4, 3, seed=1)
+    joint = F.scaled_dot_product_attention(*[torch.cat(pair, dim=2) for pair in zip(image, text, strict=True)])
+    for rank, outs in enumerate(rank_pool.run(attend_to_what_was_cut, 2)):
+        assert relative_error(outs["image"], F.scaled_dot_product_attention(*image)) < 1e-5
+        assert relative_error(outs["cross"], F.scaled_dot_product_attention(image[0], *text[1:])) < 1e-5
+        for name in ("image, text", "text, image"):
+            found = outs[name] if name == "image, text" else outs[name][::-1]
+            assert relative_error(found[0], joint[:, :, :10]) < 1e-5
+            assert relative_error(found[1], joint[:, :, 10:]) < 1e-5
+        assert "query has 3 tokens on this rank, which fits nothing that was cut" in outs["unknown"]
+        assert "several sequences were cut through this mode (of 10, 4 tokens)" in outs["ambiguous"]
+        expected = on_one_device(6, 3, seed=2).chunk(2, dim=2)[rank]
+        assert relative_error(outs["forgotten"], expected) < 1e-5
+
+
+def attend_causally_to_two_joint_orders():
+    mesh = make_mesh(1, 2)
+    results = {}
+    for name, order in (("in order", (0, 1)), ("reversed", (1, 0))):
+        with UnifiedAttnMode(mesh) as cp:
+            parts = [[cp.shard(x, dim=2) for x in make_qkv(S, 3, seed=S)] for S in (10, 4)]
+            joint = [torch.cat([parts[order[0]][i], parts[order[1]][i]], dim=2) for i in range(3)]
+            try:
+                results[name] = F.scaled_dot_product_attention(*joint, is_causal=True)
+            except ValueError as error:
+                results[name] = str(error)
+    return results
+
+
+def test_is_causal_over_a_concatenation_never_guesses_the_order(rank_pool):
+    """Two sequences may be joined in two orders, and lengths cannot tell which: right, or an error."""
+    for rank, results in enumerate(rank_pool.run(attend_causally_to_two_joint_orders, 2)):
+        for name, order in (("in order", (10, 4)), ("reversed", (4, 10))):
+            if isinstance(results[name], str):
+                assert "is_causal" in results[name]
+                continue
+            whole = [torch.cat(pair, dim=2) for pair in zip(*[make_qkv(S, 3, seed=S) for S in order], strict=True)]
+            expected = F.scaled_dot_product_attention(*whole, is_causal=True)
+            starts = [0, order[0]]
+            mine = torch.cat(
+                [expected[:, :, b : b + S].chunk(2, dim=2)[rank] for b, S in zip(starts, order, strict=True)], dim=2
+            )
+            assert relative_error(results[name], mine) < 1e-5, f"{name}, rank {rank}"
+
+
+def use_layouts():
+    mesh = make_mesh(1, 2)
+    layout = SequenceLayout((Segment("text", 3, replicated=True), Segment("image", 9)), 2)
+    outs = {}
+    with UnifiedAttnMode(mesh) as cp:
+        q, k, v = (cp.shard(x, dim=2, sequence=layout) for x in make_qkv(12, 3))
+        with cp.using(layout):
+            outs["using"] = cp.gather(F.scaled_dot_product_attention(q, k, v), dim=2, sequence=layout)
+            outs["wrong"] = message_of(lambda: F.scaled_dot_product_attention(q[:, :, 1:], k, v))
+        text = SequenceLayout((Segment("text", 3, replicated=True),), 2)
+        with pytest.raises(ZeroDivisionError), cp.using(text):
+            1 / 0  # noqa: B018
+        assert cp._explicit is None
+        other = SequenceLayout((Segment("image", 9),), 4)
+        outs["ranks"] = message_of(lambda: cp.using(other).__enter__())
+    with UnifiedAttnMode(mesh, layout=layout) as cp:
+        outs["layout="] = cp.gather(F.scaled_dot_product_attention(q, k, v), dim=2, sequence=layout)
+    outs["key_layout alone"] = message_of(lambda: UnifiedAttnMode(mesh, key_layout=layout))
+    return outs
+
+
+def test_an_explicit_layout_decides_before_what_was_cut(rank_pool):
+    for outs in rank_pool.run(use_layouts, 2):
+        assert relative_error(outs["using"], on_one_device(12)) < 1e-5
+        assert relative_error(outs["layout="], on_one_device(12)) < 1e-5
+        assert "tokens, but the layout gives this rank" in outs["wrong"]
+        assert "the layout is for 4 ranks, but the mesh has 2" in outs["ranks"]
+        assert "key_layout was given without layout" in outs["key_layout alone"]
+
+
+def run_alone():
+    mesh = init_context_parallel_mesh("cpu")
+    q, k, v = make_qkv(7, 2)
+    mask = torch.ones(7, 7, dtype=torch.bool).tril()
+    with UnifiedAttnMode(mesh) as cp:
+        q = cp.shard(q, dim=2)
+        masked = cp.gather(F.scaled_dot_product_attention(q, k, v, attn_mask=mask), dim=2)
+        with UnifiedAttnMode.disable():
+            disabled = F.scaled_dot_product_attention(q, k, v, mask)
+        weights = make_module("attention", True)(*[tokens(4, width=12)] * 3)[1]
+    return masked, disabled, weights
+
+
+def test_one_rank_computes_everything_as_if_there_were_no_mode(rank_pool):
+    (masked, disabled, weights) = rank_pool.run(run_alone, 1)[0]
+    q, k, v = make_qkv(7, 2)
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert relative_error(masked, expected) < 1e-6
+    assert relative_error(disabled, expected) < 1e-6
+    assert weights.shape == (2, 4, 4)
+
+
+def forget_modes():
+    mesh = make_mesh(1, 2)
+    import weakref
+
+    mode = UnifiedAttnMode(mesh)
+    with mode:
+        attend_whole(mode)
+    gone = weakref.ref(mode)
+    del mode
+    gc.collect()
+    return gone() is None
+
+
+def test_nothing_keeps_a_mode_alive(rank_pool):
+    assert rank_pool.run(forget_modes, 2) == [True, True]
