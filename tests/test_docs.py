@@ -8,7 +8,9 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").glob("*.md"))]
@@ -62,6 +64,18 @@ def test_own_model_example_is_exact_on_every_mesh(ranks):
     differences = [float(value) for value in re.findall(r"relative difference (\S+)", printed)]
     assert len(differences) == 3
     assert max(differences) < 1e-5
+
+
+def test_flux_example_draws_the_same_picture_on_one_rank_and_on_two(tmp_path):
+    example = ROOT / "parallel_examples/run_flux.py"
+    size = ["--steps", "2", "--height", "72", "--width", "56"]
+    alone, shared = tmp_path / "alone.png", tmp_path / "shared.png"
+    subprocess.run([sys.executable, str(example), *size, "--output", str(alone)], check=True, cwd=ROOT)
+    printed = run_on_two_ranks(example, *size, "--ring", "2", "--output", str(shared))
+    assert re.search(r"^2 ranks, ring 2 × ulysses 1: 2 steps in .* s per step", printed, re.MULTILINE)
+    pictures = [np.asarray(Image.open(path)).astype(int) for path in (alone, shared)]
+    assert pictures[0].shape == (72, 56, 3)
+    assert np.abs(pictures[0] - pictures[1]).max() <= 1
 
 
 @pytest.mark.parametrize("module", ["para_core.layout", "para_core.mesh", "para_core.kernels.merge_reference"])
