@@ -1,0 +1,189 @@
+"""Only the instance that was parallelized changes, and it can be given back."""
+
+import copy
+import logging
+import pickle
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+from diffusers import FluxPipeline, FluxTransformer2DModel
+from torch.overrides import _get_current_function_mode_stack
+
+from para_core import init_context_parallel_mesh
+from para_core.adapters import (
+    parallelize_pipe,
+    parallelize_transformer,
+    unparallelize_pipe,
+    unparallelize_transformer,
+)
+from para_core.plan import plan_mesh
+from tests.tiny import cpu_mesh, flux_call, flux_inputs, flux_pipe, flux_transformer, relative_error
+
+
+def live_beside_each_other():
+    other = flux_pipe()
+    alone = other(**flux_call()).images
+    pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2))
+    parallel = pipe(**flux_call()).images
+    assert torch.equal(other(**flux_call()).images, alone)
+    assert type(other) is FluxPipeline
+    assert type(other.transformer) is FluxTransformer2DModel
+    assert relative_error(parallel, alone) < 1e-5
+
+    assert type(pipe).__name__ == "FluxPipeline"
+    assert type(pipe.transformer).__name__ == "FluxTransformer2DModel"
+    assert repr(pipe) == repr(other)
+    assert dict(pipe.config) == dict(other.config)
+    assert pipe.components.keys() == other.components.keys()
+    assert pipe.transformer.state_dict().keys() == other.transformer.state_dict().keys()
+    assert pipe.transformer.config == other.transformer.config
+    assert pipe.dtype == other.dtype
+
+    unparallelize_pipe(pipe)
+    assert type(pipe) is FluxPipeline
+    assert type(pipe.transformer) is FluxTransformer2DModel
+    assert vars(pipe).keys() == vars(other).keys()
+    assert vars(pipe.transformer).keys() == vars(other.transformer).keys()
+    assert torch.equal(pipe(**flux_call()).images, alone)
+    unparallelize_pipe(pipe)  # nothing left to undo
+    assert not _get_current_function_mode_stack()
+
+
+def test_another_pipe_of_the_same_class_is_untouched_and_this_one_is_given_back(rank_pool):
+    rank_pool.run(live_beside_each_other, 2)
+
+
+def save_and_copy():
+    plain = flux_pipe(shared_parts=False)
+    alone = plain(**flux_call()).images
+    pipe = parallelize_pipe(plain, mesh=cpu_mesh(1, 2))
+    copies = {
+        "deepcopy": copy.deepcopy(pipe.transformer),
+        "pickle": pickle.loads(pickle.dumps(pipe.transformer)),
+    }
+    pipe_copies = {"deepcopy of the pipe": copy.deepcopy(pipe), "pickle of the pipe": pickle.loads(pickle.dumps(pipe))}
+    if dist.get_rank() == 0:  # transformers itself saves on the first rank only
+        with tempfile.TemporaryDirectory() as folder:
+            pipe.save_pretrained(folder)
+            pipe_copies["save_pretrained"] = FluxPipeline.from_pretrained(folder)
+    inputs = flux_inputs(10, 3)
+    expected = flux_pipe().transformer(**inputs).sample
+    for name, transformer in copies.items():
+        assert type(transformer) is FluxTransformer2DModel, name
+        assert torch.equal(transformer(**inputs).sample, expected), name
+    for name, other in pipe_copies.items():
+        assert type(other) is FluxPipeline, name
+        assert type(other.transformer) is FluxTransformer2DModel, name
+        other.set_progress_bar_config(disable=True)
+        # Loaded parameters lie elsewhere in memory, which changes the last bits, also without any of this.
+        assert relative_error(other(**flux_call()).images, alone) < 1e-6, name
+    assert plan_mesh(pipe.transformer) is not None
+    assert relative_error(pipe(**flux_call()).images, alone) < 1e-5
+
+
+def test_saving_copying_and_pickling_give_ordinary_objects(rank_pool):
+    rank_pool.run(save_and_copy, 2)
+
+
+def change_mesh():
+    pipe = flux_pipe()
+    alone = pipe(**flux_call()).images
+    for ring, ulysses in ((1, 4), (4, 1), (2, 2)):
+        parallelize_pipe(pipe, mesh=cpu_mesh(ring, ulysses))
+        mesh = plan_mesh(pipe.transformer)
+        assert (mesh.ring.size, mesh.ulysses.size) == (ring, ulysses)
+        assert relative_error(pipe(**flux_call()).images, alone) < 1e-5
+        assert type(pipe).__mro__[1] is FluxPipeline  # one private class, not one per call
+
+
+def test_parallelizing_again_takes_effect(rank_pool):
+    rank_pool.run(change_mesh, 4)
+
+
+def parallelize_without_mesh():
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logger = logging.getLogger("para_core")
+    logger.addHandler(handler)
+    try:
+        pipe = parallelize_pipe(flux_pipe())
+    finally:
+        logger.removeHandler(handler)
+    out = pipe(**flux_call()).images
+    mesh = plan_mesh(pipe.transformer)
+    group = parallelize_pipe(flux_pipe(), mesh=dist.group.WORLD)(**flux_call()).images
+    return out, group, mesh.ranks, records
+
+
+def test_without_a_mesh_all_ranks_work_and_one_line_says_so(rank_pool):
+    expected = flux_pipe()(**flux_call()).images
+    for rank, (out, group, ranks, records) in enumerate(rank_pool.run(parallelize_without_mesh, 2)):
+        assert relative_error(out, expected) < 1e-5
+        assert relative_error(group, expected) < 1e-5
+        assert ranks == 2
+        assert len(records) == (1 if rank == 0 else 0)
+        assert not records or "ring × ulysses = 1 × 2" in records[0]
+
+
+@pytest.mark.parametrize("world_size", [None, "1"])
+def test_without_a_process_group_one_process_works_alone(monkeypatch, world_size):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if world_size:
+        monkeypatch.setenv("WORLD_SIZE", world_size)
+    pipe = flux_pipe()
+    alone = pipe(**flux_call()).images
+    assert parallelize_pipe(pipe) is pipe
+    assert type(pipe) is FluxPipeline
+    assert type(pipe.transformer) is FluxTransformer2DModel
+    assert torch.equal(pipe(**flux_call()).images, alone)
+    unparallelize_pipe(pipe)
+
+
+def test_without_a_process_group_where_several_ranks_were_started_is_an_error(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match=r"WORLD_SIZE is 2, but no process group is initialised.*init_process_group"):
+        parallelize_pipe(flux_pipe())
+
+
+def use_transformer_alone():
+    transformer = flux_transformer()
+    inputs = flux_inputs(63, 13, batch=2)
+    alone = transformer(**inputs).sample
+    mesh = cpu_mesh(1, 2)
+    assert parallelize_transformer(transformer, mesh=mesh) is transformer
+    outs = {
+        "by name": transformer(**inputs).sample,
+        "as a tuple": transformer(**inputs, return_dict=False)[0],
+        "by position": transformer(*inputs.values()).sample,
+        "ids with a batch dim": transformer(
+            **{**inputs, "img_ids": inputs["img_ids"][None], "txt_ids": inputs["txt_ids"][None]}
+        ).sample,
+    }
+    with pytest.raises(ValueError, match=r"img_ids has 62 tokens in dim -2; expected 63, as the other image inputs"):
+        transformer(**{**inputs, "img_ids": inputs["img_ids"][1:]})
+    outs["after an error"] = transformer(**inputs).sample
+    errors = {name: relative_error(out, alone) for name, out in outs.items()}
+    assert max(errors.values()) < 1e-5, errors
+    assert unparallelize_transformer(transformer) is transformer
+    assert torch.equal(transformer(**inputs).sample, alone)
+
+
+def test_a_transformer_alone_takes_its_arguments_in_every_form(rank_pool):
+    rank_pool.run(use_transformer_alone, 2)
+
+
+def batch_mesh(size):
+    return init_context_parallel_mesh("cpu", max_batch_dim_size=size)
+
+
+def use_batch_dim():
+    with pytest.raises(ValueError, match=r"the mesh has a 'batch' dim of 2 ranks; .* pass mesh\['ring', 'ulysses'\]"):
+        parallelize_pipe(flux_pipe(), mesh=batch_mesh(2))
+    parallelize_pipe(flux_pipe(), mesh=batch_mesh(1))
+
+
+def test_a_mesh_with_a_batch_dim_is_an_error(rank_pool):
+    rank_pool.run(use_batch_dim, 2)

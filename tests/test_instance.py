@@ -1,0 +1,107 @@
+"""What one instance does when called changes, and nothing else of it, or of its class."""
+
+import copy
+import inspect
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from para_core.instance import original_class, unwrap, wrap_method, wrapper
+
+
+class Greeter:
+    def __init__(self):
+        self.name = "x"
+
+    def __call__(self, greeting="hello", *, mark="!"):
+        """Greets."""
+        return f"{greeting} {self.name}{mark}"
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(3.0))
+
+    def forward(self, x):
+        return self.scale * x
+
+
+def twice(instance, call, args, kwargs):
+    return 2 * call(instance, *args, **kwargs)
+
+
+def plus_one(instance, call, args, kwargs):
+    return call(instance, *args, **kwargs) + 1
+
+
+def test_only_the_wrapped_instance_changes():
+    wrapped, other = Greeter(), Greeter()
+    wrap_method(wrapped, "__call__", "a", twice)
+    assert wrapped() == "hello x!hello x!"
+    assert other() == "hello x!"
+    assert type(other) is Greeter
+    assert vars(wrapped) == vars(other)
+
+
+def test_the_class_keeps_its_names_its_signature_and_its_doc():
+    wrapped = Greeter()
+    wrap_method(wrapped, "__call__", "a", twice)
+    cls = type(wrapped)
+    assert isinstance(wrapped, Greeter)
+    assert (cls.__name__, cls.__qualname__, cls.__module__) == ("Greeter", "Greeter", Greeter.__module__)
+    assert inspect.signature(wrapped) == inspect.signature(Greeter())
+    assert wrapped.__call__.__doc__ == "Greets."
+    assert original_class(wrapped) is Greeter
+
+
+def test_the_private_class_counts_as_the_original_in_comparisons_and_tables():
+    wrapped, other = Greeter(), Greeter()
+    wrap_method(wrapped, "__call__", "a", twice)
+    wrap_method(other, "__call__", "a", plus_one)
+    assert type(wrapped) in (int, Greeter)
+    assert type(wrapped) in {Greeter}
+    assert {Greeter: 1}[type(wrapped)] == 1
+    assert type(wrapped) in (type(other),)
+    assert type(wrapped) not in (int, str)
+    assert type(wrapped) is not Greeter
+
+
+def test_two_keys_nest_and_the_last_removal_restores_the_class():
+    wrapped = Scaled()
+    wrap_method(wrapped, "__call__", "a", twice)
+    wrap_method(wrapped, "__call__", "b", plus_one)
+    x = torch.ones(())
+    assert wrapped(x) == 2 * 3 + 1
+    unwrap(wrapped, "a")
+    assert wrapped(x) == 3 + 1
+    wrap_method(wrapped, "__call__", "b", twice)
+    assert wrapped(x) == 2 * 3
+    assert wrapper(wrapped, "__call__", "b") is twice
+    assert wrapper(wrapped, "__call__", "a") is None
+    unwrap(wrapped, "b")
+    assert type(wrapped) is Scaled
+    unwrap(wrapped, "b")  # nothing left to remove
+
+
+def test_a_method_kept_from_before_the_change_does_what_the_instance_does_now():
+    wrapped = Scaled()
+    wrap_method(wrapped, "_call_impl", "a", twice)
+    kept = wrapped._call_impl
+    wrap_method(wrapped, "_call_impl", "a", plus_one)
+    assert kept(torch.ones(())) == 4
+    unwrap(wrapped, "a")
+    assert kept(torch.ones(())) == 3
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("cls", [Greeter, Scaled])
+def test_pickles_and_copies_are_ordinary_objects(cls, protocol):
+    wrapped = cls()
+    wrap_method(wrapped, "__call__", "a", twice)
+    for other in (pickle.loads(pickle.dumps(wrapped, protocol)), copy.deepcopy(wrapped), copy.copy(wrapped)):
+        assert type(other) is cls
+    argument = (torch.ones(()),) if cls is Scaled else ()
+    assert wrapped(*argument) == 2 * cls()(*argument)
