@@ -1,0 +1,255 @@
+"""Modes around and inside torch.compile(fullgraph=True): numbers, graphs, recompiles, warnings."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+
+from para_core import UnifiedAttnMode, unified_attention
+from tests.attention.one_device import make_qkv, relative_error
+from tests.test_modes import MODULES, call_module, make_module, make_transformer, tokens
+
+MESHES = [(2, 1), (1, 2), (2, 2)]
+LENGTHS = [16, 16, 13, 7, 9, 16, 21, 5, 30, 11, 8, 19, 26, 3]  # twelve different ones
+
+
+def make_mesh(ring, ulysses):
+    return init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
+
+
+class Counter:
+    """A backend's graphs: one entry per compilation."""
+
+    def __init__(self):
+        self.graphs = []
+
+    def __call__(self, graph, inputs):
+        from torch._dynamo.backends.debugging import aot_eager
+
+        self.graphs.append(graph.code)
+        return aot_eager(graph, inputs)
+
+
+def compile_around(ring, ulysses, lengths, backend="counter"):
+    """The mode is entered outside of the compiled function, a new one for every call."""
+    mesh, model, counter = make_mesh(ring, ulysses), make_transformer(), Counter()
+    compiled = torch.compile(model, fullgraph=True, backend=counter if backend == "counter" else backend)
+    outs, graphs = [], []
+    with torch.no_grad():
+        for S in lengths:
+            with UnifiedAttnMode(mesh) as cp:
+                outs.append(cp.gather(compiled(cp.shard(tokens(S), dim=1)), dim=1))
+            graphs.append(len(counter.graphs))
+    return outs, graphs
+
+
+def check(results, lengths):
+    model = make_transformer()
+    for rank, (outs, _) in enumerate(results):
+        with torch.no_grad():
+            for S, out in zip(lengths, outs, strict=True):
+                assert relative_error(out, model(tokens(S))) < 1e-5, f"{S} tokens, rank {rank}"
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), MESHES)
+def test_a_new_mode_around_a_compiled_model_in_every_step_compiles_once_and_never_warns(rank_pool, ring, ulysses):
+    # Warnings are errors on the ranks: a handler that does not run again must not be taken for attention unseen.
+    results = rank_pool.run(compile_around, ring * ulysses, ring, ulysses, [12] * 5)
+    check(results, [12] * 5)
+    for _, graphs in results:
+        assert graphs == [1] * 5
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(2, 2)])
+def test_twelve_lengths_are_right_and_cost_few_compilations(rank_pool, ring, ulysses):
+    results = rank_pool.run(compile_around, ring * ulysses, ring, ulysses, LENGTHS)
+    check(results, LENGTHS)
+    for _, graphs in results:
+        assert graphs[1] == 1
+        assert graphs[-1] <= 5
+
+
+def compile_with_the_mode_inside(ring, ulysses, form):
+    mesh, model, counter = make_mesh(ring, ulysses), make_transformer(), Counter()
+    outside = UnifiedAttnMode(mesh)
+
+    def made_inside(x):
+        with UnifiedAttnMode(mesh) as cp:
+            sequence = cp.sequence(x.shape[1])
+            return cp.gather(model(cp.shard(x, dim=1, sequence=sequence)), dim=1, sequence=sequence)
+
+    def made_outside(x):
+        sequence = outside.sequence(x.shape[1])
+        with outside:
+            return outside.gather(model(outside.shard(x, dim=1, sequence=sequence)), dim=1, sequence=sequence)
+
+    compiled = torch.compile(
+        {"made inside": made_inside, "made outside": made_outside}[form], fullgraph=True, backend=counter
+    )
+    outs, graphs = [], []
+    with torch.no_grad():
+        for S in [12, 12, 12, 13, 7, 9, 12]:
+            outs.append(compiled(tokens(S)))
+            graphs.append(len(counter.graphs))
+    return outs, graphs
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), MESHES)
+@pytest.mark.parametrize("form", ["made inside", "made outside"])
+def test_a_mode_is_entered_inside_the_compiled_function(rank_pool, ring, ulysses, form):
+    results = rank_pool.run(compile_with_the_mode_inside, ring * ulysses, ring, ulysses, form)
+    check(results, [12, 12, 12, 13, 7, 9, 12])
+    for _, graphs in results:
+        assert graphs[2] == 1
+        assert graphs[-1] <= 4
+
+
+def compile_without_sequence():
+    mode = UnifiedAttnMode(make_mesh(1, 2))
+
+    def shard(x):
+        with mode:
+            return mode.shard(x, dim=1)
+
+    with pytest.raises(Exception, match=r"needs sequence=: tokens = cp\.sequence"):
+        torch.compile(shard, fullgraph=True, backend="eager")(tokens(4))
+
+
+def test_inside_a_compiled_function_shard_says_that_it_needs_sequence(rank_pool):
+    rank_pool.run(compile_without_sequence, 2)
+
+
+def compile_on_two_meshes():
+    meshes = [make_mesh(2, 2), make_mesh(1, 4), make_mesh(4, 1), make_mesh(2, 2)["ulysses"]]
+    model = make_transformer()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    outs = []
+    with torch.no_grad():
+        for _ in range(2):
+            for mesh in meshes:
+                with UnifiedAttnMode(mesh) as cp:
+                    outs.append(cp.gather(compiled(cp.shard(tokens(13), dim=1)), dim=1))
+            outs.append(compiled(tokens(13)))  # and no mode at all
+    return outs, None
+
+
+def test_one_compiled_model_is_right_on_one_mesh_after_the_other(rank_pool):
+    check(rank_pool.run(compile_on_two_meshes, 4), [13] * 10)
+
+
+def compile_equal_parts(ring, ulysses):
+    mesh = make_mesh(ring, ulysses)
+    counter = Counter()
+    mode = UnifiedAttnMode(mesh)
+
+    @torch.compile(fullgraph=True, backend=counter)
+    def attend(q, k, v, is_causal):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+    @torch.compile(fullgraph=True, backend=counter)
+    def functional(q, k, v):
+        return unified_attention(q, k, v, mesh=mesh, is_causal=True)
+
+    q, k, v = (x.chunk(ring * ulysses, dim=-2)[mesh.get_rank()] for x in make_qkv(12, 3))
+    outs = []
+    with torch.no_grad():
+        for _ in range(2):
+            with mode:
+                outs += [attend(q, k, v, False), attend(q, k, v, True)]
+            outs.append(functional(q, k, v))
+    return outs, len(counter.graphs)
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), MESHES)
+def test_parts_that_a_user_cut_alone_and_functional_forms_compile(rank_pool, ring, ulysses):
+    full, causal = (F.scaled_dot_product_attention(*make_qkv(12, 3), is_causal=flag) for flag in (False, True))
+    for rank, (outs, num_graphs) in enumerate(rank_pool.run(compile_equal_parts, ring * ulysses, ring, ulysses)):
+        assert num_graphs == 3
+        for out, whole in zip(outs, [full, causal, causal] * 2, strict=True):
+            assert relative_error(out, whole.chunk(ring * ulysses, dim=-2)[rank]) < 1e-5, f"rank {rank}"
+
+
+def compile_torchs_modules(ring, ulysses):
+    mesh = make_mesh(ring, ulysses)
+    outs = []
+    with torch.no_grad():
+        for kind, batch_first in MODULES:
+            torch.compiler.reset()
+            module = make_module(kind, batch_first)
+            compiled = torch.compile(
+                lambda x, m=module, kind=kind: call_module(m, kind, x), fullgraph=True, backend="aot_eager"
+            )
+            x, dim = (tokens(7, width=12), 1) if batch_first else (tokens(7, width=12).transpose(0, 1), 0)
+            with UnifiedAttnMode(mesh) as cp:
+                outs.append(cp.gather(compiled(cp.shard(x, dim=dim)), dim=dim))
+    return outs
+
+
+def test_torchs_own_attention_modules_compile(rank_pool):
+    expected = []
+    with torch.no_grad():
+        for kind, batch_first in MODULES:
+            x = tokens(7, width=12)
+            expected.append(call_module(make_module(kind, batch_first), kind, x if batch_first else x.transpose(0, 1)))
+    for rank, outs in enumerate(rank_pool.run(compile_torchs_modules, 2, 2, 1)):
+        for case, out, whole in zip(MODULES, outs, expected, strict=True):
+            assert relative_error(out, whole) < 1e-5, f"{case}, rank {rank}"
+
+
+def compile_alone():
+    """The graph of aten operators, as the compiler gets it, without a mode and inside one."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+
+    def compile_model(graphs):
+        def keep(graph, inputs):
+            graphs.append(graph.code)
+            return make_boxed_func(graph.forward)
+
+        torch.compiler.reset()
+        return torch.compile(make_transformer(), fullgraph=True, backend=aot_autograd(fw_compiler=keep))
+
+    plain, inside = [], []
+    with torch.no_grad():
+        compile_model(plain)(tokens(7))
+        compiled = compile_model(inside)
+        with UnifiedAttnMode(make_mesh(1, 1)) as cp:
+            cp.gather(compiled(cp.shard(tokens(7), dim=1)), dim=1)
+    return plain, inside
+
+
+def test_on_one_rank_the_graph_is_the_unmodified_models(rank_pool):
+    plain, inside = rank_pool.run(compile_alone, 1)[0]
+    assert len(plain) == 1
+    assert "aten" in plain[0]
+    assert inside == plain
+
+
+def compile_with_nothing_to_intercept():
+    mesh = make_mesh(1, 2)
+    double = torch.compile(lambda x: x * 2, fullgraph=True, backend="eager")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with UnifiedAttnMode(mesh) as cp:
+            double(cp.shard(tokens(4), dim=1))
+    return [str(w.message) for w in caught]
+
+
+def test_a_compiled_callee_without_attention_still_warns(rank_pool):
+    for messages in rank_pool.run(compile_with_nothing_to_intercept, 2):
+        assert any("intercepted no scaled_dot_product_attention" in message for message in messages)
+
+
+def test_inductor_on_one_mesh(rank_pool):
+    check(rank_pool.run(compile_around, 2, 2, 1, [12, 12], backend="inductor", timeout=300), [12, 12])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (4, 1), (1, 4), (2, 2)])
+def test_inductor_on_every_mesh(rank_pool, ring, ulysses):
+    results = rank_pool.run(
+        compile_around, ring * ulysses, ring, ulysses, [12, 12, 13], backend="inductor", timeout=600
+    )
+    check(results, [12, 12, 13])
