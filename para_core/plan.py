@@ -177,9 +177,13 @@ class _Region:
                 mode.active = False
                 self._activate()
                 output = call(module, **given)
+                # Compiled parts set it too, at every call: their graphs repeat what the handler did to the mode.
                 if not mode.intercepted:
-                    _require_compiled_parts(module, self.mesh)
-                    mode.intercepted = True
+                    raise RuntimeError(
+                        f"{type(module).__name__} ran on {self.mesh.ranks} ranks and called no "
+                        "scaled_dot_product_attention, so each rank attended to its own tokens only. Switch its attention "
+                        "to a native backend: transformer.set_attention_backend('native'), or reset_attention_backend()."
+                    )
             return self._gather_outputs(output, "")
         finally:
             self.running = False
@@ -274,18 +278,6 @@ CheckCall = Callable[[Mapping[str, Any]], None]
 
 def _parameters(cls: type) -> tuple[str, ...]:
     return tuple(inspect.signature(cls.forward).parameters)[1:]  # type: ignore[attr-defined]
-
-
-def _require_compiled_parts(module: nn.Module, mesh: SequenceMesh) -> None:
-    """Raise unless parts of ``module`` are compiled on their own: their handler does not run again."""
-    for part in module.modules():
-        if part._compiled_call_impl is not None or isinstance(part, torch._dynamo.OptimizedModule):
-            return
-    raise RuntimeError(
-        f"{type(module).__name__} ran on {mesh.ranks} ranks and called no scaled_dot_product_attention, so each rank "
-        "attended to its own tokens only. Switch its attention to a native backend: "
-        "transformer.set_attention_backend('native'), or reset_attention_backend()."
-    )
 
 
 def apply_plan(

@@ -1,0 +1,146 @@
+"""Exceptions, callbacks, interrupts and threads: a call that ends badly leaves the pipe usable."""
+
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.overrides import _get_current_function_mode_stack
+
+from para_core.adapters import parallelize_pipe, parallelize_transformer
+from tests.tiny import cpu_mesh, flux_call, flux_inputs, flux_pipe, flux_transformer, relative_error, relative_errors
+
+
+def leave_in_the_middle():
+    pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2))
+    state = torch.get_rng_state()
+    for kind in (ValueError, KeyboardInterrupt, SystemExit):
+
+        def leave(pipe, step, timestep, tensors, kind=kind):
+            raise kind("enough")
+
+        def leave_inside(module, args, kind=kind):
+            raise kind("enough")
+
+        with pytest.raises(kind, match="enough"):
+            pipe(**flux_call(callback_on_step_end=leave))
+        hook = pipe.transformer.single_transformer_blocks[0].register_forward_pre_hook(leave_inside)
+        with pytest.raises(kind, match="enough"):
+            pipe(**flux_call())
+        hook.remove()
+        assert not _get_current_function_mode_stack()
+        assert torch.equal(torch.get_rng_state(), state)
+    return pipe(**flux_call()).images
+
+
+def test_an_exception_on_all_ranks_leaves_the_pipe_usable(rank_pool):
+    expected = flux_pipe()(**flux_call()).images
+    for out in rank_pool.run(leave_in_the_middle, 2):
+        assert relative_error(out, expected) < 1e-5
+
+
+def leave_on_one_rank():
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    pipe = parallelize_pipe(flux_pipe(), mesh=group)
+
+    def leave(pipe, step, timestep, tensors):
+        if dist.get_rank() == 1:
+            raise ValueError("only here")
+        return tensors
+
+    pipe(**flux_call(callback_on_step_end=leave))
+
+
+def test_an_exception_on_one_rank_ends_the_others_with_the_timeout_and_a_message(rank_pool):
+    first, second = rank_pool.run_expecting_errors(leave_on_one_rank, 2)
+    assert isinstance(second, ValueError)
+    assert isinstance(first, RuntimeError)
+    assert "another rank stopped answering in the middle of this call: it raised an exception of its own" in str(first)
+
+
+def change_latents(pipe, step, timestep, tensors):
+    return {"latents": tensors["latents"] * 0.5}
+
+
+def stop_after_first(pipe, step, timestep, tensors):
+    pipe._interrupt = True
+    return tensors
+
+
+CALLS = {
+    "a callback that changes latents": {"callback_on_step_end": change_latents},
+    "interrupt": {"callback_on_step_end": stop_after_first, "num_inference_steps": 3},
+    "pixels": {"output_type": "pt"},
+    "numpy": {"output_type": "np"},
+    "pictures": {"output_type": "pil"},
+    "a tuple": {"return_dict": False},
+}
+
+
+def draw_all(pipe):
+    outs = {}
+    for name, options in CALLS.items():
+        out = pipe(**flux_call(**options))
+        images = out[0] if isinstance(out, tuple) else out.images
+        if name == "pictures":
+            images = torch.stack([torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8) for image in images])
+        outs[name] = torch.as_tensor(images).double()
+    return outs
+
+
+def draw_all_parallel():
+    return draw_all(parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2)))
+
+
+def test_callbacks_interrupts_and_forms_of_output_work_as_before(rank_pool):
+    expected = draw_all(flux_pipe())
+    for outs in rank_pool.run(draw_all_parallel, 2):
+        errors = relative_errors(outs, expected)
+        # A picture is rounded to 256 steps: one of them in one pixel is 1e-4.
+        assert errors.pop("pictures") < 1e-3
+        assert max(errors.values()) < 1e-5, errors
+
+
+def call_from_two_threads():
+    transformer = parallelize_transformer(flux_transformer(), mesh=cpu_mesh(1, 2))
+    inputs = flux_inputs(10, 3)
+    errors = []
+
+    def call_again(module, args):
+        if threading.current_thread() is not threading.main_thread():
+            return
+        thread = threading.Thread(target=call_and_keep_error)
+        thread.start()
+        thread.join()
+
+    def call_and_keep_error():
+        try:
+            transformer(**inputs)
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    with torch.no_grad():
+        hook = transformer.transformer_blocks[1].register_forward_pre_hook(call_again)
+        out = transformer(**inputs).sample
+        hook.remove()
+    return errors, out, transformer(**inputs).sample
+
+
+def test_a_second_thread_in_the_same_transformer_is_an_error(rank_pool):
+    expected = flux_transformer()(**flux_inputs(10, 3)).sample
+    for errors, *outs in rank_pool.run(call_from_two_threads, 2):
+        assert len(errors) == 1
+        assert "FluxTransformer2DModel is already running in another thread" in errors[0]
+        assert max(relative_error(out, expected) for out in outs) < 1e-5
+
+
+def build_after_group_is_gone():
+    pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2))
+    dist.destroy_process_group()
+    with pytest.raises(RuntimeError, match=r"The process group of mesh dim 'ulysses' \(2 ranks\) was destroyed"):
+        pipe(**flux_call())
+
+
+def test_a_call_after_the_group_was_destroyed_is_an_error_that_says_so(rank_pool):
+    rank_pool.run(build_after_group_is_gone, 2)

@@ -1,0 +1,137 @@
+"""LoRA and offload go on and off a parallel pipe in every order."""
+
+import itertools
+
+import pytest
+import torch
+from accelerate import cpu_offload
+from accelerate.hooks import remove_hook_from_submodules
+from diffusers.hooks import apply_group_offloading
+
+from para_core.adapters import parallelize_pipe, unparallelize_pipe
+from tests.tiny import cpu_mesh, flux_call, flux_pipe, relative_error
+
+# proj_out is the last module of the transformer: peft puts another one in its place. By its name, the blocks' too.
+TARGETS = (
+    "x_embedder",
+    "proj_out",
+    "transformer_blocks.0.attn.to_q",
+    "single_transformer_blocks.0.proj_out",
+    "single_transformer_blocks.1.proj_out",
+)
+
+
+def lora_weights(rank=3):
+    """A LoRA as files hold it, by parameter name; strong enough to be seen."""
+    generator = torch.Generator().manual_seed(11)
+    transformer = flux_pipe().transformer
+    weights = {}
+    for name in TARGETS:
+        linear = transformer.get_submodule(name)
+        shapes = {"lora_A": (rank, linear.in_features), "lora_B": (linear.out_features, rank)}
+        for part, shape in shapes.items():
+            weights[f"transformer.{name}.{part}.weight"] = 0.2 * torch.randn(shape, generator=generator)
+    return weights
+
+
+def draw_with_lora(mesh_shape, when):
+    """Pictures at every stage; without a mesh those of the unmodified pipe."""
+    pipe = flux_pipe(shared_parts=False)
+    outs = {}
+
+    def parallelize(at):
+        if mesh_shape is not None and at == when:
+            parallelize_pipe(pipe, mesh=cpu_mesh(*mesh_shape))
+
+    parallelize("before")
+    pipe.load_lora_weights(lora_weights())
+    parallelize("after")
+    outs["loaded"] = pipe(**flux_call()).images
+    outs["scaled by the call"] = pipe(**flux_call(joint_attention_kwargs={"scale": 0.5})).images
+    pipe.disable_lora()
+    outs["disabled"] = pipe(**flux_call()).images
+    pipe.enable_lora()
+    pipe.fuse_lora()
+    outs["fused"] = pipe(**flux_call()).images
+    pipe.unfuse_lora()
+    outs["unfused"] = pipe(**flux_call()).images
+    if mesh_shape is not None and when == "after":
+        unparallelize_pipe(pipe)
+    pipe.unload_lora_weights()
+    outs["unloaded"] = pipe(**flux_call()).images
+    return outs
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_lora_is_exact_at_every_stage(rank_pool, when):
+    expected = draw_with_lora(None, when)
+    assert relative_error(expected["loaded"], expected["disabled"]) > 0.01
+    assert relative_error(expected["loaded"], expected["scaled by the call"]) > 0.01
+    for outs in rank_pool.run(draw_with_lora, 2, (1, 2), when):
+        errors = {name: relative_error(outs[name], out) for name, out in expected.items()}
+        assert max(errors.values()) < 1e-5, errors
+
+
+def offload_model(pipe):
+    pipe.enable_model_cpu_offload(device="cpu")
+
+
+def offload_sequentially(pipe):
+    # What enable_sequential_cpu_offload does to each model; for the text encoders it fails on a CPU, alone too.
+    cpu_offload(pipe.transformer, execution_device=torch.device("cpu"))
+
+
+def offload_groups(pipe):
+    pipe.transformer.enable_group_offload(
+        onload_device=torch.device("cpu"), offload_type="block_level", num_blocks_per_group=1
+    )
+
+
+def offload_leaves(pipe):
+    apply_group_offloading(pipe.transformer, onload_device=torch.device("cpu"), offload_type="leaf_level")
+
+
+OFFLOADS = {
+    function.__name__: function for function in (offload_model, offload_sequentially, offload_groups, offload_leaves)
+}
+
+
+def undo_offload(pipe, name):
+    if name == "offload_model":
+        pipe.remove_all_hooks()
+    elif name == "offload_sequentially":
+        remove_hook_from_submodules(pipe.transformer)
+    else:
+        for module in pipe.transformer.modules():
+            for hook in ("group_offloading", "lazy_prefetch_group_offloading"):
+                if hasattr(module, "_diffusers_hook"):
+                    module._diffusers_hook.remove_hook(hook, recurse=False)
+
+
+def draw_offloaded(name):
+    outs = {}
+    for first_on, first_off in itertools.product(("offload", "parallel"), repeat=2):
+        pipe = flux_pipe(shared_parts=False)
+        on = {
+            "offload": lambda pipe=pipe: OFFLOADS[name](pipe),
+            "parallel": lambda pipe=pipe: parallelize_pipe(pipe, mesh=cpu_mesh(1, 2)),
+        }
+        off = {
+            "offload": lambda pipe=pipe: undo_offload(pipe, name),
+            "parallel": lambda pipe=pipe: unparallelize_pipe(pipe),
+        }
+        for key in sorted(on, key=lambda key: key != first_on):
+            on[key]()
+        outs[f"{first_on} on first"] = pipe(**flux_call()).images
+        for key in sorted(off, key=lambda key: key != first_off):
+            off[key]()
+            outs[f"{first_on} on first, {first_off} off first, after {key} off"] = pipe(**flux_call()).images
+    return outs
+
+
+@pytest.mark.parametrize("name", OFFLOADS)
+def test_offload_goes_on_and_off_in_every_order(rank_pool, name):
+    expected = flux_pipe()(**flux_call()).images
+    for outs in rank_pool.run(draw_offloaded, 2, name):
+        errors = {name: relative_error(out, expected) for name, out in outs.items()}
+        assert max(errors.values()) < 1e-5, errors
