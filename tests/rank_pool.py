@@ -514,7 +514,9 @@ def _is_compiling() -> bool:
     # Private, but neither a callback (torch.compiler.reset() drops those) nor a look at the main thread's frames does
     # as well. tests/test_rank_pool.py fails if a torch release renames it.
     counter = "_CompilationCallbackHandler__pending_callbacks_counter"
-    return callbacks is not None and getattr(callbacks.callback_handler, counter, 0) > 0
+    # None while the module is still being imported, which this thread may see.
+    handler = getattr(callbacks, "callback_handler", None)
+    return bool(getattr(handler, counter, 0) > 0)
 
 
 def _save(value: Any) -> bytes:
