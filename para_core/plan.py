@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from para_core.instance import is_entry, is_wrapped, original_class, unwrap, wrap_method, wrapper
 from para_core.layout import Segment, SequenceLayout
 from para_core.mesh import SequenceMesh
-from para_core.modes import UnifiedAttnMode, gather_tokens, shard_tokens
+from para_core.modes import UnifiedAttnMode
+from para_core.sharding import gather_tokens, shard_tokens
 
 _KEY = "parallel"
 
@@ -130,7 +131,7 @@ class _Region:
         self.require_equal = require_equal
         # The caller has seen to it that all ranks call alike.
         self.known_equal = False
-        self.parameters = _parameters(original_class(module))
+        self.parameters = _parameters(module)
         # What torch.compile made of this module in place, before a plan was applied: it does not look up _call_impl.
         self.compiled_before: Callable[..., Any] | None = module._compiled_call_impl
         if is_entry(getattr(self.compiled_before, "_torchdynamo_orig_callable", None)):
@@ -158,6 +159,8 @@ class _Region:
 
     def run(self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``call`` with its inputs split, attention intercepted, and its outputs gathered."""
+        if self._is_too_short(args, kwargs):
+            return call(module, *args, **kwargs)
         if self.running:
             raise RuntimeError(
                 f"this {type(module).__name__} is already running in another thread, on the same ranks: their "
@@ -189,6 +192,18 @@ class _Region:
             self.running = False
             self.mode = None
             self.totals = {}
+
+    def _is_too_short(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the last rank would hold no token at all, which models fail on: each rank then computes everything."""
+        given = self._given(args, kwargs)
+        streams = [
+            (split.segment, given[name].shape[split.dim])
+            for name, split in self.plan.inputs.items()
+            if split.segment in self.plan.joint_order and isinstance(given.get(name), Tensor)
+        ]
+        if {segment for segment, _ in streams} != set(self.plan.joint_order):
+            return False
+        return all(total < self.mesh.ranks for _, total in streams)
 
     def _activate(self) -> None:
         """Intercept from here on, if the tokens have been cut."""
@@ -242,12 +257,12 @@ class _Region:
         return gather_tokens(value, gather.dim, layout, self.mesh)
 
     def run_inner(self, name: str, splits: Mapping[str | int, Split]) -> Any:
-        """What goes around the ``_call_impl`` of a submodule that the plan names."""
+        """What goes around the ``__call__`` of a submodule that the plan names."""
 
         def around(module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if not self.running:
                 return call(module, *args, **kwargs)
-            parameters = _parameters(original_class(module))
+            parameters = _parameters(module)
             given = {**dict(zip(parameters, args, strict=False)), **kwargs}
             for key, split in splits.items():
                 if isinstance(key, str) and given.get(key) is not None:
@@ -276,7 +291,9 @@ class _Region:
 CheckCall = Callable[[Mapping[str, Any]], None]
 
 
-def _parameters(cls: type) -> tuple[str, ...]:
+def _parameters(module: nn.Module) -> tuple[str, ...]:
+    """Names of the parameters of ``forward``; of what torch.compile wraps, those of the module inside."""
+    cls = original_class(getattr(module, "_orig_mod", module))
     return tuple(inspect.signature(cls.forward).parameters)[1:]  # type: ignore[attr-defined]
 
 
@@ -310,7 +327,8 @@ def apply_plan(
     found = [(name, _matching(module, name)) for name in inner]
     for name, submodules in found:
         for submodule in submodules:
-            wrap_method(submodule, "_call_impl", _KEY, region.run_inner(name, inner[name]))
+            # __call__: outside of what Module.compile makes of the submodule, before or after this.
+            wrap_method(submodule, "__call__", _KEY, region.run_inner(name, inner[name]))
     wrap_method(module, "_call_impl", _KEY, region.run)
     wrap_method(module, "__call__", _KEY, region.run_from_outside)
 

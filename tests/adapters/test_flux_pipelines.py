@@ -60,6 +60,7 @@ CALLS = {
     "1 text token": {"max_sequence_length": 1},
     "64 image tokens": {"height": 64, "width": 64, "max_sequence_length": 16},
     "one image token": {"height": 8, "width": 8},
+    "one token of each kind": {"height": 8, "width": 8, "max_sequence_length": 1},
     "three image tokens": {"height": 8, "width": 24},
     "two prompts": {"prompt": ["a red circle", "a large blue square on black, and a small green triangle"]},
     "two images per prompt": {"num_images_per_prompt": 2},

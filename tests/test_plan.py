@@ -1,0 +1,153 @@
+"""Plans: ours and diffusers' published ones, what they refuse, and being compiled by parts."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from diffusers import FluxTransformer2DModel
+from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
+from torch import nn
+
+from para_core.mesh import sequence_mesh
+from para_core.plan import Gather, Plan, Split, apply_plan, plan_mesh, published_plan, remove_plan
+from tests.tiny import cpu_mesh, fill, flux_inputs, flux_transformer, relative_error
+
+
+def cut(dim=1, dims=3, output=False):
+    return ContextParallelInput(split_dim=dim, expected_dims=dims, split_output=output)
+
+
+GATHER = ContextParallelOutput(gather_dim=1, expected_dims=3)
+
+
+def run_published_flux():
+    transformer = flux_transformer()
+    mesh = sequence_mesh(cpu_mesh(1, 2))
+    apply_plan(transformer, FluxTransformer2DModel._cp_plan, mesh)
+    assert plan_mesh(transformer) == mesh
+    outs = [
+        transformer(**flux_inputs(num_image, num_text)).sample for num_image, num_text in ((63, 13), (1, 1), (10, 5))
+    ]
+    with pytest.raises(ValueError, match=r"img_ids has 3 dims \[1, 10, 3\]; the plan splits a tensor of 2"):
+        transformer(**{**flux_inputs(10, 5), "img_ids": torch.zeros(1, 10, 3)})
+    remove_plan(transformer)
+    assert type(transformer) is FluxTransformer2DModel
+    assert type(transformer.proj_out) is nn.Linear
+    return outs
+
+
+def test_flux_is_exact_under_the_plan_that_diffusers_publishes(rank_pool):
+    transformer = flux_transformer()
+    expected = [transformer(**flux_inputs(*sizes)).sample for sizes in ((63, 13), (1, 1), (10, 5))]
+    for outs in rank_pool.run(run_published_flux, 2):
+        errors = [relative_error(out, alone) for out, alone in zip(outs, expected, strict=True)]
+        assert max(errors) < 1e-5, errors
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Linear(8, 24)
+
+    def forward(self, hidden_states, rotation):
+        q, k, v = self.project(hidden_states).unflatten(2, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        out = F.scaled_dot_product_attention(q * rotation, k * rotation, v)
+        return hidden_states + out.transpose(1, 2).flatten(2)
+
+
+class Rotation(nn.Module):
+    def forward(self, hidden_states):
+        return torch.linspace(-1, 1, hidden_states.shape[1])[:, None], torch.ones(())
+
+
+class Model(nn.Module):
+    """Tokens are cut at the first block, as Wan's are, and a rotation at the output of the module that makes it."""
+
+    def __init__(self):
+        super().__init__()
+        self.rotation = Rotation()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.proj_out = nn.Linear(8, 8)
+
+    def forward(self, hidden_states):
+        # Before the cut: all ranks do the same, and nothing may be rerouted.
+        hidden_states = hidden_states + F.scaled_dot_product_attention(hidden_states, hidden_states, hidden_states)
+        rotation, _ = self.rotation(hidden_states)
+        for block in self.blocks:
+            hidden_states = block(hidden_states, rotation)
+        out = self.proj_out(hidden_states)
+        # After the gather: likewise.
+        return out + F.scaled_dot_product_attention(out, out, out)
+
+
+PLAN = {
+    "rotation": {0: cut(dim=0, dims=2, output=True)},
+    "blocks.0": {"hidden_states": cut()},
+    "proj_out": GATHER,
+}
+
+
+def run_model(compiled):
+    model = fill(Model(), seed=1)
+    mesh = cpu_mesh(2, 1) if compiled == "no" else cpu_mesh(1, 2)
+    if compiled == "blocks before":
+        for block in model.blocks:
+            block.compile(backend="aot_eager", fullgraph=True)
+    if compiled == "blocks replaced":
+        for index, block in enumerate(model.blocks):
+            model.blocks[index] = torch.compile(block, backend="aot_eager", fullgraph=True)
+    apply_plan(model, PLAN, sequence_mesh(mesh))
+    if compiled == "blocks after":
+        for block in model.blocks:
+            block.compile(backend="aot_eager", fullgraph=True)
+    called = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled == "whole" else model
+    outs = [called(tokens(num)) for num in (11, 11, 6)]
+    remove_plan(model)
+    return outs, called(tokens(11))
+
+
+def tokens(num):
+    return torch.randn(2, num, 8, generator=torch.Generator().manual_seed(num))
+
+
+@pytest.mark.parametrize("compiled", ["no", "blocks before", "blocks after", "blocks replaced", "whole"])
+def test_a_plan_that_cuts_inside_the_model_is_exact(rank_pool, compiled):
+    model = fill(Model(), seed=1)
+    expected = [model(tokens(num)) for num in (11, 11, 6)]
+    for outs, alone in rank_pool.run(run_model, 2, compiled):
+        errors = [relative_error(out, one) for out, one in zip([*outs, alone], [*expected, expected[0]], strict=True)]
+        assert max(errors) < 1e-5, errors
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"": {"hidden_states": cut()}}, "must split 'hidden_states' and gather an output"),
+        ({"proj_out": GATHER}, "must split 'hidden_states' and gather an output"),
+        ({"": {"hidden_states": cut(), 0: cut(output=True)}, "proj_out": GATHER}, r"splits outputs \[0\] of the model"),
+        ({"": {"hidden_states": [cut(), cut()]}, "proj_out": GATHER}, "splits a list of tensors one by one"),
+        (
+            {"": {"hidden_states": cut(output=True)}, "proj_out": GATHER},
+            "an input by its parameter and split_output=False",
+        ),
+        (
+            {"": {"hidden_states": cut()}, "proj_out": 1},
+            "plan entry 'proj_out' is 1; expected something with 'gather_dim'",
+        ),
+    ],
+)
+def test_a_published_plan_that_cannot_be_read_is_an_error(plan, message):
+    with pytest.raises(ValueError, match=message):
+        published_plan(plan)
+
+
+def apply_unfitting():
+    model = Model()
+    missing = Plan({"hidden_states": Split(1, "image")}, {"nothing": Gather(1, "image")}, ("image",))
+    with pytest.raises(ValueError, match="the plan names the module 'nothing', which Model does not have"):
+        apply_plan(model, missing, sequence_mesh(cpu_mesh(1, 2)))
+    assert type(model) is Model
+    assert plan_mesh(model) is None
+
+
+def test_a_plan_for_another_model_is_an_error_and_changes_nothing(rank_pool):
+    rank_pool.run(apply_unfitting, 2)
