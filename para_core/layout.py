@@ -106,3 +106,15 @@ class SequenceLayout:
 def even_layout(total: int, ranks: int) -> SequenceLayout:
     """One sharded sequence of ``total`` tokens."""
     return SequenceLayout((Segment("sequence", total),), ranks)
+
+
+def concatenations(totals: tuple[int, ...], ranks: int) -> list[SequenceLayout]:
+    """Each sequence, and each choice of several in their order."""
+    chosen: list[tuple[int, ...]] = [()]
+    for total in totals:
+        chosen = chosen + [(*before, total) for before in chosen]
+    return [
+        SequenceLayout(tuple([even_layout(total, ranks).segments[0] for total in choice]), ranks)
+        for choice in chosen
+        if choice
+    ]

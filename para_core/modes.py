@@ -20,9 +20,9 @@ from torch.overrides import TorchFunctionMode
 from para_core.agreement import Record, error_record, exchange, raise_first_error
 from para_core.attention.call import EQUAL_PARTS, attend_over_mesh
 from para_core.attention.multi_head import multi_head_attention
-from para_core.collectives import all_gather
-from para_core.layout import Segment, SequenceLayout, even_layout
+from para_core.layout import Segment, SequenceLayout, concatenations, even_layout
 from para_core.mesh import SequenceMesh, sequence_mesh
+from para_core.sharding import gather_tokens, shard_tokens
 
 # A length that outlives a call: an int while tracing, else the first dim of a tensor without elements. Dynamo takes an
 # int that it finds on a mode for a constant, and would compile anew for every length; sizes of tensors become symbolic.
@@ -247,7 +247,7 @@ class UnifiedAttnMode(TorchFunctionMode):
     def _remembered(self, held: int, kind: str, is_causal: bool) -> SequenceLayout:
         """The sequence cut through this mode, or concatenation of such, of which this rank holds ``held`` tokens."""
         ranks, rank = self._mesh.ranks, self._mesh.rank
-        candidates = _concatenations(self._known_totals(), ranks)
+        candidates = concatenations(self._known_totals(), ranks)
         fitting = [layout for layout in candidates if layout.size(rank) == held]
         if not fitting:
             known = ", ".join([f"{layout.size(rank)} of {layout.total}" for layout in candidates])
@@ -406,34 +406,6 @@ def _require_single(mesh: SequenceMesh, name: str, mode: str) -> None:
         )
 
 
-def shard_tokens(x: Tensor, dim: int, layout: SequenceLayout, mesh: SequenceMesh) -> Tensor:
-    """This rank's part of ``x``, which holds all tokens of ``layout`` along ``dim``."""
-    parts = []
-    before = 0
-    for segment in layout.segments:
-        start, size = segment.start(mesh.rank, layout.ranks), segment.size(mesh.rank, layout.ranks)
-        parts.append(x.narrow(dim, before + start, size))
-        before = before + segment.total
-    # A tensor of its own, no view: graphs are compiled for a view's base, too, and it would stay in memory.
-    return parts[0].clone(memory_format=torch.contiguous_format) if len(parts) == 1 else torch.cat(parts, dim=dim)
-
-
-def gather_tokens(y: Tensor, dim: int, layout: SequenceLayout, mesh: SequenceMesh) -> Tensor:
-    """Put the parts of all sequence ranks together along ``dim``: over ulysses, whose ranks are neighbours, then ring."""
-    parts = y.split([segment.size(mesh.rank, layout.ranks) for segment in layout.segments], dim=dim)
-    whole = []
-    for segment, part in zip(layout.segments, parts, strict=True):
-        if not segment.replicated:
-            sizes = segment.sizes(layout.ranks)
-            width = mesh.ulysses.size
-            blocks = [sizes[first : first + width] for first in range(0, layout.ranks, width)]
-            block = all_gather(part, blocks[mesh.ring.index], dim, mesh.ulysses)
-            whole.append(all_gather(block, [sum(sizes) for sizes in blocks], dim, mesh.ring))
-        else:
-            whole.append(part)
-    return whole[0] if len(whole) == 1 else torch.cat(whole, dim=dim)
-
-
 def _length(held: Length) -> int:
     return held.shape[0] if isinstance(held, Tensor) else held
 
@@ -448,18 +420,6 @@ def _switch_fused_encoder(on: bool) -> bool:
     before: bool = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(on)
     return before
-
-
-def _concatenations(totals: tuple[int, ...], ranks: int) -> list[SequenceLayout]:
-    """Each sequence, and each choice of several in their order."""
-    chosen: list[tuple[int, ...]] = [()]
-    for total in totals:
-        chosen = chosen + [(*before, total) for before in chosen]
-    return [
-        SequenceLayout(tuple([even_layout(total, ranks).segments[0] for total in choice]), ranks)
-        for choice in chosen
-        if choice
-    ]
 
 
 _UNSEEN = (torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd, flex_attention)

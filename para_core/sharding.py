@@ -1,0 +1,38 @@
+"""Cutting a tensor to this rank's tokens, and putting all ranks' tokens together again."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from para_core.collectives import all_gather
+from para_core.layout import SequenceLayout
+from para_core.mesh import SequenceMesh
+
+
+def shard_tokens(x: Tensor, dim: int, layout: SequenceLayout, mesh: SequenceMesh) -> Tensor:
+    """This rank's part of ``x``, which holds all tokens of ``layout`` along ``dim``."""
+    parts = []
+    before = 0
+    for segment in layout.segments:
+        start, size = segment.start(mesh.rank, layout.ranks), segment.size(mesh.rank, layout.ranks)
+        parts.append(x.narrow(dim, before + start, size))
+        before = before + segment.total
+    # A tensor of its own, no view: graphs are compiled for a view's base, too, and it would stay in memory.
+    return parts[0].clone(memory_format=torch.contiguous_format) if len(parts) == 1 else torch.cat(parts, dim=dim)
+
+
+def gather_tokens(y: Tensor, dim: int, layout: SequenceLayout, mesh: SequenceMesh) -> Tensor:
+    """Put the parts of all sequence ranks together along ``dim``: over ulysses, whose ranks are neighbours, then ring."""
+    parts = y.split([segment.size(mesh.rank, layout.ranks) for segment in layout.segments], dim=dim)
+    whole = []
+    for segment, part in zip(layout.segments, parts, strict=True):
+        if not segment.replicated:
+            sizes = segment.sizes(layout.ranks)
+            width = mesh.ulysses.size
+            blocks = [sizes[first : first + width] for first in range(0, layout.ranks, width)]
+            block = all_gather(part, blocks[mesh.ring.index], dim, mesh.ulysses)
+            whole.append(all_gather(block, [sum(sizes) for sizes in blocks], dim, mesh.ring))
+        else:
+            whole.append(part)
+    return whole[0] if len(whole) == 1 else torch.cat(whole, dim=dim)
