@@ -153,7 +153,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=20, help="Euler steps")
     parser.add_argument("--batch", type=int, default=20)
-    parser.add_argument("--counts", type=int, nargs=3, default=[240, 120, 120], help="captions with 1, 2, 3 things")
+    parser.add_argument("--counts", type=int, nargs=3, default=[200, 100, 100], help="captions with 1, 2, 3 things")
     parser.add_argument("--pipeline", type=Path, default=HERE / "pipeline")
     parser.add_argument("--result", type=Path, default=ROOT / "benchmarks" / "results" / "tiny_flux.json")
     parser.add_argument("--picture", type=Path, default=ROOT / "docs" / "tiny_flux.png")

@@ -25,8 +25,10 @@ class Schedule:
     steps: int
     learning_rate: float
     warmup: int = 100  # steps
-    decay: float = 0.4  # the part of the steps over which the rate falls
-    average: float = 0.998  # decay of the averaged weights
+    boost: float = 1.0  # of the learning rate of the matrices that Muon updates …
+    boost_from: int = 0  # … from this step on
+    decay: float = 0.35  # the part of the steps over which the rate falls
+    average: float = 0.995  # decay of the averaged weights
     checkpoint_every: float = 120.0  # seconds
     export_every: float = 600.0  # seconds
 
@@ -39,6 +41,11 @@ class Schedule:
         up = (step + 1) / self.warmup
         down = (self.steps - step) / (self.decay * self.steps)
         return self.learning_rate * min(1.0, up, down)
+
+    def rate_of(self, optimizer: torch.optim.Optimizer, step: int) -> float:
+        """The learning rate of one of the optimizers."""
+        boosted = isinstance(optimizer, torch.optim.Muon) and step >= self.boost_from
+        return self.rate(step) * (self.boost if boosted else 1.0)
 
 
 def step_seed(seed: int, stage: int, step: int) -> np.random.SeedSequence:
@@ -140,7 +147,7 @@ def fit(
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             for optimizer in optimizers:
                 for group in optimizer.param_groups:
-                    group["lr"] = schedule.rate(state.step)
+                    group["lr"] = schedule.rate_of(optimizer, state.step)
                 optimizer.step()
                 optimizer.zero_grad()
             state.step += 1

@@ -39,7 +39,7 @@ def train_vae(args: argparse.Namespace) -> tuple[AutoencoderKL, float]:
     model = both.averaged.to(torch.bfloat16).to(torch.float32)
     measure_latents(model, args.seed)
     model.decoder.requires_grad_(True)
-    schedule = Schedule(args.decoder_steps, args.vae_learning_rate, decay=0.6, average=0.99)
+    schedule = Schedule(args.decoder_steps, args.decoder_learning_rate, decay=0.6, average=0.99)
     checkpoint = args.checkpoints / "decoder.pt"
     alone = fit(model, DecoderLoss(args.seed, args.vae_batch), schedule, checkpoint=checkpoint, name="decoder")
     return alone.averaged.eval(), both.seconds + alone.seconds
@@ -85,7 +85,7 @@ def train_flow(args: argparse.Namespace, vae: AutoencoderKL, vae_seconds: float)
     fit(
         model,
         FlowLoss(vae, tokenizers, args.seed, args.batch, args.autocast),
-        Schedule(args.steps, args.learning_rate),
+        Schedule(args.steps, args.learning_rate, boost=args.boost, boost_from=args.boost_from),
         checkpoint=args.checkpoints / "flow.pt",
         name="flow",
         stop_after=args.stop_after,
@@ -102,10 +102,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--vae-steps", type=int, default=1100)
     parser.add_argument("--vae-batch", type=int, default=4)
     parser.add_argument("--vae-learning-rate", type=float, default=2e-3)
-    parser.add_argument("--decoder-steps", type=int, default=800, help="of the decoder alone, after that")
-    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--decoder-steps", type=int, default=500, help="of the decoder alone, after that")
+    parser.add_argument("--decoder-learning-rate", type=float, default=5e-4)
+    parser.add_argument("--steps", type=int, default=6000)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--boost", type=float, default=4.0, help="of the learning rate inside the blocks")
+    parser.add_argument("--boost-from", type=int, default=698, help="step from which the boost holds")
     parser.add_argument("--no-autocast", dest="autocast", action="store_false", help="float32 instead of bfloat16")
     parser.add_argument("--vae-only", action="store_true", help="end after the autoencoder")
     parser.add_argument("--stop-after", type=int, help="end at this step of the schedule; the same command continues")
