@@ -55,5 +55,9 @@ def raise_first_error(records: list[Record]) -> None:
 
 
 def error_record(error: Exception) -> Record:
-    """What :func:`raise_first_error` raises on every rank."""
-    return {"error": str(error)[: RECORD_SIZE // 4], "kind": type(error).__name__}
+    """What :func:`raise_first_error` raises on every rank; a text that is too long for a record loses its end."""
+    text = str(error)
+    # Measured as it is sent: a character that is not ASCII takes six bytes or more.
+    while len(json.dumps(text)) > RECORD_SIZE * 3 // 4:
+        text = text[: len(text) * 7 // 8]
+    return {"error": text, "kind": type(error).__name__}
