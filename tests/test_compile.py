@@ -252,16 +252,10 @@ def test_a_compiled_callee_without_attention_still_warns(rank_pool):
         assert any("intercepted no scaled_dot_product_attention" in message for message in messages)
 
 
-# torch's own, while it imports Inductor
-imports_inductor = pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")
-
-
-@imports_inductor
 def test_inductor_on_one_mesh(rank_pool):
     check(rank_pool.run(compile_around, 2, 2, 1, [12, 12], backend="inductor", timeout=300), [12, 12])
 
 
-@imports_inductor
 @pytest.mark.long
 @pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (4, 1), (1, 4), (2, 2)])
 def test_inductor_on_every_mesh(rank_pool, ring, ulysses):

@@ -32,10 +32,10 @@ def small_pipe(way):
     )
 
 
-def draw_compiled(way, when, ring, ulysses, then=()):
+def draw_compiled(way, when, ring, ulysses, then=(), backend="aot_eager"):
     """Two pictures with the graphs after each, then one on each further mesh, and one after all is undone."""
     compile_transformer, _ = WAYS[way]
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend(backend)
     pipe = small_pipe(way)
     if when == "before":
         compile_transformer(pipe, counter)
@@ -84,6 +84,14 @@ def test_no_recompile_over_two_generations_on_four_ranks(rank_pool, way):
         errors = [relative_error(out, expected) for out in outs]
         assert max(errors) < 1e-5, errors
         assert frames == [graphs, graphs]
+
+
+def test_inductor_draws_two_generations_from_one_graph(rank_pool):
+    expected = small_pipe("torch.compile")(**flux_call()).images
+    for outs, frames in rank_pool.run(draw_compiled, 2, "torch.compile", "after", 2, 1, backend="inductor"):
+        errors = [relative_error(out, expected) for out in outs]
+        assert max(errors) < 1e-5, errors
+        assert frames == [1, 1]
 
 
 SIZES = [
