@@ -29,7 +29,7 @@ from para_core import init_context_parallel_mesh, unified_attention
 from para_core.adapters import parallelize_pipe
 
 PIPELINE = Path(__file__).parent / "tiny_flux" / "pipeline"
-PROMPT = "a large red circle on the left and a small blue square in the top right on a white background"
+PROMPT = "a large red circle in the centre on a white background"
 STEPS, SIZE, TEXT_TOKENS = 20, 128, 64
 AMPLIFIED = 200_000
 

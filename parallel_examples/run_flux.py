@@ -23,7 +23,7 @@ from para_core.adapters import parallelize_pipe
 options = parse_options(
     __doc__,
     model=str(Path(__file__).parents[1] / "benchmarks/tiny_flux/pipeline"),
-    prompt="a large red circle on the left and a small blue square in the top right on a white background",
+    prompt="a large red circle in the centre on a white background",
     steps=20,
     height=128,
     width=128,
