@@ -89,17 +89,32 @@ def broadcast_bytes(x: Tensor, mesh: SequenceMesh) -> Tensor:
     return x
 
 
-def pack(pieces: Sequence[Tensor]) -> Tensor:
-    """One flat buffer that holds ``pieces`` one after the other, each element moved once.
+def pack(tables: Sequence[Sequence[Tensor]]) -> Tensor:
+    """One flat buffer that holds ``tables`` one after the other, each element moved once.
 
-    Inductor fuses the flattening into the concatenation; eager code would copy a strided piece twice, so there it is
-    written to its place.
+    Args:
+        tables: each one tensor of any shape, or several ``[m, n, …]`` that become one ``[m, n, columns of all]``.
     """
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
-        return torch.cat([piece.reshape(-1) for piece in pieces])
-    buffer = pieces[0].new_empty(sum([piece.numel() for piece in pieces]))
+        # Inductor fuses the flattening into the concatenation; eager code would copy a strided column twice.
+        return torch.cat(
+            [
+                table[0].reshape(-1)
+                if len(table) == 1
+                else torch.cat([column.flatten(2) for column in table], dim=2).reshape(-1)
+                for table in tables
+            ]
+        )
+    buffer = tables[0][0].new_empty(sum([column.numel() for table in tables for column in table]))
     offset = 0
-    for piece in pieces:
-        buffer[offset : offset + piece.numel()].view(piece.shape).copy_(piece)
-        offset += piece.numel()
+    for table in tables:
+        size = sum([column.numel() for column in table])
+        region = buffer[offset : offset + size]
+        offset += size
+        if len(table) == 1:
+            region.view(table[0].shape).copy_(table[0])
+            continue
+        widths = [column.shape[2] * column.shape[3] for column in table]
+        for part, column in zip(region.view(*table[0].shape[:2], sum(widths)).split(widths, dim=2), table, strict=True):
+            torch.unflatten(part, 2, column.shape[2:]).copy_(column)
     return buffer

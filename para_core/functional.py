@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from para_core.attention.call import AttnFunc
 from para_core.layout import SequenceLayout
 from para_core.modes import RingAttnMode, UlyssesAttnMode, UnifiedAttnMode
 
@@ -24,6 +25,7 @@ def unified_attention(
     layout: SequenceLayout | None = None,
     key_layout: SequenceLayout | None = None,
     assume_equal: bool = False,
+    attn_func: AttnFunc | None = None,
 ) -> Tensor:
     """SDPA over a sequence that is sharded over ``mesh``: each rank gives its part and gets its part of the result.
 
@@ -32,11 +34,12 @@ def unified_attention(
         mesh: see :class:`UnifiedAttnMode`.
         layout: who holds which queries, and which keys unless ``key_layout`` says so. Equal parts if left out.
         assume_equal: skip the exchange that turns bad input on one rank into an error on all.
+        attn_func: see :class:`UnifiedAttnMode`.
 
     Raises:
         ValueError: on every rank, in eager code, for input that does not fit on any of them.
     """
-    mode = UnifiedAttnMode(mesh, layout=layout, key_layout=key_layout, assume_equal=assume_equal)
+    mode = UnifiedAttnMode(mesh, layout=layout, key_layout=key_layout, assume_equal=assume_equal, attn_func=attn_func)
     return mode.attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 
@@ -54,9 +57,10 @@ def ring_attention(
     layout: SequenceLayout | None = None,
     key_layout: SequenceLayout | None = None,
     assume_equal: bool = False,
+    attn_func: AttnFunc | None = None,
 ) -> Tensor:
     """:func:`unified_attention` on a mesh (or group) whose ranks all form the ring."""
-    mode = RingAttnMode(mesh, layout=layout, key_layout=key_layout, assume_equal=assume_equal)
+    mode = RingAttnMode(mesh, layout=layout, key_layout=key_layout, assume_equal=assume_equal, attn_func=attn_func)
     return mode.attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 
@@ -74,7 +78,8 @@ def ulysses_attention(
     layout: SequenceLayout | None = None,
     key_layout: SequenceLayout | None = None,
     assume_equal: bool = False,
+    attn_func: AttnFunc | None = None,
 ) -> Tensor:
     """:func:`unified_attention` on a mesh (or group) whose ranks all trade tokens for heads."""
-    mode = UlyssesAttnMode(mesh, layout=layout, key_layout=key_layout, assume_equal=assume_equal)
+    mode = UlyssesAttnMode(mesh, layout=layout, key_layout=key_layout, assume_equal=assume_equal, attn_func=attn_func)
     return mode.attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)

@@ -8,22 +8,34 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# (start, length) of consecutive tokens.
+Run = tuple[int, int]
+
 
 @dataclass(frozen=True)
 class Segment:
     """A run of tokens of one kind: replicated, or cut over the sequence ranks as ``torch.tensor_split`` cuts.
 
-    The first ``total % ranks`` ranks hold one token more; with fewer tokens than ranks the last ones hold none.
+    The first ``total % ranks`` ranks hold one token more; with fewer tokens than ranks the last ones hold none. A balanced
+    segment is cut into ``2 · ranks`` parts, of which rank r holds the r-th from the front and the r-th from the back: under
+    a causal mask every rank then has the same work.
 
     >>> Segment("image", 10).sizes(ranks=4)
     (3, 3, 2, 2)
     >>> Segment("text", 7, replicated=True).sizes(ranks=2)
     (7, 7)
+    >>> Segment("video", 8, balanced=True).runs(rank=0, ranks=2)
+    ((0, 2), (6, 2))
     """
 
     name: str
     total: int  # tokens of the whole sequence, >= 0; symbolic under torch.compile
     replicated: bool = False
+    balanced: bool = False
+
+    def __post_init__(self) -> None:
+        if self.replicated and self.balanced:
+            raise ValueError(f"segment {self.name!r} is replicated and balanced; every rank holds all of the former.")
 
     def sizes(self, ranks: int) -> tuple[int, ...]:
         """Local length on each of ``ranks`` (>= 1) ranks."""
@@ -33,14 +45,29 @@ class Segment:
         """Local length on ``rank``."""
         if self.replicated:
             return self.total
-        # No divmod and no branch on the length: both fail once Dynamo makes lengths symbolic.
-        return (self.total + ranks - 1 - rank) // ranks
+        if self.balanced:
+            return _part_size(self.total, rank, 2 * ranks) + _part_size(self.total, 2 * ranks - 1 - rank, 2 * ranks)
+        return _part_size(self.total, rank, ranks)
 
-    def start(self, rank: int, ranks: int) -> int:
-        """Position, within this segment, of the first token that ``rank`` holds."""
+    def runs(self, rank: int, ranks: int) -> tuple[Run, ...]:
+        """What ``rank`` holds, in positions of this segment and in its local order."""
         if self.replicated:
-            return 0
-        return sum([self.size(earlier, ranks) for earlier in range(rank)])
+            return ((0, self.total),)
+        parts, num_parts = ((rank, 2 * ranks - 1 - rank), 2 * ranks) if self.balanced else ((rank,), ranks)
+        return tuple(
+            [
+                (
+                    sum([_part_size(self.total, e, num_parts) for e in range(part)]),
+                    _part_size(self.total, part, num_parts),
+                )
+                for part in parts
+            ]
+        )
+
+
+def _part_size(total: int, part: int, num_parts: int) -> int:
+    # No divmod and no branch on the length: both fail once Dynamo makes lengths symbolic.
+    return (total + num_parts - 1 - part) // num_parts
 
 
 @dataclass(frozen=True)
@@ -88,33 +115,32 @@ class SequenceLayout:
         """Tokens on ``rank`` that no other rank holds."""
         return sum([segment.size(rank, self.ranks) for segment in self.sharded])
 
-    def runs(self, rank: int, *, replicated: bool) -> tuple[tuple[int, int], ...]:
-        """``(start, length)``, in positions of the whole sequence, of what ``rank`` holds of either kind, in order.
+    def runs(self, rank: int, *, replicated: bool | None = None) -> tuple[Run, ...]:
+        """What ``rank`` holds, in positions of the whole sequence and in its local order.
 
-        >>> SequenceLayout((Segment("text", 3), Segment("image", 5)), ranks=2).runs(1, replicated=False)
+        Args:
+            replicated: only the segments that are, or are not; all of them if None.
+
+        >>> SequenceLayout((Segment("text", 3), Segment("image", 5)), ranks=2).runs(1)
         ((2, 1), (6, 2))
         """
-        runs = []
+        runs: list[Run] = []
         before = 0
         for segment in self.segments:
-            if segment.replicated == replicated:
-                runs.append((before + segment.start(rank, self.ranks), segment.size(rank, self.ranks)))
+            if replicated is None or segment.replicated == replicated:
+                runs += [(before + start, length) for start, length in segment.runs(rank, self.ranks)]
             before = before + segment.total
         return tuple(runs)
 
 
-def even_layout(total: int, ranks: int) -> SequenceLayout:
+def even_layout(total: int, ranks: int, *, balanced: bool = False) -> SequenceLayout:
     """One sharded sequence of ``total`` tokens."""
-    return SequenceLayout((Segment("sequence", total),), ranks)
+    return SequenceLayout((Segment("sequence", total, balanced=balanced),), ranks)
 
 
-def concatenations(totals: tuple[int, ...], ranks: int) -> list[SequenceLayout]:
-    """Each sequence, and each choice of several in their order."""
-    chosen: list[tuple[int, ...]] = [()]
-    for total in totals:
-        chosen = chosen + [(*before, total) for before in chosen]
-    return [
-        SequenceLayout(tuple([even_layout(total, ranks).segments[0] for total in choice]), ranks)
-        for choice in chosen
-        if choice
-    ]
+def concatenations(segments: tuple[Segment, ...], ranks: int) -> list[SequenceLayout]:
+    """Each segment alone, and each choice of several in their order."""
+    chosen: list[tuple[Segment, ...]] = [()]
+    for segment in segments:
+        chosen = chosen + [(*before, segment) for before in chosen]
+    return [SequenceLayout(choice, ranks) for choice in chosen if choice]

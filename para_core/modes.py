@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from para_core.agreement import Record, error_record, exchange, raise_first_error
-from para_core.attention.call import EQUAL_PARTS, attend_over_mesh
+from para_core.attention.call import EQUAL_PARTS, AttnFunc, attend_over_mesh
 from para_core.attention.multi_head import multi_head_attention
 from para_core.layout import Segment, SequenceLayout, concatenations, even_layout
 from para_core.mesh import SequenceMesh, sequence_mesh
@@ -27,7 +27,8 @@ from para_core.sharding import gather_tokens, shard_tokens
 # A length that outlives a call: an int while tracing, else the first dim of a tensor without elements. Dynamo takes an
 # int that it finds on a mode for a constant, and would compile anew for every length; sizes of tensors become symbolic.
 Length = int | Tensor
-HeldLayout = tuple[tuple[str, Length, bool], ...]
+# Of each segment its name, total, and whether it is replicated, balanced.
+HeldLayout = tuple[tuple[str, Length, bool, bool], ...]
 
 
 class UnifiedAttnMode(TorchFunctionMode):
@@ -43,6 +44,11 @@ class UnifiedAttnMode(TorchFunctionMode):
         assume_equal: skip the small exchange that, in eager code, begins each intercepted call, each ``shard`` and each
             ``gather``, and turns input that is bad on one rank into an error on all. Nothing is exchanged in a
             compiled graph.
+        attn_func: computes attention on one device in place of SDPA: called as ``attn_func(query, key, value, attn_mask=,
+            dropout_p=, is_causal=, scale=)`` with ``[B, H, S, D]`` and at most one of mask and ``is_causal``, it returns
+            ``out``, or ``(out, lse)`` with lse ``[B, H, S_q]`` in float32, which a ring needs.
+        ulysses_chunks: without gradients, cut each rank's heads into so many parts, and let the next one travel while one
+            is computed.
 
     >>> import torch.distributed as dist  # doctest: +SKIP
     >>> with UnifiedAttnMode(mesh) as cp:  # doctest: +SKIP
@@ -60,15 +66,21 @@ class UnifiedAttnMode(TorchFunctionMode):
         layout: SequenceLayout | None = None,
         key_layout: SequenceLayout | None = None,
         assume_equal: bool = False,
+        attn_func: AttnFunc | None = None,
+        ulysses_chunks: int = 1,
     ) -> None:
         super().__init__()
+        if isinstance(ulysses_chunks, bool) or not isinstance(ulysses_chunks, int) or ulysses_chunks < 1:
+            raise ValueError(f"ulysses_chunks is {ulysses_chunks!r}; expected a positive integer.")
+        self._ulysses_chunks = ulysses_chunks
         self._mesh = mesh if isinstance(mesh, SequenceMesh) else sequence_mesh(mesh, group_dim=self._group_dim)
         if self._single_dim is not None:
             _require_single(self._mesh, self._single_dim, type(self).__name__)
         self._assume_equal = assume_equal
+        self._attn_func = attn_func
         self._depth = 0
-        # Totals of the sequences that were cut through this mode, in that order; emptied on exit.
-        self._totals: tuple[Length, ...] = ()
+        # The sequences that were cut through this mode, or said to be replicated, in that order; emptied on exit.
+        self._known: HeldLayout = ()
         self._gathered = True
         self._fast_path = True
         # Of queries and of keys, if given: decides before what was cut.
@@ -85,7 +97,7 @@ class UnifiedAttnMode(TorchFunctionMode):
 
     def __enter__(self) -> Self:
         if self._depth == 0:
-            self._totals = ()
+            self._known = ()
             self._fast_path = _switch_fused_encoder(False)
         self._depth += 1
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -100,7 +112,7 @@ class UnifiedAttnMode(TorchFunctionMode):
         super().__exit__(exc_type, exc_val, exc_tb)  # type: ignore[no-untyped-call]
         self._depth -= 1
         if self._depth == 0:
-            self._totals = ()
+            self._known = ()
             self._give_fused_encoder_back()
             if exc_type is None and not torch.compiler.is_compiling():
                 self._warn_if_nothing_was_intercepted()
@@ -125,6 +137,30 @@ class UnifiedAttnMode(TorchFunctionMode):
     def disable() -> TorchFunctionMode:
         """A context inside which no mode of this module intercepts anything."""
         return _Disabled()
+
+    def bound(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function``, run under this mode as it is now, whenever it is called.
+
+        For what is called again after the mode has been left: ``checkpoint(cp.bound(block), x, use_reentrant=False)``
+        recomputes in the backward.
+        """
+        again = type(self)(
+            self._mesh,
+            assume_equal=self._assume_equal,
+            attn_func=self._attn_func,
+            ulysses_chunks=self._ulysses_chunks,
+        )
+        again._explicit, again.active, known = self._explicit, self.active, self._known
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with again:
+                again._known, again.intercepted = known, False
+                result = function(*args, **kwargs)
+                self.intercepted = self.intercepted or again.intercepted
+                again.intercepted = True  # it does not warn: this mode does
+            return result
+
+        return run
 
     # -- intercepting
 
@@ -177,15 +213,45 @@ class UnifiedAttnMode(TorchFunctionMode):
             scale,
             enable_gqa,
             mesh=self._mesh,
-            choose_layouts=lambda num_queries, num_keys: self._layouts(num_queries, num_keys, is_causal),
+            # A mask or is_causal asks where in the sequence a token is, not only on which rank.
+            choose_layouts=lambda num_queries, num_keys: self._layouts(
+                num_queries, num_keys, ordered=is_causal or attn_mask is not None
+            ),
             assume_equal=self._assume_equal,
+            attn_func=self._attn_func,
+            ulysses_chunks=self._ulysses_chunks,
         )
 
     # -- which rank holds which tokens
 
-    def sequence(self, total: int) -> SequenceLayout:
-        """Who holds which of ``total`` tokens: a value for ``sequence=`` of :meth:`shard` and :meth:`gather`."""
-        return even_layout(total, self._mesh.ranks)
+    def sequence(self, total: int, *, balance: Literal["causal"] | None = None) -> SequenceLayout:
+        """Who holds which of ``total`` tokens: a value for ``sequence=`` of :meth:`shard` and :meth:`gather`.
+
+        Args:
+            balance: ``"causal"`` gives each rank an early and a late part, so that under a causal mask all have the same
+                work; the model must then not rely on its tokens being neighbours.
+        """
+        if balance not in (None, "causal"):
+            raise ValueError(f"balance is {balance!r}; expected 'causal', or None for consecutive tokens.")
+        return even_layout(total, self._mesh.ranks, balanced=balance == "causal")
+
+    def replicated(self, x: Tensor, dim: int = -2) -> Tensor:
+        """Say that every rank holds all tokens of ``x``, along ``dim``; returns ``x``.
+
+        From then on, keys of that length are taken to be replicated: cross-attention to them sends nothing. Where such
+        tokens are concatenated with sharded ones, say the order with :meth:`using`.
+        """
+        if not -x.ndim <= dim < x.ndim:
+            raise ValueError(f"dim={dim} is out of range for a tensor of shape {list(x.shape)}.")
+        self._remember(Segment("replicated", x.shape[dim], replicated=True))
+        return x
+
+    def local_mask(self, mask: Tensor) -> Tensor:
+        """An attention mask whose key dim (the last) is of this rank's keys, for all keys: gathered along it.
+
+        A mask is read like this by itself where lengths leave no doubt.
+        """
+        return self.gather(mask, dim=-1)
 
     @contextmanager
     def using(self, layout: SequenceLayout, *, key_layout: SequenceLayout | None = None) -> Iterator[None]:
@@ -208,21 +274,20 @@ class UnifiedAttnMode(TorchFunctionMode):
 
     def _hold_layout(self, layout: SequenceLayout) -> HeldLayout:
         segments = self._checked(layout).segments
-        return tuple([(segment.name, self._hold(segment.total), segment.replicated) for segment in segments])
+        return tuple([self._hold_segment(segment) for segment in segments])
+
+    def _hold_segment(self, segment: Segment) -> tuple[str, Length, bool, bool]:
+        return segment.name, self._hold(segment.total), segment.replicated, segment.balanced
 
     def _held_layout(self, held: HeldLayout) -> SequenceLayout:
-        segments = tuple([Segment(name, _length(total), replicated) for name, total, replicated in held])
-        return SequenceLayout(segments, self._mesh.ranks)
-
-    def _known_totals(self) -> tuple[int, ...]:
-        return tuple([_length(total) for total in self._totals])
+        return SequenceLayout(_segments(held), self._mesh.ranks)
 
     def _checked(self, layout: SequenceLayout) -> SequenceLayout:
         if layout.ranks != self._mesh.ranks:
             raise ValueError(f"the layout is for {layout.ranks} ranks, but the mesh has {self._mesh.ranks}.")
         return layout
 
-    def _layouts(self, num_queries: int, num_keys: int, is_causal: bool) -> tuple[SequenceLayout, SequenceLayout]:
+    def _layouts(self, num_queries: int, num_keys: int, *, ordered: bool) -> tuple[SequenceLayout, SequenceLayout]:
         if self._explicit is not None:
             query_layout = self._held_layout(self._explicit[0])
             key_layout = query_layout if self._explicit[1] is None else self._held_layout(self._explicit[1])
@@ -234,20 +299,20 @@ class UnifiedAttnMode(TorchFunctionMode):
                         "Pass the layout that it was cut by (cp.using(layout, key_layout=...))."
                     )
             return query_layout, key_layout
-        if len(self._totals) == 0:
+        if len(self._known) == 0:
             query_layout = even_layout(num_queries * self._mesh.ranks, self._mesh.ranks)
             if num_keys == num_queries:
                 return query_layout, query_layout
             return query_layout, even_layout(num_keys * self._mesh.ranks, self._mesh.ranks)
-        query_layout = self._remembered(num_queries, "query", is_causal)
+        query_layout = self._remembered(num_queries, "query", ordered)
         if num_keys == num_queries:
             return query_layout, query_layout
-        return query_layout, self._remembered(num_keys, "key", is_causal)
+        return query_layout, self._remembered(num_keys, "key", ordered)
 
-    def _remembered(self, held: int, kind: str, is_causal: bool) -> SequenceLayout:
+    def _remembered(self, held: int, kind: str, ordered: bool) -> SequenceLayout:
         """The sequence cut through this mode, or concatenation of such, of which this rank holds ``held`` tokens."""
         ranks, rank = self._mesh.ranks, self._mesh.rank
-        candidates = concatenations(self._known_totals(), ranks)
+        candidates = concatenations(_segments(self._known), ranks)
         fitting = [layout for layout in candidates if layout.size(rank) == held]
         if not fitting:
             known = ", ".join([f"{layout.size(rank)} of {layout.total}" for layout in candidates])
@@ -263,21 +328,34 @@ class UnifiedAttnMode(TorchFunctionMode):
                     f"{kind} has {held} tokens on this rank, and a sequence of {found.total} or of {other.total} would "
                     "fit on some rank. Say which with cp.using(cp.sequence(total))."
                 )
-            if is_causal and all(alike) and (other is not found or len(found.segments) > 1):
+            if ordered and all(alike) and (other is not found or len(found.segments) > 1):
                 raise ValueError(
-                    f"{kind} of {found.total} tokens was put together in one of several orders, and is_causal needs to "
-                    "know which. Say it with cp.using(SequenceLayout(...))."
+                    f"{kind} of {found.total} tokens was put together in one of several orders, and a mask or is_causal "
+                    "needs to know which. Say it with cp.using(SequenceLayout(...))."
                 )
+        if len(found.segments) > 1 and found.replicated:
+            raise ValueError(
+                f"{kind} of {found.total} tokens holds replicated ones, and they may be first or last. Say it with "
+                "cp.using(SequenceLayout((Segment(..., replicated=True), Segment(...)), ranks))."
+            )
         return found
 
     # -- cutting and putting together
 
-    def shard(self, x: Tensor, dim: int, *, sequence: SequenceLayout | None = None) -> Tensor:
+    def shard(
+        self,
+        x: Tensor,
+        dim: int,
+        *,
+        sequence: SequenceLayout | None = None,
+        balance: Literal["causal"] | None = None,
+    ) -> Tensor:
         """This rank's part of ``x`` along ``dim``; ``x`` is the same, whole, on every rank.
 
         Args:
             x: any shape; any length along ``dim``, also one shorter than the number of ranks.
             sequence: from :meth:`sequence`; needed inside a compiled function, else read off ``x``.
+            balance: see :meth:`sequence`.
 
         Raises:
             ValueError: in eager code on every rank, if ``x`` is not as long on all ranks, or not as ``sequence`` says.
@@ -287,21 +365,27 @@ class UnifiedAttnMode(TorchFunctionMode):
                 "inside a compiled function cp.shard needs sequence=: tokens = cp.sequence(x.shape[dim]); "
                 "cp.shard(x, dim, sequence=tokens)."
             )
+        if sequence is not None and balance is not None:
+            raise ValueError("shard got sequence= and balance=; say it once: cp.sequence(total, balance='causal').")
+        if sequence is None and balance is not None and -x.ndim <= dim < x.ndim:
+            sequence = self.sequence(x.shape[dim], balance=balance)
         layout = self._agree(x, dim, sequence, whole=True)
-        self._remember(layout)
+        if len(layout.segments) == 1:
+            self._remember(layout.segments[0])
         return x if self._mesh.ranks == 1 else shard_tokens(x, dim, layout, self._mesh)
 
-    def _remember(self, layout: SequenceLayout) -> None:
+    def _remember(self, segment: Segment) -> None:
         if torch.compiler.is_compiling() and self._depth == 0:
             # Dynamo enters a mode that was made outside of the graph without tracing __enter__ and __exit__, so what
             # these do is done here and in gather: the first cut after a gather belongs to another call.
             if self._gathered:
-                self._totals = ()
+                self._known = ()
                 self._fast_path = _switch_fused_encoder(False)
             self._gathered = False
-        known = [total for total in self._known_totals() if total == layout.total]
-        if len(layout.segments) == 1 and not known:
-            self._totals = (*self._totals, self._hold(layout.total))
+        kind = (segment.replicated, segment.balanced)
+        same = [one for one in _segments(self._known) if (one.replicated, one.balanced) == kind]
+        if not [one for one in same if one.total == segment.total]:
+            self._known = (*self._known, self._hold_segment(segment))
 
     def gather(self, y: Tensor, dim: int, *, sequence: SequenceLayout | None = None) -> Tensor:
         """The whole of ``y`` along ``dim``, on every rank; ``y`` is this rank's part.
@@ -325,12 +409,13 @@ class UnifiedAttnMode(TorchFunctionMode):
         return gather_tokens(y, dim, layout, self._mesh)
 
     def _only_sequence(self, held: int) -> SequenceLayout:
-        if len(self._totals) == 1:
-            return self.sequence(self._known_totals()[0])
-        if not self._totals:
+        known = [segment for segment in _segments(self._known) if not segment.replicated]
+        if len(known) == 1:
+            return SequenceLayout((known[0],), self._mesh.ranks)
+        if not known:
             return self.sequence(held * self._mesh.ranks)
         raise ValueError(
-            f"several sequences were cut through this mode (of {', '.join(map(str, self._known_totals()))} tokens). "
+            f"several sequences were cut through this mode (of {', '.join([str(one.total) for one in known])} tokens). "
             "Say which one this is: cp.gather(y, dim, sequence=cp.sequence(total))."
         )
 
@@ -404,6 +489,10 @@ def _require_single(mesh: SequenceMesh, name: str, mode: str) -> None:
         raise ValueError(
             f"{mode} got a mesh whose {name!r} dim has {size} ranks; expected 1. Use UnifiedAttnMode for both at once."
         )
+
+
+def _segments(held: HeldLayout) -> tuple[Segment, ...]:
+    return tuple([Segment(name, _length(total), replicated, balanced) for name, total, replicated, balanced in held])
 
 
 def _length(held: Length) -> int:

@@ -6,18 +6,13 @@ import torch
 from torch import Tensor
 
 from para_core.collectives import all_gather
-from para_core.layout import SequenceLayout
+from para_core.layout import Segment, SequenceLayout
 from para_core.mesh import SequenceMesh
 
 
 def shard_tokens(x: Tensor, dim: int, layout: SequenceLayout, mesh: SequenceMesh) -> Tensor:
     """This rank's part of ``x``, which holds all tokens of ``layout`` along ``dim``."""
-    parts = []
-    before = 0
-    for segment in layout.segments:
-        start, size = segment.start(mesh.rank, layout.ranks), segment.size(mesh.rank, layout.ranks)
-        parts.append(x.narrow(dim, before + start, size))
-        before = before + segment.total
+    parts = [x.narrow(dim, start, length) for start, length in layout.runs(mesh.rank)]
     # A tensor of its own, no view: graphs are compiled for a view's base, too, and it would stay in memory.
     return parts[0].clone(memory_format=torch.contiguous_format) if len(parts) == 1 else torch.cat(parts, dim=dim)
 
@@ -32,7 +27,15 @@ def gather_tokens(y: Tensor, dim: int, layout: SequenceLayout, mesh: SequenceMes
             width = mesh.ulysses.size
             blocks = [sizes[first : first + width] for first in range(0, layout.ranks, width)]
             block = all_gather(part, blocks[mesh.ring.index], dim, mesh.ulysses)
-            whole.append(all_gather(block, [sum(sizes) for sizes in blocks], dim, mesh.ring))
+            parts_of_ranks = all_gather(block, [sum(sizes) for sizes in blocks], dim, mesh.ring)
+            whole.append(_in_order(parts_of_ranks, dim, segment, layout.ranks) if segment.balanced else parts_of_ranks)
         else:
             whole.append(part)
     return whole[0] if len(whole) == 1 else torch.cat(whole, dim=dim)
+
+
+def _in_order(x: Tensor, dim: int, segment: Segment, ranks: int) -> Tensor:
+    """``x`` holds, rank by rank, each rank's front and back part of a balanced segment: fronts first, backs mirrored."""
+    lengths = [length for rank in range(ranks) for _, length in segment.runs(rank, ranks)]
+    parts = x.split(lengths, dim=dim)
+    return torch.cat([*parts[0::2], *reversed(parts[1::2])], dim=dim)

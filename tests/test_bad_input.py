@@ -44,8 +44,18 @@ def spoil(kind, q, k, v):
         k, v = k[:1], v[:1]
     elif kind == "2-D":
         q, k, v = (x[0, 0] for x in (q, k, v))
-    elif kind == "mask":
+    elif kind == "mask dtype":
+        options = {"attn_mask": torch.ones(q.shape[2], 12, dtype=torch.int64)}
+    elif kind == "mask heads":
+        options = {"attn_mask": torch.ones(5, 1, 12)}
+    elif kind == "mask dims":
+        options = {"attn_mask": torch.ones(1, 1, 1, 1, 12)}
+    elif kind == "diagonal mask":
         options = {"attn_mask": torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)}
+    elif kind == "mask length":
+        options = {"attn_mask": torch.ones(1, 7, dtype=torch.bool)}
+    elif kind == "mask of one rank":
+        options = {"attn_mask": torch.ones(1, 12, dtype=torch.bool)}
     elif kind == "dropout":
         options = {"dropout_p": 0.25}
     elif kind == "length":
@@ -98,7 +108,9 @@ BAD = {
     "groups": "query heads divisible by key heads; got 2 and 6",
     "batch": "same batch; got query [2, 2, 3, 8], key [1, 2, 3, 8]",
     "2-D": "[B, H, S, D]; got query [3, 8]",
-    "mask": "attn_mask [3, 3] is not supported on more than one rank yet",
+    "mask dtype": "attn_mask has dtype torch.int64; expected bool (True: may attend), or a float",
+    "mask heads": "attn_mask [5, 1, 12] does not broadcast over batch and heads of query [2, 2, 3, 8]",
+    "mask dims": "attn_mask [1, 1, 1, 1, 12] has more dims than query [2, 2, 3, 8]",
     "dropout": "dropout_p=0.25 cannot be the same on several ranks",
 }
 
@@ -117,7 +129,21 @@ def test_input_that_is_bad_on_one_rank_is_an_error_on_every_rank(rank_pool, kind
     check_errors(results, BAD[kind])
 
 
+# Bad on every rank; where one rank alone has it, the ranks disagree.
+MASKS = {
+    "diagonal mask": "attn_mask is [..., 3, 3]: this rank's queries by this rank's keys. That is a block of the diagonal",
+    "mask length": "attn_mask has key dim 7, 7, 7, 7; expected 1, or 12 (the whole sequence), or 3, 3, 3, 3",
+}
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["equal parts", "after shard"])
+@pytest.mark.parametrize("kind", MASKS)
+def test_a_mask_of_another_length_is_an_error_on_every_rank(rank_pool, kind, cut):
+    check_errors(rank_pool.run(attend_badly, 4, kind, [0, 1, 2, 3], 2, 2, cut), MASKS[kind])
+
+
 DIFFERENT = {
+    "mask of one rank": "the ranks disagree about attn_mask without its last two dims: sequence rank 0 has None, rank 2",
     "length": "the ranks disagree about query lengths per rank: they hold [3, 3, 2, 3]",
     "causal": "the ranks disagree about is_causal: sequence rank 0 has False, rank 2 has True",
     "scale": "the ranks disagree about scale: sequence rank 0 has None, rank 2 has 0.125",

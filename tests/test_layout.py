@@ -40,7 +40,23 @@ def test_a_sharded_segment_is_cut_as_tensor_split_cuts(total, ranks):
     parts = torch.tensor_split(torch.arange(total), ranks)
     assert segment.sizes(ranks) == tuple(len(part) for part in parts)
     for rank, part in enumerate(parts):
-        assert list(range(segment.start(rank, ranks), segment.start(rank, ranks) + len(part))) == part.tolist()
+        ((start, length),) = segment.runs(rank, ranks)
+        assert list(range(start, start + length)) == part.tolist()
+
+
+@given(total=st.integers(0, 200), ranks=RANKS)
+def test_a_balanced_segment_gives_each_rank_as_early_a_part_as_its_other_one_is_late(total, ranks):
+    segment = Segment("video", total, balanced=True)
+    parts = torch.tensor_split(torch.arange(total), 2 * ranks)
+    for rank in range(ranks):
+        held = [start + i for start, length in segment.runs(rank, ranks) for i in range(length)]
+        assert held == [*parts[rank].tolist(), *parts[2 * ranks - 1 - rank].tolist()]
+        assert segment.size(rank, ranks) == len(held)
+
+
+def test_a_segment_is_not_replicated_and_balanced():
+    with pytest.raises(ValueError, match="replicated and balanced"):
+        Segment("text", 3, replicated=True, balanced=True)
 
 
 @given(segments=SEGMENTS, ranks=RANKS)

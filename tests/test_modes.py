@@ -165,7 +165,6 @@ def call_what_no_mode_sees():
     attention = make_module("attention", True)
     x = tokens(4, width=12)
     native = [attention.in_proj_weight, attention.in_proj_bias, attention.out_proj.weight, attention.out_proj.bias]
-    padding = torch.zeros(2, 4, dtype=torch.bool)
     messages = {}
     with torch.no_grad(), UnifiedAttnMode(mesh) as mode:
         mode.intercepted = True  # the point here is the errors
@@ -174,7 +173,6 @@ def call_what_no_mode_sees():
             warnings.simplefilter("ignore")  # flex_attention says that it is slow without torch.compile
             messages["flex"] = message_of(lambda: flex_attention(q, k, v))
         messages["weights"] = message_of(lambda: attention(x, x, x))
-        messages["padding"] = message_of(lambda: attention(x, x, x, need_weights=False, key_padding_mask=padding))
         messages["mask"] = message_of(
             lambda: attention(x, x, x, need_weights=False, attn_mask=torch.zeros(4, 4, dtype=torch.bool))
         )
@@ -191,9 +189,45 @@ def test_attention_that_no_mode_sees_is_an_error_that_names_the_way_out(rank_poo
         assert "flex_attention" in messages["flex"]
         assert "UnifiedAttnMode.disable()" in messages["flex"]
         assert "need_weights=True asks for the whole attention matrix" in messages["weights"]
-        assert "key_padding_mask [2, 4]" in messages["padding"]
-        assert "attn_mask [4, 4]" in messages["mask"]
+        assert "attn_mask is [..., 4, 4]" in messages["mask"]
         assert error < 1e-6
+
+
+def attend_in_a_module_with_masks(ring, ulysses, cases):
+    mesh = make_mesh(ring, ulysses)
+    attention = make_module("attention", True)
+    outs = []
+    with torch.no_grad():
+        for local, padding, mask in cases:
+            with UnifiedAttnMode(mesh) as cp:
+                x = cp.shard(tokens(7, width=12), dim=1)
+                own = cp.shard(padding, dim=1) if local else padding
+                y = attention(x, x, x, need_weights=False, key_padding_mask=own, attn_mask=mask)[0]
+                outs.append(cp.gather(y, dim=1))
+    return outs
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2), (2, 2)])
+def test_masks_of_multihead_attention(rank_pool, ring, ulysses):
+    padding = torch.zeros(2, 7, dtype=torch.bool)
+    padding[1, 4:] = True
+    upper = torch.ones(7, 7, dtype=torch.bool).triu(1)
+    per_head = torch.randn(2 * 3, 7, 7)
+    cases = [
+        (False, padding, None),
+        (True, padding, None),
+        (False, None, upper),
+        (False, padding, upper),
+        (False, None, per_head),
+        (False, torch.zeros(2, 7).masked_fill(padding, float("-inf")), per_head),
+        (True, torch.randn(2, 7), None),
+    ]
+    attention, x = make_module("attention", True), tokens(7, width=12)
+    for rank, outs in enumerate(rank_pool.run(attend_in_a_module_with_masks, ring * ulysses, ring, ulysses, cases)):
+        for (local, padding, mask), out in zip(cases, outs, strict=True):
+            with torch.no_grad():
+                expected = attention(x, x, x, need_weights=False, key_padding_mask=padding, attn_mask=mask)[0]
+            assert relative_error(out, expected) < 1e-5, f"local {local}, {padding}, {mask}, rank {rank}"
 
 
 # -- on and off
@@ -251,7 +285,7 @@ def leave_by_an_exception(kind):
             raise kind("mine")
     assert not _get_current_function_mode_stack()
     assert torch.backends.mha.get_fastpath_enabled() == fast_path
-    assert mode._totals == ()
+    assert mode._known == ()
     q, k, v = make_qkv(6, 2)
     assert relative_error(F.scaled_dot_product_attention(q, k, v), on_one_device(6, 2)) < 1e-6
     with mode as cp:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import prod
 
 import torch
 from torch import Tensor
 
 from para_core.agreement import Record, error_record, exchange, raise_first_error
-from para_core.attention.unified import unified_attention
+from para_core.attention.local import local_attention_with_lse, with_diagonal
+from para_core.attention.mask import mask_extents, mask_of_block
+from para_core.attention.operator import attend
+from para_core.attention.unified import UnifiedCall
 from para_core.layout import SequenceLayout
 from para_core.mesh import SequenceMesh
 
@@ -20,6 +24,10 @@ EQUAL_PARTS = (
     "Lengths are taken from cp.shard(...) or an explicit SequenceLayout; where neither was used, every rank is assumed "
     "to hold an equal part. Cut with x = cp.shard(x, dim=...), or pass layout=SequenceLayout(...)."
 )
+
+
+# (query, key, value, attn_mask=, dropout_p=, is_causal=, scale=) -> out, or (out, lse): SDPA, or what a user has instead.
+AttnFunc = Callable[..., "Tensor | tuple[Tensor, Tensor]"]
 
 
 def attend_over_mesh(
@@ -35,12 +43,17 @@ def attend_over_mesh(
     mesh: SequenceMesh,
     choose_layouts: ChooseLayouts,
     assume_equal: bool,
+    attn_func: AttnFunc | None = None,
+    ulysses_chunks: int = 1,
 ) -> Tensor:
     """``scaled_dot_product_attention`` over a sequence that is sharded over ``mesh``.
 
     Args:
         query, key, value: this rank's part, ``[B, H, S_local, D]`` or with fewer or more leading dims, as SDPA takes.
+        attn_mask: bool or float, broadcastable to ``[B, H, S_q, S_k]``; at most one of the last two may be local.
         assume_equal: do not exchange records first; bad input on one rank may then hang or abort the others.
+        attn_func: computes attention on one device instead of SDPA.
+        ulysses_chunks: parts of a rank's heads that travel and are computed one after the other.
 
     Raises:
         ValueError: on every rank, in eager code, if the input of any rank does not fit.
@@ -48,26 +61,113 @@ def attend_over_mesh(
     talk = not (assume_equal or torch.compiler.is_compiling())
     if talk:
         mesh.check_alive()
+        _refuse_vmap()
     try:
         _check(query, key, value, attn_mask, dropout_p, enable_gqa)
+        if attn_func is not None:
+            _check_attn_func(attn_func, query, key, value, mesh, is_causal=is_causal)
         query_layout, key_layout = choose_layouts(query.shape[-2], key.shape[-2])
     except (TypeError, ValueError, RuntimeError) as error:
         if talk:
             raise_first_error(exchange(error_record(error), mesh))
         raise
+    sizes = [] if attn_mask is None else [_last_two(attn_mask)]
+    ranks = [mesh.rank]
     if talk:
-        sizes = (query_layout.sizes(), key_layout.sizes())
-        _compare(exchange(_record(query, key, value, is_causal, scale, *sizes), mesh))
+        tensors = {"query": query, "key": key, "value": value}
+        lengths = {"query": query_layout.sizes(), "key": key_layout.sizes()}
+        records = exchange(_record(tensors, attn_mask, lengths, is_causal, scale), mesh)
+        _compare(records)
+        sizes = [(rows, columns) for rows, columns in (record[_MASK_SIZES] for record in records) if rows is not None]
+        ranks = list(range(mesh.ranks))
+    extents = mask_extents(sizes, query_layout, key_layout, ranks) if attn_mask is not None else None
 
     if torch.is_autocast_enabled(query.device.type) and query.is_floating_point():
         # Autocast knows SDPA, not the operators that compute it here.
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (x.to(dtype) for x in (query, key, value))
     leading = query.shape[:-3]
+    if attn_mask is not None:
+        attn_mask = _four_dims(attn_mask, leading)
     if len(leading) != 1:
         query, key, value = (x.reshape(prod(leading), *x.shape[-3:]) for x in (query, key, value))
-    out = unified_attention(query, key, value, query_layout, key_layout, mesh, is_causal=is_causal, scale=scale)
+    call = UnifiedCall(
+        query_layout,
+        key_layout,
+        mesh,
+        num_heads=query.shape[1],
+        num_kv_heads=key.shape[1],
+        is_causal=is_causal,
+        scale=scale,
+        ulysses_chunks=ulysses_chunks,
+    )
+    mask = None if attn_mask is None or extents is None else mask_of_block(attn_mask, extents, call)
+    if attn_func is None:
+        out = attend(query, key, value, mask, call)
+    else:
+        out, _ = call.forward(query, key, value, mask, attend=partial(_attend_with, attn_func))
     return out if len(leading) == 1 else out.reshape(*leading, *out.shape[1:])
+
+
+def _refuse_vmap() -> None:
+    interpreter = torch._C._functorch.peek_interpreter_stack()
+    if interpreter is not None and interpreter.key() == torch._C._functorch.TransformType.Vmap:
+        raise RuntimeError(
+            "attention over several ranks inside torch.func.vmap: a collective has no batching rule. Put the mapped dim "
+            "into the batch dim of query, key and value instead."
+        )
+
+
+def _last_two(mask: Tensor) -> tuple[int, int]:
+    rows, columns = [1, 1, *mask.shape][-2:]
+    return rows, columns
+
+
+def _four_dims(mask: Tensor, leading: Sequence[int]) -> Tensor:
+    """``mask`` as ``[B or 1, H or 1, S_q, S_k]``, where the query has ``leading`` dims before its heads."""
+    if mask.ndim <= 3 or len(leading) == 1:
+        return mask.reshape(*[1] * (4 - mask.ndim), *mask.shape)
+    if all(size == 1 for size in mask.shape[:-3]):
+        return mask.reshape(1, *mask.shape[-3:])
+    return mask.expand(*leading, *mask.shape[-3:]).reshape(prod(leading), *mask.shape[-3:])
+
+
+def _attend_with(
+    attn_func: AttnFunc,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor]:
+    if key.shape[2] == 0:  # kernels seldom take that
+        return local_attention_with_lse(query, key, value, mask=mask, is_causal=is_causal, scale=scale)
+    mask, is_causal = with_diagonal(mask, is_causal, query, key)
+    found = attn_func(query, key, value, attn_mask=mask, dropout_p=0.0, is_causal=is_causal, scale=scale)
+    if isinstance(found, Tensor):
+        # Asked for only where nothing is merged.
+        return found, found.new_zeros(found.shape[:-1], dtype=torch.float32)
+    return found
+
+
+def _check_attn_func(
+    attn_func: AttnFunc, query: Tensor, key: Tensor, value: Tensor, mesh: SequenceMesh, *, is_causal: bool
+) -> None:
+    """Ask ``attn_func`` about one token whether it returns lse: every rank must know before anything travels."""
+    if mesh.ring.size == 1 and not is_causal:
+        return
+    heads = max(1, query.shape[-3])
+    probe = [x.new_zeros(1, heads, 1, x.shape[-1]) for x in (query, key, value)]
+    found = attn_func(*probe, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None)
+    if isinstance(found, Tensor):
+        reason = f"a ring of {mesh.ring.size} ranks" if mesh.ring.size > 1 else "is_causal over several ranks"
+        raise ValueError(
+            f"attn_func returned out alone, and {reason} merges partial results by their lse. Return (out, lse), lse "
+            "[B, H, S_q] the natural log-sum-exp of the scaled scores in float32; or use a mesh whose ranks are all in "
+            "its 'ulysses' dim, without is_causal."
+        )
 
 
 def _check(
@@ -97,10 +197,7 @@ def _check(
     if num_heads != num_kv_heads and (num_kv_heads == 0 or num_heads % num_kv_heads):
         raise ValueError(f"enable_gqa needs query heads divisible by key heads; got {num_heads} and {num_kv_heads}.")
     if attn_mask is not None:
-        raise ValueError(
-            f"attn_mask {list(attn_mask.shape)} is not supported on more than one rank yet. Use is_causal=True for a "
-            "causal mask; or gather the tokens, and run this call under UnifiedAttnMode.disable()."
-        )
+        _check_mask(attn_mask, query)
     if dropout_p > 0.0:
         raise ValueError(
             f"dropout_p={dropout_p} cannot be the same on several ranks as on one: each draws its own random numbers. "
@@ -108,27 +205,48 @@ def _check(
         )
 
 
+def _check_mask(mask: Tensor, query: Tensor) -> None:
+    """Raise ``ValueError`` unless all but the last two dims fit ``query``."""
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(
+            f"attn_mask has dtype {mask.dtype}; expected bool (True: may attend), or a float that is added."
+        )
+    if mask.device != query.device:
+        raise ValueError(f"attn_mask is on {mask.device}, query on {query.device}; move the mask.")
+    if mask.ndim > query.ndim:
+        raise ValueError(f"attn_mask {list(mask.shape)} has more dims than query {list(query.shape)}.")
+    wanted = query.shape[:-2][query.ndim - mask.ndim :] if mask.ndim > 2 else ()
+    if any([size not in (1, full) for size, full in zip(mask.shape[:-2], wanted, strict=True)] if wanted else []):
+        raise ValueError(
+            f"attn_mask {list(mask.shape)} does not broadcast over batch and heads of query {list(query.shape)}."
+        )
+
+
+# Of each rank: compared with its layout, not with the other ranks.
+_MASK_SIZES = "attn_mask's last two dims"
+
+
 def _record(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    tensors: Mapping[str, Tensor],
+    mask: Tensor | None,
+    lengths: Mapping[str, tuple[int, ...]],
     is_causal: bool,
     scale: float | None,
-    query_sizes: tuple[int, ...],
-    key_sizes: tuple[int, ...],
 ) -> Record:
+    query = tensors["query"]
+    with_gradient = [*tensors.values(), *([] if mask is None else [mask])]
     return {
-        "query without its length": [*query.shape[:-2], query.shape[-1]],
-        "key without its length": [*key.shape[:-2], key.shape[-1]],
-        "value without its length": [*value.shape[:-2], value.shape[-1]],
-        "query lengths per rank": query_sizes,
-        "key lengths per rank": key_sizes,
+        **{f"{name} without its length": [*x.shape[:-2], x.shape[-1]] for name, x in tensors.items()},
+        **{f"{name} lengths per rank": sizes for name, sizes in lengths.items()},
         "dtype": str(query.dtype),
         "device type": query.device.type,
         "is_causal": bool(is_causal),
         "scale": scale,
+        "attn_mask without its last two dims": None if mask is None else [*mask.shape[:-2]],
+        "attn_mask's dtype": None if mask is None else str(mask.dtype),
+        _MASK_SIZES: (None, None) if mask is None else _last_two(mask),
         # A backward has collectives of its own, and every rank must join in.
-        "requires_grad": [torch.is_grad_enabled() and x.requires_grad for x in (query, key, value)],
+        "requires_grad": [torch.is_grad_enabled() and x.requires_grad for x in with_gradient],
     }
 
 
@@ -136,7 +254,7 @@ def _compare(records: list[Record]) -> None:
     raise_first_error(records)
     for rank, record in enumerate(records):
         for field, value in record.items():
-            if value != records[0][field]:
+            if field != _MASK_SIZES and value != records[0][field]:
                 # What every rank holds of itself says more than what it assumed of the others.
                 if "lengths" in field:
                     held = [other[field][index] for index, other in enumerate(records)]

@@ -63,13 +63,8 @@ def multi_head_attention(
         raise ValueError(f"{', '.join(given)}: keys that every rank would add once are not supported on several ranks.")
     if is_causal and attn_mask is None:
         raise ValueError("is_causal=True needs attn_mask here, as in torch: it only says that the mask is causal.")
-    if is_causal and key_padding_mask is None:
-        attn_mask = None  # torch, too, then computes by the flag
-    elif key_padding_mask is not None or attn_mask is not None:
-        masks = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
-        named = ", ".join(f"{name} {list(mask.shape)}" for name, mask in masks.items() if mask is not None)
-        raise ValueError(f"{named}: masks are not supported on more than one rank yet, other than is_causal=True.")
-
+    if is_causal:
+        attn_mask = None  # it is the causal mask, so the flag says it all
     weights: tuple[Tensor | None, ...] = (q_proj_weight, k_proj_weight, v_proj_weight)
     if in_proj_weight is not None and not use_separate_proj_weight:
         weights = in_proj_weight.chunk(3)
@@ -81,5 +76,36 @@ def multi_head_attention(
         projected = F.linear(x, weight, bias)
         # [S, B, E] or [S, E] -> [B, H, S, E / H] or [H, S, E / H]
         heads.append(torch.unflatten(projected, -1, (num_heads, -1)).movedim(0, -2))
-    out = attend(*heads, attn_mask=None, dropout_p=dropout_p if training else 0.0, is_causal=is_causal)
+    mask = _merged_mask(key_padding_mask, attn_mask, num_heads, query.dtype)
+    out = attend(*heads, attn_mask=mask, dropout_p=dropout_p if training else 0.0, is_causal=is_causal)
     return F.linear(out.movedim(-2, 0).flatten(-2), out_proj_weight, out_proj_bias), None
+
+
+def _merged_mask(
+    key_padding_mask: Tensor | None, attn_mask: Tensor | None, num_heads: int, dtype: torch.dtype
+) -> Tensor | None:
+    """Both masks as one of SDPA's; here True means that a query must not see a key.
+
+    Args:
+        key_padding_mask: ``[B, S_k]`` or ``[S_k]``.
+        attn_mask: ``[S_q, S_k]`` or ``[B · num_heads, S_q, S_k]``.
+    """
+    if attn_mask is not None and attn_mask.ndim == 3:
+        attn_mask = torch.unflatten(attn_mask, 0, (-1, num_heads))
+    if key_padding_mask is not None:
+        key_padding_mask = key_padding_mask[..., None, None, :]
+    if attn_mask is None or key_padding_mask is None:
+        only = key_padding_mask if attn_mask is None else attn_mask
+        return ~only if only is not None and only.dtype == torch.bool else only
+    if attn_mask.shape[-1] != key_padding_mask.shape[-1]:
+        raise ValueError(
+            f"attn_mask has {attn_mask.shape[-1]} keys and key_padding_mask {key_padding_mask.shape[-1]}; pass both for "
+            "this rank's keys, or both for all."
+        )
+    if attn_mask.dtype == key_padding_mask.dtype == torch.bool:
+        return ~(attn_mask | key_padding_mask)
+    return _additive(attn_mask, dtype) + _additive(key_padding_mask, dtype)
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf")) if mask.dtype == torch.bool else mask

@@ -6,22 +6,298 @@ H_r heads on rank r, and e bytes per element, rank r sends
     in:   B · e · Σ_{j≠r} (S_r · (H_j · D + H_kv,j · (D + D_v)))   bytes
     out:  B · e · D_v · H_r · Σ_{j≠r} (S_j + replicated tokens)    bytes
 
-Heads are split as ``torch.tensor_split`` does. A replicated segment is not sent on the way in: each rank takes its own
-heads of it; only its output is gathered over heads.
+Heads are split as ``torch.tensor_split`` does; a rank gets the key heads that its query heads see, so that where there are
+fewer of them than ranks, several get the same one. A replicated segment is not sent on the way in: each rank takes its
+own heads of it; only its output is gathered over heads.
+
+Backward, both all-to-alls are transposed: the gradient of the output comes in (with that of replicated tokens, once per
+rank), those of query, key and value go out together.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from para_core.collectives import all_to_all, pack
-from para_core.layout import Segment, SequenceLayout
+from para_core.collectives import pack, start_all_to_all, wait
+from para_core.layout import Run, Segment, SequenceLayout
 from para_core.mesh import MeshDim, SequenceMesh
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+@dataclass(frozen=True)
+class Heads:
+    """Which query heads, and which key heads, each of ``ranks`` Ulysses ranks computes, as ``(start, count)``.
+
+    ``chunk`` of ``chunks``: only a part of each rank's heads, for what is computed while the next part travels.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    ranks: int
+    chunk: int = 0
+    chunks: int = 1
+
+    def of_query(self) -> list[Run]:
+        """As ``torch.tensor_split`` cuts, over the ranks and then into chunks."""
+        found = []
+        for rank in range(self.ranks):
+            start, count = Segment("heads", self.num_heads).runs(rank, self.ranks)[0]
+            offset, part = Segment("heads", count).runs(self.chunk, self.chunks)[0]
+            found.append((start + offset, part))
+        return found
+
+    def cut(self, chunks: int) -> list[Heads]:
+        """The same heads in ``chunks`` parts."""
+        return [replace(self, chunk=chunk, chunks=chunks) for chunk in range(chunks)]
+
+    def of_key(self) -> list[Run]:
+        """The key heads that the query heads of each rank see; neighbours may share one."""
+        if self.num_kv_heads == self.num_heads:
+            return self.of_query()
+        group = self.num_heads // self.num_kv_heads
+        return [
+            (start // group, -(-(start + count) // group) - start // group if count else 0)
+            for start, count in self.of_query()
+        ]
+
+    def key_of_each_query(self, rank: int, device: torch.device) -> Tensor | None:
+        """For each query head of ``rank`` its key head, both counted on that rank; None if they are the same."""
+        if self.num_kv_heads == self.num_heads:
+            return None
+        (start, count), (first_key, _) = self.of_query()[rank], self.of_key()[rank]
+        group = self.num_heads // self.num_kv_heads
+        return torch.arange(start, start + count, device=device) // group - first_key
+
+
+@dataclass(frozen=True)
+class Sent:
+    """``[B, H, S_local, D]``, the heads of it that each peer gets, and the tokens that come from each peer."""
+
+    x: Tensor
+    heads: Sequence[Run]
+    token_sizes: Sequence[int]
+
+
+# Waits for what has been started, and returns it.
+Finish = Callable[[], Tensor]
+
+
+def tokens_to_heads(groups: Sequence[Sequence[Sent]], dim: MeshDim) -> list[Tensor]:
+    """:func:`start_tokens_to_heads`, finished."""
+    return start_tokens_to_heads(groups, dim)()
+
+
+def start_tokens_to_heads(groups: Sequence[Sequence[Sent]], dim: MeshDim) -> Callable[[], list[Tensor]]:
+    """Begin to send each peer its heads of this rank's tokens: one all-to-all for all tensors.
+
+    Args:
+        groups: tensors of one group have the same tokens, and travel as the columns of one table; where there is one
+            group, what arrives is used in place.
+
+    Returns:
+        What waits for ``[B, H_local, S_block, D]`` of each tensor, tokens in rank order.
+    """
+    to_peers = [[_rows([(sent.x, sent.heads[peer]) for sent in group]) for group in groups] for peer in range(dim.size)]
+    widths = [[sent.heads[dim.index][1] * sent.x.shape[3] for sent in group] for group in groups]
+    batch = groups[0][0].x.shape[0]
+    arriving = [
+        [batch * group[0].token_sizes[peer] * sum(width) for group, width in zip(groups, widths, strict=True)]
+        for peer in range(dim.size)
+    ]
+    started = _start_exchange(to_peers, [sum(sizes) for sizes in arriving], dim)
+
+    def finish() -> list[Tensor]:
+        received = wait(started)
+        if len(groups) == 1:
+            tables = [received]
+        else:
+            parts = [
+                x.split(row) for x, row in zip(received.split([sum(row) for row in arriving]), arriving, strict=True)
+            ]
+            tables = [torch.cat([part[index] for part in parts]) for index in range(len(groups))]
+        found = []
+        for group, width, table in zip(groups, widths, tables, strict=True):
+            columns = table.view(sum(group[0].token_sizes), batch, sum(width)).split(width, dim=2)
+            for sent, column in zip(group, columns, strict=True):
+                shape = (sent.heads[dim.index][1], sent.x.shape[3])
+                found.append(torch.unflatten(column, 2, shape).permute(1, 2, 0, 3))
+        return found
+
+    return finish
+
+
+def _rows(parts: Sequence[tuple[Tensor, Run]]) -> list[Tensor]:
+    """The heads of each ``[B, H, S, D]`` as ``[S, B, heads, D]``."""
+    return [x.narrow(1, start, count).permute(2, 0, 1, 3) for x, (start, count) in parts]
+
+
+@dataclass(frozen=True)
+class Returned:
+    """``[B, H_local, S_block, D]``, the tokens of it that each peer gets, and the heads that come from each peer."""
+
+    x: Tensor
+    tokens: Sequence[Run]
+    heads: Sequence[Run]
+
+
+def heads_to_tokens(tensors: Sequence[Returned], dim: MeshDim) -> list[Tensor]:
+    """:func:`start_heads_to_tokens`, finished."""
+    return start_heads_to_tokens(tensors, dim)()
+
+
+def start_heads_to_tokens(tensors: Sequence[Returned], dim: MeshDim) -> Callable[[], list[Tensor]]:
+    """Begin to send each peer its tokens of this rank's heads: one all-to-all for all tensors.
+
+    Returns:
+        What waits for ``[B, H, S_local, D]`` of each tensor; where several peers hold the same head, the sum.
+    """
+    # Heads first: what arrives is then all heads of this rank's tokens, in order.
+    to_peers = [
+        [[one.x.narrow(2, *one.tokens[peer]).permute(1, 0, 2, 3)] for one in tensors] for peer in range(dim.size)
+    ]
+    shapes = [
+        [(one.heads[peer][1], one.x.shape[0], one.tokens[dim.index][1], one.x.shape[3]) for one in tensors]
+        for peer in range(dim.size)
+    ]
+    sizes = [[heads * batch * tokens * width for heads, batch, tokens, width in row] for row in shapes]
+    started = _start_exchange(to_peers, [sum(row) for row in sizes], dim)
+
+    def finish() -> list[Tensor]:
+        received = wait(started)
+        if len(tensors) == 1 and not _overlap(tensors[0].heads):
+            return [_stacked(received, shapes, 0)]
+        parts = [x.split(row) for x, row in zip(received.split([sum(row) for row in sizes]), sizes, strict=True)]
+        return [
+            _summed(one.heads, [(part[index], row[index]) for part, row in zip(parts, shapes, strict=True)])
+            if _overlap(one.heads)
+            else _stacked(torch.cat([part[index] for part in parts]), shapes, index)
+            for index, one in enumerate(tensors)
+        ]
+
+    return finish
+
+
+def _overlap(heads: Sequence[Run]) -> bool:
+    return any(start + count > following for (start, count), (following, _) in itertools.pairwise(heads))
+
+
+def _stacked(flat: Tensor, shapes: Sequence[Sequence[tuple[int, ...]]], index: int) -> Tensor:
+    heads = sum([row[index][0] for row in shapes])
+    return flat.view(heads, *shapes[0][index][1:]).permute(1, 0, 2, 3)
+
+
+def _summed(heads: Sequence[Run], parts: Sequence[tuple[Tensor, tuple[int, ...]]]) -> Tensor:
+    """``[B, H, S, D]`` of parts ``[heads, B, S, D]`` (flat, and their shapes) that may hold the same heads."""
+    flat, shape = parts[0]
+    whole = flat.new_zeros(max(start + count for start, count in heads), *shape[1:])
+    for (start, count), (part, part_shape) in zip(heads, parts, strict=True):
+        whole.narrow(0, start, count).add_(part.view(part_shape))
+    return whole.permute(1, 0, 2, 3)
+
+
+def _start_exchange(
+    to_peers: Sequence[Sequence[Sequence[Tensor]]], receive_sizes: Sequence[int], dim: MeshDim
+) -> Tensor:
+    """All-to-all of what each peer gets: tables, the columns of each table given one by one."""
+    send_sizes = [sum([column.numel() for table in tables for column in table]) for tables in to_peers]
+    packed = pack([table for tables in to_peers for table in tables])
+    return start_all_to_all(packed, send_sizes, receive_sizes, dim)
+
+
+# -- one attention call
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """The all-to-alls of one call, forward and backward.
+
+    A block is what a Ulysses group holds together: its ranks' sharded tokens, then the replicated ones.
+    """
+
+    query_layout: SequenceLayout
+    key_layout: SequenceLayout
+    mesh: SequenceMesh
+    heads: Heads
+
+    def _block_sizes(self, layout: SequenceLayout) -> list[int]:
+        first = self.mesh.ring.index * self.mesh.ulysses.size
+        return [layout.sharded_size(rank) for rank in range(first, first + self.mesh.ulysses.size)]
+
+    def block_size(self, layout: SequenceLayout) -> int:
+        """Tokens of a block, the replicated ones among them."""
+        return sum(self._block_sizes(layout)) + sum([segment.total for segment in layout.replicated])
+
+    def start_enter(self, query: Tensor, key: Tensor, value: Tensor) -> Callable[[], list[Tensor]]:
+        """``[B, H, S_local, D]`` each to ``[B, H_local, S_block, D]``."""
+        layouts = (self.query_layout, self.key_layout, self.key_layout)
+        heads = (self.heads.of_query(), self.heads.of_key(), self.heads.of_key())
+        kinds = [split_by_kind(x, one, self.mesh.rank) for x, one in zip((query, key, value), layouts, strict=True)]
+        sent = [
+            Sent(sharded, one, self._block_sizes(layout))
+            for (sharded, _), one, layout in zip(kinds, heads, layouts, strict=True)
+        ]
+        groups = [sent] if self.query_layout is self.key_layout else [sent[:1], sent[1:]]
+        mine, blocks = self.mesh.ulysses.index, start_tokens_to_heads(groups, self.mesh.ulysses)
+        return lambda: [
+            block if text is None else torch.cat([block, text.narrow(1, *one[mine])], dim=2)
+            for block, (_, text), one in zip(blocks(), kinds, heads, strict=True)
+        ]
+
+    def start_leave(self, out: Tensor) -> Finish:
+        """``[B, H_local, S_block, D_v]`` to ``[B, H, S_local, D_v]``: every rank gets the replicated tokens."""
+        heads, tokens, texts = self.heads.of_query(), *self._token_runs(self.query_layout)
+        returned = [Returned(out, tokens, heads)]
+        if self.query_layout.replicated:
+            returned.append(Returned(out, texts, heads))
+        kinds = start_heads_to_tokens(returned, self.mesh.ulysses)
+        return lambda: self._joined(kinds(), self.query_layout)
+
+    def _token_runs(self, layout: SequenceLayout) -> tuple[list[Run], list[Run]]:
+        """Where in a block each peer's own tokens are, and the replicated ones."""
+        sizes = self._block_sizes(layout)
+        own = [(sum(sizes[:peer]), size) for peer, size in enumerate(sizes)]
+        return own, [(sum(sizes), sum([segment.total for segment in layout.replicated]))] * len(sizes)
+
+    def _joined(self, kinds: Sequence[Tensor], layout: SequenceLayout) -> Tensor:
+        return kinds[0] if len(kinds) == 1 else join_kinds(kinds[0], kinds[1], layout, self.mesh.rank)
+
+    def enter_gradient(self, grad_out: Tensor) -> Tensor:
+        """The transpose of :meth:`start_leave`: replicated tokens were given to all, so their gradients add up."""
+        layout, heads, dim = self.query_layout, self.heads.of_query(), self.mesh.ulysses
+        sharded, text = split_by_kind(grad_out, layout, self.mesh.rank)
+        groups = [[Sent(sharded, heads, self._block_sizes(layout))]]
+        if text is None:
+            return tokens_to_heads(groups, dim)[0]
+        groups.append([Sent(text, heads, [text.shape[2]] * dim.size)])
+        block, texts = tokens_to_heads(groups, dim)
+        return torch.cat([block, torch.unflatten(texts, 2, (dim.size, text.shape[2])).sum(2)], dim=2)
+
+    def leave_gradients(self, *grads: Tensor) -> list[Tensor]:
+        """The transpose of :meth:`start_enter`, for query, key and value: a rank saw its own heads of its replicated tokens."""
+        heads = (self.heads.of_query(), self.heads.of_key(), self.heads.of_key())
+        layouts = (self.query_layout, self.key_layout, self.key_layout)
+        totals = (self.heads.num_heads, self.heads.num_kv_heads, self.heads.num_kv_heads)
+        found = heads_to_tokens(
+            [
+                Returned(grad, self._token_runs(layout)[0], one)
+                for grad, one, layout in zip(grads, heads, layouts, strict=True)
+            ],
+            self.mesh.ulysses,
+        )
+        whole = []
+        for grad, sharded, one, layout, total in zip(grads, found, heads, layouts, totals, strict=True):
+            if not layout.replicated:
+                whole.append(sharded)
+                continue
+            own = grad.narrow(2, *self._token_runs(layout)[1][0])
+            text = own.new_zeros(own.shape[0], total, *own.shape[2:])
+            text.narrow(1, *one[self.mesh.ulysses.index]).copy_(own)
+            whole.append(join_kinds(sharded, text, layout, self.mesh.rank))
+        return whole
 
 
 def split_by_kind(x: Tensor, layout: SequenceLayout, rank: int) -> tuple[Tensor, Tensor | None]:
@@ -49,114 +325,3 @@ def join_kinds(sharded: Tensor, replicated: Tensor, layout: SequenceLayout, rank
 
 def _cat(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=2)
-
-
-def ulysses_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attend: Attend,
-    query_layout: SequenceLayout,
-    key_layout: SequenceLayout,
-    mesh: SequenceMesh,
-) -> Tensor:
-    """Attention over the tokens of this rank's Ulysses group (its ring block), by ``attend`` on a share of the heads.
-
-    Args:
-        query, key, value: ``[B, H, S_local, D]``; key and value may have fewer heads if these divide by the Ulysses
-            size, D_v may differ.
-        attend: called with ``[B, H_local, S_block, D]``: the block's sharded tokens in rank order, replicated ones last.
-
-    Returns:
-        ``[B, H, S_local, D_v]``.
-    """
-    dim = mesh.ulysses
-    query, text_query = split_by_kind(query, query_layout, mesh.rank)
-    key, text_key = split_by_kind(key, key_layout, mesh.rank)
-    value, text_value = split_by_kind(value, key_layout, mesh.rank)
-    head_sizes = Segment("heads", query.shape[1]).sizes(dim.size)
-    kv_head_sizes = Segment("heads", key.shape[1]).sizes(dim.size)
-    group_ranks = [mesh.ring.index * dim.size + peer for peer in range(dim.size)]
-    query_sizes = [query_layout.sharded_size(rank) for rank in group_ranks]
-    key_sizes = [key_layout.sharded_size(rank) for rank in group_ranks]
-
-    block = _tokens_to_heads(
-        (query, key, value), (head_sizes, kv_head_sizes, kv_head_sizes), (query_sizes, key_sizes, key_sizes), dim
-    )
-    whole = [
-        x if text is None else torch.cat([x, text.split(list(sizes), dim=1)[dim.index]], dim=2)
-        for x, text, sizes in zip(
-            block,
-            (text_query, text_key, text_value),
-            (head_sizes, kv_head_sizes, kv_head_sizes),
-            strict=True,
-        )
-    ]
-    out = attend(whole[0], whole[1], whole[2])
-    return _heads_to_tokens(out, head_sizes, query_sizes, text_query, query_layout, mesh)
-
-
-def _tokens_to_heads(
-    tensors: Sequence[Tensor], head_sizes: Sequence[Sequence[int]], token_sizes: Sequence[Sequence[int]], dim: MeshDim
-) -> list[Tensor]:
-    """Send each rank its heads of each ``[B, H, S_local, D]``; receive ``[B, H_local, S_block, D]``."""
-    batch = tensors[0].shape[0]
-    pieces = [
-        [x.split(list(sizes), dim=1)[peer].permute(2, 0, 1, 3) for x, sizes in zip(tensors, head_sizes, strict=True)]
-        for peer in range(dim.size)
-    ]
-    send_sizes = [sum([piece.numel() for piece in to_peer]) for to_peer in pieces]
-    # Elements per token that arrive here, for each tensor: [B, H_local, D].
-    widths = [batch * sizes[dim.index] * x.shape[3] for x, sizes in zip(tensors, head_sizes, strict=True)]
-    receive_sizes = [
-        sum([sizes[peer] * width for sizes, width in zip(token_sizes, widths, strict=True)]) for peer in range(dim.size)
-    ]
-    received = all_to_all(pack([piece for to_peer in pieces for piece in to_peer]), send_sizes, receive_sizes, dim)
-    from_peers = [
-        part.split([sizes[peer] * width for sizes, width in zip(token_sizes, widths, strict=True)])
-        for peer, part in enumerate(received.split(receive_sizes))
-    ]
-    blocks = []
-    for index, (x, sizes) in enumerate(zip(tensors, head_sizes, strict=True)):
-        tokens = torch.cat([parts[index] for parts in from_peers])
-        shape = (sum(token_sizes[index]), batch, sizes[dim.index], x.shape[3])
-        blocks.append(tokens.view(shape).permute(1, 2, 0, 3))
-    return blocks
-
-
-def _heads_to_tokens(
-    out: Tensor,
-    head_sizes: Sequence[int],
-    token_sizes: Sequence[int],
-    text: Tensor | None,
-    layout: SequenceLayout,
-    mesh: SequenceMesh,
-) -> Tensor:
-    """Send each rank its tokens of ``out`` ``[B, H_local, S_block, D]``, and all replicated ones; receive all heads."""
-    dim = mesh.ulysses
-    batch, _, _, width = out.shape
-    num_text = 0 if text is None else text.shape[2]
-    *to_peers, replicated = out.split([*token_sizes, num_text], dim=2)
-    # Heads first: what arrives is then all heads of this rank's tokens, in order.
-    pieces = [
-        piece.permute(1, 0, 2, 3)
-        for tokens in to_peers
-        for piece in ((tokens,) if text is None else (tokens, replicated))
-    ]
-    send_sizes = [(size + num_text) * batch * head_sizes[dim.index] * width for size in token_sizes]
-    receive_sizes = [(token_sizes[dim.index] + num_text) * batch * heads * width for heads in head_sizes]
-    received = all_to_all(pack(pieces), send_sizes, receive_sizes, dim)
-    local = token_sizes[dim.index]
-    if text is None:
-        return received.view(sum(head_sizes), batch, local, width).permute(1, 0, 2, 3)
-    kinds = [
-        part.split([batch * heads * local * width, batch * heads * num_text * width])
-        for part, heads in zip(received.split(receive_sizes), head_sizes, strict=True)
-    ]
-    tokens, texts = (torch.cat([pair[kind] for pair in kinds]) for kind in range(2))
-    return join_kinds(
-        tokens.view(sum(head_sizes), batch, local, width).permute(1, 0, 2, 3),
-        texts.view(sum(head_sizes), batch, num_text, width).permute(1, 0, 2, 3),
-        layout,
-        mesh.rank,
-    )

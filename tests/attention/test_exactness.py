@@ -1,8 +1,5 @@
 """Attention over every mesh against unmodified SDPA on one device: numbers, shapes, dtypes."""
 
-from dataclasses import dataclass, field
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,87 +18,18 @@ from para_core import (
     ulysses_attention,
     unified_attention,
 )
+from tests.attention.cases import BALANCED, IMAGE_FIRST, MESHES, TEXT_FIRST, Case, Mask, attend
 from tests.attention.one_device import make_qkv, relative_error
-
-# (ring, ulysses)
-MESHES = [(2, 1), (1, 2), (4, 1), (1, 4), (2, 2)]
-
-TEXT_FIRST = (("text", 5, True), ("image", 11, False))
-IMAGE_FIRST = (("image", 11, False), ("text", 5, True))
-
-
-@dataclass(frozen=True)
-class Case:
-    """One attention call, as one device makes it, and how its tokens are cut."""
-
-    S: int = 13
-    H: int = 3
-    D: int = 8
-    B: int = 2
-    S_k: int | None = None
-    H_kv: int | None = None
-    D_v: int | None = None
-    dtype: torch.dtype = torch.float32
-    # (name, total, replicated); S and S_k are then their sums. Keys are cut like queries unless key_segments is given.
-    segments: tuple[tuple[str, int, bool], ...] | None = None
-    key_segments: tuple[tuple[str, int, bool], ...] | None = None
-    options: dict[str, Any] = field(default_factory=dict)
-    # How the tensors lie in memory; see lay_out.
-    memory: str = "contiguous"
-
-    def qkv(self) -> list[Tensor]:
-        S = self.S if self.segments is None else sum(total for _, total, _ in self.segments)
-        S_k = self.S_k
-        if self.key_segments is not None:
-            S_k = sum(total for _, total, _ in self.key_segments)
-        return make_qkv(S, self.H, self.D, B=self.B, S_k=S_k, H_kv=self.H_kv, D_v=self.D_v, dtype=self.dtype)
-
-    def layout(self, segments, total: int, ranks: int) -> SequenceLayout:
-        if segments is None:
-            segments = (("sequence", total, False),)
-        return SequenceLayout(tuple(Segment(*segment) for segment in segments), ranks)
-
-
-def lay_out(x: Tensor, memory: str) -> Tensor:
-    if memory == "transposed":  # as a model gets it: [B, S, H, D] with heads and tokens swapped
-        return x.transpose(1, 2).contiguous().transpose(1, 2)
-    if memory == "strided":
-        return torch.stack([x, x + 1], dim=-1).flatten(-2)[..., ::2]
-    if memory == "expanded":  # one head, one batch, seen many times
-        return x[:1, :1].expand_as(x)
-    if memory == "3-D":
-        return x[0]
-    if memory == "5-D":
-        return x.unflatten(0, (1, -1))
-    return x
-
-
-def attend(cases, ring, ulysses):
-    mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
-    outs = []
-    with torch.no_grad():
-        for case in cases:
-            q, k, v = (lay_out(x, case.memory) for x in case.qkv())
-            query_layout = case.layout(case.segments, q.shape[-2], ring * ulysses)
-            same = case.key_segments is None and q.shape[-2] == k.shape[-2]
-            key_layout = query_layout if same else case.layout(case.key_segments, k.shape[-2], ring * ulysses)
-            with UnifiedAttnMode(mesh, layout=query_layout, key_layout=None if same else key_layout) as cp:
-                q = cp.shard(q, dim=-2, sequence=query_layout)
-                k, v = (cp.shard(x, dim=-2, sequence=key_layout) for x in (k, v))
-                out = F.scaled_dot_product_attention(q, k, v, **case.options)
-                outs.append(cp.gather(out, dim=-2, sequence=query_layout))
-    return outs
 
 
 def check(case: Case, out: Tensor, where: str) -> None:
-    q, k, v = (lay_out(x, case.memory) for x in case.qkv())
-    expected = F.scaled_dot_product_attention(q, k, v, **case.options)
+    expected = case.on_one_device()
     if case.dtype in (torch.float32, torch.float64):
         bound = 1e-5 if case.dtype == torch.float32 else 1e-12
         assert relative_error(out, expected) < bound, f"{case} on {where}"
         return
     # 16 bits: as near to the truth as SDPA itself comes. The small term: SDPA may be exact by luck on few numbers.
-    exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), **case.options)
+    exact = case.on_one_device(double=True)
     assert out.dtype == case.dtype
     bound = 2 * relative_error(expected, exact) + torch.finfo(case.dtype).eps / 4
     assert relative_error(out, exact) <= bound, f"{case} on {where}"
@@ -203,9 +131,76 @@ def test_queries_and_keys_may_have_layouts_of_their_own(rank_pool, ring, ulysses
     check_all(rank_pool, cases, ring, ulysses)
 
 
+@on_every_mesh
+def test_causal_work_may_be_balanced(rank_pool, ring, ulysses):
+    cases = [
+        Case(H=3, segments=segments, options=option, mask=mask, **keys)
+        for segments in (BALANCED, (("video", 2, False, True),), (("text", 4, True), *BALANCED), (*BALANCED, *BALANCED))
+        for option in ({}, CAUSAL)
+        for mask in (None, Mask("k"), Mask("bhqk", rows="local"))
+        for keys in ({}, {"key_segments": (("plain", 9, False),)})
+    ]
+    check_all(rank_pool, cases, ring, ulysses)
+
+
+MASK_DIMS = ["qk", "k", "q", "bk", "bqk", "bhqk", "hqk", "hk", "h", ""]
+
+
+@on_every_mesh
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=str)
+@pytest.mark.parametrize("extents", [("global", "global"), ("local", "global"), ("global", "local")], ids="-".join)
+def test_masks_of_every_shape_may_be_of_all_tokens_or_of_a_ranks_own(rank_pool, ring, ulysses, dtype, extents):
+    cases = [
+        Case(S, H, S_k=S_k, segments=segments, mask=Mask(dims, dtype, *extents), options=option)
+        for dims in MASK_DIMS
+        for S, H, S_k, segments in [
+            (13, 4, None, None),
+            (13, 5, 7, None),
+            (0, 3, None, IMAGE_FIRST),
+            (0, 3, None, TEXT_FIRST),
+        ]
+        for option in ({}, CAUSAL)
+    ]
+    check_all(rank_pool, cases, ring, ulysses)
+
+
+@on_every_mesh
+def test_rows_that_see_no_key_give_zeros(rank_pool, ring, ulysses):
+    cases = [
+        Case(13, 3, mask=Mask(dims, dtype, share=1.0), segments=segments)
+        for dims in ("qk", "bk", "bhqk")
+        for dtype in (torch.bool, torch.float32)
+        for segments in (None, TEXT_FIRST)
+    ]
+    check_all(rank_pool, cases, ring, ulysses)
+    for outs in rank_pool.run(attend, ring * ulysses, cases, ring, ulysses):
+        assert all(not out.any() for out in outs)
+
+
+@on_every_mesh
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_additive_masks_of_another_dtype_than_the_queries(rank_pool, ring, ulysses, dtype):
+    mask_dtypes = (dtype, torch.float32) if dtype != torch.float64 else (dtype,)
+    cases = [Case(13, 3, dtype=dtype, mask=Mask("bqk", mask_dtype)) for mask_dtype in mask_dtypes]
+    check_all(rank_pool, cases, ring, ulysses)
+
+
 def segments():
-    segment = st.tuples(st.just("part"), st.integers(0, 9), st.booleans())
+    kind = st.sampled_from([(False, False), (True, False), (False, True)])
+    segment = st.tuples(st.just("part"), st.integers(0, 9), kind).map(lambda parts: (*parts[:2], *parts[2]))
     return st.lists(segment, min_size=1, max_size=3).map(tuple)
+
+
+@st.composite
+def masks(draw):
+    rows, columns = draw(st.sampled_from([("global", "global"), ("local", "global"), ("global", "local")]))
+    return Mask(
+        dims=draw(st.sampled_from(MASK_DIMS)),
+        dtype=draw(st.sampled_from([torch.bool, torch.float32])),
+        rows=rows,
+        columns=columns,
+        share=draw(st.sampled_from([0.0, 0.3, 0.9, 1.0])),
+    )
 
 
 @st.composite
@@ -222,7 +217,8 @@ def drawn_cases(draw):
         dtype=draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
         segments=draw(segments()),
         # At least one key: SDPA's own answer for none depends on the backend.
-        key_segments=draw(st.none() | segments().filter(lambda parts: sum(total for _, total, _ in parts) > 0)),
+        key_segments=draw(st.none() | segments().filter(lambda parts: sum(part[1] for part in parts) > 0)),
+        mask=draw(st.none() | masks()),
         options=options | ({"enable_gqa": True} if groups > 1 else {}),
         memory=draw(st.sampled_from(["contiguous", "transposed", "strided"])),
     )
@@ -294,37 +290,3 @@ def test_autocast_computes_in_its_dtype_as_it_does_on_one_device(rank_pool, ring
     for out in rank_pool.run(attend_with_autocast, ring * ulysses, ring, ulysses):
         assert out.dtype == expected.dtype
         assert relative_error(out, exact) <= 2 * relative_error(expected, exact)
-
-
-def gradients(cases, ring, ulysses):
-    """dq, dk, dv of this rank's parts, for the sum of out · weight over all ranks."""
-    mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
-    ranks, rank = ring * ulysses, mesh.get_rank()
-    results = []
-    for S, H, options in cases:
-        *qkv, weight = [
-            x.tensor_split(ranks, dim=-2)[rank].clone() for x in (*make_qkv(S, H), make_qkv(S, H, seed=1)[0])
-        ]
-        for x in qkv:
-            x.requires_grad_()
-        with UnifiedAttnMode(mesh) as cp, cp.using(cp.sequence(S)):
-            out = F.scaled_dot_product_attention(*qkv, **options)
-        (out * weight).sum().backward()
-        results.append([out.detach(), *(x.grad for x in qkv)])
-    return results
-
-
-@on_every_mesh
-def test_gradients_equal_those_of_one_device(rank_pool, ring, ulysses):
-    ranks = ring * ulysses
-    cases = [(S, H, options) for S, H in [(13, 6), (3, 3), (16, 1)] for options in ({}, CAUSAL, {"scale": 0.4})]
-    expected = []
-    for S, H, options in cases:
-        qkv = [x.requires_grad_() for x in make_qkv(S, H)]
-        out = F.scaled_dot_product_attention(*qkv, **options)
-        (out * make_qkv(S, H, seed=1)[0]).sum().backward()
-        expected.append([out.detach(), *(x.grad for x in qkv)])
-    found = zip(*rank_pool.run(gradients, ranks, cases, ring, ulysses), strict=True)
-    for case, parts_of_ranks, whole in zip(cases, found, expected, strict=True):
-        for name, parts, y in zip(("out", "dq", "dk", "dv"), zip(*parts_of_ranks, strict=True), whole, strict=True):
-            assert relative_error(torch.cat(parts, dim=-2), y) < 1e-5, f"{name} of {case}"

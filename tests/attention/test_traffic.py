@@ -44,6 +44,45 @@ def count(ring, ulysses, S, segments=None, assume_equal=True, **options):
     return traffic.sent, traffic.others
 
 
+def count_training(ring, ulysses, S, **options):
+    """Bytes sent per collective, forward and backward; and what eager code copied forward, in elements."""
+    mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
+    qkv = [x.tensor_split(ring * ulysses, dim=2)[mesh.get_rank()].requires_grad_() for x in make_qkv(S, H, D, B=B)]
+    with UnifiedAttnMode(mesh, assume_equal=True) as cp, cp.using(cp.sequence(S)):
+        with Traffic() as forward:
+            out = F.scaled_dot_product_attention(*qkv, **options)
+        grad = torch.ones_like(out)
+        with Traffic() as backward:
+            out.backward(grad)
+    return forward.sent, backward.sent, forward.others + backward.others
+
+
+class Copies(TorchDispatchMode):
+    """Elements that each operator that only moves them has moved."""
+
+    MOVES = ("copy_", "clone", "cat", "_to_copy", "contiguous", "index_select", "repeat_interleave", "stack")
+
+    def __init__(self):
+        super().__init__()
+        self.elements = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name in self.MOVES:
+            self.elements[name] = self.elements.get(name, 0) + out.numel()
+        return out
+
+
+def count_copies(ring, ulysses):
+    mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
+    # As a model gives them: [B, S, H, D] with heads and tokens swapped.
+    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in make_qkv(6, 4, D, B=B))
+    with torch.no_grad(), UnifiedAttnMode(mesh, assume_equal=True), Copies() as copies:
+        F.scaled_dot_product_attention(q, k, v)
+    return copies.elements, q.numel()
+
+
 def sizes(total, ranks):
     return [len(part) for part in torch.arange(total).tensor_split(ranks)]
 
@@ -98,3 +137,43 @@ def test_in_eager_code_a_call_begins_with_one_small_exchange_per_mesh_dim(rank_p
 
 def test_one_rank_sends_nothing(rank_pool):
     assert rank_pool.run(count, 1, 1, 1, 13, assume_equal=False) == [([], [])]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_gradient_of_ulysses_is_one_all_to_all_in_and_one_out(rank_pool, ranks):
+    heads, tokens = sizes(H, ranks), sizes(13, ranks)
+    for rank, (forward, backward, others) in enumerate(rank_pool.run(count_training, ranks, 1, ranks, 13)):
+        peers = [peer for peer in range(ranks) if peer != rank]
+        to_heads = B * 4 * D * sum(tokens[rank] * heads[peer] for peer in peers)
+        to_tokens = B * 4 * D * heads[rank] * sum(tokens[peer] for peer in peers)
+        assert forward == [3 * to_heads, to_tokens], f"rank {rank}"
+        assert backward == [to_heads, 3 * to_tokens], f"rank {rank}"
+        assert others == []
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}], ids=["full", "causal"])
+def test_the_gradient_of_a_ring_sends_blocks_and_what_was_found_for_them_once_less_than_ranks(
+    rank_pool, ranks, options
+):
+    tokens = sizes(13, ranks)
+    for rank, (forward, backward, others) in enumerate(rank_pool.run(count_training, ranks, ranks, 1, 13, **options)):
+        per_token = B * H * 2 * D * 4
+        hops = [per_token * tokens[(rank - step) % ranks] for step in range(ranks - 1)]
+        # Of a block that came at step i its gradient goes on, from the first step on which it is not the rank's own.
+        gradients = [per_token * tokens[(rank - step) % ranks] for step in range(1, ranks)]
+        assert forward == hops, f"rank {rank}"
+        assert sorted(backward) == sorted(hops + gradients), f"rank {rank}"
+        assert others == []
+
+
+def test_ulysses_moves_each_element_once_into_each_buffer(rank_pool):
+    for elements, numel in rank_pool.run(count_copies, 2, 1, 2):
+        assert elements == {"copy_": 3 * numel + numel}
+
+
+def test_a_ring_moves_keys_and_values_once(rank_pool):
+    for elements, numel in rank_pool.run(count_copies, 2, 2, 1):
+        moved = elements.pop("copy_")
+        assert moved == 2 * numel
+        assert set(elements) <= {"_to_copy"}  # 32 bits while merging

@@ -1,0 +1,109 @@
+"""``attn_mask`` over a mesh: which of its dims are of one rank's tokens, and what a rank's block needs of it.
+
+A mask never becomes larger than it is: a dim of size 1 stays 1, so a key-padding mask stays ``[B, 1, 1, S_k]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from para_core.attention.ring import own_runs
+from para_core.attention.ulysses import Exchange, Sent, split_by_kind, tokens_to_heads
+from para_core.attention.unified import UnifiedCall
+from para_core.layout import SequenceLayout
+from para_core.sharding import gather_tokens
+
+# Of all tokens alike; of the whole sequence; of this rank's tokens.
+Extent = Literal["broadcast", "global", "local"]
+
+
+@dataclass(frozen=True)
+class MaskExtents:
+    """What the last two dims of a mask count."""
+
+    queries: Extent
+    keys: Extent
+
+
+def mask_extents(
+    sizes: Sequence[tuple[int, int]], query_layout: SequenceLayout, key_layout: SequenceLayout, ranks: Sequence[int]
+) -> MaskExtents:
+    """Read the last two sizes of the masks of ``ranks``: all of them in eager code, else this one.
+
+    Raises:
+        ValueError: they fit neither reading, or both dims are local.
+    """
+    queries = _extent("query", [size for size, _ in sizes], query_layout, ranks)
+    keys = _extent("key", [size for _, size in sizes], key_layout, ranks)
+    if queries == keys == "local":
+        raise ValueError(
+            f"attn_mask is [..., {sizes[0][0]}, {sizes[0][1]}]: this rank's queries by this rank's keys. That is a block of "
+            "the diagonal, and says nothing about other ranks' keys. Pass all columns (key dim "
+            f"{key_layout.total}), or all rows (query dim {query_layout.total})."
+        )
+    return MaskExtents(queries, keys)
+
+
+def _extent(kind: str, sizes: Sequence[int], layout: SequenceLayout, ranks: Sequence[int]) -> Extent:
+    if all(size == 1 for size in sizes):
+        return "broadcast"
+    if all(size == layout.total for size in sizes):
+        return "global"
+    if all(size == layout.size(rank) for size, rank in zip(sizes, ranks, strict=True)):
+        if len(ranks) < layout.ranks and 1 in layout.sizes():
+            raise ValueError(
+                f"attn_mask has {kind} dim {sizes[0]}, this rank's part of {layout.total}. Another rank's part is 1, which "
+                "there means broadcast, and without an exchange no rank knows what the others have. Pass the mask for all "
+                "tokens: cp.local_mask(mask) gathers it along the keys, cp.gather(mask, dim=-2) along the queries."
+            )
+        return "local"
+    held = ", ".join([str(layout.size(rank)) for rank in ranks])
+    given = ", ".join([str(size) for size in sizes])
+    raise ValueError(
+        f"attn_mask has {kind} dim {given}; expected 1, or {layout.total} (the whole sequence), or {held} (a rank's part)."
+    )
+
+
+def mask_of_block(mask: Tensor, extents: MaskExtents, call: UnifiedCall) -> Tensor:
+    """What of ``mask`` this rank's block of queries and share of the heads needs.
+
+    Args:
+        mask: ``[B or 1, H or 1, S_q, S_k]``, dims as ``extents`` says.
+
+    Returns:
+        ``[B or 1, H_local or 1, S_block or 1, total or 1]``: rows as the block holds its queries, columns by position in
+        the whole sequence. Differentiable.
+    """
+    if mask.dtype == torch.bool:  # gloo moves no bool
+        return _of_block(mask.view(torch.uint8), extents, call).view(torch.bool)
+    return _of_block(mask, extents, call)
+
+
+def _of_block(mask: Tensor, extents: MaskExtents, call: UnifiedCall) -> Tensor:
+    mesh, ring = call.mesh, call.ring
+    if extents.keys == "local":
+        mask = gather_tokens(mask, 3, ring.key_layout, mesh)
+    heads = call.heads.of_query() if mask.shape[1] > 1 else [(0, 1)] * mesh.ulysses.size
+    if extents.queries == "local" and call.exchange is not None:
+        return _rows_of_group(mask, call.exchange, heads)
+    if mask.shape[1] > 1:
+        mask = mask.narrow(1, *heads[mesh.ulysses.index])
+    if extents.queries == "global":
+        parts = [mask.narrow(2, start, length) for start, length in own_runs(ring.query_layout, mesh)]
+        mask = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+    return mask
+
+
+def _rows_of_group(mask: Tensor, exchange: Exchange, heads: Sequence[tuple[int, int]]) -> Tensor:
+    """From this rank's rows of all heads to the rows of its Ulysses group, of its own heads."""
+    layout, mesh = exchange.query_layout, exchange.mesh
+    first = mesh.ring.index * mesh.ulysses.size
+    sizes = [layout.sharded_size(rank) for rank in range(first, first + mesh.ulysses.size)]
+    sharded, text = split_by_kind(mask, layout, mesh.rank)
+    rows = tokens_to_heads([[Sent(sharded, heads, sizes)]], mesh.ulysses)[0]
+    return rows if text is None else torch.cat([rows, text.narrow(1, *heads[mesh.ulysses.index])], dim=2)

@@ -1,0 +1,247 @@
+"""Attention calls as one device makes them, and how ranks cut them: what the tests of exactness and gradients draw from."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from para_core import Segment, SequenceLayout, UnifiedAttnMode
+from tests.attention.one_device import make_qkv
+
+# (ring, ulysses)
+MESHES = [(2, 1), (1, 2), (3, 1), (1, 3), (4, 1), (1, 4), (2, 2)]
+
+TEXT_FIRST = (("text", 5, True), ("image", 11, False))
+IMAGE_FIRST = (("image", 11, False), ("text", 5, True))
+BALANCED = (("video", 13, False, True),)
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Dims of size 1 are broadcast; ``rows`` and ``columns`` say whether a rank gets all of them or its own."""
+
+    dims: str = "bhqk"  # which of the four are not 1; without b and h the mask has two dims
+    dtype: torch.dtype = torch.bool
+    rows: str = "global"
+    columns: str = "global"
+    share: float = 0.3  # of the entries that hide a key; 1: all of them
+
+    def make(self, B: int, H: int, S: int, S_k: int) -> Tensor:
+        sizes = [size if dim in self.dims else 1 for dim, size in zip("bhqk", (B, H, S, S_k), strict=True)]
+        generator = torch.Generator().manual_seed(5)
+        hidden = torch.rand(sizes, generator=generator) < self.share
+        if "q" in self.dims and S > 1:
+            hidden[:, :, 1] = True  # a query that sees nothing
+        if self.dtype == torch.bool:
+            mask = ~hidden
+        else:
+            mask = torch.randn(sizes, generator=generator).to(self.dtype).masked_fill(hidden, float("-inf"))
+        return mask if set(self.dims) & {"b", "h"} else mask[0, 0]
+
+    def local_dims(self, query_layout: SequenceLayout, key_layout: SequenceLayout) -> list[tuple[int, SequenceLayout]]:
+        """Which dims a rank gets its own part of. Not where each rank has one token: that part would mean broadcast."""
+        asked = [(-2, "q", self.rows, query_layout), (-1, "k", self.columns, key_layout)]
+        return [
+            (dim, layout)
+            for dim, name, extent, layout in asked
+            if extent == "local" and name in self.dims and set(layout.sizes()) != {1}
+        ]
+
+    def cut(self, mask: Tensor, query_layout: SequenceLayout, key_layout: SequenceLayout, rank: int) -> Tensor:
+        for dim, layout in self.local_dims(query_layout, key_layout):
+            mask = held(mask, dim, layout, rank)
+        return mask
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention call, and how its tokens are cut."""
+
+    S: int = 13
+    H: int = 3
+    D: int = 8
+    B: int = 2
+    S_k: int | None = None
+    H_kv: int | None = None
+    D_v: int | None = None
+    dtype: torch.dtype = torch.float32
+    # (name, total, replicated, balanced); S and S_k are then their sums. Keys are cut like queries unless key_segments
+    # is given.
+    segments: tuple[tuple[Any, ...], ...] | None = None
+    key_segments: tuple[tuple[Any, ...], ...] | None = None
+    mask: Mask | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    # How the tensors lie in memory; see lay_out.
+    memory: str = "contiguous"
+
+    def qkv(self) -> list[Tensor]:
+        S = self.S if self.segments is None else _total(self.segments)
+        S_k = self.S_k if self.key_segments is None else _total(self.key_segments)
+        qkv = make_qkv(S, self.H, self.D, B=self.B, S_k=S_k, H_kv=self.H_kv, D_v=self.D_v, dtype=self.dtype)
+        return [lay_out(x, self.memory) for x in qkv]
+
+    def whole_mask(self) -> Tensor | None:
+        q, k, _ = self.qkv()
+        return None if self.mask is None else self.mask.make(self.B, self.H, q.shape[-2], k.shape[-2])
+
+    def layouts(self, ranks: int) -> tuple[SequenceLayout, SequenceLayout]:
+        q, k, _ = self.qkv()
+        query_layout = _layout(self.segments, q.shape[-2], ranks)
+        if self.key_segments is None and q.shape[-2] == k.shape[-2]:
+            return query_layout, query_layout
+        return query_layout, _layout(self.key_segments, k.shape[-2], ranks)
+
+    def on_one_device(self, *, double: bool = False) -> Tensor:
+        q, k, v = (x.double() if double else x for x in self.qkv())
+        mask = self.whole_mask()
+        if mask is not None and mask.dtype != torch.bool:
+            mask = mask.to(q.dtype)
+        return _sdpa_with_both(q, k, v, mask, **self.options)
+
+    def weight(self, rank: int | None = None) -> Tensor:
+        """Of each element of out in the loss of ``rank``, for the whole sequence."""
+        S, D_v = self.qkv()[0].shape[-2], self.qkv()[2].shape[-1]
+        return make_qkv(S, self.H, D_v, B=self.B, seed=7 if rank is None else 100 + rank)[0]
+
+
+def _total(segments: tuple[tuple[Any, ...], ...]) -> int:
+    return sum(segment[1] for segment in segments)
+
+
+def _layout(segments: tuple[tuple[Any, ...], ...] | None, total: int, ranks: int) -> SequenceLayout:
+    return SequenceLayout(tuple(Segment(*segment) for segment in segments or (("sequence", total),)), ranks)
+
+
+def lay_out(x: Tensor, memory: str) -> Tensor:
+    if memory == "transposed":  # as a model gets it: [B, S, H, D] with heads and tokens swapped
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if memory == "strided":
+        return torch.stack([x, x + 1], dim=-1).flatten(-2)[..., ::2]
+    if memory == "expanded":  # one head, one batch, seen many times
+        return x[:1, :1].expand_as(x)
+    if memory == "3-D":
+        return x[0]
+    if memory == "5-D":
+        return x.unflatten(0, (1, -1))
+    return x
+
+
+def held(x: Tensor, dim: int, layout: SequenceLayout, rank: int) -> Tensor:
+    """What ``rank`` holds of ``x``, by positions written out."""
+    positions = [start + i for start, length in layout.runs(rank) for i in range(length)]
+    return x.index_select(dim, torch.tensor(positions, dtype=torch.long))
+
+
+def put_together(parts: list[Tensor], dim: int, layout: SequenceLayout) -> Tensor:
+    """The sum of what all ranks hold, each at its positions: replicated tokens add up."""
+    shape = list(parts[0].shape)
+    shape[dim] = layout.total
+    whole = parts[0].new_zeros(shape)
+    for rank, part in enumerate(parts):
+        positions = [start + i for start, length in layout.runs(rank) for i in range(length)]
+        whole.index_add_(dim, torch.tensor(positions, dtype=torch.long), part)
+    return whole
+
+
+def _sdpa(compile_with: str | None) -> Any:
+    def sdpa(*args: Any, **options: Any) -> Tensor:
+        return F.scaled_dot_product_attention(*args, **options)
+
+    if compile_with is None:
+        return sdpa
+    torch.compiler.reset()
+    return torch.compile(sdpa, fullgraph=True, backend=compile_with)
+
+
+def attend(
+    cases: list[Case],
+    ring: int,
+    ulysses: int,
+    compile_with: str | None = None,
+    mode_options: dict[str, Any] | None = None,
+) -> list[Tensor]:
+    """The whole result of each case, as this rank gathered it."""
+    mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
+    rank, outs = mesh.get_rank(), []
+    with torch.no_grad():
+        for case in cases:
+            query_layout, key_layout = case.layouts(ring * ulysses)
+            q, k, v = case.qkv()
+            mask = case.whole_mask()
+            if mask is not None:
+                mask = case.mask.cut(mask, query_layout, key_layout, rank)
+            key_layout = None if key_layout is query_layout else key_layout
+            options = {"layout": query_layout, "key_layout": key_layout, **(mode_options or {})}
+            with UnifiedAttnMode(mesh, **options) as cp:
+                q = cp.shard(q, dim=-2, sequence=query_layout)
+                k, v = (cp.shard(x, dim=-2, sequence=key_layout or query_layout) for x in (k, v))
+                sdpa = _sdpa(compile_with)
+                out = sdpa(q, k, v, mask, **case.options)
+                outs.append(cp.gather(out, dim=-2, sequence=query_layout))
+    return outs
+
+
+def gradients(cases: list[Case], ring: int, ulysses: int, compile_with: str | None = None) -> list[list[Tensor]]:
+    """Of each case this rank's gradients of query, key, value and, if it is a float, mask; every rank has its own loss."""
+    mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
+    rank, results = mesh.get_rank(), []
+    for case in cases:
+        query_layout, key_layout = case.layouts(ring * ulysses)
+        q, k, v = case.qkv()
+        weight = held(case.weight(rank), -2, query_layout, rank)
+        inputs = [held(x, -2, layout, rank) for x, layout in ((q, query_layout), (k, key_layout), (v, key_layout))]
+        mask = case.whole_mask()
+        if mask is not None:
+            inputs.append(case.mask.cut(mask, query_layout, key_layout, rank).clone())
+        for x in inputs:
+            x.requires_grad_(x.is_floating_point())
+        key_layout = None if key_layout is query_layout else key_layout
+        sdpa = _sdpa(compile_with)
+        with UnifiedAttnMode(mesh, layout=query_layout, key_layout=key_layout):
+            out = sdpa(*inputs, **case.options)
+        (out * weight).sum().backward()
+        results.append(_grads(inputs))
+    return results
+
+
+def gradients_on_one_device(case: Case, ranks: int) -> list[Tensor]:
+    """Of the sum of all ranks' losses; the mask's too, if it is a float."""
+    query_layout, _ = case.layouts(ranks)
+    weights = [held(case.weight(rank), -2, query_layout, rank) for rank in range(ranks)]
+    weight = put_together(weights, -2, query_layout)
+    inputs = [x.clone() for x in case.qkv()]
+    mask = case.whole_mask()
+    if mask is not None:
+        inputs.append(mask.clone())
+    for x in inputs:
+        x.requires_grad_(x.is_floating_point())
+    out = _sdpa_with_both(*inputs, **case.options)
+    (out * weight).sum().backward()
+    return _grads(inputs)
+
+
+def _grads(inputs: list[Tensor]) -> list[Tensor]:
+    # Of empty attention torch gives a mask no gradient at all.
+    return [torch.zeros_like(x) if x.grad is None else x.grad for x in inputs if x.requires_grad]
+
+
+def _sdpa_with_both(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
+    """SDPA's math backend takes a mask or is_causal; its flash backend both."""
+    if mask is not None and options.get("is_causal"):
+        seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril()
+        mask = mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, float("-inf"))
+        options = {**options, "is_causal": False}
+    return F.scaled_dot_product_attention(q, k, v, mask, **options)
+
+
+def put_gradients_together(case: Case, parts_of_ranks: list[list[Tensor]]) -> list[Tensor]:
+    query_layout, key_layout = case.layouts(len(parts_of_ranks))
+    q, k, v, *masks = zip(*parts_of_ranks, strict=True)
+    whole = [put_together(list(q), -2, query_layout), *(put_together(list(x), -2, key_layout) for x in (k, v))]
+    for parts in masks:
+        local = case.mask.local_dims(query_layout, key_layout)
+        whole.append(put_together(list(parts), *local[0]) if local else torch.stack(parts).sum(0))
+    return whole

@@ -1,0 +1,50 @@
+"""Tiles of a causal block against the mask that they replace, element by element."""
+
+import doctest
+from importlib import import_module
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from para_core.attention.causal import coalesce, cut, visible_tiles
+
+# Disjoint runs: lengths and gaps in turn.
+RUNS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5)), max_size=4).map(
+    lambda parts: [
+        (sum(gap + length for gap, length in parts[:i]) + gap, length) for i, (gap, length) in enumerate(parts)
+    ]
+)
+
+
+def positions(runs):
+    return torch.cat([torch.arange(0), *[torch.arange(start, start + length) for start, length in runs]])
+
+
+def test_the_docstrings_are_right():
+    results = doctest.testmod(import_module("para_core.attention.causal"))
+    assert results.attempted > 0
+    assert results.failed == 0
+
+
+@given(queries=RUNS, keys=RUNS)
+def test_tiles_cover_what_a_causal_mask_shows_once(queries, keys):
+    queries, keys = coalesce(queries), coalesce(keys)
+    expected = positions(queries)[:, None] >= positions(keys)[None, :]
+    seen = torch.zeros_like(expected, dtype=torch.int)
+    row = 0
+    for piece in cut(queries, keys):
+        for tile in visible_tiles(piece, keys):
+            block = torch.ones(piece[1], tile.num_keys, dtype=torch.int)
+            seen[row : row + piece[1], tile.first_key : tile.first_key + tile.num_keys] += (
+                block.tril() if tile.diagonal else block
+            )
+        row += piece[1]
+    assert row == len(expected)
+    assert torch.equal(seen, expected.int())
+
+
+@given(runs=RUNS)
+def test_cutting_and_coalescing_lose_no_token(runs):
+    assert torch.equal(positions(cut(runs, [(2, 3), (7, 100)])), positions(runs))
+    assert torch.equal(positions(coalesce(runs[::-1])), positions(runs))

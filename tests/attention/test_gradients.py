@@ -1,0 +1,128 @@
+"""Gradients over every mesh against those of unmodified SDPA on one device, for the sum of all ranks' losses."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.attention.cases import (
+    BALANCED,
+    IMAGE_FIRST,
+    MESHES,
+    TEXT_FIRST,
+    Case,
+    Mask,
+    gradients,
+    gradients_on_one_device,
+    put_gradients_together,
+)
+from tests.attention.test_exactness import drawn_cases
+
+on_every_mesh = pytest.mark.parametrize(("ring", "ulysses"), MESHES)
+CAUSAL = {"is_causal": True}
+GQA = {"enable_gqa": True}
+
+
+def check_all(rank_pool, cases, ring, ulysses, compile_with=None):
+    ranks = ring * ulysses
+    found = zip(*rank_pool.run(gradients, ranks, cases, ring, ulysses, compile_with), strict=True)
+    for case, parts_of_ranks in zip(cases, found, strict=True):
+        expected = gradients_on_one_device(case, ranks)
+        whole = put_gradients_together(case, parts_of_ranks)
+        # Where softmax does not move (one key, a bias of all keys alike) gradients are what rounding leaves of 0.
+        scale = expected[2].norm()
+        assert len(whole) == len(expected)
+        for name, one, other in zip(("query", "key", "value", "mask"), whole, expected, strict=False):
+            where = f"{name} of {case} on ring {ring} × ulysses {ulysses}"
+            assert one.shape == other.shape, where
+            assert (one - other).norm() <= 1e-5 * max(scale, other.norm()), where
+
+
+@on_every_mesh
+def test_self_attention(rank_pool, ring, ulysses):
+    cases = [
+        Case(S, H, D, options=options)
+        for S, H, D in [(13, 6, 8), (3, 3, 5), (16, 1, 16), (1, 2, 8)]
+        for options in ({}, CAUSAL, {"scale": 0.4})
+    ]
+    check_all(rank_pool, cases, ring, ulysses)
+
+
+@on_every_mesh
+def test_grouped_heads_other_lengths_and_other_widths(rank_pool, ring, ulysses):
+    cases = [
+        *[
+            Case(13, H, H_kv=H_kv, options=GQA | causal)
+            for H, H_kv in [(6, 2), (4, 1), (6, 3)]
+            for causal in ({}, CAUSAL)
+        ],
+        *[
+            Case(13, 3, S_k=S_k, D_v=D_v, options=causal)
+            for S_k in (5, 20)
+            for D_v in (None, 3)
+            for causal in ({}, CAUSAL)
+        ],
+    ]
+    check_all(rank_pool, cases, ring, ulysses)
+
+
+@on_every_mesh
+def test_replicated_and_balanced_segments(rank_pool, ring, ulysses):
+    layouts = [TEXT_FIRST, IMAGE_FIRST, BALANCED, (("text", 3, True), ("image", 9, False), ("more", 2, True))]
+    cases = [Case(H=H, segments=one, options=causal) for one in layouts for H in (4, 3) for causal in ({}, CAUSAL)]
+    cases += [
+        Case(H=3, segments=IMAGE_FIRST, key_segments=(("text", 5, True),), options=causal) for causal in ({}, CAUSAL)
+    ]
+    check_all(rank_pool, cases, ring, ulysses)
+
+
+@on_every_mesh
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=str)
+def test_masks_and_the_gradient_of_additive_ones(rank_pool, ring, ulysses, dtype):
+    extents = [("global", "global"), ("local", "global"), ("global", "local")]
+    cases = [
+        Case(13, 4, segments=segments, mask=Mask(dims, dtype, *one), options=causal)
+        for dims in ("qk", "bk", "bhqk", "hqk", "")
+        for one in extents
+        for segments in (None, IMAGE_FIRST)
+        for causal in ({}, CAUSAL)
+    ]
+    check_all(rank_pool, cases, ring, ulysses)
+
+
+def test_rows_that_see_no_key_have_no_gradient(rank_pool):
+    cases = [Case(13, 3, mask=Mask("qk", dtype, share=1.0)) for dtype in (torch.bool, torch.float32)]
+    for ring, ulysses in ((2, 1), (1, 2)):
+        for results in rank_pool.run(gradients, 2, cases, ring, ulysses):
+            assert all(not grad.any() for grads in results for grad in grads)
+
+
+float32_cases = drawn_cases().filter(lambda case: case.dtype == torch.float32)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(mesh=st.sampled_from(MESHES), cases=st.lists(float32_cases, min_size=1, max_size=5))
+def test_any_attention_on_any_mesh(rank_pool, mesh, cases):
+    check_all(rank_pool, cases, *mesh)
+
+
+COMPILED = [
+    Case(13, 4),
+    Case(13, 3, options=CAUSAL),
+    Case(5, 1, options=CAUSAL),  # a rank without heads, a rank with one token
+    Case(1, 2),  # a rank without tokens
+    Case(13, 6, H_kv=2, options=GQA),
+    Case(H=4, segments=TEXT_FIRST, mask=Mask("bk", torch.float32)),
+    Case(H=3, segments=BALANCED, mask=Mask("bhqk", torch.float32, "local"), options=CAUSAL),
+    Case(13, 3, S_k=9, mask=Mask("qk", torch.bool, "global", "local")),
+]
+
+
+@on_every_mesh
+def test_in_one_compiled_graph(rank_pool, ring, ulysses):
+    check_all(rank_pool, COMPILED, ring, ulysses, "aot_eager")
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2)])
+def test_with_inductor(rank_pool, ring, ulysses):
+    check_all(rank_pool, COMPILED[2:4], ring, ulysses, "inductor")

@@ -1,0 +1,181 @@
+"""What else a call can be given: attention of the user's own, chunks of heads, replicated keys, torch.func."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+
+from para_core import UnifiedAttnMode, unified_attention
+from para_core.attention.mask import MaskExtents, mask_extents
+from para_core.layout import even_layout
+from tests.attention.cases import MESHES, TEXT_FIRST, Case, Mask, attend
+from tests.attention.one_device import make_qkv, relative_error
+from tests.attention.test_exactness import check
+
+on_every_mesh = pytest.mark.parametrize(("ring", "ulysses"), MESHES)
+CAUSAL = {"is_causal": True}
+
+
+def by_hand(query, key, value, *, attn_mask, dropout_p, is_causal, scale):
+    assert dropout_p == 0.0
+    assert attn_mask is None or not is_causal
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    if attn_mask is not None:
+        bias = attn_mask if attn_mask.is_floating_point() else torch.zeros_like(attn_mask, dtype=scores.dtype)
+        scores = scores + (bias if attn_mask.is_floating_point() else bias.masked_fill(~attn_mask, float("-inf")))
+    lse = scores.logsumexp(-1)
+    return torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None]) @ value, lse
+
+
+def by_hand_without_lse(*args, **options):
+    return by_hand(*args, **options)[0]
+
+
+CASES = [
+    Case(13, 4),
+    Case(13, 5, options=CAUSAL | {"scale": 0.3}),
+    Case(3, 1),
+    Case(13, 6, H_kv=2, options={"enable_gqa": True}),
+    Case(H=4, segments=TEXT_FIRST, mask=Mask("bk")),
+    Case(13, 5, mask=Mask("bhqk", torch.float32, "local"), options=CAUSAL),
+]
+
+
+@on_every_mesh
+@pytest.mark.parametrize("compile_with", [None, "aot_eager"])
+@pytest.mark.parametrize("options", [{"attn_func": by_hand}, {"ulysses_chunks": 2}, {"ulysses_chunks": 3}], ids=str)
+def test_attention_of_the_users_own_and_chunks_of_heads_are_exact(rank_pool, ring, ulysses, compile_with, options):
+    cases = CASES if compile_with is None else CASES[:4:3]
+    results = rank_pool.run(attend, ring * ulysses, cases, ring, ulysses, compile_with, options)
+    for rank, outs in enumerate(results):
+        for case, out in zip(cases, outs, strict=True):
+            check(case, out, f"ring {ring} × ulysses {ulysses}, rank {rank}, {options}")
+
+
+def learn_with_attn_func(ring, ulysses):
+    mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
+    qkv = [x.chunk(2, dim=2)[mesh.get_rank()].requires_grad_() for x in make_qkv(12, 4)]
+    with UnifiedAttnMode(mesh, attn_func=by_hand):
+        F.scaled_dot_product_attention(*qkv).square().sum().backward()
+    return [x.grad for x in qkv]
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2)])
+def test_attention_of_the_users_own_has_its_own_gradient(rank_pool, ring, ulysses):
+    qkv = [x.requires_grad_() for x in make_qkv(12, 4)]
+    F.scaled_dot_product_attention(*qkv).square().sum().backward()
+    for rank, grads in enumerate(rank_pool.run(learn_with_attn_func, 2, ring, ulysses)):
+        for x, grad in zip(qkv, grads, strict=True):
+            assert relative_error(grad, x.grad.chunk(2, dim=2)[rank]) < 1e-5
+
+
+def attend_without_lse(ring, ulysses, is_causal):
+    mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
+    q, k, v = (x.tensor_split(ring * ulysses, dim=2)[mesh.get_rank()] for x in make_qkv(5, 4))
+    with torch.no_grad(), UnifiedAttnMode(mesh, attn_func=by_hand_without_lse) as cp, cp.using(cp.sequence(5)):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+
+def test_a_ring_says_that_it_needs_lse_and_ulysses_does_not(rank_pool):
+    whole = F.scaled_dot_product_attention(*make_qkv(5, 4))
+    for rank, out in enumerate(rank_pool.run(attend_without_lse, 2, 1, 2, False)):
+        assert relative_error(out, whole.tensor_split(2, dim=2)[rank]) < 1e-5
+    for error in rank_pool.run_expecting_errors(attend_without_lse, 3, 3, 1, False):
+        assert "attn_func returned out alone, and a ring of 3 ranks merges" in str(error)
+    for error in rank_pool.run_expecting_errors(attend_without_lse, 2, 1, 2, True):
+        assert "attn_func returned out alone, and is_causal over several ranks merges" in str(error)
+
+
+def attend_to_replicated_keys(ring, ulysses):
+    mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
+    q, k, v = make_qkv(13, 4, S_k=9)
+    outs, errors = [], []
+    with torch.no_grad(), UnifiedAttnMode(mesh) as cp:
+        k = cp.replicated(k)
+        mine = cp.shard(q, dim=2)
+        outs.append(cp.gather(F.scaled_dot_product_attention(mine, k, v), dim=2))
+        padding = torch.arange(9) < 5
+        outs.append(cp.gather(F.scaled_dot_product_attention(mine, k, v, padding[None]), dim=2))
+        own = cp.shard(padding.repeat(2)[:13], dim=0)
+        outs.append(cp.gather(F.scaled_dot_product_attention(mine, mine, mine, cp.local_mask(own[None])), dim=2))
+        joint = torch.cat([k, mine], dim=2)
+        try:
+            F.scaled_dot_product_attention(joint, joint, joint)
+        except ValueError as error:
+            errors.append(str(error))
+    return outs, errors
+
+
+@on_every_mesh
+def test_keys_said_to_be_replicated_and_masks_said_to_be_local(rank_pool, ring, ulysses):
+    q, k, v = make_qkv(13, 4, S_k=9)
+    padding = torch.arange(9) < 5
+    expected = [
+        F.scaled_dot_product_attention(q, k, v),
+        F.scaled_dot_product_attention(q, k, v, padding[None]),
+        F.scaled_dot_product_attention(q, q, q, padding.repeat(2)[:13][None]),
+    ]
+    for outs, errors in rank_pool.run(attend_to_replicated_keys, ring * ulysses, ring, ulysses):
+        for out, whole in zip(outs, expected, strict=True):
+            assert relative_error(out, whole) < 1e-5
+        assert len(errors) == 1
+        assert "holds replicated ones, and they may be first or last" in errors[0]
+
+
+def test_without_an_exchange_a_local_mask_is_not_guessed_where_a_rank_has_one_token():
+    layout = even_layout(7, 4)  # 2, 2, 2, 1
+    with pytest.raises(ValueError, match="Another rank's part is 1, which there means broadcast"):
+        mask_extents([(1, 2)], layout, layout, [0])
+    assert mask_extents([(1, 2), (1, 2), (1, 2), (1, 1)], layout, layout, range(4)) == MaskExtents("broadcast", "local")
+
+
+def transform(ring, ulysses):
+    mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
+    q, k, v = (x.chunk(2, dim=2)[mesh.get_rank()] for x in make_qkv(12, 4))
+    gradient = torch.func.grad(lambda q: unified_attention(q, k, v, mesh=mesh).square().sum())(q)
+    with pytest.raises(RuntimeError, match="vmap"):
+        torch.func.vmap(lambda q, k, v: unified_attention(q, k, v, mesh=mesh))(q, k, v)
+    return gradient
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2)])
+def test_of_torch_func_grad_works_and_vmap_is_an_error(rank_pool, ring, ulysses):
+    q, k, v = make_qkv(12, 4)
+    whole = torch.func.grad(lambda q: F.scaled_dot_product_attention(q, k, v).square().sum())(q)
+    for rank, gradient in enumerate(rank_pool.run(transform, 2, ring, ulysses)):
+        assert relative_error(gradient, whole.chunk(2, dim=2)[rank]) < 1e-5
+
+
+def checkpointed(ring, ulysses, bound):
+    from torch.utils.checkpoint import CheckpointError, checkpoint
+
+    mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
+    q, k, v = (x.requires_grad_() for x in make_qkv(13, 4))
+    with UnifiedAttnMode(mesh) as cp:
+        parts = [cp.shard(x, dim=2) for x in (q, k, v)]
+
+        def block(q, k, v):
+            return F.scaled_dot_product_attention(q.sin(), k, v, is_causal=True)
+
+        out = checkpoint(cp.bound(block) if bound else block, *parts, use_reentrant=False)
+        loss = cp.gather(out, dim=2).square().sum() / (ring * ulysses)
+    if not bound:
+        with pytest.raises(CheckpointError):
+            loss.backward()
+        return None
+    loss.backward()
+    for x in (q, k, v):
+        torch.distributed.all_reduce(x.grad)
+    return [x.grad for x in (q, k, v)]
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2)])
+def test_activation_checkpointing_recomputes_under_the_mode_or_says_that_it_did_not(rank_pool, ring, ulysses):
+    qkv = [x.requires_grad_() for x in make_qkv(13, 4)]
+    F.scaled_dot_product_attention(qkv[0].sin(), *qkv[1:], is_causal=True).square().sum().backward()
+    for grads in rank_pool.run(checkpointed, 2, ring, ulysses, True):
+        for x, grad in zip(qkv, grads, strict=True):
+            assert relative_error(grad, x.grad) < 1e-5
+    rank_pool.run(checkpointed, 2, ring, ulysses, False)
