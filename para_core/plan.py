@@ -179,7 +179,8 @@ class _Region:
                 self.mode = mode
                 mode.active = False
                 self._activate()
-                output = call(module, **given)
+                with _recomputed_under(mode, module):
+                    output = call(module, **given)
                 # Compiled parts set it too, at every call: their graphs repeat what the handler did to the mode.
                 if not mode.intercepted:
                     raise RuntimeError(
@@ -285,6 +286,32 @@ class _Region:
             return output
 
         return around
+
+
+@contextmanager
+def _recomputed_under(mode: UnifiedAttnMode, module: nn.Module) -> Iterator[None]:
+    """Inside, what diffusers' activation checkpointing will run again in the backward will do so under ``mode``.
+
+    While a graph is traced nothing is to be done: it holds its own recomputation.
+    """
+    checkpointing: list[tuple[Any, Any]] = []
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        checkpointing = [
+            (submodule, submodule._gradient_checkpointing_func)
+            for submodule in module.modules()
+            if getattr(submodule, "gradient_checkpointing", False)
+        ]
+    for submodule, checkpoint in checkpointing:
+        submodule._gradient_checkpointing_func = _bind_first(mode, checkpoint)
+    try:
+        yield
+    finally:
+        for submodule, checkpoint in checkpointing:
+            submodule._gradient_checkpointing_func = checkpoint
+
+
+def _bind_first(mode: UnifiedAttnMode, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda function, *args: checkpoint(mode.bound(function), *args)
 
 
 # What an adapter looks for in the arguments of a call, by name; raises where it cannot be computed in parallel.
