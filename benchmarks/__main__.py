@@ -7,3 +7,5 @@ from benchmarks.launch import launch
 launch("benchmarks.demo", 1, "--record", "--output", str(Path("docs/demo.png")))
 launch("benchmarks.parallel_speed", 1)
 launch("benchmarks.agreement_cost", 1)
+launch("benchmarks.overlap", 1)
+launch("benchmarks.far_worlds", 1)
