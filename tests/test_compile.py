@@ -256,6 +256,35 @@ def test_inductor_on_one_mesh(rank_pool):
     check(rank_pool.run(compile_around, 2, 2, 1, [12, 12], backend="inductor", timeout=300), [12, 12])
 
 
+def learn_with_reordered_collectives(ring, ulysses):
+    """Forward and backward of a model with shard and gather in its graph, with Inductor's reordering on."""
+    import torch._inductor.config as inductor
+
+    mesh, model = make_mesh(ring, ulysses), make_transformer()
+
+    @torch.compile(fullgraph=True)
+    def run(x):
+        with UnifiedAttnMode(mesh) as cp:
+            sequence = cp.sequence(x.shape[1])
+            return cp.gather(model(cp.shard(x, dim=1, sequence=sequence)), dim=1, sequence=sequence)
+
+    x = tokens(13).requires_grad_()
+    with inductor.patch(reorder_for_compute_comm_overlap=True, reorder_for_locality=True):
+        y = run(x)
+        y.square().mean().backward()
+    torch.distributed.all_reduce(x.grad)
+    return y.detach(), x.grad / (ring * ulysses)
+
+
+def test_inductor_may_reorder_collectives(rank_pool):
+    model, x = make_transformer(), tokens(13).requires_grad_()
+    y = model(x)
+    y.square().mean().backward()
+    for out, grad in rank_pool.run(learn_with_reordered_collectives, 2, 1, 2, timeout=300):
+        assert relative_error(out, y.detach()) < 1e-5
+        assert relative_error(grad, x.grad) < 1e-5
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (4, 1), (1, 4), (2, 2)])
 def test_inductor_on_every_mesh(rank_pool, ring, ulysses):
