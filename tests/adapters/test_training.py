@@ -7,6 +7,7 @@ from peft import LoraConfig
 from torch.nn import functional as F
 
 from para_core.adapters import parallelize_transformer
+from tests.rank_pool import heartbeat
 from tests.tiny import cpu_mesh, flux_inputs, flux_transformer
 
 STEPS = 50
@@ -27,6 +28,7 @@ def learn(mesh_shape, checkpointing=False):
     optimizer = torch.optim.Adam(weights, lr=3e-3)
     losses = []
     for _ in range(STEPS):
+        heartbeat()
         # Every rank computes the loss of the whole output, so the gradients are averaged, as DistributedDataParallel does.
         loss = F.mse_loss(transformer(**inputs, return_dict=False)[0], target)
         loss.backward()

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from para_core import Segment, SequenceLayout, UnifiedAttnMode
 from tests.attention.one_device import make_qkv
+from tests.rank_pool import heartbeat
 
 # (ring, ulysses)
 MESHES = [(2, 1), (1, 2), (3, 1), (1, 3), (4, 1), (1, 4), (2, 2)]
@@ -168,6 +169,7 @@ def attend(
     rank, outs = mesh.get_rank(), []
     with torch.no_grad():
         for case in cases:
+            heartbeat()
             query_layout, key_layout = case.layouts(ring * ulysses)
             q, k, v = case.qkv()
             mask = case.whole_mask()
@@ -189,6 +191,7 @@ def gradients(cases: list[Case], ring: int, ulysses: int, compile_with: str | No
     mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
     rank, results = mesh.get_rank(), []
     for case in cases:
+        heartbeat()
         query_layout, key_layout = case.layouts(ring * ulysses)
         q, k, v = case.qkv()
         weight = held(case.weight(rank), -2, query_layout, rank)
