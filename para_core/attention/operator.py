@@ -1,8 +1,8 @@
 """Attention over the mesh as one operation: of autograd in eager code, of the graph under ``torch.compile``.
 
-In a graph it is one opaque operator per call, and one for its gradient. So collectives are issued in the same order on every
-rank whatever the compiler makes of the rest, a ring of any size is one node, lengths are plain integers when it runs, and
-a rank without tokens or heads takes part like any other.
+In a graph it is one opaque operator per call, and one for its gradient. So the compiler neither drops nor reorders the
+collectives inside, a ring of any size is one node, lengths are plain integers when it runs, and a rank without tokens or
+heads takes part like any other.
 """
 
 from __future__ import annotations
@@ -137,28 +137,28 @@ def _layout(totals: Sequence[int], kinds: Sequence[int], ranks: int) -> Sequence
     return SequenceLayout(tuple([Segment("", total, *_KINDS[kind]) for total, kind in pairs]), ranks)
 
 
-@torch.library.custom_op("para_core::attention", mutates_args=())
+# What _encode gives, as a schema names it.
+_CALL_SCHEMA = (
+    "SymInt[] query_totals, int[] query_kinds, SymInt[] key_totals, int[] key_kinds, int ranks, int[] mesh, str groups, "
+    "SymInt[] heads, bool is_causal, float? scale, int ulysses_chunks"
+)
+
+
+@torch.library.custom_op(
+    "para_core::attention",
+    mutates_args=(),
+    schema=f"(Tensor query, Tensor key, Tensor value, Tensor? mask, bool keep, {_CALL_SCHEMA})"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
 def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
     keep: bool,
-    query_totals: list[int],
-    query_kinds: list[int],
-    key_totals: list[int],
-    key_kinds: list[int],
-    ranks: int,
-    mesh: list[int],
-    groups: str,
-    heads: list[int],
-    is_causal: bool,
-    scale: float | None,
-    ulysses_chunks: int,
+    *encoded: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    call = _decode(
-        query_totals, query_kinds, key_totals, key_kinds, ranks, mesh, groups, heads, is_causal, scale, ulysses_chunks
-    )
+    call = _decode(*encoded)
     out, block = call.forward(query, key, value, mask, keep=keep)
     # One memory format whatever computed it, the one that models go on with: the graph was traced for it.
     out = out.transpose(1, 2).contiguous().transpose(1, 2)
@@ -190,27 +190,20 @@ def _(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, keep: bool
     )
 
 
-@torch.library.custom_op("para_core::attention_backward", mutates_args=())
+@torch.library.custom_op(
+    "para_core::attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad_out, Tensor? mask, Tensor[] block, bool mask_gradient, {_CALL_SCHEMA})"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+)
 def _attention_backward(
     grad_out: Tensor,
     mask: Tensor | None,
     block: list[Tensor],
     mask_gradient: bool,
-    query_totals: list[int],
-    query_kinds: list[int],
-    key_totals: list[int],
-    key_kinds: list[int],
-    ranks: int,
-    mesh: list[int],
-    groups: str,
-    heads: list[int],
-    is_causal: bool,
-    scale: float | None,
-    ulysses_chunks: int,
+    *encoded: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    call = _decode(
-        query_totals, query_kinds, key_totals, key_kinds, ranks, mesh, groups, heads, is_causal, scale, ulysses_chunks
-    )
+    call = _decode(*encoded)
     *grads, grad_mask = call.backward(grad_out, Block(*block), mask, mask_gradient=mask_gradient)
     grad_mask = grad_out.new_empty(0) if grad_mask is None or mask is None else grad_mask.to(mask.dtype)
     grads = [x.clone(memory_format=torch.contiguous_format) for x in grads]
