@@ -76,7 +76,7 @@ def all_gather_bytes(x: Tensor, dim: MeshDim) -> Tensor:
     devices = {device.type: device for device in dim.group._device_types}
     sent = x.to(devices.get("cpu") or next(iter(devices.values())))
     gathered = sent.new_empty(dim.size * sent.numel())
-    # TODO: all_gather_single alone once torch>=2.13 is the minimum.
+    # torch 2.11 has only the second name; 2.13 warns of it.
     all_gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     all_gather_into(gathered, sent, group=dim.group)
     return gathered.cpu()
