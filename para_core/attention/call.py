@@ -215,8 +215,9 @@ def _check_mask(mask: Tensor, query: Tensor) -> None:
         raise ValueError(f"attn_mask is on {mask.device}, query on {query.device}; move the mask.")
     if mask.ndim > query.ndim:
         raise ValueError(f"attn_mask {list(mask.shape)} has more dims than query {list(query.shape)}.")
-    wanted = query.shape[:-2][query.ndim - mask.ndim :] if mask.ndim > 2 else ()
-    if any([size not in (1, full) for size, full in zip(mask.shape[:-2], wanted, strict=True)] if wanted else []):
+    leading = mask.shape[:-2]
+    wanted = query.shape[query.ndim - 2 - len(leading) : -2]
+    if any(size not in (1, full) for size, full in zip(leading, wanted, strict=True)):
         raise ValueError(
             f"attn_mask {list(mask.shape)} does not broadcast over batch and heads of query {list(query.shape)}."
         )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from para_core.attention.causal import join_neighbours
 from para_core.attention.local import local_attention, local_attention_with_lse
 from para_core.attention.ring import (
     AttendWithLse,
@@ -144,11 +145,10 @@ class UnifiedCall:
 
     def _is_local(self) -> bool:
         """Whether SDPA itself computes a block: all keys are here, and in the order of the queries if that matters."""
-        ring = self.ring
-        if not ring.is_causal or self.mesh.ring.size > 1:
+        if not self.ring.is_causal or self.mesh.ring.size > 1:
             return self.mesh.ring.size == 1
-        one_segment = len(ring.query_layout.segments) == 1 and not ring.query_layout.segments[0].balanced
-        return one_segment and ring.query_layout is ring.key_layout and not ring.query_layout.replicated
+        queries, keys = join_neighbours(self.ring.query_runs()), join_neighbours(self.ring.key_runs(0))
+        return queries == keys and len(queries) <= 1
 
     def backward(
         self, grad_out: Tensor, block: Block, mask: Tensor | None, *, mask_gradient: bool
