@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -45,7 +46,7 @@ class UnifiedAttnMode(TorchFunctionMode):
             ``gather``, and turns input that is bad on one rank into an error on all. Nothing is exchanged in a
             compiled graph.
         attn_func: computes attention on one device in place of SDPA: called as ``attn_func(query, key, value, attn_mask=,
-            dropout_p=, is_causal=, scale=)`` with ``[B, H, S, D]`` and at most one of mask and ``is_causal``, it returns
+            dropout_p=, is_causal=, scale=)`` on several ranks, with ``[B, H, S, D]`` and at most one of mask and ``is_causal``, it returns
             ``out``, or ``(out, lse)`` with lse ``[B, H, S_q]`` in float32, which a ring needs.
         ulysses_chunks: without gradients, cut each rank's heads into so many parts, and let the next one travel while one
             is computed.
@@ -144,13 +145,8 @@ class UnifiedAttnMode(TorchFunctionMode):
         For what is called again after the mode has been left: ``checkpoint(cp.bound(block), x, use_reentrant=False)``
         recomputes in the backward.
         """
-        again = type(self)(
-            self._mesh,
-            assume_equal=self._assume_equal,
-            attn_func=self._attn_func,
-            ulysses_chunks=self._ulysses_chunks,
-        )
-        again._explicit, again.active, known = self._explicit, self.active, self._known
+        again, known = copy.copy(self), self._known
+        again._depth = 0
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with again:
@@ -246,12 +242,18 @@ class UnifiedAttnMode(TorchFunctionMode):
         self._remember(Segment("replicated", x.shape[dim], replicated=True))
         return x
 
-    def local_mask(self, mask: Tensor) -> Tensor:
+    def local_mask(self, mask: Tensor, *, sequence: SequenceLayout | None = None) -> Tensor:
         """An attention mask whose key dim (the last) is of this rank's keys, for all keys: gathered along it.
 
         A mask is read like this by itself where lengths leave no doubt.
+
+        Args:
+            sequence: of the keys; as for :meth:`gather`.
         """
-        return self.gather(mask, dim=-1)
+        if sequence is None and torch.compiler.is_compiling():
+            raise RuntimeError("inside a compiled function cp.local_mask needs sequence=, as cp.gather does.")
+        layout = self._agree(mask, -1, sequence, whole=False)
+        return mask if self._mesh.ranks == 1 else gather_tokens(mask, -1, layout, self._mesh)
 
     @contextmanager
     def using(self, layout: SequenceLayout, *, key_layout: SequenceLayout | None = None) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """``attn_mask`` over a mesh: which of its dims are of one rank's tokens, and what a rank's block needs of it.
 
-A mask never becomes larger than it is: a dim of size 1 stays 1, so a key-padding mask stays ``[B, 1, 1, S_k]``.
+A dim of size 1 stays 1 on every rank, so a key-padding mask stays ``[B, 1, 1, S_k]``. A mask of a rank's own keys is gathered
+along them, all its rows: one that has a row per query is then, for a moment, as large as for one device.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def _extent(kind: str, sizes: Sequence[int], layout: SequenceLayout, ranks: Sequ
             raise ValueError(
                 f"attn_mask has {kind} dim {sizes[0]}, this rank's part of {layout.total}. Another rank's part is 1, which "
                 "there means broadcast, and without an exchange no rank knows what the others have. Pass the mask for all "
-                "tokens: cp.local_mask(mask) gathers it along the keys, cp.gather(mask, dim=-2) along the queries."
+                "tokens: cp.local_mask(mask, sequence=...) gathers it along the keys, cp.gather(mask, dim=-2, sequence=...) "
+                "along the queries."
             )
         return "local"
     held = ", ".join([str(layout.size(rank)) for rank in ranks])
@@ -102,8 +104,6 @@ def _of_block(mask: Tensor, extents: MaskExtents, call: UnifiedCall) -> Tensor:
 def _rows_of_group(mask: Tensor, exchange: Exchange, heads: Sequence[tuple[int, int]]) -> Tensor:
     """From this rank's rows of all heads to the rows of its Ulysses group, of its own heads."""
     layout, mesh = exchange.query_layout, exchange.mesh
-    first = mesh.ring.index * mesh.ulysses.size
-    sizes = [layout.sharded_size(rank) for rank in range(first, first + mesh.ulysses.size)]
     sharded, text = split_by_kind(mask, layout, mesh.rank)
-    rows = tokens_to_heads([[Sent(sharded, heads, sizes)]], mesh.ulysses)[0]
+    rows = tokens_to_heads([[Sent(sharded, heads, exchange.token_sizes(layout))]], mesh.ulysses)[0]
     return rows if text is None else torch.cat([rows, text.narrow(1, *heads[mesh.ulysses.index])], dim=2)

@@ -223,13 +223,14 @@ class Exchange:
     mesh: SequenceMesh
     heads: Heads
 
-    def _block_sizes(self, layout: SequenceLayout) -> list[int]:
+    def token_sizes(self, layout: SequenceLayout) -> list[int]:
+        """Sharded tokens of each rank of the Ulysses group."""
         first = self.mesh.ring.index * self.mesh.ulysses.size
         return [layout.sharded_size(rank) for rank in range(first, first + self.mesh.ulysses.size)]
 
     def block_size(self, layout: SequenceLayout) -> int:
         """Tokens of a block, the replicated ones among them."""
-        return sum(self._block_sizes(layout)) + sum([segment.total for segment in layout.replicated])
+        return sum(self.token_sizes(layout)) + sum([segment.total for segment in layout.replicated])
 
     def start_enter(self, query: Tensor, key: Tensor, value: Tensor) -> Callable[[], list[Tensor]]:
         """``[B, H, S_local, D]`` each to ``[B, H_local, S_block, D]``."""
@@ -237,7 +238,7 @@ class Exchange:
         heads = (self.heads.of_query(), self.heads.of_key(), self.heads.of_key())
         kinds = [split_by_kind(x, one, self.mesh.rank) for x, one in zip((query, key, value), layouts, strict=True)]
         sent = [
-            Sent(sharded, one, self._block_sizes(layout))
+            Sent(sharded, one, self.token_sizes(layout))
             for (sharded, _), one, layout in zip(kinds, heads, layouts, strict=True)
         ]
         groups = [sent] if self.query_layout is self.key_layout else [sent[:1], sent[1:]]
@@ -258,7 +259,7 @@ class Exchange:
 
     def _token_runs(self, layout: SequenceLayout) -> tuple[list[Run], list[Run]]:
         """Where in a block each peer's own tokens are, and the replicated ones."""
-        sizes = self._block_sizes(layout)
+        sizes = self.token_sizes(layout)
         own = [(sum(sizes[:peer]), size) for peer, size in enumerate(sizes)]
         return own, [(sum(sizes), sum([segment.total for segment in layout.replicated]))] * len(sizes)
 
@@ -269,7 +270,7 @@ class Exchange:
         """The transpose of :meth:`start_leave`: replicated tokens were given to all, so their gradients add up."""
         layout, heads, dim = self.query_layout, self.heads.of_query(), self.mesh.ulysses
         sharded, text = split_by_kind(grad_out, layout, self.mesh.rank)
-        groups = [[Sent(sharded, heads, self._block_sizes(layout))]]
+        groups = [[Sent(sharded, heads, self.token_sizes(layout))]]
         if text is None:
             return tokens_to_heads(groups, dim)[0]
         groups.append([Sent(text, heads, [text.shape[2]] * dim.size)])

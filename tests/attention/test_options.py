@@ -54,6 +54,18 @@ def test_attention_of_the_users_own_and_chunks_of_heads_are_exact(rank_pool, rin
             check(case, out, f"ring {ring} × ulysses {ulysses}, rank {rank}, {options}")
 
 
+def doubled(*args, **options):
+    out, lse = by_hand(*args, **options)
+    return 2 * out, lse
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2)])
+def test_attention_of_the_users_own_is_what_computes(rank_pool, ring, ulysses):
+    whole = Case(13, 4).on_one_device()
+    for outs in rank_pool.run(attend, 2, [Case(13, 4)], ring, ulysses, None, {"attn_func": doubled}):
+        assert relative_error(outs[0], 2 * whole) < 1e-5
+
+
 def learn_with_attn_func(ring, ulysses):
     mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
     qkv = [x.chunk(2, dim=2)[mesh.get_rank()].requires_grad_() for x in make_qkv(12, 4)]
@@ -122,6 +134,32 @@ def test_keys_said_to_be_replicated_and_masks_said_to_be_local(rank_pool, ring, 
             assert relative_error(out, whole) < 1e-5
         assert len(errors) == 1
         assert "holds replicated ones, and they may be first or last" in errors[0]
+
+
+def attend_with_a_gathered_mask(ring, ulysses):
+    mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
+    mode = UnifiedAttnMode(mesh)
+    q, padding = make_qkv(7, 4)[0], torch.arange(7) < 5
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def run(q, padding):
+        with mode:
+            tokens = mode.sequence(q.shape[2])
+            mine, own = mode.shard(q, 2, sequence=tokens), mode.shard(padding, 0, sequence=tokens)
+            mask = mode.local_mask(own[None], sequence=tokens)
+            with mode.using(tokens):
+                out = F.scaled_dot_product_attention(mine, mine, mine, mask)
+            return mode.gather(out, 2, sequence=tokens)
+
+    with torch.no_grad():
+        return run(q, padding)
+
+
+def test_a_local_mask_of_one_token_is_gathered_in_a_graph(rank_pool):
+    q = make_qkv(7, 4)[0]
+    expected = F.scaled_dot_product_attention(q, q, q, (torch.arange(7) < 5)[None])
+    for out in rank_pool.run(attend_with_a_gathered_mask, 4, 2, 2):
+        assert relative_error(out, expected) < 1e-5
 
 
 def test_without_an_exchange_a_local_mask_is_not_guessed_where_a_rank_has_one_token():
