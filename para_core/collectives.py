@@ -6,6 +6,8 @@ a backward, and exists on every backend for every device (gloo has no point-to-p
 
 from __future__ import annotations
 
+import atexit
+import time
 from collections.abc import Sequence
 
 import torch
@@ -13,6 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from para_core.mesh import MeshDim, SequenceMesh
+
+# gloo's threads drop the tensors of the last collective a little after it is done, and need the GIL for it. At exit they
+# would not get it any more, and a script that ends right after a collective aborts in one of four runs ("terminate called
+# without an active exception", pytorch/pytorch#190489). Sleeping releases the GIL while there is still an interpreter.
+atexit.register(time.sleep, 0.05)  # seconds
 
 
 def start_all_to_all(x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], dim: MeshDim) -> Tensor:
