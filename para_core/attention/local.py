@@ -19,10 +19,13 @@ def local_attention(
 ) -> Tensor:
     """``scaled_dot_product_attention`` under another name, so that no mode intercepts it a second time.
 
-    Args, shapes and result are SDPA's own, but that ``mask`` may have another float dtype than ``query``.
+    Args, shapes and result are SDPA's own, but that ``mask`` may have another float dtype than ``query``, and that
+    ``mask`` and ``is_causal`` go together on every backend.
     """
     if mask is not None:
         mask = _in_taken_dtype(mask, query)
+        if is_causal and _choose_backend(query, key, value, mask, is_causal, scale) == SDPBackend.MATH.value:
+            mask, is_causal = with_diagonal(mask, is_causal, query, key)
     out: Tensor = torch.ops.aten.scaled_dot_product_attention.default(
         query, key, value, mask, 0.0, is_causal, scale=scale
     )
@@ -59,14 +62,22 @@ def local_attention_with_lse(
         empty = query.new_zeros(batch, num_queries, heads, value.shape[-1]).transpose(1, 2)
         return empty, query.new_full((batch, heads, num_queries), float("-inf"), dtype=lse_dtype(query))
     mask, is_causal = with_diagonal(mask, is_causal, query, key)
-    choice = torch._fused_sdp_choice(query, key, value, mask, 0.0, is_causal, scale=scale)
-    out, lse = _BACKENDS.get(choice, _math)(query, key, value, mask, is_causal, scale)
+    backend = _BACKENDS.get(_choose_backend(query, key, value, mask, is_causal, scale), _math)
+    out, lse = backend(query, key, value, mask, is_causal, scale)
     if mask is not None:
         # Backends disagree about a row that sees no key: NaN, or an lse of 0.
         empty_row = _sees_nothing(mask)
         out = out.masked_fill(empty_row[..., None], 0.0)
         lse = lse.masked_fill(empty_row, float("-inf"))
     return out, lse
+
+
+def _choose_backend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
+) -> int:
+    """The value of the ``SDPBackend`` that SDPA would take."""
+    choice: int = torch._fused_sdp_choice(query, key, value, mask, 0.0, is_causal, scale=scale)
+    return choice
 
 
 def with_diagonal(mask: Tensor | None, is_causal: bool, query: Tensor, key: Tensor) -> tuple[Tensor | None, bool]:

@@ -59,9 +59,10 @@ def test_self_attention_of_any_length_and_head_count_equals_one_device(rank_pool
 @on_every_mesh
 def test_keys_may_have_another_length_and_values_another_width(rank_pool, ring, ulysses):
     cases = [
-        Case(S, 3, S_k=S_k, D_v=D_v, options=option)
+        Case(S, 3, S_k=S_k, D_v=D_v, mask=mask, options=option)
         for S, S_k in [(13, 5), (5, 13), (2, 9), (9, 1), (8, 8)]
         for D_v in (None, 3, 20)
+        for mask in (None, Mask("k"))
         for option in ({}, CAUSAL)
     ]
     check_all(rank_pool, cases, ring, ulysses)
@@ -88,7 +89,13 @@ def test_however_the_tensors_lie_in_memory(rank_pool, ring, ulysses, memory):
 
 @on_every_mesh
 def test_an_empty_batch_and_an_empty_sequence_give_empty_results(rank_pool, ring, ulysses):
-    cases = [Case(13, 3, B=0), Case(0, 3), Case(0, 3, options=CAUSAL), Case(13, 3, B=0, options=CAUSAL)]
+    empty = [Case(13, 3, B=0), Case(0, 3), Case(0, 3, S_k=5), Case(13, 0)]
+    cases = [
+        Case(**{**vars(case), "mask": mask, "options": option})
+        for case in empty
+        for mask in (None, Mask("k"), Mask("bhqk"))
+        for option in ({}, CAUSAL)
+    ]
     check_all(rank_pool, cases, ring, ulysses)
 
 
