@@ -227,10 +227,9 @@ def local_attention_backward(
     mask, is_causal = with_diagonal(mask, is_causal, query, key)
     # exp(scores - inf) is 0: a row that saw nothing has no gradient.
     lse = lse.masked_fill(lse == float("-inf"), float("inf"))
-    backend = _math_backward
-    choice = torch._fused_sdp_choice(query, key, value, mask, 0.0, is_causal, scale=scale)
-    if choice != SDPBackend.MATH.value and not mask_gradient:
-        backend = _flash_cpu_backward if query.device.type == "cpu" else _cuda_backward
+    choice = _choose_backend(query, key, value, mask, is_causal, scale)
+    # No fused backward gives the gradient of a mask.
+    backend = _math_backward if mask_gradient or choice == SDPBackend.MATH.value else _fused_backward
     *grads, grad_mask = backend(grad_out, query, key, value, out, lse, mask, is_causal, scale)
     return grads[0], grads[1], grads[2], grad_mask if mask_gradient else None
 
@@ -258,25 +257,7 @@ def _math_backward(
     return grad_query.to(dtype), grad_key.to(dtype), grad_value.to(dtype), grad_scores
 
 
-def _flash_cpu_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor, None]:
-    bias = _broadcast_bias(mask, query, key)
-    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad_out, query, key, value, out.to(query.dtype), lse, 0.0, is_causal, attn_mask=bias, scale=scale
-    )
-    return grads[0], grads[1], grads[2], None
-
-
-def _cuda_backward(
+def _fused_backward(
     grad_out: Tensor,
     query: Tensor,
     key: Tensor,
@@ -287,14 +268,17 @@ def _cuda_backward(
     is_causal: bool,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    bias, out = _broadcast_bias(mask, query, key), out.to(query.dtype)
+    if query.device.type == "cpu":
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_out, query, key, value, out, lse, 0.0, is_causal, attn_mask=bias, scale=scale
+        )
+        return grads[0], grads[1], grads[2], None
     if query.shape[-1] % 8 or value.shape[-1] % 8:  # what the kernel wants for 16 bits; the forward could pad
         return _math_backward(grad_out, query, key, value, out, lse, mask, is_causal, scale)
-    bias = _broadcast_bias(mask, query, key)
-    num_queries = query.shape[-2]
-    lse = F.pad(lse, (0, -num_queries % 32), value=float("inf"))
+    lse = F.pad(lse, (0, -query.shape[-2] % 32), value=float("inf"))
     seed = torch.zeros((), dtype=torch.int64, device=query.device)  # of a dropout of 0
     grads = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-        grad_out, query, key, value, bias, out.to(query.dtype), lse, seed, seed, 0.0,
-        [True, True, True, False], is_causal, scale=scale,
-    )  # fmt: skip
+        grad_out, query, key, value, bias, out, lse, seed, seed, 0.0, [True, True, True, False], is_causal, scale=scale
+    )
     return grads[0], grads[1], grads[2], None

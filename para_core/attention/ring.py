@@ -6,7 +6,7 @@ computed, the next one is in flight. A replicated segment never travels: it is a
 own block.
 
 Backward, the blocks travel again, and behind each of them the gradient that the ranks before have found for it (in
-float32, for 16-bit input, too): R - 1 hops each. Nothing is kept but query, key, value, out and lse.
+float32, for 16-bit input, too): R - 1 hops each. Nothing is kept but query, key, value, mask, out and lse.
 """
 
 from __future__ import annotations
