@@ -1,0 +1,241 @@
+"""What modes have in common: tensors are cut to a rank's part and put together again, and it is remembered what was cut."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Literal, Self
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from para_core.agreement import Record, error_record, exchange, raise_first_error
+from para_core.attention.call import EQUAL_PARTS
+from para_core.layout import Segment, SequenceLayout, even_layout
+from para_core.mesh import SequenceMesh
+from para_core.sharding import gather_tokens, shard_tokens
+
+# A length that outlives a call: an int while tracing, else the first dim of a tensor without elements. Dynamo takes an
+# int that it finds on a mode for a constant, and would compile anew for every length; sizes of tensors become symbolic.
+Length = int | Tensor
+# Of each segment its name, total, and whether it is replicated, balanced.
+HeldLayout = tuple[tuple[str, Length, bool, bool], ...]
+
+
+class ShardingMode(TorchFunctionMode):
+    """:meth:`shard` and :meth:`gather` over the ranks of ``mesh``, and the memory of what was cut while the mode is entered.
+
+    Args:
+        mesh: the ranks that share a tensor.
+        assume_equal: skip the small exchange that, in eager code, turns input that is bad on one rank into an error on all.
+    """
+
+    def __init__(self, mesh: SequenceMesh, *, assume_equal: bool) -> None:
+        super().__init__()
+        self._mesh = mesh
+        self._assume_equal = assume_equal
+        self._depth = 0
+        # The sequences that were cut through this mode, or said to be replicated, in that order; emptied on exit.
+        self._known: HeldLayout = ()
+        self._gathered = True
+
+    def __enter__(self) -> Self:
+        if self._depth == 0:
+            self._known = ()
+            self._begin()
+        self._depth += 1
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_val: BaseException | None,
+        exc_tb: TracebackType | None,
+    ) -> None:
+        super().__exit__(exc_type, exc_val, exc_tb)  # type: ignore[no-untyped-call]
+        self._depth -= 1
+        if self._depth == 0:
+            self._known = ()
+            self._end()
+            if exc_type is None and not torch.compiler.is_compiling():
+                self._check_use()
+
+    def _begin(self) -> None:
+        """Called where the mode is entered from outside of it."""
+
+    def _end(self) -> None:
+        """Called where it is left."""
+
+    def _check_use(self) -> None:
+        """Called where it is left without an exception, in eager code."""
+
+    def sequence(self, total: int, *, balance: Literal["causal"] | None = None) -> SequenceLayout:
+        """Who holds which of ``total`` tokens: a value for ``sequence=`` of :meth:`shard` and :meth:`gather`.
+
+        Args:
+            balance: ``"causal"`` gives each rank an early and a late part, so that under a causal mask all have the same
+                work; the model must then not rely on its tokens being neighbours.
+        """
+        if balance not in (None, "causal"):
+            raise ValueError(f"balance is {balance!r}; expected 'causal', or None for consecutive tokens.")
+        return even_layout(total, self._mesh.ranks, balanced=balance == "causal")
+
+    # -- what is remembered
+
+    def _hold(self, length: int) -> Length:
+        if torch.compiler.is_compiling():
+            return length
+        return torch.empty((length, 0), device=self._mesh.device_type)
+
+    def _hold_layout(self, layout: SequenceLayout) -> HeldLayout:
+        segments = self._checked(layout).segments
+        return tuple([self._hold_segment(segment) for segment in segments])
+
+    def _hold_segment(self, segment: Segment) -> tuple[str, Length, bool, bool]:
+        return segment.name, self._hold(segment.total), segment.replicated, segment.balanced
+
+    def _held_layout(self, held: HeldLayout) -> SequenceLayout:
+        return SequenceLayout(segments_of(held), self._mesh.ranks)
+
+    def _checked(self, layout: SequenceLayout) -> SequenceLayout:
+        if layout.ranks != self._mesh.ranks:
+            raise ValueError(f"the layout is for {layout.ranks} ranks, but the mesh has {self._mesh.ranks}.")
+        return layout
+
+    def _only_sequence(self, held: int) -> SequenceLayout:
+        known = [segment for segment in segments_of(self._known) if not segment.replicated]
+        if len(known) == 1:
+            return SequenceLayout((known[0],), self._mesh.ranks)
+        if not known:
+            return self.sequence(held * self._mesh.ranks)
+        raise ValueError(
+            f"several sequences were cut through this mode (of {', '.join([str(one.total) for one in known])} tokens). "
+            "Say which one this is: cp.gather(y, dim, sequence=cp.sequence(total))."
+        )
+
+    def _remember(self, segment: Segment) -> None:
+        if torch.compiler.is_compiling() and self._depth == 0:
+            # Dynamo enters a mode that was made outside of the graph without tracing __enter__ and __exit__, so what
+            # these do is done here and in gather: the first cut after a gather belongs to another call.
+            if self._gathered:
+                self._known = ()
+                self._begin()
+            self._gathered = False
+        kind = (segment.replicated, segment.balanced)
+        same = [one for one in segments_of(self._known) if (one.replicated, one.balanced) == kind]
+        if not [one for one in same if one.total == segment.total]:
+            self._known = (*self._known, self._hold_segment(segment))
+
+    # -- cutting and putting together
+
+    def shard(
+        self,
+        x: Tensor,
+        dim: int,
+        *,
+        sequence: SequenceLayout | None = None,
+        balance: Literal["causal"] | None = None,
+    ) -> Tensor:
+        """This rank's part of ``x`` along ``dim``; ``x`` is the same, whole, on every rank.
+
+        Args:
+            x: any shape; any length along ``dim``, also one shorter than the number of ranks.
+            sequence: from :meth:`sequence`; needed inside a compiled function, else read off ``x``.
+            balance: see :meth:`sequence`.
+
+        Raises:
+            ValueError: in eager code on every rank, if ``x`` is not as long on all ranks, or not as ``sequence`` says.
+        """
+        if sequence is None and torch.compiler.is_compiling():
+            raise RuntimeError(
+                "inside a compiled function cp.shard needs sequence=: tokens = cp.sequence(x.shape[dim]); "
+                "cp.shard(x, dim, sequence=tokens)."
+            )
+        if sequence is not None and balance is not None:
+            raise ValueError("shard got sequence= and balance=; say it once: cp.sequence(total, balance='causal').")
+        if sequence is None and balance is not None and -x.ndim <= dim < x.ndim:
+            sequence = self.sequence(x.shape[dim], balance=balance)
+        layout = self._agree(x, dim, sequence, whole=True)
+        if len(layout.segments) == 1:
+            self._remember(layout.segments[0])
+        return x if self._mesh.ranks == 1 else shard_tokens(x, dim, layout, self._mesh)
+
+    def gather(self, y: Tensor, dim: int, *, sequence: SequenceLayout | None = None) -> Tensor:
+        """The whole of ``y`` along ``dim``, on every rank; ``y`` is this rank's part.
+
+        Args:
+            sequence: what the part is of; may be left out while only one sequence was cut through this mode.
+
+        Raises:
+            ValueError: in eager code on every rank, if a rank's part is not what ``sequence`` gives it.
+        """
+        if sequence is None and torch.compiler.is_compiling():
+            raise RuntimeError(
+                "inside a compiled function cp.gather needs sequence=: the value that cp.sequence(total) gave before."
+            )
+        layout = self._agree(y, dim, sequence, whole=False)
+        if torch.compiler.is_compiling() and self._depth == 0:
+            self._end()
+        self._gathered = True
+        if self._mesh.ranks == 1:
+            return y
+        return gather_tokens(y, dim, layout, self._mesh)
+
+    def _agree(self, x: Tensor, dim: int, sequence: SequenceLayout | None, *, whole: bool) -> SequenceLayout:
+        """The layout that ``x`` has along ``dim``, in eager code the same on every rank, or an error on every rank."""
+        talk = self._mesh.ranks > 1 and not (self._assume_equal or torch.compiler.is_compiling())
+        if talk:
+            self._mesh.check_alive()
+        try:
+            layout = self._fitting(x, dim, sequence, whole=whole)
+        except (TypeError, ValueError) as error:
+            if talk:
+                raise_first_error(exchange(error_record(error), self._mesh))
+            raise
+        if not talk:
+            return layout
+        shape = list(x.shape)
+        del shape[dim]
+        record: Record = {
+            "lengths per rank": layout.sizes(),
+            "dim": dim % x.ndim,
+            "shape without that dim": shape,
+            "dtype": str(x.dtype),
+        }
+        records = exchange(record, self._mesh)
+        raise_first_error(records)
+        for rank, other in enumerate(records):
+            if other != records[0]:
+                raise ValueError(
+                    f"the ranks disagree about a sequence: rank 0 has {_described(records[0])}; rank {rank} has "
+                    f"{_described(other)}. {EQUAL_PARTS}"
+                )
+        return layout
+
+    def _fitting(self, x: Tensor, dim: int, sequence: SequenceLayout | None, *, whole: bool) -> SequenceLayout:
+        if not -x.ndim <= dim < x.ndim:
+            raise ValueError(f"dim={dim} is out of range for a tensor of shape {list(x.shape)}.")
+        held = x.shape[dim]
+        if sequence is not None:
+            layout = self._checked(sequence)
+        else:
+            layout = self.sequence(held) if whole else self._only_sequence(held)
+        if whole and held != layout.total:
+            raise ValueError(f"x has {held} tokens in dim {dim}, but sequence= says {layout.total}.")
+        expected = layout.size(self._mesh.rank)
+        if not whole and held != expected:
+            raise ValueError(f"y has {held} tokens in dim {dim}, but this rank's part of {layout.total} is {expected}.")
+        return layout
+
+
+def _described(record: Record) -> str:
+    return ", ".join([f"{name} {value}" for name, value in record.items()])
+
+
+def segments_of(held: HeldLayout) -> tuple[Segment, ...]:
+    return tuple([Segment(name, _length(total), replicated, balanced) for name, total, replicated, balanced in held])
+
+
+def _length(held: Length) -> int:
+    return held.shape[0] if isinstance(held, Tensor) else held
