@@ -8,11 +8,13 @@ if not (_here / "adapters").is_dir():
     __path__.append(str(_here.parent))
 
 from para_core.functional import ring_attention, ulysses_attention, unified_attention
+from para_core.in_batch import InBatchAttnMode
 from para_core.layout import Segment, SequenceLayout
 from para_core.mesh import init_context_parallel_mesh
 from para_core.modes import RingAttnMode, UlyssesAttnMode, UnifiedAttnMode
 
 __all__ = [
+    "InBatchAttnMode",
     "RingAttnMode",
     "Segment",
     "SequenceLayout",

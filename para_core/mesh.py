@@ -210,6 +210,31 @@ def sequence_mesh(mesh: DeviceMesh | ProcessGroup, *, group_dim: str = "ulysses"
     return found
 
 
+def batch_mesh(mesh: DeviceMesh | ProcessGroup) -> SequenceMesh:
+    """The ranks of the ``batch`` dim of ``mesh``, or of a group, which share a batch as others share a sequence.
+
+    Raises:
+        TypeError: ``mesh`` is neither.
+        ValueError: the mesh has no such dim.
+    """
+    if isinstance(mesh, ProcessGroup):
+        group, device_type = mesh, mesh._device_types[-1].type
+    elif isinstance(mesh, DeviceMesh):
+        names = mesh.mesh_dim_names or ()
+        if "batch" not in names:
+            given = f"dims {tuple(names)}" if names else f"{mesh.ndim} unnamed dim(s)"
+            raise ValueError(
+                f"mesh has {given}; expected a dim named 'batch'. init_context_parallel_mesh(max_batch_dim_size=...) makes "
+                "one; init_device_mesh(..., mesh_dim_names=('batch', ...)) too."
+            )
+        group, device_type = mesh.get_group("batch"), mesh.device_type
+    else:
+        raise TypeError(f"mesh is a {type(mesh).__name__}; expected a DeviceMesh or a ProcessGroup.")
+    found = SequenceMesh(one_rank(device_type).ring, _dim_of_group("batch", group), device_type)
+    found.check_alive()
+    return found
+
+
 def batch_dim_size(mesh: DeviceMesh | ProcessGroup) -> int:
     """Ranks along the ``batch`` mesh dim, 1 where there is none."""
     if isinstance(mesh, DeviceMesh) and "batch" in (mesh.mesh_dim_names or ()):

@@ -1,0 +1,76 @@
+"""Each rank has samples of its own: attention is SDPA's, and only masks need to know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from para_core.layout import even_layout
+from para_core.mesh import batch_mesh
+from para_core.sharding_mode import ShardingMode, segments_of
+
+
+class InBatchAttnMode(ShardingMode):
+    """Inside ``with InBatchAttnMode(mesh) as cp:`` every rank holds some of the samples of a batch, whole.
+
+    ``x = cp.shard(x, dim=0)`` cuts the batch, ``cp.gather(y, dim=0)`` puts it together; uneven parts, and ranks without a
+    sample, are right. Attention sends nothing: sample i of the batch attends to sample i. What the mode does to
+    ``scaled_dot_product_attention``: from an ``attn_mask`` for the whole batch it takes this rank's samples. What is no
+    ``scaled_dot_product_attention`` (``flash_attn``, fused encoders) is right as it is.
+
+    Args:
+        mesh: a DeviceMesh with a ``batch`` dim, of which the other dims are left to other modes (it may be entered inside
+            of, or around, a :class:`UnifiedAttnMode` over ``ring`` and ``ulysses``); or a ProcessGroup.
+        assume_equal: skip the small exchange with which, in eager code, each ``shard`` and ``gather`` begins.
+    """
+
+    def __init__(self, mesh: DeviceMesh | ProcessGroup, *, assume_equal: bool = False) -> None:
+        super().__init__(batch_mesh(mesh), assume_equal=assume_equal)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention and self._mesh.ranks > 1:
+            return self._attend(func, *args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _attend(
+        self,
+        sdpa: Callable[..., Tensor],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        if dropout_p > 0.0:
+            raise ValueError(
+                f"dropout_p={dropout_p} cannot be the same on several ranks as on one: each draws its own random "
+                "numbers. Pass dropout_p=0.0 (model.eval())."
+            )
+        if attn_mask is not None and attn_mask.ndim == query.ndim >= 4:
+            attn_mask = self._of_own_samples(attn_mask, query.shape[0])
+        return sdpa(query, key, value, attn_mask, dropout_p, *args, **kwargs)
+
+    def _of_own_samples(self, mask: Tensor, held: int) -> Tensor:
+        if mask.shape[0] in (1, held):
+            return mask
+        rank, ranks = self._mesh.rank, self._mesh.ranks
+        totals = [segment.total for segment in segments_of(self._known)] or [held * ranks]
+        layouts = [layout for layout in [even_layout(total, ranks) for total in totals] if layout.size(rank) == held]
+        for layout in layouts:
+            if layout.total == mask.shape[0]:
+                return mask.narrow(0, *layout.runs(rank)[0])
+        expected = ", ".join([f"{layout.total} (the whole batch)" for layout in layouts])
+        raise ValueError(
+            f"attn_mask {list(mask.shape)} is for {mask.shape[0]} samples; expected 1, {held} (this rank's)"
+            f"{expected and ' or '}{expected}."
+        )
