@@ -12,12 +12,15 @@ from para_core.in_batch import InBatchAttnMode
 from para_core.layout import Segment, SequenceLayout
 from para_core.mesh import init_context_parallel_mesh
 from para_core.modes import RingAttnMode, UlyssesAttnMode, UnifiedAttnMode
+from para_core.sparse_modes import BlockSparseAttnMode, SparseKVAttnMode
 
 __all__ = [
+    "BlockSparseAttnMode",
     "InBatchAttnMode",
     "RingAttnMode",
     "Segment",
     "SequenceLayout",
+    "SparseKVAttnMode",
     "UlyssesAttnMode",
     "UnifiedAttnMode",
     "init_context_parallel_mesh",

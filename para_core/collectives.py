@@ -52,12 +52,12 @@ def all_to_all(x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int
     return wait(start_all_to_all(x, send_sizes, receive_sizes, dim))
 
 
-def start_ring_shift(x: Tensor, receive_size: int, dim: MeshDim) -> Tensor:
-    """Begin to send ``x`` (1-D) to the next rank of ``dim``, and to receive ``receive_size`` elements from the one before."""
+def start_ring_shift(x: Tensor, receive_size: int, dim: MeshDim, *, distance: int = 1) -> Tensor:
+    """Begin to send ``x`` (1-D) to the rank ``distance`` after this one, and to receive ``receive_size`` elements."""
     send_sizes = [0] * dim.size
     receive_sizes = [0] * dim.size
-    send_sizes[(dim.index + 1) % dim.size] = x.numel()
-    receive_sizes[(dim.index - 1) % dim.size] = receive_size
+    send_sizes[(dim.index + distance) % dim.size] = x.numel()
+    receive_sizes[(dim.index - distance) % dim.size] = receive_size
     return start_all_to_all(x, send_sizes, receive_sizes, dim)
 
 

@@ -17,7 +17,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
+from para_core.attention.block_mask import BlockMask
 from para_core.attention.call import AttnFunc, attend_over_mesh
+from para_core.attention.kept_keys import KeptKeys
 from para_core.attention.multi_head import multi_head_attention
 from para_core.layout import Segment, SequenceLayout, concatenations, even_layout
 from para_core.mesh import SequenceMesh, sequence_mesh
@@ -52,6 +54,8 @@ class UnifiedAttnMode(ShardingMode):
     # What the ranks of a plain ProcessGroup do, and which mesh dim may have one rank only.
     _group_dim = "ulysses"
     _single_dim: str | None = None
+    _block_mask: BlockMask | None = None
+    _kept: KeptKeys | None = None
 
     def __init__(
         self,
@@ -78,6 +82,10 @@ class UnifiedAttnMode(ShardingMode):
             self._explicit = (self._hold_layout(layout), None if key_layout is None else self._hold_layout(key_layout))
         elif key_layout is not None:
             raise ValueError("key_layout was given without layout; give both, or neither.")
+        # Whether attention under this mode depends on where in the sequence a token is, whatever the call.
+        self._by_position = False
+        # Whether attention under this mode is what it is without.
+        self._is_sdpa = self._mesh.ranks == 1
         self.intercepted = False
         # Off where a plan has not cut the tokens yet, or has gathered them.
         self.active = True
@@ -93,7 +101,7 @@ class UnifiedAttnMode(ShardingMode):
             _switch_fused_encoder(True)
 
     def _check_use(self) -> None:
-        if self.intercepted or self._mesh.ranks == 1:
+        if self.intercepted or self._is_sdpa:
             return
         self.intercepted = True  # once per mode
         warnings.warn(
@@ -136,7 +144,7 @@ class UnifiedAttnMode(ShardingMode):
         if func is Tensor.unflatten and torch.compiler.is_compiling():
             # Dynamo cannot trace the method under a mode: it is Python that calls super().
             return torch.unflatten(*args, **kwargs)
-        if self._mesh.ranks == 1 or not self.active:
+        if self._is_sdpa or not self.active:
             return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             return self.attend(*args, **kwargs)
@@ -163,7 +171,7 @@ class UnifiedAttnMode(ShardingMode):
     ) -> Tensor:
         """``scaled_dot_product_attention`` over the mesh: what an intercepted call becomes."""
         self.intercepted = True
-        if self._mesh.ranks == 1:
+        if self._is_sdpa:
             out: Tensor = torch.ops.aten.scaled_dot_product_attention.default(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
@@ -180,11 +188,13 @@ class UnifiedAttnMode(ShardingMode):
             mesh=self._mesh,
             # A mask or is_causal asks where in the sequence a token is, not only on which rank.
             choose_layouts=lambda num_queries, num_keys: self._layouts(
-                num_queries, num_keys, ordered=is_causal or attn_mask is not None
+                num_queries, num_keys, ordered=is_causal or attn_mask is not None or self._by_position
             ),
             assume_equal=self._assume_equal,
             attn_func=self._attn_func,
             ulysses_chunks=self._ulysses_chunks,
+            block_mask=self._block_mask,
+            kept=self._kept,
         )
 
     # -- which rank holds which tokens

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import prod
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from para_core.agreement import Record, error_record, exchange, raise_first_error
+from para_core.attention.block_mask import BlockMask
+from para_core.attention.kept_keys import KeptKeys
 from para_core.attention.local import local_attention_with_lse, with_diagonal
 from para_core.attention.mask import mask_extents, mask_of_block
 from para_core.attention.operator import attend
@@ -45,6 +48,8 @@ def attend_over_mesh(
     assume_equal: bool,
     attn_func: AttnFunc | None = None,
     ulysses_chunks: int = 1,
+    block_mask: BlockMask | None = None,
+    kept: KeptKeys | None = None,
 ) -> Tensor:
     """``scaled_dot_product_attention`` over a sequence that is sharded over ``mesh``.
 
@@ -54,6 +59,8 @@ def attend_over_mesh(
         assume_equal: do not exchange records first; bad input on one rank may then hang or abort the others.
         attn_func: computes attention on one device instead of SDPA.
         ulysses_chunks: parts of a rank's heads that travel and are computed one after the other.
+        block_mask: which blocks are computed; all if None.
+        kept: how it is decided which keys are computed; all if None.
 
     Raises:
         ValueError: on every rank, in eager code, if the input of any rank does not fit.
@@ -67,6 +74,8 @@ def attend_over_mesh(
         if attn_func is not None:
             _check_attn_func(attn_func, query, key, value, mesh, is_causal=is_causal)
         query_layout, key_layout = choose_layouts(query.shape[-2], key.shape[-2])
+        if block_mask is not None:
+            block_mask.check(query_layout.total, key_layout.total)
     except (TypeError, ValueError, RuntimeError) as error:
         if talk:
             raise_first_error(exchange(error_record(error), mesh))
@@ -76,7 +85,7 @@ def attend_over_mesh(
     if talk:
         tensors = {"query": query, "key": key, "value": value}
         lengths = {"query": query_layout.sizes(), "key": key_layout.sizes()}
-        records = exchange(_record(tensors, attn_mask, lengths, is_causal, scale), mesh)
+        records = exchange(_record(tensors, attn_mask, lengths, is_causal, scale, block_mask, kept), mesh)
         _compare(records)
         sizes = [(rows, columns) for rows, columns in (record[_MASK_SIZES] for record in records) if rows is not None]
         ranks = list(range(mesh.ranks))
@@ -100,6 +109,8 @@ def attend_over_mesh(
         is_causal=is_causal,
         scale=scale,
         ulysses_chunks=ulysses_chunks,
+        block_mask=block_mask,
+        kept=kept,
     )
     mask = None if attn_mask is None or extents is None else mask_of_block(attn_mask, extents, call)
     if attn_func is None:
@@ -233,6 +244,8 @@ def _record(
     lengths: Mapping[str, tuple[int, ...]],
     is_causal: bool,
     scale: float | None,
+    block_mask: BlockMask | None,
+    kept: KeptKeys | None,
 ) -> Record:
     query = tensors["query"]
     with_gradient = [*tensors.values(), *([] if mask is None else [mask])]
@@ -243,6 +256,8 @@ def _record(
         "device type": query.device.type,
         "is_causal": bool(is_causal),
         "scale": scale,
+        "block_mask": None if block_mask is None else f"with checksum {crc32(block_mask.encode().encode()):08x}",
+        "kept keys": None if kept is None else [kept.share, kept.window],
         "attn_mask without its last two dims": None if mask is None else [*mask.shape[:-2]],
         "attn_mask's dtype": None if mask is None else str(mask.dtype),
         _MASK_SIZES: (None, None) if mask is None else _last_two(mask),

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from para_core.attention.ring import own_runs
+from para_core.attention.tiling import own_runs
 from para_core.attention.ulysses import Exchange, Sent, split_by_kind, tokens_to_heads
 from para_core.attention.unified import UnifiedCall
 from para_core.layout import SequenceLayout

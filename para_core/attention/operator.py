@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from para_core.attention.block_mask import decode
+from para_core.attention.kept_keys import KeptKeys
 from para_core.attention.local import lse_dtype
 from para_core.attention.unified import Block, UnifiedCall
 from para_core.collectives import wait
@@ -97,6 +99,9 @@ def _encode(call: UnifiedCall) -> tuple[Any, ...]:
         call.ring.is_causal,
         call.ring.scale,
         call.ulysses_chunks,
+        "" if call.ring.blocks is None else call.ring.blocks.encode(),
+        1.0 if call.kept is None else call.kept.share,
+        0 if call.kept is None else call.kept.window,
     )
 
 
@@ -112,6 +117,9 @@ def _decode(
     is_causal: bool,
     scale: float | None,
     ulysses_chunks: int,
+    block_mask: str,
+    share: float,
+    window: int,
 ) -> UnifiedCall:
     query_layout = _layout(query_totals, query_kinds, ranks)
     key_layout = _layout(key_totals, key_kinds, ranks) if key_totals else query_layout
@@ -129,6 +137,8 @@ def _decode(
         is_causal=is_causal,
         scale=scale,
         ulysses_chunks=ulysses_chunks,
+        block_mask=decode(block_mask),
+        kept=KeptKeys(share, window) if window else None,
     )
 
 
@@ -140,7 +150,8 @@ def _layout(totals: Sequence[int], kinds: Sequence[int], ranks: int) -> Sequence
 # What _encode gives, as a schema names it.
 _CALL_SCHEMA = (
     "SymInt[] query_totals, int[] query_kinds, SymInt[] key_totals, int[] key_kinds, int ranks, int[] mesh, str groups, "
-    "SymInt[] heads, bool is_causal, float? scale, int ulysses_chunks"
+    "SymInt[] heads, bool is_causal, float? scale, int ulysses_chunks, str block_mask, float share, "
+    "int window"
 )
 
 

@@ -5,6 +5,9 @@ sends B · H_kv · S_block · (D + D_v) elements, S_block being the length of th
 computed, the next one is in flight. A replicated segment never travels: it is attended to once, together with a rank's
 own block.
 
+With a block mask, blocks do not go round: each rank sends its own straight to the ranks that see any of it, and what nobody
+sees is not sent (no rank's block of step s: no collective at all).
+
 Backward, the blocks travel again, and behind each of them the gradient that the ranks before have found for it (in
 float32, for 16-bit input, too): R - 1 hops each. Nothing is kept but query, key, value, mask, out and lse.
 """
@@ -12,69 +15,20 @@ float32, for 16-bit input, too): R - 1 hops each. Nothing is kept but query, key
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import Tensor
 
-from para_core.attention.causal import Tile, coalesce, cut, join_neighbours, visible_tiles
+from para_core.attention.causal import Tile, intersect, join_neighbours
 from para_core.attention.local import local_attention_backward, local_attention_with_lse, lse_dtype
+from para_core.attention.tiling import Order, RingCall, Tiling
 from para_core.collectives import pack, start_ring_shift, wait
 from para_core.kernels.merge_reference import merge
-from para_core.layout import Run, SequenceLayout
-from para_core.mesh import SequenceMesh
+from para_core.layout import Run
 
 # (query, key, value, *, mask, is_causal, scale) -> out, lse: `local_attention_with_lse`, or a user's own.
 AttendWithLse = Callable[..., tuple[Tensor, Tensor]]
-
-
-@dataclass(frozen=True)
-class RingCall:
-    """What one ring call is about, tensors aside.
-
-    ``query_layout`` and ``key_layout`` are of the whole sequence. A rank's block is what its Ulysses group holds.
-    """
-
-    query_layout: SequenceLayout
-    key_layout: SequenceLayout
-    mesh: SequenceMesh
-    is_causal: bool
-    scale: float | None
-
-    def block_sizes(self) -> list[int]:
-        """Keys that travel in the block of each ring rank."""
-        layout, width = self.key_layout, self.mesh.ulysses.size
-        return [
-            sum([layout.sharded_size(rank) for rank in range(index * width, (index + 1) * width)])
-            for index in range(self.mesh.ring.size)
-        ]
-
-    def query_runs(self) -> list[Run]:
-        """Positions of this block's queries, in the order in which the block holds them."""
-        return own_runs(self.query_layout, self.mesh)
-
-    def key_runs(self, step: int) -> list[Run]:
-        """Positions of the keys of the block that is here at ``step``."""
-        if step == 0:
-            return own_runs(self.key_layout, self.mesh)
-        source = (self.mesh.ring.index - step) % self.mesh.ring.size
-        return _sharded_runs(self.key_layout, self.mesh, source)
-
-
-def own_runs(layout: SequenceLayout, mesh: SequenceMesh) -> list[Run]:
-    """Positions of what this rank's block holds: all of a Ulysses group's shards, then replicated tokens.
-
-    One rank alone keeps its tokens in the order in which it got them.
-    """
-    if mesh.ulysses.size == 1:
-        return list(layout.runs(mesh.rank))
-    return _sharded_runs(layout, mesh, mesh.ring.index) + list(layout.runs(0, replicated=True))
-
-
-def _sharded_runs(layout: SequenceLayout, mesh: SequenceMesh, ring_index: int) -> list[Run]:
-    first = ring_index * mesh.ulysses.size
-    return [run for rank in range(first, first + mesh.ulysses.size) for run in layout.runs(rank, replicated=False)]
 
 
 def _travelling(x: Tensor, call: RingCall) -> list[Tensor]:
@@ -86,11 +40,15 @@ def _travelling(x: Tensor, call: RingCall) -> list[Tensor]:
     return [part for part, segment in zip(parts, layout.segments, strict=True) if not segment.replicated]
 
 
-def _blocks(key: Tensor, value: Tensor, call: RingCall) -> Iterator[tuple[Tensor, Tensor]]:
-    """The key and value blocks that this rank sees, its own first; the next is in flight while the caller computes."""
+# Both give the blocks that this rank sees, its own first, and the step of each: how many ranks before it its owner is. The
+# next block is in flight while the caller computes.
+
+
+def _rotated_blocks(key: Tensor, value: Tensor, call: RingCall) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
+    """Each rank passes on what it got: neighbours talk to neighbours only."""
     dim = call.mesh.ring
-    if dim.size == 1:
-        yield key, value
+    if dim.size == 1 or not call.key_layout.sharded:
+        yield 0, (key, value)
         return
     sizes = call.block_sizes()
     buffer = pack([_travelling(x, call) for x in (key, value)])
@@ -99,75 +57,53 @@ def _blocks(key: Tensor, value: Tensor, call: RingCall) -> Iterator[tuple[Tensor
         if step + 1 < dim.size:
             shapes = _block_shapes(key, value, sizes[(source - 1) % dim.size])
             arriving = start_ring_shift(buffer, sum([prod(shape) for shape in shapes]), dim)
-        yield (key, value) if step == 0 else _unpack(buffer, _block_shapes(key, value, sizes[source]))
+        yield step, (key, value) if step == 0 else unpack(buffer, _block_shapes(key, value, sizes[source]))
         if step + 1 < dim.size:
             buffer = wait(arriving)
+
+
+def _asked_blocks(key: Tensor, value: Tensor, call: RingCall) -> Iterator[tuple[int, tuple[Tensor, Tensor] | None]]:
+    """Each rank sends its block straight to those that see any of it; None where another got one, and this rank none."""
+    dim, sizes = call.mesh.ring, call.block_sizes()
+    own = pack([_travelling(x, call) for x in (key, value)]) if dim.size > 1 else key
+    steps = _steps_with_traffic(call)
+
+    def shapes(step: int) -> list[tuple[int, ...]]:
+        return _block_shapes(key, value, sizes[(dim.index - step) % dim.size])
+
+    def start(step: int) -> Tensor:
+        sent = own if call.sees((dim.index + step) % dim.size, dim.index) else own[:0]
+        arrives = sum([prod(shape) for shape in shapes(step)]) if _wanted(call, step) else 0
+        return start_ring_shift(sent, arrives, dim, distance=step)
+
+    arriving = start(steps[0]) if steps else own
+    yield 0, (key, value)
+    for place, step in enumerate(steps):
+        buffer = wait(arriving)
+        if place + 1 < len(steps):
+            arriving = start(steps[place + 1])
+        yield step, unpack(buffer, shapes(step)) if _wanted(call, step) else None
+
+
+def _wanted(call: RingCall, step: int) -> bool:
+    """Whether this rank sees the block of the rank that is ``step`` before it."""
+    dim = call.mesh.ring
+    return call.sees(dim.index, (dim.index - step) % dim.size)
+
+
+def _steps_with_traffic(call: RingCall) -> list[int]:
+    """The distances at which some rank sees another's block: the same on every rank, so that all skip the others."""
+    size = call.mesh.ring.size
+    return [step for step in range(1, size) if any(call.sees(i, (i - step) % size) for i in range(size))]
 
 
 def _block_shapes(key: Tensor, value: Tensor, num_tokens: int) -> list[tuple[int, ...]]:
     return [(x.shape[0], x.shape[1], num_tokens, x.shape[3]) for x in (key, value)]
 
 
-def _unpack(buffer: Tensor, shapes: Sequence[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
+def unpack(buffer: Tensor, shapes: Sequence[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
     key, value = [part.view(shape) for part, shape in zip(buffer.split([prod(s) for s in shapes]), shapes, strict=True)]
     return key, value
-
-
-class _Order:
-    """The tokens of a block: as it holds them, or, for a causal mask, by ascending position."""
-
-    def __init__(self, runs: Sequence[Run], *, ascending: bool) -> None:
-        self._lengths = [length for _, length in runs]
-        self._order = list(range(len(runs)))
-        if ascending:
-            self._order.sort(key=lambda index: runs[index])
-        self._as_held = self._order == list(range(len(runs)))
-        self.positions = coalesce(runs) if ascending else list(runs)
-
-    def arrange(self, x: Tensor) -> Tensor:
-        """``x`` along dim 2, from the order in which the block holds it to this one."""
-        if self._as_held:
-            return x
-        parts = x.split(self._lengths, dim=2)
-        return torch.cat([parts[index] for index in self._order], dim=2)
-
-    def restore(self, x: Tensor) -> Tensor:
-        """The inverse of :meth:`arrange`."""
-        if self._as_held:
-            return x
-        parts = x.split([self._lengths[index] for index in self._order], dim=2)
-        place = {index: place for place, index in enumerate(self._order)}
-        return torch.cat([parts[place[index]] for index in range(len(parts))], dim=2)
-
-
-class _Tiling:
-    """How a call is cut into attention without a causal mask, or with SDPA's own: pieces of queries, tiles of keys."""
-
-    def __init__(self, call: RingCall) -> None:
-        self._call = call
-        self.queries = _Order(call.query_runs(), ascending=call.is_causal)
-        if call.is_causal:
-            keys = [run for step in range(call.mesh.ring.size) for run in coalesce(call.key_runs(step))]
-            self._pieces = cut(self.queries.positions, keys) or [(0, 0)]
-            self.lengths = [length for _, length in self._pieces]
-        else:
-            self.lengths = [sum([length for _, length in self.queries.positions])]
-
-    def keys(self, step: int) -> _Order:
-        """The block of keys that is here at ``step``."""
-        return _Order(self._call.key_runs(step), ascending=self._call.is_causal)
-
-    def tiles(self, piece: int, keys: _Order) -> list[Tile]:
-        """What a piece of the queries sees of a block."""
-        if self._call.is_causal:
-            return visible_tiles(self._pieces[piece], keys.positions)
-        return [Tile(0, sum([length for _, length in keys.positions]), diagonal=False)]
-
-    def split(self, x: Tensor) -> list[Tensor]:
-        """``x``, whose dim 2 is that of the block's queries, or 1, for each piece."""
-        if x.shape[2] == 1 and self.lengths != [1]:
-            return [x] * len(self.lengths)
-        return list(self.queries.arrange(x).split(self.lengths, dim=2))
 
 
 def columns(mask: Tensor, positions: Sequence[Run]) -> Tensor:
@@ -178,10 +114,14 @@ def columns(mask: Tensor, positions: Sequence[Run]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat([mask[..., :0], *parts], dim=-1)
 
 
+def _take(x: Tensor, dim: int, tile: Tile) -> Tensor:
+    """The keys of a tile, of a block's tensor."""
+    parts = [x.narrow(dim, *run) for run in tile.runs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
+
+
 def _of_tile(mask: Tensor | None, tile: Tile) -> Tensor | None:
-    if mask is None or mask.shape[-1] == 1:
-        return mask
-    return mask.narrow(-1, tile.first_key, tile.num_keys)
+    return mask if mask is None or mask.shape[-1] == 1 else _take(mask, -1, tile)
 
 
 def expand(x: Tensor, heads: Tensor | None) -> Tensor:
@@ -213,11 +153,13 @@ def ring_attention(
     Returns:
         ``[B, H, S_q, D_v]`` in query's dtype, and lse ``[B, H, S_q]``.
     """
-    tiling = _Tiling(call)
+    tiling = Tiling(call)
     queries = tiling.split(query)
     rows = [None] * len(queries) if mask is None else tiling.split(mask)
     found: list[tuple[Tensor, Tensor] | None] = [None] * len(queries)
-    for step, block in enumerate(_blocks(key, value, call)):
+    for step, block in (_rotated_blocks if call.blocks is None else _asked_blocks)(key, value, call):
+        if block is None:
+            continue
         order = tiling.keys(step)
         k, v = (expand(order.arrange(x), heads) for x in block)
         for piece, (q, mask_rows) in enumerate(zip(queries, rows, strict=True)):
@@ -225,19 +167,19 @@ def ring_attention(
             for tile in tiling.tiles(piece, order):
                 partial = attend(
                     q,
-                    k.narrow(2, tile.first_key, tile.num_keys),
-                    v.narrow(2, tile.first_key, tile.num_keys),
+                    _take(k, 2, tile),
+                    _take(v, 2, tile),
                     mask=_of_tile(seen, tile),
                     is_causal=tile.diagonal,
                     scale=call.scale,
                 )
-                found[piece] = _merged(found[piece], partial)
+                found[piece] = merged(found[piece], partial)
     results = [_nothing(q, value) if result is None else result for q, result in zip(queries, found, strict=True)]
     out, lse = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2) for parts in zip(*results, strict=True))
     return tiling.queries.restore(out.to(query.dtype)), tiling.queries.restore(lse)
 
 
-def _merged(so_far: tuple[Tensor, Tensor] | None, partial: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def merged(so_far: tuple[Tensor, Tensor] | None, partial: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     if so_far is None:
         return partial
     # What has been merged is float32 until the last block is in.
@@ -267,29 +209,60 @@ def ring_attention_backward(
     mask_gradient: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of query, key, value and, if asked for, mask; args as in :func:`ring_attention`."""
-    dim = call.mesh.ring
-    sizes = call.block_sizes()
     block_backward = _BlockBackward(grad_out, query, mask, out, lse, call, heads, mask_gradient)
+    sum_up = _rotate_gradients if call.blocks is None else _return_gradients
+    grad_key, grad_value = sum_up(block_backward, key, value, call)
+    grad_query, grad_mask = block_backward.query_gradient(), block_backward.mask_gradient()
+    return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), grad_mask
+
+
+def _rotate_gradients(block_backward: _BlockBackward, key: Tensor, value: Tensor, call: RingCall) -> list[Tensor]:
+    """The gradients of this rank's keys and values: what was found for a block travels behind it, and at last home."""
+    dim, sizes = call.mesh.ring, call.block_sizes()
     arriving: Tensor | None = None
     own: list[Tensor] = []
-    for step, block in enumerate(_blocks(key, value, call)):
+    for step, block in _rotated_blocks(key, value, call):
         grads = block_backward(*block, step)
         if step == 0:
             own = grads
             continue
         if arriving is not None:  # on its way while this rank computed its own share
-            earlier = _unpack(wait(arriving), _block_shapes(key, value, sizes[(dim.index - step) % dim.size]))
+            earlier = unpack(wait(arriving), _block_shapes(key, value, sizes[(dim.index - step) % dim.size]))
             grads = [one.add_(other) for one, other in zip(grads, earlier, strict=True)]
         next_shapes = _block_shapes(key, value, sizes[(dim.index - step - 1) % dim.size])
         arriving = start_ring_shift(pack([[grad] for grad in grads]), sum([prod(shape) for shape in next_shapes]), dim)
     if arriving is not None:
-        home = _unpack(wait(arriving), _block_shapes(key, value, sizes[dim.index]))
-        for grad, arrived in zip(own, home, strict=True):
-            parts = _travelling(grad, call)
-            for part, found in zip(parts, arrived.split([part.shape[2] for part in parts], dim=2), strict=True):
-                part.add_(found)
-    grad_query, grad_mask = block_backward.query_gradient(), block_backward.mask_gradient()
-    return grad_query.to(query.dtype), own[0].to(key.dtype), own[1].to(value.dtype), grad_mask
+        _add_home(own, wait(arriving), call)
+    return own
+
+
+def _return_gradients(block_backward: _BlockBackward, key: Tensor, value: Tensor, call: RingCall) -> list[Tensor]:
+    """The same where blocks were sent straight to who asked: each of these sends what it found straight back."""
+    dim = call.mesh.ring
+    home = sum([prod(shape) for shape in _block_shapes(key, value, call.block_sizes()[dim.index])])
+    own: list[Tensor] = []
+    arriving: list[Tensor] = []
+    for step, block in _asked_blocks(key, value, call):
+        grads = [] if block is None else block_backward(*block, step)
+        if step == 0:
+            own = grads
+            continue
+        sent = pack([[grad] for grad in grads]) if grads else own[0].new_empty(0)
+        arrives = home if call.sees((dim.index + step) % dim.size, dim.index) else 0
+        arriving.append(start_ring_shift(sent, arrives, dim, distance=-step))
+    for found in map(wait, arriving):
+        if found.numel():
+            _add_home(own, found, call)
+    return own
+
+
+def _add_home(own: Sequence[Tensor], arrived: Tensor, call: RingCall) -> None:
+    """Add the gradients of what travelled, ``arrived``, to those of this rank's keys and values."""
+    travelled = [_travelling(grad, call) for grad in own]
+    shapes = [(*parts[0].shape[:2], sum([part.shape[2] for part in parts]), parts[0].shape[3]) for parts in travelled]
+    for parts, found in zip(travelled, unpack(arrived, shapes), strict=True):
+        for part, grad in zip(parts, found.split([part.shape[2] for part in parts], dim=2), strict=True):
+            part.add_(grad)
 
 
 class _BlockBackward:
@@ -306,7 +279,7 @@ class _BlockBackward:
         heads: Tensor | None,
         mask_gradient: bool,
     ) -> None:
-        self._tiling = _Tiling(call)
+        self._tiling = Tiling(call)
         split = self._tiling.split
         self._pieces = list(zip(split(query), split(grad_out), split(out), split(lse[..., None]), strict=True))
         self._rows = [None] * len(self._pieces) if mask is None else split(mask)
@@ -330,8 +303,8 @@ class _BlockBackward:
                 grad_query, *grad_block, grad_mask = local_attention_backward(
                     grad_out,
                     query,
-                    key.narrow(2, tile.first_key, tile.num_keys),
-                    value.narrow(2, tile.first_key, tile.num_keys),
+                    _take(key, 2, tile),
+                    _take(value, 2, tile),
                     out,
                     lse[..., 0],
                     mask=_of_tile(seen, tile),
@@ -340,8 +313,10 @@ class _BlockBackward:
                     mask_gradient=bool(self._grad_rows),
                 )
                 self._grad_queries[piece].add_(grad_query)
+                lengths = [length for _, length in tile.runs]
                 for total, found in zip(grads, grad_block, strict=True):
-                    self._add_heads(total.narrow(2, tile.first_key, tile.num_keys), found)
+                    for run, part in zip(tile.runs, found.split(lengths, dim=2), strict=True):
+                        self._add_heads(total.narrow(2, *run), part)
                 if grad_mask is not None:
                     self._add_columns(self._grad_rows[piece], grad_mask, order, tile)
         return [order.restore(grad) for grad in grads]
@@ -353,14 +328,17 @@ class _BlockBackward:
             total.index_add_(1, self._heads, found.to(total.dtype))
 
     @staticmethod
-    def _add_columns(total: Tensor, found: Tensor, keys: _Order, tile: Tile) -> None:
+    def _add_columns(total: Tensor, found: Tensor, keys: Order, tile: Tile) -> None:
         """Add ``found`` ``[B, H, S_q, num_keys]`` where ``total`` has the tile's columns; sum where it broadcasts."""
-        before = 0
+        if total.shape[3] == 1:
+            total.add_(found.sum_to_size(total.shape))
+            return
+        before = done = 0
         for start, length in keys.positions:
-            first, last = max(before, tile.first_key), min(before + length, tile.first_key + tile.num_keys)
-            if first < last:
-                where = total if total.shape[3] == 1 else total.narrow(3, start + first - before, last - first)
-                where.add_(found.narrow(3, first - tile.first_key, last - first).sum_to_size(where.shape))
+            for first, number in intersect([(before, length)], tile.runs):
+                where = total.narrow(3, start + first - before, number)
+                where.add_(found.narrow(3, done, number).sum_to_size(where.shape))
+                done += number
             before += length
 
     def query_gradient(self) -> Tensor:

@@ -7,16 +7,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from para_core.attention.block_mask import BlockMask
 from para_core.attention.causal import join_neighbours
+from para_core.attention.kept_keys import KeptKeys, hide, select_keys, sparse_attention
 from para_core.attention.local import local_attention, local_attention_with_lse
 from para_core.attention.ring import (
     AttendWithLse,
-    RingCall,
     columns,
     expand,
     ring_attention,
     ring_attention_backward,
 )
+from para_core.attention.tiling import RingCall
 from para_core.attention.ulysses import Exchange, Heads
 from para_core.layout import SequenceLayout
 from para_core.mesh import MeshDim, SequenceMesh
@@ -40,6 +42,8 @@ class UnifiedCall:
         key_layout: ``query_layout`` itself, not an equal one, where keys are cut like queries: they then travel in one
             table.
         num_heads, num_kv_heads: of all ranks; the latter divides the former.
+        block_mask: which blocks are computed; all if None.
+        kept: how it is decided which keys are; all if None.
     """
 
     def __init__(
@@ -53,13 +57,16 @@ class UnifiedCall:
         is_causal: bool,
         scale: float | None,
         ulysses_chunks: int = 1,
+        block_mask: BlockMask | None = None,
+        kept: KeptKeys | None = None,
     ) -> None:
-        if not key_layout.sharded:
-            # Every rank holds all keys: nothing has to move, each is a block of its own.
+        if not key_layout.sharded and kept is None:
+            # Every rank holds all keys: nothing has to move, each is a block of its own. (Votes come from all queries.)
             mesh = alone(mesh)
         self.mesh = mesh
         self.heads = Heads(num_heads, num_kv_heads, mesh.ulysses.size)
-        self.ring = RingCall(query_layout, key_layout, mesh, is_causal, scale)
+        self.ring = RingCall(query_layout, key_layout, mesh, is_causal, scale, block_mask)
+        self.kept = kept
         self.ulysses_chunks = ulysses_chunks
         # Without other Ulysses ranks a block is what a rank holds, as it holds it.
         self.exchange = Exchange(query_layout, key_layout, mesh, self.heads) if mesh.ulysses.size > 1 else None
@@ -111,7 +118,12 @@ class UnifiedCall:
             ring = self.ring
             mask = None if mask is None else columns(mask, ring.key_runs(0))
             return local_attention(query, key, value, mask=mask, is_causal=ring.is_causal, scale=ring.scale), None
-        out, lse = ring_attention(query, key, value, mask, self.ring, heads=key_heads, attend=attend)
+        if self.kept is not None:
+            out, lse = sparse_attention(
+                query, key, value, mask, self.ring, self.kept, heads=key_heads, attend=attend, keep=keep
+            )
+        else:
+            out, lse = ring_attention(query, key, value, mask, self.ring, heads=key_heads, attend=attend)
         return out, lse if keep else None
 
     def _in_chunks(
@@ -145,6 +157,8 @@ class UnifiedCall:
 
     def _is_local(self) -> bool:
         """Whether SDPA itself computes a block: all keys are here, and in the order of the queries if that matters."""
+        if self.ring.blocks is not None or self.kept is not None:
+            return False
         if not self.ring.is_causal or self.mesh.ring.size > 1:
             return self.mesh.ring.size == 1
         queries, keys = join_neighbours(self.ring.query_runs()), join_neighbours(self.ring.key_runs(0))
@@ -156,18 +170,24 @@ class UnifiedCall:
         """Gradients of query, key and value, and of ``mask`` if asked for, of the sum of all ranks' losses."""
         if self.exchange is not None:
             grad_out = self.exchange.enter_gradient(grad_out)
+        heads = self.heads.key_of_each_query(self.mesh.ulysses.index, grad_out.device)
+        hidden = mask
+        if self.kept is not None:
+            hidden = hide(mask, select_keys(block.query, block.key, mask, self.ring, self.kept, heads=heads))
         *grads, grad_mask = ring_attention_backward(
             grad_out,
             block.query,
             block.key,
             block.value,
-            mask,
+            hidden,
             block.out,
             block.lse,
             self.ring,
-            heads=self.heads.key_of_each_query(self.mesh.ulysses.index, grad_out.device),
+            heads=heads,
             mask_gradient=mask_gradient,
         )
+        if grad_mask is not None and mask is not None:
+            grad_mask = grad_mask.sum_to_size(mask.shape)
         if self.exchange is not None:
             grads = self.exchange.leave_gradients(*grads)
         return grads[0], grads[1], grads[2], grad_mask

@@ -100,7 +100,7 @@ class Case:
         mask = self.whole_mask()
         if mask is not None and mask.dtype != torch.bool:
             mask = mask.to(q.dtype)
-        return _sdpa_with_both(q, k, v, mask, **self.options)
+        return sdpa_with_both(q, k, v, mask, **self.options)
 
     def weight(self, rank: int | None = None) -> Tensor:
         """Of each element of out in the loss of ``rank``, for the whole sequence."""
@@ -221,7 +221,7 @@ def gradients_on_one_device(case: Case, ranks: int) -> list[Tensor]:
         inputs.append(mask.clone())
     for x in inputs:
         x.requires_grad_(x.is_floating_point())
-    out = _sdpa_with_both(*inputs, **case.options)
+    out = sdpa_with_both(*inputs, **case.options)
     (out * weight).sum().backward()
     return _grads(inputs)
 
@@ -231,7 +231,7 @@ def _grads(inputs: list[Tensor]) -> list[Tensor]:
     return [torch.zeros_like(x) if x.grad is None else x.grad for x in inputs if x.requires_grad]
 
 
-def _sdpa_with_both(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
+def sdpa_with_both(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
     """SDPA's math backend takes a mask or is_causal; its flash backend both."""
     if mask is not None and options.get("is_causal"):
         seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril()

@@ -27,6 +27,12 @@ def test_the_docstrings_are_right():
     assert results.failed == 0
 
 
+def add_tile(rows, tile):
+    for start, length in tile.runs:
+        block = torch.ones(len(rows), length, dtype=torch.int)
+        rows[:, start : start + length] += block.tril() if tile.diagonal else block
+
+
 @given(queries=RUNS, keys=RUNS)
 def test_tiles_cover_what_a_causal_mask_shows_once(queries, keys):
     queries, keys = coalesce(queries), coalesce(keys)
@@ -34,11 +40,8 @@ def test_tiles_cover_what_a_causal_mask_shows_once(queries, keys):
     seen = torch.zeros_like(expected, dtype=torch.int)
     row = 0
     for piece in cut(queries, keys):
-        for tile in visible_tiles(piece, keys):
-            block = torch.ones(piece[1], tile.num_keys, dtype=torch.int)
-            seen[row : row + piece[1], tile.first_key : tile.first_key + tile.num_keys] += (
-                block.tril() if tile.diagonal else block
-            )
+        for tile in visible_tiles(piece, keys, is_causal=True, seen=None):
+            add_tile(seen[row : row + piece[1]], tile)
         row += piece[1]
     assert row == len(expected)
     assert torch.equal(seen, expected.int())

@@ -1,0 +1,132 @@
+"""Block-sparse attention: which blocks of queries see which blocks of keys. Pure integers, but for reading a user's tensor.
+
+Query i sees key j where ``block_mask[i // query_block, j // key_block]`` is True, i and j being positions in the whole
+sequence: what a rank holds of it does not matter.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from para_core.layout import Run
+
+
+@dataclass(frozen=True)
+class BlockMask:
+    """Rows of bits: bit j of row i is whether the i-th block of queries sees the j-th of keys.
+
+    ``query_block`` and ``key_block`` are tokens per block; the last block of a sequence may be shorter.
+    """
+
+    num_query_blocks: int
+    num_key_blocks: int
+    query_block: int
+    key_block: int
+    # In hexadecimal, joined by commas: text is a constant to Dynamo whatever its size, and an operator's schema holds it.
+    bits: str
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        return _read_rows(self.bits)
+
+    def encode(self) -> str:
+        """All of it as text."""
+        return f"{self.num_query_blocks} {self.num_key_blocks} {self.query_block} {self.key_block} {self.bits}"
+
+    def runs_seen(self, row: int) -> list[Run]:
+        """Positions of the keys that the ``row``-th block of queries sees, ascending; the last run may pass the end."""
+        bits, runs, block = self.rows[row], [], 0
+        while bits:
+            hidden = (bits & -bits).bit_length() - 1
+            bits >>= hidden
+            seen = (~bits & (bits + 1)).bit_length() - 1
+            runs.append(((block + hidden) * self.key_block, seen * self.key_block))
+            bits >>= seen
+            block += hidden + seen
+        return runs
+
+    def keys_of(self, query: int) -> list[Run]:
+        """Positions of the keys that the query at position ``query`` sees."""
+        return self.runs_seen(query // self.query_block)
+
+    def alike(self, *, is_causal: bool) -> list[Run]:
+        """Runs of queries that see the same keys; with ``is_causal`` cut at each block of queries and of keys."""
+        rows = self.rows
+        edges = [row * self.query_block for row in range(len(rows) + 1)]
+        if is_causal:
+            edges = sorted({*edges, *range(0, edges[-1], self.key_block)})
+        else:
+            edges = [edge for row, edge in enumerate(edges) if row in (0, len(rows)) or rows[row] != rows[row - 1]]
+        return [(first, last - first) for first, last in itertools.pairwise(edges)]
+
+    def sees_any(self, queries: Iterable[Run], keys: Iterable[Run]) -> bool:
+        """Whether any of these queries sees any of these keys, both given by position."""
+        held = 0
+        for first, last in _blocks(keys, self.key_block):
+            held |= (1 << (last + 1)) - (1 << first)
+        rows = self.rows
+        return any(
+            rows[row] & held for first, last in _blocks(queries, self.query_block) for row in range(first, last + 1)
+        )
+
+    def check(self, num_queries: int, num_keys: int) -> None:
+        """Raise ``ValueError`` unless the mask has as many blocks as these lengths."""
+        given = (self.num_query_blocks, self.num_key_blocks)
+        expected = (-(-num_queries // self.query_block), -(-num_keys // self.key_block))
+        if given != expected:
+            raise ValueError(
+                f"block_mask has {given[0]} × {given[1]} blocks of {self.query_block} × {self.key_block} tokens; expected "
+                f"{expected[0]} × {expected[1]} for {num_queries} queries and {num_keys} keys."
+            )
+
+
+def _blocks(runs: Iterable[Run], block: int) -> list[tuple[int, int]]:
+    """The first and the last block that each run touches."""
+    return [(start // block, (start + length - 1) // block) for start, length in runs if length]
+
+
+def read_block_mask(block_mask: Tensor, block_size: int | tuple[int, int]) -> BlockMask:
+    """A user's mask as a value.
+
+    Args:
+        block_mask: bool ``[blocks of queries, blocks of keys]``, True where a block is computed; on the CPU, or read from
+            its device once.
+        block_size: tokens per block, of queries and keys alike or ``(of queries, of keys)``.
+
+    Raises:
+        TypeError, ValueError: they are not that.
+    """
+    sizes = block_size if isinstance(block_size, tuple) else (block_size, block_size)
+    if len(sizes) != 2 or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
+        raise ValueError(
+            f"block_size is {block_size!r}; expected a positive number of tokens, or one of queries and one of keys."
+        )
+    if not isinstance(block_mask, Tensor):
+        raise TypeError(f"block_mask is a {type(block_mask).__name__}; expected a bool tensor.")
+    if block_mask.dtype != torch.bool or block_mask.ndim != 2:
+        raise ValueError(
+            f"block_mask is {block_mask.dtype} {list(block_mask.shape)}; expected torch.bool [blocks of queries, blocks of "
+            "keys], the same for all heads and samples."
+        )
+    rows = [sum(1 << column for column, seen in enumerate(row) if seen) for row in block_mask.tolist()]
+    bits = ",".join([f"{row:x}" for row in rows])
+    return BlockMask(block_mask.shape[0], block_mask.shape[1], sizes[0], sizes[1], bits)
+
+
+@lru_cache(maxsize=64)
+def _read_rows(bits: str) -> tuple[int, ...]:
+    return tuple(int(row, 16) for row in bits.split(",") if row)
+
+
+def decode(text: str) -> BlockMask | None:
+    """The inverse of :meth:`BlockMask.encode`; None for ""."""
+    if not text:
+        return None
+    num_query_blocks, num_key_blocks, query_block, key_block, bits = text.split(" ")
+    return BlockMask(int(num_query_blocks), int(num_key_blocks), int(query_block), int(key_block), bits)

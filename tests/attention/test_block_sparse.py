@@ -1,0 +1,237 @@
+"""BlockSparseAttnMode against dense attention with the mask written out for every token."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
+
+from para_core import BlockSparseAttnMode
+from para_core.attention.block_mask import BlockMask, decode, read_block_mask
+from tests.attention.cases import BALANCED, IMAGE_FIRST, MESHES, TEXT_FIRST, Case, Mask, held, sdpa_with_both
+from tests.attention.one_device import make_qkv, relative_error
+from tests.rank_pool import RankPoolError, heartbeat
+
+on_every_mesh = pytest.mark.parametrize(("ring", "ulysses"), MESHES)
+CAUSAL = {"is_causal": True}
+
+
+def make_blocks(case, block_size, share=0.5, seed=0):
+    """A random block mask for ``case``."""
+    sizes = block_size if isinstance(block_size, tuple) else (block_size, block_size)
+    counts = [-(-x.shape[-2] // size) for x, size in zip(case.qkv()[:2], sizes, strict=True)]
+    return torch.rand(counts, generator=torch.Generator().manual_seed(seed)) < share
+
+
+def for_every_token(blocks, block_size, case):
+    rows, columns = block_size if isinstance(block_size, tuple) else (block_size, block_size)
+    seen = blocks.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+    q, k, _ = case.qkv()
+    return seen[: q.shape[-2], : k.shape[-2]]
+
+
+def dense_mask(case, blocks, block_size):
+    seen, mask = for_every_token(blocks, block_size, case), case.whole_mask()
+    if mask is None:
+        return seen
+    return mask & seen if mask.dtype == torch.bool else mask.to(torch.float32).masked_fill(~seen, float("-inf"))
+
+
+def on_one_device(case, blocks, block_size):
+    return sdpa_with_both(*case.qkv(), dense_mask(case, blocks, block_size), **case.options)
+
+
+def attend(items, ring, ulysses, compile_with=None):
+    mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
+    rank, results = mesh.get_rank(), []
+
+    def sdpa(*args, **options):
+        return F.scaled_dot_product_attention(*args, **options)
+
+    for case, blocks, block_size in items:
+        heartbeat()
+        if compile_with:
+            torch.compiler.reset()
+            sdpa = torch.compile(sdpa, fullgraph=True, backend=compile_with)
+        query_layout, key_layout = case.layouts(ring * ulysses)
+        layouts = (query_layout, key_layout, key_layout)
+        qkv = [held(x, -2, layout, rank).requires_grad_() for x, layout in zip(case.qkv(), layouts, strict=True)]
+        mask = case.whole_mask()
+        if mask is not None:
+            mask = case.mask.cut(mask, query_layout, key_layout, rank)
+        weight = held(case.weight(), -2, query_layout, rank)
+        options = {"layout": query_layout, "key_layout": None if key_layout is query_layout else key_layout}
+        with BlockSparseAttnMode(mesh, blocks, block_size=block_size, **options) as cp:
+            with torch.no_grad():
+                out = sdpa(*[x.detach() for x in qkv], mask, **case.options)
+                whole = cp.gather(out, dim=-2, sequence=query_layout)
+            sdpa(*qkv, mask, **case.options).mul(weight).sum().backward()
+        results.append((whole, [x.grad for x in qkv]))
+    return results
+
+
+def check_all(rank_pool, items, ring, ulysses, compile_with=None):
+    results = rank_pool.run(attend, ring * ulysses, items, ring, ulysses, compile_with)
+    for index, (case, blocks, block_size) in enumerate(items):
+        query_layout, key_layout = case.layouts(ring * ulysses)
+        qkv = [x.clone().requires_grad_() for x in case.qkv()]
+        expected = sdpa_with_both(*qkv, dense_mask(case, blocks, block_size), **case.options)
+        # Each rank's loss counts its own tokens: replicated ones once per rank.
+        ranks = range(ring * ulysses)
+        counted = sum(
+            torch.zeros(query_layout.total).index_fill(0, torch.arange(query_layout.total)[positions], 1.0)
+            for positions in (held(torch.arange(query_layout.total), 0, query_layout, rank) for rank in ranks)
+        )
+        (expected * case.weight() * counted[:, None]).sum().backward()
+        where = f"{case}, blocks of {block_size}:\n{blocks.int()}\nring {ring} × ulysses {ulysses}"
+        for rank in ranks:
+            assert relative_error(results[rank][index][0], expected.detach()) < 1e-5, f"{where}, rank {rank}"
+        for x, layout, place in zip(qkv, (query_layout, key_layout, key_layout), range(3), strict=True):
+            whole = torch.zeros_like(x)
+            for rank in ranks:
+                positions = held(torch.arange(layout.total), 0, layout, rank)
+                whole.index_add_(-2, positions, results[rank][index][1][place])
+            # Where a query sees one key softmax does not move: gradients are what rounding leaves of 0.
+            scale = max(x.grad.norm(), qkv[2].grad.norm())
+            assert (whole - x.grad).norm() <= 1e-5 * scale, f"{where}, gradient {place}"
+
+
+CASES = [
+    (Case(13, 4), 3),
+    (Case(13, 3, options=CAUSAL), 3),
+    (Case(13, 3, S_k=7, D_v=5), (4, 2)),
+    (Case(13, 3, S_k=20, options=CAUSAL), (4, 3)),
+    (Case(3, 1), 2),
+    (Case(13, 6, H_kv=2, options={"enable_gqa": True}), 5),
+    (Case(H=3, segments=TEXT_FIRST), 2),
+    (Case(H=4, segments=IMAGE_FIRST, options=CAUSAL), 3),
+    (Case(H=3, segments=BALANCED, options=CAUSAL), 2),
+    (Case(13, 3, mask=Mask("bk")), 4),
+    (Case(13, 3, mask=Mask("bhqk", torch.float32, "local"), options=CAUSAL), 4),
+    (Case(13, 2), 50),  # one block
+]
+
+
+@on_every_mesh
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_it_equals_dense_attention_with_the_mask_written_out(rank_pool, ring, ulysses, share):
+    items = [(case, make_blocks(case, size, share), size) for case, size in CASES]
+    check_all(rank_pool, items, ring, ulysses)
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2), (2, 2)])
+def test_compiled_it_is_the_same(rank_pool, ring, ulysses):
+    items = [(case, make_blocks(case, size), size) for case, size in CASES[:8:2]]
+    check_all(rank_pool, items, ring, ulysses, "aot_eager")
+
+
+@st.composite
+def drawn_items(draw):
+    size = draw(st.integers(1, 6) | st.tuples(st.integers(1, 6), st.integers(1, 6)))
+    case = Case(
+        draw(st.integers(0, 20)),
+        draw(st.integers(1, 4)),
+        S_k=draw(st.none() | st.integers(1, 20)),
+        mask=draw(st.none() | st.sampled_from([Mask("k"), Mask("bqk"), Mask("hqk", torch.float32)])),
+        options=draw(st.sampled_from([{}, CAUSAL])),
+    )
+    return case, make_blocks(case, size, draw(st.sampled_from([0.1, 0.5, 0.9])), draw(st.integers(0, 99))), size
+
+
+# The pool outlives an example: nothing of one job is left when the next starts.
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(mesh=st.sampled_from(MESHES), items=st.lists(drawn_items(), min_size=1, max_size=5))
+def test_any_block_mask_on_any_mesh_equals_one_device(rank_pool, mesh, items):
+    check_all(rank_pool, items, *mesh)
+
+
+# -- what is sent
+
+
+def count_traffic(blocks, block_size, backward):
+    mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("ring", "ulysses"))
+    qkv = [x.chunk(4, dim=2)[mesh.get_rank()].requires_grad_(backward) for x in make_qkv(16, 2, 8)]
+    with BlockSparseAttnMode(mesh, blocks, block_size=block_size, assume_equal=True), CommDebugMode() as counter:
+        out = F.scaled_dot_product_attention(*qkv)
+        if backward:
+            out.sum().backward()
+    return counter.get_total_counts()
+
+
+@pytest.mark.parametrize(
+    ("blocks", "collectives"),
+    [
+        (torch.eye(4, dtype=torch.bool), 0),  # each rank sees its own
+        (torch.eye(4, dtype=torch.bool).roll(1, 1), 1),  # and the one after: distance 3 alone
+        (torch.eye(4, dtype=torch.bool) | torch.eye(4, dtype=torch.bool).roll(-1, 1), 1),
+        (torch.ones(4, 4, dtype=torch.bool), 3),
+    ],
+    ids=["own", "next", "own and last", "all"],
+)
+def test_what_no_rank_sees_is_not_sent(rank_pool, blocks, collectives):
+    assert rank_pool.run(count_traffic, 4, blocks, 4, False) == [collectives] * 4
+    # Backward blocks travel again, and their gradients back.
+    assert rank_pool.run(count_traffic, 4, blocks, 4, True) == [3 * collectives] * 4
+
+
+# -- one rank, and bad input
+
+
+def attend_alone():
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("ring", "ulysses"))
+    with BlockSparseAttnMode(mesh, make_blocks(Case(13, 3), 4), block_size=4):
+        return F.scaled_dot_product_attention(*Case(13, 3).qkv())
+
+
+def test_on_one_rank_it_is_sparse_too(rank_pool):
+    case = Case(13, 3)
+    expected = on_one_device(case, make_blocks(case, 4), 4)
+    assert relative_error(rank_pool.run(attend_alone, 1)[0], expected) < 1e-5
+
+
+def attend_with(blocks, block_size):
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ring", "ulysses"))
+    qkv = [x.chunk(2, dim=2)[mesh.get_rank()] for x in make_qkv(16, 2, 8)]
+    blocks = blocks[mesh.get_rank()] if isinstance(blocks, list) else blocks
+    with BlockSparseAttnMode(mesh, blocks, block_size=block_size):
+        F.scaled_dot_product_attention(*qkv)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "block_size", "message"),
+    [
+        (torch.ones(3, 4, dtype=torch.bool), 4, r"block_mask has 3 × 4 blocks of 4 × 4 tokens; expected 4 × 4"),
+        (torch.ones(4, 4), 4, r"block_mask is torch.float32 \[4, 4\]; expected torch.bool"),
+        (
+            torch.ones(1, 4, 4, dtype=torch.bool),
+            4,
+            r"block_mask is torch.bool \[1, 4, 4\]; expected torch.bool \[blocks",
+        ),
+        (torch.ones(4, 4, dtype=torch.bool), 0, "block_size is 0; expected a positive number"),
+        ("1111", 4, "block_mask is a str; expected a bool tensor"),
+        (
+            [torch.ones(4, 4, dtype=torch.bool), torch.eye(4, dtype=torch.bool)],
+            4,
+            "the ranks disagree about block_mask",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_an_error_on_every_rank(rank_pool, blocks, block_size, message):
+    with pytest.raises(RankPoolError, match=message) as error:
+        rank_pool.run(attend_with, 2, blocks, block_size)
+    assert "raised on 2 of 2 ranks" in str(error.value)
+
+
+@given(rows=st.integers(0, 70), columns=st.integers(0, 70), share=st.sampled_from([0.1, 0.5, 0.95]))
+def test_a_mask_survives_being_written_as_text(rows, columns, share):
+    blocks = torch.rand(rows, columns, generator=torch.Generator().manual_seed(rows)) < share
+    mask = read_block_mask(blocks, (3, 2))
+    assert decode(mask.encode()) == mask
+    assert isinstance(mask, BlockMask)
+    for row in range(rows):
+        seen = torch.zeros(columns * 2, dtype=torch.bool)
+        for start, length in mask.runs_seen(row):
+            seen[start : start + length] = True
+        assert torch.equal(seen, blocks[row].repeat_interleave(2))

@@ -1,0 +1,182 @@
+"""SparseKVAttnMode against dense attention with the mask that its definition gives."""
+
+from math import ceil
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from para_core import SparseKVAttnMode
+from tests.attention.cases import BALANCED, IMAGE_FIRST, MESHES, TEXT_FIRST, Case, Mask, held, sdpa_with_both
+from tests.attention.one_device import make_qkv, relative_error
+from tests.rank_pool import RankPoolError, heartbeat
+
+on_every_mesh = pytest.mark.parametrize(("ring", "ulysses"), MESHES)
+CAUSAL = {"is_causal": True}
+
+
+def kept_by_definition(case, share, window):
+    """bool ``[B, H, 1, S_k]``, written down as the docstring of SparseKVAttnMode says it."""
+    q, k, _ = case.qkv()
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    S_q, S_k = q.shape[-2], k.shape[-2]
+    scores = q @ k.mT * (case.options.get("scale") or q.shape[-1] ** -0.5)
+    mask = case.whole_mask()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    if case.options.get("is_causal"):
+        scores = scores.masked_fill(~torch.ones(S_q, S_k, dtype=torch.bool).tril(), float("-inf"))
+    parts = min(window, S_q)
+    observed = [int((i + 0.5) * S_q / parts) if S_q > window else i for i in range(parts)]
+    votes = scores[:, :, observed].softmax(-1).nan_to_num(0.0).sum(2)
+    ranked = votes.sort(dim=-1, descending=True, stable=True).indices[..., : ceil(share * S_k)]
+    return torch.zeros_like(votes, dtype=torch.bool).scatter(-1, ranked, True)[:, :, None]
+
+
+def on_one_device(case, share, window, qkv=None):
+    seen, mask = kept_by_definition(case, share, window), case.whole_mask()
+    if mask is not None:
+        seen = mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, float("-inf"))
+    return sdpa_with_both(*(qkv or case.qkv()), seen, **case.options)
+
+
+def attend(items, ring, ulysses, compile_with=None):
+    mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
+    rank, results = mesh.get_rank(), []
+
+    def sdpa(*args, **options):
+        return F.scaled_dot_product_attention(*args, **options)
+
+    for case, share, window in items:
+        heartbeat()
+        if compile_with:
+            torch.compiler.reset()
+            sdpa = torch.compile(sdpa, fullgraph=True, backend=compile_with)
+        query_layout, key_layout = case.layouts(ring * ulysses)
+        layouts = (query_layout, key_layout, key_layout)
+        qkv = [held(x, -2, layout, rank).requires_grad_() for x, layout in zip(case.qkv(), layouts, strict=True)]
+        mask = case.whole_mask()
+        if mask is not None:
+            mask = case.mask.cut(mask, query_layout, key_layout, rank)
+        weight = held(case.weight(), -2, query_layout, rank)
+        options = {"layout": query_layout, "key_layout": None if key_layout is query_layout else key_layout}
+        with SparseKVAttnMode(mesh, share=share, window=window, **options) as cp:
+            with torch.no_grad():
+                out = sdpa(*[x.detach() for x in qkv], mask, **case.options)
+                whole = cp.gather(out, dim=-2, sequence=query_layout)
+            sdpa(*qkv, mask, **case.options).mul(weight).sum().backward()
+        results.append((whole, [x.grad for x in qkv]))
+    return results
+
+
+def check_all(rank_pool, items, ring, ulysses, compile_with=None):
+    ranks = range(ring * ulysses)
+    results = rank_pool.run(attend, len(ranks), items, ring, ulysses, compile_with)
+    for index, (case, share, window) in enumerate(items):
+        query_layout, key_layout = case.layouts(len(ranks))
+        qkv = [x.clone().requires_grad_() for x in case.qkv()]
+        expected = on_one_device(case, share, window, qkv)
+        # Each rank's loss counts its own tokens: replicated ones once per rank.
+        positions = torch.arange(query_layout.total)
+        counted = sum(torch.isin(positions, held(positions, 0, query_layout, rank)).float() for rank in ranks)
+        (expected * case.weight() * counted[:, None]).sum().backward()
+        where = f"{case}, share {share}, window {window}, ring {ring} × ulysses {ulysses}"
+        for rank in ranks:
+            assert relative_error(results[rank][index][0], expected.detach()) < 1e-5, f"{where}, rank {rank}"
+        for x, layout, place in zip(qkv, (query_layout, key_layout, key_layout), range(3), strict=True):
+            whole = torch.zeros_like(x)
+            for rank in ranks:
+                whole.index_add_(-2, held(torch.arange(layout.total), 0, layout, rank), results[rank][index][1][place])
+            scale = max(x.grad.norm(), qkv[2].grad.norm())
+            assert (whole - x.grad).norm() <= 1e-5 * scale, f"{where}, gradient {place}"
+
+
+CASES = [
+    Case(13, 4),
+    Case(13, 3, options=CAUSAL),
+    Case(13, 3, S_k=7, D_v=5, options={"scale": 0.7}),
+    Case(3, 1),
+    Case(13, 6, H_kv=2, options={"enable_gqa": True}),
+    Case(13, 4, H_kv=1, options={"enable_gqa": True}),
+    Case(H=3, segments=TEXT_FIRST),
+    Case(H=4, segments=IMAGE_FIRST),
+    Case(H=3, segments=IMAGE_FIRST, key_segments=(("text", 5, True),)),
+    Case(H=3, segments=BALANCED, options=CAUSAL),
+    Case(13, 3, mask=Mask("bk")),
+    Case(13, 3, mask=Mask("hk", torch.float32)),
+    Case(13, 3, mask=Mask("bhqk", torch.float32, "local")),
+    Case(13, 3, mask=Mask("qk"), options=CAUSAL),
+    Case(13, 2, B=0),
+    Case(0, 2),
+]
+
+
+@on_every_mesh
+@pytest.mark.parametrize(("share", "window"), [(0.4, 4), (0.7, 64), (1.0, 1)])
+def test_it_equals_dense_attention_with_the_mask_of_its_definition(rank_pool, ring, ulysses, share, window):
+    check_all(rank_pool, [(case, share, window) for case in CASES], ring, ulysses)
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2), (2, 2)])
+def test_compiled_it_is_the_same(rank_pool, ring, ulysses):
+    check_all(rank_pool, [(case, 0.5, 4) for case in CASES[:11:5]], ring, ulysses, "aot_eager")
+
+
+class LargestSent(TorchDispatchMode):
+    """Elements of the largest tensor that a collective took."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "all_to_all" in str(func):
+            self.elements = max(self.elements, args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+def send(share):
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ring", "ulysses"))
+    qkv = [x.chunk(2, dim=2)[mesh.get_rank()] for x in make_qkv(512, 2, 16, B=1)]
+    with torch.no_grad(), SparseKVAttnMode(mesh, share=share, window=4, assume_equal=True), LargestSent() as sent:
+        F.scaled_dot_product_attention(*qkv)
+    return sent.elements
+
+
+def test_only_kept_keys_travel(rank_pool):
+    whole, part = rank_pool.run(send, 2, 1.0), rank_pool.run(send, 2, 0.25)
+    assert whole == [2 * 2 * 256 * 16] * 2
+    # Which rank has more of the kept keys is in the data; padded to the head that keeps most.
+    assert all(elements < 0.4 * whole[0] for elements in part)
+
+
+def attend_alone():
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("ring", "ulysses"))
+    with SparseKVAttnMode(mesh, share=0.5, window=4), CommDebugMode() as counter:
+        return F.scaled_dot_product_attention(*Case(13, 3).qkv()), counter.get_total_counts()
+
+
+def test_on_one_rank_it_is_sparse_too(rank_pool):
+    out, collectives = rank_pool.run(attend_alone, 1)[0]
+    assert relative_error(out, on_one_device(Case(13, 3), 0.5, 4)) < 1e-5
+    assert collectives == 0
+
+
+def make_mode(options):
+    SparseKVAttnMode(init_device_mesh("cpu", (2,), mesh_dim_names=("ring",)), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"share": 0.0}, "share is 0.0; expected the share of the keys to keep"),
+        ({"share": 1.5}, "share is 1.5; expected"),
+        ({"share": 0.5, "window": 0}, "window is 0; expected a positive number"),
+    ],
+)
+def test_what_does_not_fit_is_an_error(rank_pool, options, message):
+    with pytest.raises(RankPoolError, match=message):
+        rank_pool.run(make_mode, 2, options)
