@@ -45,6 +45,8 @@ class UnifiedAttnMode(ShardingMode):
             ``out``, or ``(out, lse)`` with lse ``[B, H, S_q]`` in float32, which a ring needs.
         ulysses_chunks: without gradients, cut each rank's heads into so many parts, and let the next one travel while one
             is computed.
+        comm_dtype: ``torch.float8_e4m3fn`` halves the bytes of 16-bit tensors: query, key, value and out travel rounded to 8 bits,
+            scaled per sample and head. Not exact; without gradients only.
 
     >>> import torch.distributed as dist  # doctest: +SKIP
     >>> with UnifiedAttnMode(mesh) as cp:  # doctest: +SKIP
@@ -66,12 +68,16 @@ class UnifiedAttnMode(ShardingMode):
         assume_equal: bool = False,
         attn_func: AttnFunc | None = None,
         ulysses_chunks: int = 1,
+        comm_dtype: torch.dtype | None = None,
     ) -> None:
         found = mesh if isinstance(mesh, SequenceMesh) else sequence_mesh(mesh, group_dim=self._group_dim)
         super().__init__(found, assume_equal=assume_equal)
         if isinstance(ulysses_chunks, bool) or not isinstance(ulysses_chunks, int) or ulysses_chunks < 1:
             raise ValueError(f"ulysses_chunks is {ulysses_chunks!r}; expected a positive integer.")
         self._ulysses_chunks = ulysses_chunks
+        if comm_dtype not in (None, torch.float8_e4m3fn):
+            raise ValueError(f"comm_dtype is {comm_dtype}; expected torch.float8_e4m3fn, or None for exact attention.")
+        self._comm_dtype = comm_dtype
         if self._single_dim is not None:
             _require_single(self._mesh, self._single_dim, type(self).__name__)
         self._attn_func = attn_func
@@ -195,6 +201,7 @@ class UnifiedAttnMode(ShardingMode):
             ulysses_chunks=self._ulysses_chunks,
             block_mask=self._block_mask,
             kept=self._kept,
+            comm_dtype=self._comm_dtype,
         )
 
     # -- which rank holds which tokens

@@ -50,6 +50,7 @@ def attend_over_mesh(
     ulysses_chunks: int = 1,
     block_mask: BlockMask | None = None,
     kept: KeptKeys | None = None,
+    comm_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """``scaled_dot_product_attention`` over a sequence that is sharded over ``mesh``.
 
@@ -61,6 +62,7 @@ def attend_over_mesh(
         ulysses_chunks: parts of a rank's heads that travel and are computed one after the other.
         block_mask: which blocks are computed; all if None.
         kept: how it is decided which keys are computed; all if None.
+        comm_dtype: of what travels where no gradient is kept; None: as it is.
 
     Raises:
         ValueError: on every rank, in eager code, if the input of any rank does not fit.
@@ -85,7 +87,7 @@ def attend_over_mesh(
     if talk:
         tensors = {"query": query, "key": key, "value": value}
         lengths = {"query": query_layout.sizes(), "key": key_layout.sizes()}
-        records = exchange(_record(tensors, attn_mask, lengths, is_causal, scale, block_mask, kept), mesh)
+        records = exchange(_record(tensors, attn_mask, lengths, is_causal, scale, block_mask, kept, comm_dtype), mesh)
         _compare(records)
         sizes = [(rows, columns) for rows, columns in (record[_MASK_SIZES] for record in records) if rows is not None]
         ranks = list(range(mesh.ranks))
@@ -111,11 +113,14 @@ def attend_over_mesh(
         ulysses_chunks=ulysses_chunks,
         block_mask=block_mask,
         kept=kept,
+        comm_dtype=comm_dtype,
     )
     mask = None if attn_mask is None or extents is None else mask_of_block(attn_mask, extents, call)
     if attn_func is None:
         out = attend(query, key, value, mask, call)
     else:
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
+            call.comm_dtype = None
         out, _ = call.forward(query, key, value, mask, attend=partial(_attend_with, attn_func))
     return out if len(leading) == 1 else out.reshape(*leading, *out.shape[1:])
 
@@ -246,6 +251,7 @@ def _record(
     scale: float | None,
     block_mask: BlockMask | None,
     kept: KeptKeys | None,
+    comm_dtype: torch.dtype | None,
 ) -> Record:
     query = tensors["query"]
     with_gradient = [*tensors.values(), *([] if mask is None else [mask])]
@@ -258,6 +264,7 @@ def _record(
         "scale": scale,
         "block_mask": None if block_mask is None else f"with checksum {crc32(block_mask.encode().encode()):08x}",
         "kept keys": None if kept is None else [kept.share, kept.window],
+        "comm_dtype": str(comm_dtype),
         "attn_mask without its last two dims": None if mask is None else [*mask.shape[:-2]],
         "attn_mask's dtype": None if mask is None else str(mask.dtype),
         _MASK_SIZES: (None, None) if mask is None else _last_two(mask),

@@ -20,6 +20,7 @@ from torch import Tensor
 from para_core.attention.local import lse_dtype
 from para_core.attention.ring import AttendWithLse, expand, merged, ring_attention, unpack
 from para_core.attention.tiling import RingCall, sharded_runs
+from para_core.attention.wire import Wire
 from para_core.collectives import all_gather, pack, start_ring_shift, wait
 from para_core.layout import Run
 
@@ -42,6 +43,7 @@ class KeptKeys:
         return [(2 * i + 1) * num_queries // (2 * self.window) for i in range(self.window)]
 
 
+@torch.no_grad()
 def select_keys(
     query: Tensor, key: Tensor, mask: Tensor | None, call: RingCall, kept: KeptKeys, *, heads: Tensor | None
 ) -> Tensor:
@@ -178,10 +180,11 @@ def _kept_blocks(
     chosen = _chosen(seen, held)
     travels = [_positions(sharded_runs(call.key_layout, call.mesh, index), key.device) for index in range(dim.size)]
     of_blocks = [_chosen(seen, positions) for positions in travels] if dim.size > 1 else []
-    shapes = [[(*one.shape, x.shape[3]) for x in (key, value)] for one in of_blocks]
+    wire = Wire(call.comm_dtype, min(key.shape[3], value.shape[3]))
+    shapes = [[(*one.shape[:2], one.shape[2] + wire.scale_rows, x.shape[3]) for x in (key, value)] for one in of_blocks]
     if dim.size > 1:
         rows = _rows_of(travels[dim.index], held)
-        buffer = pack([[_take(x.index_select(2, rows), of_blocks[dim.index])] for x in (key, value)])
+        buffer = pack([[wire.write(_take(x.index_select(2, rows), of_blocks[dim.index]))] for x in (key, value)])
     for step in range(dim.size):
         source = (dim.index - step) % dim.size
         if step + 1 < dim.size:
@@ -189,7 +192,8 @@ def _kept_blocks(
         if step == 0:
             yield _take(key, chosen), _take(value, chosen), _mask_of(mask, held, chosen)
         else:
-            yield *unpack(buffer, shapes[source]), _mask_of(mask, travels[source], of_blocks[source])
+            block = [wire.read(part, key.dtype) for part in unpack(buffer, shapes[source])]
+            yield block[0], block[1], _mask_of(mask, travels[source], of_blocks[source])
         if step + 1 < dim.size:
             buffer = wait(arriving)
 

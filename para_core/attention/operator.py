@@ -102,6 +102,7 @@ def _encode(call: UnifiedCall) -> tuple[Any, ...]:
         "" if call.ring.blocks is None else call.ring.blocks.encode(),
         1.0 if call.kept is None else call.kept.share,
         0 if call.kept is None else call.kept.window,
+        call.comm_dtype,
     )
 
 
@@ -120,6 +121,7 @@ def _decode(
     block_mask: str,
     share: float,
     window: int,
+    comm_dtype: torch.dtype | None,
 ) -> UnifiedCall:
     query_layout = _layout(query_totals, query_kinds, ranks)
     key_layout = _layout(key_totals, key_kinds, ranks) if key_totals else query_layout
@@ -139,6 +141,7 @@ def _decode(
         ulysses_chunks=ulysses_chunks,
         block_mask=decode(block_mask),
         kept=KeptKeys(share, window) if window else None,
+        comm_dtype=comm_dtype,
     )
 
 
@@ -151,7 +154,7 @@ def _layout(totals: Sequence[int], kinds: Sequence[int], ranks: int) -> Sequence
 _CALL_SCHEMA = (
     "SymInt[] query_totals, int[] query_kinds, SymInt[] key_totals, int[] key_kinds, int ranks, int[] mesh, str groups, "
     "SymInt[] heads, bool is_causal, float? scale, int ulysses_chunks, str block_mask, float share, "
-    "int window"
+    "int window, ScalarType? comm_dtype"
 )
 
 

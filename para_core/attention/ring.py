@@ -23,6 +23,7 @@ from torch import Tensor
 from para_core.attention.causal import Tile, intersect, join_neighbours
 from para_core.attention.local import local_attention_backward, local_attention_with_lse, lse_dtype
 from para_core.attention.tiling import Order, RingCall, Tiling
+from para_core.attention.wire import Wire
 from para_core.collectives import pack, start_ring_shift, wait
 from para_core.kernels.merge_reference import merge
 from para_core.layout import Run
@@ -50,14 +51,13 @@ def _rotated_blocks(key: Tensor, value: Tensor, call: RingCall) -> Iterator[tupl
     if dim.size == 1 or not call.key_layout.sharded:
         yield 0, (key, value)
         return
-    sizes = call.block_sizes()
-    buffer = pack([_travelling(x, call) for x in (key, value)])
+    sizes, wire = call.block_sizes(), Wire(call.comm_dtype, min(key.shape[3], value.shape[3]))
+    buffer = _pack_block(key, value, call, wire)
     for step in range(dim.size):
         source = (dim.index - step) % dim.size
         if step + 1 < dim.size:
-            shapes = _block_shapes(key, value, sizes[(source - 1) % dim.size])
-            arriving = start_ring_shift(buffer, sum([prod(shape) for shape in shapes]), dim)
-        yield step, (key, value) if step == 0 else unpack(buffer, _block_shapes(key, value, sizes[source]))
+            arriving = start_ring_shift(buffer, _numel(key, value, sizes[source - 1], wire), dim)
+        yield step, (key, value) if step == 0 else _unpack_block(buffer, key, value, sizes[source], wire)
         if step + 1 < dim.size:
             buffer = wait(arriving)
 
@@ -65,15 +65,13 @@ def _rotated_blocks(key: Tensor, value: Tensor, call: RingCall) -> Iterator[tupl
 def _asked_blocks(key: Tensor, value: Tensor, call: RingCall) -> Iterator[tuple[int, tuple[Tensor, Tensor] | None]]:
     """Each rank sends its block straight to those that see any of it; None where another got one, and this rank none."""
     dim, sizes = call.mesh.ring, call.block_sizes()
-    own = pack([_travelling(x, call) for x in (key, value)]) if dim.size > 1 else key
+    wire = Wire(call.comm_dtype, min(key.shape[3], value.shape[3]))
     steps = _steps_with_traffic(call)
-
-    def shapes(step: int) -> list[tuple[int, ...]]:
-        return _block_shapes(key, value, sizes[(dim.index - step) % dim.size])
+    own = _pack_block(key, value, call, wire) if steps else key
 
     def start(step: int) -> Tensor:
         sent = own if call.sees((dim.index + step) % dim.size, dim.index) else own[:0]
-        arrives = sum([prod(shape) for shape in shapes(step)]) if _wanted(call, step) else 0
+        arrives = _numel(key, value, sizes[(dim.index - step) % dim.size], wire) if _wanted(call, step) else 0
         return start_ring_shift(sent, arrives, dim, distance=step)
 
     arriving = start(steps[0]) if steps else own
@@ -82,7 +80,8 @@ def _asked_blocks(key: Tensor, value: Tensor, call: RingCall) -> Iterator[tuple[
         buffer = wait(arriving)
         if place + 1 < len(steps):
             arriving = start(steps[place + 1])
-        yield step, unpack(buffer, shapes(step)) if _wanted(call, step) else None
+        size = sizes[(dim.index - step) % dim.size]
+        yield step, _unpack_block(buffer, key, value, size, wire) if _wanted(call, step) else None
 
 
 def _wanted(call: RingCall, step: int) -> bool:
@@ -95,6 +94,23 @@ def _steps_with_traffic(call: RingCall) -> list[int]:
     """The distances at which some rank sees another's block: the same on every rank, so that all skip the others."""
     size = call.mesh.ring.size
     return [step for step in range(1, size) if any(call.sees(i, (i - step) % size) for i in range(size))]
+
+
+def _pack_block(key: Tensor, value: Tensor, call: RingCall, wire: Wire) -> Tensor:
+    """What travels of this rank's keys and values."""
+    parts = [_travelling(x, call) for x in (key, value)]
+    if wire.dtype is not None:
+        parts = [[wire.write(torch.cat(one, dim=2))] for one in parts]
+    return pack(parts)
+
+
+def _numel(key: Tensor, value: Tensor, num_tokens: int, wire: Wire) -> int:
+    return sum([prod(shape) for shape in _block_shapes(key, value, num_tokens + wire.scale_rows)])
+
+
+def _unpack_block(buffer: Tensor, key: Tensor, value: Tensor, num_tokens: int, wire: Wire) -> tuple[Tensor, Tensor]:
+    parts = unpack(buffer, _block_shapes(key, value, num_tokens + wire.scale_rows))
+    return wire.read(parts[0], key.dtype), wire.read(parts[1], value.dtype)
 
 
 def _block_shapes(key: Tensor, value: Tensor, num_tokens: int) -> list[tuple[int, ...]]:

@@ -27,6 +27,7 @@ class RingCall:
     is_causal: bool
     scale: float | None
     blocks: BlockMask | None = None  # which are computed; all if None
+    comm_dtype: torch.dtype | None = None  # of blocks that travel forward; None: as they are
 
     def sees(self, ring_index: int, source: int) -> bool:
         """Whether a ring rank sees a key that travels in the block of another."""

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from para_core.attention.wire import Wire
 from para_core.collectives import pack, start_all_to_all, wait
 from para_core.layout import Run, Segment, SequenceLayout
 from para_core.mesh import MeshDim, SequenceMesh
@@ -222,6 +223,7 @@ class Exchange:
     key_layout: SequenceLayout
     mesh: SequenceMesh
     heads: Heads
+    comm_dtype: torch.dtype | None = None  # of what travels forward; None: as it is
 
     def token_sizes(self, layout: SequenceLayout) -> list[int]:
         """Sharded tokens of each rank of the Ulysses group."""
@@ -237,25 +239,43 @@ class Exchange:
         layouts = (self.query_layout, self.key_layout, self.key_layout)
         heads = (self.heads.of_query(), self.heads.of_key(), self.heads.of_key())
         kinds = [split_by_kind(x, one, self.mesh.rank) for x, one in zip((query, key, value), layouts, strict=True)]
+        wire = Wire(self.comm_dtype, min(query.shape[3], value.shape[3]))
+        sizes = [self.token_sizes(layout) for layout in layouts]
         sent = [
-            Sent(sharded, one, self.token_sizes(layout))
-            for (sharded, _), one, layout in zip(kinds, heads, layouts, strict=True)
+            Sent(wire.write(sharded), one, [number + wire.scale_rows for number in numbers])
+            for (sharded, _), one, numbers in zip(kinds, heads, sizes, strict=True)
         ]
         groups = [sent] if self.query_layout is self.key_layout else [sent[:1], sent[1:]]
         mine, blocks = self.mesh.ulysses.index, start_tokens_to_heads(groups, self.mesh.ulysses)
-        return lambda: [
-            block if text is None else torch.cat([block, text.narrow(1, *one[mine])], dim=2)
-            for block, (_, text), one in zip(blocks(), kinds, heads, strict=True)
-        ]
+
+        def finish() -> list[Tensor]:
+            found = []
+            for block, (_, text), one, numbers in zip(blocks(), kinds, heads, sizes, strict=True):
+                sharded = wire.read_each(block, numbers, query.dtype)
+                found.append(sharded if text is None else torch.cat([sharded, text.narrow(1, *one[mine])], dim=2))
+            return found
+
+        return finish
 
     def start_leave(self, out: Tensor) -> Finish:
         """``[B, H_local, S_block, D_v]`` to ``[B, H, S_local, D_v]``: every rank gets the replicated tokens."""
         heads, tokens, texts = self.heads.of_query(), *self._token_runs(self.query_layout)
-        returned = [Returned(out, tokens, heads)]
+        wire = Wire(self.comm_dtype, out.shape[3])
+        numbers, scales = wire.write_apart(out)
+        if wire.scale_rows:
+            # Behind the tokens of each peer, and behind the replicated ones, what they are scaled by.
+            runs = [*tokens, texts[0]]
+            parts = [part for run in runs for part in (numbers.narrow(2, *run), scales)]
+            numbers = torch.cat(parts, dim=2)
+            tokens, texts = (
+                _with_scales(tokens, wire.scale_rows),
+                [_with_scales(runs, wire.scale_rows)[-1] for _ in texts],
+            )
+        returned = [Returned(numbers, tokens, heads)]
         if self.query_layout.replicated:
-            returned.append(Returned(out, texts, heads))
+            returned.append(Returned(numbers, texts, heads))
         kinds = start_heads_to_tokens(returned, self.mesh.ulysses)
-        return lambda: self._joined(kinds(), self.query_layout)
+        return lambda: self._joined([wire.read(kind, out.dtype) for kind in kinds()], self.query_layout)
 
     def _token_runs(self, layout: SequenceLayout) -> tuple[list[Run], list[Run]]:
         """Where in a block each peer's own tokens are, and the replicated ones."""
@@ -299,6 +319,11 @@ class Exchange:
             text.narrow(1, *one[self.mesh.ulysses.index]).copy_(own)
             whole.append(join_kinds(sharded, text, layout, self.mesh.rank))
         return whole
+
+
+def _with_scales(runs: Sequence[Run], scale_rows: int) -> list[Run]:
+    """Runs of a tensor after so many more rows have been put behind each."""
+    return [(start + place * scale_rows, length + scale_rows) for place, (start, length) in enumerate(runs)]
 
 
 def split_by_kind(x: Tensor, layout: SequenceLayout, rank: int) -> tuple[Tensor, Tensor | None]:

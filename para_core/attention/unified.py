@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, replace
 
 import torch
@@ -44,6 +45,7 @@ class UnifiedCall:
         num_heads, num_kv_heads: of all ranks; the latter divides the former.
         block_mask: which blocks are computed; all if None.
         kept: how it is decided which keys are; all if None.
+        comm_dtype: of what travels where no gradient is kept; None: as it is.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class UnifiedCall:
         ulysses_chunks: int = 1,
         block_mask: BlockMask | None = None,
         kept: KeptKeys | None = None,
+        comm_dtype: torch.dtype | None = None,
     ) -> None:
         if not key_layout.sharded and kept is None:
             # Every rank holds all keys: nothing has to move, each is a block of its own. (Votes come from all queries.)
@@ -66,6 +69,7 @@ class UnifiedCall:
         self.mesh = mesh
         self.heads = Heads(num_heads, num_kv_heads, mesh.ulysses.size)
         self.ring = RingCall(query_layout, key_layout, mesh, is_causal, scale, block_mask)
+        self.comm_dtype = comm_dtype
         self.kept = kept
         self.ulysses_chunks = ulysses_chunks
         # Without other Ulysses ranks a block is what a rank holds, as it holds it.
@@ -92,6 +96,8 @@ class UnifiedCall:
         Returns:
             ``[B, H, S_q_local, D_v]``.
         """
+        if self.comm_dtype is not None and not keep:
+            return self._compressed().forward(query, key, value, mask, attend=attend)
         if self.exchange is None:
             out, lse = self._of_block(query, key, value, mask, self.heads, attend, keep)
             return out, None if lse is None else Block(query, key, value, out, lse)
@@ -100,6 +106,14 @@ class UnifiedCall:
         query, key, value = self.exchange.start_enter(query, key, value)()
         out, lse = self._of_block(query, key, value, mask, self.heads, attend, keep)
         return self.exchange.start_leave(out)(), None if lse is None else Block(query, key, value, out, lse)
+
+    def _compressed(self) -> UnifiedCall:
+        """This call, with what travels in ``comm_dtype``."""
+        call = copy.copy(self)
+        call.comm_dtype = None
+        call.ring = replace(self.ring, comm_dtype=self.comm_dtype)
+        call.exchange = None if self.exchange is None else replace(self.exchange, comm_dtype=self.comm_dtype)
+        return call
 
     def _of_block(
         self,
