@@ -53,10 +53,17 @@ def mask_extents(
 def _extent(kind: str, sizes: Sequence[int], layout: SequenceLayout, ranks: Sequence[int]) -> Extent:
     if all(size == 1 for size in sizes):
         return "broadcast"
+    alone = len(ranks) < layout.ranks  # nothing was exchanged: no rank knows what the others have
+    holds_all = [size == layout.total for size in layout.sizes()]
+    if alone and True in holds_all and False in holds_all:
+        raise ValueError(
+            f"attn_mask has {kind} dim {sizes[0]}, and of {layout.total} tokens one rank holds all: there a mask of a rank's part "
+            "cannot be told from one for all tokens. Call this attention outside of the compiled function."
+        )
     if all(size == layout.total for size in sizes):
         return "global"
     if all(size == layout.size(rank) for size, rank in zip(sizes, ranks, strict=True)):
-        if len(ranks) < layout.ranks and 1 in layout.sizes():
+        if alone and 1 in layout.sizes():
             raise ValueError(
                 f"attn_mask has {kind} dim {sizes[0]}, this rank's part of {layout.total}. Another rank's part is 1, which "
                 "there means broadcast, and without an exchange no rank knows what the others have. Pass the mask for all "

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
-from para_core import UnifiedAttnMode, unified_attention
+from para_core import Segment, SequenceLayout, UnifiedAttnMode, unified_attention
 from para_core.attention.mask import MaskExtents, mask_extents
 from para_core.layout import even_layout
 from tests.attention.cases import MESHES, TEXT_FIRST, Case, Mask, attend
@@ -167,6 +167,15 @@ def test_without_an_exchange_a_local_mask_is_not_guessed_where_a_rank_has_one_to
     with pytest.raises(ValueError, match="Another rank's part is 1, which there means broadcast"):
         mask_extents([(1, 2)], layout, layout, [0])
     assert mask_extents([(1, 2), (1, 2), (1, 2), (1, 1)], layout, layout, range(4)) == MaskExtents("broadcast", "local")
+
+
+def test_without_an_exchange_a_mask_is_not_guessed_where_one_rank_holds_all_tokens():
+    layout = SequenceLayout((Segment("one", 1), Segment("other", 1)), 2)  # 2 and 0 tokens
+    for size in (2, 0):
+        with pytest.raises(ValueError, match=r"attn_mask has key dim .* one rank holds all"):
+            mask_extents([(1, size)], layout, layout, [size // 2])
+    assert mask_extents([(1, 2), (1, 0)], layout, layout, range(2)) == MaskExtents("broadcast", "local")
+    assert mask_extents([(1, 2), (1, 2)], layout, layout, range(2)) == MaskExtents("broadcast", "global")
 
 
 def transform(ring, ulysses):
