@@ -1,13 +1,18 @@
 """The parts of benchmarks/peers that a verdict rests on; no peer and no network is needed here."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 from benchmarks.peers import stand_ins
-from benchmarks.peers.page import cell
+from benchmarks.peers.page import cell, render
 from benchmarks.peers.verdicts import best, verdict
 from tests.attention.one_device import make_qkv, relative_error
+
+ROOT = Path(__file__).parents[1]
 
 
 def done(error, positions, bound=1e-5):
@@ -57,6 +62,12 @@ def test_a_cell_names_the_ways_only_where_they_differ():
         cell({"Ulysses": exact, "ring": wrong, "2 × 2": refused})
         == "Ulysses: exact; ring: **wrong** by 0.5; 2 × 2: *refused*"
     )
+
+
+def test_the_page_shows_what_the_results_say():
+    page = (ROOT / "docs/peers.md").read_text()
+    results = json.loads((ROOT / "benchmarks/results/peers.json").read_text())
+    assert render(page, results) == page, "generated parts were edited: run python -m benchmarks.peers"
 
 
 @pytest.mark.parametrize("kind", ["plain", "causal", "bool", "float", "shared heads"])
