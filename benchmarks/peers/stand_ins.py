@@ -1,0 +1,180 @@
+"""The CUDA-only operators that peers compute one device's attention with, for the CPU, in plain PyTorch.
+
+The peers' own code, what they cut, send and merge, runs as it is. Contracts are the operators': what shapes they take,
+what the log-sum-exp looks like, which corner a causal mask starts from. Only the dtype is free: the originals of
+FlashAttention and cuDNN take half precision alone, and float32 shows an error of the parallel part more clearly.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_LIBRARIES: list[torch.library.Library] = []  # an implementation is gone as soon as its Library is
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: Tensor | None, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """``out`` in the query's dtype and memory layout, and ``lse`` ``[B, H, S_q]`` in float32; key heads may be shared."""
+    lse = _scores(q, k, bias, causal, scale).logsumexp(-1)
+    out = _weights(q, k, bias, causal, scale, lse) @ _for_all_heads(v, q).float()
+    return _lie_like(out.to(q.dtype), q), lse
+
+
+def attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    causal: Tensor | None,
+    scale: float | None,
+    out: Tensor,
+    lse: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of query, key and value, from the ``out`` and ``lse`` of the whole row, as FlashAttention computes it."""
+    weights = _weights(q, k, bias, causal, scale, lse)
+    grad = grad.float()
+    rowsum = (grad * out.float()).sum(-1, keepdim=True)
+    grad_scores = weights * (grad @ _for_all_heads(v, q).float().mT - rowsum)
+    grad_scores = grad_scores * (q.shape[-1] ** -0.5 if scale is None else scale)
+    grad_q = grad_scores @ _for_all_heads(k, q).float()
+    grad_k, grad_v = (_of_shared_heads(x, k) for x in (grad_scores.mT @ q.float(), weights.mT @ grad))
+    return tuple(_lie_like(g.to(x.dtype), x) for g, x in ((grad_q, q), (grad_k, k), (grad_v, v)))
+
+
+def _scores(q: Tensor, k: Tensor, bias: Tensor | None, causal: Tensor | None, scale: float | None) -> Tensor:
+    scores = q.float() @ _for_all_heads(k, q).float().mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if bias is not None:
+        if any(size not in (1, wanted) for size, wanted in zip(bias.shape[::-1], scores.shape[::-1], strict=False)):
+            raise RuntimeError(f"attn_bias {list(bias.shape)} does not fit scores {list(scores.shape)} (stand-in)")
+        scores = scores.masked_fill(~bias, float("-inf")) if bias.dtype == torch.bool else scores + bias.float()
+    return scores if causal is None else scores.masked_fill(~causal, float("-inf"))
+
+
+def _weights(
+    q: Tensor, k: Tensor, bias: Tensor | None, causal: Tensor | None, scale: float | None, lse: Tensor
+) -> Tensor:
+    # -inf minus -inf is NaN, but a row that saw no key weighs nothing.
+    return torch.exp(_scores(q, k, bias, causal, scale) - lse.float()[..., None]).nan_to_num(0.0)
+
+
+def _for_all_heads(x: Tensor, q: Tensor) -> Tensor:
+    return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
+
+
+def _of_shared_heads(grad: Tensor, k: Tensor) -> Tensor:
+    return grad.unflatten(1, (k.shape[1], -1)).sum(2)
+
+
+def _lie_like(x: Tensor, like: Tensor) -> Tensor:
+    if like.transpose(1, 2).is_contiguous():
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    return x.contiguous()
+
+
+def _triangle(q: Tensor, k: Tensor, is_causal: bool, *, corner: str = "top left") -> Tensor | None:
+    if not is_causal:
+        return None
+    diagonal = 0 if corner == "top left" else k.shape[2] - q.shape[2]
+    return torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(diagonal)
+
+
+def _check_head_dims(name: str, q: Tensor, v: Tensor) -> None:
+    if v.shape[-1] != q.shape[-1]:
+        raise RuntimeError(f"{name}: value must have the query's head dim {q.shape[-1]}, got {v.shape[-1]} (stand-in)")
+
+
+def _aten_flash(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None) -> tuple[Any, ...]:
+    _check_head_dims("flash attention", q, v)
+    out, lse = attention(q, k, v, None, _triangle(q, k, is_causal), scale)
+    state, unused = torch.empty(2, dtype=torch.uint64), torch.empty((), dtype=torch.uint64)
+    return out, lse, None, None, q.shape[2], k.shape[2], state, unused, None
+
+
+def _aten_flash_backward(
+    grad, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout_p, is_causal, seed, offset, *, scale=None
+) -> tuple[Tensor, ...]:
+    return attention_backward(grad, q, k, v, None, _triangle(q, k, is_causal), scale, out, lse)
+
+
+def _check_equal_heads(q: Tensor, k: Tensor) -> None:
+    if k.shape[1] != q.shape[1]:
+        raise RuntimeError(f"efficient attention: {q.shape[1]} query heads, {k.shape[1]} key heads (stand-in)")
+
+
+def _aten_efficient(q, k, v, bias, compute_lse, dropout_p=0.0, is_causal=False, *, scale=None) -> tuple[Tensor, ...]:
+    _check_equal_heads(q, k)
+    out, lse = attention(q, k, v, bias, _triangle(q, k, is_causal), scale)
+    seed = torch.empty((), dtype=torch.long)
+    return out, lse, seed, seed.clone()
+
+
+def _aten_efficient_backward(
+    grad, q, k, v, bias, out, lse, seed, offset, dropout_p, wanted, is_causal=False, *, scale=None
+) -> tuple[Tensor, ...]:
+    return *attention_backward(grad, q, k, v, bias, _triangle(q, k, is_causal), scale, out, lse), None
+
+
+def _aten_cudnn(
+    q, k, v, bias, compute_lse, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None
+) -> tuple[Any, ...]:
+    out, lse = attention(q, k, v, bias, _triangle(q, k, is_causal), scale)
+    seed = torch.empty((), dtype=torch.long)
+    return out, lse[..., None], None, None, q.shape[2], k.shape[2], seed, seed.clone(), None
+
+
+def _aten_cudnn_backward(
+    grad, q, k, v, out, lse, seed, offset, bias, cum_q, cum_k, max_q, max_k, dropout_p, is_causal, *, scale=None
+) -> tuple[Tensor, ...]:
+    return attention_backward(grad, q, k, v, bias, _triangle(q, k, is_causal), scale, out, lse[..., 0])
+
+
+def for_aten() -> None:
+    """Give ``torch.ops.aten._scaled_dot_product_{flash,efficient,cudnn}_attention`` and backward a CPU kernel."""
+    library = torch.library.Library("aten", "IMPL")
+    kernels = {
+        "flash": (_aten_flash, _aten_flash_backward),
+        "efficient": (_aten_efficient, _aten_efficient_backward),
+        "cudnn": (_aten_cudnn, _aten_cudnn_backward),
+    }
+    for name, (forward, backward) in kernels.items():
+        library.impl(f"_scaled_dot_product_{name}_attention", forward, "CPU")
+        library.impl(f"_scaled_dot_product_{name}_attention_backward", backward, "CPU")
+    _LIBRARIES.append(library)
+
+
+def _flash_attn_forward(q, k, v, dropout_p, softmax_scale, causal, **options) -> tuple[Any, ...]:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    _check_head_dims("flash_attn", q, v)
+    out, lse = attention(q, k, v, None, _triangle(q, k, causal, corner="bottom right"), softmax_scale)
+    return out.transpose(1, 2), lse, None, None
+
+
+def _flash_attn_backward(grad, q, k, v, out, lse, dq, dk, dv, dropout_p, softmax_scale, causal, *options) -> None:
+    grad, q, k, v, out = (x.transpose(1, 2) for x in (grad, q, k, v, out))
+    triangle = _triangle(q, k, causal, corner="bottom right")
+    found = attention_backward(grad, q, k, v, None, triangle, softmax_scale, out, lse)
+    for into, gradient in zip((dq, dk, dv), found, strict=True):
+        into.copy_(gradient.transpose(1, 2))
+
+
+def _flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, **options) -> Tensor:
+    return _flash_attn_forward(q, k, v, dropout_p, softmax_scale, causal)[0]
+
+
+def for_flash_attn() -> None:
+    """Put a module named ``flash_attn`` in place, with what yunchang imports of it."""
+    package, interface = types.ModuleType("flash_attn"), types.ModuleType("flash_attn.flash_attn_interface")
+    package.__version__ = "2.8.3"  # callers choose by it how many results they expect
+    package.flash_attn_func = _flash_attn_func
+    interface._flash_attn_varlen_forward = interface._flash_attn_varlen_backward = None  # imported, not used here
+    interface._flash_attn_forward = _flash_attn_forward
+    interface._flash_attn_backward = _flash_attn_backward
+    package.flash_attn_interface = interface
+    sys.modules["flash_attn"], sys.modules["flash_attn.flash_attn_interface"] = package, interface

@@ -1,0 +1,96 @@
+"""The parts of benchmarks/peers that a verdict rests on; no peer and no network is needed here."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from benchmarks.peers import stand_ins
+from benchmarks.peers.page import cell, render
+from benchmarks.peers.verdicts import best, verdict
+from tests.attention.one_device import make_qkv, relative_error
+
+ROOT = Path(__file__).parents[1]
+
+
+def done(error, positions, bound=1e-5):
+    return {"errors": {"out": error}, "bounds": {"out": bound}, "positions": positions}
+
+
+def raised(message, at=1.0):
+    return {"raised": message, "at": at}
+
+
+GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:537] Read error [::1]:1: Connection reset by peer"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "word"),
+    [
+        ([done(2e-7, [0, 1]), done(3e-7, [2])], "exact"),
+        ([done(2e-7, [0, 1]), done(2e-5, [2])], "wrong"),
+        ([done(2e-7, [0, 1]), done(float("inf"), [2])], "wrong"),
+        ([done(2e-7, [0]), done(2e-7, [2])], "wrong"),  # nobody has token 1
+        ([done(2e-7, [0, 1, 2]), None], "hangs"),
+        ([raised("ValueError: no"), None], "refused"),
+        ([done(2e-7, [0, 1]), raised("AssertionError: Must be CUDA tensors")], "needs CUDA"),
+        ([{"died": -6}, raised(GLOO)], "crashes"),
+        ([{"died": -6}, raised("ValueError: 7 does not divide")], "refused"),
+    ],
+)
+def test_a_verdict_is_that_of_the_worst_rank(ranks, word):
+    assert verdict(ranks, tokens=3)["verdict"] == word
+
+
+def test_the_message_is_the_first_one_that_is_not_about_a_lost_connection():
+    found = verdict([raised(GLOO, at=1.0), raised("ValueError: later", at=3.0), raised("ValueError: no", at=2.0)], 3)
+    assert found["message"] == "ValueError: no"
+
+
+def test_an_exact_attempt_counts_whatever_came_before_it_and_otherwise_the_first():
+    wrong, refused, exact = ({"verdict": word} for word in ("wrong", "refused", "exact"))
+    assert best([refused, wrong, exact]) is exact
+    assert best([refused, wrong]) is refused
+
+
+def test_a_cell_names_the_ways_only_where_they_differ():
+    exact, refused, wrong = {"verdict": "exact"}, {"verdict": "refused"}, {"verdict": "wrong", "error": 0.5}
+    assert cell({"Ulysses": exact, "ring": exact}) == "exact"
+    assert (
+        cell({"Ulysses": exact, "ring": wrong, "2 × 2": refused})
+        == "Ulysses: exact; ring: **wrong** by 0.5; 2 × 2: *refused*"
+    )
+
+
+def test_the_page_shows_what_the_results_say():
+    page = (ROOT / "docs/peers.md").read_text()
+    results = json.loads((ROOT / "benchmarks/results/peers.json").read_text())
+    assert render(page, results) == page, "generated parts were edited: run python -m benchmarks.peers"
+
+
+@pytest.mark.parametrize("kind", ["plain", "causal", "bool", "float", "shared heads"])
+def test_stand_ins_are_attention(kind):
+    q, k, v = (x.requires_grad_() for x in make_qkv(12, 4, H_kv=2 if kind == "shared heads" else None))
+    seen = torch.rand(2, 1, 12, 12, generator=torch.Generator().manual_seed(0)) < 0.7
+    seen[:, :, 3] = False  # a row that sees nothing
+    bias = {"bool": seen, "float": torch.where(seen, 0.5, -1.0)}.get(kind)
+    expected = F.scaled_dot_product_attention(q, k, v, bias, is_causal=kind == "causal", enable_gqa=True)
+    grad = make_qkv(12, 4, seed=1)[0]
+    expected.backward(grad)
+
+    causal = stand_ins._triangle(q, k, kind == "causal")
+    with torch.no_grad():
+        out, lse = stand_ins.attention(q, k, v, bias, causal, None)
+        found = stand_ins.attention_backward(grad, q, k, v, bias, causal, None, out, lse)
+    assert relative_error(out, expected.detach()) < 1e-6
+    for gradient, x in zip(found, (q, k, v), strict=True):
+        assert relative_error(gradient, x.grad) < 1e-6
+
+
+def test_flash_attn_aligns_a_causal_mask_with_the_last_key():
+    q, k, v = make_qkv(3, 2, S_k=5)
+    out = stand_ins._flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=True).transpose(1, 2)
+    seen = torch.ones(3, 5, dtype=torch.bool).tril(2)
+    assert relative_error(out, F.scaled_dot_product_attention(q, k, v, seen)) < 1e-6
