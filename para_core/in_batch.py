@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from para_core.layout import even_layout
+from para_core.layout import SequenceLayout, even_layout
 from para_core.mesh import batch_mesh
+from para_core.sharding import shard_tokens
 from para_core.sharding_mode import ShardingMode, segments_of
 
 
@@ -24,8 +25,8 @@ class InBatchAttnMode(ShardingMode):
     ``scaled_dot_product_attention`` (``flash_attn``, fused encoders) is right as it is.
 
     Args:
-        mesh: a DeviceMesh with a ``batch`` dim, of which the other dims are left to other modes (it may be entered inside
-            of, or around, a :class:`UnifiedAttnMode` over ``ring`` and ``ulysses``); or a ProcessGroup.
+        mesh: a DeviceMesh with a ``batch`` dim, of which the other dims are left to other modes (enter it inside of a
+            :class:`UnifiedAttnMode` over ``ring`` and ``ulysses``, so that it meets masks first); or a ProcessGroup.
         assume_equal: skip the small exchange with which, in eager code, each ``shard`` and ``gather`` begins.
     """
 
@@ -38,6 +39,8 @@ class InBatchAttnMode(ShardingMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention and self._mesh.ranks > 1:
             return self._attend(func, *args, **kwargs)
+        if func is F.multi_head_attention_forward and self._mesh.ranks > 1:
+            self._refuse_dropout(_multi_head_dropout(*args, **kwargs))
         return func(*args, **kwargs)
 
     def _attend(
@@ -51,26 +54,36 @@ class InBatchAttnMode(ShardingMode):
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
+        self._refuse_dropout(dropout_p)
+        if attn_mask is not None and attn_mask.ndim == query.ndim >= 3:
+            attn_mask = self._of_own_samples(attn_mask, query.shape[0])
+        return sdpa(query, key, value, attn_mask, dropout_p, *args, **kwargs)
+
+    @staticmethod
+    def _refuse_dropout(dropout_p: float) -> None:
         if dropout_p > 0.0:
             raise ValueError(
                 f"dropout_p={dropout_p} cannot be the same on several ranks as on one: each draws its own random "
                 "numbers. Pass dropout_p=0.0 (model.eval())."
             )
-        if attn_mask is not None and attn_mask.ndim == query.ndim >= 4:
-            attn_mask = self._of_own_samples(attn_mask, query.shape[0])
-        return sdpa(query, key, value, attn_mask, dropout_p, *args, **kwargs)
 
     def _of_own_samples(self, mask: Tensor, held: int) -> Tensor:
         if mask.shape[0] in (1, held):
             return mask
         rank, ranks = self._mesh.rank, self._mesh.ranks
-        totals = [segment.total for segment in segments_of(self._known)] or [held * ranks]
-        layouts = [layout for layout in [even_layout(total, ranks) for total in totals] if layout.size(rank) == held]
+        known = [SequenceLayout((segment,), ranks) for segment in segments_of(self._known)]
+        layouts = [layout for layout in known or [even_layout(held * ranks, ranks)] if layout.size(rank) == held]
         for layout in layouts:
             if layout.total == mask.shape[0]:
-                return mask.narrow(0, *layout.runs(rank)[0])
+                return shard_tokens(mask, 0, layout, self._mesh)
         expected = ", ".join([f"{layout.total} (the whole batch)" for layout in layouts])
         raise ValueError(
             f"attn_mask {list(mask.shape)} is for {mask.shape[0]} samples; expected 1, {held} (this rank's)"
             f"{expected and ' or '}{expected}."
         )
+
+
+def _multi_head_dropout(*args: Any, dropout_p: float = 0.0, training: bool = True, **_: Any) -> float:
+    """Of the arguments of ``F.multi_head_attention_forward``: what is dropped."""
+    dropout_p = args[10] if len(args) > 10 else dropout_p
+    return dropout_p if (args[13] if len(args) > 13 else training) else 0.0

@@ -102,6 +102,10 @@ def read_block_mask(block_mask: Tensor, block_size: int | tuple[int, int]) -> Bl
     Raises:
         TypeError, ValueError: they are not that.
     """
+    if torch.compiler.is_compiling():
+        raise RuntimeError(
+            "make a BlockSparseAttnMode outside of the compiled function: its mask is read when it is made."
+        )
     sizes = block_size if isinstance(block_size, tuple) else (block_size, block_size)
     if len(sizes) != 2 or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
         raise ValueError(

@@ -13,9 +13,10 @@ from torch import Tensor
 from para_core.agreement import Record, error_record, exchange, raise_first_error
 from para_core.attention.block_mask import BlockMask
 from para_core.attention.kept_keys import KeptKeys
-from para_core.attention.local import local_attention_with_lse, with_diagonal
+from para_core.attention.local import local_attention_with_lse, sees_nothing, with_diagonal
 from para_core.attention.mask import mask_extents, mask_of_block
 from para_core.attention.operator import attend
+from para_core.attention.ring import tied
 from para_core.attention.unified import UnifiedCall
 from para_core.layout import SequenceLayout
 from para_core.mesh import SequenceMesh
@@ -74,6 +75,11 @@ def attend_over_mesh(
     try:
         _check(query, key, value, attn_mask, dropout_p, enable_gqa)
         if attn_func is not None:
+            if torch.compiler.is_compiling() and (is_causal or block_mask is not None or kept is not None):
+                raise RuntimeError(
+                    "inside a compiled function attn_func takes no is_causal and no sparse mode: positions are symbolic there. "
+                    "Leave attn_func out, or compile around this call."
+                )
             _check_attn_func(attn_func, query, key, value, mesh, is_causal=is_causal)
         query_layout, key_layout = choose_layouts(query.shape[-2], key.shape[-2])
         if block_mask is not None:
@@ -119,7 +125,8 @@ def attend_over_mesh(
     if attn_func is None:
         out = attend(query, key, value, mask, call)
     else:
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
+        given = (query, key, value) if mask is None else (query, key, value, mask)
+        if torch.is_grad_enabled() and any(x.requires_grad for x in given):
             call.comm_dtype = None
         out, _ = call.forward(query, key, value, mask, attend=partial(_attend_with, attn_func))
     return out if len(leading) == 1 else out.reshape(*leading, *out.shape[1:])
@@ -158,14 +165,20 @@ def _attend_with(
     is_causal: bool,
     scale: float | None,
 ) -> tuple[Tensor, Tensor]:
-    if key.shape[2] == 0:  # kernels seldom take that
-        return local_attention_with_lse(query, key, value, mask=mask, is_causal=is_causal, scale=scale)
+    if 0 in query.shape or 0 in key.shape:  # kernels seldom take that
+        out, lse = local_attention_with_lse(query, key, value, mask=mask, is_causal=is_causal, scale=scale)
+        return tied(out, [query, key, value]), lse
     mask, is_causal = with_diagonal(mask, is_causal, query, key)
+    if mask is not None:
+        # A row that sees no key is NaN to many: it sees them all, and then counts for nothing.
+        empty_row = sees_nothing(mask)
+        mask = mask | empty_row[..., None] if mask.dtype == torch.bool else mask.masked_fill(empty_row[..., None], 0.0)
     found = attn_func(query, key, value, attn_mask=mask, dropout_p=0.0, is_causal=is_causal, scale=scale)
-    if isinstance(found, Tensor):
-        # Asked for only where nothing is merged.
-        return found, found.new_zeros(found.shape[:-1], dtype=torch.float32)
-    return found
+    # Out alone is asked for only where nothing is merged.
+    out, lse = (found, found.new_zeros(found.shape[:-1], dtype=torch.float32)) if isinstance(found, Tensor) else found
+    if mask is not None:
+        out, lse = out.masked_fill(empty_row[..., None], 0.0), lse.masked_fill(empty_row, float("-inf"))
+    return out, lse
 
 
 def _check_attn_func(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from para_core.attention.local import lse_dtype
-from para_core.attention.ring import AttendWithLse, expand, merged, ring_attention, unpack
+from para_core.attention.ring import AttendWithLse, expand, merged, ring_attention, tied, unpack
 from para_core.attention.tiling import RingCall, sharded_runs
 from para_core.attention.wire import Wire
 from para_core.collectives import all_gather, pack, start_ring_shift, wait
@@ -150,14 +150,15 @@ def sparse_attention(
     hidden = hide(mask, seen)
     if keep or call.is_causal or hidden.shape[2] > 1 or heads is not None:
         return ring_attention(query, key, value, hidden, call, heads=heads, attend=attend)
+    received: list[Tensor] = []
     partials = (
         attend(query, block_key, block_value, mask=block_mask, is_causal=False, scale=call.scale)
-        for block_key, block_value, block_mask in _kept_blocks(key, value, seen, hidden, call)
+        for block_key, block_value, block_mask in _kept_blocks(key, value, seen, hidden, call, received)
     )
     found = next(partials)
     for partial in partials:
         found = merged(found, partial)
-    return found[0].to(query.dtype), found[1]
+    return tied(found[0].to(query.dtype), [query, key, value, *received]), found[1]
 
 
 def hide(mask: Tensor | None, seen: Tensor) -> Tensor:
@@ -169,7 +170,7 @@ def hide(mask: Tensor | None, seen: Tensor) -> Tensor:
 
 
 def _kept_blocks(
-    key: Tensor, value: Tensor, seen: Tensor, mask: Tensor, call: RingCall
+    key: Tensor, value: Tensor, seen: Tensor, mask: Tensor, call: RingCall, received: list[Tensor]
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """What is kept of each ring block, this rank's first, and the mask of it: heads keep different numbers of keys.
 
@@ -196,6 +197,7 @@ def _kept_blocks(
             yield block[0], block[1], _mask_of(mask, travels[source], of_blocks[source])
         if step + 1 < dim.size:
             buffer = wait(arriving)
+            received.append(buffer)
 
 
 def _chosen(seen: Tensor, positions: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ def local_attention_with_lse(
     out, lse = backend(query, key, value, mask, is_causal, scale)
     if mask is not None:
         # Backends disagree about a row that sees no key: NaN, or an lse of 0.
-        empty_row = _sees_nothing(mask)
+        empty_row = sees_nothing(mask)
         out = out.masked_fill(empty_row[..., None], 0.0)
         lse = lse.masked_fill(empty_row, float("-inf"))
     return out, lse
@@ -95,7 +95,7 @@ def _in_taken_dtype(mask: Tensor, query: Tensor) -> Tensor:
     return mask if mask.dtype in (torch.bool, torch.float32) else mask.to(query.dtype)
 
 
-def _sees_nothing(mask: Tensor) -> Tensor:
+def sees_nothing(mask: Tensor) -> Tensor:
     """Rows of ``mask`` that let no key through: ``[B or 1, H or 1, S_q or 1]``."""
     return ~mask.any(-1) if mask.dtype == torch.bool else (mask == float("-inf")).all(-1)
 

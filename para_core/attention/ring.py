@@ -42,10 +42,12 @@ def _travelling(x: Tensor, call: RingCall) -> list[Tensor]:
 
 
 # Both give the blocks that this rank sees, its own first, and the step of each: how many ranks before it its owner is. The
-# next block is in flight while the caller computes.
+# next block is in flight while the caller computes. What arrives is added to ``received``.
 
 
-def _rotated_blocks(key: Tensor, value: Tensor, call: RingCall) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
+def _rotated_blocks(
+    key: Tensor, value: Tensor, call: RingCall, received: list[Tensor] | None = None
+) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
     """Each rank passes on what it got: neighbours talk to neighbours only."""
     dim = call.mesh.ring
     if dim.size == 1 or not call.key_layout.sharded:
@@ -60,26 +62,33 @@ def _rotated_blocks(key: Tensor, value: Tensor, call: RingCall) -> Iterator[tupl
         yield step, (key, value) if step == 0 else _unpack_block(buffer, key, value, sizes[source], wire)
         if step + 1 < dim.size:
             buffer = wait(arriving)
+            if received is not None:
+                received.append(buffer)
 
 
-def _asked_blocks(key: Tensor, value: Tensor, call: RingCall) -> Iterator[tuple[int, tuple[Tensor, Tensor] | None]]:
+def _asked_blocks(
+    key: Tensor, value: Tensor, call: RingCall, received: list[Tensor] | None = None
+) -> Iterator[tuple[int, tuple[Tensor, Tensor] | None]]:
     """Each rank sends its block straight to those that see any of it; None where another got one, and this rank none."""
     dim, sizes = call.mesh.ring, call.block_sizes()
     wire = Wire(call.comm_dtype, min(key.shape[3], value.shape[3]))
     steps = _steps_with_traffic(call)
     own = _pack_block(key, value, call, wire) if steps else key
 
-    def start(step: int) -> Tensor:
-        sent = own if call.sees((dim.index + step) % dim.size, dim.index) else own[:0]
+    def start(step: int, after: Tensor) -> Tensor:
+        # Where autograd follows each collective, they go back in the order in which they came, on every rank.
+        sent = tied(own if call.sees((dim.index + step) % dim.size, dim.index) else own[:0], [after])
         arrives = _numel(key, value, sizes[(dim.index - step) % dim.size], wire) if _wanted(call, step) else 0
         return start_ring_shift(sent, arrives, dim, distance=step)
 
-    arriving = start(steps[0]) if steps else own
+    arriving = start(steps[0], own) if steps else own
     yield 0, (key, value)
     for place, step in enumerate(steps):
         buffer = wait(arriving)
+        if received is not None:
+            received.append(buffer)
         if place + 1 < len(steps):
-            arriving = start(steps[place + 1])
+            arriving = start(steps[place + 1], buffer)
         size = sizes[(dim.index - step) % dim.size]
         yield step, _unpack_block(buffer, key, value, size, wire) if _wanted(call, step) else None
 
@@ -173,7 +182,8 @@ def ring_attention(
     queries = tiling.split(query)
     rows = [None] * len(queries) if mask is None else tiling.split(mask)
     found: list[tuple[Tensor, Tensor] | None] = [None] * len(queries)
-    for step, block in (_rotated_blocks if call.blocks is None else _asked_blocks)(key, value, call):
+    received: list[Tensor] = []
+    for step, block in (_rotated_blocks if call.blocks is None else _asked_blocks)(key, value, call, received):
         if block is None:
             continue
         order = tiling.keys(step)
@@ -192,7 +202,21 @@ def ring_attention(
                 found[piece] = merged(found[piece], partial)
     results = [_nothing(q, value) if result is None else result for q, result in zip(queries, found, strict=True)]
     out, lse = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2) for parts in zip(*results, strict=True))
-    return tiling.queries.restore(out.to(query.dtype)), tiling.queries.restore(lse)
+    out = tied(tiling.queries.restore(out.to(query.dtype)), [query, key, value, *received])
+    return out, tiling.queries.restore(lse)
+
+
+def tied(x: Tensor, received: Sequence[Tensor]) -> Tensor:
+    """``x`` and nothing of ``received``: but if autograd follows these, they have a gradient of 0, on every rank.
+
+    A rank that needs nothing of what it got would otherwise not join in that collective's backward.
+    """
+    if not torch.is_grad_enabled():
+        return x
+    for one in received:
+        if one.requires_grad:
+            x = x + one[:0].sum().to(x.dtype)
+    return x
 
 
 def merged(so_far: tuple[Tensor, Tensor] | None, partial: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -255,7 +279,9 @@ def _rotate_gradients(block_backward: _BlockBackward, key: Tensor, value: Tensor
 def _return_gradients(block_backward: _BlockBackward, key: Tensor, value: Tensor, call: RingCall) -> list[Tensor]:
     """The same where blocks were sent straight to who asked: each of these sends what it found straight back."""
     dim = call.mesh.ring
-    home = sum([prod(shape) for shape in _block_shapes(key, value, call.block_sizes()[dim.index])])
+    # A rank alone with its keys keeps its place in the sequence, which is none in a ring of one.
+    num_tokens = call.block_sizes()[dim.index] if dim.size > 1 else 0
+    home = sum([prod(shape) for shape in _block_shapes(key, value, num_tokens)])
     own: list[Tensor] = []
     arriving: list[Tensor] = []
     for step, block in _asked_blocks(key, value, call):

@@ -96,8 +96,20 @@ class UnifiedCall:
         Returns:
             ``[B, H, S_q_local, D_v]``.
         """
-        if self.comm_dtype is not None and not keep:
-            return self._compressed().forward(query, key, value, mask, attend=attend)
+        # Autocast would round scores, votes and lse that are float32 on purpose.
+        with torch.autocast(query.device.type, enabled=False):
+            call = self._compressed() if self.comm_dtype is not None and not keep else self
+            return call._forward(query, key, value, mask, attend, keep)
+
+    def _forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        attend: AttendWithLse,
+        keep: bool,
+    ) -> tuple[Tensor, Block | None]:
         if self.exchange is None:
             out, lse = self._of_block(query, key, value, mask, self.heads, attend, keep)
             return out, None if lse is None else Block(query, key, value, out, lse)
@@ -182,6 +194,12 @@ class UnifiedCall:
         self, grad_out: Tensor, block: Block, mask: Tensor | None, *, mask_gradient: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Gradients of query, key and value, and of ``mask`` if asked for, of the sum of all ranks' losses."""
+        with torch.autocast(grad_out.device.type, enabled=False):
+            return self._backward(grad_out, block, mask, mask_gradient)
+
+    def _backward(
+        self, grad_out: Tensor, block: Block, mask: Tensor | None, mask_gradient: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         if self.exchange is not None:
             grad_out = self.exchange.enter_gradient(grad_out)
         heads = self.heads.key_of_each_query(self.mesh.ulysses.index, grad_out.device)
