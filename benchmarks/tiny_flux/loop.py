@@ -25,8 +25,7 @@ class Schedule:
     steps: int
     learning_rate: float
     warmup: int = 100  # steps
-    boost: float = 1.0  # of the learning rate of the matrices that Muon updates …
-    boost_from: int = 0  # … from this step on
+    boost: float = 1.0  # of the learning rate of the matrices that Muon updates
     decay: float = 0.35  # the part of the steps over which the rate falls
     average: float = 0.995  # decay of the averaged weights
     checkpoint_every: float = 120.0  # seconds
@@ -44,8 +43,7 @@ class Schedule:
 
     def rate_of(self, optimizer: torch.optim.Optimizer, step: int) -> float:
         """The learning rate of one of the optimizers."""
-        boosted = isinstance(optimizer, torch.optim.Muon) and step >= self.boost_from
-        return self.rate(step) * (self.boost if boosted else 1.0)
+        return self.rate(step) * (self.boost if isinstance(optimizer, torch.optim.Muon) else 1.0)
 
 
 def step_seed(seed: int, stage: int, step: int) -> np.random.SeedSequence:

@@ -16,11 +16,16 @@ from benchmarks.tiny_flux.models import SHIFT, Tokenizers
 
 VAE_STAGE, FLOW_STAGE, STATISTICS, DECODER_STAGE = 0, 1, 2, 4  # in each seed, so that stages draw different scenes
 KL_WEIGHT = 1e-4  # per latent element, against a reconstruction loss per pixel element
+# CLIP sees an empty caption in half of the pictures: its pooled embedding is the shorter way for colours and backgrounds, and
+# the words' way, which places need, is learned with them.
+NO_POOLED_CAPTION = 0.5
 NO_CAPTION = 0.06  # of the captions are empty, for guidance with a negative prompt
 DECODER_NOISE = 0.1  # standard deviations of the latents: about how far off the denoiser may be
+THINGS = (0.7, 0.2, 0.1)  # of the scenes have one, two, three things …
+DECODER_THINGS = (0.6, 0.25, 0.15)  # … and of those that the decoder sees
 CAPITAL = 0.25  # of the captions start with a capital
 # Padding is not masked in FLUX, so each length is something to learn: mostly the recommended one, at times others.
-TEXT_LENGTHS = {48: 0.30, 64: 0.62, 128: 0.05, 512: 0.03}
+TEXT_LENGTHS = {48: 0.62, 64: 0.30, 128: 0.05, 512: 0.03}
 
 
 def to_tensor(pictures: list[np.ndarray]) -> torch.Tensor:
@@ -38,12 +43,18 @@ def draw_crowded_batch(seed: np.random.SeedSequence, batch: int) -> torch.Tensor
     return to_tensor([draw(grammar.crowded_scene(rng), rng) for rng in rngs])
 
 
-def draw_batch(seed: np.random.SeedSequence, batch: int) -> tuple[torch.Tensor, list[str]]:
-    """Pictures of training scenes, ``[batch, 3, 128, 128]`` in −1 … 1, and their captions."""
+def draw_batch(
+    seed: np.random.SeedSequence, batch: int, weights: tuple[float, float, float] = THINGS
+) -> tuple[torch.Tensor, list[str]]:
+    """Pictures of training scenes, ``[batch, 3, 128, 128]`` in −1 … 1, and their captions.
+
+    Args:
+        weights: probabilities of one, two, three things.
+    """
     pictures, captions = [], []
     for child in seed.spawn(batch):
         rng = np.random.default_rng(child)
-        scene = grammar.training_scene(rng)
+        scene = grammar.training_scene(rng, weights)
         pictures.append(draw(scene, rng))
         captions.append(grammar.caption(scene, rng))
     return to_tensor(pictures), captions
@@ -83,7 +94,7 @@ class DecoderLoss:
         generator = torch_generator(seed)
         device = next(model.parameters()).device
         half = self.batch // 2
-        pictures = torch.cat([draw_crowded_batch(seed, half), draw_batch(seed, self.batch - half)[0]])
+        pictures = torch.cat([draw_crowded_batch(seed, half), draw_batch(seed, self.batch - half, DECODER_THINGS)[0]])
         pictures = pictures.to(device).contiguous(memory_format=torch.channels_last)
         with torch.no_grad():
             latents = model.encode(pictures).latent_dist.mean
@@ -124,7 +135,8 @@ class FlowLoss:
         captions = ["" if rng.random() < NO_CAPTION else text for text in captions]
         length = int(rng.choice(list(TEXT_LENGTHS), p=list(TEXT_LENGTHS.values())))
         options = {"padding": "max_length", "truncation": True, "return_tensors": "pt"}
-        clip_ids = self.tokenizers.clip(captions, max_length=self.tokenizers.clip.model_max_length, **options).input_ids
+        pooled = ["" if rng.random() < NO_POOLED_CAPTION else text for text in captions]
+        clip_ids = self.tokenizers.clip(pooled, max_length=self.tokenizers.clip.model_max_length, **options).input_ids
         return clip_ids, self.tokenizers.t5(captions, max_length=length, **options).input_ids
 
     def __call__(self, model: nn.Module, step: int) -> torch.Tensor:

@@ -85,7 +85,7 @@ def train_flow(args: argparse.Namespace, vae: AutoencoderKL, vae_seconds: float)
     fit(
         model,
         FlowLoss(vae, tokenizers, args.seed, args.batch, args.autocast),
-        Schedule(args.steps, args.learning_rate, boost=args.boost, boost_from=args.boost_from),
+        Schedule(args.steps, args.learning_rate, boost=args.boost, decay=0.6),
         checkpoint=args.checkpoints / "flow.pt",
         name="flow",
         stop_after=args.stop_after,
@@ -99,16 +99,15 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--vae-steps", type=int, default=1100)
+    parser.add_argument("--vae-steps", type=int, default=2000)
     parser.add_argument("--vae-batch", type=int, default=4)
     parser.add_argument("--vae-learning-rate", type=float, default=2e-3)
-    parser.add_argument("--decoder-steps", type=int, default=500, help="of the decoder alone, after that")
+    parser.add_argument("--decoder-steps", type=int, default=800, help="of the decoder alone, after that")
     parser.add_argument("--decoder-learning-rate", type=float, default=5e-4)
-    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--boost", type=float, default=4.0, help="of the learning rate inside the blocks")
-    parser.add_argument("--boost-from", type=int, default=698, help="step from which the boost holds")
     parser.add_argument("--no-autocast", dest="autocast", action="store_false", help="float32 instead of bfloat16")
     parser.add_argument("--vae-only", action="store_true", help="end after the autoencoder")
     parser.add_argument("--stop-after", type=int, help="end at this step of the schedule; the same command continues")

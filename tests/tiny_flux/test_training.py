@@ -15,7 +15,7 @@ from torch import nn
 
 from benchmarks.tiny_flux import grammar
 from benchmarks.tiny_flux.loop import Schedule, State, build_optimizers, fit, step_seed
-from benchmarks.tiny_flux.models import SHIFT, Denoiser, build_tokenizers, build_vae
+from benchmarks.tiny_flux.models import LATENT_CHANNELS, SHIFT, Denoiser, build_tokenizers, build_vae
 from benchmarks.tiny_flux.stages import DecoderLoss, FlowLoss, VaeLoss, draw_batch, measure_latents
 
 # Under autocast RMSNorm gets bfloat16 input and float32 weight; it says so once and computes all the same.
@@ -112,7 +112,7 @@ class ExactVelocity(nn.Module):
         assert t5_ids.shape[1] in (48, 64, 128, 512)
         assert clip_ids.shape[1] == 77
         assert img_ids.shape == (256, 3)
-        assert tokens.shape[1:] == (256, 64)
+        assert tokens.shape[1:] == (256, 4 * LATENT_CHANNELS)
         sigma = sigma[:, None, None]
         noise = (tokens - (1 - sigma) * self.data[: len(tokens)]) / sigma
         return noise - self.data[: len(tokens)]
@@ -126,7 +126,9 @@ def test_the_flow_loss_of_the_exact_velocity_is_zero():
         latents = vae.encode(draw_batch(step_seed(0, 1, 0), 2)[0]).latent_dist.mean
     latents = (latents - vae.config.shift_factor) * vae.config.scaling_factor
     # FLUX's packing, written out: 2 × 2 latent pixels to one token, channel first.
-    data = latents.reshape(2, 16, 16, 2, 16, 2).permute(0, 2, 4, 1, 3, 5).reshape(2, 256, 64)
+    data = (
+        latents.reshape(2, LATENT_CHANNELS, 16, 2, 16, 2).permute(0, 2, 4, 1, 3, 5).reshape(2, 256, 4 * LATENT_CHANNELS)
+    )
     model = ExactVelocity(data)
     loss = FlowLoss(vae, tokenizers, seed=0, batch=2, autocast=False)(model, 0)
     # Rounding of the data grows as 1 / sigma.
