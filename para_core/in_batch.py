@@ -40,7 +40,7 @@ class InBatchAttnMode(ShardingMode):
         if func is F.scaled_dot_product_attention and self._mesh.ranks > 1:
             return self._attend(func, *args, **kwargs)
         if func is F.multi_head_attention_forward and self._mesh.ranks > 1:
-            self._refuse_dropout(_multi_head_dropout(*args, **kwargs))
+            _refuse_dropout(_multi_head_dropout(*args, **kwargs))
         return func(*args, **kwargs)
 
     def _attend(
@@ -54,18 +54,10 @@ class InBatchAttnMode(ShardingMode):
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        self._refuse_dropout(dropout_p)
+        _refuse_dropout(dropout_p)
         if attn_mask is not None and attn_mask.ndim == query.ndim >= 3:
             attn_mask = self._of_own_samples(attn_mask, query.shape[0])
         return sdpa(query, key, value, attn_mask, dropout_p, *args, **kwargs)
-
-    @staticmethod
-    def _refuse_dropout(dropout_p: float) -> None:
-        if dropout_p > 0.0:
-            raise ValueError(
-                f"dropout_p={dropout_p} cannot be the same on several ranks as on one: each draws its own random "
-                "numbers. Pass dropout_p=0.0 (model.eval())."
-            )
 
     def _of_own_samples(self, mask: Tensor, held: int) -> Tensor:
         if mask.shape[0] in (1, held):
@@ -87,3 +79,11 @@ def _multi_head_dropout(*args: Any, dropout_p: float = 0.0, training: bool = Tru
     """Of the arguments of ``F.multi_head_attention_forward``: what is dropped."""
     dropout_p = args[10] if len(args) > 10 else dropout_p
     return dropout_p if (args[13] if len(args) > 13 else training) else 0.0
+
+
+def _refuse_dropout(dropout_p: float) -> None:
+    if dropout_p > 0.0:
+        raise ValueError(
+            f"dropout_p={dropout_p} cannot be the same on several ranks as on one: each draws its own random numbers. "
+            "Pass dropout_p=0.0 (model.eval())."
+        )
