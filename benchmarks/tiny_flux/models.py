@@ -12,11 +12,11 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config,
 
 from benchmarks.tiny_flux import grammar
 
-SHIFT = 5.0  # of the noise levels, in training and in the scheduler: what a caption says is decided above 0.8
+SHIFT = 5.0  # of the noise levels, in training and in the scheduler: most steps where much is still open
 CLIP_LENGTH = 77
 CLIP_WIDTH = 64
 T5_WIDTH = 128
-# Of 16, as FLUX has them, most carry fine detail that these pictures do not have.
+# FLUX has 16; these pictures have little detail.
 LATENT_CHANNELS = 4  # 2 × 2 latent pixels make one token of 16 channels
 
 
