@@ -39,6 +39,8 @@ _FLUX = {
     "pooled_projection_dim": CLIP_WIDTH,
     "axes_dims_rope": (4, 6, 6),
 }
+# A token is 2 × 2 latent pixels.
+FLUX_CHANNELS = 4 * LATENT_CHANNELS
 _CONTROL = (FluxControlPipeline, FluxControlImg2ImgPipeline, FluxControlInpaintPipeline)
 
 
@@ -79,11 +81,11 @@ def _encoders() -> dict[str, nn.Module]:
 
 def flux_transformer(seed: int = 1, **config: Any) -> FluxTransformer2DModel:
     """2 double and 2 single blocks of 4 heads × 16."""
-    return fill(FluxTransformer2DModel(**{**_FLUX, "in_channels": 4 * LATENT_CHANNELS, **config}), seed)
+    return fill(FluxTransformer2DModel(**{**_FLUX, "in_channels": FLUX_CHANNELS, **config}), seed)
 
 
 def flux_controlnet(seed: int = 5) -> FluxControlNetModel:
-    config = {**_FLUX, "num_layers": 1, "num_single_layers": 1, "in_channels": 4 * LATENT_CHANNELS}
+    config = {**_FLUX, "num_layers": 1, "num_single_layers": 1, "in_channels": FLUX_CHANNELS}
     return fill(FluxControlNetModel(**config), seed)
 
 
@@ -95,10 +97,9 @@ def flux_pipe(cls: type = FluxPipeline, *, shared_parts: bool = True, **componen
         components: in addition, or instead.
     """
     if "transformer" not in components:
-        width = 4 * LATENT_CHANNELS
-        # A control image doubles the channels; fill adds the masked image and the mask, 4 × 4 pixels per latent pixel.
-        parts = 3 if cls is FluxFillPipeline else 2 if cls in _CONTROL else 1
-        components["transformer"] = flux_transformer(in_channels=parts * width, out_channels=width)
+        # A control image is as wide as the picture. Fill adds the masked image and its mask, 4 × 4 pixels per latent pixel.
+        beside = FLUX_CHANNELS + 4 * 4 * 4 if cls is FluxFillPipeline else FLUX_CHANNELS if cls in _CONTROL else 0
+        components["transformer"] = flux_transformer(in_channels=FLUX_CHANNELS + beside, out_channels=FLUX_CHANNELS)
     encoders, vae = (_encoders(), _vae()) if shared_parts else (_encoders.__wrapped__(), _vae.__wrapped__())
     pipe = cls(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=SHIFT),
@@ -127,9 +128,7 @@ def flux_call(**options: Any) -> dict[str, Any]:
     return {**defaults, **options}
 
 
-def flux_inputs(
-    num_image: int, num_text: int, *, batch: int = 1, channels: int = 4 * LATENT_CHANNELS
-) -> dict[str, Tensor]:
+def flux_inputs(num_image: int, num_text: int, *, batch: int = 1, channels: int = FLUX_CHANNELS) -> dict[str, Tensor]:
     """Arguments of one call of the transformer, positions in a row of ``num_image`` tokens."""
     generator = torch.Generator().manual_seed(num_image)
     ids = torch.zeros(num_image, 3)

@@ -9,7 +9,7 @@ from diffusers import FluxPipeline
 from torch.distributed.device_mesh import init_device_mesh
 
 from para_core.adapters import parallelize_pipe
-from tests.tiny import cpu_mesh, flux_call, flux_pipe, relative_error
+from tests.tiny import FLUX_CHANNELS, cpu_mesh, flux_call, flux_pipe, relative_error
 
 
 def draw_without_generator(ring, ulysses):
@@ -42,7 +42,7 @@ DIFFERENCES = {
     "height": {"height": 80},
     "num_inference_steps": {"num_inference_steps": 3},
     "generator": {"generator": torch.Generator().manual_seed(8)},
-    "latents": {"latents": torch.full((1, 63, 64), 2.0)},
+    "latents": {"latents": torch.full((1, 63, FLUX_CHANNELS), 2.0)},
     "output_type": {"output_type": "pil"},
     "negative_prompt": {"negative_prompt": "a dog", "true_cfg_scale": 2.0},
     "true_cfg_scale": {"true_cfg_scale": 2.0},
@@ -75,7 +75,7 @@ def test_ranks_that_call_differently_raise_on_every_rank_and_name_what_differs(r
         assert "rank 0 has 'a large red circle" in errors["prompt"][0]
         assert "rank 1 has 'a small blue square'" in errors["prompt"][0]
         assert "height: rank 0 has 72, rank 1 has 80." in errors["height"][0]
-        assert "latents: rank 0 has nothing, rank 1 has tensor[1, 63, 64] float32" in errors["latents"][0]
+        assert f"latents: rank 0 has nothing, rank 1 has tensor[1, 63, {FLUX_CHANNELS}] float32" in errors["latents"][0]
 
 
 def call_with_the_same():

@@ -12,6 +12,7 @@ from PIL import Image
 from para_core import UnifiedAttnMode
 from para_core.adapters import parallelize_pipe
 from tests.tiny import (
+    FLUX_CHANNELS,
     cpu_mesh,
     flux_call,
     flux_controlnet,
@@ -76,7 +77,7 @@ CALLS = {
         "prompt_embeds": torch.randn(1, 9, 128, generator=torch.Generator().manual_seed(3)),
         "pooled_prompt_embeds": torch.randn(1, 64, generator=torch.Generator().manual_seed(4)),
     },
-    "latents given": {"latents": torch.randn(1, 63, 64, generator=torch.Generator().manual_seed(5))},
+    "latents given": {"latents": torch.randn(1, 63, FLUX_CHANNELS, generator=torch.Generator().manual_seed(5))},
     "sigmas given": {"sigmas": [1.0, 0.4, 0.3]},
     "a tensor of pixels": {"output_type": "pt"},
 }
