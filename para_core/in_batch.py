@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from para_core.attention.call import refuse_dropout
 from para_core.layout import SequenceLayout, even_layout
 from para_core.mesh import batch_mesh
 from para_core.sharding import shard_tokens
@@ -40,7 +41,7 @@ class InBatchAttnMode(ShardingMode):
         if func is F.scaled_dot_product_attention and self._mesh.ranks > 1:
             return self._attend(func, *args, **kwargs)
         if func is F.multi_head_attention_forward and self._mesh.ranks > 1:
-            _refuse_dropout(_multi_head_dropout(*args, **kwargs))
+            refuse_dropout(_multi_head_dropout(*args, **kwargs))
         return func(*args, **kwargs)
 
     def _attend(
@@ -54,7 +55,7 @@ class InBatchAttnMode(ShardingMode):
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        _refuse_dropout(dropout_p)
+        refuse_dropout(dropout_p)
         if attn_mask is not None and attn_mask.ndim == query.ndim >= 3:
             attn_mask = self._of_own_samples(attn_mask, query.shape[0])
         return sdpa(query, key, value, attn_mask, dropout_p, *args, **kwargs)
@@ -79,11 +80,3 @@ def _multi_head_dropout(*args: Any, dropout_p: float = 0.0, training: bool = Tru
     """Of the arguments of ``F.multi_head_attention_forward``: what is dropped."""
     dropout_p = args[10] if len(args) > 10 else dropout_p
     return dropout_p if (args[13] if len(args) > 13 else training) else 0.0
-
-
-def _refuse_dropout(dropout_p: float) -> None:
-    if dropout_p > 0.0:
-        raise ValueError(
-            f"dropout_p={dropout_p} cannot be the same on several ranks as on one: each draws its own random numbers. "
-            "Pass dropout_p=0.0 (model.eval())."
-        )

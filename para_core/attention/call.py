@@ -108,6 +108,9 @@ def attend_over_mesh(
         attn_mask = _four_dims(attn_mask, leading)
     if len(leading) != 1:
         query, key, value = (x.reshape(prod(leading), *x.shape[-3:]) for x in (query, key, value))
+    given = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+    if attn_func is not None and torch.is_grad_enabled() and any(x.requires_grad for x in given):
+        comm_dtype = None  # autograd follows what travels
     call = UnifiedCall(
         query_layout,
         key_layout,
@@ -125,9 +128,6 @@ def attend_over_mesh(
     if attn_func is None:
         out = attend(query, key, value, mask, call)
     else:
-        given = (query, key, value) if mask is None else (query, key, value, mask)
-        if torch.is_grad_enabled() and any(x.requires_grad for x in given):
-            call.comm_dtype = None
         out, _ = call.forward(query, key, value, mask, attend=partial(_attend_with, attn_func))
     return out if len(leading) == 1 else out.reshape(*leading, *out.shape[1:])
 
@@ -227,6 +227,11 @@ def _check(
         raise ValueError(f"enable_gqa needs query heads divisible by key heads; got {num_heads} and {num_kv_heads}.")
     if attn_mask is not None:
         _check_mask(attn_mask, query)
+    refuse_dropout(dropout_p)
+
+
+def refuse_dropout(dropout_p: float) -> None:
+    """Raise ``ValueError`` for a dropout."""
     if dropout_p > 0.0:
         raise ValueError(
             f"dropout_p={dropout_p} cannot be the same on several ranks as on one: each draws its own random numbers. "

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from para_core.attention.local import lse_dtype
-from para_core.attention.ring import AttendWithLse, expand, merged, ring_attention, tied, unpack
+from para_core.attention.ring import AttendWithLse, columns, expand, merged, ring_attention, tied, unpack
 from para_core.attention.tiling import RingCall, sharded_runs
 from para_core.attention.wire import Wire
 from para_core.collectives import all_gather, pack, start_ring_shift, wait
@@ -61,7 +61,7 @@ def select_keys(
     counted = _rows_of(_positions(runs, key.device), _positions(call.key_runs(0), key.device))
     logits = _logits(queries, expand(key.index_select(2, counted), heads), call.scale)
     if rows is not None:
-        rows = _of_keys(rows, runs)
+        rows = columns(rows, runs)
         logits = logits.masked_fill(~rows, float("-inf")) if rows.dtype == torch.bool else logits + rows
     if call.is_causal:
         hidden = _positions(runs, query.device) > torch.tensor(observed, device=query.device)[:, None]
@@ -74,10 +74,6 @@ def select_keys(
     order = _positions([run for one in runs_of_ranks for run in one], query.device)
     votes = torch.empty_like(votes).index_copy_(2, order, votes)
     return _most(votes, ceil(kept.share * votes.shape[2]))
-
-
-def _of_keys(mask: Tensor, runs: Sequence[Run]) -> Tensor:
-    return mask if mask.shape[3] == 1 else mask.index_select(3, _positions(runs, mask.device))
 
 
 def _most(votes: Tensor, number: int) -> Tensor:

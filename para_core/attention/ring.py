@@ -5,8 +5,8 @@ sends B · H_kv · S_block · (D + D_v) elements, S_block being the length of th
 computed, the next one is in flight. A replicated segment never travels: it is attended to once, together with a rank's
 own block.
 
-With a block mask, blocks do not go round: each rank sends its own straight to the ranks that see any of it, and what nobody
-sees is not sent (no rank's block of step s: no collective at all).
+With a block mask, blocks do not go round: each rank sends its own straight to the ranks that see any of it. Where no rank sees
+the block of the one s before it, there is no collective for s.
 
 Backward, the blocks travel again, and behind each of them the gradient that the ranks before have found for it (in
 float32, for 16-bit input, too): R - 1 hops each. Nothing is kept but query, key, value, mask, out and lse.
