@@ -147,7 +147,9 @@ def put_together(parts: list[Tensor], dim: int, layout: SequenceLayout) -> Tenso
     return whole
 
 
-def _sdpa(compile_with: str | None) -> Any:
+def compiled_sdpa(compile_with: str | None) -> Any:
+    """A function of its own: two that were compiled alike would share their graphs."""
+
     def sdpa(*args: Any, **options: Any) -> Tensor:
         return F.scaled_dot_product_attention(*args, **options)
 
@@ -180,7 +182,7 @@ def attend(
             with UnifiedAttnMode(mesh, **options) as cp:
                 q = cp.shard(q, dim=-2, sequence=query_layout)
                 k, v = (cp.shard(x, dim=-2, sequence=key_layout or query_layout) for x in (k, v))
-                sdpa = _sdpa(compile_with)
+                sdpa = compiled_sdpa(compile_with)
                 out = sdpa(q, k, v, mask, **case.options)
                 outs.append(cp.gather(out, dim=-2, sequence=query_layout))
     return outs
@@ -202,7 +204,7 @@ def gradients(cases: list[Case], ring: int, ulysses: int, compile_with: str | No
         for x in inputs:
             x.requires_grad_(x.is_floating_point())
         key_layout = None if key_layout is query_layout else key_layout
-        sdpa = _sdpa(compile_with)
+        sdpa = compiled_sdpa(compile_with)
         with UnifiedAttnMode(mesh, layout=query_layout, key_layout=key_layout):
             out = sdpa(*inputs, **case.options)
         (out * weight).sum().backward()

@@ -1,5 +1,7 @@
 """BlockSparseAttnMode against dense attention with the mask written out for every token."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,9 +12,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from para_core import BlockSparseAttnMode
 from para_core.attention.block_mask import BlockMask, decode, read_block_mask
-from tests.attention.cases import BALANCED, IMAGE_FIRST, MESHES, TEXT_FIRST, Case, Mask, held, sdpa_with_both
+from tests.attention.cases import BALANCED, IMAGE_FIRST, MESHES, TEXT_FIRST, Case, Mask
 from tests.attention.one_device import make_qkv, relative_error
-from tests.rank_pool import RankPoolError, heartbeat
+from tests.attention.sparse_cases import SparseCase, check_all
+from tests.rank_pool import RankPoolError
 
 on_every_mesh = pytest.mark.parametrize(("ring", "ulysses"), MESHES)
 CAUSAL = {"is_causal": True}
@@ -25,77 +28,12 @@ def make_blocks(case, block_size, share=0.5, seed=0):
     return torch.rand(counts, generator=torch.Generator().manual_seed(seed)) < share
 
 
-def for_every_token(blocks, block_size, case):
+def sparse_case(case, block_size, share=0.5, seed=0):
     rows, columns = block_size if isinstance(block_size, tuple) else (block_size, block_size)
-    seen = blocks.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+    blocks = make_blocks(case, block_size, share, seed)
     q, k, _ = case.qkv()
-    return seen[: q.shape[-2], : k.shape[-2]]
-
-
-def dense_mask(case, blocks, block_size):
-    seen, mask = for_every_token(blocks, block_size, case), case.whole_mask()
-    if mask is None:
-        return seen
-    return mask & seen if mask.dtype == torch.bool else mask.to(torch.float32).masked_fill(~seen, float("-inf"))
-
-
-def on_one_device(case, blocks, block_size):
-    return sdpa_with_both(*case.qkv(), dense_mask(case, blocks, block_size), **case.options)
-
-
-def attend(items, ring, ulysses, compile_with=None):
-    mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
-    rank, results = mesh.get_rank(), []
-
-    def sdpa(*args, **options):
-        return F.scaled_dot_product_attention(*args, **options)
-
-    for case, blocks, block_size in items:
-        heartbeat()
-        if compile_with:
-            torch.compiler.reset()
-            sdpa = torch.compile(sdpa, fullgraph=True, backend=compile_with)
-        query_layout, key_layout = case.layouts(ring * ulysses)
-        layouts = (query_layout, key_layout, key_layout)
-        qkv = [held(x, -2, layout, rank).requires_grad_() for x, layout in zip(case.qkv(), layouts, strict=True)]
-        mask = case.whole_mask()
-        if mask is not None:
-            mask = case.mask.cut(mask, query_layout, key_layout, rank)
-        weight = held(case.weight(), -2, query_layout, rank)
-        options = {"layout": query_layout, "key_layout": None if key_layout is query_layout else key_layout}
-        with BlockSparseAttnMode(mesh, blocks, block_size=block_size, **options) as cp:
-            with torch.no_grad():
-                out = sdpa(*[x.detach() for x in qkv], mask, **case.options)
-                whole = cp.gather(out, dim=-2, sequence=query_layout)
-            sdpa(*qkv, mask, **case.options).mul(weight).sum().backward()
-        results.append((whole, [x.grad for x in qkv]))
-    return results
-
-
-def check_all(rank_pool, items, ring, ulysses, compile_with=None):
-    results = rank_pool.run(attend, ring * ulysses, items, ring, ulysses, compile_with)
-    for index, (case, blocks, block_size) in enumerate(items):
-        query_layout, key_layout = case.layouts(ring * ulysses)
-        qkv = [x.clone().requires_grad_() for x in case.qkv()]
-        expected = sdpa_with_both(*qkv, dense_mask(case, blocks, block_size), **case.options)
-        # Each rank's loss counts its own tokens: replicated ones once per rank.
-        ranks = range(ring * ulysses)
-        counted = sum(
-            torch.zeros(query_layout.total).index_fill(0, torch.arange(query_layout.total)[positions], 1.0)
-            for positions in (held(torch.arange(query_layout.total), 0, query_layout, rank) for rank in ranks)
-        )
-        (expected * case.weight() * counted[:, None]).sum().backward()
-        where = f"{case}, blocks of {block_size}:\n{blocks.int()}\nring {ring} × ulysses {ulysses}"
-        for rank in ranks:
-            assert relative_error(results[rank][index][0], expected.detach()) < 1e-5, f"{where}, rank {rank}"
-        for x, layout, place in zip(qkv, (query_layout, key_layout, key_layout), range(3), strict=True):
-            whole = torch.zeros_like(x)
-            for rank in ranks:
-                positions = held(torch.arange(layout.total), 0, layout, rank)
-                whole.index_add_(-2, positions, results[rank][index][1][place])
-            # Where a query sees one key softmax does not move: gradients are what rounding leaves of 0.
-            scale = max(x.grad.norm(), qkv[2].grad.norm())
-            assert (whole - x.grad).norm() <= 1e-5 * scale, f"{where}, gradient {place}"
+    seen = blocks.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[: q.shape[-2], : k.shape[-2]]
+    return SparseCase(case, partial(BlockSparseAttnMode, block_mask=blocks, block_size=block_size), seen)
 
 
 CASES = [
@@ -117,13 +55,13 @@ CASES = [
 @on_every_mesh
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
 def test_it_equals_dense_attention_with_the_mask_written_out(rank_pool, ring, ulysses, share):
-    items = [(case, make_blocks(case, size, share), size) for case, size in CASES]
+    items = [sparse_case(case, size, share) for case, size in CASES]
     check_all(rank_pool, items, ring, ulysses)
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2), (2, 2)])
 def test_compiled_it_is_the_same(rank_pool, ring, ulysses):
-    items = [(case, make_blocks(case, size), size) for case, size in CASES[:8:2]]
+    items = [sparse_case(case, size) for case, size in CASES[:8:2]]
     check_all(rank_pool, items, ring, ulysses, "aot_eager")
 
 
@@ -137,7 +75,7 @@ def drawn_items(draw):
         mask=draw(st.none() | st.sampled_from([Mask("k"), Mask("bqk"), Mask("hqk", torch.float32)])),
         options=draw(st.sampled_from([{}, CAUSAL])),
     )
-    return case, make_blocks(case, size, draw(st.sampled_from([0.1, 0.5, 0.9])), draw(st.integers(0, 99))), size
+    return sparse_case(case, size, draw(st.sampled_from([0.1, 0.5, 0.9])), draw(st.integers(0, 99)))
 
 
 # The pool outlives an example: nothing of one job is left when the next starts.
@@ -186,8 +124,7 @@ def attend_alone():
 
 
 def test_on_one_rank_it_is_sparse_too(rank_pool):
-    case = Case(13, 3)
-    expected = on_one_device(case, make_blocks(case, 4), 4)
+    expected = sparse_case(Case(13, 3), 4).on_one_device()
     assert relative_error(rank_pool.run(attend_alone, 1)[0], expected) < 1e-5
 
 

@@ -1,5 +1,6 @@
 """SparseKVAttnMode against dense attention with the mask that its definition gives."""
 
+from functools import partial
 from math import ceil
 
 import pytest
@@ -10,9 +11,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from para_core import SparseKVAttnMode
-from tests.attention.cases import BALANCED, IMAGE_FIRST, MESHES, TEXT_FIRST, Case, Mask, held, sdpa_with_both
+from tests.attention.cases import BALANCED, IMAGE_FIRST, MESHES, TEXT_FIRST, Case, Mask
 from tests.attention.one_device import make_qkv, relative_error
-from tests.rank_pool import RankPoolError, heartbeat
+from tests.attention.sparse_cases import SparseCase, check_all
+from tests.rank_pool import RankPoolError
 
 on_every_mesh = pytest.mark.parametrize(("ring", "ulysses"), MESHES)
 CAUSAL = {"is_causal": True}
@@ -36,62 +38,9 @@ def kept_by_definition(case, share, window):
     return torch.zeros_like(votes, dtype=torch.bool).scatter(-1, ranked, True)[:, :, None]
 
 
-def on_one_device(case, share, window, qkv=None):
-    seen, mask = kept_by_definition(case, share, window), case.whole_mask()
-    if mask is not None:
-        seen = mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, float("-inf"))
-    return sdpa_with_both(*(qkv or case.qkv()), seen, **case.options)
-
-
-def attend(items, ring, ulysses, compile_with=None):
-    mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
-    rank, results = mesh.get_rank(), []
-
-    def sdpa(*args, **options):
-        return F.scaled_dot_product_attention(*args, **options)
-
-    for case, share, window in items:
-        heartbeat()
-        if compile_with:
-            torch.compiler.reset()
-            sdpa = torch.compile(sdpa, fullgraph=True, backend=compile_with)
-        query_layout, key_layout = case.layouts(ring * ulysses)
-        layouts = (query_layout, key_layout, key_layout)
-        qkv = [held(x, -2, layout, rank).requires_grad_() for x, layout in zip(case.qkv(), layouts, strict=True)]
-        mask = case.whole_mask()
-        if mask is not None:
-            mask = case.mask.cut(mask, query_layout, key_layout, rank)
-        weight = held(case.weight(), -2, query_layout, rank)
-        options = {"layout": query_layout, "key_layout": None if key_layout is query_layout else key_layout}
-        with SparseKVAttnMode(mesh, share=share, window=window, **options) as cp:
-            with torch.no_grad():
-                out = sdpa(*[x.detach() for x in qkv], mask, **case.options)
-                whole = cp.gather(out, dim=-2, sequence=query_layout)
-            sdpa(*qkv, mask, **case.options).mul(weight).sum().backward()
-        results.append((whole, [x.grad for x in qkv]))
-    return results
-
-
-def check_all(rank_pool, items, ring, ulysses, compile_with=None):
-    ranks = range(ring * ulysses)
-    results = rank_pool.run(attend, len(ranks), items, ring, ulysses, compile_with)
-    for index, (case, share, window) in enumerate(items):
-        query_layout, key_layout = case.layouts(len(ranks))
-        qkv = [x.clone().requires_grad_() for x in case.qkv()]
-        expected = on_one_device(case, share, window, qkv)
-        # Each rank's loss counts its own tokens: replicated ones once per rank.
-        positions = torch.arange(query_layout.total)
-        counted = sum(torch.isin(positions, held(positions, 0, query_layout, rank)).float() for rank in ranks)
-        (expected * case.weight() * counted[:, None]).sum().backward()
-        where = f"{case}, share {share}, window {window}, ring {ring} × ulysses {ulysses}"
-        for rank in ranks:
-            assert relative_error(results[rank][index][0], expected.detach()) < 1e-5, f"{where}, rank {rank}"
-        for x, layout, place in zip(qkv, (query_layout, key_layout, key_layout), range(3), strict=True):
-            whole = torch.zeros_like(x)
-            for rank in ranks:
-                whole.index_add_(-2, held(torch.arange(layout.total), 0, layout, rank), results[rank][index][1][place])
-            scale = max(x.grad.norm(), qkv[2].grad.norm())
-            assert (whole - x.grad).norm() <= 1e-5 * scale, f"{where}, gradient {place}"
+def sparse_case(case, share, window):
+    make_mode = partial(SparseKVAttnMode, share=share, window=window)
+    return SparseCase(case, make_mode, kept_by_definition(case, share, window))
 
 
 CASES = [
@@ -117,12 +66,12 @@ CASES = [
 @on_every_mesh
 @pytest.mark.parametrize(("share", "window"), [(0.4, 4), (0.7, 64), (1.0, 1)])
 def test_it_equals_dense_attention_with_the_mask_of_its_definition(rank_pool, ring, ulysses, share, window):
-    check_all(rank_pool, [(case, share, window) for case in CASES], ring, ulysses)
+    check_all(rank_pool, [sparse_case(case, share, window) for case in CASES], ring, ulysses)
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2), (2, 2)])
 def test_compiled_it_is_the_same(rank_pool, ring, ulysses):
-    check_all(rank_pool, [(case, 0.5, 4) for case in CASES[:11:5]], ring, ulysses, "aot_eager")
+    check_all(rank_pool, [sparse_case(case, 0.5, 4) for case in CASES[:11:5]], ring, ulysses, "aot_eager")
 
 
 class LargestSent(TorchDispatchMode):
@@ -161,7 +110,7 @@ def attend_alone():
 
 def test_on_one_rank_it_is_sparse_too(rank_pool):
     out, collectives = rank_pool.run(attend_alone, 1)[0]
-    assert relative_error(out, on_one_device(Case(13, 3), 0.5, 4)) < 1e-5
+    assert relative_error(out, sparse_case(Case(13, 3), 0.5, 4).on_one_device()) < 1e-5
     assert collectives == 0
 
 
