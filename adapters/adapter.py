@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Literal
 
 from para_core.plan import Plan
+
+# Whether text tokens are cut, or whole on every rank.
+Text = Literal["shard", "replicate"]
 
 
 @dataclass(frozen=True)
@@ -15,11 +18,11 @@ class Adapter:
     Args:
         transformer: name of the transformer class; subclasses of it are meant, too.
         pipelines: what a user calls the pipelines that it serves, for messages.
-        plan: what is split and gathered.
-        refused: keys of ``joint_attention_kwargs`` that cannot be computed in parallel yet, each with the reason.
+        plan: what is split and gathered; where text can be cut, it is, as the segment ``text``.
+        text: the faster way to treat text.
     """
 
     transformer: str
     pipelines: str
     plan: Plan
-    refused: Mapping[str, str] = field(default_factory=dict)
+    text: Text = "shard"

@@ -1,10 +1,10 @@
-"""FLUX.1: text-to-image, img2img, inpaint, fill, control, kontext, ControlNet. Read against diffusers 0.42."""
+"""FLUX.1: text-to-image, img2img, inpaint, fill, control, kontext, ControlNet; FLUX.2. Read against diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
-from para_core.plan import Gather, Plan, Split
+from para_core.plan import Attention, Gather, Plan, Split
 
 IMAGE, TEXT = Split(dim=1, segment="image"), Split(dim=1, segment="text")
-_IP_ADAPTER = "an IP-Adapter attends to image tokens that every rank holds, which plans cannot say yet"
+JOINT = Attention(("text", "image"))
 
 FLUX = Adapter(
     transformer="FluxTransformer2DModel",
@@ -14,15 +14,32 @@ FLUX = Adapter(
             "hidden_states": IMAGE,
             "encoder_hidden_states": TEXT,
             # [S, 3], or [B, S, 3] from older pipelines: counting from the end fits both.
-            "img_ids": Split(dim=-2, segment="image"),
-            "txt_ids": Split(dim=-2, segment="text"),
+            "img_ids": Split(dim=-2, like="image"),
+            "txt_ids": Split(dim=-2, like="text"),
             # Lists of [B, S, C], added to the image tokens between blocks.
-            "controlnet_block_samples": IMAGE,
-            "controlnet_single_block_samples": IMAGE,
+            "controlnet_block_samples": Split(dim=1, like="image"),
+            "controlnet_single_block_samples": Split(dim=1, like="image"),
         },
         # Of the model, not of its last module proj_out: a LoRA may put another module in that one's place.
         outputs={"": Gather(dim=1, segment="image")},
         joint_order=("text", "image"),
+        # Behind the joint attention, image tokens attend to those of each IP-Adapter.
+        attention={"transformer_blocks.*.attn": (JOINT, Attention(("image",), ("ip_adapter",)))},
     ),
-    refused={"ip_adapter_image_embeds": _IP_ADAPTER, "ip_hidden_states": _IP_ADAPTER},
+)
+
+FLUX2 = Adapter(
+    transformer="Flux2Transformer2DModel",
+    pipelines="FLUX.2",
+    plan=Plan(
+        inputs={
+            "hidden_states": IMAGE,
+            "encoder_hidden_states": TEXT,
+            "img_ids": Split(dim=-2, like="image"),
+            "txt_ids": Split(dim=-2, like="text"),
+        },
+        outputs={"": Gather(dim=1, segment="image")},
+        joint_order=("text", "image"),
+        refused={"kv_cache": "it holds the keys of whole reference images, by their places in the whole sequence"},
+    ),
 )

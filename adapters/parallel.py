@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -14,26 +14,26 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from para_core.adapters.adapter import Adapter
+from para_core.adapters.adapter import Text
 from para_core.adapters.call_agreement import require_same_call, require_same_inputs
-from para_core.adapters.flux import FLUX
+from para_core.adapters.supported import plan_for, supported
 from para_core.collectives import broadcast_bytes
 from para_core.instance import original_class, unwrap, wrap_method
 from para_core.mesh import SequenceMesh, batch_dim_size, init_context_parallel_mesh, one_rank, sequence_mesh
-from para_core.plan import apply_plan, known_equal, plan_mesh, remove_plan
+from para_core.region import apply_plan, known_equal, plan_mesh, reattach_plan, remove_plan
 
 logger = logging.getLogger(__name__)
-
-ADAPTERS: tuple[Adapter, ...] = (FLUX,)
 
 Mesh = DeviceMesh | ProcessGroup
 Pipeline = TypeVar("Pipeline")
 Transformer = TypeVar("Transformer", bound=nn.Module)
 
 _KEY = "parallel"
+# Components that denoise; Wan 2.2 has one for each half of the steps.
+_TRANSFORMERS = ("transformer", "transformer_2")
 
 
-def parallelize_pipe(pipe: Pipeline, *, mesh: Mesh | None = None) -> Pipeline:
+def parallelize_pipe(pipe: Pipeline, *, mesh: Mesh | None = None, text: Text | None = None) -> Pipeline:
     """Draw each picture of this one pipeline on all ranks of ``mesh``, exactly as on one.
 
     Every rank of the mesh calls the pipeline alike and gets the whole result. Calling this again with another mesh
@@ -43,6 +43,8 @@ def parallelize_pipe(pipe: Pipeline, *, mesh: Mesh | None = None) -> Pipeline:
         pipe: any diffusers pipeline on a supported transformer.
         mesh: a DeviceMesh with a ``ring`` and/or ``ulysses`` dim (also a slice of a larger one), or a ProcessGroup. Left
             out: all ranks, shared out by :func:`init_context_parallel_mesh`; one rank where ``WORLD_SIZE`` is unset or 1.
+        text: ``"shard"`` cuts the text tokens as those of the image are, ``"replicate"`` keeps all of them on every rank.
+            Both are exact; left out: the faster one for this model.
 
     Returns:
         ``pipe``.
@@ -51,44 +53,59 @@ def parallelize_pipe(pipe: Pipeline, *, mesh: Mesh | None = None) -> Pipeline:
         TypeError, ValueError: the pipeline is not supported, or the mesh does not fit.
         RuntimeError: no ``mesh`` and no process group on several ranks.
     """
-    transformer = _transformer_of(pipe)
+    transformers = _transformers_of(pipe)
     sequence = _sequence_mesh(mesh, pipe)
-    parallelize_transformer(transformer, mesh=sequence)
+    for transformer in transformers.values():
+        parallelize_transformer(transformer, mesh=sequence, text=text)
     if sequence.ranks == 1:
         unwrap(pipe, _KEY)
         return pipe
 
     def around(pipe: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         sequence.check_alive()
-        problem = None
-        if _unwrapped(getattr(pipe, "transformer", None)) is not transformer:
-            problem = (
-                "pipe.transformer is another one than when the pipe was parallelized, and would run on each rank alone. "
-                "Call parallelize_pipe(pipe, mesh=...) again."
-            )
-        elif plan_mesh(transformer) != sequence:
-            problem = (
-                "pipe.transformer was given another mesh, or unparallelized, after the pipe was parallelized (through a "
-                "pipe that shares it?). Call parallelize_pipe(pipe, mesh=...) again, or unparallelize_pipe(pipe)."
-            )
+        problems = [_problem(pipe, name, transformer, sequence) for name, transformer in transformers.items()]
+        problem = next((problem for problem in problems if problem is not None), None)
         require_same_call(call, (pipe, *args), kwargs, sequence, f"the {type(pipe).__name__}", problem)
-        with _random_state_of_first_rank(sequence), known_equal(transformer), _named_timeouts():
+        with ExitStack() as stack:
+            stack.enter_context(_random_state_of_first_rank(sequence))
+            for transformer in transformers.values():
+                reattach_plan(transformer)
+                stack.enter_context(known_equal(transformer))
+            stack.enter_context(_named_timeouts())
             return call(pipe, *args, **kwargs)
 
     wrap_method(pipe, "__call__", _KEY, around)
     return pipe
 
 
+def _problem(pipe: Any, name: str, transformer: nn.Module, mesh: SequenceMesh) -> str | None:
+    """What was done to a transformer of ``pipe`` since it was parallelized, if that makes it wrong to call it."""
+    if _unwrapped(getattr(pipe, name, None)) is not transformer:
+        return (
+            f"pipe.{name} is another one than when the pipe was parallelized, and would run on each rank alone. Call "
+            "parallelize_pipe(pipe, mesh=...) again."
+        )
+    if plan_mesh(transformer) != mesh:
+        return (
+            f"pipe.{name} was given another mesh, or unparallelized, after the pipe was parallelized (through a pipe that "
+            "shares it?). Call parallelize_pipe(pipe, mesh=...) again, or unparallelize_pipe(pipe)."
+        )
+    return None
+
+
 def unparallelize_pipe(pipe: Pipeline) -> Pipeline:
     """Undo :func:`parallelize_pipe`; returns ``pipe``, which is then what it was before."""
-    transformer = _unwrapped(getattr(pipe, "transformer", None))
-    if isinstance(transformer, nn.Module):
-        remove_plan(transformer)
+    for name in _TRANSFORMERS:
+        transformer = _unwrapped(getattr(pipe, name, None))
+        if isinstance(transformer, nn.Module):
+            remove_plan(transformer)
     unwrap(pipe, _KEY)
     return pipe
 
 
-def parallelize_transformer(transformer: Transformer, *, mesh: Mesh | SequenceMesh | None = None) -> Transformer:
+def parallelize_transformer(
+    transformer: Transformer, *, mesh: Mesh | SequenceMesh | None = None, text: Text | None = None
+) -> Transformer:
     """Run this one transformer over ``mesh``: every rank gives it the same input and gets the whole output.
 
     For a denoising loop of your own; :func:`parallelize_pipe` also keeps random numbers and arguments alike on all ranks.
@@ -96,34 +113,23 @@ def parallelize_transformer(transformer: Transformer, *, mesh: Mesh | SequenceMe
 
     Args:
         transformer: a supported diffusers transformer, compiled or not.
-        mesh: as for :func:`parallelize_pipe`.
+        mesh, text: as for :func:`parallelize_pipe`.
 
     Returns:
         ``transformer``.
     """
     module = _unwrapped(transformer)
-    adapter = _adapter_of(module)
+    plan = plan_for(module, text)
+    if plan is None:
+        raise TypeError(_unsupported(module, f"there is no plan for {type(module).__name__}"))
     sequence = _sequence_mesh(mesh, module)
     _require_one_device(module)
-
-    def check_call(given: Mapping[str, Any]) -> None:
-        for name, reason in adapter.refused.items():
-            if name in (given.get("joint_attention_kwargs") or {}):
-                raise ValueError(
-                    f"joint_attention_kwargs has {name!r}: {reason}. Unload it, or unparallelize the pipe."
-                )
 
     def require_equal(given: Mapping[str, Any]) -> None:
         sequence.check_alive()
         require_same_inputs(given, sequence, f"this {type(module).__name__}")
 
-    apply_plan(
-        module,
-        adapter.plan,
-        sequence,
-        check_call=check_call if adapter.refused else None,
-        require_equal=require_equal,
-    )
+    apply_plan(module, plan, sequence, require_equal=require_equal)
     return transformer
 
 
@@ -138,26 +144,21 @@ def _unwrapped(module: Any) -> Any:
     return getattr(module, "_orig_mod", module)
 
 
-def _transformer_of(pipe: Any) -> Any:
-    transformer = _unwrapped(getattr(pipe, "transformer", None))
-    if not isinstance(transformer, nn.Module):
+def _transformers_of(pipe: Any) -> dict[str, nn.Module]:
+    """By the name of the component."""
+    found = {name: _unwrapped(getattr(pipe, name, None)) for name in _TRANSFORMERS}
+    transformers = {name: module for name, module in found.items() if isinstance(module, nn.Module)}
+    if not transformers:
         raise TypeError(_unsupported(pipe, "it has no transformer"))
-    _adapter_of(transformer, pipe)
-    return transformer
-
-
-def _adapter_of(module: Any, pipe: Any = None) -> Adapter:
-    names = {cls.__name__ for cls in type(module).__mro__}
-    for adapter in ADAPTERS:
-        if adapter.transformer in names:
-            return adapter
-    raise TypeError(_unsupported(module if pipe is None else pipe, f"there is no plan for {type(module).__name__}"))
+    for module in transformers.values():
+        if plan_for(module) is None:
+            raise TypeError(_unsupported(pipe, f"there is no plan for {type(module).__name__}"))
+    return transformers
 
 
 def _unsupported(thing: Any, reason: str) -> str:
-    known = "; ".join(adapter.pipelines for adapter in ADAPTERS)
     return (
-        f"{original_class(thing).__name__} is not supported: {reason}. Supported are {known}. Any model whose tokens you "
+        f"{original_class(thing).__name__} is not supported: {reason}. Supported are {supported()}. Any model whose tokens you "
         "can cut runs in parallel by hand:\n"
         "    with UnifiedAttnMode(mesh) as cp:\n"
         "        y = cp.gather(model(cp.shard(x, dim=1)), dim=1)"

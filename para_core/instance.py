@@ -9,7 +9,7 @@ order. A graph that was compiled for the instance sees another type, and is comp
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any
 
@@ -25,9 +25,22 @@ def wrap_method(instance: Any, method: str, key: str, around: Around) -> None:
 
     Not for two threads that change the same instance at once.
     """
-    wrappers = dict(_wrappers(instance))
-    wrappers[key, method] = around
-    _set_wrappers(instance, wrappers)
+    wrap_alike([instance], method, key, around)
+
+
+def wrap_alike(instances: Iterable[Any], method: str, key: str, around: Around) -> None:
+    """:func:`wrap_method` for each of ``instances``: those that were alike before still share one class.
+
+    So a graph that was compiled for one block of a model still fits the others.
+    """
+    changed: dict[int, tuple[type, type]] = {}  # by id: these classes compare equal to their originals
+    for instance in instances:
+        before = type(instance)
+        if id(before) not in changed:
+            _set_wrappers(instance, {**_wrappers(instance), (key, method): around})
+            changed[id(before)] = (before, type(instance))
+        else:
+            instance.__class__ = changed[id(before)][1]
 
 
 def unwrap(instance: Any, key: str) -> None:

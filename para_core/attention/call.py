@@ -9,6 +9,7 @@ from zlib import crc32
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_or_true
 
 from para_core.agreement import Record, error_record, exchange, raise_first_error
 from para_core.attention.block_mask import BlockMask
@@ -216,7 +217,7 @@ def _check(
         )
     if query.shape[-1] != key.shape[-1]:
         raise ValueError(f"query and key must have the same head dim; got {shapes}.")
-    if key.shape[:-1] != value.shape[:-1]:
+    if not _alike(key.shape[:-1], value.shape[:-1]):
         raise ValueError(f"key and value must have the same batch, heads and length; got {shapes}.")
     if query.shape[:-3] != key.shape[:-3]:
         raise ValueError(f"query and key must have the same batch; got {shapes}. Expand the smaller one.")
@@ -228,6 +229,13 @@ def _check(
     if attn_mask is not None:
         _check_mask(attn_mask, query)
     refuse_dropout(dropout_p)
+
+
+def _alike(shape: torch.Size, other: torch.Size) -> bool:
+    """Whether they are equal, as far as that is known while tracing: a length may depend on data."""
+    if len(shape) != len(other):
+        return False
+    return all(guard_or_true(length == expected) for length, expected in zip(shape, other, strict=True))
 
 
 def refuse_dropout(dropout_p: float) -> None:

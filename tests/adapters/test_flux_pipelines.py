@@ -189,3 +189,50 @@ def test_these_pictures_depend_on_what_other_ranks_hold(rank_pool):
     expected = draw(flux_pipe())
     for out in rank_pool.run(draw_without_rerouting, 2):
         assert relative_error(out, expected) > 0.01
+
+
+def pipe_with_ip_adapters():
+    """Two of them, on images of 20 features."""
+    pipe = flux_pipe()
+    generator = torch.Generator().manual_seed(11)
+
+    def noise(*shape):
+        return torch.randn(shape, generator=generator) / shape[-1] ** 0.5
+
+    width, text_width = pipe.transformer.inner_dim, pipe.transformer.config.joint_attention_dim
+    for_images = [("proj.weight", (4 * text_width, 20)), ("proj.bias", (4 * text_width,))]
+    for_images += [("norm.weight", (text_width,)), ("norm.bias", (text_width,))]
+    for_blocks = [("to_k_ip.weight", (width, text_width)), ("to_k_ip.bias", (width,))]
+    for_blocks += [("to_v_ip.weight", (width, text_width)), ("to_v_ip.bias", (width,))]
+    states = [
+        {
+            "image_proj": {name: noise(*shape) for name, shape in for_images},
+            "ip_adapter": {f"{block}.{name}": noise(*shape) for block in range(2) for name, shape in for_blocks},
+        }
+        for _ in range(2)
+    ]
+    pipe.transformer._load_ip_adapter_weights(states)
+    return pipe
+
+
+IP_ADAPTER = {
+    "ip_adapter_image_embeds": [torch.linspace(-1, 1, 20)[None, None], torch.linspace(1, 2, 20)[None, None]],
+    "negative_ip_adapter_image_embeds": [torch.zeros(1, 1, 20), torch.zeros(1, 1, 20)],
+}
+
+
+def draw_with_ip_adapters():
+    pipe = pipe_with_ip_adapters()
+    outs = []
+    for ring, ulysses in ((1, 2), (2, 1)):
+        parallelize_pipe(pipe, mesh=cpu_mesh(ring, ulysses))
+        outs.append(draw(pipe, **IP_ADAPTER))
+    return outs
+
+
+def test_ip_adapters_are_exact(rank_pool):
+    expected = draw(pipe_with_ip_adapters(), **IP_ADAPTER)
+    assert relative_error(expected, draw(flux_pipe())) > 0.01
+    for outs in rank_pool.run(draw_with_ip_adapters, 2):
+        errors = [relative_error(out, expected) for out in outs]
+        assert max(errors) < 1e-5, errors

@@ -7,7 +7,8 @@ from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 from torch import nn
 
 from para_core.adapters import parallelize_pipe, parallelize_transformer
-from tests.tiny import cpu_mesh, flux_call, flux_inputs, flux_pipe, flux_transformer, relative_error
+from tests.tiny import cpu_mesh, flux_call, flux_pipe, flux_transformer, relative_error
+from tests.tiny_models import MODELS
 
 BY_HAND = r"Supported are FLUX\.1: .*by hand:.*UnifiedAttnMode\(mesh\) as cp:.*cp\.gather\(model\(cp\.shard"
 
@@ -104,20 +105,17 @@ def test_attention_that_the_mode_cannot_see_is_an_error_on_every_rank(rank_pool,
         assert relative_error(out, expected) < 1e-5
 
 
-def give_ip_adapter():
-    transformer = parallelize_transformer(flux_transformer(), mesh=cpu_mesh(1, 2))
-    for name in ("ip_adapter_image_embeds", "ip_hidden_states"):
-        with pytest.raises(
-            ValueError, match=rf"joint_attention_kwargs has '{name}': an IP-Adapter attends to image tokens"
-        ):
-            transformer(**flux_inputs(10, 3), joint_attention_kwargs={name: [torch.zeros(1, 1, 4)]})
-    return transformer(**flux_inputs(10, 3)).sample
+def give_kv_cache():
+    model = MODELS["flux2"]
+    transformer = parallelize_transformer(model.build(), mesh=cpu_mesh(1, 2))
+    with pytest.raises(
+        ValueError, match=r"(?s)was given kv_cache, which cannot be computed on several ranks: .*unparall"
+    ):
+        transformer(**model.inputs(3, 6, 10), kv_cache=object())
 
 
-def test_an_ip_adapter_is_refused_with_a_reason(rank_pool):
-    expected = flux_transformer()(**flux_inputs(10, 3)).sample
-    for out in rank_pool.run(give_ip_adapter, 2):
-        assert relative_error(out, expected) < 1e-5
+def test_a_cache_of_reference_images_is_refused_with_a_reason(rank_pool):
+    rank_pool.run(give_kv_cache, 2)
 
 
 def replace_transformer():

@@ -1,0 +1,20 @@
+"""CogVideoX: text-, image- and video-to-video, 1.0 and 1.5. Read against diffusers 0.42."""
+
+from para_core.adapters.adapter import Adapter
+from para_core.plan import Gather, Plan, Split, Whole
+
+COGVIDEOX = Adapter(
+    transformer="CogVideoXTransformer3DModel",
+    pipelines="CogVideoX",
+    plan=Plan(
+        inputs={
+            "encoder_hidden_states": Whole(dim=1, segment="text"),
+            # The pipeline makes the rotary embedding: (cos, sin), [S, D] each.
+            "image_rotary_emb": Split(dim=0, like="video"),
+        },
+        # Behind the position embedding, which is added to text and video together.
+        inner={"patch_embed": {0: Split(dim=1, segment="video", after="text")}},
+        outputs={"proj_out": Gather(dim=1, segment="video")},
+        joint_order=("text", "video"),
+    ),
+)

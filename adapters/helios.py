@@ -1,0 +1,25 @@
+"""Helios. Its published plan names forty blocks and gathers three times in each. Read against diffusers 0.42."""
+
+from para_core.adapters.adapter import Adapter
+from para_core.plan import Attention, Gather, LastTokens, Plan, Split
+
+HELIOS = Adapter(
+    transformer="HeliosTransformer3DModel",
+    pipelines="Helios",
+    plan=Plan(
+        inputs={},
+        inner={
+            "blocks.0": {"hidden_states": Split(dim=1, segment="video")},
+            "blocks.*": {
+                "temb": Split(dim=1, like="video", ndim=4),
+                "rotary_emb": Split(dim=1, like="video"),
+                # Frames that were drawn before come first, and do not attend to text.
+                "original_context_length": LastTokens("video"),
+            },
+        },
+        # Behind it, the frames that come first are cut off.
+        outputs={"blocks.-1": Gather(dim=1, segment="video")},
+        joint_order=("video",),
+        attention={"**.attn2": (Attention(("video",), ("text",)),)},
+    ),
+)

@@ -1,0 +1,54 @@
+"""HunyuanVideo, its image-to-video and FramePack models, HunyuanVideo 1.5. Read against diffusers 0.42."""
+
+from para_core.adapters.adapter import Adapter
+from para_core.plan import Attention, Cut, FirstTokens, Gather, Plan, Split
+
+VIDEO, POSITIONS = Split(dim=1, segment="video"), Split(dim=0, like="video")
+# Masks are made inside the model, for the whole sequence, so the text, which comes last, stays whole.
+JOINT = ("video", "text")
+# Of image-to-video by token replacement: the first frame is modulated by an embedding of its own.
+FIRST_FRAME: dict[str | int, Cut] = {"num_tokens": FirstTokens("video")}
+
+HUNYUAN_VIDEO = Adapter(
+    transformer="HunyuanVideoTransformer3DModel",
+    pipelines="HunyuanVideo",
+    plan=Plan(
+        inputs={},
+        inner={
+            "rope": {0: POSITIONS, 1: POSITIONS},
+            "transformer_blocks.0": {"hidden_states": VIDEO},
+            "transformer_blocks.*": FIRST_FRAME,
+            "single_transformer_blocks.*": FIRST_FRAME,
+        },
+        outputs={"proj_out": Gather(dim=1, segment="video")},
+        joint_order=JOINT,
+    ),
+)
+
+FRAMEPACK = Adapter(
+    transformer="HunyuanVideoFramepackTransformer3DModel",
+    pipelines="HunyuanVideo FramePack",
+    plan=Plan(
+        inputs={},
+        inner={
+            "transformer_blocks.0": {"hidden_states": VIDEO},
+            "transformer_blocks.*": {"freqs_cis": POSITIONS},
+            "single_transformer_blocks.*": {"image_rotary_emb": POSITIONS},
+        },
+        # Behind it, the frames that were drawn before are cut off.
+        outputs={"single_transformer_blocks.-1": (Gather(dim=1, segment="video"), None)},
+        joint_order=JOINT,
+    ),
+)
+
+HUNYUAN_VIDEO_15 = Adapter(
+    transformer="HunyuanVideo15Transformer3DModel",
+    pipelines="HunyuanVideo 1.5",
+    plan=Plan(
+        inputs={},
+        inner={"rope": {0: POSITIONS, 1: POSITIONS}, "transformer_blocks.0": {"hidden_states": VIDEO}},
+        outputs={"proj_out": Gather(dim=1, segment="video")},
+        joint_order=JOINT,
+        attention={"transformer_blocks.*.attn": (Attention(JOINT, mask="pairs"),)},
+    ),
+)

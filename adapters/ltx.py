@@ -1,0 +1,55 @@
+"""LTX-Video, and LTX-2 with sound. Read against diffusers 0.42."""
+
+from para_core.adapters.adapter import Adapter
+from para_core.plan import Attention, Cut, Gather, Plan, Split
+
+# [B, S, D], or [B, H, S, D / 2]: counting from the end fits both.
+POSITIONS: dict[str | int, Cut] = {0: Split(dim=-2, like="video"), 1: Split(dim=-2, like="video")}
+VIDEO, TEXT = Split(dim=1, segment="video", ndim=3), Split(dim=1, segment="text", ndim=3)
+# Of each sample [B], or, where some frames are given, of each token: the published plan leaves it out.
+TIMESTEP = Split(dim=1, like="video", ndim=2)
+
+LTX = Adapter(
+    transformer="LTXVideoTransformer3DModel",
+    pipelines="LTX-Video",
+    plan=Plan(
+        inputs={
+            "hidden_states": VIDEO,
+            "encoder_hidden_states": TEXT,
+            "encoder_attention_mask": Split(dim=1, like="text", ndim=2),
+            "timestep": TIMESTEP,
+        },
+        inner={"rope": POSITIONS},
+        outputs={"": Gather(dim=1, segment="video")},
+        joint_order=("video",),
+        attention={"**.attn2": (Attention(("video",), ("text",)),)},
+    ),
+    # Cross-attention to whole text sends nothing.
+    text="replicate",
+)
+
+LTX2 = Adapter(
+    transformer="LTX2VideoTransformer3DModel",
+    pipelines="LTX-2",
+    plan=Plan(
+        inputs={
+            "hidden_states": VIDEO,
+            "timestep": TIMESTEP,
+            "video_keyframes_mask": Split(dim=1, like="video"),
+            # [B, S, S]. Of the keys: the processor wants as many columns as it has keys.
+            "video_self_attention_mask": Split(dim=-1, like="video"),
+        },
+        inner={"rope": POSITIONS, "cross_attn_rope": POSITIONS},
+        outputs={"": (Gather(dim=1, segment="video"), None)},
+        joint_order=("video",),
+        # There are few tokens of sound: every rank computes them all.
+        attention={
+            "**.attn1": (Attention(("video",), mask="keys"),),
+            "**.attn2": (Attention(("video",), ("text",)),),
+            "**.audio_attn1": (Attention(("sound",)),),
+            "**.audio_attn2": (Attention(("sound",), ("text",)),),
+            "**.audio_to_video_attn": (Attention(("video",), ("sound",)),),
+            "**.video_to_audio_attn": (Attention(("sound",), ("video",)),),
+        },
+    ),
+)

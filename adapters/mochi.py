@@ -1,0 +1,21 @@
+"""Mochi. Read against diffusers 0.42."""
+
+from para_core.adapters.adapter import Adapter
+from para_core.plan import Gather, Plan, Split
+
+POSITIONS = Split(dim=0, like="video")
+
+MOCHI = Adapter(
+    transformer="MochiTransformer3DModel",
+    pipelines="Mochi",
+    plan=Plan(
+        inputs={},
+        inner={
+            "rope": {0: POSITIONS, 1: POSITIONS},
+            "transformer_blocks.0": {"hidden_states": Split(dim=1, segment="video")},
+        },
+        outputs={"proj_out": Gather(dim=1, segment="video")},
+        # Each sample attends alone, to its valid text tokens: these are whole, and as many as it has.
+        joint_order=("video", "text"),
+    ),
+)

@@ -1,0 +1,441 @@
+"""A plan applied to one module: its calls cut what they are given, run with attention intercepted, and gather.
+
+The module's code does not know. What runs around it lives in private subclasses (``para_core.instance``), so hooks,
+``forward`` and attributes stay untouched.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from para_core.instance import (
+    Around,
+    is_entry,
+    is_wrapped,
+    original_class,
+    unwrap,
+    wrap_alike,
+    wrap_method,
+    wrapper,
+)
+from para_core.layout import Segment, SequenceLayout
+from para_core.mesh import SequenceMesh
+from para_core.plan import Attention, Cut, FirstTokens, Gather, LastTokens, Plan, Split, Whole, published_plan
+from para_core.planned_mode import PlannedAttnMode
+from para_core.sharding import gather_tokens, shard_tokens
+
+_KEY = "parallel"
+
+# Called with the arguments of a call, by name; raises where ranks differ.
+RequireEqual = Callable[[Mapping[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class _Boundary:
+    """What a plan says of one submodule; ``name`` as the plan has it."""
+
+    name: str = ""
+    cuts: tuple[tuple[str | int, Cut], ...] = ()
+    gathers: tuple[Gather | None, ...] = ()
+    attention: tuple[Attention, ...] = ()
+
+    def with_more(self, other: _Boundary) -> _Boundary:
+        return _Boundary(
+            self.name, (*self.cuts, *other.cuts), self.gathers or other.gathers, self.attention or other.attention
+        )
+
+
+class _Region:
+    """One plan applied to one module, and the call of it that is under way."""
+
+    def __init__(self, module: nn.Module, plan: Plan, mesh: SequenceMesh, require_equal: RequireEqual | None) -> None:
+        self.plan = plan
+        self.mesh = mesh
+        self.require_equal = require_equal
+        # The caller has seen to it that all ranks call alike.
+        self.known_equal = False
+        self.parameters = _parameters(module)
+        # What torch.compile made of this module in place, before a plan was applied: it does not look up _call_impl.
+        self.compiled_before: Callable[..., Any] | None = module._compiled_call_impl
+        if is_entry(getattr(self.compiled_before, "_torchdynamo_orig_callable", None)):
+            self.compiled_before = None
+        # The submodules at which something is done, by name. Loading a LoRA puts others in their place.
+        self.submodules: dict[str, nn.Module] = {}
+        self.mode: PlannedAttnMode | None = None
+        # Of the call under way: the segments that were cut, or found to be whole.
+        self.segments: dict[str, Segment] = {}
+
+    # -- around the module
+
+    def run_from_outside(
+        self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """What goes around the ``__call__`` of the module: outside of what ``Module.compile`` compiles."""
+        # In this order: what is read while tracing becomes a guard.
+        if not torch.compiler.is_compiling():
+            self.attach(module)
+            if self.require_equal is not None and not self.known_equal:
+                self.require_equal({**dict(zip(self.parameters, args, strict=False)), **kwargs})
+        compiled = self.compiled_before
+        if compiled is None or module._compiled_call_impl is not compiled:
+            return call(module, *args, **kwargs)
+        # Compiled before: the graph inside, splitting and gathering around it.
+        return self.run(module, lambda module, *args, **kwargs: compiled(*args, **kwargs), args, kwargs)
+
+    def run(self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``call`` with its inputs split, attention intercepted, and its outputs gathered."""
+        if self.mode is not None:
+            raise RuntimeError(
+                f"this {type(module).__name__} is already running in another thread, on the same ranks: their "
+                "collectives would mix. Use one thread, or a copy of the model with its own mesh."
+            )
+        self._check_given(module, args, kwargs)
+        mode = PlannedAttnMode(self.mesh, (Attention(self.plan.joint_order),))
+        self.mode = mode
+        self.segments = {}
+        try:
+            args, kwargs = self._cut_arguments(self.plan.inputs, self.parameters, args, kwargs)
+            with mode:
+                self._intercept(self.plan.inputs.values())
+                with _recomputed_under(mode, module):
+                    output = call(module, *args, **kwargs)
+                # Compiled parts set it too, at every call: their graphs repeat what the handler did to the mode.
+                if not mode.intercepted and any(not segment.replicated for segment in self.segments.values()):
+                    raise RuntimeError(
+                        f"{type(module).__name__} ran on {self.mesh.ranks} ranks and called no "
+                        "scaled_dot_product_attention, so each rank attended to its own tokens only. Switch its attention "
+                        "to a native backend: transformer.set_attention_backend('native'), or reset_attention_backend()."
+                    )
+            rule = self.plan.outputs.get("")
+            return output if rule is None else self._gather_outputs(output, _as_tuple(rule))
+        finally:
+            self.mode = None
+            self.segments = {}
+
+    def _check_given(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for name, reason in self.plan.refused.items():
+            place = self.parameters.index(name)
+            if kwargs.get(name) is not None or (place < len(args) and args[place] is not None):
+                raise ValueError(
+                    f"{type(module).__name__} was given {name}, which cannot be computed on several ranks: {reason}. Leave it "
+                    "out, or undo it: unparallelize_pipe(pipe), unparallelize_transformer(transformer)."
+                )
+
+    def _intercept(self, cuts: Iterable[Cut]) -> None:
+        """Intercept from here on, if tokens that attention sees are among what was just cut."""
+        mode = self.mode
+        if mode is not None and any(isinstance(cut, Split) and cut.segment in self.segments for cut in cuts):
+            mode.set_segments(tuple(self.segments.values()))
+            mode.active = True
+
+    # -- cutting and gathering
+
+    def _cut_arguments(
+        self,
+        cuts: Mapping[str, Cut],
+        parameters: tuple[str, ...],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        module_name: str = "",
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        given, named = list(args), dict(kwargs)
+        for parameter, cut in cuts.items():
+            name = f"{module_name}.{parameter}" if module_name else parameter
+            if named.get(parameter) is not None:
+                named[parameter] = self._cut(named[parameter], cut, name)
+            elif parameter in parameters[: len(given)]:
+                place = parameters.index(parameter)
+                if given[place] is not None:
+                    given[place] = self._cut(given[place], cut, name)
+        return tuple(given), named
+
+    def _cut(self, value: Any, cut: Cut, name: str) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)([self._cut(item, cut, name) for item in value])
+        if isinstance(cut, (FirstTokens, LastTokens)):
+            return self._count(value, cut)
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"{name} is a {type(value).__name__}; the plan splits it: expected a tensor, or a list of such."
+            )
+        if isinstance(cut, Whole):
+            self._note(Segment(cut.segment, value.shape[cut.dim], replicated=True), cut.dim, name)
+            return value
+        return self._split(value, cut, name)
+
+    def _split(self, value: Tensor, split: Split, name: str) -> Tensor:
+        if split.ndim is not None and value.ndim != split.ndim:
+            if split.segment is None and value.ndim < split.ndim:
+                return value
+            raise ValueError(
+                f"{name} has {value.ndim} dims {list(value.shape)}; the plan splits a tensor of {split.ndim}."
+            )
+        first = () if split.after is None else (self.segments[split.after],)
+        total = value.shape[split.dim] - sum([segment.total for segment in first])
+        stream = split.segment or split.like or name
+        # A branch, for a comparison of symbolic lengths is no bool.
+        if total < self.mesh.ranks:
+            if split.segment is not None:
+                self._note(Segment(stream, total, replicated=True), split.dim, name)
+            return value
+        segment = Segment(stream, total)
+        self._note(segment, split.dim, name)
+        return shard_tokens(value, split.dim, SequenceLayout((*first, segment), self.mesh.ranks), self.mesh)
+
+    def _note(self, segment: Segment, dim: int, name: str) -> None:
+        known = self.segments.setdefault(segment.name, segment)
+        if known.total != segment.total:
+            raise ValueError(
+                f"{name} has {segment.total} tokens in dim {dim}; expected {known.total}, as the other {segment.name} "
+                "inputs."
+            )
+
+    def _count(self, number: int, cut: FirstTokens | LastTokens) -> int:
+        segment = self.segments[cut.segment]
+        ((start, length),) = segment.runs(0 if segment.replicated else self.mesh.rank, self.mesh.ranks)
+        if isinstance(cut, FirstTokens):
+            return min(max(number - start, 0), length)
+        return min(max(start + length - (segment.total - number), 0), length)
+
+    def _gather_outputs(self, output: Any, gathers: Sequence[Gather | None]) -> Any:
+        if isinstance(output, Tensor):
+            return self._gather(output, gathers[0])
+        if isinstance(output, (tuple, list)):
+            done = [self._gather(value, gather) for value, gather in zip(output, gathers, strict=False)]
+            return type(output)([*done, *output[len(done) :]])
+        # A ModelOutput: an ordered mapping whose values are also attributes.
+        for key, gather in zip(list(output.keys()), gathers, strict=False):
+            output[key] = self._gather(output[key], gather)
+        return output
+
+    def _gather(self, value: Any, gather: Gather | None) -> Any:
+        if gather is None or value is None:
+            return value
+        segment = self.segments[gather.segment]
+        return gather_tokens(value, gather.dim, SequenceLayout((segment,), self.mesh.ranks), self.mesh)
+
+    # -- around its submodules
+
+    def attach(self, module: nn.Module) -> None:
+        """Put what the plan says around the submodules that it names, if others stand there now.
+
+        Raises:
+            ValueError: the plan cuts or gathers at a module that is not there.
+        """
+        if self.submodules and all(_is_at(module, name, found) for name, found in self.submodules.items()):
+            return
+        boundaries = _boundaries(module, self.plan)
+        for found in self.submodules.values():
+            unwrap(found, _KEY)
+        self.submodules = {name: found for name, (found, _) in boundaries.items()}
+        alike: dict[tuple[_Boundary, tuple[str, ...]], list[nn.Module]] = {}
+        for found, boundary in boundaries.values():
+            alike.setdefault((boundary, _parameters(found)), []).append(found)
+        for (boundary, parameters), submodules in alike.items():
+            # __call__: outside of what Module.compile makes of the submodule, before or after this.
+            wrap_alike(submodules, "__call__", _KEY, self._run_boundary(boundary, parameters))
+
+    def _run_boundary(self, boundary: _Boundary, parameters: tuple[str, ...]) -> Around:
+        name, attention = boundary.name, boundary.attention
+        of_inputs = {key: cut for key, cut in boundary.cuts if isinstance(key, str)}
+        of_outputs = {key: cut for key, cut in boundary.cuts if isinstance(key, int)}
+
+        def cut_and_gather(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            mode = self.mode
+            if mode is None:
+                return call(module, *args, **kwargs)
+            args, kwargs = self._cut_arguments(of_inputs, parameters, args, kwargs, name)
+            self._intercept(of_inputs.values())
+            output = attend(module, call, args, kwargs)
+            for key, cut in of_outputs.items():
+                if isinstance(output, Tensor):
+                    output = self._cut(output, cut, f"{name}[{key}]")
+                else:
+                    parts = list(output)
+                    parts[key] = self._cut(parts[key], cut, f"{name}[{key}]")
+                    output = tuple(parts)
+            self._intercept(of_outputs.values())
+            if boundary.gathers:
+                output = self._gather_outputs(output, boundary.gathers)
+                mode.active = False
+            return output
+
+        def attend(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            mode = self.mode
+            if mode is None or not attention:
+                return call(module, *args, **kwargs)
+            before = mode.attending
+            mode.set_attending(attention)
+            try:
+                return call(module, *args, **kwargs)
+            finally:
+                mode.set_attending(before)
+
+        return cut_and_gather if boundary.cuts or boundary.gathers else attend
+
+
+def _as_tuple(rule: Gather | Sequence[Gather | None]) -> tuple[Gather | None, ...]:
+    return (rule,) if isinstance(rule, Gather) else tuple(rule)
+
+
+def _parameters(module: nn.Module) -> tuple[str, ...]:
+    """Names of the parameters of ``forward``; of what torch.compile wraps, those of the module inside."""
+    cls = original_class(getattr(module, "_orig_mod", module))
+    return tuple(inspect.signature(cls.forward).parameters)[1:]  # type: ignore[attr-defined]
+
+
+# -- finding submodules by name
+
+
+def _boundaries(module: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, _Boundary]]:
+    """Of each submodule that the plan names, by name, the module and all that the plan says of it."""
+    required = [_Boundary(name, cuts=tuple(cuts.items())) for name, cuts in plan.inner.items()]
+    required += [_Boundary(name, gathers=_as_tuple(rule)) for name, rule in plan.outputs.items() if name]
+    attending = [_Boundary(name, attention=attention) for name, attention in plan.attention.items()]
+    found: dict[str, tuple[nn.Module, _Boundary]] = {}
+    for boundary in (*required, *attending):
+        matching = _matching(module, boundary.name)
+        if not matching and boundary in required:
+            raise ValueError(
+                f"the plan names the module {boundary.name!r}, which {type(module).__name__} does not have."
+            )
+        for name, submodule in matching.items():
+            found[name] = (submodule, found[name][1].with_more(boundary) if name in found else boundary)
+    return found
+
+
+def _matching(module: nn.Module, pattern: str) -> dict[str, nn.Module]:
+    """Submodules by name; of a compiled one (``OptimizedModule``) the outer, under the name of the inner."""
+    parts = {"**": r"(?:.+\.)?", "*": r"[^.]+\."}
+    expression = "".join([parts.get(part, re.escape(part) + r"\.") for part in _counted(module, pattern)])
+    found: dict[str, nn.Module] = {}
+    for name, submodule in module.named_modules(remove_duplicate=False):
+        plain = name.replace("_orig_mod.", "").removesuffix("._orig_mod")
+        if plain not in found and re.fullmatch(expression, f"{plain}."):
+            found[plain] = submodule
+    return found
+
+
+def _counted(module: nn.Module, pattern: str) -> list[str]:
+    """The parts of ``pattern``, with -1 replaced by the last index."""
+    parts = pattern.split(".")
+    for place, part in enumerate(parts):
+        if part == "-1":
+            parts[place] = str(len(list(module.get_submodule(".".join(parts[:place])).children())) - 1)
+    return parts
+
+
+def _is_at(module: nn.Module, name: str, submodule: nn.Module) -> bool:
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(getattr(found, "_orig_mod", found), part, None)
+    return found is submodule
+
+
+# -- what diffusers' activation checkpointing will run again
+
+
+@contextmanager
+def _recomputed_under(mode: PlannedAttnMode, module: nn.Module) -> Iterator[None]:
+    """Inside, what diffusers' activation checkpointing will run again in the backward will do so under ``mode``.
+
+    While a graph is traced nothing is to be done: it holds its own recomputation.
+    """
+    checkpointing: list[tuple[Any, Any]] = []
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        checkpointing = [
+            (submodule, submodule._gradient_checkpointing_func)
+            for submodule in module.modules()
+            if getattr(submodule, "gradient_checkpointing", False)
+        ]
+    for submodule, checkpoint in checkpointing:
+        submodule._gradient_checkpointing_func = _bind_first(mode, checkpoint)
+    try:
+        yield
+    finally:
+        for submodule, checkpoint in checkpointing:
+            submodule._gradient_checkpointing_func = checkpoint
+
+
+def _bind_first(mode: PlannedAttnMode, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda function, *args: checkpoint(mode.bound(function), *args)
+
+
+# -- applying and removing
+
+
+def apply_plan(
+    module: nn.Module,
+    plan: Plan | Mapping[str, Any],
+    mesh: SequenceMesh,
+    *,
+    require_equal: RequireEqual | None = None,
+) -> None:
+    """Run this one module over ``mesh`` from now on; a plan applied before is replaced.
+
+    Args:
+        plan: ours, or a diffusers ``_cp_plan``.
+        require_equal: called with the arguments of each call in eager code, outside of what is compiled in place and of
+            :func:`known_equal`.
+
+    Raises:
+        ValueError: the plan names a module that is not there.
+    """
+    remove_plan(module)
+    if mesh.ranks == 1:
+        return
+    if not isinstance(plan, Plan):
+        plan = published_plan(plan)
+    region = _Region(module, plan, mesh, require_equal)
+    region.attach(module)
+    wrap_method(module, "_call_impl", _KEY, region.run)
+    wrap_method(module, "__call__", _KEY, region.run_from_outside)
+
+
+def remove_plan(module: nn.Module) -> None:
+    """Give ``module`` back as it was before :func:`apply_plan`; nothing happens if none was applied."""
+    region = _region_of(module)
+    submodules = [] if region is None else list(region.submodules.values())
+    for submodule in {*module.modules(), *submodules}:
+        if is_wrapped(submodule, _KEY):
+            unwrap(submodule, _KEY)
+
+
+def plan_mesh(module: nn.Module) -> SequenceMesh | None:
+    """The mesh over which a plan runs ``module``; None if none was applied."""
+    region = _region_of(module)
+    return None if region is None else region.mesh
+
+
+def reattach_plan(module: nn.Module) -> None:
+    """Put the plan of ``module`` around submodules that were put in the place of others since (a LoRA's layers)."""
+    region = _region_of(module)
+    if region is not None:
+        region.attach(module)
+
+
+@contextmanager
+def known_equal(module: nn.Module) -> Iterator[None]:
+    """Inside, ``module`` is called alike on all ranks, so its calls do not ask."""
+    region = _region_of(module)
+    before = region is None or region.known_equal
+    try:
+        if region is not None:
+            region.known_equal = True
+        yield
+    finally:
+        if region is not None:
+            region.known_equal = before
+
+
+def _region_of(module: nn.Module) -> _Region | None:
+    region = getattr(wrapper(module, "_call_impl", _KEY), "__self__", None)
+    return region if isinstance(region, _Region) else None

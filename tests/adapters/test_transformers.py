@@ -1,0 +1,183 @@
+"""Every supported transformer computes on several ranks what it computes alone."""
+
+import warnings
+from unittest import mock
+
+import diffusers
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from para_core.adapters import parallelize_transformer, unparallelize_transformer
+from para_core.adapters.supported import ADAPTERS
+from para_core.modes import UnifiedAttnMode
+from tests.rank_pool import heartbeat
+from tests.tiny import cpu_mesh, relative_error
+from tests.tiny_models import MODELS
+
+# (frames, height, width) in latent pixels: even and odd numbers of tokens, and fewer tokens than ranks.
+SIZES = [(3, 6, 10), (1, 6, 6), (1, 2, 2)]
+
+
+def tensors(output):
+    """What a model returned, as tensors."""
+    return [value for value in output if isinstance(value, Tensor)]
+
+
+def call(transformer, name, size, **options):
+    frames = size[0] * 2 if name == "cogvideox 1.5" else size[0]
+    with torch.no_grad(), warnings.catch_warnings():
+        # Mochi asks for an autocast that the CPU does not have.
+        warnings.filterwarnings("ignore", message="In CPU autocast")
+        return tensors(transformer(**MODELS[name].inputs(frames, *size[1:]), return_dict=False, **options))
+
+
+def call_parallel(names, ring, ulysses, text=None):
+    outs = {}
+    for name in names:
+        heartbeat()
+        transformer = parallelize_transformer(MODELS[name].build(), mesh=cpu_mesh(ring, ulysses), text=text)
+        outs[name] = [call(transformer, name, size) for size in SIZES]
+        unparallelize_transformer(transformer)
+        outs[name, "alone"] = call(transformer, name, SIZES[0])
+    return outs
+
+
+def check(rank_pool, names, ring, ulysses, text=None):
+    results = rank_pool.run(call_parallel, ring * ulysses, names, ring, ulysses, text)
+    for name in names:
+        transformer = MODELS[name].build()
+        expected = [call(transformer, name, size) for size in SIZES]
+        for rank, outs in enumerate(results):
+            assert all(map(torch.equal, outs[name, "alone"], expected[0])), name
+            for size, out, alone in zip(SIZES, outs[name], expected, strict=True):
+                errors = [relative_error(one, other) for one, other in zip(out, alone, strict=True)]
+                assert max(errors) < 1e-5, f"{name}, rank {rank}, {size}: {errors}"
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (2, 1), (1, 3), (2, 2)])
+def test_every_transformer_is_exact(rank_pool, ring, ulysses):
+    check(rank_pool, list(MODELS), ring, ulysses)
+
+
+# Models whose text may be cut, or not.
+WITH_TEXT = [name for name in MODELS if name.startswith(("qwen", "flux2", "ltx"))]
+CUTS_TEXT = [name for name in WITH_TEXT if not name.startswith("ltx2")]
+
+
+@pytest.mark.parametrize(("names", "text"), [(CUTS_TEXT, "shard"), (WITH_TEXT, "replicate")])
+def test_text_may_be_cut_or_whole(rank_pool, names, text):
+    check(rank_pool, names, 1, 2, text)
+    check(rank_pool, names, 3, 1, text)
+
+
+def cut_text():
+    transformer = MODELS["hunyuan"].build()
+    with pytest.raises(ValueError, match=r"text='shard' was given, but HunyuanVideoTransformer3DModel needs all text"):
+        parallelize_transformer(transformer, mesh=cpu_mesh(1, 2), text="shard")
+    with pytest.raises(ValueError, match=r"text is 'cut'; expected 'shard', 'replicate', or None"):
+        parallelize_transformer(transformer, mesh=cpu_mesh(1, 2), text="cut")
+
+
+def test_text_that_cannot_be_cut_is_an_error(rank_pool):
+    rank_pool.run(cut_text, 2)
+
+
+def call_alone():
+    """Every attention call on this rank's tokens only."""
+
+    def attend_alone(self, query, key, value, *args, **kwargs):
+        self.intercepted = True
+        mask = kwargs.pop("attn_mask", None)
+        if mask is not None:
+            mask = mask[..., -1:, -key.shape[2] :].expand(-1, -1, query.shape[2], -1)
+        with UnifiedAttnMode.disable():
+            return torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, *args, **kwargs)
+
+    outs = {}
+    with mock.patch.object(UnifiedAttnMode, "attend", attend_alone):
+        for name in MODELS:
+            heartbeat()
+            transformer = parallelize_transformer(MODELS[name].build(), mesh=cpu_mesh(1, 2))
+            outs[name] = call(transformer, name, SIZES[0])
+    return outs
+
+
+def test_these_models_depend_on_what_other_ranks_hold(rank_pool):
+    for outs in rank_pool.run(call_alone, 2):
+        for name, out in outs.items():
+            alone = call(MODELS[name].build(), name, SIZES[0])
+            assert relative_error(out[0], alone[0]) > 1e-3, name
+
+
+def call_compiled(names, way):
+    frames, outs = {}, {}
+    for name in names:
+        heartbeat()
+        torch.compiler.reset()
+        counter = CompileCounterWithBackend("aot_eager")
+        transformer = parallelize_transformer(MODELS[name].build(), mesh=cpu_mesh(1, 2))
+        called = transformer
+        if way == "whole":
+            called = torch.compile(transformer, fullgraph=True, backend=counter)
+        else:
+            transformer.compile_repeated_blocks(fullgraph=True, backend=counter)
+        outs[name] = [call(called, name, SIZES[0])]
+        before = counter.frame_count
+        outs[name] += [call(called, name, SIZES[0]) for _ in range(2)]
+        frames[name] = (before, counter.frame_count - before)
+    return outs, frames
+
+
+# HunyuanVideo 1.5 asks a tensor whether an image was given: it has no whole graph alone, either.
+WHOLE_GRAPH = [name for name in MODELS if not name.startswith("hunyuan 1.5")]
+ONE_OF_EACH = [
+    "wan, image context",
+    "wan vace",
+    "qwen-image, masked",
+    "flux2",
+    "ltx",
+    "ltx2, masked, split rope",
+    "helios",
+    "minimax-h3",
+    "hunyuan, image by token replacement",
+    "framepack, one sample",
+    "mochi",
+    "cogvideox 1.5",
+]
+REPEATED_BLOCKS = ["wan, image context", "qwen-image, masked", "ltx2", "helios", "hunyuan 1.5"]
+
+
+@pytest.mark.parametrize(
+    ("way", "names"),
+    [
+        pytest.param("whole", ONE_OF_EACH, id="whole"),
+        pytest.param("whole", sorted({*WHOLE_GRAPH} - {*ONE_OF_EACH}), id="whole, the others", marks=pytest.mark.long),
+        pytest.param("blocks", REPEATED_BLOCKS, id="blocks"),
+    ],
+)
+def test_compiled_they_are_exact_without_recompiling(rank_pool, way, names):
+    for outs, frames in rank_pool.run(call_compiled, 2, names, way):
+        for name in names:
+            alone = call(MODELS[name].build(), name, SIZES[0])
+            for out in outs[name]:
+                errors = [relative_error(one, other) for one, other in zip(out, alone, strict=True)]
+                assert max(errors) < 1e-5, f"{name}: {errors}"
+            graphs, more = frames[name]
+            assert (graphs, more) == (1, 0) if way == "whole" else more == 0, name
+
+
+def test_every_adapter_is_tried():
+    assert {adapter.transformer for adapter in ADAPTERS} - {model.cls for model in MODELS.values()} == {
+        "FluxTransformer2DModel"
+    }
+
+
+def test_every_published_plan_is_tried():
+    published = {
+        name
+        for name in dir(diffusers)
+        if isinstance(getattr(diffusers, name), type) and getattr(getattr(diffusers, name), "_cp_plan", None)
+    }
+    assert published - {model.cls for model in MODELS.values()} == {"FluxTransformer2DModel"}
