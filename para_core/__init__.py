@@ -7,6 +7,12 @@ if not (_here / "adapters").is_dir():
     # A checkout: adapters/ and kernels/ stand beside this folder; only installing moves them into it.
     __path__.append(str(_here.parent))
 
+from para_core.context_parallel import (
+    ContextParallelConfig,
+    ParallelConfig,
+    apply_context_parallel,
+    remove_context_parallel,
+)
 from para_core.functional import ring_attention, ulysses_attention, unified_attention
 from para_core.in_batch import InBatchAttnMode
 from para_core.layout import Segment, SequenceLayout
@@ -16,14 +22,18 @@ from para_core.sparse_modes import BlockSparseAttnMode, SparseKVAttnMode
 
 __all__ = [
     "BlockSparseAttnMode",
+    "ContextParallelConfig",
     "InBatchAttnMode",
+    "ParallelConfig",
     "RingAttnMode",
     "Segment",
     "SequenceLayout",
     "SparseKVAttnMode",
     "UlyssesAttnMode",
     "UnifiedAttnMode",
+    "apply_context_parallel",
     "init_context_parallel_mesh",
+    "remove_context_parallel",
     "ring_attention",
     "ulysses_attention",
     "unified_attention",

@@ -21,6 +21,7 @@ from para_core.attention.block_mask import BlockMask
 from para_core.attention.call import AttnFunc, attend_over_mesh
 from para_core.attention.kept_keys import KeptKeys
 from para_core.attention.multi_head import multi_head_attention
+from para_core.attention.tiling import RotateMethod
 from para_core.layout import Segment, SequenceLayout, concatenations, even_layout
 from para_core.mesh import SequenceMesh, sequence_mesh
 from para_core.sharding import gather_tokens
@@ -47,6 +48,8 @@ class UnifiedAttnMode(ShardingMode):
             is computed.
         comm_dtype: ``torch.float8_e4m3fn`` halves the bytes of 16-bit tensors: query, key, value and out travel rounded to 8 bits,
             scaled per sample and head. Not exact; without gradients only.
+        rotate_method: how the keys and values of other ring ranks get here: ``"alltoall"``, passed on from neighbour to
+            neighbour, or ``"allgather"``, all in one collective, which needs memory for all of them. Backward they rotate.
 
     >>> import torch.distributed as dist  # doctest: +SKIP
     >>> with UnifiedAttnMode(mesh) as cp:  # doctest: +SKIP
@@ -69,6 +72,7 @@ class UnifiedAttnMode(ShardingMode):
         attn_func: AttnFunc | None = None,
         ulysses_chunks: int = 1,
         comm_dtype: torch.dtype | None = None,
+        rotate_method: RotateMethod = "alltoall",
     ) -> None:
         found = mesh if isinstance(mesh, SequenceMesh) else sequence_mesh(mesh, group_dim=self._group_dim)
         super().__init__(found, assume_equal=assume_equal)
@@ -78,6 +82,9 @@ class UnifiedAttnMode(ShardingMode):
         if comm_dtype not in (None, torch.float8_e4m3fn):
             raise ValueError(f"comm_dtype is {comm_dtype}; expected torch.float8_e4m3fn, or None for exact attention.")
         self._comm_dtype = comm_dtype
+        if rotate_method not in ("alltoall", "allgather"):
+            raise ValueError(f"rotate_method is {rotate_method!r}; expected 'alltoall' or 'allgather'.")
+        self._rotate_method = rotate_method
         if self._single_dim is not None:
             _require_single(self._mesh, self._single_dim, type(self).__name__)
         self._attn_func = attn_func
@@ -202,6 +209,7 @@ class UnifiedAttnMode(ShardingMode):
             block_mask=self._block_mask,
             kept=self._kept,
             comm_dtype=self._comm_dtype,
+            rotate_method=self._rotate_method,
         )
 
     # -- which rank holds which tokens

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
+from para_core.attention.tiling import RotateMethod
 from para_core.layout import Segment, SequenceLayout
 from para_core.mesh import SequenceMesh
 from para_core.modes import UnifiedAttnMode
@@ -23,8 +24,8 @@ class PlannedAttnMode(UnifiedAttnMode):
         attending: what the first, second, … attention call consists of; the last stands for all further ones.
     """
 
-    def __init__(self, mesh: SequenceMesh, attending: tuple[Attention, ...]) -> None:
-        super().__init__(mesh, assume_equal=True)
+    def __init__(self, mesh: SequenceMesh, attending: tuple[Attention, ...], rotate_method: RotateMethod) -> None:
+        super().__init__(mesh, assume_equal=True, rotate_method=rotate_method)
         self.attending = attending
         self._calls = 0
         self._segments: HeldLayout = ()

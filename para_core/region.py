@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from para_core.attention.tiling import RotateMethod
 from para_core.instance import (
     Around,
     is_entry,
@@ -56,9 +57,17 @@ class _Boundary:
 class _Region:
     """One plan applied to one module, and the call of it that is under way."""
 
-    def __init__(self, module: nn.Module, plan: Plan, mesh: SequenceMesh, require_equal: RequireEqual | None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: Plan,
+        mesh: SequenceMesh,
+        require_equal: RequireEqual | None,
+        rotate_method: RotateMethod,
+    ) -> None:
         self.plan = plan
         self.mesh = mesh
+        self.rotate_method = rotate_method
         self.require_equal = require_equal
         # The caller has seen to it that all ranks call alike.
         self.known_equal = False
@@ -98,7 +107,7 @@ class _Region:
                 "collectives would mix. Use one thread, or a copy of the model with its own mesh."
             )
         self._check_given(module, args, kwargs)
-        mode = PlannedAttnMode(self.mesh, (Attention(self.plan.joint_order),))
+        mode = PlannedAttnMode(self.mesh, (Attention(self.plan.joint_order),), self.rotate_method)
         self.mode = mode
         self.segments = {}
         try:
@@ -378,6 +387,7 @@ def apply_plan(
     mesh: SequenceMesh,
     *,
     require_equal: RequireEqual | None = None,
+    rotate_method: RotateMethod = "alltoall",
 ) -> None:
     """Run this one module over ``mesh`` from now on; a plan applied before is replaced.
 
@@ -385,6 +395,7 @@ def apply_plan(
         plan: ours, or a diffusers ``_cp_plan``.
         require_equal: called with the arguments of each call in eager code, outside of what is compiled in place and of
             :func:`known_equal`.
+        rotate_method: see :class:`UnifiedAttnMode`.
 
     Raises:
         ValueError: the plan names a module that is not there.
@@ -394,7 +405,7 @@ def apply_plan(
         return
     if not isinstance(plan, Plan):
         plan = published_plan(plan)
-    region = _Region(module, plan, mesh, require_equal)
+    region = _Region(module, plan, mesh, require_equal, rotate_method)
     region.attach(module)
     wrap_method(module, "_call_impl", _KEY, region.run)
     wrap_method(module, "__call__", _KEY, region.run_from_outside)

@@ -18,6 +18,7 @@ from para_core.attention.local import local_attention_with_lse, sees_nothing, wi
 from para_core.attention.mask import mask_extents, mask_of_block
 from para_core.attention.operator import attend
 from para_core.attention.ring import tied
+from para_core.attention.tiling import RotateMethod
 from para_core.attention.unified import UnifiedCall
 from para_core.layout import SequenceLayout
 from para_core.mesh import SequenceMesh
@@ -53,6 +54,7 @@ def attend_over_mesh(
     block_mask: BlockMask | None = None,
     kept: KeptKeys | None = None,
     comm_dtype: torch.dtype | None = None,
+    rotate_method: RotateMethod = "alltoall",
 ) -> Tensor:
     """``scaled_dot_product_attention`` over a sequence that is sharded over ``mesh``.
 
@@ -65,6 +67,7 @@ def attend_over_mesh(
         block_mask: which blocks are computed; all if None.
         kept: how it is decided which keys are computed; all if None.
         comm_dtype: of what travels where no gradient is kept; None: as it is.
+        rotate_method: how blocks of keys and values travel round a ring.
 
     Raises:
         ValueError: on every rank, in eager code, if the input of any rank does not fit.
@@ -94,7 +97,13 @@ def attend_over_mesh(
     if talk:
         tensors = {"query": query, "key": key, "value": value}
         lengths = {"query": query_layout.sizes(), "key": key_layout.sizes()}
-        records = exchange(_record(tensors, attn_mask, lengths, is_causal, scale, block_mask, kept, comm_dtype), mesh)
+        records = exchange(
+            {
+                **_record(tensors, attn_mask, lengths, is_causal, scale, block_mask, kept, comm_dtype),
+                "rotate_method": rotate_method,
+            },
+            mesh,
+        )
         _compare(records)
         sizes = [(rows, columns) for rows, columns in (record[_MASK_SIZES] for record in records) if rows is not None]
         ranks = list(range(mesh.ranks))
@@ -124,6 +133,7 @@ def attend_over_mesh(
         block_mask=block_mask,
         kept=kept,
         comm_dtype=comm_dtype,
+        rotate_method=rotate_method,
     )
     mask = None if attn_mask is None or extents is None else mask_of_block(attn_mask, extents, call)
     if attn_func is None:

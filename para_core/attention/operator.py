@@ -16,6 +16,7 @@ from torch import Tensor
 from para_core.attention.block_mask import decode
 from para_core.attention.kept_keys import KeptKeys
 from para_core.attention.local import lse_dtype
+from para_core.attention.tiling import RotateMethod
 from para_core.attention.unified import Block, UnifiedCall
 from para_core.collectives import wait
 from para_core.layout import Segment, SequenceLayout
@@ -103,6 +104,7 @@ def _encode(call: UnifiedCall) -> tuple[Any, ...]:
         1.0 if call.kept is None else call.kept.share,
         0 if call.kept is None else call.kept.window,
         call.comm_dtype,
+        call.ring.rotate_method,
     )
 
 
@@ -122,6 +124,7 @@ def _decode(
     share: float,
     window: int,
     comm_dtype: torch.dtype | None,
+    rotate_method: RotateMethod,
 ) -> UnifiedCall:
     query_layout = _layout(query_totals, query_kinds, ranks)
     key_layout = _layout(key_totals, key_kinds, ranks) if key_totals else query_layout
@@ -142,6 +145,7 @@ def _decode(
         block_mask=decode(block_mask),
         kept=KeptKeys(share, window) if window else None,
         comm_dtype=comm_dtype,
+        rotate_method=rotate_method,
     )
 
 
@@ -154,7 +158,7 @@ def _layout(totals: Sequence[int], kinds: Sequence[int], ranks: int) -> Sequence
 _CALL_SCHEMA = (
     "SymInt[] query_totals, int[] query_kinds, SymInt[] key_totals, int[] key_kinds, int ranks, int[] mesh, str groups, "
     "SymInt[] heads, bool is_causal, float? scale, int ulysses_chunks, str block_mask, float share, "
-    "int window, ScalarType? comm_dtype"
+    "int window, ScalarType? comm_dtype, str rotate_method"
 )
 
 

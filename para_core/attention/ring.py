@@ -5,6 +5,9 @@ sends B · H_kv · S_block · (D + D_v) elements, S_block being the length of th
 computed, the next one is in flight. A replicated segment never travels: it is attended to once, together with a rank's
 own block.
 
+Gathered (``rotate_method="allgather"``), all blocks arrive in one collective, while a rank's own is computed: as many bytes, R
+blocks at once in memory.
+
 With a block mask, blocks do not go round: each rank sends its own straight to the ranks that see any of it. Where no rank sees
 the block of the one s before it, there is no collective for s.
 
@@ -24,7 +27,7 @@ from para_core.attention.causal import Tile, intersect, join_neighbours
 from para_core.attention.local import local_attention_backward, local_attention_with_lse, lse_dtype
 from para_core.attention.tiling import Order, RingCall, Tiling
 from para_core.attention.wire import Wire
-from para_core.collectives import pack, start_ring_shift, wait
+from para_core.collectives import pack, start_all_to_all, start_ring_shift, wait
 from para_core.kernels.merge_reference import merge
 from para_core.layout import Run
 
@@ -41,7 +44,7 @@ def _travelling(x: Tensor, call: RingCall) -> list[Tensor]:
     return [part for part, segment in zip(parts, layout.segments, strict=True) if not segment.replicated]
 
 
-# Both give the blocks that this rank sees, its own first, and the step of each: how many ranks before it its owner is. The
+# These give the blocks that this rank sees, its own first, and the step of each: how many ranks before it its owner is. The
 # next block is in flight while the caller computes. What arrives is added to ``received``.
 
 
@@ -64,6 +67,30 @@ def _rotated_blocks(
             buffer = wait(arriving)
             if received is not None:
                 received.append(buffer)
+
+
+def _gathered_blocks(
+    key: Tensor, value: Tensor, call: RingCall, received: list[Tensor] | None = None
+) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
+    """All of them in one collective."""
+    dim = call.mesh.ring
+    if dim.size == 1 or not call.key_layout.sharded:
+        yield 0, (key, value)
+        return
+    wire = Wire(call.comm_dtype, min(key.shape[3], value.shape[3]))
+    buffer = _pack_block(key, value, call, wire)
+    others = [rank != dim.index for rank in range(dim.size)]
+    sent = [buffer.numel() * other for other in others]
+    arriving = [_numel(key, value, size, wire) * other for size, other in zip(call.block_sizes(), others, strict=True)]
+    started = start_all_to_all(buffer.repeat(dim.size - 1), sent, arriving, dim)
+    yield 0, (key, value)
+    blocks = wait(started)
+    if received is not None:
+        received.append(blocks)
+    buffers = blocks.split(arriving)
+    for step in range(1, dim.size):
+        source = (dim.index - step) % dim.size
+        yield step, _unpack_block(buffers[source], key, value, call.block_sizes()[source], wire)
 
 
 def _asked_blocks(
@@ -91,6 +118,12 @@ def _asked_blocks(
             arriving = start(steps[place + 1], buffer)
         size = sizes[(dim.index - step) % dim.size]
         yield step, _unpack_block(buffer, key, value, size, wire) if _wanted(call, step) else None
+
+
+def _blocks_in_turn(call: RingCall) -> Callable[..., Iterator[tuple[int, tuple[Tensor, Tensor] | None]]]:
+    if call.blocks is not None:
+        return _asked_blocks
+    return _gathered_blocks if call.rotate_method == "allgather" else _rotated_blocks
 
 
 def _wanted(call: RingCall, step: int) -> bool:
@@ -183,7 +216,7 @@ def ring_attention(
     rows = [None] * len(queries) if mask is None else tiling.split(mask)
     found: list[tuple[Tensor, Tensor] | None] = [None] * len(queries)
     received: list[Tensor] = []
-    for step, block in (_rotated_blocks if call.blocks is None else _asked_blocks)(key, value, call, received):
+    for step, block in _blocks_in_turn(call)(key, value, call, received):
         if block is None:
             continue
         order = tiling.keys(step)

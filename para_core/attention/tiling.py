@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,6 +13,9 @@ from para_core.attention.block_mask import BlockMask
 from para_core.attention.causal import Tile, coalesce, cut, visible_tiles
 from para_core.layout import Run, SequenceLayout
 from para_core.mesh import SequenceMesh
+
+# How the blocks of other ranks get here: passed on from neighbour to neighbour, or all at once.
+RotateMethod = Literal["alltoall", "allgather"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,7 @@ class RingCall:
     scale: float | None
     blocks: BlockMask | None = None  # which are computed; all if None
     comm_dtype: torch.dtype | None = None  # of blocks that travel forward; None: as they are
+    rotate_method: RotateMethod = "alltoall"  # of them
 
     def sees(self, ring_index: int, source: int) -> bool:
         """Whether a ring rank sees a key that travels in the block of another."""

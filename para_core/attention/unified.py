@@ -19,7 +19,7 @@ from para_core.attention.ring import (
     ring_attention,
     ring_attention_backward,
 )
-from para_core.attention.tiling import RingCall
+from para_core.attention.tiling import RingCall, RotateMethod
 from para_core.attention.ulysses import Exchange, Heads
 from para_core.layout import SequenceLayout
 from para_core.mesh import MeshDim, SequenceMesh
@@ -46,6 +46,7 @@ class UnifiedCall:
         block_mask: which blocks are computed; all if None.
         kept: how it is decided which keys are; all if None.
         comm_dtype: of what travels where no gradient is kept; None: as it is.
+        rotate_method: how blocks travel forward.
     """
 
     def __init__(
@@ -62,13 +63,14 @@ class UnifiedCall:
         block_mask: BlockMask | None = None,
         kept: KeptKeys | None = None,
         comm_dtype: torch.dtype | None = None,
+        rotate_method: RotateMethod = "alltoall",
     ) -> None:
         if not key_layout.sharded and kept is None:
             # Every rank holds all keys: nothing has to move, each is a block of its own. (Votes come from all queries.)
             mesh = alone(mesh)
         self.mesh = mesh
         self.heads = Heads(num_heads, num_kv_heads, mesh.ulysses.size)
-        self.ring = RingCall(query_layout, key_layout, mesh, is_causal, scale, block_mask)
+        self.ring = RingCall(query_layout, key_layout, mesh, is_causal, scale, block_mask, rotate_method=rotate_method)
         self.comm_dtype = comm_dtype
         self.kept = kept
         self.ulysses_chunks = ulysses_chunks

@@ -43,10 +43,19 @@ CASES = [
 ]
 
 
+OPTIONS = [
+    {"attn_func": by_hand},
+    {"ulysses_chunks": 2},
+    {"ulysses_chunks": 3},
+    {"rotate_method": "allgather"},
+    {"rotate_method": "allgather", "attn_func": by_hand},
+]
+
+
 @on_every_mesh
 @pytest.mark.parametrize("compile_with", [None, "aot_eager"])
-@pytest.mark.parametrize("options", [{"attn_func": by_hand}, {"ulysses_chunks": 2}, {"ulysses_chunks": 3}], ids=str)
-def test_attention_of_the_users_own_and_chunks_of_heads_are_exact(rank_pool, ring, ulysses, compile_with, options):
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_attention_of_the_users_own_and_ways_to_travel_are_exact(rank_pool, ring, ulysses, compile_with, options):
     cases = CASES if compile_with is None else CASES[:4:3]
     results = rank_pool.run(attend, ring * ulysses, cases, ring, ulysses, compile_with, options)
     for rank, outs in enumerate(results):
@@ -66,19 +75,21 @@ def test_attention_of_the_users_own_is_what_computes(rank_pool, ring, ulysses):
         assert relative_error(outs[0], 2 * whole) < 1e-5
 
 
-def learn_with_attn_func(ring, ulysses):
+def learn_with_attn_func(ring, ulysses, options):
     mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
     qkv = [x.chunk(2, dim=2)[mesh.get_rank()].requires_grad_() for x in make_qkv(12, 4)]
-    with UnifiedAttnMode(mesh, attn_func=by_hand):
+    with UnifiedAttnMode(mesh, attn_func=by_hand, **options):
         F.scaled_dot_product_attention(*qkv).square().sum().backward()
     return [x.grad for x in qkv]
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2)])
-def test_attention_of_the_users_own_has_its_own_gradient(rank_pool, ring, ulysses):
+@pytest.mark.parametrize(
+    ("ring", "ulysses", "options"), [(2, 1, {}), (1, 2, {}), (2, 1, {"rotate_method": "allgather"})]
+)
+def test_attention_of_the_users_own_has_its_own_gradient(rank_pool, ring, ulysses, options):
     qkv = [x.requires_grad_() for x in make_qkv(12, 4)]
     F.scaled_dot_product_attention(*qkv).square().sum().backward()
-    for rank, grads in enumerate(rank_pool.run(learn_with_attn_func, 2, ring, ulysses)):
+    for rank, grads in enumerate(rank_pool.run(learn_with_attn_func, 2, ring, ulysses, options)):
         for x, grad in zip(qkv, grads, strict=True):
             assert relative_error(grad, x.grad.chunk(2, dim=2)[rank]) < 1e-5
 

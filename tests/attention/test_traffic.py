@@ -110,6 +110,20 @@ def test_a_ring_is_one_hop_less_than_it_has_ranks(rank_pool, ranks, options):
         assert others == []
 
 
+def count_gathered():
+    mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("ring", "ulysses"))
+    q, k, v = (x.tensor_split(4, dim=2)[mesh.get_rank()] for x in make_qkv(13, H, D, B=B))
+    mode = UnifiedAttnMode(mesh, assume_equal=True, rotate_method="allgather")
+    with torch.no_grad(), mode as cp, cp.using(cp.sequence(13)), Traffic() as traffic:
+        F.scaled_dot_product_attention(q, k, v)
+    return traffic.sent
+
+
+def test_a_ring_that_gathers_is_one_collective_of_as_many_bytes(rank_pool):
+    for sent, tokens in zip(rank_pool.run(count_gathered, 4), sizes(13, 4), strict=True):
+        assert sent == [3 * B * H * tokens * 2 * D * 4]
+
+
 def test_text_that_every_rank_holds_does_not_travel_around_the_ring(rank_pool):
     segments = [("text", 100, True), ("image", 4, False)]
     for sent, _ in rank_pool.run(count, 2, 2, 1, 104, segments):

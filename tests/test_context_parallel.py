@@ -1,0 +1,101 @@
+"""Plans applied under diffusers' and MindONE's names."""
+
+import diffusers
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
+
+from para_core import ContextParallelConfig, ParallelConfig, apply_context_parallel, remove_context_parallel
+from tests.rank_pool import RankPoolError
+from tests.tiny import cpu_mesh, relative_error
+from tests.tiny_models import MODELS
+
+PLAN = WanTransformer3DModel._cp_plan
+
+
+def call(transformer):
+    with torch.no_grad():
+        return transformer(**MODELS["wan"].inputs(3, 6, 10), return_dict=False)[0]
+
+
+def diffusers_config(**options):
+    return diffusers.ContextParallelConfig(**options)
+
+
+CONFIGS = {
+    "Ulysses": lambda: ContextParallelConfig(ulysses_degree=2),
+    "ring": lambda: ContextParallelConfig(ring_degree=2),
+    "ring, gathered": lambda: ContextParallelConfig(ring_degree=2, rotate_method="allgather", convert_to_fp32=False),
+    "inside a ParallelConfig": lambda: ParallelConfig(context_parallel_config=ContextParallelConfig(ring_degree=2)),
+    "a mesh": lambda: ContextParallelConfig(mesh=cpu_mesh(2, 1)),
+    "a mesh of more dims": lambda: ContextParallelConfig(
+        ulysses_degree=2, mesh=init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("fsdp", "ring", "ulysses"))
+    ),
+    "diffusers', Ulysses": lambda: diffusers_config(ulysses_degree=2, ulysses_anything=True),
+    "diffusers', ring": lambda: diffusers_config(ring_degree=2, ring_anything=True),
+    "diffusers', a mesh": lambda: diffusers_config(ring_degree=2, mesh=cpu_mesh(2, 1)),
+    "diffusers', inside a ParallelConfig": lambda: diffusers.ParallelConfig(
+        context_parallel_config=diffusers_config(ulysses_degree=2)
+    ),
+}
+
+
+def run_configs():
+    outs = {}
+    for name, make in CONFIGS.items():
+        transformer = MODELS["wan"].build()
+        apply_context_parallel(transformer, make(), PLAN)
+        with CommDebugMode() as counter:
+            outs[name] = (call(transformer), counter.get_total_counts())
+        remove_context_parallel(transformer, PLAN)
+        assert type(transformer) is WanTransformer3DModel
+        outs[name, "alone"] = (call(transformer), 0)
+    return outs
+
+
+def test_every_config_is_exact(rank_pool):
+    expected = call(MODELS["wan"].build())
+    for outs in rank_pool.run(run_configs, 2):
+        for name, (out, collectives) in outs.items():
+            assert relative_error(out, expected) < 1e-5, name
+            assert (collectives > 0) == (name in CONFIGS), name
+
+
+def test_one_rank_needs_no_process_group_and_changes_nothing():
+    transformer = MODELS["wan"].build()
+    apply_context_parallel(transformer, ContextParallelConfig(), PLAN)
+    assert type(transformer) is WanTransformer3DModel
+    with pytest.raises(RuntimeError, match="apply_context_parallel needs a process group"):
+        apply_context_parallel(transformer, ContextParallelConfig(ring_degree=2), PLAN)
+
+
+BAD = {
+    "too many": (lambda: ContextParallelConfig(ring_degree=3), r"is 3 × 1 = 3, but there are 2 ranks"),
+    "none": (lambda: ContextParallelConfig(ring_degree=0), "ring_degree is 0; expected a positive integer"),
+    "no such method": (
+        lambda: ContextParallelConfig(ring_degree=2, rotate_method="p2p"),
+        "rotate_method is 'p2p'; expected 'alltoall'",
+    ),
+    "another mesh": (
+        lambda: ContextParallelConfig(ring_degree=2, mesh=cpu_mesh(1, 2)),
+        r"the mesh has ring × ulysses = 1 × 2, but the degrees say 2 × None",
+    ),
+    "weights": (
+        lambda: diffusers.ParallelConfig(tensor_parallel_config=diffusers.TensorParallelConfig(tp_degree=2)),
+        "holds a tensor_parallel_config; sequences are cut here, not weights",
+    ),
+    "something else": (dict, r"parallel_config is \{\}; expected a ContextParallelConfig"),
+}
+
+
+def apply_bad(name):
+    apply_context_parallel(MODELS["wan"].build(), BAD[name][0](), PLAN)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_config_that_does_not_fit_is_an_error_on_every_rank(rank_pool, name):
+    with pytest.raises(RankPoolError, match=BAD[name][1]) as error:
+        rank_pool.run(apply_bad, 2, name)
+    assert "raised on 2 of 2 ranks" in str(error.value)
