@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from para_core.agreement import RECORD_SIZE, Record, error_record, exchange, raise_first_error
-from para_core.mesh import SequenceMesh
+from para_core.mesh import GuidedMesh
 
 # Characters of a value in a record; a longer one is shortened and hashed.
 _SHOWN = 60
@@ -21,7 +21,7 @@ def require_same_call(
     call: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    mesh: SequenceMesh,
+    mesh: GuidedMesh,
     what: str,
     problem: str | None = None,
 ) -> None:
@@ -50,7 +50,7 @@ def require_same_call(
     )
 
 
-def require_same_inputs(given: Mapping[str, Any], mesh: SequenceMesh, what: str) -> None:
+def require_same_inputs(given: Mapping[str, Any], mesh: GuidedMesh, what: str) -> None:
     """Raise on every rank, naming what differs, unless all ranks give a module the same inputs: one exchange.
 
     Raises:
@@ -70,7 +70,7 @@ def _record(given: Mapping[str, Any]) -> Record:
     return _fitting({name: describe(value) for name, value in given.items() if value is not None})
 
 
-def _require_alike(record: Record, mesh: SequenceMesh, what: str, way_out: str) -> None:
+def _require_alike(record: Record, mesh: GuidedMesh, what: str, way_out: str) -> None:
     records = exchange(record, mesh)
     raise_first_error(records)
     for rank, other in enumerate(records):

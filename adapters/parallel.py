@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -16,10 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.adapters.adapter import Text
 from para_core.adapters.call_agreement import require_same_call, require_same_inputs
-from para_core.adapters.supported import plan_for, supported
+from para_core.adapters.choose_mesh import choose_mesh, default_guidance, number_of_heads
+from para_core.adapters.supported import batched_branches, plan_for, supported
 from para_core.collectives import broadcast_bytes
+from para_core.guidance import Guidance
 from para_core.instance import original_class, unwrap, wrap_method
-from para_core.mesh import SequenceMesh, batch_dim_size, init_context_parallel_mesh, one_rank, sequence_mesh
+from para_core.mesh import GuidedMesh, SequenceMesh, guided_mesh, init_context_parallel_mesh, one_guided_rank
 from para_core.region import apply_plan, known_equal, plan_mesh, reattach_plan, remove_plan
 
 logger = logging.getLogger(__name__)
@@ -29,6 +33,7 @@ Pipeline = TypeVar("Pipeline")
 Transformer = TypeVar("Transformer", bound=nn.Module)
 
 _KEY = "parallel"
+_GUIDANCE = "guidance"
 # Components that denoise; Wan 2.2 has one for each half of the steps.
 _TRANSFORMERS = ("transformer", "transformer_2")
 
@@ -41,8 +46,10 @@ def parallelize_pipe(pipe: Pipeline, *, mesh: Mesh | None = None, text: Text | N
 
     Args:
         pipe: any diffusers pipeline on a supported transformer.
-        mesh: a DeviceMesh with a ``ring`` and/or ``ulysses`` dim (also a slice of a larger one), or a ProcessGroup. Left
-            out: all ranks, shared out by :func:`init_context_parallel_mesh`; one rank where ``WORLD_SIZE`` is unset or 1.
+        mesh: a DeviceMesh with a ``ring`` and/or ``ulysses`` dim (also a slice of a larger one), or a ProcessGroup. Ranks
+            along a ``batch`` dim share the branches of guidance. Left out: all ranks, half of them for each branch where the
+            pipeline guides by default, then Ulysses up to the number of heads, then the ring; one rank where
+            ``WORLD_SIZE`` is unset or 1.
         text: ``"shard"`` cuts the text tokens as those of the image are, ``"replicate"`` keeps all of them on every rank.
             Both are exact; left out: the faster one for this model.
 
@@ -53,32 +60,57 @@ def parallelize_pipe(pipe: Pipeline, *, mesh: Mesh | None = None, text: Text | N
         TypeError, ValueError: the pipeline is not supported, or the mesh does not fit.
         RuntimeError: no ``mesh`` and no process group on several ranks.
     """
+    unparallelize_pipe(pipe)
     transformers = _transformers_of(pipe)
-    sequence = _sequence_mesh(mesh, pipe)
+    guided = _guided_mesh(mesh, pipe)
     for transformer in transformers.values():
-        parallelize_transformer(transformer, mesh=sequence, text=text)
-    if sequence.ranks == 1:
-        unwrap(pipe, _KEY)
+        parallelize_transformer(transformer, mesh=guided, text=text)
+    if guided.ranks == 1:
         return pipe
+    meshes = {name: plan_mesh(transformer) for name, transformer in transformers.items()}
+    guidance = Guidance(guided.batch)
+    apart = guided.batch.size > 1 and not any(batched_branches(transformer) for transformer in transformers.values())
+
+    def share_out(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.compiler.is_compiling() or not guidance.active:
+            return call(module, *args, **kwargs)
+        return guidance.call(module, partial(call, module), args, kwargs)
 
     def around(pipe: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        sequence.check_alive()
-        problems = [_problem(pipe, name, transformer, sequence) for name, transformer in transformers.items()]
+        guided.check_alive()
+        problems = [_problem(pipe, name, transformer, meshes[name]) for name, transformer in transformers.items()]
         problem = next((problem for problem in problems if problem is not None), None)
-        require_same_call(call, (pipe, *args), kwargs, sequence, f"the {type(pipe).__name__}", problem)
+        require_same_call(call, (pipe, *args), kwargs, guided, f"the {type(pipe).__name__}", problem)
         with ExitStack() as stack:
-            stack.enter_context(_random_state_of_first_rank(sequence))
-            for transformer in transformers.values():
+            stack.enter_context(_random_state_of_first_rank(guided))
+            for name, transformer in transformers.items():
                 reattach_plan(transformer)
                 stack.enter_context(known_equal(transformer))
+                if apart:
+                    # Around what torch.compile made of it, if anything: a graph holds one call.
+                    wrap_method(getattr(pipe, name), "__call__", _GUIDANCE, share_out)
             stack.enter_context(_named_timeouts())
+            if apart:
+                stack.enter_context(_warn_unguided(guidance, guided.batch.size, type(pipe).__name__))
+                stack.enter_context(guidance.generation())
             return call(pipe, *args, **kwargs)
 
     wrap_method(pipe, "__call__", _KEY, around)
     return pipe
 
 
-def _problem(pipe: Any, name: str, transformer: nn.Module, mesh: SequenceMesh) -> str | None:
+@contextmanager
+def _warn_unguided(guidance: Guidance, ranks: int, name: str) -> Iterator[None]:
+    yield
+    if guidance.rounds and max(guidance.rounds) == 1:
+        warnings.warn(
+            f"this call of the {name} had no branches of guidance for the {ranks} ranks along 'batch' to share: all computed "
+            "the same. Guide, or give these ranks to the sequence (a mesh without max_batch_dim_size).",
+            stacklevel=5,
+        )
+
+
+def _problem(pipe: Any, name: str, transformer: nn.Module, mesh: SequenceMesh | None) -> str | None:
     """What was done to a transformer of ``pipe`` since it was parallelized, if that makes it wrong to call it."""
     if _unwrapped(getattr(pipe, name, None)) is not transformer:
         return (
@@ -96,15 +128,17 @@ def _problem(pipe: Any, name: str, transformer: nn.Module, mesh: SequenceMesh) -
 def unparallelize_pipe(pipe: Pipeline) -> Pipeline:
     """Undo :func:`parallelize_pipe`; returns ``pipe``, which is then what it was before."""
     for name in _TRANSFORMERS:
-        transformer = _unwrapped(getattr(pipe, name, None))
-        if isinstance(transformer, nn.Module):
-            remove_plan(transformer)
+        component = getattr(pipe, name, None)
+        if isinstance(component, nn.Module):
+            unwrap(component, _GUIDANCE)
+            unwrap(_unwrapped(component), _GUIDANCE)
+            remove_plan(_unwrapped(component))
     unwrap(pipe, _KEY)
     return pipe
 
 
 def parallelize_transformer(
-    transformer: Transformer, *, mesh: Mesh | SequenceMesh | None = None, text: Text | None = None
+    transformer: Transformer, *, mesh: Mesh | GuidedMesh | None = None, text: Text | None = None
 ) -> Transformer:
     """Run this one transformer over ``mesh``: every rank gives it the same input and gets the whole output.
 
@@ -122,14 +156,14 @@ def parallelize_transformer(
     plan = plan_for(module, text)
     if plan is None:
         raise TypeError(_unsupported(module, f"there is no plan for {type(module).__name__}"))
-    sequence = _sequence_mesh(mesh, module)
+    guided = _guided_mesh(mesh, module)
     _require_one_device(module)
 
     def require_equal(given: Mapping[str, Any]) -> None:
-        sequence.check_alive()
-        require_same_inputs(given, sequence, f"this {type(module).__name__}")
+        guided.check_alive()
+        require_same_inputs(given, guided, f"this {type(module).__name__}")
 
-    apply_plan(module, plan, sequence, require_equal=require_equal)
+    apply_plan(module, plan, guided.sequence, batch=guided.batch, require_equal=require_equal)
     return transformer
 
 
@@ -179,8 +213,8 @@ def _require_one_device(module: nn.Module) -> None:
         )
 
 
-def _sequence_mesh(mesh: Mesh | SequenceMesh | None, owner: Any) -> SequenceMesh:
-    if isinstance(mesh, SequenceMesh):
+def _guided_mesh(mesh: Mesh | GuidedMesh | None, owner: Any) -> GuidedMesh:
+    if isinstance(mesh, GuidedMesh):
         return mesh
     if mesh is None:
         device_type = torch.device(getattr(owner, "_execution_device", None) or owner.device).type
@@ -191,25 +225,40 @@ def _sequence_mesh(mesh: Mesh | SequenceMesh | None, owner: Any) -> SequenceMesh
                     f"WORLD_SIZE is {world_size}, but no process group is initialised. Call "
                     "torch.distributed.init_process_group() before parallelize_pipe(pipe)."
                 )
-            return one_rank(device_type)
-        mesh = init_context_parallel_mesh(device_type)
-        if dist.get_rank() == 0:
-            logger.warning(
-                "parallelize_pipe: no mesh given, using ring × ulysses = %d × %d; "
-                "mesh=init_context_parallel_mesh(%r, max_ring_dim_size=...) overrides it.",
-                *(mesh[name].size() for name in ("ring", "ulysses")),
-                device_type,
-            )
-    if batch_dim_size(mesh) > 1:
-        raise ValueError(
-            f"the mesh has a 'batch' dim of {batch_dim_size(mesh)} ranks; guidance does not run in parallel yet. Give those "
-            "ranks to the sequence (init_context_parallel_mesh without max_batch_dim_size), or pass mesh['ring', 'ulysses']."
+            return one_guided_rank(device_type)
+        mesh = _chosen_mesh(device_type, owner)
+    return guided_mesh(mesh)
+
+
+def _chosen_mesh(device_type: str, owner: Any) -> DeviceMesh:
+    """For a pipeline or a transformer, over all ranks."""
+    transformer, guidance = owner, None
+    if not isinstance(owner, nn.Module):
+        transformer = next(iter(_transformers_of(owner).values()))
+        guidance = default_guidance(owner, transformer)
+    choice = choose_mesh(dist.get_world_size(), number_of_heads(transformer), guidance)
+    if dist.get_rank() == 0:
+        logger.warning(
+            "parallelize_pipe: no mesh given, using batch × ring × ulysses = %d × %d × %d (%s); "
+            "mesh=init_context_parallel_mesh(%r, max_batch_dim_size=%d, max_ring_dim_size=%d) overrides it.",
+            choice.batch,
+            choice.ring,
+            choice.ulysses,
+            choice.reason,
+            device_type,
+            choice.batch,
+            choice.ring,
         )
-    return sequence_mesh(mesh)
+    return init_context_parallel_mesh(
+        device_type,
+        max_batch_dim_size=choice.batch,
+        max_ring_dim_size=choice.ring,
+        max_ulysses_dim_size=choice.ulysses,
+    )
 
 
 @contextmanager
-def _random_state_of_first_rank(mesh: SequenceMesh) -> Iterator[None]:
+def _random_state_of_first_rank(mesh: GuidedMesh) -> Iterator[None]:
     """Inside, the default generators continue those of the mesh's first rank; afterwards each rank has its own again.
 
     The first rank's move on, as if it had drawn alone.

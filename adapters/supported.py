@@ -55,6 +55,12 @@ def plan_for(module: nn.Module, text: Text | None = None) -> Plan | None:
     return _with_text(published_plan(published), "encoder_hidden_states", text or "shard", asked=text, module=module)
 
 
+def batched_branches(module: nn.Module) -> bool:
+    """Whether one call holds all branches of guidance."""
+    plan = plan_for(module)
+    return plan is not None and bool(plan.batched)
+
+
 def _with_text(plan: Plan, segment: str, text: Text, *, asked: Text | None, module: nn.Module) -> Plan:
     if text == "replicate":
         return plan.with_whole(segment)

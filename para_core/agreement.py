@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from para_core.collectives import all_gather_bytes
-from para_core.mesh import MeshDim, SequenceMesh
+from para_core.mesh import GuidedMesh, MeshDim, SequenceMesh
 
 # Bytes per rank: fixed, so that the exchange itself cannot be uneven. A record is a few hundred.
 RECORD_SIZE = 4096
@@ -20,8 +20,8 @@ RECORD_SIZE = 4096
 Record = dict[str, Any]
 
 
-def exchange(record: Record, mesh: SequenceMesh) -> list[Record]:
-    """The records of all sequence ranks, in rank order: one all-gather per mesh dim of more than one rank.
+def exchange(record: Record, mesh: SequenceMesh | GuidedMesh) -> list[Record]:
+    """The records of all ranks of ``mesh``, in rank order: one all-gather per mesh dim of more than one rank.
 
     Args:
         record: JSON values, at most ``RECORD_SIZE`` bytes when encoded.
@@ -30,7 +30,7 @@ def exchange(record: Record, mesh: SequenceMesh) -> list[Record]:
     if len(encoded) > RECORD_SIZE:
         raise ValueError(f"a record of {len(encoded)} bytes does not fit into {RECORD_SIZE}: {record}")
     rows = torch.frombuffer(bytearray(encoded.ljust(RECORD_SIZE)), dtype=torch.uint8)
-    for dim in (mesh.ulysses, mesh.ring):
+    for dim in mesh.dims:
         if dim.size > 1:
             rows = _gathered(rows, dim)
     return [json.loads(bytes(row.tolist())) for row in rows.view(mesh.ranks, RECORD_SIZE)]

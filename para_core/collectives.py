@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from para_core.mesh import MeshDim, SequenceMesh
+from para_core.mesh import GuidedMesh, MeshDim, SequenceMesh
 
 # gloo's threads drop the tensors of the last collective a little after it is done, and need the GIL for it. At exit they
 # would not get it any more, and a script that ends right after a collective aborts in one of four runs ("terminate called
@@ -89,9 +89,9 @@ def all_gather_bytes(x: Tensor, dim: MeshDim) -> Tensor:
     return gathered.cpu()
 
 
-def broadcast_bytes(x: Tensor, mesh: SequenceMesh) -> Tensor:
+def broadcast_bytes(x: Tensor, mesh: SequenceMesh | GuidedMesh) -> Tensor:
     """``x`` of the first rank of ``mesh``, where all ranks give an equally long uint8 CPU tensor. Eager code only."""
-    for dim in (mesh.ulysses, mesh.ring):
+    for dim in mesh.dims:
         x = all_gather_bytes(x, dim)[: x.numel()]
     return x
 

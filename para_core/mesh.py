@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from math import prod
 
 import torch
 import torch.distributed as dist
@@ -147,19 +146,67 @@ class SequenceMesh:
         return self.ring.size * self.ulysses.size
 
     @property
+    def dims(self) -> tuple[MeshDim, ...]:
+        """From the one whose ranks are neighbours outwards."""
+        return (self.ulysses, self.ring)
+
+    @property
     def rank(self) -> int:
         return self.ring.index * self.ulysses.size + self.ulysses.index
 
     def check_alive(self) -> None:
         """Raise ``RuntimeError`` if a group of this mesh is not (or no longer) usable."""
-        for dim in (self.ring, self.ulysses):
-            if dim.size == 1:
-                continue
-            if not dist.is_initialized() or dim.group not in dist.distributed_c10d._world.pg_map:
-                raise RuntimeError(
-                    f"The process group of mesh dim {dim.name!r} ({dim.size} ranks) was destroyed. Build the mesh and "
-                    "the mode again after init_process_group()."
-                )
+        _check_alive(self.dims)
+
+
+def _check_alive(dims: tuple[MeshDim, ...]) -> None:
+    for dim in dims:
+        if dim.size == 1:
+            continue
+        if not dist.is_initialized() or dim.group not in dist.distributed_c10d._world.pg_map:
+            raise RuntimeError(
+                f"The process group of mesh dim {dim.name!r} ({dim.size} ranks) was destroyed. Build the mesh and "
+                "the mode again after init_process_group()."
+            )
+
+
+@dataclass(frozen=True)
+class GuidedMesh:
+    """All ranks that work on one picture: for each index along ``batch``, which shares branches of guidance, a ``sequence``."""
+
+    batch: MeshDim
+    sequence: SequenceMesh
+
+    @property
+    def ranks(self) -> int:
+        return self.batch.size * self.sequence.ranks
+
+    @property
+    def rank(self) -> int:
+        return self.batch.index * self.sequence.ranks + self.sequence.rank
+
+    @property
+    def dims(self) -> tuple[MeshDim, ...]:
+        return (*self.sequence.dims, self.batch)
+
+    def check_alive(self) -> None:
+        _check_alive(self.dims)
+
+
+def one_guided_rank(device_type: str) -> GuidedMesh:
+    """The mesh of a process that works alone; needs no process group."""
+    return GuidedMesh(MeshDim("batch", 1, 0, "", None), one_rank(device_type))
+
+
+def guided_mesh(mesh: DeviceMesh | ProcessGroup, *, group_dim: str = "ulysses") -> GuidedMesh:
+    """Read a user's ``mesh``: as :func:`sequence_mesh`, with or without a ``batch`` dim (which may be the only one)."""
+    names = (mesh.mesh_dim_names or ()) if isinstance(mesh, DeviceMesh) else ()
+    if isinstance(mesh, DeviceMesh) and "batch" in names:
+        batch = batch_mesh(mesh).ulysses
+        if set(names) <= {"batch"}:
+            return GuidedMesh(batch, one_rank(mesh.device_type))
+        return GuidedMesh(batch, sequence_mesh(mesh))
+    return GuidedMesh(MeshDim("batch", 1, 0, "", None), sequence_mesh(mesh, group_dim=group_dim))
 
 
 def one_rank(device_type: str) -> SequenceMesh:
@@ -233,10 +280,3 @@ def batch_mesh(mesh: DeviceMesh | ProcessGroup) -> SequenceMesh:
     found = SequenceMesh(one_rank(device_type).ring, _dim_of_group("batch", group), device_type)
     found.check_alive()
     return found
-
-
-def batch_dim_size(mesh: DeviceMesh | ProcessGroup) -> int:
-    """Ranks along the ``batch`` mesh dim, 1 where there is none."""
-    if isinstance(mesh, DeviceMesh) and "batch" in (mesh.mesh_dim_names or ()):
-        return prod(mesh["batch"].shape)
-    return 1

@@ -22,8 +22,9 @@ from para_core.attention.call import AttnFunc, attend_over_mesh
 from para_core.attention.kept_keys import KeptKeys
 from para_core.attention.multi_head import multi_head_attention
 from para_core.attention.tiling import RotateMethod
+from para_core.collectives import all_gather
 from para_core.layout import Segment, SequenceLayout, concatenations, even_layout
-from para_core.mesh import SequenceMesh, sequence_mesh
+from para_core.mesh import MeshDim, SequenceMesh, guided_mesh
 from para_core.sharding import gather_tokens
 from para_core.sharding_mode import HeldLayout, ShardingMode, segments_of
 
@@ -74,8 +75,12 @@ class UnifiedAttnMode(ShardingMode):
         comm_dtype: torch.dtype | None = None,
         rotate_method: RotateMethod = "alltoall",
     ) -> None:
-        found = mesh if isinstance(mesh, SequenceMesh) else sequence_mesh(mesh, group_dim=self._group_dim)
-        super().__init__(found, assume_equal=assume_equal)
+        # Where branches of guidance are shared out; None: nowhere.
+        self._batch: MeshDim | None = None
+        if not isinstance(mesh, SequenceMesh):
+            guided = guided_mesh(mesh, group_dim=self._group_dim)
+            mesh, self._batch = guided.sequence, guided.batch
+        super().__init__(mesh, assume_equal=assume_equal)
         if isinstance(ulysses_chunks, bool) or not isinstance(ulysses_chunks, int) or ulysses_chunks < 1:
             raise ValueError(f"ulysses_chunks is {ulysses_chunks!r}; expected a positive integer.")
         self._ulysses_chunks = ulysses_chunks
@@ -211,6 +216,32 @@ class UnifiedAttnMode(ShardingMode):
             comm_dtype=self._comm_dtype,
             rotate_method=self._rotate_method,
         )
+
+    # -- which rank computes which branches of guidance
+
+    def split_branches(self, x: Tensor, dim: int = 0) -> Tensor:
+        """This rank's part of ``x``, which holds all branches of guidance (or samples) one behind the other along ``dim``.
+
+        Over the ``batch`` mesh dim; without one, ``x`` itself. :meth:`shard` cuts what this gives along its tokens.
+
+        Raises:
+            ValueError: the ranks along ``batch`` cannot have equal parts.
+        """
+        if self._batch is None or self._batch.size == 1:
+            return x
+        if not -x.ndim <= dim < x.ndim or x.shape[dim] % self._batch.size != 0:
+            raise ValueError(
+                f"x has shape {list(x.shape)}, of which {self._batch.size} ranks along 'batch' cannot have equal parts along "
+                f"dim {dim}. Put all branches of guidance one behind the other along it: torch.cat([uncond, cond], dim={dim})."
+            )
+        size = x.shape[dim] // self._batch.size
+        return x.narrow(dim, self._batch.index * size, size).clone(memory_format=torch.contiguous_format)
+
+    def merge_branches(self, y: Tensor, dim: int = 0) -> Tensor:
+        """The parts of all ranks along ``batch``, one behind the other along ``dim``: what :meth:`split_branches` cut."""
+        if self._batch is None or self._batch.size == 1:
+            return y
+        return all_gather(y, [y.shape[dim]] * self._batch.size, dim, self._batch)
 
     # -- which rank holds which tokens
 

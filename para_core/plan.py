@@ -94,8 +94,10 @@ class Plan:
         outputs: module name (``""``: the model itself) to what is gathered of its output; of a tuple, the first tensor.
         joint_order: the segments of which an attention call consists, unless ``attention`` says otherwise.
         inner: module name to splits of its inputs (by parameter) or outputs (by index).
-        refused: parameters of the model's ``forward`` that cannot be given in parallel, each with the reason.
         attention: module name to what its first, second, … attention call consists of; the last stands for all further.
+        refused: parameters of the model's ``forward`` that cannot be given in parallel, each with the reason.
+        batched: parameters that hold all branches of guidance, one behind the other along dim 0, the tokens first. Empty:
+            branches are called one after the other.
     """
 
     inputs: Mapping[str, Cut]
@@ -104,6 +106,7 @@ class Plan:
     inner: Mapping[str, Mapping[str | int, Cut]] = field(default_factory=dict)
     attention: Mapping[str, tuple[Attention, ...]] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
+    batched: tuple[str, ...] = ()
 
     def cuts(self, segment: str) -> bool:
         """Whether any tensor of ``segment`` is cut."""

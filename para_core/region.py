@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from para_core.attention.tiling import RotateMethod
+from para_core.collectives import all_gather
 from para_core.instance import (
     Around,
     is_entry,
@@ -28,7 +30,7 @@ from para_core.instance import (
     wrapper,
 )
 from para_core.layout import Segment, SequenceLayout
-from para_core.mesh import SequenceMesh
+from para_core.mesh import MeshDim, SequenceMesh
 from para_core.plan import Attention, Cut, FirstTokens, Gather, LastTokens, Plan, Split, Whole, published_plan
 from para_core.planned_mode import PlannedAttnMode
 from para_core.sharding import gather_tokens, shard_tokens
@@ -62,11 +64,15 @@ class _Region:
         module: nn.Module,
         plan: Plan,
         mesh: SequenceMesh,
+        batch: MeshDim | None,
         require_equal: RequireEqual | None,
         rotate_method: RotateMethod,
     ) -> None:
         self.plan = plan
         self.mesh = mesh
+        self.batch = batch
+        # Calls whose samples could not be shared out: as many as there are ranks along that dim, or multiples.
+        self.warned_of_batch = False
         self.rotate_method = rotate_method
         self.require_equal = require_equal
         # The caller has seen to it that all ranks call alike.
@@ -111,20 +117,24 @@ class _Region:
         self.mode = mode
         self.segments = {}
         try:
+            args, kwargs, samples = self._own_samples(args, kwargs)
             args, kwargs = self._cut_arguments(self.plan.inputs, self.parameters, args, kwargs)
             with mode:
                 self._intercept(self.plan.inputs.values())
                 with _recomputed_under(mode, module):
                     output = call(module, *args, **kwargs)
                 # Compiled parts set it too, at every call: their graphs repeat what the handler did to the mode.
-                if not mode.intercepted and any(not segment.replicated for segment in self.segments.values()):
+                cut = self.mesh.ranks > 1 and any(not segment.replicated for segment in self.segments.values())
+                if cut and not mode.intercepted:
                     raise RuntimeError(
                         f"{type(module).__name__} ran on {self.mesh.ranks} ranks and called no "
                         "scaled_dot_product_attention, so each rank attended to its own tokens only. Switch its attention "
                         "to a native backend: transformer.set_attention_backend('native'), or reset_attention_backend()."
                     )
             rule = self.plan.outputs.get("")
-            return output if rule is None else self._gather_outputs(output, _as_tuple(rule))
+            if rule is not None:
+                output = self._gather_outputs(output, _as_tuple(rule))
+            return self._all_samples(output, samples)
         finally:
             self.mode = None
             self.segments = {}
@@ -144,6 +154,40 @@ class _Region:
         if mode is not None and any(isinstance(cut, Split) and cut.segment in self.segments for cut in cuts):
             mode.set_segments(tuple(self.segments.values()))
             mode.active = True
+
+    # -- the samples of a batch, over the ``batch`` mesh dim
+
+    def _own_samples(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], int | None]:
+        """The arguments for this rank's samples, and how many they are; None: all of them."""
+        if self.batch is None or self.batch.size == 1 or not self.plan.batched:
+            return args, kwargs, None
+        batch = self.batch
+        given = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
+        total = given[self.plan.batched[0]].shape[0]
+        if total % batch.size != 0:
+            if not (self.warned_of_batch or torch.compiler.is_compiling()):
+                self.warned_of_batch = True
+                warnings.warn(
+                    f"a call has {total} sample(s), which {batch.size} ranks along 'batch' cannot share: all compute all of "
+                    "them. Guide, or give these ranks to the sequence.",
+                    stacklevel=2,
+                )
+            return args, kwargs, None
+        samples = total // batch.size
+        for name in self.plan.batched:
+            value = given.get(name)
+            if isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == total:
+                given[name] = value.narrow(0, batch.index * samples, samples).clone()
+        return (), given, samples
+
+    def _all_samples(self, output: Any, samples: int | None) -> Any:
+        if samples is None or self.batch is None:
+            return output
+        sizes = [samples] * self.batch.size
+        gathered = [all_gather(value, sizes, 0, self.batch) for value in _tensors_of(output)]
+        return _with_tensors(output, gathered)
 
     # -- cutting and gathering
 
@@ -291,6 +335,25 @@ class _Region:
         return cut_and_gather if boundary.cuts or boundary.gathers else attend
 
 
+def _tensors_of(output: Any) -> list[Tensor]:
+    """Of a tensor, a tuple or list, or a ModelOutput, the tensors."""
+    values = [output] if isinstance(output, Tensor) else list(output.values() if hasattr(output, "values") else output)
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def _with_tensors(output: Any, tensors: list[Tensor]) -> Any:
+    """``output`` with others in their place."""
+    if isinstance(output, Tensor):
+        return tensors[0]
+    others = iter(tensors)
+    if isinstance(output, (tuple, list)):
+        return type(output)([next(others) if isinstance(value, Tensor) else value for value in output])
+    for key, value in list(output.items()):
+        if isinstance(value, Tensor):
+            output[key] = next(others)
+    return output
+
+
 def _as_tuple(rule: Gather | Sequence[Gather | None]) -> tuple[Gather | None, ...]:
     return (rule,) if isinstance(rule, Gather) else tuple(rule)
 
@@ -386,6 +449,7 @@ def apply_plan(
     plan: Plan | Mapping[str, Any],
     mesh: SequenceMesh,
     *,
+    batch: MeshDim | None = None,
     require_equal: RequireEqual | None = None,
     rotate_method: RotateMethod = "alltoall",
 ) -> None:
@@ -393,6 +457,7 @@ def apply_plan(
 
     Args:
         plan: ours, or a diffusers ``_cp_plan``.
+        batch: ranks that share the samples of a batch, if the plan says which arguments hold them.
         require_equal: called with the arguments of each call in eager code, outside of what is compiled in place and of
             :func:`known_equal`.
         rotate_method: see :class:`UnifiedAttnMode`.
@@ -401,11 +466,11 @@ def apply_plan(
         ValueError: the plan names a module that is not there.
     """
     remove_plan(module)
-    if mesh.ranks == 1:
-        return
     if not isinstance(plan, Plan):
         plan = published_plan(plan)
-    region = _Region(module, plan, mesh, require_equal, rotate_method)
+    if mesh.ranks == 1 and (batch is None or batch.size == 1 or not plan.batched):
+        return
+    region = _Region(module, plan, mesh, batch, require_equal, rotate_method)
     region.attach(module)
     wrap_method(module, "_call_impl", _KEY, region.run)
     wrap_method(module, "__call__", _KEY, region.run_from_outside)

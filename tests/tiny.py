@@ -156,6 +156,8 @@ def relative_errors(out: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -
     return {name: relative_error(out[name], expected[name]) for name in expected}
 
 
-def cpu_mesh(ring: int, ulysses: int) -> DeviceMesh:
-    """All ranks, ``ring × ulysses``."""
+def cpu_mesh(ring: int, ulysses: int, *, batch: int = 1) -> DeviceMesh:
+    """All ranks, ``ring × ulysses``, or ``batch × ring × ulysses``."""
+    if batch > 1:
+        return init_device_mesh("cpu", (batch, ring, ulysses), mesh_dim_names=("batch", "ring", "ulysses"))
     return init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))

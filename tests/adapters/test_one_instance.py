@@ -11,7 +11,6 @@ import torch.distributed as dist
 from diffusers import FluxPipeline, FluxTransformer2DModel
 from torch.overrides import _get_current_function_mode_stack
 
-from para_core import init_context_parallel_mesh
 from para_core.adapters import (
     parallelize_pipe,
     parallelize_transformer,
@@ -125,7 +124,9 @@ def test_without_a_mesh_all_ranks_work_and_one_line_says_so(rank_pool):
         assert relative_error(group, expected) < 1e-5
         assert ranks == 2
         assert len(records) == (1 if rank == 0 else 0)
-        assert not records or "ring × ulysses = 1 × 2" in records[0]
+        for record in records:
+            assert "batch × ring × ulysses = 1 × 1 × 2 (no guidance by default, 4 heads)" in record
+            assert "init_context_parallel_mesh('cpu', max_batch_dim_size=1, max_ring_dim_size=1) overrides it" in record
 
 
 @pytest.mark.parametrize("world_size", [None, "1"])
@@ -173,17 +174,3 @@ def use_transformer_alone():
 
 def test_a_transformer_alone_takes_its_arguments_in_every_form(rank_pool):
     rank_pool.run(use_transformer_alone, 2)
-
-
-def batch_mesh(size):
-    return init_context_parallel_mesh("cpu", max_batch_dim_size=size)
-
-
-def use_batch_dim():
-    with pytest.raises(ValueError, match=r"the mesh has a 'batch' dim of 2 ranks; .* pass mesh\['ring', 'ulysses'\]"):
-        parallelize_pipe(flux_pipe(), mesh=batch_mesh(2))
-    parallelize_pipe(flux_pipe(), mesh=batch_mesh(1))
-
-
-def test_a_mesh_with_a_batch_dim_is_an_error(rank_pool):
-    rank_pool.run(use_batch_dim, 2)

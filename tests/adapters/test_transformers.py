@@ -33,24 +33,25 @@ def call(transformer, name, size, **options):
         return tensors(transformer(**MODELS[name].inputs(frames, *size[1:]), return_dict=False, **options))
 
 
-def call_parallel(names, ring, ulysses, text=None):
+def call_parallel(names, ring, ulysses, text=None, batch=1):
     outs = {}
     for name in names:
         heartbeat()
-        transformer = parallelize_transformer(MODELS[name].build(), mesh=cpu_mesh(ring, ulysses), text=text)
+        transformer = MODELS[name].build()
+        alone = call(transformer, name, SIZES[0])
+        parallelize_transformer(transformer, mesh=cpu_mesh(ring, ulysses, batch=batch), text=text)
         outs[name] = [call(transformer, name, size) for size in SIZES]
         unparallelize_transformer(transformer)
-        outs[name, "alone"] = call(transformer, name, SIZES[0])
+        assert all(map(torch.equal, call(transformer, name, SIZES[0]), alone)), name
     return outs
 
 
-def check(rank_pool, names, ring, ulysses, text=None):
-    results = rank_pool.run(call_parallel, ring * ulysses, names, ring, ulysses, text)
+def check(rank_pool, names, ring, ulysses, text=None, batch=1):
+    results = rank_pool.run(call_parallel, batch * ring * ulysses, names, ring, ulysses, text, batch)
     for name in names:
         transformer = MODELS[name].build()
         expected = [call(transformer, name, size) for size in SIZES]
         for rank, outs in enumerate(results):
-            assert all(map(torch.equal, outs[name, "alone"], expected[0])), name
             for size, out, alone in zip(SIZES, outs[name], expected, strict=True):
                 errors = [relative_error(one, other) for one, other in zip(out, alone, strict=True)]
                 assert max(errors) < 1e-5, f"{name}, rank {rank}, {size}: {errors}"
@@ -59,6 +60,41 @@ def check(rank_pool, names, ring, ulysses, text=None):
 @pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (2, 1), (1, 3), (2, 2)])
 def test_every_transformer_is_exact(rank_pool, ring, ulysses):
     check(rank_pool, list(MODELS), ring, ulysses)
+
+
+BATCHED = [name for name in MODELS if name.startswith(("cogvideox", "mochi", "ltx"))]
+
+
+@pytest.mark.parametrize(("batch", "ring", "ulysses"), [(2, 1, 1), (2, 1, 2), (2, 2, 1)])
+def test_branches_in_one_batch_are_shared_out(rank_pool, batch, ring, ulysses):
+    check(rank_pool, BATCHED, ring, ulysses, batch=batch)
+
+
+def samples_of_blocks(num_samples):
+    """How many samples the first block sees, of two."""
+    model = MODELS["cogvideox"]
+    transformer = parallelize_transformer(model.build(), mesh=cpu_mesh(1, 1, batch=2))
+    inputs = model.inputs(3, 6, 10)
+    inputs = {name: value if value is None else value[:num_samples] for name, value in inputs.items()}
+    seen = []
+    transformer.transformer_blocks[0].register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(len(kwargs["hidden_states"])), with_kwargs=True
+    )
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        outs = [transformer(**inputs).sample for _ in range(2)]
+    return outs, seen, [str(one.message) for one in warned]
+
+
+def test_a_half_of_the_ranks_computes_a_half_of_the_samples_and_one_sample_warns_once(rank_pool):
+    model = MODELS["cogvideox"]
+    expected = model.build()(**model.inputs(3, 6, 10)).sample
+    for num_samples in (1, 2):
+        for outs, seen, warned in rank_pool.run(samples_of_blocks, 2, num_samples):
+            assert max(relative_error(out, expected[:num_samples]) for out in outs) < 1e-5
+            assert seen == [1, 1]
+            assert len(warned) == (num_samples == 1)
+            assert all("1 sample(s), which 2 ranks along 'batch' cannot share" in text for text in warned)
 
 
 # Models whose text may be cut, or not.

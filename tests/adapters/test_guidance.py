@@ -1,0 +1,105 @@
+"""Guidance over the ``batch`` mesh dim: each half of the ranks computes one branch, and the pictures are the same."""
+
+import warnings
+from unittest import mock
+
+import pytest
+import torch
+
+from para_core.adapters import parallelize_pipe, unparallelize_pipe
+from para_core.guidance import Guidance
+from tests.tiny import cpu_mesh, flux_call, flux_pipe, relative_error
+
+GUIDED = {"negative_prompt": "a blue square", "true_cfg_scale": 2.0}
+CALLS = {
+    "guided": GUIDED,
+    "guided, two prompts": {**GUIDED, "prompt": ["a red circle", "a large blue square on black"]},
+    "guided, negative embeddings of another length": {
+        "negative_prompt_embeds": torch.randn(1, 6, 128, generator=torch.Generator().manual_seed(1)),
+        "negative_pooled_prompt_embeds": torch.randn(1, 64, generator=torch.Generator().manual_seed(2)),
+        "true_cfg_scale": 2.0,
+    },
+    "not guided": {},
+    "guided again": GUIDED,
+}
+
+
+def draw_counting(pipe, **options):
+    """The picture, and how often this rank ran the last block of the transformer."""
+    block = pipe.transformer.single_transformer_blocks[-1]
+    calls = []
+    hook = block.register_forward_hook(lambda *_: calls.append(1))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="this call of the FluxPipeline had no branches")
+        image = pipe(**flux_call(num_inference_steps=3, **options)).images
+    hook.remove()
+    return image, len(calls)
+
+
+def draw_calls(batch, ring, ulysses):
+    pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(ring, ulysses, batch=batch))
+    outs = {name: draw_counting(pipe, **options) for name, options in CALLS.items()}
+    unparallelize_pipe(pipe)
+    outs["alone again"] = draw_counting(pipe, **GUIDED)
+    return outs
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 1), (2, 1, 2), (3, 1, 1), (2, 2, 1)])
+def test_branches_that_are_called_one_after_the_other_are_shared_out(rank_pool, shape):
+    pipe = flux_pipe()
+    expected = {name: draw_counting(pipe, **options) for name, options in CALLS.items()}
+    batch = shape[0]
+    for rank, outs in enumerate(rank_pool.run(draw_calls, shape[0] * shape[1] * shape[2], *shape)):
+        for name, options in CALLS.items():
+            assert relative_error(outs[name][0], expected[name][0]) < 1e-5, f"{name}, rank {rank}"
+            assert expected[name][1] == (3 if not options else 6)
+        index = rank // (shape[1] * shape[2])
+        # Sizes are known from the second call on.
+        assert outs["guided again"][1] == (3 if index < 2 else 0), f"rank {rank} of {batch} branches"
+        assert outs["alone again"][1] == 6
+        assert torch.equal(outs["alone again"][0], expected["guided"][0])
+
+
+def draw_compiled(way):
+    pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 1, batch=2))
+    if way == "torch.compile":
+        pipe.transformer = torch.compile(pipe.transformer, backend="aot_eager", fullgraph=True)
+    elif way == "in place":
+        pipe.transformer.compile(backend="aot_eager", fullgraph=True)
+    else:
+        pipe.transformer.compile_repeated_blocks(backend="aot_eager", fullgraph=True)
+    images = [pipe(**flux_call(**GUIDED)).images]
+    rounds = []
+
+    def spy(self, calls):
+        rounds.append([bool(call.leaves) for call in calls])
+        return exchange(self, calls)
+
+    exchange = Guidance._exchange
+    with mock.patch.object(Guidance, "_exchange", spy):
+        images.append(pipe(**flux_call(**GUIDED)).images)
+    unparallelize_pipe(pipe)
+    return [*images, pipe(**flux_call(**GUIDED)).images], rounds
+
+
+@pytest.mark.parametrize("way", ["torch.compile", "in place", "blocks"])
+def test_branches_are_shared_out_compiled(rank_pool, way):
+    expected = flux_pipe()(**flux_call(**GUIDED)).images
+    for rank, (images, rounds) in enumerate(rank_pool.run(draw_compiled, 2, way)):
+        assert rounds == [[rank == 0, rank == 1]] * 2
+        errors = [relative_error(image, expected) for image in images]
+        assert max(errors) < 1e-5, errors
+
+
+def draw_without_guidance():
+    pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 1, batch=2))
+    with pytest.warns(UserWarning, match=r"had no branches of guidance for the 2 ranks along 'batch' to share") as seen:
+        image = pipe(**flux_call(num_inference_steps=4)).images
+    return image, len([one for one in seen if "no branches" in str(one.message)])
+
+
+def test_a_call_that_does_not_guide_is_right_and_warns_once(rank_pool):
+    expected = flux_pipe()(**flux_call(num_inference_steps=4)).images
+    for image, warned in rank_pool.run(draw_without_guidance, 2):
+        assert torch.equal(image, expected)
+        assert warned == 1
