@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from para_core.adapters.adapter import Text
 from para_core.adapters.call_agreement import require_same_call, require_same_inputs
 from para_core.adapters.choose_mesh import choose_mesh, default_guidance, number_of_heads
+from para_core.adapters.failures import random_state_of_first_rank, reasons_shared, set_timeout
 from para_core.adapters.supported import batched_branches, plan_for, supported
-from para_core.collectives import broadcast_bytes
 from para_core.guidance import Guidance
 from para_core.instance import original_class, unwrap, wrap_method
 from para_core.mesh import GuidedMesh, SequenceMesh, guided_mesh, init_context_parallel_mesh, one_guided_rank
@@ -38,7 +39,13 @@ _GUIDANCE = "guidance"
 _TRANSFORMERS = ("transformer", "transformer_2")
 
 
-def parallelize_pipe(pipe: Pipeline, *, mesh: Mesh | None = None, text: Text | None = None) -> Pipeline:
+def parallelize_pipe(
+    pipe: Pipeline,
+    *,
+    mesh: Mesh | None = None,
+    text: Text | None = None,
+    timeout: timedelta | float | None = None,
+) -> Pipeline:
     """Draw each picture of this one pipeline on all ranks of ``mesh``, exactly as on one.
 
     Every rank of the mesh calls the pipeline alike and gets the whole result. Calling this again with another mesh
@@ -52,6 +59,8 @@ def parallelize_pipe(pipe: Pipeline, *, mesh: Mesh | None = None, text: Text | N
             ``WORLD_SIZE`` is unset or 1.
         text: ``"shard"`` cuts the text tokens as those of the image are, ``"replicate"`` keeps all of them on every rank.
             Both are exact; left out: the faster one for this model.
+        timeout: how long (seconds, if a number) the ranks of the mesh wait for one that does not answer, because it raised
+            an exception of its own or died; set on the mesh's process groups. Left out: as it is.
 
     Returns:
         ``pipe``.
@@ -67,6 +76,8 @@ def parallelize_pipe(pipe: Pipeline, *, mesh: Mesh | None = None, text: Text | N
         parallelize_transformer(transformer, mesh=guided, text=text)
     if guided.ranks == 1:
         return pipe
+    if timeout is not None:
+        set_timeout(guided, timeout)
     meshes = {name: plan_mesh(transformer) for name, transformer in transformers.items()}
     guidance = Guidance(guided.batch)
     apart = guided.batch.size > 1 and not any(batched_branches(transformer) for transformer in transformers.values())
@@ -82,14 +93,14 @@ def parallelize_pipe(pipe: Pipeline, *, mesh: Mesh | None = None, text: Text | N
         problem = next((problem for problem in problems if problem is not None), None)
         require_same_call(call, (pipe, *args), kwargs, guided, f"the {type(pipe).__name__}", problem)
         with ExitStack() as stack:
-            stack.enter_context(_random_state_of_first_rank(guided))
+            token = stack.enter_context(random_state_of_first_rank(guided))
             for name, transformer in transformers.items():
                 reattach_plan(transformer)
                 stack.enter_context(known_equal(transformer))
                 if apart:
                     # Around what torch.compile made of it, if anything: a graph holds one call.
                     wrap_method(getattr(pipe, name), "__call__", _GUIDANCE, share_out)
-            stack.enter_context(_named_timeouts())
+            stack.enter_context(reasons_shared(token))
             if apart:
                 stack.enter_context(_warn_unguided(guidance, guided.batch.size, type(pipe).__name__))
                 stack.enter_context(guidance.generation())
@@ -255,41 +266,3 @@ def _chosen_mesh(device_type: str, owner: Any) -> DeviceMesh:
         max_ring_dim_size=choice.ring,
         max_ulysses_dim_size=choice.ulysses,
     )
-
-
-@contextmanager
-def _random_state_of_first_rank(mesh: GuidedMesh) -> Iterator[None]:
-    """Inside, the default generators continue those of the mesh's first rank; afterwards each rank has its own again.
-
-    The first rank's move on, as if it had drawn alone.
-    """
-    # Whatever the mesh says: diffusers draws on the pipeline's device, and a gloo group also serves accelerators.
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    device_module = None if accelerator is None else torch.get_device_module(accelerator)
-    own = [torch.get_rng_state()] + ([device_module.get_rng_state()] if device_module else [])
-    shared = [broadcast_bytes(state, mesh) for state in own]
-    torch.set_rng_state(shared[0])
-    if device_module:
-        device_module.set_rng_state(shared[1])
-    try:
-        yield
-    finally:
-        if mesh.rank != 0:
-            torch.set_rng_state(own[0])
-            if device_module:
-                device_module.set_rng_state(own[1])
-
-
-@contextmanager
-def _named_timeouts() -> Iterator[None]:
-    """Say in plain words what a collective's time-out means here."""
-    try:
-        yield
-    except RuntimeError as error:
-        text = str(error).lower()
-        if any(sign in text for sign in ("timed out", "timeout", "connection closed", "connection reset")):
-            raise RuntimeError(
-                "another rank stopped answering in the middle of this call: it raised an exception of its own (its log has "
-                "the reason), was interrupted, or died. This rank gave up waiting."
-            ) from error
-        raise

@@ -1,6 +1,9 @@
 """Exceptions, callbacks, interrupts and threads: a call that ends badly leaves the pipe usable."""
 
+import os
+import signal
 import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -9,6 +12,7 @@ import torch.distributed as dist
 from torch.overrides import _get_current_function_mode_stack
 
 from para_core.adapters import parallelize_pipe, parallelize_transformer
+from tests.rank_pool import RankPoolError
 from tests.tiny import cpu_mesh, flux_call, flux_inputs, flux_pipe, flux_transformer, relative_error, relative_errors
 
 
@@ -40,23 +44,64 @@ def test_an_exception_on_all_ranks_leaves_the_pipe_usable(rank_pool):
         assert relative_error(out, expected) < 1e-5
 
 
-def leave_on_one_rank():
-    group = dist.new_group(timeout=timedelta(seconds=3))
-    pipe = parallelize_pipe(flux_pipe(), mesh=group)
+def leave_on_one_rank(how):
+    mesh = dist.new_group(timeout=timedelta(seconds=3)) if how == "of the group" else cpu_mesh(1, 2)
+    timeout = {"of the group": None, "seconds": 3.0, "timedelta": timedelta(seconds=3)}[how]
+    pipe = parallelize_pipe(flux_pipe(), mesh=mesh, timeout=timeout)
 
     def leave(pipe, step, timestep, tensors):
         if dist.get_rank() == 1:
             raise ValueError("only here")
         return tensors
 
-    pipe(**flux_call(callback_on_step_end=leave))
+    begun = time.monotonic()
+    try:
+        pipe(**flux_call(callback_on_step_end=leave))
+    finally:
+        if dist.get_rank() == 1:
+            time.sleep(4)  # it lives on
+        assert time.monotonic() - begun < 20
 
 
-def test_an_exception_on_one_rank_ends_the_others_with_the_timeout_and_a_message(rank_pool):
-    first, second = rank_pool.run_expecting_errors(leave_on_one_rank, 2)
+@pytest.mark.parametrize("how", ["of the group", "seconds", "timedelta"])
+def test_an_exception_on_one_rank_ends_the_others_with_the_timeout_and_its_reason(rank_pool, how):
+    first, second = rank_pool.run_expecting_errors(leave_on_one_rank, 2, how)
     assert isinstance(second, ValueError)
     assert isinstance(first, RuntimeError)
-    assert "another rank stopped answering in the middle of this call: it raised an exception of its own" in str(first)
+    assert "stopped answering in the middle of this call: rank 1 raised ValueError: only here. This rank gave" in str(
+        first
+    )
+
+
+def die_on_one_rank():
+    pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2), timeout=3.0)
+
+    def die(pipe, step, timestep, tensors):
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return tensors
+
+    begun = time.monotonic()
+    try:
+        pipe(**flux_call(callback_on_step_end=die))
+    finally:
+        assert time.monotonic() - begun < 20
+
+
+def test_a_rank_that_dies_is_noticed_in_time(rank_pool):
+    with pytest.raises(
+        RankPoolError, match=r"(?s)another rank stopped answering in the middle of this call.*rank 1 died"
+    ):
+        rank_pool.run(die_on_one_rank, 2)
+
+
+def set_bad_timeout():
+    with pytest.raises(ValueError, match=r"timeout is 0\.0 s; expected a positive number of seconds, or a timedelta"):
+        parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2), timeout=0)
+
+
+def test_a_timeout_that_is_none_is_an_error(rank_pool):
+    rank_pool.run(set_bad_timeout, 2)
 
 
 def change_latents(pipe, step, timestep, tensors):
