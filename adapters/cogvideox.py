@@ -16,6 +16,6 @@ COGVIDEOX = Adapter(
         inner={"patch_embed": {0: Split(dim=1, segment="video", after="text")}},
         outputs={"proj_out": Gather(dim=1, segment="video")},
         joint_order=("text", "video"),
-        batched=("hidden_states", "encoder_hidden_states", "timestep", "ofs"),
+        batched=dict.fromkeys(("hidden_states", "encoder_hidden_states", "timestep", "ofs"), 0),
     ),
 )

@@ -17,6 +17,6 @@ MOCHI = Adapter(
         outputs={"proj_out": Gather(dim=1, segment="video")},
         # Each sample attends alone, to its valid text tokens: these are whole, and as many as it has.
         joint_order=("video", "text"),
-        batched=("hidden_states", "encoder_hidden_states", "timestep", "encoder_attention_mask"),
+        batched=dict.fromkeys(("hidden_states", "encoder_hidden_states", "timestep", "encoder_attention_mask"), 0),
     ),
 )

@@ -7,13 +7,18 @@ from typing import Any
 from torch import nn
 
 from para_core.adapters.adapter import Adapter, Text
+from para_core.adapters.auraflow import AURAFLOW
 from para_core.adapters.cogvideox import COGVIDEOX
 from para_core.adapters.flux import FLUX, FLUX2
 from para_core.adapters.helios import HELIOS
+from para_core.adapters.hidream import HIDREAM
 from para_core.adapters.hunyuan_video import FRAMEPACK, HUNYUAN_VIDEO, HUNYUAN_VIDEO_15
 from para_core.adapters.ltx import LTX, LTX2
+from para_core.adapters.lumina2 import LUMINA2
 from para_core.adapters.mochi import MOCHI
+from para_core.adapters.pixart import PIXART
 from para_core.adapters.qwen_image import QWEN_IMAGE
+from para_core.adapters.sd3 import SD3
 from para_core.adapters.wan import WAN_VACE
 from para_core.instance import original_class
 from para_core.plan import Plan, published_plan
@@ -31,6 +36,11 @@ ADAPTERS: tuple[Adapter, ...] = (
     LTX,
     LTX2,
     HELIOS,
+    SD3,
+    AURAFLOW,
+    PIXART,
+    LUMINA2,
+    HIDREAM,
 )
 
 

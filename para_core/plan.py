@@ -22,6 +22,7 @@ class Split:
         ndim: the number of dims of the tensor. A companion with fewer has no dim for tokens, and is left whole (a time step
             for each sample, say, instead of each token); anything else that does not have as many is an error.
         after: the tokens of this segment come first along ``dim``; every rank keeps them.
+        then_whole: something else follows along ``dim``; every rank keeps it. The segment has been cut before.
     """
 
     dim: int
@@ -29,6 +30,7 @@ class Split:
     like: str | None = None
     ndim: int | None = None
     after: str | None = None
+    then_whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,8 +98,8 @@ class Plan:
         inner: module name to splits of its inputs (by parameter) or outputs (by index).
         attention: module name to what its first, second, … attention call consists of; the last stands for all further.
         refused: parameters of the model's ``forward`` that cannot be given in parallel, each with the reason.
-        batched: parameters that hold all branches of guidance, one behind the other along dim 0, the tokens first. Empty:
-            branches are called one after the other.
+        batched: parameters that hold all branches of guidance, one behind the other, and the dim along which they do; the
+            tokens first. Empty: branches are called one after the other.
     """
 
     inputs: Mapping[str, Cut]
@@ -106,7 +108,7 @@ class Plan:
     inner: Mapping[str, Mapping[str | int, Cut]] = field(default_factory=dict)
     attention: Mapping[str, tuple[Attention, ...]] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
-    batched: tuple[str, ...] = ()
+    batched: Mapping[str, int] = field(default_factory=dict)
 
     def cuts(self, segment: str) -> bool:
         """Whether any tensor of ``segment`` is cut."""

@@ -11,7 +11,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -165,7 +165,8 @@ class _Region:
             return args, kwargs, None
         batch = self.batch
         given = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
-        total = given[self.plan.batched[0]].shape[0]
+        name, dim = next(iter(self.plan.batched.items()))
+        total = given[name].shape[dim]
         if total % batch.size != 0:
             if not (self.warned_of_batch or torch.compiler.is_compiling()):
                 self.warned_of_batch = True
@@ -176,11 +177,9 @@ class _Region:
                 )
             return args, kwargs, None
         samples = total // batch.size
-        for name in self.plan.batched:
-            value = given.get(name)
-            if isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == total:
-                given[name] = value.narrow(0, batch.index * samples, samples).clone()
-        return (), given, samples
+        for name, dim in self.plan.batched.items():
+            given[name] = _own(given.get(name), dim, total, batch)
+        return (), {name: value for name, value in given.items() if name in self.parameters}, samples
 
     def _all_samples(self, output: Any, samples: int | None) -> Any:
         if samples is None or self.batch is None:
@@ -231,6 +230,10 @@ class _Region:
             raise ValueError(
                 f"{name} has {value.ndim} dims {list(value.shape)}; the plan splits a tensor of {split.ndim}."
             )
+        if split.then_whole:
+            total = self.segments[split.like or ""].total
+            cut, rest = value.split([total, value.shape[split.dim] - total], dim=split.dim)
+            return torch.cat([self._split(cut, replace(split, then_whole=False), name), rest], dim=split.dim)
         first = () if split.after is None else (self.segments[split.after],)
         total = value.shape[split.dim] - sum([segment.total for segment in first])
         stream = split.segment or split.like or name
@@ -333,6 +336,18 @@ class _Region:
                 mode.set_attending(before)
 
         return cut_and_gather if boundary.cuts or boundary.gathers else attend
+
+
+def _own(value: Any, dim: int, total: int, batch: MeshDim) -> Any:
+    """Of a tensor, or each one of a dict or list, this rank's part of ``total`` samples; what has not so many is for all of them."""
+    if isinstance(value, Mapping):
+        return {key: _own(item, dim, total, batch) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)([_own(item, dim, total, batch) for item in value])
+    if not isinstance(value, Tensor) or value.ndim <= dim or value.shape[dim] != total:
+        return value
+    size = total // batch.size
+    return value.narrow(dim, batch.index * size, size).clone()
 
 
 def _tensors_of(output: Any) -> list[Tensor]:

@@ -344,6 +344,70 @@ COGVIDEOX: dict[str, Any] = {
     "max_text_seq_length": 9,
 }
 
+
+def sd3_inputs(frames: int, height: int, width: int, *, blocks: int = 0) -> dict[str, Any]:
+    """A picture as high as all frames together."""
+    tokens = frames * (height // 2) * (width // 2)
+    return {
+        "hidden_states": noise(2, 4, frames * height, width),
+        "encoder_hidden_states": noise(2, 9, 24),
+        "pooled_projections": noise(2, 20),
+        "timestep": torch.tensor([600.0, 600.0]),
+        "block_controlnet_hidden_states": [noise(2, tokens, 48, seed=i) for i in range(blocks)] or None,
+    }
+
+
+SD3: dict[str, Any] = {
+    "sample_size": 32,
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_layers": 3,
+    "attention_head_dim": 16,
+    "num_attention_heads": 3,
+    "joint_attention_dim": 24,
+    "caption_projection_dim": 48,
+    "pooled_projection_dim": 20,
+    "pos_embed_max_size": 32,
+}
+
+
+def auraflow_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
+    return {
+        "hidden_states": noise(2, 4, frames * height, width),
+        "encoder_hidden_states": noise(2, 9, 24),
+        "timestep": torch.tensor([0.6, 0.6]),
+    }
+
+
+def pixart_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
+    return {
+        "hidden_states": noise(2, 4, frames * height, width),
+        "encoder_hidden_states": noise(2, 9, 24),
+        "encoder_attention_mask": valid((9, 4), 9, torch.int64),
+        "timestep": torch.tensor([600, 600]),
+        "added_cond_kwargs": {"resolution": torch.full((2, 2), 96.0), "aspect_ratio": torch.full((2, 1), 1.5)},
+    }
+
+
+def lumina2_inputs(frames: int, height: int, width: int, *, lengths: tuple[int, int] = (9, 4)) -> dict[str, Any]:
+    return {
+        "hidden_states": noise(2, 4, frames * height, width),
+        "timestep": torch.tensor([0.6, 0.6]),
+        "encoder_hidden_states": noise(2, 9, 24),
+        "encoder_attention_mask": valid(lengths, 9),
+    }
+
+
+def hidream_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
+    return {
+        "hidden_states": noise(2, 4, frames * height, width),
+        "timesteps": torch.tensor([600.0, 600.0]),
+        "encoder_hidden_states_t5": noise(2, 5, 24),
+        "encoder_hidden_states_llama3": noise(4, 2, 9, 20),
+        "pooled_embeds": noise(2, 20),
+    }
+
+
 MODELS = {
     "wan": TinyModel("WanTransformer3DModel", wan_inputs, WAN),
     "wan, image context": TinyModel(
@@ -449,6 +513,73 @@ MODELS = {
             "patch_size_t": 2,
             "patch_bias": False,
             "ofs_embed_dim": None,
+        },
+    ),
+    "sd3": TinyModel("SD3Transformer2DModel", sd3_inputs, SD3),
+    "sd3.5, controlnet": TinyModel(
+        "SD3Transformer2DModel",
+        partial(sd3_inputs, blocks=2),
+        {**SD3, "dual_attention_layers": (0, 1), "qk_norm": "rms_norm"},
+    ),
+    "auraflow": TinyModel(
+        "AuraFlowTransformer2DModel",
+        auraflow_inputs,
+        {
+            "sample_size": 16,
+            "num_mmdit_layers": 2,
+            "num_single_dit_layers": 2,
+            "attention_head_dim": 16,
+            "num_attention_heads": 3,
+            "joint_attention_dim": 24,
+            "caption_projection_dim": 48,
+            "pos_embed_max_size": 1024,
+        },
+    ),
+    "pixart": TinyModel(
+        "PixArtTransformer2DModel",
+        pixart_inputs,
+        {
+            "num_attention_heads": 3,
+            "attention_head_dim": 16,
+            "num_layers": 2,
+            "cross_attention_dim": 48,
+            "caption_channels": 24,
+            "sample_size": 128,
+        },
+    ),
+    "lumina2": TinyModel(
+        "Lumina2Transformer2DModel",
+        lumina2_inputs,
+        {
+            "in_channels": 4,
+            "hidden_size": 48,
+            "num_layers": 2,
+            "num_refiner_layers": 1,
+            "num_attention_heads": 4,
+            "num_kv_heads": 2,
+            "multiple_of": 16,
+            "axes_dim_rope": (4, 4, 4),
+            "axes_lens": (64, 64, 64),
+            "cap_feat_dim": 24,
+        },
+    ),
+    "hidream": TinyModel(
+        "HiDreamImageTransformer2DModel",
+        hidream_inputs,
+        {
+            "patch_size": 2,
+            "in_channels": 4,
+            "out_channels": 4,
+            "num_layers": 2,
+            "num_single_layers": 2,
+            "attention_head_dim": 16,
+            "num_attention_heads": 3,
+            "caption_channels": [24, 20],
+            "text_emb_dim": 20,
+            "axes_dims_rope": (4, 6, 6),
+            "max_resolution": (32, 32),
+            "llama_layers": [0, 1, 2, 3],
+            "force_inference_output": True,
         },
     ),
 }

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from diffusers import DiffusionPipeline, FluxTransformer2DModel, PixArtTransformer2DModel
+from diffusers import DiffusionPipeline, FluxTransformer2DModel, SanaTransformer2DModel
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 from torch import nn
 
@@ -25,8 +25,17 @@ class OtherTransformer(DiffusionPipeline):
         self.register_modules(transformer=transformer)
 
 
-def pixart():
-    return PixArtTransformer2DModel(num_attention_heads=1, attention_head_dim=4, num_layers=1, cross_attention_dim=4)
+def sana():
+    """Its linear attention is no scaled_dot_product_attention."""
+    return SanaTransformer2DModel(
+        num_attention_heads=1,
+        attention_head_dim=4,
+        num_layers=1,
+        cross_attention_dim=4,
+        num_cross_attention_heads=1,
+        cross_attention_head_dim=4,
+        caption_channels=4,
+    )
 
 
 def test_a_pipe_without_a_transformer_is_refused_with_what_is_supported():
@@ -35,11 +44,11 @@ def test_a_pipe_without_a_transformer_is_refused_with_what_is_supported():
 
 
 def test_another_transformer_is_refused_with_what_is_supported():
-    message = r"is not supported: there is no plan for PixArtTransformer2DModel\. " + BY_HAND
+    message = r"is not supported: there is no plan for SanaTransformer2DModel\. " + BY_HAND
     with pytest.raises(TypeError, match="(?s)OtherTransformer " + message):
-        parallelize_pipe(OtherTransformer(pixart()))
-    with pytest.raises(TypeError, match="(?s)PixArtTransformer2DModel " + message):
-        parallelize_transformer(pixart())
+        parallelize_pipe(OtherTransformer(sana()))
+    with pytest.raises(TypeError, match="(?s)SanaTransformer2DModel " + message):
+        parallelize_transformer(sana())
 
 
 def test_a_transformer_spread_over_devices_is_refused():

@@ -62,7 +62,9 @@ def test_every_transformer_is_exact(rank_pool, ring, ulysses):
     check(rank_pool, list(MODELS), ring, ulysses)
 
 
-BATCHED = [name for name in MODELS if name.startswith(("cogvideox", "mochi", "ltx"))]
+BATCHED = [
+    name for name in MODELS if name.startswith(("cogvideox", "mochi", "ltx", "sd3", "auraflow", "pixart", "hidream"))
+]
 
 
 @pytest.mark.parametrize(("batch", "ring", "ulysses"), [(2, 1, 1), (2, 1, 2), (2, 2, 1)])
@@ -166,8 +168,9 @@ def call_compiled(names, way):
     return outs, frames
 
 
-# HunyuanVideo 1.5 asks a tensor whether an image was given: it has no whole graph alone, either.
-WHOLE_GRAPH = [name for name in MODELS if not name.startswith("hunyuan 1.5")]
+# HunyuanVideo 1.5 asks a tensor whether an image was given, Lumina how long its texts are, HiDream which experts are asked:
+# they have no whole graph alone, either.
+WHOLE_GRAPH = [name for name in MODELS if not name.startswith(("hunyuan 1.5", "lumina2", "hidream"))]
 ONE_OF_EACH = [
     "wan, image context",
     "wan vace",
@@ -181,6 +184,9 @@ ONE_OF_EACH = [
     "framepack, one sample",
     "mochi",
     "cogvideox 1.5",
+    "sd3.5, controlnet",
+    "auraflow",
+    "pixart",
 ]
 REPEATED_BLOCKS = ["wan, image context", "qwen-image, masked", "ltx2", "helios", "hunyuan 1.5"]
 

@@ -1,0 +1,17 @@
+"""AuraFlow. Read against diffusers 0.42."""
+
+from para_core.adapters.adapter import Adapter
+from para_core.plan import Gather, Plan, Split
+
+AURAFLOW = Adapter(
+    transformer="AuraFlowTransformer2DModel",
+    pipelines="AuraFlow",
+    plan=Plan(
+        inputs={},
+        inner={"joint_transformer_blocks.0": {"hidden_states": Split(dim=1, segment="image")}},
+        outputs={"proj_out": Gather(dim=1, segment="image")},
+        # Register tokens are part of the text.
+        joint_order=("text", "image"),
+        batched=dict.fromkeys(("hidden_states", "encoder_hidden_states", "timestep"), 0),
+    ),
+)

@@ -1,0 +1,32 @@
+"""HiDream-I1. Read against diffusers 0.42."""
+
+from para_core.adapters.adapter import Adapter
+from para_core.plan import Cut, Gather, Plan, Split
+
+# Of image tokens, then of text.
+WITH_TEXT = Split(dim=1, like="image", then_whole=True)
+OF_BLOCKS: dict[str | int, Cut] = {"hidden_states_masks": WITH_TEXT, "image_rotary_emb": WITH_TEXT}
+
+HIDREAM = Adapter(
+    transformer="HiDreamImageTransformer2DModel",
+    pipelines="HiDream-I1",
+    plan=Plan(
+        inputs={},
+        inner={
+            "double_stream_blocks.0": {"hidden_states": Split(dim=1, segment="image")},
+            "double_stream_blocks.*": OF_BLOCKS,
+            "single_stream_blocks.*": OF_BLOCKS,
+        },
+        outputs={"final_layer": Gather(dim=1, segment="image")},
+        joint_order=("image", "text"),
+        batched={
+            "hidden_states": 0,
+            "timesteps": 0,
+            "encoder_hidden_states_t5": 0,
+            "encoder_hidden_states_llama3": 1,  # [layers, B, S, C]
+            "pooled_embeds": 0,
+            "img_ids": 0,
+            "hidden_states_masks": 0,
+        },
+    ),
+)

@@ -1,0 +1,20 @@
+"""Lumina-Image 2.0. Read against diffusers 0.42."""
+
+from para_core.adapters.adapter import Adapter
+from para_core.plan import Gather, Plan, Split
+
+LUMINA2 = Adapter(
+    transformer="Lumina2Transformer2DModel",
+    pipelines="Lumina-Image 2.0",
+    plan=Plan(
+        inputs={},
+        inner={
+            # Each sample's valid text, then its image, then padding; refined apart before.
+            "layers.0": {"hidden_states": Split(dim=1, segment="tokens")},
+            "layers.*": {"image_rotary_emb": Split(dim=1, like="tokens")},
+        },
+        # Behind it, each sample's image is taken out.
+        outputs={"layers.-1": Gather(dim=1, segment="tokens")},
+        joint_order=("tokens",),
+    ),
+)

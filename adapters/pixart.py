@@ -1,0 +1,20 @@
+"""PixArt-Alpha and PixArt-Sigma. Read against diffusers 0.42."""
+
+from para_core.adapters.adapter import Adapter
+from para_core.plan import Attention, Gather, Plan, Split
+
+PIXART = Adapter(
+    transformer="PixArtTransformer2DModel",
+    pipelines="PixArt",
+    plan=Plan(
+        inputs={},
+        inner={"transformer_blocks.0": {"hidden_states": Split(dim=1, segment="image")}},
+        outputs={"proj_out": Gather(dim=1, segment="image")},
+        joint_order=("image",),
+        attention={"transformer_blocks.*.attn2": (Attention(("image",), ("text",)),)},
+        batched=dict.fromkeys(
+            ("hidden_states", "encoder_hidden_states", "timestep", "added_cond_kwargs", "encoder_attention_mask"),
+            0,
+        ),
+    ),
+)

@@ -1,0 +1,34 @@
+"""Stable Diffusion 3 and 3.5, with ControlNet and IP-Adapter. Read against diffusers 0.42."""
+
+from para_core.adapters.adapter import Adapter
+from para_core.plan import Attention, Gather, Plan, Split
+
+JOINT = ("image", "text")
+
+SD3 = Adapter(
+    transformer="SD3Transformer2DModel",
+    pipelines="Stable Diffusion 3",
+    plan=Plan(
+        # [B, S, C] each, added to the image tokens between blocks.
+        inputs={"block_controlnet_hidden_states": Split(dim=1, like="image")},
+        inner={"transformer_blocks.0": {"hidden_states": Split(dim=1, segment="image")}},
+        outputs={"proj_out": Gather(dim=1, segment="image")},
+        joint_order=JOINT,
+        attention={
+            # Behind the joint attention, image tokens attend to each other and to those of an IP-Adapter.
+            "transformer_blocks.*.attn": (Attention(JOINT), Attention(("image",), ("image", "ip_adapter"))),
+            # 3.5 medium: among image tokens alone.
+            "transformer_blocks.*.attn2": (Attention(("image",)),),
+        },
+        batched=dict.fromkeys(
+            (
+                "hidden_states",
+                "encoder_hidden_states",
+                "pooled_projections",
+                "timestep",
+                "block_controlnet_hidden_states",
+            ),
+            0,
+        ),
+    ),
+)
