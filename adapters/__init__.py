@@ -1,5 +1,6 @@
 """What para_core knows about diffusers pipelines."""
 
+from para_core.adapters.adapter import Adapter
 from para_core.adapters.parallel import (
     parallelize_pipe,
     parallelize_transformer,
@@ -8,6 +9,7 @@ from para_core.adapters.parallel import (
 )
 
 __all__ = [
+    "Adapter",
     "parallelize_pipe",
     "parallelize_transformer",
     "unparallelize_pipe",

@@ -17,11 +17,11 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from para_core.adapters.adapter import Text
+from para_core.adapters.adapter import Adapter, Text
 from para_core.adapters.call_agreement import require_same_call, require_same_inputs
 from para_core.adapters.choose_mesh import choose_mesh, default_guidance, number_of_heads
 from para_core.adapters.failures import random_state_of_first_rank, reasons_shared, set_timeout
-from para_core.adapters.supported import batched_branches, plan_for, supported
+from para_core.adapters.supported import plan_for, supported
 from para_core.guidance import Guidance
 from para_core.instance import original_class, unwrap, wrap_method
 from para_core.mesh import GuidedMesh, SequenceMesh, guided_mesh, init_context_parallel_mesh, one_guided_rank
@@ -45,6 +45,7 @@ def parallelize_pipe(
     mesh: Mesh | None = None,
     text: Text | None = None,
     timeout: timedelta | float | None = None,
+    adapter: Adapter | None = None,
 ) -> Pipeline:
     """Draw each picture of this one pipeline on all ranks of ``mesh``, exactly as on one.
 
@@ -61,6 +62,7 @@ def parallelize_pipe(
             Both are exact; left out: the faster one for this model.
         timeout: how long (seconds, if a number) the ranks of the mesh wait for one that does not answer, because it raised
             an exception of its own or died; set on the mesh's process groups. Left out: as it is.
+        adapter: what is to be known of a transformer that is not supported, or instead of what is known here.
 
     Returns:
         ``pipe``.
@@ -70,17 +72,18 @@ def parallelize_pipe(
         RuntimeError: no ``mesh`` and no process group on several ranks.
     """
     unparallelize_pipe(pipe)
-    transformers = _transformers_of(pipe)
+    transformers = _transformers_of(pipe, adapter)
     guided = _guided_mesh(mesh, pipe)
     for transformer in transformers.values():
-        parallelize_transformer(transformer, mesh=guided, text=text)
+        parallelize_transformer(transformer, mesh=guided, text=text, adapter=adapter)
     if guided.ranks == 1:
         return pipe
     if timeout is not None:
         set_timeout(guided, timeout)
     meshes = {name: plan_mesh(transformer) for name, transformer in transformers.items()}
     guidance = Guidance(guided.batch)
-    apart = guided.batch.size > 1 and not any(batched_branches(transformer) for transformer in transformers.values())
+    plans = [plan_for(transformer, adapter=adapter) for transformer in transformers.values()]
+    apart = guided.batch.size > 1 and not any(plan is not None and plan.batched for plan in plans)
 
     def share_out(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling() or not guidance.active:
@@ -149,7 +152,11 @@ def unparallelize_pipe(pipe: Pipeline) -> Pipeline:
 
 
 def parallelize_transformer(
-    transformer: Transformer, *, mesh: Mesh | GuidedMesh | None = None, text: Text | None = None
+    transformer: Transformer,
+    *,
+    mesh: Mesh | GuidedMesh | None = None,
+    text: Text | None = None,
+    adapter: Adapter | None = None,
 ) -> Transformer:
     """Run this one transformer over ``mesh``: every rank gives it the same input and gets the whole output.
 
@@ -158,13 +165,13 @@ def parallelize_transformer(
 
     Args:
         transformer: a supported diffusers transformer, compiled or not.
-        mesh, text: as for :func:`parallelize_pipe`.
+        mesh, text, adapter: as for :func:`parallelize_pipe`.
 
     Returns:
         ``transformer``.
     """
     module = _unwrapped(transformer)
-    plan = plan_for(module, text)
+    plan = plan_for(module, text, adapter)
     if plan is None:
         raise TypeError(_unsupported(module, f"there is no plan for {type(module).__name__}"))
     guided = _guided_mesh(mesh, module)
@@ -189,14 +196,14 @@ def _unwrapped(module: Any) -> Any:
     return getattr(module, "_orig_mod", module)
 
 
-def _transformers_of(pipe: Any) -> dict[str, nn.Module]:
+def _transformers_of(pipe: Any, adapter: Adapter | None = None) -> dict[str, nn.Module]:
     """By the name of the component."""
     found = {name: _unwrapped(getattr(pipe, name, None)) for name in _TRANSFORMERS}
     transformers = {name: module for name, module in found.items() if isinstance(module, nn.Module)}
     if not transformers:
         raise TypeError(_unsupported(pipe, "it has no transformer"))
     for module in transformers.values():
-        if plan_for(module) is None:
+        if plan_for(module, adapter=adapter) is None:
             raise TypeError(_unsupported(pipe, f"there is no plan for {type(module).__name__}"))
     return transformers
 
@@ -245,7 +252,9 @@ def _chosen_mesh(device_type: str, owner: Any) -> DeviceMesh:
     """For a pipeline or a transformer, over all ranks."""
     transformer, guidance = owner, None
     if not isinstance(owner, nn.Module):
-        transformer = next(iter(_transformers_of(owner).values()))
+        transformer = next(
+            module for name in _TRANSFORMERS if (module := _unwrapped(getattr(owner, name, None))) is not None
+        )
         guidance = default_guidance(owner, transformer)
     choice = choose_mesh(dist.get_world_size(), number_of_heads(transformer), guidance)
     if dist.get_rank() == 0:

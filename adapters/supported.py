@@ -44,11 +44,12 @@ ADAPTERS: tuple[Adapter, ...] = (
 )
 
 
-def plan_for(module: nn.Module, text: Text | None = None) -> Plan | None:
+def plan_for(module: nn.Module, text: Text | None = None, adapter: Adapter | None = None) -> Plan | None:
     """Our plan for ``module``, or the one that its class publishes (``_cp_plan``); None if there is neither.
 
     Args:
         text: None: the faster way.
+        adapter: goes before both where it is for this class.
 
     Raises:
         ValueError: ``text`` is unknown, or this model's text cannot be cut.
@@ -56,19 +57,13 @@ def plan_for(module: nn.Module, text: Text | None = None) -> Plan | None:
     if text not in (None, "shard", "replicate"):
         raise ValueError(f"text is {text!r}; expected 'shard', 'replicate', or None for the faster of both.")
     names = {cls.__name__ for cls in type(module).__mro__}
-    for adapter in ADAPTERS:
-        if adapter.transformer in names:
-            return _with_text(adapter.plan, "text", text or adapter.text, asked=text, module=module)
+    for known in (*([] if adapter is None else [adapter]), *ADAPTERS):
+        if known.transformer in names:
+            return _with_text(known.plan, "text", text or known.text, asked=text, module=module)
     published: Any = getattr(module, "_cp_plan", None)
     if published is None:
         return None
     return _with_text(published_plan(published), "encoder_hidden_states", text or "shard", asked=text, module=module)
-
-
-def batched_branches(module: nn.Module) -> bool:
-    """Whether one call holds all branches of guidance."""
-    plan = plan_for(module)
-    return plan is not None and bool(plan.batched)
 
 
 def _with_text(plan: Plan, segment: str, text: Text, *, asked: Text | None, module: nn.Module) -> Plan:

@@ -18,19 +18,27 @@ from para_core.in_batch import InBatchAttnMode
 from para_core.layout import Segment, SequenceLayout
 from para_core.mesh import init_context_parallel_mesh
 from para_core.modes import RingAttnMode, UlyssesAttnMode, UnifiedAttnMode
+from para_core.plan import Attention, FirstTokens, Gather, LastTokens, Plan, Split, Whole
 from para_core.sparse_modes import BlockSparseAttnMode, SparseKVAttnMode
 
 __all__ = [
+    "Attention",
     "BlockSparseAttnMode",
     "ContextParallelConfig",
+    "FirstTokens",
+    "Gather",
     "InBatchAttnMode",
+    "LastTokens",
     "ParallelConfig",
+    "Plan",
     "RingAttnMode",
     "Segment",
     "SequenceLayout",
     "SparseKVAttnMode",
+    "Split",
     "UlyssesAttnMode",
     "UnifiedAttnMode",
+    "Whole",
     "apply_context_parallel",
     "init_context_parallel_mesh",
     "remove_context_parallel",

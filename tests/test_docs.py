@@ -101,7 +101,15 @@ def test_flux_example_draws_the_same_picture_on_one_rank_and_on_two(tmp_path):
     assert np.abs(pictures[0] - pictures[1]).max() <= 1
 
 
-@pytest.mark.parametrize("module", ["para_core.layout", "para_core.mesh", "para_core.kernels.merge_reference"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "para_core.layout",
+        "para_core.mesh",
+        "para_core.kernels.merge_reference",
+        "para_core.adapters.choose_mesh",
+    ],
+)
 def test_doctests_pass(module):
     results = doctest.testmod(import_module(module))
     assert results.attempted > 0
