@@ -122,6 +122,7 @@ CONDITIONS = [
     LTXVideoCondition(image=picture(96, 160, seed=2)),
     LTXVideoCondition(video=film(9, 96, 160), frame_index=8, strength=0.8),
 ]
+OTHER_CONDITION = LTXVideoCondition(video=[*film(8, 96, 160), picture(96, 160)], frame_index=8, strength=0.8)
 TWO = {"prompt": ["a red circle", "a large blue square on black, and a small green triangle"]}
 NEGATIVE = {"negative_prompt": "a blue square"}
 # Calls of other kinds: of which pipeline, what is special, and the options.
@@ -278,6 +279,7 @@ DIFFERENCES = [
     ("qwen-image, controlnet", {"control_image": picture(48, 80, seed=5)}),
     ("ltx", {"frame_rate": 30}),
     ("ltx2", {"stg_scale": 0.0}),
+    ("ltx, condition", {"conditions": CONDITIONS}, {"image": None, "conditions": [*CONDITIONS[:1], OTHER_CONDITION]}),
 ]
 
 
