@@ -6,6 +6,7 @@ import hashlib
 import inspect
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -126,6 +127,8 @@ def _describe(value: Any) -> str:
         return "{" + ", ".join(f"{key!r}: {_describe(item)}" for key, item in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(_describe(item) for item in value) + "]"
+    if is_dataclass(value) and not isinstance(value, type):  # the frames that LTX-Video is given, and their places
+        return _describe({field.name: getattr(value, field.name) for field in fields(value)})
     if hasattr(value, "tobytes"):  # PIL images, numpy arrays
         shape = getattr(value, "size", None) if not hasattr(value, "shape") else value.shape
         return f"{type(value).__name__} {shape} {_hash(value.tobytes())}"

@@ -6,11 +6,14 @@ Zero or untrained parameters would hide what a wrong shard does: tests/adapters 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from diffusers import (
     AutoencoderKL,
     FlowMatchEulerDiscreteScheduler,
@@ -25,9 +28,11 @@ from diffusers import (
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from benchmarks.random_weights import fill
 from benchmarks.tiny_flux.models import CLIP_WIDTH, LATENT_CHANNELS, SHIFT, T5_WIDTH, Denoiser, Tokenizers
 from benchmarks.tiny_flux.models import build_tokenizers as _build_tokenizers
 from benchmarks.tiny_flux.models import build_vae as _build_vae
+from para_core import UnifiedAttnMode
 
 # Two blocks of each kind are enough for residuals to pass from one list to the other.
 _FLUX = {
@@ -42,20 +47,6 @@ _FLUX = {
 # A token is 2 × 2 latent pixels.
 FLUX_CHANNELS = 4 * LATENT_CHANNELS
 _CONTROL = (FluxControlPipeline, FluxControlImg2ImgPipeline, FluxControlInpaintPipeline)
-
-
-def fill(module: nn.Module, seed: int) -> nn.Module:
-    """Random values in every parameter, of a size that keeps activations near 1; ``module`` in eval mode."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in sorted(module.named_parameters()):
-            noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.ndim > 1:
-                parameter.copy_(noise / math.sqrt(parameter[0].numel()))
-            else:
-                # The scale of a norm, or a bias.
-                parameter.copy_(0.2 * noise + (1.0 if name.endswith("weight") else 0.0))
-    return module.eval().requires_grad_(False)
 
 
 @cache
@@ -141,6 +132,24 @@ def flux_inputs(num_image: int, num_text: int, *, batch: int = 1, channels: int 
         "img_ids": ids,
         "txt_ids": torch.zeros(num_text, 3),
     }
+
+
+@contextmanager
+def each_rank_alone() -> Iterator[None]:
+    """Inside, every attention call is computed on this rank's tokens only: what a plan without collectives would give."""
+
+    def attend_alone(
+        mode: UnifiedAttnMode, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        mode.intercepted = True
+        mask = kwargs.pop("attn_mask", None)
+        if mask is not None:
+            mask = mask[..., -1:, -key.shape[2] :].expand(-1, -1, query.shape[2], -1)
+        with UnifiedAttnMode.disable():
+            return F.scaled_dot_product_attention(query, key, value, mask, *args, **kwargs)
+
+    with mock.patch.object(UnifiedAttnMode, "attend", attend_alone):
+        yield
 
 
 def relative_error(out: Tensor, expected: Tensor) -> float:

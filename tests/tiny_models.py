@@ -12,7 +12,7 @@ import diffusers
 import torch
 from torch import Tensor, nn
 
-from tests.tiny import fill
+from benchmarks.random_weights import fill
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:

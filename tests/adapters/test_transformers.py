@@ -1,7 +1,6 @@
 """Every supported transformer computes on several ranks what it computes alone."""
 
 import warnings
-from unittest import mock
 
 import diffusers
 import pytest
@@ -11,9 +10,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from para_core.adapters import parallelize_transformer, unparallelize_transformer
 from para_core.adapters.supported import ADAPTERS
-from para_core.modes import UnifiedAttnMode
 from tests.rank_pool import heartbeat
-from tests.tiny import cpu_mesh, relative_error
+from tests.tiny import cpu_mesh, each_rank_alone, relative_error
 from tests.tiny_models import MODELS
 
 # (frames, height, width) in latent pixels: even and odd numbers of tokens, and fewer tokens than ranks.
@@ -123,18 +121,8 @@ def test_text_that_cannot_be_cut_is_an_error(rank_pool):
 
 
 def call_alone():
-    """Every attention call on this rank's tokens only."""
-
-    def attend_alone(self, query, key, value, *args, **kwargs):
-        self.intercepted = True
-        mask = kwargs.pop("attn_mask", None)
-        if mask is not None:
-            mask = mask[..., -1:, -key.shape[2] :].expand(-1, -1, query.shape[2], -1)
-        with UnifiedAttnMode.disable():
-            return torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, *args, **kwargs)
-
     outs = {}
-    with mock.patch.object(UnifiedAttnMode, "attend", attend_alone):
+    with each_rank_alone():
         for name in MODELS:
             heartbeat()
             transformer = parallelize_transformer(MODELS[name].build(), mesh=cpu_mesh(1, 2))

@@ -1,0 +1,300 @@
+"""Pipelines of every family beside FLUX.1 draw on several ranks what they draw alone."""
+
+import warnings
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from diffusers.pipelines.ltx.pipeline_ltx_condition import LTXVideoCondition
+from torch import Tensor
+
+from benchmarks.tiny_pipelines import PIPELINES, TEXT_WIDTH, embeddings, film, picture
+from para_core.adapters import parallelize_pipe, unparallelize_pipe
+from tests.rank_pool import heartbeat
+from tests.tiny import CLIP_WIDTH, T5_WIDTH, cpu_mesh, each_rank_alone, relative_error
+
+
+def draw(pipe, name, **options):
+    """The first output: a tensor, of PIL pictures too."""
+    with warnings.catch_warnings():
+        # Mochi asks for an autocast that the CPU does not have.
+        warnings.filterwarnings("ignore", message="In CPU autocast")
+        out = pipe(**PIPELINES[name].call(**options))
+    assert (type(out) is tuple) == (options.get("return_dict") is False)
+    out = out[0]
+    if isinstance(out, list) and isinstance(out[0], Tensor):
+        # FramePack gives the latents of each section.
+        return torch.cat(out, dim=2)
+    if isinstance(out, Tensor):
+        return out
+    return torch.as_tensor(np.asarray(out).astype(np.float64))
+
+
+def build(name, mesh=None):
+    heartbeat()
+    pipe = PIPELINES[name].build()
+    return pipe if mesh is None else parallelize_pipe(pipe, mesh=mesh)
+
+
+@cache
+def drawn_alone(name):
+    return draw(build(name), name)
+
+
+def draw_all(names, ring, ulysses):
+    """Latents; on the first rank also what it draws alone afterwards."""
+    outs = {}
+    for name in names:
+        pipe = build(name, cpu_mesh(ring, ulysses))
+        outs[name] = draw(pipe, name)
+        if dist.get_rank() == 0:
+            outs[name, "alone"] = draw(unparallelize_pipe(pipe), name)
+    return outs
+
+
+ON_THREE_RANKS = [
+    "hunyuan",
+    "mochi",
+    "cogvideox",
+    "cogvideox, rotary",
+    "wan 2.2",
+    "framepack",
+    "hunyuan 1.5",
+    "ltx, image",
+]
+
+
+@pytest.mark.parametrize(
+    ("ring", "ulysses", "names"),
+    [
+        pytest.param(1, 2, list(PIPELINES), id="ulysses 2"),
+        pytest.param(2, 1, list(PIPELINES), id="ring 2"),
+        pytest.param(1, 3, ON_THREE_RANKS, id="ulysses 3"),
+        pytest.param(3, 1, ON_THREE_RANKS, id="ring 3"),
+    ],
+)
+def test_every_pipeline_is_exact(rank_pool, ring, ulysses, names):
+    for rank, outs in enumerate(rank_pool.run(draw_all, ring * ulysses, names, ring, ulysses)):
+        errors = {name: relative_error(outs[name], drawn_alone(name)) for name in names}
+        wrong = {name: error for name, error in errors.items() if not error < 1e-5}
+        assert not wrong, (rank, wrong)
+        if rank == 0:
+            assert all(torch.equal(outs[name, "alone"], drawn_alone(name)) for name in names)
+
+
+def draw_each_alone():
+    outs = {}
+    with each_rank_alone():
+        for name in PIPELINES:
+            outs[name] = draw(build(name, cpu_mesh(1, 2)), name)
+    return outs
+
+
+def test_these_pipelines_depend_on_what_other_ranks_hold(rank_pool):
+    for outs in rank_pool.run(draw_each_alone, 2):
+        errors = {name: relative_error(out, drawn_alone(name)) for name, out in outs.items()}
+        assert min(errors.values()) > 1e-3, errors
+
+
+def decode_all():
+    return {name: draw(build(name, cpu_mesh(1, 2)), name, output_type="pt") for name in PIPELINES}
+
+
+def test_every_decoded_film_is_exact(rank_pool):
+    expected = {name: draw(build(name), name, output_type="pt") for name in PIPELINES}
+    for outs in rank_pool.run(decode_all, 2):
+        errors = {name: relative_error(outs[name], expected[name]) for name in PIPELINES}
+        assert max(errors.values()) < 1e-5, errors
+
+
+def noise(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(shape[-1]))
+
+
+def mask(*lengths, total=13):
+    return torch.tensor([[place < length for place in range(total)] for length in lengths])
+
+
+# The second adds tokens of its own.
+CONDITIONS = [
+    LTXVideoCondition(image=picture(96, 160, seed=2)),
+    LTXVideoCondition(video=film(9, 96, 160), frame_index=8, strength=0.8),
+]
+OTHER_CONDITION = LTXVideoCondition(video=[*film(8, 96, 160), picture(96, 160)], frame_index=8, strength=0.8)
+TWO = {"prompt": ["a red circle", "a large blue square on black, and a small green triangle"]}
+NEGATIVE = {"negative_prompt": "a blue square"}
+# Calls of other kinds: of which pipeline, what is special, and the options.
+CALLS = [
+    *[
+        (name, "two prompts", TWO)
+        for name in ("hunyuan", "cogvideox", "wan", "hunyuan 1.5", "ltx", "ltx2", "flux2 klein")
+    ],
+    ("mochi", "two prompts", TWO),
+    ("qwen-image", "two prompts", {**TWO, "negative_prompt": ["", "a small red triangle on white"]}),
+    ("hunyuan", "two films of a prompt", {"num_videos_per_prompt": 2}),
+    ("mochi", "two films of a prompt", {"num_videos_per_prompt": 2}),
+    ("wan", "two films of a prompt", {"num_videos_per_prompt": 2}),
+    ("hunyuan", "another size", {"height": 64, "width": 48, "num_frames": 17}),
+    ("hunyuan", "one token", {"height": 16, "width": 16, "num_frames": 1}),
+    ("mochi", "another size", {"height": 64, "width": 48, "num_frames": 7}),
+    ("mochi", "one token", {"height": 16, "width": 16, "num_frames": 1}),
+    ("cogvideox", "another size", {"height": 64, "width": 48, "num_frames": 5}),
+    ("cogvideox, rotary", "another size", {"height": 48, "width": 96, "num_frames": 13}),
+    ("cogvideox 1.5", "another size", {"height": 32, "width": 80, "num_frames": 21}),
+    ("wan", "another size", {"height": 64, "width": 48, "num_frames": 13}),
+    ("wan", "one token", {"height": 16, "width": 16, "num_frames": 1}),
+    ("hunyuan 1.5", "another size", {"height": 64, "width": 48, "num_frames": 5}),
+    ("framepack", "three sections", {"num_frames": 25}),
+    ("framepack", "the other order of frames", {"sampling_type": "vanilla", "num_frames": 17}),
+    ("framepack", "a last image", {"last_image": picture(48, 80, seed=3)}),
+    ("qwen-image", "another size", {"height": 64, "width": 96}),
+    ("ltx", "another size", {"height": 64, "width": 96, "num_frames": 9}),
+    ("ltx, condition", "two conditions", {"image": None, "conditions": CONDITIONS}),
+    ("hunyuan", "true guidance", {**NEGATIVE, "true_cfg_scale": 3.0}),
+    ("hunyuan", "other distilled guidance", {"guidance_scale": 1.5}),
+    ("mochi", "no guidance", {"guidance_scale": 1.0}),
+    ("mochi", "guidance away from a prompt", NEGATIVE),
+    ("cogvideox", "no guidance", {"guidance_scale": 1.0}),
+    ("cogvideox", "guidance that grows", {"use_dynamic_cfg": True}),
+    ("wan", "no guidance", {"guidance_scale": 1.0}),
+    ("wan 2.2", "guidance in the second half only", {"guidance_scale": 1.0, "guidance_scale_2": 4.0}),
+    ("qwen-image", "no guidance", {"true_cfg_scale": 1.0}),
+    ("ltx", "rescaled guidance", {**NEGATIVE, "guidance_rescale": 0.7}),
+    ("ltx2", "no guidance", {"guidance_scale": 1.0, "stg_scale": 0.0, "modality_scale": 1.0}),
+    ("hunyuan", "latents given", {"latents": noise(1, 4, 3, 6, 10)}),
+    ("mochi", "latents given", {"latents": noise(1, 12, 3, 6, 10)}),
+    ("cogvideox", "latents given", {"latents": noise(1, 3, 4, 6, 10)}),
+    ("wan 2.2", "latents given", {"latents": noise(1, 16, 3, 6, 10)}),
+    (
+        "hunyuan",
+        "embeddings given",
+        {
+            "prompt": None,
+            "prompt_embeds": noise(2, 13, TEXT_WIDTH),
+            "pooled_prompt_embeds": noise(2, CLIP_WIDTH),
+            "prompt_attention_mask": mask(13, 5),
+        },
+    ),
+    (
+        "mochi",
+        "embeddings given",
+        {
+            "prompt": None,
+            "prompt_embeds": noise(2, 13, T5_WIDTH),
+            "prompt_attention_mask": mask(1, 13),
+            "negative_prompt_embeds": -noise(2, 13, T5_WIDTH),
+            "negative_prompt_attention_mask": mask(6, 2),
+        },
+    ),
+    ("cogvideox", "embeddings given", embeddings(13, T5_WIDTH)),
+    ("wan", "embeddings given", embeddings(7, TEXT_WIDTH)),
+]
+
+
+def draw_calls(ring, ulysses):
+    pipes, outs = {}, []
+    for name, _, options in CALLS:
+        pipes[name] = pipes.get(name) or build(name, cpu_mesh(ring, ulysses))
+        heartbeat()
+        outs.append(draw(pipes[name], name, **options))
+    return outs
+
+
+@cache
+def calls_alone():
+    pipes = {name: build(name) for name, _, _ in CALLS}
+    return [draw(pipes[name], name, **options) for name, _, options in CALLS]
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (2, 1), (3, 1)])
+def test_every_kind_of_call_is_exact(rank_pool, ring, ulysses):
+    for outs in rank_pool.run(draw_calls, ring * ulysses, ring, ulysses):
+        for (name, what, _), out, expected in zip(CALLS, outs, calls_alone(), strict=True):
+            error = relative_error(out, expected)
+            assert error < 1e-5, (name, what, error)
+
+
+def test_each_kind_of_call_draws_something_else():
+    for (name, what, _), out in zip(CALLS, calls_alone(), strict=True):
+        assert out.isfinite().all()
+        assert relative_error(out, drawn_alone(name)) > 1e-3, (name, what)
+
+
+def brighten(pipe, step, timestep, tensors):
+    return {"latents": tensors["latents"] * 1.5 + step}
+
+
+def stop(pipe, step, timestep, tensors):
+    pipe._interrupt = step == 1
+    return tensors
+
+
+def draw_otherwise(mesh_shape=None):
+    """Ways to be called that an adapter has to leave as they are, of a few pipelines."""
+    outs = {}
+    for name in ("hunyuan", "mochi", "cogvideox", "wan 2.2"):
+        pipe = build(name, mesh_shape and cpu_mesh(*mesh_shape))
+        outs[name, "brighter"] = draw(pipe, name, callback_on_step_end=brighten)
+        outs[name, "interrupted"] = draw(pipe, name, callback_on_step_end=stop)
+        outs[name, "a tuple"] = draw(pipe, name, return_dict=False, num_inference_steps=2)
+        outs[name, "8 bits"] = draw(pipe, name, output_type="pil")
+        outs[name, "an array"] = draw(pipe, name, output_type="np")
+        torch.manual_seed(3)
+        outs[name, "no generator"] = draw(pipe, name, generator=None)
+    return outs
+
+
+def test_callbacks_interruptions_and_kinds_of_output_are_as_alone(rank_pool):
+    expected = draw_otherwise()
+    for (name, what), out in expected.items():
+        if out.shape == drawn_alone(name).shape:
+            assert relative_error(out, drawn_alone(name)) > 1e-3, (name, what)
+    for outs in rank_pool.run(draw_otherwise, 2, (1, 2)):
+        for (name, what), out in outs.items():
+            if what == "8 bits":
+                assert (out - expected[name, what]).abs().max() <= 1, name
+            else:
+                error = relative_error(out, expected[name, what])
+                assert error < 1e-5, (name, what, error)
+
+
+# Of which pipeline, what rank 1 says otherwise than rank 0, and what both say.
+DIFFERENCES = [
+    ("hunyuan", {"num_frames": 13}),
+    ("hunyuan", {"guidance_scale": 5.0}),
+    ("hunyuan", {"true_cfg_scale": 2.0}),
+    ("hunyuan", {"prompt_template": {"template": "{}", "crop_start": 0}}),
+    ("mochi", {"width": 64}),
+    ("cogvideox", {"guidance_scale": 1.0}),
+    ("cogvideox, image", {"image": picture(48, 80, seed=5)}),
+    ("cogvideox, video", {"video": [*film(8, 48, 80), picture(48, 80, seed=5)]}),
+    ("cogvideox, video", {"strength": 0.5}),
+    ("wan 2.2", {"guidance_scale_2": 1.0}),
+    ("wan vace", {"video": film(5, 48, 80)}),
+    ("wan vace", {"conditioning_scale": 0.5}),
+    ("framepack", {"latent_window_size": 4}),
+    ("framepack", {"sampling_type": "vanilla"}),
+    ("qwen-image, controlnet", {"control_image": picture(48, 80, seed=5)}),
+    ("ltx", {"frame_rate": 30}),
+    ("ltx2", {"stg_scale": 0.0}),
+    ("ltx, condition", {"conditions": CONDITIONS}, {"image": None, "conditions": [*CONDITIONS[:1], OTHER_CONDITION]}),
+]
+
+
+def call_differently():
+    messages = []
+    for name, options, *both in DIFFERENCES:
+        pipe = build(name, cpu_mesh(1, 2))
+        with pytest.raises(ValueError, match="the ranks of one mesh must call") as error:
+            draw(pipe, name, **{**dict(*both), **(options if dist.get_rank() == 1 else {})})
+        messages.append(str(error.value))
+    return messages
+
+
+def test_ranks_that_call_differently_raise_on_every_rank_and_name_what_differs(rank_pool):
+    for messages in rank_pool.run(call_differently, 2):
+        for (name, options, *_), message in zip(DIFFERENCES, messages, strict=True):
+            (argument,) = options
+            assert f"differs from rank 0. {argument}: rank 0 has " in message, (name, message)
