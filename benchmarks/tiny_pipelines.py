@@ -1,6 +1,6 @@
 """Tiny diffusers pipelines of every video family, and of the picture families beside FLUX.1: random weights, nothing to load.
 
-Each is whole: text encoders and tokenizers, VAE, scheduler. What they draw means nothing, but every part of the input matters
+Each is whole: text encoders and tokenizers (but FLUX.2 [dev]), VAE, scheduler. What they draw means nothing, but every part of the input matters
 to it, so it shows what parallel runs get wrong.
 """
 
@@ -50,9 +50,13 @@ class TinyPipeline:
     options: dict[str, Any] = field(default_factory=dict)
 
     def call(self, **options: Any) -> dict[str, Any]:
-        """Arguments of a short call that gives latents: few tokens, an odd number of them, three steps, a seed."""
+        """Arguments of a short call that gives latents: few tokens, an odd number of them, three steps, a seed.
+
+        What is None is left out.
+        """
         defaults = {"prompt": PROMPT, "num_inference_steps": 3, "output_type": "latent", **self.options}
-        return {**defaults, "generator": torch.Generator().manual_seed(7), **options}
+        defaults["generator"] = torch.Generator().manual_seed(7)
+        return {name: value for name, value in {**defaults, **options}.items() if value is not None}
 
 
 # -- tokenizers and encoders
@@ -558,8 +562,11 @@ _HELIOS = {
 # -- the table
 
 
-def embeddings(tokens: int, width: int, **masks: str) -> dict[str, Any]:
-    """Of a prompt and a negative one, given in place of them."""
+def embeddings(tokens: int, width: int) -> dict[str, Any]:
+    """Of a prompt and a negative one, in place of them.
+
+    For pipelines that clean a prompt with ftfy and fail without it (Wan's from images and films, ChronoEdit, Helios).
+    """
     generator = torch.Generator().manual_seed(tokens)
     given: dict[str, Any] = {"prompt": None}
     for kind in ("prompt", "negative_prompt"):
@@ -597,6 +604,10 @@ PIPELINES: dict[str, TinyPipeline] = {
         lambda: cogvideox("CogVideoXVideoToVideoPipeline"),
         {"height": 48, "width": 80, **_TEXT, "video": film(9, 48, 80), "strength": 0.9},
     ),
+    "cogvideox, control": TinyPipeline(
+        lambda: cogvideox("CogVideoXFunControlPipeline", in_channels=8),
+        {"height": 48, "width": 80, **_TEXT, "control_video": film(9, 48, 80)},
+    ),
     "wan": TinyPipeline(wan, _WAN_SIZE),
     "wan 2.2": TinyPipeline(lambda: wan(two=True), _WAN_SIZE),
     "wan, a time step for each token": TinyPipeline(lambda: wan(expand_timesteps=True), _WAN_SIZE),
@@ -608,6 +619,23 @@ PIPELINES: dict[str, TinyPipeline] = {
     "wan 2.2, image": TinyPipeline(
         lambda: wan("WanImageToVideoPipeline", two=True, in_channels=36),
         {**_SIZE, **_IMAGE, **embeddings(13, TEXT_WIDTH)},
+    ),
+    "wan, image by time steps": TinyPipeline(
+        lambda: wan("WanImageToVideoPipeline", expand_timesteps=True), {**_SIZE, **_IMAGE, **embeddings(13, TEXT_WIDTH)}
+    ),
+    "chronoedit": TinyPipeline(
+        lambda: wan(
+            "ChronoEditPipeline",
+            model="ChronoEditTransformer3DModel",
+            in_channels=36,
+            image_dim=IMAGE_WIDTH,
+            added_kv_proj_dim=36,
+        ),
+        {**_SIZE, **_IMAGE, **embeddings(512, TEXT_WIDTH)},
+    ),
+    "lucy": TinyPipeline(
+        lambda: wan("LucyEditPipeline", in_channels=32),
+        {**_SIZE, "video": film(9, 48, 80), **embeddings(13, TEXT_WIDTH)},
     ),
     "wan, video": TinyPipeline(
         lambda: wan("WanVideoToVideoPipeline"),
@@ -629,12 +657,23 @@ PIPELINES: dict[str, TinyPipeline] = {
     "hunyuan, image by token replacement": TinyPipeline(
         lambda: hunyuan_video_image("token_replace"), {**_SIZE, **_TEXT, **_IMAGE, "prompt_template": _LLAVA_TEMPLATE}
     ),
+    "skyreels, image": TinyPipeline(
+        lambda: hunyuan_video(
+            "HunyuanSkyreelsImageToVideoPipeline",
+            transformer=_random("HunyuanVideoTransformer3DModel", 1, **{**_HUNYUAN, "in_channels": 8}),
+        ),
+        {**_SIZE, **_TEXT, **_IMAGE},
+    ),
     "framepack": TinyPipeline(framepack, {**_SIZE, **_TEXT, **_IMAGE, "latent_window_size": 3}),
     "hunyuan 1.5": TinyPipeline(hunyuan_video_15, {**_SIZE, "prompt": f'{PROMPT}, with the text "red"'}),
     "hunyuan 1.5, image": TinyPipeline(hunyuan_video_15_image, {**_IMAGE, "num_frames": 9}),
     "qwen-image": TinyPipeline(qwen_image, _QWEN_SIZE),
     "qwen-image, image": TinyPipeline(
         lambda: qwen_image("QwenImageImg2ImgPipeline"), {**_QWEN_SIZE, **_IMAGE, "strength": 0.9}
+    ),
+    "qwen-image, inpainting": TinyPipeline(
+        lambda: qwen_image("QwenImageInpaintPipeline"),
+        {**_QWEN_SIZE, **_IMAGE, "mask_image": picture(48, 80, seed=1).convert("L"), "strength": 0.9},
     ),
     "qwen-image, controlnet": TinyPipeline(
         lambda: qwen_image("QwenImageControlNetPipeline", controlnet=qwen_controlnet()),
@@ -646,6 +685,16 @@ PIPELINES: dict[str, TinyPipeline] = {
     "ltx2": TinyPipeline(
         ltx2,
         {**_LTX_SIZE, "spatio_temporal_guidance_blocks": [1], "frame_rate": 25.0},
+    ),
+    "ltx2, image": TinyPipeline(
+        lambda: ltx2("LTX2ImageToVideoPipeline"),
+        {
+            **_LTX_SIZE,
+            "spatio_temporal_guidance_blocks": [1],
+            "frame_rate": 25.0,
+            "image": picture(96, 160),
+            "image_crf": 0,
+        },
     ),
     "flux2": TinyPipeline(
         lambda: flux2("Flux2Pipeline"),
