@@ -40,7 +40,8 @@ def require_same_call(
     try:
         if problem is not None:
             raise RuntimeError(problem)
-        record = _record(_flat(inspect.signature(call).bind(*args, **kwargs).arguments))
+        given = _flat(inspect.signature(call).bind(*args, **kwargs).arguments)
+        record = _record({**given, **_settings(args[0])})
     except (TypeError, ValueError, RuntimeError) as error:
         record = error_record(error)
     _require_alike(
@@ -65,6 +66,18 @@ def require_same_inputs(given: Mapping[str, Any], mesh: GuidedMesh, what: str) -
         "parallelize_pipe(the_other_pipe, mesh=mesh). In a loop of your own, draw random numbers from a generator of the "
         "same seed on all ranks.",
     )
+
+
+def _settings(pipe: Any) -> dict[str, Any]:
+    """What decides, beside its arguments, how a pipeline goes from step to step: its scheduler and its guider."""
+    parts = {name: getattr(pipe, name, None) for name in ("scheduler", "guider")}
+    return {f"pipe.{name}": _configured(part) for name, part in parts.items() if part is not None}
+
+
+def _configured(part: Any) -> dict[str, Any]:
+    # What begins with an underscore is diffusers' own bookkeeping, and in no fixed order.
+    settings = {name: value for name, value in getattr(part, "config", {}).items() if not name.startswith("_")}
+    return {"class": type(part).__name__, **settings}
 
 
 def _record(given: Mapping[str, Any]) -> Record:

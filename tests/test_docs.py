@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageSequence
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").glob("*.md"))]
@@ -99,6 +99,35 @@ def test_flux_example_draws_the_same_picture_on_one_rank_and_on_two(tmp_path):
     pictures = [np.asarray(Image.open(path)).astype(int) for path in (alone, shared)]
     assert pictures[0].shape == (72, 56, 3)
     assert np.abs(pictures[0] - pictures[1]).max() <= 1
+
+
+FILMS = {
+    "run_hunyuan_video": ["--ring", "2"],
+    "run_mochi": ["--batch", "2"],
+    "run_cogvideox": [],
+    "run_wan": ["--batch", "2"],
+}
+
+
+def frames_of(path: Path) -> list[np.ndarray]:
+    with Image.open(path) as film:
+        return [np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(film)]
+
+
+@pytest.mark.parametrize("name", FILMS)
+def test_film_examples_write_the_same_film_on_one_rank_and_on_two(name, tmp_path):
+    example = ROOT / f"parallel_examples/{name}.py"
+    alone, shared = tmp_path / "alone.gif", tmp_path / "shared.gif"
+    arguments = ["--steps", "2", "--output"]
+    subprocess.run([sys.executable, str(example), *arguments, str(alone)], check=True, cwd=ROOT)
+    printed = run_on_two_ranks(example, *FILMS[name], *arguments, str(shared))
+    assert "a tiny pipeline with random weights" in printed
+    assert re.search(r"^2 ranks, .*: 2 steps in .* s per step", printed, re.MULTILINE)
+    films = [frames_of(path) for path in (alone, shared)]
+    assert films[0][0].shape == (48, 80, 3)
+    assert len(films[0]) == len(films[1]) > 1
+    # Each frame has a palette of its own: a rounded value may choose another entry.
+    assert all(np.mean(one != other) < 0.01 for one, other in zip(*films, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,21 @@ from diffusers import FluxPipeline
 from torch.distributed.device_mesh import init_device_mesh
 
 from para_core.adapters import parallelize_pipe
+from tests.rank_pool import RankPoolError
 from tests.tiny import FLUX_CHANNELS, cpu_mesh, flux_call, flux_pipe, relative_error
+
+
+def draw_with_another_scheduler():
+    pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2))
+    if dist.get_rank() == 1:
+        pipe.scheduler.register_to_config(shift=2.0)
+    pipe(**flux_call())
+
+
+def test_ranks_whose_schedulers_differ_are_told_so(rank_pool):
+    with pytest.raises(RankPoolError, match=r"pipe\.scheduler: rank 0 has .*rank 1 has") as error:
+        rank_pool.run(draw_with_another_scheduler, 2)
+    assert "raised on 2 of 2 ranks" in str(error.value)
 
 
 def draw_without_generator(ring, ulysses):

@@ -1,0 +1,53 @@
+"""CogVideoX on one device, or on several:
+
+python parallel_examples/run_cogvideox.py
+torchrun --nproc_per_node=2 parallel_examples/run_cogvideox.py --batch 2
+torchrun --nproc_per_node=4 parallel_examples/run_cogvideox.py --model THUDM/CogVideoX-5b \
+    --prompt "a cat walks on the grass" --steps 50 --height 480 --width 720 --frames 49 --max-sequence-length 226 --batch 2 --output cat.mp4
+"""
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from diffusers import CogVideoXPipeline
+from options import parse_options, start_ranks, timed, tiny_pipeline, write_film
+
+from para_core.adapters import parallelize_pipe
+
+options = parse_options(
+    __doc__,
+    prompt="a large red circle at the top left, on white",
+    steps=4,
+    height=48,
+    width=80,
+    frames=9,
+    max_sequence_length=13,
+    output="cogvideox.gif",
+)
+ranks = start_ranks(options)
+
+if options.model is None:
+    pipe = tiny_pipeline("cogvideox", ranks.rank)
+else:
+    pipe = CogVideoXPipeline.from_pretrained(options.model, dtype=ranks.dtype)
+    pipe.vae.enable_tiling()
+pipe.to(ranks.device).set_progress_bar_config(disable=ranks.rank != 0)
+parallelize_pipe(pipe, mesh=ranks.mesh)
+if options.compile:
+    pipe.transformer = torch.compile(pipe.transformer, fullgraph=True)
+
+draw = partial(
+    pipe,
+    prompt=options.prompt,
+    height=options.height,
+    width=options.width,
+    num_frames=options.frames,
+    max_sequence_length=options.max_sequence_length,
+    output_type="pil",
+)
+frames = timed(draw, options, ranks).frames[0]
+if ranks.rank == 0:
+    write_film(frames, options)
+if ranks.mesh is not None:
+    dist.destroy_process_group()
