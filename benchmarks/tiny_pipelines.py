@@ -34,6 +34,7 @@ from benchmarks.tiny_flux.models import (
     Denoiser,
     Tokenizers,
     build_tokenizers,
+    build_vae,
 )
 
 # Of the encoders that are made here.
@@ -429,6 +430,83 @@ def qwen_controlnet() -> nn.Module:
     return _random("QwenImageControlNetModel", 8, **{**_QWEN, "num_layers": 1})
 
 
+# -- pictures of two or three text encoders, of one, and of a causal one: their embeddings are given
+
+
+def _picture_pipe(cls: str, transformer: nn.Module, **components: Any) -> Any:
+    vae = fill(build_vae(), seed=2)
+    vae.register_to_config(scaling_factor=0.7, shift_factor=0.1)
+    return _pipe(cls, transformer=transformer, vae=vae, **components)
+
+
+def stable_diffusion_3() -> Any:
+    transformer = _random(
+        "SD3Transformer2DModel",
+        1,
+        sample_size=32,
+        in_channels=4,
+        out_channels=4,
+        num_layers=3,
+        attention_head_dim=16,
+        num_attention_heads=3,
+        joint_attention_dim=TEXT_WIDTH,
+        caption_projection_dim=48,
+        pooled_projection_dim=IMAGE_WIDTH,
+        pos_embed_max_size=32,
+        dual_attention_layers=(0, 1),
+        qk_norm="rms_norm",
+    )
+    encoders = [f"{part}{number}" for part in ("text_encoder", "tokenizer") for number in ("", "_2", "_3")]
+    return _picture_pipe("StableDiffusion3Pipeline", transformer, **dict.fromkeys(encoders))
+
+
+def auraflow() -> Any:
+    transformer = _random(
+        "AuraFlowTransformer2DModel",
+        1,
+        sample_size=16,
+        num_mmdit_layers=2,
+        num_single_dit_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=3,
+        joint_attention_dim=TEXT_WIDTH,
+        caption_projection_dim=48,
+    )
+    return _picture_pipe("AuraFlowPipeline", transformer, text_encoder=None, tokenizer=None)
+
+
+def pixart() -> Any:
+    transformer = _random(
+        "PixArtTransformer2DModel",
+        1,
+        num_attention_heads=3,
+        attention_head_dim=16,
+        num_layers=2,
+        cross_attention_dim=48,
+        caption_channels=T5_WIDTH,
+        sample_size=64,
+    )
+    return _picture_pipe("PixArtSigmaPipeline", transformer, scheduler=diffusers.DDIMScheduler(), **_t5())
+
+
+def lumina2() -> Any:
+    transformer = _random(
+        "Lumina2Transformer2DModel",
+        1,
+        in_channels=4,
+        hidden_size=48,
+        num_layers=2,
+        num_refiner_layers=1,
+        num_attention_heads=4,
+        num_kv_heads=2,
+        multiple_of=16,
+        axes_dim_rope=(4, 4, 4),
+        axes_lens=(64, 64, 64),
+        cap_feat_dim=TEXT_WIDTH,
+    )
+    return _picture_pipe("Lumina2Pipeline", transformer, text_encoder=None, tokenizer=None)
+
+
 # -- LTX-Video
 
 _LTX = {
@@ -579,6 +657,12 @@ _TEXT = {"max_sequence_length": 13}
 _IMAGE = {"image": picture(48, 80)}
 _WAN_SIZE = {**_SIZE, **_TEXT}
 _QWEN_SIZE = {"height": 48, "width": 80, "negative_prompt": "a blue square"}
+# 3 × 5 image tokens of 8 × 8 pixels; of 13 text tokens nine are valid, and five of the negative ones.
+_PICTURE = {"height": 24, "width": 40, **embeddings(13, TEXT_WIDTH)}
+_VALID = {
+    f"{kind}_attention_mask": (torch.arange(13) < number)[None]
+    for kind, number in (("prompt", 9), ("negative_prompt", 5))
+}
 # 3 × 3 × 5 video tokens of 32 × 32 pixels in 8 frames.
 _LTX_SIZE = {"height": 96, "width": 160, "num_frames": 17, **_TEXT}
 _LLAVA_TEMPLATE = {
@@ -704,6 +788,19 @@ PIPELINES: dict[str, TinyPipeline] = {
         lambda: flux2("Flux2KleinPipeline"),
         {"height": 48, "width": 80, **_TEXT, "text_encoder_out_layers": (1, 2, 3)},
     ),
+    "stable diffusion 3": TinyPipeline(
+        stable_diffusion_3,
+        {
+            **_PICTURE,
+            "pooled_prompt_embeds": embeddings(1, IMAGE_WIDTH)["prompt_embeds"][:, 0],
+            "negative_pooled_prompt_embeds": embeddings(1, IMAGE_WIDTH)["negative_prompt_embeds"][:, 0],
+        },
+    ),
+    "auraflow": TinyPipeline(auraflow, {**_PICTURE, **_VALID}),
+    "pixart": TinyPipeline(
+        pixart, {"height": 24, "width": 40, **_TEXT, "clean_caption": False, "use_resolution_binning": False}
+    ),
+    "lumina2": TinyPipeline(lumina2, {**_PICTURE, **_VALID, "height": 48, "width": 80}),
     # Two chunks of frames, the second with the first as its history.
     "helios": TinyPipeline(
         helios, {**_SIZE, "num_latent_frames_per_chunk": 2, "history_sizes": [4, 2, 1], **embeddings(13, TEXT_WIDTH)}

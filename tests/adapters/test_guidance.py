@@ -57,7 +57,7 @@ def test_branches_that_are_called_one_after_the_other_are_shared_out(rank_pool, 
         # Sizes are known from the second call on.
         assert outs["guided again"][1] == (3 if index < 2 else 0), f"rank {rank} of {batch} branches"
         assert outs["alone again"][1] == 6
-        assert torch.equal(outs["alone again"][0], expected["guided"][0])
+        assert relative_error(outs["alone again"][0], expected["guided"][0]) < 1e-5
 
 
 def draw_compiled(way):
@@ -101,5 +101,5 @@ def draw_without_guidance():
 def test_a_call_that_does_not_guide_is_right_and_warns_once(rank_pool):
     expected = flux_pipe()(**flux_call(num_inference_steps=4)).images
     for image, warned in rank_pool.run(draw_without_guidance, 2):
-        assert torch.equal(image, expected)
+        assert relative_error(image, expected) < 1e-5
         assert warned == 1
