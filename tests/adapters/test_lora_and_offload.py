@@ -7,9 +7,16 @@ import torch
 from accelerate import cpu_offload
 from accelerate.hooks import remove_hook_from_submodules
 from diffusers.hooks import apply_group_offloading
+from peft import LoraConfig
 
-from para_core.adapters import parallelize_pipe, unparallelize_pipe
+from para_core.adapters import (
+    parallelize_pipe,
+    parallelize_transformer,
+    unparallelize_pipe,
+    unparallelize_transformer,
+)
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, relative_error
+from tests.tiny_models import MODELS
 
 # proj_out is the last module of the transformer: peft puts another one in its place. By its name, the blocks' too.
 TARGETS = (
@@ -135,3 +142,50 @@ def test_offload_goes_on_and_off_in_every_order(rank_pool, name):
     for outs in rank_pool.run(draw_offloaded, 2, name):
         errors = {name: relative_error(out, expected) for name, out in outs.items()}
         assert max(errors.values()) < 1e-5, errors
+
+
+def add_lora(transformer):
+    """Also on the layer behind which tokens are gathered, in the middle of the model."""
+    transformer.add_adapter(
+        LoraConfig(r=3, target_modules=["proj_out", "attn1.to_q", "attn2.to_v"], init_lora_weights=False)
+    )
+    generator = torch.Generator().manual_seed(11)
+    for name, parameter in sorted(transformer.named_parameters()):
+        if "lora_" in name:
+            parameter.data.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+
+
+def call_wan_with_lora(when):
+    model = MODELS["wan"]
+    transformer = model.build()
+    inputs = model.inputs(3, 6, 10)
+    outs = []
+    with torch.no_grad():
+        if when == "before":
+            add_lora(transformer)
+        parallelize_transformer(transformer, mesh=cpu_mesh(1, 2))
+        if when == "after":
+            outs.append(transformer(**inputs).sample)
+            add_lora(transformer)
+        outs.append(transformer(**inputs).sample)
+        if when == "after":
+            transformer.delete_adapters("default")
+            outs.append(transformer(**inputs).sample)
+        unparallelize_transformer(transformer)
+        outs.append(transformer(**inputs).sample)
+    return outs
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_lora_may_replace_the_layer_behind_which_tokens_are_gathered(rank_pool, when):
+    model = MODELS["wan"]
+    inputs = model.inputs(3, 6, 10)
+    with torch.no_grad():
+        plain = model.build()(**inputs).sample
+        transformer = model.build()
+        add_lora(transformer)
+        with_lora = transformer(**inputs).sample
+    assert relative_error(with_lora, plain) > 0.01
+    expected = {"before": [with_lora, with_lora], "after": [plain, with_lora, plain, plain]}[when]
+    for outs in rank_pool.run(call_wan_with_lora, 2, when):
+        assert max(relative_error(out, one) for out, one in zip(outs, expected, strict=True)) < 1e-5
