@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from para_core.attention.tiling import RotateMethod
@@ -88,3 +91,29 @@ class PlannedAttnMode(UnifiedAttnMode):
             )
         segments = [known[name] if name in known else Segment(name, rest, replicated=True) for name in names]
         return SequenceLayout(tuple(segments), self._mesh.ranks)
+
+
+@contextmanager
+def recomputed_under(mode: PlannedAttnMode, module: nn.Module) -> Iterator[None]:
+    """Inside, what diffusers' activation checkpointing will run again in the backward will do so under ``mode``.
+
+    While a graph is traced nothing is to be done: it holds its own recomputation.
+    """
+    checkpointing: list[tuple[Any, Any]] = []
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        checkpointing = [
+            (submodule, submodule._gradient_checkpointing_func)
+            for submodule in module.modules()
+            if getattr(submodule, "gradient_checkpointing", False)
+        ]
+    for submodule, checkpoint in checkpointing:
+        submodule._gradient_checkpointing_func = _bind_first(mode, checkpoint)
+    try:
+        yield
+    finally:
+        for submodule, checkpoint in checkpointing:
+            submodule._gradient_checkpointing_func = checkpoint
+
+
+def _bind_first(mode: PlannedAttnMode, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda function, *args: checkpoint(mode.bound(function), *args)

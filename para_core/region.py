@@ -6,24 +6,22 @@ The module's code does not know. What runs around it lives in private subclasses
 
 from __future__ import annotations
 
-import inspect
-import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from para_core.attention.tiling import RotateMethod
+from para_core.boundaries import Boundary, as_tuple, find_boundaries, is_at, parameters_of
 from para_core.collectives import all_gather
 from para_core.instance import (
     Around,
     is_entry,
     is_wrapped,
-    original_class,
     unwrap,
     wrap_alike,
     wrap_method,
@@ -32,28 +30,13 @@ from para_core.instance import (
 from para_core.layout import Segment, SequenceLayout
 from para_core.mesh import MeshDim, SequenceMesh
 from para_core.plan import Attention, Cut, FirstTokens, Gather, LastTokens, Plan, Split, Whole, published_plan
-from para_core.planned_mode import PlannedAttnMode
+from para_core.planned_mode import PlannedAttnMode, recomputed_under
 from para_core.sharding import gather_tokens, shard_tokens
 
 _KEY = "parallel"
 
 # Called with the arguments of a call, by name; raises where ranks differ.
 RequireEqual = Callable[[Mapping[str, Any]], None]
-
-
-@dataclass(frozen=True)
-class _Boundary:
-    """What a plan says of one submodule; ``name`` as the plan has it."""
-
-    name: str = ""
-    cuts: tuple[tuple[str | int, Cut], ...] = ()
-    gathers: tuple[Gather | None, ...] = ()
-    attention: tuple[Attention, ...] = ()
-
-    def with_more(self, other: _Boundary) -> _Boundary:
-        return _Boundary(
-            self.name, (*self.cuts, *other.cuts), self.gathers or other.gathers, self.attention or other.attention
-        )
 
 
 class _Region:
@@ -77,7 +60,7 @@ class _Region:
         self.require_equal = require_equal
         # The caller has seen to it that all ranks call alike.
         self.known_equal = False
-        self.parameters = _parameters(module)
+        self.parameters = parameters_of(module)
         # What torch.compile made of this module in place, before a plan was applied: it does not look up _call_impl.
         self.compiled_before: Callable[..., Any] | None = module._compiled_call_impl
         if is_entry(getattr(self.compiled_before, "_torchdynamo_orig_callable", None)):
@@ -121,7 +104,7 @@ class _Region:
             args, kwargs = self._cut_arguments(self.plan.inputs, self.parameters, args, kwargs)
             with mode:
                 self._intercept(self.plan.inputs.values())
-                with _recomputed_under(mode, module):
+                with recomputed_under(mode, module):
                     output = call(module, *args, **kwargs)
                 # Compiled parts set it too, at every call: their graphs repeat what the handler did to the mode.
                 cut = self.mesh.ranks > 1 and any(not segment.replicated for segment in self.segments.values())
@@ -133,7 +116,7 @@ class _Region:
                     )
             rule = self.plan.outputs.get("")
             if rule is not None:
-                output = self._gather_outputs(output, _as_tuple(rule))
+                output = self._gather_outputs(output, as_tuple(rule))
             return self._all_samples(output, samples)
         finally:
             self.mode = None
@@ -286,20 +269,20 @@ class _Region:
         Raises:
             ValueError: the plan cuts or gathers at a module that is not there.
         """
-        if self.submodules and all(_is_at(module, name, found) for name, found in self.submodules.items()):
+        if self.submodules and all(is_at(module, name, found) for name, found in self.submodules.items()):
             return
-        boundaries = _boundaries(module, self.plan)
+        boundaries = find_boundaries(module, self.plan)
         for found in self.submodules.values():
             unwrap(found, _KEY)
         self.submodules = {name: found for name, (found, _) in boundaries.items()}
-        alike: dict[tuple[_Boundary, tuple[str, ...]], list[nn.Module]] = {}
+        alike: dict[tuple[Boundary, tuple[str, ...]], list[nn.Module]] = {}
         for found, boundary in boundaries.values():
-            alike.setdefault((boundary, _parameters(found)), []).append(found)
+            alike.setdefault((boundary, parameters_of(found)), []).append(found)
         for (boundary, parameters), submodules in alike.items():
             # __call__: outside of what Module.compile makes of the submodule, before or after this.
             wrap_alike(submodules, "__call__", _KEY, self._run_boundary(boundary, parameters))
 
-    def _run_boundary(self, boundary: _Boundary, parameters: tuple[str, ...]) -> Around:
+    def _run_boundary(self, boundary: Boundary, parameters: tuple[str, ...]) -> Around:
         name, attention = boundary.name, boundary.attention
         of_inputs = {key: cut for key, cut in boundary.cuts if isinstance(key, str)}
         of_outputs = {key: cut for key, cut in boundary.cuts if isinstance(key, int)}
@@ -367,93 +350,6 @@ def _with_tensors(output: Any, tensors: list[Tensor]) -> Any:
         if isinstance(value, Tensor):
             output[key] = next(others)
     return output
-
-
-def _as_tuple(rule: Gather | Sequence[Gather | None]) -> tuple[Gather | None, ...]:
-    return (rule,) if isinstance(rule, Gather) else tuple(rule)
-
-
-def _parameters(module: nn.Module) -> tuple[str, ...]:
-    """Names of the parameters of ``forward``; of what torch.compile wraps, those of the module inside."""
-    cls = original_class(getattr(module, "_orig_mod", module))
-    return tuple(inspect.signature(cls.forward).parameters)[1:]  # type: ignore[attr-defined]
-
-
-# -- finding submodules by name
-
-
-def _boundaries(module: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, _Boundary]]:
-    """Of each submodule that the plan names, by name, the module and all that the plan says of it."""
-    required = [_Boundary(name, cuts=tuple(cuts.items())) for name, cuts in plan.inner.items()]
-    required += [_Boundary(name, gathers=_as_tuple(rule)) for name, rule in plan.outputs.items() if name]
-    attending = [_Boundary(name, attention=attention) for name, attention in plan.attention.items()]
-    found: dict[str, tuple[nn.Module, _Boundary]] = {}
-    for boundary in (*required, *attending):
-        matching = _matching(module, boundary.name)
-        if not matching and boundary in required:
-            raise ValueError(
-                f"the plan names the module {boundary.name!r}, which {type(module).__name__} does not have."
-            )
-        for name, submodule in matching.items():
-            found[name] = (submodule, found[name][1].with_more(boundary) if name in found else boundary)
-    return found
-
-
-def _matching(module: nn.Module, pattern: str) -> dict[str, nn.Module]:
-    """Submodules by name; of a compiled one (``OptimizedModule``) the outer, under the name of the inner."""
-    parts = {"**": r"(?:.+\.)?", "*": r"[^.]+\."}
-    expression = "".join([parts.get(part, re.escape(part) + r"\.") for part in _counted(module, pattern)])
-    found: dict[str, nn.Module] = {}
-    for name, submodule in module.named_modules(remove_duplicate=False):
-        plain = name.replace("_orig_mod.", "").removesuffix("._orig_mod")
-        if plain not in found and re.fullmatch(expression, f"{plain}."):
-            found[plain] = submodule
-    return found
-
-
-def _counted(module: nn.Module, pattern: str) -> list[str]:
-    """The parts of ``pattern``, with -1 replaced by the last index."""
-    parts = pattern.split(".")
-    for place, part in enumerate(parts):
-        if part == "-1":
-            parts[place] = str(len(list(module.get_submodule(".".join(parts[:place])).children())) - 1)
-    return parts
-
-
-def _is_at(module: nn.Module, name: str, submodule: nn.Module) -> bool:
-    found: Any = module
-    for part in name.split("."):
-        found = getattr(getattr(found, "_orig_mod", found), part, None)
-    return found is submodule
-
-
-# -- what diffusers' activation checkpointing will run again
-
-
-@contextmanager
-def _recomputed_under(mode: PlannedAttnMode, module: nn.Module) -> Iterator[None]:
-    """Inside, what diffusers' activation checkpointing will run again in the backward will do so under ``mode``.
-
-    While a graph is traced nothing is to be done: it holds its own recomputation.
-    """
-    checkpointing: list[tuple[Any, Any]] = []
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        checkpointing = [
-            (submodule, submodule._gradient_checkpointing_func)
-            for submodule in module.modules()
-            if getattr(submodule, "gradient_checkpointing", False)
-        ]
-    for submodule, checkpoint in checkpointing:
-        submodule._gradient_checkpointing_func = _bind_first(mode, checkpoint)
-    try:
-        yield
-    finally:
-        for submodule, checkpoint in checkpointing:
-            submodule._gradient_checkpointing_func = checkpoint
-
-
-def _bind_first(mode: PlannedAttnMode, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda function, *args: checkpoint(mode.bound(function), *args)
 
 
 # -- applying and removing

@@ -1,0 +1,90 @@
+"""Where a plan does something to a model: its submodules by name, and what the plan says of each."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from para_core.instance import original_class
+from para_core.plan import Attention, Cut, Gather, Plan
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What a plan says of one submodule; ``name`` as the plan has it."""
+
+    name: str = ""
+    cuts: tuple[tuple[str | int, Cut], ...] = ()
+    gathers: tuple[Gather | None, ...] = ()
+    attention: tuple[Attention, ...] = ()
+
+    def with_more(self, other: Boundary) -> Boundary:
+        return Boundary(
+            self.name, (*self.cuts, *other.cuts), self.gathers or other.gathers, self.attention or other.attention
+        )
+
+
+def find_boundaries(module: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, Boundary]]:
+    """Of each submodule that the plan names, by name, the module and all that the plan says of it.
+
+    Raises:
+        ValueError: the plan cuts or gathers at a module that is not there.
+    """
+    required = [Boundary(name, cuts=tuple(cuts.items())) for name, cuts in plan.inner.items()]
+    required += [Boundary(name, gathers=as_tuple(rule)) for name, rule in plan.outputs.items() if name]
+    attending = [Boundary(name, attention=attention) for name, attention in plan.attention.items()]
+    found: dict[str, tuple[nn.Module, Boundary]] = {}
+    for boundary in (*required, *attending):
+        matching = _matching(module, boundary.name)
+        if not matching and boundary in required:
+            raise ValueError(
+                f"the plan names the module {boundary.name!r}, which {type(module).__name__} does not have."
+            )
+        for name, submodule in matching.items():
+            found[name] = (submodule, found[name][1].with_more(boundary) if name in found else boundary)
+    return found
+
+
+def _matching(module: nn.Module, pattern: str) -> dict[str, nn.Module]:
+    """Submodules by name; of a compiled one (``OptimizedModule``) the outer, under the name of the inner."""
+    parts = {"**": r"(?:.+\.)?", "*": r"[^.]+\."}
+    expression = "".join([parts.get(part, re.escape(part) + r"\.") for part in _counted(module, pattern)])
+    found: dict[str, nn.Module] = {}
+    for name, submodule in module.named_modules(remove_duplicate=False):
+        plain = name.replace("_orig_mod.", "").removesuffix("._orig_mod")
+        if plain not in found and re.fullmatch(expression, f"{plain}."):
+            found[plain] = submodule
+    return found
+
+
+def _counted(module: nn.Module, pattern: str) -> list[str]:
+    """The parts of ``pattern``, with -1 replaced by the last index."""
+    parts = pattern.split(".")
+    for place, part in enumerate(parts):
+        if part == "-1":
+            parts[place] = str(len(list(module.get_submodule(".".join(parts[:place])).children())) - 1)
+    return parts
+
+
+def is_at(module: nn.Module, name: str, submodule: nn.Module) -> bool:
+    """Whether ``submodule`` still stands under that name."""
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(getattr(found, "_orig_mod", found), part, None)
+    return found is submodule
+
+
+def as_tuple(rule: Gather | Sequence[Gather | None]) -> tuple[Gather | None, ...]:
+    """What is gathered of each tensor of an output."""
+    return (rule,) if isinstance(rule, Gather) else tuple(rule)
+
+
+def parameters_of(module: nn.Module) -> tuple[str, ...]:
+    """Names of the parameters of ``forward``; of what torch.compile wraps, those of the module inside."""
+    cls = original_class(getattr(module, "_orig_mod", module))
+    return tuple(inspect.signature(cls.forward).parameters)[1:]  # type: ignore[attr-defined]
