@@ -23,7 +23,7 @@ from para_core.adapters.choose_mesh import choose_mesh, default_guidance, number
 from para_core.adapters.failures import random_state_of_first_rank, reasons_shared, set_timeout
 from para_core.adapters.supported import plan_for, supported
 from para_core.guidance import Guidance
-from para_core.instance import original_class, unwrap, wrap_method
+from para_core.instance import original_class, unwrap, wrap_method, wrapper
 from para_core.mesh import GuidedMesh, SequenceMesh, guided_mesh, init_context_parallel_mesh, one_guided_rank
 from para_core.region import apply_plan, known_equal, plan_mesh, reattach_plan, remove_plan
 
@@ -100,9 +100,10 @@ def parallelize_pipe(
             for name, transformer in transformers.items():
                 reattach_plan(transformer)
                 stack.enter_context(known_equal(transformer))
-                if apart:
+                component = getattr(pipe, name)
+                if apart and wrapper(component, "__call__", _GUIDANCE) is not share_out:
                     # Around what torch.compile made of it, if anything: a graph holds one call.
-                    wrap_method(getattr(pipe, name), "__call__", _GUIDANCE, share_out)
+                    wrap_method(component, "__call__", _GUIDANCE, share_out)
             stack.enter_context(reasons_shared(token))
             if apart:
                 stack.enter_context(_warn_unguided(guidance, guided.batch.size, type(pipe).__name__))

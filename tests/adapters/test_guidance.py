@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from para_core.adapters import parallelize_pipe, unparallelize_pipe
 from para_core.guidance import Guidance
@@ -62,14 +63,15 @@ def test_branches_that_are_called_one_after_the_other_are_shared_out(rank_pool, 
 
 def draw_compiled(way):
     pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 1, batch=2))
+    counter = CompileCounterWithBackend("aot_eager")
     if way == "torch.compile":
-        pipe.transformer = torch.compile(pipe.transformer, backend="aot_eager", fullgraph=True)
+        pipe.transformer = torch.compile(pipe.transformer, backend=counter, fullgraph=True)
     elif way == "in place":
-        pipe.transformer.compile(backend="aot_eager", fullgraph=True)
+        pipe.transformer.compile(backend=counter, fullgraph=True)
     else:
-        pipe.transformer.compile_repeated_blocks(backend="aot_eager", fullgraph=True)
+        pipe.transformer.compile_repeated_blocks(backend=counter, fullgraph=True)
     images = [pipe(**flux_call(**GUIDED)).images]
-    rounds = []
+    rounds, graphs = [], counter.frame_count
 
     def spy(self, calls):
         rounds.append([bool(call.leaves) for call in calls])
@@ -78,6 +80,7 @@ def draw_compiled(way):
     exchange = Guidance._exchange
     with mock.patch.object(Guidance, "_exchange", spy):
         images.append(pipe(**flux_call(**GUIDED)).images)
+    assert counter.frame_count == graphs
     unparallelize_pipe(pipe)
     return [*images, pipe(**flux_call(**GUIDED)).images], rounds
 
