@@ -6,9 +6,9 @@ from diffusers import DiffusionPipeline, FluxTransformer2DModel, SanaTransformer
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 from torch import nn
 
+from benchmarks.tiny_models import MODELS
 from para_core.adapters import parallelize_pipe, parallelize_transformer
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, flux_transformer, relative_error
-from tests.tiny_models import MODELS
 
 BY_HAND = r"Supported are FLUX\.1: .*by hand:.*UnifiedAttnMode\(mesh\) as cp:.*cp\.gather\(model\(cp\.shard"
 

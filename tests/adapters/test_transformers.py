@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from benchmarks.tiny_models import MODELS
 from para_core.adapters import parallelize_transformer, unparallelize_transformer
 from para_core.adapters.supported import ADAPTERS
 from tests.rank_pool import heartbeat
 from tests.tiny import cpu_mesh, each_rank_alone, relative_error
-from tests.tiny_models import MODELS
 
 # (frames, height, width) in latent pixels: even and odd numbers of tokens, and fewer tokens than ranks.
 SIZES = [(3, 6, 10), (1, 6, 6), (1, 2, 2)]
