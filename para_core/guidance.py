@@ -102,13 +102,14 @@ class Guidance:
             self.active = False
 
     def call(self, model: Any, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What ``compute(*args, **kwargs)`` gives, or will give; with tensors of the same sizes, tensors of the same sizes."""
+        """What ``compute(*args, **kwargs)`` gives, or will give; with tensors of the same sizes and the same switches, the same form."""
         leaves = pytree.tree_leaves((args, kwargs))
         if any(isinstance(x, Deferred) and x._of is self._round for x in leaves):
             # Not only the ranks that compute this call need it.
             self.finish()
         args, kwargs = _values((args, kwargs))
-        key = (id(model), *[(tuple(x.shape), x.dtype, x.device) for x in leaves if isinstance(x, Tensor)])
+        # Switches (return_dict) decide the form of what is returned; numbers are of the step.
+        key = (id(model), *[_signature(x) for x in leaves if isinstance(x, (Tensor, bool))])
         owner = len(self._round.calls) % self._dim.size if self._expected_calls > 1 and key in self._known else None
         computed: list[Tensor] = []
         if owner in (None, self._dim.index):
@@ -164,6 +165,10 @@ class Guidance:
                 ]
             results.append(leaves)
         return results
+
+
+def _signature(x: Tensor | bool) -> Any:
+    return x if isinstance(x, bool) else (tuple(x.shape), x.dtype, x.device)
 
 
 def _as_bytes(x: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ class _Region:
         self.plan = plan
         self.mesh = mesh
         self.batch = batch
-        # Calls whose samples could not be shared out: as many as there are ranks along that dim, or multiples.
+        # Once is enough to say that the samples of a call cannot be shared out.
         self.warned_of_batch = False
         self.rotate_method = rotate_method
         self.require_equal = require_equal

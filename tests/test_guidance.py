@@ -16,8 +16,10 @@ class Model:
     def __init__(self):
         self.calls = 0
 
-    def __call__(self, x, branch):
+    def __call__(self, x, branch, as_dict=False):
         self.calls += 1
+        if as_dict:
+            return {"sample": x.sin() * (branch + 1)}
         return (x.sin() * (branch + 1), (x[:1] + branch).double())
 
 
@@ -66,6 +68,11 @@ def changed_in_place(model, x):
     return before + column + cond - model(x, 1)[0]
 
 
+def in_another_form(model, x):
+    cond = model(x, 0, True)["sample"]
+    return cond - model(x, 1, False)[0]
+
+
 def seen_by_numpy(model, x):
     cond, uncond = model(x, 0)[0], model(x, 1)[0]
     assert "tensor" in repr(cond)
@@ -83,6 +90,7 @@ BODIES = {
     asked_for_a_number: (1, 1),
     changed_in_place: (2, 2),
     seen_by_numpy: (1, 1),
+    in_another_form: (1, 1),
 }
 
 
