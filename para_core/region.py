@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from para_core.attention.tiling import RotateMethod
 from para_core.boundaries import Boundary, as_tuple, find_boundaries, is_at, parameters_of
-from para_core.collectives import all_gather
 from para_core.instance import (
     Around,
     is_entry,
@@ -31,6 +30,7 @@ from para_core.layout import Segment, SequenceLayout
 from para_core.mesh import MeshDim, SequenceMesh
 from para_core.plan import Attention, Cut, FirstTokens, Gather, LastTokens, Plan, Split, Whole, published_plan
 from para_core.planned_mode import PlannedAttnMode, recomputed_under
+from para_core.samples import all_samples, own_samples
 from para_core.sharding import gather_tokens, shard_tokens
 
 _KEY = "parallel"
@@ -161,15 +161,13 @@ class _Region:
             return args, kwargs, None
         samples = total // batch.size
         for name, dim in self.plan.batched.items():
-            given[name] = _own(given.get(name), dim, total, batch)
+            given[name] = own_samples(given.get(name), dim, total, batch)
         return (), {name: value for name, value in given.items() if name in self.parameters}, samples
 
     def _all_samples(self, output: Any, samples: int | None) -> Any:
         if samples is None or self.batch is None:
             return output
-        sizes = [samples] * self.batch.size
-        gathered = [all_gather(value, sizes, 0, self.batch) for value in _tensors_of(output)]
-        return _with_tensors(output, gathered)
+        return all_samples(output, samples, self.batch)
 
     # -- cutting and gathering
 
@@ -319,37 +317,6 @@ class _Region:
                 mode.set_attending(before)
 
         return cut_and_gather if boundary.cuts or boundary.gathers else attend
-
-
-def _own(value: Any, dim: int, total: int, batch: MeshDim) -> Any:
-    """Of a tensor, or each one of a dict or list, this rank's part of ``total`` samples; what has not so many is for all of them."""
-    if isinstance(value, Mapping):
-        return {key: _own(item, dim, total, batch) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        return type(value)([_own(item, dim, total, batch) for item in value])
-    if not isinstance(value, Tensor) or value.ndim <= dim or value.shape[dim] != total:
-        return value
-    size = total // batch.size
-    return value.narrow(dim, batch.index * size, size).clone()
-
-
-def _tensors_of(output: Any) -> list[Tensor]:
-    """Of a tensor, a tuple or list, or a ModelOutput, the tensors."""
-    values = [output] if isinstance(output, Tensor) else list(output.values() if hasattr(output, "values") else output)
-    return [value for value in values if isinstance(value, Tensor)]
-
-
-def _with_tensors(output: Any, tensors: list[Tensor]) -> Any:
-    """``output`` with others in their place."""
-    if isinstance(output, Tensor):
-        return tensors[0]
-    others = iter(tensors)
-    if isinstance(output, (tuple, list)):
-        return type(output)([next(others) if isinstance(value, Tensor) else value for value in output])
-    for key, value in list(output.items()):
-        if isinstance(value, Tensor):
-            output[key] = next(others)
-    return output
 
 
 # -- applying and removing
