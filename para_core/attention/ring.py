@@ -17,151 +17,30 @@ float32, for 16-bit input, too): R - 1 hops each. Nothing is kept but query, key
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 
 import torch
 from torch import Tensor
 
+from para_core.attention.blocks import (
+    asked_blocks,
+    block_shapes,
+    blocks_in_turn,
+    rotated_blocks,
+    tied,
+    travelling,
+    unpack,
+)
 from para_core.attention.causal import Tile, intersect, join_neighbours
 from para_core.attention.local import local_attention_backward, local_attention_with_lse, lse_dtype
 from para_core.attention.tiling import Order, RingCall, Tiling
-from para_core.attention.wire import Wire
-from para_core.collectives import pack, start_all_to_all, start_ring_shift, wait
+from para_core.collectives import pack, start_ring_shift, wait
 from para_core.kernels.merge_reference import merge
 from para_core.layout import Run
 
 # (query, key, value, *, mask, is_causal, scale) -> out, lse: `local_attention_with_lse`, or a user's own.
 AttendWithLse = Callable[..., tuple[Tensor, Tensor]]
-
-
-def _travelling(x: Tensor, call: RingCall) -> list[Tensor]:
-    """The parts of this rank's own block that no other block holds, in order; along dim 2."""
-    layout, mesh = call.key_layout, call.mesh
-    if mesh.ulysses.size > 1:
-        return [x.narrow(2, 0, call.block_sizes()[mesh.ring.index])]
-    parts = x.split([segment.size(mesh.rank, layout.ranks) for segment in layout.segments], dim=2)
-    return [part for part, segment in zip(parts, layout.segments, strict=True) if not segment.replicated]
-
-
-# These give the blocks that this rank sees, its own first, and the step of each: how many ranks before it its owner is. The
-# next block is in flight while the caller computes. What arrives is added to ``received``.
-
-
-def _rotated_blocks(
-    key: Tensor, value: Tensor, call: RingCall, received: list[Tensor] | None = None
-) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
-    """Each rank passes on what it got: neighbours talk to neighbours only."""
-    dim = call.mesh.ring
-    if dim.size == 1 or not call.key_layout.sharded:
-        yield 0, (key, value)
-        return
-    sizes, wire = call.block_sizes(), Wire(call.comm_dtype, min(key.shape[3], value.shape[3]))
-    buffer = _pack_block(key, value, call, wire)
-    for step in range(dim.size):
-        source = (dim.index - step) % dim.size
-        if step + 1 < dim.size:
-            arriving = start_ring_shift(buffer, _numel(key, value, sizes[source - 1], wire), dim)
-        yield step, (key, value) if step == 0 else _unpack_block(buffer, key, value, sizes[source], wire)
-        if step + 1 < dim.size:
-            buffer = wait(arriving)
-            if received is not None:
-                received.append(buffer)
-
-
-def _gathered_blocks(
-    key: Tensor, value: Tensor, call: RingCall, received: list[Tensor] | None = None
-) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
-    """All of them in one collective."""
-    dim = call.mesh.ring
-    if dim.size == 1 or not call.key_layout.sharded:
-        yield 0, (key, value)
-        return
-    wire = Wire(call.comm_dtype, min(key.shape[3], value.shape[3]))
-    buffer = _pack_block(key, value, call, wire)
-    others = [rank != dim.index for rank in range(dim.size)]
-    sent = [buffer.numel() * other for other in others]
-    arriving = [_numel(key, value, size, wire) * other for size, other in zip(call.block_sizes(), others, strict=True)]
-    started = start_all_to_all(buffer.repeat(dim.size - 1), sent, arriving, dim)
-    yield 0, (key, value)
-    blocks = wait(started)
-    if received is not None:
-        received.append(blocks)
-    buffers = blocks.split(arriving)
-    for step in range(1, dim.size):
-        source = (dim.index - step) % dim.size
-        yield step, _unpack_block(buffers[source], key, value, call.block_sizes()[source], wire)
-
-
-def _asked_blocks(
-    key: Tensor, value: Tensor, call: RingCall, received: list[Tensor] | None = None
-) -> Iterator[tuple[int, tuple[Tensor, Tensor] | None]]:
-    """Each rank sends its block straight to those that see any of it; None where another got one, and this rank none."""
-    dim, sizes = call.mesh.ring, call.block_sizes()
-    wire = Wire(call.comm_dtype, min(key.shape[3], value.shape[3]))
-    steps = _steps_with_traffic(call)
-    own = _pack_block(key, value, call, wire) if steps else key
-
-    def start(step: int, after: Tensor) -> Tensor:
-        # Where autograd follows each collective, they go back in the order in which they came, on every rank.
-        sent = tied(own if call.sees((dim.index + step) % dim.size, dim.index) else own[:0], [after])
-        arrives = _numel(key, value, sizes[(dim.index - step) % dim.size], wire) if _wanted(call, step) else 0
-        return start_ring_shift(sent, arrives, dim, distance=step)
-
-    arriving = start(steps[0], own) if steps else own
-    yield 0, (key, value)
-    for place, step in enumerate(steps):
-        buffer = wait(arriving)
-        if received is not None:
-            received.append(buffer)
-        if place + 1 < len(steps):
-            arriving = start(steps[place + 1], buffer)
-        size = sizes[(dim.index - step) % dim.size]
-        yield step, _unpack_block(buffer, key, value, size, wire) if _wanted(call, step) else None
-
-
-def _blocks_in_turn(call: RingCall) -> Callable[..., Iterator[tuple[int, tuple[Tensor, Tensor] | None]]]:
-    if call.blocks is not None:
-        return _asked_blocks
-    return _gathered_blocks if call.rotate_method == "allgather" else _rotated_blocks
-
-
-def _wanted(call: RingCall, step: int) -> bool:
-    """Whether this rank sees the block of the rank that is ``step`` before it."""
-    dim = call.mesh.ring
-    return call.sees(dim.index, (dim.index - step) % dim.size)
-
-
-def _steps_with_traffic(call: RingCall) -> list[int]:
-    """The distances at which some rank sees another's block: the same on every rank, so that all skip the others."""
-    size = call.mesh.ring.size
-    return [step for step in range(1, size) if any(call.sees(i, (i - step) % size) for i in range(size))]
-
-
-def _pack_block(key: Tensor, value: Tensor, call: RingCall, wire: Wire) -> Tensor:
-    """What travels of this rank's keys and values."""
-    parts = [_travelling(x, call) for x in (key, value)]
-    if wire.dtype is not None:
-        parts = [[wire.write(torch.cat(one, dim=2))] for one in parts]
-    return pack(parts)
-
-
-def _numel(key: Tensor, value: Tensor, num_tokens: int, wire: Wire) -> int:
-    return sum([prod(shape) for shape in _block_shapes(key, value, num_tokens + wire.scale_rows)])
-
-
-def _unpack_block(buffer: Tensor, key: Tensor, value: Tensor, num_tokens: int, wire: Wire) -> tuple[Tensor, Tensor]:
-    parts = unpack(buffer, _block_shapes(key, value, num_tokens + wire.scale_rows))
-    return wire.read(parts[0], key.dtype), wire.read(parts[1], value.dtype)
-
-
-def _block_shapes(key: Tensor, value: Tensor, num_tokens: int) -> list[tuple[int, ...]]:
-    return [(x.shape[0], x.shape[1], num_tokens, x.shape[3]) for x in (key, value)]
-
-
-def unpack(buffer: Tensor, shapes: Sequence[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
-    key, value = [part.view(shape) for part, shape in zip(buffer.split([prod(s) for s in shapes]), shapes, strict=True)]
-    return key, value
 
 
 def columns(mask: Tensor, positions: Sequence[Run]) -> Tensor:
@@ -216,7 +95,7 @@ def ring_attention(
     rows = [None] * len(queries) if mask is None else tiling.split(mask)
     found: list[tuple[Tensor, Tensor] | None] = [None] * len(queries)
     received: list[Tensor] = []
-    for step, block in _blocks_in_turn(call)(key, value, call, received):
+    for step, block in blocks_in_turn(call)(key, value, call, received):
         if block is None:
             continue
         order = tiling.keys(step)
@@ -237,19 +116,6 @@ def ring_attention(
     out, lse = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2) for parts in zip(*results, strict=True))
     out = tied(tiling.queries.restore(out.to(query.dtype)), [query, key, value, *received])
     return out, tiling.queries.restore(lse)
-
-
-def tied(x: Tensor, received: Sequence[Tensor]) -> Tensor:
-    """``x`` and nothing of ``received``: but if autograd follows these, they have a gradient of 0, on every rank.
-
-    A rank that needs nothing of what it got would otherwise not join in that collective's backward.
-    """
-    if not torch.is_grad_enabled():
-        return x
-    for one in received:
-        if one.requires_grad:
-            x = x + one[:0].sum().to(x.dtype)
-    return x
 
 
 def merged(so_far: tuple[Tensor, Tensor] | None, partial: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -294,15 +160,15 @@ def _rotate_gradients(block_backward: _BlockBackward, key: Tensor, value: Tensor
     dim, sizes = call.mesh.ring, call.block_sizes()
     arriving: Tensor | None = None
     own: list[Tensor] = []
-    for step, block in _rotated_blocks(key, value, call):
+    for step, block in rotated_blocks(key, value, call):
         grads = block_backward(*block, step)
         if step == 0:
             own = grads
             continue
         if arriving is not None:  # on its way while this rank computed its own share
-            earlier = unpack(wait(arriving), _block_shapes(key, value, sizes[(dim.index - step) % dim.size]))
+            earlier = unpack(wait(arriving), block_shapes(key, value, sizes[(dim.index - step) % dim.size]))
             grads = [one.add_(other) for one, other in zip(grads, earlier, strict=True)]
-        next_shapes = _block_shapes(key, value, sizes[(dim.index - step - 1) % dim.size])
+        next_shapes = block_shapes(key, value, sizes[(dim.index - step - 1) % dim.size])
         arriving = start_ring_shift(pack([[grad] for grad in grads]), sum([prod(shape) for shape in next_shapes]), dim)
     if arriving is not None:
         _add_home(own, wait(arriving), call)
@@ -314,10 +180,10 @@ def _return_gradients(block_backward: _BlockBackward, key: Tensor, value: Tensor
     dim = call.mesh.ring
     # A rank alone with its keys keeps its place in the sequence, which is none in a ring of one.
     num_tokens = call.block_sizes()[dim.index] if dim.size > 1 else 0
-    home = sum([prod(shape) for shape in _block_shapes(key, value, num_tokens)])
+    home = sum([prod(shape) for shape in block_shapes(key, value, num_tokens)])
     own: list[Tensor] = []
     arriving: list[Tensor] = []
-    for step, block in _asked_blocks(key, value, call):
+    for step, block in asked_blocks(key, value, call):
         grads = [] if block is None else block_backward(*block, step)
         if step == 0:
             own = grads
@@ -333,7 +199,7 @@ def _return_gradients(block_backward: _BlockBackward, key: Tensor, value: Tensor
 
 def _add_home(own: Sequence[Tensor], arrived: Tensor, call: RingCall) -> None:
     """Add the gradients of what travelled, ``arrived``, to those of this rank's keys and values."""
-    travelled = [_travelling(grad, call) for grad in own]
+    travelled = [travelling(grad, call) for grad in own]
     shapes = [(*parts[0].shape[:2], sum([part.shape[2] for part in parts]), parts[0].shape[3]) for parts in travelled]
     for parts, found in zip(travelled, unpack(arrived, shapes), strict=True):
         for part, grad in zip(parts, found.split([part.shape[2] for part in parts], dim=2), strict=True):
