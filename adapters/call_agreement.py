@@ -52,14 +52,18 @@ def require_same_call(
     )
 
 
-def require_same_inputs(given: Mapping[str, Any], mesh: GuidedMesh, what: str) -> None:
+def require_same_inputs(given: Mapping[str, Any], mesh: GuidedMesh, what: str, problem: str | None = None) -> None:
     """Raise on every rank, naming what differs, unless all ranks give a module the same inputs: one exchange.
+
+    Args:
+        what, problem: as for :func:`require_same_call`.
 
     Raises:
         ValueError: an input differs between two ranks.
+        RuntimeError: a rank has a ``problem``.
     """
     _require_alike(
-        _record(given),
+        _record(given) if problem is None else error_record(RuntimeError(problem)),
         mesh,
         what,
         "If another pipeline shares this transformer (from_pipe), have its random numbers and arguments kept alike too: "

@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.adapters.adapter import Adapter, Text
+from para_core.adapters.attention_backends import unseen_attention
 from para_core.adapters.call_agreement import require_same_call, require_same_inputs
 from para_core.adapters.choose_mesh import choose_mesh, default_guidance, number_of_heads
 from para_core.adapters.failures import random_state_of_first_rank, reasons_shared, set_timeout
@@ -137,7 +138,7 @@ def _problem(pipe: Any, name: str, transformer: nn.Module, mesh: SequenceMesh | 
             f"pipe.{name} was given another mesh, or unparallelized, after the pipe was parallelized (through a pipe that "
             "shares it?). Call parallelize_pipe(pipe, mesh=...) again, or unparallelize_pipe(pipe)."
         )
-    return None
+    return None if mesh is None else unseen_attention(transformer, mesh.ranks, f"pipe.{name}")
 
 
 def unparallelize_pipe(pipe: Pipeline) -> Pipeline:
@@ -180,7 +181,8 @@ def parallelize_transformer(
 
     def require_equal(given: Mapping[str, Any]) -> None:
         guided.check_alive()
-        require_same_inputs(given, guided, f"this {type(module).__name__}")
+        problem = unseen_attention(module, guided.sequence.ranks, "transformer")
+        require_same_inputs(given, guided, f"this {type(module).__name__}", problem)
 
     apply_plan(module, plan, guided.sequence, batch=guided.batch, require_equal=require_equal)
     return transformer

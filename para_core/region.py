@@ -112,7 +112,7 @@ class _Region:
                     raise RuntimeError(
                         f"{type(module).__name__} ran on {self.mesh.ranks} ranks and called no "
                         "scaled_dot_product_attention, so each rank attended to its own tokens only. Switch its attention "
-                        "to a native backend: transformer.set_attention_backend('native'), or reset_attention_backend()."
+                        "to a native backend: transformer.set_attention_backend('native')."
                     )
             rule = self.plan.outputs.get("")
             if rule is not None:
