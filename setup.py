@@ -40,6 +40,7 @@ setup(
             "pytest>=8",
             "ruff",
             "setuptools>=77",
+            "torchao>=0.18",
             "tqdm",
             "wheel",
         ],

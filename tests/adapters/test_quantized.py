@@ -1,0 +1,206 @@
+"""Quantized by torchao before or after, a model computes on several ranks what it computes alone."""
+
+import pytest
+import torch
+from diffusers import TorchAoConfig, WanTransformer3DModel
+from peft import LoraConfig
+from torch._dynamo.testing import CompileCounterWithBackend
+from torchao.quantization import (
+    Float8WeightOnlyConfig,
+    Int8DynamicActivationInt8WeightConfig,
+    Int8WeightOnlyConfig,
+    quantize_,
+)
+
+from benchmarks.tiny_models import MODELS
+from para_core.adapters import parallelize_pipe, parallelize_transformer, unparallelize_transformer
+from tests.adapters.test_pipelines import build, draw
+from tests.adapters.test_transformers import SIZES
+from tests.rank_pool import heartbeat
+from tests.tiny import cpu_mesh, each_rank_alone, flux_inputs, flux_transformer, relative_error
+
+# Mochi asks for an autocast that the CPU does not have.
+pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast")
+
+# What a CPU computes; fp8 with dynamic activations asks for a GPU when it quantizes.
+WEIGHTS = {"int8 weights": Int8WeightOnlyConfig(), "fp8 weights": Float8WeightOnlyConfig()}
+CONFIGS = {**WEIGHTS, "int8 activations": Int8DynamicActivationInt8WeightConfig()}
+NAMES = ["flux", "hunyuan", "mochi", "cogvideox", "wan", "qwen-image", "ltx"]
+
+
+def build_transformer(name, config=None):
+    heartbeat()
+    transformer = flux_transformer() if name == "flux" else MODELS[name].build()
+    if config is not None:
+        quantize_(transformer, CONFIGS[config])
+    return transformer
+
+
+def inputs_of(name):
+    return flux_inputs(63, 13) if name == "flux" else MODELS[name].inputs(*SIZES[0])
+
+
+def compute(transformer, name, **changed):
+    with torch.no_grad():
+        return transformer(**{**inputs_of(name), **changed}, return_dict=False)[0]
+
+
+def call_quantized(configs, mesh_shape):
+    """Quantized, then parallel, then alone; and the other way round."""
+    outs = {}
+    for name in NAMES:
+        for config in configs:
+            transformer = parallelize_transformer(build_transformer(name, config), mesh=cpu_mesh(*mesh_shape))
+            outs[name, config, "before"] = compute(transformer, name)
+            outs[name, config, "then alone"] = compute(unparallelize_transformer(transformer), name)
+            transformer = parallelize_transformer(build_transformer(name), mesh=cpu_mesh(*mesh_shape))
+            quantize_(transformer, CONFIGS[config])
+            outs[name, config, "after"] = compute(transformer, name)
+    return outs
+
+
+@pytest.mark.parametrize("mesh_shape", [(1, 2), (2, 1)], ids=["ulysses 2", "ring 2"])
+def test_quantized_weights_are_exact_on_every_family(rank_pool, mesh_shape):
+    expected = {(name, config): compute(build_transformer(name, config), name) for name in NAMES for config in WEIGHTS}
+    for name in NAMES:
+        plain = compute(build_transformer(name), name)
+        assert min(relative_error(expected[name, config], plain) for config in WEIGHTS) > 1e-3
+    for outs in rank_pool.run(call_quantized, 2, list(WEIGHTS), mesh_shape):
+        errors = {key: relative_error(out, expected[key[:2]]) for key, out in outs.items()}
+        assert max(errors.values()) < 1e-5, errors
+
+
+def change_by_float_order(transformer, name):
+    """How much the result of the model alone changes with its input, when that changes by what float32 rounds off."""
+    expected, errors = compute(transformer, name), []
+    given = inputs_of(name)["hidden_states"]
+    for seed in range(3):
+        noise = torch.randn(given.shape, generator=torch.Generator().manual_seed(seed))
+        errors.append(relative_error(compute(transformer, name, hidden_states=given * (1 + 1e-7 * noise)), expected))
+    return max(errors)
+
+
+def call_quantized_without_exchange():
+    outs = {}
+    with each_rank_alone():
+        for name in NAMES:
+            transformer = build_transformer(name, "int8 activations")
+            outs[name] = compute(parallelize_transformer(transformer, mesh=cpu_mesh(1, 2)), name)
+    return outs
+
+
+def test_quantized_activations_differ_by_no_more_than_the_order_of_floats(rank_pool):
+    # A value that falls between two of 256 steps goes where its last bit says, and a step is 1e5 times that bit. Each token
+    # has a scale of its own, so which tokens a rank holds makes no other difference.
+    expected, budget = {}, {}
+    for name in NAMES:
+        transformer = build_transformer(name, "int8 activations")
+        expected[name] = compute(transformer, name)
+        budget[name] = 2 * change_by_float_order(transformer, name)
+    for outs in rank_pool.run(call_quantized, 2, ["int8 activations"], (1, 2)):
+        errors = {key: (relative_error(out, expected[key[0]]), budget[key[0]]) for key, out in outs.items()}
+        assert all(error < allowed for error, allowed in errors.values()), errors
+    for outs in rank_pool.run(call_quantized_without_exchange, 2):
+        errors = {name: (relative_error(out, expected[name]), budget[name]) for name, out in outs.items()}
+        assert all(error > 1.5 * allowed for error, allowed in errors.values()), errors
+
+
+def call_compiled(cases):
+    outs = {}
+    for name, config in cases:
+        torch.compiler.reset()
+        counter = CompileCounterWithBackend("aot_eager")
+        transformer = parallelize_transformer(build_transformer(name, config), mesh=cpu_mesh(1, 2))
+        compiled = torch.compile(transformer, fullgraph=True, backend=counter)
+        outs[name, config] = [compute(compiled, name) for _ in range(2)][1], counter.frame_count
+        heartbeat()
+    return outs
+
+
+COMPILED = [("cogvideox", "int8 weights")]
+OTHERS = [(name, config) for name in NAMES for config in CONFIGS if (name, config) not in COMPILED]
+
+
+@pytest.mark.parametrize(
+    "cases", [pytest.param(COMPILED, id="one"), pytest.param(OTHERS, id="the others", marks=pytest.mark.long)]
+)
+def test_quantized_they_are_one_graph(rank_pool, cases):
+    expected = {case: compute(build_transformer(*case), case[0]) for case in cases}
+    for outs in rank_pool.run(call_compiled, 2, cases):
+        for case, (out, graphs) in outs.items():
+            bound = 1e-5 if case[1] in WEIGHTS else 2 * change_by_float_order(build_transformer(*case), case[0])
+            assert (graphs, relative_error(out, expected[case]) < bound) == (1, True), case
+
+
+# -- with the other options of a pipeline
+
+
+def add_lora(transformer):
+    """On quantized layers."""
+    transformer.add_adapter(LoraConfig(r=3, target_modules=["attn1.to_q", "attn2.to_v"], init_lora_weights=False))
+    generator = torch.Generator().manual_seed(11)
+    for name, parameter in sorted(transformer.named_parameters()):
+        if "lora_" in name:
+            parameter.data.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+
+
+def offload(transformer):
+    transformer.enable_group_offload(onload_device=torch.device("cpu"), offload_type="leaf_level")
+
+
+def quantize(transformer):
+    quantize_(transformer, CONFIGS["int8 weights"])
+
+
+def cast(transformer):
+    """Weights are kept in 8 bits, and cast by the layer that computes with them."""
+    transformer.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
+
+
+OPTIONS = {
+    "quantized": [quantize],
+    "quantized, with a LoRA": [quantize, add_lora],
+    "quantized, offloaded": [quantize, offload],
+    "cast": [cast],
+    "cast, offloaded": [cast, offload],
+}
+
+
+def draw_with_options(mesh_shape=None):
+    outs = {}
+    for title, options in OPTIONS.items():
+        for when in ("before", "after") if mesh_shape else ("alone",):
+            pipe = build("wan 2.2", cpu_mesh(*mesh_shape) if when == "after" else None)
+            for transformer in (pipe.transformer, pipe.transformer_2):
+                for option in options:
+                    option(transformer)
+            if when == "before":
+                parallelize_pipe(pipe, mesh=cpu_mesh(*mesh_shape))
+            outs[title, when] = draw(pipe, "wan 2.2")
+    return outs
+
+
+@pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated")  # it cannot be merged, alone neither
+def test_quantized_pipes_are_exact_with_a_lora_and_offloaded(rank_pool):
+    expected = draw_with_options()
+    assert relative_error(expected["quantized, with a LoRA", "alone"], expected["quantized", "alone"]) > 1e-3
+    for outs in rank_pool.run(draw_with_options, 2, (2, 1)):
+        errors = {key: relative_error(out, expected[key[0], "alone"]) for key, out in outs.items()}
+        assert max(errors.values()) < 1e-5, errors
+
+
+def load_quantized(folder):
+    config = TorchAoConfig(Int8WeightOnlyConfig())
+    return WanTransformer3DModel.from_pretrained(folder, quantization_config=config, dtype=torch.float32).eval()
+
+
+def call_loaded(folder):
+    return compute(parallelize_transformer(load_quantized(folder), mesh=cpu_mesh(1, 2)), "wan")
+
+
+def test_what_diffusers_loads_quantized_is_exact(rank_pool, tmp_path):
+    build_transformer("wan").save_pretrained(tmp_path)
+    expected = compute(load_quantized(tmp_path), "wan")
+    assert relative_error(expected, compute(build_transformer("wan"), "wan")) > 1e-3
+    for out in rank_pool.run(call_loaded, 2, tmp_path):
+        assert relative_error(out, expected) < 1e-5
