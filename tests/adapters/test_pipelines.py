@@ -14,7 +14,8 @@ from diffusers import CogVideoXDPMScheduler
 from diffusers.pipelines.ltx.pipeline_ltx_condition import LTXVideoCondition
 from torch import Tensor
 
-from benchmarks.tiny_pipelines import PIPELINES, TEXT_WIDTH, embeddings, film, picture
+from benchmarks.tiny_parts import TEXT_WIDTH, embeddings, film, picture
+from benchmarks.tiny_pipelines import PIPELINES
 from para_core.adapters import parallelize_pipe, unparallelize_pipe
 from para_core.adapters.supported import plan_for
 from tests.rank_pool import heartbeat
