@@ -19,7 +19,7 @@ from para_core.adapters.mochi import MOCHI
 from para_core.adapters.pixart import PIXART
 from para_core.adapters.qwen_image import QWEN_IMAGE
 from para_core.adapters.sd3 import SD3
-from para_core.adapters.wan import WAN_VACE
+from para_core.adapters.wan import SKYREELS_V2, WAN_ANIMATE, WAN_VACE
 from para_core.instance import original_class
 from para_core.plan import Plan, published_plan
 
@@ -32,6 +32,8 @@ ADAPTERS: tuple[Adapter, ...] = (
     MOCHI,
     COGVIDEOX,
     WAN_VACE,
+    WAN_ANIMATE,
+    SKYREELS_V2,
     QWEN_IMAGE,
     LTX,
     LTX2,

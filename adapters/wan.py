@@ -1,9 +1,11 @@
-"""Wan VACE; the other Wan models publish a plan. Read against diffusers 0.42."""
+"""Wan VACE, Wan Animate and SkyReels V2; the other Wan models publish a plan. Read against diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
 from para_core.plan import Attention, Gather, Plan, Split
 
 VIDEO, POSITIONS = Split(dim=1, segment="video"), Split(dim=1, like="video")
+# Text and the tokens of an image are whole.
+TO_TEXT = (Attention(("video",), ("text",)),)
 
 WAN_VACE = Adapter(
     transformer="WanVACETransformer3DModel",
@@ -19,7 +21,41 @@ WAN_VACE = Adapter(
         },
         outputs={"proj_out": Gather(dim=1, segment="video")},
         joint_order=("video",),
-        # Text and the tokens of an image are whole.
-        attention={"**.attn2": (Attention(("video",), ("text",)),)},
+        attention={"**.attn2": TO_TEXT},
+    ),
+)
+
+WAN_ANIMATE = Adapter(
+    transformer="WanAnimateTransformer3DModel",
+    pipelines="Wan Animate",
+    plan=Plan(
+        inputs={},
+        inner={
+            "rope": {0: POSITIONS, 1: POSITIONS},
+            "blocks.0": {"hidden_states": VIDEO},
+            # The tokens of each frame attend to its face: whole frames are wanted, and a rank's part may end within one.
+            "face_adapter.*": {"hidden_states": Gather(dim=1, segment="video"), 0: POSITIONS},
+        },
+        outputs={"proj_out": Gather(dim=1, segment="video")},
+        joint_order=("video",),
+        attention={"**.attn2": TO_TEXT, "face_adapter.*": (Attention(("frame",), ("face",)),)},
+    ),
+)
+
+SKYREELS_V2 = Adapter(
+    transformer="SkyReelsV2Transformer3DModel",
+    pipelines="SkyReels V2",
+    plan=Plan(
+        inputs={},
+        inner={
+            "rope": {0: POSITIONS, 1: POSITIONS},
+            "blocks.0": {"hidden_states": VIDEO},
+            # Of each token where frames have time steps of their own. The causal mask is whole.
+            "blocks.*": {"temb": Split(dim=2, like="video", ndim=4)},
+        },
+        # Behind it, the time steps of all tokens are applied once more.
+        outputs={"blocks.-1": Gather(dim=1, segment="video")},
+        joint_order=("video",),
+        attention={"**.attn2": TO_TEXT},
     ),
 )

@@ -80,6 +80,27 @@ def vace_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
     return wan_inputs(frames, height, width, **more)
 
 
+def animate_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
+    """The first frame is the given picture; each further one has four frames of a face."""
+    return {
+        **wan_image_inputs(frames + 1, height, width),
+        "hidden_states": noise(2, 12, frames + 1, height, width),
+        "pose_hidden_states": noise(2, 4, frames, height, width, seed=1),
+        "face_pixel_values": noise(2, 3, 4 * frames - 3, 8, 8, seed=2),
+    }
+
+
+def skyreels_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
+    return wan_inputs(frames, height, width, fps=[0, 1])
+
+
+def skyreels_forcing_inputs(frames: int, height: int, width: int, *, block: int = 1) -> dict[str, Any]:
+    """A time step for each frame; ``block`` times as many frames. Of one sample: diffusers takes no more with ``fps``."""
+    frames *= block
+    inputs = wan_inputs(frames, height, width, timestep=torch.linspace(900, 500, frames).long().expand(2, -1))
+    return {**{name: value[:1] for name, value in inputs.items()}, "fps": [0], "enable_diffusion_forcing": True}
+
+
 def qwen_inputs(frames: int, height: int, width: int, *, masked: bool = False, blocks: int = 0) -> dict[str, Any]:
     tokens = frames * height * width
     return {
@@ -416,6 +437,32 @@ MODELS = {
     "wan, a time step for each token": TinyModel("WanTransformer3DModel", wan_token_inputs, WAN),
     "wan vace": TinyModel(
         "WanVACETransformer3DModel", vace_inputs, {**WAN, "vace_layers": [0, 1], "vace_in_channels": 6}
+    ),
+    "wan animate": TinyModel(
+        "WanAnimateTransformer3DModel",
+        animate_inputs,
+        {
+            **WAN,
+            "in_channels": 12,
+            "latent_channels": 4,
+            "image_dim": 20,
+            "added_kv_proj_dim": 36,
+            "motion_encoder_channel_sizes": {"4": 4, "8": 4},
+            "motion_encoder_size": 8,
+            "motion_style_dim": 8,
+            "motion_dim": 4,
+            "motion_encoder_dim": 8,
+            "face_encoder_hidden_dim": 8,
+            "face_encoder_num_heads": 2,
+            "inject_face_latents_blocks": 2,
+        },
+    ),
+    "skyreels v2": TinyModel("SkyReelsV2Transformer3DModel", skyreels_inputs, {**WAN, "inject_sample_info": True}),
+    "skyreels v2, a time step for each frame": TinyModel(
+        "SkyReelsV2Transformer3DModel", skyreels_forcing_inputs, {**WAN, "inject_sample_info": True}
+    ),
+    "skyreels v2, causal": TinyModel(
+        "SkyReelsV2Transformer3DModel", partial(skyreels_forcing_inputs, block=3), {**WAN, "num_frame_per_block": 3}
     ),
     "chronoedit": TinyModel("ChronoEditTransformer3DModel", wan_inputs, WAN),
     "qwen-image": TinyModel("QwenImageTransformer2DModel", qwen_inputs, QWEN),

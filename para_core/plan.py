@@ -55,15 +55,16 @@ class LastTokens:
     segment: str
 
 
-Cut = Split | Whole | FirstTokens | LastTokens
-
-
 @dataclass(frozen=True)
 class Gather:
     """Put the parts of a tensor along ``dim`` together again: all tokens of ``segment``."""
 
     dim: int
     segment: str
+
+
+# A Gather of an input: this one module sees all tokens.
+Cut = Split | Whole | FirstTokens | LastTokens | Gather
 
 
 @dataclass(frozen=True)

@@ -199,6 +199,8 @@ class _Region:
             raise TypeError(
                 f"{name} is a {type(value).__name__}; the plan splits it: expected a tensor, or a list of such."
             )
+        if isinstance(cut, Gather):
+            return self._gather(value, cut)
         if isinstance(cut, Whole):
             self._note(Segment(cut.segment, value.shape[cut.dim], replicated=True), cut.dim, name)
             return value
