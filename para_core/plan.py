@@ -20,7 +20,8 @@ class Split:
         segment: the tokens of this name are what the tensor holds, and attention sees them from here on.
         like: or: something that has one entry for each token of this segment, such as its positions.
         ndim: the number of dims of the tensor. A companion with fewer has no dim for tokens, and is left whole (a time step
-            for each sample, say, instead of each token); anything else that does not have as many is an error.
+            for each sample, say, instead of each token); one with more has others behind ``dim``. Tokens that do not have
+            as many are an error.
         after: the tokens of this segment come first along ``dim``; every rank keeps them.
         then_whole: something else follows along ``dim``; every rank keeps it. The segment has been cut before.
     """

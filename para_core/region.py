@@ -210,9 +210,10 @@ class _Region:
         if split.ndim is not None and value.ndim != split.ndim:
             if split.segment is None and value.ndim < split.ndim:
                 return value
-            raise ValueError(
-                f"{name} has {value.ndim} dims {list(value.shape)}; the plan splits a tensor of {split.ndim}."
-            )
+            if split.like is None:
+                raise ValueError(
+                    f"{name} has {value.ndim} dims {list(value.shape)}; the plan splits a tensor of {split.ndim}."
+                )
         if split.then_whole:
             total = self.segments[split.like or ""].total
             cut, rest = value.split([total, value.shape[split.dim] - total], dim=split.dim)
