@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -75,6 +76,8 @@ def parallelize_pipe(
     unparallelize_pipe(pipe)
     transformers = _transformers_of(pipe, adapter)
     guided = _guided_mesh(mesh, pipe)
+    if guided.ranks > 1 and hasattr(pipe, "pag_applied_layers"):
+        adapter = _of_perturbed(pipe, transformers["transformer"], adapter)
     for transformer in transformers.values():
         parallelize_transformer(transformer, mesh=guided, text=text, adapter=adapter)
     if guided.ranks == 1:
@@ -113,6 +116,19 @@ def parallelize_pipe(
 
     wrap_method(pipe, "__call__", _KEY, around)
     return pipe
+
+
+def _of_perturbed(pipe: Any, transformer: nn.Module, adapter: Adapter | None) -> Adapter:
+    """Perturbed attention guidance takes the branches of a batch apart inside of the model: no rank has samples of its own."""
+    if original_class(transformer).__name__ == "SD3Transformer2DModel":
+        reason = (
+            "its perturbed attention hides image tokens from each other by a mask that covers those of one rank only"
+        )
+        raise TypeError(_unsupported(pipe, reason))
+    plan = plan_for(transformer, adapter=adapter)
+    if plan is None:
+        raise TypeError(_unsupported(pipe, f"there is no plan for {type(transformer).__name__}"))
+    return Adapter(original_class(transformer).__name__, type(pipe).__name__, replace(plan, batched={}))
 
 
 @contextmanager
