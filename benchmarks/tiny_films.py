@@ -171,6 +171,24 @@ def wan(cls: str = "WanPipeline", *, model: str = "WanTransformer3DModel", two: 
     return whole_pipe(cls, vae=_wan_vae(), scheduler=scheduler, **umt5_and_tokenizer(), **parts)
 
 
+def wan_animate() -> Any:
+    return wan(
+        "WanAnimatePipeline",
+        model="WanAnimateTransformer3DModel",
+        in_channels=36,
+        image_dim=IMAGE_WIDTH,
+        added_kv_proj_dim=36,
+        face_encoder_hidden_dim=8,
+        face_encoder_num_heads=2,
+        inject_face_latents_blocks=2,
+        motion_encoder_channel_sizes=dict.fromkeys(("4", "8", "16"), 4),
+        motion_encoder_size=16,
+        motion_encoder_dim=8,
+        motion_style_dim=8,
+        motion_dim=4,
+    )
+
+
 # -- HunyuanVideo 1.5
 
 
@@ -230,7 +248,7 @@ _LTX = {
 }
 
 
-def ltx(cls: str = "LTXPipeline") -> Any:
+def ltx(cls: str = "LTXPipeline", **components: Any) -> Any:
     sizes = {f"{part}block_out_channels": (8,) * 4 for part in ("", "decoder_")}
     sizes |= {f"{part}layers_per_block": (1,) * 5 for part in ("", "decoder_")}
     return whole_pipe(
@@ -238,10 +256,11 @@ def ltx(cls: str = "LTXPipeline") -> Any:
         transformer=random_model("LTXVideoTransformer3DModel", 1, **_LTX),
         vae=random_model("AutoencoderKLLTXVideo", 2, latent_channels=8, **sizes),
         **t5(),
+        **components,
     )
 
 
-def ltx2(cls: str = "LTX2Pipeline") -> Any:
+def ltx2(cls: str = "LTX2Pipeline", **config: Any) -> Any:
     sizes: dict[str, Any] = {"block_out_channels": (8,) * 4, "decoder_block_out_channels": (8, 16, 32)}
     sizes |= {"layers_per_block": (1,) * 5, "decoder_layers_per_block": (1,) * 4}
     ratios = {"spatial_compression_ratio": 32, "temporal_compression_ratio": 8}
@@ -259,6 +278,7 @@ def ltx2(cls: str = "LTX2Pipeline") -> Any:
             audio_num_attention_heads=3,
             audio_attention_head_dim=4,
             audio_cross_attention_dim=12,
+            **config,
         ),
         vae=random_model("AutoencoderKLLTX2Video", 2, latent_channels=8, **sizes, **ratios),
         audio_vae=random_model(
@@ -295,12 +315,12 @@ def ltx2(cls: str = "LTX2Pipeline") -> Any:
 # -- Helios
 
 
-def helios() -> Any:
+def helios(cls: str = "HeliosPipeline", **schedule: Any) -> Any:
     return whole_pipe(
-        "HeliosPipeline",
+        cls,
         transformer=random_model("HeliosTransformer3DModel", 1, **_HELIOS),
         vae=_wan_vae(),
-        scheduler=diffusers.HeliosScheduler(stages=1, stage_range=[0, 1]),
+        scheduler=diffusers.HeliosScheduler(**schedule),
         **umt5_and_tokenizer(),
     )
 

@@ -28,19 +28,21 @@ PROMPT = "a large red circle at the top left, on white"
 
 @dataclass(frozen=True)
 class TinyPipeline:
-    """How to build a pipeline, and what a short call of it is given in addition to a prompt."""
+    """How to build a pipeline, and what a short call of it is given in addition to a prompt.
+
+    Args:
+        without: what this pipeline does not take.
+    """
 
     build: Callable[[], Any]
     options: dict[str, Any] = field(default_factory=dict)
+    without: tuple[str, ...] = ()
 
     def call(self, **options: Any) -> dict[str, Any]:
-        """Arguments of a short call that gives latents: few tokens, an odd number of them, three steps, a seed.
-
-        What is None is left out.
-        """
+        """Arguments of a short call that gives latents: few tokens, an odd number of them, three steps, a seed."""
         defaults = {"prompt": PROMPT, "num_inference_steps": 3, "output_type": "latent", **self.options}
-        defaults["generator"] = torch.Generator().manual_seed(7)
-        return {name: value for name, value in {**defaults, **options}.items() if value is not None}
+        given = {**defaults, "generator": torch.Generator().manual_seed(7), **options}
+        return {name: value for name, value in given.items() if name not in self.without}
 
 
 # -- tokenizers and encoders

@@ -62,14 +62,14 @@ def build_tokenizers() -> Tokenizers:
     return Tokenizers(build_clip_tokenizer(), build_t5_tokenizer())
 
 
-def build_vae() -> AutoencoderKL:
+def build_vae(latent_channels: int = LATENT_CHANNELS) -> AutoencoderKL:
     """Two downsamplings: 128 × 128 pixels to 32 × 32 latent pixels of 4 channels."""
     return AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 3,
         up_block_types=("UpDecoderBlock2D",) * 3,
         block_out_channels=(16, 32, 64),
         layers_per_block=1,
-        latent_channels=LATENT_CHANNELS,
+        latent_channels=latent_channels,
         norm_num_groups=8,
         sample_size=128,
         mid_block_add_attention=False,

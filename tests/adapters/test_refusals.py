@@ -7,6 +7,7 @@ from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 from torch import nn
 
 from benchmarks.tiny_models import MODELS
+from benchmarks.tiny_pictures import stable_diffusion_3
 from para_core.adapters import parallelize_pipe, parallelize_transformer
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, flux_transformer, relative_error
 
@@ -141,3 +142,16 @@ def test_a_transformer_put_in_later_is_an_error_that_says_what_to_call(rank_pool
     expected = flux_pipe()(**flux_call()).images
     for out in rank_pool.run(replace_transformer, 2):
         assert relative_error(out, expected) < 1e-5
+
+
+def perturb():
+    pipe = stable_diffusion_3("StableDiffusion3PAGPipeline")
+    with pytest.raises(
+        TypeError, match=r"(?s)StableDiffusion3PAGPipeline is not supported: its perturbed .*" + BY_HAND
+    ):
+        parallelize_pipe(pipe, mesh=cpu_mesh(1, 2))
+    parallelize_pipe(pipe, mesh=cpu_mesh(1, 2)["ring"])
+
+
+def test_perturbed_attention_over_joint_tokens_is_refused_with_a_reason(rank_pool):
+    rank_pool.run(perturb, 2)
