@@ -137,12 +137,12 @@ def test_these_models_depend_on_what_other_ranks_hold(rank_pool):
             assert relative_error(out[0], alone[0]) > 1e-3, name
 
 
-def call_compiled(names, way):
+def call_compiled(names, way, backend="aot_eager"):
     frames, outs = {}, {}
     for name in names:
         heartbeat()
         torch.compiler.reset()
-        counter = CompileCounterWithBackend("aot_eager")
+        counter = CompileCounterWithBackend(backend)
         transformer = parallelize_transformer(MODELS[name].build(), mesh=cpu_mesh(1, 2))
         called = transformer
         if way == "whole":
@@ -179,6 +179,17 @@ ONE_OF_EACH = [
 REPEATED_BLOCKS = ["wan, image context", "qwen-image, masked", "ltx2", "helios", "hunyuan 1.5"]
 
 
+def check_compiled(rank_pool, names, way, backend="aot_eager"):
+    for outs, frames in rank_pool.run(call_compiled, 2, names, way, backend):
+        for name in names:
+            alone = call(MODELS[name].build(), name, SIZES[0])
+            for out in outs[name]:
+                errors = [relative_error(one, other) for one, other in zip(out, alone, strict=True)]
+                assert max(errors) < 1e-5, f"{name}: {errors}"
+            graphs, more = frames[name]
+            assert (graphs, more) == (1, 0) if way == "whole" else more == 0, name
+
+
 @pytest.mark.parametrize(
     ("way", "names"),
     [
@@ -188,14 +199,13 @@ REPEATED_BLOCKS = ["wan, image context", "qwen-image, masked", "ltx2", "helios",
     ],
 )
 def test_compiled_they_are_exact_without_recompiling(rank_pool, way, names):
-    for outs, frames in rank_pool.run(call_compiled, 2, names, way):
-        for name in names:
-            alone = call(MODELS[name].build(), name, SIZES[0])
-            for out in outs[name]:
-                errors = [relative_error(one, other) for one, other in zip(out, alone, strict=True)]
-                assert max(errors) < 1e-5, f"{name}: {errors}"
-            graphs, more = frames[name]
-            assert (graphs, more) == (1, 0) if way == "whole" else more == 0, name
+    check_compiled(rank_pool, names, way)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", WHOLE_GRAPH)
+def test_inductor_is_exact_without_recompiling(rank_pool, name):
+    check_compiled(rank_pool, [name], "whole", "inductor")
 
 
 def test_every_adapter_is_tried():
