@@ -1,6 +1,7 @@
 """What para_core knows about diffusers pipelines."""
 
 from para_core.adapters.adapter import Adapter
+from para_core.adapters.caching import apply_cache_on_pipe, cache_report, remove_cache_from_pipe
 from para_core.adapters.parallel import (
     parallelize_pipe,
     parallelize_transformer,
@@ -10,8 +11,11 @@ from para_core.adapters.parallel import (
 
 __all__ = [
     "Adapter",
+    "apply_cache_on_pipe",
+    "cache_report",
     "parallelize_pipe",
     "parallelize_transformer",
+    "remove_cache_from_pipe",
     "unparallelize_pipe",
     "unparallelize_transformer",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from para_core.cache.blocks import CachedBlocks
 from para_core.plan import Plan
 
 # Whether text tokens are cut, or whole on every rank.
@@ -13,16 +14,23 @@ Text = Literal["shard", "replicate"]
 
 @dataclass(frozen=True)
 class Adapter:
-    """One transformer class of diffusers, and how it is run in parallel.
+    """One transformer class of diffusers, how it is run in parallel, and what is cached of it.
 
     Args:
         transformer: name of the transformer class; subclasses of it are meant, too.
         pipelines: what a user calls the pipelines that it serves, for messages.
-        plan: what is split and gathered; where text can be cut, it is, as the segment ``text``.
+        plan: what is split and gathered; where text can be cut, it is, as the segment ``text``. None: what the class
+            publishes.
         text: the faster way to treat text.
+        blocks: its block stack, for First Block Cache.
+        threshold: the default ``residual_diff_threshold``.
+        threshold_source: who recommends it.
     """
 
     transformer: str
     pipelines: str
-    plan: Plan
+    plan: Plan | None = None
     text: Text = "shard"
+    blocks: CachedBlocks | None = None
+    threshold: float = 0.05
+    threshold_source: str = "diffusers' FirstBlockCacheConfig"

@@ -1,6 +1,7 @@
 """AuraFlow. Read against diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
+from para_core.cache.blocks import CachedBlocks, Stage
 from para_core.plan import Gather, Plan, Split
 
 AURAFLOW = Adapter(
@@ -13,5 +14,11 @@ AURAFLOW = Adapter(
         # Register tokens are part of the text.
         joint_order=("text", "image"),
         batched=dict.fromkeys(("hidden_states", "encoder_hidden_states", "timestep"), 0),
+    ),
+    blocks=CachedBlocks(
+        (
+            Stage(("joint_transformer_blocks",), ("encoder_hidden_states", "hidden_states"), chained=True),
+            Stage(("single_transformer_blocks",), chained=True),
+        )
     ),
 )

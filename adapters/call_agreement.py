@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from para_core.adapters.caching import caching_of
 from para_core.agreement import RECORD_SIZE, Record, error_record, exchange, raise_first_error
 from para_core.mesh import GuidedMesh
 
@@ -73,9 +74,17 @@ def require_same_inputs(given: Mapping[str, Any], mesh: GuidedMesh, what: str, p
 
 
 def _settings(pipe: Any) -> dict[str, Any]:
-    """What decides, beside its arguments, how a pipeline goes from step to step: its scheduler and its guider."""
+    """What decides, beside its arguments, how a pipeline goes from step to step: its scheduler, its guider, its cache."""
     parts = {name: getattr(pipe, name, None) for name in ("scheduler", "guider")}
-    return {f"pipe.{name}": _configured(part) for name, part in parts.items() if part is not None}
+    caching = caching_of(pipe)
+    return {
+        **{f"pipe.{name}": _configured(part) for name, part in parts.items() if part is not None},
+        **(
+            {}
+            if caching is None
+            else {"its cache": {name: cache.options.as_text() for name, cache in caching.caches.items()}}
+        ),
+    }
 
 
 def _configured(part: Any) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """CogVideoX: text-, image- and video-to-video, 1.0 and 1.5. Read against diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
+from para_core.cache.blocks import CachedBlocks, Stage
 from para_core.plan import Gather, Plan, Split, Whole
 
 COGVIDEOX = Adapter(
@@ -18,4 +19,5 @@ COGVIDEOX = Adapter(
         joint_order=("text", "video"),
         batched=dict.fromkeys(("hidden_states", "encoder_hidden_states", "timestep", "ofs"), 0),
     ),
+    blocks=CachedBlocks((Stage(("transformer_blocks",), ("hidden_states", "encoder_hidden_states"), chained=True),)),
 )

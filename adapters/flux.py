@@ -1,6 +1,7 @@
 """FLUX.1: text-to-image, img2img, inpaint, fill, control, kontext, ControlNet; FLUX.2. Read against diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
+from para_core.cache.blocks import CachedBlocks, Stage
 from para_core.plan import Attention, Gather, Plan, Split
 
 IMAGE, TEXT = Split(dim=1, segment="image"), Split(dim=1, segment="text")
@@ -26,6 +27,19 @@ FLUX = Adapter(
         # Behind the joint attention, image tokens attend to those of each IP-Adapter.
         attention={"transformer_blocks.*.attn": (JOINT, Attention(("image",), ("ip_adapter",)))},
     ),
+    blocks=CachedBlocks(
+        (
+            Stage(
+                ("transformer_blocks", "single_transformer_blocks"),
+                ("encoder_hidden_states", "hidden_states"),
+                chained=True,
+                between=("controlnet_block_samples", "controlnet_single_block_samples"),
+            ),
+        ),
+        conditions=("encoder_hidden_states", "pooled_projections"),
+    ),
+    threshold=0.08,
+    threshold_source="ParaAttention, doc/fastest_flux.md",
 )
 
 FLUX2 = Adapter(
@@ -41,5 +55,14 @@ FLUX2 = Adapter(
         outputs={"": Gather(dim=1, segment="image")},
         joint_order=("text", "image"),
         refused={"kv_cache": "it holds the keys of whole reference images, by their places in the whole sequence"},
+    ),
+    blocks=CachedBlocks(
+        (
+            Stage(("transformer_blocks",), ("encoder_hidden_states", "hidden_states"), chained=True),
+            # Text and image in one tensor.
+            Stage(("single_transformer_blocks",), chained=True),
+        ),
+        # Its entries are made block by block.
+        uncached=("kv_cache",),
     ),
 )

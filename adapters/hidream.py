@@ -1,6 +1,7 @@
 """HiDream-I1. Read against diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
+from para_core.cache.blocks import CachedBlocks, Stage
 from para_core.plan import Cut, Gather, Plan, Split
 
 # Of image tokens, then of text.
@@ -28,5 +29,12 @@ HIDREAM = Adapter(
             "img_ids": 0,
             "hidden_states_masks": 0,
         },
+    ),
+    blocks=CachedBlocks(
+        (
+            Stage(("double_stream_blocks",), ("hidden_states", "encoder_hidden_states")),
+            Stage(("single_stream_blocks",)),
+        ),
+        conditions=("encoder_hidden_states_t5", "encoder_hidden_states_llama3", "pooled_embeds"),
     ),
 )

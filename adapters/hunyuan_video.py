@@ -1,6 +1,7 @@
 """HunyuanVideo, its image-to-video and FramePack models, HunyuanVideo 1.5. Read against diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
+from para_core.cache.blocks import CachedBlocks, Stage
 from para_core.plan import Attention, Cut, FirstTokens, Gather, Plan, Split
 
 VIDEO, POSITIONS = Split(dim=1, segment="video"), Split(dim=0, like="video")
@@ -23,6 +24,17 @@ HUNYUAN_VIDEO = Adapter(
         outputs={"proj_out": Gather(dim=1, segment="video")},
         joint_order=JOINT,
     ),
+    blocks=CachedBlocks(
+        (
+            Stage(
+                ("transformer_blocks", "single_transformer_blocks"),
+                ("hidden_states", "encoder_hidden_states"),
+                chained=True,
+            ),
+        )
+    ),
+    threshold=0.06,
+    threshold_source="ParaAttention, doc/fastest_hunyuan_video.md",
 )
 
 FRAMEPACK = Adapter(
@@ -39,6 +51,17 @@ FRAMEPACK = Adapter(
         outputs={"single_transformer_blocks.-1": (Gather(dim=1, segment="video"), None)},
         joint_order=JOINT,
     ),
+    blocks=CachedBlocks(
+        (
+            Stage(
+                ("transformer_blocks", "single_transformer_blocks"),
+                ("hidden_states", "encoder_hidden_states"),
+                chained=True,
+            ),
+        )
+    ),
+    threshold=0.06,
+    threshold_source="ParaAttention, doc/fastest_hunyuan_video.md",
 )
 
 HUNYUAN_VIDEO_15 = Adapter(
@@ -51,4 +74,5 @@ HUNYUAN_VIDEO_15 = Adapter(
         joint_order=JOINT,
         attention={"transformer_blocks.*.attn": (Attention(JOINT, mask="pairs"),)},
     ),
+    blocks=CachedBlocks((Stage(("transformer_blocks",), ("hidden_states", "encoder_hidden_states"), chained=True),)),
 )

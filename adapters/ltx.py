@@ -1,6 +1,7 @@
 """LTX-Video, and LTX-2 with sound. Read against diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
+from para_core.cache.blocks import CachedBlocks, Stage
 from para_core.plan import Attention, Cut, Gather, Plan, Split
 
 # [B, S, D], or [B, H, S, D / 2]: counting from the end fits both.
@@ -29,6 +30,7 @@ LTX = Adapter(
     ),
     # Cross-attention to whole text sends nothing.
     text="replicate",
+    blocks=CachedBlocks((Stage(("transformer_blocks",), chained=True),)),
 )
 
 LTX2 = Adapter(
@@ -73,5 +75,17 @@ LTX2 = Adapter(
             ),
             0,
         ),
+    ),
+    blocks=CachedBlocks(
+        (
+            Stage(
+                ("transformer_blocks",),
+                ("hidden_states", "audio_hidden_states"),
+                chained=True,
+                # Perturbed in some blocks only.
+                between=("perturbation_mask", "spatio_temporal_guidance_blocks"),
+            ),
+        ),
+        conditions=("encoder_hidden_states", "audio_encoder_hidden_states"),
     ),
 )

@@ -1,6 +1,7 @@
 """Mochi. Read against diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
+from para_core.cache.blocks import CachedBlocks, Stage
 from para_core.plan import Gather, Plan, Split
 
 POSITIONS = Split(dim=0, like="video")
@@ -19,4 +20,5 @@ MOCHI = Adapter(
         joint_order=("video", "text"),
         batched=dict.fromkeys(("hidden_states", "encoder_hidden_states", "timestep", "encoder_attention_mask"), 0),
     ),
+    blocks=CachedBlocks((Stage(("transformer_blocks",), ("hidden_states", "encoder_hidden_states"), chained=True),)),
 )

@@ -23,9 +23,10 @@ from para_core.adapters.attention_backends import unseen_attention
 from para_core.adapters.call_agreement import require_same_call, require_same_inputs
 from para_core.adapters.choose_mesh import choose_mesh, default_guidance, number_of_heads
 from para_core.adapters.failures import random_state_of_first_rank, reasons_shared, set_timeout
-from para_core.adapters.supported import plan_for, supported
+from para_core.adapters.supported import TRANSFORMERS, plan_for, supported, transformers_of
+from para_core.cache.apply import cache_options
 from para_core.guidance import Guidance
-from para_core.instance import original_class, unwrap, wrap_method, wrapper
+from para_core.instance import original_class, uncompiled, unwrap, wrap_method, wrapper
 from para_core.mesh import GuidedMesh, SequenceMesh, guided_mesh, init_context_parallel_mesh, one_guided_rank
 from para_core.region import apply_plan, known_equal, plan_mesh, reattach_plan, remove_plan
 
@@ -37,8 +38,8 @@ Transformer = TypeVar("Transformer", bound=nn.Module)
 
 _KEY = "parallel"
 _GUIDANCE = "guidance"
-# Components that denoise; Wan 2.2 has one for each half of the steps.
-_TRANSFORMERS = ("transformer", "transformer_2")
+# Around a cache, which then sees the calls that this rank computes.
+_GUIDANCE_DEPTH = -2
 
 
 def parallelize_pipe(
@@ -74,7 +75,7 @@ def parallelize_pipe(
         RuntimeError: no ``mesh`` and no process group on several ranks.
     """
     unparallelize_pipe(pipe)
-    transformers = _transformers_of(pipe, adapter)
+    transformers = _plans_of(pipe, adapter)
     guided = _guided_mesh(mesh, pipe)
     if guided.ranks > 1 and hasattr(pipe, "pag_applied_layers"):
         adapter = _of_perturbed(pipe, transformers["transformer"], adapter)
@@ -107,7 +108,7 @@ def parallelize_pipe(
                 component = getattr(pipe, name)
                 if apart and wrapper(component, "__call__", _GUIDANCE) is not share_out:
                     # Around what torch.compile made of it, if anything: a graph holds one call.
-                    wrap_method(component, "__call__", _GUIDANCE, share_out)
+                    wrap_method(component, "__call__", _GUIDANCE, share_out, depth=_GUIDANCE_DEPTH)
             stack.enter_context(reasons_shared(token))
             if apart:
                 stack.enter_context(_warn_unguided(guidance, guided.batch.size, type(pipe).__name__))
@@ -144,7 +145,7 @@ def _warn_unguided(guidance: Guidance, ranks: int, name: str) -> Iterator[None]:
 
 def _problem(pipe: Any, name: str, transformer: nn.Module, mesh: SequenceMesh | None) -> str | None:
     """What was done to a transformer of ``pipe`` since it was parallelized, if that makes it wrong to call it."""
-    if _unwrapped(getattr(pipe, name, None)) is not transformer:
+    if uncompiled(getattr(pipe, name, None)) is not transformer:
         return (
             f"pipe.{name} is another one than when the pipe was parallelized, and would run on each rank alone. Call "
             "parallelize_pipe(pipe, mesh=...) again."
@@ -159,12 +160,12 @@ def _problem(pipe: Any, name: str, transformer: nn.Module, mesh: SequenceMesh | 
 
 def unparallelize_pipe(pipe: Pipeline) -> Pipeline:
     """Undo :func:`parallelize_pipe`; returns ``pipe``, which is then what it was before."""
-    for name in _TRANSFORMERS:
+    for name in TRANSFORMERS:
         component = getattr(pipe, name, None)
         if isinstance(component, nn.Module):
             unwrap(component, _GUIDANCE)
-            unwrap(_unwrapped(component), _GUIDANCE)
-            remove_plan(_unwrapped(component))
+            unwrap(uncompiled(component), _GUIDANCE)
+            remove_plan(uncompiled(component))
     unwrap(pipe, _KEY)
     return pipe
 
@@ -188,7 +189,7 @@ def parallelize_transformer(
     Returns:
         ``transformer``.
     """
-    module = _unwrapped(transformer)
+    module = uncompiled(transformer)
     plan = plan_for(module, text, adapter)
     if plan is None:
         raise TypeError(_unsupported(module, f"there is no plan for {type(module).__name__}"))
@@ -198,7 +199,9 @@ def parallelize_transformer(
     def require_equal(given: Mapping[str, Any]) -> None:
         guided.check_alive()
         problem = unseen_attention(module, guided.sequence.ranks, "transformer")
-        require_same_inputs(given, guided, f"this {type(module).__name__}", problem)
+        options = cache_options(module)
+        cached = {} if options is None else {"its cache": options.as_text()}
+        require_same_inputs({**given, **cached}, guided, f"this {type(module).__name__}", problem)
 
     apply_plan(module, plan, guided.sequence, batch=guided.batch, require_equal=require_equal)
     return transformer
@@ -206,19 +209,13 @@ def parallelize_transformer(
 
 def unparallelize_transformer(transformer: Transformer) -> Transformer:
     """Undo :func:`parallelize_transformer`; returns ``transformer``."""
-    remove_plan(_unwrapped(transformer))
+    remove_plan(uncompiled(transformer))
     return transformer
 
 
-def _unwrapped(module: Any) -> Any:
-    """The module inside what ``torch.compile`` made of it."""
-    return getattr(module, "_orig_mod", module)
-
-
-def _transformers_of(pipe: Any, adapter: Adapter | None = None) -> dict[str, nn.Module]:
-    """By the name of the component."""
-    found = {name: _unwrapped(getattr(pipe, name, None)) for name in _TRANSFORMERS}
-    transformers = {name: module for name, module in found.items() if isinstance(module, nn.Module)}
+def _plans_of(pipe: Any, adapter: Adapter | None = None) -> dict[str, nn.Module]:
+    """The transformers of a pipeline by the name of the component; each has a plan."""
+    transformers = transformers_of(pipe)
     if not transformers:
         raise TypeError(_unsupported(pipe, "it has no transformer"))
     for module in transformers.values():
@@ -272,7 +269,7 @@ def _chosen_mesh(device_type: str, owner: Any) -> DeviceMesh:
     transformer, guidance = owner, None
     if not isinstance(owner, nn.Module):
         transformer = next(
-            module for name in _TRANSFORMERS if (module := _unwrapped(getattr(owner, name, None))) is not None
+            module for name in TRANSFORMERS if (module := uncompiled(getattr(owner, name, None))) is not None
         )
         guidance = default_guidance(owner, transformer)
     choice = choose_mesh(dist.get_world_size(), number_of_heads(transformer), guidance)

@@ -1,6 +1,7 @@
 """PixArt-Alpha and PixArt-Sigma. Read against diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
+from para_core.cache.blocks import CachedBlocks, Stage
 from para_core.plan import Attention, Gather, Plan, Split
 
 PIXART = Adapter(
@@ -17,4 +18,5 @@ PIXART = Adapter(
             0,
         ),
     ),
+    blocks=CachedBlocks((Stage(("transformer_blocks",), chained=True),)),
 )

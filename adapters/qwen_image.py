@@ -1,6 +1,7 @@
 """Qwen-Image: text-to-image, editing, inpainting, layers, ControlNet. Read against diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
+from para_core.cache.blocks import CachedBlocks, Stage
 from para_core.plan import Gather, Plan, Split
 
 QWEN_IMAGE = Adapter(
@@ -23,5 +24,15 @@ QWEN_IMAGE = Adapter(
         },
         outputs={"": Gather(dim=1, segment="image")},
         joint_order=("text", "image"),
+    ),
+    blocks=CachedBlocks(
+        (
+            Stage(
+                ("transformer_blocks",),
+                ("encoder_hidden_states", "hidden_states"),
+                chained=True,
+                between=("controlnet_block_samples",),
+            ),
+        )
     ),
 )

@@ -1,6 +1,7 @@
 """Stable Diffusion 3 and 3.5, with ControlNet and IP-Adapter. Read against diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
+from para_core.cache.blocks import CachedBlocks, Stage
 from para_core.plan import Attention, Gather, Plan, Split
 
 JOINT = ("image", "text")
@@ -30,5 +31,17 @@ SD3 = Adapter(
             ),
             0,
         ),
+    ),
+    blocks=CachedBlocks(
+        (
+            Stage(
+                ("transformer_blocks",),
+                ("encoder_hidden_states", "hidden_states"),
+                chained=True,
+                between=("block_controlnet_hidden_states",),
+            ),
+        ),
+        conditions=("encoder_hidden_states", "pooled_projections"),
+        uncached=("skip_layers",),
     ),
 )

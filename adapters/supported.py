@@ -19,9 +19,12 @@ from para_core.adapters.mochi import MOCHI
 from para_core.adapters.pixart import PIXART
 from para_core.adapters.qwen_image import QWEN_IMAGE
 from para_core.adapters.sd3 import SD3
-from para_core.adapters.wan import SKYREELS_V2, WAN_ANIMATE, WAN_VACE
-from para_core.instance import original_class
+from para_core.adapters.wan import CHRONO_EDIT, SKYREELS_V2, WAN, WAN_ANIMATE, WAN_VACE
+from para_core.instance import original_class, uncompiled
 from para_core.plan import Plan, published_plan
+
+# Components that denoise; Wan 2.2 has one for each half of the steps.
+TRANSFORMERS = ("transformer", "transformer_2")
 
 ADAPTERS: tuple[Adapter, ...] = (
     FLUX,
@@ -31,9 +34,11 @@ ADAPTERS: tuple[Adapter, ...] = (
     HUNYUAN_VIDEO_15,
     MOCHI,
     COGVIDEOX,
+    WAN,
     WAN_VACE,
     WAN_ANIMATE,
     SKYREELS_V2,
+    CHRONO_EDIT,
     QWEN_IMAGE,
     LTX,
     LTX2,
@@ -58,14 +63,24 @@ def plan_for(module: nn.Module, text: Text | None = None, adapter: Adapter | Non
     """
     if text not in (None, "shard", "replicate"):
         raise ValueError(f"text is {text!r}; expected 'shard', 'replicate', or None for the faster of both.")
-    names = {cls.__name__ for cls in type(module).__mro__}
-    for known in (*([] if adapter is None else [adapter]), *ADAPTERS):
-        if known.transformer in names:
-            return _with_text(known.plan, "text", text or known.text, asked=text, module=module)
+    known = adapter_for(module, adapter)
+    if known is not None and known.plan is not None:
+        return _with_text(known.plan, "text", text or known.text, asked=text, module=module)
     published: Any = getattr(module, "_cp_plan", None)
     if published is None:
         return None
     return _with_text(published_plan(published), "encoder_hidden_states", text or "shard", asked=text, module=module)
+
+
+def adapter_for(module: nn.Module, adapter: Adapter | None = None) -> Adapter | None:
+    """What is known of ``module``; None if nothing.
+
+    Args:
+        adapter: goes before what is known here where it is for this class.
+    """
+    names = [cls.__name__ for cls in type(module).__mro__]
+    candidates = [*([] if adapter is None else [adapter]), *ADAPTERS]
+    return next((known for name in names for known in candidates if known.transformer == name), None)
 
 
 def _with_text(plan: Plan, segment: str, text: Text, *, asked: Text | None, module: nn.Module) -> Plan:
@@ -79,6 +94,20 @@ def _with_text(plan: Plan, segment: str, text: Text, *, asked: Text | None, modu
     return plan
 
 
+def transformers_of(pipe: Any) -> dict[str, nn.Module]:
+    """What denoises in a pipeline, by the name of the component, as it was before ``torch.compile``."""
+    found = {name: uncompiled(getattr(pipe, name, None)) for name in TRANSFORMERS}
+    return {name: module for name, module in found.items() if isinstance(module, nn.Module)}
+
+
 def supported() -> str:
-    """What is supported, for messages."""
-    return "; ".join(adapter.pipelines for adapter in ADAPTERS) + "; every model that publishes a _cp_plan"
+    """What runs in parallel, for messages."""
+    return (
+        "; ".join(adapter.pipelines for adapter in ADAPTERS if adapter.plan is not None)
+        + "; every model that publishes a _cp_plan"
+    )
+
+
+def cached() -> str:
+    """What First Block Cache works on, for messages."""
+    return "; ".join(adapter.pipelines for adapter in ADAPTERS if adapter.blocks is not None)

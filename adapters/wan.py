@@ -1,11 +1,17 @@
-"""Wan VACE, Wan Animate and SkyReels V2; the other Wan models publish a plan. Read against diffusers 0.42."""
+"""Wan, ChronoEdit, Wan VACE, Wan Animate and SkyReels V2. Read against diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
+from para_core.cache.blocks import CachedBlocks, Stage
 from para_core.plan import Attention, Gather, Plan, Split
 
 VIDEO, POSITIONS = Split(dim=1, segment="video"), Split(dim=1, like="video")
 # Text and the tokens of an image are whole.
 TO_TEXT = (Attention(("video",), ("text",)),)
+
+BLOCKS = CachedBlocks((Stage(("blocks",), chained=True),))
+
+WAN = Adapter(transformer="WanTransformer3DModel", pipelines="Wan", blocks=BLOCKS)
+CHRONO_EDIT = Adapter(transformer="ChronoEditTransformer3DModel", pipelines="ChronoEdit", blocks=BLOCKS)
 
 WAN_VACE = Adapter(
     transformer="WanVACETransformer3DModel",
@@ -23,6 +29,8 @@ WAN_VACE = Adapter(
         joint_order=("video",),
         attention={"**.attn2": TO_TEXT},
     ),
+    # Those of the condition run before the first of these, at every step.
+    blocks=CachedBlocks((Stage(("blocks",)),)),
 )
 
 WAN_ANIMATE = Adapter(
@@ -40,6 +48,8 @@ WAN_ANIMATE = Adapter(
         joint_order=("video",),
         attention={"**.attn2": TO_TEXT, "face_adapter.*": (Attention(("frame",), ("face",)),)},
     ),
+    # Behind some of them, faces are attended to.
+    blocks=CachedBlocks((Stage(("blocks",)),)),
 )
 
 SKYREELS_V2 = Adapter(
@@ -58,4 +68,5 @@ SKYREELS_V2 = Adapter(
         joint_order=("video",),
         attention={"**.attn2": TO_TEXT},
     ),
+    blocks=BLOCKS,
 )

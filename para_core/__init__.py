@@ -7,6 +7,8 @@ if not (_here / "adapters").is_dir():
     # A checkout: adapters/ and kernels/ stand beside this folder; only installing moves them into it.
     __path__.append(str(_here.parent))
 
+from para_core.cache.apply import apply_cache, model_cache_report, remove_cache, reset_cache
+from para_core.cache.blocks import CachedBlocks, Stage
 from para_core.context_parallel import (
     ContextParallelConfig,
     ParallelConfig,
@@ -24,6 +26,7 @@ from para_core.sparse_modes import BlockSparseAttnMode, SparseKVAttnMode
 __all__ = [
     "Attention",
     "BlockSparseAttnMode",
+    "CachedBlocks",
     "ContextParallelConfig",
     "FirstTokens",
     "Gather",
@@ -36,12 +39,17 @@ __all__ = [
     "SequenceLayout",
     "SparseKVAttnMode",
     "Split",
+    "Stage",
     "UlyssesAttnMode",
     "UnifiedAttnMode",
     "Whole",
+    "apply_cache",
     "apply_context_parallel",
     "init_context_parallel_mesh",
+    "model_cache_report",
+    "remove_cache",
     "remove_context_parallel",
+    "reset_cache",
     "ring_attention",
     "ulysses_attention",
     "unified_attention",

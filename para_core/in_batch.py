@@ -14,7 +14,7 @@ from para_core.attention.call import refuse_dropout
 from para_core.layout import SequenceLayout, even_layout
 from para_core.mesh import batch_mesh
 from para_core.sharding import shard_tokens
-from para_core.sharding_mode import ShardingMode, segments_of
+from para_core.sharding_mode import COND, ShardingMode, segments_of
 
 
 class InBatchAttnMode(ShardingMode):
@@ -40,6 +40,8 @@ class InBatchAttnMode(ShardingMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention and self._mesh.ranks > 1:
             return self._attend(func, *args, **kwargs)
+        if func is COND and self._mesh.ranks > 1:
+            return self._run_cond(*args, **kwargs)
         if func is F.multi_head_attention_forward and self._mesh.ranks > 1:
             refuse_dropout(_multi_head_dropout(*args, **kwargs))
         return func(*args, **kwargs)

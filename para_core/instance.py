@@ -20,15 +20,18 @@ Around = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], An
 _CHAIN = "_para_core_chain_"
 
 
-def wrap_method(instance: Any, method: str, key: str, around: Around) -> None:
+def wrap_method(instance: Any, method: str, key: str, around: Around, *, depth: int = 0) -> None:
     """Put ``around`` around ``method`` of this one instance; a wrapper of the same ``key`` is replaced.
 
     Not for two threads that change the same instance at once.
+
+    Args:
+        depth: what has more of it runs inside of what has less, whichever came first.
     """
-    wrap_alike([instance], method, key, around)
+    wrap_alike([instance], method, key, around, depth=depth)
 
 
-def wrap_alike(instances: Iterable[Any], method: str, key: str, around: Around) -> None:
+def wrap_alike(instances: Iterable[Any], method: str, key: str, around: Around, *, depth: int = 0) -> None:
     """:func:`wrap_method` for each of ``instances``: those that were alike before still share one class.
 
     So a graph that was compiled for one block of a model still fits the others.
@@ -37,7 +40,7 @@ def wrap_alike(instances: Iterable[Any], method: str, key: str, around: Around) 
     for instance in instances:
         before = type(instance)
         if id(before) not in changed:
-            _set_wrappers(instance, {**_wrappers(instance), (key, method): around})
+            _set_wrappers(instance, {**_wrappers(instance), (key, method): (depth, around)})
             changed[id(before)] = (before, type(instance))
         else:
             instance.__class__ = changed[id(before)][1]
@@ -56,7 +59,7 @@ def is_wrapped(instance: Any, key: str) -> bool:
 
 def wrapper(instance: Any, method: str, key: str) -> Around | None:
     """What :func:`wrap_method` put around ``method`` under ``key``; None if nothing."""
-    return _wrappers(instance).get((key, method))
+    return _wrappers(instance).get((key, method), (0, None))[1]
 
 
 def original_class(instance: Any) -> type:
@@ -65,7 +68,13 @@ def original_class(instance: Any) -> type:
     return base
 
 
-Wrappers = Mapping[tuple[str, str], Around]
+def uncompiled(module: Any) -> Any:
+    """The module inside what ``torch.compile`` made of it."""
+    return getattr(module, "_orig_mod", module)
+
+
+# By key and method: depth, and what runs.
+Wrappers = Mapping[tuple[str, str], tuple[int, Around]]
 
 
 def _wrappers(instance: Any) -> Wrappers:
@@ -88,7 +97,7 @@ def _set_wrappers(instance: Any, wrappers: Wrappers) -> None:
         "_para_core_original": base,
         "_para_core_wrappers": wrappers,
     }
-    for (_, method), around in wrappers.items():
+    for (_, method), (_, around) in sorted(wrappers.items(), key=lambda item: -item[1][0]):
         chain = _CHAIN + method
         namespace[chain] = _composed(namespace.get(chain) or getattr(base, method), around)
         namespace[method] = _entry(method, getattr(base, method))

@@ -26,7 +26,7 @@ from para_core.collectives import all_gather
 from para_core.layout import Segment, SequenceLayout, concatenations, even_layout
 from para_core.mesh import MeshDim, SequenceMesh, guided_mesh
 from para_core.sharding import gather_tokens
-from para_core.sharding_mode import HeldLayout, ShardingMode, segments_of
+from para_core.sharding_mode import COND, HeldLayout, ShardingMode, segments_of
 
 
 class UnifiedAttnMode(ShardingMode):
@@ -106,7 +106,7 @@ class UnifiedAttnMode(ShardingMode):
         self._is_sdpa = self._mesh.ranks == 1
         self.intercepted = False
         # Off where a plan has not cut the tokens yet, or has gathered them.
-        self.active = True
+        self._active = [True]
 
     # -- entering and leaving
 
@@ -162,10 +162,12 @@ class UnifiedAttnMode(ShardingMode):
         if func is Tensor.unflatten and torch.compiler.is_compiling():
             # Dynamo cannot trace the method under a mode: it is Python that calls super().
             return torch.unflatten(*args, **kwargs)
-        if self._is_sdpa or not self.active:
+        if self._is_sdpa or not self._active[0]:
             return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             return self.attend(*args, **kwargs)
+        if func is COND:
+            return self._run_cond(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             return multi_head_attention(self.attend, *args, **kwargs)
         if func in _UNSEEN:

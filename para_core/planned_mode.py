@@ -29,26 +29,41 @@ class PlannedAttnMode(UnifiedAttnMode):
 
     def __init__(self, mesh: SequenceMesh, attending: tuple[Attention, ...], rotate_method: RotateMethod) -> None:
         super().__init__(mesh, assume_equal=True, rotate_method=rotate_method)
-        self.attending = attending
+        self._attending = attending
+        self._rotate_method = rotate_method
         self._calls = 0
         self._segments: HeldLayout = ()
-        self.active = False
+        self._active[0] = False
+
+    def switch(self, on: bool) -> None:
+        """Intercept from here on, or no longer."""
+        self._active[0] = on
 
     def set_segments(self, segments: tuple[Segment, ...]) -> None:
         """What is known of the call under way: which segments were cut, and which are whole on every rank."""
         self._segments = tuple([self._hold_segment(segment) for segment in segments])
 
-    def set_attending(self, attending: tuple[Attention, ...]) -> None:
-        """From here on, attention calls consist of this; they are counted anew."""
-        self.attending = attending
-        self._calls = 0
+    @contextmanager
+    def attending_to(self, attending: tuple[Attention, ...]) -> Iterator[None]:
+        """Inside, attention calls consist of this; they are counted anew.
+
+        Under a mode of its own, which goes before this one: a branch of ``torch.cond`` may change nothing from outside.
+        """
+        inner = PlannedAttnMode(self._mesh, attending, self._rotate_method)
+        inner._segments = self._segments
+        inner._active[0] = self._active[0]
+        with inner:
+            yield
+        if inner.intercepted:
+            self.intercepted = True
 
     def _check_use(self) -> None:
         """The region asks, also while it is traced."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        attention = self.attending[min(self._calls, len(self.attending) - 1)]
-        self._calls += 1
+        attention = self._attending[min(self._calls, len(self._attending) - 1)]
+        if len(self._attending) > 1:
+            self._calls += 1
         cut = [segment.name for segment in segments_of(self._segments) if not segment.replicated]
         if not set(cut) & set(attention.keys or attention.queries):
             with UnifiedAttnMode.disable():
@@ -66,7 +81,7 @@ class PlannedAttnMode(UnifiedAttnMode):
         return super().attend(query, key, value, *args, **kwargs).masked_fill(~valid[..., None], 0.0)
 
     def _layouts(self, num_queries: int, num_keys: int, *, ordered: bool) -> tuple[SequenceLayout, SequenceLayout]:
-        attention = self.attending[min(self._calls - 1, len(self.attending) - 1)]
+        attention = self._attending[min(max(self._calls - 1, 0), len(self._attending) - 1)]
         query_layout = self._layout_of(attention.queries, num_queries, "query")
         if attention.keys is not None:
             return query_layout, self._layout_of(attention.keys, num_keys, "key")

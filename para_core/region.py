@@ -67,9 +67,16 @@ class _Region:
             self.compiled_before = None
         # The submodules at which something is done, by name. Loading a LoRA puts others in their place.
         self.submodules: dict[str, nn.Module] = {}
-        self.mode: PlannedAttnMode | None = None
+        # Lists and dicts where something changes during a call: what is set of an attribute before torch.cond (which a cache
+        # brings) and again behind it, Dynamo 2.13 forgets.
+        self._modes: list[PlannedAttnMode] = []
         # Of the call under way: the segments that were cut, or found to be whole.
         self.segments: dict[str, Segment] = {}
+
+    @property
+    def mode(self) -> PlannedAttnMode | None:
+        """Of the call under way."""
+        return self._modes[-1] if self._modes else None
 
     # -- around the module
 
@@ -97,8 +104,7 @@ class _Region:
             )
         self._check_given(module, args, kwargs)
         mode = PlannedAttnMode(self.mesh, (Attention(self.plan.joint_order),), self.rotate_method)
-        self.mode = mode
-        self.segments = {}
+        self._modes.append(mode)
         try:
             args, kwargs, samples = self._own_samples(args, kwargs)
             args, kwargs = self._cut_arguments(self.plan.inputs, self.parameters, args, kwargs)
@@ -119,8 +125,8 @@ class _Region:
                 output = self._gather_outputs(output, as_tuple(rule))
             return self._all_samples(output, samples)
         finally:
-            self.mode = None
-            self.segments = {}
+            self._modes.clear()
+            self.segments.clear()
 
     def _check_given(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for name, reason in self.plan.refused.items():
@@ -136,7 +142,7 @@ class _Region:
         mode = self.mode
         if mode is not None and any(isinstance(cut, Split) and cut.segment in self.segments for cut in cuts):
             mode.set_segments(tuple(self.segments.values()))
-            mode.active = True
+            mode.switch(True)
 
     # -- the samples of a batch, over the ``batch`` mesh dim
 
@@ -231,7 +237,9 @@ class _Region:
         return shard_tokens(value, split.dim, SequenceLayout((*first, segment), self.mesh.ranks), self.mesh)
 
     def _note(self, segment: Segment, dim: int, name: str) -> None:
-        known = self.segments.setdefault(segment.name, segment)
+        if segment.name not in self.segments:
+            self.segments[segment.name] = segment
+        known = self.segments[segment.name]
         if known.total != segment.total:
             raise ValueError(
                 f"{name} has {segment.total} tokens in dim {dim}; expected {known.total}, as the other {segment.name} "
@@ -305,19 +313,15 @@ class _Region:
             self._intercept(of_outputs.values())
             if boundary.gathers:
                 output = self._gather_outputs(output, boundary.gathers)
-                mode.active = False
+                mode.switch(False)
             return output
 
         def attend(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             mode = self.mode
             if mode is None or not attention:
                 return call(module, *args, **kwargs)
-            before = mode.attending
-            mode.set_attending(attention)
-            try:
+            with mode.attending_to(attention):
                 return call(module, *args, **kwargs)
-            finally:
-                mode.set_attending(before)
 
         return cut_and_gather if boundary.cuts or boundary.gathers else attend
 

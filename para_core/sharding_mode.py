@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
+from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer
 from torch.overrides import TorchFunctionMode
 
 from para_core.agreement import Record, error_record, exchange, raise_first_error
@@ -15,6 +17,8 @@ from para_core.layout import Segment, SequenceLayout, even_layout
 from para_core.mesh import SequenceMesh
 from para_core.sharding import gather_tokens, shard_tokens
 
+# What torch.cond calls; modes see this.
+COND = torch.ops.higher_order.cond
 # A length that outlives a call: an int while tracing, else the first dim of a tensor without elements. Dynamo takes an
 # int that it finds on a mode for a constant, and would compile anew for every length; sizes of tensors become symbolic.
 Length = int | Tensor
@@ -60,6 +64,16 @@ class ShardingMode(TorchFunctionMode):
             self._end()
             if exc_type is None and not torch.compiler.is_compiling():
                 self._check_use()
+
+    def _run_cond(
+        self,
+        pred: Any,
+        true_fn: Callable[..., Any],
+        false_fn: Callable[..., Any],
+        operands: Sequence[Any] = (),
+    ) -> Any:
+        """``torch.cond`` with this mode inside its branches: it is dispatched to modes itself, which are off in there."""
+        return COND(pred, _under(self, true_fn), _under(self, false_fn), operands)
 
     def _begin(self) -> None:
         """Called where the mode is entered from outside of it."""
@@ -239,3 +253,23 @@ def segments_of(held: HeldLayout) -> tuple[Segment, ...]:
 
 def _length(held: Length) -> int:
     return held.shape[0] if isinstance(held, Tensor) else held
+
+
+class _Again(TorchFunctionMode):
+    """``mode`` once more, made and entered inside a branch: what is from outside cannot be entered there."""
+
+    def __init__(self, mode: ShardingMode) -> None:
+        super().__init__()
+        self._mode = mode
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._mode.__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+
+
+def _under(mode: ShardingMode, function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        with _Again(mode):
+            return function(*args)
+
+    # Dynamo calls the stack of modes changed, though it is at the end what it was.
+    return lambda *args: _disable_side_effect_safety_checks_for_current_subtracer(run, *args)

@@ -1,0 +1,255 @@
+"""Putting First Block Cache on a diffusers pipeline, and seeing what it did."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from para_core.adapters.adapter import Adapter
+from para_core.adapters.schedule import Schedule
+from para_core.adapters.supported import adapter_for, cached, plan_for, transformers_of
+from para_core.boundaries import parameters_of
+from para_core.cache.apply import CALL_DEPTH
+from para_core.cache.block_cache import BlockCache, attach, detach
+from para_core.cache.options import CacheOptions, Policy
+from para_core.cache.report import CacheReport, Row, Verdict
+from para_core.cache.rules import RULES, Rule
+from para_core.instance import original_class, uncompiled, unwrap, wrap_method, wrapper
+
+Pipeline = TypeVar("Pipeline")
+
+_KEY = "cache of the pipeline"
+
+
+def apply_cache_on_pipe(
+    pipe: Pipeline,
+    *,
+    residual_diff_threshold: float | None = None,
+    warmup_steps: int = 0,
+    max_consecutive_hits: int | None = None,
+    always_compute_last: bool = False,
+    start: float = 0.0,
+    end: float = 1.0,
+    first_blocks: int = 1,
+    last_blocks: int = 0,
+    forecast_order: int = 0,
+    downsample: int = 1,
+    rule: str | Rule = "first_block",
+    policy: Policy | None = None,
+    adapter: Adapter | None = None,
+) -> Pipeline:
+    """Skip most blocks of this one pipeline's transformer at steps where its first block changes little.
+
+    The first block always runs. Where its residual differs from that of the last computed step by less than the threshold
+    (mean|change| / mean|last|), the others are skipped, and their stored residual is added. This approximates; nothing
+    else that para_core does does. Calling it again with other settings takes effect; :func:`remove_cache_from_pipe` undoes
+    it. Goes with :func:`parallelize_pipe`, ``torch.compile``, offload and LoRA, in any order.
+
+    Args:
+        pipe: any diffusers pipeline on a supported transformer.
+        residual_diff_threshold: larger is faster and less like the original; 0 computes all. Left out: the default of the
+            model's family.
+        warmup_steps: so many first steps of each branch are computed; the first one always is.
+        max_consecutive_hits: after so many skipped steps one is computed.
+        always_compute_last: compute the last step of the schedule.
+        start, end: skip only between these fractions of the schedule's steps.
+        first_blocks: so many first blocks always run, and the residual is that of all of them together.
+        last_blocks: so many last blocks always run.
+        forecast_order: 0 adds the stored residual; 1 and 2 extrapolate it in the schedule's time through the last two or
+            three computed steps.
+        downsample: compare every n-th channel only.
+        rule: ``"first_block"``, another name in ``para_core.cache.rules.RULES``, or a ``Rule`` of your own.
+        policy: decides instead of the threshold: called with an ``Observation``, returns whether to skip. In a compiled
+            graph its numbers are 0-dim tensors.
+        adapter: what is to be known of a transformer that is not supported, or instead of what is known here.
+
+    Returns:
+        ``pipe``.
+
+    Raises:
+        TypeError, ValueError: the pipeline is not supported, or an option does not fit.
+    """
+    if isinstance(rule, str) and rule not in RULES:
+        raise ValueError(f"rule is {rule!r}; expected one of {', '.join(map(repr, RULES))}, or a Rule.")
+    options = CacheOptions(
+        0.0 if residual_diff_threshold is None else residual_diff_threshold,
+        warmup_steps=warmup_steps,
+        max_consecutive_hits=max_consecutive_hits,
+        always_compute_last=always_compute_last,
+        start=start,
+        end=end,
+        first_blocks=first_blocks,
+        last_blocks=last_blocks,
+        forecast_order=forecast_order,
+        downsample=downsample,
+        rule=RULES[rule] if isinstance(rule, str) else rule,
+        policy=policy,
+    )
+    made: dict[str, BlockCache] = {}
+    transformers = transformers_of(pipe)
+    if not transformers:
+        raise TypeError(f"{original_class(pipe).__name__} cannot be cached: it has no transformer.")
+    for name, transformer in transformers.items():
+        known = adapter_for(transformer, adapter)
+        if known is None or known.blocks is None:
+            raise TypeError(
+                f"{original_class(pipe).__name__} cannot be cached: the blocks of {original_class(transformer).__name__} are "
+                f"not known. Known are {cached()}. Describe them: apply_cache_on_pipe(pipe, adapter=Adapter(transformer="
+                "'…', pipelines='…', blocks=CachedBlocks((Stage(('blocks',)),))))."
+            )
+        chosen = (
+            replace(options, residual_diff_threshold=known.threshold) if residual_diff_threshold is None else options
+        )
+        made[name] = BlockCache(transformer, known.blocks, chosen)
+    _require_schedule(pipe, options)
+    for cache in made.values():
+        # Before what was there is removed: graphs that were compiled for it stay good.
+        attach(cache)
+    remove_cache_from_pipe(pipe)
+    caching = _PipelineCache(made, adapter)
+    wrap_method(pipe, "__call__", _KEY, caching.around)
+    return pipe
+
+
+def remove_cache_from_pipe(pipe: Pipeline) -> Pipeline:
+    """Undo :func:`apply_cache_on_pipe`; returns ``pipe``, which is then what it was before."""
+    caching = caching_of(pipe)
+    if caching is not None:
+        unwrap(pipe, _KEY)
+        caching.remove(pipe)
+    return pipe
+
+
+def cache_report(pipe: Any) -> CacheReport:
+    """What the cache of ``pipe`` did in its last generation; ``print`` it, ``.plot(path)`` it, ``.to_json(path)``."""
+    caching = caching_of(pipe)
+    if caching is None:
+        raise ValueError(f"this {original_class(pipe).__name__} has no cache: call apply_cache_on_pipe(pipe) first.")
+    return caching.report()
+
+
+def caching_of(pipe: Any) -> _PipelineCache | None:
+    """What :func:`apply_cache_on_pipe` put around ``pipe``."""
+    found = getattr(wrapper(pipe, "__call__", _KEY), "__self__", None)
+    return found if isinstance(found, _PipelineCache) else None
+
+
+class _PipelineCache:
+    """The caches of one pipeline's transformers, and its generation under way."""
+
+    def __init__(self, caches: dict[str, BlockCache], adapter: Adapter | None) -> None:
+        self.caches = caches
+        self._adapter = adapter
+        self._schedule = Schedule()
+        # Each is told once.
+        self._told: set[str] = set()
+
+    @property
+    def options(self) -> CacheOptions:
+        return next(iter(self.caches.values())).options
+
+    def around(self, pipe: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        _require_schedule(pipe, self.options)
+        for name, cache in self.caches.items():
+            if uncompiled(getattr(pipe, name, None)) is not cache.module:
+                raise RuntimeError(
+                    f"pipe.{name} is another one than when the cache was applied. Call apply_cache_on_pipe(pipe, ...) again."
+                )
+        with ExitStack() as stack:
+            stack.enter_context(self._schedule.followed(getattr(pipe, "scheduler", None), self._begin_schedule))
+            stack.enter_context(self._generation(pipe))
+            return call(pipe, *args, **kwargs)
+
+    @contextmanager
+    def _generation(self, pipe: Any) -> Iterator[None]:
+        for name, cache in self.caches.items():
+            cache.reset()
+            cache.readings.clear()
+            component = getattr(pipe, name)
+            if wrapper(component, "__call__", _KEY) is None:
+                # Around what torch.compile made of it, if anything.
+                wrap_method(component, "__call__", _KEY, self._around_model(pipe, cache), depth=CALL_DEPTH)
+        try:
+            yield
+            self._tell(type(pipe).__name__)
+        finally:
+            for cache in self.caches.values():
+                cache.reset()
+
+    def _begin_schedule(self) -> None:
+        for cache in self.caches.values():
+            cache.reset()
+
+    def _around_model(self, pipe: Any, cache: BlockCache) -> Callable[..., Any]:
+        parameters = parameters_of(cache.module)
+        plan = plan_for(cache.module, adapter=self._adapter)
+        concatenated = plan is not None and bool(plan.batched)
+
+        def around(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if torch.compiler.is_compiling() or not self._schedule.active:
+                return call(module, *args, **kwargs)
+            given = {**dict(zip(parameters, args, strict=False)), **kwargs}
+            cache.parts = 2 if concatenated and getattr(pipe, "do_classifier_free_guidance", True) else 1
+            return cache.run(lambda: call(module, *args, **kwargs), given, self._schedule.step(cache.options))
+
+        return around
+
+    def remove(self, pipe: Any) -> None:
+        for name, cache in self.caches.items():
+            component = getattr(pipe, name, None)
+            for module in (component, uncompiled(component), cache.module):
+                if isinstance(module, nn.Module):
+                    unwrap(module, _KEY)
+            detach(cache)
+
+    def report(self) -> CacheReport:
+        rows = [row for cache in self.caches.values() for reading in cache.readings for row in reading.rows()]
+        return CacheReport(rows, self.options.rule.name)
+
+    def _tell(self, name: str) -> None:
+        """What a user would want to know of the generation that ended, once each."""
+        rows = self.report().rows
+        asked = [row for row in rows if row.verdict in (Verdict.HIT, Verdict.MISS)]
+        if any(row.verdict is Verdict.NOT_FINITE for row in rows):
+            self._warn(
+                f"the first-block residual of the {name} was zero or not finite at some steps, which were computed: see "
+                "cache_report(pipe)."
+            )
+        if not asked or self.options.residual_diff_threshold == 0.0:
+            return
+        seen = [row.difference for row in asked if row.difference is not None and math.isfinite(row.difference)]
+        ranging = f"differences ranged from {min(seen):.4g} to {max(seen):.4g}" if seen else "no difference was finite"
+        threshold = self.options.residual_diff_threshold
+        if not any(row.hit for row in asked):
+            self._warn(
+                f"the cache of the {name} skipped no step: {ranging}, and residual_diff_threshold is {threshold:g}. Raise it."
+            )
+        elif all(row.hit for row in asked) and not _limited(rows):
+            self._warn(
+                f"the cache of the {name} skipped every step that it could: {ranging}, and residual_diff_threshold is "
+                f"{threshold:g}. Lower it, or set max_consecutive_hits."
+            )
+
+    def _warn(self, message: str) -> None:
+        kind = message.split(":", maxsplit=1)[0]
+        if kind not in self._told:
+            self._told.add(kind)
+            warnings.warn(message, stacklevel=7)
+
+
+def _limited(rows: Any) -> bool:
+    return any(isinstance(row, Row) and row.verdict is Verdict.LIMIT for row in rows)
+
+
+def _require_schedule(pipe: Any, options: CacheOptions) -> None:
+    if options.needs_schedule and getattr(pipe, "scheduler", None) is None:
+        raise ValueError(
+            f"{options.needs_schedule[0]} needs a scheduler, and this {original_class(pipe).__name__} has none. Leave it out."
+        )

@@ -1,0 +1,1 @@
+"""First Block Cache: the blocks behind the first are skipped while its residual hardly changes."""

@@ -1,0 +1,125 @@
+"""Putting a cache on a model of one's own, and taking it off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from para_core.boundaries import parameters_of
+from para_core.cache.block_cache import BlockCache, Step, attach, detach
+from para_core.cache.blocks import CachedBlocks
+from para_core.cache.options import CacheOptions, Policy
+from para_core.cache.report import CacheReport
+from para_core.cache.rules import FIRST_BLOCK, Rule
+from para_core.instance import unwrap, wrap_method, wrapper
+from para_core.mesh import sequence_mesh
+
+Model = TypeVar("Model", bound=nn.Module)
+
+_KEY = "cache of the model"
+# Around a plan, which cuts the arguments that tell branches apart.
+CALL_DEPTH = -1
+
+
+def apply_cache(
+    model: Model,
+    blocks: CachedBlocks,
+    *,
+    residual_diff_threshold: float,
+    mesh: DeviceMesh | ProcessGroup | None = None,
+    warmup_steps: int = 0,
+    max_consecutive_hits: int | None = None,
+    first_blocks: int = 1,
+    last_blocks: int = 0,
+    downsample: int = 1,
+    rule: Rule = FIRST_BLOCK,
+    policy: Policy | None = None,
+) -> Model:
+    """Skip blocks of ``model`` while the residual of its first one hardly changes; for a denoising loop of your own.
+
+    Call :func:`reset_cache` before each generation. Branches of guidance are told apart by
+    ``model.cache_context(name)`` where the model has it (diffusers' models do), else by ``blocks.conditions``. Calling this
+    again takes effect; :func:`remove_cache` undoes it.
+
+    Args:
+        model: any module; what ``torch.compile`` makes of it later runs with the cache, too.
+        blocks: its block stack.
+        residual_diff_threshold: skip where mean|change| / mean|last| of the first-block residual is below it.
+        mesh: ranks that hold parts of one sequence and decide together. Left out: those of the plan that was applied.
+        warmup_steps, max_consecutive_hits, first_blocks, last_blocks, downsample, rule, policy: see
+            ``apply_cache_on_pipe``.
+
+    Returns:
+        ``model``.
+    """
+    module: Any = getattr(model, "_orig_mod", model)
+    remove_cache(model)
+    options = CacheOptions(
+        residual_diff_threshold,
+        warmup_steps=warmup_steps,
+        max_consecutive_hits=max_consecutive_hits,
+        first_blocks=first_blocks,
+        last_blocks=last_blocks,
+        downsample=downsample,
+        rule=rule,
+        policy=policy,
+    )
+    cache = BlockCache(module, blocks, options, None if mesh is None else sequence_mesh(mesh))
+    attach(cache).resident = cache
+    parameters = parameters_of(module)
+
+    def around(called: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.compiler.is_compiling():
+            return call(called, *args, **kwargs)
+        given = {**dict(zip(parameters, args, strict=False)), **kwargs}
+        return cache.run(lambda: call(called, *args, **kwargs), given, Step())
+
+    around.cache = cache  # type: ignore[attr-defined]
+    wrap_method(model, "__call__", _KEY, around, depth=CALL_DEPTH)
+    return model
+
+
+def remove_cache(model: Model) -> Model:
+    """Undo :func:`apply_cache`; returns ``model``, which is then what it was before."""
+    for module in {model, getattr(model, "_orig_mod", model)}:
+        cache = _cache_of(module)
+        if cache is not None:
+            unwrap(module, _KEY)
+            detach(cache)
+    return model
+
+
+def reset_cache(model: nn.Module) -> None:
+    """Forget all steps: the next call of ``model`` begins a generation."""
+    cache = _required(model)
+    cache.reset()
+    cache.readings.clear()
+
+
+def model_cache_report(model: nn.Module) -> CacheReport:
+    """What the cache of ``model`` did since :func:`reset_cache`, in calls of ``model`` itself."""
+    cache = _required(model)
+    return CacheReport([row for reading in cache.readings for row in reading.rows()], cache.options.rule.name)
+
+
+def cache_options(model: nn.Module) -> CacheOptions | None:
+    """What :func:`apply_cache` was given for ``model``; None if it has no cache."""
+    cache = _cache_of(model)
+    return None if cache is None else cache.options
+
+
+def _required(model: nn.Module) -> BlockCache:
+    cache = _cache_of(model) or _cache_of(getattr(model, "_orig_mod", model))
+    if cache is None:
+        raise ValueError(f"this {type(model).__name__} has no cache: call apply_cache(model, ...) first.")
+    return cache
+
+
+def _cache_of(module: nn.Module) -> BlockCache | None:
+    found = getattr(wrapper(module, "__call__", _KEY), "cache", None)
+    return found if isinstance(found, BlockCache) else None

@@ -1,0 +1,107 @@
+"""What a user can set of a cache, and what a policy of the user's own is told."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch import Tensor
+
+from para_core.cache.rules import FIRST_BLOCK, Rule
+
+Number = float | Tensor
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What is known when a step is decided. Numbers in eager code, 0-dim tensors in a compiled graph.
+
+    Args:
+        difference: by the rule; the largest, where a call holds several branches.
+        threshold: ``residual_diff_threshold``.
+        step: index of the step in the schedule, from 0.
+        num_steps: of the schedule.
+        hits_in_a_row: since the last computed step.
+    """
+
+    difference: Number
+    threshold: Number
+    step: Number
+    num_steps: Number
+    hits_in_a_row: Number
+
+
+# Whether the step may be skipped.
+Policy = Callable[[Observation], "bool | Tensor"]
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """See ``apply_cache_on_pipe``, which has the same."""
+
+    residual_diff_threshold: float
+    warmup_steps: int = 0
+    max_consecutive_hits: int | None = None
+    always_compute_last: bool = False
+    start: float = 0.0
+    end: float = 1.0
+    first_blocks: int = 1
+    last_blocks: int = 0
+    forecast_order: int = 0
+    downsample: int = 1
+    rule: Rule = FIRST_BLOCK
+    policy: Policy | None = None
+
+    def __post_init__(self) -> None:
+        _require_number("residual_diff_threshold", self.residual_diff_threshold, at_least=0.0)
+        _require_int("warmup_steps", self.warmup_steps, at_least=0)
+        if self.max_consecutive_hits is not None:
+            _require_int("max_consecutive_hits", self.max_consecutive_hits, at_least=0)
+        _require_int("first_blocks", self.first_blocks, at_least=1)
+        _require_int("last_blocks", self.last_blocks, at_least=0)
+        _require_int("forecast_order", self.forecast_order, at_least=0, at_most=2)
+        _require_int("downsample", self.downsample, at_least=1)
+        _require_number("start", self.start, at_least=0.0, at_most=1.0)
+        _require_number("end", self.end, at_least=0.0, at_most=1.0)
+        if self.start > self.end:
+            raise ValueError(f"start={self.start} is behind end={self.end}; expected start <= end.")
+        if not isinstance(self.rule, Rule):
+            raise TypeError(f"rule is {self.rule!r}; expected a name, or a Rule of para_core.cache.rules.")
+        if self.policy is not None and not callable(self.policy):
+            raise TypeError(f"policy is {self.policy!r}; expected a function of an Observation, or None.")
+
+    def as_text(self) -> dict[str, str]:
+        """By name, for comparing ranks."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        policy = getattr(self.policy, "__qualname__", type(self.policy).__name__)
+        return {name: str(value) for name, value in {**values, "rule": self.rule.name, "policy": policy}.items()}
+
+    @property
+    def needs_schedule(self) -> tuple[str, ...]:
+        """Names of the options that were set and cannot be followed without a scheduler."""
+        defaults = {field.name: field.default for field in fields(self)}
+        return tuple(
+            name
+            for name in ("always_compute_last", "start", "end", "forecast_order")
+            if getattr(self, name) != defaults[name]
+        )
+
+
+def _require_int(name: str, value: Any, at_least: int, at_most: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is {value!r}; expected an integer.")
+    _require_range(name, value, at_least, at_most)
+
+
+def _require_number(name: str, value: Any, at_least: float, at_most: float | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
+        raise TypeError(f"{name} is {value!r}; expected a number.")
+    _require_range(name, value, at_least, at_most)
+
+
+def _require_range(name: str, value: float, at_least: float, at_most: float | None) -> None:
+    if value < at_least or (at_most is not None and value > at_most):
+        upper = "" if at_most is None else f" and at most {at_most}"
+        raise ValueError(f"{name} is {value}; expected at least {at_least}{upper}.")

@@ -1,0 +1,190 @@
+"""What a cache did, step by step."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Verdict(IntEnum):
+    """Why a step was skipped or computed."""
+
+    HIT = 0
+    MISS = 1
+    # The first step of a branch, or one of warmup_steps.
+    WARMUP = 2
+    # max_consecutive_hits was reached.
+    LIMIT = 3
+    # Outside of start and end, or the last step.
+    SCHEDULE = 4
+    # The difference was no finite number.
+    NOT_FINITE = 5
+
+
+class Stopwatch:
+    """Seconds of what runs until :meth:`stop`, without waiting for an accelerator."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events: tuple[Any, Any] | None = None
+        self._seconds = 0.0
+        if device.type == "cuda":
+            self._events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            self._events[0].record()
+        self._start = time.perf_counter()
+
+    def stop(self) -> Stopwatch:
+        self._seconds = time.perf_counter() - self._start
+        if self._events is not None:
+            self._events[1].record()
+        return self
+
+    @property
+    def seconds(self) -> float:
+        if self._events is None:
+            return self._seconds
+        begin, end = self._events
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+
+# Of one call: the difference of each of its branches (None: not asked for), and the verdict; tensors if a graph decided.
+Observed = tuple[Any, Any]
+
+
+class Reading:
+    """A call as it was observed; reading it may wait for an accelerator."""
+
+    def __init__(self, step: int, branch: str, threshold: float, observed: Observed, stopwatch: Stopwatch) -> None:
+        self._step, self._branch, self._threshold = step, branch, threshold
+        self._observed, self._stopwatch = observed, stopwatch
+
+    def rows(self) -> list[Row]:
+        """One for each branch of the call."""
+        differences, verdict = self._observed
+        if isinstance(verdict, Tensor):
+            verdict = Verdict(int(verdict.item()))
+        differences = differences.tolist() if isinstance(differences, Tensor) else list(differences)
+        if verdict in (Verdict.WARMUP, Verdict.LIMIT, Verdict.SCHEDULE):
+            # A graph measures these, too.
+            differences = [None] * len(differences)
+        names = [self._branch] if len(differences) == 1 else [f"{self._branch}/{i}" for i in range(len(differences))]
+        return [
+            Row(self._step, name, difference, self._threshold, verdict, self._stopwatch.seconds)
+            for name, difference in zip(names, differences, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One step of one branch.
+
+    Args:
+        difference: what was compared with the threshold; None where the step was decided without.
+        seconds: of the whole call of the model, which may have held several branches.
+    """
+
+    step: int
+    branch: str
+    difference: float | None
+    threshold: float
+    verdict: Verdict
+    seconds: float
+
+    @property
+    def hit(self) -> bool:
+        return self.verdict is Verdict.HIT
+
+
+@dataclass(frozen=True)
+class CacheReport:
+    """The last generation: a row for each step and branch. ``print`` shows it."""
+
+    rows: Sequence[Row]
+    rule: str
+
+    @property
+    def hits(self) -> int:
+        return sum(row.hit for row in self.rows)
+
+    @property
+    def computed(self) -> int:
+        return len(self.rows) - self.hits
+
+    @property
+    def seconds(self) -> float:
+        """Of all calls of the model."""
+        return sum(row.seconds for row in self.rows if not row.branch.endswith(tuple(f"/{i}" for i in range(1, 10))))
+
+    def differences(self) -> list[float]:
+        """All that were measured and are finite."""
+        return [row.difference for row in self.rows if row.difference is not None and math.isfinite(row.difference)]
+
+    def __str__(self) -> str:
+        if not self.rows:
+            return "no steps yet: call the pipeline"
+        lines = [f"{'step':>4}  {'branch':<14} {'difference':>10}  {'threshold':>9}  {'':<10} {'seconds':>8}"]
+        for row in self.rows:
+            difference = "" if row.difference is None else f"{row.difference:.4f}"
+            verdict = row.verdict.name.lower().replace("_", " ")
+            lines.append(
+                f"{row.step:>4}  {row.branch:<14} {difference:>10}  {row.threshold:>9.4f}  {verdict:<10} {row.seconds:>8.4f}"
+            )
+        lines.append(
+            f"{self.computed} of {len(self.rows)} computed, {self.hits} skipped ({self.hits / len(self.rows):.0%}), "
+            f"{self.seconds:.3f} s in the model; rule {self.rule}"
+        )
+        return "\n".join(lines)
+
+    def to_json(self, path: str | Path) -> None:
+        """Write all rows and the totals."""
+        rows = [
+            {
+                "step": row.step,
+                "branch": row.branch,
+                # JSON knows no infinity.
+                "difference": row.difference if row.difference is None or math.isfinite(row.difference) else None,
+                "threshold": row.threshold if math.isfinite(row.threshold) else None,
+                "verdict": row.verdict.name.lower(),
+                "seconds": row.seconds,
+            }
+            for row in self.rows
+        ]
+        totals = {"rule": self.rule, "computed": self.computed, "hits": self.hits, "seconds": self.seconds}
+        Path(path).write_text(json.dumps({**totals, "rows": rows}, indent=2) + "\n", encoding="utf-8")
+
+    def plot(self, path: str | Path) -> None:
+        """Draw the differences of each branch over the steps, with the threshold, as a picture. Needs matplotlib."""
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+        branches = sorted({row.branch for row in self.rows})
+        figure = Figure(figsize=(8, 2.5 * max(len(branches), 1)), layout="constrained")
+        FigureCanvasAgg(figure)
+        for place, branch in enumerate(branches):
+            axes = figure.add_subplot(len(branches), 1, place + 1)
+            rows = [row for row in self.rows if row.branch == branch]
+            measured = [
+                (row.step, row.difference, row.hit)
+                for row in rows
+                if row.difference is not None and math.isfinite(row.difference)
+            ]
+            axes.plot([step for step, _, _ in measured], [y for _, y, _ in measured], color="0.6", zorder=1)
+            for hit, color, label in ((True, "tab:green", "skipped"), (False, "tab:red", "computed")):
+                chosen = [(step, y) for step, y, was_hit in measured if was_hit is hit]
+                axes.scatter([step for step, _ in chosen], [y for _, y in chosen], color=color, label=label)
+            unmeasured = [row.step for row in rows if row.difference is None]
+            axes.scatter(unmeasured, [0.0] * len(unmeasured), color="tab:blue", marker="x", label="computed unasked")
+            if rows and math.isfinite(rows[0].threshold):
+                axes.axhline(rows[0].threshold, color="0.3", linestyle="--", label="threshold")
+            axes.set(title=branch, xlabel="step", ylabel="difference")
+            axes.legend(fontsize="small")
+        figure.savefig(path)

@@ -1,0 +1,53 @@
+"""Rules: how much a step differs from an earlier one, told from what its first block does.
+
+A rule is a value of :class:`Rule`. What it compares, ``now`` and ``before``, are the first-block residuals ``[B, S, C]`` of
+this rank's tokens; it gives sums over them, which the ranks add up, and a number made of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rule:
+    """
+    Args:
+        name: in reports and messages.
+        sums: of two tensors ``[P, n]``, this rank's values of each of the P parts of the batch, ``[P, k]`` sums in float32.
+        difference: of these, summed over the ranks, ``[P]`` differences.
+        accumulates: compare with the step before, and add up the differences since the last computed step; otherwise
+            compare with the last computed step.
+        source: who published it.
+    """
+
+    name: str
+    sums: Callable[[Tensor, Tensor], Tensor]
+    difference: Callable[[Tensor], Tensor]
+    accumulates: bool
+    source: str
+
+
+def _relative_sums(now: Tensor, before: Tensor) -> Tensor:
+    changed = (now - before).abs().sum(dim=-1, dtype=torch.float32)
+    return torch.stack([changed, before.abs().sum(dim=-1, dtype=torch.float32)], dim=-1)
+
+
+def _ratio(sums: Tensor) -> Tensor:
+    return sums[:, 0] / sums[:, 1]
+
+
+# mean|now - last computed| / mean|last computed|.
+FIRST_BLOCK = Rule(
+    "first_block",
+    _relative_sums,
+    _ratio,
+    accumulates=False,
+    source="ParaAttention, First Block Cache (github.com/chengzeyi/ParaAttention)",
+)
+
+RULES = {rule.name: rule for rule in (FIRST_BLOCK,)}

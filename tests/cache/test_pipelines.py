@@ -1,0 +1,103 @@
+"""First Block Cache on every pipeline: off it changes nothing, on it does what the rule says, on any mesh."""
+
+import warnings
+from functools import cache
+
+import pytest
+import torch
+
+from benchmarks.tiny_pipelines import PIPELINES
+from para_core.adapters import apply_cache_on_pipe, cache_report, parallelize_pipe, remove_cache_from_pipe
+from tests.adapters.test_pipelines import build, draw
+from tests.tiny import cpu_mesh, relative_error
+
+# Four steps of which the second and third are skipped.
+ALWAYS = {"residual_diff_threshold": 1e9, "max_consecutive_hits": 2}
+MESHES = {"ulysses": (1, 2, 1), "ring": (2, 1, 1)}
+# One of each transformer.
+FAMILIES = (
+    "hunyuan mochi cogvideox wan chronoedit framepack qwen-image ltx ltx2 flux2 hidream auraflow pixart lumina2 helios"
+)
+ON_TWO_RANKS = FAMILIES.split()
+ON_TWO_RANKS += [
+    "wan 2.2",
+    "wan vace",
+    "wan animate",
+    "skyreels v2",
+    "hunyuan 1.5",
+    "stable diffusion 3",
+    "qwen-image, controlnet",
+]
+# Whose branches are called one after the other: the second half of the ranks computes the second.
+GUIDED = ("wan", "qwen-image", "hunyuan 1.5", "lumina2", "helios")
+
+
+def latents(pipe, name):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="the cache of")
+        return draw(pipe, name, num_inference_steps=4)
+
+
+@cache
+def cached_alone(name):
+    pipe = apply_cache_on_pipe(build(name), **ALWAYS)
+    return latents(pipe, name), [row.verdict for row in cache_report(pipe).rows]
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_threshold_0_is_bit_exact_a_large_one_skips_and_removing_restores(name):
+    pipe = build(name)
+    cls, transformer_cls = type(pipe), type(pipe.transformer)
+    block_classes = [type(module) for module in pipe.transformer.modules()]
+    alone = latents(pipe, name)
+
+    apply_cache_on_pipe(pipe, residual_diff_threshold=0.0)
+    assert torch.equal(latents(pipe, name), alone)
+    assert cache_report(pipe).hits == 0
+    rows = len(cache_report(pipe).rows)
+
+    apply_cache_on_pipe(pipe, **ALWAYS)
+    skipped = latents(pipe, name)
+    report = cache_report(pipe)
+    assert len(report.rows) == rows
+    assert report.hits > 0
+    assert skipped.isfinite().all()
+    assert relative_error(skipped, alone) > 1e-6
+
+    remove_cache_from_pipe(pipe)
+    assert torch.equal(latents(pipe, name), alone)
+    assert type(pipe) is cls
+    assert type(pipe.transformer) is transformer_cls
+    assert [type(module) for module in pipe.transformer.modules()] == block_classes
+
+
+def draw_cached(names, shape, cache_first):
+    drawn = {}
+    for name in names:
+        pipe = build(name)
+        if cache_first:
+            apply_cache_on_pipe(pipe, **ALWAYS)
+        ring, ulysses, batch = shape
+        parallelize_pipe(pipe, mesh=cpu_mesh(ring, ulysses, batch=batch))
+        if not cache_first:
+            apply_cache_on_pipe(pipe, **ALWAYS)
+        drawn[name] = latents(pipe, name), [row.verdict for row in cache_report(pipe).rows]
+    return drawn
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_parallel_it_skips_the_same_steps_and_gives_the_same_latents(rank_pool, mesh):
+    for drawn in rank_pool.run(draw_cached, 2, names=ON_TWO_RANKS, shape=MESHES[mesh], cache_first=mesh == "ring"):
+        for name, (found, verdicts) in drawn.items():
+            expected, verdicts_alone = cached_alone(name)
+            assert relative_error(found, expected) < 1e-4, name
+            assert verdicts == verdicts_alone, name
+
+
+def test_with_guidance_in_parallel_each_half_caches_its_branch(rank_pool):
+    for drawn in rank_pool.run(draw_cached, 2, names=GUIDED, shape=(1, 1, 2), cache_first=True):
+        for name, (found, verdicts) in drawn.items():
+            expected, verdicts_alone = cached_alone(name)
+            assert relative_error(found, expected) < 1e-4, name
+            # All ranks compute the first call: what a call gives is not known yet.
+            assert len(verdicts_alone) // 2 <= len(verdicts) <= len(verdicts_alone) // 2 + 1, name
