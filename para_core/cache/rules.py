@@ -50,4 +50,13 @@ FIRST_BLOCK = Rule(
     source="ParaAttention, First Block Cache (github.com/chengzeyi/ParaAttention)",
 )
 
-RULES = {rule.name: rule for rule in (FIRST_BLOCK,)}
+# The same from step to step, added up since the last computed one: many small changes count as one large one.
+TEA_CACHE = Rule(
+    "tea_cache",
+    _relative_sums,
+    _ratio,
+    accumulates=True,
+    source="TeaCache (arXiv:2411.19108), of the first-block residual in place of the modulated input and its polynomial",
+)
+
+RULES = {rule.name: rule for rule in (FIRST_BLOCK, TEA_CACHE)}
