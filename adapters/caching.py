@@ -109,12 +109,11 @@ def apply_cache_on_pipe(
         )
         made[name] = BlockCache(transformer, known.blocks, chosen)
     _require_schedule(pipe, options)
-    for cache in made.values():
-        # Before what was there is removed: graphs that were compiled for it stay good.
-        attach(cache)
-    remove_cache_from_pipe(pipe)
-    caching = _PipelineCache(made, adapter)
-    wrap_method(pipe, "__call__", _KEY, caching.around)
+    caching = caching_of(pipe)
+    if caching is None:
+        caching = _PipelineCache()
+        wrap_method(pipe, "__call__", _KEY, caching.around)
+    caching.replace(made, adapter)
     return pipe
 
 
@@ -144,12 +143,25 @@ def caching_of(pipe: Any) -> _PipelineCache | None:
 class _PipelineCache:
     """The caches of one pipeline's transformers, and its generation under way."""
 
-    def __init__(self, caches: dict[str, BlockCache], adapter: Adapter | None) -> None:
-        self.caches = caches
-        self._adapter = adapter
+    def __init__(self) -> None:
+        self.caches: dict[str, BlockCache] = {}
+        self._adapter: Adapter | None = None
         self._schedule = Schedule()
+        # Of its own, for other pipelines may share a transformer.
+        self._key = f"{_KEY} {id(self)}"
+        # Of the generation under way.
+        self._pipe: Any = None
         # Each is told once.
         self._told: set[str] = set()
+
+    def replace(self, caches: dict[str, BlockCache], adapter: Adapter | None) -> None:
+        """Other caches from here on. What stands around the models stays, and so do graphs that were compiled with it."""
+        before, self.caches, self._adapter = self.caches, caches, adapter
+        self._told = set()
+        for cache in caches.values():
+            attach(cache)
+        for cache in before.values():
+            detach(cache)
 
     @property
     def options(self) -> CacheOptions:
@@ -172,14 +184,18 @@ class _PipelineCache:
         for name, cache in self.caches.items():
             cache.reset()
             cache.readings.clear()
+            # Before the first branch is named: another pipeline with its own first_blocks may have run here.
+            attach(cache)
             component = getattr(pipe, name)
-            if wrapper(component, "__call__", _KEY) is None:
+            if wrapper(component, "__call__", self._key) is None:
                 # Around what torch.compile made of it, if anything.
-                wrap_method(component, "__call__", _KEY, self._around_model(pipe, cache), depth=CALL_DEPTH)
+                wrap_method(component, "__call__", self._key, self._around_model(name), depth=CALL_DEPTH)
+        self._pipe = pipe
         try:
             yield
             self._tell(type(pipe).__name__)
         finally:
+            self._pipe = None
             for cache in self.caches.values():
                 cache.reset()
 
@@ -187,16 +203,18 @@ class _PipelineCache:
         for cache in self.caches.values():
             cache.reset()
 
-    def _around_model(self, pipe: Any, cache: BlockCache) -> Callable[..., Any]:
-        parameters = parameters_of(cache.module)
-        plan = plan_for(cache.module, adapter=self._adapter)
-        concatenated = plan is not None and bool(plan.batched)
+    def _around_model(self, name: str) -> Callable[..., Any]:
+        parameters = parameters_of(self.caches[name].module)
 
         def around(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if torch.compiler.is_compiling() or not self._schedule.active:
                 return call(module, *args, **kwargs)
+            cache = self.caches[name]
             given = {**dict(zip(parameters, args, strict=False)), **kwargs}
-            cache.parts = 2 if concatenated and getattr(pipe, "do_classifier_free_guidance", True) else 1
+            plan = plan_for(cache.module, adapter=self._adapter)
+            concatenated = plan is not None and bool(plan.batched)
+            # Decided for both halves of a batch that are branches; where no pipeline says so, for all that may be.
+            cache.parts = 2 if concatenated and getattr(self._pipe, "do_classifier_free_guidance", True) else 1
             return cache.run(lambda: call(module, *args, **kwargs), given, self._schedule.step(cache.options))
 
         return around
@@ -206,7 +224,7 @@ class _PipelineCache:
             component = getattr(pipe, name, None)
             for module in (component, uncompiled(component), cache.module):
                 if isinstance(module, nn.Module):
-                    unwrap(module, _KEY)
+                    unwrap(module, self._key)
             detach(cache)
 
     def report(self) -> CacheReport:

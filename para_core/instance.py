@@ -48,8 +48,8 @@ def wrap_alike(instances: Iterable[Any], method: str, key: str, around: Around, 
 
 def unwrap(instance: Any, key: str) -> None:
     """Remove what was put around the methods of ``instance`` under ``key``; the last removal restores its class."""
-    wrappers = {name: around for name, around in _wrappers(instance).items() if name[0] != key}
-    _set_wrappers(instance, wrappers)
+    if is_wrapped(instance, key):  # else its class stays, and the graphs that were compiled for it
+        _set_wrappers(instance, {name: around for name, around in _wrappers(instance).items() if name[0] != key})
 
 
 def is_wrapped(instance: Any, key: str) -> bool:

@@ -253,7 +253,7 @@ class BlockCache:
         """Whether the blocks that follow are skipped; ``_skip`` is None where nothing is stored yet."""
         state = self.state
         traced = torch.compiler.is_compiling()
-        sample = residual[..., :: self.options.downsample]
+        sample = residual.detach()[..., :: self.options.downsample]
         first = state.first
         known = (
             first is not None
@@ -491,7 +491,7 @@ class BlockCache:
 
 
 def _residual(output: Tensor | None, entry: Tensor | None) -> Tensor | None:
-    return None if output is None or entry is None else output - entry
+    return None if output is None or entry is None else output.detach() - entry.detach()
 
 
 def _forecast(entry: Tensor | None, history: History, weights: Any) -> Tensor | None:

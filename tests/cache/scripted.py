@@ -1,0 +1,119 @@
+"""A model and a pipeline whose first-block residual, and what the other blocks add, are written down step by step."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from torch import nn
+
+from para_core.adapters import Adapter
+from para_core.cache.blocks import CachedBlocks, Stage
+
+WIDTH, TOKENS = 8, 6
+
+
+class Block(nn.Module):
+    """Adds to every number: the first block what it is told first, the others together what they are told second."""
+
+    def __init__(self, first: bool, share: float) -> None:
+        super().__init__()
+        self.first, self.share = first, share
+        self.calls = 0
+
+    def forward(self, hidden_states, encoder_hidden_states, added):
+        if not torch.compiler.is_compiling():
+            self.calls += 1
+        change = added[0] if self.first else added[1] * self.share
+        return encoder_hidden_states + 1.0, hidden_states + change
+
+
+class Scripted(nn.Module):
+    """``between`` is added to the hidden states behind each block, as residuals of a ControlNet are."""
+
+    def __init__(self, num_blocks: int = 4) -> None:
+        super().__init__()
+        self.early = nn.ModuleList(
+            [Block(True, 0.0), *[Block(False, 1 / (num_blocks - 1)) for _ in range(num_blocks - 3)]]
+        )
+        self.late = nn.ModuleList([Block(False, 1 / (num_blocks - 1)) for _ in range(2)])
+        self.scale = nn.Parameter(torch.ones(()))
+        self.context = None
+
+    @contextmanager
+    def cache_context(self, name):
+        self.context = name
+        yield
+        self.context = None
+
+    def forward(self, hidden_states, encoder_hidden_states, added, between=None):
+        hidden_states = hidden_states * self.scale
+        for block in [*self.early, *self.late]:
+            encoder_hidden_states, hidden_states = block(hidden_states, encoder_hidden_states, added)
+            if between is not None:
+                hidden_states = hidden_states + between
+        return hidden_states
+
+    def counts(self) -> list[int]:
+        """Calls of each block since this was asked."""
+        blocks = [*self.early, *self.late]
+        found = [block.calls for block in blocks]
+        for block in blocks:
+            block.calls = 0
+        return found
+
+
+STREAMS = ("encoder_hidden_states", "hidden_states")
+BLOCKS = CachedBlocks((Stage(("early", "late"), STREAMS, chained=True, between=("between",)),))
+IN_TWO_STAGES = CachedBlocks(
+    (Stage(("early",), STREAMS), Stage(("late",), STREAMS, chained=True, between=("between",)))
+)
+ADAPTER = Adapter(transformer="Scripted", pipelines="scripted", blocks=BLOCKS)
+
+
+@dataclass
+class Pipe:
+    """One call of the model per step and branch.
+
+    Args:
+        first, rest: what the first block, and the others together, add at each step, for each branch; a number, or one
+            for each sample.
+    """
+
+    transformer: nn.Module = field(default_factory=Scripted)
+    scheduler: object = field(default_factory=lambda: FlowMatchEulerDiscreteScheduler(shift=3.0))
+    named: bool = True
+    device = torch.device("cpu")
+
+    def __call__(self, first, rest=None, *, size=(1, TOKENS, WIDTH), fail_at=None, dtype=torch.float32):
+        """Of each step, of each branch, the model's output."""
+        branches = first if isinstance(first, dict) else {"cond": first}
+        rest = rest or {}
+        text = {name: torch.full((size[0], 3, size[2]), float(i), dtype=dtype) for i, name in enumerate(branches)}
+        steps = len(next(iter(branches.values())))
+        self.scheduler.set_timesteps(sigmas=[1 - i / steps for i in range(steps)])
+        outputs = []
+        x = torch.linspace(-1, 1, size[0] * size[1] * size[2]).reshape(size).to(dtype)
+        latents = x
+        with torch.no_grad():
+            for step, t in enumerate(self.scheduler.timesteps):
+                if step == fail_at:
+                    raise ArithmeticError("as asked")
+                for name, values in branches.items():
+                    now = torch.tensor(values[step], dtype=dtype)
+                    second = torch.tensor(rest[name][step], dtype=dtype) if name in rest else 10 * now
+                    added = torch.stack([now, second]).reshape(2, -1, 1, 1)
+                    if self.named:
+                        with self.transformer.cache_context(name):
+                            out = self.transformer(hidden_states=x, encoder_hidden_states=text[name], added=added)
+                    else:
+                        out = self.transformer(hidden_states=x, encoder_hidden_states=text[name], added=added)
+                    outputs.append(out)
+                latents = self.scheduler.step(torch.zeros_like(latents), t, latents, return_dict=False)[0]
+        return outputs
+
+
+def verdicts(report, branch=None):
+    return [row.verdict.name.lower() for row in report.rows if branch in (None, row.branch)]

@@ -1,0 +1,239 @@
+"""With a cache, a model is still one whole graph, which neither a hit nor another generation compiles anew."""
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.tiny_pipelines import PIPELINES
+from para_core import CachedBlocks, Stage, UnifiedAttnMode, apply_cache, reset_cache
+from para_core.adapters import apply_cache_on_pipe, cache_report, parallelize_pipe, remove_cache_from_pipe
+from tests.adapters.test_pipelines import build, draw
+from tests.cache.scripted import ADAPTER, BLOCKS, IN_TWO_STAGES, Pipe, Scripted, verdicts
+from tests.rank_pool import heartbeat
+from tests.tiny import cpu_mesh, relative_error
+
+pytestmark = pytest.mark.filterwarnings("ignore:the cache of the")
+CHANGING = [1.0, 1.05, 1.09, 1.12, 1.13]
+EXPECTED = ["warmup", "hit", "hit", "miss", "hit"]
+
+
+class Counter:
+    """A backend that counts: one entry per compilation."""
+
+    def __init__(self, backend="aot_eager"):
+        self.graphs = []
+        self._backend = torch._dynamo.lookup_backend(backend)
+
+    def __call__(self, graph, inputs, **options):
+        heartbeat()
+        self.graphs.append(graph)
+        return self._backend(graph, inputs)
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("order", ["compiled first", "cached first", "in place, first", "in place, later"])
+def test_two_graphs_in_any_order_none_later_and_none_for_another_threshold(order):
+    pipe, counter = Pipe(), Counter()
+    options = {"residual_diff_threshold": 0.1, "adapter": ADAPTER}
+
+    def compile_it():
+        if "in place" in order:
+            pipe.transformer.compile(fullgraph=True, backend=counter)
+        else:
+            pipe.transformer = torch.compile(pipe.transformer, fullgraph=True, backend=counter)
+
+    expected = apply_cache_on_pipe(Pipe(), **options)(CHANGING)
+    if "first" in order and order != "cached first":
+        compile_it()
+        pipe(CHANGING)
+        assert len(counter.graphs) == 1
+        counter.graphs.clear()
+    apply_cache_on_pipe(pipe, **options)
+    if order in ("cached first", "in place, later"):
+        compile_it()
+    for _ in range(2):
+        for out, wanted in zip(pipe(CHANGING), expected, strict=True):
+            assert relative_error(out, wanted) < 1e-6
+        assert verdicts(cache_report(pipe)) == EXPECTED
+        # One that fills the state, and one that has it.
+        assert len(counter.graphs) == 2
+    apply_cache_on_pipe(pipe, **{**options, "residual_diff_threshold": 0.0})
+    pipe(CHANGING)
+    assert verdicts(cache_report(pipe)) == ["warmup"] + ["miss"] * 4
+    assert len(counter.graphs) == 2
+    remove_cache_from_pipe(pipe)
+    for out, wanted in zip(pipe(CHANGING), Pipe()(CHANGING), strict=True):
+        assert relative_error(out, wanted) < 1e-6
+
+
+def test_branches_share_graphs():
+    pipe, counter = Pipe(), Counter()
+    apply_cache_on_pipe(pipe, residual_diff_threshold=0.1, adapter=ADAPTER)
+    pipe.transformer = torch.compile(pipe.transformer, fullgraph=True, backend=counter)
+    pipe({"cond": CHANGING, "uncond": [x + 5 for x in CHANGING]})
+    assert verdicts(cache_report(pipe), "cond") == EXPECTED
+    assert verdicts(cache_report(pipe), "uncond") == ["warmup"] + ["hit"] * 4
+    assert len(counter.graphs) == 2
+
+
+@pytest.mark.parametrize("blocks", [BLOCKS, IN_TWO_STAGES])
+@pytest.mark.parametrize("between", [None, 0.5])
+def test_what_a_model_does_between_its_blocks_is_done_as_in_eager_code(blocks, between):
+    given = torch.ones(1, 6, 8), torch.zeros(1, 3, 8)
+    added = [torch.tensor([x, 10 * x]) for x in CHANGING]
+    between = None if between is None else torch.tensor(between)
+
+    def run(compiled):
+        model = apply_cache(Scripted(), blocks, residual_diff_threshold=0.1)
+        counter = Counter()
+        called = model
+        if compiled:
+            # The mode of a call outside of the graph decides what is between the blocks.
+            model.compile(fullgraph=True, backend=counter)
+        with torch.no_grad():
+            outputs = [called(*given, x, between) for x in added]
+        reset_cache(model)
+        return outputs, len(counter.graphs)
+
+    (eager, _), (compiled, graphs) = run(False), run(True)
+    assert graphs == 2
+    for out, wanted in zip(compiled, eager, strict=True):
+        assert relative_error(out, wanted) < 1e-6
+    # The stored residual holds what was added between the blocks.
+    rest = 0.0 if between is None else 4 * between.item()
+    assert eager[1].mean().item() == pytest.approx(1 + 1.05 + 10 + rest, rel=1e-5)
+
+
+def test_a_model_that_is_no_chain_is_an_error_in_a_graph_that_names_the_way_out():
+    blocks = CachedBlocks((Stage(("early", "late"), ("encoder_hidden_states", "hidden_states"), chained=True),))
+    model = apply_cache(Scripted(), blocks, residual_diff_threshold=0.1)
+    model.compile(fullgraph=True, backend="eager")
+    given = torch.ones(1, 6, 8), torch.zeros(1, 3, 8), torch.tensor([1.0, 2.0]), torch.tensor(0.5)
+    with torch.no_grad(), pytest.raises(Exception, match=r"does something between the blocks.*Stage\(between=\.\.\.\)"):
+        model(*given)
+        model(*given)
+
+
+def draw_compiled(name, backend, mesh=None):
+    torch._dynamo.reset()
+    pipe = build(name)
+    plain = torch.compile(build(name).transformer, fullgraph=True, backend=backend)
+    options = {"residual_diff_threshold": 1e9, "max_consecutive_hits": 1}
+    eager = draw(apply_cache_on_pipe(build(name), **options), name, num_inference_steps=4) if mesh is None else None
+    counter = Counter(backend)
+    if mesh is not None:
+        parallelize_pipe(pipe, mesh=cpu_mesh(*mesh))
+    apply_cache_on_pipe(pipe, **options)
+    pipe.transformer = torch.compile(pipe.transformer, fullgraph=True, backend=counter)
+    first = draw(pipe, name, num_inference_steps=4)
+    graphs = len(counter.graphs)
+    second = draw(pipe, name, num_inference_steps=4)
+    report = [row.verdict.name for row in cache_report(pipe).rows]
+    apply_cache_on_pipe(pipe, **{**options, "residual_diff_threshold": 0.0})
+    exact = draw(pipe, name, num_inference_steps=4)
+    found = {"graphs": graphs, "later": len(counter.graphs) - graphs, "drawn": (first, second), "report": report}
+    if mesh is not None:
+        return {**found, "exact": exact}
+    pipe = build(name)
+    pipe.transformer = plain
+    return {**found, "exact": exact, "plain": draw(pipe, name, num_inference_steps=4), "eager": eager}
+
+
+# With two stages; with a stream that ends in None.
+IN_ONE_GRAPH = ["flux2 klein", "stable diffusion 3"]
+# diffusers breaks the graph of these itself.
+NO_GRAPH = {"hunyuan 1.5", "lumina2", "hidream"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in IN_ONE_GRAPH else pytest.mark.long) for name in PIPELINES]
+)
+def test_every_pipeline_is_one_graph(name):
+    if name.split(",")[0] in NO_GRAPH:
+        pytest.skip("the model alone is no whole graph")
+    found = draw_compiled(name, "aot_eager")
+    assert (found["graphs"], found["later"]) == (2, 0)
+    assert relative_error(found["exact"], found["plain"]) < 1e-6
+    for drawn in found["drawn"]:
+        assert relative_error(drawn, found["eager"]) < 1e-5
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", IN_ONE_GRAPH)
+def test_inductor_takes_the_graph(name):
+    found = draw_compiled(name, "inductor")
+    assert (found["graphs"], found["later"]) == (2, 0)
+    assert relative_error(found["exact"], found["plain"]) < 1e-6
+    for drawn in found["drawn"]:
+        assert relative_error(drawn, found["eager"]) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["wan", pytest.param("hunyuan", marks=pytest.mark.long)])
+def test_parallel_it_is_one_graph_with_the_collectives_in_its_branches(rank_pool, name):
+    expected = draw(
+        apply_cache_on_pipe(build(name), residual_diff_threshold=1e9, max_consecutive_hits=1),
+        name,
+        num_inference_steps=4,
+    )
+    alone = draw(build(name), name, num_inference_steps=4)
+    for found in rank_pool.run(draw_compiled, 2, name=name, backend="aot_eager", mesh=(1, 2)):
+        assert (found["graphs"], found["later"]) == (2, 0)
+        assert relative_error(found["exact"], alone) < 1e-4
+        for drawn in found["drawn"]:
+            assert relative_error(drawn, expected) < 1e-4
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, first=False):
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+        self.out = nn.Linear(16, 16)
+
+    def forward(self, hidden_states):
+        q, k, v = (x.unflatten(-1, (2, 8)).transpose(1, 2) for x in self.qkv(hidden_states).chunk(3, dim=-1))
+        attended = nn.functional.scaled_dot_product_attention(q, k, v)
+        return hidden_states + self.out(attended.transpose(1, 2).flatten(2))
+
+
+class OwnModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([SelfAttention() for _ in range(4)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def run_own_model(compiled, mesh=None):
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model, inputs = OwnModel(), [torch.randn(1, 7, 16)]
+    inputs += [inputs[0] + 0.01, inputs[0] + 3 * torch.randn(1, 7, 16), inputs[0]]
+    options = {"residual_diff_threshold": 0.3, "mesh": mesh}
+    apply_cache(model, CachedBlocks((Stage(("blocks",), chained=True),)), **options)
+    called = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+    with torch.no_grad():
+        if mesh is None:
+            return [called(x) for x in inputs]
+        with UnifiedAttnMode(mesh) as cp:
+            return [cp.gather(called(cp.shard(x, dim=1)), dim=1) for x in inputs]
+
+
+def run_own_model_on_ranks(compiled):
+    return run_own_model(compiled, cpu_mesh(1, 2))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_model_of_ones_own_under_a_mode_is_cached_too(rank_pool, compiled):
+    expected = run_own_model(compiled=False)
+    plain = OwnModel()
+    assert not torch.equal(expected[1], plain(expected[1]))
+    for outputs in rank_pool.run(run_own_model_on_ranks, 2, compiled=compiled):
+        for out, wanted in zip(outputs, expected, strict=True):
+            assert relative_error(out, wanted) < 1e-5

@@ -1,0 +1,204 @@
+"""What is skipped, by every option: on a model whose residuals are written down, in eager code and in a graph."""
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from diffusers import FlowMatchHeunDiscreteScheduler
+
+from para_core.adapters import apply_cache_on_pipe, cache_report
+from para_core.cache.forecast import forecast_weights
+from para_core.cache.rules import FIRST_BLOCK, Rule
+from para_core.plan import Plan
+from tests.cache.scripted import ADAPTER, Pipe, verdicts
+
+pytestmark = pytest.mark.filterwarnings("ignore:the cache of the")
+
+
+@pytest.fixture(params=["eager", "graph"])
+def run(request):
+    """``run(first, rest, **options)``: the outputs, and the report, of a cached pipe."""
+
+    def run(first, rest=None, *, scheduler=None, size=(1, 6, 8), **options):
+        pipe = Pipe() if scheduler is None else Pipe(scheduler=scheduler)
+        apply_cache_on_pipe(pipe, **{"residual_diff_threshold": 0.1, "adapter": ADAPTER, **options})
+        if request.param == "graph":
+            torch._dynamo.reset()
+            pipe.transformer = torch.compile(pipe.transformer, fullgraph=True, backend="aot_eager")
+        return pipe(first, rest, size=size), cache_report(pipe)
+
+    return run
+
+
+def added(outputs):
+    """What the blocks added at each step."""
+    start = torch.linspace(-1, 1, outputs[0].numel()).reshape(outputs[0].shape)
+    return [(out - start).mean().item() for out in outputs]
+
+
+def test_a_step_is_compared_with_the_last_computed_one_and_gets_its_residual(run):
+    outputs, report = run([1.0, 1.05, 1.09, 1.12, 1.13], {"cond": [10.0, 20.0, 30.0, 40.0, 50.0]})
+    assert verdicts(report) == ["warmup", "hit", "hit", "miss", "hit"]
+    assert [row.difference for row in report.rows[1:]] == pytest.approx([0.05, 0.09, 0.12, 0.01 / 1.12], rel=1e-5)
+    assert added(outputs) == pytest.approx([11.0, 11.05, 11.09, 41.12, 41.13], rel=1e-5)
+
+
+def test_a_difference_equal_to_the_threshold_is_computed(run):
+    # Both are exact in binary.
+    _, report = run([1.0, 1.25, 1.0], residual_diff_threshold=0.25)
+    assert verdicts(report) == ["warmup", "miss", "hit"]
+
+
+def test_zero_and_not_finite_residuals_are_computed_with_one_warning(run):
+    with pytest.warns(UserWarning, match="was zero or not finite at some steps"):
+        outputs, report = run([0.0, 0.0, 1.0, math.nan, 1.0, 1.0, math.inf, 1.0], residual_diff_threshold=1e9)
+    assert verdicts(report) == ["warmup", *["not_finite"] * 4, "hit", "not_finite", "not_finite"]
+    assert added(outputs)[5] == pytest.approx(11.0)
+
+
+def test_warmup_steps(run):
+    _, report = run([1.0] * 5, warmup_steps=3)
+    assert verdicts(report) == ["warmup"] * 3 + ["hit"] * 2
+    assert [row.difference for row in report.rows[:3]] == [None] * 3
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(0, "wlllll"), (1, "whlhlh"), (3, "whhhlh")])
+def test_max_consecutive_hits(run, limit, expected):
+    _, report = run([1.0] * 6, max_consecutive_hits=limit)
+    assert "".join(verdict[0] for verdict in verdicts(report)) == expected
+
+
+def test_always_compute_last(run):
+    _, report = run([1.0] * 4, always_compute_last=True)
+    assert verdicts(report) == ["warmup", "hit", "hit", "schedule"]
+
+
+def test_start_and_end_are_fractions_of_the_steps(run):
+    _, report = run([1.0] * 10, start=0.3, end=0.7)
+    assert verdicts(report) == ["warmup", *["schedule"] * 2, *["hit"] * 4, *["schedule"] * 3]
+
+
+def test_a_scheduler_that_calls_twice_per_step_has_twice_as_many_steps(run):
+    scheduler = FlowMatchHeunDiscreteScheduler()
+    scheduler.set_timesteps = lambda sigmas: FlowMatchHeunDiscreteScheduler.set_timesteps(scheduler, 3)
+    _, report = run([1.0] * 5, scheduler=scheduler, always_compute_last=True)
+    assert len(scheduler.timesteps) == 5
+    assert verdicts(report) == ["warmup", "hit", "hit", "hit", "schedule"]
+
+
+def test_first_and_last_blocks_always_run():
+    pipe = Pipe()
+    apply_cache_on_pipe(pipe, residual_diff_threshold=1e9, first_blocks=2, last_blocks=1, adapter=ADAPTER)
+    outputs = pipe([1.0, 1.0, 2.0], {"cond": [3.0, 6.0, 9.0]})
+    assert pipe.transformer.counts() == [3, 3, 1, 3]
+    # The blocks share what the second number says; the one that is skipped adds what it added at first.
+    assert added(outputs) == pytest.approx([1 + 3, 1 + 2 + 1 + 2, 2 + 3 + 1 + 3])
+    # Of the first two blocks together.
+    assert cache_report(pipe).rows[2].difference == pytest.approx((2 + 3 - 1 - 1) / 2)
+
+
+@pytest.mark.parametrize("order", [0, 1, 2])
+def test_a_forecast_is_exact_on_polynomials_at_uneven_distances(run, order):
+    steps = 8
+    # The schedule's own times, which a shift makes uneven.
+    pipe = Pipe()
+    pipe.scheduler.set_timesteps(sigmas=[1 - i / steps for i in range(steps)])
+    times = (pipe.scheduler.timesteps / 1000).tolist()
+    assert len({round(a - b, 3) for a, b in pairwise(times)}) > 3
+    wanted = [sum((i + 1) * t**i for i in range(order + 1)) for t in times]
+    # Computed: the first three steps, and step 5, at which the first residual jumps.
+    first = [1.0, 1.0, 1.0, 1.0, 1.0, 5.0, 5.0, 5.0]
+    outputs, report = run(first, {"cond": wanted}, forecast_order=order, warmup_steps=3)
+    assert verdicts(report) == ["warmup"] * 3 + ["hit"] * 2 + ["miss"] + ["hit"] * 2
+    assert [a - b for a, b in zip(added(outputs), first, strict=True)] == pytest.approx(wanted, abs=2e-5)
+
+
+def test_with_too_few_points_or_two_at_one_time_the_forecast_takes_the_newest():
+    times = torch.tensor([3.0, 3.0, 1.0])
+    assert forecast_weights(times, torch.tensor(2.0), torch.tensor(3)).tolist() == [1.0, 0.0, 0.0]
+    times = torch.tensor([3.0, 1.0, 0.0])
+    assert forecast_weights(times, torch.tensor(5.0), torch.tensor(1)).tolist() == [1.0, 0.0, 0.0]
+    assert forecast_weights(times, torch.tensor(5.0), torch.tensor(2)).tolist() == [2.0, -1.0, 0.0]
+
+
+def test_downsample_compares_every_nth_channel(run):
+    seen = []
+
+    def sums(now, before):
+        seen.append(tuple(now.shape))
+        return FIRST_BLOCK.sums(now, before)
+
+    rule = Rule("watched", sums, FIRST_BLOCK.difference, accumulates=False, source="a test")
+    _, report = run([1.0, 1.05], downsample=3, rule=rule)
+    assert verdicts(report) == ["warmup", "hit"]
+    assert seen[-1] == (1, 6 * 3)
+
+
+def test_tea_cache_adds_up_what_changes_from_step_to_step(run):
+    _, report = run([1.0, 1.05, 1.0, 1.0, 1.05], rule="tea_cache", residual_diff_threshold=0.12)
+    assert verdicts(report) == ["warmup", "hit", "hit", "hit", "miss"]
+    expected = [0.05, 0.05 + 0.05 / 1.05, 0.05 + 0.05 / 1.05, 0.1 + 0.05 / 1.05]
+    assert [row.difference for row in report.rows[1:]] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_policy_decides_in_place_of_the_threshold(run):
+    def skip_the_second_half(seen):
+        return (seen.step >= seen.num_steps / 2) & (seen.difference < 10 * seen.threshold) & (seen.hits_in_a_row < 2)
+
+    _, report = run([1.0] * 8, policy=skip_the_second_half)
+    assert verdicts(report) == ["warmup", "miss", "miss", "miss", "hit", "hit", "miss", "hit"]
+
+
+def test_halves_of_a_batch_that_are_branches_are_compared_apart(run):
+    adapter = replace(ADAPTER, plan=Plan(inputs={}, outputs={}, joint_order=(), batched={"hidden_states": 0}))
+    # Of both together, the change would be below the threshold.
+    _, report = run([(1.0, 9.0), (1.05, 9.0), (1.2, 9.0)], size=(2, 6, 8), adapter=adapter)
+    assert verdicts(report, "cond/0") == verdicts(report, "cond/1") == ["warmup", "hit", "miss"]
+    assert [row.difference for row in report.rows if row.branch == "cond/0"][1:] == pytest.approx([0.05, 0.2])
+    assert [row.difference for row in report.rows if row.branch == "cond/1"][1:] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"residual_diff_threshold": -0.1}, ValueError, "residual_diff_threshold is -0.1; expected at least 0"),
+        ({"residual_diff_threshold": "a lot"}, TypeError, "residual_diff_threshold is 'a lot'; expected a number"),
+        ({"residual_diff_threshold": math.nan}, TypeError, "residual_diff_threshold is nan"),
+        ({"warmup_steps": -1}, ValueError, "warmup_steps is -1; expected at least 0"),
+        ({"warmup_steps": 1.5}, TypeError, "warmup_steps is 1.5; expected an integer"),
+        ({"max_consecutive_hits": True}, TypeError, "max_consecutive_hits is True; expected an integer"),
+        ({"start": 0.7, "end": 0.2}, ValueError, "start=0.7 is behind end=0.2"),
+        ({"end": 1.5}, ValueError, "end is 1.5; expected at least 0.0 and at most 1.0"),
+        ({"first_blocks": 0}, ValueError, "first_blocks is 0; expected at least 1"),
+        ({"first_blocks": 2, "last_blocks": 2}, ValueError, "4 blocks.*first_blocks=2 and last_blocks=2 none is left"),
+        ({"forecast_order": 3}, ValueError, "forecast_order is 3; expected at least 0 and at most 2"),
+        ({"downsample": 0}, ValueError, "downsample is 0; expected at least 1"),
+        ({"rule": "magic"}, ValueError, "rule is 'magic'; expected one of 'first_block', 'tea_cache'"),
+        ({"policy": 3}, TypeError, "policy is 3; expected a function"),
+    ],
+)
+def test_bad_options_are_errors_and_leave_what_was_there(options, error, message):
+    pipe = Pipe()
+    apply_cache_on_pipe(pipe, residual_diff_threshold=0.1, adapter=ADAPTER)
+    with pytest.raises(error, match=message):
+        apply_cache_on_pipe(pipe, **{"residual_diff_threshold": 0.5, "adapter": ADAPTER, **options})
+    pipe([1.0, 1.05, 1.2])
+    assert verdicts(cache_report(pipe)) == ["warmup", "hit", "miss"]
+
+
+@pytest.mark.parametrize("option", [{"always_compute_last": True}, {"start": 0.2}, {"end": 0.5}, {"forecast_order": 1}])
+def test_what_needs_a_schedule_is_an_error_without_one(option):
+    pipe = Pipe(scheduler=None)
+    with pytest.raises(ValueError, match=f"{next(iter(option))} needs a scheduler, and this Pipe has none"):
+        apply_cache_on_pipe(pipe, residual_diff_threshold=0.1, adapter=ADAPTER, **option)
+
+
+def test_an_unknown_transformer_is_an_error_that_says_how_to_describe_it():
+    with pytest.raises(TypeError, match=r"the blocks of Scripted are not known.*CachedBlocks"):
+        apply_cache_on_pipe(Pipe())
+    with pytest.raises(TypeError, match="it has no transformer"):
+        apply_cache_on_pipe(Pipe(transformer=None))
+    with pytest.raises(ValueError, match="this Pipe has no cache: call apply_cache_on_pipe"):
+        cache_report(Pipe())

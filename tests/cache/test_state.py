@@ -1,0 +1,272 @@
+"""What a cache holds, for whom, and how long."""
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from diffusers import FluxPipeline
+
+from para_core import apply_cache, model_cache_report, remove_cache, reset_cache
+from para_core.adapters import apply_cache_on_pipe, cache_report, remove_cache_from_pipe
+from para_core.adapters.caching import caching_of
+from tests.cache.scripted import ADAPTER, BLOCKS, IN_TWO_STAGES, Pipe, Scripted, verdicts
+from tests.tiny import flux_call, flux_pipe, relative_error
+
+pytestmark = pytest.mark.filterwarnings("ignore:the cache of the")
+ALMOST_SAME = [1.0, 1.01, 1.02, 1.03]
+
+
+def cached(pipe=None, **options):
+    return apply_cache_on_pipe(
+        Pipe() if pipe is None else pipe, **{"residual_diff_threshold": 0.1, "adapter": ADAPTER, **options}
+    )
+
+
+def held(pipe):
+    return [x for state in caching_of(pipe).caches["transformer"].states.values() for x in state.tensors()]
+
+
+def test_each_generation_begins_anew_and_its_end_frees_all():
+    pipe = cached()
+    for _ in range(2):
+        pipe(ALMOST_SAME)
+        assert verdicts(cache_report(pipe)) == ["warmup", "hit", "hit", "hit"]
+        assert held(pipe) == []
+
+
+def test_an_exception_leaves_nothing_behind():
+    pipe = cached()
+    with pytest.raises(ArithmeticError):
+        pipe(ALMOST_SAME, fail_at=2)
+    assert held(pipe) == []
+    pipe(ALMOST_SAME)
+    assert verdicts(cache_report(pipe)) == ["warmup", "hit", "hit", "hit"]
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_branches_have_states_of_their_own_also_where_one_comes_and_goes(named):
+    pipe = cached(Pipe(named=named))
+    pipe({"cond": [1.0, 1.01, 1.5], "uncond": [7.0, 8.0, 8.01]}, {"cond": [10.0] * 3, "uncond": [20.0] * 3})
+    names = ["cond", "uncond"] if named else ["branch 0", "branch 1"]
+    assert verdicts(cache_report(pipe), names[0]) == ["warmup", "hit", "miss"]
+    assert verdicts(cache_report(pipe), names[1]) == ["warmup", "miss", "hit"]
+
+
+def test_branches_without_a_name_are_told_apart_by_their_text_in_any_order():
+    """As where guidance is off at some steps, and where the text is made anew at each."""
+    model = apply_cache(Scripted(), BLOCKS, residual_diff_threshold=0.1)
+    x = torch.ones(1, 6, 8)
+    text = {"a": torch.zeros(1, 3, 8), "b": torch.ones(1, 3, 8)}
+    added = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([5.0, 6.0])}
+    with torch.no_grad():
+        for name in "abaabba":
+            model(x, text[name].clone(), added[name])
+    report = model_cache_report(model)
+    assert "".join(row.branch[-1] for row in report.rows) == "0100110"
+    assert verdicts(report) == ["warmup", "warmup", *["hit"] * 5]
+
+
+@pytest.mark.parametrize("change", ["tokens", "batch", "dtype"])
+def test_a_change_of_size_or_dtype_begins_anew(change):
+    model = apply_cache(Scripted(), BLOCKS, residual_diff_threshold=0.1)
+    sizes = {"tokens": (1, 7, 8), "batch": (2, 6, 8), "dtype": (1, 6, 8)}
+    dtype = torch.float64 if change == "dtype" else torch.float32
+    added = torch.tensor([1.0, 2.0])
+    with torch.no_grad():
+        model(torch.ones(1, 6, 8), torch.zeros(1, 3, 8), added)
+        model(torch.ones(sizes[change], dtype=dtype), torch.zeros(1, 3, 8), added)
+    assert verdicts(model_cache_report(model)) == ["warmup", "warmup"]
+
+
+def test_two_pipes_and_two_pipes_that_share_a_transformer_do_not_meet():
+    shared = Scripted()
+    a, b, plain = cached(Pipe(shared)), cached(Pipe(shared), residual_diff_threshold=0.001), Pipe(shared)
+    expected = Pipe()(ALMOST_SAME)
+    for _ in range(2):
+        a(ALMOST_SAME)
+        b(ALMOST_SAME)
+        assert verdicts(cache_report(a)) == ["warmup", "hit", "hit", "hit"]
+        assert verdicts(cache_report(b)) == ["warmup", "miss", "miss", "miss"]
+        for out, other in zip(plain(ALMOST_SAME), expected, strict=True):
+            assert torch.equal(out, other)
+    remove_cache_from_pipe(a)
+    b(ALMOST_SAME)
+    assert verdicts(cache_report(b)) == ["warmup", "miss", "miss", "miss"]
+    remove_cache_from_pipe(b)
+    assert type(shared) is Scripted
+
+
+def test_a_pipe_with_its_own_blocks_on_a_shared_transformer_is_right_too():
+    shared = Scripted()
+    a, b = cached(Pipe(shared)), cached(Pipe(shared), first_blocks=2, last_blocks=1)
+    for _ in range(2):
+        shared.counts()
+        a([1.0, 1.01])
+        assert shared.counts() == [2, 1, 1, 1]
+        b([1.0, 1.01])
+        assert shared.counts() == [2, 2, 1, 2]
+    remove_cache_from_pipe(b)
+    a([1.0, 1.01])
+    assert shared.counts() == [2, 1, 1, 1]
+
+
+def test_two_threads_in_one_pipe_or_one_transformer_are_an_error_and_in_two_pipes_right():
+    entered, leave = threading.Event(), threading.Event()
+
+    class Waiting(Scripted):
+        def forward(self, *args, **kwargs):
+            entered.set()
+            assert leave.wait(30)
+            return super().forward(*args, **kwargs)
+
+    shared = Waiting()
+    adapter_of = {"adapter": ADAPTER, "residual_diff_threshold": 0.1}
+    a, b = cached(Pipe(shared)), cached(Pipe(shared))
+    thread = threading.Thread(target=a, args=(ALMOST_SAME,))
+    thread.start()
+    assert entered.wait(30)
+    with pytest.raises(RuntimeError, match="this pipeline with a cache is already running, in another thread"):
+        a(ALMOST_SAME)
+    with pytest.raises(RuntimeError, match="this Waiting with a cache is already running, in another thread"):
+        b(ALMOST_SAME)
+    other = apply_cache_on_pipe(Pipe(), **adapter_of)
+    other(ALMOST_SAME)
+    assert verdicts(cache_report(other)) == ["warmup", "hit", "hit", "hit"]
+    leave.set()
+    thread.join(30)
+    assert verdicts(cache_report(a)) == ["warmup", "hit", "hit", "hit"]
+
+
+def test_applying_again_takes_effect_and_removing_gives_back_every_class():
+    pipe = Pipe()
+    classes = [type(module) for module in pipe.transformer.modules()]
+    expected = pipe(ALMOST_SAME)
+    for threshold, wanted in ((0.1, "hit"), (0.0, "miss"), (0.1, "hit")):
+        cached(pipe, residual_diff_threshold=threshold)
+        pipe(ALMOST_SAME)
+        assert verdicts(cache_report(pipe)) == ["warmup", wanted, wanted, wanted]
+    remove_cache_from_pipe(pipe)
+    assert [type(module) for module in pipe.transformer.modules()] == classes
+    assert type(pipe) is Pipe
+    assert type(pipe.scheduler).__module__.startswith("diffusers")
+    for out, other in zip(pipe(ALMOST_SAME), expected, strict=True):
+        assert torch.equal(out, other)
+    remove_cache_from_pipe(pipe)  # nothing left to do
+
+
+def test_a_transformer_put_in_the_place_of_the_cached_one_is_an_error():
+    pipe = cached()
+    pipe.transformer = Scripted()
+    with pytest.raises(RuntimeError, match=r"pipe\.transformer is another one than when the cache was applied"):
+        pipe(ALMOST_SAME)
+
+
+@pytest.mark.parametrize(("blocks", "order"), [(BLOCKS, 0), (BLOCKS, 2), (IN_TWO_STAGES, 0)])
+def test_memory_is_what_the_formula_says(blocks, order):
+    """Per branch: the first-block residual, and of each stage and stream order + 1 residuals."""
+    sizes = []
+
+    class Measured(Scripted):
+        def forward(self, *args, **kwargs):
+            out = super().forward(*args, **kwargs)
+            sizes.append(sum(x.numel() * x.element_size() for x in held(pipe)))
+            return out
+
+    adapter = type(ADAPTER)(transformer="Measured", pipelines="measured", blocks=blocks)
+    pipe = cached(Pipe(Measured()), adapter=adapter, forecast_order=order, warmup_steps=4, downsample=2)
+    pipe([1.0] * 5)
+    hidden, text = 6 * 8 * 4, 3 * 8 * 4
+    assert sizes[-1] == hidden // 2 + len(blocks.stages) * (order + 1) * (hidden + text)
+
+
+def test_nothing_is_left_after_removal():
+    pipe = cached()
+    pipe(ALMOST_SAME)
+    cache = weakref.ref(caching_of(pipe).caches["transformer"])
+    remove_cache_from_pipe(pipe)
+    gc.collect()
+    assert cache() is None
+
+
+def test_stored_residuals_hold_no_autograd_graph():
+    model = apply_cache(Scripted(), BLOCKS, residual_diff_threshold=0.1)
+    out = model(torch.ones(1, 6, 8), torch.zeros(1, 3, 8), torch.tensor([1.0, 2.0]))
+    assert out.requires_grad
+    skipped = model(torch.ones(1, 6, 8), torch.zeros(1, 3, 8), torch.tensor([1.0, 2.0]))
+    assert verdicts(model_cache_report(model)) == ["warmup", "hit"]
+    skipped.sum().backward()  # through the first block alone
+    remove_cache(model)
+
+
+def test_a_model_of_ones_own_is_reset_by_hand():
+    model = apply_cache(Scripted(), BLOCKS, residual_diff_threshold=0.1)
+    given = torch.ones(1, 6, 8), torch.zeros(1, 3, 8), torch.tensor([1.0, 2.0])
+    with torch.no_grad():
+        alone = Scripted()(*given)
+        assert torch.equal(model(*given), alone)
+        model(*given)
+        reset_cache(model)
+        assert torch.equal(model(*given), alone)
+    assert verdicts(model_cache_report(model)) == ["warmup"]
+    remove_cache(model)
+    assert type(model) is Scripted
+    with pytest.raises(ValueError, match="this Scripted has no cache"):
+        reset_cache(model)
+
+
+def test_the_host_waits_at_most_once_per_step_and_never_where_the_residual_is_not_asked():
+    waits = []
+    waiting = {
+        torch.Tensor.item,
+        torch.Tensor.tolist,
+        torch.Tensor.__bool__,
+        torch.Tensor.__float__,
+        torch.Tensor.__int__,
+        torch.Tensor.cpu,
+        torch.equal,
+    }
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if func in waiting:
+                waits.append(func)
+            return func(*args, **(kwargs or {}))
+
+    class Watched(Scripted):
+        def forward(self, *args, **kwargs):
+            with Watch():
+                waits.append("call")
+                return super().forward(*args, **kwargs)
+
+    pipe = cached(
+        Pipe(Watched()),
+        adapter=type(ADAPTER)(transformer="Watched", pipelines="watched", blocks=BLOCKS),
+        warmup_steps=2,
+        max_consecutive_hits=1,
+        always_compute_last=True,
+    )
+    pipe([1.0] * 6)
+    assert verdicts(cache_report(pipe)) == ["warmup", "warmup", "hit", "limit", "hit", "schedule"]
+    steps = " ".join("call" if wait == "call" else "wait" for wait in waits).split("call")[1:]
+    assert [step.split() for step in steps] == [[], [], ["wait"], [], ["wait"], []]
+
+
+def test_offload_lora_and_bfloat16_go_with_it():
+    pipe = flux_pipe(FluxPipeline)
+    call = {"num_inference_steps": 4, "output_type": "latent"}
+    apply_cache_on_pipe(pipe, residual_diff_threshold=1e9, max_consecutive_hits=1)
+    expected = pipe(**flux_call(**call)).images
+    pipe.enable_model_cpu_offload(device="cpu")
+    assert relative_error(pipe(**flux_call(**call)).images, expected) < 1e-6
+    pipe.remove_all_hooks()
+    pipe.transformer.enable_group_offload(onload_device=torch.device("cpu"), offload_type="leaf_level")
+    assert relative_error(pipe(**flux_call(**call)).images, expected) < 1e-6
+    assert cache_report(pipe).hits == 2
+
+    half = flux_pipe(FluxPipeline, shared_parts=False).to(torch.bfloat16)
+    apply_cache_on_pipe(half, residual_diff_threshold=1e9, max_consecutive_hits=1)
+    drawn = half(**flux_call(**call)).images
+    assert drawn.dtype == torch.bfloat16
+    assert cache_report(half).hits == 2
