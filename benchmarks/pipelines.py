@@ -1,10 +1,11 @@
-"""How far each pipeline's latents are from those that one device draws, on every kind of mesh, and what a step sends.
+"""How far each pipeline's latents are from those that one device draws, on every kind of mesh, and what each rank sends.
 
     python -m benchmarks.pipelines
 
-Pipelines of `benchmarks.tiny_pipelines`: random weights in float32, three steps, an odd number of tokens. Error: relative norm of
-the latents after all steps, against the unmodified pipeline in the same process; the worst rank's. Bytes: what rank 0 sends to
-other ranks, per step. Writes docs/exactness.md and benchmarks/results/pipelines.json.
+Pipelines of `benchmarks.tiny_pipelines`, and the FLUX.1 that was trained here: random weights in float32, three steps, an odd number
+of tokens. Error: relative norm of the latents after all steps, against the unmodified pipeline in the same process; the worst rank's.
+Bytes: what each rank sends to others in all steps, counted, and by the formula of `benchmarks.expected_traffic`; the program ends in
+an error where they differ. Writes docs/exactness.md and benchmarks/results/pipelines.json.
 """
 
 from __future__ import annotations
@@ -14,23 +15,24 @@ import json
 import tempfile
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
+from diffusers import FluxPipeline
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tqdm import tqdm
 
 from benchmarks.environment import write_results
+from benchmarks.expected_traffic import ModelCall, observe_pipeline, sent_in_rounds, takes_turns
 from benchmarks.launch import launch
-from benchmarks.tiny_pipelines import PIPELINES
-from benchmarks.traffic import TrafficCounter
+from benchmarks.tiny_pipelines import PIPELINES as OTHERS
+from benchmarks.tiny_pipelines import TinyPipeline
+from benchmarks.traffic import counted_traffic
 from para_core.adapters import parallelize_pipe
-from para_core.collectives import all_gather
-from para_core.mesh import MeshDim
 
 # (batch, ring, ulysses) by the heading of the table's column.
 MESHES = {
@@ -40,8 +42,24 @@ MESHES = {
     "3 Ulysses": (1, 1, 3),
     "2 × 2": (1, 2, 2),
 }
-STEPS = 3
 PAGE = Path(__file__).parents[1] / "docs/exactness.md"
+
+
+def flux() -> Any:
+    """The FLUX.1 that was trained here."""
+    pipe = FluxPipeline.from_pretrained(Path(__file__).parent / "tiny_flux" / "pipeline", dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+_FLUX_SIZE = {"height": 24, "width": 40, "max_sequence_length": 13}
+PIPELINES = {
+    "flux": TinyPipeline(flux, _FLUX_SIZE),
+    "flux, true guidance": TinyPipeline(
+        flux, {**_FLUX_SIZE, "negative_prompt": "a blue square", "true_cfg_scale": 3.0}
+    ),
+    **OTHERS,
+}
 
 
 def draw(pipe: Any, name: str) -> Tensor:
@@ -55,25 +73,27 @@ def draw(pipe: Any, name: str) -> Tensor:
     return torch.cat(images, dim=2) if isinstance(images, list) else images
 
 
-def measure(pipe: Any, name: str, mesh: DeviceMesh, expected: Tensor) -> dict[str, float]:
-    """Of one pipeline on one mesh: the error of the worst rank, and bytes and collectives of rank 0."""
+def measure(
+    pipe: Any, name: str, mesh: DeviceMesh, expected: Tensor, rounds: Sequence[Sequence[ModelCall]]
+) -> dict[str, Any]:
+    """Of one pipeline on one mesh: the error of the worst rank, and what each rank sends in all steps."""
     parallelize_pipe(pipe, mesh=mesh)
-    branches = 0
-
-    def gather_branches(x: Tensor, sizes: Sequence[int], tensor_dim: int, dim: MeshDim) -> Tensor:
-        # Asked for inside a tensor's own dispatch, where a dispatch mode sees nothing.
-        nonlocal branches
-        branches += x.numel() * x.element_size() * (dim.size - 1)
-        return all_gather(x, sizes, tensor_dim, dim)
-
-    with TrafficCounter() as traffic, mock.patch("para_core.guidance.all_gather", gather_branches):
+    with counted_traffic() as traffic:
         out = draw(pipe, name)
     error = ((out.double() - expected.double()).norm() / expected.double().norm()).reshape(1)
     dist.all_reduce(error, op=dist.ReduceOp.MAX)
+    counted = [0] * mesh.size()
+    dist.all_gather_object(counted, traffic.bytes)
+    batch, ring, ulysses = mesh.shape
+    foretold = [
+        sent_in_rounds(rounds, (batch, ring, ulysses), rank, apart=takes_turns(pipe)) for rank in range(mesh.size())
+    ]
     return {
         "error": error.item(),
-        "bytes per step": round((traffic.bytes + branches) / STEPS),
-        "collectives per step": round(traffic.collectives / STEPS, 1),
+        "steps": len(rounds),
+        "bytes of each rank": counted,
+        "by the formula": foretold,
+        "collectives per step": round(traffic.collectives / len(rounds), 1),
     }
 
 
@@ -89,13 +109,36 @@ def measure_on_these_ranks(path: Path) -> None:
     for name in tqdm(PIPELINES, desc=f"{dist.get_world_size()} ranks", disable=dist.get_rank() != 0):
         pipe = PIPELINES[name].build()
         expected = draw(pipe, name)
-        rows[name] = {label: measure(pipe, name, mesh, expected) for label, mesh in meshes.items()}
+        rounds = {
+            batch: observe_pipeline(pipe, partial(draw, pipe, name), batch)
+            for batch in {mesh.shape[0] for mesh in meshes.values()}
+        }
+        rows[name] = {
+            label: measure(pipe, name, mesh, expected, rounds[mesh.shape[0]]) for label, mesh in meshes.items()
+        }
     if dist.get_rank() == 0:
         path.write_text(json.dumps(rows))
     dist.destroy_process_group()
 
 
-def write_page(rows: dict[str, dict[str, dict[str, float]]]) -> None:
+def largest_per_step(cell: dict[str, Any]) -> float:
+    """Bytes that the rank which sends most sends per step."""
+    return max(cell["bytes of each rank"]) / cell["steps"]
+
+
+def check(rows: dict[str, dict[str, dict[str, Any]]]) -> None:
+    """Raise ``RuntimeError`` where a rank sent other bytes than the formula gives."""
+    differing = [
+        f"{name} on {label}: {cell['bytes of each rank']} bytes were counted; the formula gives {cell['by the formula']}."
+        for name, row in rows.items()
+        for label, cell in row.items()
+        if cell["bytes of each rank"] != cell["by the formula"]
+    ]
+    if differing:
+        raise RuntimeError("\n".join(differing))
+
+
+def write_page(rows: dict[str, dict[str, dict[str, Any]]]) -> None:
     """docs/exactness.md."""
     lines = [
         "# Pipelines on several ranks: errors, and what is sent",
@@ -103,14 +146,14 @@ def write_page(rows: dict[str, dict[str, dict[str, float]]]) -> None:
         (
             "Written by `python -m benchmarks.pipelines` (numbers in `benchmarks/results/pipelines.json`): tiny pipelines with random "
             "weights in float32, three steps, an odd number of tokens. The relative error of the latents after all steps, against the "
-            "unmodified pipeline; in brackets the kilobytes that one rank sends per step."
+            "unmodified pipeline; in brackets the kilobytes that one rank, the one that sends most, sends per step ([traffic.md](traffic.md))."
         ),
         "",
         "| pipeline | " + " | ".join(MESHES) + " |",
         "| --- |" + " --- |" * len(MESHES),
     ]
     for name, row in rows.items():
-        cells = [f"{row[label]['error']:.0e} ({row[label]['bytes per step'] / 1000:.0f})" for label in MESHES]
+        cells = [f"{row[label]['error']:.0e} ({largest_per_step(row[label]) / 1000:.0f})" for label in MESHES]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     PAGE.write_text("\n".join(lines) + "\n")
 
@@ -123,14 +166,15 @@ def main() -> None:
     if part is not None:
         measure_on_these_ranks(part)
         return
-    rows: dict[str, dict[str, dict[str, float]]] = {name: {} for name in PIPELINES}
+    rows: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in PIPELINES}
     with tempfile.TemporaryDirectory() as folder:
         for ranks in (2, 3, 4):
             path = Path(folder) / f"{ranks}.json"
             launch("benchmarks.pipelines", ranks, "--part", str(path))
             for name, found in json.loads(path.read_text()).items():
                 rows[name].update(found)
-    write_results("pipelines", {"steps": STEPS, "pipelines": rows}, "diffusers")
+    check(rows)
+    write_results("pipelines", {"pipelines": rows}, "diffusers")
     write_page(rows)
     worst = max(cell["error"] for row in rows.values() for cell in row.values())
     print(f"{len(rows)} pipelines on {len(MESHES)} meshes; the largest error is {worst:.1e}. {PAGE}")

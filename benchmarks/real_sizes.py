@@ -2,147 +2,227 @@
 
     python -m benchmarks.real_sizes
 
-Needs benchmarks/results/pipelines.json (python -m benchmarks.pipelines): where the formula gives other bytes than were counted
-there, it ends in an error. Writes docs/traffic.md and benchmarks/results/real_sizes.json.
+The models of diffusers themselves, with the sizes that were published, run once without data (`benchmarks.expected_traffic`). Needs
+benchmarks/results/pipelines.json (python -m benchmarks.pipelines): where the formula gave other bytes than were counted there, it ends
+in an error. Writes docs/traffic.md and benchmarks/results/real_sizes.json.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+import diffusers
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from benchmarks.environment import RESULTS, write_results
+from benchmarks.expected_traffic import ModelCall, Shape, observed, sent_in_rounds
+from benchmarks.pipelines import MESHES, check, largest_per_step
+from para_core.adapters.supported import plan_for
 
 PAGE = Path(__file__).parents[1] / "docs/traffic.md"
 
 
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
 @dataclass(frozen=True)
 class Model:
-    """What decides how much one step sends.
+    """A model as it was published, in bfloat16.
 
     Args:
-        calls: attention calls of a step that see cut tokens.
-        cut: tokens of each segment that is cut.
-        whole: tokens that every rank holds, in the same attention calls.
-        channels: of a token of the output, which is gathered.
-        samples: in one call; ``branches``: calls of a step.
-        shares_samples: branches are in one batch.
+        inputs: of one call.
+        branches: calls of a step, which two halves of the ranks could share.
+        config: what is not diffusers' default.
     """
 
-    calls: int
-    heads: int
-    head_dim: int
-    cut: tuple[int, ...]
-    whole: int
-    channels: int
-    samples: int = 1
+    cls: str
+    inputs: Callable[[], dict[str, Any]]
     branches: int = 1
-    shares_samples: bool = False
-    element_size: int = 2
+    config: dict[str, Any] = field(default_factory=dict)
 
 
-def part(total: int, rank: int, ranks: int) -> int:
-    """What ``rank`` has of ``total``, cut as ``torch.tensor_split`` cuts."""
-    return total // ranks + (rank < total % ranks)
+def flux_inputs() -> dict[str, Any]:
+    return {
+        "hidden_states": empty(1, 64 * 64, 64),
+        "encoder_hidden_states": empty(1, 512, 4096),
+        "pooled_projections": empty(1, 768),
+        "timestep": empty(1),
+        "guidance": empty(1),
+        "img_ids": empty(64 * 64, 3),
+        "txt_ids": empty(512, 3),
+    }
 
 
-def sent(model: Model, ring: int, ulysses: int, rank: int = 0) -> int:
-    """Bytes that ``rank`` sends to others in a step, for all branches, S_r being the tokens of rank r and h its heads.
-
-    Per attention call: Ulysses 3 · S_r · (H - h) · D in, (S_block - S_r) · h · D out, and for whole tokens (U - 1) · S_whole ·
-    h · D, for each rank computed its own heads of them; the ring 2 · h · D · S_block for each block that is passed on. At the end
-    the output is gathered: S_r · C to each other rank of the Ulysses group, then S_block · C to those of the ring.
-    """
-    ranks = ring * ulysses
-    own = [sum(part(total, r, ranks) for total in model.cut) for r in range(ranks)]
-    blocks = [sum(own[i * ulysses : (i + 1) * ulysses]) for i in range(ring)]
-    index, place = divmod(rank, ulysses)
-    heads = part(model.heads, place, ulysses)
-    elements = 0
-    if ulysses > 1:
-        elements += 3 * own[rank] * (model.heads - heads) + (blocks[index] - own[rank]) * heads
-        elements += (ulysses - 1) * model.whole * heads
-    elements += sum(2 * heads * blocks[(index - step) % ring] for step in range(ring - 1))
-    gathered = own[rank] * (ulysses - 1) + blocks[index] * (ring - 1)
-    total = model.calls * elements * model.head_dim + gathered * model.channels
-    return model.samples * model.branches * total * model.element_size
+def hunyuan_inputs() -> dict[str, Any]:
+    return {
+        "hidden_states": empty(1, 16, 33, 90, 160),
+        "timestep": empty(1),
+        "encoder_hidden_states": empty(1, 256, 4096),
+        "encoder_attention_mask": empty(1, 256, dtype=torch.int64),
+        "pooled_projections": empty(1, 768),
+        "guidance": empty(1),
+    }
 
 
-# As benchmarks.tiny_pipelines builds and calls them; 45 video tokens, or 15 image tokens.
-TINY = {
-    "hunyuan": Model(4, 3, 12, (45,), 13, 16, element_size=4),
-    "cogvideox": Model(2, 3, 16, (45,), 13, 16, samples=2, element_size=4),
-    "wan": Model(2, 3, 12, (45,), 0, 64, branches=2, element_size=4),
-}
-# Tokens: latent frames × height / 16 × width / 16.
+def cogvideox_inputs() -> dict[str, Any]:
+    angles = empty(13 * 30 * 45, 64)
+    return {
+        "hidden_states": empty(2, 13, 16, 60, 90),
+        "encoder_hidden_states": empty(2, 226, 4096),
+        "timestep": empty(2),
+        "image_rotary_emb": (angles, angles),
+    }
+
+
+def mochi_inputs() -> dict[str, Any]:
+    return {
+        "hidden_states": empty(2, 12, 14, 60, 106),
+        "encoder_hidden_states": empty(2, 256, 4096),
+        "timestep": empty(2),
+        "encoder_attention_mask": empty(2, 256, dtype=torch.bool),
+    }
+
+
+def wan_inputs() -> dict[str, Any]:
+    return {
+        "hidden_states": empty(1, 16, 21, 90, 160),
+        "timestep": empty(1),
+        "encoder_hidden_states": empty(1, 512, 4096),
+    }
+
+
 REAL = {
-    "FLUX.1-dev, 1024 × 1024": Model(57, 24, 128, (4096, 512), 0, 64),
-    "HunyuanVideo, 1280 × 720 × 129": Model(60, 24, 128, (33 * 45 * 80,), 256, 64),
-    "CogVideoX-5B, 720 × 480 × 49": Model(42, 48, 64, (13 * 30 * 45,), 226, 64, samples=2, shares_samples=True),
-    "Mochi 1, 848 × 480 × 84": Model(48, 24, 128, (14 * 30 * 53,), 256, 48, samples=2, shares_samples=True),
-    "Wan 2.1 14B, 1280 × 720 × 81": Model(40, 40, 128, (21 * 45 * 80,), 0, 64, branches=2),
+    "FLUX.1-dev, 1024 × 1024": Model("FluxTransformer2DModel", flux_inputs, config={"guidance_embeds": True}),
+    "HunyuanVideo, 1280 × 720 × 129": Model("HunyuanVideoTransformer3DModel", hunyuan_inputs),
+    "CogVideoX-5B, 720 × 480 × 49": Model(
+        "CogVideoXTransformer3DModel",
+        cogvideox_inputs,
+        config={"num_attention_heads": 48, "num_layers": 42, "use_rotary_positional_embeddings": True},
+    ),
+    "Mochi 1, 848 × 480 × 84": Model("MochiTransformer3DModel", mochi_inputs),
+    "Wan 2.1 14B, 1280 × 720 × 81": Model("WanTransformer3DModel", wan_inputs, branches=2),
 }
-MESHES = {"2 Ulysses": (1, 2), "2 ring": (2, 1), "3 Ulysses": (1, 3), "2 × 2": (2, 2)}
 
 
-def check() -> None:
-    """Raise ``RuntimeError`` where the formula is not what was counted."""
-    counted = json.loads((RESULTS / "pipelines.json").read_text())["pipelines"]
-    for name, model in TINY.items():
-        for label, mesh in MESHES.items():
-            expected, found = sent(model, *mesh), counted[name][label]["bytes per step"]
-            if expected != found:
-                raise RuntimeError(f"{name} on {label}: {found} bytes were counted; the formula gives {expected}.")
+def all_valid(mask: Tensor, *, as_tuple: bool = False) -> Tensor:
+    """``torch.nonzero`` of a mask without data: Mochi attends to valid text only. All of it is the most that it sends."""
+    return torch.arange(mask.numel())[:, None]
 
 
-def on_half(model: Model) -> Model | None:
-    """What one half of the ranks computes where they share the branches of guidance; None if there are none."""
-    if model.shares_samples:
-        return replace(model, samples=model.samples // 2)
-    return replace(model, branches=model.branches // 2) if model.branches > 1 else None
+def call_of(model: Model, batch: int) -> ModelCall:
+    """What one call does; ``batch``: shares of its samples, if it has several."""
+    dtype = torch.get_default_dtype()
+    with FakeTensorMode(), torch.no_grad(), mock.patch("torch.nonzero", all_valid):
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            transformer = getattr(diffusers, model.cls)(**model.config).eval()
+        finally:
+            torch.set_default_dtype(dtype)
+        with observed(transformer, batch) as calls:
+            transformer(**model.inputs(), return_dict=False)
+    assert plan_for(transformer) is not None
+    return calls[0]
+
+
+def gigabytes(calls: dict[int, ModelCall], branches: int, shape: Shape) -> float | None:
+    """That the rank which sends most sends in a step; None where the ranks along ``batch`` would have nothing to share.
+
+    Args:
+        calls: by the number of shares of their samples.
+    """
+    batch, ring, ulysses = shape
+    call = calls[batch]
+    if batch > 1 and len(call.parts) == branches == 1:
+        return None
+    # In the first step all ranks compute the first branch, whose size is new to them: here is every later one.
+    sent = [
+        [sent_in_rounds([[call] * branches] * rounds, shape, rank, apart=branches > 1) for rounds in (2, 3)]
+        for rank in range(batch * ring * ulysses)
+    ]
+    return max(after - before for before, after in sent) / 1e9
 
 
 def rows() -> list[dict[str, Any]]:
-    """Gigabytes that rank 0 sends per step: by model, and by number of ranks."""
+    """Gigabytes per step: by model, and by number of ranks."""
     table = []
     for name, model in REAL.items():
-        half = on_half(model)
+        calls = {batch: call_of(model, batch) for batch in (1, 2)}
         for ranks in (2, 4, 8, 16):
-            row: dict[str, Any] = {"model": name, "ranks": ranks}
-            row["Ulysses"] = sent(model, 1, ranks) / 1e9
-            row["ring"] = sent(model, ranks, 1) / 1e9
-            row["ring 2 × Ulysses"] = sent(model, 2, ranks // 2) / 1e9
-            # The exchange of the branches' results, one picture of latents, is a ten-thousandth of this.
-            row["batch 2 × Ulysses"] = None if half is None else sent(half, 1, ranks // 2) / 1e9
-            table.append(row)
+            shapes = {
+                "Ulysses": (1, 1, ranks),
+                "ring": (1, ranks, 1),
+                "ring 2 × Ulysses": (1, 2, ranks // 2),
+                "batch 2 × Ulysses": (2, 1, ranks // 2),
+            }
+            sent = {heading: gigabytes(calls, model.branches, shape) for heading, shape in shapes.items()}
+            table.append({"model": name, "ranks": ranks, **sent})
     return table
+
+
+def counted_page(counted: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
+    """The table of what was counted, and is what the formula gives."""
+    lines = ["| pipeline | " + " | ".join(MESHES) + " |", "| --- |" + " --- |" * len(MESHES)]
+    for name, row in counted.items():
+        lines.append(f"| {name} | " + " | ".join(f"{largest_per_step(row[label]):,.0f}" for label in MESHES) + " |")
+    return lines
+
+
+def real_page(table: list[dict[str, Any]]) -> list[str]:
+    """The table of what real models send."""
+    headings = [heading for heading in table[0] if heading not in ("model", "ranks")]
+    lines = ["| model | ranks | " + " | ".join(headings) + " |", "| --- |" + " --- |" * (len(headings) + 1)]
+    for row in table:
+        cells = ["" if row[heading] is None else f"{row[heading]:.2f}" for heading in headings]
+        lines.append(f"| {row['model']} | {row['ranks']} | " + " | ".join(cells) + " |")
+    return lines
 
 
 def main() -> None:
     """Check, compute, write."""
-    check()
+    counted = json.loads((RESULTS / "pipelines.json").read_text())["pipelines"]
+    check(counted)
     table = rows()
-    headings = ["Ulysses", "ring", "ring 2 × Ulysses", "batch 2 × Ulysses"]
     lines = [
         "# What a step sends",
         "",
         (
-            "Written by `python -m benchmarks.real_sizes`: gigabytes in bfloat16 that rank 0 sends to other ranks per step, all branches of "
-            "guidance together, by the formula in that program. On the tiny pipelines it gives, byte for byte, what was counted there "
-            "([exactness.md](exactness.md))."
+            "Written by `python -m benchmarks.real_sizes`. One formula for all models (`benchmarks/expected_traffic.py`): the unmodified "
+            "model runs once on one device; from the sizes of its attention calls, what the plan says of their tokens, and the outputs "
+            "that are gathered follows what each rank of any mesh will send. Numbers are of the rank that sends most. The digests "
+            "(kilobytes) by which ranks compare what they were given, once in a call of a pipeline, are left out."
         ),
         "",
-        "| model | ranks | " + " | ".join(headings) + " |",
-        "| --- |" + " --- |" * (len(headings) + 1),
+        "## Models of real size",
+        "",
+        (
+            "Gigabytes in bfloat16 per step, all branches of guidance together: diffusers' own classes at the published sizes, run "
+            "without data (fake tensors). Mochi's text is taken to be all valid: the most that it sends. Empty: nothing for the ranks "
+            "along `batch` to share."
+        ),
+        "",
+        *real_page(table),
+        "",
+        "## Counted, and by the formula",
+        "",
+        (
+            "Bytes per step, mean of all, counted on the ranks of tiny pipelines by `python -m benchmarks.pipelines`, which ends in an "
+            "error unless the formula gives the same number, to the byte, on every rank of every cell. In the first step branches that "
+            "are called one after the other are not shared out yet (`2 batch`)."
+        ),
+        "",
+        *counted_page(counted),
     ]
-    for row in table:
-        cells = ["" if row[heading] is None else f"{row[heading]:.2f}" for heading in headings]
-        lines.append(f"| {row['model']} | {row['ranks']} | " + " | ".join(cells) + " |")
     PAGE.write_text("\n".join(lines) + "\n")
-    write_results("real_sizes", {"gigabytes per step": table})
-    print("\n".join(lines[6:]))
+    write_results("real_sizes", {"gigabytes per step": table}, "diffusers")
+    print("\n".join(real_page(table)))
 
 
 if __name__ == "__main__":

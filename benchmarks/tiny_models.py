@@ -36,11 +36,11 @@ class TinyModel:
         return fill(getattr(diffusers, self.cls)(**self.config), seed)
 
 
-def wan_inputs(frames: int, height: int, width: int, **more: Any) -> dict[str, Any]:
+def wan_inputs(frames: int, height: int, width: int, *, text: int = 9, **more: Any) -> dict[str, Any]:
     return {
         "hidden_states": noise(2, 4, frames, height, width),
         "timestep": torch.tensor([600, 600]),
-        "encoder_hidden_states": noise(2, 9, 24),
+        "encoder_hidden_states": noise(2, text, 24),
         **more,
     }
 
@@ -101,12 +101,14 @@ def skyreels_forcing_inputs(frames: int, height: int, width: int, *, block: int 
     return {**{name: value[:1] for name, value in inputs.items()}, "fps": [0], "enable_diffusion_forcing": True}
 
 
-def qwen_inputs(frames: int, height: int, width: int, *, masked: bool = False, blocks: int = 0) -> dict[str, Any]:
+def qwen_inputs(
+    frames: int, height: int, width: int, *, text: int = 9, masked: bool = False, blocks: int = 0
+) -> dict[str, Any]:
     tokens = frames * height * width
     return {
         "hidden_states": noise(2, tokens, 16),
-        "encoder_hidden_states": noise(2, 9, 24),
-        "encoder_hidden_states_mask": valid((9, 4), 9, torch.int64) if masked else None,
+        "encoder_hidden_states": noise(2, text, 24),
+        "encoder_hidden_states_mask": valid((text, text // 2), text, torch.int64) if masked else None,
         "timestep": torch.tensor([0.6, 0.6]),
         # Zeroed time steps (editing): the first picture is drawn, the others are given.
         "img_shapes": [[(1, height, width)] * frames] * 2,
@@ -126,16 +128,30 @@ QWEN: dict[str, Any] = {
 }
 
 
-def flux2_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
-    grid = torch.cartesian_prod(*[torch.arange(float(size)) for size in (frames, height, width, 1)])
-    text = torch.cartesian_prod(torch.zeros(1), torch.zeros(1), torch.zeros(1), torch.arange(9.0))
+def flux_inputs(frames: int, height: int, width: int, *, text: int = 9) -> dict[str, Any]:
+    """A picture as high as all frames together."""
+    grid = torch.cartesian_prod(torch.zeros(1), torch.arange(float(frames * height)), torch.arange(float(width)))
     return {
         "hidden_states": noise(2, len(grid), 16),
-        "encoder_hidden_states": noise(2, 9, 24),
+        "encoder_hidden_states": noise(2, text, 24),
+        "pooled_projections": noise(2, 20),
+        "timestep": torch.tensor([0.6, 0.6]),
+        "guidance": torch.tensor([3.5, 3.5]),
+        "img_ids": grid,
+        "txt_ids": torch.zeros(text, 3),
+    }
+
+
+def flux2_inputs(frames: int, height: int, width: int, *, text: int = 9) -> dict[str, Any]:
+    grid = torch.cartesian_prod(*[torch.arange(float(size)) for size in (frames, height, width, 1)])
+    places = torch.cartesian_prod(torch.zeros(1), torch.zeros(1), torch.zeros(1), torch.arange(float(text)))
+    return {
+        "hidden_states": noise(2, len(grid), 16),
+        "encoder_hidden_states": noise(2, text, 24),
         "timestep": torch.tensor([0.6, 0.6]),
         "guidance": torch.tensor([3.5, 3.5]),
         "img_ids": grid.expand(2, -1, -1),
-        "txt_ids": text.expand(2, -1, -1),
+        "txt_ids": places.expand(2, -1, -1),
     }
 
 
@@ -227,9 +243,9 @@ HELIOS: dict[str, Any] = {
 }
 
 
-def h3_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
+def h3_inputs(frames: int, height: int, width: int, *, text: int = 9) -> dict[str, Any]:
     """Text, video and sound in one packed sequence."""
-    video, text, sound = frames * height * width, 9, 7
+    video, sound = frames * height * width, 7
     total = video + text + sound
     tags = torch.tensor([1] * text + [0] * video + [2] * sound)
     grid = torch.cartesian_prod(torch.arange(frames), torch.arange(height), torch.arange(width))
@@ -469,6 +485,21 @@ MODELS = {
     "qwen-image, masked": TinyModel("QwenImageTransformer2DModel", partial(qwen_inputs, masked=True), QWEN),
     "qwen-image, controlnet": TinyModel("QwenImageTransformer2DModel", partial(qwen_inputs, blocks=2), QWEN),
     "qwen-image, editing": TinyModel("QwenImageTransformer2DModel", qwen_inputs, {**QWEN, "zero_cond_t": True}),
+    "flux": TinyModel(
+        "FluxTransformer2DModel",
+        flux_inputs,
+        {
+            "in_channels": 16,
+            "num_layers": 2,
+            "num_single_layers": 2,
+            "attention_head_dim": 16,
+            "num_attention_heads": 3,
+            "joint_attention_dim": 24,
+            "pooled_projection_dim": 20,
+            "guidance_embeds": True,
+            "axes_dims_rope": (4, 6, 6),
+        },
+    ),
     "flux2": TinyModel(
         "Flux2Transformer2DModel",
         flux2_inputs,

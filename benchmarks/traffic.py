@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from para_core.collectives import all_gather
+from para_core.mesh import MeshDim
 
 
 class TrafficCounter(TorchDispatchMode):
@@ -28,3 +34,20 @@ class TrafficCounter(TorchDispatchMode):
             self.collectives += 1
             self.bytes += rows * x.element_size() * (x.numel() // max(1, x.shape[0]))
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counted_traffic() -> Iterator[TrafficCounter]:
+    """A :class:`TrafficCounter` that sees the exchange of guidance branches, too."""
+    traffic = TrafficCounter()
+
+    def gather_branches(x: Tensor, sizes: Sequence[int], tensor_dim: int, dim: MeshDim) -> Tensor:
+        # Often asked for inside a tensor's own dispatch, where a dispatch mode sees nothing.
+        collectives, sent = traffic.collectives, traffic.bytes
+        gathered = all_gather(x, sizes, tensor_dim, dim)
+        traffic.collectives = collectives + 1
+        traffic.bytes = sent + x.numel() * x.element_size() * (dim.size - 1)
+        return gathered
+
+    with traffic, mock.patch("para_core.guidance.all_gather", gather_branches):
+        yield traffic

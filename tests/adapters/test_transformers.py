@@ -98,7 +98,7 @@ def test_a_half_of_the_ranks_computes_a_half_of_the_samples_and_one_sample_warns
 
 
 # Models whose text may be cut, or not.
-WITH_TEXT = [name for name in MODELS if name.startswith(("qwen", "flux2", "ltx"))]
+WITH_TEXT = [name for name in MODELS if name.startswith(("qwen", "flux", "ltx"))]
 CUTS_TEXT = [name for name in WITH_TEXT if not name.startswith("ltx2")]
 
 
@@ -209,9 +209,7 @@ def test_inductor_is_exact_without_recompiling(rank_pool, name):
 
 
 def test_every_adapter_is_tried():
-    assert {adapter.transformer for adapter in ADAPTERS} - {model.cls for model in MODELS.values()} == {
-        "FluxTransformer2DModel"
-    }
+    assert {adapter.transformer for adapter in ADAPTERS} <= {model.cls for model in MODELS.values()}
 
 
 def test_every_published_plan_is_tried():
@@ -220,4 +218,4 @@ def test_every_published_plan_is_tried():
         for name in dir(diffusers)
         if isinstance(getattr(diffusers, name), type) and getattr(getattr(diffusers, name), "_cp_plan", None)
     }
-    assert published - {model.cls for model in MODELS.values()} == {"FluxTransformer2DModel"}
+    assert published <= {model.cls for model in MODELS.values()}

@@ -1,0 +1,106 @@
+"""What each rank sends, counted, is what one run of the unmodified model on one device foretells: benchmarks.expected_traffic."""
+
+import warnings
+
+import pytest
+import torch
+
+from benchmarks.expected_traffic import observe_pipeline, observed, sent_in_rounds, takes_turns
+from benchmarks.real_sizes import REAL, call_of, gigabytes
+from benchmarks.tiny_models import MODELS
+from benchmarks.tiny_pipelines import PIPELINES
+from benchmarks.traffic import counted_traffic
+from para_core.adapters import parallelize_pipe, parallelize_transformer
+from tests.rank_pool import heartbeat
+from tests.tiny import cpu_mesh
+
+# (frames, height, width) in latent pixels: an odd number of tokens, and fewer than ranks.
+SIZES = [(3, 6, 10), (1, 2, 2)]
+
+
+def call(transformer, name, size):
+    frames = size[0] * 2 if name == "cogvideox 1.5" else size[0]
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        transformer(**MODELS[name].inputs(frames, *size[1:]), return_dict=False)
+
+
+def count_in_models(names, shape):
+    batch, ring, ulysses = shape
+    found = {}
+    for name in names:
+        heartbeat()
+        transformer = parallelize_transformer(MODELS[name].build(), mesh=cpu_mesh(ring, ulysses, batch=batch))
+        for size in SIZES:
+            with counted_traffic() as traffic:
+                call(transformer, name, size)
+            found[name, size] = traffic.bytes
+    return found
+
+
+# The first of each class.
+ONE_OF_EACH = list({model.cls: name for name, model in reversed(MODELS.items())}.values())
+
+
+@pytest.mark.parametrize(
+    ("shape", "names"),
+    [
+        pytest.param((1, 1, 2), ONE_OF_EACH, id="ulysses 2"),
+        pytest.param((1, 2, 1), ONE_OF_EACH, id="ring 2"),
+        pytest.param((2, 1, 1), ["mochi", "cogvideox", "hidream"], id="batch 2"),
+        pytest.param((1, 1, 3), list(MODELS), id="ulysses 3", marks=pytest.mark.long),
+        pytest.param((1, 2, 2), list(MODELS), id="ring 2 × ulysses 2", marks=pytest.mark.long),
+        pytest.param((2, 1, 2), list(MODELS), id="batch 2 × ulysses 2", marks=pytest.mark.long),
+    ],
+)
+def test_every_transformer_sends_what_the_formula_says(rank_pool, shape, names):
+    expected = {}
+    for name in names:
+        model = MODELS[name].build()
+        for size in SIZES:
+            with observed(model, shape[0]) as calls:
+                call(model, name, size)
+            expected[name, size] = calls
+    for rank, found in enumerate(rank_pool.run(count_in_models, torch.Size(shape).numel(), names, shape)):
+        for key, counted in found.items():
+            assert counted == sent_in_rounds([expected[key]], shape, rank, apart=False), (key, rank)
+
+
+# Branches one after the other: two calls of a step, of one and of two models; none; in one batch; by a guider; in a
+# batch that the model takes apart.
+GUIDED = ["wan", "wan 2.2", "hunyuan", "mochi", "hunyuan 1.5", "pixart, perturbed"]
+
+
+def draw(pipe, name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pipe(**PIPELINES[name].call())
+
+
+def count_in_pipelines():
+    found = {}
+    for name in GUIDED:
+        heartbeat()
+        pipe = parallelize_pipe(PIPELINES[name].build(), mesh=cpu_mesh(1, 1, batch=2))
+        with counted_traffic() as traffic:
+            draw(pipe, name)
+        found[name] = traffic.bytes
+    return found
+
+
+def test_ranks_that_share_branches_send_what_the_formula_says(rank_pool):
+    results = rank_pool.run(count_in_pipelines, 2)
+    for name in GUIDED:
+        pipe = PIPELINES[name].build()
+        rounds = observe_pipeline(pipe, lambda pipe=pipe, name=name: draw(pipe, name), batch=2)
+        assert len(rounds) == 3
+        for rank, found in enumerate(results):
+            assert found[name] == sent_in_rounds(rounds, (2, 1, 1), rank, apart=takes_turns(pipe)), (name, rank)
+
+
+def test_a_model_of_real_size_needs_no_weights():
+    """By hand: 57 attention calls of 24 heads × 128 among 4096 + 512 tokens; 4096 tokens of 64 channels gathered."""
+    calls = {1: call_of(REAL["FLUX.1-dev, 1024 × 1024"], 1)}
+    tokens, heads = 4608 // 2, 24 // 2
+    expected = (57 * 4 * tokens * heads * 128 + 2048 * 64) * 2
+    assert gigabytes(calls, 1, (1, 1, 2)) == expected / 1e9
