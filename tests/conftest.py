@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import hypothesis
 import pytest
+import torch
 
 from tests.rank_pool import RankPool, fill_uninitialized_memory
 
@@ -14,6 +15,8 @@ hypothesis.settings.register_profile("long", deadline=None, max_examples=1000, p
 hypothesis.settings.load_profile("ci")
 
 fill_uninitialized_memory()
+# As on the ranks: models as small as these only wait for a second thread.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -1,15 +1,24 @@
-"""Every python block of README and docs/ runs, on two ranks, on the tiny pipeline; doctests run by import name."""
+"""Every python block of README and docs/ runs, on two ranks, on the tiny pipeline; doctests run by import name.
 
+Most scripts run in the rank processes, which have imported torch and diffusers already: that takes longer than they do.
+"""
+
+import contextlib
 import doctest
+import io
 import os
 import re
+import runpy
 import subprocess
 import sys
+import warnings
 from importlib import import_module
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 from PIL import Image, ImageSequence
 
 ROOT = Path(__file__).parents[1]
@@ -48,15 +57,15 @@ PROGRAMS = [
 ]
 
 
-def run_on_two_ranks(script: Path, *arguments: str, ranks: int = 2) -> str:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", str(script)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+def under_torchrun(script: Path, *arguments: str) -> str:
+    """What two ranks print."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
     done = subprocess.run(
         [*command, *arguments],
         capture_output=True,
         text=True,
         timeout=300,
-        env=environment,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         cwd=script.parent,
         check=False,
     )
@@ -64,13 +73,53 @@ def run_on_two_ranks(script: Path, *arguments: str, ranks: int = 2) -> str:
     return done.stdout
 
 
+def run_script(script, arguments, environment):
+    """As the main program of this rank; without an ``environment`` of the first alone. Returns what it prints."""
+    rank = dist.get_rank()
+    # It makes its own.
+    dist.destroy_process_group()
+    printed = io.StringIO()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, environment or {}))
+        if environment is None:
+            if rank > 0:
+                return ""
+            for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+                del os.environ[name]
+        stack.enter_context(mock.patch.object(sys, "argv", [str(script), *arguments]))
+        stack.enter_context(mock.patch.object(sys, "path", [str(script.parent), *sys.path]))
+        stack.enter_context(contextlib.chdir(script.parent))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        stack.enter_context(contextlib.redirect_stdout(printed))
+        runpy.run_path(str(script), run_name="__main__")
+    return printed.getvalue()
+
+
+def on_ranks(rank_pool, script, *arguments, ranks=2):
+    """What rank 0 prints."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    # As torchrun says where the ranks meet.
+    environment = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+    return rank_pool.run(run_script, ranks, script, arguments, environment, timeout=300)[0]
+
+
+def alone(rank_pool, script, *arguments):
+    return rank_pool.run(run_script, 2, script, arguments, None, timeout=300)[0]
+
+
 @pytest.mark.parametrize("source", PROGRAMS)
-def test_python_blocks_run_from_top_to_bottom(source, tmp_path):
+def test_python_blocks_run_from_top_to_bottom(rank_pool, source, tmp_path):
     for shown, used in SUBSTITUTIONS.items():
         source = source.replace(shown, used)
     script = tmp_path / "page.py"
     script.write_text(source)
-    run_on_two_ranks(script)
+    on_ranks(rank_pool, script)
 
 
 def test_a_script_may_end_right_after_a_collective(tmp_path):
@@ -78,25 +127,25 @@ def test_a_script_may_end_right_after_a_collective(tmp_path):
     script = tmp_path / "ends_at_once.py"
     script.write_text(programs("README.md")[1])
     for _ in range(5):
-        run_on_two_ranks(script)
+        under_torchrun(script)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_own_model_example_is_exact_on_every_mesh(ranks):
-    printed = run_on_two_ranks(ROOT / "parallel_examples/run_own_model.py", ranks=ranks)
+def test_own_model_example_is_exact_on_every_mesh(rank_pool, ranks):
+    printed = on_ranks(rank_pool, ROOT / "parallel_examples/run_own_model.py", ranks=ranks)
     differences = [float(value) for value in re.findall(r"relative difference (\S+)", printed)]
     assert len(differences) == 3
     assert max(differences) < 1e-5
 
 
-def test_flux_example_draws_the_same_picture_on_one_rank_and_on_two(tmp_path):
+def test_flux_example_draws_the_same_picture_on_one_rank_and_on_two(rank_pool, tmp_path):
     example = ROOT / "parallel_examples/run_flux.py"
     size = ["--steps", "2", "--height", "72", "--width", "56"]
-    alone, shared = tmp_path / "alone.png", tmp_path / "shared.png"
-    subprocess.run([sys.executable, str(example), *size, "--output", str(alone)], check=True, cwd=ROOT)
-    printed = run_on_two_ranks(example, *size, "--ring", "2", "--output", str(shared))
+    paths = [tmp_path / "alone.png", tmp_path / "shared.png"]
+    alone(rank_pool, example, *size, "--output", str(paths[0]))
+    printed = under_torchrun(example, *size, "--ring", "2", "--output", str(paths[1]))
     assert re.search(r"^2 ranks, ring 2 × ulysses 1: 2 steps in .* s per step", printed, re.MULTILINE)
-    pictures = [np.asarray(Image.open(path)).astype(int) for path in (alone, shared)]
+    pictures = [np.asarray(Image.open(path)).astype(int) for path in paths]
     assert pictures[0].shape == (72, 56, 3)
     assert np.abs(pictures[0] - pictures[1]).max() <= 1
 
@@ -115,15 +164,15 @@ def frames_of(path: Path) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("name", FILMS)
-def test_film_examples_write_the_same_film_on_one_rank_and_on_two(name, tmp_path):
+def test_film_examples_write_the_same_film_on_one_rank_and_on_two(rank_pool, name, tmp_path):
     example = ROOT / f"parallel_examples/{name}.py"
-    alone, shared = tmp_path / "alone.gif", tmp_path / "shared.gif"
+    paths = [tmp_path / "alone.gif", tmp_path / "shared.gif"]
     arguments = ["--steps", "2", "--output"]
-    subprocess.run([sys.executable, str(example), *arguments, str(alone)], check=True, cwd=ROOT)
-    printed = run_on_two_ranks(example, *FILMS[name], *arguments, str(shared))
+    alone(rank_pool, example, *arguments, str(paths[0]))
+    printed = on_ranks(rank_pool, example, *FILMS[name], *arguments, str(paths[1]))
     assert "a tiny pipeline with random weights" in printed
     assert re.search(r"^2 ranks, .*: 2 steps in .* s per step", printed, re.MULTILINE)
-    films = [frames_of(path) for path in (alone, shared)]
+    films = [frames_of(path) for path in paths]
     assert films[0][0].shape == (48, 80, 3)
     assert len(films[0]) == len(films[1]) > 1
     # Each frame has a palette of its own: a rounded value may choose another entry.
