@@ -1,0 +1,96 @@
+"""FLUX with a cache: ControlNet residuals between blocks, LoRA, blocks compiled one by one, in any order."""
+
+import pytest
+import torch
+from diffusers import FluxControlNetPipeline, FluxPipeline
+from peft import LoraConfig
+
+from para_core.adapters import apply_cache_on_pipe, cache_report, parallelize_pipe, remove_cache_from_pipe
+from tests.cache.scripted import verdicts
+from tests.tiny import cpu_mesh, flux_call, flux_controlnet, flux_pipe, relative_error
+
+ALWAYS = {"residual_diff_threshold": 1e9, "max_consecutive_hits": 1}
+
+
+def control(pipe, **options):
+    image = torch.linspace(0, 1, 3 * 32 * 32).reshape(1, 3, 32, 32)
+    call = flux_call(num_inference_steps=4, output_type="latent", control_image=image, height=32, width=32)
+    return pipe(**{**call, **options}).images
+
+
+def controlled(mesh=None):
+    pipe = flux_pipe(FluxControlNetPipeline, controlnet=flux_controlnet())
+    return pipe if mesh is None else parallelize_pipe(pipe, mesh=cpu_mesh(*mesh))
+
+
+@pytest.fixture(scope="module")
+def with_controlnet():
+    pipe = controlled()
+    alone = control(pipe)
+    apply_cache_on_pipe(pipe, residual_diff_threshold=0.0)
+    assert torch.equal(control(pipe), alone)
+    apply_cache_on_pipe(pipe, **ALWAYS)
+    drawn = control(pipe)
+    assert verdicts(cache_report(pipe)) == ["warmup", "hit", "limit", "hit"]
+    assert relative_error(drawn, alone) > 1e-4
+    # What the ControlNet says is part of what is stored.
+    assert relative_error(control(pipe, controlnet_conditioning_scale=0.0), drawn) > 1e-4
+    return drawn
+
+
+def test_controlnet_in_a_graph(with_controlnet):
+    torch._dynamo.reset()
+    pipe = apply_cache_on_pipe(controlled(), **ALWAYS)
+    pipe.transformer = torch.compile(pipe.transformer, fullgraph=True, backend="aot_eager")
+    assert relative_error(control(pipe), with_controlnet) < 1e-5
+
+
+def control_on_ranks():
+    return control(apply_cache_on_pipe(controlled((1, 2)), **ALWAYS))
+
+
+def test_controlnet_in_parallel(rank_pool, with_controlnet):
+    for drawn in rank_pool.run(control_on_ranks, 2):
+        assert relative_error(drawn, with_controlnet) < 1e-4
+
+
+def draw(pipe):
+    return pipe(**flux_call(num_inference_steps=4, output_type="latent")).images
+
+
+@pytest.mark.parametrize("first", ["cache", "lora"])
+def test_lora_comes_and_goes(first):
+    def add_lora(pipe):
+        torch.manual_seed(0)
+        pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q", "proj_out"], init_lora_weights=False))
+
+    plain = flux_pipe(FluxPipeline, shared_parts=False)
+    without = draw(plain)
+    add_lora(plain)
+    expected = draw(plain)
+    assert relative_error(expected, without) > 1e-3
+
+    pipe = flux_pipe(FluxPipeline, shared_parts=False)
+    for step in ("cache", "lora") if first == "cache" else ("lora", "cache"):
+        if step == "lora":
+            add_lora(pipe)
+        else:
+            apply_cache_on_pipe(pipe, residual_diff_threshold=0.0)
+    assert torch.equal(draw(pipe), expected)
+    apply_cache_on_pipe(pipe, **ALWAYS)
+    draw(pipe)
+    assert cache_report(pipe).hits == 2
+    pipe.transformer.delete_adapters("default")
+    remove_cache_from_pipe(pipe)
+    assert torch.equal(draw(pipe), without)
+
+
+def test_blocks_that_were_compiled_one_by_one_are_skipped_too():
+    torch._dynamo.reset()
+    pipe = flux_pipe(FluxPipeline, shared_parts=False)
+    expected = draw(apply_cache_on_pipe(pipe, **ALWAYS))
+    pipe.transformer.compile_repeated_blocks(fullgraph=True, backend="aot_eager")
+    assert relative_error(draw(pipe), expected) < 1e-5
+    assert verdicts(cache_report(pipe)) == ["warmup", "hit", "limit", "hit"]
+    remove_cache_from_pipe(pipe)
+    assert relative_error(draw(apply_cache_on_pipe(pipe, **ALWAYS)), expected) < 1e-5

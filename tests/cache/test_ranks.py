@@ -1,0 +1,120 @@
+"""Ranks that hold parts of one sequence decide alike; those that draw something else decide for themselves."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from para_core import apply_cache, model_cache_report
+from para_core.adapters import apply_cache_on_pipe, cache_report, parallelize_pipe
+from tests.adapters.test_pipelines import build, draw
+from tests.cache.scripted import BLOCKS, Scripted, verdicts
+from tests.tiny import cpu_mesh, relative_error
+
+TEXT = torch.zeros(1, 3, 8)
+
+
+def run_steps(steps, mesh=None, threshold=0.1):
+    """``steps``: of each step, what the first block adds, on this rank."""
+    model = apply_cache(Scripted(), BLOCKS, residual_diff_threshold=threshold, mesh=mesh)
+    with torch.no_grad():
+        for first in steps:
+            added = torch.stack([torch.as_tensor(first), torch.tensor(1.0).expand_as(torch.as_tensor(first))])
+            model(torch.ones(1, 6, 8), TEXT, added)
+    return model_cache_report(model)
+
+
+def one_rank_is_not_finite(value):
+    """Asked at the third step, on the last rank alone."""
+    steps = [1.0, 1.0, value if dist.get_rank() == dist.get_world_size() - 1 else 1.0, 1.0, 1.0]
+    return verdicts(run_steps(steps, cpu_mesh(1, dist.get_world_size())))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_number_that_is_not_finite_on_one_rank_is_computed_on_all(rank_pool, ranks, value):
+    for found in rank_pool.run(one_rank_is_not_finite, ranks, value=value):
+        assert found[:3] == ["warmup", "hit", "not_finite"]
+        # What is compared with is not finite once more; then it is as before.
+        assert found[3:] in (["not_finite", "hit"], ["miss", "hit"])
+
+
+def decide_at_the_edge(ring, ulysses):
+    """Changes that are near the threshold, and differ in their last bits from rank to rank."""
+    common, own = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2 + dist.get_rank())
+    base = torch.rand(1, 6, 8, generator=own) + 1
+    steps = [base]
+    for _ in range(30):
+        edge = 0.1 * (1 + 3e-7 * torch.randn(1, generator=common) + 1e-7 * torch.randn(1, 6, 8, generator=own))
+        steps += [base * (1 + edge), base]
+    report = run_steps(steps, cpu_mesh(ring, ulysses))
+    return verdicts(report), [row.difference for row in report.rows]
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (2, 2), (4, 1)])
+def test_at_the_edge_all_ranks_decide_alike(rank_pool, ring, ulysses):
+    found = rank_pool.run(decide_at_the_edge, ring * ulysses, ring=ring, ulysses=ulysses)
+    assert {"hit", "miss"} <= set(found[0][0])
+    # To the last bit, or some would wait for others that skip.
+    assert all(other == found[0] for other in found)
+
+
+def draw_two_prompts():
+    """Two replicas of two ranks each."""
+    mesh = torch.distributed.device_mesh.init_device_mesh(
+        "cpu", (2, 1, 2), mesh_dim_names=("replica", "ring", "ulysses")
+    )
+    replica = dist.get_rank() // 2
+    pipe = parallelize_pipe(build("wan"), mesh=mesh["ring", "ulysses"])
+    # One of them skips what it can, so they are never at the same step.
+    apply_cache_on_pipe(pipe, residual_diff_threshold=[0.0, 0.3][replica], max_consecutive_hits=1)
+    drawn = draw(pipe, "wan", prompt=["a cat", "a dog on a hill"][replica], num_inference_steps=5)
+    return drawn, verdicts(cache_report(pipe))
+
+
+def test_replicas_with_other_prompts_never_wait_for_each_other(rank_pool):
+    found = rank_pool.run(draw_two_prompts, 4)
+    for replica, (prompt, threshold) in enumerate((("a cat", 0.0), ("a dog on a hill", 0.3))):
+        pipe = apply_cache_on_pipe(build("wan"), residual_diff_threshold=threshold, max_consecutive_hits=1)
+        expected = draw(pipe, "wan", prompt=prompt, num_inference_steps=5)
+        for drawn, decided in found[2 * replica : 2 * replica + 2]:
+            assert relative_error(drawn, expected) < 1e-4
+            assert decided == verdicts(cache_report(pipe))
+    assert "hit" in found[2][1]
+    assert "hit" not in found[0][1]
+
+
+def cache_differently():
+    pipe = parallelize_pipe(build("wan"), mesh=cpu_mesh(1, 2))
+    messages = []
+    for options in (
+        {"residual_diff_threshold": 0.1 * (1 + dist.get_rank())},
+        {"residual_diff_threshold": 0.1, "warmup_steps": dist.get_rank()},
+    ):
+        apply_cache_on_pipe(pipe, **options)
+        with pytest.raises(ValueError, match="must call the WanPipeline alike") as caught:
+            draw(pipe, "wan")
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_ranks_whose_caches_differ_raise_on_every_rank(rank_pool):
+    for threshold, warmup in rank_pool.run(cache_differently, 2):
+        assert "its cache: rank 0 has" in threshold
+        assert "its cache: rank 0 has" in warmup
+
+
+def draw_on_four(shape):
+    pipe = parallelize_pipe(build("wan"), mesh=cpu_mesh(*shape[:2], batch=shape[2]))
+    apply_cache_on_pipe(pipe, residual_diff_threshold=0.3, max_consecutive_hits=2)
+    return draw(pipe, "wan", num_inference_steps=5)
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 1), (1, 2, 2)])
+def test_on_four_ranks_too_it_draws_what_one_device_draws(rank_pool, shape):
+    pipe = apply_cache_on_pipe(build("wan"), residual_diff_threshold=0.3, max_consecutive_hits=2)
+    expected = draw(pipe, "wan", num_inference_steps=5)
+    assert cache_report(pipe).hits > 0
+    for drawn in rank_pool.run(draw_on_four, 4, shape=shape):
+        assert relative_error(drawn, expected) < 1e-4
