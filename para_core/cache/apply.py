@@ -107,6 +107,13 @@ def model_cache_report(model: nn.Module) -> CacheReport:
     return CacheReport([row for reading in cache.readings for row in reading.rows()], cache.options.rule.name)
 
 
+def held_bytes(model: nn.Module) -> int:
+    """Bytes that the cache of ``model`` holds now, of all branches."""
+    cache = _required(model)
+    states = {id(state): state for state in (*cache.states.values(), cache.state)}
+    return sum(x.numel() * x.element_size() for state in states.values() for x in state.tensors())
+
+
 def cache_options(model: nn.Module) -> CacheOptions | None:
     """What :func:`apply_cache` was given for ``model``; None if it has no cache."""
     cache = _cache_of(model)
