@@ -15,6 +15,7 @@ from para_core.adapters.hidream import HIDREAM
 from para_core.adapters.hunyuan_video import FRAMEPACK, HUNYUAN_VIDEO, HUNYUAN_VIDEO_15
 from para_core.adapters.ltx import LTX, LTX2
 from para_core.adapters.lumina2 import LUMINA2
+from para_core.adapters.minimax import MINIMAX_H3
 from para_core.adapters.mochi import MOCHI
 from para_core.adapters.pixart import PIXART
 from para_core.adapters.qwen_image import QWEN_IMAGE
@@ -48,6 +49,7 @@ ADAPTERS: tuple[Adapter, ...] = (
     PIXART,
     LUMINA2,
     HIDREAM,
+    MINIMAX_H3,
 )
 
 

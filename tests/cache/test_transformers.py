@@ -1,0 +1,49 @@
+"""Every transformer that runs in parallel can be cached, and what its blocks are given stays as it was."""
+
+import pytest
+import torch
+
+from benchmarks.tiny_models import MODELS
+from para_core import apply_cache, model_cache_report, remove_cache
+from para_core.adapters.supported import adapter_for
+from tests.tiny import relative_error
+
+
+def outputs(model, inputs):
+    with torch.no_grad():
+        found = model(**inputs, return_dict=False)
+    return torch.cat([x.flatten() for x in found if isinstance(x, torch.Tensor)])
+
+
+@pytest.mark.filterwarnings("ignore:In CPU autocast")
+@pytest.mark.parametrize("name", MODELS)
+def test_every_transformer_has_blocks_that_are_skipped_and_change_nothing_in_place(name):
+    model, inputs = MODELS[name].build(), MODELS[name].inputs(4, 6, 10)
+    known = adapter_for(model)
+    assert known is not None
+    assert known.blocks is not None
+    expected = outputs(model, inputs)
+
+    given = []
+    for stage in known.blocks.stages:
+        for block_list in stage.lists:
+            for block in model.get_submodule(block_list).children():
+                block.register_forward_pre_hook(
+                    lambda module, args, kwargs: given.extend(
+                        (x, x.clone()) for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)
+                    ),
+                    with_kwargs=True,
+                )
+    apply_cache(model, known.blocks, residual_diff_threshold=0.0)
+    for _ in range(2):
+        assert torch.equal(outputs(model, inputs), expected)
+    # Stored residuals are differences to these.
+    assert all(torch.equal(x, before) for x, before in given)
+
+    apply_cache(model, known.blocks, residual_diff_threshold=1e9)
+    outputs(model, inputs)
+    # The same input: the stored residual is that of this step.
+    assert relative_error(outputs(model, inputs), expected) < 1e-5
+    assert model_cache_report(model).hits == 1
+    remove_cache(model)
+    assert torch.equal(outputs(model, inputs), expected)
