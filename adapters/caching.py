@@ -17,7 +17,8 @@ from para_core.adapters.schedule import Schedule
 from para_core.adapters.supported import adapter_for, cached, plan_for, transformers_of
 from para_core.boundaries import parameters_of
 from para_core.cache.apply import CALL_DEPTH
-from para_core.cache.block_cache import BlockCache, attach, detach
+from para_core.cache.attachment import attach, detach
+from para_core.cache.block_cache import BlockCache
 from para_core.cache.options import CacheOptions, Policy
 from para_core.cache.report import CacheReport, Row, Verdict
 from para_core.cache.rules import RULES, Rule

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from para_core.cache.block_cache import Step
+from para_core.cache.decision import Step
 from para_core.cache.options import CacheOptions
 from para_core.cache.report import Verdict
 from para_core.instance import unwrap, wrap_method

@@ -11,8 +11,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.boundaries import parameters_of
-from para_core.cache.block_cache import BlockCache, Step, attach, detach
+from para_core.cache.attachment import attach, detach
+from para_core.cache.block_cache import BlockCache
 from para_core.cache.blocks import CachedBlocks
+from para_core.cache.decision import Step
 from para_core.cache.options import CacheOptions, Policy
 from para_core.cache.report import CacheReport
 from para_core.cache.rules import FIRST_BLOCK, Rule
