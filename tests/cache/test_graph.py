@@ -121,7 +121,6 @@ def test_a_model_that_is_no_chain_is_an_error_in_a_graph_that_names_the_way_out(
 def draw_compiled(name, backend, mesh=None):
     torch._dynamo.reset()
     pipe = build(name)
-    plain = torch.compile(build(name).transformer, fullgraph=True, backend=backend)
     options = {"residual_diff_threshold": 1e9, "max_consecutive_hits": 1}
     eager = draw(apply_cache_on_pipe(build(name), **options), name, num_inference_steps=4) if mesh is None else None
     counter = Counter(backend)
@@ -138,9 +137,12 @@ def draw_compiled(name, backend, mesh=None):
     found = {"graphs": graphs, "later": len(counter.graphs) - graphs, "drawn": (first, second), "report": report}
     if mesh is not None:
         return {**found, "exact": exact}
-    pipe = build(name)
-    pipe.transformer = plain
-    return {**found, "exact": exact, "plain": draw(pipe, name, num_inference_steps=4), "eager": eager}
+    torch._dynamo.reset()
+    pipe, counter = build(name), Counter(backend)
+    pipe.transformer = torch.compile(pipe.transformer, fullgraph=True, backend=counter)
+    plain = draw(pipe, name, num_inference_steps=4)
+    # Wan Animate, for one, compiles twice by itself.
+    return {**found, "exact": exact, "plain": plain, "plain graphs": len(counter.graphs), "eager": eager}
 
 
 # With two stages; with a stream that ends in None.
@@ -156,7 +158,7 @@ def test_every_pipeline_is_one_graph(name):
     if name.split(",")[0] in NO_GRAPH:
         pytest.skip("the model alone is no whole graph")
     found = draw_compiled(name, "aot_eager")
-    assert (found["graphs"], found["later"]) == (2, 0)
+    assert (found["graphs"] - found["plain graphs"], found["later"]) == (1, 0)
     assert relative_error(found["exact"], found["plain"]) < 1e-6
     for drawn in found["drawn"]:
         assert relative_error(drawn, found["eager"]) < 1e-5
