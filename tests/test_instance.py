@@ -105,3 +105,11 @@ def test_pickles_and_copies_are_ordinary_objects(cls, protocol):
         assert type(other) is cls
     argument = (torch.ones(()),) if cls is Scaled else ()
     assert wrapped(*argument) == 2 * cls()(*argument)
+
+
+def test_removing_what_is_not_there_keeps_the_class_for_which_graphs_were_compiled():
+    layer = nn.Linear(2, 2)
+    wrap_method(layer, "__call__", "one", lambda instance, call, args, kwargs: call(instance, *args, **kwargs))
+    cls = type(layer)
+    unwrap(layer, "another")
+    assert type(layer) is cls
