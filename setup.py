@@ -27,6 +27,7 @@ setup(
     install_requires=["torch>=2.11"],
     extras_require={
         "diffusers": ["diffusers>=0.42", "transformers", "accelerate", "sentencepiece", "protobuf"],
+        "calibrate": ["matplotlib", "scikit-image", "tqdm"],
         "triton": ["triton>=3.5"],
         "test": [
             "build",
@@ -39,6 +40,7 @@ setup(
             "psutil",
             "pytest>=8",
             "ruff",
+            "scikit-image",
             "setuptools>=77",
             "torchao>=0.18",
             "tqdm",

@@ -2,6 +2,7 @@
 
 from para_core.adapters.adapter import Adapter
 from para_core.adapters.caching import apply_cache_on_pipe, cache_report, remove_cache_from_pipe
+from para_core.adapters.calibrate import Calibration, CalibrationRow, calibrate_cache
 from para_core.adapters.parallel import (
     parallelize_pipe,
     parallelize_transformer,
@@ -11,8 +12,11 @@ from para_core.adapters.parallel import (
 
 __all__ = [
     "Adapter",
+    "Calibration",
+    "CalibrationRow",
     "apply_cache_on_pipe",
     "cache_report",
+    "calibrate_cache",
     "parallelize_pipe",
     "parallelize_transformer",
     "remove_cache_from_pipe",

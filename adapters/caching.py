@@ -164,6 +164,37 @@ class _PipelineCache:
         for cache in before.values():
             detach(cache)
 
+    def set_threshold(self, threshold: float) -> None:
+        """From here on; every other option stays."""
+        self.replace(self._copies(threshold), self._adapter)
+
+    def put_back(self, caches: dict[str, BlockCache]) -> None:
+        """What :attr:`caches` was."""
+        if caches is not self.caches:
+            self.replace(caches, self._adapter)
+
+    def _copies(self, threshold: float) -> dict[str, BlockCache]:
+        return {
+            name: BlockCache(cache.module, cache.blocks, replace(cache.options, residual_diff_threshold=threshold))
+            for name, cache in self.caches.items()
+        }
+
+    @contextmanager
+    def taken_off(self, pipe: Any) -> Iterator[None]:
+        """Inside, ``pipe`` has no cache. What stands around the models stays, and so do graphs that were compiled with it."""
+        kept = self._copies(0.0)
+        for cache in kept.values():
+            attach(cache)
+        remove_cache_from_pipe(pipe)
+        try:
+            yield
+        finally:
+            wrap_method(pipe, "__call__", _KEY, self.around)
+            for cache in self.caches.values():
+                attach(cache)
+            for cache in kept.values():
+                detach(cache)
+
     @property
     def options(self) -> CacheOptions:
         return next(iter(self.caches.values())).options

@@ -115,8 +115,15 @@ def parallelize_pipe(
                 stack.enter_context(guidance.generation())
             return call(pipe, *args, **kwargs)
 
+    around.mesh = guided  # type: ignore[attr-defined]
     wrap_method(pipe, "__call__", _KEY, around)
     return pipe
+
+
+def mesh_of(pipe: Any) -> GuidedMesh | None:
+    """The ranks that draw with ``pipe``; None if it is not parallel."""
+    found = getattr(wrapper(pipe, "__call__", _KEY), "mesh", None)
+    return found if isinstance(found, GuidedMesh) else None
 
 
 def _of_perturbed(pipe: Any, transformer: nn.Module, adapter: Adapter | None) -> Adapter:

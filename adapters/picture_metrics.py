@@ -1,0 +1,94 @@
+"""How much pictures differ from others: PSNR, SSIM, LPIPS. Pictures are ``[N, H, W, C]`` in 0 … 1; a film's frames are pictures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Of several generations; their sizes may differ.
+Pictures = Sequence[Tensor]
+PictureMetric = Callable[[Pictures, Pictures], float]
+
+
+def as_pictures(output: Any) -> Tensor:
+    """What a pipeline gives for ``output_type="np"``, pictures or films, as ``[N, H, W, C]`` float32."""
+    values = torch.stack([torch.as_tensor(x) for x in output]).float()
+    return values.reshape(-1, *values.shape[-3:])
+
+
+def psnr(pictures: Pictures, references: Pictures) -> float:
+    """Peak signal-to-noise ratio in dB, of the squared error averaged over all pictures; infinite where all are equal.
+
+    Not the mean of each picture's own ratio: one that did not change would make it infinite.
+    """
+    pairs = zip(pictures, references, strict=True)
+    error = torch.cat([(x.double() - y.double()).square().mean(dim=(1, 2, 3)) for x, y in pairs]).mean().item()
+    return math.inf if error == 0.0 else -10.0 * math.log10(error)
+
+
+def load_metric(name: str) -> PictureMetric:
+    """``"psnr"``, ``"ssim"`` or ``"lpips"``.
+
+    Raises:
+        ImportError: the package that it needs is not installed.
+        RuntimeError: the weights that it needs cannot be loaded.
+    """
+    return {"psnr": lambda: psnr, "ssim": _load_ssim, "lpips": _load_lpips}[name]()
+
+
+def _load_ssim() -> PictureMetric:
+    try:
+        from skimage.metrics import structural_similarity
+    except ImportError as error:
+        raise ImportError(
+            "metric='ssim' needs scikit-image: pip install 'para_core[calibrate]'. metric='psnr' needs nothing."
+        ) from error
+
+    def ssim(pictures: Pictures, references: Pictures) -> float:
+        """Mean structural similarity, with the window and constants of Wang et al., 2004."""
+        options = {"channel_axis": -1, "data_range": 1.0, "gaussian_weights": True, "use_sample_covariance": False}
+        pairs = _pairs(pictures, references)
+        return _mean([float(structural_similarity(x.numpy(), y.numpy(), sigma=1.5, **options)) for x, y in pairs])
+
+    return ssim
+
+
+def _load_lpips() -> PictureMetric:
+    try:
+        import lpips
+    except ImportError as error:
+        raise ImportError(
+            "metric='lpips' needs the package lpips (pip install lpips), which downloads weights when it is first used. "
+            "metric='ssim' and metric='psnr' need none."
+        ) from error
+    try:
+        network = lpips.LPIPS(net="alex", verbose=False)
+    except (OSError, RuntimeError) as error:
+        raise RuntimeError(
+            f"lpips could not load the weights of AlexNet: {error}. Without a network, put alexnet-owt-7be5be79.pth into "
+            f"{torch.hub.get_dir()}/checkpoints, or take metric='ssim' or 'psnr'."
+        ) from error
+
+    def distance(pictures: Pictures, references: Pictures) -> float:
+        """Mean distance (AlexNet)."""
+
+        def prepared(x: Tensor) -> Tensor:
+            return x.movedim(-1, 0)[None] * 2 - 1
+
+        with torch.no_grad():
+            found = [network(prepared(x), prepared(y)).item() for x, y in _pairs(pictures, references)]
+        return _mean(found)
+
+    return distance
+
+
+def _pairs(pictures: Pictures, references: Pictures) -> list[tuple[Tensor, Tensor]]:
+    return [pair for x, y in zip(pictures, references, strict=True) for pair in zip(x, y, strict=True)]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
