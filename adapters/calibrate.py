@@ -122,7 +122,7 @@ class Calibration:
         beside.plot([row.threshold for row in self.rows], shares, "s-", color="0.6", label="computed steps", zorder=0)
         beside.set(ylabel="share of steps that were computed", ylim=(0, 1.05))
         handles = [*axes.get_legend_handles_labels()[0], *beside.get_legend_handles_labels()[0]]
-        axes.legend(handles=handles, fontsize="small")
+        axes.legend(handles=handles, fontsize="small", loc="lower left")
         figure.savefig(path)
 
 

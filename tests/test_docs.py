@@ -21,6 +21,8 @@ import pytest
 import torch.distributed as dist
 from PIL import Image, ImageSequence
 
+from para_core.adapters.supported import ADAPTERS
+
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -31,6 +33,10 @@ SUBSTITUTIONS = {
     "torch.bfloat16": "torch.float32",
     "height=1024, width=1024, num_inference_steps=28": (
         "height=64, width=64, num_inference_steps=2, max_sequence_length=16"
+    ),
+    # Enough steps for a curve.
+    "height=1024, width=1024, num_inference_steps=50": (
+        "height=64, width=64, num_inference_steps=8, max_sequence_length=16"
     ),
     'backend="inductor"': 'backend="aot_eager"',
     "compile_repeated_blocks(fullgraph=True)": 'compile_repeated_blocks(fullgraph=True, backend="aot_eager")',
@@ -55,6 +61,19 @@ def programs(page: str) -> list[str]:
 PROGRAMS = [
     pytest.param(program, id=f"{page}-{index}") for page in PAGES for index, program in enumerate(programs(page))
 ]
+
+
+def test_the_default_thresholds_are_those_that_the_page_says():
+    table = re.findall(r"^\| (.*) \| (0\.\d+) \| (.*) \|$", (ROOT / "docs/cache.md").read_text(), re.MULTILINE)
+    *named, (_, usual, usual_source) = table
+    cached = {adapter.pipelines: adapter for adapter in ADAPTERS if adapter.blocks is not None}
+    for pipelines, threshold, source in named:
+        for name in pipelines.split(", "):
+            adapter = cached.pop(name)
+            assert (adapter.threshold, adapter.threshold_source) == (float(threshold), source)
+    assert len(cached) > 10
+    for adapter in cached.values():
+        assert (adapter.threshold, adapter.threshold_source) == (float(usual), usual_source)
 
 
 def under_torchrun(script: Path, *arguments: str) -> str:
