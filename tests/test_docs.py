@@ -111,6 +111,8 @@ def run_script(script, arguments, environment):
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         stack.enter_context(contextlib.redirect_stdout(printed))
+        # Each folder of examples has its own.
+        sys.modules.pop("options", None)
         runpy.run_path(str(script), run_name="__main__")
     return printed.getvalue()
 
@@ -198,6 +200,35 @@ def test_film_examples_write_the_same_film_on_one_rank_and_on_two(rank_pool, nam
     assert all(np.mean(one != other) < 0.01 for one, other in zip(*films, strict=True))
 
 
+def test_the_cached_flux_example_draws_both_pictures_and_the_plot(rank_pool, tmp_path):
+    path = tmp_path / "flux.png"
+    arguments = ["--steps", "6", "--height", "72", "--width", "56", "--threshold", "0.5", "--output", str(path)]
+    printed = alone(rank_pool, ROOT / "cache_examples/run_flux.py", *arguments)
+    assert re.search(r"^[1-5] of 6 computed, [1-5] skipped", printed, re.MULTILINE)
+    assert re.search(r"^without the cache \S+ s, with it \S+ s: \S+ ×$", printed, re.MULTILINE)
+    pictures = [np.asarray(Image.open(place)) for place in (path, tmp_path / "flux_without.png")]
+    assert pictures[0].shape == pictures[1].shape == (72, 56, 3)
+    assert not np.array_equal(*pictures)
+    assert (tmp_path / "flux_steps.png").exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["run_wan", *[pytest.param(name, marks=pytest.mark.long) for name in FILMS if name != "run_wan"]],
+)
+def test_cached_film_examples_draw_both_films_and_the_plot(rank_pool, name, tmp_path):
+    path = tmp_path / "film.gif"
+    arguments = ["--steps", "4", "--threshold", "1e9", "--output", str(path)]
+    printed = alone(rank_pool, ROOT / f"cache_examples/{name}.py", *arguments)
+    assert "a tiny pipeline with random weights" in printed
+    # The first of each branch.
+    assert re.search(r"^1 of 4 computed|^2 of 8 computed", printed, re.MULTILINE)
+    films = [frames_of(place) for place in (path, tmp_path / "film_without.gif")]
+    assert films[0][0].shape == (48, 80, 3)
+    assert len(films[0]) == len(films[1]) > 1
+    assert (tmp_path / "film_steps.png").exists()
+
+
 @pytest.mark.parametrize(
     "module",
     [
@@ -214,6 +245,6 @@ def test_doctests_pass(module):
 
 
 def test_links_between_pages_lead_somewhere():
-    for page in [*PAGES, "CONTRIBUTING.md", "benchmarks/tiny_flux/README.md"]:
+    for page in [*PAGES, "CONTRIBUTING.md", "benchmarks/tiny_flux/README.md", "cache_examples/README.md"]:
         for target in re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text()):
             assert (ROOT / page).parent.joinpath(target).exists(), f"{page} links to {target}"

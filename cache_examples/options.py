@@ -1,0 +1,95 @@
+"""What the examples share: options, a tiny pipeline where no checkpoint is named, drawing without and with the cache."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from diffusers.utils import export_to_video, logging
+from PIL import Image
+
+from para_core.adapters import apply_cache_on_pipe, cache_report
+
+DEVICE, DTYPE = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+
+
+def parse_options(description: str | None, **defaults: object) -> argparse.Namespace:
+    """Parse the command line; ``defaults`` are the example's own (model, prompt, steps, height, width, output, …)."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--model", help="a checkpoint's name on the hub, or a folder")
+    parser.add_argument("--prompt")
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--height", type=int, help="pixels")
+    parser.add_argument("--width", type=int, help="pixels")
+    if "frames" in defaults:
+        parser.add_argument("--frames", type=int)
+        parser.add_argument("--fps", type=int, default=16, help="frames per second of the film")
+    parser.add_argument("--max-sequence-length", type=int, help="text tokens")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threshold", type=float, help="larger is faster; left out: the default of the model's family")
+    parser.add_argument("--compile", action="store_true", help="torch.compile(fullgraph=True), warmed up before timing")
+    parser.add_argument("--output", help="where the result with the cache goes; the others get its name and a suffix")
+    parser.set_defaults(**defaults)
+    # The steps are reported in the end.
+    logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
+    return parser.parse_args()
+
+
+def tiny_pipeline(name: str) -> Any:
+    """A pipeline with random weights: it shows that everything runs, and draws nothing that means anything."""
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from benchmarks.tiny_pipelines import PIPELINES
+
+    print("no --model given: a tiny pipeline with random weights, so the film is noise")
+    return PIPELINES[name].build()
+
+
+def draw_both(pipe: Any, draw: Callable[..., Any], options: argparse.Namespace) -> tuple[Any, Any]:
+    """What ``draw`` gives without and with the cache; prints the report and both times, and saves the report's plot."""
+    without, seconds_without = timed(draw, options)
+    # A tiny model's differences are its own; what a threshold does with them stands in the report.
+    warnings.filterwarnings("ignore", message="the cache of the")
+    apply_cache_on_pipe(pipe, residual_diff_threshold=options.threshold)
+    cached, seconds = timed(draw, options)
+    report = cache_report(pipe)
+    print(report)
+    print(f"without the cache {seconds_without:.2f} s, with it {seconds:.2f} s: {seconds_without / seconds:.2f} ×")
+    report.plot(beside(options.output, "steps", ".png"))
+    print(f"{options.output}, beside it without the cache, and the report as a plot")
+    return without, cached
+
+
+def timed(draw: Callable[..., Any], options: argparse.Namespace) -> tuple[Any, float]:
+    """What ``draw(num_inference_steps=, generator=)`` gives, and the seconds that it took."""
+
+    def run(steps: int) -> Any:
+        return draw(num_inference_steps=steps, generator=torch.Generator(DEVICE).manual_seed(options.seed))
+
+    # To compile and allocate: with the cache the first call of a generation is a graph of its own.
+    run(2)
+    start = time.perf_counter()
+    result = run(options.steps)
+    return result, time.perf_counter() - start
+
+
+def beside(output: str, suffix: str, extension: str | None = None) -> str:
+    """``flux.png`` becomes ``flux_suffix.png``."""
+    path = Path(output)
+    return str(path.with_name(f"{path.stem}_{suffix}{extension or path.suffix}"))
+
+
+def write_films(without: list[Image.Image], cached: list[Image.Image], options: argparse.Namespace) -> None:
+    """GIFs, or by the name MP4s (which needs imageio-ffmpeg or OpenCV)."""
+    for frames, path in ((without, beside(options.output, "without")), (cached, options.output)):
+        if path.endswith(".gif"):
+            frames[0].save(path, save_all=True, append_images=frames[1:], duration=1000 // options.fps, loop=0)
+        else:
+            export_to_video(frames, path, fps=options.fps)

@@ -1,0 +1,47 @@
+"""Wan 2.1 or 2.2 without and with First Block Cache:
+
+python cache_examples/run_wan.py
+python cache_examples/run_wan.py --threshold 0.3 --compile
+python cache_examples/run_wan.py --model Wan-AI/Wan2.2-T2V-A14B-Diffusers \
+    --prompt "a cat walks on the grass" --steps 40 --height 720 --width 1280 --frames 81 --max-sequence-length 512 --output cat.mp4
+"""
+
+from functools import partial
+
+import torch
+from diffusers import WanPipeline
+from options import DEVICE, DTYPE, draw_both, parse_options, tiny_pipeline, write_films
+
+options = parse_options(
+    __doc__,
+    prompt="a large red circle at the top left, on white",
+    steps=8,
+    height=48,
+    width=80,
+    frames=9,
+    max_sequence_length=13,
+    output="wan.gif",
+)
+
+if options.model is None:
+    pipe = tiny_pipeline("wan")
+else:
+    pipe = WanPipeline.from_pretrained(options.model, dtype=DTYPE)
+    pipe.vae.enable_tiling()
+pipe.to(DEVICE).set_progress_bar_config(disable=True)
+if options.compile:
+    pipe.transformer = torch.compile(pipe.transformer, fullgraph=True)
+    if pipe.transformer_2 is not None:
+        pipe.transformer_2 = torch.compile(pipe.transformer_2, fullgraph=True)
+
+draw = partial(
+    pipe,
+    prompt=options.prompt,
+    height=options.height,
+    width=options.width,
+    num_frames=options.frames,
+    max_sequence_length=options.max_sequence_length,
+    output_type="pil",
+)
+without, cached = draw_both(pipe, draw, options)
+write_films(without.frames[0], cached.frames[0], options)
