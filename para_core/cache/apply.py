@@ -52,7 +52,8 @@ def apply_cache(
         model: any module; what ``torch.compile`` makes of it later runs with the cache, too.
         blocks: its block stack.
         residual_diff_threshold: skip where mean|change| / mean|last| of the first-block residual is below it.
-        mesh: ranks that hold parts of one sequence and decide together. Left out: those of the plan that was applied.
+        mesh: ranks that hold parts of one sequence and decide together. Left out: those of the plan that was applied, or of
+            the mode around the call; what is compiled under a mode of yours needs it.
         warmup_steps, max_consecutive_hits, first_blocks, last_blocks, downsample, rule, policy: see
             ``apply_cache_on_pipe``.
 
@@ -77,6 +78,7 @@ def apply_cache(
 
     def around(called: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling():
+            cache.find_mesh()
             return call(called, *args, **kwargs)
         given = {**dict(zip(parameters, args, strict=False)), **kwargs}
         return cache.run(lambda: call(called, *args, **kwargs), given, Step())

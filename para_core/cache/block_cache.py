@@ -29,6 +29,7 @@ from para_core.cache.roles import Role, argument, roles_of
 from para_core.cache.state import BranchState, History
 from para_core.instance import original_class
 from para_core.mesh import SequenceMesh
+from para_core.modes import UnifiedAttnMode
 from para_core.region import plan_mesh
 
 
@@ -110,7 +111,8 @@ class BlockCache:
         if state.signature != signature:
             state.clear()
             state.signature = signature
-        self.state, self.step, self.mesh = state, step, self._given_mesh or plan_mesh(self.module)
+        self.state, self.step = state, step
+        self.find_mesh()
         self.unchained = [
             not stage.chained or any(given.get(name) is not None for name in stage.between)
             for stage in self.blocks.stages
@@ -130,6 +132,13 @@ class BlockCache:
         threshold = self.options.residual_diff_threshold
         self.readings.append(Reading(step.index, branch, threshold, self.observed, stopwatch.stop()))
         return output
+
+    def find_mesh(self) -> None:
+        """A plan may have been applied, or removed, since the last call. Traced where the whole call is."""
+        self.mesh = self._given_mesh or plan_mesh(self.module)
+        if self.mesh is None and not torch.compiler.is_compiling():
+            modes = torch.overrides._get_current_function_mode_stack()
+            self.mesh = next((mode._mesh for mode in reversed(modes) if isinstance(mode, UnifiedAttnMode)), None)
 
     def state_of(self, branch: str) -> BranchState:
         """What is held of a branch; of too many, the oldest goes."""

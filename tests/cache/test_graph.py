@@ -4,9 +4,18 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.tiny_models import MODELS
 from benchmarks.tiny_pipelines import PIPELINES
 from para_core import CachedBlocks, Stage, UnifiedAttnMode, apply_cache, reset_cache
-from para_core.adapters import apply_cache_on_pipe, cache_report, parallelize_pipe, remove_cache_from_pipe
+from para_core.adapters import (
+    apply_cache_on_pipe,
+    cache_report,
+    parallelize_pipe,
+    parallelize_transformer,
+    remove_cache_from_pipe,
+)
+from para_core.adapters.supported import adapter_for
+from para_core.instance import wrapper
 from tests.adapters.test_pipelines import build, draw
 from tests.cache.scripted import ADAPTER, BLOCKS, IN_TWO_STAGES, Pipe, Scripted, verdicts
 from tests.rank_pool import heartbeat
@@ -217,7 +226,8 @@ def run_own_model(compiled, mesh=None):
     torch._dynamo.reset()
     model, inputs = OwnModel(), [torch.randn(1, 7, 16)]
     inputs += [inputs[0] + 0.01, inputs[0] + 3 * torch.randn(1, 7, 16), inputs[0]]
-    options = {"residual_diff_threshold": 0.3, "mesh": mesh}
+    # In eager code, the mode around the call says whose tokens these are.
+    options = {"residual_diff_threshold": 0.3, "mesh": mesh if compiled else None}
     apply_cache(model, CachedBlocks((Stage(("blocks",), chained=True),)), **options)
     called = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
     with torch.no_grad():
@@ -229,6 +239,33 @@ def run_own_model(compiled, mesh=None):
 
 def run_own_model_on_ranks(compiled):
     return run_own_model(compiled, cpu_mesh(1, 2))
+
+
+def differences_of_a_transformer_alone(cache_first):
+    """As the graph of each rank sees them."""
+    torch._dynamo.reset()
+    model = MODELS["wan"]
+    transformer, inputs = model.build(), model.inputs(3, 6, 10)
+    blocks = adapter_for(transformer).blocks
+    if cache_first:
+        apply_cache(transformer, blocks, residual_diff_threshold=0.2)
+    parallelize_transformer(transformer, mesh=cpu_mesh(1, 2))
+    if not cache_first:
+        apply_cache(transformer, blocks, residual_diff_threshold=0.2)
+    compiled = torch.compile(transformer, fullgraph=True, backend="aot_eager")
+    found = []
+    with torch.no_grad():
+        for step in range(3):
+            compiled(**{**inputs, "hidden_states": inputs["hidden_states"] + 0.05 * step})
+            found.append(wrapper(transformer, "__call__", "cache of the model").cache.observed[0])
+    return [float(difference[0]) for difference in found[1:]]
+
+
+@pytest.mark.parametrize("cache_first", [False, True])
+def test_ranks_of_a_transformer_alone_decide_alike_in_a_graph(rank_pool, cache_first):
+    one, other = rank_pool.run(differences_of_a_transformer_alone, 2, cache_first=cache_first)
+    assert one == other
+    assert all(difference > 0 for difference in one)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
