@@ -1,0 +1,85 @@
+"""Caches beside each other: computed steps, likeness to the pictures without a cache, and speed.
+
+    python -m benchmarks.cache_quality             # what is missing; stop it at any time and start it again
+    python -m benchmarks.cache_quality --fresh     # all of it
+
+Draws held-out captions with the tiny trained FLUX, each alone: a cache decides for a call as a whole. Writes
+benchmarks/results/cache_quality.json and docs/cache_quality.md. cache-dit is measured where it is installed:
+``pip install --no-deps cache-dit==1.5.3``, into an environment that is not para_core's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.cache_quality.quality import judge, pictures_of, reference
+from benchmarks.cache_quality.ways import NO_CACHE, QUALITY
+
+ROOT = Path(__file__).parents[2]
+
+
+class Rows:
+    """What was measured, by its key; written whenever a row is added."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.rows: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
+
+    def add(self, key: str, row: dict[str, Any]) -> None:
+        self.rows[key] = row
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self._path.with_suffix(".partial")
+        partial.write_text(json.dumps(self.rows))
+        partial.rename(self._path)
+
+
+def sweep(rows: Rows, count: int, folder: Path, steps: int, only: str = "") -> None:
+    """Each way at a number of steps, unless it is there."""
+    expected, cost = reference(steps, count, folder)
+    if _key(steps, count, NO_CACHE.name) not in rows.rows:
+        rows.add(_key(steps, count, NO_CACHE.name), {"steps": steps, **cost, **judge(expected, expected)})
+    for way in QUALITY[steps]:
+        key = _key(steps, count, way.name)
+        if key in rows.rows or only not in way.name:
+            continue
+        if not way.installed:
+            print(f"{key}: {way.package} is not installed")
+            continue
+        start = time.monotonic()
+        pictures, cost = pictures_of(way, steps, count)
+        row = {"cache": way.cache, "setting": way.setting, "steps": steps, **cost, **judge(pictures, expected)}
+        rows.add(key, row)
+        mean = {name: round(sum(row[name]) / count, 4) for name in ("computed", "psnr", "ssim", "as without")}
+        print(key, mean, f"{time.monotonic() - start:.0f} s", flush=True)
+
+
+def _key(steps: int, count: int, name: str) -> str:
+    return f"{steps} steps, {count} captions: {name}"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure what is missing, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--steps", type=int, nargs="+", default=list(QUALITY), choices=list(QUALITY))
+    parser.add_argument("--only", default="", metavar="TEXT", help="ways whose name holds it")
+    parser.add_argument("--work", type=Path, default=ROOT / "build" / "cache_quality", help="what was measured so far")
+    parser.add_argument("--fresh", action="store_true", help="forget what was measured so far")
+    args = parser.parse_args(arguments)
+    if args.fresh:
+        shutil.rmtree(args.work, ignore_errors=True)
+    torch.set_num_threads(1)
+    rows = Rows(args.work / "rows.json")
+    for steps in args.steps:
+        sweep(rows, args.prompts, args.work, steps, args.only)
+
+
+if __name__ == "__main__":
+    main()

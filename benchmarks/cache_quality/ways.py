@@ -1,0 +1,252 @@
+"""Ways to cache: para_core's, diffusers', cache-dit's, and a rule written from its paper. Each is put on a pipeline of its own."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import io
+from collections.abc import Callable
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from diffusers import (
+    FirstBlockCacheConfig,
+    FluxPipeline,
+    MagCacheConfig,
+    SeaCacheConfig,
+    TaylorSeerCacheConfig,
+)
+from diffusers.utils import logging
+
+from benchmarks.cache_quality.easy_cache import EasyCache
+from benchmarks.tiny_flux import grammar
+from para_core.adapters import apply_cache_on_pipe
+
+PIPELINE = Path(__file__).parents[1] / "tiny_flux" / "pipeline"
+SIDE, TEXT_TOKENS = 128, 64
+
+
+def load() -> FluxPipeline:
+    """The tiny FLUX, unmodified."""
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    pipe = FluxPipeline.from_pretrained(PIPELINE, dtype=torch.float32, local_files_only=True)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def draw(pipe: FluxPipeline, caption: str, *, steps: int, seed: int) -> torch.Tensor:
+    """Packed latents ``[1, 256, 16]``; their noise depends on ``seed`` alone."""
+    return pipe(
+        caption,
+        height=SIDE,
+        width=SIDE,
+        num_inference_steps=steps,
+        max_sequence_length=TEXT_TOKENS,
+        generator=torch.Generator().manual_seed(seed),
+        output_type="latent",
+    ).images
+
+
+@dataclass(frozen=True)
+class Way:
+    """A cache with its settings.
+
+    Args:
+        cache: whose, and which; what the rows of the page are grouped by.
+        setting: the rest, as the page shows it.
+        put: on a pipeline that will draw with so many steps; returns what a new generation needs to be told, if anything.
+        package: what it needs besides diffusers.
+    """
+
+    cache: str
+    setting: str
+    put: Callable[[FluxPipeline, int], Callable[[], None] | None]
+    package: str | None = None
+
+    @property
+    def installed(self) -> bool:
+        return self.package is None or importlib.util.find_spec(self.package) is not None
+
+    @property
+    def name(self) -> str:
+        return f"{self.cache}, {self.setting}" if self.setting else self.cache
+
+
+def ours(threshold: float, cache: str = "para_core first_block", **options: Any) -> Way:
+    """para_core; ``options`` as in ``apply_cache_on_pipe``."""
+
+    def put(pipe: FluxPipeline, steps: int) -> None:
+        apply_cache_on_pipe(pipe, residual_diff_threshold=threshold, **options)
+
+    return Way(cache, f"threshold {threshold:g}", put)
+
+
+def tea_cache(threshold: float) -> Way:
+    return ours(threshold, "para_core tea_cache", rule="tea_cache")
+
+
+def forecast(threshold: float, order: int = 1, warmup: int = 0) -> Way:
+    name = f"para_core first_block, forecast_order={order}" + (f", warmup_steps={warmup}" if warmup else "")
+    return ours(threshold, name, forecast_order=order, warmup_steps=warmup)
+
+
+def easy_cache(threshold: float, warmup: int = 3) -> Way:
+    """The rule of EasyCache, outside of para_core."""
+
+    def put(pipe: FluxPipeline, steps: int) -> Callable[[], None]:
+        return EasyCache(pipe.transformer, threshold=threshold, warmup_steps=warmup).reset
+
+    return Way(f"EasyCache (written here), {warmup} steps of warm-up", f"threshold {threshold:g}", put)
+
+
+def _diffusers(cache: str, setting: str, config: Callable[[FluxPipeline, int], Any]) -> Way:
+    return Way(f"diffusers {cache}", setting, lambda pipe, steps: pipe.transformer.enable_cache(config(pipe, steps)))
+
+
+def first_block(threshold: float) -> Way:
+    return _diffusers("First Block Cache", f"threshold {threshold:g}", lambda *_: FirstBlockCacheConfig(threshold))
+
+
+def mag_cache(threshold: float, skips: int = 3) -> Way:
+    """With ratios measured on a caption of the training set, as its documentation asks for."""
+
+    def config(pipe: FluxPipeline, steps: int) -> MagCacheConfig:
+        ratios = list(_mag_ratios(steps))
+        return MagCacheConfig(threshold=threshold, max_skip_steps=skips, num_inference_steps=steps, mag_ratios=ratios)
+
+    return _diffusers("MagCache", f"threshold {threshold:g}, at most {skips} in a row", config)
+
+
+@lru_cache
+def _mag_ratios(steps: int) -> tuple[float, ...]:
+    pipe, said = load(), io.StringIO()
+    pipe.transformer.enable_cache(MagCacheConfig(calibrate=True, num_inference_steps=steps))
+    scene = grammar.training_scene(np.random.default_rng(0))
+    with redirect_stdout(said):
+        draw(pipe, grammar.caption(scene), steps=steps, seed=0)
+    return tuple(ast.literal_eval(said.getvalue().strip().splitlines()[-1]))
+
+
+def taylor_seer(interval: int, order: int = 1) -> Way:
+    """Its lite mode, which skips all blocks and forecasts the last layer; else it skips attention only."""
+
+    def config(pipe: FluxPipeline, steps: int) -> TaylorSeerCacheConfig:
+        return TaylorSeerCacheConfig(
+            cache_interval=interval, max_order=order, taylor_factors_dtype=torch.float32, use_lite_mode=True
+        )
+
+    return _diffusers(f"TaylorSeer, lite, order {order}", f"every {interval} steps", config)
+
+
+def sea_cache(threshold: float, order: int = 1, skips: int = 2) -> Way:
+    """With what FLUX's pipeline does not tell it: the latents as ``[C, T, H, W]``, and where in the schedule a call is."""
+
+    def put(pipe: FluxPipeline, steps: int) -> None:
+        config = SeaCacheConfig(
+            threshold=threshold, residual_order=order, max_consecutive_cached=skips, raw_vision_callback=_latents
+        )
+        pipe.transformer.enable_cache(config)
+        _tell_where(pipe)
+
+    limit = f", at most {skips} in a row" if skips else ""
+    return Way(f"diffusers SeaCache, order {order}{limit}", f"threshold {threshold:g}", put)
+
+
+def _latents(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    tokens = kwargs["hidden_states"]  # [1, 256, 16]: 2 × 2 latent pixels of 4 channels
+    side = int(tokens.shape[1] ** 0.5)
+    pixels = tokens.reshape(side, side, -1, 2, 2).permute(2, 0, 3, 1, 4).reshape(-1, 1, 2 * side, 2 * side)
+    return [pixels]
+
+
+def _tell_where(pipe: FluxPipeline) -> None:
+    transformer = pipe.transformer
+    context = transformer.cache_context
+
+    @contextmanager
+    def told(name: str) -> Any:
+        scheduler = pipe.scheduler
+        index = scheduler.step_index or 0
+        where = {"step_index": index, "sigma": scheduler.sigmas[index], "num_inference_steps": len(scheduler.timesteps)}
+        with context(name, **where):
+            yield
+
+    transformer.cache_context = told
+
+
+def cache_dit(threshold: float, warmup: int = 0, taylor: int = 0) -> Way:
+    """Its DBCache with one block that always runs, the same as First Block Cache; ``taylor``: order of its TaylorSeer."""
+
+    def put(pipe: FluxPipeline, steps: int) -> None:
+        # An optional peer.
+        import cache_dit as peer
+
+        config = peer.DBCacheConfig(
+            Fn_compute_blocks=1,
+            Bn_compute_blocks=0,
+            residual_diff_threshold=threshold,
+            max_warmup_steps=warmup,
+            num_inference_steps=steps,
+        )
+        calibrator = peer.TaylorSeerCalibratorConfig(taylorseer_order=taylor) if taylor else None
+        peer.enable_cache(pipe, cache_config=config, calibrator_config=calibrator)
+
+    name = "cache-dit DBCache F1B0" + (f" + TaylorSeer, order {taylor}" if taylor else "")
+    return Way(f"{name}, max_warmup_steps={warmup}", f"threshold {threshold:g}", put, package="cache_dit")
+
+
+NO_CACHE = Way("no cache", "", lambda pipe, steps: None)
+
+# By steps of the schedule, in the order in which they are measured.
+QUALITY: dict[int, tuple[Way, ...]] = {
+    28: (
+        *(ours(x) for x in (0.08, 0.12, 0.2, 0.3)),
+        *(forecast(x) for x in (0.12, 0.2, 0.3)),
+        *(forecast(x, warmup=4) for x in (0.12, 0.2)),
+        *(tea_cache(x) for x in (0.12, 0.2)),
+        first_block(0.12),
+        *(cache_dit(0.12, warmup, taylor) for warmup, taylor in ((0, 0), (4, 1))),
+        cache_dit(0.2, 4, 1),
+        *(sea_cache(x) for x in (0.25, 0.5)),
+        sea_cache(0.5, skips=0),
+        *(taylor_seer(x) for x in (2, 3)),
+        mag_cache(0.06),
+        mag_cache(0.24, 5),
+        *(easy_cache(x) for x in (0.03, 0.05)),
+    ),
+    50: (
+        *(ours(x) for x in (0.12, 0.2)),
+        *(forecast(x, warmup=4) for x in (0.12, 0.2)),
+        tea_cache(0.15),
+        first_block(0.12),
+        cache_dit(0.12, 4, 1),
+        sea_cache(0.5),
+        taylor_seer(4),
+        mag_cache(0.24, 5),
+        easy_cache(0.03),
+    ),
+}
+
+# At about half of 28 steps. What is compiled as well comes first.
+SPEED: tuple[Way, ...] = (
+    NO_CACHE,
+    ours(0.12),
+    first_block(0.12),
+    cache_dit(0.12),
+    forecast(0.12, warmup=4),
+    cache_dit(0.12, 4, 1),
+    tea_cache(0.12),
+    sea_cache(0.25),
+    taylor_seer(2),
+    mag_cache(0.06),
+    easy_cache(0.03),
+)
+NUM_COMPILED = 5
