@@ -6,6 +6,7 @@ CPU time, because one thread that never waits is all there is, and what else run
 from __future__ import annotations
 
 import multiprocessing
+import re
 import statistics
 import time
 from collections.abc import Sequence
@@ -39,19 +40,19 @@ def measure(rounds: int, *, compiled: bool, only: str = "") -> list[dict[str, An
             for process, row in running:
                 seconds[row["name"]].append(process.draw())
     for _, row in running:
-        own, uncached = seconds[row["name"]], seconds[NO_CACHE.name]
-        ratios = [x / y for x, y in zip(uncached, own, strict=True)]
-        row["cpu_seconds"] = statistics.median(own)
-        row["speed_up"] = statistics.median(ratios)
-        row["range"] = _quartiles(ratios)
+        row.update(compared(seconds[row["name"]], seconds[NO_CACHE.name]))
     return rows
 
 
-def _quartiles(values: Sequence[float]) -> list[float]:
-    if len(values) < 2:
-        return [values[0], values[0]]
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return [low, high]
+def compared(own: Sequence[float], uncached: Sequence[float]) -> dict[str, Any]:
+    """The median of the seconds, and of the ratios round by round with its quartiles.
+
+    >>> compared([1.0, 4.0, 2.0], [2.0, 4.0, 6.0])
+    {'cpu_seconds': 2.0, 'speed_up': 2.0, 'range': [1.5, 2.5]}
+    """
+    ratios = [x / y for x, y in zip(uncached, own, strict=True)]
+    low, _, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+    return {"cpu_seconds": statistics.median(own), "speed_up": statistics.median(ratios), "range": [low, high]}
 
 
 class _Process:
@@ -113,7 +114,7 @@ def _serve(index: int, compiled: bool, connection: Connection) -> None:
                 row["computed"] = counter.steps
             run()
         except Exception as error:
-            row["refused" if not fullgraph else "refused as one graph"] = _short(error)
+            row["refused" if not fullgraph else "refused as one graph"] = short(error)
             continue
         if compiled:
             row["fullgraph"] = fullgraph
@@ -126,6 +127,9 @@ def _serve(index: int, compiled: bool, connection: Connection) -> None:
         connection.send(run())
 
 
-def _short(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {' '.join(lines)[:300]}"
+def short(error: Exception) -> str:
+    """Its kind and the beginning of its message, in one line."""
+    words = " ".join(str(error).split())
+    # Folders and addresses differ from machine to machine.
+    words = re.sub(r" at 0x[0-9a-f]+", "", re.sub(r"(/[\w.\-]+)+/", "", words))
+    return f"{type(error).__name__}: {words[:260]}"

@@ -16,11 +16,14 @@ import numpy as np
 import torch
 import transformers
 from diffusers import (
+    FasterCacheConfig,
     FirstBlockCacheConfig,
     FluxPipeline,
     MagCacheConfig,
+    PyramidAttentionBroadcastConfig,
     SeaCacheConfig,
     TaylorSeerCacheConfig,
+    TextKVCacheConfig,
 )
 from diffusers.utils import logging
 
@@ -205,33 +208,40 @@ def cache_dit(threshold: float, warmup: int = 0, taylor: int = 0) -> Way:
 
 NO_CACHE = Way("no cache", "", lambda pipe, steps: None)
 
-# By steps of the schedule, in the order in which they are measured.
+# By steps of the schedule, in the order in which they are measured: what the others are compared with comes first.
 QUALITY: dict[int, tuple[Way, ...]] = {
     28: (
-        *(ours(x) for x in (0.08, 0.12, 0.2, 0.3)),
-        *(forecast(x) for x in (0.12, 0.2, 0.3)),
+        *(ours(x) for x in (0.08, 0.12, 0.2)),
         *(forecast(x, warmup=4) for x in (0.12, 0.2)),
-        *(tea_cache(x) for x in (0.12, 0.2)),
         first_block(0.12),
-        *(cache_dit(0.12, warmup, taylor) for warmup, taylor in ((0, 0), (4, 1))),
-        cache_dit(0.2, 4, 1),
-        *(sea_cache(x) for x in (0.25, 0.5)),
-        sea_cache(0.5, skips=0),
-        *(taylor_seer(x) for x in (2, 3)),
+        cache_dit(0.12, 4, 1),
+        sea_cache(0.25),
+        tea_cache(0.12),
+        taylor_seer(2),
+        easy_cache(0.02),
         mag_cache(0.06),
+        cache_dit(0.2, 4, 1),
+        sea_cache(0.5),
+        tea_cache(0.2),
+        taylor_seer(3),
+        easy_cache(0.05),
         mag_cache(0.24, 5),
-        *(easy_cache(x) for x in (0.03, 0.05)),
+        cache_dit(0.12),
+        ours(0.3),
+        *(forecast(x, warmup=4) for x in (0.08, 0.3)),
+        *(forecast(x) for x in (0.12, 0.2)),
+        sea_cache(0.5, skips=0),
     ),
     50: (
-        *(ours(x) for x in (0.12, 0.2)),
-        *(forecast(x, warmup=4) for x in (0.12, 0.2)),
-        tea_cache(0.15),
+        *(ours(x) for x in (0.08, 0.12, 0.2)),
+        *(forecast(x, warmup=4) for x in (0.08, 0.12, 0.2)),
         first_block(0.12),
         cache_dit(0.12, 4, 1),
         sea_cache(0.5),
+        tea_cache(0.15),
         taylor_seer(4),
+        easy_cache(0.02),
         mag_cache(0.24, 5),
-        easy_cache(0.03),
     ),
 }
 
@@ -247,6 +257,28 @@ SPEED: tuple[Way, ...] = (
     sea_cache(0.25),
     taylor_seer(2),
     mag_cache(0.06),
-    easy_cache(0.03),
+    easy_cache(0.02),
 )
 NUM_COMPILED = 5
+
+# What diffusers has besides, and what becomes of it here.
+OTHERS: tuple[Way, ...] = (
+    _diffusers("SeaCache", "with nothing but its defaults", lambda *_: SeaCacheConfig()),
+    _diffusers("TaylorSeer", "not lite, every 2 steps", lambda *_: TaylorSeerCacheConfig(cache_interval=2)),
+    _diffusers("FasterCache", "guidance distilled", lambda *_: FasterCacheConfig(is_guidance_distilled=True)),
+    _diffusers(
+        "FasterCache",
+        "guidance distilled, told the timestep",
+        lambda pipe, _: FasterCacheConfig(
+            is_guidance_distilled=True, current_timestep_callback=lambda: pipe.current_timestep, tensor_format="BCHW"
+        ),
+    ),
+    _diffusers(
+        "Pyramid Attention Broadcast",
+        "every 2 steps",
+        lambda pipe, _: PyramidAttentionBroadcastConfig(
+            spatial_attention_block_skip_range=2, current_timestep_callback=lambda: pipe.current_timestep
+        ),
+    ),
+    _diffusers("TextKVCache", "", lambda *_: TextKVCacheConfig()),
+)

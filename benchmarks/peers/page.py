@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from benchmarks.page_parts import fill
+
 Ways = dict[str, dict[str, Any]]
 
 
@@ -86,11 +88,4 @@ def render(text: str, results: dict[str, Any]) -> str:
         "unpatched": table(results["unpatched"]),
         "messages": messages(results["cells"]),
     }
-    for name, lines in parts.items():
-        begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
-        before, found, rest = text.partition(begin)
-        _, found_end, after = rest.partition(end)
-        if not (found and found_end):
-            raise ValueError(f"the page has no part between {begin.strip()} and {end}")
-        text = before + begin + "\n" + "\n".join(lines) + "\n\n" + end + after
-    return text
+    return fill(text, parts)

@@ -1,0 +1,107 @@
+"""The parts of benchmarks/cache_quality, on two captions and few steps; no peer that diffusers does not bring is needed."""
+
+import doctest
+import json
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.cache_quality import ways
+from benchmarks.cache_quality.page import beside, render, summaries
+from benchmarks.cache_quality.quality import judge, pictures_of, reference, scenes_of
+from benchmarks.tiny_flux import grammar
+from para_core.adapters import cache_report
+
+ROOT = Path(__file__).parents[1]
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def without_cache(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pictures")
+    pictures, cost = reference(STEPS, 2, folder)
+    kept, same_cost = reference(STEPS, 2, folder)
+    assert np.array_equal(pictures, kept)
+    assert cost == same_cost
+    assert cost["computed"] == [STEPS, STEPS]
+    return pictures
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        ways.ours(0.5),
+        ways.forecast(0.5),
+        ways.tea_cache(0.5),
+        ways.easy_cache(0.5),
+        ways.first_block(0.5),
+        ways.mag_cache(0.5),
+        ways.taylor_seer(2),
+        ways.sea_cache(0.9),
+    ],
+    ids=lambda way: way.cache,
+)
+def test_each_way_skips_steps_and_draws_nearly_the_same(without_cache, way):
+    pictures, cost = pictures_of(way, STEPS, 2)
+    judged = judge(pictures, without_cache)
+    assert all(2 <= computed < STEPS for computed in cost["computed"])
+    assert all(10 < psnr < 100 for psnr in judged["psnr"])
+
+
+def test_the_counter_agrees_with_the_report():
+    pipe, way = ways.load(), ways.ours(0.3)
+    _, cost = pictures_of(way, STEPS, 1)
+    way.put(pipe, STEPS)
+    ways.draw(pipe, grammar.caption(scenes_of(1)[0]), steps=STEPS, seed=100_000)
+    assert cost["computed"] == [cache_report(pipe).computed]
+
+
+def test_threshold_zero_is_the_picture_without_a_cache(without_cache):
+    pictures, cost = pictures_of(ways.ours(0.0), STEPS, 2)
+    judged = judge(pictures, without_cache)
+    assert cost["computed"] == [STEPS, STEPS]
+    assert judged["psnr"] == [100.0, 100.0]
+    assert judged["ssim"] == [1.0, 1.0]
+    assert judged["as without"] == [True, True]
+
+
+def test_latents_that_sea_cache_sees_are_those_that_are_decoded():
+    pipe, tokens = ways.load(), torch.randn(1, 256, 16)
+    (seen,) = ways._latents(pipe.transformer, (), {"hidden_states": tokens})
+    assert torch.equal(seen[:, 0], pipe._unpack_latents(tokens, 128, 128, pipe.vae_scale_factor)[0])
+
+
+def test_beside_is_none_beyond_the_thresholds():
+    baseline = [{"computed": [3, 3], "psnr": [20.0, 20.0]}, {"computed": [7, 7], "psnr": [30.0, 30.0]}]
+    assert beside({"computed": [9, 9], "psnr": [30.0, 34.0]}, baseline) is None
+    assert beside({"computed": [5, 5], "psnr": [26.0, 26.0]}, baseline) == [1.0, 0.0]
+
+
+def test_the_page_takes_what_was_measured():
+    values = {"ssim": [0.9, 1.0], "right": [True, False], "as without": [True, True], "attributes": [0.5, 1.0]}
+    row = {"cache": "another", "setting": "x", "steps": 28, "computed": [5, 5], "psnr": [30.0, 31.0], **values}
+    found = {
+        "environment": {"date": "2026-01-01", "device": "CPU", "python": "3.11", "versions": {"torch": "2.13"}},
+        "captions": 2,
+        "quality": summaries([row]),
+        "compiled": [{"name": "another, x", "refused as one graph": "Error: `x`", "refused": "Error: y"}],
+        "others": [{"name": "a third", "refused": "Error: z"}],
+        "eager": [
+            {"name": "another, x", "computed": 5, "cpu_seconds": 0.5, "speed_up": 1.5, "range": [1.4, 1.6]},
+        ],
+    }
+    page = render((ROOT / "docs" / "cache_quality.md").read_text(), json.loads(json.dumps(found)))
+    assert "| another | x | 5.0 of 28 | 30.5 | 30.0 | 0.95000 | 50.0% | 100.0% |" in page
+    assert "| another, x | 5 | 0.500 | 1.50 × (1.40 – 1.60) |  |  | *refused* |" in page
+    assert "- another, x, compiled, refused as one graph: `Error: 'x'`" in page
+    assert "- a third: refused: `Error: z`" in page
+
+
+@pytest.mark.parametrize("name", ["page", "speed"])
+def test_examples_in_docstrings(name):
+    results = doctest.testmod(import_module(f"benchmarks.cache_quality.{name}"))
+    assert results.attempted > 0
+    assert results.failed == 0
