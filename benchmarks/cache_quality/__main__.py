@@ -38,10 +38,15 @@ class Rows:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.rows: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        self.rows = self._read()
+
+    def _read(self) -> dict[str, Any]:
+        rows: dict[str, Any] = json.loads(self._path.read_text()) if self._path.exists() else {}
+        return rows
 
     def add(self, key: str, row: Any) -> None:
-        self.rows[key] = row
+        # Another process may measure another part.
+        self.rows = {**self._read(), key: row}
         self._path.parent.mkdir(parents=True, exist_ok=True)
         partial = self._path.with_suffix(".partial")
         partial.write_text(json.dumps(self.rows))

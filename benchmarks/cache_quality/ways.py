@@ -96,9 +96,9 @@ def tea_cache(threshold: float) -> Way:
     return ours(threshold, "para_core tea_cache", rule="tea_cache")
 
 
-def forecast(threshold: float, order: int = 1, warmup: int = 0) -> Way:
-    name = f"para_core first_block, forecast_order={order}" + (f", warmup_steps={warmup}" if warmup else "")
-    return ours(threshold, name, forecast_order=order, warmup_steps=warmup)
+def forecast(threshold: float, order: int = 1, warmup: int = 0, rule: str = "first_block") -> Way:
+    name = f"para_core {rule}, forecast_order={order}" + (f", warmup_steps={warmup}" if warmup else "")
+    return ours(threshold, name, forecast_order=order, warmup_steps=warmup, rule=rule)
 
 
 def easy_cache(threshold: float, warmup: int = 3) -> Way:
@@ -230,6 +230,8 @@ QUALITY: dict[int, tuple[Way, ...]] = {
         ours(0.3),
         *(forecast(x, warmup=4) for x in (0.08, 0.3)),
         *(forecast(x) for x in (0.12, 0.2)),
+        *(forecast(x, warmup=4, rule="tea_cache") for x in (0.12, 0.2)),
+        forecast(0.2, order=2, warmup=4),
         sea_cache(0.5, skips=0),
     ),
     50: (
