@@ -33,11 +33,8 @@ def without_cache(tmp_path_factory):
 @pytest.mark.parametrize(
     "way",
     [
-        ways.ours(0.5),
         ways.forecast(0.5),
-        ways.tea_cache(0.5),
         ways.easy_cache(0.5),
-        ways.first_block(0.5),
         ways.mag_cache(0.5),
         ways.taylor_seer(2),
         ways.sea_cache(0.9),
