@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from diffusers import FluxControlNetPipeline, FluxPipeline
+from diffusers import FluxControlNetPipeline, FluxImg2ImgPipeline, FluxPipeline
 from peft import LoraConfig
 
 from para_core.adapters import apply_cache_on_pipe, cache_report, parallelize_pipe, remove_cache_from_pipe
@@ -94,3 +94,15 @@ def test_blocks_that_were_compiled_one_by_one_are_skipped_too():
     assert verdicts(cache_report(pipe)) == ["warmup", "hit", "limit", "hit"]
     remove_cache_from_pipe(pipe)
     assert relative_error(draw(apply_cache_on_pipe(pipe, **ALWAYS)), expected) < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:the cache of the")
+def test_a_schedule_that_begins_behind_its_first_step_is_counted_from_there():
+    pipe = flux_pipe(FluxImg2ImgPipeline)
+    apply_cache_on_pipe(pipe, residual_diff_threshold=1e9, end=0.75, always_compute_last=True)
+    call = flux_call(num_inference_steps=8, output_type="latent", height=32, width=32, strength=0.5)
+    pipe(**call, image=torch.linspace(0, 1, 3 * 32 * 32).reshape(1, 3, 32, 32))
+    rows = cache_report(pipe).rows
+    # Four of the eight steps are taken.
+    assert [row.step for row in rows] == [0, 1, 2, 3]
+    assert verdicts(cache_report(pipe)) == ["warmup", "hit", "hit", "schedule"]

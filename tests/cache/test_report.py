@@ -1,0 +1,72 @@
+"""What a user is told of what a cache did."""
+
+import json
+import warnings
+
+import pytest
+from PIL import Image
+
+from para_core.adapters import apply_cache_on_pipe, cache_report
+from tests.cache.scripted import ADAPTER, Pipe
+
+
+def told(pipe, first):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pipe(first)
+    return [str(warning.message) for warning in caught]
+
+
+def cached(**options):
+    return apply_cache_on_pipe(Pipe(), **{"residual_diff_threshold": 0.1, "adapter": ADAPTER, **options})
+
+
+def test_a_threshold_that_skips_nothing_or_all_is_told_once_with_the_range():
+    pipe = cached()
+    (message,) = told(pipe, [1.0, 1.5, 3.0])
+    assert "skipped no step: differences ranged from 0.5 to 1," in message
+    assert "residual_diff_threshold is 0.1. Raise it." in message
+    assert told(pipe, [1.0, 1.5, 3.0]) == []
+    (message,) = told(pipe, [1.0, 1.05, 1.02])
+    assert "skipped every step that it could: differences ranged from 0.02 to 0.05," in message
+    assert told(pipe, [1.0, 1.05, 1.02]) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "first"),
+    [
+        ({}, [1.0, 1.05, 1.5]),  # some
+        ({"residual_diff_threshold": 0.0}, [1.0, 2.0]),  # asked for
+        ({"max_consecutive_hits": 1}, [1.0, 1.0, 1.0]),
+        ({"warmup_steps": 3}, [1.0, 2.0, 3.0]),  # nothing was compared
+    ],
+)
+def test_nothing_is_told_where_there_is_nothing_to_tell(options, first):
+    assert told(cached(**options), first) == []
+
+
+def test_a_report_is_read_written_and_drawn(tmp_path):
+    pipe = cached(warmup_steps=2)
+    assert str(cache_report(pipe)) == "no steps yet: call the pipeline"
+    pipe({"cond": [1.0, 1.0, 1.05, 2.0], "uncond": [5.0, 5.0, 5.0, 5.0]})
+    report = cache_report(pipe)
+    assert (report.computed, report.hits, len(report.rows)) == (5, 3, 8)
+    assert report.seconds == pytest.approx(sum(row.seconds for row in report.rows))
+
+    lines = str(report).splitlines()
+    assert lines[0].split() == ["step", "branch", "difference", "threshold", "seconds"]
+    assert lines[5].split()[:5] == ["2", "cond", "0.0500", "0.1000", "hit"]
+    assert lines[-1].startswith("5 of 8 computed, 3 skipped (38%), ")
+    assert lines[-1].endswith("rule first_block")
+
+    report.to_json(tmp_path / "steps.json")
+    found = json.loads((tmp_path / "steps.json").read_text())
+    assert (found["computed"], found["hits"], found["rule"]) == (5, 3, "first_block")
+    assert [row["verdict"] for row in found["rows"] if row["branch"] == "cond"] == ["warmup", "warmup", "hit", "miss"]
+    assert found["rows"][0]["difference"] is None
+
+    report.plot(tmp_path / "steps.png")
+    with Image.open(tmp_path / "steps.png") as picture:
+        # Something besides white, for each branch.
+        assert picture.height >= 500
+        assert len(picture.convert("RGB").getcolors(1 << 16)) > 20
