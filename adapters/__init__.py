@@ -1,7 +1,12 @@
 """What para_core knows about diffusers pipelines."""
 
 from para_core.adapters.adapter import Adapter
-from para_core.adapters.caching import apply_cache_on_pipe, cache_report, remove_cache_from_pipe
+from para_core.adapters.caching import (
+    apply_cache_on_pipe,
+    apply_cache_on_transformer,
+    cache_report,
+    remove_cache_from_pipe,
+)
 from para_core.adapters.calibrate import Calibration, CalibrationRow, calibrate_cache
 from para_core.adapters.parallel import (
     parallelize_pipe,
@@ -15,6 +20,7 @@ __all__ = [
     "Calibration",
     "CalibrationRow",
     "apply_cache_on_pipe",
+    "apply_cache_on_transformer",
     "cache_report",
     "calibrate_cache",
     "parallelize_pipe",

@@ -16,15 +16,17 @@ from para_core.adapters.adapter import Adapter
 from para_core.adapters.schedule import Schedule
 from para_core.adapters.supported import adapter_for, cached, plan_for, transformers_of
 from para_core.boundaries import parameters_of
-from para_core.cache.apply import CALL_DEPTH
+from para_core.cache.apply import CALL_DEPTH, apply_cache
 from para_core.cache.attachment import attach, detach
 from para_core.cache.block_cache import BlockCache
+from para_core.cache.blocks import CachedBlocks
 from para_core.cache.options import CacheOptions, Policy
 from para_core.cache.report import CacheReport, Row, Verdict
-from para_core.cache.rules import RULES, Rule
+from para_core.cache.rules import Rule, rule_of
 from para_core.instance import original_class, uncompiled, unwrap, wrap_method, wrapper
 
 Pipeline = TypeVar("Pipeline")
+Transformer = TypeVar("Transformer", bound=nn.Module)
 
 _KEY = "cache of the pipeline"
 
@@ -77,8 +79,6 @@ def apply_cache_on_pipe(
     Raises:
         TypeError, ValueError: the pipeline is not supported, or an option does not fit.
     """
-    if isinstance(rule, str) and rule not in RULES:
-        raise ValueError(f"rule is {rule!r}; expected one of {', '.join(map(repr, RULES))}, or a Rule.")
     options = CacheOptions(
         0.0 if residual_diff_threshold is None else residual_diff_threshold,
         warmup_steps=warmup_steps,
@@ -90,7 +90,7 @@ def apply_cache_on_pipe(
         last_blocks=last_blocks,
         forecast_order=forecast_order,
         downsample=downsample,
-        rule=RULES[rule] if isinstance(rule, str) else rule,
+        rule=rule_of(rule),
         policy=policy,
     )
     made: dict[str, BlockCache] = {}
@@ -98,17 +98,11 @@ def apply_cache_on_pipe(
     if not transformers:
         raise TypeError(f"{original_class(pipe).__name__} cannot be cached: it has no transformer.")
     for name, transformer in transformers.items():
-        known = adapter_for(transformer, adapter)
-        if known is None or known.blocks is None:
-            raise TypeError(
-                f"{original_class(pipe).__name__} cannot be cached: the blocks of {original_class(transformer).__name__} are "
-                f"not known. Known are {cached()}. Describe them: apply_cache_on_pipe(pipe, adapter=Adapter(transformer="
-                "'…', pipelines='…', blocks=CachedBlocks((Stage(('blocks',)),))))."
-            )
+        known, blocks = _known(pipe, transformer, adapter)
         chosen = (
             replace(options, residual_diff_threshold=known.threshold) if residual_diff_threshold is None else options
         )
-        made[name] = BlockCache(transformer, known.blocks, chosen)
+        made[name] = BlockCache(transformer, blocks, chosen)
     _require_schedule(pipe, options)
     caching = caching_of(pipe)
     if caching is None:
@@ -116,6 +110,47 @@ def apply_cache_on_pipe(
         wrap_method(pipe, "__call__", _KEY, caching.around)
     caching.replace(made, adapter)
     return pipe
+
+
+def apply_cache_on_transformer(
+    transformer: Transformer,
+    *,
+    residual_diff_threshold: float | None = None,
+    adapter: Adapter | None = None,
+    **options: Any,
+) -> Transformer:
+    """:func:`para_core.apply_cache` for a transformer of diffusers whose blocks are known, in a denoising loop of your own.
+
+    Call ``para_core.reset_cache(transformer)`` before each generation; ``para_core.remove_cache(transformer)`` undoes it.
+
+    Args:
+        residual_diff_threshold, adapter: as for :func:`apply_cache_on_pipe`.
+        **options: of ``para_core.apply_cache``. What follows a schedule needs a pipeline.
+
+    Returns:
+        ``transformer``.
+    """
+    scheduled = [name for name in ("always_compute_last", "start", "end", "forecast_order") if name in options]
+    if scheduled:
+        raise ValueError(
+            f"{scheduled[0]} was given, which reads pipe.scheduler; a transformer alone has no schedule. Leave it out, or use "
+            "apply_cache_on_pipe(pipe, ...)."
+        )
+    module = uncompiled(transformer)
+    known, blocks = _known(module, module, adapter)
+    threshold = known.threshold if residual_diff_threshold is None else residual_diff_threshold
+    return apply_cache(transformer, blocks, residual_diff_threshold=threshold, **options)
+
+
+def _known(thing: Any, transformer: nn.Module, adapter: Adapter | None) -> tuple[Adapter, CachedBlocks]:
+    known = adapter_for(transformer, adapter)
+    if known is None or known.blocks is None:
+        raise TypeError(
+            f"{original_class(thing).__name__} cannot be cached: the blocks of {original_class(transformer).__name__} are not "
+            f"known. Known are {cached()}. Describe them: apply_cache_on_pipe(pipe, adapter=Adapter(transformer='…', "
+            "pipelines='…', blocks=CachedBlocks((Stage(('blocks',)),))))."
+        )
+    return known, known.blocks
 
 
 def remove_cache_from_pipe(pipe: Pipeline) -> Pipeline:

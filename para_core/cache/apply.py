@@ -17,7 +17,7 @@ from para_core.cache.blocks import CachedBlocks
 from para_core.cache.decision import Step
 from para_core.cache.options import CacheOptions, Policy
 from para_core.cache.report import CacheReport
-from para_core.cache.rules import FIRST_BLOCK, Rule
+from para_core.cache.rules import Rule, rule_of
 from para_core.instance import unwrap, wrap_method, wrapper
 from para_core.mesh import sequence_mesh
 
@@ -39,7 +39,7 @@ def apply_cache(
     first_blocks: int = 1,
     last_blocks: int = 0,
     downsample: int = 1,
-    rule: Rule = FIRST_BLOCK,
+    rule: str | Rule = "first_block",
     policy: Policy | None = None,
 ) -> Model:
     """Skip blocks of ``model`` while the residual of its first one hardly changes; for a denoising loop of your own.
@@ -69,7 +69,7 @@ def apply_cache(
         first_blocks=first_blocks,
         last_blocks=last_blocks,
         downsample=downsample,
-        rule=rule,
+        rule=rule_of(rule),
         policy=policy,
     )
     cache = BlockCache(module, blocks, options, None if mesh is None else sequence_mesh(mesh))

@@ -67,8 +67,6 @@ class CacheOptions:
         _require_number("end", self.end, at_least=0.0, at_most=1.0)
         if self.start > self.end:
             raise ValueError(f"start={self.start} is behind end={self.end}; expected start <= end.")
-        if not isinstance(self.rule, Rule):
-            raise TypeError(f"rule is {self.rule!r}; expected a name, or a Rule of para_core.cache.rules.")
         if self.policy is not None and not callable(self.policy):
             raise TypeError(f"policy is {self.policy!r}; expected a function of an Observation, or None.")
 

@@ -60,3 +60,18 @@ TEA_CACHE = Rule(
 )
 
 RULES = {rule.name: rule for rule in (FIRST_BLOCK, TEA_CACHE)}
+
+
+def rule_of(rule: str | Rule) -> Rule:
+    """A rule by its name, or itself.
+
+    Raises:
+        ValueError, TypeError: there is no such rule.
+    """
+    if isinstance(rule, Rule):
+        return rule
+    if not isinstance(rule, str):
+        raise TypeError(f"rule is {rule!r}; expected a name, or a Rule of para_core.cache.rules.")
+    if rule not in RULES:
+        raise ValueError(f"rule is {rule!r}; expected one of {', '.join(map(repr, RULES))}, or a Rule.")
+    return RULES[rule]

@@ -8,11 +8,13 @@ import pytest
 import torch
 from diffusers import FlowMatchHeunDiscreteScheduler
 
-from para_core.adapters import apply_cache_on_pipe, cache_report
+from para_core import model_cache_report
+from para_core.adapters import apply_cache_on_pipe, apply_cache_on_transformer, cache_report
+from para_core.cache.apply import cache_options
 from para_core.cache.forecast import forecast_weights
 from para_core.cache.rules import FIRST_BLOCK, Rule
 from para_core.plan import Plan
-from tests.cache.scripted import ADAPTER, Pipe, verdicts
+from tests.cache.scripted import ADAPTER, Pipe, Scripted, verdicts
 
 pytestmark = pytest.mark.filterwarnings("ignore:the cache of the")
 
@@ -193,6 +195,26 @@ def test_what_needs_a_schedule_is_an_error_without_one(option):
     pipe = Pipe(scheduler=None)
     with pytest.raises(ValueError, match=f"{next(iter(option))} needs a scheduler, and this Pipe has none"):
         apply_cache_on_pipe(pipe, residual_diff_threshold=0.1, adapter=ADAPTER, **option)
+
+
+@pytest.mark.parametrize("option", [{"always_compute_last": True}, {"start": 0.2}, {"end": 0.5}, {"forecast_order": 1}])
+def test_what_needs_a_schedule_is_an_error_on_a_transformer_alone(option):
+    with pytest.raises(ValueError, match=f"{next(iter(option))} was given, which reads pipe.scheduler"):
+        apply_cache_on_transformer(Scripted(), residual_diff_threshold=0.1, adapter=ADAPTER, **option)
+
+
+def test_a_transformer_alone_may_be_cached():
+    model = apply_cache_on_transformer(Scripted(), adapter=ADAPTER, rule="tea_cache", warmup_steps=1)
+    assert cache_options(model).residual_diff_threshold == ADAPTER.threshold
+    given = torch.ones(1, 6, 8), torch.zeros(1, 3, 8), torch.tensor([1.0, 2.0])
+    with torch.no_grad():
+        model(*given)
+        model(*given)
+    assert verdicts(model_cache_report(model)) == ["warmup", "hit"]
+    with pytest.raises(TypeError, match="the blocks of Scripted are not known"):
+        apply_cache_on_transformer(Scripted())
+    with pytest.raises(TypeError, match="rule is 3; expected a name, or a Rule"):
+        apply_cache_on_transformer(Scripted(), adapter=ADAPTER, rule=3)
 
 
 def test_an_unknown_transformer_is_an_error_that_says_how_to_describe_it():
