@@ -25,15 +25,30 @@ class PlannedAttnMode(UnifiedAttnMode):
 
     Args:
         attending: what the first, second, … attention call consists of; the last stands for all further ones.
+        encoders: whether the model has modules with fused kernels of torch, which are to be switched off. Else the switch is
+            left alone: what is set behind ``torch.cond`` is lost in Dynamo 2.13, and it would stay off.
     """
 
-    def __init__(self, mesh: SequenceMesh, attending: tuple[Attention, ...], rotate_method: RotateMethod) -> None:
+    def __init__(
+        self,
+        mesh: SequenceMesh,
+        attending: tuple[Attention, ...],
+        rotate_method: RotateMethod,
+        *,
+        encoders: bool = False,
+    ) -> None:
         super().__init__(mesh, assume_equal=True, rotate_method=rotate_method)
+        self._encoders = encoders
         self._attending = attending
         self._rotate_method = rotate_method
         self._calls = 0
         self._segments: HeldLayout = ()
         self._active[0] = False
+
+    def _begin(self) -> None:
+        self._fast_path = False
+        if self._encoders:
+            super()._begin()
 
     def switch(self, on: bool) -> None:
         """Intercept from here on, or no longer."""

@@ -61,6 +61,10 @@ class _Region:
         # The caller has seen to it that all ranks call alike.
         self.known_equal = False
         self.parameters = parameters_of(module)
+        self.encoders = any(
+            isinstance(found, (nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention))
+            for found in module.modules()
+        )
         # What torch.compile made of this module in place, before a plan was applied: it does not look up _call_impl.
         self.compiled_before: Callable[..., Any] | None = module._compiled_call_impl
         if is_entry(getattr(self.compiled_before, "_torchdynamo_orig_callable", None)):
@@ -103,7 +107,8 @@ class _Region:
                 "collectives would mix. Use one thread, or a copy of the model with its own mesh."
             )
         self._check_given(module, args, kwargs)
-        mode = PlannedAttnMode(self.mesh, (Attention(self.plan.joint_order),), self.rotate_method)
+        attending = (Attention(self.plan.joint_order),)
+        mode = PlannedAttnMode(self.mesh, attending, self.rotate_method, encoders=self.encoders)
         self._modes.append(mode)
         try:
             args, kwargs, samples = self._own_samples(args, kwargs)

@@ -258,6 +258,7 @@ def differences_of_a_transformer_alone(cache_first):
         for step in range(3):
             compiled(**{**inputs, "hidden_states": inputs["hidden_states"] + 0.05 * step})
             found.append(wrapper(transformer, "__call__", "cache of the model").cache.observed[0])
+    assert torch.backends.mha.get_fastpath_enabled()
     return [float(difference[0]) for difference in found[1:]]
 
 
