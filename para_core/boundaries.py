@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from para_core.instance import original_class
+from para_core.instance import original_class, uncompiled
 from para_core.plan import Attention, Cut, Gather, Plan
 
 
@@ -75,7 +75,7 @@ def is_at(module: nn.Module, name: str, submodule: nn.Module) -> bool:
     """Whether ``submodule`` still stands under that name."""
     found: Any = module
     for part in name.split("."):
-        found = getattr(getattr(found, "_orig_mod", found), part, None)
+        found = getattr(uncompiled(found), part, None)
     return found is submodule
 
 
@@ -86,5 +86,5 @@ def as_tuple(rule: Gather | Sequence[Gather | None]) -> tuple[Gather | None, ...
 
 def parameters_of(module: nn.Module) -> tuple[str, ...]:
     """Names of the parameters of ``forward``; of what torch.compile wraps, those of the module inside."""
-    cls = original_class(getattr(module, "_orig_mod", module))
+    cls = original_class(uncompiled(module))
     return tuple(inspect.signature(cls.forward).parameters)[1:]  # type: ignore[attr-defined]

@@ -18,7 +18,7 @@ from para_core.cache.decision import Step
 from para_core.cache.options import CacheOptions, Policy
 from para_core.cache.report import CacheReport
 from para_core.cache.rules import Rule, rule_of
-from para_core.instance import unwrap, wrap_method, wrapper
+from para_core.instance import uncompiled, unwrap, wrap_method, wrapper
 from para_core.mesh import sequence_mesh
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -60,7 +60,7 @@ def apply_cache(
     Returns:
         ``model``.
     """
-    module: Any = getattr(model, "_orig_mod", model)
+    module: Any = uncompiled(model)
     remove_cache(model)
     options = CacheOptions(
         residual_diff_threshold,
@@ -90,7 +90,7 @@ def apply_cache(
 
 def remove_cache(model: Model) -> Model:
     """Undo :func:`apply_cache`; returns ``model``, which is then what it was before."""
-    for module in {model, getattr(model, "_orig_mod", model)}:
+    for module in {model, uncompiled(model)}:
         cache = _cache_of(module)
         if cache is not None:
             unwrap(module, _KEY)
@@ -125,7 +125,7 @@ def cache_options(model: nn.Module) -> CacheOptions | None:
 
 
 def _required(model: nn.Module) -> BlockCache:
-    cache = _cache_of(model) or _cache_of(getattr(model, "_orig_mod", model))
+    cache = _cache_of(model) or _cache_of(uncompiled(model))
     if cache is None:
         raise ValueError(f"this {type(model).__name__} has no cache: call apply_cache(model, ...) first.")
     return cache
