@@ -9,8 +9,12 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-# A package without __init__.py (kernels/) is not found, so it is named; so is what lives outside para_core/.
-PACKAGES = [*find_packages(include=["para_core", "para_core.*"]), "para_core.adapters", "para_core.kernels"]
+# A package without __init__.py (kernels/) is not found, so it is named; what lives outside para_core/ gets its prefix here.
+PACKAGES = [
+    *find_packages(include=["para_core", "para_core.*"]),
+    *[f"para_core.{name}" for name in find_packages(include=["adapters", "adapters.*"])],
+    "para_core.kernels",
+]
 
 setup(
     name="para_core",

@@ -1,13 +1,13 @@
 """What para_core knows about diffusers pipelines."""
 
 from para_core.adapters.adapter import Adapter
-from para_core.adapters.caching import (
+from para_core.adapters.caching.calibrate import Calibration, CalibrationRow, calibrate_cache
+from para_core.adapters.caching.pipe import (
     apply_cache_on_pipe,
     apply_cache_on_transformer,
     cache_report,
     remove_cache_from_pipe,
 )
-from para_core.adapters.calibrate import Calibration, CalibrationRow, calibrate_cache
 from para_core.adapters.parallel import (
     parallelize_pipe,
     parallelize_transformer,

@@ -20,7 +20,7 @@ from torch import Tensor
 from benchmarks.environment import write_results
 from benchmarks.random_weights import fill
 from para_core import apply_cache
-from para_core.adapters.flux import FLUX
+from para_core.adapters.models.flux import FLUX
 from para_core.cache.apply import held_bytes
 
 CONFIG = {

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from para_core.adapters.supported import plan_for
+from para_core.adapters.models.supported import plan_for
 from para_core.boundaries import as_tuple, find_boundaries, parameters_of
 from para_core.mesh import MeshDim
 from para_core.plan import Attention, Cut, Gather, Plan, Split, Whole

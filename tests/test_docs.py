@@ -21,7 +21,7 @@ import pytest
 import torch.distributed as dist
 from PIL import Image, ImageSequence
 
-from para_core.adapters.supported import ADAPTERS
+from para_core.adapters.models.supported import ADAPTERS
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").glob("*.md"))]
@@ -235,7 +235,7 @@ def test_cached_film_examples_draw_both_films_and_the_plot(rank_pool, name, tmp_
         "para_core.layout",
         "para_core.mesh",
         "para_core.kernels.merge_reference",
-        "para_core.adapters.choose_mesh",
+        "para_core.adapters.mesh_choice",
     ],
 )
 def test_doctests_pass(module):

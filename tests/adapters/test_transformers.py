@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from benchmarks.tiny_models import MODELS
 from para_core.adapters import parallelize_transformer, unparallelize_transformer
-from para_core.adapters.supported import ADAPTERS
+from para_core.adapters.models.supported import ADAPTERS
 from tests.rank_pool import heartbeat
 from tests.tiny import cpu_mesh, each_rank_alone, relative_error
 

@@ -10,7 +10,7 @@ from diffusers import FluxPipeline
 
 from para_core import apply_cache, model_cache_report, remove_cache, reset_cache
 from para_core.adapters import apply_cache_on_pipe, cache_report, remove_cache_from_pipe
-from para_core.adapters.caching import caching_of
+from para_core.adapters.caching.pipe import caching_of
 from tests.cache.scripted import ADAPTER, BLOCKS, IN_TWO_STAGES, Pipe, Scripted, verdicts
 from tests.tiny import flux_call, flux_pipe, relative_error
 

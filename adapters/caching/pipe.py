@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from para_core.adapters.adapter import Adapter
-from para_core.adapters.schedule import Schedule
-from para_core.adapters.supported import adapter_for, cached, plan_for, transformers_of
+from para_core.adapters.caching.schedule import Schedule
+from para_core.adapters.models.supported import adapter_for, cached, plan_for, transformers_of
 from para_core.boundaries import parameters_of
 from para_core.cache.apply import CALL_DEPTH, apply_cache
 from para_core.cache.attachment import attach, detach

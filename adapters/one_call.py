@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from para_core.adapters.caching import caching_of
+from para_core.adapters.caching.pipe import caching_of
 from para_core.agreement import RECORD_SIZE, Record, error_record, exchange, raise_first_error
 from para_core.mesh import GuidedMesh
 

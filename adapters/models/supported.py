@@ -7,20 +7,20 @@ from typing import Any
 from torch import nn
 
 from para_core.adapters.adapter import Adapter, Text
-from para_core.adapters.auraflow import AURAFLOW
-from para_core.adapters.cogvideox import COGVIDEOX
-from para_core.adapters.flux import FLUX, FLUX2
-from para_core.adapters.helios import HELIOS
-from para_core.adapters.hidream import HIDREAM
-from para_core.adapters.hunyuan_video import FRAMEPACK, HUNYUAN_VIDEO, HUNYUAN_VIDEO_15
-from para_core.adapters.ltx import LTX, LTX2
-from para_core.adapters.lumina2 import LUMINA2
-from para_core.adapters.minimax import MINIMAX_H3
-from para_core.adapters.mochi import MOCHI
-from para_core.adapters.pixart import PIXART
-from para_core.adapters.qwen_image import QWEN_IMAGE
-from para_core.adapters.sd3 import SD3
-from para_core.adapters.wan import CHRONO_EDIT, SKYREELS_V2, WAN, WAN_ANIMATE, WAN_VACE
+from para_core.adapters.models.auraflow import AURAFLOW
+from para_core.adapters.models.cogvideox import COGVIDEOX
+from para_core.adapters.models.flux import FLUX, FLUX2
+from para_core.adapters.models.helios import HELIOS
+from para_core.adapters.models.hidream import HIDREAM
+from para_core.adapters.models.hunyuan_video import FRAMEPACK, HUNYUAN_VIDEO, HUNYUAN_VIDEO_15
+from para_core.adapters.models.ltx import LTX, LTX2
+from para_core.adapters.models.lumina2 import LUMINA2
+from para_core.adapters.models.minimax import MINIMAX_H3
+from para_core.adapters.models.mochi import MOCHI
+from para_core.adapters.models.pixart import PIXART
+from para_core.adapters.models.qwen_image import QWEN_IMAGE
+from para_core.adapters.models.sd3 import SD3
+from para_core.adapters.models.wan import CHRONO_EDIT, SKYREELS_V2, WAN, WAN_ANIMATE, WAN_VACE
 from para_core.instance import original_class, uncompiled
 from para_core.plan import Plan, published_plan
 

@@ -15,9 +15,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from para_core.adapters.caching import apply_cache_on_pipe, cache_report, caching_of, remove_cache_from_pipe
+from para_core.adapters.caching.picture_metrics import PictureMetric, as_pictures, load_metric
+from para_core.adapters.caching.pipe import apply_cache_on_pipe, cache_report, caching_of, remove_cache_from_pipe
 from para_core.adapters.parallel import mesh_of
-from para_core.adapters.picture_metrics import PictureMetric, as_pictures, load_metric
 from para_core.agreement import exchange
 from para_core.cache.report import Row, Verdict
 from para_core.instance import original_class

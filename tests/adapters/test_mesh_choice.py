@@ -3,7 +3,7 @@
 import diffusers
 import pytest
 
-from para_core.adapters.choose_mesh import choose_mesh, default_guidance
+from para_core.adapters.mesh_choice import choose_mesh, default_guidance
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""First Block Cache on diffusers pipelines."""
