@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from para_core.cache.blocks import CachedBlocks
-from para_core.plan import Plan
+from para_core.plans.plan import Plan
 
 # Whether text tokens are cut, or whole on every rank.
 Text = Literal["shard", "replicate"]

@@ -21,10 +21,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from para_core.adapters.models.supported import plan_for
-from para_core.boundaries import as_tuple, find_boundaries, parameters_of
 from para_core.mesh import MeshDim
-from para_core.plan import Attention, Cut, Gather, Plan, Split, Whole
-from para_core.samples import own_samples
+from para_core.plans.places import as_tuple, find_boundaries, parameters_of
+from para_core.plans.plan import Attention, Cut, Gather, Plan, Split, Whole
+from para_core.plans.samples import own_samples
 
 # (batch, ring, ulysses)
 Shape = tuple[int, int, int]

@@ -9,19 +9,19 @@ if not (_here / "adapters").is_dir():
 
 from para_core.cache.apply import apply_cache, model_cache_report, remove_cache, reset_cache
 from para_core.cache.blocks import CachedBlocks, Stage
-from para_core.context_parallel import (
+from para_core.layout import Segment, SequenceLayout
+from para_core.mesh import init_context_parallel_mesh
+from para_core.modes.functional import ring_attention, ulysses_attention, unified_attention
+from para_core.modes.in_batch import InBatchAttnMode
+from para_core.modes.sparse import BlockSparseAttnMode, SparseKVAttnMode
+from para_core.modes.unified import RingAttnMode, UlyssesAttnMode, UnifiedAttnMode
+from para_core.plans.context_parallel import (
     ContextParallelConfig,
     ParallelConfig,
     apply_context_parallel,
     remove_context_parallel,
 )
-from para_core.functional import ring_attention, ulysses_attention, unified_attention
-from para_core.in_batch import InBatchAttnMode
-from para_core.layout import Segment, SequenceLayout
-from para_core.mesh import init_context_parallel_mesh
-from para_core.modes import RingAttnMode, UlyssesAttnMode, UnifiedAttnMode
-from para_core.plan import Attention, FirstTokens, Gather, LastTokens, Plan, Split, Whole
-from para_core.sparse_modes import BlockSparseAttnMode, SparseKVAttnMode
+from para_core.plans.plan import Attention, FirstTokens, Gather, LastTokens, Plan, Split, Whole
 
 __all__ = [
     "Attention",

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from para_core import UnifiedAttnMode, unified_attention
 from tests.attention.one_device import make_qkv, relative_error
-from tests.test_modes import MODULES, call_module, make_module, make_transformer, tokens
+from tests.modes.test_unified import MODULES, call_module, make_module, make_transformer, tokens
 
 MESHES = [(2, 1), (1, 2), (2, 2)]
 LENGTHS = [16, 16, 13, 7, 9, 16, 21, 5, 30, 11, 8, 19, 26, 3]  # twelve different ones

@@ -15,7 +15,6 @@ from torch import nn
 from para_core.adapters.adapter import Adapter
 from para_core.adapters.caching.schedule import Schedule
 from para_core.adapters.models.supported import adapter_for, cached, plan_for, transformers_of
-from para_core.boundaries import parameters_of
 from para_core.cache.apply import CALL_DEPTH, apply_cache
 from para_core.cache.attachment import attach, detach
 from para_core.cache.block_cache import BlockCache
@@ -24,6 +23,7 @@ from para_core.cache.options import CacheOptions, Policy
 from para_core.cache.report import CacheReport, Row, Verdict
 from para_core.cache.rules import Rule, rule_of
 from para_core.instance import original_class, uncompiled, unwrap, wrap_method, wrapper
+from para_core.plans.places import parameters_of
 
 Pipeline = TypeVar("Pipeline")
 Transformer = TypeVar("Transformer", bound=nn.Module)

@@ -2,7 +2,7 @@
 
 from para_core.adapters.adapter import Adapter
 from para_core.cache.blocks import CachedBlocks, Stage
-from para_core.plan import Gather, Plan, Split, Whole
+from para_core.plans.plan import Gather, Plan, Split, Whole
 
 COGVIDEOX = Adapter(
     transformer="CogVideoXTransformer3DModel",

@@ -2,7 +2,7 @@
 
 from para_core.adapters.adapter import Adapter
 from para_core.cache.blocks import CachedBlocks, Stage
-from para_core.plan import Attention, Gather, Plan, Split
+from para_core.plans.plan import Attention, Gather, Plan, Split
 
 IMAGE, TEXT = Split(dim=1, segment="image"), Split(dim=1, segment="text")
 JOINT = Attention(("text", "image"))

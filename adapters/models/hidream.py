@@ -2,7 +2,7 @@
 
 from para_core.adapters.adapter import Adapter
 from para_core.cache.blocks import CachedBlocks, Stage
-from para_core.plan import Cut, Gather, Plan, Split
+from para_core.plans.plan import Cut, Gather, Plan, Split
 
 # Of image tokens, then of text.
 WITH_TEXT = Split(dim=1, like="image", then_whole=True)

@@ -2,7 +2,7 @@
 
 from para_core.adapters.adapter import Adapter
 from para_core.cache.blocks import CachedBlocks, Stage
-from para_core.plan import Attention, Cut, FirstTokens, Gather, Plan, Split
+from para_core.plans.plan import Attention, Cut, FirstTokens, Gather, Plan, Split
 
 VIDEO, POSITIONS = Split(dim=1, segment="video"), Split(dim=0, like="video")
 # Masks are made inside the model, for the whole sequence, so the text, which comes last, stays whole.

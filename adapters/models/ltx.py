@@ -2,7 +2,7 @@
 
 from para_core.adapters.adapter import Adapter
 from para_core.cache.blocks import CachedBlocks, Stage
-from para_core.plan import Attention, Cut, Gather, Plan, Split
+from para_core.plans.plan import Attention, Cut, Gather, Plan, Split
 
 # [B, S, D], or [B, H, S, D / 2]: counting from the end fits both.
 POSITIONS: dict[str | int, Cut] = {0: Split(dim=-2, like="video"), 1: Split(dim=-2, like="video")}

@@ -22,7 +22,7 @@ from para_core.adapters.models.qwen_image import QWEN_IMAGE
 from para_core.adapters.models.sd3 import SD3
 from para_core.adapters.models.wan import CHRONO_EDIT, SKYREELS_V2, WAN, WAN_ANIMATE, WAN_VACE
 from para_core.instance import original_class, uncompiled
-from para_core.plan import Plan, published_plan
+from para_core.plans.plan import Plan, published_plan
 
 # Components that denoise; Wan 2.2 has one for each half of the steps.
 TRANSFORMERS = ("transformer", "transformer_2")

@@ -1,0 +1,1 @@
+"""How one attention call is computed over a mesh."""

@@ -11,8 +11,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from para_core.attention.approximate.wire import Wire
 from para_core.attention.tiling import RingCall
-from para_core.attention.wire import Wire
 from para_core.collectives import pack, start_all_to_all, start_ring_shift, wait
 
 

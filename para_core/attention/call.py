@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_true
 
 from para_core.agreement import Record, error_record, exchange, raise_first_error
-from para_core.attention.block_mask import BlockMask
+from para_core.attention.approximate.block_mask import BlockMask
+from para_core.attention.approximate.kept_keys import KeptKeys
 from para_core.attention.blocks import tied
-from para_core.attention.kept_keys import KeptKeys
 from para_core.attention.local import local_attention_with_lse, sees_nothing, with_diagonal
 from para_core.attention.mask import mask_extents, mask_of_block
 from para_core.attention.operator import attend

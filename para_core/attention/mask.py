@@ -17,7 +17,7 @@ from para_core.attention.tiling import own_runs
 from para_core.attention.ulysses import Exchange, Sent, split_by_kind, tokens_to_heads
 from para_core.attention.unified import UnifiedCall
 from para_core.layout import SequenceLayout
-from para_core.sharding import gather_tokens
+from para_core.tokens import gather_tokens
 
 # Of all tokens alike; of the whole sequence; of this rank's tokens.
 Extent = Literal["broadcast", "global", "local"]

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from para_core.attention.block_mask import decode
-from para_core.attention.kept_keys import KeptKeys
+from para_core.attention.approximate.block_mask import decode
+from para_core.attention.approximate.kept_keys import KeptKeys
 from para_core.attention.local import lse_dtype
 from para_core.attention.tiling import RotateMethod
 from para_core.attention.unified import Block, UnifiedCall

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from para_core.attention.block_mask import BlockMask
+from para_core.attention.approximate.block_mask import BlockMask
 from para_core.attention.causal import Tile, coalesce, cut, visible_tiles
 from para_core.layout import Run, SequenceLayout
 from para_core.mesh import SequenceMesh

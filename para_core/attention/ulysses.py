@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from para_core.attention.wire import Wire
+from para_core.attention.approximate.wire import Wire
 from para_core.collectives import pack, start_all_to_all, wait
 from para_core.layout import Run, Segment, SequenceLayout
 from para_core.mesh import MeshDim, SequenceMesh

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from para_core.attention.block_mask import BlockMask
+from para_core.attention.approximate.block_mask import BlockMask
+from para_core.attention.approximate.kept_keys import KeptKeys, hide, select_keys, sparse_attention
 from para_core.attention.causal import join_neighbours
-from para_core.attention.kept_keys import KeptKeys, hide, select_keys, sparse_attention
 from para_core.attention.local import local_attention, local_attention_with_lse
 from para_core.attention.ring import (
     AttendWithLse,

@@ -10,7 +10,6 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from para_core.boundaries import parameters_of
 from para_core.cache.attachment import attach, detach
 from para_core.cache.block_cache import BlockCache
 from para_core.cache.blocks import CachedBlocks
@@ -20,6 +19,7 @@ from para_core.cache.report import CacheReport
 from para_core.cache.rules import Rule, rule_of
 from para_core.instance import uncompiled, unwrap, wrap_method, wrapper
 from para_core.mesh import sequence_mesh
+from para_core.plans.places import parameters_of
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -29,8 +29,8 @@ from para_core.cache.roles import Role, argument, roles_of
 from para_core.cache.state import BranchState, History
 from para_core.instance import original_class
 from para_core.mesh import SequenceMesh
-from para_core.modes import UnifiedAttnMode
-from para_core.region import plan_mesh
+from para_core.modes.unified import UnifiedAttnMode
+from para_core.plans.region import plan_mesh
 
 
 class BlockCache:

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from para_core.boundaries import parameters_of
 from para_core.cache.blocks import CachedBlocks, Stage
 from para_core.cache.options import CacheOptions
+from para_core.plans.places import parameters_of
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from para_core.adapters import (
     unparallelize_pipe,
     unparallelize_transformer,
 )
-from para_core.region import plan_mesh
+from para_core.plans.region import plan_mesh
 from tests.tiny import cpu_mesh, flux_call, flux_inputs, flux_pipe, flux_transformer, relative_error
 
 

@@ -13,7 +13,7 @@ from para_core.adapters import apply_cache_on_pipe, apply_cache_on_transformer, 
 from para_core.cache.apply import cache_options
 from para_core.cache.forecast import forecast_weights
 from para_core.cache.rules import FIRST_BLOCK, Rule
-from para_core.plan import Plan
+from para_core.plans.plan import Plan
 from tests.cache.scripted import ADAPTER, Pipe, Scripted, verdicts
 
 pytestmark = pytest.mark.filterwarnings("ignore:the cache of the")

@@ -17,11 +17,11 @@ from math import ceil, prod
 import torch
 from torch import Tensor
 
+from para_core.attention.approximate.wire import Wire
 from para_core.attention.blocks import tied, unpack
 from para_core.attention.local import lse_dtype
 from para_core.attention.ring import AttendWithLse, columns, expand, merged, ring_attention
 from para_core.attention.tiling import RingCall, sharded_runs
-from para_core.attention.wire import Wire
 from para_core.collectives import all_gather, pack, start_ring_shift, wait
 from para_core.layout import Run
 

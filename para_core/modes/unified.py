@@ -17,16 +17,16 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
-from para_core.attention.block_mask import BlockMask
+from para_core.attention.approximate.block_mask import BlockMask
+from para_core.attention.approximate.kept_keys import KeptKeys
 from para_core.attention.call import AttnFunc, attend_over_mesh
-from para_core.attention.kept_keys import KeptKeys
 from para_core.attention.multi_head import multi_head_attention
 from para_core.attention.tiling import RotateMethod
 from para_core.collectives import all_gather
 from para_core.layout import Segment, SequenceLayout, concatenations, even_layout
 from para_core.mesh import MeshDim, SequenceMesh, guided_mesh
-from para_core.sharding import gather_tokens
-from para_core.sharding_mode import COND, HeldLayout, ShardingMode, segments_of
+from para_core.modes.known_sequences import COND, HeldLayout, ShardingMode, segments_of
+from para_core.tokens import gather_tokens
 
 
 class UnifiedAttnMode(ShardingMode):

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from para_core.attention.call import refuse_dropout
 from para_core.layout import SequenceLayout, even_layout
 from para_core.mesh import batch_mesh
-from para_core.sharding import shard_tokens
-from para_core.sharding_mode import COND, ShardingMode, segments_of
+from para_core.modes.known_sequences import COND, ShardingMode, segments_of
+from para_core.tokens import shard_tokens
 
 
 class InBatchAttnMode(ShardingMode):

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from para_core.instance import original_class, uncompiled
-from para_core.plan import Attention, Cut, Gather, Plan
+from para_core.plans.plan import Attention, Cut, Gather, Plan
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from para_core import SparseKVAttnMode
+from tests.attention.approximate.sparse_cases import SparseCase, check_all
 from tests.attention.cases import BALANCED, IMAGE_FIRST, MESHES, TEXT_FIRST, Case, Mask
 from tests.attention.one_device import make_qkv, relative_error
-from tests.attention.sparse_cases import SparseCase, check_all
 from tests.rank_pool import RankPoolError
 
 on_every_mesh = pytest.mark.parametrize(("ring", "ulysses"), MESHES)

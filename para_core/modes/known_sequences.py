@@ -15,7 +15,7 @@ from para_core.agreement import Record, error_record, exchange, raise_first_erro
 from para_core.attention.call import EQUAL_PARTS
 from para_core.layout import Segment, SequenceLayout, even_layout
 from para_core.mesh import SequenceMesh
-from para_core.sharding import gather_tokens, shard_tokens
+from para_core.tokens import gather_tokens, shard_tokens
 
 # What torch.cond calls; modes see this.
 COND = torch.ops.higher_order.cond

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from para_core.attention.tiling import RotateMethod
-from para_core.boundaries import Boundary, as_tuple, find_boundaries, is_at, parameters_of
 from para_core.instance import (
     Around,
     is_entry,
@@ -28,10 +27,11 @@ from para_core.instance import (
 )
 from para_core.layout import Segment, SequenceLayout
 from para_core.mesh import MeshDim, SequenceMesh
-from para_core.plan import Attention, Cut, FirstTokens, Gather, LastTokens, Plan, Split, Whole, published_plan
-from para_core.planned_mode import PlannedAttnMode, recomputed_under
-from para_core.samples import all_samples, own_samples
-from para_core.sharding import gather_tokens, shard_tokens
+from para_core.plans.attention import PlannedAttnMode, recomputed_under
+from para_core.plans.places import Boundary, as_tuple, find_boundaries, is_at, parameters_of
+from para_core.plans.plan import Attention, Cut, FirstTokens, Gather, LastTokens, Plan, Split, Whole, published_plan
+from para_core.plans.samples import all_samples, own_samples
+from para_core.tokens import gather_tokens, shard_tokens
 
 _KEY = "parallel"
 

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from para_core.attention.tiling import RotateMethod
 from para_core.mesh import SequenceMesh, one_rank, require_process_group, sequence_mesh
-from para_core.plan import Plan
-from para_core.region import apply_plan, remove_plan
+from para_core.plans.plan import Plan
+from para_core.plans.region import apply_plan, remove_plan
 
 
 @dataclass(frozen=True)

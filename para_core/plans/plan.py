@@ -1,6 +1,6 @@
 """Sharding plans: where a model's tensors are split and gathered, and what its attention calls consist of.
 
-A plan is data; ``para_core.region`` applies one to a module. Published plans (diffusers' ``_cp_plan``) are read as they are.
+A plan is data; ``para_core.plans.region`` applies one to a module. Published plans (diffusers' ``_cp_plan``) are read as they are.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from diffusers.models._modeling_parallel import ContextParallelInput, ContextPar
 from torch import nn
 
 from para_core.mesh import sequence_mesh
-from para_core.plan import Gather, Plan, Split, published_plan
-from para_core.region import apply_plan, plan_mesh, remove_plan
+from para_core.plans.plan import Gather, Plan, Split, published_plan
+from para_core.plans.region import apply_plan, plan_mesh, remove_plan
 from tests.tiny import cpu_mesh, fill, flux_inputs, flux_transformer, relative_error
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
 from para_core import BlockSparseAttnMode, SparseKVAttnMode, UnifiedAttnMode
-from para_core.attention.wire import Wire
+from para_core.attention.approximate.wire import Wire
 from tests.attention.cases import IMAGE_FIRST, MESHES, TEXT_FIRST, Case, Mask, attend
 from tests.attention.one_device import make_qkv, relative_error
 from tests.attention.test_traffic import Traffic

@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from para_core.attention.block_mask import read_block_mask
-from para_core.attention.kept_keys import KeptKeys
+from para_core.attention.approximate.block_mask import read_block_mask
+from para_core.attention.approximate.kept_keys import KeptKeys
 from para_core.mesh import SequenceMesh
-from para_core.modes import UnifiedAttnMode
+from para_core.modes.unified import UnifiedAttnMode
 
 
 class BlockSparseAttnMode(UnifiedAttnMode):

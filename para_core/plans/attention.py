@@ -14,10 +14,10 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 from para_core.attention.tiling import RotateMethod
 from para_core.layout import Segment, SequenceLayout
 from para_core.mesh import SequenceMesh
-from para_core.modes import UnifiedAttnMode
-from para_core.plan import Attention
-from para_core.sharding import gather_tokens
-from para_core.sharding_mode import HeldLayout, segments_of
+from para_core.modes.known_sequences import HeldLayout, segments_of
+from para_core.modes.unified import UnifiedAttnMode
+from para_core.plans.plan import Attention
+from para_core.tokens import gather_tokens
 
 
 class PlannedAttnMode(UnifiedAttnMode):

@@ -11,10 +11,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
 from para_core import BlockSparseAttnMode
-from para_core.attention.block_mask import BlockMask, decode, read_block_mask
+from para_core.attention.approximate.block_mask import BlockMask, decode, read_block_mask
+from tests.attention.approximate.sparse_cases import SparseCase, check_all
 from tests.attention.cases import BALANCED, IMAGE_FIRST, MESHES, TEXT_FIRST, Case, Mask
 from tests.attention.one_device import make_qkv, relative_error
-from tests.attention.sparse_cases import SparseCase, check_all
 from tests.rank_pool import RankPoolError
 
 on_every_mesh = pytest.mark.parametrize(("ring", "ulysses"), MESHES)

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.attention.call import AttnFunc
 from para_core.layout import SequenceLayout
-from para_core.modes import RingAttnMode, UlyssesAttnMode, UnifiedAttnMode
+from para_core.modes.unified import RingAttnMode, UlyssesAttnMode, UnifiedAttnMode
 
 
 def unified_attention(

@@ -1,0 +1,1 @@
+"""What is intercepted, and nothing about how attention is computed."""

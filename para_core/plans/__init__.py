@@ -1,0 +1,1 @@
+"""What a model shards and gathers: the language, and its application to a module."""
