@@ -1,27 +1,121 @@
 """One small exchange before a payload moves, so that bad input is an error on every rank instead of a hang on some.
 
 A rank that raises alone leaves the others in a collective until the group's timeout, and parts of unequal size abort
-the process on gloo. So in eager code every verdict is taken from the records of all ranks, which all of them have.
+the process on gloo. So in eager code every verdict is taken from data of all ranks, which all of them have.
+
+**What is exchanged.** What must be equal on all ranks is a record of JSON values. It travels as a digest:
+
+1. One all-gather per mesh dim of a header of ``_HEADER.size`` bytes per rank: the digest of the record, its length in
+   bytes (negative: this rank found its input bad, and the record says how), and up to ``MAX_OWN`` integers that may
+   differ from rank to rank, as the sizes of a local mask do. If no rank found an error and all digests agree, that is all.
+2. Otherwise the records themselves, padded to the longest. Every rank gets here or none does, because all hold the
+   same headers. Every rank then raises the same error, or finds that equal values were only written differently.
+
+A :class:`Signature` is a record with its digest. Whoever asks the same again and again keeps it, and encodes nothing::
+
+    @lru_cache
+    def _signature(shape: tuple[int, ...], dtype: torch.dtype) -> Signature:
+        return signature({"shape": shape, "dtype": str(dtype)})
+
+    try:
+        check(x)
+    except ValueError as error:
+        agree(error, mesh)  # raises on every rank
+        raise
+    agree(_signature(x.shape, x.dtype), mesh)
 """
 
 from __future__ import annotations
 
 import json
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 import torch
 
 from para_core.collectives import all_gather_bytes
-from para_core.mesh import GuidedMesh, MeshDim, SequenceMesh
+from para_core.mesh import GuidedMesh, SequenceMesh
 
-# Bytes per rank: fixed, so that the exchange itself cannot be uneven. A record is a few hundred.
+# Bytes per rank of an exchange(): fixed, so that the exchange itself cannot be uneven. A record is a few hundred.
 RECORD_SIZE = 4096
+
+MAX_OWN = 4
+# Digest, length, own integers.
+_HEADER = struct.Struct(f"<16sq{MAX_OWN}q")
 
 Record = dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Signature:
+    """What must be equal on all ranks: JSON, and 16 bytes that stand for it. Made by :func:`signature`."""
+
+    encoded: bytes
+    digest: bytes
+
+
+def signature(record: Record) -> Signature:
+    """``record`` (JSON values, of any size) as :func:`agree` takes it; keep it where the same is asked again."""
+    encoded = json.dumps(record).encode()
+    return Signature(encoded, blake2b(encoded, digest_size=16).digest())
+
+
+def first_difference(records: list[Record]) -> str:
+    """The first field in which a rank differs from rank 0, and both values."""
+    rank, record = next((rank, record) for rank, record in enumerate(records) if record != records[0])
+    fields = {**records[0], **record}
+    field = next(field for field in fields if records[0].get(field, "nothing") != record.get(field, "nothing"))
+    return (
+        f"the ranks disagree about {field}: sequence rank 0 has {records[0].get(field, 'nothing')}, rank {rank} has "
+        f"{record.get(field, 'nothing')}."
+    )
+
+
+def agree(
+    mine: Signature | Exception,
+    mesh: SequenceMesh | GuidedMesh,
+    own: Sequence[int] = (),
+    *,
+    explain: Callable[[list[Record]], str] = first_difference,
+) -> list[tuple[int, ...]]:
+    """Raise on every rank of ``mesh``, or on none: unless all give the same signature, and none gives an exception.
+
+    Args:
+        mine: what all ranks must give alike; or the exception that this rank would raise alone (a ``TypeError``,
+            ``ValueError`` or ``RuntimeError``).
+        own: at most ``MAX_OWN`` integers of 64 bits that may differ. How many there are follows from the signature.
+        explain: what the error says, from the records of all ranks in rank order, where they differ.
+
+    Returns:
+        ``own`` of every rank, in rank order.
+
+    Raises:
+        ValueError: two ranks differ.
+        TypeError, ValueError, RuntimeError: what the first rank gave that gave one, with its rank.
+    """
+    failed = isinstance(mine, Exception)
+    if isinstance(mine, Exception):
+        mine = signature(error_record(mine))
+    length = len(mine.encoded)
+    header = _HEADER.pack(mine.digest, -length if failed else length, *own, *[0] * (MAX_OWN - len(own)))
+    headers = list(_HEADER.iter_unpack(_gathered(header, mesh)))
+    if not failed and all(found[0] == mine.digest and found[1] == length for found in headers):
+        return [found[2 : 2 + len(own)] for found in headers]
+    records = _records(mine.encoded, max(abs(found[1]) for found in headers), mesh)
+    raise_first_error(records)
+    # Values may be equal and be written differently: 1 and 1.0.
+    if any(record != records[0] for record in records):
+        raise ValueError(explain(records))
+    return [found[2 : 2 + len(own)] for found in headers]
+
+
 def exchange(record: Record, mesh: SequenceMesh | GuidedMesh) -> list[Record]:
     """The records of all ranks of ``mesh``, in rank order: one all-gather per mesh dim of more than one rank.
+
+    For values that differ from rank to rank; :func:`agree` asks whether they are equal, for less.
 
     Args:
         record: JSON values, at most ``RECORD_SIZE`` bytes when encoded.
@@ -29,21 +123,28 @@ def exchange(record: Record, mesh: SequenceMesh | GuidedMesh) -> list[Record]:
     encoded = json.dumps(record).encode()
     if len(encoded) > RECORD_SIZE:
         raise ValueError(f"a record of {len(encoded)} bytes does not fit into {RECORD_SIZE}: {record}")
-    rows = torch.frombuffer(bytearray(encoded.ljust(RECORD_SIZE)), dtype=torch.uint8)
+    return _records(encoded, RECORD_SIZE, mesh)
+
+
+def _records(encoded: bytes, size: int, mesh: SequenceMesh | GuidedMesh) -> list[Record]:
+    gathered = _gathered(encoded.ljust(size), mesh)
+    return [json.loads(gathered[start : start + size]) for start in range(0, len(gathered), size)]
+
+
+def _gathered(row: bytes, mesh: SequenceMesh | GuidedMesh) -> bytes:
+    """The equally long rows of all ranks of ``mesh``, in rank order."""
+    rows = torch.frombuffer(bytearray(row), dtype=torch.uint8)
     for dim in mesh.dims:
-        if dim.size > 1:
-            rows = _gathered(rows, dim)
-    return [json.loads(bytes(row.tolist())) for row in rows.view(mesh.ranks, RECORD_SIZE)]
-
-
-def _gathered(rows: torch.Tensor, dim: MeshDim) -> torch.Tensor:
-    try:
-        return all_gather_bytes(rows.reshape(-1), dim)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"no answer from all {dim.size} ranks of mesh dim {dim.name!r} within the group's timeout. Most likely another "
-            "rank raised an exception of its own, or died: its log has the reason."
-        ) from error
+        if dim.size == 1:
+            continue
+        try:
+            rows = all_gather_bytes(rows, dim)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"no answer from all {dim.size} ranks of mesh dim {dim.name!r} within the group's timeout. Most likely another "
+                "rank raised an exception of its own, or died: its log has the reason."
+            ) from error
+    return rows.numpy().tobytes()
 
 
 def raise_first_error(records: list[Record]) -> None:

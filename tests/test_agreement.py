@@ -1,10 +1,15 @@
-"""Records of the exchange before a payload moves."""
+"""The exchange before a payload moves: what it costs, and what it says on every rank."""
 
 import json
+from collections import Counter
 
 import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from para_core.agreement import RECORD_SIZE, error_record, raise_first_error
+from para_core.agreement import RECORD_SIZE, agree, error_record, exchange, raise_first_error, signature
+from para_core.mesh import one_rank, sequence_mesh
 
 
 @pytest.mark.parametrize("letter", ["a", "é", "中", "😀", '"'])
@@ -13,3 +18,91 @@ def test_an_error_of_any_length_and_script_fits_into_a_record(letter):
     assert len(json.dumps(record)) <= RECORD_SIZE
     with pytest.raises(ValueError, match="sequence rank 1: expected 7 tokens"):
         raise_first_error([{"dtype": "float32"}, record])
+
+
+class Gathered(TorchDispatchMode):
+    """Counts all-gathers, and the bytes that each brings from one rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "gather" in func.__name__:
+            self.bytes.append(args[1].numel())
+        return func(*args, **(kwargs or {}))
+
+
+def mesh_of(ring, ulysses):
+    return sequence_mesh(init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses")))
+
+
+def agree_on_a_mesh(ring, ulysses):
+    mesh = mesh_of(ring, ulysses)
+    same = signature({"shape": [1, 2, 3], "a long value": "x" * 10_000})
+    with Gathered() as gathered:
+        own = agree(same, mesh, (10 * dist.get_rank(), -1))
+    return own, agree(same, mesh), gathered.bytes
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (2, 1), (2, 2)])
+def test_ranks_that_agree_exchange_a_few_bytes_and_learn_what_each_has_of_its_own(rank_pool, ring, ulysses):
+    ranks = ring * ulysses
+    for own, nothing, gathered in rank_pool.run(agree_on_a_mesh, ranks, ring, ulysses):
+        assert own == [(10 * rank, -1) for rank in range(ranks)]
+        assert nothing == [()] * ranks
+        assert len(gathered) == (ring > 1) + (ulysses > 1)
+        assert gathered[0] <= 64
+
+
+def raised_by(call, *args, **kwargs):
+    with pytest.raises((TypeError, ValueError, RuntimeError)) as error:
+        call(*args, **kwargs)
+    return type(error.value).__name__, str(error.value)
+
+
+def disagree():
+    mesh, rank = mesh_of(2, 2), dist.get_rank()
+    alike = {"dtype": "float32", "shape": [1, 2]}
+    long = "中" * 5000
+    errors = {
+        "a value": raised_by(agree, signature({**alike, "dtype": "bfloat16" if rank == 2 else "float32"}), mesh),
+        "a field": raised_by(agree, signature({**alike, **({"mask": True} if rank == 3 else {})}), mesh),
+        "own words": raised_by(
+            agree, signature({"rank": rank}), mesh, explain=lambda records: f"{[one['rank'] for one in records]}"
+        ),
+        "one rank": raised_by(agree, TypeError(long) if rank == 1 else signature(alike), mesh),
+        "all ranks": raised_by(agree, RuntimeError(f"no {rank}"), mesh),
+        "all ranks alike": raised_by(agree, ValueError("no"), mesh),
+    }
+    own = agree(signature({"scale": 1, "b": 2} if rank else {"b": 2, "scale": 1.0}), mesh, (rank,))
+    return errors, own, exchange({"rank": rank}, mesh)
+
+
+def test_ranks_that_do_not_agree_raise_the_same_error_on_all_and_go_on(rank_pool):
+    for errors, own, records in rank_pool.run(disagree, 4):
+        assert errors["a value"] == (
+            "ValueError",
+            "the ranks disagree about dtype: sequence rank 0 has float32, rank 2 has bfloat16.",
+        )
+        assert errors["a field"][1] == ("the ranks disagree about mask: sequence rank 0 has nothing, rank 3 has True.")
+        assert errors["own words"][1] == "[0, 1, 2, 3]"
+        assert errors["one rank"][0] == "TypeError"
+        assert errors["one rank"][1].startswith("sequence rank 1: 中中")
+        assert errors["all ranks"] == ("RuntimeError", "sequence rank 0: no 0")
+        assert errors["all ranks alike"] == ("ValueError", "sequence rank 0: no")
+        assert own == [(0,), (1,), (2,), (3,)]
+        assert records == [{"rank": rank} for rank in range(4)]
+
+
+def test_a_signature_is_equal_for_equal_records_only():
+    records = [{"a": 1}, {"a": 2}, {"a": "1"}, {"a": 1, "b": 1}, {}]
+    assert max(Counter(signature(record).digest for record in records).values()) == 1
+    assert signature({"a": (1, 2)}) == signature({"a": [1, 2]})
+
+
+def test_one_rank_agrees_with_itself_and_still_raises():
+    mesh = one_rank("cpu")
+    assert agree(signature({"a": 1}), mesh, (7,)) == [(7,)]
+    with pytest.raises(ValueError, match="sequence rank 0: bad"):
+        agree(ValueError("bad"), mesh)
