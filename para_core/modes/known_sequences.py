@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer
 from torch.overrides import TorchFunctionMode
 
-from para_core.agreement import Record, error_record, exchange, raise_first_error
+from para_core.agreement import Record, Signature, agree, signature
 from para_core.attention.call import EQUAL_PARTS
 from para_core.layout import Segment, SequenceLayout, even_layout
 from para_core.mesh import SequenceMesh
@@ -205,26 +206,12 @@ class ShardingMode(TorchFunctionMode):
             layout = self._fitting(x, dim, sequence, whole=whole)
         except (TypeError, ValueError) as error:
             if talk:
-                raise_first_error(exchange(error_record(error), self._mesh))
+                agree(error, self._mesh)
             raise
-        if not talk:
-            return layout
-        shape = list(x.shape)
-        del shape[dim]
-        record: Record = {
-            "lengths per rank": layout.sizes(),
-            "dim": dim % x.ndim,
-            "shape without that dim": shape,
-            "dtype": str(x.dtype),
-        }
-        records = exchange(record, self._mesh)
-        raise_first_error(records)
-        for rank, other in enumerate(records):
-            if other != records[0]:
-                raise ValueError(
-                    f"the ranks disagree about a sequence: rank 0 has {_described(records[0])}; rank {rank} has "
-                    f"{_described(other)}. {EQUAL_PARTS}"
-                )
+        if talk:
+            dim %= x.ndim
+            shape = (*x.shape[:dim], *x.shape[dim + 1 :])
+            agree(_signature(layout.sizes(), dim, shape, x.dtype), self._mesh, explain=_difference)
         return layout
 
     def _fitting(self, x: Tensor, dim: int, sequence: SequenceLayout | None, *, whole: bool) -> SequenceLayout:
@@ -241,6 +228,21 @@ class ShardingMode(TorchFunctionMode):
         if not whole and held != expected:
             raise ValueError(f"y has {held} tokens in dim {dim}, but this rank's part of {layout.total} is {expected}.")
         return layout
+
+
+@lru_cache(maxsize=256)
+def _signature(lengths: tuple[int, ...], dim: int, shape: tuple[int, ...], dtype: torch.dtype) -> Signature:
+    return signature(
+        {"lengths per rank": lengths, "dim": dim, "shape without that dim": shape, "dtype": str(dtype)},
+    )
+
+
+def _difference(records: list[Record]) -> str:
+    rank = next(rank for rank, record in enumerate(records) if record != records[0])
+    return (
+        f"the ranks disagree about a sequence: rank 0 has {_described(records[0])}; rank {rank} has "
+        f"{_described(records[rank])}. {EQUAL_PARTS}"
+    )
 
 
 def _described(record: Record) -> str:
