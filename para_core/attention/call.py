@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_true
 
-from para_core.agreement import Record, error_record, exchange, raise_first_error
+from para_core.agreement import Record, agree, first_difference, signature
 from para_core.attention.approximate.block_mask import BlockMask
 from para_core.attention.approximate.kept_keys import KeptKeys
 from para_core.attention.blocks import tied
@@ -90,22 +90,18 @@ def attend_over_mesh(
             block_mask.check(query_layout.total, key_layout.total)
     except (TypeError, ValueError, RuntimeError) as error:
         if talk:
-            raise_first_error(exchange(error_record(error), mesh))
+            agree(error, mesh)
         raise
     sizes = [] if attn_mask is None else [_last_two(attn_mask)]
     ranks = [mesh.rank]
     if talk:
         tensors = {"query": query, "key": key, "value": value}
         lengths = {"query": query_layout.sizes(), "key": key_layout.sizes()}
-        records = exchange(
-            {
-                **_record(tensors, attn_mask, lengths, is_causal, scale, block_mask, kept, comm_dtype),
-                "rotate_method": rotate_method,
-            },
-            mesh,
-        )
-        _compare(records)
-        sizes = [(rows, columns) for rows, columns in (record[_MASK_SIZES] for record in records) if rows is not None]
+        record = _record(tensors, attn_mask, lengths, is_causal, scale, block_mask, kept, comm_dtype)
+        # Of each rank: compared with its layout, not with the other ranks.
+        mask_sizes = [size for pair in sizes for size in pair]
+        owned = agree(signature({**record, "rotate_method": rotate_method}), mesh, mask_sizes, explain=_difference)
+        sizes = [(rows, columns) for rows, columns in owned] if sizes else []
         ranks = list(range(mesh.ranks))
     extents = mask_extents(sizes, query_layout, key_layout, ranks) if attn_mask is not None else None
 
@@ -275,10 +271,6 @@ def _check_mask(mask: Tensor, query: Tensor) -> None:
         )
 
 
-# Of each rank: compared with its layout, not with the other ranks.
-_MASK_SIZES = "attn_mask's last two dims"
-
-
 def _record(
     tensors: Mapping[str, Tensor],
     mask: Tensor | None,
@@ -303,21 +295,15 @@ def _record(
         "comm_dtype": str(comm_dtype),
         "attn_mask without its last two dims": None if mask is None else [*mask.shape[:-2]],
         "attn_mask's dtype": None if mask is None else str(mask.dtype),
-        _MASK_SIZES: (None, None) if mask is None else _last_two(mask),
         # A backward has collectives of its own, and every rank must join in.
         "requires_grad": [torch.is_grad_enabled() and x.requires_grad for x in with_gradient],
     }
 
 
-def _compare(records: list[Record]) -> None:
-    raise_first_error(records)
-    for rank, record in enumerate(records):
-        for field, value in record.items():
-            if field != _MASK_SIZES and value != records[0][field]:
-                # What every rank holds of itself says more than what it assumed of the others.
-                if "lengths" in field:
-                    held = [other[field][index] for index, other in enumerate(records)]
-                    raise ValueError(f"the ranks disagree about {field}: they hold {held}. {EQUAL_PARTS}")
-                raise ValueError(
-                    f"the ranks disagree about {field}: sequence rank 0 has {records[0][field]}, rank {rank} has {value}."
-                )
+def _difference(records: list[Record]) -> str:
+    field = next(field for record in records for field, value in record.items() if value != records[0][field])
+    if "lengths" not in field:
+        return first_difference(records)
+    # What every rank holds of itself says more than what it assumed of the others.
+    held = [record[field][rank] for rank, record in enumerate(records)]
+    return f"the ranks disagree about {field}: they hold {held}. {EQUAL_PARTS}"
