@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 
 from para_core.adapters.caching.pipe import caching_of
-from para_core.agreement import RECORD_SIZE, Record, error_record, exchange, raise_first_error
+from para_core.agreement import Record, agree, signature
 from para_core.mesh import GuidedMesh
 
 # Characters of a value in a record; a longer one is shortened and hashed.
@@ -42,11 +41,11 @@ def require_same_call(
         if problem is not None:
             raise RuntimeError(problem)
         given = _flat(inspect.signature(call).bind(*args, **kwargs).arguments)
-        record = _record({**given, **_settings(args[0])})
+        mine: Record | Exception = _record({**given, **_settings(args[0])})
     except (TypeError, ValueError, RuntimeError) as error:
-        record = error_record(error)
+        mine = error
     _require_alike(
-        record,
+        mine,
         mesh,
         what,
         "For different pictures on different ranks give each group of ranks a mesh of its own (a slice of a larger mesh).",
@@ -64,7 +63,7 @@ def require_same_inputs(given: Mapping[str, Any], mesh: GuidedMesh, what: str, p
         RuntimeError: a rank has a ``problem``.
     """
     _require_alike(
-        _record(given) if problem is None else error_record(RuntimeError(problem)),
+        _record(given) if problem is None else RuntimeError(problem),
         mesh,
         what,
         "If another pipeline shares this transformer (from_pipe), have its random numbers and arguments kept alike too: "
@@ -94,23 +93,23 @@ def _configured(part: Any) -> dict[str, Any]:
 
 
 def _record(given: Mapping[str, Any]) -> Record:
-    return _fitting({name: describe(value) for name, value in given.items() if value is not None})
+    return {name: describe(value) for name, value in given.items() if value is not None}
 
 
-def _require_alike(record: Record, mesh: GuidedMesh, what: str, way_out: str) -> None:
-    records = exchange(record, mesh)
-    raise_first_error(records)
-    for rank, other in enumerate(records):
+def _require_alike(mine: Record | Exception, mesh: GuidedMesh, what: str, way_out: str) -> None:
+    def explain(records: list[Record]) -> str:
+        rank, other = next((rank, other) for rank, other in enumerate(records) if other != records[0])
         names = sorted(name for name in {*other, *records[0]} if other.get(name) != records[0].get(name))
-        if names:
-            differing = "; ".join(
-                f"{name}: rank 0 has {records[0].get(name, 'nothing')}, rank {rank} has {other.get(name, 'nothing')}"
-                for name in names
-            )
-            raise ValueError(
-                f"the ranks of one mesh must call {what} alike, and sequence rank {rank} differs from rank 0. {differing}. "
-                f"{way_out}"
-            )
+        differing = "; ".join(
+            f"{name}: rank 0 has {records[0].get(name, 'nothing')}, rank {rank} has {other.get(name, 'nothing')}"
+            for name in names
+        )
+        return (
+            f"the ranks of one mesh must call {what} alike, and sequence rank {rank} differs from rank 0. {differing}. "
+            f"{way_out}"
+        )
+
+    agree(mine if isinstance(mine, Exception) else signature(mine), mesh, explain=explain)
 
 
 def _flat(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,13 +121,6 @@ def _flat(given: Mapping[str, Any]) -> dict[str, Any]:
         elif name != "self":
             flat[name] = value
     return flat
-
-
-def _fitting(record: Record) -> Record:
-    # Measured as it is sent: a character that is not ASCII takes six bytes or more.
-    if len(json.dumps(record)) <= RECORD_SIZE:
-        return record
-    return {name[:40]: _hash(value.encode()) for name, value in record.items()}
 
 
 def _hash(data: bytes) -> str:

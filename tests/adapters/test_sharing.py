@@ -7,7 +7,7 @@ import torch
 from diffusers import FluxImg2ImgPipeline
 from PIL import Image
 
-from para_core.adapters import call_agreement, parallelize_pipe, parallelize_transformer, unparallelize_pipe
+from para_core.adapters import one_call, parallelize_pipe, parallelize_transformer, unparallelize_pipe
 from tests.tiny import FLUX_CHANNELS, cpu_mesh, flux_call, flux_inputs, flux_pipe, flux_transformer, relative_error
 
 IMAGE = Image.linear_gradient("L").convert("RGB").resize((56, 72))
@@ -58,9 +58,9 @@ def test_a_pipe_from_pipe_is_parallel_and_asks_for_the_line_where_it_is_needed(r
 
 
 def exchanges_of(call):
-    with mock.patch.object(call_agreement, "exchange", wraps=call_agreement.exchange) as exchange:
+    with mock.patch.object(one_call, "agree", wraps=one_call.agree) as agree:
         call()
-    return exchange.call_count
+    return agree.call_count
 
 
 def count_exchanges():
