@@ -39,9 +39,6 @@ import torch
 from para_core.collectives import all_gather_bytes
 from para_core.mesh import GuidedMesh, SequenceMesh
 
-# Bytes per rank of an exchange(): fixed, so that the exchange itself cannot be uneven. A record is a few hundred.
-RECORD_SIZE = 4096
-
 MAX_OWN = 4
 # Digest, length, own integers.
 _HEADER = struct.Struct(f"<16sq{MAX_OWN}q")
@@ -113,17 +110,13 @@ def agree(
 
 
 def exchange(record: Record, mesh: SequenceMesh | GuidedMesh) -> list[Record]:
-    """The records of all ranks of ``mesh``, in rank order: one all-gather per mesh dim of more than one rank.
+    """The records (JSON values) of all ranks of ``mesh``, in rank order: two all-gathers per mesh dim.
 
     For values that differ from rank to rank; :func:`agree` asks whether they are equal, for less.
-
-    Args:
-        record: JSON values, at most ``RECORD_SIZE`` bytes when encoded.
     """
     encoded = json.dumps(record).encode()
-    if len(encoded) > RECORD_SIZE:
-        raise ValueError(f"a record of {len(encoded)} bytes does not fit into {RECORD_SIZE}: {record}")
-    return _records(encoded, RECORD_SIZE, mesh)
+    lengths = struct.iter_unpack("<q", _gathered(struct.pack("<q", len(encoded)), mesh))
+    return _records(encoded, max(length for (length,) in lengths), mesh)
 
 
 def _records(encoded: bytes, size: int, mesh: SequenceMesh | GuidedMesh) -> list[Record]:
@@ -156,9 +149,5 @@ def raise_first_error(records: list[Record]) -> None:
 
 
 def error_record(error: Exception) -> Record:
-    """What :func:`raise_first_error` raises on every rank; a text that is too long for a record loses its end."""
-    text = str(error)
-    # Measured as it is sent: a character that is not ASCII takes six bytes or more.
-    while len(json.dumps(text)) > RECORD_SIZE * 3 // 4:
-        text = text[: len(text) * 7 // 8]
-    return {"error": text, "kind": type(error).__name__}
+    """What :func:`raise_first_error` raises on every rank."""
+    return {"error": str(error), "kind": type(error).__name__}
