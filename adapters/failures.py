@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from para_core.collectives import broadcast_bytes
-from para_core.mesh import GuidedMesh
+from para_core.mesh import GuidedMesh, host_group
 
 _TOKEN_BYTES = 16
 _REASON_CHARACTERS = 2000
@@ -31,8 +31,8 @@ def set_timeout(mesh: GuidedMesh, timeout: timedelta | float) -> None:
             f"timeout is {timeout.total_seconds()} s; expected a positive number of seconds, or a timedelta."
         )
     for dim in mesh.dims:
-        if dim.group is not None:
-            dist.distributed_c10d._set_pg_timeout(timeout, dim.group)
+        for group in () if dim.group is None else {dim.group, host_group(dim)}:
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from para_core.mesh import GuidedMesh, MeshDim, SequenceMesh
+from para_core.mesh import GuidedMesh, MeshDim, SequenceMesh, host_group
 
 # gloo's threads drop the tensors of the last collective a little after it is done, and need the GIL for it. At exit they
 # would not get it any more, and a script that ends right after a collective aborts in one of four runs ("terminate called
@@ -76,17 +76,21 @@ def all_gather(x: Tensor, sizes: Sequence[int], tensor_dim: int, dim: MeshDim) -
 def all_gather_bytes(x: Tensor, dim: MeshDim) -> Tensor:
     """The equally long uint8 CPU tensors ``x`` of all ranks of ``dim``, concatenated. Eager code only; blocks.
 
-    Goes over the CPU where the group can, so that nothing waits for an accelerator.
+    Goes over the CPU, also where the group of ``dim`` does not (:func:`~para_core.mesh.host_group`): nothing is waited for
+    but the other ranks.
     """
     if dim.group is None:
         return x
-    devices = {device.type: device for device in dim.group._device_types}
-    sent = x.to(devices.get("cpu") or next(iter(devices.values())))
-    gathered = sent.new_empty(dim.size * sent.numel())
+    group = host_group(dim)
+    gathered = x.new_empty(dim.size * x.numel())
     # torch 2.11 has only the second name; 2.13 warns of it.
     all_gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-    all_gather_into(gathered, sent, group=dim.group)
-    return gathered.cpu()
+    all_gather_into(gathered, x, group=group)
+    if group is not dim.group:
+        # torch sorts the ranks of a new group; those of the one that it stands beside may be in another order.
+        rows = [dist.get_group_rank(group, rank) for rank in dist.get_process_group_ranks(dim.group)]
+        gathered = gathered.view(dim.size, -1)[rows].flatten()
+    return gathered
 
 
 def broadcast_bytes(x: Tensor, mesh: SequenceMesh | GuidedMesh) -> Tensor:

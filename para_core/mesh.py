@@ -130,6 +130,33 @@ def _dim_of_group(name: str, group: ProcessGroup | None) -> MeshDim:
     return MeshDim(name, group.size(), group.rank(), group.group_name, group)
 
 
+def host_group(dim: MeshDim) -> ProcessGroup:
+    """The group over which CPU tensors travel among the ranks of ``dim`` (more than one): its own, or a gloo group beside it.
+
+    A group that has NCCL alone would move them by way of the device, and wait for all that was started on it. The gloo group is
+    made once for each such group, when it is first needed: every rank of ``dim`` calls this. Its owner is torch's table of groups,
+    where it is found again by its description, and from which ``destroy_process_group()`` takes it.
+    """
+    group = dim.group
+    if group is None:
+        raise ValueError(f"mesh dim {dim.name!r} has one rank, and so no group.")
+    devices = group._device_types
+    if any(device.type == "cpu" for device in devices):
+        return group
+    description = f"para_core: CPU tensors beside group {dim.group_name}"
+    for known in dist.distributed_c10d._world.pg_map:
+        if known.group_desc == description:
+            return known
+    made: ProcessGroup = dist.new_group(
+        dist.get_process_group_ranks(group),
+        timeout=group._get_backend(devices[0]).options._timeout,
+        backend="gloo",
+        use_local_synchronization=True,  # ranks of other groups are not waited for
+        group_desc=description,
+    )
+    return made
+
+
 @dataclass(frozen=True)
 class SequenceMesh:
     """The ``ring`` × ``ulysses`` ranks that share one sequence, as this rank sees them.

@@ -1,13 +1,18 @@
 """The exchange before a payload moves: what it costs, and what it says on every rank."""
 
+import inspect
 from collections import Counter
+from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from para_core.agreement import agree, exchange, signature
+from para_core.collectives import broadcast_bytes
 from para_core.mesh import one_rank, sequence_mesh
 
 
@@ -97,3 +102,49 @@ def test_one_rank_agrees_with_itself_and_still_raises():
     assert agree(signature({"a": 1}), mesh, (7,)) == [(7,)]
     with pytest.raises(ValueError, match="sequence rank 0: bad"):
         agree(ValueError("bad"), mesh)
+
+
+class Devices(TorchDispatchMode):
+    """The kinds of device of every tensor that is made or sent."""
+
+    def __init__(self):
+        super().__init__()
+        self.types = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.types |= {x.device.type for x in tree_leaves((args, kwargs, result)) if isinstance(x, torch.Tensor)}
+        return result
+
+
+def groups_without_a_cpu():
+    """What is exchanged over two groups that take CUDA tensors only, and the groups that exist afterwards."""
+    timeout = timedelta(seconds=123)
+    groups = [
+        dist.new_group(backend="cuda:gloo", timeout=timeout),
+        dist.new_group([3, 1, 2, 0], backend="cuda:gloo", timeout=timeout, **_as_given()),
+    ]
+    outs = []
+    for group in groups:
+        for group_dim in ("ring", "ulysses"):
+            mesh = sequence_mesh(group, group_dim=group_dim)
+            with Devices() as devices:
+                own = agree(signature({"a": 1}), mesh, (dist.get_rank(),))
+                first = broadcast_bytes(torch.full((3,), dist.get_rank(), dtype=torch.uint8), mesh)
+            outs.append(([rank for (rank,) in own], dist.get_process_group_ranks(group), first.tolist(), devices.types))
+    made = [group for group in dist.distributed_c10d._world.pg_map if group.group_desc.startswith("para_core")]
+    return outs, [group._get_backend(torch.device("cpu")).options._timeout == timeout for group in made]
+
+
+def _as_given():
+    # torch 2.11 always sorts the ranks of a group.
+    return {"sort_ranks": False} if "sort_ranks" in inspect.signature(dist.new_group).parameters else {}
+
+
+def test_a_group_without_a_cpu_gets_one_group_beside_it_and_the_device_is_left_alone(rank_pool):
+    for outs, timeouts_are_kept in rank_pool.run(groups_without_a_cpu, 4):
+        for own, ranks, first, devices in outs:
+            assert own == ranks
+            assert first == [ranks[0]] * 3
+            assert devices == {"cpu"}
+        assert timeouts_are_kept == [True, True]
