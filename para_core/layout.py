@@ -136,11 +136,3 @@ class SequenceLayout:
 def even_layout(total: int, ranks: int, *, balanced: bool = False) -> SequenceLayout:
     """One sharded sequence of ``total`` tokens."""
     return SequenceLayout((Segment("sequence", total, balanced=balanced),), ranks)
-
-
-def concatenations(segments: tuple[Segment, ...], ranks: int) -> list[SequenceLayout]:
-    """Each segment alone, and each choice of several in their order."""
-    chosen: list[tuple[Segment, ...]] = [()]
-    for segment in segments:
-        chosen = chosen + [(*before, segment) for before in chosen]
-    return [SequenceLayout(choice, ranks) for choice in chosen if choice]

@@ -23,8 +23,9 @@ from para_core.attention.call import AttnFunc, attend_over_mesh
 from para_core.attention.multi_head import multi_head_attention
 from para_core.attention.tiling import RotateMethod
 from para_core.collectives import all_gather
-from para_core.layout import Segment, SequenceLayout, concatenations, even_layout
+from para_core.layout import Segment, SequenceLayout, even_layout
 from para_core.mesh import MeshDim, SequenceMesh, guided_mesh
+from para_core.modes.inference import sequence_of_length, sequence_of_symbolic_length
 from para_core.modes.known_sequences import COND, HeldLayout, ShardingMode, segments_of
 from para_core.tokens import gather_tokens
 
@@ -309,34 +310,9 @@ class UnifiedAttnMode(ShardingMode):
 
     def _remembered(self, held: int, kind: str, ordered: bool) -> SequenceLayout:
         """The sequence cut through this mode, or concatenation of such, of which this rank holds ``held`` tokens."""
-        ranks, rank = self._mesh.ranks, self._mesh.rank
-        candidates = concatenations(segments_of(self._known), ranks)
-        fitting = [layout for layout in candidates if layout.size(rank) == held]
-        if not fitting:
-            known = ", ".join([f"{layout.size(rank)} of {layout.total}" for layout in candidates])
-            raise ValueError(
-                f"{kind} has {held} tokens on this rank, which fits nothing that was cut with cp.shard here ({known}). "
-                "Cut it with cp.shard too, or say who holds what with cp.using(SequenceLayout(...))."
-            )
-        found = fitting[0]
-        for other in candidates:
-            alike = [mine == theirs for mine, theirs in zip(found.sizes(), other.sizes(), strict=True)]
-            if any(alike) and not all(alike):
-                raise ValueError(
-                    f"{kind} has {held} tokens on this rank, and a sequence of {found.total} or of {other.total} would "
-                    "fit on some rank. Say which with cp.using(cp.sequence(total))."
-                )
-            if ordered and all(alike) and (other is not found or len(found.segments) > 1):
-                raise ValueError(
-                    f"{kind} of {found.total} tokens was put together in one of several orders, and a mask or is_causal "
-                    "needs to know which. Say it with cp.using(SequenceLayout(...))."
-                )
-        if len(found.segments) > 1 and found.replicated:
-            raise ValueError(
-                f"{kind} of {found.total} tokens holds replicated ones, and they may be first or last. Say it with "
-                "cp.using(SequenceLayout((Segment(..., replicated=True), Segment(...)), ranks))."
-            )
-        return found
+        infer = sequence_of_symbolic_length if torch.compiler.is_compiling() else sequence_of_length
+        mesh = self._mesh
+        return infer(held, segments_of(self._known), mesh.rank, mesh.ranks, kind=kind, ordered=ordered)
 
 
 class RingAttnMode(UnifiedAttnMode):

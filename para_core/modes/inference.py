@@ -1,0 +1,170 @@
+"""Which sequence a tensor is of, from its length alone. Pure values: no torch.distributed, no tensors.
+
+What a mode knows are the sequences that were sharded through it, or said to be replicated. A tensor is of one of them, or of
+several that were concatenated in the order in which they are known, adjacent or not: 2 ** n - 1 candidates.
+
+**When a length decides.** Two candidates conflict if they have as many tokens on some rank, but not on all. If the one that
+fits on this rank conflicts with another one, that is an error; and because the test looks at all ranks, it is an error on every
+rank, whichever candidate each of them found. Candidates that are as long on every rank differ in their order only, which matters
+to a mask and to ``is_causal``.
+
+**What it costs.** The sums of all choices of n lengths are the bits of one integer, which takes one shift for each length, up to
+the length that is looked for. A second integer holds the sums of at least two choices: where the length is none of these on any
+rank, no other candidate can conflict, and that is the end. Otherwise those that are as long somewhere are compared one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from itertools import chain, islice
+
+from para_core.layout import Segment, SequenceLayout
+
+# Candidates of one length that are compared one by one before it is an error.
+_MAX_COMPARED = 4096
+# Sequences of which all concatenations are compared where lengths are symbolic.
+_MAX_SYMBOLIC = 8
+# Sequences of which an error lists all concatenations.
+_MAX_LISTED = 3
+
+
+@lru_cache(maxsize=1024)
+def sequence_of_length(
+    held: int, segments: tuple[Segment, ...], rank: int, ranks: int, *, kind: str, ordered: bool
+) -> SequenceLayout:
+    """The one of ``segments``, or concatenation of several, of which ``rank`` holds ``held`` tokens.
+
+    Args:
+        segments: what is known, in the order in which it became known; at least one.
+        kind: what the tensor is, for messages.
+        ordered: whether it matters where in the sequence a token is.
+
+    Raises:
+        ValueError: no candidate fits; or more than one does, on this rank or on another one.
+    """
+    choice = next(_choices([segment.size(rank, ranks) for segment in segments], held), None)
+    if choice is None:
+        raise _fits_nothing(held, segments, rank, ranks, kind)
+    found = SequenceLayout(tuple([segments[i] for i in choice]), ranks)
+    return _checked(found, _rivals(found, choice, segments, ordered, kind), held, kind, ordered)
+
+
+def sequence_of_symbolic_length(
+    held: int, segments: tuple[Segment, ...], rank: int, ranks: int, *, kind: str, ordered: bool
+) -> SequenceLayout:
+    """:func:`sequence_of_length` under ``torch.compile``: lengths are compared, but never hashed or shifted by.
+
+    Raises:
+        ValueError: also if there are more sequences than can be compared so.
+    """
+    if len(segments) > _MAX_SYMBOLIC:
+        raise ValueError(
+            f"{len(segments)} sequences were sharded through this mode, and inside a compiled function at most "
+            f"{_MAX_SYMBOLIC} are told apart by their lengths. Say which one {kind} is of with "
+            "cp.using(SequenceLayout(...))."
+        )
+    candidates = _concatenations(segments, ranks)
+    found = next((layout for layout in candidates if layout.size(rank) == held), None)
+    if found is None:
+        raise _fits_nothing(held, segments, rank, ranks, kind)
+    return _checked(found, [other for other in candidates if other is not found], held, kind, ordered)
+
+
+def _checked(
+    found: SequenceLayout, others: Iterable[SequenceLayout], held: int, kind: str, ordered: bool
+) -> SequenceLayout:
+    order_matters = ValueError(
+        f"{kind} of {found.total} tokens was put together in one of several orders, and a mask or is_causal "
+        "needs to know which. Say it with cp.using(SequenceLayout(...))."
+    )
+    for other in others:
+        alike = [mine == theirs for mine, theirs in zip(found.sizes(), other.sizes(), strict=True)]
+        if any(alike) and not all(alike):
+            raise ValueError(
+                f"{kind} has {held} tokens on this rank, and a sequence of {found.total} or of {other.total} would "
+                "fit on some rank. Say which with cp.using(cp.sequence(total))."
+            )
+        if ordered and all(alike):
+            raise order_matters
+    if ordered and len(found.segments) > 1:
+        raise order_matters
+    if len(found.segments) > 1 and found.replicated:
+        raise ValueError(
+            f"{kind} of {found.total} tokens holds replicated ones, and they may be first or last. Say it with "
+            "cp.using(SequenceLayout((Segment(..., replicated=True), Segment(...)), ranks))."
+        )
+    return found
+
+
+def _fits_nothing(held: int, segments: tuple[Segment, ...], rank: int, ranks: int, kind: str) -> ValueError:
+    few = len(segments) <= _MAX_LISTED
+    listed = _concatenations(segments, ranks) if few else [SequenceLayout((segment,), ranks) for segment in segments]
+    known = ", ".join([f"{layout.size(rank)} of {layout.total}" for layout in listed])
+    return ValueError(
+        f"{kind} has {held} tokens on this rank, which fits nothing that was cut with cp.shard here ({known}"
+        f"{'' if few else ', and concatenations of these'}). "
+        "Cut it with cp.shard too, or say who holds what with cp.using(SequenceLayout(...))."
+    )
+
+
+def _concatenations(segments: tuple[Segment, ...], ranks: int) -> list[SequenceLayout]:
+    """Each segment alone, and each choice of several in their order."""
+    chosen: list[tuple[Segment, ...]] = [()]
+    for segment in segments:
+        chosen = chosen + [(*before, segment) for before in chosen]
+    return [SequenceLayout(choice, ranks) for choice in chosen if choice]
+
+
+def _rivals(
+    found: SequenceLayout, found_choice: tuple[int, ...], segments: tuple[Segment, ...], ordered: bool, kind: str
+) -> Iterator[SequenceLayout]:
+    """Every other candidate that is as long as ``found`` on some rank."""
+    # Ranks on which every segment is as long tell the same.
+    columns = {tuple([segment.size(rank, found.ranks) for segment in segments]): rank for rank in range(found.ranks)}
+    if len(columns) == 1 and not ordered:
+        return  # what is as long on one rank is as long on all
+    unclear = [(sizes, size) for sizes, rank in columns.items() if _is_sum_twice(sizes, size := found.size(rank))]
+    choices = chain.from_iterable(_choices(sizes, size) for sizes, size in unclear)
+    for choice in islice(choices, _MAX_COMPARED):
+        if choice != found_choice:
+            yield SequenceLayout(tuple([segments[i] for i in choice]), found.ranks)
+    if next(choices, None) is not None:
+        raise ValueError(
+            f"{kind} of {found.total} tokens fits more than {_MAX_COMPARED} concatenations of the {len(segments)} sequences that "
+            "were sharded through this mode. Say which with cp.using(SequenceLayout(...))."
+        )
+
+
+def _sums(sizes: Sequence[int], up_to: int) -> Iterator[tuple[int, int]]:
+    """For none, the first, the first two, … of ``sizes``: bit i is set if at least one, at least two choices sum to i."""
+    once, twice, mask = 1, 0, (1 << up_to + 1) - 1
+    yield once, twice
+    for size in sizes:
+        if size <= up_to:
+            shifted = once << size & mask
+            once, twice = once | shifted, twice | (twice << size & mask) | (once & shifted)
+        yield once, twice
+
+
+def _is_sum_twice(sizes: Sequence[int], total: int) -> bool:
+    *_, (_, twice) = _sums(sizes, total)
+    return bool(twice >> total & 1)
+
+
+def _choices(sizes: Sequence[int], total: int) -> Iterator[tuple[int, ...]]:
+    """The indices of each choice of ``sizes`` that sums to ``total``, in order; never of none. The latest index counts most."""
+    sums = [once for once, _ in _sums(sizes, total)]
+    # What is yet to be chosen among the first so many, what that must sum to, and what was chosen after these.
+    open_: list[tuple[int, int, tuple[int, ...]]] = [(len(sizes), total, ())]
+    while open_:
+        first, left, chosen = open_.pop()
+        if not sums[first] >> left & 1:
+            continue
+        if first == 0:
+            if chosen:
+                yield chosen
+            continue
+        if sizes[first - 1] <= left:
+            open_.append((first - 1, left - sizes[first - 1], (first - 1, *chosen)))
+        open_.append((first - 1, left, chosen))

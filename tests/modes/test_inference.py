@@ -1,0 +1,125 @@
+"""Which sequence a length belongs to: against all choices of what is known, written out one by one."""
+
+from itertools import combinations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from para_core import Segment, SequenceLayout
+from para_core.modes.inference import sequence_of_length, sequence_of_symbolic_length
+
+# Small lengths, so that sums coincide.
+SEGMENTS = st.lists(
+    st.builds(Segment, name=st.just("x"), total=st.integers(0, 12), replicated=st.booleans()), min_size=1, max_size=8
+).map(tuple)
+INFER = [sequence_of_length, sequence_of_symbolic_length]
+
+
+def sizes_of(segments, ranks):
+    parts = [
+        [segment.total] * ranks
+        if segment.replicated
+        else [len(part) for part in torch.tensor_split(torch.arange(segment.total), ranks)]
+        for segment in segments
+    ]
+    return [sum(column) for column in zip(*parts, strict=True)]
+
+
+def all_choices(segments):
+    return [choice for length in range(1, len(segments) + 1) for choice in combinations(range(len(segments)), length)]
+
+
+def verdict_by_hand(held, segments, rank, ranks, ordered):
+    """The layouts that are right, and the errors that are; what DESIGN says, over all choices."""
+    sizes = {choice: sizes_of([segments[i] for i in choice], ranks) for choice in all_choices(segments)}
+    fitting = [choice for choice in sizes if sizes[choice][rank] == held]
+    if not fitting:
+        return [], {"fits nothing"}
+    for mine in fitting:
+        pairs = [[a == b for a, b in zip(sizes[mine], other, strict=True)] for other in sizes.values()]
+        if any(any(pair) and not all(pair) for pair in pairs):
+            return [], {"would fit on some rank", "one of several orders"}
+    if ordered and (len(fitting) > 1 or len(fitting[0]) > 1):
+        return [], {"one of several orders"}
+    layouts = [SequenceLayout(tuple(segments[i] for i in choice), ranks) for choice in fitting]
+    mixed = any(len(layout.segments) > 1 and layout.replicated for layout in layouts)
+    return layouts, {"may be first or last"} if mixed else set()
+
+
+@pytest.mark.parametrize("infer", INFER)
+@given(data=st.data(), segments=SEGMENTS, ranks=st.integers(1, 5), ordered=st.booleans())
+def test_the_verdict_is_that_of_all_choices_compared_one_by_one(infer, data, segments, ranks, ordered):
+    rank = data.draw(st.integers(0, ranks - 1))
+    choice = data.draw(st.sampled_from(all_choices(segments)))
+    held = sizes_of([segments[i] for i in choice], ranks)[rank] + data.draw(st.sampled_from([0, 0, 0, 1]))
+    layouts, errors = verdict_by_hand(held, segments, rank, ranks, ordered)
+    try:
+        found = infer(held, segments, rank, ranks, kind="query", ordered=ordered)
+    except ValueError as error:
+        assert any(text in str(error) for text in errors), (str(error), errors)
+    else:
+        assert found in layouts
+        assert not (len(found.segments) > 1 and found.replicated)
+
+
+@pytest.mark.parametrize("infer", INFER)
+@given(data=st.data(), segments=SEGMENTS, ranks=st.integers(2, 5), ordered=st.booleans())
+def test_all_ranks_find_the_same_or_all_raise(infer, data, segments, ranks, ordered):
+    held = sizes_of([segments[i] for i in data.draw(st.sampled_from(all_choices(segments)))], ranks)
+    found = []
+    for rank in range(ranks):
+        try:
+            found.append(infer(held[rank], segments, rank, ranks, kind="query", ordered=ordered).segments)
+        except ValueError:
+            found.append(None)
+    assert len(set(found)) == 1
+
+
+@pytest.mark.parametrize("chosen", [{7}, set(range(40)) - {13}, set(range(40))], ids=["one", "all but one", "all"])
+def test_forty_sequences_are_told_apart_where_no_other_choice_is_as_long_on_any_rank(chosen):
+    # Two of them are longer than any one, and each rank's part of one is another than of any other.
+    segments = tuple(Segment("x", 2001 + 32 * i) for i in range(40))
+    expected = tuple(segments[i] for i in sorted(chosen))
+    for rank, held in enumerate(SequenceLayout(expected, 2).sizes()):
+        assert sequence_of_length(held, segments, rank, 2, kind="query", ordered=False).segments == expected
+
+
+def test_forty_sequences_of_even_length_need_no_comparison():
+    segments = tuple(Segment("x", 8 * i) for i in range(1, 41))
+    found = sequence_of_length(100, segments, 3, 8, kind="query", ordered=False)
+    assert found.total == 800
+    with pytest.raises(ValueError, match="one of several orders"):
+        sequence_of_length(100, segments, 3, 8, kind="query", ordered=True)
+
+
+def test_forty_sequences_that_conflict_are_an_error_on_every_rank():
+    segments = tuple(Segment("x", 8 * i + i % 3) for i in range(1, 41))
+    for rank, held in enumerate(SequenceLayout(segments[:20], 8).sizes()):
+        with pytest.raises(ValueError, match=r"would fit on some rank|more than 4096 concatenations.*cp\.using"):
+            sequence_of_length(held, segments, rank, 8, kind="query", ordered=False)
+
+
+def test_many_choices_that_are_alike_are_an_error_that_names_the_way_out():
+    # The last is uneven, so ranks differ; it is in no choice that sums to 3 on the first rank, and 2 on the second.
+    segments = (*(Segment("x", 2 * i) for i in range(1, 40)), Segment("x", 50_001))
+    with pytest.raises(
+        ValueError, match=r"query of 300 tokens fits more than 4096 concatenations.*Say which with cp\.using"
+    ):
+        sequence_of_length(150, segments, 0, 2, kind="query", ordered=False)
+
+
+def test_in_a_graph_more_than_eight_sequences_are_an_error_that_names_the_way_out():
+    segments = tuple(Segment("x", 100 * i) for i in range(1, 10))
+    with pytest.raises(ValueError, match=r"9 sequences were sharded.*Say which one key is of with cp\.using"):
+        sequence_of_symbolic_length(50, segments, 0, 2, kind="key", ordered=False)
+
+
+def test_an_error_lists_what_is_known_but_not_all_concatenations_of_many():
+    segments = tuple(Segment("x", 10 * i) for i in range(1, 41))
+    with pytest.raises(
+        ValueError, match=r"key has 3 tokens on this rank, which fits nothing .*200 of 400, and conc"
+    ) as error:
+        sequence_of_length(3, segments, 0, 2, kind="key", ordered=False)
+    assert len(str(error.value)) < 1000
