@@ -25,6 +25,7 @@ from para_core.attention.tiling import RotateMethod
 from para_core.collectives import all_gather
 from para_core.layout import Segment, SequenceLayout, even_layout
 from para_core.mesh import MeshDim, SequenceMesh, guided_mesh
+from para_core.modes import fused_encoder
 from para_core.modes.inference import sequence_of_length, sequence_of_symbolic_length
 from para_core.modes.known_sequences import COND, HeldLayout, ShardingMode, segments_of
 from para_core.tokens import gather_tokens
@@ -94,7 +95,6 @@ class UnifiedAttnMode(ShardingMode):
         if self._single_dim is not None:
             _require_single(self._mesh, self._single_dim, type(self).__name__)
         self._attn_func = attn_func
-        self._fast_path = True
         # Of queries and of keys, if given: decides before what was cut.
         self._explicit: tuple[HeldLayout, HeldLayout | None] | None = None
         if layout is not None:
@@ -112,12 +112,10 @@ class UnifiedAttnMode(ShardingMode):
     # -- entering and leaving
 
     def _begin(self) -> None:
-        self._fast_path = _switch_fused_encoder(False)
+        fused_encoder.switch_off()
 
     def _end(self) -> None:
-        # Where it was off before, another thread's mode may have switched it off, and gives it back when it ends.
-        if self._fast_path:
-            _switch_fused_encoder(True)
+        fused_encoder.put_back()
 
     def _check_use(self) -> None:
         if self.intercepted or self._is_sdpa:
@@ -334,18 +332,6 @@ def _require_single(mesh: SequenceMesh, name: str, mode: str) -> None:
         raise ValueError(
             f"{mode} got a mesh whose {name!r} dim has {size} ranks; expected 1. Use UnifiedAttnMode for both at once."
         )
-
-
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
-def _switch_fused_encoder(on: bool) -> bool:
-    """Allow torch's fused encoder kernels or not; returns whether they were allowed.
-
-    In eager code torch leaves them when a mode is on. Dynamo takes them all the same, and shows them to no mode: so they
-    are off while a mode is entered, also while one is entered in a graph that is being traced (this runs then).
-    """
-    before: bool = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(on)
-    return before
 
 
 _UNSEEN = (torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd, flex_attention)

@@ -1,10 +1,13 @@
 """torch's fused encoder kernels: Dynamo puts them into a graph without showing them to a mode."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
 
 from para_core import UnifiedAttnMode, init_context_parallel_mesh
+from para_core.mesh import one_rank
 
 
 def build():
@@ -51,3 +54,49 @@ def test_compiled_encoder_layer_attends_to_all_tokens(rank_pool, form):
     for out, fast_path in rank_pool.run(encode, 2, form):
         assert (out - expected).norm() / expected.norm() < 1e-5
         assert fast_path, "the switch was not put back"
+
+
+def test_a_mode_that_ends_in_one_thread_leaves_another_thread_its_own():
+    entered, leave = threading.Event(), threading.Event()
+    seen = []
+
+    def stay_inside():
+        with UnifiedAttnMode(one_rank("cpu")):
+            entered.set()
+            leave.wait(60)
+            seen.append(torch.backends.mha.get_fastpath_enabled())
+
+    other = threading.Thread(target=stay_inside)
+    with UnifiedAttnMode(one_rank("cpu")):
+        other.start()
+        assert entered.wait(60)
+    assert not torch.backends.mha.get_fastpath_enabled(), "another thread is still inside of a mode"
+    leave.set()
+    other.join()
+    assert seen == [False]
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_who_had_switched_it_off_finds_it_off():
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with UnifiedAttnMode(one_rank("cpu")), UnifiedAttnMode(one_rank("cpu")):
+            assert not torch.backends.mha.get_fastpath_enabled()
+        assert not torch.backends.mha.get_fastpath_enabled()
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+
+
+def test_a_trace_that_fails_inside_of_a_mode_does_not_leave_it_off():
+    model, x = build()
+
+    def fail(x):
+        with UnifiedAttnMode(one_rank("cpu")):
+            torch._dynamo.graph_break()
+            return model(x)
+
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(fail, fullgraph=True, backend="eager")(x)
+    with UnifiedAttnMode(one_rank("cpu")):
+        pass
+    assert torch.backends.mha.get_fastpath_enabled()
