@@ -19,10 +19,15 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.adapters.adapter import Adapter, Text
-from para_core.adapters.failures import random_state_of_first_rank, reasons_shared, set_timeout
 from para_core.adapters.mesh_choice import choose_mesh, default_guidance, number_of_heads
 from para_core.adapters.models.supported import TRANSFORMERS, plan_for, supported, transformers_of
-from para_core.adapters.one_call import require_same_call, require_same_inputs
+from para_core.adapters.one_call import (
+    random_state_of_first_rank,
+    reasons_shared,
+    require_same_call,
+    require_same_inputs,
+    set_timeout,
+)
 from para_core.adapters.refusals import unseen_attention
 from para_core.cache.apply import cache_options
 from para_core.guidance import Guidance

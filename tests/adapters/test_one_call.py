@@ -1,16 +1,33 @@
-"""Ranks of one mesh draw one picture: same random numbers, same arguments, or an error on all of them."""
+"""Ranks of one mesh draw one picture: same random numbers, same arguments, or an error on all of them.
 
+Exceptions, callbacks, interrupts and threads: a call that ends badly leaves the pipe usable.
+"""
+
+import os
+import signal
+import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from diffusers import FluxPipeline
 from torch.distributed.device_mesh import init_device_mesh
+from torch.overrides import _get_current_function_mode_stack
 
-from para_core.adapters import parallelize_pipe
+from para_core.adapters import parallelize_pipe, parallelize_transformer
 from tests.rank_pool import RankPoolError
-from tests.tiny import FLUX_CHANNELS, cpu_mesh, flux_call, flux_pipe, relative_error
+from tests.tiny import (
+    FLUX_CHANNELS,
+    cpu_mesh,
+    flux_call,
+    flux_inputs,
+    flux_pipe,
+    flux_transformer,
+    relative_error,
+    relative_errors,
+)
 
 
 def draw_with_another_scheduler():
@@ -146,3 +163,178 @@ def test_a_subclass_of_a_pipeline_is_checked_and_exact_too(rank_pool):
     expected = flux_pipe()(**flux_call()).images
     for out in rank_pool.run(call_subclass_differently, 2):
         assert relative_error(out, expected) < 1e-5
+
+
+def leave_in_the_middle():
+    pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2))
+    state = torch.get_rng_state()
+    for kind in (ValueError, KeyboardInterrupt, SystemExit):
+
+        def leave(pipe, step, timestep, tensors, kind=kind):
+            raise kind("enough")
+
+        def leave_inside(module, args, kind=kind):
+            raise kind("enough")
+
+        with pytest.raises(kind, match="enough"):
+            pipe(**flux_call(callback_on_step_end=leave))
+        hook = pipe.transformer.single_transformer_blocks[0].register_forward_pre_hook(leave_inside)
+        with pytest.raises(kind, match="enough"):
+            pipe(**flux_call())
+        hook.remove()
+        assert not _get_current_function_mode_stack()
+        assert torch.equal(torch.get_rng_state(), state)
+    return pipe(**flux_call()).images
+
+
+def test_an_exception_on_all_ranks_leaves_the_pipe_usable(rank_pool):
+    expected = flux_pipe()(**flux_call()).images
+    for out in rank_pool.run(leave_in_the_middle, 2):
+        assert relative_error(out, expected) < 1e-5
+
+
+def leave_on_one_rank(how):
+    mesh = dist.new_group(timeout=timedelta(seconds=3)) if how == "of the group" else cpu_mesh(1, 2)
+    timeout = {"of the group": None, "seconds": 3.0, "timedelta": timedelta(seconds=3)}[how]
+    pipe = parallelize_pipe(flux_pipe(), mesh=mesh, timeout=timeout)
+
+    def leave(pipe, step, timestep, tensors):
+        if dist.get_rank() == 1:
+            raise ValueError("only here")
+        return tensors
+
+    begun = time.monotonic()
+    try:
+        pipe(**flux_call(callback_on_step_end=leave))
+    finally:
+        if dist.get_rank() == 1:
+            time.sleep(4)  # it lives on
+        assert time.monotonic() - begun < 20
+
+
+@pytest.mark.parametrize("how", ["of the group", "seconds", "timedelta"])
+def test_an_exception_on_one_rank_ends_the_others_with_the_timeout_and_its_reason(rank_pool, how):
+    first, second = rank_pool.run_expecting_errors(leave_on_one_rank, 2, how)
+    assert isinstance(second, ValueError)
+    assert isinstance(first, RuntimeError)
+    assert "stopped answering in the middle of this call: rank 1 raised ValueError: only here. This rank gave" in str(
+        first
+    )
+
+
+def die_on_one_rank():
+    pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2), timeout=3.0)
+
+    def die(pipe, step, timestep, tensors):
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return tensors
+
+    begun = time.monotonic()
+    try:
+        pipe(**flux_call(callback_on_step_end=die))
+    finally:
+        assert time.monotonic() - begun < 20
+
+
+def test_a_rank_that_dies_is_noticed_in_time(rank_pool):
+    with pytest.raises(
+        RankPoolError, match=r"(?s)another rank stopped answering in the middle of this call.*rank 1 died"
+    ):
+        rank_pool.run(die_on_one_rank, 2)
+
+
+def set_bad_timeout():
+    with pytest.raises(ValueError, match=r"timeout is 0\.0 s; expected a positive number of seconds, or a timedelta"):
+        parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2), timeout=0)
+
+
+def test_a_timeout_that_is_none_is_an_error(rank_pool):
+    rank_pool.run(set_bad_timeout, 2)
+
+
+def change_latents(pipe, step, timestep, tensors):
+    return {"latents": tensors["latents"] * 0.5}
+
+
+def stop_after_first(pipe, step, timestep, tensors):
+    pipe._interrupt = True
+    return tensors
+
+
+CALLS = {
+    "a callback that changes latents": {"callback_on_step_end": change_latents},
+    "interrupt": {"callback_on_step_end": stop_after_first, "num_inference_steps": 3},
+    "pixels": {"output_type": "pt"},
+    "numpy": {"output_type": "np"},
+    "pictures": {"output_type": "pil"},
+    "a tuple": {"return_dict": False},
+}
+
+
+def draw_all(pipe):
+    outs = {}
+    for name, options in CALLS.items():
+        out = pipe(**flux_call(**options))
+        images = out[0] if isinstance(out, tuple) else out.images
+        if name == "pictures":
+            images = torch.stack([torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8) for image in images])
+        outs[name] = torch.as_tensor(images).double()
+    return outs
+
+
+def draw_all_parallel():
+    return draw_all(parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2)))
+
+
+def test_callbacks_interrupts_and_forms_of_output_work_as_before(rank_pool):
+    expected = draw_all(flux_pipe())
+    for outs in rank_pool.run(draw_all_parallel, 2):
+        errors = relative_errors(outs, expected)
+        # A picture is rounded to 256 steps: one of them in one pixel is 1e-4.
+        assert errors.pop("pictures") < 1e-3
+        assert max(errors.values()) < 1e-5, errors
+
+
+def call_from_two_threads():
+    transformer = parallelize_transformer(flux_transformer(), mesh=cpu_mesh(1, 2))
+    inputs = flux_inputs(10, 3)
+    errors = []
+
+    def call_again(module, args):
+        if threading.current_thread() is not threading.main_thread():
+            return
+        thread = threading.Thread(target=call_and_keep_error)
+        thread.start()
+        thread.join()
+
+    def call_and_keep_error():
+        try:
+            transformer(**inputs)
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    with torch.no_grad():
+        hook = transformer.transformer_blocks[1].register_forward_pre_hook(call_again)
+        out = transformer(**inputs).sample
+        hook.remove()
+    return errors, out, transformer(**inputs).sample
+
+
+def test_a_second_thread_in_the_same_transformer_is_an_error(rank_pool):
+    expected = flux_transformer()(**flux_inputs(10, 3)).sample
+    for errors, *outs in rank_pool.run(call_from_two_threads, 2):
+        assert len(errors) == 1
+        assert "FluxTransformer2DModel is already running in another thread" in errors[0]
+        assert max(relative_error(out, expected) for out in outs) < 1e-5
+
+
+def build_after_group_is_gone():
+    pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2))
+    dist.destroy_process_group()
+    with pytest.raises(RuntimeError, match=r"The process group of mesh dim 'ulysses' \(2 ranks\) was destroyed"):
+        pipe(**flux_call())
+
+
+def test_a_call_after_the_group_was_destroyed_is_an_error_that_says_so(rank_pool):
+    rank_pool.run(build_after_group_is_gone, 2)
