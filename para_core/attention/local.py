@@ -352,7 +352,7 @@ def _backward_of(backend: int, query: Tensor, value: Tensor) -> int:
     head_dim = query.shape[-1]
     if query.is_cpu:
         return backend
-    if backend == _FLASH and head_dim > 192:
+    if backend == _FLASH and 192 < head_dim <= 224:
         # transformers/cuda/sdp_utils.cpp, check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120
         return _MATH if head_dim % 8 else _EFFICIENT
     if backend == _CUDNN and (head_dim > 128 or head_dim != value.shape[-1]):

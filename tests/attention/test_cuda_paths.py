@@ -1,0 +1,444 @@
+"""Attention on a GPU without a GPU: each backend on meta tensors, its kernels' preconditions checked at every call.
+
+The kernels check little of what they take for granted, so the watcher here does. What they take for granted is cited from
+PyTorch 2.13: `mem_eff/…` with lines lies under `torch/include/ATen/native/transformers/cuda/mem_eff_attention/`, the rest
+under `aten/src/ATen/native/`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from para_core.attention import local
+from para_core.attention.local import local_attention_backward, local_attention_with_lse
+
+B, H = 2, 4
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+aten = torch.ops.aten
+
+# -- what each kernel asks of its arguments
+
+
+def _aligned(x: Tensor, name: str) -> None:
+    """Rows that can be loaded 16 bytes at a time: mem_eff/kernel_forward.h:573-612, kernel_backward.h:1182-1238."""
+    step = 16 // x.element_size()
+    assert x.stride(-1) == 1, f"{name} has last stride {x.stride(-1)}"
+    assert x.storage_offset() % step == 0, f"{name} begins at an unaligned {x.storage_offset()}"
+    for size, stride in list(zip(x.shape, x.stride(), strict=True))[:-1]:
+        assert size == 1 or stride % step == 0, f"{name} has strides {x.stride()}, not multiples of {step}"
+
+
+def _bias_of_efficient(bias: Tensor | None, query: Tensor, key: Tensor) -> None:
+    """transformers/cuda/attention_backward.cu, _efficient_attention_backward: dtype, shape and last stride of bias."""
+    if bias is None:
+        return
+    assert bias.dtype == query.dtype, f"bias is {bias.dtype}, query {query.dtype}"
+    assert bias.shape == (*query.shape[:3], key.shape[2]), f"bias is {list(bias.shape)}"
+    _aligned(bias, "bias")
+    # The last load of the last row: transformers/attention.cpp, preprocess_mask, pads for it.
+    last = bias.storage_offset() + sum(s * (n - 1) for n, s in zip(bias.shape[:-1], bias.stride()[:-1], strict=True))
+    end = (last + -(-key.shape[2] // 8) * 8) * bias.element_size()
+    assert end <= bias.untyped_storage().nbytes(), "the last row of bias is loaded past its storage"
+
+
+def check_efficient(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *_: Any, **__: Any) -> None:
+    for name, x in {"query": query, "key": key, "value": value}.items():
+        _aligned(x, name)
+        assert x.shape[1] == query.shape[1], "no grouped heads: one stride of heads for all of q, k and v"
+    _bias_of_efficient(bias, query, key)
+
+
+def check_efficient_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    *_: Any,
+    **__: Any,
+) -> None:
+    check_efficient(query, key, value, bias)
+    assert grad_out.dtype == out.dtype == query.dtype
+    heads, num_queries, head_dim = out.shape[1:]
+    if out.dtype != F32:  # kKernelComputesDelta, kernel_backward.h:272
+        # No stride of its rows is passed: o_strideM() is head_dim_value * num_heads, kernel_backward.h:684.
+        assert num_queries == 1 or out.stride(2) == heads * head_dim, f"out has strides {out.stride()}"
+        assert out.stride(3) == 1
+    # Read in tiles of 32 rows (mem_eff/gemm/mma_from_smem.h:1602-1605), strides of B and H (kernel_backward.h:1189-1194).
+    assert lse.dtype == F32 and lse.stride(2) == 1
+    assert lse.shape[2] == -(-num_queries // 32) * 32, f"lse has {lse.shape[2]} rows for {num_queries} queries"
+    assert lse.stride(1) % 8 == 0 and lse.stride(0) % 8 == 0
+
+
+def check_flash(
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False, *_: Any, **__: Any
+) -> None:
+    """transformers/cuda/flash_attn/flash_api.cpp, mha_fwd; the causal diagonal: transformers/cuda/sdp_utils.cpp."""
+    for x in (query, key, value):
+        assert x.dtype in (F16, BF16) and x.dtype == query.dtype
+        assert x.stride(-1) == 1
+        assert x.shape[-1] % 8 == 0 and x.shape[-1] == query.shape[-1] <= 256
+        assert query.shape[1] % x.shape[1] == 0
+    assert not is_causal or query.shape[2] == key.shape[2], "its diagonal ends at the last key"
+
+
+def check_flash_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    *_: Any,
+    **__: Any,
+) -> None:
+    """transformers/cuda/flash_attn/flash_api.cpp, mha_bwd."""
+    check_flash(query, key, value, dropout_p, is_causal)
+    assert not 192 < query.shape[-1] <= 224, "not on sm86 to sm89, nor sm120 (transformers/cuda/sdp_utils.cpp)"
+    assert grad_out.dtype == out.dtype == query.dtype and grad_out.shape == out.shape == query.shape
+    assert lse.dtype == F32 and lse.shape == query.shape[:3] and lse.is_contiguous(), "lse is read by its pointer alone"
+    assert cum_seq_q is None and cum_seq_k is None, "defined, they mean sequences of different lengths"
+    assert (max_q, max_k) == (query.shape[2], key.shape[2]) and dropout_p == 0
+
+
+def check_cudnn(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *_: Any, **__: Any) -> None:
+    """transformers/cuda/sdp_utils.cpp, can_use_cudnn_attention; the bias: cudnn/MHA.cpp, build_graph."""
+    for x in (query, key, value):
+        assert x.dtype in (F16, BF16) and x.dtype == query.dtype
+        assert x.stride(-1) == 1 and x.shape[-1] % 8 == 0 and x.shape[-1] <= 256
+        assert query.shape[1] % x.shape[1] == 0
+    assert key.shape[2] > 1
+    if bias is not None:
+        assert bias.dtype == query.dtype, f"bias is {bias.dtype}: it is read as {query.dtype}"
+        assert bias.ndim == 4 and bias.shape[1] in (1, query.shape[1]) and bias.shape[3] == key.shape[2]
+        _aligned(bias, "bias")
+
+
+def check_cudnn_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    seed: Tensor,
+    offset: Tensor,
+    bias: Tensor | None,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    *_: Any,
+    **__: Any,
+) -> None:
+    """cudnn/MHA.cpp, run_cudnn_SDP_bprop: a graph is found again by the strides of q, k, v and bias alone."""
+    check_cudnn(query, key, value, bias)
+    assert query.shape[-1] == value.shape[-1] <= 128, "transformers/cuda/sdp_utils.cpp, check_cudnn_d256_bprop_head_dim"
+    for name, x in {"out": out, "grad_out": grad_out}.items():
+        assert x.dtype == query.dtype
+        assert x.stride() == torch.empty_like(query).stride(), f"{name} has strides {x.stride()}, not the forward's"
+    assert lse.dtype == F32 and lse.shape == (*query.shape[:3], 1) and lse.is_contiguous()
+    assert cum_seq_q is None and cum_seq_k is None
+
+
+PRECONDITIONS: dict[Any, Callable[..., None]] = {
+    aten._scaled_dot_product_efficient_attention.default: check_efficient,
+    aten._scaled_dot_product_efficient_attention_backward.default: check_efficient_backward,
+    aten._scaled_dot_product_flash_attention.default: check_flash,
+    aten._scaled_dot_product_flash_attention_backward.default: check_flash_backward,
+    aten._scaled_dot_product_cudnn_attention.default: check_cudnn,
+    aten._scaled_dot_product_cudnn_attention_backward.default: check_cudnn_backward,
+}
+ASK_THE_HOST = {aten._local_scalar_dense, aten.is_nonzero, aten.item, aten.equal, aten.nonzero, aten.masked_select}
+COPIES = {aten.copy_, aten._to_copy, aten.clone, aten.constant_pad_nd, aten.contiguous, aten.cat, aten.index_select}
+ALLOCATIONS = {aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.new_empty_strided}
+
+
+class Watcher(TorchDispatchMode):
+    """Checks each fused kernel's preconditions, and counts what else is launched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels: list[str] = []
+        self.copies: list[str] = []
+        self.launches: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        packet, name = func.overloadpacket, str(func)
+        assert packet not in ASK_THE_HOST, f"{name} waits for the device"
+        if func in PRECONDITIONS:
+            PRECONDITIONS[func](*args, **(kwargs or {}))
+            self.kernels.append(name)
+        if packet in COPIES:
+            self.copies.append(name)
+        if not func.is_view and packet not in ALLOCATIONS:
+            self.launches.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+# -- the cases
+
+BACKENDS = {
+    "flash": (SDPBackend.FLASH_ATTENTION, (F16, BF16)),
+    "efficient": (SDPBackend.EFFICIENT_ATTENTION, (F32, F16, BF16)),
+    "cudnn": (SDPBackend.CUDNN_ATTENTION, (F16, BF16)),
+    "math": (SDPBackend.MATH, (F32, BF16)),
+}
+HEAD_DIMS = (36, 64, 96, 128, 256)
+MASKS = ("none", "causal", "bool", "bool rows", "float", "float32")
+MEMORY = ("BHSD", "BSHD", "packed")
+# (number of key heads, of queries, of keys)
+SIZES = ((H, 64, 64), (H, 37, 37), (H, 37, 53), (H // 2, 64, 64), (H // 2, 37, 37))
+
+
+def takes(backend: str, dtype: torch.dtype, head_dim: int, mask: str) -> bool:
+    """What SDPA's choice (transformers/cuda/sdp_utils.cpp) lets through to ``backend``."""
+    if dtype not in BACKENDS[backend][1]:
+        return False
+    if backend == "flash":
+        return mask in ("none", "causal")
+    return head_dim % 8 == 0 or backend == "math" or (backend == "efficient" and dtype == F32)
+
+
+CASES = [
+    pytest.param(backend, dtype, head_dim, mask, id=f"{backend}-{str(dtype)[6:]}-{head_dim}-{mask}")
+    for backend in BACKENDS
+    for dtype in (F32, F16, BF16)
+    for head_dim in HEAD_DIMS
+    for mask in MASKS
+    if takes(backend, dtype, head_dim, mask)
+]
+
+
+def make(memory: str, heads: int, length: int, head_dim: int, dtype: torch.dtype) -> Tensor:
+    """``[B, heads, length, head_dim]``, on the meta device."""
+    if memory == "BHSD":
+        return torch.empty(B, heads, length, head_dim, dtype=dtype, device="meta")
+    if memory == "BSHD":
+        return torch.empty(B, length, heads, head_dim, dtype=dtype, device="meta").transpose(1, 2)
+    # The second of three in one buffer, as a fused projection leaves it.
+    return torch.empty(B, length, 3, heads, head_dim, dtype=dtype, device="meta")[:, :, 1].transpose(1, 2)
+
+
+def make_mask(kind: str, num_queries: int, num_keys: int, dtype: torch.dtype) -> Tensor | None:
+    shapes = {"bool": (B, 1, 1, num_keys), "bool rows": (1, H, num_queries, num_keys)}
+    shape = shapes.get(kind, (B, 1, num_queries, num_keys))
+    dtypes = {"bool": torch.bool, "bool rows": torch.bool, "float": dtype, "float32": F32}
+    return None if kind in ("none", "causal") else torch.empty(shape, dtype=dtypes[kind], device="meta")
+
+
+def every_call(mask: str) -> Iterator[tuple[str, int, int, int]]:
+    """(memory, number of key heads, of queries, of keys)."""
+    for memory in MEMORY:
+        for key_heads, num_queries, num_keys in SIZES if memory == "BHSD" else SIZES[:3:2]:
+            if mask != "causal" or num_queries == num_keys:
+                yield memory, key_heads, num_queries, num_keys
+
+
+@pytest.fixture
+def choose(monkeypatch: pytest.MonkeyPatch) -> Callable[[SDPBackend], None]:
+    """Fix SDPA's choice, which torch cannot make for meta tensors."""
+
+    def fix(backend: SDPBackend) -> None:
+        monkeypatch.setattr(local, "_choose_backend", lambda *_: backend.value)
+
+    return fix
+
+
+def mask_copies(mask: str, dtype: torch.dtype) -> int:
+    """How often a mask of aligned rows has to be written anew: as a bias, or in query's dtype."""
+    return {"bool": 1, "bool rows": 1, "float32": int(dtype != F32)}.get(mask, 0)
+
+
+@pytest.mark.parametrize(("backend", "dtype", "head_dim", "mask"), CASES)
+def test_every_kernel_gets_what_it_reads_and_nothing_is_copied_in_vain(choose, backend, dtype, head_dim, mask):
+    choose(BACKENDS[backend][0])
+    for memory, key_heads, num_queries, num_keys in every_call(mask):
+        case = f"{memory}, {key_heads} key heads, {num_queries} × {num_keys}"
+        query = make(memory, H, num_queries, head_dim, dtype)
+        key, value = (make(memory, key_heads, num_keys, head_dim, dtype) for _ in range(2))
+        options = {"mask": make_mask(mask, num_queries, num_keys, dtype), "is_causal": mask == "causal"}
+
+        with Watcher() as forward:
+            out, lse = local_attention_with_lse(query, key, value, **options)
+        assert out.shape == query.shape and out.dtype == dtype, case
+        assert lse.shape == query.shape[:3] and lse.dtype == F32, case
+        if memory != "BHSD" and head_dim % 8 == 0:
+            out.transpose(1, 2).view(B, num_queries, -1)
+
+        with Watcher() as backward:
+            grads = local_attention_backward(torch.empty_like(out), query, key, value, out, lse, **options)
+        for grad, x in zip(grads[:3], (query, key, value), strict=True):
+            assert grad.shape == x.shape and grad.dtype == x.dtype, case
+
+        if backend == "math":
+            assert not forward.kernels and not backward.kernels
+            continue
+        assert len(forward.kernels) == len(backward.kernels) == 1, case
+        if head_dim % 8 or num_keys % 8 or (backend == "efficient" and key_heads != H):
+            continue  # padded or expanded
+        copies = mask_copies(mask, dtype)
+        assert len(forward.copies) == copies, f"{case}: {forward.copies}"
+        if "efficient" in backward.kernels[0] and backend != "efficient":
+            # Another kernel than the forward's: it expands heads, and wants out laid out.
+            copies += int(memory == "BHSD") + 2 * int(key_heads != H)
+        assert len(backward.copies) == copies, f"{case}: {backward.copies}"
+        if mask in ("none", "causal"):
+            assert len(forward.launches) == 1, f"{case}: {forward.launches}"
+            assert len(backward.launches) == 1 + copies or key_heads != H, f"{case}: {backward.launches}"
+
+
+# A ring merges partial results in float32 and cuts rows into pieces: out, grad_out and lse then lie in their own ways.
+@pytest.mark.parametrize(
+    ("backend", "dtype"), [("flash", BF16), ("efficient", F16), ("efficient", F32), ("cudnn", BF16)]
+)
+@pytest.mark.parametrize("out_memory", [*MEMORY, "float32", "rows"])
+def test_the_gradient_takes_out_and_lse_however_they_lie(choose, backend, dtype, out_memory):
+    choose(BACKENDS[backend][0])
+    for memory, key_heads, num_queries, num_keys in every_call("none"):
+        query = make(memory, H, num_queries, 64, dtype)
+        key, value = (make(memory, key_heads, num_keys, 64, dtype) for _ in range(2))
+        lse = torch.empty(B, H, num_queries + 5, device="meta")[..., 5:]
+        if out_memory == "rows":  # one piece of a longer row
+            out = make("BHSD", H, num_queries + 3, 64, dtype)[:, :, 3:]
+        elif out_memory == "float32":
+            out = make("BSHD", H, num_queries, 64, F32)
+        else:
+            out = make(out_memory, H, num_queries, 64, dtype)
+        grad_out = torch.empty(B, 1, num_queries, 1, dtype=dtype, device="meta").expand(out.shape)  # as sum() gives it
+        with Watcher() as watcher:
+            grads = local_attention_backward(grad_out, query, key, value, out, lse)
+        assert len(watcher.kernels) == 1
+        assert [grad.shape for grad in grads[:3]] == [x.shape for x in (query, key, value)]
+
+
+@pytest.mark.parametrize("backend", ["efficient", "cudnn"])
+def test_a_mask_may_be_any_part_of_a_longer_one_or_broadcast_over_keys(choose, backend):
+    choose(BACKENDS[backend][0])
+    query, key = (make("BSHD", H, length, 64, BF16) for length in (37, 48))
+    whole = torch.empty(B, 1, 37, 200, device="meta", dtype=BF16)
+    parts = [whole[..., start : start + 48] for start in (0, 5, 8, 48)]
+    one_column = [whole[..., :1], whole[:1, :, :1, :1].bool(), whole[..., :1].float()]
+    transposed = torch.empty(48, 37, device="meta", dtype=BF16).t()[None, None]
+    for mask in [*parts, *one_column, transposed, *[part.bool() for part in parts], *[part.float() for part in parts]]:
+        with Watcher() as watcher:
+            out, lse = local_attention_with_lse(query, key, key, mask=mask)
+            local_attention_backward(out, query, key, key, out, lse, mask=mask)
+        assert len(watcher.kernels) == 2
+    with Watcher() as watcher:
+        local_attention_with_lse(query, key, key, mask=parts[2])
+    assert watcher.copies == [], "an aligned part of a mask is passed as it lies"
+
+
+def test_what_the_backward_of_a_backend_does_not_take_goes_to_another(choose):
+    def kernel(backend: str, head_dim: int, value_dim: int | None = None) -> str:
+        choose(BACKENDS[backend][0])
+        query, value = make("BSHD", H, 37, head_dim, BF16), make("BSHD", H, 37, value_dim or head_dim, BF16)
+        out, lse = torch.empty_like(value), torch.empty(B, H, 37, device="meta")
+        with Watcher() as watcher:
+            local_attention_backward(out, query, query, value, out, lse)
+        return watcher.kernels[0].split("_attention")[0].split("_")[-1] if watcher.kernels else "math"
+
+    assert [kernel("flash", head_dim) for head_dim in (128, 192, 200, 210, 250, 256)] == [
+        *["flash", "flash", "efficient", "math", "flash", "flash"]
+    ]
+    assert [kernel("cudnn", head_dim) for head_dim in (64, 128, 192, 256)] == [
+        "cudnn",
+        "cudnn",
+        "efficient",
+        "efficient",
+    ]
+    assert kernel("cudnn", 128, 64) == "efficient"
+
+
+def test_the_gradient_of_a_mask_is_computed_without_a_kernel(choose):
+    choose(SDPBackend.EFFICIENT_ATTENTION)
+    x, mask = make("BSHD", H, 37, 64, BF16), make_mask("float", 37, 37, BF16)
+    with Watcher() as watcher:
+        *_, grad_mask = local_attention_backward(
+            x, x, x, x, x, torch.empty(B, H, 37, device="meta"), mask=mask, mask_gradient=True
+        )
+    assert grad_mask is not None and grad_mask.shape == (B, H, 37, 37) and not watcher.kernels
+
+
+# -- the watcher itself
+
+
+def lse_of(num_queries: int) -> Tensor:
+    return torch.empty(B, H, math.ceil(num_queries / 32) * 32, device="meta")
+
+
+def efficient_backward(**changed: Tensor) -> None:
+    x = make("BSHD", H, 37, 64, BF16)
+    given = {"grad_out": x, "query": x, "key": x, "value": x, "bias": None, "out": x, "lse": lse_of(37), **changed}
+    seed = torch.empty((), dtype=torch.int64, device="meta")
+    aten._scaled_dot_product_efficient_attention_backward(*given.values(), seed, seed, 0.0, [True, True, True, False])
+
+
+def flash_backward(head_dim: int, lse: Tensor) -> None:
+    x, seed = make("BSHD", H, 37, head_dim, BF16), torch.empty((), dtype=torch.int64, device="meta")
+    aten._scaled_dot_product_flash_attention_backward(x, x, x, x, x, lse, None, None, 37, 37, 0.0, False, seed, seed)
+
+
+def cudnn_backward(**changed: Tensor) -> None:
+    x, seed = make("BSHD", H, 37, 64, BF16), torch.empty((), dtype=torch.int64, device="meta")
+    lse = torch.empty(B, H, 37, 1, device="meta")
+    given = {"grad_out": x, "query": x, "key": x, "value": x, "out": x, "lse": lse, **changed}
+    aten._scaled_dot_product_cudnn_attention_backward(*given.values(), seed, seed, None, None, None, 37, 37, 0.0, False)
+
+
+def efficient(bias: Tensor | None = None, key_heads: int = H) -> None:
+    query, key = make("BSHD", H, 37, 64, BF16), make("BSHD", key_heads, 37, 64, BF16)
+    aten._scaled_dot_product_efficient_attention(query, key, key, bias, True)
+
+
+def bias(dtype: torch.dtype = BF16, num_keys: int = 40) -> Tensor:
+    return torch.empty(B, H, 37, num_keys, dtype=dtype, device="meta")[..., :37]
+
+
+VIOLATIONS = {
+    "out has strides": lambda: efficient_backward(out=make("BHSD", H, 37, 64, BF16)),
+    "lse has 37 rows": lambda: efficient_backward(lse=torch.empty(B, H, 37, device="meta")),
+    "bias is torch.float32, query": lambda: efficient(bias(F32)),
+    "not multiples of 8": lambda: efficient(bias(num_keys=37)),
+    "bias is .2, 1, 1, 37": lambda: efficient(bias()[:, :1, :1]),
+    "past its storage": lambda: efficient(torch.empty(37, dtype=BF16, device="meta").expand(B, H, 37, 37)),
+    "no grouped heads": lambda: efficient(key_heads=1),
+    "assert": lambda: flash_backward(36, torch.empty(B, H, 37, device="meta")),
+    "by its pointer alone": lambda: flash_backward(64, lse_of(37)[..., :37]),
+    "grad_out has strides": lambda: cudnn_backward(grad_out=make("BHSD", H, 37, 64, BF16)),
+    "float32: it is read as": lambda: aten._scaled_dot_product_cudnn_attention(
+        *[make("BSHD", H, 37, 64, BF16)] * 3, bias(F32), True
+    ),
+    "waits for the device": lambda: torch.empty((), device="meta").item(),
+}
+
+
+@pytest.mark.parametrize("message", VIOLATIONS)
+def test_the_watcher_sees_a_violation(message):
+    with pytest.raises(AssertionError, match=message), Watcher():
+        VIOLATIONS[message]()
+
+
+def test_the_watcher_lets_the_same_calls_pass_where_nothing_is_violated():
+    with Watcher() as watcher:
+        efficient_backward()
+        efficient_backward(bias=bias())
+        efficient(bias())
+        flash_backward(64, torch.empty(B, H, 37, device="meta"))
+        cudnn_backward()
+    assert len(watcher.kernels) == 5
