@@ -126,18 +126,20 @@ def _records(encoded: bytes, size: int, mesh: SequenceMesh | GuidedMesh) -> list
 
 def _gathered(row: bytes, mesh: SequenceMesh | GuidedMesh) -> bytes:
     """The equally long rows of all ranks of ``mesh``, in rank order."""
-    rows = torch.frombuffer(bytearray(row), dtype=torch.uint8)
-    for dim in mesh.dims:
-        if dim.size == 1:
-            continue
-        try:
-            rows = all_gather_bytes(rows, dim)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"no answer from all {dim.size} ranks of mesh dim {dim.name!r} within the group's timeout. Most likely another "
-                "rank raised an exception of its own, or died: its log has the reason."
-            ) from error
-    return rows.numpy().tobytes()
+    # These bytes are no input of a function that is being transformed.
+    with torch._C._DisableFuncTorch():
+        rows = torch.frombuffer(bytearray(row), dtype=torch.uint8)
+        for dim in mesh.dims:
+            if dim.size == 1:
+                continue
+            try:
+                rows = all_gather_bytes(rows, dim)
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"no answer from all {dim.size} ranks of mesh dim {dim.name!r} within the group's timeout. Most likely "
+                    "another rank raised an exception of its own, or died: its log has the reason."
+                ) from error
+        return rows.numpy().tobytes()
 
 
 def raise_first_error(records: list[Record]) -> None:

@@ -1,7 +1,11 @@
-"""Functional collectives with uneven sizes, in eager code and inside compiled graphs.
+"""Collectives with uneven sizes: by hand in eager code, and as operators that a graph keeps in program order.
 
-The only module that knows torch's own names for them. All of them are built on all-to-all: it takes uneven sizes, has
-a backward, and exists on every backend for every device (gloo has no point-to-point for CUDA tensors).
+The only module that knows torch's own names for them. Two are enough, all-to-all and all-gather: they exist on every backend for
+every device (gloo has no point-to-point for CUDA tensors).
+
+**Order in a graph.** Compilers order independent operators as they see fit, by memory, say, which differs from rank to rank where
+parts differ in size: the ranks would then meet in different collectives. So every collective of a graph, forward and backward,
+takes from the one before it a tensor of one element that it does not look at (:func:`in_program_order`).
 """
 
 from __future__ import annotations
@@ -9,10 +13,13 @@ from __future__ import annotations
 import atexit
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
 from para_core.mesh import GuidedMesh, MeshDim, SequenceMesh, host_group
 
@@ -22,38 +29,40 @@ from para_core.mesh import GuidedMesh, MeshDim, SequenceMesh, host_group
 atexit.register(time.sleep, 0.05)  # seconds
 
 
-def start_all_to_all(x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], dim: MeshDim) -> Tensor:
-    """Begin to send ``send_sizes[i]`` rows of ``x`` to rank ``i`` of ``dim``; :func:`wait` before use of the result.
+# -- begun now, waited for later
+
+
+@dataclass(frozen=True)
+class Travelling:
+    """A collective under way: what it will have filled, and whom to wait for; None: nobody."""
+
+    buffer: Tensor
+    work: dist.Work | None
+
+
+def start_all_to_all(
+    x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], dim: MeshDim, *, even: bool = False
+) -> Travelling:
+    """Begin to send ``send_sizes[i]`` elements of ``x`` (flat) to rank ``i`` of ``dim``; :func:`wait` gives what arrives.
 
     Args:
-        x: contiguous, cut along its first dim.
-        send_sizes: rows for each rank of ``dim``, in order.
-        receive_sizes: rows from each rank of ``dim``: what that rank sends here.
+        receive_sizes: elements from each rank of ``dim``: what that rank sends here. They arrive in the order of the senders.
+        even: every rank sends as much to every other, which all of them know: backends have a shorter way for it.
 
-    Returns:
-        What arrives, in the order of the senders, concatenated along the first dim.
+    Where a gradient will be asked for, or a graph is traced, it is the operator, and done at once.
     """
-    differentiable = torch.is_grad_enabled() and x.requires_grad
-    namespace = torch.ops._c10d_functional_autograd if differentiable else torch.ops._c10d_functional
-    received: Tensor = namespace.all_to_all_single(x, list(receive_sizes), list(send_sizes), dim.group_name)
-    return received
+    if _needs_operator(x):
+        return Travelling(all_to_all(x, send_sizes, receive_sizes, dim), None)
+    received = x.new_empty(sum(receive_sizes))
+    group = group_of(dim)
+    if even:
+        return Travelling(received, dist.all_to_all_single(received, x, group=group, async_op=True))
+    sizes = list(receive_sizes), list(send_sizes)
+    return Travelling(received, dist.all_to_all_single(received, x, *sizes, group=group, async_op=True))
 
 
-def wait(x: Tensor) -> Tensor:
-    """Wait for a collective that was started; the same call in eager code and while tracing."""
-    done: Tensor = torch.ops._c10d_functional.wait_tensor(x)
-    return done
-
-
-def all_to_all(x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], dim: MeshDim) -> Tensor:
-    """:func:`start_all_to_all`, finished. Nothing moves where ``dim`` has one rank."""
-    if dim.size == 1:
-        return x
-    return wait(start_all_to_all(x, send_sizes, receive_sizes, dim))
-
-
-def start_ring_shift(x: Tensor, receive_size: int, dim: MeshDim, *, distance: int = 1) -> Tensor:
-    """Begin to send ``x`` (1-D) to the rank ``distance`` after this one, and to receive ``receive_size`` elements."""
+def start_ring_shift(x: Tensor, receive_size: int, dim: MeshDim, *, distance: int = 1) -> Travelling:
+    """Begin to send ``x`` (flat) to the rank ``distance`` after this one, and to receive ``receive_size`` elements."""
     send_sizes = [0] * dim.size
     receive_sizes = [0] * dim.size
     send_sizes[(dim.index + distance) % dim.size] = x.numel()
@@ -61,16 +70,173 @@ def start_ring_shift(x: Tensor, receive_size: int, dim: MeshDim, *, distance: in
     return start_all_to_all(x, send_sizes, receive_sizes, dim)
 
 
+def start_all_gather(x: Tensor, dim: MeshDim) -> Travelling:
+    """Begin to gather the equally long ``x`` (flat) of all ranks of ``dim``, one behind the other."""
+    if _needs_operator(x):
+        return Travelling(all_gather(x, [x.numel()] * dim.size, 0, dim), None)
+    gathered = x.new_empty(dim.size * x.numel())
+    return Travelling(gathered, _all_gather_into(gathered, x, group=group_of(dim), async_op=True))
+
+
+def wait(travelling: Travelling) -> Tensor:
+    """What a collective that was started has brought."""
+    if travelling.work is not None:
+        travelling.work.wait()
+    return travelling.buffer
+
+
+def _needs_operator(x: Tensor) -> bool:
+    return torch.compiler.is_compiling() or (x.requires_grad and torch.is_grad_enabled())
+
+
+def group_of(dim: MeshDim) -> dist.ProcessGroup:
+    """The group of a mesh dim; in a graph, which holds names, found by its name."""
+    return dim.group if dim.group is not None else _group_named(dim.group_name)
+
+
+def _group_named(name: str) -> dist.ProcessGroup:
+    resolve: Any = torch.distributed.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+    group: dist.ProcessGroup = resolve(name)
+    return group
+
+
+def _all_gather_into(gathered: Tensor, x: Tensor, **options: Any) -> Any:
+    # torch 2.11 has only the second name; 2.13 warns of it.
+    return getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(gathered, x, **options)
+
+
+def _all_equal(sizes: Sequence[int]) -> bool:
+    return all(size == sizes[0] for size in sizes)
+
+
+# -- as operators: with a gradient, and in graphs
+
+LIBRARY = torch.library.Library("para_core", "FRAGMENT")
+LIBRARY.define(
+    "all_to_all(Tensor x, SymInt[] send_sizes, SymInt[] receive_sizes, str group_name, Tensor? after=None) -> (Tensor, Tensor)"
+)
+LIBRARY.define("all_gather(Tensor x, SymInt[] sizes, str group_name, Tensor? after=None) -> (Tensor, Tensor)")
+
+
+def in_program_order(name: str, place: int) -> None:
+    """Have the collective ``para_core::name`` wait, in every graph, for the one that was traced before it.
+
+    The last argument of the operator, at ``place`` and named ``after``, is an optional tensor; its last result is one of one element.
+    While a graph is traced the first is filled with the second of the operator before: a data dependency, which no pass of a compiler
+    can cut. Kept on the tracer, so it begins and ends with the graph.
+    """
+
+    def chained(mode: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = {**(kwargs or {}), "after": getattr(mode.tracer, "_para_core_last_collective", None)}
+        found = mode.__torch_dispatch__(func, types, args[:place], kwargs)
+        mode.tracer._para_core_last_collective = found[-1]
+        return found
+
+    torch.library.register_torch_dispatch(f"para_core::{name}", ProxyTorchDispatchMode, chained, lib=LIBRARY)
+
+
+def done(x: Tensor) -> Tensor:
+    """A token of one element for who comes next; ``x`` says on which device."""
+    return x.new_empty(1, dtype=torch.float32)
+
+
+def _all_to_all(
+    x: Tensor, send_sizes: list[int], receive_sizes: list[int], group_name: str, after: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    received = x.new_empty(sum(receive_sizes), *x.shape[1:])
+    dist.all_to_all_single(received, x.contiguous(), receive_sizes, send_sizes, group=_group_named(group_name))
+    return received, done(x)
+
+
+def _all_to_all_meta(
+    x: Tensor, send_sizes: list[int], receive_sizes: list[int], group_name: str, after: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(sum(receive_sizes), *x.shape[1:]), done(x)
+
+
+def _all_to_all_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _, ctx.send_sizes, ctx.receive_sizes, ctx.group_name, *_ = inputs
+
+
+def _all_to_all_backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
+    back, _ = torch.ops.para_core.all_to_all(grad, ctx.receive_sizes, ctx.send_sizes, ctx.group_name)
+    return done_waiting(back), None, None, None, None
+
+
+def _all_gather(x: Tensor, sizes: list[int], group_name: str, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    longest = max(sizes)
+    if x.shape[0] < longest:
+        x = torch.cat([x, x.new_zeros(longest - x.shape[0], *x.shape[1:])])
+    rows = x.new_empty(len(sizes) * longest, *x.shape[1:])
+    _all_gather_into(rows, x.contiguous(), group=_group_named(group_name))
+    if not _all_equal(sizes):
+        rows = torch.cat([part[:size] for part, size in zip(rows.split(longest), sizes, strict=True)])
+    return rows, done(x)
+
+
+def _all_gather_meta(
+    x: Tensor, sizes: list[int], group_name: str, after: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(sum(sizes), *x.shape[1:]), done(x)
+
+
+def _all_gather_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    x, ctx.sizes, ctx.group_name, *_ = inputs
+    ctx.own = x.shape[0]
+
+
+def _all_gather_backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
+    """Every rank had this rank's rows, so their gradients come from all and add up."""
+    ranks = len(ctx.sizes)
+    found, _ = torch.ops.para_core.all_to_all(grad, ctx.sizes, [ctx.own] * ranks, ctx.group_name)
+    return torch.unflatten(done_waiting(found), 0, (ranks, ctx.own)).sum(0), None, None, None
+
+
+for _name, _run, _meta, _context, _gradient in (
+    ("all_to_all", _all_to_all, _all_to_all_meta, _all_to_all_context, _all_to_all_backward),
+    ("all_gather", _all_gather, _all_gather_meta, _all_gather_context, _all_gather_backward),
+):
+    LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"para_core::{_name}", _meta, lib=LIBRARY)
+    torch.library.register_autograd(f"para_core::{_name}", _gradient, setup_context=_context, lib=LIBRARY)
+in_program_order("all_to_all", 4)
+in_program_order("all_gather", 3)
+
+
+def done_waiting(x: Tensor) -> Tensor:
+    """``x``, which an operator with a collective gave. In a graph that is a side effect.
+
+    It keeps the operator in the graph of a rank for which it has no elements, and which the others wait for.
+    """
+    if not torch.compiler.is_compiling():
+        return x
+    waited: Tensor = torch.ops._c10d_functional.wait_tensor(x)
+    return waited
+
+
+def all_to_all(x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], dim: MeshDim) -> Tensor:
+    """Send ``send_sizes[i]`` rows of ``x`` to rank ``i`` of ``dim``; differentiable, in eager code and graphs.
+
+    Returns:
+        What arrives, in the order of the senders, concatenated along the first dim. ``x`` where ``dim`` has one rank.
+    """
+    if dim.size == 1:
+        return x
+    received, _ = torch.ops.para_core.all_to_all(x, list(send_sizes), list(receive_sizes), dim.group_name)
+    return done_waiting(received)
+
+
 def all_gather(x: Tensor, sizes: Sequence[int], tensor_dim: int, dim: MeshDim) -> Tensor:
-    """Concatenate the ``x`` of all ranks of ``dim`` along ``tensor_dim``; rank ``i`` gives ``sizes[i]`` along it."""
+    """Concatenate the ``x`` of all ranks of ``dim`` along ``tensor_dim``; rank ``i`` gives ``sizes[i]`` along it. Differentiable."""
     if dim.size == 1:
         return x
     if x.dtype == torch.bool:  # gloo moves no bool
         return all_gather(x.view(torch.uint8), sizes, tensor_dim, dim).view(torch.bool)
-    rows = x.movedim(tensor_dim, 0).contiguous()
-    sent = rows.expand(dim.size, *rows.shape).flatten(0, 1)
-    gathered = all_to_all(sent, [rows.shape[0]] * dim.size, sizes, dim)
-    return gathered.movedim(0, tensor_dim)
+    gathered, _ = torch.ops.para_core.all_gather(x.movedim(tensor_dim, 0), list(sizes), dim.group_name)
+    return done_waiting(gathered).movedim(0, tensor_dim)
+
+
+# -- small values, on the host
 
 
 def all_gather_bytes(x: Tensor, dim: MeshDim) -> Tensor:
@@ -83,9 +249,7 @@ def all_gather_bytes(x: Tensor, dim: MeshDim) -> Tensor:
         return x
     group = host_group(dim)
     gathered = x.new_empty(dim.size * x.numel())
-    # torch 2.11 has only the second name; 2.13 warns of it.
-    all_gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-    all_gather_into(gathered, x, group=group)
+    _all_gather_into(gathered, x, group=group)
     if group is not dim.group:
         # torch sorts the ranks of a new group; those of the one that it stands beside may be in another order.
         rows = [dist.get_group_rank(group, rank) for rank in dist.get_process_group_ranks(dim.group)]
@@ -98,34 +262,3 @@ def broadcast_bytes(x: Tensor, mesh: SequenceMesh | GuidedMesh) -> Tensor:
     for dim in mesh.dims:
         x = all_gather_bytes(x, dim)[: x.numel()]
     return x
-
-
-def pack(tables: Sequence[Sequence[Tensor]]) -> Tensor:
-    """One flat buffer that holds ``tables`` one after the other, each element moved once.
-
-    Args:
-        tables: each one tensor of any shape, or several ``[m, n, …]`` that become one ``[m, n, columns of all]``.
-    """
-    if torch.compiler.is_compiling() or torch.is_grad_enabled():
-        # Inductor fuses the flattening into the concatenation; eager code would copy a strided column twice.
-        return torch.cat(
-            [
-                table[0].reshape(-1)
-                if len(table) == 1
-                else torch.cat([column.flatten(2) for column in table], dim=2).reshape(-1)
-                for table in tables
-            ]
-        )
-    buffer = tables[0][0].new_empty(sum([column.numel() for table in tables for column in table]))
-    offset = 0
-    for table in tables:
-        size = sum([column.numel() for column in table])
-        region = buffer[offset : offset + size]
-        offset += size
-        if len(table) == 1:
-            region.view(table[0].shape).copy_(table[0])
-            continue
-        widths = [column.shape[2] * column.shape[3] for column in table]
-        for part, column in zip(region.view(*table[0].shape[:2], sum(widths)).split(widths, dim=2), table, strict=True):
-            torch.unflatten(part, 2, column.shape[2:]).copy_(column)
-    return buffer

@@ -73,6 +73,20 @@ def uncompiled(module: Any) -> Any:
     return getattr(module, "_orig_mod", module)
 
 
+def has_compiled_parts(module: Any) -> bool:
+    """Whether ``module`` or anything inside of it was compiled: as a module, in place, or its ``forward`` alone."""
+    waiting = [module]
+    while waiting:
+        found = waiting.pop()
+        state = vars(found)
+        if state.get("_compiled_call_impl") is not None or "_orig_mod" in state["_modules"]:
+            return True
+        if "forward" in state and hasattr(state["forward"], "_torchdynamo_orig_callable"):
+            return True
+        waiting.extend([child for child in state["_modules"].values() if child is not None])
+    return False
+
+
 # By key and method: depth, and what runs.
 Wrappers = Mapping[tuple[str, str], tuple[int, Around]]
 

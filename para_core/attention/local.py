@@ -215,8 +215,8 @@ def _math(
 ) -> tuple[Tensor, Tensor]:
     scores = _scores(query, key, mask, is_causal, scale)
     lse = torch.logsumexp(scores, dim=-1)
-    # -inf - -inf is NaN; a row without a key has no weights whatever its lse.
-    weights = torch.exp(scores - lse.masked_fill(lse == -inf, 0.0)[..., None])
+    # Not exp(scores - lse): beside the scores of a row that is masked by finfo.min throughout, log(n) in lse is lost.
+    weights = torch.softmax(scores, dim=-1)
     batch, heads, num_queries, _ = query.shape
     out = query.new_empty(batch, num_queries, heads, value.shape[-1]).transpose(1, 2)
     return out.copy_(weights @ value.to(lse.dtype)), lse

@@ -13,10 +13,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from para_core.attention.tiling import own_runs
-from para_core.attention.ulysses import Exchange, Sent, split_by_kind, tokens_to_heads
-from para_core.attention.unified import UnifiedCall
-from para_core.layout import SequenceLayout
+from para_core.attention.call import Call
+from para_core.attention.tiles import own_runs
+from para_core.attention.ulysses import Exchange, split_by_kind
+from para_core.collectives import all_to_all
+from para_core.layout import Run, SequenceLayout
 from para_core.tokens import gather_tokens
 
 # Of all tokens alike; of the whole sequence; of this rank's tokens.
@@ -78,7 +79,7 @@ def _extent(kind: str, sizes: Sequence[int], layout: SequenceLayout, ranks: Sequ
     )
 
 
-def mask_of_block(mask: Tensor, extents: MaskExtents, call: UnifiedCall) -> Tensor:
+def mask_of_block(mask: Tensor, extents: MaskExtents, call: Call) -> Tensor:
     """What of ``mask`` this rank's block of queries and share of the heads needs.
 
     Args:
@@ -93,24 +94,30 @@ def mask_of_block(mask: Tensor, extents: MaskExtents, call: UnifiedCall) -> Tens
     return _of_block(mask, extents, call)
 
 
-def _of_block(mask: Tensor, extents: MaskExtents, call: UnifiedCall) -> Tensor:
-    mesh, ring = call.mesh, call.ring
+def _of_block(mask: Tensor, extents: MaskExtents, call: Call) -> Tensor:
+    mesh = call.mesh
     if extents.keys == "local":
-        mask = gather_tokens(mask, 3, ring.key_layout, mesh)
-    heads = call.heads.of_query() if mask.shape[1] > 1 else [(0, 1)] * mesh.ulysses.size
+        mask = gather_tokens(mask, 3, call.key_layout, mesh)
+    heads = call.heads.of_query if mask.shape[1] > 1 else [(0, 1)] * mesh.ulysses.size
     if extents.queries == "local" and call.exchange is not None:
         return _rows_of_group(mask, call.exchange, heads)
     if mask.shape[1] > 1:
         mask = mask.narrow(1, *heads[mesh.ulysses.index])
     if extents.queries == "global":
-        parts = [mask.narrow(2, start, length) for start, length in own_runs(ring.query_layout, mesh)]
+        parts = [mask.narrow(2, start, length) for start, length in own_runs(call.query_layout, mesh)]
         mask = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
     return mask
 
 
-def _rows_of_group(mask: Tensor, exchange: Exchange, heads: Sequence[tuple[int, int]]) -> Tensor:
-    """From this rank's rows of all heads to the rows of its Ulysses group, of its own heads."""
+def _rows_of_group(mask: Tensor, exchange: Exchange, heads: Sequence[Run]) -> Tensor:
+    """From this rank's rows of all heads to the rows of its Ulysses group, of its own heads. Differentiable."""
     layout, mesh = exchange.query_layout, exchange.mesh
+    own, count = mesh.ulysses.index, heads[mesh.ulysses.index][1]
     sharded, text = split_by_kind(mask, layout, mesh.rank)
-    rows = tokens_to_heads([[Sent(sharded, heads, exchange.token_sizes(layout))]], mesh.ulysses)[0]
-    return rows if text is None else torch.cat([rows, text.narrow(1, *heads[mesh.ulysses.index])], dim=2)
+    batch, columns = sharded.shape[0], sharded.shape[3]
+    # Of each peer its heads, rows first: what arrives is the rows of all peers, in order.
+    parts = [sharded.narrow(1, *run).permute(2, 0, 1, 3).reshape(-1) for run in heads]
+    arriving = [batch * count * columns * size for size in exchange.token_sizes(layout)]
+    found = all_to_all(torch.cat(parts), [part.numel() for part in parts], arriving, mesh.ulysses)
+    block = found.view(sum(exchange.token_sizes(layout)), batch, count, columns).permute(1, 2, 0, 3)
+    return block if text is None else torch.cat([block, text.narrow(1, *heads[own])], dim=2)

@@ -2,7 +2,7 @@
 
 In a graph it is one opaque operator per call, and one for its gradient. So the compiler neither drops nor reorders the
 collectives inside, a ring of any size is one node, lengths are plain integers when it runs, and a rank without tokens or
-heads takes part like any other.
+heads takes part like any other. What is computed is one constant, the text of a call (``Call.as_text``), and the lengths.
 """
 
 from __future__ import annotations
@@ -13,43 +13,42 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from para_core.attention.approximate.block_mask import decode
-from para_core.attention.approximate.kept_keys import KeptKeys
+from para_core.attention.call import Call, known_call, read_call
 from para_core.attention.local import lse_dtype
-from para_core.attention.tiling import RotateMethod
-from para_core.attention.unified import Block, UnifiedCall
-from para_core.collectives import wait
-from para_core.layout import Segment, SequenceLayout
-from para_core.mesh import MeshDim, SequenceMesh
+from para_core.attention.unified import Saved, backward, forward
+from para_core.collectives import LIBRARY, done, done_waiting, in_program_order
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call: UnifiedCall) -> Tensor:
-    """:meth:`UnifiedCall.forward`, differentiable."""
-    given = (query, key, value) if mask is None else (query, key, value, mask)
-    keep = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call: Call) -> Tensor:
+    """:func:`~para_core.attention.unified.forward`, differentiable."""
+    save = torch.is_grad_enabled() and (
+        query.requires_grad or key.requires_grad or value.requires_grad or (mask is not None and mask.requires_grad)
+    )
     if torch.compiler.is_compiling():
-        # Waiting for the result is a side effect: it keeps the operator in the graph of a rank for which it has no
-        # elements, and which the others wait for.
-        return wait(torch.ops.para_core.attention(query, key, value, mask, keep, *_encode(call))[0])
-    if keep:
+        found = torch.ops.para_core.attention(
+            query, key, value, mask, save, call.as_text(), *call.totals, call.num_heads, call.num_kv_heads, call.scale
+        )
+        return done_waiting(found[0])
+    if save:
         out: Tensor = _Attention.apply(query, key, value, mask, call)[0]  # type: ignore[no-untyped-call]
         return out
-    return call.forward(query, key, value, mask)[0]
+    with torch.no_grad():
+        return forward(call, query, key, value, mask)[0]
 
 
-# -- what is kept for the gradient: lse and a block's query, key, value and out; without an exchange, the block's tensors
+# -- what is saved for the gradient: lse and a block's query, key, value and out; without an exchange, the block's tensors
 # -- are the inputs and the output.
 
 
-def _kept(block: Block, call: UnifiedCall) -> tuple[Tensor, ...]:
+def _outputs(saved: Saved, call: Call) -> tuple[Tensor, ...]:
     if call.exchange is None:
-        return (block.lse, *[block.lse.new_empty(0) for _ in range(4)])
-    return (block.lse, block.query, block.key, block.value, block.out)
+        return (saved.lse, *[saved.lse.new_empty(0) for _ in range(4)])
+    return (saved.lse, saved.query, saved.key, saved.value, saved.out)
 
 
-def _save(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor], call: UnifiedCall) -> None:
-    out, lse, *block = output
-    ctx.mark_non_differentiable(lse, *block)
+def _save(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor], call: Call) -> None:
+    out, lse, *block = output[:6]
+    ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
     # The marker: activation checkpointing that recomputes outside of the mode, by SDPA, saves other tensors than these,
     # which torch then finds out and says.
@@ -57,13 +56,27 @@ def _save(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor], call: Unifi
     ctx.save_for_backward(inputs[3], marker, *([*inputs[:3], out] if call.exchange is None else block), lse)
 
 
+def _refuse_second_derivative(tensors: Sequence[Tensor | None]) -> None:
+    """Raise where this gradient would itself be differentiated: it is computed by operators that autograd does not follow."""
+    if not torch.is_grad_enabled():
+        return
+    # torch.func.grad always keeps a graph; only if something outside of it asks for one is a gradient lost.
+    outside = torch._C._functorch.peek_interpreter_stack()
+    if outside is None or outside.level() > 1 or any(x is not None and x.requires_grad for x in tensors):
+        raise RuntimeError(
+            "attention over several ranks has no second derivative, and its gradient was asked for with create_graph=True (or by "
+            "nested torch.func transforms). Leave create_graph out, or compute this attention on one rank under "
+            "UnifiedAttnMode.disable()."
+        )
+
+
 class _Attention(torch.autograd.Function):
     """In eager code, where one sees the collectives inside."""
 
     @staticmethod
-    def forward(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call: UnifiedCall) -> Any:
-        out, block = call.forward(query, key, value, mask, keep=True)
-        return (out, *_kept(block, call))  # type: ignore[arg-type]
+    def forward(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call: Call) -> Any:
+        out, saved = forward(call, query, key, value, mask, save=True)
+        return (out, *_outputs(saved, call))  # type: ignore[arg-type]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -71,133 +84,61 @@ class _Attention(torch.autograd.Function):
         _save(ctx, inputs, output, ctx.call)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_out: Tensor, *_: Any) -> Any:
-        mask, _, *block = ctx.saved_tensors
-        *grads, grad_mask = ctx.call.backward(grad_out, Block(*block), mask, mask_gradient=ctx.needs_input_grad[3])
+        mask, _, *saved = ctx.saved_tensors
+        _refuse_second_derivative([grad_out, mask, *saved])
+        with torch.no_grad():
+            *grads, grad_mask = backward(ctx.call, grad_out, Saved(*saved), mask, mask_gradient=ctx.needs_input_grad[3])
         return (*grads, None if grad_mask is None else grad_mask.to(mask.dtype), None)
 
 
-# -- the operator: a call is written as what a schema can hold
+# -- the operator
 
+# What read_call takes.
+_CALL = "str call, SymInt[] query_totals, SymInt[] key_totals, SymInt num_heads, SymInt num_kv_heads, float? scale"
 
-_SEPARATOR = "\n"  # in no group's name
-_KINDS = ((False, False), (True, False), (False, True))  # replicated, balanced
-
-
-def _encode(call: UnifiedCall) -> tuple[Any, ...]:
-    query_layout, key_layout, mesh = call.ring.query_layout, call.ring.key_layout, call.mesh
-    return (
-        [segment.total for segment in query_layout.segments],
-        [_KINDS.index((segment.replicated, segment.balanced)) for segment in query_layout.segments],
-        # Nothing: keys are cut like queries.
-        [] if key_layout is query_layout else [segment.total for segment in key_layout.segments],
-        [_KINDS.index((segment.replicated, segment.balanced)) for segment in key_layout.segments],
-        query_layout.ranks,
-        [mesh.ring.size, mesh.ring.index, mesh.ulysses.size, mesh.ulysses.index],
-        mesh.ring.group_name + _SEPARATOR + mesh.ulysses.group_name,
-        [call.heads.num_heads, call.heads.num_kv_heads],
-        call.ring.is_causal,
-        call.ring.scale,
-        call.ulysses_chunks,
-        "" if call.ring.blocks is None else call.ring.blocks.encode(),
-        1.0 if call.kept is None else call.kept.share,
-        0 if call.kept is None else call.kept.window,
-        call.comm_dtype,
-        call.ring.rotate_method,
-    )
-
-
-def _decode(
-    query_totals: Sequence[int],
-    query_kinds: Sequence[int],
-    key_totals: Sequence[int],
-    key_kinds: Sequence[int],
-    ranks: int,
-    mesh: Sequence[int],
-    groups: str,
-    heads: Sequence[int],
-    is_causal: bool,
-    scale: float | None,
-    ulysses_chunks: int,
-    block_mask: str,
-    share: float,
-    window: int,
-    comm_dtype: torch.dtype | None,
-    rotate_method: RotateMethod,
-) -> UnifiedCall:
-    query_layout = _layout(query_totals, query_kinds, ranks)
-    key_layout = _layout(key_totals, key_kinds, ranks) if key_totals else query_layout
-    ring_group, ulysses_group = groups.split(_SEPARATOR)
-    dims = (
-        MeshDim("ring", mesh[0], mesh[1], ring_group, None),
-        MeshDim("ulysses", mesh[2], mesh[3], ulysses_group, None),
-    )
-    return UnifiedCall(
-        query_layout,
-        key_layout,
-        SequenceMesh(*dims, device_type=""),
-        num_heads=heads[0],
-        num_kv_heads=heads[1],
-        is_causal=is_causal,
-        scale=scale,
-        ulysses_chunks=ulysses_chunks,
-        block_mask=decode(block_mask),
-        kept=KeptKeys(share, window) if window else None,
-        comm_dtype=comm_dtype,
-        rotate_method=rotate_method,
-    )
-
-
-def _layout(totals: Sequence[int], kinds: Sequence[int], ranks: int) -> SequenceLayout:
-    pairs = zip(totals, kinds, strict=True)
-    return SequenceLayout(tuple([Segment("", total, *_KINDS[kind]) for total, kind in pairs]), ranks)
-
-
-# What _encode gives, as a schema names it.
-_CALL_SCHEMA = (
-    "SymInt[] query_totals, int[] query_kinds, SymInt[] key_totals, int[] key_kinds, int ranks, int[] mesh, str groups, "
-    "SymInt[] heads, bool is_causal, float? scale, int ulysses_chunks, str block_mask, float share, "
-    "int window, ScalarType? comm_dtype, str rotate_method"
+LIBRARY.define(
+    f"attention(Tensor query, Tensor key, Tensor value, Tensor? mask, bool save, {_CALL}, Tensor? after=None)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+LIBRARY.define(
+    f"attention_backward(Tensor grad_out, Tensor? mask, Tensor[] saved, bool mask_gradient, {_CALL}, Tensor? after=None)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 
-@torch.library.custom_op(
-    "para_core::attention",
-    mutates_args=(),
-    schema=f"(Tensor query, Tensor key, Tensor value, Tensor? mask, bool keep, {_CALL_SCHEMA})"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
+def _call_of(text: str, query_totals: Sequence[int], key_totals: Sequence[int], *rest: Any) -> Call:
+    return known_call(text, tuple(query_totals), tuple(key_totals), *rest)
+
+
 def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    keep: bool,
-    *encoded: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    call = _decode(*encoded)
-    out, block = call.forward(query, key, value, mask, keep=keep)
-    # One memory format whatever computed it, the one that models go on with: the graph was traced for it.
-    out = out.transpose(1, 2).contiguous().transpose(1, 2)
-    if block is None:
-        return out, *[out.new_empty(0) for _ in range(5)]  # type: ignore[return-value]
-    return out, *[x.clone(memory_format=torch.contiguous_format) for x in _kept(block, call)]  # type: ignore[return-value]
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, save: bool, *rest: Any
+) -> tuple[Tensor, ...]:
+    call = _call_of(*rest[:6])
+    with torch.no_grad():
+        out, saved = forward(call, query, key, value, mask, save=save)
+    token = done(out)
+    if saved is None:
+        return out, *[token.new_empty(0) for _ in range(5)], token
+    # As they were traced: a block that came without a copy is a view of what came.
+    return out, *[x.clone(memory_format=torch.contiguous_format) for x in _outputs(saved, call)], token
 
 
-@_attention.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, keep: bool, *encoded: Any) -> tuple[Tensor, ...]:
-    call = _decode(*encoded)
+def _attention_meta(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, save: bool, *rest: Any
+) -> tuple[Tensor, ...]:
+    call = read_call(*rest[:6])
     out = query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3]).transpose(1, 2)
-    if not keep:
-        return out, *[out.new_empty(0) for _ in range(5)]
+    token = done(out)
+    if not save:
+        return out, *[token.new_empty(0) for _ in range(5)], token
     if call.exchange is None:
         lse = query.new_empty(query.shape[:3], dtype=lse_dtype(query))
-        return out, lse, *[lse.new_empty(0) for _ in range(4)]
+        return out, lse, *[lse.new_empty(0) for _ in range(4)], token
     batch, index = query.shape[0], call.mesh.ulysses.index
-    num_heads, num_kv_heads = call.heads.of_query()[index][1], call.heads.of_key()[index][1]
-    num_queries = call.exchange.block_size(call.ring.query_layout)
-    num_keys = call.exchange.block_size(call.ring.key_layout)
+    num_heads, num_kv_heads = call.heads.of_query[index][1], call.heads.of_key[index][1]
+    num_queries = call.exchange.block_size(call.query_layout)
+    num_keys = call.exchange.block_size(call.key_layout)
     return (
         out,
         query.new_empty(batch, num_heads, num_queries, dtype=lse_dtype(query)),
@@ -205,55 +146,51 @@ def _(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, keep: bool
         query.new_empty(batch, num_kv_heads, num_keys, key.shape[3]),
         query.new_empty(batch, num_kv_heads, num_keys, value.shape[3]),
         query.new_empty(batch, num_heads, num_queries, value.shape[3]),
+        token,
     )
 
 
-@torch.library.custom_op(
-    "para_core::attention_backward",
-    mutates_args=(),
-    schema=f"(Tensor grad_out, Tensor? mask, Tensor[] block, bool mask_gradient, {_CALL_SCHEMA})"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
-)
 def _attention_backward(
-    grad_out: Tensor,
-    mask: Tensor | None,
-    block: list[Tensor],
-    mask_gradient: bool,
-    *encoded: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    call = _decode(*encoded)
-    *grads, grad_mask = call.backward(grad_out, Block(*block), mask, mask_gradient=mask_gradient)
-    grad_mask = grad_out.new_empty(0) if grad_mask is None or mask is None else grad_mask.to(mask.dtype)
-    grads = [x.clone(memory_format=torch.contiguous_format) for x in grads]
-    return grads[0], grads[1], grads[2], grad_mask
-
-
-@_attention_backward.register_fake
-def _(
-    grad_out: Tensor, mask: Tensor | None, block: list[Tensor], mask_gradient: bool, *encoded: Any
+    grad_out: Tensor, mask: Tensor | None, saved: list[Tensor], mask_gradient: bool, *rest: Any
 ) -> tuple[Tensor, ...]:
-    call = _decode(*encoded)
-    rank, query, key, value = call.mesh.rank, *block[:3]
-    num_queries, num_keys = call.ring.query_layout.size(rank), call.ring.key_layout.size(rank)
+    with torch.no_grad():
+        *grads, grad_mask = backward(_call_of(*rest[:6]), grad_out, Saved(*saved), mask, mask_gradient=mask_gradient)
+    grad_mask = grad_out.new_empty(0) if grad_mask is None or mask is None else grad_mask.to(mask.dtype)
+    return *[x.clone(memory_format=torch.contiguous_format) for x in grads], grad_mask, done(grad_out)
+
+
+def _attention_backward_meta(
+    grad_out: Tensor, mask: Tensor | None, saved: list[Tensor], mask_gradient: bool, *rest: Any
+) -> tuple[Tensor, ...]:
+    call = read_call(*rest[:6])
+    rank, query, key, value = call.mesh.rank, *saved[:3]
+    num_queries, num_keys = call.query_layout.size(rank), call.key_layout.size(rank)
     return (
-        query.new_empty(query.shape[0], call.heads.num_heads, num_queries, query.shape[3]),
-        key.new_empty(key.shape[0], call.heads.num_kv_heads, num_keys, key.shape[3]),
-        value.new_empty(value.shape[0], call.heads.num_kv_heads, num_keys, value.shape[3]),
+        query.new_empty(query.shape[0], call.num_heads, num_queries, query.shape[3]),
+        key.new_empty(key.shape[0], call.num_kv_heads, num_keys, key.shape[3]),
+        value.new_empty(value.shape[0], call.num_kv_heads, num_keys, value.shape[3]),
         mask.new_empty(mask.shape) if mask is not None and mask_gradient else grad_out.new_empty(0),
+        done(grad_out),
     )
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.encoded = inputs[5:]
-    _save(ctx, inputs, output, _decode(*ctx.encoded))
+    ctx.call = inputs[5:11]
+    _save(ctx, inputs, output, read_call(*ctx.call))
 
 
 def _backward(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Any, ...]:
-    mask, _, *block = ctx.saved_tensors
+    mask, _, *saved = ctx.saved_tensors
     mask_gradient = ctx.needs_input_grad[3]
-    grads = torch.ops.para_core.attention_backward(grad_out, mask, block, mask_gradient, *ctx.encoded)
-    done = [wait(grad) for grad in grads]
-    return (*done[:3], done[3] if mask_gradient else None, None, *[None for _ in ctx.encoded])
+    *grads, _ = torch.ops.para_core.attention_backward(grad_out, mask, saved, mask_gradient, *ctx.call)
+    grads = [done_waiting(grad) for grad in grads]
+    return (*grads[:3], grads[3] if mask_gradient else None, *[None for _ in range(8)])
 
 
-_attention.register_autograd(_backward, setup_context=_setup_context)
+LIBRARY.impl("attention", _attention, "CompositeExplicitAutograd")
+LIBRARY.impl("attention_backward", _attention_backward, "CompositeExplicitAutograd")
+torch.library.register_fake("para_core::attention", _attention_meta, lib=LIBRARY)
+torch.library.register_fake("para_core::attention_backward", _attention_backward_meta, lib=LIBRARY)
+torch.library.register_autograd("para_core::attention", _backward, setup_context=_setup_context, lib=LIBRARY)
+in_program_order("attention", 11)
+in_program_order("attention_backward", 10)

@@ -10,23 +10,29 @@ Heads are split as ``torch.tensor_split`` does; a rank gets the key heads that i
 fewer of them than ranks, several get the same one. A replicated segment is not sent on the way in: each rank takes its
 own heads of it; only its output is gathered over heads.
 
+Launches, whatever the number of ranks: peers that get equally many heads are served by one strided copy. Where heads and tokens
+divide: one concatenation in, one copy out and, with more than one sample, one before it.
+
 Backward, both all-to-alls are transposed: the gradient of the output comes in (with that of replicated tokens, once per
 rank), those of query, key and value go out together.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 from torch import Tensor
 
-from para_core.attention.approximate.wire import Wire
-from para_core.collectives import pack, start_all_to_all, wait
+from para_core.collectives import start_all_to_all, wait
 from para_core.layout import Run, Segment, SequenceLayout
+from para_core.lazy import lazy
 from para_core.mesh import MeshDim, SequenceMesh
+
+# Waits for what has been started, and returns it.
+Finish = Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
@@ -42,288 +48,475 @@ class Heads:
     chunk: int = 0
     chunks: int = 1
 
-    def of_query(self) -> list[Run]:
+    @lazy
+    def of_query(self) -> tuple[Run, ...]:
         """As ``torch.tensor_split`` cuts, over the ranks and then into chunks."""
         found = []
         for rank in range(self.ranks):
             start, count = Segment("heads", self.num_heads).runs(rank, self.ranks)[0]
             offset, part = Segment("heads", count).runs(self.chunk, self.chunks)[0]
             found.append((start + offset, part))
-        return found
+        return tuple(found)
+
+    @lazy
+    def of_key(self) -> tuple[Run, ...]:
+        """The key heads that the query heads of each rank see; neighbours may share one."""
+        if self.num_kv_heads == self.num_heads:
+            return self.of_query
+        group = self.num_heads // self.num_kv_heads
+        return tuple(
+            [
+                (start // group, -(-(start + count) // group) - start // group if count else 0)
+                for start, count in self.of_query
+            ]
+        )
 
     def cut(self, chunks: int) -> list[Heads]:
         """The same heads in ``chunks`` parts."""
         return [replace(self, chunk=chunk, chunks=chunks) for chunk in range(chunks)]
 
-    def of_key(self) -> list[Run]:
-        """The key heads that the query heads of each rank see; neighbours may share one."""
-        if self.num_kv_heads == self.num_heads:
-            return self.of_query()
-        group = self.num_heads // self.num_kv_heads
-        return [
-            (start // group, -(-(start + count) // group) - start // group if count else 0)
-            for start, count in self.of_query()
-        ]
+    def is_grouped(self, rank: int) -> bool:
+        """Whether on ``rank`` the i-th key head is that of the i-th group of equally many query heads."""
+        (start, count), (_, num_keys) = self.of_query[rank], self.of_key[rank]
+        group = self.num_heads // self.num_kv_heads if self.num_kv_heads else 1
+        return start % group == 0 and count == num_keys * group
 
     def key_of_each_query(self, rank: int, device: torch.device) -> Tensor | None:
-        """For each query head of ``rank`` its key head, both counted on that rank; None if they are the same."""
-        if self.num_kv_heads == self.num_heads:
+        """For each query head of ``rank`` its key head, both counted on that rank; None if they are grouped evenly."""
+        if self.is_grouped(rank):
             return None
-        (start, count), (first_key, _) = self.of_query()[rank], self.of_key()[rank]
+        (start, count), (first_key, _) = self.of_query[rank], self.of_key[rank]
         group = self.num_heads // self.num_kv_heads
         return torch.arange(start, start + count, device=device) // group - first_key
 
 
 @dataclass(frozen=True)
-class Sent:
-    """``[B, H, S_local, D]``, the heads of it that each peer gets, and the tokens that come from each peer."""
-
-    x: Tensor
-    heads: Sequence[Run]
-    token_sizes: Sequence[int]
-
-
-# Waits for what has been started, and returns it.
-Finish = Callable[[], Tensor]
-
-
-def tokens_to_heads(groups: Sequence[Sequence[Sent]], dim: MeshDim) -> list[Tensor]:
-    """:func:`start_tokens_to_heads`, finished."""
-    return start_tokens_to_heads(groups, dim)()
-
-
-def start_tokens_to_heads(groups: Sequence[Sequence[Sent]], dim: MeshDim) -> Callable[[], list[Tensor]]:
-    """Begin to send each peer its heads of this rank's tokens: one all-to-all for all tensors.
+class Alike:
+    """Consecutive peers that get equally many heads of each tensor, which begin at equal distances.
 
     Args:
-        groups: tensors of one group have the same tokens, and travel as the columns of one table; where there is one
-            group, what arrives is used in place.
-
-    Returns:
-        What waits for ``[B, H_local, S_block, D]`` of each tensor, tokens in rank order.
+        heads: of each tensor ``(first, count, step)``: the i-th of these peers gets the ``count`` heads from first + i · step on;
+            step is ``count``, or 0 where all get the same.
     """
-    to_peers = [[_rows([(sent.x, sent.heads[peer]) for sent in group]) for group in groups] for peer in range(dim.size)]
-    widths = [[sent.heads[dim.index][1] * sent.x.shape[3] for sent in group] for group in groups]
-    batch = groups[0][0].x.shape[0]
-    arriving = [
-        [batch * group[0].token_sizes[peer] * sum(width) for group, width in zip(groups, widths, strict=True)]
-        for peer in range(dim.size)
-    ]
-    started = _start_exchange(to_peers, [sum(sizes) for sizes in arriving], dim)
 
-    def finish() -> list[Tensor]:
-        received = wait(started)
-        if len(groups) == 1:
-            tables = [received]
+    number: int
+    heads: tuple[tuple[int, int, int], ...]
+
+
+def alike(heads: Sequence[Sequence[Run]]) -> tuple[Alike, ...]:
+    """The peers, in runs of such as are :class:`Alike`, where ``heads`` has of each tensor what each peer gets.
+
+    >>> alike([[(0, 2), (2, 2), (4, 1)]])
+    (Alike(number=2, heads=((0, 2, 2),)), Alike(number=1, heads=((4, 1, 1),)))
+    """
+    found: list[Alike] = []
+    for runs in zip(*heads, strict=True):
+        if found and (steps := _steps(found[-1], runs)) is not None:
+            last = found[-1].heads
+            grown = tuple([(first, count, step) for (first, count, _), step in zip(last, steps, strict=True)])
+            found[-1] = Alike(found[-1].number + 1, grown)
         else:
-            parts = [
-                x.split(row) for x, row in zip(received.split([sum(row) for row in arriving]), arriving, strict=True)
+            found.append(Alike(1, tuple([(start, count, count) for start, count in runs])))
+    return tuple(found)
+
+
+def _steps(before: Alike, runs: Sequence[Run]) -> list[int] | None:
+    """The steps of ``before`` with one peer more, which gets ``runs``; None if that one differs."""
+    steps = []
+    for (first, count, step), (start, number) in zip(before.heads, runs, strict=True):
+        possible = (count, 0) if before.number == 1 else (step,)
+        fitting = [one for one in possible if start == first + before.number * one]
+        if number != count or not fitting:
+            return None
+        steps.append(fitting[0])
+    return steps
+
+
+# -- tokens for heads
+
+
+@dataclass(frozen=True)
+class Table:
+    """Tensors that have the same tokens, and travel as the columns of one table.
+
+    Args:
+        heads: of each tensor, what each peer gets.
+        tokens: how many come from each peer.
+    """
+
+    heads: tuple[tuple[Run, ...], ...]
+    tokens: tuple[int, ...]
+
+
+class TokensToHeads:
+    """How tensors travel of which each peer of ``dim`` gets its heads of this rank's tokens."""
+
+    def __init__(self, tables: Sequence[Table], dim: MeshDim) -> None:
+        self._tables, self._dim = tables, dim
+        # One list of classes for all tensors: what a peer gets is in one place.
+        self._classes = alike([runs for table in tables for runs in table.heads])
+        self._even = len(self._classes) == 1 and all(len(set(table.tokens)) == 1 for table in tables)
+
+    def start(self, tables: Sequence[Sequence[Tensor]]) -> Callable[[], list[list[Tensor]]]:
+        """Begin one all-to-all for all tensors, ``[B, H, S_local, D]`` each.
+
+        Returns:
+            What waits for ``[B, H_local, S_block, D]`` of each, tokens in rank order; views of what arrived, if there is one table.
+        """
+        batch = tables[0][0].shape[0]
+        widths = [[x.shape[3] for x in tensors] for tensors in tables]
+        own = [
+            [runs[self._dim.index][1] * width for runs, width in zip(table.heads, row, strict=True)]
+            for table, row in zip(self._tables, widths, strict=True)
+        ]
+        arriving = [
+            [batch * table.tokens[peer] * sum(columns) for table, columns in zip(self._tables, own, strict=True)]
+            for peer in range(self._dim.size)
+        ]
+        sent, sizes = self._pack(tables, widths)
+        started = start_all_to_all(sent, sizes, [sum(row) for row in arriving], self._dim, even=self._even)
+
+        def finish() -> list[list[Tensor]]:
+            return [
+                _columns(flat.reshape(sum(table.tokens), batch, sum(columns)), columns, row)
+                for flat, table, columns, row in zip(
+                    _by_table(wait(started), arriving), self._tables, own, widths, strict=True
+                )
             ]
-            tables = [torch.cat([part[index] for part in parts]) for index in range(len(groups))]
-        found = []
-        for group, width, table in zip(groups, widths, tables, strict=True):
-            columns = table.view(sum(group[0].token_sizes), batch, sum(width)).split(width, dim=2)
-            for sent, column in zip(group, columns, strict=True):
-                shape = (sent.heads[dim.index][1], sent.x.shape[3])
-                found.append(torch.unflatten(column, 2, shape).permute(1, 2, 0, 3))
-        return found
 
-    return finish
+        return finish
+
+    def _pack(self, tables: Sequence[Sequence[Tensor]], widths: Sequence[Sequence[int]]) -> tuple[Tensor, list[int]]:
+        """One flat buffer for all peers, and how much of it each gets."""
+        tensors = [x for table in tables for x in table]
+        if len(tables) == 1 and len(self._classes) == 1 and len(set(widths[0])) == 1:
+            (peers,) = self._classes
+            table = torch.cat([_for_peers(x, peers, place) for place, x in enumerate(tensors)], dim=3)
+            return table.view(-1), [table.numel() // peers.number] * peers.number
+        # Of each class, and of each table, the elements of one peer.
+        rows = []
+        for peers in self._classes:
+            counts = iter(peers.heads)
+            rows.append([sum([x.shape[0] * x.shape[2] * x.shape[3] * next(counts)[1] for x in xs]) for xs in tables])
+        sizes = [sum(row) for row, peers in zip(rows, self._classes, strict=True) for _ in range(peers.number)]
+        buffer = tensors[0].new_empty(sum(sizes))
+        offset = 0
+        for peers, row in zip(self._classes, rows, strict=True):
+            region = buffer.narrow(0, offset, peers.number * sum(row)).view(peers.number, sum(row))
+            offset += region.numel()
+            place = 0
+            for xs, part in zip(tables, region.split(row, dim=1), strict=True):
+                _fill(part, [_for_peers(x, peers, place + index) for index, x in enumerate(xs)])
+                place += len(xs)
+        return buffer, sizes
 
 
-def _rows(parts: Sequence[tuple[Tensor, Run]]) -> list[Tensor]:
-    """The heads of each ``[B, H, S, D]`` as ``[S, B, heads, D]``."""
-    return [x.narrow(1, start, count).permute(2, 0, 1, 3) for x, (start, count) in parts]
+def _for_peers(x: Tensor, peers: Alike, place: int) -> Tensor:
+    """The heads of ``x`` ``[B, H, S, D]`` that each of these peers gets, a view ``[peers, S, B, heads, D]``."""
+    first, count, step = peers.heads[place]
+    batch, heads, tokens, width = x.shape
+    if step == count:
+        if peers.number * count != heads:
+            x = x.narrow(1, first, peers.number * count)
+        return x.view(batch, peers.number, count, tokens, width).permute(1, 3, 0, 2, 4)
+    shared = x.narrow(1, first, count).permute(2, 0, 1, 3)
+    return shared.expand(peers.number, *shared.shape)
+
+
+def _fill(target: Tensor, pieces: Sequence[Tensor]) -> None:
+    """Write pieces ``[peers, S, B, heads, D]`` side by side into rows ``[peers, S · B · all columns]``."""
+    peers, tokens, batch, _, width = pieces[0].shape
+    if not torch.is_grad_enabled() and all(piece.shape[4] == width for piece in pieces):
+        heads = sum([piece.shape[3] for piece in pieces])
+        torch.cat(list(pieces), dim=3, out=target.view(peers, tokens, batch, heads, width))
+        return
+    columns = [piece.shape[3] * piece.shape[4] for piece in pieces]
+    table = target.view(peers, tokens, batch, sum(columns))
+    for part, piece in zip(table.split(columns, dim=3), pieces, strict=True):
+        part.view(piece.shape).copy_(piece)
+
+
+def _by_table(received: Tensor, arriving: Sequence[Sequence[int]]) -> Sequence[Tensor]:
+    """What arrived, peer by peer, of each table."""
+    if len(arriving[0]) == 1:
+        return [received]
+    if all(row == arriving[0] for row in arriving):
+        return list(received.view(len(arriving), sum(arriving[0])).split(list(arriving[0]), dim=1))
+    of_peers = [x.split(row) for x, row in zip(received.split([sum(row) for row in arriving]), arriving, strict=True)]
+    return [torch.cat(parts) for parts in zip(*of_peers, strict=True)]
+
+
+def _columns(table: Tensor, columns: Sequence[int], widths: Sequence[int]) -> list[Tensor]:
+    """Of ``[S, B, all columns]`` each tensor as ``[B, H, S, D]``."""
+    return [
+        part.view(*part.shape[:2], number // width if width else 0, width).permute(1, 2, 0, 3)
+        for part, number, width in zip(table.split(columns, dim=2), columns, widths, strict=True)
+    ]
+
+
+# -- heads for tokens
 
 
 @dataclass(frozen=True)
 class Returned:
-    """``[B, H_local, S_block, D]``, the tokens of it that each peer gets, and the heads that come from each peer."""
+    """How ``[B, H_local, S_block, D]`` travels: the tokens that each peer gets, and the heads that come from each.
 
-    x: Tensor
-    tokens: Sequence[Run]
-    heads: Sequence[Run]
-
-
-def heads_to_tokens(tensors: Sequence[Returned], dim: MeshDim) -> list[Tensor]:
-    """:func:`start_heads_to_tokens`, finished."""
-    return start_heads_to_tokens(tensors, dim)()
-
-
-def start_heads_to_tokens(tensors: Sequence[Returned], dim: MeshDim) -> Callable[[], list[Tensor]]:
-    """Begin to send each peer its tokens of this rank's heads: one all-to-all for all tensors.
-
-    Returns:
-        What waits for ``[B, H, S_local, D]`` of each tensor; where several peers hold the same head, the sum.
+    Args:
+        common: tokens that every peer gets behind its own.
+        order: where in the result what arrives of a peer stands: ``(from, to, length)`` of its tokens. None: as it comes.
     """
-    # Heads first: what arrives is then all heads of this rank's tokens, in order.
-    to_peers = [
-        [[one.x.narrow(2, *one.tokens[peer]).permute(1, 0, 2, 3)] for one in tensors] for peer in range(dim.size)
-    ]
-    shapes = [
-        [(one.heads[peer][1], one.x.shape[0], one.tokens[dim.index][1], one.x.shape[3]) for one in tensors]
-        for peer in range(dim.size)
-    ]
-    sizes = [[heads * batch * tokens * width for heads, batch, tokens, width in row] for row in shapes]
-    started = _start_exchange(to_peers, [sum(row) for row in sizes], dim)
 
-    def finish() -> list[Tensor]:
-        received = wait(started)
-        if len(tensors) == 1 and not _overlap(tensors[0].heads):
-            return [_stacked(received, shapes, 0)]
-        parts = [x.split(row) for x, row in zip(received.split([sum(row) for row in sizes]), sizes, strict=True)]
-        return [
-            _summed(one.heads, [(part[index], row[index]) for part, row in zip(parts, shapes, strict=True)])
-            if _overlap(one.heads)
-            else _stacked(torch.cat([part[index] for part in parts]), shapes, index)
-            for index, one in enumerate(tensors)
+    tokens: tuple[Run, ...]
+    heads: tuple[Run, ...]
+    common: Run = (0, 0)
+    order: tuple[tuple[int, int, int], ...] | None = None
+
+
+class HeadsToTokens:
+    """How tensors travel of which each peer of ``dim`` gets its tokens of this rank's heads."""
+
+    def __init__(self, returned: Sequence[Returned], dim: MeshDim) -> None:
+        self._returned, self._dim = returned, dim
+        self._even = all(
+            len({length for _, length in runs}) == 1 for one in returned for runs in (one.tokens, one.heads)
+        )
+
+    def start(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        """Begin one all-to-all for all tensors ``[B, H_local, S_block, D]``.
+
+        Returns:
+            What waits for ``[B, H, S_local, D]`` of each, in memory as SDPA's result lies, ``[B, S_local, H, D]``; where several
+            peers hold the same head, the sum.
+        """
+        index = self._dim.index
+        shapes = [
+            [
+                (one.tokens[index][1] + one.common[1], x.shape[0], one.heads[peer][1], x.shape[3])
+                for x, one in zip(tensors, self._returned, strict=True)
+            ]
+            for peer in range(self._dim.size)
         ]
+        arriving = [[prod(shape) for shape in row] for row in shapes]
+        sizes = [
+            sum(
+                [
+                    x.shape[0] * x.shape[1] * x.shape[3] * (one.tokens[peer][1] + one.common[1])
+                    for x, one in zip(tensors, self._returned, strict=True)
+                ]
+            )
+            for peer in range(self._dim.size)
+        ]
+        sent, received = self._pack(tensors), [sum(row) for row in arriving]
+        started = start_all_to_all(sent, sizes, received, self._dim, even=self._even)
 
-    return finish
+        def finish() -> list[Tensor]:
+            found = _by_table(wait(started), arriving)
+            return [
+                _joined(flat.reshape(-1), x, one, index)
+                for flat, x, one in zip(found, tensors, self._returned, strict=True)
+            ]
+
+        return finish
+
+    def _pack(self, tensors: Sequence[Tensor]) -> Tensor:
+        rows = [x.permute(2, 0, 1, 3) for x in tensors]  # [S_block, B, H_local, D]
+        if len(rows) == 1 and not self._returned[0].common[1]:
+            # The peers' tokens stand in the block one behind the other: of one sample nothing has to be moved.
+            (own,) = self._returned
+            return rows[0].narrow(0, 0, sum([length for _, length in own.tokens])).reshape(-1)
+        pieces = []
+        for peer in range(self._dim.size):
+            for x, one in zip(rows, self._returned, strict=True):
+                pieces.append(x.narrow(0, *one.tokens[peer]))
+                if one.common[1]:
+                    pieces.append(x.narrow(0, *one.common))
+        if len(rows) == 1:
+            return torch.cat(pieces).view(-1)
+        return torch.cat([piece.reshape(-1) for piece in pieces])
 
 
-def _overlap(heads: Sequence[Run]) -> bool:
-    return any(start + count > following for (start, count), (following, _) in itertools.pairwise(heads))
-
-
-def _stacked(flat: Tensor, shapes: Sequence[Sequence[tuple[int, ...]]], index: int) -> Tensor:
-    heads = sum([row[index][0] for row in shapes])
-    return flat.view(heads, *shapes[0][index][1:]).permute(1, 0, 2, 3)
-
-
-def _summed(heads: Sequence[Run], parts: Sequence[tuple[Tensor, tuple[int, ...]]]) -> Tensor:
-    """``[B, H, S, D]`` of parts ``[heads, B, S, D]`` (flat, and their shapes) that may hold the same heads."""
-    flat, shape = parts[0]
-    whole = flat.new_zeros(max(start + count for start, count in heads), *shape[1:])
-    for (start, count), (part, part_shape) in zip(heads, parts, strict=True):
-        whole.narrow(0, start, count).add_(part.view(part_shape))
-    return whole.permute(1, 0, 2, 3)
-
-
-def _start_exchange(
-    to_peers: Sequence[Sequence[Sequence[Tensor]]], receive_sizes: Sequence[int], dim: MeshDim
-) -> Tensor:
-    """All-to-all of what each peer gets: tables, the columns of each table given one by one."""
-    send_sizes = [sum([column.numel() for table in tables for column in table]) for tables in to_peers]
-    packed = pack([table for tables in to_peers for table in tables])
-    return start_all_to_all(packed, send_sizes, receive_sizes, dim)
+def _joined(flat: Tensor, like: Tensor, one: Returned, index: int) -> Tensor:
+    """``[B, H, S_local, D]`` of what arrived of all peers, ``[S, B, heads, D]`` of each; ``like`` is what was sent."""
+    batch, width, tokens = like.shape[0], like.shape[3], one.tokens[index][1] + one.common[1]
+    classes = alike([one.heads])
+    heads = max([start + count for start, count in one.heads])
+    if len(classes) == 1 and classes[0].heads[0][1] * classes[0].number == heads and one.order is None:
+        parts = flat.view(classes[0].number, tokens, batch, classes[0].heads[0][1], width)
+        return parts.permute(2, 1, 0, 3, 4).reshape(batch, tokens, heads, width).transpose(1, 2)
+    apart = sum([peers.number * peers.heads[0][1] for peers in classes]) == heads
+    whole = (flat.new_empty if apart else flat.new_zeros)(batch, tokens, heads, width)
+    offset = 0
+    for peers in classes:
+        first, count, step = peers.heads[0]
+        for place in [None] if step == count else range(peers.number):
+            number = peers.number if place is None else 1
+            part = flat.narrow(0, offset, number * tokens * batch * count * width)
+            offset += part.numel()
+            part = part.view(number, tokens, batch, count, width).permute(2, 1, 0, 3, 4)
+            target = whole.narrow(2, first, number * count).view(batch, tokens, number, count, width)
+            for source, to, length in one.order or ((0, 0, tokens),):
+                into = target.narrow(1, to, length)
+                into.copy_(part.narrow(1, source, length)) if apart else into.add_(part.narrow(1, source, length))
+    return whole.transpose(1, 2)
 
 
 # -- one attention call
 
 
-@dataclass(frozen=True)
 class Exchange:
-    """The all-to-alls of one call, forward and backward.
+    """The all-to-alls of one call, forward and backward: all sizes, computed once.
 
     A block is what a Ulysses group holds together: its ranks' sharded tokens, then the replicated ones.
+
+    Args:
+        extra_tokens: of each rank and sharded tensor, beside those that the layouts know; they travel behind its own.
     """
 
-    query_layout: SequenceLayout
-    key_layout: SequenceLayout
-    mesh: SequenceMesh
-    heads: Heads
-    comm_dtype: torch.dtype | None = None  # of what travels forward; None: as it is
+    def __init__(
+        self,
+        query_layout: SequenceLayout,
+        key_layout: SequenceLayout,
+        mesh: SequenceMesh,
+        heads: Heads,
+        *,
+        extra_tokens: int = 0,
+    ) -> None:
+        self.query_layout, self.key_layout = query_layout, key_layout
+        self.mesh, self.heads = mesh, heads
+        self._extra_tokens = extra_tokens
 
-    def token_sizes(self, layout: SequenceLayout) -> list[int]:
+    def token_sizes(self, layout: SequenceLayout) -> tuple[int, ...]:
         """Sharded tokens of each rank of the Ulysses group."""
         first = self.mesh.ring.index * self.mesh.ulysses.size
-        return [layout.sharded_size(rank) for rank in range(first, first + self.mesh.ulysses.size)]
+        return tuple([layout.sharded_size(rank) for rank in range(first, first + self.mesh.ulysses.size)])
 
     def block_size(self, layout: SequenceLayout) -> int:
         """Tokens of a block, the replicated ones among them."""
         return sum(self.token_sizes(layout)) + sum([segment.total for segment in layout.replicated])
 
+    # -- in
+
+    @lazy
+    def _entering(self) -> TokensToHeads:
+        query, key = self.heads.of_query, self.heads.of_key
+        of_query, of_key = [
+            tuple([size + self._extra_tokens for size in self.token_sizes(layout)])
+            for layout in (self.query_layout, self.key_layout)
+        ]
+        if self.query_layout is self.key_layout:
+            return TokensToHeads([Table((query, key, key), of_query)], self.mesh.ulysses)
+        return TokensToHeads([Table((query,), of_query), Table((key, key), of_key)], self.mesh.ulysses)
+
+    def start_enter_sharded(self, query: Tensor, key: Tensor, value: Tensor) -> Callable[[], list[Tensor]]:
+        """Of sharded tokens: ``[B, H, S_local, D]`` each to ``[B, H_local, sharded tokens of the block, D]``."""
+        tables = [[query, key, value]] if self.query_layout is self.key_layout else [[query], [key, value]]
+        finish = self._entering.start(tables)
+        return lambda: [x for table in finish() for x in table]
+
     def start_enter(self, query: Tensor, key: Tensor, value: Tensor) -> Callable[[], list[Tensor]]:
         """``[B, H, S_local, D]`` each to ``[B, H_local, S_block, D]``."""
-        layouts = (self.query_layout, self.key_layout, self.key_layout)
-        heads = (self.heads.of_query(), self.heads.of_key(), self.heads.of_key())
-        kinds = [split_by_kind(x, one, self.mesh.rank) for x, one in zip((query, key, value), layouts, strict=True)]
-        wire = Wire(self.comm_dtype, min(query.shape[3], value.shape[3]))
-        sizes = [self.token_sizes(layout) for layout in layouts]
-        sent = [
-            Sent(wire.write(sharded), one, [number + wire.scale_rows for number in numbers])
-            for (sharded, _), one, numbers in zip(kinds, heads, sizes, strict=True)
+        (query, text), (key, key_text), (value, value_text) = self.by_kind(query, key, value)
+        finish = self.start_enter_sharded(query, key, value)
+        return lambda: self.with_replicated(finish(), (text, key_text, value_text))
+
+    def by_kind(self, query: Tensor, key: Tensor, value: Tensor) -> list[tuple[Tensor, Tensor | None]]:
+        """Sharded and replicated tokens of each."""
+        rank = self.mesh.rank
+        return [
+            split_by_kind(query, self.query_layout, rank),
+            split_by_kind(key, self.key_layout, rank),
+            split_by_kind(value, self.key_layout, rank),
         ]
-        groups = [sent] if self.query_layout is self.key_layout else [sent[:1], sent[1:]]
-        mine, blocks = self.mesh.ulysses.index, start_tokens_to_heads(groups, self.mesh.ulysses)
 
-        def finish() -> list[Tensor]:
-            found = []
-            for block, (_, text), one, numbers in zip(blocks(), kinds, heads, sizes, strict=True):
-                sharded = wire.read_each(block, numbers, query.dtype)
-                found.append(sharded if text is None else torch.cat([sharded, text.narrow(1, *one[mine])], dim=2))
-            return found
+    def with_replicated(self, blocks: Sequence[Tensor], texts: Sequence[Tensor | None]) -> list[Tensor]:
+        """Blocks of query, key and value, with this rank's heads of the replicated tokens behind the sharded ones."""
+        index = self.mesh.ulysses.index
+        runs = (self.heads.of_query[index], self.heads.of_key[index], self.heads.of_key[index])
+        return [
+            block if text is None else torch.cat([block, text.narrow(1, *run)], dim=2)
+            for block, text, run in zip(blocks, texts, runs, strict=True)
+        ]
 
-        return finish
+    # -- out
+
+    @lazy
+    def _leaving(self) -> HeadsToTokens:
+        layout = self.query_layout
+        own, text = self.token_runs(layout)
+        order = local_order(layout, self.mesh.rank)
+        return HeadsToTokens([Returned(own, self.heads.of_query, text, order)], self.mesh.ulysses)
 
     def start_leave(self, out: Tensor) -> Finish:
         """``[B, H_local, S_block, D_v]`` to ``[B, H, S_local, D_v]``: every rank gets the replicated tokens."""
-        heads, tokens, texts = self.heads.of_query(), *self._token_runs(self.query_layout)
-        wire = Wire(self.comm_dtype, out.shape[3])
-        numbers, scales = wire.write_apart(out)
-        if wire.scale_rows:
-            # Behind the tokens of each peer, and behind the replicated ones, what they are scaled by.
-            runs = [*tokens, texts[0]]
-            parts = [part for run in runs for part in (numbers.narrow(2, *run), scales)]
-            numbers = torch.cat(parts, dim=2)
-            tokens, texts = (
-                _with_scales(tokens, wire.scale_rows),
-                [_with_scales(runs, wire.scale_rows)[-1] for _ in texts],
-            )
-        returned = [Returned(numbers, tokens, heads)]
-        if self.query_layout.replicated:
-            returned.append(Returned(numbers, texts, heads))
-        kinds = start_heads_to_tokens(returned, self.mesh.ulysses)
-        return lambda: self._joined([wire.read(kind, out.dtype) for kind in kinds()], self.query_layout)
+        finish = self._leaving.start([out])
+        return lambda: finish()[0]
 
-    def _token_runs(self, layout: SequenceLayout) -> tuple[list[Run], list[Run]]:
+    def token_runs(self, layout: SequenceLayout) -> tuple[tuple[Run, ...], Run]:
         """Where in a block each peer's own tokens are, and the replicated ones."""
         sizes = self.token_sizes(layout)
-        own = [(sum(sizes[:peer]), size) for peer, size in enumerate(sizes)]
-        return own, [(sum(sizes), sum([segment.total for segment in layout.replicated]))] * len(sizes)
+        own = tuple([(sum(sizes[:peer]), size) for peer, size in enumerate(sizes)])
+        return own, (sum(sizes), sum([segment.total for segment in layout.replicated]))
 
-    def _joined(self, kinds: Sequence[Tensor], layout: SequenceLayout) -> Tensor:
-        return kinds[0] if len(kinds) == 1 else join_kinds(kinds[0], kinds[1], layout, self.mesh.rank)
+    # -- gradients
+
+    @lazy
+    def _gradient_entering(self) -> TokensToHeads:
+        layout, heads, dim = self.query_layout, self.heads.of_query, self.mesh.ulysses
+        tables = [Table((heads,), self.token_sizes(layout))]
+        if layout.replicated:
+            num_text = sum([segment.total for segment in layout.replicated])
+            tables.append(Table((heads,), (num_text,) * dim.size))
+        return TokensToHeads(tables, dim)
 
     def enter_gradient(self, grad_out: Tensor) -> Tensor:
         """The transpose of :meth:`start_leave`: replicated tokens were given to all, so their gradients add up."""
-        layout, heads, dim = self.query_layout, self.heads.of_query(), self.mesh.ulysses
-        sharded, text = split_by_kind(grad_out, layout, self.mesh.rank)
-        groups = [[Sent(sharded, heads, self.token_sizes(layout))]]
+        sharded, text = split_by_kind(grad_out, self.query_layout, self.mesh.rank)
+        found = self._gradient_entering.start([[sharded]] if text is None else [[sharded], [text]])()
         if text is None:
-            return tokens_to_heads(groups, dim)[0]
-        groups.append([Sent(text, heads, [text.shape[2]] * dim.size)])
-        block, texts = tokens_to_heads(groups, dim)
-        return torch.cat([block, torch.unflatten(texts, 2, (dim.size, text.shape[2])).sum(2)], dim=2)
+            return found[0][0]
+        texts = torch.unflatten(found[1][0], 2, (self.mesh.ulysses.size, text.shape[2]))
+        return torch.cat([found[0][0], texts.sum(2)], dim=2)
 
-    def leave_gradients(self, *grads: Tensor) -> list[Tensor]:
-        """The transpose of :meth:`start_enter`, for query, key and value: a rank saw its own heads of its replicated tokens."""
-        heads = (self.heads.of_query(), self.heads.of_key(), self.heads.of_key())
-        layouts = (self.query_layout, self.key_layout, self.key_layout)
-        totals = (self.heads.num_heads, self.heads.num_kv_heads, self.heads.num_kv_heads)
-        found = heads_to_tokens(
+    @lazy
+    def _gradients_leaving(self) -> HeadsToTokens:
+        heads, layouts = self.heads, (self.query_layout, self.key_layout, self.key_layout)
+        return HeadsToTokens(
             [
-                Returned(grad, self._token_runs(layout)[0], one)
-                for grad, one, layout in zip(grads, heads, layouts, strict=True)
+                Returned(self.token_runs(layout)[0], one)
+                for layout, one in zip(layouts, (heads.of_query, heads.of_key, heads.of_key), strict=True)
             ],
             self.mesh.ulysses,
         )
+
+    def leave_gradients(self, *grads: Tensor) -> list[Tensor]:
+        """The transpose of :meth:`start_enter`, for query, key and value: a rank saw its own heads of its replicated tokens."""
+        heads = (self.heads.of_query, self.heads.of_key, self.heads.of_key)
+        layouts = (self.query_layout, self.key_layout, self.key_layout)
+        found = self._gradients_leaving.start(grads)()
         whole = []
-        for grad, sharded, one, layout, total in zip(grads, found, heads, layouts, totals, strict=True):
+        for grad, sharded, one, layout in zip(grads, found, heads, layouts, strict=True):
             if not layout.replicated:
                 whole.append(sharded)
                 continue
-            own = grad.narrow(2, *self._token_runs(layout)[1][0])
-            text = own.new_zeros(own.shape[0], total, *own.shape[2:])
+            own = grad.narrow(2, *self.token_runs(layout)[1])
+            text = own.new_zeros(own.shape[0], sharded.shape[1], *own.shape[2:])
             text.narrow(1, *one[self.mesh.ulysses.index]).copy_(own)
             whole.append(join_kinds(sharded, text, layout, self.mesh.rank))
         return whole
 
 
-def _with_scales(runs: Sequence[Run], scale_rows: int) -> list[Run]:
-    """Runs of a tensor after so many more rows have been put behind each."""
-    return [(start + place * scale_rows, length + scale_rows) for place, (start, length) in enumerate(runs)]
+def local_order(layout: SequenceLayout, rank: int) -> tuple[tuple[int, int, int], ...] | None:
+    """Where the sharded and then the replicated tokens of ``rank`` stand in ``layout``, as :class:`Returned` says; None: as they are."""
+    if not layout.replicated:
+        return None
+    places = {False: 0, True: layout.sharded_size(rank)}
+    order, to = [], 0
+    for segment in layout.segments:
+        length = segment.size(rank, layout.ranks)
+        order.append((places[segment.replicated], to, length))
+        places[segment.replicated] += length
+        to += length
+    return tuple(order)
 
 
 def split_by_kind(x: Tensor, layout: SequenceLayout, rank: int) -> tuple[Tensor, Tensor | None]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Unpack
+
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from para_core.attention.call import AttnFunc
+from para_core.attention.attend import AttnFunc
+from para_core.attention.options import AttnKeywords
 from para_core.layout import SequenceLayout
 from para_core.modes.unified import RingAttnMode, UlyssesAttnMode, UnifiedAttnMode
 
@@ -26,6 +29,7 @@ def unified_attention(
     key_layout: SequenceLayout | None = None,
     assume_equal: bool = False,
     attn_func: AttnFunc | None = None,
+    **options: Unpack[AttnKeywords],
 ) -> Tensor:
     """SDPA over a sequence that is sharded over ``mesh``: each rank gives its part and gets its part of the result.
 
@@ -34,12 +38,14 @@ def unified_attention(
         mesh: see :class:`UnifiedAttnMode`.
         layout: who holds which queries, and which keys unless ``key_layout`` says so. Equal parts if left out.
         assume_equal: skip the exchange that turns bad input on one rank into an error on all.
-        attn_func: see :class:`UnifiedAttnMode`.
+        attn_func, options: see :class:`UnifiedAttnMode`.
 
     Raises:
         ValueError: on every rank, in eager code, for input that does not fit on any of them.
     """
-    mode = UnifiedAttnMode(mesh, layout=layout, key_layout=key_layout, assume_equal=assume_equal, attn_func=attn_func)
+    mode = UnifiedAttnMode(
+        mesh, layout=layout, key_layout=key_layout, assume_equal=assume_equal, attn_func=attn_func, **options
+    )
     return mode.attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 
@@ -58,9 +64,12 @@ def ring_attention(
     key_layout: SequenceLayout | None = None,
     assume_equal: bool = False,
     attn_func: AttnFunc | None = None,
+    **options: Unpack[AttnKeywords],
 ) -> Tensor:
     """:func:`unified_attention` on a mesh (or group) whose ranks all form the ring."""
-    mode = RingAttnMode(mesh, layout=layout, key_layout=key_layout, assume_equal=assume_equal, attn_func=attn_func)
+    mode = RingAttnMode(
+        mesh, layout=layout, key_layout=key_layout, assume_equal=assume_equal, attn_func=attn_func, **options
+    )
     return mode.attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 
@@ -79,7 +88,10 @@ def ulysses_attention(
     key_layout: SequenceLayout | None = None,
     assume_equal: bool = False,
     attn_func: AttnFunc | None = None,
+    **options: Unpack[AttnKeywords],
 ) -> Tensor:
     """:func:`unified_attention` on a mesh (or group) whose ranks all trade tokens for heads."""
-    mode = UlyssesAttnMode(mesh, layout=layout, key_layout=key_layout, assume_equal=assume_equal, attn_func=attn_func)
+    mode = UlyssesAttnMode(
+        mesh, layout=layout, key_layout=key_layout, assume_equal=assume_equal, attn_func=attn_func, **options
+    )
     return mode.attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)

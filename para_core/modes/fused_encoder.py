@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -78,3 +80,15 @@ def switch_off() -> None:
 def put_back() -> None:
     """Undo one :func:`switch_off`; the last one, in whatever thread, allows what was allowed before the first."""
     _SWITCH.release()
+
+
+@contextmanager
+def held_off(needed: bool) -> Iterator[None]:
+    """Inside, torch's fused encoder kernels are forbidden, if that is ``needed``."""
+    if needed:
+        switch_off()
+    try:
+        yield
+    finally:
+        if needed:
+            put_back()

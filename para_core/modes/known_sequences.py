@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import lru_cache
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
-from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer
 from torch.overrides import TorchFunctionMode
 
 from para_core.agreement import Record, Signature, agree, signature
-from para_core.attention.call import EQUAL_PARTS
+from para_core.attention.attend import EQUAL_PARTS
 from para_core.layout import Segment, SequenceLayout, even_layout
 from para_core.mesh import SequenceMesh
 from para_core.tokens import gather_tokens, shard_tokens
 
-# What torch.cond calls; modes see this.
-COND = torch.ops.higher_order.cond
 # A length that outlives a call: an int while tracing, else the first dim of a tensor without elements. Dynamo takes an
 # int that it finds on a mode for a constant, and would compile anew for every length; sizes of tensors become symbolic.
 Length = int | Tensor
@@ -46,7 +42,7 @@ class ShardingMode(TorchFunctionMode):
 
     def __enter__(self) -> Self:
         if self._depth == 0:
-            self._known = ()
+            self._set_known(())
             self._begin()
         self._depth += 1
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -61,20 +57,10 @@ class ShardingMode(TorchFunctionMode):
         super().__exit__(exc_type, exc_val, exc_tb)  # type: ignore[no-untyped-call]
         self._depth -= 1
         if self._depth == 0:
-            self._known = ()
+            self._set_known(())
             self._end()
             if exc_type is None and not torch.compiler.is_compiling():
                 self._check_use()
-
-    def _run_cond(
-        self,
-        pred: Any,
-        true_fn: Callable[..., Any],
-        false_fn: Callable[..., Any],
-        operands: Sequence[Any] = (),
-    ) -> Any:
-        """``torch.cond`` with this mode inside its branches: it is dispatched to modes itself, which are off in there."""
-        return COND(pred, _under(self, true_fn), _under(self, false_fn), operands)
 
     def _begin(self) -> None:
         """Called where the mode is entered from outside of it."""
@@ -84,6 +70,9 @@ class ShardingMode(TorchFunctionMode):
 
     def _check_use(self) -> None:
         """Called where it is left without an exception, in eager code."""
+
+    def _forget_calls(self) -> None:
+        """Called where what is known of sequences has changed, in eager code."""
 
     def sequence(self, total: int, *, balance: Literal["causal"] | None = None) -> SequenceLayout:
         """Who holds which of ``total`` tokens: a value for ``sequence=`` of :meth:`shard` and :meth:`gather`.
@@ -97,6 +86,11 @@ class ShardingMode(TorchFunctionMode):
         return even_layout(total, self._mesh.ranks, balanced=balance == "causal")
 
     # -- what is remembered
+
+    def _set_known(self, known: HeldLayout) -> None:
+        self._known = known
+        if not torch.compiler.is_compiling():
+            self._forget_calls()
 
     def _hold(self, length: int) -> Length:
         if torch.compiler.is_compiling():
@@ -140,7 +134,7 @@ class ShardingMode(TorchFunctionMode):
         kind = (segment.replicated, segment.balanced)
         same = [one for one in segments_of(self._known) if (one.replicated, one.balanced) == kind]
         if not [one for one in same if one.total == segment.total]:
-            self._known = (*self._known, self._hold_segment(segment))
+            self._set_known((*self._known, self._hold_segment(segment)))
 
     # -- cutting and putting together
 
@@ -255,23 +249,3 @@ def segments_of(held: HeldLayout) -> tuple[Segment, ...]:
 
 def _length(held: Length) -> int:
     return held.shape[0] if isinstance(held, Tensor) else held
-
-
-class _Again(TorchFunctionMode):
-    """``mode`` once more, made and entered inside a branch: what is from outside cannot be entered there."""
-
-    def __init__(self, mode: ShardingMode) -> None:
-        super().__init__()
-        self._mode = mode
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._mode.__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-
-
-def _under(mode: ShardingMode, function: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any) -> Any:
-        with _Again(mode):
-            return function(*args)
-
-    # Dynamo calls the stack of modes changed, though it is at the end what it was.
-    return lambda *args: _disable_side_effect_safety_checks_for_current_subtracer(run, *args)

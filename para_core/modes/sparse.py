@@ -38,10 +38,7 @@ class BlockSparseAttnMode(UnifiedAttnMode):
         block_size: int | tuple[int, int],
         **options: Any,
     ) -> None:
-        super().__init__(mesh, **options)
-        self._block_mask = read_block_mask(block_mask, block_size)
-        self._by_position = True
-        self._is_sdpa = False  # on one rank, too
+        super().__init__(mesh, block_mask=read_block_mask(block_mask, block_size), **options)
 
 
 class SparseKVAttnMode(UnifiedAttnMode):
@@ -70,11 +67,8 @@ class SparseKVAttnMode(UnifiedAttnMode):
         window: int = 64,
         **options: Any,
     ) -> None:
-        super().__init__(mesh, **options)
         if not 0 < share <= 1:
             raise ValueError(f"share is {share!r}; expected the share of the keys to keep, 0 < share <= 1.")
         if isinstance(window, bool) or not isinstance(window, int) or window < 1:
             raise ValueError(f"window is {window!r}; expected a positive number of observed queries.")
-        self._kept = KeptKeys(float(share), window)
-        self._by_position = True
-        self._is_sdpa = False  # on one rank, too
+        super().__init__(mesh, kept_keys=KeptKeys(float(share), window), **options)

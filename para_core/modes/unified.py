@@ -1,4 +1,4 @@
-"""What is intercepted: modes that reroute scaled_dot_product_attention, and nothing about how it is computed."""
+"""The user's modes: attention inside runs over a mesh, and sequences that are sharded through them are known."""
 
 from __future__ import annotations
 
@@ -6,28 +6,23 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Unpack
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch._higher_order_ops.flex_attention import flex_attention
-from torch._ops import HigherOrderOperator
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
-from para_core.attention.approximate.block_mask import BlockMask
-from para_core.attention.approximate.kept_keys import KeptKeys
-from para_core.attention.call import AttnFunc, attend_over_mesh
-from para_core.attention.multi_head import multi_head_attention
-from para_core.attention.tiling import RotateMethod
+from para_core.attention.attend import AttnFunc, MeshAttention
+from para_core.attention.options import AttnKeywords, AttnOptions
 from para_core.collectives import all_gather
 from para_core.layout import Segment, SequenceLayout, even_layout
 from para_core.mesh import MeshDim, SequenceMesh, guided_mesh
 from para_core.modes import fused_encoder
 from para_core.modes.inference import sequence_of_length, sequence_of_symbolic_length
-from para_core.modes.known_sequences import COND, HeldLayout, ShardingMode, segments_of
+from para_core.modes.interceptor import Disabled, intercept, pass_on
+from para_core.modes.known_sequences import HeldLayout, ShardingMode, segments_of
 from para_core.tokens import gather_tokens
 
 
@@ -47,12 +42,14 @@ class UnifiedAttnMode(ShardingMode):
         attn_func: computes attention on one device in place of SDPA: called as ``attn_func(query, key, value, attn_mask=,
             dropout_p=, is_causal=, scale=)`` on several ranks, with ``[B, H, S, D]`` and at most one of mask and ``is_causal``, it returns
             ``out``, or ``(out, lse)`` with lse ``[B, H, S_q]`` in float32, which a ring needs.
-        ulysses_chunks: without gradients, cut each rank's heads into so many parts, and let the next one travel while one
-            is computed.
-        comm_dtype: ``torch.float8_e4m3fn`` halves the bytes of 16-bit tensors: query, key, value and out travel rounded to 8 bits,
-            scaled per sample and head. Not exact; without gradients only.
-        rotate_method: how the keys and values of other ring ranks get here: ``"alltoall"``, passed on from neighbour to
-            neighbour, or ``"allgather"``, all in one collective, which needs memory for all of them. Backward they rotate.
+        options: of :class:`AttnOptions`:
+
+            - ``ulysses_chunks``: without gradients, each rank's heads are cut into so many parts, of which the next one travels
+              while one is computed.
+            - ``comm_dtype``: ``torch.float8_e4m3fn`` halves the bytes of 16-bit tensors: query, key, value and out travel rounded
+              to 8 bits, scaled per sample and head. Not exact; without gradients only.
+            - ``rotate_method``: how the keys and values of other ring ranks get here: ``"alltoall"``, passed on from neighbour to
+              neighbour, or ``"allgather"``, all in one collective, which needs memory for all of them. Backward they rotate.
 
     >>> import torch.distributed as dist  # doctest: +SKIP
     >>> with UnifiedAttnMode(mesh) as cp:  # doctest: +SKIP
@@ -62,8 +59,6 @@ class UnifiedAttnMode(ShardingMode):
     # What the ranks of a plain ProcessGroup do, and which mesh dim may have one rank only.
     _group_dim = "ulysses"
     _single_dim: str | None = None
-    _block_mask: BlockMask | None = None
-    _kept: KeptKeys | None = None
 
     def __init__(
         self,
@@ -73,43 +68,38 @@ class UnifiedAttnMode(ShardingMode):
         key_layout: SequenceLayout | None = None,
         assume_equal: bool = False,
         attn_func: AttnFunc | None = None,
-        ulysses_chunks: int = 1,
-        comm_dtype: torch.dtype | None = None,
-        rotate_method: RotateMethod = "alltoall",
+        **options: Unpack[AttnKeywords],
     ) -> None:
-        # Where branches of guidance are shared out; None: nowhere.
+        # Along which branches of guidance are computed; None: nowhere.
         self._batch: MeshDim | None = None
         if not isinstance(mesh, SequenceMesh):
             guided = guided_mesh(mesh, group_dim=self._group_dim)
             mesh, self._batch = guided.sequence, guided.batch
         super().__init__(mesh, assume_equal=assume_equal)
-        if isinstance(ulysses_chunks, bool) or not isinstance(ulysses_chunks, int) or ulysses_chunks < 1:
-            raise ValueError(f"ulysses_chunks is {ulysses_chunks!r}; expected a positive integer.")
-        self._ulysses_chunks = ulysses_chunks
-        if comm_dtype not in (None, torch.float8_e4m3fn):
-            raise ValueError(f"comm_dtype is {comm_dtype}; expected torch.float8_e4m3fn, or None for exact attention.")
-        self._comm_dtype = comm_dtype
-        if rotate_method not in ("alltoall", "allgather"):
-            raise ValueError(f"rotate_method is {rotate_method!r}; expected 'alltoall' or 'allgather'.")
-        self._rotate_method = rotate_method
+        self._options = AttnOptions(**options)
         if self._single_dim is not None:
             _require_single(self._mesh, self._single_dim, type(self).__name__)
         self._attn_func = attn_func
+        self._attention = self._make_attention()
         # Of queries and of keys, if given: decides before what was cut.
         self._explicit: tuple[HeldLayout, HeldLayout | None] | None = None
         if layout is not None:
             self._explicit = (self._hold_layout(layout), None if key_layout is None else self._hold_layout(key_layout))
         elif key_layout is not None:
             raise ValueError("key_layout was given without layout; give both, or neither.")
-        # Whether attention under this mode depends on where in the sequence a token is, whatever the call.
-        self._by_position = False
         # Whether attention under this mode is what it is without.
-        self._is_sdpa = self._mesh.ranks == 1
+        self._is_sdpa = self._mesh.ranks == 1 and not self._options.by_position
         self.intercepted = False
-        # Off where a plan has not cut the tokens yet, or has gathered them.
-        self._active = [True]
+
+    def _make_attention(self) -> MeshAttention:
+        return MeshAttention(
+            self._mesh, self._layouts, self._options, assume_equal=self._assume_equal, attn_func=self._attn_func
+        )
 
     # -- entering and leaving
+
+    def _forget_calls(self) -> None:
+        self._attention.forget()
 
     def _begin(self) -> None:
         fused_encoder.switch_off()
@@ -131,7 +121,7 @@ class UnifiedAttnMode(ShardingMode):
     @staticmethod
     def disable() -> TorchFunctionMode:
         """A context inside which no mode of this module intercepts anything."""
-        return _Disabled()
+        return Disabled()
 
     def bound(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """``function``, run under this mode as it is now, whenever it is called.
@@ -141,10 +131,12 @@ class UnifiedAttnMode(ShardingMode):
         """
         again, known = copy.copy(self), self._known
         again._depth = 0
+        again._attention = again._make_attention()
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with again:
-                again._known, again.intercepted = known, False
+                again._set_known(known)
+                again.intercepted = False
                 result = function(*args, **kwargs)
                 self.intercepted = self.intercepted or again.intercepted
                 again.intercepted = True  # it does not warn: this mode does
@@ -157,25 +149,9 @@ class UnifiedAttnMode(ShardingMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if func is Tensor.unflatten and torch.compiler.is_compiling():
-            # Dynamo cannot trace the method under a mode: it is Python that calls super().
-            return torch.unflatten(*args, **kwargs)
-        if self._is_sdpa or not self._active[0]:
-            return func(*args, **kwargs)
-        if func is F.scaled_dot_product_attention:
-            return self.attend(*args, **kwargs)
-        if func is COND:
-            return self._run_cond(*args, **kwargs)
-        if func is F.multi_head_attention_forward:
-            return multi_head_attention(self.attend, *args, **kwargs)
-        if func in _UNSEEN:
-            raise RuntimeError(
-                f"{getattr(func, '__name__', func)} computes attention without scaled_dot_product_attention, so it "
-                f"cannot run on {self._mesh.ranks} ranks: each would attend to its own tokens only. Use "
-                "F.scaled_dot_product_attention, or run this call under UnifiedAttnMode.disable()."
-            )
-        return func(*args, **kwargs)
+        if self._is_sdpa:
+            return pass_on(func, args, kwargs or {})
+        return intercept(self, self.attend, self._mesh.ranks, func, args, kwargs or {})
 
     def attend(
         self,
@@ -195,28 +171,7 @@ class UnifiedAttnMode(ShardingMode):
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
             return out
-        return attend_over_mesh(
-            query,
-            key,
-            value,
-            attn_mask,
-            dropout_p,
-            is_causal,
-            scale,
-            enable_gqa,
-            mesh=self._mesh,
-            # A mask or is_causal asks where in the sequence a token is, not only on which rank.
-            choose_layouts=lambda num_queries, num_keys: self._layouts(
-                num_queries, num_keys, ordered=is_causal or attn_mask is not None or self._by_position
-            ),
-            assume_equal=self._assume_equal,
-            attn_func=self._attn_func,
-            ulysses_chunks=self._ulysses_chunks,
-            block_mask=self._block_mask,
-            kept=self._kept,
-            comm_dtype=self._comm_dtype,
-            rotate_method=self._rotate_method,
-        )
+        return self._attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
     # -- which rank computes which branches of guidance
 
@@ -274,17 +229,22 @@ class UnifiedAttnMode(ShardingMode):
     def using(self, layout: SequenceLayout, *, key_layout: SequenceLayout | None = None) -> Iterator[None]:
         """Inside, every attention call has ``layout`` for its queries, and ``key_layout`` (or the same) for its keys."""
         before = self._explicit
-        self._explicit = (self._hold_layout(layout), None if key_layout is None else self._hold_layout(key_layout))
+        self._set_explicit((self._hold_layout(layout), None if key_layout is None else self._hold_layout(key_layout)))
         try:
             yield
         finally:
-            self._explicit = before
+            self._set_explicit(before)
+
+    def _set_explicit(self, layouts: tuple[HeldLayout, HeldLayout | None] | None) -> None:
+        self._explicit = layouts
+        if not torch.compiler.is_compiling():
+            self._forget_calls()
 
     def set_layout(self, layout: SequenceLayout) -> None:
         """Every attention call from now on has ``layout``: :meth:`using`, for as long as the mode lives."""
-        self._explicit = (self._hold_layout(layout), None)
+        self._set_explicit((self._hold_layout(layout), None))
 
-    def _layouts(self, num_queries: int, num_keys: int, *, ordered: bool) -> tuple[SequenceLayout, SequenceLayout]:
+    def _layouts(self, num_queries: int, num_keys: int, ordered: bool) -> tuple[SequenceLayout, SequenceLayout]:
         if self._explicit is not None:
             query_layout = self._held_layout(self._explicit[0])
             key_layout = query_layout if self._explicit[1] is None else self._held_layout(self._explicit[1])
@@ -332,23 +292,3 @@ def _require_single(mesh: SequenceMesh, name: str, mode: str) -> None:
         raise ValueError(
             f"{mode} got a mesh whose {name!r} dim has {size} ranks; expected 1. Use UnifiedAttnMode for both at once."
         )
-
-
-_UNSEEN = (torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd, flex_attention)
-
-
-class _Disabled(TorchFunctionMode):
-    """Hands attention on under a name that the modes outside do not intercept."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            return torch.ops.aten.scaled_dot_product_attention.default(*args, **kwargs)
-        if func is F.multi_head_attention_forward or func in _UNSEEN or isinstance(func, HigherOrderOperator):
-            with torch._C.DisableTorchFunction():
-                return func(*args, **kwargs)
-        if func is Tensor.unflatten and torch.compiler.is_compiling():
-            return torch.unflatten(*args, **kwargs)
-        return func(*args, **kwargs)

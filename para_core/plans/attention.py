@@ -1,136 +1,235 @@
-"""The mode inside a plan's region: it takes the layout of each attention call from what the plan says of it."""
+"""Attention inside a plan's region: the plan says of each call what its queries and keys consist of."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import guard_or_false
+from torch.overrides import TorchFunctionMode
 
-from para_core.attention.tiling import RotateMethod
+from para_core.attention.attend import MeshAttention
+from para_core.attention.options import AttnOptions
 from para_core.layout import Segment, SequenceLayout
 from para_core.mesh import SequenceMesh
-from para_core.modes.known_sequences import HeldLayout, segments_of
-from para_core.modes.unified import UnifiedAttnMode
+from para_core.modes.interceptor import at_the_dispatcher, intercept, pass_on
+from para_core.modes.known_sequences import Length
 from para_core.plans.plan import Attention
 from para_core.tokens import gather_tokens
 
+# Of each segment of a call that was sharded, or found to be whole: name, total, whether it is replicated.
+HeldSegments = tuple[tuple[str, Length, bool], ...]
 
-class PlannedAttnMode(UnifiedAttnMode):
-    """Intercepts nothing until tokens were cut (``active``).
+
+class PlannedAttention:
+    """What ``scaled_dot_product_attention`` becomes in one call of a model; off until tokens have been sharded.
 
     Args:
         attending: what the first, second, … attention call consists of; the last stands for all further ones.
-        encoders: whether the model has modules with fused kernels of torch, which are to be switched off. Else the switch is
-            left alone: what is set behind ``torch.cond`` is lost in Dynamo 2.13, and it would stay off.
+        known: of the model, kept from call to call: the :class:`MeshAttention` of each entry of a plan and its lengths.
     """
 
     def __init__(
         self,
         mesh: SequenceMesh,
+        options: AttnOptions,
         attending: tuple[Attention, ...],
-        rotate_method: RotateMethod,
-        *,
-        encoders: bool = False,
+        known: dict[Any, MeshAttention],
     ) -> None:
-        super().__init__(mesh, assume_equal=True, rotate_method=rotate_method)
-        self._encoders = encoders
-        self._attending = attending
-        self._rotate_method = rotate_method
+        self.mesh, self.options, self.known = mesh, options, known
+        self.attending = attending
+        self.segments: HeldSegments = ()
+        # Lists: what is set of an attribute before torch.cond (which a cache brings) and again behind it, Dynamo 2.13 forgets.
+        self.active = [False]
+        self.intercepted = [False]
         self._calls = 0
-        self._segments: HeldLayout = ()
-        self._active[0] = False
-
-    def _begin(self) -> None:
-        self._fast_path = False
-        if self._encoders:
-            super()._begin()
-
-    def switch(self, on: bool) -> None:
-        """Intercept from here on, or no longer."""
-        self._active[0] = on
 
     def set_segments(self, segments: tuple[Segment, ...]) -> None:
-        """What is known of the call under way: which segments were cut, and which are whole on every rank."""
-        self._segments = tuple([self._hold_segment(segment) for segment in segments])
+        """What is known of the call under way: which segments were sharded, and which are whole on every rank."""
+        self.segments = tuple([(one.name, _hold(one.total, self.mesh.device_type), one.replicated) for one in segments])
+
+    def within(self, attending: tuple[Attention, ...]) -> PlannedAttention:
+        """The same, where attention calls consist of ``attending``; they are counted anew."""
+        inner = PlannedAttention(self.mesh, self.options, attending, self.known)
+        inner.segments, inner.active = self.segments, [self.active[0]]
+        return inner
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        attention = self.attending[min(self._calls, len(self.attending) - 1)]
+        if len(self.attending) > 1:
+            self._calls += 1
+        self.intercepted[0] = True
+        sharded = [name for name, _, replicated in self.segments if not replicated]
+        if not set(sharded) & set(attention.keys or attention.queries):
+            out: Tensor = torch.ops.aten.scaled_dot_product_attention.default(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+            return out
+        attend = self._over_mesh(attention)
+        if attn_mask is None or attention.mask is None:
+            return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        if attention.mask == "keys":
+            _, key_layout = self._layouts(attention, query.shape[-2], key.shape[-2])
+            attn_mask = gather_tokens(attn_mask, -1, key_layout, self.mesh)
+            return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        valid = attn_mask.diagonal(dim1=-2, dim2=-1)
+        out = attend(query, key, value, valid[..., None, :], dropout_p, is_causal, scale, enable_gqa)
+        # A row that sees nothing is zero.
+        return out.masked_fill(~valid[..., None], 0.0)
+
+    def _over_mesh(self, attention: Attention) -> MeshAttention:
+        if torch.compiler.is_compiling():
+            return self._make(attention)
+        place = (attention, tuple([(name, _length(total), replicated) for name, total, replicated in self.segments]))
+        if place not in self.known:
+            self.known[place] = self._make(attention)
+        return self.known[place]
+
+    def _make(self, attention: Attention) -> MeshAttention:
+        segments = tuple([Segment(name, _length(total), replicated) for name, total, replicated in self.segments])
+        layouts = partial(planned_layouts, attention, segments, self.mesh)
+        return MeshAttention(self.mesh, layouts, self.options, assume_equal=True)
+
+    def _layouts(self, attention: Attention, num_queries: int, num_keys: int) -> tuple[SequenceLayout, SequenceLayout]:
+        segments = tuple([Segment(name, _length(total), replicated) for name, total, replicated in self.segments])
+        return planned_layouts(attention, segments, self.mesh, num_queries, num_keys)
+
+
+def _hold(length: int, device_type: str) -> Length:
+    # See known_sequences.Length: what outlives a call must not be an int that a graph takes for a constant.
+    return length if torch.compiler.is_compiling() else torch.empty((length, 0), device=device_type)
+
+
+def _length(held: Length) -> int:
+    return held.shape[0] if isinstance(held, Tensor) else held
+
+
+def planned_layouts(
+    attention: Attention,
+    segments: tuple[Segment, ...],
+    mesh: SequenceMesh,
+    num_queries: int,
+    num_keys: int,
+    ordered: bool = True,
+) -> tuple[SequenceLayout, SequenceLayout]:
+    """The layouts of queries and keys of which this rank holds so many.
+
+    Args:
+        segments: which were sharded, or found to be whole on every rank; any other is held by every rank.
+
+    Raises:
+        ValueError: the plan says something else of their number.
+    """
+    query_layout = _layout_of(attention.queries, segments, mesh, num_queries, "query")
+    if attention.keys is not None:
+        return query_layout, _layout_of(attention.keys, segments, mesh, num_keys, "key")
+    if guard_or_false(num_keys != num_queries):
+        raise ValueError(
+            f"an attention call has {num_queries} queries and {num_keys} keys on this rank; the plan takes both to be "
+            f"{' + '.join(attention.queries)}. Say in Plan.attention what the module that makes it attends to."
+        )
+    return query_layout, query_layout
+
+
+def _layout_of(
+    names: tuple[str, ...], segments: tuple[Segment, ...], mesh: SequenceMesh, held: int, kind: str
+) -> SequenceLayout:
+    known = {segment.name: segment for segment in segments}
+    local = sum([known[name].size(mesh.rank, mesh.ranks) for name in names if name in known])
+    # What is left is of the one segment that was never sharded.
+    rest = held - local
+    unknown = [name for name in names if name not in known]
+    # Of a length that depends on data nothing is known while tracing.
+    if guard_or_false(rest < 0 if len(unknown) == 1 else rest != 0):
+        raise ValueError(
+            f"{kind} has {held} tokens on this rank; of {' + '.join(names)} it holds {local}. The plan does not fit what "
+            "the model does: say in Plan.attention what the module that makes this call attends to."
+        )
+    found = [known[name] if name in known else Segment(name, rest, replicated=True) for name in names]
+    return SequenceLayout(tuple(found), mesh.ranks)
+
+
+# -- ways to intercept
+
+
+class PlannedAttnMode(TorchFunctionMode):
+    """Intercepts attention for :class:`PlannedAttention`: in graphs, and where autograd runs things again later."""
+
+    def __init__(self, planned: PlannedAttention) -> None:
+        super().__init__()
+        self.planned = planned
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if not self.planned.active[0]:
+            return pass_on(func, args, kwargs or {})
+        return intercept(self, self.planned, self.planned.mesh.ranks, func, args, kwargs or {})
+
+
+class Interception:
+    """How the attention of one call of a model is intercepted, from its beginning to its end.
+
+    Args:
+        at_dispatcher: see :func:`~para_core.modes.interceptor.at_the_dispatcher`, which the host pays nothing for; else a mode.
+    """
+
+    def __init__(self, planned: PlannedAttention, *, at_dispatcher: bool) -> None:
+        self.planned = planned
+        self.mode = None if at_dispatcher else PlannedAttnMode(planned)
+        # At the dispatcher: what attention becomes now, the innermost last.
+        self._attending = [planned]
+
+    def entered(self) -> AbstractContextManager[Any]:
+        return at_the_dispatcher(self._attend) if self.mode is None else self.mode
+
+    def _attend(self, *args: Any, **kwargs: Any) -> Tensor:
+        planned = self._attending[-1]
+        if planned.active[0]:
+            return planned(*args, **kwargs)
+        out: Tensor = torch.ops.aten.scaled_dot_product_attention.default(*args, **kwargs)
+        return out
 
     @contextmanager
     def attending_to(self, attending: tuple[Attention, ...]) -> Iterator[None]:
-        """Inside, attention calls consist of this; they are counted anew.
-
-        Under a mode of its own, which goes before this one: a branch of ``torch.cond`` may change nothing from outside.
-        """
-        inner = PlannedAttnMode(self._mesh, attending, self._rotate_method)
-        inner._segments = self._segments
-        inner._active[0] = self._active[0]
-        with inner:
-            yield
-        if inner.intercepted:
-            self.intercepted = True
-
-    def _check_use(self) -> None:
-        """The region asks, also while it is traced."""
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        attention = self._attending[min(self._calls, len(self._attending) - 1)]
-        if len(self._attending) > 1:
-            self._calls += 1
-        cut = [segment.name for segment in segments_of(self._segments) if not segment.replicated]
-        if not set(cut) & set(attention.keys or attention.queries):
-            with UnifiedAttnMode.disable():
-                return F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
-        mask = kwargs.get("attn_mask")
-        if mask is None or attention.mask is None:
-            return super().attend(query, key, value, *args, **kwargs)
-        if attention.mask == "keys":
-            _, key_layout = self._layouts(query.shape[-2], key.shape[-2], ordered=True)
-            kwargs["attn_mask"] = gather_tokens(mask, -1, key_layout, self._mesh)
-            return super().attend(query, key, value, *args, **kwargs)
-        valid = mask.diagonal(dim1=-2, dim2=-1)
-        kwargs["attn_mask"] = valid[..., None, :]
-        # A row that sees nothing is zero.
-        return super().attend(query, key, value, *args, **kwargs).masked_fill(~valid[..., None], 0.0)
-
-    def _layouts(self, num_queries: int, num_keys: int, *, ordered: bool) -> tuple[SequenceLayout, SequenceLayout]:
-        attention = self._attending[min(max(self._calls - 1, 0), len(self._attending) - 1)]
-        query_layout = self._layout_of(attention.queries, num_queries, "query")
-        if attention.keys is not None:
-            return query_layout, self._layout_of(attention.keys, num_keys, "key")
-        if guard_or_false(num_keys != num_queries):
-            raise ValueError(
-                f"an attention call has {num_queries} queries and {num_keys} keys on this rank; the plan takes both to be "
-                f"{' + '.join(attention.queries)}. Say in Plan.attention what the module that makes it attends to."
-            )
-        return query_layout, query_layout
-
-    def _layout_of(self, names: tuple[str, ...], held: int, kind: str) -> SequenceLayout:
-        known = {segment.name: segment for segment in segments_of(self._segments)}
-        local = sum([known[name].size(self._mesh.rank, self._mesh.ranks) for name in names if name in known])
-        # What is left is of the one segment that was never cut.
-        rest = held - local
-        unknown = [name for name in names if name not in known]
-        # Of a length that depends on data nothing is known while tracing.
-        if guard_or_false(rest < 0 if len(unknown) == 1 else rest != 0):
-            raise ValueError(
-                f"{kind} has {held} tokens on this rank; of {' + '.join(names)} it holds {local}. The plan does not fit what "
-                "the model does: say in Plan.attention what the module that makes this call attends to."
-            )
-        segments = [known[name] if name in known else Segment(name, rest, replicated=True) for name in names]
-        return SequenceLayout(tuple(segments), self._mesh.ranks)
+        """Inside, attention calls consist of this; they are counted anew."""
+        planned = self.planned.within(attending)
+        if self.mode is None:
+            self._attending.append(planned)
+            try:
+                yield
+            finally:
+                self._attending.pop()
+        else:
+            # A mode of its own, which goes before the outer one: a branch of torch.cond may change nothing from outside.
+            with PlannedAttnMode(planned):
+                yield
+        if planned.intercepted[0]:
+            self.planned.intercepted[0] = True
 
 
 @contextmanager
-def recomputed_under(mode: PlannedAttnMode, module: nn.Module) -> Iterator[None]:
+def recomputed_under(mode: PlannedAttnMode | None, module: nn.Module) -> Iterator[None]:
     """Inside, what diffusers' activation checkpointing will run again in the backward will do so under ``mode``.
 
     While a graph is traced nothing is to be done: it holds its own recomputation.
     """
     checkpointing: list[tuple[Any, Any]] = []
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    if mode is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         checkpointing = [
             (submodule, submodule._gradient_checkpointing_func)
             for submodule in module.modules()
@@ -145,5 +244,15 @@ def recomputed_under(mode: PlannedAttnMode, module: nn.Module) -> Iterator[None]
             submodule._gradient_checkpointing_func = checkpoint
 
 
-def _bind_first(mode: PlannedAttnMode, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda function, *args: checkpoint(mode.bound(function), *args)
+def _bind_first(mode: Any, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    def run(function: Callable[..., Any], *args: Any) -> Any:
+        planned = mode.planned
+        again = planned.within(planned.attending)
+
+        def under(*inputs: Any) -> Any:
+            with PlannedAttnMode(again):
+                return function(*inputs)
+
+        return checkpoint(under, *args)
+
+    return run

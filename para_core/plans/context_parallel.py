@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from para_core.attention.tiling import RotateMethod
+from para_core.attention.options import AttnOptions, RotateMethod
 from para_core.mesh import SequenceMesh, one_rank, require_process_group, sequence_mesh
 from para_core.plans.plan import Plan
 from para_core.plans.region import apply_plan, remove_plan
@@ -66,9 +66,8 @@ def apply_context_parallel(module: nn.Module, parallel_config: Any, plan: Plan |
             f"parallel_config is {parallel_config!r}; expected a ContextParallelConfig, or a ParallelConfig that holds one."
         )
     rotate_method: Any = getattr(config, "rotate_method", "alltoall")
-    if rotate_method not in ("alltoall", "allgather"):
-        raise ValueError(f"rotate_method is {rotate_method!r}; expected 'alltoall' or 'allgather'.")
-    apply_plan(module, plan, _mesh_of(config, module), rotate_method=rotate_method)
+    options = AttnOptions(rotate_method=rotate_method)
+    apply_plan(module, plan, _mesh_of(config, module), options=options)
 
 
 def remove_context_parallel(module: nn.Module, plan: Plan | Mapping[str, Any] | None = None) -> None:

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from para_core.attention.tiling import RotateMethod
+from para_core.attention.attend import MeshAttention
+from para_core.attention.options import AttnOptions
 from para_core.instance import (
     Around,
+    has_compiled_parts,
     is_entry,
     is_wrapped,
     unwrap,
@@ -27,7 +29,8 @@ from para_core.instance import (
 )
 from para_core.layout import Segment, SequenceLayout
 from para_core.mesh import MeshDim, SequenceMesh
-from para_core.plans.attention import PlannedAttnMode, recomputed_under
+from para_core.modes import fused_encoder
+from para_core.plans.attention import Interception, PlannedAttention, recomputed_under
 from para_core.plans.places import Boundary, as_tuple, find_boundaries, is_at, parameters_of
 from para_core.plans.plan import Attention, Cut, FirstTokens, Gather, LastTokens, Plan, Split, Whole, published_plan
 from para_core.plans.samples import all_samples, own_samples
@@ -49,14 +52,16 @@ class _Region:
         mesh: SequenceMesh,
         batch: MeshDim | None,
         require_equal: RequireEqual | None,
-        rotate_method: RotateMethod,
+        options: AttnOptions,
     ) -> None:
         self.plan = plan
         self.mesh = mesh
         self.batch = batch
         # Once is enough to say that the samples of a call cannot be shared out.
         self.warned_of_batch = False
-        self.rotate_method = rotate_method
+        self.options = options
+        # What is known of attention calls, kept from call to call.
+        self.known: dict[Any, MeshAttention] = {}
         self.require_equal = require_equal
         # The caller has seen to it that all ranks call alike.
         self.known_equal = False
@@ -73,14 +78,14 @@ class _Region:
         self.submodules: dict[str, nn.Module] = {}
         # Lists and dicts where something changes during a call: what is set of an attribute before torch.cond (which a cache
         # brings) and again behind it, Dynamo 2.13 forgets.
-        self._modes: list[PlannedAttnMode] = []
+        self._interceptions: list[Interception] = []
         # Of the call under way: the segments that were cut, or found to be whole.
         self.segments: dict[str, Segment] = {}
 
     @property
-    def mode(self) -> PlannedAttnMode | None:
+    def interception(self) -> Interception | None:
         """Of the call under way."""
-        return self._modes[-1] if self._modes else None
+        return self._interceptions[-1] if self._interceptions else None
 
     # -- around the module
 
@@ -101,25 +106,25 @@ class _Region:
 
     def run(self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``call`` with its inputs split, attention intercepted, and its outputs gathered."""
-        if self.mode is not None:
+        if self.interception is not None:
             raise RuntimeError(
                 f"this {type(module).__name__} is already running in another thread, on the same ranks: their "
                 "collectives would mix. Use one thread, or a copy of the model with its own mesh."
             )
         self._check_given(module, args, kwargs)
-        attending = (Attention(self.plan.joint_order),)
-        mode = PlannedAttnMode(self.mesh, attending, self.rotate_method, encoders=self.encoders)
-        self._modes.append(mode)
+        planned = PlannedAttention(self.mesh, self.options, (Attention(self.plan.joint_order),), self.known)
+        interception = Interception(planned, at_dispatcher=self._may_use_the_dispatcher(module))
+        self._interceptions.append(interception)
         try:
             args, kwargs, samples = self._own_samples(args, kwargs)
             args, kwargs = self._cut_arguments(self.plan.inputs, self.parameters, args, kwargs)
-            with mode:
+            with fused_encoder.held_off(self.encoders), interception.entered():
                 self._intercept(self.plan.inputs.values())
-                with recomputed_under(mode, module):
+                with recomputed_under(interception.mode, module):
                     output = call(module, *args, **kwargs)
                 # Compiled parts set it too, at every call: their graphs repeat what the handler did to the mode.
-                cut = self.mesh.ranks > 1 and any(not segment.replicated for segment in self.segments.values())
-                if cut and not mode.intercepted:
+                sharded = self.mesh.ranks > 1 and any(not segment.replicated for segment in self.segments.values())
+                if sharded and not planned.intercepted[0]:
                     raise RuntimeError(
                         f"{type(module).__name__} ran on {self.mesh.ranks} ranks and called no "
                         "scaled_dot_product_attention, so each rank attended to its own tokens only. Switch its attention "
@@ -130,8 +135,15 @@ class _Region:
                 output = self._gather_outputs(output, as_tuple(rule))
             return self._all_samples(output, samples)
         finally:
-            self._modes.clear()
+            self._interceptions.clear()
             self.segments.clear()
+
+    def _may_use_the_dispatcher(self, module: nn.Module) -> bool:
+        """Whether all attention of this call is dispatched, here and now, by eager code that keeps no gradient."""
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or self.encoders:
+            return False
+        # The innermost mode counts, so one around this call would count more than the plan.
+        return torch._C._len_torch_function_stack() == 0 and not has_compiled_parts(module)
 
     def _check_given(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for name, reason in self.plan.refused.items():
@@ -144,10 +156,10 @@ class _Region:
 
     def _intercept(self, cuts: Iterable[Cut]) -> None:
         """Intercept from here on, if tokens that attention sees are among what was just cut."""
-        mode = self.mode
-        if mode is not None and any(isinstance(cut, Split) and cut.segment in self.segments for cut in cuts):
-            mode.set_segments(tuple(self.segments.values()))
-            mode.switch(True)
+        interception = self.interception
+        if interception is not None and any(isinstance(cut, Split) and cut.segment in self.segments for cut in cuts):
+            interception.planned.set_segments(tuple(self.segments.values()))
+            interception.planned.active[0] = True
 
     # -- the samples of a batch, over the ``batch`` mesh dim
 
@@ -302,8 +314,8 @@ class _Region:
         of_outputs = {key: cut for key, cut in boundary.cuts if isinstance(key, int)}
 
         def cut_and_gather(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-            mode = self.mode
-            if mode is None:
+            interception = self.interception
+            if interception is None:
                 return call(module, *args, **kwargs)
             args, kwargs = self._cut_arguments(of_inputs, parameters, args, kwargs, name)
             self._intercept(of_inputs.values())
@@ -318,14 +330,14 @@ class _Region:
             self._intercept(of_outputs.values())
             if boundary.gathers:
                 output = self._gather_outputs(output, boundary.gathers)
-                mode.switch(False)
+                interception.planned.active[0] = False
             return output
 
         def attend(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-            mode = self.mode
-            if mode is None or not attention:
+            interception = self.interception
+            if interception is None or not attention:
                 return call(module, *args, **kwargs)
-            with mode.attending_to(attention):
+            with interception.attending_to(attention):
                 return call(module, *args, **kwargs)
 
         return cut_and_gather if boundary.cuts or boundary.gathers else attend
@@ -341,7 +353,7 @@ def apply_plan(
     *,
     batch: MeshDim | None = None,
     require_equal: RequireEqual | None = None,
-    rotate_method: RotateMethod = "alltoall",
+    options: AttnOptions | None = None,
 ) -> None:
     """Run this one module over ``mesh`` from now on; a plan applied before is replaced.
 
@@ -350,7 +362,7 @@ def apply_plan(
         batch: ranks that share the samples of a batch, if the plan says which arguments hold them.
         require_equal: called with the arguments of each call in eager code, outside of what is compiled in place and of
             :func:`known_equal`.
-        rotate_method: see :class:`UnifiedAttnMode`.
+        options: how attention is computed.
 
     Raises:
         ValueError: the plan names a module that is not there.
@@ -360,7 +372,7 @@ def apply_plan(
         plan = published_plan(plan)
     if mesh.ranks == 1 and (batch is None or batch.size == 1 or not plan.batched):
         return
-    region = _Region(module, plan, mesh, batch, require_equal, rotate_method)
+    region = _Region(module, plan, mesh, batch, require_equal, options or AttnOptions())
     region.attach(module)
     wrap_method(module, "_call_impl", _KEY, region.run)
     wrap_method(module, "__call__", _KEY, region.run_from_outside)

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from para_core.attention import local
-from para_core.attention.local import local_attention_backward, local_attention_with_lse
+from para_core.attention.local import local_attention_backward, local_attention_with_lse, with_diagonal
 
 B, H = 2, 4
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -342,6 +342,22 @@ def test_a_mask_may_be_any_part_of_a_longer_one_or_broadcast_over_keys(choose, b
     with Watcher() as watcher:
         local_attention_with_lse(query, key, key, mask=parts[2])
     assert watcher.copies == [], "an aligned part of a mask is passed as it lies"
+
+
+def test_a_mask_of_more_bits_than_the_query_is_cast_before_any_backend_sees_it():
+    query = make("BSHD", H, 37, 64, BF16)
+    for dtype in (F32, torch.float64, F16, BF16):
+        mask, _ = with_diagonal(torch.empty(B, 1, 1, 37, dtype=dtype, device="meta"), False, query, query)
+        assert mask is not None and mask.dtype == BF16
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=str)
+@pytest.mark.parametrize("num_keys", [37, 40])
+def test_a_bool_mask_as_a_bias_is_0_where_a_key_is_seen_and_minus_infinity_elsewhere(dtype, num_keys):
+    mask = torch.rand(B, 1, 3, num_keys) > 0.5  # on the CPU: meta tensors have no numbers
+    found = local._bias(mask, torch.empty(B, H, 3, 8, dtype=dtype), num_keys)
+    assert found is not None and found.dtype == dtype
+    assert torch.equal(found, torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, -torch.inf))
 
 
 def test_what_the_backward_of_a_backend_does_not_take_goes_to_another(choose):

@@ -14,24 +14,24 @@ B, H, D = 2, 5, 8
 
 
 class Traffic(TorchDispatchMode):
-    """Counts all-to-alls, the bytes that this rank sends to others in them, and every other collective."""
+    """Counts all-to-alls and the bytes that this rank sends to others in them, all-gathers likewise, and all else by name."""
 
     def __init__(self):
         super().__init__()
-        self.sent, self.others = [], []
+        self.sent, self.gathered, self.others = [], [], []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops._c10d_functional.all_to_all_single.default:
-            x, _, send_sizes, group_name = args
-            rows = [size for peer, size in enumerate(send_sizes) if peer != _group_rank(group_name)]
+        if func is torch.ops.c10d.alltoall_base_.default:
+            _, x, group, _, send_sizes, *_ = args
+            group = dist.ProcessGroup.unbox(group)
+            send_sizes = send_sizes or [len(x) // group.size()] * group.size()
+            rows = [size for peer, size in enumerate(send_sizes) if peer != group.rank()]
             self.sent.append(sum(rows) * x[0].numel() * x.element_size() if len(x) else 0)
+        elif func is torch.ops.c10d._allgather_base_.default and args[0].dtype != torch.uint8:
+            self.gathered.append(args[0].nbytes - args[1].nbytes)
         elif func.namespace in {"_c10d_functional", "c10d"} and "wait" not in func.__name__:
             self.others.append(func.__name__)
         return func(*args, **(kwargs or {}))
-
-
-def _group_rank(name):
-    return dist.get_rank(torch.distributed.distributed_c10d._resolve_process_group(name))
 
 
 def count(ring, ulysses, S, segments=None, assume_equal=True, **options):
@@ -116,12 +116,12 @@ def count_gathered():
     mode = UnifiedAttnMode(mesh, assume_equal=True, rotate_method="allgather")
     with torch.no_grad(), mode as cp, cp.using(cp.sequence(13)), Traffic() as traffic:
         F.scaled_dot_product_attention(q, k, v)
-    return traffic.sent
+    return traffic.sent, traffic.gathered, traffic.others
 
 
-def test_a_ring_that_gathers_is_one_collective_of_as_many_bytes(rank_pool):
-    for sent, tokens in zip(rank_pool.run(count_gathered, 4), sizes(13, 4), strict=True):
-        assert sent == [3 * B * H * tokens * 2 * D * 4]
+def test_a_ring_that_gathers_is_one_collective_of_as_many_bytes_as_the_longest_block_takes(rank_pool):
+    for found in rank_pool.run(count_gathered, 4):
+        assert found == ([], [3 * B * H * max(sizes(13, 4)) * 2 * D * 4], [])
 
 
 def test_text_that_every_rank_holds_does_not_travel_around_the_ring(rank_pool):
@@ -199,11 +199,10 @@ def test_chunks_of_heads_send_the_same_bytes_in_more_collectives(rank_pool):
 
 def test_ulysses_moves_each_element_once_into_each_buffer(rank_pool):
     for elements, numel in rank_pool.run(count_copies, 2, 1, 2):
-        assert elements == {"copy_": 3 * numel + numel}
+        assert elements == {"cat": 3 * numel, "clone": numel}
 
 
 def test_a_ring_moves_keys_and_values_once(rank_pool):
     for elements, numel in rank_pool.run(count_copies, 2, 2, 1):
-        moved = elements.pop("copy_")
-        assert moved == 2 * numel
+        assert elements.pop("stack") == 2 * numel
         assert set(elements) <= {"_to_copy"}  # 32 bits while merging

@@ -14,7 +14,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from para_core.layout import Run
+from para_core.attention.tiles import own_runs, sharded_runs
+from para_core.layout import Run, SequenceLayout
+from para_core.mesh import SequenceMesh
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,12 @@ class BlockMask:
         return any(
             rows[row] & held for first, last in _blocks(queries, self.query_block) for row in range(first, last + 1)
         )
+
+    def ring_sees(
+        self, query_layout: SequenceLayout, key_layout: SequenceLayout, mesh: SequenceMesh, ring_index: int, source: int
+    ) -> bool:
+        """Whether a ring rank sees a key that travels in the block of another."""
+        return self.sees_any(own_runs(query_layout, mesh, ring_index), sharded_runs(key_layout, mesh, source))
 
     def check(self, num_queries: int, num_keys: int) -> None:
         """Raise ``ValueError`` unless the mask has as many blocks as these lengths."""

@@ -1,42 +1,40 @@
-"""How tensors travel: as they are, or in 8 bits with a scale per sample and head.
+"""What travels rounded to 8 bits, with a scale per sample and head. Approximate; forward only.
 
-In 8 bits a tensor ``[B, H, S, D]`` becomes bytes ``[B, H, S + r, D]``: each element divided by its head's scale and rounded, and the
+A tensor ``[B, H, S, D]`` becomes bytes ``[B, H, S + r, D]``: each element divided by its head's scale and rounded, and the
 scale itself in ``r`` more tokens, so that it takes the way that its head takes, in the same collective.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from para_core.attention.ulysses import Exchange, HeadsToTokens, Returned, join_kinds
 
 _SCALE_BYTES = 4  # a float32
 
 
 @dataclass(frozen=True)
 class Wire:
-    """``dtype`` on the way; None leaves tensors as they are. ``width``: the smallest head dim of what travels together."""
+    """``dtype`` on the way. ``width``: the smallest head dim of what travels together."""
 
-    dtype: torch.dtype | None
+    dtype: torch.dtype
     width: int
 
     @property
     def scale_rows(self) -> int:
         """Tokens that hold the scale of a head."""
-        if self.dtype is None:
-            return 0
         return -(-_SCALE_BYTES // max(1, self.width))
 
     def write(self, x: Tensor) -> Tensor:
         """``x`` ``[B, H, S, D]`` as it travels, ``[B, H, S + scale_rows, D]``."""
-        return x if self.dtype is None else torch.cat([*self.write_apart(x)], dim=2)
+        return torch.cat([*self.write_apart(x)], dim=2)
 
     def write_apart(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens and scales, for who cuts the tokens for several ranks."""
-        if self.dtype is None:
-            return x, x[:, :, :0]
         largest = x.abs().amax((2, 3)).float() if x.shape[2] * x.shape[3] else x.new_zeros(x.shape[:2]).float()
         scale = largest / torch.finfo(self.dtype).max
         scale = scale.masked_fill(scale == 0, 1.0)
@@ -47,16 +45,51 @@ class Wire:
 
     def read(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """What was written, in ``dtype``."""
-        if self.dtype is None:
-            return x
         tokens, rows = x.split([x.shape[2] - self.scale_rows, self.scale_rows], dim=2)
         scale = rows.flatten(2)[..., :_SCALE_BYTES].clone(memory_format=torch.contiguous_format).view(torch.float32)
-        numbers: Tensor = tokens.view(self.dtype).float() * scale[..., None]
+        numbers: Tensor = tokens.contiguous().view(self.dtype).float() * scale[..., None]
         return numbers.to(dtype)
 
     def read_each(self, x: Tensor, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
         """What several ranks wrote, of so many tokens each, one after the other."""
-        if self.dtype is None:
-            return x
         parts = x.split([size + self.scale_rows for size in sizes], dim=2)
         return torch.cat([self.read(part, dtype) for part in parts], dim=2)
+
+
+class RoundedExchange:
+    """An :class:`Exchange` whose sharded tokens travel as a :class:`Wire` writes them; used in its place."""
+
+    def __init__(self, exact: Exchange, dtype: torch.dtype) -> None:
+        self._exact, self._dtype = exact, dtype
+
+    def start_enter(self, query: Tensor, key: Tensor, value: Tensor) -> Callable[[], list[Tensor]]:
+        exact, dtype = self._exact, query.dtype
+        wire = Wire(self._dtype, min(query.shape[3], value.shape[3]))
+        kinds = exact.by_kind(query, key, value)
+        carrier = Exchange(exact.query_layout, exact.key_layout, exact.mesh, exact.heads, extra_tokens=wire.scale_rows)
+        finish = carrier.start_enter_sharded(*[wire.write(sharded) for sharded, _ in kinds])
+        sizes = [exact.token_sizes(layout) for layout in (exact.query_layout, exact.key_layout, exact.key_layout)]
+
+        def read() -> list[Tensor]:
+            blocks = [wire.read_each(block, numbers, dtype) for block, numbers in zip(finish(), sizes, strict=True)]
+            return exact.with_replicated(blocks, [text for _, text in kinds])
+
+        return read
+
+    def start_leave(self, out: Tensor) -> Callable[[], Tensor]:
+        exact, layout = self._exact, self._exact.query_layout
+        wire = Wire(self._dtype, out.shape[3])
+        tokens, scales = wire.write_apart(out)
+        own, (first, number) = exact.token_runs(layout)
+        # Behind its own tokens every peer gets the replicated ones, and what all of them are scaled by.
+        returned = Returned(own, exact.heads.of_query, (first, number + wire.scale_rows))
+        finish = HeadsToTokens([returned], exact.mesh.ulysses).start([torch.cat([tokens, scales], dim=2)])
+
+        def read() -> Tensor:
+            found = wire.read(finish()[0], out.dtype)
+            if not layout.replicated:
+                return found
+            sharded, text = found.split([found.shape[2] - number, number], dim=2)
+            return join_kinds(sharded, text, layout, exact.mesh.rank)
+
+        return read

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from para_core.attention.causal import coalesce, cut, visible_tiles
+from para_core.attention.tiles import coalesce, cut, visible_tiles
 
 # Disjoint runs: lengths and gaps in turn.
 RUNS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5)), max_size=4).map(
@@ -22,7 +22,7 @@ def positions(runs):
 
 
 def test_the_docstrings_are_right():
-    results = doctest.testmod(import_module("para_core.attention.causal"))
+    results = doctest.testmod(import_module("para_core.attention.tiles"))
     assert results.attempted > 0
     assert results.failed == 0
 

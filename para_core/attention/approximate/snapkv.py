@@ -1,0 +1,220 @@
+"""Attention to the keys that a few observed queries attend to most, and to no others.
+
+The criterion is SnapKV's (Li et al. 2024, arXiv:2404.14469, §4): an observation window of queries votes for keys with its
+attention weights, summed over the window, and each head keeps the keys with most votes. SnapKV observes the end of a
+prompt; here, where every query sees every key, the window is spread evenly over the sequence. Votes are not pooled over neighbours.
+
+Per call, the ring ranks exchange the observed queries, one lse for each and one vote per key: B · H · (w · (D + 1) + S_k)
+elements for w observed queries. After that only kept keys and values travel and are computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import ceil, prod
+
+import torch
+from torch import Tensor
+
+from para_core.attention.approximate.kept_keys import KeptKeys
+from para_core.attention.approximate.wire import Wire
+from para_core.attention.call import Call
+from para_core.attention.local import lse_dtype
+from para_core.attention.ring import LocalAttention, columns, expand, merged, pack, ring_attention, tied, unpack
+from para_core.attention.tiles import sharded_runs
+from para_core.collectives import all_gather, start_ring_shift, wait
+from para_core.layout import Run
+
+
+@torch.no_grad()
+def select_keys(query: Tensor, key: Tensor, mask: Tensor | None, call: Call, *, heads: Tensor | None) -> Tensor:
+    """Which keys each head keeps, ``[B, H, S_k]`` bool by position in the whole sequence; the same on all ring ranks.
+
+    Arguments are those of :func:`~para_core.attention.ring.ring_attention`; what the mask and ``is_causal`` hide from an
+    observed query gets no vote of it.
+    """
+    kept = kept_keys(call)
+    observed = kept.observed(call.query_layout.total)
+    queries = _of_all_ranks(query, observed, call)
+    rows = mask
+    if mask is not None and mask.shape[2] > 1:
+        rows = _of_all_ranks(mask, observed, call)
+    runs = _counted_runs(call, call.mesh.ring.index)
+    counted = _rows_of(_positions(runs, key.device), _positions(call.key_runs(0), key.device))
+    logits = _logits(queries, _of_query_heads(key.index_select(2, counted), query, heads), call.scale)
+    if rows is not None:
+        rows = columns(rows, runs)
+        logits = logits.masked_fill(~rows, float("-inf")) if rows.dtype == torch.bool else logits + rows
+    if call.is_causal:
+        hidden = _positions(runs, query.device) > torch.tensor(observed, device=query.device)[:, None]
+        logits = logits.masked_fill(hidden, float("-inf"))
+    dim = call.mesh.ring
+    lse = all_gather(logits.logsumexp(-1)[None], [1] * dim.size, 0, dim).logsumexp(0)
+    votes = torch.exp(logits - lse.masked_fill(lse == float("-inf"), 0.0)[..., None]).sum(2)
+    runs_of_ranks = [_counted_runs(call, index) for index in range(dim.size)]
+    votes = all_gather(votes, [sum([length for _, length in one]) for one in runs_of_ranks], 2, dim)
+    order = _positions([run for one in runs_of_ranks for run in one], query.device)
+    votes = torch.empty_like(votes).index_copy_(2, order, votes)
+    return _most(votes, ceil(kept.share * votes.shape[2]))
+
+
+def kept_keys(call: Call) -> KeptKeys:
+    kept = call.options.kept_keys
+    if kept is None:
+        raise RuntimeError("this call attends to all keys; there is nothing to select.")
+    return kept
+
+
+def _of_query_heads(key: Tensor, query: Tensor, heads: Tensor | None) -> Tensor:
+    """``key`` with a head for each query head."""
+    if heads is not None or key.shape[1] == query.shape[1]:
+        return expand(key, heads)
+    return key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+
+
+def _most(votes: Tensor, number: int) -> Tensor:
+    """True at the ``number`` largest along the last dim; of equal ones, at the earlier."""
+    chosen = votes.sort(dim=-1, descending=True, stable=True).indices[..., :number]
+    return torch.zeros_like(votes, dtype=torch.bool).scatter_(-1, chosen, True)
+
+
+def _logits(query: Tensor, key: Tensor, scale: float | None) -> Tensor:
+    dtype = lse_dtype(query)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return (query.to(dtype) * scale) @ key.to(dtype).mT
+
+
+def _positions(runs: Sequence[Run], device: torch.device) -> Tensor:
+    parts = [torch.arange(start, start + length, device=device) for start, length in runs]
+    return torch.cat([torch.arange(0, device=device), *parts])
+
+
+def _rows_of(wanted: Tensor, held: Tensor) -> Tensor:
+    """Where ``held`` has the positions ``wanted``, of which it has all."""
+    ascending, order = held.sort()
+    return order[torch.searchsorted(ascending, wanted)]
+
+
+def _of_all_ranks(x: Tensor, positions: Sequence[int], call: Call) -> Tensor:
+    """The rows of ``x`` ``[B, H, S_block, …]`` at these positions, from the ring ranks that hold them."""
+    dim, layout = call.mesh.ring, call.query_layout
+    runs = sharded_runs(layout, call.mesh, dim.index)
+    if dim.index == 0:  # all ranks hold the replicated ones; one gives them
+        runs = [*runs, *layout.runs(0, replicated=True)]
+    wanted = torch.tensor(positions, dtype=torch.long, device=x.device)
+    mine = torch.isin(wanted, _positions(runs, x.device))
+    numbers = x.to(torch.uint8) if x.dtype == torch.bool else x
+    rows = numbers.new_zeros(*x.shape[:2], len(positions), x.shape[3])
+    held = _positions(call.query_runs, x.device)
+    rows[:, :, mine] = numbers.index_select(2, _rows_of(wanted[mine], held))
+    # Zeros from the ranks that do not hold a row.
+    found = all_gather(rows[None], [1] * dim.size, 0, dim).sum(0, dtype=numbers.dtype)
+    return found.bool() if x.dtype == torch.bool else found
+
+
+def _counted_runs(call: Call, index: int) -> list[Run]:
+    """Positions of the keys that a ring rank answers for: what it shares with nobody, and on the first what all have."""
+    runs = sharded_runs(call.key_layout, call.mesh, index)
+    return [*runs, *call.key_layout.runs(0, replicated=True)] if index == 0 else runs
+
+
+# -- attention to what is kept
+
+
+def sparse_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    call: Call,
+    *,
+    heads: Tensor | None,
+    attend: LocalAttention,
+    save: bool,
+    comm_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:
+    """:func:`~para_core.attention.ring.ring_attention` over the kept keys.
+
+    Only they travel and are computed; with ``save`` (for a gradient), where one key head serves several query heads, which keep keys of
+    their own, and where a query's position or row of the mask matters, the others are hidden by a mask instead.
+    """
+    seen = select_keys(query, key, mask, call, heads=heads)
+    hidden = hide(mask, seen)
+    if save or call.is_causal or hidden.shape[2] > 1 or query.shape[1] != key.shape[1]:
+        return ring_attention(query, key, value, hidden, call, heads=heads, attend=attend, comm_dtype=comm_dtype)
+    received: list[Tensor] = []
+    partials = (
+        attend(query, block_key, block_value, mask=block_mask, is_causal=False, scale=call.scale)
+        for block_key, block_value, block_mask in _kept_blocks(key, value, seen, hidden, call, received, comm_dtype)
+    )
+    found = next(partials)
+    for partial in partials:
+        found = merged(found, partial)
+    return tied(found[0].to(query.dtype), [query, key, value, *received]), found[1]
+
+
+def hide(mask: Tensor | None, seen: Tensor) -> Tensor:
+    """``mask`` ``[B or 1, H or 1, S_q or 1, S_k or 1]`` with the keys hidden that ``seen`` ``[B, H, S_k]`` leaves out."""
+    seen = seen[:, :, None]
+    if mask is None:
+        return seen
+    return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, float("-inf"))
+
+
+def _kept_blocks(
+    key: Tensor,
+    value: Tensor,
+    seen: Tensor,
+    mask: Tensor,
+    call: Call,
+    received: list[Tensor],
+    comm_dtype: torch.dtype | None,
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """What is kept of each ring block, this rank's first, and the mask of it: heads keep different numbers of keys.
+
+    The next block is in flight while the caller computes.
+    """
+    dim = call.mesh.ring
+    held = _positions(call.key_runs(0), key.device)
+    chosen = _chosen(seen, held)
+    travels = [_positions(sharded_runs(call.key_layout, call.mesh, index), key.device) for index in range(dim.size)]
+    of_blocks = [_chosen(seen, positions) for positions in travels] if dim.size > 1 else []
+    wire = None if comm_dtype is None else Wire(comm_dtype, min(key.shape[3], value.shape[3]))
+    extra = 0 if wire is None else wire.scale_rows
+    shapes = [[(*one.shape[:2], one.shape[2] + extra, x.shape[3]) for x in (key, value)] for one in of_blocks]
+    if dim.size > 1:
+        rows = _rows_of(travels[dim.index], held)
+        parts = [_take(x.index_select(2, rows), of_blocks[dim.index]) for x in (key, value)]
+        buffer = pack([[part if wire is None else wire.write(part)] for part in parts])
+    for step in range(dim.size):
+        source = (dim.index - step) % dim.size
+        if step + 1 < dim.size:
+            arriving = start_ring_shift(buffer, sum([prod(shape) for shape in shapes[source - 1]]), dim)
+        if step == 0:
+            yield _take(key, chosen), _take(value, chosen), _mask_of(mask, held, chosen)
+        else:
+            block = [part if wire is None else wire.read(part, key.dtype) for part in unpack(buffer, shapes[source])]
+            yield block[0], block[1], _mask_of(mask, travels[source], of_blocks[source])
+        if step + 1 < dim.size:
+            buffer = wait(arriving)
+            received.append(buffer)
+
+
+def _chosen(seen: Tensor, positions: Tensor) -> Tensor:
+    """Of a block of keys at these positions, the offsets of those that each head keeps, ``[B, H, most of any head]``.
+
+    Heads that keep fewer get others, too, which the mask hides. Waits for the device: how many are kept is in the data.
+    """
+    flags = seen.index_select(2, positions)
+    most = int(flags.sum(-1).max()) if flags.numel() else 0
+    return flags.to(torch.uint8).sort(dim=-1, descending=True, stable=True).indices[..., :most]
+
+
+def _take(x: Tensor, chosen: Tensor) -> Tensor:
+    """``x`` ``[B, H, S, D]`` at the offsets ``[B, H, n]``."""
+    return x.gather(2, chosen[..., None].expand(*chosen.shape, x.shape[3]))
+
+
+def _mask_of(mask: Tensor, positions: Tensor, chosen: Tensor) -> Tensor:
+    """The columns of ``mask`` ``[B, H, 1, S_k]`` for what was chosen of a block."""
+    return mask.index_select(3, positions).gather(3, chosen[:, :, None])

@@ -1,0 +1,355 @@
+"""``scaled_dot_product_attention`` over a mesh: its arguments checked, agreed on between ranks, and computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from para_core.agreement import Record, Signature, agree, first_difference, signature
+from para_core.attention.call import Call, make_call
+from para_core.attention.checks import check, check_kind, refuse_transforms
+from para_core.attention.local import local_attention_with_lse, require_backend, sees_nothing, with_diagonal
+from para_core.attention.mask import MaskExtents, mask_extents, mask_of_block
+from para_core.attention.operator import attend
+from para_core.attention.options import AttnOptions
+from para_core.attention.ring import tied
+from para_core.attention.unified import forward
+from para_core.layout import SequenceLayout
+from para_core.mesh import SequenceMesh
+
+# (local query length, local key length, whether it matters where in the sequence a token is) -> layouts of queries and keys.
+ChooseLayouts = Callable[[int, int, bool], tuple[SequenceLayout, SequenceLayout]]
+# (query, key, value, attn_mask=, dropout_p=, is_causal=, scale=) -> out, or (out, lse): SDPA, or what a user has instead.
+AttnFunc = Callable[..., "Tensor | tuple[Tensor, Tensor]"]
+
+EQUAL_PARTS = (
+    "Lengths are taken from cp.shard(...) or an explicit SequenceLayout; where neither was used, every rank is assumed "
+    "to hold an equal part. Shard with x = cp.shard(x, dim=...), or pass layout=SequenceLayout(...)."
+)
+# Of one MeshAttention; more are forgotten together.
+_MOST_SIGNATURES = 1024
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What was found out about calls of one signature.
+
+    Args:
+        signature: what all ranks must have alike; None where they do not ask each other.
+        extents: of the mask; None without one, and where every call asks the others for the sizes of theirs.
+    """
+
+    call: Call
+    signature: Signature | None
+    extents: MaskExtents | None
+
+
+class MeshAttention:
+    """What an intercepted ``scaled_dot_product_attention`` becomes; it has its signature.
+
+    In eager code what follows from shapes and flags is found once per signature of a call.
+
+    Args:
+        layouts: who holds which tokens, by what this rank holds. Asked again after :meth:`forget`.
+        assume_equal: do not begin each call with a small exchange; bad input on one rank may then hang or abort the others.
+        attn_func: computes attention on one device instead of SDPA.
+    """
+
+    def __init__(
+        self,
+        mesh: SequenceMesh,
+        layouts: ChooseLayouts,
+        options: AttnOptions,
+        *,
+        assume_equal: bool,
+        attn_func: AttnFunc | None = None,
+    ) -> None:
+        self._mesh, self._layouts, self._options = mesh, layouts, options
+        self._assume_equal, self._attn_func = assume_equal, attn_func
+        self._known: dict[Any, _Known] = {}
+
+    def forget(self) -> None:
+        """What is known of layouts has changed."""
+        self._known.clear()
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """
+        Args:
+            query, key, value: this rank's part, ``[B, H, S_local, D]`` or with fewer or more leading dims, as SDPA takes.
+            attn_mask: bool or float, broadcastable to ``[B, H, S_q, S_k]``; at most one of the last two may be local.
+
+        Returns:
+            ``[B, H, S_local, D_v]``, in memory as SDPA's result lies.
+
+        Raises:
+            ValueError: on every rank, in eager code, if the input of any rank does not fit.
+        """
+        traced = torch.compiler.is_compiling()
+        refuse_transforms()
+        if torch.is_autocast_enabled(query.device.type):
+            # Autocast knows SDPA, not the operators that compute it here.
+            query, key, value, attn_mask = _as_autocast_does(query, key, value, attn_mask)
+        if query.ndim == 2 and not (query.is_nested or key.is_nested or value.is_nested):
+            return self(query[None], key[None], value[None], attn_mask, dropout_p, is_causal, scale, enable_gqa)[0]
+        if not (scale is None or isinstance(scale, (float, torch.SymFloat))):
+            scale = float(scale)  # of NumPy, or a tensor of one element
+        given = (query, key, value, attn_mask, dropout_p, bool(is_causal), scale, enable_gqa)
+        if traced:
+            known = self._find_out(given, None)
+        else:
+            shape = _shape_of(*given)
+            found = self._known.get(shape)
+            known = self._find_out(given, shape) if found is None else found
+        extents = known.extents
+        if not (traced or known.signature is None):
+            mask_sizes = [] if attn_mask is None else _last_two(attn_mask)
+            owned = agree(known.signature, self._mesh, mask_sizes, explain=_difference)
+            if attn_mask is not None:
+                sizes = [(rows, columns) for rows, columns in owned]
+                call = known.call
+                extents = mask_extents(sizes, call.query_layout, call.key_layout, range(self._mesh.ranks))
+        return self._compute(query, key, value, attn_mask, known.call, extents)
+
+    def _find_out(self, given: tuple[Any, ...], shape: Any) -> _Known:
+        """What follows from the shapes and flags of a call; remembered under ``shape``."""
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = given
+        talk = not (self._assume_equal or torch.compiler.is_compiling())
+        if talk:
+            self._mesh.check_alive()
+        try:
+            check_kind(query, key, value)
+            check(query, key, value, attn_mask, dropout_p, enable_gqa)
+            if self._attn_func is None:
+                require_backend(query, value, mask=attn_mask)
+            else:
+                _check_attn_func(self._attn_func, query, key, value, self._mesh, self._options, is_causal=is_causal)
+            ordered = is_causal or attn_mask is not None or self._options.by_position
+            query_layout, key_layout = self._layouts(query.shape[-2], key.shape[-2], ordered)
+            if self._options.block_mask is not None:
+                self._options.block_mask.check(query_layout.total, key_layout.total)
+        except (TypeError, ValueError, RuntimeError) as error:
+            if talk:
+                agree(error, self._mesh)
+            raise
+        call = make_call(
+            query_layout,
+            key_layout,
+            self._mesh,
+            num_heads=query.shape[-3],
+            num_kv_heads=key.shape[-3],
+            is_causal=is_causal,
+            scale=scale,
+            options=self._options,
+        )
+        asked = signature(_record(query, key, value, attn_mask, call)) if talk else None
+        extents = None
+        if attn_mask is not None and not talk:
+            extents = mask_extents([_last_two(attn_mask)], query_layout, key_layout, [self._mesh.rank])
+        known = _Known(call, asked, extents)
+        if shape is not None:
+            if len(self._known) >= _MOST_SIGNATURES:
+                self._known.clear()
+            self._known[shape] = known
+        return known
+
+    def _compute(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None,
+        call: Call,
+        extents: MaskExtents | None,
+    ) -> Tensor:
+        leading = query.shape[:-3]
+        if attn_mask is not None:
+            attn_mask = _four_dims(attn_mask, leading)
+        if len(leading) != 1:
+            query, key, value = (x.reshape(prod(leading), *x.shape[-3:]) for x in (query, key, value))
+        if query.is_meta:
+            # Nothing to send: what is asked for is the shape.
+            shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+            out = query.new_empty(shape).transpose(1, 2)
+            return out if len(leading) == 1 else out.reshape(*leading, *out.shape[1:])
+        mask = None if attn_mask is None or extents is None else mask_of_block(attn_mask, extents, call)
+        if self._attn_func is None:
+            out = attend(query, key, value, mask, call)
+        else:
+            out, _ = forward(call, query, key, value, mask, attend=partial(_attend_with, self._attn_func))
+        return out if len(leading) == 1 else out.reshape(*leading, *out.shape[1:])
+
+
+def _as_autocast_does(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """Each tensor as autocast casts the arguments of an operator that it computes in fewer bits; float64 stays."""
+    return tuple(
+        [
+            x.to(torch.get_autocast_dtype(x.device.type))
+            if x is not None and x.is_floating_point() and x.dtype != torch.float64
+            else x
+            for x in tensors
+        ]
+    )
+
+
+def _shape_of(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Any:
+    """All that decides what a call is, but its numbers."""
+    if query.is_nested or key.is_nested or value.is_nested or not torch._C._get_math_sdp_enabled():
+        return None  # what no shape tells: an error, or backends that the user may switch off
+    mask = None if attn_mask is None else (attn_mask.shape, attn_mask.dtype, attn_mask.device, attn_mask.requires_grad)
+    with_gradient = torch.is_grad_enabled()
+    return (
+        query.shape,
+        key.shape,
+        value.shape,
+        query.dtype,
+        key.dtype,
+        value.dtype,
+        query.device,
+        key.device,
+        value.device,
+        type(query),
+        type(key),
+        type(value),
+        with_gradient and (query.requires_grad, key.requires_grad, value.requires_grad),
+        mask,
+        with_gradient,
+        dropout_p,
+        is_causal,
+        scale,
+        enable_gqa,
+    )
+
+
+def _last_two(mask: Tensor) -> tuple[int, int]:
+    rows, columns = [1, 1, *mask.shape][-2:]
+    return rows, columns
+
+
+def _four_dims(mask: Tensor, leading: Sequence[int]) -> Tensor:
+    """``mask`` as ``[B or 1, H or 1, S_q, S_k]``, where the query has ``leading`` dims before its heads."""
+    if mask.ndim == 4 and len(leading) == 1:
+        return mask
+    if mask.ndim <= 3 or len(leading) == 1:
+        return mask.reshape(*[1] * (4 - mask.ndim), *mask.shape)
+    if all(size == 1 for size in mask.shape[:-3]):
+        return mask.reshape(1, *mask.shape[-3:])
+    return mask.expand(*leading, *mask.shape[-3:]).reshape(prod(leading), *mask.shape[-3:])
+
+
+def _attend_with(
+    attn_func: AttnFunc,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor]:
+    if 0 in query.shape or 0 in key.shape:  # kernels seldom take that
+        out, lse = local_attention_with_lse(query, key, value, mask=mask, is_causal=is_causal, scale=scale)
+        return tied(out, [query, key, value]), lse
+    mask, is_causal = with_diagonal(mask, is_causal, query, key)
+    if mask is not None:
+        # A row that sees no key is NaN to many: it sees them all, and then counts for nothing.
+        empty_row = sees_nothing(mask)
+        mask = mask | empty_row[..., None] if mask.dtype == torch.bool else mask.masked_fill(empty_row[..., None], 0.0)
+    found = attn_func(query, key, value, attn_mask=mask, dropout_p=0.0, is_causal=is_causal, scale=scale)
+    # Out alone is asked for only where nothing is merged.
+    out, lse = (found, found.new_zeros(found.shape[:-1], dtype=torch.float32)) if isinstance(found, Tensor) else found
+    if mask is not None:
+        out, lse = out.masked_fill(empty_row[..., None], 0.0), lse.masked_fill(empty_row, float("-inf"))
+    return out, lse
+
+
+def _check_attn_func(
+    attn_func: AttnFunc,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mesh: SequenceMesh,
+    options: AttnOptions,
+    *,
+    is_causal: bool,
+) -> None:
+    """Ask ``attn_func`` about one token whether it returns lse: every rank must know before anything travels."""
+    if torch.compiler.is_compiling() and (is_causal or options.by_position):
+        raise RuntimeError(
+            "inside a compiled function attn_func takes no is_causal and no sparse mode: positions are symbolic there. "
+            "Leave attn_func out, or compile around this call."
+        )
+    if mesh.ring.size == 1 and not is_causal:
+        return
+    heads = max(1, query.shape[-3])
+    probe = [x.new_zeros(1, heads, 1, x.shape[-1]) for x in (query, key, value)]
+    found = attn_func(*probe, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None)
+    if isinstance(found, Tensor):
+        reason = f"a ring of {mesh.ring.size} ranks" if mesh.ring.size > 1 else "is_causal over several ranks"
+        raise ValueError(
+            f"attn_func returned out alone, and {reason} merges partial results by their lse. Return (out, lse), lse "
+            "[B, H, S_q] the natural log-sum-exp of the scaled scores in float32; or use a mesh whose ranks are all in "
+            "its 'ulysses' dim, without is_causal."
+        )
+
+
+# -- what all ranks must have alike
+
+
+def _record(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call: Call) -> Record:
+    tensors = {"query": query, "key": key, "value": value}
+    with_gradient = [*tensors.values(), *([] if mask is None else [mask])]
+    options = call.options
+    blocks = options.block_mask
+    return {
+        **{f"{name} without its length": [*x.shape[:-2], x.shape[-1]] for name, x in tensors.items()},
+        "query lengths per rank": call.query_layout.sizes(),
+        "key lengths per rank": call.key_layout.sizes(),
+        "dtype": str(query.dtype),
+        "device type": query.device.type,
+        "is_causal": call.is_causal,
+        "scale": call.scale,
+        "block_mask": None if blocks is None else f"with checksum {crc32(blocks.encode().encode()):08x}",
+        "kept keys": None if options.kept_keys is None else [options.kept_keys.share, options.kept_keys.window],
+        "comm_dtype": str(options.comm_dtype),
+        "ulysses_chunks": options.ulysses_chunks,
+        "rotate_method": options.rotate_method,
+        "attn_mask without its last two dims": None if mask is None else [*mask.shape[:-2]],
+        "attn_mask's dtype": None if mask is None else str(mask.dtype),
+        # A backward has collectives of its own, and every rank must join in.
+        "requires_grad": [torch.is_grad_enabled() and x.requires_grad for x in with_gradient],
+    }
+
+
+def _difference(records: list[Record]) -> str:
+    field = next(field for record in records for field, value in record.items() if value != records[0][field])
+    if "lengths" not in field:
+        return first_difference(records)
+    # What every rank holds of itself says more than what it assumed of the others.
+    held = [record[field][rank] for rank, record in enumerate(records)]
+    return f"the ranks disagree about {field}: they hold {held}. {EQUAL_PARTS}"

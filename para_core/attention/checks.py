@@ -1,0 +1,117 @@
+"""What SDPA would refuse, and what is not computed over several ranks: sentences, before anything travels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.fx.experimental.symbolic_shapes import guard_or_true
+
+
+def check_kind(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Raise ``TypeError`` for tensors that hold something else than ``[..., S, D]`` numbers of this rank."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}; expected a tensor.")
+        if x.is_nested:
+            raise TypeError(
+                f"{name} is a nested tensor; attention over several ranks takes dense ones. Pad it "
+                "(x.to_padded_tensor(0.0)) and pass attn_mask, or attend under UnifiedAttnMode.disable()."
+            )
+        if isinstance(x, DTensor):
+            raise TypeError(
+                f"{name} is a DTensor; attention over several ranks takes this rank's part as a plain tensor: x.to_local()."
+            )
+
+
+def check(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, enable_gqa: bool
+) -> None:
+    """Raise ``ValueError`` for what SDPA would refuse, and for what is not computed over several ranks."""
+    if not (query.ndim == key.ndim == value.ndim >= 3):
+        raise ValueError(
+            f"query, key and value must have the same number of dims, [B, H, S, D]; got {_shapes(query, key, value)}."
+        )
+    if not (query.dtype == key.dtype == value.dtype):
+        raise ValueError(
+            f"query, key and value must have one dtype; got {query.dtype}, {key.dtype}, {value.dtype}. Cast them alike."
+        )
+    if not (query.device == key.device == value.device):
+        raise ValueError(
+            f"query, key and value must be on one device; got {query.device}, {key.device}, {value.device}."
+        )
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(f"query and key must have the same head dim; got {_shapes(query, key, value)}.")
+    if not _alike(key.shape[:-1], value.shape[:-1]):
+        raise ValueError(f"key and value must have the same batch, heads and length; got {_shapes(query, key, value)}.")
+    if query.shape[:-3] != key.shape[:-3]:
+        raise ValueError(
+            f"query and key must have the same batch; got {_shapes(query, key, value)}. Expand the smaller one."
+        )
+    num_heads, num_kv_heads = query.shape[-3], key.shape[-3]
+    if num_heads != num_kv_heads and not enable_gqa:
+        raise ValueError(f"query has {num_heads} heads and key {num_kv_heads}; pass enable_gqa=True for grouped heads.")
+    if num_heads != num_kv_heads and (num_kv_heads == 0 or num_heads % num_kv_heads):
+        raise ValueError(f"enable_gqa needs query heads divisible by key heads; got {num_heads} and {num_kv_heads}.")
+    if attn_mask is not None:
+        _check_mask(attn_mask, query)
+    refuse_dropout(dropout_p)
+
+
+def _shapes(query: Tensor, key: Tensor, value: Tensor) -> str:
+    return f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
+
+
+def _alike(shape: torch.Size, other: torch.Size) -> bool:
+    """Whether they are equal, as far as that is known while tracing: a length may depend on data."""
+    if len(shape) != len(other):
+        return False
+    return all(guard_or_true(length == expected) for length, expected in zip(shape, other, strict=True))
+
+
+def _check_mask(mask: Tensor, query: Tensor) -> None:
+    """Raise ``ValueError`` unless all but the last two dims fit ``query``."""
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(
+            f"attn_mask has dtype {mask.dtype}; expected bool (True: may attend), or a float that is added."
+        )
+    if mask.device != query.device:
+        raise ValueError(f"attn_mask is on {mask.device}, query on {query.device}; move the mask.")
+    if mask.ndim > query.ndim:
+        raise ValueError(f"attn_mask {list(mask.shape)} has more dims than query {list(query.shape)}.")
+    leading = mask.shape[:-2]
+    wanted = query.shape[query.ndim - 2 - len(leading) : -2]
+    if any(size not in (1, full) for size, full in zip(leading, wanted, strict=True)):
+        raise ValueError(
+            f"attn_mask {list(mask.shape)} does not broadcast over batch and heads of query {list(query.shape)}."
+        )
+
+
+def refuse_dropout(dropout_p: float) -> None:
+    """Raise ``ValueError`` for a dropout."""
+    if dropout_p > 0.0:
+        raise ValueError(
+            f"dropout_p={dropout_p} cannot be the same on several ranks as on one: each draws its own random numbers. "
+            "Pass dropout_p=0.0 (model.eval())."
+        )
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def refuse_transforms() -> bool:
+    """Raise ``RuntimeError`` under a transform of ``torch.func`` that collectives have no rule for, and in forward-mode AD.
+
+    While a graph is traced it runs once, under the transforms that are traced.
+    """
+    interpreter = torch._C._functorch.peek_interpreter_stack()
+    kind = None if interpreter is None else interpreter.key()
+    if kind == torch._C._functorch.TransformType.Vmap:
+        raise RuntimeError(
+            "attention over several ranks inside torch.func.vmap: a collective has no batching rule. Put the mapped dim "
+            "into the batch dim of query, key and value instead."
+        )
+    if kind == torch._C._functorch.TransformType.Jvp or torch.autograd.forward_ad._current_level >= 0:
+        raise RuntimeError(
+            "attention over several ranks in forward-mode AD (torch.func.jvp, torch.autograd.forward_ad): tangents would be lost. "
+            "Use reverse mode (torch.func.vjp, .backward()), or attend on one rank under UnifiedAttnMode.disable()."
+        )
+    return True

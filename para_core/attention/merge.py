@@ -1,0 +1,26 @@
+"""The merge of two partial results as one operator: one launch, whatever computes it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from para_core.collectives import LIBRARY
+from para_core.kernels import merge_reference
+
+LIBRARY.define("merge(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)")
+
+
+def _merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    return merge_reference.merge(out_a.to(lse_a.dtype), lse_a, out_b, lse_b)
+
+
+LIBRARY.impl("merge", _merge, "CompositeExplicitAutograd")
+
+
+def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """:func:`para_core.kernels.merge_reference.merge`, with ``out`` in the dtype of lse: what is merged is rounded once, at last."""
+    if torch.is_grad_enabled():
+        return _merge(out_a, lse_a, out_b, lse_b)
+    merged: tuple[Tensor, Tensor] = torch.ops.para_core.merge.default(out_a, lse_a, out_b, lse_b)
+    return merged

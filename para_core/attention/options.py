@@ -1,0 +1,87 @@
+"""How attention is computed over a mesh, whatever its tensors are: one frozen value, which is also a line of text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypedDict
+
+import torch
+
+from para_core.attention.approximate.block_mask import BlockMask, decode
+from para_core.attention.approximate.kept_keys import KeptKeys
+
+# How the keys and values of other ring ranks get here: passed on from neighbour to neighbour, or all at once.
+RotateMethod = Literal["alltoall", "allgather"]
+
+
+class AttnKeywords(TypedDict, total=False):
+    """The fields of :class:`AttnOptions`, for functions that take them one by one."""
+
+    ulysses_chunks: int
+    rotate_method: RotateMethod
+    comm_dtype: torch.dtype | None
+    block_mask: BlockMask | None
+    kept_keys: KeptKeys | None
+
+
+@dataclass(frozen=True)
+class AttnOptions:
+    """What a mode, a plan or a functional form may choose.
+
+    Args:
+        ulysses_chunks: without gradients, each rank's heads are cut into so many parts, of which the next one travels while one
+            is computed.
+        rotate_method: how blocks travel round a ring in the forward pass.
+        comm_dtype: approximate: what travels, where no gradient is kept, is rounded to it. None: travels as it is.
+        block_mask: which blocks of queries see which blocks of keys; None: all.
+        kept_keys: approximate: how it is decided which keys are attended to; None: all are.
+
+    Raises:
+        ValueError: a value is none of these.
+    """
+
+    ulysses_chunks: int = 1
+    rotate_method: RotateMethod = "alltoall"
+    comm_dtype: torch.dtype | None = None
+    block_mask: BlockMask | None = None
+    kept_keys: KeptKeys | None = None
+
+    def __post_init__(self) -> None:
+        chunks = self.ulysses_chunks
+        if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
+            raise ValueError(f"ulysses_chunks is {chunks!r}; expected a positive integer.")
+        if self.comm_dtype not in (None, torch.float8_e4m3fn):
+            raise ValueError(
+                f"comm_dtype is {self.comm_dtype}; expected torch.float8_e4m3fn, or None for exact attention."
+            )
+        if self.rotate_method not in ("alltoall", "allgather"):
+            raise ValueError(f"rotate_method is {self.rotate_method!r}; expected 'alltoall' or 'allgather'.")
+
+    @property
+    def by_position(self) -> bool:
+        """Whether the result depends on where in the sequence a token is, whatever the call."""
+        return self.block_mask is not None or self.kept_keys is not None
+
+    def as_text(self) -> str:
+        """This value as one line, equal on ranks that have the same one.
+
+        >>> AttnOptions.read(AttnOptions(ulysses_chunks=2).as_text())
+        AttnOptions(ulysses_chunks=2, rotate_method='alltoall', comm_dtype=None, block_mask=None, kept_keys=None)
+        """
+        kept = "" if self.kept_keys is None else f"{self.kept_keys.share} {self.kept_keys.window}"
+        blocks = "" if self.block_mask is None else self.block_mask.encode()
+        comm_dtype = "" if self.comm_dtype is None else "float8_e4m3fn"
+        return f"{self.ulysses_chunks}|{self.rotate_method}|{comm_dtype}|{kept}|{blocks}"
+
+    @staticmethod
+    def read(text: str) -> AttnOptions:
+        """The inverse of :meth:`as_text`."""
+        chunks, rotate_method, comm_dtype, kept, blocks = text.split("|")
+        share, _, window = kept.partition(" ")
+        return AttnOptions(
+            int(chunks),
+            "allgather" if rotate_method == "allgather" else "alltoall",
+            torch.float8_e4m3fn if comm_dtype else None,
+            decode(blocks),
+            KeptKeys(float(share), int(window)) if kept else None,
+        )

@@ -1,0 +1,259 @@
+"""How one call is cut into attention that needs no mask of positions: pieces of queries, tiles of keys.
+
+Tokens are named by their position in the whole sequence, whatever rank holds them: query i sees keys 0 … i. So every
+layout needs no mask tensor: blocks above the diagonal disappear, blocks below it are plain, and what lies on it is
+SDPA's own ``is_causal``. A block mask likewise: a rectangle is then some runs of keys. Integers, but for taking parts of tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from para_core.layout import Run, SequenceLayout
+from para_core.lazy import lazy
+from para_core.mesh import SequenceMesh
+
+
+class VisibleBlocks(Protocol):
+    """Which blocks of queries see which blocks of keys."""
+
+    def alike(self, *, is_causal: bool) -> list[Run]:
+        """Runs of queries that see the same keys."""
+
+    def keys_of(self, query: int) -> list[Run]:
+        """Positions of the keys that the query at this position sees."""
+
+
+# -- what a rank's block holds
+
+
+def own_runs(layout: SequenceLayout, mesh: SequenceMesh, ring_index: int | None = None) -> list[Run]:
+    """Positions of what the block of a ring rank (this one) holds: all of a Ulysses group's shards, then replicated tokens.
+
+    One rank alone keeps its tokens in the order in which it got them.
+    """
+    ring_index = mesh.ring.index if ring_index is None else ring_index
+    if mesh.ulysses.size == 1:
+        return list(layout.runs(ring_index))
+    return sharded_runs(layout, mesh, ring_index) + list(layout.runs(0, replicated=True))
+
+
+def sharded_runs(layout: SequenceLayout, mesh: SequenceMesh, ring_index: int) -> list[Run]:
+    """Positions of what only the ranks of one Ulysses group hold: the part of its block that travels."""
+    first = ring_index * mesh.ulysses.size
+    return [run for rank in range(first, first + mesh.ulysses.size) for run in layout.runs(rank, replicated=False)]
+
+
+# -- arithmetic of runs
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Keys that a run of queries sees: ``runs`` of them, by their offset in the block, ascending and not empty."""
+
+    runs: tuple[Run, ...]
+    diagonal: (
+        bool  # one run, as long as the queries, at their positions: query i of the run sees keys 0 … i of the tile
+    )
+
+
+def coalesce(runs: Sequence[Run]) -> list[Run]:
+    """``runs`` in ascending order, without the empty ones, neighbours joined.
+
+    >>> coalesce([(4, 2), (0, 3), (3, 1), (9, 0)])
+    [(0, 6)]
+    """
+    return join_neighbours(sorted(runs))
+
+
+def join_neighbours(runs: Sequence[Run]) -> list[Run]:
+    """``runs`` in their order, without the empty ones, joined where one begins at the other's end.
+
+    >>> join_neighbours([(4, 2), (6, 1), (0, 3), (3, 0)])
+    [(4, 3), (0, 3)]
+    """
+    joined: list[Run] = []
+    for start, length in runs:
+        if length == 0:
+            continue
+        if joined and sum(joined[-1]) == start:
+            joined[-1] = (joined[-1][0], joined[-1][1] + length)
+        else:
+            joined.append((start, length))
+    return joined
+
+
+def cut(runs: Sequence[Run], others: Sequence[Run]) -> list[Run]:
+    """``runs`` (ascending) cut where a run of ``others`` starts or ends.
+
+    >>> cut([(0, 10)], [(2, 3), (5, 20)])
+    [(0, 2), (2, 3), (5, 5)]
+    """
+    edges = sorted({edge for start, length in others for edge in (start, start + length)})
+    pieces = []
+    for start, length in runs:
+        inner = [edge for edge in edges if start < edge < start + length]
+        ends = [*inner, start + length]
+        pieces += [(a, b - a) for a, b in zip([start, *inner], ends, strict=True)]
+    return pieces
+
+
+def visible_tiles(queries: Run, keys: Sequence[Run], *, is_causal: bool, seen: Sequence[Run] | None) -> list[Tile]:
+    """What a run of queries sees of a block of keys.
+
+    Args:
+        queries: not empty; cut, if ``is_causal``, by ``keys`` and by the runs of ``seen``: each holds all of its positions or none.
+        keys: ascending; the block holds them one after the other.
+        seen: positions of keys that a block mask shows these queries, ascending; all if None.
+
+    >>> visible_tiles((4, 2), [(0, 2), (4, 6)], is_causal=True, seen=None)
+    [Tile(runs=((0, 2),), diagonal=False), Tile(runs=((2, 2),), diagonal=True)]
+    >>> visible_tiles((4, 2), [(0, 2), (4, 6)], is_causal=False, seen=[(0, 1), (5, 3)])
+    [Tile(runs=((0, 1), (3, 3)), diagonal=False)]
+    """
+    first, _ = queries
+    tiles = []
+    earlier = intersect(keys, [(0, first)]) if is_causal else keys
+    if runs := offsets(earlier if seen is None else intersect(earlier, seen), keys):
+        tiles.append(Tile(tuple(runs), diagonal=False))
+    if is_causal:
+        same = intersect(keys, [queries])
+        if runs := offsets(same if seen is None else intersect(same, seen), keys):
+            tiles.append(Tile(tuple(runs), diagonal=True))
+    return tiles
+
+
+def intersect(runs: Sequence[Run], others: Sequence[Run]) -> list[Run]:
+    """What two ascending lists of runs have in common, ascending, without empty runs.
+
+    >>> intersect([(0, 4), (6, 4)], [(2, 5), (8, 9)])
+    [(2, 2), (6, 1), (8, 2)]
+    """
+    common, place = [], 0
+    for start, length in runs:
+        while place < len(others) and sum(others[place]) <= start:
+            place += 1
+        for other_start, other_length in others[place:]:
+            if other_start >= start + length:
+                break
+            first, last = max(start, other_start), min(start + length, other_start + other_length)
+            if first < last:
+                common.append((first, last - first))
+    return common
+
+
+def offsets(runs: Sequence[Run], block: Sequence[Run]) -> list[Run]:
+    """Where a block that holds the positions ``block``, ascending, holds ``runs``; neighbours joined.
+
+    >>> offsets([(4, 1), (7, 2)], [(0, 2), (4, 6)])
+    [(2, 1), (5, 2)]
+    """
+    found, before = [], 0
+    for start, length in block:
+        found += [(before + first - start, number) for first, number in intersect([(start, length)], runs)]
+        before += length
+    return join_neighbours(found)
+
+
+# -- one call
+
+
+class Order:
+    """The tokens of a block: as it holds them, or, where positions matter, by ascending position."""
+
+    def __init__(self, runs: Sequence[Run], *, ascending: bool) -> None:
+        self._lengths = [length for _, length in runs]
+        self._order = list(range(len(runs)))
+        if ascending:
+            self._order.sort(key=lambda index: runs[index])
+        self._as_held = self._order == list(range(len(runs)))
+        self.positions = coalesce(runs) if ascending else list(runs)
+
+    def arrange(self, x: Tensor) -> Tensor:
+        """``x`` along dim 2, from the order in which the block holds it to this one."""
+        if self._as_held:
+            return x
+        parts = x.split(self._lengths, dim=2)
+        return torch.cat([parts[index] for index in self._order], dim=2)
+
+    def restore(self, x: Tensor) -> Tensor:
+        """The inverse of :meth:`arrange`."""
+        if self._as_held:
+            return x
+        parts = x.split([self._lengths[index] for index in self._order], dim=2)
+        place = {index: place for place, index in enumerate(self._order)}
+        return torch.cat([parts[place[index]] for index in range(len(parts))], dim=2)
+
+
+class Tiling:
+    """How the attention of one block of queries to every ring block of keys is cut.
+
+    Args:
+        query_runs: positions of the block's queries, in its own order.
+        key_runs: of the keys of the ring block that is here at each step, its own first.
+        visible: which blocks are seen; all if None.
+    """
+
+    def __init__(
+        self,
+        query_runs: Sequence[Run],
+        key_runs: Sequence[Sequence[Run]],
+        *,
+        is_causal: bool,
+        visible: VisibleBlocks | None,
+    ) -> None:
+        self._query_runs, self._key_runs = query_runs, key_runs
+        self._is_causal, self._visible = is_causal, visible
+        self._by_position = is_causal or visible is not None
+        self._tiles: dict[int, list[list[Tile]]] = {}
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every query sees every key, in whatever order."""
+        return not self._by_position
+
+    @lazy
+    def queries(self) -> Order:
+        return Order(self._query_runs, ascending=self._by_position)
+
+    @lazy
+    def pieces(self) -> list[Run]:
+        """The queries, cut so that each piece has the same tiles in every block."""
+        if not self._by_position:
+            return [(0, sum([length for _, length in self._query_runs]))]
+        edges = [] if self._visible is None else self._visible.alike(is_causal=self._is_causal)
+        if self._is_causal:
+            edges = edges + [run for runs in self._key_runs for run in coalesce(runs)]
+        return cut(self.queries.positions, edges) or [(0, 0)]
+
+    @lazy
+    def keys(self) -> list[Order]:
+        """Of each step."""
+        return [Order(runs, ascending=self._by_position) for runs in self._key_runs]
+
+    def tiles(self, step: int) -> list[list[Tile]]:
+        """What each piece of the queries sees of the block that is here at ``step``."""
+        if step not in self._tiles:
+            self._tiles[step] = [self._tiles_of(piece, self.keys[step]) for piece in self.pieces]
+        return self._tiles[step]
+
+    def _tiles_of(self, queries: Run, keys: Order) -> list[Tile]:
+        if not self._by_position:
+            return [Tile(((0, sum([length for _, length in keys.positions])),), diagonal=False)]
+        if not queries[1]:
+            return []
+        seen = None if self._visible is None else self._visible.keys_of(queries[0])
+        return visible_tiles(queries, keys.positions, is_causal=self._is_causal, seen=seen)
+
+    def split(self, x: Tensor) -> list[Tensor]:
+        """``x``, whose dim 2 is that of the block's queries, or 1, for each piece."""
+        lengths = [length for _, length in self.pieces]
+        if x.shape[2] == 1 and lengths != [1]:
+            return [x] * len(lengths)
+        x = self.queries.arrange(x)
+        return [x] if len(lengths) == 1 else list(x.split(lengths, dim=2))

@@ -1,0 +1,174 @@
+"""Which calls are intercepted, and what they become: plain functions, for every mode and for a plan's region.
+
+What computes attention is passed in (``attend``, with the signature of ``scaled_dot_product_attention``); nothing here knows how.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer
+from torch._higher_order_ops.flex_attention import flex_attention
+from torch._ops import HigherOrderOperator
+from torch.overrides import TorchFunctionMode
+
+from para_core.attention.multi_head import multi_head_attention
+
+SDPA = F.scaled_dot_product_attention
+# What torch.cond calls; modes see this.
+COND = torch.ops.higher_order.cond
+UNFLATTEN = Tensor.unflatten
+_MULTI_HEAD = F.multi_head_attention_forward
+_UNSEEN = (torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd, flex_attention)
+
+Attend = Callable[..., Tensor]
+
+
+def intercept(
+    mode: TorchFunctionMode, attend: Attend, ranks: int, func: Callable[..., Any], args: Sequence[Any], kwargs: Any
+) -> Any:
+    """What ``func(*args, **kwargs)`` becomes inside ``mode``.
+
+    Raises:
+        RuntimeError: it computes attention where no mode can see it.
+    """
+    if func is SDPA:
+        if torch.compiler.is_compiling() or not _OF_THREAD.attending:
+            return attend(*args, **kwargs)
+        with torch._C._ExcludeDispatchKeyGuard(_KEYS):  # the innermost counts
+            return attend(*args, **kwargs)
+    if func is UNFLATTEN and torch.compiler.is_compiling():
+        # Dynamo cannot trace the method under a mode: it is Python that calls super().
+        return torch.unflatten(*args, **kwargs)
+    if func is COND:
+        return run_cond(mode, *args, **kwargs)
+    if func is _MULTI_HEAD:
+        return multi_head_attention(attend, *args, **kwargs)
+    if func in _UNSEEN:
+        raise RuntimeError(
+            f"{getattr(func, '__name__', func)} computes attention without scaled_dot_product_attention, so it "
+            f"cannot run on {ranks} ranks: each would attend to its own tokens only. Use "
+            "F.scaled_dot_product_attention, or run this call under UnifiedAttnMode.disable()."
+        )
+    return func(*args, **kwargs)
+
+
+def pass_on(func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
+    """What ``func(*args, **kwargs)`` becomes in a mode that intercepts nothing now."""
+    if func is UNFLATTEN and torch.compiler.is_compiling():
+        return torch.unflatten(*args, **kwargs)
+    return func(*args, **kwargs)
+
+
+class Disabled(TorchFunctionMode):
+    """Hands attention on under a name that what is outside does not intercept."""
+
+    def __enter__(self) -> Disabled:
+        self._guard = None
+        if not torch.compiler.is_compiling():
+            self._guard = torch._C._ExcludeDispatchKeyGuard(_KEYS)
+            self._guard.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        if self._guard is not None:
+            self._guard.__exit__(*raised)
+            self._guard = None
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is SDPA:
+            return torch.ops.aten.scaled_dot_product_attention.default(*args, **kwargs)
+        if func is _MULTI_HEAD or func in _UNSEEN or isinstance(func, HigherOrderOperator):
+            with torch._C.DisableTorchFunction():
+                return func(*args, **kwargs)
+        return pass_on(func, args, kwargs)
+
+
+# -- torch.cond
+
+
+def run_cond(
+    mode: TorchFunctionMode,
+    pred: Any,
+    true_fn: Callable[..., Any],
+    false_fn: Callable[..., Any],
+    operands: Sequence[Any] = (),
+) -> Any:
+    """``torch.cond`` with ``mode`` inside its branches: it is dispatched to modes itself, which are off in there."""
+    return COND(pred, _under(mode, true_fn), _under(mode, false_fn), operands)
+
+
+class _Again(TorchFunctionMode):
+    """``mode`` once more, made and entered inside a branch: what is from outside cannot be entered there."""
+
+    def __init__(self, mode: TorchFunctionMode) -> None:
+        super().__init__()
+        self._mode = mode
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._mode.__torch_function__(func, types, args, kwargs)
+
+
+def _under(mode: TorchFunctionMode, function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        with _Again(mode):
+            return function(*args)
+
+    # Dynamo calls the stack of modes changed, though it is at the end what it was.
+    return lambda *args: _disable_side_effect_safety_checks_for_current_subtracer(run, *args)
+
+
+# -- at the dispatcher: for eager code that keeps no gradient
+#
+# A mode sees every function of torch, and the host pays for each: an empty one around FLUX's transformer costs a third of its host
+# time. The dispatcher can be asked about one operator alone, by this thread alone: with a key that no other kernel has, which a
+# thread switches on for itself. All other operators fall through it at no cost.
+
+_KEY = torch._C._dispatch_key_parse("TESTING_ONLY_GenericMode")
+_KEYS = torch._C.DispatchKeySet(_KEY)
+_FALL_THROUGH = torch.library.Library("_", "IMPL")
+_FALL_THROUGH.fallback(torch.library.fallthrough_kernel, "TESTING_ONLY_GenericMode")
+_ATEN = torch.library.Library("aten", "IMPL")
+
+
+class _OfThread(threading.local):
+    """What computes attention in this thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.attending: list[Attend] = []
+
+
+_OF_THREAD = _OfThread()
+
+
+def _dispatched(*args: Any, **kwargs: Any) -> Tensor:
+    with torch._C._ExcludeDispatchKeyGuard(_KEYS):
+        return _OF_THREAD.attending[-1](*args, **kwargs)
+
+
+_ATEN.impl("scaled_dot_product_attention", _dispatched, "TESTING_ONLY_GenericMode")
+
+
+@contextmanager
+def at_the_dispatcher(attend: Attend) -> Iterator[None]:
+    """Inside, in this thread, every ``scaled_dot_product_attention`` becomes ``attend``; nothing else is looked at.
+
+    Not for traced code, which modes are for, and not where a gradient is kept: what autograd runs later it runs outside.
+    """
+    _OF_THREAD.attending.append(attend)
+    try:
+        with torch._C._IncludeDispatchKeyGuard(_KEY):
+            yield
+    finally:
+        _OF_THREAD.attending.pop()
