@@ -1,0 +1,113 @@
+"""Counting what the host launches: operators of this process as they are dispatched, and the fake groups to count on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet
+from torch._ops import OpOverload
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from para_core import UnifiedAttnMode, init_context_parallel_mesh
+
+# Beside views, which their schema tells: what launches nothing on a device.
+_NO_LAUNCH = {
+    "aten::_unsafe_view",
+    "aten::_fused_sdp_choice",  # reads shapes and switches
+    "aten::empty",
+    "aten::empty_like",
+    "aten::empty_permuted",
+    "aten::empty_strided",
+    "aten::new_empty",
+    "aten::new_empty_strided",
+    "_c10d_functional::wait_tensor",
+}
+_BUILT_IN = {"aten", "prim", "prims", "c10d", "_c10d_functional", "_c10d_functional_autograd"}
+# One kernel each, whatever their form for the CPU consists of.
+_WHOLE = {"para_core::merge"}
+
+
+class LaunchCounter(TorchDispatchMode):
+    """Inside, counts launches: operators that are not views, and collectives; waits and allocations aside.
+
+    A fused attention kernel is one operator. (Where SDPA decomposes into matrix products, each of these counts: give it what
+    the flash kernel takes.) Custom operators are opened, what they consist of counts, except ``para_core::merge``. What goes
+    round the dispatcher is not seen: a Triton kernel that is launched from Python outside of an operator. Under any such mode
+    torch runs compiled functions as eager code, so these are not counted as compiled.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_operator: Counter[str] = Counter()
+
+    @property
+    def launches(self) -> int:
+        return self.by_operator.total()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = func._schema.name
+        if func.namespace not in _BUILT_IN and name not in _WHOLE:
+            with self:
+                return func.redispatch(_kernel_keys([*args, *(kwargs or {}).values()]), *args, **(kwargs or {}))
+        if name not in _NO_LAUNCH and not _is_view(func):
+            self.by_operator[name.removeprefix("aten::")] += 1
+        return func(*args, **(kwargs or {}))
+
+    def __str__(self) -> str:
+        """The operators by number: what is shown where a budget is exceeded."""
+        parts = [f"{number} {name}" for name, number in self.by_operator.most_common()]
+        return f"{self.launches} launches: {', '.join(parts)}"
+
+
+def _is_view(func: OpOverload) -> bool:
+    """Whether what it returns is memory of an argument, not written to."""
+    aliases = [returned.alias_info for returned in func._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in aliases)
+
+
+def _kernel_keys(args: Sequence[Any]) -> DispatchKeySet:
+    """The device's own kernel of an operator: below autograd, and below the modes that have seen it."""
+    device = next((x.device.type for x in args if isinstance(x, Tensor)), "cpu")
+    return DispatchKeySet(getattr(DispatchKey, {"cuda": "CUDA", "meta": "Meta"}.get(device, "CPU")))
+
+
+@contextmanager
+def fake_group(ranks: int) -> Iterator[None]:
+    """This process is rank 0 of so many. Nothing travels, so nobody is waited for; results are not to be looked at."""
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def count_attention(
+    ring: int, ulysses: int, *, tokens: int = 288, heads: int = 24, head_dim: int = 16, batch: int = 1
+) -> LaunchCounter:
+    """The launches of one intercepted call on rank 0, forward, without a mask: of the second call, when sizes are known.
+
+    Args:
+        tokens, heads: of the whole sequence; 288 × 24 are cut as FLUX' 4608 × 24 at 1024² are.
+    """
+    with fake_group(ring * ulysses):
+        mesh = init_context_parallel_mesh("cpu", max_ring_dim_size=ring, max_ulysses_dim_size=ulysses)
+        with torch.no_grad(), UnifiedAttnMode(mesh, assume_equal=True) as cp:
+            layout = cp.sequence(tokens)
+            # [B, S, H, D] in memory, as the projections of a model leave it.
+            shape = (batch, layout.size(0), heads, head_dim)
+            query, key, value = (torch.randn(shape).transpose(1, 2) for _ in range(3))
+            with cp.using(layout):
+                F.scaled_dot_product_attention(query, key, value)
+                with LaunchCounter() as counter:
+                    F.scaled_dot_product_attention(query, key, value)
+    return counter

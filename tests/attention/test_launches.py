@@ -1,0 +1,91 @@
+"""That launches are counted rightly."""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.launches import LaunchCounter, fake_group
+
+
+def counted(function, *args):
+    with torch.no_grad(), LaunchCounter() as counter:
+        function(*args)
+    return dict(counter.by_operator)
+
+
+# -- the counter
+
+
+def test_views_are_not_launches():
+    def views(x):
+        x.view(6, 4).transpose(0, 1).unsqueeze(0).expand(3, 4, 6)[1:].unbind(0)
+        x.permute(2, 0, 1).narrow(0, 1, 2).split([1, 1], dim=0)
+        x.unflatten(2, (2, 2)).detach().chunk(2)
+        x.reshape(6, 4).diagonal()
+
+    assert counted(views, torch.randn(2, 3, 4)) == {}
+
+
+def test_copies_and_arithmetic_are_launches():
+    def work(x):
+        x.transpose(0, 1).contiguous()
+        x.transpose(0, 1).reshape(-1)
+        torch.cat([x, x])
+        x.new_empty(2, 3).copy_(x)
+        torch.stack([x, x]) + 1
+        x.to(torch.bfloat16)
+
+    expected = {"clone": 2, "cat": 1, "copy_": 1, "stack": 1, "add": 1, "_to_copy": 1}
+    assert counted(work, torch.randn(2, 3)) == expected
+
+
+def test_allocations_are_not_launches():
+    def allocate(x):
+        torch.empty(3), torch.empty_like(x), x.new_empty(2), torch.empty_strided((2,), (1,))
+
+    assert counted(allocate, torch.randn(2, 3)) == {}
+    assert counted(lambda: torch.zeros(3)) == {"zeros": 1}
+
+
+def test_a_fused_attention_kernel_is_one_launch():
+    x = torch.randn(1, 2, 8, 16)
+    assert sum(counted(F.scaled_dot_product_attention, x, x, x).values()) == 1
+
+
+def test_a_collective_is_one_launch_and_its_wait_is_none():
+    def functional(x):
+        sent = torch.ops._c10d_functional.all_to_all_single(x, [2, 2], [2, 2], dist.group.WORLD.group_name)
+        torch.ops._c10d_functional.wait_tensor(sent)
+
+    def in_place(x):
+        dist.all_to_all_single(torch.empty_like(x), x)
+        dist.group.WORLD.alltoall_base(torch.empty_like(x), x, [], []).wait()
+
+    def point_to_point(x):
+        sent = dist.P2POp(dist.isend, x, 1)
+        received = dist.P2POp(dist.irecv, torch.empty_like(x), 1)
+        [work.wait() for work in dist.batch_isend_irecv([sent, received])]
+
+    with fake_group(2):
+        assert counted(functional, torch.randn(4)) == {"_c10d_functional::all_to_all_single": 1}
+        assert counted(in_place, torch.randn(4)) == {"c10d::alltoall_base_": 2}
+        assert counted(point_to_point, torch.randn(4)) == {"c10d::send": 1, "c10d::recv_": 1}
+
+
+@torch.library.custom_op("para_core_test::twice_and_one", mutates_args=())
+def twice_and_one(x: Tensor) -> Tensor:
+    return x * 2 + torch.ops.para_core_test.one_like(x)
+
+
+@torch.library.custom_op("para_core_test::one_like", mutates_args=())
+def one_like(x: Tensor) -> Tensor:
+    return torch.ones_like(x)
+
+
+def test_custom_operators_are_opened_also_one_inside_another():
+    x = torch.randn(3)
+    assert counted(torch.ops.para_core_test.twice_and_one, x) == {"mul": 1, "ones_like": 1, "add": 1}
+    with LaunchCounter():
+        opened = torch.ops.para_core_test.twice_and_one(x)
+    torch.testing.assert_close(opened, 2 * x + 1)
