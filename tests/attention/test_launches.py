@@ -1,11 +1,12 @@
-"""That launches are counted rightly."""
+"""How many kernels the host launches for one attention call, and that they are counted rightly."""
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.launches import LaunchCounter, fake_group
+from benchmarks.launches import LaunchCounter, count_attention, fake_group
 
 
 def counted(function, *args):
@@ -89,3 +90,32 @@ def test_custom_operators_are_opened_also_one_inside_another():
     with LaunchCounter():
         opened = torch.ops.para_core_test.twice_and_one(x)
     torch.testing.assert_close(opened, 2 * x + 1)
+
+
+# -- what one call costs: forward, no mask
+
+
+def require_at_most(budget, counter):
+    assert counter.launches <= budget, f"at most {budget} are allowed; {counter}"
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_ulysses_of_even_tokens_and_heads_launches_8_whatever_the_ranks(ranks, batch):
+    require_at_most(8, count_attention(1, ranks, batch=batch))
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize(("tokens", "heads"), [(291, 24), (288, 25), (291, 25)])
+def test_ulysses_of_uneven_tokens_or_heads_launches_one_more_per_rank(ranks, tokens, heads):
+    require_at_most(8 + ranks, count_attention(1, ranks, tokens=tokens, heads=heads))
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("tokens", [288, 291])
+def test_a_ring_launches_3_and_4_for_each_further_block(ranks, tokens):
+    require_at_most(3 + 4 * (ranks - 1), count_attention(ranks, 1, tokens=tokens))
+
+
+def test_ring_2_times_ulysses_4_launches_14():
+    require_at_most(14, count_attention(2, 4))
