@@ -1,5 +1,10 @@
 """Rank processes for distributed tests: started once per world size, kept for the whole run.
 
+They are forked from one process that has imported torch, diffusers and the tiny models (tests/rank_preload.py), so that new
+ones, after a failure or for another world size, cost a fraction of a second. What the environment said when that process
+started is what modules read as they were imported; ``os.environ``, ``sys.path`` and the working directory are as in the
+parent when the rank starts.
+
     def total(x):                                   # a plain top-level function; it runs on every rank
         dist.all_reduce(x)
         return x
@@ -12,9 +17,9 @@ Every job starts fresh: its own gloo WORLD (groups and meshes of the job before 
 filters of the test that called. Arguments and results travel by value.
 
 **When a job counts as hung.** A rank makes progress when its job starts and ends, when the job calls :func:`heartbeat`, and
-while Dynamo compiles on it, up to ``compile_limit`` seconds per job. The job is hung once no rank has made progress for
-``DISTRIBUTED_TESTS_DEFAULT_TIMEOUT`` seconds (environment; 60): the test fails with the stack of every rank. Being busy is not
-progress; a loop that never ends is busy too. Importing a large module inside the job is not progress either.
+while it imports the test's module or compiles, up to ``compile_limit`` seconds per job. The job is hung once no rank has made
+progress for ``DISTRIBUTED_TESTS_DEFAULT_TIMEOUT`` seconds (environment; 60): the test fails with the stack of every rank. Being
+busy is not progress; a loop that never ends is busy too. Importing a large module inside the job is not progress either.
 
 Whatever goes wrong (a rank that hangs, dies or cannot import the test), only that test fails: the ranks of that world size are
 killed, and the next test gets new ones. Errors that all ranks raised leave the processes alive.
@@ -39,7 +44,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -48,8 +54,8 @@ import torch
 import torch.distributed as dist
 
 NO_PROGRESS_TIMEOUT = float(os.environ.get("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "60"))
-# A worker imports torch before it is ready: seconds alone, many on two cores that are busy.
-START_TIMEOUT = 120.0
+# The first rank waits for all that is imported: ten seconds alone, minutes on two cores that many share.
+START_TIMEOUT = 600.0
 # Once a rank has failed, how long the others may go on without progress before they count as stuck.
 GRACE = 10.0
 _WATCH_INTERVAL = 0.25
@@ -80,7 +86,7 @@ class RankDied(RankPoolError):
 
 @dataclass
 class _Rank:
-    process: SpawnProcess
+    process: BaseProcess
     connection: Connection
     beat: Any  # a shared double: time.monotonic() of the last progress
     stack_file: Path
@@ -119,7 +125,7 @@ class RankPool:
 
     Args:
         no_progress_timeout: seconds without progress on any rank after which a job counts as hung.
-        compile_limit: seconds per job for which compiling counts as progress.
+        compile_limit: seconds per job for which importing the test's module and compiling count as progress.
         group_timeout: seconds after which a collective of WORLD gives up. Groups that a job makes have their own.
         grace: once a rank has raised, seconds without progress after which the others count as stuck.
     """
@@ -248,28 +254,29 @@ class RankPool:
         # Port 0: the system chooses one that is free, and the store holds it from then on.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         folder = tempfile.TemporaryDirectory(prefix="rank_pool_")
-        context = multiprocessing.get_context("spawn")
+        context = _context()
         group = _Group(store, [], folder)
-        environment = {
-            # Several ranks share the cores: more threads than that only wait for each other.
-            "OMP_NUM_THREADS": "1",
-            "TORCHINDUCTOR_COMPILE_THREADS": "1",
-            "WORLD_SIZE": str(world_size),
-        }
-        if sys.platform == "linux":
-            environment["GLOO_SOCKET_IFNAME"] = "lo"  # works where the host's name does not resolve
+        environment = {**os.environ, **_ENVIRONMENT, "WORLD_SIZE": str(world_size)}
         try:
             for index in range(world_size):
                 ours, theirs = context.Pipe()
                 beat = context.Value("d", time.monotonic(), lock=False)
                 stack_file = Path(folder.name) / f"rank{index}.txt"
                 settings = _Settings(
-                    index, world_size, store.port, os.getpid(), str(stack_file), self.compile_limit, self.group_timeout
+                    index,
+                    world_size,
+                    store.port,
+                    str(stack_file),
+                    {**environment, "RANK": str(index), "LOCAL_RANK": str(index)},
+                    self.compile_limit,
+                    self.group_timeout,
                 )
                 process = context.Process(
                     target=_work, args=(settings, theirs, beat), daemon=True, name=f"rank {index}"
                 )
-                with mock.patch.dict(os.environ, {**environment, "RANK": str(index), "LOCAL_RANK": str(index)}):
+                # For the process that ranks are forked from, which the first of them starts: it is told sys.path too, as
+                # Python 3.11 to 3.13 do not.
+                with mock.patch.dict(os.environ, {**_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(sys.path)}):
                     process.start()
                 theirs.close()
                 group.ranks.append(_Rank(process, ours, beat, stack_file))
@@ -285,6 +292,21 @@ class RankPool:
             group.kill()
             raise
         return group
+
+
+# Several ranks share the cores: more threads than that only wait for each other.
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+if sys.platform == "linux":
+    _ENVIRONMENT["GLOO_SOCKET_IFNAME"] = "lo"  # works where the host's name does not resolve
+
+
+def _context() -> BaseContext:
+    if torch.cuda.is_available():
+        # What is imported may touch the driver, and a process forked after that cannot use CUDA.
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.rank_preload"])
+    return context
 
 
 def _encode_job(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
@@ -391,8 +413,8 @@ class _Settings:
     rank: int
     world_size: int
     port: int
-    parent: int
     stack_file: str
+    environment: dict[str, str]
     compile_limit: float
     group_timeout: float
 
@@ -406,13 +428,34 @@ def heartbeat() -> None:
         _beat.value = time.monotonic()
 
 
+class _JobClock:
+    """How long the current job has been importing its module and compiling."""
+
+    def __init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        self.seconds = 0.0
+        self.is_importing = False
+
+    @contextlib.contextmanager
+    def importing(self) -> Iterator[None]:
+        self.is_importing = True
+        try:
+            yield
+        finally:
+            self.is_importing = False
+
+
 def _work(settings: _Settings, connection: Connection, beat: Any) -> None:
     global _beat  # noqa: PLW0603  one process, one rank: heartbeat() takes no argument that could carry it
     _beat = beat
+    os.environ.clear()
+    os.environ.update(settings.environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent ends this one
     torch.set_num_threads(1)
     job = _JobClock()
-    threading.Thread(target=_watch, args=(settings, job), daemon=True, name="watch").start()
+    threading.Thread(target=_watch, args=(settings.compile_limit, job), daemon=True, name="watch").start()
     store = dist.TCPStore("127.0.0.1", settings.port, is_master=False, wait_for_workers=False)
 
     with Path(settings.stack_file).open("w") as stack_file:
@@ -423,7 +466,7 @@ def _work(settings: _Settings, connection: Connection, beat: Any) -> None:
             while True:
                 number, data = connection.recv()
                 job.start()
-                report = _do(data, settings, dist.PrefixStore(f"job{number}", store))
+                report = _do(data, settings, dist.PrefixStore(f"job{number}", store), job)
                 heartbeat()
                 connection.send_bytes(report)
                 connection.recv()
@@ -432,24 +475,30 @@ def _work(settings: _Settings, connection: Connection, beat: Any) -> None:
                 connection.send("clean")
 
 
-def _do(data: bytes, settings: _Settings, store: dist.Store) -> bytes:
+def _do(data: bytes, settings: _Settings, store: dist.Store, job: _JobClock) -> bytes:
     """Run one job; return its report: (value or None, pickled exception or None, traceback or "")."""
     try:
         module, qualname, arguments, filters = _load(data)
         _start_fresh()
-        dist.init_process_group(
-            "gloo",
-            store=store,
-            rank=settings.rank,
-            world_size=settings.world_size,
-            timeout=timedelta(seconds=settings.group_timeout),
-        )
         with _warning_filters(filters):
-            fn = importlib.import_module(module)
+            # Before there is a group: a rank that imports longer than the others would meet the group's timeout.
+            try:
+                with job.importing():
+                    fn = importlib.import_module(module)
+            finally:
+                store.set(f"imported{settings.rank}", "")
+            store.wait([f"imported{rank}" for rank in range(settings.world_size)], timedelta(seconds=START_TIMEOUT))
+            dist.init_process_group(
+                "gloo",
+                store=store,
+                rank=settings.rank,
+                world_size=settings.world_size,
+                timeout=timedelta(seconds=settings.group_timeout),
+            )
             for name in qualname.split("."):
                 fn = getattr(fn, name)
             args, kwargs = _load(arguments)
-            heartbeat()  # importing may have taken a while
+            heartbeat()
             return pickle.dumps((_save(fn(*args, **kwargs)), None, ""))
     except BaseException as error:  # pytest's outcomes and SystemExit are no Exceptions
         text = "".join(traceback.format_exception(error))
@@ -487,25 +536,17 @@ def _warning_filters(filters: list[tuple[str, str, type[Warning], str, int]]) ->
         yield
 
 
-class _JobClock:
-    """How long the current job has been compiling."""
-
-    def __init__(self) -> None:
-        self.start()
-
-    def start(self) -> None:
-        self.compiled = 0.0
-
-
-def _watch(settings: _Settings, job: _JobClock) -> None:
-    """Beat while compiling; end this process when the parent is gone."""
+def _watch(limit: float, job: _JobClock) -> None:
+    """Beat while importing or compiling; end this process when the parent is gone."""
+    parent = multiprocessing.parent_process()
     while True:
         before = time.monotonic()
         time.sleep(_WATCH_INTERVAL)
-        if os.getppid() != settings.parent:
+        # Not getppid(): a rank's parent in the system is the process that it was forked from.
+        if parent is None or not parent.is_alive():
             os._exit(1)
-        if _is_compiling() and job.compiled < settings.compile_limit:
-            job.compiled += time.monotonic() - before
+        if (job.is_importing or _is_compiling()) and job.seconds < limit:
+            job.seconds += time.monotonic() - before
             heartbeat()
 
 

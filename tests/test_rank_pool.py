@@ -1,5 +1,6 @@
 """The pool of rank processes: results, errors, hangs, deaths, and recovery from each."""
 
+import multiprocessing
 import os
 import re
 import signal
@@ -265,6 +266,74 @@ def test_compiling_is_progress_only_up_to_its_limit():
         assert "in slow_backend" in str(caught.value)
     finally:
         pool.close()
+
+
+SLOW_ON_A_RANK = """
+import multiprocessing, os, time
+
+if multiprocessing.parent_process() is not None:
+    time.sleep(4)
+
+def place():
+    return os.getcwd(), os.environ["RANK_POOL_TEST"], os.environ["OMP_NUM_THREADS"], os.environ["RANK"]
+"""
+
+
+def test_ranks_take_over_path_and_environment_and_may_import_slowly(tmp_path, monkeypatch):
+    (tmp_path / "slow_on_a_rank.py").write_text(SLOW_ON_A_RANK)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RANK_POOL_TEST", "set after the process that ranks are forked from had started")
+    import slow_on_a_rank
+
+    pool = RankPool()
+    try:
+        places = pool.run(slow_on_a_rank.place, 2, timeout=2.0)
+    finally:
+        pool.close()
+    for rank, (folder, variable, threads, index) in enumerate(places):
+        assert Path(folder) == tmp_path
+        assert variable.startswith("set after")
+        assert (threads, index) == ("1", str(rank))
+
+
+def imported_before_the_job():
+    parent = Path(f"/proc/{os.getppid()}")
+    return {
+        "modules": [name for name in ("torch", "diffusers", "para_core", "tests.tiny") if name in sys.modules],
+        "is the test's process": multiprocessing.parent_process().pid == os.getppid(),
+        "threads": len(list((parent / "task").iterdir())) if parent.exists() else 1,
+    }
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a CUDA device, ranks are spawned")
+def test_ranks_are_forked_from_one_thread_that_has_imported_the_models(pool):
+    for state in pool.run(imported_before_the_job, 2):
+        assert state == {
+            "modules": ["torch", "diffusers", "para_core", "tests.tiny"],
+            "is the test's process": False,
+            "threads": 1,
+        }
+
+
+POOL_WITHOUT_DIFFUSERS = """
+import os
+from tests.rank_pool import RankPool
+
+if __name__ == "__main__":
+    pool = RankPool()
+    print(len(set(pool.run(os.getpid, 2))))
+    pool.close()
+"""
+
+
+def test_the_pool_works_without_diffusers(tmp_path):
+    (tmp_path / "script.py").write_text(POOL_WITHOUT_DIFFUSERS)
+    (tmp_path / "diffusers.py").write_text("raise ImportError('no diffusers here')")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(__file__).parents[1]}"}
+    script = [sys.executable, tmp_path / "script.py"]
+    result = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
+    assert result.stdout.strip() == "2", result.stderr
 
 
 def test_closing_ends_the_processes(pool):
