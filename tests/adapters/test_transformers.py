@@ -1,6 +1,7 @@
-"""Every supported transformer computes on several ranks what it computes alone."""
+"""Every supported transformer computes on several ranks what it computes alone. Each has tests of its own: `-k mochi`."""
 
 import warnings
+from functools import cache
 
 import diffusers
 import pytest
@@ -11,7 +12,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from benchmarks.tiny_models import MODELS
 from para_core.adapters import parallelize_transformer, unparallelize_transformer
 from para_core.adapters.models.supported import ADAPTERS
-from tests.rank_pool import heartbeat
 from tests.tiny import cpu_mesh, each_rank_alone, relative_error
 
 # (frames, height, width) in latent pixels: even and odd numbers of tokens, and fewer tokens than ranks.
@@ -31,33 +31,72 @@ def call(transformer, name, size, **options):
         return tensors(transformer(**MODELS[name].inputs(frames, *size[1:]), return_dict=False, **options))
 
 
-def call_parallel(names, ring, ulysses, text=None, batch=1):
-    outs = {}
-    for name in names:
-        heartbeat()
-        transformer = MODELS[name].build()
-        alone = call(transformer, name, SIZES[0])
+@cache
+def computed_alone(name):
+    transformer = MODELS[name].build()
+    return [call(transformer, name, size) for size in SIZES]
+
+
+def call_parallel(name, shapes, text=None):
+    """Results by mesh, one for each size, and on Ulysses what ranks compute that are unaware of each other."""
+    transformer, outs = MODELS[name].build(), {}
+    alone = call(transformer, name, SIZES[0])
+    for shape in shapes:
+        batch, ring, ulysses = shape
         parallelize_transformer(transformer, mesh=cpu_mesh(ring, ulysses, batch=batch), text=text)
-        outs[name] = [call(transformer, name, size) for size in SIZES]
+        outs[shape] = [call(transformer, name, size) for size in SIZES]
+        if shape == (1, 1, 2):
+            with each_rank_alone():
+                outs["unaware"] = call(transformer, name, SIZES[0])
         unparallelize_transformer(transformer)
-        assert all(map(torch.equal, call(transformer, name, SIZES[0]), alone)), name
+        assert all(map(torch.equal, call(transformer, name, SIZES[0]), alone)), shape
     return outs
 
 
-def check(rank_pool, names, ring, ulysses, text=None, batch=1):
-    results = rank_pool.run(call_parallel, batch * ring * ulysses, names, ring, ulysses, text, batch)
-    for name in names:
-        transformer = MODELS[name].build()
-        expected = [call(transformer, name, size) for size in SIZES]
-        for rank, outs in enumerate(results):
-            for size, out, alone in zip(SIZES, outs[name], expected, strict=True):
+def check(rank_pool, name, shapes, text=None):
+    for rank, outs in enumerate(rank_pool.run(call_parallel, torch.Size(shapes[0]).numel(), name, shapes, text)):
+        for shape in shapes:
+            for size, out, alone in zip(SIZES, outs[shape], computed_alone(name), strict=True):
                 errors = [relative_error(one, other) for one, other in zip(out, alone, strict=True)]
-                assert max(errors) < 1e-5, f"{name}, rank {rank}, {size}: {errors}"
+                assert max(errors) < 1e-5, f"{shape}, rank {rank}, {size}: {errors}"
+        if "unaware" in outs:
+            # This model depends on what other ranks hold.
+            assert relative_error(outs["unaware"][0], computed_alone(name)[0][0]) > 1e-3
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (2, 1), (1, 3), (2, 2)])
-def test_every_transformer_is_exact(rank_pool, ring, ulysses):
-    check(rank_pool, list(MODELS), ring, ulysses)
+def long_but(names):
+    """Every model; all but ``names`` in the long run only."""
+    return [pytest.param(name, marks=() if name in names else pytest.mark.long) for name in MODELS]
+
+
+# Of each way to say what is cut, one: published plans and our own, masks, several streams, pieces of tokens, batches.
+SOME = [
+    "wan, image context",
+    "wan vace",
+    "qwen-image, masked",
+    "ltx2, masked, split rope",
+    "helios",
+    "hunyuan, image by token replacement",
+    "mochi",
+    "cogvideox 1.5",
+    "sd3.5, controlnet",
+]
+
+
+# Meshes are batch × ring × ulysses.
+@pytest.mark.parametrize("name", MODELS)
+def test_every_transformer_is_exact_on_two_ranks(rank_pool, name):
+    check(rank_pool, name, [(1, 1, 2), (1, 2, 1)])
+
+
+@pytest.mark.parametrize("name", long_but(SOME))
+def test_every_transformer_is_exact_on_three_ranks(rank_pool, name):
+    check(rank_pool, name, [(1, 1, 3)])
+
+
+@pytest.mark.parametrize("name", long_but(SOME[:3]))
+def test_every_transformer_is_exact_on_four_ranks(rank_pool, name):
+    check(rank_pool, name, [(1, 2, 2)])
 
 
 BATCHED = [
@@ -65,9 +104,16 @@ BATCHED = [
 ]
 
 
-@pytest.mark.parametrize(("batch", "ring", "ulysses"), [(2, 1, 1), (2, 1, 2), (2, 2, 1)])
-def test_branches_in_one_batch_are_shared_out(rank_pool, batch, ring, ulysses):
-    check(rank_pool, BATCHED, ring, ulysses, batch=batch)
+@pytest.mark.parametrize("name", BATCHED)
+def test_branches_in_one_batch_are_shared_out(rank_pool, name):
+    check(rank_pool, name, [(2, 1, 1)])
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "cogvideox" else pytest.mark.long) for name in BATCHED]
+)
+def test_branches_in_one_batch_are_shared_out_over_several_sequence_ranks(rank_pool, name):
+    check(rank_pool, name, [(2, 1, 2), (2, 2, 1)])
 
 
 def samples_of_blocks(num_samples):
@@ -102,10 +148,24 @@ WITH_TEXT = [name for name in MODELS if name.startswith(("qwen", "flux", "ltx"))
 CUTS_TEXT = [name for name in WITH_TEXT if not name.startswith("ltx2")]
 
 
-@pytest.mark.parametrize(("names", "text"), [(CUTS_TEXT, "shard"), (WITH_TEXT, "replicate")])
-def test_text_may_be_cut_or_whole(rank_pool, names, text):
-    check(rank_pool, names, 1, 2, text)
-    check(rank_pool, names, 3, 1, text)
+@pytest.mark.parametrize(
+    ("name", "text"), [*[(name, "shard") for name in CUTS_TEXT], *[(name, "replicate") for name in WITH_TEXT]]
+)
+def test_text_may_be_cut_or_whole(rank_pool, name, text):
+    check(rank_pool, name, [(1, 1, 2)], text)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        pytest.param(name, text, marks=() if name == "qwen-image, masked" else pytest.mark.long)
+        for name in WITH_TEXT
+        for text in ("shard", "replicate")
+        if text == "replicate" or name in CUTS_TEXT
+    ],
+)
+def test_text_may_be_cut_or_whole_on_a_ring_of_three(rank_pool, name, text):
+    check(rank_pool, name, [(1, 3, 1)], text)
 
 
 def cut_text():
@@ -120,89 +180,52 @@ def test_text_that_cannot_be_cut_is_an_error(rank_pool):
     rank_pool.run(cut_text, 2)
 
 
-def call_alone():
-    outs = {}
-    with each_rank_alone():
-        for name in MODELS:
-            heartbeat()
-            transformer = parallelize_transformer(MODELS[name].build(), mesh=cpu_mesh(1, 2))
-            outs[name] = call(transformer, name, SIZES[0])
-    return outs
-
-
-def test_these_models_depend_on_what_other_ranks_hold(rank_pool):
-    for outs in rank_pool.run(call_alone, 2):
-        for name, out in outs.items():
-            alone = call(MODELS[name].build(), name, SIZES[0])
-            assert relative_error(out[0], alone[0]) > 1e-3, name
-
-
-def call_compiled(names, way, backend="aot_eager"):
-    frames, outs = {}, {}
-    for name in names:
-        heartbeat()
-        torch.compiler.reset()
-        counter = CompileCounterWithBackend(backend)
-        transformer = parallelize_transformer(MODELS[name].build(), mesh=cpu_mesh(1, 2))
-        called = transformer
-        if way == "whole":
-            called = torch.compile(transformer, fullgraph=True, backend=counter)
-        else:
-            transformer.compile_repeated_blocks(fullgraph=True, backend=counter)
-        outs[name] = [call(called, name, SIZES[0])]
-        before = counter.frame_count
-        outs[name] += [call(called, name, SIZES[0]) for _ in range(2)]
-        frames[name] = (before, counter.frame_count - before)
-    return outs, frames
+def call_compiled(name, way, backend="aot_eager"):
+    counter = CompileCounterWithBackend(backend)
+    transformer = parallelize_transformer(MODELS[name].build(), mesh=cpu_mesh(1, 2))
+    called = transformer
+    if way == "whole":
+        called = torch.compile(transformer, fullgraph=True, backend=counter)
+    else:
+        transformer.compile_repeated_blocks(fullgraph=True, backend=counter)
+    outs = [call(called, name, SIZES[0])]
+    graphs = counter.frame_count
+    outs += [call(called, name, SIZES[0]) for _ in range(2)]
+    return outs, graphs, counter.frame_count - graphs
 
 
 # HunyuanVideo 1.5 asks a tensor whether an image was given, Lumina how long its texts are, HiDream which experts are asked:
 # they have no whole graph alone, either.
 WHOLE_GRAPH = [name for name in MODELS if not name.startswith(("hunyuan 1.5", "lumina2", "hidream"))]
-# Of each way to say what is cut, one: published plans and our own, masks, several streams, pieces of tokens, batches.
-SOME = [
-    "wan, image context",
-    "wan vace",
-    "qwen-image, masked",
-    "ltx2, masked, split rope",
-    "helios",
-    "hunyuan, image by token replacement",
-    "mochi",
-    "cogvideox 1.5",
-    "sd3.5, controlnet",
-]
-REPEATED_BLOCKS = ["wan, image context", "ltx2", "hunyuan 1.5"]
-MORE_BLOCKS = ["qwen-image, masked", "helios"]
+# A compilation takes a dozen seconds of two cores.
+COMPILED = ["wan, image context", "qwen-image, masked", "mochi"]
+COMPILED_BY_BLOCKS = ["wan, image context", "hunyuan 1.5", "qwen-image, masked", "helios"]
 
 
-def check_compiled(rank_pool, names, way, backend="aot_eager"):
-    for outs, frames in rank_pool.run(call_compiled, 2, names, way, backend):
-        for name in names:
-            alone = call(MODELS[name].build(), name, SIZES[0])
-            for out in outs[name]:
-                errors = [relative_error(one, other) for one, other in zip(out, alone, strict=True)]
-                assert max(errors) < 1e-5, f"{name}: {errors}"
-            graphs, more = frames[name]
-            assert (graphs, more) == (1, 0) if way == "whole" else more == 0, name
+def check_compiled(rank_pool, name, way, backend="aot_eager"):
+    for outs, graphs, more in rank_pool.run(call_compiled, 2, name, way, backend):
+        for out in outs:
+            errors = [relative_error(one, other) for one, other in zip(out, computed_alone(name)[0], strict=True)]
+            assert max(errors) < 1e-5, errors
+        assert (graphs, more) == (1, 0) if way == "whole" else more == 0
 
 
 @pytest.mark.parametrize(
-    ("way", "names"),
+    ("way", "name"),
     [
-        pytest.param("whole", SOME, id="whole"),
-        pytest.param("whole", sorted({*WHOLE_GRAPH} - {*SOME}), id="whole, the others", marks=pytest.mark.long),
-        pytest.param("blocks", REPEATED_BLOCKS, id="blocks"),
-        pytest.param("blocks", MORE_BLOCKS, id="blocks, the others", marks=pytest.mark.long),
+        *[pytest.param("whole", name, marks=() if name in COMPILED else pytest.mark.long) for name in WHOLE_GRAPH],
+        ("blocks", "ltx2"),
+        *[pytest.param("blocks", name, marks=pytest.mark.long) for name in COMPILED_BY_BLOCKS],
     ],
 )
-def test_compiled_they_are_exact_without_recompiling(rank_pool, way, names):
-    check_compiled(rank_pool, names, way)
+def test_compiled_they_are_exact_without_recompiling(rank_pool, way, name):
+    check_compiled(rank_pool, name, way)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", WHOLE_GRAPH)
 def test_inductor_is_exact_without_recompiling(rank_pool, name):
-    check_compiled(rank_pool, [name], "whole", "inductor")
+    check_compiled(rank_pool, name, "whole", "inductor")
 
 
 def test_every_adapter_is_tried():
