@@ -153,10 +153,11 @@ def each_rank_alone() -> Iterator[None]:
 
 
 def relative_error(out: Tensor, expected: Tensor) -> float:
-    """``‖out − expected‖ / ‖expected‖`` in float64; infinite where shapes differ."""
+    """``‖out − expected‖ / ‖expected‖`` in float64; infinite where shapes differ, or a number is NaN (which max() would pass over)."""
     if out.shape != expected.shape:
         return math.inf
-    return float((out.double() - expected.double()).norm() / expected.double().norm())
+    error = (out.double() - expected.double()).norm() / expected.double().norm()
+    return float(error.nan_to_num(nan=math.inf))
 
 
 def relative_errors(out: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:

@@ -62,7 +62,7 @@ def draw_compiled(way, when, ring, ulysses, then=(), backend="aot_eager"):
         ("torch.compile", "before"),
         # After is what the tests below do.
         pytest.param("torch.compile", "after", marks=pytest.mark.long),
-        ("in place", "before"),
+        pytest.param("in place", "before", marks=pytest.mark.long),
         pytest.param("in place", "after", marks=pytest.mark.long),
         pytest.param("blocks", "before", marks=pytest.mark.long),
         ("blocks", "after"),
@@ -119,6 +119,7 @@ def draw_sizes(way):
     return outs, counter.frame_count
 
 
+@pytest.mark.long  # tests/test_compile.py has twelve lengths of a model of a few layers
 def test_twelve_sizes_work_compiled_with_few_compilations(rank_pool):
     pipe = small_pipe("torch.compile")
     expected = [pipe(**flux_call(height=height, width=width, num_inference_steps=1)).images for height, width in SIZES]

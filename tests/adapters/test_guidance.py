@@ -85,7 +85,9 @@ def draw_compiled(way):
     return [*images, pipe(**flux_call(**GUIDED)).images], rounds
 
 
-@pytest.mark.parametrize("way", ["torch.compile", "in place", "blocks"])
+@pytest.mark.parametrize(
+    "way", ["torch.compile", *[pytest.param(way, marks=pytest.mark.long) for way in ("in place", "blocks")]]
+)
 def test_branches_are_shared_out_compiled(rank_pool, way):
     expected = flux_pipe()(**flux_call(**GUIDED)).images
     for rank, (images, rounds) in enumerate(rank_pool.run(draw_compiled, 2, way)):

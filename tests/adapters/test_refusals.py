@@ -107,7 +107,7 @@ def attend_unseen(compiled):
     return type(error.value).__name__, pipe(**flux_call()).images
 
 
-@pytest.mark.parametrize("compiled", ["no", "blocks", "whole"])
+@pytest.mark.parametrize("compiled", ["no", pytest.param("blocks", marks=pytest.mark.long), "whole"])
 def test_attention_that_the_mode_cannot_see_is_an_error_on_every_rank(rank_pool, compiled):
     expected = flux_pipe()(**flux_call()).images
     for kind, out in rank_pool.run(attend_unseen, 2, compiled):
