@@ -135,7 +135,7 @@ def _flat(given: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _hash(data: bytes) -> str:
+def _hash(data: bytes | memoryview) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
 
 
@@ -150,9 +150,9 @@ def _describe(value: Any) -> str:
         return repr(value)
     if isinstance(value, torch.Tensor):
         data = value.detach().to("cpu").contiguous().flatten().view(torch.uint8)
-        return f"tensor{list(value.shape)} {str(value.dtype).removeprefix('torch.')} {_hash(bytes(data.numpy()))}"
+        return f"tensor{list(value.shape)} {str(value.dtype).removeprefix('torch.')} {_hash(data.numpy().data)}"
     if isinstance(value, torch.Generator):
-        return f"generator {_hash(bytes(value.get_state().numpy()))}"
+        return f"generator {_hash(value.get_state().numpy().data)}"
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key!r}: {_describe(item)}" for key, item in value.items()) + "}"
     if isinstance(value, (list, tuple)):

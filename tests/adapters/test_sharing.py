@@ -63,8 +63,8 @@ def exchanges_of(call):
     return agree.call_count
 
 
-def count_exchanges():
-    pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(2, 1))
+def count_exchanges(assume_equal):
+    pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(2, 1), assume_equal=assume_equal)
     inputs = flux_inputs(10, 3)
     return {
         "a call of the pipe": exchanges_of(lambda: pipe(**flux_call())),
@@ -72,9 +72,27 @@ def count_exchanges():
     }
 
 
-def test_inputs_are_compared_once_per_call_of_the_pipe_and_not_per_step(rank_pool):
-    for counts in rank_pool.run(count_exchanges, 2):
-        assert counts == {"a call of the pipe": 1, "a call of the transformer": 1}
+@pytest.mark.parametrize(("assume_equal", "expected"), [(False, 1), (True, 0)])
+def test_inputs_are_compared_once_per_call_of_the_pipe_and_not_per_step(rank_pool, assume_equal, expected):
+    for counts in rank_pool.run(count_exchanges, 2, assume_equal):
+        assert counts == {"a call of the pipe": expected, "a call of the transformer": expected}
+
+
+def call_without_comparing():
+    pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2), assume_equal=True)
+    torch.manual_seed(torch.distributed.get_rank())
+    out = pipe(**flux_call(generator=None)).images
+    pipe.transformer = flux_transformer()
+    return out, raised(lambda: pipe(**flux_call()))
+
+
+def test_a_pipe_that_compares_nothing_is_exact_and_still_looks_at_itself(rank_pool):
+    pipe = flux_pipe()
+    torch.manual_seed(0)
+    expected = pipe(**flux_call(generator=None)).images
+    for out, error in rank_pool.run(call_without_comparing, 2):
+        assert relative_error(out, expected) < 1e-5
+        assert "pipe.transformer is another one than when the pipe was parallelized" in error
 
 
 def call_with_other_inputs(name):
