@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -122,6 +123,21 @@ class MeshDim:
     index: int
     group_name: str
     group: ProcessGroup | None
+
+
+def _device_type_of(group: ProcessGroup) -> str:
+    """A kind of device that the group takes."""
+    if torch.compiler.is_compiling():
+        # Dynamo shows the name and the size of a group that is an argument, and nothing else.
+        named: str = _device_type_of_named(group.group_name)
+        return named
+    return str(group._device_types[-1].type)
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def _device_type_of_named(group_name: Any) -> str:
+    group: Any = torch._C._distributed_c10d._resolve_process_group(group_name)
+    return str(group._device_types[-1].type)
 
 
 def _dim_of_group(name: str, group: ProcessGroup | None) -> MeshDim:
@@ -251,7 +267,7 @@ def sequence_mesh(mesh: DeviceMesh | ProcessGroup, *, group_dim: str = "ulysses"
     """
     if isinstance(mesh, ProcessGroup):
         dims = {group_dim: _dim_of_group(group_dim, mesh)}
-        device_type = mesh._device_types[-1].type
+        device_type = _device_type_of(mesh)
     elif isinstance(mesh, DeviceMesh):
         names = mesh.mesh_dim_names or ()
         given = f"dims {tuple(names)}" if names else f"{mesh.ndim} unnamed dim(s)"
@@ -292,7 +308,7 @@ def batch_mesh(mesh: DeviceMesh | ProcessGroup) -> SequenceMesh:
         ValueError: the mesh has no such dim.
     """
     if isinstance(mesh, ProcessGroup):
-        group, device_type = mesh, mesh._device_types[-1].type
+        group, device_type = mesh, _device_type_of(mesh)
     elif isinstance(mesh, DeviceMesh):
         names = mesh.mesh_dim_names or ()
         if "batch" not in names:

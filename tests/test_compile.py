@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
-from para_core import UnifiedAttnMode, unified_attention
+from para_core import UnifiedAttnMode, ring_attention, ulysses_attention, unified_attention
 from tests.attention.one_device import make_qkv, relative_error
 from tests.modes.test_unified import MODULES, call_module, make_module, make_transformer, tokens
 
@@ -250,6 +250,24 @@ def compile_with_nothing_to_intercept():
 def test_a_compiled_callee_without_attention_still_warns(rank_pool):
     for messages in rank_pool.run(compile_with_nothing_to_intercept, 2):
         assert any("intercepted no scaled_dot_product_attention" in message for message in messages)
+
+
+def compile_functional_form_on_a_group(attention):
+    counter = Counter()
+    compiled = torch.compile(attention, fullgraph=True, backend=counter)
+    parts = [x.chunk(2, dim=-2)[torch.distributed.get_rank()] for x in make_qkv(12, 4, seed=0)]
+    with torch.no_grad():
+        outs = [compiled(*parts, mesh=torch.distributed.group.WORLD) for _ in range(2)]
+    return outs, len(counter.graphs)
+
+
+@pytest.mark.parametrize("attention", [ring_attention, ulysses_attention, unified_attention])
+def test_a_functional_form_with_a_plain_process_group_is_one_graph(rank_pool, attention):
+    expected = F.scaled_dot_product_attention(*make_qkv(12, 4, seed=0))
+    for rank, (outs, graphs) in enumerate(rank_pool.run(compile_functional_form_on_a_group, 2, attention)):
+        for out in outs:
+            assert relative_error(out, expected.chunk(2, dim=-2)[rank]) < 1e-5
+        assert graphs == 1
 
 
 def test_inductor_on_one_mesh(rank_pool):
