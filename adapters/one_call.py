@@ -208,7 +208,10 @@ def random_state_of_first_rank(mesh: GuidedMesh) -> Iterator[str]:
 
 @contextmanager
 def reasons_shared(token: str) -> Iterator[None]:
-    """Inside, an exception leaves its reason for the other ranks, and a collective's time-out gives theirs."""
+    """Inside, an exception leaves its reason for the other ranks, and a collective's time-out gives theirs.
+
+    On gloo: NCCL's time-out ends the process and raises nothing here (docs/time_outs.md).
+    """
     try:
         yield
     except BaseException as error:

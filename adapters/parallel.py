@@ -70,7 +70,8 @@ def parallelize_pipe(
         text: ``"shard"`` cuts the text tokens as those of the image are, ``"replicate"`` keeps all of them on every rank.
             Both are exact; left out: the faster one for this model.
         timeout: how long (seconds, if a number) the ranks of the mesh wait for one that does not answer, because it raised
-            an exception of its own or died; set on the mesh's process groups. Left out: as it is.
+            an exception of its own or died; set on the mesh's process groups. Then gloo raises, and NCCL ends the process. Left out:
+            as it is.
         adapter: what is to be known of a transformer that is not supported, or instead of what is known here.
         assume_equal: do not compare arguments over the ranks once per call. Arguments that differ then give wrong results or a
             hang. Random numbers are still those of the first rank.
