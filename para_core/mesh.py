@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,7 +91,7 @@ def init_context_parallel_mesh(
         device_type: ``"cuda"``, ``"cpu"``, …; the accelerator that is present, else the CPU, if left out.
 
     Raises:
-        RuntimeError: no process group is initialised.
+        RuntimeError: no process group is initialised; or two ranks have the same GPU, which NCCL refuses.
         TypeError, ValueError: see :func:`choose_mesh_shape`.
     """
     require_process_group("init_context_parallel_mesh")
@@ -102,7 +104,52 @@ def init_context_parallel_mesh(
         max_ring_dim_size=max_ring_dim_size,
         max_ulysses_dim_size=max_ulysses_dim_size,
     )
-    return init_device_mesh(device_type, shape, mesh_dim_names=MESH_DIMS)
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=MESH_DIMS)
+    # Only now: where nothing was put on a GPU yet, init_device_mesh chooses this rank's.
+    if device_type == "cuda":
+        _require_own_gpus(dist.distributed_c10d._get_default_group())
+    return mesh
+
+
+def _require_own_gpus(group: ProcessGroup) -> None:
+    """Raise on every rank of ``group`` if it is NCCL's and two of its ranks have one current device."""
+    takes_cuda = any(device.type == "cuda" for device in group._device_types)
+    if group.size() == 1 or not takes_cuda or group._get_backend(torch.device("cuda")).name() != "nccl":
+        return
+    index = torch.cuda.current_device()
+    # Each rank may see other GPUs as its first one (CUDA_VISIBLE_DEVICES).
+    place = (socket.gethostname(), str(getattr(torch.cuda.get_device_properties(index), "uuid", index)))
+    places: list[Any] = [None] * group.size()
+    dist.all_gather_object(places, place, group=host_group(_dim_of_group("world", group)))
+    problem = shared_gpu(places)
+    if problem is not None:
+        raise RuntimeError(problem)
+
+
+def shared_gpu(places: Sequence[tuple[str, str]]) -> str | None:
+    """Why NCCL cannot run on ranks that are at ``places`` (name of the host, name of the GPU); None if it can.
+
+    >>> print(shared_gpu([("a", "0"), ("a", "1"), ("b", "0")]))
+    None
+    """
+    ranks_at: dict[tuple[str, str], list[int]] = {}
+    for rank, place in enumerate(places):
+        ranks_at.setdefault(place, []).append(rank)
+    for (host, gpu), ranks in ranks_at.items():
+        if len(ranks) == 1:
+            continue
+        all_on_one = len([one for one, _ in ranks_at if one == host]) == 1
+        reason = (
+            "torch.cuda.set_device was not called, or too late, or the host has no other GPU"
+            if all_on_one
+            else "there are more ranks than GPUs on that host, or torch.cuda.set_device got the wrong one"
+        )
+        return (
+            f"ranks {ranks} on host {host} all have the current device {gpu}, and NCCL takes one rank per GPU: {reason}. Call "
+            "torch.cuda.set_device(torch.distributed.get_node_local_rank()) right after init_process_group(), before "
+            "anything is put on a GPU. Several ranks on one GPU run on gloo: init_process_group('gloo')."
+        )
+    return None
 
 
 def require_process_group(caller: str) -> None:

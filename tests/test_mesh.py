@@ -3,6 +3,7 @@
 import doctest
 from importlib import import_module
 from math import prod
+from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
+import para_core.mesh
 from para_core import RingAttnMode, UlyssesAttnMode, UnifiedAttnMode, init_context_parallel_mesh
-from para_core.mesh import choose_mesh_shape, sequence_mesh
+from para_core.mesh import choose_mesh_shape, sequence_mesh, shared_gpu
 from tests.attention.one_device import make_qkv, relative_error
 
 MAXIMUM = st.none() | st.integers(1, 12)
@@ -115,6 +117,49 @@ def test_without_a_process_group_the_error_says_how_to_start_one():
 def test_what_is_no_mesh_is_an_error():
     with pytest.raises(TypeError, match="mesh is a str; expected a DeviceMesh or a ProcessGroup"):
         UnifiedAttnMode("cuda")
+
+
+def test_ranks_with_a_gpu_of_their_own_on_any_host_are_fine():
+    assert shared_gpu([("a", "0"), ("a", "1"), ("b", "0"), ("b", "1")]) is None
+
+
+def test_ranks_of_a_host_that_are_all_on_one_gpu_are_told_of_set_device():
+    message = shared_gpu([("b", "1"), ("a", "0"), ("a", "0"), ("a", "0")])
+    assert "ranks [1, 2, 3] on host a all have the current device 0" in message
+    assert "set_device was not called" in message
+    assert "Call torch.cuda.set_device(torch.distributed.get_node_local_rank())" in message
+
+
+def test_two_ranks_that_share_one_gpu_of_several_are_named():
+    message = shared_gpu([("a", "0"), ("a", "1"), ("a", "1")])
+    assert "ranks [1, 2] on host a all have the current device 1" in message
+    assert "more ranks than GPUs" in message
+
+
+def on_gpus(name_of_backend, gpus):
+    """What _require_own_gpus says on each rank, where torch says that these are the GPUs, and NCCL their backend."""
+    backend = mock.Mock()
+    backend.name.return_value = name_of_backend
+    group = dist.group.WORLD
+    # A group that takes the CPU, so that the exchange needs no other one.
+    fake = mock.Mock(
+        wraps=group, _device_types=[torch.device("cuda"), torch.device("cpu")], group_name=group.group_name
+    )
+    fake._get_backend = lambda device: backend
+    properties = mock.Mock(uuid=gpus[dist.get_rank()])
+    with (
+        mock.patch.object(torch.cuda, "current_device", return_value=0),
+        mock.patch.object(torch.cuda, "get_device_properties", return_value=properties),
+        mock.patch.object(para_core.mesh, "host_group", return_value=group),
+    ):
+        return message_of(lambda: para_core.mesh._require_own_gpus(fake))
+
+
+def test_ranks_that_share_a_gpu_are_an_error_on_all_of_them_under_nccl_alone(rank_pool):
+    for message in rank_pool.run(on_gpus, 2, "nccl", ["A", "A"]):
+        assert message.startswith("RuntimeError: ranks [0, 1] on host")
+    assert rank_pool.run(on_gpus, 2, "nccl", ["A", "B"]) == ["no error"] * 2
+    assert rank_pool.run(on_gpus, 2, "gloo", ["A", "A"]) == ["no error"] * 2
 
 
 # -- on ranks
