@@ -1,0 +1,61 @@
+"""The benchmark of host cost: what it says is so, and each way runs."""
+
+import json
+from functools import partial
+
+import torch
+
+from benchmarks import host_cost
+
+
+def test_ratios_are_of_the_same_round_and_turns_alternate():
+    now, order = [0.0], []
+
+    def way(name, seconds):
+        order.append(name)
+        now[0] += seconds
+
+    ways = {"slow, by hand": partial(way, "a", 2.0), "slow, eager": partial(way, "b", 3.0)}
+    rows = host_cost.measure(ways, 2, lambda: now[0], calls=2, base=host_cost.by_hand_of)
+    assert order[:8] == ["a", "a", "b", "b", "a", "b", "b", "a"]
+    assert rows["slow, eager"]["against"] == "slow, by hand"
+    assert rows["slow, eager"]["ratio"] == 1.5
+    assert rows["slow, eager"]["median us"] == 1.5e6
+    assert rows["slow, by hand"]["ratio"] == 1.0
+
+
+def test_python_calls_are_counted_those_of_c_too():
+    def inner():
+        return len([])
+
+    def three():
+        inner()
+        abs(-1)
+
+    assert host_cost.calls_in_python(three) - host_cost.calls_in_python(lambda: None) == 3
+
+
+def test_flux_is_measured_each_way_with_few_blocks():
+    rows = host_cost.measure_flux(1, width=8, text=4, image=12, blocks=(1, 1))
+    assert {"unmodified", "ulysses", "ring", "ulysses, by hand", "an empty mode around it"} <= set(rows)
+    assert rows["unmodified"]["python calls"] == rows["unmodified, again"]["python calls"]
+    assert rows["unmodified"]["python calls"] < rows["ulysses, by hand"]["python calls"]
+    assert rows["an empty mode around each attention"]["python calls"] < rows["an empty mode around it"]["python calls"]
+
+
+def test_one_call_is_measured_each_way_on_a_fake_group():
+    rows = host_cost.measure_fake(1, ranks=2)
+    expected = {f"{name}, {way}" for name in ("ulysses", "ring") for way in ("by hand", "eager", "compiled")}
+    assert expected <= set(rows)
+    assert {row["against"] for name, row in rows.items() if name.startswith("ring")} == {"ring, by hand"}
+
+
+def test_results_of_other_labels_and_of_parts_not_measured_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(host_cost, "RESULTS", tmp_path)
+    monkeypatch.setattr("benchmarks.environment.RESULTS", tmp_path)
+    host_cost.record("before", {"one": 1, "two": 2})
+    host_cost.record("after", {"one": 3})
+    written = json.loads(host_cost.record("before", {"two": 4}).read_text())
+    assert {key: written["before"][key] for key in ("one", "two")} == {"one": 1, "two": 4}
+    assert written["after"]["one"] == 3
+    assert written["after"]["environment"]["versions"]["torch"] == torch.__version__
