@@ -4,6 +4,7 @@
 #   make test       lint, types, and the tests           (minutes, on two CPU cores)
 #   make test-long  the tests again, with Inductor everywhere and more examples
 #   make bench      measure, and write benchmarks/results/
+#   make gpu-check  what only a GPU can tell, in 8 minutes; takes a Python whose torch has CUDA as it is (docs/gpu_check.md)
 #   make lint types the parts of `make test` that need no run
 
 PYTHON ?= python3
@@ -13,9 +14,11 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 # What pytest gets in addition: make test PYTEST="-k ring -x"
 PYTEST ?=
+# What the check gets: make gpu-check GPU_CHECK="--sections local flux --output /tmp/found"
+GPU_CHECK ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long pytest lint types bench clean
+.PHONY: help demo test test-long pytest lint types bench gpu-check clean
 # Lint, then types, then tests, one after the other: the tests measure time-outs and want both cores.
 .NOTPARALLEL:
 
@@ -50,6 +53,17 @@ types: $(STAMP)
 bench: $(STAMP)
 	@echo "==> benchmarks"
 	$(BIN)/python -m benchmarks
+
+# Where a GPU is, its own torch fits its driver and there may be no package index: nothing is installed if $(PYTHON) was
+# named, or has a torch built for CUDA.
+gpu-check:
+	@echo "==> gpu-check"
+	@if [ "$(origin PYTHON)" != file ] || $(PYTHON) -c 'import torch; assert torch.version.cuda' 2>/dev/null; then \
+	  python="$(PYTHON)"; \
+	else \
+	  echo "$(PYTHON) has no torch built for CUDA: taking $(VENV)" && \
+	  $(MAKE) --no-print-directory $(STAMP) && python="$(BIN)/python"; \
+	fi && PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}" "$$python" -m benchmarks.gpu_check $(GPU_CHECK)
 
 clean:
 	@echo "==> removing what make and the tools left here (.venv stays: rm -r .venv)"

@@ -1,0 +1,50 @@
+"""What only a GPU can tell, in at most 8 minutes:  make gpu-check  or  python -m benchmarks.gpu_check
+
+A section after the other, each writes benchmarks/results/gpu_check/<section>.json as it ends and stops no other. Exit code 0: all
+well, or skipped with its reason; 1: something failed or is wrong; 2: there is no GPU. See docs/gpu_check.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+from benchmarks.environment import RESULTS
+from benchmarks.gpu_check.runner import SECTIONS, all_well, run_all
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the sections that were asked for; returns the exit code."""
+    names = [section.name for section in SECTIONS]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", help="cpu: with --tiny, to see that the pieces run")
+    parser.add_argument("--tiny", action="store_true", help="sizes that take a moment on a CPU")
+    parser.add_argument("--sections", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument("--minutes", type=float, default=8.0, help="for all sections together")
+    parser.add_argument("--output", type=Path, default=RESULTS / "gpu_check", help="folder for the JSON files")
+    args = parser.parse_args(arguments)
+    if args.device != "cpu" and not torch.cuda.is_available():
+        built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
+        print(
+            f"gpu-check needs a CUDA device, and PyTorch sees none here: torch {torch.__version__} of {sys.executable} {built}. "
+            "make gpu-check PYTHON=... takes another Python; python -m benchmarks.gpu_check --device cpu --tiny runs the "
+            "pieces on the CPU."
+        )
+        return 2
+    sections = tuple(section for section in SECTIONS if section.name in args.sections)
+    for section in SECTIONS:
+        if section not in sections:
+            print(f"{section.name}: skipped, not among --sections")
+    # So that what this process started ends with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    found = run_all(sections, args.output, device=args.device, tiny=args.tiny, seconds=60 * args.minutes)
+    print(f"written to {args.output}")
+    return 0 if all_well(found) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,120 @@
+"""What a section is given, and where it puts what it finds."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import json
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.environment import environment
+
+# What a row says of itself: whether it is what it should be. Rows that only report have none.
+OK, WRONG, REFUSED = "ok", "wrong", "refused"
+# Where rows come by the hundred the file is written that often, in seconds; at once where there are few.
+_BETWEEN_WRITES = 0.5
+_FEW = 100
+
+
+class SectionSkipped(Exception):
+    """What a section needs is missing here; the message says what."""
+
+
+@dataclass
+class Job:
+    """One run of a section, or of one part of it.
+
+    Args:
+        tiny: sizes at which the section takes a moment on a CPU.
+        file: rewritten as rows come, so that a process that dies leaves what it had.
+        end: nothing new should begin after it; ``time.monotonic()``, which processes share.
+        part: of a section whose parts run at the same time; "" otherwise.
+    """
+
+    section: str
+    device: torch.device
+    tiny: bool
+    file: Path
+    end: float
+    part: str = ""
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    _start: float = field(default_factory=time.monotonic)
+    _written: float = 0.0
+
+    @property
+    def seconds_left(self) -> float:
+        return self.end - time.monotonic()
+
+    def add(self, **row: Any) -> None:
+        """Keep a row; it is in the file within a moment."""
+        self.rows.append(row)
+        if len(self.rows) < _FEW or time.monotonic() - self._written > _BETWEEN_WRITES:
+            self.write("began")
+
+    def leave_out(self, what: str, why: str) -> None:
+        self.left_out.append(f"{what}: {why}")
+        self.write("began")
+
+    def write(self, status: str, error: str | None = None) -> None:
+        """``status``: began, done, skipped, failed."""
+        seconds = time.monotonic() - self._start
+        write_section(self.file, self.section, status, seconds, self.rows, self.left_out, error)
+        self._written = time.monotonic()
+
+
+def write_section(
+    file: Path,
+    section: str,
+    status: str,
+    seconds: float,
+    rows: list[dict[str, Any]],
+    left_out: list[str],
+    error: str | None,
+) -> None:
+    """The JSON of a section; a row is a line. Replaces ``file`` at once, never leaves half of it."""
+    head = {
+        "environment": _environment(),
+        "section": section,
+        "status": status,
+        "seconds": round(seconds, 1),
+        "verdicts": dict(Counter(row["verdict"] for row in rows if "verdict" in row)),
+        "left out": left_out,
+        "error": error,
+    }
+    lines = ",".join(f"\n    {json.dumps(row)}" for row in rows)
+    end = "\n  " if rows else ""
+    text = json.dumps(head, indent=2).removesuffix("\n}") + f',\n  "rows": [{lines}{end}]\n}}\n'
+    file.parent.mkdir(parents=True, exist_ok=True)
+    new = file.with_suffix(".new")
+    new.write_text(text)
+    new.replace(file)
+
+
+@functools.cache
+def _environment() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in ("torch", "triton", "transformers", "diffusers"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    if torch.version.cuda is not None:
+        found |= {"CUDA": torch.version.cuda, "cuDNN": torch.backends.cudnn.version()}
+    return {**environment(), "versions": found}
+
+
+def first_line(error: BaseException, at_most: int = 300) -> str:
+    """The type and the first line of what was raised."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"[:at_most]
+
+
+def is_fatal(error: BaseException) -> bool:
+    """After an error on the device itself nothing that this process computes there can be trusted."""
+    return "CUDA error" in str(error)

@@ -1,0 +1,142 @@
+"""Rank processes that share one device."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+# Once a rank has failed, what the others may still tell.
+GRACE = 5.0  # seconds
+_LINE = "{}.jsonl"
+_ERROR = "{}.error"
+
+
+def use_one_device_and_no_network() -> None:
+    """Set what torch.distributed reads from the environment of this process, which is one of this package's own."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, "lo")
+    # A mesh chooses a device for its rank; here there is one for all of them.
+    os.environ["LOCAL_RANK"] = "0"
+
+
+def run_ranks(
+    function: Callable[..., Iterator[dict[str, Any]]],
+    num_ranks: int,
+    *args: Any,
+    device: torch.device,
+    backend: str,
+    seconds: float,
+) -> tuple[list[list[dict[str, Any]]], dict[int, str]]:
+    """Run ``function(device, *args)`` on every rank, all of them on ``device``.
+
+    Args:
+        function: at the top level of a module; what it yields is kept at once, whatever becomes of the rank later.
+
+    Returns:
+        The rows of each rank, and of each that failed (or was killed after ``seconds``) what it raised.
+    """
+    context = multiprocessing.get_context("spawn")
+    end = time.monotonic() + seconds
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        arguments = (num_ranks, folder, str(device), backend, end - 1, function, args)
+        ranks = [context.Process(target=_rank_main, args=(rank, *arguments)) for rank in range(num_ranks)]
+        for rank in ranks:
+            rank.start()
+        while any(rank.is_alive() for rank in ranks) and time.monotonic() < end:
+            time.sleep(0.1)
+            if any(rank.exitcode for rank in ranks):
+                end = min(end, time.monotonic() + GRACE)
+        errors = {}
+        for number, rank in enumerate(ranks):
+            if rank.is_alive():
+                errors[number] = f"killed: it had not ended after {seconds:.0f} s, or another rank had failed"
+                rank.kill()
+            rank.join()
+            raised = folder / _ERROR.format(number)
+            if raised.exists():
+                errors[number] = raised.read_text()
+            elif rank.exitcode and number not in errors:
+                errors[number] = f"exit code {rank.exitcode}"
+        return [_rows(folder / _LINE.format(number)) for number in range(num_ranks)], errors
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
+    # A rank that was killed may leave half a line.
+    return [json.loads(line) for line in file.read_text().split("\n")[:-1]] if file.exists() else []
+
+
+def _rank_main(
+    rank: int,
+    num_ranks: int,
+    folder: Path,
+    device_name: str,
+    backend: str,
+    end: float,
+    function: Callable[..., Iterator[dict[str, Any]]],
+    args: tuple[Any, ...],
+) -> None:
+    faulthandler.dump_traceback_later(max(0.1, end - time.monotonic()), exit=True)
+    use_one_device_and_no_network()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    device = torch.device(device_name)
+    try:
+        with process_group(backend, device, rank, num_ranks, folder / "store"):
+            with (folder / _LINE.format(rank)).open("w", buffering=1) as lines:
+                for row in function(device, *args):
+                    lines.write(json.dumps(row) + "\n")
+            if backend == "gloo":
+                dist.barrier()
+    except BaseException:
+        (folder / _ERROR.format(rank)).write_text(traceback.format_exc())
+        # Not by an exception: with a peer in trouble the groups' own threads may never end.
+        os._exit(1)
+    faulthandler.cancel_dump_traceback_later()
+
+
+@contextmanager
+def process_group(backend: str, device: torch.device, rank: int, num_ranks: int, store: Path) -> Iterator[None]:
+    """The default group of this process, on ``device``."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend,
+        store=FakeStore() if backend == "fake" else dist.FileStore(str(store), num_ranks),
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timedelta(seconds=60),
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def fake_group(device: torch.device, num_ranks: int) -> Iterator[None]:
+    """Rank 0 of ``num_ranks``, the others of which do not exist: collectives move nothing and return at once."""
+    with process_group("fake", device, 0, num_ranks, Path()):
+        yield
+
+
+@contextmanager
+def group_of_one(backend: str, device: torch.device) -> Iterator[None]:
+    """A process that is alone in its group."""
+    with tempfile.TemporaryDirectory() as folder, process_group(backend, device, 0, 1, Path(folder) / "store"):
+        yield

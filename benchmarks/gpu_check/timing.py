@@ -1,0 +1,117 @@
+"""Milliseconds on the device, on the host, and by kind of kernel. On a CPU a clock stands in for the device's events."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+
+class _ClockEvent:
+    """``torch.cuda.Event`` where work is done when the call returns."""
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, end: _ClockEvent) -> float:
+        return 1e3 * (end.at - self.at)
+
+
+def _event(device: torch.device) -> Any:
+    return _ClockEvent() if device.type == "cpu" else torch.cuda.Event(enable_timing=True)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.cuda.synchronize(device)
+
+
+def milliseconds(call: Callable[[], Any], device: torch.device, *, repeats: int) -> dict[str, float]:
+    """Medians of one call: until the device is done, and until Python has it back. ``call`` has run before."""
+    on_device, on_host = [], []
+    for _ in range(repeats):
+        start, end = _event(device), _event(device)
+        synchronize(device)
+        start.record()
+        began = time.perf_counter()
+        call()
+        on_host.append(1e3 * (time.perf_counter() - began))
+        end.record()
+        synchronize(device)
+        on_device.append(start.elapsed_time(end))
+    return {"ms": round(statistics.median(on_device), 4), "host ms": round(statistics.median(on_host), 4)}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel as the profiler saw it; microseconds."""
+
+    name: str
+    start: float
+    duration: float
+
+
+def kernels_of(call: Callable[[], Any], device: torch.device) -> list[Kernel]:
+    """What one call ran on the device, in order of time; on a CPU, aten operators without what they called."""
+    cpu = device.type == "cpu"
+    activities = [ProfilerActivity.CPU] if cpu else [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    synchronize(device)
+    with profile(activities=activities) as profiler:
+        call()
+        synchronize(device)
+    found = []
+    for event in profiler.events() or ():
+        start = event.time_range.start
+        if cpu and event.name.startswith("aten::"):
+            found.append(Kernel(event.name, start, event.self_cpu_time_total))
+        elif not cpu and event.device_type == DeviceType.CUDA:
+            found.append(Kernel(event.name, start, event.time_range.end - start))
+    return sorted(found, key=lambda kernel: kernel.start)
+
+
+_ATTENTION = ("flash", "fmha", "attention", "sdpa", "cudnn")
+_COPY = ("copy", "memcpy", "memset", "cat", "fill", "empty", "pack")
+
+
+def phases(kernels: Iterable[Kernel]) -> dict[str, float]:
+    """Milliseconds of one attention call over a mesh, told apart by name and by place.
+
+    ``pack``: all before the first attention kernel. After it began, ``merge``: arithmetic; ``copies between`` attention
+    kernels (blocks, casts); ``unpack``: copies after the last one.
+    """
+    ordered = list(kernels)
+    attention = [place for place, kernel in enumerate(ordered) if _matches(kernel.name, _ATTENTION)]
+    if not attention:
+        return {}
+    totals: dict[str, float] = defaultdict(float)
+    for place, kernel in enumerate(ordered):
+        if place in attention:
+            phase = "attention"
+        elif place < attention[0]:
+            phase = "pack"
+        elif not _matches(kernel.name, _COPY):
+            phase = "merge"
+        else:
+            phase = "copies between" if place < attention[-1] else "unpack"
+        totals[phase] += kernel.duration / 1e3
+    return {name: round(total, 4) for name, total in totals.items()}
+
+
+def _matches(name: str, words: Iterable[str]) -> bool:
+    return any(word in name.lower() for word in words)
+
+
+def largest(kernels: Iterable[Kernel], count: int = 12) -> list[dict[str, Any]]:
+    """By name, those that took most time."""
+    by_name: dict[str, list[float]] = defaultdict(list)
+    for kernel in kernels:
+        by_name[kernel.name[:120]].append(kernel.duration)
+    rows = [{"kernel": name, "calls": len(times), "ms": round(sum(times) / 1e3, 4)} for name, times in by_name.items()]
+    return sorted(rows, key=lambda row: -row["ms"])[:count]

@@ -1,0 +1,312 @@
+"""What `make gpu-check` would run on a GPU runs here on the CPU, at tiny sizes; and what becomes of a section that fails or hangs."""
+
+import importlib
+import json
+import multiprocessing
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.gpu_check import exact, gradients_16_bit, local, ranks, runner, sync, timing
+from benchmarks.gpu_check.job import Job
+from benchmarks.gpu_check.runner import Section, run_all
+from benchmarks.gpu_check.timing import Kernel
+
+ROOT = Path(__file__).parents[1]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def one_machine(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # works where the host's name does not resolve
+
+
+@pytest.fixture
+def run_here(tmp_path):
+    """Run a section in this process; gives back its JSON."""
+
+    def run(name, *, part=""):
+        job = Job(name, CPU, True, tmp_path / f"{name}.json", time.monotonic() + 600, part)
+        importlib.import_module(f"benchmarks.gpu_check.{name}").run(job)
+        job.write("done")
+        return json.loads(job.file.read_text())
+
+    return run
+
+
+def verdicts(found):
+    return {row["verdict"] for row in found["rows"] if "verdict" in row}
+
+
+# -- sections
+
+
+@pytest.mark.parametrize("part", ["math", "flash"])
+def test_local_attention_is_as_exact_as_sdpa(run_here, part):
+    found = run_here("local", part=part)
+    assert verdicts(found) == {"ok"}
+    # dtypes × head dims × masks × layouts; in float32 two masks are one
+    assert len(found["rows"]) == (2 * 6 + 5) * 2 * 3
+
+
+def test_a_backend_that_this_device_lacks_is_refused_with_the_reason(run_here):
+    found = run_here("local", part="cudnn")
+    assert verdicts(found) == {"refused"}
+    assert all("backend" in row["SDPA refused"] for row in found["rows"])
+
+
+def test_wrong_gradients_are_called_wrong(run_here, monkeypatch):
+    right = local.local_attention_backward
+
+    def wrong(*args, **options):
+        dq, dk, dv, grad_mask = right(*args, **options)
+        return dq, dk, dv * 1.05, grad_mask
+
+    monkeypatch.setattr(local, "local_attention_backward", wrong)
+    assert verdicts(run_here("local", part="math")) == {"wrong"}
+
+
+def test_a_refusal_where_sdpa_computes_is_called_wrong(run_here, monkeypatch):
+    def refuse(*args, **options):
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(local, "local_attention", refuse)
+    assert verdicts(run_here("local", part="math")) == {"wrong"}
+
+
+def test_gradients_of_both_layouts_of_out_are_compared_and_what_is_missing_is_named(run_here, monkeypatch):
+    found = run_here("gradients_16_bit")
+    assert {row["gradients"] for row in found["rows"] if row["kernel"] == "flash"} == {"right"}
+    assert all("refused" in row for row in found["rows"] if row["kernel"] == "efficient")
+
+    # A kernel that reads out as if it were laid out otherwise, as the finding says of one.
+    def misreads(inputs, lay_out):
+        def as_it_reads(out):
+            laid = lay_out(out)
+            batch, heads, tokens, head_dim = out.shape
+            if not laid.is_contiguous():
+                return laid
+            return laid.view(batch, tokens, heads, head_dim).transpose(1, 2)
+
+        return gradients_16_bit._flash_cpu(inputs, as_it_reads)
+
+    monkeypatch.setitem(gradients_16_bit.CPU_KERNELS, "flash", misreads)
+    found = run_here("gradients_16_bit")
+    rows = [row for row in found["rows"] if row["kernel"] == "flash"]
+    assert {row["gradients"] for row in rows if row["out"] == "[B, S, H, D]"} == {"right"}
+    assert {row["gradients"] for row in rows if row["out"] == "[B, H, S, D]"} == {"wrong: dq, dk"}
+
+
+def test_four_ranks_on_one_device_equal_one(run_here):
+    found = run_here("ranks")
+    assert verdicts(found) == {"ok"}
+    assert found["left out"] == []
+    meshes, cases = ({row[name] for row in found["rows"]} for name in ("mesh", "case"))
+    assert meshes == {"ring", "Ulysses", "ring 2 × Ulysses 2"}
+    assert len(found["rows"]) == 3 * len(cases) == 3 * len(ranks.cases(15))
+
+
+def test_calls_whose_waiting_is_checked_run_on_a_fake_group(run_here):
+    found = run_here("sync")
+    assert verdicts(found) == {"ok"}
+    assert {row["group"] for row in found["rows"]} == {"fake, 1 rank(s)", "fake, 8 rank(s)"}
+
+
+def test_a_call_that_waits_is_called_wrong(monkeypatch):
+    allowed = []
+
+    def wait():
+        if not allowed:
+            return
+        raise RuntimeError("called a synchronizing CUDA operation")
+
+    monkeypatch.setattr(sync, "WARM_UP", 0)
+    assert sync.checked(wait, CPU) == {"verdict": "ok"}
+    allowed.append(True)
+    assert sync.checked(wait, CPU)["raised"] == "RuntimeError: called a synchronizing CUDA operation"
+
+
+def test_one_rank_of_the_device_s_own_backend(run_here):
+    found = run_here("nccl")
+    assert verdicts(found) == {"ok"}
+    assert len(found["rows"]) == 6
+
+
+def test_flux_is_measured_in_every_way(run_here):
+    rows = {row["way"]: row for row in run_here("flux")["rows"]}
+    assert set(rows) == {f"{way}, {kind}" for way in ("plain", "parallel", "cached") for kind in ("eager", "fullgraph")}
+    for way, row in rows.items():
+        assert row["error against plain"] < 0.01, way
+        assert row["ms per step"] > 0, way
+    assert rows["cached, eager"]["steps skipped"] == "5 of 11"
+
+
+def test_one_rank_s_share_is_told_by_phase(run_here):
+    rows = run_here("share")["rows"]
+    assert {row["mesh"] for row in rows} == {"Ulysses 8", "ring 8", "ring 2 × Ulysses 4", "none: SDPA alone"}
+    phases = {row["mesh"]: set(row["ms of"]) for row in rows if row["size"] == "tiny" and "ms of" in row}
+    assert phases["Ulysses 8"] >= {"pack", "attention", "unpack"}
+    assert phases["ring 8"] >= {"pack", "attention", "merge"}
+
+
+# -- what sections measure with
+
+
+def test_exact_attention_is_sdpa_in_float64():
+    for mask in exact.MASKS:
+        inputs = exact.make_inputs((2, 4, 7, 8), torch.float64, CPU, mask=mask, key_heads=2)
+        errors = exact.sdpa(inputs).errors(exact.exact(inputs))
+        assert max(errors.values()) < 1e-6, (mask, errors)
+
+
+@pytest.mark.parametrize("memory", local.MEMORY)
+def test_memory_is_laid_out_as_it_is_called(memory):
+    query = exact.make_inputs((2, 3, 5, 4), torch.float32, CPU, memory=memory).query
+    strides = {"contiguous": (60, 20, 4, 1), "transposed": (60, 4, 12, 1), "packed": (180, 4, 36, 1)}
+    assert query.stride() == strides[memory]
+    assert torch.equal(query, exact.make_inputs((2, 3, 5, 4), torch.float32, CPU).query)
+
+
+def test_an_error_of_sdpa_s_own_excuses_no_larger_one():
+    assert exact.judge({"dq": 0.3}, {"dq": 0.4}, torch.bfloat16) == "wrong"
+    assert exact.judge({"dq": float("inf")}, {"dq": float("inf")}, torch.bfloat16) == "wrong"
+    assert exact.judge({"dq": 0.003}, {"dq": 0.002}, torch.bfloat16) == "ok"
+    assert exact.judge({"lse": 0.001}, {}, torch.bfloat16) == "wrong"
+
+
+def test_kernels_are_told_apart_by_name_and_place():
+    names = ["direct_copy_kernel", "cudnn_generated_fort_native_sdpa", "direct_copy_kernel", "logaddexp_kernel"]
+    names += ["flash_fwd_kernel", "mul_kernel", "CatArrayBatchedCopy"]
+    kernels = [Kernel(name, place, 1000.0 * 2**place) for place, name in enumerate(names)]
+    assert timing.phases(kernels) == {
+        "pack": 1, "attention": 2 + 16, "copies between": 4, "merge": 8 + 32, "unpack": 64,
+    }  # fmt: skip
+    assert timing.phases(kernels[:1]) == {}
+    assert timing.largest(kernels, 1) == [{"kernel": "CatArrayBatchedCopy", "calls": 1, "ms": 64.0}]
+
+
+# -- the runner
+
+
+def section_that_does(tmp_path, monkeypatch, name, body):
+    """A section whose module stands in ``tmp_path``."""
+    (tmp_path / f"{name}_section.py").write_text(f"import os, time\ndef run(job):\n    job.add(found=1)\n    {body}\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    return Section(name, 60, module=f"{name}_section")
+
+
+def test_a_section_that_fails_hangs_or_dies_stops_no_other_and_leaves_what_it_found(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(runner, "_LEAST", 0.0)
+    bodies = {
+        "raises": "raise ValueError('as it was told')",
+        "dies": "job.write('began'); os._exit(3)",
+        "hangs": "job.write('began'); time.sleep(600)",
+        "ends": "job.add(found=2, verdict='ok')",
+    }
+    sections = [section_that_does(tmp_path, monkeypatch, name, body) for name, body in bodies.items()]
+    hangs = Section("hangs", 15, module="hangs_section")  # long enough to import torch on a busy machine
+    sections = tuple(hangs if section.name == "hangs" else section for section in sections)
+    found = run_all(sections, tmp_path / "out", device="cpu", tiny=True, seconds=200)
+    assert {name: one["status"] for name, one in found.items()} == {
+        "raises": "failed", "dies": "failed", "hangs": "timed out", "ends": "done",
+    }  # fmt: skip
+    assert "as it was told" in found["raises"]["error"]
+    assert "ended with 3" in found["dies"]["error"]
+    assert "hangs_section.py" in found["hangs"]["error"]  # where it hung
+    for name, one in found.items():
+        assert one["rows"][0] == {"found": 1}
+        assert json.loads((tmp_path / f"out/{name}.json").read_text()) == one
+        assert one["environment"]["versions"]["torch"] == torch.__version__
+    assert not runner.all_well(found)
+    assert runner.all_well({"ends": found["ends"]})
+    printed = capsys.readouterr().out
+    assert "failed: ValueError: as it was told" in printed
+    assert "ends: done" in printed
+
+
+def test_without_time_a_section_is_skipped_and_says_so(tmp_path, capsys):
+    found = run_all((Section("flux", 60),), tmp_path, device="cpu", tiny=True, seconds=1)
+    assert found["flux"]["status"] == "skipped"
+    assert "out of time" in capsys.readouterr().out
+
+
+def test_without_a_gpu_it_says_so_and_exits_with_2(capsys):
+    from benchmarks.gpu_check.__main__ import main
+
+    assert main([]) == 2
+    assert "needs a CUDA device" in capsys.readouterr().out
+
+
+def test_the_command_runs_a_section_in_a_process_of_its_own(tmp_path):
+    command = [sys.executable, "-m", "benchmarks.gpu_check", "--device", "cpu", "--tiny", "--output", str(tmp_path)]
+    command += ["--sections", "gradients_16_bit"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "gradients_16_bit: done" in done.stdout
+    assert "flux: skipped" in done.stdout
+    found = json.loads((tmp_path / "gradients_16_bit.json").read_text())
+    assert found["environment"].keys() >= {"device", "date", "versions"}
+
+
+BLOCKED = """
+import sys, time
+sys.modules["diffusers"] = None  # importing it raises ImportError
+import torch
+from pathlib import Path
+from benchmarks.gpu_check import flux, nccl
+from benchmarks.gpu_check.job import Job, SectionSkipped
+from benchmarks.gpu_check.processes import use_one_device_and_no_network
+
+use_one_device_and_no_network()
+try:
+    flux.run(Job("flux", torch.device("cpu"), True, Path(sys.argv[1]) / "flux.json", time.monotonic() + 100))
+except SectionSkipped as reason:
+    print(reason)
+job = Job("nccl", torch.device("cpu"), True, Path(sys.argv[1]) / "nccl.json", time.monotonic() + 100)
+nccl.run(job)
+print([row["step"] for row in job.rows if row["verdict"] != "ok"], job.left_out)
+"""
+
+
+def test_without_diffusers_what_needs_it_is_skipped_and_the_rest_runs(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKED, str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    reason, wrong = done.stdout.strip().splitlines()
+    assert reason.startswith("needs diffusers")
+    assert wrong.startswith("[] ['parallelize_transformer: needs diffusers")
+
+
+def test_a_rank_that_raises_is_told_of_and_what_ranks_found_before_is_kept():
+    from benchmarks.gpu_check.processes import run_ranks
+
+    rows, errors = run_ranks(raise_on_rank_1, 2, device=CPU, backend="gloo", seconds=100)
+    assert rows == [[{"found": 0}], [{"found": 1}]]
+    assert "ZeroDivisionError" in errors[1]
+    assert 0 in errors  # it waited in a barrier
+    assert multiprocessing.active_children() == []
+
+
+def raise_on_rank_1(device):
+    rank = torch.distributed.get_rank()
+    yield {"found": rank}
+    if rank == 1:
+        raise ZeroDivisionError
+
+
+def test_make_takes_the_named_python_and_sets_nothing_up():
+    command = ["make", "gpu-check", f"PYTHON={sys.executable}", "STAMP=/nowhere"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert "needs a CUDA device" in done.stdout
+    assert "/nowhere" not in done.stdout + done.stderr
