@@ -230,6 +230,9 @@ class SequenceMesh:
     ring: MeshDim
     ulysses: MeshDim
     device_type: str
+    # Itself, and the mesh of this rank alone, as :func:`read_mesh` reads them. Fields, for a graph takes numbers for variables.
+    text: str = ""
+    alone_text: str = ""
 
     @property
     def ranks(self) -> int:
@@ -247,6 +250,31 @@ class SequenceMesh:
     def check_alive(self) -> None:
         """Raise ``RuntimeError`` if a group of this mesh is not (or no longer) usable."""
         _check_alive(self.dims)
+
+    def alone(self) -> SequenceMesh:
+        """The mesh of this rank, where it computes what it needs from what it holds; it keeps its place in the sequence."""
+        ring, ulysses = MeshDim("ring", 1, self.rank, "", None), MeshDim("ulysses", 1, 0, "", None)
+        return SequenceMesh(ring, ulysses, self.device_type, self.alone_text, self.alone_text)
+
+
+def _sequence_mesh(ring: MeshDim, ulysses: MeshDim, device_type: str) -> SequenceMesh:
+    ranks, rank = ring.size * ulysses.size, ring.index * ulysses.size + ulysses.index
+    dims = [f"{dim.size} {dim.index} {dim.group_name}" for dim in (ring, ulysses)]
+    rest = f"{device_type} {ranks}"
+    return SequenceMesh(ring, ulysses, device_type, "\n".join([*dims, rest]), f"1 {rank} \n1 0 \n{rest}")
+
+
+def read_mesh(text: str) -> tuple[SequenceMesh, int]:
+    """The mesh of which ``text`` is, without its groups, and among how many ranks a sequence is sharded."""
+    ring, ulysses, rest = text.split("\n")
+    device_type, ranks = rest.split(" ")
+    dims = [_read_dim("ring", ring), _read_dim("ulysses", ulysses)]
+    return SequenceMesh(dims[0], dims[1], device_type, text), int(ranks)
+
+
+def _read_dim(name: str, text: str) -> MeshDim:
+    size, index, group_name = text.split(" ", 2)
+    return MeshDim(name, int(size), int(index), group_name, None)
 
 
 def _check_alive(dims: tuple[MeshDim, ...]) -> None:
@@ -302,7 +330,7 @@ def guided_mesh(mesh: DeviceMesh | ProcessGroup, *, group_dim: str = "ulysses") 
 def one_rank(device_type: str) -> SequenceMesh:
     """The mesh of a process that works alone; needs no process group."""
     ring, ulysses = (MeshDim(name, 1, 0, "", None) for name in ("ring", "ulysses"))
-    return SequenceMesh(ring, ulysses, device_type)
+    return _sequence_mesh(ring, ulysses, device_type)
 
 
 def sequence_mesh(mesh: DeviceMesh | ProcessGroup, *, group_dim: str = "ulysses") -> SequenceMesh:
@@ -342,7 +370,7 @@ def sequence_mesh(mesh: DeviceMesh | ProcessGroup, *, group_dim: str = "ulysses"
     else:
         raise TypeError(f"mesh is a {type(mesh).__name__}; expected a DeviceMesh or a ProcessGroup.")
     alone = one_rank(device_type)
-    found = SequenceMesh(dims.get("ring", alone.ring), dims.get("ulysses", alone.ulysses), device_type)
+    found = _sequence_mesh(dims.get("ring", alone.ring), dims.get("ulysses", alone.ulysses), device_type)
     found.check_alive()
     return found
 
@@ -367,6 +395,6 @@ def batch_mesh(mesh: DeviceMesh | ProcessGroup) -> SequenceMesh:
         group, device_type = mesh.get_group("batch"), mesh.device_type
     else:
         raise TypeError(f"mesh is a {type(mesh).__name__}; expected a DeviceMesh or a ProcessGroup.")
-    found = SequenceMesh(one_rank(device_type).ring, _dim_of_group("batch", group), device_type)
+    found = _sequence_mesh(one_rank(device_type).ring, _dim_of_group("batch", group), device_type)
     found.check_alive()
     return found

@@ -73,6 +73,7 @@ class MeshAttention:
     ) -> None:
         self._mesh, self._layouts, self._options = mesh, layouts, options
         self._assume_equal, self._attn_func = assume_equal, attn_func
+        self._options_text = options.as_text()
         self._known: dict[Any, _Known] = {}
 
     def forget(self) -> None:
@@ -157,6 +158,7 @@ class MeshAttention:
             is_causal=is_causal,
             scale=scale,
             options=self._options,
+            options_text=self._options_text,
         )
         asked = signature(_record(query, key, value, attn_mask, call)) if talk else None
         extents = None

@@ -12,7 +12,7 @@ from para_core.attention.tiles import Tiling, join_neighbours, own_runs, sharded
 from para_core.attention.ulysses import Exchange, Heads
 from para_core.layout import Run, Segment, SequenceLayout
 from para_core.lazy import lazy
-from para_core.mesh import MeshDim, SequenceMesh
+from para_core.mesh import SequenceMesh, read_mesh
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +33,7 @@ class Call:
     is_causal: bool = False
     scale: float | None = None
     options: AttnOptions = field(default_factory=AttnOptions)
+    options_text: str = ""  # made before a graph is traced, which takes numbers for variables
 
     @lazy
     def heads(self) -> Heads:
@@ -113,11 +114,9 @@ class Call:
 
     def as_text(self) -> str:
         """All but lengths, heads and scale, which may be symbolic; equal texts and numbers are equal calls."""
-        mesh = self.mesh
-        dims = [f"{dim.size} {dim.index} {dim.group_name}" for dim in (mesh.ring, mesh.ulysses)]
         key_kinds = "=" if self.key_layout is self.query_layout else _kinds(self.key_layout)
-        numbers = f"{mesh.device_type} {self.query_layout.ranks} {int(self.is_causal)}"
-        return _SEPARATOR.join([*dims, numbers, _kinds(self.query_layout), key_kinds, self.options.as_text()])
+        causal = "causal" if self.is_causal else "full"
+        return "\n\n".join([self.mesh.text, causal, _kinds(self.query_layout), key_kinds, self.options_text])
 
     @property
     def totals(self) -> tuple[list[int], list[int]]:
@@ -127,7 +126,6 @@ class Call:
         return tuple([[segment.total for segment in one.segments] for one in (self.query_layout, self.key_layout)])  # type: ignore[return-value]
 
 
-_SEPARATOR = "\n"  # in no group's name
 _KINDS = {"s": (False, False), "r": (True, False), "b": (False, True)}  # replicated, balanced
 
 
@@ -145,17 +143,13 @@ def make_call(
     is_causal: bool,
     scale: float | None,
     options: AttnOptions,
+    options_text: str,
 ) -> Call:
     """The call of these; alone on each rank where all keys are replicated."""
     if not key_layout.sharded and options.kept_keys is None:
         # Every rank holds all keys: nothing has to move, each is a block of its own. (Votes come from all queries.)
-        mesh = alone(mesh)
-    return Call(query_layout, key_layout, mesh, num_heads, num_kv_heads, is_causal, scale, options)
-
-
-def alone(mesh: SequenceMesh) -> SequenceMesh:
-    """The mesh of a rank that computes what it needs from what it holds; it keeps its place in the sequence."""
-    return SequenceMesh(MeshDim("ring", 1, mesh.rank, "", None), MeshDim("ulysses", 1, 0, "", None), mesh.device_type)
+        mesh = mesh.alone()
+    return Call(query_layout, key_layout, mesh, num_heads, num_kv_heads, is_causal, scale, options, options_text)
 
 
 def read_call(
@@ -167,13 +161,21 @@ def read_call(
     scale: float | None,
 ) -> Call:
     """The inverse of :meth:`Call.as_text`."""
-    ring, ulysses, numbers, query_kinds, key_kinds, options = text.split(_SEPARATOR)
-    device_type, ranks, is_causal = numbers.split(" ")
-    query_layout = _layout(query_totals, query_kinds, int(ranks))
-    key_layout = query_layout if key_kinds == "=" else _layout(key_totals, key_kinds, int(ranks))
-    mesh = SequenceMesh(_dim("ring", ring), _dim("ulysses", ulysses), device_type)
-    options_read = AttnOptions.read(options)
-    return Call(query_layout, key_layout, mesh, num_heads, num_kv_heads, is_causal == "1", scale, options_read)
+    mesh_text, causal, query_kinds, key_kinds, options = text.split("\n\n")
+    mesh, ranks = read_mesh(mesh_text)
+    query_layout = _layout(query_totals, query_kinds, ranks)
+    key_layout = query_layout if key_kinds == "=" else _layout(key_totals, key_kinds, ranks)
+    return Call(
+        query_layout,
+        key_layout,
+        mesh,
+        num_heads,
+        num_kv_heads,
+        causal == "causal",
+        scale,
+        AttnOptions.read(options),
+        options,
+    )
 
 
 # Of plain integers: what a graph asks for in every step is read once.
@@ -184,8 +186,3 @@ def _layout(totals: Sequence[int], kinds: str, ranks: int) -> SequenceLayout:
     return SequenceLayout(
         tuple([Segment("", total, *_KINDS[kind]) for total, kind in zip(totals, kinds, strict=True)]), ranks
     )
-
-
-def _dim(name: str, text: str) -> MeshDim:
-    size, index, group_name = text.split(" ", 2)
-    return MeshDim(name, int(size), int(index), group_name, None)

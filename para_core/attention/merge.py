@@ -12,7 +12,10 @@ LIBRARY.define("merge(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) ->
 
 
 def _merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    return merge_reference.merge(out_a.to(lse_a.dtype), lse_a, out_b, lse_b)
+    # b weighs exp(lse_b) / (exp(lse_a) + exp(lse_b)); of two rows without a key, -inf - -inf, any weight will do.
+    weight = torch.sigmoid(lse_b - lse_a).nan_to_num_(0.5)[..., None]
+    out = torch.lerp(out_a.to(lse_a.dtype), out_b.to(lse_a.dtype), weight)
+    return out, torch.logaddexp(lse_a, lse_b)
 
 
 LIBRARY.impl("merge", _merge, "CompositeExplicitAutograd")
@@ -21,6 +24,6 @@ LIBRARY.impl("merge", _merge, "CompositeExplicitAutograd")
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """:func:`para_core.kernels.merge_reference.merge`, with ``out`` in the dtype of lse: what is merged is rounded once, at last."""
     if torch.is_grad_enabled():
-        return _merge(out_a, lse_a, out_b, lse_b)
+        return merge_reference.merge(out_a.to(lse_a.dtype), lse_a, out_b, lse_b)
     merged: tuple[Tensor, Tensor] = torch.ops.para_core.merge.default(out_a, lse_a, out_b, lse_b)
     return merged

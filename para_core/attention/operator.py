@@ -32,6 +32,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call:
     if save:
         out: Tensor = _Attention.apply(query, key, value, mask, call)[0]  # type: ignore[no-untyped-call]
         return out
+    if not torch.is_grad_enabled():
+        return forward(call, query, key, value, mask)[0]
     with torch.no_grad():
         return forward(call, query, key, value, mask)[0]
 
@@ -61,8 +63,10 @@ def _refuse_second_derivative(tensors: Sequence[Tensor | None]) -> None:
     if not torch.is_grad_enabled():
         return
     # torch.func.grad always keeps a graph; only if something outside of it asks for one is a gradient lost.
-    outside = torch._C._functorch.peek_interpreter_stack()
-    if outside is None or outside.level() > 1 or any(x is not None and x.requires_grad for x in tensors):
+    functorch = torch._C._functorch
+    innermost = functorch.peek_interpreter_stack()
+    outside = [functorch.get_unwrapped(x) for x in tensors if x is not None and functorch.is_gradtrackingtensor(x)]
+    if innermost is None or innermost.level() > 1 or any(x.requires_grad for x in outside):
         raise RuntimeError(
             "attention over several ranks has no second derivative, and its gradient was asked for with create_graph=True (or by "
             "nested torch.func transforms). Leave create_graph out, or compute this attention on one rank under "

@@ -103,6 +103,7 @@ class _Traveller:
     def __init__(self, key: Tensor, value: Tensor, call: Call, wire: Wire | None) -> None:
         self._key, self._value, self._call, self._wire = key, value, call, wire
         self._extra = 0 if wire is None else wire.scale_rows
+        self._of_a_token = key.shape[0] * key.shape[1] * (key.shape[3] + value.shape[3])
 
     def pack(self) -> Tensor:
         parts = [travelling(x, self._call) for x in (self._key, self._value)]
@@ -112,16 +113,14 @@ class _Traveller:
 
     def numel(self, source: int) -> int:
         """Elements of the block of a ring rank."""
-        return sum([prod(shape) for shape in self._shapes(source)])
+        return self._of_a_token * (self._call.block_sizes[source] + self._extra)
 
     def unpack(self, buffer: Tensor, source: int) -> tuple[Tensor, Tensor]:
-        key, value = unpack(buffer, self._shapes(source))
+        num_tokens = self._call.block_sizes[source] + self._extra
+        key, value = unpack(buffer, block_shapes(self._key, self._value, num_tokens))
         if self._wire is None:
             return key, value
         return self._wire.read(key, self._key.dtype), self._wire.read(value, self._value.dtype)
-
-    def _shapes(self, source: int) -> list[tuple[int, ...]]:
-        return block_shapes(self._key, self._value, self._call.block_sizes[source] + self._extra)
 
 
 # These give the blocks that this rank sees, its own first, and the step of each: how many ranks before it its owner is. The

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 
 import torch
 from torch import Tensor
@@ -148,6 +147,26 @@ class Table:
     tokens: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class _Sizes:
+    """Of an exchange of tensors of certain shapes.
+
+    Args:
+        rows: of each class of peers, and of each table, the elements that one of them gets.
+        send, receive: elements to and from each peer.
+        arriving: the latter by table.
+        tables: of each the shape ``(S_block, B, columns)`` in which it arrives, the columns of each tensor, and its head dim.
+        one_width: there is one table, and all of its tensors have the same head dim.
+    """
+
+    rows: list[list[int]]
+    send: list[int]
+    receive: list[int]
+    arriving: list[list[int]]
+    tables: list[tuple[tuple[int, int, int], list[int], list[int]]]
+    one_width: bool
+
+
 class TokensToHeads:
     """How tensors travel of which each peer of ``dim`` gets its heads of this rank's tokens."""
 
@@ -156,6 +175,7 @@ class TokensToHeads:
         # One list of classes for all tensors: what a peer gets is in one place.
         self._classes = alike([runs for table in tables for runs in table.heads])
         self._even = len(self._classes) == 1 and all(len(set(table.tokens)) == 1 for table in tables)
+        self._known: dict[tuple[torch.Size, ...], _Sizes] = {}
 
     def start(self, tables: Sequence[Sequence[Tensor]]) -> Callable[[], list[list[Tensor]]]:
         """Begin one all-to-all for all tensors, ``[B, H, S_local, D]`` each.
@@ -163,6 +183,20 @@ class TokensToHeads:
         Returns:
             What waits for ``[B, H_local, S_block, D]`` of each, tokens in rank order; views of what arrived, if there is one table.
         """
+        sizes = self._sizes_of(tables)
+        started = start_all_to_all(self._pack(tables, sizes), sizes.send, sizes.receive, self._dim, even=self._even)
+
+        def finish() -> list[list[Tensor]]:
+            found = _by_table(wait(started), sizes.arriving)
+            return [_columns(flat, *row) for flat, row in zip(found, sizes.tables, strict=True)]
+
+        return finish
+
+    def _sizes_of(self, tables: Sequence[Sequence[Tensor]]) -> _Sizes:
+        """Found once for tensors of the same sizes."""
+        shapes = tuple([x.shape for table in tables for x in table])
+        if shapes in self._known and not torch.compiler.is_compiling():
+            return self._known[shapes]
         batch = tables[0][0].shape[0]
         widths = [[x.shape[3] for x in tensors] for tensors in tables]
         own = [
@@ -173,42 +207,41 @@ class TokensToHeads:
             [batch * table.tokens[peer] * sum(columns) for table, columns in zip(self._tables, own, strict=True)]
             for peer in range(self._dim.size)
         ]
-        sent, sizes = self._pack(tables, widths)
-        started = start_all_to_all(sent, sizes, [sum(row) for row in arriving], self._dim, even=self._even)
-
-        def finish() -> list[list[Tensor]]:
-            return [
-                _columns(flat.reshape(sum(table.tokens), batch, sum(columns)), columns, row)
-                for flat, table, columns, row in zip(
-                    _by_table(wait(started), arriving), self._tables, own, widths, strict=True
-                )
-            ]
-
-        return finish
-
-    def _pack(self, tables: Sequence[Sequence[Tensor]], widths: Sequence[Sequence[int]]) -> tuple[Tensor, list[int]]:
-        """One flat buffer for all peers, and how much of it each gets."""
-        tensors = [x for table in tables for x in table]
-        if len(tables) == 1 and len(self._classes) == 1 and len(set(widths[0])) == 1:
-            (peers,) = self._classes
-            table = torch.cat([_for_peers(x, peers, place) for place, x in enumerate(tensors)], dim=3)
-            return table.view(-1), [table.numel() // peers.number] * peers.number
         # Of each class, and of each table, the elements of one peer.
         rows = []
         for peers in self._classes:
             counts = iter(peers.heads)
             rows.append([sum([x.shape[0] * x.shape[2] * x.shape[3] * next(counts)[1] for x in xs]) for xs in tables])
-        sizes = [sum(row) for row, peers in zip(rows, self._classes, strict=True) for _ in range(peers.number)]
-        buffer = tensors[0].new_empty(sum(sizes))
+        found = _Sizes(
+            rows=rows,
+            send=[sum(row) for row, peers in zip(rows, self._classes, strict=True) for _ in range(peers.number)],
+            receive=[sum(row) for row in arriving],
+            arriving=arriving,
+            tables=[
+                ((sum(table.tokens), batch, sum(columns)), columns, row)
+                for table, columns, row in zip(self._tables, own, widths, strict=True)
+            ],
+            one_width=len(tables) == 1 and len(set(widths[0])) == 1,
+        )
+        if not torch.compiler.is_compiling():
+            self._known[shapes] = found
+        return found
+
+    def _pack(self, tables: Sequence[Sequence[Tensor]], sizes: _Sizes) -> Tensor:
+        """One flat buffer for all peers."""
+        if len(self._classes) == 1 and sizes.one_width:
+            (peers,) = self._classes
+            return torch.cat([_for_peers(x, peers, place) for place, x in enumerate(tables[0])], dim=3).view(-1)
+        buffer = tables[0][0].new_empty(sum(sizes.send))
         offset = 0
-        for peers, row in zip(self._classes, rows, strict=True):
+        for peers, row in zip(self._classes, sizes.rows, strict=True):
             region = buffer.narrow(0, offset, peers.number * sum(row)).view(peers.number, sum(row))
             offset += region.numel()
             place = 0
             for xs, part in zip(tables, region.split(row, dim=1), strict=True):
                 _fill(part, [_for_peers(x, peers, place + index) for index, x in enumerate(xs)])
                 place += len(xs)
-        return buffer, sizes
+        return buffer
 
 
 def _for_peers(x: Tensor, peers: Alike, place: int) -> Tensor:
@@ -246,11 +279,16 @@ def _by_table(received: Tensor, arriving: Sequence[Sequence[int]]) -> Sequence[T
     return [torch.cat(parts) for parts in zip(*of_peers, strict=True)]
 
 
-def _columns(table: Tensor, columns: Sequence[int], widths: Sequence[int]) -> list[Tensor]:
-    """Of ``[S, B, all columns]`` each tensor as ``[B, H, S, D]``."""
+def _columns(flat: Tensor, shape: tuple[int, int, int], columns: Sequence[int], widths: Sequence[int]) -> list[Tensor]:
+    """Of a table ``[S, B, all columns]`` each tensor as ``[B, H, S, D]``."""
+    if len(set(widths)) == 1 and widths[0]:
+        width = widths[0]
+        heads = flat.reshape(shape[0], shape[1], shape[2] // width, width).permute(1, 2, 0, 3)
+        return list(heads.split([number // width for number in columns], dim=1))
+    parts = flat.reshape(shape).split(list(columns), dim=2)
     return [
-        part.view(*part.shape[:2], number // width if width else 0, width).permute(1, 2, 0, 3)
-        for part, number, width in zip(table.split(columns, dim=2), columns, widths, strict=True)
+        part.view(shape[0], shape[1], number // width if width else 0, width).permute(1, 2, 0, 3)
+        for part, number, width in zip(parts, columns, widths, strict=True)
     ]
 
 
@@ -271,6 +309,10 @@ class Returned:
     common: Run = (0, 0)
     order: tuple[tuple[int, int, int], ...] | None = None
 
+    def number(self, peer: int) -> int:
+        """Tokens that a peer gets."""
+        return self.tokens[peer][1] + self.common[1]
+
 
 class HeadsToTokens:
     """How tensors travel of which each peer of ``dim`` gets its tokens of this rank's heads."""
@@ -280,6 +322,8 @@ class HeadsToTokens:
         self._even = all(
             len({length for _, length in runs}) == 1 for one in returned for runs in (one.tokens, one.heads)
         )
+        self._joining = [(one, alike([one.heads]), one.number(dim.index)) for one in returned]
+        self._known: dict[tuple[torch.Size, ...], tuple[list[int], list[list[int]]]] = {}
 
     def start(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
         """Begin one all-to-all for all tensors ``[B, H_local, S_block, D]``.
@@ -288,35 +332,31 @@ class HeadsToTokens:
             What waits for ``[B, H, S_local, D]`` of each, in memory as SDPA's result lies, ``[B, S_local, H, D]``; where several
             peers hold the same head, the sum.
         """
-        index = self._dim.index
-        shapes = [
-            [
-                (one.tokens[index][1] + one.common[1], x.shape[0], one.heads[peer][1], x.shape[3])
-                for x, one in zip(tensors, self._returned, strict=True)
-            ]
-            for peer in range(self._dim.size)
-        ]
-        arriving = [[prod(shape) for shape in row] for row in shapes]
-        sizes = [
-            sum(
-                [
-                    x.shape[0] * x.shape[1] * x.shape[3] * (one.tokens[peer][1] + one.common[1])
-                    for x, one in zip(tensors, self._returned, strict=True)
-                ]
-            )
-            for peer in range(self._dim.size)
-        ]
-        sent, received = self._pack(tensors), [sum(row) for row in arriving]
-        started = start_all_to_all(sent, sizes, received, self._dim, even=self._even)
+        send, arriving = self._sizes_of(tensors)
+        receive = [sum(row) for row in arriving]
+        started = start_all_to_all(self._pack(tensors), send, receive, self._dim, even=self._even)
 
         def finish() -> list[Tensor]:
             found = _by_table(wait(started), arriving)
-            return [
-                _joined(flat.reshape(-1), x, one, index)
-                for flat, x, one in zip(found, tensors, self._returned, strict=True)
-            ]
+            return [_joined(flat, x, *one) for flat, x, one in zip(found, tensors, self._joining, strict=True)]
 
         return finish
+
+    def _sizes_of(self, tensors: Sequence[Tensor]) -> tuple[list[int], list[list[int]]]:
+        """Elements to each peer, and from each, by tensor; found once for tensors of the same sizes."""
+        shapes = tuple([x.shape for x in tensors])
+        if shapes in self._known and not torch.compiler.is_compiling():
+            return self._known[shapes]
+        index = self._dim.index
+        pairs = list(zip(tensors, self._returned, strict=True))
+        peers = range(self._dim.size)
+        arriving = [
+            [x.shape[0] * x.shape[3] * one.number(index) * one.heads[peer][1] for x, one in pairs] for peer in peers
+        ]
+        send = [sum([x.shape[0] * x.shape[1] * x.shape[3] * one.number(peer) for x, one in pairs]) for peer in peers]
+        if not torch.compiler.is_compiling():
+            self._known[shapes] = (send, arriving)
+        return send, arriving
 
     def _pack(self, tensors: Sequence[Tensor]) -> Tensor:
         rows = [x.permute(2, 0, 1, 3) for x in tensors]  # [S_block, B, H_local, D]
@@ -335,13 +375,12 @@ class HeadsToTokens:
         return torch.cat([piece.reshape(-1) for piece in pieces])
 
 
-def _joined(flat: Tensor, like: Tensor, one: Returned, index: int) -> Tensor:
+def _joined(flat: Tensor, like: Tensor, one: Returned, classes: Sequence[Alike], tokens: int) -> Tensor:
     """``[B, H, S_local, D]`` of what arrived of all peers, ``[S, B, heads, D]`` of each; ``like`` is what was sent."""
-    batch, width, tokens = like.shape[0], like.shape[3], one.tokens[index][1] + one.common[1]
-    classes = alike([one.heads])
+    batch, width = like.shape[0], like.shape[3]
     heads = max([start + count for start, count in one.heads])
     if len(classes) == 1 and classes[0].heads[0][1] * classes[0].number == heads and one.order is None:
-        parts = flat.view(classes[0].number, tokens, batch, classes[0].heads[0][1], width)
+        parts = flat.reshape(classes[0].number, tokens, batch, classes[0].heads[0][1], width)
         return parts.permute(2, 1, 0, 3, 4).reshape(batch, tokens, heads, width).transpose(1, 2)
     apart = sum([peers.number * peers.heads[0][1] for peers in classes]) == heads
     whole = (flat.new_empty if apart else flat.new_zeros)(batch, tokens, heads, width)
@@ -350,7 +389,7 @@ def _joined(flat: Tensor, like: Tensor, one: Returned, index: int) -> Tensor:
         first, count, step = peers.heads[0]
         for place in [None] if step == count else range(peers.number):
             number = peers.number if place is None else 1
-            part = flat.narrow(0, offset, number * tokens * batch * count * width)
+            part = flat.reshape(-1).narrow(0, offset, number * tokens * batch * count * width)
             offset += part.numel()
             part = part.view(number, tokens, batch, count, width).permute(2, 1, 0, 3, 4)
             target = whole.narrow(2, first, number * count).view(batch, tokens, number, count, width)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,30 +47,26 @@ def forward(
     Returns:
         ``[B, H, S_q_local, D_v]``, in memory as SDPA's result lies: ``[B, S_q_local, H, D_v]``.
     """
-    with _in_full_precision(query):
-        exchange = call.exchange
-        if exchange is None:
-            out, lse = _of_block(call, query, key, value, mask, call.heads, attend, save)
-            return as_sdpa(out), None if lse is None else Saved(query, key, value, out, lse)
-        if call.options.ulysses_chunks > 1 and not save:
-            return as_sdpa(_in_chunks(call, query, key, value, mask, attend)), None
-        carrier = exchange if save else call.on_the_wire(exchange)
-        query, key, value = carrier.start_enter(query, key, value)()
+    if torch.is_autocast_enabled(query.device.type):
+        # Autocast would round scores, votes and lse that are float32 on purpose.
+        with torch.autocast(query.device.type, enabled=False):
+            return forward(call, query, key, value, mask, attend=attend, save=save)
+    exchange = call.exchange
+    if exchange is None:
         out, lse = _of_block(call, query, key, value, mask, call.heads, attend, save)
-        return as_sdpa(carrier.start_leave(out)()), None if lse is None else Saved(query, key, value, out, lse)
-
-
-def _in_full_precision(x: Tensor) -> Any:
-    """Autocast would round scores, votes and lse that are float32 on purpose."""
-    device_type = x.device.type
-    if torch.compiler.is_compiling() or torch.is_autocast_enabled(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return nullcontext()
+        return as_sdpa(out), None if lse is None else Saved(query, key, value, out, lse)
+    if call.options.ulysses_chunks > 1 and not save:
+        return _in_chunks(call, query, key, value, mask, attend), None
+    carrier = exchange if save else call.on_the_wire(exchange)
+    query, key, value = carrier.start_enter(query, key, value)()
+    out, lse = _of_block(call, query, key, value, mask, call.heads, attend, save)
+    return as_sdpa(carrier.start_leave(out)()), None if lse is None else Saved(query, key, value, out, lse)
 
 
 def as_sdpa(out: Tensor) -> Tensor:
     """``out`` ``[B, H, S, D]`` in memory as SDPA's result lies: models go on with ``out.transpose(1, 2).view(...)``."""
-    return out.transpose(1, 2).contiguous().transpose(1, 2)
+    by_token = out.transpose(1, 2)
+    return out if by_token.is_contiguous() else by_token.contiguous().transpose(1, 2)
 
 
 def _of_block(
@@ -86,7 +80,9 @@ def _of_block(
     save: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of a block's queries; its lse where that is to be saved."""
-    key_heads = heads.key_of_each_query(call.mesh.ulysses.index, query.device)
+    key_heads = None
+    if call.num_kv_heads != call.num_heads:
+        key_heads = heads.key_of_each_query(call.mesh.ulysses.index, query.device)
     if attend is not local_attention_with_lse and key.shape[1] != query.shape[1] and key_heads is None:
         # A user's own takes as many key heads as query heads.
         key_heads = torch.arange(query.shape[1], device=query.device) // (query.shape[1] // max(1, key.shape[1]))
@@ -133,27 +129,29 @@ def backward(
     call: Call, grad_out: Tensor, saved: Saved, mask: Tensor | None, *, mask_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of query, key and value, and of ``mask`` if asked for, of the sum of all ranks' losses."""
-    with _in_full_precision(grad_out):
-        if call.exchange is not None:
-            grad_out = call.exchange.enter_gradient(grad_out)
-        heads = call.heads.key_of_each_query(call.mesh.ulysses.index, grad_out.device)
-        hidden = mask
-        if call.options.kept_keys is not None:
-            hidden = hide(mask, select_keys(saved.query, saved.key, mask, call, heads=heads))
-        *grads, grad_mask = ring_attention_backward(
-            grad_out,
-            saved.query,
-            saved.key,
-            saved.value,
-            hidden,
-            saved.out,
-            saved.lse,
-            call,
-            heads=heads,
-            mask_gradient=mask_gradient,
-        )
-        if grad_mask is not None and mask is not None:
-            grad_mask = grad_mask.sum_to_size(mask.shape)
-        if call.exchange is not None:
-            grads = call.exchange.leave_gradients(*grads)
-        return grads[0], grads[1], grads[2], grad_mask
+    if torch.is_autocast_enabled(grad_out.device.type):
+        with torch.autocast(grad_out.device.type, enabled=False):
+            return backward(call, grad_out, saved, mask, mask_gradient=mask_gradient)
+    if call.exchange is not None:
+        grad_out = call.exchange.enter_gradient(grad_out)
+    heads = call.heads.key_of_each_query(call.mesh.ulysses.index, grad_out.device)
+    hidden = mask
+    if call.options.kept_keys is not None:
+        hidden = hide(mask, select_keys(saved.query, saved.key, mask, call, heads=heads))
+    *grads, grad_mask = ring_attention_backward(
+        grad_out,
+        saved.query,
+        saved.key,
+        saved.value,
+        hidden,
+        saved.out,
+        saved.lse,
+        call,
+        heads=heads,
+        mask_gradient=mask_gradient,
+    )
+    if grad_mask is not None and mask is not None:
+        grad_mask = grad_mask.sum_to_size(mask.shape)
+    if call.exchange is not None:
+        grads = call.exchange.leave_gradients(*grads)
+    return grads[0], grads[1], grads[2], grad_mask
