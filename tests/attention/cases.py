@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,6 +15,10 @@ from tests.rank_pool import heartbeat
 
 # (ring, ulysses)
 MESHES = [(2, 1), (1, 2), (3, 1), (1, 3), (4, 1), (1, 4), (2, 2)]
+# For what crosses meshes with something else: a ring, Ulysses with parts that no number divides, and both; the others are long.
+ON_FEW_MESHES = [
+    pytest.param(*mesh, marks=() if mesh in [(2, 1), (1, 3), (2, 2)] else pytest.mark.long) for mesh in MESHES
+]
 
 TEXT_FIRST = (("text", 5, True), ("image", 11, False))
 IMAGE_FIRST = (("image", 11, False), ("text", 5, True))

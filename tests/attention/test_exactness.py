@@ -18,7 +18,7 @@ from para_core import (
     ulysses_attention,
     unified_attention,
 )
-from tests.attention.cases import BALANCED, IMAGE_FIRST, MESHES, TEXT_FIRST, Case, Mask, attend
+from tests.attention.cases import BALANCED, IMAGE_FIRST, MESHES, ON_FEW_MESHES, TEXT_FIRST, Case, Mask, attend
 from tests.attention.one_device import make_qkv, relative_error
 
 
@@ -42,6 +42,7 @@ def check_all(rank_pool, cases, ring, ulysses, compile_with=None):
 
 
 on_every_mesh = pytest.mark.parametrize(("ring", "ulysses"), MESHES)
+on_few_meshes = pytest.mark.parametrize(("ring", "ulysses"), ON_FEW_MESHES)
 CAUSAL = {"is_causal": True}
 
 
@@ -80,7 +81,7 @@ def test_grouped_heads_equal_one_device(rank_pool, ring, ulysses):
     check_all(rank_pool, cases, ring, ulysses)
 
 
-@on_every_mesh
+@on_few_meshes
 @pytest.mark.parametrize("memory", ["transposed", "strided", "expanded", "3-D", "5-D"])
 def test_however_the_tensors_lie_in_memory(rank_pool, ring, ulysses, memory):
     cases = [Case(13, 3, options=option, segments=s) for option in ({}, CAUSAL) for s in (None, IMAGE_FIRST)]
@@ -153,7 +154,7 @@ def test_causal_work_may_be_balanced(rank_pool, ring, ulysses):
 MASK_DIMS = ["qk", "k", "q", "bk", "bqk", "bhqk", "hqk", "hk", "h", ""]
 
 
-@on_every_mesh
+@on_few_meshes
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=str)
 @pytest.mark.parametrize("extents", [("global", "global"), ("local", "global"), ("global", "local")], ids="-".join)
 def test_masks_of_every_shape_may_be_of_all_tokens_or_of_a_ranks_own(rank_pool, ring, ulysses, dtype, extents):
@@ -184,7 +185,7 @@ def test_rows_that_see_no_key_give_zeros(rank_pool, ring, ulysses):
         assert all(not out.any() for out in outs)
 
 
-@on_every_mesh
+@on_few_meshes
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_additive_masks_of_another_dtype_than_the_queries(rank_pool, ring, ulysses, dtype):
     mask_dtypes = (dtype, torch.float32) if dtype != torch.float64 else (dtype,)

@@ -9,6 +9,7 @@ from tests.attention.cases import (
     BALANCED,
     IMAGE_FIRST,
     MESHES,
+    ON_FEW_MESHES,
     TEXT_FIRST,
     Case,
     Mask,
@@ -19,6 +20,7 @@ from tests.attention.cases import (
 from tests.attention.test_exactness import drawn_cases
 
 on_every_mesh = pytest.mark.parametrize(("ring", "ulysses"), MESHES)
+on_few_meshes = pytest.mark.parametrize(("ring", "ulysses"), ON_FEW_MESHES)
 CAUSAL = {"is_causal": True}
 GQA = {"enable_gqa": True}
 
@@ -76,7 +78,7 @@ def test_replicated_and_balanced_segments(rank_pool, ring, ulysses):
     check_all(rank_pool, cases, ring, ulysses)
 
 
-@on_every_mesh
+@on_few_meshes
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=str)
 def test_masks_and_the_gradient_of_additive_ones(rank_pool, ring, ulysses, dtype):
     extents = [("global", "global"), ("local", "global"), ("global", "local")]
@@ -118,11 +120,11 @@ COMPILED = [
 ]
 
 
-@on_every_mesh
+@on_few_meshes
 def test_in_one_compiled_graph(rank_pool, ring, ulysses):
     check_all(rank_pool, COMPILED, ring, ulysses, "aot_eager")
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.long)])
 def test_with_inductor(rank_pool, ring, ulysses):
     check_all(rank_pool, COMPILED[2:4], ring, ulysses, "inductor")

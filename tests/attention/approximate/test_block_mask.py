@@ -13,11 +13,11 @@ from torch.distributed.tensor.debug import CommDebugMode
 from para_core import BlockSparseAttnMode
 from para_core.attention.approximate.block_mask import BlockMask, decode, read_block_mask
 from tests.attention.approximate.sparse_cases import SparseCase, check_all
-from tests.attention.cases import BALANCED, IMAGE_FIRST, MESHES, TEXT_FIRST, Case, Mask
+from tests.attention.cases import BALANCED, IMAGE_FIRST, MESHES, ON_FEW_MESHES, TEXT_FIRST, Case, Mask
 from tests.attention.one_device import make_qkv, relative_error
 from tests.rank_pool import RankPoolError
 
-on_every_mesh = pytest.mark.parametrize(("ring", "ulysses"), MESHES)
+on_few_meshes = pytest.mark.parametrize(("ring", "ulysses"), ON_FEW_MESHES)
 CAUSAL = {"is_causal": True}
 
 
@@ -52,14 +52,16 @@ CASES = [
 ]
 
 
-@on_every_mesh
+@on_few_meshes
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
 def test_it_equals_dense_attention_with_the_mask_written_out(rank_pool, ring, ulysses, share):
     items = [sparse_case(case, size, share) for case, size in CASES]
     check_all(rank_pool, items, ring, ulysses)
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(
+    ("ring", "ulysses"), [*[pytest.param(*mesh, marks=pytest.mark.long) for mesh in ((2, 1), (1, 2))], (2, 2)]
+)
 def test_compiled_it_is_the_same(rank_pool, ring, ulysses):
     items = [sparse_case(case, size) for case, size in CASES[:8:2]]
     check_all(rank_pool, items, ring, ulysses, "aot_eager")

@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from para_core import SparseKVAttnMode
 from tests.attention.approximate.sparse_cases import SparseCase, check_all
-from tests.attention.cases import BALANCED, IMAGE_FIRST, MESHES, TEXT_FIRST, Case, Mask
+from tests.attention.cases import BALANCED, IMAGE_FIRST, ON_FEW_MESHES, TEXT_FIRST, Case, Mask
 from tests.attention.one_device import make_qkv, relative_error
 from tests.rank_pool import RankPoolError
 
-on_every_mesh = pytest.mark.parametrize(("ring", "ulysses"), MESHES)
+on_few_meshes = pytest.mark.parametrize(("ring", "ulysses"), ON_FEW_MESHES)
 CAUSAL = {"is_causal": True}
 
 
@@ -63,13 +63,15 @@ CASES = [
 ]
 
 
-@on_every_mesh
+@on_few_meshes
 @pytest.mark.parametrize(("share", "window"), [(0.4, 4), (0.7, 64), (1.0, 1)])
 def test_it_equals_dense_attention_with_the_mask_of_its_definition(rank_pool, ring, ulysses, share, window):
     check_all(rank_pool, [sparse_case(case, share, window) for case in CASES], ring, ulysses)
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(
+    ("ring", "ulysses"), [*[pytest.param(*mesh, marks=pytest.mark.long) for mesh in ((2, 1), (1, 2))], (2, 2)]
+)
 def test_compiled_it_is_the_same(rank_pool, ring, ulysses):
     check_all(rank_pool, [sparse_case(case, 0.5, 4) for case in CASES[:11:5]], ring, ulysses, "aot_eager")
 
