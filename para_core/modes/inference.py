@@ -3,7 +3,7 @@
 What a mode knows are the sequences that were sharded through it, or said to be replicated. A tensor is of one of them, or of
 several that were concatenated in the order in which they are known, adjacent or not: 2 ** n - 1 candidates.
 
-**When a length decides.** Two candidates conflict if they have as many tokens on some rank, but not on all. If the one that
+**When a length decides.** Two candidates conflict if they have as many tokens on some rank, but not on all, or not in all. If the one that
 fits on this rank conflicts with another one, that is an error; and because the test looks at all ranks, it is an error on every
 rank, whichever candidate each of them found. Candidates that are as long on every rank differ in their order only, which matters
 to a mask and to ``is_causal``.
@@ -74,27 +74,34 @@ def sequence_of_symbolic_length(
 def _checked(
     found: SequenceLayout, others: Iterable[SequenceLayout], held: int, kind: str, ordered: bool
 ) -> SequenceLayout:
-    order_matters = ValueError(
-        f"{kind} of {found.total} tokens was put together in one of several orders, and a mask or is_causal "
-        "needs to know which. Say it with cp.using(SequenceLayout(...))."
-    )
     for other in others:
         alike = [mine == theirs for mine, theirs in zip(found.sizes(), other.sizes(), strict=True)]
-        if any(alike) and not all(alike):
+        # As many tokens on every rank are another sequence still, if one of the two counts replicated tokens once.
+        if any(alike) and not (all(alike) and found.total == other.total):
             raise ValueError(
                 f"{kind} has {held} tokens on this rank, and a sequence of {found.total} or of {other.total} would "
                 "fit on some rank. Say which with cp.using(cp.sequence(total))."
             )
         if ordered and all(alike):
-            raise order_matters
+            raise _order_matters(found, kind)
     if ordered and len(found.segments) > 1:
-        raise order_matters
+        raise _order_matters(found, kind)
     if len(found.segments) > 1 and found.replicated:
         raise ValueError(
             f"{kind} of {found.total} tokens holds replicated ones, and they may be first or last. Say it with "
             "cp.using(SequenceLayout((Segment(..., replicated=True), Segment(...)), ranks))."
         )
     return found
+
+
+# Messages are written only for an error: they would make lengths constants of a graph.
+
+
+def _order_matters(found: SequenceLayout, kind: str) -> ValueError:
+    return ValueError(
+        f"{kind} of {found.total} tokens was put together in one of several orders, and a mask or is_causal "
+        "needs to know which. Say it with cp.using(SequenceLayout(...))."
+    )
 
 
 def _fits_nothing(held: int, segments: tuple[Segment, ...], rank: int, ranks: int, kind: str) -> ValueError:
@@ -122,7 +129,7 @@ def _rivals(
     """Every other candidate that is as long as ``found`` on some rank."""
     # Ranks on which every segment is as long tell the same.
     columns = {tuple([segment.size(rank, found.ranks) for segment in segments]): rank for rank in range(found.ranks)}
-    if len(columns) == 1 and not ordered:
+    if len(columns) == 1 and not ordered and not any(segment.replicated for segment in segments):
         return  # what is as long on one rank is as long on all
     unclear = [(sizes, size) for sizes, rank in columns.items() if _is_sum_twice(sizes, size := found.size(rank))]
     choices = chain.from_iterable(_choices(sizes, size) for sizes, size in unclear)

@@ -38,8 +38,12 @@ def verdict_by_hand(held, segments, rank, ranks, ordered):
     if not fitting:
         return [], {"fits nothing"}
     for mine in fitting:
-        pairs = [[a == b for a, b in zip(sizes[mine], other, strict=True)] for other in sizes.values()]
-        if any(any(pair) and not all(pair) for pair in pairs):
+        totals = {choice: sum(segments[i].total for i in choice) for choice in sizes}
+        pairs = [
+            [a == b for a, b in zip(sizes[mine], sizes[other], strict=True)] + [totals[mine] == totals[other]]
+            for other in sizes
+        ]
+        if any(any(pair[:-1]) and not all(pair) for pair in pairs):
             return [], {"would fit on some rank", "one of several orders"}
     if ordered and (len(fitting) > 1 or len(fitting[0]) > 1):
         return [], {"one of several orders"}

@@ -1,0 +1,153 @@
+"""What SDPA takes besides four dims of one dtype, and what is refused by a sentence."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from para_core import UnifiedAttnMode
+from tests.attention.cases import MESHES
+from tests.attention.one_device import make_qkv, relative_error
+
+
+def make_mesh(ring, ulysses):
+    return init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
+
+
+def own(mesh, tensors):
+    ranks = mesh.size()
+    return [x.chunk(ranks, dim=-2)[mesh.get_rank()] for x in tensors]
+
+
+def attend_oddly(ring, ulysses):
+    mesh = make_mesh(ring, ulysses)
+    q, k, v = own(mesh, make_qkv(12, 4))
+    found = {}
+    with torch.no_grad(), UnifiedAttnMode(mesh):
+        found["numpy scale"] = F.scaled_dot_product_attention(q, k, v, scale=np.float64(0.3))
+        found["tensor scale"] = F.scaled_dot_product_attention(q, k, v, None, 0.0, False, scale=torch.tensor(0.3))
+        found["2-D"] = F.scaled_dot_product_attention(q[0, 0], k[0, 0], v[0, 0])
+        found["meta"] = F.scaled_dot_product_attention(*[x.to("meta") for x in (q, k, v)]).shape
+        with torch.autocast("cpu", torch.bfloat16):
+            found["autocast"] = F.scaled_dot_product_attention(q, k, v.bfloat16())
+            found["autocast mask"] = F.scaled_dot_product_attention(q, k, v.bfloat16(), torch.ones(12, 12).tril().log())
+            doubles = [x.double() for x in (q, k, v)]
+            found["autocast float64"] = F.scaled_dot_product_attention(*doubles)
+    return found
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2), (2, 2)])
+def test_what_sdpa_takes_is_taken(rank_pool, ring, ulysses):
+    q, k, v = make_qkv(12, 4)
+    scaled = F.scaled_dot_product_attention(q, k, v, scale=0.3)
+    plain = F.scaled_dot_product_attention(q, k, v)
+    with torch.autocast("cpu", torch.bfloat16):
+        double = F.scaled_dot_product_attention(*[x.double() for x in (q, k, v)])
+    assert double.dtype == torch.float64
+    causal = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    for rank, found in enumerate(rank_pool.run(attend_oddly, ring * ulysses, ring, ulysses)):
+        mine = [x.chunk(ring * ulysses, dim=2)[rank] for x in (scaled, plain, double, causal)]
+        assert relative_error(found["numpy scale"], mine[0]) < 1e-5
+        assert relative_error(found["tensor scale"], mine[0]) < 1e-5
+        assert relative_error(found["2-D"], mine[1][0, 0]) < 1e-5
+        assert found["meta"] == mine[1].shape
+        assert found["autocast"].dtype == torch.bfloat16
+        # 8 bits of mantissa in queries, keys, values and result.
+        assert relative_error(found["autocast"].float(), mine[1]) < 1e-2
+        assert relative_error(found["autocast mask"].float(), mine[3]) < 1e-2
+        assert found["autocast float64"].dtype == torch.float64
+        assert relative_error(found["autocast float64"], mine[2]) < 1e-12
+
+
+def refuse(assume_equal):
+    mesh = make_mesh(1, 2)
+    q, k, v = own(mesh, make_qkv(12, 4))
+    nested = torch.nested.nested_tensor([torch.ones(3, 4), torch.ones(5, 4)], layout=torch.jagged)
+    distributed = DTensor.from_local(q, mesh["ulysses"], [Replicate()])
+    with torch.no_grad(), UnifiedAttnMode(mesh, assume_equal=assume_equal) as mode:
+        mode.intercepted = True
+        with pytest.raises(TypeError, match="query is a nested tensor; attention over several ranks takes dense ones"):
+            mode.attend(nested, nested, nested)
+        with pytest.raises(TypeError, match=r"key is a DTensor.*x\.to_local\(\)"):
+            mode.attend(q, distributed, v)
+        with pytest.raises(TypeError, match="value is a list; expected a tensor"):
+            mode.attend(q, k, [1.0])
+
+
+@pytest.mark.parametrize("assume_equal", [False, True])
+def test_nested_and_distributed_tensors_are_refused_by_a_sentence(rank_pool, assume_equal):
+    rank_pool.run(refuse, 2, assume_equal)
+
+
+def lay_out(ring, ulysses, memory):
+    mesh = make_mesh(ring, ulysses)
+    q, k, v = own(mesh, make_qkv(12, 4))
+    if memory == "as a model gives it":
+        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+    outs = []
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad), UnifiedAttnMode(mesh):
+            out = F.scaled_dot_product_attention(q.clone().requires_grad_(grad), k, v)
+            outs.append(out.transpose(1, 2).view(2, -1, 4 * 8).detach())
+            mask = torch.ones(1, 1, 1, 12, dtype=torch.bool)
+            F.scaled_dot_product_attention(q, k, v, mask, is_causal=True).transpose(1, 2).view(2, -1, 4 * 8)
+    return outs
+
+
+@pytest.mark.parametrize("memory", ["as a model gives it", "contiguous"])
+@pytest.mark.parametrize(("ring", "ulysses"), MESHES[::2])
+def test_the_result_lies_in_memory_as_models_go_on_with_it(rank_pool, ring, ulysses, memory):
+    whole = F.scaled_dot_product_attention(*make_qkv(12, 4)).transpose(1, 2).reshape(2, 12, 32)
+    for rank, outs in enumerate(rank_pool.run(lay_out, ring * ulysses, ring, ulysses, memory)):
+        for out in outs:
+            assert relative_error(out, whole.chunk(ring * ulysses, dim=1)[rank]) < 1e-5
+
+
+def pin_a_backend(ring, ulysses, heads, assume_equal):
+    mesh = make_mesh(ring, ulysses)
+    q, k, v = own(mesh, make_qkv(12, heads))
+    with torch.no_grad(), UnifiedAttnMode(mesh, assume_equal=assume_equal):
+        F.scaled_dot_product_attention(q, k, v)  # known before the switch
+        with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION]):
+            try:
+                F.scaled_dot_product_attention(q, k, v)
+            except RuntimeError as error:
+                message = str(error)
+        after = F.scaled_dot_product_attention(q, k, v)
+    return message, after
+
+
+@pytest.mark.parametrize("assume_equal", [False, True])
+@pytest.mark.parametrize(("ring", "ulysses", "heads"), [(1, 2, 1), (1, 4, 3), (2, 1, 2)])
+def test_a_pinned_backend_that_is_missing_is_an_error_on_ranks_with_nothing_to_compute_too(
+    rank_pool, ring, ulysses, heads, assume_equal
+):
+    whole = F.scaled_dot_product_attention(*make_qkv(12, heads))
+    for rank, (message, after) in enumerate(
+        rank_pool.run(pin_a_backend, ring * ulysses, ring, ulysses, heads, assume_equal)
+    ):
+        assert "no attention backend is left" in message
+        assert relative_error(after, whole.chunk(ring * ulysses, dim=2)[rank]) < 1e-5
+
+
+def probe_often():
+    mesh, probes = make_mesh(2, 1), []
+
+    def attn_func(query, key, value, *, attn_mask, dropout_p, is_causal, scale):
+        if query.shape[-2] == 1:
+            probes.append(query.shape)
+        scores = query @ key.mT * query.shape[-1] ** -0.5
+        return scores.softmax(-1) @ value, scores.logsumexp(-1)
+
+    q, k, v = own(mesh, make_qkv(12, 4))
+    with torch.no_grad(), UnifiedAttnMode(mesh, attn_func=attn_func):
+        for _ in range(5):
+            F.scaled_dot_product_attention(q, k, v)
+    return len(probes)
+
+
+def test_attention_of_the_users_own_is_probed_once_per_kind_of_call(rank_pool):
+    assert rank_pool.run(probe_often, 2) == [1, 1]

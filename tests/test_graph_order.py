@@ -1,0 +1,117 @@
+"""Collectives of one graph run in program order on every rank, whatever a compiler would make of independent operators."""
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+
+from para_core import UnifiedAttnMode
+from tests.attention.one_device import relative_error
+from tests.rank_pool import heartbeat
+
+# Of each graph its independent attentions, [1, heads, tokens of all ranks, width]. The first is the pair that Inductor was seen to
+# order by memory, which differs between the ranks.
+SEEN = [(10, 65, 8), (25, 26, 8)]
+
+
+def make_graph(seed):
+    if seed == 0:
+        return SEEN
+    draw = random.Random(seed)
+    return [(draw.randint(1, 30), draw.randint(2, 80), draw.choice([4, 8, 16])) for _ in range(draw.randint(2, 4))]
+
+
+def make_inputs(sizes):
+    return [torch.randn(1, H, S, D, generator=torch.Generator().manual_seed(i)) for i, (H, S, D) in enumerate(sizes)]
+
+
+def compute(parts, attend):
+    """Independent of each other until the end; scaled before, so that there is something to reorder."""
+    return [attend(x * 2, x + 1, x - 1) for x in parts]
+
+
+def run_graph(seed, ring, ulysses, backend, backward):
+    mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
+    sizes = make_graph(seed)
+    inputs = [x.requires_grad_(backward) for x in make_inputs(sizes)]
+    mode = UnifiedAttnMode(mesh)
+
+    def attend_to_all(*inputs):
+        with mode:
+            outs = []
+            for x in inputs:
+                tokens = mode.sequence(x.shape[2])
+                part = mode.shard(x, 2, sequence=tokens)
+                with mode.using(tokens):
+                    out = F.scaled_dot_product_attention(part * 2, part + 1, part - 1)
+                outs.append(mode.gather(out, 2, sequence=tokens))
+            return outs
+
+    heartbeat()
+    with torch.set_grad_enabled(backward):
+        outs = torch.compile(attend_to_all, fullgraph=True, backend=backend, dynamic=False)(*inputs)
+    heartbeat()
+    if not backward:
+        return [out.detach() for out in outs], None
+    torch.stack([out.square().sum() for out in outs]).sum().div(ring * ulysses).backward()
+    for x in inputs:
+        torch.distributed.all_reduce(x.grad)
+    return [out.detach() for out in outs], [x.grad for x in inputs]
+
+
+def check(rank_pool, seed, ring, ulysses, backend, backward=False):
+    inputs = [x.requires_grad_(backward) for x in make_inputs(make_graph(seed))]
+    expected = compute(inputs, F.scaled_dot_product_attention)
+    if backward:
+        torch.stack([out.square().sum() for out in expected]).sum().backward()
+    results = rank_pool.run(run_graph, ring * ulysses, seed, ring, ulysses, backend, backward, timeout=300)
+    for rank, (outs, grads) in enumerate(results):
+        for out, whole in zip(outs, expected, strict=True):
+            assert relative_error(out, whole.detach()) < 1e-5, f"rank {rank}"
+        for grad, x in zip(grads or [], inputs if grads else [], strict=True):
+            assert relative_error(grad, x.grad) < 1e-4, f"gradient, rank {rank}"
+
+
+@pytest.mark.parametrize("seed", [0, 1, *[pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 20)]])
+def test_independent_attentions_keep_their_order_under_inductor(rank_pool, seed):
+    check(rank_pool, seed, 1, 2, "inductor")
+
+
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.long) for seed in range(4)])
+def test_and_so_do_their_gradients(rank_pool, seed):
+    check(rank_pool, seed, 1, 2, "inductor", backward=True)
+
+
+def trace(ring, ulysses):
+    """The operators of ours in the graphs that a compiler gets, forward and backward, and what each waits for."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph.graph)
+        return make_boxed_func(graph.forward)
+
+    run_graph(0, ring, ulysses, aot_autograd(fw_compiler=keep, bw_compiler=keep), True)
+    chains = []
+    for graph in graphs:
+        ours = [node for node in graph.nodes if "para_core." in str(node.target)]
+        waits_for = [node.kwargs.get("after") for node in ours]
+        # Of the tuple that the operator before gave, the last.
+        chains.append(
+            [None if after is None or after.op == "placeholder" else after.args[0].name for after in waits_for]
+        )
+        chains[-1] = [chains[-1], [node.name for node in ours]]
+    return chains
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2), (2, 2)])
+def test_every_collective_of_a_graph_takes_a_token_from_the_one_before(rank_pool, ring, ulysses):
+    for chains in rank_pool.run(trace, ring * ulysses, ring, ulysses):
+        assert len(chains) == 2
+        for waits_for, names in chains:
+            assert len(names) >= 4
+            assert waits_for[1:] == names[:-1]
