@@ -87,6 +87,7 @@ def test_no_recompile_over_two_generations_on_four_ranks(rank_pool, way):
         assert frames == [graphs, graphs]
 
 
+@pytest.mark.long  # in the default run, Inductor has one mesh of tests/test_compile.py
 def test_inductor_draws_two_generations_from_one_graph(rank_pool):
     expected = small_pipe("torch.compile")(**flux_call()).images
     for outs, frames in rank_pool.run(draw_compiled, 2, "torch.compile", "after", 2, 1, backend="inductor"):

@@ -38,6 +38,7 @@ def with_controlnet():
     return drawn
 
 
+@pytest.mark.long  # tests/cache/test_graph.py adds something between blocks too
 def test_controlnet_in_a_graph(with_controlnet):
     torch._dynamo.reset()
     pipe = apply_cache_on_pipe(controlled(), **ALWAYS)

@@ -161,7 +161,7 @@ NO_GRAPH = {"hunyuan 1.5", "lumina2", "hidream"}
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in IN_ONE_GRAPH else pytest.mark.long) for name in PIPELINES]
+    "name", [pytest.param(name, marks=() if name == IN_ONE_GRAPH[0] else pytest.mark.long) for name in PIPELINES]
 )
 def test_every_pipeline_is_one_graph(name):
     if name.split(",")[0] in NO_GRAPH:
@@ -262,7 +262,7 @@ def differences_of_a_transformer_alone(cache_first):
     return [float(difference[0]) for difference in found[1:]]
 
 
-@pytest.mark.parametrize("cache_first", [False, True])
+@pytest.mark.parametrize("cache_first", [pytest.param(False, marks=pytest.mark.long), True])
 def test_ranks_of_a_transformer_alone_decide_alike_in_a_graph(rank_pool, cache_first):
     one, other = rank_pool.run(differences_of_a_transformer_alone, 2, cache_first=cache_first)
     assert one == other

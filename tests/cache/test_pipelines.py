@@ -8,12 +8,11 @@ import torch
 
 from benchmarks.tiny_pipelines import PIPELINES
 from para_core.adapters import apply_cache_on_pipe, cache_report, parallelize_pipe, remove_cache_from_pipe
-from tests.adapters.test_pipelines import build, draw
+from tests.adapters.test_pipelines import build, draw, long_but
 from tests.tiny import cpu_mesh, relative_error
 
 # Four steps of which the second and third are skipped.
 ALWAYS = {"residual_diff_threshold": 1e9, "max_consecutive_hits": 2}
-MESHES = {"ulysses": (1, 2, 1), "ring": (2, 1, 1)}
 # One of each transformer.
 FAMILIES = (
     "hunyuan mochi cogvideox wan chronoedit framepack qwen-image ltx ltx2 flux2 hidream auraflow pixart lumina2 helios"
@@ -44,7 +43,7 @@ def cached_alone(name):
     return latents(pipe, name), [row.verdict for row in cache_report(pipe).rows]
 
 
-@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize("name", long_but(ON_TWO_RANKS, PIPELINES))
 def test_threshold_0_is_bit_exact_a_large_one_skips_and_removing_restores(name):
     pipe = build(name)
     cls, transformer_cls = type(pipe), type(pipe.transformer)
@@ -71,33 +70,38 @@ def test_threshold_0_is_bit_exact_a_large_one_skips_and_removing_restores(name):
     assert [type(module) for module in pipe.transformer.modules()] == block_classes
 
 
-def draw_cached(names, shape, cache_first):
-    drawn = {}
-    for name in names:
-        pipe = build(name)
-        if cache_first:
-            apply_cache_on_pipe(pipe, **ALWAYS)
-        ring, ulysses, batch = shape
-        parallelize_pipe(pipe, mesh=cpu_mesh(ring, ulysses, batch=batch))
-        if not cache_first:
-            apply_cache_on_pipe(pipe, **ALWAYS)
-        drawn[name] = latents(pipe, name), [row.verdict for row in cache_report(pipe).rows]
-    return drawn
+def draw_cached(name, shape, cache_first):
+    pipe = build(name)
+    if cache_first:
+        apply_cache_on_pipe(pipe, **ALWAYS)
+    ring, ulysses, batch = shape
+    parallelize_pipe(pipe, mesh=cpu_mesh(ring, ulysses, batch=batch))
+    if not cache_first:
+        apply_cache_on_pipe(pipe, **ALWAYS)
+    return latents(pipe, name), [row.verdict for row in cache_report(pipe).rows]
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_parallel_it_skips_the_same_steps_and_gives_the_same_latents(rank_pool, mesh):
-    for drawn in rank_pool.run(draw_cached, 2, names=ON_TWO_RANKS, shape=MESHES[mesh], cache_first=mesh == "ring"):
-        for name, (found, verdicts) in drawn.items():
-            expected, verdicts_alone = cached_alone(name)
-            assert relative_error(found, expected) < 1e-4, name
-            assert verdicts == verdicts_alone, name
+def check_parallel(rank_pool, name, shape, cache_first):
+    expected, verdicts_alone = cached_alone(name)
+    for found, verdicts in rank_pool.run(draw_cached, 2, name, shape, cache_first):
+        assert relative_error(found, expected) < 1e-4
+        assert verdicts == verdicts_alone
 
 
-def test_with_guidance_in_parallel_each_half_caches_its_branch(rank_pool):
-    for drawn in rank_pool.run(draw_cached, 2, names=GUIDED, shape=(1, 1, 2), cache_first=True):
-        for name, (found, verdicts) in drawn.items():
-            expected, verdicts_alone = cached_alone(name)
-            assert relative_error(found, expected) < 1e-4, name
-            # All ranks compute the first call: what a call gives is not known yet.
-            assert len(verdicts_alone) // 2 <= len(verdicts) <= len(verdicts_alone) // 2 + 1, name
+@pytest.mark.parametrize("name", ON_TWO_RANKS)
+def test_parallel_it_skips_the_same_steps_and_gives_the_same_latents(rank_pool, name):
+    check_parallel(rank_pool, name, (1, 2, 1), cache_first=False)
+
+
+@pytest.mark.parametrize("name", long_but(["hunyuan", "wan", "ltx2", "flux2"], ON_TWO_RANKS))
+def test_cached_first_and_on_a_ring_it_does_so_too(rank_pool, name):
+    check_parallel(rank_pool, name, (2, 1, 1), cache_first=True)
+
+
+@pytest.mark.parametrize("name", GUIDED)
+def test_with_guidance_in_parallel_each_half_caches_its_branch(rank_pool, name):
+    expected, verdicts_alone = cached_alone(name)
+    for found, verdicts in rank_pool.run(draw_cached, 2, name, (1, 1, 2), cache_first=True):
+        assert relative_error(found, expected) < 1e-4
+        # All ranks compute the first call: what a call gives is not known yet.
+        assert len(verdicts_alone) // 2 <= len(verdicts) <= len(verdicts_alone) // 2 + 1
