@@ -42,8 +42,8 @@ def spoil(kind, q, k, v):
         options = {"enable_gqa": True}
     elif kind == "batch":
         k, v = k[:1], v[:1]
-    elif kind == "2-D":
-        q, k, v = (x[0, 0] for x in (q, k, v))
+    elif kind == "1-D":
+        q, k, v = (x[0, 0, 0] for x in (q, k, v))
     elif kind == "mask dtype":
         options = {"attn_mask": torch.ones(q.shape[2], 12, dtype=torch.int64)}
     elif kind == "mask heads":
@@ -107,7 +107,7 @@ BAD = {
     "heads": "query has 2 heads and key 1; pass enable_gqa=True",
     "groups": "query heads divisible by key heads; got 2 and 6",
     "batch": "same batch; got query [2, 2, 3, 8], key [1, 2, 3, 8]",
-    "2-D": "[B, H, S, D]; got query [3, 8]",
+    "1-D": "[B, H, S, D]; got query [8]",
     "mask dtype": "attn_mask has dtype torch.int64; expected bool (True: may attend), or a float",
     "mask heads": "attn_mask [5, 1, 12] does not broadcast over batch and heads of query [2, 2, 3, 8]",
     "mask dims": "attn_mask [1, 1, 1, 1, 12] has more dims than query [2, 2, 3, 8]",

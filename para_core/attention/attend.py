@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, NoReturn
 from zlib import crc32
 
 import torch
@@ -20,7 +20,7 @@ from para_core.attention.mask import MaskExtents, mask_extents, mask_of_block
 from para_core.attention.operator import attend
 from para_core.attention.options import AttnOptions
 from para_core.attention.ring import tied
-from para_core.attention.unified import forward
+from para_core.attention.unified import autocasts, forward
 from para_core.layout import SequenceLayout
 from para_core.mesh import SequenceMesh
 
@@ -104,10 +104,14 @@ class MeshAttention:
         """
         traced = torch.compiler.is_compiling()
         refuse_transforms()
-        if torch.is_autocast_enabled(query.device.type):
+        try:
+            check_kind(query, key, value)
+        except TypeError as error:
+            self._raise_everywhere(error)
+        if autocasts(query):
             # Autocast knows SDPA, not the operators that compute it here.
             query, key, value, attn_mask = _as_autocast_does(query, key, value, attn_mask)
-        if query.ndim == 2 and not (query.is_nested or key.is_nested or value.is_nested):
+        if query.ndim == key.ndim == value.ndim == 2:
             return self(query[None], key[None], value[None], attn_mask, dropout_p, is_causal, scale, enable_gqa)[0]
         if not (scale is None or isinstance(scale, (float, torch.SymFloat))):
             scale = float(scale)  # of NumPy, or a tensor of one element
@@ -135,7 +139,6 @@ class MeshAttention:
         if talk:
             self._mesh.check_alive()
         try:
-            check_kind(query, key, value)
             check(query, key, value, attn_mask, dropout_p, enable_gqa)
             if self._attn_func is None:
                 require_backend(query, value, mask=attn_mask)
@@ -146,9 +149,7 @@ class MeshAttention:
             if self._options.block_mask is not None:
                 self._options.block_mask.check(query_layout.total, key_layout.total)
         except (TypeError, ValueError, RuntimeError) as error:
-            if talk:
-                agree(error, self._mesh)
-            raise
+            self._raise_everywhere(error)
         call = make_call(
             query_layout,
             key_layout,
@@ -170,6 +171,13 @@ class MeshAttention:
                 self._known.clear()
             self._known[shape] = known
         return known
+
+    def _raise_everywhere(self, error: Exception) -> NoReturn:
+        """Raise ``error``, if ranks ask each other on all of them."""
+        if not (self._assume_equal or torch.compiler.is_compiling()):
+            self._mesh.check_alive()
+            agree(error, self._mesh)
+        raise error
 
     def _compute(
         self,
@@ -221,8 +229,8 @@ def _shape_of(
     enable_gqa: bool,
 ) -> Any:
     """All that decides what a call is, but its numbers."""
-    if query.is_nested or key.is_nested or value.is_nested or not torch._C._get_math_sdp_enabled():
-        return None  # what no shape tells: an error, or backends that the user may switch off
+    if not torch._C._get_math_sdp_enabled():
+        return None  # the user may switch the others off, too
     mask = None if attn_mask is None else (attn_mask.shape, attn_mask.dtype, attn_mask.device, attn_mask.requires_grad)
     with_gradient = torch.is_grad_enabled()
     return (

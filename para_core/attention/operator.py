@@ -58,15 +58,20 @@ def _save(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor], call: Call)
     ctx.save_for_backward(inputs[3], marker, *([*inputs[:3], out] if call.exchange is None else block), lse)
 
 
-def _refuse_second_derivative(tensors: Sequence[Tensor | None]) -> None:
+def _followed_outside(tensors: Sequence[Any]) -> bool:
+    """Whether autograd outside of a transform of torch.func follows any of its inputs."""
+    functorch = torch._C._functorch
+    inside = [x for x in tensors if isinstance(x, Tensor) and functorch.is_gradtrackingtensor(x)]
+    return any(functorch.get_unwrapped(x).requires_grad for x in inside)
+
+
+def _refuse_second_derivative(followed_outside: bool, grad_out: Tensor) -> None:
     """Raise where this gradient would itself be differentiated: it is computed by operators that autograd does not follow."""
     if not torch.is_grad_enabled():
         return
     # torch.func.grad always keeps a graph; only if something outside of it asks for one is a gradient lost.
-    functorch = torch._C._functorch
-    innermost = functorch.peek_interpreter_stack()
-    outside = [functorch.get_unwrapped(x) for x in tensors if x is not None and functorch.is_gradtrackingtensor(x)]
-    if innermost is None or innermost.level() > 1 or any(x.requires_grad for x in outside):
+    innermost = torch._C._functorch.peek_interpreter_stack()
+    if innermost is None or innermost.level() > 1 or followed_outside or _followed_outside([grad_out]):
         raise RuntimeError(
             "attention over several ranks has no second derivative, and its gradient was asked for with create_graph=True (or by "
             "nested torch.func transforms). Leave create_graph out, or compute this attention on one rank under "
@@ -85,12 +90,13 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.call = inputs[4]
+        ctx.followed_outside = _followed_outside(inputs)
         _save(ctx, inputs, output, ctx.call)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, *_: Any) -> Any:
         mask, _, *saved = ctx.saved_tensors
-        _refuse_second_derivative([grad_out, mask, *saved])
+        _refuse_second_derivative(ctx.followed_outside, grad_out)
         with torch.no_grad():
             *grads, grad_mask = backward(ctx.call, grad_out, Saved(*saved), mask, mask_gradient=ctx.needs_input_grad[3])
         return (*grads, None if grad_mask is None else grad_mask.to(mask.dtype), None)

@@ -248,7 +248,7 @@ def ring_attention(
         ``[B, H, S_q, D_v]`` in query's dtype, and lse ``[B, H, S_q]``.
     """
     tiling = call.tiling
-    low = _low_rows(mask, call)
+    low = _low_rows(mask)
     if low is not None:
         mask = low.mask
     queries = tiling.split(query)
@@ -288,11 +288,9 @@ def ring_attention(
     return out, tiling.queries.restore(lse)
 
 
-def _low_rows(mask: Tensor | None, call: Call) -> LowRows | None:
-    """Of a float mask whose rows several partial results share."""
-    if mask is None or mask.dtype == torch.bool or not call.rotates or mask.shape[-1] == 1:
-        return None
-    return LowRows.of(mask)
+def _low_rows(mask: Tensor | None) -> LowRows | None:
+    """Of a float mask whose rows' lse is asked for: to merge by, or to find weights from again."""
+    return None if mask is None or mask.dtype == torch.bool or mask.shape[-1] == 1 else LowRows.of(mask)
 
 
 def merged(so_far: tuple[Tensor, Tensor] | None, partial: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -398,7 +396,7 @@ class _BlockBackward:
     ) -> None:
         self._tiling = call.tiling
         split = self._tiling.split
-        low = _low_rows(mask, call)
+        low = _low_rows(mask)
         if low is not None:
             mask = low.mask
             grad_out, lse = low.for_gradient(grad_out, lse)

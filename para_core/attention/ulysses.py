@@ -237,10 +237,11 @@ class TokensToHeads:
         for peers, row in zip(self._classes, sizes.rows, strict=True):
             region = buffer.narrow(0, offset, peers.number * sum(row)).view(peers.number, sum(row))
             offset += region.numel()
-            place = 0
-            for xs, part in zip(tables, region.split(row, dim=1), strict=True):
-                _fill(part, [_for_peers(x, peers, place + index) for index, x in enumerate(xs)])
-                place += len(xs)
+            place = before = 0
+            for xs, number in zip(tables, row, strict=True):
+                pieces = [_for_peers(x, peers, place + index) for index, x in enumerate(xs)]
+                _fill(region.narrow(1, before, number), pieces)
+                place, before = place + len(xs), before + number
         return buffer
 
 
@@ -265,8 +266,11 @@ def _fill(target: Tensor, pieces: Sequence[Tensor]) -> None:
         return
     columns = [piece.shape[3] * piece.shape[4] for piece in pieces]
     table = target.view(peers, tokens, batch, sum(columns))
-    for part, piece in zip(table.split(columns, dim=3), pieces, strict=True):
-        part.view(piece.shape).copy_(piece)
+    before = 0
+    for number, piece in zip(columns, pieces, strict=True):
+        # Not split(): autograd allows no change of a view that came with others.
+        table.narrow(3, before, number).view(piece.shape).copy_(piece)
+        before += number
 
 
 def _by_table(received: Tensor, arriving: Sequence[Sequence[int]]) -> Sequence[Tensor]:

@@ -47,7 +47,7 @@ def forward(
     Returns:
         ``[B, H, S_q_local, D_v]``, in memory as SDPA's result lies: ``[B, S_q_local, H, D_v]``.
     """
-    if torch.is_autocast_enabled(query.device.type):
+    if autocasts(query):
         # Autocast would round scores, votes and lse that are float32 on purpose.
         with torch.autocast(query.device.type, enabled=False):
             return forward(call, query, key, value, mask, attend=attend, save=save)
@@ -61,6 +61,11 @@ def forward(
     query, key, value = carrier.start_enter(query, key, value)()
     out, lse = _of_block(call, query, key, value, mask, call.heads, attend, save)
     return as_sdpa(carrier.start_leave(out)()), None if lse is None else Saved(query, key, value, out, lse)
+
+
+def autocasts(x: Tensor) -> bool:
+    """Whether autocast casts tensors on the device of ``x``."""
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
 def as_sdpa(out: Tensor) -> Tensor:
@@ -129,7 +134,7 @@ def backward(
     call: Call, grad_out: Tensor, saved: Saved, mask: Tensor | None, *, mask_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of query, key and value, and of ``mask`` if asked for, of the sum of all ranks' losses."""
-    if torch.is_autocast_enabled(grad_out.device.type):
+    if autocasts(grad_out):
         with torch.autocast(grad_out.device.type, enabled=False):
             return backward(call, grad_out, saved, mask, mask_gradient=mask_gradient)
     if call.exchange is not None:
