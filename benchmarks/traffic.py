@@ -17,7 +17,7 @@ from para_core.mesh import MeshDim
 
 
 class TrafficCounter(TorchDispatchMode):
-    """Inside, counts the functional collectives of this process, and the bytes that they send to other ranks."""
+    """Inside, counts the collectives that para_core starts in this process, and the bytes that they send to other ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,13 +27,28 @@ class TrafficCounter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops._c10d_functional.all_to_all_single.default:
-            x, _, send_sizes, group_name = args
-            group = dist.distributed_c10d._resolve_process_group(group_name)
-            rows = sum(send_sizes) - send_sizes[group.rank()]
+        sent = _sent(func, args)
+        if sent is not None:
             self.collectives += 1
-            self.bytes += rows * x.element_size() * (x.numel() // max(1, x.shape[0]))
+            self.bytes += sent
         return func(*args, **(kwargs or {}))
+
+
+def _sent(func: Any, args: Sequence[Any]) -> int | None:
+    """Bytes that a collective sends to other ranks; None if ``func`` is none."""
+    if func is torch.ops.c10d.alltoall_base_.default:
+        _, x, group, _, sizes, *_ = args
+        group = dist.ProcessGroup.unbox(group)
+        sizes = sizes or [len(x) // group.size()] * group.size()
+        return (sum(sizes) - sizes[group.rank()]) * x.element_size() * (x.numel() // max(1, len(x)))
+    if func is torch.ops.para_core.all_to_all.default:
+        x, sizes, _, name, *_ = args
+        group = dist.distributed_c10d._resolve_process_group(name)
+        return (sum(sizes) - sizes[group.rank()]) * x.element_size() * (x.numel() // max(1, len(x)))
+    if func is torch.ops.para_core.all_gather.default:
+        x, sizes, *_ = args
+        return x.nbytes * (len(sizes) - 1)
+    return None
 
 
 @contextmanager

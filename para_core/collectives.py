@@ -168,13 +168,18 @@ def _all_to_all_backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
 
 
 def _all_gather(x: Tensor, sizes: list[int], group_name: str, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    longest = max(sizes)
-    if x.shape[0] < longest:
-        x = torch.cat([x, x.new_zeros(longest - x.shape[0], *x.shape[1:])])
-    rows = x.new_empty(len(sizes) * longest, *x.shape[1:])
-    _all_gather_into(rows, x.contiguous(), group=_group_named(group_name))
-    if not _all_equal(sizes):
-        rows = torch.cat([part[:size] for part, size in zip(rows.split(longest), sizes, strict=True)])
+    rows, group = x.new_empty(sum(sizes), *x.shape[1:]), _group_named(group_name)
+    if _all_equal(sizes):
+        _all_gather_into(rows, x.contiguous(), group=group)
+        return rows, done(x)
+    works = []
+    for rank, part in enumerate(rows.split(sizes)):
+        if rank == group.rank():
+            part.copy_(x)
+        if part.numel():
+            works.append(dist.broadcast(part, group_src=rank, group=group, async_op=True))
+    for work in works:
+        work.wait()
     return rows, done(x)
 
 
