@@ -114,4 +114,7 @@ def test_every_collective_of_a_graph_takes_a_token_from_the_one_before(rank_pool
         assert len(chains) == 2
         for waits_for, names in chains:
             assert len(names) >= 4
-            assert waits_for[1:] == names[:-1]
+            # What runs again in the backward begins its own chain; what is of the backward waits for a token of the forward.
+            starts = [place for place, after in enumerate(waits_for) if after is None]
+            assert len(starts) <= 2
+            assert all(after == names[place] for place, after in enumerate(waits_for[1:]) if place + 1 not in starts)
