@@ -33,6 +33,7 @@ from benchmarks.tiny_flux.models import CLIP_WIDTH, LATENT_CHANNELS, SHIFT, T5_W
 from benchmarks.tiny_flux.models import build_tokenizers as _build_tokenizers
 from benchmarks.tiny_flux.models import build_vae as _build_vae
 from para_core import UnifiedAttnMode
+from para_core.attention.attend import MeshAttention
 
 # Two blocks of each kind are enough for residuals to pass from one list to the other.
 _FLUX = {
@@ -139,16 +140,24 @@ def each_rank_alone() -> Iterator[None]:
     """Inside, every attention call is computed on this rank's tokens only: what a plan without collectives would give."""
 
     def attend_alone(
-        mode: UnifiedAttnMode, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+        over_mesh: MeshAttention,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
     ) -> Tensor:
-        mode.intercepted = True
-        mask = kwargs.pop("attn_mask", None)
         if mask is not None:
             mask = mask[..., -1:, -key.shape[2] :].expand(-1, -1, query.shape[2], -1)
         with UnifiedAttnMode.disable():
-            return F.scaled_dot_product_attention(query, key, value, mask, *args, **kwargs)
+            return F.scaled_dot_product_attention(
+                query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
 
-    with mock.patch.object(UnifiedAttnMode, "attend", attend_alone):
+    with mock.patch.object(MeshAttention, "__call__", attend_alone):
         yield
 
 

@@ -1,7 +1,5 @@
 """Every diffusers pipeline on FluxTransformer2DModel draws on several ranks what it draws alone."""
 
-from unittest import mock
-
 import diffusers
 import numpy as np
 import pytest
@@ -9,11 +7,11 @@ import torch
 from diffusers import FluxControlNetPipeline, FluxMultiControlNetModel
 from PIL import Image
 
-from para_core import UnifiedAttnMode
 from para_core.adapters import parallelize_pipe
 from tests.tiny import (
     FLUX_CHANNELS,
     cpu_mesh,
+    each_rank_alone,
     flux_call,
     flux_controlnet,
     flux_pipe,
@@ -176,11 +174,7 @@ def draw_without_rerouting():
     """What each rank would get if it attended to its own tokens only."""
     pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2))
 
-    def attend_alone(mode, query, key, value, **options):
-        mode.intercepted = True
-        return torch.ops.aten.scaled_dot_product_attention.default(query, key, value, **options)
-
-    with mock.patch.object(UnifiedAttnMode, "attend", attend_alone):
+    with each_rank_alone():
         return draw(pipe)
 
 
