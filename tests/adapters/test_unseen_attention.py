@@ -82,7 +82,10 @@ def test_native_backends_compute_on_several_ranks_what_they_compute_alone(rank_p
     for outs in rank_pool.run(call_all_native, 2, cases):
         for (name, backend, mesh_shape), out in outs.items():
             alone = expected[name, backend]
-            same = out == alone if isinstance(alone, str) else relative_error(out, alone) < 1e-5
+            if isinstance(alone, str):  # No backend computes it alone, either.
+                same = isinstance(out, str) and (out == alone or "no attention backend is left" in out)
+            else:
+                same = relative_error(out, alone) < 1e-5
             assert same, (name, backend, mesh_shape, out)
 
 
