@@ -75,15 +75,16 @@ def uncompiled(module: Any) -> Any:
 
 def has_compiled_parts(module: Any) -> bool:
     """Whether ``module`` or anything inside of it was compiled: as a module, in place, or its ``forward`` alone."""
-    waiting = [module]
-    while waiting:
-        found = waiting.pop()
-        state = vars(found)
-        if state.get("_compiled_call_impl") is not None or "_orig_mod" in state["_modules"]:
+    found = [module]
+    for one in found:  # grows as it goes: this runs at every call, over a thousand modules
+        state = one.__dict__
+        children = state["_modules"]
+        if state.get("_compiled_call_impl") is not None or "_orig_mod" in children:
             return True
         if "forward" in state and hasattr(state["forward"], "_torchdynamo_orig_callable"):
             return True
-        waiting.extend([child for child in state["_modules"].values() if child is not None])
+        if children:
+            found.extend([child for child in children.values() if child is not None])
     return False
 
 

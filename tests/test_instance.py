@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from para_core.instance import original_class, unwrap, wrap_method, wrapper
+from para_core.instance import has_compiled_parts, original_class, unwrap, wrap_method, wrapper
 
 
 class Greeter:
@@ -113,3 +113,16 @@ def test_removing_what_is_not_there_keeps_the_class_for_which_graphs_were_compil
     cls = type(layer)
     unwrap(layer, "another")
     assert type(layer) is cls
+
+
+def test_parts_that_were_compiled_are_found_however_that_was_done():
+    def build():
+        return nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+
+    assert not has_compiled_parts(build())
+    in_place, replaced, forward_alone = build(), build(), build()
+    in_place[1][0].compile(backend="eager")
+    replaced[1][1] = torch.compile(replaced[1][1], backend="eager")
+    forward_alone[0].forward = torch.compile(forward_alone[0].forward, backend="eager")
+    for module in (in_place, replaced, forward_alone, torch.compile(build(), backend="eager")):
+        assert has_compiled_parts(module)
