@@ -21,6 +21,8 @@ from para_core.modes.known_sequences import Length
 from para_core.plans.plan import Attention
 from para_core.tokens import gather_tokens
 
+# Of one model; more lengths are forgotten together.
+_MOST_KNOWN = 64
 # Of each segment of a call that was sharded, or found to be whole: name, total, whether it is replicated.
 HeldSegments = tuple[tuple[str, Length, bool], ...]
 
@@ -83,7 +85,7 @@ class PlannedAttention:
         if attn_mask is None or attention.mask is None:
             return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         if attention.mask == "keys":
-            _, key_layout = self._layouts(attention, query.shape[-2], key.shape[-2])
+            _, key_layout = planned_layouts(attention, self._segments(), self.mesh, query.shape[-2], key.shape[-2])
             attn_mask = gather_tokens(attn_mask, -1, key_layout, self.mesh)
             return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         valid = attn_mask.diagonal(dim1=-2, dim2=-1)
@@ -92,21 +94,21 @@ class PlannedAttention:
         return out.masked_fill(~valid[..., None], 0.0)
 
     def _over_mesh(self, attention: Attention) -> MeshAttention:
+        segments = self._segments()
         if torch.compiler.is_compiling():
-            return self._make(attention)
-        place = (attention, tuple([(name, _length(total), replicated) for name, total, replicated in self.segments]))
-        if place not in self.known:
-            self.known[place] = self._make(attention)
-        return self.known[place]
+            return self._make(attention, segments)
+        if (attention, segments) not in self.known:
+            if len(self.known) >= _MOST_KNOWN:
+                self.known.clear()
+            self.known[attention, segments] = self._make(attention, segments)
+        return self.known[attention, segments]
 
-    def _make(self, attention: Attention) -> MeshAttention:
-        segments = tuple([Segment(name, _length(total), replicated) for name, total, replicated in self.segments])
+    def _make(self, attention: Attention, segments: tuple[Segment, ...]) -> MeshAttention:
         layouts = partial(planned_layouts, attention, segments, self.mesh)
         return MeshAttention(self.mesh, layouts, self.options, assume_equal=True)
 
-    def _layouts(self, attention: Attention, num_queries: int, num_keys: int) -> tuple[SequenceLayout, SequenceLayout]:
-        segments = tuple([Segment(name, _length(total), replicated) for name, total, replicated in self.segments])
-        return planned_layouts(attention, segments, self.mesh, num_queries, num_keys)
+    def _segments(self) -> tuple[Segment, ...]:
+        return tuple([Segment(name, _length(total), replicated) for name, total, replicated in self.segments])
 
 
 def _hold(length: int, device_type: str) -> Length:
