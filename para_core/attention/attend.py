@@ -35,6 +35,7 @@ EQUAL_PARTS = (
 )
 # Of one MeshAttention; more are forgotten together.
 _MOST_SIGNATURES = 1024
+_MOST_STATES = 64
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class MeshAttention:
     In eager code what follows from shapes and flags is found once per signature of a call.
 
     Args:
-        layouts: who holds which tokens, by what this rank holds. Asked again after :meth:`forget`.
+        layouts: who holds which tokens, by what this rank holds. Asked once in each state (:meth:`under`).
         assume_equal: do not begin each call with a small exchange; bad input on one rank may then hang or abort the others.
         attn_func: computes attention on one device instead of SDPA.
     """
@@ -75,10 +76,13 @@ class MeshAttention:
         self._assume_equal, self._attn_func = assume_equal, attn_func
         self._options_text = options.as_text()
         self._known: dict[Any, _Known] = {}
+        self._known_under: dict[Any, dict[Any, _Known]] = {}
 
-    def forget(self) -> None:
-        """What is known of layouts has changed."""
-        self._known.clear()
+    def under(self, state: Any) -> None:
+        """From now on ``layouts`` answers as it does in this ``state``, a hashable value; what was found out in it before holds again."""
+        if len(self._known_under) >= _MOST_STATES:
+            self._known_under.clear()
+        self._known = self._known_under.setdefault(state, {})
 
     def __call__(
         self,

@@ -71,7 +71,7 @@ class ShardingMode(TorchFunctionMode):
     def _check_use(self) -> None:
         """Called where it is left without an exception, in eager code."""
 
-    def _forget_calls(self) -> None:
+    def _note_state(self) -> None:
         """Called where what is known of sequences has changed, in eager code."""
 
     def sequence(self, total: int, *, balance: Literal["causal"] | None = None) -> SequenceLayout:
@@ -90,7 +90,7 @@ class ShardingMode(TorchFunctionMode):
     def _set_known(self, known: HeldLayout) -> None:
         self._known = known
         if not torch.compiler.is_compiling():
-            self._forget_calls()
+            self._note_state()
 
     def _hold(self, length: int) -> Length:
         if torch.compiler.is_compiling():

@@ -98,8 +98,10 @@ class UnifiedAttnMode(ShardingMode):
 
     # -- entering and leaving
 
-    def _forget_calls(self) -> None:
-        self._attention.forget()
+    def _note_state(self) -> None:
+        layouts = () if self._explicit is None else self._explicit
+        explicit = tuple([None if layout is None else segments_of(layout) for layout in layouts])
+        self._attention.under((explicit, segments_of(self._known)))
 
     def _begin(self) -> None:
         fused_encoder.switch_off()
@@ -238,7 +240,7 @@ class UnifiedAttnMode(ShardingMode):
     def _set_explicit(self, layouts: tuple[HeldLayout, HeldLayout | None] | None) -> None:
         self._explicit = layouts
         if not torch.compiler.is_compiling():
-            self._forget_calls()
+            self._note_state()
 
     def set_layout(self, layout: SequenceLayout) -> None:
         """Every attention call from now on has ``layout``: :meth:`using`, for as long as the mode lives."""
