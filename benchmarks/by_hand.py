@@ -42,7 +42,7 @@ def ulysses(query: Tensor, key: Tensor, value: Tensor, *, group: ProcessGroup, c
     out = F.scaled_dot_product_attention(*block.unbind(0))
     left = all_to_all(out.permute(2, 0, 1, 3).contiguous(), group, calls)
     left = left.view(ranks, tokens, batch, heads // ranks, width).permute(2, 1, 0, 3, 4)
-    return left.reshape(batch, tokens, heads, width).transpose(1, 2)
+    return left.reshape(batch, tokens, heads, width).contiguous().transpose(1, 2)
 
 
 def shift(x: Tensor, group: ProcessGroup, calls: Calls) -> Callable[[], Tensor]:

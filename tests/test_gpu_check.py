@@ -309,11 +309,12 @@ def test_without_diffusers_what_needs_it_is_skipped_and_the_rest_runs(tmp_path):
 def test_a_rank_that_raises_is_told_of_and_what_ranks_found_before_is_kept():
     from benchmarks.gpu_check.processes import run_ranks
 
+    before = set(multiprocessing.active_children())  # the ranks of other tests stay
     rows, errors = run_ranks(raise_on_rank_1, 2, device=CPU, backend="gloo", seconds=100)
     assert rows == [[{"found": 0}], [{"found": 1}]]
     assert "ZeroDivisionError" in errors[1]
     assert 0 in errors  # it waited in a barrier
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= before
 
 
 def raise_on_rank_1(device):
