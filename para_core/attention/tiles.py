@@ -212,11 +212,6 @@ class Tiling:
         self._by_position = is_causal or visible is not None
         self._tiles: dict[int, list[list[Tile]]] = {}
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether every query sees every key, in whatever order."""
-        return not self._by_position
-
     @lazy
     def queries(self) -> Order:
         return Order(self._query_runs, ascending=self._by_position)
