@@ -106,35 +106,42 @@ class MeshAttention:
         Raises:
             ValueError: on every rank, in eager code, if the input of any rank does not fit.
         """
-        traced = torch.compiler.is_compiling()
         refuse_transforms()
-        try:
-            check_kind(query, key, value)
-        except TypeError as error:
-            self._raise_everywhere(error)
         if autocasts(query):
             # Autocast knows SDPA, not the operators that compute it here.
             query, key, value, attn_mask = _as_autocast_does(query, key, value, attn_mask)
-        if query.ndim == key.ndim == value.ndim == 2:
-            return self(query[None], key[None], value[None], attn_mask, dropout_p, is_causal, scale, enable_gqa)[0]
         if not (scale is None or isinstance(scale, (float, torch.SymFloat))):
             scale = float(scale)  # of NumPy, or a tensor of one element
-        given = (query, key, value, attn_mask, dropout_p, bool(is_causal), scale, enable_gqa)
-        if traced:
-            known = self._find_out(given, None)
-        else:
-            shape = _shape_of(*given)
-            found = self._known.get(shape)
-            known = self._find_out(given, shape) if found is None else found
-        extents = known.extents
-        if not (traced or known.signature is None):
-            mask_sizes = [] if attn_mask is None else _last_two(attn_mask)
-            owned = agree(known.signature, self._mesh, mask_sizes, explain=_difference)
-            if attn_mask is not None:
-                sizes = [(rows, columns) for rows, columns in owned]
-                call = known.call
-                extents = mask_extents(sizes, call.query_layout, call.key_layout, range(self._mesh.ranks))
-        return self._compute(query, key, value, attn_mask, known.call, extents)
+        given = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        shape = None if torch.compiler.is_compiling() else _shape_of(*given)
+        known = None if shape is None else self._known.get(shape)
+        if known is None:
+            self._check_kind(query, key, value)
+            if query.ndim == key.ndim == value.ndim == 2:
+                return self(query[None], key[None], value[None], *given[3:])[0]
+            known = self._find_out(given, shape)
+        extents = known.extents if known.signature is None else self._agree(known.call, known.signature, attn_mask)
+        leading = query.shape[:-3]
+        if len(leading) == 1:
+            return self._compute(query, key, value, attn_mask, known.call, extents)
+        query, key, value = (x.reshape(prod(leading), *x.shape[-3:]) for x in (query, key, value))
+        attn_mask = None if attn_mask is None else _in_one_batch(attn_mask, leading)
+        out = self._compute(query, key, value, attn_mask, known.call, extents)
+        return out.reshape(*leading, *out.shape[1:])
+
+    def _check_kind(self, *tensors: Tensor) -> None:
+        try:
+            check_kind(*tensors)
+        except TypeError as error:
+            self._raise_everywhere(error)
+
+    def _agree(self, call: Call, asked: Signature, attn_mask: Tensor | None) -> MaskExtents | None:
+        """Compare this call with that of the other ranks; what its mask is then known to be of."""
+        owned = agree(asked, self._mesh, [] if attn_mask is None else _last_two(attn_mask), explain=_difference)
+        if attn_mask is None:
+            return None
+        sizes = [(rows, columns) for rows, columns in owned]
+        return mask_extents(sizes, call.query_layout, call.key_layout, range(self._mesh.ranks))
 
     def _find_out(self, given: tuple[Any, ...], shape: Any) -> _Known:
         """What follows from the shapes and flags of a call; remembered under ``shape``."""
@@ -192,22 +199,16 @@ class MeshAttention:
         call: Call,
         extents: MaskExtents | None,
     ) -> Tensor:
-        leading = query.shape[:-3]
-        if attn_mask is not None:
-            attn_mask = _four_dims(attn_mask, leading)
-        if len(leading) != 1:
-            query, key, value = (x.reshape(prod(leading), *x.shape[-3:]) for x in (query, key, value))
         if query.is_meta:
             # Nothing to send: what is asked for is the shape.
             shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
-            out = query.new_empty(shape).transpose(1, 2)
-            return out if len(leading) == 1 else out.reshape(*leading, *out.shape[1:])
-        mask = None if attn_mask is None or extents is None else mask_of_block(attn_mask, extents, call)
+            return query.new_empty(shape).transpose(1, 2)
+        mask = None
+        if attn_mask is not None and extents is not None:
+            mask = mask_of_block(attn_mask[(None,) * (4 - attn_mask.ndim)], extents, call)
         if self._attn_func is None:
-            out = attend(query, key, value, mask, call)
-        else:
-            out, _ = forward(call, query, key, value, mask, attend=partial(_attend_with, self._attn_func))
-        return out if len(leading) == 1 else out.reshape(*leading, *out.shape[1:])
+            return attend(query, key, value, mask, call)
+        return forward(call, query, key, value, mask, attend=partial(_attend_with, self._attn_func))[0]
 
 
 def _as_autocast_does(*tensors: Tensor | None) -> tuple[Any, ...]:
@@ -222,20 +223,14 @@ def _as_autocast_does(*tensors: Tensor | None) -> tuple[Any, ...]:
     )
 
 
-def _shape_of(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> Any:
-    """All that decides what a call is, but its numbers."""
-    if not torch._C._get_math_sdp_enabled():
-        return None  # the user may switch the others off, too
-    mask = None if attn_mask is None else (attn_mask.shape, attn_mask.dtype, attn_mask.device, attn_mask.requires_grad)
+def _shape_of(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, *flags: Any) -> Any:
+    """All that decides what a call is, but its numbers; None: it is to be found out anew."""
+    # Nested tensors have no shape; and a user who switches the math backend off may switch the others off, too.
+    try:
+        if query.is_nested or key.is_nested or value.is_nested or not torch._C._get_math_sdp_enabled():
+            return None
+    except AttributeError:  # no tensor: said by who checks them
+        return None
     with_gradient = torch.is_grad_enabled()
     return (
         query.shape,
@@ -251,12 +246,10 @@ def _shape_of(
         type(key),
         type(value),
         with_gradient and (query.requires_grad, key.requires_grad, value.requires_grad),
-        mask,
-        with_gradient,
-        dropout_p,
-        is_causal,
-        scale,
-        enable_gqa,
+        None
+        if attn_mask is None
+        else (attn_mask.shape, attn_mask.dtype, attn_mask.device, with_gradient and attn_mask.requires_grad),
+        flags,
     )
 
 
@@ -265,12 +258,10 @@ def _last_two(mask: Tensor) -> tuple[int, int]:
     return rows, columns
 
 
-def _four_dims(mask: Tensor, leading: Sequence[int]) -> Tensor:
-    """``mask`` as ``[B or 1, H or 1, S_q, S_k]``, where the query has ``leading`` dims before its heads."""
-    if mask.ndim == 4 and len(leading) == 1:
+def _in_one_batch(mask: Tensor, leading: Sequence[int]) -> Tensor:
+    """``mask`` as ``[B or 1, H or 1, S_q, S_k]``, where the query has ``leading`` dims before its heads, not one."""
+    if mask.ndim <= 3:
         return mask
-    if mask.ndim <= 3 or len(leading) == 1:
-        return mask.reshape(*[1] * (4 - mask.ndim), *mask.shape)
     if all(size == 1 for size in mask.shape[:-3]):
         return mask.reshape(1, *mask.shape[-3:])
     return mask.expand(*leading, *mask.shape[-3:]).reshape(prod(leading), *mask.shape[-3:])

@@ -16,7 +16,6 @@ from torch import Tensor
 from para_core.attention.call import Call
 from para_core.attention.tiles import own_runs
 from para_core.attention.ulysses import Exchange, split_by_kind
-from para_core.collectives import all_to_all
 from para_core.layout import Run, SequenceLayout
 from para_core.tokens import gather_tokens
 
@@ -112,12 +111,6 @@ def _of_block(mask: Tensor, extents: MaskExtents, call: Call) -> Tensor:
 def _rows_of_group(mask: Tensor, exchange: Exchange, heads: Sequence[Run]) -> Tensor:
     """From this rank's rows of all heads to the rows of its Ulysses group, of its own heads. Differentiable."""
     layout, mesh = exchange.query_layout, exchange.mesh
-    own, count = mesh.ulysses.index, heads[mesh.ulysses.index][1]
     sharded, text = split_by_kind(mask, layout, mesh.rank)
-    batch, columns = sharded.shape[0], sharded.shape[3]
-    # Of each peer its heads, rows first: what arrives is the rows of all peers, in order.
-    parts = [sharded.narrow(1, *run).permute(2, 0, 1, 3).reshape(-1) for run in heads]
-    arriving = [batch * count * columns * size for size in exchange.token_sizes(layout)]
-    found = all_to_all(torch.cat(parts), [part.numel() for part in parts], arriving, mesh.ulysses)
-    block = found.view(sum(exchange.token_sizes(layout)), batch, count, columns).permute(1, 2, 0, 3)
-    return block if text is None else torch.cat([block, text.narrow(1, *heads[own])], dim=2)
+    (block,) = exchange.tokens_to_heads([layout], [tuple(heads)]).start([sharded])()
+    return block if text is None else torch.cat([block, text.narrow(1, *heads[mesh.ulysses.index])], dim=2)

@@ -10,7 +10,7 @@ Heads are split as ``torch.tensor_split`` does; a rank gets the key heads that i
 fewer of them than ranks, several get the same one. A replicated segment is not sent on the way in: each rank takes its
 own heads of it; only its output is gathered over heads.
 
-Launches, whatever the number of ranks: peers that get equally many heads are served by one strided copy. Where heads and tokens
+Launches, whatever the number of ranks: peers with equally large parts are served by one strided copy. Where heads and tokens
 divide: one concatenation in, one copy out and, with more than one sample, one before it.
 
 Backward, both all-to-alls are transposed: the gradient of the output comes in (with that of replicated tokens, once per
@@ -19,13 +19,17 @@ rank), those of query, key and value go out together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate, pairwise
+from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from para_core.collectives import start_all_to_all, wait
+from para_core.collectives import Travelling, start_all_to_all, wait
 from para_core.layout import Run, Segment, SequenceLayout
 from para_core.lazy import lazy
 from para_core.mesh import MeshDim, SequenceMesh
@@ -89,40 +93,51 @@ class Heads:
         return torch.arange(start, start + count, device=device) // group - first_key
 
 
+# -- one all-to-all
+
+
+@dataclass(frozen=True)
+class Share:
+    """What each peer gets of a tensor ``[B, H, S, D]``, or gives for it: a run of the tokens and a run of the heads."""
+
+    tokens: tuple[Run, ...]
+    heads: tuple[Run, ...]
+
+
 @dataclass(frozen=True)
 class Alike:
-    """Consecutive peers that get equally many heads of each tensor, which begin at equal distances.
+    """Consecutive peers with equally large shares, which begin at equal distances.
 
     Args:
-        heads: of each tensor ``(first, count, step)``: the i-th of these peers gets the ``count`` heads from first + i · step on;
-            step is ``count``, or 0 where all get the same.
+        runs: tokens and heads of the first tensor, then of the second, …, as ``(first, count, step)``: the i-th of these peers has
+            ``count`` from first + i · step on; step is ``count``, or 0 where all have the same.
     """
 
     number: int
-    heads: tuple[tuple[int, int, int], ...]
+    runs: tuple[tuple[int, int, int], ...]
 
 
-def alike(heads: Sequence[Sequence[Run]]) -> tuple[Alike, ...]:
-    """The peers, in runs of such as are :class:`Alike`, where ``heads`` has of each tensor what each peer gets.
+def alike(runs: Sequence[Sequence[Run]]) -> tuple[Alike, ...]:
+    """The peers, in groups of such as are :class:`Alike`; ``runs`` holds, of each kind, the run of each peer.
 
     >>> alike([[(0, 2), (2, 2), (4, 1)]])
-    (Alike(number=2, heads=((0, 2, 2),)), Alike(number=1, heads=((4, 1, 1),)))
+    (Alike(number=2, runs=((0, 2, 2),)), Alike(number=1, runs=((4, 1, 1),)))
     """
     found: list[Alike] = []
-    for runs in zip(*heads, strict=True):
-        if found and (steps := _steps(found[-1], runs)) is not None:
-            last = found[-1].heads
-            grown = tuple([(first, count, step) for (first, count, _), step in zip(last, steps, strict=True)])
-            found[-1] = Alike(found[-1].number + 1, grown)
+    for of_peer in zip(*runs, strict=True):
+        if found and (steps := _steps(found[-1], of_peer)) is not None:
+            last = found[-1]
+            grown = tuple([(first, count, step) for (first, count, _), step in zip(last.runs, steps, strict=True)])
+            found[-1] = Alike(last.number + 1, grown)
         else:
-            found.append(Alike(1, tuple([(start, count, count) for start, count in runs])))
+            found.append(Alike(1, tuple([(start, count, count) for start, count in of_peer])))
     return tuple(found)
 
 
-def _steps(before: Alike, runs: Sequence[Run]) -> list[int] | None:
-    """The steps of ``before`` with one peer more, which gets ``runs``; None if that one differs."""
+def _steps(before: Alike, of_peer: Sequence[Run]) -> list[int] | None:
+    """The steps of ``before`` with one peer more; None if that one differs."""
     steps = []
-    for (first, count, step), (start, number) in zip(before.heads, runs, strict=True):
+    for (first, count, step), (start, number) in zip(before.runs, of_peer, strict=True):
         possible = (count, 0) if before.number == 1 else (step,)
         fitting = [one for one in possible if start == first + before.number * one]
         if number != count or not fitting:
@@ -131,276 +146,199 @@ def _steps(before: Alike, runs: Sequence[Run]) -> list[int] | None:
     return steps
 
 
-# -- tokens for heads
-
-
 @dataclass(frozen=True)
-class Table:
-    """Tensors that have the same tokens, and travel as the columns of one table.
+class _Part:
+    """How to see in ``[B, H, S, D]`` what each of some peers has of it: a view ``[peers, S, B, heads, D]``."""
 
-    Args:
-        heads: of each tensor, what each peer gets.
-        tokens: how many come from each peer.
-    """
+    narrows: tuple[tuple[int, int, int], ...]
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    copies: int
 
-    heads: tuple[tuple[Run, ...], ...]
-    tokens: tuple[int, ...]
+    @staticmethod
+    def of(peers: Alike, place: int, x: Tensor) -> _Part:
+        """Of the ``place``-th tensor, which has the shape of ``x``."""
+        (token, tokens, token_step), (head, heads, head_step) = peers.runs[2 * place : 2 * place + 2]
+        number = peers.number
+        runs = (
+            (2, token, tokens * number if token_step else tokens),
+            (1, head, heads * number if head_step else heads),
+        )
+        # Whether a symbolic length is that of a dim is not asked.
+        traced = torch.compiler.is_compiling()
+        narrows = tuple([run for run in runs if traced or x.shape[run[0]] != run[2]])
+        batch, width = x.shape[0], x.shape[3]
+        if token_step and number > 1:
+            return _Part(narrows, (batch, heads, number, tokens, width), (2, 3, 0, 1, 4), 1)
+        if head_step:
+            return _Part(narrows, (batch, number, heads, tokens, width), (1, 3, 0, 2, 4), 1)
+        return _Part(narrows, (batch, 1, heads, tokens, width), (1, 3, 0, 2, 4), number)
+
+    def see(self, x: Tensor) -> Tensor:
+        for narrow in self.narrows:
+            x = x.narrow(*narrow)
+        x = x.view(self.shape).permute(self.order)
+        return x if self.copies == 1 else x.expand(self.copies, -1, -1, -1, -1)
 
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Of an exchange of tensors of certain shapes.
+    """What follows from the shapes of the tensors of a transfer.
 
     Args:
-        rows: of each class of peers, and of each table, the elements that one of them gets.
         send, receive: elements to and from each peer.
-        arriving: the latter by table.
-        tables: of each the shape ``(S_block, B, columns)`` in which it arrives, the columns of each tensor, and its head dim.
-        one_width: there is one table, and all of its tensors have the same head dim.
+        at_once: all tensors are one table of one width.
+        parts: what is sent, where one operator packs it.
+        arriving: the shape of what arrives, where it is a result as it lies, or but for the order of its dims:
+            ``[peers, S, B, heads of all tensors, D]``.
+        heads: in it, of each tensor.
     """
 
-    rows: list[list[int]]
     send: list[int]
     receive: list[int]
-    arriving: list[list[int]]
-    tables: list[tuple[tuple[int, int, int], list[int], list[int]]]
-    one_width: bool
+    at_once: bool
+    parts: list[_Part] | None
+    arriving: tuple[int, ...] | None
+    heads: list[int]
 
 
-class TokensToHeads:
-    """How tensors travel of which each peer of ``dim`` gets its heads of this rank's tokens."""
+class Transfer:
+    """One all-to-all of tensors ``[B, H, S, D]``, of which each peer of ``dim`` gets its share.
 
-    def __init__(self, tables: Sequence[Table], dim: MeshDim) -> None:
-        self._tables, self._dim = tables, dim
-        # One list of classes for all tensors: what a peer gets is in one place.
-        self._classes = alike([runs for table in tables for runs in table.heads])
-        self._even = len(self._classes) == 1 and all(len(set(table.tokens)) == 1 for table in tables)
-        self._known: dict[tuple[torch.Size, ...], _Sizes] = {}
-
-    def start(self, tables: Sequence[Sequence[Tensor]]) -> Callable[[], list[list[Tensor]]]:
-        """Begin one all-to-all for all tensors, ``[B, H, S_local, D]`` each.
-
-        Returns:
-            What waits for ``[B, H_local, S_block, D]`` of each, tokens in rank order; views of what arrived, if there is one table.
-        """
-        sizes = self._sizes_of(tables)
-        started = start_all_to_all(self._pack(tables, sizes), sizes.send, sizes.receive, self._dim, even=self._even)
-
-        def finish() -> list[list[Tensor]]:
-            found = _by_table(wait(started), sizes.arriving)
-            return [_columns(flat, *row) for flat, row in zip(found, sizes.tables, strict=True)]
-
-        return finish
-
-    def _sizes_of(self, tables: Sequence[Sequence[Tensor]]) -> _Sizes:
-        """Found once for tensors of the same sizes."""
-        shapes = tuple([x.shape for table in tables for x in table])
-        if shapes in self._known and not torch.compiler.is_compiling():
-            return self._known[shapes]
-        batch = tables[0][0].shape[0]
-        widths = [[x.shape[3] for x in tensors] for tensors in tables]
-        own = [
-            [runs[self._dim.index][1] * width for runs, width in zip(table.heads, row, strict=True)]
-            for table, row in zip(self._tables, widths, strict=True)
-        ]
-        arriving = [
-            [batch * table.tokens[peer] * sum(columns) for table, columns in zip(self._tables, own, strict=True)]
-            for peer in range(self._dim.size)
-        ]
-        # Of each class, and of each table, the elements of one peer.
-        rows = []
-        for peers in self._classes:
-            counts = iter(peers.heads)
-            rows.append([sum([x.shape[0] * x.shape[2] * x.shape[3] * next(counts)[1] for x in xs]) for xs in tables])
-        found = _Sizes(
-            rows=rows,
-            send=[sum(row) for row, peers in zip(rows, self._classes, strict=True) for _ in range(peers.number)],
-            receive=[sum(row) for row in arriving],
-            arriving=arriving,
-            tables=[
-                ((sum(table.tokens), batch, sum(columns)), columns, row)
-                for table, columns, row in zip(self._tables, own, widths, strict=True)
-            ],
-            one_width=len(tables) == 1 and len(set(widths[0])) == 1,
-        )
-        if not torch.compiler.is_compiling():
-            self._known[shapes] = found
-        return found
-
-    def _pack(self, tables: Sequence[Sequence[Tensor]], sizes: _Sizes) -> Tensor:
-        """One flat buffer for all peers."""
-        if len(self._classes) == 1 and sizes.one_width:
-            (peers,) = self._classes
-            return torch.cat([_for_peers(x, peers, place) for place, x in enumerate(tables[0])], dim=3).view(-1)
-        buffer = tables[0][0].new_empty(sum(sizes.send))
-        offset = 0
-        for peers, row in zip(self._classes, sizes.rows, strict=True):
-            region = buffer.narrow(0, offset, peers.number * sum(row)).view(peers.number, sum(row))
-            offset += region.numel()
-            place = before = 0
-            for xs, number in zip(tables, row, strict=True):
-                pieces = [_for_peers(x, peers, place + index) for index, x in enumerate(xs)]
-                _fill(region.narrow(1, before, number), pieces)
-                place, before = place + len(xs), before + number
-        return buffer
-
-
-def _for_peers(x: Tensor, peers: Alike, place: int) -> Tensor:
-    """The heads of ``x`` ``[B, H, S, D]`` that each of these peers gets, a view ``[peers, S, B, heads, D]``."""
-    first, count, step = peers.heads[place]
-    batch, heads, tokens, width = x.shape
-    if step == count:
-        if peers.number * count != heads:
-            x = x.narrow(1, first, peers.number * count)
-        return x.view(batch, peers.number, count, tokens, width).permute(1, 3, 0, 2, 4)
-    shared = x.narrow(1, first, count).permute(2, 0, 1, 3)
-    return shared.expand(peers.number, *shared.shape)
-
-
-def _fill(target: Tensor, pieces: Sequence[Tensor]) -> None:
-    """Write pieces ``[peers, S, B, heads, D]`` side by side into rows ``[peers, S · B · all columns]``."""
-    peers, tokens, batch, _, width = pieces[0].shape
-    if not torch.is_grad_enabled() and all(piece.shape[4] == width for piece in pieces):
-        heads = sum([piece.shape[3] for piece in pieces])
-        torch.cat(list(pieces), dim=3, out=target.view(peers, tokens, batch, heads, width))
-        return
-    columns = [piece.shape[3] * piece.shape[4] for piece in pieces]
-    table = target.view(peers, tokens, batch, sum(columns))
-    before = 0
-    for number, piece in zip(columns, pieces, strict=True):
-        # Not split(): autograd allows no change of a view that came with others.
-        table.narrow(3, before, number).view(piece.shape).copy_(piece)
-        before += number
-
-
-def _by_table(received: Tensor, arriving: Sequence[Sequence[int]]) -> Sequence[Tensor]:
-    """What arrived, peer by peer, of each table."""
-    if len(arriving[0]) == 1:
-        return [received]
-    if all(row == arriving[0] for row in arriving):
-        return list(received.view(len(arriving), sum(arriving[0])).split(list(arriving[0]), dim=1))
-    of_peers = [x.split(row) for x, row in zip(received.split([sum(row) for row in arriving]), arriving, strict=True)]
-    return [torch.cat(parts) for parts in zip(*of_peers, strict=True)]
-
-
-def _columns(flat: Tensor, shape: tuple[int, int, int], columns: Sequence[int], widths: Sequence[int]) -> list[Tensor]:
-    """Of a table ``[S, B, all columns]`` each tensor as ``[B, H, S, D]``."""
-    if len(set(widths)) == 1 and widths[0]:
-        width = widths[0]
-        heads = flat.reshape(shape[0], shape[1], shape[2] // width, width).permute(1, 2, 0, 3)
-        return list(heads.split([number // width for number in columns], dim=1))
-    parts = flat.reshape(shape).split(list(columns), dim=2)
-    return [
-        part.view(shape[0], shape[1], number // width if width else 0, width).permute(1, 2, 0, 3)
-        for part, number, width in zip(parts, columns, widths, strict=True)
-    ]
-
-
-# -- heads for tokens
-
-
-@dataclass(frozen=True)
-class Returned:
-    """How ``[B, H_local, S_block, D]`` travels: the tokens that each peer gets, and the heads that come from each.
+    Shares of the same tokens travel as columns of one table, others one behind the other.
 
     Args:
-        common: tokens that every peer gets behind its own.
-        order: where in the result what arrives of a peer stands: ``(from, to, length)`` of its tokens. None: as it comes.
+        sent, arriving: of each tensor, what goes to each peer of what this rank holds, and what of the result comes from each.
+            Where the shares of several peers overlap in a result, they add up.
     """
 
-    tokens: tuple[Run, ...]
-    heads: tuple[Run, ...]
-    common: Run = (0, 0)
-    order: tuple[tuple[int, int, int], ...] | None = None
+    def __init__(self, sent: Sequence[Share], arriving: Sequence[Share], dim: MeshDim) -> None:
+        self._sent, self._arriving, self._dim = sent, arriving, dim
+        sides = (sent, arriving)
+        self._one_table = all(one.tokens == side[0].tokens for side in sides for one in side)
+        self._out, self._in = (self._groups(side) for side in sides)
+        runs = [runs for side in sides for one in side for runs in (one.tokens, one.heads)]
+        self._even = all(count == one[0][1] for one in runs for _, count in one)
+        self._known: dict[Any, _Sizes] = {}
 
-    def number(self, peer: int) -> int:
-        """Tokens that a peer gets."""
-        return self.tokens[peer][1] + self.common[1]
+    def _groups(self, side: Sequence[Share]) -> tuple[Alike, ...]:
+        tokens = side[0].tokens
+        in_a_row = all(sum(one) == following[0] for one, following in pairwise(tokens))
+        if self._one_table and in_a_row and all(run == one.heads[0] for one in side for run in one.heads):
+            # In the buffer, too, all tokens are in a row: no matter whose.
+            whole = (tokens[0][0], sum([count for _, count in tokens]), 0)
+            return (Alike(1, tuple([run for one in side for run in (whole, (*one.heads[0], 0))])),)
+        return alike([runs for one in side for runs in (one.tokens, one.heads)])
 
+    def start(self, tensors: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
+        """Begin it; what is returned waits, and gives the result of each tensor.
 
-class HeadsToTokens:
-    """How tensors travel of which each peer of ``dim`` gets its tokens of this rank's heads."""
-
-    def __init__(self, returned: Sequence[Returned], dim: MeshDim) -> None:
-        self._returned, self._dim = returned, dim
-        self._even = all(
-            len({length for _, length in runs}) == 1 for one in returned for runs in (one.tokens, one.heads)
-        )
-        self._joining = [(one, alike([one.heads]), one.number(dim.index)) for one in returned]
-        self._known: dict[tuple[torch.Size, ...], tuple[list[int], list[list[int]]]] = {}
-
-    def start(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """Begin one all-to-all for all tensors ``[B, H_local, S_block, D]``.
-
-        Returns:
-            What waits for ``[B, H, S_local, D]`` of each, in memory as SDPA's result lies, ``[B, S_local, H, D]``; where several
-            peers hold the same head, the sum.
+        A result is a view of what arrived, or lies in memory as SDPA's does, ``[B, S, H, D]``.
         """
-        send, arriving = self._sizes_of(tensors)
-        receive = [sum(row) for row in arriving]
-        started = start_all_to_all(self._pack(tensors), send, receive, self._dim, even=self._even)
+        sizes = self._sizes_of(tensors)
+        if sizes.parts is None:
+            buffer = self._pack(tensors, sizes)
+        elif len(tensors) == 1:
+            buffer = sizes.parts[0].see(tensors[0]).reshape(-1).contiguous()
+        else:
+            buffer = torch.cat([part.see(x) for part, x in zip(sizes.parts, tensors, strict=True)], dim=3).view(-1)
+        started = start_all_to_all(buffer, sizes.send, sizes.receive, self._dim, even=self._even)
+        if sizes.arriving is None:
+            return lambda: self._unpack(wait(started), tensors)
+        return partial(_as_it_lies, started, sizes.arriving, sizes.heads)
 
-        def finish() -> list[Tensor]:
-            found = _by_table(wait(started), arriving)
-            return [_joined(flat, x, *one) for flat, x, one in zip(found, tensors, self._joining, strict=True)]
-
-        return finish
-
-    def _sizes_of(self, tensors: Sequence[Tensor]) -> tuple[list[int], list[list[int]]]:
-        """Elements to each peer, and from each, by tensor; found once for tensors of the same sizes."""
+    def _sizes_of(self, tensors: Sequence[Tensor]) -> _Sizes:
+        """Found once for tensors of the same shapes."""
+        if torch.compiler.is_compiling():
+            return self._find_sizes(tensors)
         shapes = tuple([x.shape for x in tensors])
-        if shapes in self._known and not torch.compiler.is_compiling():
-            return self._known[shapes]
-        index = self._dim.index
-        pairs = list(zip(tensors, self._returned, strict=True))
-        peers = range(self._dim.size)
-        arriving = [
-            [x.shape[0] * x.shape[3] * one.number(index) * one.heads[peer][1] for x, one in pairs] for peer in peers
-        ]
-        send = [sum([x.shape[0] * x.shape[1] * x.shape[3] * one.number(peer) for x, one in pairs]) for peer in peers]
-        if not torch.compiler.is_compiling():
-            self._known[shapes] = (send, arriving)
-        return send, arriving
+        found = self._known.get(shapes)
+        if found is None:
+            found = self._known[shapes] = self._find_sizes(tensors)
+        return found
 
-    def _pack(self, tensors: Sequence[Tensor]) -> Tensor:
-        rows = [x.permute(2, 0, 1, 3) for x in tensors]  # [S_block, B, H_local, D]
-        if len(rows) == 1 and not self._returned[0].common[1]:
-            # The peers' tokens stand in the block one behind the other: of one sample nothing has to be moved.
-            (own,) = self._returned
-            return rows[0].narrow(0, 0, sum([length for _, length in own.tokens])).reshape(-1)
-        pieces = []
-        for peer in range(self._dim.size):
-            for x, one in zip(rows, self._returned, strict=True):
-                pieces.append(x.narrow(0, *one.tokens[peer]))
-                if one.common[1]:
-                    pieces.append(x.narrow(0, *one.common))
-        if len(rows) == 1:
-            return torch.cat(pieces).view(-1)
-        return torch.cat([piece.reshape(-1) for piece in pieces])
+    def _find_sizes(self, tensors: Sequence[Tensor]) -> _Sizes:
+        batch, widths = tensors[0].shape[0], [x.shape[3] for x in tensors]
+        send, receive = (
+            [
+                sum([batch * one.tokens[peer][1] * one.heads[peer][1] * d for one, d in zip(side, widths, strict=True)])
+                for peer in range(self._dim.size)
+            ]
+            for side in (self._sent, self._arriving)
+        )
+        at_once = self._one_table and all(width == widths[0] for width in widths)
+        parts, arriving, heads = None, None, []
+        if at_once and len(self._out) == 1:
+            parts = [_Part.of(self._out[0], place, x) for place, x in enumerate(tensors)]
+        if at_once and len(self._in) == 1:
+            (peers,) = self._in
+            heads = [count for _, count, _ in peers.runs[1::2]]
+            first, _, step = peers.runs[1]
+            if peers.number == 1 or (len(tensors) == 1 and first == 0 and step):
+                arriving = (peers.number, peers.runs[0][1], batch, sum(heads), widths[0])
+        return _Sizes(send, receive, at_once, parts, arriving, heads)
+
+    def _pack(self, tensors: Sequence[Tensor], sizes: _Sizes) -> Tensor:
+        buffer = tensors[0].new_empty(sum(sizes.send))
+        for peers, table, slots in self._slots(buffer, self._out, tensors):
+            parts = [_Part.of(peers, place, x).see(x) for place, x in enumerate(tensors)]
+            if sizes.at_once and not torch.is_grad_enabled():
+                heads, width = sum([part.shape[3] for part in parts]), parts[0].shape[4]
+                torch.cat(parts, dim=3, out=table.view(*table.shape[:3], heads, width))
+                continue
+            for slot, part in zip(slots, parts, strict=True):
+                slot.copy_(part)
+        return buffer
+
+    def _slots(
+        self, buffer: Tensor, groups: Sequence[Alike], tensors: Sequence[Tensor]
+    ) -> Iterator[tuple[Alike, Tensor, Iterable[Tensor]]]:
+        """Of each group of peers its part of the buffer, and where in it the tensors stand: views ``[peers, S, B, heads, D]``."""
+        batch, offset = tensors[0].shape[0], 0
+        for peers in groups:
+            shapes = [
+                (peers.number, tokens, batch, heads, x.shape[3])
+                for (_, tokens, _), (_, heads, _), x in zip(peers.runs[::2], peers.runs[1::2], tensors, strict=True)
+            ]
+            rows = [prod(shape[3:]) if self._one_table else prod(shape[1:]) for shape in shapes]
+            lines = shapes[0][:3] if self._one_table else (peers.number,)
+            table = buffer.narrow(0, offset, prod(lines) * sum(rows)).view(*lines, sum(rows))
+            offset += table.numel()
+            starts = accumulate(rows, initial=0)
+            # One by one: autograd allows no change of a view that is older than a change of its base.
+            slots = (table.narrow(-1, *run).view(shape) for *run, shape in zip(starts, rows, shapes, strict=False))
+            yield peers, table, slots
+
+    def _unpack(self, buffer: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+        groups = [(peers, list(slots)) for peers, _, slots in self._slots(buffer, self._in, tensors)]
+        if len(groups) == 1 and groups[0][0].number == 1:
+            return [slot[0].permute(1, 2, 0, 3) for slot in groups[0][1]]
+        found = []
+        for place, (one, x) in enumerate(zip(self._arriving, tensors, strict=True)):
+            tokens, heads = (max([sum(run) for run in runs]) for runs in (one.tokens, one.heads))
+            apart = sum([run[1] * other[1] for run, other in zip(one.tokens, one.heads, strict=True)]) == tokens * heads
+            make = buffer.new_empty if apart else buffer.new_zeros
+            result = make(x.shape[0], tokens, heads, x.shape[3]).transpose(1, 2)
+            for peers, slots in groups:
+                target = _Part.of(peers, place, result).see(result)
+                if apart:
+                    target.copy_(slots[place])
+                else:
+                    for index in range(peers.number):
+                        target[index].add_(slots[place][index])
+            found.append(result)
+        return found
 
 
-def _joined(flat: Tensor, like: Tensor, one: Returned, classes: Sequence[Alike], tokens: int) -> Tensor:
-    """``[B, H, S_local, D]`` of what arrived of all peers, ``[S, B, heads, D]`` of each; ``like`` is what was sent."""
-    batch, width = like.shape[0], like.shape[3]
-    heads = max([start + count for start, count in one.heads])
-    if len(classes) == 1 and classes[0].heads[0][1] * classes[0].number == heads and one.order is None:
-        parts = flat.reshape(classes[0].number, tokens, batch, classes[0].heads[0][1], width)
-        return parts.permute(2, 1, 0, 3, 4).reshape(batch, tokens, heads, width).transpose(1, 2)
-    apart = sum([peers.number * peers.heads[0][1] for peers in classes]) == heads
-    whole = (flat.new_empty if apart else flat.new_zeros)(batch, tokens, heads, width)
-    offset = 0
-    for peers in classes:
-        first, count, step = peers.heads[0]
-        for place in [None] if step == count else range(peers.number):
-            number = peers.number if place is None else 1
-            part = flat.reshape(-1).narrow(0, offset, number * tokens * batch * count * width)
-            offset += part.numel()
-            part = part.view(number, tokens, batch, count, width).permute(2, 1, 0, 3, 4)
-            target = whole.narrow(2, first, number * count).view(batch, tokens, number, count, width)
-            for source, to, length in one.order or ((0, 0, tokens),):
-                into = target.narrow(1, to, length)
-                into.copy_(part.narrow(1, source, length)) if apart else into.add_(part.narrow(1, source, length))
-    return whole.transpose(1, 2)
+def _as_it_lies(started: Travelling, shape: tuple[int, ...], heads: Sequence[int]) -> Sequence[Tensor]:
+    """``[B, H, S, D]`` of each tensor, of what arrives as :class:`_Sizes` says."""
+    peers, tokens, batch, all_heads, width = shape
+    if peers == 1:
+        rows = wait(started).view(shape[1:]).permute(1, 2, 0, 3)
+        # Not split(), a method of Python's.
+        return (rows,) if len(heads) == 1 else rows.split_with_sizes(heads, 1)
+    rows = wait(started).view(shape).permute(2, 1, 0, 3, 4)
+    return (rows.reshape(batch, tokens, peers * all_heads, width).transpose(1, 2),)
 
 
 # -- one attention call
@@ -427,6 +365,10 @@ class Exchange:
         self.query_layout, self.key_layout = query_layout, key_layout
         self.mesh, self.heads = mesh, heads
         self._extra_tokens = extra_tokens
+        # Of query, key and value.
+        self._layouts = (query_layout, key_layout, key_layout)
+        self._heads = (heads.of_query, heads.of_key, heads.of_key)
+        self._replicates = bool(query_layout.replicated or key_layout.replicated)
 
     def token_sizes(self, layout: SequenceLayout) -> tuple[int, ...]:
         """Sharded tokens of each rank of the Ulysses group."""
@@ -435,131 +377,119 @@ class Exchange:
 
     def block_size(self, layout: SequenceLayout) -> int:
         """Tokens of a block, the replicated ones among them."""
-        return sum(self.token_sizes(layout)) + sum([segment.total for segment in layout.replicated])
+        return sum(self.token_sizes(layout)) + num_replicated(layout)
+
+    def token_runs(self, layout: SequenceLayout) -> tuple[Run, ...]:
+        """Where in a block each peer's own tokens are."""
+        sizes = [size + self._extra_tokens for size in self.token_sizes(layout)]
+        return tuple(zip(accumulate(sizes[:-1], initial=0), sizes, strict=True))
+
+    def _of_all(self, run: Run) -> tuple[Run, ...]:
+        return (run,) * self.mesh.ulysses.size
+
+    def tokens_to_heads(self, layouts: Sequence[SequenceLayout], heads: Sequence[tuple[Run, ...]]) -> Transfer:
+        """Of sharded tokens ``[B, H, S_local, D]`` to ``[B, H_local, sharded tokens of the block, D]``."""
+        index, tokens = self.mesh.ulysses.index, [self.token_runs(layout) for layout in layouts]
+        sent = [Share(self._of_all((0, runs[index][1])), one) for runs, one in zip(tokens, heads, strict=True)]
+        arriving = [Share(runs, self._of_all((0, one[index][1]))) for runs, one in zip(tokens, heads, strict=True)]
+        return Transfer(sent, arriving, self.mesh.ulysses)
 
     # -- in
 
     @lazy
-    def _entering(self) -> TokensToHeads:
-        query, key = self.heads.of_query, self.heads.of_key
-        of_query, of_key = [
-            tuple([size + self._extra_tokens for size in self.token_sizes(layout)])
-            for layout in (self.query_layout, self.key_layout)
-        ]
-        if self.query_layout is self.key_layout:
-            return TokensToHeads([Table((query, key, key), of_query)], self.mesh.ulysses)
-        return TokensToHeads([Table((query,), of_query), Table((key, key), of_key)], self.mesh.ulysses)
-
-    def start_enter_sharded(self, query: Tensor, key: Tensor, value: Tensor) -> Callable[[], list[Tensor]]:
-        """Of sharded tokens: ``[B, H, S_local, D]`` each to ``[B, H_local, sharded tokens of the block, D]``."""
-        tables = [[query, key, value]] if self.query_layout is self.key_layout else [[query], [key, value]]
-        finish = self._entering.start(tables)
-        return lambda: [x for table in finish() for x in table]
+    def _entering(self) -> Transfer:
+        return self.tokens_to_heads(self._layouts, self._heads)
 
     def start_enter(self, query: Tensor, key: Tensor, value: Tensor) -> Callable[[], list[Tensor]]:
         """``[B, H, S_local, D]`` each to ``[B, H_local, S_block, D]``."""
-        (query, text), (key, key_text), (value, value_text) = self.by_kind(query, key, value)
-        finish = self.start_enter_sharded(query, key, value)
-        return lambda: self.with_replicated(finish(), (text, key_text, value_text))
+        if not self._replicates:
+            return self._entering.start((query, key, value))
+        sharded, texts = zip(*self.by_kind(query, key, value), strict=True)
+        finish = self._entering.start(sharded)
+        return lambda: self.with_replicated(finish(), texts)
 
-    def by_kind(self, query: Tensor, key: Tensor, value: Tensor) -> list[tuple[Tensor, Tensor | None]]:
-        """Sharded and replicated tokens of each."""
-        rank = self.mesh.rank
-        return [
-            split_by_kind(query, self.query_layout, rank),
-            split_by_kind(key, self.key_layout, rank),
-            split_by_kind(value, self.key_layout, rank),
-        ]
+    def start_enter_sharded(self, *sharded: Tensor) -> Callable[[], list[Tensor]]:
+        """The same of sharded tokens alone."""
+        return self._entering.start(sharded)
+
+    def by_kind(self, *tensors: Tensor) -> list[tuple[Tensor, Tensor | None]]:
+        """Sharded and replicated tokens of query, key and value."""
+        return [split_by_kind(x, layout, self.mesh.rank) for x, layout in zip(tensors, self._layouts, strict=True)]
 
     def with_replicated(self, blocks: Sequence[Tensor], texts: Sequence[Tensor | None]) -> list[Tensor]:
         """Blocks of query, key and value, with this rank's heads of the replicated tokens behind the sharded ones."""
         index = self.mesh.ulysses.index
-        runs = (self.heads.of_query[index], self.heads.of_key[index], self.heads.of_key[index])
         return [
-            block if text is None else torch.cat([block, text.narrow(1, *run)], dim=2)
-            for block, text, run in zip(blocks, texts, runs, strict=True)
+            block if text is None else torch.cat([block, text.narrow(1, *heads[index])], dim=2)
+            for block, text, heads in zip(blocks, texts, self._heads, strict=True)
         ]
 
     # -- out
 
     @lazy
-    def _leaving(self) -> HeadsToTokens:
+    def _leaving(self) -> Transfer:
         layout = self.query_layout
-        own, text = self.token_runs(layout)
-        order = local_order(layout, self.mesh.rank)
-        return HeadsToTokens([Returned(own, self.heads.of_query, text, order)], self.mesh.ulysses)
+        return self.heads_to_tokens(num_replicated(layout) if layout.replicated else None)
+
+    def heads_to_tokens(self, num_common: int | None) -> Transfer:
+        """Of a block ``[B, H_local, S_block, D_v]`` each peer's own tokens; of the same again, the ``num_common`` behind all of them."""
+        own, heads = self.token_runs(self.query_layout), self.heads.of_query
+        index = self.mesh.ulysses.index
+        mine = self._of_all((0, heads[index][1]))
+        sent, arriving = [Share(own, mine)], [Share(self._of_all((0, own[index][1])), heads)]
+        if num_common is not None:
+            sent.append(Share(self._of_all((sum(own[-1]), num_common)), mine))
+            arriving.append(Share(self._of_all((0, num_common)), heads))
+        return Transfer(sent, arriving, self.mesh.ulysses)
 
     def start_leave(self, out: Tensor) -> Finish:
         """``[B, H_local, S_block, D_v]`` to ``[B, H, S_local, D_v]``: every rank gets the replicated tokens."""
-        finish = self._leaving.start([out])
-        return lambda: finish()[0]
-
-    def token_runs(self, layout: SequenceLayout) -> tuple[tuple[Run, ...], Run]:
-        """Where in a block each peer's own tokens are, and the replicated ones."""
-        sizes = self.token_sizes(layout)
-        own = tuple([(sum(sizes[:peer]), size) for peer, size in enumerate(sizes)])
-        return own, (sum(sizes), sum([segment.total for segment in layout.replicated]))
+        if not self.query_layout.replicated:
+            finish = self._leaving.start((out,))
+            return lambda: finish()[0]
+        finish = self._leaving.start((out, out))
+        return lambda: join_kinds(finish(), self.query_layout, self.mesh.rank)
 
     # -- gradients
 
     @lazy
-    def _gradient_entering(self) -> TokensToHeads:
-        layout, heads, dim = self.query_layout, self.heads.of_query, self.mesh.ulysses
-        tables = [Table((heads,), self.token_sizes(layout))]
-        if layout.replicated:
-            num_text = sum([segment.total for segment in layout.replicated])
-            tables.append(Table((heads,), (num_text,) * dim.size))
-        return TokensToHeads(tables, dim)
+    def _gradient_entering(self) -> Transfer:
+        layout, heads, index = self.query_layout, self.heads.of_query, self.mesh.ulysses.index
+        mine = self._of_all((0, heads[index][1]))
+        own, text = self.token_runs(layout), self._of_all((0, num_replicated(layout)))
+        sent, arriving = [Share(self._of_all((0, own[index][1])), heads)], [Share(own, mine)]
+        if layout.replicated:  # given to all, so their gradients add up
+            sent.append(Share(text, heads))
+            arriving.append(Share(text, mine))
+        return Transfer(sent, arriving, self.mesh.ulysses)
 
     def enter_gradient(self, grad_out: Tensor) -> Tensor:
-        """The transpose of :meth:`start_leave`: replicated tokens were given to all, so their gradients add up."""
-        sharded, text = split_by_kind(grad_out, self.query_layout, self.mesh.rank)
-        found = self._gradient_entering.start([[sharded]] if text is None else [[sharded], [text]])()
-        if text is None:
-            return found[0][0]
-        texts = torch.unflatten(found[1][0], 2, (self.mesh.ulysses.size, text.shape[2]))
-        return torch.cat([found[0][0], texts.sum(2)], dim=2)
+        """The transpose of :meth:`start_leave`."""
+        kinds = split_by_kind(grad_out, self.query_layout, self.mesh.rank)
+        return _cat(self._gradient_entering.start([x for x in kinds if x is not None])())
 
     @lazy
-    def _gradients_leaving(self) -> HeadsToTokens:
-        heads, layouts = self.heads, (self.query_layout, self.key_layout, self.key_layout)
-        return HeadsToTokens(
-            [
-                Returned(self.token_runs(layout)[0], one)
-                for layout, one in zip(layouts, (heads.of_query, heads.of_key, heads.of_key), strict=True)
-            ],
-            self.mesh.ulysses,
-        )
+    def _gradients_leaving(self) -> Transfer:
+        index = self.mesh.ulysses.index
+        pairs = list(zip([self.token_runs(layout) for layout in self._layouts], self._heads, strict=True))
+        sent = [Share(own, self._of_all((0, heads[index][1]))) for own, heads in pairs]
+        arriving = [Share(self._of_all((0, own[index][1])), heads) for own, heads in pairs]
+        return Transfer(sent, arriving, self.mesh.ulysses)
 
     def leave_gradients(self, *grads: Tensor) -> list[Tensor]:
         """The transpose of :meth:`start_enter`, for query, key and value: a rank saw its own heads of its replicated tokens."""
-        heads = (self.heads.of_query, self.heads.of_key, self.heads.of_key)
-        layouts = (self.query_layout, self.key_layout, self.key_layout)
         found = self._gradients_leaving.start(grads)()
         whole = []
-        for grad, sharded, one, layout in zip(grads, found, heads, layouts, strict=True):
-            if not layout.replicated:
-                whole.append(sharded)
-                continue
-            own = grad.narrow(2, *self.token_runs(layout)[1])
-            text = own.new_zeros(own.shape[0], sharded.shape[1], *own.shape[2:])
-            text.narrow(1, *one[self.mesh.ulysses.index]).copy_(own)
-            whole.append(join_kinds(sharded, text, layout, self.mesh.rank))
+        for grad, sharded, heads, layout in zip(grads, found, self._heads, self._layouts, strict=True):
+            text = grad.new_zeros(grad.shape[0], sharded.shape[1], num_replicated(layout), grad.shape[3])
+            own = grad.narrow(2, grad.shape[2] - text.shape[2], text.shape[2])
+            text.narrow(1, *heads[self.mesh.ulysses.index]).copy_(own)
+            whole.append(join_kinds((sharded, text), layout, self.mesh.rank) if layout.replicated else sharded)
         return whole
 
 
-def local_order(layout: SequenceLayout, rank: int) -> tuple[tuple[int, int, int], ...] | None:
-    """Where the sharded and then the replicated tokens of ``rank`` stand in ``layout``, as :class:`Returned` says; None: as they are."""
-    if not layout.replicated:
-        return None
-    places = {False: 0, True: layout.sharded_size(rank)}
-    order, to = [], 0
-    for segment in layout.segments:
-        length = segment.size(rank, layout.ranks)
-        order.append((places[segment.replicated], to, length))
-        places[segment.replicated] += length
-        to += length
-    return tuple(order)
+def num_replicated(layout: SequenceLayout) -> int:
+    return sum([segment.total for segment in layout.replicated])
 
 
 def split_by_kind(x: Tensor, layout: SequenceLayout, rank: int) -> tuple[Tensor, Tensor | None]:
@@ -568,21 +498,24 @@ def split_by_kind(x: Tensor, layout: SequenceLayout, rank: int) -> tuple[Tensor,
         return x, None
     parts = x.split([segment.size(rank, layout.ranks) for segment in layout.segments], dim=2)
     pairs = list(zip(layout.segments, parts, strict=True))
-    sharded = [part for segment, part in pairs if not segment.replicated]
-    replicated = [part for segment, part in pairs if segment.replicated]
+    sharded, replicated = ([part for segment, part in pairs if segment.replicated == kind] for kind in (False, True))
     return _cat(sharded) if sharded else x[:, :, :0], _cat(replicated)
 
 
-def join_kinds(sharded: Tensor, replicated: Tensor, layout: SequenceLayout, rank: int) -> Tensor:
-    """The inverse of :func:`split_by_kind`, in the local order of ``layout``."""
-    sizes = [segment.size(rank, layout.ranks) for segment in layout.segments]
-    kinds = {
-        False: iter(sharded.split([n for s, n in zip(layout.segments, sizes, strict=True) if not s.replicated], dim=2))
-        if layout.sharded
-        else iter(()),
-        True: iter(replicated.split([n for s, n in zip(layout.segments, sizes, strict=True) if s.replicated], dim=2)),
-    }
-    return _cat([next(kinds[segment.replicated]) for segment in layout.segments])
+def join_kinds(kinds: Sequence[Tensor], layout: SequenceLayout, rank: int) -> Tensor:
+    """The inverse of :func:`split_by_kind`, in the local order of ``layout``; lies in memory as SDPA's result."""
+    starts, parts = [0, 0], []
+    for segment in layout.segments:
+        kind, length = int(segment.replicated), segment.size(rank, layout.ranks)
+        parts.append(kinds[kind].transpose(1, 2).narrow(1, starts[kind], length))
+        starts[kind] += length
+    return torch.cat(parts, dim=1).transpose(1, 2)
+
+
+def as_sdpa(out: Tensor) -> Tensor:
+    """``out`` ``[B, H, S, D]`` in memory as SDPA's result lies: models go on with ``out.transpose(1, 2).view(...)``."""
+    by_token = out.transpose(1, 2)
+    return out if by_token.is_contiguous() else by_token.contiguous().transpose(1, 2)
 
 
 def _cat(parts: Sequence[Tensor]) -> Tensor:

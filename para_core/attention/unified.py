@@ -11,7 +11,7 @@ from para_core.attention.approximate.snapkv import hide, select_keys, sparse_att
 from para_core.attention.call import Call
 from para_core.attention.local import local_attention, local_attention_with_lse
 from para_core.attention.ring import LocalAttention, columns, expand, ring_attention, ring_attention_backward
-from para_core.attention.ulysses import Heads
+from para_core.attention.ulysses import Heads, as_sdpa
 
 
 @dataclass(frozen=True)
@@ -60,18 +60,14 @@ def forward(
     carrier = exchange if save else call.on_the_wire(exchange)
     query, key, value = carrier.start_enter(query, key, value)()
     out, lse = _of_block(call, query, key, value, mask, call.heads, attend, save)
-    return as_sdpa(carrier.start_leave(out)()), None if lse is None else Saved(query, key, value, out, lse)
+    return carrier.start_leave(out)(), None if lse is None else Saved(query, key, value, out, lse)
 
 
 def autocasts(x: Tensor) -> bool:
     """Whether autocast casts tensors on the device of ``x``."""
+    if not (torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled()):
+        return False
     return not x.is_meta and torch.is_autocast_enabled(x.device.type)
-
-
-def as_sdpa(out: Tensor) -> Tensor:
-    """``out`` ``[B, H, S, D]`` in memory as SDPA's result lies: models go on with ``out.transpose(1, 2).view(...)``."""
-    by_token = out.transpose(1, 2)
-    return out if by_token.is_contiguous() else by_token.contiguous().transpose(1, 2)
 
 
 def _of_block(
@@ -126,7 +122,8 @@ def _in_chunks(
     for chunk, finish in zip(call.chunks, leaving, strict=True):
         found = finish()
         for start, count in chunk.heads.of_query:
-            whole.narrow(1, start, count).copy_(found.narrow(1, start, count))
+            if count:
+                whole.narrow(1, start, count).copy_(found.narrow(1, start, count))
     return whole
 
 

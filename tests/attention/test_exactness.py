@@ -273,6 +273,8 @@ FOUND = [
     Case(H=3, segments=TEXT_FIRST, mask=Mask("bhqk", torch.float32, "local")),
     # Rows that see one rank's keys only, whose lse elsewhere is -inf.
     Case(3, 1, mask=Mask("qk", share=0.9)),
+    # One token of a mask with one column: its heads are a line that is not dense.
+    Case(H=4, segments=(("part", 1, False, True),), mask=Mask("q", torch.bool, "local"), options=CAUSAL),
 ]
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from para_core.attention.ulysses import Exchange, HeadsToTokens, Returned, join_kinds
+from para_core.attention.ulysses import Exchange, as_sdpa, join_kinds, num_replicated
 
 _SCALE_BYTES = 4  # a float32
 
@@ -31,17 +31,13 @@ class Wire:
 
     def write(self, x: Tensor) -> Tensor:
         """``x`` ``[B, H, S, D]`` as it travels, ``[B, H, S + scale_rows, D]``."""
-        return torch.cat([*self.write_apart(x)], dim=2)
-
-    def write_apart(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens and scales, for who cuts the tokens for several ranks."""
         largest = x.abs().amax((2, 3)).float() if x.shape[2] * x.shape[3] else x.new_zeros(x.shape[:2]).float()
         scale = largest / torch.finfo(self.dtype).max
         scale = scale.masked_fill(scale == 0, 1.0)
         tokens = (x / scale[..., None, None]).to(self.dtype).view(torch.uint8)
         rows = tokens.new_zeros(*x.shape[:2], self.scale_rows * x.shape[3])
         rows[..., :_SCALE_BYTES] = scale[..., None].view(torch.uint8)
-        return tokens, rows.unflatten(2, (self.scale_rows, x.shape[3]))
+        return torch.cat([tokens, rows.unflatten(2, (self.scale_rows, x.shape[3]))], dim=2)
 
     def read(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """What was written, in ``dtype``."""
@@ -79,17 +75,14 @@ class RoundedExchange:
     def start_leave(self, out: Tensor) -> Callable[[], Tensor]:
         exact, layout = self._exact, self._exact.query_layout
         wire = Wire(self._dtype, out.shape[3])
-        tokens, scales = wire.write_apart(out)
-        own, (first, number) = exact.token_runs(layout)
+        rounded, num_text = wire.write(out), num_replicated(layout)
         # Behind its own tokens every peer gets the replicated ones, and what all of them are scaled by.
-        returned = Returned(own, exact.heads.of_query, (first, number + wire.scale_rows))
-        finish = HeadsToTokens([returned], exact.mesh.ulysses).start([torch.cat([tokens, scales], dim=2)])
+        finish = exact.heads_to_tokens(num_text + wire.scale_rows).start((rounded, rounded))
 
         def read() -> Tensor:
-            found = wire.read(finish()[0], out.dtype)
-            if not layout.replicated:
-                return found
-            sharded, text = found.split([found.shape[2] - number, number], dim=2)
-            return join_kinds(sharded, text, layout, exact.mesh.rank)
+            sharded, common = finish()
+            found = wire.read(torch.cat([sharded, common], dim=2), out.dtype)
+            sharded, text = found.split([found.shape[2] - num_text, num_text], dim=2)
+            return join_kinds((sharded, text), layout, exact.mesh.rank) if num_text else as_sdpa(sharded)
 
         return read
