@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
 from para_core.attention.approximate.wire import RoundedExchange
 from para_core.attention.options import AttnOptions
@@ -13,6 +14,19 @@ from para_core.attention.ulysses import Exchange, Heads
 from para_core.layout import Run, Segment, SequenceLayout
 from para_core.lazy import lazy
 from para_core.mesh import SequenceMesh, read_mesh
+
+
+class Hop(NamedTuple):
+    """How the block of the ring rank ``step`` before this one, ``source``, gets here.
+
+    With a block mask blocks go only to the ranks that see any of them: then this rank ``sends`` its own to the rank ``step``
+    after it, or does not, and ``receives`` that of ``source``, or does not.
+    """
+
+    step: int
+    source: int
+    sends: bool = True
+    receives: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +96,38 @@ class Call:
     def source(self, step: int) -> int:
         """The ring rank whose block is here at ``step``."""
         return (self.mesh.ring.index - step) % self.mesh.ring.size
+
+    @lazy
+    def hops(self) -> list[Hop]:
+        """Of each step in which a block moves."""
+        size, index = self.mesh.ring.size, self.mesh.ring.index
+        hops = [Hop(step, self.source(step)) for step in range(1, size if self.rotates else 1)]
+        blocks = self.options.block_mask
+        if blocks is None:
+            return hops
+        asked = []
+        for step, source, _, _ in hops:
+            sees = [
+                blocks.ring_sees(self.query_layout, self.key_layout, self.mesh, rank, (rank - step) % size)
+                for rank in range(size)
+            ]
+            if any(sees):
+                asked.append(Hop(step, source, sends=sees[(index + step) % size], receives=sees[index]))
+        return asked
+
+    @lazy
+    def travels(self) -> list[Run]:
+        """The keys of this rank's own block that no other block holds, by their offset in it."""
+        layout, mesh = self.key_layout, self.mesh
+        if mesh.ulysses.size > 1 or not layout.replicated:
+            return [(0, self.block_sizes[mesh.ring.index])]
+        runs, before = [], 0
+        for segment in layout.segments:
+            length = segment.size(mesh.rank, layout.ranks)
+            if not segment.replicated:
+                runs.append((before, length))
+            before = before + length
+        return runs
 
     @lazy
     def query_runs(self) -> list[Run]:

@@ -7,6 +7,7 @@ weigh alike, however long.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -40,18 +41,21 @@ class LowRows:
         low = (level < _LOW) & (level >= _ABSORBS)
         return LowRows(torch.where(low, mask - highest, mask), torch.where(low, 0.0, highest), absorbed)
 
-    def lse_of_tile(self, lse: Tensor, mask: Tensor, absorbed: Tensor, highest: Tensor, *, diagonal: bool) -> Tensor:
+    def split(self, cut: Callable[[Tensor], list[Tensor]]) -> list[LowRows]:
+        """Of each piece of the queries, into which ``cut`` cuts what has rows."""
+        return [LowRows(*parts) for parts in zip(cut(self.mask), cut(self.highest), cut(self.absorbed), strict=True)]
+
+    def lse_of_tile(self, lse: Tensor, mask: Tensor, *, diagonal: bool) -> Tensor:
         """lse ``[B, H, S_q]`` of a tile of keys, measured from the bias of the row where that absorbs it.
 
         Args:
             mask: of the tile's keys, ``[B or 1, H or 1, S_q or 1, S_k]``.
-            absorbed, highest: of the tile's queries.
             diagonal: query i sees keys 0 … i of the tile.
         """
-        equal = mask == highest
+        equal = mask == self.highest
         if diagonal:
             equal = equal & equal.new_ones(lse.shape[-1], mask.shape[-1]).tril()
-        return torch.where(absorbed[..., 0], equal.sum(-1).to(lse.dtype).log(), lse)
+        return torch.where(self.absorbed[..., 0], equal.sum(-1).to(lse.dtype).log(), lse)
 
     def for_gradient(self, grad_out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """``grad_out`` and lse with which exp(scores - lse) · grad_out is right in these rows, too.

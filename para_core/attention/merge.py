@@ -13,9 +13,12 @@ LIBRARY.define("merge(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) ->
 
 def _merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     # b weighs exp(lse_b) / (exp(lse_a) + exp(lse_b)); of two rows without a key, -inf - -inf, any weight will do.
-    weight = torch.sigmoid(lse_b - lse_a).nan_to_num_(0.5)[..., None]
-    out = torch.lerp(out_a.to(lse_a.dtype), out_b.to(lse_a.dtype), weight)
-    return out, torch.logaddexp(lse_a, lse_b)
+    weight = (lse_b - lse_a).sigmoid_().nan_to_num_(0.5).unsqueeze(-1)
+    if out_a.dtype != lse_a.dtype:  # even a cast to the same dtype takes as long as an addition of few numbers
+        out_a = out_a.to(lse_a.dtype)
+    if out_b.dtype != lse_a.dtype:
+        out_b = out_b.to(lse_a.dtype)
+    return torch.lerp(out_a, out_b, weight), torch.logaddexp(lse_a, lse_b)
 
 
 LIBRARY.impl("merge", _merge, "CompositeExplicitAutograd")

@@ -20,44 +20,31 @@ float32, for 16-bit input, too): R - 1 hops each. Nothing is saved but query, ke
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import Tensor
 
 from para_core.attention.approximate.wire import Wire
-from para_core.attention.call import Call
+from para_core.attention.call import Call, Hop
 from para_core.attention.local import local_attention_backward, local_attention_with_lse, lse_dtype
 from para_core.attention.low_rows import LowRows
 from para_core.attention.merge import merge
-from para_core.attention.tiles import Order, Tile, intersect, join_neighbours
+from para_core.attention.tiles import join_neighbours, put, take
 from para_core.collectives import Travelling, start_all_gather, start_ring_shift, wait
 from para_core.layout import Run
 
 # (query, key, value, *, mask, is_causal, scale) -> out, lse: `local_attention_with_lse`, or a user's own.
 LocalAttention = Callable[..., tuple[Tensor, Tensor]]
-# A ring block of keys and values; None where this rank has none to see.
-RingBlock = tuple[Tensor, Tensor] | None
+# Keys and values, and their shapes.
+Block = tuple[Tensor, Tensor]
+Shapes = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def columns(mask: Tensor, positions: Sequence[Run]) -> Tensor:
-    """The columns of a block's keys, of a mask for all keys."""
-    if mask.shape[-1] == 1:
-        return mask
-    parts = [mask.narrow(-1, start, length) for start, length in join_neighbours(positions)]
-    return parts[0] if len(parts) == 1 else torch.cat([mask[..., :0], *parts], dim=-1)
-
-
-def take(x: Tensor, dim: int, tile: Tile) -> Tensor:
-    """The keys of a tile, of a block's tensor."""
-    if tile.runs == ((0, x.shape[dim]),):
-        return x
-    parts = [x.narrow(dim, *run) for run in tile.runs]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
-
-
-def _of_tile(mask: Tensor | None, tile: Tile) -> Tensor | None:
-    return mask if mask is None or mask.shape[-1] == 1 else take(mask, -1, tile)
+    """The columns of keys at these positions, of a mask for all keys."""
+    return mask if mask.shape[-1] == 1 else take(mask, -1, join_neighbours(positions))
 
 
 def expand(x: Tensor, heads: Tensor | None) -> Tensor:
@@ -68,144 +55,114 @@ def expand(x: Tensor, heads: Tensor | None) -> Tensor:
 # -- how blocks travel
 
 
-def travelling(x: Tensor, call: Call) -> list[Tensor]:
-    """The parts of this rank's own block that no other block holds, in order; along dim 2."""
-    layout, mesh = call.key_layout, call.mesh
-    if not layout.replicated:
-        return [x]
-    if mesh.ulysses.size > 1:
-        return [x.narrow(2, 0, call.block_sizes[mesh.ring.index])]
-    parts = x.split([segment.size(mesh.rank, layout.ranks) for segment in layout.segments], dim=2)
-    return [part for part, segment in zip(parts, layout.segments, strict=True) if not segment.replicated]
+def pack(key: Tensor, value: Tensor) -> Tensor:
+    """One flat buffer."""
+    if key.shape == value.shape:
+        return torch.stack([key, value]).view(-1)
+    return torch.cat([key.reshape(-1), value.reshape(-1)])
 
 
-def block_shapes(key: Tensor, value: Tensor, num_tokens: int) -> list[tuple[int, ...]]:
-    return [(x.shape[0], x.shape[1], num_tokens, x.shape[3]) for x in (key, value)]
-
-
-def pack(parts: Sequence[Sequence[Tensor]]) -> Tensor:
-    """One flat buffer of tensors ``[B, H, S, D]``, each given in parts along S."""
-    if all(len(one) == 1 and one[0].shape == parts[0][0].shape for one in parts):
-        return torch.stack([one[0] for one in parts]).view(-1)
-    return torch.cat([(one[0] if len(one) == 1 else torch.cat(list(one), dim=2)).reshape(-1) for one in parts])
-
-
-def unpack(buffer: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+def unpack(buffer: Tensor, shapes: Shapes) -> Block:
     """The inverse of :func:`pack`: views."""
-    if all(shape == shapes[0] for shape in shapes):
-        return list(buffer.view(len(shapes), *shapes[0]).unbind())
-    return [part.view(shape) for part, shape in zip(buffer.split([prod(s) for s in shapes]), shapes, strict=True)]
+    key, value = shapes
+    if key == value:
+        keys_and_values = buffer.view(2, *key)
+        return keys_and_values[0], keys_and_values[1]
+    keys, values = buffer.split([prod(key), prod(value)])
+    return keys.view(key), values.view(value)
 
 
 class _Traveller:
     """What a block of keys and values is while it travels: as it is, or rounded."""
 
-    def __init__(self, key: Tensor, value: Tensor, call: Call, wire: Wire | None) -> None:
-        self._key, self._value, self._call, self._wire = key, value, call, wire
+    def __init__(self, key: Tensor, value: Tensor, call: Call, wire: Wire | None = None) -> None:
+        self._own, self._call, self._wire = (key, value), call, wire
+        self._batch, self._heads, _, self._width = key.shape
+        self._value_width = value.shape[3]
         self._extra = 0 if wire is None else wire.scale_rows
-        self._of_a_token = key.shape[0] * key.shape[1] * (key.shape[3] + value.shape[3])
 
     def pack(self) -> Tensor:
-        parts = [travelling(x, self._call) for x in (self._key, self._value)]
-        if self._wire is not None:
-            parts = [[self._wire.write(torch.cat(one, dim=2))] for one in parts]
-        return pack(parts)
+        key, value = (take(x, 2, self._call.travels) for x in self._own)
+        return pack(key, value) if self._wire is None else pack(self._wire.write(key), self._wire.write(value))
+
+    def shapes(self, source: int) -> Shapes:
+        """Of the block of a ring rank."""
+        rows = (self._batch, self._heads, self._call.block_sizes[source] + self._extra)
+        return (*rows, self._width), (*rows, self._value_width)
 
     def numel(self, source: int) -> int:
-        """Elements of the block of a ring rank."""
-        return self._of_a_token * (self._call.block_sizes[source] + self._extra)
-
-    def unpack(self, buffer: Tensor, source: int) -> tuple[Tensor, Tensor]:
         num_tokens = self._call.block_sizes[source] + self._extra
-        key, value = unpack(buffer, block_shapes(self._key, self._value, num_tokens))
+        return self._batch * self._heads * num_tokens * (self._width + self._value_width)
+
+    def unpack(self, buffer: Tensor, source: int) -> Block:
+        key, value = unpack(buffer, self.shapes(source))
         if self._wire is None:
             return key, value
-        return self._wire.read(key, self._key.dtype), self._wire.read(value, self._value.dtype)
+        return self._wire.read(key, self._own[0].dtype), self._wire.read(value, self._own[1].dtype)
 
 
-# These give the blocks that this rank sees, its own first, and the step of each: how many ranks before it its owner is. The
-# next block is in flight while the caller computes. Where autograd follows what travels, it is added to ``received``. They
-# let go of a block before they wait for the next: so must who takes them.
+# These give the blocks that this rank sees, its own first, and how each got here. The next block is in flight while the caller
+# computes. Where autograd follows what travels, it is added to ``received``. They let go of a block before they wait for the
+# next: so must who takes them.
+
+_OWN = Hop(0, 0)
 
 
-def _rotated(
+def _one_by_one(
     key: Tensor, value: Tensor, call: Call, wire: Wire | None = None, received: list[Tensor] | None = None
-) -> Iterator[tuple[int, RingBlock]]:
-    """Each rank passes on what it got: neighbours talk to neighbours only."""
-    if not call.rotates:
-        yield 0, (key, value)
+) -> Iterator[tuple[Hop, Block | None]]:
+    """Each rank passes on what it got: neighbours talk to neighbours only.
+
+    With a block mask, each sends its block straight to those that see any of it; None where another got one, and this rank none.
+    """
+    hops, dim = call.hops, call.mesh.ring
+    if not hops:
+        yield _OWN, (key, value)
         return
-    dim, traveller = call.mesh.ring, _Traveller(key, value, call, wire)
-    buffer = traveller.pack()
-    for step in range(dim.size):
-        arriving = None
-        if step + 1 < dim.size:
-            arriving = start_ring_shift(buffer, traveller.numel(call.source(step + 1)), dim)
-        yield step, (key, value) if step == 0 else traveller.unpack(buffer, call.source(step))
-        if arriving is not None:
-            buffer = wait(arriving)
-            if received is not None:
-                received.append(buffer)
+    traveller = _Traveller(key, value, call, wire)
+    passes_on = call.options.block_mask is None
+    sent = traveller.pack()
+
+    def start(hop: Hop) -> Travelling:
+        if passes_on:
+            return start_ring_shift(sent, traveller.numel(hop.source), dim)
+        # Where autograd follows each collective, they go back in the order in which they came, on every rank.
+        x = tied(sent if hop.sends else sent[:0], (received or [])[-1:])
+        return start_ring_shift(x, traveller.numel(hop.source) if hop.receives else 0, dim, distance=hop.step)
+
+    arriving = [start(hops[0])]
+    yield _OWN, (key, value)
+    for place, hop in enumerate(hops, start=1):
+        buffer = wait(arriving.pop())  # what is done still holds what it sent
+        if received is not None:
+            received.append(buffer)
+        if passes_on:
+            sent = buffer
+        if place < len(hops):
+            arriving.append(start(hops[place]))
+        yield hop, traveller.unpack(buffer, hop.source) if hop.receives else None
 
 
 def _gathered(
     key: Tensor, value: Tensor, call: Call, wire: Wire | None = None, received: list[Tensor] | None = None
-) -> Iterator[tuple[int, RingBlock]]:
+) -> Iterator[tuple[Hop, Block | None]]:
     """All of them in one collective."""
-    if not call.rotates:
-        yield 0, (key, value)
+    hops, dim = call.hops, call.mesh.ring
+    if not hops:
+        yield _OWN, (key, value)
         return
-    dim, traveller = call.mesh.ring, _Traveller(key, value, call, wire)
+    traveller = _Traveller(key, value, call, wire)
     sizes = [traveller.numel(source) for source in range(dim.size)]
-    arriving = start_all_gather(_filled_up(traveller.pack(), max(sizes)), dim)
-    yield 0, (key, value)
+    own, largest = traveller.pack(), max(sizes)
+    if own.numel() < largest:
+        own = torch.cat([own, own.new_zeros(largest - own.numel())])
+    arriving = start_all_gather(own, dim)
+    yield _OWN, (key, value)
     blocks = wait(arriving)
     if received is not None:
         received.append(blocks)
-    for step in range(1, dim.size):
-        source = call.source(step)
-        yield step, traveller.unpack(blocks.narrow(0, source * max(sizes), sizes[source]), source)
-
-
-def _filled_up(buffer: Tensor, size: int) -> Tensor:
-    return buffer if buffer.numel() == size else torch.cat([buffer, buffer.new_zeros(size - buffer.numel())])
-
-
-def _asked_for(
-    key: Tensor, value: Tensor, call: Call, wire: Wire | None = None, received: list[Tensor] | None = None
-) -> Iterator[tuple[int, RingBlock]]:
-    """Each rank sends its block straight to those that see any of it; None where another got one, and this rank none."""
-    dim, traveller = call.mesh.ring, _Traveller(key, value, call, wire)
-    steps = [step for step in range(1, dim.size) if any(sees(call, i, (i - step) % dim.size) for i in range(dim.size))]
-    own = traveller.pack() if steps else key
-
-    def start(step: int, after: Tensor) -> Travelling:
-        # Where autograd follows each collective, they go back in the order in which they came, on every rank.
-        sent = tied(own if sees(call, (dim.index + step) % dim.size, dim.index) else own[:0], [after])
-        arrives = traveller.numel(call.source(step)) if sees(call, dim.index, call.source(step)) else 0
-        return start_ring_shift(sent, arrives, dim, distance=step)
-
-    arriving = [start(steps[0], own)] if steps else []
-    yield 0, (key, value)
-    for place, step in enumerate(steps):
-        buffer = wait(arriving.pop())
-        if received is not None:
-            received.append(buffer)
-        if place + 1 < len(steps):
-            arriving.append(start(steps[place + 1], buffer))
-        yield step, traveller.unpack(buffer, call.source(step)) if sees(call, dim.index, call.source(step)) else None
-
-
-def sees(call: Call, ring_index: int, source: int) -> bool:
-    """Whether a ring rank sees a key that travels in the block of another."""
-    blocks = call.options.block_mask
-    return blocks is None or blocks.ring_sees(call.query_layout, call.key_layout, call.mesh, ring_index, source)
-
-
-def _blocks(call: Call) -> Callable[..., Iterator[tuple[int, RingBlock]]]:
-    if call.options.block_mask is not None:
-        return _asked_for
-    return _gathered if call.options.rotate_method == "allgather" else _rotated
+    for hop in hops:
+        yield hop, traveller.unpack(blocks.narrow(0, hop.source * largest, sizes[hop.source]), hop.source)
 
 
 def tied(x: Tensor, received: Sequence[Tensor]) -> Tensor:
@@ -248,44 +205,50 @@ def ring_attention(
         ``[B, H, S_q, D_v]`` in query's dtype, and lse ``[B, H, S_q]``.
     """
     tiling = call.tiling
-    low = _low_rows(mask)
-    if low is not None:
-        mask = low.mask
     queries = tiling.split(query)
-    rows: Sequence[Tensor | None] = [None] * len(queries) if mask is None else tiling.split(mask)
-    low_rows = None if low is None else list(zip(tiling.split(low.absorbed), tiling.split(low.highest), strict=True))
+    low = _low_rows(mask)
+    lows: Sequence[LowRows | None] = [None] * len(queries) if low is None else low.split(tiling.split)
+    rows = _split(mask if low is None else low.mask, call)
     found: list[tuple[Tensor, Tensor] | None] = [None] * len(queries)
     wire = None if comm_dtype is None else Wire(comm_dtype, min(key.shape[3], value.shape[3]))
     received: list[Tensor] | None = [] if torch.is_grad_enabled() else None
-    for step, block in _blocks(call)(key, value, call, wire, received):
+    gathers = call.options.rotate_method == "allgather" and call.options.block_mask is None
+    for hop, block in (_gathered if gathers else _one_by_one)(key, value, call, wire, received):
         if block is None:
             continue
-        order = tiling.keys[step]
-        k, v = (expand(order.arrange(x), heads) for x in block)
-        for piece, tiles in enumerate(tiling.tiles(step)):
-            mask_rows = rows[piece]
-            seen = None if mask_rows is None else columns(mask_rows, order.positions)
-            for tile in tiles:
-                tile_mask = _of_tile(seen, tile)
-                out, lse = attend(
-                    queries[piece],
-                    take(k, 2, tile),
-                    take(v, 2, tile),
-                    mask=tile_mask,
-                    is_causal=tile.diagonal,
-                    scale=call.scale,
-                )
-                if low is not None and low_rows is not None and tile_mask is not None:
-                    lse = low.lse_of_tile(lse, tile_mask, *low_rows[piece], diagonal=tile.diagonal)
-                found[piece] = merged(found[piece], (out, lse))
+        order = tiling.keys[hop.step]
+        k, v = block
+        if heads is not None or not order.as_held:
+            k, v = [expand(order.arrange(x), heads) for x in block]
+        for piece, tile in tiling.tiles(hop.step):
+            seen = rows[piece]
+            tile_mask = None if seen is None else columns(seen, tile.positions)
+            out, lse = attend(
+                queries[piece],
+                take(k, 2, tile.runs),
+                take(v, 2, tile.runs),
+                mask=tile_mask,
+                is_causal=tile.diagonal,
+                scale=call.scale,
+            )
+            of_piece = lows[piece]
+            if of_piece is not None and tile_mask is not None:
+                lse = of_piece.lse_of_tile(lse, tile_mask, diagonal=tile.diagonal)
+            found[piece] = merged(found[piece], (out, lse))
         # Or three blocks would be in memory while the next hop is on its way.
         del block, k, v
     results = [_nothing(q, value) if result is None else result for q, result in zip(queries, found, strict=True)]
-    out, lse = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2) for parts in zip(*results, strict=True))
-    out = tiling.queries.restore(out if out.dtype == query.dtype else out.to(query.dtype))
+    out = tiling.join([out for out, _ in results])
+    if out.dtype != query.dtype:
+        out = out.to(query.dtype)
     if received is not None:
         out = tied(out, [query, key, value, *received])
-    return out, tiling.queries.restore(lse)
+    return out, tiling.join([lse for _, lse in results])
+
+
+def _split(mask: Tensor | None, call: Call) -> Sequence[Tensor | None]:
+    """The rows of ``mask`` for each piece of the queries."""
+    return [None] * len(call.tiling.pieces) if mask is None else call.tiling.split(mask)
 
 
 def _low_rows(mask: Tensor | None) -> LowRows | None:
@@ -321,155 +284,105 @@ def ring_attention_backward(
     mask_gradient: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of query, key, value and, if asked for, mask; args as in :func:`ring_attention`."""
-    block_backward = _BlockBackward(grad_out, query, mask, out, lse, call, heads, mask_gradient)
-    sum_up = _rotate_gradients if call.options.block_mask is None else _return_gradients
-    grad_key, grad_value = sum_up(block_backward, key, value, call)
-    grad_query, grad_mask = block_backward.query_gradient(), block_backward.mask_gradient()
+    tiling = call.tiling
+    low = _low_rows(mask)
+    if low is not None:
+        mask = low.mask
+        grad_out, lse = low.for_gradient(grad_out, lse)
+    queries, grads, outs, lses = [tiling.split(x) for x in (query, grad_out, out, lse[..., None])]
+    pieces = [
+        _Piece(
+            queries[number],
+            grads[number],
+            outs[number],
+            lses[number],
+            rows,
+            grad_query=torch.zeros_like(queries[number], dtype=lse.dtype),
+            grad_mask=torch.zeros_like(rows, dtype=lse.dtype) if mask_gradient and rows is not None else None,
+        )
+        for number, rows in enumerate(_split(mask, call))
+    ]
+    grad_key, grad_value = _key_gradients(pieces, key, value, call, heads)
+    grad_query = tiling.join([piece.grad_query for piece in pieces])
+    grad_rows = [piece.grad_mask for piece in pieces if piece.grad_mask is not None]
+    grad_mask = None
+    if grad_rows and mask is not None:
+        grad_mask = torch.stack(grad_rows).sum(0) if mask.shape[2] == 1 else tiling.join(grad_rows)
     return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), grad_mask
 
 
-def _rotate_gradients(block_backward: _BlockBackward, key: Tensor, value: Tensor, call: Call) -> list[Tensor]:
-    """The gradients of this rank's keys and values: what was found for a block travels behind it, and at last home."""
-    dim, sizes = call.mesh.ring, call.block_sizes
-    arriving: Travelling | None = None
+@dataclass(frozen=True)
+class _Piece:
+    """Queries that see the same keys of every block; gradients, in the dtype of lse, are added up in place."""
+
+    query: Tensor
+    grad_out: Tensor
+    out: Tensor
+    lse: Tensor  # [B, H, S_q, 1]
+    mask: Tensor | None
+    grad_query: Tensor
+    grad_mask: Tensor | None
+
+
+def _key_gradients(
+    pieces: Sequence[_Piece], key: Tensor, value: Tensor, call: Call, heads: Tensor | None
+) -> list[Tensor]:
+    """The gradients of this rank's keys and values.
+
+    What was found for a block travels behind it, and at last home; with a block mask, from each rank straight home.
+    """
+    dim, traveller = call.mesh.ring, _Traveller(key, value, call)
     own: list[Tensor] = []
-    for step, block in _rotated(key, value, call):
-        grads = [] if block is None else block_backward(*block, step)
+    arriving: list[Travelling] = []  # on its way while this rank computes its own share
+    for hop, block in _one_by_one(key, value, call):
+        grads = [] if block is None else _add_block(pieces, *block, hop.step, call, heads)
         del block
-        if step == 0:
+        if hop.step == 0:
             own = grads
-            continue
-        if arriving is not None:  # on its way while this rank computed its own share
-            earlier = unpack(wait(arriving), block_shapes(key, value, sizes[call.source(step)]))
-            grads = [one.add_(other) for one, other in zip(grads, earlier, strict=True)]
-        next_shapes = block_shapes(key, value, sizes[call.source(step + 1)])
-        arriving = start_ring_shift(pack([[grad] for grad in grads]), sum([prod(shape) for shape in next_shapes]), dim)
-    if arriving is not None:
-        _add_home(own, wait(arriving), call)
-    return own
-
-
-def _return_gradients(block_backward: _BlockBackward, key: Tensor, value: Tensor, call: Call) -> list[Tensor]:
-    """The same where blocks were sent straight to who asked: each of these sends what it found straight back."""
-    dim = call.mesh.ring
-    # A rank alone with its keys keeps its place in the sequence, which is none in a ring of one.
-    num_tokens = call.block_sizes[dim.index] if dim.size > 1 else 0
-    home = sum([prod(shape) for shape in block_shapes(key, value, num_tokens)])
-    own: list[Tensor] = []
-    arriving: list[Travelling] = []
-    for step, block in _asked_for(key, value, call):
-        grads = [] if block is None else block_backward(*block, step)
-        if step == 0:
-            own = grads
-            continue
-        sent = pack([[grad] for grad in grads]) if grads else own[0].new_empty(0)
-        arrives = home if sees(call, (dim.index + step) % dim.size, dim.index) else 0
-        arriving.append(start_ring_shift(sent, arrives, dim, distance=-step))
-    for found in map(wait, arriving):
-        if found.numel():
-            _add_home(own, found, call)
-    return own
-
-
-def _add_home(own: Sequence[Tensor], arrived: Tensor, call: Call) -> None:
-    """Add the gradients of what travelled, ``arrived``, to those of this rank's keys and values."""
-    travelled = [travelling(grad, call) for grad in own]
-    shapes = [(*parts[0].shape[:2], sum([part.shape[2] for part in parts]), parts[0].shape[3]) for parts in travelled]
-    for parts, found in zip(travelled, unpack(arrived, shapes), strict=True):
-        for part, grad in zip(parts, found.split([part.shape[2] for part in parts], dim=2), strict=True):
-            part.add_(grad)
-
-
-class _BlockBackward:
-    """What one block of keys after the other adds to the gradients of this rank's queries and mask."""
-
-    def __init__(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        mask: Tensor | None,
-        out: Tensor,
-        lse: Tensor,
-        call: Call,
-        heads: Tensor | None,
-        mask_gradient: bool,
-    ) -> None:
-        self._tiling = call.tiling
-        split = self._tiling.split
-        low = _low_rows(mask)
-        if low is not None:
-            mask = low.mask
-            grad_out, lse = low.for_gradient(grad_out, lse)
-        self._pieces = list(zip(split(query), split(grad_out), split(out), split(lse[..., None]), strict=True))
-        self._rows: Sequence[Tensor | None] = [None] * len(self._pieces) if mask is None else split(mask)
-        self._one_row = mask is not None and mask.shape[2] == 1
-        self._call, self._heads, self._dtype = call, heads, lse.dtype
-        self._grad_queries = [torch.zeros_like(q, dtype=lse.dtype) for q, *_ in self._pieces]
-        self._grad_rows: list[Tensor] = []
-        if mask_gradient:
-            self._grad_rows = [torch.zeros_like(rows, dtype=lse.dtype) for rows in self._rows if rows is not None]
-
-    def __call__(self, key: Tensor, value: Tensor, step: int) -> list[Tensor]:
-        """The gradients of a block of keys and values, in the dtype of lse."""
-        order = self._tiling.keys[step]
-        key, value = order.arrange(key), order.arrange(value)
-        grads = [x.new_zeros(x.shape, dtype=self._dtype) for x in (key, value)]
-        key, value = expand(key, self._heads), expand(value, self._heads)
-        for piece, tiles in enumerate(self._tiling.tiles(step)):
-            query, grad_out, out, lse = self._pieces[piece]
-            rows = self._rows[piece]
-            seen = None if rows is None else columns(rows, order.positions)
-            for tile in tiles:
-                grad_query, *grad_block, grad_mask = local_attention_backward(
-                    grad_out,
-                    query,
-                    take(key, 2, tile),
-                    take(value, 2, tile),
-                    out,
-                    lse[..., 0],
-                    mask=_of_tile(seen, tile),
-                    is_causal=tile.diagonal,
-                    scale=self._call.scale,
-                    mask_gradient=bool(self._grad_rows),
-                )
-                self._grad_queries[piece].add_(grad_query)
-                lengths = [length for _, length in tile.runs]
-                for total, found in zip(grads, grad_block, strict=True):
-                    for run, part in zip(tile.runs, found.split(lengths, dim=2), strict=True):
-                        self._add_heads(total.narrow(2, *run), part)
-                if grad_mask is not None:
-                    self._add_columns(self._grad_rows[piece], grad_mask, order, tile)
-        return [order.restore(grad) for grad in grads]
-
-    def _add_heads(self, total: Tensor, found: Tensor) -> None:
-        if self._heads is None:
-            total.add_(found)
+        elif call.options.block_mask is None:
+            if arriving:
+                earlier = unpack(wait(arriving.pop()), traveller.shapes(hop.source))
+                grads = [one.add_(other) for one, other in zip(grads, earlier, strict=True)]
+            arriving.append(start_ring_shift(pack(*grads), traveller.numel(call.source(hop.step + 1)), dim))
         else:
-            total.index_add_(1, self._heads, found.to(total.dtype))
+            sent = pack(*grads) if grads else own[0].new_empty(0)
+            arrives = traveller.numel(dim.index) if hop.sends else 0
+            arriving.append(start_ring_shift(sent, arrives, dim, distance=-hop.step))
+    for buffer in map(wait, arriving):
+        if buffer.numel():
+            for total, found in zip(own, unpack(buffer, traveller.shapes(dim.index)), strict=True):
+                put(total, 2, call.travels, found)
+    return own
 
-    @staticmethod
-    def _add_columns(total: Tensor, found: Tensor, keys: Order, tile: Tile) -> None:
-        """Add ``found`` ``[B, H, S_q, num_keys]`` where ``total`` has the tile's columns; sum where it broadcasts."""
-        if total.shape[3] == 1:
-            total.add_(found.sum_to_size(total.shape))
-            return
-        before = done = 0
-        for start, length in keys.positions:
-            for first, number in intersect([(before, length)], tile.runs):
-                where = total.narrow(3, start + first - before, number)
-                where.add_(found.narrow(3, done, number).sum_to_size(where.shape))
-                done += number
-            before += length
 
-    def query_gradient(self) -> Tensor:
-        """Of all pieces, in the block's order, in the dtype of lse."""
-        return self._whole(self._grad_queries)
-
-    def mask_gradient(self) -> Tensor | None:
-        """Like the mask, in the dtype of lse; None if it was not asked for."""
-        if not self._grad_rows:
-            return None
-        return torch.stack(self._grad_rows).sum(0) if self._one_row else self._whole(self._grad_rows)
-
-    def _whole(self, pieces: list[Tensor]) -> Tensor:
-        return self._tiling.queries.restore(pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2))
+def _add_block(
+    pieces: Sequence[_Piece], key: Tensor, value: Tensor, step: int, call: Call, heads: Tensor | None
+) -> list[Tensor]:
+    """The gradients of a block of keys and values, in the dtype of lse; those of queries and mask are added up."""
+    order = call.tiling.keys[step]
+    key, value = order.arrange(key), order.arrange(value)
+    grads = [x.new_zeros(x.shape, dtype=pieces[0].lse.dtype) for x in (key, value)]
+    key, value = expand(key, heads), expand(value, heads)
+    for number, tile in call.tiling.tiles(step):
+        piece = pieces[number]
+        grad_query, *grad_block, grad_mask = local_attention_backward(
+            piece.grad_out,
+            piece.query,
+            take(key, 2, tile.runs),
+            take(value, 2, tile.runs),
+            piece.out,
+            piece.lse[..., 0],
+            mask=None if piece.mask is None else columns(piece.mask, tile.positions),
+            is_causal=tile.diagonal,
+            scale=call.scale,
+            mask_gradient=piece.grad_mask is not None,
+        )
+        piece.grad_query.add_(grad_query)
+        for total, found in zip(grads, grad_block, strict=True):
+            put(total, 2, tile.runs, found, heads)
+        if piece.grad_mask is not None and grad_mask is not None:
+            if piece.grad_mask.shape[3] == 1:
+                piece.grad_mask.add_(grad_mask.sum_to_size(piece.grad_mask.shape))
+            else:
+                put(piece.grad_mask, 3, tile.positions, grad_mask)
+    return [order.restore(grad) for grad in grads]

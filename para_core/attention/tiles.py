@@ -54,12 +54,17 @@ def sharded_runs(layout: SequenceLayout, mesh: SequenceMesh, ring_index: int) ->
 
 @dataclass(frozen=True)
 class Tile:
-    """Keys that a run of queries sees: ``runs`` of them, by their offset in the block, ascending and not empty."""
+    """Keys that a run of queries sees.
+
+    Args:
+        runs: of them, by their offset in the block, ascending and not empty.
+        positions: of the same keys, in the whole sequence.
+        diagonal: one run, as long as the queries, at their positions: query i of the run sees keys 0 … i of the tile.
+    """
 
     runs: tuple[Run, ...]
-    diagonal: (
-        bool  # one run, as long as the queries, at their positions: query i of the run sees keys 0 … i of the tile
-    )
+    positions: tuple[Run, ...]
+    diagonal: bool
 
 
 def coalesce(runs: Sequence[Run]) -> list[Run]:
@@ -112,19 +117,18 @@ def visible_tiles(queries: Run, keys: Sequence[Run], *, is_causal: bool, seen: S
         seen: positions of keys that a block mask shows these queries, ascending; all if None.
 
     >>> visible_tiles((4, 2), [(0, 2), (4, 6)], is_causal=True, seen=None)
-    [Tile(runs=((0, 2),), diagonal=False), Tile(runs=((2, 2),), diagonal=True)]
+    [Tile(runs=((0, 2),), positions=((0, 2),), diagonal=False), Tile(runs=((2, 2),), positions=((4, 2),), diagonal=True)]
     >>> visible_tiles((4, 2), [(0, 2), (4, 6)], is_causal=False, seen=[(0, 1), (5, 3)])
-    [Tile(runs=((0, 1), (3, 3)), diagonal=False)]
+    [Tile(runs=((0, 1), (3, 3)), positions=((0, 1), (5, 3)), diagonal=False)]
     """
-    first, _ = queries
-    tiles = []
-    earlier = intersect(keys, [(0, first)]) if is_causal else keys
-    if runs := offsets(earlier if seen is None else intersect(earlier, seen), keys):
-        tiles.append(Tile(tuple(runs), diagonal=False))
+    visible = [keys]
     if is_causal:
-        same = intersect(keys, [queries])
-        if runs := offsets(same if seen is None else intersect(same, seen), keys):
-            tiles.append(Tile(tuple(runs), diagonal=True))
+        visible = [intersect(keys, [(0, queries[0])]), intersect(keys, [queries])]
+    tiles = []
+    for there, diagonal in zip(visible, (False, True), strict=False):
+        positions = there if seen is None else intersect(there, seen)
+        if positions:
+            tiles.append(Tile(tuple(offsets(positions, keys)), tuple(positions), diagonal))
     return tiles
 
 
@@ -160,6 +164,24 @@ def offsets(runs: Sequence[Run], block: Sequence[Run]) -> list[Run]:
     return join_neighbours(found)
 
 
+def take(x: Tensor, dim: int, runs: Sequence[Run]) -> Tensor:
+    """The parts of ``x`` at ``runs`` of a dim, one behind the other."""
+    if len(runs) == 1:
+        start, length = runs[0]
+        return x if length == x.size(dim) else x.narrow(dim, start, length)
+    return torch.cat([x.narrow(dim, 0, 0), *[x.narrow(dim, *run) for run in runs]], dim=dim)
+
+
+def put(total: Tensor, dim: int, runs: Sequence[Run], found: Tensor, heads: Tensor | None = None) -> None:
+    """Add ``found`` to where :func:`take` takes it from, ``[B, H, …]``: a head of it to each of ``heads``, or summed as it broadcasts."""
+    for run, part in zip(runs, found.split([length for _, length in runs], dim=dim), strict=True):
+        where = total.narrow(dim, *run)
+        if heads is None:
+            where.add_(part.sum_to_size(where.shape))
+        else:
+            where.index_add_(1, heads, part.to(total.dtype))
+
+
 # -- one call
 
 
@@ -171,19 +193,19 @@ class Order:
         self._order = list(range(len(runs)))
         if ascending:
             self._order.sort(key=lambda index: runs[index])
-        self._as_held = self._order == list(range(len(runs)))
+        self.as_held = self._order == list(range(len(runs)))
         self.positions = coalesce(runs) if ascending else list(runs)
 
     def arrange(self, x: Tensor) -> Tensor:
         """``x`` along dim 2, from the order in which the block holds it to this one."""
-        if self._as_held:
+        if self.as_held:
             return x
         parts = x.split(self._lengths, dim=2)
         return torch.cat([parts[index] for index in self._order], dim=2)
 
     def restore(self, x: Tensor) -> Tensor:
         """The inverse of :meth:`arrange`."""
-        if self._as_held:
+        if self.as_held:
             return x
         parts = x.split([self._lengths[index] for index in self._order], dim=2)
         place = {index: place for place, index in enumerate(self._order)}
@@ -210,7 +232,7 @@ class Tiling:
         self._query_runs, self._key_runs = query_runs, key_runs
         self._is_causal, self._visible = is_causal, visible
         self._by_position = is_causal or visible is not None
-        self._tiles: dict[int, list[list[Tile]]] = {}
+        self._tiles: dict[int, list[tuple[int, Tile]]] = {}
 
     @lazy
     def queries(self) -> Order:
@@ -231,15 +253,19 @@ class Tiling:
         """Of each step."""
         return [Order(runs, ascending=self._by_position) for runs in self._key_runs]
 
-    def tiles(self, step: int) -> list[list[Tile]]:
-        """What each piece of the queries sees of the block that is here at ``step``."""
+    def tiles(self, step: int) -> list[tuple[int, Tile]]:
+        """What the pieces of the queries, by number, see of the block that is here at ``step``."""
         if step not in self._tiles:
-            self._tiles[step] = [self._tiles_of(piece, self.keys[step]) for piece in self.pieces]
+            keys = self.keys[step]
+            self._tiles[step] = [
+                (number, tile) for number, piece in enumerate(self.pieces) for tile in self._tiles_of(piece, keys)
+            ]
         return self._tiles[step]
 
     def _tiles_of(self, queries: Run, keys: Order) -> list[Tile]:
         if not self._by_position:
-            return [Tile(((0, sum([length for _, length in keys.positions])),), diagonal=False)]
+            runs = ((0, sum([length for _, length in keys.positions])),)
+            return [Tile(runs, tuple(join_neighbours(keys.positions)), diagonal=False)]
         if not queries[1]:
             return []
         seen = None if self._visible is None else self._visible.keys_of(queries[0])
@@ -252,3 +278,7 @@ class Tiling:
             return [x] * len(lengths)
         x = self.queries.arrange(x)
         return [x] if len(lengths) == 1 else list(x.split(lengths, dim=2))
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """The inverse of :meth:`split`."""
+        return self.queries.restore(parts[0] if len(parts) == 1 else torch.cat([*parts], dim=2))

@@ -181,11 +181,12 @@ def _kept_blocks(
     of_blocks = [_chosen(seen, positions) for positions in travels] if dim.size > 1 else []
     wire = None if comm_dtype is None else Wire(comm_dtype, min(key.shape[3], value.shape[3]))
     extra = 0 if wire is None else wire.scale_rows
-    shapes = [[(*one.shape[:2], one.shape[2] + extra, x.shape[3]) for x in (key, value)] for one in of_blocks]
+    rows_of = [(*one.shape[:2], one.shape[2] + extra) for one in of_blocks]
+    shapes = [((*rows, key.shape[3]), (*rows, value.shape[3])) for rows in rows_of]
     if dim.size > 1:
         rows = _rows_of(travels[dim.index], held)
         parts = [_take(x.index_select(2, rows), of_blocks[dim.index]) for x in (key, value)]
-        buffer = pack([[part if wire is None else wire.write(part)] for part in parts])
+        buffer = pack(*[part if wire is None else wire.write(part) for part in parts])
     for step in range(dim.size):
         source = (dim.index - step) % dim.size
         if step + 1 < dim.size:
