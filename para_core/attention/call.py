@@ -29,6 +29,9 @@ class Hop(NamedTuple):
     receives: bool = True
 
 
+OWN = Hop(0, 0)  # in place of one: the block that is here at first
+
+
 @dataclass(frozen=True, eq=False)
 class Call:
     """What is computed, and by whom. What follows from it (who sends what to whom, tiles of a causal mask) is found once.
@@ -99,35 +102,30 @@ class Call:
 
     @lazy
     def hops(self) -> list[Hop]:
-        """Of each step in which a block moves."""
-        size, index = self.mesh.ring.size, self.mesh.ring.index
-        hops = [Hop(step, self.source(step)) for step in range(1, size if self.rotates else 1)]
-        blocks = self.options.block_mask
+        """One for each step in which a block moves."""
+        size, index, blocks = self.mesh.ring.size, self.mesh.ring.index, self.options.block_mask
+        steps = range(1, size if self.rotates else 1)
         if blocks is None:
-            return hops
-        asked = []
-        for step, source, _, _ in hops:
-            sees = [
-                blocks.ring_sees(self.query_layout, self.key_layout, self.mesh, rank, (rank - step) % size)
-                for rank in range(size)
-            ]
-            if any(sees):
-                asked.append(Hop(step, source, sends=sees[(index + step) % size], receives=sees[index]))
-        return asked
+            return [Hop(step, self.source(step)) for step in steps]
+        layouts = (self.query_layout, self.key_layout, self.mesh)
+        sees = [
+            [blocks.ring_sees(*layouts, rank, (rank - step) % size) for rank in range(size)] for step in range(size)
+        ]
+        return [
+            Hop(step, self.source(step), sends=sees[step][(index + step) % size], receives=sees[step][index])
+            for step in steps
+            if any(sees[step])
+        ]
 
     @lazy
     def travels(self) -> list[Run]:
         """The keys of this rank's own block that no other block holds, by their offset in it."""
-        layout, mesh = self.key_layout, self.mesh
-        if mesh.ulysses.size > 1 or not layout.replicated:
-            return [(0, self.block_sizes[mesh.ring.index])]
-        runs, before = [], 0
-        for segment in layout.segments:
-            length = segment.size(mesh.rank, layout.ranks)
-            if not segment.replicated:
-                runs.append((before, length))
-            before = before + length
-        return runs
+        if self.mesh.ulysses.size > 1:
+            return [(0, self.block_sizes[self.mesh.ring.index])]
+        segments = self.key_layout.segments
+        sizes = [segment.size(self.mesh.rank, self.key_layout.ranks) for segment in segments]
+        runs = [(sum(sizes[:i]), size) for i, size in enumerate(sizes) if not segments[i].replicated]
+        return join_neighbours(runs) or [(0, 0)]
 
     @lazy
     def query_runs(self) -> list[Run]:

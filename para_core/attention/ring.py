@@ -19,7 +19,7 @@ float32, for 16-bit input, too): R - 1 hops each. Nothing is saved but query, ke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from para_core.attention.approximate.wire import Wire
-from para_core.attention.call import Call, Hop
+from para_core.attention.call import OWN, Call, Hop
 from para_core.attention.local import local_attention_backward, local_attention_with_lse, lse_dtype
 from para_core.attention.low_rows import LowRows
 from para_core.attention.merge import merge
@@ -37,9 +37,7 @@ from para_core.layout import Run
 
 # (query, key, value, *, mask, is_causal, scale) -> out, lse: `local_attention_with_lse`, or a user's own.
 LocalAttention = Callable[..., tuple[Tensor, Tensor]]
-# Keys and values, and their shapes.
-Block = tuple[Tensor, Tensor]
-Shapes = tuple[tuple[int, ...], tuple[int, ...]]
+Block = tuple[Tensor, Tensor]  # keys and values
 
 
 def columns(mask: Tensor, positions: Sequence[Run]) -> Tensor:
@@ -55,114 +53,104 @@ def expand(x: Tensor, heads: Tensor | None) -> Tensor:
 # -- how blocks travel
 
 
-def pack(key: Tensor, value: Tensor) -> Tensor:
-    """One flat buffer."""
-    if key.shape == value.shape:
-        return torch.stack([key, value]).view(-1)
-    return torch.cat([key.reshape(-1), value.reshape(-1)])
+class Packing:
+    """Keys and values of a ring rank in one flat buffer: as they are, or rounded.
 
+    Args:
+        key, value: ``[B, H, S, D]``, ``[B, H, S, D_v]``, of whatever length.
+        lengths: tokens that each ring rank packs.
+    """
 
-def unpack(buffer: Tensor, shapes: Shapes) -> Block:
-    """The inverse of :func:`pack`: views."""
-    key, value = shapes
-    if key == value:
-        keys_and_values = buffer.view(2, *key)
-        return keys_and_values[0], keys_and_values[1]
-    keys, values = buffer.split([prod(key), prod(value)])
-    return keys.view(key), values.view(value)
-
-
-class _Traveller:
-    """What a block of keys and values is while it travels: as it is, or rounded."""
-
-    def __init__(self, key: Tensor, value: Tensor, call: Call, wire: Wire | None = None) -> None:
-        self._own, self._call, self._wire = (key, value), call, wire
+    def __init__(self, key: Tensor, value: Tensor, lengths: Sequence[int], wire: Wire | None = None) -> None:
+        self._wire, self._dtype = wire, key.dtype
+        self._lengths = lengths if wire is None else [length + wire.scale_rows for length in lengths]
         self._batch, self._heads, _, self._width = key.shape
         self._value_width = value.shape[3]
-        self._extra = 0 if wire is None else wire.scale_rows
 
-    def pack(self) -> Tensor:
-        key, value = (take(x, 2, self._call.travels) for x in self._own)
-        return pack(key, value) if self._wire is None else pack(self._wire.write(key), self._wire.write(value))
+    def numel(self, rank: int) -> int:
+        """Elements of the buffer of a ring rank."""
+        return self._batch * self._heads * self._lengths[rank] * (self._width + self._value_width)
 
-    def shapes(self, source: int) -> Shapes:
-        """Of the block of a ring rank."""
-        rows = (self._batch, self._heads, self._call.block_sizes[source] + self._extra)
-        return (*rows, self._width), (*rows, self._value_width)
+    def pack(self, key: Tensor, value: Tensor) -> Tensor:
+        if self._wire is not None:
+            key, value = self._wire.write(key), self._wire.write(value)
+        if self._width == self._value_width:
+            return torch.stack([key, value]).view(-1)
+        return torch.cat([key.reshape(-1), value.reshape(-1)])
 
-    def numel(self, source: int) -> int:
-        num_tokens = self._call.block_sizes[source] + self._extra
-        return self._batch * self._heads * num_tokens * (self._width + self._value_width)
-
-    def unpack(self, buffer: Tensor, source: int) -> Block:
-        key, value = unpack(buffer, self.shapes(source))
+    def unpack(self, buffer: Tensor, rank: int) -> Block:
+        """What a ring rank packed; views, where nothing was rounded."""
+        rows = (self._batch, self._heads, self._lengths[rank])
+        if self._width == self._value_width:
+            both = buffer.view(2, *rows, self._width)
+            key, value = both[0], both[1]
+        else:
+            keys, values = buffer.split([prod(rows) * self._width, prod(rows) * self._value_width])
+            key, value = keys.view(*rows, self._width), values.view(*rows, self._value_width)
         if self._wire is None:
             return key, value
-        return self._wire.read(key, self._own[0].dtype), self._wire.read(value, self._own[1].dtype)
+        return self._wire.read(key, self._dtype), self._wire.read(value, self._dtype)
 
 
-# These give the blocks that this rank sees, its own first, and how each got here. The next block is in flight while the caller
-# computes. Where autograd follows what travels, it is added to ``received``. They let go of a block before they wait for the
-# next: so must who takes them.
-
-_OWN = Hop(0, 0)
+# How what each rank has packed, ``sent``, gets to the others: these give the blocks that this rank sees, its own first. The next
+# one is in flight while the caller computes. They let go of a block before they wait for the next: so must who takes them. What
+# autograd follows is added to ``received``.
 
 
-def _one_by_one(
-    key: Tensor, value: Tensor, call: Call, wire: Wire | None = None, received: list[Tensor] | None = None
+def one_by_one(
+    own: Block, sent: Tensor, packing: Packing, call: Call, received: list[Tensor]
 ) -> Iterator[tuple[Hop, Block | None]]:
     """Each rank passes on what it got: neighbours talk to neighbours only.
 
     With a block mask, each sends its block straight to those that see any of it; None where another got one, and this rank none.
     """
     hops, dim = call.hops, call.mesh.ring
-    if not hops:
-        yield _OWN, (key, value)
-        return
-    traveller = _Traveller(key, value, call, wire)
     passes_on = call.options.block_mask is None
-    sent = traveller.pack()
 
     def start(hop: Hop) -> Travelling:
         if passes_on:
-            return start_ring_shift(sent, traveller.numel(hop.source), dim)
+            return start_ring_shift(sent, packing.numel(hop.source), dim)
         # Where autograd follows each collective, they go back in the order in which they came, on every rank.
-        x = tied(sent if hop.sends else sent[:0], (received or [])[-1:])
-        return start_ring_shift(x, traveller.numel(hop.source) if hop.receives else 0, dim, distance=hop.step)
+        x = tied(sent if hop.sends else sent[:0], received[-1:])
+        return start_ring_shift(x, packing.numel(hop.source) if hop.receives else 0, dim, distance=hop.step)
 
     arriving = [start(hops[0])]
-    yield _OWN, (key, value)
+    yield OWN, own
     for place, hop in enumerate(hops, start=1):
         buffer = wait(arriving.pop())  # what is done still holds what it sent
-        if received is not None:
+        if torch.is_grad_enabled():
             received.append(buffer)
         if passes_on:
             sent = buffer
         if place < len(hops):
             arriving.append(start(hops[place]))
-        yield hop, traveller.unpack(buffer, hop.source) if hop.receives else None
+        yield hop, packing.unpack(buffer, hop.source) if hop.receives else None
 
 
 def _gathered(
-    key: Tensor, value: Tensor, call: Call, wire: Wire | None = None, received: list[Tensor] | None = None
+    own: Block, sent: Tensor, packing: Packing, call: Call, received: list[Tensor]
 ) -> Iterator[tuple[Hop, Block | None]]:
     """All of them in one collective."""
-    hops, dim = call.hops, call.mesh.ring
-    if not hops:
-        yield _OWN, (key, value)
-        return
-    traveller = _Traveller(key, value, call, wire)
-    sizes = [traveller.numel(source) for source in range(dim.size)]
-    own, largest = traveller.pack(), max(sizes)
-    if own.numel() < largest:
-        own = torch.cat([own, own.new_zeros(largest - own.numel())])
-    arriving = start_all_gather(own, dim)
-    yield _OWN, (key, value)
+    sizes = [packing.numel(rank) for rank in range(call.mesh.ring.size)]
+    largest = max(sizes)
+    if sent.numel() < largest:
+        sent = torch.cat([sent, sent.new_zeros(largest - sent.numel())])
+    arriving = start_all_gather(sent, call.mesh.ring)
+    yield OWN, own
     blocks = wait(arriving)
-    if received is not None:
+    if torch.is_grad_enabled():
         received.append(blocks)
-    for hop in hops:
-        yield hop, traveller.unpack(blocks.narrow(0, hop.source * largest, sizes[hop.source]), hop.source)
+    for hop in call.hops:
+        yield hop, packing.unpack(blocks.narrow(0, hop.source * largest, sizes[hop.source]), hop.source)
+
+
+def _blocks(
+    key: Tensor, value: Tensor, packing: Packing, call: Call, received: list[Tensor], *, gather: bool = False
+) -> Iterable[tuple[Hop, Block | None]]:
+    if not call.hops:
+        return [(OWN, (key, value))]
+    sent = packing.pack(take(key, 2, call.travels), take(value, 2, call.travels))
+    return (_gathered if gather else one_by_one)((key, value), sent, packing, call, received)
 
 
 def tied(x: Tensor, received: Sequence[Tensor]) -> Tensor:
@@ -211,9 +199,10 @@ def ring_attention(
     rows = _split(mask if low is None else low.mask, call)
     found: list[tuple[Tensor, Tensor] | None] = [None] * len(queries)
     wire = None if comm_dtype is None else Wire(comm_dtype, min(key.shape[3], value.shape[3]))
-    received: list[Tensor] | None = [] if torch.is_grad_enabled() else None
-    gathers = call.options.rotate_method == "allgather" and call.options.block_mask is None
-    for hop, block in (_gathered if gathers else _one_by_one)(key, value, call, wire, received):
+    packing = Packing(key, value, call.block_sizes, wire)
+    received: list[Tensor] = []
+    gather = call.options.rotate_method == "allgather" and call.options.block_mask is None
+    for hop, block in _blocks(key, value, packing, call, received, gather=gather):
         if block is None:
             continue
         order = tiling.keys[hop.step]
@@ -241,9 +230,7 @@ def ring_attention(
     out = tiling.join([out for out, _ in results])
     if out.dtype != query.dtype:
         out = out.to(query.dtype)
-    if received is not None:
-        out = tied(out, [query, key, value, *received])
-    return out, tiling.join([lse for _, lse in results])
+    return tied(out, [query, key, value, *received]), tiling.join([lse for _, lse in results])
 
 
 def _split(mask: Tensor | None, call: Call) -> Sequence[Tensor | None]:
@@ -331,26 +318,26 @@ def _key_gradients(
 
     What was found for a block travels behind it, and at last home; with a block mask, from each rank straight home.
     """
-    dim, traveller = call.mesh.ring, _Traveller(key, value, call)
+    dim, packing = call.mesh.ring, Packing(key, value, call.block_sizes)
     own: list[Tensor] = []
     arriving: list[Travelling] = []  # on its way while this rank computes its own share
-    for hop, block in _one_by_one(key, value, call):
+    for hop, block in _blocks(key, value, packing, call, []):
         grads = [] if block is None else _add_block(pieces, *block, hop.step, call, heads)
         del block
         if hop.step == 0:
             own = grads
         elif call.options.block_mask is None:
             if arriving:
-                earlier = unpack(wait(arriving.pop()), traveller.shapes(hop.source))
+                earlier = packing.unpack(wait(arriving.pop()), hop.source)
                 grads = [one.add_(other) for one, other in zip(grads, earlier, strict=True)]
-            arriving.append(start_ring_shift(pack(*grads), traveller.numel(call.source(hop.step + 1)), dim))
+            arriving.append(start_ring_shift(packing.pack(*grads), packing.numel(call.source(hop.step + 1)), dim))
         else:
-            sent = pack(*grads) if grads else own[0].new_empty(0)
-            arrives = traveller.numel(dim.index) if hop.sends else 0
+            sent = packing.pack(*grads) if grads else own[0].new_empty(0)
+            arrives = packing.numel(dim.index) if hop.sends else 0
             arriving.append(start_ring_shift(sent, arrives, dim, distance=-hop.step))
     for buffer in map(wait, arriving):
         if buffer.numel():
-            for total, found in zip(own, unpack(buffer, traveller.shapes(dim.index)), strict=True):
+            for total, found in zip(own, packing.unpack(buffer, dim.index), strict=True):
                 put(total, 2, call.travels, found)
     return own
 

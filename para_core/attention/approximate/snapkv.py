@@ -11,7 +11,7 @@ elements for w observed queries. After that only kept keys and values travel and
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import ceil, prod
+from math import ceil
 
 import torch
 from torch import Tensor
@@ -20,9 +20,9 @@ from para_core.attention.approximate.kept_keys import KeptKeys
 from para_core.attention.approximate.wire import Wire
 from para_core.attention.call import Call
 from para_core.attention.local import lse_dtype
-from para_core.attention.ring import LocalAttention, columns, expand, merged, pack, ring_attention, tied, unpack
+from para_core.attention.ring import LocalAttention, Packing, columns, expand, merged, one_by_one, ring_attention, tied
 from para_core.attention.tiles import sharded_runs
-from para_core.collectives import all_gather, start_ring_shift, wait
+from para_core.collectives import all_gather
 from para_core.layout import Run
 
 
@@ -174,31 +174,23 @@ def _kept_blocks(
 
     The next block is in flight while the caller computes.
     """
-    dim = call.mesh.ring
     held = _positions(call.key_runs(0), key.device)
     chosen = _chosen(seen, held)
+    own = _take(key, chosen), _take(value, chosen)
+    if not call.hops:
+        yield *own, _mask_of(mask, held, chosen)
+        return
+    dim = call.mesh.ring
     travels = [_positions(sharded_runs(call.key_layout, call.mesh, index), key.device) for index in range(dim.size)]
-    of_blocks = [_chosen(seen, positions) for positions in travels] if dim.size > 1 else []
+    of_blocks = [_chosen(seen, positions) for positions in travels]
     wire = None if comm_dtype is None else Wire(comm_dtype, min(key.shape[3], value.shape[3]))
-    extra = 0 if wire is None else wire.scale_rows
-    rows_of = [(*one.shape[:2], one.shape[2] + extra) for one in of_blocks]
-    shapes = [((*rows, key.shape[3]), (*rows, value.shape[3])) for rows in rows_of]
-    if dim.size > 1:
-        rows = _rows_of(travels[dim.index], held)
-        parts = [_take(x.index_select(2, rows), of_blocks[dim.index]) for x in (key, value)]
-        buffer = pack(*[part if wire is None else wire.write(part) for part in parts])
-    for step in range(dim.size):
-        source = (dim.index - step) % dim.size
-        if step + 1 < dim.size:
-            arriving = start_ring_shift(buffer, sum([prod(shape) for shape in shapes[source - 1]]), dim)
-        if step == 0:
-            yield _take(key, chosen), _take(value, chosen), _mask_of(mask, held, chosen)
-        else:
-            block = [part if wire is None else wire.read(part, key.dtype) for part in unpack(buffer, shapes[source])]
-            yield block[0], block[1], _mask_of(mask, travels[source], of_blocks[source])
-        if step + 1 < dim.size:
-            buffer = wait(arriving)
-            received.append(buffer)
+    packing = Packing(key, value, [one.shape[2] for one in of_blocks], wire)
+    rows = _rows_of(travels[dim.index], held)
+    kept = [_take(x.index_select(2, rows), of_blocks[dim.index]) for x in (key, value)]
+    for hop, block in one_by_one(own, packing.pack(*kept), packing, call, received):
+        at, those = (held, chosen) if hop.step == 0 else (travels[hop.source], of_blocks[hop.source])
+        if block is not None:
+            yield *block, _mask_of(mask, at, those)
 
 
 def _chosen(seen: Tensor, positions: Tensor) -> Tensor:
