@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from para_core.attention import local
+from para_core.attention.backends import Problem
 from para_core.attention.local import local_attention_backward, local_attention_with_lse, with_diagonal
 
 B, H = 2, 4
@@ -355,7 +356,8 @@ def test_a_mask_of_more_bits_than_the_query_is_cast_before_any_backend_sees_it()
 @pytest.mark.parametrize("num_keys", [37, 40])
 def test_a_bool_mask_as_a_bias_is_0_where_a_key_is_seen_and_minus_infinity_elsewhere(dtype, num_keys):
     mask = torch.rand(B, 1, 3, num_keys) > 0.5  # on the CPU: meta tensors have no numbers
-    found = local._bias(mask, torch.empty(B, H, 3, 8, dtype=dtype), num_keys)
+    query, key = (torch.empty(B, H, length, 8, dtype=dtype) for length in (3, num_keys))
+    found = Problem(query, key, key, mask, is_causal=False, scale=None).bias
     assert found is not None and found.dtype == dtype
     assert torch.equal(found, torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, -torch.inf))
 

@@ -1,0 +1,266 @@
+"""What computes attention on one device, forward and backward, as PyTorch has it for each of its backends: tensors in, tensors out.
+
+What a fused kernel asks of its arguments was read in PyTorch 2.13's sources. Paths in comments are relative to
+``aten/src/ATen/native``; ``mem_eff`` is ``transformers/cuda/mem_eff_attention``, which torch installs among its headers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+MATH = SDPBackend.MATH.value
+FLASH = SDPBackend.FLASH_ATTENTION.value
+EFFICIENT = SDPBackend.EFFICIENT_ATTENTION.value
+CUDNN = SDPBackend.CUDNN_ATTENTION.value
+_aten = torch.ops.aten
+
+# Grouped heads as they are: transformers/cuda/flash_attn/flash_api.cpp (mha_fwd; mha_bwd sums gradients over the group),
+# transformers/cuda/sdp_utils.cpp (can_use_cudnn_attention), transformers/sdp_utils_cpp.cpp (FlashAttention on a CPU).
+_TAKE_GROUPED_HEADS = frozenset({FLASH, CUDNN})
+
+
+class Problem(NamedTuple):
+    """What a backend is asked for, as SDPA takes it. No dim is 0."""
+
+    query: Tensor  # [B, H, S_q, D]
+    key: Tensor  # [B, H_kv, S_k, D]
+    value: Tensor  # [B, H_kv, S_k, D_v]
+    mask: Tensor | None  # in a dtype that backends take
+    is_causal: bool  # only without a mask
+    scale: float | None
+
+    def as_taken_by(self, backend: int) -> Problem:
+        """With a key head for each query head, where ``backend`` does not group them itself."""
+        heads, key_heads = self.query.shape[1], self.key.shape[1]
+        if heads == key_heads or backend in _TAKE_GROUPED_HEADS:
+            return self
+        key, value = (x.repeat_interleave(heads // key_heads, dim=1) for x in (self.key, self.value))
+        return self._replace(key=key, value=value)
+
+    @property
+    def factor(self) -> float:
+        """``scale``, or what it is by default."""
+        return self.query.shape[-1] ** -0.5 if self.scale is None else self.scale
+
+    @property
+    def bias(self) -> Tensor | None:
+        """``mask`` as a fused kernel adds it: ``[B or 1, H or 1, S_q or 1, S_k]`` in query's dtype, rows of aligned bytes.
+
+        Memory-efficient attention loads 16 bytes at a time (mem_eff/kernel_forward.h and kernel_backward.h,
+        ``check_supported``), and SDPA pads rows to 8 numbers for it (transformers/attention.cpp, ``preprocess_mask``).
+        """
+        query, mask, num_keys = self.query, self.mask, self.key.shape[-2]
+        if mask is None or (mask.dtype == query.dtype and mask.shape[-1] == num_keys and _has_aligned_rows(mask)):
+            return mask
+        shape = (*mask.shape[:-1], num_keys + -num_keys % 8)
+        # Kernels read what is behind a row's end, too: it must be a number.
+        padded = query.new_empty(shape) if num_keys % 8 == 0 else query.new_zeros(shape)
+        bias = padded[..., :num_keys].copy_(mask)
+        return bias.log_() if mask.dtype == torch.bool else bias  # log(True) = 0, log(False) = -inf
+
+    @property
+    def expanded_bias(self) -> Tensor | None:
+        bias = self.bias
+        return bias if bias is None else bias.expand(*self.query.shape[:-1], self.key.shape[-2])
+
+
+def room_for_out(query: Tensor, value: Tensor) -> Tensor:
+    """``[B, H, S_q, D_v]``, in memory as SDPA's result lies."""
+    batch, heads, num_queries, _ = query.shape
+    return query.new_empty(batch, num_queries, heads, value.shape[-1]).transpose(1, 2)
+
+
+def _has_aligned_rows(x: Tensor) -> bool:
+    *strides, last = x.stride()
+    return last == 1 and x.storage_offset() % 8 == 0 and all(stride % 8 == 0 for stride in strides)
+
+
+def _cpu_bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
+    """Of a CPU's FlashAttention, which broadcasts and takes any strides, but no bool."""
+    return mask if mask is None or mask.dtype != torch.bool else query.new_empty(mask.shape).copy_(mask).log_()
+
+
+# -- forward
+
+
+def _scores(problem: Problem) -> Tensor:
+    """``[B, H, S_q, S_k]`` in the dtype of lse; -inf where a query does not see a key."""
+    query, key, _, mask, is_causal, _ = problem
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    scores = (query.to(dtype) * problem.factor) @ key.to(dtype).transpose(-1, -2)
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, -inf)
+    elif mask is not None:
+        scores = scores + mask
+    if is_causal:
+        scores = scores.masked_fill(~scores.new_ones(scores.shape[-2:], dtype=torch.bool).tril(), -inf)
+    return scores
+
+
+def _math(problem: Problem) -> tuple[Tensor, Tensor]:
+    scores = _scores(problem)
+    lse = torch.logsumexp(scores, dim=-1)
+    # Not exp(scores - lse): beside the scores of a row that is masked by finfo.min throughout, log(n) in lse is lost.
+    weights = torch.softmax(scores, dim=-1)
+    return room_for_out(problem.query, problem.value).copy_(weights @ problem.value.to(lse.dtype)), lse
+
+
+def _flash(problem: Problem) -> tuple[Tensor, Tensor]:
+    query, key, value, mask, is_causal, scale = problem
+    if query.is_cpu:
+        result: tuple[Tensor, Tensor] = _aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, is_causal, attn_mask=_cpu_bias(mask, query), scale=scale
+        )
+        return result
+    head_dim = query.shape[-1]
+    if head_dim % 8:  # SDPA pads, too: the kernel wants rows of 16 bytes
+        query, key, value, scale = _padded(query), _padded(key), _padded(value), problem.factor
+    out, lse, *_ = _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, scale=scale)
+    return out[..., :head_dim] if head_dim % 8 else out, lse
+
+
+def _padded(x: Tensor) -> Tensor:
+    return F.pad(x, (0, -x.shape[-1] % 8))
+
+
+def _memory_efficient(problem: Problem) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
+        *problem[:3], problem.expanded_bias, True, 0.0, problem.is_causal, scale=problem.scale
+    )
+    # Rows are padded to a multiple of 32 (mem_eff/kernel_forward.h, kAlignLSE).
+    return out, lse[..., : problem.query.shape[-2]]
+
+
+def _cudnn(problem: Problem) -> tuple[Tensor, Tensor]:
+    # Heads are not expanded: SDPA does not do it either, and the operator expands the other dims.
+    out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
+        *problem[:3], problem.bias, True, 0.0, problem.is_causal, scale=problem.scale
+    )
+    # [B, H, S_q, 1] (cudnn/MHA.cpp, run_cudnn_SDP_fprop).
+    return out, lse.view(problem.query.shape[:-1])
+
+
+FORWARD = {MATH: _math, FLASH: _flash, EFFICIENT: _memory_efficient, CUDNN: _cudnn}
+
+
+# -- backward: of query, key and value; by formula, of the mask, too
+
+
+def _math_backward(problem: Problem, grad_out: Tensor, out: Tensor, lse: Tensor) -> Sequence[Tensor]:
+    query, key, value = [x.to(lse.dtype) for x in problem[:3]]
+    weights = torch.exp(_scores(problem) - lse[..., None])
+    grad = grad_out.to(lse.dtype)
+    grad_scores = weights * (grad @ value.transpose(-1, -2) - (grad * out).sum(-1, keepdim=True))
+    grad_query = (grad_scores @ key) * problem.factor
+    grad_key = grad_scores.transpose(-1, -2) @ (query * problem.factor)
+    grad_value = weights.transpose(-1, -2) @ grad
+    return *[x.to(problem.query.dtype) for x in (grad_query, grad_key, grad_value)], grad_scores
+
+
+def _flash_backward(problem: Problem, grad_out: Tensor, out: Tensor, lse: Tensor) -> Sequence[Tensor]:
+    query, key, value, mask, is_causal, scale = problem
+    grads: Sequence[Tensor]
+    tensors: Sequence[Tensor] = (grad_out, query, key, value, out.to(query.dtype))
+    if query.is_cpu:
+        grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *tensors, lse, 0.0, is_causal, attn_mask=_cpu_bias(mask, query), scale=scale
+        )
+        return grads
+    head_dim, lengths, unread = query.shape[-1], (query.shape[-2], key.shape[-2]), _unread(query)
+    if head_dim % 8:
+        tensors, scale = [_padded(x) for x in tensors], problem.factor
+    # Neither seed nor offset is read without dropout (transformers/cuda/flash_attn/flash_api.cpp, mha_bwd); the
+    # operator itself makes grad_out and out contiguous (transformers/cuda/attention_backward.cu).
+    grads = _aten._scaled_dot_product_flash_attention_backward(
+        *tensors, _dense(lse), None, None, *lengths, 0.0, is_causal, unread, unread, scale=scale
+    )
+    return [x[..., :head_dim] for x in grads] if head_dim % 8 else grads
+
+
+def _memory_efficient_backward(problem: Problem, grad_out: Tensor, out: Tensor, lse: Tensor) -> Sequence[Tensor]:
+    query, unread = problem.query, _unread(problem.query)
+    if query.shape[-2] % 32:
+        # The kernel reads whole tiles of 32 rows (mem_eff/gemm/mma_from_smem.h, accumApplyLSEToSmem).
+        lse = F.pad(lse, (0, -query.shape[-2] % 32), value=inf)
+    tensors = (grad_out, *problem[:3], problem.expanded_bias, _with_packed_rows(out.to(query.dtype)), _dense(lse))
+    grads: Sequence[Tensor] = _aten._scaled_dot_product_efficient_attention_backward(
+        *tensors, unread, unread, 0.0, [True, True, True, False], problem.is_causal, scale=problem.scale
+    )
+    return grads
+
+
+def _with_packed_rows(out: Tensor) -> Tensor:
+    """``out`` as ``[B, S, H, D]`` in memory, where a kernel takes that for granted.
+
+    In 16 bits the kernel itself sums grad_out ∘ out, stepping over rows of ``out`` by H · D_v: it is given no stride of
+    them (mem_eff/kernel_backward.h, ``o_strideM`` and ``kKernelComputesDelta``).
+    """
+    _, heads, num_queries, head_dim = out.shape
+    packed = out.stride(3) == 1 and (out.stride(2) == heads * head_dim or num_queries == 1)
+    if packed or out.dtype == torch.float32:
+        return out
+    return out.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _cudnn_backward(problem: Problem, grad_out: Tensor, out: Tensor, lse: Tensor) -> Sequence[Tensor]:
+    query, key, value, _, is_causal, scale = problem
+    grad_out, out, unread = _lying_like(query, grad_out), _lying_like(query, out), _unread(query)
+    rest = (unread, unread, problem.bias, None, None, query.shape[-2], key.shape[-2], 0.0, is_causal)
+    grads: Sequence[Tensor] = _aten._scaled_dot_product_cudnn_attention_backward(
+        grad_out, query, key, value, out, _dense(lse)[..., None], *rest, scale=scale
+    )
+    return grads
+
+
+def _lying_like(query: Tensor, x: Tensor) -> Tensor:
+    """``x`` with the dtype and the strides that the forward gives to its result.
+
+    cuDNN's graph is built with the strides of ``out`` and ``grad_out``, but found again by those of query, key and value
+    alone (cudnn/MHA.cpp, run_cudnn_SDP_bprop): a second layout would be read as the first.
+    """
+    like = torch.empty_like(query)
+    return x if x.dtype == like.dtype and x.stride() == like.stride() else like.copy_(x)
+
+
+def _dense(lse: Tensor) -> Tensor:
+    """Contiguous and aligned: no kernel is given all of its strides, and some load 16 bytes at a time."""
+    if lse.is_contiguous() and lse.storage_offset() % 4 == 0:
+        return lse
+    return lse.clone(memory_format=torch.contiguous_format)
+
+
+def _unread(query: Tensor) -> Tensor:
+    """In place of a seed or an offset, where there is no dropout."""
+    return query.new_empty((), dtype=torch.int64)
+
+
+def backward_of(backend: int, query: Tensor, value: Tensor) -> int:
+    """The backend of the gradient of what ``backend`` computed: its own, where that takes these head dims everywhere.
+
+    The memory-efficient one takes any ``out`` and ``lse``.
+    """
+    head_dim = query.shape[-1]
+    if query.is_cpu:
+        return backend
+    if backend == FLASH and 192 < head_dim <= 224:
+        # transformers/cuda/sdp_utils.cpp, check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120
+        return MATH if head_dim % 8 else EFFICIENT
+    if backend == CUDNN and (head_dim > 128 or head_dim != value.shape[-1]):
+        # transformers/cuda/sdp_utils.cpp, check_cudnn_d256_bprop_head_dim
+        return EFFICIENT
+    return backend
+
+
+BACKWARD = {
+    MATH: _math_backward,
+    FLASH: _flash_backward,
+    EFFICIENT: _memory_efficient_backward,
+    CUDNN: _cudnn_backward,
+}
