@@ -33,8 +33,10 @@ class LowRows:
     absorbed: Tensor
 
     @staticmethod
-    def of(mask: Tensor) -> LowRows:
-        """Of the mask of all keys of the sequence."""
+    def of(mask: Tensor | None) -> LowRows | None:
+        """Of the mask of all keys of the sequence, where rows' lse is asked for; None if there can be none."""
+        if mask is None or mask.dtype == torch.bool or mask.shape[-1] == 1:
+            return None
         highest = mask.amax(-1, keepdim=True) if mask.shape[-1] else mask.new_zeros(*mask.shape[:-1], 1)
         level = highest.to(torch.promote_types(highest.dtype, torch.float32))  # float16 has no _ABSORBS
         absorbed = (level < _ABSORBS) & (level > float("-inf"))

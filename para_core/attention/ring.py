@@ -28,7 +28,7 @@ from torch import Tensor
 
 from para_core.attention.approximate.wire import Wire
 from para_core.attention.call import OWN, Call, Hop
-from para_core.attention.local import local_attention_backward, local_attention_with_lse, lse_dtype
+from para_core.attention.local import local_attention_backward, local_attention_with_lse
 from para_core.attention.low_rows import LowRows
 from para_core.attention.merge import merge
 from para_core.attention.tiles import join_neighbours, put, take
@@ -194,7 +194,7 @@ def ring_attention(
     """
     tiling = call.tiling
     queries = tiling.split(query)
-    low = _low_rows(mask)
+    low = LowRows.of(mask)
     lows: Sequence[LowRows | None] = [None] * len(queries) if low is None else low.split(tiling.split)
     rows = _split(mask if low is None else low.mask, call)
     found: list[tuple[Tensor, Tensor] | None] = [None] * len(queries)
@@ -226,7 +226,9 @@ def ring_attention(
             found[piece] = merged(found[piece], (out, lse))
         # Or three blocks would be in memory while the next hop is on its way.
         del block, k, v
-    results = [_nothing(q, value) if result is None else result for q, result in zip(queries, found, strict=True)]
+    # No keys for the queries that see none.
+    nothing = key[:, :, :0], value[:, :, :0]
+    results = [one or local_attention_with_lse(q, *nothing) for q, one in zip(queries, found, strict=True)]
     out = tiling.join([out for out, _ in results])
     if out.dtype != query.dtype:
         out = out.to(query.dtype)
@@ -238,20 +240,9 @@ def _split(mask: Tensor | None, call: Call) -> Sequence[Tensor | None]:
     return [None] * len(call.tiling.pieces) if mask is None else call.tiling.split(mask)
 
 
-def _low_rows(mask: Tensor | None) -> LowRows | None:
-    """Of a float mask whose rows' lse is asked for: to merge by, or to find weights from again."""
-    return None if mask is None or mask.dtype == torch.bool or mask.shape[-1] == 1 else LowRows.of(mask)
-
-
 def merged(so_far: tuple[Tensor, Tensor] | None, partial: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """What has been merged is in the dtype of lse until the last block is in."""
     return partial if so_far is None else merge(*so_far, *partial)
-
-
-def _nothing(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Of queries that see no key."""
-    out = query.new_zeros(*query.shape[:-1], value.shape[-1])
-    return out, query.new_full(query.shape[:-1], float("-inf"), dtype=lse_dtype(query))
 
 
 # -- backward
@@ -272,7 +263,7 @@ def ring_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of query, key, value and, if asked for, mask; args as in :func:`ring_attention`."""
     tiling = call.tiling
-    low = _low_rows(mask)
+    low = LowRows.of(mask)
     if low is not None:
         mask = low.mask
         grad_out, lse = low.for_gradient(grad_out, lse)

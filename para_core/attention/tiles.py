@@ -189,10 +189,8 @@ class Order:
     """The tokens of a block: as it holds them, or, where positions matter, by ascending position."""
 
     def __init__(self, runs: Sequence[Run], *, ascending: bool) -> None:
+        self._order = sorted(range(len(runs)), key=runs.__getitem__) if ascending else list(range(len(runs)))
         self._lengths = [length for _, length in runs]
-        self._order = list(range(len(runs)))
-        if ascending:
-            self._order.sort(key=lambda index: runs[index])
         self.as_held = self._order == list(range(len(runs)))
         self.positions = coalesce(runs) if ascending else list(runs)
 
@@ -208,8 +206,7 @@ class Order:
         if self.as_held:
             return x
         parts = x.split([self._lengths[index] for index in self._order], dim=2)
-        place = {index: place for place, index in enumerate(self._order)}
-        return torch.cat([parts[place[index]] for index in range(len(parts))], dim=2)
+        return torch.cat([parts[self._order.index(index)] for index in range(len(parts))], dim=2)
 
 
 class Tiling:
