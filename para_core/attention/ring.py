@@ -193,6 +193,7 @@ def ring_attention(
         ``[B, H, S_q, D_v]`` in query's dtype, and lse ``[B, H, S_q]``.
     """
     tiling = call.tiling
+    by_position = tiling.by_position  # or one tile is all keys of a block, as they lie
     queries = tiling.split(query)
     low = LowRows.of(mask)
     lows: Sequence[LowRows | None] = [None] * len(queries) if low is None else low.split(tiling.split)
@@ -205,17 +206,16 @@ def ring_attention(
     for hop, block in _blocks(key, value, packing, call, received, gather=gather):
         if block is None:
             continue
-        order = tiling.keys[hop.step]
         k, v = block
-        if heads is not None or not order.as_held:
-            k, v = [expand(order.arrange(x), heads) for x in block]
+        if by_position or heads is not None:
+            k, v = [expand(tiling.keys[hop.step].arrange(x), heads) for x in block]
         for piece, tile in tiling.tiles(hop.step):
             seen = rows[piece]
             tile_mask = None if seen is None else columns(seen, tile.positions)
             out, lse = attend(
                 queries[piece],
-                take(k, 2, tile.runs),
-                take(v, 2, tile.runs),
+                take(k, 2, tile.runs) if by_position else k,
+                take(v, 2, tile.runs) if by_position else v,
                 mask=tile_mask,
                 is_causal=tile.diagonal,
                 scale=call.scale,

@@ -191,19 +191,19 @@ class Order:
     def __init__(self, runs: Sequence[Run], *, ascending: bool) -> None:
         self._order = sorted(range(len(runs)), key=runs.__getitem__) if ascending else list(range(len(runs)))
         self._lengths = [length for _, length in runs]
-        self.as_held = self._order == list(range(len(runs)))
+        self._as_held = self._order == list(range(len(runs)))
         self.positions = coalesce(runs) if ascending else list(runs)
 
     def arrange(self, x: Tensor) -> Tensor:
         """``x`` along dim 2, from the order in which the block holds it to this one."""
-        if self.as_held:
+        if self._as_held:
             return x
         parts = x.split(self._lengths, dim=2)
         return torch.cat([parts[index] for index in self._order], dim=2)
 
     def restore(self, x: Tensor) -> Tensor:
         """The inverse of :meth:`arrange`."""
-        if self.as_held:
+        if self._as_held:
             return x
         parts = x.split([self._lengths[index] for index in self._order], dim=2)
         return torch.cat([parts[self._order.index(index)] for index in range(len(parts))], dim=2)
@@ -228,17 +228,17 @@ class Tiling:
     ) -> None:
         self._query_runs, self._key_runs = query_runs, key_runs
         self._is_causal, self._visible = is_causal, visible
-        self._by_position = is_causal or visible is not None
+        self.by_position = is_causal or visible is not None
         self._tiles: dict[int, list[tuple[int, Tile]]] = {}
 
     @lazy
     def queries(self) -> Order:
-        return Order(self._query_runs, ascending=self._by_position)
+        return Order(self._query_runs, ascending=self.by_position)
 
     @lazy
     def pieces(self) -> list[Run]:
         """The queries, cut so that each piece has the same tiles in every block."""
-        if not self._by_position:
+        if not self.by_position:
             return [(0, sum([length for _, length in self._query_runs]))]
         edges = [] if self._visible is None else self._visible.alike(is_causal=self._is_causal)
         if self._is_causal:
@@ -248,7 +248,7 @@ class Tiling:
     @lazy
     def keys(self) -> list[Order]:
         """Of each step."""
-        return [Order(runs, ascending=self._by_position) for runs in self._key_runs]
+        return [Order(runs, ascending=self.by_position) for runs in self._key_runs]
 
     def tiles(self, step: int) -> list[tuple[int, Tile]]:
         """What the pieces of the queries, by number, see of the block that is here at ``step``."""
@@ -260,7 +260,7 @@ class Tiling:
         return self._tiles[step]
 
     def _tiles_of(self, queries: Run, keys: Order) -> list[Tile]:
-        if not self._by_position:
+        if not self.by_position:
             runs = ((0, sum([length for _, length in keys.positions])),)
             return [Tile(runs, tuple(join_neighbours(keys.positions)), diagonal=False)]
         if not queries[1]:
