@@ -5,14 +5,14 @@ every device (gloo has no point-to-point for CUDA tensors).
 
 **Order in a graph.** Compilers order independent operators as they see fit, by memory, say, which differs from rank to rank where
 parts differ in size: the ranks would then meet in different collectives. So every collective of a graph, forward and backward,
-takes from the one before it a tensor of one element that it does not look at (:func:`in_program_order`).
+takes from the one before it a tensor of one element that it does not look at (:func:`define_collective`).
 """
 
 from __future__ import annotations
 
 import atexit
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,27 +116,51 @@ def _all_equal(sizes: Sequence[int]) -> bool:
 # -- as operators: with a gradient, and in graphs
 
 LIBRARY = torch.library.Library("para_core", "FRAGMENT")
-LIBRARY.define(
-    "all_to_all(Tensor x, SymInt[] send_sizes, SymInt[] receive_sizes, str group_name, Tensor? after=None) -> (Tensor, Tensor)"
-)
-LIBRARY.define("all_gather(Tensor x, SymInt[] sizes, str group_name, Tensor? after=None) -> (Tensor, Tensor)")
 
 
-def in_program_order(name: str, place: int) -> None:
-    """Have the collective ``para_core::name`` wait, in every graph, for the one that was traced before it.
+def define_collective(
+    signature: str,
+    run: Callable[..., Any],
+    shape: Callable[..., Any],
+    gradient: Callable[..., Any] | None = None,
+    context: Callable[..., Any] | None = None,
+) -> None:
+    """Define the operator ``para_core::signature``, which every graph keeps, after the collective that was traced before it.
 
-    The last argument of the operator, at ``place`` and named ``after``, is an optional tensor; its last result is one of one element.
-    While a graph is traced the first is filled with the second of the operator before: a data dependency, which no pass of a compiler
-    can cut. Kept on the tracer, so it begins and ends with the graph.
+    Its last argument, ``after``, is an optional tensor; its last result is one of one element (:func:`done`). While a graph is
+    traced the first is filled with the second of the operator before: a data dependency, which no pass of a compiler can cut. The
+    last one is waited for, which is a side effect: else it would be missing in the graph of a rank for which it has no elements, and
+    the others would wait. Both are kept on the tracer, so they begin and end with the graph.
+
+    Args:
+        shape: what ``run`` is for tensors without data.
+        gradient, context: what :func:`torch.library.register_autograd` takes.
     """
+    name = signature[: signature.index("(")]
+    LIBRARY.define(signature)
+    LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"para_core::{name}", shape, lib=LIBRARY)
+    if gradient is not None:
+        torch.library.register_autograd(f"para_core::{name}", gradient, setup_context=context, lib=LIBRARY)
+    torch.library.register_torch_dispatch(f"para_core::{name}", ProxyTorchDispatchMode, _chained, lib=LIBRARY)
 
-    def chained(mode: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs = {**(kwargs or {}), "after": getattr(mode.tracer, "_para_core_last_collective", None)}
-        found = mode.__torch_dispatch__(func, types, args[:place], kwargs)
-        mode.tracer._para_core_last_collective = found[-1]
-        return found
 
-    torch.library.register_torch_dispatch(f"para_core::{name}", ProxyTorchDispatchMode, chained, lib=LIBRARY)
+def _chained(mode: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    tracer, place = mode.tracer, len(func._schema.arguments) - 1
+    token, waiting = getattr(tracer, "_para_core_last_collective", (None, None))
+    found = mode.__torch_dispatch__(func, types, args[:place], {**(kwargs or {}), "after": token})
+    mode.__torch_dispatch__(torch.ops._c10d_functional.wait_tensor.default, types, (found[-1],))
+    waits = next(reversed(tracer.graph.nodes))
+    if waiting is not None and waiting.meta.get(_PART) == waits.meta.get(_PART):
+        tracer.graph.erase_node(waiting)
+    elif waiting is not None:
+        # The first of a backward. What keeps a forward must not keep a second one in the backward, which has its inputs.
+        waiting.meta[_PART] = "must_be_in_forward"
+    tracer._para_core_last_collective = found[-1], waits
+    return found
+
+
+_PART = "partitioner_tag"
 
 
 def done(x: Tensor) -> Tensor:
@@ -152,9 +176,7 @@ def _all_to_all(
     return received, done(x)
 
 
-def _all_to_all_meta(
-    x: Tensor, send_sizes: list[int], receive_sizes: list[int], group_name: str, after: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def _all_to_all_shape(x: Tensor, _: list[int], receive_sizes: list[int], *__: Any) -> tuple[Tensor, Tensor]:
     return x.new_empty(sum(receive_sizes), *x.shape[1:]), done(x)
 
 
@@ -164,7 +186,7 @@ def _all_to_all_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _all_to_all_backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
     back, _ = torch.ops.para_core.all_to_all(grad, ctx.receive_sizes, ctx.send_sizes, ctx.group_name)
-    return done_waiting(back), None, None, None, None
+    return back, None, None, None, None
 
 
 def _all_gather(x: Tensor, sizes: list[int], group_name: str, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -183,9 +205,7 @@ def _all_gather(x: Tensor, sizes: list[int], group_name: str, after: Tensor | No
     return rows, done(x)
 
 
-def _all_gather_meta(
-    x: Tensor, sizes: list[int], group_name: str, after: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def _all_gather_shape(x: Tensor, sizes: list[int], *_: Any) -> tuple[Tensor, Tensor]:
     return x.new_empty(sum(sizes), *x.shape[1:]), done(x)
 
 
@@ -198,29 +218,23 @@ def _all_gather_backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
     """Every rank had this rank's rows, so their gradients come from all and add up."""
     ranks = len(ctx.sizes)
     found, _ = torch.ops.para_core.all_to_all(grad, ctx.sizes, [ctx.own] * ranks, ctx.group_name)
-    return torch.unflatten(done_waiting(found), 0, (ranks, ctx.own)).sum(0), None, None, None
+    return found.unflatten(0, (ranks, ctx.own)).sum(0), None, None, None
 
 
-for _name, _run, _meta, _context, _gradient in (
-    ("all_to_all", _all_to_all, _all_to_all_meta, _all_to_all_context, _all_to_all_backward),
-    ("all_gather", _all_gather, _all_gather_meta, _all_gather_context, _all_gather_backward),
-):
-    LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"para_core::{_name}", _meta, lib=LIBRARY)
-    torch.library.register_autograd(f"para_core::{_name}", _gradient, setup_context=_context, lib=LIBRARY)
-in_program_order("all_to_all", 4)
-in_program_order("all_gather", 3)
-
-
-def done_waiting(x: Tensor) -> Tensor:
-    """``x``, which an operator with a collective gave. In a graph that is a side effect.
-
-    It keeps the operator in the graph of a rank for which it has no elements, and which the others wait for.
-    """
-    if not torch.compiler.is_compiling():
-        return x
-    waited: Tensor = torch.ops._c10d_functional.wait_tensor(x)
-    return waited
+define_collective(
+    "all_to_all(Tensor x, SymInt[] send_sizes, SymInt[] receive_sizes, str group_name, Tensor? after=None) -> (Tensor, Tensor)",
+    _all_to_all,
+    _all_to_all_shape,
+    _all_to_all_backward,
+    _all_to_all_context,
+)
+define_collective(
+    "all_gather(Tensor x, SymInt[] sizes, str group_name, Tensor? after=None) -> (Tensor, Tensor)",
+    _all_gather,
+    _all_gather_shape,
+    _all_gather_backward,
+    _all_gather_context,
+)
 
 
 def all_to_all(x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], dim: MeshDim) -> Tensor:
@@ -232,7 +246,7 @@ def all_to_all(x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int
     if dim.size == 1:
         return x
     received, _ = torch.ops.para_core.all_to_all(x, list(send_sizes), list(receive_sizes), dim.group_name)
-    return done_waiting(received)
+    return received  # type: ignore[no-any-return]
 
 
 def all_gather(x: Tensor, sizes: Sequence[int], tensor_dim: int, dim: MeshDim) -> Tensor:
@@ -242,7 +256,7 @@ def all_gather(x: Tensor, sizes: Sequence[int], tensor_dim: int, dim: MeshDim) -
     if x.dtype == torch.bool:  # gloo moves no bool
         return all_gather(x.view(torch.uint8), sizes, tensor_dim, dim).view(torch.bool)
     gathered, _ = torch.ops.para_core.all_gather(x.movedim(tensor_dim, 0), list(sizes), dim.group_name)
-    return done_waiting(gathered).movedim(0, tensor_dim)
+    return gathered.movedim(0, tensor_dim)  # type: ignore[no-any-return]
 
 
 # -- small values, on the host

@@ -32,6 +32,11 @@ def compute(parts, attend):
     return [attend(x * 2, x + 1, x - 1) for x in parts]
 
 
+def traced_anew():
+    """Inside, a graph is not taken from the disk, where it may lie as an earlier version of the code traced it."""
+    return torch._functorch.config.patch(enable_autograd_cache=False)
+
+
 def run_graph(seed, ring, ulysses, backend, backward):
     mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
     sizes = make_graph(seed)
@@ -50,7 +55,7 @@ def run_graph(seed, ring, ulysses, backend, backward):
             return outs
 
     heartbeat()
-    with torch.set_grad_enabled(backward):
+    with torch.set_grad_enabled(backward), traced_anew():
         outs = torch.compile(attend_to_all, fullgraph=True, backend=backend, dynamic=False)(*inputs)
     heartbeat()
     if not backward:
@@ -84,10 +89,45 @@ def test_and_so_do_their_gradients(rank_pool, seed):
     check(rank_pool, seed, 1, 2, "inductor", backward=True)
 
 
-def trace(ring, ulysses):
-    """The operators of ours in the graphs that a compiler gets, forward and backward, and what each waits for."""
+def attend_to_one_token(ring, ulysses, backward):
+    """Which the first rank holds: what the other computes has no elements, and its compiler drops whatever gives such."""
+    mode = UnifiedAttnMode(init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses")))
+    x, weight = make_inputs([(2, 1, 8), (2, 8, 8)])
+
+    def attend(x, weight):
+        with mode:
+            tokens = mode.sequence(x.shape[2])
+            part = mode.shard(x, 2, sequence=tokens) @ weight
+            with mode.using(tokens):
+                out = F.scaled_dot_product_attention(part * 2, part + 1, part - 1)
+            return out.square().sum()
+
+    with torch.set_grad_enabled(backward), traced_anew():
+        loss = torch.compile(attend, fullgraph=True, dynamic=False)(x, weight.requires_grad_(backward))
+        if backward:
+            loss.backward()
+    return loss.detach(), weight.grad
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2)])
+def test_a_rank_without_tokens_takes_part_in_what_others_wait_for(rank_pool, ring, ulysses, backward):
+    x, weight = make_inputs([(2, 1, 8), (2, 8, 8)])
+    (part,) = compute([x @ weight.requires_grad_()], F.scaled_dot_product_attention)
+    loss = part.square().sum()
+    loss.backward()
+    results = rank_pool.run(attend_to_one_token, 2, ring, ulysses, backward, timeout=120)
+    for (found, _), expected in zip(results, [loss.detach(), torch.tensor(0.0)], strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)
+    if backward:
+        assert relative_error(results[0][1] + results[1][1], weight.grad) < 1e-4
+
+
+def trace(ring, ulysses, backward=True):
+    """Of each graph that a compiler gets, forward and backward: our operators, what each waits for, and what is waited for."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     graphs = []
 
@@ -95,26 +135,34 @@ def trace(ring, ulysses):
         graphs.append(graph.graph)
         return make_boxed_func(graph.forward)
 
-    run_graph(0, ring, ulysses, aot_autograd(fw_compiler=keep, bw_compiler=keep), True)
-    chains = []
+    compiler = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
+    run_graph(0, ring, ulysses, compiler, backward)
+    found = []
     for graph in graphs:
         ours = [node for node in graph.nodes if "para_core." in str(node.target)]
-        waits_for = [node.kwargs.get("after") for node in ours]
+        after = [node.kwargs.get("after") for node in ours]
         # Of the tuple that the operator before gave, the last.
-        chains.append(
-            [None if after is None or after.op == "placeholder" else after.args[0].name for after in waits_for]
-        )
-        chains[-1] = [chains[-1], [node.name for node in ours]]
-    return chains
+        waits_for = [None if token is None or token.op == "placeholder" else token.args[0].name for token in after]
+        waited = [node.args[0].args[0].name for node in graph.nodes if "wait_tensor" in str(node.target)]
+        found.append(([(node.name, node.target.name()) for node in ours], waits_for, waited))
+    return found
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2), (2, 2)])
 def test_every_collective_of_a_graph_takes_a_token_from_the_one_before(rank_pool, ring, ulysses):
-    for chains in rank_pool.run(trace, ring * ulysses, ring, ulysses):
-        assert len(chains) == 2
-        for waits_for, names in chains:
+    for graphs in rank_pool.run(trace, ring * ulysses, ring, ulysses):
+        assert len(graphs) == 2
+        for ours, waits_for, waited in graphs:
+            names = [name for name, _ in ours]
             assert len(names) >= 4
-            # What runs again in the backward begins its own chain; what is of the backward waits for a token of the forward.
-            starts = [place for place, after in enumerate(waits_for) if after is None]
-            assert len(starts) <= 2
-            assert all(after == names[place] for place, after in enumerate(waits_for[1:]) if place + 1 not in starts)
+            assert waits_for == [None, *names[:-1]]
+            # The last of the chain is a side effect: no rank's compiler finds that it needs none of them.
+            assert waited == names[-1:]
+        computed = [[operator for _, operator in ours if "attention" in operator] for ours, *_ in graphs]
+        # Nothing of the forward is computed again.
+        assert computed == [["para_core::attention_to_learn"] * 2, ["para_core::attention_backward"] * 2]
+
+
+def test_without_gradients_nothing_is_saved(rank_pool):
+    for [(ours, *_)] in rank_pool.run(trace, 2, 1, 2, backward=False):
+        assert [operator for _, operator in ours if "attention" in operator] == ["para_core::attention"] * 2

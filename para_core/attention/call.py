@@ -163,11 +163,10 @@ class Call:
         return "\n\n".join([self.mesh.text, causal, _kinds(self.query_layout), key_kinds, self.options_text])
 
     @property
-    def totals(self) -> tuple[list[int], list[int]]:
-        """Lengths of the segments of queries and keys, of the latter none where they are those of the former."""
-        if self.key_layout is self.query_layout:
-            return [segment.total for segment in self.query_layout.segments], []
-        return tuple([[segment.total for segment in one.segments] for one in (self.query_layout, self.key_layout)])  # type: ignore[return-value]
+    def numbers(self) -> list[int]:
+        """Heads, and the lengths of the segments of queries and, where they are not the same, of keys."""
+        layouts = [self.query_layout, *([] if self.key_layout is self.query_layout else [self.key_layout])]
+        return [self.num_heads, self.num_kv_heads, *[one.total for layout in layouts for one in layout.segments]]
 
 
 _KINDS = {"s": (False, False), "r": (True, False), "b": (False, True)}  # replicated, balanced
@@ -196,19 +195,13 @@ def make_call(
     return Call(query_layout, key_layout, mesh, num_heads, num_kv_heads, is_causal, scale, options, options_text)
 
 
-def read_call(
-    text: str,
-    query_totals: Sequence[int],
-    key_totals: Sequence[int],
-    num_heads: int,
-    num_kv_heads: int,
-    scale: float | None,
-) -> Call:
-    """The inverse of :meth:`Call.as_text`."""
+def read_call(text: str, numbers: Sequence[int], scale: float | None) -> Call:
+    """The inverse of :meth:`Call.as_text` and :attr:`Call.numbers`."""
     mesh_text, causal, query_kinds, key_kinds, options = text.split("\n\n")
     mesh, ranks = read_mesh(mesh_text)
-    query_layout = _layout(query_totals, query_kinds, ranks)
-    key_layout = query_layout if key_kinds == "=" else _layout(key_totals, key_kinds, ranks)
+    num_heads, num_kv_heads, *totals = numbers
+    query_layout = _layout(totals[: len(query_kinds)], query_kinds, ranks)
+    key_layout = query_layout if key_kinds == "=" else _layout(totals[len(query_kinds) :], key_kinds, ranks)
     return Call(
         query_layout,
         key_layout,

@@ -16,7 +16,7 @@ from torch import Tensor
 from para_core.attention.call import Call, known_call, read_call
 from para_core.attention.local import lse_dtype
 from para_core.attention.unified import Saved, backward, forward
-from para_core.collectives import LIBRARY, done, done_waiting, in_program_order
+from para_core.collectives import define_collective, done
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call: Call) -> Tensor:
@@ -25,10 +25,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call:
         query.requires_grad or key.requires_grad or value.requires_grad or (mask is not None and mask.requires_grad)
     )
     if torch.compiler.is_compiling():
-        found = torch.ops.para_core.attention(
-            query, key, value, mask, save, call.as_text(), *call.totals, call.num_heads, call.num_kv_heads, call.scale
-        )
-        return done_waiting(found[0])
+        operator = torch.ops.para_core.attention_to_learn if save else torch.ops.para_core.attention
+        found: Tensor = operator(query, key, value, mask, call.as_text(), call.numbers, call.scale)[0]
+        return found
     if save:
         out: Tensor = _Attention.apply(query, key, value, mask, call)[0]  # type: ignore[no-untyped-call]
         return out
@@ -104,103 +103,104 @@ class _Attention(torch.autograd.Function):
 
 # -- the operator
 
-# What read_call takes.
-_CALL = "str call, SymInt[] query_totals, SymInt[] key_totals, SymInt num_heads, SymInt num_kv_heads, float? scale"
 
-LIBRARY.define(
-    f"attention(Tensor query, Tensor key, Tensor value, Tensor? mask, bool save, {_CALL}, Tensor? after=None)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
-LIBRARY.define(
-    f"attention_backward(Tensor grad_out, Tensor? mask, Tensor[] saved, bool mask_gradient, {_CALL}, Tensor? after=None)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
+# What read_call takes, and define_collective: ``*call`` below.
+_CALL = "str call, SymInt[] numbers, float? scale, Tensor? after=None"
+_INPUTS = f"Tensor query, Tensor key, Tensor value, Tensor? mask, {_CALL}"
 
 
-def _call_of(text: str, query_totals: Sequence[int], key_totals: Sequence[int], *rest: Any) -> Call:
-    return known_call(text, tuple(query_totals), tuple(key_totals), *rest)
+def _known(text: str, numbers: list[int], scale: float | None, *_: Any) -> Call:
+    return known_call(text, tuple(numbers), scale)
 
 
-def _attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, save: bool, *rest: Any
-) -> tuple[Tensor, ...]:
-    call = _call_of(*rest[:6])
-    with torch.no_grad():
-        out, saved = forward(call, query, key, value, mask, save=save)
-    token = done(out)
-    if saved is None:
-        return out, *[token.new_empty(0) for _ in range(5)], token
-    # As they were traced: a block that came without a copy is a view of what came.
-    return out, *[x.clone(memory_format=torch.contiguous_format) for x in _outputs(saved, call)], token
+def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *call: Any) -> tuple[Tensor, Tensor]:
+    out, _ = forward(_known(*call), query, key, value, mask)
+    return out, done(out)
 
 
-def _attention_meta(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, save: bool, *rest: Any
-) -> tuple[Tensor, ...]:
-    call = read_call(*rest[:6])
+def _attention_shape(query: Tensor, _: Tensor, value: Tensor, *__: Any) -> tuple[Tensor, Tensor]:
     out = query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3]).transpose(1, 2)
-    token = done(out)
-    if not save:
-        return out, *[token.new_empty(0) for _ in range(5)], token
+    return out, done(out)
+
+
+def _attention_to_learn(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *call: Any
+) -> tuple[Tensor, ...]:
+    known = _known(*call)
+    out, saved = forward(known, query, key, value, mask, save=True)
+    return out, *_as_traced(_outputs(saved, known)), done(out)  # type: ignore[arg-type]
+
+
+def _as_traced(found: Sequence[Tensor]) -> list[Tensor]:
+    """Copies: a block that came without one is a view of what came."""
+    return [x.clone(memory_format=torch.contiguous_format) for x in found]
+
+
+def _attention_to_learn_shape(
+    query: Tensor, key: Tensor, value: Tensor, _: Tensor | None, *rest: Any
+) -> tuple[Tensor, ...]:
+    call = read_call(*rest[:3])
+    out, token = _attention_shape(query, key, value)
     if call.exchange is None:
         lse = query.new_empty(query.shape[:3], dtype=lse_dtype(query))
         return out, lse, *[lse.new_empty(0) for _ in range(4)], token
     batch, index = query.shape[0], call.mesh.ulysses.index
-    num_heads, num_kv_heads = call.heads.of_query[index][1], call.heads.of_key[index][1]
-    num_queries = call.exchange.block_size(call.query_layout)
-    num_keys = call.exchange.block_size(call.key_layout)
+    of_query = batch, call.heads.of_query[index][1], call.exchange.block_size(call.query_layout)
+    of_key = batch, call.heads.of_key[index][1], call.exchange.block_size(call.key_layout)
     return (
         out,
-        query.new_empty(batch, num_heads, num_queries, dtype=lse_dtype(query)),
-        query.new_empty(batch, num_heads, num_queries, query.shape[3]),
-        query.new_empty(batch, num_kv_heads, num_keys, key.shape[3]),
-        query.new_empty(batch, num_kv_heads, num_keys, value.shape[3]),
-        query.new_empty(batch, num_heads, num_queries, value.shape[3]),
+        query.new_empty(of_query, dtype=lse_dtype(query)),
+        query.new_empty(*of_query, query.shape[3]),
+        query.new_empty(*of_key, key.shape[3]),
+        query.new_empty(*of_key, value.shape[3]),
+        query.new_empty(*of_query, value.shape[3]),
         token,
     )
 
 
 def _attention_backward(
-    grad_out: Tensor, mask: Tensor | None, saved: list[Tensor], mask_gradient: bool, *rest: Any
+    grad_out: Tensor, mask: Tensor | None, saved: list[Tensor], mask_gradient: bool, *call: Any
 ) -> tuple[Tensor, ...]:
     with torch.no_grad():
-        *grads, grad_mask = backward(_call_of(*rest[:6]), grad_out, Saved(*saved), mask, mask_gradient=mask_gradient)
+        *grads, grad_mask = backward(_known(*call), grad_out, Saved(*saved), mask, mask_gradient=mask_gradient)
     grad_mask = grad_out.new_empty(0) if grad_mask is None or mask is None else grad_mask.to(mask.dtype)
-    return *[x.clone(memory_format=torch.contiguous_format) for x in grads], grad_mask, done(grad_out)
+    return *_as_traced(grads), grad_mask, done(grad_out)
 
 
-def _attention_backward_meta(
+def _attention_backward_shape(
     grad_out: Tensor, mask: Tensor | None, saved: list[Tensor], mask_gradient: bool, *rest: Any
 ) -> tuple[Tensor, ...]:
-    call = read_call(*rest[:6])
-    rank, query, key, value = call.mesh.rank, *saved[:3]
-    num_queries, num_keys = call.query_layout.size(rank), call.key_layout.size(rank)
-    return (
-        query.new_empty(query.shape[0], call.num_heads, num_queries, query.shape[3]),
-        key.new_empty(key.shape[0], call.num_kv_heads, num_keys, key.shape[3]),
-        value.new_empty(value.shape[0], call.num_kv_heads, num_keys, value.shape[3]),
-        mask.new_empty(mask.shape) if mask is not None and mask_gradient else grad_out.new_empty(0),
-        done(grad_out),
-    )
+    call = read_call(*rest[:3])
+    of_query = call.num_heads, call.query_layout.size(call.mesh.rank)
+    of_key = call.num_kv_heads, call.key_layout.size(call.mesh.rank)
+    grads = [x.new_empty(x.shape[0], *of, x.shape[3]) for x, of in zip(saved, (of_query, of_key, of_key), strict=False)]
+    grad_mask = mask.new_empty(mask.shape) if mask is not None and mask_gradient else grad_out.new_empty(0)
+    return *grads, grad_mask, done(grad_out)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.call = inputs[5:11]
+def _context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.call = inputs[4:7]
     _save(ctx, inputs, output, read_call(*ctx.call))
 
 
-def _backward(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Any, ...]:
+def _gradient(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Any, ...]:
     mask, _, *saved = ctx.saved_tensors
     mask_gradient = ctx.needs_input_grad[3]
-    *grads, _ = torch.ops.para_core.attention_backward(grad_out, mask, saved, mask_gradient, *ctx.call)
-    grads = [done_waiting(grad) for grad in grads]
-    return (*grads[:3], grads[3] if mask_gradient else None, *[None for _ in range(8)])
+    *grads, grad_mask, _ = torch.ops.para_core.attention_backward(grad_out, mask, saved, mask_gradient, *ctx.call)
+    return (*grads, grad_mask if mask_gradient else None, *[None for _ in range(4)])
 
 
-LIBRARY.impl("attention", _attention, "CompositeExplicitAutograd")
-LIBRARY.impl("attention_backward", _attention_backward, "CompositeExplicitAutograd")
-torch.library.register_fake("para_core::attention", _attention_meta, lib=LIBRARY)
-torch.library.register_fake("para_core::attention_backward", _attention_backward_meta, lib=LIBRARY)
-torch.library.register_autograd("para_core::attention", _backward, setup_context=_setup_context, lib=LIBRARY)
-in_program_order("attention", 11)
-in_program_order("attention_backward", 10)
+define_collective(f"attention({_INPUTS}) -> (Tensor, Tensor)", _attention, _attention_shape)
+define_collective(
+    f"attention_to_learn({_INPUTS}) -> ({', '.join(['Tensor'] * 7)})",
+    _attention_to_learn,
+    _attention_to_learn_shape,
+    _gradient,
+    _context,
+)
+define_collective(
+    f"attention_backward(Tensor grad_out, Tensor? mask, Tensor[] saved, bool mask_gradient, {_CALL})"
+    f" -> ({', '.join(['Tensor'] * 5)})",
+    _attention_backward,
+    _attention_backward_shape,
+)
