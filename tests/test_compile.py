@@ -280,6 +280,51 @@ def test_inductor_on_one_mesh(rank_pool):
     check(rank_pool.run(compile_around, 2, 2, 1, [12, 12], backend="inductor", timeout=300), [12, 12])
 
 
+def learn_through_checkpoints(ring, ulysses, inside):
+    """A step of training whose attention is recomputed in the backward, compiled; the mode inside or outside of the function."""
+    from torch.utils.checkpoint import checkpoint
+
+    mesh, counter = make_mesh(ring, ulysses), Counter()
+    rank = mesh.get_rank()
+    qkv = [x.tensor_split(ring * ulysses, dim=2)[rank].clone().requires_grad_() for x in make_qkv(16, 4)]
+    mode = UnifiedAttnMode(mesh, assume_equal=True)
+
+    def block(q, k, v):
+        return F.scaled_dot_product_attention(q * 2, k, v).sin()
+
+    def run(q, k, v):
+        return checkpoint(block, q, k, v, use_reentrant=False)
+
+    def run_inside(q, k, v):
+        with mode:
+            return run(q, k, v)
+
+    compiled = torch.compile(run_inside if inside else run, fullgraph=True, backend=counter)
+    if inside:
+        out = compiled(*qkv)
+    else:
+        with mode:
+            out = compiled(*qkv)
+    out.square().sum().backward()
+    return out.detach(), [x.grad for x in qkv], len(counter.graphs)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(("ring", "ulysses"), MESHES)
+def test_activation_checkpointing_in_a_compiled_function_is_parallel(rank_pool, ring, ulysses, inside):
+    qkv = [x.requires_grad_() for x in make_qkv(16, 4)]
+    out = F.scaled_dot_product_attention(qkv[0] * 2, qkv[1], qkv[2]).sin()
+    out.square().sum().backward()
+    out, ranks = out.detach(), ring * ulysses
+    for rank, (part, grads, graphs) in enumerate(
+        rank_pool.run(learn_through_checkpoints, ranks, ring, ulysses, inside)
+    ):
+        assert graphs == 1
+        assert relative_error(part, out.tensor_split(ranks, dim=2)[rank]) < 1e-5
+        for grad, x in zip(grads, qkv, strict=True):
+            assert relative_error(grad, x.grad.tensor_split(ranks, dim=2)[rank]) < 1e-5
+
+
 def learn_with_reordered_collectives(ring, ulysses):
     """Forward and backward of a model with shard and gather in its graph, with Inductor's reordering on."""
     import torch._inductor.config as inductor

@@ -400,7 +400,7 @@ class Exchange:
     def _entering(self) -> Transfer:
         return self.tokens_to_heads(self._layouts, self._heads)
 
-    def start_enter(self, query: Tensor, key: Tensor, value: Tensor) -> Callable[[], list[Tensor]]:
+    def start_enter(self, query: Tensor, key: Tensor, value: Tensor) -> Callable[[], Sequence[Tensor]]:
         """``[B, H, S_local, D]`` each to ``[B, H_local, S_block, D]``."""
         if not self._replicates:
             return self._entering.start((query, key, value))
@@ -408,7 +408,7 @@ class Exchange:
         finish = self._entering.start(sharded)
         return lambda: self.with_replicated(finish(), texts)
 
-    def start_enter_sharded(self, *sharded: Tensor) -> Callable[[], list[Tensor]]:
+    def start_enter_sharded(self, *sharded: Tensor) -> Callable[[], Sequence[Tensor]]:
         """The same of sharded tokens alone."""
         return self._entering.start(sharded)
 

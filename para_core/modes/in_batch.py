@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from para_core.attention.checks import refuse_dropout
 from para_core.layout import SequenceLayout, even_layout
 from para_core.mesh import batch_mesh
-from para_core.modes.interceptor import COND, run_cond
+from para_core.modes.interceptor import RUN_FUNCTIONS, run_functions
 from para_core.modes.known_sequences import ShardingMode, segments_of
 from para_core.tokens import shard_tokens
 
@@ -41,8 +41,8 @@ class InBatchAttnMode(ShardingMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention and self._mesh.ranks > 1:
             return self._attend(func, *args, **kwargs)
-        if func is COND and self._mesh.ranks > 1:
-            return run_cond(self, *args, **kwargs)
+        if func in RUN_FUNCTIONS and self._mesh.ranks > 1:
+            return run_functions(self, func, args, kwargs)
         if func is F.multi_head_attention_forward and self._mesh.ranks > 1:
             refuse_dropout(_multi_head_dropout(*args, **kwargs))
         return func(*args, **kwargs)

@@ -21,10 +21,10 @@ from torch.overrides import TorchFunctionMode
 from para_core.attention.multi_head import multi_head_attention
 
 SDPA = F.scaled_dot_product_attention
-# What torch.cond calls; modes see this.
-COND = torch.ops.higher_order.cond
 UNFLATTEN = Tensor.unflatten
 _MULTI_HEAD = F.multi_head_attention_forward
+# Operators that run functions: torch.cond, and what Dynamo makes of torch.utils.checkpoint.
+RUN_FUNCTIONS = (torch.ops.higher_order.cond, torch.ops.higher_order.tag_activation_checkpoint)
 _UNSEEN = (torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd, flex_attention)
 
 Attend = Callable[..., Tensor]
@@ -46,8 +46,8 @@ def intercept(
     if func is UNFLATTEN and torch.compiler.is_compiling():
         # Dynamo cannot trace the method under a mode: it is Python that calls super().
         return torch.unflatten(*args, **kwargs)
-    if func is COND:
-        return run_cond(mode, *args, **kwargs)
+    if func in RUN_FUNCTIONS:
+        return run_functions(mode, func, args, kwargs)
     if func is _MULTI_HEAD:
         return multi_head_attention(attend, *args, **kwargs)
     if func in _UNSEEN:
@@ -95,18 +95,12 @@ class Disabled(TorchFunctionMode):
         return pass_on(func, args, kwargs)
 
 
-# -- torch.cond
+# -- operators that run functions
 
 
-def run_cond(
-    mode: TorchFunctionMode,
-    pred: Any,
-    true_fn: Callable[..., Any],
-    false_fn: Callable[..., Any],
-    operands: Sequence[Any] = (),
-) -> Any:
-    """``torch.cond`` with ``mode`` inside its branches: it is dispatched to modes itself, which are off in there."""
-    return COND(pred, _under(mode, true_fn), _under(mode, false_fn), operands)
+def run_functions(mode: TorchFunctionMode, func: HigherOrderOperator, args: Sequence[Any], kwargs: Any) -> Any:
+    """``func`` with ``mode`` inside the functions that it is given: it is dispatched to modes itself, which are off in there."""
+    return func(*[_under(mode, one) if callable(one) else one for one in args], **kwargs)
 
 
 class _Again(TorchFunctionMode):

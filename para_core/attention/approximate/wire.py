@@ -58,7 +58,7 @@ class RoundedExchange:
     def __init__(self, exact: Exchange, dtype: torch.dtype) -> None:
         self._exact, self._dtype = exact, dtype
 
-    def start_enter(self, query: Tensor, key: Tensor, value: Tensor) -> Callable[[], list[Tensor]]:
+    def start_enter(self, query: Tensor, key: Tensor, value: Tensor) -> Callable[[], Sequence[Tensor]]:
         exact, dtype = self._exact, query.dtype
         wire = Wire(self._dtype, min(query.shape[3], value.shape[3]))
         kinds = exact.by_kind(query, key, value)
