@@ -13,8 +13,7 @@ from __future__ import annotations
 import atexit
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,8 +31,7 @@ atexit.register(time.sleep, 0.05)  # seconds
 # -- begun now, waited for later
 
 
-@dataclass(frozen=True)
-class Travelling:
+class Travelling(NamedTuple):
     """A collective under way: what it will have filled, and whom to wait for; None: nobody."""
 
     buffer: Tensor
@@ -43,16 +41,18 @@ class Travelling:
 def start_all_to_all(
     x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], dim: MeshDim, *, even: bool = False
 ) -> Travelling:
-    """Begin to send ``send_sizes[i]`` elements of ``x`` (flat) to rank ``i`` of ``dim``; :func:`wait` gives what arrives.
+    """Begin to send ``send_sizes[i]`` elements of ``x`` to rank ``i`` of ``dim``; :func:`wait` gives what arrives.
 
     Args:
+        x: contiguous; flat, unless ``even``.
         receive_sizes: elements from each rank of ``dim``: what that rank sends here. They arrive in the order of the senders.
         even: every rank sends as much to every other, which all of them know: backends have a shorter way for it, without sizes.
+            The first dim of ``x`` is what they share.
 
     Where a gradient will be asked for, or a graph is traced, it is the operator, and done at once.
     """
     if _needs_operator(x):
-        return Travelling(all_to_all(x, send_sizes, receive_sizes, dim), None)
+        return Travelling(all_to_all(x.view(-1), send_sizes, receive_sizes, dim), None)
     if even:
         received = torch.empty_like(x)
         return Travelling(received, group_of(dim).alltoall_base(received, x, [], [], _ALL_TO_ALL))

@@ -35,7 +35,7 @@ def local_attention(
         problem = Problem(query, key, value, mask, is_causal, scale)
         _, key, value, *_ = problem.as_taken_by(_choose_backend(problem))
         grouped = key.shape[1] != query.shape[1]
-    out: Tensor = torch.ops.aten.scaled_dot_product_attention(
+    out: Tensor = torch.ops.aten.scaled_dot_product_attention.default(
         query, key, value, mask, 0.0, is_causal, scale=scale, enable_gqa=grouped
     )
     return out

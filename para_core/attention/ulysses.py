@@ -148,10 +148,13 @@ def _steps(before: Alike, of_peer: Sequence[Run]) -> list[int] | None:
 
 @dataclass(frozen=True)
 class _Part:
-    """How to see in ``[B, H, S, D]`` what each of some peers has of it: a view ``[peers, S, B, heads, D]``."""
+    """How to see in ``[B, H, S, D]`` what each of some peers has of it: a view ``[peers, S, B, heads, D]``.
+
+    ``shape`` and ``order`` as ``view`` and ``permute`` take them; no shape: of one peer, without its dim.
+    """
 
     narrows: tuple[tuple[int, int, int], ...]
-    shape: tuple[int, ...]
+    shape: tuple[int, ...] | None
     order: tuple[int, ...]
     copies: int
 
@@ -177,7 +180,9 @@ class _Part:
     def see(self, x: Tensor) -> Tensor:
         for narrow in self.narrows:
             x = x.narrow(*narrow)
-        x = x.view(self.shape).permute(self.order)
+        if self.shape is not None:
+            x = x.view(self.shape)
+        x = x.permute(self.order)
         return x if self.copies == 1 else x.expand(self.copies, -1, -1, -1, -1)
 
 
@@ -239,12 +244,14 @@ class Transfer:
         if sizes.parts is None:
             buffer = self._pack(tensors, sizes)
         elif len(tensors) == 1:
-            buffer = sizes.parts[0].see(tensors[0]).reshape(-1).contiguous()
+            buffer = sizes.parts[0].see(tensors[0]).contiguous()
         else:
-            buffer = torch.cat([part.see(x) for part, x in zip(sizes.parts, tensors, strict=True)], dim=3).view(-1)
+            buffer = torch.cat([part.see(x) for part, x in zip(sizes.parts, tensors, strict=True)], dim=-2)
+        if not self._even:
+            buffer = buffer.view(-1)
         started = start_all_to_all(buffer, sizes.send, sizes.receive, self._dim, even=self._even)
         if sizes.arriving is None:
-            return lambda: self._unpack(wait(started), tensors)
+            return lambda: self._unpack(wait(started).view(-1), tensors)
         return partial(_as_it_lies, started, sizes.arriving, sizes.heads)
 
     def _sizes_of(self, tensors: Sequence[Tensor]) -> _Sizes:
@@ -270,6 +277,8 @@ class Transfer:
         parts, arriving, heads = None, None, []
         if at_once and len(self._out) == 1:
             parts = [_Part.of(self._out[0], place, x) for place, x in enumerate(tensors)]
+            if self._out[0].number == 1:
+                parts = [replace(part, shape=None, order=(2, 0, 1, 3)) for part in parts]
         if at_once and len(self._in) == 1:
             (peers,) = self._in
             heads = [count for _, count, _ in peers.runs[1::2]]

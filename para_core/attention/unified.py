@@ -88,7 +88,8 @@ def _of_block(
         # A user's own takes as many key heads as query heads.
         key_heads = torch.arange(query.shape[1], device=query.device) // (query.shape[1] // max(1, key.shape[1]))
     if not save and attend is local_attention_with_lse and call.is_local:
-        key, value = expand(key, key_heads), expand(value, key_heads)
+        if key_heads is not None:
+            key, value = expand(key, key_heads), expand(value, key_heads)
         mask = None if mask is None else columns(mask, call.key_runs(0))
         return local_attention(query, key, value, mask=mask, is_causal=call.is_causal, scale=call.scale), None
     comm_dtype = None if save else call.options.comm_dtype

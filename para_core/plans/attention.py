@@ -49,15 +49,18 @@ class PlannedAttention:
         self.active = [False]
         self.intercepted = [False]
         self._calls = 0
+        # Of this call of the model, by the identity of a plan's own values.
+        self._found: dict[int, MeshAttention | None] = {}
 
     def set_segments(self, segments: tuple[Segment, ...]) -> None:
         """What is known of the call under way: which segments were sharded, and which are whole on every rank."""
         self.segments = tuple([(one.name, _hold(one.total, self.mesh.device_type), one.replicated) for one in segments])
+        self._found = {}
 
     def within(self, attending: tuple[Attention, ...]) -> PlannedAttention:
         """The same, where attention calls consist of ``attending``; they are counted anew."""
         inner = PlannedAttention(self.mesh, self.options, attending, self.known)
-        inner.segments, inner.active = self.segments, [self.active[0]]
+        inner.segments, inner.active, inner._found = self.segments, [self.active[0]], self._found
         return inner
 
     def __call__(
@@ -75,13 +78,12 @@ class PlannedAttention:
         if len(self.attending) > 1:
             self._calls += 1
         self.intercepted[0] = True
-        sharded = [name for name, _, replicated in self.segments if not replicated]
-        if not set(sharded) & set(attention.keys or attention.queries):
+        attend = self._over_mesh(attention)
+        if attend is None:
             out: Tensor = torch.ops.aten.scaled_dot_product_attention.default(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
             return out
-        attend = self._over_mesh(attention)
         if attn_mask is None or attention.mask is None:
             return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         if attention.mask == "keys":
@@ -93,7 +95,18 @@ class PlannedAttention:
         # A row that sees nothing is zero.
         return out.masked_fill(~valid[..., None], 0.0)
 
-    def _over_mesh(self, attention: Attention) -> MeshAttention:
+    def _over_mesh(self, attention: Attention) -> MeshAttention | None:
+        """None where nothing that it attends to was sharded."""
+        if torch.compiler.is_compiling():
+            return self._find(attention)
+        if id(attention) not in self._found:
+            self._found[id(attention)] = self._find(attention)
+        return self._found[id(attention)]
+
+    def _find(self, attention: Attention) -> MeshAttention | None:
+        sharded = [name for name, _, replicated in self.segments if not replicated]
+        if not set(sharded) & set(attention.keys or attention.queries):
+            return None
         segments = self._segments()
         if torch.compiler.is_compiling():
             return self._make(attention, segments)
