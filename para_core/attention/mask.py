@@ -112,5 +112,5 @@ def _rows_of_group(mask: Tensor, exchange: Exchange, heads: Sequence[Run]) -> Te
     """From this rank's rows of all heads to the rows of its Ulysses group, of its own heads. Differentiable."""
     layout, mesh = exchange.query_layout, exchange.mesh
     sharded, text = split_by_kind(mask, layout, mesh.rank)
-    (block,) = exchange.tokens_to_heads([layout], [tuple(heads)]).start([sharded])()
+    (block,) = exchange.transfer([layout], [tuple(heads)], to_heads=True).start([sharded])()
     return block if text is None else torch.cat([block, text.narrow(1, *heads[mesh.ulysses.index])], dim=2)

@@ -77,7 +77,9 @@ class RoundedExchange:
         wire = Wire(self._dtype, out.shape[3])
         rounded, num_text = wire.write(out), num_replicated(layout)
         # Behind its own tokens every peer gets the replicated ones, and what all of them are scaled by.
-        finish = exact.heads_to_tokens(num_text + wire.scale_rows).start((rounded, rounded))
+        common = num_text + wire.scale_rows
+        leaving = exact.transfer([layout], [exact.heads.of_query], common, to_heads=False)
+        finish = leaving.start((rounded, rounded.narrow(2, rounded.shape[2] - common, common)))
 
         def read() -> Tensor:
             sharded, common = finish()
