@@ -32,7 +32,14 @@ from para_core.adapters.refusals import unseen_attention
 from para_core.cache.apply import cache_options
 from para_core.guidance import Guidance
 from para_core.instance import original_class, uncompiled, unwrap, wrap_method, wrapper
-from para_core.mesh import GuidedMesh, SequenceMesh, guided_mesh, init_context_parallel_mesh, one_guided_rank
+from para_core.mesh import (
+    GuidedMesh,
+    SequenceMesh,
+    guided_mesh,
+    init_context_parallel_mesh,
+    one_guided_rank,
+    require_own_gpus,
+)
 from para_core.plans.region import apply_plan, known_equal, plan_mesh, reattach_plan, remove_plan
 
 logger = logging.getLogger(__name__)
@@ -81,7 +88,7 @@ def parallelize_pipe(
 
     Raises:
         TypeError, ValueError: the pipeline is not supported, or the mesh does not fit.
-        RuntimeError: no ``mesh`` and no process group on several ranks.
+        RuntimeError: no ``mesh`` and no process group on several ranks; or two ranks of a mesh on NCCL have the same GPU.
     """
     unparallelize_pipe(pipe)
     transformers = _plans_of(pipe, adapter)
@@ -285,8 +292,10 @@ def _guided_mesh(mesh: Mesh | GuidedMesh | None, owner: Any) -> GuidedMesh:
                     "torch.distributed.init_process_group() before parallelize_pipe(pipe)."
                 )
             return one_guided_rank(device_type)
-        mesh = _chosen_mesh(device_type, owner)
-    return guided_mesh(mesh)
+        return guided_mesh(_chosen_mesh(device_type, owner))
+    guided = guided_mesh(mesh)
+    require_own_gpus(mesh, guided)
+    return guided
 
 
 def _chosen_mesh(device_type: str, owner: Any) -> DeviceMesh:

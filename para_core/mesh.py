@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,34 +106,53 @@ def init_context_parallel_mesh(
     )
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=MESH_DIMS)
     # Only now: where nothing was put on a GPU yet, init_device_mesh chooses this rank's.
-    if device_type == "cuda":
-        _require_own_gpus(dist.distributed_c10d._get_default_group())
+    require_own_gpus(mesh, guided_mesh(mesh))
     return mesh
 
 
-def _require_own_gpus(group: ProcessGroup) -> None:
-    """Raise on every rank of ``group`` if it is NCCL's and two of its ranks have one current device."""
-    takes_cuda = any(device.type == "cuda" for device in group._device_types)
-    if group.size() == 1 or not takes_cuda or group._get_backend(torch.device("cuda")).name() != "nccl":
+def require_own_gpus(mesh: DeviceMesh | ProcessGroup, ranks: GuidedMesh | SequenceMesh) -> None:
+    """Raise on all ``ranks``, which are how ``mesh`` was read, if two of them have one current GPU and NCCL connects them.
+
+    One small exchange over the CPU where it is NCCL; otherwise nothing is asked. Not in a graph, where nothing is exchanged.
+    """
+    on_cpu = isinstance(mesh, DeviceMesh) and mesh.device_type != "cuda"  # a group may take tensors of both
+    if torch.compiler.is_compiling() or on_cpu or not any(_is_nccl(dim.group) for dim in ranks.dims):
         return
-    index = torch.cuda.current_device()
-    # Each rank may see other GPUs as its first one (CUDA_VISIBLE_DEVICES).
-    place = (socket.gethostname(), str(getattr(torch.cuda.get_device_properties(index), "uuid", index)))
-    places: list[Any] = [None] * group.size()
-    dist.all_gather_object(places, place, group=host_group(_dim_of_group("world", group)))
-    problem = shared_gpu(places)
+    found = {dist.get_rank(): _current_gpu()}
+    for dim in ranks.dims:
+        if dim.group is not None:
+            parts: list[Any] = [None] * dim.size
+            dist.all_gather_object(parts, found, group=host_group(dim))
+            found = {rank: place for part in parts for rank, place in part.items()}
+    problem = shared_gpu({rank: place for rank, place in sorted(found.items()) if place is not None})
     if problem is not None:
         raise RuntimeError(problem)
 
 
-def shared_gpu(places: Sequence[tuple[str, str]]) -> str | None:
-    """Why NCCL cannot run on ranks that are at ``places`` (name of the host, name of the GPU); None if it can.
+def _is_nccl(group: ProcessGroup | None) -> bool:
+    """Whether tensors on a GPU travel over NCCL among the ranks of ``group``."""
+    if group is None or all(device.type != "cuda" for device in group._device_types):
+        return False
+    return bool(group._get_backend(torch.device("cuda")).name() == "nccl")
 
-    >>> print(shared_gpu([("a", "0"), ("a", "1"), ("b", "0")]))
+
+def _current_gpu() -> tuple[str, str] | None:
+    """The names of this host and of this rank's current GPU; None where the process uses no GPU."""
+    if not torch.cuda.is_initialized():
+        return None
+    index = torch.cuda.current_device()
+    # Each rank may see other GPUs as its first one (CUDA_VISIBLE_DEVICES).
+    return socket.gethostname(), str(getattr(torch.cuda.get_device_properties(index), "uuid", index))
+
+
+def shared_gpu(places: Mapping[int, tuple[str, str]]) -> str | None:
+    """Why NCCL cannot run on ranks that are at ``places`` (of each, name of the host and of the GPU); None if it can.
+
+    >>> print(shared_gpu({0: ("a", "0"), 1: ("a", "1"), 2: ("b", "0")}))
     None
     """
     ranks_at: dict[tuple[str, str], list[int]] = {}
-    for rank, place in enumerate(places):
+    for rank, place in places.items():
         ranks_at.setdefault(place, []).append(rank)
     for (host, gpu), ranks in ranks_at.items():
         if len(ranks) == 1:

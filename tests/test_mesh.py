@@ -1,6 +1,7 @@
 """The shape of the mesh, and what is accepted as one."""
 
 import doctest
+from contextlib import contextmanager
 from importlib import import_module
 from math import prod
 from unittest import mock
@@ -13,10 +14,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
-import para_core.mesh
-from para_core import RingAttnMode, UlyssesAttnMode, UnifiedAttnMode, init_context_parallel_mesh
+from para_core import (
+    ContextParallelConfig,
+    InBatchAttnMode,
+    RingAttnMode,
+    UlyssesAttnMode,
+    UnifiedAttnMode,
+    apply_context_parallel,
+    init_context_parallel_mesh,
+    unified_attention,
+)
+from para_core.adapters import parallelize_transformer
 from para_core.mesh import choose_mesh_shape, sequence_mesh, shared_gpu
 from tests.attention.one_device import make_qkv, relative_error
+from tests.tiny import flux_transformer
 
 MAXIMUM = st.none() | st.integers(1, 12)
 
@@ -120,49 +131,110 @@ def test_what_is_no_mesh_is_an_error():
 
 
 def test_ranks_with_a_gpu_of_their_own_on_any_host_are_fine():
-    assert shared_gpu([("a", "0"), ("a", "1"), ("b", "0"), ("b", "1")]) is None
+    assert shared_gpu(dict(enumerate([("a", "0"), ("a", "1"), ("b", "0"), ("b", "1")]))) is None
 
 
 def test_ranks_of_a_host_that_are_all_on_one_gpu_are_told_of_set_device():
-    message = shared_gpu([("b", "1"), ("a", "0"), ("a", "0"), ("a", "0")])
-    assert "ranks [1, 2, 3] on host a all have the current device 0" in message
+    message = shared_gpu({4: ("b", "1"), 5: ("a", "0"), 6: ("a", "0"), 7: ("a", "0")})
+    assert "ranks [5, 6, 7] on host a all have the current device 0" in message
     assert "set_device was not called" in message
     assert "Call torch.cuda.set_device(torch.distributed.get_node_local_rank())" in message
 
 
 def test_two_ranks_that_share_one_gpu_of_several_are_named():
-    message = shared_gpu([("a", "0"), ("a", "1"), ("a", "1")])
+    message = shared_gpu({0: ("a", "0"), 1: ("a", "1"), 2: ("a", "1")})
     assert "ranks [1, 2] on host a all have the current device 1" in message
     assert "more ranks than GPUs" in message
 
 
-def on_gpus(name_of_backend, gpus):
-    """What _require_own_gpus says on each rank, where torch says that these are the GPUs, and NCCL their backend."""
-    backend = mock.Mock()
-    backend.name.return_value = name_of_backend
-    group = dist.group.WORLD
-    # A group that takes the CPU, so that the exchange needs no other one.
-    fake = mock.Mock(
-        wraps=group, _device_types=[torch.device("cuda"), torch.device("cpu")], group_name=group.group_name
-    )
-    fake._get_backend = lambda device: backend
-    properties = mock.Mock(uuid=gpus[dist.get_rank()])
+# -- on ranks
+
+
+@contextmanager
+def on_gpus(gpus, backend="nccl", counting=None):
+    """Inside, torch says that each rank is on its one of ``gpus``, and that ``backend`` serves the GPUs of every group."""
+    get_backend, gather = dist.ProcessGroup._get_backend, dist.all_gather_object
+
+    def named(group, device):
+        return mock.Mock(**{"name.return_value": backend}) if device.type == "cuda" else get_backend(group, device)
+
+    def counted(*args, **kwargs):
+        (counting if counting is not None else []).append("exchange")
+        return gather(*args, **kwargs)
+
+    gpu = gpus[dist.get_rank()]
+    properties = mock.Mock(uuid=gpu)
     with (
+        mock.patch.object(dist.ProcessGroup, "_get_backend", named),
+        mock.patch.object(dist, "all_gather_object", counted),
+        mock.patch.object(torch.cuda, "is_initialized", return_value=gpu is not None),
+        mock.patch.object(torch.cuda, "set_device"),
         mock.patch.object(torch.cuda, "current_device", return_value=0),
         mock.patch.object(torch.cuda, "get_device_properties", return_value=properties),
-        mock.patch.object(para_core.mesh, "host_group", return_value=group),
     ):
-        return message_of(lambda: para_core.mesh._require_own_gpus(fake))
+        yield
 
 
-def test_ranks_that_share_a_gpu_are_an_error_on_all_of_them_under_nccl_alone(rank_pool):
-    for message in rank_pool.run(on_gpus, 2, "nccl", ["A", "A"]):
-        assert message.startswith("RuntimeError: ranks [0, 1] on host")
-    assert rank_pool.run(on_gpus, 2, "nccl", ["A", "B"]) == ["no error"] * 2
-    assert rank_pool.run(on_gpus, 2, "gloo", ["A", "A"]) == ["no error"] * 2
+def make_all_kinds(device_type):
+    """Everything that takes a mesh of the user's, by name; each maker takes nothing."""
+    square = init_device_mesh(device_type, (2, 2), mesh_dim_names=("ring", "ulysses"))
+    line = init_device_mesh(device_type, (4,), mesh_dim_names=("batch",))
+    flux = flux_transformer()
+    return {
+        "mode": lambda: UnifiedAttnMode(square),
+        "mode of one dim": lambda: RingAttnMode(square["ring"]),
+        "in batch": lambda: InBatchAttnMode(line),
+        "transformer": lambda: parallelize_transformer(flux, mesh=square),
+        "plan": lambda: apply_context_parallel(flux, ContextParallelConfig(mesh=square), flux._cp_plan),
+        "init_context_parallel_mesh": lambda: init_context_parallel_mesh(device_type, max_ring_dim_size=2),
+    }
 
 
-# -- on ranks
+def say_which_share(gpus, backend, device_type):
+    with on_gpus(gpus, backend, counting := []):
+        said = {}
+        for name, make in make_all_kinds(device_type).items():
+            counting.clear()
+            said[name] = message_of(make), len(counting)
+        return said
+
+
+def test_ranks_that_share_a_gpu_are_an_error_on_all_of_them_whoever_made_the_mesh(rank_pool):
+    # Ranks 0 and 3 have no mesh dim in common, and ranks 1 and 2 have nothing to complain of.
+    for rank, said in enumerate(rank_pool.run(say_which_share, 4, ["A", "B", "C", "A"], "nccl", "cuda")):
+        for name, (message, exchanges) in said.items():
+            alone = name == "mode of one dim"
+            expected = "no error" if alone else "RuntimeError: ranks [0, 3] on host"
+            assert message.startswith(expected), f"{name}, rank {rank}: {message}"
+            assert exchanges == (1 if alone or name == "in batch" else 2), name  # one per mesh dim
+
+
+def test_ranks_with_a_gpu_each_or_with_none_in_use_are_no_error(rank_pool):
+    for gpus in (["A", "B", "C", "D"], [None] * 4, ["A", None, None, "B"]):
+        for said in rank_pool.run(say_which_share, 4, gpus, "nccl", "cuda"):
+            assert {message for message, _ in said.values()} == {"no error"}, gpus
+
+
+@pytest.mark.parametrize(("backend", "device_type"), [("gloo", "cuda"), ("nccl", "cpu")])
+def test_nothing_is_asked_without_nccl_or_of_a_mesh_of_cpus(rank_pool, backend, device_type):
+    for said in rank_pool.run(say_which_share, 4, ["A"] * 4, backend, device_type):
+        assert set(said.values()) == {("no error", 0)}
+
+
+def make_in_other_ways(gpus):
+    with on_gpus(gpus, counting=(counting := [])):
+        square = init_device_mesh("cuda", (2, 2), mesh_dim_names=("ring", "ulysses"))
+        said = [message_of(lambda: UnifiedAttnMode(dist.group.WORLD)), len(counting)]
+        counting.clear()
+        UnifiedAttnMode(square, assume_equal=True)
+        InBatchAttnMode(dist.group.WORLD, assume_equal=True)
+        unified_attention(*(x.chunk(4, dim=2)[0] for x in make_qkv(12, 4)), mesh=dist.group.WORLD, assume_equal=True)
+        return *said, len(counting)
+
+
+def test_a_group_is_asked_as_a_mesh_is_and_assume_equal_and_functional_forms_ask_nothing(rank_pool):
+    for message, exchanges, others in rank_pool.run(make_in_other_ways, 4, ["A", "A", "B", "C"]):
+        assert message.startswith("RuntimeError: ranks [0, 1] on host") and (exchanges, others) == (1, 0)
 
 
 def describe(mesh):

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from para_core.attention.attend import AttnFunc
 from para_core.attention.options import AttnKeywords
 from para_core.layout import SequenceLayout
+from para_core.mesh import sequence_mesh
 from para_core.modes.unified import RingAttnMode, UlyssesAttnMode, UnifiedAttnMode
 
 
@@ -43,8 +44,9 @@ def unified_attention(
     Raises:
         ValueError: on every rank, in eager code, for input that does not fit on any of them.
     """
+    ranks = sequence_mesh(mesh, group_dim="ulysses")
     mode = UnifiedAttnMode(
-        mesh, layout=layout, key_layout=key_layout, assume_equal=assume_equal, attn_func=attn_func, **options
+        ranks, layout=layout, key_layout=key_layout, assume_equal=assume_equal, attn_func=attn_func, **options
     )
     return mode.attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
@@ -67,8 +69,9 @@ def ring_attention(
     **options: Unpack[AttnKeywords],
 ) -> Tensor:
     """:func:`unified_attention` on a mesh (or group) whose ranks all form the ring."""
+    ranks = sequence_mesh(mesh, group_dim="ring")
     mode = RingAttnMode(
-        mesh, layout=layout, key_layout=key_layout, assume_equal=assume_equal, attn_func=attn_func, **options
+        ranks, layout=layout, key_layout=key_layout, assume_equal=assume_equal, attn_func=attn_func, **options
     )
     return mode.attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
@@ -91,7 +94,8 @@ def ulysses_attention(
     **options: Unpack[AttnKeywords],
 ) -> Tensor:
     """:func:`unified_attention` on a mesh (or group) whose ranks all trade tokens for heads."""
+    ranks = sequence_mesh(mesh, group_dim="ulysses")
     mode = UlyssesAttnMode(
-        mesh, layout=layout, key_layout=key_layout, assume_equal=assume_equal, attn_func=attn_func, **options
+        ranks, layout=layout, key_layout=key_layout, assume_equal=assume_equal, attn_func=attn_func, **options
     )
     return mode.attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.attention.checks import refuse_dropout
 from para_core.layout import SequenceLayout, even_layout
-from para_core.mesh import batch_mesh
+from para_core.mesh import batch_mesh, require_own_gpus
 from para_core.modes.interceptor import RUN_FUNCTIONS, run_functions
 from para_core.modes.known_sequences import ShardingMode, segments_of
 from para_core.tokens import shard_tokens
@@ -33,7 +33,10 @@ class InBatchAttnMode(ShardingMode):
     """
 
     def __init__(self, mesh: DeviceMesh | ProcessGroup, *, assume_equal: bool = False) -> None:
-        super().__init__(batch_mesh(mesh), assume_equal=assume_equal)
+        ranks = batch_mesh(mesh)
+        if not assume_equal:
+            require_own_gpus(mesh, ranks)
+        super().__init__(ranks, assume_equal=assume_equal)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None

@@ -18,7 +18,7 @@ from para_core.attention.attend import AttnFunc, MeshAttention
 from para_core.attention.options import AttnKeywords, AttnOptions
 from para_core.collectives import all_gather
 from para_core.layout import Segment, SequenceLayout, even_layout
-from para_core.mesh import MeshDim, SequenceMesh, guided_mesh
+from para_core.mesh import MeshDim, SequenceMesh, guided_mesh, require_own_gpus
 from para_core.modes import fused_encoder
 from para_core.modes.inference import sequence_of_length, sequence_of_symbolic_length
 from para_core.modes.interceptor import Disabled, intercept, pass_on
@@ -37,8 +37,8 @@ class UnifiedAttnMode(ShardingMode):
             whose ranks then all go to Ulysses.
         layout: the layout of the queries of every attention call inside, and of its keys unless ``key_layout`` is given.
         assume_equal: skip the small exchange that, in eager code, begins each intercepted call, each ``shard`` and each
-            ``gather``, and turns input that is bad on one rank into an error on all. Nothing is exchanged in a
-            compiled graph.
+            ``gather``, and turns input that is bad on one rank into an error on all; and the one with which, on NCCL, the mode
+            is made, and which finds ranks that share a GPU. Nothing is exchanged in a compiled graph.
         attn_func: computes attention on one device in place of SDPA: called as ``attn_func(query, key, value, attn_mask=,
             dropout_p=, is_causal=, scale=)`` on several ranks, with ``[B, H, S, D]`` and at most one of mask and ``is_causal``, it returns
             ``out``, or ``(out, lse)`` with lse ``[B, H, S_q]`` in float32, which a ring needs.
@@ -74,6 +74,8 @@ class UnifiedAttnMode(ShardingMode):
         self._batch: MeshDim | None = None
         if not isinstance(mesh, SequenceMesh):
             guided = guided_mesh(mesh, group_dim=self._group_dim)
+            if not assume_equal:
+                require_own_gpus(mesh, guided)
             mesh, self._batch = guided.sequence, guided.batch
         super().__init__(mesh, assume_equal=assume_equal)
         self._options = AttnOptions(**options)

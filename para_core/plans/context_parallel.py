@@ -8,10 +8,17 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.attention.options import AttnOptions, RotateMethod
-from para_core.mesh import SequenceMesh, one_rank, require_process_group, sequence_mesh
+from para_core.mesh import (
+    SequenceMesh,
+    init_context_parallel_mesh,
+    one_rank,
+    require_own_gpus,
+    require_process_group,
+    sequence_mesh,
+)
 from para_core.plans.plan import Plan
 from para_core.plans.region import apply_plan, remove_plan
 
@@ -53,7 +60,7 @@ def apply_context_parallel(module: nn.Module, parallel_config: Any, plan: Plan |
     Raises:
         TypeError: ``parallel_config`` is something else.
         ValueError: it asks for tensor parallelism, its degrees do not fit the ranks, or the plan does not fit the module.
-        RuntimeError: several ranks, and no process group.
+        RuntimeError: several ranks, and no process group; or two of them have the same GPU, which NCCL refuses.
     """
     if getattr(parallel_config, "tensor_parallel_config", None) is not None:
         raise ValueError(
@@ -91,6 +98,7 @@ def _mesh_of(config: Any, module: nn.Module) -> SequenceMesh:
                 f"the mesh has ring × ulysses = {found.ring.size} × {found.ulysses.size}, but the degrees say "
                 f"{config.ring_degree} × {config.ulysses_degree}. Leave one of both out."
             )
+        require_own_gpus(mesh, found)
         return found
     ring, ulysses = config.ring_degree or 1, config.ulysses_degree or 1
     device_type = next((x.device.type for x in module.parameters()), "cpu")
@@ -102,4 +110,4 @@ def _mesh_of(config: Any, module: nn.Module) -> SequenceMesh:
             f"ring_degree × ulysses_degree is {ring} × {ulysses} = {ring * ulysses}, but there are {dist.get_world_size()} "
             "ranks. Change the degrees, or pass mesh= a slice of a larger mesh."
         )
-    return sequence_mesh(init_device_mesh(device_type, (ring, ulysses), mesh_dim_names=("ring", "ulysses")))
+    return sequence_mesh(init_context_parallel_mesh(device_type, max_ring_dim_size=ring, max_ulysses_dim_size=ulysses))
