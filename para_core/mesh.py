@@ -85,7 +85,8 @@ def init_context_parallel_mesh(
     """A ``DeviceMesh`` with dims ``("batch", "ring", "ulysses")`` over all ranks; see :func:`choose_mesh_shape`.
 
     Every rank calls it with the same arguments. To use only some of the ranks, build a larger mesh and pass a slice
-    of it (``mesh["ring", "ulysses"]``) wherever a mesh is taken.
+    of it (``mesh["ring", "ulysses"]``) wherever a mesh is taken. A dim of size 1 costs no communicator: its group is one gloo
+    group of this rank alone, which all such dims share.
 
     Args:
         device_type: ``"cuda"``, ``"cpu"``, …; the accelerator that is present, else the CPU, if left out.
@@ -104,10 +105,30 @@ def init_context_parallel_mesh(
         max_ring_dim_size=max_ring_dim_size,
         max_ulysses_dim_size=max_ulysses_dim_size,
     )
-    mesh = init_device_mesh(device_type, shape, mesh_dim_names=MESH_DIMS)
+    mesh = _mesh_of_shape(device_type, shape)
     # Only now: where nothing was put on a GPU yet, init_device_mesh chooses this rank's.
     require_own_gpus(mesh, guided_mesh(mesh))
     return mesh
+
+
+def _mesh_of_shape(device_type: str, shape: tuple[int, int, int]) -> DeviceMesh:
+    """All ranks in ``shape``. Of dims of size 1 no groups are made: ``init_device_mesh`` would make one per rank and dim."""
+    used = {name: size for name, size in zip(MESH_DIMS, shape, strict=True) if size > 1}
+    if not used:
+        return init_device_mesh(device_type, shape, mesh_dim_names=MESH_DIMS)
+    mesh = init_device_mesh(device_type, tuple(used.values()), mesh_dim_names=tuple(used))
+    groups = [mesh.get_group(name) if name in used else _group_of_this_rank() for name in MESH_DIMS]
+    return DeviceMesh.from_group(groups, device_type, mesh=mesh.mesh.view(shape), mesh_dim_names=MESH_DIMS)
+
+
+def _group_of_this_rank() -> ProcessGroup:
+    """What stands for a mesh dim of size 1: every dim of a DeviceMesh has a group. Made once, without NCCL and other ranks."""
+    return _find_or_make(
+        "para_core: this rank alone",
+        [dist.get_rank()],
+        # Gloo cannot do without a store, and PyTorch's fake backend has none.
+        backend="fake" if dist.get_backend() == "fake" else "gloo",
+    )
 
 
 def require_own_gpus(mesh: DeviceMesh | ProcessGroup, ranks: GuidedMesh | SequenceMesh) -> None:
@@ -225,17 +246,20 @@ def host_group(dim: MeshDim) -> ProcessGroup:
     devices = group._device_types
     if any(device.type == "cpu" for device in devices):
         return group
-    description = f"para_core: CPU tensors beside group {dim.group_name}"
+    return _find_or_make(
+        f"para_core: CPU tensors beside group {dim.group_name}",
+        dist.get_process_group_ranks(group),
+        backend="gloo",
+        timeout=group._get_backend(devices[0]).options._timeout,
+    )
+
+
+def _find_or_make(description: str, ranks: list[int], **options: Any) -> ProcessGroup:
+    """The group of this ``description``, as ``new_group`` makes it. Ranks that are not in it are not waited for."""
     for known in dist.distributed_c10d._world.pg_map:
         if known.group_desc == description:
             return known
-    made: ProcessGroup = dist.new_group(
-        dist.get_process_group_ranks(group),
-        timeout=group._get_backend(devices[0]).options._timeout,
-        backend="gloo",
-        use_local_synchronization=True,  # ranks of other groups are not waited for
-        group_desc=description,
-    )
+    made: ProcessGroup = dist.new_group(ranks, use_local_synchronization=True, group_desc=description, **options)
     return made
 
 

@@ -255,6 +255,49 @@ def test_the_sequence_rank_is_ring_index_times_ulysses_size_plus_ulysses_index(r
         assert default == ((1, 1, 4), ("batch", "ring", "ulysses"))
 
 
+def groups_made(shapes):
+    """By shape of the mesh (batch, ring, ulysses): the sizes of the groups that are new, and how many were asked for."""
+    made, new_group, known = {}, dist.new_group, dist.distributed_c10d._world.pg_map
+    names, world = ("batch", "ring", "ulysses"), dist.get_world_size()
+    for shape in shapes:
+        before, asked = set(known), []
+
+        def counted(*args, asked=asked, **kwargs):
+            asked.append(kwargs["group_desc"])
+            return new_group(*args, **kwargs)
+
+        with (
+            mock.patch.object(dist, "new_group", counted),
+            mock.patch("torch.distributed.device_mesh.new_group", counted),
+        ):
+            maxima = {f"max_{name}_dim_size": size for name, size in zip(names, shape, strict=True)}
+            mesh = init_context_parallel_mesh("cpu", **maxima)
+            attend_chunk(UnifiedAttnMode(mesh))
+        made[shape] = sorted(group.size() for group in set(known) - before), len(asked)
+        assert mesh == init_device_mesh("cpu", shape, mesh_dim_names=names)
+        whole = torch.arange(world).view(shape)
+        for place, name in enumerate(names):
+            group = mesh.get_group(name)
+            assert mesh[name].get_group() is mesh["batch", "ring", "ulysses"].get_group(name) is group
+            row = next(row for row in whole.movedim(place, -1).flatten(0, 1).tolist() if dist.get_rank() in row)
+            assert dist.get_process_group_ranks(group) == row, name
+    return made
+
+
+def test_all_mesh_dims_of_size_1_share_one_group_of_this_rank_alone(rank_pool):
+    shapes = [(1, 1, 4), (1, 4, 1), (4, 1, 1), (1, 2, 2), (2, 2, 1)]
+    for made in rank_pool.run(groups_made, 4, shapes):
+        # What spans all ranks is the default group; of dims of 2, torch makes both groups on every rank.
+        assert made == {
+            (1, 1, 4): ([1], 1),
+            (1, 4, 1): ([], 0),
+            (4, 1, 1): ([], 0),
+            (1, 2, 2): ([2, 2], 4),
+            (2, 2, 1): ([2, 2], 4),
+        }
+    assert rank_pool.run(groups_made, 1, [(1, 1, 1)]) == [{(1, 1, 1): ([], 0)}]
+
+
 def attend_chunk(mode, seed=0):
     """Attention over tokens that this rank cut alone, as plain PyTorch would; this rank's part of the result."""
     q, k, v = (x.chunk(mode._mesh.ranks, dim=-2)[mode._mesh.rank] for x in make_qkv(12, 4, seed=seed))
