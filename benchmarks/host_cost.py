@@ -2,7 +2,8 @@
 
 Sizes are so small that computing takes no time; what is left is what Python and the dispatcher take before a device has work.
 
-- launches: operators and collectives of one call, counted on a fake group. Exact, on every machine.
+- launches: operators and collectives of one call, counted on a fake group, also of the CUDA path on meta tensors. Exact, on every
+  machine. Alone: ``--parts launches``.
 - one call, on a fake group of 8 (one process, nobody is waited for) and on two gloo ranks: by hand, eager with and without the
   agreement between ranks, and compiled.
 - FLUX of 57 small blocks on a fake group of 8, against the unmodified model given as many tokens as a rank has.
@@ -314,7 +315,7 @@ def measure_flux(
 
 
 def measure_launches() -> dict[str, Any]:
-    """Launches of one FLUX-like call, and of which operators."""
+    """Launches of one FLUX-like call, and of which operators: those of the CPU, and those of CUDA, counted on meta tensors."""
     table = {}
     for name, ring, ulysses, sizes in (
         *[(f"ulysses {ranks}", 1, ranks, {}) for ranks in (2, 4, 8)],
@@ -322,8 +323,9 @@ def measure_launches() -> dict[str, Any]:
         *[(f"ring {ranks}", ranks, 1, {}) for ranks in (2, 4, 8)],
         ("ring 2 × ulysses 4", 2, 4, {}),
     ):
-        counter = count_attention(ring, ulysses, **sizes)
-        table[name] = {"launches": counter.launches, **dict(counter.by_operator.most_common())}
+        for where, device in (("", "cpu"), (", CUDA", "meta")):
+            counter = count_attention(ring, ulysses, **sizes, device=device)
+            table[f"{name}{where}"] = {"launches": counter.launches, **dict(counter.by_operator.most_common())}
     return table
 
 

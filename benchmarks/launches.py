@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -13,10 +14,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 from torch._ops import OpOverload
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention import SDPBackend
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from para_core import UnifiedAttnMode, init_context_parallel_mesh
+from para_core import SequenceLayout, UnifiedAttnMode, init_context_parallel_mesh
+from para_core.attention import local, unified
+from para_core.attention.call import make_call
+from para_core.attention.options import AttnOptions
+from para_core.layout import even_layout
+from para_core.mesh import sequence_mesh
 
 # Beside views, which their schema tells: what launches nothing on a device.
 _NO_LAUNCH = {
@@ -91,23 +99,67 @@ def fake_group(ranks: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+Attend = Callable[[Tensor, Tensor, Tensor], Any]
+
+
 def count_attention(
-    ring: int, ulysses: int, *, tokens: int = 288, heads: int = 24, head_dim: int = 16, batch: int = 1
+    ring: int,
+    ulysses: int,
+    *,
+    tokens: int = 288,
+    heads: int = 24,
+    head_dim: int = 16,
+    batch: int = 1,
+    device: Literal["cpu", "meta"] = "cpu",
 ) -> LaunchCounter:
     """The launches of one intercepted call on rank 0, forward, without a mask: of the second call, when sizes are known.
 
     Args:
         tokens, heads: of the whole sequence; 288 × 24 are cut as FLUX' 4608 × 24 at 1024² are.
+        device: of the tensors. ``"meta"``: what CUDA would launch for bfloat16, with the flash backend chosen.
     """
-    with fake_group(ring * ulysses):
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    with fake_group(ring * ulysses), torch.no_grad():
         mesh = init_context_parallel_mesh("cpu", max_ring_dim_size=ring, max_ulysses_dim_size=ulysses)
-        with torch.no_grad(), UnifiedAttnMode(mesh, assume_equal=True) as cp:
-            layout = cp.sequence(tokens)
-            # [B, S, H, D] in memory, as the projections of a model leave it.
-            shape = (batch, layout.size(0), heads, head_dim)
-            query, key, value = (torch.randn(shape).transpose(1, 2) for _ in range(3))
-            with cp.using(layout):
-                F.scaled_dot_product_attention(query, key, value)
-                with LaunchCounter() as counter:
-                    F.scaled_dot_product_attention(query, key, value)
+        layout = even_layout(tokens, ring * ulysses)
+        # [B, S, H, D] in memory, as the projections of a model leave it.
+        shape = (batch, layout.size(0), heads, head_dim)
+        tensors = [torch.empty(shape, dtype=dtype, device=device).transpose(1, 2) for _ in range(3)]
+        with (_intercepted if device == "cpu" else _as_on_cuda)(mesh, layout, heads) as attend:
+            attend(*tensors)
+            with LaunchCounter() as counter:
+                attend(*tensors)
     return counter
+
+
+@contextmanager
+def _intercepted(mesh: DeviceMesh, layout: SequenceLayout, _: int) -> Iterator[Attend]:
+    with UnifiedAttnMode(mesh, layout=layout, assume_equal=True):
+        yield F.scaled_dot_product_attention
+
+
+@contextmanager
+def _as_on_cuda(mesh: DeviceMesh, layout: SequenceLayout, heads: int) -> Iterator[Attend]:
+    """What the operator of attention runs on a GPU; a mode gives meta tensors their shape and is done."""
+    options = AttnOptions()
+    call = make_call(
+        layout,
+        layout,
+        sequence_mesh(mesh),
+        num_heads=heads,
+        num_kv_heads=heads,
+        is_causal=False,
+        scale=None,
+        options=options,
+        options_text=options.as_text(),
+    )
+
+    def sdpa(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        # Of meta tensors SDPA itself makes matrix products, of those on a GPU the one kernel that is called here.
+        return local.local_attention_with_lse(query, key, value, **options)[0]
+
+    with (
+        mock.patch.object(local, "_choose_backend", lambda *_: SDPBackend.FLASH_ATTENTION.value),
+        mock.patch.object(unified, "local_attention", sdpa),
+    ):
+        yield lambda query, key, value: unified.forward(call, query, key, value, None)

@@ -59,3 +59,10 @@ def test_results_of_other_labels_and_of_parts_not_measured_stay(tmp_path, monkey
     assert {key: written["before"][key] for key in ("one", "two")} == {"one": 1, "two": 4}
     assert written["after"]["one"] == 3
     assert written["after"]["environment"]["versions"]["torch"] == torch.__version__
+
+
+def test_launches_are_counted_on_the_cpu_and_on_the_path_of_cuda():
+    rows = host_cost.measure_launches()
+    for name in ("ulysses 8", "ring 8", "ring 2 × ulysses 4"):
+        assert any("flash_attention_for_cpu" in operator for operator in rows[name])
+        assert "_scaled_dot_product_flash_attention" in rows[f"{name}, CUDA"]

@@ -99,23 +99,37 @@ def require_at_most(budget, counter):
     assert counter.launches <= budget, f"at most {budget} are allowed; {counter}"
 
 
+DEVICES = pytest.mark.parametrize("device", ["cpu", "meta"])  # meta: the kernels of CUDA
+
+
+@DEVICES
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("batch", [1, 2])
-def test_ulysses_of_even_tokens_and_heads_launches_8_whatever_the_ranks(ranks, batch):
-    require_at_most(8, count_attention(1, ranks, batch=batch))
+def test_ulysses_of_even_tokens_and_heads_launches_8_whatever_the_ranks(ranks, batch, device):
+    require_at_most(8, count_attention(1, ranks, batch=batch, device=device))
 
 
+@DEVICES
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize(("tokens", "heads"), [(291, 24), (288, 25), (291, 25)])
-def test_ulysses_of_uneven_tokens_or_heads_launches_one_more_per_rank(ranks, tokens, heads):
-    require_at_most(8 + ranks, count_attention(1, ranks, tokens=tokens, heads=heads))
+def test_ulysses_of_uneven_tokens_or_heads_launches_one_more_per_rank(ranks, tokens, heads, device):
+    require_at_most(8 + ranks, count_attention(1, ranks, tokens=tokens, heads=heads, device=device))
 
 
+@DEVICES
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("tokens", [288, 291])
-def test_a_ring_launches_3_and_4_for_each_further_block(ranks, tokens):
-    require_at_most(3 + 4 * (ranks - 1), count_attention(ranks, 1, tokens=tokens))
+def test_a_ring_launches_3_and_4_for_each_further_block(ranks, tokens, device):
+    require_at_most(3 + 4 * (ranks - 1), count_attention(ranks, 1, tokens=tokens, device=device))
 
 
-def test_ring_2_times_ulysses_4_launches_14():
-    require_at_most(14, count_attention(2, 4))
+@DEVICES
+def test_ring_2_times_ulysses_4_launches_14(device):
+    require_at_most(14, count_attention(2, 4, device=device))
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(1, 8), (8, 1), (2, 4)])
+def test_on_meta_tensors_every_block_is_one_flash_kernel_of_cuda(ring, ulysses):
+    counter = count_attention(ring, ulysses, device="meta")
+    kernels = {name: number for name, number in counter.by_operator.items() if "dot_product" in name or "mm" in name}
+    assert kernels == {"_scaled_dot_product_flash_attention": ring}
