@@ -7,9 +7,8 @@ The module's code does not know. What runs around it lives in private subclasses
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,14 +26,13 @@ from para_core.instance import (
     wrap_method,
     wrapper,
 )
-from para_core.layout import Segment, SequenceLayout
 from para_core.mesh import MeshDim, SequenceMesh
 from para_core.modes import fused_encoder
 from para_core.plans.attention import Interception, PlannedAttention, recomputed_under
+from para_core.plans.cutting import Cutting
 from para_core.plans.places import Boundary, as_tuple, find_boundaries, is_at, parameters_of
-from para_core.plans.plan import Attention, Cut, FirstTokens, Gather, LastTokens, Plan, Split, Whole, published_plan
+from para_core.plans.plan import Attention, Cut, Plan, Split, published_plan
 from para_core.plans.samples import all_samples, own_samples
-from para_core.tokens import gather_tokens, shard_tokens
 
 _KEY = "parallel"
 
@@ -79,8 +77,7 @@ class _Region:
         # Lists and dicts where something changes during a call: what is set of an attribute before torch.cond (which a cache
         # brings) and again behind it, Dynamo 2.13 forgets.
         self._interceptions: list[Interception] = []
-        # Of the call under way: the segments that were cut, or found to be whole.
-        self.segments: dict[str, Segment] = {}
+        self._cutting = Cutting(mesh)
 
     @property
     def interception(self) -> Interception | None:
@@ -117,13 +114,15 @@ class _Region:
         self._interceptions.append(interception)
         try:
             args, kwargs, samples = self._own_samples(args, kwargs)
-            args, kwargs = self._cut_arguments(self.plan.inputs, self.parameters, args, kwargs)
+            args, kwargs = self._cutting.arguments(self.plan.inputs, self.parameters, args, kwargs)
             with fused_encoder.held_off(self.encoders), interception.entered():
                 self._intercept(self.plan.inputs.values())
                 with recomputed_under(interception.mode, module):
                     output = call(module, *args, **kwargs)
                 # Compiled parts set it too, at every call: their graphs repeat what the handler did to the mode.
-                sharded = self.mesh.ranks > 1 and any(not segment.replicated for segment in self.segments.values())
+                sharded = self.mesh.ranks > 1 and any(
+                    not segment.replicated for segment in self._cutting.segments.values()
+                )
                 if sharded and not planned.intercepted[0]:
                     raise RuntimeError(
                         f"{type(module).__name__} ran on {self.mesh.ranks} ranks and called no "
@@ -132,11 +131,11 @@ class _Region:
                     )
             rule = self.plan.outputs.get("")
             if rule is not None:
-                output = self._gather_outputs(output, as_tuple(rule))
+                output = self._cutting.outputs(output, as_tuple(rule))
             return self._all_samples(output, samples)
         finally:
             self._interceptions.clear()
-            self.segments.clear()
+            self._cutting.segments.clear()
 
     def _may_use_the_dispatcher(self, module: nn.Module) -> bool:
         """Whether all attention of this call is dispatched, here and now, by eager code that keeps no gradient."""
@@ -157,8 +156,10 @@ class _Region:
     def _intercept(self, cuts: Iterable[Cut]) -> None:
         """Intercept from here on, if tokens that attention sees are among what was just cut."""
         interception = self.interception
-        if interception is not None and any(isinstance(cut, Split) and cut.segment in self.segments for cut in cuts):
-            interception.planned.set_segments(tuple(self.segments.values()))
+        if interception is not None and any(
+            isinstance(cut, Split) and cut.segment in self._cutting.segments for cut in cuts
+        ):
+            interception.planned.set_segments(tuple(self._cutting.segments.values()))
             interception.planned.active[0] = True
 
     # -- the samples of a batch, over the ``batch`` mesh dim
@@ -192,101 +193,6 @@ class _Region:
             return output
         return all_samples(output, samples, self.batch)
 
-    # -- cutting and gathering
-
-    def _cut_arguments(
-        self,
-        cuts: Mapping[str, Cut],
-        parameters: tuple[str, ...],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        module_name: str = "",
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        given, named = list(args), dict(kwargs)
-        for parameter, cut in cuts.items():
-            name = f"{module_name}.{parameter}" if module_name else parameter
-            if named.get(parameter) is not None:
-                named[parameter] = self._cut(named[parameter], cut, name)
-            elif parameter in parameters[: len(given)]:
-                place = parameters.index(parameter)
-                if given[place] is not None:
-                    given[place] = self._cut(given[place], cut, name)
-        return tuple(given), named
-
-    def _cut(self, value: Any, cut: Cut, name: str) -> Any:
-        if isinstance(value, (list, tuple)):
-            return type(value)([self._cut(item, cut, name) for item in value])
-        if isinstance(cut, (FirstTokens, LastTokens)):
-            return self._count(value, cut)
-        if not isinstance(value, Tensor):
-            raise TypeError(
-                f"{name} is a {type(value).__name__}; the plan splits it: expected a tensor, or a list of such."
-            )
-        if isinstance(cut, Gather):
-            return self._gather(value, cut)
-        if isinstance(cut, Whole):
-            self._note(Segment(cut.segment, value.shape[cut.dim], replicated=True), cut.dim, name)
-            return value
-        return self._split(value, cut, name)
-
-    def _split(self, value: Tensor, split: Split, name: str) -> Tensor:
-        if split.ndim is not None and value.ndim != split.ndim:
-            if split.segment is None and value.ndim < split.ndim:
-                return value
-            if split.like is None:
-                raise ValueError(
-                    f"{name} has {value.ndim} dims {list(value.shape)}; the plan splits a tensor of {split.ndim}."
-                )
-        if split.then_whole:
-            total = self.segments[split.like or ""].total
-            cut, rest = value.split([total, value.shape[split.dim] - total], dim=split.dim)
-            return torch.cat([self._split(cut, replace(split, then_whole=False), name), rest], dim=split.dim)
-        first = () if split.after is None else (self.segments[split.after],)
-        total = value.shape[split.dim] - sum([segment.total for segment in first])
-        stream = split.segment or split.like or name
-        # A branch, for a comparison of symbolic lengths is no bool.
-        if total < self.mesh.ranks:
-            if split.segment is not None:
-                self._note(Segment(stream, total, replicated=True), split.dim, name)
-            return value
-        segment = Segment(stream, total)
-        self._note(segment, split.dim, name)
-        return shard_tokens(value, split.dim, SequenceLayout((*first, segment), self.mesh.ranks), self.mesh)
-
-    def _note(self, segment: Segment, dim: int, name: str) -> None:
-        if segment.name not in self.segments:
-            self.segments[segment.name] = segment
-        known = self.segments[segment.name]
-        if known.total != segment.total:
-            raise ValueError(
-                f"{name} has {segment.total} tokens in dim {dim}; expected {known.total}, as the other {segment.name} "
-                "inputs."
-            )
-
-    def _count(self, number: int, cut: FirstTokens | LastTokens) -> int:
-        segment = self.segments[cut.segment]
-        ((start, length),) = segment.runs(0 if segment.replicated else self.mesh.rank, self.mesh.ranks)
-        if isinstance(cut, FirstTokens):
-            return min(max(number - start, 0), length)
-        return min(max(start + length - (segment.total - number), 0), length)
-
-    def _gather_outputs(self, output: Any, gathers: Sequence[Gather | None]) -> Any:
-        if isinstance(output, Tensor):
-            return self._gather(output, gathers[0])
-        if isinstance(output, (tuple, list)):
-            done = [self._gather(value, gather) for value, gather in zip(output, gathers, strict=False)]
-            return type(output)([*done, *output[len(done) :]])
-        # A ModelOutput: an ordered mapping whose values are also attributes.
-        for key, gather in zip(list(output.keys()), gathers, strict=False):
-            output[key] = self._gather(output[key], gather)
-        return output
-
-    def _gather(self, value: Any, gather: Gather | None) -> Any:
-        if gather is None or value is None:
-            return value
-        segment = self.segments[gather.segment]
-        return gather_tokens(value, gather.dim, SequenceLayout((segment,), self.mesh.ranks), self.mesh)
-
     # -- around its submodules
 
     def attach(self, module: nn.Module) -> None:
@@ -317,19 +223,19 @@ class _Region:
             interception = self.interception
             if interception is None:
                 return call(module, *args, **kwargs)
-            args, kwargs = self._cut_arguments(of_inputs, parameters, args, kwargs, name)
+            args, kwargs = self._cutting.arguments(of_inputs, parameters, args, kwargs, name)
             self._intercept(of_inputs.values())
             output = attend(module, call, args, kwargs)
             for key, cut in of_outputs.items():
                 if isinstance(output, Tensor):
-                    output = self._cut(output, cut, f"{name}[{key}]")
+                    output = self._cutting.cut(output, cut, f"{name}[{key}]")
                 else:
                     parts = list(output)
-                    parts[key] = self._cut(parts[key], cut, f"{name}[{key}]")
+                    parts[key] = self._cutting.cut(parts[key], cut, f"{name}[{key}]")
                     output = tuple(parts)
             self._intercept(of_outputs.values())
             if boundary.gathers:
-                output = self._gather_outputs(output, boundary.gathers)
+                output = self._cutting.outputs(output, boundary.gathers)
                 interception.planned.active[0] = False
             return output
 

@@ -1,0 +1,128 @@
+"""What a plan says of tensors, done to them: sharded, counted or gathered. Knows no module, and nothing of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from para_core.layout import Segment, SequenceLayout
+from para_core.mesh import SequenceMesh
+from para_core.plans.plan import Cut, FirstTokens, Gather, LastTokens, Split, Whole
+from para_core.tokens import gather_tokens, shard_tokens
+
+
+class Cutting:
+    """The cuts of one call after the other over ``mesh``.
+
+    What later cuts of a call refer to is kept in :attr:`segments` until it is cleared: a dict, for what is set of an attribute
+    before torch.cond (which a cache brings) and again behind it, Dynamo 2.13 forgets.
+    """
+
+    def __init__(self, mesh: SequenceMesh) -> None:
+        self.mesh = mesh
+        # Of the call under way: the segments that were cut, or found to be whole.
+        self.segments: dict[str, Segment] = {}
+
+    def arguments(
+        self,
+        cuts: Mapping[str, Cut],
+        parameters: tuple[str, ...],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        module_name: str = "",
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A module's arguments with ``cuts`` done to those that they name; ``parameters`` are the names in their order.
+
+        Raises:
+            TypeError, ValueError: an argument is not what the plan takes it for; ``module_name`` is for that message.
+        """
+        given, named = list(args), dict(kwargs)
+        for parameter, cut in cuts.items():
+            name = f"{module_name}.{parameter}" if module_name else parameter
+            if named.get(parameter) is not None:
+                named[parameter] = self.cut(named[parameter], cut, name)
+            elif parameter in parameters[: len(given)]:
+                place = parameters.index(parameter)
+                if given[place] is not None:
+                    given[place] = self.cut(given[place], cut, name)
+        return tuple(given), named
+
+    def cut(self, value: Any, cut: Cut, name: str) -> Any:
+        """``value``, or each of a list, with ``cut`` done to it; ``name`` is for messages."""
+        if isinstance(value, (list, tuple)):
+            return type(value)([self.cut(item, cut, name) for item in value])
+        if isinstance(cut, (FirstTokens, LastTokens)):
+            return self._count(value, cut)
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"{name} is a {type(value).__name__}; the plan splits it: expected a tensor, or a list of such."
+            )
+        if isinstance(cut, Gather):
+            return self._gather(value, cut)
+        if isinstance(cut, Whole):
+            self._note(Segment(cut.segment, value.shape[cut.dim], replicated=True), cut.dim, name)
+            return value
+        return self._split(value, cut, name)
+
+    def _split(self, value: Tensor, split: Split, name: str) -> Tensor:
+        if split.ndim is not None and value.ndim != split.ndim:
+            if split.segment is None and value.ndim < split.ndim:
+                return value
+            if split.like is None:
+                raise ValueError(
+                    f"{name} has {value.ndim} dims {list(value.shape)}; the plan splits a tensor of {split.ndim}."
+                )
+        if split.then_whole:
+            total = self.segments[split.like or ""].total
+            cut, rest = value.split([total, value.shape[split.dim] - total], dim=split.dim)
+            return torch.cat([self._split(cut, replace(split, then_whole=False), name), rest], dim=split.dim)
+        first = () if split.after is None else (self.segments[split.after],)
+        total = value.shape[split.dim] - sum([segment.total for segment in first])
+        stream = split.segment or split.like or name
+        # A branch, for a comparison of symbolic lengths is no bool.
+        if total < self.mesh.ranks:
+            if split.segment is not None:
+                self._note(Segment(stream, total, replicated=True), split.dim, name)
+            return value
+        segment = Segment(stream, total)
+        self._note(segment, split.dim, name)
+        return shard_tokens(value, split.dim, SequenceLayout((*first, segment), self.mesh.ranks), self.mesh)
+
+    def _note(self, segment: Segment, dim: int, name: str) -> None:
+        if segment.name not in self.segments:
+            self.segments[segment.name] = segment
+        known = self.segments[segment.name]
+        if known.total != segment.total:
+            raise ValueError(
+                f"{name} has {segment.total} tokens in dim {dim}; expected {known.total}, as the other {segment.name} "
+                "inputs."
+            )
+
+    def _count(self, number: int, cut: FirstTokens | LastTokens) -> int:
+        segment = self.segments[cut.segment]
+        ((start, length),) = segment.runs(0 if segment.replicated else self.mesh.rank, self.mesh.ranks)
+        if isinstance(cut, FirstTokens):
+            return min(max(number - start, 0), length)
+        return min(max(start + length - (segment.total - number), 0), length)
+
+    def outputs(self, output: Any, gathers: Sequence[Gather | None]) -> Any:
+        """What a module returned (a tensor, a tuple, diffusers' ModelOutput), its parts gathered in their order."""
+        if isinstance(output, Tensor):
+            return self._gather(output, gathers[0])
+        if isinstance(output, (tuple, list)):
+            done = [self._gather(value, gather) for value, gather in zip(output, gathers, strict=False)]
+            return type(output)([*done, *output[len(done) :]])
+        # A ModelOutput: an ordered mapping whose values are also attributes.
+        for key, gather in zip(list(output.keys()), gathers, strict=False):
+            output[key] = self._gather(output[key], gather)
+        return output
+
+    def _gather(self, value: Any, gather: Gather | None) -> Any:
+        if gather is None or value is None:
+            return value
+        segment = self.segments[gather.segment]
+        return gather_tokens(value, gather.dim, SequenceLayout((segment,), self.mesh.ranks), self.mesh)
