@@ -147,6 +147,12 @@ _OF_THREAD = _OfThread()
 
 
 def _dispatched(*args: Any, **kwargs: Any) -> Tensor:
+    if torch.compiler.is_compiling():
+        # A graph is cached under a key that knows nothing of this dispatch: that of one rank could be taken for it.
+        raise RuntimeError(
+            "scaled_dot_product_attention in a function that was compiled on its own, inside a parallel model: the graph would "
+            "attend to this rank's tokens only. Compile the model, or modules of it; or call this function uncompiled."
+        )
     with torch._C._ExcludeDispatchKeyGuard(_KEYS):
         return _OF_THREAD.attending[-1](*args, **kwargs)
 

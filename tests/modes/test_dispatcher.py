@@ -6,12 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.overrides import TorchFunctionMode
 
 from para_core import UnifiedAttnMode
 from para_core.modes.interceptor import at_the_dispatcher
-from tests.attention.one_device import make_qkv, relative_error
 
 Q = torch.randn(1, 2, 4, 8, generator=torch.Generator().manual_seed(0))
 
@@ -82,22 +80,13 @@ def test_no_mode_is_entered():
     assert len(seen) == 1
 
 
-def attend_in_a_function_compiled_on_its_own(before):
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("ring", "ulysses"))
-    qkv = [x.chunk(2, dim=2)[mesh.get_rank()] for x in make_qkv(8, 2)]
-    mode = UnifiedAttnMode(mesh, assume_equal=True)
-    compiled = torch.compile(lambda q, k, v: F.scaled_dot_product_attention(q * 2, k, v) + 1, backend="aot_eager")
-    with torch.no_grad():
-        if before:
-            compiled(*qkv)
-        with at_the_dispatcher(mode.attend):
-            return compiled(*qkv), compiled(*qkv)
-
-
 @pytest.mark.parametrize("before", [False, True], ids=["first called inside", "called outside before"])
-def test_a_function_that_was_compiled_on_its_own_is_traced_anew_and_parallel(rank_pool, before):
-    q, k, v = make_qkv(8, 2)
-    expected = F.scaled_dot_product_attention(q * 2, k, v) + 1
-    for rank, outs in enumerate(rank_pool.run(attend_in_a_function_compiled_on_its_own, 2, before)):
-        for out in outs:
-            assert relative_error(out, expected.chunk(2, dim=2)[rank]) < 1e-5
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@torch.no_grad()
+def test_attention_in_a_function_compiled_on_its_own_is_an_error(backend, before):
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: F.scaled_dot_product_attention(x * 2, x, x) + 1, backend=backend)
+    if before:
+        compiled(Q)
+    with at_the_dispatcher(attend_by_constant([], 1.0)), pytest.raises(RuntimeError, match="compiled on its own"):
+        compiled(Q)
