@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Unpack
+from collections.abc import Callable
+from inspect import signature
+from typing import Any, Concatenate, ParamSpec, Unpack
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -14,8 +16,11 @@ from para_core.layout import SequenceLayout
 from para_core.mesh import sequence_mesh
 from para_core.modes.unified import RingAttnMode, UlyssesAttnMode, UnifiedAttnMode
 
+_P = ParamSpec("_P")
 
-def unified_attention(
+
+def _attention(
+    kind: type[UnifiedAttnMode],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -32,6 +37,35 @@ def unified_attention(
     attn_func: AttnFunc | None = None,
     **options: Unpack[AttnKeywords],
 ) -> Tensor:
+    # Read here: a mode that reads a mesh on NCCL asks who shares a GPU, which once per call would be too often.
+    ranks = sequence_mesh(mesh, group_dim=kind.group_dim)
+    mode = kind(ranks, layout=layout, key_layout=key_layout, assume_equal=assume_equal, attn_func=attn_func, **options)
+    return mode.attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+def _form(
+    name: str,
+    kind: type[UnifiedAttnMode],
+    attention: Callable[Concatenate[type[UnifiedAttnMode], _P], Tensor],
+    doc: str,
+) -> Callable[_P, Tensor]:
+    """``attention`` (an argument, so that its type is known) under modes of this ``kind``, as a function of its own."""
+
+    def form(*args: _P.args, **kwargs: _P.kwargs) -> Tensor:
+        return attention(kind, *args, **kwargs)
+
+    described: Any = form
+    found = signature(attention)
+    described.__signature__ = found.replace(parameters=[*found.parameters.values()][1:])
+    form.__name__ = form.__qualname__ = name
+    form.__doc__ = doc
+    return form
+
+
+unified_attention = _form(
+    "unified_attention",
+    UnifiedAttnMode,
+    _attention,
     """SDPA over a sequence that is sharded over ``mesh``: each rank gives its part and gets its part of the result.
 
     Args:
@@ -43,59 +77,17 @@ def unified_attention(
 
     Raises:
         ValueError: on every rank, in eager code, for input that does not fit on any of them.
-    """
-    ranks = sequence_mesh(mesh, group_dim="ulysses")
-    mode = UnifiedAttnMode(
-        ranks, layout=layout, key_layout=key_layout, assume_equal=assume_equal, attn_func=attn_func, **options
-    )
-    return mode.attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-
-
-def ring_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    *,
-    mesh: DeviceMesh | ProcessGroup,
-    layout: SequenceLayout | None = None,
-    key_layout: SequenceLayout | None = None,
-    assume_equal: bool = False,
-    attn_func: AttnFunc | None = None,
-    **options: Unpack[AttnKeywords],
-) -> Tensor:
-    """:func:`unified_attention` on a mesh (or group) whose ranks all form the ring."""
-    ranks = sequence_mesh(mesh, group_dim="ring")
-    mode = RingAttnMode(
-        ranks, layout=layout, key_layout=key_layout, assume_equal=assume_equal, attn_func=attn_func, **options
-    )
-    return mode.attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-
-
-def ulysses_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    *,
-    mesh: DeviceMesh | ProcessGroup,
-    layout: SequenceLayout | None = None,
-    key_layout: SequenceLayout | None = None,
-    assume_equal: bool = False,
-    attn_func: AttnFunc | None = None,
-    **options: Unpack[AttnKeywords],
-) -> Tensor:
-    """:func:`unified_attention` on a mesh (or group) whose ranks all trade tokens for heads."""
-    ranks = sequence_mesh(mesh, group_dim="ulysses")
-    mode = UlyssesAttnMode(
-        ranks, layout=layout, key_layout=key_layout, assume_equal=assume_equal, attn_func=attn_func, **options
-    )
-    return mode.attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    """,
+)
+ring_attention = _form(
+    "ring_attention",
+    RingAttnMode,
+    _attention,
+    """:func:`unified_attention` on a mesh (or group) whose ranks all form the ring.""",
+)
+ulysses_attention = _form(
+    "ulysses_attention",
+    UlyssesAttnMode,
+    _attention,
+    """:func:`unified_attention` on a mesh (or group) whose ranks all trade tokens for heads.""",
+)

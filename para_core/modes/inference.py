@@ -8,16 +8,16 @@ fits on this rank conflicts with another one, that is an error; and because the 
 rank, whichever candidate each of them found. Candidates that are as long on every rank differ in their order only, which matters
 to a mask and to ``is_causal``.
 
-**What it costs.** The sums of all choices of n lengths are the bits of one integer, which takes one shift for each length, up to
-the length that is looked for. A second integer holds the sums of at least two choices: where the length is none of these on any
-rank, no other candidate can conflict, and that is the end. Otherwise those that are as long somewhere are compared one by one.
+**What it costs.** The sums of all choices of the first n lengths are the bits of one integer, which takes one shift for each length,
+up to the length that is looked for. From these only choices that sum to that length are followed: n steps for each. On every rank
+these are compared one by one, and mostly there is one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 
 from para_core.layout import Segment, SequenceLayout
 
@@ -131,8 +131,7 @@ def _rivals(
     columns = {tuple([segment.size(rank, found.ranks) for segment in segments]): rank for rank in range(found.ranks)}
     if len(columns) == 1 and not ordered and not any(segment.replicated for segment in segments):
         return  # what is as long on one rank is as long on all
-    unclear = [(sizes, size) for sizes, rank in columns.items() if _is_sum_twice(sizes, size := found.size(rank))]
-    choices = chain.from_iterable(_choices(sizes, size) for sizes, size in unclear)
+    choices = chain.from_iterable(_choices(sizes, found.size(rank)) for sizes, rank in columns.items())
     for choice in islice(choices, _MAX_COMPARED):
         if choice != found_choice:
             yield SequenceLayout(tuple([segments[i] for i in choice]), found.ranks)
@@ -143,25 +142,11 @@ def _rivals(
         )
 
 
-def _sums(sizes: Sequence[int], up_to: int) -> Iterator[tuple[int, int]]:
-    """For none, the first, the first two, … of ``sizes``: bit i is set if at least one, at least two choices sum to i."""
-    once, twice, mask = 1, 0, (1 << up_to + 1) - 1
-    yield once, twice
-    for size in sizes:
-        if size <= up_to:
-            shifted = once << size & mask
-            once, twice = once | shifted, twice | (twice << size & mask) | (once & shifted)
-        yield once, twice
-
-
-def _is_sum_twice(sizes: Sequence[int], total: int) -> bool:
-    *_, (_, twice) = _sums(sizes, total)
-    return bool(twice >> total & 1)
-
-
 def _choices(sizes: Sequence[int], total: int) -> Iterator[tuple[int, ...]]:
     """The indices of each choice of ``sizes`` that sums to ``total``, in order; never of none. The latest index counts most."""
-    sums = [once for once, _ in _sums(sizes, total)]
+    up_to = (1 << total + 1) - 1
+    # Of none, the first, the first two, … of ``sizes``: bit i is set if a choice sums to i.
+    sums = list(accumulate(sizes, lambda sums, size: sums | (sums << size & up_to if size <= total else 0), initial=1))
     # What is yet to be chosen among the first so many, what that must sum to, and what was chosen after these.
     open_: list[tuple[int, int, tuple[int, ...]]] = [(len(sizes), total, ())]
     while open_:

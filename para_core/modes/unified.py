@@ -6,7 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ class UnifiedAttnMode(ShardingMode):
     """
 
     # What the ranks of a plain ProcessGroup do, and which mesh dim may have one rank only.
-    _group_dim = "ulysses"
+    group_dim = "ulysses"
     _single_dim: str | None = None
 
     def __init__(
@@ -73,14 +73,17 @@ class UnifiedAttnMode(ShardingMode):
         # Along which branches of guidance are computed; None: nowhere.
         self._batch: MeshDim | None = None
         if not isinstance(mesh, SequenceMesh):
-            guided = guided_mesh(mesh, group_dim=self._group_dim)
+            guided = guided_mesh(mesh, group_dim=self.group_dim)
             if not assume_equal:
                 require_own_gpus(mesh, guided)
             mesh, self._batch = guided.sequence, guided.batch
         super().__init__(mesh, assume_equal=assume_equal)
         self._options = AttnOptions(**options)
-        if self._single_dim is not None:
-            _require_single(self._mesh, self._single_dim, type(self).__name__)
+        if self._single_dim is not None and (size := getattr(self._mesh, self._single_dim).size) > 1:
+            raise ValueError(
+                f"{type(self).__name__} got a mesh whose {self._single_dim!r} dim has {size} ranks; expected 1. Use "
+                "UnifiedAttnMode for both at once."
+            )
         self._attn_func = attn_func
         self._attention = self._make_attention()
         # Of queries and of keys, if given: decides before what was cut.
@@ -249,38 +252,34 @@ class UnifiedAttnMode(ShardingMode):
         self._set_explicit((self._hold_layout(layout), None))
 
     def _layouts(self, num_queries: int, num_keys: int, ordered: bool) -> tuple[SequenceLayout, SequenceLayout]:
-        if self._explicit is not None:
-            query_layout = self._held_layout(self._explicit[0])
-            key_layout = query_layout if self._explicit[1] is None else self._held_layout(self._explicit[1])
-            for kind, layout, held in (("query", query_layout, num_queries), ("key", key_layout, num_keys)):
-                expected = layout.size(self._mesh.rank)
-                if held != expected:
-                    raise ValueError(
-                        f"{kind} has {held} tokens, but the layout gives this rank {expected} of {layout.total}. "
-                        "Pass the layout that it was cut by (cp.using(layout, key_layout=...))."
-                    )
-            return query_layout, key_layout
-        if len(self._known) == 0:
-            query_layout = even_layout(num_queries * self._mesh.ranks, self._mesh.ranks)
-            if num_keys == num_queries:
-                return query_layout, query_layout
-            return query_layout, even_layout(num_keys * self._mesh.ranks, self._mesh.ranks)
-        query_layout = self._remembered(num_queries, "query", ordered)
-        if num_keys == num_queries:
+        query_layout = self._layout_of(num_queries, "query", ordered)
+        keys_apart = self._explicit is not None and self._explicit[1] is not None
+        if num_keys == num_queries and not keys_apart:
             return query_layout, query_layout
-        return query_layout, self._remembered(num_keys, "key", ordered)
+        return query_layout, self._layout_of(num_keys, "key", ordered)
 
-    def _remembered(self, held: int, kind: str, ordered: bool) -> SequenceLayout:
-        """The sequence cut through this mode, or concatenation of such, of which this rank holds ``held`` tokens."""
-        infer = sequence_of_symbolic_length if torch.compiler.is_compiling() else sequence_of_length
+    def _layout_of(self, held: int, kind: Literal["query", "key"], ordered: bool) -> SequenceLayout:
+        """Who holds which tokens of the sequence of which this rank holds ``held``: as was said, as was cut, or in equal parts."""
         mesh = self._mesh
+        if self._explicit is not None:
+            of_queries, of_keys = self._explicit
+            layout = self._held_layout(of_queries if kind == "query" or of_keys is None else of_keys)
+            if held != layout.size(mesh.rank):
+                raise ValueError(
+                    f"{kind} has {held} tokens, but the layout gives this rank {layout.size(mesh.rank)} of {layout.total}. "
+                    "Pass the layout that it was cut by (cp.using(layout, key_layout=...))."
+                )
+            return layout
+        if not self._known:
+            return even_layout(held * mesh.ranks, mesh.ranks)
+        infer = sequence_of_symbolic_length if torch.compiler.is_compiling() else sequence_of_length
         return infer(held, segments_of(self._known), mesh.rank, mesh.ranks, kind=kind, ordered=ordered)
 
 
 class RingAttnMode(UnifiedAttnMode):
     """:class:`UnifiedAttnMode` on a mesh without an ``ulysses`` dim (or one of size 1): keys and values travel."""
 
-    _group_dim = "ring"
+    group_dim = "ring"
     _single_dim = "ulysses"
 
 
@@ -288,11 +287,3 @@ class UlyssesAttnMode(UnifiedAttnMode):
     """:class:`UnifiedAttnMode` on a mesh without a ``ring`` dim (or one of size 1): tokens are traded for heads."""
 
     _single_dim = "ring"
-
-
-def _require_single(mesh: SequenceMesh, name: str, mode: str) -> None:
-    size = getattr(mesh, name).size
-    if size > 1:
-        raise ValueError(
-            f"{mode} got a mesh whose {name!r} dim has {size} ranks; expected 1. Use UnifiedAttnMode for both at once."
-        )
