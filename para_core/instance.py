@@ -114,7 +114,8 @@ def _set_wrappers(instance: Any, wrappers: Wrappers) -> None:
     }
     for (_, method), (_, around) in sorted(wrappers.items(), key=lambda item: -item[1][0]):
         chain = _CHAIN + method
-        namespace[chain] = _composed(namespace.get(chain) or getattr(base, method), around)
+        inner = namespace.get(chain) or namespace.get(method) or getattr(base, method)
+        namespace[chain] = _composed(inner, around)
         namespace[method] = _entry(method, getattr(base, method))
     instance.__class__ = _metaclass(type(base))(base.__name__, (base,), namespace)
 

@@ -242,7 +242,7 @@ class _PipelineCache:
                     f"pipe.{name} is another one than when the cache was applied. Call apply_cache_on_pipe(pipe, ...) again."
                 )
         with ExitStack() as stack:
-            stack.enter_context(self._schedule.followed(getattr(pipe, "scheduler", None), self._begin_schedule))
+            stack.enter_context(self._schedule.followed(pipe, self._begin_schedule))
             stack.enter_context(self._generation(pipe))
             return call(pipe, *args, **kwargs)
 
@@ -282,7 +282,9 @@ class _PipelineCache:
             concatenated = plan is not None and bool(plan.batched)
             # Decided for both halves of a batch that are branches; where no pipeline says so, for all that may be.
             cache.parts = 2 if concatenated and getattr(self._pipe, "do_classifier_free_guidance", True) else 1
-            return cache.run(lambda: call(module, *args, **kwargs), given, self._schedule.step(cache.options))
+            return cache.run(
+                lambda: call(module, *args, **kwargs), given, lambda branch: self._schedule.step(cache.options, branch)
+            )
 
         return around
 

@@ -81,7 +81,7 @@ def apply_cache(
             cache.find_mesh()
             return call(called, *args, **kwargs)
         given = {**dict(zip(parameters, args, strict=False)), **kwargs}
-        return cache.run(lambda: call(called, *args, **kwargs), given, Step())
+        return cache.run(lambda: call(called, *args, **kwargs), given, lambda _: Step())
 
     around.cache = cache  # type: ignore[attr-defined]
     wrap_method(model, "__call__", _KEY, around, depth=CALL_DEPTH)

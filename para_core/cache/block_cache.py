@@ -90,11 +90,12 @@ class BlockCache:
 
     # -- around the model
 
-    def run(self, call: Callable[[], Any], given: Mapping[str, Any], step: Step) -> Any:
+    def run(self, call: Callable[[], Any], given: Mapping[str, Any], step_of: Callable[[str], Step]) -> Any:
         """One call of the model in eager code, or of what was compiled of it.
 
         Args:
             given: the arguments of the call, by name.
+            step_of: where in the schedule this call of a branch is.
         """
         attachment = attach(self)
         if attachment.running is not None:
@@ -111,6 +112,7 @@ class BlockCache:
         if state.signature != signature:
             state.clear()
             state.signature = signature
+        step = step_of(branch)
         self.state, self.step = state, step
         self.find_mesh()
         self.unchained = [

@@ -1,0 +1,114 @@
+"""Where in its schedule a cache takes a call to be, against the timesteps that the pipeline gives its scheduler."""
+
+import inspect
+from itertools import pairwise
+from unittest import mock
+
+import pytest
+import torch
+from diffusers import FluxControlImg2ImgPipeline, FluxImg2ImgPipeline
+
+from benchmarks.tiny_pipelines import PIPELINES
+from para_core.adapters import apply_cache_on_pipe, cache_report
+from para_core.adapters.caching.schedule import Schedule
+from tests.adapters.test_pipelines import build, draw, long_but
+from tests.cache.scripted import verdicts
+from tests.tiny import flux_call, flux_pipe
+
+pytestmark = pytest.mark.filterwarnings("ignore:the cache of the")
+FORCING = [name for name in PIPELINES if "forcing" in name]
+WHOLE = [name for name in PIPELINES if name not in FORCING]
+IN_PART = [name for name in PIPELINES if "strength" in PIPELINES[name].options]
+IN_PART += ["ltx, condition", "flux2 klein, inpainting"]
+
+
+def followed(pipe, call):
+    """Of each step that the scheduler took: the timestep, and what the cache took the call before it for."""
+    taken, seen = [], []
+    take, step_of = type(pipe.scheduler).step, Schedule.step
+
+    def watched_take(scheduler, output, timestep, *args, **kwargs):
+        if scheduler is pipe.scheduler:
+            taken.append((float(torch.as_tensor(timestep).flatten()[0]), seen[-1]))
+        return take(scheduler, output, timestep, *args, **kwargs)
+
+    def watched_step_of(schedule, *args):
+        seen.append(step_of(schedule, *args))
+        return seen[-1]
+
+    with (
+        mock.patch.object(type(pipe.scheduler), "step", watched_take),
+        mock.patch.object(Schedule, "step", watched_step_of),
+    ):
+        call(pipe)
+    return taken, seen
+
+
+def check(taken):
+    assert taken
+    # Each section is counted from its first step to its last.
+    expected = []
+    while len(expected) < len(taken):
+        expected += range(taken[len(expected)][1].total)
+    assert [step.index for _, step in taken] == expected
+    # DPM-Solver's timesteps are whole numbers, and some pipelines say them in 16 bits.
+    assert [step.time for _, step in taken] == pytest.approx([time for time, _ in taken], rel=1e-3)
+
+
+@pytest.mark.parametrize("name", long_but([*IN_PART, "ltx, long", "ltx2, dfr", "ltx2", "framepack"], WHOLE))
+def test_every_pipeline_is_followed_step_by_step(name):
+    pipe = apply_cache_on_pipe(build(name), residual_diff_threshold=0.0)
+    options = {"num_inference_steps": 4}
+    parameters = inspect.signature(type(pipe).__call__).parameters
+    in_part = dict.fromkeys(("strength", "denoise_strength") & parameters.keys(), 0.5)
+    taken, _ = followed(pipe, lambda pipe: draw(pipe, name, **options, **in_part))
+    check(taken)
+    assert len(taken) == 2 or not in_part
+
+
+@pytest.mark.parametrize("cls", [FluxImg2ImgPipeline, FluxControlImg2ImgPipeline])
+def test_a_part_of_the_schedule_of_flux_is_followed_too(cls):
+    pipe = apply_cache_on_pipe(flux_pipe(cls), residual_diff_threshold=0.0)
+    image = torch.linspace(0, 1, 3 * 32 * 32).reshape(1, 3, 32, 32)
+    images = {"image": image, **({"control_image": image} if cls is FluxControlImg2ImgPipeline else {})}
+    call = flux_call(num_inference_steps=8, height=32, width=32, strength=0.5)
+    taken, _ = followed(pipe, lambda pipe: pipe(**call, **images))
+    check(taken)
+    assert len(taken) == 4
+
+
+# Whose schedulers set no begin_index.
+@pytest.mark.parametrize("name", ["cogvideox, video", "wan, video", "ltx, condition"])
+def test_the_last_step_of_a_part_of_a_schedule_is_computed(name):
+    pipe = apply_cache_on_pipe(build(name), residual_diff_threshold=1e9, always_compute_last=True, forecast_order=1)
+    part = "denoise_strength" if name == "ltx, condition" else "strength"
+    draw(pipe, name, num_inference_steps=8, **{part: 0.5})
+    branch = cache_report(pipe).rows[0].branch
+    assert verdicts(cache_report(pipe), branch) == ["warmup", "hit", "hit", "schedule"]
+
+
+@pytest.mark.parametrize("name", FORCING)
+def test_where_copies_of_the_scheduler_take_the_steps_each_branch_counts_them_and_a_section_begins_new(name):
+    options = {"residual_diff_threshold": 1e9, "start": 0.3, "end": 0.9, "always_compute_last": True}
+    pipe = apply_cache_on_pipe(build(name), **options)
+    sections = []
+
+    def note_sections(pipe, step, timestep, tensors):
+        if step == 0:
+            sections.append(pipe.num_timesteps)
+        return tensors
+
+    _, seen = followed(pipe, lambda pipe: draw(pipe, name, num_inference_steps=8, callback_on_step_end=note_sections))
+    if name != "skyreels v2, forcing from an image":
+        assert len(sections) > 1
+    expected = []
+    for total in sections:
+        outside = [not 0.3 <= step / total < 0.9 or step == total - 1 for step in range(total)]
+        expected += ["warmup", *["schedule" if out else "hit" for out in outside[1:]]]
+    for branch in ("cond", "uncond"):
+        assert verdicts(cache_report(pipe), branch) == expected
+    assert [row.step for row in cache_report(pipe).rows if row.branch == "cond"] == [
+        step for total in sections for step in range(total)
+    ]
+    # For forecasts.
+    assert all(later.time < earlier.time or later.index <= earlier.index for earlier, later in pairwise(seen))
