@@ -12,6 +12,7 @@ import copyreg
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any
+from weakref import WeakValueDictionary
 
 # around(instance, call, args, kwargs): `call(instance, *args, **kwargs)` is what would have run.
 Around = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -103,6 +104,18 @@ def _set_wrappers(instance: Any, wrappers: Wrappers) -> None:
         if type(instance) is not base:
             instance.__class__ = base
         return
+    # Those of one depth stand in the order in which they came.
+    key = id(base), *[(name, depth, id(around)) for name, (depth, around) in wrappers.items()]
+    made = _CLASSES.get(key) or _class_of(base, wrappers)
+    _CLASSES[key] = made
+    instance.__class__ = made
+
+
+# Of the same wrappers, the same class, as long as anyone has it. It holds what its key names.
+_CLASSES: WeakValueDictionary[Any, type] = WeakValueDictionary()
+
+
+def _class_of(base: type, wrappers: Wrappers) -> type:
     namespace: dict[str, Any] = {
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
@@ -117,7 +130,8 @@ def _set_wrappers(instance: Any, wrappers: Wrappers) -> None:
         inner = namespace.get(chain) or namespace.get(method) or getattr(base, method)
         namespace[chain] = _composed(inner, around)
         namespace[method] = _entry(method, getattr(base, method))
-    instance.__class__ = _metaclass(type(base))(base.__name__, (base,), namespace)
+    made: type = _metaclass(type(base))(base.__name__, (base,), namespace)
+    return made
 
 
 @cache

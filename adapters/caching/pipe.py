@@ -16,7 +16,7 @@ from para_core.adapters.adapter import Adapter
 from para_core.adapters.caching.schedule import Schedule
 from para_core.adapters.models.supported import adapter_for, cached, plan_for, transformers_of
 from para_core.cache.apply import CALL_DEPTH, apply_cache
-from para_core.cache.attachment import attach, detach
+from para_core.cache.attachment import Caller, attach, detach
 from para_core.cache.block_cache import BlockCache
 from para_core.cache.blocks import CachedBlocks
 from para_core.cache.options import CacheOptions, Policy
@@ -184,7 +184,7 @@ class _PipelineCache:
         self._adapter: Adapter | None = None
         self._schedule = Schedule()
         # Of its own, for other pipelines may share a transformer.
-        self._key = f"{_KEY} {id(self)}"
+        self._callers: dict[str, Caller] = {}
         # Of the generation under way.
         self._pipe: Any = None
         # Each is told once.
@@ -196,7 +196,9 @@ class _PipelineCache:
         self._told = set()
         for cache in caches.values():
             attach(cache)
-        for cache in before.values():
+        for name, cache in before.items():
+            if name not in caches or caches[name].module is not cache.module:
+                self._step_aside(name, cache.module)
             detach(cache)
 
     def set_threshold(self, threshold: float) -> None:
@@ -252,11 +254,15 @@ class _PipelineCache:
             cache.reset()
             cache.readings.clear()
             # Before the first branch is named: another pipeline with its own first_blocks may have run here.
-            attach(cache)
+            site = attach(cache)
             component = getattr(pipe, name)
-            if wrapper(component, "__call__", self._key) is None:
+            if name not in self._callers:
+                self._callers[name] = site.caller(_KEY)
+                self._callers[name].run = self._around_model(name)
+            caller = self._callers[name]
+            if wrapper(component, "__call__", caller.key) is None:
                 # Around what torch.compile made of it, if anything.
-                wrap_method(component, "__call__", self._key, self._around_model(name), depth=CALL_DEPTH)
+                wrap_method(component, "__call__", caller.key, caller.around, depth=CALL_DEPTH)
         self._pipe = pipe
         try:
             yield
@@ -291,10 +297,21 @@ class _PipelineCache:
     def remove(self, pipe: Any) -> None:
         for name, cache in self.caches.items():
             component = getattr(pipe, name, None)
-            for module in (component, uncompiled(component), cache.module):
-                if isinstance(module, nn.Module):
-                    unwrap(module, self._key)
+            self._step_aside(name, component, uncompiled(component), cache.module)
             detach(cache)
+
+    def _step_aside(self, name: str, *modules: Any) -> None:
+        """What runs around the model called ``name`` goes."""
+        caller = self._callers.pop(name, None)
+        if caller is None:
+            return
+        site = attach(self.caches[name]) if name in self.caches else None
+        for module in modules:
+            if isinstance(module, nn.Module):
+                if site is not None:
+                    site.remember(module)
+                unwrap(module, caller.key)
+        caller.free()
 
     def report(self) -> CacheReport:
         rows = [row for cache in self.caches.values() for reading in cache.readings for row in reading.rows()]

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from para_core.cache.attachment import attach, detach
+from para_core.cache.attachment import Caller, attach, detach
 from para_core.cache.block_cache import BlockCache
 from para_core.cache.blocks import CachedBlocks
 from para_core.cache.decision import Step
@@ -73,27 +73,32 @@ def apply_cache(
         policy=policy,
     )
     cache = BlockCache(module, blocks, options, None if mesh is None else sequence_mesh(mesh))
-    attach(cache).resident = cache
+    site = attach(cache)
+    site.resident = cache
+    caller = site.caller(_KEY)
     parameters = parameters_of(module)
 
-    def around(called: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(called: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling():
             cache.find_mesh()
             return call(called, *args, **kwargs)
         given = {**dict(zip(parameters, args, strict=False)), **kwargs}
         return cache.run(lambda: call(called, *args, **kwargs), given, lambda _: Step())
 
-    around.cache = cache  # type: ignore[attr-defined]
-    wrap_method(model, "__call__", _KEY, around, depth=CALL_DEPTH)
+    caller.run, caller.cache = run, cache
+    wrap_method(model, "__call__", caller.key, caller.around, depth=CALL_DEPTH)
     return model
 
 
 def remove_cache(model: Model) -> Model:
     """Undo :func:`apply_cache`; returns ``model``, which is then what it was before."""
-    for module in {model, uncompiled(model)}:
-        cache = _cache_of(module)
-        if cache is not None:
-            unwrap(module, _KEY)
+    for module in (model, uncompiled(model)):
+        caller = _caller_of(module)
+        if caller is not None and caller.cache is not None:
+            cache = caller.cache
+            attach(cache).remember(module)
+            unwrap(module, caller.key)
+            caller.free()
             detach(cache)
     return model
 
@@ -132,5 +137,10 @@ def _required(model: nn.Module) -> BlockCache:
 
 
 def _cache_of(module: nn.Module) -> BlockCache | None:
-    found = getattr(wrapper(module, "__call__", _KEY), "cache", None)
-    return found if isinstance(found, BlockCache) else None
+    caller = _caller_of(module)
+    return None if caller is None else caller.cache
+
+
+def _caller_of(module: nn.Module) -> Caller | None:
+    found = getattr(wrapper(module, "__call__", f"{_KEY} 0"), "caller", None)
+    return found if isinstance(found, Caller) else None

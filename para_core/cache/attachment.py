@@ -10,7 +10,7 @@ from weakref import WeakSet
 from torch import nn
 
 from para_core.cache.roles import Role
-from para_core.instance import Around, is_wrapped, unwrap, wrap_alike, wrap_method, wrapper
+from para_core.instance import Around, unwrap, wrap_alike, wrap_method, wrapper
 
 if TYPE_CHECKING:
     from para_core.cache.block_cache import BlockCache
@@ -18,32 +18,104 @@ if TYPE_CHECKING:
 _KEY = "cache"
 # Inside of what a plan does at a block: it cuts what the first one is given.
 _BLOCK_DEPTH = 1
+# An attribute of a model whose graphs were compiled with a cache that was removed.
+_REMEMBERED = "_para_core_cache"
 
 
-class Attachment:
-    """What stands around the blocks of one model, for whichever cache runs there."""
+class Site:
+    """One model at which caches run, or ran: whose turn it is, and what stands around the model and its blocks.
 
-    def __init__(self, cache: BlockCache) -> None:
-        self.module = cache.module
-        self.roles = cache.roles
+    A graph fits the classes that it was compiled with. So where one was, they are kept when the last cache is removed, and
+    the next cache gets the same.
+    """
+
+    def __init__(self) -> None:
         # Of the call under way, and of calls that no pipeline makes.
         self.running: BlockCache | None = None
         self.resident: BlockCache | None = None
-        # Those for which it stands.
-        self.owners: WeakSet[BlockCache] = WeakSet()
         # What diffusers' ``cache_context`` calls the branch under way.
         self.branch: str | None = None
-        alike: dict[Role, list[nn.Module]] = {}
+        # Those for which it stands.
+        self.owners: WeakSet[BlockCache] = WeakSet()
+        self.attachments: list[Attachment] = []
+        self.callers: list[Caller] = []
+        self.traced = False
+        # By id: these classes compare equal to their originals.
+        self._classes: dict[int, type] = {}
+        self.named = self._make_named()
+
+    def caller(self, key: str) -> Caller:
+        """One that is free."""
+        alike = [caller for caller in self.callers if caller.key.startswith(key)]
+        free = next((caller for caller in alike if caller.run is None), None)
+        if free is None:
+            free = Caller(f"{key} {len(alike)}")
+            self.callers.append(free)
+        return free
+
+    def remember(self, instance: Any) -> None:
+        """Keep the class that ``instance`` has now."""
+        self._classes[id(type(instance))] = type(instance)
+
+    def _make_named(self) -> Around:
+        @contextmanager
+        def named(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Iterator[None]:
+            before, resident = self.branch, self.resident
+            self.branch = str(args[0] if args else kwargs["name"])
+            held = None if resident is None else resident.state
+            if resident is not None:
+                # For a graph of the whole model, which does not ask for the branch.
+                resident.state = resident.state_of(self.branch)
+            try:
+                with call(module, *args, **kwargs):
+                    yield
+            finally:
+                self.branch = before
+                if resident is not None and held is not None:
+                    resident.state = held
+
+        return named
+
+
+class Caller:
+    """What stands around a model for one cache, or for one pipeline: others may share the model.
+
+    Args:
+        key: under which it is wrapped.
+    """
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+        self.run: Around | None = None
+        self.cache: BlockCache | None = None
+
+        def around(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return call(module, *args, **kwargs) if self.run is None else self.run(module, call, args, kwargs)
+
+        around.caller = self  # type: ignore[attr-defined]
+        self.around = around
+
+    def free(self) -> None:
+        self.run = self.cache = None
+
+
+class Attachment:
+    """What stands around the blocks of one model, for caches of the same roles."""
+
+    def __init__(self, site: Site, cache: BlockCache) -> None:
+        self.site = site
+        self.roles = cache.roles
+        self._module = cache.module
+        self._alike: dict[Role, list[nn.Module]] = {}
         for block, role in cache.roles:
-            alike.setdefault(role, []).append(block)
-        for role, blocks in alike.items():
-            wrap_alike(blocks, "__call__", _KEY, self._around_block(role), depth=_BLOCK_DEPTH)
-        if hasattr(self.module, "cache_context"):
-            wrap_method(self.module, "cache_context", _KEY, self._named)
+            self._alike.setdefault(role, []).append(block)
+        self._arounds = {role: self._around_block(role) for role in self._alike}
 
     def _around_block(self, role: Role) -> Around:
+        site = self.site
+
         def run_block(block: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-            cache = self.running or self.resident
+            cache = site.running or site.resident
             if cache is None or cache.idle:
                 return call(block, *args, **kwargs)
             return cache.run_block(role, block, call, args, kwargs)
@@ -51,54 +123,67 @@ class Attachment:
         run_block.attachment = self  # type: ignore[attr-defined]
         return run_block
 
-    @contextmanager
-    def _named(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Iterator[None]:
-        before, resident = self.branch, self.resident
-        self.branch = str(args[0] if args else kwargs["name"])
-        held = None if resident is None else resident.state
-        if resident is not None:
-            # For a graph of the whole model, which does not ask for the branch.
-            resident.state = resident.state_of(self.branch)
-        try:
-            with call(module, *args, **kwargs):
-                yield
-        finally:
-            self.branch = before
-            if resident is not None and held is not None:
-                resident.state = held
+    def install(self) -> None:
+        for role, blocks in self._alike.items():
+            wrap_alike(blocks, "__call__", _KEY, self._arounds[role], depth=_BLOCK_DEPTH)
+        if hasattr(self._module, "cache_context"):
+            wrap_method(self._module, "cache_context", _KEY, self.site.named)
 
     def remove(self) -> None:
         """Give the blocks back as they were."""
-        for block, _ in self.roles:
-            unwrap(block, _KEY)
-        if is_wrapped(self.module, _KEY):
-            unwrap(self.module, _KEY)
+        for module in (self._module, *[block for block, _ in self.roles]):
+            self.site.remember(module)
+            unwrap(module, _KEY)
 
 
-def attach(cache: BlockCache) -> Attachment:
-    """What stands around the blocks of ``cache``'s model: what stood there, if it fits."""
-    found = _attachment_at(cache.roles[0][0])
-    if found is None or found.roles != cache.roles:
-        owners = () if found is None else tuple(found.owners)
-        if found is not None:
-            found.remove()
-        found = Attachment(cache)
-        found.owners.update(owners)
-    found.owners.add(cache)
-    return found
+class _Remembered:
+    """Holds a site at a model, and no copy of it: a copy has blocks of its own."""
+
+    def __init__(self, site: Site | None = None) -> None:
+        self.site = site
+
+    def __reduce__(self) -> Any:
+        return _Remembered, ()
+
+
+def attach(cache: BlockCache) -> Site:
+    """The site of ``cache``'s model, with what stands around its blocks: what stood there, if it fits."""
+    standing = _attachment_at(cache.roles[0][0])
+    site = _site_of(cache.module, standing)
+    if standing is None or standing.roles != cache.roles:
+        if standing is not None:
+            standing.remove()
+        found = next((known for known in site.attachments if known.roles == cache.roles), None)
+        if found is None:
+            found = Attachment(site, cache)
+            site.attachments.append(found)
+        found.install()
+    site.owners.add(cache)
+    return site
 
 
 def detach(cache: BlockCache) -> None:
     """Undo :func:`attach`, unless another cache runs on the same model."""
     cache.reset()
-    found = _attachment_at(cache.roles[0][0])
-    if found is None:
+    standing = _attachment_at(cache.roles[0][0])
+    if standing is None:
         return
-    found.owners.discard(cache)
-    if found.resident is cache:
-        found.resident = None
-    if not found.owners:
-        found.remove()
+    site = standing.site
+    site.traced = site.traced or cache.traced
+    site.owners.discard(cache)
+    if site.resident is cache:
+        site.resident = None
+    if not site.owners:
+        standing.remove()
+        if site.traced:
+            cache.module.__dict__[_REMEMBERED] = _Remembered(site)
+
+
+def _site_of(module: nn.Module, standing: Attachment | None) -> Site:
+    remembered = module.__dict__.pop(_REMEMBERED, None)
+    if standing is not None:
+        return standing.site
+    return (remembered and remembered.site) or Site()
 
 
 def _attachment_at(block: nn.Module) -> Attachment | None:

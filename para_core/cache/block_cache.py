@@ -56,6 +56,8 @@ class BlockCache:
         self.roles = roles_of(module, blocks, options)
         self._given_mesh = mesh
         self.mesh = mesh
+        # Whether a graph was compiled with it.
+        self.traced = False
         # Whether the model runs as if there were no cache.
         self.idle = False
         # Parts of the batch that are branches of their own.
@@ -67,7 +69,7 @@ class BlockCache:
         self.step = Step()
         parameter = next(module.parameters(), None)
         device = torch.device("cpu") if parameter is None else parameter.device
-        self.step_numbers = self.step.numbers(options.residual_diff_threshold, device)
+        self.step_numbers = self.step.numbers(options, device)
         # Of each stage, whether the model does something between its blocks in this call.
         self.unchained = [not stage.chained for stage in blocks.stages]
         # Of each stage, the blocks that may be skipped, and what calls them without a cache around.
@@ -97,8 +99,8 @@ class BlockCache:
             given: the arguments of the call, by name.
             step_of: where in the schedule this call of a branch is.
         """
-        attachment = attach(self)
-        if attachment.running is not None:
+        site = attach(self)
+        if site.running is not None:
             raise RuntimeError(
                 f"this {type(self.module).__name__} with a cache is already running, in another thread? Both would use the "
                 "same cache. Use one thread, or a copy of the model for each."
@@ -106,7 +108,7 @@ class BlockCache:
         if any(given.get(name) is not None for name in self.blocks.uncached):
             with self.paused():
                 return call()
-        branch = attachment.branch or self._branches.name_of(given)
+        branch = site.branch or self._branches.name_of(given)
         state = self.state_of(branch)
         signature = tuple((name, *_form(x)) for name, x in sorted(given.items()) if isinstance(x, Tensor))
         if state.signature != signature:
@@ -121,16 +123,16 @@ class BlockCache:
         ]
         device = next((x.device for x in given.values() if isinstance(x, Tensor)), self.step_numbers.device)
         # A new tensor: an accelerator may still read the one before.
-        self.step_numbers = step.numbers(self.options.residual_diff_threshold, device)
+        self.step_numbers = step.numbers(self.options, device)
         stopwatch = Stopwatch(self.step_numbers.device)
-        attachment.running = self
+        site.running = self
         try:
             output = call()
         except BaseException:
             self.reset()
             raise
         finally:
-            attachment.running = None
+            site.running = None
         threshold = self.options.residual_diff_threshold
         self.readings.append(Reading(step.index, branch, threshold, self.observed, stopwatch.stop()))
         return output
@@ -161,7 +163,8 @@ class BlockCache:
 
     def reset(self) -> None:
         """Forget all steps, and let their memory go; the report stays."""
-        for state in self.states.values():
+        for state in (*self.states.values(), self.state):
+            self.traced = self.traced or state.traced
             state.clear()
         self.states, self.state = {}, BranchState()
         self._branches = Branches(self.blocks.conditions)

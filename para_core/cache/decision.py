@@ -36,9 +36,11 @@ class Step:
     time: float = 0.0
     must_compute: Verdict | None = None
 
-    def numbers(self, threshold: float, device: torch.device) -> Tensor:
-        """For graphs: whether to compute, the time, the index, the total, the threshold. Float64."""
-        numbers = [float(self.must_compute or 0), self.time, self.index, self.total, threshold]
+    def numbers(self, options: CacheOptions, device: torch.device) -> Tensor:
+        """For graphs, which then serve every number: whether to compute, time, index, total, threshold, warm-up, limit. Float64."""
+        limit = math.inf if options.max_consecutive_hits is None else options.max_consecutive_hits
+        numbers = [float(self.must_compute or 0), self.time, self.index, self.total]
+        numbers += [options.residual_diff_threshold, options.warmup_steps, limit]
         return torch.tensor(numbers, dtype=torch.float64).to(device, non_blocking=True)
 
 
@@ -120,7 +122,7 @@ def decide_in_graph(state: BranchState, asked: Question, first: Tensor) -> tuple
     options, numbers = asked.options, state.numbers
     if numbers is None:
         raise RuntimeError("the state of a cache has no numbers; reset_cache(model) makes it anew.")
-    forced, time, index, total, threshold = asked.step_numbers.unbind()
+    forced, time, index, total, threshold, warmup_steps, limit = asked.step_numbers.unbind()
     calls, hits_in_a_row, computed = numbers[:3].unbind()
     carried, times = numbers[3 : 3 + asked.parts], numbers[3 + asked.parts :]
     differences = _measure(asked, first).double()
@@ -133,9 +135,8 @@ def decide_in_graph(state: BranchState, asked: Question, first: Tensor) -> tuple
         may_skip = torch.as_tensor(may_skip, device=first.device)
     verdict = torch.where(may_skip, _HIT, _MISS)
     verdict = torch.where(differences.isfinite().all(), verdict, _NOT_FINITE)
-    if options.max_consecutive_hits is not None:
-        verdict = torch.where(hits_in_a_row >= options.max_consecutive_hits, _LIMIT, verdict)
-    verdict = torch.where(calls < options.warmup_steps, _WARMUP, verdict)
+    verdict = torch.where(hits_in_a_row >= limit, _LIMIT, verdict)
+    verdict = torch.where(calls < warmup_steps, _WARMUP, verdict)
     verdict = torch.where(forced > 0, forced.to(verdict.dtype), verdict)
     skip = verdict == _HIT
     hits_in_a_row = torch.where(skip, hits_in_a_row + 1, 0.0)

@@ -1,12 +1,15 @@
 """With a cache, a model is still one whole graph, which neither a hit nor another generation compiles anew."""
 
+import copy
+import gc
+
 import pytest
 import torch
 from torch import nn
 
 from benchmarks.tiny_models import MODELS
 from benchmarks.tiny_pipelines import PIPELINES
-from para_core import CachedBlocks, Stage, UnifiedAttnMode, apply_cache, reset_cache
+from para_core import CachedBlocks, Stage, UnifiedAttnMode, apply_cache, remove_cache, reset_cache
 from para_core.adapters import (
     apply_cache_on_pipe,
     cache_report,
@@ -257,7 +260,7 @@ def differences_of_a_transformer_alone(cache_first):
     with torch.no_grad():
         for step in range(3):
             compiled(**{**inputs, "hidden_states": inputs["hidden_states"] + 0.05 * step})
-            found.append(wrapper(transformer, "__call__", "cache of the model").cache.observed[0])
+            found.append(wrapper(transformer, "__call__", "cache of the model 0").caller.cache.observed[0])
     assert torch.backends.mha.get_fastpath_enabled()
     return [float(difference[0]) for difference in found[1:]]
 
@@ -279,3 +282,56 @@ def test_a_model_of_ones_own_under_a_mode_is_cached_too(rank_pool, compiled):
     for outputs in rank_pool.run(run_own_model_on_ranks, 2, compiled=compiled):
         for out, wanted in zip(outputs, expected, strict=True):
             assert relative_error(out, wanted) < 1e-5
+
+
+def test_other_numbers_of_steps_are_no_other_graph():
+    pipe, counter = Pipe(), Counter()
+    pipe.transformer = torch.compile(pipe.transformer, fullgraph=True, backend=counter)
+    options = {"residual_diff_threshold": 1e9, "adapter": ADAPTER}
+    # More than Dynamo compiles of one function.
+    for number in range(10):
+        apply_cache_on_pipe(pipe, **options, warmup_steps=number)
+        pipe([1.0] * 12)
+        computed = max(number, 1)
+        assert verdicts(cache_report(pipe)) == ["warmup"] * computed + ["hit"] * (12 - computed)
+        apply_cache_on_pipe(pipe, **options, max_consecutive_hits=number)
+        pipe([1.0] * 12)
+        cycle = (["hit"] * number + ["limit"]) * 12
+        assert verdicts(cache_report(pipe)) == ["warmup", *cycle[:11]]
+    assert len(counter.graphs) == 2
+
+
+def run_scripted(called, values):
+    with torch.no_grad():
+        return [called(torch.ones(1, 6, 8), torch.zeros(1, 3, 8), torch.tensor([x, 10 * x])) for x in values]
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("of_a_pipe", [True, False])
+def test_a_cache_that_comes_and_goes_is_compiled_once(in_place, of_a_pipe):
+    pipe, counter = Pipe(), Counter()
+    model = pipe.transformer
+    if in_place:
+        model.compile(fullgraph=True, backend=counter)
+    else:
+        pipe.transformer = torch.compile(model, fullgraph=True, backend=counter)
+    expected = run_scripted(Scripted(), [1.0, 1.05])
+    for _ in range(6):
+        if of_a_pipe:
+            apply_cache_on_pipe(pipe, residual_diff_threshold=0.1, adapter=ADAPTER)
+            pipe(CHANGING)
+            assert verdicts(cache_report(pipe)) == EXPECTED
+            remove_cache_from_pipe(pipe)
+        else:
+            apply_cache(model, BLOCKS, residual_diff_threshold=0.1)
+            cached = run_scripted(pipe.transformer, CHANGING)
+            assert relative_error(cached[1], expected[1]) > 1e-3
+            remove_cache(model)
+        assert type(model) is Scripted
+        gc.collect()
+        for out, wanted in zip(run_scripted(pipe.transformer, [1.0, 1.05]), expected, strict=True):
+            assert torch.equal(out, wanted)
+    assert len(counter.graphs) == 3
+    copied = copy.deepcopy(model)
+    assert apply_cache(copied, BLOCKS, residual_diff_threshold=0.1) is copied
+    assert type(model) is Scripted
