@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +19,7 @@ from para_core.cache.apply import CALL_DEPTH, apply_cache
 from para_core.cache.attachment import Caller, attach, detach
 from para_core.cache.block_cache import BlockCache
 from para_core.cache.blocks import CachedBlocks
-from para_core.cache.options import CacheOptions, Policy
+from para_core.cache.options import SCHEDULED, CacheOptions, Policy
 from para_core.cache.report import CacheReport, Row, Verdict
 from para_core.cache.rules import Rule, rule_of
 from para_core.instance import original_class, uncompiled, unwrap, wrap_method, wrapper
@@ -130,10 +130,12 @@ def apply_cache_on_transformer(
     Returns:
         ``transformer``.
     """
-    scheduled = [name for name in ("always_compute_last", "start", "end", "forecast_order") if name in options]
-    if scheduled:
+    defaults = {field.name: field.default for field in fields(CacheOptions) if field.name in SCHEDULED}
+    unread = {name: options.pop(name) for name in SCHEDULED if name in options}
+    asked = [f"{name}={value!r}" for name, value in unread.items() if value != defaults[name]]
+    if asked:
         raise ValueError(
-            f"{scheduled[0]} was given, which reads pipe.scheduler; a transformer alone has no schedule. Leave it out, or use "
+            f"{asked[0]} was given, which reads pipe.scheduler; a transformer alone has no schedule. Leave it out, or use "
             "apply_cache_on_pipe(pipe, ...)."
         )
     module = uncompiled(transformer)
@@ -143,6 +145,10 @@ def apply_cache_on_transformer(
 
 
 def _known(thing: Any, transformer: nn.Module, adapter: Adapter | None) -> tuple[Adapter, CachedBlocks]:
+    if adapter is not None and not isinstance(adapter, Adapter):
+        cls = original_class(transformer).__name__
+        way_out = f"Adapter(transformer='{cls}', pipelines='…', blocks=CachedBlocks(...))"
+        raise TypeError(f"adapter is {adapter!r}; expected an Adapter, or None: adapter={way_out}.")
     known = adapter_for(transformer, adapter)
     if known is None or known.blocks is None:
         raise TypeError(

@@ -128,8 +128,13 @@ class BlockCache:
         site.running = self
         try:
             output = call()
-        except BaseException:
+        except BaseException as error:
             self.reset()
+            if self.options.policy is not None and _is_of_graph(error):
+                raise RuntimeError(
+                    f"policy={self.options.as_text()['policy']} cannot be compiled. In a graph the numbers of an Observation are 0-dim "
+                    "tensors: write & and | in place of `and` and `or`, and torch.where in place of `if`."
+                ) from error
             raise
         finally:
             site.running = None
@@ -189,8 +194,9 @@ class BlockCache:
         if not role.skipped:
             output = call(block, *args, **kwargs)
             if role.decides:
-                after = _as_tuple(output)[role.streams.index(role.measured)]
-                self._decide(after - self._before)
+                outputs = _as_tuple(output)
+                _require_streams(role, block, given, outputs)
+                self._decide(outputs[role.streams.index(role.measured)] - self._before)
                 self._before = None
             return output
         if role.enters:
@@ -198,7 +204,9 @@ class BlockCache:
         if self._skip is None or self._skip is False:
             output = call(block, *args, **kwargs)
             if role.exits:
-                self._store(role, _as_tuple(output))
+                outputs = _as_tuple(output)
+                _require_streams(role, block, given, outputs)
+                self._store(role, outputs)
         elif self._skip is True:
             output = _like(role, self._forecast(role) if role.exits else given)
         elif role.chained and not self.unchained[role.stage]:
@@ -346,6 +354,16 @@ class BlockCache:
             history[0].copy_(torch.where(skip, history[0], residual))
 
 
+def _require_streams(role: Role, block: nn.Module, given: tuple[Any, ...], returned: tuple[Any, ...]) -> None:
+    """Raise unless a block returned its streams in the order that its role names."""
+    before, after = ([None if x is None else tuple(x.shape) for x in tensors] for tensors in (given, returned))
+    if len(before) != len(after) or any(x != y for x, y in zip(before, after, strict=False) if None not in (x, y)):
+        raise ValueError(
+            f"{original_class(block).__name__} was given {role.streams} of shapes {before}, and returned shapes {after}. Name "
+            "in Stage(streams=...) the parameters whose changed values it returns, in the order in which it returns them."
+        )
+
+
 def _residual(output: Tensor | None, entry: Tensor | None) -> Tensor | None:
     return None if output is None or entry is None else output.detach() - entry.detach()
 
@@ -359,6 +377,11 @@ def _forecast(entry: Tensor | None, history: History, weights: Any) -> Tensor | 
     for weight, residual in zip(weights, history, strict=False):
         total = total + (weight * residual).to(entry.dtype)
     return total
+
+
+def _is_of_graph(error: BaseException) -> bool:
+    """Whether something could not be traced since it depends on the values of tensors."""
+    return type(error).__module__ == "torch._dynamo.exc" and "data-dependent" in str(error).lower()
 
 
 def _nothing_like(x: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class Stage:
     between: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("lists", "streams", "between"):
+            _require_names("Stage", name, getattr(self, name))
         if not self.lists or not self.streams:
             raise ValueError(
                 f"Stage(lists={self.lists}, streams={self.streams}): name at least one list and one stream."
@@ -49,5 +52,17 @@ class CachedBlocks:
     uncached: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if not isinstance(self.stages, tuple) or not all(isinstance(stage, Stage) for stage in self.stages):
+            raise TypeError(
+                f"CachedBlocks(stages={self.stages!r}): expected a tuple of Stages: CachedBlocks((Stage(...),))."
+            )
         if not self.stages:
             raise ValueError("CachedBlocks(stages=()): name at least one Stage.")
+        for name in ("conditions", "uncached"):
+            _require_names("CachedBlocks", name, getattr(self, name))
+
+
+def _require_names(what: str, name: str, given: Any) -> None:
+    if not isinstance(given, tuple) or not all(isinstance(one, str) for one in given):
+        example = f"('{given}',)" if isinstance(given, str) else "('…',)"
+        raise TypeError(f"{what}({name}={given!r}): expected a tuple of names: {name}={example}.")

@@ -113,7 +113,9 @@ def _verdict(state: BranchState, asked: Question, differences: tuple[float, ...]
     largest, threshold, step = max(differences), asked.options.residual_diff_threshold, asked.step
     may_skip: Any = largest < threshold
     if asked.options.policy is not None:
-        may_skip = asked.options.policy(Observation(largest, threshold, step.index, step.total, state.hits_in_a_row))
+        may_skip = asked.options.ask_policy(
+            Observation(largest, threshold, step.index, step.total, state.hits_in_a_row)
+        )
     return Verdict.HIT if bool(may_skip) else Verdict.MISS
 
 
@@ -131,7 +133,7 @@ def decide_in_graph(state: BranchState, asked: Question, first: Tensor) -> tuple
     largest = differences.max()
     may_skip: Any = largest < threshold
     if options.policy is not None:
-        may_skip = options.policy(Observation(largest, threshold, index, total, hits_in_a_row))
+        may_skip = options.ask_policy(Observation(largest, threshold, index, total, hits_in_a_row))
         may_skip = torch.as_tensor(may_skip, device=first.device)
     verdict = torch.where(may_skip, _HIT, _MISS)
     verdict = torch.where(differences.isfinite().all(), verdict, _NOT_FINITE)

@@ -37,6 +37,10 @@ class Observation:
 Policy = Callable[[Observation], "bool | Tensor"]
 
 
+# Options that follow a schedule.
+SCHEDULED = ("always_compute_last", "start", "end", "forecast_order")
+
+
 @dataclass(frozen=True)
 class CacheOptions:
     """See ``apply_cache_on_pipe``, which has the same."""
@@ -63,12 +67,29 @@ class CacheOptions:
         _require_int("last_blocks", self.last_blocks, at_least=0)
         _require_int("forecast_order", self.forecast_order, at_least=0, at_most=2)
         _require_int("downsample", self.downsample, at_least=1)
+        if not isinstance(self.always_compute_last, bool):
+            raise TypeError(f"always_compute_last is {self.always_compute_last!r}; expected True or False.")
         _require_number("start", self.start, at_least=0.0, at_most=1.0)
         _require_number("end", self.end, at_least=0.0, at_most=1.0)
         if self.start > self.end:
             raise ValueError(f"start={self.start} is behind end={self.end}; expected start <= end.")
         if self.policy is not None and not callable(self.policy):
             raise TypeError(f"policy is {self.policy!r}; expected a function of an Observation, or None.")
+
+    def ask_policy(self, seen: Observation) -> Any:
+        """What the policy says: a bool, or a tensor of one element.
+
+        Raises:
+            TypeError: it says something else.
+        """
+        found: Any = None if self.policy is None else self.policy(seen)
+        # NumPy's bool has a dtype, too.
+        if not isinstance(found, bool) and not hasattr(found, "dtype"):
+            raise TypeError(
+                f"the policy returned {found!r}; expected True where the step may be skipped, else False: a bool, or a tensor of "
+                "one element."
+            )
+        return found
 
     def as_text(self) -> dict[str, str]:
         """By name, for comparing ranks."""
@@ -80,11 +101,7 @@ class CacheOptions:
     def needs_schedule(self) -> tuple[str, ...]:
         """Names of the options that were set and cannot be followed without a scheduler."""
         defaults = {field.name: field.default for field in fields(self)}
-        return tuple(
-            name
-            for name in ("always_compute_last", "start", "end", "forecast_order")
-            if getattr(self, name) != defaults[name]
-        )
+        return tuple(name for name in SCHEDULED if getattr(self, name) != defaults[name])
 
 
 def _require_int(name: str, value: Any, at_least: int, at_most: int | None = None) -> None:

@@ -162,7 +162,13 @@ class CacheReport:
         Path(path).write_text(json.dumps({**totals, "rows": rows}, indent=2) + "\n", encoding="utf-8")
 
     def plot(self, path: str | Path) -> None:
-        """Draw the differences of each branch over the steps, with the threshold, as a picture. Needs matplotlib."""
+        """Draw the differences of each branch over the steps, with the threshold, as a picture. Needs matplotlib.
+
+        Raises:
+            ValueError: there are no steps yet.
+        """
+        if not self.rows:
+            raise ValueError(f"there are no steps to draw in {path} yet: call the pipeline first.")
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 

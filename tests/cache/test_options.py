@@ -11,10 +11,11 @@ from diffusers import FlowMatchHeunDiscreteScheduler
 from para_core import model_cache_report
 from para_core.adapters import apply_cache_on_pipe, apply_cache_on_transformer, cache_report
 from para_core.cache.apply import cache_options
+from para_core.cache.blocks import CachedBlocks, Stage
 from para_core.cache.forecast import forecast_weights
 from para_core.cache.rules import FIRST_BLOCK, Rule
 from para_core.plans.plan import Plan
-from tests.cache.scripted import ADAPTER, Pipe, Scripted, verdicts
+from tests.cache.scripted import ADAPTER, BLOCKS, STREAMS, Pipe, Scripted, verdicts
 
 pytestmark = pytest.mark.filterwarnings("ignore:the cache of the")
 
@@ -199,7 +200,9 @@ def test_what_needs_a_schedule_is_an_error_without_one(option):
 
 @pytest.mark.parametrize("option", [{"always_compute_last": True}, {"start": 0.2}, {"end": 0.5}, {"forecast_order": 1}])
 def test_what_needs_a_schedule_is_an_error_on_a_transformer_alone(option):
-    with pytest.raises(ValueError, match=f"{next(iter(option))} was given, which reads pipe.scheduler"):
+    with pytest.raises(
+        ValueError, match=f"{next(iter(option))}={next(iter(option.values()))} was given, which reads pipe.scheduler"
+    ):
         apply_cache_on_transformer(Scripted(), residual_diff_threshold=0.1, adapter=ADAPTER, **option)
 
 
@@ -224,3 +227,81 @@ def test_an_unknown_transformer_is_an_error_that_says_how_to_describe_it():
         apply_cache_on_pipe(Pipe(transformer=None))
     with pytest.raises(ValueError, match="this Pipe has no cache: call apply_cache_on_pipe"):
         cache_report(Pipe())
+
+
+def unsure(seen):
+    return None
+
+
+def cautious(seen):
+    return seen.difference < seen.threshold and seen.hits_in_a_row < 2
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (
+            lambda: apply_cache_on_pipe(Pipe(), adapter=BLOCKS),
+            TypeError,
+            r"adapter is CachedBlocks\(.*expected an Adapter.*adapter=Adapter\(transformer='Scripted', pipelines='…', blocks=",
+        ),
+        (lambda: apply_cache_on_transformer(Scripted(), adapter=BLOCKS), TypeError, "expected an Adapter, or None"),
+        (
+            lambda: CachedBlocks(Stage(("early",))),
+            TypeError,
+            r"stages=Stage\(.*expected a tuple of Stages: CachedBlocks\(\(Stage",
+        ),
+        (lambda: CachedBlocks([Stage(("early",))]), TypeError, "expected a tuple of Stages"),
+        (lambda: CachedBlocks((Stage(("early",)),), conditions="text"), TypeError, r"conditions=\('text',\)"),
+        (lambda: Stage("early"), TypeError, r"Stage\(lists='early'\): expected a tuple of names: lists=\('early',\)"),
+        (lambda: Stage(("early",), "hidden_states"), TypeError, r"streams=\('hidden_states',\)"),
+        (
+            lambda: apply_cache_on_pipe(Pipe(), adapter=ADAPTER, always_compute_last="no"),
+            TypeError,
+            "always_compute_last is 'no'; expected True or False",
+        ),
+        (
+            lambda: cache_report(apply_cache_on_pipe(Pipe(), adapter=ADAPTER)).plot("steps.png"),
+            ValueError,
+            "no steps to draw in steps.png yet: call the pipeline first",
+        ),
+    ],
+)
+def test_bad_input_is_an_error_that_names_what_was_given_and_what_to_do(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_defaults_of_what_needs_a_schedule_may_be_given_to_a_transformer_alone():
+    model = apply_cache_on_transformer(
+        Scripted(), adapter=ADAPTER, always_compute_last=False, start=0.0, warmup_steps=2
+    )
+    assert cache_options(model).warmup_steps == 2
+
+
+def test_a_policy_that_says_nothing_is_an_error_that_names_it(run):
+    with pytest.raises(
+        Exception, match="the policy returned None; expected True where the step may be skipped, else False"
+    ):
+        run([1.0, 1.0], policy=unsure)
+
+
+def test_a_policy_that_asks_for_numbers_in_a_graph_is_an_error_that_says_how_to_write_it():
+    pipe = apply_cache_on_pipe(Pipe(), residual_diff_threshold=0.1, adapter=ADAPTER, policy=cautious)
+    pipe([1.0, 1.0, 1.0, 1.0])
+    assert verdicts(cache_report(pipe)) == ["warmup", "hit", "hit", "miss"]
+    torch._dynamo.reset()
+    pipe.transformer = torch.compile(pipe.transformer, fullgraph=True, backend="eager")
+    with pytest.raises(RuntimeError, match=r"policy=cautious cannot be compiled.*write & and \| in place of"):
+        pipe([1.0, 1.0])
+
+
+def test_streams_in_another_order_than_that_in_which_a_block_returns_them_are_an_error(run):
+    adapter = replace(ADAPTER, blocks=CachedBlocks((Stage(("early", "late"), STREAMS[::-1]),)))
+    with pytest.raises(
+        Exception, match=r"Block was given \('hidden_states', 'encoder_hidden_states'\) of shapes .*in the order"
+    ):
+        run([1.0, 1.0], adapter=adapter)
+    one = replace(ADAPTER, blocks=CachedBlocks((Stage(("early", "late")),)))
+    with pytest.raises(Exception, match=r"Block was given .*returned shapes"):
+        run([1.0, 1.0], adapter=one)
