@@ -60,7 +60,7 @@ def require_same_call(
         mine,
         mesh,
         what,
-        "For different pictures on different ranks give each group of ranks a mesh of its own (a slice of a larger mesh).",
+        "For different images on different ranks give each group of ranks a mesh of its own (a slice of a larger mesh).",
     )
 
 
@@ -186,9 +186,9 @@ def set_timeout(mesh: GuidedMesh, timeout: timedelta | float) -> None:
 def random_state_of_first_rank(mesh: GuidedMesh) -> Iterator[str]:
     """Inside, the default generators continue those of the mesh's first rank; afterwards each rank has its own again.
 
-    The first rank's move on, as if it had drawn alone. Gives a token of this call, the same on all ranks.
+    The first rank's move on, as if it had run alone. Gives a token of this call, the same on all ranks.
     """
-    # Whatever the mesh says: diffusers draws on the pipeline's device, and a gloo group also serves accelerators.
+    # Whatever the mesh says: diffusers takes random numbers on the pipeline's device, and a gloo group also serves accelerators.
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device_module = None if accelerator is None else torch.get_device_module(accelerator)
     own = [torch.get_rng_state()] + ([device_module.get_rng_state()] if device_module else [])

@@ -63,7 +63,7 @@ def parallelize_pipe(
     adapter: Adapter | None = None,
     assume_equal: bool = False,
 ) -> Pipeline:
-    """Draw each picture of this one pipeline on all ranks of ``mesh``, exactly as on one.
+    """Generate each image of this one pipeline on all ranks of ``mesh``, exactly as on one.
 
     Every rank of the mesh calls the pipeline alike and gets the whole result. Calling this again with another mesh
     takes effect; :func:`unparallelize_pipe` undoes it. Other pipelines are not touched.
@@ -140,7 +140,7 @@ def parallelize_pipe(
 
 
 def mesh_of(pipe: Any) -> GuidedMesh | None:
-    """The ranks that draw with ``pipe``; None if it is not parallel."""
+    """The ranks that run ``pipe``; None if it is not parallel."""
     found = getattr(wrapper(pipe, "__call__", _KEY), "mesh", None)
     return found if isinstance(found, GuidedMesh) else None
 

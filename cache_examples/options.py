@@ -1,4 +1,4 @@
-"""What the examples share: options, a tiny pipeline where no checkpoint is named, drawing without and with the cache."""
+"""What the examples share: options, a tiny pipeline where no checkpoint is named, generating without and with the cache."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def parse_options(description: str | None, **defaults: object) -> argparse.Names
     parser.add_argument("--width", type=int, help="pixels")
     if "frames" in defaults:
         parser.add_argument("--frames", type=int)
-        parser.add_argument("--fps", type=int, default=16, help="frames per second of the film")
+        parser.add_argument("--fps", type=int, default=16, help="frames per second of the video")
     parser.add_argument("--max-sequence-length", type=int, help="text tokens")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threshold", type=float, help="larger is faster; left out: the default of the model's family")
@@ -44,21 +44,21 @@ def parse_options(description: str | None, **defaults: object) -> argparse.Names
 
 
 def tiny_pipeline(name: str) -> Any:
-    """A pipeline with random weights: it shows that everything runs, and draws nothing that means anything."""
+    """A pipeline with random weights: it shows that everything runs, and what it generates means nothing."""
     sys.path.insert(0, str(Path(__file__).parents[1]))
     from benchmarks.tiny_pipelines import PIPELINES
 
-    print("no --model given: a tiny pipeline with random weights, so the film is noise")
+    print("no --model given: a tiny pipeline with random weights, so the video is noise")
     return PIPELINES[name].build()
 
 
-def draw_both(pipe: Any, draw: Callable[..., Any], options: argparse.Namespace) -> tuple[Any, Any]:
-    """What ``draw`` gives without and with the cache; prints the report and both times, and saves the report's plot."""
-    without, seconds_without = timed(draw, options)
+def generate_both(pipe: Any, generate: Callable[..., Any], options: argparse.Namespace) -> tuple[Any, Any]:
+    """What ``generate`` gives without and with the cache; prints the report and both times, and saves the report's plot."""
+    without, seconds_without = timed(generate, options)
     # A tiny model's differences are its own; what a threshold does with them stands in the report.
     warnings.filterwarnings("ignore", message="the cache of the")
     apply_cache_on_pipe(pipe, residual_diff_threshold=options.threshold)
-    cached, seconds = timed(draw, options)
+    cached, seconds = timed(generate, options)
     report = cache_report(pipe)
     print(report)
     print(f"without the cache {seconds_without:.2f} s, with it {seconds:.2f} s: {seconds_without / seconds:.2f} ×")
@@ -67,11 +67,11 @@ def draw_both(pipe: Any, draw: Callable[..., Any], options: argparse.Namespace) 
     return without, cached
 
 
-def timed(draw: Callable[..., Any], options: argparse.Namespace) -> tuple[Any, float]:
-    """What ``draw(num_inference_steps=, generator=)`` gives, and the seconds that it took."""
+def timed(generate: Callable[..., Any], options: argparse.Namespace) -> tuple[Any, float]:
+    """What ``generate(num_inference_steps=, generator=)`` gives, and the seconds that it took."""
 
     def run(steps: int) -> Any:
-        return draw(num_inference_steps=steps, generator=torch.Generator(DEVICE).manual_seed(options.seed))
+        return generate(num_inference_steps=steps, generator=torch.Generator(DEVICE).manual_seed(options.seed))
 
     # To compile and allocate: with the cache the first call of a generation is a graph of its own.
     run(2)
@@ -86,7 +86,7 @@ def beside(output: str, suffix: str, extension: str | None = None) -> str:
     return str(path.with_name(f"{path.stem}_{suffix}{extension or path.suffix}"))
 
 
-def write_films(without: list[Image.Image], cached: list[Image.Image], options: argparse.Namespace) -> None:
+def write_videos(without: list[Image.Image], cached: list[Image.Image], options: argparse.Namespace) -> None:
     """GIFs, or by the name MP4s (which needs imageio-ffmpeg or OpenCV)."""
     for frames, path in ((without, beside(options.output, "without")), (cached, options.output)):
         if path.endswith(".gif"):

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 from diffusers import CogVideoXPipeline
-from options import DEVICE, DTYPE, draw_both, parse_options, tiny_pipeline, write_films
+from options import DEVICE, DTYPE, generate_both, parse_options, tiny_pipeline, write_videos
 
 options = parse_options(
     __doc__,
@@ -32,7 +32,7 @@ pipe.to(DEVICE).set_progress_bar_config(disable=True)
 if options.compile:
     pipe.transformer = torch.compile(pipe.transformer, fullgraph=True)
 
-draw = partial(
+generate = partial(
     pipe,
     prompt=options.prompt,
     height=options.height,
@@ -41,5 +41,5 @@ draw = partial(
     max_sequence_length=options.max_sequence_length,
     output_type="pil",
 )
-without, cached = draw_both(pipe, draw, options)
-write_films(without.frames[0], cached.frames[0], options)
+without, cached = generate_both(pipe, generate, options)
+write_videos(without.frames[0], cached.frames[0], options)

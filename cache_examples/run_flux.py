@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from diffusers import FluxPipeline
-from options import DEVICE, DTYPE, beside, draw_both, parse_options
+from options import DEVICE, DTYPE, beside, generate_both, parse_options
 
 options = parse_options(
     __doc__,
@@ -29,13 +29,13 @@ pipe.set_progress_bar_config(disable=True)
 if options.compile:
     pipe.transformer = torch.compile(pipe.transformer, fullgraph=True)
 
-draw = partial(
+generate = partial(
     pipe,
     prompt=options.prompt,
     height=options.height,
     width=options.width,
     max_sequence_length=options.max_sequence_length,
 )
-without, cached = draw_both(pipe, draw, options)
+without, cached = generate_both(pipe, generate, options)
 without.images[0].save(beside(options.output, "without"))
 cached.images[0].save(options.output)

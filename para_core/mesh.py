@@ -333,7 +333,7 @@ def _check_alive(dims: tuple[MeshDim, ...]) -> None:
 
 @dataclass(frozen=True)
 class GuidedMesh:
-    """All ranks that work on one picture: for each index along ``batch``, which shares branches of guidance, a ``sequence``."""
+    """All ranks that work on one image: for each index along ``batch``, which shares branches of guidance, a ``sequence``."""
 
     batch: MeshDim
     sequence: SequenceMesh

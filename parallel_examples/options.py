@@ -1,4 +1,4 @@
-"""What the examples share: options, starting the ranks, a tiny pipeline where no checkpoint is named, writing a film."""
+"""What the examples share: options, starting the ranks, a tiny pipeline where no checkpoint is named, writing a video."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def parse_options(description: str | None, **defaults: object) -> argparse.Names
     parser.add_argument("--width", type=int, help="pixels")
     if "frames" in defaults:
         parser.add_argument("--frames", type=int)
-        parser.add_argument("--fps", type=int, default=16, help="frames per second of the film")
+        parser.add_argument("--fps", type=int, default=16, help="frames per second of the video")
     parser.add_argument("--max-sequence-length", type=int, help="text tokens")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch", type=int, help="2: half of the ranks for each branch of guidance")
@@ -80,12 +80,12 @@ def start_ranks(options: argparse.Namespace) -> Ranks:
 
 
 def tiny_pipeline(name: str, rank: int) -> Any:
-    """A pipeline with random weights: it shows that everything runs, and draws nothing that means anything."""
+    """A pipeline with random weights: it shows that everything runs, and what it generates means nothing."""
     sys.path.insert(0, str(Path(__file__).parents[1]))
     from benchmarks.tiny_pipelines import PIPELINES
 
     if rank == 0:
-        print("no --model given: a tiny pipeline with random weights, so the film is noise")
+        print("no --model given: a tiny pipeline with random weights, so the video is noise")
     return PIPELINES[name].build()
 
 
@@ -103,7 +103,7 @@ def timed(run: Callable[..., Any], options: argparse.Namespace, ranks: Ranks) ->
     return result
 
 
-def write_film(frames: list[Image.Image], options: argparse.Namespace) -> None:
+def write_video(frames: list[Image.Image], options: argparse.Namespace) -> None:
     """A GIF, or by its name an MP4 (which needs imageio-ffmpeg or OpenCV)."""
     if options.output.endswith(".gif"):
         frames[0].save(options.output, save_all=True, append_images=frames[1:], duration=1000 // options.fps, loop=0)

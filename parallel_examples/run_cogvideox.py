@@ -11,7 +11,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from diffusers import CogVideoXPipeline
-from options import parse_options, start_ranks, timed, tiny_pipeline, write_film
+from options import parse_options, start_ranks, timed, tiny_pipeline, write_video
 
 from para_core.adapters import parallelize_pipe
 
@@ -37,7 +37,7 @@ parallelize_pipe(pipe, mesh=ranks.mesh)
 if options.compile:
     pipe.transformer = torch.compile(pipe.transformer, fullgraph=True)
 
-draw = partial(
+generate = partial(
     pipe,
     prompt=options.prompt,
     height=options.height,
@@ -46,8 +46,8 @@ draw = partial(
     max_sequence_length=options.max_sequence_length,
     output_type="pil",
 )
-frames = timed(draw, options, ranks).frames[0]
+frames = timed(generate, options, ranks).frames[0]
 if ranks.rank == 0:
-    write_film(frames, options)
+    write_video(frames, options)
 if ranks.mesh is not None:
     dist.destroy_process_group()

@@ -34,14 +34,14 @@ parallelize_pipe(pipe, mesh=ranks.mesh)
 if options.compile:
     pipe.transformer = torch.compile(pipe.transformer, fullgraph=True)
 
-draw = partial(
+generate = partial(
     pipe,
     prompt=options.prompt,
     height=options.height,
     width=options.width,
     max_sequence_length=options.max_sequence_length,
 )
-image = timed(draw, options, ranks).images[0]
+image = timed(generate, options, ranks).images[0]
 if ranks.rank == 0:
     image.save(options.output)
 if ranks.mesh is not None:

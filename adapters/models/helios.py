@@ -14,7 +14,7 @@ HELIOS = Adapter(
             "blocks.*": {
                 "temb": Split(dim=1, like="video", ndim=4),
                 "rotary_emb": Split(dim=1, like="video"),
-                # Frames that were drawn before come first, and do not attend to text.
+                # Frames that were generated before come first, and do not attend to text.
                 "original_context_length": LastTokens("video"),
             },
         },

@@ -47,7 +47,7 @@ FRAMEPACK = Adapter(
             "transformer_blocks.*": {"freqs_cis": POSITIONS},
             "single_transformer_blocks.*": {"image_rotary_emb": POSITIONS},
         },
-        # Behind it, the frames that were drawn before are cut off.
+        # Behind it, the frames that were generated before are cut off.
         outputs={"single_transformer_blocks.-1": (Gather(dim=1, segment="video"), None)},
         joint_order=JOINT,
     ),
