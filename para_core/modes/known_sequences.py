@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from types import TracebackType
 from typing import Literal, Self
@@ -92,20 +93,8 @@ class ShardingMode(TorchFunctionMode):
         if not torch.compiler.is_compiling():
             self._note_state()
 
-    def _hold(self, length: int) -> Length:
-        if torch.compiler.is_compiling():
-            return length
-        return torch.empty((length, 0), device=self._mesh.device_type)
-
     def _hold_layout(self, layout: SequenceLayout) -> HeldLayout:
-        segments = self._checked(layout).segments
-        return tuple([self._hold_segment(segment) for segment in segments])
-
-    def _hold_segment(self, segment: Segment) -> tuple[str, Length, bool, bool]:
-        return segment.name, self._hold(segment.total), segment.replicated, segment.balanced
-
-    def _held_layout(self, held: HeldLayout) -> SequenceLayout:
-        return SequenceLayout(segments_of(held), self._mesh.ranks)
+        return hold(self._checked(layout).segments, self._mesh.device_type)
 
     def _checked(self, layout: SequenceLayout) -> SequenceLayout:
         if layout.ranks != self._mesh.ranks:
@@ -134,7 +123,7 @@ class ShardingMode(TorchFunctionMode):
         kind = (segment.replicated, segment.balanced)
         same = [one for one in segments_of(self._known) if (one.replicated, one.balanced) == kind]
         if not [one for one in same if one.total == segment.total]:
-            self._set_known((*self._known, self._hold_segment(segment)))
+            self._set_known((*self._known, *hold([segment], self._mesh.device_type)))
 
     # -- cutting and putting together
 
@@ -187,9 +176,7 @@ class ShardingMode(TorchFunctionMode):
         if torch.compiler.is_compiling() and self._depth == 0:
             self._end()
         self._gathered = True
-        if self._mesh.ranks == 1:
-            return y
-        return gather_tokens(y, dim, layout, self._mesh)
+        return y if self._mesh.ranks == 1 else gather_tokens(y, dim, layout, self._mesh)
 
     def _agree(self, x: Tensor, dim: int, sequence: SequenceLayout | None, *, whole: bool) -> SequenceLayout:
         """The layout that ``x`` has along ``dim``, in eager code the same on every rank, or an error on every rank."""
@@ -233,19 +220,30 @@ def _signature(lengths: tuple[int, ...], dim: int, shape: tuple[int, ...], dtype
 
 def _difference(records: list[Record]) -> str:
     rank = next(rank for rank, record in enumerate(records) if record != records[0])
-    return (
-        f"the ranks disagree about a sequence: rank 0 has {_described(records[0])}; rank {rank} has "
-        f"{_described(records[rank])}. {EQUAL_PARTS}"
+    first, other = (", ".join([f"{name} {value}" for name, value in records[i].items()]) for i in (0, rank))
+    return f"the ranks disagree about a sequence: rank 0 has {first}; rank {rank} has {other}. {EQUAL_PARTS}"
+
+
+def hold(segments: Sequence[Segment], device_type: str) -> HeldLayout:
+    """``segments`` as they are kept on what outlives a call; :func:`segments_of` gives them back."""
+    traced = torch.compiler.is_compiling()
+    return tuple(
+        [
+            (
+                one.name,
+                one.total if traced else torch.empty((one.total, 0), device=device_type),
+                one.replicated,
+                one.balanced,
+            )
+            for one in segments
+        ]
     )
 
 
-def _described(record: Record) -> str:
-    return ", ".join([f"{name} {value}" for name, value in record.items()])
-
-
 def segments_of(held: HeldLayout) -> tuple[Segment, ...]:
-    return tuple([Segment(name, _length(total), replicated, balanced) for name, total, replicated, balanced in held])
-
-
-def _length(held: Length) -> int:
-    return held.shape[0] if isinstance(held, Tensor) else held
+    return tuple(
+        [
+            Segment(name, total.shape[0] if isinstance(total, Tensor) else total, replicated, balanced)
+            for name, total, replicated, balanced in held
+        ]
+    )

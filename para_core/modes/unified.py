@@ -263,7 +263,8 @@ class UnifiedAttnMode(ShardingMode):
         mesh = self._mesh
         if self._explicit is not None:
             of_queries, of_keys = self._explicit
-            layout = self._held_layout(of_queries if kind == "query" or of_keys is None else of_keys)
+            said = of_queries if kind == "query" or of_keys is None else of_keys
+            layout = SequenceLayout(segments_of(said), mesh.ranks)
             if held != layout.size(mesh.rank):
                 raise ValueError(
                     f"{kind} has {held} tokens, but the layout gives this rank {layout.size(mesh.rank)} of {layout.total}. "

@@ -17,14 +17,12 @@ from para_core.attention.options import AttnOptions
 from para_core.layout import Segment, SequenceLayout
 from para_core.mesh import SequenceMesh
 from para_core.modes.interceptor import at_the_dispatcher, intercept, pass_on
-from para_core.modes.known_sequences import Length
+from para_core.modes.known_sequences import HeldLayout, hold, segments_of
 from para_core.plans.plan import Attention
 from para_core.tokens import gather_tokens
 
 # Of one model; more lengths are forgotten together.
 _MOST_KNOWN = 64
-# Of each segment of a call that was sharded, or found to be whole: name, total, whether it is replicated.
-HeldSegments = tuple[tuple[str, Length, bool], ...]
 
 
 class PlannedAttention:
@@ -44,7 +42,8 @@ class PlannedAttention:
     ) -> None:
         self.mesh, self.options, self.known = mesh, options, known
         self.attending = attending
-        self.segments: HeldSegments = ()
+        # Of the call under way: what was sharded, or found to be whole.
+        self.segments: HeldLayout = ()
         # Lists: what is set of an attribute before torch.cond (which a cache brings) and again behind it, Dynamo 2.13 forgets.
         self.active = [False]
         self.intercepted = [False]
@@ -54,7 +53,7 @@ class PlannedAttention:
 
     def set_segments(self, segments: tuple[Segment, ...]) -> None:
         """What is known of the call under way: which segments were sharded, and which are whole on every rank."""
-        self.segments = tuple([(one.name, _hold(one.total, self.mesh.device_type), one.replicated) for one in segments])
+        self.segments = hold(segments, self.mesh.device_type)
         self._found = {}
 
     def within(self, attending: tuple[Attention, ...]) -> PlannedAttention:
@@ -87,7 +86,9 @@ class PlannedAttention:
         if attn_mask is None or attention.mask is None:
             return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         if attention.mask == "keys":
-            _, key_layout = planned_layouts(attention, self._segments(), self.mesh, query.shape[-2], key.shape[-2])
+            _, key_layout = planned_layouts(
+                attention, segments_of(self.segments), self.mesh, query.shape[-2], key.shape[-2]
+            )
             attn_mask = gather_tokens(attn_mask, -1, key_layout, self.mesh)
             return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         valid = attn_mask.diagonal(dim1=-2, dim2=-1)
@@ -104,10 +105,10 @@ class PlannedAttention:
         return self._found[id(attention)]
 
     def _find(self, attention: Attention) -> MeshAttention | None:
-        sharded = [name for name, _, replicated in self.segments if not replicated]
+        sharded = [name for name, _, replicated, _ in self.segments if not replicated]
         if not set(sharded) & set(attention.keys or attention.queries):
             return None
-        segments = self._segments()
+        segments = segments_of(self.segments)
         if torch.compiler.is_compiling():
             return self._make(attention, segments)
         if (attention, segments) not in self.known:
@@ -119,18 +120,6 @@ class PlannedAttention:
     def _make(self, attention: Attention, segments: tuple[Segment, ...]) -> MeshAttention:
         layouts = partial(planned_layouts, attention, segments, self.mesh)
         return MeshAttention(self.mesh, layouts, self.options, assume_equal=True)
-
-    def _segments(self) -> tuple[Segment, ...]:
-        return tuple([Segment(name, _length(total), replicated) for name, total, replicated in self.segments])
-
-
-def _hold(length: int, device_type: str) -> Length:
-    # See known_sequences.Length: what outlives a call must not be an int that a graph takes for a constant.
-    return length if torch.compiler.is_compiling() else torch.empty((length, 0), device=device_type)
-
-
-def _length(held: Length) -> int:
-    return held.shape[0] if isinstance(held, Tensor) else held
 
 
 def planned_layouts(
