@@ -271,4 +271,5 @@ def _as_it_lies(started: Travelling, shape: tuple[int, ...], heads: Sequence[int
         # Not split(), a method of Python's.
         return (rows,) if len(heads) == 1 else rows.split_with_sizes(heads, 1)
     rows = wait(started).view(shape).permute(2, 1, 0, 3, 4)
-    return (rows.reshape(batch, tokens, peers * all_heads, width).transpose(1, 2),)
+    # Of one head per peer reshape() gives a view, which lies in another way.
+    return (rows.reshape(batch, tokens, peers * all_heads, width).contiguous().transpose(1, 2),)

@@ -98,7 +98,7 @@ def lay_out(ring, ulysses, memory):
 
 
 @pytest.mark.parametrize("memory", ["as a model gives it", "contiguous"])
-@pytest.mark.parametrize(("ring", "ulysses"), MESHES[::2])
+@pytest.mark.parametrize(("ring", "ulysses"), [*MESHES[::2], (1, 4)])  # the last: one head per rank
 def test_the_result_lies_in_memory_as_models_go_on_with_it(rank_pool, ring, ulysses, memory):
     whole = F.scaled_dot_product_attention(*make_qkv(12, 4)).transpose(1, 2).reshape(2, 12, 32)
     for rank, outs in enumerate(rank_pool.run(lay_out, ring * ulysses, ring, ulysses, memory)):
