@@ -1,10 +1,12 @@
-"""Which attention of a diffusers transformer goes through ``scaled_dot_product_attention``, where a mode can see it."""
+"""What of a diffusers transformer keeps it from running on several ranks."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from torch import nn
+
+from para_core.cache.foreign import foreign_cache
 
 # These are scaled_dot_product_attention under a switch that says how it computes.
 _SEEN = ("native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math")
@@ -33,6 +35,21 @@ def unseen_attention(transformer: nn.Module, ranks: int, name: str) -> str | Non
                     f"native one: {name}.set_attention_backend('native')."
                 )
     return None
+
+
+def rank_local_cache(transformer: nn.Module, ranks: int, name: str) -> str | None:
+    """Why a cache of diffusers keeps ``transformer`` from running on ``ranks``; None if it does not.
+
+    Args:
+        name: what the user calls it, for the message.
+    """
+    found = None if ranks == 1 else foreign_cache(transformer)
+    if found is None:
+        return None
+    return (
+        f"{name} has a cache of diffusers ({found}), which decides on each rank alone: ranks would skip different steps, and wait "
+        f"for each other. Call {name}.disable_cache(), and apply_cache_on_pipe(pipe, ...), with which they decide together."
+    )
 
 
 def _name_of(backend: Any) -> str:

@@ -23,6 +23,7 @@ from para_core.cache.blocks import CachedBlocks
 from para_core.cache.branches import MOST_BRANCHES, Branches
 from para_core.cache.decision import Question, Step, begin, decide_in_graph, decide_now
 from para_core.cache.forecast import forecast_weights
+from para_core.cache.foreign import require_no_foreign_cache
 from para_core.cache.options import CacheOptions
 from para_core.cache.report import Observed, Reading, Stopwatch, Verdict
 from para_core.cache.roles import Role, argument, roles_of
@@ -44,12 +45,13 @@ class BlockCache:
             the model, if any.
 
     Raises:
-        ValueError: the model has no such blocks, or none would ever be skipped.
+        ValueError: the model has no such blocks, none would ever be skipped, or diffusers has a cache on it.
     """
 
     def __init__(
         self, module: nn.Module, blocks: CachedBlocks, options: CacheOptions, mesh: SequenceMesh | None = None
     ) -> None:
+        require_no_foreign_cache(module)
         self.module = module
         self.blocks = blocks
         self.options = options
@@ -99,6 +101,8 @@ class BlockCache:
             given: the arguments of the call, by name.
             step_of: where in the schedule this call of a branch is.
         """
+        if getattr(self.module, "_cache_config", None) is not None:
+            require_no_foreign_cache(self.module)
         site = attach(self)
         if site.running is not None:
             raise RuntimeError(

@@ -1,0 +1,87 @@
+"""Caches of diffusers: refused on several ranks, and beside ours."""
+
+import pytest
+import torch
+from diffusers import FirstBlockCacheConfig, PyramidAttentionBroadcastConfig
+from diffusers.hooks import apply_first_block_cache
+
+from para_core import apply_cache
+from para_core.adapters import (
+    apply_cache_on_pipe,
+    apply_cache_on_transformer,
+    parallelize_pipe,
+    parallelize_transformer,
+    remove_cache_from_pipe,
+)
+from para_core.adapters.models.flux import FLUX
+from tests.tiny import cpu_mesh, flux_call, flux_inputs, flux_pipe, flux_transformer, relative_error
+
+pytestmark = pytest.mark.filterwarnings("ignore:the cache of the")
+THEIRS = FirstBlockCacheConfig(threshold=0.1)
+
+
+def test_ours_on_top_of_theirs_is_an_error_before_the_call_and_theirs_alone_stays():
+    pipe = flux_pipe()
+    pipe.transformer.enable_cache(THEIRS)
+    expected = pipe(**flux_call()).images
+    message = r"this FluxTransformer2DModel has a cache of diffusers \(FirstBlockCacheConfig\).*disable_cache\(\).*apply_cache_on_pipe"
+    with pytest.raises(ValueError, match=message):
+        apply_cache_on_pipe(pipe)
+    with pytest.raises(ValueError, match=message):
+        apply_cache_on_transformer(pipe.transformer)
+    with pytest.raises(ValueError, match=message):
+        apply_cache(pipe.transformer, FLUX.blocks, residual_diff_threshold=0.1)
+    assert torch.equal(pipe(**flux_call()).images, expected)
+    pipe.transformer.disable_cache()
+    apply_cache_on_pipe(pipe)
+    pipe(**flux_call())
+
+
+def test_theirs_on_top_of_ours_is_an_error_before_the_call():
+    pipe = apply_cache_on_pipe(flux_pipe())
+    pipe.transformer.enable_cache(THEIRS)
+    with pytest.raises(ValueError, match="two caches would skip the same blocks"):
+        pipe(**flux_call())
+    remove_cache_from_pipe(pipe)
+    pipe(**flux_call())
+
+
+def test_a_hook_of_theirs_without_a_config_is_seen():
+    transformer = flux_transformer()
+    apply_first_block_cache(transformer, THEIRS)
+    with pytest.raises(ValueError, match="has a cache of diffusers"):
+        apply_cache_on_transformer(transformer)
+
+
+def errors_on_ranks(shape):
+    ring, ulysses, batch = shape
+    mesh, messages = cpu_mesh(ring, ulysses, batch=batch), []
+    broadcast = PyramidAttentionBroadcastConfig(
+        spatial_attention_block_skip_range=2, current_timestep_callback=lambda: 500
+    )
+    for theirs in (THEIRS, broadcast):
+        pipe = parallelize_pipe(flux_pipe(), mesh=mesh)
+        pipe.transformer.enable_cache(theirs)
+        with pytest.raises(RuntimeError, match="a cache of diffusers") as caught:
+            pipe(**flux_call())
+        messages.append(str(caught.value))
+        pipe.transformer.disable_cache()
+        drawn = pipe(**flux_call()).images
+    if batch > 1:
+        return messages, drawn
+    transformer = parallelize_transformer(flux_transformer(), mesh=mesh)
+    transformer.enable_cache(THEIRS)
+    with pytest.raises(RuntimeError, match="a cache of diffusers") as caught:
+        transformer(**flux_inputs(10, 3))
+    return [*messages, str(caught.value)], drawn
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 1), (1, 1, 2)])
+@pytest.mark.filterwarnings("ignore:this call of the")
+def test_theirs_on_ranks_is_an_error_on_every_rank_that_names_ours(rank_pool, shape):
+    expected = flux_pipe()(**flux_call()).images
+    for messages, drawn in rank_pool.run(errors_on_ranks, 2, shape=shape):
+        for message in messages:
+            assert "decides on each rank alone" in message
+            assert "apply_cache_on_pipe(pipe, ...)" in message
+        assert relative_error(drawn, expected) < 1e-5
