@@ -45,6 +45,36 @@ def test_an_exception_leaves_nothing_behind():
     assert verdicts(cache_report(pipe)) == ["warmup", "hit", "hit", "hit"]
 
 
+def test_a_retry_after_an_exception_inside_a_late_block_is_no_hit():
+    """The first-block residual was replaced by then, what is stored of the other blocks was not."""
+
+    class Failing(Scripted):
+        fails = False
+
+        def forward(self, *args, **kwargs):
+            def fail(block, args):
+                raise ArithmeticError("as asked")
+
+            handle = self.late[-1].register_forward_pre_hook(fail) if self.fails else None
+            try:
+                return super().forward(*args, **kwargs)
+            finally:
+                if handle is not None:
+                    handle.remove()
+
+    model = apply_cache(Failing(), BLOCKS, residual_diff_threshold=0.1)
+    given = torch.ones(1, 6, 8), torch.zeros(1, 3, 8)
+    with torch.no_grad():
+        model(*given, torch.tensor([1.0, 10.0]))
+        model.fails = True
+        with pytest.raises(ArithmeticError):
+            model(*given, torch.tensor([2.0, 50.0]))
+        model.fails = False
+        retried = model(*given, torch.tensor([2.0, 50.0]))
+        assert torch.equal(retried, Scripted()(*given, torch.tensor([2.0, 50.0])))
+    assert verdicts(model_cache_report(model)) == ["warmup", "warmup"]
+
+
 @pytest.mark.parametrize("named", [True, False])
 def test_branches_have_states_of_their_own_also_where_one_comes_and_goes(named):
     pipe = cached(Pipe(named=named))
