@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +21,7 @@ from para_core.cache.attachment import Caller, attach, detach
 from para_core.cache.block_cache import BlockCache
 from para_core.cache.blocks import CachedBlocks
 from para_core.cache.options import SCHEDULED, CacheOptions, Policy
-from para_core.cache.report import CacheReport, Row, Verdict
+from para_core.cache.report import CacheReport, Row, Verdict, rows_of
 from para_core.cache.rules import Rule, rule_of
 from para_core.instance import original_class, uncompiled, unwrap, wrap_method, wrapper
 from para_core.plans.places import parameters_of
@@ -320,8 +321,8 @@ class _PipelineCache:
         caller.free()
 
     def report(self) -> CacheReport:
-        rows = [row for cache in self.caches.values() for reading in cache.readings for row in reading.rows()]
-        return CacheReport(rows, self.options.rule.name)
+        readings = chain.from_iterable(cache.readings for cache in self.caches.values())
+        return CacheReport(rows_of(readings), self.options.rule.name)
 
     def _tell(self, name: str) -> None:
         """What a user would want to know of the generation that ended, once each."""

@@ -15,7 +15,7 @@ from para_core.cache.block_cache import BlockCache
 from para_core.cache.blocks import CachedBlocks
 from para_core.cache.decision import Step
 from para_core.cache.options import CacheOptions, Policy
-from para_core.cache.report import CacheReport
+from para_core.cache.report import CacheReport, rows_of
 from para_core.cache.rules import Rule, rule_of
 from para_core.instance import uncompiled, unwrap, wrap_method, wrapper
 from para_core.mesh import sequence_mesh
@@ -113,7 +113,7 @@ def reset_cache(model: nn.Module) -> None:
 def model_cache_report(model: nn.Module) -> CacheReport:
     """What the cache of ``model`` did since :func:`reset_cache`, in calls of ``model`` itself."""
     cache = _required(model)
-    return CacheReport([row for reading in cache.readings for row in reading.rows()], cache.options.rule.name)
+    return CacheReport(rows_of(cache.readings), cache.options.rule.name)
 
 
 def held_bytes(model: nn.Module) -> int:

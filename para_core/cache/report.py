@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -67,8 +67,8 @@ class Reading:
         self._step, self._branch, self._threshold = step, branch, threshold
         self._observed, self._stopwatch = observed, stopwatch
 
-    def rows(self) -> list[Row]:
-        """One for each branch of the call."""
+    def rows(self, call: int) -> list[Row]:
+        """One for each branch of the call, the ``call``-th of a generation."""
         differences, verdict = self._observed
         if isinstance(verdict, Tensor):
             verdict = Verdict(int(verdict.item()))
@@ -78,7 +78,7 @@ class Reading:
             differences = [None] * len(differences)
         names = [self._branch] if len(differences) == 1 else [f"{self._branch}/{i}" for i in range(len(differences))]
         return [
-            Row(self._step, name, difference, self._threshold, verdict, self._stopwatch.seconds)
+            Row(self._step, name, difference, self._threshold, verdict, self._stopwatch.seconds, call)
             for name, difference in zip(names, differences, strict=True)
         ]
 
@@ -90,6 +90,7 @@ class Row:
     Args:
         difference: what was compared with the threshold; None where the step was decided without.
         seconds: of the whole call of the model, which may have held several branches.
+        call: the same for the branches of one call.
     """
 
     step: int
@@ -98,10 +99,15 @@ class Row:
     threshold: float
     verdict: Verdict
     seconds: float
+    call: int
 
     @property
     def hit(self) -> bool:
         return self.verdict is Verdict.HIT
+
+
+def rows_of(readings: Iterable[Reading]) -> list[Row]:
+    return [row for call, reading in enumerate(readings) for row in reading.rows(call)]
 
 
 @dataclass(frozen=True)
@@ -122,7 +128,7 @@ class CacheReport:
     @property
     def seconds(self) -> float:
         """Of all calls of the model."""
-        return sum(row.seconds for row in self.rows if not row.branch.endswith(tuple(f"/{i}" for i in range(1, 10))))
+        return sum({row.call: row.seconds for row in self.rows}.values())
 
     def differences(self) -> list[float]:
         """All that were measured and are finite."""

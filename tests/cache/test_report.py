@@ -2,11 +2,13 @@
 
 import json
 import warnings
+from dataclasses import replace
 
 import pytest
 from PIL import Image
 
 from para_core.adapters import apply_cache_on_pipe, cache_report
+from para_core.plans.plan import Plan
 from tests.cache.scripted import ADAPTER, Pipe
 
 
@@ -70,3 +72,18 @@ def test_a_report_is_read_written_and_drawn(tmp_path):
         # Something besides white, for each branch.
         assert picture.height >= 500
         assert len(picture.convert("RGB").getcolors(1 << 16)) > 20
+
+
+@pytest.mark.filterwarnings("ignore:the cache of the")
+def test_seconds_are_of_every_call_whatever_its_branches_are_called():
+    adapter = replace(ADAPTER, plan=Plan(inputs={}, outputs={}, joint_order=(), batched={"hidden_states": 0}))
+    values = [(1.0, 9.0), (1.05, 9.0)]
+    pipe = apply_cache_on_pipe(Pipe(), residual_diff_threshold=0.1, adapter=adapter)
+    pipe({"cond/1": values, "other": values}, size=(2, 6, 8))
+    report = cache_report(pipe)
+    # Two branches in each of four calls.
+    assert len(report.rows) == 8
+    assert report.seconds == pytest.approx(sum(row.seconds for row in report.rows) / 2)
+    pipe = cached()
+    pipe({"a/1": [1.0, 1.0]})
+    assert cache_report(pipe).seconds == sum(row.seconds for row in cache_report(pipe).rows) > 0
