@@ -92,13 +92,9 @@ def ours(threshold: float, cache: str = "para_core first_block", **options: Any)
     return Way(cache, f"threshold {threshold:g}", put)
 
 
-def tea_cache(threshold: float) -> Way:
-    return ours(threshold, "para_core tea_cache", rule="tea_cache")
-
-
-def forecast(threshold: float, order: int = 1, warmup: int = 0, rule: str = "first_block") -> Way:
-    name = f"para_core {rule}, forecast_order={order}" + (f", warmup_steps={warmup}" if warmup else "")
-    return ours(threshold, name, forecast_order=order, warmup_steps=warmup, rule=rule)
+def forecast(threshold: float, order: int = 1, warmup: int = 0) -> Way:
+    name = f"para_core first_block, forecast_order={order}" + (f", warmup_steps={warmup}" if warmup else "")
+    return ours(threshold, name, forecast_order=order, warmup_steps=warmup)
 
 
 def easy_cache(threshold: float, warmup: int = 3) -> Way:
@@ -216,13 +212,11 @@ QUALITY: dict[int, tuple[Way, ...]] = {
         first_block(0.12),
         cache_dit(0.12, 4, 1),
         sea_cache(0.25),
-        tea_cache(0.12),
         taylor_seer(2),
         easy_cache(0.02),
         mag_cache(0.06),
         cache_dit(0.2, 4, 1),
         sea_cache(0.5),
-        tea_cache(0.2),
         taylor_seer(3),
         easy_cache(0.05),
         mag_cache(0.24, 5),
@@ -230,7 +224,6 @@ QUALITY: dict[int, tuple[Way, ...]] = {
         ours(0.3),
         *(forecast(x, warmup=4) for x in (0.08, 0.3)),
         *(forecast(x) for x in (0.12, 0.2)),
-        *(forecast(x, warmup=4, rule="tea_cache") for x in (0.12, 0.2)),
         forecast(0.2, order=2, warmup=4),
         sea_cache(0.5, skips=0),
     ),
@@ -240,7 +233,6 @@ QUALITY: dict[int, tuple[Way, ...]] = {
         first_block(0.12),
         cache_dit(0.12, 4, 1),
         sea_cache(0.5),
-        tea_cache(0.15),
         taylor_seer(4),
         easy_cache(0.02),
         mag_cache(0.24, 5),
@@ -255,7 +247,6 @@ SPEED: tuple[Way, ...] = (
     cache_dit(0.12),
     forecast(0.12, warmup=4),
     cache_dit(0.12, 4, 1),
-    tea_cache(0.12),
     sea_cache(0.25),
     taylor_seer(2),
     mag_cache(0.06),

@@ -68,17 +68,17 @@ class Question:
 
 def begin(state: BranchState, asked: Question, traced: bool) -> Observed:
     """The first call of a branch: computed."""
-    sample, parts = asked.sample, asked.parts
+    sample = asked.sample
     state.first, state.traced = sample.contiguous(), traced
     if traced:
-        # One call, no hit in a row, one computed; nothing carried; the time of this one.
-        counted = sample.new_tensor([1.0, 0.0, 1.0, *[0.0] * parts], dtype=torch.float64)
+        # One call, no hit in a row, one computed; the time of this one.
+        counted = sample.new_tensor([1.0, 0.0, 1.0], dtype=torch.float64)
         later = torch.zeros(asked.num_residuals - 1, dtype=torch.float64, device=sample.device)
         state.numbers = torch.cat([counted, asked.step_numbers[1:2], later])
     else:
-        state.calls, state.hits_in_a_row, state.carried = 1, 0, (0.0,) * parts
+        state.calls, state.hits_in_a_row = 1, 0
         state.times = [asked.step.time]
-    return (None,) * parts, Verdict.WARMUP
+    return (None,) * asked.parts, Verdict.WARMUP
 
 
 def decide_now(state: BranchState, asked: Question, first: Tensor) -> tuple[bool, Observed]:
@@ -91,18 +91,14 @@ def decide_now(state: BranchState, asked: Question, first: Tensor) -> tuple[bool
     limit = options.max_consecutive_hits
     if verdict is None and limit is not None and state.hits_in_a_row >= limit:
         verdict = Verdict.LIMIT
-    carried = (0.0,) * asked.parts
     if verdict is None:
-        measured = _measure(asked, first).tolist()
-        carried = tuple([x + y for x, y in zip(measured, state.carried, strict=True)])
-        differences, verdict = carried, _verdict(state, asked, carried)
+        measured = tuple(_measure(asked, first).tolist())
+        differences, verdict = measured, _verdict(state, asked, measured)
     state.calls += 1
     skip = verdict is Verdict.HIT
     state.hits_in_a_row = state.hits_in_a_row + 1 if skip else 0
-    state.carried = carried if skip and options.rule.accumulates else (0.0,) * asked.parts
     if not skip:
         state.times = [step.time, *state.times][: asked.num_residuals]
-    if not skip or options.rule.accumulates:
         state.first = asked.sample.contiguous()
     return skip, (differences, verdict)
 
@@ -126,10 +122,8 @@ def decide_in_graph(state: BranchState, asked: Question, first: Tensor) -> tuple
         raise RuntimeError("the state of a cache has no numbers; reset_cache(model) makes it anew.")
     forced, time, index, total, threshold, warmup_steps, limit = asked.step_numbers.unbind()
     calls, hits_in_a_row, computed = numbers[:3].unbind()
-    carried, times = numbers[3 : 3 + asked.parts], numbers[3 + asked.parts :]
+    times = numbers[3:]
     differences = _measure(asked, first).double()
-    if options.rule.accumulates:
-        differences = differences + carried
     largest = differences.max()
     may_skip: Any = largest < threshold
     if options.policy is not None:
@@ -143,11 +137,9 @@ def decide_in_graph(state: BranchState, asked: Question, first: Tensor) -> tuple
     skip = verdict == _HIT
     hits_in_a_row = torch.where(skip, hits_in_a_row + 1, 0.0)
     counted = torch.stack([calls + 1, hits_in_a_row, torch.where(skip, computed, computed + 1)])
-    if options.rule.accumulates:
-        carried = torch.where(skip, differences, 0.0)
     times = torch.where(skip, times, torch.cat([time[None], times[:-1]]))
-    numbers.copy_(torch.cat([counted, carried, times]))
-    first.copy_(asked.sample if options.rule.accumulates else torch.where(skip, first, asked.sample))
+    numbers.copy_(torch.cat([counted, times]))
+    first.copy_(torch.where(skip, first, asked.sample))
     return skip, (differences, verdict)
 
 

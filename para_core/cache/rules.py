@@ -20,15 +20,12 @@ class Rule:
         name: in reports and messages.
         sums: of two tensors ``[P, n]``, this rank's values of each of the P parts of the batch, ``[P, k]`` sums in float32.
         difference: of these, summed over the ranks, ``[P]`` differences.
-        accumulates: compare with the step before, and add up the differences since the last computed step; otherwise
-            compare with the last computed step.
         source: who published it.
     """
 
     name: str
     sums: Callable[[Tensor, Tensor], Tensor]
     difference: Callable[[Tensor], Tensor]
-    accumulates: bool
     source: str
 
 
@@ -46,20 +43,10 @@ FIRST_BLOCK = Rule(
     "first_block",
     _relative_sums,
     _ratio,
-    accumulates=False,
     source="ParaAttention, First Block Cache (github.com/chengzeyi/ParaAttention)",
 )
 
-# The same from step to step, added up since the last computed one: many small changes count as one large one.
-TEA_CACHE = Rule(
-    "tea_cache",
-    _relative_sums,
-    _ratio,
-    accumulates=True,
-    source="TeaCache (arXiv:2411.19108), of the first-block residual in place of the modulated input and its polynomial",
-)
-
-RULES = {rule.name: rule for rule in (FIRST_BLOCK, TEA_CACHE)}
+RULES = {rule.name: rule for rule in (FIRST_BLOCK,)}
 
 
 def rule_of(rule: str | Rule) -> Rule:

@@ -18,9 +18,9 @@ class BranchState:
         first: the first-block residual that the next one is compared with, sampled.
         stages: of each stage, of each of its streams, the residuals of the last computed steps.
         traced: whether a compiled graph made it; its tensors are then changed in place.
-        calls, hits_in_a_row, carried: calls so far, hits since the last computed one, and the differences added up since.
+        calls, hits_in_a_row: calls so far, and hits since the last computed one.
         times: of the last computed steps, newest first.
-        numbers: in a graph, in place of these: calls, hits in a row, carried, computed calls, times; float64.
+        numbers: in a graph, in place of these: calls, hits in a row, computed calls, times; float64.
         signature: shapes, dtypes and devices of what the model was called with.
     """
 
@@ -29,7 +29,6 @@ class BranchState:
     traced: bool = False
     calls: int = 0
     hits_in_a_row: int = 0
-    carried: tuple[float, ...] = ()
     times: list[float] = field(default_factory=list)
     numbers: Tensor | None = None
     signature: object = None
@@ -37,7 +36,7 @@ class BranchState:
     def clear(self) -> None:
         """Forget everything, and let its memory go."""
         self.first, self.stages, self.traced = None, [], False
-        self.calls, self.hits_in_a_row, self.carried = 0, 0, ()
+        self.calls, self.hits_in_a_row = 0, 0
         self.times, self.numbers, self.signature = [], None, None
 
     def tensors(self) -> list[Tensor]:

@@ -133,17 +133,10 @@ def test_downsample_compares_every_nth_channel(run):
         seen.append(tuple(now.shape))
         return FIRST_BLOCK.sums(now, before)
 
-    rule = Rule("watched", sums, FIRST_BLOCK.difference, accumulates=False, source="a test")
+    rule = Rule("watched", sums, FIRST_BLOCK.difference, source="a test")
     _, report = run([1.0, 1.05], downsample=3, rule=rule)
     assert verdicts(report) == ["warmup", "hit"]
     assert seen[-1] == (1, 6 * 3)
-
-
-def test_tea_cache_adds_up_what_changes_from_step_to_step(run):
-    _, report = run([1.0, 1.05, 1.0, 1.0, 1.05], rule="tea_cache", residual_diff_threshold=0.12)
-    assert verdicts(report) == ["warmup", "hit", "hit", "hit", "miss"]
-    expected = [0.05, 0.05 + 0.05 / 1.05, 0.05 + 0.05 / 1.05, 0.1 + 0.05 / 1.05]
-    assert [row.difference for row in report.rows[1:]] == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_policy_decides_in_place_of_the_threshold(run):
@@ -178,7 +171,7 @@ def test_halves_of_a_batch_that_are_branches_are_compared_apart(run):
         ({"first_blocks": 2, "last_blocks": 2}, ValueError, "4 blocks.*first_blocks=2 and last_blocks=2 none is left"),
         ({"forecast_order": 3}, ValueError, "forecast_order is 3; expected at least 0 and at most 2"),
         ({"downsample": 0}, ValueError, "downsample is 0; expected at least 1"),
-        ({"rule": "magic"}, ValueError, "rule is 'magic'; expected one of 'first_block', 'tea_cache'"),
+        ({"rule": "magic"}, ValueError, "rule is 'magic'; expected one of 'first_block', or a Rule"),
         ({"policy": 3}, TypeError, "policy is 3; expected a function"),
     ],
 )
@@ -207,7 +200,7 @@ def test_what_needs_a_schedule_is_an_error_on_a_transformer_alone(option):
 
 
 def test_a_transformer_alone_may_be_cached():
-    model = apply_cache_on_transformer(Scripted(), adapter=ADAPTER, rule="tea_cache", warmup_steps=1)
+    model = apply_cache_on_transformer(Scripted(), adapter=ADAPTER, rule="first_block", warmup_steps=1)
     assert cache_options(model).residual_diff_threshold == ADAPTER.threshold
     given = torch.ones(1, 6, 8), torch.zeros(1, 3, 8), torch.tensor([1.0, 2.0])
     with torch.no_grad():
