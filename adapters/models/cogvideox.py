@@ -20,4 +20,6 @@ COGVIDEOX = Adapter(
         batched=dict.fromkeys(("hidden_states", "encoder_hidden_states", "timestep", "ofs"), 0),
     ),
     blocks=CachedBlocks((Stage(("transformer_blocks",), ("hidden_states", "encoder_hidden_states"), chained=True),)),
+    threshold=0.025,
+    threshold_source="ParaAttention at 1324733, later dropped there",
 )

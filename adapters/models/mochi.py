@@ -21,4 +21,6 @@ MOCHI = Adapter(
         batched=dict.fromkeys(("hidden_states", "encoder_hidden_states", "timestep", "encoder_attention_mask"), 0),
     ),
     blocks=CachedBlocks((Stage(("transformer_blocks",), ("hidden_states", "encoder_hidden_states"), chained=True),)),
+    threshold=0.035,
+    threshold_source="ParaAttention at 1324733, later dropped there",
 )

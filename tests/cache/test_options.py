@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from diffusers import FlowMatchHeunDiscreteScheduler
 
 from para_core import model_cache_report
 from para_core.adapters import apply_cache_on_pipe, apply_cache_on_transformer, cache_report
+from para_core.adapters.models.supported import ADAPTERS
 from para_core.cache.apply import cache_options
 from para_core.cache.blocks import CachedBlocks, Stage
 from para_core.cache.forecast import forecast_weights
@@ -298,3 +300,21 @@ def test_streams_in_another_order_than_that_in_which_a_block_returns_them_are_an
     one = replace(ADAPTER, blocks=CachedBlocks((Stage(("early", "late")),)))
     with pytest.raises(Exception, match=r"Block was given .*returned shapes"):
         run([1.0, 1.0], adapter=one)
+
+
+# Read in the sources that the adapters name.
+PUBLISHED = {
+    "FluxTransformer2DModel": 0.08,
+    "HunyuanVideoTransformer3DModel": 0.06,
+    "HunyuanVideoFramepackTransformer3DModel": 0.06,
+    "CogVideoXTransformer3DModel": 0.025,
+    "MochiTransformer3DModel": 0.035,
+}
+
+
+def test_every_default_threshold_is_a_published_one_and_the_docs_name_its_source():
+    page = (Path(__file__).parents[2] / "docs/cache.md").read_text(encoding="utf-8")
+    for adapter in ADAPTERS:
+        if adapter.blocks is not None:
+            assert adapter.threshold == PUBLISHED.get(adapter.transformer, 0.05)
+            assert f"| {adapter.threshold:g} | {adapter.threshold_source}" in page
