@@ -121,9 +121,9 @@ class MeshAttention:
                 return self(query[None], key[None], value[None], *given[3:])[0]
             known = self._find_out(given, shape)
         extents = known.extents if known.signature is None else self._agree(known.call, known.signature, attn_mask)
-        leading = query.shape[:-3]
-        if len(leading) == 1:
+        if query.ndim == 4:
             return self._compute(query, key, value, attn_mask, known.call, extents)
+        leading = query.shape[:-3]
         query, key, value = (x.reshape(prod(leading), *x.shape[-3:]) for x in (query, key, value))
         attn_mask = None if attn_mask is None else _in_one_batch(attn_mask, leading)
         out = self._compute(query, key, value, attn_mask, known.call, extents)
