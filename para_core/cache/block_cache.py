@@ -11,6 +11,7 @@ them, else each in one of its own, on one predicate.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -62,6 +63,8 @@ class BlockCache:
         self.traced = False
         # Whether the model runs as if there were no cache.
         self.idle = False
+        # Whether it was said that branches cannot be told apart.
+        self._told = False
         # Parts of the batch that are branches of their own.
         self.parts = 1
         self._branches = Branches(blocks.conditions)
@@ -113,6 +116,8 @@ class BlockCache:
             with self.paused():
                 return call()
         branch = site.branch or self._branches.name_of(given)
+        if branch is None:
+            return self._run_without_branches(call)
         state = self.state_of(branch)
         signature = tuple((name, *_form(x)) for name, x in sorted(given.items()) if isinstance(x, Tensor))
         if state.signature != signature:
@@ -146,6 +151,20 @@ class BlockCache:
         self.readings.append(Reading(step.index, branch, threshold, self.observed, stopwatch.stop()))
         return output
 
+    def _run_without_branches(self, call: Callable[[], Any]) -> Any:
+        self.reset_states()
+        if not self._told:
+            self._told = True
+            conditions = " and ".join(self.blocks.conditions)
+            warnings.warn(
+                f"{conditions} of this {type(self.module).__name__} change from step to step, so its branches of guidance cannot be "
+                "told apart, and all steps are computed. Call it inside `with model.cache_context(name)`, or name in "
+                "CachedBlocks(conditions=...) what stays from step to step.",
+                stacklevel=6,
+            )
+        with self.paused():
+            return call()
+
     def find_mesh(self) -> None:
         """A plan may have been applied, or removed, since the last call. Traced where the whole call is."""
         self.mesh = self._given_mesh or plan_mesh(self.module)
@@ -172,11 +191,14 @@ class BlockCache:
 
     def reset(self) -> None:
         """Forget all steps, and let their memory go; the report stays."""
+        self.reset_states()
+        self._branches = Branches(self.blocks.conditions)
+
+    def reset_states(self) -> None:
         for state in (*self.states.values(), self.state):
             self.traced = self.traced or state.traced
             state.clear()
         self.states, self.state = {}, BranchState()
-        self._branches = Branches(self.blocks.conditions)
         self._before, self._skip, self._skip_on_device = None, None, None
         self._stage_outputs = [None] * len(self.blocks.stages)
         self._entries = [None] * len(self.blocks.stages)

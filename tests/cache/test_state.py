@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import warnings
 import weakref
 
 import pytest
@@ -11,6 +12,7 @@ from diffusers import FluxPipeline
 from para_core import apply_cache, model_cache_report, remove_cache, reset_cache
 from para_core.adapters import apply_cache_on_pipe, cache_report, remove_cache_from_pipe
 from para_core.adapters.caching.pipe import caching_of
+from para_core.cache.apply import held_bytes
 from tests.cache.scripted import ADAPTER, BLOCKS, IN_TWO_STAGES, Pipe, Scripted, verdicts
 from tests.tiny import flux_call, flux_pipe, relative_error
 
@@ -96,6 +98,55 @@ def test_branches_without_a_name_are_told_apart_by_their_text_in_any_order():
     report = model_cache_report(model)
     assert "".join(row.branch[-1] for row in report.rows) == "0100110"
     assert verdicts(report) == ["warmup", "warmup", *["hit"] * 5]
+
+
+class Waits(torch.overrides.TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.count += func in (torch.equal, torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.__bool__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_branches_without_a_name_cost_no_wait_or_one_where_their_text_is_made_anew(anew):
+    # Computed unasked: no wait but for the branches.
+    model = apply_cache(Scripted(), BLOCKS, residual_diff_threshold=0.1, warmup_steps=100)
+    texts = [torch.full((1, 3, 8), float(i)) for i in range(3)]
+    x, added, counts = torch.ones(1, 6, 8), torch.tensor([1.0, 2.0]), []
+    with torch.no_grad():
+        for _ in range(3):
+            for text in texts:
+                with Waits() as waits:
+                    model(x, text.clone() if anew else text, added)
+                counts.append(waits.count)
+    assert [row.branch for row in model_cache_report(model).rows] == ["branch 0", "branch 1", "branch 2"] * 3
+    assert set(counts[3:]) == {1 if anew else 0}
+
+
+def test_where_the_text_changes_at_every_step_one_warning_says_so_and_nothing_is_held():
+    model = apply_cache(Scripted(), BLOCKS, residual_diff_threshold=0.1)
+    x, added = torch.ones(1, 6, 8), torch.tensor([1.0, 2.0])
+    expected = Scripted()(x, torch.zeros(1, 3, 8), added)
+    for generation in range(2):
+        reset_cache(model)
+        with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+            warnings.simplefilter("always")
+            for step in range(12):
+                out = model(x, torch.full((1, 3, 8), float(step)), added)
+                assert torch.equal(out, expected)
+                # Of three branches at most, as the formula of the docs says: one for each.
+                assert held_bytes(model) <= 4 * 4 * (2 * 6 * 8 + 3 * 8)
+        assert held_bytes(model) == 0
+        said = [str(warning.message) for warning in caught]
+        if generation == 0:
+            (message,) = said
+            assert "encoder_hidden_states of this Scripted change from step to step" in message
+            assert "cache_context(name)" in message
+        else:
+            assert said == []
 
 
 @pytest.mark.parametrize("change", ["tokens", "batch", "dtype"])
