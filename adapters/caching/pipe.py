@@ -7,7 +7,10 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
+from functools import wraps
 from itertools import chain
+from threading import get_ident
+from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -194,6 +197,9 @@ class _PipelineCache:
         self._callers: dict[str, Caller] = {}
         # Of the generation under way.
         self._pipe: Any = None
+        self._thread = 0
+        # How many callbacks of the user's are under way.
+        self._in_callback = 0
         # Each is told once.
         self._told: set[str] = set()
 
@@ -253,7 +259,31 @@ class _PipelineCache:
         with ExitStack() as stack:
             stack.enter_context(self._schedule.followed(pipe, self._begin_schedule))
             stack.enter_context(self._generation(pipe))
-            return call(pipe, *args, **kwargs)
+            self._thread = get_ident()
+            callbacks = {name: f for name, f in kwargs.items() if name.startswith("callback") and callable(f)}
+            apart = {name: stack.enter_context(self._apart(callback)) for name, callback in callbacks.items()}
+            return call(pipe, *args, **{**kwargs, **apart})
+
+    @contextmanager
+    def _apart(self, callback: Any) -> Iterator[Any]:
+        """``callback``, in which the models are called by others: a pipe that shares them, and may have no cache."""
+
+        def run(of: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            self._in_callback += 1
+            try:
+                return call(of, *args, **kwargs)
+            finally:
+                self._in_callback -= 1
+
+        if isinstance(callback, (FunctionType, MethodType)):
+            yield wraps(callback)(lambda *args, **kwargs: run(None, lambda _, *a, **k: callback(*a, **k), args, kwargs))
+            return
+        # diffusers asks these of what class they are.
+        wrap_method(callback, "__call__", _KEY, run)
+        try:
+            yield callback
+        finally:
+            unwrap(callback, _KEY)
 
     @contextmanager
     def _generation(self, pipe: Any) -> Iterator[None]:
@@ -288,6 +318,9 @@ class _PipelineCache:
 
         def around(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if torch.compiler.is_compiling() or not self._schedule.active:
+                return call(module, *args, **kwargs)
+            if self._in_callback or self._thread != get_ident():
+                # Of another pipe, which shares the model.
                 return call(module, *args, **kwargs)
             cache = self.caches[name]
             given = {**dict(zip(parameters, args, strict=False)), **kwargs}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
+import torch
 from torch import nn
 
 from para_core.cache.roles import Role
@@ -30,11 +33,11 @@ class Site:
     """
 
     def __init__(self) -> None:
-        # Of the call under way, and of calls that no pipeline makes.
+        # Of the call under way, and the thread that makes it; and of calls that no pipeline makes.
         self.running: BlockCache | None = None
+        self.thread = 0
         self.resident: BlockCache | None = None
-        # What diffusers' ``cache_context`` calls the branch under way.
-        self.branch: str | None = None
+        self._local = threading.local()
         # Those for which it stands.
         self.owners: WeakSet[BlockCache] = WeakSet()
         self.attachments: list[Attachment] = []
@@ -43,6 +46,12 @@ class Site:
         # By id: these classes compare equal to their originals.
         self._classes: dict[int, type] = {}
         self.named = self._make_named()
+
+    @property
+    def branch(self) -> str | None:
+        """What diffusers' ``cache_context`` calls the branch under way in this thread."""
+        found: str | None = getattr(self._local, "branch", None)
+        return found
 
     def caller(self, key: str) -> Caller:
         """One that is free."""
@@ -61,16 +70,16 @@ class Site:
         @contextmanager
         def named(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Iterator[None]:
             before, resident = self.branch, self.resident
-            self.branch = str(args[0] if args else kwargs["name"])
+            self._local.branch = str(args[0] if args else kwargs["name"])
             held = None if resident is None else resident.state
             if resident is not None:
                 # For a graph of the whole model, which does not ask for the branch.
-                resident.state = resident.state_of(self.branch)
+                resident.state = resident.state_of(str(self.branch))
             try:
                 with call(module, *args, **kwargs):
                     yield
             finally:
-                self.branch = before
+                self._local.branch = before
                 if resident is not None and held is not None:
                     resident.state = held
 
@@ -116,7 +125,9 @@ class Attachment:
 
         def run_block(block: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             cache = site.running or site.resident
-            if cache is None or cache.idle:
+            # A pipe without a cache may use the model in another thread.
+            elsewhere = not torch.compiler.is_compiling() and site.running is not None and site.thread != get_ident()
+            if elsewhere or cache is None or cache.idle:
                 return call(block, *args, **kwargs)
             return cache.run_block(role, block, call, args, kwargs)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -134,7 +135,7 @@ class BlockCache:
         # A new tensor: an accelerator may still read the one before.
         self.step_numbers = step.numbers(self.options, device)
         stopwatch = Stopwatch(self.step_numbers.device)
-        site.running = self
+        site.running, site.thread = self, get_ident()
         try:
             output = call()
         except BaseException as error:

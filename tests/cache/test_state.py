@@ -7,7 +7,8 @@ import weakref
 
 import pytest
 import torch
-from diffusers import FluxPipeline
+from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
+from diffusers.callbacks import PipelineCallback
 
 from para_core import apply_cache, model_cache_report, remove_cache, reset_cache
 from para_core.adapters import apply_cache_on_pipe, cache_report, remove_cache_from_pipe
@@ -217,6 +218,78 @@ def test_two_threads_in_one_pipe_or_one_transformer_are_an_error_and_in_two_pipe
     assert verdicts(cache_report(other)) == ["warmup", "hit", "hit", "hit"]
     leave.set()
     thread.join(30)
+    assert verdicts(cache_report(a)) == ["warmup", "hit", "hit", "hit"]
+
+
+class Callback(PipelineCallback):
+    """As diffusers has them: asked of what class it is."""
+
+    tensor_inputs = ("latents",)
+
+    def __init__(self, run):
+        super().__init__(cutoff_step_ratio=1.0)
+        self.run = run
+
+    def callback_fn(self, pipe, step, timestep, tensors):
+        return self.run(pipe, step, timestep, tensors)
+
+
+@pytest.mark.parametrize("kind", ["function", "callback of diffusers", "thread"])
+@pytest.mark.parametrize("cached_too", [False, True])
+def test_a_pipe_that_shares_the_transformer_and_runs_in_a_callback_is_as_alone(kind, cached_too):
+    a = flux_pipe()
+    b = FluxPipeline(**{**a.components, "scheduler": FlowMatchEulerDiscreteScheduler(shift=3.0)})
+    b.set_progress_bar_config(disable=True)
+    options = {"residual_diff_threshold": 1e9, "max_consecutive_hits": 2}
+    call = {"num_inference_steps": 5, "prompt": "a blue square"}
+    if cached_too:
+        apply_cache_on_pipe(b, **options)
+    expected_b = b(**flux_call(**call)).images
+    apply_cache_on_pipe(a, **options)
+    expected_a = a(**flux_call(num_inference_steps=5)).images
+    drawn = []
+
+    def draw_b():
+        drawn.append(b(**flux_call(**call)).images)
+
+    def draw_other(pipe, step, timestep, tensors):
+        if step in (1, 3):
+            if kind == "thread":
+                thread = threading.Thread(target=draw_b)
+                thread.start()
+                thread.join(60)
+            else:
+                draw_b()
+        return tensors
+
+    callback = Callback(draw_other) if kind == "callback of diffusers" else draw_other
+    out = a(**flux_call(num_inference_steps=5), callback_on_step_end=callback).images
+    assert len(drawn) == 2
+    for other in drawn:
+        assert torch.equal(other, expected_b)
+    assert torch.equal(out, expected_a)
+    assert cache_report(a).hits == 3
+
+
+def test_a_pipe_without_a_cache_in_another_thread_is_as_alone_while_the_cached_one_is_inside_the_model():
+    shared, inside, leave = Scripted(), threading.Event(), threading.Event()
+    a, b = cached(Pipe(shared)), Pipe(shared)
+    expected = Pipe()([3.0, 7.0])
+    thread = threading.Thread(target=a, args=(ALMOST_SAME,))
+
+    def wait(block, args):
+        if threading.get_ident() == thread.ident and not leave.is_set():
+            inside.set()
+            assert leave.wait(30)
+
+    shared.early[1].register_forward_pre_hook(wait)
+    thread.start()
+    assert inside.wait(30)
+    outputs = b([3.0, 7.0])
+    leave.set()
+    thread.join(30)
+    for out, wanted in zip(outputs, expected, strict=True):
+        assert torch.equal(out, wanted)
     assert verdicts(cache_report(a)) == ["warmup", "hit", "hit", "hit"]
 
 
