@@ -326,8 +326,11 @@ class _PipelineCache:
             given = {**dict(zip(parameters, args, strict=False)), **kwargs}
             plan = plan_for(cache.module, adapter=self._adapter)
             concatenated = plan is not None and bool(plan.batched)
-            # Decided for both halves of a batch that are branches; where no pipeline says so, for all that may be.
-            cache.parts = 2 if concatenated and getattr(self._pipe, "do_classifier_free_guidance", True) else 1
+            # Where no pipeline says so, all that may be.
+            guided = concatenated and getattr(self._pipe, "do_classifier_free_guidance", True)
+            hidden_states = given.get("hidden_states")
+            cache.branches = 2 if guided else 1
+            cache.batch = hidden_states.shape[0] if isinstance(hidden_states, torch.Tensor) else 0
             return cache.run(
                 lambda: call(module, *args, **kwargs), given, lambda branch: self._schedule.step(cache.options, branch)
             )

@@ -66,8 +66,8 @@ class BlockCache:
         self.idle = False
         # Whether it was said that branches cannot be told apart.
         self._told = False
-        # Parts of the batch that are branches of their own.
-        self.parts = 1
+        # Branches of guidance in the whole batch, and its size, of which a plan may give this rank a part; 0: not known.
+        self.branches, self.batch = 1, 0
         self._branches = Branches(blocks.conditions)
         self.states: dict[str, BranchState] = {}
         self.state = BranchState()
@@ -149,7 +149,11 @@ class BlockCache:
         finally:
             site.running = None
         threshold = self.options.residual_diff_threshold
-        self.readings.append(Reading(step.index, branch, threshold, self.observed, stopwatch.stop()))
+        samples = 1 if state.first is None else state.first.shape[0]
+        branches = self.branches if self.batch == 0 else self.branches * samples // self.batch
+        branches = branches if branches > 0 and samples % branches == 0 else 1
+        names = [branch] if branches == 1 else [f"{branch}/{i}" for i in range(branches)]
+        self.readings.append(Reading(step.index, names, samples, threshold, self.observed, stopwatch.stop()))
         return output
 
     def _run_without_branches(self, call: Callable[[], Any]) -> Any:
@@ -251,8 +255,10 @@ class BlockCache:
         state = self.state
         traced = torch.compiler.is_compiling()
         sample = residual.detach()[..., :: self.options.downsample]
-        parts = self.parts if sample.shape[0] % self.parts == 0 else 1
-        asked = Question(sample, self.options, self.step, self.step_numbers, self.mesh, parts)
+        if sample.dim() < 3:
+            # Tokens without a batch.
+            sample = sample[None]
+        asked = Question(sample, self.options, self.step, self.step_numbers, self.mesh)
         first = state.first
         if first is None or state.traced != traced or _form(first) != _form(sample):
             self._skip = None

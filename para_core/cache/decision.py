@@ -48,10 +48,10 @@ class Step:
 class Question:
     """
     Args:
-        sample: of the first-block residual of this rank's tokens, what is compared.
+        sample: of the first-block residual of this rank's tokens, what is compared; ``[B, ...]``. Each sample of the batch is
+            compared with itself, and one that changed much is enough to compute all: a graph cannot skip half a batch.
         step, step_numbers: where in the schedule; the second for graphs.
         mesh: ranks that hold parts of one sequence, and decide alike.
-        parts: of the batch, each a branch of its own; one that changed much is enough to compute all.
     """
 
     sample: Tensor
@@ -59,7 +59,6 @@ class Question:
     step: Step
     step_numbers: Tensor
     mesh: SequenceMesh | None
-    parts: int
 
     @property
     def num_residuals(self) -> int:
@@ -78,22 +77,22 @@ def begin(state: BranchState, asked: Question, traced: bool) -> Observed:
     else:
         state.calls, state.hits_in_a_row = 1, 0
         state.times = [asked.step.time]
-    return (None,) * asked.parts, Verdict.WARMUP
+    return None, Verdict.WARMUP
 
 
 def decide_now(state: BranchState, asked: Question, first: Tensor) -> tuple[bool, Observed]:
     """In eager code. The host waits for the device at most once, and not where the residual is not asked for."""
     options, step = asked.options, asked.step
     verdict = step.must_compute
-    differences: tuple[float | None, ...] = (None,) * asked.parts
+    differences: list[float] | None = None
     if verdict is None and state.calls < options.warmup_steps:
         verdict = Verdict.WARMUP
     limit = options.max_consecutive_hits
     if verdict is None and limit is not None and state.hits_in_a_row >= limit:
         verdict = Verdict.LIMIT
     if verdict is None:
-        measured = tuple(_measure(asked, first).tolist())
-        differences, verdict = measured, _verdict(state, asked, measured)
+        differences = _measure(asked, first).tolist()
+        verdict = _verdict(state, asked, differences)
     state.calls += 1
     skip = verdict is Verdict.HIT
     state.hits_in_a_row = state.hits_in_a_row + 1 if skip else 0
@@ -103,7 +102,7 @@ def decide_now(state: BranchState, asked: Question, first: Tensor) -> tuple[bool
     return skip, (differences, verdict)
 
 
-def _verdict(state: BranchState, asked: Question, differences: tuple[float, ...]) -> Verdict:
+def _verdict(state: BranchState, asked: Question, differences: list[float]) -> Verdict:
     if not all(math.isfinite(x) for x in differences):
         return Verdict.NOT_FINITE
     largest, threshold, step = max(differences), asked.options.residual_diff_threshold, asked.step
@@ -144,9 +143,9 @@ def decide_in_graph(state: BranchState, asked: Question, first: Tensor) -> tuple
 
 
 def _measure(asked: Question, first: Tensor) -> Tensor:
-    """``[parts]`` differences, the same on all ranks that hold parts of this sequence."""
+    """``[B]`` differences, the same on all ranks that hold parts of this sequence."""
     rule = asked.options.rule
-    sums = rule.sums(asked.sample.reshape(asked.parts, -1), first.reshape(asked.parts, -1))
+    sums = rule.sums(asked.sample.flatten(1), first.flatten(1))
     # Every rank adds up the same numbers in the same order, so none decides by another rounding.
     for dim in () if asked.mesh is None else asked.mesh.dims:
         if dim.size > 1:

@@ -19,7 +19,7 @@ class Observation:
     """What is known when a step is decided. Numbers in eager code, 0-dim tensors in a compiled graph.
 
     Args:
-        difference: by the rule; the largest, where a call holds several branches.
+        difference: by the rule; the largest of the samples, of all branches that the call holds.
         threshold: ``residual_diff_threshold``.
         step: index of the step in the schedule, from 0.
         num_steps: of the schedule.

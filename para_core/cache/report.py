@@ -56,15 +56,23 @@ class Stopwatch:
         return float(begin.elapsed_time(end)) / 1e3
 
 
-# Of one call: the difference of each of its branches (None: not asked for), and the verdict; tensors if a graph decided.
+# Of one call: the difference of each sample (None: not asked for), and the verdict; tensors if a graph decided.
 Observed = tuple[Any, Any]
 
 
 class Reading:
     """A call as it was observed; reading it may wait for an accelerator."""
 
-    def __init__(self, step: int, branch: str, threshold: float, observed: Observed, stopwatch: Stopwatch) -> None:
-        self._step, self._branch, self._threshold = step, branch, threshold
+    def __init__(
+        self,
+        step: int,
+        branches: list[str],
+        samples: int,
+        threshold: float,
+        observed: Observed,
+        stopwatch: Stopwatch,
+    ) -> None:
+        self._step, self._branches, self._samples, self._threshold = step, branches, samples, threshold
         self._observed, self._stopwatch = observed, stopwatch
 
     def rows(self, call: int) -> list[Row]:
@@ -72,15 +80,41 @@ class Reading:
         differences, verdict = self._observed
         if isinstance(verdict, Tensor):
             verdict = Verdict(int(verdict.item()))
-        differences = differences.tolist() if isinstance(differences, Tensor) else list(differences)
-        if verdict in (Verdict.WARMUP, Verdict.LIMIT, Verdict.SCHEDULE):
+        if differences is None or verdict in (Verdict.WARMUP, Verdict.LIMIT, Verdict.SCHEDULE):
             # A graph measures these, too.
-            differences = [None] * len(differences)
-        names = [self._branch] if len(differences) == 1 else [f"{self._branch}/{i}" for i in range(len(differences))]
+            differences = [None] * self._samples
+        differences = differences.tolist() if isinstance(differences, Tensor) else list(differences)
+        each = len(differences) // len(self._branches)
+        of_branches = {name: differences[i * each : (i + 1) * each] for i, name in enumerate(self._branches)}
+        held_back_by = self._held_back_by(of_branches) if verdict is Verdict.MISS else ()
         return [
-            Row(self._step, name, difference, self._threshold, verdict, self._stopwatch.seconds, call)
-            for name, difference in zip(names, differences, strict=True)
+            Row(
+                self._step,
+                name,
+                _largest(of_branch),
+                self._threshold,
+                verdict,
+                self._stopwatch.seconds,
+                call,
+                tuple(of_branch),
+                held_back_by,
+            )
+            for name, of_branch in of_branches.items()
         ]
+
+    def _held_back_by(self, of_branches: dict[str, list[float]]) -> tuple[str, ...]:
+        names = [
+            (name if len(of_branch) == 1 else f"{name} sample {i}", difference)
+            for name, of_branch in of_branches.items()
+            for i, difference in enumerate(of_branch)
+        ]
+        found = tuple(name for name, difference in names if difference >= self._threshold)
+        return found if len(found) < len(names) else ()
+
+
+def _largest(differences: Sequence[float | None]) -> float | None:
+    known = [x for x in differences if x is not None]
+    return next((x for x in known if math.isnan(x)), max(known)) if known else None
 
 
 @dataclass(frozen=True)
@@ -88,9 +122,11 @@ class Row:
     """One step of one branch.
 
     Args:
-        difference: what was compared with the threshold; None where the step was decided without.
+        difference: what was compared with the threshold, the largest of the samples; None where the step was decided without.
         seconds: of the whole call of the model, which may have held several branches.
         call: the same for the branches of one call.
+        samples: the difference of each sample of this branch.
+        held_back_by: the branches and samples of this call for whose sake alone it was computed; empty where all agree.
     """
 
     step: int
@@ -100,6 +136,8 @@ class Row:
     verdict: Verdict
     seconds: float
     call: int
+    samples: tuple[float | None, ...] = ()
+    held_back_by: tuple[str, ...] = ()
 
     @property
     def hit(self) -> bool:
@@ -143,6 +181,7 @@ class CacheReport:
             verdict = row.verdict.name.lower().replace("_", " ")
             lines.append(
                 f"{row.step:>4}  {row.branch:<14} {difference:>10}  {row.threshold:>9.4f}  {verdict:<10} {row.seconds:>8.4f}"
+                + (f"  held back by {', '.join(row.held_back_by)}" if row.held_back_by else "")
             )
         lines.append(
             f"{self.computed} of {len(self.rows)} computed, {self.hits} skipped ({self.hits / len(self.rows):.0%}), "
@@ -161,6 +200,8 @@ class CacheReport:
                 "threshold": row.threshold if math.isfinite(row.threshold) else None,
                 "verdict": row.verdict.name.lower(),
                 "seconds": row.seconds,
+                "samples": [x if x is None or math.isfinite(x) else None for x in row.samples],
+                "held_back_by": list(row.held_back_by),
             }
             for row in self.rows
         ]

@@ -18,8 +18,8 @@ class Rule:
     """
     Args:
         name: in reports and messages.
-        sums: of two tensors ``[P, n]``, this rank's values of each of the P parts of the batch, ``[P, k]`` sums in float32.
-        difference: of these, summed over the ranks, ``[P]`` differences.
+        sums: of two tensors ``[B, n]``, this rank's values of each sample, ``[B, k]`` sums in float32.
+        difference: of these, summed over the ranks, ``[B]`` differences.
         source: who published it.
     """
 

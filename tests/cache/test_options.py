@@ -318,3 +318,27 @@ def test_every_default_threshold_is_a_published_one_and_the_docs_name_its_source
         if adapter.blocks is not None:
             assert adapter.threshold == PUBLISHED.get(adapter.transformer, 0.05)
             assert f"| {adapter.threshold:g} | {adapter.threshold_source}" in page
+
+
+def test_each_sample_of_a_batch_is_compared_with_itself_and_the_report_says_which_held_it_back(run):
+    # Of both together, the second step would change by a tenth of the threshold.
+    values = [(1.0, 100.0), (1.2, 100.0), (1.25, 101.0), (1.25, 150.0)]
+    _, report = run(values, size=(2, 6, 8))
+    assert verdicts(report, "cond") == ["warmup", "miss", "hit", "miss"]
+    assert [row.samples for row in report.rows] == [
+        (None, None),
+        pytest.approx((0.2, 0.0), rel=1e-5),
+        pytest.approx((0.05 / 1.2, 0.01), rel=1e-4),
+        pytest.approx((0.05 / 1.2, 0.5), rel=1e-4),
+    ]
+    assert [row.difference for row in report.rows[1:]] == [max(row.samples) for row in report.rows[1:]]
+    assert [row.held_back_by for row in report.rows] == [(), ("cond sample 0",), (), ("cond sample 1",)]
+    assert str(report).splitlines()[2].endswith("held back by cond sample 0")
+
+
+def test_branches_in_a_batch_have_samples_of_their_own(run):
+    adapter = replace(ADAPTER, plan=Plan(inputs={}, outputs={}, joint_order=(), batched={"hidden_states": 0}))
+    _, report = run([(1.0, 1.0, 1.0, 1.0), (1.0, 1.0, 1.0, 1.5)], size=(4, 6, 8), adapter=adapter)
+    assert [row.branch for row in report.rows] == ["cond/0", "cond/1"] * 2
+    assert [row.samples for row in report.rows[2:]] == [(0.0, 0.0), (0.0, 0.5)]
+    assert {row.held_back_by for row in report.rows[2:]} == {("cond/1 sample 1",)}

@@ -118,3 +118,24 @@ def test_on_four_ranks_too_it_draws_what_one_device_draws(rank_pool, shape):
     assert cache_report(pipe).hits > 0
     for drawn in rank_pool.run(draw_on_four, 4, shape=shape):
         assert relative_error(drawn, expected) < 1e-4
+
+
+TWO_PROMPTS = {"prompt": ["a red circle", "a large blue square on black"], "num_inference_steps": 3}
+
+
+def rows_of_two_prompts(batch=1):
+    pipe = build("cogvideox", cpu_mesh(1, 1, batch=batch) if batch > 1 else None)
+    apply_cache_on_pipe(pipe, residual_diff_threshold=0.0)
+    draw(pipe, "cogvideox", **TWO_PROMPTS)
+    return [(row.step, row.branch, row.samples) for row in cache_report(pipe).rows]
+
+
+def test_two_prompts_of_the_branch_that_a_rank_has_are_samples_and_no_branches(rank_pool):
+    """The plan has cut the batch: each half of the ranks has one branch."""
+    alone = rows_of_two_prompts()
+    for rank, rows in enumerate(rank_pool.run(rows_of_two_prompts, 2, batch=2)):
+        assert [branch for _, branch, _ in rows] == ["cond_uncond"] * 3
+        expected = [samples for _, branch, samples in alone if branch == f"cond_uncond/{rank}"]
+        for (_, _, samples), wanted in zip(rows[1:], expected[1:], strict=True):
+            assert samples == pytest.approx(wanted, rel=1e-3)
+        assert len(set(expected[1])) == 2
