@@ -207,7 +207,9 @@ class MeshAttention:
         if attn_mask is not None and extents is not None:
             mask = mask_of_block(attn_mask[(None,) * (4 - attn_mask.ndim)], extents, call)
         if self._attn_func is None:
-            return attend(query, key, value, mask, call)
+            if torch.is_grad_enabled() or torch.compiler.is_compiling():
+                return attend(query, key, value, mask, call)
+            return forward(call, query, key, value, mask)[0]
         return forward(call, query, key, value, mask, attend=partial(_attend_with, self._attn_func))[0]
 
 

@@ -31,8 +31,6 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call:
     if save:
         out: Tensor = _Attention.apply(query, key, value, mask, call)[0]  # type: ignore[no-untyped-call]
         return out
-    if not torch.is_grad_enabled():
-        return forward(call, query, key, value, mask)[0]
     with torch.no_grad():
         return forward(call, query, key, value, mask)[0]
 
