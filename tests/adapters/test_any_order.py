@@ -1,0 +1,97 @@
+"""Compiling, ranks, offload, a cache and LoRA go on a pipe in any order."""
+
+import random
+import traceback
+
+import pytest
+import torch
+from peft import LoraConfig
+
+from para_core.adapters import apply_cache_on_pipe, cache_report, parallelize_pipe
+from tests.rank_pool import heartbeat
+from tests.tiny import cpu_mesh, flux_call, flux_pipe, relative_error
+
+STEPS = ("compile", "parallel", "offload", "cache", "lora")
+COMPILED = ("module", "in place", "blocks")
+OFFLOADED = ("model", "groups", "leaves")
+NUM_ORDERS, CHUNKS = 30, 15
+# Two of four steps are skipped, whatever the differences.
+CACHE = {"residual_diff_threshold": 1e9, "max_consecutive_hits": 1}
+
+
+def orders():
+    chosen = random.Random(12)
+    found = []
+    while len(found) < NUM_ORDERS:
+        order = tuple(chosen.sample(STEPS, len(STEPS)))
+        compiled, offloaded = chosen.choice(COMPILED), chosen.choice(OFFLOADED)
+        # Dynamo does not trace the hooks of groups and leaves, and torch.cond takes no break of the graph.
+        if compiled == "blocks" or offloaded == "model":
+            found.append((order, compiled, offloaded))
+    return found
+
+
+def add_lora(pipe):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q", "proj_out"], init_lora_weights=False))
+
+
+def compile_it(pipe, how):
+    if how == "module":
+        pipe.transformer = torch.compile(pipe.transformer, backend="eager")
+    elif how == "in place":
+        pipe.transformer.compile(backend="eager")
+    else:
+        pipe.transformer.compile_repeated_blocks(backend="eager")
+
+
+def offload(pipe, how):
+    device = torch.device("cpu")
+    if how == "model":
+        pipe.enable_model_cpu_offload(device="cpu")
+    elif how == "groups":
+        pipe.transformer.enable_group_offload(device, offload_type="block_level", num_blocks_per_group=1)
+    else:
+        pipe.transformer.enable_group_offload(device, offload_type="leaf_level")
+
+
+def draw(pipe):
+    out = pipe(**flux_call(num_inference_steps=4)).images
+    return out, cache_report(pipe).hits
+
+
+def draw_in_orders(chunk, mesh_shape):
+    found = {}
+    for order, compiled, offloaded in orders()[chunk::CHUNKS]:
+        heartbeat()
+        torch._dynamo.reset()
+        pipe = flux_pipe(shared_parts=False)
+        steps = {
+            "compile": lambda pipe=pipe, how=compiled: compile_it(pipe, how),
+            "parallel": lambda pipe=pipe: parallelize_pipe(pipe, mesh=cpu_mesh(*mesh_shape)),
+            "offload": lambda pipe=pipe, how=offloaded: offload(pipe, how),
+            "cache": lambda pipe=pipe: apply_cache_on_pipe(pipe, **CACHE),
+            "lora": lambda pipe=pipe: add_lora(pipe),
+        }
+        try:
+            for step in order:
+                steps[step]()
+            found[order, compiled, offloaded] = draw(pipe)
+        except Exception:
+            found[order, compiled, offloaded] = traceback.format_exc()
+    return found
+
+
+@pytest.mark.parametrize("chunk", [0, *[pytest.param(chunk, marks=pytest.mark.long) for chunk in range(1, CHUNKS)]])
+def test_thirty_orders_of_compiling_ranks_offload_cache_and_lora(rank_pool, chunk):
+    pipe = flux_pipe(shared_parts=False)
+    add_lora(pipe)
+    expected, hits = draw(apply_cache_on_pipe(pipe, **CACHE))
+    assert hits == 2
+    for outs in rank_pool.run(draw_in_orders, 2, chunk, (1, 2)):
+        assert len(outs) == NUM_ORDERS // CHUNKS
+        for how, out in outs.items():
+            assert not isinstance(out, str), f"{how}: {out}"
+            assert out[1] == 2, how
+            assert relative_error(out[0], expected) < 1e-5, how
