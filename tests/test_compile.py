@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from para_core import UnifiedAttnMode, ring_attention, ulysses_attention, unified_attention
 from tests.attention.one_device import make_qkv, relative_error
 from tests.modes.test_unified import MODULES, call_module, make_module, make_transformer, tokens
+from tests.rank_pool import RankPoolError
 
 MESHES = [(2, 1), (1, 2), (2, 2)]
 LENGTHS = [16, 16, 13, 7, 9, 16, 21, 5, 30, 11, 8, 19, 26, 3]  # twelve different ones
@@ -323,6 +324,18 @@ def test_activation_checkpointing_in_a_compiled_function_is_parallel(rank_pool, 
         assert relative_error(part, out.tensor_split(ranks, dim=2)[rank]) < 1e-5
         for grad, x in zip(grads, qkv, strict=True):
             assert relative_error(grad, x.grad.tensor_split(ranks, dim=2)[rank]) < 1e-5
+
+
+def compile_a_nested_region():
+    mode = UnifiedAttnMode(make_mesh(1, 2), assume_equal=True)
+    region = torch.compiler.nested_compile_region(lambda x: F.scaled_dot_product_attention(x, x, x))
+    with torch.no_grad(), mode:
+        torch.compile(lambda x: region(x) + 1, fullgraph=True, backend="eager")(torch.randn(1, 2, 4, 8))
+
+
+def test_a_nested_compile_region_is_refused_with_a_sentence(rank_pool):
+    with pytest.raises(RankPoolError, match="Leave nested_compile_region out"):
+        rank_pool.run(compile_a_nested_region, 2)
 
 
 def learn_with_reordered_collectives(ring, ulysses):

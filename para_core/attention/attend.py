@@ -112,7 +112,7 @@ class MeshAttention:
             query, key, value, attn_mask = _as_autocast_does(query, key, value, attn_mask)
         if not (scale is None or isinstance(scale, (float, torch.SymFloat))):
             scale = float(scale)  # of NumPy, or a tensor of one element
-        given = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        given = (query, key, value, attn_mask, dropout_p, bool(is_causal), scale, enable_gqa)
         shape = None if torch.compiler.is_compiling() else _shape_of(*given)
         known = None if shape is None else self._known.get(shape)
         if known is None:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer
 from torch._higher_order_ops.flex_attention import flex_attention
+from torch._higher_order_ops.invoke_subgraph import InvokeSubgraphHOP
 from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 
@@ -55,6 +56,11 @@ def intercept(
             f"{getattr(func, '__name__', func)} computes attention without scaled_dot_product_attention, so it "
             f"cannot run on {ranks} ranks: each would attend to its own tokens only. Use "
             "F.scaled_dot_product_attention, or run this call under UnifiedAttnMode.disable()."
+        )
+    if isinstance(func, InvokeSubgraphHOP):
+        raise RuntimeError(
+            f"torch.compiler.nested_compile_region on {ranks} ranks: no mode can be entered in it, so attention inside would "
+            "see this rank's tokens only. Leave nested_compile_region out."
         )
     return func(*args, **kwargs)
 
