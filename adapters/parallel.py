@@ -32,14 +32,8 @@ from para_core.adapters.refusals import rank_local_cache, unseen_attention
 from para_core.cache.apply import cache_options
 from para_core.guidance import Guidance
 from para_core.instance import original_class, uncompiled, unwrap, wrap_method, wrapper
-from para_core.mesh import (
-    GuidedMesh,
-    SequenceMesh,
-    guided_mesh,
-    init_context_parallel_mesh,
-    one_guided_rank,
-    require_own_gpus,
-)
+from para_core.make_mesh import init_context_parallel_mesh, require_own_gpus
+from para_core.mesh import GuidedMesh, SequenceMesh, guided_mesh, one_guided_rank
 from para_core.plans.region import apply_plan, known_equal, plan_mesh, reattach_plan, remove_plan
 
 logger = logging.getLogger(__name__)

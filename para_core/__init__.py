@@ -10,7 +10,7 @@ if not (_here / "adapters").is_dir():
 from para_core.cache.apply import apply_cache, model_cache_report, remove_cache, reset_cache
 from para_core.cache.blocks import CachedBlocks, Stage
 from para_core.layout import Segment, SequenceLayout
-from para_core.mesh import init_context_parallel_mesh
+from para_core.make_mesh import init_context_parallel_mesh
 from para_core.modes.functional import ring_attention, ulysses_attention, unified_attention
 from para_core.modes.in_batch import InBatchAttnMode
 from para_core.modes.sparse import BlockSparseAttnMode, SparseKVAttnMode

@@ -233,7 +233,7 @@ def test_cached_film_examples_draw_both_films_and_the_plot(rank_pool, name, tmp_
     "module",
     [
         "para_core.layout",
-        "para_core.mesh",
+        "para_core.make_mesh",
         "para_core.kernels.merge_reference",
         "para_core.adapters.mesh_choice",
     ],

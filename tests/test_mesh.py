@@ -25,7 +25,8 @@ from para_core import (
     unified_attention,
 )
 from para_core.adapters import parallelize_transformer
-from para_core.mesh import choose_mesh_shape, sequence_mesh, shared_gpu
+from para_core.make_mesh import choose_mesh_shape, shared_gpu
+from para_core.mesh import sequence_mesh
 from tests.attention.one_device import make_qkv, relative_error
 from tests.tiny import flux_transformer
 
@@ -41,7 +42,7 @@ def divisors(n, at_most):
 
 
 def test_the_docstrings_are_right():
-    assert doctest.testmod(import_module("para_core.mesh")).failed == 0
+    assert doctest.testmod(import_module("para_core.make_mesh")).failed == 0
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,8 @@ from para_core.attention.attend import AttnFunc, MeshAttention
 from para_core.attention.options import AttnKeywords, AttnOptions
 from para_core.collectives import all_gather
 from para_core.layout import Segment, SequenceLayout, even_layout
-from para_core.mesh import MeshDim, SequenceMesh, guided_mesh, require_own_gpus
+from para_core.make_mesh import require_own_gpus
+from para_core.mesh import MeshDim, SequenceMesh, guided_mesh
 from para_core.modes import fused_encoder
 from para_core.modes.inference import sequence_of_length, sequence_of_symbolic_length
 from para_core.modes.interceptor import Disabled, intercept, pass_on

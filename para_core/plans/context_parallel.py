@@ -11,14 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.attention.options import AttnOptions, RotateMethod
-from para_core.mesh import (
-    SequenceMesh,
-    init_context_parallel_mesh,
-    one_rank,
-    require_own_gpus,
-    require_process_group,
-    sequence_mesh,
-)
+from para_core.make_mesh import init_context_parallel_mesh, require_own_gpus
+from para_core.mesh import SequenceMesh, one_rank, require_process_group, sequence_mesh
 from para_core.plans.plan import Plan
 from para_core.plans.region import apply_plan, remove_plan
 
