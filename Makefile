@@ -1,6 +1,6 @@
 # Every target sets up .venv by itself, on a machine that has Python >= 3.11 and nothing else.
 #
-#   make demo       see it work: the same picture from one process and from several, and with a cache
+#   make demo       see it work: the same image from one process and from several, and with a cache
 #   make test       lint, types, and the tests           (minutes, on two CPU cores)
 #   make test-long  the tests again, with Inductor everywhere and more examples
 #   make bench      measure, and write benchmarks/results/

@@ -1,8 +1,8 @@
-"""The same picture from one process and from several, and with fewer blocks:  python -m benchmarks.demo
+"""The same image from one process and from several, and with fewer blocks:  python -m benchmarks.demo
 
 Draws one caption with the tiny FLUX on 1 rank (the unmodified pipeline), on 2 (Ulysses; ring) and on 4 (2 × 2), each rank
-with one thread; prints how they differ and what travelled, and saves the four pictures side by side. Then once more on 1
-rank without and with First Block Cache: prints what each step did, and saves both pictures, their difference, and the plot.
+with one thread; prints how they differ and what travelled, and saves the four images side by side. Then once more on 1
+rank without and with First Block Cache: prints what each step did, and saves both images, their difference, and the plot.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Mesh:
 RUNS = (Mesh(1, 1), Mesh(1, 2), Mesh(2, 1), Mesh(2, 2))
 
 
-def draw(mesh: Mesh, output: Path) -> None:
-    """What each process of a run does; rank 0 writes latents, picture and figures to ``output``."""
+def generate(mesh: Mesh, output: Path) -> None:
+    """What each process of a run does; rank 0 writes latents, image and figures to ``output``."""
     torch.set_num_threads(1)
     logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
@@ -82,7 +82,7 @@ def draw(mesh: Mesh, output: Path) -> None:
         figures["latents"] = tensors["latents"]
         return tensors
 
-    figures["picture"] = pipe(
+    figures["image"] = pipe(
         PROMPT,
         height=SIZE,
         width=SIZE,
@@ -101,14 +101,14 @@ def draw(mesh: Mesh, output: Path) -> None:
 
 
 def draw_cached(output: Path) -> None:
-    """What one process does without and with the cache; writes pictures, report and seconds to ``output``."""
+    """What one process does without and with the cache; writes images, report and seconds to ``output``."""
     torch.set_num_threads(1)
     logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
     pipe = FluxPipeline.from_pretrained(PIPELINE, dtype=torch.float32)
 
-    def picture(steps: int) -> np.ndarray:
-        drawn: np.ndarray = pipe(
+    def image(steps: int) -> np.ndarray:
+        generated: np.ndarray = pipe(
             PROMPT,
             height=SIZE,
             width=SIZE,
@@ -117,18 +117,18 @@ def draw_cached(output: Path) -> None:
             generator=torch.Generator().manual_seed(0),
             output_type="np",
         ).images
-        return drawn
+        return generated
 
     # Memory that is allocated once is not measured.
     pipe.set_progress_bar_config(disable=True)
-    picture(2)
+    image(2)
     figures: dict[str, Any] = {}
     for name in ("without", "with"):
         if name == "with":
             apply_cache_on_pipe(pipe, residual_diff_threshold=THRESHOLD)
         pipe.set_progress_bar_config(disable=False, desc=f"1 rank, {name} the cache")
         start = time.perf_counter()
-        figures[name] = picture(STEPS)
+        figures[name] = image(STEPS)
         figures[f"seconds {name}"] = time.perf_counter() - start
     torch.save({**figures, "report": cache_report(pipe)}, output)
 
@@ -161,7 +161,7 @@ def compare(runs: dict[Mesh, dict[str, Any]]) -> list[dict[str, Any]]:
     reference = next(iter(runs.values()))
     rows = []
     for mesh, figures in runs.items():
-        difference = np.abs(to_8_bit(figures["picture"]).astype(int) - to_8_bit(reference["picture"]).astype(int))
+        difference = np.abs(to_8_bit(figures["image"]).astype(int) - to_8_bit(reference["image"]).astype(int))
         rows.append(
             {
                 "mesh": mesh.name,
@@ -177,19 +177,19 @@ def compare(runs: dict[Mesh, dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def to_8_bit(picture: np.ndarray) -> np.ndarray:
+def to_8_bit(image: np.ndarray) -> np.ndarray:
     """``[H, W, 3]`` in 0 … 1 as uint8."""
-    return (picture * 255).round().astype(np.uint8)
+    return (image * 255).round().astype(np.uint8)
 
 
 def save_figure(runs: dict[Mesh, dict[str, Any]], path: Path) -> None:
-    """The pictures above, their differences from the first below."""
-    reference = next(iter(runs.values()))["picture"]
+    """The images above, their differences from the first below."""
+    reference = next(iter(runs.values()))["image"]
     figure, axes = plt.subplots(2, len(runs), figsize=(3 * len(runs), 6.6))
     for (mesh, figures), (above, below) in zip(runs.items(), axes.T, strict=True):
-        above.imshow(figures["picture"])
+        above.imshow(figures["image"])
         above.set_title(mesh.name, fontsize=10)
-        below.imshow(np.clip(np.abs(figures["picture"] - reference) * AMPLIFIED, 0, 1))
+        below.imshow(np.clip(np.abs(figures["image"] - reference) * AMPLIFIED, 0, 1))
         below.set_title("the reference" if mesh.ranks == 1 else f"difference × {AMPLIFIED:,}", fontsize=10)
         above.axis("off")
         below.axis("off")
@@ -209,8 +209,8 @@ def save_cached(figures: dict[str, Any], path: Path) -> None:
         f"difference × {AMPLIFIED_CACHED}": np.clip(np.abs(cached - without) * AMPLIFIED_CACHED, 0, 1),
     }
     figure, axes = plt.subplots(1, 3, figsize=(9, 3.4))
-    for place, (title, picture) in zip(axes, shown.items(), strict=True):
-        place.imshow(picture)
+    for place, (title, image) in zip(axes, shown.items(), strict=True):
+        place.imshow(image)
         place.set_title(title, fontsize=10)
         place.axis("off")
     figure.tight_layout()
@@ -226,7 +226,7 @@ def steps_of(path: Path) -> Path:
 
 def compare_cached(figures: dict[str, Any]) -> dict[str, Any]:
     """The figures of the cache."""
-    pictures = [[as_pictures(figures[name])] for name in ("with", "without")]
+    images = [[as_pictures(figures[name])] for name in ("with", "without")]
     report = figures["report"]
     return {
         "threshold": THRESHOLD,
@@ -234,8 +234,8 @@ def compare_cached(figures: dict[str, Any]) -> dict[str, Any]:
         "steps": len(report.rows),
         "seconds without": figures["seconds without"],
         "seconds with": figures["seconds with"],
-        "psnr": load_metric("psnr")(*pictures),
-        "ssim": load_metric("ssim")(*pictures),
+        "psnr": load_metric("psnr")(*images),
+        "ssim": load_metric("ssim")(*images),
     }
 
 
@@ -265,7 +265,7 @@ def main() -> None:
         draw_cached(options.rank_output)
         return
     if options.rank_output is not None:
-        draw(Mesh(options.ring, options.ulysses), options.rank_output)
+        generate(Mesh(options.ring, options.ulysses), options.rank_output)
         return
     with tempfile.TemporaryDirectory() as folder:
         runs = {mesh: run(mesh, Path(folder)) for mesh in RUNS}
@@ -283,7 +283,7 @@ def main() -> None:
         f"without the cache {cached['seconds without']:.2f} s, with it {cached['seconds with']:.2f} s; PSNR "
         f"{cached['psnr']:.1f} dB, SSIM {cached['ssim']:.4f}\n"
     )
-    print(f"the pictures: {options.output}, {cached_path}, {steps_of(cached_path)}")
+    print(f"the images: {options.output}, {cached_path}, {steps_of(cached_path)}")
     if options.record:
         settings = {"prompt": PROMPT, "steps": STEPS, "size": SIZE, "text tokens": TEXT_TOKENS, "threads per rank": 1}
         print(

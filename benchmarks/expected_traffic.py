@@ -350,8 +350,8 @@ def takes_turns(pipe: Any) -> bool:
     return plan is not None and (not plan.batched or hasattr(pipe, "pag_applied_layers"))
 
 
-def observe_pipeline(pipe: Any, draw: Callable[[], Any], batch: int = 1) -> list[list[ModelCall]]:
-    """The calls of each step of ``draw()``, which calls ``pipe``, as :func:`observed` lists them."""
+def observe_pipeline(pipe: Any, generate: Callable[[], Any], batch: int = 1) -> list[list[ModelCall]]:
+    """The calls of each step of ``generate()``, which calls ``pipe``, as :func:`observed` lists them."""
     models = [getattr(pipe, name, None) for name in ("transformer", "transformer_2")]
     batch = 1 if takes_turns(pipe) else batch
     rounds: list[list[ModelCall]] = []
@@ -373,5 +373,5 @@ def observe_pipeline(pipe: Any, draw: Callable[[], Any], batch: int = 1) -> list
             return step(*args, **kwargs)
 
         stack.enter_context(mock.patch.object(scheduler, "step", functools.wraps(step)(step_and_end)))
-        draw()
+        generate()
     return rounds

@@ -1,4 +1,4 @@
-"""How far each pipeline's latents are from those that one device draws, on every kind of mesh, and what each rank sends.
+"""How far each pipeline's latents are from those that one device generates, on every kind of mesh, and what each rank sends.
 
     python -m benchmarks.pipelines                    in float32
     python -m benchmarks.pipelines --dtype bfloat16   in bfloat16 too, on two ranks
@@ -69,19 +69,19 @@ PIPELINES = {
 }
 
 
-def draw(pipe: Any, name: str, *, bfloat16: bool = False) -> Tensor:
+def generate(pipe: Any, name: str, *, bfloat16: bool = False) -> Tensor:
     """The latents after all steps."""
     call = PIPELINES[name].call()
     if bfloat16:
         with noise_of_float32():
-            return _draw(pipe, cast(call))
-    return _draw(pipe, call)
+            return _generate(pipe, cast(call))
+    return _generate(pipe, call)
 
 
-def _draw(pipe: Any, call: dict[str, Any]) -> Tensor:
+def _generate(pipe: Any, call: dict[str, Any]) -> Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        # Some ControlNets encode their pictures with noise of the default generator.
+        # Some ControlNets encode their images with noise of the default generator.
         torch.manual_seed(7)
         images = pipe(**call, return_dict=False)[0]
     # FramePack gives the latents of each section.
@@ -105,7 +105,7 @@ def measure(
     """Of one pipeline on one mesh: the error of the worst rank, and what each rank sends in all steps."""
     parallelize_pipe(pipe, mesh=mesh)
     with counted_traffic() as traffic:
-        out = draw(pipe, name)
+        out = generate(pipe, name)
     error = worst(relative_error(out, expected))
     counted = [0] * mesh.size()
     dist.all_gather_object(counted, traffic.bytes)
@@ -133,9 +133,9 @@ def measure_on_these_ranks(path: Path) -> None:
     rows = {}
     for name in tqdm(PIPELINES, desc=f"{dist.get_world_size()} ranks", disable=dist.get_rank() != 0):
         pipe = PIPELINES[name].build()
-        expected = draw(pipe, name)
+        expected = generate(pipe, name)
         rounds = {
-            batch: observe_pipeline(pipe, partial(draw, pipe, name), batch)
+            batch: observe_pipeline(pipe, partial(generate, pipe, name), batch)
             for batch in {mesh.shape[0] for mesh in meshes.values()}
         }
         rows[name] = {
@@ -158,12 +158,12 @@ def measure_16_bits_on_these_ranks(path: Path) -> None:
         [name for name in PIPELINES if name not in NOT_IN_BFLOAT16], desc="bfloat16", disable=dist.get_rank() != 0
     ):
         pipe = PIPELINES[name].build()
-        exact = draw(pipe, name)
+        exact = generate(pipe, name)
         pipe = in_bfloat16(pipe)
-        alone = draw(pipe, name, bfloat16=True)
+        alone = generate(pipe, name, bfloat16=True)
         row = {"alone": {"error": relative_error(alone, exact)}}
         for label, mesh in meshes.items():
-            out = draw(parallelize_pipe(pipe, mesh=mesh), name, bfloat16=True)
+            out = generate(parallelize_pipe(pipe, mesh=mesh), name, bfloat16=True)
             row[label] = {
                 "error": worst(relative_error(out, exact)),
                 "from the unmodified": worst(relative_error(out, alone)),

@@ -215,7 +215,7 @@ def main() -> None:
         (
             "Bytes per step, mean of all, counted on the ranks of tiny pipelines by `python -m benchmarks.pipelines`, which ends in an "
             "error unless the formula gives the same number, to the byte, on every rank of every cell. In the first step branches that "
-            "are called one after the other are not shared out yet (`2 batch`)."
+            "are called one after the other run on every rank (`2 batch`)."
         ),
         "",
         *counted_page(counted),

@@ -81,7 +81,7 @@ def vace_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
 
 
 def animate_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
-    """The first frame is the given picture; each further one has four frames of a face."""
+    """The first frame is the given image; each further one has four frames of a face."""
     return {
         **wan_image_inputs(frames + 1, height, width),
         "hidden_states": noise(2, 12, frames + 1, height, width),
@@ -110,7 +110,7 @@ def qwen_inputs(
         "encoder_hidden_states": noise(2, text, 24),
         "encoder_hidden_states_mask": valid((text, text // 2), text, torch.int64) if masked else None,
         "timestep": torch.tensor([0.6, 0.6]),
-        # Zeroed time steps (editing): the first picture is drawn, the others are given.
+        # Zeroed time steps (editing): the first image is generated, the others are given.
         "img_shapes": [[(1, height, width)] * frames] * 2,
         "controlnet_block_samples": [noise(2, tokens, 48, seed=i) for i in range(blocks)] or None,
     }
@@ -129,7 +129,7 @@ QWEN: dict[str, Any] = {
 
 
 def flux_inputs(frames: int, height: int, width: int, *, text: int = 9) -> dict[str, Any]:
-    """A picture as high as all frames together."""
+    """An image as high as all frames together."""
     grid = torch.cartesian_prod(torch.zeros(1), torch.arange(float(frames * height)), torch.arange(float(width)))
     return {
         "hidden_states": noise(2, len(grid), 16),
@@ -383,7 +383,7 @@ COGVIDEOX: dict[str, Any] = {
 
 
 def sd3_inputs(frames: int, height: int, width: int, *, blocks: int = 0) -> dict[str, Any]:
-    """A picture as high as all frames together."""
+    """An image as high as all frames together."""
     tokens = frames * (height // 2) * (width // 2)
     return {
         "hidden_states": noise(2, 4, frames * height, width),

@@ -1,4 +1,4 @@
-"""What tiny pipelines are made of: tokenizers, encoders of text and images, random components, pictures and films of noise."""
+"""What tiny pipelines are made of: tokenizers, encoders of text and images, random components, images and videos of noise."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def llama() -> nn.Module:
 
 
 def llava() -> nn.Module:
-    """Sees pictures of 4 tokens."""
+    """Sees images of 4 tokens."""
     config = transformers.LlavaConfig(
         text_config=transformers.LlamaConfig(vocab_size=len(word_tokenizer()), **DECODER),
         vision_config=transformers.CLIPVisionConfig(**_VISION),
@@ -182,21 +182,21 @@ def whole_pipe(cls: str, **components: Any) -> Any:
     return pipe
 
 
-def picture(height: int, width: int, seed: int = 0) -> Image.Image:
+def random_image(height: int, width: int, seed: int = 0) -> Image.Image:
     """Noise."""
     values = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(values)
 
 
-def film(frames: int, height: int, width: int) -> list[Image.Image]:
+def random_video(frames: int, height: int, width: int) -> list[Image.Image]:
     """Noise."""
-    return [picture(height, width, seed) for seed in range(frames)]
+    return [random_image(height, width, seed) for seed in range(frames)]
 
 
 def embeddings(tokens: int, width: int) -> dict[str, Any]:
     """Of a prompt and a negative one, in place of them.
 
-    For pipelines that clean a prompt with ftfy and fail without it (Wan's from images and films, ChronoEdit, Helios).
+    For pipelines that clean a prompt with ftfy and fail without it (Wan's from images and videos, ChronoEdit, Helios).
     """
     generator = torch.Generator().manual_seed(tokens)
     given: dict[str, Any] = {"prompt": None}

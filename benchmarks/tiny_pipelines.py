@@ -1,6 +1,6 @@
-"""Tiny diffusers pipelines of every video family, and of the picture families beside FLUX.1: random weights, nothing to load.
+"""Tiny diffusers pipelines of every video family, and of the image families beside FLUX.1: random weights, nothing to load.
 
-Each is whole: text encoders and tokenizers (but FLUX.2 [dev]), VAE, scheduler. What they draw means nothing, but every part of the input matters
+Each is whole: text encoders and tokenizers (but FLUX.2 [dev]), VAE, scheduler. What they generate means nothing, but every part of the input matters
 to it, so it shows what parallel runs get wrong.
 """
 
@@ -15,7 +15,29 @@ from diffusers.pipelines.ltx2.pipeline_ltx2_condition import LTX2VideoCondition
 from diffusers.pipelines.ltx2.pipeline_ltx2_hdr_lora import LTX2HDRReferenceCondition
 from diffusers.pipelines.ltx2.pipeline_ltx2_ic_lora import LTX2ReferenceCondition
 
-from benchmarks.tiny_films import (
+from benchmarks.tiny_images import (
+    auraflow,
+    flux2,
+    hidream,
+    lumina2,
+    pixart,
+    qwen_controlnet,
+    qwen_image,
+    qwen_image_edit,
+    stable_diffusion_3,
+    visual_cloze,
+)
+from benchmarks.tiny_parts import (
+    IMAGE_TOKENS,
+    IMAGE_WIDTH,
+    PROMPT,
+    TEXT_WIDTH,
+    TinyPipeline,
+    embeddings,
+    random_image,
+    random_video,
+)
+from benchmarks.tiny_videos import (
     cogvideox,
     framepack,
     helios,
@@ -30,33 +52,20 @@ from benchmarks.tiny_films import (
     wan,
     wan_animate,
 )
-from benchmarks.tiny_parts import IMAGE_TOKENS, IMAGE_WIDTH, PROMPT, TEXT_WIDTH, TinyPipeline, embeddings, film, picture
-from benchmarks.tiny_pictures import (
-    auraflow,
-    flux2,
-    hidream,
-    lumina2,
-    pixart,
-    qwen_controlnet,
-    qwen_image,
-    qwen_image_edit,
-    stable_diffusion_3,
-    visual_cloze,
-)
 
 _SIZE = {"height": 48, "width": 80, "num_frames": 9}
 _TEXT = {"max_sequence_length": 13}
-_IMAGE = {"image": picture(48, 80)}
+_IMAGE = {"image": random_image(48, 80)}
 _WAN_SIZE = {**_SIZE, **_TEXT}
 _QWEN_SIZE = {"height": 48, "width": 80, "negative_prompt": "a blue square"}
 # 3 × 5 image tokens of 8 × 8 pixels; of 13 text tokens nine are valid, and five of the negative ones.
-_PICTURE = {"height": 24, "width": 40, **embeddings(13, TEXT_WIDTH)}
+_SMALL_IMAGE = {"height": 24, "width": 40, **embeddings(13, TEXT_WIDTH)}
 _PIXART = {"height": 24, "width": 40, **_TEXT, "clean_caption": False, "use_resolution_binning": False}
 _POOLED = {
     f"{kind.removesuffix('prompt')}pooled_prompt_embeds": embeddings(1, IMAGE_WIDTH)[f"{kind}_embeds"][:, 0]
     for kind in ("prompt", "negative_prompt")
 }
-_SD3_PICTURE = {**_PICTURE, **_POOLED}
+_SD3_IMAGE = {**_SMALL_IMAGE, **_POOLED}
 _VALID = {
     f"{kind}_attention_mask": (torch.arange(13) < number)[None]
     for kind, number in (("prompt", 9), ("negative_prompt", 5))
@@ -72,19 +81,19 @@ _QWEN_TEXT = {
 _LTX_SIZE = {"height": 96, "width": 160, "num_frames": 17, **_TEXT}
 _LTX2_SIZE = {**_LTX_SIZE, "spatio_temporal_guidance_blocks": [1], "frame_rate": 25.0}
 _LTX2_CONDITIONS = [
-    LTX2VideoCondition(picture(96, 160), crf=0),
-    LTX2VideoCondition(film(9, 96, 160), index=8, strength=0.8),
+    LTX2VideoCondition(random_image(96, 160), crf=0),
+    LTX2VideoCondition(random_video(9, 96, 160), index=8, strength=0.8),
 ]
 # One example of a task, and the question.
 _EXAMPLES = {
     "task_prompt": "a large red circle",
     "content_prompt": PROMPT,
-    "image": [[picture(48, 80, seed=1), picture(48, 80, seed=2)], [picture(48, 80, seed=3), None]],
+    "image": [[random_image(48, 80, seed=1), random_image(48, 80, seed=2)], [random_image(48, 80, seed=3), None]],
     **_TEXT,
 }
 _EMBEDDINGS = embeddings(13, TEXT_WIDTH)
 _SKYREELS = "SkyReelsV2Transformer3DModel"
-_MASK = picture(48, 80, seed=1).convert("L")
+_MASK = random_image(48, 80, seed=1).convert("L")
 _LLAVA_TEMPLATE = {
     **LLAVA_TEMPLATE,
     "image_emb_end": LLAVA_TEMPLATE["image_emb_start"] + 4,
@@ -117,11 +126,11 @@ PIPELINES: dict[str, TinyPipeline] = {
     ),
     "cogvideox, video": TinyPipeline(
         lambda: cogvideox("CogVideoXVideoToVideoPipeline"),
-        {"height": 48, "width": 80, **_TEXT, "video": film(9, 48, 80), "strength": 0.9},
+        {"height": 48, "width": 80, **_TEXT, "video": random_video(9, 48, 80), "strength": 0.9},
     ),
     "cogvideox, control": TinyPipeline(
         lambda: cogvideox("CogVideoXFunControlPipeline", in_channels=8),
-        {"height": 48, "width": 80, **_TEXT, "control_video": film(9, 48, 80)},
+        {"height": 48, "width": 80, **_TEXT, "control_video": random_video(9, 48, 80)},
     ),
     "wan": TinyPipeline(wan, _WAN_SIZE),
     "wan 2.2": TinyPipeline(lambda: wan(two=True), _WAN_SIZE),
@@ -139,7 +148,7 @@ PIPELINES: dict[str, TinyPipeline] = {
             added_kv_proj_dim=36,
             pos_embed_seq_len=2 * IMAGE_TOKENS,
         ),
-        {**_SIZE, **_IMAGE, "last_image": picture(48, 80, seed=3), **embeddings(512, TEXT_WIDTH)},
+        {**_SIZE, **_IMAGE, "last_image": random_image(48, 80, seed=3), **embeddings(512, TEXT_WIDTH)},
     ),
     "wan 2.2, image": TinyPipeline(
         lambda: wan("WanImageToVideoPipeline", two=True, in_channels=36),
@@ -160,21 +169,21 @@ PIPELINES: dict[str, TinyPipeline] = {
     ),
     "lucy": TinyPipeline(
         lambda: wan("LucyEditPipeline", in_channels=32),
-        {**_SIZE, "video": film(9, 48, 80), **embeddings(13, TEXT_WIDTH)},
+        {**_SIZE, "video": random_video(9, 48, 80), **embeddings(13, TEXT_WIDTH)},
     ),
     "wan, video": TinyPipeline(
         lambda: wan("WanVideoToVideoPipeline"),
         {
             "height": 48,
             "width": 80,
-            "video": film(9, 48, 80),
+            "video": random_video(9, 48, 80),
             "strength": 0.9,
             **embeddings(13, TEXT_WIDTH),
         },
     ),
     "wan vace": TinyPipeline(
         lambda: wan("WanVACEPipeline", model="WanVACETransformer3DModel", vace_layers=[0, 1], vace_in_channels=96),
-        {**_SIZE, "video": film(9, 48, 80), **embeddings(13, TEXT_WIDTH)},
+        {**_SIZE, "video": random_video(9, 48, 80), **embeddings(13, TEXT_WIDTH)},
     ),
     "wan animate": TinyPipeline(
         wan_animate,
@@ -182,8 +191,8 @@ PIPELINES: dict[str, TinyPipeline] = {
             "height": 48,
             "width": 80,
             **_IMAGE,
-            "pose_video": film(12, 48, 80),
-            "face_video": film(12, 16, 16),
+            "pose_video": random_video(12, 48, 80),
+            "face_video": random_video(12, 16, 16),
             # Two segments, the second with the end of the first as its condition.
             "segment_frame_length": 9,
             "guidance_scale": 3.0,
@@ -196,10 +205,10 @@ PIPELINES: dict[str, TinyPipeline] = {
             "height": 48,
             "width": 80,
             **_IMAGE,
-            "pose_video": film(9, 48, 80),
-            "face_video": film(9, 16, 16),
-            "background_video": film(9, 48, 80),
-            "mask_video": film(9, 48, 80),
+            "pose_video": random_video(9, 48, 80),
+            "face_video": random_video(9, 16, 16),
+            "background_video": random_video(9, 48, 80),
+            "mask_video": random_video(9, 48, 80),
             "mode": "replace",
             "segment_frame_length": 9,
             **embeddings(512, TEXT_WIDTH),
@@ -231,13 +240,13 @@ PIPELINES: dict[str, TinyPipeline] = {
         lambda: wan("SkyReelsV2DiffusionForcingImageToVideoPipeline", model=_SKYREELS, num_frame_per_block=3),
         {**_SIZE, **_IMAGE, **_EMBEDDINGS, "ar_step": 1, "causal_block_size": 3},
     ),
-    "skyreels v2, forcing from a film": TinyPipeline(
+    "skyreels v2, forcing from a video": TinyPipeline(
         lambda: wan("SkyReelsV2DiffusionForcingVideoToVideoPipeline", model=_SKYREELS),
         {
             **_SIZE,
             **_EMBEDDINGS,
             "num_frames": 17,
-            "video": film(9, 48, 80),
+            "video": random_video(9, 48, 80),
             "overlap_history": 5,
             "base_num_frames": 9,
         },
@@ -258,15 +267,15 @@ PIPELINES: dict[str, TinyPipeline] = {
     ),
     "qwen-image, inpainting": TinyPipeline(
         lambda: qwen_image("QwenImageInpaintPipeline"),
-        {**_QWEN_SIZE, **_IMAGE, "mask_image": picture(48, 80, seed=1).convert("L"), "strength": 0.9},
+        {**_QWEN_SIZE, **_IMAGE, "mask_image": random_image(48, 80, seed=1).convert("L"), "strength": 0.9},
     ),
     "qwen-image, controlnet": TinyPipeline(
         lambda: qwen_image("QwenImageControlNetPipeline", controlnet=qwen_controlnet()),
-        {**_QWEN_SIZE, "control_image": picture(48, 80)},
+        {**_QWEN_SIZE, "control_image": random_image(48, 80)},
     ),
     "qwen-image, controlnet, inpainting": TinyPipeline(
         lambda: qwen_image("QwenImageControlNetInpaintPipeline", controlnet=qwen_controlnet(mask_channels=4)),
-        {**_QWEN_SIZE, "control_image": picture(48, 80), "control_mask": _MASK},
+        {**_QWEN_SIZE, "control_image": random_image(48, 80), "control_mask": _MASK},
     ),
     "qwen-image, editing": TinyPipeline(lambda: qwen_image_edit("QwenImageEditPipeline"), {**_IMAGE, **_QWEN_TEXT}),
     "qwen-image, editing, inpainting": TinyPipeline(
@@ -275,12 +284,12 @@ PIPELINES: dict[str, TinyPipeline] = {
     ),
     "qwen-image, editing two images": TinyPipeline(
         lambda: qwen_image_edit("QwenImageEditPlusPipeline"),
-        {"image": [picture(48, 80), picture(48, 48, seed=2)], **_QWEN_TEXT},
+        {"image": [random_image(48, 80), random_image(48, 48, seed=2)], **_QWEN_TEXT},
     ),
     "qwen-image, layers": TinyPipeline(
         lambda: qwen_image_edit("QwenImageLayeredPipeline", layers=True),
         {
-            "image": picture(48, 80).convert("RGBA"),
+            "image": random_image(48, 80).convert("RGBA"),
             "layers": 2,
             "resolution": 1024,
             **_QWEN_TEXT,
@@ -289,8 +298,8 @@ PIPELINES: dict[str, TinyPipeline] = {
         },
     ),
     "ltx": TinyPipeline(ltx, _LTX_SIZE),
-    "ltx, image": TinyPipeline(lambda: ltx("LTXImageToVideoPipeline"), {**_LTX_SIZE, "image": picture(96, 160)}),
-    "ltx, condition": TinyPipeline(lambda: ltx("LTXConditionPipeline"), {**_LTX_SIZE, "image": picture(96, 160)}),
+    "ltx, image": TinyPipeline(lambda: ltx("LTXImageToVideoPipeline"), {**_LTX_SIZE, "image": random_image(96, 160)}),
+    "ltx, condition": TinyPipeline(lambda: ltx("LTXConditionPipeline"), {**_LTX_SIZE, "image": random_image(96, 160)}),
     "ltx, long": TinyPipeline(
         lambda: ltx("LTXI2VLongMultiPromptPipeline", scheduler=diffusers.LTXEulerAncestralRFScheduler()),
         {
@@ -298,7 +307,7 @@ PIPELINES: dict[str, TinyPipeline] = {
             "num_frames": 25,
             "prompt": "a red circle|a green square",
             "guidance_scale": 3.0,
-            "cond_image": picture(96, 160),
+            "cond_image": random_image(96, 160),
             "temporal_tile_size": 16,
             "temporal_overlap": 8,
         },
@@ -313,7 +322,7 @@ PIPELINES: dict[str, TinyPipeline] = {
             **_LTX_SIZE,
             "spatio_temporal_guidance_blocks": [1],
             "frame_rate": 25.0,
-            "image": picture(96, 160),
+            "image": random_image(96, 160),
             "image_crf": 0,
         },
     ),
@@ -325,7 +334,7 @@ PIPELINES: dict[str, TinyPipeline] = {
         {
             **_LTX2_SIZE,
             "conditions": _LTX2_CONDITIONS[:1],
-            "reference_conditions": LTX2ReferenceCondition(film(9, 96, 160)),
+            "reference_conditions": LTX2ReferenceCondition(random_video(9, 96, 160)),
             "conditioning_attention_strength": 0.7,
         },
     ),
@@ -336,7 +345,7 @@ PIPELINES: dict[str, TinyPipeline] = {
     ),
     "ltx2, hdr": TinyPipeline(
         lambda: ltx2("LTX2HDRPipeline"),
-        {**_LTX_SIZE, "frame_rate": 25.0, "reference_conditions": LTX2HDRReferenceCondition(film(9, 96, 160))},
+        {**_LTX_SIZE, "frame_rate": 25.0, "reference_conditions": LTX2HDRReferenceCondition(random_video(9, 96, 160))},
     ),
     "flux2": TinyPipeline(
         lambda: flux2("Flux2Pipeline"),
@@ -350,22 +359,31 @@ PIPELINES: dict[str, TinyPipeline] = {
         lambda: flux2("Flux2KleinInpaintPipeline"),
         {"height": 48, "width": 80, **_TEXT, **_IMAGE, "mask_image": _MASK, "text_encoder_out_layers": (1, 2, 3)},
     ),
-    "stable diffusion 3": TinyPipeline(stable_diffusion_3, _SD3_PICTURE),
+    "stable diffusion 3": TinyPipeline(stable_diffusion_3, _SD3_IMAGE),
     "stable diffusion 3, image": TinyPipeline(
         lambda: stable_diffusion_3("StableDiffusion3Img2ImgPipeline"),
-        {**_SD3_PICTURE, "image": picture(24, 40), "strength": 0.9},
+        {**_SD3_IMAGE, "image": random_image(24, 40), "strength": 0.9},
     ),
     "stable diffusion 3, inpainting": TinyPipeline(
         lambda: stable_diffusion_3("StableDiffusion3InpaintPipeline"),
-        {**_SD3_PICTURE, "image": picture(24, 40), "mask_image": picture(24, 40, seed=1).convert("L"), "strength": 0.9},
+        {
+            **_SD3_IMAGE,
+            "image": random_image(24, 40),
+            "mask_image": random_image(24, 40, seed=1).convert("L"),
+            "strength": 0.9,
+        },
     ),
     "stable diffusion 3, controlnet": TinyPipeline(
         lambda: stable_diffusion_3("StableDiffusion3ControlNetPipeline"),
-        {**_SD3_PICTURE, "control_image": picture(24, 40)},
+        {**_SD3_IMAGE, "control_image": random_image(24, 40)},
     ),
     "stable diffusion 3, controlnet, inpainting": TinyPipeline(
         lambda: stable_diffusion_3("StableDiffusion3ControlNetInpaintingPipeline", mask_channels=1),
-        {**_SD3_PICTURE, "control_image": picture(24, 40), "control_mask": picture(24, 40, seed=1).convert("L")},
+        {
+            **_SD3_IMAGE,
+            "control_image": random_image(24, 40),
+            "control_mask": random_image(24, 40, seed=1).convert("L"),
+        },
     ),
     "hidream": TinyPipeline(
         hidream,
@@ -382,11 +400,11 @@ PIPELINES: dict[str, TinyPipeline] = {
             },
         },
     ),
-    "auraflow": TinyPipeline(auraflow, {**_PICTURE, **_VALID}),
+    "auraflow": TinyPipeline(auraflow, {**_SMALL_IMAGE, **_VALID}),
     "pixart": TinyPipeline(pixart, _PIXART),
     "pixart alpha": TinyPipeline(lambda: pixart("PixArtAlphaPipeline"), _PIXART),
     "pixart, perturbed": TinyPipeline(lambda: pixart("PixArtSigmaPAGPipeline", pag_applied_layers="blocks.1"), _PIXART),
-    "lumina2": TinyPipeline(lumina2, {**_PICTURE, **_VALID, "height": 48, "width": 80}),
+    "lumina2": TinyPipeline(lumina2, {**_SMALL_IMAGE, **_VALID, "height": 48, "width": 80}),
     # Two chunks of frames, the second with the first as its history.
     "helios": TinyPipeline(
         lambda: helios(stages=1, stage_range=[0, 1]),

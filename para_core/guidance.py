@@ -85,14 +85,14 @@ class Guidance:
         self._expected_calls = dim.size
         # What a call gives, by what it was given: known once it was computed here.
         self._known: dict[Any, tuple[list[_Expected], pytree.TreeSpec]] = {}
-        # Whether calls are shared out now.
+        # Whether the calls of now are distributed over ranks.
         self.active = False
         # Calls of each round since begin().
         self.rounds: list[int] = []
 
     @contextmanager
     def generation(self) -> Iterator[None]:
-        """Inside, calls are shared out; when it is left, all that was deferred has its data."""
+        """Inside, calls are distributed over ranks; when it is left, all that was deferred has its data."""
         self._round, self._expected_calls, self.rounds = _Round(), self._dim.size, []
         self.active = True
         try:

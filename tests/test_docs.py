@@ -159,19 +159,19 @@ def test_own_model_example_is_exact_on_every_mesh(rank_pool, ranks):
     assert max(differences) < 1e-5
 
 
-def test_flux_example_draws_the_same_picture_on_one_rank_and_on_two(rank_pool, tmp_path):
+def test_flux_example_generates_the_same_image_on_one_rank_and_on_two(rank_pool, tmp_path):
     example = ROOT / "parallel_examples/run_flux.py"
     size = ["--steps", "2", "--height", "72", "--width", "56"]
     paths = [tmp_path / "alone.png", tmp_path / "shared.png"]
     alone(rank_pool, example, *size, "--output", str(paths[0]))
     printed = under_torchrun(example, *size, "--ring", "2", "--output", str(paths[1]))
     assert re.search(r"^2 ranks, ring 2 × ulysses 1: 2 steps in .* s per step", printed, re.MULTILINE)
-    pictures = [np.asarray(Image.open(path)).astype(int) for path in paths]
-    assert pictures[0].shape == (72, 56, 3)
-    assert np.abs(pictures[0] - pictures[1]).max() <= 1
+    images = [np.asarray(Image.open(path)).astype(int) for path in paths]
+    assert images[0].shape == (72, 56, 3)
+    assert np.abs(images[0] - images[1]).max() <= 1
 
 
-FILMS = {
+VIDEOS = {
     "run_hunyuan_video": ["--ring", "2"],
     "run_mochi": ["--batch", "2"],
     "run_cogvideox": [],
@@ -180,53 +180,53 @@ FILMS = {
 
 
 def frames_of(path: Path) -> list[np.ndarray]:
-    with Image.open(path) as film:
-        return [np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(film)]
+    with Image.open(path) as video:
+        return [np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(video)]
 
 
-@pytest.mark.parametrize("name", FILMS)
-def test_film_examples_write_the_same_film_on_one_rank_and_on_two(rank_pool, name, tmp_path):
+@pytest.mark.parametrize("name", VIDEOS)
+def test_video_examples_write_the_same_video_on_one_rank_and_on_two(rank_pool, name, tmp_path):
     example = ROOT / f"parallel_examples/{name}.py"
     paths = [tmp_path / "alone.gif", tmp_path / "shared.gif"]
     arguments = ["--steps", "2", "--output"]
     alone(rank_pool, example, *arguments, str(paths[0]))
-    printed = on_ranks(rank_pool, example, *FILMS[name], *arguments, str(paths[1]))
+    printed = on_ranks(rank_pool, example, *VIDEOS[name], *arguments, str(paths[1]))
     assert "a tiny pipeline with random weights" in printed
     assert re.search(r"^2 ranks, .*: 2 steps in .* s per step", printed, re.MULTILINE)
-    films = [frames_of(path) for path in paths]
-    assert films[0][0].shape == (48, 80, 3)
-    assert len(films[0]) == len(films[1]) > 1
+    videos = [frames_of(path) for path in paths]
+    assert videos[0][0].shape == (48, 80, 3)
+    assert len(videos[0]) == len(videos[1]) > 1
     # Each frame has a palette of its own: a rounded value may choose another entry.
-    assert all(np.mean(one != other) < 0.01 for one, other in zip(*films, strict=True))
+    assert all(np.mean(one != other) < 0.01 for one, other in zip(*videos, strict=True))
 
 
-def test_the_cached_flux_example_draws_both_pictures_and_the_plot(rank_pool, tmp_path):
+def test_the_cached_flux_example_generates_both_images_and_the_plot(rank_pool, tmp_path):
     path = tmp_path / "flux.png"
     arguments = ["--steps", "6", "--height", "72", "--width", "56", "--threshold", "0.5", "--output", str(path)]
     printed = alone(rank_pool, ROOT / "cache_examples/run_flux.py", *arguments)
     assert re.search(r"^[1-5] of 6 computed, [1-5] skipped", printed, re.MULTILINE)
     assert re.search(r"^without the cache \S+ s, with it \S+ s: \S+ ×$", printed, re.MULTILINE)
-    pictures = [np.asarray(Image.open(place)) for place in (path, tmp_path / "flux_without.png")]
-    assert pictures[0].shape == pictures[1].shape == (72, 56, 3)
-    assert not np.array_equal(*pictures)
+    images = [np.asarray(Image.open(place)) for place in (path, tmp_path / "flux_without.png")]
+    assert images[0].shape == images[1].shape == (72, 56, 3)
+    assert not np.array_equal(*images)
     assert (tmp_path / "flux_steps.png").exists()
 
 
 @pytest.mark.parametrize(
     "name",
-    ["run_wan", *[pytest.param(name, marks=pytest.mark.long) for name in FILMS if name != "run_wan"]],
+    ["run_wan", *[pytest.param(name, marks=pytest.mark.long) for name in VIDEOS if name != "run_wan"]],
 )
-def test_cached_film_examples_draw_both_films_and_the_plot(rank_pool, name, tmp_path):
-    path = tmp_path / "film.gif"
+def test_cached_video_examples_generate_both_videos_and_the_plot(rank_pool, name, tmp_path):
+    path = tmp_path / "video.gif"
     arguments = ["--steps", "4", "--threshold", "1e9", "--output", str(path)]
     printed = alone(rank_pool, ROOT / f"cache_examples/{name}.py", *arguments)
     assert "a tiny pipeline with random weights" in printed
     # The first of each branch.
     assert re.search(r"^1 of 4 computed|^2 of 8 computed", printed, re.MULTILINE)
-    films = [frames_of(place) for place in (path, tmp_path / "film_without.gif")]
-    assert films[0][0].shape == (48, 80, 3)
-    assert len(films[0]) == len(films[1]) > 1
-    assert (tmp_path / "film_steps.png").exists()
+    videos = [frames_of(place) for place in (path, tmp_path / "video_without.gif")]
+    assert videos[0][0].shape == (48, 80, 3)
+    assert len(videos[0]) == len(videos[1]) > 1
+    assert (tmp_path / "video_steps.png").exists()
 
 
 @pytest.mark.parametrize(

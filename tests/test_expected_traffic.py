@@ -71,7 +71,7 @@ def test_every_transformer_sends_what_the_formula_says(rank_pool, shape, names):
 GUIDED = ["wan", "wan 2.2", "hunyuan", "mochi", "hunyuan 1.5", "pixart, perturbed"]
 
 
-def draw(pipe, name):
+def generate(pipe, name):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         pipe(**PIPELINES[name].call())
@@ -83,7 +83,7 @@ def count_in_pipelines():
         heartbeat()
         pipe = parallelize_pipe(PIPELINES[name].build(), mesh=cpu_mesh(1, 1, batch=2))
         with counted_traffic() as traffic:
-            draw(pipe, name)
+            generate(pipe, name)
         found[name] = traffic.bytes
     return found
 
@@ -92,7 +92,7 @@ def test_ranks_that_share_branches_send_what_the_formula_says(rank_pool):
     results = rank_pool.run(count_in_pipelines, 2)
     for name in GUIDED:
         pipe = PIPELINES[name].build()
-        rounds = observe_pipeline(pipe, lambda pipe=pipe, name=name: draw(pipe, name), batch=2)
+        rounds = observe_pipeline(pipe, lambda pipe=pipe, name=name: generate(pipe, name), batch=2)
         assert len(rounds) == 3
         for rank, found in enumerate(results):
             assert found[name] == sent_in_rounds(rounds, (2, 1, 1), rank, apart=takes_turns(pipe)), (name, rank)

@@ -1,4 +1,4 @@
-"""Branches shared out among ranks: what code in between may do with results that are not there yet."""
+"""Branches distributed over ranks: what code in between may do with results that are not there yet."""
 
 import pickle
 

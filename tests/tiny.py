@@ -89,7 +89,7 @@ def flux_pipe(cls: type = FluxPipeline, *, shared_parts: bool = True, **componen
         components: in addition, or instead.
     """
     if "transformer" not in components:
-        # A control image is as wide as the picture. Fill adds the masked image and its mask, 4 × 4 pixels per latent pixel.
+        # A control image is as wide as the image. Fill adds the masked image and its mask, 4 × 4 pixels per latent pixel.
         beside = FLUX_CHANNELS + 4 * 4 * 4 if cls is FluxFillPipeline else FLUX_CHANNELS if cls in _CONTROL else 0
         components["transformer"] = flux_transformer(in_channels=FLUX_CHANNELS + beside, out_channels=FLUX_CHANNELS)
     encoders, vae = (_encoders(), _vae()) if shared_parts else (_encoders.__wrapped__(), _vae.__wrapped__())

@@ -19,7 +19,7 @@ from benchmarks.gpu_check.processes import group_of_one
 from benchmarks.gpu_check.timing import milliseconds, synchronize
 from para_core import init_context_parallel_mesh, model_cache_report, remove_cache
 
-# As published: 4,096 tokens of the picture and 512 of text, 24 heads × 128.
+# As published: 4,096 tokens of the image and 512 of text, 24 heads × 128.
 REAL: dict[str, Any] = {
     "in_channels": 64,
     "num_layers": 19,

@@ -55,7 +55,7 @@ class _Region:
         self.plan = plan
         self.mesh = mesh
         self.batch = batch
-        # Once is enough to say that the samples of a call cannot be shared out.
+        # Once is enough to say that the samples of a call cannot be sharded.
         self.warned_of_batch = False
         self.options = options
         # What is known of attention calls, kept from call to call.

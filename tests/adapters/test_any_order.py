@@ -56,7 +56,7 @@ def offload(pipe, how):
         pipe.transformer.enable_group_offload(device, offload_type="leaf_level")
 
 
-def draw(pipe):
+def generate(pipe):
     out = pipe(**flux_call(num_inference_steps=4)).images
     return out, cache_report(pipe).hits
 
@@ -77,7 +77,7 @@ def draw_in_orders(chunk, mesh_shape):
         try:
             for step in order:
                 steps[step]()
-            found[order, compiled, offloaded] = draw(pipe)
+            found[order, compiled, offloaded] = generate(pipe)
         except Exception:
             found[order, compiled, offloaded] = traceback.format_exc()
     return found
@@ -87,7 +87,7 @@ def draw_in_orders(chunk, mesh_shape):
 def test_thirty_orders_of_compiling_ranks_offload_cache_and_lora(rank_pool, chunk):
     pipe = flux_pipe(shared_parts=False)
     add_lora(pipe)
-    expected, hits = draw(apply_cache_on_pipe(pipe, **CACHE))
+    expected, hits = generate(apply_cache_on_pipe(pipe, **CACHE))
     assert hits == 2
     for outs in rank_pool.run(draw_in_orders, 2, chunk, (1, 2)):
         assert len(outs) == NUM_ORDERS // CHUNKS

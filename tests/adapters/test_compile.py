@@ -33,7 +33,7 @@ def small_pipe(way):
 
 
 def draw_compiled(way, when, ring, ulysses, then=(), backend="aot_eager"):
-    """Two pictures with the graphs after each, then one on each further mesh, and one after all is undone."""
+    """Two images with the graphs after each, then one on each further mesh, and one after all is undone."""
     compile_transformer, _ = WAYS[way]
     counter = CompileCounterWithBackend(backend)
     pipe = small_pipe(way)
@@ -88,7 +88,7 @@ def test_no_recompile_over_two_generations_on_four_ranks(rank_pool, way):
 
 
 @pytest.mark.long  # in the default run, Inductor has one mesh of tests/test_compile.py
-def test_inductor_draws_two_generations_from_one_graph(rank_pool):
+def test_inductor_runs_two_generations_from_one_graph(rank_pool):
     expected = small_pipe("torch.compile")(**flux_call()).images
     for outs, frames in rank_pool.run(draw_compiled, 2, "torch.compile", "after", 2, 1, backend="inductor"):
         errors = [relative_error(out, expected) for out in outs]

@@ -1,4 +1,4 @@
-"""Every diffusers pipeline on FluxTransformer2DModel draws on several ranks what it draws alone."""
+"""Every diffusers pipeline on FluxTransformer2DModel generates on several ranks what it generates alone."""
 
 import diffusers
 import numpy as np
@@ -81,7 +81,7 @@ CALLS = {
 }
 
 
-def draw(pipe, **options):
+def generate(pipe, **options):
     if options.get("generator") == "two":
         options["generator"] = [torch.Generator().manual_seed(seed) for seed in (8, 9)]
     return pipe(**flux_call(**options)).images
@@ -98,13 +98,13 @@ def draw_with(name):
     outs = []
     for ring, ulysses in ((1, 2), (2, 1)):
         assert parallelize_pipe(pipe, mesh=cpu_mesh(ring, ulysses)) is pipe
-        outs.append(draw(pipe, **PIPELINES[name]))
+        outs.append(generate(pipe, **PIPELINES[name]))
     return outs
 
 
 @pytest.mark.parametrize("name", PIPELINES)
-def test_two_ranks_draw_what_one_draws(rank_pool, name):
-    expected = draw(build(name), **PIPELINES[name])
+def test_two_ranks_generate_what_one_generates(rank_pool, name):
+    expected = generate(build(name), **PIPELINES[name])
     for outs in rank_pool.run(draw_with, 2, name):
         errors = [relative_error(out, expected) for out in outs]
         assert max(errors) < 1e-5, errors
@@ -119,13 +119,13 @@ def test_every_pipeline_of_diffusers_on_this_transformer_is_tried():
 
 def draw_calls(ring, ulysses, names):
     pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(ring, ulysses))
-    return {name: draw(pipe, **CALLS[name]) for name in names}
+    return {name: generate(pipe, **CALLS[name]) for name in names}
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (2, 1), (2, 2)])
 def test_every_kind_of_call_is_exact(rank_pool, ring, ulysses):
     pipe = flux_pipe()
-    expected = {name: draw(pipe, **options) for name, options in CALLS.items()}
+    expected = {name: generate(pipe, **options) for name, options in CALLS.items()}
     for outs in rank_pool.run(draw_calls, ring * ulysses, ring, ulysses, list(CALLS)):
         errors = relative_errors(outs, expected)
         assert max(errors.values()) < 1e-5, errors
@@ -137,7 +137,7 @@ def multi_controlnet_pipe():
 
 
 def draw_others(ring, ulysses, parallel=True):
-    """Pictures of pipes that take more than the plain ones: by name."""
+    """Images of pipes that take more than the plain ones: by name."""
     mesh = cpu_mesh(ring, ulysses) if parallel else None
     pipes = {
         "two ControlNets": (
@@ -159,7 +159,7 @@ def draw_others(ring, ulysses, parallel=True):
         pipe = make()
         if mesh is not None:
             parallelize_pipe(pipe, mesh=mesh)
-        outs[name] = draw(pipe, **options)
+        outs[name] = generate(pipe, **options)
     return outs
 
 
@@ -175,12 +175,12 @@ def draw_without_rerouting():
     pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2))
 
     with each_rank_alone():
-        return draw(pipe)
+        return generate(pipe)
 
 
-def test_these_pictures_depend_on_what_other_ranks_hold(rank_pool):
+def test_these_images_depend_on_what_other_ranks_hold(rank_pool):
     # The other tests could not fail if attention hardly mattered to the tiny transformer.
-    expected = draw(flux_pipe())
+    expected = generate(flux_pipe())
     for out in rank_pool.run(draw_without_rerouting, 2):
         assert relative_error(out, expected) > 0.01
 
@@ -220,13 +220,13 @@ def draw_with_ip_adapters():
     outs = []
     for ring, ulysses in ((1, 2), (2, 1)):
         parallelize_pipe(pipe, mesh=cpu_mesh(ring, ulysses))
-        outs.append(draw(pipe, **IP_ADAPTER))
+        outs.append(generate(pipe, **IP_ADAPTER))
     return outs
 
 
 def test_ip_adapters_are_exact(rank_pool):
-    expected = draw(pipe_with_ip_adapters(), **IP_ADAPTER)
-    assert relative_error(expected, draw(flux_pipe())) > 0.01
+    expected = generate(pipe_with_ip_adapters(), **IP_ADAPTER)
+    assert relative_error(expected, generate(flux_pipe())) > 0.01
     for outs in rank_pool.run(draw_with_ip_adapters, 2):
         errors = [relative_error(out, expected) for out in outs]
         assert max(errors) < 1e-5, errors

@@ -1,4 +1,4 @@
-"""Guidance over the ``batch`` mesh dim: each half of the ranks computes one branch, and the pictures are the same."""
+"""Guidance over the ``batch`` mesh dim: each half of the ranks computes one branch, and the images are the same."""
 
 import warnings
 from unittest import mock
@@ -26,7 +26,7 @@ CALLS = {
 
 
 def draw_counting(pipe, **options):
-    """The picture, and how often this rank ran the last block of the transformer."""
+    """The image, and how often this rank ran the last block of the transformer."""
     block = pipe.transformer.single_transformer_blocks[-1]
     calls = []
     hook = block.register_forward_hook(lambda *_: calls.append(1))

@@ -42,7 +42,7 @@ def lora_weights(rank=3):
 
 
 def draw_with_lora(mesh_shape, when):
-    """Pictures at every stage; without a mesh those of the unmodified pipe."""
+    """Images at every stage; without a mesh those of the unmodified pipe."""
     pipe = flux_pipe(shared_parts=False)
     outs = {}
 

@@ -1,4 +1,4 @@
-"""Ranks of one mesh draw one picture: same random numbers, same arguments, or an error on all of them.
+"""Ranks of one mesh generate one image: same random numbers, same arguments, or an error on all of them.
 
 Exceptions, callbacks, interrupts and threads: a call that ends badly leaves the pipe usable.
 """
@@ -52,7 +52,7 @@ def draw_without_generator(ring, ulysses):
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (2, 2)])
-def test_without_a_generator_all_draw_what_the_first_rank_would_draw_alone(rank_pool, ring, ulysses):
+def test_without_a_generator_all_generate_what_the_first_rank_would_generate_alone(rank_pool, ring, ulysses):
     pipe = flux_pipe()
     with torch.random.fork_rng():
         torch.manual_seed(100)
@@ -139,7 +139,7 @@ def draw_two_replicas():
     return pipe(**flux_call(**REPLICAS[mesh["replica"].get_local_rank()])).images
 
 
-def test_replicas_draw_different_pictures(rank_pool):
+def test_replicas_generate_different_images(rank_pool):
     expected = [flux_pipe()(**flux_call(**options)).images for options in REPLICAS]
     for rank, out in enumerate(rank_pool.run(draw_two_replicas, 4)):
         assert relative_error(out, expected[rank // 2]) < 1e-5
@@ -267,7 +267,7 @@ CALLS = {
     "interrupt": {"callback_on_step_end": stop_after_first, "num_inference_steps": 3},
     "pixels": {"output_type": "pt"},
     "numpy": {"output_type": "np"},
-    "pictures": {"output_type": "pil"},
+    "images": {"output_type": "pil"},
     "a tuple": {"return_dict": False},
 }
 
@@ -277,7 +277,7 @@ def draw_all(pipe):
     for name, options in CALLS.items():
         out = pipe(**flux_call(**options))
         images = out[0] if isinstance(out, tuple) else out.images
-        if name == "pictures":
+        if name == "images":
             images = torch.stack([torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8) for image in images])
         outs[name] = torch.as_tensor(images).double()
     return outs
@@ -291,8 +291,8 @@ def test_callbacks_interrupts_and_forms_of_output_work_as_before(rank_pool):
     expected = draw_all(flux_pipe())
     for outs in rank_pool.run(draw_all_parallel, 2):
         errors = relative_errors(outs, expected)
-        # A picture is rounded to 256 steps: one of them in one pixel is 1e-4.
-        assert errors.pop("pictures") < 1e-3
+        # An image is rounded to 256 steps: one of them in one pixel is 1e-4.
+        assert errors.pop("images") < 1e-3
         assert max(errors.values()) < 1e-5, errors
 
 

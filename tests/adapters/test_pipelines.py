@@ -1,4 +1,4 @@
-"""Pipelines of every family beside FLUX.1 draw on several ranks what they draw alone. Each has tests of its own: `-k mochi`."""
+"""Pipelines of every family beside FLUX.1 generate on several ranks what they generate alone. Each has tests of its own: `-k mochi`."""
 
 import inspect
 import re
@@ -14,7 +14,7 @@ from diffusers import CogVideoXDPMScheduler
 from diffusers.pipelines.ltx.pipeline_ltx_condition import LTXVideoCondition
 from torch import Tensor
 
-from benchmarks.tiny_parts import TEXT_WIDTH, embeddings, film, picture
+from benchmarks.tiny_parts import TEXT_WIDTH, embeddings, random_image, random_video
 from benchmarks.tiny_pipelines import PIPELINES
 from para_core.adapters import parallelize_pipe, unparallelize_pipe
 from para_core.adapters.models.supported import plan_for
@@ -24,11 +24,11 @@ from tests.tiny import CLIP_WIDTH, T5_WIDTH, cpu_mesh, each_rank_alone, relative
 FLUX_1 = "diffusers.pipelines.flux."  # tests/adapters/test_flux_pipelines.py
 
 
-def draw(pipe, name, **options):
-    """The first output: a tensor, of PIL pictures too."""
+def generate(pipe, name, **options):
+    """The first output: a tensor, of PIL images too."""
     with warnings.catch_warnings(), torch.random.fork_rng():
         if "generator" not in options:
-            # ControlNets of Qwen-Image and Stable Diffusion 3 encode their pictures with noise of the default generator.
+            # ControlNets of Qwen-Image and Stable Diffusion 3 encode their images with noise of the default generator.
             torch.manual_seed(7)
         # Mochi asks for an autocast that the CPU does not have.
         warnings.filterwarnings("ignore", message="In CPU autocast")
@@ -52,8 +52,8 @@ def build(name, mesh=None):
 
 
 @cache
-def drawn_alone(name):
-    return draw(build(name), name)
+def generated_alone(name):
+    return generate(build(name), name)
 
 
 # One or two of a family.
@@ -68,21 +68,21 @@ def meshes_of(shapes):
 
 
 def draw_on(name, shapes):
-    """Latents by mesh; on the first rank also what it draws alone afterwards, and on Ulysses what ranks draw unaware of others."""
+    """Latents by mesh; on the first rank also what it generates alone afterwards, and on Ulysses what ranks generate unaware of others."""
     outs, meshes, pipe = {}, meshes_of(shapes), build(name)
     for shape, mesh in meshes.items():
-        outs[shape] = draw(parallelize_pipe(pipe, mesh=mesh), name)
+        outs[shape] = generate(parallelize_pipe(pipe, mesh=mesh), name)
         if shape == (1, 1, 2):
             with each_rank_alone():
-                outs["unaware"] = draw(pipe, name)
+                outs["unaware"] = generate(pipe, name)
     if dist.get_rank() == 0:
-        outs["alone"] = draw(unparallelize_pipe(pipe), name)
+        outs["alone"] = generate(unparallelize_pipe(pipe), name)
     return outs
 
 
 def check(rank_pool, name, shapes):
     for rank, outs in enumerate(rank_pool.run(draw_on, torch.Size(shapes[0]).numel(), name, shapes)):
-        errors = {how: relative_error(out, drawn_alone(name)) for how, out in outs.items()}
+        errors = {how: relative_error(out, generated_alone(name)) for how, out in outs.items()}
         # This pipeline depends on what other ranks hold.
         assert errors.pop("unaware", 1.0) > 1e-3
         assert max(errors.values()) < 1e-5, (rank, errors)
@@ -144,12 +144,12 @@ DECODED = ["hunyuan", "mochi", "cogvideox", "wan", "framepack", "hunyuan 1.5", "
 
 
 def draw_pixels(name):
-    return draw(build(name, cpu_mesh(1, 2)), name, output_type="pt")
+    return generate(build(name, cpu_mesh(1, 2)), name, output_type="pt")
 
 
 @pytest.mark.parametrize("name", DECODED)
-def test_every_decoded_film_is_exact(rank_pool, name):
-    expected = draw(build(name), name, output_type="pt")
+def test_every_decoded_video_is_exact(rank_pool, name):
+    expected = generate(build(name), name, output_type="pt")
     for out in rank_pool.run(draw_pixels, 2, name):
         assert relative_error(out, expected) < 1e-5
 
@@ -164,10 +164,12 @@ def mask(*lengths, total=13):
 
 # The second adds tokens of its own.
 CONDITIONS = [
-    LTXVideoCondition(image=picture(96, 160, seed=2)),
-    LTXVideoCondition(video=film(9, 96, 160), frame_index=8, strength=0.8),
+    LTXVideoCondition(image=random_image(96, 160, seed=2)),
+    LTXVideoCondition(video=random_video(9, 96, 160), frame_index=8, strength=0.8),
 ]
-OTHER_CONDITION = LTXVideoCondition(video=[*film(8, 96, 160), picture(96, 160)], frame_index=8, strength=0.8)
+OTHER_CONDITION = LTXVideoCondition(
+    video=[*random_video(8, 96, 160), random_image(96, 160)], frame_index=8, strength=0.8
+)
 TWO = {"prompt": ["a red circle", "a large blue square on black, and a small green triangle"]}
 THREE = {"prompt": [*TWO["prompt"], "red"]}
 NEGATIVE = {"negative_prompt": "a blue square"}
@@ -191,9 +193,9 @@ CALLS = [
     ],
     ("mochi", "two prompts", TWO),
     ("qwen-image", "two prompts", {**TWO, "negative_prompt": ["", "a small red triangle on white"]}),
-    ("hunyuan", "two films of a prompt", {"num_videos_per_prompt": 2}),
-    ("mochi", "two films of a prompt", {"num_videos_per_prompt": 2}),
-    ("wan", "two films of a prompt", {"num_videos_per_prompt": 2}),
+    ("hunyuan", "two videos of a prompt", {"num_videos_per_prompt": 2}),
+    ("mochi", "two videos of a prompt", {"num_videos_per_prompt": 2}),
+    ("wan", "two videos of a prompt", {"num_videos_per_prompt": 2}),
     ("hunyuan", "another size", {"height": 64, "width": 48, "num_frames": 17}),
     ("hunyuan", "one token", {"height": 16, "width": 16, "num_frames": 1}),
     ("mochi", "another size", {"height": 64, "width": 48, "num_frames": 7}),
@@ -206,7 +208,7 @@ CALLS = [
     ("hunyuan 1.5", "another size", {"height": 64, "width": 48, "num_frames": 5}),
     ("framepack", "three sections", {"num_frames": 25}),
     ("framepack", "the other order of frames", {"sampling_type": "vanilla", "num_frames": 17}),
-    ("framepack", "a last image", {"last_image": picture(48, 80, seed=3)}),
+    ("framepack", "a last image", {"last_image": random_image(48, 80, seed=3)}),
     ("qwen-image", "another size", {"height": 64, "width": 96}),
     ("ltx", "another size", {"height": 64, "width": 96, "num_frames": 9}),
     ("ltx, condition", "two conditions", {"image": None, "conditions": CONDITIONS}),
@@ -272,8 +274,8 @@ CALLS = [
         },
     ),
     *[(name, "three prompts", THREE) for name in ("mochi", "cogvideox", "wan", "pixart", "hunyuan 1.5")],
-    *[(name, "two films of each of two prompts", {**TWO, "num_videos_per_prompt": 2}) for name in ("hunyuan", "ltx")],
-    ("qwen-image, editing", "two pictures of a prompt", {"num_images_per_prompt": 2}),
+    *[(name, "two videos of each of two prompts", {**TWO, "num_videos_per_prompt": 2}) for name in ("hunyuan", "ltx")],
+    ("qwen-image, editing", "two images of a prompt", {"num_images_per_prompt": 2}),
     # Its branches are taken apart inside of the model: no rank may have samples of its own.
     ("pixart, perturbed", "two prompts", TWO),
     ("wan", "guidance ends", {"callback_on_step_end": end_guidance}),
@@ -288,9 +290,9 @@ CALLS = [
         "reasons in frames that it drops",
         {"enable_temporal_reasoning": True, "num_temporal_reasoning_steps": 2},
     ),
-    ("wan vace", "a mask", {"mask": film(9, 48, 80)}),
-    ("wan vace", "an image to refer to", {"reference_images": [picture(48, 80, seed=9)]}),
-    ("hunyuan, image by token replacement", "one column", {"height": 48, "width": 16, "image": picture(48, 16)}),
+    ("wan vace", "a mask", {"mask": random_video(9, 48, 80)}),
+    ("wan vace", "an image to refer to", {"reference_images": [random_image(48, 80, seed=9)]}),
+    ("hunyuan, image by token replacement", "one column", {"height": 48, "width": 16, "image": random_image(48, 16)}),
 ]
 
 
@@ -308,14 +310,14 @@ def draw_calls(name, shapes):
         parallelize_pipe(pipe, mesh=mesh)
         for what, options in calls_of(name):
             heartbeat()
-            outs[shape, what] = draw(pipe, name, **options)
+            outs[shape, what] = generate(pipe, name, **options)
     return outs
 
 
 @cache
 def calls_alone(name):
     pipe = build(name)
-    return {what: draw(pipe, name, **options) for what, options in calls_of(name)}
+    return {what: generate(pipe, name, **options) for what, options in calls_of(name)}
 
 
 def check_calls(rank_pool, name, shapes):
@@ -342,11 +344,11 @@ def test_every_kind_of_call_is_exact_on_a_ring(rank_pool, name, shape):
 
 
 @pytest.mark.parametrize("name", CALLED)
-def test_each_kind_of_call_draws_something_else(name):
+def test_each_kind_of_call_generates_something_else(name):
     assert len(calls_alone(name)) == len(calls_of(name))
     for what, out in calls_alone(name).items():
         assert out.isfinite().all()
-        assert relative_error(out, drawn_alone(name)) > 1e-3, what
+        assert relative_error(out, generated_alone(name)) > 1e-3, what
 
 
 def brighten(pipe, step, timestep, tensors):
@@ -362,14 +364,14 @@ def draw_otherwise(name, mesh_shape=None):
     """Ways to be called that an adapter has to leave as they are."""
     pipe = build(name, mesh_shape and cpu_mesh(*mesh_shape))
     outs = {
-        "brighter": draw(pipe, name, callback_on_step_end=brighten),
-        "interrupted": draw(pipe, name, callback_on_step_end=stop),
-        "a tuple": draw(pipe, name, return_dict=False, num_inference_steps=2),
-        "8 bits": draw(pipe, name, output_type="pil"),
-        "an array": draw(pipe, name, output_type="np"),
+        "brighter": generate(pipe, name, callback_on_step_end=brighten),
+        "interrupted": generate(pipe, name, callback_on_step_end=stop),
+        "a tuple": generate(pipe, name, return_dict=False, num_inference_steps=2),
+        "8 bits": generate(pipe, name, output_type="pil"),
+        "an array": generate(pipe, name, output_type="np"),
     }
     torch.manual_seed(3)
-    return {**outs, "no generator": draw(pipe, name, generator=None)}
+    return {**outs, "no generator": generate(pipe, name, generator=None)}
 
 
 @pytest.mark.parametrize("name", ["hunyuan", "mochi", "cogvideox", "wan 2.2"])
@@ -377,8 +379,8 @@ def test_callbacks_interruptions_and_kinds_of_output_are_as_alone(rank_pool, nam
     with torch.random.fork_rng():
         expected = draw_otherwise(name)
     for what, out in expected.items():
-        if out.shape == drawn_alone(name).shape:
-            assert relative_error(out, drawn_alone(name)) > 1e-3, what
+        if out.shape == generated_alone(name).shape:
+            assert relative_error(out, generated_alone(name)) > 1e-3, what
     for outs in rank_pool.run(draw_otherwise, 2, name, (1, 2)):
         errors = relative_errors(outs, expected)
         del errors["8 bits"]
@@ -392,14 +394,14 @@ WITH_TEXT = ["qwen-image", "qwen-image, controlnet", "ltx", "flux2 klein"]
 
 def draw_with_other_text(name):
     return [
-        draw(parallelize_pipe(build(name), mesh=cpu_mesh(2, 1), text=text), name) for text in ("shard", "replicate")
+        generate(parallelize_pipe(build(name), mesh=cpu_mesh(2, 1), text=text), name) for text in ("shard", "replicate")
     ]
 
 
 @pytest.mark.parametrize("name", WITH_TEXT)
 def test_text_may_be_cut_or_whole(rank_pool, name):
     for outs in rank_pool.run(draw_with_other_text, 2, name):
-        errors = [relative_error(out, drawn_alone(name)) for out in outs]
+        errors = [relative_error(out, generated_alone(name)) for out in outs]
         assert max(errors) < 1e-5, errors
 
 
@@ -408,13 +410,13 @@ def draw_with_noise_at_each_step(mesh_shape=None):
     pipe = build("cogvideox", mesh_shape and cpu_mesh(*mesh_shape))
     pipe.scheduler = CogVideoXDPMScheduler.from_config(pipe.scheduler.config)
     torch.manual_seed(3 + (dist.get_rank() if mesh_shape else 0))
-    return draw(pipe, "cogvideox", generator=None)
+    return generate(pipe, "cogvideox", generator=None)
 
 
 def test_noise_of_the_steps_is_that_of_the_first_rank(rank_pool):
     with torch.random.fork_rng():
         expected = draw_with_noise_at_each_step()
-    assert relative_error(expected, drawn_alone("cogvideox")) > 1e-3
+    assert relative_error(expected, generated_alone("cogvideox")) > 1e-3
     for out in rank_pool.run(draw_with_noise_at_each_step, 2, (2, 1)):
         assert relative_error(out, expected) < 1e-5
 
@@ -427,15 +429,15 @@ DIFFERENCES = [
     ("hunyuan", {"prompt_template": {"template": "{}", "crop_start": 0}}),
     ("mochi", {"width": 64}),
     ("cogvideox", {"guidance_scale": 1.0}),
-    ("cogvideox, image", {"image": picture(48, 80, seed=5)}),
-    ("cogvideox, video", {"video": [*film(8, 48, 80), picture(48, 80, seed=5)]}),
+    ("cogvideox, image", {"image": random_image(48, 80, seed=5)}),
+    ("cogvideox, video", {"video": [*random_video(8, 48, 80), random_image(48, 80, seed=5)]}),
     ("cogvideox, video", {"strength": 0.5}),
     ("wan 2.2", {"guidance_scale_2": 1.0}),
-    ("wan vace", {"video": film(5, 48, 80)}),
+    ("wan vace", {"video": random_video(5, 48, 80)}),
     ("wan vace", {"conditioning_scale": 0.5}),
     ("framepack", {"latent_window_size": 4}),
     ("framepack", {"sampling_type": "vanilla"}),
-    ("qwen-image, controlnet", {"control_image": picture(48, 80, seed=5)}),
+    ("qwen-image, controlnet", {"control_image": random_image(48, 80, seed=5)}),
     ("ltx", {"frame_rate": 30}),
     ("ltx2", {"stg_scale": 0.0}),
     ("ltx, condition", {"conditions": CONDITIONS}, {"image": None, "conditions": [*CONDITIONS[:1], OTHER_CONDITION]}),
@@ -447,7 +449,7 @@ def call_differently():
     for name, options, *both in DIFFERENCES:
         pipe = build(name, cpu_mesh(1, 2))
         with pytest.raises(ValueError, match="the ranks of one mesh must call") as error:
-            draw(pipe, name, **{**dict(*both), **(options if dist.get_rank() == 1 else {})})
+            generate(pipe, name, **{**dict(*both), **(options if dist.get_rank() == 1 else {})})
         messages.append(str(error.value))
     return messages
 

@@ -14,7 +14,7 @@ from torchao.quantization import (
 
 from benchmarks.tiny_models import MODELS
 from para_core.adapters import parallelize_pipe, parallelize_transformer, unparallelize_transformer
-from tests.adapters.test_pipelines import build, draw
+from tests.adapters.test_pipelines import build, generate
 from tests.adapters.test_transformers import SIZES
 from tests.rank_pool import heartbeat
 from tests.tiny import cpu_mesh, each_rank_alone, flux_inputs, flux_transformer, relative_error
@@ -176,7 +176,7 @@ def draw_with_options(mesh_shape=None):
                     option(transformer)
             if when == "before":
                 parallelize_pipe(pipe, mesh=cpu_mesh(*mesh_shape))
-            outs[title, when] = draw(pipe, "wan 2.2")
+            outs[title, when] = generate(pipe, "wan 2.2")
     return outs
 
 

@@ -6,8 +6,8 @@ from diffusers import DiffusionPipeline, FluxTransformer2DModel, SanaTransformer
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 from torch import nn
 
+from benchmarks.tiny_images import stable_diffusion_3
 from benchmarks.tiny_models import MODELS
-from benchmarks.tiny_pictures import stable_diffusion_3
 from para_core.adapters import parallelize_pipe, parallelize_transformer
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, flux_transformer, relative_error
 

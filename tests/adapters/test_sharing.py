@@ -43,7 +43,7 @@ def test_a_pipe_from_pipe_is_parallel_and_asks_for_the_line_where_it_is_needed(r
     other = flux_pipe(FluxImg2ImgPipeline)
     alone = other(**flux_call(image=IMAGE, strength=0.9)).images
     torch.manual_seed(0)
-    drawn = other(**flux_call(image=IMAGE, strength=0.9, generator=None)).images
+    generated = other(**flux_call(image=IMAGE, strength=0.9, generator=None)).images
     plain = flux_pipe()(**flux_call()).images
     for outs in rank_pool.run(share_transformer, 2):
         assert outs["shared"]
@@ -51,7 +51,7 @@ def test_a_pipe_from_pipe_is_parallel_and_asks_for_the_line_where_it_is_needed(r
         assert relative_error(outs["generator"], alone) < 1e-5
         assert f"hidden_states: rank 0 has tensor[1, 63, {FLUX_CHANNELS}]" in outs["error"]
         assert "parallelize_pipe(the_other_pipe, mesh=mesh)" in outs["error"]
-        assert relative_error(outs["after the line"], drawn) < 1e-5
+        assert relative_error(outs["after the line"], generated) < 1e-5
         assert relative_error(outs["first pipe"], plain) < 1e-5
         assert "Call parallelize_pipe(pipe, mesh=...) again" in outs["first pipe, after the other was undone"]
         assert torch.equal(outs["undone"], plain)

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.sixteen_bits import NOT_IN_BFLOAT16, cast, in_bfloat16, noise_of_float32
 from benchmarks.tiny_pipelines import PIPELINES
 from para_core.adapters import parallelize_pipe
-from tests.adapters.test_pipelines import build, draw, drawn_alone
+from tests.adapters.test_pipelines import build, generate, generated_alone
 from tests.tiny import cpu_mesh, relative_error
 
 # One for each way that text, masks and guidance reach the blocks.
@@ -26,21 +26,21 @@ def draw_in_bfloat16(name, shapes=None):
         for shape in shapes or [None]:
             if shape is not None:
                 parallelize_pipe(pipe, mesh=cpu_mesh(*shape))
-            outs.append(draw(pipe, name, **options))
+            outs.append(generate(pipe, name, **options))
     return outs
 
 
 @cache
-def drawn_in_bfloat16(name):
+def generated_in_bfloat16(name):
     return draw_in_bfloat16(name)[0]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_parallel_errors_are_those_of_the_unmodified_pipeline(rank_pool, name):
-    alone = relative_error(drawn_in_bfloat16(name), drawn_alone(name))
+    alone = relative_error(generated_in_bfloat16(name), generated_alone(name))
     assert alone > 1e-3, "it did not compute in bfloat16"
     for outs in rank_pool.run(draw_in_bfloat16, 2, name, [(1, 2), (2, 1)]):
         for out in outs:
             # Two runs that round apart. Of all pipelines the largest ratios are 1.25 and 1.28 (docs/exactness.md).
-            assert relative_error(out, drawn_alone(name)) <= 1.35 * alone
-            assert relative_error(out, drawn_in_bfloat16(name)) <= 1.35 * alone
+            assert relative_error(out, generated_alone(name)) <= 1.35 * alone
+            assert relative_error(out, generated_in_bfloat16(name)) <= 1.35 * alone

@@ -11,7 +11,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName, _Attention
 
 from benchmarks.tiny_models import MODELS
 from para_core.adapters import parallelize_pipe, parallelize_transformer
-from tests.adapters.test_pipelines import build, draw
+from tests.adapters.test_pipelines import build, generate
 from tests.adapters.test_transformers import SIZES, call
 from tests.rank_pool import heartbeat
 from tests.tiny import cpu_mesh, relative_error, relative_errors
@@ -145,7 +145,7 @@ def test_other_backends_are_an_error_that_names_the_way_out_on_every_family(rank
 
 
 PIPES = ["hunyuan", "mochi", "cogvideox", "wan 2.2", "qwen-image", "ltx"]
-expected_of = cache(lambda name: draw(build(name), name))
+expected_of = cache(lambda name: generate(build(name), name))
 
 
 def set_flash(transformer):
@@ -168,9 +168,9 @@ def draw_unseen():
                     set_flash(getattr(pipe, part))
                 if name not in DEAF:
                     with pytest.raises(RuntimeError, match=unseen(name=rf"pipe\.{part}")):
-                        draw(pipe, name)
+                        generate(pipe, name)
                     getattr(pipe, part).set_attention_backend("_native_math")
-                outs[name, when] = draw(pipe, name)
+                outs[name, when] = generate(pipe, name)
     return outs
 
 
@@ -188,10 +188,10 @@ def draw_partly_unseen():
         place = r"blocks\.1\.attn1"
         pipe.transformer.blocks[1].attn1.set_attention_backend("flash")
         with pytest.raises(RuntimeError, match=unseen(name=r"pipe\.transformer", place=place)):
-            draw(pipe, "wan")
+            generate(pipe, "wan")
         pipe.transformer = torch.compile(pipe.transformer, backend="aot_eager")
         with pytest.raises(RuntimeError, match=unseen(name=r"pipe\.transformer", place=place)):
-            draw(pipe, "wan")
+            generate(pipe, "wan")
         transformer = parallelize_transformer(model.build(), mesh=cpu_mesh(1, 2))
         with attention_dispatch.attention_backend("flash"), pytest.raises(RuntimeError, match=unseen()):
             call(transformer, "wan", SIZES[0])
@@ -217,7 +217,7 @@ def draw_guided(names):
         for name in names:
             pipe = build(name, cpu_mesh(1, 1, batch=2))
             pipe.transformer.set_attention_backend("flash")
-            outs[name] = draw(pipe, name)
+            outs[name] = generate(pipe, name)
     return outs
 
 

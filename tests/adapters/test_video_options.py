@@ -1,4 +1,4 @@
-"""LoRA and offload on the pipelines that draw films: before or after they are parallel, as alone."""
+"""LoRA and offload on the pipelines that generate videos: before or after they are parallel, as alone."""
 
 from functools import cache
 
@@ -9,7 +9,7 @@ from accelerate import cpu_offload
 from torch import nn
 
 from para_core.adapters import parallelize_pipe, unparallelize_pipe
-from tests.adapters.test_pipelines import build, draw
+from tests.adapters.test_pipelines import build, generate
 from tests.tiny import cpu_mesh, relative_error
 
 NAMES = ["hunyuan", "mochi", "cogvideox", "wan 2.2"]
@@ -43,7 +43,7 @@ def offload_leaves(pipe):
 OFFLOADS = {
     function.__name__: function for function in (offload_model, offload_sequentially, offload_groups, offload_leaves)
 }
-expected_of = cache(lambda name: draw(build(name), name))
+expected_of = cache(lambda name: generate(build(name), name))
 
 
 def draw_offloaded(names, mesh_shape):
@@ -55,16 +55,16 @@ def draw_offloaded(names, mesh_shape):
                 offload(pipe)
                 if when == "before":
                     parallelize_pipe(pipe, mesh=cpu_mesh(*mesh_shape))
-                outs[name, title, when] = draw(pipe, name)
+                outs[name, title, when] = generate(pipe, name)
                 if when == "after":
-                    outs[name, title, "then alone"] = draw(unparallelize_pipe(pipe), name)
+                    outs[name, title, "then alone"] = generate(unparallelize_pipe(pipe), name)
                 # Pipes share their text encoders here.
                 pipe.remove_all_hooks()
     return outs
 
 
 @pytest.mark.parametrize("names", [NAMES[:2], NAMES[2:]], ids=" and ".join)
-def test_offloaded_films_are_exact(rank_pool, names):
+def test_offloaded_videos_are_exact(rank_pool, names):
     for outs in rank_pool.run(draw_offloaded, 2, names, (2, 1)):
         errors = {key: relative_error(out, expected_of(key[0])) for key, out in outs.items()}
         assert max(errors.values()) < 1e-5, errors
@@ -99,16 +99,16 @@ def draw_with_lora(when, mesh_shape=None):
         load_lora(pipe, name)
         if when == "before":
             parallelize_pipe(pipe, mesh=cpu_mesh(*mesh_shape))
-        outs[name, "loaded"] = draw(pipe, name)
+        outs[name, "loaded"] = generate(pipe, name)
         pipe.fuse_lora(components=["transformer"])
-        outs[name, "fused"] = draw(pipe, name)
+        outs[name, "fused"] = generate(pipe, name)
         pipe.unfuse_lora(components=["transformer"])
         pipe.unload_lora_weights()
-        outs[name, "unloaded"] = draw(pipe, name)
+        outs[name, "unloaded"] = generate(pipe, name)
     return outs
 
 
-def test_films_with_a_lora_are_exact(rank_pool):
+def test_videos_with_a_lora_are_exact(rank_pool):
     expected = draw_with_lora("alone")
     for name in NAMES:
         assert relative_error(expected[name, "loaded"], expected[name, "unloaded"]) > 0.01

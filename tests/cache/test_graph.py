@@ -19,7 +19,7 @@ from para_core.adapters import (
 )
 from para_core.adapters.models.supported import adapter_for
 from para_core.instance import wrapper
-from tests.adapters.test_pipelines import build, draw
+from tests.adapters.test_pipelines import build, generate
 from tests.cache.scripted import ADAPTER, BLOCKS, IN_TWO_STAGES, Pipe, Scripted, verdicts
 from tests.rank_pool import heartbeat
 from tests.tiny import cpu_mesh, relative_error
@@ -134,25 +134,25 @@ def draw_compiled(name, backend, mesh=None):
     torch._dynamo.reset()
     pipe = build(name)
     options = {"residual_diff_threshold": 1e9, "max_consecutive_hits": 1}
-    eager = draw(apply_cache_on_pipe(build(name), **options), name, num_inference_steps=4) if mesh is None else None
+    eager = generate(apply_cache_on_pipe(build(name), **options), name, num_inference_steps=4) if mesh is None else None
     counter = Counter(backend)
     if mesh is not None:
         parallelize_pipe(pipe, mesh=cpu_mesh(*mesh))
     apply_cache_on_pipe(pipe, **options)
     pipe.transformer = torch.compile(pipe.transformer, fullgraph=True, backend=counter)
-    first = draw(pipe, name, num_inference_steps=4)
+    first = generate(pipe, name, num_inference_steps=4)
     graphs = len(counter.graphs)
-    second = draw(pipe, name, num_inference_steps=4)
+    second = generate(pipe, name, num_inference_steps=4)
     report = [row.verdict.name for row in cache_report(pipe).rows]
     apply_cache_on_pipe(pipe, **{**options, "residual_diff_threshold": 0.0})
-    exact = draw(pipe, name, num_inference_steps=4)
+    exact = generate(pipe, name, num_inference_steps=4)
     found = {"graphs": graphs, "later": len(counter.graphs) - graphs, "drawn": (first, second), "report": report}
     if mesh is not None:
         return {**found, "exact": exact}
     torch._dynamo.reset()
     pipe, counter = build(name), Counter(backend)
     pipe.transformer = torch.compile(pipe.transformer, fullgraph=True, backend=counter)
-    plain = draw(pipe, name, num_inference_steps=4)
+    plain = generate(pipe, name, num_inference_steps=4)
     # Wan Animate, for one, compiles twice by itself.
     return {**found, "exact": exact, "plain": plain, "plain graphs": len(counter.graphs), "eager": eager}
 
@@ -188,12 +188,12 @@ def test_inductor_takes_the_graph(name):
 
 @pytest.mark.parametrize("name", ["wan", pytest.param("hunyuan", marks=pytest.mark.long)])
 def test_parallel_it_is_one_graph_with_the_collectives_in_its_branches(rank_pool, name):
-    expected = draw(
+    expected = generate(
         apply_cache_on_pipe(build(name), residual_diff_threshold=1e9, max_consecutive_hits=1),
         name,
         num_inference_steps=4,
     )
-    alone = draw(build(name), name, num_inference_steps=4)
+    alone = generate(build(name), name, num_inference_steps=4)
     for found in rank_pool.run(draw_compiled, 2, name=name, backend="aot_eager", mesh=(1, 2)):
         assert (found["graphs"], found["later"]) == (2, 0)
         assert relative_error(found["exact"], alone) < 1e-4

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.tiny_pipelines import PIPELINES
 from para_core.adapters import apply_cache_on_pipe, cache_report, parallelize_pipe, remove_cache_from_pipe
-from tests.adapters.test_pipelines import build, draw, long_but
+from tests.adapters.test_pipelines import build, generate, long_but
 from tests.tiny import cpu_mesh, relative_error
 
 # Four steps of which the second and third are skipped.
@@ -34,7 +34,7 @@ GUIDED = ("wan", "qwen-image", "hunyuan 1.5", "lumina2", "helios")
 def latents(pipe, name):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="the cache of")
-        return draw(pipe, name, num_inference_steps=4)
+        return generate(pipe, name, num_inference_steps=4)
 
 
 @cache

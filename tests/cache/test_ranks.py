@@ -1,4 +1,4 @@
-"""Ranks that hold parts of one sequence decide alike; those that draw something else decide for themselves."""
+"""Ranks that hold parts of one sequence decide alike; those that generate something else decide for themselves."""
 
 import math
 
@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from para_core import apply_cache, model_cache_report
 from para_core.adapters import apply_cache_on_pipe, cache_report, parallelize_pipe
-from tests.adapters.test_pipelines import build, draw
+from tests.adapters.test_pipelines import build, generate
 from tests.cache.scripted import BLOCKS, Scripted, verdicts
 from tests.tiny import cpu_mesh, relative_error
 
@@ -69,7 +69,7 @@ def draw_two_prompts():
     pipe = parallelize_pipe(build("wan"), mesh=mesh["ring", "ulysses"])
     # One of them skips what it can, so they are never at the same step.
     apply_cache_on_pipe(pipe, residual_diff_threshold=[0.0, 0.3][replica], max_consecutive_hits=1)
-    drawn = draw(pipe, "wan", prompt=["a cat", "a dog on a hill"][replica], num_inference_steps=5)
+    drawn = generate(pipe, "wan", prompt=["a cat", "a dog on a hill"][replica], num_inference_steps=5)
     return drawn, verdicts(cache_report(pipe))
 
 
@@ -77,7 +77,7 @@ def test_replicas_with_other_prompts_never_wait_for_each_other(rank_pool):
     found = rank_pool.run(draw_two_prompts, 4)
     for replica, (prompt, threshold) in enumerate((("a cat", 0.0), ("a dog on a hill", 0.3))):
         pipe = apply_cache_on_pipe(build("wan"), residual_diff_threshold=threshold, max_consecutive_hits=1)
-        expected = draw(pipe, "wan", prompt=prompt, num_inference_steps=5)
+        expected = generate(pipe, "wan", prompt=prompt, num_inference_steps=5)
         for drawn, decided in found[2 * replica : 2 * replica + 2]:
             assert relative_error(drawn, expected) < 1e-4
             assert decided == verdicts(cache_report(pipe))
@@ -94,7 +94,7 @@ def cache_differently():
     ):
         apply_cache_on_pipe(pipe, **options)
         with pytest.raises(ValueError, match="must call the WanPipeline alike") as caught:
-            draw(pipe, "wan")
+            generate(pipe, "wan")
         messages.append(str(caught.value))
     return messages
 
@@ -108,13 +108,13 @@ def test_ranks_whose_caches_differ_raise_on_every_rank(rank_pool):
 def draw_on_four(shape):
     pipe = parallelize_pipe(build("wan"), mesh=cpu_mesh(*shape[:2], batch=shape[2]))
     apply_cache_on_pipe(pipe, residual_diff_threshold=0.3, max_consecutive_hits=2)
-    return draw(pipe, "wan", num_inference_steps=5)
+    return generate(pipe, "wan", num_inference_steps=5)
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 1), (1, 2, 2)])
 def test_on_four_ranks_too_it_draws_what_one_device_draws(rank_pool, shape):
     pipe = apply_cache_on_pipe(build("wan"), residual_diff_threshold=0.3, max_consecutive_hits=2)
-    expected = draw(pipe, "wan", num_inference_steps=5)
+    expected = generate(pipe, "wan", num_inference_steps=5)
     assert cache_report(pipe).hits > 0
     for drawn in rank_pool.run(draw_on_four, 4, shape=shape):
         assert relative_error(drawn, expected) < 1e-4
@@ -126,7 +126,7 @@ TWO_PROMPTS = {"prompt": ["a red circle", "a large blue square on black"], "num_
 def rows_of_two_prompts(batch=1):
     pipe = build("cogvideox", cpu_mesh(1, 1, batch=batch) if batch > 1 else None)
     apply_cache_on_pipe(pipe, residual_diff_threshold=0.0)
-    draw(pipe, "cogvideox", **TWO_PROMPTS)
+    generate(pipe, "cogvideox", **TWO_PROMPTS)
     return [(row.step, row.branch, row.samples) for row in cache_report(pipe).rows]
 
 

@@ -11,7 +11,7 @@ from diffusers import FluxControlImg2ImgPipeline, FluxImg2ImgPipeline
 from benchmarks.tiny_pipelines import PIPELINES
 from para_core.adapters import apply_cache_on_pipe, cache_report
 from para_core.adapters.caching.schedule import Schedule
-from tests.adapters.test_pipelines import build, draw, long_but
+from tests.adapters.test_pipelines import build, generate, long_but
 from tests.cache.scripted import verdicts
 from tests.tiny import flux_call, flux_pipe
 
@@ -61,7 +61,7 @@ def test_every_pipeline_is_followed_step_by_step(name):
     options = {"num_inference_steps": 4}
     parameters = inspect.signature(type(pipe).__call__).parameters
     in_part = dict.fromkeys(("strength", "denoise_strength") & parameters.keys(), 0.5)
-    taken, _ = followed(pipe, lambda pipe: draw(pipe, name, **options, **in_part))
+    taken, _ = followed(pipe, lambda pipe: generate(pipe, name, **options, **in_part))
     check(taken)
     assert len(taken) == 2 or not in_part
 
@@ -82,7 +82,7 @@ def test_a_part_of_the_schedule_of_flux_is_followed_too(cls):
 def test_the_last_step_of_a_part_of_a_schedule_is_computed(name):
     pipe = apply_cache_on_pipe(build(name), residual_diff_threshold=1e9, always_compute_last=True, forecast_order=1)
     part = "denoise_strength" if name == "ltx, condition" else "strength"
-    draw(pipe, name, num_inference_steps=8, **{part: 0.5})
+    generate(pipe, name, num_inference_steps=8, **{part: 0.5})
     branch = cache_report(pipe).rows[0].branch
     assert verdicts(cache_report(pipe), branch) == ["warmup", "hit", "hit", "schedule"]
 
@@ -98,7 +98,7 @@ def test_where_copies_of_the_scheduler_take_the_steps_each_branch_counts_them_an
             sections.append(pipe.num_timesteps)
         return tensors
 
-    _, seen = followed(pipe, lambda pipe: draw(pipe, name, num_inference_steps=8, callback_on_step_end=note_sections))
+    _, seen = followed(pipe, lambda pipe: generate(pipe, name, num_inference_steps=8, callback_on_step_end=note_sections))
     if name != "skyreels v2, forcing from an image":
         assert len(sections) > 1
     expected = []

@@ -1,4 +1,4 @@
-"""Tiny pipelines of the picture families beside FLUX.1."""
+"""Tiny pipelines of the image families beside FLUX.1."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _QWEN = {
 
 
 def qwen_image(cls: str = "QwenImagePipeline", *, layers: bool = False, **components: Any) -> Any:
-    """``layers``: a picture with transparency is taken apart."""
+    """``layers``: a image with transparency is taken apart."""
     config = transformers.Qwen2_5_VLConfig(
         text_config={"vocab_size": len(word_tokenizer()), "rope_parameters": ROPE, **DECODER},
         vision_config={
@@ -89,10 +89,10 @@ def qwen_controlnet(mask_channels: int = 0) -> nn.Module:
     return random_model("QwenImageControlNetModel", 8, **config)
 
 
-# -- pictures of two or three text encoders, of one, and of a causal one: their embeddings are given
+# -- images of two or three text encoders, of one, and of a causal one: their embeddings are given
 
 
-def _picture_pipe(cls: str, transformer: nn.Module, **components: Any) -> Any:
+def _image_pipe(cls: str, transformer: nn.Module, **components: Any) -> Any:
     vae = fill(build_vae(transformer.config.in_channels), seed=2)
     vae.register_to_config(scaling_factor=0.7, shift_factor=0.1)
     return whole_pipe(cls, transformer=transformer, vae=vae, **components)
@@ -124,7 +124,7 @@ def stable_diffusion_3(cls: str = "StableDiffusion3Pipeline", *, mask_channels: 
     channels = dict.fromkeys(("in_channels", "out_channels"), 16 if "Inpaint" in cls and "ControlNet" not in cls else 4)
     config = {**_SD3, **channels, "dual_attention_layers": (0, 1)}
     transformer = random_model("SD3Transformer2DModel", 1, **config)
-    return _picture_pipe(cls, transformer, **parts)
+    return _image_pipe(cls, transformer, **parts)
 
 
 def hidream() -> Any:
@@ -146,7 +146,7 @@ def hidream() -> Any:
         force_inference_output=True,
     )
     encoders = [f"{part}{number}" for part in ("text_encoder", "tokenizer") for number in ("", "_2", "_3", "_4")]
-    pipe = _picture_pipe("HiDreamImagePipeline", transformer, **dict.fromkeys(encoders))
+    pipe = _image_pipe("HiDreamImagePipeline", transformer, **dict.fromkeys(encoders))
     # Of the area to which it scales what it is asked.
     pipe.default_sample_size = 8
     return pipe
@@ -164,7 +164,7 @@ def auraflow() -> Any:
         joint_attention_dim=TEXT_WIDTH,
         caption_projection_dim=48,
     )
-    return _picture_pipe("AuraFlowPipeline", transformer, text_encoder=None, tokenizer=None)
+    return _image_pipe("AuraFlowPipeline", transformer, text_encoder=None, tokenizer=None)
 
 
 def pixart(cls: str = "PixArtSigmaPipeline", **components: Any) -> Any:
@@ -178,7 +178,7 @@ def pixart(cls: str = "PixArtSigmaPipeline", **components: Any) -> Any:
         caption_channels=T5_WIDTH,
         sample_size=64,
     )
-    return _picture_pipe(cls, transformer, scheduler=diffusers.DDIMScheduler(), **t5(), **components)
+    return _image_pipe(cls, transformer, scheduler=diffusers.DDIMScheduler(), **t5(), **components)
 
 
 def lumina2() -> Any:
@@ -196,7 +196,7 @@ def lumina2() -> Any:
         axes_lens=(64, 64, 64),
         cap_feat_dim=TEXT_WIDTH,
     )
-    return _picture_pipe("Lumina2Pipeline", transformer, text_encoder=None, tokenizer=None)
+    return _image_pipe("Lumina2Pipeline", transformer, text_encoder=None, tokenizer=None)
 
 
 # -- VisualCloze: FLUX.1 [Fill]
@@ -208,7 +208,7 @@ def visual_cloze(cls: str) -> Any:
     transformer = random_model(
         "FluxTransformer2DModel",
         1,
-        # Noise, the pictures with what is asked for left out, and the mask of that: 8 × 8 pixels of a token.
+        # Noise, the images with what is asked for left out, and the mask of that: 8 × 8 pixels of a token.
         in_channels=2 * channels + 64,
         out_channels=channels,
         num_layers=2,
