@@ -41,7 +41,7 @@ def local_attention(
             query, key, value, mask, 0.0, is_causal, scale=scale, enable_gqa=grouped
         )
         return out
-    # The same, but for 2 µs that an operator's arguments take on the way from Python.
+    # The same without the detour of an operator's arguments from Python.
     with torch._C.DisableTorchFunction():
         return F.scaled_dot_product_attention(query, key, value, mask, 0.0, is_causal, scale=scale, enable_gqa=grouped)
 

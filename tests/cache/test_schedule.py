@@ -98,7 +98,9 @@ def test_where_copies_of_the_scheduler_take_the_steps_each_branch_counts_them_an
             sections.append(pipe.num_timesteps)
         return tensors
 
-    _, seen = followed(pipe, lambda pipe: generate(pipe, name, num_inference_steps=8, callback_on_step_end=note_sections))
+    _, seen = followed(
+        pipe, lambda pipe: generate(pipe, name, num_inference_steps=8, callback_on_step_end=note_sections)
+    )
     if name != "skyreels v2, forcing from an image":
         assert len(sections) > 1
     expected = []
