@@ -23,9 +23,8 @@ from para_core.cache.apply import CALL_DEPTH, apply_cache
 from para_core.cache.attachment import Caller, attach, detach
 from para_core.cache.block_cache import BlockCache
 from para_core.cache.blocks import CachedBlocks
-from para_core.cache.options import SCHEDULED, CacheOptions, Policy
+from para_core.cache.options import SCHEDULED, CacheOptions, Policy, Rule, rule_of
 from para_core.cache.report import CacheReport, Row, Verdict, rows_of
-from para_core.cache.rules import Rule, rule_of
 from para_core.instance import original_class, uncompiled, unwrap, wrap_method, wrapper
 from para_core.plans.places import parameters_of
 
@@ -72,7 +71,7 @@ def apply_cache_on_pipe(
         forecast_order: 0 adds the stored residual; 1 and 2 extrapolate it in the schedule's time through the last two or
             three computed steps.
         downsample: compare every n-th channel only.
-        rule: ``"first_block"``, another name in ``para_core.cache.rules.RULES``, or a ``Rule`` of your own.
+        rule: ``"first_block"``, another name in ``para_core.cache.options.RULES``, or a ``Rule`` of your own.
         policy: decides instead of the threshold: called with an ``Observation``, returns whether to skip. In a compiled
             graph its numbers are 0-dim tensors.
         adapter: what is to be known of a transformer that is not supported, or instead of what is known here.

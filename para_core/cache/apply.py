@@ -14,9 +14,8 @@ from para_core.cache.attachment import Caller, attach, detach
 from para_core.cache.block_cache import BlockCache
 from para_core.cache.blocks import CachedBlocks
 from para_core.cache.decision import Step
-from para_core.cache.options import CacheOptions, Policy
+from para_core.cache.options import CacheOptions, Policy, Rule, rule_of
 from para_core.cache.report import CacheReport, rows_of
-from para_core.cache.rules import Rule, rule_of
 from para_core.instance import uncompiled, unwrap, wrap_method, wrapper
 from para_core.mesh import sequence_mesh
 from para_core.plans.places import parameters_of

@@ -12,7 +12,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from para_core.cache.roles import Role
+from para_core.cache.blocks import Role
 from para_core.instance import Around, unwrap, wrap_alike, wrap_method, wrapper
 
 if TYPE_CHECKING:

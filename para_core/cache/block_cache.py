@@ -21,15 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from para_core.cache.attachment import attach
-from para_core.cache.blocks import CachedBlocks
+from para_core.cache.blocks import CachedBlocks, Role, argument, roles_of
 from para_core.cache.branches import MOST_BRANCHES, Branches
 from para_core.cache.decision import Question, Step, begin, decide_in_graph, decide_now
-from para_core.cache.forecast import forecast_weights
 from para_core.cache.foreign import require_no_foreign_cache
-from para_core.cache.options import CacheOptions
+from para_core.cache.options import CacheOptions, forecast_weights
 from para_core.cache.report import Observed, Reading, Stopwatch, Verdict
-from para_core.cache.roles import Role, argument, roles_of
-from para_core.cache.state import BranchState, History
+from para_core.cache.residuals import BranchState, History
 from para_core.instance import original_class
 from para_core.mesh import SequenceMesh
 from para_core.modes.unified import UnifiedAttnMode
@@ -57,7 +55,7 @@ class BlockCache:
         self.module = module
         self.blocks = blocks
         self.options = options
-        self.roles = roles_of(module, blocks, options)
+        self.roles = roles_of(module, blocks, options.first_blocks, options.last_blocks)
         self._given_mesh = mesh
         self.mesh = mesh
         # Whether a graph was compiled with it.

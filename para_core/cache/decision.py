@@ -11,7 +11,7 @@ from torch import Tensor
 
 from para_core.cache.options import CacheOptions, Observation
 from para_core.cache.report import Observed, Verdict
-from para_core.cache.state import BranchState
+from para_core.cache.residuals import BranchState
 from para_core.collectives import all_gather
 from para_core.mesh import SequenceMesh
 

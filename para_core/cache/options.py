@@ -1,4 +1,4 @@
-"""What a user can set of a cache, and what a policy of the user's own is told."""
+"""What a user can set of a cache: its options, the rule that compares steps, and how residuals are forecast."""
 
 from __future__ import annotations
 
@@ -7,11 +7,96 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from para_core.cache.rules import FIRST_BLOCK, Rule
-
 Number = float | Tensor
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How much a step differs from an earlier one, told from what its first block does.
+
+    What is compared, ``now`` and ``before``, are the first-block residuals ``[B, S, C]`` of this rank's tokens; the rule
+    gives sums over them, which the ranks add up, and a number made of these.
+
+    Args:
+        name: in reports and messages.
+        sums: of two tensors ``[B, n]``, this rank's values of each sample, ``[B, k]`` sums in float32.
+        difference: of these, summed over the ranks, ``[B]`` differences.
+        source: who published it.
+    """
+
+    name: str
+    sums: Callable[[Tensor, Tensor], Tensor]
+    difference: Callable[[Tensor], Tensor]
+    source: str
+
+
+def _relative_sums(now: Tensor, before: Tensor) -> Tensor:
+    changed = (now - before).abs().sum(dim=-1, dtype=torch.float32)
+    return torch.stack([changed, before.abs().sum(dim=-1, dtype=torch.float32)], dim=-1)
+
+
+def _ratio(sums: Tensor) -> Tensor:
+    return sums[:, 0] / sums[:, 1]
+
+
+# mean|now - last computed| / mean|last computed|.
+FIRST_BLOCK = Rule(
+    "first_block",
+    _relative_sums,
+    _ratio,
+    source="ParaAttention, First Block Cache (github.com/chengzeyi/ParaAttention)",
+)
+
+RULES = {rule.name: rule for rule in (FIRST_BLOCK,)}
+
+
+def rule_of(rule: str | Rule) -> Rule:
+    """A rule by its name, or itself.
+
+    Raises:
+        ValueError, TypeError: there is no such rule.
+    """
+    if isinstance(rule, Rule):
+        return rule
+    if not isinstance(rule, str):
+        raise TypeError(f"rule is {rule!r}; expected a name, or a Rule of para_core.")
+    if rule not in RULES:
+        raise ValueError(f"rule is {rule!r}; expected one of {', '.join(map(repr, RULES))}, or a Rule.")
+    return RULES[rule]
+
+
+def forecast_weights(times: Tensor, now: Tensor, known: Tensor) -> Tensor:
+    """Weights ``[n]`` of the last n residuals in a forecast: Lagrange's polynomial through them, at ``now``.
+
+    Exact for a residual that is a polynomial of degree n - 1 in time, at any distances. A Taylor forecast with finite
+    differences (TaylorSeer, arXiv:2503.06923, eq. 9) is this at equal distances.
+
+    Args:
+        times: ``[n]``, of the residuals, newest first; any unit.
+        now: the time to forecast for.
+        known: how many of them there are; with fewer than n, or with two at the same time (schedulers that call twice
+            per step), the polynomial goes through the newest ones only.
+
+    Returns:
+        Float64, summing to 1.
+    """
+    times, now = times.double(), now.double()
+    count = times.shape[0]
+    weights = torch.zeros_like(times)
+    weights[0] = 1.0
+    for points in range(2, count + 1):
+        gaps = times[:points, None] - times[None, :points]
+        apart = gaps + torch.eye(points, dtype=times.dtype, device=times.device)
+        factors = (now - times[None, :points]) / apart
+        itself = torch.eye(points, dtype=torch.bool, device=times.device)
+        polynomial = torch.where(itself, 1.0, factors).prod(dim=1)
+        usable = (known >= points) & (apart != 0).all()
+        padded = torch.cat([polynomial, torch.zeros_like(times[points:])])
+        weights = torch.where(usable, padded, weights)
+    return weights
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from para_core.adapters import apply_cache_on_pipe, apply_cache_on_transformer, 
 from para_core.adapters.models.supported import ADAPTERS
 from para_core.cache.apply import cache_options
 from para_core.cache.blocks import CachedBlocks, Stage
-from para_core.cache.forecast import forecast_weights
-from para_core.cache.rules import FIRST_BLOCK, Rule
+from para_core.cache.options import FIRST_BLOCK, Rule, forecast_weights
 from para_core.plans.plan import Plan
 from tests.cache.scripted import ADAPTER, BLOCKS, STREAMS, Pipe, Scripted, verdicts
 

@@ -1,4 +1,4 @@
-"""What a cache holds of one branch from step to step."""
+"""What is stored of one branch from step to step."""
 
 from __future__ import annotations
 
