@@ -1,7 +1,8 @@
 """What para_core knows about diffusers pipelines."""
 
 from para_core.adapters.adapter import Adapter
-from para_core.adapters.caching.calibrate import Calibration, CalibrationRow, calibrate_cache
+from para_core.adapters.caching.calibration.calibrate import calibrate_cache
+from para_core.adapters.caching.calibration.result import Calibration, CalibrationRow
 from para_core.adapters.caching.pipe import (
     apply_cache_on_pipe,
     apply_cache_on_transformer,

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from para_core.adapters.caching.pipe import caching_of
+from para_core.adapters.caching.generation import caching_of
 from para_core.agreement import Record, agree, signature
 from para_core.collectives import broadcast_bytes
 from para_core.mesh import GuidedMesh, host_group

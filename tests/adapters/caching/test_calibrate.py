@@ -14,8 +14,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from benchmarks.tiny_pipelines import PIPELINES
 from para_core.adapters import apply_cache_on_pipe, cache_report, calibrate_cache, parallelize_pipe
-from para_core.adapters.caching.picture_metrics import as_pictures, load_metric
-from para_core.adapters.caching.pipe import caching_of
+from para_core.adapters.caching.calibration.image_metrics import as_pictures, load_metric
+from para_core.adapters.caching.generation import caching_of
 from tests.tiny import cpu_mesh, flux_pipe, flux_transformer
 
 PROMPTS = ["a large red circle at the top left, on white", "a small blue square at the bottom, on grey"]
@@ -68,7 +68,7 @@ def test_the_largest_threshold_that_keeps_the_quality_is_found_and_left_on_the_p
 
 def test_the_smallest_threshold_that_is_fast_enough_is_found(monkeypatch):
     pipe = flux_pipe()
-    monkeypatch.setattr("para_core.adapters.caching.calibrate.time", BlockClock(pipe))
+    monkeypatch.setattr("para_core.adapters.caching.calibration.trial.time", BlockClock(pipe))
     found = calibrate(pipe, target=1.8, metric="speedup")
     assert found.seconds == 4 * 6
     for row in found.rows:
@@ -241,7 +241,7 @@ def calibrate_on_rank(shape):
     if torch.distributed.get_rank() > 0:
         clock.perf_counter = lambda: 1000.0 * clock.seconds**3
     guided = {"true_cfg_scale": 2.0, "negative_prompt": ""} if batch > 1 else {}
-    with mock.patch("para_core.adapters.caching.calibrate.time", clock):
+    with mock.patch("para_core.adapters.caching.calibration.trial.time", clock):
         found = calibrate(pipe, PROMPTS[0], target=1.8, metric="speedup", **guided)
     threshold = caching_of(pipe).options.residual_diff_threshold
     apply_cache_on_pipe(pipe, residual_diff_threshold=found.threshold, max_consecutive_hits=2)

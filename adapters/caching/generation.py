@@ -1,0 +1,253 @@
+"""The caches of one pipeline while it runs: whose turn it is, where it is in its schedule, and what its user is told."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import wraps
+from itertools import chain
+from threading import get_ident
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from para_core.adapters.adapter import Adapter
+from para_core.adapters.caching.schedule import Schedule
+from para_core.adapters.models.supported import plan_for
+from para_core.cache.apply import CALL_DEPTH
+from para_core.cache.attachment import Caller, attach, detach
+from para_core.cache.block_cache import BlockCache
+from para_core.cache.options import CacheOptions
+from para_core.cache.report import CacheReport, Row, Verdict, rows_of
+from para_core.instance import original_class, uncompiled, unwrap, wrap_method, wrapper
+from para_core.plans.places import parameters_of
+
+KEY = "cache of the pipeline"
+
+
+def caching_of(pipe: Any) -> PipelineCache | None:
+    """What :func:`apply_cache_on_pipe` put around ``pipe``."""
+    found = getattr(wrapper(pipe, "__call__", KEY), "__self__", None)
+    return found if isinstance(found, PipelineCache) else None
+
+
+class PipelineCache:
+    """The caches of one pipeline's transformers, and its generation under way."""
+
+    def __init__(self) -> None:
+        self.caches: dict[str, BlockCache] = {}
+        self._adapter: Adapter | None = None
+        self._schedule = Schedule()
+        # Of its own, for other pipelines may share a transformer.
+        self._callers: dict[str, Caller] = {}
+        # Of the generation under way.
+        self._pipe: Any = None
+        self._thread = 0
+        # How many callbacks of the user's are under way.
+        self._in_callback = 0
+        # Each is told once.
+        self._told: set[str] = set()
+
+    def replace(self, caches: dict[str, BlockCache], adapter: Adapter | None) -> None:
+        """Other caches from here on. What stands around the models stays, and so do graphs that were compiled with it."""
+        before, self.caches, self._adapter = self.caches, caches, adapter
+        self._told = set()
+        for cache in caches.values():
+            attach(cache)
+        for name, cache in before.items():
+            if name not in caches or caches[name].module is not cache.module:
+                self._step_aside(name, cache.module)
+            detach(cache)
+
+    def set_threshold(self, threshold: float) -> None:
+        """From here on; every other option stays."""
+        self.replace(self._copies(threshold), self._adapter)
+
+    def put_back(self, caches: dict[str, BlockCache]) -> None:
+        """What :attr:`caches` was."""
+        if caches is not self.caches:
+            self.replace(caches, self._adapter)
+
+    def _copies(self, threshold: float) -> dict[str, BlockCache]:
+        return {
+            name: BlockCache(cache.module, cache.blocks, replace(cache.options, residual_diff_threshold=threshold))
+            for name, cache in self.caches.items()
+        }
+
+    @contextmanager
+    def taken_off(self, pipe: Any) -> Iterator[None]:
+        """Inside, ``pipe`` has no cache. What stands around the models stays, and so do graphs that were compiled with it."""
+        kept = self._copies(0.0)
+        for cache in kept.values():
+            attach(cache)
+        unwrap(pipe, KEY)
+        self.remove(pipe)
+        try:
+            yield
+        finally:
+            wrap_method(pipe, "__call__", KEY, self.around)
+            for cache in self.caches.values():
+                attach(cache)
+            for cache in kept.values():
+                detach(cache)
+
+    @property
+    def options(self) -> CacheOptions:
+        return next(iter(self.caches.values())).options
+
+    def around(self, pipe: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        require_schedule(pipe, self.options)
+        for name, cache in self.caches.items():
+            if uncompiled(getattr(pipe, name, None)) is not cache.module:
+                raise RuntimeError(
+                    f"pipe.{name} is another one than when the cache was applied. Call apply_cache_on_pipe(pipe, ...) again."
+                )
+        with ExitStack() as stack:
+            stack.enter_context(self._schedule.followed(pipe, self._begin_schedule))
+            stack.enter_context(self._generation(pipe))
+            self._thread = get_ident()
+            callbacks = {name: f for name, f in kwargs.items() if name.startswith("callback") and callable(f)}
+            apart = {name: stack.enter_context(self._apart(callback)) for name, callback in callbacks.items()}
+            return call(pipe, *args, **{**kwargs, **apart})
+
+    @contextmanager
+    def _apart(self, callback: Any) -> Iterator[Any]:
+        """``callback``, in which the models are called by others: a pipe that shares them, and may have no cache."""
+
+        def run(of: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            self._in_callback += 1
+            try:
+                return call(of, *args, **kwargs)
+            finally:
+                self._in_callback -= 1
+
+        if isinstance(callback, (FunctionType, MethodType)):
+            yield wraps(callback)(lambda *args, **kwargs: run(None, lambda _, *a, **k: callback(*a, **k), args, kwargs))
+            return
+        # diffusers asks these of what class they are.
+        wrap_method(callback, "__call__", KEY, run)
+        try:
+            yield callback
+        finally:
+            unwrap(callback, KEY)
+
+    @contextmanager
+    def _generation(self, pipe: Any) -> Iterator[None]:
+        for name, cache in self.caches.items():
+            cache.reset()
+            cache.readings.clear()
+            # Before the first branch is named: another pipeline with its own first_blocks may have run here.
+            site = attach(cache)
+            component = getattr(pipe, name)
+            if name not in self._callers:
+                self._callers[name] = site.caller(KEY)
+                self._callers[name].run = self._around_model(name)
+            caller = self._callers[name]
+            if wrapper(component, "__call__", caller.key) is None:
+                # Around what torch.compile made of it, if anything.
+                wrap_method(component, "__call__", caller.key, caller.around, depth=CALL_DEPTH)
+        self._pipe = pipe
+        try:
+            yield
+            self._tell(type(pipe).__name__)
+        finally:
+            self._pipe = None
+            for cache in self.caches.values():
+                cache.reset()
+
+    def _begin_schedule(self) -> None:
+        for cache in self.caches.values():
+            cache.reset()
+
+    def _around_model(self, name: str) -> Callable[..., Any]:
+        parameters = parameters_of(self.caches[name].module)
+
+        def around(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if torch.compiler.is_compiling() or not self._schedule.active:
+                return call(module, *args, **kwargs)
+            if self._in_callback or self._thread != get_ident():
+                # Of another pipe, which shares the model.
+                return call(module, *args, **kwargs)
+            cache = self.caches[name]
+            given = {**dict(zip(parameters, args, strict=False)), **kwargs}
+            plan = plan_for(cache.module, adapter=self._adapter)
+            concatenated = plan is not None and bool(plan.batched)
+            # Where no pipeline says so, all that may be.
+            guided = concatenated and getattr(self._pipe, "do_classifier_free_guidance", True)
+            hidden_states = given.get("hidden_states")
+            cache.branches = 2 if guided else 1
+            cache.batch = hidden_states.shape[0] if isinstance(hidden_states, torch.Tensor) else 0
+            return cache.run(
+                lambda: call(module, *args, **kwargs), given, lambda branch: self._schedule.step(cache.options, branch)
+            )
+
+        return around
+
+    def remove(self, pipe: Any) -> None:
+        for name, cache in self.caches.items():
+            component = getattr(pipe, name, None)
+            self._step_aside(name, component, uncompiled(component), cache.module)
+            detach(cache)
+
+    def _step_aside(self, name: str, *modules: Any) -> None:
+        """What runs around the model called ``name`` goes."""
+        caller = self._callers.pop(name, None)
+        if caller is None:
+            return
+        site = attach(self.caches[name]) if name in self.caches else None
+        for module in modules:
+            if isinstance(module, nn.Module):
+                if site is not None:
+                    site.remember(module)
+                unwrap(module, caller.key)
+        caller.free()
+
+    def report(self) -> CacheReport:
+        readings = chain.from_iterable(cache.readings for cache in self.caches.values())
+        return CacheReport(rows_of(readings), self.options.rule.name)
+
+    def _tell(self, name: str) -> None:
+        """What a user would want to know of the generation that ended, once each."""
+        rows = self.report().rows
+        asked = [row for row in rows if row.verdict in (Verdict.HIT, Verdict.MISS)]
+        if any(row.verdict is Verdict.NOT_FINITE for row in rows):
+            self._warn(
+                f"the first-block residual of the {name} was zero or not finite at some steps, which were computed: see "
+                "cache_report(pipe)."
+            )
+        if not asked or self.options.residual_diff_threshold == 0.0:
+            return
+        seen = [row.difference for row in asked if row.difference is not None and math.isfinite(row.difference)]
+        ranging = f"differences ranged from {min(seen):.4g} to {max(seen):.4g}" if seen else "no difference was finite"
+        threshold = self.options.residual_diff_threshold
+        if not any(row.hit for row in asked):
+            self._warn(
+                f"the cache of the {name} skipped no step: {ranging}, and residual_diff_threshold is {threshold:g}. Raise it."
+            )
+        elif all(row.hit for row in asked) and not _limited(rows):
+            self._warn(
+                f"the cache of the {name} skipped every step that it could: {ranging}, and residual_diff_threshold is "
+                f"{threshold:g}. Lower it, or set max_consecutive_hits."
+            )
+
+    def _warn(self, message: str) -> None:
+        kind = message.split(":", maxsplit=1)[0]
+        if kind not in self._told:
+            self._told.add(kind)
+            warnings.warn(message, stacklevel=7)
+
+
+def _limited(rows: Any) -> bool:
+    return any(isinstance(row, Row) and row.verdict is Verdict.LIMIT for row in rows)
+
+
+def require_schedule(pipe: Any, options: CacheOptions) -> None:
+    if options.needs_schedule and getattr(pipe, "scheduler", None) is None:
+        raise ValueError(
+            f"{options.needs_schedule[0]} needs a scheduler, and this {original_class(pipe).__name__} has none. Leave it out."
+        )
