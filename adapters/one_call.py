@@ -90,11 +90,7 @@ def _settings(pipe: Any) -> dict[str, Any]:
     caching = caching_of(pipe)
     return {
         **{f"pipe.{name}": _configured(part) for name, part in parts.items() if part is not None},
-        **(
-            {}
-            if caching is None
-            else {"its cache": {name: cache.options.as_text() for name, cache in caching.caches.items()}}
-        ),
+        **({} if caching is None else {"its cache": {name: cache.as_text() for name, cache in caching.caches.items()}}),
     }
 
 

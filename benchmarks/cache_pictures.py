@@ -20,7 +20,7 @@ from diffusers.utils import logging
 
 from benchmarks.environment import write_results
 from para_core.adapters import apply_cache_on_pipe, cache_report, calibrate_cache, remove_cache_from_pipe
-from para_core.adapters.caching.calibration.image_metrics import as_pictures, load_metric
+from para_core.adapters.caching.calibration.image_metrics import as_images, load_metric
 
 PIPELINE = Path(__file__).parent / "tiny_flux" / "pipeline"
 PROMPT = "a large red circle in the centre on a white background"
@@ -74,14 +74,14 @@ def main() -> None:
     pipe.set_progress_bar_config(disable=True)
 
     pictures = {"without the cache": draw(pipe)}
-    reference = as_pictures(pictures["without the cache"])
+    reference = as_images(pictures["without the cache"])
     psnr, ssim = load_metric("psnr"), load_metric("ssim")
     rows: list[dict[str, Any]] = []
     for threshold in THRESHOLDS:
         apply_cache_on_pipe(pipe, residual_diff_threshold=threshold)
         picture = draw(pipe)
         report = cache_report(pipe)
-        found = [as_pictures(picture)]
+        found = [as_images(picture)]
         rows.append(
             {
                 "threshold": threshold,

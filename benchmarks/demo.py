@@ -28,7 +28,7 @@ from benchmarks.launch import launch
 from benchmarks.traffic import TrafficCounter
 from para_core import init_context_parallel_mesh, unified_attention
 from para_core.adapters import apply_cache_on_pipe, cache_report, parallelize_pipe
-from para_core.adapters.caching.calibration.image_metrics import as_pictures, load_metric
+from para_core.adapters.caching.calibration.image_metrics import as_images, load_metric
 
 PIPELINE = Path(__file__).parent / "tiny_flux" / "pipeline"
 PROMPT = "a large red circle in the centre on a white background"
@@ -226,7 +226,7 @@ def steps_of(path: Path) -> Path:
 
 def compare_cached(figures: dict[str, Any]) -> dict[str, Any]:
     """The figures of the cache."""
-    images = [[as_pictures(figures[name])] for name in ("with", "without")]
+    images = [[as_images(figures[name])] for name in ("with", "without")]
     report = figures["report"]
     return {
         "threshold": THRESHOLD,

@@ -9,6 +9,9 @@ if not (_here / "adapters").is_dir():
 
 from para_core.cache.apply import apply_cache, model_cache_report, remove_cache, reset_cache
 from para_core.cache.blocks import CachedBlocks, Stage
+from para_core.cache.decision import Verdict
+from para_core.cache.options import CacheOptions, Forecast, Observation, Rule
+from para_core.cache.report import CacheReport
 from para_core.layout import Segment, SequenceLayout
 from para_core.make_mesh import init_context_parallel_mesh
 from para_core.modes.functional import ring_attention, ulysses_attention, unified_attention
@@ -26,15 +29,20 @@ from para_core.plans.plan import Attention, FirstTokens, Gather, LastTokens, Pla
 __all__ = [
     "Attention",
     "BlockSparseAttnMode",
+    "CacheOptions",
+    "CacheReport",
     "CachedBlocks",
     "ContextParallelConfig",
     "FirstTokens",
+    "Forecast",
     "Gather",
     "InBatchAttnMode",
     "LastTokens",
+    "Observation",
     "ParallelConfig",
     "Plan",
     "RingAttnMode",
+    "Rule",
     "Segment",
     "SequenceLayout",
     "SparseKVAttnMode",
@@ -42,6 +50,7 @@ __all__ = [
     "Stage",
     "UlyssesAttnMode",
     "UnifiedAttnMode",
+    "Verdict",
     "Whole",
     "apply_cache",
     "apply_context_parallel",

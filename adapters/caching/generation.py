@@ -1,10 +1,10 @@
-"""The caches of one pipeline while it runs: whose turn it is, where it is in its schedule, and what its user is told."""
+"""The caches of one pipeline while it runs: whose turn it is, where it is in its schedule, and what its user is warned of."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import wraps
@@ -20,10 +20,11 @@ from para_core.adapters.adapter import Adapter
 from para_core.adapters.caching.schedule import Schedule
 from para_core.adapters.models.supported import plan_for
 from para_core.cache.apply import CALL_DEPTH
-from para_core.cache.attachment import Caller, attach, detach
+from para_core.cache.attachment import Caller
 from para_core.cache.block_cache import BlockCache
-from para_core.cache.options import CacheOptions
-from para_core.cache.report import CacheReport, Row, Verdict, rows_of
+from para_core.cache.decision import Verdict
+from para_core.cache.options import CacheOptions, rule_of
+from para_core.cache.report import CacheReport, Row, rows_of
 from para_core.instance import original_class, uncompiled, unwrap, wrap_method, wrapper
 from para_core.plans.places import parameters_of
 
@@ -48,59 +49,52 @@ class PipelineCache:
         # Of the generation under way.
         self._pipe: Any = None
         self._thread = 0
+        self._paused = False
         # How many callbacks of the user's are under way.
         self._in_callback = 0
-        # Each is told once.
-        self._told: set[str] = set()
+        # Kinds of warnings that were given: each is given once.
+        self._warned: set[str] = set()
 
     def replace(self, caches: dict[str, BlockCache], adapter: Adapter | None) -> None:
         """Other caches from here on. What stands around the models stays, and so do graphs that were compiled with it."""
         before, self.caches, self._adapter = self.caches, caches, adapter
-        self._told = set()
+        self._warned = set()
         for cache in caches.values():
-            attach(cache)
+            cache.attach()
         for name, cache in before.items():
             if name not in caches or caches[name].module is not cache.module:
                 self._step_aside(name, cache.module)
-            detach(cache)
+            cache.detach()
 
-    def set_threshold(self, threshold: float) -> None:
-        """From here on; every other option stays."""
-        self.replace(self._copies(threshold), self._adapter)
+    @property
+    def thresholds(self) -> dict[str, float]:
+        """By the name of the transformer; may be set, and takes effect with the next call."""
+        return {name: cache.threshold for name, cache in self.caches.items()}
 
-    def put_back(self, caches: dict[str, BlockCache]) -> None:
-        """What :attr:`caches` was."""
-        if caches is not self.caches:
-            self.replace(caches, self._adapter)
-
-    def _copies(self, threshold: float) -> dict[str, BlockCache]:
-        return {
-            name: BlockCache(cache.module, cache.blocks, replace(cache.options, residual_diff_threshold=threshold))
-            for name, cache in self.caches.items()
-        }
+    @thresholds.setter
+    def thresholds(self, thresholds: Mapping[str, float]) -> None:
+        self._warned = set()
+        for name, cache in self.caches.items():
+            cache.threshold = thresholds[name]
 
     @contextmanager
-    def taken_off(self, pipe: Any) -> Iterator[None]:
-        """Inside, ``pipe`` has no cache. What stands around the models stays, and so do graphs that were compiled with it."""
-        kept = self._copies(0.0)
-        for cache in kept.values():
-            attach(cache)
-        unwrap(pipe, KEY)
-        self.remove(pipe)
+    def paused(self) -> Iterator[None]:
+        """Inside, the pipe runs without its cache. What stands around the models stays, and so do graphs that were compiled."""
+        self._paused = True
         try:
             yield
         finally:
-            wrap_method(pipe, "__call__", KEY, self.around)
-            for cache in self.caches.values():
-                attach(cache)
-            for cache in kept.values():
-                detach(cache)
+            self._paused = False
 
     @property
     def options(self) -> CacheOptions:
-        return next(iter(self.caches.values())).options
+        """Of the first transformer."""
+        cache = next(iter(self.caches.values()))
+        return replace(cache.options, residual_diff_threshold=cache.threshold)
 
     def around(self, pipe: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._paused:
+            return call(pipe, *args, **kwargs)
         require_schedule(pipe, self.options)
         for name, cache in self.caches.items():
             if uncompiled(getattr(pipe, name, None)) is not cache.module:
@@ -142,7 +136,7 @@ class PipelineCache:
             cache.reset()
             cache.readings.clear()
             # Before the first branch is named: another pipeline with its own first_blocks may have run here.
-            site = attach(cache)
+            site = cache.attach()
             component = getattr(pipe, name)
             if name not in self._callers:
                 self._callers[name] = site.caller(KEY)
@@ -154,7 +148,7 @@ class PipelineCache:
         self._pipe = pipe
         try:
             yield
-            self._tell(type(pipe).__name__)
+            self._warn_of_generation(type(pipe).__name__)
         finally:
             self._pipe = None
             for cache in self.caches.values():
@@ -192,14 +186,14 @@ class PipelineCache:
         for name, cache in self.caches.items():
             component = getattr(pipe, name, None)
             self._step_aside(name, component, uncompiled(component), cache.module)
-            detach(cache)
+            cache.detach()
 
     def _step_aside(self, name: str, *modules: Any) -> None:
         """What runs around the model called ``name`` goes."""
         caller = self._callers.pop(name, None)
         if caller is None:
             return
-        site = attach(self.caches[name]) if name in self.caches else None
+        site = self.caches[name].attach() if name in self.caches else None
         for module in modules:
             if isinstance(module, nn.Module):
                 if site is not None:
@@ -209,10 +203,10 @@ class PipelineCache:
 
     def report(self) -> CacheReport:
         readings = chain.from_iterable(cache.readings for cache in self.caches.values())
-        return CacheReport(rows_of(readings), self.options.rule.name)
+        return CacheReport(rows_of(readings), rule_of(self.options.rule).name)
 
-    def _tell(self, name: str) -> None:
-        """What a user would want to know of the generation that ended, once each."""
+    def _warn_of_generation(self, name: str) -> None:
+        """Warnings about the generation that ended, each kind once."""
         rows = self.report().rows
         asked = [row for row in rows if row.verdict in (Verdict.HIT, Verdict.MISS)]
         if any(row.verdict is Verdict.NOT_FINITE for row in rows):
@@ -237,8 +231,8 @@ class PipelineCache:
 
     def _warn(self, message: str) -> None:
         kind = message.split(":", maxsplit=1)[0]
-        if kind not in self._told:
-            self._told.add(kind)
+        if kind not in self._warned:
+            self._warned.add(kind)
             warnings.warn(message, stacklevel=7)
 
 

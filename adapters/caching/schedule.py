@@ -1,4 +1,4 @@
-"""Where in its schedule a pipeline is, as told by its scheduler."""
+"""Where in its schedule a pipeline is, as its scheduler shows."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from para_core.cache.decision import Step
+from para_core.cache.decision import Step, Verdict
 from para_core.cache.options import CacheOptions
-from para_core.cache.report import Verdict
 from para_core.instance import original_class, unwrap, wrap_method
 
 _KEY = "cache"
@@ -97,7 +96,7 @@ class Schedule:
             index=index,
             total=total,
             time=times[index] if times else 0.0,
-            must_compute=Verdict.SCHEDULE if outside or last else None,
+            forced=Verdict.SCHEDULE if outside or last else None,
         )
 
     def _restart(self) -> None:

@@ -10,11 +10,11 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from para_core.cache.attachment import Caller, attach, detach
+from para_core.cache.attachment import Caller
 from para_core.cache.block_cache import BlockCache
 from para_core.cache.blocks import CachedBlocks
 from para_core.cache.decision import Step
-from para_core.cache.options import CacheOptions, Policy, Rule, rule_of
+from para_core.cache.options import CacheOptions, options_of, rule_of, shows_options
 from para_core.cache.report import CacheReport, rows_of
 from para_core.instance import uncompiled, unwrap, wrap_method, wrapper
 from para_core.mesh import sequence_mesh
@@ -27,19 +27,9 @@ _KEY = "cache of the model"
 CALL_DEPTH = -1
 
 
+@shows_options()
 def apply_cache(
-    model: Model,
-    blocks: CachedBlocks,
-    *,
-    residual_diff_threshold: float,
-    mesh: DeviceMesh | ProcessGroup | None = None,
-    warmup_steps: int = 0,
-    max_consecutive_hits: int | None = None,
-    first_blocks: int = 1,
-    last_blocks: int = 0,
-    downsample: int = 1,
-    rule: str | Rule = "first_block",
-    policy: Policy | None = None,
+    model: Model, blocks: CachedBlocks, *, mesh: DeviceMesh | ProcessGroup | None = None, **options: Any
 ) -> Model:
     """Skip blocks of ``model`` while the residual of its first one hardly changes; for a denoising loop of your own.
 
@@ -50,29 +40,28 @@ def apply_cache(
     Args:
         model: any module; what ``torch.compile`` makes of it later runs with the cache, too.
         blocks: its block stack.
-        residual_diff_threshold: skip where mean|change| / mean|last| of the first-block residual is below it.
         mesh: ranks that hold parts of one sequence and decide together. Left out: those of the plan that was applied, or of
             the mode around the call; what is compiled under a mode of yours needs it.
-        warmup_steps, max_consecutive_hits, first_blocks, last_blocks, downsample, rule, policy: see
-            ``apply_cache_on_pipe``.
+        **options: each of :class:`CacheOptions`, of which ``residual_diff_threshold`` is needed. What follows a schedule needs
+            a pipeline.
 
     Returns:
         ``model``.
+
+    Raises:
+        TypeError, ValueError: an option does not fit, or the model has no such blocks.
     """
     module: Any = uncompiled(model)
+    given = options_of("apply_cache", options)
+    if given.needs_schedule:
+        name = given.needs_schedule[0]
+        raise ValueError(
+            f"{name}={getattr(given, name)!r} was given, which reads pipe.scheduler; a model alone has no schedule. Leave it out, "
+            "or use apply_cache_on_pipe(pipe, ...)."
+        )
     remove_cache(model)
-    options = CacheOptions(
-        residual_diff_threshold,
-        warmup_steps=warmup_steps,
-        max_consecutive_hits=max_consecutive_hits,
-        first_blocks=first_blocks,
-        last_blocks=last_blocks,
-        downsample=downsample,
-        rule=rule_of(rule),
-        policy=policy,
-    )
-    cache = BlockCache(module, blocks, options, None if mesh is None else sequence_mesh(mesh))
-    site = attach(cache)
+    cache = BlockCache(module, blocks, given, None if mesh is None else sequence_mesh(mesh))
+    site = cache.attach()
     site.resident = cache
     caller = site.caller(_KEY)
     parameters = parameters_of(module)
@@ -81,8 +70,8 @@ def apply_cache(
         if torch.compiler.is_compiling():
             cache.find_mesh()
             return call(called, *args, **kwargs)
-        given = {**dict(zip(parameters, args, strict=False)), **kwargs}
-        return cache.run(lambda: call(called, *args, **kwargs), given, lambda _: Step())
+        arguments = {**dict(zip(parameters, args, strict=False)), **kwargs}
+        return cache.run(lambda: call(called, *args, **kwargs), arguments, lambda _: Step())
 
     caller.run, caller.cache = run, cache
     wrap_method(model, "__call__", caller.key, caller.around, depth=CALL_DEPTH)
@@ -93,12 +82,12 @@ def remove_cache(model: Model) -> Model:
     """Undo :func:`apply_cache`; returns ``model``, which is then what it was before."""
     for module in (model, uncompiled(model)):
         caller = _caller_of(module)
-        if caller is not None and caller.cache is not None:
-            cache = caller.cache
-            attach(cache).remember(module)
+        cache = _cache_of(module)
+        if caller is not None and cache is not None:
+            cache.attach().remember(module)
             unwrap(module, caller.key)
             caller.free()
-            detach(cache)
+            cache.detach()
     return model
 
 
@@ -112,7 +101,7 @@ def reset_cache(model: nn.Module) -> None:
 def model_cache_report(model: nn.Module) -> CacheReport:
     """What the cache of ``model`` did since :func:`reset_cache`, in calls of ``model`` itself."""
     cache = _required(model)
-    return CacheReport(rows_of(cache.readings), cache.options.rule.name)
+    return CacheReport(rows_of(cache.readings), rule_of(cache.options.rule).name)
 
 
 def held_bytes(model: nn.Module) -> int:
@@ -137,7 +126,8 @@ def _required(model: nn.Module) -> BlockCache:
 
 def _cache_of(module: nn.Module) -> BlockCache | None:
     caller = _caller_of(module)
-    return None if caller is None else caller.cache
+    found = None if caller is None else caller.cache
+    return found if isinstance(found, BlockCache) else None
 
 
 def _caller_of(module: nn.Module) -> Caller | None:

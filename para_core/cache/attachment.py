@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
@@ -15,14 +15,32 @@ from torch import nn
 from para_core.cache.blocks import Role
 from para_core.instance import Around, unwrap, wrap_alike, wrap_method, wrapper
 
-if TYPE_CHECKING:
-    from para_core.cache.block_cache import BlockCache
-
 _KEY = "cache"
 # Inside of what a plan does at a block: it cuts what the first one is given.
 _BLOCK_DEPTH = 1
 # An attribute of a model whose graphs were compiled with a cache that was removed.
 _REMEMBERED = "_para_core_cache"
+
+
+# Each block at which something is done, in the order in which they run.
+Roles = list[tuple[nn.Module, Role]]
+
+
+class RunsBlocks(Protocol):
+    """A cache, as far as what stands around a model knows it."""
+
+    def run_block(
+        self,
+        role: Role,
+        block: nn.Module,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """In place of ``call(block, *args, **kwargs)``."""
+
+    def in_branch(self, name: str) -> AbstractContextManager[None]:
+        """Inside, calls of the model are of the branch ``name``."""
 
 
 class Site:
@@ -34,12 +52,12 @@ class Site:
 
     def __init__(self) -> None:
         # Of the call under way, and the thread that makes it; and of calls that no pipeline makes.
-        self.running: BlockCache | None = None
+        self.running: RunsBlocks | None = None
         self.thread = 0
-        self.resident: BlockCache | None = None
+        self.resident: RunsBlocks | None = None
         self._local = threading.local()
         # Those for which it stands.
-        self.owners: WeakSet[BlockCache] = WeakSet()
+        self.owners: WeakSet[Any] = WeakSet()
         self.attachments: list[Attachment] = []
         self.callers: list[Caller] = []
         self.traced = False
@@ -69,19 +87,16 @@ class Site:
     def _make_named(self) -> Around:
         @contextmanager
         def named(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Iterator[None]:
-            before, resident = self.branch, self.resident
-            self._local.branch = str(args[0] if args else kwargs["name"])
-            held = None if resident is None else resident.state
-            if resident is not None:
-                # For a graph of the whole model, which does not ask for the branch.
-                resident.state = resident.state_of(str(self.branch))
+            before, name = self.branch, str(args[0] if args else kwargs["name"])
+            self._local.branch = name
             try:
-                with call(module, *args, **kwargs):
+                with (
+                    nullcontext() if self.resident is None else self.resident.in_branch(name),
+                    call(module, *args, **kwargs),
+                ):
                     yield
             finally:
                 self._local.branch = before
-                if resident is not None and held is not None:
-                    resident.state = held
 
         return named
 
@@ -96,7 +111,7 @@ class Caller:
     def __init__(self, key: str) -> None:
         self.key = key
         self.run: Around | None = None
-        self.cache: BlockCache | None = None
+        self.cache: object = None
 
         def around(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return call(module, *args, **kwargs) if self.run is None else self.run(module, call, args, kwargs)
@@ -111,12 +126,12 @@ class Caller:
 class Attachment:
     """What stands around the blocks of one model, for caches of the same roles."""
 
-    def __init__(self, site: Site, cache: BlockCache) -> None:
+    def __init__(self, site: Site, module: nn.Module, roles: Roles) -> None:
         self.site = site
-        self.roles = cache.roles
-        self._module = cache.module
+        self.roles = roles
+        self._module = module
         self._alike: dict[Role, list[nn.Module]] = {}
-        for block, role in cache.roles:
+        for block, role in roles:
             self._alike.setdefault(role, []).append(block)
         self._arounds = {role: self._around_block(role) for role in self._alike}
 
@@ -127,7 +142,7 @@ class Attachment:
             cache = site.running or site.resident
             # A pipe without a cache may use the model in another thread.
             elsewhere = not torch.compiler.is_compiling() and site.running is not None and site.thread != get_ident()
-            if elsewhere or cache is None or cache.idle:
+            if elsewhere or cache is None:
                 return call(block, *args, **kwargs)
             return cache.run_block(role, block, call, args, kwargs)
 
@@ -157,37 +172,40 @@ class _Remembered:
         return _Remembered, ()
 
 
-def attach(cache: BlockCache) -> Site:
-    """The site of ``cache``'s model, with what stands around its blocks: what stood there, if it fits."""
-    standing = _attachment_at(cache.roles[0][0])
-    site = _site_of(cache.module, standing)
-    if standing is None or standing.roles != cache.roles:
+def attach(module: nn.Module, roles: Roles, cache: RunsBlocks) -> Site:
+    """The site of ``module``, with what stands around its blocks for ``cache``: what stood there, if it fits."""
+    standing = _attachment_at(roles[0][0])
+    site = _site_of(module, standing)
+    if standing is None or standing.roles != roles:
         if standing is not None:
             standing.remove()
-        found = next((known for known in site.attachments if known.roles == cache.roles), None)
+        found = next((known for known in site.attachments if known.roles == roles), None)
         if found is None:
-            found = Attachment(site, cache)
+            found = Attachment(site, module, roles)
             site.attachments.append(found)
         found.install()
     site.owners.add(cache)
     return site
 
 
-def detach(cache: BlockCache) -> None:
-    """Undo :func:`attach`, unless another cache runs on the same model."""
-    cache.reset()
-    standing = _attachment_at(cache.roles[0][0])
+def detach(module: nn.Module, roles: Roles, cache: RunsBlocks, *, traced: bool) -> None:
+    """Undo :func:`attach`, unless another cache runs on the same model.
+
+    Args:
+        traced: a graph was compiled with it.
+    """
+    standing = _attachment_at(roles[0][0])
     if standing is None:
         return
     site = standing.site
-    site.traced = site.traced or cache.traced
+    site.traced = site.traced or traced
     site.owners.discard(cache)
     if site.resident is cache:
         site.resident = None
     if not site.owners:
         standing.remove()
         if site.traced:
-            cache.module.__dict__[_REMEMBERED] = _Remembered(site)
+            module.__dict__[_REMEMBERED] = _Remembered(site)
 
 
 def _site_of(module: nn.Module, standing: Attachment | None) -> Site:

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from para_core.instance import original_class
 from para_core.plans.places import parameters_of
 
 
@@ -152,3 +153,21 @@ def argument(name: str, parameters: tuple[str, ...], args: tuple[Any, ...], kwar
         return kwargs[name]
     place = parameters.index(name)
     return args[place] if place < len(args) else None
+
+
+def as_tuple(output: Any) -> tuple[Any, ...]:
+    return (output,) if isinstance(output, Tensor) else tuple(output)
+
+
+def like(role: Role, values: tuple[Any, ...]) -> Any:
+    return values[0] if len(role.streams) == 1 else values
+
+
+def require_streams(role: Role, block: nn.Module, given: tuple[Any, ...], returned: tuple[Any, ...]) -> None:
+    """Raise unless a block returned its streams in the order that its role names."""
+    before, after = ([None if x is None else tuple(x.shape) for x in tensors] for tensors in (given, returned))
+    if len(before) != len(after) or any(x != y for x, y in zip(before, after, strict=False) if None not in (x, y)):
+        raise ValueError(
+            f"{original_class(block).__name__} was given {role.streams} of shapes {before}, and returned shapes {after}. Name "
+            "in Stage(streams=...) the parameters whose changed values it returns, in the order in which it returns them."
+        )

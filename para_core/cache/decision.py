@@ -1,19 +1,36 @@
-"""Whether the blocks that follow are skipped at a step: in eager code, or by tensors in a compiled graph."""
+"""Whether the blocks behind the first are skipped at a step: decided by Python's numbers, or by tensors in a graph."""
 
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from enum import IntEnum
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from para_core.cache.options import CacheOptions, Observation
-from para_core.cache.report import Observed, Verdict
-from para_core.cache.residuals import BranchState
+from para_core.cache.options import CacheOptions, Number, Observation, rule_of
 from para_core.collectives import all_gather
 from para_core.mesh import SequenceMesh
+
+
+class Verdict(IntEnum):
+    """Why a step was skipped or computed."""
+
+    HIT = 0
+    MISS = 1
+    # The first step of a branch, or one of warmup_steps.
+    WARMUP = 2
+    # max_consecutive_hits was reached.
+    LIMIT = 3
+    # Outside of start and end, or the last step.
+    SCHEDULE = 4
+    # The difference was no finite number.
+    NOT_FINITE = 5
+
 
 # As numbers, which a graph can hold.
 _HIT, _MISS, _WARMUP, _LIMIT, _NOT_FINITE = (
@@ -28,20 +45,131 @@ class Step:
     Args:
         index, total: of the steps of the schedule; a call by hand has no schedule.
         time: on the schedule's own scale.
-        must_compute: why this step is not to be skipped, if so.
+        forced: the verdict, where the step is not asked for.
     """
 
     index: int = 0
     total: int = 1
     time: float = 0.0
-    must_compute: Verdict | None = None
+    forced: Verdict | None = None
 
-    def numbers(self, options: CacheOptions, device: torch.device) -> Tensor:
-        """For graphs, which then serve every number: whether to compute, time, index, total, threshold, warm-up, limit. Float64."""
+
+class Terms(NamedTuple):
+    """By what a call is decided. In a graph 0-dim float64 tensors, so that one graph serves all values."""
+
+    forced: Number  # a Verdict; 0: it is to be asked
+    time: Number
+    step: Number
+    num_steps: Number
+    threshold: Number
+    warmup_steps: Number
+    max_consecutive_hits: Number
+
+    @staticmethod
+    def of(step: Step, options: CacheOptions, threshold: float) -> Terms:
         limit = math.inf if options.max_consecutive_hits is None else options.max_consecutive_hits
-        numbers = [float(self.must_compute or 0), self.time, self.index, self.total]
-        numbers += [options.residual_diff_threshold, options.warmup_steps, limit]
-        return torch.tensor(numbers, dtype=torch.float64).to(device, non_blocking=True)
+        forced = float(step.forced or 0)
+        return Terms(forced, step.time, step.index, step.total, threshold, options.warmup_steps, limit)
+
+    def tensor(self, device: torch.device) -> Tensor:
+        """Float64, one number per field."""
+        return torch.tensor(self, dtype=torch.float64).to(device, non_blocking=True)
+
+
+class Counts(NamedTuple):
+    """What is counted of one branch.
+
+    Args:
+        calls, hits, hits_in_a_row: so far; the last since the last computed call.
+        times: of the last computed steps, newest first; 0 where there are none yet.
+    """
+
+    calls: Number
+    hits: Number
+    hits_in_a_row: Number
+    times: tuple[Number, ...]
+
+    @property
+    def computed(self) -> Number:
+        return self.calls - self.hits
+
+    def after(self, skip: Any, time: Number, where: Where) -> Counts:
+        """Behind a call at ``time`` that was skipped, or computed."""
+        return Counts(
+            self.calls + 1,
+            where(skip, self.hits + 1, self.hits),
+            where(skip, self.hits_in_a_row + 1, 0.0),
+            tuple([where(skip, old, new) for old, new in zip(self.times, (time, *self.times[:-1]), strict=True)]),
+        )
+
+
+# where(condition, one, other): of numbers, or of 0-dim tensors.
+Where = Callable[[Any, Any, Any], Any]
+
+
+def _where(condition: bool, one: Any, other: Any) -> Any:
+    return one if condition else other
+
+
+def _unasked(terms: Terms, counts: Counts, where: Where) -> Number:
+    """The verdict for which the residual need not be looked at; 0 where it is to be asked."""
+    found: Number = where(counts.hits_in_a_row >= terms.max_consecutive_hits, _LIMIT, 0.0)
+    found = where(counts.calls < terms.warmup_steps, _WARMUP, found)
+    return where(terms.forced > 0, terms.forced, found)  # type: ignore[no-any-return]
+
+
+class Observed(NamedTuple):
+    """What a call was decided by; tensors if a graph decided.
+
+    Args:
+        differences: of each sample; None: not asked for.
+        verdict: a ``Verdict``, or its number.
+    """
+
+    differences: Any
+    verdict: Any
+
+
+class Stopwatch:
+    """Seconds of what runs until :meth:`stop`, without waiting for an accelerator."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events: tuple[Any, Any] | None = None
+        self._seconds = 0.0
+        if device.type == "cuda":
+            self._events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            self._events[0].record()
+        self._start = time.perf_counter()
+
+    def stop(self) -> Stopwatch:
+        self._seconds = time.perf_counter() - self._start
+        if self._events is not None:
+            self._events[1].record()
+        return self
+
+    @property
+    def seconds(self) -> float:
+        if self._events is None:
+            return self._seconds
+        begin, end = self._events
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A call as it was observed; reading its tensors, or its seconds, may wait for an accelerator.
+
+    Args:
+        branches: those that the call held, each with as many of the ``samples``.
+    """
+
+    step: int
+    branches: list[str]
+    samples: int
+    threshold: float
+    observed: Observed
+    stopwatch: Stopwatch
 
 
 @dataclass(frozen=True)
@@ -50,104 +178,120 @@ class Question:
     Args:
         sample: of the first-block residual of this rank's tokens, what is compared; ``[B, ...]``. Each sample of the batch is
             compared with itself, and one that changed much is enough to compute all: a graph cannot skip half a batch.
-        step, step_numbers: where in the schedule; the second for graphs.
+        options: the rule, and the policy.
+        terms: numbers, or for a graph the tensor of them.
         mesh: ranks that hold parts of one sequence, and decide alike.
     """
 
     sample: Tensor
     options: CacheOptions
-    step: Step
-    step_numbers: Tensor
+    terms: Terms | Tensor
     mesh: SequenceMesh | None
 
-    @property
-    def num_residuals(self) -> int:
-        return self.options.forecast_order + 1
+    def differences(self, first: Tensor) -> Tensor:
+        """``[B]`` differences to ``first``, the same on all ranks that hold parts of this sequence."""
+        rule = rule_of(self.options.rule)
+        sums = rule.sums(self.sample.flatten(1), first.flatten(1))
+        # Every rank adds up the same numbers in the same order, so none decides by another rounding.
+        for dim in () if self.mesh is None else self.mesh.dims:
+            if dim.size > 1:
+                sums = all_gather(sums[None], [1] * dim.size, 0, dim).sum(dim=0)
+        return rule.difference(sums)
 
-
-def begin(state: BranchState, asked: Question, traced: bool) -> Observed:
-    """The first call of a branch: computed."""
-    sample = asked.sample
-    state.first, state.traced = sample.contiguous(), traced
-    if traced:
-        # One call, no hit in a row, one computed; the time of this one.
-        counted = sample.new_tensor([1.0, 0.0, 1.0], dtype=torch.float64)
-        later = torch.zeros(asked.num_residuals - 1, dtype=torch.float64, device=sample.device)
-        state.numbers = torch.cat([counted, asked.step_numbers[1:2], later])
-    else:
-        state.calls, state.hits_in_a_row = 1, 0
-        state.times = [asked.step.time]
-    return None, Verdict.WARMUP
-
-
-def decide_now(state: BranchState, asked: Question, first: Tensor) -> tuple[bool, Observed]:
-    """In eager code. The host waits for the device at most once, and not where the residual is not asked for."""
-    options, step = asked.options, asked.step
-    verdict = step.must_compute
-    differences: list[float] | None = None
-    if verdict is None and state.calls < options.warmup_steps:
-        verdict = Verdict.WARMUP
-    limit = options.max_consecutive_hits
-    if verdict is None and limit is not None and state.hits_in_a_row >= limit:
-        verdict = Verdict.LIMIT
-    if verdict is None:
-        differences = _measure(asked, first).tolist()
-        verdict = _verdict(state, asked, differences)
-    state.calls += 1
-    skip = verdict is Verdict.HIT
-    state.hits_in_a_row = state.hits_in_a_row + 1 if skip else 0
-    if not skip:
-        state.times = [step.time, *state.times][: asked.num_residuals]
-        state.first = asked.sample.contiguous()
-    return skip, (differences, verdict)
-
-
-def _verdict(state: BranchState, asked: Question, differences: list[float]) -> Verdict:
-    if not all(math.isfinite(x) for x in differences):
-        return Verdict.NOT_FINITE
-    largest, threshold, step = max(differences), asked.options.residual_diff_threshold, asked.step
-    may_skip: Any = largest < threshold
-    if asked.options.policy is not None:
-        may_skip = asked.options.ask_policy(
-            Observation(largest, threshold, step.index, step.total, state.hits_in_a_row)
+    def may_skip(self, largest: Number, terms: Terms, counts: Counts) -> Any:
+        """What the threshold says of the largest difference, or the policy."""
+        if self.options.policy is None:
+            return largest < terms.threshold
+        return self.options.ask_policy(
+            Observation(largest, terms.threshold, terms.step, terms.num_steps, counts.hits_in_a_row)
         )
-    return Verdict.HIT if bool(may_skip) else Verdict.MISS
 
 
-def decide_in_graph(state: BranchState, asked: Question, first: Tensor) -> tuple[Tensor, Observed]:
-    """The same while a graph is traced: its state is changed in place."""
-    options, numbers = asked.options, state.numbers
-    if numbers is None:
-        raise RuntimeError("the state of a cache has no numbers; reset_cache(model) makes it anew.")
-    forced, time, index, total, threshold, warmup_steps, limit = asked.step_numbers.unbind()
-    calls, hits_in_a_row, computed = numbers[:3].unbind()
-    times = numbers[3:]
-    differences = _measure(asked, first).double()
-    largest = differences.max()
-    may_skip: Any = largest < threshold
-    if options.policy is not None:
-        may_skip = options.ask_policy(Observation(largest, threshold, index, total, hits_in_a_row))
-        may_skip = torch.as_tensor(may_skip, device=first.device)
-    verdict = torch.where(may_skip, _HIT, _MISS)
-    verdict = torch.where(differences.isfinite().all(), verdict, _NOT_FINITE)
-    verdict = torch.where(hits_in_a_row >= limit, _LIMIT, verdict)
-    verdict = torch.where(calls < warmup_steps, _WARMUP, verdict)
-    verdict = torch.where(forced > 0, forced.to(verdict.dtype), verdict)
-    skip = verdict == _HIT
-    hits_in_a_row = torch.where(skip, hits_in_a_row + 1, 0.0)
-    counted = torch.stack([calls + 1, hits_in_a_row, torch.where(skip, computed, computed + 1)])
-    times = torch.where(skip, times, torch.cat([time[None], times[:-1]]))
-    numbers.copy_(torch.cat([counted, times]))
-    first.copy_(torch.where(skip, first, asked.sample))
-    return skip, (differences, verdict)
+class Decider(Protocol):
+    """Decides for one branch; begins with a call that was computed.
+
+    Attributes:
+        first: the first-block residual that the next one is compared with, sampled.
+    """
+
+    first: Tensor
+
+    def decide(self, asked: Question) -> tuple[Any, Observed]:
+        """Whether to skip, and by what it was decided."""
+
+    def weights(self, asked: Question) -> list[Any]:
+        """Of the stored residuals in the forecast for this call, newest first; after :meth:`decide`."""
 
 
-def _measure(asked: Question, first: Tensor) -> Tensor:
-    """``[B]`` differences, the same on all ranks that hold parts of this sequence."""
-    rule = asked.options.rule
-    sums = rule.sums(asked.sample.flatten(1), first.flatten(1))
-    # Every rank adds up the same numbers in the same order, so none decides by another rounding.
-    for dim in () if asked.mesh is None else asked.mesh.dims:
-        if dim.size > 1:
-            sums = all_gather(sums[None], [1] * dim.size, 0, dim).sum(dim=0)
-    return rule.difference(sums)
+class NumberDecider:
+    """In eager code. The host waits for the device at most once per call, and not where the residual is not asked for."""
+
+    def __init__(self, asked: Question) -> None:
+        terms: Any = asked.terms
+        later = [0.0] * (asked.options.num_residuals - 1)
+        self.first = asked.sample.contiguous()
+        self._counts = Counts(1, 0, 0, (terms.time, *later))
+
+    def decide(self, asked: Question) -> tuple[bool, Observed]:
+        terms: Any = asked.terms
+        counts = self._counts
+        verdict = Verdict(int(_unasked(terms, counts, _where)))
+        differences: list[float] | None = None
+        if verdict is Verdict.HIT:
+            differences = asked.differences(self.first).tolist()
+            verdict = Verdict.NOT_FINITE
+            if all(math.isfinite(x) for x in differences):
+                verdict = Verdict.HIT if bool(asked.may_skip(max(differences), terms, counts)) else Verdict.MISS
+        skip = verdict is Verdict.HIT
+        self._counts = counts.after(skip, terms.time, _where)
+        if not skip:
+            self.first = asked.sample.contiguous()
+        return skip, Observed(differences, verdict)
+
+    def weights(self, asked: Question) -> list[float]:
+        if asked.options.num_residuals == 1:
+            return [1.0]
+        terms: Any = asked.terms
+        numbers = self._counts.times, terms.time, self._counts.computed
+        times, now, computed = (torch.tensor(x, dtype=torch.float64) for x in numbers)
+        found: list[float] = asked.options.forecast.weights(times, now, computed).tolist()
+        return found
+
+
+class TensorDecider:
+    """In a graph, where what it holds is changed in place."""
+
+    def __init__(self, asked: Question) -> None:
+        self.first = asked.sample.contiguous()
+        # Calls, hits, hits in a row; times.
+        begun = self.first.new_tensor([1.0, 0.0, 0.0], dtype=torch.float64)
+        later = torch.zeros(asked.options.num_residuals - 1, dtype=torch.float64, device=self.first.device)
+        given: Any = asked.terms
+        self._numbers = torch.cat([begun, given[1:2], later])
+
+    @property
+    def _counts(self) -> Counts:
+        calls, hits, hits_in_a_row, *times = self._numbers.unbind()
+        return Counts(calls, hits, hits_in_a_row, tuple(times))
+
+    def decide(self, asked: Question) -> tuple[Tensor, Observed]:
+        given: Any = asked.terms
+        terms, counts, first = Terms(*given.unbind()), self._counts, self.first
+        differences = asked.differences(first).double()
+        may_skip = torch.as_tensor(asked.may_skip(differences.max(), terms, counts), device=first.device)
+        verdict = torch.where(may_skip, _HIT, _MISS)
+        verdict = torch.where(differences.isfinite().all(), verdict, _NOT_FINITE)
+        unasked: Any = _unasked(terms, counts, torch.where)
+        verdict = torch.where(unasked > 0, unasked.to(verdict.dtype), verdict)
+        skip = verdict == _HIT
+        counted: Any = counts.after(skip, terms.time, torch.where)
+        self._numbers.copy_(torch.stack([*counted[:3], *counted.times]))
+        first.copy_(torch.where(skip, first, asked.sample))
+        return skip, Observed(differences, verdict)
+
+    def weights(self, asked: Question) -> list[Any]:
+        if asked.options.num_residuals == 1:
+            return [1.0]
+        given: Any = asked.terms
+        computed: Any = self._counts.computed
+        return list(asked.options.forecast.weights(self._numbers[3:], given[1], computed).unbind())

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ Number = float | Tensor
 
 @dataclass(frozen=True)
 class Rule:
-    """How much a step differs from an earlier one, told from what its first block does.
+    """How much a step differs from an earlier one, judged by what its first block does.
 
     What is compared, ``now`` and ``before``, are the first-block residuals ``[B, S, C]`` of this rank's tokens; the rule
     gives sums over them, which the ranks add up, and a number made of these.
@@ -66,6 +67,31 @@ def rule_of(rule: str | Rule) -> Rule:
     if rule not in RULES:
         raise ValueError(f"rule is {rule!r}; expected one of {', '.join(map(repr, RULES))}, or a Rule.")
     return RULES[rule]
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """How the residual of a skipped step is forecast from those of the last computed ones.
+
+    Args:
+        name: in reports and messages.
+        num_residuals: so many are stored, at least 1.
+        weights: ``weights(times, now, known)``: of the stored residuals in their sum, ``[num_residuals]``. ``times``: of the
+            stored ones, newest first, ``[num_residuals]``; ``now``: of the step to forecast; ``known``: how many there are so
+            far, 0-dim. All float64 tensors, on the device in a compiled graph: no branch on their values.
+        source: who published it.
+    """
+
+    name: str
+    num_residuals: int
+    weights: Callable[[Tensor, Tensor, Tensor], Tensor]
+    source: str
+
+
+def taylor(order: int) -> Forecast:
+    """The residuals of the last ``order + 1`` computed steps, extrapolated in the schedule's time; 0 adds the last one."""
+    source = "First Block Cache" if order == 0 else "TaylorSeer (arXiv:2503.06923), eq. 9"
+    return Forecast(f"taylor {order}", order + 1, forecast_weights, source)
 
 
 def forecast_weights(times: Tensor, now: Tensor, known: Tensor) -> Tensor:
@@ -128,7 +154,24 @@ SCHEDULED = ("always_compute_last", "start", "end", "forecast_order")
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """See ``apply_cache_on_pipe``, which has the same."""
+    """What a user can set of a cache; each is a keyword argument of what applies one.
+
+    Args:
+        residual_diff_threshold: skip where mean|change| / mean|last| of the first-block residual is below it. Larger is faster
+            and less like the original; 0 computes all.
+        warmup_steps: so many first steps of each branch are computed; the first one always is.
+        max_consecutive_hits: after so many skipped steps one is computed.
+        always_compute_last: compute the last step of the schedule.
+        start, end: skip only between these fractions of the schedule's steps.
+        first_blocks: so many first blocks always run, and the residual is that of all of them together.
+        last_blocks: so many last blocks always run.
+        forecast_order: 0 adds the stored residual; 1 and 2 extrapolate it in the schedule's time through the last two or
+            three computed steps.
+        downsample: compare every n-th channel only.
+        rule: ``"first_block"``, or a ``Rule`` of your own.
+        policy: decides instead of the threshold: called with an ``Observation``, returns whether to skip. In a compiled
+            graph its numbers are 0-dim tensors.
+    """
 
     residual_diff_threshold: float
     warmup_steps: int = 0
@@ -140,10 +183,11 @@ class CacheOptions:
     last_blocks: int = 0
     forecast_order: int = 0
     downsample: int = 1
-    rule: Rule = FIRST_BLOCK
+    rule: str | Rule = "first_block"
     policy: Policy | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "rule", rule_of(self.rule))
         _require_number("residual_diff_threshold", self.residual_diff_threshold, at_least=0.0)
         _require_int("warmup_steps", self.warmup_steps, at_least=0)
         if self.max_consecutive_hits is not None:
@@ -180,13 +224,69 @@ class CacheOptions:
         """By name, for comparing ranks."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         policy = getattr(self.policy, "__qualname__", type(self.policy).__name__)
-        return {name: str(value) for name, value in {**values, "rule": self.rule.name, "policy": policy}.items()}
+        return {
+            name: str(value) for name, value in {**values, "rule": rule_of(self.rule).name, "policy": policy}.items()
+        }
+
+    @property
+    def forecast(self) -> Forecast:
+        return taylor(self.forecast_order)
+
+    @property
+    def num_residuals(self) -> int:
+        """So many are stored of each stream."""
+        return self.forecast_order + 1
 
     @property
     def needs_schedule(self) -> tuple[str, ...]:
         """Names of the options that were set and cannot be followed without a scheduler."""
         defaults = {field.name: field.default for field in fields(self)}
         return tuple(name for name in SCHEDULED if getattr(self, name) != defaults[name])
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def shows_options(**defaults: Any) -> Callable[[Function], Function]:
+    """Show each option in the signature of a function that takes them as ``**options``.
+
+    Args:
+        defaults: where they are not those of :class:`CacheOptions`.
+    """
+
+    def show(function: Function) -> Function:
+        signature = inspect.signature(function)
+        own = [known for known in signature.parameters.values() if known.kind is not known.VAR_KEYWORD]
+        options = [
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=defaults.get(
+                    field.name, inspect.Parameter.empty if field.default is MISSING else field.default
+                ),
+                annotation=field.type,
+            )
+            for field in fields(CacheOptions)
+        ]
+        function.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
+        return function
+
+    return show
+
+
+def options_of(function: str, given: Mapping[str, Any]) -> CacheOptions:
+    """The options that ``function`` was given.
+
+    Raises:
+        TypeError, ValueError: there is no such option, the threshold is missing, or a value does not fit.
+    """
+    names = [field.name for field in fields(CacheOptions)]
+    unknown = [name for name in given if name not in names]
+    if unknown:
+        raise TypeError(f"{function} has no option {unknown[0]!r}; its options are {', '.join(names)}.")
+    if "residual_diff_threshold" not in given:
+        raise TypeError(f"{function} needs residual_diff_threshold=; 0.08 is one for FLUX.1-dev.")
+    return CacheOptions(**given)
 
 
 def _require_int(name: str, value: Any, at_least: int, at_most: int | None = None) -> None:

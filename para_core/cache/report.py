@@ -4,117 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor
 
-
-class Verdict(IntEnum):
-    """Why a step was skipped or computed."""
-
-    HIT = 0
-    MISS = 1
-    # The first step of a branch, or one of warmup_steps.
-    WARMUP = 2
-    # max_consecutive_hits was reached.
-    LIMIT = 3
-    # Outside of start and end, or the last step.
-    SCHEDULE = 4
-    # The difference was no finite number.
-    NOT_FINITE = 5
-
-
-class Stopwatch:
-    """Seconds of what runs until :meth:`stop`, without waiting for an accelerator."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._events: tuple[Any, Any] | None = None
-        self._seconds = 0.0
-        if device.type == "cuda":
-            self._events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            self._events[0].record()
-        self._start = time.perf_counter()
-
-    def stop(self) -> Stopwatch:
-        self._seconds = time.perf_counter() - self._start
-        if self._events is not None:
-            self._events[1].record()
-        return self
-
-    @property
-    def seconds(self) -> float:
-        if self._events is None:
-            return self._seconds
-        begin, end = self._events
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3
-
-
-# Of one call: the difference of each sample (None: not asked for), and the verdict; tensors if a graph decided.
-Observed = tuple[Any, Any]
-
-
-class Reading:
-    """A call as it was observed; reading it may wait for an accelerator."""
-
-    def __init__(
-        self,
-        step: int,
-        branches: list[str],
-        samples: int,
-        threshold: float,
-        observed: Observed,
-        stopwatch: Stopwatch,
-    ) -> None:
-        self._step, self._branches, self._samples, self._threshold = step, branches, samples, threshold
-        self._observed, self._stopwatch = observed, stopwatch
-
-    def rows(self, call: int) -> list[Row]:
-        """One for each branch of the call, the ``call``-th of a generation."""
-        differences, verdict = self._observed
-        if isinstance(verdict, Tensor):
-            verdict = Verdict(int(verdict.item()))
-        if differences is None or verdict in (Verdict.WARMUP, Verdict.LIMIT, Verdict.SCHEDULE):
-            # A graph measures these, too.
-            differences = [None] * self._samples
-        differences = differences.tolist() if isinstance(differences, Tensor) else list(differences)
-        each = len(differences) // len(self._branches)
-        of_branches = {name: differences[i * each : (i + 1) * each] for i, name in enumerate(self._branches)}
-        held_back_by = self._held_back_by(of_branches) if verdict is Verdict.MISS else ()
-        return [
-            Row(
-                self._step,
-                name,
-                _largest(of_branch),
-                self._threshold,
-                verdict,
-                self._stopwatch.seconds,
-                call,
-                tuple(of_branch),
-                held_back_by,
-            )
-            for name, of_branch in of_branches.items()
-        ]
-
-    def _held_back_by(self, of_branches: dict[str, list[float]]) -> tuple[str, ...]:
-        names = [
-            (name if len(of_branch) == 1 else f"{name} sample {i}", difference)
-            for name, of_branch in of_branches.items()
-            for i, difference in enumerate(of_branch)
-        ]
-        found = tuple(name for name, difference in names if difference >= self._threshold)
-        return found if len(found) < len(names) else ()
-
-
-def _largest(differences: Sequence[float | None]) -> float | None:
-    known = [x for x in differences if x is not None]
-    return next((x for x in known if math.isnan(x)), max(known)) if known else None
+from para_core.cache.decision import Reading, Verdict
 
 
 @dataclass(frozen=True)
@@ -145,7 +41,50 @@ class Row:
 
 
 def rows_of(readings: Iterable[Reading]) -> list[Row]:
-    return [row for call, reading in enumerate(readings) for row in reading.rows(call)]
+    """One for each branch of each call of a generation; may wait for an accelerator."""
+    return [row for call, reading in enumerate(readings) for row in _rows_of_call(reading, call)]
+
+
+def _rows_of_call(reading: Reading, call: int) -> list[Row]:
+    differences, verdict = reading.observed
+    if isinstance(verdict, Tensor):
+        verdict = Verdict(int(verdict.item()))
+    if differences is None or verdict in (Verdict.WARMUP, Verdict.LIMIT, Verdict.SCHEDULE):
+        # A graph measures these, too.
+        differences = [None] * reading.samples
+    differences = differences.tolist() if isinstance(differences, Tensor) else list(differences)
+    each = len(differences) // len(reading.branches)
+    of_branches = {name: differences[i * each : (i + 1) * each] for i, name in enumerate(reading.branches)}
+    held_back_by = _held_back_by(of_branches, reading.threshold) if verdict is Verdict.MISS else ()
+    return [
+        Row(
+            reading.step,
+            name,
+            _largest(of_branch),
+            reading.threshold,
+            verdict,
+            reading.stopwatch.seconds,
+            call,
+            tuple(of_branch),
+            held_back_by,
+        )
+        for name, of_branch in of_branches.items()
+    ]
+
+
+def _held_back_by(of_branches: dict[str, list[float]], threshold: float) -> tuple[str, ...]:
+    names = [
+        (name if len(of_branch) == 1 else f"{name} sample {i}", difference)
+        for name, of_branch in of_branches.items()
+        for i, difference in enumerate(of_branch)
+    ]
+    found = tuple(name for name, difference in names if difference >= threshold)
+    return found if len(found) < len(names) else ()
+
+
+def _largest(differences: Sequence[float | None]) -> float | None:
+    known = [x for x in differences if x is not None]
+    return next((x for x in known if math.isnan(x)), max(known)) if known else None
 
 
 @dataclass(frozen=True)
@@ -209,13 +148,13 @@ class CacheReport:
         Path(path).write_text(json.dumps({**totals, "rows": rows}, indent=2) + "\n", encoding="utf-8")
 
     def plot(self, path: str | Path) -> None:
-        """Draw the differences of each branch over the steps, with the threshold, as a picture. Needs matplotlib.
+        """Plot the differences of each branch over the steps, with the threshold. Needs matplotlib.
 
         Raises:
             ValueError: there are no steps yet.
         """
         if not self.rows:
-            raise ValueError(f"there are no steps to draw in {path} yet: call the pipeline first.")
+            raise ValueError(f"there are no steps to plot in {path} yet: call the pipeline first.")
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 

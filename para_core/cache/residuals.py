@@ -1,45 +1,109 @@
-"""What is stored of one branch from step to step."""
+"""What is stored of one branch from step to step, and what is forecast from it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor
 
-# The residuals of one stream of a stage over its skipped blocks, newest first; None where the blocks return None.
-History = list[Tensor] | None
+from para_core.cache.decision import Decider
+
+# Of the streams of a stage: what its blocks are given, or return; None where they return None.
+Streams = tuple[Tensor | None, ...]
 
 
-@dataclass
-class BranchState:
-    """Empty until a step was computed.
+class Residuals:
+    """Of the streams of one stage, over its skipped blocks, at the last computed steps.
 
     Args:
-        first: the first-block residual that the next one is compared with, sampled.
-        stages: of each stage, of each of its streams, the residuals of the last computed steps.
-        traced: whether a compiled graph made it; its tensors are then changed in place.
-        calls, hits_in_a_row: calls so far, and hits since the last computed one.
-        times: of the last computed steps, newest first.
-        numbers: in a graph, in place of these: calls, hits in a row, computed calls, times; float64.
+        room: so many are stored of each stream.
+
+    Attributes:
+        histories: of each stream, newest first; None where the blocks return None. Empty until a step was computed.
+    """
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.histories: list[list[Tensor] | None] = []
+
+    def begin(self, entries: Streams, outputs: Streams, room: int = 1) -> None:
+        """Store the first ones. In a graph all have their ``room`` from then on; those not known yet weigh nothing."""
+        new = [_residual(x, y) for x, y in zip(outputs, entries, strict=True)]
+        self.histories.extend(
+            [None if x is None else [x, *[torch.zeros_like(x) for _ in range(room - 1)]] for x in new]
+        )
+
+    def store(self, entries: Streams, outputs: Streams) -> None:
+        """Those of a computed step; the oldest go."""
+        for history, x, entry in zip(self.histories, outputs, entries, strict=True):
+            residual = _residual(x, entry)
+            if history is not None and residual is not None:
+                history.insert(0, residual)
+                del history[self.room :]
+
+    def store_unless(self, skip: Tensor, entries: Streams, outputs: Streams) -> None:
+        """The same in a graph, in place."""
+        for history, x, entry in zip(self.histories, outputs, entries, strict=True):
+            residual = _residual(x, entry)
+            if history is None or residual is None:
+                continue
+            for older, newer in zip(reversed(history[1:]), reversed(history[:-1]), strict=True):
+                older.copy_(torch.where(skip, older, newer))
+            history[0].copy_(torch.where(skip, history[0], residual))
+
+    def forecast(self, entries: Streams, weights: list[Any]) -> Streams:
+        """What the skipped blocks are taken to return."""
+        return tuple([_added(x, history, weights) for x, history in zip(entries, self.histories, strict=True)])
+
+    def tensors(self) -> list[Tensor]:
+        return [x for history in self.histories for x in history or ()]
+
+
+class BranchState:
+    """What is held of one branch; empty until a step was computed.
+
+    Args:
+        num_stages: of the block stack.
+        room: so many residuals are stored of each stream.
+
+    Attributes:
+        decider: what holds the first-block residual, and counts; of tensors if a graph made it.
         signature: shapes, dtypes and devices of what the model was called with.
     """
 
-    first: Tensor | None = None
-    stages: list[list[History]] = field(default_factory=list)
-    traced: bool = False
-    calls: int = 0
-    hits_in_a_row: int = 0
-    times: list[float] = field(default_factory=list)
-    numbers: Tensor | None = None
-    signature: object = None
+    def __init__(self, num_stages: int, room: int) -> None:
+        self.room = room
+        self.stages = [Residuals(room) for _ in range(num_stages)]
+        self.decider: Decider | None = None
+        self.signature: object = None
 
     def clear(self) -> None:
         """Forget everything, and let its memory go."""
-        self.first, self.stages, self.traced = None, [], False
-        self.calls, self.hits_in_a_row = 0, 0
-        self.times, self.numbers, self.signature = [], None, None
+        self.decider, self.signature = None, None
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Forget the residuals."""
+        for stage in self.stages:
+            stage.histories = []
 
     def tensors(self) -> list[Tensor]:
         """All that it holds, for counting memory."""
-        kept = [x for stage in self.stages for history in stage for x in history or ()]
-        return [*([] if self.first is None else [self.first]), *kept]
+        kept = [x for stage in self.stages for x in stage.tensors()]
+        return [*([] if self.decider is None else [self.decider.first]), *kept]
+
+
+def _residual(output: Tensor | None, entry: Tensor | None) -> Tensor | None:
+    return None if output is None or entry is None else output.detach() - entry.detach()
+
+
+def _added(entry: Tensor | None, history: list[Tensor] | None, weights: list[Any]) -> Tensor | None:
+    if entry is None or history is None:
+        return None
+    if len(weights) == 1:
+        return entry + history[0]
+    total = entry
+    for weight, residual in zip(weights, history, strict=False):
+        total = total + (weight * residual).to(entry.dtype)
+    return total

@@ -16,7 +16,7 @@ WIDTH, TOKENS = 8, 6
 
 
 class Block(nn.Module):
-    """Adds to every number: the first block what it is told first, the others together what they are told second."""
+    """Adds to every number: the first block what it is given first, the others together what they are given second."""
 
     def __init__(self, first: bool, share: float) -> None:
         super().__init__()

@@ -30,12 +30,12 @@ def with_controlnet():
     apply_cache_on_pipe(pipe, residual_diff_threshold=0.0)
     assert torch.equal(control(pipe), alone)
     apply_cache_on_pipe(pipe, **ALWAYS)
-    drawn = control(pipe)
+    generated = control(pipe)
     assert verdicts(cache_report(pipe)) == ["warmup", "hit", "limit", "hit"]
-    assert relative_error(drawn, alone) > 1e-4
+    assert relative_error(generated, alone) > 1e-4
     # What the ControlNet says is part of what is stored.
-    assert relative_error(control(pipe, controlnet_conditioning_scale=0.0), drawn) > 1e-4
-    return drawn
+    assert relative_error(control(pipe, controlnet_conditioning_scale=0.0), generated) > 1e-4
+    return generated
 
 
 @pytest.mark.long  # tests/cache/test_graph.py adds something between blocks too
@@ -51,11 +51,11 @@ def control_on_ranks():
 
 
 def test_controlnet_in_parallel(rank_pool, with_controlnet):
-    for drawn in rank_pool.run(control_on_ranks, 2):
-        assert relative_error(drawn, with_controlnet) < 1e-4
+    for generated in rank_pool.run(control_on_ranks, 2):
+        assert relative_error(generated, with_controlnet) < 1e-4
 
 
-def draw(pipe):
+def generate(pipe):
     return pipe(**flux_call(num_inference_steps=4, output_type="latent")).images
 
 
@@ -66,9 +66,9 @@ def test_lora_comes_and_goes(first):
         pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q", "proj_out"], init_lora_weights=False))
 
     plain = flux_pipe(FluxPipeline, shared_parts=False)
-    without = draw(plain)
+    without = generate(plain)
     add_lora(plain)
-    expected = draw(plain)
+    expected = generate(plain)
     assert relative_error(expected, without) > 1e-3
 
     pipe = flux_pipe(FluxPipeline, shared_parts=False)
@@ -77,24 +77,24 @@ def test_lora_comes_and_goes(first):
             add_lora(pipe)
         else:
             apply_cache_on_pipe(pipe, residual_diff_threshold=0.0)
-    assert torch.equal(draw(pipe), expected)
+    assert torch.equal(generate(pipe), expected)
     apply_cache_on_pipe(pipe, **ALWAYS)
-    draw(pipe)
+    generate(pipe)
     assert cache_report(pipe).hits == 2
     pipe.transformer.delete_adapters("default")
     remove_cache_from_pipe(pipe)
-    assert torch.equal(draw(pipe), without)
+    assert torch.equal(generate(pipe), without)
 
 
 def test_blocks_that_were_compiled_one_by_one_are_skipped_too():
     torch._dynamo.reset()
     pipe = flux_pipe(FluxPipeline, shared_parts=False)
-    expected = draw(apply_cache_on_pipe(pipe, **ALWAYS))
+    expected = generate(apply_cache_on_pipe(pipe, **ALWAYS))
     pipe.transformer.compile_repeated_blocks(fullgraph=True, backend="aot_eager")
-    assert relative_error(draw(pipe), expected) < 1e-5
+    assert relative_error(generate(pipe), expected) < 1e-5
     assert verdicts(cache_report(pipe)) == ["warmup", "hit", "limit", "hit"]
     remove_cache_from_pipe(pipe)
-    assert relative_error(draw(apply_cache_on_pipe(pipe, **ALWAYS)), expected) < 1e-5
+    assert relative_error(generate(apply_cache_on_pipe(pipe, **ALWAYS)), expected) < 1e-5
 
 
 @pytest.mark.filterwarnings("ignore:the cache of the")

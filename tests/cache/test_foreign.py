@@ -66,22 +66,22 @@ def errors_on_ranks(shape):
             pipe(**flux_call())
         messages.append(str(caught.value))
         pipe.transformer.disable_cache()
-        drawn = pipe(**flux_call()).images
+        generated = pipe(**flux_call()).images
     if batch > 1:
-        return messages, drawn
+        return messages, generated
     transformer = parallelize_transformer(flux_transformer(), mesh=mesh)
     transformer.enable_cache(THEIRS)
     with pytest.raises(RuntimeError, match="a cache of diffusers") as caught:
         transformer(**flux_inputs(10, 3))
-    return [*messages, str(caught.value)], drawn
+    return [*messages, str(caught.value)], generated
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 1), (1, 1, 2)])
 @pytest.mark.filterwarnings("ignore:this call of the")
 def test_theirs_on_ranks_is_an_error_on_every_rank_that_names_ours(rank_pool, shape):
     expected = flux_pipe()(**flux_call()).images
-    for messages, drawn in rank_pool.run(errors_on_ranks, 2, shape=shape):
+    for messages, generated in rank_pool.run(errors_on_ranks, 2, shape=shape):
         for message in messages:
             assert "decides on each rank alone" in message
             assert "apply_cache_on_pipe(pipe, ...)" in message
-        assert relative_error(drawn, expected) < 1e-5
+        assert relative_error(generated, expected) < 1e-5

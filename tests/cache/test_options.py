@@ -1,7 +1,8 @@
 """What is skipped, by every option: on a model whose residuals are written down, in eager code and in a graph."""
 
+import inspect
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -9,12 +10,12 @@ import pytest
 import torch
 from diffusers import FlowMatchHeunDiscreteScheduler
 
-from para_core import model_cache_report
+from para_core import apply_cache, model_cache_report
 from para_core.adapters import apply_cache_on_pipe, apply_cache_on_transformer, cache_report
 from para_core.adapters.models.supported import ADAPTERS
 from para_core.cache.apply import cache_options
 from para_core.cache.blocks import CachedBlocks, Stage
-from para_core.cache.options import FIRST_BLOCK, Rule, forecast_weights
+from para_core.cache.options import FIRST_BLOCK, CacheOptions, Rule, forecast_weights
 from para_core.plans.plan import Plan
 from tests.cache.scripted import ADAPTER, BLOCKS, STREAMS, Pipe, Scripted, verdicts
 
@@ -223,6 +224,28 @@ def test_an_unknown_transformer_is_an_error_that_says_how_to_describe_it():
         cache_report(Pipe())
 
 
+@pytest.mark.parametrize("apply", [apply_cache, apply_cache_on_pipe, apply_cache_on_transformer])
+def test_every_option_stands_in_the_signature_of_what_applies_a_cache_and_another_is_an_error(apply):
+    shown = inspect.signature(apply).parameters
+    for field in fields(CacheOptions):
+        assert shown[field.name].kind is inspect.Parameter.KEYWORD_ONLY
+        if field.name != "residual_diff_threshold":
+            assert shown[field.name].default == field.default
+    assert not any(known.kind is inspect.Parameter.VAR_KEYWORD for known in shown.values())
+    assert all(
+        f"{field.name}:" in CacheOptions.__doc__.replace("start, end:", "start: end:") for field in fields(CacheOptions)
+    )
+    thing = Pipe() if apply is apply_cache_on_pipe else Scripted()
+    given = {"blocks": BLOCKS} if apply is apply_cache else {"adapter": ADAPTER}
+    with pytest.raises(TypeError, match=f"{apply.__name__} has no option 'warm_up'; its options are residual_diff_thr"):
+        apply(thing, **given, residual_diff_threshold=0.1, warm_up=3)
+
+
+def test_a_model_of_ones_own_needs_a_threshold():
+    with pytest.raises(TypeError, match="apply_cache needs residual_diff_threshold="):
+        apply_cache(Scripted(), BLOCKS)
+
+
 def unsure(seen):
     return None
 
@@ -257,7 +280,7 @@ def cautious(seen):
         (
             lambda: cache_report(apply_cache_on_pipe(Pipe(), adapter=ADAPTER)).plot("steps.png"),
             ValueError,
-            "no steps to draw in steps.png yet: call the pipeline first",
+            "no steps to plot in steps.png yet: call the pipeline first",
         ),
     ],
 )

@@ -8,7 +8,8 @@ import torch
 
 from benchmarks.tiny_pipelines import PIPELINES
 from para_core.adapters import apply_cache_on_pipe, cache_report, parallelize_pipe, remove_cache_from_pipe
-from tests.adapters.test_pipelines import build, generate, long_but
+from tests.adapters.test_pipelines import build, long_but
+from tests.adapters.test_pipelines import generate as generate
 from tests.tiny import cpu_mesh, relative_error
 
 # Four steps of which the second and third are skipped.
@@ -70,7 +71,7 @@ def test_threshold_0_is_bit_exact_a_large_one_skips_and_removing_restores(name):
     assert [type(module) for module in pipe.transformer.modules()] == block_classes
 
 
-def draw_cached(name, shape, cache_first):
+def generate_cached(name, shape, cache_first):
     pipe = build(name)
     if cache_first:
         apply_cache_on_pipe(pipe, **ALWAYS)
@@ -83,7 +84,7 @@ def draw_cached(name, shape, cache_first):
 
 def check_parallel(rank_pool, name, shape, cache_first):
     expected, verdicts_alone = cached_alone(name)
-    for found, verdicts in rank_pool.run(draw_cached, 2, name, shape, cache_first):
+    for found, verdicts in rank_pool.run(generate_cached, 2, name, shape, cache_first):
         assert relative_error(found, expected) < 1e-4
         assert verdicts == verdicts_alone
 
@@ -101,7 +102,7 @@ def test_cached_first_and_on_a_ring_it_does_so_too(rank_pool, name):
 @pytest.mark.parametrize("name", GUIDED)
 def test_with_guidance_in_parallel_each_half_caches_its_branch(rank_pool, name):
     expected, verdicts_alone = cached_alone(name)
-    for found, verdicts in rank_pool.run(draw_cached, 2, name, (1, 1, 2), cache_first=True):
+    for found, verdicts in rank_pool.run(generate_cached, 2, name, (1, 1, 2), cache_first=True):
         assert relative_error(found, expected) < 1e-4
         # All ranks compute the first call: what a call gives is not known yet.
         assert len(verdicts_alone) // 2 <= len(verdicts) <= len(verdicts_alone) // 2 + 1

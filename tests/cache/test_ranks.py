@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from para_core import apply_cache, model_cache_report
 from para_core.adapters import apply_cache_on_pipe, cache_report, parallelize_pipe
-from tests.adapters.test_pipelines import build, generate
+from tests.adapters.test_pipelines import build
+from tests.adapters.test_pipelines import generate as generate
 from tests.cache.scripted import BLOCKS, Scripted, verdicts
 from tests.tiny import cpu_mesh, relative_error
 
@@ -60,7 +61,7 @@ def test_at_the_edge_all_ranks_decide_alike(rank_pool, ring, ulysses):
     assert all(other == found[0] for other in found)
 
 
-def draw_two_prompts():
+def generate_two_prompts():
     """Two replicas of two ranks each."""
     mesh = torch.distributed.device_mesh.init_device_mesh(
         "cpu", (2, 1, 2), mesh_dim_names=("replica", "ring", "ulysses")
@@ -69,17 +70,17 @@ def draw_two_prompts():
     pipe = parallelize_pipe(build("wan"), mesh=mesh["ring", "ulysses"])
     # One of them skips what it can, so they are never at the same step.
     apply_cache_on_pipe(pipe, residual_diff_threshold=[0.0, 0.3][replica], max_consecutive_hits=1)
-    drawn = generate(pipe, "wan", prompt=["a cat", "a dog on a hill"][replica], num_inference_steps=5)
-    return drawn, verdicts(cache_report(pipe))
+    generated = generate(pipe, "wan", prompt=["a cat", "a dog on a hill"][replica], num_inference_steps=5)
+    return generated, verdicts(cache_report(pipe))
 
 
 def test_replicas_with_other_prompts_never_wait_for_each_other(rank_pool):
-    found = rank_pool.run(draw_two_prompts, 4)
+    found = rank_pool.run(generate_two_prompts, 4)
     for replica, (prompt, threshold) in enumerate((("a cat", 0.0), ("a dog on a hill", 0.3))):
         pipe = apply_cache_on_pipe(build("wan"), residual_diff_threshold=threshold, max_consecutive_hits=1)
         expected = generate(pipe, "wan", prompt=prompt, num_inference_steps=5)
-        for drawn, decided in found[2 * replica : 2 * replica + 2]:
-            assert relative_error(drawn, expected) < 1e-4
+        for generated, decided in found[2 * replica : 2 * replica + 2]:
+            assert relative_error(generated, expected) < 1e-4
             assert decided == verdicts(cache_report(pipe))
     assert "hit" in found[2][1]
     assert "hit" not in found[0][1]
@@ -105,19 +106,19 @@ def test_ranks_whose_caches_differ_raise_on_every_rank(rank_pool):
         assert "its cache: rank 0 has" in warmup
 
 
-def draw_on_four(shape):
+def generate_on_four(shape):
     pipe = parallelize_pipe(build("wan"), mesh=cpu_mesh(*shape[:2], batch=shape[2]))
     apply_cache_on_pipe(pipe, residual_diff_threshold=0.3, max_consecutive_hits=2)
     return generate(pipe, "wan", num_inference_steps=5)
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 1), (1, 2, 2)])
-def test_on_four_ranks_too_it_draws_what_one_device_draws(rank_pool, shape):
+def test_on_four_ranks_too_it_generates_what_one_device_generates(rank_pool, shape):
     pipe = apply_cache_on_pipe(build("wan"), residual_diff_threshold=0.3, max_consecutive_hits=2)
     expected = generate(pipe, "wan", num_inference_steps=5)
     assert cache_report(pipe).hits > 0
-    for drawn in rank_pool.run(draw_on_four, 4, shape=shape):
-        assert relative_error(drawn, expected) < 1e-4
+    for generated in rank_pool.run(generate_on_four, 4, shape=shape):
+        assert relative_error(generated, expected) < 1e-4
 
 
 TWO_PROMPTS = {"prompt": ["a red circle", "a large blue square on black"], "num_inference_steps": 3}

@@ -1,4 +1,4 @@
-"""What a user is told of what a cache did."""
+"""What a user sees of what a cache did."""
 
 import json
 import warnings
@@ -12,7 +12,7 @@ from para_core.plans.plan import Plan
 from tests.cache.scripted import ADAPTER, Pipe
 
 
-def told(pipe, first):
+def warnings_of(pipe, first):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         pipe(first)
@@ -23,15 +23,15 @@ def cached(**options):
     return apply_cache_on_pipe(Pipe(), **{"residual_diff_threshold": 0.1, "adapter": ADAPTER, **options})
 
 
-def test_a_threshold_that_skips_nothing_or_all_is_told_once_with_the_range():
+def test_a_threshold_that_skips_nothing_or_all_is_a_warning_given_once_with_the_range():
     pipe = cached()
-    (message,) = told(pipe, [1.0, 1.5, 3.0])
+    (message,) = warnings_of(pipe, [1.0, 1.5, 3.0])
     assert "skipped no step: differences ranged from 0.5 to 1," in message
     assert "residual_diff_threshold is 0.1. Raise it." in message
-    assert told(pipe, [1.0, 1.5, 3.0]) == []
-    (message,) = told(pipe, [1.0, 1.05, 1.02])
+    assert warnings_of(pipe, [1.0, 1.5, 3.0]) == []
+    (message,) = warnings_of(pipe, [1.0, 1.05, 1.02])
     assert "skipped every step that it could: differences ranged from 0.02 to 0.05," in message
-    assert told(pipe, [1.0, 1.05, 1.02]) == []
+    assert warnings_of(pipe, [1.0, 1.05, 1.02]) == []
 
 
 @pytest.mark.parametrize(
@@ -43,11 +43,11 @@ def test_a_threshold_that_skips_nothing_or_all_is_told_once_with_the_range():
         ({"warmup_steps": 3}, [1.0, 2.0, 3.0]),  # nothing was compared
     ],
 )
-def test_nothing_is_told_where_there_is_nothing_to_tell(options, first):
-    assert told(cached(**options), first) == []
+def test_there_is_no_warning_where_there_is_nothing_to_say(options, first):
+    assert warnings_of(cached(**options), first) == []
 
 
-def test_a_report_is_read_written_and_drawn(tmp_path):
+def test_a_report_is_read_written_and_plotted(tmp_path):
     pipe = cached(warmup_steps=2)
     assert str(cache_report(pipe)) == "no steps yet: call the pipeline"
     pipe({"cond": [1.0, 1.0, 1.05, 2.0], "uncond": [5.0, 5.0, 5.0, 5.0]})
@@ -68,10 +68,10 @@ def test_a_report_is_read_written_and_drawn(tmp_path):
     assert found["rows"][0]["difference"] is None
 
     report.plot(tmp_path / "steps.png")
-    with Image.open(tmp_path / "steps.png") as picture:
+    with Image.open(tmp_path / "steps.png") as image:
         # Something besides white, for each branch.
-        assert picture.height >= 500
-        assert len(picture.convert("RGB").getcolors(1 << 16)) > 20
+        assert image.height >= 500
+        assert len(image.convert("RGB").getcolors(1 << 16)) > 20
 
 
 @pytest.mark.filterwarnings("ignore:the cache of the")

@@ -247,25 +247,25 @@ def test_a_pipe_that_shares_the_transformer_and_runs_in_a_callback_is_as_alone(k
     expected_b = b(**flux_call(**call)).images
     apply_cache_on_pipe(a, **options)
     expected_a = a(**flux_call(num_inference_steps=5)).images
-    drawn = []
+    generated = []
 
-    def draw_b():
-        drawn.append(b(**flux_call(**call)).images)
+    def generate_b():
+        generated.append(b(**flux_call(**call)).images)
 
-    def draw_other(pipe, step, timestep, tensors):
+    def generate_other(pipe, step, timestep, tensors):
         if step in (1, 3):
             if kind == "thread":
-                thread = threading.Thread(target=draw_b)
+                thread = threading.Thread(target=generate_b)
                 thread.start()
                 thread.join(60)
             else:
-                draw_b()
+                generate_b()
         return tensors
 
-    callback = Callback(draw_other) if kind == "callback of diffusers" else draw_other
+    callback = Callback(generate_other) if kind == "callback of diffusers" else generate_other
     out = a(**flux_call(num_inference_steps=5), callback_on_step_end=callback).images
-    assert len(drawn) == 2
-    for other in drawn:
+    assert len(generated) == 2
+    for other in generated:
         assert torch.equal(other, expected_b)
     assert torch.equal(out, expected_a)
     assert cache_report(a).hits == 3
@@ -421,6 +421,6 @@ def test_offload_lora_and_bfloat16_go_with_it():
 
     half = flux_pipe(FluxPipeline, shared_parts=False).to(torch.bfloat16)
     apply_cache_on_pipe(half, residual_diff_threshold=1e9, max_consecutive_hits=1)
-    drawn = half(**flux_call(**call)).images
-    assert drawn.dtype == torch.bfloat16
+    generated = half(**flux_call(**call)).images
+    assert generated.dtype == torch.bfloat16
     assert cache_report(half).hits == 2

@@ -32,7 +32,7 @@ def calibrate_cache(
 ) -> Calibration:
     """Find the threshold of this pipeline's cache that is as fast as a quality allows, or as good as a speed allows.
 
-    Draws all prompts without the cache, then with each threshold that is tried, with the same random numbers. ``pipe`` is
+    Generates all prompts without the cache, then with each threshold that is tried, with the same random numbers. ``pipe`` is
     left with the cache at the threshold found; after an exception it is as it was. The cache's other options are those
     that ``apply_cache_on_pipe`` was given before, or its defaults. Another threshold compiles nothing anew. On several
     ranks each makes the same call, and all go by what the first one measured.
@@ -42,10 +42,10 @@ def calibrate_cache(
         prompts: one or several; a dict has the arguments of one call (``prompt``, ``image``, …).
         target: ``"psnr"`` (dB) and ``"ssim"`` at least this, ``"lpips"`` at most: the largest threshold tried that keeps it
             is chosen. ``"speedup"`` at least this, whole generations against those without the cache: the smallest.
-        metric: of the pictures, or of a film's frames, as numbers in 0 … 1, against those that are drawn without the cache.
+        metric: of the images, or of a video's frames, as numbers in 0 … 1, against those without the cache.
         thresholds: what is tried. Left out: found by bisection, between the smallest and the largest difference of steps.
-        tries: at most so many are tried by bisection; each draws all prompts.
-        seed: prompt i is drawn with a generator of ``seed + i``, unless the call names a ``generator``.
+        tries: at most so many are tried by bisection; each generates all prompts.
+        seed: prompt i is generated with a generator of ``seed + i``, unless the call names a ``generator``.
         progress: show a progress bar.
         **call: arguments of every call of ``pipe``: ``num_inference_steps``, ``height``, …
 
@@ -60,7 +60,7 @@ def calibrate_cache(
     if tries < 1:
         raise ValueError(f"tries is {tries}; expected at least 1.")
     names: list[str] = [metric] if metric in ("ssim", "lpips") else []
-    picture_metrics = {name: load_metric(name) for name in ["psnr", *names]}
+    image_metrics = {name: load_metric(name) for name in ["psnr", *names]}
     goal = Goal(metric, target)
     uncached = caching_of(pipe) is None
     if uncached:
@@ -68,21 +68,22 @@ def calibrate_cache(
     caching = caching_of(pipe)
     if caching is None:
         raise RuntimeError("apply_cache_on_pipe left no cache.")
-    before = caching.caches
+    before = caching.thresholds
     mesh = mesh_of(pipe) or one_guided_rank("cpu")
     rounds = 2 + (tries if thresholds is None else len(thresholds))
     with ExitStack() as stack:
         bar = stack.enter_context(_progress_bar(len(calls) * rounds + 2, shown=progress and mesh.rank == 0))
         stack.enter_context(_quiet(pipe))
-        trial = Trial(pipe, calls, seed, picture_metrics, mesh, bar)
+        trial = Trial(pipe, calls, seed, image_metrics, mesh, bar)
 
         def evaluate(threshold: float) -> CalibrationRow:
-            caching.set_threshold(threshold)
+            caching.thresholds = dict.fromkeys(before, threshold)
             return trial.row(threshold)
 
+        found = False
         try:
-            with caching.taken_off(pipe):
-                trial.draw_references()
+            with caching.paused():
+                trial.generate_references()
             rows = [evaluate(0.0)]
             if thresholds is None:
                 rows += _bisect(trial, evaluate, goal, rows[0], tries)
@@ -90,12 +91,13 @@ def calibrate_cache(
                 rows += [evaluate(float(threshold)) for threshold in sorted(set(thresholds)) if threshold > 0]
             rows.sort(key=lambda row: row.threshold)
             chosen = goal.choose(rows)
-            caching.set_threshold(chosen.threshold)
-        except BaseException:
-            caching.put_back(before)
-            if uncached:
-                remove_cache_from_pipe(pipe)
-            raise
+            caching.thresholds = dict.fromkeys(before, chosen.threshold)
+            found = True
+        finally:
+            if not found:
+                caching.thresholds = before
+                if uncached:
+                    remove_cache_from_pipe(pipe)
         # Fewer may have been enough.
         bar.total = bar.n
         bar.refresh()
@@ -146,7 +148,7 @@ def _calls(prompts: str | Sequence[str | Mapping[str, Any]], call: Mapping[str, 
     calls = [{**call, **({"prompt": prompt} if isinstance(prompt, str) else prompt)} for prompt in listed]
     for name in ("output_type", "return_dict"):
         if any(name in arguments for arguments in calls):
-            raise ValueError(f"{name} was given; calibrate_cache chooses it, to compare pictures. Leave it out.")
+            raise ValueError(f"{name} was given; calibrate_cache chooses it, to compare images. Leave it out.")
     return calls
 
 

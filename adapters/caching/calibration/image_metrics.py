@@ -1,4 +1,4 @@
-"""How much pictures differ from others: PSNR, SSIM, LPIPS. Pictures are ``[N, H, W, C]`` in 0 … 1; a film's frames are pictures."""
+"""How much images differ from others: PSNR, SSIM, LPIPS. Images are ``[N, H, W, C]`` in 0 … 1; the frames of a video are images."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ import torch
 from torch import Tensor
 
 # Of several generations; their sizes may differ.
-Pictures = Sequence[Tensor]
-PictureMetric = Callable[[Pictures, Pictures], float]
+Images = Sequence[Tensor]
+ImageMetric = Callable[[Images, Images], float]
 
 
-def as_pictures(output: Any) -> Tensor:
-    """What a pipeline gives for ``output_type="np"``, pictures or films, as ``[N, H, W, C]`` float32."""
+def as_images(output: Any) -> Tensor:
+    """What a pipeline gives for ``output_type="np"``, images or videos, as ``[N, H, W, C]`` float32."""
     values = torch.stack([torch.as_tensor(x) for x in output]).float()
     return values.reshape(-1, *values.shape[-3:])
 
 
-def psnr(pictures: Pictures, references: Pictures) -> float:
-    """Peak signal-to-noise ratio in dB, of the squared error averaged over all pictures; infinite where all are equal.
+def psnr(images: Images, references: Images) -> float:
+    """Peak signal-to-noise ratio in dB, of the squared error averaged over all images; infinite where all are equal.
 
-    Not the mean of each picture's own ratio: one that did not change would make it infinite.
+    Not the mean of each image's own ratio: one that did not change would make it infinite.
     """
-    pairs = zip(pictures, references, strict=True)
+    pairs = zip(images, references, strict=True)
     error = torch.cat([(x.double() - y.double()).square().mean(dim=(1, 2, 3)) for x, y in pairs]).mean().item()
     return math.inf if error == 0.0 else -10.0 * math.log10(error)
 
 
-def load_metric(name: str) -> PictureMetric:
+def load_metric(name: str) -> ImageMetric:
     """``"psnr"``, ``"ssim"`` or ``"lpips"``.
 
     Raises:
@@ -40,7 +40,7 @@ def load_metric(name: str) -> PictureMetric:
     return {"psnr": lambda: psnr, "ssim": _load_ssim, "lpips": _load_lpips}[name]()
 
 
-def _load_ssim() -> PictureMetric:
+def _load_ssim() -> ImageMetric:
     try:
         from skimage.metrics import structural_similarity
     except ImportError as error:
@@ -48,16 +48,16 @@ def _load_ssim() -> PictureMetric:
             "metric='ssim' needs scikit-image: pip install 'para_core[calibrate]'. metric='psnr' needs nothing."
         ) from error
 
-    def ssim(pictures: Pictures, references: Pictures) -> float:
+    def ssim(images: Images, references: Images) -> float:
         """Mean structural similarity, with the window and constants of Wang et al., 2004."""
         options = {"channel_axis": -1, "data_range": 1.0, "gaussian_weights": True, "use_sample_covariance": False}
-        pairs = _pairs(pictures, references)
+        pairs = _pairs(images, references)
         return _mean([float(structural_similarity(x.numpy(), y.numpy(), sigma=1.5, **options)) for x, y in pairs])
 
     return ssim
 
 
-def _load_lpips() -> PictureMetric:
+def _load_lpips() -> ImageMetric:
     try:
         import lpips
     except ImportError as error:
@@ -73,21 +73,21 @@ def _load_lpips() -> PictureMetric:
             f"{torch.hub.get_dir()}/checkpoints, or take metric='ssim' or 'psnr'."
         ) from error
 
-    def distance(pictures: Pictures, references: Pictures) -> float:
+    def distance(images: Images, references: Images) -> float:
         """Mean distance (AlexNet)."""
 
         def prepared(x: Tensor) -> Tensor:
             return x.movedim(-1, 0)[None] * 2 - 1
 
         with torch.no_grad():
-            found = [network(prepared(x), prepared(y)).item() for x, y in _pairs(pictures, references)]
+            found = [network(prepared(x), prepared(y)).item() for x, y in _pairs(images, references)]
         return _mean(found)
 
     return distance
 
 
-def _pairs(pictures: Pictures, references: Pictures) -> list[tuple[Tensor, Tensor]]:
-    return [pair for x, y in zip(pictures, references, strict=True) for pair in zip(x, y, strict=True)]
+def _pairs(images: Images, references: Images) -> list[tuple[Tensor, Tensor]]:
+    return [pair for x, y in zip(images, references, strict=True) for pair in zip(x, y, strict=True)]
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -89,7 +89,7 @@ class Calibration:
         Path(path).write_text(text + "\n", encoding="utf-8")
 
     def plot(self, path: str | Path) -> None:
-        """Draw the metric and the share of computed steps over the thresholds, as a picture. Needs matplotlib."""
+        """Plot the metric and the share of computed steps over the thresholds. Needs matplotlib."""
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from para_core.adapters.caching.calibration.image_metrics import PictureMetric, as_pictures
+from para_core.adapters.caching.calibration.image_metrics import ImageMetric, as_images
 from para_core.adapters.caching.calibration.result import CalibrationRow
 from para_core.adapters.caching.pipe import cache_report
 from para_core.agreement import exchange
-from para_core.cache.report import Row, Verdict
+from para_core.cache.decision import Verdict
+from para_core.cache.report import Row
 from para_core.mesh import GuidedMesh
 
 
@@ -26,11 +27,11 @@ class Trial:
         pipe: Any,
         calls: Sequence[Mapping[str, Any]],
         seed: int,
-        picture_metrics: Mapping[str, PictureMetric],
+        image_metrics: Mapping[str, ImageMetric],
         mesh: GuidedMesh,
         bar: Any,
     ) -> None:
-        self._pipe, self._seed, self._metrics, self._mesh, self._bar = pipe, seed, picture_metrics, mesh, bar
+        self._pipe, self._seed, self._metrics, self._mesh, self._bar = pipe, seed, image_metrics, mesh, bar
         self._calls = [(call, _states(call)) for call in calls]
         self._references: list[Tensor] = []
         self._warm = False
@@ -40,27 +41,27 @@ class Trial:
         # Whether the last threshold had a step computed that a larger one would skip.
         self.could_skip_more = True
 
-    def draw_references(self) -> None:
+    def generate_references(self) -> None:
         """Of a pipe without a cache."""
         # Once more: it may compile, and allocate memory.
-        self._draw(0)
-        drawn = [self._draw(index) for index in range(len(self._calls))]
-        self._references = [pictures for pictures, _ in drawn]
-        self.seconds = float(exchange({"seconds": _mean([t for _, t in drawn])}, self._mesh)[0]["seconds"])
+        self._generate(0)
+        generated = [self._generate(index) for index in range(len(self._calls))]
+        self._references = [images for images, _ in generated]
+        self.seconds = float(exchange({"seconds": _mean([t for _, t in generated])}, self._mesh)[0]["seconds"])
 
     def row(self, threshold: float) -> CalibrationRow:
         """All prompts with the cache that the pipe has."""
         if not self._warm:
-            self._draw(0)
+            self._generate(0)
             self._warm = True
-        pictures, seconds = [], []
+        images, seconds = [], []
         rows: list[Row] = []
         for index in range(len(self._calls)):
-            drawn, taken = self._draw(index)
-            pictures.append(drawn)
+            generated, taken = self._generate(index)
+            images.append(generated)
             seconds.append(taken)
             rows += cache_report(self._pipe).rows
-        values = {name: metric(pictures, self._references) for name, metric in self._metrics.items()}
+        values = {name: metric(images, self._references) for name, metric in self._metrics.items()}
         seen = [row.difference for row in rows if row.difference is not None and math.isfinite(row.difference)]
         # On other ranks of guidance other branches may be computed.
         records = exchange(
@@ -81,8 +82,8 @@ class Trial:
         metrics = {**first["values"], "speedup": self.seconds / first["seconds"]}
         return CalibrationRow(threshold, metrics, first["computed"], first["steps"], first["seconds"])
 
-    def _draw(self, index: int) -> tuple[Tensor, float]:
-        """Pictures of one prompt, and the seconds."""
+    def _generate(self, index: int) -> tuple[Tensor, float]:
+        """Images of one prompt, and the seconds."""
         call, states = self._calls[index]
         seed = self._seed + index
         for generator, state in states:
@@ -90,13 +91,13 @@ class Trial:
         generators = {} if states else {"generator": torch.Generator().manual_seed(seed)}
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         with torch.random.fork_rng(devices):
-            # Some pipelines draw from the default generator, too.
+            # Some pipelines take random numbers from the default generator, too.
             torch.manual_seed(seed)
             start = time.perf_counter()
             output = self._pipe(**call, **generators, output_type="np", return_dict=False)[0]
             seconds = time.perf_counter() - start
         self._bar.update()
-        return as_pictures(output), seconds
+        return as_images(output), seconds
 
 
 def _states(call: Mapping[str, Any]) -> list[tuple[torch.Generator, Tensor]]:

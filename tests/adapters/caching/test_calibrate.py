@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from benchmarks.tiny_pipelines import PIPELINES
 from para_core.adapters import apply_cache_on_pipe, cache_report, calibrate_cache, parallelize_pipe
-from para_core.adapters.caching.calibration.image_metrics import as_pictures, load_metric
+from para_core.adapters.caching.calibration.image_metrics import as_images, load_metric
 from para_core.adapters.caching.generation import caching_of
 from tests.tiny import cpu_mesh, flux_pipe, flux_transformer
 
@@ -26,7 +26,7 @@ def calibrate(pipe, prompts=PROMPTS, **options):
     return calibrate_cache(pipe, prompts, **{"progress": False, **CALL, **options})
 
 
-def draw(pipe, seed, **options):
+def generate(pipe, seed, **options):
     return pipe(generator=torch.Generator().manual_seed(seed), output_type="np", **CALL, **options).images
 
 
@@ -47,7 +47,7 @@ class BlockClock:
 
 def test_the_largest_threshold_that_keeps_the_quality_is_found_and_left_on_the_pipe():
     pipe = flux_pipe()
-    uncached = [draw(pipe, 5 + i, prompt=prompt) for i, prompt in enumerate(PROMPTS)]
+    uncached = [generate(pipe, 5 + i, prompt=prompt) for i, prompt in enumerate(PROMPTS)]
     found = calibrate(pipe, target=30.0, seed=5)
     chosen = found.chosen
     assert chosen.metrics["psnr"] >= 30.0
@@ -59,7 +59,7 @@ def test_the_largest_threshold_that_keeps_the_quality_is_found_and_left_on_the_p
 
     computed, error = 0, 0.0
     for i, prompt in enumerate(PROMPTS):
-        error += np.square(draw(pipe, 5 + i, prompt=prompt) - uncached[i]).mean() / 2
+        error += np.square(generate(pipe, 5 + i, prompt=prompt) - uncached[i]).mean() / 2
         computed += cache_report(pipe).computed
         assert cache_report(pipe).rows[0].threshold == found.threshold
     assert computed == chosen.computed
@@ -135,11 +135,11 @@ def test_arguments_may_differ_from_prompt_to_prompt_and_a_generator_starts_over(
     generator = torch.Generator().manual_seed(3)
     calls = [{"prompt": PROMPTS[0], "generator": generator}, {"prompt": PROMPTS[1], "height": 56}]
     found = calibrate(pipe, calls, target=1.0, thresholds=[1e-9, 1e3])
-    # The same noise each time, or a threshold that skips nothing would change the picture.
+    # The same noise each time, or a threshold that skips nothing would change the image.
     assert found.rows[1].metrics["psnr"] == math.inf
 
 
-def test_frames_of_films_are_pictures():
+def test_frames_of_videos_are_images():
     name = "wan"
     call = {**PIPELINES[name].call(num_inference_steps=3)}
     del call["output_type"]
@@ -148,8 +148,8 @@ def test_frames_of_films_are_pictures():
     assert found.chosen.metrics["psnr"] > 1.0
     # Two branches.
     assert (found.chosen.computed, found.chosen.steps) == (2, 6)
-    assert as_pictures(np.zeros((2, 9, 48, 80, 3))).shape == (18, 48, 80, 3)
-    assert as_pictures([np.zeros((9, 48, 80, 3))]).shape == (9, 48, 80, 3)
+    assert as_images(np.zeros((2, 9, 48, 80, 3))).shape == (18, 48, 80, 3)
+    assert as_images([np.zeros((9, 48, 80, 3))]).shape == (9, 48, 80, 3)
 
 
 def test_metrics_by_hand():
@@ -161,7 +161,7 @@ def test_metrics_by_hand():
     psnr, ssim = load_metric("psnr"), load_metric("ssim")
     assert psnr(equal, references) == math.inf
     assert psnr(brighter, references) == pytest.approx(20.0, abs=1e-4)
-    # A third of the pictures changed: a third of the squared error.
+    # A third of the images changed: a third of the squared error.
     assert psnr([references[0], brighter[1]], references) == pytest.approx(20.0 + 10 * math.log10(3), abs=1e-4)
     assert ssim(equal, references) == pytest.approx(1.0)
     assert ssim([1 - x for x in references], references) < 0
@@ -207,7 +207,7 @@ def test_lpips_is_taken_where_it_is_and_an_error_says_what_is_missing(monkeypatc
         ({"output_type": "pil"}, "output_type was given; calibrate_cache chooses it"),
     ],
 )
-def test_bad_arguments_are_errors_before_anything_is_drawn(options, match):
+def test_bad_arguments_are_errors_before_anything_is_generated(options, match):
     with pytest.raises(ValueError, match=match):
         calibrate(flux_pipe(), **{"target": 30.0, **options})
 
@@ -226,7 +226,7 @@ def test_another_threshold_compiles_nothing_anew():
         assert found.chosen.computed == 1
     for threshold in (0.7, 0.0):
         apply_cache_on_pipe(pipe, residual_diff_threshold=threshold)
-        draw(pipe, 0, prompt=PROMPTS[1])
+        generate(pipe, 0, prompt=PROMPTS[1])
     assert counter.frame_count == 3
 
 
@@ -245,14 +245,14 @@ def calibrate_on_rank(shape):
         found = calibrate(pipe, PROMPTS[0], target=1.8, metric="speedup", **guided)
     threshold = caching_of(pipe).options.residual_diff_threshold
     apply_cache_on_pipe(pipe, residual_diff_threshold=found.threshold, max_consecutive_hits=2)
-    picture = draw(pipe, 0, prompt=PROMPTS[0], **guided)
-    return found, picture, threshold
+    image = generate(pipe, 0, prompt=PROMPTS[0], **guided)
+    return found, image, threshold
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 1), (1, 1, 2)])
 def test_ranks_take_the_same_decisions_by_what_the_first_one_measured(rank_pool, shape):
-    (first, picture, threshold), (other, same_picture, _) = rank_pool.run(calibrate_on_rank, 2, shape=shape)
+    (first, image, threshold), (other, same_image, _) = rank_pool.run(calibrate_on_rank, 2, shape=shape)
     assert first == other
     assert threshold == first.threshold
     assert first.chosen.metrics["speedup"] >= 1.8
-    assert np.abs(picture - same_picture).max() < 1e-4
+    assert np.abs(image - same_image).max() < 1e-4
