@@ -19,8 +19,7 @@ from para_core.adapters import (
 )
 from para_core.adapters.models.supported import adapter_for
 from para_core.instance import wrapper
-from tests.adapters.test_pipelines import build
-from tests.adapters.test_pipelines import generate as generate
+from tests.adapters.test_pipelines import build, generate
 from tests.cache.scripted import ADAPTER, BLOCKS, IN_TWO_STAGES, Pipe, Scripted, verdicts
 from tests.rank_pool import heartbeat
 from tests.tiny import cpu_mesh, relative_error

@@ -8,8 +8,7 @@ import torch
 
 from benchmarks.tiny_pipelines import PIPELINES
 from para_core.adapters import apply_cache_on_pipe, cache_report, parallelize_pipe, remove_cache_from_pipe
-from tests.adapters.test_pipelines import build, long_but
-from tests.adapters.test_pipelines import generate as generate
+from tests.adapters.test_pipelines import build, generate, long_but
 from tests.tiny import cpu_mesh, relative_error
 
 # Four steps of which the second and third are skipped.

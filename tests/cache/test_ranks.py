@@ -8,8 +8,7 @@ import torch.distributed as dist
 
 from para_core import apply_cache, model_cache_report
 from para_core.adapters import apply_cache_on_pipe, cache_report, parallelize_pipe
-from tests.adapters.test_pipelines import build
-from tests.adapters.test_pipelines import generate as generate
+from tests.adapters.test_pipelines import build, generate
 from tests.cache.scripted import BLOCKS, Scripted, verdicts
 from tests.tiny import cpu_mesh, relative_error
 
