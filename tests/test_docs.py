@@ -12,6 +12,7 @@ import runpy
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from unittest import mock
@@ -117,17 +118,22 @@ def run_script(script, arguments, environment):
     return printed.getvalue()
 
 
-def on_ranks(rank_pool, script, *arguments, ranks=2):
-    """What rank 0 prints."""
+@contextlib.contextmanager
+def meeting_point() -> Iterator[dict[str, str]]:
+    """The environment by which torchrun says where the ranks meet."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    # As torchrun says where the ranks meet.
-    environment = {
+    yield {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
-    return rank_pool.run(run_script, ranks, script, arguments, environment, timeout=300)[0]
+
+
+def on_ranks(rank_pool, script, *arguments, ranks=2):
+    """What rank 0 prints."""
+    with meeting_point() as place:
+        return rank_pool.run(run_script, ranks, script, arguments, place, timeout=300)[0]
 
 
 def alone(rank_pool, script, *arguments):
@@ -147,8 +153,20 @@ def test_a_script_may_end_right_after_a_collective(tmp_path):
     # gloo's threads still hold its tensors then; without our exit hook one run in four aborts.
     script = tmp_path / "ends_at_once.py"
     script.write_text(programs("README.md")[1])
-    for _ in range(5):
-        under_torchrun(script)
+    one_of_two = {"WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    for _ in range(3):
+        with meeting_point() as place:
+            ranks = [
+                subprocess.Popen(
+                    [sys.executable, script],
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **place, **one_of_two, "RANK": str(rank)},
+                )
+                for rank in range(2)
+            ]
+            printed = [rank.communicate(timeout=300)[0] for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [0, 0], printed
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

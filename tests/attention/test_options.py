@@ -52,8 +52,13 @@ OPTIONS = [
 ]
 
 
-@on_every_mesh
-@pytest.mark.parametrize("compile_with", [None, "aot_eager"])
+@pytest.mark.parametrize(
+    ("ring", "ulysses", "compile_with"),
+    [
+        *[(*mesh, None) for mesh in MESHES],
+        *[pytest.param(*mesh, "aot_eager", marks=[] if mesh == (2, 2) else pytest.mark.long) for mesh in MESHES],
+    ],
+)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_attention_of_the_users_own_and_ways_to_travel_are_exact(rank_pool, ring, ulysses, compile_with, options):
     cases = CASES if compile_with is None else CASES[:4:3]
