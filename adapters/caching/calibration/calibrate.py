@@ -22,8 +22,9 @@ def calibrate_cache(
     pipe: Any,
     prompts: str | Sequence[str | Mapping[str, Any]],
     *,
-    target: float,
+    target: float | None = None,
     metric: Metric = "psnr",
+    computed_steps: float | None = None,
     thresholds: Sequence[float] | None = None,
     tries: int = 8,
     seed: int = 0,
@@ -41,8 +42,11 @@ def calibrate_cache(
         pipe: any pipeline that ``apply_cache_on_pipe`` takes.
         prompts: one or several; a dict has the arguments of one call (``prompt``, ``image``, …).
         target: ``"psnr"`` (dB) and ``"ssim"`` at least this, ``"lpips"`` at most: the largest threshold tried that keeps it
-            is chosen. ``"speedup"`` at least this, whole generations against those without the cache: the smallest.
+            is chosen. ``"speedup"`` at least this, whole generations against those without the cache, and ``"computed_steps"``
+            at most this, of one generation and branch, on average: the smallest.
         metric: of the images, or of a video's frames, as numbers in 0 … 1, against those without the cache.
+        computed_steps: the same as ``metric="computed_steps"`` with this target. No clock decides, so on every machine the
+            same threshold is found.
         thresholds: what is tried. Left out: found by bisection, between the smallest and the largest difference of steps.
         tries: at most so many are tried by bisection; each generates all prompts.
         seed: prompt i is generated with a generator of ``seed + i``, unless the call names a ``generator``.
@@ -54,6 +58,10 @@ def calibrate_cache(
         ImportError, RuntimeError: what the metric needs is not there.
     """
     calls = _calls(prompts, call)
+    if (target is None) == (computed_steps is None):
+        raise ValueError(f"target is {target} and computed_steps is {computed_steps}; give one of them.")
+    metric = metric if computed_steps is None else "computed_steps"
+    target = float(target if computed_steps is None else computed_steps)  # type: ignore[arg-type]
     require_target(metric, target)
     if thresholds is not None and len(thresholds) == 0:
         raise ValueError("thresholds is empty; name at least one, or leave it out.")

@@ -7,9 +7,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
-Metric = Literal["psnr", "ssim", "lpips", "speedup"]
+Metric = Literal["psnr", "ssim", "lpips", "speedup", "computed_steps"]
+# Of which less is wanted; and those for which the smallest threshold that reaches the target is best.
+_AT_MOST, _SMALLEST = ("lpips", "computed_steps"), ("speedup", "computed_steps")
 
 _UNITS = {"psnr": " dB", "speedup": " ×"}
 
@@ -19,7 +21,7 @@ class CalibrationRow:
     """What one threshold gives, over all prompts.
 
     Args:
-        metrics: by name; ``psnr`` and ``speedup`` always.
+        metrics: by name; ``psnr``, ``speedup`` and ``computed_steps`` (of one generation and branch, on average) always.
         computed, steps: steps of all branches and prompts, on the first rank: those that were computed, and all.
         seconds: of a generation, on average: text encoders and decoder, too.
     """
@@ -59,9 +61,12 @@ class Calibration:
 
     def __str__(self) -> str:
         names = list(self.chosen.metrics)
-        lines = [f"  {'threshold':>9}  {'computed':>15}  {'seconds':>8}  " + "  ".join(f"{name:>8}" for name in names)]
+        lines = [
+            f"  {'threshold':>9}  {'computed':>15}  {'seconds':>8}  "
+            + "  ".join(f"{name:>{max(8, len(name))}}" for name in names)
+        ]
         for row in self.rows:
-            values = "  ".join(f"{row.metrics[name]:>8.4g}" for name in names)
+            values = "  ".join(f"{row.metrics[name]:>{max(8, len(name))}.4g}" for name in names)
             computed = f"{row.computed} of {row.steps}"
             mark = "→" if row.threshold == self.threshold else " "
             lines.append(f"{mark} {row.threshold:>9.4g}  {computed:>15}  {row.seconds:>8.3f}  {values}")
@@ -121,38 +126,38 @@ class Goal:
 
     def reached(self, row: CalibrationRow) -> bool:
         value = row.metrics[self.metric]
-        return value <= self.target if self.metric == "lpips" else value >= self.target
+        return value <= self.target if self.metric in _AT_MOST else value >= self.target
 
     def may_rise(self, row: CalibrationRow) -> bool:
         """Whether a larger threshold is to be tried."""
-        return self.reached(row) != (self.metric == "speedup")
+        return self.reached(row) != (self.metric in _SMALLEST)
 
     def choose(self, rows: Sequence[CalibrationRow]) -> CalibrationRow:
         """Of rows from the smallest threshold to the largest; those that skip nothing are no choice."""
         skipping = [row for row in rows if row.computed < row.steps]
         good = [row for row in skipping if self.reached(row)]
         if good:
-            return good[0] if self.metric == "speedup" else good[-1]
+            return good[0] if self.metric in _SMALLEST else good[-1]
         wanted = _wanted(self.metric, self.target)
         if not skipping:
             raise ValueError(
                 f"no threshold up to {rows[-1].threshold:.4g} skipped a step, so none gives {wanted}. Try larger thresholds, "
                 "more steps, or fewer warmup_steps."
             )
-        best = (min if self.metric == "lpips" else max)(skipping, key=lambda row: row.metrics[self.metric])
+        best = (min if self.metric in _AT_MOST else max)(skipping, key=lambda row: row.metrics[self.metric])
         raise ValueError(
             f"no threshold gives {wanted}: the best was {best.metrics[self.metric]:.4g} at {best.threshold:.4g}, with "
             f"{best.computed} of {best.steps} steps computed. "
             + (
                 "Skip more (max_consecutive_hits, warmup_steps, start, end), or ask for less."
-                if self.metric == "speedup"
+                if self.metric in _SMALLEST
                 else "Skip less (warmup_steps, start, end, max_consecutive_hits), or ask for less."
             )
         )
 
 
 def require_target(metric: str, target: float) -> None:
-    ranges = {"psnr": (0.0, math.inf), "ssim": (0.0, 1.0), "lpips": (0.0, math.inf), "speedup": (0.0, math.inf)}
+    ranges = {name: (0.0, 1.0 if name == "ssim" else math.inf) for name in get_args(Metric)}
     if metric not in ranges:
         raise ValueError(f"metric is {metric!r}; expected one of {', '.join(map(repr, ranges))}.")
     low, high = ranges[metric]
@@ -161,4 +166,4 @@ def require_target(metric: str, target: float) -> None:
 
 
 def _wanted(metric: str, target: float) -> str:
-    return f"{metric} {'≤' if metric == 'lpips' else '≥'} {target:g}{_UNITS.get(metric, '')}"
+    return f"{metric} {'≤' if metric in _AT_MOST else '≥'} {target:g}{_UNITS.get(metric, '')}"

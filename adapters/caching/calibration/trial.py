@@ -56,11 +56,15 @@ class Trial:
             self._warm = True
         images, seconds = [], []
         rows: list[Row] = []
+        # Of the generations and branches.
+        streams: set[tuple[int, str]] = set()
         for index in range(len(self._calls)):
             generated, taken = self._generate(index)
             images.append(generated)
             seconds.append(taken)
-            rows += cache_report(self._pipe).rows
+            found = cache_report(self._pipe).rows
+            rows += found
+            streams |= {(index, row.branch) for row in found}
         values = {name: metric(images, self._references) for name, metric in self._metrics.items()}
         seen = [row.difference for row in rows if row.difference is not None and math.isfinite(row.difference)]
         # On other ranks of guidance other branches may be computed.
@@ -69,6 +73,7 @@ class Trial:
                 "values": values,
                 "seconds": _mean(seconds),
                 "steps": len(rows),
+                "streams": len(streams),
                 "computed": sum(not row.hit for row in rows),
                 "missed": sum(row.verdict is Verdict.MISS for row in rows),
                 "seen": [min(seen, default=math.inf), max(seen, default=0.0)],
@@ -80,6 +85,7 @@ class Trial:
         self.could_skip_more = any(record["missed"] for record in records)
         first = records[0]
         metrics = {**first["values"], "speedup": self.seconds / first["seconds"]}
+        metrics["computed_steps"] = first["computed"] / max(first["streams"], 1)
         return CalibrationRow(threshold, metrics, first["computed"], first["steps"], first["seconds"])
 
     def _generate(self, index: int) -> tuple[Tensor, float]:

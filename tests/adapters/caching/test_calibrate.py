@@ -80,6 +80,33 @@ def test_the_smallest_threshold_that_is_fast_enough_is_found(monkeypatch):
     assert min(less) - found.chosen.computed <= 1
 
 
+def test_the_smallest_threshold_that_computes_so_few_steps_is_found_whatever_a_clock_says(monkeypatch):
+    class Jumping:
+        """In place of ``time``: one that says nothing."""
+
+        def __init__(self):
+            self.ticks = iter([7.0, 1.0, 30.0, 2.0] * 1000)
+
+        def perf_counter(self):
+            return next(self.ticks)
+
+    expected = calibrate(flux_pipe(), computed_steps=4)
+    monkeypatch.setattr("para_core.adapters.caching.calibration.trial.time", Jumping())
+    pipe = flux_pipe()
+    found = calibrate(pipe, computed_steps=4)
+    assert found.threshold == expected.threshold
+    # Of each of the two prompts, on average.
+    assert found.chosen.metrics["computed_steps"] == found.chosen.computed / 2 <= 4
+    assert all(row.computed > 2 * 4 for row in found.rows if row.threshold < found.threshold)
+    # Of more than the one at which nothing is skipped.
+    assert sum(row.threshold < found.threshold for row in found.rows) > 1
+    assert (
+        str(found).splitlines()[-1].startswith(f"residual_diff_threshold={found.threshold:.4g} for computed_steps ≤ 4;")
+    )
+    with pytest.raises(ValueError, match=r"no threshold gives computed_steps ≤ 1: the best was \d"):
+        calibrate(apply_cache_on_pipe(pipe, warmup_steps=3), PROMPTS[0], computed_steps=1, tries=3)
+
+
 def test_a_curve_over_given_thresholds_is_printed_plotted_and_written(tmp_path):
     found = calibrate(flux_pipe(), PROMPTS[0], metric="ssim", target=0.5, thresholds=[1e3, 0.5, 0.8])
     assert [row.threshold for row in found.rows] == [0.0, 0.5, 0.8, 1e3]
@@ -198,9 +225,11 @@ def test_lpips_is_taken_where_it_is_and_an_error_says_what_is_missing(monkeypatc
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"metric": "fid"}, r"metric is 'fid'; expected one of 'psnr', 'ssim', 'lpips', 'speedup'"),
+        ({"metric": "fid"}, r"metric is 'fid'; expected one of 'psnr', 'ssim', 'lpips', 'speedup', 'computed_steps'"),
         ({"metric": "ssim", "target": 1.5}, r"target is 1\.5; expected 0 to 1 for metric='ssim'"),
         ({"target": float("nan")}, r"target is nan; expected 0 to inf"),
+        ({"computed_steps": 4}, r"target is 30\.0 and computed_steps is 4; give one of them"),
+        ({"target": None}, "target is None and computed_steps is None; give one of them"),
         ({"prompts": []}, "prompts is empty"),
         ({"thresholds": []}, "thresholds is empty"),
         ({"tries": 0}, "tries is 0; expected at least 1"),
