@@ -78,7 +78,7 @@ def main() -> None:
     psnr, ssim = load_metric("psnr"), load_metric("ssim")
     rows: list[dict[str, Any]] = []
     for threshold in THRESHOLDS:
-        apply_cache_on_pipe(pipe, residual_diff_threshold=threshold)
+        apply_cache_on_pipe(pipe, residual_diff_threshold=threshold, forecast_order=0)
         picture = draw(pipe)
         report = cache_report(pipe)
         found = [as_images(picture)]

@@ -2,6 +2,7 @@
 
 import doctest
 import json
+import math
 from importlib import import_module
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks.cache_quality import ways
+from benchmarks.cache_quality.forecasts import foca, hermite
 from benchmarks.cache_quality.page import beside, render, summaries
 from benchmarks.cache_quality.quality import judge, pictures_of, reference, scenes_of
 from benchmarks.tiny_flux import grammar
@@ -102,3 +104,36 @@ def test_examples_in_docstrings(name):
     results = doctest.testmod(import_module(f"benchmarks.cache_quality.{name}"))
     assert results.attempted > 0
     assert results.failed == 0
+
+
+def taken_as_equal_steps(forecast, stored, distance):
+    """What ``forecast`` makes of residuals (newest first) that are one step apart, so many steps later."""
+    times = -torch.arange(len(stored), dtype=torch.float64)
+    now, known = (torch.tensor(x, dtype=torch.float64) for x in (distance, len(stored)))
+    return float(forecast.weights(times, now, known) @ torch.tensor(stored, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("sigma", [0.5, 0.8])
+@pytest.mark.parametrize("order", [1, 2])
+def test_damped_hermite_is_what_hicache_says(order, sigma):
+    f0, f1, f2 = 3.0, 5.0, -4.0
+    differences = [f0, f0 - f1, f0 - 2 * f1 + f2]
+    for x in (1.0, 3.0):
+        wanted = differences[0]
+        for k in range(1, order + 1):
+            polynomial = np.polynomial.hermite.hermval(sigma * x, [0.0] * k + [1.0])
+            wanted += differences[k] / math.factorial(k) * sigma**k * polynomial
+        assert taken_as_equal_steps(hermite(order, sigma), [f0, f1, f2][: order + 1], x) == pytest.approx(wanted)
+
+
+def test_foca_is_what_its_equations_say_and_with_two_residuals_it_is_a_straight_line():
+    f0, f1, f2 = 3.0, 5.0, -4.0
+    for h in (1.0, 3.0):
+        predicted = 4 / 3 * f0 - f1 / 3 + 2 * h / 3 * (f0 - f1)  # eq. 7
+        ahead = (3 * predicted - 4 * f0 + f1) / (2 * h)  # eq. 6
+        behind = (3 * f0 - 4 * f1 + f2) / 2  # eq. 6, at the last computed step
+        assert taken_as_equal_steps(foca(), [f0, f1, f2], h) == pytest.approx(f0 + h / 2 * (behind + ahead))  # eq. 8
+        assert ahead == pytest.approx(f0 - f1)
+    times, now = torch.tensor([0.0, -2.0, -3.0]).double(), torch.tensor(5.0).double()
+    weights = foca().weights(times, now, torch.tensor(2.0).double())
+    assert weights.tolist() == pytest.approx([3.5, -2.5, 0.0])

@@ -24,7 +24,7 @@ from para_core.cache.attachment import Caller
 from para_core.cache.block_cache import BlockCache
 from para_core.cache.decision import Verdict
 from para_core.cache.options import CacheOptions, rule_of
-from para_core.cache.report import CacheReport, Row, rows_of
+from para_core.cache.report import CacheReport, rows_of
 from para_core.instance import original_class, uncompiled, unwrap, wrap_method, wrapper
 from para_core.plans.places import parameters_of
 
@@ -95,8 +95,8 @@ class PipelineCache:
     def around(self, pipe: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._paused:
             return call(pipe, *args, **kwargs)
-        require_schedule(pipe, self.options)
         for name, cache in self.caches.items():
+            require_schedule(pipe, cache.options)
             if uncompiled(getattr(pipe, name, None)) is not cache.module:
                 raise RuntimeError(
                     f"pipe.{name} is another one than when the cache was applied. Call apply_cache_on_pipe(pipe, ...) again."
@@ -203,27 +203,33 @@ class PipelineCache:
 
     def report(self) -> CacheReport:
         readings = chain.from_iterable(cache.readings for cache in self.caches.values())
-        return CacheReport(rows_of(readings), rule_of(self.options.rule).name)
+        options = [cache.options for cache in self.caches.values()]
+        # Each once: transformers may differ.
+        rules, forecasts = (" and ".join(dict.fromkeys(names)) for names in zip(*map(_names, options), strict=True))
+        return CacheReport(rows_of(readings), rules, forecasts)
 
     def _warn_of_generation(self, name: str) -> None:
         """Warnings about the generation that ended, each kind once."""
-        rows = self.report().rows
+        for component, cache in self.caches.items():
+            self._warn_of_transformer(name if len(self.caches) == 1 else f"{name}'s {component}", cache)
+
+    def _warn_of_transformer(self, name: str, cache: BlockCache) -> None:
+        rows, threshold = rows_of(cache.readings), cache.threshold
         asked = [row for row in rows if row.verdict in (Verdict.HIT, Verdict.MISS)]
         if any(row.verdict is Verdict.NOT_FINITE for row in rows):
             self._warn(
                 f"the first-block residual of the {name} was zero or not finite at some steps, which were computed: see "
                 "cache_report(pipe)."
             )
-        if not asked or self.options.residual_diff_threshold == 0.0:
+        if not asked or threshold == 0.0:
             return
         seen = [row.difference for row in asked if row.difference is not None and math.isfinite(row.difference)]
         ranging = f"differences ranged from {min(seen):.4g} to {max(seen):.4g}" if seen else "no difference was finite"
-        threshold = self.options.residual_diff_threshold
         if not any(row.hit for row in asked):
             self._warn(
                 f"the cache of the {name} skipped no step: {ranging}, and residual_diff_threshold is {threshold:g}. Raise it."
             )
-        elif all(row.hit for row in asked) and not _limited(rows):
+        elif all(row.hit for row in asked) and not any(row.verdict is Verdict.LIMIT for row in rows):
             self._warn(
                 f"the cache of the {name} skipped every step that it could: {ranging}, and residual_diff_threshold is "
                 f"{threshold:g}. Lower it, or set max_consecutive_hits."
@@ -233,11 +239,11 @@ class PipelineCache:
         kind = message.split(":", maxsplit=1)[0]
         if kind not in self._warned:
             self._warned.add(kind)
-            warnings.warn(message, stacklevel=7)
+            warnings.warn(message, stacklevel=8)
 
 
-def _limited(rows: Any) -> bool:
-    return any(isinstance(row, Row) and row.verdict is Verdict.LIMIT for row in rows)
+def _names(options: CacheOptions) -> tuple[str, str]:
+    return rule_of(options.rule).name, options.forecasts.name
 
 
 def require_schedule(pipe: Any, options: CacheOptions) -> None:

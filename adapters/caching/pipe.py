@@ -23,7 +23,13 @@ Transformer = TypeVar("Transformer", bound=nn.Module)
 
 
 @shows_options(residual_diff_threshold=None)
-def apply_cache_on_pipe(pipe: Pipeline, *, adapter: Adapter | None = None, **options: Any) -> Pipeline:
+def apply_cache_on_pipe(
+    pipe: Pipeline,
+    *,
+    adapter: Adapter | None = None,
+    per_transformer: Mapping[str, Mapping[str, Any]] | None = None,
+    **options: Any,
+) -> Pipeline:
     """Skip most blocks of this one pipeline's transformer at steps where its first block changes little.
 
     The first block always runs. Where its residual differs from that of the last computed step by less than the threshold
@@ -34,6 +40,8 @@ def apply_cache_on_pipe(pipe: Pipeline, *, adapter: Adapter | None = None, **opt
     Args:
         pipe: any diffusers pipeline on a supported transformer.
         adapter: what is to be known of a transformer that is not supported, or instead of what is known here.
+        per_transformer: options that differ for one of several transformers, by the name of the component:
+            ``{"transformer_2": {"residual_diff_threshold": 0.1}}`` for Wan 2.2.
         **options: each of ``para_core.CacheOptions``. ``residual_diff_threshold`` left out, or None: the default of the
             model's family.
 
@@ -47,10 +55,18 @@ def apply_cache_on_pipe(pipe: Pipeline, *, adapter: Adapter | None = None, **opt
     transformers = transformers_of(pipe)
     if not transformers:
         raise TypeError(f"{original_class(pipe).__name__} cannot be cached: it has no transformer.")
+    unknown = [name for name in per_transformer or {} if name not in transformers]
+    if unknown:
+        raise ValueError(
+            f"per_transformer names {unknown[0]!r}; this {original_class(pipe).__name__} has {', '.join(transformers)}."
+        )
     for name, transformer in transformers.items():
         known, blocks = _known(pipe, transformer, adapter)
-        made[name] = BlockCache(transformer, blocks, _options("apply_cache_on_pipe", options, known))
-        require_schedule(pipe, made[name].options)
+        given = {**options, **(per_transformer or {}).get(name, {})}
+        chosen = _options("apply_cache_on_pipe", given, known)
+        require_schedule(pipe, chosen)
+        scheduled = getattr(pipe, "scheduler", None) is not None
+        made[name] = BlockCache(transformer, blocks, chosen.on_schedule() if scheduled else chosen)
     caching = caching_of(pipe)
     if caching is None:
         caching = PipelineCache()

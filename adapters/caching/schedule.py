@@ -90,14 +90,21 @@ class Schedule:
             index, times = self._count_call(branch), self._times_of_copies()
         total = max(len(times), 1)
         index = min(index, total - 1)
-        outside = not options.start <= index / total < options.end
-        last = options.always_compute_last and index == total - 1
+        forced = Verdict.SCHEDULE if self._is_computed(index, total, options) else None
+        if forced is None and options.compute_steps is not None:
+            forced = Verdict.MASKED
         return Step(
             index=index,
             total=total,
             time=times[index] if times else 0.0,
-            forced=Verdict.SCHEDULE if outside or last else None,
+            forced=forced,
         )
+
+    def _is_computed(self, index: int, total: int, options: CacheOptions) -> bool:
+        if options.compute_steps is not None:
+            return options.computes(index, total)
+        outside = not options.start <= index / total < options.end
+        return outside or (options.always_compute_last and index == total - 1)
 
     def _restart(self) -> None:
         self._done, self._calls, self._times = 0, {}, []

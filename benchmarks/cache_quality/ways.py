@@ -28,7 +28,9 @@ from diffusers import (
 from diffusers.utils import logging
 
 from benchmarks.cache_quality.easy_cache import EasyCache
+from benchmarks.cache_quality.forecasts import foca, hermite
 from benchmarks.tiny_flux import grammar
+from para_core import Forecast
 from para_core.adapters import apply_cache_on_pipe
 
 PIPELINE = Path(__file__).parents[1] / "tiny_flux" / "pipeline"
@@ -84,10 +86,11 @@ class Way:
 
 
 def ours(threshold: float, cache: str = "para_core first_block", **options: Any) -> Way:
-    """para_core; ``options`` as in ``apply_cache_on_pipe``."""
+    """para_core, plain unless ``options`` (as in ``apply_cache_on_pipe``) ask for a forecast."""
+    plain = {} if options.keys() & {"forecast", "forecast_order"} else {"forecast_order": 0}
 
     def put(pipe: FluxPipeline, steps: int) -> None:
-        apply_cache_on_pipe(pipe, residual_diff_threshold=threshold, **options)
+        apply_cache_on_pipe(pipe, residual_diff_threshold=threshold, **plain, **options)
 
     return Way(cache, f"threshold {threshold:g}", put)
 
@@ -95,6 +98,11 @@ def ours(threshold: float, cache: str = "para_core first_block", **options: Any)
 def forecast(threshold: float, order: int = 1, warmup: int = 0) -> Way:
     name = f"para_core first_block, forecast_order={order}" + (f", warmup_steps={warmup}" if warmup else "")
     return ours(threshold, name, forecast_order=order, warmup_steps=warmup)
+
+
+def candidate(threshold: float, forecast: Forecast) -> Way:
+    """para_core with a forecast that it does not bring."""
+    return ours(threshold, f"para_core first_block, {forecast.name}", forecast=forecast)
 
 
 def easy_cache(threshold: float, warmup: int = 3) -> Way:
@@ -224,7 +232,9 @@ QUALITY: dict[int, tuple[Way, ...]] = {
         ours(0.3),
         *(forecast(x, warmup=4) for x in (0.08, 0.3)),
         *(forecast(x) for x in (0.12, 0.2)),
-        forecast(0.2, order=2, warmup=4),
+        *(forecast(x, order=2) for x in (0.12, 0.2)),
+        *(candidate(x, hermite(1)) for x in (0.12, 0.2)),
+        *(candidate(x, foca()) for x in (0.12, 0.2)),
         sea_cache(0.5, skips=0),
     ),
     50: (

@@ -101,7 +101,7 @@ def reset_cache(model: nn.Module) -> None:
 def model_cache_report(model: nn.Module) -> CacheReport:
     """What the cache of ``model`` did since :func:`reset_cache`, in calls of ``model`` itself."""
     cache = _required(model)
-    return CacheReport(rows_of(cache.readings), rule_of(cache.options.rule).name)
+    return CacheReport(rows_of(cache.readings), rule_of(cache.options.rule).name, cache.options.forecasts.name)
 
 
 def held_bytes(model: nn.Module) -> int:

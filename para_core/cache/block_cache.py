@@ -107,7 +107,7 @@ class BlockCache:
         self._asked: Any = None
         self._skip: bool | Tensor | None = None
         self._skip_on_device: Any = None
-        self.observed = Observed(None, Verdict.WARMUP)
+        self.observed = Observed(None, Verdict.WARMUP, 0)
 
     def attach(self) -> Site:
         """Where this cache runs, with what stands around the blocks; again and again."""
@@ -179,7 +179,8 @@ class BlockCache:
         branches = self.branches if self.batch == 0 else self.branches * samples // self.batch
         branches = branches if branches > 0 and samples % branches == 0 else 1
         names = [branch] if branches == 1 else [f"{branch}/{i}" for i in range(branches)]
-        self.readings.append(Reading(step.index, names, samples, self.threshold, self.observed, stopwatch.stop()))
+        room = self.options.num_residuals
+        self.readings.append(Reading(step.index, names, samples, self.threshold, self.observed, room, stopwatch.stop()))
         return output
 
     def _run_without_branches(self, call: Callable[[], Any]) -> Any:
@@ -303,7 +304,7 @@ class BlockCache:
         self._asked = asked
         decider = state.decider
         if decider is None or isinstance(decider, TensorDecider) != traced or _form(decider.first) != _form(sample):
-            self._skip, self.observed = None, Observed(None, Verdict.WARMUP)
+            self._skip, self.observed = None, Observed(None, Verdict.WARMUP, 0)
             state.begin_anew()
             state.decider = TensorDecider(asked) if traced else NumberDecider(asked)
             return

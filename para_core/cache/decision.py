@@ -24,18 +24,22 @@ class Verdict(IntEnum):
     MISS = 1
     # The first step of a branch, or one of warmup_steps.
     WARMUP = 2
-    # max_consecutive_hits was reached.
+    # max_consecutive_hits or max_hits was reached.
     LIMIT = 3
-    # Outside of start and end, or the last step.
+    # Outside of start and end, the last step, or one that compute_steps names.
     SCHEDULE = 4
     # The difference was no finite number.
     NOT_FINITE = 5
+    # compute_steps leaves the step out, so it was skipped.
+    MASKED = 6
+
+    @property
+    def skips(self) -> bool:
+        return self in (Verdict.HIT, Verdict.MASKED)
 
 
 # As numbers, which a graph can hold.
-_HIT, _MISS, _WARMUP, _LIMIT, _NOT_FINITE = (
-    float(verdict) for verdict in (Verdict.HIT, Verdict.MISS, Verdict.WARMUP, Verdict.LIMIT, Verdict.NOT_FINITE)
-)
+_HIT, _MISS, _WARMUP, _LIMIT, _, _NOT_FINITE, _MASKED = map(float, Verdict)
 
 
 @dataclass(frozen=True)
@@ -64,12 +68,13 @@ class Terms(NamedTuple):
     threshold: Number
     warmup_steps: Number
     max_consecutive_hits: Number
+    max_hits: Number
 
     @staticmethod
     def of(step: Step, options: CacheOptions, threshold: float) -> Terms:
-        limit = math.inf if options.max_consecutive_hits is None else options.max_consecutive_hits
+        limits = [math.inf if x is None else x for x in (options.max_consecutive_hits, options.max_hits)]
         forced = float(step.forced or 0)
-        return Terms(forced, step.time, step.index, step.total, threshold, options.warmup_steps, limit)
+        return Terms(forced, step.time, step.index, step.total, threshold, options.warmup_steps, *limits)
 
     def tensor(self, device: torch.device) -> Tensor:
         """Float64, one number per field."""
@@ -114,6 +119,7 @@ def _where(condition: bool, one: Any, other: Any) -> Any:
 def _unasked(terms: Terms, counts: Counts, where: Where) -> Number:
     """The verdict for which the residual need not be looked at; 0 where it is to be asked."""
     found: Number = where(counts.hits_in_a_row >= terms.max_consecutive_hits, _LIMIT, 0.0)
+    found = where(counts.hits >= terms.max_hits, _LIMIT, found)
     found = where(counts.calls < terms.warmup_steps, _WARMUP, found)
     return where(terms.forced > 0, terms.forced, found)  # type: ignore[no-any-return]
 
@@ -124,10 +130,12 @@ class Observed(NamedTuple):
     Args:
         differences: of each sample; None: not asked for.
         verdict: a ``Verdict``, or its number.
+        computed: steps of the branch that were computed before, from whose residuals this one may be forecast.
     """
 
     differences: Any
     verdict: Any
+    computed: Any
 
 
 class Stopwatch:
@@ -162,6 +170,7 @@ class Reading:
 
     Args:
         branches: those that the call held, each with as many of the ``samples``.
+        room: so many residuals are stored at most.
     """
 
     step: int
@@ -169,6 +178,7 @@ class Reading:
     samples: int
     threshold: float
     observed: Observed
+    room: int
     stopwatch: Stopwatch
 
 
@@ -242,11 +252,11 @@ class NumberDecider:
             verdict = Verdict.NOT_FINITE
             if all(math.isfinite(x) for x in differences):
                 verdict = Verdict.HIT if bool(asked.may_skip(max(differences), terms, counts)) else Verdict.MISS
-        skip = verdict is Verdict.HIT
+        skip = verdict.skips
         self._counts = counts.after(skip, terms.time, _where)
         if not skip:
             self.first = asked.sample.contiguous()
-        return skip, Observed(differences, verdict)
+        return skip, Observed(differences, verdict, counts.computed)
 
     def weights(self, asked: Question) -> list[float]:
         if asked.options.num_residuals == 1:
@@ -254,7 +264,7 @@ class NumberDecider:
         terms: Any = asked.terms
         numbers = self._counts.times, terms.time, self._counts.computed
         times, now, computed = (torch.tensor(x, dtype=torch.float64) for x in numbers)
-        found: list[float] = asked.options.forecast.weights(times, now, computed).tolist()
+        found: list[float] = asked.options.forecasts.weights(times, now, computed).tolist()
         return found
 
 
@@ -283,15 +293,15 @@ class TensorDecider:
         verdict = torch.where(differences.isfinite().all(), verdict, _NOT_FINITE)
         unasked: Any = _unasked(terms, counts, torch.where)
         verdict = torch.where(unasked > 0, unasked.to(verdict.dtype), verdict)
-        skip = verdict == _HIT
+        skip = (verdict == _HIT) | (verdict == _MASKED)
         counted: Any = counts.after(skip, terms.time, torch.where)
         self._numbers.copy_(torch.stack([*counted[:3], *counted.times]))
         first.copy_(torch.where(skip, first, asked.sample))
-        return skip, Observed(differences, verdict)
+        return skip, Observed(differences, verdict, counts.computed)
 
     def weights(self, asked: Question) -> list[Any]:
         if asked.options.num_residuals == 1:
             return [1.0]
         given: Any = asked.terms
         computed: Any = self._counts.computed
-        return list(asked.options.forecast.weights(self._numbers[3:], given[1], computed).unbind())
+        return list(asked.options.forecasts.weights(self._numbers[3:], given[1], computed).unbind())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, TypeVar
 
 import torch
@@ -87,6 +87,13 @@ class Forecast:
     weights: Callable[[Tensor, Tensor, Tensor], Tensor]
     source: str
 
+    def __post_init__(self) -> None:
+        _require_int("num_residuals", self.num_residuals, at_least=1)
+        if not callable(self.weights):
+            raise TypeError(
+                f"weights is {self.weights!r}; expected a function of the times, the time now, and how many are known."
+            )
+
 
 def taylor(order: int) -> Forecast:
     """The residuals of the last ``order + 1`` computed steps, extrapolated in the schedule's time; 0 adds the last one."""
@@ -149,7 +156,9 @@ Policy = Callable[[Observation], "bool | Tensor"]
 
 
 # Options that follow a schedule.
-SCHEDULED = ("always_compute_last", "start", "end", "forecast_order")
+SCHEDULED = ("always_compute_last", "start", "end", "forecast_order", "forecast", "compute_steps")
+# Options that compute_steps makes void.
+_VOID = ("warmup_steps", "max_consecutive_hits", "max_hits", "always_compute_last", "start", "end", "policy")
 
 
 @dataclass(frozen=True)
@@ -161,12 +170,16 @@ class CacheOptions:
             and less like the original; 0 computes all.
         warmup_steps: so many first steps of each branch are computed; the first one always is.
         max_consecutive_hits: after so many skipped steps one is computed.
+        max_hits: of each branch at most so many steps of a generation are skipped.
+        compute_steps: which steps are computed, in place of all rules: indices of the schedule's steps (-1: the last), or a
+            bool for each. All others are skipped, but for the first of a branch.
         always_compute_last: compute the last step of the schedule.
         start, end: skip only between these fractions of the schedule's steps.
         first_blocks: so many first blocks always run, and the residual is that of all of them together.
         last_blocks: so many last blocks always run.
-        forecast_order: 0 adds the stored residual; 1 and 2 extrapolate it in the schedule's time through the last two or
-            three computed steps.
+        forecast_order: 0 adds the residual of the last computed step, which is plain First Block Cache; 1 and 2 extrapolate
+            in the schedule's time through the last two or three. Left out: 1 where a pipeline has a schedule, else 0.
+        forecast: a ``Forecast`` of your own, in place of ``forecast_order``.
         downsample: compare every n-th channel only.
         rule: ``"first_block"``, or a ``Rule`` of your own.
         policy: decides instead of the threshold: called with an ``Observation``, returns whether to skip. In a compiled
@@ -176,12 +189,15 @@ class CacheOptions:
     residual_diff_threshold: float
     warmup_steps: int = 0
     max_consecutive_hits: int | None = None
+    max_hits: int | None = None
+    compute_steps: Collection[int] | Sequence[bool] | None = None
     always_compute_last: bool = False
     start: float = 0.0
     end: float = 1.0
     first_blocks: int = 1
     last_blocks: int = 0
-    forecast_order: int = 0
+    forecast_order: int | None = None
+    forecast: Forecast | None = None
     downsample: int = 1
     rule: str | Rule = "first_block"
     policy: Policy | None = None
@@ -190,11 +206,14 @@ class CacheOptions:
         object.__setattr__(self, "rule", rule_of(self.rule))
         _require_number("residual_diff_threshold", self.residual_diff_threshold, at_least=0.0)
         _require_int("warmup_steps", self.warmup_steps, at_least=0)
-        if self.max_consecutive_hits is not None:
-            _require_int("max_consecutive_hits", self.max_consecutive_hits, at_least=0)
+        for name in ("max_consecutive_hits", "max_hits"):
+            if getattr(self, name) is not None:
+                _require_int(name, getattr(self, name), at_least=0)
         _require_int("first_blocks", self.first_blocks, at_least=1)
         _require_int("last_blocks", self.last_blocks, at_least=0)
-        _require_int("forecast_order", self.forecast_order, at_least=0, at_most=2)
+        self._require_forecast()
+        if self.compute_steps is not None:
+            object.__setattr__(self, "compute_steps", self._require_steps())
         _require_int("downsample", self.downsample, at_least=1)
         if not isinstance(self.always_compute_last, bool):
             raise TypeError(f"always_compute_last is {self.always_compute_last!r}; expected True or False.")
@@ -204,6 +223,51 @@ class CacheOptions:
             raise ValueError(f"start={self.start} is behind end={self.end}; expected start <= end.")
         if self.policy is not None and not callable(self.policy):
             raise TypeError(f"policy is {self.policy!r}; expected a function of an Observation, or None.")
+
+    def _require_forecast(self) -> None:
+        if self.forecast_order is not None:
+            _require_int("forecast_order", self.forecast_order, at_least=0, at_most=2)
+        if self.forecast is None:
+            return
+        if not isinstance(self.forecast, Forecast):
+            raise TypeError(
+                f"forecast is {self.forecast!r}; expected a Forecast of para_core, or None: forecast_order=1."
+            )
+        if self.forecast_order is not None:
+            raise ValueError(
+                f"forecast_order={self.forecast_order} and forecast={self.forecast.name} were given; leave one of them out."
+            )
+
+    def _require_steps(self) -> tuple[int | bool, ...]:
+        given: Any = self.compute_steps
+        listed = given.tolist() if hasattr(given, "tolist") else given
+        steps = tuple(listed) if isinstance(listed, Collection) and not isinstance(listed, (str, bytes)) else ()
+        if not steps or not all(isinstance(step, int) for step in steps) or len({type(step) for step in steps}) > 1:
+            raise TypeError(
+                f"compute_steps is {given!r}; expected indices of the steps to compute, or a bool for each step of the schedule."
+            )
+        void = self._changed(_VOID)
+        if void:
+            raise ValueError(f"compute_steps decides alone, so {void[0]} would have no effect. Leave one of them out.")
+        return steps
+
+    def computes(self, index: int, total: int) -> bool:
+        """Whether ``compute_steps`` names the step ``index`` of ``total``.
+
+        Raises:
+            ValueError: it does not fit a schedule of ``total`` steps.
+        """
+        steps: Any = self.compute_steps
+        if isinstance(steps[0], bool):
+            if len(steps) != total:
+                raise ValueError(
+                    f"compute_steps has {len(steps)} bools; this schedule has {total} steps. Give one for each."
+                )
+            return bool(steps[index])
+        outside = [step for step in steps if not -total <= step < total]
+        if outside:
+            raise ValueError(f"compute_steps names step {outside[0]}; this schedule has steps 0 to {total - 1}.")
+        return index in steps or index - total in steps
 
     def ask_policy(self, seen: Observation) -> Any:
         """What the policy says: a bool, or a tensor of one element.
@@ -224,24 +288,35 @@ class CacheOptions:
         """By name, for comparing ranks."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         policy = getattr(self.policy, "__qualname__", type(self.policy).__name__)
-        return {
-            name: str(value) for name, value in {**values, "rule": rule_of(self.rule).name, "policy": policy}.items()
-        }
+        names = {"rule": rule_of(self.rule).name, "policy": policy, "forecast": self.forecasts.name}
+        return {name: str(value) for name, value in {**values, **names}.items()}
 
     @property
-    def forecast(self) -> Forecast:
-        return taylor(self.forecast_order)
+    def forecasts(self) -> Forecast:
+        """By ``forecast``, or ``forecast_order``."""
+        return self.forecast or taylor(self.forecast_order or 0)
 
     @property
     def num_residuals(self) -> int:
         """So many are stored of each stream."""
-        return self.forecast_order + 1
+        return self.forecasts.num_residuals
+
+    def on_schedule(self) -> CacheOptions:
+        """With the defaults of a pipeline that has a schedule."""
+        unset = self.forecast is None and self.forecast_order is None
+        return replace(self, forecast_order=1) if unset else self
 
     @property
     def needs_schedule(self) -> tuple[str, ...]:
         """Names of the options that were set and cannot be followed without a scheduler."""
+        changed = self._changed(SCHEDULED)
+        if self.num_residuals == 1:
+            changed = [name for name in changed if name not in ("forecast_order", "forecast")]
+        return tuple(changed)
+
+    def _changed(self, names: Sequence[str]) -> list[str]:
         defaults = {field.name: field.default for field in fields(self)}
-        return tuple(name for name in SCHEDULED if getattr(self, name) != defaults[name])
+        return [name for name in names if getattr(self, name) != defaults[name]]
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])

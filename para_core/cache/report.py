@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -23,6 +24,7 @@ class Row:
         call: the same for the branches of one call.
         samples: the difference of each sample of this branch.
         held_back_by: the branches and samples of this call for whose sake alone it was computed; empty where all agree.
+        forecast_from: of so many computed steps the residual of a skipped one was made; 0 for computed ones.
     """
 
     step: int
@@ -34,10 +36,12 @@ class Row:
     call: int
     samples: tuple[float | None, ...] = ()
     held_back_by: tuple[str, ...] = ()
+    forecast_from: int = 0
 
     @property
     def hit(self) -> bool:
-        return self.verdict is Verdict.HIT
+        """Whether it was skipped."""
+        return self.verdict.skips
 
 
 def rows_of(readings: Iterable[Reading]) -> list[Row]:
@@ -46,13 +50,12 @@ def rows_of(readings: Iterable[Reading]) -> list[Row]:
 
 
 def _rows_of_call(reading: Reading, call: int) -> list[Row]:
-    differences, verdict = reading.observed
-    if isinstance(verdict, Tensor):
-        verdict = Verdict(int(verdict.item()))
-    if differences is None or verdict in (Verdict.WARMUP, Verdict.LIMIT, Verdict.SCHEDULE):
+    observed: list[Any] = [x.tolist() if isinstance(x, Tensor) else x for x in reading.observed]
+    differences, verdict, computed = observed
+    verdict = Verdict(int(verdict))
+    if differences is None or verdict not in (Verdict.HIT, Verdict.MISS, Verdict.NOT_FINITE):
         # A graph measures these, too.
         differences = [None] * reading.samples
-    differences = differences.tolist() if isinstance(differences, Tensor) else list(differences)
     each = len(differences) // len(reading.branches)
     of_branches = {name: differences[i * each : (i + 1) * each] for i, name in enumerate(reading.branches)}
     held_back_by = _held_back_by(of_branches, reading.threshold) if verdict is Verdict.MISS else ()
@@ -67,6 +70,7 @@ def _rows_of_call(reading: Reading, call: int) -> list[Row]:
             call,
             tuple(of_branch),
             held_back_by,
+            min(int(computed), reading.room) if verdict.skips else 0,
         )
         for name, of_branch in of_branches.items()
     ]
@@ -89,10 +93,15 @@ def _largest(differences: Sequence[float | None]) -> float | None:
 
 @dataclass(frozen=True)
 class CacheReport:
-    """The last generation: a row for each step and branch. ``print`` shows it."""
+    """The last generation: a row for each step and branch. ``print`` shows it.
+
+    Args:
+        rule, forecast: their names.
+    """
 
     rows: Sequence[Row]
     rule: str
+    forecast: str = "taylor 0"
 
     @property
     def hits(self) -> int:
@@ -121,10 +130,11 @@ class CacheReport:
             lines.append(
                 f"{row.step:>4}  {row.branch:<14} {difference:>10}  {row.threshold:>9.4f}  {verdict:<10} {row.seconds:>8.4f}"
                 + (f"  held back by {', '.join(row.held_back_by)}" if row.held_back_by else "")
+                + (f"  forecast from {row.forecast_from} computed steps" if row.forecast_from > 1 else "")
             )
         lines.append(
             f"{self.computed} of {len(self.rows)} computed, {self.hits} skipped ({self.hits / len(self.rows):.0%}), "
-            f"{self.seconds:.3f} s in the model; rule {self.rule}"
+            f"{self.seconds:.3f} s in the model; forecast {self.forecast}, rule {self.rule}"
         )
         return "\n".join(lines)
 
@@ -141,10 +151,12 @@ class CacheReport:
                 "seconds": row.seconds,
                 "samples": [x if x is None or math.isfinite(x) else None for x in row.samples],
                 "held_back_by": list(row.held_back_by),
+                "forecast_from": row.forecast_from,
             }
             for row in self.rows
         ]
-        totals = {"rule": self.rule, "computed": self.computed, "hits": self.hits, "seconds": self.seconds}
+        names = {"rule": self.rule, "forecast": self.forecast}
+        totals = {**names, "computed": self.computed, "hits": self.hits, "seconds": self.seconds}
         Path(path).write_text(json.dumps({**totals, "rows": rows}, indent=2) + "\n", encoding="utf-8")
 
     def plot(self, path: str | Path) -> None:

@@ -105,5 +105,7 @@ def _added(entry: Tensor | None, history: list[Tensor] | None, weights: list[Any
         return entry + history[0]
     total = entry
     for weight, residual in zip(weights, history, strict=False):
-        total = total + (weight * residual).to(entry.dtype)
+        # One launch for each in eager code, where weights are numbers.
+        is_tensor = isinstance(weight, Tensor)
+        total = total + (weight * residual).to(entry.dtype) if is_tensor else total.add(residual, alpha=weight)
     return total

@@ -297,6 +297,14 @@ def test_other_numbers_of_steps_are_no_other_graph():
         pipe([1.0] * 12)
         computed = max(number, 1)
         assert verdicts(cache_report(pipe)) == ["warmup"] * computed + ["hit"] * (12 - computed)
+        apply_cache_on_pipe(pipe, **options, max_hits=number)
+        pipe([1.0] * 12)
+        assert verdicts(cache_report(pipe)) == ["warmup", *["hit"] * number, *["limit"] * (11 - number)]
+        apply_cache_on_pipe(pipe, **options, compute_steps=[number])
+        pipe([1.0] * 12)
+        expected = ["warmup", *["masked"] * 11]
+        expected[number] = "schedule" if number else "warmup"
+        assert verdicts(cache_report(pipe)) == expected
         apply_cache_on_pipe(pipe, **options, max_consecutive_hits=number)
         pipe([1.0] * 12)
         cycle = (["hit"] * number + ["limit"]) * 12

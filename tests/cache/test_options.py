@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import re
 from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -10,12 +11,13 @@ import pytest
 import torch
 from diffusers import FlowMatchHeunDiscreteScheduler
 
+from benchmarks.tiny_pipelines import PIPELINES
 from para_core import apply_cache, model_cache_report
 from para_core.adapters import apply_cache_on_pipe, apply_cache_on_transformer, cache_report
 from para_core.adapters.models.supported import ADAPTERS
 from para_core.cache.apply import cache_options
 from para_core.cache.blocks import CachedBlocks, Stage
-from para_core.cache.options import FIRST_BLOCK, CacheOptions, Rule, forecast_weights
+from para_core.cache.options import FIRST_BLOCK, CacheOptions, Forecast, Rule, forecast_weights
 from para_core.plans.plan import Plan
 from tests.cache.scripted import ADAPTER, BLOCKS, STREAMS, Pipe, Scripted, verdicts
 
@@ -28,7 +30,8 @@ def run(request):
 
     def run(first, rest=None, *, scheduler=None, size=(1, 6, 8), **options):
         pipe = Pipe() if scheduler is None else Pipe(scheduler=scheduler)
-        apply_cache_on_pipe(pipe, **{"residual_diff_threshold": 0.1, "adapter": ADAPTER, **options})
+        plain = {} if "forecast" in options else {"forecast_order": 0}
+        apply_cache_on_pipe(pipe, **{"residual_diff_threshold": 0.1, "adapter": ADAPTER, **plain, **options})
         if request.param == "graph":
             torch._dynamo.reset()
             pipe.transformer = torch.compile(pipe.transformer, fullgraph=True, backend="aot_eager")
@@ -95,7 +98,8 @@ def test_a_scheduler_that_calls_twice_per_step_has_twice_as_many_steps(run):
 
 def test_first_and_last_blocks_always_run():
     pipe = Pipe()
-    apply_cache_on_pipe(pipe, residual_diff_threshold=1e9, first_blocks=2, last_blocks=1, adapter=ADAPTER)
+    options = {"first_blocks": 2, "last_blocks": 1, "forecast_order": 0}
+    apply_cache_on_pipe(pipe, residual_diff_threshold=1e9, adapter=ADAPTER, **options)
     outputs = pipe([1.0, 1.0, 2.0], {"cond": [3.0, 6.0, 9.0]})
     assert pipe.transformer.counts() == [3, 3, 1, 3]
     # The blocks share what the second number says; the one that is skipped adds what it added at first.
@@ -118,6 +122,104 @@ def test_a_forecast_is_exact_on_polynomials_at_uneven_distances(run, order):
     outputs, report = run(first, {"cond": wanted}, forecast_order=order, warmup_steps=3)
     assert verdicts(report) == ["warmup"] * 3 + ["hit"] * 2 + ["miss"] + ["hit"] * 2
     assert [a - b for a, b in zip(added(outputs), first, strict=True)] == pytest.approx(wanted, abs=2e-5)
+
+
+def linear_in_time(steps):
+    """Of each step of the scripted pipe's schedule."""
+    pipe = Pipe()
+    pipe.scheduler.set_timesteps(sigmas=[1 - i / steps for i in range(steps)])
+    return (3 + pipe.scheduler.timesteps / 1000).tolist()
+
+
+def test_where_a_pipeline_has_a_schedule_residuals_are_extrapolated_and_plain_first_block_cache_is_one_argument(run):
+    wanted, first = linear_in_time(6), [1.0, 2.0, 2.0, 2.0, 2.0, 2.0]
+    outputs, report = run(first, {"cond": wanted}, forecast_order=None)
+    assert verdicts(report) == ["warmup", "miss", *["hit"] * 4]
+    assert [a - b for a, b in zip(added(outputs), first, strict=True)] == pytest.approx(wanted, abs=2e-5)
+    assert report.forecast == "taylor 1"
+    assert [row.forecast_from for row in report.rows] == [0, 0, 2, 2, 2, 2]
+    outputs, report = run(first, {"cond": wanted}, forecast_order=0)
+    assert [a - b for a, b in zip(added(outputs), first, strict=True)] == pytest.approx([wanted[0], *[wanted[1]] * 5])
+    assert report.forecast == "taylor 0"
+    assert [row.forecast_from for row in report.rows] == [0, 0, 1, 1, 1, 1]
+
+
+def test_without_a_schedule_the_stored_residual_is_added():
+    alone = apply_cache(Scripted(), BLOCKS, residual_diff_threshold=0.1)
+    assert model_cache_report(alone).forecast == "taylor 0"
+    without = apply_cache_on_pipe(Pipe(scheduler=None), residual_diff_threshold=0.1, adapter=ADAPTER)
+    assert cache_report(without).forecast == "taylor 0"
+
+
+def mean_of_two(times, now, known):
+    assert times.dtype == now.dtype == torch.float64
+    both = torch.full_like(times, 0.5)
+    return torch.where(known >= 2, both, torch.tensor([1.0, 0.0], dtype=times.dtype, device=times.device))
+
+
+def test_a_forecast_of_ones_own_weighs_what_was_stored(run):
+    forecast = Forecast("mean", 2, mean_of_two, source="a test")
+    outputs, report = run([1.0, 1.0, 2.0, 2.0], {"cond": [4.0, 0.0, 6.0, 0.0]}, forecast=forecast)
+    assert verdicts(report) == ["warmup", "hit", "miss", "hit"]
+    assert added(outputs) == pytest.approx([5.0, 5.0, 8.0, 7.0])
+    assert report.forecast == "mean"
+    assert [row.forecast_from for row in report.rows] == [0, 1, 0, 2]
+
+
+@pytest.mark.parametrize(
+    "steps", [{0, 2, 5}, [5, 2], (2, -1), range(2, 6, 3), [True, False, True, False, False, True], torch.tensor([2, 5])]
+)
+def test_compute_steps_alone_decides_which_steps_are_computed(run, steps):
+    # By the rule all would be computed.
+    outputs, report = run([float(2**i) for i in range(6)], {"cond": [float(i) for i in range(6)]}, compute_steps=steps)
+    assert verdicts(report) == ["warmup", "masked", "schedule", "masked", "masked", "schedule"]
+    assert report.hits == 3
+    assert [row.difference for row in report.rows] == [None] * 6
+    assert [a - 2**i for i, a in enumerate(added(outputs))] == pytest.approx([0, 0, 2, 2, 2, 5], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        ([0, 4], "compute_steps names step 4; this schedule has steps 0 to 3"),
+        ([-5], "compute_steps names step -5; this schedule has steps 0 to 3"),
+        ([True, False], "compute_steps has 2 bools; this schedule has 4 steps"),
+    ],
+)
+def test_compute_steps_that_fit_no_schedule_are_an_error_before_the_model_runs(steps, message):
+    pipe = apply_cache_on_pipe(Pipe(), residual_diff_threshold=0.1, adapter=ADAPTER, compute_steps=steps)
+    with pytest.raises(ValueError, match=message):
+        pipe([1.0] * 4)
+    assert pipe.transformer.counts() == [0] * 4
+
+
+def test_of_each_branch_at_most_max_hits_are_skipped(run):
+    first = {"cond": [1.0] * 6, "uncond": [1.0, 2.0, 2.0, 2.0, 2.0, 2.0]}
+    _, report = run(first, max_hits=3, max_consecutive_hits=2)
+    assert verdicts(report, "cond") == ["warmup", "hit", "hit", "limit", "hit", "limit"]
+    assert verdicts(report, "uncond") == ["warmup", "miss", "hit", "hit", "limit", "hit"]
+    _, report = run([1.0] * 4, max_hits=0)
+    assert verdicts(report) == ["warmup", *["limit"] * 3]
+
+
+def test_options_may_differ_for_one_of_several_transformers():
+    pipe = PIPELINES["wan 2.2"].build()
+    options = {"residual_diff_threshold": 1e9, "max_consecutive_hits": 1}
+    other = {"compute_steps": range(8), "max_consecutive_hits": None, "forecast_order": 0}
+    apply_cache_on_pipe(pipe, **options, per_transformer={"transformer_2": other})
+    pipe(**PIPELINES["wan 2.2"].call(num_inference_steps=8))
+    report = cache_report(pipe)
+    found = verdicts(report, "cond")
+    changed = found.index("schedule")
+    assert 1 < changed < 7
+    # The second transformer begins where the first ends, with nothing stored.
+    assert found[: changed - 1] == ["warmup", *["hit", "limit"] * 4][: changed - 1]
+    assert found[changed - 1 :] == ["warmup", *["schedule"] * (8 - changed)]
+    assert report.forecast == "taylor 1 and taylor 0"
+    with pytest.raises(ValueError, match=r"transformer_3.*has transformer, transformer_2"):
+        apply_cache_on_pipe(pipe, per_transformer={"transformer_3": {}})
+    with pytest.raises(TypeError, match="apply_cache_on_pipe has no option 'threshold'"):
+        apply_cache_on_pipe(pipe, per_transformer={"transformer_2": {"threshold": 0.1}})
 
 
 def test_with_too_few_points_or_two_at_one_time_the_forecast_takes_the_newest():
@@ -172,6 +274,23 @@ def test_halves_of_a_batch_that_are_branches_are_compared_apart(run):
         ({"first_blocks": 0}, ValueError, "first_blocks is 0; expected at least 1"),
         ({"first_blocks": 2, "last_blocks": 2}, ValueError, "4 blocks.*first_blocks=2 and last_blocks=2 none is left"),
         ({"forecast_order": 3}, ValueError, "forecast_order is 3; expected at least 0 and at most 2"),
+        ({"forecast": "taylor"}, TypeError, "forecast is 'taylor'; expected a Forecast of para_core"),
+        (
+            {"forecast": Forecast("mean", 2, mean_of_two, source="a test"), "forecast_order": 1},
+            ValueError,
+            "forecast_order=1 and forecast=mean were given; leave one of them out",
+        ),
+        ({"max_hits": -1}, ValueError, "max_hits is -1; expected at least 0"),
+        ({"compute_steps": 5}, TypeError, "compute_steps is 5; expected indices of the steps to compute, or a bool"),
+        ({"compute_steps": []}, TypeError, "compute_steps is .*expected indices"),
+        ({"compute_steps": [1, True]}, TypeError, "compute_steps is .*expected indices"),
+        ({"compute_steps": [0.5]}, TypeError, "compute_steps is .*expected indices"),
+        (
+            {"compute_steps": [1], "warmup_steps": 2},
+            ValueError,
+            "compute_steps decides alone, so warmup_steps would have",
+        ),
+        ({"per_transformer": {"transformer_2": {}}}, ValueError, "names 'transformer_2'; this Pipe has transformer"),
         ({"downsample": 0}, ValueError, "downsample is 0; expected at least 1"),
         ({"rule": "magic"}, ValueError, "rule is 'magic'; expected one of 'first_block', or a Rule"),
         ({"policy": 3}, TypeError, "policy is 3; expected a function"),
@@ -186,17 +305,24 @@ def test_bad_options_are_errors_and_leave_what_was_there(options, error, message
     assert verdicts(cache_report(pipe)) == ["warmup", "hit", "miss"]
 
 
-@pytest.mark.parametrize("option", [{"always_compute_last": True}, {"start": 0.2}, {"end": 0.5}, {"forecast_order": 1}])
+@pytest.mark.parametrize(
+    "option",
+    [{"always_compute_last": True}, {"start": 0.2}, {"end": 0.5}, {"forecast_order": 1}, {"compute_steps": (1,)}],
+)
 def test_what_needs_a_schedule_is_an_error_without_one(option):
     pipe = Pipe(scheduler=None)
     with pytest.raises(ValueError, match=f"{next(iter(option))} needs a scheduler, and this Pipe has none"):
         apply_cache_on_pipe(pipe, residual_diff_threshold=0.1, adapter=ADAPTER, **option)
 
 
-@pytest.mark.parametrize("option", [{"always_compute_last": True}, {"start": 0.2}, {"end": 0.5}, {"forecast_order": 1}])
+@pytest.mark.parametrize(
+    "option",
+    [{"always_compute_last": True}, {"start": 0.2}, {"end": 0.5}, {"forecast_order": 1}, {"compute_steps": (1,)}],
+)
 def test_what_needs_a_schedule_is_an_error_on_a_transformer_alone(option):
     with pytest.raises(
-        ValueError, match=f"{next(iter(option))}={next(iter(option.values()))} was given, which reads pipe.scheduler"
+        ValueError,
+        match=re.escape(f"{next(iter(option))}={next(iter(option.values()))} was given, which reads pipe.scheduler"),
     ):
         apply_cache_on_transformer(Scripted(), residual_diff_threshold=0.1, adapter=ADAPTER, **option)
 

@@ -91,6 +91,8 @@ def cache_differently():
     for options in (
         {"residual_diff_threshold": 0.1 * (1 + dist.get_rank())},
         {"residual_diff_threshold": 0.1, "warmup_steps": dist.get_rank()},
+        {"residual_diff_threshold": 0.1, "compute_steps": [dist.get_rank()]},
+        {"residual_diff_threshold": 0.1, "forecast_order": dist.get_rank()},
     ):
         apply_cache_on_pipe(pipe, **options)
         with pytest.raises(ValueError, match="must call the WanPipeline alike") as caught:
@@ -100,9 +102,39 @@ def cache_differently():
 
 
 def test_ranks_whose_caches_differ_raise_on_every_rank(rank_pool):
-    for threshold, warmup in rank_pool.run(cache_differently, 2):
-        assert "its cache: rank 0 has" in threshold
-        assert "its cache: rank 0 has" in warmup
+    for messages in rank_pool.run(cache_differently, 2):
+        assert len(messages) == 4
+        assert all("its cache: rank 0 has" in message for message in messages)
+
+
+PLANNED = ({"compute_steps": [0, 1, 4]}, {"residual_diff_threshold": 1e9, "max_hits": 2, "warmup_steps": 2})
+
+
+def generate_planned(compiled=False, mesh=None):
+    found = []
+    for options in PLANNED:
+        pipe = build("wan") if mesh is None else parallelize_pipe(build("wan"), mesh=cpu_mesh(*mesh))
+        apply_cache_on_pipe(pipe, **options)
+        if compiled:
+            torch._dynamo.reset()
+            pipe.transformer = torch.compile(pipe.transformer, fullgraph=True, backend="eager")
+        generated = generate(pipe, "wan", num_inference_steps=5)
+        rows = cache_report(pipe).rows
+        found.append(
+            (generated, [(row.verdict.name, row.forecast_from) for row in rows if row.branch == rows[0].branch])
+        )
+    return found
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_planned_steps_a_cap_and_a_forecast_hold_on_ranks_and_in_a_graph(rank_pool, compiled):
+    expected = generate_planned()
+    assert [name for name, _ in expected[0][1]] == ["WARMUP", "SCHEDULE", "MASKED", "MASKED", "SCHEDULE"]
+    assert expected[1][1] == [("WARMUP", 0), ("WARMUP", 0), ("HIT", 2), ("HIT", 2), ("LIMIT", 0)]
+    for found in rank_pool.run(generate_planned, 2, compiled=compiled, mesh=(1, 2)):
+        for (generated, rows), (wanted, wanted_rows) in zip(found, expected, strict=True):
+            assert rows == wanted_rows
+            assert relative_error(generated, wanted) < 1e-4
 
 
 def generate_on_four(shape):

@@ -60,12 +60,16 @@ def test_a_report_is_read_written_and_plotted(tmp_path):
     assert lines[5].split()[:5] == ["2", "cond", "0.0500", "0.1000", "hit"]
     assert lines[-1].startswith("5 of 8 computed, 3 skipped (38%), ")
     assert lines[-1].endswith("rule first_block")
+    assert lines[-1].endswith("forecast taylor 1, rule first_block")
+    assert [line.endswith("forecast from 2 computed steps") for line in lines[5:9]] == [True, True, False, True]
 
     report.to_json(tmp_path / "steps.json")
     found = json.loads((tmp_path / "steps.json").read_text())
     assert (found["computed"], found["hits"], found["rule"]) == (5, 3, "first_block")
     assert [row["verdict"] for row in found["rows"] if row["branch"] == "cond"] == ["warmup", "warmup", "hit", "miss"]
     assert found["rows"][0]["difference"] is None
+    assert found["forecast"] == "taylor 1"
+    assert [row["forecast_from"] for row in found["rows"] if row["branch"] == "cond"] == [0, 0, 2, 0]
 
     report.plot(tmp_path / "steps.png")
     with Image.open(tmp_path / "steps.png") as image:

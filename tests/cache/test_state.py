@@ -384,7 +384,8 @@ def test_the_host_waits_at_most_once_per_step_and_never_where_the_residual_is_no
 
     class Watch(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
-            if func in waiting:
+            # Weights of a forecast are made of times: float64, and never on a device.
+            if func in waiting and not (args[0].dtype == torch.float64 and args[0].device.type == "cpu"):
                 waits.append(func)
             return func(*args, **(kwargs or {}))
 
