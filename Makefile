@@ -14,12 +14,14 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 # What pytest gets in addition: make test PYTEST="-k ring -x"
 PYTEST ?=
+# Two tests at once, each with rank processes of its own: while one waits for its ranks or compiles, another computes.
+AT_ONCE := -n 2 --dist worksteal
 # What the check gets: make gpu-check GPU_CHECK="--sections local flux --output /tmp/found"
 GPU_CHECK ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-long pytest lint types bench gpu-check clean
-# Lint, then types, then tests, one after the other: the tests measure time-outs and want both cores.
+# Lint, then types, then tests, one after the other: the tests meet time-outs and want both cores.
 .NOTPARALLEL:
 
 help:
@@ -31,11 +33,11 @@ demo: $(STAMP)
 
 test: lint types
 	@echo "==> tests"
-	$(BIN)/python -m pytest $(PYTEST)
+	$(BIN)/python -m pytest $(AT_ONCE) $(PYTEST)
 
 test-long: lint types
 	@echo "==> tests, the long ones too"
-	$(BIN)/python -m pytest -m "long or not long" --hypothesis-profile=long $(PYTEST)
+	$(BIN)/python -m pytest -m "long or not long" --hypothesis-profile=long $(AT_ONCE) $(PYTEST)
 
 lint: $(STAMP)
 	@echo "==> lint"

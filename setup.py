@@ -43,6 +43,7 @@ setup(
             "pillow",
             "psutil",
             "pytest>=8",
+            "pytest-xdist",
             "ruff",
             "scikit-image",
             "setuptools>=77",
