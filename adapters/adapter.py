@@ -8,7 +8,7 @@ from typing import Literal
 from para_core.cache.blocks import CachedBlocks
 from para_core.plans.plan import Plan
 
-# Whether text tokens are cut, or whole on every rank.
+# Whether text tokens are sharded, or replicated.
 Text = Literal["shard", "replicate"]
 
 
@@ -19,7 +19,7 @@ class Adapter:
     Args:
         transformer: name of the transformer class; subclasses of it are meant, too.
         pipelines: what a user calls the pipelines that it serves, for messages.
-        plan: what is split and gathered; where text can be cut, it is, as the segment ``text``. None: what the class
+        plan: what is split and gathered; where text can be sharded, it is, as the segment ``text``. None: what the class
             publishes.
         text: the faster way to treat text.
         blocks: its block stack, for First Block Cache.

@@ -68,7 +68,7 @@ def parallelize_pipe(
             along a ``batch`` dim share the branches of guidance. Left out: all ranks, half of them for each branch where the
             pipeline guides by default, then Ulysses up to the number of heads, then the ring; one rank where
             ``WORLD_SIZE`` is unset or 1.
-        text: ``"shard"`` cuts the text tokens as those of the image are, ``"replicate"`` keeps all of them on every rank.
+        text: ``"shard"`` shards the text tokens as those of the image are, ``"replicate"`` keeps all of them on every rank.
             Both are exact; left out: the faster one for this model.
         timeout: how long (seconds, if a number) the ranks of the mesh wait for one that does not answer, because it raised
             an exception of its own or died; set on the mesh's process groups. Then gloo raises, and NCCL ends the process. Left out:
@@ -258,7 +258,7 @@ def _plans_of(pipe: Any, adapter: Adapter | None = None) -> dict[str, nn.Module]
 def _unsupported(thing: Any, reason: str) -> str:
     return (
         f"{original_class(thing).__name__} is not supported: {reason}. Supported are {supported()}. Any model whose tokens you "
-        "can cut runs in parallel by hand:\n"
+        "can shard runs in parallel by hand:\n"
         "    with UnifiedAttnMode(mesh) as cp:\n"
         "        y = cp.gather(model(cp.shard(x, dim=1)), dim=1)"
     )

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from para_core.adapters.models.supported import plan_for
 from para_core.mesh import MeshDim
 from para_core.plans.places import as_tuple, find_boundaries, parameters_of
-from para_core.plans.plan import Attention, Cut, Gather, Plan, Split, Whole
+from para_core.plans.plan import Attention, Cut, Gather, Plan, Replicate, Split
 from para_core.plans.samples import own_samples
 
 # (batch, ring, ulysses)
@@ -38,7 +38,7 @@ class Tokens:
     cut: bool
 
     def held(self, rank: int, ranks: int) -> int:
-        """Of those that are cut, how many ``rank`` has; fewer than there are ranks are not cut."""
+        """Of those that are sharded, how many ``rank`` has; fewer than there are ranks are not sharded."""
         return part(self.total, rank, ranks) if self.cut and self.total >= ranks else 0
 
     def whole(self, ranks: int) -> int:
@@ -104,7 +104,7 @@ def sent_in_attention(call: AttentionCall, ring: int, ulysses: int, rank: int) -
     """Bytes that sequence rank ``rank`` sends to others, S_r being the cut tokens of rank r, H_u the heads of Ulysses rank u.
 
     Per sample and element: Ulysses Σ_{j≠u} (S_r · H_j · D + S_r · H_kv,j · (D + D_v)) in, and Σ_{j≠u} (S_j + whole tokens) · H_u · D_v
-    out; the ring S_block · H_kv,u · (D + D_v) for each block that is passed on. Nothing where no key is cut.
+    out; the ring S_block · H_kv,u · (D + D_v) for each block that is passed on. Nothing where no key is sharded.
     """
     ranks = ring * ulysses
     queries, keys = ([sum(x.held(r, ranks) for x in kind) for r in range(ranks)] for kind in (call.queries, call.keys))
@@ -238,9 +238,9 @@ class _Observer(TorchFunctionMode):
         self._active |= any(isinstance(cut, Split) and cut.segment in self._segments for cut in cuts.values())
 
     def _note_tokens(self, key: Any, value: Tensor, cut: Cut) -> None:
-        if isinstance(cut, Whole):
+        if isinstance(cut, Replicate):
             self._segments.setdefault(cut.segment, Tokens(value.shape[cut.dim], cut=False))
-        elif isinstance(cut, Split) and not cut.then_whole and cut.ndim in (None, value.ndim):
+        elif isinstance(cut, Split) and not cut.then_replicated and cut.ndim in (None, value.ndim):
             first = 0 if cut.after is None else self._segments[cut.after].total
             name = cut.segment or cut.like or str(key)
             self._segments.setdefault(name, Tokens(value.shape[cut.dim] - first, cut=True))
@@ -280,7 +280,7 @@ class _Observer(TorchFunctionMode):
 
     def _tokens(self, names: Sequence[str], total: int) -> tuple[Tokens, ...]:
         known = tuple(self._segments[name] for name in names if name in self._segments)
-        # What is left was never cut.
+        # What is left was never sharded.
         return (*known, Tokens(total - sum(x.total for x in known), cut=False))
 
     def _of_mask(self, attention: Attention, mask: Tensor | None) -> int:

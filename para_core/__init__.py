@@ -24,7 +24,7 @@ from para_core.plans.context_parallel import (
     apply_context_parallel,
     remove_context_parallel,
 )
-from para_core.plans.plan import Attention, FirstTokens, Gather, LastTokens, Plan, Split, Whole
+from para_core.plans.plan import Attention, FirstTokens, Gather, LastTokens, Plan, Replicate, Split
 
 __all__ = [
     "Attention",
@@ -41,6 +41,7 @@ __all__ = [
     "Observation",
     "ParallelConfig",
     "Plan",
+    "Replicate",
     "RingAttnMode",
     "Rule",
     "Segment",
@@ -51,7 +52,6 @@ __all__ = [
     "UlyssesAttnMode",
     "UnifiedAttnMode",
     "Verdict",
-    "Whole",
     "apply_cache",
     "apply_context_parallel",
     "init_context_parallel_mesh",

@@ -14,10 +14,10 @@ Run = tuple[int, int]
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of tokens of one kind: replicated, or cut over the sequence ranks as ``torch.tensor_split`` cuts.
+    """A run of tokens of one kind: replicated, or sharded over the sequence ranks as ``torch.tensor_split`` splits.
 
     The first ``total % ranks`` ranks hold one token more; with fewer tokens than ranks the last ones hold none. A balanced
-    segment is cut into ``2 · ranks`` parts, of which rank r holds the r-th from the front and the r-th from the back: under
+    segment is split into ``2 · ranks`` parts, of which rank r holds the r-th from the front and the r-th from the back: under
     a causal mask every rank then has the same work.
 
     >>> Segment("image", 10).sizes(ranks=4)

@@ -1,4 +1,4 @@
-"""Cutting a tensor to this rank's tokens, and putting all ranks' tokens together again."""
+"""Sharding a tensor to this rank's tokens, and putting all ranks' tokens together again."""
 
 from __future__ import annotations
 

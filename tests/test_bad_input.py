@@ -161,7 +161,7 @@ def test_input_that_is_good_but_differs_on_one_rank_is_an_error_on_every_rank(ra
 def test_a_length_that_was_not_cut_here_is_an_error_on_every_rank(rank_pool):
     results = rank_pool.run(attend_badly, 4, "length", [2], 2, 2, True)
     check_errors(
-        results, "query has 2 tokens on this rank, which fits nothing that was cut with cp.shard here (3 of 12)"
+        results, "query has 2 tokens on this rank, which fits nothing that was sharded with cp.shard here (3 of 12)"
     )
 
 

@@ -30,7 +30,7 @@ def combine_at_once(model, x):
 
 
 def cut_first(model, x):
-    """As Qwen-Image's pipelines do: the first result is cut before the second is called."""
+    """As Qwen-Image's pipelines do: the first result is sharded before the second is called."""
     cond = model(x, 0)[0][:, :3].unsqueeze(0).to(torch.float64).squeeze(0)
     first, second = model(x, 1)[0].chunk(2, dim=1)
     return torch.cat([cond.float() + first, second], dim=1)

@@ -2,14 +2,14 @@
 
 from para_core.adapters.adapter import Adapter
 from para_core.cache.blocks import CachedBlocks, Stage
-from para_core.plans.plan import Gather, Plan, Split, Whole
+from para_core.plans.plan import Gather, Plan, Replicate, Split
 
 COGVIDEOX = Adapter(
     transformer="CogVideoXTransformer3DModel",
     pipelines="CogVideoX",
     plan=Plan(
         inputs={
-            "encoder_hidden_states": Whole(dim=1, segment="text"),
+            "encoder_hidden_states": Replicate(dim=1, segment="text"),
             # The pipeline makes the rotary embedding: (cos, sin), [S, D] each.
             "image_rotary_emb": Split(dim=0, like="video"),
         },

@@ -5,7 +5,7 @@ from para_core.cache.blocks import CachedBlocks, Stage
 from para_core.plans.plan import Cut, Gather, Plan, Split
 
 # Of image tokens, then of text.
-WITH_TEXT = Split(dim=1, like="image", then_whole=True)
+WITH_TEXT = Split(dim=1, like="image", then_replicated=True)
 OF_BLOCKS: dict[str | int, Cut] = {"hidden_states_masks": WITH_TEXT, "image_rotary_emb": WITH_TEXT}
 
 HIDREAM = Adapter(

@@ -61,7 +61,7 @@ def plan_for(module: nn.Module, text: Text | None = None, adapter: Adapter | Non
         adapter: goes before both where it is for this class.
 
     Raises:
-        ValueError: ``text`` is unknown, or this model's text cannot be cut.
+        ValueError: ``text`` is unknown, or this model's text cannot be sharded.
     """
     if text not in (None, "shard", "replicate"):
         raise ValueError(f"text is {text!r}; expected 'shard', 'replicate', or None for the faster of both.")
@@ -87,7 +87,7 @@ def adapter_for(module: nn.Module, adapter: Adapter | None = None) -> Adapter | 
 
 def _with_text(plan: Plan, segment: str, text: Text, *, asked: Text | None, module: nn.Module) -> Plan:
     if text == "replicate":
-        return plan.with_whole(segment)
+        return plan.with_replicated(segment)
     if asked == "shard" and not plan.cuts(segment):
         raise ValueError(
             f"text='shard' was given, but {original_class(module).__name__} needs all text tokens on every rank: it makes "

@@ -82,7 +82,7 @@ class Call:
 def mask_forms(row: Row, ulysses: int, first: str = "whole") -> list[Setting]:
     """Every form in which a mask could be meant, the documented one first: the cell takes the best of them.
 
-    Without documentation that is the whole mask, as on one device; a user who passes another cuts it ``by hand``.
+    Without documentation that is the whole mask, as on one device; a user who passes another shards it ``by hand``.
     """
     if row.mask is None:
         return [{}]

@@ -27,7 +27,7 @@ def cell(ways: Ways) -> str:
 def _word(outcome: dict[str, Any]) -> str:
     word = outcome["verdict"]
     if word == "exact":
-        return "exact (mask cut by hand)" if outcome.get("setting", {}).get("by hand") else word
+        return "exact (mask sharded by hand)" if outcome.get("setting", {}).get("by hand") else word
     if word == "wrong":
         return f"**wrong** by {outcome['error']:.2g}"
     return f"*{word}*" if word in ("refused", "needs CUDA") else f"**{word}**"

@@ -23,7 +23,7 @@ from para_core.plans.places import parameters_of
 Model = TypeVar("Model", bound=nn.Module)
 
 _KEY = "cache of the model"
-# Around a plan, which cuts the arguments that tell branches apart.
+# Around a plan, which shards the arguments that tell branches apart.
 CALL_DEPTH = -1
 
 

@@ -16,7 +16,7 @@ from para_core.cache.blocks import Role
 from para_core.instance import Around, unwrap, wrap_alike, wrap_method, wrapper
 
 _KEY = "cache"
-# Inside of what a plan does at a block: it cuts what the first one is given.
+# Inside of what a plan does at a block: it shards what the first one is given.
 _BLOCK_DEPTH = 1
 # An attribute of a model whose graphs were compiled with a cache that was removed.
 _REMEMBERED = "_para_core_cache"

@@ -22,7 +22,7 @@ from para_core.tokens import shard_tokens
 class InBatchAttnMode(ShardingMode):
     """Inside ``with InBatchAttnMode(mesh) as cp:`` every rank holds some of the samples of a batch, whole.
 
-    ``x = cp.shard(x, dim=0)`` cuts the batch, ``cp.gather(y, dim=0)`` puts it together; uneven parts, and ranks without a
+    ``x = cp.shard(x, dim=0)`` shards the batch, ``cp.gather(y, dim=0)`` puts it together; uneven parts, and ranks without a
     sample, are right. Attention sends nothing: sample i of the batch attends to sample i. What the mode does to
     ``scaled_dot_product_attention``: from an ``attn_mask`` for the whole batch it takes this rank's samples. What is no
     ``scaled_dot_product_attention`` (``flash_attn``, fused encoders) is right as it is.

@@ -109,9 +109,9 @@ def _fits_nothing(held: int, segments: tuple[Segment, ...], rank: int, ranks: in
     listed = _concatenations(segments, ranks) if few else [SequenceLayout((segment,), ranks) for segment in segments]
     known = ", ".join([f"{layout.size(rank)} of {layout.total}" for layout in listed])
     return ValueError(
-        f"{kind} has {held} tokens on this rank, which fits nothing that was cut with cp.shard here ({known}"
+        f"{kind} has {held} tokens on this rank, which fits nothing that was sharded with cp.shard here ({known}"
         f"{'' if few else ', and concatenations of these'}). "
-        "Cut it with cp.shard too, or say who holds what with cp.using(SequenceLayout(...))."
+        "Shard it with cp.shard too, or say who holds what with cp.using(SequenceLayout(...))."
     )
 
 

@@ -1,4 +1,4 @@
-"""What modes have in common: tensors are cut to a rank's part and put together again, and it is remembered what was cut."""
+"""What modes have in common: tensors are sharded and gathered, and it is remembered which were."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HeldLayout = tuple[tuple[str, Length, bool, bool], ...]
 
 
 class ShardingMode(TorchFunctionMode):
-    """:meth:`shard` and :meth:`gather` over the ranks of ``mesh``, and the memory of what was cut while the mode is entered.
+    """:meth:`shard` and :meth:`gather` over the ranks of ``mesh``, and the memory of what was sharded while the mode is entered.
 
     Args:
         mesh: the ranks that share a tensor.
@@ -37,7 +37,7 @@ class ShardingMode(TorchFunctionMode):
         self._mesh = mesh
         self._assume_equal = assume_equal
         self._depth = 0
-        # The sequences that were cut through this mode, or said to be replicated, in that order; emptied on exit.
+        # The sequences that were sharded through this mode, or said to be replicated, in that order; emptied on exit.
         self._known: HeldLayout = ()
         self._gathered = True
 
@@ -108,14 +108,14 @@ class ShardingMode(TorchFunctionMode):
         if not known:
             return self.sequence(held * self._mesh.ranks)
         raise ValueError(
-            f"several sequences were cut through this mode (of {', '.join([str(one.total) for one in known])} tokens). "
+            f"several sequences were sharded through this mode (of {', '.join([str(one.total) for one in known])} tokens). "
             "Say which one this is: cp.gather(y, dim, sequence=cp.sequence(total))."
         )
 
     def _remember(self, segment: Segment) -> None:
         if torch.compiler.is_compiling() and self._depth == 0:
             # Dynamo enters a mode that was made outside of the graph without tracing __enter__ and __exit__, so what
-            # these do is done here and in gather: the first cut after a gather belongs to another call.
+            # these do is done here and in gather: the first shard after a gather belongs to another call.
             if self._gathered:
                 self._known = ()
                 self._begin()
@@ -125,7 +125,7 @@ class ShardingMode(TorchFunctionMode):
         if not [one for one in same if one.total == segment.total]:
             self._set_known((*self._known, *hold([segment], self._mesh.device_type)))
 
-    # -- cutting and putting together
+    # -- sharding and gathering
 
     def shard(
         self,
@@ -163,7 +163,7 @@ class ShardingMode(TorchFunctionMode):
         """The whole of ``y`` along ``dim``, on every rank; ``y`` is this rank's part.
 
         Args:
-            sequence: what the part is of; may be left out while only one sequence was cut through this mode.
+            sequence: what the part is of; may be left out while only one sequence was sharded through this mode.
 
         Raises:
             ValueError: in eager code on every rank, if a rank's part is not what ``sequence`` gives it.

@@ -31,7 +31,7 @@ class UnifiedAttnMode(ShardingMode):
     """Inside ``with UnifiedAttnMode(mesh) as cp:`` every ``scaled_dot_product_attention`` runs over the mesh.
 
     Each rank calls it with its part of the sequence, and gets its part of the result. Which part a rank holds is said,
-    in this order, by ``layout``; by what was cut with ``cp.shard``; else every rank is taken to hold an equal part.
+    in this order, by ``layout``; by what was sharded with ``cp.shard``; else every rank is taken to hold an equal part.
 
     Args:
         mesh: a DeviceMesh with a ``ring`` and/or ``ulysses`` dim (a slice of a larger one, too), or a ProcessGroup,
@@ -87,7 +87,7 @@ class UnifiedAttnMode(ShardingMode):
             )
         self._attn_func = attn_func
         self._attention = self._make_attention()
-        # Of queries and of keys, if given: decides before what was cut.
+        # Of queries and of keys, if given: decides before what was sharded.
         self._explicit: tuple[HeldLayout, HeldLayout | None] | None = None
         if layout is not None:
             self._explicit = (self._hold_layout(layout), None if key_layout is None else self._hold_layout(key_layout))
@@ -186,7 +186,7 @@ class UnifiedAttnMode(ShardingMode):
     def split_branches(self, x: Tensor, dim: int = 0) -> Tensor:
         """This rank's part of ``x``, which holds all branches of guidance (or samples) one behind the other along ``dim``.
 
-        Over the ``batch`` mesh dim; without one, ``x`` itself. :meth:`shard` cuts what this gives along its tokens.
+        Over the ``batch`` mesh dim; without one, ``x`` itself. :meth:`shard` shards what this gives along its tokens.
 
         Raises:
             ValueError: the ranks along ``batch`` cannot have equal parts.
@@ -202,7 +202,7 @@ class UnifiedAttnMode(ShardingMode):
         return x.narrow(dim, self._batch.index * size, size).clone(memory_format=torch.contiguous_format)
 
     def merge_branches(self, y: Tensor, dim: int = 0) -> Tensor:
-        """The parts of all ranks along ``batch``, one behind the other along ``dim``: what :meth:`split_branches` cut."""
+        """The parts of all ranks along ``batch``, one behind the other along ``dim``: what :meth:`split_branches` split."""
         if self._batch is None or self._batch.size == 1:
             return y
         return all_gather(y, [y.shape[dim]] * self._batch.size, dim, self._batch)
@@ -260,7 +260,7 @@ class UnifiedAttnMode(ShardingMode):
         return query_layout, self._layout_of(num_keys, "key", ordered)
 
     def _layout_of(self, held: int, kind: Literal["query", "key"], ordered: bool) -> SequenceLayout:
-        """Who holds which tokens of the sequence of which this rank holds ``held``: as was said, as was cut, or in equal parts."""
+        """Who holds which tokens of the sequence of which this rank holds ``held``: as was said, as was sharded, or in equal parts."""
         mesh = self._mesh
         if self._explicit is not None:
             of_queries, of_keys = self._explicit
@@ -269,7 +269,7 @@ class UnifiedAttnMode(ShardingMode):
             if held != layout.size(mesh.rank):
                 raise ValueError(
                     f"{kind} has {held} tokens, but the layout gives this rank {layout.size(mesh.rank)} of {layout.total}. "
-                    "Pass the layout that it was cut by (cp.using(layout, key_layout=...))."
+                    "Pass the layout that it was sharded by (cp.using(layout, key_layout=...))."
                 )
             return layout
         if not self._known:

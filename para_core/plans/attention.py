@@ -42,7 +42,7 @@ class PlannedAttention:
     ) -> None:
         self.mesh, self.options, self.known = mesh, options, known
         self.attending = attending
-        # Of the call under way: what was sharded, or found to be whole.
+        # Of the call under way: what was sharded, or found to be replicated.
         self.segments: HeldLayout = ()
         # Lists: what is set of an attribute before torch.cond (which a cache brings) and again behind it, Dynamo 2.13 forgets.
         self.active = [False]
@@ -133,7 +133,7 @@ def planned_layouts(
     """The layouts of queries and keys of which this rank holds so many.
 
     Args:
-        segments: which were sharded, or found to be whole on every rank; any other is held by every rank.
+        segments: which were sharded, or found to be replicated; any other is held by every rank.
 
     Raises:
         ValueError: the plan says something else of their number.

@@ -58,7 +58,7 @@ def apply_context_parallel(module: nn.Module, parallel_config: Any, plan: Plan |
     """
     if getattr(parallel_config, "tensor_parallel_config", None) is not None:
         raise ValueError(
-            "parallel_config holds a tensor_parallel_config; sequences are cut here, not weights. Pass a "
+            "parallel_config holds a tensor_parallel_config; sequences are sharded here, not weights. Pass a "
             "ContextParallelConfig(ring_degree=..., ulysses_degree=...)."
         )
     config = getattr(parallel_config, "context_parallel_config", parallel_config)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from para_core.layout import Segment, SequenceLayout
 from para_core.mesh import SequenceMesh
-from para_core.plans.plan import Cut, FirstTokens, Gather, LastTokens, Split, Whole
+from para_core.plans.plan import Cut, FirstTokens, Gather, LastTokens, Replicate, Split
 from para_core.tokens import gather_tokens, shard_tokens
 
 
@@ -24,7 +24,7 @@ class Cutting:
 
     def __init__(self, mesh: SequenceMesh) -> None:
         self.mesh = mesh
-        # Of the call under way: the segments that were cut, or found to be whole.
+        # Of the call under way: the segments that were sharded, or found to be replicated.
         self.segments: dict[str, Segment] = {}
 
     def arguments(
@@ -63,7 +63,7 @@ class Cutting:
             )
         if isinstance(cut, Gather):
             return self._gather(value, cut)
-        if isinstance(cut, Whole):
+        if isinstance(cut, Replicate):
             self._note(Segment(cut.segment, value.shape[cut.dim], replicated=True), cut.dim, name)
             return value
         return self._split(value, cut, name)
@@ -76,10 +76,10 @@ class Cutting:
                 raise ValueError(
                     f"{name} has {value.ndim} dims {list(value.shape)}; the plan splits a tensor of {split.ndim}."
                 )
-        if split.then_whole:
+        if split.then_replicated:
             total = self.segments[split.like or ""].total
             cut, rest = value.split([total, value.shape[split.dim] - total], dim=split.dim)
-            return torch.cat([self._split(cut, replace(split, then_whole=False), name), rest], dim=split.dim)
+            return torch.cat([self._split(cut, replace(split, then_replicated=False), name), rest], dim=split.dim)
         first = () if split.after is None else (self.segments[split.after],)
         total = value.shape[split.dim] - sum([segment.total for segment in first])
         stream = split.segment or split.like or name

@@ -33,7 +33,7 @@ def find_boundaries(module: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module,
     """Of each submodule that the plan names, by name, the module and all that the plan says of it.
 
     Raises:
-        ValueError: the plan cuts or gathers at a module that is not there.
+        ValueError: the plan shards or gathers at a module that is not there.
     """
     required = [Boundary(name, cuts=tuple(cuts.items())) for name, cuts in plan.inner.items()]
     required += [Boundary(name, gathers=as_tuple(rule)) for name, rule in plan.outputs.items() if name]

@@ -12,18 +12,18 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Split:
-    """Cut a tensor (or each tensor of a tuple or list) along ``dim`` to this rank's part.
+    """Shard a tensor (or each tensor of a tuple or list) along ``dim`` to this rank's part.
 
-    Fewer entries than there are ranks are left whole, on every rank: so is a dim of size 1, which is broadcast.
+    Fewer entries than there are ranks are replicated: so is a dim of size 1, which is broadcast.
 
     Args:
         segment: the tokens of this name are what the tensor holds, and attention sees them from here on.
         like: or: something that has one entry for each token of this segment, such as its positions.
-        ndim: the number of dims of the tensor. A companion with fewer has no dim for tokens, and is left whole (a time step
+        ndim: the number of dims of the tensor. A companion with fewer has no dim for tokens, and is replicated (a time step
             for each sample, say, instead of each token); one with more has others behind ``dim``. Tokens that do not have
             as many are an error.
         after: the tokens of this segment come first along ``dim``; every rank keeps them.
-        then_whole: something else follows along ``dim``; every rank keeps it. The segment has been cut before.
+        then_replicated: something else follows along ``dim``; every rank keeps it. The segment has been sharded before.
     """
 
     dim: int
@@ -31,11 +31,11 @@ class Split:
     like: str | None = None
     ndim: int | None = None
     after: str | None = None
-    then_whole: bool = False
+    then_replicated: bool = False
 
 
 @dataclass(frozen=True)
-class Whole:
+class Replicate:
     """Every rank keeps all tokens of ``segment``, of which the tensor's ``dim`` says how many there are."""
 
     dim: int
@@ -65,14 +65,14 @@ class Gather:
 
 
 # A Gather of an input: this one module sees all tokens.
-Cut = Split | Whole | FirstTokens | LastTokens | Gather
+Cut = Split | Replicate | FirstTokens | LastTokens | Gather
 
 
 @dataclass(frozen=True)
 class Attention:
     """What one call of ``scaled_dot_product_attention`` consists of: segments, in their order along its tokens.
 
-    A segment that the call of the model did not cut is held by every rank; it may have any length. If all keys are, no
+    A segment that the call of the model did not shard is held by every rank; it may have any length. If all keys are, no
     rank needs another.
 
     Args:
@@ -113,23 +113,23 @@ class Plan:
     batched: Mapping[str, int] = field(default_factory=dict)
 
     def cuts(self, segment: str) -> bool:
-        """Whether any tensor of ``segment`` is cut."""
+        """Whether any tensor of ``segment`` is sharded."""
         cuts = [*self.inputs.values(), *[cut for cuts in self.inner.values() for cut in cuts.values()]]
         return any(isinstance(cut, Split) and cut.segment == segment for cut in cuts)
 
-    def with_whole(self, segment: str) -> Plan:
+    def with_replicated(self, segment: str) -> Plan:
         """This plan, but every rank keeps all tokens of ``segment``."""
-        inner = {name: _with_whole(cuts, segment) for name, cuts in self.inner.items()}
+        inner = {name: _with_replicated(cuts, segment) for name, cuts in self.inner.items()}
         return replace(
             self,
-            inputs=_with_whole(self.inputs, segment),
+            inputs=_with_replicated(self.inputs, segment),
             inner={name: cuts for name, cuts in inner.items() if cuts},
         )
 
 
-def _with_whole(cuts: Mapping[Any, Cut], segment: str) -> dict[Any, Cut]:
+def _with_replicated(cuts: Mapping[Any, Cut], segment: str) -> dict[Any, Cut]:
     kept = {
-        key: Whole(cut.dim, segment) if isinstance(cut, Split) and cut.segment == segment else cut
+        key: Replicate(cut.dim, segment) if isinstance(cut, Split) and cut.segment == segment else cut
         for key, cut in cuts.items()
     }
     return {key: cut for key, cut in kept.items() if not (isinstance(cut, Split) and cut.like == segment)}
@@ -142,7 +142,7 @@ _PUBLISHED_STREAMS = ("encoder_hidden_states", "hidden_states")
 def published_plan(cp_plan: Mapping[str, Any]) -> Plan:
     """Read a diffusers ``_cp_plan``: ``ContextParallelInput`` and ``ContextParallelOutput`` by module name.
 
-    ``hidden_states`` and ``encoder_hidden_states`` are streams of tokens, of which one that is never cut is held by every
+    ``hidden_states`` and ``encoder_hidden_states`` are streams of tokens, of which one that is never sharded is held by every
     rank. As in all of diffusers, a module named ``attn1`` attends among the former, and ``attn2`` from there to the latter;
     any other attends to both, jointly.
 

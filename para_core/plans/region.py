@@ -1,4 +1,4 @@
-"""A plan applied to one module: its calls cut what they are given, run with attention intercepted, and gather.
+"""A plan applied to one module: its calls shard what they are given, run with attention intercepted, and gather.
 
 The module's code does not know. What runs around it lives in private subclasses (``para_core.instance``), so hooks,
 ``forward`` and attributes stay untouched.
@@ -154,7 +154,7 @@ class _Region:
                 )
 
     def _intercept(self, cuts: Iterable[Cut]) -> None:
-        """Intercept from here on, if tokens that attention sees are among what was just cut."""
+        """Intercept from here on, if tokens that attention sees are among what was just sharded."""
         interception = self.interception
         if interception is not None and any(
             isinstance(cut, Split) and cut.segment in self._cutting.segments for cut in cuts
@@ -199,7 +199,7 @@ class _Region:
         """Put what the plan says around the submodules that it names, if others stand there now.
 
         Raises:
-            ValueError: the plan cuts or gathers at a module that is not there.
+            ValueError: the plan shards or gathers at a module that is not there.
         """
         if self.submodules and all(is_at(module, name, found) for name, found in self.submodules.items()):
             return

@@ -388,7 +388,7 @@ def test_callbacks_interruptions_and_kinds_of_output_are_as_alone(rank_pool, nam
         assert max(errors.values()) < 1e-5, errors
 
 
-# Whose text may be cut, or whole on every rank.
+# Whose text may be sharded, or replicated.
 WITH_TEXT = ["qwen-image", "qwen-image, controlnet", "ltx", "flux2 klein"]
 
 

@@ -69,7 +69,7 @@ def long_but(names):
     return [pytest.param(name, marks=() if name in names else pytest.mark.long) for name in MODELS]
 
 
-# Of each way to say what is cut, one: published plans and our own, masks, several streams, pieces of tokens, batches.
+# Of each way to say what is sharded, one: published plans and our own, masks, several streams, pieces of tokens, batches.
 SOME = [
     "wan, image context",
     "wan vace",
@@ -143,7 +143,7 @@ def test_a_half_of_the_ranks_computes_a_half_of_the_samples_and_one_sample_warns
             assert all("1 sample(s), which 2 ranks along 'batch' cannot share" in text for text in warned)
 
 
-# Models whose text may be cut, or not.
+# Models whose text may be sharded, or not.
 WITH_TEXT = [name for name in MODELS if name.startswith(("qwen", "flux", "ltx"))]
 CUTS_TEXT = [name for name in WITH_TEXT if not name.startswith("ltx2")]
 

@@ -64,7 +64,7 @@ class Mask:
 
 @dataclass(frozen=True)
 class Case:
-    """One attention call, and how its tokens are cut."""
+    """One attention call, and how its tokens are sharded."""
 
     S: int = 13
     H: int = 3
@@ -74,7 +74,7 @@ class Case:
     H_kv: int | None = None
     D_v: int | None = None
     dtype: torch.dtype = torch.float32
-    # (name, total, replicated, balanced); S and S_k are then their sums. Keys are cut like queries unless key_segments
+    # (name, total, replicated, balanced); S and S_k are then their sums. Keys are sharded like queries unless key_segments
     # is given.
     segments: tuple[tuple[Any, ...], ...] | None = None
     key_segments: tuple[tuple[Any, ...], ...] | None = None

@@ -86,7 +86,7 @@ def attend_in_batch_and_sequence(batch_outside):
     mask = case_mask("padding", 3, torch.bool)
     with first, second:
         parts = [sequence.shard(batch.shard(x, dim=0), dim=2) for x in qkv]
-        # With the sequence mode inside, the mask meets it first, and has to be cut by hand.
+        # With the sequence mode inside, the mask meets it first, and has to be sharded by hand.
         seen = batch.shard(mask, dim=0) if batch_outside else mask
         out = F.scaled_dot_product_attention(*parts, seen)
         return batch.gather(sequence.gather(out, dim=2), dim=0)

@@ -446,8 +446,8 @@ def test_attention_is_over_what_was_cut_through_the_mode_and_its_concatenations(
             found = outs[name] if name == "image, text" else outs[name][::-1]
             assert relative_error(found[0], joint[:, :, :10]) < 1e-5
             assert relative_error(found[1], joint[:, :, 10:]) < 1e-5
-        assert "query has 3 tokens on this rank, which fits nothing that was cut" in outs["unknown"]
-        assert "several sequences were cut through this mode (of 10, 4 tokens)" in outs["ambiguous"]
+        assert "query has 3 tokens on this rank, which fits nothing that was sharded" in outs["unknown"]
+        assert "several sequences were sharded through this mode (of 10, 4 tokens)" in outs["ambiguous"]
         expected = on_one_device(6, 3, seed=2).chunk(2, dim=2)[rank]
         assert relative_error(outs["forgotten"], expected) < 1e-5
 

@@ -84,7 +84,7 @@ BAD = {
     ),
     "weights": (
         lambda: diffusers.ParallelConfig(tensor_parallel_config=diffusers.TensorParallelConfig(tp_degree=2)),
-        "holds a tensor_parallel_config; sequences are cut here, not weights",
+        "holds a tensor_parallel_config; sequences are sharded here, not weights",
     ),
     "something else": (dict, r"parallel_config is \{\}; expected a ContextParallelConfig"),
 }
