@@ -158,6 +158,7 @@ def test_the_parts_are_found_and_the_packages_of_others_not_hidden_from_any_fold
     assert "found" in environment.run("probe.py", "root", environment.checkout, cwd=environment.checkout)
 
 
+@pytest.mark.parametrize("environment", ["wheel", pytest.param("editable", marks=pytest.mark.long)], indirect=True)
 def test_the_parts_are_found_with_c_and_m(environment):
     code = "import para_core.adapters, para_core.kernels.merge_reference as m; print(m.__name__)"
     for cwd in (environment.elsewhere, environment.checkout):

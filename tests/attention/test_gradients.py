@@ -120,7 +120,9 @@ COMPILED = [
 ]
 
 
-@on_few_meshes
+@pytest.mark.parametrize(
+    ("ring", "ulysses"), [(2, 2), *[pytest.param(*mesh, marks=pytest.mark.long) for mesh in [(2, 1), (1, 3)]]]
+)
 def test_in_one_compiled_graph(rank_pool, ring, ulysses):
     check_all(rank_pool, COMPILED, ring, ulysses, "aot_eager")
 

@@ -317,8 +317,14 @@ def run_scripted(called, values):
         return [called(torch.ones(1, 6, 8), torch.zeros(1, 3, 8), torch.tensor([x, 10 * x])) for x in values]
 
 
-@pytest.mark.parametrize("in_place", [True, False])
-@pytest.mark.parametrize("of_a_pipe", [True, False])
+@pytest.mark.parametrize(
+    ("of_a_pipe", "in_place"),
+    [
+        (True, False),
+        (False, True),
+        *[pytest.param(same, same, marks=pytest.mark.long) for same in (True, False)],
+    ],
+)
 def test_a_cache_that_comes_and_goes_is_compiled_once(in_place, of_a_pipe):
     pipe, counter = Pipe(), Counter()
     model = pipe.transformer
