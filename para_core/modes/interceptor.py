@@ -57,7 +57,7 @@ def intercept(
             f"cannot run on {ranks} ranks: each would attend to its own tokens only. Use "
             "F.scaled_dot_product_attention, or run this call under UnifiedAttnMode.disable()."
         )
-    if isinstance(func, InvokeSubgraphHOP):
+    if type(func) is InvokeSubgraphHOP:
         raise RuntimeError(
             f"torch.compiler.nested_compile_region on {ranks} ranks: no mode can be entered in it, so attention inside would "
             "see this rank's tokens only. Leave nested_compile_region out."

@@ -43,13 +43,13 @@ CASES = [
 ]
 
 
-OPTIONS = [
-    {"attn_func": by_hand},
-    {"ulysses_chunks": 2},
-    {"ulysses_chunks": 3},
-    {"rotate_method": "allgather"},
-    {"rotate_method": "allgather", "attn_func": by_hand},
-]
+OPTIONS = {
+    "of the user": {"attn_func": by_hand},
+    "two chunks": {"ulysses_chunks": 2},
+    "three chunks": {"ulysses_chunks": 3},
+    "gathered": {"rotate_method": "allgather"},
+    "of the user, gathered": {"rotate_method": "allgather", "attn_func": by_hand},
+}
 
 
 @pytest.mark.parametrize(
@@ -59,13 +59,13 @@ OPTIONS = [
         *[pytest.param(*mesh, "aot_eager", marks=[] if mesh == (2, 2) else pytest.mark.long) for mesh in MESHES],
     ],
 )
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_attention_of_the_users_own_and_ways_to_travel_are_exact(rank_pool, ring, ulysses, compile_with, options):
+@pytest.mark.parametrize("name", OPTIONS)
+def test_attention_of_the_users_own_and_ways_to_travel_are_exact(rank_pool, ring, ulysses, compile_with, name):
     cases = CASES if compile_with is None else CASES[:4:3]
-    results = rank_pool.run(attend, ring * ulysses, cases, ring, ulysses, compile_with, options)
+    results = rank_pool.run(attend, ring * ulysses, cases, ring, ulysses, compile_with, OPTIONS[name])
     for rank, outs in enumerate(results):
         for case, out in zip(cases, outs, strict=True):
-            check(case, out, f"ring {ring} × ulysses {ulysses}, rank {rank}, {options}")
+            check(case, out, f"ring {ring} × ulysses {ulysses}, rank {rank}, {name}")
 
 
 def doubled(*args, **options):
