@@ -239,7 +239,7 @@ class PipelineCache:
         kind = message.split(":", maxsplit=1)[0]
         if kind not in self._warned:
             self._warned.add(kind)
-            warnings.warn(message, stacklevel=8)
+            warnings.warn(message, stacklevel=10)
 
 
 def _names(options: CacheOptions) -> tuple[str, str]:

@@ -14,7 +14,7 @@ from para_core.adapters.models.supported import adapter_for, cached, transformer
 from para_core.cache.apply import apply_cache
 from para_core.cache.block_cache import BlockCache
 from para_core.cache.blocks import CachedBlocks
-from para_core.cache.options import CacheOptions, options_of, shows_options
+from para_core.cache.options import FIRST_BLOCK, CacheOptions, options_of, rule_of, shows_options
 from para_core.cache.report import CacheReport
 from para_core.instance import original_class, uncompiled, unwrap, wrap_method
 
@@ -97,9 +97,15 @@ def apply_cache_on_transformer(
 
 def _options(function: str, given: Mapping[str, Any], known: Adapter) -> CacheOptions:
     threshold = given.get("residual_diff_threshold")
-    return options_of(
+    chosen = options_of(
         function, {**given, "residual_diff_threshold": known.threshold if threshold is None else threshold}
     )
+    if threshold is None and rule_of(chosen.rule) is not FIRST_BLOCK and chosen.compute_steps is None:
+        raise ValueError(
+            f"rule {rule_of(chosen.rule).name} was given without residual_diff_threshold; {known.threshold:g}, the default of these "
+            "models, is one for first_block. Give one, and calibrate_cache(pipe, ...) finds a better one."
+        )
+    return chosen
 
 
 def _known(thing: Any, transformer: nn.Module, adapter: Adapter | None) -> tuple[Adapter, CachedBlocks]:

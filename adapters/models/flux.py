@@ -1,11 +1,23 @@
 """FLUX.1: text-to-image, img2img, inpaint, fill, control, kontext, ControlNet; FLUX.2. Read against diffusers 0.42."""
 
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
 from para_core.adapters.adapter import Adapter
 from para_core.cache.blocks import CachedBlocks, Stage
 from para_core.plans.plan import Attention, Gather, Plan, Split
 
 IMAGE, TEXT = Split(dim=1, segment="image"), Split(dim=1, segment="text")
 JOINT = Attention(("text", "image"))
+
+
+def _modulated(block: nn.Module, given: Mapping[str, Any]) -> Tensor:
+    norm: Any = block.norm1
+    modulated: Tensor = norm(given["hidden_states"], emb=given["temb"])[0]
+    return modulated
+
 
 FLUX = Adapter(
     transformer="FluxTransformer2DModel",
@@ -37,6 +49,7 @@ FLUX = Adapter(
             ),
         ),
         conditions=("encoder_hidden_states", "pooled_projections"),
+        modulated=_modulated,
     ),
     threshold=0.08,
     threshold_source="ParaAttention, doc/fastest_flux.md",

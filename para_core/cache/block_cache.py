@@ -33,6 +33,9 @@ from para_core.cache.decision import (
     TensorDecider,
     Terms,
     Verdict,
+    blocks_before_deciding,
+    is_of_graph,
+    policy_cannot_be_compiled,
 )
 from para_core.cache.either import either, nothing_like
 from para_core.cache.foreign import require_no_foreign_cache
@@ -41,7 +44,7 @@ from para_core.cache.residuals import BranchState, Streams
 from para_core.instance import original_class
 from para_core.mesh import SequenceMesh
 from para_core.modes.unified import UnifiedAttnMode
-from para_core.plans.region import plan_mesh
+from para_core.plans.region import attention_is_skipped, plan_mesh
 
 
 class BlockCache:
@@ -67,7 +70,8 @@ class BlockCache:
         self.options = options
         # May be set at any time; every other option needs another cache.
         self.threshold = options.residual_diff_threshold
-        self.roles = roles_of(module, blocks, options.first_blocks, options.last_blocks)
+        first_blocks = blocks_before_deciding(original_class(module).__name__, blocks, options)
+        self.roles = roles_of(module, blocks, first_blocks, options.last_blocks)
         self._given_mesh = mesh
         self.mesh = mesh
         # Whether a graph was compiled with it.
@@ -167,11 +171,8 @@ class BlockCache:
             output = call()
         except BaseException as error:
             self.reset()
-            if self.options.policy is not None and _is_of_graph(error):
-                raise RuntimeError(
-                    f"policy={self.options.as_text()['policy']} cannot be compiled. In a graph the numbers of an Observation are 0-dim "
-                    "tensors: write & and | in place of `and` and `or`, and torch.where in place of `if`."
-                ) from error
+            if self.options.policy is not None and is_of_graph(error):
+                raise policy_cannot_be_compiled(self.options) from error
             raise
         finally:
             site.running = None
@@ -262,8 +263,12 @@ class BlockCache:
             return call(block, *args, **kwargs)
         given = tuple([argument(name, role.parameters, args, kwargs) for name in role.streams])
         measured = given[role.streams.index(role.measured)]
-        if role.opens:
+        if role.opens and not role.skipped:
             self._before = measured
+        elif role.opens and self.blocks.modulated is not None:
+            self._decide(self.blocks.modulated(block, {**dict(zip(role.parameters, args, strict=False)), **kwargs}))
+            if self._skip is True:
+                attention_is_skipped(self.module)
         if not role.skipped:
             output = call(block, *args, **kwargs)
             if role.decides:
@@ -383,11 +388,6 @@ class BlockCache:
         stage, entries = self.state.stages[role.stage], self._entries[role.stage] or ()
         stage.store_unless(self._skip_on_device, entries, outputs)
         return outputs
-
-
-def _is_of_graph(error: BaseException) -> bool:
-    """Whether something could not be traced since it depends on the values of tensors."""
-    return type(error).__module__ == "torch._dynamo.exc" and "data-dependent" in str(error).lower()
 
 
 def _form(x: Tensor) -> tuple[Any, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,11 +51,14 @@ class CachedBlocks:
         stages: in the order in which they run.
         conditions: arguments of the model that tell the branches of guidance apart where the pipeline does not name them.
         uncached: arguments with which the model is called without the cache (those that leave out blocks).
+        modulated: of the first block and its arguments by name, the modulated input ``[B, S, C]``: what it computes at little
+            cost from the tokens and the time. For rules that decide before it.
     """
 
     stages: tuple[Stage, ...]
     conditions: tuple[str, ...] = ("encoder_hidden_states",)
     uncached: tuple[str, ...] = ()
+    modulated: Callable[[nn.Module, Mapping[str, Any]], Tensor] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.stages, tuple) or not all(isinstance(stage, Stage) for stage in self.stages):

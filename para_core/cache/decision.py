@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from para_core.cache.blocks import CachedBlocks
 from para_core.cache.options import CacheOptions, Number, Observation, rule_of
 from para_core.collectives import all_gather
 from para_core.mesh import SequenceMesh
@@ -305,3 +306,37 @@ class TensorDecider:
         given: Any = asked.terms
         computed: Any = self._counts.computed
         return list(asked.options.forecasts.weights(self._numbers[3:], given[1], computed).unbind())
+
+
+def blocks_before_deciding(model: str, blocks: CachedBlocks, options: CacheOptions) -> int:
+    """So many first blocks of ``model`` always run, before a step is decided.
+
+    Raises:
+        ValueError: the rule decides before any block, and that does not go with what is known, or was asked for.
+    """
+    if not options.decides_before_blocks:
+        return options.first_blocks
+    name = rule_of(options.rule).name
+    if blocks.modulated is None:
+        raise ValueError(
+            f"rule {name} compares the modulated input of the first block, and that of {model} is not known. Describe it in "
+            "CachedBlocks(modulated=...), or take rule='first_block'."
+        )
+    if options.first_blocks != 1:
+        raise ValueError(
+            f"rule {name} runs no block before it decides, so first_blocks={options.first_blocks} has no effect."
+        )
+    return 0
+
+
+def is_of_graph(error: BaseException) -> bool:
+    """Whether something could not be traced since it depends on the values of tensors."""
+    return type(error).__module__ == "torch._dynamo.exc" and "data-dependent" in str(error).lower()
+
+
+def policy_cannot_be_compiled(options: CacheOptions) -> RuntimeError:
+    """What to raise where :func:`is_of_graph`."""
+    return RuntimeError(
+        f"policy={options.as_text()['policy']} cannot be compiled. In a graph the numbers of an Observation are 0-dim tensors: "
+        "write & and | in place of `and` and `or`, and torch.where in place of `if`."
+    )

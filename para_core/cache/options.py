@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,12 +26,15 @@ class Rule:
         sums: of two tensors ``[B, n]``, this rank's values of each sample, ``[B, k]`` sums in float32.
         difference: of these, summed over the ranks, ``[B]`` differences.
         source: who published it.
+        compares: ``"residual"``: of the first block; ``"input"``: what ``CachedBlocks.modulated`` says before it, so that a
+            skipped step runs no block at all.
     """
 
     name: str
     sums: Callable[[Tensor, Tensor], Tensor]
     difference: Callable[[Tensor], Tensor]
     source: str
+    compares: Literal["residual", "input"] = "residual"
 
 
 def _relative_sums(now: Tensor, before: Tensor) -> Tensor:
@@ -51,7 +54,16 @@ FIRST_BLOCK = Rule(
     source="ParaAttention, First Block Cache (github.com/chengzeyi/ParaAttention)",
 )
 
-RULES = {rule.name: rule for rule in (FIRST_BLOCK,)}
+# The same of the modulated input of block 0, before any block.
+MODULATED_INPUT = Rule(
+    "modulated_input",
+    _relative_sums,
+    _ratio,
+    source="what TeaCache (arXiv:2411.19108) compares; here with the last computed step, not added up from step to step",
+    compares="input",
+)
+
+RULES = {rule.name: rule for rule in (FIRST_BLOCK, MODULATED_INPUT)}
 
 
 def rule_of(rule: str | Rule) -> Rule:
@@ -181,7 +193,7 @@ class CacheOptions:
             in the schedule's time through the last two or three. Left out: 1 where a pipeline has a schedule, else 0.
         forecast: a ``Forecast`` of your own, in place of ``forecast_order``.
         downsample: compare every n-th channel only.
-        rule: ``"first_block"``, or a ``Rule`` of your own.
+        rule: ``"first_block"``; ``"modulated_input"``, which runs no block at a skipped step; or a ``Rule`` of your own.
         policy: decides instead of the threshold: called with an ``Observation``, returns whether to skip. In a compiled
             graph its numbers are 0-dim tensors.
     """
@@ -295,6 +307,11 @@ class CacheOptions:
     def forecasts(self) -> Forecast:
         """By ``forecast``, or ``forecast_order``."""
         return self.forecast or taylor(self.forecast_order or 0)
+
+    @property
+    def decides_before_blocks(self) -> bool:
+        """Whether no block runs at a skipped step."""
+        return rule_of(self.rule).compares == "input"
 
     @property
     def num_residuals(self) -> int:

@@ -299,6 +299,14 @@ def plan_mesh(module: nn.Module) -> SequenceMesh | None:
     return None if region is None else region.mesh
 
 
+def attention_is_skipped(module: nn.Module) -> None:
+    """During a call of ``module`` in eager code: it attends to nothing this time, for a cache computes none of its blocks."""
+    region = _region_of(module)
+    interception = None if region is None else region.interception
+    if interception is not None:
+        interception.planned.intercepted[0] = True
+
+
 def reattach_plan(module: nn.Module) -> None:
     """Put the plan of ``module`` around submodules that were put in the place of others since (a LoRA's layers)."""
     region = _region_of(module)

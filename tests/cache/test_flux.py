@@ -55,6 +55,45 @@ def test_controlnet_in_parallel(rank_pool, with_controlnet):
         assert relative_error(generated, with_controlnet) < 1e-4
 
 
+BEFORE = {"rule": "modulated_input", "residual_diff_threshold": 1e9, "max_consecutive_hits": 1}
+
+
+def generate_before_block_0(compiled=False, mesh=None):
+    torch._dynamo.reset()
+    pipe = flux_pipe(FluxPipeline, shared_parts=False)
+    if mesh is not None:
+        parallelize_pipe(pipe, mesh=cpu_mesh(*mesh))
+    apply_cache_on_pipe(pipe, **BEFORE)
+    if compiled:
+        pipe.transformer = torch.compile(pipe.transformer, fullgraph=True, backend="aot_eager")
+    found = pipe(**flux_call(num_inference_steps=5, output_type="latent")).images
+    return found, verdicts(cache_report(pipe)), cache_report(pipe).differences()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_modulated_input_is_that_of_the_whole_sequence_on_ranks_and_in_a_graph(rank_pool, compiled):
+    """FLUX's own: the first that its block 0 computes."""
+    seen = []
+    pipe = flux_pipe(FluxPipeline, shared_parts=False)
+    pipe.transformer.transformer_blocks[0].norm1.register_forward_hook(lambda block, args, out: seen.append(out[0]))
+    pipe(**flux_call(num_inference_steps=5, output_type="latent"))
+    expected, decided, differences = generate_before_block_0()
+    assert decided == ["warmup", "hit", "limit", "hit", "limit"]
+    # Up to the second step both are without a cache.
+    wanted = (seen[1] - seen[0]).abs().mean() / seen[0].abs().mean()
+    assert differences[0] == pytest.approx(wanted.item(), rel=1e-5)
+    if compiled:
+        out, again, measured = generate_before_block_0(compiled=True)
+        assert again == decided
+        assert measured == pytest.approx(differences, rel=1e-4)
+        assert relative_error(out, expected) < 1e-5
+    ranks = rank_pool.run(generate_before_block_0, 2, compiled=compiled, mesh=(1, 2))
+    for out, again, measured in ranks:
+        assert again == decided
+        assert measured == ranks[0][2] == pytest.approx(differences, rel=1e-4)
+        assert relative_error(out, expected) < 1e-4
+
+
 def generate(pipe):
     return pipe(**flux_call(num_inference_steps=4, output_type="latent")).images
 

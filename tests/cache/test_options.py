@@ -24,6 +24,13 @@ from tests.cache.scripted import ADAPTER, BLOCKS, STREAMS, Pipe, Scripted, verdi
 pytestmark = pytest.mark.filterwarnings("ignore:the cache of the")
 
 
+# What the first block of the scripted model will add is known before it.
+KNOWN_BEFORE = replace(
+    ADAPTER,
+    blocks=replace(BLOCKS, modulated=lambda block, given: torch.ones_like(given["hidden_states"]) * given["added"][0]),
+)
+
+
 @pytest.fixture(params=["eager", "graph"])
 def run(request):
     """``run(first, rest, **options)``: the outputs, and the report, of a cached pipe."""
@@ -51,6 +58,26 @@ def test_a_step_is_compared_with_the_last_computed_one_and_gets_its_residual(run
     assert verdicts(report) == ["warmup", "hit", "hit", "miss", "hit"]
     assert [row.difference for row in report.rows[1:]] == pytest.approx([0.05, 0.09, 0.12, 0.01 / 1.12], rel=1e-5)
     assert added(outputs) == pytest.approx([11.0, 11.05, 11.09, 41.12, 41.13], rel=1e-5)
+
+
+def test_a_rule_that_decides_before_the_first_block_runs_no_block_at_a_skipped_step(run):
+    rest = {"cond": [10.0, 20.0, 30.0, 40.0, 50.0]}
+    options = {"rule": "modulated_input", "adapter": KNOWN_BEFORE}
+    outputs, report = run([1.0, 1.05, 1.09, 1.12, 1.13], rest, **options)
+    assert verdicts(report) == ["warmup", "hit", "hit", "miss", "hit"]
+    assert [row.difference for row in report.rows[1:]] == pytest.approx([0.05, 0.09, 0.12, 0.01 / 1.12], rel=1e-5)
+    # What is stored is what all blocks added.
+    assert added(outputs) == pytest.approx([11.0, 11.0, 11.0, 41.12, 41.12], rel=1e-5)
+    assert report.rule == "modulated_input"
+    first = [1.0, 2.0, 3.0, 4.0]
+    outputs, report = run(first, {"cond": first}, compute_steps=[0, 2], **options)
+    assert added(outputs) == pytest.approx([2.0, 2.0, 6.0, 6.0])
+    outputs, report = run(first, {"cond": first}, residual_diff_threshold=0.0, **options)
+    for out, wanted in zip(outputs, Pipe()(first, {"cond": first}), strict=True):
+        assert torch.equal(out, wanted)
+    pipe = apply_cache_on_pipe(Pipe(), residual_diff_threshold=0.1, **options)
+    pipe([1.0, 1.05, 1.09, 1.12, 1.13])
+    assert pipe.transformer.counts() == [2, 2, 2, 2]
 
 
 def test_a_difference_equal_to_the_threshold_is_computed(run):
@@ -292,7 +319,22 @@ def test_halves_of_a_batch_that_are_branches_are_compared_apart(run):
         ),
         ({"per_transformer": {"transformer_2": {}}}, ValueError, "names 'transformer_2'; this Pipe has transformer"),
         ({"downsample": 0}, ValueError, "downsample is 0; expected at least 1"),
-        ({"rule": "magic"}, ValueError, "rule is 'magic'; expected one of 'first_block', or a Rule"),
+        ({"rule": "magic"}, ValueError, "rule is 'magic'; expected one of 'first_block', 'modulated_input', or a Rule"),
+        (
+            {"rule": "modulated_input"},
+            ValueError,
+            r"rule modulated_input compares the modulated input .* of Scripted is not known.*CachedBlocks\(modulated=",
+        ),
+        (
+            {"rule": "modulated_input", "residual_diff_threshold": None},
+            ValueError,
+            "modulated_input was given without resid",
+        ),
+        (
+            {"rule": "modulated_input", "first_blocks": 2, "adapter": KNOWN_BEFORE},
+            ValueError,
+            "runs no block before it decides, so first_blocks=2 has no effect",
+        ),
         ({"policy": 3}, TypeError, "policy is 3; expected a function"),
     ],
 )
