@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks import cache_forecasts
 from benchmarks.cache_quality import ways
 from benchmarks.cache_quality.forecasts import foca, hermite
 from benchmarks.cache_quality.page import beside, render, summaries
 from benchmarks.cache_quality.quality import judge, pictures_of, reference, scenes_of
+from benchmarks.environment import RESULTS
 from benchmarks.tiny_flux import grammar
 from para_core.adapters import cache_report
 
@@ -137,3 +139,18 @@ def test_foca_is_what_its_equations_say_and_with_two_residuals_it_is_a_straight_
     times, now = torch.tensor([0.0, -2.0, -3.0]).double(), torch.tensor(5.0).double()
     weights = foca().weights(times, now, torch.tensor(2.0).double())
     assert weights.tolist() == pytest.approx([3.5, -2.5, 0.0])
+
+
+def test_the_tables_of_the_cache_page_are_those_that_were_measured():
+    results = json.loads((RESULTS / "cache_forecasts.json").read_text())
+    text = cache_forecasts.PAGE.read_text(encoding="utf-8")
+    assert cache_forecasts.render(text, results) == text
+    # What its sentences rest on.
+    rows = {(row["name"], row["threshold"]): row for row in results["forecasts"]["rows"]}
+    for threshold in cache_forecasts.THRESHOLDS:
+        for name in ("order 0", "order 2", "damped Hermite, order 1, sigma 0.5", "damped Hermite, order 2, sigma 0.5"):
+            assert rows[name, threshold]["psnr beside the first"][0] < 0
+        mean, error = rows["FoCa", threshold]["psnr beside the first"]
+        assert 0 < mean < 2 * error
+    beside = [row["psnr beside first_block"] for row in results["rules"]["rows"] if "at equal" in row]
+    assert all(mean > 0 for mean, _ in beside)
