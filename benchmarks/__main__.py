@@ -5,7 +5,7 @@ from pathlib import Path
 from benchmarks.launch import launch
 
 launch("benchmarks.demo", 1, "--record", "--output", str(Path("docs/demo.png")))
-launch("benchmarks.cache_pictures", 1, "--record", "--folder", "docs")
+launch("benchmarks.cache_images", 1, "--record", "--folder", "docs")
 launch("benchmarks.parallel_speed", 1)
 launch("benchmarks.agreement_cost", 1)
 launch("benchmarks.overlap", 1)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from benchmarks.cache_quality.forecasts import foca, hermite
 from benchmarks.cache_quality.quality import SEED, THINGS, _decode, judge, scenes_of
-from benchmarks.cache_quality.ways import draw, load
+from benchmarks.cache_quality.ways import generate, load
 from benchmarks.environment import RESULTS, write_results
 from benchmarks.page_parts import fill
 from benchmarks.tiny_flux import grammar
@@ -63,7 +63,7 @@ class Generator:
         for i, caption in enumerate(self.captions):
             if options is not None:
                 apply_cache_on_pipe(self.pipe, **options(i))
-            latents.append(draw(self.pipe, caption, steps=steps, seed=(SEED + THINGS) * 100_000 + i))
+            latents.append(generate(self.pipe, caption, steps=steps, seed=(SEED + THINGS) * 100_000 + i))
             rows = [] if options is None else cache_report(self.pipe).rows
             computed.append([row.step for row in rows if not row.hit])
         remove_cache_from_pipe(self.pipe)
@@ -142,7 +142,7 @@ class FirstBlock:
             self.inputs.append(output[0].double())
 
         handles = [block.register_forward_hook(note, with_kwargs=True), block.norm1.register_forward_hook(note_input)]
-        draw(self._pipe, caption, steps=28, seed=seed)
+        generate(self._pipe, caption, steps=28, seed=seed)
         for handle in handles:
             handle.remove()
         return [float(t) for t in self._pipe.scheduler.timesteps]
@@ -229,7 +229,7 @@ def hit_costs(generator: Generator, rounds: int = 9) -> dict[str, float]:
         for name, given in options.items():
             apply_cache_on_pipe(generator.pipe, **given)
             start = time.process_time()
-            draw(generator.pipe, generator.captions[0], steps=28, seed=0)
+            generate(generator.pipe, generator.captions[0], steps=28, seed=0)
             seconds[name].append(time.process_time() - start)
     computed = statistics.median(seconds["all"]) / 28
     return {name: round((statistics.median(seconds[name]) / computed - 1) / 27, 3) for name in RULES}

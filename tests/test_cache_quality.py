@@ -14,7 +14,7 @@ from benchmarks import cache_forecasts
 from benchmarks.cache_quality import ways
 from benchmarks.cache_quality.forecasts import foca, hermite
 from benchmarks.cache_quality.page import beside, render, summaries
-from benchmarks.cache_quality.quality import judge, pictures_of, reference, scenes_of
+from benchmarks.cache_quality.quality import images_of, judge, reference, scenes_of
 from benchmarks.environment import RESULTS
 from benchmarks.tiny_flux import grammar
 from para_core.adapters import cache_report
@@ -25,13 +25,13 @@ STEPS = 6
 
 @pytest.fixture(scope="module")
 def without_cache(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("pictures")
-    pictures, cost = reference(STEPS, 2, folder)
+    folder = tmp_path_factory.mktemp("images")
+    images, cost = reference(STEPS, 2, folder)
     kept, same_cost = reference(STEPS, 2, folder)
-    assert np.array_equal(pictures, kept)
+    assert np.array_equal(images, kept)
     assert cost == same_cost
     assert cost["computed"] == [STEPS, STEPS]
-    return pictures
+    return images
 
 
 @pytest.mark.parametrize(
@@ -46,23 +46,23 @@ def without_cache(tmp_path_factory):
     ids=lambda way: way.cache,
 )
 def test_each_way_skips_steps_and_draws_nearly_the_same(without_cache, way):
-    pictures, cost = pictures_of(way, STEPS, 2)
-    judged = judge(pictures, without_cache)
+    images, cost = images_of(way, STEPS, 2)
+    judged = judge(images, without_cache)
     assert all(2 <= computed < STEPS for computed in cost["computed"])
     assert all(10 < psnr < 100 for psnr in judged["psnr"])
 
 
 def test_the_counter_agrees_with_the_report():
     pipe, way = ways.load(), ways.ours(0.3)
-    _, cost = pictures_of(way, STEPS, 1)
+    _, cost = images_of(way, STEPS, 1)
     way.put(pipe, STEPS)
-    ways.draw(pipe, grammar.caption(scenes_of(1)[0]), steps=STEPS, seed=100_000)
+    ways.generate(pipe, grammar.caption(scenes_of(1)[0]), steps=STEPS, seed=100_000)
     assert cost["computed"] == [cache_report(pipe).computed]
 
 
 def test_threshold_zero_is_the_picture_without_a_cache(without_cache):
-    pictures, cost = pictures_of(ways.ours(0.0), STEPS, 2)
-    judged = judge(pictures, without_cache)
+    images, cost = images_of(ways.ours(0.0), STEPS, 2)
+    judged = judge(images, without_cache)
     assert cost["computed"] == [STEPS, STEPS]
     assert judged["psnr"] == [100.0, 100.0]
     assert judged["ssim"] == [1.0, 1.0]

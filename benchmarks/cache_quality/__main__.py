@@ -1,10 +1,10 @@
-"""Caches beside each other: computed steps, likeness to the pictures without a cache, and speed.
+"""Caches beside each other: computed steps, likeness to the images without a cache, and speed.
 
     python -m benchmarks.cache_quality                                    # stop it at any time, and start it again
     python -m benchmarks.cache_quality --parts eager compiled --rounds 25     # the seconds only, on a quiet machine
     python -m benchmarks.cache_quality --parts                               # only write the page from what is there
 
-Draws held-out captions with the tiny trained FLUX, each alone: a cache decides for a call as a whole. Writes
+Generates held-out captions with the tiny trained FLUX, each alone: a cache decides for a call as a whole. Writes
 benchmarks/results/cache_quality.json and docs/cache_quality.md. cache-dit is measured where it is installed:
 ``pip install --no-deps cache-dit==1.5.3``, into an environment that is not para_core's.
 """
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks.cache_quality.page import render, summaries
-from benchmarks.cache_quality.quality import judge, pictures_of, reference
+from benchmarks.cache_quality.quality import images_of, judge, reference
 from benchmarks.cache_quality.speed import measure, short
 from benchmarks.cache_quality.ways import NO_CACHE, OTHERS, QUALITY
 from benchmarks.environment import write_results
@@ -67,8 +67,8 @@ def sweep(rows: Rows, count: int, folder: Path, steps: int, only: str = "") -> N
             print(f"{key}: {way.package} is not installed")
             continue
         start = time.monotonic()
-        pictures, cost = pictures_of(way, steps, count)
-        row = {"cache": way.cache, "setting": way.setting, "steps": steps, **cost, **judge(pictures, expected)}
+        images, cost = images_of(way, steps, count)
+        row = {"cache": way.cache, "setting": way.setting, "steps": steps, **cost, **judge(images, expected)}
         rows.add(key, row)
         mean = {name: round(sum(row[name]) / count, 4) for name in ("computed", "psnr", "ssim", "as without")}
         print(key, mean, f"{time.monotonic() - start:.0f} s", flush=True)
@@ -76,17 +76,17 @@ def sweep(rows: Rows, count: int, folder: Path, steps: int, only: str = "") -> N
 
 def others() -> list[dict[str, Any]]:
     """What becomes of the caches that cannot be compared at equal computed steps; 28 steps, two captions."""
-    expected, _ = pictures_of(NO_CACHE, 28, 2)
+    expected, _ = images_of(NO_CACHE, 28, 2)
     rows = []
     for way in OTHERS:
         row: dict[str, Any] = {"name": way.name}
         try:
-            pictures, cost = pictures_of(way, 28, 2)
+            images, cost = images_of(way, 28, 2)
         except Exception as error:
             row["refused"] = short(error)
         else:
             row["attention computed"] = cost["computed"]
-            row["psnr"] = judge(pictures, expected)["psnr"]
+            row["psnr"] = judge(images, expected)["psnr"]
         rows.append(row)
     return rows
 

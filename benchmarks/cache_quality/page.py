@@ -14,7 +14,7 @@ Row = dict[str, Any]
 # What all others are compared with, at as many computed steps.
 BASELINES = {
     "first_block": "para_core first_block",
-    "forecast": "para_core first_block, forecast_order=1, warmup_steps=4",
+    "forecast": "para_core first_block, forecast_order=1",
 }
 
 

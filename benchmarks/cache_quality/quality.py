@@ -1,4 +1,4 @@
-"""The pictures of a way to cache, against those without a cache, and against what was asked for."""
+"""The images of a way to cache, against those without a cache, and against what was asked for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from diffusers import FluxPipeline
 from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 from tqdm import tqdm
 
-from benchmarks.cache_quality.ways import NO_CACHE, SIDE, Way, draw, load
+from benchmarks.cache_quality.ways import NO_CACHE, SIDE, Way, generate, load
 from benchmarks.tiny_flux import grammar
 from benchmarks.tiny_flux.check import check
 from benchmarks.tiny_flux.evaluate import held_out_scenes
@@ -21,7 +21,7 @@ from benchmarks.tiny_flux.grammar import Scene
 # As in benchmarks/tiny_flux/evaluate.py, of whose captions with one thing these are the first.
 SEED, THINGS = 0, 1
 DECODED_AT_ONCE = 16
-MOST_DECIBELS = 100.0  # of two pictures that are equal
+MOST_DECIBELS = 100.0  # of two images that are equal
 
 
 def scenes_of(count: int) -> list[Scene]:
@@ -41,7 +41,7 @@ class Computed:
         self.steps += 1
 
 
-def pictures_of(way: Way, steps: int, count: int) -> tuple[np.ndarray, dict[str, Any]]:
+def images_of(way: Way, steps: int, count: int) -> tuple[np.ndarray, dict[str, Any]]:
     """``[count, 128, 128, 3]`` in 0 … 1, one call for each caption, and of each call the computed steps and CPU seconds."""
     pipe = load()
     counter = Computed(pipe)
@@ -51,7 +51,7 @@ def pictures_of(way: Way, steps: int, count: int) -> tuple[np.ndarray, dict[str,
         if again is not None:
             again()
         counter.steps, start = 0, time.process_time()
-        latents.append(draw(pipe, grammar.caption(scene), steps=steps, seed=(SEED + THINGS) * 100_000 + i))
+        latents.append(generate(pipe, grammar.caption(scene), steps=steps, seed=(SEED + THINGS) * 100_000 + i))
         seconds.append(round(time.process_time() - start, 3))
         computed.append(counter.steps)
     return _decode(pipe, torch.cat(latents)), {"computed": computed, "cpu_seconds": seconds}
@@ -66,24 +66,24 @@ def _decode(pipe: FluxPipeline, tokens: torch.Tensor) -> np.ndarray:
 
 
 def reference(steps: int, count: int, folder: Path) -> tuple[np.ndarray, dict[str, Any]]:
-    """What no cache draws; kept in ``folder``."""
+    """What no cache generates; kept in ``folder``."""
     path = folder / f"no_cache_{steps}_steps_{count}.npz"
     if not path.exists():
-        pictures, cost = pictures_of(NO_CACHE, steps, count)
+        images, cost = images_of(NO_CACHE, steps, count)
         folder.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial.npz")
-        np.savez_compressed(partial, pictures=pictures, **cost)
+        np.savez_compressed(partial, images=images, **cost)
         partial.rename(path)
     with np.load(path) as found:
-        return found["pictures"], {name: found[name].tolist() for name in ("computed", "cpu_seconds")}
+        return found["images"], {name: found[name].tolist() for name in ("computed", "cpu_seconds")}
 
 
-def judge(pictures: np.ndarray, references: np.ndarray) -> dict[str, list[Any]]:
-    """Of each picture: how near it is to its reference, whether it is right, and whether it shows the same as the reference."""
-    scenes = scenes_of(len(pictures))
-    verdicts = [check(_to_8_bit(x), scene) for x, scene in zip(pictures, scenes, strict=True)]
+def judge(images: np.ndarray, references: np.ndarray) -> dict[str, list[Any]]:
+    """Of each image: how near it is to its reference, whether it is right, and whether it shows the same as the reference."""
+    scenes = scenes_of(len(images))
+    verdicts = [check(_to_8_bit(x), scene) for x, scene in zip(images, scenes, strict=True)]
     expected = [check(_to_8_bit(x), scene) for x, scene in zip(references, scenes, strict=True)]
-    pairs = list(zip(pictures, references, strict=True))
+    pairs = list(zip(images, references, strict=True))
     return {
         "psnr": [round(min(_psnr(x, y), MOST_DECIBELS), 3) for x, y in pairs],
         "ssim": [round(float(structural_similarity(y, x, channel_axis=-1, data_range=1.0)), 5) for x, y in pairs],
@@ -93,9 +93,9 @@ def judge(pictures: np.ndarray, references: np.ndarray) -> dict[str, list[Any]]:
     }
 
 
-def _psnr(picture: np.ndarray, expected: np.ndarray) -> float:
+def _psnr(image: np.ndarray, expected: np.ndarray) -> float:
     with np.errstate(divide="ignore"):
-        return float(peak_signal_noise_ratio(expected, picture, data_range=1.0))
+        return float(peak_signal_noise_ratio(expected, image, data_range=1.0))
 
 
 def _share(verdict: Any) -> float:
@@ -103,5 +103,5 @@ def _share(verdict: Any) -> float:
     return round(sum(values) / len(values), 4)
 
 
-def _to_8_bit(picture: np.ndarray) -> np.ndarray:
-    return (picture * 255).round().astype(np.uint8)
+def _to_8_bit(image: np.ndarray) -> np.ndarray:
+    return (image * 255).round().astype(np.uint8)

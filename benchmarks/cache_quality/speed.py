@@ -18,7 +18,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from benchmarks.cache_quality.quality import Computed, scenes_of
-from benchmarks.cache_quality.ways import NO_CACHE, NUM_COMPILED, SPEED, draw, load
+from benchmarks.cache_quality.ways import NO_CACHE, NUM_COMPILED, SPEED, generate, load
 from benchmarks.tiny_flux import grammar
 
 STEPS = 28
@@ -38,7 +38,7 @@ def measure(rounds: int, *, compiled: bool, only: str = "") -> list[dict[str, An
         seconds: dict[str, list[float]] = {row["name"]: [] for _, row in running}
         for _ in range(rounds):
             for process, row in running:
-                seconds[row["name"]].append(process.draw())
+                seconds[row["name"]].append(process.generate())
     for _, row in running:
         row.update(compared(seconds[row["name"]], seconds[NO_CACHE.name]))
     return rows
@@ -56,7 +56,7 @@ def compared(own: Sequence[float], uncached: Sequence[float]) -> dict[str, Any]:
 
 
 class _Process:
-    """One way, which draws when it is asked to; ends with the block."""
+    """One way, which generates when it is asked to; ends with the block."""
 
     def __init__(self, index: int, compiled: bool) -> None:
         context = multiprocessing.get_context("spawn")
@@ -73,8 +73,8 @@ class _Process:
         row: dict[str, Any] = self._connection.recv()
         return row
 
-    def draw(self) -> float:
-        self._connection.send("draw")
+    def generate(self) -> float:
+        self._connection.send("generate")
         seconds: float = self._connection.recv()
         return seconds
 
@@ -103,7 +103,7 @@ def _serve(index: int, compiled: bool, connection: Connection) -> None:
             if again is not None:
                 again()
             start = time.process_time()
-            draw(pipe, caption, steps=STEPS, seed=0)
+            generate(pipe, caption, steps=STEPS, seed=0)
             return time.process_time() - start
 
         try:

@@ -47,17 +47,19 @@ def load() -> FluxPipeline:
     return pipe
 
 
-def draw(pipe: FluxPipeline, caption: str, *, steps: int, seed: int) -> torch.Tensor:
-    """Packed latents ``[1, 256, 16]``; their noise depends on ``seed`` alone."""
+def generate(pipe: FluxPipeline, caption: str, *, steps: int, seed: int) -> torch.Tensor:
+    """Packed latents ``[1, 256, 16]``; their noise depends on ``seed`` alone, not on the dtype of the pipeline."""
+    channels, noise_of = pipe.transformer.config.in_channels // 4, torch.Generator().manual_seed(seed)
+    noise, _ = pipe.prepare_latents(1, channels, SIDE, SIDE, torch.float32, torch.device("cpu"), noise_of)
     return pipe(
         caption,
         height=SIDE,
         width=SIDE,
         num_inference_steps=steps,
         max_sequence_length=TEXT_TOKENS,
-        generator=torch.Generator().manual_seed(seed),
+        latents=noise,
         output_type="latent",
-    ).images
+    ).images.float()
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Way:
     Args:
         cache: whose, and which; what the rows of the page are grouped by.
         setting: the rest, as the page shows it.
-        put: on a pipeline that will draw with so many steps; returns what a new generation needs to be told, if anything.
+        put: on a pipeline that will generate with so many steps; returns what a new generation needs to be told, if anything.
         package: what it needs besides diffusers.
     """
 
@@ -98,6 +100,11 @@ def ours(threshold: float, cache: str = "para_core first_block", **options: Any)
 def forecast(threshold: float, order: int = 1, warmup: int = 0) -> Way:
     name = f"para_core first_block, forecast_order={order}" + (f", warmup_steps={warmup}" if warmup else "")
     return ours(threshold, name, forecast_order=order, warmup_steps=warmup)
+
+
+def by_input(threshold: float) -> Way:
+    """para_core, deciding before block 0."""
+    return ours(threshold, "para_core modulated_input", rule="modulated_input", forecast_order=1)
 
 
 def candidate(threshold: float, forecast: Forecast) -> Way:
@@ -138,7 +145,7 @@ def _mag_ratios(steps: int) -> tuple[float, ...]:
     pipe.transformer.enable_cache(MagCacheConfig(calibrate=True, num_inference_steps=steps))
     scene = grammar.training_scene(np.random.default_rng(0))
     with redirect_stdout(said):
-        draw(pipe, grammar.caption(scene), steps=steps, seed=0)
+        generate(pipe, grammar.caption(scene), steps=steps, seed=0)
     return tuple(ast.literal_eval(said.getvalue().strip().splitlines()[-1]))
 
 
@@ -212,16 +219,29 @@ def cache_dit(threshold: float, warmup: int = 0, taylor: int = 0) -> Way:
 
 NO_CACHE = Way("no cache", "", lambda pipe, steps: None)
 
+
+def _to_bfloat16(pipe: FluxPipeline, steps: int) -> None:
+    pipe.to(torch.bfloat16)
+    pipe.vae.to(torch.float32)
+
+
+# What rounding alone does to an image: differences are read beside it.
+IN_BFLOAT16 = Way("no cache, text encoders and transformer in bfloat16", "", _to_bfloat16)
+
 # By steps of the schedule, in the order in which they are measured: what the others are compared with comes first.
 QUALITY: dict[int, tuple[Way, ...]] = {
     28: (
-        *(ours(x) for x in (0.08, 0.12, 0.2)),
+        IN_BFLOAT16,
+        *(ours(x) for x in (0.08, 0.12, 0.2, 0.3)),
+        *(forecast(x) for x in (0.08, 0.12, 0.2, 0.3)),
+        *(by_input(x) for x in (0.06, 0.09, 0.135)),
         *(forecast(x, warmup=4) for x in (0.12, 0.2)),
         first_block(0.12),
         cache_dit(0.12, 4, 1),
         sea_cache(0.25),
         taylor_seer(2),
-        easy_cache(0.02),
+        # As their authors have them: for HunyuanVideo, and for Wan.
+        *(easy_cache(*x) for x in ((0.025, 5), (0.05, 10))),
         mag_cache(0.06),
         cache_dit(0.2, 4, 1),
         sea_cache(0.5),
@@ -229,22 +249,22 @@ QUALITY: dict[int, tuple[Way, ...]] = {
         easy_cache(0.05),
         mag_cache(0.24, 5),
         cache_dit(0.12),
-        ours(0.3),
-        *(forecast(x, warmup=4) for x in (0.08, 0.3)),
-        *(forecast(x) for x in (0.12, 0.2)),
         *(forecast(x, order=2) for x in (0.12, 0.2)),
         *(candidate(x, hermite(1)) for x in (0.12, 0.2)),
         *(candidate(x, foca()) for x in (0.12, 0.2)),
         sea_cache(0.5, skips=0),
     ),
     50: (
+        IN_BFLOAT16,
         *(ours(x) for x in (0.08, 0.12, 0.2)),
-        *(forecast(x, warmup=4) for x in (0.08, 0.12, 0.2)),
+        *(forecast(x) for x in (0.08, 0.12, 0.2)),
+        *(by_input(x) for x in (0.06, 0.09)),
         first_block(0.12),
         cache_dit(0.12, 4, 1),
+        sea_cache(0.25),
         sea_cache(0.5),
         taylor_seer(4),
-        easy_cache(0.02),
+        *(easy_cache(*x) for x in ((0.025, 5), (0.05, 10))),
         mag_cache(0.24, 5),
     ),
 }
@@ -255,14 +275,15 @@ SPEED: tuple[Way, ...] = (
     ours(0.12),
     first_block(0.12),
     cache_dit(0.12),
-    forecast(0.12, warmup=4),
+    forecast(0.12),
+    by_input(0.09),
     cache_dit(0.12, 4, 1),
     sea_cache(0.25),
     taylor_seer(2),
     mag_cache(0.06),
-    easy_cache(0.02),
+    easy_cache(0.025, 5),
 )
-NUM_COMPILED = 5
+NUM_COMPILED = 6
 
 # What diffusers has besides, and what becomes of it here.
 OTHERS: tuple[Way, ...] = (

@@ -1,7 +1,7 @@
-"""What First Block Cache does, on the tiny FLUX:  python -m benchmarks.cache_pictures
+"""What First Block Cache does, on the tiny FLUX:  python -m benchmarks.cache_images
 
-Draws one caption with several thresholds, and saves the pictures of docs/cache.md: the differences from step to step, the
-pictures beside the one without the cache, and the curve of a calibration over several captions.
+Generates one caption with several thresholds, and saves the images of docs/cache.md: the differences from step to step, the
+images beside the one without the cache, and the curve of a calibration over several captions.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ THRESHOLDS = (0.08, 0.2, 0.3, 0.4)
 AMPLIFIED = 5
 
 
-def draw(pipe: FluxPipeline) -> np.ndarray:
+def generate(pipe: FluxPipeline) -> np.ndarray:
     """``[1, H, W, 3]`` in 0 … 1."""
     generator = torch.Generator().manual_seed(0)
-    pictures: np.ndarray = pipe(PROMPT, generator=generator, output_type="np", **CALL).images
-    return pictures
+    images: np.ndarray = pipe(PROMPT, generator=generator, output_type="np", **CALL).images
+    return images
 
 
-def save_pictures(pictures: dict[str, np.ndarray], path: Path) -> None:
-    """Above the pictures, below what differs from the first."""
-    reference = next(iter(pictures.values()))
-    figure, axes = plt.subplots(2, len(pictures), figsize=(2.6 * len(pictures), 5.6))
-    for (name, picture), (above, below) in zip(pictures.items(), axes.T, strict=True):
-        above.imshow(picture[0])
+def save_pictures(images: dict[str, np.ndarray], path: Path) -> None:
+    """Above the images, below what differs from the first."""
+    reference = next(iter(images.values()))
+    figure, axes = plt.subplots(2, len(images), figsize=(2.6 * len(images), 5.6))
+    for (name, image), (above, below) in zip(images.items(), axes.T, strict=True):
+        above.imshow(image[0])
         above.set_title(name, fontsize=9)
-        below.imshow(np.clip(np.abs(picture - reference)[0] * AMPLIFIED, 0, 1))
-        below.set_title("the reference" if picture is reference else f"difference × {AMPLIFIED}", fontsize=9)
+        below.imshow(np.clip(np.abs(image - reference)[0] * AMPLIFIED, 0, 1))
+        below.set_title("the reference" if image is reference else f"difference × {AMPLIFIED}", fontsize=9)
         above.axis("off")
         below.axis("off")
     figure.tight_layout()
@@ -61,8 +61,8 @@ def save_pictures(pictures: dict[str, np.ndarray], path: Path) -> None:
 def main() -> None:
     """Draw, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path("build"), help="where the pictures go")
-    parser.add_argument("--record", action="store_true", help="also write benchmarks/results/cache_pictures.json")
+    parser.add_argument("--folder", type=Path, default=Path("build"), help="where the images go")
+    parser.add_argument("--record", action="store_true", help="also write benchmarks/results/cache_images.json")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
@@ -73,15 +73,15 @@ def main() -> None:
     pipe = FluxPipeline.from_pretrained(PIPELINE, dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
 
-    pictures = {"without the cache": draw(pipe)}
-    reference = as_images(pictures["without the cache"])
+    images = {"without the cache": generate(pipe)}
+    reference = as_images(images["without the cache"])
     psnr, ssim = load_metric("psnr"), load_metric("ssim")
     rows: list[dict[str, Any]] = []
     for threshold in THRESHOLDS:
         apply_cache_on_pipe(pipe, residual_diff_threshold=threshold, forecast_order=0)
-        picture = draw(pipe)
+        image = generate(pipe)
         report = cache_report(pipe)
-        found = [as_images(picture)]
+        found = [as_images(image)]
         rows.append(
             {
                 "threshold": threshold,
@@ -90,12 +90,12 @@ def main() -> None:
                 "ssim": ssim(found, [reference]),
             }
         )
-        pictures[f"{threshold:g}: {report.computed} of {len(report.rows)} computed"] = picture
+        images[f"{threshold:g}: {report.computed} of {len(report.rows)} computed"] = image
         print(rows[-1])
         if threshold == THRESHOLDS[1]:
             print(report)
             report.plot(options.folder / "cache_steps.png")
-    save_pictures(pictures, options.folder / "cache_pictures.png")
+    save_pictures(images, options.folder / "cache_images.png")
 
     remove_cache_from_pipe(pipe)
     calibration = calibrate_cache(pipe, PROMPTS, target=40.0, **CALL)
@@ -107,7 +107,7 @@ def main() -> None:
             for row in calibration.rows[1:]
         ]
         results = {"settings": {"prompt": PROMPT, "prompts": PROMPTS, **CALL}, "rows": rows, "calibration": calibrated}
-        print(f"the figures: {write_results('cache_pictures', results, 'diffusers', 'scikit-image')}")
+        print(f"the figures: {write_results('cache_images', results, 'diffusers', 'scikit-image')}")
 
 
 if __name__ == "__main__":
