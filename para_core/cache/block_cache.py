@@ -108,7 +108,6 @@ class BlockCache:
         self._stage_outputs: list[Streams | None] = [None] * len(blocks.stages)
         self._before: Tensor | None = None
         self._entries: list[Streams | None] = [None] * len(blocks.stages)
-        self._asked: Any = None
         self._skip: bool | Tensor | None = None
         self._skip_on_device: Any = None
         self.observed = Observed(None, Verdict.WARMUP, 0)
@@ -244,7 +243,7 @@ class BlockCache:
             self.traced = self.traced or isinstance(state.decider, TensorDecider)
             state.clear()
         self.states, self.state = {}, self._empty_state()
-        self._before, self._asked, self._skip, self._skip_on_device = None, None, None, None
+        self._before, self._skip, self._skip_on_device = None, None, None
         self._stage_outputs = [None] * len(self.blocks.stages)
         self._entries = [None] * len(self.blocks.stages)
 
@@ -306,7 +305,6 @@ class BlockCache:
             # Tokens without a batch.
             sample = sample[None]
         asked = Question(sample, self.options, self.terms_on_device if traced else self.terms, self.mesh)
-        self._asked = asked
         decider = state.decider
         if decider is None or isinstance(decider, TensorDecider) != traced or _form(decider.first) != _form(sample):
             self._skip, self.observed = None, Observed(None, Verdict.WARMUP, 0)
@@ -333,7 +331,9 @@ class BlockCache:
     def _forecast(self, role: Role) -> Streams:
         """What a stage of skipped blocks is taken to return."""
         decider: Any = self.state.decider
-        return self.state.stages[role.stage].forecast(self._entries[role.stage] or (), decider.weights(self._asked))
+        terms = self.terms_on_device if isinstance(decider, TensorDecider) else self.terms
+        weights = decider.weights(self.options, terms)
+        return self.state.stages[role.stage].forecast(self._entries[role.stage] or (), weights)
 
     def _run_in_graph(self, role: Role, given: tuple[Any, ...], compute: Callable[[], Streams]) -> Any:
         """One block."""

@@ -230,8 +230,8 @@ class Decider(Protocol):
     def decide(self, asked: Question) -> tuple[Any, Observed]:
         """Whether to skip, and by what it was decided."""
 
-    def weights(self, asked: Question) -> list[Any]:
-        """Of the stored residuals in the forecast for this call, newest first; after :meth:`decide`."""
+    def weights(self, options: CacheOptions, terms: Any) -> list[Any]:
+        """Of the stored residuals in the forecast for the call of these terms, newest first; after :meth:`decide`."""
 
 
 class NumberDecider:
@@ -259,13 +259,12 @@ class NumberDecider:
             self.first = asked.sample.contiguous()
         return skip, Observed(differences, verdict, counts.computed)
 
-    def weights(self, asked: Question) -> list[float]:
-        if asked.options.num_residuals == 1:
+    def weights(self, options: CacheOptions, terms: Any) -> list[float]:
+        if options.num_residuals == 1:
             return [1.0]
-        terms: Any = asked.terms
         numbers = self._counts.times, terms.time, self._counts.computed
         times, now, computed = (torch.tensor(x, dtype=torch.float64) for x in numbers)
-        found: list[float] = asked.options.forecasts.weights(times, now, computed).tolist()
+        found: list[float] = options.forecasts.weights(times, now, computed).tolist()
         return found
 
 
@@ -300,12 +299,11 @@ class TensorDecider:
         first.copy_(torch.where(skip, first, asked.sample))
         return skip, Observed(differences, verdict, counts.computed)
 
-    def weights(self, asked: Question) -> list[Any]:
-        if asked.options.num_residuals == 1:
+    def weights(self, options: CacheOptions, terms: Any) -> list[Any]:
+        if options.num_residuals == 1:
             return [1.0]
-        given: Any = asked.terms
         computed: Any = self._counts.computed
-        return list(asked.options.forecasts.weights(self._numbers[3:], given[1], computed).unbind())
+        return list(options.forecasts.weights(self._numbers[3:], terms[1], computed).unbind())
 
 
 def blocks_before_deciding(model: str, blocks: CachedBlocks, options: CacheOptions) -> int:
