@@ -185,7 +185,8 @@ class Reading:
 
 @dataclass(frozen=True)
 class Question:
-    """
+    """What a decider is asked at one call.
+
     Args:
         sample: of the first-block residual of this rank's tokens, what is compared; ``[B, ...]``. Each sample of the batch is
             compared with itself, and one that changed much is enough to compute all: a graph cannot skip half a batch.
