@@ -28,6 +28,7 @@ from para_core.instance import (
 )
 from para_core.mesh import MeshDim, SequenceMesh
 from para_core.modes import fused_encoder
+from para_core.modes.unified import UnifiedAttnMode
 from para_core.plans.attention import Interception, PlannedAttention, recomputed_under
 from para_core.plans.cutting import Cutting
 from para_core.plans.places import Boundary, as_tuple, find_boundaries, is_at, parameters_of
@@ -305,6 +306,9 @@ def attention_is_skipped(module: nn.Module) -> None:
     interception = None if region is None else region.interception
     if interception is not None:
         interception.planned.intercepted[0] = True
+    for mode in torch.overrides._get_current_function_mode_stack():
+        if isinstance(mode, UnifiedAttnMode):
+            mode.intercepted = True
 
 
 def reattach_plan(module: nn.Module) -> None:

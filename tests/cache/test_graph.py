@@ -9,7 +9,7 @@ from torch import nn
 
 from benchmarks.tiny_models import MODELS
 from benchmarks.tiny_pipelines import PIPELINES
-from para_core import CachedBlocks, Stage, UnifiedAttnMode, apply_cache, remove_cache, reset_cache
+from para_core import CachedBlocks, Stage, UnifiedAttnMode, apply_cache, model_cache_report, remove_cache, reset_cache
 from para_core.adapters import (
     apply_cache_on_pipe,
     cache_report,
@@ -285,6 +285,22 @@ def test_a_model_of_ones_own_under_a_mode_is_cached_too(rank_pool, compiled):
     for outputs in rank_pool.run(run_own_model_on_ranks, 2, compiled=compiled):
         for out, wanted in zip(outputs, expected, strict=True):
             assert relative_error(out, wanted) < 1e-5
+
+
+def run_under_a_mode_for_each_step():
+    model = OwnModel()
+    blocks = CachedBlocks((Stage(("blocks",), chained=True),), modulated=lambda block, given: given["hidden_states"])
+    apply_cache(model, blocks, residual_diff_threshold=0.5, rule="modulated_input")
+    mesh = cpu_mesh(1, 2)
+    for _ in range(2):
+        with torch.no_grad(), UnifiedAttnMode(mesh) as cp:
+            model(cp.shard(torch.ones(1, 7, 16), dim=1))
+    return verdicts(model_cache_report(model))
+
+
+def test_a_mode_around_a_step_of_which_no_block_runs_does_not_warn(rank_pool):
+    # Warnings are errors.
+    assert rank_pool.run(run_under_a_mode_for_each_step, 2) == [["warmup", "hit"]] * 2
 
 
 def test_other_numbers_of_steps_are_no_other_graph():
