@@ -34,6 +34,7 @@ class Found:
     size: str
     cell: str | None
     num_pixels: int
+    centre: tuple[float, float]  # of the box, (y, x) in pixels
 
 
 @dataclass(frozen=True)
@@ -102,12 +103,14 @@ def _cell_of(y: float, x: float) -> str | None:
 def _describe(picture: np.ndarray, patch: np.ndarray) -> Found:
     rows, columns = np.flatnonzero(patch.any(axis=1)), np.flatnonzero(patch.any(axis=0))
     top, bottom, left, right = rows[0], rows[-1] + 1, columns[0], columns[-1] + 1
+    centre = (top + bottom) / 2, (left + right) / 2
     return Found(
         colour=_colour_of(picture[patch]),
         shape=_shape_of(patch[top:bottom, left:right]),
         size="large" if max(bottom - top, right - left) >= LARGE_FROM else "small",
-        cell=_cell_of((top + bottom) / 2, (left + right) / 2),
+        cell=_cell_of(*centre),
         num_pixels=int(patch.sum()),
+        centre=centre,
     )
 
 

@@ -93,14 +93,17 @@ def triples(*, held_out: bool) -> Iterator[tuple[str, str, str]]:
             yield colour, shape, cell
 
 
-def caption(scene: Scene, rng: np.random.Generator | None = None) -> str:
+def caption(scene: Scene, rng: np.random.Generator | None = None, *, plain: float = 0.6) -> str:
     """The words for a scene: the full caption without ``rng``; with it, some words may be left out or moved.
+
+    Args:
+        plain: probability that none is, all the same.
 
     >>> caption(Scene((Thing("red", "circle", "small", "top left"),), "white"))
     'a small red circle in the top left on a white background'
     """
-    plain = rng is None or rng.random() < 0.6
-    drop = (lambda: False) if plain or rng is None else (lambda: bool(rng.random() < 0.3))
+    full = rng is None or rng.random() < plain
+    drop = (lambda: False) if full or rng is None else (lambda: bool(rng.random() < 0.3))
     nouns = [" ".join(["a", *([] if drop() else [thing.size]), thing.colour, thing.shape]) for thing in scene.things]
     if scene.relation is None:
         nouns = [
@@ -113,7 +116,7 @@ def caption(scene: Scene, rng: np.random.Generator | None = None) -> str:
         return text
     where = f"on a {scene.background} background"
     # The two orders are equally common among the captions that are not plain.
-    return f"{where}, {text}" if not plain and rng is not None and rng.random() < 0.5 else f"{text} {where}"
+    return f"{where}, {text}" if not full and rng is not None and rng.random() < 0.5 else f"{text} {where}"
 
 
 def words() -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config,
 
 from benchmarks.tiny_flux import grammar
 
-SHIFT = 5.0  # of the noise levels, in training and in the scheduler: most steps where much is still open
+SHIFT = 3.0  # of the noise levels, in training and in the scheduler
 CLIP_LENGTH = 77
 CLIP_WIDTH = 64
 T5_WIDTH = 128
@@ -49,9 +50,8 @@ def build_clip_tokenizer() -> CLIPTokenizer:
     return CLIPTokenizer(vocab=vocab, merges=list(merges), model_max_length=CLIP_LENGTH)
 
 
-def build_t5_tokenizer() -> T5TokenizerFast:
-    """Each word of the grammar is one token, also with a capital; what is left of other words is ``<unk>``."""
-    words = grammar.words()
+def build_word_tokenizer(words: list[str]) -> T5TokenizerFast:
+    """Each of the words is one token, also with a capital; what is left of other words is ``<unk>``."""
     pieces = [piece for word in words for piece in (f"▁{word}", f"▁{word.capitalize()}") if word != ","] + [","]
     vocab = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0), *((piece, -1.0) for piece in pieces)]
     return T5TokenizerFast(vocab=vocab, extra_ids=0, model_max_length=512)
@@ -59,7 +59,7 @@ def build_t5_tokenizer() -> T5TokenizerFast:
 
 def build_tokenizers() -> Tokenizers:
     """Both tokenizers; nothing in them is random."""
-    return Tokenizers(build_clip_tokenizer(), build_t5_tokenizer())
+    return Tokenizers(build_clip_tokenizer(), build_word_tokenizer(grammar.words()))
 
 
 def build_vae(latent_channels: int = LATENT_CHANNELS) -> AutoencoderKL:
@@ -81,10 +81,10 @@ def build_vae(latent_channels: int = LATENT_CHANNELS) -> AutoencoderKL:
 class Denoiser(nn.Module):
     """What flow matching trains, all parts together: the transformer and both text encoders."""
 
-    def __init__(self, tokenizers: Tokenizers) -> None:
+    def __init__(self, tokenizers: Tokenizers, latent_channels: int = LATENT_CHANNELS) -> None:
         super().__init__()
         self.transformer = FluxTransformer2DModel(
-            in_channels=4 * LATENT_CHANNELS,
+            in_channels=4 * latent_channels,
             num_layers=3,
             num_single_layers=5,
             attention_head_dim=32,
@@ -123,29 +123,23 @@ class Denoiser(nn.Module):
         )
 
     def forward(
-        self,
-        tokens: torch.Tensor,
-        sigma: torch.Tensor,
-        clip_ids: torch.Tensor,
-        t5_ids: torch.Tensor,
-        img_ids: torch.Tensor,
+        self, tokens: torch.Tensor, sigma: torch.Tensor, clip_ids: torch.Tensor, t5_ids: torch.Tensor
     ) -> torch.Tensor:
         """The velocity, noise − data, as FluxPipeline asks for it.
 
         Args:
-            tokens: noisy packed latents, ``[B, S, 64]``.
+            tokens: noisy packed latents of square images, ``[B, S, 16]``.
             sigma: noise level of each, ``[B]``, 0 (data) to 1 (noise).
             clip_ids: ``[B, 77]``.
             t5_ids: ``[B, S_text]``, padded; as in FLUX, nothing masks the padding.
-            img_ids: ``[S, 3]``.
         """
-        text = self.text_encoder_2(t5_ids)[0]
+        side = math.isqrt(tokens.shape[1])
         velocity: torch.Tensor = self.transformer(
             hidden_states=tokens,
-            encoder_hidden_states=text,
+            encoder_hidden_states=self.text_encoder_2(t5_ids)[0],
             pooled_projections=self.text_encoder(clip_ids).pooler_output,
             timestep=sigma,
-            img_ids=img_ids,
+            img_ids=FluxPipeline._prepare_latent_image_ids(1, side, side, tokens.device, torch.float32),
             txt_ids=torch.zeros(t5_ids.shape[1], 3, device=tokens.device),
             return_dict=False,
         )[0]

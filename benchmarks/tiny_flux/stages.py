@@ -1,40 +1,44 @@
-"""The two losses: the autoencoder's reconstruction, and flow matching in its latents."""
+"""What the tiny FLUX learns from: images and captions drawn from seeds, and what of them counts."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from diffusers import AutoencoderKL, FluxPipeline
 from torch import nn
 
 from benchmarks.tiny_flux import grammar
-from benchmarks.tiny_flux.draw import draw
-from benchmarks.tiny_flux.loop import step_seed, torch_generator
-from benchmarks.tiny_flux.models import SHIFT, Tokenizers
+from benchmarks.tiny_flux.draw import CELL_CENTRES, SIDE, draw
+from benchmarks.tiny_flux.grammar import Scene
+from benchmarks.tiny_flux.models import Tokenizers
+from benchmarks.tiny_training.loop import step_seed, torch_generator
+from benchmarks.tiny_training.losses import DECODER_STAGE, FLOW_STAGE, STATISTICS, Pool, vary
 
-VAE_STAGE, FLOW_STAGE, STATISTICS, DECODER_STAGE = 0, 1, 2, 4  # in each seed, so that stages draw different scenes
-KL_WEIGHT = 1e-4  # per latent element, against a reconstruction loss per pixel element
-# CLIP sees an empty caption in half of the pictures: its pooled embedding is the shorter way for colours and backgrounds, and
-# the words' way, which places need, is learned with them.
-NO_POOLED_CAPTION = 0.5
-NO_CAPTION = 0.06  # of the captions are empty, for guidance with a negative prompt
 DECODER_NOISE = 0.1  # standard deviations of the latents: about how far off the denoiser may be
-THINGS = (0.7, 0.2, 0.1)  # of the scenes have one, two, three things …
-DECODER_THINGS = (0.6, 0.25, 0.15)  # … and of those that the decoder sees
-CAPITAL = 0.25  # of the captions start with a capital
-# Padding is not masked in FLUX, so each length is something to learn: mostly the recommended one, at times others.
-TEXT_LENGTHS = {48: 0.62, 64: 0.30, 128: 0.05, 512: 0.03}
+# How many of the scenes have one, two, three things: …
+THINGS = (0.7, 0.2, 0.1)  # … those that the latents are measured on …
+DECODER_THINGS = (0.6, 0.25, 0.15)  # … and those that the decoder sees
+DECODER_CELL_WEIGHT = 8.0  # of the decoder's error in cells that hold a thing
+# CLIP sees an empty caption in half of the images: its pooled embedding reaches every layer by the shortest way, but cannot
+# say which thing is where; so that T5's words are learned too, they have to carry everything half of the time.
+NO_POOLED_CAPTION = 0.5
+# Padding is not masked in FLUX, so each length is something to learn: mostly the recommended one and half of it.
+TEXT_LENGTHS = {32: 0.45, 64: 0.5, 128: 0.05}
+TOKEN = 8  # pixels, the side of the square that one token stands for
+CELL_REACH = 22  # pixels from the centre of a cell: its thing is inside, whatever its jitter
 
 
-def to_tensor(pictures: list[np.ndarray]) -> torch.Tensor:
-    """uint8 pictures to ``[B, 3, height, width]`` in −1 … 1."""
-    return torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).float() / 127.5 - 1
+def to_tensor(images: list[np.ndarray]) -> torch.Tensor:
+    """uint8 images to ``[B, 3, height, width]`` in −1 … 1, channels last in memory."""
+    return (torch.from_numpy(np.stack(images)).float() / 127.5 - 1).permute(0, 3, 1, 2)
 
 
 def draw_crowded_batch(seed: np.random.SeedSequence, batch: int) -> torch.Tensor:
-    """Pictures full of things, ``[batch, 3, 128, 128]`` in −1 … 1.
+    """Images full of things, ``[batch, 3, 128, 128]`` in −1 … 1.
 
     Training scenes are nine tenths background; an autoencoder trained on those alone had drawn all things grey after
     1,400 steps.
@@ -45,67 +49,23 @@ def draw_crowded_batch(seed: np.random.SeedSequence, batch: int) -> torch.Tensor
 
 def draw_batch(
     seed: np.random.SeedSequence, batch: int, weights: tuple[float, float, float] = THINGS
-) -> tuple[torch.Tensor, list[str]]:
-    """Pictures of training scenes, ``[batch, 3, 128, 128]`` in −1 … 1, and their captions.
+) -> tuple[torch.Tensor, list[Scene]]:
+    """Images of training scenes, ``[batch, 3, 128, 128]`` in −1 … 1, and the scenes.
 
     Args:
         weights: probabilities of one, two, three things.
     """
-    pictures, captions = [], []
+    images, scenes = [], []
     for child in seed.spawn(batch):
         rng = np.random.default_rng(child)
-        scene = grammar.training_scene(rng, weights)
-        pictures.append(draw(scene, rng))
-        captions.append(grammar.caption(scene, rng))
-    return to_tensor(pictures), captions
-
-
-@dataclass(frozen=True)
-class VaeLoss:
-    """Absolute and squared error of the reconstruction and a light pull of the latents towards a unit normal."""
-
-    seed: int
-    batch: int
-
-    def __call__(self, model: nn.Module, step: int) -> torch.Tensor:
-        """The loss of one step, a scalar."""
-        seed = step_seed(self.seed, VAE_STAGE, step)
-        generator = torch_generator(seed)
-        device = next(model.parameters()).device
-        pictures = draw_crowded_batch(seed, self.batch).to(device).contiguous(memory_format=torch.channels_last)
-        posterior = model.encode(pictures).latent_dist
-        noise = torch.randn(posterior.mean.shape, generator=generator).to(device)
-        decoded = model.decode(posterior.mean + posterior.std * noise).sample
-        kl = 0.5 * (posterior.mean.square() + posterior.var - 1 - posterior.logvar).mean()
-        error = decoded - pictures
-        return error.abs().mean() + error.square().mean() + KL_WEIGHT * kl
-
-
-@dataclass(frozen=True)
-class DecoderLoss:
-    """Error of the pictures decoded from fixed latents with a little noise: half of them crowded, half training scenes."""
-
-    seed: int
-    batch: int
-
-    def __call__(self, model: nn.Module, step: int) -> torch.Tensor:
-        """The loss of one step, a scalar."""
-        seed = step_seed(self.seed, DECODER_STAGE, step)
-        generator = torch_generator(seed)
-        device = next(model.parameters()).device
-        half = self.batch // 2
-        pictures = torch.cat([draw_crowded_batch(seed, half), draw_batch(seed, self.batch - half, DECODER_THINGS)[0]])
-        pictures = pictures.to(device).contiguous(memory_format=torch.channels_last)
-        with torch.no_grad():
-            latents = model.encode(pictures).latent_dist.mean
-        noise = torch.randn(latents.shape, generator=generator).to(device)
-        error = model.decode(latents + noise * DECODER_NOISE / model.config.scaling_factor).sample - pictures
-        return error.abs().mean() + error.square().mean()
+        scenes.append(grammar.training_scene(rng, weights))
+        images.append(draw(scenes[-1], rng))
+    return to_tensor(images), scenes
 
 
 @torch.no_grad()
 def measure_latents(vae: AutoencoderKL, seed: int, *, batches: int = 16, batch: int = 16) -> None:
-    """Write the mean and 1 / standard deviation of the latents of training pictures into the VAE's config."""
+    """Write the mean and 1 / standard deviation of the latents of training images into the VAE's config."""
     device = next(vae.parameters()).device
     latents = torch.cat(
         [
@@ -116,50 +76,97 @@ def measure_latents(vae: AutoencoderKL, seed: int, *, batches: int = 16, batch: 
     vae.register_to_config(shift_factor=latents.mean().item(), scaling_factor=1 / latents.std().item())
 
 
-@dataclass(frozen=True)
-class FlowLoss:
-    """Flow matching on the latents: squared error of the predicted velocity, noise − data.
+@torch.no_grad()
+def encode(vae: AutoencoderKL, images: torch.Tensor) -> torch.Tensor:
+    """``[B, 3, height, width]`` in −1 … 1 to packed latents, unit normal, ``[B, S, 4 C]``."""
+    latents = vae.encode(images.to(vae.device)).latent_dist.mean
+    latents = (latents - vae.config.shift_factor) * vae.config.scaling_factor
+    packed: torch.Tensor = FluxPipeline._pack_latents(latents, *latents.shape)
+    return packed
 
-    Noise levels are logit-normal, then shifted by `SHIFT` towards noise, the distribution that SD3 and FLUX describe.
+
+def cell_weights(scene: Scene, weight: float) -> torch.Tensor:
+    """``[S, 1]``: ``weight`` for the tokens of cells that hold a thing, 1 for others, then scaled to a mean of 1.
+
+    A weight that follows the caption alone leaves the best answer what it is; where the caption leaves the cell out, it
+    pulls a little towards things.
+    """
+    tokens = torch.arange(TOKEN // 2, SIDE, TOKEN)
+    near = [(tokens - centre).abs() < CELL_REACH for centre in CELL_CENTRES]
+    weights = torch.ones(len(tokens), len(tokens))
+    for thing in scene.things:
+        row, column = divmod(list(grammar.CELLS).index(thing.cell), 3)
+        weights[near[row][:, None] & near[column]] = weight
+    return (weights / weights.mean()).reshape(-1, 1)
+
+
+@dataclass(frozen=True)
+class DecoderLoss:
+    """Error of the images decoded from fixed latents with a little noise: mostly of training scenes, and there of things.
+
+    A small thing on plain grey is what the encoder knows least: normalized over the whole image, its latents are two to
+    three times as large as on white.
     """
 
-    vae: AutoencoderKL
-    tokenizers: Tokenizers
     seed: int
     batch: int
-    autocast: bool  # bfloat16 inside encoder and model
-
-    def tokenize(self, captions: list[str], rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        """CLIP ids ``[B, 77]`` and T5 ids ``[B, S_text]``, padded as FluxPipeline pads them."""
-        captions = [text.capitalize() if rng.random() < CAPITAL else text for text in captions]
-        captions = ["" if rng.random() < NO_CAPTION else text for text in captions]
-        length = int(rng.choice(list(TEXT_LENGTHS), p=list(TEXT_LENGTHS.values())))
-        options = {"padding": "max_length", "truncation": True, "return_tensors": "pt"}
-        pooled = ["" if rng.random() < NO_POOLED_CAPTION else text for text in captions]
-        clip_ids = self.tokenizers.clip(pooled, max_length=self.tokenizers.clip.model_max_length, **options).input_ids
-        return clip_ids, self.tokenizers.t5(captions, max_length=length, **options).input_ids
 
     def __call__(self, model: nn.Module, step: int) -> torch.Tensor:
         """The loss of one step, a scalar."""
-        seed = step_seed(self.seed, FLOW_STAGE, step)
-        generator, rng = torch_generator(seed), np.random.default_rng(seed)
+        seed = step_seed(self.seed, DECODER_STAGE, step)
+        generator = torch_generator(seed)
         device = next(model.parameters()).device
-        pictures, captions = draw_batch(seed, self.batch)
-        clip_ids, t5_ids = self.tokenize(captions, rng)
-        if t5_ids.shape[1] > 128:  # twice the tokens: half the pictures
-            pictures, clip_ids, t5_ids = (x[: max(1, self.batch // 2)] for x in (pictures, clip_ids, t5_ids))
-        precision = torch.autocast(device.type, torch.bfloat16, enabled=self.autocast)
-        with torch.no_grad(), precision:
-            pictures = pictures.to(device).contiguous(memory_format=torch.channels_last)
-            latents = self.vae.encode(pictures).latent_dist.mean.float()
-        latents = (latents - self.vae.config.shift_factor) * self.vae.config.scaling_factor
-        B, C, H, W = latents.shape
-        data = FluxPipeline._pack_latents(latents, B, C, H, W)
-        noise = torch.randn(data.shape, generator=generator).to(device)
-        s = torch.randn(B, generator=generator).sigmoid()
-        sigma = (SHIFT * s / (1 + (SHIFT - 1) * s)).to(device)
-        noisy = torch.lerp(data, noise, sigma[:, None, None])
-        img_ids = FluxPipeline._prepare_latent_image_ids(B, H // 2, W // 2, device, torch.float32)
-        with precision:
-            velocity = model(noisy, sigma, clip_ids.to(device), t5_ids.to(device), img_ids)
-        return (velocity.float() - (noise - data)).square().mean()
+        crowded = self.batch // 4
+        images, scenes = draw_batch(seed, self.batch - crowded, DECODER_THINGS)
+        weights = torch.stack([cell_weights(scene, DECODER_CELL_WEIGHT).reshape(1, 16, 16) for scene in scenes])
+        weights = F.interpolate(weights, scale_factor=TOKEN)
+        if crowded:
+            images = torch.cat([images, draw_crowded_batch(seed, crowded)])
+            weights = torch.cat([weights, torch.ones(crowded, 1, SIDE, SIDE)])
+        images, weights = images.to(device), weights.to(device)
+        with torch.no_grad():
+            latents = model.encode(images).latent_dist.mean
+        noise = torch.randn(latents.shape, generator=generator).to(device)
+        error = model.decode(latents + noise * DECODER_NOISE / model.config.scaling_factor).sample - images
+        return ((error.abs() + error.square()) * weights).mean()
+
+
+def build_pool(
+    encode: Callable[[torch.Tensor], torch.Tensor],
+    seed: int,
+    count: int,
+    things: tuple[float, float, float],
+    weight: float,
+) -> Pool:
+    """``count`` training scenes, drawn and encoded; ``weight`` is that of cells which hold a thing."""
+    scenes, data = [], []
+    for start in range(0, count, 64):
+        images, part = draw_batch(step_seed(seed, FLOW_STAGE, start), min(64, count - start), things)
+        scenes += part
+        data.append(encode(images).cpu())
+    return Pool(scenes, torch.cat(data), torch.stack([cell_weights(scene, weight) for scene in scenes]))
+
+
+def tokenize(
+    tokenizers: Tokenizers, captions: list[str], pooled: list[str], length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """CLIP ids of ``pooled``, ``[B, 77]``, and T5 ids of ``captions``, ``[B, length]``, padded as FluxPipeline pads them."""
+    options = {"padding": "max_length", "truncation": True, "return_tensors": "pt"}
+    clip_ids = tokenizers.clip(pooled, max_length=tokenizers.clip.model_max_length, **options).input_ids
+    return clip_ids, tokenizers.t5(captions, max_length=length, **options).input_ids
+
+
+@dataclass(frozen=True)
+class Captions:
+    """What the denoiser is told about scenes: ids for both encoders, all captions padded to one length."""
+
+    tokenizers: Tokenizers
+    no_pooled_caption: float = NO_POOLED_CAPTION
+
+    def __call__(self, scenes: list[Scene], rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        """CLIP ids ``[B, 77]`` and T5 ids ``[B, S_text]``."""
+        captions = vary([grammar.caption(scene, rng) for scene in scenes], rng)
+        longest = max(len(ids) for ids in self.tokenizers.t5(captions).input_ids)
+        length = max(longest, int(rng.choice(list(TEXT_LENGTHS), p=list(TEXT_LENGTHS.values()))))
+        pooled = ["" if rng.random() < self.no_pooled_caption else text for text in captions]
+        return tokenize(self.tokenizers, captions, pooled, min(known for known in TEXT_LENGTHS if known >= length))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,26 +15,47 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import nn
 
 from benchmarks.tiny_flux import grammar
-from benchmarks.tiny_flux.loop import Schedule, State, build_optimizers, fit, step_seed
+from benchmarks.tiny_flux.draw import SIDE, draw
+from benchmarks.tiny_flux.grammar import Scene
 from benchmarks.tiny_flux.models import LATENT_CHANNELS, SHIFT, Denoiser, build_tokenizers, build_vae
-from benchmarks.tiny_flux.stages import DecoderLoss, FlowLoss, VaeLoss, draw_batch, measure_latents
+from benchmarks.tiny_flux.stages import (
+    Captions,
+    DecoderLoss,
+    build_pool,
+    cell_weights,
+    draw_batch,
+    draw_crowded_batch,
+    encode,
+    measure_latents,
+)
+from benchmarks.tiny_training.loop import Schedule, State, build_optimizers, fit, step_seed
+from benchmarks.tiny_training.losses import FlowLoss, PlainAttention, Pool, VaeLoss
 
 # Under autocast RMSNorm gets bfloat16 input and float32 weight; it says so once and computes all the same.
 pytestmark = pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 ROOT = Path(__file__).parents[2]
 SCHEDULE = Schedule(steps=4, learning_rate=1e-3, warmup=2)
+STAGES = {0: (1.0, 0.0, 0.0), 3: (0.0, 0.5, 0.5)}  # by step
 
 
 def train_vae(checkpoint: Path, stop_after: int | None = None) -> State:
     torch.manual_seed(0)
-    return fit(build_vae(), VaeLoss(0, 1), SCHEDULE, checkpoint=checkpoint, name="vae", stop_after=stop_after)
+    return fit(
+        build_vae(),
+        VaeLoss(0, 1, draw_crowded_batch),
+        SCHEDULE,
+        checkpoint=checkpoint,
+        name="vae",
+        stop_after=stop_after,
+    )
 
 
 def train_flow(checkpoint: Path, stop_after: int | None = None) -> State:
     torch.manual_seed(0)
     vae, tokenizers = build_vae(), build_tokenizers()
     measure_latents(vae, 0, batches=1, batch=2)
-    loss = FlowLoss(vae, tokenizers, seed=0, batch=2, autocast=True)
+    pools = {start: build_pool(partial(encode, vae), 0, 4, things, 3.0) for start, things in STAGES.items()}
+    loss = FlowLoss(pools, Captions(tokenizers), seed=0, batch=2, shift=SHIFT, autocast=True)
     model = Denoiser(tokenizers)
     return fit(model, loss, SCHEDULE, checkpoint=checkpoint, name="flow", stop_after=stop_after)
 
@@ -92,7 +114,7 @@ def test_the_end_may_be_moved_before_the_decay_begins():
     assert [long.rate(step) for step in range(300)] == [short.rate(step) for step in range(300)]
 
 
-def test_a_step_draws_the_same_pictures_and_captions_again():
+def test_a_step_draws_the_same_images_and_scenes_again():
     (ours, said), (theirs, meant) = (draw_batch(step_seed(3, 1, 5), 4) for _ in range(2))
     assert said == meant
     assert torch.equal(ours, theirs)
@@ -105,34 +127,79 @@ class ExactVelocity(nn.Module):
     def __init__(self, data: torch.Tensor) -> None:
         super().__init__()
         self.data = nn.Parameter(data)
-        self.seen: list[torch.Tensor] = []
+        self.sigmas: list[torch.Tensor] = []
 
-    def forward(self, tokens, sigma, clip_ids, t5_ids, img_ids):
-        self.seen.append(sigma)
-        assert t5_ids.shape[1] in (48, 64, 128, 512)
+    def forward(self, tokens, sigma, clip_ids, t5_ids):
+        self.sigmas.append(sigma)
+        assert t5_ids.shape[1] in (32, 64, 128)
         assert clip_ids.shape[1] == 77
-        assert img_ids.shape == (256, 3)
         assert tokens.shape[1:] == (256, 4 * LATENT_CHANNELS)
         sigma = sigma[:, None, None]
-        noise = (tokens - (1 - sigma) * self.data[: len(tokens)]) / sigma
-        return noise - self.data[: len(tokens)]
+        noise = (tokens - (1 - sigma) * self.data) / sigma
+        return noise - self.data
 
 
 def test_the_flow_loss_of_the_exact_velocity_is_zero():
     torch.manual_seed(0)
     vae, tokenizers = build_vae(), build_tokenizers()
     measure_latents(vae, 0, batches=1, batch=2)
+    pool = build_pool(partial(encode, vae), 0, 1, (1.0, 0.0, 0.0), 3.0)
     with torch.no_grad():
-        latents = vae.encode(draw_batch(step_seed(0, 1, 0), 2)[0]).latent_dist.mean
+        latents = vae.encode(draw_batch(step_seed(0, 1, 0), 1, (1.0, 0.0, 0.0))[0]).latent_dist.mean
     latents = (latents - vae.config.shift_factor) * vae.config.scaling_factor
     # FLUX's packing, written out: 2 × 2 latent pixels to one token, channel first.
-    data = (
-        latents.reshape(2, LATENT_CHANNELS, 16, 2, 16, 2).permute(0, 2, 4, 1, 3, 5).reshape(2, 256, 4 * LATENT_CHANNELS)
-    )
+    data = latents.reshape(1, LATENT_CHANNELS, 16, 2, 16, 2).permute(0, 2, 4, 1, 3, 5).reshape(1, 256, -1)
     model = ExactVelocity(data)
-    loss = FlowLoss(vae, tokenizers, seed=0, batch=2, autocast=False)(model, 0)
+    loss = FlowLoss({0: pool}, Captions(tokenizers), seed=0, batch=2, shift=SHIFT, autocast=False)(model, 0)
     # Rounding of the data grows as 1 / sigma.
-    assert loss.item() < 1e-6 / float(torch.cat(model.seen).min()) ** 2
+    assert loss.item() < 1e-6 / float(torch.cat(model.sigmas).min()) ** 2
+
+
+class SaysSo(nn.Module):
+    """Predicts the noise it is given for data of zeros, off by one in the first half of the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Parameter(torch.zeros(()))
+
+    def forward(self, tokens, sigma):
+        velocity = tokens / sigma[:, None, None]
+        velocity[:, : tokens.shape[1] // 2] += 1
+        return velocity
+
+
+def test_the_flow_loss_weighs_tokens_and_takes_the_pool_of_its_step():
+    weights = torch.tensor([3.0, 3.0, 1.0, 1.0]).reshape(1, 4, 1)
+    pools = {0: Pool(["a"], torch.zeros(1, 4, 2), weights), 5: Pool(["a"], torch.zeros(1, 4, 2), torch.ones(1, 1, 1))}
+    loss = FlowLoss(pools, lambda scenes, rng: (), seed=0, batch=2, shift=SHIFT, autocast=False)
+    for step, expected in {0: 1.5, 4: 1.5, 5: 0.5, 9: 0.5}.items():
+        assert loss(SaysSo(), step).item() == pytest.approx(expected, abs=1e-4)
+
+
+def test_weights_cover_all_of_a_thing_and_little_else():
+    for i in range(20):
+        rng = np.random.default_rng([21, i])
+        scene = grammar.training_scene(rng, (0.0, 0.0, 1.0))
+        empty = draw(Scene((), scene.background), rng)
+        differs = (draw(scene, rng) != empty).any(-1).reshape(16, 8, 16, 8).any((1, 3))
+        weights = cell_weights(scene, 5.0).reshape(SIDE // 8, SIDE // 8)
+        heavy = (weights > weights.min()).numpy()
+        assert weights.mean().item() == pytest.approx(1.0)
+        assert weights.max().item() == pytest.approx(5 * weights.min().item())
+        assert heavy[differs].all()
+        assert heavy.sum() <= 3 * 36
+
+
+def test_plain_attention_is_attention():
+    q, k, v = (torch.randn(2, 3, n, 8, dtype=torch.float64) for n in (5, 7, 7))
+    expected = nn.functional.scaled_dot_product_attention(q, k, v)
+    with PlainAttention():
+        assert torch.allclose(nn.functional.scaled_dot_product_attention(q, k, v), expected)
+        assert torch.allclose(nn.functional.scaled_dot_product_attention(query=q, key=k, value=v), expected)
+        mask = torch.ones(5, 7, dtype=torch.bool).tril()
+        masked = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    assert torch.allclose(masked, nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask))
+    assert not torch.allclose(masked, expected)
 
 
 def test_noise_levels_are_shifted_as_the_scheduler_shifts_them():

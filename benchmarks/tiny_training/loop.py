@@ -1,4 +1,4 @@
-"""The training loop that both stages share: the schedule, weight averaging, checkpoints that resume exactly."""
+"""The training loop of all stages: the schedule, weight averaging, checkpoints that resume exactly."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 BETAS = (0.9, 0.99)
 WEIGHT_DECAY = 0.01
-MUON_INSIDE = (".transformer_blocks.", ".single_transformer_blocks.")
+MUON_INSIDE = (".blocks.", ".transformer_blocks.", ".single_transformer_blocks.")
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Schedule:
     steps: int
     learning_rate: float
     warmup: int = 100  # steps
-    boost: float = 1.0  # of the learning rate of the matrices that Muon updates
+    boost: float = 1.0  # of the learning rate of the matrices that Muon updates; 0: AdamW updates them too
     decay: float = 0.35  # the part of the steps over which the rate falls
     average: float = 0.995  # decay of the averaged weights
     checkpoint_every: float = 120.0  # seconds
@@ -98,19 +98,20 @@ class State:
         torch._foreach_lerp_(ours, theirs, 1 - decay)
 
 
-def build_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside blocks, AdamW for all else (embeddings, convolutions, norms, first and last layers)."""
+def build_optimizers(model: nn.Module, *, muon: bool = True) -> list[torch.optim.Optimizer]:
+    """Muon, unless ``muon`` is false, for the matrices inside blocks, AdamW for all else (embeddings, convolutions, norms, first and last layers)."""
     matrices, others = [], []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        inside = parameter.ndim == 2 and any(mark in f".{name}" for mark in MUON_INSIDE)
+        inside = muon and parameter.ndim == 2 and any(mark in f".{name}" for mark in MUON_INSIDE)
         (matrices if inside else others).append(parameter)
-    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(others, betas=BETAS, weight_decay=WEIGHT_DECAY)]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(others, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
+    ]
     if matrices:
         # Scaled so that an update is as large as AdamW's: one learning rate serves both.
-        muon = torch.optim.Muon(matrices, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw")
-        optimizers.append(muon)
+        optimizers.append(torch.optim.Muon(matrices, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw"))
     return optimizers
 
 
@@ -130,7 +131,7 @@ def fit(
         loss_of_step: model and step to a scalar loss; must draw all its randomness from `step_seed`.
         export: called with the state about every ``schedule.export_every`` seconds and at the end.
     """
-    optimizers = build_optimizers(model)
+    optimizers = build_optimizers(model, muon=schedule.boost > 0)
     state = State(model, copy.deepcopy(model).requires_grad_(False), optimizers)
     if checkpoint.exists():
         state.load(checkpoint)

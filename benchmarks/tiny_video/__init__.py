@@ -1,0 +1,1 @@
+"""A tiny Wan that was trained here: moving shapes from captions."""

@@ -1,0 +1,98 @@
+"""The parts of the tiny video pipeline, freshly initialised."""
+
+from __future__ import annotations
+
+import torch
+from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
+from torch import nn
+from transformers import T5TokenizerFast, UMT5Config, UMT5EncoderModel
+
+from benchmarks.tiny_flux.models import build_word_tokenizer
+from benchmarks.tiny_video import grammar
+
+SHIFT = 3.0  # of the noise levels, in training and in the scheduler
+TEXT_WIDTH = 96
+LATENT_CHANNELS = 8
+VAE_PATCH = 2  # pixels, each way: joined to channels before the first convolution
+
+
+def build_tokenizer() -> T5TokenizerFast:
+    """Each word of the grammar is one token."""
+    return build_word_tokenizer(grammar.words())
+
+
+def build_vae() -> AutoencoderKLWan:
+    """17 × 64 × 64 pixels to 5 × 8 × 8 latent pixels: 8 × in space, 4 × in time, as Wan's."""
+    return AutoencoderKLWan(
+        base_dim=16,
+        z_dim=LATENT_CHANNELS,
+        dim_mult=[1, 2, 4],
+        num_res_blocks=1,
+        temperal_downsample=[True, True],
+        patch_size=VAE_PATCH,
+        in_channels=3 * VAE_PATCH**2,
+        out_channels=3 * VAE_PATCH**2,
+        latents_mean=[0.0] * LATENT_CHANNELS,
+        latents_std=[1.0] * LATENT_CHANNELS,
+        scale_factor_temporal=4,
+        scale_factor_spatial=8,
+    )
+
+
+class Denoiser(nn.Module):
+    """What flow matching trains: the transformer and the text encoder."""
+
+    def __init__(self, tokenizer: T5TokenizerFast) -> None:
+        super().__init__()
+        self.transformer = WanTransformer3DModel(
+            patch_size=(1, 2, 2),
+            num_attention_heads=4,
+            attention_head_dim=36,  # a third each for time, height and width
+            in_channels=LATENT_CHANNELS,
+            out_channels=LATENT_CHANNELS,
+            text_dim=TEXT_WIDTH,
+            freq_dim=128,
+            ffn_dim=576,
+            num_layers=8,
+            cross_attn_norm=True,
+            rope_max_seq_len=64,
+        )
+        self.text_encoder = UMT5EncoderModel(
+            UMT5Config(
+                vocab_size=len(tokenizer),
+                d_model=TEXT_WIDTH,
+                d_kv=24,
+                d_ff=2 * TEXT_WIDTH,
+                num_layers=2,
+                num_heads=4,
+                feed_forward_proj="gated-gelu",
+                dropout_rate=0.0,
+            )
+        )
+
+    def forward(
+        self, latents: torch.Tensor, sigma: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        """The velocity, noise − data, as WanPipeline asks for it.
+
+        Args:
+            latents: noisy, ``[B, C, 5, 8, 8]``.
+            sigma: noise level of each, ``[B]``, 0 (data) to 1 (noise).
+            ids, mask: of the caption, ``[B, S_text]``; past its end the encoder's output is zero, as in WanPipeline.
+        """
+        text = self.text_encoder(ids, mask).last_hidden_state * mask[..., None]
+        velocity: torch.Tensor = self.transformer(
+            hidden_states=latents, timestep=1000 * sigma, encoder_hidden_states=text, return_dict=False
+        )[0]
+        return velocity
+
+
+def build_pipeline(denoiser: Denoiser, vae: AutoencoderKLWan, tokenizer: T5TokenizerFast) -> WanPipeline:
+    """The parts as one plain diffusers pipeline; shares their parameters."""
+    return WanPipeline(
+        tokenizer=tokenizer,
+        text_encoder=denoiser.text_encoder,
+        vae=vae,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=SHIFT),
+        transformer=denoiser.transformer,
+    )
