@@ -70,6 +70,11 @@ class Denoiser(nn.Module):
             )
         )
 
+    def encode_text(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """``[B, S_text, C]``: past the end of a caption zeros, as in WanPipeline."""
+        text: torch.Tensor = self.text_encoder(ids, mask).last_hidden_state * mask[..., None]
+        return text
+
     def forward(
         self, latents: torch.Tensor, sigma: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
@@ -78,11 +83,13 @@ class Denoiser(nn.Module):
         Args:
             latents: noisy, ``[B, C, 5, 8, 8]``.
             sigma: noise level of each, ``[B]``, 0 (data) to 1 (noise).
-            ids, mask: of the caption, ``[B, S_text]``; past its end the encoder's output is zero, as in WanPipeline.
+            ids, mask: of the captions, ``[B, S_text]``.
         """
-        text = self.text_encoder(ids, mask).last_hidden_state * mask[..., None]
         velocity: torch.Tensor = self.transformer(
-            hidden_states=latents, timestep=1000 * sigma, encoder_hidden_states=text, return_dict=False
+            hidden_states=latents,
+            timestep=1000 * sigma,
+            encoder_hidden_states=self.encode_text(ids, mask),
+            return_dict=False,
         )[0]
         return velocity
 

@@ -24,16 +24,18 @@ def to_tensor(videos: list[np.ndarray]) -> torch.Tensor:
     return torch.from_numpy(np.stack(videos)).permute(0, 4, 1, 2, 3).float() / 127.5 - 1
 
 
-def draw_crowded_batch(seed: np.random.SeedSequence, batch: int) -> torch.Tensor:
-    """Videos full of things, ``[batch, 3, 17, 64, 64]`` in −1 … 1."""
-    return to_tensor([draw_crowded(np.random.default_rng(child)) for child in seed.spawn(batch)])
-
-
 def draw_batch(seed: np.random.SeedSequence, batch: int) -> tuple[torch.Tensor, list[Scene]]:
     """Videos of training scenes, ``[batch, 3, 17, 64, 64]`` in −1 … 1, and the scenes."""
     rngs = [np.random.default_rng(child) for child in seed.spawn(batch)]
     scenes = [grammar.random_scene(rng, held_out=False) for rng in rngs]
     return to_tensor([draw(scene, rng) for scene, rng in zip(scenes, rngs, strict=True)]), scenes
+
+
+def draw_mixed_batch(seed: np.random.SeedSequence, batch: int) -> torch.Tensor:
+    """Videos for the autoencoder: half of them full of things, half training scenes. ``[batch, 3, 17, 64, 64]``."""
+    half = batch // 2
+    crowded = to_tensor([draw_crowded(np.random.default_rng(child)) for child in seed.spawn(half)])
+    return torch.cat([crowded, draw_batch(seed, batch - half)[0]])
 
 
 @torch.no_grad()

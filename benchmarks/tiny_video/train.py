@@ -16,7 +16,7 @@ from benchmarks.tiny_training.loop import Schedule, fit
 from benchmarks.tiny_training.losses import FlowLoss, VaeLoss
 from benchmarks.tiny_training.program import build_parser, prepare, train_flow
 from benchmarks.tiny_video.models import SHIFT, Denoiser, build_pipeline, build_tokenizer, build_vae
-from benchmarks.tiny_video.stages import Captions, build_pool, draw_crowded_batch, measure_latents
+from benchmarks.tiny_video.stages import Captions, build_pool, draw_mixed_batch, measure_latents
 
 HERE = Path(__file__).parent
 
@@ -26,7 +26,7 @@ def train_vae(args: argparse.Namespace) -> tuple[AutoencoderKLWan, float]:
     torch.manual_seed(args.seed)
     model = build_vae().to(args.device)
     schedule = Schedule(args.vae_steps, args.vae_learning_rate, average=0.99)
-    loss = VaeLoss(args.seed, args.vae_batch, draw_crowded_batch)
+    loss = VaeLoss(args.seed, args.vae_batch, draw_mixed_batch)
     trained = fit(model, loss, schedule, checkpoint=args.checkpoints / "vae.pt", name="vae")
     # The published weights are bfloat16; the transformer learns the latents that those give.
     vae = trained.averaged.to(torch.bfloat16).to(torch.float32).eval()
