@@ -18,7 +18,9 @@ from benchmarks.tiny_flux.models import Tokenizers
 from benchmarks.tiny_training.loop import step_seed, torch_generator
 from benchmarks.tiny_training.losses import DECODER_STAGE, FLOW_STAGE, STATISTICS, Pool, vary
 
-DECODER_NOISE = 0.1  # standard deviations of the latents: about how far off the denoiser may be
+DECODER_NOISE = (
+    0.4  # standard deviations of the latents, at most: about how far off the denoiser may be where a thing is
+)
 # How many of the scenes have one, two, three things: …
 THINGS = (0.7, 0.2, 0.1)  # … those that the latents are measured on …
 DECODER_THINGS = (0.6, 0.25, 0.15)  # … and those that the decoder sees
@@ -102,7 +104,7 @@ def cell_weights(scene: Scene, weight: float) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class DecoderLoss:
-    """Error of the images decoded from fixed latents with a little noise: mostly of training scenes, and there of things.
+    """Error of the images decoded from fixed latents with some noise: mostly of training scenes, and there of things.
 
     A small thing on plain grey is what the encoder knows least: normalized over the whole image, its latents are two to
     three times as large as on white.
@@ -126,8 +128,9 @@ class DecoderLoss:
         images, weights = images.to(device), weights.to(device)
         with torch.no_grad():
             latents = model.encode(images).latent_dist.mean
-        noise = torch.randn(latents.shape, generator=generator).to(device)
-        error = model.decode(latents + noise * DECODER_NOISE / model.config.scaling_factor).sample - images
+        levels = DECODER_NOISE * torch.rand(self.batch, 1, 1, 1, generator=generator)
+        noise = (levels * torch.randn(latents.shape, generator=generator)).to(device)
+        error = model.decode(latents + noise / model.config.scaling_factor).sample - images
         return ((error.abs() + error.square()) * weights).mean()
 
 

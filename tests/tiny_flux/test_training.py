@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from benchmarks.tiny_flux import grammar
 from benchmarks.tiny_flux.draw import SIDE, draw
 from benchmarks.tiny_flux.grammar import Scene
 from benchmarks.tiny_flux.models import LATENT_CHANNELS, SHIFT, Denoiser, build_tokenizers, build_vae
+from benchmarks.tiny_flux.probe import SCENES, SIGMAS, WORD, WORDS, swapped, use_of_words
 from benchmarks.tiny_flux.stages import (
     Captions,
     DecoderLoss,
@@ -240,3 +242,33 @@ def test_tokenizers_are_the_same_in_every_process():
     command = [sys.executable, "-c", program]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert said.strip() == str(sorted(build_tokenizers().clip.get_vocab().items()))
+
+
+def test_the_probe_swaps_one_attribute():
+    for i in range(30):
+        rng = np.random.default_rng([22, i])
+        scene = grammar.held_out_scene(rng, 1)
+        for name, values in WORDS.items():
+            other = swapped(scene, name, rng)
+            (before,), (after,) = scene.things, other.things
+            assert getattr(after, name) in set(values) - {getattr(before, name)}
+            assert replace(after, **{name: getattr(before, name)}) == before
+            assert replace(other, things=scene.things) == scene
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_the_probe_tells_whether_a_model_reads_the_shape(knows):
+    tokenizers = build_tokenizers()
+    shapes = {tokenizers.t5(shape).input_ids[0]: shape for shape in grammar.SHAPES}
+    rng = np.random.default_rng(WORD)
+    true = [grammar.held_out_scene(rng, 1).things[0].shape for _ in range(SCENES)]
+
+    def model(noisy, sigmas, clip_ids, t5_ids):
+        """Knows the noise for data of zeros, and says it only where the caption's shape is the scene's."""
+        said = [next(shapes[int(i)] for i in ids if int(i) in shapes) for ids in t5_ids]
+        right = torch.tensor([not knows or ours == theirs for ours, theirs in zip(said, true, strict=True)])
+        return noisy / sigmas[:, None, None] + torch.where(right, 0.0, 0.1)[:, None, None]
+
+    found = use_of_words(model, lambda images: torch.zeros(len(images), 4, 16), tokenizers)
+    assert found["shape"]["right"] == [float(knows)] * len(SIGMAS)
+    assert found["colour"]["right"] == found["cell"]["right"] == [0.0] * len(SIGMAS)

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from diffusers import WanPipeline
 
 from benchmarks.tiny_training.loop import Schedule, State, build_optimizers, fit, step_seed
 from benchmarks.tiny_training.losses import FlowLoss, Pool
@@ -98,3 +99,21 @@ def test_the_tokenizer_knows_every_word_and_training_cuts_no_caption():
             ids = tokenizer(said).input_ids
             assert len(ids) == len(text.split()) + 1 <= 16
             assert tokenizer.unk_token_id not in ids
+
+
+def test_plain_diffusers_loads_the_exported_folder_offline_and_generates_with_guidance(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    tokenizer = build_tokenizer()
+    vae, model = build_vae(), Denoiser(tokenizer)
+    build_pipeline(model.to(torch.bfloat16), vae.to(torch.bfloat16), tokenizer).save_pretrained(tmp_path)
+    pipe = WanPipeline.from_pretrained(tmp_path, dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    calls = []
+    pipe.transformer.register_forward_hook(lambda module, args, output: calls.append(output[0].shape))
+    frames = pipe(
+        "a red circle", negative_prompt="", height=SIDE, width=SIDE, num_frames=FRAMES, num_inference_steps=1,
+        guidance_scale=2.0,
+    ).frames  # fmt: skip
+    assert frames.shape == (1, FRAMES, SIDE, SIDE, 3)
+    assert calls == [(1, LATENT_CHANNELS, 5, 8, 8)] * 2  # sequential guidance
+    assert sum(parameter.numel() for parameter in model.parameters()) < 3.2e6
