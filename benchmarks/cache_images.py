@@ -23,6 +23,7 @@ from para_core.adapters import apply_cache_on_pipe, cache_report, calibrate_cach
 from para_core.adapters.caching.calibration.image_metrics import as_images, load_metric
 
 PIPELINE = Path(__file__).parent / "tiny_flux" / "pipeline"
+SEED = 5  # as in the demo
 PROMPT = "a large red circle in the centre on a white background"
 PROMPTS = (
     PROMPT,
@@ -37,7 +38,7 @@ AMPLIFIED = 5
 
 def generate(pipe: FluxPipeline) -> np.ndarray:
     """``[1, H, W, 3]`` in 0 … 1."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(SEED)
     images: np.ndarray = pipe(PROMPT, generator=generator, output_type="np", **CALL).images
     return images
 

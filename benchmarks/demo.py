@@ -33,6 +33,7 @@ from para_core.adapters.caching.calibration.image_metrics import as_images, load
 PIPELINE = Path(__file__).parent / "tiny_flux" / "pipeline"
 PROMPT = "a large red circle in the centre on a white background"
 STEPS, SIZE, TEXT_TOKENS = 20, 128, 64
+SEED = 5  # of eight that were looked at, the roundest circle; the checker takes all eight
 AMPLIFIED = 200_000
 # Of the tiny FLUX; what a threshold skips depends on the model.
 THRESHOLD = 0.2
@@ -88,7 +89,7 @@ def generate(mesh: Mesh, output: Path) -> None:
         width=SIZE,
         max_sequence_length=TEXT_TOKENS,
         num_inference_steps=STEPS,
-        generator=torch.Generator().manual_seed(0),
+        generator=torch.Generator().manual_seed(SEED),
         callback_on_step_end=after_step,
         output_type="np",
     ).images[0]
@@ -114,7 +115,7 @@ def draw_cached(output: Path) -> None:
             width=SIZE,
             max_sequence_length=TEXT_TOKENS,
             num_inference_steps=steps,
-            generator=torch.Generator().manual_seed(0),
+            generator=torch.Generator().manual_seed(SEED),
             output_type="np",
         ).images
         return generated
