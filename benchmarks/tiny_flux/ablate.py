@@ -19,11 +19,11 @@ import torch
 from diffusers import AutoencoderKL
 
 from benchmarks.tiny_flux import grammar
-from benchmarks.tiny_flux.evaluate import environment
 from benchmarks.tiny_flux.grammar import Scene
 from benchmarks.tiny_flux.models import Denoiser, Tokenizers, build_tokenizers
 from benchmarks.tiny_flux.probe import SIGMAS, TEXT_LENGTH, use_of_words
 from benchmarks.tiny_flux.stages import build_pool, encode, tokenize
+from benchmarks.tiny_training.held_out import environment
 from benchmarks.tiny_training.loop import Schedule, fit
 from benchmarks.tiny_training.losses import FlowLoss, vary
 from benchmarks.tiny_training.program import prepare

@@ -7,19 +7,13 @@ grid of images docs/tiny_flux.png.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import platform
 import textwrap
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import diffusers
 import numpy as np
 import torch
-import transformers
 from diffusers import FluxPipeline
 from PIL import Image, ImageDraw, ImageFont
 from tqdm import tqdm
@@ -28,9 +22,8 @@ from benchmarks.tiny_flux import grammar
 from benchmarks.tiny_flux.check import Verdict, check
 from benchmarks.tiny_flux.draw import SIDE, draw
 from benchmarks.tiny_flux.grammar import Scene
+from benchmarks.tiny_training.held_out import parser, run
 
-HERE = Path(__file__).parent
-ROOT = HERE.parent.parent
 TEXT_LENGTH = 64
 WORD = 3  # first word of the seeds here; training uses 0, 1 and 2
 
@@ -132,55 +125,12 @@ def evaluate(pipe: FluxPipeline, args: argparse.Namespace) -> tuple[dict[str, An
     return figures, grid(shown, said)
 
 
-def environment(device: str) -> dict[str, str]:
-    """Where and with what the figures were made."""
-    name = torch.cuda.get_device_name() if device.startswith("cuda") else f"CPU, {torch.get_num_threads()} threads"
-    return {
-        "device": name,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "diffusers": diffusers.__version__,
-        "transformers": transformers.__version__,
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-    }
-
-
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line; the defaults are what is published."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=20, help="Euler steps")
-    parser.add_argument("--batch", type=int, default=20)
-    parser.add_argument("--counts", type=int, nargs=3, default=[200, 100, 100], help="captions with 1, 2, 3 things")
-    parser.add_argument("--pipeline", type=Path, default=HERE / "pipeline")
-    parser.add_argument("--result", type=Path, default=ROOT / "benchmarks" / "results" / "tiny_flux.json")
-    parser.add_argument("--picture", type=Path, default=ROOT / "docs" / "tiny_flux.png")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Measure, print, write."""
-    args = parse(arguments)
-    torch.set_num_threads(args.threads)
-    pipe = FluxPipeline.from_pretrained(args.pipeline, dtype=torch.float32, local_files_only=True).to(args.device)
-    pipe.set_progress_bar_config(disable=True)
-    figures, picture = evaluate(pipe, args)
-    training = json.loads((args.pipeline / "training.json").read_text())
-    settings = {
-        "seed": args.seed,
-        "steps": args.steps,
-        "max_sequence_length": TEXT_LENGTH,
-        "weights": "bfloat16 as float32",
-    }
-    result = {"environment": environment(args.device), "settings": settings, "training": training, "held_out": figures}
-    for path in (args.result, args.picture):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    args.result.write_text(json.dumps(result, indent=2) + "\n")
-    picture.save(args.picture)
-    print(json.dumps(figures, indent=2))
+    """The command line."""
+    found = parser(__doc__, "tiny_flux")
+    found.add_argument("--counts", type=int, nargs=3, default=[200, 100, 100], help="captions with 1, 2, 3 things")
+    return found.parse_args(arguments)
 
 
 if __name__ == "__main__":
-    main()
+    run(parse(), FluxPipeline, evaluate, TEXT_LENGTH)

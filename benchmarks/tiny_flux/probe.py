@@ -22,10 +22,11 @@ from diffusers import FluxPipeline
 from benchmarks.tiny_flux import grammar
 from benchmarks.tiny_flux.check import check
 from benchmarks.tiny_flux.draw import SIDE, draw
-from benchmarks.tiny_flux.evaluate import environment, tally
+from benchmarks.tiny_flux.evaluate import tally
 from benchmarks.tiny_flux.grammar import Scene
 from benchmarks.tiny_flux.models import Denoiser, Tokenizers
 from benchmarks.tiny_flux.stages import encode, to_tensor, tokenize
+from benchmarks.tiny_training.held_out import environment
 from benchmarks.tiny_training.losses import PlainAttention
 from benchmarks.tiny_training.program import prepare
 

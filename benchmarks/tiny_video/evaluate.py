@@ -7,12 +7,10 @@ strips docs/tiny_video.png.
 from __future__ import annotations
 
 import argparse
-import json
 import textwrap
 import time
 from collections.abc import Iterator
 from dataclasses import astuple, fields
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,15 +19,13 @@ from diffusers import WanPipeline
 from PIL import Image, ImageDraw, ImageFont
 from tqdm import tqdm
 
-from benchmarks.tiny_flux.evaluate import environment
+from benchmarks.tiny_training.held_out import parser, run
 from benchmarks.tiny_video import grammar
 from benchmarks.tiny_video.check import Verdict, check
 from benchmarks.tiny_video.draw import FRAMES, SIDE, draw
 from benchmarks.tiny_video.grammar import Scene
 from benchmarks.tiny_video.stages import to_tensor
 
-HERE = Path(__file__).parent
-ROOT = HERE.parent.parent
 TEXT_LENGTH = 32
 WORD = 3  # first word of the seeds here; training uses 0, 1 and 2
 SHOWN = 8  # videos in the strips
@@ -123,42 +119,12 @@ def evaluate(pipe: WanPipeline, args: argparse.Namespace) -> tuple[dict[str, Any
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line; the defaults are what is published."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=20, help="Euler steps")
-    parser.add_argument("--guidance", type=float, default=2.0)
-    parser.add_argument("--batch", type=int, default=20)
-    parser.add_argument("--count", type=int, default=100, help="captions")
-    parser.add_argument("--pipeline", type=Path, default=HERE / "pipeline")
-    parser.add_argument("--result", type=Path, default=ROOT / "benchmarks" / "results" / "tiny_video.json")
-    parser.add_argument("--image", type=Path, default=ROOT / "docs" / "tiny_video.png")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Measure, print, write."""
-    args = parse(arguments)
-    torch.set_num_threads(args.threads)
-    pipe = WanPipeline.from_pretrained(args.pipeline, dtype=torch.float32, local_files_only=True).to(args.device)
-    pipe.set_progress_bar_config(disable=True)
-    figures, image = evaluate(pipe, args)
-    training = json.loads((args.pipeline / "training.json").read_text())
-    settings = {
-        "seed": args.seed,
-        "steps": args.steps,
-        "max_sequence_length": TEXT_LENGTH,
-        "weights": "bfloat16 as float32",
-    }
-    result = {"environment": environment(args.device), "settings": settings, "training": training, "held_out": figures}
-    for path in (args.result, args.image):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    args.result.write_text(json.dumps(result, indent=2) + "\n")
-    image.save(args.image)
-    print(json.dumps(figures, indent=2))
+    """The command line."""
+    found = parser(__doc__, "tiny_video")
+    found.add_argument("--guidance", type=float, default=2.0)
+    found.add_argument("--count", type=int, default=100, help="captions")
+    return found.parse_args(arguments)
 
 
 if __name__ == "__main__":
-    main()
+    run(parse(), WanPipeline, evaluate, TEXT_LENGTH)
