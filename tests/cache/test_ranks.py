@@ -139,13 +139,13 @@ def test_planned_steps_a_cap_and_a_forecast_hold_on_ranks_and_in_a_graph(rank_po
 
 def generate_on_four(shape):
     pipe = parallelize_pipe(build("wan"), mesh=cpu_mesh(*shape[:2], batch=shape[2]))
-    apply_cache_on_pipe(pipe, residual_diff_threshold=0.3, max_consecutive_hits=2)
+    apply_cache_on_pipe(pipe, residual_diff_threshold=0.45, max_consecutive_hits=2)
     return generate(pipe, "wan", num_inference_steps=5)
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 1), (1, 2, 2)])
 def test_on_four_ranks_too_it_generates_what_one_device_generates(rank_pool, shape):
-    pipe = apply_cache_on_pipe(build("wan"), residual_diff_threshold=0.3, max_consecutive_hits=2)
+    pipe = apply_cache_on_pipe(build("wan"), residual_diff_threshold=0.45, max_consecutive_hits=2)
     expected = generate(pipe, "wan", num_inference_steps=5)
     assert cache_report(pipe).hits > 0
     for generated in rank_pool.run(generate_on_four, 4, shape=shape):
