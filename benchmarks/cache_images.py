@@ -43,7 +43,7 @@ def generate(pipe: FluxPipeline) -> np.ndarray:
     return images
 
 
-def save_pictures(images: dict[str, np.ndarray], path: Path) -> None:
+def save_images(images: dict[str, np.ndarray], path: Path) -> None:
     """Above the images, below what differs from the first."""
     reference = next(iter(images.values()))
     figure, axes = plt.subplots(2, len(images), figsize=(2.6 * len(images), 5.6))
@@ -96,7 +96,7 @@ def main() -> None:
         if threshold == THRESHOLDS[1]:
             print(report)
             report.plot(options.folder / "cache_steps.png")
-    save_pictures(images, options.folder / "cache_images.png")
+    save_images(images, options.folder / "cache_images.png")
 
     remove_cache_from_pipe(pipe)
     calibration = calibrate_cache(pipe, PROMPTS, target=40.0, **CALL)

@@ -60,7 +60,7 @@ def test_the_counter_agrees_with_the_report():
     assert cost["computed"] == [cache_report(pipe).computed]
 
 
-def test_threshold_zero_is_the_picture_without_a_cache(without_cache):
+def test_threshold_zero_is_the_image_without_a_cache(without_cache):
     images, cost = images_of(ways.ours(0.0), STEPS, 2)
     judged = judge(images, without_cache)
     assert cost["computed"] == [STEPS, STEPS]

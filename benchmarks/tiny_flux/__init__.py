@@ -1,1 +1,1 @@
-"""A small FLUX trained from scratch on drawn shapes, so that figures and pictures need no download."""
+"""A small FLUX trained from scratch on drawn shapes, so that figures and images need no download."""

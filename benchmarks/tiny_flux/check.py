@@ -1,4 +1,4 @@
-"""Picture → what is in it, found without any network: colour, shape, size and cell of each object.
+"""Image → what is in it, found without any network: colour, shape, size and cell of each object.
 
 Backgrounds are greys and things are not, so an object is a connected patch of saturated pixels. Its colour is the nearest
 of the palette, its shape the template that overlaps best when stretched to its bounding box, its cell the one whose
@@ -27,7 +27,7 @@ BACKGROUND_DISTANCE = 30.0  # mean |difference| in grey levels; the closest two 
 
 @dataclass(frozen=True)
 class Found:
-    """One object of a picture; None where no answer is clear."""
+    """One object of an image; None where no answer is clear."""
 
     colour: str | None
     shape: str | None
@@ -39,7 +39,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What of a scene a picture shows. The tuples follow the scene's things."""
+    """What of a scene an image shows. The tuples follow the scene's things."""
 
     colour: tuple[bool, ...]
     shape: tuple[bool, ...]
@@ -100,12 +100,12 @@ def _cell_of(y: float, x: float) -> str | None:
     return list(CELLS)[3 * row + column]
 
 
-def _describe(picture: np.ndarray, patch: np.ndarray) -> Found:
+def _describe(image: np.ndarray, patch: np.ndarray) -> Found:
     rows, columns = np.flatnonzero(patch.any(axis=1)), np.flatnonzero(patch.any(axis=0))
     top, bottom, left, right = rows[0], rows[-1] + 1, columns[0], columns[-1] + 1
     centre = (top + bottom) / 2, (left + right) / 2
     return Found(
-        colour=_colour_of(picture[patch]),
+        colour=_colour_of(image[patch]),
         shape=_shape_of(patch[top:bottom, left:right]),
         size="large" if max(bottom - top, right - left) >= LARGE_FROM else "small",
         cell=_cell_of(*centre),
@@ -114,23 +114,23 @@ def _describe(picture: np.ndarray, patch: np.ndarray) -> Found:
     )
 
 
-def find(picture: np.ndarray) -> list[Found]:
-    """The objects of a picture, ``[128, 128, 3]`` uint8 RGB, largest first."""
-    saturation = picture.max(axis=-1).astype(int) - picture.min(axis=-1)
+def find(image: np.ndarray) -> list[Found]:
+    """The objects of an image, ``[128, 128, 3]`` uint8 RGB, largest first."""
+    saturation = image.max(axis=-1).astype(int) - image.min(axis=-1)
     found = patches(saturation >= SATURATED)
-    return [_describe(picture, patch) for patch in found if patch.sum() >= MIN_PIXELS]
+    return [_describe(image, patch) for patch in found if patch.sum() >= MIN_PIXELS]
 
 
-def find_background(picture: np.ndarray) -> str | None:
+def find_background(image: np.ndarray) -> str | None:
     """The background's name, judged by the unsaturated pixels, or None."""
-    saturation = picture.max(axis=-1).astype(int) - picture.min(axis=-1)
+    saturation = image.max(axis=-1).astype(int) - image.min(axis=-1)
     plain = saturation < SATURATED / 3  # edges are part of neither
     if not plain.any():
         return None
     distance = {}
     for name in BACKGROUND_GREYS:
-        true = background(name, *picture.shape[:2]).astype(float)
-        distance[name] = float(np.abs(picture - true)[plain].mean())
+        true = background(name, *image.shape[:2]).astype(float)
+        distance[name] = float(np.abs(image - true)[plain].mean())
     best = min(distance, key=distance.__getitem__)
     return best if distance[best] <= BACKGROUND_DISTANCE else None
 
@@ -142,20 +142,20 @@ def _agreement(thing: Thing, found: Found | None) -> tuple[bool, bool, bool, boo
     return found.colour == thing.colour, found.shape == thing.shape, found.cell == thing.cell, found.size == thing.size
 
 
-def check(picture: np.ndarray, scene: Scene) -> Verdict:
-    """Judge a picture by the scene that was asked for.
+def check(image: np.ndarray, scene: Scene) -> Verdict:
+    """Judge an image by the scene that was asked for.
 
     Things and found objects are paired so that most attributes agree: a red circle where a blue one was asked for beside
     a red square counts as one wrong colour, not as three wrong attributes.
 
     Raises:
-        ValueError: the picture is not ``[height, width, 3]`` uint8.
+        ValueError: the image is not ``[height, width, 3]`` uint8.
     """
-    if picture.ndim != 3 or picture.shape[-1] != 3 or picture.dtype != np.uint8:
-        raise ValueError(f"check wants [height, width, 3] uint8, got {list(picture.shape)} {picture.dtype}")
-    found: list[Found | None] = [*find(picture)]
+    if image.ndim != 3 or image.shape[-1] != 3 or image.dtype != np.uint8:
+        raise ValueError(f"check wants [height, width, 3] uint8, got {list(image.shape)} {image.dtype}")
+    found: list[Found | None] = [*find(image)]
     num_things = len(scene.things)
-    # The largest few are enough; a picture of noise has hundreds.
+    # The largest few are enough; an image of noise has hundreds.
     candidates = found[: num_things + 2] + [None] * num_things
     pairings = (
         [_agreement(thing, candidate) for thing, candidate in zip(scene.things, order, strict=True)]
@@ -163,4 +163,4 @@ def check(picture: np.ndarray, scene: Scene) -> Verdict:
     )
     best = max(pairings, key=lambda pairing: sum(map(sum, pairing)))
     colour, shape, place, size = zip(*best, strict=True)
-    return Verdict(colour, shape, place, size, len(found) == num_things, find_background(picture) == scene.background)
+    return Verdict(colour, shape, place, size, len(found) == num_things, find_background(image) == scene.background)

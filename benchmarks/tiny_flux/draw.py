@@ -1,4 +1,4 @@
-"""Scene → picture. Sizes and places vary a little from picture to picture, all from one random generator."""
+"""Scene → image. Sizes and places vary a little from image to image, all from one random generator."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def shape_mask(shape: str, height: int, width: int) -> np.ndarray:
 
 
 def draw(scene: Scene, rng: np.random.Generator) -> np.ndarray:
-    """The picture of a scene, ``[128, 128, 3]`` uint8 RGB, with antialiased edges.
+    """The image of a scene, ``[128, 128, 3]`` uint8 RGB, with antialiased edges.
 
     Cells are 40 pixels apart, two centres at least 36, and no thing is wider than 35.7: things never touch.
     """

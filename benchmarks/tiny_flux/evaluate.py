@@ -40,11 +40,11 @@ def held_out_scenes(seed: int, num_things: int, count: int) -> list[Scene]:
 def generate(
     pipe: FluxPipeline, captions: list[str], *, steps: int, seed: int, batch: int
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield (index, picture ``[128, 128, 3]`` uint8) of each caption; its noise depends on ``seed`` and index alone."""
+    """Yield (index, image ``[128, 128, 3]`` uint8) of each caption; its noise depends on ``seed`` and index alone."""
     for start in range(0, len(captions), batch):
         part = captions[start : start + batch]
         generators = [torch.Generator().manual_seed(seed * 100_000 + start + i) for i in range(len(part))]
-        pictures = pipe(
+        images = pipe(
             part,
             height=SIDE,
             width=SIDE,
@@ -53,12 +53,12 @@ def generate(
             generator=generators,
             output_type="np",
         ).images
-        for i, picture in enumerate((pictures * 255).round().astype(np.uint8)):
-            yield start + i, picture
+        for i, image in enumerate((images * 255).round().astype(np.uint8)):
+            yield start + i, image
 
 
 def tally(verdicts: list[Verdict]) -> dict[str, float]:
-    """Share of things (colour, shape, place, size) and of pictures (count, background, all) that are right."""
+    """Share of things (colour, shape, place, size) and of images (count, background, all) that are right."""
 
     def share(values: list[bool]) -> float:
         return round(sum(values) / len(values), 4)
@@ -74,9 +74,9 @@ def tally(verdicts: list[Verdict]) -> dict[str, float]:
 
 
 @torch.no_grad()
-def through_vae(pipe: FluxPipeline, picture: np.ndarray) -> Image.Image:
+def through_vae(pipe: FluxPipeline, image: np.ndarray) -> Image.Image:
     """A true drawing encoded and decoded: what no denoiser can improve on."""
-    tensor = torch.from_numpy(picture.copy()).permute(2, 0, 1)[None].to(pipe.vae.device).float() / 127.5 - 1
+    tensor = torch.from_numpy(image.copy()).permute(2, 0, 1)[None].to(pipe.vae.device).float() / 127.5 - 1
     decoded = pipe.vae.decode(pipe.vae.encode(tensor).latent_dist.mean).sample
     return pipe.image_processor.postprocess(decoded, output_type="pil")[0]
 
@@ -85,24 +85,24 @@ def ceiling(pipe: FluxPipeline, scenes: list[Scene], seed: int) -> dict[str, flo
     """The same figures for true drawings that went through the autoencoder."""
     verdicts = []
     for i, scene in enumerate(scenes):
-        picture = draw(scene, np.random.default_rng([WORD, seed, i]))
-        verdicts.append(check(np.asarray(through_vae(pipe, picture)), scene))
+        image = draw(scene, np.random.default_rng([WORD, seed, i]))
+        verdicts.append(check(np.asarray(through_vae(pipe, image)), scene))
     return tally(verdicts)
 
 
-def grid(pictures: list[np.ndarray], captions: list[str], columns: int = 6, scale: int = 1) -> Image.Image:
-    """Pictures with their captions below, row by row."""
+def grid(images: list[np.ndarray], captions: list[str], columns: int = 6, scale: int = 1) -> Image.Image:
+    """Images with their captions below, row by row."""
     font = ImageFont.load_default(size=11)
     side, gap, text_height = SIDE * scale, 16, 78
-    rows = -(-len(pictures) // columns)
-    image = Image.new("RGB", (columns * (side + gap) + gap, rows * (side + text_height + gap) + gap), "white")
-    canvas = ImageDraw.Draw(image)
-    for i, (picture, text) in enumerate(zip(pictures, captions, strict=True)):
+    rows = -(-len(images) // columns)
+    sheet = Image.new("RGB", (columns * (side + gap) + gap, rows * (side + text_height + gap) + gap), "white")
+    canvas = ImageDraw.Draw(sheet)
+    for i, (image, text) in enumerate(zip(images, captions, strict=True)):
         x, y = gap + (i % columns) * (side + gap), gap + (i // columns) * (side + text_height + gap)
-        image.paste(Image.fromarray(picture).resize((side, side), Image.Resampling.NEAREST), (x, y))
+        sheet.paste(Image.fromarray(image).resize((side, side), Image.Resampling.NEAREST), (x, y))
         canvas.rectangle((x - 1, y - 1, x + side, y + side), outline=(200, 200, 200))
         canvas.multiline_text((x, y + side + 4), "\n".join(textwrap.wrap(text, 24)), fill="black", font=font, spacing=2)
-    return image
+    return sheet
 
 
 def evaluate(pipe: FluxPipeline, args: argparse.Namespace) -> tuple[dict[str, Any], Image.Image]:
@@ -113,11 +113,11 @@ def evaluate(pipe: FluxPipeline, args: argparse.Namespace) -> tuple[dict[str, An
         scenes = held_out_scenes(args.seed, num_things, count)
         captions = [grammar.caption(scene) for scene in scenes]
         verdicts, start = [], time.monotonic()
-        pictures = generate(pipe, captions, steps=args.steps, seed=args.seed + num_things, batch=args.batch)
-        for i, picture in tqdm(pictures, total=count, desc=f"{num_things} things", mininterval=5.0):
-            verdicts.append(check(picture, scenes[i]))
+        images = generate(pipe, captions, steps=args.steps, seed=args.seed + num_things, batch=args.batch)
+        for i, image in tqdm(images, total=count, desc=f"{num_things} things", mininterval=5.0):
+            verdicts.append(check(image, scenes[i]))
             if i < (12 if num_things == 1 else 6):
-                shown.append(picture)
+                shown.append(image)
                 said.append(captions[i])
         name = f"things_{num_things}"
         figures[name] = {"captions": count, **tally(verdicts), "seconds": round(time.monotonic() - start, 1)}

@@ -17,7 +17,7 @@ SHIFT = 3.0  # of the noise levels, in training and in the scheduler
 CLIP_LENGTH = 77
 CLIP_WIDTH = 64
 T5_WIDTH = 128
-# FLUX has 16; these pictures have little detail.
+# FLUX has 16; these images have little detail.
 LATENT_CHANNELS = 4  # 2 × 2 latent pixels make one token of 16 channels
 
 

@@ -50,10 +50,10 @@ def test_plain_diffusers_loads_the_folder_offline_and_draws(tmp_path):
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=300
     )
     assert done.returncode == 0, done.stderr
-    pictures = [np.asarray(Image.open(tmp_path / f"{i}.png")) for i in range(len(SCENES))]
+    images = [np.asarray(Image.open(tmp_path / f"{i}.png")) for i in range(len(SCENES))]
     # What share of things comes out right is measured in benchmarks/results/tiny_flux.json, not here.
-    assert all(picture.std() > 0 for picture in pictures)
-    assert not np.array_equal(pictures[0], pictures[1])
+    assert all(image.std() > 0 for image in images)
+    assert not np.array_equal(images[0], images[1])
 
 
 def test_the_folder_is_small_and_bfloat16():

@@ -57,7 +57,7 @@ def test_captions_use_known_words_and_full_captions_tell_scenes_apart():
         assert said.setdefault(grammar.caption(scene), scene) == scene
 
 
-def test_same_seed_same_picture():
+def test_same_seed_same_image():
     scene = grammar.training_scene(rng(4))
     assert np.array_equal(draw(scene, rng(5)), draw(scene, rng(5)))
     assert not np.array_equal(draw(scene, rng(5)), draw(scene, rng(6)))
@@ -87,12 +87,12 @@ def test_checker_rejects_exactly_what_was_altered(attribute, num_things):
         taken = {getattr(thing, attribute) for thing in (scene.things if attribute == "cell" else (first,))}
         options = [value for value in values[attribute] if value not in taken]
         altered = replace(first, **{attribute: options[i % len(options)]})
-        picture = draw(replace(scene, things=(altered, *others)), rng(11, i))
-        verdict = check(picture, scene)
+        image = draw(replace(scene, things=(altered, *others)), rng(11, i))
+        verdict = check(image, scene)
         assert not verdict.all_right
         right = {"colour": verdict.colour, "shape": verdict.shape, "size": verdict.size, "cell": verdict.place}
         for name, values_right in right.items():
-            # With several things, another pairing may explain the picture as well as the one meant.
+            # With several things, another pairing may explain the image as well as the one meant.
             wrong = values_right.count(False)
             assert wrong == (name == attribute) or num_things > 1, (name, scene, altered)
 
@@ -108,18 +108,18 @@ def test_checker_rejects_a_wrong_background_and_a_wrong_number_of_things():
 
 
 @pytest.mark.parametrize("grey", [0, 128, 255])
-def test_an_empty_picture_has_nothing_right(grey):
-    picture = np.full((128, 128, 3), grey, dtype=np.uint8)
-    assert find(picture) == []
-    verdict = check(picture, grammar.held_out_scene(rng(14), 1))
+def test_an_empty_image_has_nothing_right(grey):
+    image = np.full((128, 128, 3), grey, dtype=np.uint8)
+    assert find(image) == []
+    verdict = check(image, grammar.held_out_scene(rng(14), 1))
     assert verdict.colour == verdict.shape == verdict.place == (False,)
 
 
 def test_noise_is_not_taken_for_a_scene():
-    picture = rng(15).integers(0, 256, size=(128, 128, 3), dtype=np.uint8)
-    assert not check(picture, grammar.held_out_scene(rng(16), 1)).all_right
+    image = rng(15).integers(0, 256, size=(128, 128, 3), dtype=np.uint8)
+    assert not check(image, grammar.held_out_scene(rng(16), 1)).all_right
 
 
-def test_checker_names_the_picture_it_cannot_read():
+def test_checker_names_the_image_it_cannot_read():
     with pytest.raises(ValueError, match=r"\[128, 128\] uint8"):
         check(np.zeros((128, 128), dtype=np.uint8), grammar.held_out_scene(rng(17), 1))
