@@ -150,23 +150,51 @@ def test_python_blocks_run_from_top_to_bottom(rank_pool, source, tmp_path):
 
 
 def test_a_script_may_end_right_after_a_collective(tmp_path):
-    # gloo's threads still hold its tensors then; without our exit hook one run in four aborts.
     script = tmp_path / "ends_at_once.py"
     script.write_text(programs("README.md")[1])
     one_of_two = {"WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    for _ in range(3):
-        with meeting_point() as place:
-            ranks = [
-                subprocess.Popen(
-                    [sys.executable, script],
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    env={**os.environ, **place, **one_of_two, "RANK": str(rank)},
-                )
-                for rank in range(2)
-            ]
-            printed = [rank.communicate(timeout=300)[0] for rank in ranks]
-        assert [rank.returncode for rank in ranks] == [0, 0], printed
+    with meeting_point() as place:
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, script],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **place, **one_of_two, "RANK": str(rank)},
+            )
+            for rank in range(2)
+        ]
+        printed = [rank.communicate(timeout=300)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], printed
+
+
+# Without the exit hook the script above aborts in one run of four, and on a busy machine more rarely. What the hook is for
+# can be seen each time: a thread that wants the GIL when the interpreter begins to end still gets it.
+LATE_THREAD = """
+import atexit, os, threading, time
+import torch
+
+atexit.register(os.write, 1, b", then the rest")  # called after what para_core registers
+
+import para_core
+
+ending = threading.Event()
+
+def let_go():
+    ending.wait()
+    time.sleep(0.001)
+    os.write(1, b"let go")
+
+threading.Thread(target=let_go, daemon=True).start()
+atexit.register(ending.set)  # called before it
+"""
+
+
+def test_threads_of_a_collective_get_the_gil_when_a_script_ends(tmp_path):
+    script = tmp_path / "ends_with_a_thread.py"
+    script.write_text(LATE_THREAD)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    printed = subprocess.run([sys.executable, script], capture_output=True, env=environment, check=True).stdout
+    assert printed == b"let go, then the rest"
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
