@@ -7,11 +7,14 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from para_core.cache.decision import Reading, Verdict
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -167,12 +170,17 @@ class CacheReport:
         """
         if not self.rows:
             raise ValueError(f"there are no steps to plot in {path} yet: call the pipeline first.")
+        self._figure().savefig(path)
+
+    def _figure(self) -> Figure:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
 
         branches = sorted({row.branch for row in self.rows})
-        figure = Figure(figsize=(8, 2.5 * max(len(branches), 1)), layout="constrained")
+        figure = Figure(figsize=(8, 0.5 + 2.5 * len(branches)), layout="constrained")
         FigureCanvasAgg(figure)
+        shown: dict[str, Any] = {}
         for place, branch in enumerate(branches):
             axes = figure.add_subplot(len(branches), 1, place + 1)
             rows = [row for row in self.rows if row.branch == branch]
@@ -189,6 +197,10 @@ class CacheReport:
             axes.scatter(unmeasured, [0.0] * len(unmeasured), color="tab:blue", marker="x", label="computed unasked")
             if rows and math.isfinite(rows[0].threshold):
                 axes.axhline(rows[0].threshold, color="0.3", linestyle="--", label="threshold")
-            axes.set(title=branch, xlabel="step", ylabel="difference")
-            axes.legend(fontsize="small")
-        figure.savefig(path)
+            axes.set(title=f"Branch {branch!r}: change since the last computed step", xlabel="step", ylabel=self.rule)
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            handles, labels = axes.get_legend_handles_labels()
+            shown.update(zip(labels, handles, strict=True))
+        # Below all plots: inside one it would hide points.
+        figure.legend(list(shown.values()), list(shown), loc="outside lower center", ncols=len(shown), fontsize="small")
+        return figure

@@ -80,6 +80,23 @@ def test_a_report_is_read_written_and_plotted(tmp_path):
         assert len(image.convert("RGB").getcolors(1 << 16)) > 20
 
 
+def test_plots_say_what_they_show_at_whole_steps_with_a_legend_that_hides_nothing():
+    pipe = cached(warmup_steps=1)
+    pipe({"cond": [1.0, 1.0, 1.05, 2.0], "uncond": [5.0, 5.0, 5.0, 5.0]})
+    figure = cache_report(pipe)._figure()
+    figure.canvas.draw()
+    assert [axes.get_title() for axes in figure.axes] == [
+        f"Branch '{name}': change since the last computed step" for name in ("cond", "uncond")
+    ]
+    assert {(axes.get_xlabel(), axes.get_ylabel()) for axes in figure.axes} == {("step", "first_block")}
+    for axes in figure.axes:
+        assert all(tick == int(tick) for tick in axes.get_xticks())
+    (legend,) = figure.legends
+    assert {text.get_text() for text in legend.get_texts()} == {"skipped", "computed", "computed unasked", "threshold"}
+    assert not any(legend.get_window_extent().overlaps(axes.get_tightbbox()) for axes in figure.axes)
+    assert not any(axes.get_legend() for axes in figure.axes)
+
+
 @pytest.mark.filterwarnings("ignore:the cache of the")
 def test_seconds_are_of_every_call_whatever_its_branches_are_called():
     adapter = replace(ADAPTER, plan=Plan(inputs={}, outputs={}, joint_order=(), batched={"hidden_states": 0}))

@@ -7,7 +7,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Metric = Literal["psnr", "ssim", "lpips", "speedup", "computed_steps"]
 # Of which less is wanted; and those for which the smallest threshold that reaches the target is best.
@@ -95,6 +98,9 @@ class Calibration:
 
     def plot(self, path: str | Path) -> None:
         """Plot the metric and the share of computed steps over the thresholds. Needs matplotlib."""
+        self._figure().savefig(path)
+
+    def _figure(self) -> Figure:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
@@ -107,14 +113,19 @@ class Calibration:
         axes.plot(thresholds, values, "o-", color="tab:blue", label=self.metric)
         axes.axhline(self.target, color="tab:blue", linestyle=":", label=f"target: {_wanted(self.metric, self.target)}")
         axes.axvline(self.threshold, color="0.3", linestyle="--", label=f"chosen: {self.threshold:.4g}")
-        axes.set(xlabel="residual_diff_threshold", ylabel=self.metric + _UNITS.get(self.metric, ""))
+        axes.set(
+            title=f"{self.metric} and computed steps at each threshold",
+            xlabel="residual_diff_threshold",
+            ylabel=self.metric + _UNITS.get(self.metric, ""),
+        )
         beside = axes.twinx()
         shares = [row.share for row in self.rows]
         beside.plot([row.threshold for row in self.rows], shares, "s-", color="0.6", label="computed steps", zorder=0)
         beside.set(ylabel="share of steps that were computed", ylim=(0, 1.05))
         handles = [*axes.get_legend_handles_labels()[0], *beside.get_legend_handles_labels()[0]]
-        axes.legend(handles=handles, fontsize="small", loc="lower left")
-        figure.savefig(path)
+        # Below the plot: inside it would hide points.
+        figure.legend(handles=handles, fontsize="small", loc="outside lower center", ncols=len(handles))
+        return figure
 
 
 @dataclass(frozen=True)

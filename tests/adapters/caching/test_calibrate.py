@@ -126,6 +126,13 @@ def test_a_curve_over_given_thresholds_is_printed_plotted_and_written(tmp_path):
     found.plot(tmp_path / "curve.png")
     with Image.open(tmp_path / "curve.png") as plot:
         assert plot.size == (800, 400)
+    figure = found._figure()
+    figure.canvas.draw()
+    assert figure.axes[0].get_title() == "ssim and computed steps at each threshold"
+    (legend,) = figure.legends
+    labels = [text.get_text() for text in legend.get_texts()]
+    assert labels == ["ssim", "target: ssim ≥ 0.5", "chosen: 1000", "computed steps"]
+    assert not any(legend.get_window_extent().overlaps(axes.get_tightbbox()) for axes in figure.axes)
 
 
 def test_a_target_out_of_reach_is_an_error_that_names_the_best_and_the_pipe_is_as_it_was():
