@@ -2,38 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import diffusers
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from benchmarks.random_weights import fill
-
-
-def noise(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + math.prod(shape)))
-
-
-def valid(lengths: tuple[int, ...], total: int, dtype: torch.dtype = torch.bool) -> Tensor:
-    """A mask ``[B, total]`` of text of so many tokens."""
-    return torch.tensor([[i < length for i in range(total)] for length in lengths]).to(dtype)
-
-
-@dataclass(frozen=True)
-class TinyModel:
-    """``inputs(frames, height, width)``, in latent pixels."""
-
-    cls: str
-    inputs: Callable[..., dict[str, Any]]
-    config: dict[str, Any] = field(default_factory=dict)
-
-    def build(self, seed: int = 1) -> nn.Module:
-        return fill(getattr(diffusers, self.cls)(**self.config), seed)
+from benchmarks.tiny_image_models import IMAGE_MODELS
+from benchmarks.tiny_model import TinyModel, noise, valid
 
 
 def wan_inputs(frames: int, height: int, width: int, *, text: int = 9, **more: Any) -> dict[str, Any]:
@@ -445,6 +421,9 @@ def hidream_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
     }
 
 
+# In tests, of these the default run takes one mesh each.
+SHELF = {**IMAGE_MODELS}
+
 MODELS = {
     "wan": TinyModel("WanTransformer3DModel", wan_inputs, WAN),
     "wan, image context": TinyModel(
@@ -660,4 +639,5 @@ MODELS = {
             "force_inference_output": True,
         },
     ),
+    **SHELF,
 }

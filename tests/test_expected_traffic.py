@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.expected_traffic import observe_pipeline, observed, sent_in_rounds, takes_turns
 from benchmarks.real_sizes import REAL, call_of, gigabytes
-from benchmarks.tiny_models import MODELS
+from benchmarks.tiny_models import MODELS, SHELF
 from benchmarks.tiny_pipelines import PIPELINES
 from benchmarks.traffic import counted_traffic
 from para_core.adapters import parallelize_pipe, parallelize_transformer
@@ -38,8 +38,8 @@ def count_in_models(names, shape):
     return found
 
 
-# The first of each class.
-ONE_OF_EACH = list({model.cls: name for name, model in reversed(MODELS.items())}.values())
+# The first of each class; those of the shelf in the long run.
+ONE_OF_EACH = list({model.cls: name for name, model in reversed(MODELS.items()) if name not in SHELF}.values())
 
 
 @pytest.mark.parametrize(
@@ -48,6 +48,7 @@ ONE_OF_EACH = list({model.cls: name for name, model in reversed(MODELS.items())}
         pytest.param((1, 1, 2), ONE_OF_EACH, id="ulysses 2"),
         pytest.param((1, 2, 1), ONE_OF_EACH, id="ring 2"),
         pytest.param((2, 1, 1), ["mochi", "cogvideox", "hidream"], id="batch 2"),
+        pytest.param((1, 2, 1), list(SHELF), id="ring 2, shelf", marks=pytest.mark.long),
         pytest.param((1, 1, 3), list(MODELS), id="ulysses 3", marks=pytest.mark.long),
         pytest.param((1, 2, 2), list(MODELS), id="ring 2 × ulysses 2", marks=pytest.mark.long),
         pytest.param((2, 1, 2), list(MODELS), id="batch 2 × ulysses 2", marks=pytest.mark.long),

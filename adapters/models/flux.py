@@ -19,26 +19,28 @@ def _modulated(block: nn.Module, given: Mapping[str, Any]) -> Tensor:
     return modulated
 
 
+FLUX_PLAN = Plan(
+    inputs={
+        "hidden_states": IMAGE,
+        "encoder_hidden_states": TEXT,
+        # [S, 3], or [B, S, 3] from older pipelines: counting from the end fits both.
+        "img_ids": Split(dim=-2, like="image"),
+        "txt_ids": Split(dim=-2, like="text"),
+        # Lists of [B, S, C], added to the image tokens between blocks.
+        "controlnet_block_samples": Split(dim=1, like="image"),
+        "controlnet_single_block_samples": Split(dim=1, like="image"),
+    },
+    # Of the model, not of its last module proj_out: a LoRA may put another module in that one's place.
+    outputs={"": Gather(dim=1, segment="image")},
+    joint_order=("text", "image"),
+    # Behind the joint attention, image tokens attend to those of each IP-Adapter.
+    attention={"transformer_blocks.*.attn": (JOINT, Attention(("image",), ("ip_adapter",)))},
+)
+
 FLUX = Adapter(
     transformer="FluxTransformer2DModel",
     pipelines="FLUX.1: every pipeline on FluxTransformer2DModel",
-    plan=Plan(
-        inputs={
-            "hidden_states": IMAGE,
-            "encoder_hidden_states": TEXT,
-            # [S, 3], or [B, S, 3] from older pipelines: counting from the end fits both.
-            "img_ids": Split(dim=-2, like="image"),
-            "txt_ids": Split(dim=-2, like="text"),
-            # Lists of [B, S, C], added to the image tokens between blocks.
-            "controlnet_block_samples": Split(dim=1, like="image"),
-            "controlnet_single_block_samples": Split(dim=1, like="image"),
-        },
-        # Of the model, not of its last module proj_out: a LoRA may put another module in that one's place.
-        outputs={"": Gather(dim=1, segment="image")},
-        joint_order=("text", "image"),
-        # Behind the joint attention, image tokens attend to those of each IP-Adapter.
-        attention={"transformer_blocks.*.attn": (JOINT, Attention(("image",), ("ip_adapter",)))},
-    ),
+    plan=FLUX_PLAN,
     blocks=CachedBlocks(
         (
             Stage(

@@ -9,7 +9,9 @@ from torch import nn
 from para_core.adapters.adapter import Adapter, Text
 from para_core.adapters.models.auraflow import AURAFLOW
 from para_core.adapters.models.cogvideox import COGVIDEOX
+from para_core.adapters.models.cogview import COGVIEW3_PLUS, COGVIEW4
 from para_core.adapters.models.flux import FLUX, FLUX2
+from para_core.adapters.models.flux_relatives import BRIA, BRIA_FIBO, CHROMA, LONGCAT_IMAGE, OVIS
 from para_core.adapters.models.helios import HELIOS
 from para_core.adapters.models.hidream import HIDREAM
 from para_core.adapters.models.hunyuan_video import FRAMEPACK, HUNYUAN_VIDEO, HUNYUAN_VIDEO_15
@@ -50,6 +52,13 @@ ADAPTERS: tuple[Adapter, ...] = (
     LUMINA2,
     HIDREAM,
     MINIMAX_H3,
+    CHROMA,
+    OVIS,
+    LONGCAT_IMAGE,
+    BRIA,
+    BRIA_FIBO,
+    COGVIEW3_PLUS,
+    COGVIEW4,
 )
 
 

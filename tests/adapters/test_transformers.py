@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from benchmarks.tiny_models import MODELS
+from benchmarks.tiny_models import MODELS, SHELF
 from para_core.adapters import parallelize_transformer, unparallelize_transformer
 from para_core.adapters.models.supported import ADAPTERS
 from tests.tiny import cpu_mesh, each_rank_alone, relative_error
@@ -84,9 +84,21 @@ SOME = [
 
 
 # Meshes are batch × ring × ulysses.
-@pytest.mark.parametrize("name", MODELS)
-def test_every_transformer_is_exact_on_two_ranks(rank_pool, name):
-    check(rank_pool, name, [(1, 1, 2), (1, 2, 1)])
+def on_two_ranks():
+    """Every model, on both meshes; those of the shelf on the one, and in the long run on the other."""
+    ulysses, ring = (1, 1, 2), (1, 2, 1)
+    for number, name in enumerate(MODELS):
+        if name not in SHELF:
+            yield pytest.param(name, [ulysses, ring], id=name)
+            continue
+        first, second = (ulysses, ring) if number % 2 else (ring, ulysses)
+        yield pytest.param(name, [first], id=name)
+        yield pytest.param(name, [second], id=f"{name}, the other mesh", marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize(("name", "shapes"), [*on_two_ranks()])
+def test_every_transformer_is_exact_on_two_ranks(rank_pool, name, shapes):
+    check(rank_pool, name, shapes)
 
 
 @pytest.mark.parametrize("name", long_but(SOME))
@@ -99,12 +111,16 @@ def test_every_transformer_is_exact_on_four_ranks(rank_pool, name):
     check(rank_pool, name, [(1, 2, 2)])
 
 
-BATCHED = [
-    name for name in MODELS if name.startswith(("cogvideox", "mochi", "ltx", "sd3", "auraflow", "pixart", "hidream"))
-]
+def plan_of(name):
+    return next((known.plan for known in ADAPTERS if known.transformer == MODELS[name].cls), None)
 
 
-@pytest.mark.parametrize("name", BATCHED)
+BATCHED = [name for name in MODELS if plan_of(name) is not None and plan_of(name).batched]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name in SHELF else ()) for name in BATCHED]
+)
 def test_branches_in_one_batch_are_shared_out(rank_pool, name):
     check(rank_pool, name, [(2, 1, 1)])
 
@@ -144,7 +160,7 @@ def test_a_half_of_the_ranks_computes_a_half_of_the_samples_and_one_sample_warns
 
 
 # Models whose text may be sharded, or not.
-WITH_TEXT = [name for name in MODELS if name.startswith(("qwen", "flux", "ltx"))]
+WITH_TEXT = [name for name in MODELS if name.startswith(("qwen", "flux", "ltx", "chroma", "bria fibo"))]
 CUTS_TEXT = [name for name in WITH_TEXT if not name.startswith("ltx2")]
 
 
@@ -196,7 +212,8 @@ def call_compiled(name, way, backend="aot_eager"):
 
 # HunyuanVideo 1.5 asks a tensor whether an image was given, Lumina how long its texts are, HiDream which experts are asked:
 # they have no whole graph alone, either.
-WHOLE_GRAPH = [name for name in MODELS if not name.startswith(("hunyuan 1.5", "lumina2", "hidream"))]
+NO_WHOLE_GRAPH = ("hunyuan 1.5", "lumina2", "hidream")
+WHOLE_GRAPH = [name for name in MODELS if not name.startswith(NO_WHOLE_GRAPH)]
 # A compilation takes a dozen seconds of two cores.
 COMPILED = ["wan, image context", "qwen-image, masked", "mochi"]
 COMPILED_BY_BLOCKS = ["wan, image context", "hunyuan 1.5", "qwen-image, masked", "helios"]

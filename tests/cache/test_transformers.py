@@ -44,6 +44,7 @@ def test_every_transformer_has_blocks_that_are_skipped_and_change_nothing_in_pla
     outputs(model, inputs)
     # The same input: the stored residual is that of this step.
     assert relative_error(outputs(model, inputs), expected) < 1e-5
-    assert model_cache_report(model).hits == 1
+    asked = all(inputs.get(argument) is None for argument in known.blocks.uncached)
+    assert model_cache_report(model).hits == (1 if asked else 0)
     remove_cache(model)
     assert torch.equal(outputs(model, inputs), expected)

@@ -1,0 +1,39 @@
+"""CogView 3+ and 4. Read against diffusers 0.42."""
+
+from para_core.adapters.adapter import Adapter
+from para_core.cache.blocks import CachedBlocks, Stage
+from para_core.plans.plan import Gather, Plan, Split
+
+IMAGE = Split(dim=1, segment="image")
+BLOCKS = CachedBlocks((Stage(("transformer_blocks",), ("hidden_states", "encoder_hidden_states"), chained=True),))
+
+COGVIEW3_PLUS = Adapter(
+    transformer="CogView3PlusTransformer2DModel",
+    pipelines="CogView 3+",
+    plan=Plan(
+        inputs={},
+        inner={"transformer_blocks.0": {"hidden_states": IMAGE}},
+        outputs={"proj_out": Gather(dim=1, segment="image")},
+        joint_order=("text", "image"),
+        batched=dict.fromkeys(
+            ("hidden_states", "encoder_hidden_states", "timestep", "original_size", "target_size", "crop_coords"), 0
+        ),
+    ),
+    blocks=BLOCKS,
+)
+
+COGVIEW4 = Adapter(
+    transformer="CogView4Transformer2DModel",
+    pipelines="CogView 4",
+    plan=Plan(
+        inputs={},
+        inner={
+            "transformer_blocks.0": {"hidden_states": IMAGE},
+            "transformer_blocks.*": {"image_rotary_emb": Split(dim=0, like="image")},
+        },
+        outputs={"proj_out": Gather(dim=1, segment="image")},
+        joint_order=("text", "image"),
+        refused={"attention_mask": "its processor makes numbers of it for the tokens that one rank holds"},
+    ),
+    blocks=BLOCKS,
+)

@@ -1,0 +1,59 @@
+"""Models that shard as FLUX.1 does: Chroma, Ovis-Image, LongCat-Image, Bria 3.2 and FIBO. Read against diffusers 0.42."""
+
+from dataclasses import replace
+
+from para_core.adapters.adapter import Adapter
+from para_core.adapters.models.flux import FLUX_PLAN
+from para_core.cache.blocks import CachedBlocks, Stage
+from para_core.plans.plan import Split
+
+STREAMS = ("encoder_hidden_states", "hidden_states")
+RESIDUALS = ("controlnet_block_samples", "controlnet_single_block_samples")
+
+CHROMA = Adapter(
+    transformer="ChromaTransformer2DModel",
+    pipelines="Chroma",
+    # Its mask is of pairs of all tokens, text first: replicated, as each rank makes all rows of it.
+    plan=FLUX_PLAN,
+    # Each block has a modulation of its own.
+    blocks=CachedBlocks(
+        (Stage(("transformer_blocks",), STREAMS), Stage(("single_transformer_blocks",))),
+        # The model adds them in place to what a block returned.
+        uncached=("controlnet_single_block_samples",),
+    ),
+)
+
+BOTH_LISTS = CachedBlocks((Stage(("transformer_blocks", "single_transformer_blocks"), STREAMS, chained=True),))
+
+OVIS = Adapter(transformer="OvisImageTransformer2DModel", pipelines="Ovis-Image", plan=FLUX_PLAN, blocks=BOTH_LISTS)
+LONGCAT_IMAGE = Adapter(
+    transformer="LongCatImageTransformer2DModel", pipelines="LongCat-Image", plan=FLUX_PLAN, blocks=BOTH_LISTS
+)
+
+BRIA = Adapter(
+    transformer="BriaTransformer2DModel",
+    pipelines="Bria",
+    plan=replace(
+        FLUX_PLAN,
+        batched=dict.fromkeys(("hidden_states", "encoder_hidden_states", "timestep", *RESIDUALS), 0),
+        # diffusers adds those of single blocks at places of text that is not there.
+        refused={RESIDUALS[1]: "the model itself fails with them"},
+    ),
+    blocks=CachedBlocks(
+        (Stage(("transformer_blocks", "single_transformer_blocks"), STREAMS, chained=True, between=RESIDUALS[:1]),)
+    ),
+)
+
+BRIA_FIBO = Adapter(
+    transformer="BriaFiboTransformer2DModel",
+    pipelines="Bria FIBO",
+    plan=replace(
+        FLUX_PLAN,
+        # One [B, S, C] for each block: it replaces half of the channels of text.
+        inputs={**FLUX_PLAN.inputs, "text_encoder_layers": Split(dim=1, like="text")},
+        batched=dict.fromkeys(
+            ("hidden_states", "encoder_hidden_states", "text_encoder_layers", "timestep", "joint_attention_kwargs"), 0
+        ),
+    ),
+    blocks=CachedBlocks((Stage(("transformer_blocks",), STREAMS), Stage(("single_transformer_blocks",)))),
+)
