@@ -1,4 +1,4 @@
-"""Tiny transformers of images, beside those of `benchmarks.tiny_models`: FLUX's relatives and CogView."""
+"""Tiny transformers of images, beside those of `benchmarks.tiny_models`: FLUX's relatives, CogView, HunyuanImage, DiT."""
 
 from __future__ import annotations
 
@@ -90,6 +90,119 @@ CHROMA: dict[str, Any] = {
     "approximator_layers": 2,
 }
 
+FLUX3: dict[str, Any] = {
+    "in_channels": 16,
+    "cond_in_channels": 16,
+    "num_layers": 2,
+    "num_single_layers": 2,
+    "attention_head_dim": 16,
+    "num_attention_heads": 3,
+    "joint_attention_dim": 24,
+    "timestep_channels": 32,
+    "axes_dims_rope": (4, 4, 4, 4),
+}
+
+
+def flux3_inputs(frames: int, height: int, width: int, *, condition: int = 0) -> dict[str, Any]:
+    grid = torch.cartesian_prod(*[torch.arange(float(size)) for size in (frames, height, width, 1)])
+    more = {
+        "image_cond_hidden_states": noise(2, condition, 16, seed=1),
+        "image_cond_ids": torch.ones(condition, 4).cumsum(0),
+    }
+    return {
+        "hidden_states": noise(2, len(grid), 16),
+        "encoder_hidden_states": noise(2, 9, 24),
+        "timestep": torch.tensor([0.6, 0.6]),
+        "img_ids": grid,
+        "txt_ids": torch.arange(9.0)[:, None].expand(-1, 4),
+        **(more if condition else {}),
+    }
+
+
+def glm_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
+    inputs = {name: x for name, x in cogview_inputs(frames, height, width).items() if name != "original_size"}
+    tokens = frames * (height // 2) * (width // 2)
+    drop = torch.tensor([False, True])
+    return {**inputs, "prior_token_id": torch.arange(2 * tokens).view(2, -1) % 16, "prior_token_drop": drop}
+
+
+def dit_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
+    """Its images are square."""
+    return {
+        "hidden_states": noise(2, 4, width, width),
+        "timestep": torch.tensor([600, 600]),
+        "class_labels": torch.tensor([3, 7]),
+    }
+
+
+def prx_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
+    return {
+        "hidden_states": noise(2, 4, frames * height, width),
+        "timestep": torch.tensor([0.6, 0.6]),
+        "encoder_hidden_states": noise(2, 9, 24),
+        "attention_mask": valid((9, 4), 9),
+    }
+
+
+def hunyuan_image_inputs(frames: int, height: int, width: int, *, refiner: bool = False) -> dict[str, Any]:
+    glyphs = {"encoder_hidden_states_2": noise(2, 4, 16), "encoder_attention_mask_2": valid((1, 4), 4, torch.int64)}
+    return {
+        "hidden_states": noise(2, 4, frames, height, width) if refiner else noise(2, 4, frames * height, width),
+        "timestep": torch.tensor([600.0, 600.0]),
+        "encoder_hidden_states": noise(2, 9, 24),
+        "encoder_attention_mask": valid((9, 2), 9, torch.int64),
+        "guidance": torch.tensor([6000.0, 6000.0]),
+        **({} if refiner else glyphs),
+    }
+
+
+HUNYUAN_IMAGE: dict[str, Any] = {
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_attention_heads": 3,
+    "attention_head_dim": 12,
+    "num_layers": 2,
+    "num_single_layers": 2,
+    "num_refiner_layers": 1,
+    "text_embed_dim": 24,
+    "guidance_embeds": True,
+}
+
+
+def hunyuan_dit_inputs(frames: int, height: int, width: int, *, controlled: bool = False) -> dict[str, Any]:
+    tokens = frames * (height // 2) * (width // 2)
+    angles = noise(tokens, 16)
+    return {
+        "hidden_states": noise(2, 4, frames * height, width),
+        "timestep": torch.tensor([600.0, 600.0]),
+        "encoder_hidden_states": noise(2, 9, 24),
+        "text_embedding_mask": valid((9, 4), 9, torch.int64),
+        "encoder_hidden_states_t5": noise(2, 5, 16),
+        "text_embedding_mask_t5": valid((5, 2), 5, torch.int64),
+        "image_meta_size": torch.tensor([[64.0, 64.0, 64.0, 64.0, 0.0, 0.0]] * 2),
+        "style": torch.zeros(2, dtype=torch.int64),
+        "image_rotary_emb": (angles.cos(), angles.sin()),
+        "controlnet_block_samples": [noise(2, tokens, 48)] if controlled else None,
+    }
+
+
+HUNYUAN_DIT: dict[str, Any] = {
+    "num_attention_heads": 3,
+    "attention_head_dim": 16,
+    "in_channels": 4,
+    "patch_size": 2,
+    "sample_size": 16,
+    "hidden_size": 48,
+    "num_layers": 4,
+    "mlp_ratio": 2.0,
+    "cross_attention_dim": 24,
+    "cross_attention_dim_t5": 16,
+    "pooled_projection_dim": 20,
+    "text_len": 9,
+    "text_len_t5": 5,
+}
+
+
 IMAGE_MODELS = {
     "chroma": TinyModel("ChromaTransformer2DModel", chroma_inputs, CHROMA),
     "chroma, controlnet": TinyModel("ChromaTransformer2DModel", partial(controlled_inputs, single=True), CHROMA),
@@ -99,4 +212,56 @@ IMAGE_MODELS = {
     "bria fibo": TinyModel("BriaFiboTransformer2DModel", fibo_inputs, {**PACKED, "text_encoder_dim": 20}),
     "cogview3+": TinyModel("CogView3PlusTransformer2DModel", cogview_inputs, COGVIEW),
     "cogview4": TinyModel("CogView4Transformer2DModel", cogview_inputs, {**COGVIEW, "rope_axes_dim": (16, 16)}),
+    "glm-image": TinyModel(
+        "GlmImageTransformer2DModel",
+        glm_inputs,
+        {
+            **{name: value for name, value in COGVIEW.items() if name not in ("pos_embed_max_size", "sample_size")},
+            "prior_vq_quantizer_codebook_size": 16,
+        },
+    ),
+    "flux3": TinyModel(
+        "Flux3Transformer2DModel",
+        flux3_inputs,
+        FLUX3,
+    ),
+    "flux3, given images": TinyModel("Flux3Transformer2DModel", partial(flux3_inputs, condition=5), FLUX3),
+    "dit": TinyModel(
+        "DiTTransformer2DModel",
+        dit_inputs,
+        {
+            "num_attention_heads": 3,
+            "attention_head_dim": 16,
+            "in_channels": 4,
+            "out_channels": 8,
+            "num_layers": 2,
+            "sample_size": 8,
+            "num_embeds_ada_norm": 10,
+        },
+    ),
+    "prx": TinyModel(
+        "PRXTransformer2DModel",
+        prx_inputs,
+        {
+            "in_channels": 4,
+            "context_in_dim": 24,
+            "hidden_size": 48,
+            "mlp_ratio": 2.0,
+            "num_heads": 3,
+            "depth": 2,
+            "axes_dim": [8, 8],
+        },
+    ),
+    "hunyuanimage": TinyModel(
+        "HunyuanImageTransformer2DModel",
+        hunyuan_image_inputs,
+        {**HUNYUAN_IMAGE, "patch_size": (2, 2), "rope_axes_dim": (6, 6), "text_embed_2_dim": 16},
+    ),
+    "hunyuanimage refiner": TinyModel(
+        "HunyuanImageTransformer2DModel",
+        partial(hunyuan_image_inputs, refiner=True),
+        {**HUNYUAN_IMAGE, "patch_size": (1, 1, 1), "rope_axes_dim": (4, 4, 4)},
+    ),
+    "hunyuandit": TinyModel("HunyuanDiT2DModel", hunyuan_dit_inputs, HUNYUAN_DIT),
+    "hunyuandit, controlnet": TinyModel("HunyuanDiT2DModel", partial(hunyuan_dit_inputs, controlled=True), HUNYUAN_DIT),
 }

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from benchmarks.tiny_image_models import IMAGE_MODELS
 from benchmarks.tiny_model import TinyModel, noise, valid
+from benchmarks.tiny_stream_models import STREAM_MODELS
+from benchmarks.tiny_video_models import VIDEO_MODELS
 
 
 def wan_inputs(frames: int, height: int, width: int, *, text: int = 9, **more: Any) -> dict[str, Any]:
@@ -422,7 +424,7 @@ def hidream_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
 
 
 # In tests, of these the default run takes one mesh each.
-SHELF = {**IMAGE_MODELS}
+SHELF = {**IMAGE_MODELS, **STREAM_MODELS, **VIDEO_MODELS}
 
 MODELS = {
     "wan": TinyModel("WanTransformer3DModel", wan_inputs, WAN),

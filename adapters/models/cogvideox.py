@@ -1,25 +1,43 @@
-"""CogVideoX: text-, image- and video-to-video, 1.0 and 1.5. Read against diffusers 0.42."""
+"""CogVideoX: text-, image- and video-to-video, 1.0 and 1.5; ConsisID. Read against diffusers 0.42."""
+
+from dataclasses import replace
 
 from para_core.adapters.adapter import Adapter
 from para_core.cache.blocks import CachedBlocks, Stage
 from para_core.plans.plan import Gather, Plan, Replicate, Split
 
+COGVIDEOX_PLAN = Plan(
+    inputs={
+        "encoder_hidden_states": Replicate(dim=1, segment="text"),
+        # The pipeline makes the rotary embedding: (cos, sin), [S, D] each.
+        "image_rotary_emb": Split(dim=0, like="video"),
+    },
+    # Behind the position embedding, which is added to text and video together.
+    inner={"patch_embed": {0: Split(dim=1, segment="video", after="text")}},
+    outputs={"proj_out": Gather(dim=1, segment="video")},
+    joint_order=("text", "video"),
+    batched=dict.fromkeys(("hidden_states", "encoder_hidden_states", "timestep", "ofs"), 0),
+)
+
 COGVIDEOX = Adapter(
     transformer="CogVideoXTransformer3DModel",
     pipelines="CogVideoX",
-    plan=Plan(
-        inputs={
-            "encoder_hidden_states": Replicate(dim=1, segment="text"),
-            # The pipeline makes the rotary embedding: (cos, sin), [S, D] each.
-            "image_rotary_emb": Split(dim=0, like="video"),
-        },
-        # Behind the position embedding, which is added to text and video together.
-        inner={"patch_embed": {0: Split(dim=1, segment="video", after="text")}},
-        outputs={"proj_out": Gather(dim=1, segment="video")},
-        joint_order=("text", "video"),
-        batched=dict.fromkeys(("hidden_states", "encoder_hidden_states", "timestep", "ofs"), 0),
-    ),
+    plan=COGVIDEOX_PLAN,
     blocks=CachedBlocks((Stage(("transformer_blocks",), ("hidden_states", "encoder_hidden_states"), chained=True),)),
     threshold=0.025,
     threshold_source="ParaAttention at 1324733, later dropped there",
+)
+
+CONSISID = Adapter(
+    transformer="ConsisIDTransformer3DModel",
+    pipelines="ConsisID",
+    # Between blocks, each video token attends to those of a face, which all ranks have.
+    plan=replace(COGVIDEOX_PLAN, batched={**COGVIDEOX_PLAN.batched, "id_cond": 0, "id_vit_hidden": 0}),
+    blocks=CachedBlocks(
+        (
+            Stage(
+                ("transformer_blocks",), ("hidden_states", "encoder_hidden_states"), chained=True, between=("id_cond",)
+            ),
+        )
+    ),
 )

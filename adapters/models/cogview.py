@@ -1,4 +1,4 @@
-"""CogView 3+ and 4. Read against diffusers 0.42."""
+"""CogView 3+ and 4, GLM-Image. Read against diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
 from para_core.cache.blocks import CachedBlocks, Stage
@@ -22,18 +22,18 @@ COGVIEW3_PLUS = Adapter(
     blocks=BLOCKS,
 )
 
-COGVIEW4 = Adapter(
-    transformer="CogView4Transformer2DModel",
-    pipelines="CogView 4",
-    plan=Plan(
-        inputs={},
-        inner={
-            "transformer_blocks.0": {"hidden_states": IMAGE},
-            "transformer_blocks.*": {"image_rotary_emb": Split(dim=0, like="image")},
-        },
-        outputs={"proj_out": Gather(dim=1, segment="image")},
-        joint_order=("text", "image"),
-        refused={"attention_mask": "its processor makes numbers of it for the tokens that one rank holds"},
-    ),
-    blocks=BLOCKS,
+COGVIEW4_PLAN = Plan(
+    inputs={},
+    inner={
+        "transformer_blocks.0": {"hidden_states": IMAGE},
+        "transformer_blocks.*": {"image_rotary_emb": Split(dim=0, like="image")},
+    },
+    outputs={"proj_out": Gather(dim=1, segment="image")},
+    joint_order=("text", "image"),
+    refused={"attention_mask": "its processor makes numbers of it for the tokens that one rank holds"},
 )
+
+COGVIEW4 = Adapter(transformer="CogView4Transformer2DModel", pipelines="CogView 4", plan=COGVIEW4_PLAN, blocks=BLOCKS)
+
+# Text to image: where images are given, keys of theirs are kept, and the attention call says that it has more keys than tokens.
+GLM_IMAGE = Adapter(transformer="GlmImageTransformer2DModel", pipelines="GLM-Image", plan=COGVIEW4_PLAN, blocks=BLOCKS)

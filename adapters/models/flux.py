@@ -1,4 +1,4 @@
-"""FLUX.1: text-to-image, img2img, inpaint, fill, control, kontext, ControlNet; FLUX.2. Read against diffusers 0.42."""
+"""FLUX.1: text-to-image, img2img, inpaint, fill, control, kontext, ControlNet; FLUX.2 and 3. Read against diffusers 0.42."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -79,5 +79,31 @@ FLUX2 = Adapter(
         ),
         # Its entries are made block by block.
         uncached=("kv_cache",),
+    ),
+)
+
+FLUX3 = Adapter(
+    transformer="Flux3Transformer2DModel",
+    pipelines="FLUX.3",
+    plan=Plan(
+        inputs={
+            "hidden_states": IMAGE,
+            "encoder_hidden_states": TEXT,
+            "img_ids": Split(dim=0, like="image"),
+            "txt_ids": Split(dim=0, like="text"),
+            "image_cond_hidden_states": Split(dim=1, segment="condition"),
+            "image_cond_ids": Split(dim=0, like="condition"),
+        },
+        outputs={"": Gather(dim=1, segment="image")},
+        joint_order=("text", "image", "condition"),
+        # Before they are joined, each attends to itself.
+        attention={
+            "txt_mode_blocks.*.attn": (Attention(("text",)),),
+            "mode_blocks.image.*.attn": (Attention(("image",)),),
+            "mode_blocks.image_cond.*.attn": (Attention(("condition",)),),
+        },
+    ),
+    blocks=CachedBlocks(
+        (Stage(("single_transformer_blocks",), ("encoder_hidden_states", "hidden_states"), chained=True),)
     ),
 )

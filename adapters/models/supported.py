@@ -8,21 +8,28 @@ from torch import nn
 
 from para_core.adapters.adapter import Adapter, Text
 from para_core.adapters.models.auraflow import AURAFLOW
-from para_core.adapters.models.cogvideox import COGVIDEOX
-from para_core.adapters.models.cogview import COGVIEW3_PLUS, COGVIEW4
-from para_core.adapters.models.flux import FLUX, FLUX2
+from para_core.adapters.models.cogvideox import COGVIDEOX, CONSISID
+from para_core.adapters.models.cogview import COGVIEW3_PLUS, COGVIEW4, GLM_IMAGE
+from para_core.adapters.models.cosmos import COSMOS, COSMOS3
+from para_core.adapters.models.dit import DIT
+from para_core.adapters.models.easyanimate import EASYANIMATE
+from para_core.adapters.models.flux import FLUX, FLUX2, FLUX3
 from para_core.adapters.models.flux_relatives import BRIA, BRIA_FIBO, CHROMA, LONGCAT_IMAGE, OVIS
 from para_core.adapters.models.helios import HELIOS
 from para_core.adapters.models.hidream import HIDREAM
+from para_core.adapters.models.hunyuan_image import HUNYUAN_DIT, HUNYUAN_IMAGE
 from para_core.adapters.models.hunyuan_video import FRAMEPACK, HUNYUAN_VIDEO, HUNYUAN_VIDEO_15
+from para_core.adapters.models.kandinsky import KANDINSKY5
 from para_core.adapters.models.ltx import LTX, LTX2
 from para_core.adapters.models.lumina2 import LUMINA2
 from para_core.adapters.models.minimax import MINIMAX_H3
 from para_core.adapters.models.mochi import MOCHI
+from para_core.adapters.models.one_stream import ERNIE_IMAGE, IDEOGRAM4, KREA2, OMNIGEN, Z_IMAGE
 from para_core.adapters.models.pixart import PIXART
+from para_core.adapters.models.prx import PRX
 from para_core.adapters.models.qwen_image import QWEN_IMAGE
 from para_core.adapters.models.sd3 import SD3
-from para_core.adapters.models.wan import CHRONO_EDIT, SKYREELS_V2, WAN, WAN_ANIMATE, WAN_VACE
+from para_core.adapters.models.wan import ANYFLOW, CHRONO_EDIT, SKYREELS_V2, WAN, WAN_ANIMATE, WAN_VACE
 from para_core.instance import original_class, uncompiled
 from para_core.plans.plan import Plan, published_plan
 
@@ -59,6 +66,23 @@ ADAPTERS: tuple[Adapter, ...] = (
     BRIA_FIBO,
     COGVIEW3_PLUS,
     COGVIEW4,
+    GLM_IMAGE,
+    Z_IMAGE,
+    KREA2,
+    ERNIE_IMAGE,
+    IDEOGRAM4,
+    OMNIGEN,
+    KANDINSKY5,
+    HUNYUAN_IMAGE,
+    HUNYUAN_DIT,
+    COSMOS,
+    COSMOS3,
+    FLUX3,
+    EASYANIMATE,
+    CONSISID,
+    PRX,
+    DIT,
+    ANYFLOW,
 )
 
 

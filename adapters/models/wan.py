@@ -1,4 +1,4 @@
-"""Wan, ChronoEdit, Wan VACE, Wan Animate and SkyReels V2. Read against diffusers 0.42."""
+"""Wan, ChronoEdit, Wan VACE, Wan Animate, SkyReels V2 and AnyFlow. Read against diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
 from para_core.cache.blocks import CachedBlocks, Stage
@@ -62,6 +62,24 @@ SKYREELS_V2 = Adapter(
             "blocks.0": {"hidden_states": VIDEO},
             # Of each token where frames have time steps of their own. The causal mask is whole.
             "blocks.*": {"temb": Split(dim=2, like="video", ndim=4)},
+        },
+        # Behind it, the time steps of all tokens are applied once more.
+        outputs={"blocks.-1": Gather(dim=1, segment="video")},
+        joint_order=("video",),
+        attention={"**.attn2": TO_TEXT},
+    ),
+    blocks=BLOCKS,
+)
+
+ANYFLOW = Adapter(
+    transformer="AnyFlowTransformer3DModel",
+    pipelines="AnyFlow",
+    plan=Plan(
+        inputs={},
+        inner={
+            # Of queries and of keys, [1, 1, S, D / 2].
+            "blocks.*": {"rotary_emb": Split(dim=2, like="video"), "temb": POSITIONS},
+            "blocks.0": {"hidden_states": VIDEO},
         },
         # Behind it, the time steps of all tokens are applied once more.
         outputs={"blocks.-1": Gather(dim=1, segment="video")},

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from para_core.layout import Segment, SequenceLayout
 from para_core.mesh import SequenceMesh
-from para_core.plans.plan import Cut, FirstTokens, Gather, LastTokens, Replicate, Split
+from para_core.plans.plan import Cut, Entries, FirstTokens, Gather, LastTokens, Replicate, Split
 from para_core.tokens import gather_tokens, shard_tokens
 
 
@@ -52,7 +52,11 @@ class Cutting:
         return tuple(given), named
 
     def cut(self, value: Any, cut: Cut, name: str) -> Any:
-        """``value``, or each of a list, with ``cut`` done to it; ``name`` is for messages."""
+        """``value``, or each of a list or dict, with ``cut`` done to it; ``name`` is for messages."""
+        if isinstance(cut, Entries):
+            return self._entries(value, cut, name)
+        if isinstance(value, Mapping):
+            return {key: self.cut(item, cut, name) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
             return type(value)([self.cut(item, cut, name) for item in value])
         if isinstance(cut, (FirstTokens, LastTokens)):
@@ -67,6 +71,15 @@ class Cutting:
             self._note(Segment(cut.segment, value.shape[cut.dim], replicated=True), cut.dim, name)
             return value
         return self._split(value, cut, name)
+
+    def _entries(self, value: Any, cut: Entries, name: str) -> Any:
+        if not isinstance(value, (list, tuple)) or len(value) != len(cut.cuts):
+            found = f"of {len(value)}" if isinstance(value, (list, tuple)) else ""
+            raise TypeError(
+                f"{name} is a {type(value).__name__} {found}; the plan takes it for a tuple of {len(cut.cuts)} entries."
+            )
+        pairs = zip(value, cut.cuts, strict=True)
+        return type(value)([item if one is None else self.cut(item, one, name) for item, one in pairs])
 
     def _split(self, value: Tensor, split: Split, name: str) -> Tensor:
         if split.ndim is not None and value.ndim != split.ndim:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Split:
-    """Shard a tensor (or each tensor of a tuple or list) along ``dim`` to this rank's part.
+    """Shard a tensor (or each tensor of a tuple, list or dict) along ``dim`` to this rank's part.
 
     Fewer entries than there are ranks are replicated: so is a dim of size 1, which is broadcast.
 
@@ -64,8 +64,15 @@ class Gather:
     segment: str
 
 
+@dataclass(frozen=True)
+class Entries:
+    """Of a tuple or list, what is done to each entry; None: nothing. Only of what goes with tokens, such as positions."""
+
+    cuts: tuple[Split | None, ...]
+
+
 # A Gather of an input: this one module sees all tokens.
-Cut = Split | Replicate | FirstTokens | LastTokens | Gather
+Cut = Split | Replicate | FirstTokens | LastTokens | Gather | Entries
 
 
 @dataclass(frozen=True)
@@ -132,7 +139,17 @@ def _with_replicated(cuts: Mapping[Any, Cut], segment: str) -> dict[Any, Cut]:
         key: Replicate(cut.dim, segment) if isinstance(cut, Split) and cut.segment == segment else cut
         for key, cut in cuts.items()
     }
-    return {key: cut for key, cut in kept.items() if not (isinstance(cut, Split) and cut.like == segment)}
+    kept = {
+        key: Entries(tuple(None if _goes_with(one, segment) else one for one in cut.cuts))
+        if isinstance(cut, Entries)
+        else cut
+        for key, cut in kept.items()
+    }
+    return {key: cut for key, cut in kept.items() if not _goes_with(cut, segment)}
+
+
+def _goes_with(cut: Cut | None, segment: str) -> bool:
+    return isinstance(cut, Split) and cut.like == segment
 
 
 # The token streams in the models of diffusers that publish a plan: what attention sees is made of these.

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._pytree import tree_leaves
 
 from benchmarks.tiny_models import MODELS, SHELF
 from para_core.adapters import parallelize_transformer, unparallelize_transformer
@@ -20,7 +21,7 @@ SIZES = [(3, 6, 10), (1, 6, 6), (1, 2, 2)]
 
 def tensors(output):
     """What a model returned, as tensors."""
-    return [value for value in output if isinstance(value, Tensor)]
+    return [value for value in tree_leaves(output) if isinstance(value, Tensor)]
 
 
 def call(transformer, name, size, **options):

@@ -8,7 +8,8 @@ from diffusers.models._modeling_parallel import ContextParallelInput, ContextPar
 from torch import nn
 
 from para_core.mesh import sequence_mesh
-from para_core.plans.plan import Gather, Plan, Split, published_plan
+from para_core.plans.cutting import Cutting
+from para_core.plans.plan import Entries, Gather, Plan, Split, published_plan
 from para_core.plans.region import apply_plan, plan_mesh, remove_plan
 from tests.tiny import cpu_mesh, fill, flux_inputs, flux_transformer, relative_error
 
@@ -152,3 +153,23 @@ def apply_unfitting():
 
 def test_a_plan_for_another_model_is_an_error_and_changes_nothing(rank_pool):
     rank_pool.run(apply_unfitting, 2)
+
+
+def cut_entries():
+    cutting, of_video = Cutting(sequence_mesh(cpu_mesh(1, 2))), Split(dim=0, like="video")
+    whole = torch.arange(5.0)
+    rule = Entries((None, of_video, of_video))
+    with pytest.raises(TypeError, match="rope is a tuple of 2; the plan takes it for a tuple of 3 entries"):
+        cutting.cut((whole, whole), rule, "rope")
+    return cutting.cut((whole, (whole, whole), {"query": whole, "key": whole}), rule, "rope")
+
+
+def test_entries_of_a_tuple_are_cut_one_by_one_and_those_of_a_dict_alike(rank_pool):
+    for own, found in zip(torch.arange(5.0).tensor_split(2), rank_pool.run(cut_entries, 2), strict=True):
+        torch.testing.assert_close(found, (torch.arange(5.0), (own, own), {"query": own, "key": own}))
+
+
+def test_a_replicated_segment_leaves_entries_that_go_with_it_as_they_are():
+    of_text, of_image = Split(dim=0, like="text"), Split(dim=0, like="image")
+    plan = Plan({}, {}, ("text", "image"), inner={"blocks.*": {"rope": Entries((of_text, of_image))}})
+    assert plan.with_replicated("text").inner == {"blocks.*": {"rope": Entries((None, of_image))}}

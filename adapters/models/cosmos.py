@@ -1,0 +1,58 @@
+"""Cosmos 1, 2 and 2.5 (predict, transfer), and Cosmos 3. Read against diffusers 0.42."""
+
+from para_core.adapters.adapter import Adapter
+from para_core.cache.blocks import CachedBlocks, Stage
+from para_core.plans.plan import Attention, Entries, Gather, Plan, Split
+
+VIDEO, WITH_VIDEO, POSITIONS = (
+    Split(dim=1, segment="video"),
+    Split(dim=1, like="video"),
+    Split(dim=0, like="video"),
+)
+# Of each sample, or, where frames are given, of each token.
+TIME = Split(dim=1, like="video", ndim=3)
+
+COSMOS = Adapter(
+    transformer="CosmosTransformer3DModel",
+    pipelines="Cosmos 1, 2 and 2.5",
+    plan=Plan(
+        inputs={},
+        inner={
+            "transformer_blocks.0": {"hidden_states": VIDEO},
+            "transformer_blocks.*": {
+                "embedded_timestep": TIME,
+                "temb": TIME,
+                "image_rotary_emb": POSITIONS,
+                "extra_pos_emb": WITH_VIDEO,
+                "controlnet_residual": WITH_VIDEO,
+            },
+        },
+        # Behind it, the time steps of all tokens are applied once more.
+        outputs={"transformer_blocks.-1": Gather(dim=1, segment="video")},
+        joint_order=("video",),
+        # To text, and, in 2.5, to tokens of an image.
+        attention={"**.attn2": (Attention(("video",), ("text",)),)},
+    ),
+    blocks=CachedBlocks((Stage(("transformer_blocks",), chained=True, between=("block_controlnet_hidden_states",)),)),
+)
+
+COSMOS3 = Adapter(
+    transformer="Cosmos3OmniTransformer",
+    pipelines="Cosmos 3",
+    plan=Plan(
+        inputs={},
+        # [S, C], of one sample: text, which every rank keeps, and video with sound and actions.
+        inner={
+            "layers.0": {"gen_seq": Split(dim=0, segment="video")},
+            "layers.*": {"rotary_emb": Entries((None, None, POSITIONS, POSITIONS))},
+        },
+        outputs={"norm_moe_gen": Gather(dim=0, segment="video")},
+        joint_order=("text", "video"),
+        attention={
+            "layers.*.self_attn": (Attention(("text",)), Attention(("video",), ("text", "video"))),
+        },
+    ),
+    blocks=CachedBlocks(
+        (Stage(("layers",), ("und_seq", "gen_seq"), measured="gen_seq", chained=True),), conditions=("input_ids",)
+    ),
+)

@@ -1,0 +1,18 @@
+"""DiT, of classes instead of text. Read against diffusers 0.42."""
+
+from para_core.adapters.adapter import Adapter
+from para_core.cache.blocks import CachedBlocks, Stage
+from para_core.plans.plan import Gather, Plan, Split
+
+DIT = Adapter(
+    transformer="DiTTransformer2DModel",
+    pipelines="DiT",
+    plan=Plan(
+        inputs={},
+        inner={"transformer_blocks.0": {"hidden_states": Split(dim=1, segment="image")}},
+        outputs={"proj_out_2": Gather(dim=1, segment="image")},
+        joint_order=("image",),
+        batched=dict.fromkeys(("hidden_states", "timestep", "class_labels"), 0),
+    ),
+    blocks=CachedBlocks((Stage(("transformer_blocks",), chained=True),), conditions=("class_labels",)),
+)

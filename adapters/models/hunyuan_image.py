@@ -1,0 +1,57 @@
+"""HunyuanImage 2.1 and HunyuanDiT. Read against diffusers 0.42."""
+
+from para_core.adapters.adapter import Adapter
+from para_core.cache.blocks import CachedBlocks, Stage
+from para_core.plans.plan import Attention, Gather, Plan, Split
+
+IMAGE, POSITIONS = Split(dim=1, segment="image"), Split(dim=0, like="image")
+
+HUNYUAN_IMAGE = Adapter(
+    transformer="HunyuanImageTransformer2DModel",
+    pipelines="HunyuanImage 2.1",
+    plan=Plan(
+        inputs={},
+        inner={"rope": {0: POSITIONS, 1: POSITIONS}, "transformer_blocks.0": {"hidden_states": IMAGE}},
+        outputs={"proj_out": Gather(dim=1, segment="image")},
+        # Masks are of the whole sequence, in which text comes last.
+        joint_order=("image", "text"),
+    ),
+    blocks=CachedBlocks(
+        (
+            Stage(
+                ("transformer_blocks", "single_transformer_blocks"),
+                ("hidden_states", "encoder_hidden_states"),
+                chained=True,
+            ),
+        ),
+        conditions=("encoder_hidden_states", "encoder_hidden_states_2"),
+    ),
+)
+
+HUNYUAN_DIT = Adapter(
+    transformer="HunyuanDiT2DModel",
+    pipelines="HunyuanDiT",
+    plan=Plan(
+        inputs={"image_rotary_emb": POSITIONS, "controlnet_block_samples": Split(dim=1, like="image")},
+        inner={"blocks.0": {"hidden_states": IMAGE}},
+        outputs={"proj_out": Gather(dim=1, segment="image")},
+        joint_order=("image",),
+        attention={"blocks.*.attn2": (Attention(("image",), ("text",)),)},
+        batched=dict.fromkeys(
+            (
+                "hidden_states",
+                "timestep",
+                "encoder_hidden_states",
+                "text_embedding_mask",
+                "encoder_hidden_states_t5",
+                "text_embedding_mask_t5",
+                "image_meta_size",
+                "style",
+                "controlnet_block_samples",
+            ),
+            0,
+        ),
+    ),
+    # Later blocks are given what earlier ones returned.
+    blocks=CachedBlocks((Stage(("blocks",)),), conditions=("encoder_hidden_states", "encoder_hidden_states_t5")),
+)

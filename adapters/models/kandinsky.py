@@ -1,0 +1,25 @@
+"""Kandinsky 5. Read against diffusers 0.42."""
+
+from para_core.adapters.adapter import Adapter
+from para_core.cache.blocks import CachedBlocks, Stage
+from para_core.plans.plan import Attention, Gather, Plan, Split
+
+KANDINSKY5 = Adapter(
+    transformer="Kandinsky5Transformer3DModel",
+    pipelines="Kandinsky 5",
+    plan=Plan(
+        inputs={},
+        inner={
+            "visual_transformer_blocks.0": {"visual_embed": Split(dim=1, segment="video")},
+            "visual_transformer_blocks.*": {"rope": Split(dim=1, like="video")},
+        },
+        # Behind it, tokens are put back to frames, rows and columns.
+        outputs={"visual_transformer_blocks.-1": Gather(dim=1, segment="video")},
+        joint_order=("video",),
+        attention={"visual_transformer_blocks.*.cross_attention": (Attention(("video",), ("text",)),)},
+        refused={"sparse_params": "which keys are attended to is found from means of 64 tokens of the whole video"},
+    ),
+    blocks=CachedBlocks(
+        (Stage(("visual_transformer_blocks",), ("visual_embed",), measured="visual_embed", chained=True),)
+    ),
+)

@@ -1,0 +1,94 @@
+"""Models that join text and image to one sequence: Z-Image, Krea 2, ERNIE-Image, Ideogram 4, OmniGen. Read against diffusers 0.42."""
+
+from para_core.adapters.adapter import Adapter
+from para_core.cache.blocks import CachedBlocks, Stage
+from para_core.plans.plan import Gather, Plan, Split
+
+TOKENS, WITH_TOKENS = Split(dim=1, segment="tokens"), Split(dim=1, like="tokens")
+GATHERED = Gather(dim=1, segment="tokens")
+# The places of text and image are those in the whole sequence, so what comes behind the blocks sees all of it.
+BEHIND_LAYERS = {"layers.-1": GATHERED}
+
+Z_IMAGE = Adapter(
+    transformer="ZImageTransformer2DModel",
+    pipelines="Z-Image",
+    plan=Plan(
+        # Of one block each, added to what it returns.
+        inputs={"controlnet_block_samples": WITH_TOKENS},
+        inner={
+            "layers.0": {"x": TOKENS},
+            # Which tokens are noisy: where images are given.
+            "layers.*": {"freqs_cis": WITH_TOKENS, "noise_mask": WITH_TOKENS},
+            "all_final_layer.*": {"noise_mask": WITH_TOKENS},
+        },
+        outputs={"all_final_layer.*": GATHERED},
+        joint_order=("tokens",),
+    ),
+    blocks=CachedBlocks(
+        (Stage(("layers",), ("x",), measured="x", chained=True, between=("controlnet_block_samples",)),),
+        conditions=("cap_feats",),
+    ),
+)
+
+KREA2 = Adapter(
+    transformer="Krea2Transformer2DModel",
+    pipelines="Krea 2",
+    plan=Plan(
+        inputs={},
+        inner={
+            "transformer_blocks.0": {"hidden_states": TOKENS},
+            "transformer_blocks.*": {"image_rotary_emb": Split(dim=0, like="tokens")},
+        },
+        outputs={"transformer_blocks.-1": GATHERED},
+        joint_order=("tokens",),
+    ),
+    blocks=CachedBlocks((Stage(("transformer_blocks",), chained=True),)),
+)
+
+ERNIE_IMAGE = Adapter(
+    transformer="ErnieImageTransformer2DModel",
+    pipelines="ERNIE-Image",
+    plan=Plan(
+        inputs={},
+        # [S, B, C]; each token has a modulation.
+        inner={
+            "layers.0": {"x": Split(dim=0, segment="tokens")},
+            "layers.*": {"rotary_pos_emb": WITH_TOKENS, "temb": Split(dim=0, like="tokens")},
+        },
+        outputs={"layers.-1": Gather(dim=0, segment="tokens")},
+        joint_order=("tokens",),
+        batched=dict.fromkeys(("hidden_states", "timestep", "text_bth", "text_lens"), 0),
+    ),
+    blocks=CachedBlocks((Stage(("layers",), ("x",), measured="x", chained=True),), conditions=("text_bth",)),
+)
+
+IDEOGRAM4 = Adapter(
+    transformer="Ideogram4Transformer2DModel",
+    pipelines="Ideogram 4",
+    plan=Plan(
+        inputs={},
+        inner={
+            "layers.0": {"hidden_states": TOKENS},
+            # Of each sample, or of each token.
+            "layers.*": {"image_rotary_emb": WITH_TOKENS, "adaln_input": WITH_TOKENS},
+        },
+        outputs=BEHIND_LAYERS,
+        joint_order=("tokens",),
+    ),
+    blocks=CachedBlocks((Stage(("layers",), chained=True),)),
+)
+
+OMNIGEN = Adapter(
+    transformer="OmniGenTransformer2DModel",
+    pipelines="OmniGen",
+    plan=Plan(
+        inputs={},
+        inner={
+            "layers.0": {"hidden_states": TOKENS},
+            "layers.*": {"image_rotary_emb": Split(dim=0, like="tokens")},
+        },
+        outputs=BEHIND_LAYERS,
+        joint_order=("tokens",),
+    ),
+    blocks=CachedBlocks((Stage(("layers",), chained=True),), conditions=("input_ids", "attention_mask")),
+)

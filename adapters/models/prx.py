@@ -1,0 +1,24 @@
+"""PRX. Read against diffusers 0.42."""
+
+from para_core.adapters.adapter import Adapter
+from para_core.cache.blocks import CachedBlocks, Stage
+from para_core.plans.plan import Attention, Gather, Plan, Split
+
+PRX = Adapter(
+    transformer="PRXTransformer2DModel",
+    pipelines="PRX",
+    plan=Plan(
+        inputs={},
+        inner={
+            "blocks.0": {"hidden_states": Split(dim=1, segment="image")},
+            # [B, 1, S, D / 2, 2, 2]
+            "blocks.*": {"image_rotary_emb": Split(dim=2, like="image")},
+        },
+        outputs={"final_layer": Gather(dim=1, segment="image")},
+        joint_order=("image",),
+        # Image tokens attend to text and image; the processor makes a mask of the keys that this rank holds.
+        attention={"blocks.*.attention": (Attention(("image",), ("text", "image"), mask="keys"),)},
+        batched=dict.fromkeys(("hidden_states", "timestep", "encoder_hidden_states", "attention_mask"), 0),
+    ),
+    blocks=CachedBlocks((Stage(("blocks",), chained=True),)),
+)

@@ -1,0 +1,231 @@
+"""Tiny transformers of video, beside those of `benchmarks.tiny_models`: Kandinsky, Cosmos, EasyAnimate, ConsisID, AnyFlow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from benchmarks.tiny_model import TinyModel, noise
+
+
+def kandinsky_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
+    return {
+        "hidden_states": noise(2, frames, height, width, 4),
+        "encoder_hidden_states": noise(2, 9, 24),
+        "timestep": torch.tensor([600.0, 600.0]),
+        "pooled_projections": noise(2, 20),
+        "visual_rope_pos": [torch.arange(size) for size in (frames, height // 2, width // 2)],
+        "text_rope_pos": torch.arange(9),
+    }
+
+
+def cosmos_inputs(frames: int, height: int, width: int, **more: Any) -> dict[str, Any]:
+    return {
+        "hidden_states": noise(2, 4, frames, height, width),
+        "timestep": torch.tensor([0.6, 0.6]),
+        "encoder_hidden_states": noise(2, 9, 24),
+        "fps": 16,
+        **more,
+    }
+
+
+def cosmos_given_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
+    """The first frame is given: a time step for each."""
+    timestep = torch.full((2, 1, frames, 1, 1), 0.6)
+    timestep[:, :, 0] = 0.1
+    return cosmos_inputs(
+        frames, height, width, timestep=timestep, condition_mask=noise(2, 1, frames, height, width, seed=1)
+    )
+
+
+def cosmos_transfer_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
+    """Of 2.5: text and tokens of an image, and residuals of a ControlNet."""
+    tokens = frames * (height // 2) * (width // 2)
+    return cosmos_inputs(
+        frames,
+        height,
+        width,
+        encoder_hidden_states=(noise(2, 9, 24), noise(2, 5, 20)),
+        block_controlnet_hidden_states=[noise(2, tokens, 36, seed=i) for i in range(2)],
+    )
+
+
+COSMOS: dict[str, Any] = {
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_attention_heads": 3,
+    "attention_head_dim": 12,
+    "num_layers": 2,
+    "mlp_ratio": 2.0,
+    "text_embed_dim": 24,
+    "adaln_lora_dim": 8,
+    "max_size": (16, 32, 32),
+    # Resizing it needs torchvision.
+    "concat_padding_mask": False,
+}
+
+
+def cosmos3_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
+    """Text, then video, of which the first of several frames is given."""
+    shape = (frames, height // 2, width // 2)
+    text, video = 7, shape[0] * shape[1] * shape[2]
+    noisy = torch.arange(1 if frames > 1 else 0, frames)
+    places = torch.arange(video).view(frames, -1)[noisy].flatten() + text
+    grid = torch.cartesian_prod(*[torch.arange(size) for size in shape]) + text
+    return {
+        "input_ids": torch.arange(text),
+        "text_indexes": torch.arange(text),
+        "position_ids": torch.cat([torch.arange(text)[:, None].expand(-1, 3), grid]).T,
+        "und_len": text,
+        "sequence_length": text + video,
+        "vision_tokens": [noise(1, 4, frames, height, width)],
+        "vision_token_shapes": [shape],
+        "vision_sequence_indexes": torch.arange(text, text + video),
+        "vision_mse_loss_indexes": places,
+        "vision_timesteps": torch.full((len(places),), 600.0),
+        "vision_noisy_frame_indexes": [noisy],
+    }
+
+
+def easyanimate_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
+    return {
+        "hidden_states": noise(2, 4, frames, height, width),
+        "timestep": torch.tensor([600, 600]),
+        "encoder_hidden_states": noise(2, 9, 24),
+        "encoder_hidden_states_t5": noise(2, 5, 20),
+    }
+
+
+def consisid_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
+    tokens = frames * (height // 2) * (width // 2)
+    angles = noise(tokens, 16)
+    return {
+        "hidden_states": noise(2, frames, 4, height, width),
+        "encoder_hidden_states": noise(2, 9, 24),
+        "timestep": torch.tensor([600, 600]),
+        "image_rotary_emb": (angles.cos(), angles.sin()),
+        "id_cond": noise(2, 12),
+        "id_vit_hidden": [noise(2, 5, 16, seed=i) for i in range(2)],
+    }
+
+
+def anyflow_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
+    timestep = torch.linspace(900, 500, frames).expand(2, -1)
+    return {
+        "hidden_states": noise(2, frames, 4, height, width),
+        "timestep": timestep,
+        "r_timestep": timestep - 100.0,
+        "encoder_hidden_states": noise(2, 9, 24),
+    }
+
+
+VIDEO_MODELS = {
+    "kandinsky 5": TinyModel(
+        "Kandinsky5Transformer3DModel",
+        kandinsky_inputs,
+        {
+            "in_visual_dim": 4,
+            "in_text_dim": 24,
+            "in_text_dim2": 20,
+            "time_dim": 16,
+            "out_visual_dim": 4,
+            "model_dim": 36,
+            "ff_dim": 48,
+            "num_text_blocks": 1,
+            "num_visual_blocks": 2,
+            "axes_dims": (4, 4, 4),
+        },
+    ),
+    "cosmos": TinyModel("CosmosTransformer3DModel", cosmos_inputs, COSMOS),
+    "cosmos, given frames": TinyModel("CosmosTransformer3DModel", cosmos_given_inputs, {**COSMOS, "in_channels": 5}),
+    "cosmos 2.5, transfer": TinyModel(
+        "CosmosTransformer3DModel",
+        cosmos_transfer_inputs,
+        {
+            **COSMOS,
+            "extra_pos_embed_type": None,
+            "controlnet_block_every_n": 1,
+            "img_context_dim_in": 20,
+            "img_context_num_tokens": 5,
+            "img_context_dim_out": 36,
+        },
+    ),
+    "cosmos 3": TinyModel(
+        "Cosmos3OmniTransformer",
+        cosmos3_inputs,
+        {
+            "head_dim": 12,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "latent_channel": 4,
+            "num_attention_heads": 4,
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 2,
+            "patch_latent_dim": 16,
+            "vocab_size": 32,
+            "rope_axes_dim": (2, 2, 2),
+        },
+    ),
+    "easyanimate": TinyModel(
+        "EasyAnimateTransformer3DModel",
+        easyanimate_inputs,
+        {
+            "num_attention_heads": 3,
+            "attention_head_dim": 16,
+            "in_channels": 4,
+            "out_channels": 4,
+            "patch_size": 2,
+            "num_layers": 3,
+            "mmdit_layers": 2,
+            "time_embed_dim": 16,
+            "text_embed_dim": 24,
+            "text_embed_dim_t5": 20,
+        },
+    ),
+    "consisid": TinyModel(
+        "ConsisIDTransformer3DModel",
+        consisid_inputs,
+        {
+            "num_attention_heads": 3,
+            "attention_head_dim": 16,
+            "in_channels": 4,
+            "out_channels": 4,
+            "time_embed_dim": 8,
+            "text_embed_dim": 24,
+            "num_layers": 2,
+            "sample_width": 10,
+            "sample_height": 6,
+            "max_text_seq_length": 9,
+            "use_rotary_positional_embeddings": True,
+            "is_train_face": True,
+            "cross_attn_interval": 1,
+            "cross_attn_dim_head": 8,
+            "cross_attn_num_heads": 2,
+            "LFE_id_dim": 12,
+            "LFE_vit_dim": 16,
+            "LFE_depth": 2,
+            "LFE_dim_head": 8,
+            "LFE_num_heads": 2,
+            "LFE_num_id_token": 2,
+            "LFE_num_querie": 4,
+            "LFE_output_dim": 32,
+            "LFE_num_scale": 2,
+        },
+    ),
+    "anyflow": TinyModel(
+        "AnyFlowTransformer3DModel",
+        anyflow_inputs,
+        {
+            "num_attention_heads": 3,
+            "attention_head_dim": 12,
+            "in_channels": 4,
+            "out_channels": 4,
+            "text_dim": 24,
+            "freq_dim": 32,
+            "ffn_dim": 48,
+            "num_layers": 2,
+            "rope_max_seq_len": 32,
+        },
+    ),
+}
