@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.adapters.adapter import Adapter, Text
 from para_core.adapters.mesh_choice import choose_mesh, default_guidance, number_of_heads
-from para_core.adapters.models.supported import TRANSFORMERS, plan_for, supported, transformers_of
+from para_core.adapters.models.supported import TRANSFORMERS, plan_for, supported, transformers_of, why_no_plan
 from para_core.adapters.one_call import (
     random_state_of_first_rank,
     reasons_shared,
@@ -152,7 +152,7 @@ def _of_perturbed(pipe: Any, transformer: nn.Module, adapter: Adapter | None) ->
         raise TypeError(_unsupported(pipe, reason))
     plan = plan_for(transformer, adapter=adapter)
     if plan is None:
-        raise TypeError(_unsupported(pipe, f"there is no plan for {type(transformer).__name__}"))
+        raise TypeError(_unsupported(pipe, why_no_plan(transformer)))
     return Adapter(original_class(transformer).__name__, type(pipe).__name__, replace(plan, batched={}))
 
 
@@ -218,7 +218,7 @@ def parallelize_transformer(
     module = uncompiled(transformer)
     plan = plan_for(module, text, adapter)
     if plan is None:
-        raise TypeError(_unsupported(module, f"there is no plan for {type(module).__name__}"))
+        raise TypeError(_unsupported(module, why_no_plan(module)))
     guided = _guided_mesh(mesh, module)
     _require_one_device(module)
 
@@ -251,7 +251,7 @@ def _plans_of(pipe: Any, adapter: Adapter | None = None) -> dict[str, nn.Module]
         raise TypeError(_unsupported(pipe, "it has no transformer"))
     for module in transformers.values():
         if plan_for(module, adapter=adapter) is None:
-            raise TypeError(_unsupported(pipe, f"there is no plan for {type(module).__name__}"))
+            raise TypeError(_unsupported(pipe, why_no_plan(module)))
     return transformers
 
 

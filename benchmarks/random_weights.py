@@ -21,5 +21,5 @@ def fill(module: Module, seed: int) -> Module:
                 parameter.copy_(noise / math.sqrt(parameter[0].numel()))
             else:
                 # The scale of a norm, or a bias.
-                parameter.copy_(0.2 * noise + (1.0 if name.endswith("weight") else 0.0))
+                parameter.copy_(0.2 * noise + (1.0 if name.endswith(("weight", "gamma")) else 0.0))
     return module.eval().requires_grad_(False)

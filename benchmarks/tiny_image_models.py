@@ -203,6 +203,48 @@ HUNYUAN_DIT: dict[str, Any] = {
 }
 
 
+def joyimage_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
+    """The image that is generated, and given ones."""
+    return {
+        "hidden_states": noise(2, frames, 4, 1, height, width),
+        "timestep": torch.tensor([600, 600]),
+        "encoder_hidden_states": noise(2, 9, 24),
+    }
+
+
+def joyimage_plus_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
+    """Patches; the second sample has fewer images."""
+    shape = (1, height // 2, width // 2)
+    return {
+        "hidden_states": noise(2, frames * shape[1] * shape[2], 4, 1, 2, 2),
+        "timestep": torch.tensor([600, 600]),
+        "encoder_hidden_states": noise(2, 9, 24),
+        "encoder_hidden_states_mask": valid((9, 4), 9, torch.float32),
+        "shape_list": [[shape] * frames, [shape]],
+    }
+
+
+JOYIMAGE: dict[str, Any] = {
+    "in_channels": 4,
+    "hidden_size": 48,
+    "num_attention_heads": 3,
+    "text_dim": 24,
+    "mlp_width_ratio": 2.0,
+    "num_layers": 2,
+    "rope_dim_list": [4, 6, 6],
+}
+
+
+def nucleus_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
+    return {
+        "hidden_states": noise(2, frames * height * width, 16),
+        "img_shapes": [(frames, height, width)] * 2,
+        "encoder_hidden_states": noise(2, 9, 24),
+        "encoder_hidden_states_mask": valid((9, 4), 9),
+        "timestep": torch.tensor([0.6, 0.6]),
+    }
+
+
 IMAGE_MODELS = {
     "chroma": TinyModel("ChromaTransformer2DModel", chroma_inputs, CHROMA),
     "chroma, controlnet": TinyModel("ChromaTransformer2DModel", partial(controlled_inputs, single=True), CHROMA),
@@ -264,4 +306,22 @@ IMAGE_MODELS = {
     ),
     "hunyuandit": TinyModel("HunyuanDiT2DModel", hunyuan_dit_inputs, HUNYUAN_DIT),
     "hunyuandit, controlnet": TinyModel("HunyuanDiT2DModel", partial(hunyuan_dit_inputs, controlled=True), HUNYUAN_DIT),
+    "joyimage": TinyModel("JoyImageEditTransformer3DModel", joyimage_inputs, {**JOYIMAGE, "rope_type": "mrope"}),
+    "joyimage plus": TinyModel("JoyImageEditPlusTransformer3DModel", joyimage_plus_inputs, JOYIMAGE),
+    "nucleus": TinyModel(
+        "NucleusMoEImageTransformer2DModel",
+        nucleus_inputs,
+        {
+            "in_channels": 16,
+            "num_layers": 6,
+            "attention_head_dim": 16,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "joint_attention_dim": 24,
+            "axes_dims_rope": (4, 6, 6),
+            "num_experts": 4,
+            "moe_intermediate_dim": 16,
+            "capacity_factors": 2.0,
+        },
+    ),
 }

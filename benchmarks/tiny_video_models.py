@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
-from benchmarks.tiny_model import TinyModel, noise
+from benchmarks.tiny_model import TinyModel, noise, valid
 
 
 def kandinsky_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
@@ -120,6 +121,51 @@ def anyflow_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
     }
 
 
+def allegro_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
+    """Of four times as many tokens: the model fails on a single one."""
+    height, width = 4 * height, 2 * width
+    shape = (frames, height // 2, width // 2)
+    angles = [noise(size, 4) for size in shape]
+    places = torch.cartesian_prod(*[torch.arange(size) for size in shape]).T
+    seen = torch.ones(2, frames, height, width)
+    seen[1, :, : height // 2] = 0.0
+    return {
+        "hidden_states": noise(2, 4, frames, height, width),
+        "encoder_hidden_states": noise(2, 9, 24),
+        "timestep": torch.tensor([600, 600]),
+        "attention_mask": seen,
+        "encoder_attention_mask": valid((9, 4), 9, torch.int64),
+        "image_rotary_emb": (tuple((a.cos(), a.sin()) for a in angles), tuple(place[None] for place in places)),
+    }
+
+
+def kandinsky6_inputs(frames: int, height: int, width: int, *, sound: int = 0) -> dict[str, Any]:
+    return {
+        "hidden_states": noise(2, frames, height, width, 4),
+        "encoder_hidden_states": noise(2, 9, 24),
+        "pooled_projections": noise(2, 20),
+        "timestep": torch.tensor([600.0, 600.0]),
+        "audio_hidden_states": noise(2, sound, 8) if sound else None,
+    }
+
+
+KANDINSKY6: dict[str, Any] = {
+    "in_visual_dim": 4,
+    "out_visual_dim": 4,
+    "in_text_dim": 24,
+    "in_text_dim2": 20,
+    "time_dim": 16,
+    "model_dim": 36,
+    "ff_dim": 48,
+    "num_text_blocks": 1,
+    "num_visual_blocks": 2,
+    "axes_dims": (4, 4, 4),
+    "visual_cond": False,
+    "in_audio_dim": 8,
+    "out_audio_dim": 8,
+}
+
+
 VIDEO_MODELS = {
     "kandinsky 5": TinyModel(
         "Kandinsky5Transformer3DModel",
@@ -227,5 +273,20 @@ VIDEO_MODELS = {
             "num_layers": 2,
             "rope_max_seq_len": 32,
         },
+    ),
+    "allegro": TinyModel(
+        "AllegroTransformer3DModel",
+        allegro_inputs,
+        {
+            "num_attention_heads": 3,
+            "attention_head_dim": 12,
+            "num_layers": 2,
+            "cross_attention_dim": 36,
+            "caption_channels": 24,
+        },
+    ),
+    "kandinsky 6": TinyModel("Kandinsky6Transformer3DModel", kandinsky6_inputs, KANDINSKY6),
+    "kandinsky 6, with sound": TinyModel(
+        "Kandinsky6Transformer3DModel", partial(kandinsky6_inputs, sound=7), {**KANDINSKY6, "ca_rope": True}
     ),
 }

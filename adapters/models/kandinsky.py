@@ -1,4 +1,4 @@
-"""Kandinsky 5. Read against diffusers 0.42."""
+"""Kandinsky 5, and Kandinsky 6 with sound. Read against diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
 from para_core.cache.blocks import CachedBlocks, Stage
@@ -21,5 +21,31 @@ KANDINSKY5 = Adapter(
     ),
     blocks=CachedBlocks(
         (Stage(("visual_transformer_blocks",), ("visual_embed",), measured="visual_embed", chained=True),)
+    ),
+)
+
+KANDINSKY6 = Adapter(
+    transformer="Kandinsky6Transformer3DModel",
+    pipelines="Kandinsky 6",
+    plan=Plan(
+        inputs={},
+        inner={
+            "visual_transformer_blocks.0": {"vis": Split(dim=1, segment="video")},
+            "visual_transformer_blocks.*": {"vis_rope": Split(dim=0, like="video")},
+        },
+        # Behind it, tokens are put back to frames, rows and columns.
+        outputs={"visual_transformer_blocks.-1": (Gather(dim=1, segment="video"), None)},
+        joint_order=("video",),
+        # There are few tokens of sound: every rank computes them all.
+        attention={
+            "**.video_dec_block.cross_attention": (Attention(("video",), ("text",)),),
+            "**.audio_dec_block.self_attention": (Attention(("sound",)),),
+            "**.audio_dec_block.cross_attention": (Attention(("sound",), ("text",)),),
+            "**.va_cross_attention": (Attention(("video",), ("sound",)),),
+            "**.av_cross_attention": (Attention(("sound",), ("video",)),),
+        },
+    ),
+    blocks=CachedBlocks(
+        (Stage(("visual_transformer_blocks",), ("vis", "aud"), measured="vis", chained=True),),
     ),
 )

@@ -7,6 +7,8 @@ from typing import Any
 from torch import nn
 
 from para_core.adapters.adapter import Adapter, Text
+from para_core.adapters.models.allegro import ALLEGRO
+from para_core.adapters.models.audio import ACE_STEP, LONGCAT_AUDIO, MINIMAX_MUSIC, STABLE_AUDIO, STABLE_AUDIO3
 from para_core.adapters.models.auraflow import AURAFLOW
 from para_core.adapters.models.cogvideox import COGVIDEOX, CONSISID
 from para_core.adapters.models.cogview import COGVIEW3_PLUS, COGVIEW4, GLM_IMAGE
@@ -19,15 +21,18 @@ from para_core.adapters.models.helios import HELIOS
 from para_core.adapters.models.hidream import HIDREAM
 from para_core.adapters.models.hunyuan_image import HUNYUAN_DIT, HUNYUAN_IMAGE
 from para_core.adapters.models.hunyuan_video import FRAMEPACK, HUNYUAN_VIDEO, HUNYUAN_VIDEO_15
-from para_core.adapters.models.kandinsky import KANDINSKY5
+from para_core.adapters.models.joyimage import JOYIMAGE, JOYIMAGE_PLUS
+from para_core.adapters.models.kandinsky import KANDINSKY5, KANDINSKY6
 from para_core.adapters.models.ltx import LTX, LTX2
 from para_core.adapters.models.lumina2 import LUMINA2
 from para_core.adapters.models.minimax import MINIMAX_H3
 from para_core.adapters.models.mochi import MOCHI
+from para_core.adapters.models.nucleus import NUCLEUS
 from para_core.adapters.models.one_stream import ERNIE_IMAGE, IDEOGRAM4, KREA2, OMNIGEN, Z_IMAGE
 from para_core.adapters.models.pixart import PIXART
 from para_core.adapters.models.prx import PRX
 from para_core.adapters.models.qwen_image import QWEN_IMAGE
+from para_core.adapters.models.refused import REFUSED
 from para_core.adapters.models.sd3 import SD3
 from para_core.adapters.models.wan import ANYFLOW, CHRONO_EDIT, SKYREELS_V2, WAN, WAN_ANIMATE, WAN_VACE
 from para_core.instance import original_class, uncompiled
@@ -83,6 +88,16 @@ ADAPTERS: tuple[Adapter, ...] = (
     PRX,
     DIT,
     ANYFLOW,
+    ACE_STEP,
+    STABLE_AUDIO,
+    STABLE_AUDIO3,
+    LONGCAT_AUDIO,
+    MINIMAX_MUSIC,
+    JOYIMAGE,
+    JOYIMAGE_PLUS,
+    ALLEGRO,
+    NUCLEUS,
+    KANDINSKY6,
 )
 
 
@@ -116,6 +131,13 @@ def adapter_for(module: nn.Module, adapter: Adapter | None = None) -> Adapter | 
     names = [cls.__name__ for cls in type(module).__mro__]
     candidates = [*([] if adapter is None else [adapter]), *ADAPTERS]
     return next((known for name in names for known in candidates if known.transformer == name), None)
+
+
+def why_no_plan(module: nn.Module) -> str:
+    """For the message where :func:`plan_for` finds nothing."""
+    name = original_class(module).__name__
+    reasons = [REFUSED[cls.__name__] for cls in type(module).__mro__ if cls.__name__ in REFUSED]
+    return ": ".join([f"there is no plan for {name}", *reasons[:1]])
 
 
 def _with_text(plan: Plan, segment: str, text: Text, *, asked: Text | None, module: nn.Module) -> Plan:

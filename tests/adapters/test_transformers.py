@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.tiny_models import MODELS, SHELF
+from benchmarks.tiny_models import GRAPH_NOT_TRIED, MODELS, NO_WHOLE_GRAPH, SHELF
 from para_core.adapters import parallelize_transformer, unparallelize_transformer
 from para_core.adapters.models.supported import ADAPTERS
 from tests.tiny import cpu_mesh, each_rank_alone, relative_error
@@ -211,10 +211,7 @@ def call_compiled(name, way, backend="aot_eager"):
     return outs, graphs, counter.frame_count - graphs
 
 
-# HunyuanVideo 1.5 asks a tensor whether an image was given, Lumina how long its texts are, HiDream which experts are asked:
-# they have no whole graph alone, either.
-NO_WHOLE_GRAPH = ("hunyuan 1.5", "lumina2", "hidream")
-WHOLE_GRAPH = [name for name in MODELS if not name.startswith(NO_WHOLE_GRAPH)]
+WHOLE_GRAPH = [name for name, model in MODELS.items() if model.cls not in {*NO_WHOLE_GRAPH, *GRAPH_NOT_TRIED}]
 # A compilation takes a dozen seconds of two cores.
 COMPILED = ["wan, image context", "qwen-image, masked", "mochi"]
 COMPILED_BY_BLOCKS = ["wan, image context", "hunyuan 1.5", "qwen-image, masked", "helios"]

@@ -1,0 +1,32 @@
+"""Allegro. Read against diffusers 0.42."""
+
+from para_core.adapters.adapter import Adapter
+from para_core.cache.blocks import CachedBlocks, Stage
+from para_core.plans.plan import Attention, Entries, Gather, Plan, Split
+
+ALLEGRO = Adapter(
+    transformer="AllegroTransformer3DModel",
+    pipelines="Allegro",
+    plan=Plan(
+        inputs={},
+        inner={
+            "transformer_blocks.0": {"hidden_states": Split(dim=1, segment="video")},
+            "transformer_blocks.*": {
+                # Tables, and the places of tokens in them.
+                "image_rotary_emb": Entries((None, Split(dim=1, like="video"))),
+                # The processor would fill a mask up that is longer than what this rank holds.
+                "attention_mask": Split(dim=2, like="video"),
+            },
+        },
+        outputs={"proj_out": Gather(dim=1, segment="video")},
+        joint_order=("video",),
+        attention={
+            "**.attn1": (Attention(("video",), mask="keys"),),
+            "**.attn2": (Attention(("video",), ("text",)),),
+        },
+        batched=dict.fromkeys(
+            ("hidden_states", "encoder_hidden_states", "timestep", "attention_mask", "encoder_attention_mask"), 0
+        ),
+    ),
+    blocks=CachedBlocks((Stage(("transformer_blocks",), chained=True),)),
+)

@@ -1,0 +1,108 @@
+"""Sound and music: ACE-Step, Stable Audio and Stable Audio 3, LongCat-AudioDiT, MiniMax-Music. Read against diffusers 0.42."""
+
+from para_core.adapters.adapter import Adapter
+from para_core.cache.blocks import CachedBlocks, Stage
+from para_core.plans.plan import Attention, FirstTokens, Gather, Plan, Split
+
+SOUND, POSITIONS = Split(dim=1, segment="sound"), Split(dim=0, like="sound")
+GATHERED = Gather(dim=1, segment="sound")
+TO_TEXT = (Attention(("sound",), ("text",)),)
+
+ACE_STEP = Adapter(
+    transformer="AceStepTransformer1DModel",
+    pipelines="ACE-Step",
+    plan=Plan(
+        inputs={},
+        # The masks of sliding windows are of the whole sequence.
+        inner={"layers.0": {"hidden_states": SOUND}, "layers.*": {"position_embeddings": POSITIONS}},
+        outputs={"norm_out": GATHERED},
+        joint_order=("sound",),
+        attention={"layers.*.cross_attn": TO_TEXT},
+    ),
+    # Every other one has a mask.
+    blocks=CachedBlocks((Stage(("layers",)),)),
+)
+
+STABLE_AUDIO = Adapter(
+    transformer="StableAudioDiTModel",
+    pipelines="Stable Audio",
+    plan=Plan(
+        inputs={},
+        inner={
+            # A token of the time comes first, as one of sound.
+            "transformer_blocks.0": {"hidden_states": SOUND},
+            # The processor would fill a mask up that is longer than what this rank holds.
+            "transformer_blocks.*": {"rotary_embedding": POSITIONS, "attention_mask": Split(dim=1, like="sound")},
+        },
+        outputs={"proj_out": GATHERED},
+        joint_order=("sound",),
+        attention={"**.attn1": (Attention(("sound",), mask="keys"),), "**.attn2": TO_TEXT},
+        batched=dict.fromkeys(
+            (
+                "hidden_states",
+                "timestep",
+                "encoder_hidden_states",
+                "global_hidden_states",
+                "attention_mask",
+                "encoder_attention_mask",
+            ),
+            0,
+        ),
+    ),
+    blocks=CachedBlocks((Stage(("transformer_blocks",), chained=True),)),
+)
+
+STABLE_AUDIO3 = Adapter(
+    transformer="StableAudio3DiTModel",
+    pipelines="Stable Audio 3",
+    plan=Plan(
+        inputs={},
+        inner={
+            # Tokens of memory come first, as ones of sound.
+            "transformer_blocks.0": {"hidden_states": SOUND},
+            "transformer_blocks.*": {"rope": POSITIONS, "num_memory_tokens": FirstTokens("sound")},
+        },
+        outputs={"transformer_blocks.-1": GATHERED},
+        joint_order=("sound",),
+        attention={"**.cross_attn": TO_TEXT},
+        refused={
+            "local_add_cond": "it has no entries for the tokens of memory, so its parts are not those of the sequence"
+        },
+        batched=dict.fromkeys(
+            ("hidden_states", "timestep", "encoder_hidden_states", "global_hidden_states", "encoder_attention_mask"), 0
+        ),
+    ),
+    blocks=CachedBlocks((Stage(("transformer_blocks",), chained=True),)),
+)
+
+LONGCAT_AUDIO = Adapter(
+    transformer="LongCatAudioDiTTransformer",
+    pipelines="LongCat-AudioDiT",
+    plan=Plan(
+        inputs={},
+        inner={
+            "blocks.0": {"hidden_states": SOUND},
+            "blocks.*": {"rope": POSITIONS, "mask": Split(dim=1, like="sound")},
+        },
+        outputs={"blocks.-1": GATHERED},
+        joint_order=("sound",),
+        attention={"blocks.*.self_attn": (Attention(("sound",), mask="keys"),), "blocks.*.cross_attn": TO_TEXT},
+    ),
+    blocks=CachedBlocks((Stage(("blocks",), chained=True),)),
+)
+
+MINIMAX_MUSIC = Adapter(
+    transformer="MiniMaxMusic3Transformer1DModel",
+    pipelines="MiniMax-Music 3",
+    plan=Plan(
+        inputs={},
+        inner={
+            # A token of the time comes first, as one of sound.
+            "transformer_blocks.0": {"hidden_states": SOUND},
+            "transformer_blocks.*": {"rotary_emb": POSITIONS},
+        },
+        outputs={"transformer_blocks.-1": GATHERED},
+        joint_order=("sound",),
+    ),
+    blocks=CachedBlocks((Stage(("transformer_blocks",), chained=True),)),
+)

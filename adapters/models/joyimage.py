@@ -1,0 +1,35 @@
+"""JoyImage-Edit and JoyImage-Edit Plus. Read against diffusers 0.42."""
+
+from para_core.adapters.adapter import Adapter
+from para_core.cache.blocks import CachedBlocks, Stage
+from para_core.plans.plan import Cut, Entries, Gather, Plan, Split
+
+BLOCKS = CachedBlocks((Stage(("double_blocks",), ("hidden_states", "encoder_hidden_states"), chained=True),))
+
+
+def _plan(positions: Cut) -> Plan:
+    return Plan(
+        inputs={},
+        inner={
+            "double_blocks.0": {"hidden_states": Split(dim=1, segment="image")},
+            "double_blocks.*": {"image_rotary_emb": positions},
+        },
+        outputs={"proj_out": Gather(dim=1, segment="image")},
+        joint_order=("image", "text"),
+    )
+
+
+JOYIMAGE = Adapter(
+    transformer="JoyImageEditTransformer3DModel",
+    pipelines="JoyImage-Edit",
+    # Of image and of text.
+    plan=_plan(Entries((Split(dim=0, like="image"), None))),
+    blocks=BLOCKS,
+)
+
+JOYIMAGE_PLUS = Adapter(
+    transformer="JoyImageEditPlusTransformer3DModel",
+    pipelines="JoyImage-Edit Plus",
+    plan=_plan(Split(dim=1, like="image")),
+    blocks=BLOCKS,
+)

@@ -1,0 +1,32 @@
+"""Nucleus-Image, of experts that choose their tokens. Read against diffusers 0.42."""
+
+from para_core.adapters.adapter import Adapter
+from para_core.cache.blocks import CachedBlocks, Stage
+from para_core.plans.plan import Attention, Gather, Plan, Split
+
+POSITIONS = Split(dim=0, like="image")
+IMAGE, ALL_IMAGE = Split(dim=1, segment="image"), Gather(dim=1, segment="image")
+
+NUCLEUS = Adapter(
+    transformer="NucleusMoEImageTransformer2DModel",
+    pipelines="Nucleus-Image",
+    plan=Plan(
+        inputs={},
+        inner={
+            "pos_embed": {0: POSITIONS},
+            "transformer_blocks.0": {"hidden_states": IMAGE},
+            # Its mask is of image tokens, then of text.
+            "transformer_blocks.*": {"attention_kwargs": Split(dim=1, like="image", then_replicated=True)},
+            # An expert takes the best of all tokens.
+            "transformer_blocks.*.img_mlp": {
+                "hidden_states": ALL_IMAGE,
+                "hidden_states_unmodulated": ALL_IMAGE,
+                0: Split(dim=1, like="image"),
+            },
+        },
+        outputs={"proj_out": ALL_IMAGE},
+        joint_order=("image",),
+        attention={"transformer_blocks.*.attn": (Attention(("image",), ("image", "text"), mask="keys"),)},
+    ),
+    blocks=CachedBlocks((Stage(("transformer_blocks",), chained=True),)),
+)
