@@ -429,6 +429,7 @@ NO_WHOLE_GRAPH = {
     "HunyuanVideo15Transformer3DModel": "it asks a tensor whether an image was given",
     "Lumina2Transformer2DModel": "it asks how long its texts are",
     "HiDreamImageTransformer2DModel": "it asks which experts are taken",
+    "HunyuanImageTransformer2DModel": "it orders the tokens of two texts by which are valid",
 }
 
 # In tests, of these the default run takes one mesh each.

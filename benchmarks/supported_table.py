@@ -1,0 +1,133 @@
+"""Which transformers of the installed diffusers run in parallel, and how, or why not.
+
+    python -m benchmarks.supported_table
+
+Writes the table of docs/pipelines.md from diffusers' classes and what `para_core.adapters` knows of them. No model is run: what the table
+says is what tests/adapters and tests/cache show.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import re
+from functools import cache
+from pathlib import Path
+
+import diffusers
+from diffusers import ModelMixin
+from diffusers.models import transformers
+
+from benchmarks.page_parts import fill
+from benchmarks.tiny_models import GRAPH_NOT_TRIED, NO_WHOLE_GRAPH
+from para_core.adapters.adapter import Adapter
+from para_core.adapters.models.refused import REFUSED
+from para_core.adapters.models.supported import ADAPTERS
+from para_core.plans.plan import Plan, Split
+
+PAGE = Path(__file__).parents[1] / "docs/pipelines.md"
+_MOST_PIPELINES = 4
+# Their samples are lists, or named by their places in the batch.
+_LISTS = ("ZImageTransformer2DModel", "OmniGenTransformer2DModel", "JoyImageEditPlusTransformer3DModel")
+
+
+@cache
+def transformer_classes() -> tuple[str, ...]:
+    """Names of all models in ``diffusers.models.transformers``."""
+    found = set()
+    for module in pkgutil.iter_modules(transformers.__path__, f"{transformers.__name__}."):
+        for name, value in vars(importlib.import_module(module.name)).items():
+            if inspect.isclass(value) and issubclass(value, ModelMixin) and value.__module__ == module.name:
+                found.add(name)
+    return tuple(sorted(found))
+
+
+@cache
+def _constructors() -> dict[str, str]:
+    """Of each pipeline of diffusers, the source of its ``__init__``: classes cannot be imported where a library is missing."""
+    found = {}
+    for path in sorted((Path(diffusers.__file__).parent / "pipelines").rglob("pipeline*.py")):
+        text = path.read_text()
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.ClassDef) and node.name.endswith("Pipeline"):
+                made = [part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == "__init__"]
+                found[node.name] = "".join(ast.unparse(part.args) for part in made)
+    return found
+
+
+def pipelines_of(transformer: str) -> list[str]:
+    """Names of the pipelines that take such a transformer, without their common ending."""
+    found = [name for name, taken in _constructors().items() if re.search(rf"\b{transformer}\b", taken)]
+    return sorted(name.removesuffix("Pipeline") for name in found)
+
+
+def row(transformer: str) -> list[str]:
+    """Class, pipelines, what is sharded, guidance, whether it is cached, whether it is one graph; or why not."""
+    names = pipelines_of(transformer)
+    listed = ", ".join(names[:_MOST_PIPELINES]) + (
+        f" and {len(names) - _MOST_PIPELINES} more" if len(names) > 4 else ""
+    )
+    known = next((adapter for adapter in ADAPTERS if adapter.transformer == transformer), None)
+    if known is None:
+        reason = REFUSED.get(transformer)
+        if reason is None:
+            raise ValueError(
+                f"diffusers {diffusers.__version__} has {transformer}, of which adapters/models knows nothing: write an adapter, "
+                "or say in adapters/models/refused.py why there is none."
+            )
+        return [transformer, listed, f"no: {reason}", "", "", ""]
+    return [
+        transformer,
+        listed,
+        _sharded(known),
+        _branches(known),
+        "yes" if known.blocks is not None else "no",
+        _one_graph(transformer),
+    ]
+
+
+def _branches(adapter: Adapter) -> str:
+    if adapter.transformer in _LISTS:
+        return "in one batch, computed by all ranks"
+    return "in one batch" if adapter.plan is not None and adapter.plan.batched else "one call after the other"
+
+
+def _one_graph(transformer: str) -> str:
+    if transformer in NO_WHOLE_GRAPH:
+        return f"no: {NO_WHOLE_GRAPH[transformer]}"
+    return "not tried" if transformer in GRAPH_NOT_TRIED else "yes"
+
+
+def _sharded(adapter: Adapter) -> str:
+    if adapter.plan is None:
+        return "by its published plan"
+    names = _segments(adapter.plan)
+    return "all tokens" if names == ["tokens"] else ", ".join(names)
+
+
+def _segments(plan: Plan) -> list[str]:
+    cuts = [*plan.inputs.values(), *[cut for cuts in plan.inner.values() for cut in cuts.values()]]
+    return sorted({cut.segment for cut in cuts if isinstance(cut, Split) and cut.segment is not None})
+
+
+def table() -> list[str]:
+    heads = ["class", "pipelines", "sharded", "branches of guidance", "cached", "one graph"]
+    rows = [row(name) for name in transformer_classes()]
+    lines = ["| " + " | ".join(cells) + " |" for cells in (heads, ["---"] * len(heads), *rows)]
+    runs = sum(not cells[2].startswith("no: ") for cells in rows)
+    return [
+        f"Of {len(rows)} classes in diffusers {diffusers.__version__}, {runs} run in parallel and can be cached.",
+        "",
+        *lines,
+    ]
+
+
+def main() -> None:
+    PAGE.write_text(fill(PAGE.read_text(), {"supported": table()}))
+    print(f"{len(transformer_classes())} classes. {PAGE}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""The table of docs/pipelines.md is that of the installed diffusers, and knows all of its transformers."""
+
+import pytest
+
+from benchmarks.supported_table import PAGE, pipelines_of, row, table, transformer_classes
+from benchmarks.tiny_models import MODELS
+from para_core.adapters.models.refused import REFUSED
+from para_core.adapters.models.supported import ADAPTERS
+
+
+def test_every_transformer_of_diffusers_has_an_adapter_or_a_reason_and_none_has_both():
+    known, classes = {adapter.transformer for adapter in ADAPTERS}, set(transformer_classes())
+    assert classes <= known | REFUSED.keys()
+    assert not known & REFUSED.keys()
+    assert REFUSED.keys() <= classes
+
+
+def test_a_class_that_nobody_described_is_an_error_that_says_where_to():
+    with pytest.raises(
+        ValueError, match=r"has NewTransformer, of which adapters/models knows nothing: write an adapter"
+    ):
+        row("NewTransformer")
+
+
+def test_the_page_holds_the_table_of_the_installed_diffusers():
+    text = PAGE.read_text()
+    assert all(line in text for line in table()), "run python -m benchmarks.supported_table"
+
+
+def test_pipelines_are_found_by_what_they_take():
+    assert "Flux" in pipelines_of("FluxTransformer2DModel")
+    assert pipelines_of("WanTransformer3DModel")[0].startswith(("Lucy", "Wan"))
+
+
+def test_what_the_table_says_is_cached_was_tried():
+    assert {adapter.transformer for adapter in ADAPTERS} == {model.cls for model in MODELS.values()}
+    assert all(adapter.blocks is not None for adapter in ADAPTERS)
