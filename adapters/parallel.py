@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import warnings
@@ -100,9 +101,16 @@ def parallelize_pipe(
     plans = [plan_for(transformer, adapter=adapter) for transformer in transformers.values()]
     apart = guided.batch.size > 1 and not any(plan is not None and plan.batched for plan in plans)
 
+    signatures = {
+        id(module): inspect.signature(original_class(module).forward)  # type: ignore[attr-defined]
+        for module in transformers.values()
+    }
+
     def share_out(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling() or not guidance.active:
             return call(module, *args, **kwargs)
+        # Here, for an error of the one rank that computes this call would leave the others waiting.
+        signatures[id(uncompiled(module))].bind(module, *args, **kwargs)
         return guidance.call(module, partial(call, module), args, kwargs)
 
     def around(pipe: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -13,7 +13,7 @@ AURAFLOW = Adapter(
         outputs={"proj_out": Gather(dim=1, segment="image")},
         # Register tokens are part of the text.
         joint_order=("text", "image"),
-        batched=dict.fromkeys(("hidden_states", "encoder_hidden_states", "timestep"), 0),
+        batched=dict.fromkeys(("hidden_states", "encoder_hidden_states", "timestep", "attention_kwargs"), 0),
     ),
     blocks=CachedBlocks(
         (

@@ -16,7 +16,10 @@ COGVIDEOX_PLAN = Plan(
     inner={"patch_embed": {0: Split(dim=1, segment="video", after="text")}},
     outputs={"proj_out": Gather(dim=1, segment="video")},
     joint_order=("text", "video"),
-    batched=dict.fromkeys(("hidden_states", "encoder_hidden_states", "timestep", "ofs"), 0),
+    batched=dict.fromkeys(
+        ("hidden_states", "encoder_hidden_states", "timestep", "timestep_cond", "ofs", "attention_kwargs"), 0
+    ),
+    common=("image_rotary_emb",),
 )
 
 COGVIDEOX = Adapter(

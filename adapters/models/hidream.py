@@ -27,7 +27,9 @@ HIDREAM = Adapter(
             "encoder_hidden_states_llama3": 1,  # [layers, B, S, C]
             "pooled_embeds": 0,
             "img_ids": 0,
+            "img_sizes": 0,
             "hidden_states_masks": 0,
+            "attention_kwargs": 0,
         },
     ),
     blocks=CachedBlocks(

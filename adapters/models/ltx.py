@@ -25,8 +25,17 @@ LTX = Adapter(
         joint_order=("video",),
         attention={"**.attn2": (Attention(("video",), ("text",)),)},
         batched=dict.fromkeys(
-            ("hidden_states", "encoder_hidden_states", "timestep", "encoder_attention_mask", "video_coords"), 0
+            (
+                "hidden_states",
+                "encoder_hidden_states",
+                "timestep",
+                "encoder_attention_mask",
+                "video_coords",
+                "attention_kwargs",
+            ),
+            0,
         ),
+        common=("rope_interpolation_scale",),
     ),
     # Cross-attention to whole text sends nothing.
     text="replicate",
@@ -72,6 +81,8 @@ LTX2 = Adapter(
                 "audio_timestep",
                 "audio_sigma",
                 "audio_coords",
+                "perturbation_mask",
+                "attention_kwargs",
             ),
             0,
         ),

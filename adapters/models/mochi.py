@@ -18,7 +18,9 @@ MOCHI = Adapter(
         outputs={"proj_out": Gather(dim=1, segment="video")},
         # Each sample attends alone, to its valid text tokens: these are whole, and as many as it has.
         joint_order=("video", "text"),
-        batched=dict.fromkeys(("hidden_states", "encoder_hidden_states", "timestep", "encoder_attention_mask"), 0),
+        batched=dict.fromkeys(
+            ("hidden_states", "encoder_hidden_states", "timestep", "encoder_attention_mask", "attention_kwargs"), 0
+        ),
     ),
     blocks=CachedBlocks((Stage(("transformer_blocks",), ("hidden_states", "encoder_hidden_states"), chained=True),)),
     threshold=0.035,

@@ -14,7 +14,15 @@ PIXART = Adapter(
         joint_order=("image",),
         attention={"transformer_blocks.*.attn2": (Attention(("image",), ("text",)),)},
         batched=dict.fromkeys(
-            ("hidden_states", "encoder_hidden_states", "timestep", "added_cond_kwargs", "encoder_attention_mask"),
+            (
+                "hidden_states",
+                "encoder_hidden_states",
+                "timestep",
+                "added_cond_kwargs",
+                "cross_attention_kwargs",
+                "attention_mask",
+                "encoder_attention_mask",
+            ),
             0,
         ),
     ),

@@ -28,6 +28,8 @@ SD3 = Adapter(
                 "pooled_projections",
                 "timestep",
                 "block_controlnet_hidden_states",
+                # The embeddings of an IP-Adapter's images.
+                "joint_attention_kwargs",
             ),
             0,
         ),

@@ -109,6 +109,7 @@ class Plan:
         refused: parameters of the model's ``forward`` that cannot be given in parallel, each with the reason.
         batched: parameters that hold all branches of guidance, one behind the other, and the dim along which they do; the
             tokens first. Empty: branches are called one after the other.
+        common: with ``batched``, the other parameters that may hold tensors: what they hold is for all samples.
     """
 
     inputs: Mapping[str, Cut]
@@ -118,6 +119,7 @@ class Plan:
     attention: Mapping[str, tuple[Attention, ...]] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
     batched: Mapping[str, int] = field(default_factory=dict)
+    common: tuple[str, ...] = ()
 
     def cuts(self, segment: str) -> bool:
         """Whether any tensor of ``segment`` is sharded."""

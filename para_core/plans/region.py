@@ -33,7 +33,7 @@ from para_core.plans.attention import Interception, PlannedAttention, recomputed
 from para_core.plans.cutting import Cutting
 from para_core.plans.places import Boundary, as_tuple, find_boundaries, is_at, parameters_of
 from para_core.plans.plan import Attention, Cut, Plan, Split, published_plan
-from para_core.plans.samples import all_samples, own_samples
+from para_core.plans.samples import all_samples, holds_tensor, own_samples
 
 _KEY = "parallel"
 
@@ -174,6 +174,10 @@ class _Region:
         batch = self.batch
         given = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
         name, dim = next(iter(self.plan.batched.items()))
+        if not isinstance(given.get(name), Tensor):
+            # The model says what is wrong with that.
+            return args, kwargs, None
+        self._check_declared(given)
         total = given[name].shape[dim]
         if total % batch.size != 0:
             if not (self.warned_of_batch or torch.compiler.is_compiling()):
@@ -184,10 +188,25 @@ class _Region:
                     stacklevel=2,
                 )
             return args, kwargs, None
-        samples = total // batch.size
-        for name, dim in self.plan.batched.items():
-            given[name] = own_samples(given.get(name), dim, total, batch)
-        return (), {name: value for name, value in given.items() if name in self.parameters}, samples
+
+        def own(name: str, value: Any) -> Any:
+            dim = self.plan.batched.get(name)
+            return value if dim is None else own_samples(value, dim, total, batch)
+
+        # Each stays where it was given, and the model binds them: it refuses what is unknown, or given twice.
+        positional = [own(name, value) for name, value in zip(self.parameters, args, strict=False)]
+        named = {name: own(name, value) for name, value in kwargs.items()}
+        return (*positional, *args[len(positional) :]), named, total // batch.size
+
+    def _check_declared(self, given: Mapping[str, Any]) -> None:
+        declared = (*self.plan.batched, *self.plan.common)
+        unknown = [name for name, value in given.items() if name not in declared and holds_tensor(value)]
+        if unknown:
+            raise ValueError(
+                f"{', '.join(unknown)} of the model hold(s) tensors, and its plan does not say whether each sample of a batch "
+                "has its part of them. Name them in Plan.batched, or, if they are for all samples, in Plan.common; or use a "
+                "mesh without a 'batch' dim."
+            )
 
     def _all_samples(self, output: Any, samples: int | None) -> Any:
         if samples is None or self.batch is None:

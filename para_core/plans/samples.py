@@ -23,6 +23,15 @@ def own_samples(value: Any, dim: int, total: int, batch: MeshDim) -> Any:
     return value.narrow(dim, batch.index * size, size).clone()
 
 
+def holds_tensor(value: Any) -> bool:
+    """Whether it is a tensor, or a dict or list with one in it."""
+    if isinstance(value, Mapping):
+        return any(holds_tensor(item) for item in value.values())
+    if isinstance(value, (tuple, list)):
+        return any(holds_tensor(item) for item in value)
+    return isinstance(value, Tensor)
+
+
 def all_samples(output: Any, samples: int, batch: MeshDim) -> Any:
     """``output``, a tensor, a tuple or list, or a ModelOutput, with the samples of all ranks, of which each has as many."""
     gathered = [all_gather(value, [samples] * batch.size, 0, batch) for value in _tensors_of(output)]

@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from para_core.adapters import parallelize_pipe, unparallelize_pipe
 from para_core.guidance import Guidance
-from tests.tiny import cpu_mesh, flux_call, flux_pipe, relative_error
+from tests.tiny import cpu_mesh, flux_call, flux_inputs, flux_pipe, relative_error
 
 GUIDED = {"negative_prompt": "a blue square", "true_cfg_scale": 2.0}
 CALLS = {
@@ -94,6 +94,24 @@ def test_branches_are_shared_out_compiled(rank_pool, way):
         assert rounds == [[rank == 0, rank == 1]] * 2
         errors = [relative_error(image, expected) for image in images]
         assert max(errors) < 1e-5, errors
+
+
+def call_with_an_unknown_argument():
+    pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 1, batch=2))
+    expected = pipe(**flux_call(**GUIDED)).images
+    component, steps = pipe.transformer, []
+
+    def mistaken(pipe, step, timestep, tensors):
+        steps.append(component(**flux_inputs(4, 3), return_dict=False))
+        component(**flux_inputs(4, 3), return_dict=False, guidance_of_another_model=3.0)
+
+    with pytest.raises(TypeError, match="unexpected keyword argument 'guidance_of_another_model'"):
+        pipe(**flux_call(**GUIDED, callback_on_step_end=mistaken))
+    return len(steps), relative_error(pipe(**flux_call(**GUIDED)).images, expected)
+
+
+def test_an_unknown_argument_of_a_shared_call_is_an_error_on_every_rank(rank_pool):
+    assert rank_pool.run(call_with_an_unknown_argument, 2) == [(1, 0.0)] * 2
 
 
 def draw_without_guidance():

@@ -1,0 +1,78 @@
+"""What each rank along a batch mesh dim is given: its samples of every tensor, or an error that names the tensor."""
+
+import inspect
+import re
+from dataclasses import replace
+
+import diffusers
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.tiny_models import MODELS
+from para_core.adapters import parallelize_transformer
+from para_core.adapters.models.supported import ADAPTERS
+from para_core.plans.samples import holds_tensor
+from tests.tiny import cpu_mesh, relative_error
+
+BATCHED = [adapter for adapter in ADAPTERS if adapter.plan is not None and adapter.plan.batched]
+# Of such alone, a parameter holds no tensor.
+PLAIN = r"(int|float|bool|str|None|list|tuple|typing|Union|Optional|class|[\[\],|<>'. ])+"
+
+
+@pytest.mark.parametrize("adapter", BATCHED, ids=lambda adapter: adapter.transformer)
+def test_each_parameter_that_may_hold_tensors_is_shared_out_or_declared_common(adapter):
+    parameters = inspect.signature(getattr(diffusers, adapter.transformer).forward).parameters
+    may_hold = {name for name, p in parameters.items() if not re.fullmatch(PLAIN, str(p.annotation))} - {"self"}
+    declared = {*adapter.plan.batched, *adapter.plan.common, *adapter.plan.refused}
+    assert may_hold <= declared <= set(parameters)
+
+
+def test_the_tensors_of_every_tiny_model_are_among_them():
+    for name, model in MODELS.items():
+        for adapter in BATCHED:
+            if adapter.transformer == model.cls:
+                given = {key for key, value in model.inputs(3, 6, 10).items() if holds_tensor(value)}
+                assert given <= {*adapter.plan.batched, *adapter.plan.common}, name
+
+
+SD3 = next(adapter for adapter in BATCHED if adapter.transformer == "SD3Transformer2DModel")
+
+
+def call_with_more():
+    """By way of calling: the error, or what comes out."""
+    model = MODELS["sd3"]
+    transformer, inputs = parallelize_transformer(model.build(), mesh=cpu_mesh(1, 1, batch=2)), model.inputs(3, 6, 10)
+    tokens = inputs.pop("hidden_states")
+
+    def attempt(*args, **kwargs):
+        try:
+            return transformer(*args, **kwargs).sample
+        except (TypeError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+
+    found = {
+        "positional": attempt(tokens, **inputs),
+        "unknown": attempt(tokens, **inputs, guidance=3.0),
+        "doubled": attempt(tokens, **inputs, hidden_states=tokens),
+        "too many": attempt(tokens, *inputs.values(), None, True, None, 5),
+        "no tokens": attempt(**inputs),
+    }
+    plan = replace(SD3.plan, batched={"hidden_states": 0, "timestep": 0})
+    parallelize_transformer(transformer, mesh=cpu_mesh(1, 1, batch=2), adapter=replace(SD3, plan=plan))
+    return {**found, "undeclared": attempt(tokens, **inputs)}
+
+
+def test_unknown_doubled_and_undeclared_arguments_are_errors_on_every_rank_of_a_batch_mesh(rank_pool):
+    model = MODELS["sd3"]
+    with torch.no_grad():
+        expected = model.build()(**model.inputs(3, 6, 10)).sample
+    for found in rank_pool.run(call_with_more, 2):
+        assert relative_error(found.pop("positional"), expected) < 1e-5
+        assert not any(isinstance(value, Tensor) for value in found.values()), found
+        assert "unexpected keyword argument 'guidance'" in found["unknown"]
+        assert "multiple values for argument 'hidden_states'" in found["doubled"]
+        assert "positional arguments but" in found["too many"]
+        assert "missing 1 required positional argument: 'hidden_states'" in found["no tokens"]
+        assert "encoder_hidden_states, pooled_projections of the model hold(s) tensors" in found["undeclared"]
+        assert "Name them in Plan.batched" in found["undeclared"]
