@@ -12,7 +12,8 @@ SD3 = Adapter(
     plan=Plan(
         # [B, S, C] each, added to the image tokens between blocks.
         inputs={"block_controlnet_hidden_states": Split(dim=1, like="image")},
-        inner={"transformer_blocks.0": {"hidden_states": Split(dim=1, segment="image")}},
+        # Behind the embedding: any block, the first too, may be among those that a call skips.
+        inner={"pos_embed": {0: Split(dim=1, segment="image")}},
         outputs={"proj_out": Gather(dim=1, segment="image")},
         joint_order=JOINT,
         attention={

@@ -90,10 +90,10 @@ class Cutting:
                     f"{name} has {value.ndim} dims {list(value.shape)}; the plan splits a tensor of {split.ndim}."
                 )
         if split.then_replicated:
-            total = self.segments[split.like or ""].total
+            total = self._segment(split.like or "").total
             cut, rest = value.split([total, value.shape[split.dim] - total], dim=split.dim)
             return torch.cat([self._split(cut, replace(split, then_replicated=False), name), rest], dim=split.dim)
-        first = () if split.after is None else (self.segments[split.after],)
+        first = () if split.after is None else (self._segment(split.after),)
         total = value.shape[split.dim] - sum([segment.total for segment in first])
         stream = split.segment or split.like or name
         # A branch, for a comparison of symbolic lengths is no bool.
@@ -116,7 +116,7 @@ class Cutting:
             )
 
     def _count(self, number: int, cut: FirstTokens | LastTokens) -> int:
-        segment = self.segments[cut.segment]
+        segment = self._segment(cut.segment)
         ((start, length),) = segment.runs(0 if segment.replicated else self.mesh.rank, self.mesh.ranks)
         if isinstance(cut, FirstTokens):
             return min(max(number - start, 0), length)
@@ -137,5 +137,14 @@ class Cutting:
     def _gather(self, value: Any, gather: Gather | None) -> Any:
         if gather is None or value is None:
             return value
-        segment = self.segments[gather.segment]
+        segment = self._segment(gather.segment)
         return gather_tokens(value, gather.dim, SequenceLayout((segment,), self.mesh.ranks), self.mesh)
+
+    def _segment(self, name: str) -> Segment:
+        if name not in self.segments:
+            raise ValueError(
+                f"the plan refers to the segment {name!r}, which this call has not sharded: the module or parameter at which "
+                f"the plan shards it had no part in the call, or comes later. Known here: {sorted(self.segments) or 'none'}. "
+                "Shard it at what every call needs, such as the embedding of its tokens."
+            )
+        return self.segments[name]

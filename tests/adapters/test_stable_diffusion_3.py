@@ -1,4 +1,4 @@
-"""Stable Diffusion 3 with an IP-Adapter is as alone on every mesh."""
+"""Stable Diffusion 3 with an IP-Adapter, and guided by a call that skips layers, is as alone on every mesh."""
 
 import pytest
 import torch
@@ -13,8 +13,12 @@ from tests.tiny import cpu_mesh, relative_error
 NAME = "stable diffusion 3"
 # Of the negative image, and of the image.
 IMAGES = torch.stack([torch.linspace(-1, 1, 40).view(2, 20), torch.linspace(2, 0, 40).view(2, 20)])
+# From the second step on.
+WINDOW = {"skip_layer_guidance_start": 0.0, "skip_layer_guidance_stop": 1.0}
 OPTIONS = {
     "an IP-Adapter": {"ip_adapter_image_embeds": IMAGES},
+    "the first layer skipped": {"skip_guidance_layers": [0], **WINDOW},
+    "two layers skipped": {"skip_guidance_layers": [0, 2], **WINDOW},
 }
 
 
@@ -50,8 +54,10 @@ def generate_on(what, shapes):
     return [*outs, generate(unparallelize_pipe(pipe), what)]
 
 
+# On a batch dim the call that skips layers is of one sample, which all ranks compute.
+@pytest.mark.filterwarnings(r"ignore:a call has 1 sample")
 @pytest.mark.parametrize("what", OPTIONS)
-def test_an_image_prompt_is_exact_on_every_mesh_of_two(rank_pool, what):
+def test_an_image_prompt_and_skipped_layers_are_exact_on_every_mesh_of_two(rank_pool, what):
     expected = generate(build(what), what)
     assert relative_error(expected, generate(build(what), None)) > 1e-3
     for outs in rank_pool.run(generate_on, 2, what, [(2, 1, 1), (1, 1, 2), (1, 2, 1)]):

@@ -7,7 +7,7 @@ from diffusers import FluxTransformer2DModel
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 from torch import nn
 
-from para_core.mesh import sequence_mesh
+from para_core.mesh import one_rank, sequence_mesh
 from para_core.plans.cutting import Cutting
 from para_core.plans.plan import Entries, Gather, Plan, Split, published_plan
 from para_core.plans.region import apply_plan, plan_mesh, remove_plan
@@ -173,3 +173,11 @@ def test_a_replicated_segment_leaves_entries_that_go_with_it_as_they_are():
     of_text, of_image = Split(dim=0, like="text"), Split(dim=0, like="image")
     plan = Plan({}, {}, ("text", "image"), inner={"blocks.*": {"rope": Entries((of_text, of_image))}})
     assert plan.with_replicated("text").inner == {"blocks.*": {"rope": Entries((None, of_image))}}
+
+
+def test_what_is_gathered_but_was_not_sharded_in_this_call_is_named():
+    cutting = Cutting(one_rank("cpu"))
+    with pytest.raises(ValueError, match=r"segment 'image', which this call has not sharded: .*Known here: none\."):
+        cutting.outputs(torch.ones(1, 2), (Gather(1, "image"),))
+    cutting.cut(torch.ones(1, 2), Split(1, segment="image"), "hidden_states")
+    assert cutting.outputs(torch.ones(1, 2), (Gather(1, "image"),)).shape == (1, 2)
