@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,27 +42,42 @@ def choose_mesh(num_ranks: int, num_heads: int | None, guidance: str | None) -> 
 def default_guidance(pipe: Any, transformer: Any) -> str | None:
     """Why calls of ``pipe`` guide, by its default arguments; None if they do not.
 
-    A ``true_cfg_scale`` needs a negative prompt, and beside one, or in a model that embeds it, ``guidance_scale`` is no branch.
+    The pipeline's own ``do_classifier_free_guidance`` is asked, as it would answer in such a call: it knows of distilled models. Without
+    one, a ``true_cfg_scale`` needs a negative prompt, and a ``guidance_scale`` is a branch only where there may be a negative
+    prompt, and the model does not embed it.
     """
     guider = getattr(pipe, "guider", None)
     if guider is not None:
         scale = getattr(guider, "guidance_scale", None)
         return f"its guider has guidance_scale {scale}" if getattr(guider, "num_conditions", 1) > 1 else None
     parameters = inspect.signature(original_class(pipe).__call__).parameters
-    name = "true_cfg_scale" if "true_cfg_scale" in parameters else "guidance_scale"
-    if (
-        name not in parameters
-        or not isinstance(parameters[name].default, (int, float))
-        or parameters[name].default <= 1
-    ):
+    defaults = {name: parameter.default for name, parameter in parameters.items()}
+    answer = _own_answer(pipe, defaults)
+    name = "guidance_scale" if answer or "true_cfg_scale" not in defaults else "true_cfg_scale"
+    scale = defaults.get(name)
+    if answer is None:
+        if name == "true_cfg_scale":
+            may = defaults.get("negative_prompt") is not None
+        else:
+            embedded = getattr(getattr(transformer, "config", None), "guidance_embeds", False)
+            may = "negative_prompt" in defaults and not embedded
+        answer = may and isinstance(scale, (int, float)) and scale > 1
+    return f"{name} is {scale} by default" if answer else None
+
+
+def _own_answer(pipe: Any, defaults: Mapping[str, Any]) -> bool | None:
+    """Whether ``pipe`` says of itself that it guides, called with ``defaults``; None if it says nothing."""
+    cls: Any = original_class(pipe)
+    asked = inspect.getattr_static(cls, "do_classifier_free_guidance", None)
+    if not isinstance(asked, property):
         return None
-    if name == "true_cfg_scale":
-        negative = parameters.get("negative_prompt")
-        if negative is None or negative.default is None:
-            return None
-    elif getattr(getattr(transformer, "config", None), "guidance_embeds", False):
+    # Calls keep their arguments under these names, and the property reads them. A pipe that was never called has none.
+    called = cls.__new__(cls)
+    called.__dict__.update({**vars(pipe), **{f"_{name}": default for name, default in defaults.items()}})
+    try:
+        return bool(called.do_classifier_free_guidance)
+    except (AttributeError, TypeError):
         return None
-    return f"{name} is {parameters[name].default} by default"
 
 
 def number_of_heads(transformer: Any) -> int | None:

@@ -1,9 +1,13 @@
 """The mesh that a pipeline gets where none is given."""
 
+from unittest import mock
+
 import diffusers
 import pytest
 
+from benchmarks.tiny_pipelines import PIPELINES
 from para_core.adapters.mesh_choice import choose_mesh, default_guidance
+from tests.tiny import flux_pipe
 
 
 @pytest.mark.parametrize(
@@ -52,6 +56,39 @@ def test_default_arguments_say_whether_a_pipeline_guides(name):
     cls = getattr(diffusers, name)
     found = default_guidance(cls.__new__(cls), Transformer())
     assert (found is not None) == GUIDES[name]
+
+
+# Tiny pipelines that are called with their default scales, and what is special about one.
+CALLED = [
+    *[
+        (name, {})
+        for name in ("cogvideox", "hunyuan", "hunyuan 1.5", "ltx2", "auraflow", "pixart", "flux2", "flux2 klein")
+    ],
+    ("flux2 klein", {"is_distilled": True}),
+    ("flux2 klein, inpainting", {"is_distilled": True}),
+    ("wan animate, replacing", {}),
+]
+
+
+@pytest.mark.filterwarnings("ignore:In CPU autocast")
+@pytest.mark.parametrize(("name", "config"), CALLED)
+def test_what_is_expected_of_default_arguments_is_what_a_call_does(name, config):
+    pipe = PIPELINES[name].build()
+    pipe.register_to_config(**config)
+    guides = default_guidance(pipe, pipe.transformer) is not None
+    samples = []
+    pipe.transformer.register_forward_pre_hook(
+        lambda module, args, kwargs: samples.append(len(args[0] if args else kwargs["hidden_states"])), with_kwargs=True
+    )
+    with mock.patch.object(pipe.scheduler, "step", wraps=pipe.scheduler.step) as steps:
+        pipe(**PIPELINES[name].call())
+    assert guides == (sum(samples) > steps.call_count), (samples, steps.call_count)
+
+
+def test_a_control_image_is_no_branch_of_guidance():
+    pipe = flux_pipe(diffusers.FluxControlPipeline)
+    assert not pipe.transformer.config.guidance_embeds
+    assert default_guidance(pipe, pipe.transformer) is None
 
 
 def test_guidance_that_a_model_embeds_has_no_branches():
