@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.adapters.adapter import Adapter, Text
 from para_core.adapters.mesh_choice import choose_mesh, default_guidance, number_of_heads
-from para_core.adapters.models.supported import TRANSFORMERS, plan_for, supported, transformers_of, why_no_plan
+from para_core.adapters.models.supported import TRANSFORMERS, plan_for, supported, transformers_of, why_refused
 from para_core.adapters.one_call import (
     random_state_of_first_rank,
     reasons_shared,
@@ -157,10 +157,10 @@ def _of_perturbed(pipe: Any, transformer: nn.Module, adapter: Adapter | None) ->
         reason = (
             "its perturbed attention hides image tokens from each other by a mask that covers those of one rank only"
         )
-        raise TypeError(_unsupported(pipe, reason))
+        raise TypeError(_unsupported(pipe, reason, "Use the pipeline without perturbed attention. "))
     plan = plan_for(transformer, adapter=adapter)
     if plan is None:
-        raise TypeError(_unsupported(pipe, why_no_plan(transformer)))
+        raise TypeError(_no_plan(pipe, transformer))
     return Adapter(original_class(transformer).__name__, type(pipe).__name__, replace(plan, batched={}))
 
 
@@ -226,7 +226,7 @@ def parallelize_transformer(
     module = uncompiled(transformer)
     plan = plan_for(module, text, adapter)
     if plan is None:
-        raise TypeError(_unsupported(module, why_no_plan(module)))
+        raise TypeError(_no_plan(module, module))
     guided = _guided_mesh(mesh, module)
     _require_one_device(module)
 
@@ -259,17 +259,26 @@ def _plans_of(pipe: Any, adapter: Adapter | None = None) -> dict[str, nn.Module]
         raise TypeError(_unsupported(pipe, "it has no transformer"))
     for module in transformers.values():
         if plan_for(module, adapter=adapter) is None:
-            raise TypeError(_unsupported(pipe, why_no_plan(module)))
+            raise TypeError(_no_plan(pipe, module))
     return transformers
 
 
-def _unsupported(thing: Any, reason: str) -> str:
-    return (
-        f"{original_class(thing).__name__} is not supported: {reason}. Supported are {supported()}. Any model whose tokens you "
-        "can shard runs in parallel by hand:\n"
-        "    with UnifiedAttnMode(mesh) as cp:\n"
-        "        y = cp.gather(model(cp.shard(x, dim=1)), dim=1)"
+def _unsupported(thing: Any, reason: str, way_out: str = "") -> str:
+    return f"{original_class(thing).__name__} is not supported: {reason}. {way_out}Supported are {supported()}."
+
+
+def _no_plan(thing: Any, module: nn.Module) -> str:
+    name = original_class(module).__name__
+    reason = why_refused(module)
+    if reason is not None:
+        way_out = "Give each rank prompts of its own instead. "
+        return _unsupported(thing, f"{name} has no plan, for {reason}", way_out)
+    way_out = (
+        "What it shards and gathers can be said in some ten lines, a plan: parallelize_pipe(pipe, mesh=mesh, "
+        f"adapter=Adapter(transformer={name!r}, pipelines=..., plan=Plan(...))). docs/new_model.md shows how to find and to "
+        "check it. "
     )
+    return _unsupported(thing, f"there is no plan for {name}", way_out)
 
 
 def _require_one_device(module: nn.Module) -> None:

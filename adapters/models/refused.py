@@ -4,11 +4,11 @@ from collections.abc import Mapping
 
 _LINEAR = "its linear attention is no scaled_dot_product_attention, and convolutions mix neighbouring tokens between"
 _FLEX = "it attends through flex attention, by a mask of blocks of the whole video"
-_PART = "it is a part of a UNet, which shards rows of a picture, not tokens"
+_PART = "it is a part of a UNet, which would have to shard rows of an image, not tokens"
 
 REFUSED: Mapping[str, str] = {
     "AnyFlowFARTransformer3DModel": _FLEX,
-    "BriaFibo2Transformer2DModel": "there is no plan for it yet; docs/new_model.md says how to write one",
+    "BriaFibo2Transformer2DModel": "nobody wrote one yet; docs/new_model.md says how",
     "DreamLiteTransformer2DModel": _PART,
     "Kandinsky6SRTransformer3DModel": _FLEX,
     "LatteTransformer3DModel": "its temporal blocks take a time step for each token of each sample in one dim, which no plan shards",

@@ -133,11 +133,9 @@ def adapter_for(module: nn.Module, adapter: Adapter | None = None) -> Adapter | 
     return next((known for name in names for known in candidates if known.transformer == name), None)
 
 
-def why_no_plan(module: nn.Module) -> str:
-    """For the message where :func:`plan_for` finds nothing."""
-    name = original_class(module).__name__
-    reasons = [REFUSED[cls.__name__] for cls in type(module).__mro__ if cls.__name__ in REFUSED]
-    return ": ".join([f"there is no plan for {name}", *reasons[:1]])
+def why_refused(module: nn.Module) -> str | None:
+    """Why a class of diffusers has no plan; None where nothing is known against one."""
+    return next((REFUSED[cls.__name__] for cls in type(module).__mro__ if cls.__name__ in REFUSED), None)
 
 
 def _with_text(plan: Plan, segment: str, text: Text, *, asked: Text | None, module: nn.Module) -> Plan:
