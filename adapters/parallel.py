@@ -29,7 +29,7 @@ from para_core.adapters.one_call import (
     require_same_inputs,
     set_timeout,
 )
-from para_core.adapters.refusals import rank_local_cache, unseen_attention
+from para_core.adapters.refusals import unfit_guider, unfit_hook, unseen_attention
 from para_core.cache.apply import cache_options
 from para_core.guidance import Guidance
 from para_core.instance import original_class, uncompiled, unwrap, wrap_method, wrapper
@@ -117,9 +117,10 @@ def parallelize_pipe(
         guided.check_alive()
         problems = [
             _problem(pipe, name, transformer, meshes[name])
-            or rank_local_cache(transformer, guided.ranks, f"pipe.{name}")
+            or unfit_hook(transformer, guided.ranks, guided.sequence.ranks, f"pipe.{name}")
             for name, transformer in transformers.items()
         ]
+        problems.append(unfit_guider(pipe, guided.ranks, guided.sequence.ranks))
         problem = next((problem for problem in problems if problem is not None), None)
         if not assume_equal:
             require_same_call(call, (pipe, *args), kwargs, guided, f"the {type(pipe).__name__}", problem)
@@ -233,7 +234,7 @@ def parallelize_transformer(
     def require_equal(given: Mapping[str, Any]) -> None:
         guided.check_alive()
         problem = unseen_attention(module, guided.sequence.ranks, "transformer")
-        problem = problem or rank_local_cache(module, guided.ranks, "transformer")
+        problem = problem or unfit_hook(module, guided.ranks, guided.sequence.ranks, "transformer")
         if assume_equal:
             if problem is not None:
                 raise RuntimeError(problem)

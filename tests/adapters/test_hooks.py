@@ -1,0 +1,129 @@
+"""diffusers' own hooks on a parallel pipeline: each gives what it gives on one device, or is an error before the call."""
+
+import importlib
+import inspect
+import pkgutil
+
+import diffusers.hooks
+import pytest
+from diffusers.guiders import AutoGuidance, ClassifierFreeGuidance, SmoothedEnergyGuidance
+from diffusers.hooks import HookRegistry, ModelHook
+
+from benchmarks.hooks import HOOKS, MESHES, build, outcome
+from benchmarks.tiny_pipelines import PIPELINES
+from para_core.adapters import parallelize_pipe
+from para_core.adapters.refusals import _hooks
+from tests.adapters.test_pipelines import generate
+from tests.tiny import cpu_mesh, flux_call, flux_pipe, relative_error
+
+# What is put on nothing else than weights, or lets each token skip for itself.
+EXACT = {hook for hook in HOOKS if hook.startswith(("group offload", "layerwise", "layer skip"))} - {
+    "layer skip, dropout 0.5 (auto guidance)"
+}
+# Put on by none of these: what is about GPUs, LoRAs, and diffusers' own parallelism, which is refused when it is switched on.
+NOT_TRIED = {
+    "LazyPrefetchGroupOffloadingHook",
+    "LayerExecutionTrackerHook",
+    "PeftInputAutocastDisableHook",
+    "ContextParallelSplitHook",
+    "ContextParallelGatherHook",
+    # Beside others of the same caches: of one model, which has no plan, and of models with a norm behind their blocks.
+    "TextKVCacheBlockHook",
+    "SeaCachePostNormHook",
+}
+
+
+SOME = (
+    "layer skip, whole blocks",
+    "layer skip, dropout 0.5 (auto guidance)",
+    "smoothed energy guidance",
+    "FasterCache",
+)
+
+
+def outcomes(hook):
+    return {
+        label: outcome(hook, cpu_mesh(ring, ulysses, batch=batch)) for label, (batch, ring, ulysses) in MESHES.items()
+    }
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("hook", [pytest.param(hook, marks=() if hook in SOME else pytest.mark.long) for hook in HOOKS])
+def test_each_hook_is_exact_or_refused_before_the_call(rank_pool, hook):
+    for found in rank_pool.run(outcomes, 2, hook):
+        if hook in EXACT:
+            assert all(isinstance(one, float) and one < 1e-5 for one in found.values()), found
+        elif hook == "smoothed energy guidance":
+            # Where each rank has whole images.
+            assert found.pop("2 batch") < 1e-5
+            assert all("blurs the queries of a whole image" in one for one in found.values())
+        else:
+            assert all("pipe.transformer has" in str(one) for one in found.values()), found
+
+
+def test_every_hook_of_diffusers_is_tried():
+    modules = [
+        importlib.import_module(f"diffusers.hooks.{module.name}")
+        for module in pkgutil.iter_modules(diffusers.hooks.__path__)
+        if module.name != "tensor_parallel_neuron"
+    ]
+    known = {
+        cls.__name__
+        for module in modules
+        for _, cls in inspect.getmembers(module, inspect.isclass)
+        if issubclass(cls, ModelHook) and cls is not ModelHook
+    }
+    tried = {type(hook).__name__ for name in HOOKS for _, hook in _hooks(build(name).transformer)}
+    assert known - NOT_TRIED == tried
+
+
+class Doubles(ModelHook):
+    def post_forward(self, module, output):
+        return output * 2
+
+
+def with_hooks_of_others():
+    pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2))
+    registry = HookRegistry.check_if_exists_or_initialize(pipe.transformer.x_embedder)
+    registry.register_hook(Doubles(), "mine")
+    image = pipe(**flux_call()).images
+    # As one that a later diffusers brings.
+    Doubles.__module__ = "diffusers.hooks.of_tomorrow"
+    try:
+        with pytest.raises(RuntimeError, match=r"diffusers' Doubles at 'x_embedder': of which nobody knows"):
+            pipe(**flux_call())
+    finally:
+        Doubles.__module__ = __name__
+    return image
+
+
+def test_a_hook_of_the_user_stays_and_an_unknown_one_of_diffusers_is_refused(rank_pool):
+    pipe = flux_pipe()
+    plain = pipe(**flux_call()).images
+    HookRegistry.check_if_exists_or_initialize(pipe.transformer.x_embedder).register_hook(Doubles(), "mine")
+    expected = pipe(**flux_call()).images
+    assert relative_error(expected, plain) > 1e-3
+    for image in rank_pool.run(with_hooks_of_others, 2):
+        assert relative_error(image, expected) < 1e-5
+
+
+def guide_otherwise():
+    name = "hunyuan 1.5"
+    pipe, messages = parallelize_pipe(PIPELINES[name].build(), mesh=cpu_mesh(1, 2)), []
+    for guider in (
+        SmoothedEnergyGuidance(seg_guidance_layers=[1]),
+        AutoGuidance(auto_guidance_layers=[1], dropout=0.5),
+    ):
+        pipe.guider = guider
+        with pytest.raises(RuntimeError, match=r"pipe\.guider is a") as error:
+            generate(pipe, name)
+        messages.append(str(error.value))
+    pipe.guider = ClassifierFreeGuidance()
+    generate(pipe, name)
+    return messages
+
+
+def test_a_guider_that_would_put_such_a_hook_on_is_refused_before_the_call(rank_pool):
+    for blurs, drops in rank_pool.run(guide_otherwise, 2):
+        assert "SmoothedEnergyGuidance: it blurs the queries of a whole image" in blurs
+        assert "AutoGuidance: it drops activations at random" in drops
