@@ -35,9 +35,10 @@ from hashlib import blake2b
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from para_core.collectives import all_gather_bytes
-from para_core.mesh import GuidedMesh, SequenceMesh
+from para_core.mesh import GuidedMesh, MeshDim, SequenceMesh
 
 MAX_OWN = 4
 # Digest, length, own integers.
@@ -135,11 +136,29 @@ def _gathered(row: bytes, mesh: SequenceMesh | GuidedMesh) -> bytes:
             try:
                 rows = all_gather_bytes(rows, dim)
             except RuntimeError as error:
-                raise RuntimeError(
-                    f"no answer from all {dim.size} ranks of mesh dim {dim.name!r} within the group's timeout. Most likely "
-                    "another rank raised an exception of its own, or died: its log has the reason."
-                ) from error
+                raise RuntimeError(_unanswered(dim, str(error).lower())) from error
         return rows.numpy().tobytes()
+
+
+# What gloo says of a group of which a collective has timed out before, on this rank or on another, or a rank has died.
+_CLOSED = ("pair closure", "connection closed", "connection reset")
+
+
+def _unanswered(dim: MeshDim, error: str) -> str:
+    """What it means that a collective over ``dim`` ended in ``error``, and what to do."""
+    if not any(sign in error for sign in _CLOSED):
+        return (
+            f"no answer from all {dim.size} ranks of mesh dim {dim.name!r} within the group's timeout. Most likely another rank "
+            "raised an exception of its own, or died: its log has the reason."
+        )
+    default = dim.group is dist.group.WORLD
+    return (
+        f"the connections of mesh dim {dim.name!r} are closed: an earlier call over its process group timed out, on this rank or "
+        "another, or a rank has died; gloo does not open them again. "
+        + ("It is the default group, which a new mesh over all ranks takes, too. " if default else "")
+        + "If all processes live, call torch.distributed.destroy_process_group() and init_process_group() on each, make the "
+        "mesh anew, and parallelize with it; otherwise start them again."
+    )
 
 
 def raise_first_error(records: list[Record]) -> None:

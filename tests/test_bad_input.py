@@ -252,3 +252,38 @@ def test_an_exception_of_the_users_own_on_one_rank_ends_the_others_with_a_messag
     assert isinstance(waiting, RuntimeError)
     assert "no answer from all 2 ranks of mesh dim 'ulysses'" in str(waiting)
     assert "another rank raised an exception of its own" in str(waiting)
+
+
+def attend_after_a_time_out(path):
+    q, k, v = make_qkv(4, 2)
+
+    def attend():
+        with UnifiedAttnMode(init_device_mesh("cpu", (1, 2), mesh_dim_names=("ring", "ulysses"))):
+            return F.scaled_dot_product_attention(q, k, v)
+
+    attend()
+    rank = dist.get_rank()
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)
+    if rank == 0:
+        first = _error_of(attend)
+    else:
+        first = None
+        time.sleep(4)
+    second = _error_of(attend)
+    # What the message advises.
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
+    return first, second, attend().shape
+
+
+def test_after_a_time_out_a_new_mesh_says_that_the_default_group_is_dead_and_what_to_do(rank_pool, tmp_path):
+    (first, *zero), (_, *one) = rank_pool.run(attend_after_a_time_out, 2, str(tmp_path / "store"))
+    assert "within the group's timeout" in first[0]
+    for (message, seconds), shape in (zero, one):
+        assert (
+            "connections of mesh dim 'ulysses' are closed: an earlier call over its process group timed out" in message
+        )
+        assert "It is the default group, which a new mesh over all ranks takes, too" in message
+        assert "destroy_process_group() and init_process_group() on each" in message
+        assert seconds < SECONDS
+        assert len(shape) == 4
