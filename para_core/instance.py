@@ -122,6 +122,7 @@ def _class_of(base: type, wrappers: Wrappers) -> type:
         "__doc__": base.__doc__,
         "__slots__": (),
         "__reduce_ex__": _reduce_as_original,
+        "__dir__": _dir_as_original,
         "_para_core_original": base,
         "_para_core_wrappers": wrappers,
     }
@@ -180,6 +181,12 @@ def _named_like(call: Callable[..., Any], method: Callable[..., Any]) -> Callabl
     # inspect.signature follows it: what a caller asks about is the original.
     method.__wrapped__ = call  # type: ignore[attr-defined]
     return method
+
+
+def _dir_as_original(self: Any) -> list[str]:
+    base = original_class(self)
+    added = {name for name in vars(type(self)) if not hasattr(base, name)}
+    return [name for name in super(type(self), self).__dir__() if name not in added]
 
 
 def _reduce_as_original(self: Any, protocol: Any) -> Any:

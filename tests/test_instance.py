@@ -126,3 +126,15 @@ def test_parts_that_were_compiled_are_found_however_that_was_done():
     forward_alone[0].forward = torch.compile(forward_alone[0].forward, backend="eager")
     for module in (in_place, replaced, forward_alone, torch.compile(build(), backend="eager")):
         assert has_compiled_parts(module)
+
+
+def test_dir_of_a_wrapped_instance_is_what_it_was():
+    greeter, scaled = Greeter(), Scaled()
+    before = dir(greeter), dir(scaled)
+    wrap_method(greeter, "__call__", "twice", twice)
+    wrap_method(scaled, "forward", "plus_one", plus_one)
+    assert (dir(greeter), dir(scaled)) == before
+    # The private class is another object, and the same to every question but ``is``: docs/pipelines.md says so.
+    assert type(greeter) is not Greeter
+    assert type(greeter) == Greeter  # noqa: E721
+    assert isinstance(greeter, Greeter)
