@@ -27,6 +27,7 @@ ALLEGRO = Adapter(
         batched=dict.fromkeys(
             ("hidden_states", "encoder_hidden_states", "timestep", "attention_mask", "encoder_attention_mask"), 0
         ),
+        common=("image_rotary_emb",),
     ),
     blocks=CachedBlocks((Stage(("transformer_blocks",), chained=True),)),
 )

@@ -48,6 +48,7 @@ STABLE_AUDIO = Adapter(
             ),
             0,
         ),
+        common=("rotary_embedding",),
     ),
     blocks=CachedBlocks((Stage(("transformer_blocks",), chained=True),)),
 )

@@ -6,6 +6,8 @@ from para_core.adapters.adapter import Adapter
 from para_core.cache.blocks import CachedBlocks, Stage
 from para_core.plans.plan import Gather, Plan, Replicate, Split
 
+OF_SAMPLES = ("hidden_states", "encoder_hidden_states", "timestep", "timestep_cond", "attention_kwargs")
+
 COGVIDEOX_PLAN = Plan(
     inputs={
         "encoder_hidden_states": Replicate(dim=1, segment="text"),
@@ -16,9 +18,7 @@ COGVIDEOX_PLAN = Plan(
     inner={"patch_embed": {0: Split(dim=1, segment="video", after="text")}},
     outputs={"proj_out": Gather(dim=1, segment="video")},
     joint_order=("text", "video"),
-    batched=dict.fromkeys(
-        ("hidden_states", "encoder_hidden_states", "timestep", "timestep_cond", "ofs", "attention_kwargs"), 0
-    ),
+    batched=dict.fromkeys((*OF_SAMPLES, "ofs"), 0),
     common=("image_rotary_emb",),
 )
 
@@ -35,7 +35,7 @@ CONSISID = Adapter(
     transformer="ConsisIDTransformer3DModel",
     pipelines="ConsisID",
     # Between blocks, each video token attends to those of a face, which all ranks have.
-    plan=replace(COGVIDEOX_PLAN, batched={**COGVIDEOX_PLAN.batched, "id_cond": 0, "id_vit_hidden": 0}),
+    plan=replace(COGVIDEOX_PLAN, batched=dict.fromkeys((*OF_SAMPLES, "id_cond", "id_vit_hidden"), 0)),
     blocks=CachedBlocks(
         (
             Stage(

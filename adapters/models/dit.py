@@ -12,7 +12,7 @@ DIT = Adapter(
         inner={"transformer_blocks.0": {"hidden_states": Split(dim=1, segment="image")}},
         outputs={"proj_out_2": Gather(dim=1, segment="image")},
         joint_order=("image",),
-        batched=dict.fromkeys(("hidden_states", "timestep", "class_labels"), 0),
+        batched=dict.fromkeys(("hidden_states", "timestep", "class_labels", "cross_attention_kwargs"), 0),
     ),
     blocks=CachedBlocks((Stage(("transformer_blocks",), chained=True),), conditions=("class_labels",)),
 )

@@ -8,6 +8,7 @@ from para_core.cache.blocks import CachedBlocks, Stage
 from para_core.plans.plan import Split
 
 STREAMS = ("encoder_hidden_states", "hidden_states")
+OF_SAMPLES, IDS = ("timestep", "pooled_projections", "guidance"), ("img_ids", "txt_ids")
 RESIDUALS = ("controlnet_block_samples", "controlnet_single_block_samples")
 
 CHROMA = Adapter(
@@ -35,7 +36,8 @@ BRIA = Adapter(
     pipelines="Bria",
     plan=replace(
         FLUX_PLAN,
-        batched=dict.fromkeys(("hidden_states", "encoder_hidden_states", "timestep", *RESIDUALS), 0),
+        batched=dict.fromkeys((*STREAMS[::-1], *OF_SAMPLES, "attention_kwargs", *RESIDUALS), 0),
+        common=IDS,
         # diffusers adds those of single blocks at places of text that is not there.
         refused={RESIDUALS[1]: "the model itself fails with them"},
     ),
@@ -51,9 +53,8 @@ BRIA_FIBO = Adapter(
         FLUX_PLAN,
         # One [B, S, C] for each block: it replaces half of the channels of text.
         inputs={**FLUX_PLAN.inputs, "text_encoder_layers": Split(dim=1, like="text")},
-        batched=dict.fromkeys(
-            ("hidden_states", "encoder_hidden_states", "text_encoder_layers", "timestep", "joint_attention_kwargs"), 0
-        ),
+        batched=dict.fromkeys((*STREAMS[::-1], *OF_SAMPLES, "text_encoder_layers", "joint_attention_kwargs"), 0),
+        common=IDS,
     ),
     blocks=CachedBlocks((Stage(("transformer_blocks",), STREAMS), Stage(("single_transformer_blocks",)))),
 )

@@ -51,6 +51,7 @@ HUNYUAN_DIT = Adapter(
             ),
             0,
         ),
+        common=("image_rotary_emb",),
     ),
     # Later blocks are given what earlier ones returned.
     blocks=CachedBlocks((Stage(("blocks",)),), conditions=("encoder_hidden_states", "encoder_hidden_states_t5")),

@@ -18,7 +18,9 @@ PRX = Adapter(
         joint_order=("image",),
         # Image tokens attend to text and image; the processor makes a mask of the keys that this rank holds.
         attention={"blocks.*.attention": (Attention(("image",), ("text", "image"), mask="keys"),)},
-        batched=dict.fromkeys(("hidden_states", "timestep", "encoder_hidden_states", "attention_mask"), 0),
+        batched=dict.fromkeys(
+            ("hidden_states", "timestep", "encoder_hidden_states", "attention_mask", "attention_kwargs"), 0
+        ),
     ),
     blocks=CachedBlocks((Stage(("blocks",), chained=True),)),
 )
