@@ -14,6 +14,8 @@ from functools import cache
 from typing import Any
 from weakref import WeakValueDictionary
 
+from torch._guards import TracingContext
+
 # around(instance, call, args, kwargs): `call(instance, *args, **kwargs)` is what would have run.
 Around = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -139,10 +141,13 @@ def _class_of(base: type, wrappers: Wrappers) -> type:
 def _metaclass(base: type) -> type:
     """The type of private subclasses: as keys, and for ``==`` and ``in``, they are the class that they stand for.
 
-    diffusers' ``from_pipe`` asks ``type(component) in (...)``, and so do tables by class.
+    diffusers' ``from_pipe`` asks ``type(component) in (...)``, and so do tables by class. But not to Dynamo: it finds what
+    ``super()`` means by ``mro.index(cls)``, would take the private class for the one it stands for, and call itself for ever.
     """
 
     def same(cls: Any, other: Any) -> bool:
+        if TracingContext.try_get() is not None:
+            return cls is other
         return vars(cls).get("_para_core_original", cls) is vars(other).get("_para_core_original", other)
 
     namespace = {

@@ -128,6 +128,19 @@ def test_parts_that_were_compiled_are_found_however_that_was_done():
         assert has_compiled_parts(module)
 
 
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def test_what_a_wrapped_class_inherits_by_super_is_found_in_a_graph():
+    module, x = Doubled(3, 3), torch.ones(2, 3)
+    expected = module(x)
+    wrap_method(module, "__call__", "key", lambda instance, call, args, kwargs: call(instance, *args, **kwargs) + 1)
+    compiled = torch.compile(module, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), expected + 1)
+
+
 def test_dir_of_a_wrapped_instance_is_what_it_was():
     greeter, scaled = Greeter(), Scaled()
     before = dir(greeter), dir(scaled)
