@@ -21,7 +21,7 @@ from diffusers import ModelMixin
 from diffusers.models import transformers
 
 from benchmarks.page_parts import fill
-from benchmarks.tiny_models import GRAPH_NOT_TRIED, NO_WHOLE_GRAPH
+from benchmarks.tiny_models import NO_WHOLE_GRAPH
 from para_core.adapters.adapter import Adapter
 from para_core.adapters.models.refused import REFUSED
 from para_core.adapters.models.supported import ADAPTERS
@@ -97,7 +97,7 @@ def _branches(adapter: Adapter) -> str:
 def _one_graph(transformer: str) -> str:
     if transformer in NO_WHOLE_GRAPH:
         return f"no: {NO_WHOLE_GRAPH[transformer]}"
-    return "not tried" if transformer in GRAPH_NOT_TRIED else "yes"
+    return "yes"
 
 
 def _sharded(adapter: Adapter) -> str:
