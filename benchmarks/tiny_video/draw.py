@@ -18,12 +18,14 @@ WAY_JITTER = 0.1  # of the way, each way
 CENTRE_JITTER = 6.0  # pixels, of the middle of the way, each way
 
 
-def _draw(background_name: str, things: list[tuple[str, str, np.ndarray, float]]) -> np.ndarray:
-    """Frames of things: colour, shape, centres ``[FRAMES, 2]`` (x, y) in pixels, radius. Antialiased."""
+def _draw(
+    background_name: str, things: list[tuple[str, str, np.ndarray, float]], numbers: range = range(FRAMES)
+) -> np.ndarray:
+    """These frames of things: colour, shape, centres ``[FRAMES, 2]`` (x, y) in pixels, radius. Antialiased."""
     k = SUPERSAMPLING
     empty = Image.fromarray(background(background_name, SIDE * k, SIDE * k))
     frames = []
-    for i in range(FRAMES):
+    for i in numbers:
         image = empty.copy()
         canvas = ImageDraw.Draw(image)
         for colour, shape, centres, radius in things:
@@ -50,8 +52,8 @@ def draw(scene: Scene, rng: np.random.Generator) -> np.ndarray:
     return _draw(scene.background, [thing])
 
 
-def draw_crowded(rng: np.random.Generator) -> np.ndarray:
-    """Frames with six things that cross each other: no caption says it, but an autoencoder learns colours sooner."""
+def draw_crowded(rng: np.random.Generator, numbers: range = range(FRAMES)) -> np.ndarray:
+    """Frames, those of these numbers, with six things that cross each other: no caption says it, but an autoencoder learns colours sooner."""
 
     def choose(options: list[str] | tuple[str, ...]) -> str:
         return options[int(rng.integers(len(options)))]
@@ -61,4 +63,4 @@ def draw_crowded(rng: np.random.Generator) -> np.ndarray:
         middle = rng.uniform(0, SIDE, size=2)
         path = _move(choose(list(DIRECTIONS)), middle, rng)
         things.append((choose(list(COLOURS)), choose(SHAPES), path, _radius(rng)))
-    return _draw(choose(BACKGROUNDS), things)
+    return _draw(choose(BACKGROUNDS), things, numbers)

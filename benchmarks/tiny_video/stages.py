@@ -12,7 +12,7 @@ from transformers import T5TokenizerFast
 from benchmarks.tiny_training.loop import step_seed
 from benchmarks.tiny_training.losses import FLOW_STAGE, STATISTICS, Pool, vary
 from benchmarks.tiny_video import grammar
-from benchmarks.tiny_video.draw import draw, draw_crowded
+from benchmarks.tiny_video.draw import FRAMES, draw, draw_crowded
 from benchmarks.tiny_video.grammar import Scene
 
 # What follows a caption's end are zeros that nothing masks, so each length is something to learn; Wan's default is 512.
@@ -36,6 +36,12 @@ def draw_mixed_batch(seed: np.random.SeedSequence, batch: int) -> torch.Tensor:
     half = batch // 2
     crowded = to_tensor([draw_crowded(np.random.default_rng(child)) for child in seed.spawn(half)])
     return torch.cat([crowded, draw_batch(seed, batch - half)[0]])
+
+
+def draw_crowded_images(seed: np.random.SeedSequence, batch: int) -> torch.Tensor:
+    """Frames full of things, each a video of one frame, ``[batch, 3, 1, 64, 64]``; colours are learned from these soonest."""
+    rngs = [np.random.default_rng(child) for child in seed.spawn(batch)]
+    return to_tensor([draw_crowded(rng, range(FRAMES // 2, FRAMES // 2 + 1)) for rng in rngs])
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from benchmarks.tiny_video.models import (
     build_tokenizer,
     build_vae,
 )
-from benchmarks.tiny_video.stages import Captions, build_pool, draw_batch, encode, measure_latents
+from benchmarks.tiny_video.stages import Captions, build_pool, draw_batch, draw_crowded_images, encode, measure_latents
 
 pytestmark = pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 SCHEDULE = Schedule(steps=2, learning_rate=1e-3, warmup=1)
@@ -35,6 +35,19 @@ def train_flow(checkpoint: Path, stop_after: int | None = None) -> State:
     loss = FlowLoss({0: pool}, Captions(tokenizer), seed=0, batch=2, shift=SHIFT, autocast=True)
     model = Denoiser(tokenizer)
     return fit(model, loss, SCHEDULE, checkpoint=checkpoint, name="flow", stop_after=stop_after)
+
+
+@torch.no_grad()
+def test_untrained_latents_and_frames_depend_on_the_images():
+    images = draw_crowded_images(step_seed(0, 0, 0), 8)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        vae = build_vae()
+        posterior = vae.encode(images).latent_dist
+        # With PyTorch's own initialisation 0.05 of the noise, and a tenth or two of the frames' deviation.
+        assert posterior.mean.std(0).mean() > posterior.std.mean()
+        frames = vae.decode(posterior.mean).sample
+        assert frames.std(0).mean() > 0.5 * frames.std()
 
 
 def test_one_step_and_one_resumed_equal_two_straight(tmp_path):
