@@ -37,6 +37,7 @@ from benchmarks.tiny_parts import (
     random_image,
     random_video,
 )
+from benchmarks.tiny_shelf_pipelines import SHELF_PIPELINES
 from benchmarks.tiny_videos import (
     cogvideox,
     framepack,
@@ -431,4 +432,5 @@ PIPELINES: dict[str, TinyPipeline] = {
     "visual cloze, generation": TinyPipeline(
         lambda: visual_cloze("VisualClozeGenerationPipeline"), _EXAMPLES, without=("prompt",)
     ),
+    **SHELF_PIPELINES,
 }

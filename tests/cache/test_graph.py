@@ -9,6 +9,7 @@ from torch import nn
 
 from benchmarks.tiny_models import MODELS
 from benchmarks.tiny_pipelines import PIPELINES
+from benchmarks.tiny_shelf_pipelines import SHELF_PIPELINES
 from para_core import CachedBlocks, Stage, UnifiedAttnMode, apply_cache, model_cache_report, remove_cache, reset_cache
 from para_core.adapters import (
     apply_cache_on_pipe,
@@ -159,12 +160,14 @@ def generate_compiled(name, backend, mesh=None):
 
 # With two stages; with a stream that ends in None.
 IN_ONE_GRAPH = ["flux2 klein", "stable diffusion 3"]
+# Of models of the shelf, the transformer alone is compiled (tests/adapters/test_transformers.py).
+COMPILED = [name for name in PIPELINES if name not in SHELF_PIPELINES]
 # diffusers breaks the graph of these itself.
 NO_GRAPH = {"hunyuan 1.5", "lumina2", "hidream"}
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == IN_ONE_GRAPH[0] else pytest.mark.long) for name in PIPELINES]
+    "name", [pytest.param(name, marks=() if name == IN_ONE_GRAPH[0] else pytest.mark.long) for name in COMPILED]
 )
 def test_every_pipeline_is_one_graph(name):
     if name.split(",")[0] in NO_GRAPH:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from benchmarks.tiny_pipelines import PIPELINES
+from benchmarks.tiny_shelf_pipelines import SHELF_PIPELINES
 from para_core.adapters import apply_cache_on_pipe, cache_report, parallelize_pipe, remove_cache_from_pipe
 from tests.adapters.test_pipelines import build, generate, long_but
 from tests.tiny import cpu_mesh, relative_error
@@ -26,6 +27,9 @@ ON_TWO_RANKS += [
     "hunyuan 1.5",
     "stable diffusion 3",
     "qwen-image, controlnet",
+    "z-image",
+    "chroma",
+    "kandinsky 5",
 ]
 # Whose branches are called one after the other: the second half of the ranks computes the second.
 GUIDED = ("wan", "qwen-image", "hunyuan 1.5", "lumina2", "helios")
@@ -43,7 +47,7 @@ def cached_alone(name):
     return latents(pipe, name), [row.verdict for row in cache_report(pipe).rows]
 
 
-@pytest.mark.parametrize("name", long_but(ON_TWO_RANKS, PIPELINES))
+@pytest.mark.parametrize("name", long_but([*ON_TWO_RANKS, *SHELF_PIPELINES], PIPELINES))
 def test_threshold_0_is_bit_exact_a_large_one_skips_and_removing_restores(name):
     pipe = build(name)
     cls, transformer_cls = type(pipe), type(pipe.transformer)

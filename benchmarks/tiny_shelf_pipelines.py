@@ -1,0 +1,149 @@
+"""Tiny pipelines on the transformers of `benchmarks.tiny_models.SHELF`: embeddings of text are given, latents come back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers import CogVideoXDDIMScheduler
+from diffusers.guiders import AdaptiveProjectedMixGuidance
+from torch import Tensor, nn
+
+from benchmarks.random_weights import fill
+from benchmarks.tiny_flux.models import build_vae
+from benchmarks.tiny_image_models import IMAGE_MODELS
+from benchmarks.tiny_model import TinyModel
+from benchmarks.tiny_parts import IMAGE_WIDTH, TEXT_WIDTH, TinyPipeline, embeddings, random_model, whole_pipe
+from benchmarks.tiny_stream_models import STREAM_MODELS
+from benchmarks.tiny_video_models import VIDEO_MODELS
+
+MODELS: dict[str, TinyModel] = {**IMAGE_MODELS, **STREAM_MODELS, **VIDEO_MODELS}
+
+# 3 × 5 image tokens: of 16 × 16 pixels, or of 8 × 8.
+_SIZE = {"height": 48, "width": 80}
+_SMALL = {"height": 24, "width": 40}
+_TEXT = embeddings(9, TEXT_WIDTH)
+_POOLED = embeddings(1, IMAGE_WIDTH)
+
+
+def _first(length: int, total: int = 9) -> Tensor:
+    """A mask ``[1, total]`` of text of so many tokens."""
+    return (torch.arange(total) < length)[None]
+
+
+def _masks(name: str, suffix: str = "", dtype: torch.dtype = torch.bool) -> dict[str, Tensor]:
+    """All tokens of the prompt are valid, and five of the negative one."""
+    return {f"prompt_{name}{suffix}": _first(9).to(dtype), f"negative_prompt_{name}{suffix}": _first(5).to(dtype)}
+
+
+def _vae(latent_channels: int = 4) -> nn.Module:
+    """Of 8 × 8 pixels."""
+    sizes = {"block_out_channels": (8,) * 4, "layers_per_block": 1, "norm_num_groups": 4}
+    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
+    vae = random_model("AutoencoderKL", 2, latent_channels=latent_channels, **sizes, **blocks)
+    vae.register_to_config(scaling_factor=0.7, shift_factor=0.1)
+    return vae
+
+
+def _small_vae() -> nn.Module:
+    """Of 4 × 4 pixels."""
+    vae = fill(build_vae(4), seed=2)
+    vae.register_to_config(scaling_factor=0.7, shift_factor=0.1)
+    return vae
+
+
+def on_shelf(cls: str, model: str, *, config: dict[str, Any] | None = None, **components: Any) -> Any:
+    """A pipeline on a model of the shelf; without what makes text embeddings.
+
+    Args:
+        config: what of the model's is otherwise.
+    """
+    tiny = MODELS[model]
+    transformer = random_model(tiny.cls, 1, **{**tiny.config, **(config or {})})
+    parts: dict[str, Any] = {"text_encoder": None, "tokenizer": None, "vae": _vae(), **components}
+    return whole_pipe(cls, transformer=transformer, **parts)
+
+
+# -- Z-Image: lists of samples
+
+_LISTS = {f"{kind}_embeds": [_TEXT[f"{kind}_embeds"][0, :n]] for kind, n in (("prompt", 9), ("negative_prompt", 5))}
+_Z_IMAGE = {**_SMALL, "prompt": None, **_LISTS}
+
+
+def z_image(cls: str = "ZImagePipeline", **components: Any) -> Any:
+    return on_shelf(cls, "z-image", vae=_small_vae(), **components)
+
+
+# -- Kandinsky 5
+
+_KANDINSKY = {
+    "prompt": None,
+    **{
+        f"{kind}{key}": value
+        for kind in ("", "negative_")
+        for key, value in {
+            "prompt_embeds_qwen": _TEXT[f"{kind}prompt_embeds"],
+            "prompt_embeds_clip": _POOLED[f"{kind}prompt_embeds"][:, 0],
+            "prompt_cu_seqlens": torch.tensor([0, 9], dtype=torch.int32),
+        }.items()
+    },
+}
+
+
+def kandinsky5_image() -> Any:
+    pipe = on_shelf("Kandinsky5T2IPipeline", "kandinsky 5", text_encoder_2=None, tokenizer_2=None)
+    # It takes no other.
+    pipe.resolutions = [(80, 48)]
+    return pipe
+
+
+def kandinsky5_video() -> Any:
+    sizes = {"block_out_channels": (8,) * 4, "layers_per_block": 1, "norm_num_groups": 4}
+    vae = random_model("AutoencoderKLHunyuanVideo", 2, latent_channels=4, **sizes)
+    return on_shelf("Kandinsky5T2VPipeline", "kandinsky 5", vae=vae, text_encoder_2=None, tokenizer_2=None)
+
+
+# -- HunyuanImage
+
+_GLYPHS = {
+    f"{kind}{key}": value
+    for kind, seed in (("", 3), ("negative_", 4))
+    for key, value in {
+        "prompt_embeds_2": torch.randn(1, 4, 16, generator=torch.Generator().manual_seed(seed)),
+        "prompt_embeds_mask_2": _first(3, 4).long(),
+    }.items()
+}
+_HUNYUAN_IMAGE = {**_SIZE, **_TEXT, **_masks("embeds_mask", dtype=torch.int64), **_GLYPHS}
+
+
+def hunyuan_image(*, guided: bool = False) -> Any:
+    guiders = {name: AdaptiveProjectedMixGuidance(guidance_scale=3.0) for name in ("guider", "ocr_guider")}
+    sizes = {"block_out_channels": (32,) * 4, "layers_per_block": 1, "spatial_compression_ratio": 8, "sample_size": 32}
+    return on_shelf(
+        "HunyuanImagePipeline",
+        "hunyuanimage",
+        vae=random_model("AutoencoderKLHunyuanImage", 2, in_channels=3, out_channels=3, latent_channels=4, **sizes),
+        text_encoder_2=None,
+        tokenizer_2=None,
+        **(guiders if guided else {}),
+    )
+
+
+SHELF_PIPELINES: dict[str, TinyPipeline] = {
+    "z-image": TinyPipeline(z_image, _Z_IMAGE),
+    "chroma": TinyPipeline(
+        lambda: on_shelf("ChromaPipeline", "chroma", vae=_small_vae()), {**_SMALL, **_TEXT, **_masks("attention_mask")}
+    ),
+    "cogview4": TinyPipeline(lambda: on_shelf("CogView4Pipeline", "cogview4"), {**_SIZE, **_TEXT}),
+    "cogview3+": TinyPipeline(
+        lambda: on_shelf("CogView3PlusPipeline", "cogview3+", scheduler=CogVideoXDDIMScheduler()), {**_SIZE, **_TEXT}
+    ),
+    "hunyuanimage": TinyPipeline(hunyuan_image, _HUNYUAN_IMAGE),
+    "hunyuanimage, guided": TinyPipeline(lambda: hunyuan_image(guided=True), _HUNYUAN_IMAGE),
+    "ovis": TinyPipeline(
+        lambda: on_shelf("OvisImagePipeline", "ovis", vae=_small_vae()), {**_SMALL, **_TEXT, "negative_prompt": None}
+    ),
+    "bria": TinyPipeline(lambda: on_shelf("BriaPipeline", "bria", vae=_small_vae()), {**_SMALL, **_TEXT}),
+    "kandinsky 5, one image": TinyPipeline(kandinsky5_image, {**_SIZE, **_KANDINSKY}),
+    "kandinsky 5": TinyPipeline(kandinsky5_video, {**_SIZE, **_KANDINSKY, "num_frames": 9}),
+}
