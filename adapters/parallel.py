@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.adapters.adapter import Adapter, Text
+from para_core.adapters.foreseen import foreseen_output
 from para_core.adapters.mesh_choice import choose_mesh, default_guidance, number_of_heads
 from para_core.adapters.models.supported import TRANSFORMERS, plan_for, supported, transformers_of, why_refused
 from para_core.adapters.one_call import (
@@ -97,7 +98,7 @@ def parallelize_pipe(
     if timeout is not None:
         set_timeout(guided, timeout)
     meshes = {name: plan_mesh(transformer) for name, transformer in transformers.items()}
-    guidance = Guidance(guided.batch)
+    guidance = Guidance(guided.batch, foreseen_output)
     plans = [plan_for(transformer, adapter=adapter) for transformer in transformers.values()]
     apart = guided.batch.size > 1 and not any(plan is not None and plan.batched for plan in plans)
 
@@ -170,8 +171,8 @@ def _warn_unguided(guidance: Guidance, ranks: int, name: str) -> Iterator[None]:
     yield
     if guidance.rounds and max(guidance.rounds) == 1:
         warnings.warn(
-            f"this call of the {name} had no branches of guidance for the {ranks} ranks along 'batch' to share: all computed "
-            "the same. Guide, or give these ranks to the sequence (a mesh without max_batch_dim_size).",
+            f"this call of the {name} had no branches of guidance for the {ranks} ranks along 'batch' to share: one computed "
+            "what the others waited for. Guide, or give these ranks to the sequence (a mesh without max_batch_dim_size).",
             stacklevel=5,
         )
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from para_core.adapters.foreseen import foreseen_output
 from para_core.adapters.models.supported import plan_for
 from para_core.mesh import MeshDim
 from para_core.plans.places import as_tuple, find_boundaries, parameters_of
@@ -86,10 +87,12 @@ class ModelCall:
 
     Args:
         inputs: the model and the sizes that it was given: what calls whose results have the same sizes have in common.
+        foreseen: what it gives is known before it is computed.
     """
 
     inputs: Any
     parts: list[Part]
+    foreseen: bool = False
 
 
 # -- the formula
@@ -156,20 +159,19 @@ def sent_in_rounds(rounds: Sequence[Sequence[ModelCall]], shape: Shape, rank: in
 
     Args:
         apart: the ranks along ``batch`` take turns in a round's calls, then exchange the results. All compute a call whose sizes
-            are new, and calls that had no other with them in the round before.
+            are new, if what it gives was not foreseen.
     """
-    batch, expected, known, total = shape[0], shape[0], set(), 0
+    batch, known, total = shape[0], set(), 0
     index = rank // (shape[1] * shape[2])
     for calls in rounds:
         for place, call in enumerate(calls):
-            shared = apart and batch > 1 and expected > 1 and call.inputs in known
+            shared = apart and batch > 1 and (call.foreseen or call.inputs in known)
             known.add(call.inputs)
             if shared and place % batch != index:
                 continue
             total += sent_in_call(call, shape, rank)
             if shared:
                 total += call.parts[0].returned * (batch - 1)
-        expected = len(calls)
     return total
 
 
@@ -316,7 +318,11 @@ def observed(model: nn.Module, batch: int = 1) -> Iterator[list[ModelCall]]:
             total = given[name].shape[dim]
             if total % batch == 0:
                 shares = [_share(given, plan, total, index, batch) for index in range(batch)]
-        call = ModelCall((id(model), *_sizes(given)), [Part() for _ in shares])
+        with mock.patch.dict(vars(model)):
+            # What is put in its place here is not the model's own.
+            del model.forward
+            foreseen = foreseen_output(model, args, kwargs) is not None
+        call = ModelCall((id(model), *_sizes(given)), [Part() for _ in shares], foreseen)
         calls.append(call)
         outputs = [observer.run(forward, share, found) for share, found in zip(shares, call.parts, strict=True)]
         return outputs[0] if len(outputs) == 1 else _joined(outputs)

@@ -4,8 +4,11 @@ Only the ranks of one index along the ``batch`` mesh dim compute a call; all oth
 it is needed (:class:`Deferred`). By then the next branch has been called, too, and one exchange gives every rank the results of
 all. So the code in between, a pipeline's, stays as it is, and guidance that is skipped at some step costs nothing but time.
 
-A round is what is called between two exchanges. As many branches are expected as the round before had: one alone is
-computed by all ranks, which then exchange nothing.
+A round is what is called between two exchanges. A branch that is called alone is computed by the ranks of one index, too: all
+would take as long, and where a cache decides by the branches that a rank has computed, they would not decide alike.
+
+What a call gives must be known to the ranks that do not compute it: foreseen without data, or seen before, when a call of this
+form was computed by all. At the end of a round with forms that are new, the ranks compare what they foresaw and what came.
 """
 
 from __future__ import annotations
@@ -20,8 +23,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from para_core.agreement import agree, signature
 from para_core.collectives import all_gather
-from para_core.mesh import MeshDim
+from para_core.mesh import GuidedMesh, MeshDim, one_rank
+
+# foresee(model, args, kwargs): what the call gives, with tensors on the meta device; None: not known before it is computed. Takes
+# its verdict from what is the same on all ranks.
+Foresee = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 @dataclass(frozen=True)
@@ -37,6 +45,20 @@ class _Expected:
 
 
 @dataclass(frozen=True)
+class _Form:
+    """What a call gives, without data."""
+
+    leaves: list[_Expected]
+    spec: pytree.TreeSpec
+
+    @property
+    def text(self) -> str:
+        """Equal for equal forms, on every rank; how tensors lie in memory is no part of it, for they are sent."""
+        tensors = [f"{x.like.dtype} {list(x.like.shape)} on {x.device.type}" for x in self.leaves]
+        return f"{self.spec} of {', '.join(tensors)}"
+
+
+@dataclass(frozen=True)
 class _Call:
     """One call of a model in the round under way.
 
@@ -44,11 +66,13 @@ class _Call:
         owner: index along the mesh dim of the ranks that compute it; None: all do.
         expected: its tensors.
         leaves: the same with data, where this rank has computed them.
+        failure: why it has not, though it should have.
     """
 
     owner: int | None
     expected: list[_Expected]
     leaves: list[Tensor]
+    failure: Exception | None = None
 
 
 @dataclass
@@ -77,23 +101,33 @@ class _Later:
 
 
 class Guidance:
-    """Shares out the calls of models among the ranks of ``dim``; for eager code, and one thread."""
+    """Shares out the calls of models among the ranks of ``dim``; for eager code, and one thread.
 
-    def __init__(self, dim: MeshDim) -> None:
+    Args:
+        foresee: what a call will give; None: nobody knows, so all ranks compute the first call of each form.
+    """
+
+    def __init__(self, dim: MeshDim, foresee: Foresee | None = None) -> None:
         self._dim = dim
+        self._mesh = GuidedMesh(dim, one_rank("cpu"))
+        self._foresee = foresee
         self._round = _Round()
-        self._expected_calls = dim.size
-        # What a call gives, by what it was given: known once it was computed here.
-        self._known: dict[Any, tuple[list[_Expected], pytree.TreeSpec]] = {}
+        # What a call gives, by what it was given.
+        self._known: dict[Any, _Form] = {}
+        # What this rank foresaw since all ranks last agreed.
+        self._new: dict[Any, _Form | None] = {}
+        # What came otherwise than foreseen.
+        self._misjudged: set[Any] = set()
         # Whether the calls of now are distributed over ranks.
         self.active = False
-        # Calls of each round since begin().
+        # Calls of each round of the generation.
         self.rounds: list[int] = []
 
     @contextmanager
     def generation(self) -> Iterator[None]:
         """Inside, calls are distributed over ranks; when it is left, all that was deferred has its data."""
-        self._round, self._expected_calls, self.rounds = _Round(), self._dim.size, []
+        self._round, self.rounds = _Round(), []
+        self._forget_new()
         self.active = True
         try:
             yield
@@ -110,21 +144,30 @@ class Guidance:
         args, kwargs = _values((args, kwargs))
         # Switches (return_dict) decide the form of what is returned; numbers are of the step.
         key = (id(model), *[_signature(x) for x in leaves if isinstance(x, (Tensor, bool))])
-        owner = len(self._round.calls) % self._dim.size if self._expected_calls > 1 and key in self._known else None
+        if key not in self._known:
+            self._look_ahead(key, model, args, kwargs)
+        form = self._known.get(key)
+        owner = None if form is None else len(self._round.calls) % self._dim.size
         computed: list[Tensor] = []
-        if owner in (None, self._dim.index):
-            computed, spec = pytree.tree_flatten(compute(*args, **kwargs))
-            if not all(isinstance(x, Tensor) for x in computed):
-                raise TypeError(
-                    f"guidance cannot run in parallel: {type(model).__name__} returned something besides tensors. Use a mesh "
-                    "without a 'batch' dim."
-                )
-            self._known[key] = [_Expected(x.to("meta"), x.device) for x in computed], spec
-        expected, spec = self._known[key]
-        self._round.calls.append(_Call(owner, expected, computed))
+        failure = None
+        if form is None:
+            form, computed = _computed(model, compute, args, kwargs)
+            self._known[key] = form
+        elif owner == self._dim.index:
+            try:
+                found, computed = _computed(model, compute, args, kwargs)
+                if key in self._new and found.text != form.text:
+                    self._misjudged.add(key)
+                    raise RuntimeError(_misjudged(model, form, found))
+            except Exception as error:
+                # Of an error in a call that all ranks have made before, only this rank would know.
+                if key not in self._new:
+                    raise
+                failure = error
+        self._round.calls.append(_Call(owner, form.leaves, computed, failure))
         place = len(self._round.calls) - 1
         return pytree.tree_unflatten(
-            [Deferred.result(self, self._round, place, leaf, x) for leaf, x in enumerate(expected)], spec
+            [Deferred.result(self, self._round, place, leaf, x) for leaf, x in enumerate(form.leaves)], form.spec
         )
 
     def finish(self) -> None:
@@ -132,11 +175,42 @@ class Guidance:
         if not self._round.calls:
             return
         done, self._round = self._round, _Round()
+        if self._new:
+            self._agree(done.calls)
         done.results = self._exchange(done.calls)
         for later in done.later:
             later.compute()
-        self._expected_calls = len(done.calls)
         self.rounds.append(len(done.calls))
+
+    def _look_ahead(self, key: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Find what the call of this form will give, if that can be known."""
+        foreseen = None
+        if self._foresee is not None and key not in self._misjudged:
+            foreseen = self._foresee(model, args, kwargs)
+        if foreseen is None:
+            self._new[key] = None
+            return
+        device = next(x.device for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.numel() > 1)
+        leaves, spec = pytree.tree_flatten(foreseen)
+        self._known[key] = self._new[key] = _Form([_Expected(x, device) for x in leaves], spec)
+
+    def _agree(self, calls: list[_Call]) -> None:
+        """Raise on all ranks if any foresaw something else than the others, or than what came."""
+        failure = next((call.failure for call in calls if call.failure is not None), None)
+        foreseen = [None if form is None else form.text for form in self._new.values()]
+        try:
+            agree(failure or signature({"the form of a model's output": foreseen}), self._mesh)
+        except Exception:
+            self._forget_new()
+            if failure is not None:
+                raise failure from None
+            raise
+        self._new = {}
+
+    def _forget_new(self) -> None:
+        for key in self._new:
+            self._known.pop(key, None)
+        self._new = {}
 
     def _exchange(self, calls: list[_Call]) -> list[list[Tensor]]:
         """Of each call its tensors, from the ranks that computed it."""
@@ -165,6 +239,26 @@ class Guidance:
                 ]
             results.append(leaves)
         return results
+
+
+def _computed(
+    model: Any, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[_Form, list[Tensor]]:
+    leaves, spec = pytree.tree_flatten(compute(*args, **kwargs))
+    if not all(isinstance(x, Tensor) for x in leaves):
+        raise TypeError(
+            f"guidance cannot run in parallel: {type(model).__name__} returned something besides tensors. Use a mesh "
+            "without a 'batch' dim."
+        )
+    return _Form([_Expected(x.to("meta"), x.device) for x in leaves], spec), leaves
+
+
+def _misjudged(model: Any, foreseen: _Form, found: _Form) -> str:
+    return (
+        f"guidance in parallel expected {type(model).__name__} to return {foreseen.text}, as its config says; it returned "
+        f"{found.text}. Call the pipeline again: all ranks will compute the first call, and know. Or use a mesh without a "
+        "'batch' dim."
+    )
 
 
 def _signature(x: Tensor | bool) -> Any:

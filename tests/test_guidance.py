@@ -4,6 +4,7 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from para_core.guidance import Guidance
@@ -79,16 +80,16 @@ def seen_by_numpy(model, x):
     return torch.from_numpy(cond.numpy() - pickle.loads(pickle.dumps(uncond)).numpy())
 
 
-# Name of the loop body -> calls of this model that a rank of two computes in its second round of it.
+# Name of the loop body -> calls of this model that each rank of two computes in a round of which it knows what comes.
 BODIES = {
     combine_at_once: (1, 1),
     cut_first: (1, 1),
-    scaled_first: (2, 2),
-    used_by_the_second: (2, 2),
+    scaled_first: (2, 0),
+    used_by_the_second: (2, 0),
     three_branches: (2, 1),
-    only_one: (1, 1),
+    only_one: (1, 0),
     asked_for_a_number: (1, 1),
-    changed_in_place: (2, 2),
+    changed_in_place: (2, 0),
     seen_by_numpy: (1, 1),
     in_another_form: (1, 1),
 }
@@ -105,20 +106,100 @@ def run(body, model, call):
     return outs
 
 
-def run_shared(name):
-    guidance = Guidance(guided_mesh(init_device_mesh("cpu", (2,), mesh_dim_names=("batch",))).batch)
-    model = Model()
+def on_meta(model, args, kwargs):
+    return Model()(*[x.to("meta") if isinstance(x, torch.Tensor) else x for x in args], **kwargs)
+
+
+def shared_by_two(foresee=None):
+    return Guidance(guided_mesh(init_device_mesh("cpu", (2,), mesh_dim_names=("batch",))).batch, foresee)
+
+
+def run_shared(name, foresee):
+    guidance, model = shared_by_two(foresee), Model()
     with guidance.generation():
         return run(
             {body.__name__: body for body in BODIES}[name], model, lambda *args: guidance.call(model, model, args, {})
         )
 
 
+@pytest.mark.parametrize("foresee", [None, on_meta], ids=["seen once", "foreseen"])
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
-def test_what_code_does_with_results_that_are_not_there_yet_is_exact(rank_pool, body):
+def test_what_code_does_with_results_that_are_not_there_yet_is_exact(rank_pool, body, foresee):
     model = Model()
     expected = run(body, model, model)
-    for rank, outs in enumerate(rank_pool.run(run_shared, 2, body.__name__)):
+    for rank, outs in enumerate(rank_pool.run(run_shared, 2, body.__name__, foresee)):
         for (out, _), (alone, _) in zip(outs, expected, strict=True):
             assert torch.equal(out, alone)
-        assert outs[2][1] == BODIES[body][rank]
+        # A form that was not foreseen is known once all ranks have computed it.
+        assert [calls for _, calls in outs[0 if foresee else 2 :]] == [BODIES[body][rank]] * (3 if foresee else 1)
+
+
+def run_with_pauses():
+    """Guided in rounds 0, 2 and 5 of six: how often this rank ran the model in each."""
+    guidance, model, counts = shared_by_two(on_meta), Model(), []
+    with guidance.generation():
+        for number in range(6):
+            before = model.calls
+            body = combine_at_once if number in (0, 2, 5) else only_one
+            body(lambda *args: guidance.call(model, model, args, {}), torch.ones(2, 6)).sum().item()
+            counts.append(model.calls - before)
+    return counts
+
+
+def test_a_pause_in_guidance_costs_no_call_more(rank_pool):
+    assert rank_pool.run(run_with_pauses, 2) == [[1, 1, 1, 1, 1, 1], [1, 0, 1, 0, 0, 1]]
+
+
+def wrong_dtype(model, args, kwargs):
+    found = on_meta(model, args, kwargs)
+    return (found[0].double(), *found[1:])
+
+
+def not_on_the_last(model, args, kwargs):
+    return None if dist.get_rank() == 1 else on_meta(model, args, kwargs)
+
+
+def run_after_an_error(foresee, broken):
+    guidance, model, errors = shared_by_two(foresee), Model(), []
+
+    def compute(*args):
+        if broken and not errors and dist.get_rank() == 1:
+            raise IndexError("this rank's own")
+        return model(*args)
+
+    for _ in range(2):
+        try:
+            with guidance.generation():
+                out = combine_at_once(lambda *args: guidance.call(model, compute, args, {}), torch.ones(2, 6))
+        except (IndexError, RuntimeError, ValueError) as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    return errors, out
+
+
+@pytest.mark.parametrize(
+    ("foresee", "broken", "messages"),
+    [
+        (wrong_dtype, False, ["RuntimeError: guidance in parallel expected Model"] * 2),
+        (on_meta, True, ["ValueError: sequence rank 1: this rank's own", "IndexError: this rank's own"]),
+    ],
+    ids=["another dtype", "an error of one rank"],
+)
+def test_a_call_that_does_not_give_what_was_foreseen_is_an_error_on_every_rank_once(
+    rank_pool, foresee, broken, messages
+):
+    expected = combine_at_once(Model(), torch.ones(2, 6))
+    for (errors, out), message in zip(rank_pool.run(run_after_an_error, 2, foresee, broken), messages, strict=True):
+        assert len(errors) == 1, errors
+        assert errors[0].startswith(message)
+        assert torch.equal(out, expected)
+
+
+def disagree():
+    guidance, model = shared_by_two(not_on_the_last), Model()
+    with pytest.raises(ValueError, match="ranks disagree about the form of a model's output"), guidance.generation():
+        combine_at_once(lambda *args: guidance.call(model, model, args, {}), torch.ones(2, 6))
+    return True
+
+
+def test_ranks_that_foresee_something_else_raise_on_every_rank(rank_pool):
+    assert all(rank_pool.run(disagree, 2))

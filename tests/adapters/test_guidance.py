@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from benchmarks.tiny_pipelines import PIPELINES
 from para_core.adapters import parallelize_pipe, unparallelize_pipe
 from para_core.guidance import Guidance
 from tests.tiny import cpu_mesh, flux_call, flux_inputs, flux_pipe, relative_error
@@ -55,10 +56,49 @@ def test_branches_that_are_called_one_after_the_other_are_shared_out(rank_pool, 
             assert relative_error(outs[name][0], expected[name][0]) < 1e-5, f"{name}, rank {rank}"
             assert expected[name][1] == (3 if not options else 6)
         index = rank // (shape[1] * shape[2])
-        # Sizes are known from the second call on.
-        assert outs["guided again"][1] == (3 if index < 2 else 0), f"rank {rank} of {batch} branches"
+        assert outs["guided"][1] == outs["guided again"][1] == (3 if index < 2 else 0), (
+            f"rank {rank} of {batch} branches"
+        )
         assert outs["alone again"][1] == 6
         assert relative_error(outs["alone again"][0], expected["guided"][0]) < 1e-5
+
+
+# Calls of pipelines that guide one branch after the other, and of their transformers.
+SEQUENTIAL = {
+    "wan": {},
+    "wan 2.2": {},
+    "qwen-image": {},
+    "hunyuan": {"negative_prompt": "a blue square", "true_cfg_scale": 3.0},
+}
+
+
+def generate_counting(name, mesh=None):
+    """Latents, and how many of its calls of a transformer this rank computed, in the first generation and after a change of size."""
+    tiny, counts, outs = PIPELINES[name], [], []
+    pipe = tiny.build()
+    if mesh is not None:
+        parallelize_pipe(pipe, mesh=mesh)
+    for transformer in (pipe.transformer, getattr(pipe, "transformer_2", None)):
+        if transformer is not None:
+            transformer.proj_out.register_forward_hook(lambda *_: counts.__setitem__(-1, counts[-1] + 1))
+    for options in ({}, {"height": 32}):
+        counts.append(0)
+        outs.append(pipe(**tiny.call(**{**SEQUENTIAL[name], **options}, num_inference_steps=4))[0])
+    return outs, counts
+
+
+def generate_counting_on(name, *shape):
+    return generate_counting(name, cpu_mesh(*shape[1:], batch=shape[0]))
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 1), pytest.param((2, 1, 2), marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", SEQUENTIAL)
+def test_half_of_the_calls_are_computed_from_the_first_step_on(rank_pool, name, shape):
+    expected, counts = generate_counting(name)
+    assert counts == [8, 8]
+    for outs, counts in rank_pool.run(generate_counting_on, torch.Size(shape).numel(), name, *shape):
+        assert max(relative_error(out, alone) for out, alone in zip(outs, expected, strict=True)) < 1e-5
+        assert counts == [4, 4]
 
 
 def draw_compiled(way):

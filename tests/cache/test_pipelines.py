@@ -107,5 +107,6 @@ def test_with_guidance_in_parallel_each_half_caches_its_branch(rank_pool, name):
     expected, verdicts_alone = cached_alone(name)
     for found, verdicts in rank_pool.run(generate_cached, 2, name, (1, 1, 2), cache_first=True):
         assert relative_error(found, expected) < 1e-4
-        # All ranks compute the first call: what a call gives is not known yet.
-        assert len(verdicts_alone) // 2 <= len(verdicts) <= len(verdicts_alone) // 2 + 1
+        # All ranks compute the first call where what it gives cannot be foreseen.
+        extra = 0 if name in ("wan", "qwen-image") else 1
+        assert len(verdicts_alone) // 2 <= len(verdicts) <= len(verdicts_alone) // 2 + extra
