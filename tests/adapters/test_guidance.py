@@ -5,8 +5,11 @@ from unittest import mock
 
 import pytest
 import torch
+from accelerate import cpu_offload
+from peft import LoraConfig
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from benchmarks.random_weights import fill
 from benchmarks.tiny_pipelines import PIPELINES
 from para_core.adapters import parallelize_pipe, unparallelize_pipe
 from para_core.guidance import Guidance
@@ -99,6 +102,22 @@ def test_half_of_the_calls_are_computed_from_the_first_step_on(rank_pool, name, 
     for outs, counts in rank_pool.run(generate_counting_on, torch.Size(shape).numel(), name, *shape):
         assert max(relative_error(out, alone) for out, alone in zip(outs, expected, strict=True)) < 1e-5
         assert counts == [4, 4]
+
+
+def draw_offloaded_with_lora():
+    pipe = flux_pipe(shared_parts=False)
+    pipe.transformer.add_adapter(LoraConfig(r=3, target_modules=["to_q", "proj_out"], init_lora_weights=False))
+    fill(pipe.transformer, seed=5)
+    cpu_offload(pipe.transformer, torch.device("cpu"))
+    alone = draw_counting(pipe, **GUIDED)
+    parallelize_pipe(pipe, mesh=cpu_mesh(1, 1, batch=2))
+    return alone, draw_counting(pipe, **GUIDED)
+
+
+def test_half_of_the_calls_are_computed_by_a_model_that_is_offloaded_and_has_a_lora(rank_pool):
+    for (expected, all_calls), (image, calls) in rank_pool.run(draw_offloaded_with_lora, 2):
+        assert relative_error(image, expected) < 1e-5
+        assert (all_calls, calls) == (6, 3)
 
 
 def draw_compiled(way):

@@ -110,3 +110,24 @@ def test_with_guidance_in_parallel_each_half_caches_its_branch(rank_pool, name):
         # All ranks compute the first call where what it gives cannot be foreseen.
         extra = 0 if name in ("wan", "qwen-image") else 1
         assert len(verdicts_alone) // 2 <= len(verdicts) <= len(verdicts_alone) // 2 + extra
+
+
+def pause_guidance(pipe, step, timestep, tensors):
+    """Of eight steps, the third to fifth do not guide."""
+    pipe._guidance_scale = 1.0 if step in (1, 2, 3) else 5.0
+    return tensors
+
+
+def generate_cached_with_pause(shape=None):
+    pipe = apply_cache_on_pipe(build("wan"), residual_diff_threshold=1e9, max_consecutive_hits=1)
+    if shape is not None:
+        parallelize_pipe(pipe, mesh=cpu_mesh(*shape[1:], batch=shape[0]))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="the cache of")
+        return generate(pipe, "wan", num_inference_steps=8, callback_on_step_end=pause_guidance)
+
+
+def test_with_guidance_in_parallel_that_pauses_ranks_skip_the_steps_that_one_skips(rank_pool):
+    expected = generate_cached_with_pause()
+    for found in rank_pool.run(generate_cached_with_pause, 2, (2, 1, 1)):
+        assert relative_error(found, expected) < 1e-4
