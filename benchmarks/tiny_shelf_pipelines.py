@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from typing import Any
 
+import diffusers
 import torch
-from diffusers import CogVideoXDDIMScheduler
+from diffusers import (
+    CogVideoXDDIMScheduler,
+    DDIMScheduler,
+    EDMEulerScheduler,
+    EulerAncestralDiscreteScheduler,
+    FlowMapEulerDiscreteScheduler,
+    FlowMatchEulerDiscreteScheduler,
+)
 from diffusers.guiders import AdaptiveProjectedMixGuidance
 from torch import Tensor, nn
 
@@ -13,7 +23,15 @@ from benchmarks.random_weights import fill
 from benchmarks.tiny_flux.models import build_vae
 from benchmarks.tiny_image_models import IMAGE_MODELS
 from benchmarks.tiny_model import TinyModel
-from benchmarks.tiny_parts import IMAGE_WIDTH, TEXT_WIDTH, TinyPipeline, embeddings, random_model, whole_pipe
+from benchmarks.tiny_parts import (
+    IMAGE_WIDTH,
+    TEXT_WIDTH,
+    TinyPipeline,
+    embeddings,
+    random_image,
+    random_model,
+    whole_pipe,
+)
 from benchmarks.tiny_stream_models import STREAM_MODELS
 from benchmarks.tiny_video_models import VIDEO_MODELS
 
@@ -52,6 +70,9 @@ def _small_vae() -> nn.Module:
     return vae
 
 
+_OF_TEXT = [f"{part}{number}" for part in ("text_encoder", "tokenizer") for number in ("", "_2")] + ["processor"]
+
+
 def on_shelf(cls: str, model: str, *, config: dict[str, Any] | None = None, **components: Any) -> Any:
     """A pipeline on a model of the shelf; without what makes text embeddings.
 
@@ -60,8 +81,9 @@ def on_shelf(cls: str, model: str, *, config: dict[str, Any] | None = None, **co
     """
     tiny = MODELS[model]
     transformer = random_model(tiny.cls, 1, **{**tiny.config, **(config or {})})
-    parts: dict[str, Any] = {"text_encoder": None, "tokenizer": None, "vae": _vae(), **components}
-    return whole_pipe(cls, transformer=transformer, **parts)
+    takes = inspect.signature(getattr(diffusers, cls)).parameters
+    parts = dict.fromkeys(name for name in _OF_TEXT if name in takes)
+    return whole_pipe(cls, transformer=transformer, **{"vae": _vae(), **parts, **components})
 
 
 # -- Z-Image: lists of samples
@@ -91,7 +113,7 @@ _KANDINSKY = {
 
 
 def kandinsky5_image() -> Any:
-    pipe = on_shelf("Kandinsky5T2IPipeline", "kandinsky 5", text_encoder_2=None, tokenizer_2=None)
+    pipe = on_shelf("Kandinsky5T2IPipeline", "kandinsky 5")
     # It takes no other.
     pipe.resolutions = [(80, 48)]
     return pipe
@@ -100,7 +122,7 @@ def kandinsky5_image() -> Any:
 def kandinsky5_video() -> Any:
     sizes = {"block_out_channels": (8,) * 4, "layers_per_block": 1, "norm_num_groups": 4}
     vae = random_model("AutoencoderKLHunyuanVideo", 2, latent_channels=4, **sizes)
-    return on_shelf("Kandinsky5T2VPipeline", "kandinsky 5", vae=vae, text_encoder_2=None, tokenizer_2=None)
+    return on_shelf("Kandinsky5T2VPipeline", "kandinsky 5", vae=vae)
 
 
 # -- HunyuanImage
@@ -123,10 +145,46 @@ def hunyuan_image(*, guided: bool = False) -> Any:
         "HunyuanImagePipeline",
         "hunyuanimage",
         vae=random_model("AutoencoderKLHunyuanImage", 2, in_channels=3, out_channels=3, latent_channels=4, **sizes),
-        text_encoder_2=None,
-        tokenizer_2=None,
         **(guiders if guided else {}),
     )
+
+
+def _magvit() -> nn.Module:
+    sizes = {"block_out_channels": (8,) * 4, "layers_per_block": 1, "norm_num_groups": 4}
+    return random_model("AutoencoderKLMagvit", 2, latent_channels=4, **sizes)
+
+
+# -- Cosmos
+
+
+class _NoSafetyChecker:
+    """Cosmos insists on one, and asks it about prompts, which are not given here."""
+
+    def to(self, device: Any) -> None:
+        pass
+
+
+def _wan_vae(cls: str = "AutoencoderKLWan") -> nn.Module:
+    latents = {"latents_mean": [0.1, -0.2, 0.3, 0.0], "latents_std": [1.2, 0.9] * 2}
+    return random_model(cls, 2, base_dim=4, dim_mult=[1] * 4, num_res_blocks=1, z_dim=4, **latents)
+
+
+def cosmos(cls: str, **components: Any) -> Any:
+    return on_shelf(cls, "cosmos", safety_checker=_NoSafetyChecker(), **components)
+
+
+def prx() -> Any:
+    with warnings.catch_warnings():
+        # diffusers' own use of a class that it calls deprecated.
+        warnings.filterwarnings("ignore", "`LoraLoaderMixin` is deprecated")
+        return on_shelf("PRXPipeline", "prx")
+
+
+_LAYERS = {
+    f"{kind}_embeds": torch.randn(1, 9, 3, TEXT_WIDTH, generator=torch.Generator().manual_seed(seed))
+    for seed, kind in enumerate(("prompt", "negative_prompt"))
+}
+_VIDEO = {**_SIZE, "num_frames": 9}
 
 
 SHELF_PIPELINES: dict[str, TinyPipeline] = {
@@ -146,4 +204,65 @@ SHELF_PIPELINES: dict[str, TinyPipeline] = {
     "bria": TinyPipeline(lambda: on_shelf("BriaPipeline", "bria", vae=_small_vae()), {**_SMALL, **_TEXT}),
     "kandinsky 5, one image": TinyPipeline(kandinsky5_image, {**_SIZE, **_KANDINSKY}),
     "kandinsky 5": TinyPipeline(kandinsky5_video, {**_SIZE, **_KANDINSKY, "num_frames": 9}),
+    "cosmos": TinyPipeline(
+        lambda: cosmos("CosmosTextToWorldPipeline", vae=None, scheduler=EDMEulerScheduler()),
+        {**_VIDEO, "num_frames": 17, **_TEXT},
+    ),
+    "cosmos 2, one image": TinyPipeline(
+        lambda: cosmos(
+            "Cosmos2TextToImagePipeline",
+            vae=_wan_vae(),
+            scheduler=FlowMatchEulerDiscreteScheduler(use_karras_sigmas=True),
+        ),
+        {**_SIZE, **_TEXT},
+    ),
+    "krea 2": TinyPipeline(
+        lambda: on_shelf("Krea2Pipeline", "krea 2", vae=_wan_vae("AutoencoderKLQwenImage")),
+        {**_SIZE, "prompt": None, **_LAYERS, **_masks("embeds_mask")},
+    ),
+    "easyanimate": TinyPipeline(
+        lambda: on_shelf("EasyAnimatePipeline", "easyanimate", vae=_magvit(), config={"text_embed_dim_t5": None}),
+        {**_VIDEO, **_TEXT, **_masks("attention_mask")},
+    ),
+    "ernie-image": TinyPipeline(
+        lambda: on_shelf("ErnieImagePipeline", "ernie-image", vae=None, config={"patch_size": 1}),
+        {
+            **_SIZE,
+            "prompt": None,
+            "prompt_embeds": [_TEXT["prompt_embeds"][0]],
+            "negative_prompt_embeds": [_TEXT["negative_prompt_embeds"][0, :5]],
+        },
+    ),
+    "prx": TinyPipeline(
+        prx,
+        {**_SIZE, **_TEXT, **_masks("attention_mask"), "use_resolution_binning": False},
+    ),
+    "dit": TinyPipeline(
+        lambda: on_shelf(
+            "DiTPipeline", "dit", scheduler=DDIMScheduler(), config={"sample_size": 10, "num_embeds_ada_norm": 1000}
+        ),
+        {"class_labels": [3], "output_type": "np"},
+        without=("prompt",),
+    ),
+    "anyflow": TinyPipeline(
+        lambda: on_shelf("AnyFlowPipeline", "anyflow", vae=_wan_vae(), scheduler=FlowMapEulerDiscreteScheduler()),
+        {**_VIDEO, **_TEXT, "guidance_scale": 3.0},
+    ),
+    "nucleus": TinyPipeline(
+        lambda: on_shelf(
+            "NucleusMoEImagePipeline", "nucleus", config={"out_channels": 4}, vae=_wan_vae("AutoencoderKLQwenImage")
+        ),
+        {**_SIZE, **_TEXT, **_masks("embeds_mask")},
+    ),
+    "allegro": TinyPipeline(
+        lambda: on_shelf("AllegroPipeline", "allegro", vae=None, scheduler=EulerAncestralDiscreteScheduler()),
+        {**_VIDEO, **_TEXT, **_masks("attention_mask"), "negative_prompt": None},
+    ),
+    "z-image, image": TinyPipeline(
+        lambda: z_image("ZImageImg2ImgPipeline"), {**_Z_IMAGE, "image": random_image(24, 40), "strength": 0.9}
+    ),
+    "chroma, image": TinyPipeline(
+        lambda: on_shelf("ChromaImg2ImgPipeline", "chroma", vae=_small_vae()),
+        {**_SMALL, **_TEXT, **_masks("attention_mask"), "image": random_image(24, 40), "strength": 0.9},
+    ),
 }

@@ -18,9 +18,10 @@ _END_IS_LISTED = ("LTXEulerAncestralRFScheduler",)
 class Schedule:
     """Follows the scheduler of a pipeline while it runs.
 
-    Every call of ``scheduler.step`` is a step of the schedule, so schedulers that call the model twice per timestep (Heun)
-    have twice as many. A pipeline may begin behind the first timestep (image to image, video to video), and may leave its
-    scheduler alone and take steps with copies of it, one for each frame (diffusion forcing): then each branch counts its calls.
+    Every call of ``scheduler.step`` that moves the scheduler on is a step of the schedule, so schedulers that call the model
+    twice per timestep (Heun) have twice as many. A pipeline may begin behind the first timestep (image to image, video to
+    video), and may leave its scheduler alone and take steps with copies of it, one for each frame (diffusion forcing): then
+    each branch counts its calls.
     """
 
     def __init__(self) -> None:
@@ -29,6 +30,8 @@ class Schedule:
         self._scheduler: Any = None
         # Steps that the scheduler took.
         self._done = 0
+        # The scheduler's own count after the last of them, where it has one.
+        self._taken: int | None = None
         self._copied = False
         # Calls by branch, for where copies of it do.
         self._calls: dict[str, int] = {}
@@ -53,7 +56,11 @@ class Schedule:
 
         def count(scheduler: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             output = call(scheduler, *args, **kwargs)
-            self._done += 1
+            # Cosmos 1 asks for a step's clean sample first, turns the scheduler back, and takes the same step again.
+            taken = getattr(scheduler, "step_index", None)
+            if taken is None or taken != self._taken:
+                self._done += 1
+            self._taken = taken
             return output
 
         def restart(scheduler: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -107,7 +114,7 @@ class Schedule:
         return outside or (options.always_compute_last and index == total - 1)
 
     def _restart(self) -> None:
-        self._done, self._calls, self._times = 0, {}, []
+        self._done, self._taken, self._calls, self._times = 0, None, {}, []
 
     def _times_of_call(self) -> list[float]:
         """The timesteps that this call of the pipeline takes."""

@@ -28,7 +28,8 @@ def followed(pipe, call):
     take, step_of = type(pipe.scheduler).step, Schedule.step
 
     def watched_take(scheduler, output, timestep, *args, **kwargs):
-        if scheduler is pipe.scheduler:
+        # Cosmos 1 takes each step twice, without asking the model in between.
+        if scheduler is pipe.scheduler and not (taken and taken[-1][1] is seen[-1]):
             taken.append((float(torch.as_tensor(timestep).flatten()[0]), seen[-1]))
         return take(scheduler, output, timestep, *args, **kwargs)
 
@@ -55,7 +56,7 @@ def check(taken):
     assert [step.time for _, step in taken] == pytest.approx([time for time, _ in taken], rel=1e-3)
 
 
-@pytest.mark.parametrize("name", long_but([*IN_PART, "ltx, long", "ltx2, dfr", "ltx2", "framepack"], WHOLE))
+@pytest.mark.parametrize("name", long_but([*IN_PART, "ltx, long", "ltx2, dfr", "ltx2", "framepack", "cosmos"], WHOLE))
 def test_every_pipeline_is_followed_step_by_step(name):
     pipe = apply_cache_on_pipe(build(name), residual_diff_threshold=0.0)
     options = {"num_inference_steps": 4}
