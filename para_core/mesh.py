@@ -197,6 +197,11 @@ def one_rank(device_type: str) -> SequenceMesh:
     return _sequence_mesh(ring, ulysses, device_type)
 
 
+def mesh_of_groups(ring: ProcessGroup, ulysses: ProcessGroup, device_type: str) -> SequenceMesh:
+    """The mesh of a rank that is in these two groups, which torch.distributed need not know."""
+    return _sequence_mesh(_dim_of_group("ring", ring), _dim_of_group("ulysses", ulysses), device_type)
+
+
 def sequence_mesh(mesh: DeviceMesh | ProcessGroup, *, group_dim: str = "ulysses") -> SequenceMesh:
     """Read a user's ``mesh``: a DeviceMesh with a ``ring`` and/or ``ulysses`` dim, or a group (all ``group_dim``).
 

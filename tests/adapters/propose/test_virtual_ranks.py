@@ -1,0 +1,50 @@
+"""Virtual ranks compute what ranks in processes do, and a failure of one ends the others."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.tiny_models import MODELS
+from para_core import Gather, Plan, Split
+from para_core.adapters.models.flux import FLUX_PLAN
+from para_core.adapters.propose.virtual_ranks import run_on_virtual_ranks
+from para_core.instance import is_wrapped
+from tests.tiny import relative_error
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (3, 1), (2, 2)])
+def test_a_known_plan_is_exact_and_the_model_is_not_touched(ring, ulysses):
+    module, inputs = MODELS["flux"].build(), MODELS["flux"].inputs(1, 5, 7)
+    with torch.no_grad():
+        expected = module(**inputs).sample
+    for out in run_on_virtual_ranks(module, FLUX_PLAN, inputs, ring=ring, ulysses=ulysses):
+        assert relative_error(out.sample, expected) < 1e-5
+    assert not any(is_wrapped(one, "parallel") for one in module.modules())
+
+
+def test_a_wrong_order_of_text_and_image_is_seen():
+    module, inputs = MODELS["flux"].build(), MODELS["flux"].inputs(1, 5, 7)
+    # With text on every rank. Where both are sharded and nothing is masked, any order is exact.
+    wrong = replace(FLUX_PLAN.with_replicated("text"), joint_order=("image", "text"), attention={})
+    with torch.no_grad():
+        expected = module(**inputs).sample
+    for out in run_on_virtual_ranks(module, wrong, inputs, ulysses=2):
+        assert relative_error(out.sample, expected) > 1e-3
+
+
+class OneRankFails(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.proj = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        if x.shape[1] == 2:
+            raise ArithmeticError("the shorter part")
+        return self.proj(torch.nn.functional.scaled_dot_product_attention(x, x, x))
+
+
+def test_an_error_of_one_rank_ends_the_others():
+    plan = Plan({"x": Split(1, "image")}, {"": Gather(1, "image")}, ("image",))
+    with pytest.raises(ArithmeticError, match="the shorter part"):
+        run_on_virtual_ranks(OneRankFails(), plan, {"x": torch.randn(2, 5, 4)}, ulysses=2)
