@@ -15,17 +15,20 @@ from para_core.adapters.parallel import (
     unparallelize_pipe,
     unparallelize_transformer,
 )
+from para_core.adapters.propose.propose import Proposal, propose_plan
 
 __all__ = [
     "Adapter",
     "Calibration",
     "CalibrationRow",
+    "Proposal",
     "apply_cache_on_pipe",
     "apply_cache_on_transformer",
     "cache_report",
     "calibrate_cache",
     "parallelize_pipe",
     "parallelize_transformer",
+    "propose_plan",
     "remove_cache_from_pipe",
     "unparallelize_pipe",
     "unparallelize_transformer",

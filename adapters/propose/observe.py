@@ -1,0 +1,179 @@
+"""Watching one call of a model on one device: what its blocks are given and return, and what it attends to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from para_core.adapters.propose.virtual_ranks import fresh
+from para_core.plans.places import parameters_of
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A tensor that was seen. ``derived``: made from the tokens that the first block of the region was given."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    identity: int
+    derived: bool
+
+
+@dataclass(frozen=True)
+class ModuleCall:
+    """A call of a block, or of a module that the model itself calls; tensors in ``given`` and ``returned`` are :class:`Seen`."""
+
+    name: str
+    block_list: str | None
+    began: int
+    ended: int
+    given: Mapping[str, Any]
+    returned: Any
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """A call of scaled_dot_product_attention in the module ``name``; lengths of queries, keys, and the mask's shape."""
+
+    name: str
+    time: int
+    queries: int
+    keys: int
+    mask: tuple[int, ...] | None
+
+
+@dataclass
+class Observation:
+    """One call of a model, in the order of time. ``met``: parameters whose tensors the model itself joins to derived ones."""
+
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+    calls: list[ModuleCall] = field(default_factory=list)
+    attention: list[AttentionCall] = field(default_factory=list)
+    met: set[str] = field(default_factory=set)
+
+    def of_list(self, name: str) -> list[ModuleCall]:
+        return [call for call in self.calls if call.block_list == name]
+
+
+def block_lists(module: nn.Module) -> dict[str, nn.ModuleList]:
+    """The module lists of a model that are not within another's blocks, by name."""
+    found: dict[str, nn.ModuleList] = {}
+    for name, submodule in module.named_modules():
+        if isinstance(submodule, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in found):
+            found[name] = submodule
+    return found
+
+
+class _Watch(TorchFunctionMode):
+    def __init__(self, inputs: Mapping[str, Any], start: str | None, streams: Sequence[str]) -> None:
+        super().__init__()
+        self.found = Observation()
+        self._start, self._streams = start, streams
+        self._of_input = {id(x): name for name, value in inputs.items() for x in tree_leaves(value)}
+        self._derived = WeakTensorKeyDictionary()
+        # As long as all that was recorded lives, no two tensors have the same identity.
+        self._alive: list[Any] = []
+        self._within: list[str] = []
+        self._began: list[int] = []
+        self._time = 0
+        self.found.inputs = {name: self._record(value) for name, value in inputs.items()}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            self._attend(*args, **kwargs)
+        out = func(*args, **kwargs)
+        if len(self._derived):
+            taken = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            if any(x in self._derived for x in taken):
+                self._derive(out)
+                if not self._within:
+                    self.found.met.update(self._of_input[id(x)] for x in taken if id(x) in self._of_input)
+        return out
+
+    def _derive(self, value: Any) -> None:
+        for x in tree_leaves(value):
+            if isinstance(x, Tensor):
+                self._derived[x] = True
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any
+    ) -> None:
+        self._time += 1
+        name = self._within[-1] if self._within else ""
+        mask = None if attn_mask is None else tuple(attn_mask.shape)
+        self.found.attention.append(AttentionCall(name, self._time, query.shape[-2], key.shape[-2], mask))
+
+    def _record(self, value: Any) -> Any:
+        self._alive.append(value)
+        return tree_map(
+            lambda x: Seen(tuple(x.shape), x.dtype, id(x), x in self._derived) if isinstance(x, Tensor) else x, value
+        )
+
+    @contextmanager
+    def around(self, module: nn.Module) -> Iterator[None]:
+        """Inside, calls of submodules are recorded."""
+        lists = block_lists(module)
+        with ExitStack() as stack:
+            for name, submodule in module.named_modules():
+                if not name:
+                    continue
+                block_list = next((outer for outer in lists if submodule in [*lists[outer]]), None)
+                for handle in self._hooks(name, submodule, block_list):
+                    stack.callback(handle.remove)
+            yield
+
+    def _hooks(self, name: str, module: nn.Module, block_list: str | None) -> list[Any]:
+        # What is behind *args has no name that a plan could say.
+        parameters = tuple(takewhile(lambda name: name not in ("args", "kwargs"), parameters_of(module)))
+        given: list[dict[str, Any]] = []
+
+        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+            self._time += 1
+            self._began.append(self._time)
+            recorded = block_list is not None or not self._within
+            self._within.append(name)
+            arguments = {**dict(zip(parameters, args, strict=False)), **kwargs} if recorded else {}
+            given.append({key: self._record(value) for key, value in arguments.items()})
+            if name == self._start:
+                for stream in self._streams:
+                    self._derive(arguments[stream])
+
+        def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            self._time += 1
+            self._within.pop()
+            began, arguments = self._began.pop(), given.pop()
+            if block_list is not None or not self._within:
+                call = ModuleCall(name, block_list, began, self._time, arguments, self._record(output))
+                self.found.calls.append(call)
+
+        return [
+            module.register_forward_pre_hook(before, with_kwargs=True),
+            module.register_forward_hook(after, with_kwargs=True),
+        ]
+
+
+def observe(
+    module: nn.Module, inputs: Mapping[str, Any], start: str | None = None, streams: Sequence[str] = ()
+) -> Observation:
+    """Call ``module(**inputs)`` without gradients, and record it.
+
+    Args:
+        start: the block whose parameters ``streams`` hold the tokens from which what follows is derived.
+    """
+    watch = _Watch(inputs, start, streams)
+    with torch.no_grad(), watch.around(module), watch:
+        module(**fresh(inputs))
+    return watch.found

@@ -1,0 +1,109 @@
+"""The block stack of a model, as it was seen in one call: what First Block Cache has to know."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from para_core.adapters.propose.candidates import Region, streams_of, tensors_of
+from para_core.adapters.propose.observe import ModuleCall, Observation, Seen
+from para_core.adapters.propose.virtual_ranks import fresh, with_same_weights
+from para_core.cache.apply import apply_cache, model_cache_report
+from para_core.cache.blocks import CachedBlocks, Stage
+
+# Far above what one step changes.
+_ALWAYS = 0.5
+
+
+def guess_blocks(region: Region) -> CachedBlocks | None:
+    """The stages of the lists in ``region``; None where a block's streams are not seen."""
+    began = region.calls()[0][0].began
+    stages: list[Stage] = []
+    before: list[ModuleCall] = []
+    for name in dict.fromkeys(call.block_list for call in region.small.calls if call.block_list is not None):
+        calls = region.small.of_list(name)
+        if calls[0].began < began:
+            continue
+        streams = streams_of(calls, 0)
+        if not all(streams):
+            return None
+        measured = next((one for one in region.start.streams if one in streams), streams[0])
+        stage = Stage((name,), streams, measured, chained=_chained(calls, streams))
+        if stages and stages[-1].streams == streams and _hand_over(before[-1], calls[0], streams):
+            chained = stages[-1].chained and stage.chained and _chained([before[-1], calls[0]], streams)
+            stages[-1] = replace(stages[-1], lists=(*stages[-1].lists, name), chained=chained)
+        else:
+            stages.append(stage)
+        before = calls
+    return CachedBlocks(tuple(stages), conditions=conditions_of(region.small, region.large)) if stages else None
+
+
+def conditions_of(small: Observation, large: Observation) -> tuple[str, ...]:
+    """Arguments of the model that do not grow with the tokens and hold a sequence for each sample: text."""
+    found = []
+    for name, value in small.inputs.items():
+        pairs = [*zip(tensors_of(value), tensors_of(large.inputs.get(name)), strict=False)]
+        if any(
+            one.dtype.is_floating_point and len(one.shape) >= 3 and one.shape == other.shape for one, other in pairs
+        ):
+            found.append(name)
+    return tuple(found)
+
+
+def _hand_over(call: ModuleCall, following: ModuleCall, streams: tuple[str, ...]) -> bool:
+    handed = [following.given.get(name) for name in streams]
+    return [getattr(one, "identity", None) for one in handed] == [one.identity for one in tensors_of(call.returned)]
+
+
+def _chained(calls: list[ModuleCall], streams: tuple[str, ...]) -> bool:
+    """Whether the model only hands the streams on, and gives each block the same other arguments."""
+    rest = [_identities({k: v for k, v in call.given.items() if k not in streams}) for call in calls]
+    pairs = pairwise(calls)
+    return all(one == rest[0] for one in rest) and all(_hand_over(one, other, streams) for one, other in pairs)
+
+
+def _identities(given: Mapping[str, Any]) -> list[Any]:
+    leaves = tree_leaves([value for _, value in sorted(given.items())])
+    return [leaf.identity if isinstance(leaf, Seen) else repr(leaf) for leaf in leaves]
+
+
+def cached_error(module: nn.Module, blocks: CachedBlocks, inputs: Mapping[str, Any]) -> float | None:
+    """How far a call that skips blocks is from the same call that computes them; None if it skips none.
+
+    Both have the same inputs, so nothing changes in between, and the cache is exact if it knows the blocks.
+    """
+    copy = with_same_weights(module)
+    with torch.no_grad():
+        expected = module(**fresh(inputs))
+        apply_cache(copy, blocks, residual_diff_threshold=_ALWAYS)
+        for _ in range(2):
+            out = copy(**fresh(inputs))
+    if not any(row.hit for row in model_cache_report(copy).rows):
+        return None
+    return error_of(out, expected)
+
+
+def error_of(out: Any, expected: Any) -> float:
+    """The largest ``‖out − expected‖ / ‖expected‖`` of all tensors; infinite where they differ in shape or are no numbers."""
+    pairs = zip(_tensors(out), _tensors(expected), strict=True)
+    errors = [
+        float(((x.double() - y.double()).norm() / y.double().norm().clamp(min=1e-30)).nan_to_num(nan=torch.inf))
+        if x.shape == y.shape
+        else torch.inf
+        for x, y in pairs
+    ]
+    return max(errors, default=torch.inf)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [x for one in value for x in _tensors(one)] if isinstance(value, (list, tuple)) else []
