@@ -96,6 +96,22 @@ def z_image(cls: str = "ZImagePipeline", **components: Any) -> Any:
     return on_shelf(cls, "z-image", vae=_small_vae(), **components)
 
 
+def z_image_controlled() -> Any:
+    controlnet = random_model(
+        "ZImageControlNetModel",
+        8,
+        control_layers_places=[0, 1],
+        control_refiner_layers_places=[0],
+        control_in_dim=4,
+        add_control_noise_refiner="control_noise_refiner",
+        dim=48,
+        n_refiner_layers=1,
+        n_heads=3,
+        n_kv_heads=3,
+    )
+    return z_image("ZImageControlNetPipeline", controlnet=controlnet)
+
+
 # -- Kandinsky 5
 
 _KANDINSKY = {
@@ -119,10 +135,10 @@ def kandinsky5_image() -> Any:
     return pipe
 
 
-def kandinsky5_video() -> Any:
+def kandinsky5_video(cls: str = "Kandinsky5T2VPipeline") -> Any:
     sizes = {"block_out_channels": (8,) * 4, "layers_per_block": 1, "norm_num_groups": 4}
     vae = random_model("AutoencoderKLHunyuanVideo", 2, latent_channels=4, **sizes)
-    return on_shelf("Kandinsky5T2VPipeline", "kandinsky 5", vae=vae)
+    return on_shelf(cls, "kandinsky 5", vae=vae)
 
 
 # -- HunyuanImage
@@ -171,6 +187,32 @@ def _wan_vae(cls: str = "AutoencoderKLWan") -> nn.Module:
 
 def cosmos(cls: str, **components: Any) -> Any:
     return on_shelf(cls, "cosmos", safety_checker=_NoSafetyChecker(), **components)
+
+
+def ideogram() -> Any:
+    """Its second transformer has no text. ``encode_prompt`` is in place of Qwen 3 VL."""
+    tiny = MODELS["ideogram 4"]
+    second = random_model(tiny.cls, 2, **tiny.config)
+    vae = random_model("AutoencoderKLFlux2", 2, block_out_channels=(8,) * 4, norm_num_groups=4, latent_channels=4)
+    pipe = on_shelf("Ideogram4Pipeline", "ideogram 4", vae=vae, unconditional_transformer=second)
+
+    def encode_prompt(*, grid_h: int, grid_w: int, **_: Any) -> tuple[Tensor, ...]:
+        image = grid_h * grid_w
+        text = torch.cat([_TEXT["prompt_embeds"], torch.zeros(1, image, TEXT_WIDTH)], dim=1)
+        return text, *pipe._prepare_ids([7], grid_h, grid_w, 9, torch.device("cpu"))
+
+    pipe.encode_prompt = encode_prompt
+    return pipe
+
+
+_OF_T5 = {
+    f"{kind}{key}": value
+    for kind, seed, length in (("", 5, 5), ("negative_", 6, 2))
+    for key, value in {
+        "prompt_embeds_2": torch.randn(1, 5, 16, generator=torch.Generator().manual_seed(seed)),
+        "prompt_attention_mask_2": _first(length, 5).long(),
+    }.items()
+}
 
 
 def prx() -> Any:
@@ -264,5 +306,41 @@ SHELF_PIPELINES: dict[str, TinyPipeline] = {
     "chroma, image": TinyPipeline(
         lambda: on_shelf("ChromaImg2ImgPipeline", "chroma", vae=_small_vae()),
         {**_SMALL, **_TEXT, **_masks("attention_mask"), "image": random_image(24, 40), "strength": 0.9},
+    ),
+    "z-image, inpainting": TinyPipeline(
+        lambda: z_image("ZImageInpaintPipeline"),
+        {
+            **_Z_IMAGE,
+            "image": random_image(24, 40),
+            "mask_image": random_image(24, 40, seed=1).convert("L"),
+            "strength": 0.9,
+        },
+    ),
+    "z-image, controlnet": TinyPipeline(z_image_controlled, {**_Z_IMAGE, "control_image": random_image(24, 40)}),
+    "cogview4, control": TinyPipeline(
+        lambda: on_shelf("CogView4ControlPipeline", "cogview4", config={"in_channels": 8}),
+        {**_SIZE, **_TEXT, "control_image": random_image(48, 80)},
+    ),
+    "glm-image": TinyPipeline(
+        lambda: on_shelf("GlmImagePipeline", "glm-image", vision_language_encoder=None),
+        {"height": 64, "width": 96, **_TEXT, "prior_token_ids": torch.arange(24)[None] % 16},
+    ),
+    "kandinsky 5, image": TinyPipeline(
+        lambda: kandinsky5_video("Kandinsky5I2VPipeline"),
+        {**_VIDEO, **_KANDINSKY, "num_frames": 17, "image": random_image(48, 80)},
+    ),
+    "ideogram 4": TinyPipeline(
+        ideogram, {**_SIZE, "max_sequence_length": 9, "guidance_schedule": None, "guidance_scale": 3.0}
+    ),
+    "hunyuandit": TinyPipeline(
+        lambda: on_shelf(
+            "HunyuanDiTPipeline",
+            "hunyuandit",
+            scheduler=DDIMScheduler(),
+            safety_checker=None,
+            feature_extractor=None,
+            requires_safety_checker=False,
+        ),
+        {**_SIZE, **_TEXT, **_masks("attention_mask"), **_OF_T5, "use_resolution_binning": False},
     ),
 }
