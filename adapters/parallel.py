@@ -277,8 +277,8 @@ def _no_plan(thing: Any, module: nn.Module) -> str:
         return _unsupported(thing, f"{name} has no plan, for {reason}", way_out)
     way_out = (
         "What it shards and gathers can be said in some ten lines, a plan: parallelize_pipe(pipe, mesh=mesh, "
-        f"adapter=Adapter(transformer={name!r}, pipelines=..., plan=Plan(...))). docs/new_model.md shows how to find and to "
-        "check it. "
+        f"adapter=Adapter(transformer={name!r}, pipelines=..., plan=Plan(...))). propose_plan finds most of them; "
+        "docs/new_model.md shows how. "
     )
     return _unsupported(thing, f"there is no plan for {name}", way_out)
 
