@@ -1,0 +1,23 @@
+"""Every transformer of a pipeline is parallel, not the first alone."""
+
+from tests.adapters.test_pipelines import build, generate
+from tests.tiny import cpu_mesh
+
+
+def tokens_by_transformer():
+    pipe, seen = build("ideogram 4", cpu_mesh(1, 2)), {}
+    for name in ("transformer", "unconditional_transformer"):
+
+        def note(module, args, kwargs, name=name):
+            seen[name] = (args[0] if args else kwargs["hidden_states"]).shape[1]
+
+        getattr(pipe, name).layers[0].register_forward_pre_hook(note, with_kwargs=True)
+    generate(pipe, "ideogram 4", num_inference_steps=1)
+    return seen
+
+
+def test_the_transformer_without_text_of_ideogram_4_is_sharded_too(rank_pool):
+    # 9 tokens of text and 15 of the image, and these 15 alone.
+    first, second = rank_pool.run(tokens_by_transformer, 2)
+    assert first == {"transformer": 12, "unconditional_transformer": 8}
+    assert second == {"transformer": 12, "unconditional_transformer": 7}
