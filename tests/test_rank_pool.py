@@ -99,6 +99,7 @@ def test_an_exception_on_one_rank_shows_its_traceback_and_the_pool_recovers(pool
 
 
 def test_expected_errors_are_returned_in_rank_order(pool):
+    check_works(pool)  # which starts the ranks, where no test before this one has
     pids = pool.pids(2)
     errors = pool.run_expecting_errors(raise_on, 2, [0, 1])
     assert [str(error) for error in errors] == [f"rank {rank} has 7 tokens; expected 8" for rank in range(2)]
