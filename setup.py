@@ -49,6 +49,7 @@ setup(
             "setuptools>=77",
             "torchao>=0.18",
             "tqdm",
+            "triton>=3.5",
             "wheel",
         ],
     },
