@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from PIL import Image, ImageFilter
 
 from benchmarks.tiny_flux import grammar
 from benchmarks.tiny_flux.check import check, find
@@ -75,6 +76,25 @@ def test_checker_accepts_true_drawings_of_several_things(num_things):
     for i in range(150):
         scene = grammar.held_out_scene(rng(8, i), num_things)
         assert check(draw(scene, rng(9, i)), scene).all_right, scene
+
+
+@pytest.mark.parametrize("blur", [1.8, 2.6])
+def test_checker_knows_the_shape_of_a_blurred_thing_as_an_eye_does(blur):
+    options = itertools.product(grammar.COLOURS, grammar.SHAPES, grammar.SIZES)
+    for i, (colour, shape, size) in enumerate(options):
+        scene = Scene((Thing(colour, shape, size, "centre"),), "black")
+        image = Image.fromarray(draw(scene, rng(18, i))).filter(ImageFilter.GaussianBlur(blur))
+        assert [found.shape for found in find(np.asarray(image))] == [shape], scene
+
+
+def test_checker_names_no_shape_where_there_is_none():
+    y, x = np.indices((128, 128)) - 64
+    moon = (x**2 + y**2 < 225) & ((x - 10) ** 2 + y**2 > 150)
+    bar = (abs(x) < 16) & (abs(y) < 3) | (abs(x + 13) < 3) & (abs(y) < 16)  # an L
+    for mask in (moon, bar):
+        image = np.zeros((128, 128, 3), np.uint8)
+        image[mask] = 255, 0, 0
+        assert [found.shape for found in find(image)] == [None]
 
 
 @pytest.mark.parametrize("attribute", ["colour", "shape", "size", "cell"])
