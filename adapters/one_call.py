@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from datetime import timedelta
@@ -22,6 +22,7 @@ from torch import Tensor
 from para_core.adapters.caching.generation import caching_of
 from para_core.agreement import Record, agree, signature
 from para_core.collectives import broadcast_bytes
+from para_core.instance import original_class
 from para_core.mesh import GuidedMesh, host_group
 
 # Characters of a value in a record; a longer one is shortened and hashed.
@@ -31,7 +32,7 @@ _REASON_CHARACTERS = 2000
 
 
 def require_same_call(
-    call: Callable[..., Any],
+    pipe: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     mesh: GuidedMesh,
@@ -46,14 +47,15 @@ def require_same_call(
 
     Raises:
         ValueError: an argument differs between two ranks.
-        TypeError: the arguments of a rank do not fit the signature of ``call``.
+        TypeError: the arguments of a rank do not fit the signature of ``pipe``.
         RuntimeError: a rank has a ``problem``.
     """
     try:
         if problem is not None:
             raise RuntimeError(problem)
-        given = _flat(inspect.signature(call).bind(*args, **kwargs).arguments)
-        mine: Record | Exception = _record({**given, **_settings(args[0])})
+        signature_of_call = inspect.signature(original_class(pipe).__call__)
+        given = _flat(signature_of_call.bind(pipe, *args, **kwargs).arguments)
+        mine: Record | Exception = _record({**given, **_settings(pipe)})
     except (TypeError, ValueError, RuntimeError) as error:
         mine = error
     _require_alike(

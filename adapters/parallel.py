@@ -107,14 +107,14 @@ def parallelize_pipe(
         for module in transformers.values()
     }
 
-    def share_out(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def share_out(call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not guidance.active:
             return call(module, *args, **kwargs)
         # Here, for an error of the one rank that computes this call would leave the others waiting.
         signatures[id(uncompiled(module))].bind(module, *args, **kwargs)
         return guidance.call(module, partial(call, module), args, kwargs)
 
-    def around(pipe: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def around(call: Callable[..., Any], pipe: Any, /, *args: Any, **kwargs: Any) -> Any:
         guided.check_alive()
         problems = [
             _problem(pipe, name, transformer, meshes[name])
@@ -124,7 +124,7 @@ def parallelize_pipe(
         problems.append(unfit_guider(pipe, guided.ranks, guided.sequence.ranks))
         problem = next((problem for problem in problems if problem is not None), None)
         if not assume_equal:
-            require_same_call(call, (pipe, *args), kwargs, guided, f"the {type(pipe).__name__}", problem)
+            require_same_call(pipe, args, kwargs, guided, f"the {type(pipe).__name__}", problem)
         elif problem is not None:
             raise RuntimeError(problem)
         with ExitStack() as stack:

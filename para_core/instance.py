@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import copyreg
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from weakref import WeakValueDictionary
 
 from torch._guards import TracingContext
 
-# around(instance, call, args, kwargs): `call(instance, *args, **kwargs)` is what would have run.
-Around = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+# around(call, instance, *args, **kwargs): `call(instance, *args, **kwargs)` is what would have run. The first two are positional-only,
+# for a method may have parameters of these names.
+Around = Callable[..., Any]
 
 # A private subclass holds under this prefix and the method's name what runs instead of that method.
 _CHAIN = "_para_core_chain_"
@@ -130,8 +131,8 @@ def _class_of(base: type, wrappers: Wrappers) -> type:
     }
     for (_, method), (_, around) in sorted(wrappers.items(), key=lambda item: -item[1][0]):
         chain = _CHAIN + method
-        inner = namespace.get(chain) or namespace.get(method) or getattr(base, method)
-        namespace[chain] = _composed(inner, around)
+        # Partials are no frames: each wrapper calls the next one.
+        namespace[chain] = partial(around, namespace.get(chain) or getattr(base, method))
         namespace[method] = _entry(method, getattr(base, method))
     made: type = _metaclass(type(base))(base.__name__, (base,), namespace)
     return made
@@ -169,23 +170,12 @@ def _entry(method: str, original: Callable[..., Any]) -> Callable[..., Any]:
         # Looked up anew: whoever keeps the bound method (Module.compile does) gets what is wrapped now, if anything.
         return getattr(type(self), chain, original)(self, *args, **kwargs)
 
-    enter._para_core_entry = True  # type: ignore[attr-defined]
-    return _named_like(original, enter)
-
-
-def _composed(call: Callable[..., Any], around: Around) -> Callable[..., Any]:
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return around(self, call, args, kwargs)
-
-    return _named_like(call, method)
-
-
-def _named_like(call: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
-    method.__name__ = getattr(call, "__name__", "method")
-    method.__doc__ = call.__doc__
+    enter.__name__ = method
+    enter.__doc__ = original.__doc__
     # inspect.signature follows it: what a caller asks about is the original.
-    method.__wrapped__ = call  # type: ignore[attr-defined]
-    return method
+    enter.__wrapped__ = original  # type: ignore[attr-defined]
+    enter._para_core_entry = True  # type: ignore[attr-defined]
+    return enter
 
 
 def _dir_as_original(self: Any) -> list[str]:

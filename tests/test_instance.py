@@ -29,11 +29,11 @@ class Scaled(nn.Module):
         return self.scale * x
 
 
-def twice(instance, call, args, kwargs):
+def twice(call, instance, /, *args, **kwargs):
     return 2 * call(instance, *args, **kwargs)
 
 
-def plus_one(instance, call, args, kwargs):
+def plus_one(call, instance, /, *args, **kwargs):
     return call(instance, *args, **kwargs) + 1
 
 
@@ -109,7 +109,7 @@ def test_pickles_and_copies_are_ordinary_objects(cls, protocol):
 
 def test_removing_what_is_not_there_keeps_the_class_for_which_graphs_were_compiled():
     layer = nn.Linear(2, 2)
-    wrap_method(layer, "__call__", "one", lambda instance, call, args, kwargs: call(instance, *args, **kwargs))
+    wrap_method(layer, "__call__", "one", lambda call, instance, *args, **kwargs: call(instance, *args, **kwargs))
     cls = type(layer)
     unwrap(layer, "another")
     assert type(layer) is cls
@@ -136,7 +136,7 @@ class Doubled(nn.Linear):
 def test_what_a_wrapped_class_inherits_by_super_is_found_in_a_graph():
     module, x = Doubled(3, 3), torch.ones(2, 3)
     expected = module(x)
-    wrap_method(module, "__call__", "key", lambda instance, call, args, kwargs: call(instance, *args, **kwargs) + 1)
+    wrap_method(module, "__call__", "key", lambda call, instance, *args, **kwargs: call(instance, *args, **kwargs) + 1)
     compiled = torch.compile(module, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), expected + 1)
 

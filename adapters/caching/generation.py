@@ -92,7 +92,7 @@ class PipelineCache:
         cache = next(iter(self.caches.values()))
         return replace(cache.options, residual_diff_threshold=cache.threshold)
 
-    def around(self, pipe: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def around(self, call: Callable[..., Any], pipe: Any, /, *args: Any, **kwargs: Any) -> Any:
         if self._paused:
             return call(pipe, *args, **kwargs)
         for name, cache in self.caches.items():
@@ -113,15 +113,15 @@ class PipelineCache:
     def _apart(self, callback: Any) -> Iterator[Any]:
         """``callback``, in which the models are called by others: a pipe that shares them, and may have no cache."""
 
-        def run(of: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def run(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
             self._in_callback += 1
             try:
-                return call(of, *args, **kwargs)
+                return call(*args, **kwargs)
             finally:
                 self._in_callback -= 1
 
         if isinstance(callback, (FunctionType, MethodType)):
-            yield wraps(callback)(lambda *args, **kwargs: run(None, lambda _, *a, **k: callback(*a, **k), args, kwargs))
+            yield wraps(callback)(lambda *args, **kwargs: run(callback, *args, **kwargs))
             return
         # diffusers asks these of what class they are.
         wrap_method(callback, "__call__", KEY, run)
@@ -161,7 +161,7 @@ class PipelineCache:
     def _around_model(self, name: str) -> Callable[..., Any]:
         parameters = parameters_of(self.caches[name].module)
 
-        def around(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def around(call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or not self._schedule.active:
                 return call(module, *args, **kwargs)
             if self._in_callback or self._thread != get_ident():
@@ -239,7 +239,7 @@ class PipelineCache:
         kind = message.split(":", maxsplit=1)[0]
         if kind not in self._warned:
             self._warned.add(kind)
-            warnings.warn(message, stacklevel=10)
+            warnings.warn(message, stacklevel=9)
 
 
 def _names(options: CacheOptions) -> tuple[str, str]:

@@ -54,7 +54,7 @@ class Schedule:
         self._pipe, self._scheduler, self._copied, self.active = pipe, scheduler, False, True
         self._restart()
 
-        def count(scheduler: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def count(call: Callable[..., Any], scheduler: Any, /, *args: Any, **kwargs: Any) -> Any:
             output = call(scheduler, *args, **kwargs)
             # Cosmos 1 asks for a step's clean sample first, turns the scheduler back, and takes the same step again.
             taken = getattr(scheduler, "step_index", None)
@@ -63,13 +63,13 @@ class Schedule:
             self._taken = taken
             return output
 
-        def restart(scheduler: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def restart(call: Callable[..., Any], scheduler: Any, /, *args: Any, **kwargs: Any) -> Any:
             output = call(scheduler, *args, **kwargs)
             self._restart()
             begin()
             return output
 
-        def copy(scheduler: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def copy(call: Callable[..., Any], scheduler: Any, /, *args: Any, **kwargs: Any) -> Any:
             if self._done == 0:
                 self._copied = True
                 self._restart()

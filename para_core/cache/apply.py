@@ -66,7 +66,7 @@ def apply_cache(
     caller = site.caller(_KEY)
     parameters = parameters_of(module)
 
-    def run(called: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(call: Callable[..., Any], called: Any, /, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             cache.find_mesh()
             return call(called, *args, **kwargs)

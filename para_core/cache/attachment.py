@@ -86,7 +86,7 @@ class Site:
 
     def _make_named(self) -> Around:
         @contextmanager
-        def named(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Iterator[None]:
+        def named(call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Iterator[None]:
             before, name = self.branch, str(args[0] if args else kwargs["name"])
             self._local.branch = name
             try:
@@ -113,8 +113,8 @@ class Caller:
         self.run: Around | None = None
         self.cache: object = None
 
-        def around(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return call(module, *args, **kwargs) if self.run is None else self.run(module, call, args, kwargs)
+        def around(call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
+            return call(module, *args, **kwargs) if self.run is None else self.run(call, module, *args, **kwargs)
 
         around.caller = self  # type: ignore[attr-defined]
         self.around = around
@@ -138,7 +138,7 @@ class Attachment:
     def _around_block(self, role: Role) -> Around:
         site = self.site
 
-        def run_block(block: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        def run_block(call: Callable[..., Any], block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             cache = site.running or site.resident
             # A pipe without a cache may use the model in another thread.
             elsewhere = not torch.compiler.is_compiling() and site.running is not None and site.thread != get_ident()

@@ -87,9 +87,7 @@ class _Region:
 
     # -- around the module
 
-    def run_from_outside(
-        self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def run_from_outside(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """What goes around the ``__call__`` of the module: outside of what ``Module.compile`` compiles."""
         # In this order: what is read while tracing becomes a guard.
         if not torch.compiler.is_compiling():
@@ -100,9 +98,9 @@ class _Region:
         if compiled is None or module._compiled_call_impl is not compiled:
             return call(module, *args, **kwargs)
         # Compiled before: the graph inside, splitting and gathering around it.
-        return self.run(module, lambda module, *args, **kwargs: compiled(*args, **kwargs), args, kwargs)
+        return self.run(lambda _, *args, **kwargs: compiled(*args, **kwargs), module, *args, **kwargs)
 
-    def run(self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """``call`` with its inputs split, attention intercepted, and its outputs gathered."""
         if self.interception is not None:
             raise RuntimeError(
@@ -239,13 +237,13 @@ class _Region:
         of_inputs = {key: cut for key, cut in boundary.cuts if isinstance(key, str)}
         of_outputs = {key: cut for key, cut in boundary.cuts if isinstance(key, int)}
 
-        def cut_and_gather(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        def cut_and_gather(call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             interception = self.interception
             if interception is None:
                 return call(module, *args, **kwargs)
             args, kwargs = self._cutting.arguments(of_inputs, parameters, args, kwargs, name)
             self._intercept(of_inputs.values())
-            output = attend(module, call, args, kwargs)
+            output = attend(call, module, *args, **kwargs)
             for key, cut in of_outputs.items():
                 if isinstance(output, Tensor):
                     output = self._cutting.cut(output, cut, f"{name}[{key}]")
@@ -259,7 +257,7 @@ class _Region:
                 interception.planned.active[0] = False
             return output
 
-        def attend(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        def attend(call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             interception = self.interception
             if interception is None or not attention:
                 return call(module, *args, **kwargs)
