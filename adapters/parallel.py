@@ -33,7 +33,7 @@ from para_core.adapters.one_call import (
 from para_core.adapters.refusals import unfit_guider, unfit_hook, unseen_attention
 from para_core.cache.apply import cache_options
 from para_core.guidance import Guidance
-from para_core.instance import original_class, uncompiled, unwrap, wrap_method, wrapper
+from para_core.instance import Order, original_class, uncompiled, unwrap, wrap_method, wrapper
 from para_core.make_mesh import init_context_parallel_mesh, require_own_gpus
 from para_core.mesh import GuidedMesh, SequenceMesh, guided_mesh, one_guided_rank
 from para_core.plans.region import apply_plan, known_equal, plan_mesh, reattach_plan, remove_plan
@@ -46,8 +46,6 @@ Transformer = TypeVar("Transformer", bound=nn.Module)
 
 _KEY = "parallel"
 _GUIDANCE = "guidance"
-# Around a cache, which then sees the calls that this rank computes.
-_GUIDANCE_DEPTH = -2
 
 
 def parallelize_pipe(
@@ -135,7 +133,7 @@ def parallelize_pipe(
                 component = getattr(pipe, name)
                 if apart and wrapper(component, "__call__", _GUIDANCE) is not share_out:
                     # Around what torch.compile made of it, if anything: a graph holds one call.
-                    wrap_method(component, "__call__", _GUIDANCE, share_out, depth=_GUIDANCE_DEPTH)
+                    wrap_method(component, "__call__", _GUIDANCE, share_out, order=Order.GUIDANCE)
             stack.enter_context(reasons_shared(token))
             if apart:
                 stack.enter_context(_warn_unguided(guidance, guided.batch.size, type(pipe).__name__))
@@ -143,7 +141,7 @@ def parallelize_pipe(
             return call(pipe, *args, **kwargs)
 
     around.mesh = guided  # type: ignore[attr-defined]
-    wrap_method(pipe, "__call__", _KEY, around)
+    wrap_method(pipe, "__call__", _KEY, around, order=Order.PARALLEL)
     return pipe
 
 

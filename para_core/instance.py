@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copyreg
 from collections.abc import Callable, Iterable, Mapping
+from enum import IntEnum, auto
 from functools import cache, partial
 from typing import Any
 from weakref import WeakValueDictionary
@@ -20,22 +21,37 @@ from torch._guards import TracingContext
 # for a method may have parameters of these names.
 Around = Callable[..., Any]
 
+
+class Order(IntEnum):
+    """What stands around one method, from the outermost to the innermost, whichever came first."""
+
+    # Before a cache is set up, all ranks know that they make the same call.
+    PARALLEL = auto()
+    # A cache sees the calls that this rank computes.
+    GUIDANCE = auto()
+    # It tells branches apart by whole arguments.
+    CACHE = auto()
+    # A cache measures what a block makes of its own tokens.
+    PLAN = auto()
+    CACHED_BLOCK = auto()
+
+
 # A private subclass holds under this prefix and the method's name what runs instead of that method.
 _CHAIN = "_para_core_chain_"
 
 
-def wrap_method(instance: Any, method: str, key: str, around: Around, *, depth: int = 0) -> None:
+def wrap_method(instance: Any, method: str, key: str, around: Around, *, order: Order) -> None:
     """Put ``around`` around ``method`` of this one instance; a wrapper of the same ``key`` is replaced.
 
     Not for two threads that change the same instance at once.
 
     Args:
-        depth: what has more of it runs inside of what has less, whichever came first.
+        order: where it stands among others; of the same, what came last is outside.
     """
-    wrap_alike([instance], method, key, around, depth=depth)
+    wrap_alike([instance], method, key, around, order=order)
 
 
-def wrap_alike(instances: Iterable[Any], method: str, key: str, around: Around, *, depth: int = 0) -> None:
+def wrap_alike(instances: Iterable[Any], method: str, key: str, around: Around, *, order: Order) -> None:
     """:func:`wrap_method` for each of ``instances``: those that were alike before still share one class.
 
     So a graph that was compiled for one block of a model still fits the others.
@@ -44,7 +60,7 @@ def wrap_alike(instances: Iterable[Any], method: str, key: str, around: Around, 
     for instance in instances:
         before = type(instance)
         if id(before) not in changed:
-            _set_wrappers(instance, {**_wrappers(instance), (key, method): (depth, around)})
+            _set_wrappers(instance, {**_wrappers(instance), (key, method): (order, around)})
             changed[id(before)] = (before, type(instance))
         else:
             instance.__class__ = changed[id(before)][1]
@@ -63,7 +79,7 @@ def is_wrapped(instance: Any, key: str) -> bool:
 
 def wrapper(instance: Any, method: str, key: str) -> Around | None:
     """What :func:`wrap_method` put around ``method`` under ``key``; None if nothing."""
-    return _wrappers(instance).get((key, method), (0, None))[1]
+    return _wrappers(instance).get((key, method), (None, None))[1]
 
 
 def original_class(instance: Any) -> type:
@@ -92,8 +108,8 @@ def has_compiled_parts(module: Any) -> bool:
     return False
 
 
-# By key and method: depth, and what runs.
-Wrappers = Mapping[tuple[str, str], tuple[int, Around]]
+# By key and method.
+Wrappers = Mapping[tuple[str, str], tuple[Order, Around]]
 
 
 def _wrappers(instance: Any) -> Wrappers:
@@ -107,8 +123,8 @@ def _set_wrappers(instance: Any, wrappers: Wrappers) -> None:
         if type(instance) is not base:
             instance.__class__ = base
         return
-    # Those of one depth stand in the order in which they came.
-    key = id(base), *[(name, depth, id(around)) for name, (depth, around) in wrappers.items()]
+    # In the order in which they came.
+    key = id(base), *[(name, order, id(around)) for name, (order, around) in wrappers.items()]
     made = _CLASSES.get(key) or _class_of(base, wrappers)
     _CLASSES[key] = made
     instance.__class__ = made

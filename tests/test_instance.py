@@ -2,13 +2,15 @@
 
 import copy
 import inspect
+import itertools
 import pickle
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from para_core.instance import has_compiled_parts, original_class, unwrap, wrap_method, wrapper
+from para_core.instance import Order, has_compiled_parts, original_class, unwrap, wrap_method, wrapper
 
 
 class Greeter:
@@ -39,7 +41,7 @@ def plus_one(call, instance, /, *args, **kwargs):
 
 def test_only_the_wrapped_instance_changes():
     wrapped, other = Greeter(), Greeter()
-    wrap_method(wrapped, "__call__", "a", twice)
+    wrap_method(wrapped, "__call__", "a", twice, order=Order.PLAN)
     assert wrapped() == "hello x!hello x!"
     assert other() == "hello x!"
     assert type(other) is Greeter
@@ -48,7 +50,7 @@ def test_only_the_wrapped_instance_changes():
 
 def test_the_class_keeps_its_names_its_signature_and_its_doc():
     wrapped = Greeter()
-    wrap_method(wrapped, "__call__", "a", twice)
+    wrap_method(wrapped, "__call__", "a", twice, order=Order.PLAN)
     cls = type(wrapped)
     assert isinstance(wrapped, Greeter)
     assert (cls.__name__, cls.__qualname__, cls.__module__) == ("Greeter", "Greeter", Greeter.__module__)
@@ -59,8 +61,8 @@ def test_the_class_keeps_its_names_its_signature_and_its_doc():
 
 def test_the_private_class_counts_as_the_original_in_comparisons_and_tables():
     wrapped, other = Greeter(), Greeter()
-    wrap_method(wrapped, "__call__", "a", twice)
-    wrap_method(other, "__call__", "a", plus_one)
+    wrap_method(wrapped, "__call__", "a", twice, order=Order.PLAN)
+    wrap_method(other, "__call__", "a", plus_one, order=Order.PLAN)
     assert type(wrapped) in (int, Greeter)
     assert type(wrapped) in {Greeter}
     assert {Greeter: 1}[type(wrapped)] == 1
@@ -71,13 +73,13 @@ def test_the_private_class_counts_as_the_original_in_comparisons_and_tables():
 
 def test_two_keys_nest_and_the_last_removal_restores_the_class():
     wrapped = Scaled()
-    wrap_method(wrapped, "__call__", "a", twice)
-    wrap_method(wrapped, "__call__", "b", plus_one)
+    wrap_method(wrapped, "__call__", "a", twice, order=Order.PLAN)
+    wrap_method(wrapped, "__call__", "b", plus_one, order=Order.PLAN)
     x = torch.ones(())
     assert wrapped(x) == 2 * 3 + 1
     unwrap(wrapped, "a")
     assert wrapped(x) == 3 + 1
-    wrap_method(wrapped, "__call__", "b", twice)
+    wrap_method(wrapped, "__call__", "b", twice, order=Order.PLAN)
     assert wrapped(x) == 2 * 3
     assert wrapper(wrapped, "__call__", "b") is twice
     assert wrapper(wrapped, "__call__", "a") is None
@@ -86,11 +88,52 @@ def test_two_keys_nest_and_the_last_removal_restores_the_class():
     unwrap(wrapped, "b")  # nothing left to remove
 
 
+def test_wrappers_stand_in_the_order_of_their_names_whichever_came_first():
+    for orders in itertools.permutations(Order):
+        wrapped, ran = Greeter(), []
+
+        def note(order, call, instance, *args, ran=ran):
+            ran.append(order)
+            return call(instance, *args)
+
+        for order in orders:
+            wrap_method(wrapped, "__call__", order.name, partial(note, order), order=order)
+        assert wrapped("hi") == "hi x!"
+        assert ran == sorted(Order)
+
+
+def test_each_wrapper_is_one_frame_and_each_wrapped_method_one_more():
+    class Deep:
+        def __call__(self):
+            return len(inspect.stack())
+
+    wrapped = Deep()
+    alone = wrapped()
+    for place, order in enumerate(Order, start=1):
+        wrap_method(wrapped, "__call__", order.name, lambda call, instance: call(instance), order=order)
+        assert wrapped() - alone == place + 1
+
+
+def test_arguments_may_have_the_names_that_wrappers_use():
+    class Given:
+        def __call__(self, **kwargs):
+            return kwargs
+
+    wrapped = Given()
+
+    def around(call, instance, /, **kwargs):
+        return call(instance, **kwargs)
+
+    wrap_method(wrapped, "__call__", "a", around, order=Order.PLAN)
+    wrap_method(wrapped, "__call__", "b", around, order=Order.CACHE)
+    assert wrapped(call=1, instance=2, self_=3) == {"call": 1, "instance": 2, "self_": 3}
+
+
 def test_a_method_kept_from_before_the_change_does_what_the_instance_does_now():
     wrapped = Scaled()
-    wrap_method(wrapped, "_call_impl", "a", twice)
+    wrap_method(wrapped, "_call_impl", "a", twice, order=Order.PLAN)
     kept = wrapped._call_impl
-    wrap_method(wrapped, "_call_impl", "a", plus_one)
+    wrap_method(wrapped, "_call_impl", "a", plus_one, order=Order.PLAN)
     assert kept(torch.ones(())) == 4
     unwrap(wrapped, "a")
     assert kept(torch.ones(())) == 3
@@ -100,7 +143,7 @@ def test_a_method_kept_from_before_the_change_does_what_the_instance_does_now():
 @pytest.mark.parametrize("cls", [Greeter, Scaled])
 def test_pickles_and_copies_are_ordinary_objects(cls, protocol):
     wrapped = cls()
-    wrap_method(wrapped, "__call__", "a", twice)
+    wrap_method(wrapped, "__call__", "a", twice, order=Order.PLAN)
     for other in (pickle.loads(pickle.dumps(wrapped, protocol)), copy.deepcopy(wrapped), copy.copy(wrapped)):
         assert type(other) is cls
     argument = (torch.ones(()),) if cls is Scaled else ()
@@ -109,7 +152,13 @@ def test_pickles_and_copies_are_ordinary_objects(cls, protocol):
 
 def test_removing_what_is_not_there_keeps_the_class_for_which_graphs_were_compiled():
     layer = nn.Linear(2, 2)
-    wrap_method(layer, "__call__", "one", lambda call, instance, *args, **kwargs: call(instance, *args, **kwargs))
+    wrap_method(
+        layer,
+        "__call__",
+        "one",
+        lambda call, instance, *args, **kwargs: call(instance, *args, **kwargs),
+        order=Order.PLAN,
+    )
     cls = type(layer)
     unwrap(layer, "another")
     assert type(layer) is cls
@@ -136,7 +185,13 @@ class Doubled(nn.Linear):
 def test_what_a_wrapped_class_inherits_by_super_is_found_in_a_graph():
     module, x = Doubled(3, 3), torch.ones(2, 3)
     expected = module(x)
-    wrap_method(module, "__call__", "key", lambda call, instance, *args, **kwargs: call(instance, *args, **kwargs) + 1)
+    wrap_method(
+        module,
+        "__call__",
+        "key",
+        lambda call, instance, *args, **kwargs: call(instance, *args, **kwargs) + 1,
+        order=Order.PLAN,
+    )
     compiled = torch.compile(module, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), expected + 1)
 
@@ -144,8 +199,8 @@ def test_what_a_wrapped_class_inherits_by_super_is_found_in_a_graph():
 def test_dir_of_a_wrapped_instance_is_what_it_was():
     greeter, scaled = Greeter(), Scaled()
     before = dir(greeter), dir(scaled)
-    wrap_method(greeter, "__call__", "twice", twice)
-    wrap_method(scaled, "forward", "plus_one", plus_one)
+    wrap_method(greeter, "__call__", "twice", twice, order=Order.PLAN)
+    wrap_method(scaled, "forward", "plus_one", plus_one, order=Order.PLAN)
     assert (dir(greeter), dir(scaled)) == before
     # The private class is another object, and the same to every question but ``is``: docs/pipelines.md says so.
     assert type(greeter) is not Greeter

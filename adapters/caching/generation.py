@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from itertools import chain
 from threading import get_ident
 from types import FunctionType, MethodType
@@ -19,13 +19,12 @@ from torch import nn
 from para_core.adapters.adapter import Adapter
 from para_core.adapters.caching.schedule import Schedule
 from para_core.adapters.models.supported import plan_for
-from para_core.cache.apply import CALL_DEPTH
 from para_core.cache.attachment import Caller
 from para_core.cache.block_cache import BlockCache
 from para_core.cache.decision import Verdict
 from para_core.cache.options import CacheOptions, rule_of
 from para_core.cache.report import CacheReport, rows_of
-from para_core.instance import original_class, uncompiled, unwrap, wrap_method, wrapper
+from para_core.instance import Order, original_class, uncompiled, unwrap, wrap_method, wrapper
 from para_core.plans.places import parameters_of
 
 KEY = "cache of the pipeline"
@@ -124,7 +123,7 @@ class PipelineCache:
             yield wraps(callback)(lambda *args, **kwargs: run(callback, *args, **kwargs))
             return
         # diffusers asks these of what class they are.
-        wrap_method(callback, "__call__", KEY, run)
+        wrap_method(callback, "__call__", KEY, run, order=Order.CACHE)
         try:
             yield callback
         finally:
@@ -144,7 +143,7 @@ class PipelineCache:
             caller = self._callers[name]
             if wrapper(component, "__call__", caller.key) is None:
                 # Around what torch.compile made of it, if anything.
-                wrap_method(component, "__call__", caller.key, caller.around, depth=CALL_DEPTH)
+                wrap_method(component, "__call__", caller.key, caller.around, order=Order.CACHE)
         self._pipe = pipe
         try:
             yield
@@ -177,7 +176,7 @@ class PipelineCache:
             cache.branches = 2 if guided else 1
             cache.batch = hidden_states.shape[0] if isinstance(hidden_states, torch.Tensor) else 0
             return cache.run(
-                lambda: call(module, *args, **kwargs), given, lambda branch: self._schedule.step(cache.options, branch)
+                partial(call, module, *args, **kwargs), given, lambda branch: self._schedule.step(cache.options, branch)
             )
 
         return around

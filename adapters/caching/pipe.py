@@ -16,7 +16,7 @@ from para_core.cache.block_cache import BlockCache
 from para_core.cache.blocks import CachedBlocks
 from para_core.cache.options import FIRST_BLOCK, CacheOptions, options_of, rule_of, shows_options
 from para_core.cache.report import CacheReport
-from para_core.instance import original_class, uncompiled, unwrap, wrap_method
+from para_core.instance import Order, original_class, uncompiled, unwrap, wrap_method
 
 Pipeline = TypeVar("Pipeline")
 Transformer = TypeVar("Transformer", bound=nn.Module)
@@ -70,7 +70,7 @@ def apply_cache_on_pipe(
     caching = caching_of(pipe)
     if caching is None:
         caching = PipelineCache()
-        wrap_method(pipe, "__call__", KEY, caching.around)
+        wrap_method(pipe, "__call__", KEY, caching.around, order=Order.CACHE)
     caching.replace(made, adapter)
     return pipe
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from para_core.cache.decision import Step, Verdict
 from para_core.cache.options import CacheOptions
-from para_core.instance import original_class, unwrap, wrap_method
+from para_core.instance import Order, original_class, unwrap, wrap_method
 
 _KEY = "cache"
 # Whose last timestep no pipeline of diffusers takes: it is where the schedule ends.
@@ -78,10 +78,10 @@ class Schedule:
 
         try:
             if scheduler is not None:
-                wrap_method(scheduler, "step", _KEY, count)
-                wrap_method(scheduler, "set_timesteps", _KEY, restart)
+                wrap_method(scheduler, "step", _KEY, count, order=Order.CACHE)
+                wrap_method(scheduler, "set_timesteps", _KEY, restart, order=Order.CACHE)
                 # What copy.deepcopy asks for.
-                wrap_method(scheduler, "__reduce_ex__", _KEY, copy)
+                wrap_method(scheduler, "__reduce_ex__", _KEY, copy, order=Order.CACHE)
             yield
         finally:
             if scheduler is not None:

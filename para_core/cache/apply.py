@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -16,15 +17,13 @@ from para_core.cache.blocks import CachedBlocks
 from para_core.cache.decision import Step
 from para_core.cache.options import CacheOptions, options_of, rule_of, shows_options
 from para_core.cache.report import CacheReport, rows_of
-from para_core.instance import uncompiled, unwrap, wrap_method, wrapper
+from para_core.instance import Order, uncompiled, unwrap, wrap_method, wrapper
 from para_core.mesh import sequence_mesh
 from para_core.plans.places import parameters_of
 
 Model = TypeVar("Model", bound=nn.Module)
 
 _KEY = "cache of the model"
-# Around a plan, which shards the arguments that tell branches apart.
-CALL_DEPTH = -1
 
 
 @shows_options()
@@ -71,10 +70,10 @@ def apply_cache(
             cache.find_mesh()
             return call(called, *args, **kwargs)
         arguments = {**dict(zip(parameters, args, strict=False)), **kwargs}
-        return cache.run(lambda: call(called, *args, **kwargs), arguments, lambda _: Step())
+        return cache.run(partial(call, called, *args, **kwargs), arguments, lambda _: Step())
 
     caller.run, caller.cache = run, cache
-    wrap_method(model, "__call__", caller.key, caller.around, depth=CALL_DEPTH)
+    wrap_method(model, "__call__", caller.key, caller.around, order=Order.CACHE)
     return model
 
 

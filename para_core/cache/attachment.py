@@ -13,11 +13,9 @@ import torch
 from torch import nn
 
 from para_core.cache.blocks import Role
-from para_core.instance import Around, unwrap, wrap_alike, wrap_method, wrapper
+from para_core.instance import Around, Order, unwrap, wrap_alike, wrap_method, wrapper
 
 _KEY = "cache"
-# Inside of what a plan does at a block: it shards what the first one is given.
-_BLOCK_DEPTH = 1
 # An attribute of a model whose graphs were compiled with a cache that was removed.
 _REMEMBERED = "_para_core_cache"
 
@@ -151,9 +149,9 @@ class Attachment:
 
     def install(self) -> None:
         for role, blocks in self._alike.items():
-            wrap_alike(blocks, "__call__", _KEY, self._arounds[role], depth=_BLOCK_DEPTH)
+            wrap_alike(blocks, "__call__", _KEY, self._arounds[role], order=Order.CACHED_BLOCK)
         if hasattr(self._module, "cache_context"):
-            wrap_method(self._module, "cache_context", _KEY, self.site.named)
+            wrap_method(self._module, "cache_context", _KEY, self.site.named, order=Order.CACHE)
 
     def remove(self) -> None:
         """Give the blocks back as they were."""

@@ -18,6 +18,7 @@ from para_core.attention.attend import MeshAttention
 from para_core.attention.options import AttnOptions
 from para_core.instance import (
     Around,
+    Order,
     has_compiled_parts,
     is_entry,
     is_wrapped,
@@ -230,7 +231,7 @@ class _Region:
             alike.setdefault((boundary, parameters_of(found)), []).append(found)
         for (boundary, parameters), submodules in alike.items():
             # __call__: outside of what Module.compile makes of the submodule, before or after this.
-            wrap_alike(submodules, "__call__", _KEY, self._run_boundary(boundary, parameters))
+            wrap_alike(submodules, "__call__", _KEY, self._run_boundary(boundary, parameters), order=Order.PLAN)
 
     def _run_boundary(self, boundary: Boundary, parameters: tuple[str, ...]) -> Around:
         name, attention = boundary.name, boundary.attention
@@ -298,8 +299,8 @@ def apply_plan(
         return
     region = _Region(module, plan, mesh, batch, require_equal, options or AttnOptions())
     region.attach(module)
-    wrap_method(module, "_call_impl", _KEY, region.run)
-    wrap_method(module, "__call__", _KEY, region.run_from_outside)
+    wrap_method(module, "_call_impl", _KEY, region.run, order=Order.PLAN)
+    wrap_method(module, "__call__", _KEY, region.run_from_outside, order=Order.PLAN)
 
 
 def remove_plan(module: nn.Module) -> None:

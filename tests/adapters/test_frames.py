@@ -1,0 +1,65 @@
+"""How many Python frames of para_core lie between a call of a pipeline and what it is for."""
+
+import sys
+from collections import Counter
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from diffusers import FluxTransformer2DModel
+
+import para_core
+from benchmarks.launches import fake_group
+from para_core.adapters import apply_cache_on_pipe, parallelize_pipe
+from para_core.attention.transfer import Transfer
+from tests.tiny import cpu_mesh, flux_call, flux_pipe
+
+ROOT = Path(para_core.__file__).parents[1]
+
+
+def own_files():
+    """The files of para_core whose functions are being called, one for each frame."""
+    frame, found = sys._getframe(2), []
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(ROOT / "para_core") or path.is_relative_to(ROOT / "adapters"):
+            found.append(path.name)
+        frame = frame.f_back
+    return found
+
+
+def files_at(cls, method, pipe):
+    """Those under way when ``cls.method`` is first called."""
+    found, original = [], getattr(cls, method)
+
+    def watched(*args, **kwargs):
+        found.append(own_files())
+        return original(*args, **kwargs)
+
+    with mock.patch.object(cls, method, watched), torch.no_grad():
+        pipe(**flux_call(num_inference_steps=1))
+    return Counter(found[0])
+
+
+@pytest.mark.parametrize(
+    ("cached", "at_forward", "at_exchange"),
+    [
+        pytest.param(False, {"parallel.py": 1, "region.py": 2}, 16, id="parallel"),
+        pytest.param(
+            True,
+            {"parallel.py": 1, "generation.py": 2, "attachment.py": 1, "block_cache.py": 1, "region.py": 2},
+            23,
+            id="parallel and cached",
+        ),
+    ],
+)
+def test_each_wrapper_of_a_pipeline_and_its_model_is_one_frame(cached, at_forward, at_exchange):
+    with fake_group(2):
+        pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2), assume_equal=True)
+        if cached:
+            apply_cache_on_pipe(pipe, residual_diff_threshold=0.0)
+        # Beside them, one for each wrapped method: the pipe's and the model's __call__, and the model's _call_impl.
+        assert files_at(FluxTransformer2DModel, "forward", pipe) == {**at_forward, "instance.py": 3}
+        # Down to where keys and values leave for other ranks.
+        assert files_at(Transfer, "start", pipe).total() <= at_exchange
