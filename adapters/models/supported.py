@@ -36,7 +36,8 @@ from para_core.adapters.models.refused import REFUSED
 from para_core.adapters.models.sd3 import SD3
 from para_core.adapters.models.wan import ANYFLOW, CHRONO_EDIT, SKYREELS_V2, WAN, WAN_ANIMATE, WAN_VACE
 from para_core.instance import original_class, uncompiled
-from para_core.plans.plan import Plan, published_plan
+from para_core.plans.plan import Plan
+from para_core.plans.published import published_plan
 
 # Components that denoise; Wan 2.2 has one for each half of the steps, Ideogram 4 one for each branch of guidance.
 TRANSFORMERS = ("transformer", "transformer_2", "unconditional_transformer")

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.overrides import TorchFunctionMode
 
@@ -224,39 +224,3 @@ class Interception:
                 yield
         if planned.intercepted[0]:
             self.planned.intercepted[0] = True
-
-
-@contextmanager
-def recomputed_under(mode: PlannedAttnMode | None, module: nn.Module) -> Iterator[None]:
-    """Inside, what diffusers' activation checkpointing will run again in the backward will do so under ``mode``.
-
-    While a graph is traced nothing is to be done: it holds its own recomputation.
-    """
-    checkpointing: list[tuple[Any, Any]] = []
-    if mode is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        checkpointing = [
-            (submodule, submodule._gradient_checkpointing_func)
-            for submodule in module.modules()
-            if getattr(submodule, "gradient_checkpointing", False)
-        ]
-    for submodule, checkpoint in checkpointing:
-        submodule._gradient_checkpointing_func = _bind_first(mode, checkpoint)
-    try:
-        yield
-    finally:
-        for submodule, checkpoint in checkpointing:
-            submodule._gradient_checkpointing_func = checkpoint
-
-
-def _bind_first(mode: Any, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-    def run(function: Callable[..., Any], *args: Any) -> Any:
-        planned = mode.planned
-        again = planned.within(planned.attending)
-
-        def under(*inputs: Any) -> Any:
-            with PlannedAttnMode(again):
-                return function(*inputs)
-
-        return checkpoint(under, *args)
-
-    return run

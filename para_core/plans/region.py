@@ -30,10 +30,12 @@ from para_core.instance import (
 from para_core.mesh import MeshDim, SequenceMesh
 from para_core.modes import fused_encoder
 from para_core.modes.unified import UnifiedAttnMode
-from para_core.plans.attention import Interception, PlannedAttention, recomputed_under
+from para_core.plans.attention import Interception, PlannedAttention
+from para_core.plans.checkpointing import recomputed_under
 from para_core.plans.cutting import Cutting
 from para_core.plans.places import Boundary, as_tuple, find_boundaries, is_at, parameters_of
-from para_core.plans.plan import Attention, Cut, Plan, Split, published_plan
+from para_core.plans.plan import Attention, Cut, Plan, Split
+from para_core.plans.published import published_plan
 from para_core.plans.samples import all_samples, holds_tensor, own_samples
 
 _KEY = "parallel"

@@ -1,48 +1,16 @@
-"""Plans: ours and diffusers' published ones, what they refuse, and being compiled by parts."""
+"""Plans: what they do, what they refuse, and being compiled by parts."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from diffusers import FluxTransformer2DModel
-from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 from torch import nn
 
 from para_core.mesh import one_rank, sequence_mesh
 from para_core.plans.cutting import Cutting
-from para_core.plans.plan import Entries, Gather, Plan, Split, published_plan
+from para_core.plans.plan import Entries, Gather, Plan, Split
 from para_core.plans.region import apply_plan, plan_mesh, remove_plan
-from tests.tiny import cpu_mesh, fill, flux_inputs, flux_transformer, relative_error
-
-
-def cut(dim=1, dims=3, output=False):
-    return ContextParallelInput(split_dim=dim, expected_dims=dims, split_output=output)
-
-
-GATHER = ContextParallelOutput(gather_dim=1, expected_dims=3)
-
-
-def run_published_flux():
-    transformer = flux_transformer()
-    mesh = sequence_mesh(cpu_mesh(1, 2))
-    apply_plan(transformer, FluxTransformer2DModel._cp_plan, mesh)
-    assert plan_mesh(transformer) == mesh
-    outs = [
-        transformer(**flux_inputs(num_image, num_text)).sample for num_image, num_text in ((63, 13), (1, 1), (10, 5))
-    ]
-    with pytest.raises(ValueError, match=r"img_ids has 3 dims \[1, 10, 3\]; the plan splits a tensor of 2"):
-        transformer(**{**flux_inputs(10, 5), "img_ids": torch.zeros(1, 10, 3)})
-    remove_plan(transformer)
-    assert type(transformer) is FluxTransformer2DModel
-    assert type(transformer.proj_out) is nn.Linear
-    return outs
-
-
-def test_flux_is_exact_under_the_plan_that_diffusers_publishes(rank_pool):
-    transformer = flux_transformer()
-    expected = [transformer(**flux_inputs(*sizes)).sample for sizes in ((63, 13), (1, 1), (10, 5))]
-    for outs in rank_pool.run(run_published_flux, 2):
-        errors = [relative_error(out, alone) for out, alone in zip(outs, expected, strict=True)]
-        assert max(errors) < 1e-5, errors
+from tests.plans.test_published import GATHER, cut
+from tests.tiny import cpu_mesh, fill, relative_error
 
 
 class Block(nn.Module):
@@ -118,28 +86,6 @@ def test_a_plan_that_cuts_inside_the_model_is_exact(rank_pool, compiled):
     for outs, alone in rank_pool.run(run_model, 2, compiled):
         errors = [relative_error(out, one) for out, one in zip([*outs, alone], [*expected, expected[0]], strict=True)]
         assert max(errors) < 1e-5, errors
-
-
-@pytest.mark.parametrize(
-    ("plan", "message"),
-    [
-        ({"": {"hidden_states": cut()}}, "must split 'hidden_states' and gather an output"),
-        ({"proj_out": GATHER}, "must split 'hidden_states' and gather an output"),
-        ({"": {"hidden_states": cut(), 0: cut(output=True)}, "proj_out": GATHER}, r"splits outputs \[0\] of the model"),
-        ({"": {"hidden_states": [cut(), cut()]}, "proj_out": GATHER}, "splits a list of tensors one by one"),
-        (
-            {"": {"hidden_states": cut(output=True)}, "proj_out": GATHER},
-            "an input by its parameter and split_output=False",
-        ),
-        (
-            {"": {"hidden_states": cut()}, "proj_out": 1},
-            "plan entry 'proj_out' is 1; expected something with 'gather_dim'",
-        ),
-    ],
-)
-def test_a_published_plan_that_cannot_be_read_is_an_error(plan, message):
-    with pytest.raises(ValueError, match=message):
-        published_plan(plan)
 
 
 def apply_unfitting():

@@ -1,0 +1,48 @@
+"""Activation checkpointing of diffusers under a plan: what the backward computes again is intercepted again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from para_core.plans.attention import PlannedAttnMode
+
+
+@contextmanager
+def recomputed_under(mode: PlannedAttnMode | None, module: nn.Module) -> Iterator[None]:
+    """Inside, what diffusers' activation checkpointing will run again in the backward will do so under ``mode``.
+
+    While a graph is traced nothing is to be done: it holds its own recomputation.
+    """
+    checkpointing: list[tuple[Any, Any]] = []
+    if mode is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        checkpointing = [
+            (submodule, submodule._gradient_checkpointing_func)
+            for submodule in module.modules()
+            if getattr(submodule, "gradient_checkpointing", False)
+        ]
+    for submodule, checkpoint in checkpointing:
+        submodule._gradient_checkpointing_func = _bind_first(mode, checkpoint)
+    try:
+        yield
+    finally:
+        for submodule, checkpoint in checkpointing:
+            submodule._gradient_checkpointing_func = checkpoint
+
+
+def _bind_first(mode: Any, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    def run(function: Callable[..., Any], *args: Any) -> Any:
+        planned = mode.planned
+        again = planned.within(planned.attending)
+
+        def under(*inputs: Any) -> Any:
+            with PlannedAttnMode(again):
+                return function(*inputs)
+
+        return checkpoint(under, *args)
+
+    return run
