@@ -1,13 +1,28 @@
-"""Which mesh a pipeline gets where none is given: guidance first where it guides, then heads, then the ring."""
+"""The mesh of a pipeline: what was given, or chosen: guidance first where it guides, then heads, then the ring."""
 
 from __future__ import annotations
 
 import inspect
+import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from para_core.adapters.models.supported import transformers_of
 from para_core.instance import original_class
+from para_core.make_mesh import init_context_parallel_mesh, require_own_gpus
+from para_core.mesh import GuidedMesh, guided_mesh, one_guided_rank
+
+logger = logging.getLogger(__name__)
+
+Mesh = DeviceMesh | ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -88,3 +103,55 @@ def number_of_heads(transformer: Any) -> int | None:
         if isinstance(found, int):
             return found
     return None
+
+
+def guided_mesh_for(mesh: Mesh | GuidedMesh | None, owner: Any) -> GuidedMesh:
+    """What was given for a pipeline or a transformer; else one over all ranks.
+
+    Raises:
+        TypeError, ValueError: it is no such mesh.
+        RuntimeError: no process group on several ranks, or two ranks of NCCL have the same GPU.
+    """
+    if isinstance(mesh, GuidedMesh):
+        return mesh
+    if mesh is None:
+        device_type = torch.device(getattr(owner, "_execution_device", None) or owner.device).type
+        if not (dist.is_available() and dist.is_initialized()):
+            world_size = os.environ.get("WORLD_SIZE", "1")
+            if world_size != "1":
+                raise RuntimeError(
+                    f"WORLD_SIZE is {world_size}, but no process group is initialised. Call "
+                    "torch.distributed.init_process_group() before parallelize_pipe(pipe)."
+                )
+            return one_guided_rank(device_type)
+        return guided_mesh(_chosen_mesh(device_type, owner))
+    guided = guided_mesh(mesh)
+    require_own_gpus(mesh, guided)
+    return guided
+
+
+def _chosen_mesh(device_type: str, owner: Any) -> DeviceMesh:
+    """For a pipeline or a transformer, over all ranks."""
+    transformer, guidance = owner, None
+    if not isinstance(owner, nn.Module):
+        transformer = next(iter(transformers_of(owner).values()))
+        guidance = default_guidance(owner, transformer)
+    choice = choose_mesh(dist.get_world_size(), number_of_heads(transformer), guidance)
+    if dist.get_rank() == 0:
+        logger.warning(
+            "parallelize_pipe: no mesh given, using batch × ring × ulysses = %d × %d × %d (%s); "
+            "mesh=init_context_parallel_mesh(%r, max_batch_dim_size=%d, max_ring_dim_size=%d) overrides it.",
+            choice.batch,
+            choice.ring,
+            choice.ulysses,
+            choice.reason,
+            device_type,
+            choice.batch,
+            choice.ring,
+        )
+    return init_context_parallel_mesh(
+        device_type,
+        max_batch_dim_size=choice.batch,
+        max_ring_dim_size=choice.ring,
+        max_ulysses_dim_size=choice.ulysses,
+    )

@@ -1,4 +1,4 @@
-"""One call of a pipeline on all ranks of a mesh: is it the same call, with the same random numbers, and what if it ends on one alone?
+"""One call on all ranks of a mesh: is it the same call, with the same random numbers, and what if it ends on one alone?
 
 Asked once per call of a pipeline, or of a transformer that is called by hand. A rank that leaves a call alone cannot tell those
 that wait for it: they give up after the group's timeout, and say why it left.
@@ -9,26 +9,125 @@ from __future__ import annotations
 import hashlib
 import inspect
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from para_core.adapters.caching.generation import caching_of
+from para_core.adapters.foreseen import foreseen_output
+from para_core.adapters.models.supported import TRANSFORMERS
+from para_core.adapters.refusals import Case, When, reason_against
 from para_core.agreement import Record, agree, signature
 from para_core.collectives import broadcast_bytes
-from para_core.instance import original_class
+from para_core.guidance import Guidance
+from para_core.instance import Order, original_class, uncompiled, unwrap, wrap_method, wrapper
 from para_core.mesh import GuidedMesh, host_group
+from para_core.plans.region import known_equal, plan_mesh, reattach_plan
 
+_KEY = "parallel"
+_GUIDANCE = "guidance"
 # Characters of a value in a record; a longer one is shortened and hashed.
 _SHOWN = 60
 _TOKEN_BYTES = 16
 _REASON_CHARACTERS = 2000
+
+
+class ParallelCall:
+    """What goes around the calls of one pipeline on a mesh, and of its transformers.
+
+    Args:
+        transformers: by the name of the component; each has its plan.
+        apart: its branches of guidance are calls of their own, which are distributed over the ``batch`` mesh dim.
+        assume_equal: arguments are not compared over the ranks.
+    """
+
+    def __init__(
+        self, transformers: Mapping[str, nn.Module], mesh: GuidedMesh, *, apart: bool, assume_equal: bool
+    ) -> None:
+        self.mesh = mesh
+        self._transformers = transformers
+        self._applied = {name: plan_mesh(module) for name, module in transformers.items()}
+        self._apart = apart
+        self._assume_equal = assume_equal
+        self._guidance = Guidance(mesh.batch, foreseen_output)
+        self._signatures = {
+            id(module): inspect.signature(original_class(module).forward)  # type: ignore[attr-defined]
+            for module in transformers.values()
+        }
+
+    def put_around(self, pipe: Any) -> None:
+        wrap_method(pipe, "__call__", _KEY, self._around, order=Order.PARALLEL)
+
+    def _around(self, call: Callable[..., Any], pipe: Any, /, *args: Any, **kwargs: Any) -> Any:
+        self.mesh.check_alive()
+        problem = reason_against(
+            When.PARALLEL_CALL,
+            *[
+                Case(pipe, module, name, mesh=self.mesh, applied=self._applied[name])
+                for name, module in self._transformers.items()
+            ],
+        )
+        if not self._assume_equal:
+            require_same_call(pipe, args, kwargs, self.mesh, f"the {type(pipe).__name__}", problem)
+        elif problem is not None:
+            raise RuntimeError(problem)
+        with ExitStack() as stack:
+            token = stack.enter_context(random_state_of_first_rank(self.mesh))
+            for name, module in self._transformers.items():
+                reattach_plan(module)
+                stack.enter_context(known_equal(module))
+                component = getattr(pipe, name)
+                if self._apart and wrapper(component, "__call__", _GUIDANCE) != self._share_out:
+                    # Around what torch.compile made of it, if anything: a graph holds one call.
+                    wrap_method(component, "__call__", _GUIDANCE, self._share_out, order=Order.GUIDANCE)
+            stack.enter_context(reasons_shared(token))
+            if self._apart:
+                stack.enter_context(self._warn_unguided(type(pipe).__name__))
+                stack.enter_context(self._guidance.generation())
+            return call(pipe, *args, **kwargs)
+
+    def _share_out(self, call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not self._guidance.active:
+            return call(module, *args, **kwargs)
+        # Here, for an error of the one rank that computes this call would leave the others waiting.
+        self._signatures[id(uncompiled(module))].bind(module, *args, **kwargs)
+        return self._guidance.call(module, partial(call, module), args, kwargs)
+
+    @contextmanager
+    def _warn_unguided(self, name: str) -> Iterator[None]:
+        yield
+        rounds = self._guidance.rounds
+        if rounds and max(rounds) == 1:
+            warnings.warn(
+                f"this call of the {name} had no branches of guidance for the {self.mesh.batch.size} ranks along 'batch' to share: "
+                "one computed what the others waited for. Guide, or give these ranks to the sequence (a mesh without "
+                "max_batch_dim_size).",
+                stacklevel=5,
+            )
+
+
+def mesh_of(pipe: Any) -> GuidedMesh | None:
+    """The ranks that run ``pipe``; None if it is not parallel."""
+    found = getattr(wrapper(pipe, "__call__", _KEY), "__self__", None)
+    return found.mesh if isinstance(found, ParallelCall) else None
+
+
+def remove_parallel_call(pipe: Any) -> None:
+    """Take away what :class:`ParallelCall` put around ``pipe`` and its transformers."""
+    for name in TRANSFORMERS:
+        component = getattr(pipe, name, None)
+        for module in (component, uncompiled(component)):
+            if isinstance(module, nn.Module):
+                unwrap(module, _GUIDANCE)
+    unwrap(pipe, _KEY)
 
 
 def require_same_call(

@@ -1,56 +1,191 @@
-"""What of a diffusers transformer keeps it from running on several ranks."""
+"""What is refused before a call: a pipeline, a transformer, or what stands on it. One table, :data:`REFUSALS`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any
 
 from torch import nn
 
+from para_core.adapters.adapter import Adapter
+from para_core.adapters.models.supported import (
+    adapter_for,
+    cached,
+    plan_for,
+    supported,
+    transformers_of,
+    why_refused,
+)
 from para_core.cache.foreign import foreign_cache
+from para_core.cache.options import CacheOptions
+from para_core.instance import original_class, uncompiled
+from para_core.mesh import GuidedMesh, SequenceMesh
+from para_core.plans.region import plan_mesh
+
+
+class When(Enum):
+    """Before what a refusal is asked for."""
+
+    PARALLELIZE = auto()
+    PARALLEL_CALL = auto()
+    CACHE = auto()
+    CACHED_CALL = auto()
+
+
+@dataclass(frozen=True)
+class Case:
+    """One transformer that is about to be run, and what is known of how.
+
+    Args:
+        owner: its pipe, or the transformer itself.
+        module: it; None: the pipe has none.
+        component: its name in the pipe; empty without a pipe.
+        adapter: what its user says of it.
+        mesh: the ranks; None: not known yet, or one.
+        applied: the mesh of the plan that was applied to it.
+        options: of its cache.
+    """
+
+    owner: Any
+    module: Any
+    component: str = ""
+    adapter: Adapter | None = None
+    mesh: GuidedMesh | None = None
+    applied: SequenceMesh | None = None
+    options: CacheOptions | None = None
+
+    @property
+    def ranks(self) -> int:
+        return 1 if self.mesh is None else self.mesh.ranks
+
+    @property
+    def sequence_ranks(self) -> int:
+        """Those that share tokens."""
+        return 1 if self.mesh is None else self.mesh.sequence.ranks
+
+    @property
+    def words(self) -> dict[str, Any]:
+        """What a sentence may say of any case."""
+        return {
+            "owner": original_class(self.owner).__name__,
+            "cls": original_class(self.module).__name__,
+            "name": f"pipe.{self.component}" if self.component else "transformer",
+            "adapter": self.adapter,
+            "sequence_ranks": self.sequence_ranks,
+            "supported": supported(),
+            "cached": cached(),
+        }
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One row.
+
+    Args:
+        what: what is refused, before what.
+        test: finds it: words for the sentence beside those of the case, or whether it is there; None: it is not.
+        sentence: what came, why it cannot be, and the way out.
+        error: raised where no other rank has to know.
+    """
+
+    what: str
+    when: tuple[When, ...]
+    test: Callable[[Case], Mapping[str, Any] | bool | None]
+    sentence: str
+    error: type[Exception] = RuntimeError
+
+
+def cases_of(pipe: Any, adapter: Adapter | None = None, mesh: GuidedMesh | None = None) -> list[Case]:
+    """One for each transformer of ``pipe``; where it has none, one without."""
+    found = [Case(pipe, module, name, adapter, mesh) for name, module in transformers_of(pipe).items()]
+    return found or [Case(pipe, None)]
+
+
+def refuse(when: When, *cases: Case) -> None:
+    """Raise if one of ``cases`` is refused."""
+    for refusal, message in _refused(when, cases):
+        raise refusal.error(message)
+
+
+def reason_against(when: When, *cases: Case) -> str | None:
+    """Why one of ``cases`` is refused; None if none is. For calls, of which all ranks have to know."""
+    return next((message for _, message in _refused(when, cases)), None)
+
+
+def _refused(when: When, cases: tuple[Case, ...]) -> Iterator[tuple[Refusal, str]]:
+    for case in cases:
+        for refusal in REFUSALS:
+            found = when in refusal.when and refusal.test(case)
+            if found is not None and found is not False:
+                yield refusal, refusal.sentence.format(**case.words, **({} if found is True else found))
+
+
+# -- tests
+
+
+def _has_no_plan(case: Case) -> bool:
+    return plan_for(case.module, adapter=case.adapter) is None
+
+
+def _unfit_class(case: Case) -> Mapping[str, Any] | None:
+    reason = why_refused(case.module)
+    return {"reason": reason} if reason is not None and _has_no_plan(case) else None
+
+
+def _unknown_blocks(case: Case) -> bool:
+    known = adapter_for(case.module, case.adapter)
+    return known is None or known.blocks is None
+
+
+def _several_devices(case: Case) -> Mapping[str, Any] | None:
+    devices = {str(device) for device in (getattr(case.module, "hf_device_map", None) or {}).values()}
+    return {"devices": sorted(devices)} if len(devices) > 1 else None
+
+
+def _perturbed_joint_attention(case: Case) -> bool:
+    joint = original_class(case.module).__name__ == "SD3Transformer2DModel"
+    return joint and case.ranks > 1 and hasattr(case.owner, "pag_applied_layers")
+
+
+def _was_replaced(case: Case) -> bool:
+    return bool(case.component) and uncompiled(getattr(case.owner, case.component, None)) is not case.module
+
+
+def _no_scheduler(case: Case) -> Mapping[str, Any] | None:
+    needs = () if case.options is None else case.options.needs_schedule
+    return {"option": needs[0]} if needs and getattr(case.owner, "scheduler", None) is None else None
+
 
 # These are scaled_dot_product_attention under a switch that says how it computes.
 _SEEN = ("native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math")
 
 
-def unseen_attention(transformer: nn.Module, ranks: int, name: str) -> str | None:
-    """Why ``transformer`` cannot run on ``ranks`` sequence ranks with the backends that it attends with; None if it can.
-
-    One module alone may have another backend (``block.attn.set_attention_backend``), so it does not do to see that some
-    attention was intercepted.
-
-    Args:
-        name: what the user calls it, for the message.
-    """
-    if ranks == 1:
-        return None
-    for place, module in transformer.named_modules():
+def _unseen_attention(case: Case) -> Mapping[str, Any] | None:
+    """One module alone may have another backend, so it does not do to see that some attention was intercepted."""
+    for at, module in case.module.named_modules() if case.sequence_ranks > 1 else ():
         processor: Any = getattr(module, "processor", None)
         # A processor without this attribute calls scaled_dot_product_attention itself, whatever was set.
         if hasattr(processor, "_attention_backend"):
             backend = _name_of(processor._attention_backend)
             if backend not in _SEEN:
-                return (
-                    f"{name} attends with diffusers' backend {backend!r} in {place!r}, which does not go through "
-                    f"scaled_dot_product_attention: on {ranks} ranks each would attend to its own tokens only. Switch to a "
-                    f"native one: {name}.set_attention_backend('native')."
-                )
+                return {"backend": backend, "at": at}
     return None
 
 
-def _rank_local_cache(transformer: nn.Module, ranks: int, name: str) -> str | None:
-    """Why a cache of diffusers keeps ``transformer`` from running on ``ranks``; None if it does not.
+def _name_of(backend: Any) -> str:
+    if backend is None:
+        # Set for all models: by the last set_attention_backend, attention_backend(...), or the environment.
+        from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 
-    Args:
-        name: what the user calls it, for the message.
-    """
-    found = None if ranks == 1 else foreign_cache(transformer)
-    if found is None:
-        return None
-    return (
-        f"{name} has a cache of diffusers ({found}), which decides on each rank alone: ranks would skip different steps, and wait "
-        f"for each other. Call {name}.disable_cache(), and apply_cache_on_pipe(pipe, ...), with which they decide together."
-    )
+        backend, _ = _AttentionBackendRegistry.get_active_backend()
+    return str(getattr(backend, "value", backend))
+
+
+def _cache_of_diffusers(case: Case) -> Mapping[str, Any] | None:
+    found = foreign_cache(case.module) if case.ranks > 1 else None
+    return None if found is None else {"cache": found}
 
 
 # Of diffusers' hooks that are no caches. These move and cast weights, and know nothing of tokens.
@@ -72,46 +207,21 @@ _OWN_PARALLELISM = "it shards tokens, too. Load the transformer without parallel
 _UNKNOWN = "of which nobody knows whether it needs the tokens of other ranks. Remove it, or unparallelize_pipe(pipe)"
 
 
-def unfit_hook(transformer: nn.Module, ranks: int, sequence_ranks: int, name: str) -> str | None:
-    """Why a hook of diffusers, a cache among them, keeps ``transformer`` from running on ``ranks``; None if none does.
-
-    Hooks of the user's own are not judged.
-
-    Args:
-        ranks, sequence_ranks: of the whole mesh, and those that share tokens.
-        name: what the user calls it, for the message.
-    """
-    if ranks == 1:
-        return None
-    cache = _rank_local_cache(transformer, ranks, name)
-    if cache is not None:
-        return cache
-    for place, hook in _hooks(transformer):
-        reason = _against(hook, sequence_ranks)
-        if reason is not None:
-            return f"{name} has diffusers' {type(hook).__name__} at {place!r}: {reason}."
-    return None
-
-
-def unfit_guider(pipe: Any, ranks: int, sequence_ranks: int) -> str | None:
-    """Why the guider of ``pipe`` would put an unfit hook on its transformer in the middle of a call; None if it would not."""
-    guider = getattr(pipe, "guider", None)
-    if guider is None or ranks == 1:
-        return None
-    for configs in vars(guider).values():
-        for config in configs if isinstance(configs, list) else [configs]:
-            blurs = type(config).__name__ == "SmoothedEnergyGuidanceConfig" and sequence_ranks > 1
-            drops = type(config).__name__ == "LayerSkipConfig" and _drops(config)
-            if blurs or drops:
-                return f"pipe.guider is a {type(guider).__name__}: {_BLURS if blurs else _DROPS}."
-    return None
-
-
-def _hooks(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    for place, part in module.named_modules():
+def hooks_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Each hook in diffusers' registries, with the name of the module that it is on."""
+    for at, part in module.named_modules():
         registry: Any = part.__dict__.get("_diffusers_hook")
         for hook in () if registry is None else registry.hooks.values():
-            yield place, hook
+            yield at, hook
+
+
+def _unfit_hook(case: Case) -> Mapping[str, Any] | None:
+    """Hooks of the user's own are not judged."""
+    for at, hook in hooks_of(case.module) if case.ranks > 1 else ():
+        reason = _against(hook, case.sequence_ranks)
+        if reason is not None:
+            return {"hook": type(hook).__name__, "at": at, "reason": reason}
+    return None
 
 
 def _against(hook: Any, sequence_ranks: int) -> str | None:
@@ -129,10 +239,143 @@ def _drops(hook_or_config: Any) -> bool:
     return bool(0 < hook_or_config.dropout < 1)
 
 
-def _name_of(backend: Any) -> str:
-    if backend is None:
-        # Set for all models: by the last set_attention_backend, attention_backend(...), or the environment.
-        from diffusers.models.attention_dispatch import _AttentionBackendRegistry
+def _unfit_guider(case: Case) -> Mapping[str, Any] | None:
+    """One that would put an unfit hook on its transformer in the middle of a call."""
+    guider = getattr(case.owner, "guider", None) if case.component and case.ranks > 1 else None
+    for configs in () if guider is None else vars(guider).values():
+        for config in configs if isinstance(configs, list) else [configs]:
+            blurs = type(config).__name__ == "SmoothedEnergyGuidanceConfig" and case.sequence_ranks > 1
+            drops = type(config).__name__ == "LayerSkipConfig" and _drops(config)
+            if blurs or drops:
+                return {"guider": type(guider).__name__, "reason": _BLURS if blurs else _DROPS}
+    return None
 
-        backend, _ = _AttentionBackendRegistry.get_active_backend()
-    return str(getattr(backend, "value", backend))
+
+# What stands first is said first.
+REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
+        "a pipeline without a transformer, in parallel",
+        (When.PARALLELIZE,),
+        lambda case: case.module is None,
+        "{owner} is not supported: it has no transformer. Supported are {supported}.",
+        TypeError,
+    ),
+    Refusal(
+        "a pipeline without a transformer, with a cache",
+        (When.CACHE,),
+        lambda case: case.module is None,
+        "{owner} cannot be cached: it has no transformer.",
+        TypeError,
+    ),
+    Refusal(
+        "what is no adapter",
+        (When.PARALLELIZE, When.CACHE),
+        lambda case: case.adapter is not None and not isinstance(case.adapter, Adapter),
+        "adapter is {adapter!r}; expected an Adapter, or None: adapter=Adapter(transformer={cls!r}, pipelines='…', "
+        "blocks=CachedBlocks(...), plan=Plan(...)).",
+        TypeError,
+    ),
+    Refusal(
+        "a transformer of which it is known why it has no plan",
+        (When.PARALLELIZE,),
+        _unfit_class,
+        "{owner} is not supported: {cls} has no plan, for {reason}. Give each rank prompts of its own instead. Supported are "
+        "{supported}.",
+        TypeError,
+    ),
+    Refusal(
+        "a transformer without a plan",
+        (When.PARALLELIZE,),
+        _has_no_plan,
+        "{owner} is not supported: there is no plan for {cls}. What it shards and gathers can be said in some ten lines, a "
+        "plan: parallelize_pipe(pipe, mesh=mesh, adapter=Adapter(transformer={cls!r}, pipelines=..., plan=Plan(...))). "
+        "propose_plan finds most of them; docs/new_model.md shows how. Supported are {supported}.",
+        TypeError,
+    ),
+    Refusal(
+        "a cache on blocks that are not known",
+        (When.CACHE,),
+        _unknown_blocks,
+        "{owner} cannot be cached: the blocks of {cls} are not known. Known are {cached}. Describe them: "
+        "apply_cache_on_pipe(pipe, adapter=Adapter(transformer='…', pipelines='…', blocks=CachedBlocks((Stage(('blocks',)),)))).",
+        TypeError,
+    ),
+    Refusal(
+        "a cache that follows a schedule, without a scheduler",
+        (When.CACHE, When.CACHED_CALL),
+        _no_scheduler,
+        "{option} needs a scheduler, and this {owner} has none. Leave it out.",
+        ValueError,
+    ),
+    Refusal(
+        "a transformer on several devices",
+        (When.PARALLELIZE,),
+        _several_devices,
+        "the transformer is spread over the devices {devices} by its device_map; each rank needs a whole copy on one device. "
+        "Load it without device_map, or with device_map={{'': this rank's device}}.",
+        ValueError,
+    ),
+    Refusal(
+        "diffusers' own parallelism",
+        (When.PARALLELIZE,),
+        lambda case: getattr(case.module, "_parallel_config", None) is not None,
+        "the transformer already runs under diffusers' own enable_parallelism(config=...). Use one of the two: load it without "
+        "parallel_config, and call parallelize_pipe(pipe, mesh=...) alone.",
+        ValueError,
+    ),
+    Refusal(
+        "perturbed attention over joint tokens",
+        (When.PARALLELIZE,),
+        _perturbed_joint_attention,
+        "{owner} is not supported: its perturbed attention hides image tokens from each other by a mask that covers those of "
+        "one rank only. Use the pipeline without perturbed attention. Supported are {supported}.",
+        TypeError,
+    ),
+    Refusal(
+        "another transformer than the one that was parallelized",
+        (When.PARALLEL_CALL,),
+        _was_replaced,
+        "{name} is another one than when the pipe was parallelized, and would run on each rank alone. Call "
+        "parallelize_pipe(pipe, mesh=...) again.",
+    ),
+    Refusal(
+        "another transformer than the one that was cached",
+        (When.CACHED_CALL,),
+        _was_replaced,
+        "{name} is another one than when the cache was applied. Call apply_cache_on_pipe(pipe, ...) again.",
+    ),
+    Refusal(
+        "a transformer whose plan was replaced or removed",
+        (When.PARALLEL_CALL,),
+        lambda case: bool(case.component) and plan_mesh(case.module) != case.applied,
+        "{name} was given another mesh, or unparallelized, after the pipe was parallelized (through a pipe that shares it?). "
+        "Call parallelize_pipe(pipe, mesh=...) again, or unparallelize_pipe(pipe).",
+    ),
+    Refusal(
+        "attention that is no scaled_dot_product_attention",
+        (When.PARALLEL_CALL,),
+        _unseen_attention,
+        "{name} attends with diffusers' backend {backend!r} in {at!r}, which does not go through scaled_dot_product_attention: "
+        "on {sequence_ranks} ranks each would attend to its own tokens only. Switch to a native one: "
+        "{name}.set_attention_backend('native').",
+    ),
+    Refusal(
+        "a cache of diffusers",
+        (When.PARALLEL_CALL,),
+        _cache_of_diffusers,
+        "{name} has a cache of diffusers ({cache}), which decides on each rank alone: ranks would skip different steps, and "
+        "wait for each other. Call {name}.disable_cache(), and apply_cache_on_pipe(pipe, ...), with which they decide together.",
+    ),
+    Refusal(
+        "another hook of diffusers that needs more than a rank's tokens, or may",
+        (When.PARALLEL_CALL,),
+        _unfit_hook,
+        "{name} has diffusers' {hook} at {at!r}: {reason}.",
+    ),
+    Refusal(
+        "a guider that puts on such a hook",
+        (When.PARALLEL_CALL,),
+        _unfit_guider,
+        "pipe.guider is a {guider}: {reason}.",
+    ),
+)

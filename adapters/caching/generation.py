@@ -19,12 +19,13 @@ from torch import nn
 from para_core.adapters.adapter import Adapter
 from para_core.adapters.caching.schedule import Schedule
 from para_core.adapters.models.supported import plan_for
+from para_core.adapters.refusals import Case, When, refuse
 from para_core.cache.attachment import Caller
 from para_core.cache.block_cache import BlockCache
 from para_core.cache.decision import Verdict
 from para_core.cache.options import CacheOptions, rule_of
 from para_core.cache.report import CacheReport, rows_of
-from para_core.instance import Order, original_class, uncompiled, unwrap, wrap_method, wrapper
+from para_core.instance import Order, uncompiled, unwrap, wrap_method, wrapper
 from para_core.plans.places import parameters_of
 
 KEY = "cache of the pipeline"
@@ -95,11 +96,7 @@ class PipelineCache:
         if self._paused:
             return call(pipe, *args, **kwargs)
         for name, cache in self.caches.items():
-            require_schedule(pipe, cache.options)
-            if uncompiled(getattr(pipe, name, None)) is not cache.module:
-                raise RuntimeError(
-                    f"pipe.{name} is another one than when the cache was applied. Call apply_cache_on_pipe(pipe, ...) again."
-                )
+            refuse(When.CACHED_CALL, Case(pipe, cache.module, name, options=cache.options))
         with ExitStack() as stack:
             stack.enter_context(self._schedule.followed(pipe, self._begin_schedule))
             stack.enter_context(self._generation(pipe))
@@ -243,10 +240,3 @@ class PipelineCache:
 
 def _names(options: CacheOptions) -> tuple[str, str]:
     return rule_of(options.rule).name, options.forecasts.name
-
-
-def require_schedule(pipe: Any, options: CacheOptions) -> None:
-    if options.needs_schedule and getattr(pipe, "scheduler", None) is None:
-        raise ValueError(
-            f"{options.needs_schedule[0]} needs a scheduler, and this {original_class(pipe).__name__} has none. Leave it out."
-        )

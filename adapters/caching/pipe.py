@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 from torch import nn
 
 from para_core.adapters.adapter import Adapter
-from para_core.adapters.caching.generation import KEY, PipelineCache, caching_of, require_schedule
-from para_core.adapters.models.supported import adapter_for, cached, transformers_of
+from para_core.adapters.caching.generation import KEY, PipelineCache, caching_of
+from para_core.adapters.models.supported import adapter_for
+from para_core.adapters.refusals import Case, When, cases_of, refuse
 from para_core.cache.apply import apply_cache
 from para_core.cache.block_cache import BlockCache
-from para_core.cache.blocks import CachedBlocks
 from para_core.cache.options import FIRST_BLOCK, CacheOptions, options_of, rule_of, shows_options
 from para_core.cache.report import CacheReport
 from para_core.instance import Order, original_class, uncompiled, unwrap, wrap_method
@@ -51,22 +51,22 @@ def apply_cache_on_pipe(
     Raises:
         TypeError, ValueError: the pipeline is not supported, or an option does not fit.
     """
-    made: dict[str, BlockCache] = {}
-    transformers = transformers_of(pipe)
-    if not transformers:
-        raise TypeError(f"{original_class(pipe).__name__} cannot be cached: it has no transformer.")
-    unknown = [name for name in per_transformer or {} if name not in transformers]
+    cases = cases_of(pipe, adapter)
+    refuse(When.CACHE, *cases)
+    names = [case.component for case in cases]
+    unknown = [name for name in per_transformer or {} if name not in names]
     if unknown:
         raise ValueError(
-            f"per_transformer names {unknown[0]!r}; this {original_class(pipe).__name__} has {', '.join(transformers)}."
+            f"per_transformer names {unknown[0]!r}; this {original_class(pipe).__name__} has {', '.join(names)}."
         )
-    for name, transformer in transformers.items():
-        known, blocks = _known(pipe, transformer, adapter)
-        given = {**options, **(per_transformer or {}).get(name, {})}
+    made: dict[str, BlockCache] = {}
+    for case in cases:
+        known: Any = adapter_for(case.module, adapter)
+        given = {**options, **(per_transformer or {}).get(case.component, {})}
         chosen = _options("apply_cache_on_pipe", given, known)
-        require_schedule(pipe, chosen)
+        refuse(When.CACHE, replace(case, options=chosen))
         scheduled = getattr(pipe, "scheduler", None) is not None
-        made[name] = BlockCache(transformer, blocks, chosen.on_schedule() if scheduled else chosen)
+        made[case.component] = BlockCache(case.module, known.blocks, chosen.on_schedule() if scheduled else chosen)
     caching = caching_of(pipe)
     if caching is None:
         caching = PipelineCache()
@@ -90,9 +90,12 @@ def apply_cache_on_transformer(
         ``transformer``.
     """
     module = uncompiled(transformer)
-    known, blocks = _known(module, module, adapter)
+    refuse(When.CACHE, Case(module, module, adapter=adapter))
+    known: Any = adapter_for(module, adapter)
     chosen = _options("apply_cache_on_transformer", options, known)
-    return apply_cache(transformer, blocks, **{field.name: getattr(chosen, field.name) for field in fields(chosen)})
+    return apply_cache(
+        transformer, known.blocks, **{field.name: getattr(chosen, field.name) for field in fields(chosen)}
+    )
 
 
 def _options(function: str, given: Mapping[str, Any], known: Adapter) -> CacheOptions:
@@ -106,21 +109,6 @@ def _options(function: str, given: Mapping[str, Any], known: Adapter) -> CacheOp
             "models, is one for first_block. Give one, and calibrate_cache(pipe, ...) finds a better one."
         )
     return chosen
-
-
-def _known(thing: Any, transformer: nn.Module, adapter: Adapter | None) -> tuple[Adapter, CachedBlocks]:
-    if adapter is not None and not isinstance(adapter, Adapter):
-        cls = original_class(transformer).__name__
-        way_out = f"Adapter(transformer='{cls}', pipelines='…', blocks=CachedBlocks(...))"
-        raise TypeError(f"adapter is {adapter!r}; expected an Adapter, or None: adapter={way_out}.")
-    known = adapter_for(transformer, adapter)
-    if known is None or known.blocks is None:
-        raise TypeError(
-            f"{original_class(thing).__name__} cannot be cached: the blocks of {original_class(transformer).__name__} are not "
-            f"known. Known are {cached()}. Describe them: apply_cache_on_pipe(pipe, adapter=Adapter(transformer='…', "
-            "pipelines='…', blocks=CachedBlocks((Stage(('blocks',)),))))."
-        )
-    return known, known.blocks
 
 
 def remove_cache_from_pipe(pipe: Pipeline) -> Pipeline:

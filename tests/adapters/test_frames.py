@@ -45,10 +45,10 @@ def files_at(cls, method, pipe):
 @pytest.mark.parametrize(
     ("cached", "at_forward", "at_exchange"),
     [
-        pytest.param(False, {"parallel.py": 1, "region.py": 2}, 16, id="parallel"),
+        pytest.param(False, {"one_call.py": 1, "region.py": 2}, 16, id="parallel"),
         pytest.param(
             True,
-            {"parallel.py": 1, "generation.py": 2, "attachment.py": 1, "block_cache.py": 1, "region.py": 2},
+            {"one_call.py": 1, "generation.py": 2, "attachment.py": 1, "block_cache.py": 1, "region.py": 2},
             23,
             id="parallel and cached",
         ),

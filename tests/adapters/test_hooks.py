@@ -12,7 +12,7 @@ from diffusers.hooks import HookRegistry, ModelHook
 from benchmarks.hooks import HOOKS, MESHES, build, outcome
 from benchmarks.tiny_pipelines import PIPELINES
 from para_core.adapters import parallelize_pipe
-from para_core.adapters.refusals import _hooks
+from para_core.adapters.refusals import hooks_of
 from tests.adapters.test_pipelines import generate
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, relative_error
 
@@ -73,7 +73,7 @@ def test_every_hook_of_diffusers_is_tried():
         for _, cls in inspect.getmembers(module, inspect.isclass)
         if issubclass(cls, ModelHook) and cls is not ModelHook
     }
-    tried = {type(hook).__name__ for name in HOOKS for _, hook in _hooks(build(name).transformer)}
+    tried = {type(hook).__name__ for name in HOOKS for _, hook in hooks_of(build(name).transformer)}
     assert known - NOT_TRIED == tried
 
 
