@@ -1,14 +1,22 @@
 """What cannot run in parallel is an error that says so, on every rank, and what to do instead."""
 
+import re
+
 import pytest
 import torch
 from diffusers import ConfigMixin, DiffusionPipeline, FluxTransformer2DModel, ModelMixin, SanaTransformer2DModel
+from diffusers.guiders import SmoothedEnergyGuidance
+from diffusers.hooks import FirstBlockCacheConfig, LayerSkipConfig, apply_layer_skip
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 from torch import nn
 
+from benchmarks.launches import fake_group
 from benchmarks.tiny_images import stable_diffusion_3
 from benchmarks.tiny_models import MODELS
 from para_core.adapters import parallelize_pipe, parallelize_transformer
+from para_core.adapters.refusals import REFUSALS, Case, When, cases_of, reason_against, refuse
+from para_core.cache.options import CacheOptions
+from para_core.mesh import guided_mesh
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, flux_transformer, relative_error
 
 SUPPORTED = r"Supported are FLUX\.1: "
@@ -175,3 +183,147 @@ def perturb():
 
 def test_perturbed_attention_over_joint_tokens_is_refused_with_a_reason(rank_pool):
     rank_pool.run(perturb, 2)
+
+
+def changed(thing, **attributes):
+    for name, value in attributes.items():
+        setattr(thing, name, value)
+    return thing
+
+
+def on_flux(change, mesh, **known):
+    """A pipe whose transformer was changed since its plan was applied."""
+    pipe = flux_pipe()
+    pipe.transformer = change(pipe.transformer) or pipe.transformer
+    return Case(pipe, pipe.transformer, "transformer", mesh=mesh, **known)
+
+
+def replaced(mesh):
+    return Case(flux_pipe(), flux_transformer(), "transformer", mesh=mesh)
+
+
+def guided_by_blur(mesh):
+    pipe = flux_pipe()
+    pipe.guider = SmoothedEnergyGuidance(seg_guidance_layers=[1])
+    return Case(pipe, pipe.transformer, "transformer", mesh=mesh)
+
+
+def without_scheduler(mesh):
+    pipe = changed(flux_pipe(), scheduler=None)
+    return Case(pipe, pipe.transformer, options=CacheOptions(0.1, always_compute_last=True))
+
+
+def perturbed(mesh):
+    pipe = changed(flux_pipe(), pag_applied_layers=["blocks.1"])
+    return Case(pipe, MODELS["sd3"].build(), "transformer", mesh=mesh)
+
+
+# Of each row: before what, a case of it, and what is said.
+CASES = {
+    "a pipeline without a transformer, in parallel": (
+        When.PARALLELIZE,
+        lambda _: Case(NoTransformer(nn.Linear(1, 1)), None),
+        "^NoTransformer is not supported: it has no transformer. " + SUPPORTED,
+    ),
+    "a pipeline without a transformer, with a cache": (
+        When.CACHE,
+        lambda _: Case(NoTransformer(nn.Linear(1, 1)), None),
+        "^NoTransformer cannot be cached: it has no transformer.$",
+    ),
+    "what is no adapter": (
+        When.PARALLELIZE,
+        lambda _: Case(flux_pipe(), flux_transformer(), adapter={}),
+        r"^adapter is \{\}; expected an Adapter, .*transformer='FluxTransformer2DModel'",
+    ),
+    "a transformer of which it is known why it has no plan": (
+        When.PARALLELIZE,
+        lambda _: Case(sana(), sana()),
+        "^SanaTransformer2DModel is not supported: SanaTransformer2DModel has no plan, for its linear attention",
+    ),
+    "a transformer without a plan": (
+        When.PARALLELIZE,
+        lambda _: Case(OtherModel(), OtherModel()),
+        r"there is no plan for OtherModel\. .*adapter=Adapter\(transformer='OtherModel', ",
+    ),
+    "a cache on blocks that are not known": (
+        When.CACHE,
+        lambda _: Case(OtherModel(), OtherModel()),
+        "^OtherModel cannot be cached: the blocks of OtherModel are not known. Known are FLUX",
+    ),
+    "a cache that follows a schedule, without a scheduler": (
+        When.CACHED_CALL,
+        without_scheduler,
+        "^always_compute_last needs a scheduler, and this FluxPipeline has none",
+    ),
+    "a transformer on several devices": (
+        When.PARALLELIZE,
+        lambda mesh: on_flux(lambda model: changed(model, hf_device_map={"a": 0, "b": 1}), mesh),
+        r"spread over the devices \['0', '1'\] by its device_map; .*device_map=\{'': this rank's device\}",
+    ),
+    "diffusers' own parallelism": (
+        When.PARALLELIZE,
+        lambda mesh: on_flux(lambda model: changed(model, _parallel_config=object()), mesh),
+        "already runs under diffusers' own enable_parallelism",
+    ),
+    "perturbed attention over joint tokens": (
+        When.PARALLELIZE,
+        perturbed,
+        "its perturbed attention hides image tokens",
+    ),
+    "another transformer than the one that was parallelized": (
+        When.PARALLEL_CALL,
+        replaced,
+        r"^pipe\.transformer is another one than when the pipe was parallelized",
+    ),
+    "another transformer than the one that was cached": (
+        When.CACHED_CALL,
+        replaced,
+        r"^pipe\.transformer is another one than when the cache was applied",
+    ),
+    "a transformer whose plan was replaced or removed": (
+        When.PARALLEL_CALL,
+        lambda mesh: on_flux(lambda _: None, mesh, applied=mesh.sequence),
+        r"^pipe\.transformer was given another mesh, or unparallelized",
+    ),
+    "attention that is no scaled_dot_product_attention": (
+        When.PARALLEL_CALL,
+        lambda mesh: on_flux(
+            lambda model: changed(model.transformer_blocks[1].attn.processor, _attention_backend="flash") and None, mesh
+        ),
+        r"backend 'flash' in 'transformer_blocks\.1\.attn', .*on 2 ranks each .*: pipe\.transformer\.set_attention_backend",
+    ),
+    "a cache of diffusers": (
+        When.PARALLEL_CALL,
+        lambda mesh: on_flux(lambda model: model.enable_cache(FirstBlockCacheConfig(0.1)), mesh),
+        r"has a cache of diffusers \(FirstBlockCacheConfig\), .*Call pipe\.transformer\.disable_cache\(\)",
+    ),
+    "another hook of diffusers that needs more than a rank's tokens, or may": (
+        When.PARALLEL_CALL,
+        lambda mesh: on_flux(lambda model: apply_layer_skip(model, LayerSkipConfig([1], dropout=0.5)), mesh),
+        r"^pipe\.transformer has diffusers' \w+ at '.*': it drops activations at random",
+    ),
+    "a guider that puts on such a hook": (
+        When.PARALLEL_CALL,
+        guided_by_blur,
+        r"^pipe\.guider is a SmoothedEnergyGuidance: it blurs the queries of a whole image",
+    ),
+}
+
+
+@pytest.mark.parametrize("row", REFUSALS, ids=lambda row: row.what)
+def test_each_row_of_the_table_is_found_and_says_why(row):
+    when, make, message = CASES[row.what]
+    assert when in row.when
+    with fake_group(2):
+        case = make(guided_mesh(cpu_mesh(1, 2)))
+        assert re.search(message, reason_against(when, case))
+        with pytest.raises(row.error, match=message):
+            refuse(when, case)
+
+
+def test_what_nothing_was_done_to_is_not_refused():
+    with fake_group(2):
+        mesh = guided_mesh(cpu_mesh(1, 2))
+        for when in When:
+            assert reason_against(when, *cases_of(flux_pipe(), mesh=mesh)) is None
+            assert reason_against(when, *cases_of(stable_diffusion_3("StableDiffusion3Pipeline"), mesh=mesh)) is None
