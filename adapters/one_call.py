@@ -110,7 +110,7 @@ class ParallelCall:
                 f"this call of the {name} had no branches of guidance for the {self.mesh.batch.size} ranks along 'batch' to share: "
                 "one computed what the others waited for. Guide, or give these ranks to the sequence (a mesh without "
                 "max_batch_dim_size).",
-                stacklevel=5,
+                stacklevel=6,
             )
 
 

@@ -1,6 +1,7 @@
-"""How many Python frames of para_core lie between a call of a pipeline and what it is for."""
+"""How many Python frames of para_core lie between a call of a pipeline and what it is for, and whom warnings name."""
 
 import sys
+import warnings
 from collections import Counter
 from pathlib import Path
 from unittest import mock
@@ -11,9 +12,9 @@ from diffusers import FluxTransformer2DModel
 
 import para_core
 from benchmarks.launches import fake_group
-from para_core.adapters import apply_cache_on_pipe, parallelize_pipe
+from para_core.adapters import apply_cache_on_pipe, apply_cache_on_transformer, parallelize_pipe
 from para_core.attention.transfer import Transfer
-from tests.tiny import cpu_mesh, flux_call, flux_pipe
+from tests.tiny import cpu_mesh, flux_call, flux_inputs, flux_pipe, flux_transformer
 
 ROOT = Path(para_core.__file__).parents[1]
 
@@ -63,3 +64,17 @@ def test_each_wrapper_of_a_pipeline_and_its_model_is_one_frame(cached, at_forwar
         assert files_at(FluxTransformer2DModel, "forward", pipe) == {**at_forward, "instance.py": 3}
         # Down to where keys and values leave for other ranks.
         assert files_at(Transfer, "start", pipe).total() <= at_exchange
+
+
+def test_a_warning_about_a_call_names_the_line_of_the_user():
+    transformer = apply_cache_on_transformer(flux_transformer(), residual_diff_threshold=0.1)
+    with warnings.catch_warnings(record=True) as caught, torch.no_grad(), fake_group(2):
+        warnings.simplefilter("always")
+        pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 1, batch=2), assume_equal=True)
+        pipe(**flux_call(num_inference_steps=1))
+        for step in range(12):
+            inputs = flux_inputs(20, 5)
+            changing = {name: inputs[name] + step for name in ("encoder_hidden_states", "pooled_projections")}
+            transformer(**{**inputs, **changing})
+    found = {kind: w.filename for w in caught for kind in ("no branches", "told apart") if kind in str(w.message)}
+    assert found == {"no branches": __file__, "told apart": __file__}
