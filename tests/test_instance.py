@@ -196,6 +196,28 @@ def test_what_a_wrapped_class_inherits_by_super_is_found_in_a_graph():
     torch.testing.assert_close(compiled(x), expected + 1)
 
 
+def test_wrappers_inside_each_other_are_one_graph_and_another_is_compiled_in():
+    module, x = Scaled(), torch.ones(2)
+    wrap_method(module, "__call__", "a", twice, order=Order.CACHE)
+    wrap_method(module, "__call__", "b", plus_one, order=Order.PLAN)
+    wrap_method(module, "_call_impl", "b", plus_one, order=Order.PLAN)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(module, backend=backend, fullgraph=True)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(x), 2 * (3 * x + 1 + 1))
+    assert len(graphs) == 1
+    wrap_method(module, "__call__", "c", twice, order=Order.CACHED_BLOCK)
+    torch.testing.assert_close(compiled(x), 2 * (2 * (3 * x + 1) + 1))
+    for key in "abc":
+        unwrap(module, key)
+    torch.testing.assert_close(compiled(x), 3 * x)
+
+
 def test_dir_of_a_wrapped_instance_is_what_it_was():
     greeter, scaled = Greeter(), Scaled()
     before = dir(greeter), dir(scaled)
