@@ -95,14 +95,28 @@ def _own_answer(pipe: Any, defaults: Mapping[str, Any]) -> bool | None:
         return None
 
 
+# Of keys first, where a model has fewer of these. LongCat-AudioDiT has those of its text encoder, too, by other names.
+_HEADS = (
+    "num_key_value_heads",
+    "num_kv_heads",
+    "n_kv_heads",
+    "num_attention_heads",
+    "num_heads",
+    "n_heads",
+    "dit_heads",
+)
+
+
 def number_of_heads(transformer: Any) -> int | None:
-    """Of keys, where these are fewer."""
+    """Of keys, where these are fewer; None where the config does not say."""
     config = getattr(transformer, "config", None)
-    for name in ("num_key_value_heads", "num_kv_heads", "num_attention_heads"):
+    for name in _HEADS:
         found = getattr(config, name, None)
         if isinstance(found, int):
             return found
-    return None
+    width, axes = getattr(config, "model_dim", None), getattr(config, "axes_dims", None)
+    # Kandinsky says how wide its tokens are, and a head.
+    return width // sum(axes) if isinstance(width, int) and isinstance(axes, (tuple, list)) else None
 
 
 def guided_mesh_for(mesh: Mesh | GuidedMesh | None, owner: Any) -> GuidedMesh:

@@ -4,9 +4,12 @@ from unittest import mock
 
 import diffusers
 import pytest
+import torch
+from torch.nn import functional as F
 
+from benchmarks.tiny_models import MODELS
 from benchmarks.tiny_pipelines import PIPELINES
-from para_core.adapters.mesh_choice import choose_mesh, default_guidance
+from para_core.adapters.mesh_choice import choose_mesh, default_guidance, number_of_heads
 from tests.tiny import flux_pipe
 
 
@@ -29,6 +32,31 @@ def test_guidance_comes_first_then_heads_then_the_ring(ranks, heads, guided, sha
     choice = choose_mesh(ranks, heads, "guidance_scale is 6.0 by default" if guided else None)
     assert (choice.batch, choice.ring, choice.ulysses) == shape
     assert ("guidance_scale is 6.0" in choice.reason) == guided
+
+
+class KeyHeads(torch.overrides.TorchFunctionMode):
+    """How many heads the keys of attention calls have, and how many keys there are."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is F.scaled_dot_product_attention:
+            key = args[1] if len(args) > 1 else kwargs["key"]
+            self.found.append((key.shape[-2], key.shape[-3]))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.filterwarnings("ignore:In CPU autocast", "ignore:`Transformer2DModelOutput` is deprecated")
+@pytest.mark.parametrize("name", {model.cls: name for name, model in MODELS.items()}.values())
+def test_heads_are_known_of_every_model(name):
+    module = MODELS[name].build()
+    with KeyHeads() as calls, torch.no_grad():
+        module(**MODELS[name].inputs(4, 6, 6))
+    # Where a model has fewer heads of keys, it may repeat them for its calls.
+    _, of_longest = max(calls.found)
+    assert number_of_heads(module) in {of_longest, of_longest // 2}, calls.found
 
 
 class Transformer:
