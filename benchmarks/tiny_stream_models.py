@@ -47,6 +47,36 @@ Z_IMAGE: dict[str, Any] = {
 }
 
 
+def fibo2_inputs(frames: int, height: int, width: int, *, edits: int = 0) -> dict[str, Any]:
+    """Of the samples' texts, which are made into tokens, one has fewer."""
+    return {
+        "hidden_states": noise(2, 4, frames * height, width),
+        "timestep": torch.tensor([0.6, 0.6]),
+        "encoder_hidden_states": noise(2, 2, 9, 24),
+        "encoder_attention_mask": valid((9, 4), 9),
+        "context_latents": [noise(2, 4, 4, 6, seed=i) for i in range(edits)] or None,
+    }
+
+
+FIBO2: dict[str, Any] = {
+    "in_channels": 4,
+    "dim": 48,
+    "n_layers": 2,
+    "n_refiner_layers": 1,
+    "n_heads": 3,
+    "cap_feat_dim": 24,
+    "injection_layer_ids": (1,),
+    "perceiver_num_layers": 1,
+    "min_num_gist_tokens": 3,
+    "max_num_gist_tokens": 7,
+    "gist_step": 2,
+    "gist_min_text_len": 2,
+    "gist_max_text_len": 12,
+    "axes_dims": (4, 6, 6),
+    "axes_lens": (16, 64, 64),
+}
+
+
 def krea2_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
     grid = torch.cartesian_prod(*[torch.arange(float(size)) for size in (frames, height, width)])
     return {
@@ -114,6 +144,8 @@ STREAM_MODELS = {
     "z-image": TinyModel("ZImageTransformer2DModel", z_image_inputs, Z_IMAGE),
     "z-image, controlnet": TinyModel("ZImageTransformer2DModel", partial(z_image_inputs, controlled=True), Z_IMAGE),
     "z-image, editing": TinyModel("ZImageTransformer2DModel", z_image_edit_inputs, Z_IMAGE),
+    "bria fibo 2": TinyModel("BriaFibo2Transformer2DModel", fibo2_inputs, FIBO2),
+    "bria fibo 2, editing": TinyModel("BriaFibo2Transformer2DModel", partial(fibo2_inputs, edits=2), FIBO2),
     "krea 2": TinyModel(
         "Krea2Transformer2DModel",
         krea2_inputs,

@@ -1,8 +1,11 @@
-"""Models that join text and image to one sequence: Z-Image, Krea 2, ERNIE-Image, Ideogram 4, OmniGen. Read against diffusers 0.42."""
+"""Models that join text and image to one sequence: Z-Image, Bria FIBO 2, Krea 2, ERNIE-Image, Ideogram 4, OmniGen.
+
+Read against diffusers 0.42.
+"""
 
 from para_core.adapters.adapter import Adapter
 from para_core.cache.blocks import CachedBlocks, Stage
-from para_core.plans.plan import Gather, Plan, Split
+from para_core.plans.plan import Attention, Gather, Plan, Split
 
 TOKENS, WITH_TOKENS = Split(dim=1, segment="tokens"), Split(dim=1, like="tokens")
 GATHERED = Gather(dim=1, segment="tokens")
@@ -27,6 +30,29 @@ Z_IMAGE = Adapter(
     blocks=CachedBlocks(
         (Stage(("layers",), ("x",), measured="x", chained=True, between=("controlnet_block_samples",)),),
         conditions=("cap_feats",),
+    ),
+)
+
+BRIA_FIBO2 = Adapter(
+    transformer="BriaFibo2Transformer2DModel",
+    pipelines="Bria FIBO 2",
+    plan=Plan(
+        inputs={},
+        inner={
+            "layers.0": {"x": TOKENS},
+            # The mask is given where a prompt of the batch has fewer tokens than another.
+            "layers.*": {"freqs_cis": WITH_TOKENS, "noise_mask": WITH_TOKENS, "attn_mask": WITH_TOKENS},
+        },
+        outputs=BEHIND_LAYERS,
+        joint_order=("tokens",),
+        attention={
+            "layers.*.attention": (Attention(("tokens",), mask="keys"),),
+            "layers.*.cross_attention": (Attention(("tokens",), ("text",)),),
+        },
+    ),
+    # Some blocks are given text, too.
+    blocks=CachedBlocks(
+        (Stage(("layers",), ("x",), measured="x"),), conditions=("encoder_hidden_states", "encoder_attention_mask")
     ),
 )
 

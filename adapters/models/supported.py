@@ -28,7 +28,7 @@ from para_core.adapters.models.lumina2 import LUMINA2
 from para_core.adapters.models.minimax import MINIMAX_H3
 from para_core.adapters.models.mochi import MOCHI
 from para_core.adapters.models.nucleus import NUCLEUS
-from para_core.adapters.models.one_stream import ERNIE_IMAGE, IDEOGRAM4, KREA2, OMNIGEN, Z_IMAGE
+from para_core.adapters.models.one_stream import BRIA_FIBO2, ERNIE_IMAGE, IDEOGRAM4, KREA2, OMNIGEN, Z_IMAGE
 from para_core.adapters.models.pixart import PIXART
 from para_core.adapters.models.prx import PRX
 from para_core.adapters.models.qwen_image import QWEN_IMAGE
@@ -70,6 +70,7 @@ ADAPTERS: tuple[Adapter, ...] = (
     LONGCAT_IMAGE,
     BRIA,
     BRIA_FIBO,
+    BRIA_FIBO2,
     COGVIEW3_PLUS,
     COGVIEW4,
     GLM_IMAGE,
