@@ -74,6 +74,14 @@ def tensors_of(value: Any) -> list[Seen]:
     return [one for item in value for one in tensors_of(item)] if isinstance(value, (list, tuple)) else []
 
 
+def _pairs(value: Any, other: Any) -> list[tuple[Any, Any]]:
+    """Entries of two lists or dicts that belong together; none where they are nothing of the kind, or unlike each other."""
+    if isinstance(value, Mapping) and isinstance(other, Mapping) and value.keys() == other.keys():
+        return [(one, other[key]) for key, one in value.items()]
+    both = isinstance(value, (list, tuple)) and isinstance(other, (list, tuple)) and len(value) == len(other)
+    return [*zip(value, other, strict=True)] if both else []
+
+
 def grown_dims(small: Seen, large: Seen) -> dict[int, Pair]:
     """The dims that differ, each with its two lengths."""
     if len(small.shape) != len(large.shape):
@@ -261,18 +269,20 @@ class Region:
             return self._cut_of_tensor(parameter, value, other, choice)
         if type(value) is int and type(other) is int and value != other:
             return choice.numbers(self.segment)
-        if isinstance(value, (list, tuple)) and isinstance(other, (list, tuple)) and len(value) == len(other):
-            pairs = zip(value, other, strict=True)
-            cuts = [
-                self._cut_of_tensor(parameter, one, larger, choice)
-                if isinstance(one, Seen) and isinstance(larger, Seen)
-                else None
-                for one, larger in pairs
-            ]
-            if not any(cuts):
-                return None
-            return cuts[0] if len({repr(cut) for cut in cuts}) == 1 else Entries(tuple(cuts))
-        return None
+        return self._cut_of_entries(parameter, value, other, choice)
+
+    def _cut_of_entries(self, parameter: str, value: Any, other: Any, choice: Choice) -> Split | Entries | None:
+        """Of lists and dicts, in which only the outermost list may have entries unlike each other."""
+        cuts: list[Split | None] = []
+        for one, larger in _pairs(value, other):
+            cut = self._cut(parameter, one, larger, choice)
+            if isinstance(cut, (Split, type(None))):
+                cuts.append(cut)
+        if not any(cuts) or len(cuts) != len(value):
+            return None
+        if len({repr(cut) for cut in cuts}) == 1:
+            return cuts[0]
+        return None if isinstance(value, Mapping) else Entries(tuple(cuts))
 
     def _cut_of_tensor(self, parameter: str, seen: Seen, other: Seen, choice: Choice) -> Split | None:
         dims = grown_dims(seen, other)

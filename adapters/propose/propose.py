@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from para_core.adapters.adapter import Adapter
+from para_core.adapters.propose.answers import Answers, answered, require_answers, with_samples
 from para_core.adapters.propose.candidates import Candidate, Region, Start, region, starts
 from para_core.adapters.propose.observe import Observation, observe
 from para_core.adapters.propose.source import source_of
@@ -31,6 +32,7 @@ class Proposal:
     Args:
         transformer: name of its class.
         plan: None where no guess was exact.
+        guess: then the likeliest one, for a person to correct.
         blocks: its block stack for First Block Cache; None where no guess was exact.
         error: of the plan, on virtual ranks, against the model alone: the largest ``‖out − expected‖ / ‖expected‖``.
         blocks_error: likewise of a call that skipped blocks.
@@ -45,6 +47,7 @@ class Proposal:
     blocks_error: float | None = None
     reasons: tuple[str, ...] = ()
     questions: tuple[str, ...] = ()
+    guess: Plan | None = None
 
     def adapter(self) -> Adapter:
         """What was found, for ``parallelize_pipe(pipe, adapter=...)`` and its like.
@@ -68,11 +71,19 @@ class Proposal:
         lines = [f"{self.transformer}: " + ("no plan found" if self.plan is None else f"exact to {self.error:.1e}")]
         lines += [f"- {reason}" for reason in self.reasons]
         lines += [f"? {question}" for question in self.questions]
-        return "\n".join(lines if self.plan is None else [*lines, "", self.source()])
+        if self.plan is not None:
+            return "\n".join([*lines, "", self.source()])
+        if self.guess is not None:
+            lines += ["", "The likeliest guess:", source_of(Adapter(self.transformer, self.transformer, self.guess))]
+        return "\n".join(lines)
 
 
 def propose_plan(
-    transformer: nn.Module, example_inputs: tuple[Mapping[str, Any], Mapping[str, Any]], *, segment: str = "image"
+    transformer: nn.Module,
+    example_inputs: tuple[Mapping[str, Any], Mapping[str, Any]],
+    *,
+    segment: str = "image",
+    answers: Answers | None = None,
 ) -> Proposal:
     """Propose what ``transformer`` shards and gathers, and its block stack, from two calls of it on this device.
 
@@ -87,9 +98,13 @@ def propose_plan(
             sound) tokens, by some ten, than the first. The number of text tokens and of samples must be the same, and no other
             length equal to either number of image tokens.
         segment: what the plan shall call these tokens.
+        answers: what is known of the model, in place of what would be guessed, by the names that ``questions`` and ``reasons`` have:
+            ``"blocks.*(rotary)"``: a :class:`Split` or its like, or None for nothing; ``"proj_out"``: a :class:`Gather` of what it returns;
+            ``"blocks.*.attn"``: a tuple of :class:`Attention`; ``"joint_order"``; ``"CachedBlocks"``; and ``"samples"``: how many the
+            examples hold, of a model whose call has all branches of guidance in one batch. They are checked like guesses.
 
     Raises:
-        TypeError: ``example_inputs`` are no two dicts of arguments.
+        TypeError: ``example_inputs`` are no two dicts of arguments, or an answer is none that can be given to its name.
         ValueError: nothing in the model's blocks grows from the first call to the second.
     """
     module = uncompiled(transformer)
@@ -97,20 +112,35 @@ def propose_plan(
     if len(example_inputs) != 2 or not all(isinstance(one, Mapping) for one in example_inputs):
         kinds = [type(one).__name__ for one in example_inputs]
         raise TypeError(f"example_inputs holds {kinds}; expected two dicts of arguments: (of fewer tokens, of more).")
+    said = answers or {}
+    require_answers(said)
     small, large = example_inputs
     watched = observe(module, small), observe(module, large)
     found = [*starts(*watched)]
     if not found:
         raise ValueError(_nothing_grows(name, watched[0]))
-    failures: list[str] = []
+    failures: dict[str, tuple[Plan, str]] = {}
     for start in found:
         of_start = region(module, small, watched[1], start, segment)
         for candidate in of_start.candidates():
-            tried = _try_all(module, candidate.plan, example_inputs, start)
+            plan = answered(candidate.plan, said)
+            if repr(plan) in failures:
+                continue
+            tried = _try_all(module, plan, example_inputs, start)
             if isinstance(tried, float):
-                return _with_blocks(module, Proposal(name, candidate.plan, error=tried), candidate, of_start, small)
-            failures.append(f"{start.block}: {tried}")
-    return Proposal(name, questions=_questions(found, failures, *watched))
+                proposal = Proposal(name, plan, error=tried, reasons=_reasons(candidate, said))
+                proposal = _with_blocks(module, proposal, of_start, small, said)
+                return _with_samples(module, proposal, small, said)
+            failures[repr(plan)] = plan, f"{start.block}: {tried}"
+    likeliest = next(iter(failures.values()), (None, "attention has lengths that are not those of the tokens."))
+    return Proposal(name, questions=_questions(found, likeliest[1], *watched), guess=likeliest[0])
+
+
+def _reasons(candidate: Candidate, said: Answers) -> tuple[str, ...]:
+    """Of what was guessed, and of what was said instead."""
+    instead = tuple(f"{name}: " for name in said)
+    kept = [reason for reason in candidate.reasons if not reason.startswith(instead)]
+    return (*kept, *[f"{name}: was said." for name in said])
 
 
 def _uneven_meshes(tokens: int) -> tuple[tuple[int, int], ...]:
@@ -153,10 +183,19 @@ def _tolerance_of(module: nn.Module) -> float:
     return _TOLERANCE.get(next(module.parameters()).dtype, 1e-5)
 
 
+def _with_samples(module: nn.Module, proposal: Proposal, inputs: Mapping[str, Any], said: Answers) -> Proposal:
+    if proposal.plan is None or "samples" not in said:
+        return proposal
+    plan = with_samples(module, proposal.plan, inputs, said["samples"])
+    if isinstance(plan, str):
+        return replace(proposal, questions=(*proposal.questions, f"samples: {plan}"))
+    return replace(proposal, plan=plan)
+
+
 def _with_blocks(
-    module: nn.Module, proposal: Proposal, candidate: Candidate, of_start: Region, inputs: Mapping[str, Any]
+    module: nn.Module, proposal: Proposal, of_start: Region, inputs: Mapping[str, Any], said: Answers
 ) -> Proposal:
-    blocks, error = guess_blocks(of_start), None
+    blocks, error = said.get("CachedBlocks", guess_blocks(of_start)), None
     question = "CachedBlocks: which parameters of its blocks they return changed, in which order? No guess was exact."
     if blocks is not None:
         try:
@@ -164,13 +203,13 @@ def _with_blocks(
         except Exception as failure:
             question = f"CachedBlocks: the guess {blocks} failed: {type(failure).__name__}: {failure}"
     if blocks is None or error is None or not error < _tolerance_of(module):
-        return replace(proposal, reasons=candidate.reasons, questions=(question,))
+        return replace(proposal, questions=(question,))
     why = [
         f"{' and '.join(stage.lists)}: blocks that hand on {' and '.join(stage.streams)}"
         + (", and are given the same other arguments." if stage.chained else ", with something else in between.")
         for stage in blocks.stages
     ]
-    return replace(proposal, blocks=blocks, blocks_error=error, reasons=(*candidate.reasons, *why))
+    return replace(proposal, blocks=blocks, blocks_error=error, reasons=(*proposal.reasons, *why))
 
 
 def _nothing_grows(name: str, seen: Observation) -> str:
@@ -183,16 +222,16 @@ def _nothing_grows(name: str, seen: Observation) -> str:
     )
 
 
-def _questions(found: list[Start], failures: list[str], small: Observation, large: Observation) -> tuple[str, ...]:
-    """What a person has to say, by name."""
+def _questions(found: list[Start], failure: str, small: Observation, large: Observation) -> tuple[str, ...]:
+    """What a person has to say, by name: in ``answers``."""
     numbers = {
         f"{call.block_list}.*({parameter}): is it a number of tokens? FirstTokens and LastTokens shard those."
         for call, other in zip(small.calls, large.calls, strict=False)
         for parameter, value in call.given.items()
         if call.block_list is not None and isinstance(value, int) and value != other.given.get(parameter)
     }
-    begin = f"No plan that begins at {' or '.join(start.block for start in found)} was exact. The likeliest guess failed thus:"
+    begin = f"No plan that begins at {' or '.join(start.block for start in found)} was exact."
     return (
         *sorted(numbers),
-        f"{begin} {failures[0] if failures else 'attention has lengths that are not those of the tokens.'}",
+        f"{begin} The likeliest guess failed thus: {failure} What it has wrong goes into propose_plan(..., answers=).",
     )

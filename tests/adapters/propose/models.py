@@ -67,3 +67,26 @@ def painter_inputs(tokens: int, text: int = 5) -> dict[str, Tensor]:
         "caption": torch.randn(2, text, 16, generator=generator),
         "positions": torch.randn(text + tokens, 8, generator=generator),
     }
+
+
+class Chosen(nn.Module):
+    """Scales tokens by the largest of all, in a module that must see all of them."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return tokens / (1 + tokens.abs().amax(dim=1, keepdim=True))
+
+
+class ChoosingLayer(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.chosen = Chosen()
+
+    def forward(self, latents: Tensor, caption: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        caption, latents = super().forward(latents, caption, positions)
+        return caption, self.chosen(latents)
+
+
+class Choosing(Painter):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([ChoosingLayer(), ChoosingLayer()])

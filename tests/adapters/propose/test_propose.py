@@ -6,7 +6,9 @@ import torch
 from benchmarks.random_weights import fill
 from benchmarks.tiny_models import MODELS
 from para_core.adapters import Adapter, parallelize_transformer, propose_plan
-from tests.adapters.propose.models import Centred, Painter, painter_inputs
+from para_core.cache.blocks import CachedBlocks, Stage
+from para_core.plans.plan import FirstTokens, Gather, Replicate, Split
+from tests.adapters.propose.models import Centred, Choosing, Painter, painter_inputs
 from tests.tiny import cpu_mesh, relative_error
 
 
@@ -47,6 +49,68 @@ def test_what_no_plan_can_say_is_asked_for_and_not_proposed():
     assert "No plan that begins at layers.0 was exact" in " ".join(proposal.questions)
     with pytest.raises(ValueError, match="no plan was found for Centred"):
         proposal.source()
+
+
+def test_an_answer_makes_a_plan_of_what_was_asked_for():
+    transformer, examples = fill(Choosing(), seed=1), (painter_inputs(17), painter_inputs(31))
+    asked = propose_plan(transformer, examples)
+    assert asked.plan is None
+    assert "The likeliest guess" in str(asked)
+    assert asked.guess.inner["layers.0"]["latents"] == Split(1, segment="image")
+    said = {"layers.*.chosen(tokens)": Gather(1, "image"), "layers.*.chosen(0)": Split(1, like="image")}
+    proposal = propose_plan(transformer, examples, answers=said)
+    assert proposal.error < 1e-5
+    assert proposal.plan.inner["layers.*.chosen"] == {"tokens": Gather(1, "image"), 0: Split(1, like="image")}
+    assert "layers.*.chosen(0): was said." in str(proposal)
+
+
+def test_a_wrong_answer_is_no_plan():
+    wrong = {"layers.*(positions)": Split(0, like="image", then_replicated=True)}
+    proposal = propose_plan(fill(Painter(), seed=1), (painter_inputs(17), painter_inputs(31)), answers=wrong)
+    assert proposal.plan is None
+    assert proposal.guess.inner["layers.*"] == {"positions": Split(0, like="image", then_replicated=True)}
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("layers.*(positions)", "image"),
+        ("out", FirstTokens("image")),
+        ("layers.*", (Replicate(0, "text"),)),
+        ("CachedBlocks", {"layers": ("latents",)}),
+    ],
+)
+def test_an_answer_of_another_kind_is_an_error_that_says_which_there_are(name, answer):
+    with pytest.raises(TypeError, match=r"answers\[.* expected one of: 'module\(parameter\)': a Split or its like"):
+        propose_plan(fill(Painter(), seed=1), (painter_inputs(17), painter_inputs(31)), answers={name: answer})
+
+
+def test_blocks_that_are_said_are_tried_too():
+    transformer, examples = fill(Painter(), seed=1), (painter_inputs(17), painter_inputs(31))
+    right = CachedBlocks((Stage(("layers",), ("caption", "latents"), measured="latents", chained=True),))
+    wrong = CachedBlocks((Stage(("layers",), ("latents", "caption"), measured="latents", chained=True),))
+    assert propose_plan(transformer, examples, answers={"CachedBlocks": right}).blocks == right
+    asked = propose_plan(transformer, examples, answers={"CachedBlocks": wrong})
+    assert asked.blocks is None
+    assert asked.questions[0].startswith("CachedBlocks: ")
+
+
+def run_samples_in_parallel(source):
+    transformer = fill(Painter(), seed=1)
+    parallelize_transformer(transformer, mesh=cpu_mesh(1, 1, batch=2), adapter=adapter_of(source))
+    with torch.no_grad():
+        return transformer(**painter_inputs(23))
+
+
+def test_samples_that_are_said_are_distributed(rank_pool):
+    transformer = fill(Painter(), seed=1)
+    proposal = propose_plan(transformer, (painter_inputs(17), painter_inputs(31)), answers={"samples": 2})
+    assert proposal.plan.batched == {"latents": 0, "caption": 0}
+    assert proposal.plan.common == ("positions",)
+    with torch.no_grad():
+        expected = transformer(**painter_inputs(23))
+    for out in rank_pool.run(run_samples_in_parallel, 2, proposal.source()):
+        assert relative_error(out, expected) < 1e-5
 
 
 def test_what_is_no_pair_of_calls_is_an_error():

@@ -1,0 +1,126 @@
+"""What a person says of a model, by the names that a proposal asks for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from para_core.adapters.propose.stack import error_of
+from para_core.adapters.propose.virtual_ranks import fresh
+from para_core.cache.blocks import CachedBlocks
+from para_core.plans.plan import Attention, Cut, Gather, Plan
+
+Answers = Mapping[str, Any]
+
+_EXPECTED = (
+    "'module(parameter)': a Split or its like, or None for nothing; 'module': a Gather of what it returns, or a tuple of its Attention "
+    "calls; 'joint_order': names of segments; 'CachedBlocks': CachedBlocks(...); 'samples': how many the examples hold"
+)
+_OF_PARAMETER = re.compile(r"(.*)\((\w+)\)")
+
+
+def require_answers(answers: Answers) -> None:
+    """
+    Raises:
+        TypeError: an answer is none that can be given to that name.
+    """
+    for name, answer in answers.items():
+        if not _fits(name, answer):
+            raise TypeError(f"answers[{name!r}] is {answer!r}; expected one of: {_EXPECTED}.")
+
+
+def _fits(name: str, answer: Any) -> bool:
+    if name == "CachedBlocks":
+        return isinstance(answer, CachedBlocks)
+    if name == "samples":
+        return isinstance(answer, int)
+    if name == "joint_order":
+        return isinstance(answer, tuple) and all(isinstance(one, str) for one in answer)
+    if _OF_PARAMETER.fullmatch(name):
+        return answer is None or isinstance(answer, get_args(Cut))
+    calls = isinstance(answer, tuple) and all(isinstance(one, Attention) for one in answer)
+    return isinstance(answer, Gather) or calls
+
+
+def answered(plan: Plan, answers: Answers) -> Plan:
+    """``plan`` with what a person said in place of what was guessed."""
+    for name, answer in answers.items():
+        parameter = _OF_PARAMETER.fullmatch(name)
+        if parameter is not None:
+            plan = _with_cut(plan, parameter[1], parameter[2], answer)
+        elif isinstance(answer, Gather):
+            plan = replace(plan, outputs={name: answer})
+        elif name == "joint_order":
+            plan = replace(plan, joint_order=answer)
+        elif name not in ("CachedBlocks", "samples"):
+            plan = replace(plan, attention={**plan.attention, name: answer})
+    return plan
+
+
+def _with_cut(plan: Plan, module: str, parameter: str, cut: Cut | None) -> Plan:
+    said = {} if cut is None else {parameter: cut}
+    if not module:
+        return replace(plan, inputs={**{key: one for key, one in plan.inputs.items() if key != parameter}, **said})
+    # Outputs of a module have numbers.
+    key: str | int = int(parameter) if parameter.isdecimal() else parameter
+    inner = {
+        place: {one: old for one, old in cuts.items() if one != key or not _within(place, module)}
+        for place, cuts in plan.inner.items()
+    }
+    if cut is not None:
+        inner[module] = {**inner.get(module, {}), key: cut}
+    return replace(plan, inner={place: cuts for place, cuts in inner.items() if cuts})
+
+
+def _within(place: str, pattern: str) -> bool:
+    """Whether the modules at ``place`` are among those of ``pattern``, in which ``*`` stands for any one part."""
+    return re.fullmatch(re.escape(pattern).replace(r"\*", "[^.]+"), place) is not None
+
+
+def with_samples(module: nn.Module, plan: Plan, inputs: Mapping[str, Any], samples: int) -> Plan | str:
+    """``plan`` with ``batched`` and ``common`` for a model whose call holds all branches of guidance, or why that is not exact.
+
+    An argument holds one entry for each sample in its first dim of that length. Each sample alone must give what it gives among all.
+
+    Args:
+        samples: how many ``inputs`` holds.
+    """
+    dims = {name: _dim_of_samples(value, samples) for name, value in inputs.items()}
+    batched = {name: dim for name, dim in dims.items() if dim is not None}
+    with torch.no_grad():
+        expected = _stacked([module(**fresh(inputs))])
+        parts = [
+            module(**fresh({name: _sample(one, dims[name], place) for name, one in inputs.items()}))
+            for place in range(samples)
+        ]
+    error = error_of(_stacked(parts), expected)
+    if samples < 2 or not error < 1e-4:
+        return f"one sample of {samples} after the other gives something else than all at once ({error:.1e})."
+    common = tuple(name for name, value in inputs.items() if name not in batched and _tensors(value))
+    return replace(plan, batched=batched, common=common)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(value) if isinstance(x, Tensor)]
+
+
+def _dim_of_samples(value: Any, samples: int) -> int | None:
+    shapes = [tuple(x.shape) for x in _tensors(value)]
+    if not shapes or not all(samples in shape for shape in shapes):
+        return None
+    dims = {shape.index(samples) for shape in shapes}
+    return dims.pop() if len(dims) == 1 else None
+
+
+def _sample(value: Any, dim: int | None, place: int) -> Any:
+    return value if dim is None else tree_map(lambda x: x.narrow(dim, place, 1) if isinstance(x, Tensor) else x, value)
+
+
+def _stacked(outs: list[Any]) -> list[Tensor]:
+    return [torch.cat(of_all) for of_all in zip(*[_tensors(out) for out in outs], strict=True)]
