@@ -191,15 +191,19 @@ class Region:
         joint, attention, why_attention = self._attention(choice, ending)
         if joint is None:
             return None
+        behind = self._name_of(ending)
         gather = Gather(dim, self.segment)
         rule = gather if index == 0 else (*[None] * index, gather)
-        reasons.append(
-            f"{ending.name}: behind it tokens are gathered, for what it returns still has one entry for each."
-        )
+        reasons.append(f"{behind}: behind it tokens are gathered, for what it returns still has one entry for each.")
         inputs = self._met()
         reasons += [f"{name}: the model joins it to the tokens between its blocks." for name in inputs]
-        plan = Plan(inputs, {ending.name: rule}, joint, inner, attention)
+        plan = Plan(inputs, {behind: rule}, joint, inner, attention)
         return Candidate(plan, (*reasons, *why_attention))
+
+    def _name_of(self, call: ModuleCall) -> str:
+        """The last block of a list by its place from the end: another checkpoint of the model may have more."""
+        of_list = [] if call.block_list is None else self.small.of_list(call.block_list)
+        return f"{call.block_list}.-1" if of_list and call.name == of_list[-1].name else call.name
 
     # -- what goes with the tokens
 
