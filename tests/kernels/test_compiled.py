@@ -1,0 +1,55 @@
+"""The compiler's report on kernels that are known: what is asserted of ours is read rightly."""
+
+import pytest
+import triton
+import triton.language as tl
+
+from benchmarks.compiled import ARCHS, SHARED_LIMIT, compile_kernel
+
+
+@triton.jit
+def scaled_product(a, b, out, num_rows, step, scale, BLOCK: tl.constexpr):
+    rows, columns = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
+    inside = rows < num_rows
+    x = tl.load(a + rows * step + columns, mask=inside, other=0.0)
+    y = tl.load(b + rows * step + columns)
+    tl.store(out + rows * step + columns, scale * tl.dot(x, y), mask=inside)
+
+
+ARGUMENTS = {"a": "*bf16", "b": "*bf16", "out": "*fp32", "num_rows": "i32", "step": 64, "scale": "fp32", "BLOCK": 64}
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_kernel_compiles_for_every_gpu_and_multiplies_on_tensor_cores(arch):
+    found = compile_kernel(scaled_product, ARGUMENTS, arch=arch)
+    assert 16 <= found.registers <= 255
+    assert found.spills == 0
+    assert 64 * 64 * 2 <= found.shared <= SHARED_LIMIT[arch]
+    tensor_core = {90: "wgmma.mma_async", 100: "tcgen05.mma"}.get(arch, "mma.sync")
+    assert tensor_core in found.ptx
+    assert f".target sm_{arch}" in found.ptx
+
+
+def test_a_register_limit_that_is_too_low_is_seen_as_spills():
+    found = compile_kernel(scaled_product, {**ARGUMENTS, "BLOCK": 128}, arch=80, maxnreg=32)
+    assert found.registers <= 32
+    assert found.spill_stores > 0
+    assert found.spill_loads > 0
+
+
+def test_numbers_are_specialised_as_a_launch_does():
+    aligned, odd, one = (compile_kernel(scaled_product, {**ARGUMENTS, "step": step}, arch=80) for step in (64, 65, 1))
+    # 16 bytes at once where rows begin at multiples of 16 bytes.
+    assert ".v4.b32" in aligned.ptx
+    assert ".v4.b32" not in odd.ptx.split("mma.sync", maxsplit=1)[0]
+    parameters = [found.ptx.count(".param .u32") for found in (odd, one)]
+    assert parameters[1] == parameters[0] - 1
+
+
+def test_the_machines_instructions_can_be_read():
+    assert "HMMA" in compile_kernel(scaled_product, ARGUMENTS, arch=80).sass()
+
+
+def test_a_missing_argument_is_named():
+    with pytest.raises(TypeError, match=r"missing or unknown: \['scale'\]"):
+        compile_kernel(scaled_product, {name: x for name, x in ARGUMENTS.items() if name != "scale"}, arch=80)
