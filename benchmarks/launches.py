@@ -40,14 +40,14 @@ _NO_LAUNCH = {
 }
 _BUILT_IN = {"aten", "prim", "prims", "c10d", "_c10d_functional", "_c10d_functional_autograd"}
 # One kernel each, whatever their form for the CPU consists of.
-_WHOLE = {"para_core::merge"}
+_WHOLE = {"para_core::merge", "para_core::merge_"}
 
 
 class LaunchCounter(TorchDispatchMode):
     """Inside, counts launches: operators that are not views, and collectives; waits and allocations aside.
 
     A fused attention kernel is one operator. (Where SDPA decomposes into matrix products, each of these counts: give it what
-    the flash kernel takes.) Custom operators are opened, what they consist of counts, except ``para_core::merge``. What goes
+    the flash kernel takes.) Custom operators are opened, what they consist of counts, except the merges. What goes
     round the dispatcher is not seen: a Triton kernel that is launched from Python outside of an operator. Under any such mode
     torch runs compiled functions as eager code, so these are not counted as compiled.
     """

@@ -4,7 +4,9 @@ import torch
 from torch import Tensor
 
 
-def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+def merge(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, into: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
     """Merge attention over two disjoint sets of keys into attention over their union.
 
     Online softmax (arXiv:1805.02867): with ``lse = logaddexp(lse_a, lse_b)``, each side weighs ``exp(lse_side - lse)``.
@@ -14,9 +16,10 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     Args:
         out_a, out_b: ``[B, H, S_q, D]``, any float dtype; finite also in rows that saw no key.
         lse_a, lse_b: ``[B, H, S_q]``, natural log, float32 (or float64); -inf for a row that saw no key.
+        into: where the result is written, in the dtypes of these; may be ``(out_a, lse_a)``. Then there is no gradient.
 
     Returns:
-        ``out`` like ``out_a`` and ``lse`` like ``lse_a``. A row without a key on either side gives 0 and -inf.
+        ``out`` like ``out_a`` and ``lse`` like ``lse_a``; or ``into``. A row without a key on either side gives 0 and -inf.
 
     >>> one, two = torch.full((1, 1, 1, 1), 1.0), torch.full((1, 1, 1, 1), 2.0)
     >>> out, lse = merge(one, torch.zeros(1, 1, 1), two, torch.full((1, 1, 1), 3.0).log())  # one key against three
@@ -34,4 +37,6 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     # The weights' float32 is what makes this sum float32: a bfloat16 operand is promoted.
     out = (weight_a / total)[..., None] * out_a + (weight_b / total)[..., None] * out_b
     lse = (peak + torch.log(total)).masked_fill(empty, float("-inf"))
+    if into is not None:
+        return into[0].copy_(out), into[1].copy_(lse)
     return out.to(out_a.dtype), lse

@@ -1,4 +1,4 @@
-"""The merge of two partial results as one operator: one launch, whatever computes it."""
+"""The merge of partial results as one operator: one launch, whatever computes it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from para_core.collectives import LIBRARY
+from para_core.fused import are_floats, kernels
 from para_core.kernels import merge_reference
 
 LIBRARY.define("merge(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)")
+LIBRARY.define("merge_(Tensor(a!) out_a, Tensor(b!) lse_a, Tensor out_b, Tensor lse_b) -> ()")
 
 
 def _merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -21,12 +23,63 @@ def _merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[
     return torch.lerp(out_a, out_b, weight), torch.logaddexp(lse_a, lse_b)
 
 
-LIBRARY.impl("merge", _merge, "CompositeExplicitAutograd")
+def _merge_in_place(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
+    weight = (lse_b - lse_a).sigmoid_().nan_to_num_(0.5).unsqueeze(-1)
+    out_a.lerp_(out_b.to(out_a.dtype), weight)
+    torch.logaddexp(lse_a, lse_b, out=lse_a)
 
 
-def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """:func:`para_core.kernels.merge_reference.merge`, with ``out`` in the dtype of lse: what is merged is rounded once, at last."""
-    if torch.is_grad_enabled():
-        return merge_reference.merge(out_a.to(lse_a.dtype), lse_a, out_b, lse_b)
-    merged: tuple[Tensor, Tensor] = torch.ops.para_core.merge.default(out_a, lse_a, out_b, lse_b)
+def merge_on_gpu(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    fused = kernels("merge")
+    if fused is None or not are_floats(out_a, lse_a, out_b, lse_b):
+        return _merge(out_a, lse_a, out_b, lse_b)
+    merged: tuple[Tensor, Tensor] = fused.merge(out_a, lse_a, out_b, lse_b, into=_room(out_a, lse_a))
     return merged
+
+
+def merge_on_gpu_in_place(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
+    fused = kernels("merge")
+    if fused is None or not are_floats(out_a, lse_a, out_b, lse_b):
+        _merge_in_place(out_a, lse_a, out_b, lse_b)
+    else:
+        fused.merge(out_a, lse_a, out_b, lse_b, into=(out_a, lse_a))
+
+
+def _room(out_a: Tensor, lse_a: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(out_a, dtype=lse_a.dtype), torch.empty_like(lse_a)
+
+
+LIBRARY.impl("merge", _merge, "CompositeExplicitAutograd")
+LIBRARY.impl("merge", merge_on_gpu, "CUDA")
+LIBRARY.impl("merge_", _merge_in_place, "CompositeExplicitAutograd")
+LIBRARY.impl("merge_", merge_on_gpu_in_place, "CUDA")
+torch.library.register_fake("para_core::merge", _room, lib=LIBRARY)
+torch.library.register_fake("para_core::merge_", lambda *_: None, lib=LIBRARY)
+
+
+class Merged:
+    """Partial results of the same queries, merged as they come.
+
+    Attributes:
+        count: how many have come.
+        out, lse: so far. Of two and more, ``out`` is in the dtype of lse: it is rounded once, by who takes it.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def add(self, out: Tensor, lse: Tensor) -> None:
+        """:func:`para_core.kernels.merge_reference.merge` with what has come; differentiable where gradients are."""
+        self.count += 1
+        if self.count == 1:
+            self.out, self.lse = out, lse
+        elif torch.is_grad_enabled():
+            self.out, self.lse = merge_reference.merge(self.out.to(self.lse.dtype), self.lse, out, lse)
+        elif self.count == 2:
+            # Not in place: the first is what attention gave, which may be a user's own.
+            self.out, self.lse = torch.ops.para_core.merge.default(self.out, self.lse, out, lse)
+        else:
+            torch.ops.para_core.merge_.default(self.out, self.lse, out, lse)

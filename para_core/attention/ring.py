@@ -30,7 +30,7 @@ from para_core.attention.approximate.wire import Wire
 from para_core.attention.call import OWN, Call, Hop
 from para_core.attention.local import local_attention_backward, local_attention_with_lse
 from para_core.attention.low_rows import LowRows
-from para_core.attention.merge import merge
+from para_core.attention.merge import Merged
 from para_core.attention.tiles import join_neighbours, put, take
 from para_core.collectives import Travelling, start_all_gather, start_ring_shift, wait
 from para_core.layout import Run
@@ -198,7 +198,7 @@ def ring_attention(
     low = LowRows.of(mask)
     lows: Sequence[LowRows | None] = [None] * len(queries) if low is None else low.split(tiling.split)
     rows = _split(mask if low is None else low.mask, call)
-    found: list[tuple[Tensor, Tensor] | None] = [None] * len(queries)
+    merged = [Merged() for _ in queries]
     wire = None if comm_dtype is None else Wire(comm_dtype, min(key.shape[3], value.shape[3]))
     packing = Packing(key, value, call.block_sizes, wire)
     received: list[Tensor] = []
@@ -223,12 +223,15 @@ def ring_attention(
             of_piece = lows[piece]
             if of_piece is not None and tile_mask is not None:
                 lse = of_piece.lse_of_tile(lse, tile_mask, diagonal=tile.diagonal)
-            found[piece] = merged(found[piece], (out, lse))
+            merged[piece].add(out, lse)
         # Or three blocks would be in memory while the next hop is on its way.
         del block, k, v
     # No keys for the queries that see none.
     nothing = key[:, :, :0], value[:, :, :0]
-    results = [one or local_attention_with_lse(q, *nothing) for q, one in zip(queries, found, strict=True)]
+    results = [
+        (one.out, one.lse) if one.count else local_attention_with_lse(q, *nothing)
+        for q, one in zip(queries, merged, strict=True)
+    ]
     out = tiling.join([out for out, _ in results])
     if out.dtype != query.dtype:
         out = out.to(query.dtype)
@@ -238,11 +241,6 @@ def ring_attention(
 def _split(mask: Tensor | None, call: Call) -> Sequence[Tensor | None]:
     """The rows of ``mask`` for each piece of the queries."""
     return [None] * len(call.tiling.pieces) if mask is None else call.tiling.split(mask)
-
-
-def merged(so_far: tuple[Tensor, Tensor] | None, partial: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """What has been merged is in the dtype of lse until the last block is in."""
-    return partial if so_far is None else merge(*so_far, *partial)
 
 
 # -- backward

@@ -20,7 +20,8 @@ from para_core.attention.approximate.kept_keys import KeptKeys
 from para_core.attention.approximate.wire import Wire
 from para_core.attention.call import Call
 from para_core.attention.local import lse_dtype
-from para_core.attention.ring import LocalAttention, Packing, columns, expand, merged, one_by_one, ring_attention, tied
+from para_core.attention.merge import Merged
+from para_core.attention.ring import LocalAttention, Packing, columns, expand, one_by_one, ring_attention, tied
 from para_core.attention.tiles import sharded_runs
 from para_core.collectives import all_gather
 from para_core.layout import Run
@@ -143,14 +144,10 @@ def sparse_attention(
     if save or call.is_causal or hidden.shape[2] > 1 or query.shape[1] != key.shape[1]:
         return ring_attention(query, key, value, hidden, call, heads=heads, attend=attend, comm_dtype=comm_dtype)
     received: list[Tensor] = []
-    partials = (
-        attend(query, block_key, block_value, mask=block_mask, is_causal=False, scale=call.scale)
-        for block_key, block_value, block_mask in _kept_blocks(key, value, seen, hidden, call, received, comm_dtype)
-    )
-    found = next(partials)
-    for partial in partials:
-        found = merged(found, partial)
-    return tied(found[0].to(query.dtype), [query, key, value, *received]), found[1]
+    merged = Merged()
+    for block_key, block_value, block_mask in _kept_blocks(key, value, seen, hidden, call, received, comm_dtype):
+        merged.add(*attend(query, block_key, block_value, mask=block_mask, is_causal=False, scale=call.scale))
+    return tied(merged.out.to(query.dtype), [query, key, value, *received]), merged.lse
 
 
 def hide(mask: Tensor | None, seen: Tensor) -> Tensor:

@@ -1,0 +1,46 @@
+"""Kernels without a GPU: a process in which Triton interprets them, with NumPy on the CPU.
+
+Triton decides that while it is imported, and torch imports it: so not this process, in which kernels are compiled, and Inductor.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+from unittest import mock
+
+import torch
+
+
+class Interpreter:
+    """``interpreter(function, *args)``: what a function of a module gives there; arguments and results travel by value."""
+
+    def __init__(self) -> None:
+        self._process = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+        with mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}):
+            self._process.submit(_begin).result()
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # Pickled here: multiprocessing's own way with tensors sends file descriptors.
+        job = pickle.dumps((function, args, kwargs))
+        return pickle.loads(self._process.submit(_run, job).result())
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.shutdown(cancel_futures=True)
+
+
+def _begin() -> None:
+    from tests.rank_pool import fill_uninitialized_memory
+
+    torch.set_num_threads(1)
+    fill_uninitialized_memory()
+
+
+def _run(job: bytes) -> bytes:
+    function, args, kwargs = pickle.loads(job)
+    return pickle.dumps(function(*args, **kwargs))
