@@ -16,6 +16,8 @@ from typing import Any
 ARCHS = (80, 86, 89, 90, 100)
 # The largest shared memory of a block, in bytes: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
 SHARED_LIMIT = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
+# Threads of a multiprocessor, likewise; each has 65,536 registers.
+THREAD_LIMIT = {80: 2048, 86: 1536, 89: 1536, 90: 2048, 100: 2048}
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,12 @@ class Compiled:
     @property
     def spills(self) -> int:
         return self.spill_stores + self.spill_loads
+
+    @property
+    def threads(self) -> int:
+        """So many of a multiprocessor have room in its registers, which warps get in units of 8 for each thread."""
+        warps = 65536 // (32 * 8 * -(-self.registers // 8))
+        return min(THREAD_LIMIT[self.arch], 32 * warps)
 
     def sass(self) -> str:
         """The machine's own instructions."""

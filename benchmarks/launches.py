@@ -40,7 +40,7 @@ _NO_LAUNCH = {
 }
 _BUILT_IN = {"aten", "prim", "prims", "c10d", "_c10d_functional", "_c10d_functional_autograd"}
 # One kernel each, whatever their form for the CPU consists of.
-_WHOLE = {"para_core::merge", "para_core::merge_"}
+_WHOLE = {"para_core::merge", "para_core::merge_", "para_core::pack", "para_core::unpack"}
 
 
 class LaunchCounter(TorchDispatchMode):

@@ -1,6 +1,7 @@
 """One all-to-all of tensors ``[B, H, S, D]``, of which each peer gets a run of the tokens and a run of the heads.
 
-Launches, whatever the number of ranks: peers with equally large parts are served by one strided copy.
+Launches, whatever the number of ranks: peers with equally large parts are served by one strided copy. On a GPU with Triton all
+peers and tensors are served by one kernel (:mod:`para_core.attention.boxes`).
 """
 
 from __future__ import annotations
@@ -8,14 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from para_core.attention.boxes import as_numbers
 from para_core.collectives import Travelling, start_all_to_all, wait
+from para_core.fused import kernels
+from para_core.kernels.exchange_reference import Box
 from para_core.layout import Run
 from para_core.mesh import MeshDim
 
@@ -110,6 +114,15 @@ class _Part:
         return x if self.copies == 1 else x.expand(self.copies, -1, -1, -1, -1)
 
 
+class _Boxes(NamedTuple):
+    """What :mod:`para_core.attention.boxes` takes: of what is sent, of what arrives (None where shares overlap in a result), and the
+    shapes of the results."""
+
+    sent: list[int]
+    arriving: list[int] | None
+    shapes: list[int]
+
+
 @dataclass(frozen=True)
 class _Sizes:
     """What follows from the shapes of the tensors of a transfer.
@@ -121,6 +134,7 @@ class _Sizes:
         arriving: the shape of what arrives, where it is a result as it lies, or but for the order of its dims:
             ``[peers, S, B, heads of all tensors, D]``.
         heads: in it, of each tensor.
+        boxes: the same for kernels; None while a graph is traced, where lengths may be symbolic.
     """
 
     send: list[int]
@@ -129,6 +143,7 @@ class _Sizes:
     parts: list[_Part] | None
     arriving: tuple[int, ...] | None
     heads: list[int]
+    boxes: _Boxes | None
 
 
 class Transfer:
@@ -148,6 +163,7 @@ class Transfer:
         self._out, self._in = (self._groups(side) for side in sides)
         runs = [runs for side in sides for one in side for runs in (one.tokens, one.heads)]
         self._even = all(count == one[0][1] for one in runs for _, count in one)
+        self._arrives_in_a_row = len(self._in) == 1 and self._in[0].number == 1
         self._known: dict[Any, _Sizes] = {}
 
     def _groups(self, side: Sequence[Share]) -> tuple[Alike, ...]:
@@ -165,7 +181,12 @@ class Transfer:
         A result is a view of what arrived, or lies in memory as SDPA's does, ``[B, S, H, D]``.
         """
         sizes = self._sizes_of(tensors)
-        if sizes.parts is None:
+        fused = sizes.boxes if takes_kernels(tensors[0]) else None
+        if fused is not None and (sizes.parts is None or len(tensors) > 1):
+            buffer = torch.ops.para_core.pack.default(list(tensors), fused.sent, sum(sizes.send))
+            if self._even:
+                buffer = buffer.view(self._dim.size, sizes.send[0])
+        elif sizes.parts is None:
             buffer = self._pack(tensors, sizes)
         elif len(tensors) == 1:
             buffer = sizes.parts[0].see(tensors[0]).contiguous()
@@ -174,6 +195,9 @@ class Transfer:
         if not self._even:
             buffer = buffer.view(-1)
         started = start_all_to_all(buffer, sizes.send, sizes.receive, self._dim, even=self._even)
+        if sizes.arriving is None and fused is not None and fused.arriving is not None and not self._arrives_in_a_row:
+            into = fused.arriving, fused.shapes
+            return lambda: torch.ops.para_core.unpack.default(wait(started).view(-1), *into)
         if sizes.arriving is None:
             return lambda: self._unpack(wait(started).view(-1), tensors)
         return partial(_as_it_lies, started, sizes.arriving, sizes.heads)
@@ -209,7 +233,31 @@ class Transfer:
             first, _, step = peers.runs[1]
             if peers.number == 1 or (len(tensors) == 1 and first == 0 and step):
                 arriving = (peers.number, peers.runs[0][1], batch, sum(heads), widths[0])
-        return _Sizes(send, receive, at_once, parts, arriving, heads)
+        boxes = None if torch.compiler.is_compiling() else self._boxes(tensors)
+        return _Sizes(send, receive, at_once, parts, arriving, heads, boxes)
+
+    def _boxes(self, tensors: Sequence[Tensor]) -> _Boxes:
+        rooms = [_room(one) for one in self._arriving]
+        apart = all(covered == tokens * heads for tokens, heads, covered in rooms)
+        shapes = [(x.shape[0], heads, tokens, x.shape[3]) for x, (tokens, heads, _) in zip(tensors, rooms, strict=True)]
+        sent, arriving = (as_numbers(self._boxes_of(side, tensors)) for side in (self._sent, self._arriving))
+        return _Boxes(sent, arriving if apart else None, list(chain.from_iterable(shapes)))
+
+    def _boxes_of(self, side: Sequence[Share], tensors: Sequence[Tensor]) -> list[Box]:
+        """Where in the buffer what goes to each peer, or comes from it, is: as :meth:`_slots` says."""
+        found, offset, batch = [], 0, tensors[0].shape[0]
+        for peer in range(self._dim.size):
+            rows = [one.heads[peer][1] * x.shape[3] for one, x in zip(side, tensors, strict=True)]
+            for place, (one, row) in enumerate(zip(side, rows, strict=True)):
+                runs = (*one.tokens[peer], *one.heads[peer])
+                if self._one_table:
+                    found.append(Box(place, *runs, offset + sum(rows[:place]), sum(rows)))
+                else:
+                    found.append(Box(place, *runs, offset, row))
+                    offset += batch * one.tokens[peer][1] * row
+            if self._one_table:
+                offset += batch * side[0].tokens[peer][1] * sum(rows)
+        return found
 
     def _pack(self, tensors: Sequence[Tensor], sizes: _Sizes) -> Tensor:
         buffer = tensors[0].new_empty(sum(sizes.send))
@@ -244,12 +292,12 @@ class Transfer:
 
     def _unpack(self, buffer: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
         groups = [(peers, list(slots)) for peers, _, slots in self._slots(buffer, self._in, tensors)]
-        if len(groups) == 1 and groups[0][0].number == 1:
+        if self._arrives_in_a_row:
             return [slot[0].permute(1, 2, 0, 3) for slot in groups[0][1]]
         found = []
         for place, (one, x) in enumerate(zip(self._arriving, tensors, strict=True)):
-            tokens, heads = (max([sum(run) for run in runs]) for runs in (one.tokens, one.heads))
-            apart = sum([run[1] * other[1] for run, other in zip(one.tokens, one.heads, strict=True)]) == tokens * heads
+            tokens, heads, covered = _room(one)
+            apart = covered == tokens * heads
             make = buffer.new_empty if apart else buffer.new_zeros
             result = make(x.shape[0], tokens, heads, x.shape[3]).transpose(1, 2)
             for peers, slots in groups:
@@ -261,6 +309,19 @@ class Transfer:
                         target[index].add_(slots[place][index])
             found.append(result)
         return found
+
+
+def takes_kernels(x: Tensor) -> bool:
+    """Whether one launch packs, and unpacks: where no gradient and no graph follows what it does. Meta tensors stand for CUDA's."""
+    if not (x.is_cuda or x.is_meta) or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    return kernels("exchange") is not None
+
+
+def _room(one: Share) -> tuple[int, int, int]:
+    """Tokens and heads of a result, and how many heads of tokens arrive for it: more where shares overlap."""
+    tokens, heads = (max([sum(run) for run in runs]) for runs in (one.tokens, one.heads))
+    return tokens, heads, sum([run[1] * other[1] for run, other in zip(one.tokens, one.heads, strict=True)])
 
 
 def _as_it_lies(started: Travelling, shape: tuple[int, ...], heads: Sequence[int]) -> Sequence[Tensor]:

@@ -109,6 +109,15 @@ def test_ulysses_of_even_tokens_and_heads_launches_8_whatever_the_ranks(ranks, b
     require_at_most(8, count_attention(1, ranks, batch=batch, device=device))
 
 
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize(("tokens", "heads"), [(288, 24), (291, 24), (288, 25), (291, 25)])
+def test_with_kernels_ulysses_launches_5_however_tokens_and_heads_divide(ranks, batch, tokens, heads):
+    counter = count_attention(1, ranks, batch=batch, tokens=tokens, heads=heads, device="meta")
+    require_at_most(5, counter)
+    assert counter.by_operator["para_core::pack"] == 1
+
+
 @DEVICES
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize(("tokens", "heads"), [(291, 24), (288, 25), (291, 25)])

@@ -5,9 +5,9 @@ Triton decides that while it is imported, and torch imports it: so not this proc
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
-import pickle
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
@@ -25,9 +25,7 @@ class Interpreter:
             self._process.submit(_begin).result()
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # Pickled here: multiprocessing's own way with tensors sends file descriptors.
-        job = pickle.dumps((function, args, kwargs))
-        return pickle.loads(self._process.submit(_run, job).result())
+        return _load(self._process.submit(_run, _save((function, args, kwargs))).result())
 
     def close(self) -> None:
         """End the process."""
@@ -42,5 +40,16 @@ def _begin() -> None:
 
 
 def _run(job: bytes) -> bytes:
-    function, args, kwargs = pickle.loads(job)
-    return pickle.dumps(function(*args, **kwargs))
+    function, args, kwargs = _load(job)
+    return _save(function(*args, **kwargs))
+
+
+def _save(value: Any) -> bytes:
+    # Multiprocessing's own way with tensors sends file descriptors.
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _load(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=False)

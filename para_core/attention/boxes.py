@@ -1,0 +1,75 @@
+"""Packing and unpacking of what is exchanged as operators: one launch each, whatever computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from para_core.collectives import LIBRARY
+from para_core.fused import kernels
+from para_core.kernels import exchange_reference
+from para_core.kernels.exchange_reference import Box
+
+LIBRARY.define("pack(Tensor[] tensors, SymInt[] boxes, SymInt numel) -> Tensor")
+LIBRARY.define("unpack(Tensor buffer, SymInt[] boxes, SymInt[] shapes) -> Tensor[]")
+
+
+def as_numbers(boxes: Sequence[Box]) -> list[int]:
+    """What the operators take: a graph knows lists of integers only."""
+    return list(chain.from_iterable(boxes))
+
+
+@lru_cache(maxsize=256)
+def _boxes(numbers: tuple[int, ...]) -> tuple[Box, ...]:
+    each = len(Box._fields)
+    return tuple([Box(*numbers[start : start + each]) for start in range(0, len(numbers), each)])
+
+
+def pack(tensors: list[Tensor], boxes: list[int], numel: int) -> Tensor:
+    """:func:`para_core.kernels.exchange_reference.pack` into a new buffer of ``numel`` elements, which the boxes cover."""
+    return exchange_reference.pack(tensors, _boxes(tuple(boxes)), _new_buffer(tensors, boxes, numel))
+
+
+def pack_on_gpu(tensors: list[Tensor], boxes: list[int], numel: int) -> Tensor:
+    fused = kernels("exchange")
+    if fused is None:
+        return pack(tensors, boxes, numel)
+    packed: Tensor = fused.pack(tensors, _boxes(tuple(boxes)), _new_buffer(tensors, boxes, numel))
+    return packed
+
+
+def unpack(buffer: Tensor, boxes: list[int], shapes: list[int]) -> list[Tensor]:
+    """:func:`para_core.kernels.exchange_reference.unpack` into new tensors, which the boxes cover.
+
+    Args:
+        shapes: B, H, S, D of each tensor. It lies in memory as SDPA's result does, ``[B, S, H, D]``.
+    """
+    return list(exchange_reference.unpack(buffer, _boxes(tuple(boxes)), _new_tensors(buffer, boxes, shapes)))
+
+
+def unpack_on_gpu(buffer: Tensor, boxes: list[int], shapes: list[int]) -> list[Tensor]:
+    fused = kernels("exchange")
+    if fused is None:
+        return unpack(buffer, boxes, shapes)
+    return list(fused.unpack(buffer, _boxes(tuple(boxes)), _new_tensors(buffer, boxes, shapes)))
+
+
+def _new_buffer(tensors: list[Tensor], _: list[int], numel: int) -> Tensor:
+    return tensors[0].new_empty(numel)
+
+
+def _new_tensors(buffer: Tensor, _: list[int], shapes: list[int]) -> list[Tensor]:
+    each = zip(*[iter(shapes)] * 4, strict=True)
+    return [buffer.new_empty(batch, tokens, heads, width).transpose(1, 2) for batch, heads, tokens, width in each]
+
+
+LIBRARY.impl("pack", pack, "CompositeExplicitAutograd")
+LIBRARY.impl("pack", pack_on_gpu, "CUDA")
+LIBRARY.impl("unpack", unpack, "CompositeExplicitAutograd")
+LIBRARY.impl("unpack", unpack_on_gpu, "CUDA")
+torch.library.register_fake("para_core::pack", _new_buffer, lib=LIBRARY)
+torch.library.register_fake("para_core::unpack", _new_tensors, lib=LIBRARY)

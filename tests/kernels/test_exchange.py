@@ -1,0 +1,201 @@
+"""The exchange kernels: interpreted against plain indexing, compiled for every GPU, and as operators."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from benchmarks.compiled import ARCHS, compile_kernel
+from para_core.attention.boxes import as_numbers, pack_on_gpu, unpack_on_gpu
+from para_core.kernels import exchange
+from para_core.kernels.exchange_reference import Box
+
+# -- what is right, by loops over elements
+
+
+def packed_one_by_one(tensors, boxes, numel):
+    buffer = torch.full((numel,), -1, dtype=tensors[0].dtype)
+    for box in boxes:
+        x = tensors[box.tensor]
+        place = 0
+        for token in range(box.token, box.token + box.tokens):
+            for sample in x:
+                row = sample[box.head : box.head + box.heads, token].flatten()
+                start = box.offset + place * box.step
+                buffer[start : start + row.numel()] = row
+                place += 1
+    return buffer
+
+
+def for_ranks(tensors, tokens, heads, *, one_table):
+    """Boxes as an exchange makes them: each rank gets some tokens, or some heads, of each tensor; and elements in all."""
+    boxes, offset = [], 0
+    token = head = 0
+    for num_tokens, num_heads in zip(tokens, heads, strict=True):
+        rows = [num_heads * x.shape[3] for x in tensors]
+        for place, row in enumerate(rows):
+            run = (token, num_tokens, head, num_heads)
+            boxes.append(
+                Box(place, *run, offset + sum(rows[:place]) if one_table else offset, sum(rows) if one_table else row)
+            )
+            if not one_table:
+                offset += num_tokens * tensors[place].shape[0] * row
+        offset += num_tokens * tensors[0].shape[0] * sum(rows) if one_table else 0
+        token, head = token + num_tokens, head + num_heads
+    return boxes, offset
+
+
+def counted(batch, heads, tokens, width, dtype=torch.int32, start=0):
+    numbers = torch.arange(start, start + batch * heads * tokens * width, dtype=torch.int32)
+    return numbers.view(batch, tokens, heads, width).transpose(1, 2).to(dtype)
+
+
+def pack_into(tensors, boxes, numel):
+    return exchange.pack(tensors, boxes, torch.full((numel,), -1, dtype=tensors[0].dtype))
+
+
+def round_trip(tensors, boxes, numel):
+    """Packed and unpacked again, by the operators' GPU form; what no box covers stays unknown."""
+    shapes = [size for x in tensors for size in x.shape]
+    return unpack_on_gpu(pack_on_gpu(tensors, as_numbers(boxes), numel), as_numbers(boxes), shapes)
+
+
+# -- interpreted
+
+SPLITS = [((3, 2), (2, 3)), ((4, 4, 0), (2, 0, 3)), ((5,), (4,)), ((1, 1, 1, 1), (1, 1, 1, 1))]
+
+
+@pytest.mark.parametrize("one_table", [False, True])
+@pytest.mark.parametrize(("tokens", "heads"), SPLITS)
+@pytest.mark.parametrize("widths", [(16, 16, 16), (5, 5), (12,), (8, 4, 24)])
+def test_every_element_gets_to_its_place_in_the_buffer(interpreter, widths, tokens, heads, one_table):
+    shape = 2, sum(heads), sum(tokens)
+    tensors = [counted(*shape, width, start=10_000 * place) for place, width in enumerate(widths)]
+    boxes, numel = for_ranks(tensors, tokens, heads, one_table=one_table)
+    assert torch.equal(interpreter(pack_into, tensors, boxes, numel), packed_one_by_one(tensors, boxes, numel))
+
+
+@pytest.mark.parametrize(("tokens", "heads"), [((3, 2), (4, 4)), ((8, 8), (2, 3))])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.uint8]
+)
+def test_what_is_unpacked_is_what_was_packed_in_every_dtype(interpreter, dtype, tokens, heads):
+    tensors = [torch.randn(2, 8, 16, width).to(dtype) for width in (16, 24)]
+    boxes, numel = for_ranks(tensors, tokens, heads, one_table=True)
+    found = interpreter(round_trip, tensors, boxes, numel)
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensors[0].element_size()]
+    for box in boxes:
+        x, y = (
+            one[box.tensor][:, box.head : box.head + box.heads, box.token : box.token + box.tokens]
+            .contiguous()
+            .view(bits)
+            for one in (tensors, found)
+        )
+        assert torch.equal(x, y)
+    assert all(x.dtype == dtype and x.transpose(1, 2).is_contiguous() for x in found)
+
+
+@given(data=st.data())
+def test_any_strides_are_read_and_written(interpreter, data):
+    shape = data.draw(st.tuples(*[st.integers(1, top) for top in (2, 4, 5, 6)]))
+    order, step = data.draw(st.permutations(range(4))), data.draw(st.integers(1, 2))
+    x = counted(*shape)
+    memory = torch.empty([shape[dim] * step for dim in order], dtype=x.dtype).permute(
+        [order.index(dim) for dim in range(4)]
+    )
+    given_x = memory[::step, ::step, ::step, ::step].copy_(x)
+    head, token = data.draw(st.integers(0, shape[1] - 1)), data.draw(st.integers(0, shape[2] - 1))
+    row = (shape[1] - head) * shape[3]
+    boxes = [
+        Box(
+            0,
+            token,
+            shape[2] - token,
+            head,
+            shape[1] - head,
+            data.draw(st.integers(0, 3)),
+            row + data.draw(st.integers(0, 2)),
+        )
+    ]
+    numel = boxes[0].offset + shape[0] * boxes[0].tokens * boxes[0].step
+    buffer = packed_one_by_one([x], boxes, numel)
+    assert torch.equal(interpreter(pack_into, [given_x], boxes, numel), buffer)
+    (found,) = interpreter(exchange.unpack, buffer, boxes, [given_x.clone().zero_()])
+    assert torch.equal(found[:, head:, token:], x[:, head:, token:])
+    assert int(found.count_nonzero()) == int(x[:, head:, token:].count_nonzero())
+
+
+def test_nothing_is_copied_where_there_is_nothing(interpreter):
+    for shape in [(0, 2, 3, 4), (1, 0, 3, 4), (1, 2, 0, 4)]:
+        x = torch.empty(shape)
+        boxes, numel = for_ranks([x], (shape[2],), (shape[1],), one_table=True)
+        assert interpreter(pack_into, [x], boxes, numel).shape == (0,)
+
+
+def test_more_tensors_than_a_launch_takes_are_refused():
+    with pytest.raises(ValueError, match="4 tensors; expected at most 3"):
+        exchange.pack([torch.empty(1, 1, 1, 1)] * 4, [], torch.empty(4))
+
+
+# -- compiled
+
+
+def arguments(width, size, *, pack):
+    """Of a launch on tensors ``[B, S, H, D]`` in memory, of elements of so many bytes."""
+    pointer = {1: "*i8", 2: "*i16", 4: "*i32"}[size]
+    known = {"x": pointer, "y": pointer, "z": pointer, "buffer": pointer, "boxes": "*i64", "PACK": pack}
+    known.update(exchange.block_of([width], size))
+    for name in exchange.exchange_kernel.arg_names:
+        if name not in known:
+            step = {"width": width, "column": 1}.get(name[2:], 64)
+            known[name] = step if name[:2] in ("x_", "y_", "z_") else "i32"
+    return known
+
+
+SIZES = [2, pytest.param(1, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.long)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("width", [64, 96, 128, 256])
+@pytest.mark.parametrize("pack", [True, False])
+def test_every_launch_compiles_without_a_spill_and_moves_16_bytes_at_once(pack, width, size):
+    for arch in ARCHS:
+        found = compile_kernel(
+            exchange.exchange_kernel, arguments(width, size, pack=pack), arch=arch, num_warps=exchange.NUM_WARPS
+        )
+        assert found.spills == 0
+        assert found.threads >= 1024
+        assert "ld.global.v4.b32" in found.ptx
+        assert "st.global.v4.b32" in found.ptx
+
+
+# -- as operators
+
+
+@pytest.mark.parametrize("name", ["pack", "unpack"])
+def test_cuda_has_a_form_of_its_own(name):
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"para_core::{name}", "CUDA")
+
+
+def test_the_operators_are_one_full_graph():
+    tensors = [counted(2, 4, 6, 8), counted(2, 4, 6, 8, start=1000)]
+    boxes, numel = for_ranks(tensors, (3, 3), (2, 2), one_table=True)
+    numbers, shapes = as_numbers(boxes), [size for x in tensors for size in x.shape]
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def there_and_back(x, y):
+        buffer = torch.ops.para_core.pack([x, y], numbers, numel)
+        return buffer, *torch.ops.para_core.unpack(buffer, numbers, shapes)
+
+    buffer, *found = there_and_back(*tensors)
+    assert torch.equal(buffer, packed_one_by_one(tensors, boxes, numel))
+    for x, y in zip(tensors, found, strict=True):
+        assert torch.equal(x[:, :2, :3], y[:, :2, :3])
+        assert torch.equal(x[:, 2:, 3:], y[:, 2:, 3:])
+    with FakeTensorMode():
+        buffer, *found = there_and_back(
+            *[torch.empty(2, 4, 6, 8, dtype=torch.bfloat16, device="cuda") for _ in tensors]
+        )
+    assert (buffer.device.type, buffer.dtype, buffer.shape) == ("cuda", torch.bfloat16, (numel,))
+    assert [(x.device.type, x.shape, x.stride()) for x in found] == [("cuda", (2, 4, 6, 8), (192, 8, 32, 1))] * 2
