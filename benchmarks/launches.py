@@ -39,8 +39,15 @@ _NO_LAUNCH = {
     "_c10d_functional::wait_tensor",
 }
 _BUILT_IN = {"aten", "prim", "prims", "c10d", "_c10d_functional", "_c10d_functional_autograd"}
-# One kernel each, whatever their form for the CPU consists of.
-_WHOLE = {"para_core::merge", "para_core::merge_", "para_core::pack", "para_core::unpack"}
+# Launches of CUDA, whatever their form for the CPU consists of.
+_WHOLE = {
+    "para_core::merge": 1,
+    "para_core::merge_": 1,
+    "para_core::pack": 1,
+    "para_core::unpack": 1,
+    "para_core::residual_change": 2,
+    "para_core::forecast": 1,
+}
 
 
 class LaunchCounter(TorchDispatchMode):
@@ -68,7 +75,7 @@ class LaunchCounter(TorchDispatchMode):
             with self:
                 return func.redispatch(_kernel_keys([*args, *(kwargs or {}).values()]), *args, **(kwargs or {}))
         if name not in _NO_LAUNCH and not _is_view(func):
-            self.by_operator[name.removeprefix("aten::")] += 1
+            self.by_operator[name.removeprefix("aten::")] += _WHOLE.get(name, 1)
         return func(*args, **(kwargs or {}))
 
     def __str__(self) -> str:

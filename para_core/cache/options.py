@@ -11,6 +11,8 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from para_core.cache.operators import change
+
 Number = float | Tensor
 
 
@@ -37,11 +39,6 @@ class Rule:
     compares: Literal["residual", "input"] = "residual"
 
 
-def _relative_sums(now: Tensor, before: Tensor) -> Tensor:
-    changed = (now - before).abs().sum(dim=-1, dtype=torch.float32)
-    return torch.stack([changed, before.abs().sum(dim=-1, dtype=torch.float32)], dim=-1)
-
-
 def _ratio(sums: Tensor) -> Tensor:
     return sums[:, 0] / sums[:, 1]
 
@@ -49,7 +46,7 @@ def _ratio(sums: Tensor) -> Tensor:
 # mean|now - last computed| / mean|last computed|.
 FIRST_BLOCK = Rule(
     "first_block",
-    _relative_sums,
+    change,
     _ratio,
     source="ParaAttention, First Block Cache (github.com/chengzeyi/ParaAttention)",
 )
@@ -57,7 +54,7 @@ FIRST_BLOCK = Rule(
 # The same of the modulated input of block 0, before any block.
 MODULATED_INPUT = Rule(
     "modulated_input",
-    _relative_sums,
+    change,
     _ratio,
     source="what TeaCache (arXiv:2411.19108) compares; here with the last computed step, not added up from step to step",
     compares="input",

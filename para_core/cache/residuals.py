@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from para_core.cache.decision import Decider
+from para_core.cache.operators import forecast
 
 # Of the streams of a stage: what its blocks are given, or return; None where they return None.
 Streams = tuple[Tensor | None, ...]
@@ -101,11 +102,10 @@ def _residual(output: Tensor | None, entry: Tensor | None) -> Tensor | None:
 def _added(entry: Tensor | None, history: list[Tensor] | None, weights: list[Any]) -> Tensor | None:
     if entry is None or history is None:
         return None
-    if len(weights) == 1:
-        return entry + history[0]
+    pairs = list(zip(weights, history, strict=False))
+    if not any(isinstance(weight, Tensor) for weight, _ in pairs):
+        return forecast(entry, [residual for _, residual in pairs], [weight for weight, _ in pairs])
     total = entry
-    for weight, residual in zip(weights, history, strict=False):
-        # One launch for each in eager code, where weights are numbers.
-        is_tensor = isinstance(weight, Tensor)
-        total = total + (weight * residual).to(entry.dtype) if is_tensor else total.add(residual, alpha=weight)
+    for weight, residual in pairs:
+        total = total + (weight * residual).to(entry.dtype)
     return total

@@ -1,0 +1,110 @@
+"""What a cache asks of residuals, each element read once; the contract is :mod:`para_core.kernels.residual_reference`.
+
+How much a residual has changed is summed up in two launches: of chunks, and of what the chunks gave. No atomics, and a chunk is as long on
+every GPU, so the order of additions, and with it every bit, depends on the number of elements alone. Bytes: 2 · e for each element,
+and 16 for each chunk. Chunks are in float32 from the first addition on, differences too.
+
+A forecast is one launch however many residuals it has, rounded once: (2 + residuals) · e bytes for each element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+NUM_WARPS = 4
+# Elements that a program holds at once: 16 bytes of each tensor for each of its threads, at 16 bits.
+BLOCK = 1024
+# Blocks that it adds up.
+_STEPS = 16
+MOST_RESIDUALS = 3
+
+
+@triton.jit
+def change_kernel(now, before, sums, num_elements, now_batch, before_batch, BLOCK: tl.constexpr, STEPS: tl.constexpr):
+    chunk, sample = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    start = chunk.to(tl.int64) * BLOCK * STEPS
+    changed = tl.zeros((BLOCK,), tl.float32)
+    size = tl.zeros((BLOCK,), tl.float32)
+    for step in range(STEPS):
+        element = start + step * BLOCK + tl.arange(0, BLOCK)
+        inside = element < num_elements
+        x = tl.load(now + sample * now_batch + element, mask=inside, other=0.0).to(tl.float32)
+        y = tl.load(before + sample * before_batch + element, mask=inside, other=0.0).to(tl.float32)
+        changed += tl.abs(x - y)
+        size += tl.abs(y)
+    place = sums + (sample * tl.num_programs(0) + chunk) * 2
+    tl.store(place, tl.sum(changed, axis=0))
+    tl.store(place + 1, tl.sum(size, axis=0))
+
+
+@triton.jit
+def add_up_kernel(sums, totals, num_chunks, BLOCK: tl.constexpr):
+    sample = tl.program_id(0).to(tl.int64)
+    changed = tl.zeros((BLOCK,), tl.float32)
+    size = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, num_chunks, BLOCK):
+        chunk = first + tl.arange(0, BLOCK)
+        place = sums + (sample * num_chunks + chunk) * 2
+        changed += tl.load(place, mask=chunk < num_chunks, other=0.0)
+        size += tl.load(place + 1, mask=chunk < num_chunks, other=0.0)
+    tl.store(totals + sample * 2, tl.sum(changed, axis=0))
+    tl.store(totals + sample * 2 + 1, tl.sum(size, axis=0))
+
+
+@triton.jit
+def forecast_kernel(entry, x, y, z, out, of_x, of_y, of_z, num_elements, RESIDUALS: tl.constexpr, BLOCK: tl.constexpr):
+    element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = element < num_elements
+    total = tl.load(entry + element, mask=inside).to(tl.float32)
+    total += of_x * tl.load(x + element, mask=inside).to(tl.float32)
+    if RESIDUALS > 1:
+        total += of_y * tl.load(y + element, mask=inside).to(tl.float32)
+    if RESIDUALS > 2:
+        total += of_z * tl.load(z + element, mask=inside).to(tl.float32)
+    tl.store(out + element, total.to(out.dtype.element_ty), mask=inside)
+
+
+def change(now: Tensor, before: Tensor) -> Tensor:
+    """:func:`para_core.kernels.residual_reference.change` of 16 and 32-bit floats."""
+    now, before = (x if x.stride(1) == 1 else x.contiguous() for x in (now, before))
+    batch, num_elements = now.shape
+    totals = now.new_empty(batch, 2, dtype=torch.float32)
+    if not now.numel():
+        return totals.zero_()
+    num_chunks = triton.cdiv(num_elements, BLOCK * _STEPS)
+    sums = totals.new_empty(batch, num_chunks, 2)
+    change_kernel[(num_chunks, batch)](
+        now,
+        before,
+        sums,
+        num_elements,
+        now.stride(0),
+        before.stride(0),
+        BLOCK=BLOCK,
+        STEPS=_STEPS,
+        num_warps=NUM_WARPS,
+    )
+    add_up_kernel[(batch,)](sums, totals, num_chunks, BLOCK=BLOCK, num_warps=NUM_WARPS)
+    return totals
+
+
+def forecast(entry: Tensor, residuals: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """:func:`para_core.kernels.residual_reference.forecast` of 16 and 32-bit floats, of up to three residuals."""
+    if len(residuals) > MOST_RESIDUALS:
+        raise ValueError(f"{len(residuals)} residuals; expected at most {MOST_RESIDUALS}.")
+    entry, *residuals = (x.contiguous() for x in (entry, *residuals))
+    out = torch.empty_like(entry)
+    number = out.numel()
+    if number:
+        # Every pointer has to be one.
+        x, y, z = [*residuals, *residuals[:1] * 2][:MOST_RESIDUALS]
+        of_x, of_y, of_z = [*map(float, weights), 0.0, 0.0][:MOST_RESIDUALS]
+        grid = (triton.cdiv(number, BLOCK),)
+        counts = {"RESIDUALS": len(residuals), "BLOCK": BLOCK}
+        forecast_kernel[grid](entry, x, y, z, out, of_x, of_y, of_z, number, **counts, num_warps=NUM_WARPS)
+    return out

@@ -1,0 +1,64 @@
+"""What a cache asks of residuals as operators: on a GPU few launches, elsewhere what plain PyTorch gives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from para_core.collectives import LIBRARY
+from para_core.fused import are_floats, kernels
+from para_core.kernels import residual_reference
+
+LIBRARY.define("residual_change(Tensor now, Tensor before) -> Tensor")
+LIBRARY.define("forecast(Tensor entry, Tensor[] residuals, float[] weights) -> Tensor")
+
+
+def change_on_gpu(now: Tensor, before: Tensor) -> Tensor:
+    fused = kernels("residual")
+    if fused is None or not are_floats(now, before):
+        return residual_reference.change(now, before)
+    found: Tensor = fused.change(now, before)
+    return found
+
+
+def forecast_on_gpu(entry: Tensor, residuals: list[Tensor], weights: list[float]) -> Tensor:
+    fused = kernels("residual")
+    if fused is None or not are_floats(entry, *residuals) or len(residuals) > fused.MOST_RESIDUALS:
+        return residual_reference.forecast(entry, residuals, weights)
+    found: Tensor = fused.forecast(entry, residuals, weights)
+    return found
+
+
+LIBRARY.impl("residual_change", residual_reference.change, "CompositeExplicitAutograd")
+LIBRARY.impl("residual_change", change_on_gpu, "CUDA")
+LIBRARY.impl("forecast", residual_reference.forecast, "CompositeExplicitAutograd")
+LIBRARY.impl("forecast", forecast_on_gpu, "CUDA")
+torch.library.register_fake(
+    "para_core::residual_change", lambda now, _: now.new_empty(now.shape[0], 2, dtype=torch.float32), lib=LIBRARY
+)
+torch.library.register_fake("para_core::forecast", lambda entry, *_: torch.empty_like(entry), lib=LIBRARY)
+
+
+def change(now: Tensor, before: Tensor) -> Tensor:
+    """:func:`para_core.kernels.residual_reference.change`."""
+    if _needs_plain(now, before):
+        return residual_reference.change(now, before)
+    found: Tensor = torch.ops.para_core.residual_change.default(now, before)
+    return found
+
+
+def forecast(entry: Tensor, residuals: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """:func:`para_core.kernels.residual_reference.forecast`."""
+    if _needs_plain(entry, *residuals):
+        return residual_reference.forecast(entry, residuals, weights)
+    found: Tensor = torch.ops.para_core.forecast.default(entry, list(residuals), list(weights))
+    return found
+
+
+def _needs_plain(*tensors: Tensor) -> bool:
+    """Compilers fuse plain operators on their own, and a gradient follows them."""
+    if torch.compiler.is_compiling() or not (tensors[0].is_cuda or tensors[0].is_meta):
+        return True
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)

@@ -1,0 +1,212 @@
+"""The cache's kernels: interpreted against float64, compiled for every GPU, and as operators."""
+
+import doctest
+from importlib import import_module
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from benchmarks.compiled import ARCHS, compile_kernel
+from benchmarks.launches import LaunchCounter
+from para_core.cache.operators import change, change_on_gpu, forecast, forecast_on_gpu
+from para_core.cache.options import rule_of
+from para_core.kernels import residual
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CHUNK = residual.BLOCK * 16
+# Less than a block, than a chunk, and one more than some chunks.
+LENGTHS = [1, 63, residual.BLOCK + 1, CHUNK, 3 * CHUNK + 1]
+
+
+def normal(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def sums(now, before):
+    now, before = now.double(), before.double()
+    return torch.stack([(now - before).abs().sum(-1), before.abs().sum(-1)], dim=-1)
+
+
+# -- interpreted
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_the_change_is_that_of_float64(interpreter, length, dtype):
+    now, before = normal(2, length, dtype=dtype), normal(2, length, dtype=dtype, seed=1)
+    found = interpreter(residual.change, now, before)
+    assert found.dtype == torch.float32
+    # Positive numbers: a sum is off by at most one float32 eps for each addition in a row, of which a thread has 16.
+    torch.testing.assert_close(found.double(), sums(now, before), rtol=3e-6, atol=0)
+
+
+def test_a_small_change_of_16_bit_numbers_is_not_rounded_to_16_bits(interpreter):
+    before = normal(1, 5000, dtype=torch.bfloat16)
+    now = before.clone()
+    now[0, ::7] *= 1.01
+    torch.testing.assert_close(interpreter(residual.change, now, before).double(), sums(now, before), rtol=3e-6, atol=0)
+
+
+def change_of_views(whole, other):
+    """Rows that are far apart, and elements that are."""
+    return residual.change(whole[:, 3:40], other[:, 3:40]), residual.change(whole[:, ::2], other[:, ::2])
+
+
+def test_rows_and_elements_may_be_apart(interpreter):
+    now, before = normal(3, 50), normal(3, 50, seed=1)
+    rows, elements = interpreter(change_of_views, now, before)
+    torch.testing.assert_close(rows.double(), sums(now[:, 3:40], before[:, 3:40]), rtol=3e-6, atol=0)
+    torch.testing.assert_close(elements.double(), sums(now[:, ::2], before[:, ::2]), rtol=3e-6, atol=0)
+
+
+def test_the_same_numbers_give_the_same_bits(interpreter):
+    now, before = normal(1, 2 * CHUNK + 5), normal(1, 2 * CHUNK + 5, seed=1)
+    once = interpreter(residual.change, now, before)
+    # In a batch of others, too.
+    batch = interpreter(residual.change, torch.cat([before, now]), torch.cat([now, before]))
+    assert torch.equal(once[0], batch[1])
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_not_finite_is_seen(interpreter, bad):
+    now, before = normal(2, 100), normal(2, 100, seed=1)
+    now[1, 99] = bad
+    found = interpreter(residual.change, now, before)
+    assert found[0].isfinite().all()
+    assert not found[1, 0].isfinite()
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0)])
+def test_of_nothing_nothing_has_changed(interpreter, shape):
+    assert torch.equal(interpreter(residual.change, torch.empty(shape), torch.empty(shape)), torch.zeros(shape[0], 2))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("weights", [[1.0], [1.7, -0.7], [3.1, -3.2, 1.1]])
+@pytest.mark.parametrize("shape", [(1,), (2, 3, 5), (2, 700, 3)])
+def test_a_forecast_is_that_of_float64_rounded_once(interpreter, shape, weights, dtype):
+    entry, *residuals = (normal(*shape, dtype=dtype, seed=seed) for seed in range(len(weights) + 1))
+    found = interpreter(residual.forecast, entry, residuals, weights)
+    exact = entry.double() + sum(w * x.double() for w, x in zip(weights, residuals, strict=True))
+    assert found.dtype == dtype
+    assert found.shape == entry.shape
+    # The interpreter truncates to 16 bits, so eps; float32 sums round each addition.
+    terms = entry.double().abs() + sum(abs(w) * x.double().abs() for w, x in zip(weights, residuals, strict=True))
+    rounding = torch.finfo(dtype).eps * exact.abs() if dtype != torch.float32 else 0
+    assert ((found.double() - exact).abs() <= rounding + 4 * torch.finfo(torch.float32).eps * terms).all()
+
+
+def forecast_of_views(x, y):
+    return residual.forecast(x.transpose(0, 1), [y.transpose(0, 1)], [2.0])
+
+
+def test_a_forecast_takes_views(interpreter):
+    x, y = normal(7, 5), normal(7, 5, seed=1)
+    torch.testing.assert_close(interpreter(forecast_of_views, x, y), (x + 2 * y).T)
+
+
+def test_more_residuals_than_a_launch_takes_are_refused():
+    with pytest.raises(ValueError, match="4 residuals; expected at most 3"):
+        residual.forecast(torch.empty(1), [torch.empty(1)] * 4, [1.0] * 4)
+
+
+# -- compiled
+
+
+def launches(dtype):
+    """Each kernel with the arguments of a launch."""
+    block = residual.BLOCK
+    of_change = {
+        "now": dtype,
+        "before": dtype,
+        "sums": "*fp32",
+        "num_elements": 16,
+        "now_batch": 16,
+        "before_batch": 16,
+    }
+    yield residual.change_kernel, {**of_change, "BLOCK": block, "STEPS": 16}
+    for residuals in (1, 2, 3):
+        tensors = dict.fromkeys(("entry", "x", "y", "z", "out"), dtype)
+        weights = dict.fromkeys(("of_x", "of_y", "of_z"), "fp32")
+        yield (
+            residual.forecast_kernel,
+            {**tensors, **weights, "num_elements": 16, "RESIDUALS": residuals, "BLOCK": block},
+        )
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_launch_compiles_without_a_spill_and_loads_16_bytes_at_once(arch):
+    for dtype in ("*bf16", "*fp32"):
+        for kernel, arguments in launches(dtype):
+            found = compile_kernel(kernel, arguments, arch=arch, num_warps=residual.NUM_WARPS)
+            assert found.spills == 0
+            assert found.threads >= 1024
+            assert "ld.global.v4.b32" in found.ptx
+            assert "atom." not in found.ptx
+    arguments = {"sums": "*fp32", "totals": "*fp32", "num_chunks": "i32", "BLOCK": residual.BLOCK}
+    assert compile_kernel(residual.add_up_kernel, arguments, arch=arch, num_warps=residual.NUM_WARPS).spills == 0
+
+
+# -- as operators
+
+
+@pytest.mark.parametrize("name", ["residual_change", "forecast"])
+def test_cuda_has_a_form_of_its_own(name):
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"para_core::{name}", "CUDA")
+
+
+def test_the_operators_are_one_full_graph():
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def both(x, y):
+        return torch.ops.para_core.residual_change(x, y), torch.ops.para_core.forecast(x, [y, y], [2.0, -1.0])
+
+    x, y = normal(2, 9), normal(2, 9, seed=1)
+    changed, added = both(x, y)
+    torch.testing.assert_close(changed.double(), sums(x, y), rtol=3e-6, atol=0)
+    torch.testing.assert_close(added, x + y)
+    with FakeTensorMode():
+        changed, added = both(*[torch.empty(2, 9, dtype=torch.bfloat16, device="cuda") for _ in range(2)])
+    assert (changed.device.type, changed.dtype, changed.shape) == ("cuda", torch.float32, (2, 2))
+    assert (added.device.type, added.dtype, added.shape) == ("cuda", torch.bfloat16, (2, 9))
+
+
+def gpu_forms(x, y):
+    return change_on_gpu(x, y), forecast_on_gpu(x, [y] * 4, [0.25] * 4), forecast_on_gpu(x, [y], [2.0])
+
+
+def test_what_a_kernel_does_not_take_is_plain_pytorch(interpreter):
+    x, y = normal(2, 9).double(), normal(2, 9, seed=1).double()
+    changed, of_four, of_one = interpreter(gpu_forms, x, y)
+    torch.testing.assert_close(changed.double(), sums(x, y), rtol=3e-6, atol=0)
+    torch.testing.assert_close(of_four, x + y)
+    torch.testing.assert_close(of_one, x + 2 * y)
+
+
+def test_a_gradient_follows_a_forecast():
+    entry = normal(3).requires_grad_()
+    forecast(entry, [normal(3)], [2.0]).sum().backward()
+    assert torch.equal(entry.grad, torch.ones(3))
+
+
+def test_on_a_gpu_each_is_one_operator():
+    x = torch.empty(2, 9, device="meta")
+    with torch.profiler.profile() as profile:
+        change(x, x)
+        forecast(x, [x], [1.0])
+    names = [event.name for event in profile.events() if event.name.startswith("para_core::")]
+    assert names == ["para_core::residual_change", "para_core::forecast"]
+
+
+def test_the_doctests_of_the_reference_hold():
+    result = doctest.testmod(import_module("para_core.kernels.residual_reference"))
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+def test_a_decision_launches_2_and_a_forecast_1():
+    x = torch.empty(2, 9, device="meta", dtype=torch.bfloat16)
+    with torch.no_grad(), LaunchCounter() as counter:
+        rule_of("first_block").sums(x, x)
+        forecast(x, [x, x], [2.0, -1.0])
+    assert dict(counter.by_operator) == {"para_core::residual_change": 2, "para_core::forecast": 1}
