@@ -20,7 +20,7 @@ NUM_WARPS = 4
 # Elements that a program holds at once: 16 bytes of each tensor for each of its threads, at 16 bits.
 BLOCK = 1024
 # Blocks that it adds up.
-_STEPS = 16
+STEPS = 16
 MOST_RESIDUALS = 3
 
 
@@ -76,7 +76,7 @@ def change(now: Tensor, before: Tensor) -> Tensor:
     totals = now.new_empty(batch, 2, dtype=torch.float32)
     if not now.numel():
         return totals.zero_()
-    num_chunks = triton.cdiv(num_elements, BLOCK * _STEPS)
+    num_chunks = triton.cdiv(num_elements, BLOCK * STEPS)
     sums = totals.new_empty(batch, num_chunks, 2)
     change_kernel[(num_chunks, batch)](
         now,
@@ -86,7 +86,7 @@ def change(now: Tensor, before: Tensor) -> Tensor:
         now.stride(0),
         before.stride(0),
         BLOCK=BLOCK,
-        STEPS=_STEPS,
+        STEPS=STEPS,
         num_warps=NUM_WARPS,
     )
     add_up_kernel[(batch,)](sums, totals, num_chunks, BLOCK=BLOCK, num_warps=NUM_WARPS)

@@ -6,10 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.compiled import ARCHS, compile_kernel
+from benchmarks.compiled import ARCHS
 from para_core.attention.boxes import as_numbers, pack_on_gpu, unpack_on_gpu
 from para_core.kernels import exchange
 from para_core.kernels.exchange_reference import Box
+from tests.kernels.launches import by_use
 
 # -- what is right, by loops over elements
 
@@ -141,29 +142,10 @@ def test_more_tensors_than_a_launch_takes_are_refused():
 # -- compiled
 
 
-def arguments(width, size, *, pack):
-    """Of a launch on tensors ``[B, S, H, D]`` in memory, of elements of so many bytes."""
-    pointer = {1: "*i8", 2: "*i16", 4: "*i32"}[size]
-    known = {"x": pointer, "y": pointer, "z": pointer, "buffer": pointer, "boxes": "*i64", "PACK": pack}
-    known.update(exchange.block_of([width], size))
-    for name in exchange.exchange_kernel.arg_names:
-        if name not in known:
-            step = {"width": width, "column": 1}.get(name[2:], 64)
-            known[name] = step if name[:2] in ("x_", "y_", "z_") else "i32"
-    return known
-
-
-SIZES = [2, pytest.param(1, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.long)]
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("width", [64, 96, 128, 256])
-@pytest.mark.parametrize("pack", [True, False])
-def test_every_launch_compiles_without_a_spill_and_moves_16_bytes_at_once(pack, width, size):
+@pytest.mark.parametrize("launch", by_use(exchange.exchange_kernel))
+def test_every_launch_compiles_without_a_spill_and_moves_16_bytes_at_once(launch):
     for arch in ARCHS:
-        found = compile_kernel(
-            exchange.exchange_kernel, arguments(width, size, pack=pack), arch=arch, num_warps=exchange.NUM_WARPS
-        )
+        found = launch.compiled(arch)
         assert found.spills == 0
         assert found.threads >= 1024
         assert "ld.global.v4.b32" in found.ptx

@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.compiled import ARCHS, compile_kernel
+from benchmarks.compiled import ARCHS
 from para_core import fused
 from para_core.attention.merge import Merged, merge_on_gpu, merge_on_gpu_in_place
 from para_core.collectives import LIBRARY
 from para_core.kernels import merge, merge_reference
+from tests.kernels.launches import by_use
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -147,41 +148,13 @@ def test_four_partial_results_merge_by_kernels_and_leave_what_they_were_given(in
 # -- compiled
 
 
-def arguments(width, a, b, out):
-    """Of a launch of so wide rows of these dtypes, with a step of some 64 elements between rows."""
-    steps = {name: 1 if name.endswith("column") else 64 for name in merge.merge_kernel.arg_names[9:-2]}
-    return {
-        "out_a": a,
-        "lse_a": "*fp32",
-        "out_b": b,
-        "lse_b": "*fp32",
-        "out": out,
-        "lse": "*fp32",
-        "num_heads": "i32",
-        "num_rows": "i32",
-        "width": width,
-        **steps,
-        **merge.block_of(width),
-    }
-
-
-# The first merge of a ring, and the later ones; what other dtypes give differs by a conversion.
-LAUNCHES = [
-    ("*bf16", "*bf16", "*fp32"),
-    ("*fp32", "*bf16", "*fp32"),
-    pytest.param("*fp16", "*fp16", "*fp32", marks=pytest.mark.long),
-    pytest.param("*fp32", "*fp32", "*fp32", marks=pytest.mark.long),
-]
-
-
-@pytest.mark.parametrize(("a", "b", "out"), LAUNCHES)
-@pytest.mark.parametrize("width", [64, 96, 128, 256])
-def test_every_launch_compiles_without_a_spill_and_loads_16_bytes_at_once(width, a, b, out):
+@pytest.mark.parametrize("launch", by_use(merge.merge_kernel))
+def test_every_launch_compiles_without_a_spill_and_loads_16_bytes_at_once(launch):
     for arch in ARCHS:
-        found = compile_kernel(merge.merge_kernel, arguments(width, a, b, out), arch=arch, num_warps=merge.NUM_WARPS)
+        found = launch.compiled(arch)
         assert found.spills == 0
         assert found.threads >= 1024
-        assert ".v4.b32" in found.ptx
+        assert "ld.global.v4.b32" in found.ptx
 
 
 # -- as an operator

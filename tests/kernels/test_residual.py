@@ -7,14 +7,15 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.compiled import ARCHS, compile_kernel
+from benchmarks.compiled import ARCHS
 from benchmarks.launches import LaunchCounter
 from para_core.cache.operators import change, change_on_gpu, forecast, forecast_on_gpu
 from para_core.cache.options import rule_of
 from para_core.kernels import residual
+from tests.kernels.launches import by_use
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-CHUNK = residual.BLOCK * 16
+CHUNK = residual.BLOCK * residual.STEPS
 # Less than a block, than a chunk, and one more than some chunks.
 LENGTHS = [1, 63, residual.BLOCK + 1, CHUNK, 3 * CHUNK + 1]
 
@@ -114,38 +115,19 @@ def test_more_residuals_than_a_launch_takes_are_refused():
 # -- compiled
 
 
-def launches(dtype):
-    """Each kernel with the arguments of a launch."""
-    block = residual.BLOCK
-    of_change = {
-        "now": dtype,
-        "before": dtype,
-        "sums": "*fp32",
-        "num_elements": 16,
-        "now_batch": 16,
-        "before_batch": 16,
-    }
-    yield residual.change_kernel, {**of_change, "BLOCK": block, "STEPS": 16}
-    for residuals in (1, 2, 3):
-        tensors = dict.fromkeys(("entry", "x", "y", "z", "out"), dtype)
-        weights = dict.fromkeys(("of_x", "of_y", "of_z"), "fp32")
-        yield (
-            residual.forecast_kernel,
-            {**tensors, **weights, "num_elements": 16, "RESIDUALS": residuals, "BLOCK": block},
-        )
+@pytest.mark.parametrize("launch", by_use(residual.change_kernel, residual.forecast_kernel))
+def test_every_launch_compiles_without_a_spill_and_loads_16_bytes_at_once(launch):
+    for arch in ARCHS:
+        found = launch.compiled(arch)
+        assert found.spills == 0
+        assert found.threads >= 1024
+        assert "ld.global.v4.b32" in found.ptx
+        assert "atom." not in found.ptx
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-def test_every_launch_compiles_without_a_spill_and_loads_16_bytes_at_once(arch):
-    for dtype in ("*bf16", "*fp32"):
-        for kernel, arguments in launches(dtype):
-            found = compile_kernel(kernel, arguments, arch=arch, num_warps=residual.NUM_WARPS)
-            assert found.spills == 0
-            assert found.threads >= 1024
-            assert "ld.global.v4.b32" in found.ptx
-            assert "atom." not in found.ptx
-    arguments = {"sums": "*fp32", "totals": "*fp32", "num_chunks": "i32", "BLOCK": residual.BLOCK}
-    assert compile_kernel(residual.add_up_kernel, arguments, arch=arch, num_warps=residual.NUM_WARPS).spills == 0
+@pytest.mark.parametrize("launch", by_use(residual.add_up_kernel))
+def test_adding_up_compiles_without_a_spill(launch):
+    assert all(launch.compiled(arch).spills == 0 for arch in ARCHS)
 
 
 # -- as operators

@@ -1,0 +1,122 @@
+"""Registers, spills and shared memory of every launch of the small kernels, for GPUs that are not here:  python -m benchmarks.kernel_resources
+
+Compiles with what Triton ships; needs no GPU. Writes benchmarks/results/kernel_resources.json and the table of docs/kernels.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.compiled import ARCHS, Compiled, compile_kernel
+from benchmarks.environment import write_results
+from benchmarks.page_parts import fill
+from para_core.kernels import exchange, merge, residual
+
+PAGE = Path(__file__).parents[1] / "docs" / "kernels.md"
+HEAD_DIMS = (64, 96, 128, 256)
+_BYTES = {"*i8": 1, "*i16": 2, "*i32": 4}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel with the arguments of a launch; ``common``: among what models of today launch, 16 bits."""
+
+    kernel: Any
+    name: str
+    arguments: dict[str, Any]
+    num_warps: int
+    common: bool = True
+
+    def compiled(self, arch: int) -> Compiled:
+        return compile_kernel(self.kernel, self.arguments, arch=arch, num_warps=self.num_warps)
+
+
+def launches() -> Iterator[Launch]:
+    """Every one, up to lengths and strides."""
+    for head_dim in HEAD_DIMS:
+        yield from _merges(head_dim)
+        yield from _exchanges(head_dim)
+    yield from _of_residuals()
+
+
+def _merges(head_dim: int) -> Iterator[Launch]:
+    # The first of a ring, and those after it.
+    for a, b, common in (
+        ("bf16", "bf16", True),
+        ("fp32", "bf16", True),
+        ("fp16", "fp16", False),
+        ("fp32", "fp32", False),
+    ):
+        known: dict[str, Any] = {"out_a": f"*{a}", "out_b": f"*{b}", "out": "*fp32", "width": head_dim}
+        known |= dict.fromkeys(("lse_a", "lse_b", "lse"), "*fp32") | dict.fromkeys(("num_heads", "num_rows"), "i32")
+        known |= merge.block_of(head_dim)
+        # Multiples of 16, as strides of whole heads are.
+        steps = {
+            name: 1 if name.endswith("column") else 64 for name in merge.merge_kernel.arg_names if name not in known
+        }
+        yield Launch(
+            merge.merge_kernel, f"merge {a} and {b}, D = {head_dim}", {**known, **steps}, merge.NUM_WARPS, common
+        )
+
+
+def _exchanges(head_dim: int) -> Iterator[Launch]:
+    names = exchange.exchange_kernel.arg_names
+    for pack in (True, False):
+        for pointer, size in _BYTES.items():
+            known = {**dict.fromkeys(("x", "y", "z", "buffer"), pointer), "boxes": "*i64", "PACK": pack}
+            known |= exchange.block_of([head_dim], size)
+            known |= {name: head_dim for name in names if name.endswith("_width")}
+            known |= {
+                name: 1 if name.endswith("column") else 64 for name in names if name[1:2] == "_" and name not in known
+            }
+            known |= {name: "i32" for name in names if name not in known}
+            name = f"{'pack' if pack else 'unpack'} {size} byte{'s' * (size > 1)}, D = {head_dim}"
+            yield Launch(exchange.exchange_kernel, name, known, exchange.NUM_WARPS, common=size == 2)
+
+
+def _of_residuals() -> Iterator[Launch]:
+    for dtype, common in (("bf16", True), ("fp16", False), ("fp32", False)):
+        tensors = dict.fromkeys(("now", "before"), f"*{dtype}")
+        numbers = {"sums": "*fp32", "num_elements": 16, "now_batch": 16, "before_batch": 16}
+        block = {"BLOCK": residual.BLOCK, "STEPS": residual.STEPS}
+        yield Launch(
+            residual.change_kernel, f"change {dtype}", {**tensors, **numbers, **block}, residual.NUM_WARPS, common
+        )
+        for residuals in range(1, residual.MOST_RESIDUALS + 1):
+            arguments: dict[str, Any] = dict.fromkeys(("entry", "x", "y", "z", "out"), f"*{dtype}")
+            arguments |= dict.fromkeys(("of_x", "of_y", "of_z"), "fp32")
+            arguments |= {"num_elements": 16, "RESIDUALS": residuals, "BLOCK": residual.BLOCK}
+            name = f"forecast {dtype} of {residuals}"
+            yield Launch(residual.forecast_kernel, name, arguments, residual.NUM_WARPS, common)
+    sums = {"sums": "*fp32", "totals": "*fp32", "num_chunks": "i32", "BLOCK": residual.BLOCK}
+    yield Launch(residual.add_up_kernel, "change, adding up", sums, residual.NUM_WARPS)
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """Of the common launches: registers by GPU. Where anything spills, or shared memory is used, it stands beside."""
+    lines = ["| launch | " + " | ".join(f"sm_{arch}" for arch in ARCHS) + " |", "| --- |" + " --- |" * len(ARCHS)]
+    for name in dict.fromkeys(row["launch"] for row in rows if row["common"]):
+        cells = []
+        for row in (row for row in rows if row["launch"] == name):
+            spilled = f", spills {row['spills']} B" if row["spills"] else ""
+            cells.append(f"{row['registers']}{spilled}" + (f", {row['shared']} B" if row["shared"] else ""))
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
+def main() -> None:
+    rows = []
+    for launch in launches():
+        for arch in ARCHS:
+            found = launch.compiled(arch)
+            sizes = {name: getattr(found, name) for name in ("registers", "spills", "shared", "threads")}
+            rows.append({"launch": launch.name, "common": launch.common, "arch": arch, **sizes})
+    print(write_results("kernel_resources", {"launches": rows}, "triton"))
+    PAGE.write_text(fill(PAGE.read_text(), {"registers": table(rows)}))
+
+
+if __name__ == "__main__":
+    main()
