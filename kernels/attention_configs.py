@@ -1,0 +1,182 @@
+"""Block sizes of the attention kernel: a table of data, and what ``python -m para_core.kernels.tune`` found on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+import torch
+import triton
+from torch import Tensor
+
+Length = Literal["long", "short"]
+LENGTHS: tuple[Length, ...] = ("long", "short")
+# Up to so many queries "short" ones are taken: smaller tiles are more programs, for all multiprocessors.
+SHORT = 1024
+# The head dims that are tuned; others take the row of the next larger one.
+HEAD_DIMS = (64, 96, 128, 256)
+ARCHS = (80, 86, 89, 90, 100)
+
+
+@dataclass(frozen=True)
+class Config:
+    """How the kernel is launched.
+
+    Args:
+        block_m, block_n: queries of a program, keys of a tile.
+        num_stages: tiles of keys and values in shared memory, of which all but one are on their way.
+        resident: programs that fit into a multiprocessor at once, by their registers and shared memory: what tests hold the
+            compiled kernel to.
+        spills: bytes of a thread that may not fit into registers.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    resident: int = 1
+    spills: int = 0
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a row of the table is for.
+
+    Args:
+        arch: compute capability, as 90 for 9.0: one of ``ARCHS``.
+        head_dim: one of ``HEAD_DIMS``.
+    """
+
+    arch: int
+    head_dim: int
+    is_causal: bool
+    length: Length
+
+    def __str__(self) -> str:
+        return f"sm_{self.arch} D={self.head_dim} {'causal' if self.is_causal else 'full'} {self.length}"
+
+
+# By (arch, head dim): for long and for short sequences, causal ones too. Nothing of it has been measured on a device: these are the
+# largest tiles that the compiler puts into registers without spilling (causal ones included, and continuing ones, which take the
+# most), with as many stages as shared memory has room for.
+_ROWS: Mapping[tuple[int, int], tuple[Config, Config]] = {
+    (80, 64): (Config(128, 64, 4, 3, resident=2), Config(64, 64, 4, 3, resident=2)),
+    (80, 96): (Config(128, 64, 8, 3), Config(64, 64, 4, 3, resident=2)),
+    (80, 128): (Config(128, 64, 8, 3), Config(64, 64, 4, 3)),
+    (80, 256): (Config(128, 32, 8, 2, spills=256), Config(64, 32, 4, 2, spills=256)),
+    (86, 64): (Config(128, 64, 4, 3, resident=2), Config(64, 64, 4, 3, resident=2)),
+    (86, 96): (Config(128, 64, 8, 2), Config(64, 64, 4, 2)),
+    (86, 128): (Config(128, 64, 8, 2), Config(64, 32, 4, 2)),
+    (86, 256): (Config(64, 32, 8, 2), Config(64, 32, 8, 2)),
+    (90, 64): (Config(128, 64, 4, 3, resident=2), Config(64, 64, 4, 3, resident=2)),
+    (90, 96): (Config(128, 128, 8, 3), Config(64, 64, 4, 3, resident=2)),
+    (90, 128): (Config(128, 128, 8, 3), Config(64, 64, 4, 3)),
+    (90, 256): (Config(128, 64, 8, 2, spills=256), Config(64, 32, 4, 2, spills=256)),
+    (100, 64): (Config(128, 128, 8, 3), Config(64, 64, 4, 3)),
+    (100, 96): (Config(128, 128, 8, 3), Config(64, 64, 4, 3)),
+    (100, 128): (Config(128, 128, 8, 3), Config(64, 64, 4, 3)),
+    (100, 256): (Config(128, 64, 8, 2, spills=256), Config(64, 32, 4, 2, spills=256)),
+}
+# Ada has Ampere's GeForce row: the same shared memory, the same instructions.
+_ROW_OF = {arch: 86 if arch == 89 else arch for arch in ARCHS}
+TABLE: Mapping[Case, Config] = {
+    Case(arch, head_dim, is_causal, length): _ROWS[_ROW_OF[arch], head_dim][LENGTHS.index(length)]
+    for arch in ARCHS
+    for head_dim in HEAD_DIMS
+    for is_causal in (False, True)
+    for length in LENGTHS
+}
+# float32 is exact: no tensor core has that, so its products are in registers throughout.
+FLOAT32 = Config(32, 32, 4, 1)
+# Of Triton's interpreter: the smallest tiles, for the smallest tensors.
+INTERPRETED = Config(16, 16, 4, 1)
+
+
+def config_for(query: Tensor, value: Tensor, *, is_causal: bool) -> Config:
+    """The block sizes for tensors like these: what was tuned on this machine, or the table's."""
+    if not query.is_cuda:
+        return INTERPRETED
+    if query.dtype == torch.float32:
+        return FLOAT32
+    length: Length = "short" if query.shape[2] <= SHORT else "long"
+    return _on_device(query.device.index, max(query.shape[-1], value.shape[-1]), is_causal, length)
+
+
+@lru_cache
+def _on_device(index: int, head_dim: int, is_causal: bool, length: Length) -> Config:
+    case = Case(row_of(*torch.cuda.get_device_capability(index)), row_of_dim(head_dim), is_causal, length)
+    return tuned(torch.cuda.get_device_name(index)).get(case, TABLE[case])
+
+
+def row_of(major: int, minor: int) -> int:
+    """The row of the table for a compute capability.
+
+    GeForce's Blackwell (12.x) has the shared memory and the instructions of Ada.
+
+    >>> [row_of(8, 0), row_of(8, 7), row_of(9, 0), row_of(10, 3), row_of(12, 0)]
+    [80, 86, 90, 100, 89]
+    """
+    if (major, minor) < (8, 0):
+        raise RuntimeError(
+            f"this device has compute capability {major}.{minor}; the attention kernel needs 8.0 (Ampere) or later. "
+            "scaled_dot_product_attention runs on it."
+        )
+    if major == 8:
+        return 80 if minor == 0 else 89 if minor == 9 else 86
+    return {9: 90, 10: 100}.get(major, 89)
+
+
+def row_of_dim(head_dim: int) -> int:
+    """The smallest tuned head dim that is not smaller.
+
+    >>> [row_of_dim(dim) for dim in (8, 64, 80, 128, 192)]
+    [64, 64, 96, 128, 256]
+    """
+    return next(dim for dim in HEAD_DIMS if head_dim <= dim)
+
+
+# -- what was tuned
+
+
+def cache_file() -> Path:
+    """Where the tuned block sizes of this user are: ``~/.cache/para_core/attention.json``, or in ``XDG_CACHE_HOME``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "para_core" / "attention.json"
+
+
+def tuned(device_name: str) -> dict[Case, Config]:
+    """What was tuned on a device of this name with this version of Triton; nothing if the file is missing or unreadable."""
+    return dict(_read(cache_file(), device_name))
+
+
+def _read(path: Path, device_name: str) -> Iterator[tuple[Case, Config]]:
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8")).get(_key(device_name), [])
+        for row in rows:
+            yield Case(**row["case"]), Config(**row["config"])
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        # Of another version, or cut off: the table holds.
+        return
+
+
+def keep(device_name: str, found: Mapping[Case, Config]) -> Path:
+    """Write what was tuned on a device of this name, beside what the file holds of others."""
+    path = cache_file()
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        known = {}
+    merged = {**tuned(device_name), **found}
+    known[_key(device_name)] = [{"case": vars(case), "config": vars(config)} for case, config in merged.items()]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+    _on_device.cache_clear()
+    return path
+
+
+def _key(device_name: str) -> str:
+    return f"{device_name}, triton {triton.__version__}"

@@ -1,0 +1,111 @@
+"""Attention over some of the keys, from scratch or from what was found for others: the contract, in plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+import torch
+from torch import Tensor
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    query_offset: int = 0,
+    key_offset: int = 0,
+    key_ranges: Tensor | None = None,
+    scale: float | None = None,
+    so_far: tuple[Tensor, Tensor] | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of queries over these keys and, with ``so_far``, over those that were attended to before.
+
+    Everything that hides a key hides it: ``mask``, ``is_causal`` and ``key_ranges`` together. Sums are in float32 at least.
+
+    Args:
+        query: ``[B, H, S_q, D]``, of any strides: ``[B, S_q, H, D]`` in memory is as good.
+        key, value: ``[B, H_kv, S_k, D]``, ``[B, H_kv, S_k, D_v]``. H_kv divides H: query head i uses key head
+            ``i // (H // H_kv)``.
+        mask: bool (True where a query sees a key) or float (added to the scores), 4-D, broadcastable to
+            ``[B, H, S_q, S_k]``.
+        is_causal: query i sees key j if ``j + key_offset <= i + query_offset``.
+        query_offset, key_offset: the position of the first query and of the first key in the whole sequence.
+        key_ranges: ``[B or 1, R, 2]``, int32: sample b sees keys ``start <= j < end`` of its R ranges ``(start, end)``, ascending and
+            disjoint, within S_k. See :func:`ranges_of_lengths`.
+        scale: of the scores; ``1 / sqrt(D)`` if None.
+        so_far: ``out`` ``[B, H, S_q, D_v]`` and ``lse`` ``[B, H, S_q]`` over other keys, float32.
+        out_dtype: of ``out``; query's if None. float32 is what the next call continues from.
+
+    Returns:
+        ``out`` ``[B, H, S_q, D_v]``, ``[B, S_q, H, D_v]`` in memory, and ``lse`` ``[B, H, S_q]``, natural log, float32 (float64 for
+        float64 input). A row that sees no key gives 0 and -inf. A row whose scores are all as low as ``finfo.min``
+        gives the mean of the values, as ``scaled_dot_product_attention`` does, and a finite lse.
+    """
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    group = query.shape[1] // key.shape[1]
+    key, value = (x.to(dtype).repeat_interleave(group, dim=1) for x in (key, value))
+    scores = query.to(dtype) * (query.shape[-1] ** -0.5 if scale is None else scale) @ key.transpose(-1, -2)
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, -inf)
+    elif mask is not None:
+        scores = scores + (mask if dtype == torch.float64 else in_float32(mask))
+    if is_causal:
+        queries = torch.arange(query.shape[2], device=query.device) + query_offset
+        keys = torch.arange(key.shape[2], device=key.device) + key_offset
+        scores = scores.masked_fill(keys > queries[:, None], -inf)
+    if key_ranges is not None:
+        keys = torch.arange(key.shape[2], device=key.device)[:, None]
+        seen = ((key_ranges[:, None, :, 0] <= keys) & (keys < key_ranges[:, None, :, 1])).any(-1)
+        scores = scores.masked_fill(~seen[:, None, None], -inf)
+    lse = torch.logsumexp(scores, dim=-1)
+    out = torch.softmax(scores, dim=-1).masked_fill((lse == -inf)[..., None], 0.0) @ value
+    if so_far is not None:
+        out, lse = _merged(*so_far, out, lse)
+    memory = query.new_empty(
+        *[query.shape[i] for i in (0, 2, 1)], value.shape[-1], dtype=query.dtype if out_dtype is None else out_dtype
+    )
+    return memory.transpose(1, 2).copy_(out), lse
+
+
+def in_float32(mask: Tensor) -> Tensor:
+    """A float mask in at most 32 bits: what is lower than these have still hides keys alike, and must not become -inf."""
+    if mask.dtype != torch.float64:
+        return mask
+    return mask.clamp(min=torch.finfo(torch.float32).min).float().masked_fill_(mask == -inf, -inf)
+
+
+def _merged(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    lse = torch.logaddexp(lse_a, lse_b)
+    # -inf minus -inf is NaN, but a row that saw no key weighs nothing.
+    weights = [torch.exp(one - lse).nan_to_num(0.0)[..., None] for one in (lse_a, lse_b)]
+    return weights[0] * out_a + weights[1] * out_b, lse
+
+
+def ranges_of_lengths(lengths: Tensor, segments: Sequence[int]) -> Tensor:
+    """``key_ranges`` of keys that are padded at the end of each segment.
+
+    Args:
+        lengths: ``[B]``, or ``[B, R]`` with a column for each segment: how many of its keys are no padding.
+        segments: how many keys each of the R segments has, padding included.
+
+    Returns:
+        ``[B, R, 2]``, int32, on the device of ``lengths``.
+
+    >>> ranges_of_lengths(torch.tensor([3, 5]), [5]).tolist()
+    [[[0, 3]], [[0, 5]]]
+    >>> ranges_of_lengths(torch.tensor([[2, 4]]), [5, 4]).tolist()  # of 5 text tokens 2 are padding … the image follows
+    [[[0, 2], [5, 9]]]
+    """
+    if lengths.ndim == 1:
+        lengths = lengths[:, None]
+    if lengths.shape[-1] != len(segments):
+        raise ValueError(
+            f"lengths is {list(lengths.shape)} for {len(segments)} segments; expected [B, {len(segments)}], a column each."
+        )
+    starts = torch.tensor([0, *segments[:-1]]).cumsum(0).to(lengths)
+    return torch.stack([starts.expand_as(lengths), starts + lengths], dim=-1).to(torch.int32)

@@ -1,0 +1,54 @@
+"""Triton kernels run on the CPU, in a process that may compile the same kernels as well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+from unittest import mock
+
+import triton.language as tl
+from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, _patch_lang
+from triton.runtime.jit import JITFunction
+
+
+@contextmanager
+def interpreted() -> Iterator[None]:
+    """Inside, a launch of any ``@triton.jit`` function is interpreted, and its tensors are those of the CPU.
+
+    TRITON_INTERPRET=1 does it for good, for all of Triton, and only if it is set before Triton is imported: what was decorated
+    then cannot be compiled.
+    """
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        # Triton's own functions, as tl.max, see the language as tl.core. Patched here once and undone, so that kernels can be
+        # compiled afterwards; InterpretedFunction.__call__ patches at every call, which takes seconds, and undoes nothing.
+        patched = _patch_lang(tl.max.fn)
+        try:
+            InterpretedFunction(self.fn).run(*args, grid=grid, warmup=warmup, **options)
+        finally:
+            patched.restore()
+
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        return _rewritten(self.fn)(*args, **options)
+
+    with (
+        mock.patch.object(JITFunction, "run", run),
+        mock.patch.object(JITFunction, "__call__", call),
+        mock.patch.object(InterpreterBuilder, "create_dot", _dot),
+    ):
+        yield
+
+
+@lru_cache
+def _rewritten(function: Callable[..., Any]) -> Callable[..., Any]:
+    return InterpretedFunction(function).rewrite()
+
+
+_own_dot = InterpreterBuilder.create_dot
+
+
+def _dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+    """Triton's own multiplies bfloat16 as the integers in which NumPy holds it."""
+    return _own_dot(self, *[self.create_fp_ext(x, tl.float32) if x.dtype == tl.bfloat16 else x for x in (a, b)], *rest)
