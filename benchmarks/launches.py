@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from para_core import SequenceLayout, UnifiedAttnMode, init_context_parallel_mesh
 from para_core.attention import local, unified
 from para_core.attention.call import make_call
+from para_core.attention.choice import Backend
 from para_core.attention.options import AttnOptions
 from para_core.layout import even_layout
 from para_core.mesh import sequence_mesh
@@ -43,6 +44,7 @@ _BUILT_IN = {"aten", "prim", "prims", "c10d", "_c10d_functional", "_c10d_functio
 _WHOLE = {
     "para_core::merge": 1,
     "para_core::merge_": 1,
+    "para_core::triton_attention": 1,
     "para_core::pack": 1,
     "para_core::unpack": 1,
     "para_core::residual_change": 2,
@@ -54,7 +56,7 @@ class LaunchCounter(TorchDispatchMode):
     """Inside, counts launches: operators that are not views, and collectives; waits and allocations aside.
 
     A fused attention kernel is one operator. (Where SDPA decomposes into matrix products, each of these counts: give it what
-    the flash kernel takes.) Custom operators are opened, what they consist of counts, except the merges. What goes
+    the flash kernel takes.) Custom operators are opened, what they consist of counts, except those in Triton. What goes
     round the dispatcher is not seen: a Triton kernel that is launched from Python outside of an operator. Under any such mode
     torch runs compiled functions as eager code, so these are not counted as compiled.
     """
@@ -118,12 +120,14 @@ def count_attention(
     head_dim: int = 16,
     batch: int = 1,
     device: Literal["cpu", "meta"] = "cpu",
+    backend: Backend | None = None,
 ) -> LaunchCounter:
     """The launches of one intercepted call on rank 0, forward, without a mask: of the second call, when sizes are known.
 
     Args:
         tokens, heads: of the whole sequence; 288 × 24 are cut as FLUX' 4608 × 24 at 1024² are.
         device: of the tensors. ``"meta"``: what CUDA would launch for bfloat16, with the flash backend chosen.
+        backend: that is named, with ``"meta"``.
     """
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     with fake_group(ring * ulysses), torch.no_grad():
@@ -132,7 +136,7 @@ def count_attention(
         # [B, S, H, D] in memory, as the projections of a model leave it.
         shape = (batch, layout.size(0), heads, head_dim)
         tensors = [torch.empty(shape, dtype=dtype, device=device).transpose(1, 2) for _ in range(3)]
-        with (_intercepted if device == "cpu" else _as_on_cuda)(mesh, layout, heads) as attend:
+        with _intercepted(mesh, layout) if device == "cpu" else _as_on_cuda(mesh, layout, heads, backend) as attend:
             attend(*tensors)
             with LaunchCounter() as counter:
                 attend(*tensors)
@@ -140,15 +144,15 @@ def count_attention(
 
 
 @contextmanager
-def _intercepted(mesh: DeviceMesh, layout: SequenceLayout, _: int) -> Iterator[Attend]:
+def _intercepted(mesh: DeviceMesh, layout: SequenceLayout) -> Iterator[Attend]:
     with UnifiedAttnMode(mesh, layout=layout, assume_equal=True):
         yield F.scaled_dot_product_attention
 
 
 @contextmanager
-def _as_on_cuda(mesh: DeviceMesh, layout: SequenceLayout, heads: int) -> Iterator[Attend]:
+def _as_on_cuda(mesh: DeviceMesh, layout: SequenceLayout, heads: int, backend: Backend | None) -> Iterator[Attend]:
     """What the operator of attention runs on a GPU; a mode gives meta tensors their shape and is done."""
-    options = AttnOptions()
+    options = AttnOptions(backend=backend)
     call = make_call(
         layout,
         layout,

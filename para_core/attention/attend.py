@@ -152,7 +152,7 @@ class MeshAttention:
         try:
             check(query, key, value, attn_mask, dropout_p, enable_gqa)
             if self._attn_func is None:
-                require_backend(query, value, mask=attn_mask)
+                require_backend(query, value, mask=attn_mask, backend=self._options.backend)
             else:
                 _check_attn_func(self._attn_func, query, key, value, self._mesh, self._options, is_causal=is_causal)
             ordered = is_causal or attn_mask is not None or self._options.by_position

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import inf
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from para_core.attention.backends import BACKWARD, FORWARD, MATH, Problem, backward_of, room_for_out
+from para_core.attention.choice import OF_PYTORCH, SWITCHES, Backend, chosen
+from para_core.attention.merge import Merged
 
 
 def local_attention(
@@ -20,15 +22,21 @@ def local_attention(
     mask: Tensor | None = None,
     is_causal: bool = False,
     scale: float | None = None,
+    backend: Backend | None = None,
 ) -> Tensor:
     """``scaled_dot_product_attention`` under another name, so that no mode intercepts it a second time.
 
     Args, shapes and result are SDPA's own for 4-D tensors, but that ``mask`` may have another float dtype than
     ``query``, that ``mask`` and ``is_causal`` go together on every backend, and that any dim may be 0. Key heads that
-    divide the query's are grouped-query attention.
+    divide the query's are grouped-query attention. ``backend``: as in :func:`local_attention_with_lse`.
     """
     if 0 in query.shape or 0 in key.shape:
         return room_for_out(query, value).zero_()
+    backend = chosen(backend, query, value, masked=mask is not None, is_causal=is_causal)
+    if backend is not None:
+        return local_attention_with_lse(
+            query, key, value, mask=mask, is_causal=is_causal, scale=scale, backend=backend
+        )[0]
     if mask is not None:
         mask, is_causal = with_diagonal(mask, is_causal, query, key)
     grouped = key.shape[1] != query.shape[1]
@@ -54,6 +62,7 @@ def local_attention_with_lse(
     mask: Tensor | None = None,
     is_causal: bool = False,
     scale: float | None = None,
+    backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention and the log-sum-exp of its scaled scores, from the best backend that the user's switches allow.
 
@@ -67,6 +76,8 @@ def local_attention_with_lse(
             ``[B, H, S_q, S_k]``.
         is_causal: query i sees keys 0 … i, of those that ``mask`` leaves.
         scale: of the scores; ``1 / sqrt(D)`` if None.
+        backend: computes it; None: the one that SDPA would take, but where another one was measured to be faster
+            (``para_core.attention.choice``).
 
     Returns:
         ``out`` ``[B, H, S_q, D_v]`` in query's dtype, and ``lse`` ``[B, H, S_q]`` in float32 (float64 for float64
@@ -75,17 +86,21 @@ def local_attention_with_lse(
         works where it works on SDPA's.
 
     Raises:
-        RuntimeError: if the user's switches leave no backend; :func:`require_backend` says so beforehand.
+        RuntimeError: if the user's switches leave no backend, or not the one that is named; :func:`require_backend` says so
+            beforehand.
     """
     if 0 in query.shape or 0 in key.shape:
         return room_for_out(query, value).zero_(), query.new_full(query.shape[:-1], -inf, dtype=lse_dtype(query))
+    backend = chosen(backend, query, value, masked=mask is not None, is_causal=is_causal)
+    if backend == "triton":
+        return _triton(query, key, value, mask=mask, is_causal=is_causal, scale=scale)
     if mask is not None:
         mask, is_causal = with_diagonal(mask, is_causal, query, key)
     problem = Problem(query, key, value, mask, is_causal, scale)
-    backend = _choose_backend(problem)
+    choice = _choose_backend(problem) if backend is None else OF_PYTORCH[backend]
     if key.shape[1] != query.shape[1]:
-        problem = problem.as_taken_by(backend)
-    out, lse = FORWARD[backend](problem)
+        problem = problem.as_taken_by(choice)
+    out, lse = FORWARD[choice](problem)
     if mask is not None:
         # Backends disagree about a row that sees no key: NaN, or an lse of 0. In place: masked_fill() returns another
         # memory format.
@@ -93,6 +108,49 @@ def local_attention_with_lse(
         out.masked_fill_(empty_row[..., None], 0.0)
         lse.masked_fill_(empty_row, -inf)
     return out, lse
+
+
+def continued_attention(
+    so_far: Merged,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    backend: Backend | None = None,
+    is_last: bool = False,
+) -> None:
+    """Add attention over these keys to ``so_far``; has no gradient.
+
+    The Triton kernel starts from ``so_far``: one launch, which reads and writes the float32 partial result once. After any other
+    backend the two are merged, in a launch more.
+
+    Args:
+        so_far: of other keys.
+        query, key, value, mask, is_causal, scale, backend: as in :func:`local_attention_with_lse`.
+        is_last: the result may be rounded to query's dtype; else what is merged stays in float32.
+    """
+    if so_far.count and 0 in (*query.shape, *key.shape):
+        return
+    backend = chosen(backend, query, value, masked=mask is not None, is_causal=is_causal)
+    if backend != "triton" or 0 in (*query.shape, *key.shape):
+        so_far.add(
+            *local_attention_with_lse(query, key, value, mask=mask, is_causal=is_causal, scale=scale, backend=backend)
+        )
+        return
+    found = _triton(
+        query,
+        key,
+        value,
+        mask=mask,
+        is_causal=is_causal,
+        scale=scale,
+        so_far=(so_far.out, so_far.lse) if so_far.count else None,
+        out_dtype=query.dtype if is_last else torch.float32,
+    )
+    so_far.replace(*found)
 
 
 def local_attention_backward(
@@ -107,6 +165,7 @@ def local_attention_backward(
     is_causal: bool = False,
     scale: float | None = None,
     mask_gradient: bool = False,
+    backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of attention with respect to these keys, where ``out`` and ``lse`` may be over others too.
 
@@ -116,6 +175,8 @@ def local_attention_backward(
     Args:
         query, key, value, mask, is_causal, scale: as :func:`local_attention_with_lse` took them.
         out, lse: ``[B, H, S_q, D_v]`` and ``[B, H, S_q]`` of the whole row; -inf for a row that saw no key.
+        backend: of the forward. The Triton kernel has no backward: PyTorch's kernels take its ``out`` and ``lse``, and the one that
+            SDPA would choose computes it.
 
     Returns:
         The gradients of query, key and value, and of ``mask`` before broadcasting (``[B, H, S_q, S_k]``) if asked for.
@@ -129,26 +190,74 @@ def local_attention_backward(
         lse = lse.masked_fill(lse == -inf, inf)
     problem = Problem(query, key, value, mask, is_causal, scale)
     # No fused backward gives the gradient of a broadcast mask.
-    backend = MATH if mask_gradient else backward_of(_choose_backend(problem), query, value)
-    problem = problem.as_taken_by(backend)
-    grad_query, grad_key, grad_value, *rest = BACKWARD[backend](problem, grad_out, out, lse)
+    if mask_gradient:
+        choice = MATH
+    else:
+        forward = None if backend is None else OF_PYTORCH.get(backend)
+        choice = backward_of(_choose_backend(problem) if forward is None else forward, query, value)
+    problem = problem.as_taken_by(choice)
+    grad_query, grad_key, grad_value, *rest = BACKWARD[choice](problem, grad_out, out, lse)
     if problem.key is not key:  # expanded
         grad_key, grad_value = (x.unflatten(1, (key.shape[1], -1)).sum(2) for x in (grad_key, grad_value))
     return grad_query, grad_key, grad_value, rest[0] if mask_gradient else None
 
 
+# -- the Triton kernel
+
+
+def _triton(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    so_far: tuple[Tensor, Tensor] | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    from para_core.kernels.attention import attention  # Triton is an extra
+
+    return attention(
+        query,
+        key,
+        value,
+        mask=mask,
+        is_causal=is_causal,
+        key_ranges=None if mask is None else _range_of_seen_keys(mask),
+        scale=scale,
+        so_far=so_far,
+        out_dtype=out_dtype,
+    )
+
+
+def _range_of_seen_keys(mask: Tensor) -> Tensor | None:
+    """From 0 to the last key that a sample sees, ``[B or 1, 1, 2]``, where a mask hides keys from all queries alike.
+
+    What is padded at the end is then not computed; it is found on the device, which nobody waits for.
+    """
+    if mask.dtype != torch.bool or mask.shape[1] > 1 or mask.shape[2] > 1 or mask.shape[3] == 1:
+        return None
+    ends = torch.arange(1, mask.shape[3] + 1, device=mask.device, dtype=torch.int32)
+    return F.pad((mask[:, 0] * ends).amax(-1, keepdim=True), (1, 0))
+
+
 # -- which backend
 
 
-def require_backend(query: Tensor, value: Tensor, *, mask: Tensor | None = None) -> None:
+def require_backend(
+    query: Tensor, value: Tensor, *, mask: Tensor | None = None, backend: Backend | None = None
+) -> None:
     """Raise unless the user's switches leave a backend for tensors like these.
 
     The verdict depends on dtypes, head dims, the kind of device and whether there is a mask, not on how many tokens or
     heads there are: it is the same on a rank that has nothing to compute. Costs nothing while the math backend is on.
 
     Raises:
-        RuntimeError: if no backend is left.
+        RuntimeError: if no backend is left, or not the one that is named.
     """
+    if backend is not None:
+        chosen(backend, query, value, masked=mask is not None)
     if torch._C._get_math_sdp_enabled():
         return
     probe, probe_value = (x.new_empty(1, 1, 2, x.shape[-1]) for x in (query, value))
@@ -174,7 +283,7 @@ def _choose_backend(problem: Problem) -> int:
 
 
 def _no_backend(query: Tensor, value: Tensor, mask: Tensor | None) -> RuntimeError:
-    enabled = [name for name, is_enabled in _SWITCHES.items() if is_enabled()]
+    enabled = [SDPBackend(OF_PYTORCH[name]).name for name, is_enabled in SWITCHES.items() if is_enabled()]
     masked = "" if mask is None else f" with a mask of {mask.dtype}"
     return RuntimeError(
         f"no attention backend is left: sdpa_kernel(...) or torch.backends.cuda.enable_*_sdp(...) allow "
@@ -182,13 +291,6 @@ def _no_backend(query: Tensor, value: Tensor, mask: Tensor | None) -> RuntimeErr
         f"{value.shape[-1]}{masked} on {query.device.type}. Allow another one: SDPBackend.MATH takes everything."
     )
 
-
-_SWITCHES: dict[str, Callable[[], bool]] = {
-    "FLASH_ATTENTION": torch.backends.cuda.flash_sdp_enabled,
-    "EFFICIENT_ATTENTION": torch.backends.cuda.mem_efficient_sdp_enabled,
-    "CUDNN_ATTENTION": torch.backends.cuda.cudnn_sdp_enabled,
-    "MATH": torch.backends.cuda.math_sdp_enabled,
-}
 
 # -- masks
 

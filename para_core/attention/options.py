@@ -9,6 +9,7 @@ import torch
 
 from para_core.attention.approximate.block_mask import BlockMask, decode
 from para_core.attention.approximate.kept_keys import KeptKeys
+from para_core.attention.choice import BACKENDS, Backend
 
 # How the keys and values of other ring ranks get here: passed on from neighbour to neighbour, or all at once.
 RotateMethod = Literal["alltoall", "allgather"]
@@ -22,6 +23,7 @@ class AttnKeywords(TypedDict, total=False):
     comm_dtype: torch.dtype | None
     block_mask: BlockMask | None
     kept_keys: KeptKeys | None
+    backend: Backend | None
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class AttnOptions:
         comm_dtype: approximate: what travels, where no gradient is kept, is rounded to it. None: travels as it is.
         block_mask: which blocks of queries see which blocks of keys; None: all.
         kept_keys: approximate: how it is decided which keys are attended to; None: all are.
+        backend: computes attention on one device: one of PyTorch's, or ``"triton"``; None: the best one that the user's switches
+            allow.
 
     Raises:
         ValueError: a value is none of these.
@@ -45,6 +49,7 @@ class AttnOptions:
     comm_dtype: torch.dtype | None = None
     block_mask: BlockMask | None = None
     kept_keys: KeptKeys | None = None
+    backend: Backend | None = None
 
     def __post_init__(self) -> None:
         chunks = self.ulysses_chunks
@@ -56,6 +61,8 @@ class AttnOptions:
             )
         if self.rotate_method not in ("alltoall", "allgather"):
             raise ValueError(f"rotate_method is {self.rotate_method!r}; expected 'alltoall' or 'allgather'.")
+        if self.backend not in (None, *BACKENDS):
+            raise ValueError(f"backend is {self.backend!r}; expected one of {', '.join(BACKENDS)}, or None.")
 
     @property
     def by_position(self) -> bool:
@@ -66,17 +73,17 @@ class AttnOptions:
         """This value as one line, equal on ranks that have the same one.
 
         >>> AttnOptions.read(AttnOptions(ulysses_chunks=2).as_text())
-        AttnOptions(ulysses_chunks=2, rotate_method='alltoall', comm_dtype=None, block_mask=None, kept_keys=None)
+        AttnOptions(ulysses_chunks=2, rotate_method='alltoall', comm_dtype=None, block_mask=None, kept_keys=None, backend=None)
         """
         kept = "" if self.kept_keys is None else f"{self.kept_keys.share} {self.kept_keys.window}"
         blocks = "" if self.block_mask is None else self.block_mask.encode()
         comm_dtype = "" if self.comm_dtype is None else "float8_e4m3fn"
-        return f"{self.ulysses_chunks}|{self.rotate_method}|{comm_dtype}|{kept}|{blocks}"
+        return f"{self.ulysses_chunks}|{self.rotate_method}|{comm_dtype}|{kept}|{blocks}|{self.backend or ''}"
 
     @staticmethod
     def read(text: str) -> AttnOptions:
         """The inverse of :meth:`as_text`."""
-        chunks, rotate_method, comm_dtype, kept, blocks = text.split("|")
+        chunks, rotate_method, comm_dtype, kept, blocks, backend = text.split("|")
         share, _, window = kept.partition(" ")
         return AttnOptions(
             int(chunks),
@@ -84,4 +91,5 @@ class AttnOptions:
             torch.float8_e4m3fn if comm_dtype else None,
             decode(blocks),
             KeptKeys(float(share), int(window)) if kept else None,
+            next((name for name in BACKENDS if name == backend), None),
         )

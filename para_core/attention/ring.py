@@ -11,7 +11,8 @@ where blocks are equally long (else shorter ones are filled up), R blocks at onc
 With a block mask, blocks do not go round: each rank sends its own straight to the ranks that see any of it. Where no rank sees
 the block of the one s before it, there is no collective for s.
 
-Launches: one to pack, and per block one of attention, one hop and one merge.
+Launches: one to pack, and per block one of attention, one hop and one merge. With ``backend="triton"`` attention continues from what
+was found for the blocks before: no merge.
 
 Backward, the blocks travel again, and behind each of them the gradient that the ranks before have found for it (in
 float32, for 16-bit input, too): R - 1 hops each. Nothing is saved but query, key, value, mask, out and lse.
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 import torch
@@ -28,14 +30,14 @@ from torch import Tensor
 
 from para_core.attention.approximate.wire import Wire
 from para_core.attention.call import OWN, Call, Hop
-from para_core.attention.local import local_attention_backward, local_attention_with_lse
+from para_core.attention.local import continued_attention, local_attention_backward, local_attention_with_lse
 from para_core.attention.low_rows import LowRows
 from para_core.attention.merge import Merged
 from para_core.attention.tiles import join_neighbours, put, take
 from para_core.collectives import Travelling, start_all_gather, start_ring_shift, wait
 from para_core.layout import Run
 
-# (query, key, value, *, mask, is_causal, scale) -> out, lse: `local_attention_with_lse`, or a user's own.
+# (query, key, value, *, mask, is_causal, scale) -> out, lse: a user's own.
 LocalAttention = Callable[..., tuple[Tensor, Tensor]]
 Block = tuple[Tensor, Tensor]  # keys and values
 
@@ -177,7 +179,7 @@ def ring_attention(
     call: Call,
     *,
     heads: Tensor | None = None,
-    attend: LocalAttention = local_attention_with_lse,
+    attend: LocalAttention | None = None,
     comm_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of this ring block's queries over the keys of all ring blocks.
@@ -187,6 +189,7 @@ def ring_attention(
         key, value: ``[B, H_kv, S_k, D]``, ``[B, H_kv, S_k, D_v]``, likewise.
         mask: ``[B or 1, H or 1, S_q or 1, total or 1]``: rows as ``query``, columns by position in the whole sequence.
         heads: the key head of each query head, ``[H]``; None if they are grouped evenly.
+        attend: computes attention on one device; None: ``call.options.backend``.
         comm_dtype: what travels is rounded to it; None: as it is.
 
     Returns:
@@ -202,6 +205,10 @@ def ring_attention(
     wire = None if comm_dtype is None else Wire(comm_dtype, min(key.shape[3], value.shape[3]))
     packing = Packing(key, value, call.block_sizes, wire)
     received: list[Tensor] = []
+    # Where the lse of a partial result is to be corrected, it must not be merged yet.
+    backend, continues = call.options.backend, attend is None and low is None
+    attend = partial(local_attention_with_lse, backend=backend) if attend is None else attend
+    last_hop = call.hops[-1] if call.hops else OWN
     gather = call.options.rotate_method == "allgather" and call.options.block_mask is None
     for hop, block in _blocks(key, value, packing, call, received, gather=gather):
         if block is None:
@@ -209,23 +216,33 @@ def ring_attention(
         k, v = block
         if by_position or heads is not None:
             k, v = [expand(tiling.keys[hop.step].arrange(x), heads) for x in block]
+        tensors: tuple[Tensor, ...] = ()
         for piece, tile in tiling.tiles(hop.step):
             seen = rows[piece]
             tile_mask = None if seen is None else columns(seen, tile.positions)
-            out, lse = attend(
+            tensors = (
                 queries[piece],
                 take(k, 2, tile.runs) if by_position else k,
                 take(v, 2, tile.runs) if by_position else v,
-                mask=tile_mask,
-                is_causal=tile.diagonal,
-                scale=call.scale,
             )
+            if continues:
+                continued_attention(
+                    merged[piece],
+                    *tensors,
+                    mask=tile_mask,
+                    is_causal=tile.diagonal,
+                    scale=call.scale,
+                    backend=backend,
+                    is_last=hop is last_hop and not by_position,
+                )
+                continue
+            out, lse = attend(*tensors, mask=tile_mask, is_causal=tile.diagonal, scale=call.scale)
             of_piece = lows[piece]
             if of_piece is not None and tile_mask is not None:
                 lse = of_piece.lse_of_tile(lse, tile_mask, diagonal=tile.diagonal)
             merged[piece].add(out, lse)
         # Or three blocks would be in memory while the next hop is on its way.
-        del block, k, v
+        del block, k, v, tensors
     # No keys for the queries that see none.
     nothing = key[:, :, :0], value[:, :, :0]
     results = [
@@ -351,6 +368,7 @@ def _add_block(
             mask=None if piece.mask is None else columns(piece.mask, tile.positions),
             is_causal=tile.diagonal,
             scale=call.scale,
+            backend=call.options.backend,
             mask_gradient=piece.grad_mask is not None,
         )
         piece.grad_query.add_(grad_query)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from para_core.attention.approximate.snapkv import hide, select_keys, sparse_attention
 from para_core.attention.call import Call
-from para_core.attention.local import local_attention, local_attention_with_lse
+from para_core.attention.local import local_attention
 from para_core.attention.ring import LocalAttention, columns, expand, ring_attention, ring_attention_backward
 from para_core.attention.ulysses import Heads, as_sdpa
 
@@ -32,7 +32,7 @@ def forward(
     value: Tensor,
     mask: Tensor | None,
     *,
-    attend: LocalAttention = local_attention_with_lse,
+    attend: LocalAttention | None = None,
     save: bool = False,
 ) -> tuple[Tensor, Saved | None]:
     """This rank's queries attend to all keys of the sequence.
@@ -41,7 +41,7 @@ def forward(
         query: ``[B, H, S_q_local, D]``, as the query layout says.
         key, value: ``[B, H_kv, S_k_local, D]``, ``[B, H_kv, S_k_local, D_v]``, as the key layout says.
         mask: as :func:`~para_core.attention.mask.mask_of_block` gives it.
-        attend: computes attention on one device.
+        attend: computes attention on one device; None: ``call.options.backend``.
         save: return what :func:`backward` needs, too.
 
     Returns:
@@ -77,21 +77,23 @@ def _of_block(
     value: Tensor,
     mask: Tensor | None,
     heads: Heads,
-    attend: LocalAttention,
+    attend: LocalAttention | None,
     save: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of a block's queries; its lse where that is to be saved."""
     key_heads = None
     if call.num_kv_heads != call.num_heads:
         key_heads = heads.key_of_each_query(call.mesh.ulysses.index, query.device)
-    if attend is not local_attention_with_lse and key.shape[1] != query.shape[1] and key_heads is None:
+    if attend is not None and key.shape[1] != query.shape[1] and key_heads is None:
         # A user's own takes as many key heads as query heads.
         key_heads = torch.arange(query.shape[1], device=query.device) // (query.shape[1] // max(1, key.shape[1]))
-    if not save and attend is local_attention_with_lse and call.is_local:
+    if not save and attend is None and call.is_local:
         if key_heads is not None:
             key, value = expand(key, key_heads), expand(value, key_heads)
         mask = None if mask is None else columns(mask, call.key_runs(0))
-        return local_attention(query, key, value, mask=mask, is_causal=call.is_causal, scale=call.scale), None
+        backend = call.options.backend
+        out = local_attention(query, key, value, mask=mask, is_causal=call.is_causal, scale=call.scale, backend=backend)
+        return out, None
     comm_dtype = None if save else call.options.comm_dtype
     if call.options.kept_keys is not None:
         out, lse = sparse_attention(
@@ -103,7 +105,7 @@ def _of_block(
 
 
 def _in_chunks(
-    call: Call, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, attend: LocalAttention
+    call: Call, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, attend: LocalAttention | None
 ) -> Tensor:
     """A part of the heads after the other: the next part arrives, and the one before leaves, while one is computed."""
     index = call.mesh.ulysses.index

@@ -51,6 +51,8 @@ class UnifiedAttnMode(ShardingMode):
               to 8 bits, scaled per sample and head. Not exact; without gradients only.
             - ``rotate_method``: how the keys and values of other ring ranks get here: ``"alltoall"``, passed on from neighbour to
               neighbour, or ``"allgather"``, all in one collective, which needs memory for all of them. Backward they rotate.
+            - ``backend``: what computes attention on one device: ``"flash"``, ``"efficient"``, ``"cudnn"``, ``"math"``, or the Triton kernel
+              of this package, ``"triton"``. By default PyTorch chooses, by its own order and the user's ``sdpa_kernel(...)``.
 
     >>> import torch.distributed as dist  # doctest: +SKIP
     >>> with UnifiedAttnMode(mesh) as cp:  # doctest: +SKIP

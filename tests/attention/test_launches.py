@@ -142,3 +142,18 @@ def test_on_meta_tensors_every_block_is_one_flash_kernel_of_cuda(ring, ulysses):
     counter = count_attention(ring, ulysses, device="meta")
     kernels = {name: number for name, number in counter.by_operator.items() if "dot_product" in name or "mm" in name}
     assert kernels == {"_scaled_dot_product_flash_attention": ring}
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("tokens", [288, 291])
+def test_a_ring_of_continuing_kernels_launches_3_and_2_for_each_further_block(ranks, tokens):
+    counter = count_attention(ranks, 1, tokens=tokens, device="meta", backend="triton")
+    require_at_most(3 + 2 * (ranks - 1), counter)
+    assert counter.by_operator["para_core::triton_attention"] == ranks
+    assert counter.by_operator["para_core::merge"] == 0
+
+
+def test_ulysses_with_the_triton_kernel_launches_no_more_than_with_flash():
+    require_at_most(
+        count_attention(1, 8, device="meta").launches, count_attention(1, 8, device="meta", backend="triton")
+    )

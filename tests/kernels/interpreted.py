@@ -12,6 +12,8 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, _patch_lang
 from triton.runtime.jit import JITFunction
 
+from para_core.attention import choice
+
 
 @contextmanager
 def interpreted() -> Iterator[None]:
@@ -37,6 +39,7 @@ def interpreted() -> Iterator[None]:
         mock.patch.object(JITFunction, "run", run),
         mock.patch.object(JITFunction, "__call__", call),
         mock.patch.object(InterpreterBuilder, "create_dot", _dot),
+        mock.patch.object(choice, "_is_interpreting", lambda: True),
     ):
         yield
 

@@ -11,6 +11,7 @@ elements for w observed queries. After that only kept keys and values travel and
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from math import ceil
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from para_core.attention.approximate.kept_keys import KeptKeys
 from para_core.attention.approximate.wire import Wire
 from para_core.attention.call import Call
-from para_core.attention.local import lse_dtype
+from para_core.attention.local import local_attention_with_lse, lse_dtype
 from para_core.attention.merge import Merged
 from para_core.attention.ring import LocalAttention, Packing, columns, expand, one_by_one, ring_attention, tied
 from para_core.attention.tiles import sharded_runs
@@ -130,7 +131,7 @@ def sparse_attention(
     call: Call,
     *,
     heads: Tensor | None,
-    attend: LocalAttention,
+    attend: LocalAttention | None,
     save: bool,
     comm_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
@@ -144,6 +145,8 @@ def sparse_attention(
     if save or call.is_causal or hidden.shape[2] > 1 or query.shape[1] != key.shape[1]:
         return ring_attention(query, key, value, hidden, call, heads=heads, attend=attend, comm_dtype=comm_dtype)
     received: list[Tensor] = []
+    if attend is None:
+        attend = partial(local_attention_with_lse, backend=call.options.backend)
     merged = Merged()
     for block_key, block_value, block_mask in _kept_blocks(key, value, seen, hidden, call, received, comm_dtype):
         merged.add(*attend(query, block_key, block_value, mask=block_mask, is_causal=False, scale=call.scale))

@@ -1,0 +1,106 @@
+"""Which backend computes attention on one device: the one that is named, else the fastest one measured, else PyTorch's own choice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+Backend = Literal["flash", "efficient", "cudnn", "math", "triton"]
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
+
+# By (compute capability, head dim, causal), for 16 bits without a mask: what was fastest where PyTorch's order takes another one.
+# Rows come from benchmarks/attention.py on that device, and from nowhere else. It has not run on one yet, so there is none: PyTorch's
+# own order holds everywhere, and the Triton kernel computes only where it is named.
+FASTEST: Mapping[tuple[int, int, bool], Backend] = {}
+
+OF_PYTORCH: Mapping[Backend, int] = {
+    "flash": SDPBackend.FLASH_ATTENTION.value,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION.value,
+    "cudnn": SDPBackend.CUDNN_ATTENTION.value,
+    "math": SDPBackend.MATH.value,
+}
+# What sdpa_kernel(...) and torch.backends.cuda.enable_*_sdp(...) switch.
+SWITCHES: Mapping[Backend, Callable[[], bool]] = {
+    "flash": torch.backends.cuda.flash_sdp_enabled,
+    "efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
+    "cudnn": torch.backends.cuda.cudnn_sdp_enabled,
+    "math": torch.backends.cuda.math_sdp_enabled,
+}
+
+
+def chosen(
+    backend: Backend | None, query: Tensor, value: Tensor, *, masked: bool, is_causal: bool = False
+) -> Backend | None:
+    """The backend that computes a call, where it is not PyTorch that chooses (None).
+
+    Args:
+        backend: that the caller named. Else the table is asked, if all of the user's switches are on: who switches one off chooses
+            among the others.
+
+    Raises:
+        RuntimeError: the named one is switched off, or does not take tensors like these. The verdict depends on dtype, head dims and
+            device alone.
+    """
+    if backend is None:
+        return _fastest(query, masked=masked, is_causal=is_causal) if FASTEST else None
+    if backend == "triton":
+        _require_triton(query, value)
+    elif not SWITCHES[backend]():
+        raise RuntimeError(
+            f"backend={backend!r} is switched off by sdpa_kernel(...) or torch.backends.cuda.enable_*_sdp(...). Switch it on, or "
+            "name another one."
+        )
+    return backend
+
+
+def _fastest(query: Tensor, *, masked: bool, is_causal: bool) -> Backend | None:
+    arch = _arch(query.device)
+    if arch is None or query.dtype not in (torch.float16, torch.bfloat16):
+        return None
+    found = FASTEST.get((arch, query.shape[-1], is_causal))
+    if found is None or (masked and found != "triton") or not all(is_on() for is_on in SWITCHES.values()):
+        return None
+    return None if found == "triton" and not has_triton() else found
+
+
+def _arch(device: torch.device) -> int | None:
+    return _capability(device.index) if device.type == "cuda" else None
+
+
+@lru_cache
+def _capability(index: int) -> int:
+    major, minor = torch.cuda.get_device_capability(index)
+    return 10 * major + minor
+
+
+@lru_cache
+def has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def _require_triton(query: Tensor, value: Tensor) -> None:
+    if not has_triton():
+        raise RuntimeError('backend="triton" needs Triton, which is not installed here: pip install "triton>=3.5".')
+    head_dim = max(query.shape[-1], value.shape[-1])
+    if query.dtype not in (torch.float16, torch.bfloat16, torch.float32) or head_dim > 256:
+        raise RuntimeError(
+            f'backend="triton" takes float16, bfloat16 and float32 with head dims up to 256; this is {query.dtype} with '
+            f"{head_dim}. Name another backend, or none."
+        )
+    if query.device.type == "cpu" and not _is_interpreting():
+        raise RuntimeError(
+            'backend="triton" needs a CUDA device, and query is on the CPU. Name another backend, or none; Triton\'s own '
+            "interpreter runs it there (TRITON_INTERPRET=1)."
+        )
+
+
+def _is_interpreting() -> bool:
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)
