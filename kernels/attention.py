@@ -409,7 +409,7 @@ def _launch(
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     out, lse = _room(query, value, out_dtype)
-    config = config_for(query, value, is_causal=is_causal)
+    config = config_for(query, value, is_causal=is_causal, mask_has_rows=mask is not None and mask.shape[2] > 1)
     launch(
         config, query, key, value, mask, key_ranges, out_so_far, lse_so_far, is_causal, shift, scale, out=out, lse=lse
     )

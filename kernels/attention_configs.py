@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
@@ -68,7 +68,7 @@ _ROWS: Mapping[tuple[int, int], tuple[Config, Config]] = {
     (80, 64): (Config(128, 64, 4, 3, resident=2), Config(64, 64, 4, 3, resident=2)),
     (80, 96): (Config(128, 64, 8, 3), Config(64, 64, 4, 3, resident=2)),
     (80, 128): (Config(128, 64, 8, 3), Config(64, 64, 4, 3)),
-    (80, 256): (Config(128, 32, 8, 2, spills=256), Config(64, 32, 4, 2, spills=256)),
+    (80, 256): (Config(128, 32, 8, 2, spills=320), Config(64, 32, 4, 2, spills=400)),
     (86, 64): (Config(128, 64, 4, 3, resident=2), Config(64, 64, 4, 3, resident=2)),
     (86, 96): (Config(128, 64, 8, 2), Config(64, 64, 4, 2)),
     (86, 128): (Config(128, 64, 8, 2), Config(64, 32, 4, 2)),
@@ -76,11 +76,11 @@ _ROWS: Mapping[tuple[int, int], tuple[Config, Config]] = {
     (90, 64): (Config(128, 64, 4, 3, resident=2), Config(64, 64, 4, 3, resident=2)),
     (90, 96): (Config(128, 128, 8, 3), Config(64, 64, 4, 3, resident=2)),
     (90, 128): (Config(128, 128, 8, 3), Config(64, 64, 4, 3)),
-    (90, 256): (Config(128, 64, 8, 2, spills=256), Config(64, 32, 4, 2, spills=256)),
+    (90, 256): (Config(128, 64, 8, 2, spills=320), Config(64, 32, 4, 2, spills=400)),
     (100, 64): (Config(128, 128, 8, 3), Config(64, 64, 4, 3)),
-    (100, 96): (Config(128, 128, 8, 3), Config(64, 64, 4, 3)),
+    (100, 96): (Config(128, 128, 8, 3), Config(64, 64, 4, 3, spills=32)),
     (100, 128): (Config(128, 128, 8, 3), Config(64, 64, 4, 3)),
-    (100, 256): (Config(128, 64, 8, 2, spills=256), Config(64, 32, 4, 2, spills=256)),
+    (100, 256): (Config(128, 64, 8, 2, spills=320), Config(64, 32, 4, 2, spills=64)),
 }
 # Ada has Ampere's GeForce row: the same shared memory, the same instructions.
 _ROW_OF = {arch: 86 if arch == 89 else arch for arch in ARCHS}
@@ -97,20 +97,31 @@ FLOAT32 = Config(32, 32, 4, 1)
 INTERPRETED = Config(16, 16, 4, 1)
 
 
-def config_for(query: Tensor, value: Tensor, *, is_causal: bool) -> Config:
-    """The block sizes for tensors like these: what was tuned on this machine, or the table's."""
+def config_for(query: Tensor, value: Tensor, *, is_causal: bool, mask_has_rows: bool = False) -> Config:
+    """The block sizes for tensors like these: what was tuned on this machine, or the table's.
+
+    Args:
+        mask_has_rows: a mask has a row for each query, and its tiles are in shared memory, too.
+    """
     if not query.is_cuda:
         return INTERPRETED
     if query.dtype == torch.float32:
         return FLOAT32
     length: Length = "short" if query.shape[2] <= SHORT else "long"
-    return _on_device(query.device.index, max(query.shape[-1], value.shape[-1]), is_causal, length)
+    config = _on_device(query.device.index, max(query.shape[-1], value.shape[-1]), is_causal, length)
+    return beside_mask(config) if mask_has_rows else config
 
 
 @lru_cache
 def _on_device(index: int, head_dim: int, is_causal: bool, length: Length) -> Config:
     case = Case(row_of(*torch.cuda.get_device_capability(index)), row_of_dim(head_dim), is_causal, length)
     return tuned(torch.cuda.get_device_name(index)).get(case, TABLE[case])
+
+
+@lru_cache
+def beside_mask(config: Config) -> Config:
+    """With room for tiles of a mask of up to 4 bytes per score."""
+    return replace(config, block_n=32, num_stages=2)
 
 
 def row_of(major: int, minor: int) -> int:
@@ -170,6 +181,7 @@ def keep(device_name: str, found: Mapping[Case, Config]) -> Path:
         known = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         known = {}
+    known = known if isinstance(known, dict) else {}
     merged = {**tuned(device_name), **found}
     known[_key(device_name)] = [{"case": vars(case), "config": vars(config)} for case, config in merged.items()]
     path.parent.mkdir(parents=True, exist_ok=True)

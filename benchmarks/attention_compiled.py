@@ -1,0 +1,117 @@
+"""The attention kernel compiled for GPUs that are not here: as a launch with its table's block sizes would."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from benchmarks.compiled import Compiled, compile_kernel
+from para_core.kernels.attention import attention_kernel, blocks_of
+from para_core.kernels.attention_configs import Config
+
+# The largest register file and shared memory of a multiprocessor: CUDA C++ Programming Guide, "Technical Specifications per Compute
+# Capability"; a block's own share of shared memory is 1 KiB more than it asks for.
+REGISTERS = 65536
+SHARED_OF_SM = {80: 164 << 10, 86: 100 << 10, 89: 100 << 10, 90: 228 << 10, 100: 228 << 10}
+
+
+def compile_attention(
+    config: Config,
+    *,
+    arch: int,
+    head_dim: int,
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16",
+    is_causal: bool = False,
+    continues: bool = False,
+    mask: Literal["none", "bool", "float"] = "none",
+    mask_has_rows: bool = False,
+    has_ranges: bool = False,
+) -> Compiled:
+    """Compile a call with tensors of ``[B, S, 24, head_dim]`` in memory; a float mask is float32."""
+    d, rest = blocks_of(head_dim)
+    steps = {name: 24 * head_dim * 16 for name in attention_kernel.arg_names if name.startswith("step_")}
+    arguments: dict[str, Any] = {
+        **dict.fromkeys(("query", "key", "value"), f"*{dtype}"),
+        "mask": {"none": None, "bool": "*u8", "float": "*fp32"}[mask],
+        "ranges": "*i32" if has_ranges else None,
+        "out_so_far": "*fp32" if continues else None,
+        "lse_so_far": "*fp32" if continues else None,
+        "out": "*fp32" if continues else f"*{dtype}",
+        "lse": "*fp32",
+        **steps,
+        "step_mask_keys": 1,
+        **dict.fromkeys(("num_queries", "num_keys", "num_ranges", "shift"), "i32"),
+        "score_scale": "fp32",
+        "HEADS": 24,
+        "GROUP": 1,
+        "D": d,
+        "D_REST": rest,
+        "D_END": head_dim,
+        "V": d,
+        "V_REST": rest,
+        "V_END": head_dim,
+        "MASK": mask,
+        "MASK_HAS_ROWS": mask_has_rows,
+        "CAUSAL": is_causal,
+        "HAS_RANGES": has_ranges,
+        "CONTINUES": continues,
+        "NEGATIVE": False,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+    }
+    return compile_kernel(
+        attention_kernel, arguments, arch=arch, num_warps=config.num_warps, num_stages=config.num_stages
+    )
+
+
+# -- what its instructions do
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Of one tile of keys of the loop without comparisons, for a program of BLOCK_M queries.
+
+    Args:
+        flops: of the matrix instructions, 2 per multiplication.
+        bytes: loaded from global memory.
+        exponentials: of the special function units.
+    """
+
+    flops: int
+    bytes: int
+    exponentials: int
+
+
+_MMA = re.compile(r"mma\.sync\.aligned\.m(\d+)n(\d+)k(\d+)")
+_WGMMA = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m(\d+)n(\d+)k(\d+)")
+_LABEL = re.compile(r"^\$L__BB\d+_\d+:", re.MULTILINE)
+
+
+def loop_counts(compiled: Compiled, num_warps: int) -> Counts:
+    """Read the loop with most matrix instructions per comparison from the PTX: that of the tiles all queries see.
+
+    Instructions in PTX are those of a thread; ``mma.sync`` is one of a warp, ``wgmma`` one of four.
+    """
+    body = _plain_loop(compiled.ptx)
+    threads = 32 * num_warps
+    flops = sum(2 * m * n * k * num_warps for m, n, k in _sizes(_MMA, body))
+    flops += sum(2 * m * n * k * num_warps // 4 for m, n, k in _sizes(_WGMMA, body))
+    copied = sum(int(size, 0) for size in re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*?\], (\w+)", body))
+    return Counts(flops, copied * threads, len(re.findall(r"ex2\.approx", body)) * threads)
+
+
+def _sizes(pattern: re.Pattern[str], text: str) -> list[tuple[int, int, int]]:
+    return [(int(m), int(n), int(k)) for m, n, k in pattern.findall(text)]
+
+
+def _plain_loop(ptx: str) -> str:
+    """The body of the first loop that multiplies: a label, and a jump back to it with matrix instructions in between."""
+    for label in _LABEL.finditer(ptx):
+        name = label[0][:-1]
+        back = re.search(rf"bra(?:\.uni)? \t?\s*{re.escape(name)};", ptx[label.end() :])
+        if back is not None:
+            body = ptx[label.end() : label.end() + back.end()]
+            if "mma" in body:
+                return body
+    raise RuntimeError("no loop with a matrix instruction was found in the PTX.")
