@@ -7,6 +7,7 @@ if not (_here / "adapters").is_dir():
     # A checkout: adapters/ and kernels/ stand beside this folder; only installing moves them into it.
     __path__.append(str(_here.parent))
 
+from para_core.attention.libraries import flash_attention_3, sage_attention
 from para_core.cache.apply import apply_cache, model_cache_report, remove_cache, reset_cache
 from para_core.cache.blocks import CachedBlocks, Stage
 from para_core.cache.decision import Verdict
@@ -54,12 +55,14 @@ __all__ = [
     "Verdict",
     "apply_cache",
     "apply_context_parallel",
+    "flash_attention_3",
     "init_context_parallel_mesh",
     "model_cache_report",
     "remove_cache",
     "remove_context_parallel",
     "reset_cache",
     "ring_attention",
+    "sage_attention",
     "ulysses_attention",
     "unified_attention",
 ]

@@ -1,0 +1,120 @@
+"""Attention of other libraries as ``attn_func=``, each called as its authors documented it. They are not installed with para_core."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+AttnFunc = Callable[..., "tuple[Tensor, Tensor]"]
+
+
+def flash_attention_3(function: Callable[..., Any] | None = None, **options: Any) -> AttnFunc:
+    """FlashAttention-3 (Hopper) as ``attn_func``; out is exact in the dtype of its input.
+
+    Args:
+        function: ``flash_attn_interface.flash_attn_func``, which is imported if None.
+        options: passed on to it at every call, as ``pack_gqa=True``.
+
+    Returns:
+        A function that returns ``(out, lse)``. It takes no mask.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    attend = function or _imported("flash_attn_interface", "flash_attn_func", "FlashAttention-3 (its folder hopper/)")
+
+    def attn_func(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        _refuse_mask("FlashAttention-3", attn_mask)
+        # [B, S, H, D] there; views, where a model's projections left the tensors so.
+        found = attend(
+            *[x.transpose(1, 2) for x in (query, key, value)],
+            softmax_scale=scale,
+            causal=is_causal,
+            **{**_asking_for_lse(attend), **options},
+        )
+        if isinstance(found, Tensor):
+            raise RuntimeError(
+                "flash_attn_func returned out alone. Its lse is needed: pass function=a version that returns (out, lse)."
+            )
+        return found[0].transpose(1, 2), found[1]
+
+    return attn_func
+
+
+def _asking_for_lse(function: Callable[..., Any]) -> dict[str, Any]:
+    """Earlier versions always return lse; later ones if asked."""
+    from inspect import signature
+
+    asks = "return_attn_probs" in signature(function).parameters
+    return {"return_attn_probs": True} if asks else {}
+
+
+def sage_attention(function: Callable[..., Any] | None = None, **options: Any) -> AttnFunc:
+    """SageAttention (arXiv:2410.02367) as ``attn_func``. **Not exact**: q·k is rounded to 8 bits, p·v to 16 or 8.
+
+    Args:
+        function: ``sageattention.sageattn``, or one of its kernels by name; imported if None.
+        options: passed on to it at every call, as ``smooth_k=True``.
+
+    Returns:
+        A function that returns ``(out, lse)``. It takes no mask.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    attend = function or _imported("sageattention", "sageattn", "SageAttention")
+
+    def attn_func(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        _refuse_mask("SageAttention", attn_mask)
+        found: tuple[Tensor, Tensor] = attend(
+            query,
+            key,
+            value,
+            tensor_layout="HND",
+            is_causal=is_causal,
+            sm_scale=scale,
+            return_lse=True,
+            **options,
+        )
+        return found
+
+    return attn_func
+
+
+def _refuse_mask(library: str, mask: Tensor | None) -> None:
+    if mask is not None:
+        raise ValueError(
+            f"{library} takes no attn_mask, and this call has one of {list(mask.shape)}. Leave attn_func out for models with masks."
+        )
+
+
+def _imported(module: str, name: str, library: str) -> Callable[..., Any]:
+    from importlib import import_module
+
+    try:
+        found: Callable[..., Any] = getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ImportError(
+            f"{module}.{name} of {library} cannot be imported. Install it as its authors say, or pass function=yours."
+        ) from error
+    return found
