@@ -18,6 +18,7 @@ from para_core.attention.local import (
     local_attention_with_lse,
     require_backend,
 )
+from para_core.attention.merge import Merged
 from para_core.attention.options import AttnOptions
 from tests.attention.one_device import make_qkv, relative_error
 from tests.kernels.attention_cases import by_formula, check_lse, error, make
@@ -56,7 +57,7 @@ def test_a_named_backend_that_the_users_switches_forbid_is_an_error():
     with sdpa_kernel([SDPBackend.MATH]):
         assert chosen("math", query, value, masked=False) == "math"
         for function in (local_attention, local_attention_with_lse, continued_attention):
-            arguments = (None, query, key, value) if function is continued_attention else (query, key, value)
+            arguments = (Merged(), query, key, value) if function is continued_attention else (query, key, value)
             with pytest.raises(RuntimeError, match="backend='flash' is switched off by sdpa_kernel"):
                 function(*arguments, backend="flash")
         with pytest.raises(RuntimeError, match="backend='flash' is switched off"):
@@ -144,15 +145,15 @@ def test_continuing_with_the_triton_kernel_equals_merging_what_pytorch_computes(
     query, key, value = (x.half() for x in make(5, 20, batch=1))
     parts = [(key[:, :, start:end], value[:, :, start:end]) for start, end in ((0, 8), (8, 8), (8, 20))]
     with interpreted():
-        found = so_far = None
+        found, so_far = Merged(), Merged()
         for place, part in enumerate(parts):
-            so_far = continued_attention(so_far, query, *part, backend="triton", is_last=place == 2)
-            found = continued_attention(found, query, *part)
-    assert so_far[0].dtype == torch.float16
+            continued_attention(so_far, query, *part, backend="triton", is_last=place == 2)
+            continued_attention(found, query, *part)
+    assert so_far.out.dtype == torch.float16
     exact_out, exact_lse = by_formula(query, key, value)
     # Merged, each part is rounded to float16 beforehand; here the weights are, once.
-    assert error(so_far[0], exact_out) <= 1.1 * error(found[0].half(), exact_out)
-    check_lse(so_far[1], exact_lse, 1e-5)
+    assert error(so_far.out, exact_out) <= 1.1 * error(found.out.half(), exact_out)
+    check_lse(so_far.lse, exact_lse, 1e-5)
 
 
 def ring(is_causal, masked):
