@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.cache_quality.forecasts import foca, hermite
+from benchmarks.cache_quality.forecasts import hermite
 from benchmarks.cache_quality.quality import SEED, THINGS, _decode, judge, scenes_of
 from benchmarks.cache_quality.ways import generate, load
 from benchmarks.environment import RESULTS, write_results
@@ -43,7 +43,7 @@ FORECASTS: dict[str, dict[str, Any]] = {
     "damped Hermite, order 1, sigma 0.5": {"forecast": hermite(1)},
     "damped Hermite, order 1, sigma 0.65": {"forecast": hermite(1, 0.65)},
     "damped Hermite, order 2, sigma 0.5": {"forecast": hermite(2)},
-    "FoCa": {"forecast": foca()},
+    "FoCa": {"forecast": "foca"},
 }
 
 

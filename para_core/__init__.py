@@ -11,7 +11,8 @@ from para_core.attention.libraries import flash_attention_3, sage_attention
 from para_core.cache.apply import apply_cache, model_cache_report, remove_cache, reset_cache
 from para_core.cache.blocks import CachedBlocks, Stage
 from para_core.cache.decision import Verdict
-from para_core.cache.options import CacheOptions, Forecast, Observation, Rule
+from para_core.cache.forecasts import Forecast
+from para_core.cache.options import CacheOptions, Observation, Rule
 from para_core.cache.report import CacheReport
 from para_core.layout import Segment, SequenceLayout
 from para_core.make_mesh import init_context_parallel_mesh

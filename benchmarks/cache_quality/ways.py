@@ -28,10 +28,11 @@ from diffusers import (
 from diffusers.utils import logging
 
 from benchmarks.cache_quality.easy_cache import EasyCache
-from benchmarks.cache_quality.forecasts import foca, hermite
+from benchmarks.cache_quality.forecasts import hermite
 from benchmarks.tiny_flux import grammar
 from para_core import Forecast
 from para_core.adapters import apply_cache_on_pipe
+from para_core.cache.forecasts import FOCA
 
 PIPELINE = Path(__file__).parents[1] / "tiny_flux" / "pipeline"
 SIDE, TEXT_TOKENS = 128, 64
@@ -251,7 +252,7 @@ QUALITY: dict[int, tuple[Way, ...]] = {
         cache_dit(0.12),
         *(forecast(x, order=2) for x in (0.12, 0.2)),
         *(candidate(x, hermite(1)) for x in (0.12, 0.2)),
-        *(candidate(x, foca()) for x in (0.12, 0.2)),
+        *(candidate(x, FOCA) for x in (0.12, 0.2)),
         sea_cache(0.5, skips=0),
     ),
     50: (

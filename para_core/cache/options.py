@@ -1,4 +1,4 @@
-"""What a user can set of a cache: its options, the rule that compares steps, and how residuals are forecast."""
+"""What a user can set of a cache: its options, and the rule that compares steps."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Literal, TypeVar
 
-import torch
 from torch import Tensor
 
+from para_core.cache.forecasts import Forecast, forecast_of, taylor
 from para_core.cache.operators import change
 
 Number = float | Tensor
@@ -79,69 +79,6 @@ def rule_of(rule: str | Rule) -> Rule:
 
 
 @dataclass(frozen=True)
-class Forecast:
-    """How the residual of a skipped step is forecast from those of the last computed ones.
-
-    Args:
-        name: in reports and messages.
-        num_residuals: so many are stored, at least 1.
-        weights: ``weights(times, now, known)``: of the stored residuals in their sum, ``[num_residuals]``. ``times``: of the
-            stored ones, newest first, ``[num_residuals]``; ``now``: of the step to forecast; ``known``: how many there are so
-            far, 0-dim. All float64 tensors, on the device in a compiled graph: no branch on their values.
-        source: who published it.
-    """
-
-    name: str
-    num_residuals: int
-    weights: Callable[[Tensor, Tensor, Tensor], Tensor]
-    source: str
-
-    def __post_init__(self) -> None:
-        _require_int("num_residuals", self.num_residuals, at_least=1)
-        if not callable(self.weights):
-            raise TypeError(
-                f"weights is {self.weights!r}; expected a function of the times, the time now, and how many are known."
-            )
-
-
-def taylor(order: int) -> Forecast:
-    """The residuals of the last ``order + 1`` computed steps, extrapolated in the schedule's time; 0 adds the last one."""
-    source = "First Block Cache" if order == 0 else "TaylorSeer (arXiv:2503.06923), eq. 9"
-    return Forecast(f"taylor {order}", order + 1, forecast_weights, source)
-
-
-def forecast_weights(times: Tensor, now: Tensor, known: Tensor) -> Tensor:
-    """Weights ``[n]`` of the last n residuals in a forecast: Lagrange's polynomial through them, at ``now``.
-
-    Exact for a residual that is a polynomial of degree n - 1 in time, at any distances. A Taylor forecast with finite
-    differences (TaylorSeer, arXiv:2503.06923, eq. 9) is this at equal distances.
-
-    Args:
-        times: ``[n]``, of the residuals, newest first; any unit.
-        now: the time to forecast for.
-        known: how many of them there are; with fewer than n, or with two at the same time (schedulers that call twice
-            per step), the polynomial goes through the newest ones only.
-
-    Returns:
-        Float64, summing to 1.
-    """
-    times, now = times.double(), now.double()
-    count = times.shape[0]
-    weights = torch.zeros_like(times)
-    weights[0] = 1.0
-    for points in range(2, count + 1):
-        gaps = times[:points, None] - times[None, :points]
-        apart = gaps + torch.eye(points, dtype=times.dtype, device=times.device)
-        factors = (now - times[None, :points]) / apart
-        itself = torch.eye(points, dtype=torch.bool, device=times.device)
-        polynomial = torch.where(itself, 1.0, factors).prod(dim=1)
-        usable = (known >= points) & (apart != 0).all()
-        padded = torch.cat([polynomial, torch.zeros_like(times[points:])])
-        weights = torch.where(usable, padded, weights)
-    return weights
-
-
-@dataclass(frozen=True)
 class Observation:
     """What is known when a step is decided. Numbers in eager code, 0-dim tensors in a compiled graph.
 
@@ -188,7 +125,7 @@ class CacheOptions:
         last_blocks: so many last blocks always run.
         forecast_order: 0 adds the residual of the last computed step, which is plain First Block Cache; 1 and 2 extrapolate
             in the schedule's time through the last two or three. Left out: 1 where a pipeline has a schedule, else 0.
-        forecast: a ``Forecast`` of your own, in place of ``forecast_order``.
+        forecast: in place of ``forecast_order``: ``"foca"``, through the last three, or a ``Forecast`` of your own.
         downsample: compare every n-th channel only.
         rule: ``"first_block"``; ``"modulated_input"``, which runs no block at a skipped step; or a ``Rule`` of your own.
         policy: decides instead of the threshold: called with an ``Observation``, returns whether to skip. In a compiled
@@ -206,7 +143,7 @@ class CacheOptions:
     first_blocks: int = 1
     last_blocks: int = 0
     forecast_order: int | None = None
-    forecast: Forecast | None = None
+    forecast: str | Forecast | None = None
     downsample: int = 1
     rule: str | Rule = "first_block"
     policy: Policy | None = None
@@ -238,13 +175,10 @@ class CacheOptions:
             _require_int("forecast_order", self.forecast_order, at_least=0, at_most=2)
         if self.forecast is None:
             return
-        if not isinstance(self.forecast, Forecast):
-            raise TypeError(
-                f"forecast is {self.forecast!r}; expected a Forecast of para_core, or None: forecast_order=1."
-            )
+        object.__setattr__(self, "forecast", forecast_of(self.forecast))
         if self.forecast_order is not None:
             raise ValueError(
-                f"forecast_order={self.forecast_order} and forecast={self.forecast.name} were given; leave one of them out."
+                f"forecast_order={self.forecast_order} and forecast={self.forecasts.name} were given; leave one of them out."
             )
 
     def _require_steps(self) -> tuple[int | bool, ...]:
@@ -303,7 +237,7 @@ class CacheOptions:
     @property
     def forecasts(self) -> Forecast:
         """By ``forecast``, or ``forecast_order``."""
-        return self.forecast or taylor(self.forecast_order or 0)
+        return taylor(self.forecast_order or 0) if self.forecast is None else forecast_of(self.forecast)
 
     @property
     def decides_before_blocks(self) -> bool:

@@ -17,7 +17,8 @@ from para_core.adapters import apply_cache_on_pipe, apply_cache_on_transformer, 
 from para_core.adapters.models.supported import ADAPTERS
 from para_core.cache.apply import cache_options
 from para_core.cache.blocks import CachedBlocks, Stage
-from para_core.cache.options import FIRST_BLOCK, CacheOptions, Forecast, Rule, forecast_weights
+from para_core.cache.forecasts import FOCA, Forecast, forecast_weights
+from para_core.cache.options import FIRST_BLOCK, CacheOptions, Rule
 from para_core.plans.plan import Plan
 from tests.cache.scripted import ADAPTER, BLOCKS, STREAMS, Pipe, Scripted, verdicts
 
@@ -249,6 +250,20 @@ def test_options_may_differ_for_one_of_several_transformers():
         apply_cache_on_pipe(pipe, per_transformer={"transformer_2": {"threshold": 0.1}})
 
 
+def test_foca_follows_a_line_and_half_of_a_curve(run):
+    times = torch.tensor([4.0, 2.0, 1.0], dtype=torch.float64)
+    weights = FOCA.weights(times, torch.tensor(7.0, dtype=torch.float64), torch.tensor(3))
+    assert float(weights @ torch.ones(3, dtype=torch.float64)) == pytest.approx(1.0)
+    assert float(weights @ times) == pytest.approx(7.0)
+    # Of t^2 at 4, 2, 1: slopes 6 through two points, 8 at the newest of the parabola; Heun takes their mean.
+    assert float(weights @ times**2) == pytest.approx(16 + 3 * (6 + 8) / 2)
+    now = torch.tensor(7.0, dtype=torch.float64)
+    assert FOCA.weights(times, now, torch.tensor(2)).tolist() == pytest.approx([2.5, -1.5, 0.0])
+    assert FOCA.weights(times, now, torch.tensor(1)).tolist() == [1.0, 0.0, 0.0]
+    _, report = run([1.0, 1.0, 2.0, 2.0], {"cond": [4.0, 0.0, 6.0, 0.0]}, forecast="foca")
+    assert report.forecast == "foca"
+
+
 def test_with_too_few_points_or_two_at_one_time_the_forecast_takes_the_newest():
     times = torch.tensor([3.0, 3.0, 1.0])
     assert forecast_weights(times, torch.tensor(2.0), torch.tensor(3)).tolist() == [1.0, 0.0, 0.0]
@@ -301,7 +316,8 @@ def test_halves_of_a_batch_that_are_branches_are_compared_apart(run):
         ({"first_blocks": 0}, ValueError, "first_blocks is 0; expected at least 1"),
         ({"first_blocks": 2, "last_blocks": 2}, ValueError, "4 blocks.*first_blocks=2 and last_blocks=2 none is left"),
         ({"forecast_order": 3}, ValueError, "forecast_order is 3; expected at least 0 and at most 2"),
-        ({"forecast": "taylor"}, TypeError, "forecast is 'taylor'; expected a Forecast of para_core"),
+        ({"forecast": "taylor"}, ValueError, "forecast is 'taylor'; expected one of 'foca', a Forecast, or None"),
+        ({"forecast": 1}, TypeError, "forecast is 1; expected a name, a Forecast of para_core, or None"),
         (
             {"forecast": Forecast("mean", 2, mean_of_two, source="a test"), "forecast_order": 1},
             ValueError,

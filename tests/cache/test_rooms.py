@@ -14,6 +14,8 @@ ROOMS = [
     "residuals",
     "decision",
     "options",
+    "forecasts",
+    "operators",
     "blocks",
     "foreign",
     "either",
