@@ -50,9 +50,14 @@ class Choice:
     numbers: type[FirstTokens] | type[LastTokens] = FirstTokens
 
 
-_READINGS: tuple[Literal["keys"] | None, ...] = (None, "keys")
+# Of masks that are whole, and of masks that are split: "keys" first, for by its size a mask of one token would be for all.
+_READINGS: Mapping[bool, tuple[Literal["keys"] | None, ...]] = {False: (None, "keys"), True: ("keys", None)}
 _BY_MASKS = (
-    *[Choice(*values) for values in product((True, False), (False, True), _READINGS)],
+    *[
+        Choice(whole_first, split_masks, keys)
+        for whole_first, split_masks in product((True, False), (False, True))
+        for keys in _READINGS[split_masks]
+    ],
     Choice(whole_first=False, split_masks=False, keys="pairs"),
 )
 CHOICES = tuple(replace(choice, numbers=numbers) for numbers in (FirstTokens, LastTokens) for choice in _BY_MASKS)
