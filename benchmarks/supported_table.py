@@ -32,6 +32,9 @@ _MOST_PIPELINES = 4
 # Their samples are lists, or named by their places in the batch.
 _LISTS = ("ZImageTransformer2DModel", "OmniGenTransformer2DModel", "JoyImageEditPlusTransformer3DModel")
 
+# Of which a pipeline has one for each branch.
+_ONE_A_BRANCH = ("Ideogram4Transformer2DModel",)
+
 
 @cache
 def transformer_classes() -> tuple[str, ...]:
@@ -91,6 +94,8 @@ def row(transformer: str) -> list[str]:
 def _branches(adapter: Adapter) -> str:
     if adapter.transformer in _LISTS:
         return "in one batch, computed by all ranks"
+    if adapter.transformer in _ONE_A_BRANCH:
+        return "one call after the other, each of a transformer of its own"
     return "in one batch" if adapter.plan is not None and adapter.plan.batched else "one call after the other"
 
 

@@ -21,3 +21,22 @@ def test_the_transformer_without_text_of_ideogram_4_is_sharded_too(rank_pool):
     first, second = rank_pool.run(tokens_by_transformer, 2)
     assert first == {"transformer": 12, "unconditional_transformer": 8}
     assert second == {"transformer": 12, "unconditional_transformer": 7}
+
+
+def calls_by_transformer():
+    pipe, calls = build("ideogram 4", cpu_mesh(1, 1, batch=2)), {"transformer": 0, "unconditional_transformer": 0}
+    for name in calls:
+
+        def note(module, args, name=name):
+            calls[name] += 1
+
+        getattr(pipe, name).layers[0].register_forward_pre_hook(note)
+    generate(pipe, "ideogram 4")
+    return calls
+
+
+def test_branches_of_ideogram_4_are_distributed_though_each_has_its_own_transformer(rank_pool):
+    # Its blocks cannot be foreseen, so both ranks compute the first of three steps.
+    first, second = rank_pool.run(calls_by_transformer, 2)
+    assert first == {"transformer": 3, "unconditional_transformer": 1}
+    assert second == {"transformer": 1, "unconditional_transformer": 3}
