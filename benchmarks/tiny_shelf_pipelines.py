@@ -20,6 +20,7 @@ from diffusers.guiders import AdaptiveProjectedMixGuidance
 from torch import Tensor, nn
 
 from benchmarks.random_weights import fill
+from benchmarks.tiny_audio_pipelines import AUDIO_PIPELINES
 from benchmarks.tiny_flux.models import build_vae
 from benchmarks.tiny_image_models import IMAGE_MODELS
 from benchmarks.tiny_model import TinyModel
@@ -96,20 +97,20 @@ def z_image(cls: str = "ZImagePipeline", **components: Any) -> Any:
     return on_shelf(cls, "z-image", vae=_small_vae(), **components)
 
 
-def z_image_controlled() -> Any:
+def z_image_controlled(cls: str = "ZImageControlNetPipeline", *, channels: int = 4) -> Any:
     controlnet = random_model(
         "ZImageControlNetModel",
         8,
         control_layers_places=[0, 1],
         control_refiner_layers_places=[0],
-        control_in_dim=4,
+        control_in_dim=channels,
         add_control_noise_refiner="control_noise_refiner",
         dim=48,
         n_refiner_layers=1,
         n_heads=3,
         n_kv_heads=3,
     )
-    return z_image("ZImageControlNetPipeline", controlnet=controlnet)
+    return z_image(cls, controlnet=controlnet)
 
 
 # -- Kandinsky 5
@@ -128,8 +129,8 @@ _KANDINSKY = {
 }
 
 
-def kandinsky5_image() -> Any:
-    pipe = on_shelf("Kandinsky5T2IPipeline", "kandinsky 5")
+def kandinsky5_image(cls: str = "Kandinsky5T2IPipeline", **config: Any) -> Any:
+    pipe = on_shelf(cls, "kandinsky 5", config=config)
     # It takes no other.
     pipe.resolutions = [(80, 48)]
     return pipe
@@ -165,6 +166,13 @@ def hunyuan_image(*, guided: bool = False) -> Any:
     )
 
 
+def hunyuan_image_refiner() -> Any:
+    """It sees the image that is refined beside its latents."""
+    sizes = {"block_out_channels": (8,) * 5, "layers_per_block": 1}
+    vae = random_model("AutoencoderKLHunyuanImageRefiner", 2, latent_channels=2, **sizes)
+    return on_shelf("HunyuanImageRefinerPipeline", "hunyuanimage refiner", vae=vae, config={"in_channels": 8})
+
+
 def _magvit() -> nn.Module:
     sizes = {"block_out_channels": (8,) * 4, "layers_per_block": 1, "norm_num_groups": 4}
     return random_model("AutoencoderKLMagvit", 2, latent_channels=4, **sizes)
@@ -189,12 +197,15 @@ def cosmos(cls: str, **components: Any) -> Any:
     return on_shelf(cls, "cosmos", safety_checker=_NoSafetyChecker(), **components)
 
 
+def _flux2_vae() -> nn.Module:
+    return random_model("AutoencoderKLFlux2", 2, block_out_channels=(8,) * 4, norm_num_groups=4, latent_channels=4)
+
+
 def ideogram() -> Any:
     """Its second transformer has no text. ``encode_prompt`` is in place of Qwen 3 VL."""
     tiny = MODELS["ideogram 4"]
     second = random_model(tiny.cls, 2, **tiny.config)
-    vae = random_model("AutoencoderKLFlux2", 2, block_out_channels=(8,) * 4, norm_num_groups=4, latent_channels=4)
-    pipe = on_shelf("Ideogram4Pipeline", "ideogram 4", vae=vae, unconditional_transformer=second)
+    pipe = on_shelf("Ideogram4Pipeline", "ideogram 4", vae=_flux2_vae(), unconditional_transformer=second)
 
     def encode_prompt(*, grid_h: int, grid_w: int, **_: Any) -> tuple[Tensor, ...]:
         image = grid_h * grid_w
@@ -215,6 +226,19 @@ _OF_T5 = {
 }
 
 
+def hunyuan_dit(cls: str = "HunyuanDiTPipeline", **components: Any) -> Any:
+    unchecked = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
+    return on_shelf(cls, "hunyuandit", scheduler=DDIMScheduler(), **unchecked, **components)
+
+
+def hunyuan_dit_controlled() -> Any:
+    cls, config = "HunyuanDiT2DControlNetModel", MODELS["hunyuandit"].config
+    takes = inspect.signature(getattr(diffusers, cls)).parameters
+    shared = {name: value for name, value in config.items() if name in takes}
+    controlnet = random_model(cls, 8, transformer_num_layers=config["num_layers"], **shared)
+    return hunyuan_dit("HunyuanDiTControlNetPipeline", controlnet=controlnet)
+
+
 def prx() -> Any:
     with warnings.catch_warnings():
         # diffusers' own use of a class that it calls deprecated.
@@ -227,6 +251,12 @@ _LAYERS = {
     for seed, kind in enumerate(("prompt", "negative_prompt"))
 }
 _VIDEO = {**_SIZE, "num_frames": 9}
+_HUNYUAN_DIT = {**_SIZE, **_TEXT, **_masks("attention_mask"), **_OF_T5, "use_resolution_binning": False}
+# Of each block that is given text, and of what makes tokens of it.
+_BUNDLES = {
+    f"{kind}_embeds": torch.randn(1, 2, tokens, TEXT_WIDTH, generator=torch.Generator().manual_seed(tokens))
+    for kind, tokens in (("prompt", 9), ("negative_prompt", 5))
+}
 
 
 SHELF_PIPELINES: dict[str, TinyPipeline] = {
@@ -332,15 +362,55 @@ SHELF_PIPELINES: dict[str, TinyPipeline] = {
     "ideogram 4": TinyPipeline(
         ideogram, {**_SIZE, "max_sequence_length": 9, "guidance_schedule": None, "guidance_scale": 3.0}
     ),
-    "hunyuandit": TinyPipeline(
-        lambda: on_shelf(
-            "HunyuanDiTPipeline",
-            "hunyuandit",
-            scheduler=DDIMScheduler(),
-            safety_checker=None,
-            feature_extractor=None,
-            requires_safety_checker=False,
-        ),
-        {**_SIZE, **_TEXT, **_masks("attention_mask"), **_OF_T5, "use_resolution_binning": False},
+    "hunyuandit": TinyPipeline(hunyuan_dit, _HUNYUAN_DIT),
+    "hunyuandit, perturbed": TinyPipeline(
+        lambda: hunyuan_dit("HunyuanDiTPAGPipeline", pag_applied_layers="blocks.1"), _HUNYUAN_DIT
     ),
+    "hunyuandit, controlnet": TinyPipeline(
+        hunyuan_dit_controlled, {**_HUNYUAN_DIT, "control_image": random_image(48, 80)}
+    ),
+    "hunyuanimage, refined": TinyPipeline(
+        hunyuan_image_refiner,
+        {
+            "height": 96,
+            "width": 160,
+            **_TEXT,
+            **_masks("embeds_mask", dtype=torch.int64),
+            "image": random_image(96, 160),
+        },
+    ),
+    "z-image, controlnet, inpainting": TinyPipeline(
+        lambda: z_image_controlled("ZImageControlNetInpaintPipeline", channels=9),
+        {
+            **_Z_IMAGE,
+            "image": random_image(24, 40),
+            "mask_image": random_image(24, 40, seed=1).convert("L"),
+            "control_image": random_image(24, 40, seed=2),
+        },
+    ),
+    "cosmos 2, image": TinyPipeline(
+        lambda: cosmos(
+            "Cosmos2VideoToWorldPipeline",
+            vae=_wan_vae(),
+            config={"in_channels": 5},
+            scheduler=FlowMatchEulerDiscreteScheduler(use_karras_sigmas=True),
+        ),
+        {**_VIDEO, **_TEXT, "image": random_image(48, 80)},
+    ),
+    "kandinsky 5, one image, image": TinyPipeline(
+        lambda: kandinsky5_image("Kandinsky5I2IPipeline", visual_cond=True),
+        {**_SIZE, **_KANDINSKY, "image": random_image(48, 80)},
+    ),
+    "bria fibo 2": TinyPipeline(
+        lambda: on_shelf("BriaFibo2Pipeline", "bria fibo 2", vae=_flux2_vae()),
+        {
+            "height": 64,
+            "width": 96,
+            "prompt": None,
+            **_BUNDLES,
+            "prompt_embeds_mask": _first(9),
+            "negative_prompt_embeds_mask": _first(5, 5),
+        },
+    ),
+    **AUDIO_PIPELINES,
 }

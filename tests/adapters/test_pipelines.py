@@ -135,7 +135,7 @@ def test_every_pipeline_of_diffusers_on_these_transformers_is_tried_or_named():
         cls = getattr(diffusers, name)
         if name.endswith("Pipeline") and isinstance(cls, type) and not cls.__module__.startswith(FLUX_1):
             transformer = inspect.signature(cls.__init__).parameters.get("transformer")
-            models = re.findall(r"\w+Model", str(transformer and transformer.annotation))
+            models = re.findall(r"\w+(?:Model|Transformer)\b", str(transformer and transformer.annotation))
             planned = [m for m in models if plan_for(getattr(diffusers, m).__new__(getattr(diffusers, m)))]
             if planned:
                 (on_the_shelf if shelf.issuperset(planned) else on_them).add(name)
