@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu_check import exact, gradients_16_bit, local, ranks, runner, sync, timing
-from benchmarks.gpu_check.job import Job
+from benchmarks.gpu_check import exact, gradients_16_bit, local, ranks, runner, small_kernels, sync, timing
+from benchmarks.gpu_check.job import Job, SectionSkipped
 from benchmarks.gpu_check.runner import Section, run_all
 from benchmarks.gpu_check.timing import Kernel
+from para_core.attention.boxes import as_numbers
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -118,6 +119,31 @@ def test_four_ranks_on_one_device_equal_one(run_here):
     meshes, cases = ({row[name] for row in found["rows"]} for name in ("mesh", "case"))
     assert meshes == {"ring", "Ulysses", "ring 2 × Ulysses 2"}
     assert len(found["rows"]) == 3 * len(cases) == 3 * len(ranks.cases(15))
+
+
+def test_the_small_kernels_are_right_and_measured_beside_a_copy(run_here):
+    found = run_here("small_kernels")
+    assert verdicts(found) == {"ok"}
+    assert {row["form"] for row in found["rows"]} == {"plain PyTorch"}
+    names = {"merge", "merge in place", "pack query, key, value", "unpack out", "change", "forecast of 2"}
+    assert {row["kernel"] for row in found["rows"]} == names
+    assert len(found["rows"]) == len(names) * len(small_kernels.TINY)
+    assert all(row["GB/s"] > 0 and row["ms of a copy"] > 0 for row in found["rows"])
+    # Query, key and value of 9 tokens, 8 heads × 16, 2 bytes each, read and written.
+    assert next(row["bytes"] for row in found["rows"] if row["kernel"].startswith("pack")) == 2 * 3 * 9 * 8 * 16 * 2
+
+
+def test_a_kernel_that_copies_something_else_is_called_wrong(run_here, monkeypatch):
+    monkeypatch.setattr(small_kernels, "as_numbers", lambda boxes: as_numbers([boxes[0]] * len(boxes)))
+    wrong = {row["kernel"] for row in run_here("small_kernels")["rows"] if row["verdict"] == "wrong"}
+    assert wrong == {"pack query, key, value", "unpack out"}
+
+
+def test_without_triton_the_small_kernels_are_skipped_with_the_reason(tmp_path, monkeypatch):
+    monkeypatch.setattr(small_kernels, "kernels", lambda _: None)
+    job = Job("small_kernels", torch.device("cuda"), True, tmp_path / "found.json", time.monotonic() + 60)
+    with pytest.raises(SectionSkipped, match="needs Triton"):
+        small_kernels.run(job)
 
 
 def test_calls_whose_waiting_is_checked_run_on_a_fake_group(run_here):

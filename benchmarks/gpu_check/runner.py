@@ -48,6 +48,7 @@ class Section:
 SECTIONS = (
     Section("local", 90, ("flash", "efficient", "math", "cudnn")),
     Section("gradients_16_bit", 25),
+    Section("small_kernels", 40),
     Section("ranks", 90),
     Section("sync", 40),
     Section("nccl", 60),

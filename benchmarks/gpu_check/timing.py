@@ -77,7 +77,7 @@ def kernels_of(call: Callable[[], Any], device: torch.device) -> list[Kernel]:
 
 
 _ATTENTION = ("flash", "fmha", "attention", "sdpa", "cudnn")
-_COPY = ("copy", "memcpy", "memset", "cat", "fill", "empty", "pack")
+_COPY = ("copy", "memcpy", "memset", "cat", "fill", "empty", "pack", "exchange")
 
 
 def phases(kernels: Iterable[Kernel]) -> dict[str, float]:
