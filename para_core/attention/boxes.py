@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from para_core.collectives import LIBRARY
-from para_core.fused import kernels
+from para_core.fused import kernels, on_device_of
 from para_core.kernels import exchange_reference
 from para_core.kernels.exchange_reference import Box
 
@@ -38,7 +38,8 @@ def pack_on_gpu(tensors: list[Tensor], boxes: list[int], numel: int) -> Tensor:
     fused = kernels("exchange")
     if fused is None:
         return pack(tensors, boxes, numel)
-    packed: Tensor = fused.pack(tensors, _boxes(tuple(boxes)), _new_buffer(tensors, boxes, numel))
+    with on_device_of(tensors[0]):
+        packed: Tensor = fused.pack(tensors, _boxes(tuple(boxes)), _new_buffer(tensors, boxes, numel))
     return packed
 
 
@@ -55,7 +56,8 @@ def unpack_on_gpu(buffer: Tensor, boxes: list[int], shapes: list[int]) -> list[T
     fused = kernels("exchange")
     if fused is None:
         return unpack(buffer, boxes, shapes)
-    return list(fused.unpack(buffer, _boxes(tuple(boxes)), _new_tensors(buffer, boxes, shapes)))
+    with on_device_of(buffer):
+        return list(fused.unpack(buffer, _boxes(tuple(boxes)), _new_tensors(buffer, boxes, shapes)))
 
 
 def _new_buffer(tensors: list[Tensor], _: list[int], numel: int) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from para_core.collectives import LIBRARY
-from para_core.fused import are_floats, kernels
+from para_core.fused import are_floats, kernels, on_device_of
 from para_core.kernels import merge_reference
 
 LIBRARY.define("merge(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)")
@@ -33,7 +33,8 @@ def merge_on_gpu(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     fused = kernels("merge")
     if fused is None or not are_floats(out_a, lse_a, out_b, lse_b):
         return _merge(out_a, lse_a, out_b, lse_b)
-    merged: tuple[Tensor, Tensor] = fused.merge(out_a, lse_a, out_b, lse_b, into=_room(out_a, lse_a))
+    with on_device_of(out_a):
+        merged: tuple[Tensor, Tensor] = fused.merge(out_a, lse_a, out_b, lse_b, into=_room(out_a, lse_a))
     return merged
 
 
@@ -41,7 +42,8 @@ def merge_on_gpu_in_place(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Te
     fused = kernels("merge")
     if fused is None or not are_floats(out_a, lse_a, out_b, lse_b):
         _merge_in_place(out_a, lse_a, out_b, lse_b)
-    else:
+        return
+    with on_device_of(out_a):
         fused.merge(out_a, lse_a, out_b, lse_b, into=(out_a, lse_a))
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from para_core.collectives import LIBRARY
-from para_core.fused import are_floats, kernels
+from para_core.fused import are_floats, kernels, on_device_of
 from para_core.kernels import residual_reference
 
 LIBRARY.define("residual_change(Tensor now, Tensor before) -> Tensor")
@@ -19,7 +19,8 @@ def change_on_gpu(now: Tensor, before: Tensor) -> Tensor:
     fused = kernels("residual")
     if fused is None or not are_floats(now, before):
         return residual_reference.change(now, before)
-    found: Tensor = fused.change(now, before)
+    with on_device_of(now):
+        found: Tensor = fused.change(now, before)
     return found
 
 
@@ -27,7 +28,8 @@ def forecast_on_gpu(entry: Tensor, residuals: list[Tensor], weights: list[float]
     fused = kernels("residual")
     if fused is None or not are_floats(entry, *residuals) or len(residuals) > fused.MOST_RESIDUALS:
         return residual_reference.forecast(entry, residuals, weights)
-    found: Tensor = fused.forecast(entry, residuals, weights)
+    with on_device_of(entry):
+        found: Tensor = fused.forecast(entry, residuals, weights)
     return found
 
 

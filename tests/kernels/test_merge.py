@@ -1,5 +1,6 @@
 """The merge kernel: interpreted against float64, compiled for every GPU, and as an operator."""
 
+import os
 from unittest import mock
 
 import pytest
@@ -165,10 +166,15 @@ def test_without_triton_or_in_other_dtypes_the_gpu_takes_plain_pytorch():
     torch.testing.assert_close(merge_on_gpu(*sides), exactly(*sides))
     merge_on_gpu_in_place(*sides)
     torch.testing.assert_close(sides[:2], list(exactly(*[x.double() for x in partial_results((1, 2, 5, 8))])))
-    with mock.patch.object(fused, "import_module", side_effect=ModuleNotFoundError("no triton")):
+    missing = [
+        mock.patch.object(fused, "import_module", side_effect=ModuleNotFoundError("no triton")),
+        mock.patch.dict(os.environ, {"PATH": "", "CC": ""}),  # no compiler
+    ]
+    for patch in missing:
         fused.kernels.cache_clear()
-        sides = partial_results((1, 2, 5, 8), torch.bfloat16)
-        require_equal(merge_on_gpu(*sides), sides)
+        with patch:
+            sides = partial_results((1, 2, 5, 8), torch.bfloat16)
+            require_equal(merge_on_gpu(*sides), sides)
     fused.kernels.cache_clear()
 
 
