@@ -53,6 +53,7 @@ SECTIONS = (
     Section("sync", 40),
     Section("nccl", 60),
     Section("share", 60),
+    Section("attention", 110),
     Section("flux", 300),
 )
 

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from torch import Tensor
 
+from benchmarks.interpreted import interpreted
 from para_core.kernels.attention import attention
 from tests.kernels.attention_cases import OPTIONS, by_formula, check_lse, error, make
-from tests.kernels.interpreted import interpreted
 
 # What Triton's interpreter adds: it truncates float32 to bfloat16 where a GPU rounds, which doubles the error.
 BFLOAT16_IS_TRUNCATED = 2.5

@@ -1,0 +1,35 @@
+"""The benchmark of attention runs on a CPU, at tiny sizes, and writes what it found."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from benchmarks import attention
+from benchmarks.attention import Size
+
+
+def test_it_writes_a_json_and_a_plot(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(attention, "TINY", (Size(18, 16, False, heads=1, dtype="float16"),))
+    file = tmp_path / "attention.json"
+    assert attention.main(["--tiny", "--device", "cpu", "--output", str(file)]) == 0
+    found = json.loads(file.read_text())
+    assert {"device", "versions", "date"} <= set(found["environment"])
+    for row in found["rows"]:
+        assert row["TFLOP/s"] == pytest.approx(4 * 18 * 18 * 16 / row["ms"] / 1e9, abs=1e-3)
+    assert file.with_suffix(".png").stat().st_size > 1000
+    assert len(capsys.readouterr().out.splitlines()) == len(found["rows"]) == 4
+
+
+def test_work_and_bytes_are_those_of_the_formula():
+    assert Size(4096, 128, False, heads=24).flops == 4 * 24 * 4096**2 * 128
+    assert Size(4096, 128, True, heads=24).flops == 2 * 24 * 4096**2 * 128
+    assert Size(4096, 128, False, heads=24).bytes == 4 * 24 * 4096 * 128 * 2
+
+
+def test_without_a_gpu_it_says_so(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert attention.main([]) == 2
+    assert "needs a CUDA device" in capsys.readouterr().out
