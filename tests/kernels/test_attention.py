@@ -186,6 +186,28 @@ def test_a_last_dim_with_another_stride_is_copied_and_right():
     assert error(attention(*tensors)[0], by_formula(*tensors)[0]) < 1e-6
 
 
+def test_it_is_one_operator_of_a_whole_graph():
+    query, key, value = make(5, 18, batch=1)
+    so_far = attention(query, key, value, out_dtype=torch.float32)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+        return graph.forward
+
+    def step(query, key, value, out, lse):
+        return attention(query, key, value, is_causal=True, query_offset=13, so_far=(out, lse))
+
+    expected = step(query, key, value, *so_far)
+    found = torch.compile(step, backend=backend, fullgraph=True)(query, key, value, *so_far)
+    assert len(graphs) == 1
+    assert [name for name in graphs[0] if "getitem" not in name] == ["para_core.triton_attention.default"]
+    torch.testing.assert_close(found, expected)
+    arguments = (query, key, value, None, None, *so_far, False, 0, 0.25, torch.float16)
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.para_core.triton_attention.default, arguments, test_utils=checks)
+
+
 def test_what_it_does_not_take_is_said():
     query, key, value = make(5, 6, 264)
     with pytest.raises(ValueError, match="head dims are 264 and 264; this kernel takes at most 256"):
