@@ -5,13 +5,15 @@ Compiles with what Triton ships; needs no GPU. Writes benchmarks/results/kernel_
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.compiled import ARCHS, Compiled, compile_kernel
-from benchmarks.environment import write_results
+from benchmarks.environment import RESULTS, write_results
 from benchmarks.page_parts import fill
 from para_core.kernels import exchange, merge, residual
 
@@ -91,7 +93,7 @@ def _of_residuals() -> Iterator[Launch]:
             arguments |= {"num_elements": 16, "RESIDUALS": residuals, "BLOCK": residual.BLOCK}
             name = f"forecast {dtype} of {residuals}"
             yield Launch(residual.forecast_kernel, name, arguments, residual.NUM_WARPS, common)
-    sums = {"sums": "*fp32", "totals": "*fp32", "num_chunks": "i32", "BLOCK": residual.BLOCK}
+    sums = {"sums": "*fp32", "totals": "*fp32", "num_chunks": "i32", "BLOCK": residual.BLOCK, "STEPS": 1}
     yield Launch(residual.add_up_kernel, "change, adding up", sums, residual.NUM_WARPS)
 
 
@@ -108,8 +110,17 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--only", default="", help="compile launches with this in their name; the others stay as written"
+    )
+    only = parser.parse_args().only
+    written = json.loads((RESULTS / "kernel_resources.json").read_text())["launches"] if only else []
     rows = []
     for launch in launches():
+        if only not in launch.name:
+            rows += [row for row in written if row["launch"] == launch.name]
+            continue
         for arch in ARCHS:
             found = launch.compiled(arch)
             sizes = {name: getattr(found, name) for name in ("registers", "spills", "shared", "threads")}
