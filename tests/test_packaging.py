@@ -196,7 +196,7 @@ def test_mypy_sees_the_types_of_an_installed_para_core(environment, tmp_path):
     )
     mypy = [sys.executable, "-m", "mypy", "--python-executable", environment.python, "user.py"]
     output = run(*mypy, cwd=tmp_path)
-    assert "def (out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, Any]" in output
+    assert "def (out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, *, into: tuple[Any, Any] | None =) -> tuple" in output
 
 
 def test_the_tests_run_on_the_checkout_and_find_the_parts_in_it():
