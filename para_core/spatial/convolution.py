@@ -1,0 +1,127 @@
+"""Convolutions and pools along sharded rows: what their windows need comes from the ranks beside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from para_core.mesh import MeshDim
+from para_core.spatial import rows as plans
+from para_core.spatial.errors import unknown
+from para_core.spatial.fetch import fetch, start_fetch
+from para_core.spatial.rows import Layout
+from para_core.spatial.tag import Rows, rows_of, tagged
+
+Function = Callable[..., Any]
+# run(x, padding): the operator on local rows, with so many rows of padding at either end.
+Run = Callable[[Tensor, int], Tensor]
+
+
+def convolution(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    """``F.conv1d`` to ``F.conv3d``. One collective in which each rank gets ``extent // 2`` rows from either neighbour.
+
+    Rows that need nothing are computed while it is under way.
+    """
+    x, weight, bias, stride, padding, dilation, groups = _conv_arguments(*args, **kwargs)
+    rows, place = _place(func, x, weight.ndim - 2)
+    if place is None:
+        return tagged(func(x, weight, bias, stride, padding, dilation, groups), rows)
+    spatial = weight.ndim - 2
+    strides, dilations = _each(stride, spatial), _each(dilation, spatial)
+    extents = [d * (k - 1) + 1 for d, k in zip(dilations, weight.shape[2:], strict=True)]
+    paddings = _paddings(func, padding, extents, rows)
+
+    def run(part: Tensor, padded: int) -> Tensor:
+        around = [padded if i == place else p for i, p in enumerate(paddings)]
+        found: Tensor = func(part, weight, bias, strides, around, dilations, groups)
+        return found
+
+    return windowed(ranks, func, x, rows, extents[place], strides[place], paddings[place], run)
+
+
+def windowed(
+    ranks: MeshDim,
+    func: Function,
+    x: Tensor,
+    rows: Rows,
+    extent: int,
+    stride: int,
+    padding: int,
+    run: Run,
+    *,
+    fill: float = 0.0,
+) -> Tensor:
+    """What ``run`` makes of windows over sharded rows, of which ``fill`` stands over the edge."""
+    plan = plans.convolution(rows.layout, extent, stride, padding)
+    _require_rows(func, rows, plan.layout)
+    made = Rows(rows.dim, plan.layout)
+    split = plans.overlapped(rows.layout, extent, stride, padding)
+    if split is None:
+        return tagged(run(fetch(x, rows, plan.wanted, ranks, fill=fill), 0), made)
+    wanted = tuple(
+        [tuple([one for one in pair if one is not None]) for pair in zip(split.top, split.bottom, strict=True)]
+    )
+    finish = start_fetch(x, rows, wanted, ranks, fill=fill)
+    start, stop = split.middle[ranks.index]
+    out = run(x.narrow(rows.dim, start, stop - start), split.padding)
+    edges = finish()
+    if split.top[ranks.index] is not None:
+        out.narrow(rows.dim, 0, split.count).copy_(run(edges.pop(0), 0))
+    if split.bottom[ranks.index] is not None:
+        out.narrow(rows.dim, out.shape[rows.dim] - split.count, split.count).copy_(run(edges.pop(0), 0))
+    return tagged(out, made)
+
+
+def _require_rows(func: Function, rows: Rows, made: Layout) -> None:
+    if min(made) < 1:
+        raise unknown(func, rows, f"it would leave {list(made)} rows on them; every rank needs one")
+
+
+def _place(func: Function, x: Any, spatial: int) -> tuple[Rows, int | None]:
+    """The tag of ``x``, and which of its ``spatial`` last dims is sharded; None: its batch is."""
+    rows = rows_of(x)
+    if rows is None:
+        raise TypeError(
+            f"{getattr(func, '__name__', func)}: the input is whole on every rank, and weights are sharded."
+        )
+    place = rows.dim - (x.ndim - spatial)
+    if place >= 0:
+        if rows.outer > 1:
+            raise unknown(func, rows, "its windows would reach from one frame's rows to the next one's")
+        return rows, place
+    if rows.dim == 0 and x.ndim == spatial + 2:
+        return rows, None
+    raise unknown(func, rows, "its channels are sharded")
+
+
+def _conv_arguments(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> tuple[Any, ...]:
+    return input, weight, bias, stride, padding, dilation, groups
+
+
+def _each(value: Any, spatial: int) -> list[int]:
+    values = [value] if isinstance(value, int) else list(value)
+    return values * spatial if len(values) == 1 else values
+
+
+def _paddings(func: Function, padding: Any, extents: list[int], rows: Rows) -> list[int]:
+    if padding == "valid":
+        return [0] * len(extents)
+    if padding == "same":
+        if any(extent % 2 == 0 for extent in extents):
+            raise unknown(func, rows, f"padding='same' of windows of {extents} rows is not the same at both ends")
+        return [extent // 2 for extent in extents]
+    return _each(padding, len(extents))
+
+
+RULES: dict[Function, Any] = dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), convolution)

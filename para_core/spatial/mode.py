@@ -1,0 +1,94 @@
+"""The mode under which a model runs on a part of the rows: every function of torch is looked at, and most are local."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.overrides import TorchFunctionMode
+
+from para_core.mesh import MeshDim
+from para_core.spatial import convolution, norm
+from para_core.spatial.errors import unknown
+from para_core.spatial.fetch import gather, part_of
+from para_core.spatial.one_group import one_group
+from para_core.spatial.rows import Layout, even
+from para_core.spatial.tag import Rows, rows_of, tagged
+
+_RULES: dict[Callable[..., Any], Any] = {**convolution.RULES, **norm.RULES}
+
+
+class SpatialShardMode(TorchFunctionMode):
+    """Inside ``with SpatialShardMode(mesh) as rows:`` a model computes on this rank's rows of a picture, exactly.
+
+    >>> with SpatialShardMode(mesh) as rows:  # doctest: +SKIP
+    ...     y = rows.gather(model(rows.shard(x)))
+
+    What needs rows of other ranks gets them: convolutions a halo, norms their statistics, attention all keys. A function that is not
+    known, and that gets a tensor whose rows are sharded, is an error that names it.
+
+    Args:
+        mesh: all its ranks share the rows, in rank order; a DeviceMesh or a ProcessGroup.
+    """
+
+    def __init__(self, mesh: DeviceMesh | ProcessGroup | MeshDim) -> None:
+        super().__init__()
+        self.ranks = mesh if isinstance(mesh, MeshDim) else one_group(mesh)
+
+    def shard(self, x: Tensor, dim: int = -2, *, unit: int = 1, layout: Layout | None = None) -> Tensor:
+        """This rank's rows of ``x``, of which every rank holds all.
+
+        Args:
+            dim: along which rows are counted: -2 is the height of ``[..., H, W]``, -1 its width.
+            unit: ranks hold multiples of so many rows, but for the last one.
+            layout: how many rows each rank gets, instead of equally many.
+        """
+        dim = dim % x.ndim
+        layout = even(x.shape[dim], self.ranks.size, unit) if layout is None else layout
+        if sum(layout) != x.shape[dim] or len(layout) != self.ranks.size or min(layout) < 1:
+            raise ValueError(
+                f"layout {list(layout)} of {x.shape[dim]} rows on {self.ranks.size} ranks: expected one number >= 1 a rank, "
+                "which add up to the rows. With fewer rows than ranks, make a mesh of fewer ranks."
+            )
+        rows = Rows(dim, layout)
+        if self.ranks.size == 1:
+            return x
+        with torch._C.DisableTorchFunction():
+            return tagged(part_of(x, rows, self.ranks).clone(memory_format=torch.contiguous_format), rows)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """All rows of ``x`` on every rank; ``x`` itself where they are."""
+        rows = rows_of(x)
+        if rows is None:
+            return x
+        with torch._C.DisableTorchFunction():
+            return gather(x, rows, self.ranks)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        rows = _first_rows(args) or _first_rows(kwargs.values())
+        if rows is None:
+            return func(*args, **kwargs)
+        rule = _RULES.get(func)
+        if rule is None:
+            raise unknown(func, rows, "it is not known whether it mixes rows")
+        return rule(self.ranks, func, args, kwargs)
+
+
+def _first_rows(values: Iterable[Any]) -> Rows | None:
+    for value in values:
+        if isinstance(value, Tensor):
+            found = rows_of(value)
+        elif isinstance(value, (list, tuple)):
+            found = _first_rows(value)
+        else:
+            continue
+        if found is not None:
+            return found
+    return None

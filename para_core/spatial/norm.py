@@ -1,0 +1,77 @@
+"""Norms whose statistics reach over all rows: each rank's are exchanged, in float32 (float64 for float64)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from para_core.mesh import MeshDim
+from para_core.spatial.errors import unknown
+from para_core.spatial.fetch import all_ranks
+from para_core.spatial.tag import rows_of, tagged
+
+Function = Callable[..., Any]
+
+
+def group_norm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    """``F.group_norm`` of ``[B, C, ...]``: one all-gather of ``2 · B · groups`` numbers."""
+    x, groups, weight, bias, eps = _group_norm_arguments(*args, **kwargs)
+    rows = rows_of(x)
+    if rows is None or rows.dim == 1:
+        raise (
+            TypeError("group_norm: its channels, or its weights alone, are sharded.")
+            if rows is None
+            else unknown(func, rows, "its channels are sharded")
+        )
+    if rows.dim == 0:
+        return tagged(func(x, groups, weight, bias, eps), rows)
+    grouped = x.unflatten(1, (groups, -1)).flatten(2) if x.is_contiguous() else x.unflatten(1, (groups, -1))
+    var, mean = _moments(grouped)
+    found = all_ranks(torch.stack([var, mean]), ranks)
+    shares = torch.tensor(rows.layout, dtype=var.dtype, device=x.device)[:, None, None] / sum(rows.layout)
+    mean = (shares * found[:, 1]).sum(0)
+    # Of all rows around the common mean: what each rank found around its own, and how far that one is off.
+    var = (shares * (found[:, 0] + (found[:, 1] - mean).square())).sum(0)
+    rstd = torch.rsqrt(var + eps)
+    per_channel = x.shape[1] // groups
+    scale = rstd.repeat_interleave(per_channel, 1)
+    shift = (-mean * rstd).repeat_interleave(per_channel, 1)
+    if weight is not None:
+        scale, shift = scale * weight, shift * weight
+    if bias is not None:
+        shift = shift + bias
+    shape = (*x.shape[:2], *[1] * (x.ndim - 2))
+    return tagged(_scaled(x, scale.view(shape), shift.view(shape)), rows)
+
+
+def _moments(grouped: Tensor) -> tuple[Tensor, Tensor]:
+    """Variance and mean of ``[B, groups, ...]`` over all but the first two dims, in at least float32."""
+    dims = tuple(range(2, grouped.ndim))
+    if grouped.dtype in (torch.float32, torch.float64):
+        return torch.var_mean(grouped, dims, correction=0)
+    # Without a copy of the input in float32. What is lost by subtracting is far below what 16 bits can hold.
+    count = grouped[0, 0].numel()
+    mean = torch.sum(grouped, dims, dtype=torch.float32) / count
+    square = torch.linalg.vector_norm(grouped, 2, dims, dtype=torch.float32).square() / count
+    return (square - mean.square()).clamp_min(0), mean
+
+
+def _scaled(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    """``x · scale + shift``, computed in the type of ``scale``, in the type of ``x``."""
+    if torch.is_grad_enabled() and any(one.requires_grad for one in (x, scale, shift)):
+        return torch.addcmul(shift, x.to(scale.dtype), scale).to(x.dtype)
+    # Written at once in the type of x: no copy in float32.
+    return torch.addcmul(shift, x, scale, out=torch.empty_like(x))
+
+
+def _group_norm_arguments(
+    input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> tuple[Any, ...]:
+    return input, num_groups, weight, bias, eps
+
+
+RULES: dict[Function, Any] = {F.group_norm: group_norm}

@@ -1,0 +1,46 @@
+"""All ranks of a mesh as one group, in which rows are shared out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from para_core.agreement import exchange
+from para_core.mesh import GuidedMesh, MeshDim, find_or_make_group, guided_mesh
+
+
+def one_group(mesh: DeviceMesh | ProcessGroup | GuidedMesh) -> MeshDim:
+    """The ranks of ``mesh`` as one dim, over all its dims. Every rank of the mesh calls this."""
+    if isinstance(mesh, ProcessGroup):
+        return of_group(mesh)
+    guided = mesh if isinstance(mesh, GuidedMesh) else guided_mesh(mesh)
+    groups = [dim.group for dim in guided.dims if dim.group is not None]
+    if not groups:
+        return of_group(None)
+    if len(groups) == 1:
+        return of_group(groups[0])
+    members: list[int] = [record["rank"] for record in exchange({"rank": dist.get_rank()}, guided)]
+    return first_ranks(members, len(members), like=groups[0])
+
+
+def first_ranks(members: list[int], count: int, *, like: ProcessGroup) -> MeshDim:
+    """The first ``count`` of ``members`` (ranks of the world) as a group of their own; only they call this.
+
+    It is made once, is found again by its description, and has the backend and the timeout of ``like``.
+    """
+    chosen = sorted(members)[:count] if count == len(members) else members[:count]
+    options: dict[str, Any] = {
+        "backend": dist.get_backend(like),
+        "timeout": like._get_backend(like._device_types[0]).options._timeout,
+    }
+    return of_group(find_or_make_group(f"para_core: rows over ranks {chosen}", chosen, **options))
+
+
+def of_group(group: ProcessGroup | None) -> MeshDim:
+    """``group`` as the dim along which rows are shared out; None: this rank alone."""
+    if group is None or group.size() == 1:
+        return MeshDim("rows", 1, 0, "", None)
+    return MeshDim("rows", group.size(), group.rank(), group.group_name, group)
