@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from para_core.mesh import MeshDim
 from para_core.spatial import rows as plans
-from para_core.spatial.errors import unknown
+from para_core.spatial.errors import name_of, unknown
 from para_core.spatial.fetch import fetch, start_fetch
 from para_core.spatial.rows import Layout
 from para_core.spatial.tag import Rows, rows_of, tagged
@@ -124,4 +123,92 @@ def _paddings(func: Function, padding: Any, extents: list[int], rows: Rows) -> l
     return _each(padding, len(extents))
 
 
-RULES: dict[Function, Any] = dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), convolution)
+def conv_transpose(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    """``F.conv_transpose1d`` to ``3d``: each rank makes its rows of the output, from the rows of input that reach them."""
+    x, weight, bias, stride, padding, extra, groups, dilation = _transposed_arguments(*args, **kwargs)
+    spatial = weight.ndim - 2
+    rows, place = _place(func, x, spatial)
+    if place is None:
+        return tagged(func(x, weight, bias, stride, padding, extra, groups, dilation), rows)
+    strides, dilations, paddings, extras = (_each(one, spatial) for one in (stride, dilation, padding, extra))
+    step, inset = strides[place], paddings[place]
+    extent = dilations[place] * (weight.shape[2 + place] - 1) + 1
+    plan = plans.transposed(rows.layout, extent, step, inset, extras[place])
+    _require_rows(func, rows, plan.layout)
+    part = fetch(x, rows, plan.wanted, ranks)
+    paddings[place] = extras[place] = 0
+    out = func(part, weight, bias, strides, paddings, extras, groups, dilations)
+    start, stop = plans.held(plan.layout)[ranks.index]
+    # Its first row is the first one that the first row of input reaches.
+    first = plan.wanted[ranks.index][0] * step - inset
+    found = out.narrow(rows.dim, start - first, stop - start).contiguous()
+    return tagged(found, Rows(rows.dim, plan.layout))
+
+
+def pool(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    """``F.avg_pool1d`` to ``3d`` and ``F.max_pool1d`` to ``3d``."""
+    name = name_of(func)
+    largest, spatial = name.startswith("max"), int(name[-2])
+    read = _max_pool_arguments if largest else _avg_pool_arguments
+    x, kernel, stride, padding, dilation, ceil_mode, rest = read(*args, **kwargs)
+    rows, place = _place(func, x, spatial)
+    if place is None:
+        return tagged(func(*args, **kwargs), rows)
+    kernels, paddings, dilations = (_each(one, spatial) for one in (kernel, padding, dilation))
+    strides = kernels if stride is None or stride == [] else _each(stride, spatial)
+    if ceil_mode or rest:
+        raise unknown(func, rows, "ceil_mode, return_indices, divisor_override or count_include_pad=False is not built")
+
+    def run(part: Tensor, padded: int) -> Tensor:
+        around = [padded if i == place else p for i, p in enumerate(paddings)]
+        found: Tensor = func(part, kernels, strides, around, *([dilations] if largest else []))
+        return found
+
+    extent = dilations[place] * (kernels[place] - 1) + 1
+    fill = float("-inf") if largest else 0.0
+    return windowed(ranks, func, x, rows, extent, strides[place], paddings[place], run, fill=fill)
+
+
+def _transposed_arguments(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> tuple[Any, ...]:
+    return input, weight, bias, stride, padding, output_padding, groups, dilation
+
+
+def _max_pool_arguments(
+    input: Tensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> tuple[Any, ...]:
+    return input, kernel_size, stride, padding, dilation, ceil_mode, return_indices
+
+
+def _avg_pool_arguments(
+    input: Tensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> tuple[Any, ...]:
+    padded = any(_each(padding, 1))
+    return input, kernel_size, stride, padding, 1, ceil_mode, divisor_override or (padded and not count_include_pad)
+
+
+RULES: dict[str, Any] = {
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), convolution),
+    **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), conv_transpose),
+    **dict.fromkeys([f"{kind}_pool{spatial}d" for kind in ("avg", "max") for spatial in (1, 2, 3)], pool),
+}

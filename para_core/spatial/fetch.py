@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from para_core.collectives import all_gather, start_all_to_all, wait
+from para_core.collectives import all_gather, start_all_gather, start_all_to_all, wait
 from para_core.mesh import MeshDim
 from para_core.spatial.rows import Layout, Range, held
 from para_core.spatial.tag import Rows
@@ -83,6 +83,7 @@ def start_fetch(
         x: this rank's part, as ``rows`` says.
         wanted: every rank's ranges, in units of ``rows``. What is over the edge is filled with ``fill``.
     """
+    _require_no_gradient(x)
     plan = _plan(rows.layout, wanted, ranks.index)
     units = _units_first(x, rows)
     rest = units.shape[1:]
@@ -90,8 +91,7 @@ def start_fetch(
     travelling = None
     if not plan.silent:
         parts = [units.narrow(0, start, length).reshape(-1) for pieces in plan.sends for start, length in pieces]
-        # A part of x where nothing is sent: whether a gradient is asked for must not differ from rank to rank.
-        outgoing = torch.cat(parts) if parts else units.reshape(-1)[:0]
+        outgoing = parts[0].contiguous() if len(parts) == 1 else torch.cat(parts) if parts else units.new_empty(0)
         travelling = start_all_to_all(
             outgoing,
             [sum(length for _, length in pieces) * size for pieces in plan.sends],
@@ -133,8 +133,10 @@ def relayout(x: Tensor, rows: Rows, layout: Layout, ranks: MeshDim) -> Tensor:
 
 
 def gather(x: Tensor, rows: Rows, ranks: MeshDim) -> Tensor:
-    """All rows of ``x``, on every rank."""
-    return fetch(x, rows, [(0, sum(rows.layout))] * ranks.size, ranks)
+    """All rows of ``x``, on every rank; contiguous."""
+    _require_no_gradient(x)
+    units = all_gather(_units_first(x, rows), rows.layout, 0, ranks)
+    return _units_back([units], rows).contiguous()
 
 
 def part_of(x: Tensor, rows: Rows, ranks: MeshDim) -> Tensor:
@@ -147,7 +149,16 @@ def part_of(x: Tensor, rows: Rows, ranks: MeshDim) -> Tensor:
 
 def all_ranks(x: Tensor, ranks: MeshDim) -> Tensor:
     """``x`` of every rank, stacked: ``[ranks, ...]``. For statistics, which are small."""
-    return all_gather(x.unsqueeze(0), [1] * ranks.size, 0, ranks)
+    _require_no_gradient(x)
+    return wait(start_all_gather(x.reshape(-1), ranks)).view(ranks.size, *x.shape)
+
+
+def _require_no_gradient(x: Tensor) -> None:
+    if x.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(
+            "a gradient was asked for of rows that are sharded over ranks, and none is computed through what they exchange. Run "
+            "the model under torch.no_grad(), or on one rank."
+        )
 
 
 def _units_first(x: Tensor, rows: Rows) -> Tensor:

@@ -12,14 +12,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from para_core.mesh import MeshDim
-from para_core.spatial import convolution, norm
-from para_core.spatial.errors import unknown
+from para_core.spatial import convolution, local, norm, products, resample, views
+from para_core.spatial.errors import name_of, unknown
 from para_core.spatial.fetch import gather, part_of
 from para_core.spatial.one_group import one_group
 from para_core.spatial.rows import Layout, even
-from para_core.spatial.tag import Rows, rows_of, tagged
+from para_core.spatial.tag import Count, Rows, rows_of, tagged
 
-_RULES: dict[Callable[..., Any], Any] = {**convolution.RULES, **norm.RULES}
+# By name. What is not here raises where rows are sharded.
+RULES: dict[str, Any] = {
+    **local.RULES,
+    **views.RULES,
+    **convolution.RULES,
+    **norm.RULES,
+    **products.RULES,
+    **resample.RULES,
+}
 
 
 class SpatialShardMode(TorchFunctionMode):
@@ -49,10 +57,10 @@ class SpatialShardMode(TorchFunctionMode):
         """
         dim = dim % x.ndim
         layout = even(x.shape[dim], self.ranks.size, unit) if layout is None else layout
-        if sum(layout) != x.shape[dim] or len(layout) != self.ranks.size or min(layout) < 1:
+        if sum(layout) != x.shape[dim] or len(layout) != self.ranks.size or min(layout) < 2 * unit:
             raise ValueError(
-                f"layout {list(layout)} of {x.shape[dim]} rows on {self.ranks.size} ranks: expected one number >= 1 a rank, "
-                "which add up to the rows. With fewer rows than ranks, make a mesh of fewer ranks."
+                f"layout {list(layout)} of {x.shape[dim]} rows on {self.ranks.size} ranks: expected one number a rank, at "
+                f"least {2 * unit} (two units of {unit}), which add up to the rows. With fewer rows, make a mesh of fewer ranks."
             )
         rows = Rows(dim, layout)
         if self.ranks.size == 1:
@@ -72,23 +80,31 @@ class SpatialShardMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        rows = _first_rows(args) or _first_rows(kwargs.values())
-        if rows is None:
+        found = _first_sharded((*args, *kwargs.values()))
+        if found is None:
             return func(*args, **kwargs)
-        rule = _RULES.get(func)
-        if rule is None:
-            raise unknown(func, rows, "it is not known whether it mixes rows")
-        return rule(self.ranks, func, args, kwargs)
+        name = name_of(func)
+        rule = RULES.get(name) if isinstance(found, Rows) else local.FACTORIES.get(name)
+        if rule is not None:
+            return rule(self.ranks, func, args, kwargs)
+        if isinstance(found, Rows):
+            raise unknown(func, found, "it is not known whether it mixes rows")
+        return func(*args, **kwargs)
 
 
-def _first_rows(values: Iterable[Any]) -> Rows | None:
+def _first_sharded(values: Iterable[Any]) -> Rows | Count | None:
+    """The tag of the first sharded tensor; where there is none, the first size of one."""
+    count: Rows | Count | None = None
     for value in values:
         if isinstance(value, Tensor):
-            found = rows_of(value)
+            found: Rows | Count | None = rows_of(value)
         elif isinstance(value, (list, tuple)):
-            found = _first_rows(value)
+            found = _first_sharded(value)
+        elif isinstance(value, Count):
+            found = value
         else:
             continue
-        if found is not None:
+        if isinstance(found, Rows):
             return found
-    return None
+        count = count or found
+    return count

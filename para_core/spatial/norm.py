@@ -6,13 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from para_core.mesh import MeshDim
 from para_core.spatial.errors import unknown
 from para_core.spatial.fetch import all_ranks
-from para_core.spatial.tag import rows_of, tagged
+from para_core.spatial.tag import Rows, rows_of, tagged
 
 Function = Callable[..., Any]
 
@@ -62,8 +61,6 @@ def _moments(grouped: Tensor) -> tuple[Tensor, Tensor]:
 
 def _scaled(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """``x · scale + shift``, computed in the type of ``scale``, in the type of ``x``."""
-    if torch.is_grad_enabled() and any(one.requires_grad for one in (x, scale, shift)):
-        return torch.addcmul(shift, x.to(scale.dtype), scale).to(x.dtype)
     # Written at once in the type of x: no copy in float32.
     return torch.addcmul(shift, x, scale, out=torch.empty_like(x))
 
@@ -74,4 +71,14 @@ def _group_norm_arguments(
     return input, num_groups, weight, bias, eps
 
 
-RULES: dict[Function, Any] = {F.group_norm: group_norm}
+def batch_norm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    """``F.batch_norm`` with running statistics."""
+    x = args[0] if args else kwargs["input"]
+    rows = rows_of(x)
+    training = kwargs.get("training", args[5] if len(args) > 5 else False)
+    if rows is None or training or rows.dim == 1:
+        raise unknown(func, rows or Rows(0, (0,)), "in training its statistics reach over all rows. Call .eval() first")
+    return tagged(func(*args, **kwargs), rows)
+
+
+RULES: dict[str, Any] = {"group_norm": group_norm, "batch_norm": batch_norm}

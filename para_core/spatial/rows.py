@@ -136,3 +136,13 @@ def overlapped(layout: Layout, extent: int, stride: int, padding: int) -> Overla
         top.append(None if begin == 0 else (begin - half, begin - half + (count - 1) * stride + extent))
         bottom.append(None if end == sum(layout) else (end + half - (count - 1) * stride - extent, end + half))
     return Overlapped(made, tuple(middle), half, count, tuple(top), tuple(bottom))
+
+
+def scaled(layout: Layout, total: int) -> Layout:
+    """``total`` rows shared out where the same part of the picture is, as near as whole rows allow.
+
+    >>> scaled((4, 3), 14), scaled((4, 4), 4)
+    ((8, 6), (2, 2))
+    """
+    before = sum(layout)
+    return _shared_out(layout, total, lambda start: -(-start * total // before))

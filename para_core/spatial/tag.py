@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,3 +50,77 @@ def untagged(x: Tensor) -> Tensor:
     if hasattr(x, _TAG):
         delattr(x, _TAG)
     return x
+
+
+class Count(int):
+    """A number of local rows, which knows those of all ranks: what ``x.shape`` holds where ``x`` is sharded.
+
+    As a size it is this rank's. Where a model decides by it (compares, divides, takes a remainder), it is that of all rows, so that
+    every rank decides as one device would.
+
+    >>> rows = Count(3, (3, 4))
+    >>> (rows * 2).layout, rows > 5, rows % 2, rows // 1
+    ((6, 8), True, 1, 3)
+    """
+
+    layout: Layout
+
+    def __new__(cls, value: int, layout: Layout) -> Count:
+        made = super().__new__(cls, value)
+        made.layout = layout
+        return made
+
+    @property
+    def total(self) -> int:
+        return sum(self.layout)
+
+    def _with(self, other: Any, change: Callable[[int, int], int]) -> Any:
+        # Of two counts nobody knows what they mean together.
+        if type(other) is not int:
+            return change(int(self), int(other)) if isinstance(other, int) else NotImplemented
+        return Count(change(int(self), other), tuple([change(count, other) for count in self.layout]))
+
+    def __mul__(self, other: Any) -> Any:
+        return self._with(other, operator.mul)
+
+    def __add__(self, other: Any) -> Any:
+        return self._with(other, operator.add)
+
+    def __sub__(self, other: Any) -> Any:
+        return self._with(other, operator.sub)
+
+    def __floordiv__(self, other: Any) -> Any:
+        return self._with(other, operator.floordiv)
+
+    __rmul__ = __mul__
+    __radd__ = __add__
+
+    def __truediv__(self, other: Any) -> Any:
+        return self.total / _total(other)
+
+    def __mod__(self, other: Any) -> Any:
+        return self.total % _total(other)
+
+    def __lt__(self, other: Any) -> Any:
+        return self.total < _total(other)
+
+    def __le__(self, other: Any) -> Any:
+        return self.total <= _total(other)
+
+    def __gt__(self, other: Any) -> Any:
+        return self.total > _total(other)
+
+    def __ge__(self, other: Any) -> Any:
+        return self.total >= _total(other)
+
+
+def _total(value: Any) -> Any:
+    return value.total if isinstance(value, Count) else value
+
+
+def counted(shape: Sequence[Any]) -> tuple[int, Layout] | None:
+    """Which size of ``shape`` is a :class:`Count`, and its layout; None if none is."""
+    for dim, size in enumerate(shape):
+        if isinstance(size, Count):
+            return dim, size.layout
+    return None

@@ -1,0 +1,222 @@
+"""Running an autoencoder of diffusers on several ranks: each holds rows of the picture, or computes some of its tiles."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from para_core.adapters.models.vaes import VAES, VaeAdapter, rows_per_latent, vae_adapter
+from para_core.adapters.one_call import describe, random_state_of_first_rank
+from para_core.adapters.vae_result import Gather, delivered
+from para_core.agreement import Record, agree, signature
+from para_core.instance import has_compiled_parts, original_class, uncompiled, unwrap, wrap_method
+from para_core.make_mesh import init_context_parallel_mesh
+from para_core.mesh import GuidedMesh, MeshDim, one_guided_rank, require_process_group
+from para_core.spatial.mode import SpatialShardMode
+from para_core.spatial.one_group import first_ranks, one_group
+from para_core.spatial.rows import even
+from para_core.spatial.tag import Rows, untagged
+
+logger = logging.getLogger(__name__)
+
+Vae = TypeVar("Vae", bound=nn.Module)
+Method = Literal["exact", "tiled"]
+
+_KEY = "parallel_vae"
+# Beyond so many, what ranks wait for each other is more than what they save.
+_MANY = 8
+# Of an input larger than this, some of its values stand for all where ranks compare them.
+_MOST_COMPARED = 1 << 24  # bytes
+
+
+def parallelize_vae(
+    vae: Vae,
+    *,
+    mesh: DeviceMesh | ProcessGroup | GuidedMesh | None = None,
+    method: Method = "exact",
+    gather: Gather = "all",
+) -> Vae:
+    """Encode and decode each picture with this one autoencoder on all ranks of ``mesh``, which all call it alike.
+
+    Calling this again with other settings takes effect; :func:`unparallelize_vae` undoes it. Nothing is computed for a gradient.
+
+    Args:
+        vae: an autoencoder of diffusers (docs/vae.md lists them).
+        mesh: all its ranks take part, along whatever dims. Left out: all ranks; one where there is no process group.
+        method: ``"exact"``: every rank computes on rows of the picture (columns where it is wider than high), and gets from others
+            what convolutions, norms and attention need: the numbers of one device, up to floating-point order. What the VAE would
+            tile by itself (``enable_tiling``) is tiled. ``"tiled"``: diffusers' own tiling, its tiles shared out: bit by bit what
+            diffusers' tiling gives on one device, seams included.
+        gather: ``"all"`` ranks get the result, or only the ``"first"`` one of the mesh: the others get zeros of its shape.
+
+    Returns:
+        ``vae``.
+
+    Raises:
+        TypeError: an unknown class.
+        ValueError: an unknown ``method`` or ``gather``, or a class that has no tiling.
+        RuntimeError: it was compiled.
+    """
+    if method not in ("exact", "tiled") or gather not in ("all", "first"):
+        raise ValueError(
+            f"method={method!r}, gather={gather!r}; expected method='exact' or 'tiled', and gather='all' or 'first'."
+        )
+    module = uncompiled(vae)
+    adapter = vae_adapter(module)
+    if adapter is None:
+        raise TypeError(
+            f"{original_class(module).__name__} is not an autoencoder whose rows are known to be shared out over ranks. Supported "
+            f"are {', '.join(VAES)}."
+        )
+    if method == "tiled" and not adapter.tiled:
+        raise ValueError(f"{adapter.vae} of diffusers has no tiling to share out. Use method='exact'.")
+    unparallelize_vae(vae)
+    ranks = one_group(_mesh(mesh, module))
+    if ranks.size == 1:
+        return vae
+    if ranks.size > _MANY and ranks.index == 0:
+        logger.warning(
+            "parallelize_vae: %d ranks; beyond %d a picture of 720 rows is not decoded faster, for ranks wait for each other at every "
+            "layer. Pass a smaller mesh, and gather='first' if only one rank needs the picture.",
+            ranks.size,
+            _MANY,
+        )
+    run = _Run(module, adapter, ranks, method, gather)
+    wrap_method(module, adapter.encode, _KEY, run.encode)
+    wrap_method(module, adapter.decode, _KEY, run.decode)
+    for name in adapter.tiled:
+        if hasattr(module, name):
+            wrap_method(module, name, _KEY, run.tiles)
+    return vae
+
+
+def unparallelize_vae(vae: Vae) -> Vae:
+    """Undo :func:`parallelize_vae`; returns ``vae``, which is then what it was before."""
+    unwrap(uncompiled(vae), _KEY)
+    return vae
+
+
+def _mesh(
+    mesh: DeviceMesh | ProcessGroup | GuidedMesh | None, vae: nn.Module
+) -> DeviceMesh | ProcessGroup | GuidedMesh:
+    if mesh is not None:
+        return mesh
+    device_type = next(vae.parameters()).device.type
+    if not (dist.is_available() and dist.is_initialized()):
+        return one_guided_rank(device_type)
+    require_process_group("parallelize_vae")
+    return init_context_parallel_mesh(device_type)
+
+
+class _Run:
+    """One autoencoder on the ranks that share its rows."""
+
+    def __init__(self, vae: nn.Module, adapter: VaeAdapter, ranks: MeshDim, method: Method, gather: Gather) -> None:
+        self.adapter, self.ranks, self.method, self.gather = adapter, ranks, method, gather
+        self.mesh = GuidedMesh(ranks, one_guided_rank("cpu").sequence)
+        # Of fewer ranks, for pictures of few rows; made when first needed.
+        self.fewer: dict[int, MeshDim] = {ranks.size: ranks}
+        self.mode: SpatialShardMode | None = None
+
+    def encode(self, vae: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.run(vae, call, args, kwargs, rows_per_latent(vae))
+
+    def decode(self, vae: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.run(vae, call, args, kwargs, 1)
+
+    def run(self, vae: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], unit: int) -> Any:
+        """``call`` on this rank's rows, of which every rank holds a multiple of ``unit``, and at least two units."""
+        if self.mode is not None:  # one of these methods inside of another
+            return call(vae, *args, **kwargs)
+        if not args:
+            first = next(name for name in ("x", "z", "sample") if name in kwargs)
+            kwargs = dict(kwargs)
+            args = (kwargs.pop(first),)
+        x = args[0]
+        self.check(vae, x)
+        with torch.no_grad(), random_state_of_first_rank(self.mesh):
+            if self.method == "tiled" or self.adapter.only_tiled:
+                return self.in_tiles(vae, partial(call, vae, *args, **kwargs))
+            dim = (-1 if x.shape[-1] > x.shape[-2] else -2) % x.ndim
+            workers = self.workers(max(1, min(self.ranks.size, x.shape[dim] // (2 * unit))))
+            rows = Rows(dim, even(x.shape[dim], workers.size, unit))
+            compute = partial(self.in_rows, partial(call, vae), x, args[1:], kwargs, rows, workers)
+            return delivered(compute, workers.size, self.ranks, self.mesh, self.gather)
+
+    def in_rows(
+        self,
+        call: Callable[..., Any],
+        x: Tensor,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        rows: Rows,
+        workers: MeshDim,
+    ) -> Any:
+        """What ``call`` gives on this worker's rows."""
+        if workers.size == 1:
+            return call(x, *args, **kwargs)
+        self.mode = SpatialShardMode(workers)
+        try:
+            part = self.mode.shard(x, rows.dim, layout=rows.layout)
+            with self.mode:
+                return call(part, *args, **kwargs)
+        finally:
+            self.mode = None
+
+    def in_tiles(self, vae: Any, call: Callable[[], Any]) -> Any:
+        raise NotImplementedError
+
+    def tiles(self, vae: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A method that tiles gets all rows, and gives all."""
+        if self.mode is None:
+            return call(vae, *args, **kwargs)
+        whole = [untagged(self.mode.gather(x)) if isinstance(x, Tensor) else x for x in args]
+        with torch._C.DisableTorchFunction():
+            return call(vae, *whole, **kwargs)
+
+    def check(self, vae: Any, x: Tensor) -> None:
+        """Raise on every rank unless all can run, and have the same picture."""
+        problem: Exception | None = None
+        if x.requires_grad and torch.is_grad_enabled():
+            problem = RuntimeError(
+                "a gradient of the picture was asked for, and none is computed over ranks. Call it under torch.no_grad(), or "
+                "unparallelize_vae(vae)."
+            )
+        elif has_compiled_parts(vae):
+            problem = RuntimeError(
+                f"{self.adapter.vae} was compiled, and a compiled graph does not see the sizes of all ranks. Use it uncompiled, or "
+                "unparallelize_vae(vae)."
+            )
+        some = x if x.nbytes <= _MOST_COMPARED else x.flatten()[:: -(-x.nbytes // _MOST_COMPARED)]
+        tiling = {name: value for name, value in vars(vae).items() if name.startswith(("tile_", "use_"))}
+        given = {"sample": f"{list(x.shape)} {describe(some)}", "tiling": repr(sorted(tiling.items()))}
+        agree(problem or signature(given), self.mesh, explain=self.explain)
+
+    def explain(self, records: list[Record]) -> str:
+        differs = sorted({name for record in records for name in record if record[name] != records[0].get(name)})
+        rank = next(rank for rank, record in enumerate(records) if record != records[0])
+        return (
+            f"the ranks call this {self.adapter.vae} with different {' and '.join(differs)}: rank 0 has "
+            f"{records[0].get(differs[0])}, rank {rank} has {records[rank].get(differs[0])}. Every rank gives it the same picture, "
+            "and has the same settings; draw random numbers from a generator of the same seed on all ranks."
+        )
+
+    def workers(self, count: int) -> MeshDim:
+        """The first ``count`` ranks as a group; as a dim of ``count`` without a group where this rank is not among them."""
+        if count not in self.fewer:
+            members = dist.get_process_group_ranks(self.ranks.group) if self.ranks.group is not None else [0]
+            among = self.ranks.index < count and self.ranks.group is not None
+            self.fewer[count] = (
+                first_ranks(members, count, like=self.ranks.group)
+                if among and self.ranks.group is not None and count > 1
+                else MeshDim("rows", count, self.ranks.index, "", None)
+            )
+        return self.fewer[count]

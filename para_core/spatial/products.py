@@ -1,0 +1,203 @@
+"""Matrix products and attention over rows as tokens: queries stay, keys and values of all ranks are gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from para_core.mesh import MeshDim
+from para_core.spatial.errors import name_of, unknown
+from para_core.spatial.fetch import all_ranks, gather, part_of, relayout
+from para_core.spatial.tag import Rows, rows_of, tagged, untagged
+
+Function = Callable[..., Any]
+
+
+def linear(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    """``F.linear`` over another dim than that of rows."""
+    x = args[0] if args else kwargs["input"]
+    rows = rows_of(x)
+    if rows is None or rows.dim == x.ndim - 1:
+        raise unknown(func, rows or Rows(0, (0,)), "it contracts them")
+    return tagged(func(*args, **kwargs), rows)
+
+
+def matmul(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    """``matmul``, ``bmm``, ``@``: rows of the first operand stay; of the second they are gathered.
+
+    Where they are contracted on both sides, the ranks' products add up: linear attention sends a matrix of channels.
+    """
+    a, b = args[0], args[1]
+    if name_of(func) == "rmatmul":
+        a, b = b, a
+    return _product(ranks, func, a, b)
+
+
+def _product(ranks: MeshDim, func: Function, a: Tensor, b: Tensor) -> Tensor:
+    rows_a, rows_b = rows_of(a), rows_of(b)
+    if min(a.ndim, b.ndim) < 2:
+        raise unknown(func, rows_a or rows_b or Rows(0, (0,)), "one operand is a vector")
+    role_a, role_b = _role(a, rows_a, "row", "inner"), _role(b, rows_b, "inner", "column")
+    if role_a == "inner" and role_b in ("inner", None):
+        return _summed(ranks, func, a, b)
+    if role_a == "inner" and rows_a is not None:
+        a, rows_a, role_a = untagged(gather(a, rows_a, ranks)), None, None
+    if rows_b is not None and (role_b == "inner" or (role_b == "column" and role_a is not None)):
+        b, rows_b, role_b = untagged(gather(b, rows_b, ranks)), None, None
+    place_a, place_b = (None if r is None else r.dim - x.ndim for x, r in ((a, rows_a), (b, rows_b)))
+    if "batch" in (role_a, role_b):
+        if rows_a is not None and rows_b is not None:
+            if place_a != place_b or rows_a.outer != rows_b.outer or sum(rows_a.layout) != sum(rows_b.layout):
+                raise unknown(func, rows_a, f"with one sharded as {rows_b}")
+            b = relayout(b, rows_b, rows_a.layout, ranks)
+        else:
+            sharded, other, place = (a, b, place_a) if place_a is not None else (b, a, place_b)
+            if place is not None and other.ndim >= -place and other.shape[place] != 1:
+                raise unknown(func, rows_of(sharded) or Rows(0, (0,)), "with a batch that every rank holds whole")
+    rows, place = (rows_a, place_a) if rows_a is not None else (rows_b, place_b)
+    out = torch.matmul(a, b)
+    return out if rows is None or place is None else tagged(out, rows.at(out.ndim + place))
+
+
+def _role(x: Tensor, rows: Rows | None, second_last: str, last: str) -> str | None:
+    if rows is None:
+        return None
+    return {1: last, 2: second_last}.get(x.ndim - rows.dim, "batch")
+
+
+def _summed(ranks: MeshDim, func: Function, a: Tensor, b: Tensor) -> Tensor:
+    rows_a, rows_b = rows_of(a), rows_of(b)
+    if rows_a is None:
+        raise TypeError(f"{name_of(func)}: the first operand is whole on every rank.")
+    if rows_b is None:
+        b = part_of(b, rows_a.at(b.ndim - 2), ranks)
+    elif rows_b.outer != rows_a.outer or sum(rows_b.layout) != sum(rows_a.layout):
+        raise unknown(func, rows_a, f"with one sharded as {rows_b}")
+    else:
+        b = relayout(b, rows_b, rows_a.layout, ranks)
+    partial = torch.matmul(a, b)
+    wide = partial.float() if partial.dtype in (torch.float16, torch.bfloat16) else partial
+    return all_ranks(wide, ranks).sum(0).to(partial.dtype)
+
+
+def baddbmm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    """``baddbmm`` with ``beta=0``, as attention without a mask uses it."""
+    x, a, b = args
+    rows = rows_of(a) or rows_of(b) or rows_of(x)
+    if rows is None or kwargs.get("beta", 1) != 0:
+        raise unknown(func, rows or Rows(0, (0,)), "beta is not 0: the sum with a mask of local size is not exact")
+    out = _product(ranks, func, a, b)
+    alpha = kwargs.get("alpha", 1)
+    found = rows_of(out)
+    out = out if alpha == 1 else out * alpha
+    return out if found is None else tagged(out, found)
+
+
+def attention(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    """SDPA ``[..., S, D]``: this rank's queries attend to the keys of all ranks, which one collective gathers.
+
+    A causal mask over frames that was made for the local number of rows is widened to that of all; other local masks are errors.
+    """
+    query, key, value, mask, dropout_p, is_causal, scale, enable_gqa = _arguments(*args, **kwargs)
+    rows_q, rows_k = rows_of(query), rows_of(key)
+    rows = rows_q or rows_k or rows_of(value)
+    if rows is None:
+        raise TypeError("scaled_dot_product_attention: a mask is sharded, and queries, keys and values are not.")
+    if dropout_p > 0:
+        raise unknown(func, rows, "with dropout each rank would draw for its own tokens")
+    options = {"scale": scale, "enable_gqa": enable_gqa}
+    if any(found is not None and found.dim < x.ndim - 2 for x, found in ((query, rows_q), (key, rows_k))):
+        if not rows_q == rows_k == rows_of(value) or (mask is not None and mask.ndim == query.ndim):
+            raise unknown(func, rows, "its batch is sharded differently, or it has a mask of its own for each sample")
+        return tagged(F.scaled_dot_product_attention(query, key, value, mask, 0.0, is_causal, **options), rows)
+    if any(found is not None and found.dim == x.ndim - 1 for x, found in ((query, rows_q), (key, rows_k))):
+        raise unknown(func, rows, "they are its channels")
+    if rows_k is not None:
+        if rows_of(value) != rows_k:
+            raise unknown(func, rows_k, f"with values sharded as {rows_of(value)}")
+        key, value = _gathered(key, value, rows_k, ranks)
+    if rows_q is not None and is_causal:
+        mask, is_causal = _causal(rows_q, key.shape[-2], query.device, ranks), False
+    elif mask is not None:
+        mask = _mask(func, mask, rows_q, rows_k, ranks)
+    out = F.scaled_dot_product_attention(query, key, value, mask, 0.0, is_causal, **options)
+    return out if rows_q is None else tagged(out, rows_q.at(out.ndim - 2))
+
+
+def _gathered(key: Tensor, value: Tensor, rows: Rows, ranks: MeshDim) -> tuple[Tensor, Tensor]:
+    if key.shape[:-1] != value.shape[:-1]:
+        return gather(key, rows, ranks), gather(value, rows, ranks)
+    both = gather(torch.cat([key, value], -1), rows, ranks)
+    found = both.split([key.shape[-1], value.shape[-1]], -1)
+    return found[0], found[1]
+
+
+def _positions(rows: Rows, device: torch.device, ranks: MeshDim) -> Tensor:
+    """Of each of this rank's tokens, its place among all."""
+    return part_of(torch.arange(rows.total, device=device), rows.at(0), ranks)
+
+
+def _causal(rows: Rows, num_keys: int, device: torch.device, ranks: MeshDim) -> Tensor:
+    return _positions(rows, device, ranks)[:, None] >= torch.arange(num_keys, device=device)
+
+
+def _mask(func: Function, mask: Tensor, rows_q: Rows | None, rows_k: Rows | None, ranks: MeshDim) -> Tensor:
+    """``mask`` for this rank's queries and all keys."""
+    rows = rows_q or rows_k
+    if rows is None or rows_of(mask) is not None:
+        raise unknown(func, rows or Rows(0, (0,)), "its mask is sharded")
+    keys_known = rows_k is None or mask.shape[-1] in (1, rows_k.total)
+    queries = mask.shape[-2] if mask.ndim > 1 else 1
+    if keys_known and (rows_q is None or queries == 1):
+        return mask
+    if keys_known and rows_q is not None and queries == rows_q.total:
+        return part_of(mask, rows_q.at(mask.ndim - 2), ranks)
+    if rows_q is not None and rows_k is not None and rows_q.outer == rows_k.outer:
+        widened = _by_runs(mask, rows_q, rows_k, ranks)
+        if widened is not None:
+            return widened
+    raise unknown(
+        func,
+        rows,
+        f"its mask of shape {list(mask.shape)} is neither of all tokens nor the same for all tokens of a frame",
+    )
+
+
+def _by_runs(mask: Tensor, rows_q: Rows, rows_k: Rows, ranks: MeshDim) -> Tensor | None:
+    """A mask of local tokens that depends on their runs (frames) alone, for this rank's queries and all keys."""
+    queries, keys = rows_q.layout[ranks.index], rows_k.layout[ranks.index]
+    runs = rows_q.outer
+    if mask.ndim < 2 or mask.shape[-2:] != (runs * queries, runs * keys):
+        return None
+    blocks = mask.unflatten(-1, (runs, keys)).unflatten(-3, (runs, queries))
+    of_runs = blocks[..., :1, :, :1]
+    if not torch.equal(blocks, of_runs.expand_as(blocks)):
+        return None
+    every = of_runs.expand(*blocks.shape[:-3], queries, runs, sum(rows_k.layout))
+    found: Tensor = every.flatten(-2).flatten(-3, -2)
+    return found
+
+
+def _arguments(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> tuple[Any, ...]:
+    return query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+
+
+RULES: dict[str, Any] = {
+    "linear": linear,
+    **dict.fromkeys(("matmul", "bmm", "mm", "rmatmul"), matmul),
+    "baddbmm": baddbmm,
+    "scaled_dot_product_attention": attention,
+}

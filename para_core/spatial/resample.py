@@ -1,0 +1,181 @@
+"""Padding, interpolation and pixel shuffles along rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from para_core.mesh import MeshDim
+from para_core.spatial import rows as plans
+from para_core.spatial.errors import name_of, unknown
+from para_core.spatial.fetch import fetch, relayout
+from para_core.spatial.rows import Layout, held
+from para_core.spatial.tag import Count, Rows, rows_of, tagged
+
+Function = Callable[..., Any]
+
+
+def pad(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    """``F.pad``: over the picture's edge the first and the last rank pad, and they alone."""
+    x, widths, mode, value = _pad_arguments(*args, **kwargs)
+    rows = rows_of(x)
+    if rows is None:
+        raise unknown(func, Rows(0, (0,)), "an argument other than the first is sharded")
+    widths = list(widths)
+    at = 2 * (x.ndim - 1 - rows.dim)
+    before, after = (widths[at], widths[at + 1]) if at < len(widths) else (0, 0)
+    if not before and not after:
+        return tagged(func(x, widths, mode, value), rows)
+    if rows.outer > 1 or mode == "circular":
+        raise unknown(func, rows, "padding wraps around, or goes between frames")
+    least = max(before, after) + (mode == "reflect") if mode in ("reflect", "replicate") else max(-before, -after) + 1
+    if min(rows.layout[0], rows.layout[-1]) < least:
+        raise unknown(func, rows, f"padding by {before} and {after} rows needs {least} on the first and last rank")
+    first, last = ranks.index == 0, ranks.index == ranks.size - 1
+    widths[at], widths[at + 1] = before if first else 0, after if last else 0
+    layout = list(rows.layout)
+    layout[0] += before
+    layout[-1] += after
+    out = func(x, widths, mode, value) if any(widths) else x.clone()
+    return tagged(out, Rows(rows.dim, tuple(layout)))
+
+
+def pixel_shuffle(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    """Both shuffles: a row becomes ``factor``, or so many rows one; those that a factor parts are moved first."""
+    x = args[0] if args else kwargs["input"]
+    rows = rows_of(x)
+    shuffles = name_of(func) == "pixel_shuffle"
+    name = "upscale_factor" if shuffles else "downscale_factor"
+    factor = args[1] if len(args) > 1 else kwargs[name]
+    if rows is None or rows.outer > 1 or rows.dim == x.ndim - 3:
+        raise unknown(func, rows or Rows(0, (0,)), "its channels are sharded")
+    if rows.dim < x.ndim - 3:
+        return tagged(func(x, factor), rows)
+    if shuffles:
+        return tagged(func(x, factor), Rows(rows.dim, tuple([count * factor for count in rows.layout])))
+    layout = plans.multiples(rows.layout, factor)
+    x = relayout(x, rows, layout, ranks)
+    return tagged(func(x, factor), Rows(rows.dim, tuple([count // factor for count in layout])))
+
+
+# -- interpolation
+
+
+def interpolate(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    """``F.interpolate``: along rows by hand, from the rows of the input that each row of the output takes; else as it is."""
+    x, size, scale, mode, align, recompute, antialias = _interpolate_arguments(*args, **kwargs)
+    rows = rows_of(x)
+    spatial = x.ndim - 2
+    if rows is None or rows.outer > 1 or antialias or mode == "area":
+        raise unknown(func, rows or Rows(0, (0,)), f"mode={mode!r}, antialias={antialias} is not built")
+    place = rows.dim - 2
+    if place < 0:
+        if rows.dim == 1:
+            raise unknown(func, rows, "its channels are sharded")
+        return tagged(func(x, size, scale, mode, align, recompute), rows)
+    scales = None if scale is None else _each(scale, spatial)
+    sizes = None if size is None else _each(size, spatial)
+    if scales is not None:
+        factor = scales[place]
+        if mode in ("nearest", "nearest-exact") and factor == int(factor) and not recompute:
+            # Each row becomes so many; floating point is exact here.
+            made = Rows(rows.dim, tuple([count * int(factor) for count in rows.layout]))
+            return tagged(func(x, None, scales, mode), made)
+        total = math.floor(sum(rows.layout) * factor)
+        layout = plans.scaled(rows.layout, total)
+        step = 1 / factor if not recompute else sum(rows.layout) / total
+        others = [math.floor(count * one) for count, one in zip(x.shape[2:], scales, strict=True)]
+    elif sizes is not None:
+        # Read from a sharded tensor, or the number of all rows.
+        wanted = sizes[place]
+        layout = wanted.layout if isinstance(wanted, Count) else plans.scaled(rows.layout, wanted)
+        step = sum(rows.layout) / sum(layout)
+        others = list(sizes)
+    else:
+        raise unknown(func, rows, "neither size= nor scale_factor= is given")
+    found = _resample(ranks, x, rows, layout, step, mode, bool(align))
+    kept = found.shape[rows.dim]
+    if scales is None:
+        others[place] = kept
+        return tagged(func(found, others, None, mode, align), Rows(rows.dim, layout))
+    scales[place] = 1.0
+    return tagged(func(found, None, scales, mode, align, recompute), Rows(rows.dim, layout))
+
+
+@lru_cache(maxsize=256)
+def _taps(mode: str, total: int, made: int, step: float, align: bool, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """For rows ``start`` to ``stop`` of ``made``: which of ``total`` rows they take, and how much, ``[rows, taps]`` each."""
+    rows = torch.arange(start, stop, dtype=torch.float32)
+    if mode == "nearest":
+        return (rows * step).floor().long().clamp(0, total - 1)[:, None], torch.ones(stop - start, 1)
+    if mode == "nearest-exact":
+        return ((rows + 0.5) * step).floor().long().clamp(0, total - 1)[:, None], torch.ones(stop - start, 1)
+    source = rows * ((total - 1) / (made - 1) if made > 1 else 0.0) if align else (rows + 0.5) * step - 0.5
+    if mode != "bicubic":
+        source = source.clamp(min=0)
+        low = source.floor().long().clamp(max=total - 1)
+        share = (source - low).clamp(0, 1)
+        return torch.stack([low, (low + 1).clamp(max=total - 1)], 1), torch.stack([1 - share, share], 1)
+    low = source.floor()
+    t = (source - low)[:, None]
+    distance = torch.cat([t + 1, t, 1 - t, 2 - t], 1)
+    a = -0.75
+    near = ((a + 2) * distance - (a + 3)) * distance.square() + 1
+    far = ((distance - 5) * distance + 8) * distance * a - 4 * a
+    weights = torch.where(distance <= 1, near, far)
+    return (low.long()[:, None] + torch.arange(-1, 3)).clamp(0, total - 1), weights
+
+
+def _resample(ranks: MeshDim, x: Tensor, rows: Rows, layout: Layout, step: float, mode: str, align: bool) -> Tensor:
+    """The rows that ``layout`` gives this rank of ``x`` resampled along its rows alone."""
+    total, made = sum(rows.layout), sum(layout)
+    taps = [_taps(mode, total, made, step, align, start, stop) for start, stop in held(layout)]
+    wanted = [(int(index.min()), int(index.max()) + 1) for index, _ in taps]
+    part = fetch(x, rows, wanted, ranks)
+    index, weights = taps[ranks.index]
+    index = (index - wanted[ranks.index][0]).to(x.device)
+    if index.shape[1] == 1:
+        return part.index_select(rows.dim, index[:, 0])
+    wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+    shape = [-1] + [1] * (x.ndim - 1 - rows.dim)
+    found = sum(
+        part.index_select(rows.dim, index[:, tap]).to(wide) * weights[:, tap].to(x.device, wide).view(shape)
+        for tap in range(index.shape[1])
+    )
+    assert isinstance(found, Tensor)  # noqa: S101  not the 0 that sum begins with
+    return found.to(x.dtype)
+
+
+def _each(value: Any, spatial: int) -> list[Any]:
+    return [value] * spatial if isinstance(value, (int, float)) else list(value)
+
+
+def _pad_arguments(
+    input: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
+) -> tuple[Any, ...]:
+    return input, pad, mode, value
+
+
+def _interpolate_arguments(
+    input: Tensor,
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> tuple[Any, ...]:
+    return input, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias
+
+
+RULES: dict[str, Any] = {
+    "pad": pad,
+    "pixel_shuffle": pixel_shuffle,
+    "pixel_unshuffle": pixel_shuffle,
+    "interpolate": interpolate,
+}

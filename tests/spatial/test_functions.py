@@ -1,0 +1,276 @@
+"""Every function that is known to run on a part of the rows, on ranks and on one device; and what is refused."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from para_core.spatial.errors import MixesRows
+from para_core.spatial.mode import SpatialShardMode
+from tests.attention.one_device import relative_error
+
+HEIGHT, WIDTH = 14, 6
+
+
+def make_inputs(dim):
+    """An image ``[B, C, H, W]``, a clip ``[B, C, T, H, W]``, weights; ``dim`` is the longer one, over which rows are counted."""
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*shape):
+        return torch.randn(shape, generator=generator)
+
+    height, width = (HEIGHT, WIDTH) if dim == -2 else (WIDTH, HEIGHT)
+    return {
+        "image": randn(2, 8, height, width) + 1,
+        "other": randn(2, 8, height, width),
+        "clip": randn(1, 8, 3, height, width),
+        "weight": randn(8, 8, 3, 3) / 8,
+        "wide": randn(4, 8, 5, 5) / 14,
+        "even": randn(8, 8, 4, 4) / 11,
+        "volume": randn(4, 8, 3, 3, 3) / 14,
+        "line": randn(8, 8, 3) / 5,
+        "matrix": randn(12, 8) / 3,
+        "bias": randn(8),
+        "whole": randn(2, 1, height, width),
+    }
+
+
+def tokens(x):
+    return x.flatten(2).transpose(1, 2)
+
+
+def attend_by_products(x):
+    q = tokens(x)
+    scores = torch.baddbmm(torch.empty(q.shape[0], q.shape[1], q.shape[1]), q, q.transpose(1, 2), beta=0, alpha=0.3)
+    return torch.bmm(scores.softmax(dim=-1), q).transpose(1, 2).reshape(x.shape)
+
+
+def attend_linearly(x):
+    q = x.relu().flatten(2)
+    memory = torch.matmul(F.pad(q, (0, 0, 0, 1), value=1.0), q.transpose(1, 2))
+    return torch.matmul(memory, q).unflatten(-1, x.shape[-2:])
+
+
+def attend_over_frames(x):
+    """As HunyuanVideo's VAE: tokens in the order (T, H, W), causal by frames, by a mask of the sizes that are seen."""
+    frames, rows, columns = x.shape[2:]
+    q = x.permute(0, 2, 3, 4, 1).flatten(1, 3)
+    of_token = torch.arange(frames).repeat_interleave(rows * columns)
+    mask = torch.where(of_token[:, None] >= of_token, 0.0, float("-inf"))
+    out = F.scaled_dot_product_attention(q[:, None], q[:, None], q[:, None], attn_mask=mask)[:, 0]
+    return out.unflatten(1, (frames, rows, columns)).permute(0, 4, 1, 2, 3)
+
+
+def attend_within_pixels(x):
+    """As Mochi's VAE: over time, every pixel a sample."""
+    batch, _, _, rows, columns = x.shape
+    q = x.permute(0, 3, 4, 2, 1).flatten(0, 2).unflatten(-1, (2, 4)).transpose(1, 2)
+    out = F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).flatten(2)
+    return out.unflatten(0, (batch, rows, columns)).permute(0, 4, 3, 1, 2)
+
+
+def patchify(x):
+    batch, channels, rows, columns = x.shape
+    x = x.view(batch, channels, rows // 2, 2, columns // 2, 2).permute(0, 1, 3, 5, 2, 4).contiguous()
+    x = x.view(batch, channels * 4, rows // 2, columns // 2)
+    x = x.view(batch, channels, 2, 2, rows // 2, columns // 2).permute(0, 1, 4, 2, 5, 3)
+    return x.reshape(batch, channels, rows, columns)
+
+
+def downsample(x, weight):
+    return F.conv2d(F.pad(x, (0, 1, 0, 1)), weight, stride=2)
+
+
+def write_a_frame(x):
+    y = x.clone()
+    y[:, :, 1] = y[:, :, 0] * 2 + x[:, :, 2]
+    y[:, :, -1, :, :] += 1
+    return y
+
+
+CASES = {
+    "conv2d": lambda i: F.conv2d(i["image"], i["weight"], i["bias"], padding=1),
+    "conv2d 'same'": lambda i: F.conv2d(i["image"], i["wide"], padding="same"),
+    "conv2d 5 x 5": lambda i: F.conv2d(i["image"], i["wide"], padding=2),
+    "conv2d valid": lambda i: F.conv2d(i["image"], i["weight"]),
+    "conv2d stride": lambda i: F.conv2d(i["image"], i["weight"], stride=2, padding=1),
+    "conv2d stride, padded below": lambda i: downsample(i["image"], i["weight"]),
+    "conv2d stride 3": lambda i: F.conv2d(i["image"], i["wide"], stride=3, padding=2),
+    "conv2d even": lambda i: F.conv2d(i["image"], i["even"], stride=2, padding=1),
+    "conv2d dilation": lambda i: F.conv2d(i["image"], i["weight"], padding=2, dilation=2),
+    "conv2d much padding": lambda i: F.conv2d(i["image"], i["weight"], padding=2),
+    "conv2d groups": lambda i: F.conv2d(i["image"], i["weight"][:, :2], padding=1, groups=4),
+    "conv2d 1 x 1": lambda i: F.conv2d(i["image"], i["weight"][:, :, :1, :1]),
+    "conv2d of the batch": lambda i: F.conv1d(
+        i["image"].permute(0, 2, 1, 3).flatten(0, 1), i["line"], padding=1
+    ).unflatten(0, (2, -1)),
+    "conv1d of columns": lambda i: F.conv1d(i["image"][0].transpose(0, 1), i["line"], padding=1),
+    "conv3d": lambda i: F.conv3d(i["clip"], i["volume"], padding=1),
+    "conv3d causal": lambda i: F.conv3d(F.pad(i["clip"], (1, 1, 1, 1, 2, 0), mode="replicate"), i["volume"]),
+    "conv3d stride": lambda i: F.conv3d(F.pad(i["clip"], (1, 1, 1, 1, 2, 0)), i["volume"], stride=2),
+    "conv_transpose2d": lambda i: F.conv_transpose2d(i["image"], i["even"], i["bias"], stride=2, padding=1),
+    "conv_transpose2d extra": lambda i: F.conv_transpose2d(
+        i["image"], i["weight"], i["bias"], stride=2, padding=1, output_padding=1
+    ),
+    "conv_transpose2d patches": lambda i: F.conv_transpose2d(i["image"], i["even"][..., :2, :2], stride=2),
+    "conv_transpose2d stride 1": lambda i: F.conv_transpose2d(i["image"], i["weight"]),
+    "conv_transpose3d": lambda i: F.conv_transpose3d(i["clip"], i["volume"].transpose(0, 1), stride=(1, 2, 2)),
+    "pad reflect": lambda i: F.pad(i["image"], (2, 1, 1, 2), mode="reflect"),
+    "pad replicate": lambda i: F.pad(i["image"], (2, 1, 1, 2), mode="replicate"),
+    "pad constant": lambda i: F.pad(i["image"], (2, 1, 1, 2), value=3.0),
+    "pad negative": lambda i: F.pad(i["image"], (-1, -1, -1, -1)),
+    "group_norm": lambda i: F.group_norm(i["image"], 4, i["bias"], i["bias"]),
+    "group_norm far from zero": lambda i: F.group_norm(i["image"] + 100, 4),
+    "group_norm of a clip": lambda i: F.group_norm(i["clip"], 2),
+    "group_norm of frames": lambda i: F.group_norm(i["clip"].transpose(1, 2).flatten(0, 1), 2),
+    "layer_norm": lambda i: F.layer_norm(i["image"].permute(0, 2, 3, 1), (8,), i["bias"]).permute(0, 3, 1, 2),
+    "rms_norm": lambda i: F.rms_norm(i["image"].permute(0, 2, 3, 1), (8,), i["bias"]).permute(0, 3, 1, 2),
+    "normalize": lambda i: F.normalize(i["clip"], dim=1),
+    "batch_norm": lambda i: F.batch_norm(i["image"], i["bias"], i["bias"].square() + 1, i["bias"]),
+    "avg_pool2d": lambda i: F.avg_pool2d(i["image"], 2),
+    "avg_pool2d overlapping": lambda i: F.avg_pool2d(i["image"], 3, stride=1, padding=1),
+    "max_pool2d": lambda i: F.max_pool2d(i["image"] - 5, 3, stride=2, padding=1),
+    "avg_pool3d": lambda i: F.avg_pool3d(i["clip"], (1, 2, 2)),
+    "nearest": lambda i: F.interpolate(i["image"], scale_factor=2.0),
+    "nearest-exact": lambda i: F.interpolate(i["image"], scale_factor=(2.0, 3.0), mode="nearest-exact"),
+    "nearest to a size": lambda i: F.interpolate(i["image"], size=(9, 17)),
+    "nearest to the size of another": lambda i: F.interpolate(
+        F.interpolate(i["image"], scale_factor=2.0), size=i["other"].shape[-2:]
+    ),
+    "nearest to twice the size of another": lambda i: F.interpolate(
+        i["clip"], size=(3, i["clip"].shape[-2] * 2, 2 * i["clip"].size(-1))
+    ),
+    "bilinear": lambda i: F.interpolate(i["image"], scale_factor=2.0, mode="bilinear"),
+    "bilinear corners": lambda i: F.interpolate(i["image"], scale_factor=2.0, mode="bilinear", align_corners=True),
+    "bilinear down": lambda i: F.interpolate(i["image"], scale_factor=0.5, mode="bilinear"),
+    "bilinear to a size": lambda i: F.interpolate(i["image"], size=(11, 13), mode="bilinear"),
+    "bicubic": lambda i: F.interpolate(i["image"], scale_factor=2.0, mode="bicubic"),
+    "bicubic to a size": lambda i: F.interpolate(i["image"], size=(11, 13), mode="bicubic"),
+    "trilinear": lambda i: F.interpolate(i["clip"], scale_factor=(2.0, 2.0, 2.0), mode="trilinear"),
+    "pixel_shuffle": lambda i: F.pixel_shuffle(i["image"], 2),
+    "pixel_unshuffle": lambda i: F.pixel_unshuffle(i["image"], 2),
+    "patches": lambda i: patchify(i["image"]),
+    "attention": lambda i: (
+        F.scaled_dot_product_attention(*[tokens(i["image"])] * 3).transpose(1, 2).reshape(i["image"].shape)
+    ),
+    "causal attention": lambda i: F.scaled_dot_product_attention(*[tokens(i["image"])] * 3, is_causal=True),
+    "attention by products": lambda i: attend_by_products(i["image"]),
+    "linear attention": lambda i: attend_linearly(i["image"]),
+    "attention over frames": lambda i: attend_over_frames(i["clip"]),
+    "attention within pixels": lambda i: attend_within_pixels(i["clip"]),
+    "cross-attention": lambda i: F.scaled_dot_product_attention(
+        tokens(i["image"]), *[i["matrix"].expand(2, -1, -1)] * 2
+    ),
+    "linear": lambda i: F.linear(tokens(i["image"]), i["matrix"]).transpose(1, 2).unflatten(2, i["image"].shape[-2:]),
+    "mean of all": lambda i: i["image"].mean(),
+    "mean over pixels": lambda i: i["clip"].mean(dim=(2, 3, 4), keepdim=True) * i["clip"],
+    "mean over channels": lambda i: i["clip"].pow(2).mean(dim=1, keepdim=True),
+    "largest": lambda i: i["image"].amax(dim=(-2, -1)),
+    "with a whole one": lambda i: i["image"] * i["whole"] + i["bias"][:, None, None],
+    "another layout": lambda i: i["image"] + F.conv2d(F.pad(i["other"], (2, 0, 2, 0)), i["weight"]),
+    "in place": lambda i: i["image"].clone().mul_(i["other"]).add_(1).clamp_(-1, 1),
+    "cat and chunk": lambda i: torch.cat([i["image"], i["other"]], 1).chunk(4, dim=1)[2],
+    "stack and unbind": lambda i: torch.stack([i["image"], i["other"]], 1).unbind(0)[1],
+    "frames apart": lambda i: torch.cat([i["clip"][:, :, :1], i["clip"][:, :, 1:].flip(2)], dim=2)[:, :, [2, 0]],
+    "repeat_interleave": lambda i: i["image"].repeat_interleave(2, dim=1).repeat_interleave(2, dim=-1),
+    "rows left out": lambda i: i["image"][..., 1:-2, 2:],
+    "a frame written": lambda i: write_a_frame(i["clip"]),
+    "drawn": lambda i: torch.randn(i["image"].shape[-2:], generator=torch.Generator().manual_seed(3)) + i["image"],
+    "decided": lambda i: i["image"] if i["image"].shape[-2] * i["image"].shape[-1] > 80 else i["other"],
+    "padded to a multiple": lambda i: F.pad(
+        i["image"], (0, (4 - i["image"].shape[-1] % 4) % 4, 0, (4 - i["image"].shape[-2] % 4) % 4)
+    ),
+    "made zeros": lambda i: torch.zeros(2, 1, *i["image"].shape[-2:]) + i["image"],
+    "zeros": lambda i: torch.cat([i["clip"].new_zeros(1, 8, 1, *i["clip"].shape[-2:]), torch.zeros_like(i["clip"])], 2),
+}
+
+REFUSED = {
+    "roll": lambda i, dim: i["image"].roll(1, dim),
+    "sort": lambda i, dim: i["image"].sort(dim),
+    "cumsum": lambda i, dim: i["image"].cumsum(dim),
+    "softmax": lambda i, dim: i["image"].softmax(dim),
+    "normalize": lambda i, dim: F.normalize(i["image"], dim=dim),
+    "unfold": lambda i, dim: F.unfold(i["image"], 2),
+    "std": lambda i, dim: i["image"].std(),
+    "max": lambda i, dim: i["image"].max(),
+    "item": lambda i, dim: i["image"].item(),
+    "flip": lambda i, dim: i["image"].flip(dim),
+    "chunk": lambda i, dim: i["image"].chunk(2, dim),
+    "cat": lambda i, dim: torch.cat([i["image"], i["other"]], dim),
+    "getitem": lambda i, dim: i["image"].transpose(dim, -1)[..., 3],
+    "add": lambda i, dim: i["image"] + torch.ones([int(size) for size in i["image"].shape]),
+    "dropout": lambda i, dim: F.dropout(i["image"], training=True),
+    "adaptive_avg_pool2d": lambda i, dim: F.adaptive_avg_pool2d(i["image"], 3),
+    "grid_sample": lambda i, dim: F.grid_sample(i["image"], torch.zeros(2, 3, 3, 2), align_corners=False),
+    "interpolate": lambda i, dim: F.interpolate(i["image"], scale_factor=0.5, mode="bilinear", antialias=True),
+    "scaled_dot_product_attention": lambda i, dim: F.scaled_dot_product_attention(
+        *[tokens(i["image"])] * 3, attn_mask=torch.eye(tokens(i["image"]).shape[1])
+    ),
+    "einsum": lambda i, dim: torch.einsum("bchw->bc", i["image"]),
+    "randn_like": lambda i, dim: torch.randn_like(i["image"]),
+}
+
+
+def compute(dim):
+    inputs = make_inputs(dim)
+    found = {}
+    with torch.no_grad(), SpatialShardMode(dist.group.WORLD) as rows:
+        sharded = {
+            name: rows.shard(x, dim, unit=2) if name in ("image", "other", "clip") else x for name, x in inputs.items()
+        }
+        for name, case in CASES.items():
+            found[name] = rows.gather(case(sharded))
+        for name, case in REFUSED.items():
+            with pytest.raises(MixesRows, match=f"^{name} on a tensor of which dim"):
+                case(sharded, dim)
+    return found
+
+
+@pytest.mark.parametrize("dim", [-2, -1])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_each_function_equals_one_device_or_is_refused_by_name(rank_pool, world_size, dim):
+    inputs = make_inputs(dim)
+    errors = {}
+    for found in rank_pool.run(compute, world_size, dim):
+        for name, case in CASES.items():
+            errors[name] = max(errors.get(name, 0.0), relative_error(found[name], case(inputs)))
+    assert not {name: error for name, error in errors.items() if error > 1e-5}
+
+
+@torch.no_grad()
+def convolve_in_16_bits():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(4, 8), nn.SiLU(), nn.Conv2d(8, 4, 3, padding=1))
+    x = torch.randn(2, 3, 11, 7)
+    exact = model(x)
+    model, x = model.bfloat16(), x.bfloat16()
+    with SpatialShardMode(dist.group.WORLD) as rows:
+        found = rows.gather(model(rows.shard(x)))
+    return relative_error(found.float(), exact), relative_error(model(x).float(), exact)
+
+
+def test_sixteen_bits_are_as_far_from_float32_as_on_one_device(rank_pool):
+    for sharded, plain in rank_pool.run(convolve_in_16_bits, 2):
+        assert sharded < 1.1 * plain
+
+
+def ask_for_a_gradient():
+    model = nn.Conv2d(3, 8, 3, padding=1)
+    with SpatialShardMode(dist.group.WORLD) as rows:
+        model(rows.shard(torch.zeros(1, 3, 8, 5, requires_grad=True)))
+
+
+def test_a_gradient_is_an_error_that_says_what_to_do(rank_pool):
+    for error in rank_pool.run_expecting_errors(ask_for_a_gradient, 2):
+        assert isinstance(error, RuntimeError) and "torch.no_grad()" in str(error)
+
+
+def hold_too_few():
+    with SpatialShardMode(dist.group.WORLD) as rows:
+        rows.shard(torch.zeros(1, 3, 3, 5))
+
+
+def test_a_rank_with_one_row_is_an_error_that_names_the_numbers(rank_pool):
+    for error in rank_pool.run_expecting_errors(hold_too_few, 2):
+        assert isinstance(error, ValueError) and "layout [2, 1] of 3 rows on 2 ranks" in str(error)
