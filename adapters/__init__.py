@@ -16,6 +16,7 @@ from para_core.adapters.parallel import (
     unparallelize_transformer,
 )
 from para_core.adapters.propose.propose import Proposal, propose_plan
+from para_core.adapters.vae import parallelize_vae, unparallelize_vae
 
 __all__ = [
     "Adapter",
@@ -28,8 +29,10 @@ __all__ = [
     "calibrate_cache",
     "parallelize_pipe",
     "parallelize_transformer",
+    "parallelize_vae",
     "propose_plan",
     "remove_cache_from_pipe",
     "unparallelize_pipe",
     "unparallelize_transformer",
+    "unparallelize_vae",
 ]

@@ -13,17 +13,19 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from para_core.adapters.models.vaes import VAES, VaeAdapter, rows_per_latent, vae_adapter
+from para_core.adapters.models.vaes import REFUSED_VAES, VAES, VaeAdapter, rows_per_latent, vae_adapter
 from para_core.adapters.one_call import describe, random_state_of_first_rank
 from para_core.adapters.vae_result import Gather, delivered
 from para_core.agreement import Record, agree, signature
 from para_core.instance import has_compiled_parts, original_class, uncompiled, unwrap, wrap_method
 from para_core.make_mesh import init_context_parallel_mesh
 from para_core.mesh import GuidedMesh, MeshDim, one_guided_rank, require_process_group
+from para_core.spatial.fetch import gather as gather_rows
 from para_core.spatial.mode import SpatialShardMode
 from para_core.spatial.one_group import first_ranks, one_group
 from para_core.spatial.rows import even
-from para_core.spatial.tag import Rows, untagged
+from para_core.spatial.tag import Rows, rows_of
+from para_core.spatial.tiles import Tiles
 
 logger = logging.getLogger(__name__)
 
@@ -72,12 +74,12 @@ def parallelize_vae(
     module = uncompiled(vae)
     adapter = vae_adapter(module)
     if adapter is None:
-        raise TypeError(
-            f"{original_class(module).__name__} is not an autoencoder whose rows are known to be shared out over ranks. Supported "
-            f"are {', '.join(VAES)}."
-        )
-    if method == "tiled" and not adapter.tiled:
-        raise ValueError(f"{adapter.vae} of diffusers has no tiling to share out. Use method='exact'.")
+        name = original_class(module).__name__
+        reason = REFUSED_VAES.get(name, "nothing is known of it")
+        raise TypeError(f"{name} does not run on several ranks: {reason}. Supported are {', '.join(VAES)}.")
+    if method == "tiled" and not (adapter.tiled and adapter.shares_tiles):
+        reason = adapter.why_not_tiles or "diffusers has no tiling for it"
+        raise ValueError(f"the tiles of {adapter.vae} cannot be shared out: {reason}. Use method='exact'.")
     unparallelize_vae(vae)
     ranks = one_group(_mesh(mesh, module))
     if ranks.size == 1:
@@ -95,13 +97,25 @@ def parallelize_vae(
     for name in adapter.tiled:
         if hasattr(module, name):
             wrap_method(module, name, _KEY, run.tiles)
+    if adapter.tiled and adapter.shares_tiles:
+        for part in _parts(module):
+            wrap_method(part, "__call__", _KEY, run.tile)
+        if hasattr(module, "clear_cache"):
+            wrap_method(module, "clear_cache", _KEY, run.clear)
     return vae
 
 
 def unparallelize_vae(vae: Vae) -> Vae:
     """Undo :func:`parallelize_vae`; returns ``vae``, which is then what it was before."""
-    unwrap(uncompiled(vae), _KEY)
+    module = uncompiled(vae)
+    for part in (module, *_parts(module)):
+        unwrap(part, _KEY)
     return vae
+
+
+def _parts(vae: nn.Module) -> list[nn.Module]:
+    parts = [getattr(vae, name, None) for name in ("encoder", "decoder")]
+    return [part for part in parts if isinstance(part, nn.Module)]
 
 
 def _mesh(
@@ -124,7 +138,9 @@ class _Run:
         self.mesh = GuidedMesh(ranks, one_guided_rank("cpu").sequence)
         # Of fewer ranks, for pictures of few rows; made when first needed.
         self.fewer: dict[int, MeshDim] = {ranks.size: ranks}
+        # What runs now: on rows, and on tiles.
         self.mode: SpatialShardMode | None = None
+        self.sharing: Tiles | None = None
 
     def encode(self, vae: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.run(vae, call, args, kwargs, rows_per_latent(vae))
@@ -134,7 +150,7 @@ class _Run:
 
     def run(self, vae: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], unit: int) -> Any:
         """``call`` on this rank's rows, of which every rank holds a multiple of ``unit``, and at least two units."""
-        if self.mode is not None:  # one of these methods inside of another
+        if self.mode is not None or self.sharing is not None:  # one of these methods inside of another
             return call(vae, *args, **kwargs)
         if not args:
             first = next(name for name in ("x", "z", "sample") if name in kwargs)
@@ -144,8 +160,10 @@ class _Run:
         self.check(vae, x)
         with torch.no_grad(), random_state_of_first_rank(self.mesh):
             if self.method == "tiled" or self.adapter.only_tiled:
-                return self.in_tiles(vae, partial(call, vae, *args, **kwargs))
-            dim = (-1 if x.shape[-1] > x.shape[-2] else -2) % x.ndim
+                compute = partial(self.in_tiles, vae, partial(call, vae, *args, **kwargs))
+                return delivered(compute, self.ranks.size, self.ranks, self.mesh, self.gather)
+            # A waveform [B, C, length] has no height.
+            dim = (-1 if x.ndim == 3 or x.shape[-1] > x.shape[-2] else -2) % x.ndim
             workers = self.workers(max(1, min(self.ranks.size, x.shape[dim] // (2 * unit))))
             rows = Rows(dim, even(x.shape[dim], workers.size, unit))
             compute = partial(self.in_rows, partial(call, vae), x, args[1:], kwargs, rows, workers)
@@ -172,15 +190,41 @@ class _Run:
             self.mode = None
 
     def in_tiles(self, vae: Any, call: Callable[[], Any]) -> Any:
-        raise NotImplementedError
+        """``call`` under diffusers' own tiling."""
+        before, vae.use_tiling = vae.use_tiling, True
+        try:
+            return call()
+        finally:
+            vae.use_tiling = before
 
     def tiles(self, vae: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A method that tiles gets all rows, and gives all."""
-        if self.mode is None:
+        """A method that tiles: it gets all rows, and gives all. Its tiles are shared out."""
+        if self.sharing is not None or (self.mode is None and self.method == "exact" and not self.adapter.only_tiled):
             return call(vae, *args, **kwargs)
-        whole = [untagged(self.mode.gather(x)) if isinstance(x, Tensor) else x for x in args]
-        with torch._C.DisableTorchFunction():
-            return call(vae, *whole, **kwargs)
+        mode, self.mode = self.mode, None
+        ranks = self.ranks if mode is None else mode.ranks
+        try:
+            with torch._C.DisableTorchFunction():
+                whole = [gather_rows(x, rows, ranks) if (rows := rows_of(x)) else x for x in args]
+            if not self.adapter.shares_tiles:
+                return call(vae, *whole, **kwargs)
+            self.sharing = Tiles(ranks, GuidedMesh(ranks, one_guided_rank("cpu").sequence))
+            with self.sharing:
+                return self.sharing.finished(call(vae, *whole, **kwargs))
+        finally:
+            self.mode, self.sharing = mode, None
+
+    def tile(self, part: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One call of the encoder or the decoder, which is of one tile if tiles are shared out."""
+        if self.sharing is None:
+            return call(part, *args, **kwargs)
+        return self.sharing.call(partial(call, part), args, kwargs)
+
+    def clear(self, vae: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Where a cache of frames is emptied, a tile begins."""
+        if self.sharing is not None:
+            self.sharing.begin_tile()
+        return call(vae, *args, **kwargs)
 
     def check(self, vae: Any, x: Tensor) -> None:
         """Raise on every rank unless all can run, and have the same picture."""

@@ -17,7 +17,7 @@ from para_core.spatial.rows import Layout
 from para_core.spatial.tag import Rows, rows_of, untagged
 
 Gather = Literal["all", "first"]
-# What a result is made of, as JSON: "tensor", "distribution" (by its parameters), ["tuple", ...], ["module:Class", {field: ...}].
+# What a result is made of, as JSON: "tensor", "module:Class" of a distribution, ["tuple", [...]], ["module:Class", {field: ...}].
 Form = Any
 
 
@@ -123,7 +123,7 @@ def _form(value: Any) -> Form:
     if isinstance(value, Tensor):
         return "tensor"
     if _is_distribution(value):
-        return "distribution"
+        return f"{type(value).__module__}:{type(value).__name__}"
     if isinstance(value, (tuple, list)):
         return ["tuple", [_form(one) for one in value]]
     if isinstance(value, dict):
@@ -136,12 +136,14 @@ def _form(value: Any) -> Form:
 def _together(form: Form, tensors: Iterator[Tensor]) -> Any:
     if form == "tensor":
         return untagged(next(tensors))
-    if form == "distribution":
-        from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
-
-        return DiagonalGaussianDistribution(untagged(next(tensors)))
+    if isinstance(form, str):
+        return _class(form)(untagged(next(tensors)))
     kind, parts = form
     if kind == "tuple":
         return tuple([_together(one, tensors) for one in parts])
-    module, name = kind.split(":")
-    return getattr(import_module(module), name)(**{field: _together(one, tensors) for field, one in parts.items()})
+    return _class(kind)(**{field: _together(one, tensors) for field, one in parts.items()})
+
+
+def _class(name: str) -> Any:
+    module, _, qualified = name.partition(":")
+    return getattr(import_module(module), qualified)

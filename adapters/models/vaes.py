@@ -23,6 +23,11 @@ class VaeAdapter:
     tiled: tuple[str, ...] = ("tiled_encode", "tiled_decode")
     # Without tiling it does nothing at all.
     only_tiled: bool = False
+    why_not_tiles: str = ""  # why its tiles are not shared out, though it has a tiling
+
+    @property
+    def shares_tiles(self) -> bool:
+        return not self.why_not_tiles
 
 
 _KL = ("tiled_encode", "_tiled_encode", "tiled_decode")
@@ -43,23 +48,47 @@ VAES: Mapping[str, VaeAdapter] = {
         VaeAdapter("AutoencoderKLHunyuanVideo15"),
         VaeAdapter("AutoencoderKLLTX2Video"),
         VaeAdapter("AutoencoderKLLTXVideo"),
-        VaeAdapter("AutoencoderKLMagvit"),
+        VaeAdapter(
+            "AutoencoderKLMagvit", why_not_tiles="a tile leaves its last frames in its modules for the next call"
+        ),
         VaeAdapter("AutoencoderKLMochi"),
         VaeAdapter("AutoencoderKLQwenImage"),
         VaeAdapter("AutoencoderKLTemporalDecoder", encode="encode", decode="decode", tiled=_PLAIN),
         VaeAdapter("AutoencoderKLWan"),
-        VaeAdapter("AutoencoderTiny", encode="encode", decode="decode", tiled=("_tiled_encode", "_tiled_decode")),
+        # [B, C, length]: what is said of rows is said of samples of a waveform.
+        VaeAdapter("AutoencoderOobleck", tiled=("_tiled_encode", "_tiled_decode")),
+        VaeAdapter(
+            "AutoencoderTiny",
+            encode="encode",
+            decode="decode",
+            tiled=("_tiled_encode", "_tiled_decode"),
+            why_not_tiles="it blends each tile as soon as it has it",
+        ),
     )
+}
+
+
+# The others that a pipeline of diffusers has, and why their rows are not shared out.
+REFUSED_VAES: Mapping[str, str] = {
+    "AsymmetricAutoencoderKL": "its decoder takes a mask and an image, of which rows would have to be shared out alike",
+    "AutoencoderKLLTX2Audio": "it crops a spectrogram to a length computed from its number of frames, and is decoded in milliseconds",
+    "AutoencoderKLQwenImage21": "nobody tried yet",
+    "AutoencoderSAME": "nobody tried yet",
+    "ConsistencyDecoderVAE": "it draws noise at every step of its own denoising loop",
+    "MMAudioVAE": "nobody tried yet",
+    "VQModel": "it looks up codes by the place of each pixel",
 }
 
 
 def rows_per_latent(vae: Any) -> int:
     """How many rows of pixels become one row of latents."""
     config = vae.config
-    for found in (getattr(vae, "spatial_compression_ratio", None), getattr(config, "spatial_compression_ratio", None)):
+    # Asked of the instance, diffusers looks in the config, too, and warns.
+    own = [vars(vae).get(name) for name in ("spatial_compression_ratio", "hop_length")]
+    for found in (config.get("spatial_compression_ratio"), *own):
         if found is not None:
             return int(found)
-    channels = getattr(config, "block_out_channels", None) or config.encoder_block_out_channels
+    channels = config.get("block_out_channels") or config["encoder_block_out_channels"]
     return int(2 ** (len(channels) - 1))
 
 

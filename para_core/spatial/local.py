@@ -225,7 +225,7 @@ def drawn(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str,
     shape = list(_shape(args, kwargs))
     found = counted(shape)
     if found is None:
-        raise TypeError(f"{name_of(func)} of {shape}: no size of it is sharded.")
+        raise TypeError(f"{name_of(func)} of {shape}: expected one size that is sharded.")
     rows = Rows(*found)
     shape[rows.dim] = rows.total
     rest = {name: value for name, value in kwargs.items() if name != "size"}

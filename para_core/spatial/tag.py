@@ -119,8 +119,6 @@ def _total(value: Any) -> Any:
 
 
 def counted(shape: Sequence[Any]) -> tuple[int, Layout] | None:
-    """Which size of ``shape`` is a :class:`Count`, and its layout; None if none is."""
-    for dim, size in enumerate(shape):
-        if isinstance(size, Count):
-            return dim, size.layout
-    return None
+    """Which size of ``shape`` is a :class:`Count`, and its layout; None if none is, or more (a mask of tokens by tokens)."""
+    found = [(dim, size.layout) for dim, size in enumerate(shape) if isinstance(size, Count)]
+    return found[0] if len(found) == 1 else None

@@ -13,7 +13,7 @@ from para_core.mesh import MeshDim
 from para_core.spatial.errors import name_of, unknown
 from para_core.spatial.local import aligned
 from para_core.spatial.rows import Layout, held
-from para_core.spatial.tag import Rows, rows_of, tagged
+from para_core.spatial.tag import Count, Rows, rows_of, tagged
 
 Function = Callable[..., Any]
 
@@ -156,6 +156,8 @@ def _kept(part: slice, rows: Rows) -> tuple[Layout, list[slice]] | None:
     total = sum(rows.layout)
     if part.step not in (None, 1):
         return None
+    if isinstance(part.stop, Count) and part.stop.layout == tuple([rows.outer * count for count in rows.layout]):
+        part = slice(part.start, None)  # x[:x.shape[0]]
     start, stop, _ = part.indices(total)
     if (start, stop) == (0, total):
         return rows.layout, [slice(None)] * len(rows.layout)

@@ -1,0 +1,68 @@
+"""diffusers' own tiling with its tiles shared out: bit by bit what it gives on one device."""
+
+import pytest
+import torch
+
+from benchmarks.tiny_vaes import TINY_VAES, random_picture
+from para_core.adapters import parallelize_vae
+from para_core.adapters.models.vaes import VAES, rows_per_latent
+
+NAMES = [name for name, tiny in TINY_VAES.items() if VAES[tiny.cls].tiled and VAES[tiny.cls].shares_tiles]
+# A tile of one row is too small for what these encode with, on one device, too.
+NOT_ENCODED = ("CogVideoX", "Oobleck")
+
+
+def make_tiled(name):
+    """With tiles of 4 × 4 latents, of which the next one begins 3 later."""
+    vae = TINY_VAES[name].make()
+    vae.use_tiling = True
+    ratio = rows_per_latent(vae)
+    sizes = {
+        **dict.fromkeys(("tile_sample_min_size", "tile_sample_min_height", "tile_sample_min_width"), 4 * ratio),
+        **dict.fromkeys(("tile_sample_stride_height", "tile_sample_stride_width"), 3 * ratio),
+        **dict.fromkeys(("tile_latent_min_size", "tile_latent_min_height", "tile_latent_min_width"), 4),
+    }
+    for attribute, size in sizes.items():
+        if hasattr(vae, attribute):
+            setattr(vae, attribute, size)
+    return vae
+
+
+@torch.no_grad()
+def both_ways(name, method):
+    """What is decoded and encoded, and how many calls of the decoder and the encoder this rank computed."""
+    tiny, vae = TINY_VAES[name], make_tiled(name)
+    if method is not None:
+        parallelize_vae(vae, method=method)
+    calls = []
+    for part in (vae.decoder, vae.encoder):
+        part.register_forward_hook(lambda *_: calls.append(1))
+    found = [tiny.decode(vae, random_picture(tiny.latents))]
+    if name not in NOT_ENCODED:
+        found.append(tiny.encode(vae, random_picture(tiny.pixels)))
+    return found, len(calls)
+
+
+def require_equal(rank_pool, name, world_size, method):
+    expected, all_calls = both_ways(name, None)
+    reports = rank_pool.run(both_ways, world_size, name, method)
+    for found, _ in reports:
+        assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    assert sum(calls for _, calls in reports) == all_calls
+
+
+@pytest.mark.parametrize("name", ["KL", "Wan 2.1", "CogVideoX", "Allegro"])
+def test_tiles_on_two_ranks_are_bit_by_bit_those_of_one(rank_pool, name):
+    require_equal(rank_pool, name, 2, "tiled")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_tiles_of_every_autoencoder_are_bit_by_bit_those_of_one(rank_pool, name, world_size):
+    require_equal(rank_pool, name, world_size, "tiled")
+
+
+@pytest.mark.parametrize("name", ["KL", "HunyuanVideo"])
+def test_an_exact_vae_that_tiles_by_itself_is_tiled(rank_pool, name):
+    require_equal(rank_pool, name, 2, "exact")

@@ -1,0 +1,239 @@
+"""Autoencoders of diffusers on ranks, against the unmodified ones on one device."""
+
+from functools import cache
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.tiny_vaes import TINY_VAES, random_picture
+from para_core.adapters import parallelize_vae, unparallelize_vae
+from para_core.adapters import vae as vae_module
+from para_core.adapters.models.vaes import rows_per_latent
+from tests.attention.one_device import relative_error
+
+NAMES = list(TINY_VAES)
+# By tiles alone: tests/spatial/test_tiles.py.
+ROWS = [name for name in NAMES if name != "Allegro"]
+
+
+@torch.no_grad()
+def both_ways(names, wide, parallel, **options):
+    """What each autoencoder decodes and encodes: ``{(name, "decode"): tensor}``."""
+    found = {}
+    for name in names:
+        tiny = TINY_VAES[name]
+        vae = tiny.make()
+        if parallel:
+            parallelize_vae(vae, **options)
+        wide_here = wide and len(tiny.latents) > 3
+        found[name, "decode"] = tiny.decode(vae, random_picture(tiny.latents, wide=wide_here))
+        found[name, "encode"] = tiny.encode(vae, random_picture(tiny.pixels, wide=wide_here))
+    return found
+
+
+@cache
+def expected(name, wide):
+    return both_ways([name], wide, parallel=False)
+
+
+def require_equal(rank_pool, world_size, names, wide, tolerance=1e-5):
+    for found in rank_pool.run(both_ways, world_size, names, wide, parallel=True):
+        errors = {
+            key: relative_error(found[key], reference)
+            for name in names
+            for key, reference in expected(name, wide).items()
+        }
+        assert not {key: error for key, error in errors.items() if error > tolerance}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_decoding_and_encoding_on_two_ranks_equal_one_device(rank_pool, name):
+    require_equal(rank_pool, 2, [name], wide=False)
+
+
+def test_wide_pictures_on_three_ranks_equal_one_device(rank_pool):
+    require_equal(rank_pool, 3, ["KL", "DC", "Wan 2.1", "HunyuanVideo", "CogVideoX"], wide=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("name", ROWS)
+def test_every_autoencoder_on_more_ranks_and_both_directions_equals_one_device(rank_pool, name, world_size, wide):
+    require_equal(rank_pool, world_size, [name], wide)
+
+
+@torch.no_grad()
+def decode_few(height, gather):
+    tiny = TINY_VAES["KL"]
+    vae = parallelize_vae(tiny.make(), gather=gather)
+    x = random_picture((1, 4, height, 3))
+    picture = tiny.decode(vae, x)
+    return picture, tiny.encode(vae, picture) if gather == "all" else None
+
+
+@pytest.mark.parametrize("gather", ["all", "first"])
+@pytest.mark.parametrize("height", [7, 5, 3])  # rows for three ranks, two, and one
+def test_with_fewer_rows_fewer_ranks_work_and_the_others_receive(rank_pool, height, gather):
+    tiny, vae = TINY_VAES["KL"], TINY_VAES["KL"].make()
+    picture = tiny.decode(vae, random_picture((1, 4, height, 3)))
+    latents = tiny.encode(vae, picture)
+    for rank, (found, encoded) in enumerate(rank_pool.run(decode_few, 3, height, gather)):
+        if gather == "all":
+            assert relative_error(found, picture) < 1e-5
+            assert relative_error(encoded, latents) < 1e-5
+        elif rank == 0:
+            assert relative_error(found, picture) < 1e-5
+        else:
+            assert found.shape == picture.shape and not found.any()
+
+
+@torch.no_grad()
+def settings_of_a_vae(name):
+    tiny = TINY_VAES[name]
+    vae = tiny.make()
+    batch = random_picture((3, *tiny.latents[1:]))
+    plain = tiny.decode(vae, batch[:1])
+    found = {}
+    vae.enable_slicing()
+    parallelize_vae(vae)
+    found["slicing set before"] = relative_error(
+        tiny.decode(vae, batch), torch.cat([plain, tiny.decode(tiny.make(), batch[1:])])
+    )
+    vae.disable_slicing()
+    found["slicing taken back"] = relative_error(tiny.decode(vae, batch[:1]), plain)
+    half = tiny.make().bfloat16()
+    in_16_bits = tiny.decode(half, batch[:1].bfloat16())
+    parallelize_vae(half)
+    found["16 bits"] = relative_error(tiny.decode(half, batch[:1].bfloat16()).float(), plain)
+    found["16 bits alone"] = relative_error(in_16_bits.float(), plain)
+    return found
+
+
+def test_slicing_goes_on_and_off_and_16_bits_lose_no_more_than_alone(rank_pool):
+    for found in rank_pool.run(settings_of_a_vae, 2, "KL"):
+        assert found["16 bits"] < 1.2 * found["16 bits alone"]
+        assert max(found["slicing set before"], found["slicing taken back"]) < 1e-5
+
+
+@torch.no_grad()
+def on_and_off():
+    tiny = TINY_VAES["Wan 2.1"]
+    vae, other = tiny.make(), tiny.make()
+    x = random_picture(tiny.latents)
+    before = vars(vae).keys(), type(vae), type(vae.decoder)
+    plain = tiny.decode(vae, x)
+    parallelize_vae(vae)
+    parallelize_vae(vae, method="tiled")
+    assert type(other) is before[1] and type(vae) is not before[1]
+    parallelize_vae(vae)
+    sharded = tiny.decode(vae, x)
+    assert not any(hasattr(value, "_para_core_rows") for value in (x, sharded, *vae.parameters()))
+    assert unparallelize_vae(vae) is vae
+    assert (vars(vae).keys(), type(vae), type(vae.decoder)) == before and type(vae.decoder) is before[2]
+    return relative_error(sharded, plain), torch.equal(tiny.decode(vae, x), plain)
+
+
+def test_what_was_done_to_one_instance_is_undone_and_no_other_has_it(rank_pool):
+    for error, same in rank_pool.run(on_and_off, 2):
+        assert 0 < error < 1e-5 and same
+
+
+@torch.no_grad()
+def on_some_ranks():
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return None
+    return both_ways(["KL"], False, parallel=True, mesh=group)
+
+
+def test_a_group_that_does_not_begin_at_rank_0_runs(rank_pool):
+    for found in rank_pool.run(on_some_ranks, 3)[1:]:
+        for key, reference in expected("KL", False).items():
+            assert relative_error(found[key], reference) < 1e-5
+
+
+@torch.no_grad()
+def over_all_dims_of_a_mesh():
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("batch", "ulysses"))
+    return both_ways(["KL"], False, parallel=True, mesh=mesh)
+
+
+def test_all_ranks_of_a_mesh_share_the_rows_along_whatever_dims(rank_pool):
+    for found in rank_pool.run(over_all_dims_of_a_mesh, 4):
+        for key, reference in expected("KL", False).items():
+            assert relative_error(found[key], reference) < 1e-5
+
+
+def decode_differently(how):
+    tiny = TINY_VAES["KL"]
+    vae = parallelize_vae(tiny.make())
+    x = random_picture(tiny.latents, seed=dist.get_rank() if how == "latents" else 0)
+    if how == "settings" and dist.get_rank() == 1:
+        vae.enable_tiling()
+    if how == "gradient":
+        x.requires_grad_()
+    if how == "compiled":
+        vae.decoder.compile(backend="eager")
+    tiny.decode(vae, x)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("latents", "ranks call this AutoencoderKL with different sample"),
+        ("settings", "with different tiling"),
+        ("gradient", "a gradient of the picture was asked for"),
+        ("compiled", "AutoencoderKL was compiled"),
+    ],
+)
+def test_what_cannot_be_exact_is_an_error_on_every_rank(rank_pool, how, message):
+    for error in rank_pool.run_expecting_errors(decode_differently, 2, how):
+        assert isinstance(error, (ValueError, RuntimeError)) and message in str(error)
+
+
+def test_unknown_autoencoders_and_words_are_errors_that_name_them():
+    with pytest.raises(TypeError, match="Linear does not run on several ranks: nothing is known of it"):
+        parallelize_vae(torch.nn.Linear(1, 1))
+    with pytest.raises(ValueError, match="method='fast', gather='all'; expected method='exact' or 'tiled'"):
+        parallelize_vae(TINY_VAES["KL"].make(), method="fast")
+    with pytest.raises(ValueError, match="tiles of AutoencoderTiny cannot be shared out: it blends each tile as soon"):
+        parallelize_vae(TINY_VAES["Tiny"].make(), method="tiled")
+
+
+def warn_of_many(caplog_name):
+    import logging
+
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger(caplog_name).addHandler(handler)
+    vae_module._MANY = 1
+    try:
+        parallelize_vae(TINY_VAES["KL"].make())
+    finally:
+        vae_module._MANY = 8
+        logging.getLogger(caplog_name).removeHandler(handler)
+    return messages
+
+
+def test_more_ranks_than_a_picture_gains_from_are_named_in_the_log(rank_pool):
+    first, second = rank_pool.run(warn_of_many, 2, vae_module.logger.name)
+    assert "2 ranks; beyond 1" in first[0] and not second
+
+
+def test_without_a_process_group_nothing_is_changed():
+    vae = TINY_VAES["KL"].make()
+    cls = type(vae)
+    assert parallelize_vae(vae) is vae and type(vae) is cls
+
+
+def test_each_tiny_autoencoder_has_the_compression_that_is_read_from_it():
+    for name, tiny in TINY_VAES.items():
+        if name != "LTXVideo 0.9.5":
+            dims = (-1,) if len(tiny.latents) == 3 else (-2, -1)
+            ratio = rows_per_latent(tiny.make())
+            assert all(tiny.pixels[dim] // ratio == tiny.latents[dim] for dim in dims), name
