@@ -47,12 +47,16 @@ class ParallelCall:
         transformers: by the name of the component; each has its plan.
         apart: its branches of guidance are calls of their own, which are distributed over the ``batch`` mesh dim.
         assume_equal: arguments are not compared over the ranks.
+
+    Attributes:
+        vae: the autoencoder that was parallelized with the pipeline, if any.
     """
 
     def __init__(
         self, transformers: Mapping[str, nn.Module], mesh: GuidedMesh, *, apart: bool, assume_equal: bool
     ) -> None:
         self.mesh = mesh
+        self.vae: nn.Module | None = None
         self._transformers = transformers
         self._applied = {name: plan_mesh(module) for name, module in transformers.items()}
         self._apart = apart
@@ -114,10 +118,16 @@ class ParallelCall:
             )
 
 
+def parallel_call(pipe: Any) -> ParallelCall | None:
+    """What :meth:`ParallelCall.put_around` put around ``pipe``, if it did."""
+    found = getattr(wrapper(pipe, "__call__", _KEY), "__self__", None)
+    return found if isinstance(found, ParallelCall) else None
+
+
 def mesh_of(pipe: Any) -> GuidedMesh | None:
     """The ranks that run ``pipe``; None if it is not parallel."""
-    found = getattr(wrapper(pipe, "__call__", _KEY), "__self__", None)
-    return found.mesh if isinstance(found, ParallelCall) else None
+    found = parallel_call(pipe)
+    return None if found is None else found.mesh
 
 
 def remove_parallel_call(pipe: Any) -> None:

@@ -12,8 +12,15 @@ from torch import nn
 from para_core.adapters.adapter import Adapter, Text
 from para_core.adapters.mesh_choice import Mesh, guided_mesh_for
 from para_core.adapters.models.supported import plan_for, transformers_of
-from para_core.adapters.one_call import ParallelCall, remove_parallel_call, require_same_inputs, set_timeout
+from para_core.adapters.one_call import (
+    ParallelCall,
+    parallel_call,
+    remove_parallel_call,
+    require_same_inputs,
+    set_timeout,
+)
 from para_core.adapters.refusals import Case, When, cases_of, reason_against, refuse
+from para_core.adapters.vae import parallelize_vae, unparallelize_vae
 from para_core.cache.apply import cache_options
 from para_core.instance import original_class, uncompiled
 from para_core.mesh import GuidedMesh
@@ -31,6 +38,7 @@ def parallelize_pipe(
     timeout: timedelta | float | None = None,
     adapter: Adapter | None = None,
     assume_equal: bool = False,
+    vae: bool = False,
 ) -> Pipeline:
     """Generate each image of this one pipeline on all ranks of ``mesh``, exactly as on one.
 
@@ -51,6 +59,7 @@ def parallelize_pipe(
         adapter: what is to be known of a transformer that is not supported, or instead of what is known here.
         assume_equal: do not compare arguments over the ranks once per call. Arguments that differ then give wrong results or a
             hang. Random numbers are still those of the first rank.
+        vae: encode and decode on all ranks, too: ``parallelize_vae(pipe.vae, mesh=mesh)``.
 
     Returns:
         ``pipe``.
@@ -61,6 +70,7 @@ def parallelize_pipe(
     """
     unparallelize_pipe(pipe)
     refuse(When.PARALLELIZE, *cases_of(pipe, adapter))
+    autoencoder = _vae_of(pipe) if vae else None
     guided = guided_mesh_for(mesh, pipe)
     # What it is refused for on several ranks.
     refuse(When.PARALLELIZE, *cases_of(pipe, adapter, guided))
@@ -78,12 +88,25 @@ def parallelize_pipe(
         if timeout is not None:
             set_timeout(guided, timeout)
         apart = guided.batch.size > 1 and not any(plan is not None and plan.batched for plan in plans.values())
-        ParallelCall(transformers, guided, apart=apart, assume_equal=assume_equal).put_around(pipe)
+        around = ParallelCall(transformers, guided, apart=apart, assume_equal=assume_equal)
+        if autoencoder is not None:
+            around.vae = parallelize_vae(autoencoder, mesh=guided)
+        around.put_around(pipe)
     return pipe
+
+
+def _vae_of(pipe: Any) -> nn.Module:
+    found = getattr(pipe, "vae", None)
+    if not isinstance(found, nn.Module):
+        raise TypeError(f"vae=True: {original_class(pipe).__name__} has no autoencoder pipe.vae. Leave vae=True out.")
+    return found
 
 
 def unparallelize_pipe(pipe: Pipeline) -> Pipeline:
     """Undo :func:`parallelize_pipe`; returns ``pipe``, which is then what it was before."""
+    around = parallel_call(pipe)
+    if around is not None and around.vae is not None:
+        unparallelize_vae(around.vae)
     remove_parallel_call(pipe)
     for module in transformers_of(pipe).values():
         remove_plan(module)

@@ -17,7 +17,7 @@ from para_core.adapters.models.vaes import REFUSED_VAES, VAES, VaeAdapter, rows_
 from para_core.adapters.one_call import describe, random_state_of_first_rank
 from para_core.adapters.vae_result import Gather, delivered
 from para_core.agreement import Record, agree, signature
-from para_core.instance import has_compiled_parts, original_class, uncompiled, unwrap, wrap_method
+from para_core.instance import Order, has_compiled_parts, original_class, uncompiled, unwrap, wrap_method
 from para_core.make_mesh import init_context_parallel_mesh
 from para_core.mesh import GuidedMesh, MeshDim, one_guided_rank, require_process_group
 from para_core.spatial.fetch import gather as gather_rows
@@ -92,16 +92,16 @@ def parallelize_vae(
             _MANY,
         )
     run = _Run(module, adapter, ranks, method, gather)
-    wrap_method(module, adapter.encode, _KEY, run.encode)
-    wrap_method(module, adapter.decode, _KEY, run.decode)
+    wrap_method(module, adapter.encode, _KEY, run.encode, order=Order.PARALLEL)
+    wrap_method(module, adapter.decode, _KEY, run.decode, order=Order.PARALLEL)
     for name in adapter.tiled:
         if hasattr(module, name):
-            wrap_method(module, name, _KEY, run.tiles)
+            wrap_method(module, name, _KEY, run.tiles, order=Order.PARALLEL)
     if adapter.tiled and adapter.shares_tiles:
         for part in _parts(module):
-            wrap_method(part, "__call__", _KEY, run.tile)
+            wrap_method(part, "__call__", _KEY, run.tile, order=Order.PARALLEL)
         if hasattr(module, "clear_cache"):
-            wrap_method(module, "clear_cache", _KEY, run.clear)
+            wrap_method(module, "clear_cache", _KEY, run.clear, order=Order.PARALLEL)
     return vae
 
 
@@ -142,10 +142,10 @@ class _Run:
         self.mode: SpatialShardMode | None = None
         self.sharing: Tiles | None = None
 
-    def encode(self, vae: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def encode(self, call: Callable[..., Any], vae: Any, /, *args: Any, **kwargs: Any) -> Any:
         return self.run(vae, call, args, kwargs, rows_per_latent(vae))
 
-    def decode(self, vae: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def decode(self, call: Callable[..., Any], vae: Any, /, *args: Any, **kwargs: Any) -> Any:
         return self.run(vae, call, args, kwargs, 1)
 
     def run(self, vae: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], unit: int) -> Any:
@@ -197,7 +197,7 @@ class _Run:
         finally:
             vae.use_tiling = before
 
-    def tiles(self, vae: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def tiles(self, call: Callable[..., Any], vae: Any, /, *args: Any, **kwargs: Any) -> Any:
         """A method that tiles: it gets all rows, and gives all. Its tiles are shared out."""
         if self.sharing is not None or (self.mode is None and self.method == "exact" and not self.adapter.only_tiled):
             return call(vae, *args, **kwargs)
@@ -214,13 +214,13 @@ class _Run:
         finally:
             self.mode, self.sharing = mode, None
 
-    def tile(self, part: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def tile(self, call: Callable[..., Any], part: Any, /, *args: Any, **kwargs: Any) -> Any:
         """One call of the encoder or the decoder, which is of one tile if tiles are shared out."""
         if self.sharing is None:
             return call(part, *args, **kwargs)
         return self.sharing.call(partial(call, part), args, kwargs)
 
-    def clear(self, vae: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def clear(self, call: Callable[..., Any], vae: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Where a cache of frames is emptied, a tile begins."""
         if self.sharing is not None:
             self.sharing.begin_tile()

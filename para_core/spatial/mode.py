@@ -11,7 +11,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
-from para_core.mesh import MeshDim
+from para_core.agreement import agree, signature
+from para_core.mesh import MeshDim, SequenceMesh
 from para_core.spatial import convolution, local, norm, products, resample, views
 from para_core.spatial.errors import name_of, unknown
 from para_core.spatial.fetch import gather, part_of
@@ -41,11 +42,14 @@ class SpatialShardMode(TorchFunctionMode):
 
     Args:
         mesh: all its ranks share the rows, in rank order; a DeviceMesh or a ProcessGroup.
+        compare_calls: for finding out why a model hangs: before each function of sharded rows, one small exchange raises on every
+            rank unless all call the same function on rows that are sharded alike.
     """
 
-    def __init__(self, mesh: DeviceMesh | ProcessGroup | MeshDim) -> None:
+    def __init__(self, mesh: DeviceMesh | ProcessGroup | MeshDim, *, compare_calls: bool = False) -> None:
         super().__init__()
         self.ranks = mesh if isinstance(mesh, MeshDim) else one_group(mesh)
+        self._compare_calls = compare_calls
 
     def shard(self, x: Tensor, dim: int = -2, *, unit: int = 1, layout: Layout | None = None) -> Tensor:
         """This rank's rows of ``x``, of which every rank holds all.
@@ -84,6 +88,9 @@ class SpatialShardMode(TorchFunctionMode):
         if found is None:
             return func(*args, **kwargs)
         name = name_of(func)
+        if self._compare_calls and isinstance(found, Rows):
+            alone = MeshDim("ring", 1, 0, "", None)
+            agree(signature({"function": name, "rows": str(found)}), SequenceMesh(alone, self.ranks, "cpu"))
         rule = RULES.get(name) if isinstance(found, Rows) else local.FACTORIES.get(name)
         if rule is not None:
             return rule(self.ranks, func, args, kwargs)

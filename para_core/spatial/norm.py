@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from para_core.mesh import MeshDim
 from para_core.spatial.errors import unknown
 from para_core.spatial.fetch import all_ranks
+from para_core.spatial.rows import Layout
 from para_core.spatial.tag import Rows, rows_of, tagged
 
 Function = Callable[..., Any]
@@ -21,17 +23,13 @@ def group_norm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict
     x, groups, weight, bias, eps = _group_norm_arguments(*args, **kwargs)
     rows = rows_of(x)
     if rows is None or rows.dim == 1:
-        raise (
-            TypeError("group_norm: its channels, or its weights alone, are sharded.")
-            if rows is None
-            else unknown(func, rows, "its channels are sharded")
-        )
+        raise unknown(func, rows or Rows(0, (0,)), "its channels, or its weights alone, are sharded")
     if rows.dim == 0:
         return tagged(func(x, groups, weight, bias, eps), rows)
     grouped = x.unflatten(1, (groups, -1)).flatten(2) if x.is_contiguous() else x.unflatten(1, (groups, -1))
     var, mean = _moments(grouped)
     found = all_ranks(torch.stack([var, mean]), ranks)
-    shares = torch.tensor(rows.layout, dtype=var.dtype, device=x.device)[:, None, None] / sum(rows.layout)
+    shares = _shares(rows.layout, var.dtype, x.device)
     mean = (shares * found[:, 1]).sum(0)
     # Of all rows around the common mean: what each rank found around its own, and how far that one is off.
     var = (shares * (found[:, 0] + (found[:, 1] - mean).square())).sum(0)
@@ -45,6 +43,12 @@ def group_norm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict
         shift = shift + bias
     shape = (*x.shape[:2], *[1] * (x.ndim - 2))
     return tagged(_scaled(x, scale.view(shape), shift.view(shape)), rows)
+
+
+@lru_cache(maxsize=256)
+def _shares(layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Which share of all rows each rank holds, ``[ranks, 1, 1]``."""
+    return torch.tensor(layout, dtype=dtype, device=device)[:, None, None] / sum(layout)
 
 
 def _moments(grouped: Tensor) -> tuple[Tensor, Tensor]:

@@ -274,3 +274,14 @@ def hold_too_few():
 def test_a_rank_with_one_row_is_an_error_that_names_the_numbers(rank_pool):
     for error in rank_pool.run_expecting_errors(hold_too_few, 2):
         assert isinstance(error, ValueError) and "layout [2, 1] of 3 rows on 2 ranks" in str(error)
+
+
+def call_differently():
+    with torch.no_grad(), SpatialShardMode(dist.group.WORLD, compare_calls=True) as rows:
+        x = rows.shard(torch.zeros(1, 3, 8, 5)).relu()
+        return x.sin() if dist.get_rank() else x.cos()
+
+
+def test_calls_that_differ_between_ranks_are_named_where_they_are_compared(rank_pool):
+    for error in rank_pool.run_expecting_errors(call_differently, 2):
+        assert isinstance(error, ValueError) and "disagree about function: sequence rank 0 has cos" in str(error)

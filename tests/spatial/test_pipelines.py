@@ -1,0 +1,43 @@
+"""Whole pipelines whose VAE runs on all ranks, too."""
+
+import pytest
+import torch
+
+from benchmarks.tiny_pipelines import PIPELINES
+from para_core.adapters import parallelize_pipe, unparallelize_pipe
+from para_core.instance import is_wrapped
+from tests.adapters.test_pipelines import generate
+from tests.attention.one_device import relative_error
+from tests.tiny import cpu_mesh
+
+# From text; and from an image, which is encoded.
+NAMES = ["ovis", "chroma, image"]
+
+
+def generate_on_ranks(name):
+    pipe = PIPELINES[name].build()
+    alone = generate(pipe, name, output_type="pt")
+    parallelize_pipe(pipe, mesh=cpu_mesh(1, 2), vae=True)
+    assert is_wrapped(pipe.vae, "parallel_vae")
+    found = generate(pipe, name, output_type="pt")
+    unparallelize_pipe(pipe)
+    assert not is_wrapped(pipe.vae, "parallel_vae")
+    return relative_error(found, alone)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_pipeline_with_its_vae_on_all_ranks_generates_what_it_does_alone(rank_pool, name):
+    for error in rank_pool.run(generate_on_ranks, 2, name):
+        assert error < 1e-4
+
+
+def test_a_pipeline_without_a_vae_is_an_error_that_says_so(rank_pool):
+    for error in rank_pool.run_expecting_errors(ask_for_no_vae, 2):
+        assert isinstance(error, TypeError) and "has no autoencoder pipe.vae" in str(error)
+
+
+def ask_for_no_vae():
+    pipe = PIPELINES["ovis"].build()
+    pipe.vae = None
+    with torch.no_grad():
+        parallelize_pipe(pipe, mesh=cpu_mesh(1, 2), vae=True)
