@@ -12,6 +12,18 @@ import torch
 from torch import Tensor, nn
 
 
+def fill_randomly(module: nn.Module) -> nn.Module:
+    """``module`` in eval mode, with weights of which none is zero, the same in every process."""
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in module.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.ndim > 1:
+            parameter.data = noise / parameter[0].numel() ** 0.5
+        else:
+            parameter.data = 0.1 * noise + ("weight" in name)
+    return module.eval().requires_grad_(False)
+
+
 @dataclass(frozen=True)
 class TinyVae:
     """One autoencoder: how to make it, and the shapes of what it decodes and encodes, higher than wide."""
@@ -29,16 +41,9 @@ class TinyVae:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # Oobleck's weight_norm
             vae: Any = getattr(diffusers, self.cls)(**self.options)
-        generator = torch.Generator().manual_seed(0)
-        for name, parameter in vae.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.ndim > 1:
-                parameter.data = noise / parameter[0].numel() ** 0.5
-            else:
-                parameter.data = 0.1 * noise + ("weight" in name)
+        made = fill_randomly(vae)
         for name, value in self.settings.items():
             setattr(vae, name, value)
-        made: nn.Module = vae.eval().requires_grad_(False)
         return made
 
     def decode(self, vae: Any, latents: Tensor) -> Tensor:

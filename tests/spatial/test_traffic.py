@@ -1,0 +1,71 @@
+"""What a decode sends, counted, against a formula over the unmodified VAE's layers."""
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.tiny_vaes import TINY_VAES, random_picture
+from benchmarks.vae_traffic import PeakMemory, RowTraffic
+from para_core.adapters import parallelize_vae
+
+FLOAT = 4
+
+
+@torch.no_grad()
+def decode_and_count():
+    tiny = TINY_VAES["KL"]
+    vae = parallelize_vae(tiny.make())
+    with RowTraffic() as traffic:
+        tiny.decode(vae, random_picture((1, 4, 12, 5)))
+    return traffic.collectives, traffic.bytes
+
+
+@torch.no_grad()
+def expected_of(rank, ranks):
+    """Collectives and bytes of ``rank``: rows that convolutions lack, statistics, keys and values, and the picture."""
+    tiny = TINY_VAES["KL"]
+    vae = tiny.make()
+    collectives, sent = 0, 0
+    neighbours = (rank > 0) + (rank < ranks - 1)
+
+    def note(module, given, out):
+        nonlocal collectives, sent
+        x = given[0]
+        if isinstance(module, nn.Conv2d) and module.kernel_size[0] == 3:
+            collectives += 1
+            sent += neighbours * x[:, :, :1].numel() * FLOAT
+        elif isinstance(module, nn.GroupNorm):
+            collectives += 1
+            sent += (ranks - 1) * 2 * x.shape[0] * module.num_groups * FLOAT
+        elif type(module).__name__ == "Attention":
+            collectives += 1
+            sent += (ranks - 1) * 2 * x.numel() // ranks * FLOAT
+
+    for module in vae.modules():
+        module.register_forward_hook(note)
+    picture = tiny.decode(vae, random_picture((1, 4, 12, 5)))
+    return collectives + 1, sent + (ranks - 1) * picture.numel() // ranks * FLOAT
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_decode_sends_halos_statistics_keys_and_the_picture_and_nothing_else(rank_pool, ranks):
+    found = rank_pool.run(decode_and_count, ranks)
+    assert found == [expected_of(rank, ranks) for rank in range(ranks)]
+
+
+@torch.no_grad()
+def most_memory(parallel):
+    tiny = TINY_VAES["KL"]
+    vae = tiny.make()
+    if parallel:
+        parallelize_vae(vae, gather="first")
+    with PeakMemory() as memory:
+        tiny.decode(vae, random_picture((1, 4, 32, 16)))
+    return memory.peak
+
+
+def test_a_rank_of_two_holds_little_more_than_half_of_the_activations(rank_pool):
+    alone = most_memory(False)
+    for rank, found in enumerate(rank_pool.run(most_memory, 2, True)):
+        # The first rank gets the picture, too: 3 channels of it beside the 8 of the last layer.
+        assert found < (0.85 if rank == 0 else 0.65) * alone
