@@ -220,6 +220,16 @@ def made(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, 
     return out if found is None else tagged(out, Rows(*found))
 
 
+def spread(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    """``x.expand`` of a tensor that every rank holds whole to such a shape: each of its rows is the same."""
+    out: Tensor = func(*args, **kwargs)
+    sizes = args[1] if isinstance(args[1], (list, tuple)) else args[1:]
+    found = counted(sizes)
+    if found is None or out.stride(found[0]) != 0:
+        return out
+    return tagged(out, Rows(*found))
+
+
 def drawn(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """``torch.randn`` and ``torch.rand`` of such a shape: drawn for all rows, as on one device, of which this rank takes its own."""
     shape = list(_shape(args, kwargs))
@@ -287,4 +297,5 @@ RULES: dict[str, Any] = {
 FACTORIES: dict[str, Any] = {
     **dict.fromkeys(("zeros", "ones", "empty", "full"), made),
     **dict.fromkeys(("randn", "rand"), drawn),
+    **dict.fromkeys(("expand", "broadcast_to"), spread),
 }

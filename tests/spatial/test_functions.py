@@ -181,6 +181,7 @@ CASES = {
     "padded to a multiple": lambda i: F.pad(
         i["image"], (0, (4 - i["image"].shape[-1] % 4) % 4, 0, (4 - i["image"].shape[-2] % 4) % 4)
     ),
+    "spread": lambda i: i["bias"][:, None, None].broadcast_to(8, *i["image"].shape[-2:]).mul(2) + i["image"],
     "made zeros": lambda i: torch.zeros(2, 1, *i["image"].shape[-2:]) + i["image"],
     "zeros": lambda i: torch.cat([i["clip"].new_zeros(1, 8, 1, *i["clip"].shape[-2:]), torch.zeros_like(i["clip"])], 2),
 }
