@@ -11,6 +11,13 @@ import diffusers
 import torch
 from torch import Tensor, nn
 
+from para_core.adapters.models.vaes import rows_per_latent
+
+# A tile of one row, as the last ones of make_tiled are, is too small for what this one encodes with, on one device, too.
+NO_TILES_ENCODED = ("CogVideoX",)
+# With which diffusers' own tiling fails on one device: a padding by reflection of one column; five sizes of an image; an odd tile.
+NOT_TILED = ("LTX2Video", "HunyuanImage", "HunyuanImageRefiner")
+
 
 def fill_randomly(module: nn.Module) -> nn.Module:
     """``module`` in eval mode, with weights of which none is zero, the same in every process."""
@@ -44,6 +51,22 @@ class TinyVae:
         made = fill_randomly(vae)
         for name, value in self.settings.items():
             setattr(vae, name, value)
+        return made
+
+    def make_tiled(self) -> nn.Module:
+        """With tiles of 4 × 4 latents, of which the next one begins 3 later: small enough for the pictures here."""
+        vae: Any = self.make()
+        vae.use_tiling = True
+        ratio = rows_per_latent(vae)
+        sizes = {
+            **dict.fromkeys(("tile_sample_min_size", "tile_sample_min_height", "tile_sample_min_width"), 4 * ratio),
+            **dict.fromkeys(("tile_sample_stride_height", "tile_sample_stride_width"), 3 * ratio),
+            **dict.fromkeys(("tile_latent_min_size", "tile_latent_min_height", "tile_latent_min_width"), 4),
+        }
+        for attribute, size in sizes.items():
+            if hasattr(vae, attribute):
+                setattr(vae, attribute, size)
+        made: nn.Module = vae
         return made
 
     def decode(self, vae: Any, latents: Tensor) -> Tensor:

@@ -56,7 +56,11 @@ VAES: Mapping[str, VaeAdapter] = {
         VaeAdapter("AutoencoderKLTemporalDecoder", encode="encode", decode="decode", tiled=_PLAIN),
         VaeAdapter("AutoencoderKLWan"),
         # [B, C, length]: what is said of rows is said of samples of a waveform.
-        VaeAdapter("AutoencoderOobleck", tiled=("_tiled_encode", "_tiled_decode")),
+        VaeAdapter(
+            "AutoencoderOobleck",
+            tiled=("_tiled_encode", "_tiled_decode"),
+            why_not_tiles="it asks for each tile's length as soon as it has it",
+        ),
         VaeAdapter(
             "AutoencoderTiny",
             encode="encode",

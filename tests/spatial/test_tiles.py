@@ -3,42 +3,28 @@
 import pytest
 import torch
 
-from benchmarks.tiny_vaes import TINY_VAES, random_picture
+from benchmarks.tiny_vaes import NO_TILES_ENCODED, NOT_TILED, TINY_VAES, random_picture
 from para_core.adapters import parallelize_vae
-from para_core.adapters.models.vaes import VAES, rows_per_latent
+from para_core.adapters.models.vaes import VAES
 
-NAMES = [name for name, tiny in TINY_VAES.items() if VAES[tiny.cls].tiled and VAES[tiny.cls].shares_tiles]
-# A tile of one row is too small for what these encode with, on one device, too.
-NOT_ENCODED = ("CogVideoX", "Oobleck")
-
-
-def make_tiled(name):
-    """With tiles of 4 × 4 latents, of which the next one begins 3 later."""
-    vae = TINY_VAES[name].make()
-    vae.use_tiling = True
-    ratio = rows_per_latent(vae)
-    sizes = {
-        **dict.fromkeys(("tile_sample_min_size", "tile_sample_min_height", "tile_sample_min_width"), 4 * ratio),
-        **dict.fromkeys(("tile_sample_stride_height", "tile_sample_stride_width"), 3 * ratio),
-        **dict.fromkeys(("tile_latent_min_size", "tile_latent_min_height", "tile_latent_min_width"), 4),
-    }
-    for attribute, size in sizes.items():
-        if hasattr(vae, attribute):
-            setattr(vae, attribute, size)
-    return vae
+NAMES = [
+    name
+    for name, tiny in TINY_VAES.items()
+    if VAES[tiny.cls].tiled and VAES[tiny.cls].shares_tiles and name not in NOT_TILED
+]
 
 
 @torch.no_grad()
 def both_ways(name, method):
     """What is decoded and encoded, and how many calls of the decoder and the encoder this rank computed."""
-    tiny, vae = TINY_VAES[name], make_tiled(name)
+    tiny, vae = TINY_VAES[name], TINY_VAES[name].make_tiled()
     if method is not None:
         parallelize_vae(vae, method=method)
     calls = []
     for part in (vae.decoder, vae.encoder):
         part.register_forward_hook(lambda *_: calls.append(1))
     found = [tiny.decode(vae, random_picture(tiny.latents))]
-    if name not in NOT_ENCODED:
+    if name not in NO_TILES_ENCODED:
         found.append(tiny.encode(vae, random_picture(tiny.pixels)))
     return found, len(calls)
 
