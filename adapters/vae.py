@@ -55,7 +55,7 @@ def parallelize_vae(
         mesh: all its ranks take part, along whatever dims. Left out: all ranks; one where there is no process group.
         method: ``"exact"``: every rank computes on rows of the picture (columns where it is wider than high), and gets from others
             what convolutions, norms and attention need: the numbers of one device, up to floating-point order. What the VAE would
-            tile by itself (``enable_tiling``) is tiled. ``"tiled"``: diffusers' own tiling, its tiles shared out: bit by bit what
+            tile by itself (``enable_tiling``) is tiled. ``"tiled"``: diffusers' own tiling, its tiles distributed: bit by bit what
             diffusers' tiling gives on one device, seams included.
         gather: ``"all"`` ranks get the result, or only the ``"first"`` one of the mesh: the others get zeros of its shape.
 
@@ -79,7 +79,7 @@ def parallelize_vae(
         raise TypeError(f"{name} does not run on several ranks: {reason}. Supported are {', '.join(VAES)}.")
     if method == "tiled" and not (adapter.tiled and adapter.shares_tiles):
         reason = adapter.why_not_tiles or "diffusers has no tiling for it"
-        raise ValueError(f"the tiles of {adapter.vae} cannot be shared out: {reason}. Use method='exact'.")
+        raise ValueError(f"the tiles of {adapter.vae} cannot be distributed: {reason}. Use method='exact'.")
     unparallelize_vae(vae)
     ranks = one_group(_mesh(mesh, module))
     if ranks.size == 1:
@@ -198,7 +198,7 @@ class _Run:
             vae.use_tiling = before
 
     def tiles(self, call: Callable[..., Any], vae: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """A method that tiles: it gets all rows, and gives all. Its tiles are shared out."""
+        """A method that tiles: it gets all rows, and gives all. Its tiles are distributed."""
         if self.sharing is not None or (self.mode is None and self.method == "exact" and not self.adapter.only_tiled):
             return call(vae, *args, **kwargs)
         mode, self.mode = self.mode, None
@@ -215,7 +215,7 @@ class _Run:
             self.mode, self.sharing = mode, None
 
     def tile(self, call: Callable[..., Any], part: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """One call of the encoder or the decoder, which is of one tile if tiles are shared out."""
+        """One call of the encoder or the decoder, which is of one tile if tiles are distributed."""
         if self.sharing is None:
             return call(part, *args, **kwargs)
         return self.sharing.call(partial(call, part), args, kwargs)

@@ -1,4 +1,4 @@
-"""Autoencoders of diffusers of which rows are shared out over ranks. Read against diffusers 0.42."""
+"""Autoencoders of diffusers of which rows are sharded over ranks. Read against diffusers 0.42."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class VaeAdapter:
     tiled: tuple[str, ...] = ("tiled_encode", "tiled_decode")
     # Without tiling it does nothing at all.
     only_tiled: bool = False
-    why_not_tiles: str = ""  # why its tiles are not shared out, though it has a tiling
+    why_not_tiles: str = ""  # why its tiles are not distributed, though it has a tiling
 
     @property
     def shares_tiles(self) -> bool:
@@ -72,9 +72,9 @@ VAES: Mapping[str, VaeAdapter] = {
 }
 
 
-# The others that a pipeline of diffusers has, and why their rows are not shared out.
+# The others that a pipeline of diffusers has, and why their rows are not distributed.
 REFUSED_VAES: Mapping[str, str] = {
-    "AsymmetricAutoencoderKL": "its decoder takes a mask and an image, of which rows would have to be shared out alike",
+    "AsymmetricAutoencoderKL": "its decoder takes a mask and an image, of which rows would have to be distributed alike",
     "AutoencoderKLLTX2Audio": "it crops a spectrogram to a length computed from its number of frames, and is decoded in milliseconds",
     "AutoencoderKLQwenImage21": "nobody tried yet",
     "AutoencoderSAME": "nobody tried yet",

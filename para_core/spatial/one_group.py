@@ -1,4 +1,4 @@
-"""All ranks of a mesh as one group, in which rows are shared out."""
+"""All ranks of a mesh as one group, in which rows are distributed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def first_ranks(members: list[int], count: int, *, like: ProcessGroup) -> MeshDi
 
 
 def of_group(group: ProcessGroup | None) -> MeshDim:
-    """``group`` as the dim along which rows are shared out; None: this rank alone."""
+    """``group`` as the dim along which rows are distributed; None: this rank alone."""
     if group is None or group.size() == 1:
         return MeshDim("rows", 1, 0, "", None)
     return MeshDim("rows", group.size(), group.rank(), group.group_name, group)

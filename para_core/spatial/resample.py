@@ -143,12 +143,11 @@ def _resample(ranks: MeshDim, x: Tensor, rows: Rows, layout: Layout, step: float
         return part.index_select(rows.dim, index[:, 0])
     wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
     shape = [-1] + [1] * (x.ndim - 1 - rows.dim)
-    found = sum(
+    taken = [
         part.index_select(rows.dim, index[:, tap]).to(wide) * weights[:, tap].to(x.device, wide).view(shape)
         for tap in range(index.shape[1])
-    )
-    assert isinstance(found, Tensor)  # noqa: S101  not the 0 that sum begins with
-    return found.to(x.dtype)
+    ]
+    return sum(taken[1:], start=taken[0]).to(x.dtype)
 
 
 def _each(value: Any, spatial: int) -> list[Any]:

@@ -139,7 +139,7 @@ def overlapped(layout: Layout, extent: int, stride: int, padding: int) -> Overla
 
 
 def scaled(layout: Layout, total: int) -> Layout:
-    """``total`` rows shared out where the same part of the picture is, as near as whole rows allow.
+    """``total`` rows distributed where the same part of the picture is, as near as whole rows allow.
 
     >>> scaled((4, 3), 14), scaled((4, 4), 4)
     ((8, 6), (2, 2))

@@ -1,4 +1,4 @@
-"""The tiles of a picture shared out over ranks, where code that tiles and blends stays as it is.
+"""The tiles of a picture distributed over ranks, where code that tiles and blends stays as it is.
 
 Such code computes one tile after the other, and looks at none before it has all of them. So a rank computes those that are its own; what
 is returned in place of any is a :class:`Pending`, which does not say yet what it holds. The first look at one exchanges all.
@@ -22,7 +22,7 @@ class Tiles(TorchFunctionMode):
     """Inside, calls that go through :meth:`call` are computed by one rank each, tile by tile in turn.
 
     Args:
-        ranks: among which tiles are shared out; ``mesh`` is the same ranks, for records.
+        ranks: among which tiles are distributed; ``mesh`` is the same ranks, for records.
     """
 
     def __init__(self, ranks: MeshDim, mesh: GuidedMesh) -> None:

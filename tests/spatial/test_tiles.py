@@ -1,4 +1,4 @@
-"""diffusers' own tiling with its tiles shared out: bit by bit what it gives on one device."""
+"""diffusers' own tiling with its tiles distributed: bit by bit what it gives on one device."""
 
 import pytest
 import torch

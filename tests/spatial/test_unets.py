@@ -72,7 +72,7 @@ def predict(name, height, width, sharded):
 @pytest.mark.parametrize("name", list(UNETS))
 @pytest.mark.parametrize(
     ("height", "width"), [(18, 10), (15, 9)]
-)  # unevenly shared out; odd, so that it says upsample sizes
+)  # unevenly distributed; odd, so that it says upsample sizes
 def test_a_unet_on_rows_equals_one_device(rank_pool, name, height, width):
     expected = predict(name, height, width, sharded=False)
     for found in rank_pool.run(predict, 2, name, height, width, sharded=True):

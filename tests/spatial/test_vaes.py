@@ -200,7 +200,7 @@ def test_unknown_autoencoders_and_words_are_errors_that_name_them():
         parallelize_vae(torch.nn.Linear(1, 1))
     with pytest.raises(ValueError, match="method='fast', gather='all'; expected method='exact' or 'tiled'"):
         parallelize_vae(TINY_VAES["KL"].make(), method="fast")
-    with pytest.raises(ValueError, match="tiles of AutoencoderTiny cannot be shared out: it blends each tile as soon"):
+    with pytest.raises(ValueError, match="tiles of AutoencoderTiny cannot be distributed: it blends each tile as soon"):
         parallelize_vae(TINY_VAES["Tiny"].make(), method="tiled")
 
 
