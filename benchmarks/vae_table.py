@@ -22,8 +22,9 @@ from torch import Tensor
 from benchmarks.environment import write_results
 from benchmarks.launch import launch
 from benchmarks.page_parts import fill
+from benchmarks.peak_memory import PeakMemory
 from benchmarks.tiny_vaes import NO_TILES_ENCODED, NOT_TILED, TINY_VAES, TinyVae, random_picture
-from benchmarks.vae_traffic import PeakMemory, RowTraffic
+from benchmarks.traffic import TrafficCounter
 from para_core.adapters import parallelize_vae, unparallelize_vae
 from para_core.adapters.models.vaes import REFUSED_VAES, VAES
 
@@ -56,12 +57,12 @@ def of_this_rank(name: str, tiny: TinyVae) -> list[dict[str, Any]]:
                 continue
             run = getattr(tiny, way)
             errors = []
-            traffic = RowTraffic()
+            traffic = TrafficCounter()
             for wide in (False, True) if len(shape) > 3 else (False,):
                 x = random_picture(shape, wide=wide)
                 expected = run(vae, x)
                 parallelize_vae(vae, method=method)
-                with traffic if not wide else RowTraffic():
+                with traffic if not wide else TrafficCounter():
                     errors.append(relative_error(run(vae, x), expected))
                 unparallelize_vae(vae)
             rows.append(

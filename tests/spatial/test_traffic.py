@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.peak_memory import PeakMemory
 from benchmarks.tiny_vaes import TINY_VAES, random_picture
-from benchmarks.vae_traffic import PeakMemory, RowTraffic
+from benchmarks.traffic import TrafficCounter
 from para_core.adapters import parallelize_vae
 
 FLOAT = 4
@@ -15,7 +16,7 @@ FLOAT = 4
 def decode_and_count():
     tiny = TINY_VAES["KL"]
     vae = parallelize_vae(tiny.make())
-    with RowTraffic() as traffic:
+    with TrafficCounter() as traffic:
         tiny.decode(vae, random_picture((1, 4, 12, 5)))
     return traffic.collectives, traffic.bytes
 
