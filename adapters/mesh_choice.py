@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from para_core.adapters.models.supported import transformers_of
+from para_core.adapters.supported import transformers_of
 from para_core.instance import original_class
 from para_core.make_mesh import init_context_parallel_mesh, require_own_gpus
 from para_core.mesh import GuidedMesh, guided_mesh, one_guided_rank

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from para_core.adapters.caching.generation import caching_of
 from para_core.adapters.foreseen import foreseen_output
-from para_core.adapters.models.supported import TRANSFORMERS
 from para_core.adapters.refusals import Case, When, reason_against
+from para_core.adapters.supported import TRANSFORMERS
 from para_core.agreement import Record, agree, signature
 from para_core.collectives import broadcast_bytes
 from para_core.guidance import Guidance

@@ -11,7 +11,6 @@ from torch import nn
 
 from para_core.adapters.adapter import Adapter, Text
 from para_core.adapters.mesh_choice import Mesh, guided_mesh_for
-from para_core.adapters.models.supported import plan_for, transformers_of
 from para_core.adapters.one_call import (
     ParallelCall,
     parallel_call,
@@ -20,6 +19,7 @@ from para_core.adapters.one_call import (
     set_timeout,
 )
 from para_core.adapters.refusals import Case, When, cases_of, reason_against, refuse
+from para_core.adapters.supported import plan_for, transformers_of
 from para_core.adapters.vae import parallelize_vae, unparallelize_vae
 from para_core.cache.apply import cache_options
 from para_core.instance import original_class, uncompiled

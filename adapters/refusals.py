@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from para_core.adapters.adapter import Adapter
-from para_core.adapters.models.supported import (
+from para_core.adapters.supported import (
     adapter_for,
     cached,
     plan_for,

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from para_core.adapters.foreseen import foreseen_output
-from para_core.adapters.models.supported import plan_for
+from para_core.adapters.supported import plan_for
 from para_core.mesh import MeshDim
 from para_core.plans.places import as_tuple, find_boundaries, parameters_of
 from para_core.plans.plan import Attention, Cut, Gather, Plan, Replicate, Split

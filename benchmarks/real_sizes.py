@@ -24,7 +24,7 @@ from torch._subclasses import FakeTensorMode
 from benchmarks.environment import RESULTS, write_results
 from benchmarks.expected_traffic import ModelCall, Shape, observed, sent_in_rounds
 from benchmarks.pipelines import MESHES, check, largest_per_step
-from para_core.adapters.models.supported import plan_for
+from para_core.adapters.supported import plan_for
 
 PAGE = Path(__file__).parents[1] / "docs/traffic.md"
 

@@ -18,8 +18,8 @@ from torch import nn
 
 from para_core.adapters.adapter import Adapter
 from para_core.adapters.caching.schedule import Schedule
-from para_core.adapters.models.supported import plan_for
 from para_core.adapters.refusals import Case, When, refuse
+from para_core.adapters.supported import plan_for
 from para_core.cache.attachment import Caller
 from para_core.cache.block_cache import BlockCache
 from para_core.cache.decision import Verdict

@@ -10,8 +10,8 @@ from torch import nn
 
 from para_core.adapters.adapter import Adapter
 from para_core.adapters.caching.generation import KEY, PipelineCache, caching_of
-from para_core.adapters.models.supported import adapter_for
 from para_core.adapters.refusals import Case, When, cases_of, refuse
+from para_core.adapters.supported import adapter_for
 from para_core.cache.apply import apply_cache
 from para_core.cache.block_cache import BlockCache
 from para_core.cache.options import FIRST_BLOCK, CacheOptions, options_of, rule_of, shows_options

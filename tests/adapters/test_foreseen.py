@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.tiny_models import MODELS
 from para_core.adapters.foreseen import foreseen_output
-from para_core.adapters.models.supported import plan_for
+from para_core.adapters.supported import plan_for
 from tests.tiny import flux_inputs, flux_transformer
 
 # Whose output is not known before: they read values of their arguments,

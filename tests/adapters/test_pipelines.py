@@ -18,7 +18,7 @@ from benchmarks.tiny_models import SHELF
 from benchmarks.tiny_parts import TEXT_WIDTH, embeddings, random_image, random_video
 from benchmarks.tiny_pipelines import PIPELINES
 from para_core.adapters import parallelize_pipe, unparallelize_pipe
-from para_core.adapters.models.supported import plan_for
+from para_core.adapters.supported import plan_for
 from tests.rank_pool import heartbeat
 from tests.tiny import CLIP_WIDTH, T5_WIDTH, cpu_mesh, each_rank_alone, relative_error, relative_errors
 

@@ -18,7 +18,7 @@ from para_core.adapters import (
     parallelize_transformer,
     remove_cache_from_pipe,
 )
-from para_core.adapters.models.supported import adapter_for
+from para_core.adapters.supported import adapter_for
 from para_core.instance import wrapper
 from tests.adapters.test_pipelines import build, generate
 from tests.cache.scripted import ADAPTER, BLOCKS, IN_TWO_STAGES, Pipe, Scripted, verdicts

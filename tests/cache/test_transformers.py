@@ -6,7 +6,7 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.tiny_models import MODELS
 from para_core import apply_cache, model_cache_report, remove_cache
-from para_core.adapters.models.supported import adapter_for
+from para_core.adapters.supported import adapter_for
 from tests.tiny import relative_error
 
 
