@@ -23,8 +23,8 @@ from diffusers.models import transformers
 from benchmarks.page_parts import fill
 from benchmarks.tiny_models import NO_WHOLE_GRAPH
 from para_core.adapters.adapter import Adapter
+from para_core.adapters.models import ADAPTERS
 from para_core.adapters.models.refused import REFUSED
-from para_core.adapters.supported import ADAPTERS
 from para_core.plans.plan import Plan, Split
 
 PAGE = Path(__file__).parents[1] / "docs/pipelines.md"

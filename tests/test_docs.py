@@ -22,7 +22,7 @@ import pytest
 import torch.distributed as dist
 from PIL import Image, ImageSequence
 
-from para_core.adapters.supported import ADAPTERS
+from para_core.adapters.models import ADAPTERS
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").glob("*.md"))]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.tiny_models import MODELS
 from para_core.adapters import parallelize_transformer
-from para_core.adapters.supported import ADAPTERS
+from para_core.adapters.models import ADAPTERS
 from para_core.plans.samples import holds_tensor
 from tests.tiny import cpu_mesh, relative_error
 

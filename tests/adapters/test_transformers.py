@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.tiny_models import MODELS, NO_WHOLE_GRAPH, SHELF
 from para_core.adapters import parallelize_transformer, unparallelize_transformer
-from para_core.adapters.supported import ADAPTERS
+from para_core.adapters.models import ADAPTERS
 from tests.tiny import cpu_mesh, each_rank_alone, relative_error
 
 # (frames, height, width) in latent pixels: even and odd numbers of tokens, and fewer tokens than ranks.

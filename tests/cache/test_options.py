@@ -14,7 +14,7 @@ from diffusers import FlowMatchHeunDiscreteScheduler
 from benchmarks.tiny_pipelines import PIPELINES
 from para_core import apply_cache, model_cache_report
 from para_core.adapters import apply_cache_on_pipe, apply_cache_on_transformer, cache_report
-from para_core.adapters.supported import ADAPTERS
+from para_core.adapters.models import ADAPTERS
 from para_core.cache.apply import cache_options
 from para_core.cache.blocks import CachedBlocks, Stage
 from para_core.cache.forecasts import FOCA, Forecast, forecast_weights
