@@ -85,7 +85,7 @@ def _generate(pipe: Any, call: dict[str, Any]) -> Tensor:
         torch.manual_seed(7)
         images = pipe(**call, return_dict=False)[0]
     # FramePack gives the latents of each section.
-    return torch.cat(images, dim=2) if isinstance(images, list) else images
+    return torch.cat(images, dim=2) if isinstance(images, list) else torch.as_tensor(images)
 
 
 def relative_error(out: Tensor, expected: Tensor) -> float:
