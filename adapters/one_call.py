@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from para_core.adapters.caching.generation import caching_of
+from para_core.adapters.callbacks import around_callbacks
 from para_core.adapters.foreseen import foreseen_output
 from para_core.adapters.refusals import Case, When, reason_against
 from para_core.adapters.supported import TRANSFORMERS
@@ -34,6 +35,7 @@ from para_core.plans.region import known_equal, plan_mesh, reattach_plan
 
 _KEY = "parallel"
 _GUIDANCE = "guidance"
+_CALLBACK = "callback with results"
 # Characters of a value in a record; a longer one is shortened and hashed.
 _SHOWN = 60
 _TOKEN_BYTES = 16
@@ -96,7 +98,15 @@ class ParallelCall:
             if self._apart:
                 stack.enter_context(self._warn_unguided(type(pipe).__name__))
                 stack.enter_context(self._guidance.generation())
+                kwargs = stack.enter_context(
+                    around_callbacks(kwargs, _CALLBACK, self._with_results, order=Order.GUIDANCE)
+                )
             return call(pipe, *args, **kwargs)
+
+    def _with_results(self, callback: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """A callback after the results of its step are on every rank: it may look at them on one rank alone."""
+        self._guidance.finish()
+        return callback(*args, **kwargs)
 
     def _share_out(self, call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not self._guidance.active:

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from para_core.adapters.foreseen import foreseen_output
-from para_core.adapters.supported import plan_for
+from para_core.adapters.supported import plan_for, transformers_of
 from para_core.mesh import MeshDim
 from para_core.plans.places import as_tuple, find_boundaries, parameters_of
 from para_core.plans.plan import Attention, Cut, Gather, Plan, Replicate, Split
@@ -206,7 +206,8 @@ class _Observer(TorchFunctionMode):
             with self:
                 output = forward(**arguments)
         self._note_gathered(output, as_tuple(self._plan.outputs.get("", ())))
-        found.returned = sum(x.numel() * x.element_size() for x in _tensors(output))
+        leaves = pytree.tree_leaves(output)
+        found.returned = sum(x.numel() * x.element_size() for x in leaves if isinstance(x, Tensor))
         return output
 
     def _hooks(self, module: nn.Module, boundary: Any) -> Iterator[Any]:
@@ -358,14 +359,14 @@ def takes_turns(pipe: Any) -> bool:
 
 def observe_pipeline(pipe: Any, generate: Callable[[], Any], batch: int = 1) -> list[list[ModelCall]]:
     """The calls of each step of ``generate()``, which calls ``pipe``, as :func:`observed` lists them."""
-    models = [getattr(pipe, name, None) for name in ("transformer", "transformer_2")]
+    models = list(transformers_of(pipe).values())
     batch = 1 if takes_turns(pipe) else batch
     rounds: list[list[ModelCall]] = []
     # Of the class: LTX-2 makes a copy of its scheduler for sound.
     scheduler = type(pipe.scheduler)
     step = scheduler.step
     with ExitStack() as stack:
-        seen = [stack.enter_context(observed(model, batch)) for model in models if model is not None]
+        seen = [stack.enter_context(observed(model, batch)) for model in models]
 
         def end_round() -> None:
             calls = [call for calls in seen for call in calls]

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from para_core.agreement import agree, signature
@@ -274,7 +274,10 @@ def _total_bytes(call: _Call) -> int:
 
 
 class Deferred(Tensor):
-    """A result of a round, or what a function of such tensors alone makes of them; whatever else needs it ends the round."""
+    """A result of a round, or what a function makes of it; whatever needs its numbers ends the round.
+
+    Tensors that a function takes besides are copied: pipelines go on with latents in place.
+    """
 
     _guidance: Guidance
     _of: _Round
@@ -314,11 +317,9 @@ class Deferred(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        kwargs = kwargs or {}
-        tensors: list[Any] = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        of = next(x._of for x in tensors if isinstance(x, Deferred))
-        if all(isinstance(x, Deferred) and x._of is of for x in tensors) and of.results is None:
-            deferred = None if func._schema.is_mutable else _deferred(tensors[0], func, args, kwargs)
+        args, kwargs = _known_values((args, kwargs or {}))
+        if _can_wait(func, args, kwargs):
+            deferred = _deferred(func, args, kwargs)
             if deferred is not None:
                 return deferred
         return func(*_values(args), **_values(kwargs))
@@ -328,10 +329,30 @@ def _values(tree: Any) -> Any:
     return pytree.tree_map_only(Deferred, lambda x: x.value(), tree)
 
 
-def _deferred(x: Deferred, func: Any, args: Any, kwargs: Any) -> Any:
-    """``func`` of tensors like ``x``, to be computed later; None if now, for it gives no tensors on the same device."""
-    if kwargs.get("device") not in (None, x.device):
-        return None
+def _known_values(tree: Any) -> Any:
+    return pytree.tree_map_only(Deferred, lambda x: x if x._of.results is None else x.value(), tree)
+
+
+def _can_wait(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether ``func`` gives the same if it is computed when the round is over."""
+    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    to_come, here = [x for x in tensors if isinstance(x, Deferred)], [x for x in tensors if not isinstance(x, Deferred)]
+    devices = {x.device for x in to_come}
+    return (
+        len(devices) == 1
+        and all(type(x) in (Tensor, nn.Parameter) and (x.device in devices or x.ndim == 0) for x in here)
+        and kwargs.get("device") in (None, *devices)
+        and not func._schema.is_mutable
+        # What mixes results with latents; not an autoencoder, whose weights would be copied.
+        and (not here or torch.Tag.pointwise in func.tags)
+        # Numbers would be drawn later than on one device.
+        and torch.Tag.nondeterministic_seeded not in func.tags
+    )
+
+
+def _deferred(func: Any, args: Any, kwargs: Any) -> Any:
+    """``func`` of tensors of which some are to come, to be computed later; None if what it gives depends on their numbers."""
+    first = next(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Deferred))
     on_meta = {**kwargs, "device": torch.device("meta")} if "device" in kwargs else kwargs
     try:
         found = func(*_without_data(args), **_without_data(on_meta))
@@ -340,10 +361,10 @@ def _deferred(x: Deferred, func: Any, args: Any, kwargs: Any) -> Any:
     leaves, spec = pytree.tree_flatten(found)
     if not all(isinstance(leaf, Tensor) for leaf in leaves):
         return None
-    later = _Later(func, args, kwargs)
-    x._of.later.append(later)
+    later = _Later(func, *_as_they_are((args, kwargs)))
+    first._of.later.append(later)
     made = [
-        Deferred.make(x._guidance, x._of, _Expected(leaf, x.device), partial(later.leaf, place))
+        Deferred.make(first._guidance, first._of, _Expected(leaf, first.device), partial(later.leaf, place))
         for place, leaf in enumerate(leaves)
     ]
     return pytree.tree_unflatten(made, spec)
@@ -351,5 +372,9 @@ def _deferred(x: Deferred, func: Any, args: Any, kwargs: Any) -> Any:
 
 def _without_data(tree: Any) -> Any:
     return pytree.tree_map_only(
-        Deferred, lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta"), tree
+        Tensor, lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta"), tree
     )
+
+
+def _as_they_are(tree: Any) -> Any:
+    return pytree.tree_map_only(Tensor, lambda x: x if isinstance(x, Deferred) else x.clone(), tree)

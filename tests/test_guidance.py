@@ -43,6 +43,16 @@ def scaled_first(model, x):
     return cond - model(x, 1)[0]
 
 
+def between_latents_changed_in_place(model, x):
+    """As Cosmos's pipelines mix results with latents; these go on meanwhile."""
+    x = x.clone()
+    cond = torch.where(x > 0, x * (1 - torch.tensor(0.5)), model(x, 0)[0])
+    x.add_(1.0)
+    uncond = x - model(x, 1)[0]
+    x.mul_(0.5)
+    return cond - uncond + x
+
+
 def used_by_the_second(model, x):
     cond = model(x, 0)[0]
     return model(cond, 1)[0] - cond
@@ -69,6 +79,14 @@ def changed_in_place(model, x):
     return before + column + cond - model(x, 1)[0]
 
 
+def between_random_numbers(model, x):
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        cond = model(x, 0)[0]
+        noise = torch.rand_like(cond) + torch.randn(2, 6)
+        return cond + noise - model(x, 1)[0]
+
+
 def in_another_form(model, x):
     cond = model(x, 0, True)["sample"]
     return cond - model(x, 1, False)[0]
@@ -84,7 +102,9 @@ def seen_by_numpy(model, x):
 BODIES = {
     combine_at_once: (1, 1),
     cut_first: (1, 1),
-    scaled_first: (2, 0),
+    scaled_first: (1, 1),
+    between_latents_changed_in_place: (1, 1),
+    between_random_numbers: (2, 0),
     used_by_the_second: (2, 0),
     three_branches: (2, 1),
     only_one: (1, 0),

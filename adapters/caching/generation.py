@@ -7,10 +7,9 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial, wraps
+from functools import partial
 from itertools import chain
 from threading import get_ident
-from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import nn
 
 from para_core.adapters.adapter import Adapter
 from para_core.adapters.caching.schedule import Schedule
+from para_core.adapters.callbacks import around_callbacks
 from para_core.adapters.refusals import Case, When, refuse
 from para_core.adapters.supported import plan_for
 from para_core.cache.attachment import Caller
@@ -101,30 +101,16 @@ class PipelineCache:
             stack.enter_context(self._schedule.followed(pipe, self._begin_schedule))
             stack.enter_context(self._generation(pipe))
             self._thread = get_ident()
-            callbacks = {name: f for name, f in kwargs.items() if name.startswith("callback") and callable(f)}
-            apart = {name: stack.enter_context(self._apart(callback)) for name, callback in callbacks.items()}
-            return call(pipe, *args, **{**kwargs, **apart})
+            kwargs = stack.enter_context(around_callbacks(kwargs, KEY, self._apart, order=Order.CACHE))
+            return call(pipe, *args, **kwargs)
 
-    @contextmanager
-    def _apart(self, callback: Any) -> Iterator[Any]:
-        """``callback``, in which the models are called by others: a pipe that shares them, and may have no cache."""
-
-        def run(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-            self._in_callback += 1
-            try:
-                return call(*args, **kwargs)
-            finally:
-                self._in_callback -= 1
-
-        if isinstance(callback, (FunctionType, MethodType)):
-            yield wraps(callback)(lambda *args, **kwargs: run(callback, *args, **kwargs))
-            return
-        # diffusers asks these of what class they are.
-        wrap_method(callback, "__call__", KEY, run, order=Order.CACHE)
+    def _apart(self, callback: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """A callback, in which the models are called by others: a pipe that shares them, and may have no cache."""
+        self._in_callback += 1
         try:
-            yield callback
+            return callback(*args, **kwargs)
         finally:
-            unwrap(callback, KEY)
+            self._in_callback -= 1
 
     @contextmanager
     def _generation(self, pipe: Any) -> Iterator[None]:

@@ -71,6 +71,8 @@ SEQUENTIAL = {
     "wan": {},
     "wan 2.2": {},
     "qwen-image": {},
+    # It mixes each branch with the latents before it calls the next one.
+    "cosmos 2, image": {},
     "hunyuan": {"negative_prompt": "a blue square", "true_cfg_scale": 3.0},
 }
 
@@ -102,6 +104,25 @@ def test_half_of_the_calls_are_computed_from_the_first_step_on(rank_pool, name, 
     for outs, counts in rank_pool.run(generate_counting_on, torch.Size(shape).numel(), name, *shape):
         assert max(relative_error(out, alone) for out, alone in zip(outs, expected, strict=True)) < 1e-5
         assert counts == [4, 4]
+
+
+def look_on_one_rank(name):
+    seen = []
+
+    def look(pipe, step, timestep, tensors):
+        if torch.distributed.get_rank() == 0:
+            seen.append(float(tensors["latents"].norm()))
+        return {}
+
+    pipe = parallelize_pipe(PIPELINES[name].build(), mesh=cpu_mesh(1, 1, batch=2))
+    out = pipe(**PIPELINES[name].call(callback_on_step_end=look))[0]
+    return float(out.norm()), seen
+
+
+def test_a_callback_may_look_at_the_latents_on_one_rank_alone(rank_pool):
+    (norm, seen), (_, nothing) = rank_pool.run(look_on_one_rank, 2, "cosmos 2, image")
+    assert seen[-1] == norm
+    assert (len(seen), nothing) == (3, [])
 
 
 def draw_offloaded_with_lora():
