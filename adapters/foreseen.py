@@ -62,7 +62,8 @@ def _run_copy(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     except Exception:
         # Whatever it is (a value that is read, an operator that meta lacks, a wrong argument), the model will tell.
         return None
-    return found if all(isinstance(x, Tensor) and x.is_meta for x in pytree.tree_leaves(found)) else None
+    leaves = [x for x in pytree.tree_leaves(found) if x is not None]
+    return found if all(isinstance(x, Tensor) and x.is_meta for x in leaves) else None
 
 
 def _copy(module: nn.Module) -> nn.Module:

@@ -46,16 +46,27 @@ class _Expected:
 
 @dataclass(frozen=True)
 class _Form:
-    """What a call gives, without data."""
+    """What a call gives, without data: tensors, and None for what this call does not have.
+
+    Args:
+        leaves: its tensors.
+        places: of each leaf of ``spec``, whether it is a tensor.
+    """
 
     leaves: list[_Expected]
     spec: pytree.TreeSpec
+    places: list[bool]
 
     @property
     def text(self) -> str:
         """Equal for equal forms, on every rank; how tensors lie in memory is no part of it, for they are sent."""
-        tensors = [f"{x.like.dtype} {list(x.like.shape)} on {x.device.type}" for x in self.leaves]
-        return f"{self.spec} of {', '.join(tensors)}"
+        tensors = iter([f"{x.like.dtype} {list(x.like.shape)} on {x.device.type}" for x in self.leaves])
+        return f"{self.spec} of {', '.join([next(tensors) if place else 'None' for place in self.places])}"
+
+    def with_tensors(self, tensors: list[Any]) -> Any:
+        """What the call gives, with ``tensors`` at their places."""
+        rest = iter(tensors)
+        return pytree.tree_unflatten([next(rest) if place else None for place in self.places], self.spec)
 
 
 @dataclass(frozen=True)
@@ -166,8 +177,8 @@ class Guidance:
                 failure = error
         self._round.calls.append(_Call(owner, form.leaves, computed, failure))
         place = len(self._round.calls) - 1
-        return pytree.tree_unflatten(
-            [Deferred.result(self, self._round, place, leaf, x) for leaf, x in enumerate(form.leaves)], form.spec
+        return form.with_tensors(
+            [Deferred.result(self, self._round, place, leaf, x) for leaf, x in enumerate(form.leaves)]
         )
 
     def finish(self) -> None:
@@ -191,8 +202,8 @@ class Guidance:
             self._new[key] = None
             return
         device = next(x.device for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.numel() > 1)
-        leaves, spec = pytree.tree_flatten(foreseen)
-        self._known[key] = self._new[key] = _Form([_Expected(x, device) for x in leaves], spec)
+        form, _ = _form_of(foreseen, lambda x: _Expected(x, device))
+        self._known[key] = self._new[key] = form
 
     def _agree(self, calls: list[_Call]) -> None:
         """Raise on all ranks if any foresaw something else than the others, or than what came."""
@@ -244,13 +255,20 @@ class Guidance:
 def _computed(
     model: Any, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[_Form, list[Tensor]]:
-    leaves, spec = pytree.tree_flatten(compute(*args, **kwargs))
-    if not all(isinstance(x, Tensor) for x in leaves):
+    found = compute(*args, **kwargs)
+    if not all(x is None or isinstance(x, Tensor) for x in pytree.tree_leaves(found)):
         raise TypeError(
             f"guidance cannot run in parallel: {type(model).__name__} returned something besides tensors. Use a mesh "
             "without a 'batch' dim."
         )
-    return _Form([_Expected(x.to("meta"), x.device) for x in leaves], spec), leaves
+    return _form_of(found, lambda x: _Expected(x.to("meta"), x.device))
+
+
+def _form_of(found: Any, expected: Callable[[Tensor], _Expected]) -> tuple[_Form, list[Tensor]]:
+    """The form of what a call gave, and its tensors."""
+    leaves, spec = pytree.tree_flatten(found)
+    tensors = [x for x in leaves if x is not None]
+    return _Form([expected(x) for x in tensors], spec, [x is not None for x in leaves]), tensors
 
 
 def _misjudged(model: Any, foreseen: _Form, found: _Form) -> str:

@@ -17,8 +17,10 @@ class Model:
     def __init__(self):
         self.calls = 0
 
-    def __call__(self, x, branch, as_dict=False):
+    def __call__(self, x, branch, as_dict=False, parts=False):
         self.calls += 1
+        if parts:
+            return [x.sin() * (branch + 1)], None, (x[:1] + branch,)
         if as_dict:
             return {"sample": x.sin() * (branch + 1)}
         return (x.sin() * (branch + 1), (x[:1] + branch).double())
@@ -92,6 +94,15 @@ def in_another_form(model, x):
     return cond - model(x, 1, False)[0]
 
 
+def with_parts_that_are_not_there(model, x):
+    """Cosmos 3 gives lists of videos, of sounds and of actions, or None."""
+    (cond,), nothing, (extra,) = model(x, 0, False, True)
+    (uncond,), also_nothing, _ = model(x, 1, False, True)
+    assert nothing is None
+    assert also_nothing is None
+    return uncond - cond + extra
+
+
 def seen_by_numpy(model, x):
     cond, uncond = model(x, 0)[0], model(x, 1)[0]
     assert "tensor" in repr(cond)
@@ -112,6 +123,7 @@ BODIES = {
     changed_in_place: (2, 0),
     seen_by_numpy: (1, 1),
     in_another_form: (1, 1),
+    with_parts_that_are_not_there: (1, 1),
 }
 
 
