@@ -25,7 +25,7 @@ from para_core.adapters.supported import plan_for, transformers_of
 from para_core.mesh import MeshDim
 from para_core.plans.places import as_tuple, find_boundaries, parameters_of
 from para_core.plans.plan import Attention, Cut, Gather, Plan, Replicate, Split
-from para_core.plans.samples import own_samples
+from para_core.plans.samples import number_of_samples, own_samples
 
 # (batch, ring, ulysses)
 Shape = tuple[int, int, int]
@@ -316,8 +316,9 @@ def observed(model: nn.Module, batch: int = 1) -> Iterator[list[ModelCall]]:
         shares = [given]
         if batch > 1 and plan.batched:
             name, dim = next(iter(plan.batched.items()))
-            total = given[name].shape[dim]
-            if total % batch == 0:
+            total = number_of_samples(given[name], dim)
+            unshared = total is None or any(given.get(other) is not None for other in plan.unshared)
+            if not unshared and total % batch == 0:
                 shares = [_share(given, plan, total, index, batch) for index in range(batch)]
         with mock.patch.dict(vars(model)):
             # What is put in its place here is not the model's own.
@@ -339,10 +340,16 @@ def _share(given: dict[str, Any], plan: Plan, total: int, index: int, batch: int
 
 
 def _joined(outputs: Sequence[Any]) -> Any:
-    """The outputs of all shares, tensor by tensor."""
-    leaves, specs = zip(*[pytree.tree_flatten(output) for output in outputs], strict=True)
-    joined = [torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0] for parts in zip(*leaves, strict=True)]
-    return pytree.tree_unflatten(joined, specs[0])
+    """The outputs of all shares, tensor by tensor; lists have an entry for each sample."""
+    flat = [pytree.tree_flatten(output, is_leaf=lambda x: isinstance(x, list)) for output in outputs]
+    leaves, specs = zip(*flat, strict=True)
+    return pytree.tree_unflatten([_joined_leaf(parts) for parts in zip(*leaves, strict=True)], specs[0])
+
+
+def _joined_leaf(parts: Sequence[Any]) -> Any:
+    if isinstance(parts[0], list):
+        return [entry for part in parts for entry in part]
+    return torch.cat(list(parts)) if isinstance(parts[0], Tensor) else parts[0]
 
 
 def _sizes(given: dict[str, Any]) -> Any:

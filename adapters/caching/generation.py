@@ -27,6 +27,7 @@ from para_core.cache.options import CacheOptions, rule_of
 from para_core.cache.report import CacheReport, rows_of
 from para_core.instance import Order, uncompiled, unwrap, wrap_method, wrapper
 from para_core.plans.places import parameters_of
+from para_core.plans.samples import number_of_samples
 
 KEY = "cache of the pipeline"
 
@@ -152,12 +153,12 @@ class PipelineCache:
             cache = self.caches[name]
             given = {**dict(zip(parameters, args, strict=False)), **kwargs}
             plan = plan_for(cache.module, adapter=self._adapter)
-            concatenated = plan is not None and bool(plan.batched)
+            batched = {} if plan is None else plan.batched
             # Where no pipeline says so, all that may be.
-            guided = concatenated and getattr(self._pipe, "do_classifier_free_guidance", True)
-            hidden_states = given.get("hidden_states")
+            guided = bool(batched) and getattr(self._pipe, "do_classifier_free_guidance", True)
+            tokens, dim = next(iter(batched.items()), ("hidden_states", 0))
             cache.branches = 2 if guided else 1
-            cache.batch = hidden_states.shape[0] if isinstance(hidden_states, torch.Tensor) else 0
+            cache.batch = number_of_samples(given.get(tokens), dim) or 0
             return cache.run(
                 partial(call, module, *args, **kwargs), given, lambda branch: self._schedule.step(cache.options, branch)
             )

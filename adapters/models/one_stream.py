@@ -26,6 +26,10 @@ Z_IMAGE = Adapter(
         },
         outputs={"all_final_layer.*": GATHERED},
         joint_order=("tokens",),
+        batched={"x": None, "t": 0, "cap_feats": None, "siglip_feats": None, "image_noise_mask": None},
+        common=("joint_attention_kwargs",),
+        # As long as the longest sample of all.
+        unshared=("controlnet_block_samples",),
     ),
     blocks=CachedBlocks(
         (Stage(("layers",), ("x",), measured="x", chained=True, between=("controlnet_block_samples",)),),

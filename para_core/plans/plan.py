@@ -107,9 +107,10 @@ class Plan:
         inner: module name to splits of its inputs (by parameter) or outputs (by index).
         attention: module name to what its first, second, … attention call consists of; the last stands for all further.
         refused: parameters of the model's ``forward`` that cannot be given in parallel, each with the reason.
-        batched: parameters that hold all branches of guidance, one behind the other, and the dim along which they do; the
-            tokens first. Empty: branches are called one after the other.
+        batched: parameters that hold all branches of guidance, one behind the other, and the dim along which they do (None:
+            they are lists with an entry for each sample); the tokens first. Empty: branches are called one after the other.
         common: with ``batched``, the other parameters that may hold tensors: what they hold is for all samples.
+        unshared: with ``batched``, parameters of which a part cannot be given: where one is given, all ranks compute all samples.
     """
 
     inputs: Mapping[str, Cut]
@@ -118,8 +119,9 @@ class Plan:
     inner: Mapping[str, Mapping[str | int, Cut]] = field(default_factory=dict)
     attention: Mapping[str, tuple[Attention, ...]] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
-    batched: Mapping[str, int] = field(default_factory=dict)
+    batched: Mapping[str, int | None] = field(default_factory=dict)
     common: tuple[str, ...] = ()
+    unshared: tuple[str, ...] = ()
 
     def cuts(self, segment: str) -> bool:
         """Whether any tensor of ``segment`` is sharded."""

@@ -36,7 +36,7 @@ from para_core.plans.cutting import Cutting
 from para_core.plans.places import Boundary, as_tuple, find_boundaries, is_at, parameters_of
 from para_core.plans.plan import Attention, Cut, Plan, Split
 from para_core.plans.published import published_plan
-from para_core.plans.samples import all_samples, holds_tensor, own_samples
+from para_core.plans.samples import all_samples, holds_tensor, number_of_samples, own_samples
 
 _KEY = "parallel"
 
@@ -175,11 +175,11 @@ class _Region:
         batch = self.batch
         given = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
         name, dim = next(iter(self.plan.batched.items()))
-        if not isinstance(given.get(name), Tensor):
-            # The model says what is wrong with that.
+        total = number_of_samples(given.get(name), dim)
+        if total is None or any(given.get(other) is not None for other in self.plan.unshared):
+            # The model says what is wrong with that, if anything is.
             return args, kwargs, None
         self._check_declared(given)
-        total = given[name].shape[dim]
         if total % batch.size != 0:
             if not (self.warned_of_batch or torch.compiler.is_compiling()):
                 self.warned_of_batch = True
@@ -191,8 +191,8 @@ class _Region:
             return args, kwargs, None
 
         def own(name: str, value: Any) -> Any:
-            dim = self.plan.batched.get(name)
-            return value if dim is None else own_samples(value, dim, total, batch)
+            batched = self.plan.batched
+            return own_samples(value, batched[name], total, batch) if name in batched else value
 
         # Each stays where it was given, and the model binds them: it refuses what is unknown, or given twice.
         positional = [own(name, value) for name, value in zip(self.parameters, args, strict=False)]
@@ -200,7 +200,7 @@ class _Region:
         return (*positional, *args[len(positional) :]), named, total // batch.size
 
     def _check_declared(self, given: Mapping[str, Any]) -> None:
-        declared = (*self.plan.batched, *self.plan.common)
+        declared = (*self.plan.batched, *self.plan.common, *self.plan.unshared)
         unknown = [name for name, value in given.items() if name not in declared and holds_tensor(value)]
         if unknown:
             raise ValueError(

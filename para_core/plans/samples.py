@@ -5,14 +5,35 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from para_core.collectives import all_gather
 from para_core.mesh import MeshDim
 
 
-def own_samples(value: Any, dim: int, total: int, batch: MeshDim) -> Any:
-    """Of a tensor, or each one of a dict or list, this rank's part of ``total`` samples; what has not so many is for all of them."""
+def number_of_samples(value: Any, dim: int | None) -> int | None:
+    """Of a tensor, along ``dim``, or (``None``) of a list with an entry for each; None where it is neither, or its entries differ in shape."""
+    if isinstance(value, Tensor) and dim is not None:
+        return value.shape[dim]
+    if isinstance(value, (tuple, list)) and dim is None:
+        shapes = [[x.shape for x in tree_leaves(entry) if isinstance(x, Tensor)] for entry in value]
+        return len(value) if all(shape == shapes[0] for shape in shapes) else None
+    return None
+
+
+def own_samples(value: Any, dim: int | None, total: int, batch: MeshDim) -> Any:
+    """Of a tensor, or each one of a dict or list, this rank's part of ``total`` samples; what has not so many is for all of them.
+
+    Args:
+        dim: None: ``value`` is a list with an entry for each sample.
+    """
+    if dim is None:
+        if not isinstance(value, (tuple, list)) or len(value) != total:
+            return value
+        size = total // batch.size
+        return value[batch.index * size : (batch.index + 1) * size]
     if isinstance(value, Mapping):
         return {key: own_samples(item, dim, total, batch) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
@@ -33,25 +54,20 @@ def holds_tensor(value: Any) -> bool:
 
 
 def all_samples(output: Any, samples: int, batch: MeshDim) -> Any:
-    """``output``, a tensor, a tuple or list, or a ModelOutput, with the samples of all ranks, of which each has as many."""
-    gathered = [all_gather(value, [samples] * batch.size, 0, batch) for value in _tensors_of(output)]
-    return _with_tensors(output, gathered)
+    """``output``, a tensor, a tuple or list, or a ModelOutput, with the samples of all ranks, of which each has as many.
 
+    A list of tensors in it has one for each sample, all of one shape.
+    """
 
-def _tensors_of(output: Any) -> list[Tensor]:
-    """Of a tensor, a tuple or list, or a ModelOutput, the tensors."""
-    values = [output] if isinstance(output, Tensor) else list(output.values() if hasattr(output, "values") else output)
-    return [value for value in values if isinstance(value, Tensor)]
+    def gather(value: Any) -> Any:
+        if isinstance(value, list):
+            return list(all_gather(torch.stack(value), [samples] * batch.size, 0, batch).unbind())
+        return all_gather(value, [samples] * batch.size, 0, batch) if isinstance(value, Tensor) else value
 
-
-def _with_tensors(output: Any, tensors: list[Tensor]) -> Any:
-    """``output`` with others in their place."""
-    if isinstance(output, Tensor):
-        return tensors[0]
-    others = iter(tensors)
-    if isinstance(output, (tuple, list)):
-        return type(output)([next(others) if isinstance(value, Tensor) else value for value in output])
+    if isinstance(output, (Tensor, list)):
+        return gather(output)
+    if isinstance(output, tuple):
+        return tuple(gather(value) for value in output)
     for key, value in list(output.items()):
-        if isinstance(value, Tensor):
-            output[key] = next(others)
+        output[key] = gather(value)
     return output

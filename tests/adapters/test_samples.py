@@ -25,7 +25,7 @@ def test_each_parameter_that_may_hold_tensors_is_shared_out_or_declared_common(a
     parameters = inspect.signature(getattr(diffusers, adapter.transformer).forward).parameters
     may_hold = {name for name, p in parameters.items() if not re.fullmatch(PLAIN, str(p.annotation))}
     may_hold -= {"self", "return_dict"}
-    declared = {*adapter.plan.batched, *adapter.plan.common, *adapter.plan.refused}
+    declared = {*adapter.plan.batched, *adapter.plan.common, *adapter.plan.unshared, *adapter.plan.refused}
     assert may_hold <= declared <= set(parameters)
 
 
@@ -34,7 +34,7 @@ def test_the_tensors_of_every_tiny_model_are_among_them():
         for adapter in BATCHED:
             if adapter.transformer == model.cls:
                 given = {key for key, value in model.inputs(3, 6, 10).items() if holds_tensor(value)}
-                assert given <= {*adapter.plan.batched, *adapter.plan.common}, name
+                assert given <= {*adapter.plan.batched, *adapter.plan.common, *adapter.plan.unshared}, name
 
 
 SD3 = next(adapter for adapter in BATCHED if adapter.transformer == "SD3Transformer2DModel")
@@ -77,3 +77,27 @@ def test_unknown_doubled_and_undeclared_arguments_are_errors_on_every_rank_of_a_
         assert "missing 1 required positional argument: 'hidden_states'" in found["no tokens"]
         assert "encoder_hidden_states, pooled_projections of the model hold(s) tensors" in found["undeclared"]
         assert "Name them in Plan.batched" in found["undeclared"]
+
+
+def call_with_lists():
+    """Of Z-Image with captions of two lengths: latents of each sample, with and without a ControlNet's; and how many this rank computed."""
+    model, computed = MODELS["z-image"], []
+    transformer, inputs = model.build(), model.inputs(2, 6, 10)
+    width = inputs["cap_feats"][0].shape[-1]
+    inputs["cap_feats"] = [torch.linspace(-1, 1, n * width).view(n, width) for n in (5, 70)]
+    tokens = []
+    transformer.layers[0].register_forward_hook(lambda *args: tokens.append(args[-1]) or computed.append(len(args[-1])))
+    outs = [transformer(**inputs).sample]
+    more = {0: torch.full_like(tokens[0], 0.1)}
+    outs.append(transformer(**inputs, controlnet_block_samples=more).sample)
+    parallelize_transformer(transformer, mesh=cpu_mesh(1, 1, batch=2))
+    outs.append(transformer(**inputs).sample)
+    outs.append(transformer(**inputs, controlnet_block_samples=more).sample)
+    return outs, computed
+
+
+def test_lists_with_an_entry_for_each_sample_are_shared_out(rank_pool):
+    for (alone, controlled, shared, whole), computed in rank_pool.run(call_with_lists, 2):
+        assert computed == [2, 2, 1, 2]
+        for out, expected in [*zip(shared, alone, strict=True), *zip(whole, controlled, strict=True)]:
+            assert relative_error(out, expected) < 1e-5
