@@ -29,6 +29,8 @@ RULES: dict[str, Any] = {
     **products.RULES,
     **resample.RULES,
 }
+# Of what is whole, and a size that was read from a sharded tensor.
+FACTORIES: dict[str, Any] = {**local.FACTORIES, **resample.FACTORIES}
 
 
 class SpatialShardMode(TorchFunctionMode):
@@ -91,7 +93,7 @@ class SpatialShardMode(TorchFunctionMode):
         if self._compare_calls and isinstance(found, Rows):
             alone = MeshDim("ring", 1, 0, "", None)
             agree(signature({"function": name, "rows": str(found)}), SequenceMesh(alone, self.ranks, "cpu"))
-        rule = RULES.get(name) if isinstance(found, Rows) else local.FACTORIES.get(name)
+        rule = (RULES if isinstance(found, Rows) else FACTORIES).get(name)
         if rule is not None:
             return rule(self.ranks, func, args, kwargs)
         if isinstance(found, Rows):

@@ -107,6 +107,14 @@ def interpolate(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dic
     return tagged(func(found, None, scales, mode, align, recompute), Rows(rows.dim, layout))
 
 
+def interpolated_whole(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    """``F.interpolate`` of a tensor that every rank holds whole, to the size of a sharded one: to that of all rows, whole."""
+    x, size, *rest = _interpolate_arguments(*args, **kwargs)
+    sizes = [one.total if isinstance(one, Count) else one for one in _each(size, x.ndim - 2)]
+    found: Tensor = func(x, sizes, *rest)
+    return found
+
+
 @lru_cache(maxsize=256)
 def _taps(mode: str, total: int, made: int, step: float, align: bool, start: int, stop: int) -> tuple[Tensor, Tensor]:
     """For rows ``start`` to ``stop`` of ``made``: which of ``total`` rows they take, and how much, ``[rows, taps]`` each."""
@@ -178,3 +186,5 @@ RULES: dict[str, Any] = {
     "pixel_unshuffle": pixel_shuffle,
     "interpolate": interpolate,
 }
+# Of no sharded tensor, but of a size of one.
+FACTORIES: dict[str, Any] = {"interpolate": interpolated_whole}

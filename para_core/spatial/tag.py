@@ -59,8 +59,8 @@ class Count(int):
     every rank decides as one device would.
 
     >>> rows = Count(3, (3, 4))
-    >>> (rows * 2).layout, rows > 5, rows % 2, rows // 1
-    ((6, 8), True, 1, 3)
+    >>> (rows * 2).layout, rows > 5, rows == 7, rows % 2, rows // 2, int(rows)
+    ((6, 8), True, True, 1, 3, 3)
     """
 
     layout: Layout
@@ -90,7 +90,9 @@ class Count(int):
         return self._with(other, operator.sub)
 
     def __floordiv__(self, other: Any) -> Any:
-        return self._with(other, operator.floordiv)
+        # What parts rows is no number of rows that ranks hold.
+        whole = type(other) is int and all(count % other == 0 for count in self.layout)
+        return self._with(other, operator.floordiv) if whole else self.total // _total(other)
 
     __rmul__ = __mul__
     __radd__ = __add__
@@ -100,6 +102,12 @@ class Count(int):
 
     def __mod__(self, other: Any) -> Any:
         return self.total % _total(other)
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self.total == _total(other))
+
+    def __hash__(self) -> int:
+        return hash(self.total)
 
     def __lt__(self, other: Any) -> Any:
         return self.total < _total(other)

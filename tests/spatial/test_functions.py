@@ -178,6 +178,16 @@ CASES = {
     "a frame written": lambda i: write_a_frame(i["clip"]),
     "drawn": lambda i: torch.randn(i["image"].shape[-2:], generator=torch.Generator().manual_seed(3)) + i["image"],
     "decided": lambda i: i["image"] if i["image"].shape[-2] * i["image"].shape[-1] > 80 else i["other"],
+    "decided by equal sizes": lambda i: (
+        i["image"] if i["image"].shape == torch.Size([2, 8, max(HEIGHT, WIDTH), min(HEIGHT, WIDTH)]) else i["other"]
+    ),
+    "a whole one resized": lambda i: (
+        i["image"] * F.interpolate(i["bias"].view(1, 1, 2, 4), size=i["image"].shape[-2:], mode="bilinear")
+    ),
+    "a whole one resized to a part of tokens": lambda i: (
+        tokens(i["image"])[..., 0]
+        * F.interpolate(i["bias"].view(1, 1, 2, 4), (7, tokens(i["image"]).shape[1] // 7)).view(1, -1)
+    ),
     "padded to a multiple": lambda i: F.pad(
         i["image"], (0, (4 - i["image"].shape[-1] % 4) % 4, 0, (4 - i["image"].shape[-2] % 4) % 4)
     ),
