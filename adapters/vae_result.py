@@ -1,4 +1,4 @@
-"""What an autoencoder returns, from the ranks that computed it to those that want it."""
+"""What an autoencoder or a UNet returns, from the ranks that computed it to those that want it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from para_core.spatial.rows import Layout
 from para_core.spatial.tag import Rows, rows_of, untagged
 
 Gather = Literal["all", "first"]
-# What a result is made of, as JSON: "tensor", "module:Class" of a distribution, ["tuple", [...]], ["module:Class", {field: ...}].
+# What a result is made of, as JSON: "tensor", "module:Class" of a distribution, ["tuple", [...]] or ["list", [...]],
+# ["module:Class", {field: ...}].
 Form = Any
 
 
@@ -28,16 +29,15 @@ def delivered(compute: Callable[[], Any], workers: int, ranks: MeshDim, mesh: Gu
     """
     works = ranks.index < workers
     record: dict[str, Any] = {}
-    result = None
-    if workers == ranks.size:
-        result = compute()
-    elif works:
+    result, form, tensors = None, None, []
+    if works:
         try:
             result = compute()
+            form, tensors = _form(result), list(_tensors(result))
         except (TypeError, ValueError, RuntimeError) as error:
+            if workers == ranks.size:
+                raise
             record = error_record(error)
-    tensors = list(_tensors(result)) if works else []
-    form = _form(result) if works else None
     if workers < ranks.size:
         if works and not record:
             record = {"form": form, "tensors": [_described(x) for x in tensors]}
@@ -125,12 +125,10 @@ def _form(value: Any) -> Form:
     if _is_distribution(value):
         return f"{type(value).__module__}:{type(value).__name__}"
     if isinstance(value, (tuple, list)):
-        return ["tuple", [_form(one) for one in value]]
+        return ["list" if isinstance(value, list) else "tuple", [_form(one) for one in value]]
     if isinstance(value, dict):
         return [f"{type(value).__module__}:{type(value).__name__}", {name: _form(one) for name, one in value.items()}]
-    raise TypeError(
-        f"an autoencoder returned a {type(value).__name__}; expected tensors, or one of diffusers' outputs."
-    )
+    raise TypeError(f"a model returned a {type(value).__name__}; expected tensors, or one of diffusers' outputs.")
 
 
 def _together(form: Form, tensors: Iterator[Tensor]) -> Any:
@@ -139,8 +137,9 @@ def _together(form: Form, tensors: Iterator[Tensor]) -> Any:
     if isinstance(form, str):
         return _class(form)(untagged(next(tensors)))
     kind, parts = form
-    if kind == "tuple":
-        return tuple([_together(one, tensors) for one in parts])
+    if kind in ("tuple", "list"):
+        found = [_together(one, tensors) for one in parts]
+        return found if kind == "list" else tuple(found)
     return _class(kind)(**{field: _together(one, tensors) for field, one in parts.items()})
 
 

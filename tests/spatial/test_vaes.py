@@ -90,6 +90,18 @@ def test_with_fewer_rows_fewer_ranks_work_and_the_others_receive(rank_pool, heig
 
 
 @torch.no_grad()
+def decode_few_wrongly():
+    vae = parallelize_vae(TINY_VAES["KL"].make())
+    vae.decoder.conv_in.forward = lambda x: x.roll(1, -2)
+    TINY_VAES["KL"].decode(vae, random_picture((1, 4, 5, 3)))
+
+
+def test_where_some_ranks_work_their_error_is_that_of_all(rank_pool):
+    for error in rank_pool.run_expecting_errors(decode_few_wrongly, 3):
+        assert "roll on a tensor of which dim 2 is sharded over 2 ranks" in str(error)
+
+
+@torch.no_grad()
 def settings_of_a_vae(name):
     tiny = TINY_VAES[name]
     vae = tiny.make()
