@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.adapters.models.vaes import REFUSED_VAES, VAES, VaeAdapter, rows_per_latent, vae_adapter
 from para_core.adapters.one_call import describe, random_state_of_first_rank
+from para_core.adapters.row_ranks import RowRanks, on_rows
 from para_core.adapters.vae_result import Gather, delivered
 from para_core.agreement import Record, agree, signature
 from para_core.instance import Order, has_compiled_parts, original_class, uncompiled, unwrap, wrap_method
@@ -22,8 +23,7 @@ from para_core.make_mesh import init_context_parallel_mesh
 from para_core.mesh import GuidedMesh, MeshDim, one_guided_rank, require_process_group
 from para_core.spatial.fetch import gather as gather_rows
 from para_core.spatial.mode import SpatialShardMode
-from para_core.spatial.one_group import first_ranks, one_group
-from para_core.spatial.rows import even
+from para_core.spatial.one_group import one_group
 from para_core.spatial.tag import Rows, rows_of
 from para_core.spatial.tiles import Tiles
 
@@ -135,9 +135,8 @@ class _Run:
 
     def __init__(self, vae: nn.Module, adapter: VaeAdapter, ranks: MeshDim, method: Method, gather: Gather) -> None:
         self.adapter, self.ranks, self.method, self.gather = adapter, ranks, method, gather
-        self.mesh = GuidedMesh(ranks, one_guided_rank("cpu").sequence)
-        # Of fewer ranks, for pictures of few rows; made when first needed.
-        self.fewer: dict[int, MeshDim] = {ranks.size: ranks}
+        self.row_ranks = RowRanks(ranks)
+        self.mesh = self.row_ranks.mesh
         # What runs now: on rows, and on tiles.
         self.mode: SpatialShardMode | None = None
         self.sharing: Tiles | None = None
@@ -163,9 +162,8 @@ class _Run:
                 compute = partial(self.in_tiles, vae, partial(call, vae, *args, **kwargs))
                 return delivered(compute, self.ranks.size, self.ranks, self.mesh, self.gather)
             # A waveform [B, C, length] has no height.
-            dim = (-1 if x.ndim == 3 or x.shape[-1] > x.shape[-2] else -2) % x.ndim
-            workers = self.workers(max(1, min(self.ranks.size, x.shape[dim] // (2 * unit))))
-            rows = Rows(dim, even(x.shape[dim], workers.size, unit))
+            dim = -1 if x.ndim == 3 or x.shape[-1] > x.shape[-2] else -2
+            rows, workers = self.row_ranks.share(x, dim, unit, least=2)
             compute = partial(self.in_rows, partial(call, vae), x, args[1:], kwargs, rows, workers)
             return delivered(compute, workers.size, self.ranks, self.mesh, self.gather)
 
@@ -183,9 +181,7 @@ class _Run:
             return call(x, *args, **kwargs)
         self.mode = SpatialShardMode(workers)
         try:
-            part = self.mode.shard(x, rows.dim, layout=rows.layout)
-            with self.mode:
-                return call(part, *args, **kwargs)
+            return on_rows(self.mode, call, (x, *args), kwargs, {0: (rows.dim, rows.layout)})
         finally:
             self.mode = None
 
@@ -252,15 +248,3 @@ class _Run:
             f"{records[0].get(differs[0])}, rank {rank} has {records[rank].get(differs[0])}. Every rank gives it the same picture, "
             "and has the same settings; draw random numbers from a generator of the same seed on all ranks."
         )
-
-    def workers(self, count: int) -> MeshDim:
-        """The first ``count`` ranks as a group; as a dim of ``count`` without a group where this rank is not among them."""
-        if count not in self.fewer:
-            members = dist.get_process_group_ranks(self.ranks.group) if self.ranks.group is not None else [0]
-            among = self.ranks.index < count and self.ranks.group is not None
-            self.fewer[count] = (
-                first_ranks(members, count, like=self.ranks.group)
-                if among and self.ranks.group is not None and count > 1
-                else MeshDim("rows", count, self.ranks.index, "", None)
-            )
-        return self.fewer[count]
