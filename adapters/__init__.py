@@ -16,6 +16,7 @@ from para_core.adapters.parallel import (
     unparallelize_transformer,
 )
 from para_core.adapters.propose.propose import Proposal, propose_plan
+from para_core.adapters.unet import parallelize_unet, unparallelize_unet
 from para_core.adapters.vae import parallelize_vae, unparallelize_vae
 
 __all__ = [
@@ -29,10 +30,12 @@ __all__ = [
     "calibrate_cache",
     "parallelize_pipe",
     "parallelize_transformer",
+    "parallelize_unet",
     "parallelize_vae",
     "propose_plan",
     "remove_cache_from_pipe",
     "unparallelize_pipe",
     "unparallelize_transformer",
+    "unparallelize_unet",
     "unparallelize_vae",
 ]

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from para_core.adapters.supported import transformers_of
+from para_core.adapters.supported import transformers_of, unets_of
 from para_core.instance import original_class
 from para_core.make_mesh import init_context_parallel_mesh, require_own_gpus
 from para_core.mesh import GuidedMesh, guided_mesh, one_guided_rank
@@ -148,7 +148,7 @@ def _chosen_mesh(device_type: str, owner: Any) -> DeviceMesh:
     """For a pipeline or a transformer, over all ranks."""
     transformer, guidance = owner, None
     if not isinstance(owner, nn.Module):
-        transformer = next(iter(transformers_of(owner).values()))
+        transformer = next(iter((transformers_of(owner) or unets_of(owner)).values()))
         guidance = default_guidance(owner, transformer)
     choice = choose_mesh(dist.get_world_size(), number_of_heads(transformer), guidance)
     if dist.get_rank() == 0:

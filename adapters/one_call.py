@@ -24,14 +24,15 @@ from torch import Tensor, nn
 from para_core.adapters.caching.generation import caching_of
 from para_core.adapters.callbacks import around_callbacks
 from para_core.adapters.foreseen import foreseen_output
-from para_core.adapters.refusals import Case, When, reason_against
+from para_core.adapters.refusals import Case, When, applied_mesh, reason_against
 from para_core.adapters.supported import TRANSFORMERS
+from para_core.adapters.unet_rows import known_equal_unets
 from para_core.agreement import Record, agree, signature
 from para_core.collectives import broadcast_bytes
 from para_core.guidance import Guidance
 from para_core.instance import Order, original_class, uncompiled, unwrap, wrap_method, wrapper
 from para_core.mesh import GuidedMesh, host_group
-from para_core.plans.region import known_equal, plan_mesh, reattach_plan
+from para_core.plans.region import known_equal, reattach_plan
 
 _KEY = "parallel"
 _GUIDANCE = "guidance"
@@ -47,6 +48,7 @@ class ParallelCall:
 
     Args:
         transformers: by the name of the component; each has its plan.
+        unets: by their paths; each runs on rows.
         apart: its branches of guidance are calls of their own, which are distributed over the ``batch`` mesh dim.
         assume_equal: arguments are not compared over the ranks.
 
@@ -55,12 +57,18 @@ class ParallelCall:
     """
 
     def __init__(
-        self, transformers: Mapping[str, nn.Module], mesh: GuidedMesh, *, apart: bool, assume_equal: bool
+        self,
+        transformers: Mapping[str, nn.Module],
+        unets: Mapping[str, nn.Module],
+        mesh: GuidedMesh,
+        *,
+        apart: bool,
+        assume_equal: bool,
     ) -> None:
         self.mesh = mesh
         self.vae: nn.Module | None = None
-        self._transformers = transformers
-        self._applied = {name: plan_mesh(module) for name, module in transformers.items()}
+        self._transformers, self._unets = transformers, unets
+        self._applied = {name: applied_mesh(module) for name, module in {**transformers, **unets}.items()}
         self._apart = apart
         self._assume_equal = assume_equal
         self._guidance = Guidance(mesh.batch, foreseen_output)
@@ -78,7 +86,7 @@ class ParallelCall:
             When.PARALLEL_CALL,
             *[
                 Case(pipe, module, name, mesh=self.mesh, applied=self._applied[name])
-                for name, module in self._transformers.items()
+                for name, module in {**self._transformers, **self._unets}.items()
             ],
         )
         if not self._assume_equal:
@@ -94,6 +102,7 @@ class ParallelCall:
                 if self._apart and wrapper(component, "__call__", _GUIDANCE) != self._share_out:
                     # Around what torch.compile made of it, if anything: a graph holds one call.
                     wrap_method(component, "__call__", _GUIDANCE, self._share_out, order=Order.GUIDANCE)
+            stack.enter_context(known_equal_unets(self._unets.values()))
             stack.enter_context(reasons_shared(token))
             if self._apart:
                 stack.enter_context(self._warn_unguided(type(pipe).__name__))

@@ -1,4 +1,4 @@
-"""Running a diffusers pipeline, or its transformer, on several ranks."""
+"""Running a diffusers pipeline, its transformer or its UNet, on several ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from para_core.adapters.one_call import (
     set_timeout,
 )
 from para_core.adapters.refusals import Case, When, cases_of, reason_against, refuse
-from para_core.adapters.supported import plan_for, transformers_of
+from para_core.adapters.supported import plan_for, transformers_of, unets_of
+from para_core.adapters.unet import parallelize_unet, unparallelize_unet
 from para_core.adapters.vae import parallelize_vae, unparallelize_vae
 from para_core.cache.apply import cache_options
 from para_core.instance import original_class, uncompiled
@@ -46,9 +47,9 @@ def parallelize_pipe(
     takes effect; :func:`unparallelize_pipe` undoes it. Other pipelines are not touched.
 
     Args:
-        pipe: any diffusers pipeline on a supported transformer.
+        pipe: any diffusers pipeline on a supported transformer or UNet.
         mesh: a DeviceMesh with a ``ring`` and/or ``ulysses`` dim (also a slice of a larger one), or a ProcessGroup. Ranks
-            along a ``batch`` dim share the branches of guidance. Left out: all ranks, half of them for each branch where the
+            along a ``batch`` dim share the branches of guidance. For a UNet, all others share the rows of its pictures. Left out: all ranks, half of them for each branch where the
             pipeline guides by default, then Ulysses up to the number of heads, then the ring; one rank where
             ``WORLD_SIZE`` is unset or 1.
         text: ``"shard"`` shards the text tokens as those of the image are, ``"replicate"`` keeps all of them on every rank.
@@ -74,21 +75,25 @@ def parallelize_pipe(
     guided = guided_mesh_for(mesh, pipe)
     # What it is refused for on several ranks.
     refuse(When.PARALLELIZE, *cases_of(pipe, adapter, guided))
-    transformers = transformers_of(pipe)
+    transformers, unets = transformers_of(pipe), unets_of(pipe)
     plans = {name: plan_for(module, adapter=adapter) for name, module in transformers.items()}
-    if guided.ranks > 1 and hasattr(pipe, "pag_applied_layers"):
-        # Perturbed attention guidance takes the branches of a batch apart inside of the model: no rank has samples of its own.
+    # Perturbed attention guidance takes the branches of a batch apart inside of the model: no rank has samples of its own.
+    perturbed = hasattr(pipe, "pag_applied_layers")
+    if guided.ranks > 1 and perturbed and transformers:
         plan: Any = plans["transformer"]
         name = original_class(transformers["transformer"]).__name__
         adapter = Adapter(name, type(pipe).__name__, replace(plan, batched={}))
         plans["transformer"] = adapter.plan
     for module in transformers.values():
         parallelize_transformer(module, mesh=guided, text=text, adapter=adapter, assume_equal=assume_equal)
+    for module in unets.values():
+        parallelize_unet(module, mesh=guided, assume_equal=assume_equal, batched=not perturbed)
     if guided.ranks > 1:
         if timeout is not None:
             set_timeout(guided, timeout)
-        apart = guided.batch.size > 1 and not any(plan is not None and plan.batched for plan in plans.values())
-        around = ParallelCall(transformers, guided, apart=apart, assume_equal=assume_equal)
+        in_one_batch = bool(unets) or any(plan is not None and plan.batched for plan in plans.values())
+        apart = guided.batch.size > 1 and not in_one_batch
+        around = ParallelCall(transformers, unets, guided, apart=apart, assume_equal=assume_equal)
         if autoencoder is not None:
             around.vae = parallelize_vae(autoencoder, mesh=guided)
         around.put_around(pipe)
@@ -110,6 +115,8 @@ def unparallelize_pipe(pipe: Pipeline) -> Pipeline:
     remove_parallel_call(pipe)
     for module in transformers_of(pipe).values():
         remove_plan(module)
+    for module in unets_of(pipe).values():
+        unparallelize_unet(module)
     return pipe
 
 

@@ -10,17 +10,21 @@ from typing import Any
 from torch import nn
 
 from para_core.adapters.adapter import Adapter
+from para_core.adapters.models.unets import unet_adapter, why_refused_unet
 from para_core.adapters.supported import (
     adapter_for,
     cached,
+    component_of,
     plan_for,
     supported,
     transformers_of,
+    unets_of,
     why_refused,
 )
+from para_core.adapters.unet_rows import unet_mesh
 from para_core.cache.foreign import foreign_cache
 from para_core.cache.options import CacheOptions
-from para_core.instance import original_class, uncompiled
+from para_core.instance import has_compiled_parts, original_class, uncompiled
 from para_core.mesh import GuidedMesh, SequenceMesh
 from para_core.plans.region import plan_mesh
 
@@ -36,7 +40,7 @@ class When(Enum):
 
 @dataclass(frozen=True)
 class Case:
-    """One transformer that is about to be run, and what is known of how.
+    """One transformer, or UNet, that is about to be run, and what is known of how.
 
     Args:
         owner: its pipe, or the transformer itself.
@@ -44,7 +48,7 @@ class Case:
         component: its name in the pipe; empty without a pipe.
         adapter: what its user says of it.
         mesh: the ranks; None: not known yet, or one.
-        applied: the mesh of the plan that was applied to it.
+        applied: the ranks that share its tokens, or rows, by what was applied to it.
         options: of its cache.
     """
 
@@ -71,7 +75,7 @@ class Case:
         return {
             "owner": original_class(self.owner).__name__,
             "cls": original_class(self.module).__name__,
-            "name": f"pipe.{self.component}" if self.component else "transformer",
+            "name": f"pipe.{self.component}" if self.component else "unet" if _is_unet(self) else "transformer",
             "adapter": self.adapter,
             "sequence_ranks": self.sequence_ranks,
             "supported": supported(),
@@ -98,8 +102,9 @@ class Refusal:
 
 
 def cases_of(pipe: Any, adapter: Adapter | None = None, mesh: GuidedMesh | None = None) -> list[Case]:
-    """One for each transformer of ``pipe``; where it has none, one without."""
-    found = [Case(pipe, module, name, adapter, mesh) for name, module in transformers_of(pipe).items()]
+    """One for each transformer, or UNet, of ``pipe``; where it has none, one without."""
+    modules = transformers_of(pipe) or unets_of(pipe)
+    found = [Case(pipe, module, name, adapter, mesh) for name, module in modules.items()]
     return found or [Case(pipe, None)]
 
 
@@ -125,8 +130,28 @@ def _refused(when: When, cases: tuple[Case, ...]) -> Iterator[tuple[Refusal, str
 # -- tests
 
 
+def applied_mesh(module: Any) -> SequenceMesh | None:
+    """The ranks that share tokens, or rows, of what ``module`` computes; None if none do."""
+    return plan_mesh(module) or unet_mesh(module)
+
+
+def _is_unet(case: Case) -> bool:
+    return case.module is not None and unet_adapter(case.module) is not None
+
+
+def _unfit_unet(case: Case) -> Mapping[str, Any] | None:
+    return {"reason": why_refused_unet(case.module)} if case.component == "unet" and not _is_unet(case) else None
+
+
+def _compiled_unet(case: Case) -> bool:
+    if not _is_unet(case):
+        return False
+    replaced = bool(case.component) and component_of(case.owner, case.component) is not case.module
+    return replaced or has_compiled_parts(case.module)
+
+
 def _has_no_plan(case: Case) -> bool:
-    return plan_for(case.module, adapter=case.adapter) is None
+    return plan_for(case.module, adapter=case.adapter) is None and not _is_unet(case)
 
 
 def _unfit_class(case: Case) -> Mapping[str, Any] | None:
@@ -150,7 +175,7 @@ def _perturbed_joint_attention(case: Case) -> bool:
 
 
 def _was_replaced(case: Case) -> bool:
-    return bool(case.component) and uncompiled(getattr(case.owner, case.component, None)) is not case.module
+    return bool(case.component) and uncompiled(component_of(case.owner, case.component)) is not case.module
 
 
 def _no_scheduler(case: Case) -> Mapping[str, Any] | None:
@@ -261,10 +286,26 @@ REFUSALS: tuple[Refusal, ...] = (
         TypeError,
     ),
     Refusal(
+        "a UNet that is not known",
+        (When.PARALLELIZE,),
+        _unfit_unet,
+        "{owner} is not supported: whether rows of a picture can be sharded in {cls} is not known: {reason}. Give each rank prompts "
+        "of its own instead. Supported are {supported}.",
+        TypeError,
+    ),
+    Refusal(
         "a pipeline without a transformer, with a cache",
         (When.CACHE,),
         lambda case: case.module is None,
         "{owner} cannot be cached: it has no transformer.",
+        TypeError,
+    ),
+    Refusal(
+        "a cache on a UNet",
+        (When.CACHE,),
+        _is_unet,
+        "{owner} cannot be cached: First Block Cache skips the blocks behind the first, of which each gives one tensor of the size "
+        "that it is given. Those of {cls} give each other residuals of many sizes.",
         TypeError,
     ),
     Refusal(
@@ -347,9 +388,16 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "a transformer whose plan was replaced or removed",
         (When.PARALLEL_CALL,),
-        lambda case: bool(case.component) and plan_mesh(case.module) != case.applied,
+        lambda case: bool(case.component) and applied_mesh(case.module) != case.applied,
         "{name} was given another mesh, or unparallelized, after the pipe was parallelized (through a pipe that shares it?). "
         "Call parallelize_pipe(pipe, mesh=...) again, or unparallelize_pipe(pipe).",
+    ),
+    Refusal(
+        "a compiled UNet",
+        (When.PARALLEL_CALL,),
+        _compiled_unet,
+        "{name} was compiled, and a compiled graph does not see how many rows each rank holds. Use it uncompiled, or "
+        "unparallelize_pipe(pipe).",
     ),
     Refusal(
         "attention that is no scaled_dot_product_attention",

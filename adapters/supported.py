@@ -1,7 +1,8 @@
-"""Which transformers run in parallel, and by which plan."""
+"""Which transformers and UNets run in parallel, and by which plan."""
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
 from torch import nn
@@ -9,6 +10,7 @@ from torch import nn
 from para_core.adapters.adapter import Adapter, Text
 from para_core.adapters.models import ADAPTERS
 from para_core.adapters.models.refused import REFUSED
+from para_core.adapters.models.unets import UNETS, unet_adapter
 from para_core.instance import original_class, uncompiled
 from para_core.plans.plan import Plan
 from para_core.plans.published import published_plan
@@ -71,11 +73,30 @@ def transformers_of(pipe: Any) -> dict[str, nn.Module]:
     return {name: module for name, module in found.items() if isinstance(module, nn.Module)}
 
 
+def unets_of(pipe: Any) -> dict[str, nn.Module]:
+    """The UNet of a pipeline without a transformer, and the ControlNets beside it that run as it does, by their paths."""
+    unet = uncompiled(getattr(pipe, "unet", None))
+    if not isinstance(unet, nn.Module) or transformers_of(pipe):
+        return {}
+    beside = uncompiled(getattr(pipe, "controlnet", None))
+    several = enumerate(getattr(beside, "nets", ()))
+    found = {"controlnet": beside, **{f"controlnet.nets.{place}": uncompiled(net) for place, net in several}}
+    return {"unet": unet, **{name: module for name, module in found.items() if unet_adapter(module) is not None}}
+
+
+def component_of(pipe: Any, path: str) -> Any:
+    """What stands at ``path``; None if nothing does."""
+    return reduce(lambda found, part: getattr(found, part, None), path.split("."), pipe)
+
+
 def supported() -> str:
     """What runs in parallel, for messages."""
-    return (
-        "; ".join(adapter.pipelines for adapter in ADAPTERS if adapter.plan is not None)
-        + "; every model that publishes a _cp_plan"
+    return "; ".join(
+        [
+            *[adapter.pipelines for adapter in ADAPTERS if adapter.plan is not None],
+            *[adapter.pipelines for adapter in UNETS.values() if adapter.pipelines],
+            "every model that publishes a _cp_plan",
+        ]
     )
 
 

@@ -27,6 +27,6 @@ def unknown(func: Callable[..., Any], rows: Rows, reason: str) -> MixesRows:
     """The error for a call of ``func`` on rows that are sharded as ``rows`` says."""
     return MixesRows(
         f"{name_of(func)} on a tensor of which dim {rows.dim} is sharded over {len(rows.layout)} ranks as "
-        f"{list(rows.layout)}: {reason}. Run this model on one rank (unparallelize_vae), or its tiles on several "
-        "(method='tiled')."
+        f"{list(rows.layout)}: {reason}. Run this model on one rank (unparallelize_vae, unparallelize_pipe); or of a VAE its tiles "
+        "on several (method='tiled')."
     )

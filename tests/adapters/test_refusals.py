@@ -13,6 +13,7 @@ from torch import nn
 from benchmarks.launches import fake_group
 from benchmarks.tiny_images import stable_diffusion_3
 from benchmarks.tiny_models import MODELS
+from benchmarks.tiny_unets import UNET_PIPELINES
 from para_core.adapters import parallelize_pipe, parallelize_transformer
 from para_core.adapters.refusals import REFUSALS, Case, When, cases_of, reason_against, refuse
 from para_core.cache.options import CacheOptions
@@ -23,6 +24,12 @@ SUPPORTED = r"Supported are FLUX\.1: "
 
 
 class NoTransformer(DiffusionPipeline):
+    def __init__(self, prior):
+        super().__init__()
+        self.register_modules(prior=prior)
+
+
+class OtherUnet(DiffusionPipeline):
     def __init__(self, unet):
         super().__init__()
         self.register_modules(unet=unet)
@@ -50,6 +57,11 @@ def sana():
 def test_a_pipe_without_a_transformer_is_refused_with_what_is_supported():
     with pytest.raises(TypeError, match=r"NoTransformer is not supported: it has no transformer\. " + SUPPORTED):
         parallelize_pipe(NoTransformer(nn.Linear(1, 1)))
+
+
+def test_a_pipe_on_an_unknown_unet_is_refused_with_what_is_supported():
+    with pytest.raises(TypeError, match=r"^OtherUnet is not supported: .* in Linear is not known: .*" + SUPPORTED):
+        parallelize_pipe(OtherUnet(nn.Linear(1, 1)))
 
 
 class OtherModel(ModelMixin, ConfigMixin):
@@ -208,6 +220,11 @@ def guided_by_blur(mesh):
     return Case(pipe, pipe.transformer, "transformer", mesh=mesh)
 
 
+def compiled_in_place(module):
+    module.compile(backend="eager")
+    return module
+
+
 def without_scheduler(mesh):
     pipe = changed(flux_pipe(), scheduler=None)
     return Case(pipe, pipe.transformer, options=CacheOptions(0.1, always_compute_last=True))
@@ -229,6 +246,16 @@ CASES = {
         When.CACHE,
         lambda _: Case(NoTransformer(nn.Linear(1, 1)), None),
         "^NoTransformer cannot be cached: it has no transformer.$",
+    ),
+    "a UNet that is not known": (
+        When.PARALLELIZE,
+        lambda _: Case(OtherUnet(nn.Linear(1, 1)), nn.Linear(1, 1), "unet"),
+        "^OtherUnet is not supported: whether rows of a picture can be sharded in Linear is not known: nothing is known of it",
+    ),
+    "a cache on a UNet": (
+        When.CACHE,
+        lambda _: Case(*[UNET_PIPELINES["sd"].build().unet] * 2),
+        "^UNet2DConditionModel cannot be cached: First Block Cache skips the blocks behind the first",
     ),
     "what is no adapter": (
         When.PARALLELIZE,
@@ -284,6 +311,11 @@ CASES = {
         When.PARALLEL_CALL,
         lambda mesh: on_flux(lambda _: None, mesh, applied=mesh.sequence),
         r"^pipe\.transformer was given another mesh, or unparallelized",
+    ),
+    "a compiled UNet": (
+        When.PARALLEL_CALL,
+        lambda mesh: Case(*[compiled_in_place(UNET_PIPELINES["sd"].build().unet)] * 2, mesh=mesh),
+        "^unet was compiled, and a compiled graph does not see how many rows",
     ),
     "attention that is no scaled_dot_product_attention": (
         When.PARALLEL_CALL,

@@ -1,0 +1,205 @@
+"""Whole pipelines on UNets: Stable Diffusion 1.5, XL, Stable Video Diffusion; rows over ranks, guidance over ranks."""
+
+import re
+import warnings
+from functools import cache
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig
+
+from benchmarks.random_weights import fill
+from benchmarks.tiny_parts import random_image
+from benchmarks.tiny_unets import UNET_PIPELINES
+from para_core.adapters import (
+    apply_cache_on_pipe,
+    parallelize_pipe,
+    parallelize_unet,
+    unparallelize_pipe,
+    unparallelize_unet,
+)
+from para_core.adapters.models.unets import REFUSED_UNETS, UNETS
+from para_core.adapters.supported import component_of, unets_of
+from tests.adapters.test_pipelines import meshes_of
+from tests.tiny import cpu_mesh, relative_error
+
+# batch × ring × ulysses: rows; rows by either dim; branches of guidance; both.
+ROWS, BATCH = (1, 1, 2), (2, 1, 1)
+SOME = ["sd", "sd, controls", "sd, image prompt in places", "xl, control", "svd"]
+
+
+def generate(pipe, name, **options):
+    with warnings.catch_warnings(), torch.random.fork_rng():
+        torch.manual_seed(7)
+        # Where ranks along the batch dim have nothing to share.
+        warnings.filterwarnings("ignore", message=r"a call has \d+ sample")
+        out = pipe(**UNET_PIPELINES[name].call(**options))[0]
+    return torch.cat(list(out)) if isinstance(out, list) else out
+
+
+@cache
+def generated_alone(name, **size):
+    return generate(UNET_PIPELINES[name].build(), name, **of_size(**size))
+
+
+def of_size(**size):
+    """Options of a picture of another size, and of its control image."""
+    return {**size, "image": random_image(**size)} if size else {}
+
+
+def generate_on(name, shapes, **size):
+    """What each mesh gives, and the same pipeline when it is given back."""
+    found, pipe, options = {}, UNET_PIPELINES[name].build(), of_size(**size)
+    before = {path: (type(module), dict(vars(module))) for path, module in unets_of(pipe).items()}
+    for shape, mesh in meshes_of(shapes).items():
+        found[shape] = generate(parallelize_pipe(pipe, mesh=mesh), name, **options)
+    unparallelize_pipe(pipe)
+    for path, (cls, attributes) in before.items():
+        module = component_of(pipe, path)
+        assert type(module) is cls and vars(module).keys() == attributes.keys()
+    if dist.get_rank() == 0:
+        found["given back"] = generate(pipe, name, **options)
+    return found
+
+
+def check(rank_pool, name, shapes, **size):
+    expected = generated_alone(name, **size)
+    for outs in rank_pool.run(generate_on, torch.Size(shapes[0]).numel(), name, shapes, **size):
+        errors = {how: relative_error(out, expected) for how, out in outs.items()}
+        assert max(errors.values()) < 1e-5, errors
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in SOME else pytest.mark.long) for name in UNET_PIPELINES]
+)
+def test_every_pipeline_on_a_unet_is_exact_on_rows_and_with_guidance_over_ranks(rank_pool, name):
+    check(rank_pool, name, [ROWS, BATCH])
+
+
+@pytest.mark.parametrize("name", ["sd", "xl, control"])
+def test_guidance_and_rows_share_four_ranks(rank_pool, name):
+    check(rank_pool, name, [(2, 2, 1)])
+
+
+# 2 × 10 latents: two ranks of three hold columns. 5 × 3: one rank works.
+@pytest.mark.parametrize("size", [{"height": 16, "width": 80}, {"height": 40, "width": 24}])
+def test_with_fewer_rows_than_ranks_some_work_and_all_have_the_image(rank_pool, size):
+    check(rank_pool, "sd, control", [(1, 1, 3)], **size)
+
+
+def generate_in_other_ways():
+    """With a LoRA, the VAE on rows, sliced attention, offloaded: each against one rank."""
+    pipe, errors = UNET_PIPELINES["sd"].build(), {}
+
+    def compare(what, **options):
+        alone = generate(pipe, "sd", **options)
+        parallelize_pipe(pipe, mesh=cpu_mesh(1, 2), vae=what == "its VAE, too")
+        errors[what] = relative_error(generate(pipe, "sd", **options), alone)
+        unparallelize_pipe(pipe)
+        return alone
+
+    plain = compare("its VAE, too", output_type="pt")
+    targets = ["to_q", "to_out.0", "conv1", "conv_shortcut"]
+    pipe.unet.add_adapter(LoraConfig(r=3, target_modules=targets, init_lora_weights="gaussian"))
+    fill(pipe.unet, 3)
+    assert relative_error(compare("LoRA", output_type="pt"), plain) > 0.01
+    pipe.enable_attention_slicing(1)
+    compare("sliced attention")
+    pipe.unet.set_default_attn_processor()
+    pipe.enable_model_cpu_offload(device="cpu")
+    compare("offloaded")
+    return errors
+
+
+def test_lora_offload_and_the_vae_on_rows_change_nothing(rank_pool):
+    for errors in rank_pool.run(generate_in_other_ways, 2):
+        assert max(errors.values()) < 1e-5, errors
+
+
+@torch.no_grad()
+def call_by_hand(sample_of_rank=False):
+    unet = UNET_PIPELINES["sd"].build().unet
+    seed = dist.get_rank() if sample_of_rank else 0
+    sample = torch.randn(2, 4, 11, 17, generator=torch.Generator().manual_seed(seed))
+    text = torch.randn(2, 5, unet.config.cross_attention_dim, generator=torch.Generator().manual_seed(1))
+    alone = unet(sample, 3, text).sample
+    cls = type(unet)
+    assert parallelize_unet(unet, mesh=cpu_mesh(2, 1)) is unet
+    errors = [
+        relative_error(unet(sample, 3, text).sample, alone),
+        relative_error(unet(sample, 3, text, return_dict=False)[0], alone),
+    ]
+    assert type(unparallelize_unet(unet)) is cls
+    return errors
+
+
+def test_a_unet_in_a_loop_of_ones_own_is_exact_in_either_form(rank_pool):
+    for errors in rank_pool.run(call_by_hand, 2):
+        assert 0 < max(errors) < 1e-5
+
+
+def test_inputs_that_differ_between_ranks_are_an_error_on_each(rank_pool):
+    for error in rank_pool.run_expecting_errors(call_by_hand, 2, sample_of_rank=True):
+        assert "must call this UNet2DConditionModel alike" in str(error) and "sample: rank 0 has" in str(error)
+
+
+def change_and_generate(change):
+    pipe = UNET_PIPELINES["sd"].build()
+    parallelize_pipe(pipe, mesh=cpu_mesh(1, 2))
+    change(pipe)
+    generate(pipe, "sd")
+
+
+def compile_it(pipe):
+    pipe.unet = torch.compile(pipe.unet, backend="eager")
+
+
+def compile_a_block(pipe):
+    pipe.unet.mid_block.compile(backend="eager")
+
+
+def replace_it(pipe):
+    pipe.unet = UNET_PIPELINES["sd"].build().unet
+
+
+def give_it_back(pipe):
+    unparallelize_unet(pipe.unet)
+
+
+def filter_frequencies(pipe):
+    pipe.enable_freeu(s1=0.9, s2=0.2, b1=1.2, b2=1.4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (compile_it, "pipe.unet was compiled"),
+        (compile_a_block, "pipe.unet was compiled"),
+        (replace_it, "pipe.unet is another one than when the pipe was parallelized"),
+        (give_it_back, "pipe.unet was given another mesh, or unparallelized"),
+        (filter_frequencies, "fftn on a tensor of which dim 2 is sharded over 2 ranks"),
+    ],
+)
+def test_what_cannot_be_exact_is_an_error_on_every_rank(rank_pool, change, message):
+    for error in rank_pool.run_expecting_errors(change_and_generate, 2, change):
+        assert isinstance(error, RuntimeError) and message in str(error)
+
+
+def test_unknown_unets_and_caches_on_unets_are_errors_that_say_why():
+    pipe = UNET_PIPELINES["sd"].build()
+    with pytest.raises(
+        TypeError, match=r"^StableDiffusionPipeline cannot be cached: First Block Cache skips the blocks"
+    ):
+        apply_cache_on_pipe(pipe)
+    with pytest.raises(TypeError, match=r"sharded in Linear is not known: nothing is known of it.*Stable Diffusion XL"):
+        parallelize_unet(torch.nn.Linear(1, 1))
+
+
+def test_every_class_of_unets_in_diffusers_runs_or_has_a_reason():
+    names = set(re.findall(r'"(\w*U[nN]et\w*)"', Path(diffusers.__file__).read_text()))
+    names = {name for name in names if name.endswith(("Model", "UNet"))}
+    assert len(names) > 10
+    assert names <= set(UNETS) | set(REFUSED_UNETS), names - set(UNETS) - set(REFUSED_UNETS)
