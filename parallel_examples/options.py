@@ -37,6 +37,7 @@ def parse_options(description: str | None, **defaults: object) -> argparse.Names
     parser.add_argument("--batch", type=int, help="2: half of the ranks for each branch of guidance")
     parser.add_argument("--ring", type=int, help="ranks of the ring; the others do Ulysses, unless given too")
     parser.add_argument("--ulysses", type=int, help="ranks of Ulysses; the others form the ring, unless given too")
+    parser.add_argument("--parallel-vae", action="store_true", help="the VAE on all ranks, too")
     parser.add_argument("--compile", action="store_true", help="torch.compile(fullgraph=True), warmed up before timing")
     parser.add_argument("--output", help="where the result goes")
     parser.set_defaults(**defaults)
@@ -83,10 +84,11 @@ def tiny_pipeline(name: str, rank: int) -> Any:
     """A pipeline with random weights: it shows that everything runs, and what it generates means nothing."""
     sys.path.insert(0, str(Path(__file__).parents[1]))
     from benchmarks.tiny_pipelines import PIPELINES
+    from benchmarks.tiny_unets import UNET_PIPELINES
 
     if rank == 0:
-        print("no --model given: a tiny pipeline with random weights, so the video is noise")
-    return PIPELINES[name].build()
+        print("no --model given: a tiny pipeline with random weights, so what it generates is noise")
+    return {**PIPELINES, **UNET_PIPELINES}[name].build()
 
 
 def timed(run: Callable[..., Any], options: argparse.Namespace, ranks: Ranks) -> Any:

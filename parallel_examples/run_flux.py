@@ -30,7 +30,7 @@ ranks = start_ranks(options)
 
 pipe = FluxPipeline.from_pretrained(options.model, dtype=ranks.dtype).to(ranks.device)
 pipe.set_progress_bar_config(disable=ranks.rank != 0)
-parallelize_pipe(pipe, mesh=ranks.mesh)
+parallelize_pipe(pipe, mesh=ranks.mesh, vae=options.parallel_vae)
 if options.compile:
     pipe.transformer = torch.compile(pipe.transformer, fullgraph=True)
 

@@ -33,7 +33,7 @@ else:
     pipe = WanPipeline.from_pretrained(options.model, dtype=ranks.dtype)
     pipe.vae.enable_tiling()
 pipe.to(ranks.device).set_progress_bar_config(disable=ranks.rank != 0)
-parallelize_pipe(pipe, mesh=ranks.mesh)
+parallelize_pipe(pipe, mesh=ranks.mesh, vae=options.parallel_vae)
 if options.compile:
     pipe.transformer = torch.compile(pipe.transformer, fullgraph=True)
     if pipe.transformer_2 is not None:

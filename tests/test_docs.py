@@ -217,11 +217,21 @@ def test_flux_example_generates_the_same_image_on_one_rank_and_on_two(rank_pool,
     assert np.abs(images[0] - images[1]).max() <= 1
 
 
+@pytest.mark.long
+def test_stable_diffusion_example_generates_the_same_image_on_one_rank_and_on_two(rank_pool, tmp_path):
+    example = ROOT / "parallel_examples/run_stable_diffusion.py"
+    paths = [tmp_path / "alone.png", tmp_path / "shared.png"]
+    alone(rank_pool, example, "--output", str(paths[0]))
+    on_ranks(rank_pool, example, "--parallel-vae", "--output", str(paths[1]))
+    images = [np.asarray(Image.open(path)).astype(int) for path in paths]
+    assert np.abs(images[0] - images[1]).max() <= 1
+
+
 VIDEOS = {
-    "run_hunyuan_video": ["--ring", "2"],
+    "run_hunyuan_video": ["--ring", "2", "--parallel-vae"],
     "run_mochi": ["--batch", "2"],
     "run_cogvideox": [],
-    "run_wan": ["--batch", "2"],
+    "run_wan": ["--batch", "2", "--parallel-vae"],
 }
 
 

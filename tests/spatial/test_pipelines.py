@@ -1,7 +1,11 @@
 """Whole pipelines whose VAE runs on all ranks, too."""
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
+from diffusers import FluxPipeline
 
 from benchmarks.tiny_pipelines import PIPELINES
 from para_core.adapters import parallelize_pipe, unparallelize_pipe
@@ -10,6 +14,7 @@ from tests.adapters.test_pipelines import generate
 from tests.attention.one_device import relative_error
 from tests.tiny import cpu_mesh
 
+ROOT = Path(__file__).parents[2]
 # From text; and from an image, which is encoded.
 NAMES = ["ovis", "chroma, image"]
 
@@ -41,3 +46,21 @@ def ask_for_no_vae():
     pipe.vae = None
     with torch.no_grad():
         parallelize_pipe(pipe, mesh=cpu_mesh(1, 2), vae=True)
+
+
+def demo_images():
+    """By the FLUX that was trained here, on two ranks: with the VAE on one of them, and on both."""
+    pipe = FluxPipeline.from_pretrained(ROOT / "benchmarks/tiny_flux/pipeline", dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    images = []
+    for vae in (False, True):
+        parallelize_pipe(pipe, mesh=cpu_mesh(1, 2), vae=vae)
+        options = {"num_inference_steps": 1, "height": 72, "width": 56, "max_sequence_length": 16}
+        image = pipe("a red circle", generator=torch.Generator().manual_seed(0), **options).images[0]
+        images.append(np.asarray(image))
+    return images
+
+
+def test_the_image_of_the_demo_is_the_same_with_its_vae_on_all_ranks(rank_pool):
+    for without, with_vae in rank_pool.run(demo_images, 2):
+        assert without.std() > 1 and np.array_equal(without, with_vae)
