@@ -5,6 +5,8 @@ from functools import cache
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import cpu_offload, cpu_offload_with_hook
+from diffusers.hooks import apply_group_offloading
 
 from benchmarks.tiny_vaes import TINY_VAES, random_picture
 from para_core.adapters import parallelize_vae, unparallelize_vae
@@ -249,3 +251,34 @@ def test_each_tiny_autoencoder_has_the_compression_that_is_read_from_it():
             dims = (-1,) if len(tiny.latents) == 3 else (-2, -1)
             ratio = rows_per_latent(tiny.make())
             assert all(tiny.pixels[dim] // ratio == tiny.latents[dim] for dim in dims), name
+
+
+@torch.no_grad()
+def offload_and_tile(first):
+    """Errors of an autoencoder whose weights are moved by hooks, and of one that is tiled; ``first``: before it runs on ranks."""
+    tiny, x = TINY_VAES["KL"], random_picture(TINY_VAES["KL"].latents)
+    here = torch.device("cpu")
+    changes = {
+        "sequential": lambda vae: cpu_offload(vae, execution_device=here),
+        "of the whole model": lambda vae: cpu_offload_with_hook(vae, here),
+        "of leaves": lambda vae: apply_group_offloading(vae, onload_device=here, offload_type="leaf_level"),
+        "of blocks": lambda vae: apply_group_offloading(
+            vae, onload_device=here, offload_type="block_level", num_blocks_per_group=1
+        ),
+        "tiled": lambda vae: vars(vae).update(vars(tiny.make_tiled()), _modules=vars(vae)["_modules"]),
+    }
+    errors = {}
+    for name, change in changes.items():
+        alone, vae = tiny.make(), tiny.make()
+        for one in (change, parallelize_vae) if first else (parallelize_vae, change):
+            one(vae)
+        change(alone)
+        errors[name] = relative_error(tiny.decode(vae, x), tiny.decode(alone, x))
+    plain = tiny.decode(tiny.make(), x)
+    return errors, relative_error(tiny.decode(tiny.make_tiled(), x), plain)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_offload_and_tiling_before_or_after_change_nothing(rank_pool, first):
+    for errors, seams in rank_pool.run(offload_and_tile, 2, first):
+        assert max(errors.values()) < 1e-5 < seams, errors
