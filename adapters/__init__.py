@@ -18,6 +18,7 @@ from para_core.adapters.parallel import (
 from para_core.adapters.propose.propose import Proposal, propose_plan
 from para_core.adapters.unet import parallelize_unet, unparallelize_unet
 from para_core.adapters.vae import parallelize_vae, unparallelize_vae
+from para_core.adapters.weights.shard import shard_weights, unshard_weights
 
 __all__ = [
     "Adapter",
@@ -34,8 +35,10 @@ __all__ = [
     "parallelize_vae",
     "propose_plan",
     "remove_cache_from_pipe",
+    "shard_weights",
     "unparallelize_pipe",
     "unparallelize_transformer",
     "unparallelize_unet",
     "unparallelize_vae",
+    "unshard_weights",
 ]

@@ -7,6 +7,7 @@ from typing import Literal
 
 from para_core.cache.blocks import CachedBlocks
 from para_core.plans.plan import Plan
+from para_core.weights.tensor_plan import TensorPlan
 
 # Whether text tokens are sharded, or replicated.
 Text = Literal["shard", "replicate"]
@@ -23,6 +24,7 @@ class Adapter:
             publishes.
         text: the faster way to treat text.
         blocks: its block stack, for First Block Cache.
+        tensor: what is sharded by tensor parallelism; None: what the class publishes (``_tp_plan``).
         threshold: the default ``residual_diff_threshold``.
         threshold_source: who recommends it.
     """
@@ -32,5 +34,6 @@ class Adapter:
     plan: Plan | None = None
     text: Text = "shard"
     blocks: CachedBlocks | None = None
+    tensor: TensorPlan | None = None
     threshold: float = 0.05
     threshold_source: str = "diffusers' FirstBlockCacheConfig"

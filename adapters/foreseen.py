@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from para_core.instance import has_compiled_parts, original_class, uncompiled
+from para_core.instance import has_compiled_parts, uncompiled, written_class
 
 # Names in a config, of how many blocks there are.
 _DEPTH = re.compile(r"(num|n)_(\w+_)?(layers|blocks)|depth")
@@ -51,7 +51,12 @@ def _is_as_configured(module: Any) -> bool:
         return False
     # Hooks of accelerate and diffusers replace forward, too, and give what it gives.
     own_forward = "forward" in vars(module) and not (hasattr(module, "_hf_hook") or hasattr(module, "_diffusers_hook"))
-    return hasattr(module, "config") and not own_forward and not module._forward_hooks
+    return hasattr(module, "config") and not own_forward and all(map(_only_gathers, module._forward_hooks.values()))
+
+
+def _only_gathers(hook: Any) -> bool:
+    """FSDP2 gathers weights before a call, and frees them behind it."""
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp")
 
 
 def _run_copy(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -72,7 +77,7 @@ def _copy(module: nn.Module) -> nn.Module:
     Raises:
         ValueError: ``module`` has become another, or a block of it depends on how many there are.
     """
-    cls = original_class(module)
+    cls = written_class(module)
     config: Any = module.config
     parameters = inspect.signature(cls).parameters
     given = {name: value for name, value in config.items() if name in parameters}

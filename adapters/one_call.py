@@ -54,6 +54,7 @@ class ParallelCall:
 
     Attributes:
         vae: the autoencoder that was parallelized with the pipeline, if any.
+        sharded: weights were sharded with it, too.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class ParallelCall:
     ) -> None:
         self.mesh = mesh
         self.vae: nn.Module | None = None
+        self.sharded = False
         self._transformers, self._unets = transformers, unets
         self._applied = {name: applied_mesh(module) for name, module in {**transformers, **unets}.items()}
         self._apart = apart

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch import nn
 
@@ -22,6 +22,7 @@ from para_core.adapters.refusals import Case, When, cases_of, reason_against, re
 from para_core.adapters.supported import plan_for, transformers_of, unets_of
 from para_core.adapters.unet import parallelize_unet, unparallelize_unet
 from para_core.adapters.vae import parallelize_vae, unparallelize_vae
+from para_core.adapters.weights.shard import METHODS, Method, shard_weights, unshard_weights
 from para_core.cache.apply import cache_options
 from para_core.instance import original_class, uncompiled
 from para_core.mesh import GuidedMesh
@@ -40,6 +41,7 @@ def parallelize_pipe(
     adapter: Adapter | None = None,
     assume_equal: bool = False,
     vae: bool = False,
+    weights: Method | Literal["replicate"] | None = None,
 ) -> Pipeline:
     """Generate each image of this one pipeline on all ranks of ``mesh``, exactly as on one.
 
@@ -61,6 +63,8 @@ def parallelize_pipe(
         assume_equal: do not compare arguments over the ranks once per call. Arguments that differ then give wrong results or a
             hang. Random numbers are still those of the first rank.
         vae: encode and decode on all ranks, too: ``parallelize_vae(pipe.vae, mesh=mesh)``.
+        weights: ``"fsdp"`` or ``"tensor"``: ``shard_weights(pipe, mesh, method=weights)``; ``"replicate"``: every rank holds them all.
+            Left out: as they are.
 
     Returns:
         ``pipe``.
@@ -72,6 +76,10 @@ def parallelize_pipe(
     unparallelize_pipe(pipe)
     refuse(When.PARALLELIZE, *cases_of(pipe, adapter))
     autoencoder = _vae_of(pipe) if vae else None
+    if weights not in (None, "replicate", *METHODS):
+        raise ValueError(
+            f"weights is {weights!r}; expected 'fsdp', 'tensor', 'replicate', or None to leave them as they are."
+        )
     guided = guided_mesh_for(mesh, pipe)
     # What it is refused for on several ranks.
     refuse(When.PARALLELIZE, *cases_of(pipe, adapter, guided))
@@ -97,6 +105,11 @@ def parallelize_pipe(
         if autoencoder is not None:
             around.vae = parallelize_vae(autoencoder, mesh=guided)
         around.put_around(pipe)
+        if weights is not None and weights != "replicate":
+            shard_weights(pipe, guided, method=weights)
+            around.sharded = True
+    if weights == "replicate":
+        unshard_weights(pipe)
     return pipe
 
 
@@ -112,6 +125,8 @@ def unparallelize_pipe(pipe: Pipeline) -> Pipeline:
     around = parallel_call(pipe)
     if around is not None and around.vae is not None:
         unparallelize_vae(around.vae)
+    if around is not None and around.sharded:
+        unshard_weights(pipe)
     remove_parallel_call(pipe)
     for module in transformers_of(pipe).values():
         remove_plan(module)

@@ -8,6 +8,7 @@ from enum import Enum, auto
 from typing import Any
 
 from torch import nn
+from torch.distributed import get_process_group_ranks
 
 from para_core.adapters.adapter import Adapter
 from para_core.adapters.models.unets import unet_adapter, why_refused_unet
@@ -27,6 +28,8 @@ from para_core.cache.options import CacheOptions
 from para_core.instance import has_compiled_parts, original_class, uncompiled
 from para_core.mesh import GuidedMesh, SequenceMesh
 from para_core.plans.region import plan_mesh
+from para_core.weights.fsdp import is_sharded, shard_mesh
+from para_core.weights.tensor import tensor_mesh
 
 
 class When(Enum):
@@ -36,6 +39,7 @@ class When(Enum):
     PARALLEL_CALL = auto()
     CACHE = auto()
     CACHED_CALL = auto()
+    SHARD = auto()
 
 
 @dataclass(frozen=True)
@@ -165,8 +169,58 @@ def _unknown_blocks(case: Case) -> bool:
 
 
 def _several_devices(case: Case) -> Mapping[str, Any] | None:
-    devices = {str(device) for device in (getattr(case.module, "hf_device_map", None) or {}).values()}
-    return {"devices": sorted(devices)} if len(devices) > 1 else None
+    return _devices_of(case.module, "the transformer")
+
+
+def _pipe_on_several_devices(case: Case) -> Mapping[str, Any] | None:
+    return _devices_of(case.owner, "the pipeline") if case.component else None
+
+
+def _devices_of(spread: Any, what: str) -> Mapping[str, Any] | None:
+    devices = {str(device) for device in (getattr(spread, "hf_device_map", None) or {}).values()}
+    return {"spread": what, "devices": sorted(devices)} if len(devices) > 1 else None
+
+
+def _placed_by_accelerate(case: Case) -> Mapping[str, Any] | None:
+    for name, part in getattr(case.owner, "components", {}).items():
+        if hasattr(part, "_hf_hook"):
+            return {"placed": f"pipe.{name}"}
+    return None
+
+
+def _config_of_diffusers(module: Any) -> Any:
+    return getattr(module, "_parallel_config", None)
+
+
+def _tensors_of_diffusers(module: Any) -> Any:
+    """The mesh over which diffusers sharded ``module`` when it loaded it with a ``TensorParallelConfig``; None if it did not."""
+    config = getattr(_config_of_diffusers(module), "tensor_parallel_config", None)
+    return None if config is None else config._mesh
+
+
+def _tensor_ranks_differ(case: Case) -> Mapping[str, Any] | None:
+    """Ranks that hold other heads than the mesh says would exchange tokens as if they were those of one sequence."""
+    if case.module is None or case.mesh is None:
+        return None
+    sharded = tensor_mesh(case.module) or _tensors_of_diffusers(case.module)
+    shared = [] if sharded is None else sharded.mesh.flatten().tolist()
+    dim = case.mesh.tensor
+    ranks = [] if dim.group is None else get_process_group_ranks(dim.group)
+    return None if shared == ranks else {"shared": shared or "no", "ranks": ranks or "none"}
+
+
+def _shared_beyond_sequence(case: Case) -> Mapping[str, Any] | None:
+    """Weights that are gathered from ranks which may run fewer blocks than this one, and would then never answer."""
+    if case.module is None or not is_sharded(case.module):
+        return None
+    mesh, applied = shard_mesh(case.module), plan_mesh(case.module)
+    shared, sequence = 1 if mesh is None else mesh.size(), 1 if applied is None else applied.ranks
+    if shared <= sequence:
+        return None
+    if case.options is not None:
+        return {"shared": shared, "sequence": sequence, "reason": "a cache of their own steps"}
+    guides = case.mesh is not None and case.mesh.batch.size > 1
+    return {"shared": shared, "sequence": sequence, "reason": "branches of guidance of their own"} if guides else None
 
 
 def _perturbed_joint_attention(case: Case) -> bool:
@@ -348,18 +402,47 @@ REFUSALS: tuple[Refusal, ...] = (
         "{option} needs a scheduler, and this {owner} has none. Leave it out.",
         ValueError,
     ),
+    *(
+        Refusal(
+            f"a {what} on several devices",
+            (When.PARALLELIZE, When.SHARD),
+            test,
+            "{spread} is spread over the devices {devices} by its device_map, for one process; here each device has a process. Load "
+            "it without device_map, and shard its weights over the devices of all ranks: parallelize_pipe(pipe, mesh=mesh, "
+            "weights='fsdp').",
+            ValueError,
+        )
+        for what, test in (("transformer", _several_devices), ("pipeline", _pipe_on_several_devices))
+    ),
     Refusal(
-        "a transformer on several devices",
-        (When.PARALLELIZE,),
-        _several_devices,
-        "the transformer is spread over the devices {devices} by its device_map; each rank needs a whole copy on one device. "
-        "Load it without device_map, or with device_map={{'': this rank's device}}.",
+        "weights that accelerate moves",
+        (When.SHARD,),
+        _placed_by_accelerate,
+        "{placed} is moved by a hook of accelerate (enable_model_cpu_offload, enable_sequential_cpu_offload, device_map), and FSDP2 "
+        "places what it shards. Call pipe.remove_all_hooks() first; to keep weights in host memory, shard_weights(pipe, mesh, "
+        "offload_policy=torch.distributed.fsdp.CPUOffloadPolicy()).",
         ValueError,
+    ),
+    Refusal(
+        "heads that other ranks share than the mesh says",
+        (When.PARALLEL_CALL,),
+        _tensor_ranks_differ,
+        "{name} has its heads sharded over {shared} ranks, and the dim 'tensor' of the mesh has here {ranks}. Call parallelize_pipe(pipe, "
+        "mesh=mesh, weights='tensor') with a mesh of init_context_parallel_mesh(max_tensor_dim_size=...); one that diffusers' "
+        "TensorParallelConfig(mesh=mesh['tensor']) sharded takes the same mesh, without weights=.",
+    ),
+    Refusal(
+        "weights that ranks share which need not run the same blocks",
+        (When.PARALLEL_CALL, When.CACHED_CALL),
+        _shared_beyond_sequence,
+        "{name} has its weights sharded over {shared} ranks, and {sequence} share its sequence: the others have {reason}, would run other "
+        "blocks, and wait for each other. Shard weights over the sequence ranks: shard_weights(pipe, mesh), mesh being that of "
+        "parallelize_pipe.",
     ),
     Refusal(
         "diffusers' own parallelism",
         (When.PARALLELIZE,),
-        lambda case: getattr(case.module, "_parallel_config", None) is not None,
+        lambda case: _config_of_diffusers(case.module) is not None and _tensors_of_diffusers(case.module) is None,
         "the transformer already runs under diffusers' own enable_parallelism(config=...). Use one of the two: load it without "
         "parallel_config, and call parallelize_pipe(pipe, mesh=...) alone.",
         ValueError,

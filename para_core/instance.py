@@ -9,7 +9,8 @@ order. A graph that was compiled for the instance sees another type, and is comp
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from enum import IntEnum, auto
 from functools import cache, partial
 from typing import Any
@@ -86,6 +87,26 @@ def original_class(instance: Any) -> type:
     """The class of ``instance`` before any wrapping."""
     base: type = vars(type(instance)).get("_para_core_original", type(instance))
     return base
+
+
+def written_class(instance: Any) -> type:
+    """The class of ``instance`` as its author wrote it: before any wrapping, and before PyTorch's FSDP2, which makes classes, too."""
+    made_by_fsdp = "torch.distributed.fsdp"
+    return next(cls for cls in original_class(instance).__mro__ if not cls.__module__.startswith(made_by_fsdp))
+
+
+@contextmanager
+def unwrapped(instances: Iterable[Any]) -> Iterator[None]:
+    """Inside, each of ``instances`` has its original class; afterwards what was around its methods is around those of the class it
+    then has. For what gives an instance another class, and would take the private one for its base."""
+    wrappers = [(instance, _wrappers(instance)) for instance in instances]
+    try:
+        for instance, _ in wrappers:
+            _set_wrappers(instance, {})
+        yield
+    finally:
+        for instance, found in wrappers:
+            _set_wrappers(instance, found)
 
 
 def uncompiled(module: Any) -> Any:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from para_core.mesh import (
     MESH_DIMS,
+    TENSOR_DIM,
     GuidedMesh,
     SequenceMesh,
     find_or_make_group,
@@ -57,10 +58,7 @@ def choose_mesh_shape(
         "max_ulysses_dim_size": max_ulysses_dim_size,
     }
     for name, maximum in maxima.items():
-        if maximum is not None and (isinstance(maximum, bool) or not isinstance(maximum, int)):
-            raise TypeError(f"{name} is {maximum!r}; expected a positive integer, or None to leave it open.")
-        if maximum is not None and maximum < 1:
-            raise ValueError(f"{name} is {maximum}; expected at least 1, or None to leave it open.")
+        _require_maximum(name, maximum)
 
     batch = _largest_divisor(num_ranks, max_batch_dim_size or 1)
     left = num_ranks // batch
@@ -79,14 +77,25 @@ def choose_mesh_shape(
     return batch, ring, ulysses
 
 
+def _require_maximum(name: str, maximum: int | None) -> None:
+    if maximum is not None and (isinstance(maximum, bool) or not isinstance(maximum, int)):
+        raise TypeError(f"{name} is {maximum!r}; expected a positive integer, or None to leave it open.")
+    if maximum is not None and maximum < 1:
+        raise ValueError(f"{name} is {maximum}; expected at least 1, or None to leave it open.")
+
+
 def init_context_parallel_mesh(
     device_type: str | None = None,
     *,
     max_batch_dim_size: int | None = None,
     max_ring_dim_size: int | None = None,
     max_ulysses_dim_size: int | None = None,
+    max_tensor_dim_size: int | None = None,
 ) -> DeviceMesh:
     """A ``DeviceMesh`` with dims ``("batch", "ring", "ulysses")`` over all ranks; see :func:`choose_mesh_shape`.
+
+    With ``max_tensor_dim_size``, the dim ``"tensor"`` is behind these, of the largest size that divides the ranks: of neighbours, for
+    they exchange most (``shard_weights(pipe, mesh, method="tensor")``).
 
     Every rank calls it with the same arguments. To use only some of the ranks, build a larger mesh and pass a slice
     of it (``mesh["ring", "ulysses"]``) wherever a mesh is taken. A dim of size 1 costs no communicator: its group is one gloo
@@ -103,26 +112,31 @@ def init_context_parallel_mesh(
     if device_type is None:
         accelerator = torch.accelerator.current_accelerator()
         device_type = accelerator.type if accelerator is not None else "cpu"
-    shape = choose_mesh_shape(
-        dist.get_world_size(),
+    _require_maximum("max_tensor_dim_size", max_tensor_dim_size)
+    tensor = _largest_divisor(dist.get_world_size(), max_tensor_dim_size or 1)
+    shape: tuple[int, ...] = choose_mesh_shape(
+        dist.get_world_size() // tensor,
         max_batch_dim_size=max_batch_dim_size,
         max_ring_dim_size=max_ring_dim_size,
         max_ulysses_dim_size=max_ulysses_dim_size,
     )
-    mesh = _mesh_of_shape(device_type, shape)
+    names: tuple[str, ...] = MESH_DIMS
+    if max_tensor_dim_size is not None:
+        shape, names = (*shape, tensor), (*MESH_DIMS, TENSOR_DIM)
+    mesh = _mesh_of_shape(device_type, shape, names)
     # Only now: where nothing was put on a GPU yet, init_device_mesh chooses this rank's.
     require_own_gpus(mesh, guided_mesh(mesh))
     return mesh
 
 
-def _mesh_of_shape(device_type: str, shape: tuple[int, int, int]) -> DeviceMesh:
+def _mesh_of_shape(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     """All ranks in ``shape``. Of dims of size 1 no groups are made: ``init_device_mesh`` would make one per rank and dim."""
-    used = {name: size for name, size in zip(MESH_DIMS, shape, strict=True) if size > 1}
+    used = {name: size for name, size in zip(names, shape, strict=True) if size > 1}
     if not used:
-        return init_device_mesh(device_type, shape, mesh_dim_names=MESH_DIMS)
+        return init_device_mesh(device_type, shape, mesh_dim_names=names)
     mesh = init_device_mesh(device_type, tuple(used.values()), mesh_dim_names=tuple(used))
-    groups = [mesh.get_group(name) if name in used else _group_of_this_rank() for name in MESH_DIMS]
-    return DeviceMesh.from_group(groups, device_type, mesh=mesh.mesh.view(shape), mesh_dim_names=MESH_DIMS)
+    groups = [mesh.get_group(name) if name in used else _group_of_this_rank() for name in names]
+    return DeviceMesh.from_group(groups, device_type, mesh=mesh.mesh.view(shape), mesh_dim_names=names)
 
 
 def _group_of_this_rank() -> ProcessGroup:

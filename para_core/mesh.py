@@ -11,6 +11,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 MESH_DIMS = ("batch", "ring", "ulysses")
+# Behind these, where weights are sharded by tensor parallelism: each of its ranks has other heads of the same tokens.
+TENSOR_DIM = "tensor"
 
 
 def require_process_group(caller: str) -> None:
@@ -154,22 +156,24 @@ def _check_alive(dims: tuple[MeshDim, ...]) -> None:
 
 @dataclass(frozen=True)
 class GuidedMesh:
-    """All ranks that work on one image: for each index along ``batch``, which shares branches of guidance, a ``sequence``."""
+    """All ranks that work on one image: for each index along ``batch``, which shares branches of guidance, a ``sequence``, for each of
+    whose ranks those of ``tensor``, which share the heads of its tokens."""
 
     batch: MeshDim
     sequence: SequenceMesh
+    tensor: MeshDim = MeshDim(TENSOR_DIM, 1, 0, "", None)
 
     @property
     def ranks(self) -> int:
-        return self.batch.size * self.sequence.ranks
+        return self.batch.size * self.sequence.ranks * self.tensor.size
 
     @property
     def rank(self) -> int:
-        return self.batch.index * self.sequence.ranks + self.sequence.rank
+        return (self.batch.index * self.sequence.ranks + self.sequence.rank) * self.tensor.size + self.tensor.index
 
     @property
     def dims(self) -> tuple[MeshDim, ...]:
-        return (*self.sequence.dims, self.batch)
+        return (self.tensor, *self.sequence.dims, self.batch)
 
     def check_alive(self) -> None:
         _check_alive(self.dims)
@@ -181,14 +185,16 @@ def one_guided_rank(device_type: str) -> GuidedMesh:
 
 
 def guided_mesh(mesh: DeviceMesh | ProcessGroup, *, group_dim: str = "ulysses") -> GuidedMesh:
-    """Read a user's ``mesh``: as :func:`sequence_mesh`, with or without a ``batch`` dim (which may be the only one)."""
+    """Read a user's ``mesh``: as :func:`sequence_mesh`, with or without a ``batch`` and a ``tensor`` dim (or of these alone)."""
     names = (mesh.mesh_dim_names or ()) if isinstance(mesh, DeviceMesh) else ()
+    batch, tensor = (MeshDim(name, 1, 0, "", None) for name in ("batch", TENSOR_DIM))
     if isinstance(mesh, DeviceMesh) and "batch" in names:
         batch = batch_mesh(mesh).ulysses
-        if set(names) <= {"batch"}:
-            return GuidedMesh(batch, one_rank(mesh.device_type))
-        return GuidedMesh(batch, sequence_mesh(mesh))
-    return GuidedMesh(MeshDim("batch", 1, 0, "", None), sequence_mesh(mesh, group_dim=group_dim))
+    if isinstance(mesh, DeviceMesh) and TENSOR_DIM in names:
+        tensor = _dim_of_group(TENSOR_DIM, mesh.get_group(TENSOR_DIM))
+    if isinstance(mesh, DeviceMesh) and names and set(names) <= {"batch", TENSOR_DIM}:
+        return GuidedMesh(batch, one_rank(mesh.device_type), tensor)
+    return GuidedMesh(batch, sequence_mesh(mesh, group_dim=group_dim), tensor)
 
 
 def one_rank(device_type: str) -> SequenceMesh:
@@ -220,7 +226,7 @@ def sequence_mesh(mesh: DeviceMesh | ProcessGroup, *, group_dim: str = "ulysses"
                 f"mesh has {given}; expected a dim named 'ring', 'ulysses' or both. "
                 "init_context_parallel_mesh() makes one; init_device_mesh(..., mesh_dim_names=('ring', 'ulysses')) too."
             )
-        unknown = [name for name in names if name not in MESH_DIMS]
+        unknown = [name for name in names if name not in (*MESH_DIMS, TENSOR_DIM)]
         if unknown:
             wanted = ", ".join(repr(name) for name in names if name in MESH_DIMS)
             raise ValueError(
@@ -229,7 +235,7 @@ def sequence_mesh(mesh: DeviceMesh | ProcessGroup, *, group_dim: str = "ulysses"
         if mesh.get_coordinate() is None:
             raise ValueError(f"rank {dist.get_rank()} is not part of the mesh with {given}; only its members use it.")
         try:
-            dims = {name: _dim_of_group(name, mesh.get_group(name)) for name in names}
+            dims = {name: _dim_of_group(name, mesh.get_group(name)) for name in names if name != TENSOR_DIM}
         except RuntimeError as error:
             raise RuntimeError(
                 f"the process groups of the mesh with {given} were destroyed. Build the mesh again after "

@@ -5,6 +5,7 @@ from dataclasses import replace
 from para_core.adapters.adapter import Adapter
 from para_core.cache.blocks import CachedBlocks, Stage
 from para_core.plans.plan import Gather, Plan, Replicate, Split
+from para_core.weights.tensor_plan import COLUMNS, ROWS, TensorPlan
 
 OF_SAMPLES = ("hidden_states", "encoder_hidden_states", "timestep", "timestep_cond", "attention_kwargs")
 
@@ -22,11 +23,22 @@ COGVIDEOX_PLAN = Plan(
     common=("image_rotary_emb",),
 )
 
+TENSOR = TensorPlan(
+    linears={
+        **dict.fromkeys((f"transformer_blocks.*.attn1.{name}" for name in ("to_q", "to_k", "to_v")), COLUMNS),
+        "transformer_blocks.*.attn1.to_out.0": ROWS,
+        "transformer_blocks.*.ff.net.0.proj": COLUMNS,
+        "transformer_blocks.*.ff.net.2": ROWS,
+    },
+    heads=("transformer_blocks.*.attn1",),
+)
+
 COGVIDEOX = Adapter(
     transformer="CogVideoXTransformer3DModel",
     pipelines="CogVideoX",
     plan=COGVIDEOX_PLAN,
     blocks=CachedBlocks((Stage(("transformer_blocks",), ("hidden_states", "encoder_hidden_states"), chained=True),)),
+    tensor=TENSOR,
     threshold=0.025,
     threshold_source="ParaAttention at 1324733, later dropped there",
 )

@@ -3,12 +3,40 @@
 from para_core.adapters.adapter import Adapter
 from para_core.cache.blocks import CachedBlocks, Stage
 from para_core.plans.plan import Attention, Cut, FirstTokens, Gather, Plan, Split
+from para_core.weights.tensor_plan import COLUMNS, ROWS, Linear, TensorPlan
 
 VIDEO, POSITIONS = Split(dim=1, segment="video"), Split(dim=0, like="video")
 # Masks are made inside the model, for the whole sequence, so the text, which comes last, stays whole.
 JOINT = ("video", "text")
 # Of image-to-video by token replacement: the first frame is modulated by an embedding of its own.
 FIRST_FRAME: dict[str | int, Cut] = {"num_tokens": FirstTokens("video")}
+
+_REFINER = "context_embedder.token_refiner.refiner_blocks.*"
+TENSOR = TensorPlan(
+    linears={
+        **dict.fromkeys(
+            (
+                f"{block}.attn.{name}"
+                for block in ("transformer_blocks.*", "single_transformer_blocks.*", _REFINER)
+                for name in ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")
+            ),
+            COLUMNS,
+        ),
+        "transformer_blocks.*.attn.to_out.0": ROWS,
+        "transformer_blocks.*.attn.to_add_out": ROWS,
+        "transformer_blocks.*.ff.net.0.proj": COLUMNS,
+        "transformer_blocks.*.ff.net.2": ROWS,
+        "transformer_blocks.*.ff_context.net.0.proj": COLUMNS,
+        "transformer_blocks.*.ff_context.net.2": ROWS,
+        "single_transformer_blocks.*.proj_mlp": COLUMNS,
+        # Of what attention gives, beside the hidden units, which are four times as many.
+        "single_transformer_blocks.*.proj_out": Linear("rowwise", (1, 4)),
+        f"{_REFINER}.attn.to_out.0": ROWS,
+        f"{_REFINER}.ff.net.0.proj": COLUMNS,
+        f"{_REFINER}.ff.net.2": ROWS,
+    },
+    heads=("transformer_blocks.*.attn", "single_transformer_blocks.*.attn", f"{_REFINER}.attn"),
+)
 
 HUNYUAN_VIDEO = Adapter(
     transformer="HunyuanVideoTransformer3DModel",
@@ -33,6 +61,7 @@ HUNYUAN_VIDEO = Adapter(
             ),
         )
     ),
+    tensor=TENSOR,
     threshold=0.06,
     threshold_source="ParaAttention, doc/fastest_hunyuan_video.md; at 1324733 it was 0.035",
 )

@@ -3,12 +3,30 @@
 from para_core.adapters.adapter import Adapter
 from para_core.cache.blocks import CachedBlocks, Stage
 from para_core.plans.plan import Attention, Cut, Gather, Plan, Split
+from para_core.weights.tensor_plan import COLUMNS, ROWS, TensorPlan
 
 # [B, S, D], or [B, H, S, D / 2]: counting from the end fits both.
 POSITIONS: dict[str | int, Cut] = {0: Split(dim=-2, like="video"), 1: Split(dim=-2, like="video")}
 VIDEO, TEXT = Split(dim=1, segment="video", ndim=3), Split(dim=1, segment="text", ndim=3)
 # Of each sample [B], or, where some frames are given, of each token: the published plan leaves it out.
 TIMESTEP = Split(dim=1, like="video", ndim=2)
+
+# Queries and keys are normalized, and rotated, over the channels of all heads.
+TENSOR = TensorPlan(
+    linears={
+        **dict.fromkeys(
+            (f"transformer_blocks.*.{attn}.{name}" for attn in ("attn1", "attn2") for name in ("to_q", "to_k", "to_v")),
+            COLUMNS,
+        ),
+        "transformer_blocks.*.attn1.to_out.0": ROWS,
+        "transformer_blocks.*.attn2.to_out.0": ROWS,
+        "transformer_blocks.*.ff.net.0.proj": COLUMNS,
+        "transformer_blocks.*.ff.net.2": ROWS,
+    },
+    heads=("transformer_blocks.*.attn1", "transformer_blocks.*.attn2"),
+    norms=("transformer_blocks.*.*.norm_q", "transformer_blocks.*.*.norm_k"),
+    positions={"rope": -1},
+)
 
 LTX = Adapter(
     transformer="LTXVideoTransformer3DModel",
@@ -40,6 +58,7 @@ LTX = Adapter(
     # Cross-attention to whole text sends nothing.
     text="replicate",
     blocks=CachedBlocks((Stage(("transformer_blocks",), chained=True),)),
+    tensor=TENSOR,
 )
 
 LTX2 = Adapter(

@@ -3,8 +3,26 @@
 from para_core.adapters.adapter import Adapter
 from para_core.cache.blocks import CachedBlocks, Stage
 from para_core.plans.plan import Gather, Plan, Split
+from para_core.weights.tensor_plan import COLUMNS, ROWS, Linear, TensorPlan
 
 POSITIONS = Split(dim=0, like="video")
+
+_PROJECTIONS = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")
+TENSOR = TensorPlan(
+    linears={
+        **dict.fromkeys((f"transformer_blocks.*.attn1.{name}" for name in _PROJECTIONS), COLUMNS),
+        "transformer_blocks.*.attn1.to_out.0": ROWS,
+        "transformer_blocks.*.attn1.to_add_out": ROWS,
+        # What is gated, and the gate.
+        "transformer_blocks.*.ff.net.0.proj": Linear("colwise", (1, 1)),
+        "transformer_blocks.*.ff.net.2": ROWS,
+        "transformer_blocks.*.ff_context.net.0.proj": Linear("colwise", (1, 1)),
+        "transformer_blocks.*.ff_context.net.2": ROWS,
+    },
+    heads=("transformer_blocks.*.attn1",),
+    # Each head has frequencies of its own: [S, H, D / 2].
+    positions={"rope": -2},
+)
 
 MOCHI = Adapter(
     transformer="MochiTransformer3DModel",
@@ -23,6 +41,7 @@ MOCHI = Adapter(
         ),
     ),
     blocks=CachedBlocks((Stage(("transformer_blocks",), ("hidden_states", "encoder_hidden_states"), chained=True),)),
+    tensor=TENSOR,
     threshold=0.035,
     threshold_source="ParaAttention at 1324733, later dropped there",
 )

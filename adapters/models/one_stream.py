@@ -6,11 +6,26 @@ Read against diffusers 0.42.
 from para_core.adapters.adapter import Adapter
 from para_core.cache.blocks import CachedBlocks, Stage
 from para_core.plans.plan import Attention, Gather, Plan, Split
+from para_core.weights.tensor_plan import COLUMNS, ROWS, TensorPlan
 
 TOKENS, WITH_TOKENS = Split(dim=1, segment="tokens"), Split(dim=1, like="tokens")
 GATHERED = Gather(dim=1, segment="tokens")
 # The places of text and image are those in the whole sequence, so what comes behind the blocks sees all of it.
 BEHIND_LAYERS = {"layers.-1": GATHERED}
+
+_Z_BLOCKS = ("noise_refiner.*", "context_refiner.*", "layers.*")
+Z_IMAGE_TENSOR = TensorPlan(
+    linears={
+        **dict.fromkeys(
+            (f"{block}.attention.{name}" for block in _Z_BLOCKS for name in ("to_q", "to_k", "to_v")), COLUMNS
+        ),
+        **dict.fromkeys((f"{block}.feed_forward.{name}" for block in _Z_BLOCKS for name in ("w1", "w3")), COLUMNS),
+        **dict.fromkeys(
+            (f"{block}.{name}" for block in _Z_BLOCKS for name in ("attention.to_out.0", "feed_forward.w2")), ROWS
+        ),
+    },
+    heads=tuple(f"{block}.attention" for block in _Z_BLOCKS),
+)
 
 Z_IMAGE = Adapter(
     transformer="ZImageTransformer2DModel",
@@ -35,6 +50,7 @@ Z_IMAGE = Adapter(
         (Stage(("layers",), ("x",), measured="x", chained=True, between=("controlnet_block_samples",)),),
         conditions=("cap_feats",),
     ),
+    tensor=Z_IMAGE_TENSOR,
 )
 
 BRIA_FIBO2 = Adapter(

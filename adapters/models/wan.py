@@ -3,6 +3,7 @@
 from para_core.adapters.adapter import Adapter
 from para_core.cache.blocks import CachedBlocks, Stage
 from para_core.plans.plan import Attention, Gather, Plan, Split
+from para_core.weights.tensor_plan import COLUMNS, ROWS, TensorPlan
 
 VIDEO, POSITIONS = Split(dim=1, segment="video"), Split(dim=1, like="video")
 # Text and the tokens of an image are whole.
@@ -10,8 +11,26 @@ TO_TEXT = (Attention(("video",), ("text",)),)
 
 BLOCKS = CachedBlocks((Stage(("blocks",), chained=True),))
 
-WAN = Adapter(transformer="WanTransformer3DModel", pipelines="Wan", blocks=BLOCKS)
-CHRONO_EDIT = Adapter(transformer="ChronoEditTransformer3DModel", pipelines="ChronoEdit", blocks=BLOCKS)
+# Queries and keys are normalized over all heads.
+TENSOR = TensorPlan(
+    linears={
+        **dict.fromkeys(
+            (f"blocks.*.{attn}.{name}" for attn in ("attn1", "attn2") for name in ("to_q", "to_k", "to_v")), COLUMNS
+        ),
+        # Of the tokens of an image.
+        "blocks.*.attn2.add_k_proj": COLUMNS,
+        "blocks.*.attn2.add_v_proj": COLUMNS,
+        "blocks.*.attn1.to_out.0": ROWS,
+        "blocks.*.attn2.to_out.0": ROWS,
+        "blocks.*.ffn.net.0.proj": COLUMNS,
+        "blocks.*.ffn.net.2": ROWS,
+    },
+    heads=("blocks.*.attn1", "blocks.*.attn2"),
+    norms=("blocks.*.*.norm_q", "blocks.*.*.norm_k", "blocks.*.attn2.norm_added_k"),
+)
+
+WAN = Adapter(transformer="WanTransformer3DModel", pipelines="Wan", blocks=BLOCKS, tensor=TENSOR)
+CHRONO_EDIT = Adapter(transformer="ChronoEditTransformer3DModel", pipelines="ChronoEdit", blocks=BLOCKS, tensor=TENSOR)
 
 WAN_VACE = Adapter(
     transformer="WanVACETransformer3DModel",

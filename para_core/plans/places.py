@@ -40,7 +40,7 @@ def find_boundaries(module: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module,
     attending = [Boundary(name, attention=attention) for name, attention in plan.attention.items()]
     found: dict[str, tuple[nn.Module, Boundary]] = {}
     for boundary in (*required, *attending):
-        matching = _matching(module, boundary.name)
+        matching = matching_modules(module, boundary.name)
         if not matching and boundary in required:
             raise ValueError(
                 f"the plan names the module {boundary.name!r}, which {type(module).__name__} does not have."
@@ -50,7 +50,7 @@ def find_boundaries(module: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module,
     return found
 
 
-def _matching(module: nn.Module, pattern: str) -> dict[str, nn.Module]:
+def matching_modules(module: nn.Module, pattern: str) -> dict[str, nn.Module]:
     """Submodules by name; of a compiled one (``OptimizedModule``) the outer, under the name of the inner."""
     parts = {"**": r"(?:.+\.)?", "*": r"[^.]+\."}
     expression = "".join([parts.get(part, re.escape(part) + r"\.") for part in _counted(module, pattern)])

@@ -1,6 +1,7 @@
 """What cannot run in parallel is an error that says so, on every rank, and what to do instead."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,8 +17,12 @@ from benchmarks.tiny_models import MODELS
 from benchmarks.tiny_unets import UNET_PIPELINES
 from para_core.adapters import parallelize_pipe, parallelize_transformer
 from para_core.adapters.refusals import REFUSALS, Case, When, cases_of, reason_against, refuse
+from para_core.adapters.weights.components import blocks_of
 from para_core.cache.options import CacheOptions
 from para_core.mesh import guided_mesh
+from para_core.plans.region import plan_mesh
+from para_core.weights.fsdp import shard_blocks
+from para_core.weights.group import weights_mesh
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, flux_transformer, relative_error
 
 SUPPORTED = r"Supported are FLUX\.1: "
@@ -235,6 +240,12 @@ def perturbed(mesh):
     return Case(pipe, MODELS["sd3"].build(), "transformer", mesh=mesh)
 
 
+def sharded_and_cached(mesh):
+    pipe = flux_pipe()
+    shard_blocks(pipe.transformer, blocks_of(pipe.transformer), weights_mesh([0, 1], "cpu"))
+    return Case(pipe, pipe.transformer, "transformer", options=CacheOptions(0.1))
+
+
 # Of each row: before what, a case of it, and what is said.
 CASES = {
     "a pipeline without a transformer, in parallel": (
@@ -285,7 +296,29 @@ CASES = {
     "a transformer on several devices": (
         When.PARALLELIZE,
         lambda mesh: on_flux(lambda model: changed(model, hf_device_map={"a": 0, "b": 1}), mesh),
-        r"spread over the devices \['0', '1'\] by its device_map; .*device_map=\{'': this rank's device\}",
+        r"^the transformer is spread over the devices \['0', '1'\] by its device_map, .*mesh=mesh, weights='fsdp'\)\.$",
+    ),
+    "a pipeline on several devices": (
+        When.SHARD,
+        lambda mesh: Case(changed(flux_pipe(), hf_device_map={"a": 0, "b": 1}), flux_transformer(), "transformer"),
+        r"^the pipeline is spread over the devices \['0', '1'\] by its device_map, .*mesh=mesh, weights='fsdp'\)\.$",
+    ),
+    "weights that accelerate moves": (
+        When.SHARD,
+        lambda mesh: on_flux(lambda model: changed(model, _hf_hook=object()), mesh),
+        r"^pipe\.transformer is moved by a hook of accelerate .*Call pipe\.remove_all_hooks\(\) first",
+    ),
+    "weights that ranks share which need not run the same blocks": (
+        When.CACHED_CALL,
+        sharded_and_cached,
+        r"^pipe\.transformer has its weights sharded over 2 ranks, and 1 share its sequence: the others have a cache of their own",
+    ),
+    "heads that other ranks share than the mesh says": (
+        When.PARALLEL_CALL,
+        lambda mesh: on_flux(
+            lambda model: None, replace(mesh, tensor=mesh.sequence.ulysses), applied=plan_mesh(flux_transformer())
+        ),
+        r"^pipe\.transformer has its heads sharded over no ranks, and the dim 'tensor' of the mesh has here \[0, 1\]",
     ),
     "diffusers' own parallelism": (
         When.PARALLELIZE,

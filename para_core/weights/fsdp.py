@@ -1,0 +1,128 @@
+"""Weights sharded over ranks by PyTorch's FSDP2: each block is gathered just before it runs, and freed behind it.
+
+Bit-equal to replicated weights: what a block computes with is what was sharded. For inference: the parameters take no gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from para_core.instance import unwrapped, written_class
+
+# Parameters outside of the blocks that have fewer elements stay on every rank: pipelines read some of them themselves (the last
+# norm of CLIP), and gathering them is not worth a collective.
+_LARGE = 2**20
+
+
+def shard_blocks(
+    module: nn.Module,
+    blocks: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    *,
+    offload_policy: OffloadPolicy | None = None,
+) -> None:
+    """Shard each of ``blocks`` over ``mesh``; while one computes, the next is gathered.
+
+    What is large outside of them (embeddings of text) is gathered for the whole of a call of ``module``.
+
+    Args:
+        module: called as a whole, with the same weights and equally often on all ranks of ``mesh``.
+        blocks: of ``module``, in the order in which they run.
+        mesh: of one dim, or ``replicate × shard`` (HSDP).
+        offload_policy: ``CPUOffloadPolicy()`` keeps this rank's part in host memory.
+    """
+    policy = offload_policy or OffloadPolicy()
+    module.requires_grad_(
+        False
+    )  # FSDP2 wants one dtype of what takes gradients, and diffusers keeps some parameters in float32
+    of_blocks = {id(parameter) for block in blocks for parameter in block.parameters()}
+    small = {x for x in module.parameters() if id(x) not in of_blocks and x.numel() < _LARGE}
+    with unwrapped([module, *blocks]):
+        for block in blocks:
+            fully_shard(block, mesh=mesh, reshard_after_forward=True, offload_policy=policy)
+        # Of one root, so that blocks share streams and can be gathered ahead.
+        fully_shard(module, mesh=mesh, reshard_after_forward=True, offload_policy=policy, ignored_params=small)
+    for block, following in pairwise(blocks):
+        block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
+    if mesh.device_type != "cpu":
+        # FSDP2 moves what it shards, and no more.
+        for parameter in small:
+            parameter.data = parameter.data.to(mesh.device_type)
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether ``module`` runs under FSDP2, by us or another."""
+    return isinstance(module, FSDPModule)
+
+
+def shard_mesh(module: nn.Module) -> DeviceMesh | None:
+    """The ranks over which the blocks of ``module`` are sharded; None if they are not."""
+    parameters = (x for part in module.modules() if isinstance(part, FSDPModule) for x in part.parameters())
+    return next((x.device_mesh for x in parameters if isinstance(x, DTensor)), None)
+
+
+def gather_blocks(module: nn.Module) -> None:
+    """Undo :func:`shard_blocks`: every rank holds all weights again. All ranks of the mesh call it."""
+    parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
+    for part in parts:
+        part.reshard()
+    whole = _whole_parameters(module)
+    with unwrapped(parts):
+        for part in parts:
+            _remove(part)
+    for owner, name, parameter in whole:
+        owner.register_parameter(name, parameter)
+
+
+def _whole_parameters(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """Of each sharded parameter all places at which it stands, and the whole of it."""
+    found: dict[int, nn.Parameter] = {}
+    places = []
+    for owner in module.modules():
+        for name, parameter in owner.named_parameters(recurse=False):
+            if isinstance(parameter, DTensor):
+                if id(parameter) not in found:
+                    found[id(parameter)] = nn.Parameter(_whole(parameter), requires_grad=False)
+                places.append((owner, name, found[id(parameter)]))
+    return places
+
+
+def _whole(parameter: DTensor) -> torch.Tensor:
+    # Offloaded parts are gathered on the device, where the group is.
+    on_mesh: Any = parameter.to(parameter.device_mesh.device_type)
+    found: torch.Tensor = on_mesh.full_tensor()
+    return found.to(parameter.device).detach()
+
+
+def _remove(part: Any) -> None:
+    """Take FSDP2 off one module, whose parameters are sharded. PyTorch (2.13) has no public way."""
+    state = fully_shard.state(part)  # type: ignore[attr-defined]
+    for handle in _handles(state):
+        handle.remove()
+    del part.__dict__[STATE_KEY], part.__dict__[REGISTRY_KEY]
+    _module_state_mapping.pop(part, None)
+    part.__class__ = written_class(part)
+    for managed in part.modules():
+        for name in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
+            managed.__dict__.pop(name, None)
+
+
+def _handles(state: Any) -> Iterator[Any]:
+    yield from (state._pre_forward_hook_handle, state._post_forward_hook_handle)
+    # One group (torch 2.11), or several.
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    for group in groups:
+        if group is not None:
+            yield from group._module_to_pre_save_state_dict_hook_handle.values()
+            yield from group._module_to_pre_load_state_dict_hook_handle.values()
+            yield from (parameter._post_load_hook_handle for parameter in group.fsdp_params)

@@ -1,0 +1,200 @@
+"""Tensor parallelism: PyTorch's ``ColwiseParallel`` and ``RowwiseParallel`` on the linear layers that a plan names.
+
+Each rank holds and computes some heads of each block; two all-reduces of its tokens a stream and block put them together. Equal to one
+device up to the order of a sum. Attention sees the heads of this rank, and is sharded over a sequence as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from para_core.instance import Order, original_class, unwrap, wrap_alike, wrap_method
+from para_core.plans.places import matching_modules
+from para_core.weights.tensor_plan import Linear, TensorPlan
+
+_KEY = "tensor"
+# Where a module keeps what was done to it; it goes with the module.
+_RECORD = "_para_core_tensor"
+
+
+@dataclass
+class _Record:
+    """What :func:`gather_tensors` needs to undo it."""
+
+    mesh: DeviceMesh
+    # (module, parameter, dim, sizes of the parts that lie side by side)
+    shards: list[tuple[nn.Module, str, int, tuple[int, ...]]] = field(default_factory=list)
+    hooks: list[tuple[Any, int]] = field(default_factory=list)
+    heads: list[tuple[Any, int]] = field(default_factory=list)
+    wrapped: list[nn.Module] = field(default_factory=list)
+
+
+def shard_tensors(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
+    """Shard the linear layers of ``module`` over ``mesh``, of one dim. Every rank has the same weights, and calls it.
+
+    Raises:
+        ValueError: the ranks do not divide the heads, or the channels, of a layer. Nothing has changed then.
+    """
+    linears = {
+        name: (found, style) for pattern, style in plan.linears.items() for name, found in _modules(module, pattern)
+    }
+    attending = [found for pattern in plan.heads for _, found in _modules(module, pattern)]
+    _check(module, linears, attending, mesh.size())
+    module.requires_grad_(False)
+    record = _Record(mesh)
+    for found, style in linears.values():
+        _shard_linear(found, style, record)
+    for attention in attending:
+        heads: Any = attention.heads
+        record.heads.append((attention, heads))
+        attention.heads = heads // mesh.size()
+    norms = [found for pattern in plan.norms for _, found in _modules(module, pattern)]
+    for norm in norms:
+        _replace(norm, "weight", _distributed(_parameter(norm, "weight"), mesh, 0))
+        record.shards.append((norm, "weight", 0, ()))
+    wrap_alike(norms, "forward", _KEY, _norm_over_ranks, order=Order.PLAN)
+    positions = [(found, dim) for pattern, dim in plan.positions.items() for _, found in _modules(module, pattern)]
+    for rope, dim in positions:
+        wrap_method(rope, "forward", _KEY, partial(_own_part, mesh, dim), order=Order.PLAN)
+    record.wrapped = [*norms, *[rope for rope, _ in positions]]
+    module.__dict__[_RECORD] = record
+
+
+def tensor_mesh(module: nn.Module) -> DeviceMesh | None:
+    """The ranks among which :func:`shard_tensors` sharded ``module``; None if it did not."""
+    record: _Record | None = module.__dict__.get(_RECORD)
+    return None if record is None else record.mesh
+
+
+def gather_tensors(module: nn.Module) -> None:
+    """Undo :func:`shard_tensors`: every rank holds all weights again. All ranks of the mesh call it."""
+    record: _Record = module.__dict__.pop(_RECORD)
+    for hooks, key in record.hooks:
+        hooks.pop(key, None)
+    for owner, name, dim, parts in record.shards:
+        whole = _parameter(owner, name)
+        gathered = whole.full_tensor() if isinstance(whole, DTensor) else whole
+        _replace(owner, name, _ordered(gathered.detach(), dim, parts, record.mesh.size(), back=True))
+    for attention, heads in record.heads:
+        attention.heads = heads
+    for wrapped in record.wrapped:
+        unwrap(wrapped, _KEY)
+
+
+def _modules(module: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
+    yield from matching_modules(module, pattern).items()
+
+
+def _check(
+    module: nn.Module, linears: dict[str, tuple[nn.Module, Linear]], attending: list[nn.Module], ranks: int
+) -> None:
+    cls = original_class(module).__name__
+    if not linears:
+        raise ValueError(f"the tensor plan of {cls} names no module that it has.")
+    heads = {int(attention.heads) for attention in attending}  # type: ignore[arg-type]
+    of_config = getattr(getattr(module, "config", None), "num_attention_heads", None)
+    heads |= {of_config} if isinstance(of_config, int) else set()
+    for number in sorted(heads):
+        if number % ranks:
+            fitting = [size for size in range(2, number + 1) if number % size == 0]
+            raise ValueError(
+                f"{cls} has {number} heads, which {ranks} tensor ranks do not divide; max_tensor_dim_size may be one of {fitting}. "
+                "weights='fsdp' takes any number of ranks."
+            )
+    for name, (linear, style) in linears.items():
+        if not isinstance(linear, nn.Linear):
+            raise ValueError(
+                f"{name} of this {cls} is a {type(linear).__name__}, and tensor parallelism shards nn.Linear. A LoRA: fuse it first "
+                "(pipe.fuse_lora(); pipe.unload_lora_weights()), or weights='fsdp', which takes any layer."
+            )
+        weight_dim = 0 if style.along == "colwise" else 1
+        for size in _parts(linear, style) or (linear.weight.shape[weight_dim],):
+            if size % ranks:
+                raise ValueError(f"{name} of this {cls} has {size} channels, which {ranks} tensor ranks do not divide.")
+
+
+def _parts(linear: Any, style: Linear) -> tuple[int, ...]:
+    """Sizes of what lies side by side; empty where it is one part."""
+    relative = style.parts or tuple(getattr(linear, style.parts_from, None) or () if style.parts_from else ())
+    if len(relative) < 2:
+        return ()
+    total = linear.weight.shape[0 if style.along == "colwise" else 1]
+    return tuple(total // sum(relative) * part for part in relative)
+
+
+def _shard_linear(linear: Any, style: Linear, record: _Record) -> None:
+    colwise, parts = style.along == "colwise", _parts(linear, style)
+    if parts:
+        # A rank's part of each: PyTorch shards what lies in one run.
+        names = ["weight", *(["bias"] if colwise and linear.bias is not None else [])]
+        for name in names:
+            dim = 0 if colwise else 1
+            _replace(linear, name, _ordered(_parameter(linear, name).detach(), dim, parts, record.mesh.size()))
+    before = {id(hooks): set(hooks) for hooks in _hooks_of(linear)}
+    # Ranks hold the same: nothing has to be sent.
+    parallelize_module(linear, record.mesh, ColwiseParallel() if colwise else RowwiseParallel(), src_data_rank=None)
+    record.hooks += [(hooks, key) for hooks in _hooks_of(linear) for key in set(hooks) - before[id(hooks)]]
+    record.shards.append((linear, "weight", 0 if colwise else 1, parts))
+    if linear.bias is not None:
+        record.shards.append((linear, "bias", 0, parts if colwise else ()))
+
+
+def _hooks_of(module: nn.Module) -> tuple[Any, ...]:
+    return (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._forward_pre_hooks_with_kwargs,
+        module._forward_hooks_with_kwargs,
+    )
+
+
+def _ordered(x: Tensor, dim: int, parts: tuple[int, ...], ranks: int, *, back: bool = False) -> Tensor:
+    """``x`` so that the n-th run along ``dim`` is what rank n takes of each part; or ``back``."""
+    if not parts:
+        return x
+    shares = [size // ranks for size in parts]
+    if not back:
+        of_parts = [part.split(share, dim) for part, share in zip(x.split(parts, dim), shares, strict=True)]
+        return torch.cat([of_part[rank] for rank in range(ranks) for of_part in of_parts], dim)
+    runs = [run.split(shares, dim) for run in x.chunk(ranks, dim)]
+    return torch.cat([runs[rank][part] for part in range(len(parts)) for rank in range(ranks)], dim)
+
+
+def _parameter(module: nn.Module, name: str) -> nn.Parameter:
+    found: nn.Parameter = getattr(module, name)
+    return found
+
+
+def _replace(module: nn.Module, name: str, value: Tensor) -> None:
+    module.register_parameter(name, nn.Parameter(value, requires_grad=False))
+
+
+def _distributed(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
+    found: Tensor = distribute_tensor(x.detach(), mesh, [Shard(dim)], src_data_rank=None)
+    return found
+
+
+def _own_part(
+    mesh: DeviceMesh, dim: int, call: Callable[..., Any], rope: nn.Module, /, *args: Any, **kwargs: Any
+) -> tuple[Tensor, ...]:
+    return tuple(x.chunk(mesh.size(), dim)[mesh.get_local_rank()] for x in call(rope, *args, **kwargs))
+
+
+def _norm_over_ranks(call: Callable[..., Any], norm: Any, /, x: Tensor) -> Tensor:
+    """RMS norm of ``x``, ``[B, S, channels of this rank]``, over the channels of all ranks, in float32 as PyTorch computes it."""
+    weight: DTensor = norm.weight
+    mesh, channels = weight.device_mesh, weight.shape[0]
+    eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
+    wide = x.float()
+    squares = DTensor.from_local(wide.square().sum(-1, keepdim=True), mesh, [Partial()], run_check=False)
+    mean: Tensor = squares.redistribute(mesh, [Replicate()]).to_local() / channels
+    return (wide * torch.rsqrt(mean + eps) * weight.to_local().float()).to(x.dtype)

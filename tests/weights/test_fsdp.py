@@ -1,0 +1,219 @@
+"""Weights that ranks share by FSDP2 give the very same numbers as weights that each rank holds."""
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+
+from benchmarks.launches import fake_group
+from para_core import init_context_parallel_mesh
+from para_core.adapters import (
+    apply_cache_on_pipe,
+    cache_report,
+    parallelize_pipe,
+    shard_weights,
+    unparallelize_pipe,
+    unshard_weights,
+)
+from para_core.adapters.weights.components import blocks_of, components_of
+from tests.tiny import cpu_mesh, flux_pipe, relative_error
+from tests.weights.pipes import bytes_of, generate, make
+
+
+def mesh_of(shape):
+    return cpu_mesh(*shape[1:], batch=shape[0])
+
+
+def share(name, shape):
+    """What comes out with whole weights and with shared ones, twice, and undone; bytes of the blocks with both."""
+    pipe = parallelize_pipe(make(name), mesh=mesh_of(shape))
+    whole = generate(pipe, name)
+    blocks = [block for module in components_of(pipe).values() for block in blocks_of(module)]
+    before, classes = bytes_of(*blocks), [type(block) for block in blocks]
+    states = {part: module.state_dict() for part, module in components_of(pipe).items()}
+    shard_weights(pipe)
+    after = bytes_of(*blocks)
+    assert all(isinstance(block, FSDPModule) for block in blocks)
+    shared = [generate(pipe, name) for _ in range(2)]
+    unshard_weights(pipe)
+    assert [type(block) for block in blocks] == classes
+    for part, module in components_of(pipe).items():
+        state = module.state_dict()
+        assert state.keys() == states[part].keys()
+        assert all(torch.equal(state[key], states[part][key]) for key in state), part
+    shared.append(generate(pipe, name))
+    return whole, shared, before, after
+
+
+def check_shared(rank_pool, name, shape):
+    for whole, shared, before, after in rank_pool.run(share, torch.Size(shape).numel(), name, shape):
+        assert all(torch.equal(whole, out) for out in shared)
+        # A dim that the ranks do not divide is padded on none, so one rank may hold a row more of each parameter.
+        assert after < 1.1 * before / (shape[1] * shape[2])
+
+
+# CLIP and T5; the ring; guidance over ranks, each half of which has a copy.
+@pytest.mark.parametrize(("name", "shape"), [("flux", (1, 1, 2)), ("wan", (1, 2, 1)), ("wan 2.2", (2, 1, 2))])
+def test_shared_weights_give_the_same_bits(rank_pool, name, shape):
+    check_shared(rank_pool, name, shape)
+
+
+# CogVideoX: T5, a batch of both branches. HunyuanVideo: Llama and CLIP. Qwen-Image: Qwen2.5-VL.
+@pytest.mark.long
+@pytest.mark.parametrize("shape", [(1, 1, 2), (1, 2, 1), (1, 2, 2), (2, 1, 2)])
+@pytest.mark.parametrize("name", ["wan", "hunyuan", "qwen-image", "cogvideox", "mochi", "ltx", "flux2 klein"])
+def test_shared_weights_give_the_same_bits_in_every_family(rank_pool, name, shape):
+    check_shared(rank_pool, name, shape)
+
+
+def in_order(order):
+    """With a cache that hits, in any order of what is applied."""
+    pipe, outs = make("flux"), []
+    mesh = init_context_parallel_mesh("cpu")
+    does = {
+        "p": lambda: parallelize_pipe(pipe, mesh=mesh),
+        "c": lambda: apply_cache_on_pipe(pipe, residual_diff_threshold=2.0, max_consecutive_hits=1),
+        "s": lambda: shard_weights(pipe, mesh),
+        "u": lambda: unparallelize_pipe(pipe),
+    }
+    for step in order:
+        does[step]()
+    for _ in range(2):
+        outs.append(generate(pipe, "flux", num_inference_steps=5))
+    return outs, [row.hit for row in cache_report(pipe).rows]
+
+
+@pytest.fixture(scope="module")
+def expected_in_order(rank_pool):
+    return rank_pool.run(in_order, 2, "pc")
+
+
+@pytest.mark.parametrize("order", ["spc", "pcs", pytest.param("cps", marks=pytest.mark.long), "pspc"])
+def test_a_cache_decides_and_skips_as_with_whole_weights(rank_pool, expected_in_order, order):
+    for found, other in zip(rank_pool.run(in_order, 2, order), expected_in_order, strict=True):
+        assert all(map(torch.equal, found[0], other[0]))
+        assert found[1] == other[1]
+        assert any(found[1])
+
+
+def with_weights_argument():
+    pipe = make("flux")
+    mesh = init_context_parallel_mesh("cpu")
+    whole = generate(parallelize_pipe(pipe, mesh=mesh), "flux")
+    held = bytes_of(pipe.transformer)
+    shared = generate(parallelize_pipe(pipe, mesh=mesh, weights="fsdp"), "flux")
+    assert bytes_of(pipe.transformer) < held
+    unparallelize_pipe(pipe)
+    assert bytes_of(pipe.transformer) == held
+    parallelize_pipe(shard_weights(pipe, mesh, components=["transformer"]), mesh=mesh)
+    assert isinstance(pipe.transformer, FSDPModule)
+    assert not isinstance(pipe.text_encoder, FSDPModule)
+    parallelize_pipe(pipe, mesh=mesh, weights="replicate")
+    assert not isinstance(pipe.transformer, FSDPModule)
+    return whole, shared, generate(pipe, "flux")
+
+
+def test_parallelize_pipe_shards_weights_and_takes_them_back(rank_pool):
+    for outs in rank_pool.run(with_weights_argument, 2):
+        assert all(torch.equal(outs[0], out) for out in outs)
+
+
+def with_lora():
+    pipe = make("flux")
+    torch.manual_seed(0)
+    config = LoraConfig(r=2, lora_alpha=2, target_modules=["to_q", "to_out.0"], init_lora_weights=False)
+    without = generate(pipe, "flux")
+    pipe.transformer.add_adapter(config)
+    parallelize_pipe(pipe, mesh=init_context_parallel_mesh("cpu"))
+    whole = generate(pipe, "flux")
+    assert not torch.equal(without, whole)
+    shard_weights(pipe)
+    shared = generate(pipe, "flux")
+    with pytest.raises(RuntimeError, match=r"FluxTransformer2DModel are sharded.*Call unshard_weights\(pipe\) first"):
+        pipe.transformer.add_adapter(config, adapter_name="late")
+    unshard_weights(pipe)
+    pipe.transformer.delete_adapters("default")
+    return whole, shared, without, generate(pipe, "flux")
+
+
+def test_a_lora_is_sharded_with_the_model_and_refused_later(rank_pool):
+    for whole, shared, without, removed in rank_pool.run(with_lora, 2):
+        assert torch.equal(whole, shared)
+        assert relative_error(removed, without) < 1e-5
+
+
+def offloaded():
+    pipe = parallelize_pipe(make("flux"), mesh=init_context_parallel_mesh("cpu"))
+    whole = generate(pipe, "flux")
+    shard_weights(pipe, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    shared = generate(pipe, "flux")
+    unshard_weights(pipe)
+    return whole, shared, generate(pipe, "flux")
+
+
+def test_parts_may_lie_in_host_memory(rank_pool):
+    for outs in rank_pool.run(offloaded, 2):
+        assert all(torch.equal(outs[0], out) for out in outs)
+
+
+def over_all_ranks(kind):
+    """Two replicas with prompts of their own, on weights that all ranks share."""
+    everywhere = init_device_mesh("cpu", (4,), mesh_dim_names=("all",))
+    if kind == "hsdp":
+        everywhere = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    replicas = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replica", "ring", "ulysses"))
+    pipe = parallelize_pipe(make("flux"), mesh=replicas["ring", "ulysses"])
+    seed = replicas.get_local_rank("replica")
+    whole = generate(pipe, "flux", generator=torch.Generator().manual_seed(seed))
+    shard_weights(pipe, everywhere)
+    shared = generate(pipe, "flux", generator=torch.Generator().manual_seed(seed))
+    if kind == "hsdp":
+        return whole, shared
+    apply_cache_on_pipe(pipe)
+    with pytest.raises(RuntimeError, match=r"its weights sharded over 4 ranks, and 2 share its sequence: .* a cache"):
+        generate(pipe, "flux")
+    return whole, shared
+
+
+@pytest.mark.parametrize("kind", ["fsdp", pytest.param("hsdp", marks=pytest.mark.long)])
+def test_replicas_may_share_weights(rank_pool, kind):
+    for whole, shared in rank_pool.run(over_all_ranks, 4, kind):
+        assert torch.equal(whole, shared)
+
+
+def nothing_to_share():
+    mesh = cpu_mesh(1, 1, batch=2)
+    with pytest.raises(ValueError, match=r"the mesh has 2 × 1 ranks .* there is nothing to share"):
+        shard_weights(make("flux"), mesh)
+
+
+def test_ranks_of_guidance_alone_share_no_weights(rank_pool):
+    rank_pool.run(nothing_to_share, 2)
+
+
+@pytest.mark.parametrize("attempt", [parallelize_pipe, shard_weights])
+@pytest.mark.parametrize("where", ["pipe", "transformer"])
+def test_a_balanced_pipeline_is_refused_with_the_line_to_use_instead(attempt, where):
+    pipe = flux_pipe()
+    spread = pipe if where == "pipe" else pipe.transformer
+    spread.hf_device_map = {"text_encoder": 0, "transformer": 1}
+    with pytest.raises(ValueError, match=r"\['0', '1'\].*parallelize_pipe\(pipe, mesh=mesh, weights='fsdp'\)"):
+        attempt(pipe)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"method": "zero"}, ValueError, "method is 'zero'; expected 'fsdp'"),
+        (
+            {"components": ["vae"]},
+            ValueError,
+            r"components names 'vae'; of this FluxPipeline, .* is text_encoder, .*transformer",
+        ),
+        ({"components": "transformer"}, TypeError, r"expected a sequence of names: components=\['transformer'\]"),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused(options, error, message):
+    with fake_group(2), pytest.raises(error, match=message):
+        shard_weights(flux_pipe(), **options)

@@ -1,0 +1,220 @@
+"""Heads and hidden units that tensor ranks share give what one device gives, alone and with tokens that ranks share, too."""
+
+import warnings
+from dataclasses import replace
+from functools import cache
+from unittest import mock
+
+import pytest
+import torch
+from diffusers import TensorParallelConfig
+from diffusers.hooks import tensor_parallel
+from peft import LoraConfig
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.utils._pytree import tree_leaves
+
+from benchmarks.launches import fake_group
+from benchmarks.tiny_models import MODELS
+from para_core import init_context_parallel_mesh
+from para_core.adapters import (
+    apply_cache_on_pipe,
+    cache_report,
+    parallelize_pipe,
+    parallelize_transformer,
+    shard_weights,
+    unparallelize_transformer,
+    unshard_weights,
+)
+from para_core.adapters.weights.shard import _tensor_plan
+from para_core.weights.tensor import gather_tensors, shard_tensors
+from tests.tiny import cpu_mesh, flux_pipe, flux_transformer, relative_error
+from tests.weights.pipes import bytes_of, generate, make
+
+# Of each model as many heads as four ranks can share.
+HEADS = {"num_attention_heads": 4}
+CONFIGS = {
+    "flux": {},
+    "flux2": {},
+    "qwen-image": {},
+    "qwen-image, masked": {},
+    "wan": {},
+    # Tokens of an image have keys of their own.
+    "wan, image context": {},
+    "hunyuan": {},
+    "hunyuan, image by token replacement": {},
+    "ltx": {"cross_attention_dim": 32},
+    "z-image": {},
+    "cogvideox, rotary": {},
+    "mochi": {},
+}
+SIZES = [(3, 6, 10), (1, 6, 6)]
+
+
+def build(name):
+    model = MODELS[name]
+    heads = {"n_heads": 4, "n_kv_heads": 4} if name == "z-image" else HEADS
+    config = {**model.config, **heads, **CONFIGS[name]}
+    if name == "wan, image context":
+        config["added_kv_proj_dim"] = 48
+    if name == "z-image":
+        config["dim"] = 4 * config["dim"] // model.config["n_heads"]
+    return replace(model, config=config).build()
+
+
+def call(transformer, name, size):
+    with torch.no_grad(), warnings.catch_warnings():
+        # Mochi asks for an autocast that the CPU does not have.
+        warnings.filterwarnings("ignore", message="In CPU autocast")
+        out = transformer(**MODELS[name].inputs(*size), return_dict=False)
+    return [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+
+
+@cache
+def computed_alone(name):
+    return [call(build(name), name, size) for size in SIZES]
+
+
+def over(name, shape):
+    transformer = build(name)
+    alone, state = call(transformer, name, SIZES[0]), transformer.state_dict()
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("batch", "ring", "ulysses", "tensor"))
+    held = bytes_of(transformer)
+    shard_tensors(transformer, _tensor_plan(transformer), mesh["tensor"])
+    parallelize_transformer(transformer, mesh=mesh)
+    outs = [call(transformer, name, size) for size in SIZES]
+    shared = bytes_of(transformer)
+    unparallelize_transformer(transformer)
+    gather_tensors(transformer)
+    undone = transformer.state_dict()
+    assert undone.keys() == state.keys()
+    assert all(torch.equal(undone[key], state[key]) for key in state)
+    assert all(map(torch.equal, call(transformer, name, SIZES[0]), alone))
+    return outs, shared / held
+
+
+def check(rank_pool, name, shape):
+    for rank, (outs, share) in enumerate(rank_pool.run(over, torch.Size(shape).numel(), name, shape)):
+        for size, out, alone in zip(SIZES, outs, computed_alone(name), strict=True):
+            errors = [relative_error(one, other) for one, other in zip(out, alone, strict=True)]
+            assert max(errors) < 1e-5, f"rank {rank}, {size}: {errors}"
+        # Modulations and what is outside of the blocks are replicated, and are most of so small a model.
+        assert share < 0.9
+
+
+LONG_ON_TWO = ("qwen-image", "wan", "hunyuan, image by token replacement", "flux2", "cogvideox, rotary")
+
+
+# Meshes are batch × ring × ulysses × tensor.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name in LONG_ON_TWO else ()) for name in CONFIGS]
+)
+def test_two_tensor_ranks_compute_what_one_device_does(rank_pool, name):
+    check(rank_pool, name, (1, 1, 1, 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("wan, image context", (1, 1, 2, 2))]
+    + [
+        pytest.param(name, shape, marks=pytest.mark.long)
+        for name in CONFIGS
+        for shape in ((1, 1, 1, 4), (1, 1, 2, 2), (1, 2, 1, 2))
+        if (name, shape) != ("wan, image context", (1, 1, 2, 2))
+    ],
+)
+def test_heads_and_tokens_are_shared_by_four_ranks(rank_pool, name, shape):
+    check(rank_pool, name, shape)
+
+
+def generate_over(how):
+    """A pipeline on two tensor ranks, by our plan or by diffusers' own sharding, with a cache behind it."""
+    mesh = init_context_parallel_mesh("cpu", max_tensor_dim_size=2)
+    pipe = make("flux")
+    alone = generate(pipe, "flux", num_inference_steps=4)
+    held = bytes_of(pipe.transformer)
+    if how == "ours":
+        parallelize_pipe(pipe, mesh=mesh, weights="tensor")
+    else:
+        # There is no accelerator here, and diffusers takes nothing else.
+        with (
+            mock.patch.object(tensor_parallel, "_SUPPORTED_TP_DEVICES", ("cpu",)),
+            mock.patch.object(torch.accelerator, "device_count", return_value=2),
+        ):
+            pipe.transformer.enable_parallelism(config=TensorParallelConfig(mesh=mesh["tensor"]))
+        parallelize_pipe(pipe, mesh=mesh)
+    out = generate(pipe, "flux", num_inference_steps=4)
+    share = bytes_of(pipe.transformer) / held
+    apply_cache_on_pipe(pipe, residual_diff_threshold=2.0, max_consecutive_hits=1)
+    cached = generate(pipe, "flux", num_inference_steps=4)
+    return alone, out, share, cached, [row.hit for row in cache_report(pipe).rows]
+
+
+@pytest.fixture(scope="module")
+def cached_alone():
+    pipe = apply_cache_on_pipe(make("flux"), residual_diff_threshold=2.0, max_consecutive_hits=1)
+    return generate(pipe, "flux", num_inference_steps=4)
+
+
+@pytest.mark.parametrize("how", ["ours", "diffusers"])
+def test_a_pipeline_shares_heads_by_our_plan_or_by_that_of_diffusers(rank_pool, cached_alone, how):
+    outs = rank_pool.run(generate_over, 2, how)
+    for alone, out, share, cached, hits in outs:
+        assert relative_error(out, alone) < 1e-5
+        assert relative_error(cached, cached_alone) < 1e-5
+        assert share < 0.9
+        assert any(hits)
+    assert torch.equal(outs[0][1], outs[1][1])
+
+
+def refusals_on_ranks():
+    mesh = init_context_parallel_mesh("cpu", max_tensor_dim_size=2)
+    pipe = make("flux")
+    parallelize_pipe(pipe, mesh=mesh)
+    with pytest.raises(
+        RuntimeError, match=r"heads sharded over no ranks, and the dim 'tensor' of the mesh has here \[0, 1\]"
+    ):
+        generate(pipe, "flux")
+    shard_weights(pipe, method="tensor")
+    with pytest.raises(RuntimeError, match=r"Call unshard_weights\(pipe\) first"):
+        pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q"]))
+    parallelize_pipe(pipe, mesh=cpu_mesh(1, 2))
+    with pytest.raises(RuntimeError, match=r"heads sharded over \[0, 1\] ranks, and the dim 'tensor' .* none"):
+        generate(pipe, "flux")
+    unshard_weights(pipe)
+    pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q"]))
+    with pytest.raises(ValueError, match=r"A LoRA: fuse it first \(pipe.fuse_lora"):
+        shard_weights(pipe, mesh, method="tensor")
+    pipe.transformer = flux_transformer(num_attention_heads=3)
+    with pytest.raises(
+        ValueError, match=r"3 heads, which 2 tensor ranks do not divide; max_tensor_dim_size may be one of \[3\]"
+    ):
+        shard_weights(pipe, mesh, method="tensor")
+
+
+def test_tensor_ranks_that_the_mesh_does_not_know_and_late_loras_are_refused(rank_pool):
+    rank_pool.run(refusals_on_ranks, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"components": ["text_encoder"]}, ValueError, "no tensor plan for pipe.text_encoder, a CLIPTextModel"),
+        ({}, ValueError, r"needs a mesh with a dim 'tensor' .*max_tensor_dim_size=2"),
+        ({"offload_policy": CPUOffloadPolicy()}, ValueError, "offload_policy is FSDP2's"),
+    ],
+)
+def test_what_has_no_tensor_plan_or_mesh_is_refused(options, error, message):
+    with fake_group(2), pytest.raises(error, match=message):
+        shard_weights(flux_pipe(), init_context_parallel_mesh("cpu"), method="tensor", **options)
+
+
+def test_the_tensor_dim_takes_neighbours():
+    with fake_group(8):
+        mesh = init_context_parallel_mesh("cpu", max_ring_dim_size=2, max_tensor_dim_size=2)
+        assert mesh.mesh_dim_names == ("batch", "ring", "ulysses", "tensor")
+        assert tuple(mesh.mesh.shape) == (1, 2, 2, 2)
+        assert mesh["tensor"].mesh.tolist() == [0, 1]
+        with pytest.raises(ValueError, match="max_tensor_dim_size is 0; expected at least 1"):
+            init_context_parallel_mesh("cpu", max_tensor_dim_size=0)
