@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
+
+from torch import nn
 
 from para_core.cache.blocks import CachedBlocks
 from para_core.plans.plan import Plan
@@ -22,6 +25,7 @@ class Adapter:
         pipelines: what a user calls the pipelines that it serves, for messages.
         plan: what is split and gathered; where text can be sharded, it is, as the segment ``text``. None: what the class
             publishes.
+        complete: the plan of one module, made of ``plan``, where it depends on the module's config.
         text: the faster way to treat text.
         blocks: its block stack, for First Block Cache.
         tensor: what is sharded by tensor parallelism; None: what the class publishes (``_tp_plan``).
@@ -32,6 +36,7 @@ class Adapter:
     transformer: str
     pipelines: str
     plan: Plan | None = None
+    complete: Callable[[Plan, nn.Module], Plan] | None = None
     text: Text = "shard"
     blocks: CachedBlocks | None = None
     tensor: TensorPlan | None = None

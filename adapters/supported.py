@@ -33,7 +33,8 @@ def plan_for(module: nn.Module, text: Text | None = None, adapter: Adapter | Non
         raise ValueError(f"text is {text!r}; expected 'shard', 'replicate', or None for the faster of both.")
     known = adapter_for(module, adapter)
     if known is not None and known.plan is not None:
-        return _with_text(known.plan, "text", text or known.text, asked=text, module=module)
+        plan = known.plan if known.complete is None else known.complete(known.plan, uncompiled(module))
+        return _with_text(plan, "text", text or known.text, asked=text, module=module)
     published: Any = getattr(module, "_cp_plan", None)
     if published is None:
         return None

@@ -245,6 +245,34 @@ def nucleus_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
     }
 
 
+def sana_inputs(
+    frames: int, height: int, width: int, *, pixels: int = 1, guided: bool = False, blocks: int = 0
+) -> dict[str, Any]:
+    """An image of as many rows of tokens as all frames have together, each of ``pixels`` × ``pixels``."""
+    rows = frames * height
+    return {
+        "hidden_states": noise(2, 4, rows * pixels, width * pixels),
+        "encoder_hidden_states": noise(2, 9, 24),
+        "encoder_attention_mask": valid((9, 4), 9, torch.int64),
+        "timestep": torch.tensor([600, 600]),
+        "guidance": torch.tensor([0.45, 0.45]) if guided else None,
+        "controlnet_block_samples": tuple(noise(2, rows * width, 36, seed=i) for i in range(blocks)) or None,
+    }
+
+
+SANA: dict[str, Any] = {
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_attention_heads": 3,
+    "attention_head_dim": 12,
+    "num_layers": 3,
+    "num_cross_attention_heads": 2,
+    "cross_attention_head_dim": 18,
+    "cross_attention_dim": 36,
+    "caption_channels": 24,
+    "sample_size": 8,
+}
+
 IMAGE_MODELS = {
     "chroma": TinyModel("ChromaTransformer2DModel", chroma_inputs, CHROMA),
     "chroma, controlnet": TinyModel("ChromaTransformer2DModel", partial(controlled_inputs, single=True), CHROMA),
@@ -322,6 +350,18 @@ IMAGE_MODELS = {
             "num_experts": 4,
             "moe_intermediate_dim": 16,
             "capacity_factors": 2.0,
+        },
+    ),
+    "sana": TinyModel("SanaTransformer2DModel", partial(sana_inputs, blocks=1), SANA),
+    "sana sprint, positions of patches": TinyModel(
+        "SanaTransformer2DModel",
+        partial(sana_inputs, pixels=2, guided=True),
+        {
+            **SANA,
+            "patch_size": 2,
+            "interpolation_scale": 2,
+            "guidance_embeds": True,
+            "qk_norm": "rms_norm_across_heads",
         },
     ),
 }

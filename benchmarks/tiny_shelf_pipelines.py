@@ -259,6 +259,16 @@ _BUNDLES = {
 }
 
 
+# 3 × 5 image tokens of 32 × 32 pixels.
+_SANA = {
+    "height": 96,
+    "width": 160,
+    **_TEXT,
+    "negative_prompt": None,
+    **_masks("attention_mask"),
+    "use_resolution_binning": False,
+}
+
 SHELF_PIPELINES: dict[str, TinyPipeline] = {
     "z-image": TinyPipeline(z_image, _Z_IMAGE),
     "chroma": TinyPipeline(
@@ -410,6 +420,22 @@ SHELF_PIPELINES: dict[str, TinyPipeline] = {
             **_BUNDLES,
             "prompt_embeds_mask": _first(9),
             "negative_prompt_embeds_mask": _first(5, 5),
+        },
+    ),
+    "sana": TinyPipeline(lambda: on_shelf("SanaPipeline", "sana", vae=None), _SANA),
+    "sana, perturbed": TinyPipeline(
+        lambda: on_shelf("SanaPAGPipeline", "sana", vae=None, pag_applied_layers="transformer_blocks.1"), _SANA
+    ),
+    "sana video": TinyPipeline(
+        lambda: on_shelf("SanaVideoPipeline", "sana video", vae=None),
+        {
+            "height": 64,
+            "width": 96,
+            **_TEXT,
+            "negative_prompt": None,
+            **_masks("attention_mask"),
+            "frames": 9,
+            "use_resolution_binning": False,
         },
     ),
     **AUDIO_PIPELINES,

@@ -166,6 +166,31 @@ KANDINSKY6: dict[str, Any] = {
 }
 
 
+def sana_video_inputs(frames: int, height: int, width: int, *, given: bool = False) -> dict[str, Any]:
+    """``given``: the first of twice as many frames, by time steps of tokens."""
+    frames *= 1 + given
+    timestep = torch.full((2, 1, frames, height // 2, width // 2), 600.0)
+    timestep[:, :, 0] = 0
+    return {
+        "hidden_states": noise(2, 4, frames, height, width),
+        "encoder_hidden_states": noise(2, 9, 24),
+        "encoder_attention_mask": valid((9, 4), 9, torch.int64),
+        "timestep": timestep if given else torch.tensor([600, 600]),
+    }
+
+
+SANA_VIDEO: dict[str, Any] = {
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_attention_heads": 3,
+    "attention_head_dim": 12,
+    "num_layers": 2,
+    "num_cross_attention_heads": 2,
+    "cross_attention_head_dim": 18,
+    "cross_attention_dim": 36,
+    "caption_channels": 24,
+}
+
 VIDEO_MODELS = {
     "kandinsky 5": TinyModel(
         "Kandinsky5Transformer3DModel",
@@ -289,4 +314,6 @@ VIDEO_MODELS = {
     "kandinsky 6, with sound": TinyModel(
         "Kandinsky6Transformer3DModel", partial(kandinsky6_inputs, sound=7), {**KANDINSKY6, "ca_rope": True}
     ),
+    "sana video": TinyModel("SanaVideoTransformer3DModel", sana_video_inputs, SANA_VIDEO),
+    "sana video, image": TinyModel("SanaVideoTransformer3DModel", partial(sana_video_inputs, given=True), SANA_VIDEO),
 }

@@ -26,7 +26,17 @@ from para_core.plans.context_parallel import (
     apply_context_parallel,
     remove_context_parallel,
 )
-from para_core.plans.plan import Attention, FirstTokens, Gather, LastTokens, Plan, Replicate, Split
+from para_core.plans.plan import (
+    Attention,
+    FirstTokens,
+    Gather,
+    Halo,
+    LastTokens,
+    LinearAttention,
+    Plan,
+    Replicate,
+    Split,
+)
 
 __all__ = [
     "Attention",
@@ -38,8 +48,10 @@ __all__ = [
     "FirstTokens",
     "Forecast",
     "Gather",
+    "Halo",
     "InBatchAttnMode",
     "LastTokens",
+    "LinearAttention",
     "Observation",
     "ParallelConfig",
     "Plan",

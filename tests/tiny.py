@@ -34,6 +34,7 @@ from benchmarks.tiny_flux.models import build_tokenizers as _build_tokenizers
 from benchmarks.tiny_flux.models import build_vae as _build_vae
 from para_core import UnifiedAttnMode
 from para_core.attention.attend import MeshAttention
+from para_core.plans import linear
 
 # Two blocks of each kind are enough for residuals to pass from one list to the other.
 _FLUX = {
@@ -157,7 +158,8 @@ def each_rank_alone() -> Iterator[None]:
                 query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
 
-    with mock.patch.object(MeshAttention, "__call__", attend_alone):
+    own_sum = mock.patch.object(linear, "sum_over_ranks", lambda x, mesh: x)
+    with mock.patch.object(MeshAttention, "__call__", attend_alone), own_sum:
         yield
 
 

@@ -28,6 +28,7 @@ from para_core.adapters.models.one_stream import BRIA_FIBO2, ERNIE_IMAGE, IDEOGR
 from para_core.adapters.models.pixart import PIXART
 from para_core.adapters.models.prx import PRX
 from para_core.adapters.models.qwen_image import QWEN_IMAGE
+from para_core.adapters.models.sana import SANA, SANA_VIDEO
 from para_core.adapters.models.sd3 import SD3
 from para_core.adapters.models.wan import ANYFLOW, CHRONO_EDIT, SKYREELS_V2, WAN, WAN_ANIMATE, WAN_VACE
 
@@ -89,4 +90,6 @@ ADAPTERS: tuple[Adapter, ...] = (
     ALLEGRO,
     NUCLEUS,
     KANDINSKY6,
+    SANA,
+    SANA_VIDEO,
 )

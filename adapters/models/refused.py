@@ -2,10 +2,6 @@
 
 from collections.abc import Mapping
 
-_LINEAR = (
-    "its linear attention is no scaled_dot_product_attention, and 3 × 3 convolutions between its blocks need the neighbours of "
-    "each token, which are on other ranks"
-)
 _FLEX = "it attends through flex attention, by a mask of blocks of the whole video"
 _PART = "it is a part of a UNet, which would have to shard rows of an image, not tokens"
 
@@ -23,8 +19,6 @@ REFUSED: Mapping[str, str] = {
         "length that says how many tokens come before the image"
     ),
     "RFD4ProteinaTransformer": "it keeps a value for each pair of tokens, and updates them from all others",
-    "SanaTransformer2DModel": _LINEAR,
-    "SanaVideoTransformer3DModel": _LINEAR,
     "SanaWMLTX2RefinerTransformer3DModel": "it keeps keys of chunks that were generated before, by their places in the whole sequence",
     "SanaWMTransformer3DModel": "most of its blocks attend by a recurrence over frames, and convolve over neighbouring tokens",
     "T5FilmDecoder": "its only pipeline, SpectrogramDiffusion, is deprecated and has no component named transformer",

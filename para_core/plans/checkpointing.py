@@ -18,13 +18,7 @@ def recomputed_under(mode: PlannedAttnMode | None, module: nn.Module) -> Iterato
 
     While a graph is traced nothing is to be done: it holds its own recomputation.
     """
-    checkpointing: list[tuple[Any, Any]] = []
-    if mode is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        checkpointing = [
-            (submodule, submodule._gradient_checkpointing_func)
-            for submodule in module.modules()
-            if getattr(submodule, "gradient_checkpointing", False)
-        ]
+    checkpointing = _checkpointing(module) if mode is not None else []
     for submodule, checkpoint in checkpointing:
         submodule._gradient_checkpointing_func = _bind_first(mode, checkpoint)
     try:
@@ -32,6 +26,25 @@ def recomputed_under(mode: PlannedAttnMode | None, module: nn.Module) -> Iterato
     finally:
         for submodule, checkpoint in checkpointing:
             submodule._gradient_checkpointing_func = checkpoint
+
+
+def refuse_checkpointing(module: nn.Module) -> None:
+    """Raise ``RuntimeError`` where blocks will run again in the backward: attention alone is intercepted there."""
+    if _checkpointing(module):
+        raise RuntimeError(
+            f"{type(module).__name__} has activation checkpointing on, and its plan has sums or halos over ranks, which would be "
+            "missing where the backward computes its blocks again. Call disable_gradient_checkpointing(), or train on one rank."
+        )
+
+
+def _checkpointing(module: nn.Module) -> list[tuple[Any, Any]]:
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return []
+    return [
+        (submodule, submodule._gradient_checkpointing_func)
+        for submodule in module.modules()
+        if getattr(submodule, "gradient_checkpointing", False)
+    ]
 
 
 def _bind_first(mode: Any, checkpoint: Callable[..., Any]) -> Callable[..., Any]:

@@ -89,11 +89,16 @@ class Cutting:
                 raise ValueError(
                     f"{name} has {value.ndim} dims {list(value.shape)}; the plan splits a tensor of {split.ndim}."
                 )
+        if split.per != 1:
+            dim = split.dim % value.ndim
+            sizes = (-1, split.per) if split.per is not None else (self.segment(split.like or "").total, -1)
+            apart = torch.unflatten(value, dim, sizes)
+            return self._split(apart, replace(split, dim=dim, ndim=None, per=1), name).flatten(dim, dim + 1)
         if split.then_replicated:
-            total = self._segment(split.like or "").total
+            total = self.segment(split.like or "").total
             cut, rest = value.split([total, value.shape[split.dim] - total], dim=split.dim)
             return torch.cat([self._split(cut, replace(split, then_replicated=False), name), rest], dim=split.dim)
-        first = () if split.after is None else (self._segment(split.after),)
+        first = () if split.after is None else (self.segment(split.after),)
         total = value.shape[split.dim] - sum([segment.total for segment in first])
         stream = split.segment or split.like or name
         # A branch, for a comparison of symbolic lengths is no bool.
@@ -116,7 +121,7 @@ class Cutting:
             )
 
     def _count(self, number: int, cut: FirstTokens | LastTokens) -> int:
-        segment = self._segment(cut.segment)
+        segment = self.segment(cut.segment)
         ((start, length),) = segment.runs(0 if segment.replicated else self.mesh.rank, self.mesh.ranks)
         if isinstance(cut, FirstTokens):
             return min(max(number - start, 0), length)
@@ -137,10 +142,19 @@ class Cutting:
     def _gather(self, value: Any, gather: Gather | None) -> Any:
         if gather is None or value is None:
             return value
-        segment = self._segment(gather.segment)
-        return gather_tokens(value, gather.dim, SequenceLayout((segment,), self.mesh.ranks), self.mesh)
+        layout = SequenceLayout((self.segment(gather.segment),), self.mesh.ranks)
+        if gather.per == 1:
+            return gather_tokens(value, gather.dim, layout, self.mesh)
+        dim = gather.dim % value.ndim
+        apart = torch.unflatten(value, dim, (layout.size(self.mesh.rank), -1))
+        return gather_tokens(apart, dim, layout, self.mesh).flatten(dim, dim + 1)
 
-    def _segment(self, name: str) -> Segment:
+    def segment(self, name: str) -> Segment:
+        """The segment that this call has sharded, or found to be replicated.
+
+        Raises:
+            ValueError: it has not come by.
+        """
         if name not in self.segments:
             raise ValueError(
                 f"the plan refers to the segment {name!r}, which this call has not sharded: the module or parameter at which "

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from para_core.instance import original_class, uncompiled
-from para_core.plans.plan import Attention, Cut, Gather, Plan
+from para_core.plans.plan import Attention, Cut, Gather, Halo, LinearAttention, Plan
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,16 @@ class Boundary:
     name: str = ""
     cuts: tuple[tuple[str | int, Cut], ...] = ()
     gathers: tuple[Gather | None, ...] = ()
-    attention: tuple[Attention, ...] = ()
+    attention: tuple[Attention, ...] | LinearAttention = ()
+    halo: Halo | None = None
 
     def with_more(self, other: Boundary) -> Boundary:
         return Boundary(
-            self.name, (*self.cuts, *other.cuts), self.gathers or other.gathers, self.attention or other.attention
+            self.name,
+            (*self.cuts, *other.cuts),
+            self.gathers or other.gathers,
+            self.attention or other.attention,
+            self.halo or other.halo,
         )
 
 
@@ -37,6 +42,7 @@ def find_boundaries(module: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module,
     """
     required = [Boundary(name, cuts=tuple(cuts.items())) for name, cuts in plan.inner.items()]
     required += [Boundary(name, gathers=as_tuple(rule)) for name, rule in plan.outputs.items() if name]
+    required += [Boundary(name, halo=halo) for name, halo in plan.halos.items()]
     attending = [Boundary(name, attention=attention) for name, attention in plan.attention.items()]
     found: dict[str, tuple[nn.Module, Boundary]] = {}
     for boundary in (*required, *attending):

@@ -24,6 +24,8 @@ class Split:
             as many are an error.
         after: the tokens of this segment come first along ``dim``; every rank keeps them.
         then_replicated: something else follows along ``dim``; every rank keeps it. The segment has been sharded before.
+        per: entries along ``dim`` for each one of the segment, which stay together: a segment of rows of an image, or of frames,
+            has many tokens a row. None: as many as there are; how many rows has been said before.
     """
 
     dim: int
@@ -32,6 +34,7 @@ class Split:
     ndim: int | None = None
     after: str | None = None
     then_replicated: bool = False
+    per: int | None = 1
 
 
 @dataclass(frozen=True)
@@ -58,10 +61,15 @@ class LastTokens:
 
 @dataclass(frozen=True)
 class Gather:
-    """Put the parts of a tensor along ``dim`` together again: all tokens of ``segment``."""
+    """Put the parts of a tensor along ``dim`` together again: all tokens of ``segment``.
+
+    Args:
+        per: entries along ``dim`` for each one of the segment. None: as many as there are.
+    """
 
     dim: int
     segment: str
+    per: int | None = 1
 
 
 @dataclass(frozen=True)
@@ -94,6 +102,32 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class LinearAttention:
+    """A module that sums over tokens once, and attends to that sum: each rank sums over its own, then all add their sums up.
+
+    What it sums is small, whatever the number of tokens: ``[B, H, D, D]``. Each token of ``segment`` is held by one rank.
+
+    Args:
+        sums: what sums over tokens: the name of a function of torch, and which of the module's calls of it, counted from 0.
+    """
+
+    segment: str
+    sums: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class Halo:
+    """A module that mixes rows within ``size`` of each other, such as a convolution with padding: it sees those of the ranks beside.
+
+    They are put on its first input, and taken off its output, both along ``dim``, which holds rows of ``segment``.
+    """
+
+    dim: int
+    segment: str
+    size: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """What one model splits and gathers.
 
@@ -105,7 +139,9 @@ class Plan:
         outputs: module name (``""``: the model itself) to what is gathered of its output; of a tuple, the first tensor.
         joint_order: the segments of which an attention call consists, unless ``attention`` says otherwise.
         inner: module name to splits of its inputs (by parameter) or outputs (by index).
-        attention: module name to what its first, second, … attention call consists of; the last stands for all further.
+        attention: module name to what its first, second, … attention call consists of; the last stands for all further. Or to
+            the sum over tokens that stands for attention there.
+        halos: module name to the rows of other ranks that it sees.
         refused: parameters of the model's ``forward`` that cannot be given in parallel, each with the reason.
         batched: parameters that hold all branches of guidance, one behind the other, and the dim along which they do (None:
             they are lists with an entry for each sample); the tokens first. Empty: branches are called one after the other.
@@ -117,7 +153,8 @@ class Plan:
     outputs: Mapping[str, Gather | Sequence[Gather | None]]
     joint_order: tuple[str, ...]
     inner: Mapping[str, Mapping[str | int, Cut]] = field(default_factory=dict)
-    attention: Mapping[str, tuple[Attention, ...]] = field(default_factory=dict)
+    attention: Mapping[str, tuple[Attention, ...] | LinearAttention] = field(default_factory=dict)
+    halos: Mapping[str, Halo] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
     batched: Mapping[str, int | None] = field(default_factory=dict)
     common: tuple[str, ...] = ()

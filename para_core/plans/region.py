@@ -31,10 +31,12 @@ from para_core.mesh import MeshDim, SequenceMesh
 from para_core.modes import fused_encoder
 from para_core.modes.unified import UnifiedAttnMode
 from para_core.plans.attention import Interception, PlannedAttention
-from para_core.plans.checkpointing import recomputed_under
+from para_core.plans.checkpointing import recomputed_under, refuse_checkpointing
 from para_core.plans.cutting import Cutting
+from para_core.plans.halo import add_halo, drop_halo
+from para_core.plans.linear import SumsOverRanks
 from para_core.plans.places import Boundary, as_tuple, find_boundaries, is_at, parameters_of
-from para_core.plans.plan import Attention, Cut, Plan, Split
+from para_core.plans.plan import Attention, Cut, Halo, LinearAttention, Plan, Split
 from para_core.plans.published import published_plan
 from para_core.plans.samples import all_samples, holds_tensor, number_of_samples, own_samples
 
@@ -71,6 +73,9 @@ class _Region:
         self.encoders = any(
             isinstance(found, (nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention))
             for found in module.modules()
+        )
+        self.mixes_over_ranks = mesh.ranks > 1 and (
+            bool(plan.halos) or any(isinstance(attention, LinearAttention) for attention in plan.attention.values())
         )
         # What torch.compile made of this module in place, before a plan was applied: it does not look up _call_impl.
         self.compiled_before: Callable[..., Any] | None = module._compiled_call_impl
@@ -111,6 +116,8 @@ class _Region:
                 "collectives would mix. Use one thread, or a copy of the model with its own mesh."
             )
         self._check_given(module, args, kwargs)
+        if self.mixes_over_ranks:
+            refuse_checkpointing(module)
         planned = PlannedAttention(self.mesh, self.options, (Attention(self.plan.joint_order),), self.known)
         interception = Interception(planned, at_dispatcher=self._may_use_the_dispatcher(module))
         self._interceptions.append(interception)
@@ -246,7 +253,7 @@ class _Region:
                 return call(module, *args, **kwargs)
             args, kwargs = self._cutting.arguments(of_inputs, parameters, args, kwargs, name)
             self._intercept(of_inputs.values())
-            output = attend(call, module, *args, **kwargs)
+            output = mix(call, module, *args, **kwargs)
             for key, cut in of_outputs.items():
                 if isinstance(output, Tensor):
                     output = self._cutting.cut(output, cut, f"{name}[{key}]")
@@ -264,10 +271,56 @@ class _Region:
             interception = self.interception
             if interception is None or not attention:
                 return call(module, *args, **kwargs)
+            if isinstance(attention, LinearAttention):
+                return self._sum(attention, interception, call, module, *args, **kwargs)
             with interception.attending_to(attention):
                 return call(module, *args, **kwargs)
 
-        return cut_and_gather if boundary.cuts or boundary.gathers else attend
+        def mix(call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            if self.interception is None or boundary.halo is None:
+                return attend(call, module, *args, **kwargs)
+            return self._with_halo(boundary.halo, attend, call, module, *args, **kwargs)
+
+        return cut_and_gather if boundary.cuts or boundary.gathers else mix if boundary.halo else attend
+
+    def _is_sharded(self, segment: str) -> bool:
+        return self.mesh.ranks > 1 and not self._cutting.segment(segment).replicated
+
+    def _sum(
+        self,
+        attention: LinearAttention,
+        interception: Interception,
+        call: Callable[..., Any],
+        module: nn.Module,
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if not self._is_sharded(attention.segment):
+            return call(module, *args, **kwargs)
+        sums = SumsOverRanks(attention, self.mesh)
+        with sums:
+            output = call(module, *args, **kwargs)
+        sums.require_summed()
+        interception.planned.intercepted[0] = True
+        return output
+
+    def _with_halo(
+        self,
+        halo: Halo,
+        attend: Around,
+        call: Callable[..., Any],
+        module: nn.Module,
+        /,
+        x: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if not self._is_sharded(halo.segment):
+            return attend(call, module, x, *args, **kwargs)
+        segment = self._cutting.segment(halo.segment)
+        output = attend(call, module, add_halo(x, halo, segment, self.mesh), *args, **kwargs)
+        return drop_halo(output, halo, x.shape[halo.dim], self.mesh)
 
 
 # -- applying and removing

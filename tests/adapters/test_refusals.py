@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from diffusers import ConfigMixin, DiffusionPipeline, FluxTransformer2DModel, ModelMixin, SanaTransformer2DModel
+from diffusers import ConfigMixin, DiffusionPipeline, FluxTransformer2DModel, LuminaNextDiT2DModel, ModelMixin
 from diffusers.guiders import SmoothedEnergyGuidance
 from diffusers.hooks import FirstBlockCacheConfig, LayerSkipConfig, apply_layer_skip
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
@@ -46,16 +46,10 @@ class OtherTransformer(DiffusionPipeline):
         self.register_modules(transformer=transformer)
 
 
-def sana():
-    """Its linear attention is no scaled_dot_product_attention."""
-    return SanaTransformer2DModel(
-        num_attention_heads=1,
-        attention_head_dim=4,
-        num_layers=1,
-        cross_attention_dim=4,
-        num_cross_attention_heads=1,
-        cross_attention_head_dim=4,
-        caption_channels=4,
+def lumina_next():
+    """Its processor scales attention by the number of tokens."""
+    return LuminaNextDiT2DModel(
+        hidden_size=16, num_layers=1, num_attention_heads=2, num_kv_heads=1, cross_attention_dim=8
     )
 
 
@@ -77,8 +71,8 @@ class OtherModel(ModelMixin, ConfigMixin):
     ("make", "message"),
     [
         (
-            sana,
-            r"SanaTransformer2DModel has no plan, for its linear attention is no .*\. Give each rank prompts of its own instead\.",
+            lumina_next,
+            r"LuminaNextDiT2DModel has no plan, for its processor scales attention by .*\. Give each rank prompts of its own instead\.",
         ),
         (
             OtherModel,
@@ -275,8 +269,8 @@ CASES = {
     ),
     "a transformer of which it is known why it has no plan": (
         When.PARALLELIZE,
-        lambda _: Case(sana(), sana()),
-        "^SanaTransformer2DModel is not supported: SanaTransformer2DModel has no plan, for its linear attention",
+        lambda _: Case(lumina_next(), lumina_next()),
+        "^LuminaNextDiT2DModel is not supported: LuminaNextDiT2DModel has no plan, for its processor scales attention",
     ),
     "a transformer without a plan": (
         When.PARALLELIZE,

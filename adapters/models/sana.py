@@ -1,0 +1,90 @@
+"""Sana (text-to-image, Sprint, ControlNet) and SanaVideo. Read against diffusers 0.42."""
+
+from dataclasses import replace
+
+from torch import nn
+
+from para_core.adapters.adapter import Adapter
+from para_core.cache.blocks import CachedBlocks, Stage
+from para_core.plans.plan import Attention, Gather, Halo, LinearAttention, Plan, Split
+
+BATCHED = dict.fromkeys(
+    (
+        "hidden_states",
+        "encoder_hidden_states",
+        "timestep",
+        "guidance",
+        "encoder_attention_mask",
+        "attention_mask",
+        "attention_kwargs",
+        "controlnet_block_samples",
+    ),
+    0,
+)
+BLOCKS = CachedBlocks((Stage(("transformer_blocks",), chained=True, between=("controlnet_block_samples",)),))
+
+
+def _in_patches(plan: Plan, module: nn.Module) -> Plan:
+    """Rows, or frames, are of patches; ``hidden_states`` is in latent pixels."""
+    size: int | list[int] = module.config.patch_size  # type: ignore[assignment,union-attr]
+    given: Split = plan.inputs["hidden_states"]  # type: ignore[assignment]
+    return replace(
+        plan,
+        inputs={**plan.inputs, "hidden_states": replace(given, per=size if isinstance(size, int) else size[0])},
+    )
+
+
+SANA = Adapter(
+    transformer="SanaTransformer2DModel",
+    pipelines="Sana",
+    plan=Plan(
+        # Whole rows: a convolution stands between the tokens.
+        inputs={
+            "hidden_states": Split(dim=2, segment="rows"),
+            "controlnet_block_samples": Split(dim=1, like="rows", per=None),
+        },
+        # It adds positions of the whole image, in some.
+        inner={"patch_embed": {"latent": Gather(2, "rows", per=None), 0: Split(1, like="rows", per=None)}},
+        halos={"transformer_blocks.*.ff.conv_depth": Halo(dim=2, segment="rows", size=1)},
+        outputs={"": Gather(dim=2, segment="rows", per=None)},
+        joint_order=("rows",),
+        attention={
+            "transformer_blocks.*.attn1": LinearAttention("rows", sums=(("matmul", 0),)),
+            "transformer_blocks.*.attn2": (Attention(("rows",), ("text",)),),
+        },
+        batched=BATCHED,
+    ),
+    complete=_in_patches,
+    blocks=BLOCKS,
+)
+
+SANA_VIDEO = Adapter(
+    transformer="SanaVideoTransformer3DModel",
+    pipelines="SanaVideo",
+    plan=Plan(
+        inputs={
+            "hidden_states": Split(dim=2, segment="frames"),
+            # Of each sample, or, where an image is given, of each token: [B, 1, F, H, W].
+            "timestep": Split(dim=2, like="frames", ndim=5),
+            "controlnet_block_samples": Split(dim=1, like="frames", per=None),
+        },
+        inner={
+            "rope": {
+                "hidden_states": Gather(2, "frames", per=None),
+                0: Split(1, like="frames", per=None),
+                1: Split(1, like="frames", per=None),
+            }
+        },
+        halos={"transformer_blocks.*.ff.conv_temp": Halo(dim=2, segment="frames", size=1)},
+        outputs={"": Gather(dim=2, segment="frames", per=None)},
+        joint_order=("frames",),
+        attention={
+            # The normalizer, then the state.
+            "transformer_blocks.*.attn1": LinearAttention("frames", sums=(("sum", 0), ("matmul", 1))),
+            "transformer_blocks.*.attn2": (Attention(("frames",), ("text",)),),
+        },
+        batched=BATCHED,
+    ),
+    complete=_in_patches,
+    blocks=BLOCKS,
+)

@@ -1,0 +1,59 @@
+"""Linear attention inside a plan's region: sums over tokens become sums over the tokens of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from para_core.collectives import all_gather
+from para_core.mesh import SequenceMesh
+from para_core.modes.interceptor import SDPA, pass_on
+from para_core.plans.plan import LinearAttention
+
+
+class SumsOverRanks(TorchFunctionMode):
+    """Around one call of a module whose tokens are sharded."""
+
+    def __init__(self, attention: LinearAttention, mesh: SequenceMesh) -> None:
+        super().__init__()
+        self.attention = attention
+        self.mesh = mesh
+        self.names = {name for name, _ in attention.sums}
+        self.called: list[str] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func is SDPA:
+            raise RuntimeError(
+                f"scaled_dot_product_attention was called where the plan says {self.attention}. {_WAY_OUT}"
+            )
+        out = pass_on(func, args, kwargs or {})
+        name = getattr(func, "__name__", "")
+        if name not in self.names:
+            return out
+        place = self.called.count(name)
+        self.called.append(name)
+        return sum_over_ranks(out, self.mesh) if (name, place) in self.attention.sums else out
+
+    def require_summed(self) -> None:
+        """Raise ``RuntimeError`` if a sum that the plan names was not taken."""
+        missing = [(name, place) for name, place in self.attention.sums if self.called.count(name) <= place]
+        if missing:
+            raise RuntimeError(f"the plan says {self.attention}, and {missing} were not called. {_WAY_OUT}")
+
+
+_WAY_OUT = (
+    "This module's attention processor is not the one that the plan was made for, so each rank would attend to its own tokens "
+    "only: set that one again, or describe this one in Plan.attention."
+)
+
+
+def sum_over_ranks(x: Tensor, mesh: SequenceMesh) -> Tensor:
+    """The sum of the ``x`` of all sequence ranks, to the last bit the same on each."""
+    for dim in mesh.dims:
+        x = all_gather(x[None], [1] * dim.size, 0, dim).sum(dim=0)
+    return x

@@ -1,0 +1,140 @@
+"""Rows of an image as what is sharded: linear attention sums over ranks, and convolutions see the rows of the ranks beside."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from para_core import Gather, Halo, LinearAttention, Plan, Split
+from para_core.mesh import sequence_mesh
+from para_core.plans.region import apply_plan, remove_plan
+from tests.tiny import cpu_mesh, fill, relative_error
+
+
+class Attend(nn.Module):
+    """Linear attention, and a sum over tokens that a softmax is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Linear(6, 18)
+
+    def forward(self, tokens):
+        q, k, v = (x.transpose(1, 2) for x in self.project(tokens).chunk(3, dim=2))
+        normal = 1 / (F.relu(k).sum(dim=2, keepdim=True).transpose(1, 2) @ F.relu(q) + 1)
+        states = torch.matmul(v, F.relu(k).transpose(1, 2))
+        return (torch.matmul(states, F.relu(q)) * normal).transpose(1, 2)
+
+
+class Model(nn.Module):
+    """``[B, 3, H, W]``; its patches are 2 × 2 pixels."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches = nn.Conv2d(3, 6, 2, 2)
+        self.attend = Attend()
+        self.mix = nn.Conv2d(6, 6, 5, padding=2, groups=6)
+        self.out = nn.ConvTranspose2d(6, 3, 2, 2)
+
+    def forward(self, image, residual):
+        x = self.patches(image)
+        height, width = x.shape[2:]
+        tokens = x.flatten(2).transpose(1, 2) + residual
+        tokens = tokens + self.attend(tokens)
+        x = tokens.transpose(1, 2).unflatten(2, (height, width))
+        return self.out(x + self.mix(x))
+
+
+PLAN = Plan(
+    inputs={
+        "image": Split(dim=2, segment="rows", per=2),
+        # [B, H · W, C]
+        "residual": Split(dim=-2, like="rows", per=None),
+    },
+    outputs={"": Gather(dim=-2, segment="rows", per=None)},
+    joint_order=("rows",),
+    halos={"mix": Halo(dim=2, segment="rows", size=2)},
+    attention={"attend": LinearAttention("rows", sums=(("sum", 0), ("matmul", 1)))},
+)
+
+
+def inputs(rows):
+    generator = torch.Generator().manual_seed(rows)
+    image = torch.randn(2, 3, 2 * rows, 6, generator=generator)
+    return image, torch.randn(2, rows * 3, 6, generator=generator)
+
+
+def model():
+    return fill(Model(), seed=1)
+
+
+def results(called, rows):
+    """The output, and the gradient of each parameter."""
+    called.requires_grad_()
+    out = called(*inputs(rows))
+    gradients = torch.autograd.grad(out.square().mean(), list(called.parameters()))
+    return [out.detach(), *gradients]
+
+
+def on_ranks(shape, rows):
+    applied = model()
+    apply_plan(applied, PLAN, sequence_mesh(cpu_mesh(*shape)))
+    found = [results(applied, one) for one in rows]
+    with torch.no_grad():
+        apart = [applied(*inputs(one)) for one in rows]
+    remove_plan(applied)
+    return found, apart
+
+
+# Ring × Ulysses: neighbours are in one group, in the other, or in both.
+@pytest.mark.parametrize("shape", [(1, 2), (3, 1), (2, 2)])
+def test_sums_and_halos_over_ranks_give_what_one_device_gives(rank_pool, shape):
+    ranks = shape[0] * shape[1]
+    rows = (2 * ranks, 2 * ranks + 3, ranks - 1)
+    expected = [results(model(), one) for one in rows]
+    every = rank_pool.run(on_ranks, ranks, shape, rows)
+    for place in range(len(rows)):
+        outs = [found[place] for found, _ in every]
+        for (out, *_), (_, apart) in zip(outs, every, strict=True):
+            assert relative_error(out, expected[place][0]) < 1e-5
+            assert relative_error(apart[place], expected[place][0]) < 1e-5
+        # Every rank computes the loss of the whole output: gradients are averaged, as DistributedDataParallel does.
+        for gradients in zip(expected[place][1:], *[out[1:] for out in outs], strict=True):
+            assert relative_error(torch.stack(gradients[1:]).mean(dim=0), gradients[0]) < 1e-4
+
+
+class OtherAttend(Attend):
+    def forward(self, tokens):
+        return F.scaled_dot_product_attention(tokens, tokens, tokens)
+
+
+class NoAttend(Attend):
+    def forward(self, tokens):
+        return tokens
+
+
+def misfits():
+    mesh, found = sequence_mesh(cpu_mesh(1, 2)), {}
+    for name, attend in (("another", OtherAttend()), ("none", NoAttend())):
+        applied = model()
+        applied.attend = attend
+        apply_plan(applied, PLAN, mesh)
+        with pytest.raises(RuntimeError) as error:
+            applied(*inputs(6))
+        found[name] = str(error.value)
+    applied = model()
+    apply_plan(applied, PLAN, mesh)
+    with pytest.raises(ValueError, match="3 rows on 2 ranks are fewer for some than the 2 that their neighbours need"):
+        applied(*inputs(3))
+    applied.gradient_checkpointing, applied._gradient_checkpointing_func = True, None
+    with pytest.raises(RuntimeError, match="Model has activation checkpointing on, and its plan has sums or halos"):
+        applied(*inputs(6))
+    with torch.no_grad():
+        applied(*inputs(6))
+    return found
+
+
+def test_what_does_not_sum_as_the_plan_says_is_an_error_on_every_rank(rank_pool):
+    for found in rank_pool.run(misfits, 2):
+        assert "scaled_dot_product_attention was called where the plan says LinearAttention(" in found["another"]
+        assert "[('sum', 0), ('matmul', 1)] were not called" in found["none"]
+        assert "set that one again" in found["none"]
