@@ -11,90 +11,39 @@ import torch
 from diffusers import (
     CogVideoXDDIMScheduler,
     DDIMScheduler,
-    EDMEulerScheduler,
     EulerAncestralDiscreteScheduler,
     FlowMapEulerDiscreteScheduler,
-    FlowMatchEulerDiscreteScheduler,
 )
 from diffusers.guiders import AdaptiveProjectedMixGuidance
 from torch import Tensor, nn
 
-from benchmarks.random_weights import fill
 from benchmarks.tiny_audio_pipelines import AUDIO_PIPELINES
-from benchmarks.tiny_flux.models import build_vae
-from benchmarks.tiny_image_models import IMAGE_MODELS
-from benchmarks.tiny_model import TinyModel
-from benchmarks.tiny_parts import (
-    IMAGE_WIDTH,
-    TEXT_WIDTH,
-    TinyPipeline,
-    embeddings,
-    random_image,
-    random_model,
-    whole_pipe,
+from benchmarks.tiny_cosmos_pipelines import COSMOS_PIPELINES
+from benchmarks.tiny_edit_pipelines import EDIT_PIPELINES
+from benchmarks.tiny_parts import TEXT_WIDTH, TinyPipeline, random_image, random_model
+from benchmarks.tiny_shelf_parts import (
+    MODELS,
+    POOLED,
+    SIZE,
+    SMALL,
+    TEXT,
+    VIDEO,
+    first,
+    flux2_vae,
+    masks,
+    on_shelf,
+    small_vae,
+    wan_vae,
 )
-from benchmarks.tiny_stream_models import STREAM_MODELS
-from benchmarks.tiny_video_models import VIDEO_MODELS
-
-MODELS: dict[str, TinyModel] = {**IMAGE_MODELS, **STREAM_MODELS, **VIDEO_MODELS}
-
-# 3 × 5 image tokens: of 16 × 16 pixels, or of 8 × 8.
-_SIZE = {"height": 48, "width": 80}
-_SMALL = {"height": 24, "width": 40}
-_TEXT = embeddings(9, TEXT_WIDTH)
-_POOLED = embeddings(1, IMAGE_WIDTH)
-
-
-def _first(length: int, total: int = 9) -> Tensor:
-    """A mask ``[1, total]`` of text of so many tokens."""
-    return (torch.arange(total) < length)[None]
-
-
-def _masks(name: str, suffix: str = "", dtype: torch.dtype = torch.bool) -> dict[str, Tensor]:
-    """All tokens of the prompt are valid, and five of the negative one."""
-    return {f"prompt_{name}{suffix}": _first(9).to(dtype), f"negative_prompt_{name}{suffix}": _first(5).to(dtype)}
-
-
-def _vae(latent_channels: int = 4) -> nn.Module:
-    """Of 8 × 8 pixels."""
-    sizes = {"block_out_channels": (8,) * 4, "layers_per_block": 1, "norm_num_groups": 4}
-    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
-    vae = random_model("AutoencoderKL", 2, latent_channels=latent_channels, **sizes, **blocks)
-    vae.register_to_config(scaling_factor=0.7, shift_factor=0.1)
-    return vae
-
-
-def _small_vae() -> nn.Module:
-    """Of 4 × 4 pixels."""
-    vae = fill(build_vae(4), seed=2)
-    vae.register_to_config(scaling_factor=0.7, shift_factor=0.1)
-    return vae
-
-
-_OF_TEXT = [f"{part}{number}" for part in ("text_encoder", "tokenizer") for number in ("", "_2")] + ["processor"]
-
-
-def on_shelf(cls: str, model: str, *, config: dict[str, Any] | None = None, **components: Any) -> Any:
-    """A pipeline on a model of the shelf; without what makes text embeddings.
-
-    Args:
-        config: what of the model's is otherwise.
-    """
-    tiny = MODELS[model]
-    transformer = random_model(tiny.cls, 1, **{**tiny.config, **(config or {})})
-    takes = inspect.signature(getattr(diffusers, cls)).parameters
-    parts = dict.fromkeys(name for name in _OF_TEXT if name in takes)
-    return whole_pipe(cls, transformer=transformer, **{"vae": _vae(), **parts, **components})
-
 
 # -- Z-Image: lists of samples
 
-_LISTS = {f"{kind}_embeds": [_TEXT[f"{kind}_embeds"][0, :n]] for kind, n in (("prompt", 9), ("negative_prompt", 5))}
-_Z_IMAGE = {**_SMALL, "prompt": None, **_LISTS}
+_LISTS = {f"{kind}_embeds": [TEXT[f"{kind}_embeds"][0, :n]] for kind, n in (("prompt", 9), ("negative_prompt", 5))}
+_Z_IMAGE = {**SMALL, "prompt": None, **_LISTS}
 
 
 def z_image(cls: str = "ZImagePipeline", **components: Any) -> Any:
-    return on_shelf(cls, "z-image", vae=_small_vae(), **components)
+    return on_shelf(cls, "z-image", vae=small_vae(), **components)
 
 
 def z_image_controlled(cls: str = "ZImageControlNetPipeline", *, channels: int = 4) -> Any:
@@ -121,8 +70,8 @@ _KANDINSKY = {
         f"{kind}{key}": value
         for kind in ("", "negative_")
         for key, value in {
-            "prompt_embeds_qwen": _TEXT[f"{kind}prompt_embeds"],
-            "prompt_embeds_clip": _POOLED[f"{kind}prompt_embeds"][:, 0],
+            "prompt_embeds_qwen": TEXT[f"{kind}prompt_embeds"],
+            "prompt_embeds_clip": POOLED[f"{kind}prompt_embeds"][:, 0],
             "prompt_cu_seqlens": torch.tensor([0, 9], dtype=torch.int32),
         }.items()
     },
@@ -149,10 +98,10 @@ _GLYPHS = {
     for kind, seed in (("", 3), ("negative_", 4))
     for key, value in {
         "prompt_embeds_2": torch.randn(1, 4, 16, generator=torch.Generator().manual_seed(seed)),
-        "prompt_embeds_mask_2": _first(3, 4).long(),
+        "prompt_embeds_mask_2": first(3, 4).long(),
     }.items()
 }
-_HUNYUAN_IMAGE = {**_SIZE, **_TEXT, **_masks("embeds_mask", dtype=torch.int64), **_GLYPHS}
+_HUNYUAN_IMAGE = {**SIZE, **TEXT, **masks("embeds_mask", dtype=torch.int64), **_GLYPHS}
 
 
 def hunyuan_image(*, guided: bool = False) -> Any:
@@ -178,38 +127,15 @@ def _magvit() -> nn.Module:
     return random_model("AutoencoderKLMagvit", 2, latent_channels=4, **sizes)
 
 
-# -- Cosmos
-
-
-class _NoSafetyChecker:
-    """Cosmos insists on one, and asks it about prompts, which are not given here."""
-
-    def to(self, device: Any) -> None:
-        pass
-
-
-def _wan_vae(cls: str = "AutoencoderKLWan") -> nn.Module:
-    latents = {"latents_mean": [0.1, -0.2, 0.3, 0.0], "latents_std": [1.2, 0.9] * 2}
-    return random_model(cls, 2, base_dim=4, dim_mult=[1] * 4, num_res_blocks=1, z_dim=4, **latents)
-
-
-def cosmos(cls: str, **components: Any) -> Any:
-    return on_shelf(cls, "cosmos", safety_checker=_NoSafetyChecker(), **components)
-
-
-def _flux2_vae() -> nn.Module:
-    return random_model("AutoencoderKLFlux2", 2, block_out_channels=(8,) * 4, norm_num_groups=4, latent_channels=4)
-
-
 def ideogram() -> Any:
     """Its second transformer has no text. ``encode_prompt`` is in place of Qwen 3 VL."""
     tiny = MODELS["ideogram 4"]
     second = random_model(tiny.cls, 2, **tiny.config)
-    pipe = on_shelf("Ideogram4Pipeline", "ideogram 4", vae=_flux2_vae(), unconditional_transformer=second)
+    pipe = on_shelf("Ideogram4Pipeline", "ideogram 4", vae=flux2_vae(), unconditional_transformer=second)
 
     def encode_prompt(*, grid_h: int, grid_w: int, **_: Any) -> tuple[Tensor, ...]:
         image = grid_h * grid_w
-        text = torch.cat([_TEXT["prompt_embeds"], torch.zeros(1, image, TEXT_WIDTH)], dim=1)
+        text = torch.cat([TEXT["prompt_embeds"], torch.zeros(1, image, TEXT_WIDTH)], dim=1)
         return text, *pipe._prepare_ids([7], grid_h, grid_w, 9, torch.device("cpu"))
 
     pipe.encode_prompt = encode_prompt
@@ -221,7 +147,7 @@ _OF_T5 = {
     for kind, seed, length in (("", 5, 5), ("negative_", 6, 2))
     for key, value in {
         "prompt_embeds_2": torch.randn(1, 5, 16, generator=torch.Generator().manual_seed(seed)),
-        "prompt_attention_mask_2": _first(length, 5).long(),
+        "prompt_attention_mask_2": first(length, 5).long(),
     }.items()
 }
 
@@ -250,8 +176,7 @@ _LAYERS = {
     f"{kind}_embeds": torch.randn(1, 9, 3, TEXT_WIDTH, generator=torch.Generator().manual_seed(seed))
     for seed, kind in enumerate(("prompt", "negative_prompt"))
 }
-_VIDEO = {**_SIZE, "num_frames": 9}
-_HUNYUAN_DIT = {**_SIZE, **_TEXT, **_masks("attention_mask"), **_OF_T5, "use_resolution_binning": False}
+_HUNYUAN_DIT = {**SIZE, **TEXT, **masks("attention_mask"), **_OF_T5, "use_resolution_binning": False}
 # Of each block that is given text, and of what makes tokens of it.
 _BUNDLES = {
     f"{kind}_embeds": torch.randn(1, 2, tokens, TEXT_WIDTH, generator=torch.Generator().manual_seed(tokens))
@@ -263,61 +188,49 @@ _BUNDLES = {
 _SANA = {
     "height": 96,
     "width": 160,
-    **_TEXT,
+    **TEXT,
     "negative_prompt": None,
-    **_masks("attention_mask"),
+    **masks("attention_mask"),
     "use_resolution_binning": False,
 }
 
 SHELF_PIPELINES: dict[str, TinyPipeline] = {
     "z-image": TinyPipeline(z_image, _Z_IMAGE),
     "chroma": TinyPipeline(
-        lambda: on_shelf("ChromaPipeline", "chroma", vae=_small_vae()), {**_SMALL, **_TEXT, **_masks("attention_mask")}
+        lambda: on_shelf("ChromaPipeline", "chroma", vae=small_vae()), {**SMALL, **TEXT, **masks("attention_mask")}
     ),
-    "cogview4": TinyPipeline(lambda: on_shelf("CogView4Pipeline", "cogview4"), {**_SIZE, **_TEXT}),
+    "cogview4": TinyPipeline(lambda: on_shelf("CogView4Pipeline", "cogview4"), {**SIZE, **TEXT}),
     "cogview3+": TinyPipeline(
-        lambda: on_shelf("CogView3PlusPipeline", "cogview3+", scheduler=CogVideoXDDIMScheduler()), {**_SIZE, **_TEXT}
+        lambda: on_shelf("CogView3PlusPipeline", "cogview3+", scheduler=CogVideoXDDIMScheduler()), {**SIZE, **TEXT}
     ),
     "hunyuanimage": TinyPipeline(hunyuan_image, _HUNYUAN_IMAGE),
     "hunyuanimage, guided": TinyPipeline(lambda: hunyuan_image(guided=True), _HUNYUAN_IMAGE),
     "ovis": TinyPipeline(
-        lambda: on_shelf("OvisImagePipeline", "ovis", vae=_small_vae()), {**_SMALL, **_TEXT, "negative_prompt": None}
+        lambda: on_shelf("OvisImagePipeline", "ovis", vae=small_vae()), {**SMALL, **TEXT, "negative_prompt": None}
     ),
-    "bria": TinyPipeline(lambda: on_shelf("BriaPipeline", "bria", vae=_small_vae()), {**_SMALL, **_TEXT}),
-    "kandinsky 5, one image": TinyPipeline(kandinsky5_image, {**_SIZE, **_KANDINSKY}),
-    "kandinsky 5": TinyPipeline(kandinsky5_video, {**_SIZE, **_KANDINSKY, "num_frames": 9}),
-    "cosmos": TinyPipeline(
-        lambda: cosmos("CosmosTextToWorldPipeline", vae=None, scheduler=EDMEulerScheduler()),
-        {**_VIDEO, "num_frames": 17, **_TEXT},
-    ),
-    "cosmos 2, one image": TinyPipeline(
-        lambda: cosmos(
-            "Cosmos2TextToImagePipeline",
-            vae=_wan_vae(),
-            scheduler=FlowMatchEulerDiscreteScheduler(use_karras_sigmas=True),
-        ),
-        {**_SIZE, **_TEXT},
-    ),
+    "bria": TinyPipeline(lambda: on_shelf("BriaPipeline", "bria", vae=small_vae()), {**SMALL, **TEXT}),
+    "kandinsky 5, one image": TinyPipeline(kandinsky5_image, {**SIZE, **_KANDINSKY}),
+    "kandinsky 5": TinyPipeline(kandinsky5_video, {**SIZE, **_KANDINSKY, "num_frames": 9}),
     "krea 2": TinyPipeline(
-        lambda: on_shelf("Krea2Pipeline", "krea 2", vae=_wan_vae("AutoencoderKLQwenImage")),
-        {**_SIZE, "prompt": None, **_LAYERS, **_masks("embeds_mask")},
+        lambda: on_shelf("Krea2Pipeline", "krea 2", vae=wan_vae("AutoencoderKLQwenImage")),
+        {**SIZE, "prompt": None, **_LAYERS, **masks("embeds_mask")},
     ),
     "easyanimate": TinyPipeline(
         lambda: on_shelf("EasyAnimatePipeline", "easyanimate", vae=_magvit(), config={"text_embed_dim_t5": None}),
-        {**_VIDEO, **_TEXT, **_masks("attention_mask")},
+        {**VIDEO, **TEXT, **masks("attention_mask")},
     ),
     "ernie-image": TinyPipeline(
         lambda: on_shelf("ErnieImagePipeline", "ernie-image", vae=None, config={"patch_size": 1}),
         {
-            **_SIZE,
+            **SIZE,
             "prompt": None,
-            "prompt_embeds": [_TEXT["prompt_embeds"][0]],
-            "negative_prompt_embeds": [_TEXT["negative_prompt_embeds"][0, :5]],
+            "prompt_embeds": [TEXT["prompt_embeds"][0]],
+            "negative_prompt_embeds": [TEXT["negative_prompt_embeds"][0, :5]],
         },
     ),
     "prx": TinyPipeline(
         prx,
-        {**_SIZE, **_TEXT, **_masks("attention_mask"), "use_resolution_binning": False},
+        {**SIZE, **TEXT, **masks("attention_mask"), "use_resolution_binning": False},
     ),
     "dit": TinyPipeline(
         lambda: on_shelf(
@@ -327,25 +240,25 @@ SHELF_PIPELINES: dict[str, TinyPipeline] = {
         without=("prompt",),
     ),
     "anyflow": TinyPipeline(
-        lambda: on_shelf("AnyFlowPipeline", "anyflow", vae=_wan_vae(), scheduler=FlowMapEulerDiscreteScheduler()),
-        {**_VIDEO, **_TEXT, "guidance_scale": 3.0},
+        lambda: on_shelf("AnyFlowPipeline", "anyflow", vae=wan_vae(), scheduler=FlowMapEulerDiscreteScheduler()),
+        {**VIDEO, **TEXT, "guidance_scale": 3.0},
     ),
     "nucleus": TinyPipeline(
         lambda: on_shelf(
-            "NucleusMoEImagePipeline", "nucleus", config={"out_channels": 4}, vae=_wan_vae("AutoencoderKLQwenImage")
+            "NucleusMoEImagePipeline", "nucleus", config={"out_channels": 4}, vae=wan_vae("AutoencoderKLQwenImage")
         ),
-        {**_SIZE, **_TEXT, **_masks("embeds_mask")},
+        {**SIZE, **TEXT, **masks("embeds_mask")},
     ),
     "allegro": TinyPipeline(
         lambda: on_shelf("AllegroPipeline", "allegro", vae=None, scheduler=EulerAncestralDiscreteScheduler()),
-        {**_VIDEO, **_TEXT, **_masks("attention_mask"), "negative_prompt": None},
+        {**VIDEO, **TEXT, **masks("attention_mask"), "negative_prompt": None},
     ),
     "z-image, image": TinyPipeline(
         lambda: z_image("ZImageImg2ImgPipeline"), {**_Z_IMAGE, "image": random_image(24, 40), "strength": 0.9}
     ),
     "chroma, image": TinyPipeline(
-        lambda: on_shelf("ChromaImg2ImgPipeline", "chroma", vae=_small_vae()),
-        {**_SMALL, **_TEXT, **_masks("attention_mask"), "image": random_image(24, 40), "strength": 0.9},
+        lambda: on_shelf("ChromaImg2ImgPipeline", "chroma", vae=small_vae()),
+        {**SMALL, **TEXT, **masks("attention_mask"), "image": random_image(24, 40), "strength": 0.9},
     ),
     "z-image, inpainting": TinyPipeline(
         lambda: z_image("ZImageInpaintPipeline"),
@@ -359,18 +272,18 @@ SHELF_PIPELINES: dict[str, TinyPipeline] = {
     "z-image, controlnet": TinyPipeline(z_image_controlled, {**_Z_IMAGE, "control_image": random_image(24, 40)}),
     "cogview4, control": TinyPipeline(
         lambda: on_shelf("CogView4ControlPipeline", "cogview4", config={"in_channels": 8}),
-        {**_SIZE, **_TEXT, "control_image": random_image(48, 80)},
+        {**SIZE, **TEXT, "control_image": random_image(48, 80)},
     ),
     "glm-image": TinyPipeline(
         lambda: on_shelf("GlmImagePipeline", "glm-image", vision_language_encoder=None),
-        {"height": 64, "width": 96, **_TEXT, "prior_token_ids": torch.arange(24)[None] % 16},
+        {"height": 64, "width": 96, **TEXT, "prior_token_ids": torch.arange(24)[None] % 16},
     ),
     "kandinsky 5, image": TinyPipeline(
         lambda: kandinsky5_video("Kandinsky5I2VPipeline"),
-        {**_VIDEO, **_KANDINSKY, "num_frames": 17, "image": random_image(48, 80)},
+        {**VIDEO, **_KANDINSKY, "num_frames": 17, "image": random_image(48, 80)},
     ),
     "ideogram 4": TinyPipeline(
-        ideogram, {**_SIZE, "max_sequence_length": 9, "guidance_schedule": None, "guidance_scale": 3.0}
+        ideogram, {**SIZE, "max_sequence_length": 9, "guidance_schedule": None, "guidance_scale": 3.0}
     ),
     "hunyuandit": TinyPipeline(hunyuan_dit, _HUNYUAN_DIT),
     "hunyuandit, perturbed": TinyPipeline(
@@ -384,8 +297,8 @@ SHELF_PIPELINES: dict[str, TinyPipeline] = {
         {
             "height": 96,
             "width": 160,
-            **_TEXT,
-            **_masks("embeds_mask", dtype=torch.int64),
+            **TEXT,
+            **masks("embeds_mask", dtype=torch.int64),
             "image": random_image(96, 160),
         },
     ),
@@ -398,28 +311,19 @@ SHELF_PIPELINES: dict[str, TinyPipeline] = {
             "control_image": random_image(24, 40, seed=2),
         },
     ),
-    "cosmos 2, image": TinyPipeline(
-        lambda: cosmos(
-            "Cosmos2VideoToWorldPipeline",
-            vae=_wan_vae(),
-            config={"in_channels": 5},
-            scheduler=FlowMatchEulerDiscreteScheduler(use_karras_sigmas=True),
-        ),
-        {**_VIDEO, **_TEXT, "image": random_image(48, 80)},
-    ),
     "kandinsky 5, one image, image": TinyPipeline(
         lambda: kandinsky5_image("Kandinsky5I2IPipeline", visual_cond=True),
-        {**_SIZE, **_KANDINSKY, "image": random_image(48, 80)},
+        {**SIZE, **_KANDINSKY, "image": random_image(48, 80)},
     ),
     "bria fibo 2": TinyPipeline(
-        lambda: on_shelf("BriaFibo2Pipeline", "bria fibo 2", vae=_flux2_vae()),
+        lambda: on_shelf("BriaFibo2Pipeline", "bria fibo 2", vae=flux2_vae()),
         {
             "height": 64,
             "width": 96,
             "prompt": None,
             **_BUNDLES,
-            "prompt_embeds_mask": _first(9),
-            "negative_prompt_embeds_mask": _first(5, 5),
+            "prompt_embeds_mask": first(9),
+            "negative_prompt_embeds_mask": first(5, 5),
         },
     ),
     "sana": TinyPipeline(lambda: on_shelf("SanaPipeline", "sana", vae=None), _SANA),
@@ -431,12 +335,14 @@ SHELF_PIPELINES: dict[str, TinyPipeline] = {
         {
             "height": 64,
             "width": 96,
-            **_TEXT,
+            **TEXT,
             "negative_prompt": None,
-            **_masks("attention_mask"),
+            **masks("attention_mask"),
             "frames": 9,
             "use_resolution_binning": False,
         },
     ),
+    **COSMOS_PIPELINES,
+    **EDIT_PIPELINES,
     **AUDIO_PIPELINES,
 }

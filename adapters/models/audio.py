@@ -18,6 +18,9 @@ ACE_STEP = Adapter(
         outputs={"norm_out": GATHERED},
         joint_order=("sound",),
         attention={"layers.*.cross_attn": TO_TEXT},
+        batched=dict.fromkeys(
+            ("hidden_states", "timestep", "timestep_r", "encoder_hidden_states", "context_latents"), 0
+        ),
     ),
     # Every other one has a mask.
     blocks=CachedBlocks((Stage(("layers",)),)),
