@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from benchmarks.compiled import Compiled, compile_kernel
-from para_core.kernels.attention import attention_kernel, blocks_of
+from para_core.kernels.attention import blocks_of
 from para_core.kernels.attention_configs import Config
+from para_core.kernels.attention_kernel import attention_kernel
 
 # The largest register file and shared memory of a multiprocessor: CUDA C++ Programming Guide, "Technical Specifications per Compute
 # Capability"; a block's own share of shared memory is 1 KiB more than it asks for.

@@ -1,0 +1,299 @@
+"""Attention forward on the device, from scratch or continuing from a partial result; :mod:`para_core.kernels.attention` launches it.
+
+One program computes BLOCK_M queries of one head. It goes over the keys in tiles of BLOCK_N with an online softmax
+(FlashAttention-2, arXiv:2307.08691), in powers of 2: scores are scaled by log2(e), so that a weight is one ``ex2`` instruction.
+
+- Tiles that every query sees in full are computed first and without any comparison; those at a causal diagonal, at the end
+  of the keys or of a range come last. Tiles that no query sees are not visited.
+- ``so_far`` is where the sums start: its out is the accumulator, its lse the running maximum, and the sum of weights is 1.
+  So a step of a ring is this one launch, and reads and writes the float32 partial once.
+- Triton's blocks are powers of 2. A head dim that is none is two blocks side by side (96 = 64 + 32): two products
+  with a quarter of the work that one block of 128 would waste.
+- A bool mask is read as the bytes it is; a mask that is the same for all queries is read once per tile, not per query.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+_LN_2 = tl.constexpr(0.6931471805599453)
+# In place of finfo.min, which multiplied by log2(e) would be -inf, and hide a key from a row of nothing else.
+_LOWEST = tl.constexpr(-2.0e38)
+
+
+@triton.jit
+def _tiles(
+    acc,
+    acc_rest,
+    total,
+    peak,
+    q,
+    q_rest,
+    k_head,
+    v_head,
+    mask_head,
+    step_k,
+    step_v,
+    step_mask_rows,
+    step_mask_keys,
+    rows,
+    num_queries,
+    first,
+    last,
+    shift,
+    score_scale,
+    D: tl.constexpr,
+    D_REST: tl.constexpr,
+    D_END: tl.constexpr,
+    V: tl.constexpr,
+    V_REST: tl.constexpr,
+    V_END: tl.constexpr,
+    MASK: tl.constexpr,
+    MASK_HAS_ROWS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    COMPARED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Add keys ``first`` … ``last - 1`` to the sums. COMPARED: some queries may not see some keys of a tile."""
+    columns = tl.arange(0, BLOCK_N)
+    dims = tl.arange(0, D)
+    value_dims = tl.arange(0, V)
+    for start in range(first, last, BLOCK_N):
+        keys = start + columns
+        inside = keys < last
+        k_tile = k_head + tl.cast(start, tl.int64) * step_k + columns[:, None] * step_k
+        v_tile = v_head + tl.cast(start, tl.int64) * step_v + columns[:, None] * step_v
+        k = _load(k_tile + dims[None, :], inside[:, None], dims[None, :] < D_END, COMPARED, D_END < D)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if D_REST > 0:
+            more = D + tl.arange(0, D_REST)
+            k = _load(k_tile + more[None, :], inside[:, None], more[None, :] < D_END, COMPARED, D_END < D + D_REST)
+            scores = tl.dot(q_rest, tl.trans(k), scores, input_precision="ieee")
+
+        if MASK == "none" and not COMPARED:
+            new_peak = tl.maximum(peak, tl.max(scores, 1) * score_scale)
+            weights = tl.exp2(scores * score_scale - new_peak[:, None])
+            shrink = tl.exp2(peak - new_peak)
+        else:
+            scores = scores * score_scale
+            if MASK != "none":
+                at = mask_head + tl.cast(start, tl.int64) * step_mask_keys + (columns * step_mask_keys)[None, :]
+                if MASK_HAS_ROWS:
+                    at += rows.to(tl.int64)[:, None] * step_mask_rows
+                    exists = inside[None, :] & (rows < num_queries)[:, None]
+                else:
+                    exists = inside[None, :]
+                told = tl.load(at, mask=exists, other=0)
+                if MASK == "bool":
+                    scores = tl.where(told != 0, scores, float("-inf"))
+                else:
+                    told = told.to(tl.float32)
+                    bias = tl.maximum(told, _LOWEST) * LOG2_E
+                    scores += tl.where(told == float("-inf"), float("-inf"), bias)
+            if COMPARED:
+                seen = inside[None, :]
+                if CAUSAL:
+                    seen = seen & (keys[None, :] <= rows[:, None] + shift)
+                scores = tl.where(seen, scores, float("-inf"))
+            new_peak = tl.maximum(peak, tl.max(scores, 1))
+            # Of a row that has seen nothing yet: -inf minus -inf would be NaN.
+            origin = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+            weights = tl.exp2(scores - origin[:, None])
+            shrink = tl.exp2(peak - origin)
+
+        total = total * shrink + tl.sum(weights, 1)
+        v = _load(v_tile + value_dims[None, :], inside[:, None], value_dims[None, :] < V_END, COMPARED, V_END < V)
+        weights = weights.to(v.dtype)
+        acc = tl.dot(weights, v, acc * shrink[:, None], input_precision="ieee")
+        if V_REST > 0:
+            more_v = V + tl.arange(0, V_REST)
+            v = _load(v_tile + more_v[None, :], inside[:, None], more_v[None, :] < V_END, COMPARED, V_END < V + V_REST)
+            acc_rest = tl.dot(weights, v, acc_rest * shrink[:, None], input_precision="ieee")
+        peak = new_peak
+    return acc, acc_rest, total, peak
+
+
+@triton.jit
+def _load(at, row_exists, dim_exists, SOME_ROWS: tl.constexpr, SOME_DIMS: tl.constexpr):
+    """A block; 0 where it is outside of the tensor."""
+    if SOME_ROWS and SOME_DIMS:
+        block = tl.load(at, mask=row_exists & dim_exists, other=0.0)
+    elif SOME_ROWS:
+        block = tl.load(at, mask=row_exists, other=0.0)
+    elif SOME_DIMS:
+        block = tl.load(at, mask=dim_exists, other=0.0)
+    else:
+        block = tl.load(at)
+    return block
+
+
+@triton.jit(do_not_specialize=["num_queries", "num_keys", "num_ranges", "shift"])
+def attention_kernel(
+    query,
+    key,
+    value,
+    mask,
+    ranges,
+    out_so_far,
+    lse_so_far,
+    out,
+    lse,
+    step_qb,
+    step_qh,
+    step_q,
+    step_kb,
+    step_kh,
+    step_k,
+    step_vb,
+    step_vh,
+    step_v,
+    step_mb,
+    step_mh,
+    step_mask_rows,
+    step_mask_keys,
+    step_rb,
+    step_sb,
+    step_sh,
+    step_s,
+    step_ob,
+    step_oh,
+    step_o,
+    num_queries,
+    num_keys,
+    num_ranges,
+    shift,
+    score_scale,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    D_REST: tl.constexpr,
+    D_END: tl.constexpr,
+    V: tl.constexpr,
+    V_REST: tl.constexpr,
+    V_END: tl.constexpr,
+    MASK: tl.constexpr,
+    MASK_HAS_ROWS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    HAS_RANGES: tl.constexpr,
+    CONTINUES: tl.constexpr,
+    NEGATIVE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One program per BLOCK_M queries of a head; ``step_*``: strides in elements, last dims have stride 1.
+
+    D, D_REST: the blocks that the D_END dims of query and key are read in; V, V_REST, V_END: of value, likewise.
+    shift: how much further than its own index a query sees, causally. NEGATIVE: the scale is, and score_scale its amount.
+    """
+    num_tiles = tl.cdiv(num_queries, BLOCK_M)
+    tile = tl.program_id(0) % num_tiles
+    if CAUSAL:
+        # Those with the most keys first: short ones fill the end.
+        tile = num_tiles - 1 - tile
+    head = tl.program_id(0) // num_tiles
+    sample = (head // HEADS).to(tl.int64)
+    head = (head % HEADS).to(tl.int64)
+
+    start_m = tile * BLOCK_M
+    rows = start_m + tl.arange(0, BLOCK_M)
+    row_exists = (rows < num_queries)[:, None]
+    dims = tl.arange(0, D)
+    q_rows = query + sample * step_qb + head * step_qh + rows.to(tl.int64)[:, None] * step_q
+    q = _load(q_rows + dims[None, :], row_exists, dims[None, :] < D_END, True, D_END < D)
+    q_rest = q
+    if D_REST > 0:
+        more = D + tl.arange(0, D_REST)
+        q_rest = _load(q_rows + more[None, :], row_exists, more[None, :] < D_END, True, D_END < D + D_REST)
+    if NEGATIVE:
+        q = -q
+        q_rest = -q_rest
+    k_head = key + sample * step_kb + (head // GROUP) * step_kh
+    v_head = value + sample * step_vb + (head // GROUP) * step_vh
+    mask_head = mask
+    if MASK != "none":
+        mask_head = mask + sample * step_mb + head * step_mh
+
+    value_dims = tl.arange(0, V)
+    more_v = V + tl.arange(0, V_REST if V_REST > 0 else V)
+    lse_rows = (sample * HEADS + head) * num_queries + rows
+    if CONTINUES:
+        peak = tl.load(lse_so_far + lse_rows, mask=rows < num_queries, other=float("-inf")) * LOG2_E
+        total = tl.where(peak == float("-inf"), 0.0, 1.0)
+        s_rows = out_so_far + sample * step_sb + head * step_sh + rows.to(tl.int64)[:, None] * step_s
+        acc = _load(s_rows + value_dims[None, :], row_exists, value_dims[None, :] < V_END, True, V_END < V)
+        acc = acc * total[:, None]
+        acc_rest = acc
+        if V_REST > 0:
+            acc_rest = _load(s_rows + more_v[None, :], row_exists, more_v[None, :] < V_END, True, V_END < V + V_REST)
+            acc_rest = acc_rest * total[:, None]
+    else:
+        peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, V], tl.float32)
+        acc_rest = acc
+        if V_REST > 0:
+            acc_rest = tl.zeros([BLOCK_M, V_REST], tl.float32)
+
+    # One range, all keys, where there are none.
+    for place in range(num_ranges if HAS_RANGES else 1):
+        first = 0
+        last = num_keys
+        if HAS_RANGES:
+            first = tl.maximum(tl.load(ranges + sample * step_rb + 2 * place), 0)
+            last = tl.minimum(tl.load(ranges + sample * step_rb + 2 * place + 1), num_keys)
+        seen_by_all = last
+        if CAUSAL:
+            seen_by_all = tl.minimum(last, start_m + shift + 1)
+            last = tl.minimum(last, start_m + BLOCK_M + shift)
+        plain = first + tl.maximum(seen_by_all - first, 0) // BLOCK_N * BLOCK_N
+        for COMPARED in tl.static_range(2):
+            acc, acc_rest, total, peak = _tiles(
+                acc,
+                acc_rest,
+                total,
+                peak,
+                q,
+                q_rest,
+                k_head,
+                v_head,
+                mask_head,
+                step_k,
+                step_v,
+                step_mask_rows,
+                step_mask_keys,
+                rows,
+                num_queries,
+                plain if COMPARED else first,
+                last if COMPARED else plain,
+                shift,
+                score_scale,
+                D,
+                D_REST,
+                D_END,
+                V,
+                V_REST,
+                V_END,
+                MASK,
+                MASK_HAS_ROWS,
+                CAUSAL,
+                COMPARED,
+                BLOCK_N,
+            )
+
+    # A row without a key: its sums are 0.
+    empty = total == 0.0
+    total = tl.where(empty, 1.0, total)
+    o_rows = out + sample * step_ob + head * step_oh + rows.to(tl.int64)[:, None] * step_o
+    acc = acc / total[:, None]
+    tl.store(
+        o_rows + value_dims[None, :], acc.to(out.dtype.element_ty), mask=row_exists & (value_dims[None, :] < V_END)
+    )
+    if V_REST > 0:
+        acc_rest = acc_rest / total[:, None]
+        tl.store(
+            o_rows + more_v[None, :], acc_rest.to(out.dtype.element_ty), mask=row_exists & (more_v[None, :] < V_END)
+        )
+    found = tl.where(empty, float("-inf"), (peak + tl.log2(total)) * _LN_2)
+    tl.store(lse + lse_rows, found, mask=rows < num_queries)
