@@ -25,16 +25,20 @@ def compile_attention(
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16",
     is_causal: bool = False,
     continues: bool = False,
-    mask: Literal["none", "bool", "float"] = "none",
+    mask: Literal["none", "bool", "bits", "float"] = "none",
     mask_has_rows: bool = False,
     has_ranges: bool = False,
+    eight_bits: bool = False,
 ) -> Compiled:
     """Compile a call with tensors of ``[B, S, 24, head_dim]`` in memory; a float mask is float32."""
-    d, rest = blocks_of(head_dim)
+    v, v_rest = blocks_of(head_dim)
+    d, d_rest = blocks_of(head_dim, least=32) if eight_bits else (v, v_rest)
     steps = {name: 24 * head_dim * 16 for name in attention_kernel.arg_names if name.startswith("step_")}
     arguments: dict[str, Any] = {
         **dict.fromkeys(("query", "key", "value"), f"*{dtype}"),
-        "mask": {"none": None, "bool": "*u8", "float": "*fp32"}[mask],
+        **({"key": "*i8"} if eight_bits else {}),
+        **dict.fromkeys(("key_scales", "key_mean"), "*fp32" if eight_bits else None),
+        "mask": {"none": None, "bool": "*u8", "bits": "*i32", "float": "*fp32"}[mask],
         "ranges": "*i32" if has_ranges else None,
         "out_so_far": "*fp32" if continues else None,
         "lse_so_far": "*fp32" if continues else None,
@@ -47,10 +51,10 @@ def compile_attention(
         "HEADS": 24,
         "GROUP": 1,
         "D": d,
-        "D_REST": rest,
+        "D_REST": d_rest,
         "D_END": head_dim,
-        "V": d,
-        "V_REST": rest,
+        "V": v,
+        "V_REST": v_rest,
         "V_END": head_dim,
         "MASK": mask,
         "MASK_HAS_ROWS": mask_has_rows,
@@ -58,6 +62,7 @@ def compile_attention(
         "HAS_RANGES": has_ranges,
         "CONTINUES": continues,
         "NEGATIVE": False,
+        "EIGHT_BITS": eight_bits,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
     }

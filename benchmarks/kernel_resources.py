@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.compiled import ARCHS, Compiled, compile_kernel
 from benchmarks.environment import RESULTS, write_results
 from benchmarks.page_parts import fill
-from para_core.kernels import exchange, merge, residual
+from para_core.kernels import attention_int8, exchange, merge, residual
 
 PAGE = Path(__file__).parents[1] / "docs" / "kernels.md"
 HEAD_DIMS = (64, 96, 128, 256)
@@ -41,6 +41,7 @@ def launches() -> Iterator[Launch]:
     for head_dim in HEAD_DIMS:
         yield from _merges(head_dim)
         yield from _exchanges(head_dim)
+        yield from _of_rounded_keys(head_dim)
     yield from _of_residuals()
 
 
@@ -77,6 +78,15 @@ def _exchanges(head_dim: int) -> Iterator[Launch]:
             known |= {name: "i32" for name in names if name not in known}
             name = f"{'pack' if pack else 'unpack'} {size} byte{'s' * (size > 1)}, D = {head_dim}"
             yield Launch(exchange.exchange_kernel, name, known, exchange.NUM_WARPS, common=size == 2)
+
+
+def _of_rounded_keys(head_dim: int) -> Iterator[Launch]:
+    for dtype, common in (("bf16", True), ("fp16", False)):
+        arguments: dict[str, Any] = {"key": f"*{dtype}", "mean": "*fp32", "rounded": "*i8", "scales": "*fp32"}
+        arguments |= dict.fromkeys(("step_kb", "step_kh", "step_k"), 64) | {"num_heads": "i32", "num_keys": "i32"}
+        arguments |= {"width": head_dim, **attention_int8.block_of(head_dim)}
+        name = f"round keys {dtype}, D = {head_dim}"
+        yield Launch(attention_int8.round_keys_kernel, name, arguments, attention_int8.NUM_WARPS, common)
 
 
 def _of_residuals() -> Iterator[Launch]:

@@ -45,6 +45,7 @@ _WHOLE = {
     "para_core::merge": 1,
     "para_core::merge_": 1,
     "para_core::triton_attention": 1,
+    "para_core::triton_attention_int8": 3,
     "para_core::pack": 1,
     "para_core::unpack": 1,
     "para_core::residual_change": 2,

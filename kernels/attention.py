@@ -5,6 +5,8 @@ What is asked of it, as an operator, and its launch; :mod:`para_core.kernels.att
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 from torch import Tensor
@@ -14,12 +16,23 @@ from para_core.kernels.attention_kernel import LOG2_E, attention_kernel
 from para_core.kernels.attention_reference import in_float32
 
 LIBRARY = torch.library.Library("para_core", "FRAGMENT")
-LIBRARY.define(
-    "triton_attention(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? key_ranges, Tensor? out_so_far, "
+SCHEMA = (
+    "(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? key_ranges, Tensor? out_so_far, "
     "Tensor? lse_so_far, bool is_causal, SymInt shift, float scale, ScalarType out_dtype) -> (Tensor, Tensor)"
 )
+LIBRARY.define(f"triton_attention{SCHEMA}")
 LARGEST_HEAD_DIM = 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+# How the kernel reads a mask: as bytes, as bits, else as numbers to be added.
+_KINDS = {torch.uint8: "bool", torch.int32: "bits"}
+
+
+class RoundedKeys(NamedTuple):
+    """Keys in 8 bits: ``(key - mean) / scales``, rounded; see :mod:`para_core.kernels.attention_int8`."""
+
+    key: Tensor  # [B, H_kv, S_k, D], int8
+    scales: Tensor  # [B, H_kv, S_k], float32, contiguous
+    mean: Tensor  # [B, H_kv, D], float32, contiguous
 
 
 def attention(
@@ -44,7 +57,7 @@ def attention(
     Raises:
         ValueError, TypeError: shapes or dtypes that it does not take.
     """
-    _check(query, key, value, mask)
+    check(query, key, value, mask)
     found: tuple[Tensor, Tensor] = torch.ops.para_core.triton_attention.default(
         query,
         key,
@@ -60,7 +73,8 @@ def attention(
     return found
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
+def check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
+    """Raise unless the kernel takes tensors of these shapes and dtypes."""
     if query.dtype not in DTYPES or key.dtype != query.dtype or value.dtype != query.dtype:
         raise TypeError(
             f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}; expected one of float16, bfloat16 and "
@@ -78,15 +92,21 @@ def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> No
         )
     if mask is not None and mask.ndim != 4:
         raise ValueError(f"mask is {list(mask.shape)}; expected 4 dims, broadcastable to [B, H, S_q, S_k].")
+    if mask is not None and mask.dtype == torch.int32 and mask.shape[3] != -(-key.shape[2] // 32):
+        raise ValueError(
+            f"mask is {list(mask.shape)} in int32, bits of keys, for {key.shape[2]} keys; expected {-(-key.shape[2] // 32)} words a "
+            "row, as pack_bits makes them."
+        )
 
 
-def _room(query: Tensor, value: Tensor, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def room(query: Tensor, value: Tensor, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """``out``, ``[B, S_q, H, D_v]`` in memory, and ``lse``, not written yet."""
     batch, heads, num_queries, _ = query.shape
     out = query.new_empty(batch, num_queries, heads, value.shape[-1], dtype=out_dtype).transpose(1, 2)
     return out, query.new_empty(batch, heads, num_queries, dtype=torch.float32)
 
 
-def _fake(
+def fake(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -99,7 +119,8 @@ def _fake(
     scale: float,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    return _room(query, value, out_dtype)
+    """Shapes alone."""
+    return room(query, value, out_dtype)
 
 
 def _launch(
@@ -115,8 +136,8 @@ def _launch(
     scale: float,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    out, lse = _room(query, value, out_dtype)
-    config = config_for(query, value, is_causal=is_causal, mask_has_rows=mask is not None and mask.shape[2] > 1)
+    out, lse = room(query, value, out_dtype)
+    config = config_for(query, value, is_causal=is_causal, mask=mask)
     launch(
         config, query, key, value, mask, key_ranges, out_so_far, lse_so_far, is_causal, shift, scale, out=out, lse=lse
     )
@@ -138,14 +159,18 @@ def launch(
     *,
     out: Tensor,
     lse: Tensor,
+    rounded: RoundedKeys | None = None,
 ) -> None:
-    """Launch the kernel with these block sizes, whatever the table says."""
+    """Launch the kernel with these block sizes, whatever the table says. ``rounded``: takes the place of ``key``, and queries are
+    rounded, too."""
     batch, heads, num_queries, head_dim = query.shape
     if out.numel() == 0 and lse.numel() == 0:
         return
+    key = key if rounded is None else rounded.key
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     if mask is not None:
-        mask = mask.view(torch.uint8) if mask.dtype == torch.bool else in_float32(mask)
+        if mask.dtype != torch.int32:
+            mask = mask.view(torch.uint8) if mask.dtype == torch.bool else in_float32(mask)
         steps_mask = [0 if size == 1 else step for size, step in zip(mask.shape, mask.stride(), strict=True)]
     else:
         steps_mask = [0, 0, 0, 0]
@@ -154,7 +179,8 @@ def launch(
     if out_so_far is not None and lse_so_far is not None:
         out_so_far = out_so_far if out_so_far.stride(-1) == 1 else out_so_far.contiguous()
         lse_so_far = lse_so_far.contiguous()
-    d, d_rest = blocks_of(head_dim)
+    # A product of 8 bits takes 32 dims at once.
+    d, d_rest = blocks_of(head_dim, least=16 if rounded is None else 32)
     v, v_rest = blocks_of(value.shape[-1])
     grid = (triton.cdiv(num_queries, config.block_m) * heads * batch,)
     with torch.cuda.device_of(query):
@@ -166,6 +192,8 @@ def launch(
             key_ranges,
             out_so_far,
             lse_so_far,
+            None if rounded is None else rounded.scales,
+            None if rounded is None else rounded.mean,
             out,
             lse,
             *query.stride()[:3],
@@ -188,12 +216,13 @@ def launch(
             V=v,
             V_REST=v_rest,
             V_END=value.shape[-1],
-            MASK="none" if mask is None else "bool" if mask.dtype == torch.uint8 else "float",
+            MASK="none" if mask is None else _KINDS.get(mask.dtype, "float"),
             MASK_HAS_ROWS=mask is not None and mask.shape[2] > 1,
             CAUSAL=is_causal,
             HAS_RANGES=key_ranges is not None,
             CONTINUES=out_so_far is not None,
             NEGATIVE=scale < 0,
+            EIGHT_BITS=rounded is not None,
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
             num_warps=config.num_warps,
@@ -201,24 +230,24 @@ def launch(
         )
 
 
-def blocks_of(dim: int) -> tuple[int, int]:
-    """The powers of 2 that a head dim is read in: one, or two of which the second is the smaller one, or 0.
+def blocks_of(dim: int, *, least: int = 16) -> tuple[int, int]:
+    """The powers of 2, from ``least`` on, that a head dim is read in: one, or two of which the second is the smaller one, or 0.
 
     >>> [blocks_of(dim) for dim in (8, 64, 80, 96, 120, 192)]
     [(16, 0), (64, 0), (64, 16), (64, 32), (128, 0), (128, 64)]
     """
-    first = 16
+    first = least
     while 2 * first <= dim:
         first *= 2
     if dim <= first:
         return first, 0
-    rest = 16
+    rest = least
     while first + rest < dim:
         rest *= 2
     return (first, rest) if rest < first else (2 * first, 0)
 
 
-torch.library.register_fake("para_core::triton_attention", _fake, lib=LIBRARY)
+torch.library.register_fake("para_core::triton_attention", fake, lib=LIBRARY)
 LIBRARY.impl("triton_attention", _launch, "CUDA")
 # Under Triton's interpreter.
 LIBRARY.impl("triton_attention", _launch, "CPU")

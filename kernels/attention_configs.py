@@ -97,19 +97,32 @@ FLOAT32 = Config(32, 32, 4, 1)
 INTERPRETED = Config(16, 16, 4, 1)
 
 
-def config_for(query: Tensor, value: Tensor, *, is_causal: bool, mask_has_rows: bool = False) -> Config:
-    """The block sizes for tensors like these: what was tuned on this machine, or the table's.
-
-    Args:
-        mask_has_rows: a mask has a row for each query, and its tiles are in shared memory, too.
-    """
+def config_for(query: Tensor, value: Tensor, *, is_causal: bool, mask: Tensor | None = None) -> Config:
+    """The block sizes for tensors like these: what was tuned on this machine, or the table's."""
+    of_bits = mask is not None and mask.dtype == torch.int32
     if not query.is_cuda:
-        return INTERPRETED
+        return replace(INTERPRETED, block_n=32) if of_bits else INTERPRETED
     if query.dtype == torch.float32:
         return FLOAT32
     length: Length = "short" if query.shape[2] <= SHORT else "long"
     config = _on_device(query.device.index, max(query.shape[-1], value.shape[-1]), is_causal, length)
-    return beside_mask(config) if mask_has_rows else config
+    if mask is None or mask.shape[2] == 1:
+        return config
+    return beside_bits(config) if of_bits else beside_mask(config)
+
+
+def config_for_int8(query: Tensor, value: Tensor, *, is_causal: bool, mask: Tensor | None = None) -> Config:
+    """The block sizes where keys have 8 bits."""
+    config = config_for(query, value, is_causal=is_causal, mask=mask)
+    return in_int8(config, max(query.shape[-1], value.shape[-1])) if query.is_cuda else config
+
+
+@lru_cache
+def in_int8(config: Config, head_dim: int) -> Config:
+    """With registers for scores as integers and as floats, and without spills."""
+    if head_dim > 128:
+        return Config(64, 32, 8, 2)
+    return replace(config, block_n=min(config.block_n, 64), spills=0)
 
 
 @lru_cache
@@ -122,6 +135,13 @@ def _on_device(index: int, head_dim: int, is_causal: bool, length: Length) -> Co
 def beside_mask(config: Config) -> Config:
     """With room for tiles of a mask of up to 4 bytes per score."""
     return replace(config, block_n=32, num_stages=2)
+
+
+@lru_cache
+def beside_bits(config: Config) -> Config:
+    """With room for the words of a mask of bits: a few registers, and next to no shared memory."""
+    warps = max(config.num_warps, config.block_m // 16)
+    return replace(config, block_n=min(config.block_n, 64), num_warps=warps, num_stages=min(config.num_stages, 2))
 
 
 def row_of(major: int, minor: int) -> int:

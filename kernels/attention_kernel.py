@@ -9,7 +9,10 @@ One program computes BLOCK_M queries of one head. It goes over the keys in tiles
   So a step of a ring is this one launch, and reads and writes the float32 partial once.
 - Triton's blocks are powers of 2. A head dim that is none is two blocks side by side (96 = 64 + 32): two products
   with a quarter of the work that one block of 128 would waste.
-- A bool mask is read as the bytes it is; a mask that is the same for all queries is read once per tile, not per query.
+- A bool mask is read as the bytes it is, or as bits, 32 keys a word; a mask that is the same for all queries is read once per tile,
+  not per query.
+- EIGHT_BITS, opt-in and not exact (:mod:`para_core.kernels.attention_int8`): keys came as int8, queries are rounded here, and the mean that
+  was taken from the keys is put back into lse. All else is the same.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ def _tiles(
     q,
     q_rest,
     k_head,
+    k_scales,
     v_head,
     mask_head,
     step_k,
@@ -53,6 +57,8 @@ def _tiles(
     MASK: tl.constexpr,
     MASK_HAS_ROWS: tl.constexpr,
     CAUSAL: tl.constexpr,
+    IN_RANGES: tl.constexpr,
+    EIGHT_BITS: tl.constexpr,
     COMPARED: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -71,22 +77,41 @@ def _tiles(
             more = D + tl.arange(0, D_REST)
             k = _load(k_tile + more[None, :], inside[:, None], more[None, :] < D_END, COMPARED, D_END < D + D_REST)
             scores = tl.dot(q_rest, tl.trans(k), scores, input_precision="ieee")
+        # Of a row: what its query was divided by is in it.
+        scale_of_rows = score_scale
+        if EIGHT_BITS:
+            scores = scores.to(tl.float32) * _load(k_scales + keys, inside, inside, COMPARED, False)[None, :]
+            scale_of_rows = score_scale[:, None]
 
         if MASK == "none" and not COMPARED:
             new_peak = tl.maximum(peak, tl.max(scores, 1) * score_scale)
-            weights = tl.exp2(scores * score_scale - new_peak[:, None])
+            weights = tl.exp2(scores * scale_of_rows - new_peak[:, None])
             shrink = tl.exp2(peak - new_peak)
         else:
-            scores = scores * score_scale
+            scores = scores * scale_of_rows
             if MASK != "none":
-                at = mask_head + tl.cast(start, tl.int64) * step_mask_keys + (columns * step_mask_keys)[None, :]
-                if MASK_HAS_ROWS:
-                    at += rows.to(tl.int64)[:, None] * step_mask_rows
-                    exists = inside[None, :] & (rows < num_queries)[:, None]
+                if MASK == "bits":
+                    told = _bits(
+                        mask_head,
+                        step_mask_rows,
+                        step_mask_keys,
+                        rows,
+                        num_queries,
+                        start,
+                        last,
+                        MASK_HAS_ROWS,
+                        IN_RANGES,
+                        BLOCK_N,
+                    )
                 else:
-                    exists = inside[None, :]
-                told = tl.load(at, mask=exists, other=0)
-                if MASK == "bool":
+                    at = mask_head + tl.cast(start, tl.int64) * step_mask_keys + (columns * step_mask_keys)[None, :]
+                    if MASK_HAS_ROWS:
+                        at += rows.to(tl.int64)[:, None] * step_mask_rows
+                        exists = inside[None, :] & (rows < num_queries)[:, None]
+                    else:
+                        exists = inside[None, :]
+                    told = tl.load(at, mask=exists, other=0)
+                if MASK != "float":
                     scores = tl.where(told != 0, scores, float("-inf"))
                 else:
                     told = told.to(tl.float32)
@@ -116,6 +141,67 @@ def _tiles(
 
 
 @triton.jit
+def to_int8(x):
+    """The nearest integers, halves upwards; 0 for NaN."""
+    x = tl.floor(x + 0.5)
+    return tl.where(x == x, x, 0.0).to(tl.int8)
+
+
+@triton.jit
+def _rounded(x, x_rest, mean, score_scale, D: tl.constexpr, D_REST: tl.constexpr, D_END: tl.constexpr):
+    """Rows in int8, what their scores are to be multiplied by, and what ``mean`` would have added to these."""
+    dims = tl.arange(0, D)
+    x = x.to(tl.float32)
+    largest = tl.max(tl.abs(x), 1)
+    lost = tl.sum(x * tl.load(mean + dims, mask=dims < D_END, other=0.0)[None, :], 1)
+    if D_REST > 0:
+        more = D + tl.arange(0, D_REST)
+        x_rest = x_rest.to(tl.float32)
+        largest = tl.maximum(largest, tl.max(tl.abs(x_rest), 1))
+        lost += tl.sum(x_rest * tl.load(mean + more, mask=more < D_END, other=0.0)[None, :], 1)
+    # No integer is NaN: what is not finite is so in ``lost``, and stays so.
+    step = tl.maximum(largest, 1e-30) / 127 + 0.0 * lost
+    x = to_int8(x / step[:, None])
+    if D_REST > 0:
+        x_rest = to_int8(x_rest / step[:, None])
+    return x, x_rest, step * score_scale, lost * score_scale
+
+
+@triton.jit
+def _bits(
+    words,
+    step_rows,
+    step_words,
+    rows,
+    num_queries,
+    start,
+    last,
+    HAS_ROWS: tl.constexpr,
+    ANY_START: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """What a mask of bits tells of a tile, 0 or 1: ``[rows or 1, BLOCK_N]``. A word of 32 keys is loaded once.
+
+    ANY_START: ``start`` may be no multiple of 32.
+    """
+    groups = tl.arange(0, BLOCK_N // 32)
+    at = words + (start // 32 + groups).to(tl.int64)[None, :] * step_words
+    exists = (start + 32 * groups < last)[None, :]
+    if HAS_ROWS:
+        at += rows.to(tl.int64)[:, None] * step_rows
+        exists = exists & (rows < num_queries)[:, None]
+    word = tl.load(at, mask=exists, other=0)
+    if ANY_START:
+        # The last keys of a group are in the word behind.
+        exists = exists & ((start // 32 + groups + 1) * 32 < last)[None, :]
+        behind = tl.load(at + step_words, mask=exists, other=0)
+        both = (behind.to(tl.int64) << 32) | (word.to(tl.int64) & 0xFFFFFFFF)
+        word = (both >> (start % 32)).to(tl.int32)
+    told = (word[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1
+    return tl.reshape(told, [told.shape[0], BLOCK_N])
+
+
+@triton.jit
 def _load(at, row_exists, dim_exists, SOME_ROWS: tl.constexpr, SOME_DIMS: tl.constexpr):
     """A block; 0 where it is outside of the tensor."""
     if SOME_ROWS and SOME_DIMS:
@@ -138,6 +224,8 @@ def attention_kernel(
     ranges,
     out_so_far,
     lse_so_far,
+    key_scales,
+    key_mean,
     out,
     lse,
     step_qb,
@@ -179,6 +267,7 @@ def attention_kernel(
     HAS_RANGES: tl.constexpr,
     CONTINUES: tl.constexpr,
     NEGATIVE: tl.constexpr,
+    EIGHT_BITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -186,6 +275,7 @@ def attention_kernel(
 
     D, D_REST: the blocks that the D_END dims of query and key are read in; V, V_REST, V_END: of value, likewise.
     shift: how much further than its own index a query sees, causally. NEGATIVE: the scale is, and score_scale its amount.
+    key_scales, key_mean: with EIGHT_BITS, ``[B, H_kv, S_k]`` and ``[B, H_kv, D_END]``, float32.
     """
     num_tiles = tl.cdiv(num_queries, BLOCK_M)
     tile = tl.program_id(0) % num_tiles
@@ -206,11 +296,19 @@ def attention_kernel(
     if D_REST > 0:
         more = D + tl.arange(0, D_REST)
         q_rest = _load(q_rows + more[None, :], row_exists, more[None, :] < D_END, True, D_END < D + D_REST)
+    key_head = head // GROUP
+    k_head = key + sample * step_kb + key_head * step_kh
+    k_scales = key_scales
+    lost = 0.0
+    if EIGHT_BITS:
+        of_head = sample * (HEADS // GROUP) + key_head
+        k_scales = key_scales + of_head * num_keys
+        q, q_rest, score_scale, lost = _rounded(q, q_rest, key_mean + of_head * D_END, score_scale, D, D_REST, D_END)
     if NEGATIVE:
         q = -q
         q_rest = -q_rest
-    k_head = key + sample * step_kb + (head // GROUP) * step_kh
-    v_head = value + sample * step_vb + (head // GROUP) * step_vh
+        lost = -lost
+    v_head = value + sample * step_vb + key_head * step_vh
     mask_head = mask
     if MASK != "none":
         mask_head = mask + sample * step_mb + head * step_mh
@@ -219,7 +317,7 @@ def attention_kernel(
     more_v = V + tl.arange(0, V_REST if V_REST > 0 else V)
     lse_rows = (sample * HEADS + head) * num_queries + rows
     if CONTINUES:
-        peak = tl.load(lse_so_far + lse_rows, mask=rows < num_queries, other=float("-inf")) * LOG2_E
+        peak = tl.load(lse_so_far + lse_rows, mask=rows < num_queries, other=float("-inf")) * LOG2_E - lost
         total = tl.where(peak == float("-inf"), 0.0, 1.0)
         s_rows = out_so_far + sample * step_sb + head * step_sh + rows.to(tl.int64)[:, None] * step_s
         acc = _load(s_rows + value_dims[None, :], row_exists, value_dims[None, :] < V_END, True, V_END < V)
@@ -257,6 +355,7 @@ def attention_kernel(
                 q,
                 q_rest,
                 k_head,
+                k_scales,
                 v_head,
                 mask_head,
                 step_k,
@@ -278,6 +377,8 @@ def attention_kernel(
                 MASK,
                 MASK_HAS_ROWS,
                 CAUSAL,
+                HAS_RANGES,
+                EIGHT_BITS,
                 COMPARED,
                 BLOCK_N,
             )
@@ -295,5 +396,5 @@ def attention_kernel(
         tl.store(
             o_rows + more_v[None, :], acc_rest.to(out.dtype.element_ty), mask=row_exists & (more_v[None, :] < V_END)
         )
-    found = tl.where(empty, float("-inf"), (peak + tl.log2(total)) * _LN_2)
+    found = tl.where(empty, float("-inf"), (peak + tl.log2(total) + lost) * _LN_2)
     tl.store(lse + lse_rows, found, mask=rows < num_queries)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from math import inf
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -32,7 +33,7 @@ def attention(
         key, value: ``[B, H_kv, S_k, D]``, ``[B, H_kv, S_k, D_v]``. H_kv divides H: query head i uses key head
             ``i // (H // H_kv)``.
         mask: bool (True where a query sees a key) or float (added to the scores), 4-D, broadcastable to
-            ``[B, H, S_q, S_k]``.
+            ``[B, H, S_q, S_k]``; or int32, a bool mask of :func:`pack_bits`, 32 keys a word.
         is_causal: query i sees key j if ``j + key_offset <= i + query_offset``.
         query_offset, key_offset: the position of the first query and of the first key in the whole sequence.
         key_ranges: ``[B or 1, R, 2]``, int32: sample b sees keys ``start <= j < end`` of its R ranges ``(start, end)``, ascending and
@@ -50,6 +51,8 @@ def attention(
     group = query.shape[1] // key.shape[1]
     key, value = (x.to(dtype).repeat_interleave(group, dim=1) for x in (key, value))
     scores = query.to(dtype) * (query.shape[-1] ** -0.5 if scale is None else scale) @ key.transpose(-1, -2)
+    if mask is not None and mask.dtype == torch.int32:
+        mask = unpack_bits(mask, key.shape[2])
     if mask is not None and mask.dtype == torch.bool:
         scores = scores.masked_fill(~mask, -inf)
     elif mask is not None:
@@ -65,11 +68,30 @@ def attention(
     lse = torch.logsumexp(scores, dim=-1)
     out = torch.softmax(scores, dim=-1).masked_fill((lse == -inf)[..., None], 0.0) @ value
     if so_far is not None:
-        out, lse = _merged(*so_far, out, lse)
+        out, lse = merged(*so_far, out, lse)
     memory = query.new_empty(
         *[query.shape[i] for i in (0, 2, 1)], value.shape[-1], dtype=query.dtype if out_dtype is None else out_dtype
     )
     return memory.transpose(1, 2).copy_(out), lse
+
+
+def pack_bits(mask: Tensor) -> Tensor:
+    """A bool mask ``[..., S_k]`` as int32 ``[..., ceil(S_k / 32)]``: bit ``j % 32`` of word ``j // 32`` is key j.
+
+    >>> pack_bits(torch.arange(34) % 32 < 2).tolist()
+    [3, 3]
+    """
+    bits = F.pad(mask, (0, -mask.shape[-1] % 32)).unflatten(-1, (-1, 32)).to(torch.int32)
+    # Each bit is in one term, so the sum is their union; the highest one is the sign.
+    words: Tensor = (bits << torch.arange(32, device=mask.device, dtype=torch.int32)).sum(-1, dtype=torch.int32)
+    return words
+
+
+def unpack_bits(words: Tensor, num_keys: int) -> Tensor:
+    """The bool mask ``[..., num_keys]`` of what :func:`pack_bits` made."""
+    bits = words[..., None] >> torch.arange(32, device=words.device, dtype=torch.int32) & 1
+    seen: Tensor = bits.flatten(-2)[..., :num_keys].bool()
+    return seen
 
 
 def in_float32(mask: Tensor) -> Tensor:
@@ -79,7 +101,7 @@ def in_float32(mask: Tensor) -> Tensor:
     return mask.clamp(min=torch.finfo(torch.float32).min).float().masked_fill_(mask == -inf, -inf)
 
 
-def _merged(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+def merged(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     lse = torch.logaddexp(lse_a, lse_b)
     # -inf minus -inf is NaN, but a row that saw no key weighs nothing.
     weights = [torch.exp(one - lse).nan_to_num(0.0)[..., None] for one in (lse_a, lse_b)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -55,6 +55,12 @@ class Call:
     @lazy
     def heads(self) -> Heads:
         return Heads(self.num_heads, self.num_kv_heads, self.mesh.ulysses.size)
+
+    @lazy
+    def with_gradients(self) -> Call:
+        """This call where a gradient is kept: without what rounds on the way or in a product."""
+        options = self.options.with_gradients
+        return self if options is self.options else replace(self, options=options, options_text=options.as_text())
 
     # -- Ulysses
 

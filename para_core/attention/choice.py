@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-Backend = Literal["flash", "efficient", "cudnn", "math", "triton"]
+Backend = Literal["flash", "efficient", "cudnn", "math", "triton", "triton-int8"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
+# Approximate, so only where it is named, and without gradients; with them, what it stands for computes. (Of all others the result is
+# exact, in the dtype of its input.)
+EXACT_FORM: Mapping[Backend, Backend] = {"triton-int8": "triton"}
 
 # By (compute capability, head dim, causal), for 16 bits without a mask: what was fastest where PyTorch's order takes another one.
 # Rows come from benchmarks/attention.py on that device, and from nowhere else. It has not run on one yet, so there is none: PyTorch's
@@ -49,8 +52,8 @@ def chosen(
     """
     if backend is None:
         return _fastest(query, masked=masked, is_causal=is_causal) if FASTEST else None
-    if backend == "triton":
-        _require_triton(query, value)
+    if backend in ("triton", "triton-int8"):
+        _require_triton(backend, query, value)
     elif not SWITCHES[backend]():
         raise RuntimeError(
             f"backend={backend!r} is switched off by sdpa_kernel(...) or torch.backends.cuda.enable_*_sdp(...). Switch it on, or "
@@ -84,18 +87,21 @@ def has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def _require_triton(query: Tensor, value: Tensor) -> None:
+def _require_triton(backend: Backend, query: Tensor, value: Tensor) -> None:
     if not has_triton():
-        raise RuntimeError('backend="triton" needs Triton, which is not installed here: pip install "triton>=3.5".')
+        raise RuntimeError(f'backend="{backend}" needs Triton, which is not installed here: pip install "triton>=3.5".')
     head_dim = max(query.shape[-1], value.shape[-1])
-    if query.dtype not in (torch.float16, torch.bfloat16, torch.float32) or head_dim > 256:
+    dtypes = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+    if backend == "triton":
+        dtypes["float32"] = torch.float32
+    if query.dtype not in dtypes.values() or head_dim > 256:
         raise RuntimeError(
-            f'backend="triton" takes float16, bfloat16 and float32 with head dims up to 256; this is {query.dtype} with '
-            f"{head_dim}. Name another backend, or none."
+            f'backend="{backend}" takes {", ".join(dtypes)} with head dims up to 256; this is {query.dtype} with {head_dim}. Name '
+            "another backend, or none."
         )
     if query.device.type == "cpu" and not _is_interpreting():
         raise RuntimeError(
-            'backend="triton" needs a CUDA device, and query is on the CPU. Name another backend, or none; Triton\'s own '
+            f'backend="{backend}" needs a CUDA device, and query is on the CPU. Name another backend, or none; Triton\'s own '
             "interpreter runs it there (TRITON_INTERPRET=1)."
         )
 

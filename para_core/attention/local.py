@@ -92,8 +92,8 @@ def local_attention_with_lse(
     if 0 in query.shape or 0 in key.shape:
         return room_for_out(query, value).zero_(), query.new_full(query.shape[:-1], -inf, dtype=lse_dtype(query))
     backend = chosen(backend, query, value, masked=mask is not None, is_causal=is_causal)
-    if backend == "triton":
-        return _triton(query, key, value, mask=mask, is_causal=is_causal, scale=scale)
+    if backend in ("triton", "triton-int8"):
+        return _triton(backend, query, key, value, mask=mask, is_causal=is_causal, scale=scale)
     if mask is not None:
         mask, is_causal = with_diagonal(mask, is_causal, query, key)
     problem = Problem(query, key, value, mask, is_causal, scale)
@@ -135,12 +135,13 @@ def continued_attention(
     if so_far.count and 0 in (*query.shape, *key.shape):
         return
     backend = chosen(backend, query, value, masked=mask is not None, is_causal=is_causal)
-    if backend != "triton" or 0 in (*query.shape, *key.shape):
+    if backend not in ("triton", "triton-int8") or 0 in (*query.shape, *key.shape):
         so_far.add(
             *local_attention_with_lse(query, key, value, mask=mask, is_causal=is_causal, scale=scale, backend=backend)
         )
         return
     found = _triton(
+        backend,
         query,
         key,
         value,
@@ -175,7 +176,7 @@ def local_attention_backward(
     Args:
         query, key, value, mask, is_causal, scale: as :func:`local_attention_with_lse` took them.
         out, lse: ``[B, H, S_q, D_v]`` and ``[B, H, S_q]`` of the whole row; -inf for a row that saw no key.
-        backend: of the forward. The Triton kernel has no backward: PyTorch's kernels take its ``out`` and ``lse``, and the one that
+        backend: of the forward, an exact one. The Triton kernel has no backward: PyTorch's kernels take its ``out`` and ``lse``, and the one that
             SDPA would choose computes it.
 
     Returns:
@@ -206,6 +207,7 @@ def local_attention_backward(
 
 
 def _triton(
+    backend: Backend,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -216,7 +218,11 @@ def _triton(
     so_far: tuple[Tensor, Tensor] | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    from para_core.kernels.attention import attention  # Triton is an extra
+    # Triton is an extra.
+    if backend == "triton":
+        from para_core.kernels.attention import attention
+    else:
+        from para_core.kernels.attention_int8 import attention
 
     return attention(
         query,

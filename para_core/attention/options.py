@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypedDict
 
 import torch
 
 from para_core.attention.approximate.block_mask import BlockMask, decode
 from para_core.attention.approximate.kept_keys import KeptKeys
-from para_core.attention.choice import BACKENDS, Backend
+from para_core.attention.choice import BACKENDS, EXACT_FORM, Backend
 
 # How the keys and values of other ring ranks get here: passed on from neighbour to neighbour, or all at once.
 RotateMethod = Literal["alltoall", "allgather"]
@@ -38,7 +38,7 @@ class AttnOptions:
         block_mask: which blocks of queries see which blocks of keys; None: all.
         kept_keys: approximate: how it is decided which keys are attended to; None: all are.
         backend: computes attention on one device: one of PyTorch's, or ``"triton"``; None: the best one that the user's switches
-            allow.
+            allow. ``"triton-int8"`` is approximate: where no gradient is kept, q·k is in 8 bits.
 
     Raises:
         ValueError: a value is none of these.
@@ -68,6 +68,14 @@ class AttnOptions:
     def by_position(self) -> bool:
         """Whether the result depends on where in the sequence a token is, whatever the call."""
         return self.block_mask is not None or self.kept_keys is not None
+
+    @property
+    def with_gradients(self) -> AttnOptions:
+        """What holds where a gradient is kept: nothing is rounded there. This value itself if it rounds nothing."""
+        exact = None if self.backend is None else EXACT_FORM.get(self.backend)
+        if exact is None and self.comm_dtype is None:
+            return self
+        return replace(self, comm_dtype=None, backend=exact or self.backend)
 
     def as_text(self) -> str:
         """This value as one line, equal on ranks that have the same one.

@@ -51,13 +51,14 @@ def forward(
         # Autocast would round scores, votes and lse that are float32 on purpose.
         with torch.autocast(query.device.type, enabled=False):
             return forward(call, query, key, value, mask, attend=attend, save=save)
+    call = call.with_gradients if save else call
     exchange = call.exchange
     if exchange is None:
         out, lse = _of_block(call, query, key, value, mask, call.heads, attend, save)
         return as_sdpa(out), None if lse is None else Saved(query, key, value, out, lse)
     if call.options.ulysses_chunks > 1 and not save:
         return _in_chunks(call, query, key, value, mask, attend), None
-    carrier = exchange if save else call.on_the_wire(exchange)
+    carrier = call.on_the_wire(exchange)
     query, key, value = carrier.start_enter(query, key, value)()
     out, lse = _of_block(call, query, key, value, mask, call.heads, attend, save)
     return carrier.start_leave(out)(), None if lse is None else Saved(query, key, value, out, lse)
@@ -94,7 +95,7 @@ def _of_block(
         backend = call.options.backend
         out = local_attention(query, key, value, mask=mask, is_causal=call.is_causal, scale=call.scale, backend=backend)
         return out, None
-    comm_dtype = None if save else call.options.comm_dtype
+    comm_dtype = call.options.comm_dtype
     if call.options.kept_keys is not None:
         out, lse = sparse_attention(
             query, key, value, mask, call, heads=key_heads, attend=attend, save=save, comm_dtype=comm_dtype

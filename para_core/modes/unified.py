@@ -53,6 +53,7 @@ class UnifiedAttnMode(ShardingMode):
               neighbour, or ``"allgather"``, all in one collective, which needs memory for all of them. Backward they rotate.
             - ``backend``: what computes attention on one device: ``"flash"``, ``"efficient"``, ``"cudnn"``, ``"math"``, or the Triton kernel
               of this package, ``"triton"``. By default PyTorch chooses, by its own order and the user's ``sdpa_kernel(...)``.
+              ``"triton-int8"``: q·k in 8 bits. Not exact; without gradients only.
 
     >>> import torch.distributed as dist  # doctest: +SKIP
     >>> with UnifiedAttnMode(mesh) as cp:  # doctest: +SKIP

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from benchmarks.interpreted import interpreted
 from para_core.kernels.attention import attention
-from tests.kernels.attention_cases import OPTIONS, by_formula, check_lse, error, make
+from para_core.kernels.attention_reference import pack_bits
+from tests.kernels.attention_cases import OPTIONS, by_formula, check_lse, error, make, ranges
 
 # What Triton's interpreter adds: it truncates float32 to bfloat16 where a GPU rounds, which doubles the error.
 BFLOAT16_IS_TRUNCATED = 2.5
@@ -181,6 +182,31 @@ def _lying(shape: tuple[int, ...], order: tuple[int, ...], start: int) -> Tensor
     return x[tuple([slice(start, start + size) for size in shape])]
 
 
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("bool mask", {}),
+        ("bool mask of keys", {}),
+        ("bool mask", {"is_causal": True, "query_offset": 40}),
+        ("bool mask", {"key_ranges": ranges([(3, 17), (33, 80)], [(0, 31), (50, 71)])}),
+        ("bool mask of keys", {"key_ranges": ranges([(31, 64)])}),
+    ],
+)
+def test_a_mask_of_bits_is_that_of_bytes(kind, more):
+    query, key, value = make(18, 80, key_heads=1)
+    generator = torch.Generator().manual_seed(3)
+    mask = torch.rand(2, 1, 1 if "keys" in kind else 18, 80, generator=generator) > 0.5
+    words = pack_bits(mask)
+    out, lse = attention(query, key, value, mask=words, **more)
+    exact_out, exact_lse = by_formula(query, key, value, mask=mask, **more)
+    assert error(out, exact_out) < 1e-6
+    check_lse(lse, exact_lse, 1e-5)
+    # Words with rows of their own, in a longer tensor.
+    longer = torch.full((2, 1, words.shape[2] + 1, 9), -1, dtype=torch.int32)
+    longer[:, :, 1:, ::3] = words
+    assert torch.equal(attention(query, key, value, mask=longer[:, :, 1:, ::3], **more)[0], out)
+
+
 def test_a_last_dim_with_another_stride_is_copied_and_right():
     tensors = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in make(5, 18, batch=1)]
     assert error(attention(*tensors)[0], by_formula(*tensors)[0]) < 1e-6
@@ -219,3 +245,5 @@ def test_what_it_does_not_take_is_said():
         attention(query.double(), key.double(), value.double())
     with pytest.raises(ValueError, match=r"mask is \[5, 5\]"):
         attention(query, query, query, mask=torch.ones(5, 5))
+    with pytest.raises(ValueError, match=r"for 5 keys; expected 1 words a row"):
+        attention(query, query, query, mask=torch.ones(1, 1, 5, 5, dtype=torch.int32))

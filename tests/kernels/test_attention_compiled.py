@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.attention_compiled import REGISTERS, SHARED_OF_SM, compile_attention, loop_counts
 from benchmarks.compiled import ARCHS, SHARED_LIMIT, Compiled
-from para_core.kernels.attention_configs import FLOAT32, TABLE, Case, Config, beside_mask
+from para_core.kernels.attention_configs import FLOAT32, TABLE, Case, Config, beside_bits, beside_mask, in_int8
 
 LONG_128 = {arch: Case(arch, 128, False, "long") for arch in ARCHS}
 TENSOR_CORE = {90: "wgmma.mma_async", 100: "tcgen05.mma"}
@@ -59,6 +59,46 @@ def test_there_is_room_for_a_mask_of_every_row(arch, head_dim, mask):
     options = {"mask": mask, "mask_has_rows": True, "is_causal": True}
     found = compile_attention(config, arch=arch, head_dim=head_dim, **options)
     assert found.shared <= SHARED_LIMIT[arch]
+
+
+INTEGER_PRODUCT = {90: "s32.s8.s8", 100: "kind::i8"}
+
+
+@pytest.mark.parametrize(
+    ("arch", "head_dim", "length"),
+    [
+        pytest.param(arch, dim, length, marks=[] if (arch, dim, length) == (80, 128, "short") else [pytest.mark.long])
+        for arch in ARCHS
+        for dim in (64, 96, 128, 256)
+        for length in ("short", "long")
+    ],
+)
+def test_in_8_bits_keys_are_multiplied_as_integers_and_nothing_spills(arch, head_dim, length):
+    config = in_int8(TABLE[Case(arch, head_dim, True, length)], head_dim)
+    found = compile_attention(config, arch=arch, head_dim=head_dim, is_causal=True, continues=True, eight_bits=True)
+    check(found, config)
+    assert found.spills == 0
+    assert INTEGER_PRODUCT.get(arch, "s32.s8.s8.s32") in found.ptx
+
+
+@pytest.mark.parametrize(
+    ("arch", "head_dim"),
+    [
+        pytest.param(arch, dim, marks=[] if (arch, dim) == (80, 64) else [pytest.mark.long])
+        for arch in ARCHS
+        for dim in (64, 96, 128)
+    ],
+)
+def test_a_mask_of_bits_spills_nothing_and_is_loaded_once_a_word(arch, head_dim):
+    config = beside_bits(TABLE[Case(arch, head_dim, False, "long")])
+    plain = compile_attention(config, arch=arch, head_dim=head_dim)
+    found = compile_attention(config, arch=arch, head_dim=head_dim, mask="bits", mask_has_rows=True)
+    assert found.spills == 0
+    # Words of two stages, and nothing of the size of the scores.
+    assert found.shared - plain.shared <= 2 * config.block_m * config.block_n // 8
+    if arch < 100:
+        words = loop_counts(found, config.num_warps).bytes - loop_counts(plain, config.num_warps).bytes
+        assert words == config.block_m * config.block_n // 8
 
 
 @pytest.mark.long

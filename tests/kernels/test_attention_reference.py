@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from para_core.kernels.attention_reference import attention, ranges_of_lengths
+from para_core.kernels.attention_reference import attention, pack_bits, ranges_of_lengths, unpack_bits
 from tests.kernels.attention_cases import OPTIONS, by_formula, check_lse, error, make
 
 
@@ -37,6 +37,18 @@ def test_continuing_equals_all_keys_at_once(kind):
     exact = sum(one * torch.exp(each - exact_lse)[..., None] for one, each in scores)
     assert error(out, exact) < 1e-6
     check_lse(lse, exact_lse, 1e-5)
+
+
+@pytest.mark.parametrize("num_keys", [1, 31, 32, 33, 64, 70])
+def test_bits_are_a_bool_mask_in_an_eighth_of_its_bytes(num_keys):
+    mask = torch.rand(2, 1, 3, num_keys, generator=torch.Generator().manual_seed(num_keys)) > 0.5
+    words = pack_bits(mask)
+    assert words.shape == (2, 1, 3, -(-num_keys // 32)) and words.dtype == torch.int32
+    for key in range(num_keys):
+        assert torch.equal((words[..., key // 32] >> key % 32 & 1).bool(), mask[..., key])
+    assert torch.equal(unpack_bits(words, num_keys), mask)
+    tensors = make(3, num_keys)
+    assert torch.equal(attention(*tensors, mask=words)[0], attention(*tensors, mask=mask)[0])
 
 
 def test_a_row_of_finfo_min_is_what_sdpa_makes_of_it():

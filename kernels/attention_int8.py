@@ -1,0 +1,134 @@
+"""Not exact: attention with queries and keys of 8 bits in Triton; the contract is :mod:`para_core.kernels.attention_int8_reference`.
+
+Three launches: the keys' mean, keys rounded, and the kernel of exact attention, which rounds its queries as it reads them, multiplies
+integers, and puts the mean back into lse. So masks, ranges, offsets and continuing are those of exact attention. Steps are of a token and a
+head, finer than the blocks of SageAttention (arXiv:2410.02367): no tile has to begin where a block does. p·v stays in 16 bits.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from para_core.kernels import attention as exact
+from para_core.kernels.attention import LIBRARY, RoundedKeys
+from para_core.kernels.attention_configs import config_for_int8
+from para_core.kernels.attention_kernel import to_int8
+
+DTYPES = (torch.float16, torch.bfloat16)
+NUM_WARPS = 4
+# Elements of a program: 16 bytes at once for each of its 128 threads, twice.
+_ELEMENTS = 2048
+
+
+@triton.jit
+def round_keys_kernel(
+    key, mean, rounded, scales, step_kb, step_kh, step_k, num_heads, num_keys, width, ROWS: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """``rounded`` and ``scales`` are contiguous, as ``mean`` is."""
+    blocks = tl.cdiv(num_keys, ROWS)
+    of_head = (tl.program_id(0) // blocks).to(tl.int64)
+    row = (tl.program_id(0) % blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, WIDTH)
+    inside = (row < num_keys)[:, None] & (column < width)[None, :]
+    at = key + (of_head // num_heads) * step_kb + (of_head % num_heads) * step_kh
+    x = tl.load(at + row[:, None] * step_k + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    x -= tl.load(mean + of_head * width + column, mask=column < width, other=0.0)[None, :]
+    x = tl.where(inside, x, 0.0)
+    step = tl.maximum(tl.max(tl.abs(x), 1), 1e-30) / 127
+    at = rounded + (of_head * num_keys + row)[:, None] * width + column[None, :]
+    tl.store(at, to_int8(x / step[:, None]), mask=inside)
+    tl.store(scales + of_head * num_keys + row, step, mask=row < num_keys)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    query_offset: int = 0,
+    key_offset: int = 0,
+    key_ranges: Tensor | None = None,
+    scale: float | None = None,
+    so_far: tuple[Tensor, Tensor] | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """:func:`para_core.kernels.attention_int8_reference.attention`: float16 and bfloat16, head dims up to 256. No gradient.
+
+    Raises:
+        ValueError, TypeError: shapes or dtypes that it does not take.
+    """
+    if query.dtype not in DTYPES:
+        raise TypeError(
+            f"query is {query.dtype}; attention in 8 bits takes float16 and bfloat16. Exact attention takes it."
+        )
+    exact.check(query, key, value, mask)
+    found: tuple[Tensor, Tensor] = torch.ops.para_core.triton_attention_int8.default(
+        query,
+        key,
+        value,
+        mask,
+        key_ranges,
+        *(so_far or (None, None)),
+        is_causal,
+        query_offset - key_offset,
+        query.shape[-1] ** -0.5 if scale is None else scale,
+        query.dtype if out_dtype is None else out_dtype,
+    )
+    return found
+
+
+def round_keys(key: Tensor) -> RoundedKeys:
+    """Keys ``[B, H_kv, S_k, D]``, at least one, less their mean, in 8 bits."""
+    batch, heads, num_keys, width = key.shape
+    key = key if key.stride(-1) == 1 else key.contiguous()
+    found = RoundedKeys(
+        key.new_empty(key.shape, dtype=torch.int8),
+        key.new_empty(key.shape[:3], dtype=torch.float32),
+        key.mean(2, dtype=torch.float32),
+    )
+    block = block_of(width)
+    grid = (triton.cdiv(num_keys, block["ROWS"]) * batch * heads,)
+    numbers = (*key.stride()[:3], heads, num_keys, width)
+    with torch.cuda.device_of(key):
+        round_keys_kernel[grid](key, found.mean, found.key, found.scales, *numbers, **block, num_warps=NUM_WARPS)
+    return found
+
+
+def block_of(width: int) -> dict[str, int]:
+    """The part of a head that a program rounds."""
+    columns = triton.next_power_of_2(width)
+    return {"ROWS": max(1, _ELEMENTS // columns), "WIDTH": columns}
+
+
+def _launch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    key_ranges: Tensor | None,
+    out_so_far: Tensor | None,
+    lse_so_far: Tensor | None,
+    is_causal: bool,
+    shift: int,
+    scale: float,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    out, lse = exact.room(query, value, out_dtype)
+    config = config_for_int8(query, value, is_causal=is_causal, mask=mask)
+    rest = (mask, key_ranges, out_so_far, lse_so_far, is_causal, shift, scale)
+    # Without a key there is no mean.
+    rounded = round_keys(key) if key.numel() else None
+    exact.launch(config, query, key, value, *rest, out=out, lse=lse, rounded=rounded)
+    return out, lse
+
+
+LIBRARY.define(f"triton_attention_int8{exact.SCHEMA}")
+torch.library.register_fake("para_core::triton_attention_int8", exact.fake, lib=LIBRARY)
+LIBRARY.impl("triton_attention_int8", _launch, "CUDA")
+# Under Triton's interpreter.
+LIBRARY.impl("triton_attention_int8", _launch, "CPU")
