@@ -277,6 +277,38 @@ def test_without_time_a_section_is_skipped_and_says_so(tmp_path, capsys):
     assert "out of time" in capsys.readouterr().out
 
 
+def test_all_sections_fit_into_8_minutes_though_each_takes_all_that_it_may():
+    assert runner.ALL == 8 * 60
+    assert sum(section.seconds + runner._PATIENCE for section in runner.SECTIONS) <= runner.ALL
+    assert all(section.seconds >= runner._LEAST for section in runner.SECTIONS)
+    assert [section.name for section in runner.SECTIONS if section.takes_the_rest] == [runner.SECTIONS[-1].name]
+
+
+@pytest.mark.parametrize(("used", "last"), [(1.0, 480 - 2 - 7 * 62), (0.5, 480 - 2 - 3.5 * 62)])
+def test_the_last_section_takes_what_those_before_it_left(monkeypatch, tmp_path, used, last):
+    clock, limits = [0.0], []
+    monkeypatch.setattr(runner.time, "monotonic", lambda: clock[0])
+
+    def run(section, output, *, device, tiny, seconds):
+        limits.append(seconds)
+        clock[0] += used * (seconds + runner._PATIENCE)
+        return {
+            "section": section.name,
+            "status": "done",
+            "seconds": 0,
+            "verdicts": {},
+            "error": None,
+            "left out": [],
+            "rows": [],
+        }
+
+    monkeypatch.setattr(runner, "run_section", run)
+    sections = (*[Section(str(number), 60) for number in range(7)], Section("last", 60, takes_the_rest=True))
+    run_all(sections, tmp_path, device="cpu", tiny=True, seconds=480)
+    assert limits == [*[60] * 7, last]
+    assert clock[0] <= 480
+
+
 def test_without_a_gpu_it_says_so_and_exits_with_2(capsys):
     from benchmarks.gpu_check.__main__ import main
 

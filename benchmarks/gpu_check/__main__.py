@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.environment import RESULTS
-from benchmarks.gpu_check.runner import SECTIONS, all_well, run_all
+from benchmarks.gpu_check.runner import ALL, SECTIONS, all_well, run_all
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -24,7 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda", help="cpu: with --tiny, to see that the pieces run")
     parser.add_argument("--tiny", action="store_true", help="sizes that take a moment on a CPU")
     parser.add_argument("--sections", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
-    parser.add_argument("--minutes", type=float, default=8.0, help="for all sections together")
+    parser.add_argument("--minutes", type=float, default=ALL / 60, help="for all sections together")
     parser.add_argument("--output", type=Path, default=RESULTS / "gpu_check", help="folder for the JSON files")
     args = parser.parse_args(arguments)
     if args.device != "cpu" and not torch.cuda.is_available():
