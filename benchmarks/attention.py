@@ -96,6 +96,7 @@ def make(size: Size, device: torch.device) -> list[Tensor]:
 
 
 def _ways(tensors: list[Tensor], size: Size) -> dict[str, Callable[[], Tensor]]:
+    from para_core.kernels import attention_int8
     from para_core.kernels.attention import attention
 
     query, key, value = tensors
@@ -103,6 +104,7 @@ def _ways(tensors: list[Tensor], size: Size) -> dict[str, Callable[[], Tensor]]:
     ways: dict[str, Callable[[], Tensor]] = {
         "triton": lambda: attention(query, key, value, is_causal=causal)[0],
         "triton, four continuing calls": lambda: in_four(tensors, is_causal=causal),
+        "triton-int8, not exact": lambda: attention_int8.attention(query, key, value, is_causal=causal)[0],
     }
     if not causal:
         ranges = torch.tensor([[[0, half]]], dtype=torch.int32, device=query.device)

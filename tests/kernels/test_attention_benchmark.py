@@ -20,7 +20,7 @@ def test_it_writes_a_json_and_a_plot(tmp_path, capsys, monkeypatch):
     for row in found["rows"]:
         assert row["TFLOP/s"] == pytest.approx(4 * 18 * 18 * 16 / row["ms"] / 1e9, abs=1e-3)
     assert file.with_suffix(".png").stat().st_size > 1000
-    assert len(capsys.readouterr().out.splitlines()) == len(found["rows"]) == 4
+    assert len(capsys.readouterr().out.splitlines()) == len(found["rows"]) == 5
 
 
 def test_work_and_bytes_are_those_of_the_formula():
