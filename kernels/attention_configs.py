@@ -68,7 +68,7 @@ _ROWS: Mapping[tuple[int, int], tuple[Config, Config]] = {
     (80, 64): (Config(128, 64, 4, 3, resident=2), Config(64, 64, 4, 3, resident=2)),
     (80, 96): (Config(128, 64, 8, 3), Config(64, 64, 4, 3, resident=2)),
     (80, 128): (Config(128, 64, 8, 3), Config(64, 64, 4, 3)),
-    (80, 256): (Config(128, 32, 8, 2, spills=320), Config(64, 32, 4, 2, spills=400)),
+    (80, 256): (Config(128, 32, 8, 2, spills=440), Config(64, 32, 8, 2)),
     (86, 64): (Config(128, 64, 4, 3, resident=2), Config(64, 64, 4, 3, resident=2)),
     (86, 96): (Config(128, 64, 8, 2), Config(64, 64, 4, 2)),
     (86, 128): (Config(128, 64, 8, 2), Config(64, 32, 4, 2)),
