@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.compiled import ARCHS, Compiled, compile_kernel
 from benchmarks.environment import RESULTS, write_results
 from benchmarks.page_parts import fill
-from para_core.kernels import attention_int8, exchange, merge, residual
+from para_core.kernels import attention_int8, exchange, merge, residual, wire
 
 PAGE = Path(__file__).parents[1] / "docs" / "kernels.md"
 HEAD_DIMS = (64, 96, 128, 256)
@@ -43,6 +43,7 @@ def launches() -> Iterator[Launch]:
         yield from _exchanges(head_dim)
         yield from _of_rounded_keys(head_dim)
     yield from _of_residuals()
+    yield from _of_the_wire()
 
 
 def _merges(head_dim: int) -> Iterator[Launch]:
@@ -87,6 +88,23 @@ def _of_rounded_keys(head_dim: int) -> Iterator[Launch]:
         arguments |= {"width": head_dim, **attention_int8.block_of(head_dim)}
         name = f"round keys {dtype}, D = {head_dim}"
         yield Launch(attention_int8.round_keys_kernel, name, arguments, attention_int8.NUM_WARPS, common)
+
+
+def _of_the_wire() -> Iterator[Launch]:
+    for kernel, name in ((wire.write_kernel, "write"), (wire.read_kernel, "read")):
+        for dtype, common in (("bf16", True), ("fp16", False), ("fp32", False)):
+            known: dict[str, Any] = {
+                "FINEST": 4,
+                "BLOCK": wire.ELEMENTS,
+                "width": 128,
+                "elements": 16,
+                "num_heads": "i32",
+            }
+            known |= dict.fromkeys(("step_b", "step_h", "step_s"), 128) | {"step_d": 1}
+            known |= {"x": f"*{dtype}", "out": "*u8"} if name == "write" else {"x": "*u8", "out": f"*{dtype}"}
+            if name == "write":
+                known |= {"largest": f"*{dtype}", "scale_elements": 128}
+            yield Launch(kernel, f"{name} 8 bits of {dtype}", known, wire.NUM_WARPS, common)
 
 
 def _of_residuals() -> Iterator[Launch]:

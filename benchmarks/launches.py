@@ -48,6 +48,8 @@ _WHOLE = {
     "para_core::triton_attention_int8": 3,
     "para_core::pack": 1,
     "para_core::unpack": 1,
+    "para_core::write_8_bits": 2,
+    "para_core::read_8_bits": 1,
     "para_core::residual_change": 2,
     "para_core::forecast": 1,
 }

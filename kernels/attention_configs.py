@@ -141,7 +141,7 @@ def beside_mask(config: Config) -> Config:
 def beside_bits(config: Config) -> Config:
     """With room for the words of a mask of bits: a few registers, and next to no shared memory."""
     warps = max(config.num_warps, config.block_m // 16)
-    return replace(config, block_n=min(config.block_n, 64), num_warps=warps, num_stages=min(config.num_stages, 2))
+    return replace(config, block_n=min(config.block_n, 64), num_warps=warps)
 
 
 def row_of(major: int, minor: int) -> int:

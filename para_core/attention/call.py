@@ -81,8 +81,7 @@ class Call:
 
     def on_the_wire(self, exchange: Exchange) -> Exchange | RoundedExchange:
         """``exchange``, as the forward pass of a call without gradients makes it."""
-        comm_dtype = self.options.comm_dtype
-        return exchange if comm_dtype is None else RoundedExchange(exchange, comm_dtype)
+        return exchange if self.options.comm_dtype is None else RoundedExchange(exchange)
 
     # -- ring
 

@@ -202,7 +202,7 @@ def ring_attention(
     lows: Sequence[LowRows | None] = [None] * len(queries) if low is None else low.split(tiling.split)
     rows = _split(mask if low is None else low.mask, call)
     merged = [Merged() for _ in queries]
-    wire = None if comm_dtype is None else Wire(comm_dtype, min(key.shape[3], value.shape[3]))
+    wire = None if comm_dtype is None else Wire(min(key.shape[3], value.shape[3]))
     packing = Packing(key, value, call.block_sizes, wire)
     received: list[Tensor] = []
     # Where the lse of a partial result is to be corrected, it must not be merged yet.

@@ -183,7 +183,7 @@ def _kept_blocks(
     dim = call.mesh.ring
     travels = [_positions(sharded_runs(call.key_layout, call.mesh, index), key.device) for index in range(dim.size)]
     of_blocks = [_chosen(seen, positions) for positions in travels]
-    wire = None if comm_dtype is None else Wire(comm_dtype, min(key.shape[3], value.shape[3]))
+    wire = None if comm_dtype is None else Wire(min(key.shape[3], value.shape[3]))
     packing = Packing(key, value, [one.shape[2] for one in of_blocks], wire)
     rows = _rows_of(travels[dim.index], held)
     kept = [_take(x.index_select(2, rows), of_blocks[dim.index]) for x in (key, value)]
