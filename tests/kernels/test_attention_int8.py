@@ -15,10 +15,17 @@ import torch
 from benchmarks import int8_attention
 from benchmarks.compiled import ARCHS
 from benchmarks.interpreted import interpreted
-from benchmarks.launches import count_attention
+from benchmarks.launches import count_attention, fake_group
+from para_core import init_context_parallel_mesh
+from para_core.attention.call import make_call
+from para_core.attention.local import continued_attention
+from para_core.attention.merge import Merged
 from para_core.attention.options import AttnOptions
+from para_core.attention.unified import forward
 from para_core.kernels import attention_int8_reference as reference
 from para_core.kernels.attention_int8 import attention, round_keys_kernel
+from para_core.layout import even_layout
+from para_core.mesh import sequence_mesh
 from tests.kernels.attention_cases import OPTIONS, by_formula, check_lse, error, make
 from tests.kernels.launches import by_use
 
@@ -198,6 +205,40 @@ def test_it_is_used_where_no_gradient_is_kept_and_exact_attention_elsewhere():
     assert options.with_gradients == AttnOptions(backend="triton", ulysses_chunks=2)
     exact = AttnOptions(backend="triton")
     assert exact.with_gradients is exact
+
+
+def test_a_call_takes_it_without_gradients_and_exact_attention_where_what_they_need_is_saved():
+    tensors = with_outliers(9, 20, 16, batch=1)
+    rounded, exact = (_call(tensors, backend, save=False)[0] for backend in ("triton-int8", "triton"))
+    assert torch.equal(rounded, attention(*tensors)[0])
+    assert not torch.equal(rounded, exact)
+    out, saved = _call(tensors, "triton-int8", save=True)
+    assert torch.equal(out, exact)
+    assert saved is not None and torch.equal(saved.out, exact)
+
+
+def _call(tensors, backend, *, save):
+    options = AttnOptions(backend=backend)
+    with fake_group(1), torch.no_grad():
+        mesh = sequence_mesh(init_context_parallel_mesh("cpu"))
+        layouts = even_layout(tensors[0].shape[2], 1), even_layout(tensors[1].shape[2], 1)
+        call = make_call(
+            *layouts, mesh, num_heads=2, num_kv_heads=2, is_causal=False, scale=None, options=options, options_text=options.as_text()
+        )  # fmt: skip
+        return forward(call, *tensors, None, save=save)
+
+
+@pytest.mark.parametrize("keys", [8, 0])
+def test_a_ring_continues_with_it_from_what_it_merged(keys):
+    query, key, value = with_outliers(9, 20, 16, batch=1)
+    so_far = Merged()
+    for start, end in ((0, keys), (keys, 20)):
+        part = key[:, :, start:end], value[:, :, start:end]
+        continued_attention(so_far, query, *part, backend="triton-int8", is_last=end == 20)
+    exact, exact_lse = by_formula(query, key, value)
+    assert so_far.out.dtype == torch.float16
+    assert 1e-4 < error(so_far.out, exact) < 0.03
+    check_lse(so_far.lse, exact_lse, 0.05)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -11,6 +11,7 @@ from benchmarks.compiled import ARCHS
 from benchmarks.launches import LaunchCounter
 from para_core.cache.operators import change, change_on_gpu, forecast, forecast_on_gpu
 from para_core.cache.options import rule_of
+from para_core.cache.residuals import Residuals
 from para_core.kernels import residual
 from tests.kernels.launches import by_use
 
@@ -192,3 +193,12 @@ def test_a_decision_launches_2_and_a_forecast_1():
         rule_of("first_block").sums(x, x)
         forecast(x, [x, x], [2.0, -1.0])
     assert dict(counter.by_operator) == {"para_core::residual_change": 2, "para_core::forecast": 1}
+
+
+def test_storing_a_residual_launches_1_for_each_stream():
+    residuals, streams = Residuals(room=1), [torch.empty(2, 9, device="meta", dtype=torch.bfloat16) for _ in range(2)]
+    with torch.no_grad():
+        residuals.begin(streams, streams)
+        with LaunchCounter() as counter:
+            residuals.store(streams, streams)
+    assert dict(counter.by_operator) == {"sub": 2}
