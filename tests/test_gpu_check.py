@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu_check import exact, gradients_16_bit, local, ranks, runner, small_kernels, sync, timing
+from benchmarks.gpu_check import exact, gradients_16_bit, local, ranks, runner, small_kernels, sync, timing, vae
 from benchmarks.gpu_check.job import Job, SectionSkipped
 from benchmarks.gpu_check.runner import Section, run_all
 from benchmarks.gpu_check.timing import Kernel
@@ -119,6 +119,24 @@ def test_four_ranks_on_one_device_equal_one(run_here):
     meshes, cases = ({row[name] for row in found["rows"]} for name in ("mesh", "case"))
     assert meshes == {"ring", "Ulysses", "ring 2 × Ulysses 2"}
     assert len(found["rows"]) == 3 * len(cases) == 3 * len(ranks.cases(15))
+
+
+def decode_tiny():
+    return list(vae.decode_on_ranks(CPU, True))
+
+
+def test_autoencoders_on_two_ranks_of_one_device_equal_one(rank_pool):
+    rows, others = rank_pool.run(decode_tiny, 2)
+    assert others == [] and {row["verdict"] for row in rows} == {"ok"}
+    assert [(row["autoencoder"], row["dtype"]) for row in rows] == [
+        (name, dtype) for name in ("FLUX", "Wan 2.1") for dtype in ("float32", "bfloat16")
+    ]
+    assert all(row["error"] < 1e-5 for row in rows if row["dtype"] == "float32")
+
+
+@pytest.mark.long
+def test_the_section_of_autoencoders_runs_in_processes_of_its_own(run_here):
+    assert verdicts(run_here("vae")) == {"ok"}
 
 
 def test_the_small_kernels_are_right_and_measured_beside_a_copy(run_here):

@@ -60,8 +60,9 @@ SECTIONS = (
     Section("sync", 25),
     Section("nccl", 35),
     Section("share", 35),
+    Section("vae", 30),
     Section("attention", 90),
-    Section("flux", 105, takes_the_rest=True),
+    Section("flux", 75, takes_the_rest=True),
 )
 
 
