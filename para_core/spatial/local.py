@@ -118,7 +118,8 @@ def elementwise(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dic
         return aligned(ranks, func, x, rows, place) if isinstance(x, Tensor) else x
 
     out = func(*[fit(x) for x in args], **{name: fit(x) for name, x in kwargs.items()})
-    return tagged(out, rows.at(out.ndim + place))
+    # NotImplemented, where a tensor is compared with what is none: Wan asks a cache whether it is a word.
+    return tagged(out, rows.at(out.ndim + place)) if isinstance(out, Tensor) else out
 
 
 def aligned(ranks: MeshDim, func: Function, x: Tensor, rows: Rows, place: int) -> Tensor:

@@ -178,6 +178,7 @@ CASES = {
     "a frame written": lambda i: write_a_frame(i["clip"]),
     "drawn": lambda i: torch.randn(i["image"].shape[-2:], generator=torch.Generator().manual_seed(3)) + i["image"],
     "decided": lambda i: i["image"] if i["image"].shape[-2] * i["image"].shape[-1] > 80 else i["other"],
+    "compared with a word": lambda i: i["other"] if i["image"] == "Rep" else i["image"],
     "decided by equal sizes": lambda i: (
         i["image"] if i["image"].shape == torch.Size([2, 8, max(HEIGHT, WIDTH), min(HEIGHT, WIDTH)]) else i["other"]
     ),

@@ -282,3 +282,27 @@ def offload_and_tile(first):
 def test_offload_and_tiling_before_or_after_change_nothing(rank_pool, first):
     for errors, seams in rank_pool.run(offload_and_tile, 2, first):
         assert max(errors.values()) < 1e-5 < seams, errors
+
+
+@torch.no_grad()
+def longer_clip(name, parallel):
+    """Two frames of latents more than elsewhere: caches of frames are filled, used and passed on."""
+    tiny = TINY_VAES[name]
+    vae = parallelize_vae(tiny.make()) if parallel else tiny.make()
+    batch, channels, frames, *size = tiny.latents
+    found = tiny.decode(vae, random_picture((batch, channels, frames + 2, *size)))
+    batch, channels, frames, *size = tiny.pixels
+    return found, tiny.encode(vae, random_picture((batch, channels, frames + 8, *size)))
+
+
+CLIPS = [name for name in ROWS if len(TINY_VAES[name].latents) == 5 and TINY_VAES[name].cls != "AutoencoderKLQwenImage"]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "Wan 2.1" else pytest.mark.long) for name in CLIPS]
+)
+def test_longer_clips_on_two_ranks_equal_one_device(rank_pool, name):
+    expected_clip = longer_clip(name, False)
+    for found in rank_pool.run(longer_clip, 2, name, True):
+        for x, reference in zip(found, expected_clip, strict=True):
+            assert relative_error(x, reference) < 1e-5
