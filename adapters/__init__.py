@@ -18,6 +18,7 @@ from para_core.adapters.parallel import (
 from para_core.adapters.propose.propose import Proposal, propose_plan
 from para_core.adapters.unet import parallelize_unet, unparallelize_unet
 from para_core.adapters.vae import parallelize_vae, unparallelize_vae
+from para_core.adapters.weights.load import from_pretrained_sharded
 from para_core.adapters.weights.shard import shard_weights, unshard_weights
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "apply_cache_on_transformer",
     "cache_report",
     "calibrate_cache",
+    "from_pretrained_sharded",
     "parallelize_pipe",
     "parallelize_transformer",
     "parallelize_unet",

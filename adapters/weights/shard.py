@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import OffloadPolicy
 
@@ -73,40 +73,55 @@ def shard_weights(
     if method == "tensor" and offload_policy is not None:
         raise ValueError("offload_policy is FSDP2's; leave it out with method='tensor', or give method='fsdp'.")
     refuse(When.SHARD, *cases_of(pipe))
-    if method == "tensor":
-        return _shard_tensors(pipe, mesh, components)
-    chosen = components_of(pipe, components)
-    shared = _shared_by(mesh, pipe)
-    unshard_weights(pipe, components=list(chosen))
-    for module in chosen.values():
-        shard_blocks(module, blocks_of(module), shared, offload_policy=offload_policy)
-        _refuse_lora(module)
+    shard_components(pipe, mesh, method, components, offload_policy)
     return pipe
 
 
-def _shard_tensors(pipe: Pipeline, mesh: Mesh | GuidedMesh | None, components: Sequence[str] | None) -> Pipeline:
-    chosen = components_of(pipe, list(transformers_of(pipe)) if components is None else components)
-    plans = {name: _tensor_plan(module) for name, module in chosen.items()}
+def shard_components(
+    pipe: Any,
+    mesh: Mesh | GuidedMesh | None,
+    method: Method,
+    components: Sequence[str] | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    done_with: Callable[[Tensor], None] | None = None,
+) -> None:
+    """:func:`shard_weights` of a pipeline that is not refused.
+
+    Args:
+        done_with: called with each whole weight once this rank has its part.
+    """
+    if components is None and method == "tensor":
+        components = list(transformers_of(pipe))
+    chosen = components_of(pipe, components)
+    plans = {name: _tensor_plan(module) for name, module in chosen.items()} if method == "tensor" else {}
     unknown = [name for name, plan in plans.items() if plan is None]
     if unknown:
         raise ValueError(
             f"there is no tensor plan for pipe.{unknown[0]}, a {original_class(chosen[unknown[0]]).__name__}. method='fsdp' shards any model; "
             "a plan is Adapter(..., tensor=TensorPlan(...))."
         )
+    shared = _tensor_ranks(mesh, pipe) if method == "tensor" else _sequence_ranks(mesh, pipe)
+    unshard_weights(pipe, components=list(chosen))
+    for name, module in chosen.items():
+        plan = plans.get(name)
+        if plan is None:
+            shard_blocks(module, blocks_of(module), shared, offload_policy=offload_policy, done_with=done_with)
+        else:
+            shard_tensors(module, plan, shared, done_with=done_with)
+        _refuse_lora(module)
+
+
+def _tensor_ranks(mesh: Mesh | GuidedMesh | None, pipe: Any) -> DeviceMesh:
     guided = guided_mesh_for(mesh_of(pipe) if mesh is None else mesh, pipe)
     if guided.tensor.group is None:
         raise ValueError(
             "method='tensor' needs a mesh with a dim 'tensor' of more than one rank: "
             "init_context_parallel_mesh(max_tensor_dim_size=2)."
         )
-    unshard_weights(pipe, components=list(chosen))
-    shared = DeviceMesh.from_group(guided.tensor.group, guided.sequence.device_type, mesh_dim_names=(TENSOR_DIM,))
-    for name, module in chosen.items():
-        plan = plans[name]
-        if plan is not None:
-            shard_tensors(module, plan, shared)
-            _refuse_lora(module)
-    return pipe
+    found: DeviceMesh = DeviceMesh.from_group(
+        guided.tensor.group, guided.sequence.device_type, mesh_dim_names=(TENSOR_DIM,)
+    )
+    return found
 
 
 def _tensor_plan(module: nn.Module) -> TensorPlan | None:
@@ -118,7 +133,7 @@ def _tensor_plan(module: nn.Module) -> TensorPlan | None:
     return published_tensor_plan(published) if published and known is not None else None
 
 
-def _shared_by(mesh: Mesh | GuidedMesh | None, pipe: Any) -> DeviceMesh:
+def _sequence_ranks(mesh: Mesh | GuidedMesh | None, pipe: Any) -> DeviceMesh:
     """What FSDP2 takes for ``mesh``."""
     if isinstance(mesh, DeviceMesh) and not set(mesh.mesh_dim_names or ()) & set(MESH_DIMS):
         return mesh

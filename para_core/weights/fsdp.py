@@ -5,12 +5,12 @@ Bit-equal to replicated weights: what a block computes with is what was sharded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,6 +30,7 @@ def shard_blocks(
     mesh: DeviceMesh,
     *,
     offload_policy: OffloadPolicy | None = None,
+    done_with: Callable[[Tensor], None] | None = None,
 ) -> None:
     """Shard each of ``blocks`` over ``mesh``; while one computes, the next is gathered.
 
@@ -40,24 +41,46 @@ def shard_blocks(
         blocks: of ``module``, in the order in which they run.
         mesh: of one dim, or ``replicate × shard`` (HSDP).
         offload_policy: ``CPUOffloadPolicy()`` keeps this rank's part in host memory.
+        done_with: called with each whole weight once this rank has its part, block by block.
+
+    Raises:
+        ValueError: a weight is of a kind that FSDP2 does not take. Nothing has changed then.
     """
+    _require_shardable(module)
     policy = offload_policy or OffloadPolicy()
-    module.requires_grad_(
-        False
-    )  # FSDP2 wants one dtype of what takes gradients, and diffusers keeps some parameters in float32
+    # FSDP2 wants one dtype of what takes gradients, and diffusers keeps some parameters in float32.
+    module.requires_grad_(False)
     of_blocks = {id(parameter) for block in blocks for parameter in block.parameters()}
     small = {x for x in module.parameters() if id(x) not in of_blocks and x.numel() < _LARGE}
     with unwrapped([module, *blocks]):
         for block in blocks:
+            whole = [x.detach() for x in block.parameters()]
             fully_shard(block, mesh=mesh, reshard_after_forward=True, offload_policy=policy)
+            if done_with is not None:
+                for weight in whole:
+                    done_with(weight)
         # Of one root, so that blocks share streams and can be gathered ahead.
         fully_shard(module, mesh=mesh, reshard_after_forward=True, offload_policy=policy, ignored_params=small)
+    for part in (module, *blocks):
+        # compile_repeated_blocks and messages know classes by name.
+        type(part).__name__ = written_class(part).__name__
     for block, following in pairwise(blocks):
         block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
     if mesh.device_type != "cpu":
         # FSDP2 moves what it shards, and no more.
         for parameter in small:
             parameter.data = parameter.data.to(mesh.device_type)
+
+
+def _require_shardable(module: nn.Module) -> None:
+    """Raise unless each weight is a plain tensor, or one of a kind that tells FSDP2 what to gather of it."""
+    for name, parameter in module.named_parameters():
+        if type(parameter) is not nn.Parameter and not hasattr(parameter, "fsdp_pre_all_gather"):
+            raise ValueError(
+                f"{name} of this {written_class(module).__name__} is a {type(parameter).__name__}, which has no "
+                "fsdp_pre_all_gather, so FSDP2 cannot shard it. Shard the weights unquantized; or leave this component whole on every "
+                "rank: components=[...] of the others."
+            )
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -76,6 +99,15 @@ def gather_blocks(module: nn.Module) -> None:
     parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
     for part in parts:
         part.reshard()
+    kinds = {type(x.to_local()).__name__ for x in module.parameters() if isinstance(x, DTensor)} - {
+        "Tensor",
+        "Parameter",
+    }
+    if kinds:
+        raise RuntimeError(
+            f"weights of this {written_class(module).__name__} are {', '.join(sorted(kinds))}, of which PyTorch makes no whole again. Load "
+            "the pipeline anew."
+        )
     whole = _whole_parameters(module)
     with unwrapped(parts):
         for part in parts:

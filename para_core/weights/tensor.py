@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from para_core.instance import Order, original_class, unwrap, wrap_alike, wrap_method
@@ -38,8 +38,13 @@ class _Record:
     wrapped: list[nn.Module] = field(default_factory=list)
 
 
-def shard_tensors(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
+def shard_tensors(
+    module: nn.Module, plan: TensorPlan, mesh: DeviceMesh, *, done_with: Callable[[Tensor], None] | None = None
+) -> None:
     """Shard the linear layers of ``module`` over ``mesh``, of one dim. Every rank has the same weights, and calls it.
+
+    Args:
+        done_with: called with each whole weight of a linear layer once this rank has its part.
 
     Raises:
         ValueError: the ranks do not divide the heads, or the channels, of a layer. Nothing has changed then.
@@ -52,7 +57,10 @@ def shard_tensors(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None
     module.requires_grad_(False)
     record = _Record(mesh)
     for found, style in linears.values():
+        whole = found.weight.detach()  # type: ignore[operator]
         _shard_linear(found, style, record)
+        if done_with is not None:
+            done_with(whole)
     for attention in attending:
         heads: Any = attention.heads
         record.heads.append((attention, heads))
@@ -67,6 +75,8 @@ def shard_tensors(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None
         wrap_method(rope, "forward", _KEY, partial(_own_part, mesh, dim), order=Order.PLAN)
     record.wrapped = [*norms, *[rope for rope, _ in positions]]
     module.__dict__[_RECORD] = record
+    if mesh.device_type != "cpu":
+        module.to(mesh.device_type)
 
 
 def tensor_mesh(module: nn.Module) -> DeviceMesh | None:
@@ -81,8 +91,8 @@ def gather_tensors(module: nn.Module) -> None:
     for hooks, key in record.hooks:
         hooks.pop(key, None)
     for owner, name, dim, parts in record.shards:
-        whole = _parameter(owner, name)
-        gathered = whole.full_tensor() if isinstance(whole, DTensor) else whole
+        whole: Any = _parameter(owner, name)
+        gathered: Tensor = whole.full_tensor()
         _replace(owner, name, _ordered(gathered.detach(), dim, parts, record.mesh.size(), back=True))
     for attention, heads in record.heads:
         attention.heads = heads
@@ -133,19 +143,16 @@ def _parts(linear: Any, style: Linear) -> tuple[int, ...]:
 
 def _shard_linear(linear: Any, style: Linear, record: _Record) -> None:
     colwise, parts = style.along == "colwise", _parts(linear, style)
-    if parts:
-        # A rank's part of each: PyTorch shards what lies in one run.
-        names = ["weight", *(["bias"] if colwise and linear.bias is not None else [])]
-        for name in names:
-            dim = 0 if colwise else 1
-            _replace(linear, name, _ordered(_parameter(linear, name).detach(), dim, parts, record.mesh.size()))
+    dims = {"weight": 0 if colwise else 1, **({} if linear.bias is None else {"bias": 0 if colwise else None})}
+    for name, dim in dims.items():
+        whole = _parameter(linear, name).detach()
+        # A rank's part of each of what lies side by side: PyTorch shards in one run.
+        ordered = whole if dim is None else _ordered(whole, dim, parts, record.mesh.size())
+        _replace(linear, name, _distributed(ordered, record.mesh, dim))
+        record.shards.append((linear, name, dim or 0, () if dim is None else parts))
     before = {id(hooks): set(hooks) for hooks in _hooks_of(linear)}
-    # Ranks hold the same: nothing has to be sent.
-    parallelize_module(linear, record.mesh, ColwiseParallel() if colwise else RowwiseParallel(), src_data_rank=None)
+    parallelize_module(linear, record.mesh, ColwiseParallel() if colwise else RowwiseParallel())
     record.hooks += [(hooks, key) for hooks in _hooks_of(linear) for key in set(hooks) - before[id(hooks)]]
-    record.shards.append((linear, "weight", 0 if colwise else 1, parts))
-    if linear.bias is not None:
-        record.shards.append((linear, "bias", 0, parts if colwise else ()))
 
 
 def _hooks_of(module: nn.Module) -> tuple[Any, ...]:
@@ -178,8 +185,13 @@ def _replace(module: nn.Module, name: str, value: Tensor) -> None:
     module.register_parameter(name, nn.Parameter(value, requires_grad=False))
 
 
-def _distributed(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
-    found: Tensor = distribute_tensor(x.detach(), mesh, [Shard(dim)], src_data_rank=None)
+def _distributed(x: Tensor, mesh: DeviceMesh, dim: int | None) -> Tensor:
+    """This rank's part of ``x``, of which all have the same, along ``dim``; None: all of it."""
+    # A copy: a view would keep the whole of it. On the device of the mesh, which may have no room for the whole.
+    own = x if dim is None else x.chunk(mesh.size(), dim)[mesh.get_local_rank()]
+    placement = Replicate() if dim is None else Shard(dim)
+    local = own.to(mesh.device_type, copy=True, memory_format=torch.contiguous_format)
+    found: Tensor = DTensor.from_local(local, mesh, [placement], run_check=False)
     return found
 
 

@@ -33,6 +33,6 @@ def generate(pipe, name, **options):
 
 
 def bytes_of(*modules):
-    """Of parameters, as this rank holds them."""
-    held = {id(x): x for module in modules for x in module.parameters()}
-    return sum((x.to_local() if isinstance(x, DTensor) else x).nbytes for x in held.values())
+    """Of what parameters are in, on this rank."""
+    held = [x.to_local() if isinstance(x, DTensor) else x for module in modules for x in module.parameters()]
+    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}.values())

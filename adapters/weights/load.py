@@ -1,0 +1,169 @@
+"""Loading a pipeline on all ranks of a node at once, of which each keeps its part of the weights."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from para_core.adapters.mesh_choice import Mesh, guided_mesh_for
+from para_core.adapters.parallel import parallelize_pipe
+from para_core.adapters.weights.components import components_of
+from para_core.adapters.weights.shard import METHODS, Method, shard_components
+from para_core.agreement import agree, signature
+from para_core.instance import uncompiled
+from para_core.make_mesh import init_context_parallel_mesh
+from para_core.mesh import GuidedMesh, require_process_group
+
+# Names in the header of a safetensors file.
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def from_pretrained_sharded(
+    pipeline: Any,
+    name: str | Path,
+    *,
+    mesh: Mesh | None = None,
+    weights: Method = "fsdp",
+    dtype: torch.dtype | None = None,
+    **options: Any,
+) -> Any:
+    """``pipeline.from_pretrained(name)`` and ``parallelize_pipe(pipe, mesh=mesh, weights=weights)``, in the host memory of one copy.
+
+    Every rank maps the safetensors files of its node, which the system holds once for all, reads its part of each weight, and gives
+    the pages back. Weights are cast after they were sharded.
+
+    Args:
+        pipeline: a class of diffusers.
+        name: a folder, or a repository on the Hub, whose weights are safetensors.
+        mesh: as for :func:`parallelize_pipe`; left out: all ranks, as :func:`init_context_parallel_mesh` makes it.
+        weights: as for :func:`shard_weights`.
+        dtype: of floating-point weights; left out: that of the files. What a class keeps in float32 stays so.
+        **options: of ``from_pretrained``; no ``device_map``.
+
+    Returns:
+        The pipeline; what is not sharded is on the device of the mesh, too.
+
+    Raises:
+        ValueError: an option does not fit.
+        RuntimeError: on every rank, if a file is missing, incomplete or corrupt on one of them, or files differ.
+    """
+    require_process_group("from_pretrained_sharded")
+    if weights not in METHODS:
+        raise ValueError(f"weights is {weights!r}; expected 'fsdp' or 'tensor'.")
+    for option in ("device_map", "torch_dtype", "quantization_config"):
+        if options.get(option) is not None:
+            raise ValueError(f"from_pretrained_sharded takes no {option}: {_INSTEAD[option]}")
+    if mesh is None:
+        mesh = init_context_parallel_mesh()
+    guided = guided_mesh_for(mesh, None)
+    pipe, files = _loaded_on_all(pipeline, name, guided, options)
+    parallelize_pipe(pipe, mesh=mesh)
+    shard_components(pipe, guided, weights, done_with=partial(_give_pages_back, _mapped(files)))
+    for part in components_of(pipe).values():
+        for parameter in part.parameters():
+            if weights == "fsdp" and not isinstance(parameter, DTensor):
+                # Small ones, out of the file: there they are not aligned, and kernels then add in another order.
+                parameter.data = parameter.data.clone()
+    if dtype is not None:
+        for part in _modules(pipe):
+            _cast(part, dtype)
+    device = guided.sequence.device_type
+    if device != "cpu":
+        for part in _modules(pipe):
+            if part not in components_of(pipe).values():
+                part.to(device)
+    return pipe
+
+
+_INSTEAD = {
+    "device_map": "each rank has a device of its own, that of the mesh.",
+    "torch_dtype": "it is dtype=.",
+    "quantization_config": "FSDP2 and tensor parallelism shard plain weights.",
+}
+
+
+def _modules(pipe: Any) -> list[nn.Module]:
+    return [uncompiled(part) for part in pipe.components.values() if isinstance(uncompiled(part), nn.Module)]
+
+
+def _loaded_on_all(
+    pipeline: Any, name: str | Path, mesh: GuidedMesh, options: dict[str, Any]
+) -> tuple[Any, list[Path]]:
+    """The pipeline, mapped, in the dtypes of its files, and these; or an error on all ranks."""
+    pipe, files = None, []
+    try:
+        folder = Path(name) if Path(name).is_dir() else Path(pipeline.download(str(name), **options))
+        # The Hub's cache has links in folders of components.
+        files = sorted(folder.glob("*/*.safetensors"))
+        pipe = pipeline.from_pretrained(folder, dtype=_dtypes_of(files), low_cpu_mem_usage=True, **options)
+        shapes = {
+            f"{part}.{key}": str(x.shape) for part, module in _named(pipe) for key, x in module.named_parameters()
+        }
+        mine: Any = signature({"weights": shapes})
+    except Exception as error:
+        # Whatever it is: the other ranks would wait for this one.
+        mine = RuntimeError(
+            f"{name} could not be loaded: {type(error).__name__}: {error}. Where a file is incomplete, download it again."
+        )
+    agree(mine, mesh)
+    return pipe, files
+
+
+def _named(pipe: Any) -> Iterator[tuple[str, nn.Module]]:
+    for name, part in pipe.components.items():
+        if isinstance(part, nn.Module):
+            yield name, part
+
+
+def _dtypes_of(files: list[Path]) -> dict[str, torch.dtype]:
+    """By component, what most of its floating-point weights are. Loaded so, they are mapped; otherwise each rank would copy all."""
+    from safetensors import safe_open
+
+    counted: dict[str, Counter[torch.dtype]] = {}
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118  it is no dict
+                kind = _DTYPES.get(file.get_slice(key).get_dtype())
+                if kind is not None:
+                    counted.setdefault(path.parent.name, Counter())[kind] += 1
+    return {**{name: kinds.most_common(1)[0][0] for name, kinds in counted.items()}, "default": torch.float32}
+
+
+def _mapped(files: list[Path]) -> list[tuple[int, int]]:
+    """Addresses at which this process has mapped ``files``. Linux; elsewhere none."""
+    maps, resolved = Path("/proc/self/maps"), {str(path.resolve()) for path in files}
+    lines = [line.split(maxsplit=5) for line in maps.read_text().splitlines()] if maps.exists() else []
+    ranges = [line[0].split("-") for line in lines if line[-1] in resolved]
+    return [(int(low, 16), int(high, 16)) for low, high in ranges]
+
+
+def _give_pages_back(mapped: list[tuple[int, int]], weight: Tensor) -> None:
+    """Unmap the pages of a weight that was read; they are read again from the file if anyone asks."""
+    start, end = weight.data_ptr(), weight.data_ptr() + weight.nbytes
+    # Of what is no file, this would lose the content.
+    if any(low <= start and end <= high for low, high in mapped):
+        # Whole pages that hold nothing else.
+        first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+        if last > first:
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
+
+
+def _cast(module: nn.Module, dtype: torch.dtype) -> None:
+    """Each rank its part; but what the class keeps in float32."""
+    kept = set(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
+    # transformers means float16 by the other list.
+    if dtype == torch.float16 or not hasattr(module, "_keep_in_fp32_modules_strict"):
+        kept |= set(getattr(module, "_keep_in_fp32_modules", None) or ())
+    for at, owner in module.named_modules():
+        for name, parameter in list(owner.named_parameters(recurse=False)):
+            if parameter.is_floating_point() and not kept & {*at.split("."), name}:
+                owner.register_parameter(name, nn.Parameter(parameter.detach().to(dtype), requires_grad=False))

@@ -1,0 +1,53 @@
+"""A pipeline larger than one device, loaded once, of which each rank holds its part:
+
+torchrun --nproc_per_node=2 parallel_examples/run_sharded.py
+torchrun --nproc_per_node=8 parallel_examples/run_sharded.py --model black-forest-labs/FLUX.2-dev --weights fsdp
+torchrun --nproc_per_node=8 parallel_examples/run_sharded.py --model Qwen/Qwen-Image --weights tensor --tensor 2
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from diffusers import DiffusionPipeline
+from torch.distributed.tensor import DTensor
+
+from para_core import init_context_parallel_mesh
+from para_core.adapters import from_pretrained_sharded
+
+TRAINED_HERE = Path(__file__).parents[1] / "benchmarks/tiny_flux/pipeline"
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--model", default=TRAINED_HERE, help="left out: the small FLUX that was trained here")
+parser.add_argument("--weights", choices=["fsdp", "tensor"], default="fsdp")
+parser.add_argument(
+    "--tensor", type=int, default=2, help="with --weights tensor: so many ranks share heads, the others tokens"
+)
+parser.add_argument("--prompt", default="a large red circle at the top left, on white")
+parser.add_argument("--steps", type=int, default=20)
+parser.add_argument("--output", default="sharded.png")
+options = parser.parse_args()
+
+dist.init_process_group()
+cuda = torch.cuda.is_available()
+if cuda:
+    torch.cuda.set_device(dist.get_node_local_rank())
+
+tensor = options.tensor if options.weights == "tensor" else None
+mesh = init_context_parallel_mesh("cuda" if cuda else "cpu", max_tensor_dim_size=tensor)
+dtype = torch.bfloat16 if cuda else torch.float32
+pipe = from_pretrained_sharded(DiffusionPipeline, options.model, mesh=mesh, weights=options.weights, dtype=dtype)
+
+weights = list(pipe.transformer.parameters())
+whole = sum(x.numel() * x.element_size() for x in weights)
+held = sum((x.to_local() if isinstance(x, DTensor) else x).nbytes for x in weights)
+print(f"rank {dist.get_rank()} holds {held / 1e6:.1f} of {whole / 1e6:.1f} MB of the transformer", flush=True)
+
+size = {} if options.model != TRAINED_HERE else {"height": 128, "width": 128, "max_sequence_length": 32}
+image = pipe(
+    options.prompt, num_inference_steps=options.steps, generator=torch.Generator().manual_seed(0), **size
+).images[0]
+if dist.get_rank() == 0:
+    image.save(options.output)
+dist.destroy_process_group()

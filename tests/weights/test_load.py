@@ -1,0 +1,140 @@
+"""A pipeline loaded by all ranks of a node at once: the same images, in the host memory of one copy, or an error on every rank."""
+
+import gc
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from diffusers import FluxPipeline
+from torch.distributed.fsdp import FSDPModule
+
+from benchmarks.launches import fake_group
+from para_core import init_context_parallel_mesh
+from para_core.adapters import from_pretrained_sharded, parallelize_pipe
+from tests.rank_pool import heartbeat
+from tests.tiny import flux_call, flux_pipe, flux_transformer, relative_error
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A pipeline as it is published."""
+    path = tmp_path_factory.mktemp("flux")
+    flux_pipe().save_pretrained(path)
+    return path
+
+
+def load(folder, weights, dtype=None):
+    mesh = init_context_parallel_mesh("cpu", max_tensor_dim_size=2 if weights == "tensor" else None)
+    pipe = from_pretrained_sharded(FluxPipeline, folder, mesh=mesh, weights=weights, dtype=dtype)
+    pipe.set_progress_bar_config(disable=True)
+    assert isinstance(pipe.text_encoder_2, FSDPModule) == (weights == "fsdp")
+    assert dtype is None or {x.dtype for x in pipe.transformer.parameters()} == {dtype}
+    shared = pipe(**flux_call())[0]
+    whole = FluxPipeline.from_pretrained(folder, dtype=dtype)
+    whole.set_progress_bar_config(disable=True)
+    for part in (whole.transformer, whole.text_encoder, whole.text_encoder_2):
+        for parameter in part.parameters():
+            # In the file they are not aligned, and kernels then add in another order.
+            parameter.data = parameter.data.clone()
+    if weights == "fsdp":
+        parallelize_pipe(whole, mesh=mesh)
+    return shared, whole(**flux_call())[0]
+
+
+@pytest.mark.parametrize(("weights", "dtype"), [("fsdp", None), ("fsdp", torch.bfloat16), ("tensor", None)])
+def test_what_was_loaded_in_parts_generates_the_same(rank_pool, folder, weights, dtype):
+    for shared, whole in rank_pool.run(load, 2, folder, weights, dtype):
+        assert torch.equal(shared, whole) if weights == "fsdp" else relative_error(shared, whole) < 1e-5
+
+
+def proportional_set_size():
+    """Bytes of this process: its own pages, and its share of those that it has in common with others."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith("Pss:")))
+
+
+def peak_while_loading(small, large):
+    """Of all ranks together, host memory above what they had before; bytes of the transformer."""
+    mesh = init_context_parallel_mesh("cpu")
+    # What is imported late, and made once.
+    from_pretrained_sharded(FluxPipeline, small, mesh=mesh)
+    # It writes to each object: pages that forked processes have in common become their own.
+    gc.collect()
+    before, samples, done = proportional_set_size(), [], threading.Event()
+
+    def watch():
+        while not done.is_set():
+            samples.append((time.monotonic(), proportional_set_size() - before))
+            time.sleep(0.02)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    heartbeat()
+    pipe = from_pretrained_sharded(FluxPipeline, large, mesh=mesh)
+    heartbeat()
+    dist.barrier()
+    done.set()
+    thread.join()
+    return max(size for _, size in samples), sum(x.numel() * x.element_size() for x in pipe.transformer.parameters())
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux' /proc/self/smaps_rollup")
+def test_four_ranks_hold_little_more_than_one_copy_while_loading(rank_pool, folder, tmp_path):
+    # 290 MB in many blocks: the pages of one block are read before they are given back, and ranks allocate some 4 MB besides.
+    size = {"attention_head_dim": 128, "axes_dims_rope": (32, 48, 48), "num_layers": 1, "num_single_layers": 16}
+    transformer = flux_transformer(**size)
+    flux_pipe(transformer=transformer).save_pretrained(tmp_path)
+    found = rank_pool.run(peak_while_loading, 4, folder, tmp_path)
+    # The sum of what each had at most is no less than the most that they had together.
+    assert found[0][1] > 250e6
+    assert sum(peak for peak, _ in found) < 1.2 * found[0][1], found
+
+
+def load_expecting_an_error(folder, broken_on):
+    name = folder / "broken" if dist.get_rank() in broken_on else folder / "whole"
+    with pytest.raises(RuntimeError) as error:
+        from_pretrained_sharded(FluxPipeline, name, mesh=init_context_parallel_mesh("cpu"))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("broken_on", [(1,), (0, 1)])
+@pytest.mark.parametrize("how", ["interrupted", "corrupt", "missing"])
+def test_a_broken_file_is_an_error_on_every_rank(rank_pool, tmp_path, how, broken_on):
+    for kind in ("whole", "broken"):
+        flux_pipe().save_pretrained(tmp_path / kind)
+    file = tmp_path / "broken/transformer/diffusion_pytorch_model.safetensors"
+    data = file.read_bytes()
+    if how == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(data[: len(data) // 2] if how == "interrupted" else b"\xff" * 64 + data[64:])
+    for message in rank_pool.run(load_expecting_an_error, 2, tmp_path, broken_on):
+        assert message.startswith(f"sequence rank {broken_on[0]}: {tmp_path}/broken could not be loaded: ")
+
+
+def load_differing(folder):
+    with pytest.raises(ValueError, match="the ranks disagree about weights: sequence rank 0 has"):
+        from_pretrained_sharded(FluxPipeline, folder / str(dist.get_rank()), mesh=init_context_parallel_mesh("cpu"))
+
+
+def test_ranks_that_load_other_models_are_told(rank_pool, tmp_path):
+    for rank in (0, 1):
+        flux_pipe(transformer=flux_transformer(num_layers=1 + rank)).save_pretrained(tmp_path / str(rank))
+    rank_pool.run(load_differing, 2, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device_map": "balanced"}, "takes no device_map: each rank has a device of its own"),
+        ({"torch_dtype": torch.float16}, "takes no torch_dtype: it is dtype="),
+        ({"weights": "zero"}, "weights is 'zero'; expected 'fsdp' or 'tensor'"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options, message):
+    with fake_group(2), pytest.raises(ValueError, match=message):
+        from_pretrained_sharded(FluxPipeline, "anywhere", **options)
