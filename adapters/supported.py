@@ -14,6 +14,7 @@ from para_core.adapters.models.unets import UNETS, unet_adapter
 from para_core.instance import original_class, uncompiled
 from para_core.plans.plan import Plan
 from para_core.plans.published import published_plan
+from para_core.weights.tensor_plan import TensorPlan, published_tensor_plan
 
 # Components that denoise; Wan 2.2 has one for each half of the steps, Ideogram 4 one for each branch of guidance.
 TRANSFORMERS = ("transformer", "transformer_2", "unconditional_transformer")
@@ -39,6 +40,16 @@ def plan_for(module: nn.Module, text: Text | None = None, adapter: Adapter | Non
     if published is None:
         return None
     return _with_text(published_plan(published), "encoder_hidden_states", text or "shard", asked=text, module=module)
+
+
+def tensor_plan_for(module: nn.Module) -> TensorPlan | None:
+    """What tensor parallelism shards of a transformer: our plan, or the one that its class publishes (``_tp_plan``); None: nothing."""
+    known = adapter_for(module)
+    if known is not None and known.tensor is not None:
+        return known.tensor
+    published: Any = getattr(module, "_tp_plan", None)
+    # Models of transformers have such plans, too, in another form.
+    return published_tensor_plan(published) if published and known is not None else None
 
 
 def adapter_for(module: nn.Module, adapter: Adapter | None = None) -> Adapter | None:

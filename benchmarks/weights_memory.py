@@ -21,8 +21,8 @@ from torch import nn
 
 from benchmarks.environment import write_results
 from benchmarks.page_parts import fill
+from para_core.adapters.supported import tensor_plan_for
 from para_core.adapters.weights.components import blocks_of
-from para_core.adapters.weights.shard import _tensor_plan
 from para_core.plans.places import matching_modules
 
 PAGE = Path(__file__).parents[1] / "docs/weights.md"
@@ -126,7 +126,7 @@ def sizes_of(module: nn.Module) -> Sizes:
     inside = {id(x) for block in blocks for x in block.parameters()}
     root = count(x for x in module.parameters() if id(x) not in inside and x.numel() >= LARGE)
     neighbours = max(map(sum, pairwise(of_blocks)))
-    plan, tensor, reduced = _tensor_plan(module), 0, 0
+    plan, tensor, reduced = tensor_plan_for(module), 0, 0
     for name, style in plan.linears.items() if plan is not None else ():
         for linear in matching_modules(module, name).values():
             tensor += linear.weight.numel()

@@ -256,6 +256,16 @@ def test_video_examples_write_the_same_video_on_one_rank_and_on_two(rank_pool, n
     assert all(np.mean(one != other) < 0.01 for one, other in zip(*videos, strict=True))
 
 
+@pytest.mark.parametrize("weights", ["fsdp", pytest.param("tensor", marks=pytest.mark.long)])
+def test_the_sharded_example_holds_a_part_on_each_rank(rank_pool, weights, tmp_path):
+    path = tmp_path / "sharded.png"
+    arguments = ["--weights", weights, "--steps", "2", "--output", str(path)]
+    printed = on_ranks(rank_pool, ROOT / "parallel_examples/run_sharded.py", *arguments)
+    held, whole = map(float, re.search(r"rank 0 holds (\S+) of (\S+) MB", printed).groups())
+    assert held < 0.7 * whole
+    assert np.asarray(Image.open(path)).shape == (128, 128, 3)
+
+
 def test_the_cached_flux_example_generates_both_images_and_the_plot(rank_pool, tmp_path):
     path = tmp_path / "flux.png"
     arguments = ["--steps", "6", "--height", "72", "--width", "56", "--threshold", "0.5", "--output", str(path)]

@@ -12,14 +12,13 @@ from torch.distributed.fsdp import OffloadPolicy
 from para_core.adapters.mesh_choice import Mesh, guided_mesh_for
 from para_core.adapters.one_call import mesh_of
 from para_core.adapters.refusals import When, cases_of, refuse
-from para_core.adapters.supported import adapter_for, transformers_of
+from para_core.adapters.supported import tensor_plan_for, transformers_of
 from para_core.adapters.weights.components import blocks_of, components_of
 from para_core.instance import Order, original_class, unwrap, wrap_method
 from para_core.mesh import MESH_DIMS, TENSOR_DIM, GuidedMesh
 from para_core.weights.fsdp import gather_blocks, is_sharded, shard_blocks
 from para_core.weights.group import sequence_ranks, weights_mesh
 from para_core.weights.tensor import gather_tensors, shard_tensors, tensor_mesh
-from para_core.weights.tensor_plan import TensorPlan, published_tensor_plan
 
 Pipeline = TypeVar("Pipeline")
 Method = Literal["fsdp", "tensor"]
@@ -93,7 +92,7 @@ def shard_components(
     if components is None and method == "tensor":
         components = list(transformers_of(pipe))
     chosen = components_of(pipe, components)
-    plans = {name: _tensor_plan(module) for name, module in chosen.items()} if method == "tensor" else {}
+    plans = {name: tensor_plan_for(module) for name, module in chosen.items()} if method == "tensor" else {}
     unknown = [name for name, plan in plans.items() if plan is None]
     if unknown:
         raise ValueError(
@@ -122,15 +121,6 @@ def _tensor_ranks(mesh: Mesh | GuidedMesh | None, pipe: Any) -> DeviceMesh:
         guided.tensor.group, guided.sequence.device_type, mesh_dim_names=(TENSOR_DIM,)
     )
     return found
-
-
-def _tensor_plan(module: nn.Module) -> TensorPlan | None:
-    known = adapter_for(module)
-    if known is not None and known.tensor is not None:
-        return known.tensor
-    published = getattr(module, "_tp_plan", None)
-    # transformers has such plans of its own, in another form.
-    return published_tensor_plan(published) if published and known is not None else None
 
 
 def _sequence_ranks(mesh: Mesh | GuidedMesh | None, pipe: Any) -> DeviceMesh:

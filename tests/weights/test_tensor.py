@@ -27,7 +27,7 @@ from para_core.adapters import (
     unparallelize_transformer,
     unshard_weights,
 )
-from para_core.adapters.weights.shard import _tensor_plan
+from para_core.adapters.supported import tensor_plan_for
 from para_core.weights.tensor import gather_tensors, shard_tensors
 from tests.tiny import cpu_mesh, flux_pipe, flux_transformer, relative_error
 from tests.weights.pipes import bytes_of, generate, make
@@ -81,7 +81,7 @@ def over(name, shape):
     alone, state = call(transformer, name, SIZES[0]), transformer.state_dict()
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("batch", "ring", "ulysses", "tensor"))
     held = bytes_of(transformer)
-    shard_tensors(transformer, _tensor_plan(transformer), mesh["tensor"])
+    shard_tensors(transformer, tensor_plan_for(transformer), mesh["tensor"])
     parallelize_transformer(transformer, mesh=mesh)
     outs = [call(transformer, name, size) for size in SIZES]
     shared = bytes_of(transformer)

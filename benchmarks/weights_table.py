@@ -1,0 +1,232 @@
+"""How far sharded weights are from one device, and how many bytes of weights a rank holds, by model, mesh and method:
+
+    python -m benchmarks.weights_table
+
+One call of tiny transformers with random weights and four heads (`benchmarks.tiny_models`), in float32, on 2 and 4 ranks. fsdp is compared
+with the same mesh on whole weights, bit by bit; tensor with one device. Cached: a second, similar call, the blocks of which are
+skipped. Compiled: `aot_eager`, each block (fsdp) or the whole transformer (tensor) in one graph. Fills its parts of docs/weights.md, and
+writes benchmarks/results/weights_table.json.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import warnings
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from benchmarks.environment import write_results
+from benchmarks.launch import launch
+from benchmarks.page_parts import fill
+from benchmarks.tiny_models import MODELS
+from para_core import reset_cache
+from para_core.adapters import apply_cache_on_transformer, parallelize_transformer
+from para_core.adapters.supported import tensor_plan_for
+from para_core.adapters.weights.components import blocks_of
+from para_core.mesh import guided_mesh
+from para_core.weights.fsdp import shard_blocks
+from para_core.weights.group import sequence_ranks, weights_mesh
+from para_core.weights.tensor import shard_tensors
+
+PAGE = Path(__file__).parents[1] / "docs/weights.md"
+NAMES = {
+    "FLUX": "flux",
+    "Wan": "wan",
+    "HunyuanVideo": "hunyuan",
+    "Qwen-Image": "qwen-image",
+    "CogVideoX": "cogvideox, rotary",
+}
+SIZE = (3, 6, 10)
+# (batch, ring, ulysses, tensor) by method and heading, for so many ranks. Of fsdp's "alone" each rank computes everything.
+CELLS = {
+    2: {
+        ("fsdp", "alone"): (1, 1, 2, 1),
+        ("fsdp", "Ulysses"): (1, 1, 2, 1),
+        ("fsdp", "ring"): (1, 2, 1, 1),
+        ("fsdp", "cache"): (1, 1, 2, 1),
+        ("fsdp", "compiled"): (1, 1, 2, 1),
+        ("tensor", "alone"): (1, 1, 1, 2),
+        ("tensor", "cache"): (1, 1, 1, 2),
+        ("tensor", "compiled"): (1, 1, 1, 2),
+    },
+    4: {
+        ("fsdp", "alone"): (1, 1, 4, 1),
+        ("fsdp", "Ulysses"): (1, 1, 4, 1),
+        ("fsdp", "ring"): (1, 2, 2, 1),
+        ("fsdp", "batch"): (2, 1, 2, 1),
+        ("fsdp", "cache"): (1, 1, 4, 1),
+        ("tensor", "alone"): (1, 1, 1, 4),
+        ("tensor", "Ulysses"): (1, 1, 2, 2),
+        ("tensor", "ring"): (1, 2, 1, 2),
+        ("tensor", "batch"): (2, 1, 1, 2),
+        ("tensor", "cache"): (1, 1, 2, 2),
+    },
+}
+HEADINGS = ("alone", "Ulysses", "ring", "batch", "cache", "compiled")
+
+
+# Compiling takes longer than all the rest.
+COMPILED = ("FLUX", "Wan")
+# Of the models whose bytes are counted: with two blocks of a kind, as elsewhere here, both would be whole at once.
+BLOCKS = 12
+
+
+def build(name: str, **config: Any) -> nn.Module:
+    model = MODELS[name]
+    return replace(model, config={**model.config, "num_attention_heads": 4, **config}).build()
+
+
+def call(transformer: Any, name: str, change: float = 0.0) -> Tensor:
+    inputs = MODELS[name].inputs(*SIZE)
+    inputs["hidden_states"] = inputs["hidden_states"] * (1 + change)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        out: Tensor = tree_leaves(transformer(**inputs, return_dict=False))[0]
+    return out
+
+
+def result(transformer: Any, name: str, heading: str) -> Tensor:
+    if heading != "cache":
+        return call(transformer, name)
+    apply_cache_on_transformer(transformer, residual_diff_threshold=10.0)
+    reset_cache(transformer)
+    call(transformer, name)
+    return call(transformer, name, 0.01)
+
+
+def compiled(transformer: Any, method: str) -> Any:
+    if method == "tensor":
+        return torch.compile(transformer, backend="aot_eager", fullgraph=True)
+    transformer.compile_repeated_blocks(backend="aot_eager", fullgraph=True)
+    return transformer
+
+
+def held(transformer: nn.Module) -> int:
+    return sum((x.to_local() if isinstance(x, DTensor) else x).nbytes for x in transformer.parameters())
+
+
+def shard(transformer: nn.Module, method: str, mesh: DeviceMesh) -> None:
+    if method == "tensor":
+        plan = tensor_plan_for(transformer)
+        assert plan is not None
+        shard_tensors(transformer, plan, mesh["tensor"])
+    else:
+        ranks = sequence_ranks(guided_mesh(mesh).sequence)
+        shard_blocks(transformer, blocks_of(transformer), weights_mesh(ranks, "cpu"))
+
+
+def bytes_of(name: str, method: str, mesh: DeviceMesh) -> dict[str, int]:
+    """On the rank that holds most, between calls and at most during one, of a model of more blocks."""
+    single = "num_single_layers" in MODELS[name].config
+    transformer = build(name, num_layers=BLOCKS, **({"num_single_layers": BLOCKS} if single else {}))
+    whole = held(transformer)
+    blocks = [sum(x.nbytes for x in block.parameters()) for block in blocks_of(transformer)]
+    shard(transformer, method, mesh)
+    at_rest = torch.tensor(held(transformer))
+    dist.all_reduce(at_rest, op=dist.ReduceOp.MAX)
+    # fsdp: a block computes, and the next one is gathered.
+    gathered = max(map(sum, pairwise(blocks))) if method == "fsdp" else 0
+    return {"whole": whole, "at rest": int(at_rest), "at most": int(at_rest) + gathered}
+
+
+def measure(name: str, method: str, heading: str, mesh: DeviceMesh) -> dict[str, Any]:
+    """The error of the worst rank."""
+    torch._dynamo.reset()
+    whole, sharded = build(name), build(name)
+    if heading != "alone" and method == "fsdp":
+        parallelize_transformer(whole, mesh=mesh)
+    expected = result(whole, name, heading)
+    shard(sharded, method, mesh)
+    if heading != "alone" or method == "tensor":
+        parallelize_transformer(sharded, mesh=mesh)
+    out = result(compiled(sharded, method) if heading == "compiled" else sharded, name, heading)
+    error = float((out.double() - expected.double()).norm() / expected.double().norm())
+    errors = torch.tensor(error, dtype=torch.float64)
+    dist.all_reduce(errors, op=dist.ReduceOp.MAX)
+    return {"error": errors.item(), "same bits": errors.item() == 0}
+
+
+def measure_on_these_ranks(path: Path) -> None:
+    dist.init_process_group("gloo")
+    rows: dict[str, dict[str, Any]] = {}
+    for title, name in NAMES.items():
+        for (method, heading), shape in CELLS[dist.get_world_size()].items():
+            if heading == "compiled" and title not in COMPILED:
+                continue
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("batch", "ring", "ulysses", "tensor"))
+            if heading == "alone":
+                rows.setdefault(title, {})[f"{method}, bytes"] = bytes_of(name, method, mesh)
+            rows.setdefault(title, {})[f"{method}, {heading}"] = measure(name, method, heading, mesh)
+            if dist.get_rank() == 0:
+                print(title, method, heading, rows[title][f"{method}, {heading}"], flush=True)
+    if dist.get_rank() == 0:
+        path.write_text(json.dumps(rows))
+    dist.destroy_process_group()
+
+
+def exactness_table(found: dict[int, dict[str, Any]]) -> list[str]:
+    lines = [
+        "| model | ranks | method | " + " | ".join(HEADINGS) + " |",
+        "| --- | --- | --- |" + " --- |" * len(HEADINGS),
+    ]
+    for title in NAMES:
+        for ranks, rows in found.items():
+            for method in ("fsdp", "tensor"):
+                cells = [rows[title].get(f"{method}, {heading}") for heading in HEADINGS]
+                texts = ["" if x is None else "same bits" if x["same bits"] else f"{x['error']:.0e}" for x in cells]
+                lines.append(f"| {title} | {ranks} | {method} | " + " | ".join(texts) + " |")
+    return lines
+
+
+def bytes_table(found: dict[int, dict[str, Any]]) -> list[str]:
+    lines = [
+        "| model | ranks | replicate | fsdp, between calls | fsdp, at most | tensor |",
+        "| --- | --- |" + " ---: |" * 4,
+    ]
+    for title in NAMES:
+        for ranks, rows in found.items():
+            fsdp, tensor = rows[title]["fsdp, bytes"], rows[title]["tensor, bytes"]
+            sizes = (fsdp["whole"], fsdp["at rest"], fsdp["at most"], tensor["at most"])
+            lines.append(f"| {title} | {ranks} | " + " | ".join(f"{size:,}" for size in sizes) + " |")
+    return lines
+
+
+def main() -> None:
+    """Measure on 2 and on 4 ranks, check, write."""
+    if len(sys.argv) > 1:
+        measure_on_these_ranks(Path(sys.argv[1]))
+        return
+    found = {}
+    for ranks in CELLS:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "found.json"
+            launch("benchmarks.weights_table", ranks, str(path))
+            found[ranks] = json.loads(path.read_text())
+    parts = {"exactness": exactness_table(found), "bytes": bytes_table(found)}
+    PAGE.write_text(fill(PAGE.read_text(), parts))
+    write_results("weights_table", {"by ranks": found}, "diffusers")
+    print("\n".join([*parts["exactness"], "", *parts["bytes"]]))
+    cells = [
+        (ranks, title, cell, x)
+        for ranks, rows in found.items()
+        for title, row in rows.items()
+        for cell, x in row.items()
+    ]
+    wrong = [(ranks, title, cell) for ranks, title, cell, x in cells if x["error"] > (1e-5 if "tensor" in cell else 0)]
+    if wrong:
+        sys.exit(f"not as exact as docs/weights.md says: {wrong}")
+
+
+if __name__ == "__main__":
+    main()
