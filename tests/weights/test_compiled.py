@@ -1,0 +1,86 @@
+"""Sharded weights under torch.compile, and quantized by torchao: what goes, goes exactly; what does not, is an error."""
+
+import pytest
+import torch
+from torch._dynamo.exc import Unsupported
+from torch._dynamo.testing import CompileCounterWithBackend
+from torchao.prototype.quantized_training import int8_weight_only_quantized_training
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+from para_core import init_context_parallel_mesh
+from para_core.adapters import apply_cache_on_pipe, parallelize_pipe, shard_weights, unshard_weights
+from tests.tiny import relative_error
+from tests.weights.pipes import generate, make
+
+
+def compile_blocks(order, *, cached):
+    """With whole weights in eager code, and with shared ones in a graph for each block; graphs after one call, and after two."""
+    outs = []
+    for compiled in (False, True):
+        pipe = parallelize_pipe(make("flux"), mesh=init_context_parallel_mesh("cpu"))
+        if cached:
+            apply_cache_on_pipe(pipe, residual_diff_threshold=2.0, max_consecutive_hits=1)
+        counter = CompileCounterWithBackend("aot_eager")
+        for step in order if compiled else ():
+            if step == "shard":
+                shard_weights(pipe, components=["transformer"])
+            else:
+                pipe.transformer.compile_repeated_blocks(backend=counter, fullgraph=True)
+        outs.append(generate(pipe, "flux", num_inference_steps=4))
+    graphs = counter.frame_count
+    generate(pipe, "flux", num_inference_steps=4)
+    return outs, graphs, counter.frame_count
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("order", [("shard", "compile"), ("compile", "shard")])
+def test_each_block_is_a_whole_graph_over_shared_weights(rank_pool, order, cached):
+    for outs, graphs, later in rank_pool.run(compile_blocks, 2, order, cached=cached):
+        assert torch.equal(*outs)
+        assert 0 < graphs == later
+
+
+def compile_whole(method):
+    mesh = init_context_parallel_mesh("cpu", max_tensor_dim_size=2 if method == "tensor" else None)
+    pipe = make("flux")
+    alone = generate(pipe, "flux")
+    parallelize_pipe(pipe, mesh=mesh)
+    shard_weights(pipe, mesh, method=method, components=["transformer"])
+    counter = CompileCounterWithBackend("aot_eager")
+    pipe.transformer = torch.compile(pipe.transformer, backend=counter, fullgraph=True)
+    if method == "fsdp":
+        with pytest.raises(Unsupported):
+            generate(pipe, "flux")
+        return alone, alone, 1
+    return alone, generate(pipe, "flux"), counter.frame_count
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["tensor", "fsdp"])
+def test_the_whole_transformer_is_one_graph_over_tensor_ranks_and_none_over_fsdp(rank_pool, method):
+    for alone, out, graphs in rank_pool.run(compile_whole, 2, method):
+        assert relative_error(out, alone) < 1e-5
+        assert graphs == 1
+
+
+def quantized():
+    pipe = parallelize_pipe(make("flux"), mesh=init_context_parallel_mesh("cpu"))
+    blocks = pipe.transformer.transformer_blocks
+    quantize_(blocks, int8_weight_only_quantized_training())
+    whole = generate(pipe, "flux")
+    shard_weights(pipe, components=["transformer"])
+    shared = generate(pipe, "flux")
+    with pytest.raises(RuntimeError, match=r"Int8QuantizedTrainingLinearWeight, of which PyTorch makes no whole again"):
+        unshard_weights(pipe, components=["transformer"])
+    pipe = make("flux")
+    quantize_(pipe.transformer, Int8WeightOnlyConfig())
+    with pytest.raises(ValueError, match=r"is a Int8Tensor, which has no fsdp_pre_all_gather"):
+        shard_weights(pipe, init_context_parallel_mesh("cpu"), components=["transformer"])
+    return whole, shared
+
+
+@pytest.mark.long
+def test_weights_of_torchao_are_shared_where_they_say_how_and_refused_elsewhere(rank_pool):
+    for whole, shared in rank_pool.run(quantized, 2):
+        assert torch.equal(whole, shared)
