@@ -91,8 +91,11 @@ def original_class(instance: Any) -> type:
 
 def written_class(instance: Any) -> type:
     """The class of ``instance`` as its author wrote it: before any wrapping, and before PyTorch's FSDP2, which makes classes, too."""
-    made_by_fsdp = "torch.distributed.fsdp"
-    return next(cls for cls in original_class(instance).__mro__ if not cls.__module__.startswith(made_by_fsdp))
+
+    def of_fsdp(cls: type) -> bool:
+        return any(one.__module__.startswith("torch.distributed.fsdp") for one in (cls, *cls.__bases__))
+
+    return next(cls for cls in original_class(instance).__mro__ if not of_fsdp(cls))
 
 
 @contextmanager

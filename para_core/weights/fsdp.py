@@ -62,8 +62,9 @@ def shard_blocks(
         # Of one root, so that blocks share streams and can be gathered ahead.
         fully_shard(module, mesh=mesh, reshard_after_forward=True, offload_policy=policy, ignored_params=small)
     for part in (module, *blocks):
-        # compile_repeated_blocks and messages know classes by name.
-        type(part).__name__ = written_class(part).__name__
+        # compile_repeated_blocks, what transformers records of its outputs, and messages know classes by name.
+        made, written = type(part), written_class(part)
+        made.__name__, made.__qualname__, made.__module__ = written.__name__, written.__qualname__, written.__module__
     for block, following in pairwise(blocks):
         block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
     if mesh.device_type != "cpu":

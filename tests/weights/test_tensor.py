@@ -122,6 +122,8 @@ def test_two_tensor_ranks_compute_what_one_device_does(rank_pool, name):
         for name in CONFIGS
         for shape in ((1, 1, 1, 4), (1, 1, 2, 2), (1, 2, 1, 2))
         if (name, shape) != ("wan, image context", (1, 1, 2, 2))
+        # So small, they have 170 hidden units.
+        and (name not in ("mochi", "z-image") or shape[-1] == 2)
     ],
 )
 def test_heads_and_tokens_are_shared_by_four_ranks(rank_pool, name, shape):
