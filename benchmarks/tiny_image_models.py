@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache
 
 from benchmarks.tiny_model import TinyModel, noise, valid
 
@@ -245,6 +246,41 @@ def nucleus_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
     }
 
 
+def qwen21_inputs(frames: int, height: int, width: int, *, images: int = 0, cached: bool = False) -> dict[str, Any]:
+    """Text around ``images`` given ones of 2 × 2 tokens, each of which stands in one place of the text.
+
+    Args:
+        cached: a later step, for which keys of the text and of given images are known.
+    """
+    rows, prefix = frames * height, 9 + 4 * images
+    text = torch.tensor([False] * 5 + [True] * images + [False] * 4)
+    cache = QwenImage21KVCache(2) if cached else None
+    for layer in [] if cache is None else cache.layer_caches:
+        layer.store(noise(2, prefix, 3, 16, seed=1), noise(2, prefix, 3, 16, seed=2))
+    return {
+        "hidden_states": noise(2, 4 * images + rows * width, 16),
+        "encoder_hidden_states": noise(2, len(text), 24),
+        "encoder_hidden_states_mask": valid((len(text), len(text) - 2), len(text)),
+        "timestep": torch.tensor([0.6, 0.6]),
+        "img_shapes": [[*[(1, 2, 2)] * images, (1, rows, width)]] * 2,
+        "img_mask": torch.cat([text, torch.ones(rows * width // 4, dtype=torch.bool)]).expand(2, -1),
+        "kv_cache": cache,
+        "kv_cache_mode": "cached" if cached else None,
+    }
+
+
+QWEN21: dict[str, Any] = {
+    "in_channels": 16,
+    "out_channels": 16,
+    "num_layers": 2,
+    "attention_head_dim": 16,
+    "num_attention_heads": 3,
+    "context_in_dim": 24,
+    "mlp_ratio": 2,
+    "axes_dims_rope": (4, 6, 6),
+}
+
+
 def sana_inputs(
     frames: int, height: int, width: int, *, pixels: int = 1, guided: bool = False, blocks: int = 0
 ) -> dict[str, Any]:
@@ -363,5 +399,12 @@ IMAGE_MODELS = {
             "guidance_embeds": True,
             "qk_norm": "rms_norm_across_heads",
         },
+    ),
+    "qwen-image 2.1": TinyModel("QwenImage21Transformer2DModel", partial(qwen21_inputs, images=1), QWEN21),
+    "qwen-image 2.1, no image": TinyModel(
+        "QwenImage21Transformer2DModel", qwen21_inputs, {**QWEN21, "causal_condition": False}
+    ),
+    "qwen-image 2.1, cached": TinyModel(
+        "QwenImage21Transformer2DModel", partial(qwen21_inputs, images=2, cached=True), QWEN21
     ),
 }

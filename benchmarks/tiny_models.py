@@ -432,6 +432,7 @@ NO_WHOLE_GRAPH = {
     "HiDreamImageTransformer2DModel": "it asks which experts are taken",
     "HunyuanImageTransformer2DModel": "it orders the tokens of two texts by which are valid",
     "OmniGenTransformer2DModel": "it asks a tensor",
+    "QwenImage21Transformer2DModel": "it asks which tokens are of which image",
     "StableAudioDiTModel": "it warns at each call",
     "ZImageTransformer2DModel": "it enters a device's context",
 }

@@ -172,6 +172,20 @@ def prx() -> Any:
         return on_shelf("PRXPipeline", "prx")
 
 
+class _ChatTemplate:
+    """Qwen-Image 2.1 asks a processor how long the system's message is."""
+
+    def apply_chat_template(self, *_: Any, **__: Any) -> list[list[int]]:
+        return [[0]]
+
+    @property
+    def tokenizer(self) -> Any:
+        return self
+
+    def encode(self, text: str) -> list[int]:
+        return [1]
+
+
 _LAYERS = {
     f"{kind}_embeds": torch.randn(1, 9, 3, TEXT_WIDTH, generator=torch.Generator().manual_seed(seed))
     for seed, kind in enumerate(("prompt", "negative_prompt"))
@@ -325,6 +339,10 @@ SHELF_PIPELINES: dict[str, TinyPipeline] = {
             "prompt_embeds_mask": first(9),
             "negative_prompt_embeds_mask": first(5, 5),
         },
+    ),
+    "qwen-image 2.1": TinyPipeline(
+        lambda: on_shelf("QwenImage21Pipeline", "qwen-image 2.1", vae=None, processor=_ChatTemplate()),
+        {"height": 64, "width": 96, **_TEXT, **_masks("embeds_mask"), "true_cfg_scale": 3.0},
     ),
     "sana": TinyPipeline(lambda: on_shelf("SanaPipeline", "sana", vae=None), _SANA),
     "sana, perturbed": TinyPipeline(

@@ -191,6 +191,57 @@ SANA_VIDEO: dict[str, Any] = {
     "caption_channels": 24,
 }
 
+
+def motif_inputs(frames: int, height: int, width: int, *, image: int = 0) -> dict[str, Any]:
+    return {
+        "hidden_states": noise(2, 6, frames, height, width),
+        "timestep": torch.tensor([600, 600]),
+        "encoder_hidden_states": noise(2, 9, 24),
+        "encoder_attention_mask": valid((9, 4), 9),
+        "image_embeds": noise(2, image, 20) if image else None,
+    }
+
+
+MOTIF: dict[str, Any] = {
+    "in_channels": 6,
+    "out_channels": 4,
+    "num_attention_heads": 3,
+    "attention_head_dim": 12,
+    "num_layers": 2,
+    "num_single_layers": 3,
+    "mlp_ratio": 2.0,
+    "text_embed_dim": 24,
+    "rope_axes_dim": (4, 4, 4),
+}
+
+
+def latte_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
+    """Always of three frames, for which it has positions; each is as high as all frames together."""
+    return {
+        "hidden_states": noise(2, 4, 3, frames * height, width),
+        "timestep": torch.tensor([600, 600]),
+        "encoder_hidden_states": noise(2, 9, 24),
+    }
+
+
+LATTE: dict[str, Any] = {
+    "num_attention_heads": 3,
+    "attention_head_dim": 12,
+    "in_channels": 4,
+    "out_channels": 8,
+    "num_layers": 2,
+    "cross_attention_dim": 36,
+    "sample_size": 8,
+    "patch_size": 2,
+    "norm_type": "ada_norm_single",
+    "norm_elementwise_affine": False,
+    "norm_eps": 1e-6,
+    "attention_bias": True,
+    "activation_fn": "gelu-approximate",
+    "caption_channels": 24,
+    "video_length": 3,
+}
+
 VIDEO_MODELS = {
     "kandinsky 5": TinyModel(
         "Kandinsky5Transformer3DModel",
@@ -316,4 +367,17 @@ VIDEO_MODELS = {
     ),
     "sana video": TinyModel("SanaVideoTransformer3DModel", sana_video_inputs, SANA_VIDEO),
     "sana video, image": TinyModel("SanaVideoTransformer3DModel", partial(sana_video_inputs, given=True), SANA_VIDEO),
+    "motif": TinyModel("MotifVideoTransformer3DModel", motif_inputs, {**MOTIF, "num_decoder_layers": 2}),
+    "motif, image": TinyModel(
+        "MotifVideoTransformer3DModel",
+        partial(motif_inputs, image=5),
+        {
+            **MOTIF,
+            "num_decoder_layers": 1,
+            "image_embed_dim": 20,
+            "enable_text_cross_attention_dual": True,
+            "enable_text_cross_attention_single": True,
+        },
+    ),
+    "latte": TinyModel("LatteTransformer3DModel", latte_inputs, LATTE),
 }

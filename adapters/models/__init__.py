@@ -19,15 +19,17 @@ from para_core.adapters.models.hunyuan_image import HUNYUAN_DIT, HUNYUAN_IMAGE
 from para_core.adapters.models.hunyuan_video import FRAMEPACK, HUNYUAN_VIDEO, HUNYUAN_VIDEO_15
 from para_core.adapters.models.joyimage import JOYIMAGE, JOYIMAGE_PLUS
 from para_core.adapters.models.kandinsky import KANDINSKY5, KANDINSKY6
+from para_core.adapters.models.latte import LATTE
 from para_core.adapters.models.ltx import LTX, LTX2
 from para_core.adapters.models.lumina2 import LUMINA2
 from para_core.adapters.models.minimax import MINIMAX_H3
 from para_core.adapters.models.mochi import MOCHI
+from para_core.adapters.models.motif import MOTIF
 from para_core.adapters.models.nucleus import NUCLEUS
 from para_core.adapters.models.one_stream import BRIA_FIBO2, ERNIE_IMAGE, IDEOGRAM4, KREA2, OMNIGEN, Z_IMAGE
 from para_core.adapters.models.pixart import PIXART
 from para_core.adapters.models.prx import PRX
-from para_core.adapters.models.qwen_image import QWEN_IMAGE
+from para_core.adapters.models.qwen_image import QWEN_IMAGE, QWEN_IMAGE_21
 from para_core.adapters.models.sana import SANA, SANA_VIDEO
 from para_core.adapters.models.sd3 import SD3
 from para_core.adapters.models.wan import ANYFLOW, CHRONO_EDIT, SKYREELS_V2, WAN, WAN_ANIMATE, WAN_VACE
@@ -92,4 +94,7 @@ ADAPTERS: tuple[Adapter, ...] = (
     KANDINSKY6,
     SANA,
     SANA_VIDEO,
+    MOTIF,
+    LATTE,
+    QWEN_IMAGE_21,
 )

@@ -1,8 +1,8 @@
-"""Qwen-Image: text-to-image, editing, inpainting, layers, ControlNet. Read against diffusers 0.42."""
+"""Qwen-Image (text-to-image, editing, inpainting, layers, ControlNet) and Qwen-Image 2.1. Read against diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
 from para_core.cache.blocks import CachedBlocks, Stage
-from para_core.plans.plan import Gather, Plan, Split
+from para_core.plans.plan import Attention, Count, Gather, OneForEach, Plan, Split
 
 QWEN_IMAGE = Adapter(
     transformer="QwenImageTransformer2DModel",
@@ -34,5 +34,37 @@ QWEN_IMAGE = Adapter(
                 between=("controlnet_block_samples",),
             ),
         )
+    ),
+)
+
+# In front of the tokens of the image stand those of the prompt and of given images.
+_LAST = Split(dim=0, like="image", after_replicated=True)
+
+QWEN_IMAGE_21 = Adapter(
+    transformer="QwenImage21Transformer2DModel",
+    pipelines="Qwen-Image 2.1",
+    plan=Plan(
+        # The image that is generated is the last one: frames × height × width tokens.
+        inputs={"img_shapes": Count("image", at=(0, -1))},
+        inner={
+            "transformer_blocks.0": {"hidden_states": Split(dim=1, segment="image", after_replicated=True)},
+            "transformer_blocks.*": {"rotary_emb": _LAST, "target_token_mask": _LAST},
+            "norm_out": {"target_token_mask": _LAST},
+        },
+        outputs={"proj_out": Gather(dim=1, segment="image", after_replicated=True)},
+        joint_order=("prompt", "image"),
+        attention={
+            # Pieces of the prompt attend to what comes before them, which every rank holds, as it does their cached keys.
+            "transformer_blocks.*.attn": OneForEach(
+                "segments",
+                each=Attention(("piece",), ("prompt",)),
+                last=Attention(("image",), ("prompt", "image")),
+            )
+        },
+    ),
+    blocks=CachedBlocks(
+        (Stage(("transformer_blocks",), chained=True),),
+        # Its entries are made block by block.
+        uncached=("kv_cache",),
     ),
 )

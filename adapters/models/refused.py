@@ -9,15 +9,9 @@ REFUSED: Mapping[str, str] = {
     "AnyFlowFARTransformer3DModel": f"{_FLEX} (AnyFlowTransformer3DModel, which generates a video at once, has one)",
     "DreamLiteTransformer2DModel": _PART,
     "Kandinsky6SRTransformer3DModel": f"{_FLEX} (Kandinsky6Transformer3DModel, before it, has one)",
-    "LatteTransformer3DModel": "its temporal blocks take a time step for each token of each sample in one dim, which no plan shards",
     "LuminaNextDiT2DModel": "its processor scales attention by the number of tokens that it is given, which would be those of one rank",
     "MiniMaxMusic3RVQDepthDecoder": "it decodes one step's 8 codebooks: there is no sequence to share",
-    "MotifVideoTransformer3DModel": "its last blocks join video to video, and how many they are is said by the config, not by a plan",
     "PriorTransformer": "it attends to some 80 tokens of text and one embedding: there is no sequence to share",
-    "QwenImage21Transformer2DModel": (
-        "its processor calls attention once for each piece of the prompt, by places in the whole sequence, and no argument has a "
-        "length that says how many tokens come before the image"
-    ),
     "RFD4ProteinaTransformer": "it keeps a value for each pair of tokens, and updates them from all others",
     "SanaWMLTX2RefinerTransformer3DModel": "it keeps keys of chunks that were generated before, by their places in the whole sequence",
     "SanaWMTransformer3DModel": "most of its blocks attend by a recurrence over frames, and convolve over neighbouring tokens",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from para_core.layout import Segment, SequenceLayout
 from para_core.mesh import SequenceMesh
-from para_core.plans.plan import Cut, Entries, FirstTokens, Gather, LastTokens, Replicate, Split
+from para_core.plans.plan import Count, Cut, Entries, FirstTokens, Gather, LastTokens, Replicate, Split
 from para_core.tokens import gather_tokens, shard_tokens
 
 
@@ -55,6 +56,13 @@ class Cutting:
         """``value``, or each of a list or dict, with ``cut`` done to it; ``name`` is for messages."""
         if isinstance(cut, Entries):
             return self._entries(value, cut, name)
+        if isinstance(cut, Count):
+            numbers = value
+            for place in cut.at:
+                numbers = numbers[place]
+            total = prod(numbers)
+            self._note(Segment(cut.segment, total, replicated=bool(total < self.mesh.ranks)), 0, name)
+            return value
         if isinstance(value, Mapping):
             return {key: self.cut(item, cut, name) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
@@ -94,10 +102,19 @@ class Cutting:
             sizes = (-1, split.per) if split.per is not None else (self.segment(split.like or "").total, -1)
             apart = torch.unflatten(value, dim, sizes)
             return self._split(apart, replace(split, dim=dim, ndim=None, per=1), name).flatten(dim, dim + 1)
+        if split.runs:
+            dim = split.dim % value.ndim
+            apart = torch.unflatten(value, dim, (-1, self.segment(split.like or "").total))
+            return self._split(apart, replace(split, dim=dim + 1, ndim=None, runs=False), name).flatten(dim, dim + 1)
         if split.then_replicated:
             total = self.segment(split.like or "").total
             cut, rest = value.split([total, value.shape[split.dim] - total], dim=split.dim)
             return torch.cat([self._split(cut, replace(split, then_replicated=False), name), rest], dim=split.dim)
+        if split.after_replicated:
+            layout = self._behind_the_rest(
+                value, split.dim, self.segment(split.segment or split.like or ""), whole=True
+            )
+            return shard_tokens(value, split.dim, layout, self.mesh)
         first = () if split.after is None else (self.segment(split.after),)
         total = value.shape[split.dim] - sum([segment.total for segment in first])
         stream = split.segment or split.like or name
@@ -109,6 +126,11 @@ class Cutting:
         segment = Segment(stream, total)
         self._note(segment, split.dim, name)
         return shard_tokens(value, split.dim, SequenceLayout((*first, segment), self.mesh.ranks), self.mesh)
+
+    def _behind_the_rest(self, value: Tensor, dim: int, segment: Segment, *, whole: bool) -> SequenceLayout:
+        """The layout of ``value``, which holds all of ``segment`` or this rank's part, behind something that every rank holds."""
+        rest = value.shape[dim] - (segment.total if whole else segment.size(self.mesh.rank, self.mesh.ranks))
+        return SequenceLayout((Segment("rest", rest, replicated=True), segment), self.mesh.ranks)
 
     def _note(self, segment: Segment, dim: int, name: str) -> None:
         if segment.name not in self.segments:
@@ -142,7 +164,12 @@ class Cutting:
     def _gather(self, value: Any, gather: Gather | None) -> Any:
         if gather is None or value is None:
             return value
-        layout = SequenceLayout((self.segment(gather.segment),), self.mesh.ranks)
+        segment = self.segment(gather.segment)
+        if gather.after_replicated:
+            return gather_tokens(
+                value, gather.dim, self._behind_the_rest(value, gather.dim, segment, whole=False), self.mesh
+            )
+        layout = SequenceLayout((segment,), self.mesh.ranks)
         if gather.per == 1:
             return gather_tokens(value, gather.dim, layout, self.mesh)
         dim = gather.dim % value.ndim

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from para_core.instance import original_class, uncompiled
-from para_core.plans.plan import Attention, Cut, Gather, Halo, LinearAttention, Plan
+from para_core.plans.plan import Attending, Cut, Gather, Halo, Plan
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Boundary:
     name: str = ""
     cuts: tuple[tuple[str | int, Cut], ...] = ()
     gathers: tuple[Gather | None, ...] = ()
-    attention: tuple[Attention, ...] | LinearAttention = ()
+    attention: Attending = ()
     halo: Halo | None = None
 
     def with_more(self, other: Boundary) -> Boundary:

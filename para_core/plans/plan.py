@@ -26,6 +26,8 @@ class Split:
         then_replicated: something else follows along ``dim``; every rank keeps it. The segment has been sharded before.
         per: entries along ``dim`` for each one of the segment, which stay together: a segment of rows of an image, or of frames,
             has many tokens a row. None: as many as there are; how many rows has been said before.
+        after_replicated: something else comes first along ``dim``; every rank keeps it. How many tokens the segment has, was said before.
+        runs: along ``dim`` stands one run of all tokens behind the other, such as those of each sample. Only with ``like``.
     """
 
     dim: int
@@ -35,6 +37,8 @@ class Split:
     after: str | None = None
     then_replicated: bool = False
     per: int | None = 1
+    after_replicated: bool = False
+    runs: bool = False
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,17 @@ class Replicate:
 
     dim: int
     segment: str
+
+
+@dataclass(frozen=True)
+class Count:
+    """A segment has as many tokens as the numbers that stand at ``at`` of a nested list multiply to; it will be sharded later.
+
+    For an argument such as ``img_shapes``, a list of ``(frames, height, width)`` for each sample.
+    """
+
+    segment: str
+    at: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -65,11 +80,13 @@ class Gather:
 
     Args:
         per: entries along ``dim`` for each one of the segment. None: as many as there are.
+        after_replicated: something else comes first along ``dim``, which every rank has.
     """
 
     dim: int
     segment: str
     per: int | None = 1
+    after_replicated: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,7 +97,7 @@ class Entries:
 
 
 # A Gather of an input: this one module sees all tokens.
-Cut = Split | Replicate | FirstTokens | LastTokens | Gather | Entries
+Cut = Split | Replicate | Count | FirstTokens | LastTokens | Gather | Entries
 
 
 @dataclass(frozen=True)
@@ -102,6 +119,21 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class OneForEach:
+    """A module that makes one attention call for each entry of a list, and then one more.
+
+    Args:
+        parameter: of the module, holds the list; none is made for None.
+        each: what these calls consist of.
+        last: what the last call consists of.
+    """
+
+    parameter: str
+    each: Attention
+    last: Attention
+
+
+@dataclass(frozen=True)
 class LinearAttention:
     """A module that sums over tokens once, and attends to that sum: each rank sums over its own, then all add their sums up.
 
@@ -113,6 +145,10 @@ class LinearAttention:
 
     segment: str
     sums: tuple[tuple[str, int], ...]
+
+
+# What a module attends to.
+Attending = tuple[Attention, ...] | OneForEach | LinearAttention
 
 
 @dataclass(frozen=True)
@@ -139,8 +175,8 @@ class Plan:
         outputs: module name (``""``: the model itself) to what is gathered of its output; of a tuple, the first tensor.
         joint_order: the segments of which an attention call consists, unless ``attention`` says otherwise.
         inner: module name to splits of its inputs (by parameter) or outputs (by index).
-        attention: module name to what its first, second, … attention call consists of; the last stands for all further. Or to
-            the sum over tokens that stands for attention there.
+        attention: module name to what its first, second, … attention call consists of; the last stands for all further. Or, where
+            their number depends on an argument, to that; or to the sum over tokens that stands for attention there. Where several names fit, the first counts.
         halos: module name to the rows of other ranks that it sees.
         refused: parameters of the model's ``forward`` that cannot be given in parallel, each with the reason.
         batched: parameters that hold all branches of guidance, one behind the other, and the dim along which they do (None:
@@ -153,7 +189,7 @@ class Plan:
     outputs: Mapping[str, Gather | Sequence[Gather | None]]
     joint_order: tuple[str, ...]
     inner: Mapping[str, Mapping[str | int, Cut]] = field(default_factory=dict)
-    attention: Mapping[str, tuple[Attention, ...] | LinearAttention] = field(default_factory=dict)
+    attention: Mapping[str, Attending] = field(default_factory=dict)
     halos: Mapping[str, Halo] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
     batched: Mapping[str, int | None] = field(default_factory=dict)
