@@ -153,8 +153,8 @@ class Guidance:
             # Not only the ranks that compute this call need it.
             self.finish()
         args, kwargs = _values((args, kwargs))
-        # Switches (return_dict) decide the form of what is returned; numbers are of the step.
-        key = (id(model), *[_signature(x) for x in leaves if isinstance(x, (Tensor, bool))])
+        # Switches (return_dict, kv_cache_mode) decide the form of what is returned; numbers are of the step.
+        key = (id(model), *[_signature(x) for x in leaves if isinstance(x, (Tensor, bool, str))])
         if key not in self._known:
             self._look_ahead(key, model, args, kwargs)
         form = self._known.get(key)
@@ -279,8 +279,8 @@ def _misjudged(model: Any, foreseen: _Form, found: _Form) -> str:
     )
 
 
-def _signature(x: Tensor | bool) -> Any:
-    return x if isinstance(x, bool) else (tuple(x.shape), x.dtype, x.device)
+def _signature(x: Tensor | bool | str) -> Any:
+    return x if isinstance(x, (bool, str)) else (tuple(x.shape), x.dtype, x.device)
 
 
 def _as_bytes(x: Tensor) -> Tensor:
