@@ -17,10 +17,12 @@ class Model:
     def __init__(self):
         self.calls = 0
 
-    def __call__(self, x, branch, as_dict=False, parts=False):
+    def __call__(self, x, branch, as_dict=False, parts=False, mode=None):
         self.calls += 1
         if parts:
             return [x.sin() * (branch + 1)], None, (x[:1] + branch,)
+        if mode == "twice":
+            return (torch.cat([x.sin() * (branch + 1)] * 2),)
         if as_dict:
             return {"sample": x.sin() * (branch + 1)}
         return (x.sin() * (branch + 1), (x[:1] + branch).double())
@@ -103,6 +105,12 @@ def with_parts_that_are_not_there(model, x):
     return uncond - cond + extra
 
 
+def of_another_size(model, x):
+    """Qwen-Image 2.1's ``kv_cache_mode`` is a string that decides it."""
+    cond = model(x, 0, False, False, "twice")[0][:2]
+    return cond - model(x, 1, False, False, "once")[0]
+
+
 def seen_by_numpy(model, x):
     cond, uncond = model(x, 0)[0], model(x, 1)[0]
     assert "tensor" in repr(cond)
@@ -124,6 +132,7 @@ BODIES = {
     seen_by_numpy: (1, 1),
     in_another_form: (1, 1),
     with_parts_that_are_not_there: (1, 1),
+    of_another_size: (1, 1),
 }
 
 
