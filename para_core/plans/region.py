@@ -253,7 +253,7 @@ class _Region:
                 return call(module, *args, **kwargs)
             args, kwargs = self._cutting.arguments(of_inputs, parameters, args, kwargs, name)
             self._intercept(of_inputs.values())
-            output = mix(call, module, *args, **kwargs)
+            output = inside(call, module, *args, **kwargs)
             for key, cut in of_outputs.items():
                 if isinstance(output, Tensor):
                     output = self._cutting.cut(output, cut, f"{name}[{key}]")
@@ -281,7 +281,8 @@ class _Region:
                 return attend(call, module, *args, **kwargs)
             return self._with_halo(boundary.halo, attend, call, module, *args, **kwargs)
 
-        return cut_and_gather if boundary.cuts or boundary.gathers else mix if boundary.halo else attend
+        inside = attend if boundary.halo is None else mix
+        return cut_and_gather if boundary.cuts or boundary.gathers else inside
 
     def _is_sharded(self, segment: str) -> bool:
         return self.mesh.ranks > 1 and not self._cutting.segment(segment).replicated
