@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import time
 import warnings
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +39,15 @@ def inputs_of(name: str, size: tuple[int, int, int]) -> dict[str, Any]:
 
 
 def error_unseen(name: str, module: nn.Module, proposal: Proposal) -> float:
-    """The largest error at sizes and on meshes that the search has not seen."""
+    """The largest error at sizes and on meshes that the search has not seen; where text is sharded, with text on every rank, too."""
     errors = []
+    assert proposal.plan is not None
+    plans = [proposal.plan] + ([proposal.plan.with_replicated("text")] if proposal.plan.cuts("text") else [])
     for size in UNSEEN:
         with torch.no_grad():
             expected = module(**inputs_of(name, size))
-        for ring, ulysses in MESHES:
-            assert proposal.plan is not None
-            outs = run_on_virtual_ranks(module, proposal.plan, inputs_of(name, size), ring=ring, ulysses=ulysses)
+        for plan, (ring, ulysses) in product(plans, MESHES):
+            outs = run_on_virtual_ranks(module, plan, inputs_of(name, size), ring=ring, ulysses=ulysses)
             errors += [error_of(out, expected) for out in outs]
     return max(errors)
 
@@ -71,8 +73,17 @@ def score(name: str) -> dict[str, Any]:
         "verdict": "found" if error < EXACT else "wrong",
         "error": error,
         "blocks": proposal.blocks is not None,
+        "text": proposal.plan.cuts("text"),
+        "named": named_of(proposal),
         "why": " ".join(proposal.questions),
     }
+
+
+def named_of(proposal: Proposal) -> list[str]:
+    """Arguments that its block stack names in ``between`` and ``uncached``."""
+    if proposal.blocks is None:
+        return []
+    return sorted({*proposal.blocks.uncached, *[name for stage in proposal.blocks.stages for name in stage.between]})
 
 
 def main() -> None:
@@ -104,7 +115,8 @@ def classes_of(rows: list[dict[str, Any]], verdict: str) -> list[str]:
 def table(rows: list[dict[str, Any]]) -> list[str]:
     """For docs/new_model.md."""
     found = classes_of(rows, "found")
-    cached = sorted({row["class"] for row in rows if row["verdict"] == "found" and row["blocks"]})
+    exact = [row for row in rows if row["verdict"] == "found"]
+    cached, text, named = (sorted({row["class"] for row in exact if row[kind]}) for kind in ("blocks", "text", "named"))
     partly = sorted({*found} & {*classes_of(rows, "asked")})
     rest = sorted({row["class"] for row in rows} - {*found})
     return [
@@ -112,6 +124,8 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
         "| --- | --- | --- |",
         f"| a plan, exact at sizes and on meshes that the search had not seen | {len(found)} | {', '.join(found)} |",
         f"| of these, the block stack too | {len(cached)} | all but {', '.join(sorted({*found} - {*cached})) or 'none'} |",
+        f"| of these, text that may be sharded, too | {len(text)} | {', '.join(text)} |",
+        f"| of these, arguments that change what its blocks do: `between` or `uncached` | {len(named)} | {', '.join(named)} |",
         f"| of these, with some of the inputs that were tried it asks | {len(partly)} | {', '.join(partly)} |",
         f"| it asks, and proposes nothing | {len(rest)} | {', '.join(rest)} |",
         f"| a wrong plan | {len(classes_of(rows, 'wrong'))} | {', '.join(classes_of(rows, 'wrong'))} |",

@@ -22,7 +22,7 @@ _EXPECTED = (
     "'module(parameter)': a Split or its like, or None for nothing; 'module': a Gather of what it returns, or a tuple of its Attention "
     "calls; 'joint_order': names of segments; 'CachedBlocks': CachedBlocks(...); 'samples': how many the examples hold"
 )
-_OF_PARAMETER = re.compile(r"(.*)\((\w+)\)")
+OF_PARAMETER = re.compile(r"(.*)\((\w+)\)")
 
 
 def require_answers(answers: Answers) -> None:
@@ -42,7 +42,7 @@ def _fits(name: str, answer: Any) -> bool:
         return isinstance(answer, int)
     if name == "joint_order":
         return isinstance(answer, tuple) and all(isinstance(one, str) for one in answer)
-    if _OF_PARAMETER.fullmatch(name):
+    if OF_PARAMETER.fullmatch(name):
         return answer is None or isinstance(answer, get_args(Cut))
     calls = isinstance(answer, tuple) and all(isinstance(one, Attention) for one in answer)
     return isinstance(answer, Gather) or calls
@@ -51,7 +51,7 @@ def _fits(name: str, answer: Any) -> bool:
 def answered(plan: Plan, answers: Answers) -> Plan:
     """``plan`` with what a person said in place of what was guessed."""
     for name, answer in answers.items():
-        parameter = _OF_PARAMETER.fullmatch(name)
+        parameter = OF_PARAMETER.fullmatch(name)
         if parameter is not None:
             plan = _with_cut(plan, parameter[1], parameter[2], answer)
         elif isinstance(answer, Gather):
@@ -95,10 +95,14 @@ def with_samples(module: nn.Module, plan: Plan, inputs: Mapping[str, Any], sampl
     batched = {name: dim for name, dim in dims.items() if dim is not None}
     with torch.no_grad():
         expected = _stacked([module(**fresh(inputs))])
-        parts = [
-            module(**fresh({name: _sample(one, dims[name], place) for name, one in inputs.items()}))
-            for place in range(samples)
-        ]
+        try:
+            parts = [
+                module(**fresh({name: _sample(one, dims[name], place) for name, one in inputs.items()}))
+                for place in range(samples)
+            ]
+        # Models fail in any way where an argument is not of samples, or one sample is not enough.
+        except Exception as failure:
+            return f"one sample of {samples} alone fails: {type(failure).__name__}: {failure}"
     error = error_of(_stacked(parts), expected)
     if samples < 2 or not error < 1e-4:
         return f"one sample of {samples} after the other gives something else than all at once ({error:.1e})."

@@ -254,11 +254,11 @@ class Region:
         parts = [one for cut in cuts for one in (cut.cuts if isinstance(cut, Entries) else [cut])]
         if not any(isinstance(one, Split) and one.after for one in parts):
             return {}
-        parameter, dim = self._whole_stream() or ("", 0)
+        parameter, dim = self.whole_stream() or ("", 0)
         why = f"{self.start.block}({parameter}): does not grow; its tokens come first where both are in one tensor."
         return {(self.start.block, parameter): (Replicate(dim, WHOLE), why)} if parameter else {}
 
-    def _whole_stream(self) -> tuple[str, int] | None:
+    def whole_stream(self) -> tuple[str, int] | None:
         """The parameter of the first block that holds the other tokens of a joint sequence, and their dim."""
         call = next(call for call, _ in self.calls() if call.name == self.start.block)
         joint = {
@@ -272,6 +272,18 @@ class Region:
                     if seen.shape[dim] in joint:
                         return parameter, dim
         return None
+
+    def length(self, stream: tuple[str, int]) -> int:
+        """Tokens of what :meth:`whole_stream` found."""
+        call = next(call for call, _ in self.calls() if call.name == self.start.block)
+        parameter, dim = stream
+        return int(call.given[parameter].shape[dim])
+
+    def samples(self) -> int | None:
+        """How many the call holds; None where the first block's tokens have no dim of them."""
+        call = next(call for call, _ in self.calls() if call.name == self.start.block)
+        shape = call.given[self.start.streams[0]].shape
+        return int(shape[1 - self.start.dim]) if len(shape) == 3 and self.start.dim < 2 else None
 
     def _cut(self, parameter: str, value: Any, other: Any, choice: Choice) -> Cut | None:
         if isinstance(value, Seen) and isinstance(other, Seen):

@@ -11,11 +11,13 @@ import torch
 from torch import nn
 
 from para_core.adapters.adapter import Adapter
-from para_core.adapters.propose.answers import Answers, answered, require_answers, with_samples
-from para_core.adapters.propose.candidates import Candidate, Region, Start, region, starts
+from para_core.adapters.propose.answers import OF_PARAMETER, Answers, answered, require_answers, with_samples
+from para_core.adapters.propose.candidates import WHOLE, Candidate, Region, Start, region, starts
+from para_core.adapters.propose.left_out import Stack, stacks
 from para_core.adapters.propose.observe import Observation, observe
 from para_core.adapters.propose.source import source_of
-from para_core.adapters.propose.stack import cached_error, error_of, guess_blocks
+from para_core.adapters.propose.stack import cached_error, error_of
+from para_core.adapters.propose.text import with_sharded_text
 from para_core.adapters.propose.virtual_ranks import fresh, run_on_virtual_ranks
 from para_core.cache.blocks import CachedBlocks
 from para_core.instance import original_class, uncompiled
@@ -122,18 +124,58 @@ def propose_plan(
     failures: dict[str, tuple[Plan, str]] = {}
     for start in found:
         of_start = region(module, small, watched[1], start, segment)
+        likeliest_here: Proposal | None = None
         for candidate in of_start.candidates():
             plan = answered(candidate.plan, said)
             if repr(plan) in failures:
                 continue
-            tried = _try_all(module, plan, example_inputs, start)
+            proposal = Proposal(name, plan, error=0.0, reasons=_reasons(candidate, said))
+            tried = _try_all(module, plan, example_inputs, start.tokens)
             if isinstance(tried, float):
-                proposal = Proposal(name, plan, error=tried, reasons=_reasons(candidate, said))
-                proposal = _with_blocks(module, proposal, of_start, small, said)
-                return _with_samples(module, proposal, small, said)
+                proposal = replace(proposal, error=tried)
+                proposal = _with_text(module, proposal, of_start, example_inputs, said) or proposal
+                return _complete(module, proposal, of_start, small, said)
+            likeliest_here = likeliest_here or proposal
             failures[repr(plan)] = plan, f"{start.block}: {tried}"
+        # Where the blocks are given what has entries of both, text may be sharded at the model's inputs though not kept whole here.
+        sharded = likeliest_here and _with_text(module, likeliest_here, of_start, example_inputs, said)
+        if sharded is not None:
+            return _complete(module, sharded, of_start, small, said)
     likeliest = next(iter(failures.values()), (None, "attention has lengths that are not those of the tokens."))
     return Proposal(name, questions=_questions(found, likeliest[1], *watched), guess=likeliest[0])
+
+
+def _with_text(
+    module: nn.Module,
+    proposal: Proposal,
+    of_start: Region,
+    example_inputs: tuple[Mapping[str, Any], Mapping[str, Any]],
+    said: Answers,
+) -> Proposal | None:
+    """``proposal`` with text sharded, too; None where that is not exact, or not with text on every rank by the same plan."""
+    text = of_start.whole_stream()
+    if proposal.plan is None or text is None:
+        return None
+    lengths = [(tokens, of_start.length(text)) for tokens in of_start.start.tokens]
+    for candidate in with_sharded_text(of_start, proposal.plan):
+        plan = answered(candidate.plan, said)
+        errors = []
+        for variant in (plan, plan.with_replicated(WHOLE)):
+            tried = _try_all(module, variant, example_inputs, *zip(*lengths, strict=True))
+            if isinstance(tried, str):
+                break
+            errors.append(tried)
+        else:
+            reasons = [reason for reason in proposal.reasons if _is_of(reason, plan)]
+            error = max(*errors, proposal.error or 0.0)
+            return replace(proposal, plan=plan, error=error, reasons=(*reasons, *candidate.reasons))
+    return None
+
+
+def _is_of(reason: str, plan: Plan) -> bool:
+    """Whether ``plan`` still has the entry that ``reason`` is about: ``module(parameter): …``."""
+    place = OF_PARAMETER.fullmatch(reason.partition(": ")[0])
+    return place is None or place[2] in plan.inner.get(place[1], {})
 
 
 def _reasons(candidate: Candidate, said: Answers) -> tuple[str, ...]:
@@ -143,19 +185,26 @@ def _reasons(candidate: Candidate, said: Answers) -> tuple[str, ...]:
     return (*kept, *[f"{name}: was said." for name in said])
 
 
-def _uneven_meshes(tokens: int) -> tuple[tuple[int, int], ...]:
-    """ring × ulysses: each alone, of so many ranks that their parts of ``tokens`` differ. Equal parts hide what is wrong."""
-    ranks = next(ranks for ranks in count(2) if tokens % ranks)
+def _uneven_meshes(lengths: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """ring × ulysses: each alone, of so many ranks that their parts of each length differ. Equal parts hide what is wrong."""
+    ranks = next(ranks for ranks in count(2) if all(length % ranks for length in lengths))
     return ((1, ranks), (ranks, 1))
 
 
 def _try_all(
-    module: nn.Module, plan: Plan, example_inputs: tuple[Mapping[str, Any], Mapping[str, Any]], start: Start
+    module: nn.Module,
+    plan: Plan,
+    example_inputs: tuple[Mapping[str, Any], Mapping[str, Any]],
+    *lengths: Sequence[int],
 ) -> float | str:
-    """The largest error of ``plan`` at both sizes, or what is wrong with it. Most plans fail at once."""
+    """The largest error of ``plan`` at both sizes, or what is wrong with it. Most plans fail at once.
+
+    Args:
+        lengths: of each segment that is sharded, its tokens in the one call and in the other.
+    """
     largest = 0.0
-    for inputs, tokens in zip(example_inputs, start.tokens, strict=True):
-        tried = _try(module, plan, inputs, _uneven_meshes(tokens))
+    for inputs, of_call in zip(example_inputs, zip(*lengths, strict=True), strict=True):
+        tried = _try(module, plan, inputs, _uneven_meshes(of_call))
         if isinstance(tried, str):
             return tried
         largest = max(largest, tried)
@@ -183,10 +232,30 @@ def _tolerance_of(module: nn.Module) -> float:
     return _TOLERANCE.get(next(module.parameters()).dtype, 1e-5)
 
 
-def _with_samples(module: nn.Module, proposal: Proposal, inputs: Mapping[str, Any], said: Answers) -> Proposal:
-    if proposal.plan is None or "samples" not in said:
+def _complete(
+    module: nn.Module, proposal: Proposal, of_start: Region, inputs: Mapping[str, Any], said: Answers
+) -> Proposal:
+    """With all that is not the plan's sharding."""
+    return _with_samples(module, _with_blocks(module, proposal, of_start, inputs, said), of_start, inputs, said)
+
+
+def _with_samples(
+    module: nn.Module, proposal: Proposal, of_start: Region, inputs: Mapping[str, Any], said: Answers
+) -> Proposal:
+    """``batched`` and ``common`` where ``samples`` is said; else a question, if samples do not depend on each other."""
+    samples = said.get("samples", of_start.samples())
+    if proposal.plan is None or samples is None:
         return proposal
-    plan = with_samples(module, proposal.plan, inputs, said["samples"])
+    plan = with_samples(module, proposal.plan, inputs, samples)
+    if "samples" not in said:
+        if isinstance(plan, str):
+            return proposal
+        question = (
+            f"samples: does a call hold all branches of guidance? Its {samples} samples do not depend on each other: with "
+            f"answers={{'samples': {samples}}} ranks along a batch mesh dim share them. A pipeline that calls it once for each branch "
+            "needs nothing."
+        )
+        return replace(proposal, questions=(*proposal.questions, question))
     if isinstance(plan, str):
         return replace(proposal, questions=(*proposal.questions, f"samples: {plan}"))
     return replace(proposal, plan=plan)
@@ -195,21 +264,29 @@ def _with_samples(module: nn.Module, proposal: Proposal, inputs: Mapping[str, An
 def _with_blocks(
     module: nn.Module, proposal: Proposal, of_start: Region, inputs: Mapping[str, Any], said: Answers
 ) -> Proposal:
-    blocks, error = said.get("CachedBlocks", guess_blocks(of_start)), None
     question = "CachedBlocks: which parameters of its blocks they return changed, in which order? No guess was exact."
-    if blocks is not None:
+    tolerance = _tolerance_of(module)
+    answer = said.get("CachedBlocks")
+    guesses = stacks(module, of_start, inputs, tolerance) if answer is None else [Stack(answer, inputs)]
+    for guess in guesses:
         try:
-            error = cached_error(module, blocks, inputs)
+            error = cached_error(module, guess.blocks, guess.inputs)
+        # What is wrong with a guess makes models fail in any way.
         except Exception as failure:
-            question = f"CachedBlocks: the guess {blocks} failed: {type(failure).__name__}: {failure}"
-    if blocks is None or error is None or not error < _tolerance_of(module):
-        return replace(proposal, questions=(question,))
-    why = [
+            question = f"CachedBlocks: the guess {guess.blocks} failed: {type(failure).__name__}: {failure}"
+            continue
+        if error is not None and error < tolerance:
+            why = (*_reasons_of_stages(guess.blocks), *guess.reasons)
+            return replace(proposal, blocks=guess.blocks, blocks_error=error, reasons=(*proposal.reasons, *why))
+    return replace(proposal, questions=(*proposal.questions, question))
+
+
+def _reasons_of_stages(blocks: CachedBlocks) -> list[str]:
+    return [
         f"{' and '.join(stage.lists)}: blocks that hand on {' and '.join(stage.streams)}"
         + (", and are given the same other arguments." if stage.chained else ", with something else in between.")
         for stage in blocks.stages
     ]
-    return replace(proposal, blocks=blocks, blocks_error=error, reasons=(*proposal.reasons, *why))
 
 
 def _nothing_grows(name: str, seen: Observation) -> str:

@@ -34,9 +34,9 @@ def guess_blocks(region: Region) -> CachedBlocks | None:
         if not all(streams):
             return None
         measured = next((one for one in region.start.streams if one in streams), streams[0])
-        stage = Stage((name,), streams, measured, chained=_chained(calls, streams))
+        stage = Stage((name,), streams, measured, chained=is_chained(calls, streams))
         if stages and stages[-1].streams == streams and _hand_over(before[-1], calls[0], streams):
-            chained = stages[-1].chained and stage.chained and _chained([before[-1], calls[0]], streams)
+            chained = stages[-1].chained and stage.chained and is_chained([before[-1], calls[0]], streams)
             stages[-1] = replace(stages[-1], lists=(*stages[-1].lists, name), chained=chained)
         else:
             stages.append(stage)
@@ -61,7 +61,7 @@ def _hand_over(call: ModuleCall, following: ModuleCall, streams: tuple[str, ...]
     return [getattr(one, "identity", None) for one in handed] == [one.identity for one in tensors_of(call.returned)]
 
 
-def _chained(calls: list[ModuleCall], streams: tuple[str, ...]) -> bool:
+def is_chained(calls: list[ModuleCall], streams: tuple[str, ...]) -> bool:
     """Whether the model only hands the streams on, and gives each block the same other arguments."""
     rest = [_identities({k: v for k, v in call.given.items() if k not in streams}) for call in calls]
     pairs = pairwise(calls)

@@ -90,3 +90,70 @@ class Choosing(Painter):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList([ChoosingLayer(), ChoosingLayer()])
+
+
+class UnplacedLayer(Layer):
+    def forward(self, latents: Tensor, caption: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
+        """``words``: ``[B, text]``, how much each counts."""
+        return super().forward(
+            latents, caption * words[:, :, None], torch.zeros(caption.shape[1] + latents.shape[1], 8)
+        )
+
+
+class Weighted(Painter):
+    """Each word has a weight, and no token a position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([UnplacedLayer(), UnplacedLayer()])
+
+    def forward(self, latents: Tensor, caption: Tensor, words: Tensor) -> Tensor:
+        return super().forward(latents, caption, words)
+
+
+def weighted_inputs(tokens: int) -> dict[str, Tensor]:
+    inputs = painter_inputs(tokens)
+    return {"latents": inputs["latents"], "caption": inputs["caption"], "words": inputs["caption"][:, :, 0]}
+
+
+class Controlled(Painter):
+    """A ControlNet's residuals are added between its layers, and layers may be left out."""
+
+    def forward(
+        self,
+        latents: Tensor,
+        caption: Tensor,
+        positions: Tensor,
+        residuals: list[Tensor] | None = None,
+        left_out: int | None = None,
+    ) -> Tensor:
+        latents = self.embed(latents)
+        for place, layer in enumerate(self.layers):
+            if place != left_out:
+                caption, latents = layer(latents, caption, positions)
+            if residuals is not None:
+                latents = latents + residuals[place]
+        return self.out(latents)
+
+
+def controlled_inputs(tokens: int, **more: object) -> dict[str, object]:
+    generator = torch.Generator().manual_seed(tokens)
+    residuals = [torch.randn(2, tokens, 16, generator=generator) for _ in range(3)]
+    return {**painter_inputs(tokens), "residuals": residuals, **more}
+
+
+class Compared(Painter):
+    """Samples see each other."""
+
+    def forward(self, latents: Tensor, caption: Tensor, positions: Tensor) -> Tensor:
+        out = super().forward(latents, caption, positions)
+        return out - out.mean(dim=0, keepdim=True)
+
+
+class OfTwo(Weighted):
+    """Takes two samples, and no other number."""
+
+    def forward(self, latents: Tensor, caption: Tensor, words: Tensor) -> Tensor:
+        if latents.shape[0] != 2:
+            raise RuntimeError("two")
+        return super().forward(latents, caption, words)

@@ -8,7 +8,18 @@ from benchmarks.tiny_models import MODELS
 from para_core.adapters import Adapter, parallelize_transformer, propose_plan
 from para_core.cache.blocks import CachedBlocks, Stage
 from para_core.plans.plan import FirstTokens, Gather, Replicate, Split
-from tests.adapters.propose.models import Centred, Choosing, Painter, painter_inputs
+from tests.adapters.propose.models import (
+    Centred,
+    Choosing,
+    Compared,
+    Controlled,
+    OfTwo,
+    Painter,
+    Weighted,
+    controlled_inputs,
+    painter_inputs,
+    weighted_inputs,
+)
 from tests.tiny import cpu_mesh, relative_error
 
 
@@ -111,6 +122,66 @@ def test_samples_that_are_said_are_distributed(rank_pool):
         expected = transformer(**painter_inputs(23))
     for out in rank_pool.run(run_samples_in_parallel, 2, proposal.source()):
         assert relative_error(out, expected) < 1e-5
+
+
+def run_with_text(source):
+    outs = []
+    for text in ("shard", "replicate"):
+        transformer = fill(Weighted(), seed=1)
+        parallelize_transformer(transformer, mesh=cpu_mesh(1, 2), text=text, adapter=adapter_of(source))
+        with torch.no_grad():
+            outs.append(transformer(**weighted_inputs(23)))
+    return outs
+
+
+def test_text_is_sharded_too_with_what_goes_with_it(rank_pool):
+    transformer = fill(Weighted(), seed=1)
+    proposal = propose_plan(transformer, (weighted_inputs(17), weighted_inputs(31)))
+    assert proposal.plan.cuts("text")
+    assert "text, in one sequence with the tokens" in str(proposal)
+    with torch.no_grad():
+        expected = transformer(**weighted_inputs(23))
+    for outs in rank_pool.run(run_with_text, 2, proposal.source()):
+        assert max(relative_error(out, expected) for out in outs) < 1e-5
+
+
+def test_text_stays_on_every_rank_where_positions_are_of_text_and_image():
+    proposal = propose_plan(fill(Painter(), seed=1), (painter_inputs(17), painter_inputs(31)))
+    assert proposal.plan is not None
+    assert not proposal.plan.cuts("text")
+
+
+def test_arguments_that_do_something_between_blocks_are_named():
+    proposal = propose_plan(fill(Controlled(), seed=1), (controlled_inputs(17), controlled_inputs(31)))
+    assert proposal.blocks.stages[0].chained
+    assert proposal.blocks.stages[0].between == ("residuals",)
+    assert proposal.blocks.uncached == ()
+    assert "residuals: with it, the model does more between the blocks of layers" in str(proposal)
+
+
+def test_arguments_that_leave_out_blocks_are_named():
+    examples = controlled_inputs(17, left_out=1), controlled_inputs(31, left_out=1)
+    proposal = propose_plan(fill(Controlled(), seed=1), examples)
+    assert proposal.blocks.stages[0].between == ("residuals",)
+    assert proposal.blocks.uncached == ("left_out",)
+    assert "left_out: with it, other blocks run." in str(proposal)
+
+
+def test_samples_that_do_not_depend_on_each_other_are_asked_about():
+    examples = painter_inputs(17), painter_inputs(31)
+    asked = propose_plan(fill(Painter(), seed=1), examples)
+    assert asked.plan.batched == {}
+    assert "answers={'samples': 2}" in asked.questions[0]
+    proposal = propose_plan(fill(Compared(), seed=1), examples)
+    assert proposal.plan is not None
+    assert proposal.questions == ()
+
+
+def test_samples_that_cannot_be_called_alone_are_said_to_be_so():
+    examples = weighted_inputs(17), weighted_inputs(31)
+    proposal = propose_plan(fill(OfTwo(), seed=1), examples, answers={"samples": 2})
+    assert proposal.plan is not None
+    assert "samples: one sample of 2 alone fails: RuntimeError: two" in " ".join(proposal.questions)
 
 
 def test_what_is_no_pair_of_calls_is_an_error():
