@@ -29,7 +29,7 @@ from para_core.adapters.supported import TRANSFORMERS
 from para_core.adapters.unet_rows import known_equal_unets
 from para_core.agreement import Record, agree, signature
 from para_core.collectives import broadcast_bytes
-from para_core.guidance import Guidance
+from para_core.guidance import Guidance, with_values
 from para_core.instance import Order, original_class, uncompiled, unwrap, wrap_method, wrapper
 from para_core.mesh import GuidedMesh, host_group
 from para_core.plans.region import known_equal, reattach_plan
@@ -112,7 +112,8 @@ class ParallelCall:
                 kwargs = stack.enter_context(
                     around_callbacks(kwargs, _CALLBACK, self._with_results, order=Order.GUIDANCE)
                 )
-            return call(pipe, *args, **kwargs)
+            result = call(pipe, *args, **kwargs)
+        return with_values(result)
 
     def _with_results(self, callback: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """A callback after the results of its step are on every rank: it may look at them on one rank alone."""

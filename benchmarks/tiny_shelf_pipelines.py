@@ -342,11 +342,11 @@ SHELF_PIPELINES: dict[str, TinyPipeline] = {
     ),
     "latte": TinyPipeline(
         lambda: on_shelf("LattePipeline", "latte", vae=None, scheduler=DDIMScheduler()),
-        {**_SIZE, **_TEXT, "negative_prompt": None, "video_length": 3},
+        {**SIZE, **TEXT, "negative_prompt": None, "video_length": 3},
     ),
     "qwen-image 2.1": TinyPipeline(
         lambda: on_shelf("QwenImage21Pipeline", "qwen-image 2.1", vae=None, processor=_ChatTemplate()),
-        {"height": 64, "width": 96, **_TEXT, **_masks("embeds_mask"), "true_cfg_scale": 3.0},
+        {"height": 64, "width": 96, **TEXT, **masks("embeds_mask"), "true_cfg_scale": 3.0},
     ),
     "sana": TinyPipeline(lambda: on_shelf("SanaPipeline", "sana", vae=None), _SANA),
     "sana, perturbed": TinyPipeline(

@@ -193,6 +193,11 @@ class Guidance:
             later.compute()
         self.rounds.append(len(done.calls))
 
+    @property
+    def waits_for_more(self) -> bool:
+        """Whether ranks are left for another call of the round under way."""
+        return len(self._round.calls) < self._dim.size
+
     def _look_ahead(self, key: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Find what the call of this form will give, if that can be known."""
         foreseen = None
@@ -343,6 +348,11 @@ class Deferred(Tensor):
         return func(*_values(args), **_values(kwargs))
 
 
+def with_values(result: Any) -> Any:
+    """``result`` with data in place of what was deferred, in any of the containers that pytree knows."""
+    return _values(result) if any(isinstance(x, Deferred) for x in pytree.tree_leaves(result)) else result
+
+
 def _values(tree: Any) -> Any:
     return pytree.tree_map_only(Deferred, lambda x: x.value(), tree)
 
@@ -352,7 +362,11 @@ def _known_values(tree: Any) -> Any:
 
 
 def _can_wait(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether ``func`` gives the same if it is computed when the round is over."""
+    """Whether ``func`` gives the same if it is computed when the round is over, and is worth it.
+
+    With tensors that are here, that is what pipelines do before they call the next branch: pointwise functions, while there are ranks left
+    for one. Others may take weights, which are not to be copied.
+    """
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     to_come, here = [x for x in tensors if isinstance(x, Deferred)], [x for x in tensors if not isinstance(x, Deferred)]
     devices = {x.device for x in to_come}
@@ -361,8 +375,7 @@ def _can_wait(func: Any, args: Any, kwargs: Any) -> bool:
         and all(type(x) in (Tensor, nn.Parameter) and (x.device in devices or x.ndim == 0) for x in here)
         and kwargs.get("device") in (None, *devices)
         and not func._schema.is_mutable
-        # What mixes results with latents; not an autoencoder, whose weights would be copied.
-        and (not here or torch.Tag.pointwise in func.tags)
+        and (not here or (torch.Tag.pointwise in func.tags and to_come[0]._guidance.waits_for_more))
         # Numbers would be drawn later than on one device.
         and torch.Tag.nondeterministic_seeded not in func.tags
     )

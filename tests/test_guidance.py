@@ -42,7 +42,7 @@ def cut_first(model, x):
 
 
 def scaled_first(model, x):
-    """LTX-2's pipelines make of each result something else, together with the latents."""
+    """Pipelines of Cosmos 2 and LTX-2 make of each result something else, together with the latents."""
     cond = x - 0.5 * model(x, 0)[0].float()
     return cond - model(x, 1)[0]
 
@@ -55,6 +55,11 @@ def between_latents_changed_in_place(model, x):
     uncond = x - model(x, 1)[0]
     x.mul_(0.5)
     return cond - uncond + x
+
+
+def through_weights(model, x):
+    cond = model(x, 0)[0] @ torch.eye(6)
+    return cond - model(x, 1)[0]
 
 
 def used_by_the_second(model, x):
@@ -124,6 +129,7 @@ BODIES = {
     scaled_first: (1, 1),
     between_latents_changed_in_place: (1, 1),
     between_random_numbers: (2, 0),
+    through_weights: (2, 0),
     used_by_the_second: (2, 0),
     three_branches: (2, 1),
     only_one: (1, 0),

@@ -59,7 +59,9 @@ LINEAR = {
 
 
 @pytest.mark.filterwarnings("ignore:In CPU autocast", "ignore:`Transformer2DModelOutput` is deprecated")
-@pytest.mark.parametrize("name", {model.cls: name for name, model in MODELS.items() if model.cls not in LINEAR}.values())
+@pytest.mark.parametrize(
+    "name", {model.cls: name for name, model in MODELS.items() if model.cls not in LINEAR}.values()
+)
 def test_heads_are_known_of_every_model(name):
     module = MODELS[name].build()
     with KeyHeads() as calls, torch.no_grad():
