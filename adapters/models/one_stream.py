@@ -105,7 +105,7 @@ ERNIE_IMAGE = Adapter(
         joint_order=("tokens",),
         batched=dict.fromkeys(("hidden_states", "timestep", "text_bth", "text_lens"), 0),
     ),
-    blocks=CachedBlocks((Stage(("layers",), ("x",), measured="x", chained=True),), conditions=("text_bth",)),
+    blocks=CachedBlocks((Stage(("layers",), ("x",), measured="x", chained=True, samples=1),), conditions=("text_bth",)),
 )
 
 IDEOGRAM4 = Adapter(

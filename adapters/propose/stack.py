@@ -34,7 +34,9 @@ def guess_blocks(region: Region) -> CachedBlocks | None:
         if not all(streams):
             return None
         measured = next((one for one in region.start.streams if one in streams), streams[0])
-        stage = Stage((name,), streams, measured, chained=is_chained(calls, streams))
+        # Tokens first, of [S, B, C].
+        samples = int(region.start.dim == 0 and region.samples() is not None)
+        stage = Stage((name,), streams, measured, chained=is_chained(calls, streams), samples=samples)
         if stages and stages[-1].streams == streams and _hand_over(before[-1], calls[0], streams):
             chained = stages[-1].chained and stage.chained and is_chained([before[-1], calls[0]], streams)
             stages[-1] = replace(stages[-1], lists=(*stages[-1].lists, name), chained=chained)

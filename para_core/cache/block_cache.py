@@ -300,7 +300,8 @@ class BlockCache:
         """Whether the blocks that follow are skipped; ``_skip`` is None where nothing is stored yet."""
         state = self.state
         traced = torch.compiler.is_compiling()
-        sample = residual.detach()[..., :: self.options.downsample]
+        # Blocks of the first stage decide.
+        sample = residual.detach()[..., :: self.options.downsample].movedim(self.blocks.stages[0].samples, 0)
         if sample.dim() < 3:
             # Tokens without a batch.
             sample = sample[None]

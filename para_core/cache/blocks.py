@@ -24,6 +24,7 @@ class Stage:
         chained: the model only hands the streams from block to block, and gives each the same other arguments; a compiled
             graph then skips all blocks of the stage at once.
         between: arguments of the model with which it does more than that (residuals of a ControlNet).
+        samples: the dim of ``measured`` that holds the samples of a batch: 1 of ``[S, B, C]``.
     """
 
     lists: tuple[str, ...]
@@ -31,6 +32,7 @@ class Stage:
     measured: str = "hidden_states"
     chained: bool = False
     between: tuple[str, ...] = ()
+    samples: int = 0
 
     def __post_init__(self) -> None:
         for name in ("lists", "streams", "between"):

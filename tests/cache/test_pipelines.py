@@ -30,6 +30,8 @@ ON_TWO_RANKS += [
     "z-image",
     "chroma",
     "kandinsky 5",
+    # [S, B, C]: tokens are no samples.
+    "ernie-image",
 ]
 # Of a pipeline's ways the first.
 FIRST_WAYS = [name for name in SHELF_PIPELINES if "," not in name]
