@@ -2,8 +2,8 @@
 
     python -m benchmarks.supported_table
 
-Writes the table of docs/pipelines.md from diffusers' classes and what `para_core.adapters` knows of them. No model is run: what the table
-says is what tests/adapters and tests/cache show.
+Writes the table of docs/pipelines.md from diffusers' classes, what `para_core.adapters` knows of them, and the errors that
+`python -m benchmarks.model_errors` has measured (benchmarks/results/model_errors.json). No model is run.
 """
 
 from __future__ import annotations
@@ -11,15 +11,18 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import json
 import pkgutil
 import re
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import diffusers
 from diffusers import ModelMixin
 from diffusers.models import transformers
 
+from benchmarks.environment import RESULTS
 from benchmarks.page_parts import fill
 from benchmarks.tiny_models import NO_WHOLE_GRAPH
 from para_core.adapters.adapter import Adapter
@@ -30,7 +33,7 @@ from para_core.plans.plan import Plan, Split
 PAGE = Path(__file__).parents[1] / "docs/pipelines.md"
 _MOST_PIPELINES = 4
 # Their samples are lists, or named by their places in the batch.
-_LISTS = ("ZImageTransformer2DModel", "OmniGenTransformer2DModel", "JoyImageEditPlusTransformer3DModel")
+_LISTS = ("OmniGenTransformer2DModel", "JoyImageEditPlusTransformer3DModel")
 
 # Of which a pipeline has one for each branch.
 _ONE_A_BRANCH = ("Ideogram4Transformer2DModel",)
@@ -67,7 +70,7 @@ def pipelines_of(transformer: str) -> list[str]:
 
 
 def row(transformer: str) -> list[str]:
-    """Class, pipelines, what is sharded, guidance, whether it is cached, whether it is one graph; or why not."""
+    """Class, pipelines, what is sharded, guidance, the error; whether it is cached, and that error; whether it is one graph; or why not."""
     names = pipelines_of(transformer)
     listed = ", ".join(names[:_MOST_PIPELINES]) + (
         f" and {len(names) - _MOST_PIPELINES} more" if len(names) > 4 else ""
@@ -80,15 +83,31 @@ def row(transformer: str) -> list[str]:
                 f"diffusers {diffusers.__version__} has {transformer}, of which adapters/models knows nothing: write an adapter, "
                 "or say in adapters/models/refused.py why there is none."
             )
-        return [transformer, listed, f"no: {reason}", "", "", ""]
+        return [transformer, listed, f"no: {reason}", *[""] * 5]
     return [
         transformer,
         listed,
         _sharded(known),
         _branches(known),
+        _largest_error(transformer, "errors"),
         "yes" if known.blocks is not None else "no",
+        _largest_error(transformer, "cached"),
         _one_graph(transformer),
     ]
+
+
+@cache
+def _measured() -> dict[str, Any]:
+    models: dict[str, Any] = json.loads((RESULTS / "model_errors.json").read_text())["models"]
+    return models
+
+
+def _largest_error(transformer: str, kind: str) -> str:
+    """Of all tiny models of a class, on all meshes."""
+    found = [error for row in _measured().values() if row["class"] == transformer for error in row[kind].values()]
+    if not found:
+        raise ValueError(f"{transformer} was not measured: python -m benchmarks.model_errors")
+    return f"{max(found):.0e}"
 
 
 def _branches(adapter: Adapter) -> str:
@@ -118,12 +137,16 @@ def _segments(plan: Plan) -> list[str]:
 
 
 def table() -> list[str]:
-    heads = ["class", "pipelines", "sharded", "branches of guidance", "cached", "one graph"]
+    heads = ["class", "pipelines", "sharded", "branches of guidance", "error", "cached", "error, cached", "one graph"]
     rows = [row(name) for name in transformer_classes()]
     lines = ["| " + " | ".join(cells) + " |" for cells in (heads, ["---"] * len(heads), *rows)]
     runs = sum(not cells[2].startswith("no: ") for cells in rows)
     return [
-        f"Of {len(rows)} classes in diffusers {diffusers.__version__}, {runs} run in parallel and can be cached.",
+        (
+            f"Of {len(rows)} classes in diffusers {diffusers.__version__}, {runs} run in parallel and can be cached. Errors: on two ranks (Ulysses, "
+            "ring, and samples over ranks where they are in one batch), the largest of all its tiny models, from the unmodified model on one device; "
+            "cached, from the same cached alone, in a call that takes stored residuals."
+        ),
         "",
         *lines,
     ]
