@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial, wraps
-from types import FunctionType, MethodType
+from functools import partial
 from typing import Any
 
 from para_core.instance import Order, unwrap, wrap_method
@@ -27,10 +26,10 @@ def around_callbacks(
 
 @contextmanager
 def _around(callback: Any, key: str, run: Callable[..., Any], order: Order) -> Iterator[Any]:
-    if isinstance(callback, (FunctionType, MethodType)):
-        yield wraps(callback)(partial(run, callback))
+    if not hasattr(callback, "tensor_inputs"):
+        yield partial(run, callback)
         return
-    # diffusers asks these of what class they are.
+    # Of diffusers' own, pipelines ask of what class they are.
     wrap_method(callback, "__call__", key, run, order=order)
     try:
         yield callback

@@ -51,7 +51,7 @@ def parallelize_pipe(
     Args:
         pipe: any diffusers pipeline on a supported transformer or UNet.
         mesh: a DeviceMesh with a ``ring`` and/or ``ulysses`` dim (also a slice of a larger one), or a ProcessGroup. Ranks
-            along a ``batch`` dim share the branches of guidance. For a UNet, all others share the rows of its pictures. Left out: all ranks, half of them for each branch where the
+            along a ``batch`` dim share the branches of guidance. For a UNet, all others share the rows of its images. Left out: all ranks, half of them for each branch where the
             pipeline guides by default, then Ulysses up to the number of heads, then the ring; one rank where
             ``WORLD_SIZE`` is unset or 1.
         text: ``"shard"`` shards the text tokens as those of the image are, ``"replicate"`` keeps all of them on every rank.

@@ -343,7 +343,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "a UNet that is not known",
         (When.PARALLELIZE,),
         _unfit_unet,
-        "{owner} is not supported: whether rows of a picture can be sharded in {cls} is not known: {reason}. Give each rank prompts "
+        "{owner} is not supported: whether rows of an image can be sharded in {cls} is not known: {reason}. Give each rank prompts "
         "of its own instead. Supported are {supported}.",
         TypeError,
     ),

@@ -1,4 +1,4 @@
-"""The ranks that share the rows of a model's pictures."""
+"""The ranks that share the rows of a model's images."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from para_core.spatial.tag import Rows
 
 
 class RowRanks:
-    """``ranks``, of which the first few alone work on pictures of few rows."""
+    """``ranks``, of which the first few alone work on images of few rows."""
 
     def __init__(self, ranks: MeshDim) -> None:
         self.ranks = ranks

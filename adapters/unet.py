@@ -1,4 +1,4 @@
-"""Running a UNet of diffusers on several ranks: each holds rows of the picture."""
+"""Running a UNet of diffusers on several ranks: each holds rows of the image."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def parallelize_unet(
     """Run this one UNet, or ControlNet, over ``mesh``: every rank gives it the same input and gets the whole output.
 
     For a denoising loop of your own; :func:`parallelize_pipe` also keeps random numbers and arguments alike on all ranks. Ranks
-    along ``ring`` and ``ulysses`` share the rows of the picture (columns where it is wider than high), those along ``batch`` the
+    along ``ring`` and ``ulysses`` share the rows of the image (columns where it is wider than high), those along ``batch`` the
     samples. Nothing is computed for a gradient. Calling this again with another mesh takes effect.
 
     Args:

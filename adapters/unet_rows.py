@@ -1,4 +1,4 @@
-"""A UNet around whose calls rows of the picture are sharded over ranks, and gathered again."""
+"""A UNet around whose calls rows of the image are sharded over ranks, and gathered again."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _UnetRun:
 
     def around(self, call: Callable[..., Any], unet: Any, /, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
-        sample = given.get(self.adapter.pictures[0])
+        sample = given.get(self.adapter.images[0])
         if len(args) + len(kwargs) > len(given) or not isinstance(sample, Tensor) or sample.ndim < 4:
             # The model says what is wrong with that.
             return call(unet, *args, **kwargs)
@@ -52,7 +52,7 @@ class _UnetRun:
             self.require_equal(given)
         if sample.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
-                f"a gradient of {self.adapter.pictures[0]} was asked for, and none is computed over ranks. Call the "
+                f"a gradient of {self.adapter.images[0]} was asked for, and none is computed over ranks. Call the "
                 f"{original_class(unet).__name__} under torch.no_grad(), or unparallelize it."
             )
         with torch.no_grad():
@@ -65,7 +65,7 @@ class _UnetRun:
 
     def over_rows(self, call: Callable[..., Any], unet: Any, given: dict[str, Any]) -> Any:
         """``call(**given)`` on this rank's rows, gathered."""
-        sample = given[self.adapter.pictures[0]]
+        sample = given[self.adapter.images[0]]
         dim = -1 if sample.shape[-1] > sample.shape[-2] else -2
         unit = 2 ** sum(getattr(block, "downsamplers", None) is not None for block in unet.down_blocks)
         # One row of the innermost level, and it could not be told from a dim of size 1.
@@ -74,7 +74,7 @@ class _UnetRun:
             compute = partial(call, **given)
         else:
             sharded: dict[str | int, Any] = {}
-            for name in self.adapter.pictures:
+            for name in self.adapter.images:
                 times, rest = divmod(given[name].shape[dim], sample.shape[dim])
                 if rest == 0 and times > 0:
                     sharded[name] = (dim, tuple([times * count for count in rows.layout]))

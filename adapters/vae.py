@@ -1,4 +1,4 @@
-"""Running an autoencoder of diffusers on several ranks: each holds rows of the picture, or computes some of its tiles."""
+"""Running an autoencoder of diffusers on several ranks: each holds rows of the image, or computes some of its tiles."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def parallelize_vae(
     method: Method = "exact",
     gather: Gather = "all",
 ) -> Vae:
-    """Encode and decode each picture with this one autoencoder on all ranks of ``mesh``, which all call it alike.
+    """Encode and decode each image with this one autoencoder on all ranks of ``mesh``, which all call it alike.
 
     Calling this again with other settings takes effect; :func:`unparallelize_vae` undoes it. Nothing is computed for a gradient.
 
     Args:
         vae: an autoencoder of diffusers (docs/vae.md lists them).
         mesh: all its ranks take part, along whatever dims. Left out: all ranks; one where there is no process group.
-        method: ``"exact"``: every rank computes on rows of the picture (columns where it is wider than high), and gets from others
+        method: ``"exact"``: every rank computes on rows of the image (columns where it is wider than high), and gets from others
             what convolutions, norms and attention need: the numbers of one device, up to floating-point order. What the VAE would
             tile by itself (``enable_tiling``) is tiled. ``"tiled"``: diffusers' own tiling, its tiles distributed: bit by bit what
             diffusers' tiling gives on one device, seams included.
@@ -86,8 +86,8 @@ def parallelize_vae(
         return vae
     if ranks.size > _MANY and ranks.index == 0:
         logger.warning(
-            "parallelize_vae: %d ranks; beyond %d a picture of 720 rows is not decoded faster, for ranks wait for each other at every "
-            "layer. Pass a smaller mesh, and gather='first' if only one rank needs the picture.",
+            "parallelize_vae: %d ranks; beyond %d an image of 720 rows is not decoded faster, for ranks wait for each other at every "
+            "layer. Pass a smaller mesh, and gather='first' if only one rank needs the image.",
             ranks.size,
             _MANY,
         )
@@ -223,11 +223,11 @@ class _Run:
         return call(vae, *args, **kwargs)
 
     def check(self, vae: Any, x: Tensor) -> None:
-        """Raise on every rank unless all can run, and have the same picture."""
+        """Raise on every rank unless all can run, and have the same image."""
         problem: Exception | None = None
         if x.requires_grad and torch.is_grad_enabled():
             problem = RuntimeError(
-                "a gradient of the picture was asked for, and none is computed over ranks. Call it under torch.no_grad(), or "
+                "a gradient of the image was asked for, and none is computed over ranks. Call it under torch.no_grad(), or "
                 "unparallelize_vae(vae)."
             )
         elif has_compiled_parts(vae):
@@ -245,6 +245,6 @@ class _Run:
         rank = next(rank for rank, record in enumerate(records) if record != records[0])
         return (
             f"the ranks call this {self.adapter.vae} with different {' and '.join(differs)}: rank 0 has "
-            f"{records[0].get(differs[0])}, rank {rank} has {records[rank].get(differs[0])}. Every rank gives it the same picture, "
+            f"{records[0].get(differs[0])}, rank {rank} has {records[rank].get(differs[0])}. Every rank gives it the same image, "
             "and has the same settings; draw random numbers from a generator of the same seed on all ranks."
         )

@@ -40,7 +40,7 @@ _QWEN = {
 
 
 def qwen_image(cls: str = "QwenImagePipeline", *, layers: bool = False, **components: Any) -> Any:
-    """``layers``: a image with transparency is taken apart."""
+    """``layers``: an image with transparency is taken apart."""
     config = transformers.Qwen2_5_VLConfig(
         text_config={"vocab_size": len(word_tokenizer()), "rope_parameters": ROPE, **DECODER},
         vision_config={

@@ -186,6 +186,13 @@ class _ChatTemplate:
         return [1]
 
 
+def _qwen_21() -> Any:
+    return on_shelf("QwenImage21Pipeline", "qwen-image 2.1", vae=None, processor=_ChatTemplate())
+
+
+_QWEN_21 = {"height": 64, "width": 96, **TEXT, **masks("embeds_mask"), "true_cfg_scale": 3.0}
+
+
 _LAYERS = {
     f"{kind}_embeds": torch.randn(1, 9, 3, TEXT_WIDTH, generator=torch.Generator().manual_seed(seed))
     for seed, kind in enumerate(("prompt", "negative_prompt"))
@@ -344,10 +351,8 @@ SHELF_PIPELINES: dict[str, TinyPipeline] = {
         lambda: on_shelf("LattePipeline", "latte", vae=None, scheduler=DDIMScheduler()),
         {**SIZE, **TEXT, "negative_prompt": None, "video_length": 3},
     ),
-    "qwen-image 2.1": TinyPipeline(
-        lambda: on_shelf("QwenImage21Pipeline", "qwen-image 2.1", vae=None, processor=_ChatTemplate()),
-        {"height": 64, "width": 96, **TEXT, **masks("embeds_mask"), "true_cfg_scale": 3.0},
-    ),
+    "qwen-image 2.1": TinyPipeline(_qwen_21, _QWEN_21),
+    "qwen-image 2.1, no cached keys": TinyPipeline(_qwen_21, {**_QWEN_21, "use_kv_cache": False}),
     "sana": TinyPipeline(lambda: on_shelf("SanaPipeline", "sana", vae=None), _SANA),
     "sana, perturbed": TinyPipeline(
         lambda: on_shelf("SanaPAGPipeline", "sana", vae=None, pag_applied_layers="transformer_blocks.1"), _SANA

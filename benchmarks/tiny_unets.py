@@ -206,7 +206,7 @@ _MASK = random_image(_HEIGHT, _WIDTH, seed=1).convert("L")
 _TEXT = {**_SIZE, **_GUIDED}
 # Of a negative image and an image.
 _IP_ADAPTER = {"ip_adapter_image_embeds": [torch.linspace(-1, 2, 2 * IMAGE_WIDTH).reshape(2, 1, IMAGE_WIDTH)]}
-# Hides the image from the upper left of the picture.
+# Hides what is given from the upper left of the image.
 _WHERE = torch.ones(1, 1, _HEIGHT, _WIDTH).index_fill(2, torch.arange(40), 0).index_fill(3, torch.arange(30), 0)
 _PIX2PIX = {"image": _IMAGE, **_GUIDED, "image_guidance_scale": 1.5}
 

@@ -1,4 +1,4 @@
-"""The autoencoders of diffusers with random weights, as small as they can be, and pictures of odd sizes for them."""
+"""The autoencoders of diffusers with random weights, as small as they can be, and images of odd sizes for them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class TinyVae:
         return made
 
     def make_tiled(self) -> nn.Module:
-        """With tiles of 4 × 4 latents, of which the next one begins 3 later: small enough for the pictures here."""
+        """With tiles of 4 × 4 latents, of which the next one begins 3 later: small enough for the images here."""
         vae: Any = self.make()
         vae.use_tiling = True
         ratio = rows_per_latent(vae)
@@ -83,7 +83,7 @@ class TinyVae:
         return parameters
 
 
-def random_picture(shape: tuple[int, ...], *, wide: bool = False, seed: int = 1) -> Tensor:
+def random_image(shape: tuple[int, ...], *, wide: bool = False, seed: int = 1) -> Tensor:
     """Numbers of ``shape``; ``wide``: its last two sizes are exchanged."""
     if wide:
         shape = (*shape[:-2], shape[-1], shape[-2])

@@ -45,7 +45,7 @@ def _sent(func: Any, args: Sequence[Any]) -> int | None:
         x, sizes, _, name, *_ = args
         group = dist.distributed_c10d._resolve_process_group(name)
         return (sum(sizes) - sizes[group.rank()]) * x.element_size() * (x.numel() // max(1, len(x)))
-    # Records by which ranks agree are bytes; what is gathered of a picture's statistics is not.
+    # Records by which ranks agree are bytes; what is gathered of an image's statistics is not.
     if func is torch.ops.c10d._allgather_base_.default and args[1].dtype != torch.uint8:
         return args[1].nbytes * (dist.ProcessGroup.unbox(args[2]).size() - 1)
     if func is torch.ops.para_core.all_gather.default:

@@ -3,7 +3,7 @@
     pip install --no-deps --target FOLDER distvae
     python -m benchmarks.vae_beside --distvae FOLDER
 
-The autoencoder of the small FLUX that was trained here decodes 16 of its pictures as one of 512 × 512. Seconds are medians of rounds, the
+The autoencoder of the small FLUX that was trained here decodes 16 of its images as one of 512 × 512. Seconds are medians of rounds, the
 slowest rank's. Writes benchmarks/results/vae_beside.json, docs/vae_seams.png and the table of docs/vae.md.
 """
 
@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[1]
 PAGE, PICTURE = ROOT / "docs/vae.md", ROOT / "docs/vae_seams.png"
 AMPLIFIED = 4
 ALONE = "one device"
-SHOWN = 256  # pixels of the picture that are shown, from its middle
+SHOWN = 256  # pixels of the image that are shown, from its middle
 
 
 class AllTraffic(TrafficCounter):
@@ -62,8 +62,8 @@ class AllTraffic(TrafficCounter):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def picture() -> Tensor:
-    """4 × 4 pictures of the grammar, ``[1, 3, 512, 512]`` in -1 to 1."""
+def image() -> Tensor:
+    """4 × 4 images of the grammar, ``[1, 3, 512, 512]`` in -1 to 1."""
     rng = np.random.default_rng(0)
     rows = [np.concatenate([draw(crowded_scene(rng), rng) for _ in range(4)], axis=1) for _ in range(4)]
     pixels = torch.from_numpy(np.concatenate(rows)).permute(2, 0, 1)
@@ -96,10 +96,10 @@ def ways(vae: Any, distvae: Path | None) -> tuple[dict[str, Callable[[Tensor], A
 @torch.no_grad()
 def measure(rounds: int, distvae: Path | None) -> dict[str, Any]:
     vae: Any = AutoencoderKL.from_pretrained(ROOT / "benchmarks/tiny_flux/pipeline/vae").eval()
-    z = vae.encode(picture()).latent_dist.mode()
+    z = vae.encode(image()).latent_dist.mode()
     decoders, missing = ways(vae, distvae)
     seconds: dict[str, list[float]] = {name: [] for name in decoders}
-    pictures, sent = {}, {}
+    images, sent = {}, {}
     for number in range(rounds + 1):  # the first one warms up, and is counted
         for name, decode in decoders.items():
             one_device = "one device" in name
@@ -107,14 +107,14 @@ def measure(rounds: int, distvae: Path | None) -> dict[str, Any]:
             start = time.perf_counter()
             if number == 0:
                 with AllTraffic() as traffic:
-                    pictures[name] = decode(z).sample
+                    images[name] = decode(z).sample
                 sent[name] = traffic.bytes, traffic.collectives
             elif not one_device or dist.get_rank() == 0:
                 decode(z)
             took = torch.tensor(time.perf_counter() - start)
             dist.all_reduce(took, op=dist.ReduceOp.MAX)
             seconds[name].append(float(took))
-    expected = pictures[ALONE].double()
+    expected = images[ALONE].double()
     rows = {
         name: {
             "error": float((x - expected).norm() / expected.norm()),
@@ -124,20 +124,20 @@ def measure(rounds: int, distvae: Path | None) -> dict[str, Any]:
             "bytes a rank sends": sent[name][0],
             "collectives": sent[name][1],
         }
-        for name, x in pictures.items()
+        for name, x in images.items()
     }
     if dist.get_rank() == 0:
-        show(pictures)
+        show(images)
     return {"missing": missing, "rows": rows}
 
 
-def show(pictures: Mapping[str, Tensor]) -> None:
-    """The middle of the picture, and beside it the differences from one device, amplified."""
+def show(images: Mapping[str, Tensor]) -> None:
+    """The middle of the image, and beside it the differences from one device, amplified."""
     panels = []
-    for name, x in pictures.items():
+    for name, x in images.items():
         if name == "para_core, tiled":  # bit by bit that of diffusers
             continue
-        values = x[0] / 2 + 0.5 if name == ALONE else AMPLIFIED * (x - pictures[ALONE])[0].abs() / 2
+        values = x[0] / 2 + 0.5 if name == ALONE else AMPLIFIED * (x - images[ALONE])[0].abs() / 2
         array = (values.clamp(0, 1) * 255).round().byte().permute(1, 2, 0).numpy()
         start = (array.shape[0] - SHOWN) // 2
         panel = Image.new("RGB", (SHOWN, SHOWN + 16), "white")

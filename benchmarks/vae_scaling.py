@@ -44,11 +44,11 @@ class Count:
     keys: float = 0.0
     collectives: int = 0
     functions: int = 0
-    picture: int = 0
+    image: int = 0
 
 
 class Counting(TorchFunctionMode):
-    """Inside, convolutions and attention are counted; columns are what is sharded, for the picture is wider than high."""
+    """Inside, convolutions and attention are counted; columns are what is sharded, for the image is wider than high."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,8 +80,8 @@ def count() -> Count:
         vae: Any = AutoencoderKLWan().eval()
         z = torch.empty(LATENTS)
     with Counting() as counting:
-        picture: Tensor = vae.decode(z).sample
-    counting.count.picture = picture.numel() * BYTES
+        image: Tensor = vae.decode(z).sample
+    counting.count.image = image.numel() * BYTES
     return counting.count
 
 
@@ -108,7 +108,7 @@ def on_paper(counted: Count, ranks: int, host: float) -> dict[str, Any]:
     sent = 0.0
     if ranks > 1:
         sent = counted.windows * (2 if ranks > 2 else 1) / 2 + counted.keys * (ranks - 1) / ranks
-        sent += counted.picture / ranks
+        sent += counted.image / ranks
     collectives = counted.collectives + 1 if ranks > 1 else 0
     device = PUBLISHED[1] * share + sent / LINK + collectives * LATENCY
     return {

@@ -23,7 +23,7 @@ from benchmarks.environment import write_results
 from benchmarks.launch import launch
 from benchmarks.page_parts import fill
 from benchmarks.peak_memory import PeakMemory
-from benchmarks.tiny_vaes import NO_TILES_ENCODED, NOT_TILED, TINY_VAES, TinyVae, random_picture
+from benchmarks.tiny_vaes import NO_TILES_ENCODED, NOT_TILED, TINY_VAES, TinyVae, random_image
 from benchmarks.traffic import TrafficCounter
 from para_core.adapters import parallelize_vae, unparallelize_vae
 from para_core.adapters.models.vaes import REFUSED_VAES, VAES
@@ -59,7 +59,7 @@ def of_this_rank(name: str, tiny: TinyVae) -> list[dict[str, Any]]:
             errors = []
             traffic = TrafficCounter()
             for wide in (False, True) if len(shape) > 3 else (False,):
-                x = random_picture(shape, wide=wide)
+                x = random_image(shape, wide=wide)
                 expected = run(vae, x)
                 parallelize_vae(vae, method=method)
                 with traffic if not wide else TrafficCounter():
@@ -83,7 +83,7 @@ def of_this_rank(name: str, tiny: TinyVae) -> list[dict[str, Any]]:
 def in_16_bits(name: str) -> dict[str, Any]:
     """How far bfloat16 is from float32, on one device and on the ranks."""
     tiny = TINY_VAES[name]
-    x = random_picture(tiny.latents)
+    x = random_image(tiny.latents)
     exact = tiny.decode(tiny.make(), x)
     vae = tiny.make().bfloat16()
     alone = relative_error(tiny.decode(vae, x.bfloat16()), exact)
@@ -93,7 +93,7 @@ def in_16_bits(name: str) -> dict[str, Any]:
 
 @torch.no_grad()
 def memory(name: str, latents: tuple[int, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """The most bytes of activations, of any rank beside one device; the picture stays with the first rank."""
+    """The most bytes of activations, of any rank beside one device; the image stays with the first rank."""
     tiny = TINY_VAES[name]
     tiny = TinyVae(tiny.cls, {**tiny.options, **options}, latents, tiny.pixels)
     peaks = []
@@ -102,7 +102,7 @@ def memory(name: str, latents: tuple[int, ...], options: dict[str, Any]) -> dict
         if parallel:
             parallelize_vae(vae, gather="first")
         with PeakMemory() as found:
-            tiny.decode(vae, random_picture(latents))
+            tiny.decode(vae, random_image(latents))
         peaks.append(found.peak)
     return {"name": name, "latents": list(latents), "one device": peaks[0], "a rank": int(_largest(peaks[1]))}
 

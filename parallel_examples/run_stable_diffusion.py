@@ -1,4 +1,4 @@
-"""Stable Diffusion XL on one device, or on several, which share the rows of the picture:
+"""Stable Diffusion XL on one device, or on several, which share the rows of the image:
 
 python parallel_examples/run_stable_diffusion.py
 torchrun --nproc_per_node=2 parallel_examples/run_stable_diffusion.py --parallel-vae

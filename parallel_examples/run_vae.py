@@ -1,4 +1,4 @@
-"""A picture or a clip through the VAE, on one device or on several:
+"""An image or a clip through the VAE, on one device or on several:
 
 python parallel_examples/run_vae.py
 torchrun --nproc_per_node=2 parallel_examples/run_vae.py
@@ -36,7 +36,7 @@ if "WORLD_SIZE" in os.environ:
     if device == "cuda":
         torch.cuda.set_device(dist.get_node_local_rank())
 
-torch.manual_seed(0)  # the same picture, and the same random weights, on every rank
+torch.manual_seed(0)  # the same image, and the same random weights, on every rank
 if options.model is None:
     blocks = {"down_block_types": ("DownEncoderBlock2D",) * 3, "up_block_types": ("UpDecoderBlock2D",) * 3}
     vae = diffusers.AutoencoderKL(block_out_channels=(32, 64, 64), latent_channels=4, **blocks)
@@ -63,8 +63,8 @@ with torch.no_grad():
 
 if not dist.is_initialized() or dist.get_rank() == 0:
     print(f"{list(x.shape)}: encoded in {encoded - start:.2f} s, decoded in {decoded - encoded:.2f} s")
-    picture = back[0, :, 0] if options.frames is not None else back[0]
-    array = ((picture.float().clamp(-1, 1) + 1) * 127.5).round().byte().permute(1, 2, 0).cpu().numpy()
+    image = back[0, :, 0] if options.frames is not None else back[0]
+    array = ((image.float().clamp(-1, 1) + 1) * 127.5).round().byte().permute(1, 2, 0).cpu().numpy()
     Image.fromarray(array).save(options.output)
 if dist.is_initialized():
     dist.destroy_process_group()

@@ -204,6 +204,11 @@ class PipelineCache:
                 f"the first-block residual of the {name} was zero or not finite at some steps, which were computed: see "
                 "cache_report(pipe)."
             )
+        if not rows and cache.uncached_by is not None:
+            self._warn(
+                f"the cache of the {name} was asked at no step: each call was given {cache.uncached_by}, with which all blocks run. Leave it "
+                "out (a pipeline may have a switch: use_kv_cache=False), or remove_cache_from_pipe(pipe)."
+            )
         if not asked or threshold == 0.0:
             return
         seen = [row.difference for row in asked if row.difference is not None and math.isfinite(row.difference)]

@@ -19,7 +19,8 @@ ACE_STEP = Adapter(
         joint_order=("sound",),
         attention={"layers.*.cross_attn": TO_TEXT},
         batched=dict.fromkeys(
-            ("hidden_states", "timestep", "timestep_r", "encoder_hidden_states", "context_latents"), 0
+            ("hidden_states", "timestep", "timestep_r", "encoder_hidden_states", "context_latents", "attention_kwargs"),
+            0,
         ),
     ),
     # Every other one has a mask.

@@ -16,12 +16,12 @@ class UnetAdapter:
     Args:
         unet: name of the class.
         pipelines: what a user calls the pipelines that it serves, for messages; empty for what runs beside a UNet.
-        pictures: arguments ``[..., H, W]`` of which rows are sharded: the first says how, others have a multiple of its rows.
+        images: arguments ``[..., H, W]`` of which rows are sharded: the first says how, others have a multiple of its rows.
     """
 
     unet: str
     pipelines: str = ""
-    pictures: tuple[str, ...] = ("sample",)
+    images: tuple[str, ...] = ("sample",)
 
 
 UNETS: Mapping[str, UnetAdapter] = {
@@ -30,7 +30,7 @@ UNETS: Mapping[str, UnetAdapter] = {
         UnetAdapter("UNet2DConditionModel", "Stable Diffusion 1, 2 and Stable Diffusion XL"),
         UnetAdapter("UNetSpatioTemporalConditionModel", "Stable Video Diffusion"),
         # What it returns is gathered, for a pipeline may add up what several of them return.
-        UnetAdapter("ControlNetModel", pictures=("sample", "controlnet_cond")),
+        UnetAdapter("ControlNetModel", images=("sample", "controlnet_cond")),
     )
 }
 

@@ -11,9 +11,9 @@ from para_core.instance import original_class
 
 @dataclass(frozen=True)
 class VaeAdapter:
-    """What is to be known of one autoencoder: the methods that take and give pictures ``[..., H, W]``, and how it tiles.
+    """What is to be known of one autoencoder: the methods that take and give images ``[..., H, W]``, and how it tiles.
 
-    ``encode`` and ``decode`` name the innermost method around which nothing depends on the size of a picture: slices over the batch
+    ``encode`` and ``decode`` name the innermost method around which nothing depends on the size of an image: slices over the batch
     are taken outside of it. ``tiled`` names those that tile and blend, which are given, and give, all rows.
     """
 

@@ -136,9 +136,9 @@ def _measured(vae: Any, z: Tensor, device: torch.device, row: dict[str, Any], wh
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
     start = time.perf_counter()
-    picture: Tensor = vae.decode(z).sample
+    image: Tensor = vae.decode(z).sample
     synchronize(device)
     row[f"seconds, {who}"] = round(time.perf_counter() - start, 4)
     if device.type == "cuda":
         row[f"GB of activations, {who}"] = round((torch.cuda.max_memory_allocated(device) - before) / 1e9, 3)
-    return picture
+    return image

@@ -1,4 +1,4 @@
-"""First Block Cache on moving pictures:  python -m benchmarks.tiny_video.caches
+"""First Block Cache on videos:  python -m benchmarks.tiny_video.caches
 
 The same held-out captions from the same noise without a cache and with one, at several thresholds, with and without a
 forecast: how many steps were computed, how far the videos are from those without (PSNR of the mean error, and of the worst

@@ -82,6 +82,8 @@ class BlockCache:
         self._warned = False
         # Branches of guidance in the whole batch, and its size, of which a plan may give this rank a part; 0: not known.
         self.branches, self.batch = 1, 0
+        # The argument for whose sake the last call ran without the cache.
+        self.uncached_by: str | None = None
         self._branches = Branches(blocks.conditions)
         self.states: dict[str, BranchState] = {}
         self.state = self._empty_state()
@@ -142,7 +144,8 @@ class BlockCache:
                 f"this {type(self.module).__name__} with a cache is already running, in another thread? Both would use the "
                 "same cache. Use one thread, or a copy of the model for each."
             )
-        if any(given.get(name) is not None for name in self.blocks.uncached):
+        self.uncached_by = next((name for name in self.blocks.uncached if given.get(name) is not None), None)
+        if self.uncached_by is not None:
             with self.paused():
                 return call()
         branch = site.branch or self._branches.name_of(given)

@@ -1,1 +1,1 @@
-"""Rows of a picture over ranks: what a convolution, a norm or a resampling needs from other ranks is fetched, by interception."""
+"""Rows of an image over ranks: what a convolution, a norm or a resampling needs from other ranks is fetched, by interception."""

@@ -34,7 +34,7 @@ FACTORIES: dict[str, Any] = {**local.FACTORIES, **resample.FACTORIES}
 
 
 class SpatialShardMode(TorchFunctionMode):
-    """Inside ``with SpatialShardMode(mesh) as rows:`` a model computes on this rank's rows of a picture, exactly.
+    """Inside ``with SpatialShardMode(mesh) as rows:`` a model computes on this rank's rows of an image, exactly.
 
     >>> with SpatialShardMode(mesh) as rows:  # doctest: +SKIP
     ...     y = rows.gather(model(rows.shard(x)))

@@ -21,7 +21,7 @@ Function = Callable[..., Any]
 
 
 def pad(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """``F.pad``: over the picture's edge the first and the last rank pad, and they alone."""
+    """``F.pad``: over the image's edge the first and the last rank pad, and they alone."""
     x, widths, mode, value = _pad_arguments(*args, **kwargs)
     rows = rows_of(x)
     if rows is None:

@@ -1,7 +1,7 @@
 """Which rows an operator needs, and who holds what it makes. Pure arithmetic: no tensors, no torch.distributed.
 
-A *layout* says how many rows each rank holds, in rank order. A *range* is ``(start, stop)`` in rows of the whole picture; it may
-reach over the picture's edge.
+A *layout* says how many rows each rank holds, in rank order. A *range* is ``(start, stop)`` in rows of the whole image; it may
+reach over the image's edge.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def overlapped(layout: Layout, extent: int, stride: int, padding: int) -> Overla
 
 
 def scaled(layout: Layout, total: int) -> Layout:
-    """``total`` rows distributed where the same part of the picture is, as near as whole rows allow.
+    """``total`` rows distributed where the same part of the image is, as near as whole rows allow.
 
     >>> scaled((4, 3), 14), scaled((4, 4), 4)
     ((8, 6), (2, 2))

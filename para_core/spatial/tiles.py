@@ -1,4 +1,4 @@
-"""The tiles of a picture distributed over ranks, where code that tiles and blends stays as it is.
+"""The tiles of an image distributed over ranks, where code that tiles and blends stays as it is.
 
 Such code computes one tile after the other, and looks at none before it has all of them. So a rank computes those that are its own; what
 is returned in place of any is a :class:`Pending`, which does not say yet what it holds. The first look at one exchanges all.

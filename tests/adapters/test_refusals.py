@@ -255,7 +255,7 @@ CASES = {
     "a UNet that is not known": (
         When.PARALLELIZE,
         lambda _: Case(OtherUnet(nn.Linear(1, 1)), nn.Linear(1, 1), "unet"),
-        "^OtherUnet is not supported: whether rows of a picture can be sharded in Linear is not known: nothing is known of it",
+        "^OtherUnet is not supported: whether rows of an image can be sharded in Linear is not known: nothing is known of it",
     ),
     "a cache on a UNet": (
         When.CACHE,

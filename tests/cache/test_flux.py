@@ -70,7 +70,7 @@ def generate_before_block_0(compiled=False, mesh=None):
     return found, verdicts(cache_report(pipe)), cache_report(pipe).differences()
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_the_modulated_input_is_that_of_the_whole_sequence_on_ranks_and_in_a_graph(rank_pool, compiled):
     """FLUX's own: the first that its block 0 computes."""
     seen = []

@@ -35,6 +35,8 @@ ON_TWO_RANKS += [
 ]
 # Of a pipeline's ways the first.
 FIRST_WAYS = [name for name in SHELF_PIPELINES if "," not in name]
+# Keys of its prompt are kept from the first step on, and with them all blocks run.
+NEVER_ASKED = ("qwen-image 2.1",)
 # Whose branches are called one after the other: the second half of the ranks computes the second.
 GUIDED = ("wan", "qwen-image", "hunyuan 1.5", "lumina2", "helios")
 
@@ -51,7 +53,21 @@ def cached_alone(name):
     return latents(pipe, name), [row.verdict for row in cache_report(pipe).rows]
 
 
-@pytest.mark.parametrize("name", long_but([*ON_TWO_RANKS, *FIRST_WAYS], PIPELINES))
+@pytest.mark.parametrize("name", NEVER_ASKED)
+def test_a_cache_that_is_asked_at_no_step_says_why(name):
+    pipe = apply_cache_on_pipe(build(name), **ALWAYS)
+    with pytest.warns(UserWarning, match=r"was asked at no step: each call was given kv_cache, .* use_kv_cache=False"):
+        generate(pipe, name)
+    assert cache_report(pipe).rows == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    long_but(
+        [*ON_TWO_RANKS, *FIRST_WAYS, "qwen-image 2.1, no cached keys"],
+        dict.fromkeys(n for n in PIPELINES if n not in NEVER_ASKED),
+    ),
+)
 def test_threshold_0_is_bit_exact_a_large_one_skips_and_removing_restores(name):
     pipe = build(name)
     cls, transformer_cls = type(pipe), type(pipe.transformer)

@@ -126,7 +126,7 @@ def generate_planned(compiled=False, mesh=None):
     return found
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_planned_steps_a_cap_and_a_forecast_hold_on_ranks_and_in_a_graph(rank_pool, compiled):
     expected = generate_planned()
     assert [name for name, _ in expected[0][1]] == ["WARMUP", "SCHEDULE", "MASKED", "MASKED", "SCHEDULE"]

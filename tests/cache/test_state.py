@@ -4,6 +4,7 @@ import gc
 import threading
 import warnings
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -234,7 +235,7 @@ class Callback(PipelineCallback):
         return self.run(pipe, step, timestep, tensors)
 
 
-@pytest.mark.parametrize("kind", ["function", "callback of diffusers", "thread"])
+@pytest.mark.parametrize("kind", ["function", "partial", "callback of diffusers", "thread"])
 @pytest.mark.parametrize("cached_too", [False, True])
 def test_a_pipe_that_shares_the_transformer_and_runs_in_a_callback_is_as_alone(kind, cached_too):
     a = flux_pipe()
@@ -262,7 +263,7 @@ def test_a_pipe_that_shares_the_transformer_and_runs_in_a_callback_is_as_alone(k
                 generate_b()
         return tensors
 
-    callback = Callback(generate_other) if kind == "callback of diffusers" else generate_other
+    callback = {"callback of diffusers": Callback, "partial": partial}.get(kind, lambda f: f)(generate_other)
     out = a(**flux_call(num_inference_steps=5), callback_on_step_end=callback).images
     assert len(generated) == 2
     for other in generated:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.tiny_vaes import NO_TILES_ENCODED, NOT_TILED, TINY_VAES, random_picture
+from benchmarks.tiny_vaes import NO_TILES_ENCODED, NOT_TILED, TINY_VAES, random_image
 from para_core.adapters import parallelize_vae
 from para_core.adapters.models.vaes import VAES
 
@@ -23,9 +23,9 @@ def both_ways(name, method):
     calls = []
     for part in (vae.decoder, vae.encoder):
         part.register_forward_hook(lambda *_: calls.append(1))
-    found = [tiny.decode(vae, random_picture(tiny.latents))]
+    found = [tiny.decode(vae, random_image(tiny.latents))]
     if name not in NO_TILES_ENCODED:
-        found.append(tiny.encode(vae, random_picture(tiny.pixels)))
+        found.append(tiny.encode(vae, random_image(tiny.pixels)))
     return found, len(calls)
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from benchmarks.peak_memory import PeakMemory
-from benchmarks.tiny_vaes import TINY_VAES, random_picture
+from benchmarks.tiny_vaes import TINY_VAES, random_image
 from benchmarks.traffic import TrafficCounter
 from para_core.adapters import parallelize_vae
 
@@ -17,13 +17,13 @@ def decode_and_count():
     tiny = TINY_VAES["KL"]
     vae = parallelize_vae(tiny.make())
     with TrafficCounter() as traffic:
-        tiny.decode(vae, random_picture((1, 4, 12, 5)))
+        tiny.decode(vae, random_image((1, 4, 12, 5)))
     return traffic.collectives, traffic.bytes
 
 
 @torch.no_grad()
 def expected_of(rank, ranks):
-    """Collectives and bytes of ``rank``: rows that convolutions lack, statistics, keys and values, and the picture."""
+    """Collectives and bytes of ``rank``: rows that convolutions lack, statistics, keys and values, and the image."""
     tiny = TINY_VAES["KL"]
     vae = tiny.make()
     collectives, sent = 0, 0
@@ -44,12 +44,12 @@ def expected_of(rank, ranks):
 
     for module in vae.modules():
         module.register_forward_hook(note)
-    picture = tiny.decode(vae, random_picture((1, 4, 12, 5)))
-    return collectives + 1, sent + (ranks - 1) * picture.numel() // ranks * FLOAT
+    image = tiny.decode(vae, random_image((1, 4, 12, 5)))
+    return collectives + 1, sent + (ranks - 1) * image.numel() // ranks * FLOAT
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_a_decode_sends_halos_statistics_keys_and_the_picture_and_nothing_else(rank_pool, ranks):
+def test_a_decode_sends_halos_statistics_keys_and_the_image_and_nothing_else(rank_pool, ranks):
     found = rank_pool.run(decode_and_count, ranks)
     assert found == [expected_of(rank, ranks) for rank in range(ranks)]
 
@@ -61,12 +61,12 @@ def most_memory(parallel):
     if parallel:
         parallelize_vae(vae, gather="first")
     with PeakMemory() as memory:
-        tiny.decode(vae, random_picture((1, 4, 32, 16)))
+        tiny.decode(vae, random_image((1, 4, 32, 16)))
     return memory.peak
 
 
 def test_a_rank_of_two_holds_little_more_than_half_of_the_activations(rank_pool):
     alone = most_memory(False)
     for rank, found in enumerate(rank_pool.run(most_memory, 2, True)):
-        # The first rank gets the picture, too: 3 channels of it beside the 8 of the last layer.
+        # The first rank gets the image, too: 3 channels of it beside the 8 of the last layer.
         assert found < (0.85 if rank == 0 else 0.65) * alone

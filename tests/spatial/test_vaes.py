@@ -8,7 +8,7 @@ import torch.distributed as dist
 from accelerate import cpu_offload, cpu_offload_with_hook
 from diffusers.hooks import apply_group_offloading
 
-from benchmarks.tiny_vaes import TINY_VAES, random_picture
+from benchmarks.tiny_vaes import TINY_VAES, random_image
 from para_core.adapters import parallelize_vae, unparallelize_vae
 from para_core.adapters import vae as vae_module
 from para_core.adapters.models.vaes import rows_per_latent
@@ -29,8 +29,8 @@ def both_ways(names, wide, parallel, **options):
         if parallel:
             parallelize_vae(vae, **options)
         wide_here = wide and len(tiny.latents) > 3
-        found[name, "decode"] = tiny.decode(vae, random_picture(tiny.latents, wide=wide_here))
-        found[name, "encode"] = tiny.encode(vae, random_picture(tiny.pixels, wide=wide_here))
+        found[name, "decode"] = tiny.decode(vae, random_image(tiny.latents, wide=wide_here))
+        found[name, "encode"] = tiny.encode(vae, random_image(tiny.pixels, wide=wide_here))
     return found
 
 
@@ -54,7 +54,7 @@ def test_decoding_and_encoding_on_two_ranks_equal_one_device(rank_pool, name):
     require_equal(rank_pool, 2, [name], wide=False)
 
 
-def test_wide_pictures_on_three_ranks_equal_one_device(rank_pool):
+def test_wide_images_on_three_ranks_equal_one_device(rank_pool):
     require_equal(rank_pool, 3, ["KL", "DC", "Wan 2.1", "HunyuanVideo", "CogVideoX"], wide=True)
 
 
@@ -70,32 +70,32 @@ def test_every_autoencoder_on_more_ranks_and_both_directions_equals_one_device(r
 def decode_few(height, gather):
     tiny = TINY_VAES["KL"]
     vae = parallelize_vae(tiny.make(), gather=gather)
-    x = random_picture((1, 4, height, 3))
-    picture = tiny.decode(vae, x)
-    return picture, tiny.encode(vae, picture) if gather == "all" else None
+    x = random_image((1, 4, height, 3))
+    image = tiny.decode(vae, x)
+    return image, tiny.encode(vae, image) if gather == "all" else None
 
 
 @pytest.mark.parametrize("gather", ["all", "first"])
 @pytest.mark.parametrize("height", [7, 5, 3])  # rows for three ranks, two, and one
 def test_with_fewer_rows_fewer_ranks_work_and_the_others_receive(rank_pool, height, gather):
     tiny, vae = TINY_VAES["KL"], TINY_VAES["KL"].make()
-    picture = tiny.decode(vae, random_picture((1, 4, height, 3)))
-    latents = tiny.encode(vae, picture)
+    image = tiny.decode(vae, random_image((1, 4, height, 3)))
+    latents = tiny.encode(vae, image)
     for rank, (found, encoded) in enumerate(rank_pool.run(decode_few, 3, height, gather)):
         if gather == "all":
-            assert relative_error(found, picture) < 1e-5
+            assert relative_error(found, image) < 1e-5
             assert relative_error(encoded, latents) < 1e-5
         elif rank == 0:
-            assert relative_error(found, picture) < 1e-5
+            assert relative_error(found, image) < 1e-5
         else:
-            assert found.shape == picture.shape and not found.any()
+            assert found.shape == image.shape and not found.any()
 
 
 @torch.no_grad()
 def decode_few_wrongly():
     vae = parallelize_vae(TINY_VAES["KL"].make())
     vae.decoder.conv_in.forward = lambda x: x.roll(1, -2)
-    TINY_VAES["KL"].decode(vae, random_picture((1, 4, 5, 3)))
+    TINY_VAES["KL"].decode(vae, random_image((1, 4, 5, 3)))
 
 
 def test_where_some_ranks_work_their_error_is_that_of_all(rank_pool):
@@ -107,7 +107,7 @@ def test_where_some_ranks_work_their_error_is_that_of_all(rank_pool):
 def settings_of_a_vae(name):
     tiny = TINY_VAES[name]
     vae = tiny.make()
-    batch = random_picture((3, *tiny.latents[1:]))
+    batch = random_image((3, *tiny.latents[1:]))
     plain = tiny.decode(vae, batch[:1])
     found = {}
     vae.enable_slicing()
@@ -135,7 +135,7 @@ def test_slicing_goes_on_and_off_and_16_bits_lose_no_more_than_alone(rank_pool):
 def on_and_off():
     tiny = TINY_VAES["Wan 2.1"]
     vae, other = tiny.make(), tiny.make()
-    x = random_picture(tiny.latents)
+    x = random_image(tiny.latents)
     before = vars(vae).keys(), type(vae), type(vae.decoder)
     plain = tiny.decode(vae, x)
     parallelize_vae(vae)
@@ -185,7 +185,7 @@ def test_all_ranks_of_a_mesh_share_the_rows_along_whatever_dims(rank_pool):
 def decode_differently(how):
     tiny = TINY_VAES["KL"]
     vae = parallelize_vae(tiny.make())
-    x = random_picture(tiny.latents, seed=dist.get_rank() if how == "latents" else 0)
+    x = random_image(tiny.latents, seed=dist.get_rank() if how == "latents" else 0)
     if how == "settings" and dist.get_rank() == 1:
         vae.enable_tiling()
     if how == "gradient":
@@ -200,7 +200,7 @@ def decode_differently(how):
     [
         ("latents", "ranks call this AutoencoderKL with different sample"),
         ("settings", "with different tiling"),
-        ("gradient", "a gradient of the picture was asked for"),
+        ("gradient", "a gradient of the image was asked for"),
         ("compiled", "AutoencoderKL was compiled"),
     ],
 )
@@ -234,7 +234,7 @@ def warn_of_many(caplog_name):
     return messages
 
 
-def test_more_ranks_than_a_picture_gains_from_are_named_in_the_log(rank_pool):
+def test_more_ranks_than_an_image_gains_from_are_named_in_the_log(rank_pool):
     first, second = rank_pool.run(warn_of_many, 2, vae_module.logger.name)
     assert "2 ranks; beyond 1" in first[0] and not second
 
@@ -256,7 +256,7 @@ def test_each_tiny_autoencoder_has_the_compression_that_is_read_from_it():
 @torch.no_grad()
 def offload_and_tile(first):
     """Errors of an autoencoder whose weights are moved by hooks, and of one that is tiled; ``first``: before it runs on ranks."""
-    tiny, x = TINY_VAES["KL"], random_picture(TINY_VAES["KL"].latents)
+    tiny, x = TINY_VAES["KL"], random_image(TINY_VAES["KL"].latents)
     here = torch.device("cpu")
     changes = {
         "sequential": lambda vae: cpu_offload(vae, execution_device=here),
@@ -290,9 +290,9 @@ def longer_clip(name, parallel):
     tiny = TINY_VAES[name]
     vae = parallelize_vae(tiny.make()) if parallel else tiny.make()
     batch, channels, frames, *size = tiny.latents
-    found = tiny.decode(vae, random_picture((batch, channels, frames + 2, *size)))
+    found = tiny.decode(vae, random_image((batch, channels, frames + 2, *size)))
     batch, channels, frames, *size = tiny.pixels
-    return found, tiny.encode(vae, random_picture((batch, channels, frames + 8, *size)))
+    return found, tiny.encode(vae, random_image((batch, channels, frames + 8, *size)))
 
 
 CLIPS = [name for name in ROWS if len(TINY_VAES[name].latents) == 5 and TINY_VAES[name].cls != "AutoencoderKLQwenImage"]
