@@ -29,7 +29,8 @@ from para_core.adapters.supported import TRANSFORMERS
 from para_core.adapters.unet_rows import known_equal_unets
 from para_core.agreement import Record, agree, signature
 from para_core.collectives import broadcast_bytes
-from para_core.guidance import Guidance, with_values
+from para_core.deferred import arrived
+from para_core.guidance import Guidance
 from para_core.instance import Order, original_class, uncompiled, unwrap, wrap_method, wrapper
 from para_core.mesh import GuidedMesh, host_group
 from para_core.plans.region import known_equal, reattach_plan
@@ -113,7 +114,7 @@ class ParallelCall:
                     around_callbacks(kwargs, _CALLBACK, self._with_results, order=Order.GUIDANCE)
                 )
             result = call(pipe, *args, **kwargs)
-        return with_values(result)
+        return arrived(result)
 
     def _with_results(self, callback: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """A callback after the results of its step are on every rank: it may look at them on one rank alone."""

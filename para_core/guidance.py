@@ -20,28 +20,17 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from para_core.agreement import agree, signature
 from para_core.collectives import all_gather
+from para_core.deferred import Deferred, Expected, Later, arrived
 from para_core.mesh import GuidedMesh, MeshDim, one_rank
 
 # foresee(model, args, kwargs): what the call gives, with tensors on the meta device; None: not known before it is computed. Takes
 # its verdict from what is the same on all ranks.
 Foresee = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-
-
-@dataclass(frozen=True)
-class _Expected:
-    """A tensor without its data."""
-
-    like: Tensor  # on the meta device
-    device: torch.device
-
-    @property
-    def num_bytes(self) -> int:
-        return self.like.numel() * self.like.element_size()
 
 
 @dataclass(frozen=True)
@@ -53,7 +42,7 @@ class _Form:
         places: of each leaf of ``spec``, whether it is a tensor.
     """
 
-    leaves: list[_Expected]
+    leaves: list[Expected]
     spec: pytree.TreeSpec
     places: list[bool]
 
@@ -81,34 +70,38 @@ class _Call:
     """
 
     owner: int | None
-    expected: list[_Expected]
+    expected: list[Expected]
     leaves: list[Tensor]
     failure: Exception | None = None
 
 
 @dataclass
 class _Round:
+    """The calls between two exchanges, of which each of ``size`` ranks computes some; ``finish`` exchanges."""
+
+    size: int
+    finish: Callable[[], None]
     calls: list[_Call] = field(default_factory=list)
     # Of each call its tensors, once they are here.
     results: list[list[Tensor]] | None = None
     # What was made of them before they were here, in order.
-    later: list[_Later] = field(default_factory=list)
+    later: list[Later] = field(default_factory=list)
 
+    @property
+    def is_over(self) -> bool:
+        return self.results is not None
 
-class _Later:
-    """A function of tensors of a round, computed as soon as they are here: before anything can change them in place."""
+    @property
+    def waits_for_more(self) -> bool:
+        return len(self.calls) < self.size
 
-    def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
-        self._call: tuple[Any, Any, Any] | None = (func, args, kwargs)
-        self.leaves: list[Any] = []
+    def deferred(self, place: int) -> list[Deferred]:
+        """The tensors of a call, before they are here."""
 
-    def compute(self) -> None:
-        if self._call is not None:
-            (func, args, kwargs), self._call = self._call, None
-            self.leaves = pytree.tree_leaves(func(*_values(args), **_values(kwargs)))
+        def get(leaf: int) -> Any:
+            return None if self.results is None else self.results[place][leaf]
 
-    def leaf(self, place: int) -> Any:
-        return self.leaves[place]
+        return [Deferred.make(self, x, partial(get, leaf)) for leaf, x in enumerate(self.calls[place].expected)]
 
 
 class Guidance:
@@ -122,7 +115,7 @@ class Guidance:
         self._dim = dim
         self._mesh = GuidedMesh(dim, one_rank("cpu"))
         self._foresee = foresee
-        self._round = _Round()
+        self._round = self._begin()
         # What a call gives, by what it was given.
         self._known: dict[Any, _Form] = {}
         # What this rank foresaw since all ranks last agreed.
@@ -137,7 +130,7 @@ class Guidance:
     @contextmanager
     def generation(self) -> Iterator[None]:
         """Inside, calls are distributed over ranks; when it is left, all that was deferred has its data."""
-        self._round, self.rounds = _Round(), []
+        self._round, self.rounds = self._begin(), []
         self._forget_new()
         self.active = True
         try:
@@ -149,10 +142,10 @@ class Guidance:
     def call(self, model: Any, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What ``compute(*args, **kwargs)`` gives, or will give; with tensors of the same sizes and the same switches, the same form."""
         leaves = pytree.tree_leaves((args, kwargs))
-        if any(isinstance(x, Deferred) and x._of is self._round for x in leaves):
+        if any(isinstance(x, Deferred) and x.of is self._round for x in leaves):
             # Not only the ranks that compute this call need it.
             self.finish()
-        args, kwargs = _values((args, kwargs))
+        args, kwargs = arrived((args, kwargs))
         # Switches (return_dict, kv_cache_mode) decide the form of what is returned; numbers are of the step.
         key = (id(model), *[_signature(x) for x in leaves if isinstance(x, (Tensor, bool, str))])
         if key not in self._known:
@@ -176,16 +169,13 @@ class Guidance:
                     raise
                 failure = error
         self._round.calls.append(_Call(owner, form.leaves, computed, failure))
-        place = len(self._round.calls) - 1
-        return form.with_tensors(
-            [Deferred.result(self, self._round, place, leaf, x) for leaf, x in enumerate(form.leaves)]
-        )
+        return form.with_tensors(self._round.deferred(len(self._round.calls) - 1))
 
     def finish(self) -> None:
         """The round is over: its results are needed."""
         if not self._round.calls:
             return
-        done, self._round = self._round, _Round()
+        done, self._round = self._round, self._begin()
         if self._new:
             self._agree(done.calls)
         done.results = self._exchange(done.calls)
@@ -193,10 +183,8 @@ class Guidance:
             later.compute()
         self.rounds.append(len(done.calls))
 
-    @property
-    def waits_for_more(self) -> bool:
-        """Whether ranks are left for another call of the round under way."""
-        return len(self._round.calls) < self._dim.size
+    def _begin(self) -> _Round:
+        return _Round(self._dim.size, self.finish)
 
     def _look_ahead(self, key: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Find what the call of this form will give, if that can be known."""
@@ -207,7 +195,7 @@ class Guidance:
             self._new[key] = None
             return
         device = next(x.device for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.numel() > 1)
-        form, _ = _form_of(foreseen, lambda x: _Expected(x, device))
+        form, _ = _form_of(foreseen, lambda x: Expected(x, device))
         self._known[key] = self._new[key] = form
 
     def _agree(self, calls: list[_Call]) -> None:
@@ -266,10 +254,10 @@ def _computed(
             f"guidance cannot run in parallel: {type(model).__name__} returned something besides tensors. Use a mesh "
             "without a 'batch' dim."
         )
-    return _form_of(found, lambda x: _Expected(x.to("meta"), x.device))
+    return _form_of(found, lambda x: Expected(x.to("meta"), x.device))
 
 
-def _form_of(found: Any, expected: Callable[[Tensor], _Expected]) -> tuple[_Form, list[Tensor]]:
+def _form_of(found: Any, expected: Callable[[Tensor], Expected]) -> tuple[_Form, list[Tensor]]:
     """The form of what a call gave, and its tensors."""
     leaves, spec = pytree.tree_flatten(found)
     tensors = [x for x in leaves if x is not None]
@@ -294,118 +282,3 @@ def _as_bytes(x: Tensor) -> Tensor:
 
 def _total_bytes(call: _Call) -> int:
     return sum(x.num_bytes for x in call.expected)
-
-
-class Deferred(Tensor):
-    """A result of a round, or what a function makes of it; whatever needs its numbers ends the round.
-
-    Tensors that a function takes besides are copied: pipelines go on with latents in place.
-    """
-
-    _guidance: Guidance
-    _of: _Round
-    _get: Callable[[], Any]
-
-    @staticmethod
-    def make(guidance: Guidance, of: _Round, expected: _Expected, get: Callable[[], Any]) -> Deferred:
-        like = expected.like
-        made: Deferred = Tensor._make_wrapper_subclass(
-            Deferred, like.shape, strides=like.stride(), dtype=like.dtype, device=expected.device
-        )
-        made._guidance, made._of, made._get = guidance, of, get
-        return made
-
-    @staticmethod
-    def result(guidance: Guidance, of: _Round, place: int, leaf: int, expected: _Expected) -> Deferred:
-        return Deferred.make(guidance, of, expected, lambda: None if of.results is None else of.results[place][leaf])
-
-    def value(self) -> Tensor:
-        if self._of.results is None:
-            self._guidance.finish()
-        found: Tensor = self._get()
-        return found
-
-    # What reads the data past the dispatcher.
-
-    def numpy(self, *args: Any, **kwargs: Any) -> Any:
-        return self.value().numpy(*args, **kwargs)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.value().__reduce_ex__(protocol)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return repr(self.value())
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        args, kwargs = _known_values((args, kwargs or {}))
-        if _can_wait(func, args, kwargs):
-            deferred = _deferred(func, args, kwargs)
-            if deferred is not None:
-                return deferred
-        return func(*_values(args), **_values(kwargs))
-
-
-def with_values(result: Any) -> Any:
-    """``result`` with data in place of what was deferred, in any of the containers that pytree knows."""
-    return _values(result) if any(isinstance(x, Deferred) for x in pytree.tree_leaves(result)) else result
-
-
-def _values(tree: Any) -> Any:
-    return pytree.tree_map_only(Deferred, lambda x: x.value(), tree)
-
-
-def _known_values(tree: Any) -> Any:
-    return pytree.tree_map_only(Deferred, lambda x: x if x._of.results is None else x.value(), tree)
-
-
-def _can_wait(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether ``func`` gives the same if it is computed when the round is over, and is worth it.
-
-    With tensors that are here, that is what pipelines do before they call the next branch: pointwise functions, while there are ranks left
-    for one. Others may take weights, which are not to be copied.
-    """
-    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    to_come, here = [x for x in tensors if isinstance(x, Deferred)], [x for x in tensors if not isinstance(x, Deferred)]
-    devices = {x.device for x in to_come}
-    return (
-        len(devices) == 1
-        and all(type(x) in (Tensor, nn.Parameter) and (x.device in devices or x.ndim == 0) for x in here)
-        and kwargs.get("device") in (None, *devices)
-        and not func._schema.is_mutable
-        and (not here or (torch.Tag.pointwise in func.tags and to_come[0]._guidance.waits_for_more))
-        # Numbers would be drawn later than on one device.
-        and torch.Tag.nondeterministic_seeded not in func.tags
-    )
-
-
-def _deferred(func: Any, args: Any, kwargs: Any) -> Any:
-    """``func`` of tensors of which some are to come, to be computed later; None if what it gives depends on their numbers."""
-    first = next(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Deferred))
-    on_meta = {**kwargs, "device": torch.device("meta")} if "device" in kwargs else kwargs
-    try:
-        found = func(*_without_data(args), **_without_data(on_meta))
-    except (NotImplementedError, RuntimeError):
-        return None
-    leaves, spec = pytree.tree_flatten(found)
-    if not all(isinstance(leaf, Tensor) for leaf in leaves):
-        return None
-    later = _Later(func, *_as_they_are((args, kwargs)))
-    first._of.later.append(later)
-    made = [
-        Deferred.make(first._guidance, first._of, _Expected(leaf, first.device), partial(later.leaf, place))
-        for place, leaf in enumerate(leaves)
-    ]
-    return pytree.tree_unflatten(made, spec)
-
-
-def _without_data(tree: Any) -> Any:
-    return pytree.tree_map_only(
-        Tensor, lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta"), tree
-    )
-
-
-def _as_they_are(tree: Any) -> Any:
-    return pytree.tree_map_only(Tensor, lambda x: x if isinstance(x, Deferred) else x.clone(), tree)
