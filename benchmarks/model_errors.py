@@ -11,8 +11,6 @@ slightly other inputs and takes the stored residuals. Writes benchmarks/results/
 from __future__ import annotations
 
 import argparse
-import json
-import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from tqdm import tqdm
 
 from benchmarks.environment import write_results
-from benchmarks.launch import launch
+from benchmarks.launch import measured_on_ranks, write_part
 from benchmarks.pipelines import relative_error, worst
 from benchmarks.tiny_models import MODELS
 from para_core import apply_cache, model_cache_report, remove_cache
@@ -91,13 +89,9 @@ def measure(name: str) -> dict[str, Any]:
     return {"class": MODELS[name].cls, "errors": errors, "cached": cached, "hits": hits}
 
 
-def measure_on_these_ranks(path: Path) -> None:
-    """All models; rank 0 writes them down."""
-    dist.init_process_group("gloo")
-    rows = {name: measure(name) for name in tqdm(MODELS, disable=dist.get_rank() != 0)}
-    if dist.get_rank() == 0:
-        path.write_text(json.dumps(rows))
-    dist.destroy_process_group()
+def measure_all() -> dict[str, Any]:
+    """Of every model."""
+    return {name: measure(name) for name in tqdm(MODELS, disable=dist.get_rank() != 0)}
 
 
 def main() -> None:
@@ -106,12 +100,9 @@ def main() -> None:
     parser.add_argument("--part", type=Path, help="(of the ranks themselves) where their figures go")
     args = parser.parse_args()
     if args.part is not None:
-        measure_on_these_ranks(args.part)
+        write_part(args.part, measure_all)
         return
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "rows.json"
-        launch("benchmarks.model_errors", 2, "--part", str(path))
-        rows = json.loads(path.read_text())
+    rows = measured_on_ranks("benchmarks.model_errors", 2)
     write_results("model_errors", {"models": rows}, "diffusers")
     print(
         f"{len(rows)} models; the largest error is {max(max(row['errors'].values()) for row in rows.values()):.1e}, cached "

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 import warnings
 from collections.abc import Sequence
 from functools import partial
@@ -32,7 +31,7 @@ from tqdm import tqdm
 
 from benchmarks.environment import write_results
 from benchmarks.expected_traffic import ModelCall, observe_pipeline, sent_in_rounds, takes_turns
-from benchmarks.launch import launch
+from benchmarks.launch import measured_on_ranks, write_part
 from benchmarks.sixteen_bits import NOT_IN_BFLOAT16, cast, in_bfloat16, noise_of_float32
 from benchmarks.tiny_pipelines import PIPELINES as OTHERS
 from benchmarks.tiny_pipelines import TinyPipeline
@@ -122,9 +121,8 @@ def measure(
     }
 
 
-def measure_on_these_ranks(path: Path) -> None:
-    """All pipelines on all meshes of so many ranks; rank 0 writes them down."""
-    dist.init_process_group("gloo")
+def measure_all() -> dict[str, Any]:
+    """All pipelines on all meshes of so many ranks."""
     meshes = {
         label: init_device_mesh("cpu", shape, mesh_dim_names=("batch", "ring", "ulysses"))
         for label, shape in MESHES.items()
@@ -141,14 +139,11 @@ def measure_on_these_ranks(path: Path) -> None:
         rows[name] = {
             label: measure(pipe, name, mesh, expected, rounds[mesh.shape[0]]) for label, mesh in meshes.items()
         }
-    if dist.get_rank() == 0:
-        path.write_text(json.dumps(rows))
-    dist.destroy_process_group()
+    return rows
 
 
-def measure_16_bits_on_these_ranks(path: Path) -> None:
+def measure_all_in_16_bits() -> dict[str, Any]:
     """Of all pipelines in bfloat16: the unmodified one's error from float32, and on each mesh the parallel one's."""
-    dist.init_process_group("gloo")
     meshes = {
         label: init_device_mesh("cpu", shape, mesh_dim_names=("batch", "ring", "ulysses"))
         for label, shape in MESHES_OF_16_BITS.items()
@@ -169,9 +164,7 @@ def measure_16_bits_on_these_ranks(path: Path) -> None:
                 "from the unmodified": worst(relative_error(out, alone)),
             }
         rows[name] = row
-    if dist.get_rank() == 0:
-        path.write_text(json.dumps(rows))
-    dist.destroy_process_group()
+    return rows
 
 
 def largest_per_step(cell: dict[str, Any]) -> float:
@@ -243,22 +236,17 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     args = parser.parse_args()
     if args.part is not None:
-        (measure_on_these_ranks if args.dtype == "float32" else measure_16_bits_on_these_ranks)(args.part)
+        write_part(args.part, measure_all if args.dtype == "float32" else measure_all_in_16_bits)
         return
     if args.dtype == "bfloat16":
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "2.json"
-            launch("benchmarks.pipelines", 2, "--dtype", "bfloat16", "--part", str(path))
-            write_results("pipelines_bfloat16", {"pipelines": json.loads(path.read_text())}, "diffusers")
+        found = measured_on_ranks("benchmarks.pipelines", 2, "--dtype", "bfloat16")
+        write_results("pipelines_bfloat16", {"pipelines": found}, "diffusers")
         write_page()
         return
     rows: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in PIPELINES}
-    with tempfile.TemporaryDirectory() as folder:
-        for ranks in (2, 3, 4):
-            path = Path(folder) / f"{ranks}.json"
-            launch("benchmarks.pipelines", ranks, "--part", str(path))
-            for name, found in json.loads(path.read_text()).items():
-                rows[name].update(found)
+    for ranks in (2, 3, 4):
+        for name, row in measured_on_ranks("benchmarks.pipelines", ranks).items():
+            rows[name].update(row)
     check(rows)
     write_results("pipelines", {"pipelines": rows}, "diffusers")
     write_page()

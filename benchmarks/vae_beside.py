@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 
 from benchmarks.environment import write_results
-from benchmarks.launch import launch
+from benchmarks.launch import measured_on_ranks, write_part
 from benchmarks.page_parts import fill
 from benchmarks.tiny_flux.draw import draw
 from benchmarks.tiny_flux.grammar import crowded_scene
@@ -171,22 +170,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--distvae", type=Path, help="folder into which DistVAE was installed")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="what a rank process writes to; left out: start the ranks")
+    parser.add_argument("--part", type=Path, help="(of the ranks themselves) where their figures go")
     options = parser.parse_args()
-    if options.out is not None:
+    if options.part is not None:
         torch.set_num_threads(1)
-        dist.init_process_group("gloo")
-        found = measure(options.rounds, options.distvae)
-        if dist.get_rank() == 0:
-            options.out.write_text(json.dumps(found))
-        dist.destroy_process_group()
+        write_part(options.part, partial(measure, options.rounds, options.distvae))
         return
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "found.json"
-        arguments = ["--rounds", str(options.rounds), "--out", str(path)]
-        arguments += [] if options.distvae is None else ["--distvae", str(options.distvae)]
-        launch("benchmarks.vae_beside", 2, *arguments)
-        found = json.loads(path.read_text())
+    peer = [] if options.distvae is None else ["--distvae", str(options.distvae)]
+    found = measured_on_ranks("benchmarks.vae_beside", 2, "--rounds", str(options.rounds), *peer)
     lines = table(found)
     PAGE.write_text(fill(PAGE.read_text(), {"vae beside": lines}))
     print("\n".join(lines))

@@ -9,10 +9,9 @@ with one device's in the same process. Writes benchmarks/results/vae_speed.json.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ import torch.distributed as dist
 from diffusers import AutoencoderKL
 
 from benchmarks.environment import write_results
-from benchmarks.launch import launch
+from benchmarks.launch import measured_on_ranks, write_part
 from para_core.adapters import parallelize_vae, unparallelize_vae
 
 OPTIONS: dict[str, Any] = {
@@ -63,22 +62,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="what a rank process writes to; left out: start the ranks")
+    parser.add_argument("--part", type=Path, help="(of the ranks themselves) where their figures go")
     options = parser.parse_args()
-    if options.out is not None:
+    if options.part is not None:
         torch.set_num_threads(1)
-        dist.init_process_group("gloo")
-        found = measure(options.size, options.rounds)
-        if dist.get_rank() == 0:
-            options.out.write_text(json.dumps(found))
-        dist.destroy_process_group()
+        write_part(options.part, partial(measure, options.size, options.rounds))
         return
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "found.json"
-        launch(
-            "benchmarks.vae_speed", 2, "--size", str(options.size), "--rounds", str(options.rounds), "--out", str(path)
-        )
-        found = json.loads(path.read_text())
+    sizes = ("--size", str(options.size), "--rounds", str(options.rounds))
+    found = measured_on_ranks("benchmarks.vae_speed", 2, *sizes)
     speedup = found["alone"] / found["parallel"]
     print(f"{options.size}²: {found['alone']:.2f} s alone, {found['parallel']:.2f} s on two ranks: {speedup:.2f}×")
     print(f"goal {GOAL}×; error {found['error']:.1e}")
