@@ -8,6 +8,7 @@ torchrun --nproc_per_node=4 parallel_examples/run_stable_diffusion.py --model st
 
 from functools import partial
 
+import torch
 import torch.distributed as dist
 from diffusers import AutoPipelineForText2Image
 from options import parse_options, start_ranks, timed, tiny_pipeline
@@ -29,6 +30,8 @@ if options.model is None:
 else:
     pipe = AutoPipelineForText2Image.from_pretrained(options.model, torch_dtype=ranks.dtype).to(ranks.device)
 pipe.set_progress_bar_config(disable=ranks.rank != 0)
+if options.compile:
+    pipe.unet = torch.compile(pipe.unet, fullgraph=True)  # on one device; parallelize_pipe refuses it
 # --batch 2: half of the ranks for each branch of guidance; all others share rows.
 parallelize_pipe(pipe, mesh=ranks.mesh, vae=options.parallel_vae)
 
