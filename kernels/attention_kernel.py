@@ -76,7 +76,8 @@ def _tiles(
         if D_REST > 0:
             more = D + tl.arange(0, D_REST)
             k = _load(k_tile + more[None, :], inside[:, None], more[None, :] < D_END, COMPARED, D_END < D + D_REST)
-            scores = tl.dot(q_rest, tl.trans(k), scores, input_precision="ieee")
+            # Triton 3.6 takes float32 for granted, also where integers are summed.
+            scores = tl.dot(q_rest, tl.trans(k), scores, input_precision="ieee", out_dtype=scores.dtype)
         # Of a row: what its query was divided by is in it.
         scale_of_rows = score_scale
         if EIGHT_BITS:

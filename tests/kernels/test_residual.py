@@ -174,7 +174,7 @@ def test_a_gradient_follows_a_forecast():
 
 def test_on_a_gpu_each_is_one_operator():
     x = torch.empty(2, 9, device="meta")
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         change(x, x)
         forecast(x, [x], [1.0])
     names = [event.name for event in profile.events() if event.name.startswith("para_core::")]
