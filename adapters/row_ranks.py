@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from para_core.mesh import GuidedMesh, MeshDim, one_guided_rank
+from para_core.mesh import MeshDim, one_guided_rank
 from para_core.spatial.mode import SpatialShardMode
 from para_core.spatial.one_group import first_ranks
 from para_core.spatial.rows import Layout, even
@@ -21,7 +22,7 @@ class RowRanks:
     def __init__(self, ranks: MeshDim) -> None:
         self.ranks = ranks
         # All of them, as agreements take it.
-        self.mesh = GuidedMesh(ranks, one_guided_rank("cpu").sequence)
+        self.mesh = replace(one_guided_rank("cpu"), batch=ranks)
         self._first: dict[int, MeshDim] = {ranks.size: ranks}
 
     def first(self, count: int) -> MeshDim:

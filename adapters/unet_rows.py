@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -35,7 +36,7 @@ class _UnetRun:
     ) -> None:
         self.adapter, self.mesh, self.batched, self.require_equal = adapter, mesh, batched, require_equal
         # Rows are shared by those along the other dims.
-        self.rows = RowRanks(one_group(GuidedMesh(one_guided_rank(mesh.sequence.device_type).batch, mesh.sequence)))
+        self.rows = RowRanks(one_group(replace(one_guided_rank(mesh.sequence.device_type), sequence=mesh.sequence)))
         self.parameters = parameters_of(unet)
         # The caller has seen to it that all ranks call alike.
         self.known_equal = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -204,7 +205,7 @@ class _Run:
                 whole = [gather_rows(x, rows, ranks) if (rows := rows_of(x)) else x for x in args]
             if not self.adapter.shares_tiles:
                 return call(vae, *whole, **kwargs)
-            self.sharing = Tiles(ranks, GuidedMesh(ranks, one_guided_rank("cpu").sequence))
+            self.sharing = Tiles(ranks, replace(one_guided_rank("cpu"), batch=ranks))
             with self.sharing:
                 return self.sharing.finished(call(vae, *whole, **kwargs))
         finally:

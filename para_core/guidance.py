@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from para_core.agreement import agree, signature
 from para_core.collectives import all_gather
 from para_core.deferred import Deferred, Expected, Later, arrived
-from para_core.mesh import GuidedMesh, MeshDim, one_rank
+from para_core.mesh import MeshDim, one_guided_rank
 
 # foresee(model, args, kwargs): what the call gives, with tensors on the meta device; None: not known before it is computed. Takes
 # its verdict from what is the same on all ranks.
@@ -113,7 +113,7 @@ class Guidance:
 
     def __init__(self, dim: MeshDim, foresee: Foresee | None = None) -> None:
         self._dim = dim
-        self._mesh = GuidedMesh(dim, one_rank("cpu"))
+        self._mesh = replace(one_guided_rank("cpu"), batch=dim)
         self._foresee = foresee
         self._round = self._begin()
         # What a call gives, by what it was given.

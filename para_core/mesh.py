@@ -35,6 +35,11 @@ class MeshDim:
     group: ProcessGroup | None
 
 
+def dim_of_one(name: str) -> MeshDim:
+    """A mesh dim along which this rank is alone."""
+    return MeshDim(name, 1, 0, "", None)
+
+
 def _device_type_of(group: ProcessGroup) -> str:
     """A kind of device that the group takes."""
     if torch.compiler.is_compiling():
@@ -52,7 +57,7 @@ def _device_type_of_named(group_name: Any) -> str:
 
 def _dim_of_group(name: str, group: ProcessGroup | None) -> MeshDim:
     if group is None or group.size() == 1:
-        return MeshDim(name, 1, 0, "", None)
+        return dim_of_one(name)
     return MeshDim(name, group.size(), group.rank(), group.group_name, group)
 
 
@@ -119,7 +124,7 @@ class SequenceMesh:
 
     def alone(self) -> SequenceMesh:
         """The mesh of this rank, where it computes what it needs from what it holds; it keeps its place in the sequence."""
-        ring, ulysses = MeshDim("ring", 1, self.rank, "", None), MeshDim("ulysses", 1, 0, "", None)
+        ring, ulysses = MeshDim("ring", 1, self.rank, "", None), dim_of_one("ulysses")
         return SequenceMesh(ring, ulysses, self.device_type, self.alone_text, self.alone_text)
 
 
@@ -161,7 +166,8 @@ class GuidedMesh:
 
     batch: MeshDim
     sequence: SequenceMesh
-    tensor: MeshDim = MeshDim(TENSOR_DIM, 1, 0, "", None)
+    # Without a default: Dynamo of torch 2.11 cannot take a value of ours for one, and modes are made inside compiled functions.
+    tensor: MeshDim
 
     @property
     def ranks(self) -> int:
@@ -181,13 +187,13 @@ class GuidedMesh:
 
 def one_guided_rank(device_type: str) -> GuidedMesh:
     """The mesh of a process that works alone; needs no process group."""
-    return GuidedMesh(MeshDim("batch", 1, 0, "", None), one_rank(device_type))
+    return GuidedMesh(dim_of_one("batch"), one_rank(device_type), dim_of_one(TENSOR_DIM))
 
 
 def guided_mesh(mesh: DeviceMesh | ProcessGroup, *, group_dim: str = "ulysses") -> GuidedMesh:
     """Read a user's ``mesh``: as :func:`sequence_mesh`, with or without a ``batch`` and a ``tensor`` dim (or of these alone)."""
     names = (mesh.mesh_dim_names or ()) if isinstance(mesh, DeviceMesh) else ()
-    batch, tensor = (MeshDim(name, 1, 0, "", None) for name in ("batch", TENSOR_DIM))
+    batch, tensor = (dim_of_one(name) for name in ("batch", TENSOR_DIM))
     if isinstance(mesh, DeviceMesh) and "batch" in names:
         batch = batch_mesh(mesh).ulysses
     if isinstance(mesh, DeviceMesh) and TENSOR_DIM in names:
@@ -199,7 +205,7 @@ def guided_mesh(mesh: DeviceMesh | ProcessGroup, *, group_dim: str = "ulysses") 
 
 def one_rank(device_type: str) -> SequenceMesh:
     """The mesh of a process that works alone; needs no process group."""
-    ring, ulysses = (MeshDim(name, 1, 0, "", None) for name in ("ring", "ulysses"))
+    ring, ulysses = (dim_of_one(name) for name in ("ring", "ulysses"))
     return _sequence_mesh(ring, ulysses, device_type)
 
 
