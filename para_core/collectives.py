@@ -150,7 +150,7 @@ def _chained(mode: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwarg
     token, waiting = getattr(tracer, "_para_core_last_collective", (None, None))
     found = mode.__torch_dispatch__(func, types, args[:place], {**(kwargs or {}), "after": token})
     mode.__torch_dispatch__(torch.ops._c10d_functional.wait_tensor.default, types, (found[-1],))
-    waits = next(reversed(tracer.graph.nodes))
+    waits = next(iter(reversed(tracer.graph.nodes)))  # torch 2.11 gives what can be iterated, and no iterator
     if waiting is not None and waiting.meta.get(_PART) == waits.meta.get(_PART):
         tracer.graph.erase_node(waiting)
     elif waiting is not None:
