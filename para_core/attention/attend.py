@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from para_core.agreement import Record, Signature, agree, first_difference, signature
+from para_core.attention.blocks import tied
 from para_core.attention.call import Call, make_call
 from para_core.attention.checks import check, check_kind, refuse_transforms
 from para_core.attention.local import local_attention_with_lse, require_backend, sees_nothing, with_diagonal
 from para_core.attention.mask import MaskExtents, mask_extents, mask_of_block
 from para_core.attention.operator import attend
 from para_core.attention.options import AttnOptions
-from para_core.attention.ring import tied
 from para_core.attention.unified import autocasts, forward
 from para_core.layout import SequenceLayout
 from para_core.mesh import SequenceMesh

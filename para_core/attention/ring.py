@@ -20,37 +20,17 @@ float32, for 16-bit input, too): R - 1 hops each. Nothing is saved but query, ke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 
 import torch
 from torch import Tensor
 
 from para_core.attention.approximate.wire import Wire
+from para_core.attention.blocks import Block, BlockAttention, BlockGradients, LocalAttention, tied
 from para_core.attention.call import OWN, Call, Hop
-from para_core.attention.local import continued_attention, local_attention_backward, local_attention_with_lse
-from para_core.attention.low_rows import LowRows
-from para_core.attention.merge import Merged
-from para_core.attention.tiles import join_neighbours, put, take
+from para_core.attention.tiles import put, take
 from para_core.collectives import Travelling, start_all_gather, start_ring_shift, wait
-from para_core.layout import Run
-
-# (query, key, value, *, mask, is_causal, scale) -> out, lse: a user's own.
-LocalAttention = Callable[..., tuple[Tensor, Tensor]]
-Block = tuple[Tensor, Tensor]  # keys and values
-
-
-def columns(mask: Tensor, positions: Sequence[Run]) -> Tensor:
-    """The columns of keys at these positions, of a mask for all keys."""
-    return mask if mask.shape[-1] == 1 else take(mask, -1, join_neighbours(positions))
-
-
-def expand(x: Tensor, heads: Tensor | None) -> Tensor:
-    """``x`` ``[B, H_kv, S, D]`` with the key head of each query head, where these are not grouped evenly."""
-    return x if heads is None else x.index_select(1, heads)
-
 
 # -- how blocks travel
 
@@ -155,19 +135,6 @@ def _blocks(
     return (_gathered if gather else one_by_one)((key, value), sent, packing, call, received)
 
 
-def tied(x: Tensor, received: Sequence[Tensor]) -> Tensor:
-    """``x`` and nothing of ``received``: but if autograd follows these, they have a gradient of 0, on every rank.
-
-    A rank that needs nothing of what it got would otherwise not join in that collective's backward.
-    """
-    if not torch.is_grad_enabled():
-        return x
-    for one in received:
-        if one.requires_grad:
-            x = x + one[:0].sum().to(x.dtype)
-    return x
-
-
 # -- forward
 
 
@@ -195,69 +162,23 @@ def ring_attention(
     Returns:
         ``[B, H, S_q, D_v]`` in query's dtype, and lse ``[B, H, S_q]``.
     """
-    tiling = call.tiling
-    by_position = tiling.by_position  # or one tile is all keys of a block, as they lie
-    queries = tiling.split(query)
-    low = LowRows.of(mask)
-    lows: Sequence[LowRows | None] = [None] * len(queries) if low is None else low.split(tiling.split)
-    rows = _split(mask if low is None else low.mask, call)
-    merged = [Merged() for _ in queries]
+    found = BlockAttention(
+        query, mask, call.tiling, scale=call.scale, backend=call.options.backend, heads=heads, attend=attend
+    )
     wire = None if comm_dtype is None else Wire(min(key.shape[3], value.shape[3]))
     packing = Packing(key, value, call.block_sizes, wire)
     received: list[Tensor] = []
-    # Where the lse of a partial result is to be corrected, it must not be merged yet.
-    backend, continues = call.options.backend, attend is None and low is None
-    attend = partial(local_attention_with_lse, backend=backend) if attend is None else attend
     last_hop = call.hops[-1] if call.hops else OWN
     gather = call.options.rotate_method == "allgather" and call.options.block_mask is None
     for hop, block in _blocks(key, value, packing, call, received, gather=gather):
-        if block is None:
-            continue
-        k, v = block
-        if by_position or heads is not None:
-            k, v = [expand(tiling.keys[hop.step].arrange(x), heads) for x in block]
-        tensors: tuple[Tensor, ...] = ()
-        for piece, tile in tiling.tiles(hop.step):
-            seen = rows[piece]
-            tile_mask = None if seen is None else columns(seen, tile.positions)
-            tensors = (
-                queries[piece],
-                take(k, 2, tile.runs) if by_position else k,
-                take(v, 2, tile.runs) if by_position else v,
-            )
-            if continues:
-                continued_attention(
-                    merged[piece],
-                    *tensors,
-                    mask=tile_mask,
-                    is_causal=tile.diagonal,
-                    scale=call.scale,
-                    backend=backend,
-                    is_last=hop is last_hop and not by_position,
-                )
-                continue
-            out, lse = attend(*tensors, mask=tile_mask, is_causal=tile.diagonal, scale=call.scale)
-            of_piece = lows[piece]
-            if of_piece is not None and tile_mask is not None:
-                lse = of_piece.lse_of_tile(lse, tile_mask, diagonal=tile.diagonal)
-            merged[piece].add(out, lse)
+        if block is not None:
+            found.add(block, hop.step, is_last=hop is last_hop)
         # Or three blocks would be in memory while the next hop is on its way.
-        del block, k, v, tensors
-    # No keys for the queries that see none.
-    nothing = key[:, :, :0], value[:, :, :0]
-    results = [
-        (one.out, one.lse) if one.count else local_attention_with_lse(q, *nothing)
-        for q, one in zip(queries, merged, strict=True)
-    ]
-    out = tiling.join([out for out, _ in results])
+        del block
+    out, lse = found.result(key, value)
     if out.dtype != query.dtype:
         out = out.to(query.dtype)
-    return tied(out, [query, key, value, *received]), tiling.join([lse for _, lse in results])
-
-
-def _split(mask: Tensor | None, call: Call) -> Sequence[Tensor | None]:
-    """The rows of ``mask`` for each piece of the queries."""
-    return [None] * len(call.tiling.pieces) if mask is None else call.tiling.split(mask)
+    return tied(out, [query, key, value, *received]), lse
 
 
 # -- backward
@@ -277,49 +198,24 @@ def ring_attention_backward(
     mask_gradient: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of query, key, value and, if asked for, mask; args as in :func:`ring_attention`."""
-    tiling = call.tiling
-    low = LowRows.of(mask)
-    if low is not None:
-        mask = low.mask
-        grad_out, lse = low.for_gradient(grad_out, lse)
-    queries, grads, outs, lses = [tiling.split(x) for x in (query, grad_out, out, lse[..., None])]
-    pieces = [
-        _Piece(
-            queries[number],
-            grads[number],
-            outs[number],
-            lses[number],
-            rows,
-            grad_query=torch.zeros_like(queries[number], dtype=lse.dtype),
-            grad_mask=torch.zeros_like(rows, dtype=lse.dtype) if mask_gradient and rows is not None else None,
-        )
-        for number, rows in enumerate(_split(mask, call))
-    ]
-    grad_key, grad_value = _key_gradients(pieces, key, value, call, heads)
-    grad_query = tiling.join([piece.grad_query for piece in pieces])
-    grad_rows = [piece.grad_mask for piece in pieces if piece.grad_mask is not None]
-    grad_mask = None
-    if grad_rows and mask is not None:
-        grad_mask = torch.stack(grad_rows).sum(0) if mask.shape[2] == 1 else tiling.join(grad_rows)
+    found = BlockGradients(
+        grad_out,
+        query,
+        out,
+        lse,
+        mask,
+        call.tiling,
+        scale=call.scale,
+        backend=call.options.backend,
+        heads=heads,
+        mask_gradient=mask_gradient,
+    )
+    grad_key, grad_value = _key_gradients(found, key, value, call)
+    grad_query, grad_mask = found.result()
     return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), grad_mask
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """Queries that see the same keys of every block; gradients, in the dtype of lse, are added up in place."""
-
-    query: Tensor
-    grad_out: Tensor
-    out: Tensor
-    lse: Tensor  # [B, H, S_q, 1]
-    mask: Tensor | None
-    grad_query: Tensor
-    grad_mask: Tensor | None
-
-
-def _key_gradients(
-    pieces: Sequence[_Piece], key: Tensor, value: Tensor, call: Call, heads: Tensor | None
-) -> list[Tensor]:
+def _key_gradients(found: BlockGradients, key: Tensor, value: Tensor, call: Call) -> list[Tensor]:
     """The gradients of this rank's keys and values.
 
     What was found for a block travels behind it, and at last home; with a block mask, from each rank straight home.
@@ -328,7 +224,7 @@ def _key_gradients(
     own: list[Tensor] = []
     arriving: list[Travelling] = []  # on its way while this rank computes its own share
     for hop, block in _blocks(key, value, packing, call, []):
-        grads = [] if block is None else _add_block(pieces, *block, hop.step, call, heads)
+        grads = [] if block is None else found.add(block, hop.step)
         del block
         if hop.step == 0:
             own = grads
@@ -343,40 +239,6 @@ def _key_gradients(
             arriving.append(start_ring_shift(sent, arrives, dim, distance=-hop.step))
     for buffer in map(wait, arriving):
         if buffer.numel():
-            for total, found in zip(own, packing.unpack(buffer, dim.index), strict=True):
-                put(total, 2, call.travels, found)
+            for total, part in zip(own, packing.unpack(buffer, dim.index), strict=True):
+                put(total, 2, call.travels, part)
     return own
-
-
-def _add_block(
-    pieces: Sequence[_Piece], key: Tensor, value: Tensor, step: int, call: Call, heads: Tensor | None
-) -> list[Tensor]:
-    """The gradients of a block of keys and values, in the dtype of lse; those of queries and mask are added up."""
-    order = call.tiling.keys[step]
-    key, value = order.arrange(key), order.arrange(value)
-    grads = [x.new_zeros(x.shape, dtype=pieces[0].lse.dtype) for x in (key, value)]
-    key, value = expand(key, heads), expand(value, heads)
-    for number, tile in call.tiling.tiles(step):
-        piece = pieces[number]
-        grad_query, *grad_block, grad_mask = local_attention_backward(
-            piece.grad_out,
-            piece.query,
-            take(key, 2, tile.runs),
-            take(value, 2, tile.runs),
-            piece.out,
-            piece.lse[..., 0],
-            mask=None if piece.mask is None else columns(piece.mask, tile.positions),
-            is_causal=tile.diagonal,
-            scale=call.scale,
-            backend=call.options.backend,
-            mask_gradient=piece.grad_mask is not None,
-        )
-        piece.grad_query.add_(grad_query)
-        for total, found in zip(grads, grad_block, strict=True):
-            put(total, 2, tile.runs, found, heads)
-        if piece.grad_mask is not None and grad_mask is not None:
-            if piece.grad_mask.shape[3] == 1:
-                piece.grad_mask.add_(grad_mask.sum_to_size(piece.grad_mask.shape))
-            else:
-                put(piece.grad_mask, 3, tile.positions, grad_mask)
-    return [order.restore(grad) for grad in grads]

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from para_core.attention.approximate.snapkv import hide, select_keys, sparse_attention
+from para_core.attention.blocks import LocalAttention, columns, expand
 from para_core.attention.call import Call
 from para_core.attention.local import local_attention
-from para_core.attention.ring import LocalAttention, columns, expand, ring_attention, ring_attention_backward
+from para_core.attention.ring import ring_attention, ring_attention_backward
 from para_core.attention.ulysses import Heads, as_sdpa
 
 

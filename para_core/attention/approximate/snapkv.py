@@ -19,10 +19,11 @@ from torch import Tensor
 
 from para_core.attention.approximate.kept_keys import KeptKeys
 from para_core.attention.approximate.wire import Wire
+from para_core.attention.blocks import LocalAttention, columns, expand, tied
 from para_core.attention.call import Call
 from para_core.attention.local import local_attention_with_lse, lse_dtype
 from para_core.attention.merge import Merged
-from para_core.attention.ring import LocalAttention, Packing, columns, expand, one_by_one, ring_attention, tied
+from para_core.attention.ring import Packing, one_by_one, ring_attention
 from para_core.attention.tiles import sharded_runs
 from para_core.collectives import all_gather
 from para_core.layout import Run
