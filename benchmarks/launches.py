@@ -23,7 +23,7 @@ from para_core import SequenceLayout, UnifiedAttnMode, init_context_parallel_mes
 from para_core.attention import local, unified
 from para_core.attention.call import make_call
 from para_core.attention.choice import Backend
-from para_core.attention.options import AttnOptions
+from para_core.attention.options import AttnOptions, RotateMethod
 from para_core.layout import even_layout
 from para_core.mesh import sequence_mesh
 
@@ -124,6 +124,7 @@ def count_attention(
     batch: int = 1,
     device: Literal["cpu", "meta"] = "cpu",
     backend: Backend | None = None,
+    rotate_method: RotateMethod = "alltoall",
 ) -> LaunchCounter:
     """The launches of one intercepted call on rank 0, forward, without a mask: of the second call, when sizes are known.
 
@@ -139,7 +140,9 @@ def count_attention(
         # [B, S, H, D] in memory, as the projections of a model leave it.
         shape = (batch, layout.size(0), heads, head_dim)
         tensors = [torch.empty(shape, dtype=dtype, device=device).transpose(1, 2) for _ in range(3)]
-        with _intercepted(mesh, layout) if device == "cpu" else _as_on_cuda(mesh, layout, heads, backend) as attend:
+        options = AttnOptions(backend=backend, rotate_method=rotate_method)
+        on_device = _intercepted if device == "cpu" else _as_on_cuda
+        with on_device(mesh, layout, heads, options) as attend:
             attend(*tensors)
             with LaunchCounter() as counter:
                 attend(*tensors)
@@ -147,15 +150,14 @@ def count_attention(
 
 
 @contextmanager
-def _intercepted(mesh: DeviceMesh, layout: SequenceLayout) -> Iterator[Attend]:
-    with UnifiedAttnMode(mesh, layout=layout, assume_equal=True):
+def _intercepted(mesh: DeviceMesh, layout: SequenceLayout, _: int, options: AttnOptions) -> Iterator[Attend]:
+    with UnifiedAttnMode(mesh, layout=layout, assume_equal=True, rotate_method=options.rotate_method):
         yield F.scaled_dot_product_attention
 
 
 @contextmanager
-def _as_on_cuda(mesh: DeviceMesh, layout: SequenceLayout, heads: int, backend: Backend | None) -> Iterator[Attend]:
+def _as_on_cuda(mesh: DeviceMesh, layout: SequenceLayout, heads: int, options: AttnOptions) -> Iterator[Attend]:
     """What the operator of attention runs on a GPU; a mode gives meta tensors their shape and is done."""
-    options = AttnOptions(backend=backend)
     call = make_call(
         layout,
         layout,

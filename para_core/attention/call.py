@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from para_core.attention.approximate.wire import RoundedExchange
+from para_core.attention.grid import Grid, choose_grid
 from para_core.attention.options import AttnOptions
 from para_core.attention.tiles import Tiling, join_neighbours, own_runs, sharded_runs
 from para_core.attention.ulysses import Exchange, Heads
@@ -121,6 +122,15 @@ class Call:
             for step in steps
             if any(sees[step])
         ]
+
+    @lazy
+    def grid(self) -> Grid | None:
+        """Rows and columns of the ring's ranks, where ``rotate_method="2d"``; None: blocks go round, or straight."""
+        options = self.options
+        if options.rotate_method != "2d" or options.by_position or not self.rotates:
+            return None
+        shape = choose_grid(self.mesh.ring.size, self.num_heads, self.num_kv_heads)
+        return Grid(self.query_layout, self.key_layout, self.mesh, shape, self.is_causal)
 
     @lazy
     def travels(self) -> list[Run]:

@@ -1,7 +1,8 @@
 """``attn_mask`` over a mesh: which of its dims are of one rank's tokens, and what a rank's block needs of it.
 
 A dim of size 1 stays 1 on every rank, so a key-padding mask stays ``[B, 1, 1, S_k]``. A mask of a rank's own keys is gathered
-along them, all its rows: one that has a row per query is then, for a moment, as large as for one device.
+along them, all its rows: one that has a row per query is then, for a moment, as large as for one device. A mask of a rank's own
+queries goes, as they do, to the other ranks of its row, if there are rows of ranks.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import torch
 from torch import Tensor
 
 from para_core.attention.call import Call
+from para_core.attention.grid import Grid
 from para_core.attention.tiles import own_runs
 from para_core.attention.ulysses import Exchange, split_by_kind
+from para_core.collectives import all_to_all
 from para_core.layout import Run, SequenceLayout
 from para_core.tokens import gather_tokens
 
@@ -79,14 +82,14 @@ def _extent(kind: str, sizes: Sequence[int], layout: SequenceLayout, ranks: Sequ
 
 
 def mask_of_block(mask: Tensor, extents: MaskExtents, call: Call) -> Tensor:
-    """What of ``mask`` this rank's block of queries and share of the heads needs.
+    """What of ``mask`` this rank's block of queries and share of the heads needs; with a grid, those of its row, too.
 
     Args:
         mask: ``[B or 1, H or 1, S_q, S_k]``, dims as ``extents`` says.
 
     Returns:
-        ``[B or 1, H_local or 1, S_block or 1, total or 1]``: rows as the block holds its queries, columns by position in
-        the whole sequence. Differentiable.
+        ``[B or 1, H_local or 1, S_block or 1, total or 1]``: rows as the block holds its queries, then the blocks of the other ring
+        ranks of its row, columns by position in the whole sequence. Differentiable.
     """
     if mask.dtype == torch.bool:  # gloo moves no bool
         return _of_block(mask.view(torch.uint8), extents, call).view(torch.bool)
@@ -99,13 +102,27 @@ def _of_block(mask: Tensor, extents: MaskExtents, call: Call) -> Tensor:
         mask = gather_tokens(mask, 3, call.key_layout, mesh)
     heads = call.heads.of_query if mask.shape[1] > 1 else [(0, 1)] * mesh.ulysses.size
     if extents.queries == "local" and call.exchange is not None:
-        return _rows_of_group(mask, call.exchange, heads)
-    if mask.shape[1] > 1:
+        mask = _rows_of_group(mask, call.exchange, heads)
+    elif mask.shape[1] > 1:
         mask = mask.narrow(1, *heads[mesh.ulysses.index])
+    of_row = [] if call.grid is None else call.grid.row_runs
     if extents.queries == "global":
-        parts = [mask.narrow(2, start, length) for start, length in own_runs(call.query_layout, mesh)]
-        mask = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-    return mask
+        runs = own_runs(call.query_layout, mesh) + [run for runs in of_row for run in runs]
+        parts = [mask.narrow(2, start, length) for start, length in runs]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+    return mask if extents.queries == "broadcast" or call.grid is None else _with_rows_of_others(mask, call.grid)
+
+
+def _with_rows_of_others(mask: Tensor, grid: Grid) -> Tensor:
+    """``mask`` with the rows ``[B or 1, H_local or 1, S_block, total or 1]`` of the other ring ranks of its row. Differentiable."""
+    if not grid.row:
+        return mask
+    rows = mask.movedim(2, 0)
+    send, receive = [0] * grid.mesh.ring.size, [0] * grid.mesh.ring.size
+    for peer, size in zip(grid.row, grid.row_sizes, strict=True):
+        send[peer], receive[peer] = rows.shape[0], size
+    arrived = all_to_all(torch.cat([rows] * len(grid.row)), send, receive, grid.mesh.ring)
+    return torch.cat([rows, arrived]).movedim(0, 2)
 
 
 def _rows_of_group(mask: Tensor, exchange: Exchange, heads: Sequence[Run]) -> Tensor:

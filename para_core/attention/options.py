@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, TypedDict
+from typing import Literal, TypedDict, get_args
 
 import torch
 
@@ -11,8 +11,10 @@ from para_core.attention.approximate.block_mask import BlockMask, decode
 from para_core.attention.approximate.kept_keys import KeptKeys
 from para_core.attention.choice import BACKENDS, EXACT_FORM, Backend
 
-# How the keys and values of other ring ranks get here: passed on from neighbour to neighbour, or all at once.
-RotateMethod = Literal["alltoall", "allgather"]
+# How the queries of a ring's ranks meet the keys of others: these are passed on from neighbour to neighbour, or all come at once; or
+# queries travel along rows of ranks, and keys along columns.
+RotateMethod = Literal["alltoall", "allgather", "2d"]
+ROTATE_METHODS: tuple[RotateMethod, ...] = get_args(RotateMethod)
 
 
 class AttnKeywords(TypedDict, total=False):
@@ -33,7 +35,8 @@ class AttnOptions:
     Args:
         ulysses_chunks: without gradients, each rank's heads are cut into so many parts, of which the next one travels while one
             is computed.
-        rotate_method: how blocks travel round a ring in the forward pass.
+        rotate_method: how blocks travel round a ring in the forward pass; ``"2d"``: backward, too. With ``block_mask`` and
+            ``kept_keys``, which send what is seen alone, it is as ``"alltoall"``.
         comm_dtype: approximate: what travels, where no gradient is kept, is rounded to it. None: travels as it is.
         block_mask: which blocks of queries see which blocks of keys; None: all.
         kept_keys: approximate: how it is decided which keys are attended to; None: all are.
@@ -59,8 +62,13 @@ class AttnOptions:
             raise ValueError(
                 f"comm_dtype is {self.comm_dtype}; expected torch.float8_e4m3fn, or None for exact attention."
             )
-        if self.rotate_method not in ("alltoall", "allgather"):
-            raise ValueError(f"rotate_method is {self.rotate_method!r}; expected 'alltoall' or 'allgather'.")
+        if self.rotate_method not in ROTATE_METHODS:
+            raise ValueError(f"rotate_method is {self.rotate_method!r}; expected 'alltoall', 'allgather' or '2d'.")
+        if self.rotate_method == "2d" and self.comm_dtype is not None:
+            raise ValueError(
+                f"rotate_method='2d' sends tensors as they are, and comm_dtype is {self.comm_dtype}. Leave comm_dtype out, or take "
+                "rotate_method='alltoall'."
+            )
         if self.backend not in (None, *BACKENDS):
             raise ValueError(f"backend is {self.backend!r}; expected one of {', '.join(BACKENDS)}, or None.")
 
@@ -95,7 +103,7 @@ class AttnOptions:
         share, _, window = kept.partition(" ")
         return AttnOptions(
             int(chunks),
-            "allgather" if rotate_method == "allgather" else "alltoall",
+            next(name for name in ROTATE_METHODS if name == rotate_method),
             torch.float8_e4m3fn if comm_dtype else None,
             decode(blocks),
             KeptKeys(float(share), int(window)) if kept else None,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from para_core.attention.approximate.snapkv import hide, select_keys, sparse_attention
+from para_core.attention.attention_2d import attention_2d, attention_2d_backward
 from para_core.attention.blocks import LocalAttention, columns, expand
 from para_core.attention.call import Call
 from para_core.attention.local import local_attention
@@ -101,6 +103,8 @@ def _of_block(
         out, lse = sparse_attention(
             query, key, value, mask, call, heads=key_heads, attend=attend, save=save, comm_dtype=comm_dtype
         )
+    elif call.grid is not None:
+        out, lse = attention_2d(query, key, value, mask, call, grid=call.grid, heads=key_heads, attend=attend)
     else:
         out, lse = ring_attention(query, key, value, mask, call, heads=key_heads, attend=attend, comm_dtype=comm_dtype)
     return out, lse if save else None
@@ -145,7 +149,8 @@ def backward(
     hidden = mask
     if call.options.kept_keys is not None:
         hidden = hide(mask, select_keys(saved.query, saved.key, mask, call, heads=heads))
-    *grads, grad_mask = ring_attention_backward(
+    of_ring = ring_attention_backward if call.grid is None else partial(attention_2d_backward, grid=call.grid)
+    *grads, grad_mask = of_ring(
         grad_out,
         saved.query,
         saved.key,

@@ -50,7 +50,9 @@ class UnifiedAttnMode(ShardingMode):
             - ``comm_dtype``: ``torch.float8_e4m3fn`` halves the bytes of 16-bit tensors: query, key, value and out travel rounded
               to 8 bits, scaled per sample and head. Not exact; without gradients only.
             - ``rotate_method``: how the keys and values of other ring ranks get here: ``"alltoall"``, passed on from neighbour to
-              neighbour, or ``"allgather"``, all in one collective, which needs memory for all of them. Backward they rotate.
+              neighbour, or ``"allgather"``, all in one collective, which needs memory for all of them. Backward they rotate. ``"2d"``: the
+              ring's ranks are rows and columns, queries travel along the former, keys and values along the latter: fewer bytes
+              from 4 ranks on, backward too (:mod:`para_core.attention.attention_2d`).
             - ``backend``: what computes attention on one device: ``"flash"``, ``"efficient"``, ``"cudnn"``, ``"math"``, or the Triton kernel
               of this package, ``"triton"``. By default PyTorch chooses, by its own order and the user's ``sdpa_kernel(...)``.
               ``"triton-int8"``: q·k in 8 bits. Not exact; without gradients only.

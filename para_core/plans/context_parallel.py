@@ -25,7 +25,8 @@ class ContextParallelConfig:
         ring_degree, ulysses_degree: ranks along each mesh dim, 1 if left out. Without ``mesh`` their product is the number
             of all ranks.
         convert_to_fp32: of the partial results of a ring, which are merged in float32 here, whatever this says.
-        rotate_method: ``"alltoall"`` passes keys and values on round the ring, ``"allgather"`` gathers them at once.
+        rotate_method: ``"alltoall"`` passes keys and values on round the ring, ``"allgather"`` gathers them at once, ``"2d"`` gathers
+            queries along rows of ranks and keys along columns.
         mesh: with a ``ring`` and a ``ulysses`` dim of these sizes (or of any, where no degree is given).
     """
 

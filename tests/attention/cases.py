@@ -193,7 +193,13 @@ def attend(
     return outs
 
 
-def gradients(cases: list[Case], ring: int, ulysses: int, compile_with: str | None = None) -> list[list[Tensor]]:
+def gradients(
+    cases: list[Case],
+    ring: int,
+    ulysses: int,
+    compile_with: str | None = None,
+    mode_options: dict[str, Any] | None = None,
+) -> list[list[Tensor]]:
     """Of each case this rank's gradients of query, key, value and, if it is a float, mask; every rank has its own loss."""
     mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
     rank, results = mesh.get_rank(), []
@@ -210,7 +216,7 @@ def gradients(cases: list[Case], ring: int, ulysses: int, compile_with: str | No
             x.requires_grad_(x.is_floating_point())
         key_layout = None if key_layout is query_layout else key_layout
         sdpa = compiled_sdpa(compile_with)
-        with UnifiedAttnMode(mesh, layout=query_layout, key_layout=key_layout):
+        with UnifiedAttnMode(mesh, layout=query_layout, key_layout=key_layout, **(mode_options or {})):
             out = sdpa(*inputs, **case.options)
         (out * weight).sum().backward()
         results.append(_grads(inputs))

@@ -35,8 +35,9 @@ def check(case: Case, out: Tensor, where: str) -> None:
     assert relative_error(out, exact) <= bound, f"{case} on {where}"
 
 
-def check_all(rank_pool, cases, ring, ulysses, compile_with=None):
-    for rank, outs in enumerate(rank_pool.run(attend, ring * ulysses, cases, ring, ulysses, compile_with)):
+def check_all(rank_pool, cases, ring, ulysses, compile_with=None, mode_options=None):
+    results = rank_pool.run(attend, ring * ulysses, cases, ring, ulysses, compile_with, mode_options)
+    for rank, outs in enumerate(results):
         for case, out in zip(cases, outs, strict=True):
             check(case, out, f"ring {ring} × ulysses {ulysses}, rank {rank}")
 

@@ -25,9 +25,9 @@ CAUSAL = {"is_causal": True}
 GQA = {"enable_gqa": True}
 
 
-def check_all(rank_pool, cases, ring, ulysses, compile_with=None):
+def check_all(rank_pool, cases, ring, ulysses, compile_with=None, mode_options=None):
     ranks = ring * ulysses
-    found = zip(*rank_pool.run(gradients, ranks, cases, ring, ulysses, compile_with), strict=True)
+    found = zip(*rank_pool.run(gradients, ranks, cases, ring, ulysses, compile_with, mode_options), strict=True)
     for case, parts_of_ranks in zip(cases, found, strict=True):
         expected = gradients_on_one_device(case, ranks)
         whole = put_gradients_together(case, parts_of_ranks)

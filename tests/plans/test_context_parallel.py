@@ -28,6 +28,7 @@ CONFIGS = {
     "Ulysses": lambda: ContextParallelConfig(ulysses_degree=2),
     "ring": lambda: ContextParallelConfig(ring_degree=2),
     "ring, gathered": lambda: ContextParallelConfig(ring_degree=2, rotate_method="allgather", convert_to_fp32=False),
+    "ring, in two dims": lambda: ContextParallelConfig(ring_degree=2, rotate_method="2d"),
     "inside a ParallelConfig": lambda: ParallelConfig(context_parallel_config=ContextParallelConfig(ring_degree=2)),
     "a mesh": lambda: ContextParallelConfig(mesh=cpu_mesh(2, 1)),
     "a mesh of more dims": lambda: ContextParallelConfig(

@@ -1,0 +1,91 @@
+"""A ring's ranks as rows and columns: who shares queries with whom, who shares keys, and what follows. Pure values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from para_core.attention.tiles import Tiling, own_runs, sharded_runs
+from para_core.layout import Run, SequenceLayout
+from para_core.lazy import lazy
+from para_core.mesh import SequenceMesh
+
+
+def choose_grid(ranks: int, num_heads: int, num_kv_heads: int) -> tuple[int, int]:
+    """The ``(rows, columns)`` of ``ranks`` ring ranks that send the fewest bytes where there are as many keys as queries.
+
+    Queries go to the others of a row and their results come back, keys and values go to the others of a column: per token
+    2 · H · (columns - 1) + 2 · H_kv · (rows - 1) vectors. Of equals the one with fewer columns, for results travel with their lse. A prime
+    number of ranks is one column: all keys and values come here, and no query leaves.
+
+    >>> choose_grid(4, 8, 8), choose_grid(6, 8, 8), choose_grid(5, 8, 8)
+    ((2, 2), (3, 2), (5, 1))
+    >>> choose_grid(4, 8, 2)
+    (4, 1)
+    """
+    shapes = [(ranks // columns, columns) for columns in range(1, ranks + 1) if ranks % columns == 0]
+    return min(shapes, key=lambda shape: (shape[1] - 1) * num_heads + (shape[0] - 1) * num_kv_heads)
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """This rank's place in ``shape`` ``(rows, columns)``: ring rank i is in row i // columns.
+
+    It attends with the queries of its row to the keys of its column. The keys that all ranks hold it attends to with its own queries.
+    """
+
+    query_layout: SequenceLayout
+    key_layout: SequenceLayout
+    mesh: SequenceMesh
+    shape: tuple[int, int]
+    is_causal: bool
+
+    @lazy
+    def row(self) -> list[int]:
+        """The other ring ranks of this row."""
+        index, columns = self.mesh.ring.index, self.shape[1]
+        first = index - index % columns
+        return [rank for rank in range(first, first + columns) if rank != index]
+
+    @lazy
+    def column(self) -> list[int]:
+        """The other ring ranks of this column."""
+        index, columns = self.mesh.ring.index, self.shape[1]
+        return [rank for rank in range(index % columns, self.mesh.ring.size, columns) if rank != index]
+
+    @lazy
+    def row_runs(self) -> list[list[Run]]:
+        """Positions of the queries of each of the row's other ranks, in the order in which they hold them."""
+        return [own_runs(self.query_layout, self.mesh, rank) for rank in self.row]
+
+    @lazy
+    def column_runs(self) -> list[list[Run]]:
+        """Positions of the keys that travel of each of the column's other ranks."""
+        return [sharded_runs(self.key_layout, self.mesh, rank) for rank in self.column]
+
+    @lazy
+    def row_sizes(self) -> list[int]:
+        return [_length(runs) for runs in self.row_runs]
+
+    @lazy
+    def column_sizes(self) -> list[int]:
+        return [_length(runs) for runs in self.column_runs]
+
+    @lazy
+    def own_tiling(self) -> Tiling:
+        """This rank's queries by its own keys, step 0, and by those of its column's others, step 1."""
+        return self._tiling(own_runs(self.query_layout, self.mesh), own_runs(self.key_layout, self.mesh))
+
+    @lazy
+    def row_tiling(self) -> Tiling:
+        """The queries of the row's others by this rank's keys that travel, step 0, and by those of its column's others, step 1."""
+        own = sharded_runs(self.key_layout, self.mesh, self.mesh.ring.index)
+        return self._tiling([run for runs in self.row_runs for run in runs], own)
+
+    def _tiling(self, queries: Sequence[Run], own_keys: Sequence[Run]) -> Tiling:
+        keys = [own_keys, [run for runs in self.column_runs for run in runs]]
+        return Tiling(queries, keys, is_causal=self.is_causal, visible=None)
+
+
+def _length(runs: Sequence[Run]) -> int:
+    return sum([length for _, length in runs])

@@ -1,0 +1,192 @@
+"""Attention2D: a ring's ranks as rows and columns, against one device; what it sends and launches, against its docstring."""
+
+import doctest
+from importlib import import_module
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+
+from benchmarks.launches import count_attention
+from para_core import Segment, SequenceLayout, UnifiedAttnMode
+from para_core.attention.grid import choose_grid
+from para_core.attention.options import AttnOptions
+from tests.attention import test_exactness, test_gradients
+from tests.attention.cases import BALANCED, IMAGE_FIRST, TEXT_FIRST, Case, Mask
+from tests.attention.one_device import make_qkv, relative_error
+from tests.attention.test_launches import require_at_most
+from tests.attention.test_options import by_hand
+from tests.attention.test_traffic import Traffic
+
+TWO_DIMS = {"rotate_method": "2d"}
+CAUSAL, GQA = {"is_causal": True}, {"enable_gqa": True}
+# 2 × 2 and 3 × 2; one column, alone and inside of Ulysses; 2 × 2 around Ulysses.
+MESHES = [
+    (4, 1),
+    (2, 2),
+    pytest.param(6, 1, marks=pytest.mark.long),
+    pytest.param(3, 2, marks=pytest.mark.long),
+    pytest.param(5, 1, marks=pytest.mark.long),
+    pytest.param(4, 2, marks=pytest.mark.long),
+]
+on_meshes = pytest.mark.parametrize(("ring", "ulysses"), MESHES)
+
+CASES = [
+    Case(13, 3),
+    Case(3, 1),  # a rank without tokens
+    Case(1, 2, options=CAUSAL),
+    Case(0, 3),
+    Case(13, 3, B=0),
+    Case(13, 6, D_v=5, options={"scale": 0.4, **CAUSAL}),
+    Case(13, 6, H_kv=2, options=GQA),
+    Case(13, 6, H_kv=3, options=GQA | CAUSAL),
+    Case(13, 3, S_k=5, mask=Mask("k")),
+    Case(5, 3, S_k=18, D_v=20, options=CAUSAL),
+    Case(H=4, segments=TEXT_FIRST, mask=Mask("bk", torch.float32)),
+    Case(H=3, segments=IMAGE_FIRST, options=CAUSAL),
+    Case(H=3, segments=BALANCED, mask=Mask("bhqk", torch.float32, "local"), options=CAUSAL),
+    Case(H=3, segments=IMAGE_FIRST, key_segments=(("image", 9, False),), mask=Mask("qk", torch.bool, "global")),
+    Case(H=3, segments=(("text", 5, True),), key_segments=(("image", 9, False),), mask=Mask("hqk", torch.float32)),
+    Case(13, 4, mask=Mask("bqk", torch.bool, "local")),
+    Case(13, 4, mask=Mask("bhqk", torch.float32, "global", "local")),
+    Case(13, 3, mask=Mask("qk", torch.float32, share=1.0)),
+    Case(70, 6, D=24),
+]
+
+
+@on_meshes
+def test_attention_in_two_dims_equals_one_device(rank_pool, ring, ulysses):
+    sixteen_bits = [
+        Case(13, 3, D_v=5, dtype=dtype, mask=mask)
+        for dtype in (torch.bfloat16, torch.float16, torch.float64)
+        for mask in (None, Mask("k"))
+    ]
+    sixteen_bits.append(
+        Case(5, 1, B=1, D_v=5, dtype=torch.bfloat16)
+    )  # one row, and an odd number of bytes before its lse
+    test_exactness.check_all(rank_pool, CASES + sixteen_bits, ring, ulysses, mode_options=TWO_DIMS)
+
+
+@on_meshes
+def test_gradients_in_two_dims_equal_those_of_one_device(rank_pool, ring, ulysses):
+    # Of no query at all torch gives other shapes of a gradient.
+    cases = [case for case in CASES if case.B and case.qkv()[0].numel()]
+    test_gradients.check_all(rank_pool, cases, ring, ulysses, mode_options=TWO_DIMS)
+
+
+@pytest.mark.parametrize("ring", [4, pytest.param(6, marks=pytest.mark.long)])
+def test_in_one_compiled_graph_with_and_without_gradients(rank_pool, ring):
+    cases = [CASES[0], CASES[7], CASES[10]]
+    test_exactness.check_all(rank_pool, cases, ring, 1, "aot_eager", TWO_DIMS)
+    test_gradients.check_all(rank_pool, cases, ring, 1, "aot_eager", TWO_DIMS)
+
+
+# -- what is sent
+
+
+B, H, D, E = 2, 5, 8, 4
+
+
+def count(ring, segments, heads=H, kv_heads=H, backward=False):
+    mesh = init_device_mesh("cpu", (ring, 1), mesh_dim_names=("ring", "ulysses"))
+    layout = SequenceLayout(tuple(Segment(*segment) for segment in segments), ring)
+    q, k, v = make_qkv(layout.size(mesh.get_rank()), heads, D, B=B, H_kv=kv_heads)
+    options = {"enable_gqa": True} if kv_heads < heads else {}
+    with UnifiedAttnMode(mesh, layout=layout, assume_equal=True, rotate_method="2d"):
+        with torch.set_grad_enabled(backward), Traffic() as forward:
+            out = F.scaled_dot_product_attention(*(x.requires_grad_(backward) for x in (q, k, v)), **options)
+        with Traffic() as back:
+            if backward:
+                out.sum().backward()
+    return forward.sent, back.sent, forward.others + back.others
+
+
+def sizes(total, ranks):
+    return [len(part) for part in torch.arange(total).tensor_split(ranks)]
+
+
+@pytest.mark.parametrize(("ring", "columns"), [(4, 2), pytest.param(6, 2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_text", [0, 3])
+def test_three_collectives_send_what_the_docstring_says_and_five_backward(rank_pool, ring, columns, num_text):
+    rows, image = ring // columns, sizes(13, ring)
+    segments = [("text", num_text, True), ("image", 13, False)] if num_text else [("image", 13, False)]
+    queries = [size + num_text for size in image]
+    for rank, (forward, _, others) in enumerate(rank_pool.run(count, ring, ring, segments)):
+        row = [other for other in range(ring) if other // columns == rank // columns and other != rank]
+        assert len(row) == columns - 1
+        assert forward == [
+            B * E * H * D * queries[rank] * (columns - 1),
+            B * E * H * 2 * D * image[rank] * (rows - 1),
+            B * H * (D * E + 4) * sum(queries[other] for other in row),
+        ], f"rank {rank}"
+        assert others == []
+    for rank, (_, backward, others) in enumerate(rank_pool.run(count, ring, ring, segments, backward=True)):
+        row = [other for other in range(ring) if other // columns == rank // columns and other != rank]
+        column = [other for other in range(ring) if other % columns == rank % columns and other != rank]
+        assert backward == [
+            B * H * (E * 3 * D + 4) * queries[rank] * (columns - 1),
+            B * E * H * 2 * D * image[rank] * (rows - 1),
+            4 * B * H * D * sum(queries[other] for other in row),
+            4 * B * H * 2 * D * sum(image[other] for other in column),
+        ], f"rank {rank}"
+        assert others == []
+
+
+@pytest.mark.parametrize(("ring", "heads", "kv_heads"), [(3, 5, 5), (4, 8, 2)])
+def test_a_prime_number_of_ranks_and_few_key_heads_gather_keys_alone(rank_pool, ring, heads, kv_heads):
+    found = rank_pool.run(count, ring, ring, [("image", 13, False)], heads, kv_heads)
+    for (forward, _, others), size in zip(found, sizes(13, ring), strict=True):
+        assert forward == [B * E * kv_heads * 2 * D * size * (ring - 1)]
+        assert others == []
+
+
+def test_rows_and_columns_are_those_that_send_the_fewest_bytes():
+    assert doctest.testmod(import_module("para_core.attention.grid")).failed == 0
+    assert [choose_grid(ranks, 4, 4) for ranks in (1, 2, 9, 12, 64, 512)] == [
+        (1, 1),
+        (2, 1),
+        (3, 3),
+        (4, 3),
+        (8, 8),
+        (32, 16),
+    ]
+    assert choose_grid(64, 8, 1) == (32, 2)  # 8 · 1 + 1 · 31 vectors; (64, 1) are 63
+
+
+# -- launches, options
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(("ranks", "columns"), [(4, 2), (6, 2), (9, 3), (64, 8), (3, 1)])
+def test_launches_grow_with_the_columns_alone(ranks, columns, device):
+    counter = count_attention(ranks, 1, tokens=576, device=device, rotate_method="2d")
+    of_one_column, of_more = (6, 14) if device == "cpu" else (7, 17)  # of 16 bits there are casts
+    require_at_most(of_one_column if columns == 1 else of_more + columns - 2, counter)
+
+
+def learn_with_attn_func(ring, dtype):
+    mesh = init_device_mesh("cpu", (ring, 1), mesh_dim_names=("ring", "ulysses"))
+    qkv = [x.to(dtype).tensor_split(ring, dim=2)[mesh.get_rank()].requires_grad_() for x in make_qkv(3, 4)]
+    with UnifiedAttnMode(mesh, attn_func=by_hand, rotate_method="2d") as cp, cp.using(cp.sequence(3)):
+        F.scaled_dot_product_attention(*qkv, is_causal=True).square().sum().backward()
+    return [x.grad for x in qkv]
+
+
+@pytest.mark.parametrize(
+    ("ring", "dtype"), [(4, torch.float32), (4, torch.bfloat16), pytest.param(6, torch.float32, marks=pytest.mark.long)]
+)
+def test_attention_of_the_users_own_is_learned_though_ranks_have_no_tokens_or_see_no_keys(rank_pool, ring, dtype):
+    qkv = [x.to(dtype).float().requires_grad_() for x in make_qkv(3, 4)]
+    F.scaled_dot_product_attention(*qkv, is_causal=True).square().sum().backward()
+    bound = 1e-5 if dtype == torch.float32 else 2e-2
+    grads = zip(*rank_pool.run(learn_with_attn_func, ring, ring, dtype), strict=True)
+    for x, parts in zip(qkv, grads, strict=True):
+        assert relative_error(torch.cat(parts, dim=2).float(), x.grad) < bound
+
+
+def test_what_is_rounded_does_not_travel_in_two_dims():
+    with pytest.raises(
+        ValueError, match=r"rotate_method='2d' sends tensors as they are, and comm_dtype is torch\.float8_e4m3fn"
+    ):
+        AttnOptions(rotate_method="2d", comm_dtype=torch.float8_e4m3fn)
