@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.adapters.supported import transformers_of, unets_of
 from para_core.instance import original_class
-from para_core.make_mesh import init_context_parallel_mesh, require_own_gpus
+from para_core.make_mesh import init_context_parallel_mesh, ranks_per_host, require_own_gpus
 from para_core.mesh import GuidedMesh, guided_mesh, one_guided_rank
 
 logger = logging.getLogger(__name__)
@@ -35,23 +36,32 @@ class MeshChoice:
     reason: str
 
 
-def choose_mesh(num_ranks: int, num_heads: int | None, guidance: str | None) -> MeshChoice:
-    """Half of the ranks for each branch of guidance, if there are any; then Ulysses up to the number of (key) heads; then the ring.
+def choose_mesh(
+    num_ranks: int, num_heads: int | None, guidance: str | None, ranks_per_host: int | None = None
+) -> MeshChoice:
+    """Half of the ranks for each branch of guidance, if there are any; then Ulysses up to the number of (key) heads, inside of a host; then
+    the ring.
 
     Args:
         num_heads: None: not known, so as many as there are ranks.
         guidance: why branches are expected; None: they are not.
+        ranks_per_host: None: all ranks are on one host, or it is not known.
 
     >>> choose_mesh(8, 24, None)
     MeshChoice(batch=1, ring=1, ulysses=8, reason='no guidance by default, 24 heads')
     >>> choose_mesh(8, 2, "guidance_scale is 6.0 by default")
     MeshChoice(batch=2, ring=2, ulysses=2, reason='guidance_scale is 6.0 by default, 2 heads')
+    >>> choose_mesh(16, 24, None, ranks_per_host=8)
+    MeshChoice(batch=1, ring=2, ulysses=8, reason='no guidance by default, 24 heads, 8 ranks on a host')
     """
     batch = 2 if guidance is not None and num_ranks % 2 == 0 else 1
     left = num_ranks // batch
-    ulysses = next(size for size in range(min(left, num_heads or left), 0, -1) if left % size == 0)
+    # Groups of neighbours stay on a host if their size divides its ranks.
+    neighbours = gcd(left, ranks_per_host or left)
+    ulysses = next(size for size in range(min(neighbours, num_heads or left), 0, -1) if neighbours % size == 0)
     heads = "heads not known" if num_heads is None else f"{num_heads} heads"
-    return MeshChoice(batch, left // ulysses, ulysses, f"{guidance or 'no guidance by default'}, {heads}")
+    hosts = "" if ranks_per_host in (None, num_ranks) else f", {ranks_per_host} ranks on a host"
+    return MeshChoice(batch, left // ulysses, ulysses, f"{guidance or 'no guidance by default'}, {heads}{hosts}")
 
 
 def default_guidance(pipe: Any, transformer: Any) -> str | None:
@@ -150,7 +160,7 @@ def _chosen_mesh(device_type: str, owner: Any) -> DeviceMesh:
     if not isinstance(owner, nn.Module):
         transformer = next(iter((transformers_of(owner) or unets_of(owner)).values()))
         guidance = default_guidance(owner, transformer)
-    choice = choose_mesh(dist.get_world_size(), number_of_heads(transformer), guidance)
+    choice = choose_mesh(dist.get_world_size(), number_of_heads(transformer), guidance, ranks_per_host())
     if dist.get_rank() == 0:
         logger.warning(
             "parallelize_pipe: no mesh given, using batch × ring × ulysses = %d × %d × %d (%s); "

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Mapping
+from math import gcd
 from typing import Any
 
 import torch
@@ -33,12 +35,13 @@ def choose_mesh_shape(
     max_batch_dim_size: int | None = None,
     max_ring_dim_size: int | None = None,
     max_ulysses_dim_size: int | None = None,
+    ranks_per_host: int | None = None,
 ) -> tuple[int, int, int]:
     """Sizes of the mesh dims ``(batch, ring, ulysses)`` for ``num_ranks`` ranks.
 
     Each dim with a maximum takes the largest divisor of the ranks that are left and is not above it, in the order
     batch, ring, ulysses. Batch is 1 unless asked for; of ring and ulysses, one that is left open takes the rest
-    (ulysses first).
+    (ulysses first; but where both are open, no more than keeps each Ulysses group on one host of ``ranks_per_host``).
 
     >>> choose_mesh_shape(8)
     (1, 1, 8)
@@ -48,6 +51,8 @@ def choose_mesh_shape(
     (1, 4, 2)
     >>> choose_mesh_shape(6, max_ring_dim_size=4)
     (1, 3, 2)
+    >>> choose_mesh_shape(16, ranks_per_host=8)
+    (1, 2, 8)
 
     Raises:
         TypeError, ValueError: a maximum is no positive integer, or ranks are left over.
@@ -62,6 +67,9 @@ def choose_mesh_shape(
 
     batch = _largest_divisor(num_ranks, max_batch_dim_size or 1)
     left = num_ranks // batch
+    if max_ring_dim_size is None and max_ulysses_dim_size is None and ranks_per_host is not None:
+        # Groups of neighbours stay on a host if their size divides its ranks.
+        max_ulysses_dim_size = gcd(left, ranks_per_host)
     ring = _largest_divisor(left, max_ring_dim_size) if max_ring_dim_size else 1
     left //= ring
     ulysses = _largest_divisor(left, max_ulysses_dim_size) if max_ulysses_dim_size else left
@@ -84,6 +92,21 @@ def _require_maximum(name: str, maximum: int | None) -> None:
         raise ValueError(f"{name} is {maximum}; expected at least 1, or None to leave it open.")
 
 
+def ranks_per_host() -> int | None:
+    """Of how many neighbouring ranks each host consists, as torchrun or Slurm tells all ranks alike; None where neither does.
+
+    Ranks are neighbours on a host under torchrun, and under Slurm unless ``--distribution=cyclic`` is given.
+    """
+    ranks = dist.get_world_size()
+    # Not LOCAL_WORLD_SIZE: where hosts have unequal numbers of ranks, each would choose another mesh.
+    for ranks_named, hosts_named in (("WORLD_SIZE", "GROUP_WORLD_SIZE"), ("SLURM_NTASKS", "SLURM_NNODES")):
+        hosts = os.environ.get(hosts_named, "")
+        # Of another size: they tell of what started this program, and it made its ranks itself.
+        if os.environ.get(ranks_named) == str(ranks) and hosts.isdigit() and int(hosts) > 0:
+            return ranks // int(hosts) if ranks % int(hosts) == 0 else None
+    return None
+
+
 def init_context_parallel_mesh(
     device_type: str | None = None,
     *,
@@ -93,6 +116,9 @@ def init_context_parallel_mesh(
     max_tensor_dim_size: int | None = None,
 ) -> DeviceMesh:
     """A ``DeviceMesh`` with dims ``("batch", "ring", "ulysses")`` over all ranks; see :func:`choose_mesh_shape`.
+
+    Neighbours along ``ulysses`` are neighbouring ranks, then come ``ring`` and ``batch``. Started on several hosts by torchrun or Slurm and with
+    neither maximum given, Ulysses is inside the hosts and the ring between them (docs/several_nodes.md).
 
     With ``max_tensor_dim_size``, the dim ``"tensor"`` is behind these, of the largest size that divides the ranks: of neighbours, for
     they exchange most (``shard_weights(pipe, mesh, method="tensor")``).
@@ -114,11 +140,13 @@ def init_context_parallel_mesh(
         device_type = accelerator.type if accelerator is not None else "cpu"
     _require_maximum("max_tensor_dim_size", max_tensor_dim_size)
     tensor = _largest_divisor(dist.get_world_size(), max_tensor_dim_size or 1)
+    on_host = ranks_per_host()
     shape: tuple[int, ...] = choose_mesh_shape(
         dist.get_world_size() // tensor,
         max_batch_dim_size=max_batch_dim_size,
         max_ring_dim_size=max_ring_dim_size,
         max_ulysses_dim_size=max_ulysses_dim_size,
+        ranks_per_host=None if on_host is None else max(1, on_host // tensor),
     )
     names: tuple[str, ...] = MESH_DIMS
     if max_tensor_dim_size is not None:

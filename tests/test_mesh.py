@@ -1,6 +1,7 @@
 """The shape of the mesh, and what is accepted as one."""
 
 import doctest
+import os
 from contextlib import contextmanager
 from importlib import import_module
 from math import prod
@@ -25,7 +26,7 @@ from para_core import (
     unified_attention,
 )
 from para_core.adapters import parallelize_transformer
-from para_core.make_mesh import choose_mesh_shape, shared_gpu
+from para_core.make_mesh import choose_mesh_shape, ranks_per_host, shared_gpu
 from para_core.mesh import sequence_mesh
 from tests.attention.one_device import make_qkv, relative_error
 from tests.tiny import flux_transformer
@@ -399,3 +400,46 @@ def test_meshes_that_do_not_fit_are_errors(rank_pool):
         if rank > 1:
             assert f"ValueError: rank {rank} is not part of the mesh" in messages["outside"]
             assert "not part of" in messages["outside group"] or "expected a DeviceMesh" in messages["outside group"]
+
+
+def sixteen_ranks(**environment):
+    """``ranks_per_host()`` of 16 ranks in this environment."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "GROUP_WORLD"))}
+    with (
+        mock.patch.dict(os.environ, {**clean, **environment}, clear=True),
+        mock.patch.object(dist, "get_world_size", return_value=16),
+    ):
+        return ranks_per_host()
+
+
+def test_torchrun_and_slurm_say_how_many_ranks_a_host_has():
+    assert sixteen_ranks(WORLD_SIZE="16", GROUP_WORLD_SIZE="2") == 8
+    assert sixteen_ranks(SLURM_NTASKS="16", SLURM_NNODES="4") == 4
+    # One task a node, which is torchrun.
+    assert sixteen_ranks(WORLD_SIZE="16", GROUP_WORLD_SIZE="2", SLURM_NTASKS="2", SLURM_NNODES="2") == 8
+    assert sixteen_ranks(WORLD_SIZE="16") is None
+    # Unequal hosts; and a program that was started on one rank and made 16 itself.
+    assert sixteen_ranks(WORLD_SIZE="16", GROUP_WORLD_SIZE="3") is None
+    assert sixteen_ranks(WORLD_SIZE="1", GROUP_WORLD_SIZE="1") is None
+
+
+@pytest.mark.parametrize(
+    ("ranks", "on_host", "maxima", "expected"),
+    [
+        (16, 8, {}, (1, 2, 8)),
+        (6, 2, {}, (1, 3, 2)),
+        (4, 2, {"batch": 2}, (2, 1, 2)),
+        (12, 6, {"batch": 4}, (4, 1, 3)),
+        (12, 4, {"batch": 2}, (2, 3, 2)),
+        (16, 8, {"ring": 1}, (1, 1, 16)),  # as asked for
+        (16, 8, {"ulysses": 4}, (1, 4, 4)),
+        (8, 8, {}, (1, 1, 8)),
+    ],
+)
+def test_ulysses_groups_stay_on_a_host_unless_a_size_is_asked_for(ranks, on_host, maxima, expected):
+    given = {f"max_{name}_dim_size": maximum for name, maximum in maxima.items()}
+    found = choose_mesh_shape(ranks, ranks_per_host=on_host, **given)
+    assert found == expected
+    if not {"ring", "ulysses"} & set(maxima):
+        starts = range(0, ranks, found[2])
+        assert all(start // on_host == (start + found[2] - 1) // on_host for start in starts)

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from benchmarks.tiny_models import MODELS
 from benchmarks.tiny_pipelines import PIPELINES
-from para_core.adapters.mesh_choice import choose_mesh, default_guidance, number_of_heads
+from para_core.adapters.mesh_choice import MeshChoice, choose_mesh, default_guidance, number_of_heads
 from para_core.adapters.models import ADAPTERS
 from para_core.plans.plan import LinearAttention
 from tests.tiny import flux_pipe
@@ -34,6 +34,15 @@ def test_guidance_comes_first_then_heads_then_the_ring(ranks, heads, guided, sha
     choice = choose_mesh(ranks, heads, "guidance_scale is 6.0 by default" if guided else None)
     assert (choice.batch, choice.ring, choice.ulysses) == shape
     assert ("guidance_scale is 6.0" in choice.reason) == guided
+
+
+def test_ulysses_stays_on_a_host_and_the_log_line_says_so():
+    choice = choose_mesh(16, 24, None, ranks_per_host=8)
+    assert (choice.batch, choice.ring, choice.ulysses) == (1, 2, 8)
+    assert "8 ranks on a host" in choice.reason
+    # One branch of guidance on each host.
+    assert choose_mesh(16, 24, "guided", ranks_per_host=8) == MeshChoice(2, 1, 8, "guided, 24 heads, 8 ranks on a host")
+    assert "host" not in choose_mesh(8, 24, None, ranks_per_host=8).reason
 
 
 class KeyHeads(torch.overrides.TorchFunctionMode):
