@@ -3,6 +3,7 @@
 #   make demo       see it work: the same image from one process and from several, and with a cache
 #   make test       lint, types, and the tests           (minutes, on two CPU cores)
 #   make test-long  the tests again, with Inductor everywhere and more examples
+#   make test-nodes  2 and 3 hosts × 2 ranks, as network namespaces (Linux, root), under torchrun; loopback addresses elsewhere
 #   make bench      measure, and write benchmarks/results/
 #   make gpu-check  what only a GPU can tell, in 8 minutes; takes a Python whose torch has CUDA as it is (docs/gpu_check.md)
 #   make lint types the parts of `make test` that need no run
@@ -20,7 +21,7 @@ AT_ONCE := -n 2 --dist worksteal
 GPU_CHECK ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long pytest lint types bench gpu-check clean
+.PHONY: help demo test test-long test-nodes pytest lint types bench gpu-check clean
 # Lint, then types, then tests, one after the other: the tests meet time-outs and want both cores.
 .NOTPARALLEL:
 
@@ -37,7 +38,11 @@ test: lint types
 
 test-long: lint types
 	@echo "==> tests, the long ones too"
-	$(BIN)/python -m pytest -m "long or not long" --hypothesis-profile=long $(AT_ONCE) $(PYTEST)
+	$(BIN)/python -m pytest -m "not nodes" --hypothesis-profile=long $(AT_ONCE) $(PYTEST)
+
+test-nodes: $(STAMP)
+	@echo "==> tests on several hosts"
+	$(BIN)/python -m pytest -m nodes $(PYTEST) tests/nodes
 
 lint: $(STAMP)
 	@echo "==> lint"

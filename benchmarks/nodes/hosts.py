@@ -1,0 +1,262 @@
+"""Several hosts on one machine: a network namespace each, joined by veth links and a bridge. Linux, as root.
+
+    with open_hosts(2) as hosts:
+        hosts.start(1, ["hostname", "-I"])        # a Popen, on the second host
+        hosts.limit(megabits=100)                  # each link, both ways: tc's token bucket
+        hosts.disturb(1, delay=0.05, loss=0.01)    # the second host's link
+        hosts.cut(1)                               # nothing passes any more, and nobody is told
+        hosts.heal(1)
+
+Nothing leaves the namespaces. Where they are not allowed, the hosts are loopback addresses, ``hosts.namespaces`` says so, and a
+link can be neither limited nor disturbed.
+
+Delay and loss are those of ``wire.py``, a process between two bridges: ``tc``'s netem is not in every kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+_PREFIX = "para-core"
+_CLONE_NEWNET = 0x40000000
+_WIRE = Path(__file__).with_name("wire.py")
+
+
+class NotAllowed(RuntimeError):
+    """This machine lets us make no network namespaces; the message says why."""
+
+
+def _ip(*arguments: str, namespace: str | None = None) -> str:
+    inside = [] if namespace is None else ["-n", namespace]
+    return _run("ip", *inside, *arguments)
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr.strip()}")
+    return done.stdout
+
+
+@dataclass
+class Hosts:
+    """``num_hosts`` hosts, each with an address that the others reach, and the interface that has it."""
+
+    num_hosts: int
+    namespaces: bool
+    name: str = field(default_factory=lambda: f"{_PREFIX}-{os.getpid()}")
+    _wires: dict[int, subprocess.Popen[str]] = field(default_factory=dict, repr=False)
+    _cut: set[int] = field(default_factory=set, repr=False)
+
+    def address(self, host: int) -> str:
+        return f"10.77.0.{host + 1}" if self.namespaces else f"127.0.0.{host + 1}"
+
+    @property
+    def interface(self) -> str:
+        return "eth0" if self.namespaces else "lo"
+
+    def namespace(self, host: int) -> str:
+        return f"{self.name}-{host}"
+
+    @property
+    def _switch(self) -> str:
+        return f"{self.name}-switch"
+
+    def start(
+        self, host: int, command: Sequence[str], *, environment: Mapping[str, str] | None = None, **options: Any
+    ) -> subprocess.Popen[str]:
+        """Run ``command`` on ``host``, in a process group of its own; ``options`` are Popen's."""
+        inside = ["ip", "netns", "exec", self.namespace(host)] if self.namespaces else []
+        variables = {**os.environ, "GLOO_SOCKET_IFNAME": self.interface, **(environment or {})}
+        return subprocess.Popen([*inside, *command], env=variables, text=True, start_new_session=True, **options)
+
+    def enter(self, host: int) -> None:
+        """Move this process, which must have one thread, to ``host``."""
+        os.environ["GLOO_SOCKET_IFNAME"] = self.interface
+        if not self.namespaces:
+            return
+        with Path(f"/run/netns/{self.namespace(host)}").open() as file:
+            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET) != 0:
+                raise OSError(ctypes.get_errno(), f"cannot enter {self.namespace(host)}")
+
+    # -- links
+
+    def limit(self, megabits: float | None) -> None:
+        """Let each host send and receive at most so many megabits (10^6) per second; None: as many as the kernel moves."""
+        self._require_namespaces("limited")
+        for host in range(self.num_hosts):
+            for namespace, device in ((self.namespace(host), "eth0"), (self._switch, f"port{host}")):
+                if megabits is None:
+                    with contextlib.suppress(RuntimeError):
+                        _run("tc", "-n", namespace, "qdisc", "del", "dev", device, "root")
+                    continue
+                shape = ["tbf", "rate", f"{megabits}mbit", "burst", "64kb", "limit", "8mb"]
+                _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *shape)
+
+    def disturb(self, host: int, *, delay: float = 0.0, loss: float = 0.0) -> None:
+        """Each packet to and from ``host`` arrives ``delay`` seconds later, or, with probability ``loss``, not at all."""
+        self._require_namespaces("disturbed")
+        self.heal(host)
+        aside, taps = f"aside{host}", (f"near{host}", f"far{host}")
+        command = [sys.executable, str(_WIRE), *taps, str(delay), str(loss)]
+        wire = subprocess.Popen(
+            ["ip", "netns", "exec", self._switch, *command], stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        self._wires[host] = wire
+        output: IO[str] | None = wire.stdout
+        if output is None or output.readline() != "ready\n":
+            raise RuntimeError(f"{_WIRE.name} did not start")
+        _ip("link", "add", aside, "type", "bridge", namespace=self._switch)
+        for device, master in ((taps[0], aside), (taps[1], "bridge"), (f"port{host}", aside)):
+            _ip("link", "set", device, "master", master, "up", namespace=self._switch)
+        _ip("link", "set", aside, "up", namespace=self._switch)
+
+    def cut(self, host: int) -> None:
+        """From now on nothing passes the link of ``host``; it and its peers are not told."""
+        self._require_namespaces("cut")
+        _ip("link", "set", f"port{host}", "nomaster", namespace=self._switch)
+        self._cut.add(host)
+
+    def heal(self, host: int) -> None:
+        """As it was before :meth:`cut` and :meth:`disturb`."""
+        wire = self._wires.pop(host, None)
+        if wire is not None:
+            _end(wire)
+            _ip("link", "del", f"aside{host}", namespace=self._switch)
+        if wire is not None or host in self._cut:
+            _ip("link", "set", f"port{host}", "master", "bridge", namespace=self._switch)
+            self._cut.discard(host)
+
+    def _require_namespaces(self, verb: str) -> None:
+        if not self.namespaces:
+            raise NotAllowed(f"the link of a loopback address cannot be {verb}: that takes network namespaces.")
+
+    # -- making and removing
+
+    def make(self) -> None:
+        """Make namespaces, links and the bridge.
+
+        Raises:
+            NotAllowed: no root, no ``ip``, or the kernel refuses.
+        """
+        if shutil.which("ip") is None or shutil.which("tc") is None:
+            raise NotAllowed("`ip` and `tc` are not installed (Debian's iproute2).")
+        try:
+            self._make()
+        except RuntimeError as error:
+            self.remove()
+            raise NotAllowed(str(error)) from error
+
+    def _make(self) -> None:
+        _ip("netns", "add", self._switch)
+        _ip("link", "add", "bridge", "type", "bridge", namespace=self._switch)
+        _ip("link", "set", "bridge", "up", namespace=self._switch)
+        for host in range(self.num_hosts):
+            namespace = self.namespace(host)
+            _ip("netns", "add", namespace)
+            peer = ["peer", "name", "eth0", "netns", namespace]
+            _ip("link", "add", f"port{host}", "type", "veth", *peer, namespace=self._switch)
+            _ip("link", "set", f"port{host}", "master", "bridge", "up", namespace=self._switch)
+            _ip("addr", "add", f"{self.address(host)}/24", "dev", "eth0", namespace=namespace)
+            for device in ("lo", "eth0"):
+                _ip("link", "set", device, "up", namespace=namespace)
+
+    def remove(self) -> None:
+        """End what still runs on the hosts, and remove them."""
+        for wire in self._wires.values():
+            _end(wire)
+        self._wires.clear()
+        for namespace in _known_namespaces():
+            if namespace.startswith(f"{self.name}-"):
+                _remove(namespace)
+
+    def processes(self, host: int) -> list[int]:
+        """What runs in the namespace of ``host``."""
+        return [int(pid) for pid in _ip("netns", "pids", self.namespace(host)).split()] if self.namespaces else []
+
+
+def _known_namespaces() -> list[str]:
+    folder = Path("/run/netns")
+    return sorted(file.name for file in folder.iterdir()) if folder.is_dir() else []
+
+
+def _remove(namespace: str) -> None:
+    with contextlib.suppress(RuntimeError):
+        for pid in _ip("netns", "pids", namespace).split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        _ip("netns", "del", namespace)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
+
+
+def remove_orphans() -> None:
+    """Remove the namespaces of programs that ended without removing them."""
+    for namespace in _known_namespaces():
+        owner = namespace.removeprefix(f"{_PREFIX}-").split("-")[0]
+        if namespace.startswith(f"{_PREFIX}-") and owner.isdigit() and not Path(f"/proc/{owner}").exists():
+            _remove(namespace)
+
+
+@contextlib.contextmanager
+def open_hosts(num_hosts: int, *, namespaces: bool | None = None) -> Iterator[Hosts]:
+    """Inside, ``num_hosts`` hosts; afterwards nothing of them is left, also after an error, Ctrl-C or SIGTERM.
+
+    Args:
+        namespaces: True: or :class:`NotAllowed`; False: loopback addresses; None: namespaces where they are allowed.
+    """
+    hosts = Hosts(num_hosts, namespaces=namespaces is not False)
+    if hosts.namespaces:
+        remove_orphans()
+        try:
+            hosts.make()
+        except NotAllowed as error:
+            if namespaces:
+                raise
+            print(f"no network namespaces, so the hosts are loopback addresses: {error}", file=sys.stderr)
+            hosts = Hosts(num_hosts, namespaces=False)
+    with _sigterm_raises():
+        try:
+            yield hosts
+        finally:
+            hosts.remove()
+
+
+@contextlib.contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """Inside, SIGTERM is SystemExit, so that ``finally`` runs; in a thread it cannot be set, and stays as it is."""
+    try:
+        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    except ValueError:
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def end_all(processes: Sequence[subprocess.Popen[str]], *, seconds: float = 0.0) -> None:
+    """Wait so long, then kill what is left with its children."""
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, deadline - time.monotonic()))
+        _end(process)
