@@ -5,6 +5,7 @@ break other people's programs. ``para_core/__init__.py`` and ``kernels/`` (no ``
 ``tests/test_packaging.py`` proves all of it.
 """
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -16,9 +17,13 @@ PACKAGES = [
     "para_core.kernels",
 ]
 
+_VERSION = re.search(
+    r'^__version__ = "(.+)"$', Path(__file__).with_name("para_core").joinpath("version.py").read_text(), re.M
+)
+
 setup(
     name="para_core",
-    version="0.1.0",
+    version=_VERSION[1],
     description="Context parallelism and first-block caching for diffusion transformers, without touching model code",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",

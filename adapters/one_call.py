@@ -10,7 +10,7 @@ import hashlib
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
 from datetime import timedelta
@@ -21,13 +21,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from para_core.adapters.caching.generation import caching_of
+from para_core.adapters.agreed_callbacks import AgreedCallbacks
 from para_core.adapters.callbacks import around_callbacks
 from para_core.adapters.foreseen import foreseen_output
+from para_core.adapters.pipe_state import pipe_state
 from para_core.adapters.refusals import Case, When, applied_mesh, reason_against
+from para_core.adapters.roll_call import Place, leave_reason, places_of_all, why_no_answer
 from para_core.adapters.supported import TRANSFORMERS
 from para_core.adapters.unet_rows import known_equal_unets
-from para_core.agreement import Record, agree, signature
+from para_core.agreement import Record, Unanswered, agree, signature
 from para_core.collectives import broadcast_bytes
 from para_core.deferred import arrived
 from para_core.guidance import Guidance
@@ -38,10 +40,10 @@ from para_core.plans.region import known_equal, reattach_plan
 _KEY = "parallel"
 _GUIDANCE = "guidance"
 _CALLBACK = "callback with results"
+_AGREED = "callback that is compared"
 # Characters of a value in a record; a longer one is shortened and hashed.
 _SHOWN = 60
 _TOKEN_BYTES = 16
-_REASON_CHARACTERS = 2000
 
 
 class ParallelCall:
@@ -74,6 +76,7 @@ class ParallelCall:
         self._applied = {name: applied_mesh(module) for name, module in {**transformers, **unets}.items()}
         self._apart = apart
         self._assume_equal = assume_equal
+        self._places: list[Place] = []  # of all ranks, once they have called together
         self._guidance = Guidance(mesh.batch, foreseen_output)
         self._signatures = {
             id(module): inspect.signature(original_class(module).forward)  # type: ignore[attr-defined]
@@ -96,6 +99,7 @@ class ParallelCall:
             require_same_call(pipe, args, kwargs, self.mesh, f"the {type(pipe).__name__}", problem)
         elif problem is not None:
             raise RuntimeError(problem)
+        self._places = self._places or places_of_all(self.mesh)
         with ExitStack() as stack:
             token = stack.enter_context(random_state_of_first_rank(self.mesh))
             for name, module in self._transformers.items():
@@ -106,7 +110,10 @@ class ParallelCall:
                     # Around what torch.compile made of it, if anything: a graph holds one call.
                     wrap_method(component, "__call__", _GUIDANCE, self._share_out, order=Order.GUIDANCE)
             stack.enter_context(known_equal_unets(self._unets.values()))
-            stack.enter_context(reasons_shared(token))
+            stack.enter_context(reasons_shared(token, self._places))
+            if not self._assume_equal:
+                agreed = AgreedCallbacks(pipe, self.mesh)
+                kwargs = stack.enter_context(around_callbacks(kwargs, _AGREED, agreed.run, order=Order.GUIDANCE))
             if self._apart:
                 stack.enter_context(self._warn_unguided(type(pipe).__name__))
                 stack.enter_context(self._guidance.generation())
@@ -187,7 +194,7 @@ def require_same_call(
             raise RuntimeError(problem)
         signature_of_call = inspect.signature(original_class(pipe).__call__)
         given = _flat(signature_of_call.bind(pipe, *args, **kwargs).arguments)
-        mine: Record | Exception = _record({**given, **_settings(pipe)})
+        mine: Record | Exception = _record({**given, **pipe_state(pipe, decodes=given.get("output_type") != "latent")})
     except (TypeError, ValueError, RuntimeError) as error:
         mine = error
     _require_alike(
@@ -216,22 +223,6 @@ def require_same_inputs(given: Mapping[str, Any], mesh: GuidedMesh, what: str, p
         "parallelize_pipe(the_other_pipe, mesh=mesh). In a loop of your own, draw random numbers from a generator of the "
         "same seed on all ranks.",
     )
-
-
-def _settings(pipe: Any) -> dict[str, Any]:
-    """What decides, beside its arguments, how a pipeline goes from step to step: its scheduler, its guider, its cache."""
-    parts = {name: getattr(pipe, name, None) for name in ("scheduler", "guider")}
-    caching = caching_of(pipe)
-    return {
-        **{f"pipe.{name}": _configured(part) for name, part in parts.items() if part is not None},
-        **({} if caching is None else {"its cache": {name: cache.as_text() for name, cache in caching.caches.items()}}),
-    }
-
-
-def _configured(part: Any) -> dict[str, Any]:
-    # What begins with an underscore is diffusers' own bookkeeping, and in no fixed order.
-    settings = {name: value for name, value in getattr(part, "config", {}).items() if not name.startswith("_")}
-    return {"class": type(part).__name__, **settings}
 
 
 def _record(given: Mapping[str, Any]) -> Record:
@@ -337,7 +328,7 @@ def random_state_of_first_rank(mesh: GuidedMesh) -> Iterator[str]:
 
 
 @contextmanager
-def reasons_shared(token: str) -> Iterator[None]:
+def reasons_shared(token: str, places: Sequence[Place]) -> Iterator[None]:
     """Inside, an exception leaves its reason for the other ranks, and a collective's time-out gives theirs.
 
     On gloo: NCCL's time-out ends the process and raises nothing here (docs/time_outs.md).
@@ -345,39 +336,18 @@ def reasons_shared(token: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        text = str(error).lower()
-        if isinstance(error, RuntimeError) and any(sign in text for sign in _SIGNS):
+        if _is_unanswered(error):
             raise RuntimeError(
-                f"another rank stopped answering in the middle of this call: {_reason_of_other(token)} This rank gave up "
-                "waiting."
+                f"another rank stopped answering in the middle of this call: {why_no_answer(token, places)} This rank "
+                "gave up waiting."
             ) from error
-        _leave_reason(token, f"rank {dist.get_rank()} raised {type(error).__name__}: {error}")
+        leave_reason(token, f"rank {dist.get_rank()} raised {type(error).__name__}: {error}")
         raise
 
 
-_SIGNS = ("timed out", "timeout", "connection closed", "connection reset")
+def _is_unanswered(error: BaseException) -> bool:
+    text = str(error).lower()
+    return isinstance(error, Unanswered) or (isinstance(error, RuntimeError) and any(sign in text for sign in _SIGNS))
 
 
-def _leave_reason(token: str, reason: str) -> None:
-    try:
-        # The first one counts.
-        _store().compare_set(_key(token), "", reason[:_REASON_CHARACTERS])
-    except (RuntimeError, ValueError):
-        return  # the process that holds the store is gone: the others will find out by themselves
-
-
-def _reason_of_other(token: str) -> str:
-    unknown = "it raised an exception of its own (its log has the reason), was interrupted, or died."
-    try:
-        store = _store()
-        return f"{store.get(_key(token)).decode()}." if store.check([_key(token)]) else unknown
-    except (RuntimeError, ValueError):
-        return unknown
-
-
-def _key(token: str) -> str:
-    return f"para_core/call/{token}"
-
-
-def _store() -> Any:
-    return dist.distributed_c10d._get_default_store()
+_SIGNS = ("timed out", "timeout", "connection closed", "connection reset", "broken pipe")

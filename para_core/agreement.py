@@ -47,6 +47,10 @@ _HEADER = struct.Struct(f"<16sq{MAX_OWN}q")
 Record = dict[str, Any]
 
 
+class Unanswered(RuntimeError):
+    """A rank did not come to an exchange."""
+
+
 @dataclass(frozen=True)
 class Signature:
     """What must be equal on all ranks: JSON, and 16 bytes that stand for it. Made by :func:`signature`."""
@@ -136,7 +140,7 @@ def _gathered(row: bytes, mesh: SequenceMesh | GuidedMesh) -> bytes:
             try:
                 rows = all_gather_bytes(rows, dim)
             except RuntimeError as error:
-                raise RuntimeError(_unanswered(dim, str(error).lower())) from error
+                raise Unanswered(_unanswered(dim, str(error).lower())) from error
         return rows.numpy().tobytes()
 
 

@@ -198,14 +198,14 @@ def leave_on_one_rank(how):
     timeout = {"of the group": None, "seconds": 3.0, "timedelta": timedelta(seconds=3)}[how]
     pipe = parallelize_pipe(flux_pipe(), mesh=mesh, timeout=timeout)
 
-    def leave(pipe, step, timestep, tensors):
+    def leave(module, args):
         if dist.get_rank() == 1:
             raise ValueError("only here")
-        return tensors
 
+    pipe.transformer.single_transformer_blocks[0].register_forward_pre_hook(leave)
     begun = time.monotonic()
     try:
-        pipe(**flux_call(callback_on_step_end=leave))
+        pipe(**flux_call())
     finally:
         if dist.get_rank() == 1:
             time.sleep(4)  # it lives on
@@ -222,26 +222,30 @@ def test_an_exception_on_one_rank_ends_the_others_with_the_timeout_and_its_reaso
     )
 
 
-def die_on_one_rank():
+def die_on_one_rank(where):
     pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2), timeout=3.0)
 
-    def die(pipe, step, timestep, tensors):
+    def die(*given):
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        return tensors
+        return given[-1]
 
+    if where == "in a block":
+        pipe.transformer.single_transformer_blocks[0].register_forward_pre_hook(die)
     begun = time.monotonic()
     try:
-        pipe(**flux_call(callback_on_step_end=die))
+        pipe(**flux_call(callback_on_step_end=die if where == "in a callback" else None))
     finally:
         assert time.monotonic() - begun < 20
 
 
-def test_a_rank_that_dies_is_noticed_in_time(rank_pool):
+@pytest.mark.parametrize("where", ["in a block", "in a callback"])
+def test_a_rank_that_dies_is_noticed_in_time_and_named(rank_pool, where):
     with pytest.raises(
-        RankPoolError, match=r"(?s)another rank stopped answering in the middle of this call.*rank 1 died"
+        RankPoolError,
+        match=r"(?s)another rank stopped answering in the middle of this call: rank 1 has ended without a word.*rank 1 died",
     ):
-        rank_pool.run(die_on_one_rank, 2)
+        rank_pool.run(die_on_one_rank, 2, where)
 
 
 def set_bad_timeout():

@@ -1,0 +1,152 @@
+"""What decides, beside its arguments, what a pipeline generates: it must be alike on all ranks of a mesh.
+
+Its scheduler, guider and cache, the dtypes of its models, their LoRAs, and the versions of the packages that run them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import diffusers
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from para_core import version
+from para_core.adapters.caching.generation import caching_of
+from para_core.adapters.supported import TRANSFORMERS
+from para_core.instance import uncompiled
+
+# Smaller than 2^16 and prime: weights of elements in a fingerprint repeat after so many.
+_PERIOD = 65521
+# Elements of a fingerprint at a time: their integers take 16 bytes each.
+_AT_ONCE = 1 << 24
+
+
+def pipe_state(pipe: Any, *, decodes: bool) -> dict[str, Any]:
+    """By name, values that are equal on two ranks if and only if these things are.
+
+    Args:
+        decodes: its VAE counts, too. A rank may lack one if the call gives latents, and a text encoder if it is given embeddings.
+    """
+    parts = {name: getattr(pipe, name, None) for name in ("scheduler", "guider")}
+    caching = caching_of(pipe)
+    return {
+        **{f"pipe.{name}": _configured(part) for name, part in parts.items() if part is not None},
+        **({} if caching is None else {"its cache": {name: cache.as_text() for name, cache in caching.caches.items()}}),
+        **_dtypes(pipe, (*TRANSFORMERS, "unet", *(("vae",) if decodes else ()))),
+        **loras(pipe),
+        "version of para_core": version.version_and_sources(),
+        "versions of packages": _versions(),
+    }
+
+
+def _configured(part: Any) -> dict[str, Any]:
+    # What begins with an underscore is diffusers' own bookkeeping, and in no fixed order.
+    settings = {name: value for name, value in getattr(part, "config", {}).items() if not name.startswith("_")}
+    return {"class": type(part).__name__, **settings}
+
+
+@cache
+def _versions() -> str:
+    # What follows a plus is how it was built, and differs between machines that compute alike.
+    return ", ".join(f"{package.__name__} {package.__version__.partition('+')[0]}" for package in (torch, diffusers))
+
+
+def _models(pipe: Any) -> Iterator[tuple[str, nn.Module]]:
+    for name, component in getattr(pipe, "components", {}).items():
+        if isinstance(component, nn.Module):
+            yield name, uncompiled(component)
+
+
+def _dtypes(pipe: Any, names: Sequence[str]) -> dict[str, str]:
+    """Of each model, the dtypes of its parameters."""
+    found = {}
+    for name, model in _models(pipe):
+        if name not in names:
+            continue
+        dtypes = sorted({str(x.dtype).removeprefix("torch.") for x in model.parameters()})
+        if dtypes:
+            found[f"dtype of pipe.{name}"] = ", ".join(dtypes)
+    return found
+
+
+# -- LoRA
+
+
+def loras(pipe: Any) -> dict[str, str]:
+    """Of each model with LoRA layers (peft's): which adapters are active, how strongly, and a fingerprint of their weights.
+
+    Left out are weights that are sharded, for they differ from rank to rank, that an offload keeps elsewhere, and that were fused into those
+    of the model.
+    """
+    return {f"LoRA of pipe.{name}": text for name, model in _models(pipe) if (text := _lora_of(model))}
+
+
+def lora_versions(pipe: Any) -> tuple[Any, ...]:
+    """Changes, in this process, when :func:`loras` may; takes no look at a weight's values."""
+    return tuple(
+        (id(weight), weight._version, _lora_setting(layer))
+        for _, model in _models(pipe)
+        for layer in _lora_layers(model)
+        for weight in _weights(layer)
+    )
+
+
+def _lora_of(model: nn.Module) -> str:
+    layers = _lora_layers(model)
+    if not layers:
+        return ""
+    # Alike in all layers, but where scales are given per block.
+    kinds = {_lora_setting(layer) for layer in layers}
+    weights = [weight for layer in layers for weight in _weights(layer) if _is_here(weight)]
+    return f"{'; '.join(sorted(kinds))}, weights {fingerprint(weights):x}"
+
+
+def _is_here(weight: Tensor) -> bool:
+    return not isinstance(weight, DTensor) and not weight.is_meta
+
+
+def _lora_setting(layer: Any) -> str:
+    active = [] if layer.disable_adapters else layer.active_adapters
+    return f"active {active}, scales {dict(layer.scaling)}, fused {list(layer.merged_adapters)}"
+
+
+def _lora_layers(model: nn.Module) -> list[Any]:
+    # Its own list of adapters: without it there is none, and nothing needs to be walked.
+    if not getattr(model, "peft_config", None):
+        return []
+    return [module for module in model.modules() if hasattr(module, "lora_A") and hasattr(module, "scaling")]
+
+
+def _weights(layer: Any) -> Iterator[Tensor]:
+    for name in layer.adapter_layer_names:
+        yield from getattr(layer, name).parameters()
+
+
+def fingerprint(tensors: list[Tensor]) -> int:
+    """64 bits that differ where a bit of ``tensors`` does, but for a coincidence; the same on any device, in whatever order it sums."""
+    sums = [_bit_sum(x.detach()) for x in tensors]
+    if not sums:
+        return 0
+    total = 0
+    # One transfer for all tensors of a device.
+    for values in torch.stack([x.to(sums[0].device) for x in sums]).tolist():
+        total = (total * 1_000_003 + values) % (1 << 64)
+    return total
+
+
+def _bit_sum(x: Tensor) -> Tensor:
+    """The bits of ``x`` as integers, weighted by position, summed modulo 2^64."""
+    if x.is_complex():
+        x = torch.view_as_real(x)
+    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    bits = x.contiguous().view(-1).view(width)
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    for start in range(0, bits.numel(), _AT_ONCE):
+        part = bits[start : start + _AT_ONCE].to(torch.int64)
+        position = torch.arange(start, start + part.numel(), device=x.device) % _PERIOD + 1
+        total = total + (part * position).sum()
+    return total
