@@ -55,4 +55,5 @@ CONSISID = Adapter(
             ),
         )
     ),
+    tensor=TENSOR,
 )

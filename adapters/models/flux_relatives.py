@@ -6,6 +6,32 @@ from para_core.adapters.adapter import Adapter
 from para_core.adapters.models.flux import FLUX_PLAN
 from para_core.cache.blocks import CachedBlocks, Stage
 from para_core.plans.plan import Split
+from para_core.weights.tensor_plan import COLUMNS, ROWS, Linear, TensorPlan
+
+
+def _tensor(gated: bool = False) -> TensorPlan:
+    """As diffusers' plan for FLUX.1.
+
+    Args:
+        gated: a gate lies beside the hidden units of a feed-forward.
+    """
+    double, single = "transformer_blocks.*", "single_transformer_blocks.*"
+    of_heads = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")
+    hidden = Linear("colwise", (1, 1)) if gated else COLUMNS
+    return TensorPlan(
+        linears={
+            **dict.fromkeys((f"{block}.attn.{name}" for block in (double, single) for name in of_heads), COLUMNS),
+            **dict.fromkeys((f"{double}.attn.{name}" for name in ("to_out.0", "to_add_out")), ROWS),
+            **dict.fromkeys((f"{double}.{name}.net.0.proj" for name in ("ff", "ff_context")), hidden),
+            **dict.fromkeys((f"{double}.{name}.net.2" for name in ("ff", "ff_context")), ROWS),
+            f"{single}.proj_mlp": hidden,
+            # Of what attention gives, beside the hidden units, which are four times as many.
+            f"{single}.proj_out": Linear("rowwise", (1, 4)),
+        },
+        heads=(f"{double}.attn", f"{single}.attn"),
+        counts={single: "mlp_hidden_dim"} if gated else {},
+    )
+
 
 STREAMS = ("encoder_hidden_states", "hidden_states")
 OF_SAMPLES, IDS = ("timestep", "pooled_projections", "guidance"), ("img_ids", "txt_ids")
@@ -22,13 +48,24 @@ CHROMA = Adapter(
         # The model adds them in place to what a block returned.
         uncached=("controlnet_single_block_samples",),
     ),
+    tensor=_tensor(),
 )
 
 BOTH_LISTS = CachedBlocks((Stage(("transformer_blocks", "single_transformer_blocks"), STREAMS, chained=True),))
 
-OVIS = Adapter(transformer="OvisImageTransformer2DModel", pipelines="Ovis-Image", plan=FLUX_PLAN, blocks=BOTH_LISTS)
+OVIS = Adapter(
+    transformer="OvisImageTransformer2DModel",
+    pipelines="Ovis-Image",
+    plan=FLUX_PLAN,
+    blocks=BOTH_LISTS,
+    tensor=_tensor(gated=True),
+)
 LONGCAT_IMAGE = Adapter(
-    transformer="LongCatImageTransformer2DModel", pipelines="LongCat-Image", plan=FLUX_PLAN, blocks=BOTH_LISTS
+    transformer="LongCatImageTransformer2DModel",
+    pipelines="LongCat-Image",
+    plan=FLUX_PLAN,
+    blocks=BOTH_LISTS,
+    tensor=_tensor(),
 )
 
 BRIA = Adapter(
@@ -44,6 +81,7 @@ BRIA = Adapter(
     blocks=CachedBlocks(
         (Stage(("transformer_blocks", "single_transformer_blocks"), STREAMS, chained=True, between=RESIDUALS[:1]),)
     ),
+    tensor=_tensor(),
 )
 
 BRIA_FIBO = Adapter(
@@ -57,4 +95,5 @@ BRIA_FIBO = Adapter(
         common=IDS,
     ),
     blocks=CachedBlocks((Stage(("transformer_blocks",), STREAMS), Stage(("single_transformer_blocks",)))),
+    tensor=_tensor(),
 )

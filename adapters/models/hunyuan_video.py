@@ -89,6 +89,7 @@ FRAMEPACK = Adapter(
             ),
         )
     ),
+    tensor=TENSOR,
     threshold=0.06,
     threshold_source="ParaAttention, doc/fastest_hunyuan_video.md; at 1324733 it was 0.035",
 )
@@ -104,4 +105,5 @@ HUNYUAN_VIDEO_15 = Adapter(
         attention={"transformer_blocks.*.attn": (Attention(JOINT, mask="pairs"),)},
     ),
     blocks=CachedBlocks((Stage(("transformer_blocks",), ("hidden_states", "encoder_hidden_states"), chained=True),)),
+    tensor=TENSOR,
 )

@@ -1,5 +1,7 @@
 """Wan, ChronoEdit, Wan VACE, Wan Animate, SkyReels V2 and AnyFlow. Read against diffusers 0.42."""
 
+from dataclasses import replace
+
 from para_core.adapters.adapter import Adapter
 from para_core.cache.blocks import CachedBlocks, Stage
 from para_core.plans.plan import Attention, Gather, Plan, Split
@@ -11,22 +13,38 @@ TO_TEXT = (Attention(("video",), ("text",)),)
 
 BLOCKS = CachedBlocks((Stage(("blocks",), chained=True),))
 
-# Queries and keys are normalized over all heads.
-TENSOR = TensorPlan(
+
+def _tensor(*lists: str) -> TensorPlan:
+    """Of the blocks of these lists. Queries and keys are normalized over all heads."""
+    blocks = [f"{name}.*" for name in lists]
+    # The last two are of the tokens of an image.
+    columns = (
+        *(f"{attn}.{name}" for attn in ("attn1", "attn2") for name in ("to_q", "to_k", "to_v")),
+        "ffn.net.0.proj",
+    )
+    columns += ("attn2.add_k_proj", "attn2.add_v_proj")
+    rows = ("attn1.to_out.0", "attn2.to_out.0", "ffn.net.2")
+    return TensorPlan(
+        linears={
+            **dict.fromkeys((f"{block}.{name}" for block in blocks for name in columns), COLUMNS),
+            **dict.fromkeys((f"{block}.{name}" for block in blocks for name in rows), ROWS),
+        },
+        heads=tuple(f"{block}.{attn}" for block in blocks for attn in ("attn1", "attn2")),
+        norms=tuple(f"{block}.{name}" for block in blocks for name in ("*.norm_q", "*.norm_k", "attn2.norm_added_k")),
+    )
+
+
+TENSOR = _tensor("blocks")
+# Each attends to the tokens of faces, by heads of its own, of which each is normalized alone.
+_ADAPTER = "face_adapter.*"
+TENSOR_WITH_FACES = replace(
+    TENSOR,
     linears={
-        **dict.fromkeys(
-            (f"blocks.*.{attn}.{name}" for attn in ("attn1", "attn2") for name in ("to_q", "to_k", "to_v")), COLUMNS
-        ),
-        # Of the tokens of an image.
-        "blocks.*.attn2.add_k_proj": COLUMNS,
-        "blocks.*.attn2.add_v_proj": COLUMNS,
-        "blocks.*.attn1.to_out.0": ROWS,
-        "blocks.*.attn2.to_out.0": ROWS,
-        "blocks.*.ffn.net.0.proj": COLUMNS,
-        "blocks.*.ffn.net.2": ROWS,
+        **TENSOR.linears,
+        **dict.fromkeys((f"{_ADAPTER}.{name}" for name in ("to_q", "to_k", "to_v")), COLUMNS),
+        f"{_ADAPTER}.to_out": ROWS,
     },
-    heads=("blocks.*.attn1", "blocks.*.attn2"),
-    norms=("blocks.*.*.norm_q", "blocks.*.*.norm_k", "blocks.*.attn2.norm_added_k"),
+    heads=(*TENSOR.heads, _ADAPTER),
 )
 
 WAN = Adapter(transformer="WanTransformer3DModel", pipelines="Wan", blocks=BLOCKS, tensor=TENSOR)
@@ -50,6 +68,7 @@ WAN_VACE = Adapter(
     ),
     # Those of the condition run before the first of these, at every step.
     blocks=CachedBlocks((Stage(("blocks",)),)),
+    tensor=_tensor("blocks", "vace_blocks"),
 )
 
 WAN_ANIMATE = Adapter(
@@ -69,6 +88,7 @@ WAN_ANIMATE = Adapter(
     ),
     # Behind some of them, faces are attended to.
     blocks=CachedBlocks((Stage(("blocks",)),)),
+    tensor=TENSOR_WITH_FACES,
 )
 
 SKYREELS_V2 = Adapter(
@@ -88,6 +108,7 @@ SKYREELS_V2 = Adapter(
         attention={"**.attn2": TO_TEXT},
     ),
     blocks=BLOCKS,
+    tensor=TENSOR,
 )
 
 ANYFLOW = Adapter(
@@ -106,4 +127,5 @@ ANYFLOW = Adapter(
         attention={"**.attn2": TO_TEXT},
     ),
     blocks=BLOCKS,
+    tensor=TENSOR,
 )

@@ -34,7 +34,8 @@ class _Record:
     # (module, parameter, dim, sizes of the parts that lie side by side)
     shards: list[tuple[nn.Module, str, int, tuple[int, ...]]] = field(default_factory=list)
     hooks: list[tuple[Any, int]] = field(default_factory=list)
-    heads: list[tuple[Any, int]] = field(default_factory=list)
+    # (module, attribute, what it counts on one device)
+    counts: list[tuple[nn.Module, str, int]] = field(default_factory=list)
     wrapped: list[nn.Module] = field(default_factory=list)
 
 
@@ -61,10 +62,12 @@ def shard_tensors(
         _shard_linear(found, style, record)
         if done_with is not None:
             done_with(whole)
-    for attention in attending:
-        heads: Any = attention.heads
-        record.heads.append((attention, heads))
-        attention.heads = heads // mesh.size()
+    counting = [(attention, "heads") for attention in attending]
+    counting += [(found, name) for pattern, name in plan.counts.items() for _, found in _modules(module, pattern)]
+    for counted, name in counting:
+        number: Any = getattr(counted, name)
+        record.counts.append((counted, name, number))
+        setattr(counted, name, number // mesh.size())
     norms = [found for pattern in plan.norms for _, found in _modules(module, pattern)]
     for norm in norms:
         _replace(norm, "weight", _distributed(_parameter(norm, "weight"), mesh, 0))
@@ -94,8 +97,8 @@ def gather_tensors(module: nn.Module) -> None:
         whole: Any = _parameter(owner, name)
         gathered: Tensor = whole.full_tensor()
         _replace(owner, name, _ordered(gathered.detach(), dim, parts, record.mesh.size(), back=True))
-    for attention, heads in record.heads:
-        attention.heads = heads
+    for counted, name, number in record.counts:
+        setattr(counted, name, number)
     for wrapped in record.wrapped:
         unwrap(wrapped, _KEY)
 

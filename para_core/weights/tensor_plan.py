@@ -36,12 +36,14 @@ class TensorPlan:
     Args:
         linears: name of a linear layer to how it is sharded.
         heads: modules whose attribute ``heads`` counts the heads that this rank computes.
+        counts: modules with such an attribute, which counts the hidden units that this rank computes.
         norms: RMS norms over the channels of all heads: the sum of squares, a number for each token, is reduced over the ranks.
         positions: modules each of whose outputs has along this dim all heads, or the channels of all, of which a rank takes its own.
     """
 
     linears: Mapping[str, Linear]
     heads: tuple[str, ...] = ()
+    counts: Mapping[str, str] = field(default_factory=dict)
     norms: tuple[str, ...] = ()
     positions: Mapping[str, int] = field(default_factory=dict)
 

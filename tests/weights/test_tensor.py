@@ -48,6 +48,25 @@ CONFIGS = {
     "z-image": {},
     "cogvideox, rotary": {},
     "mochi": {},
+    # Of the same blocks as one of these.
+    "wan vace": {},
+    # As wide as its faces.
+    "wan animate": {"num_attention_heads": 2, "attention_head_dim": 18},
+    "skyreels v2": {},
+    "skyreels v2, causal": {},
+    "chronoedit": {},
+    "anyflow": {},
+    "framepack": {},
+    "hunyuan 1.5, image": {},
+    "consisid": {"num_attention_heads": 6, "LFE_output_dim": 64},
+    "qwen-image 2.1": {},
+    "chroma": {},
+    "longcat-image": {},
+    # As wide as what a ControlNet gives.
+    "bria": {"num_attention_heads": 6, "attention_head_dim": 8, "axes_dims_rope": (2, 2, 4)},
+    "bria fibo": {},
+    # A gate beside the hidden units, which blocks count themselves.
+    "ovis": {},
 }
 SIZES = [(3, 6, 10), (1, 6, 6)]
 
@@ -99,16 +118,17 @@ def check(rank_pool, name, shape):
         for size, out, alone in zip(SIZES, outs, computed_alone(name), strict=True):
             errors = [relative_error(one, other) for one, other in zip(out, alone, strict=True)]
             assert max(errors) < 1e-5, f"rank {rank}, {size}: {errors}"
-        # Modulations and what is outside of the blocks are replicated, and are most of so small a model.
-        assert share < 0.9
+        # Modulations and what is outside of the blocks are replicated, and are most of so small a model. HunyuanVideo 1.5 embeds a
+        # second text by 2,048 channels, whatever its size.
+        assert share < (0.99 if name == "hunyuan 1.5, image" else 0.9)
 
 
-LONG_ON_TWO = ("qwen-image", "wan", "hunyuan, image by token replacement", "flux2", "cogvideox, rotary")
+DEFAULT_ON_TWO = ("flux", "qwen-image, masked", "wan, image context", "hunyuan", "ltx", "z-image", "mochi", "ovis")
 
 
 # Meshes are batch × ring × ulysses × tensor.
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long if name in LONG_ON_TWO else ()) for name in CONFIGS]
+    "name", [pytest.param(name, marks=() if name in DEFAULT_ON_TWO else pytest.mark.long) for name in CONFIGS]
 )
 def test_two_tensor_ranks_compute_what_one_device_does(rank_pool, name):
     check(rank_pool, name, (1, 1, 1, 2))
@@ -122,8 +142,9 @@ def test_two_tensor_ranks_compute_what_one_device_does(rank_pool, name):
         for name in CONFIGS
         for shape in ((1, 1, 1, 4), (1, 1, 2, 2), (1, 2, 1, 2))
         if (name, shape) != ("wan, image context", (1, 1, 2, 2))
-        # So small, they have 170 hidden units.
+        # So small, they have 170 hidden units; and those that do not have four heads.
         and (name not in ("mochi", "z-image") or shape[-1] == 2)
+        and (shape[-1] == 2 or CONFIGS[name].get("num_attention_heads", 4) == 4)
     ],
 )
 def test_heads_and_tokens_are_shared_by_four_ranks(rank_pool, name, shape):
