@@ -287,8 +287,8 @@ def _describe(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def set_timeout(mesh: GuidedMesh, timeout: timedelta | float) -> None:
-    """From now on, collectives over ``mesh`` wait so long for a rank that does not answer; in seconds, if a number.
+def set_timeout(mesh: GuidedMesh, timeout: timedelta | float, *others: dist.ProcessGroup) -> None:
+    """From now on, collectives over ``mesh``, and over ``others``, wait so long for a rank that does not answer; in seconds, if a number.
 
     Raises:
         ValueError: it is not positive.
@@ -298,9 +298,9 @@ def set_timeout(mesh: GuidedMesh, timeout: timedelta | float) -> None:
         raise ValueError(
             f"timeout is {timeout.total_seconds()} s; expected a positive number of seconds, or a timedelta."
         )
-    for dim in mesh.dims:
-        for group in () if dim.group is None else {dim.group, host_group(dim)}:
-            dist.distributed_c10d._set_pg_timeout(timeout, group)
+    of_mesh = [group for dim in mesh.dims if dim.group is not None for group in {dim.group, host_group(dim)}]
+    for group in (*of_mesh, *others):
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 @contextmanager

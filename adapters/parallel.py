@@ -22,7 +22,7 @@ from para_core.adapters.refusals import Case, When, cases_of, reason_against, re
 from para_core.adapters.supported import plan_for, transformers_of, unets_of
 from para_core.adapters.unet import parallelize_unet, unparallelize_unet
 from para_core.adapters.vae import parallelize_vae, unparallelize_vae
-from para_core.adapters.weights.shard import METHODS, Method, shard_weights, unshard_weights
+from para_core.adapters.weights.shard import METHODS, Method, shard_weights, unshard_weights, weights_groups
 from para_core.cache.apply import cache_options
 from para_core.instance import original_class, uncompiled
 from para_core.mesh import GuidedMesh
@@ -98,7 +98,7 @@ def parallelize_pipe(
         parallelize_unet(module, mesh=guided, assume_equal=assume_equal, batched=not perturbed)
     if guided.ranks > 1:
         if timeout is not None:
-            set_timeout(guided, timeout)
+            set_timeout(guided, timeout, *weights_groups(pipe))
         in_one_batch = bool(unets) or any(plan is not None and plan.batched for plan in plans.values())
         apart = guided.batch.size > 1 and not in_one_batch
         around = ParallelCall(transformers, unets, guided, apart=apart, assume_equal=assume_equal)

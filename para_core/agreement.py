@@ -29,7 +29,8 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -63,6 +64,9 @@ def signature(record: Record) -> Signature:
     """``record`` (JSON values, of any size) as :func:`agree` takes it; keep it where the same is asked again."""
     encoded = json.dumps(record).encode()
     return Signature(encoded, blake2b(encoded, digest_size=16).digest())
+
+
+_NOTHING_WRONG = signature({})
 
 
 def first_difference(records: list[Record]) -> str:
@@ -112,6 +116,23 @@ def agree(
     if any(record != records[0] for record in records):
         raise ValueError(explain(records))
     return [found[2 : 2 + len(own)] for found in headers]
+
+
+@contextmanager
+def raising_on_all(mesh: SequenceMesh | GuidedMesh, what: str) -> Iterator[None]:
+    """What one rank of ``mesh`` raises inside, every rank raises at the end, ``what`` in front of it. All of them come here.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as it was raised; of any other kind, a RuntimeError.
+    """
+    try:
+        yield
+    except Exception as error:
+        kind = type(error) if type(error) in (TypeError, ValueError) else RuntimeError
+        reason = str(error) if kind is type(error) else f"{type(error).__name__}: {error}"
+        agree(kind(f"{what}: {reason}"), mesh)
+        raise
+    agree(_NOTHING_WRONG, mesh)
 
 
 def exchange(record: Record, mesh: SequenceMesh | GuidedMesh) -> list[Record]:

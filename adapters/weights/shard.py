@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, TypeGuard, TypeVar
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import OffloadPolicy
@@ -14,19 +16,29 @@ from para_core.adapters.one_call import mesh_of
 from para_core.adapters.refusals import When, cases_of, refuse
 from para_core.adapters.supported import tensor_plan_for, transformers_of
 from para_core.adapters.weights.components import blocks_of, components_of
-from para_core.instance import Order, original_class, unwrap, wrap_method
-from para_core.mesh import MESH_DIMS, TENSOR_DIM, GuidedMesh
-from para_core.weights.fsdp import gather_blocks, is_sharded, shard_blocks
-from para_core.weights.group import sequence_ranks, weights_mesh
-from para_core.weights.tensor import gather_tensors, shard_tensors, tensor_mesh
+from para_core.agreement import Record, agree, first_difference, raising_on_all, signature
+from para_core.instance import Order, original_class, unwrap, wrap_method, written_class
+from para_core.mesh import MESH_DIMS, TENSOR_DIM, GuidedMesh, SequenceMesh
+from para_core.weights.fsdp import gather_blocks, is_sharded, require_shardable, shard_blocks, shard_mesh
+from para_core.weights.group import as_ranks, sequence_ranks, timeout_of, weights_mesh
+from para_core.weights.tensor import gather_tensors, require_tensor_plan_fits, shard_tensors, tensor_mesh
 
 Pipeline = TypeVar("Pipeline")
 Method = Literal["fsdp", "tensor"]
 METHODS: tuple[Method, ...] = ("fsdp", "tensor")
 
 _KEY = "weights"
-# Methods of diffusers and transformers that put a LoRA into a model, or take one out of it.
-_LORA = ("load_lora_adapter", "add_adapter", "load_adapter", "fuse_lora", "unfuse_lora", "unload_lora")
+_LORA = "a LoRA that is loaded, fused or removed now would not be"
+_FUSED = "projections that are fused or taken apart now would not be"
+# What goes wrong by these methods of diffusers and transformers once weights are sharded.
+_LATE = {
+    **dict.fromkeys(
+        ("load_lora_adapter", "add_adapter", "load_adapter", "fuse_lora", "unfuse_lora", "unload_lora"), _LORA
+    ),
+    **dict.fromkeys(("fuse_qkv_projections", "unfuse_qkv_projections"), _FUSED),
+    "_load_ip_adapter_weights": "an IP-Adapter that is loaded now would not be",
+    "save_pretrained": "a file that is saved now would hold a part of them",
+}
 
 
 def shard_weights(
@@ -99,42 +111,87 @@ def shard_components(
             f"there is no tensor plan for pipe.{unknown[0]}, a {original_class(chosen[unknown[0]]).__name__}. method='fsdp' shards any model; "
             "a plan is Adapter(..., tensor=TensorPlan(...))."
         )
-    shared = _tensor_ranks(mesh, pipe) if method == "tensor" else _sequence_ranks(mesh, pipe)
-    unshard_weights(pipe, components=list(chosen))
-    for name, module in chosen.items():
-        plan = plans.get(name)
-        if plan is None:
-            shard_blocks(module, blocks_of(module), shared, offload_policy=offload_policy, done_with=done_with)
-        else:
-            shard_tensors(module, plan, shared, done_with=done_with)
-        _refuse_lora(module)
+    own = mesh if method == "fsdp" and _is_of_fsdp(mesh) else None
+    ranks = guided_mesh_for(mesh_of(pipe) if mesh is None else mesh, pipe) if own is None else as_ranks(own)
+    if isinstance(ranks, GuidedMesh):
+        _require_several(ranks, method)
+    # A rank that was told alone would leave the others waiting in the first call.
+    with raising_on_all(ranks, "weights cannot be sharded"):
+        for name, module in chosen.items():
+            plan = plans.get(name)
+            if plan is None:
+                require_shardable(module)
+            else:
+                require_tensor_plan_fits(module, plan, _tensor_size(ranks))
+    agree(signature(weights_record(chosen)), ranks, explain=_other_weights)
+    with raising_on_all(ranks, "weights could not be sharded"):
+        unshard_weights(pipe, components=list(chosen))
+        shared = _device_mesh(ranks, method) if own is None else own
+        for name, module in chosen.items():
+            plan = plans.get(name)
+            if plan is None:
+                shard_blocks(module, blocks_of(module), shared, offload_policy=offload_policy, done_with=done_with)
+            else:
+                shard_tensors(module, plan, shared, done_with=done_with)
+            _refuse_late(module)
 
 
-def _tensor_ranks(mesh: Mesh | GuidedMesh | None, pipe: Any) -> DeviceMesh:
-    guided = guided_mesh_for(mesh_of(pipe) if mesh is None else mesh, pipe)
-    if guided.tensor.group is None:
+def weights_record(modules: Mapping[str, nn.Module]) -> Record:
+    """What of ``modules`` must be alike on all ranks: shapes, dtypes, and of each whole weight one element."""
+    return {
+        f"{part}.{name}": f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}{_first_element(x)}"
+        for part, module in modules.items()
+        for name, x in module.named_parameters()
+    }
+
+
+def _first_element(x: Tensor) -> str:
+    # Of parts that ranks share, and of quantized weights, it is none, or asking costs a collective.
+    if type(x) is not nn.Parameter or x.is_meta or x.numel() == 0:
+        return ""
+    return f", first {x.detach()[(0,) * x.ndim].item()!r}"
+
+
+def _other_weights(records: list[Record]) -> str:
+    return f"{first_difference(records)} Load the same weights on every rank, and change them (LoRA, dtype) alike."
+
+
+def _is_of_fsdp(mesh: Any) -> TypeGuard[DeviceMesh]:
+    """Whether ``mesh`` has none of our dims."""
+    return isinstance(mesh, DeviceMesh) and not set(mesh.mesh_dim_names or ()) & set(MESH_DIMS)
+
+
+def _tensor_size(ranks: Any) -> int:
+    return ranks.tensor.size if isinstance(ranks, GuidedMesh) else 1
+
+
+def _require_several(guided: GuidedMesh, method: Method) -> None:
+    if method == "tensor" and guided.tensor.group is None:
         raise ValueError(
             "method='tensor' needs a mesh with a dim 'tensor' of more than one rank: "
             "init_context_parallel_mesh(max_tensor_dim_size=2)."
         )
-    found: DeviceMesh = DeviceMesh.from_group(
-        guided.tensor.group, guided.sequence.device_type, mesh_dim_names=(TENSOR_DIM,)
-    )
-    return found
-
-
-def _sequence_ranks(mesh: Mesh | GuidedMesh | None, pipe: Any) -> DeviceMesh:
-    """What FSDP2 takes for ``mesh``."""
-    if isinstance(mesh, DeviceMesh) and not set(mesh.mesh_dim_names or ()) & set(MESH_DIMS):
-        return mesh
-    guided = guided_mesh_for(mesh_of(pipe) if mesh is None else mesh, pipe)
-    ranks = sequence_ranks(guided.sequence)
-    if len(ranks) == 1:
+    if method == "fsdp" and guided.sequence.ranks == 1:
         raise ValueError(
             f"the mesh has {guided.batch.size} × 1 ranks (batch × sequence), and weights are shared by the sequence ranks: there is "
             "nothing to share. Give fewer ranks to 'batch' (max_batch_dim_size=1)."
         )
-    return weights_mesh(ranks, guided.sequence.device_type)
+
+
+def _device_mesh(ranks: GuidedMesh | SequenceMesh, method: Method) -> DeviceMesh:
+    """Those of ``ranks`` that share weights."""
+    sequence = ranks.sequence if isinstance(ranks, GuidedMesh) else ranks
+    if method == "fsdp":
+        return weights_mesh(sequence_ranks(sequence), sequence.device_type, timeout=timeout_of(sequence))
+    group: Any = ranks.tensor.group if isinstance(ranks, GuidedMesh) else None
+    found: DeviceMesh = DeviceMesh.from_group(group, sequence.device_type, mesh_dim_names=(TENSOR_DIM,))
+    return found
+
+
+def weights_groups(pipe: Any) -> set[dist.ProcessGroup]:
+    """Those over which the weights of ``pipe`` are gathered."""
+    meshes = [shard_mesh(module) for module in components_of(pipe).values()]
+    return {group for mesh in meshes if mesh is not None for group in mesh.get_all_groups()}
 
 
 def unshard_weights(pipe: Pipeline, *, components: Sequence[str] | None = None) -> Pipeline:
@@ -148,14 +205,14 @@ def unshard_weights(pipe: Pipeline, *, components: Sequence[str] | None = None) 
     return pipe
 
 
-def _refuse_lora(module: nn.Module) -> None:
-    for method in _LORA:
+def _refuse_late(module: nn.Module) -> None:
+    for method, problem in _LATE.items():
         if hasattr(module, method):
-            wrap_method(module, method, _KEY, _too_late, order=Order.PLAN)
+            wrap_method(module, method, _KEY, partial(_too_late, problem), order=Order.PLAN)
 
 
-def _too_late(call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+def _too_late(problem: str, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     raise RuntimeError(
-        f"the weights of this {original_class(module).__name__} are sharded, and a LoRA that is loaded, fused or removed now would not be. "
-        "Call unshard_weights(pipe) first, change the LoRA, and shard_weights(pipe, mesh) again."
+        f"the weights of this {written_class(module).__name__} are sharded, and {problem}. "
+        "Call unshard_weights(pipe) first, on every rank, and shard_weights(pipe, mesh) again afterwards."
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +46,7 @@ def shard_blocks(
     Raises:
         ValueError: a weight is of a kind that FSDP2 does not take. Nothing has changed then.
     """
-    _require_shardable(module)
+    require_shardable(module)
     policy = offload_policy or OffloadPolicy()
     # FSDP2 wants one dtype of what takes gradients, and diffusers keeps some parameters in float32.
     module.requires_grad_(False)
@@ -73,15 +73,22 @@ def shard_blocks(
             parameter.data = parameter.data.to(mesh.device_type)
 
 
-def _require_shardable(module: nn.Module) -> None:
-    """Raise unless each weight is a plain tensor, or one of a kind that tells FSDP2 what to gather of it."""
+def require_shardable(module: nn.Module) -> None:
+    """Raise unless each weight is a plain tensor (or a part of one), or of a kind that tells FSDP2 what to gather of it."""
     for name, parameter in module.named_parameters():
-        if type(parameter) is not nn.Parameter and not hasattr(parameter, "fsdp_pre_all_gather"):
+        if type(parameter) is not nn.Parameter and not isinstance(parameter, DTensor | _Gathered):
             raise ValueError(
                 f"{name} of this {written_class(module).__name__} is a {type(parameter).__name__}, which has no "
-                "fsdp_pre_all_gather, so FSDP2 cannot shard it. Shard the weights unquantized; or leave this component whole on every "
-                "rank: components=[...] of the others."
+                "fsdp_pre_all_gather, so FSDP2 cannot shard it. Shard the weights unquantized, or quantized by torchao's "
+                "int8_weight_only_quantized_training(); or leave this component whole on every rank: components=[...] of the others."
             )
+
+
+@runtime_checkable
+class _Gathered(Protocol):
+    """A tensor that says what FSDP2 gathers of it."""
+
+    fsdp_pre_all_gather: Callable[..., Any]
 
 
 def is_sharded(module: nn.Module) -> bool:

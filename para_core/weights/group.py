@@ -2,15 +2,45 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from itertools import chain
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from para_core.mesh import MeshDim, SequenceMesh, find_or_make_group, host_group
+from para_core.mesh import MeshDim, SequenceMesh, find_or_make_group, host_group, mesh_of_groups, sequence_mesh
 
 WEIGHTS_DIM = "weights"
+
+
+def timeout_of(mesh: SequenceMesh) -> timedelta | None:
+    """How long the ranks of ``mesh`` wait for each other; None where there is one."""
+    group: Any = next((dim.group for dim in mesh.dims if dim.group is not None), None)
+    if group is None:
+        return None
+    found: timedelta = group._get_backend(group._device_types[0]).options._timeout
+    return found
+
+
+def as_ranks(mesh: DeviceMesh) -> SequenceMesh:
+    """Those of a mesh that FSDP2 takes, as :func:`~para_core.agreement.agree` takes them.
+
+    Raises:
+        ValueError: it has more than two dims, or this rank is not part of it.
+    """
+    if mesh.ndim > 2:
+        raise ValueError(
+            f"mesh has {mesh.ndim} dims of sizes {tuple(mesh.shape)}; FSDP2 takes one, or two, replicate × shard. Give a slice of it, or "
+            "that of parallelize_pipe, with dims 'ring' and 'ulysses'."
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not part of the mesh of {mesh.size()} ranks; only its members use it."
+        )
+    if mesh.ndim == 1:
+        return sequence_mesh(mesh.get_group())
+    return mesh_of_groups(mesh.get_group(0), mesh.get_group(1), mesh.device_type)
 
 
 def sequence_ranks(mesh: SequenceMesh) -> list[int]:
@@ -27,13 +57,18 @@ def _ranks_of(dim: MeshDim) -> list[int]:
     return [dist.get_rank()] if dim.group is None else dist.get_process_group_ranks(dim.group)
 
 
-def weights_mesh(ranks: list[int], device_type: str) -> DeviceMesh:
+def weights_mesh(ranks: list[int], device_type: str, *, timeout: timedelta | None = None) -> DeviceMesh:
     """A mesh of one dim, ``"weights"``, over ``ranks``; made once, and found again.
 
     Its group is not that of attention: NCCL orders what one communicator does, and the weights of the next block would wait for
     the exchange of this one's tokens.
+
+    Args:
+        timeout: how long it waits for a rank that does not answer; left out: as PyTorch has it.
     """
     # The system's default backend, which serves the devices that the user's groups serve.
     group = find_or_make_group(f"para_core: weights of ranks {ranks}", ranks)
+    if timeout is not None:
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
     mesh: DeviceMesh = DeviceMesh.from_group(group, device_type, mesh=ranks, mesh_dim_names=(WEIGHTS_DIM,))
     return mesh

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from para_core.instance import Order, original_class, unwrap, wrap_alike, wrap_method
+from para_core.instance import Order, unwrap, wrap_alike, wrap_method, written_class
 from para_core.plans.places import matching_modules
 from para_core.weights.tensor_plan import Linear, TensorPlan
 
@@ -50,11 +50,8 @@ def shard_tensors(
     Raises:
         ValueError: the ranks do not divide the heads, or the channels, of a layer. Nothing has changed then.
     """
-    linears = {
-        name: (found, style) for pattern, style in plan.linears.items() for name, found in _modules(module, pattern)
-    }
-    attending = [found for pattern in plan.heads for _, found in _modules(module, pattern)]
-    _check(module, linears, attending, mesh.size())
+    require_tensor_plan_fits(module, plan, mesh.size())
+    linears, attending = _linears(module, plan), _attending(module, plan)
     module.requires_grad_(False)
     record = _Record(mesh)
     for found, style in linears.values():
@@ -93,6 +90,9 @@ def gather_tensors(module: nn.Module) -> None:
     record: _Record = module.__dict__.pop(_RECORD)
     for hooks, key in record.hooks:
         hooks.pop(key, None)
+    for owner in {owner for owner, *_ in record.shards}:
+        # PyTorch's mark, by which it would refuse to shard this layer again.
+        owner.__dict__.pop("_distribute_module_applied", None)
     for owner, name, dim, parts in record.shards:
         whole: Any = _parameter(owner, name)
         gathered: Tensor = whole.full_tensor()
@@ -107,10 +107,19 @@ def _modules(module: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]
     yield from matching_modules(module, pattern).items()
 
 
-def _check(
-    module: nn.Module, linears: dict[str, tuple[nn.Module, Linear]], attending: list[nn.Module], ranks: int
-) -> None:
-    cls = original_class(module).__name__
+def _linears(module: nn.Module, plan: TensorPlan) -> dict[str, tuple[nn.Module, Linear]]:
+    return {
+        name: (found, style) for pattern, style in plan.linears.items() for name, found in _modules(module, pattern)
+    }
+
+
+def _attending(module: nn.Module, plan: TensorPlan) -> list[nn.Module]:
+    return [found for pattern in plan.heads for _, found in _modules(module, pattern)]
+
+
+def require_tensor_plan_fits(module: nn.Module, plan: TensorPlan, ranks: int) -> None:
+    """Raise ``ValueError`` unless ``ranks`` ranks can share ``module`` by ``plan``."""
+    cls, linears, attending = written_class(module).__name__, _linears(module, plan), _attending(module, plan)
     if not linears:
         raise ValueError(f"the tensor plan of {cls} names no module that it has.")
     heads = {int(attention.heads) for attention in attending}  # type: ignore[arg-type]
@@ -129,10 +138,29 @@ def _check(
                 f"{name} of this {cls} is a {type(linear).__name__}, and tensor parallelism shards nn.Linear. A LoRA: fuse it first "
                 "(pipe.fuse_lora(); pipe.unload_lora_weights()), or weights='fsdp', which takes any layer."
             )
+        if type(linear.weight) is not nn.Parameter and not isinstance(linear.weight, DTensor):
+            raise ValueError(
+                f"{name} of this {cls} has a {type(linear.weight).__name__} for its weight, of which PyTorch makes no parts. Shard the "
+                "weights unquantized, and quantize each rank's part afterwards; or leave this component whole on every rank."
+            )
         weight_dim = 0 if style.along == "colwise" else 1
         for size in _parts(linear, style) or (linear.weight.shape[weight_dim],):
             if size % ranks:
                 raise ValueError(f"{name} of this {cls} has {size} channels, which {ranks} tensor ranks do not divide.")
+    _require_no_more(module, linears)
+
+
+def _require_no_more(module: nn.Module, linears: dict[str, tuple[nn.Module, Linear]]) -> None:
+    """Raise if attention computes with other linear layers than the plan's: these would make, or take, the heads of all ranks."""
+    for at, attention in module.named_modules():
+        if isinstance(getattr(attention, "heads", None), int) and any(name.startswith(f"{at}.") for name in linears):
+            for name, part in attention.named_modules(prefix=at):
+                if isinstance(part, nn.Linear) and name not in linears:
+                    raise ValueError(
+                        f"{name} of this {written_class(module).__name__} is a linear layer of attention that is in no tensor plan, and would "
+                        "compute all heads where a rank has some. Fused projections: transformer.unfuse_qkv_projections(); an IP-Adapter: "
+                        "pipe.unload_ip_adapter(). weights='fsdp' takes any layer."
+                    )
 
 
 def _parts(linear: Any, style: Linear) -> tuple[int, ...]:

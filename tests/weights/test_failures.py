@@ -1,0 +1,198 @@
+"""A rank that cannot shard, raises or dies: the others end, with the cause."""
+
+import os
+import signal
+import time
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from diffusers import FluxPipeline
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+from para_core import init_context_parallel_mesh
+from para_core.adapters import from_pretrained_sharded, parallelize_pipe, shard_weights, unshard_weights
+from para_core.adapters.weights import shard
+from tests.rank_pool import RankPoolError
+from tests.tiny import flux_call, flux_pipe, flux_transformer
+from tests.weights.pipes import generate, make
+
+
+def mesh_for(method):
+    return init_context_parallel_mesh("cpu", max_tensor_dim_size=2 if method == "tensor" else None)
+
+
+def quantize_one():
+    pipe = flux_pipe()
+    if dist.get_rank() == 1:
+        quantize_(pipe.transformer.transformer_blocks, Int8WeightOnlyConfig())
+    return pipe
+
+
+def narrow_one():
+    return flux_pipe(transformer=flux_transformer(num_single_layers=2 + dist.get_rank()))
+
+
+def cast_one():
+    pipe = flux_pipe()
+    if dist.get_rank() == 1:
+        pipe.transformer.to(torch.bfloat16)
+    return pipe
+
+
+def seed_one():
+    pipe = flux_pipe()
+    with torch.no_grad():
+        pipe.transformer.proj_out.weight.add_(dist.get_rank())
+    return pipe
+
+
+def shard_differing(make_one, method, message):
+    pipe = make_one()
+    with pytest.raises(ValueError, match=message):
+        shard_weights(pipe, mesh_for(method), method=method, components=["transformer"])
+    assert not isinstance(pipe.transformer, FSDPModule)
+
+
+@pytest.mark.parametrize(
+    ("make_one", "message"),
+    [
+        (quantize_one, r"sequence rank 1: weights cannot be sharded: .* is a Int8Tensor"),
+        (narrow_one, r"the ranks disagree about transformer\..*Load the same weights on every rank"),
+        (cast_one, r"disagree about transformer\..* float32, first .*, rank 1 has .* bfloat16, first"),
+        (seed_one, r"disagree about transformer\.proj_out\.weight: .* float32, first .*, rank 1 has .* float32, first"),
+    ],
+)
+def test_what_one_rank_alone_has_is_an_error_on_all_and_changes_nothing(rank_pool, make_one, message):
+    rank_pool.run(shard_differing, 2, make_one, "fsdp", message)
+
+
+def shard_out_of_memory(kind):
+    def fail(*args, **kwargs):
+        raise kind("no room")
+
+    pipe = flux_pipe()
+    failing = mock.patch.object(shard, "shard_blocks", fail) if dist.get_rank() == 1 else mock.MagicMock()
+    message = rf"sequence rank 1: weights could not be sharded: {kind.__name__}: no room"
+    with failing, pytest.raises(RuntimeError, match=message):
+        shard_weights(pipe, mesh_for("fsdp"), components=["transformer"])
+
+
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, MemoryError])
+def test_a_rank_without_memory_is_an_error_on_all(rank_pool, kind):
+    rank_pool.run(shard_out_of_memory, 2, kind)
+
+
+class Dying(FluxPipeline):
+    @classmethod
+    def from_pretrained(cls, *args, **kwargs):
+        pipe = super().from_pretrained(*args, **kwargs)
+        if dist.get_rank() == 1:
+            time.sleep(1)  # the other one waits for it
+            os.kill(os.getpid(), signal.SIGKILL)
+        return pipe
+
+
+def die_while_loading(folder):
+    begun = time.monotonic()
+    try:
+        from_pretrained_sharded(Dying, folder, mesh=mesh_for("fsdp"))
+    finally:
+        assert time.monotonic() - begun < 30
+
+
+def test_a_rank_that_dies_while_it_loads_is_noticed(rank_pool, tmp_path):
+    flux_pipe().save_pretrained(tmp_path)
+    with pytest.raises(RankPoolError, match=r"(?s)are closed: .* a rank has died.*rank 1 died"):
+        rank_pool.run(die_while_loading, 2, tmp_path)
+
+
+def raise_in_a_block(order):
+    pipe, mesh = make("flux"), init_context_parallel_mesh("cpu")
+    if order == "sharded first":
+        shard_weights(pipe, mesh)
+        parallelize_pipe(pipe, mesh=mesh, timeout=3.0)
+    else:
+        parallelize_pipe(pipe, mesh=mesh, timeout=3.0, weights="fsdp")
+
+    def fail(*_):
+        raise ValueError("only here")
+
+    if dist.get_rank() == 1:
+        # The next one to be gathered is the second.
+        pipe.transformer.single_transformer_blocks[0].register_forward_pre_hook(fail)
+    begun = time.monotonic()
+    try:
+        generate(pipe, "flux")
+    finally:
+        if dist.get_rank() == 1:
+            time.sleep(4)  # it lives on
+        assert time.monotonic() - begun < 25
+
+
+@pytest.mark.parametrize("order", ["sharded first", "at once"])
+def test_a_rank_that_raises_between_blocks_ends_the_others_in_time(rank_pool, order):
+    first, second = rank_pool.run_expecting_errors(raise_in_a_block, 2, order)
+    assert isinstance(second, ValueError)
+    assert isinstance(first, RuntimeError)
+    assert "rank 1 raised ValueError: only here" in str(first)
+
+
+def change_late(method):
+    mesh = mesh_for(method)
+    pipe = parallelize_pipe(make("flux"), mesh=mesh, weights=method)
+    for call in (pipe.transformer.fuse_qkv_projections, lambda: pipe.save_pretrained("nowhere")):
+        with pytest.raises(
+            RuntimeError, match=r"are sharded, and .* Call unshard_weights\(pipe\) first, on every rank"
+        ):
+            call()
+    before = generate(pipe, "flux")
+    # Taken apart and shared again, as often as you like.
+    unshard_weights(pipe)
+    shard_weights(pipe, mesh, method=method)
+    return before, generate(pipe, "flux")
+
+
+@pytest.mark.parametrize("method", ["fsdp", "tensor"])
+def test_changes_of_what_is_sharded_are_refused_and_sharding_again_is_not(rank_pool, method):
+    for before, again in rank_pool.run(change_late, 2, method):
+        assert torch.equal(before, again)
+
+
+def change_early(how):
+    pipe, mesh = flux_pipe(), mesh_for("tensor")
+    if how == "fused":
+        pipe.transformer.fuse_qkv_projections()
+        message = r"transformer_blocks\.0\.attn\.to_qkv .* in no tensor plan.*unfuse_qkv_projections\(\)"
+    else:
+        quantize_(pipe.transformer, Int8WeightOnlyConfig())
+        message = r"transformer_blocks\.0\.attn\.to_q .* has a Int8Tensor for its weight.*quantize each rank's part afterwards"
+    before = pipe(**flux_call())[0]
+    with pytest.raises(ValueError, match=message):
+        shard_weights(pipe, mesh, method="tensor")
+    assert torch.equal(pipe(**flux_call())[0], before)
+
+
+@pytest.mark.parametrize("how", ["fused", "quantized"])
+def test_what_no_tensor_plan_fits_is_refused_and_stays_as_it_is(rank_pool, how):
+    rank_pool.run(change_early, 2, how)
+
+
+def bad_meshes():
+    pipe = flux_pipe()
+    three = init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("a", "b", "c"))
+    with pytest.raises(
+        ValueError, match=r"mesh has 3 dims of sizes \(2, 1, 1\); FSDP2 takes one, or two, replicate × shard"
+    ):
+        shard_weights(pipe, three)
+    other = init_device_mesh("cpu", (1,), mesh_dim_names=("alone",))
+    if dist.get_rank() == 1:
+        with pytest.raises(ValueError, match="rank 1 is not part of the mesh of 1 ranks"):
+            shard_weights(pipe, other)
+
+
+def test_meshes_that_fsdp_does_not_take_are_refused(rank_pool):
+    rank_pool.run(bad_meshes, 2)
