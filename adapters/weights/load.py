@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections import Counter
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,9 @@ from torch.distributed.tensor import DTensor
 from para_core.adapters.mesh_choice import Mesh, guided_mesh_for
 from para_core.adapters.parallel import parallelize_pipe
 from para_core.adapters.weights.components import components_of
+from para_core.adapters.weights.fetch import download_once_per_node, folder_of
 from para_core.adapters.weights.shard import METHODS, Method, shard_components
-from para_core.agreement import agree, signature
+from para_core.agreement import raising_on_all
 from para_core.instance import uncompiled
 from para_core.make_mesh import init_context_parallel_mesh
 from para_core.mesh import GuidedMesh, require_process_group
@@ -43,7 +43,8 @@ def from_pretrained_sharded(
 
     Args:
         pipeline: a class of diffusers.
-        name: a folder, or a repository on the Hub, whose weights are safetensors.
+        name: a folder, or a repository on the Hub, whose weights are safetensors. One rank of each node downloads it, while the others
+            wait, however long it takes.
         mesh: as for :func:`parallelize_pipe`; left out: all ranks, as :func:`init_context_parallel_mesh` makes it.
         weights: as for :func:`shard_weights`.
         dtype: of floating-point weights; left out: that of the files. What a class keeps in float32 stays so.
@@ -68,19 +69,20 @@ def from_pretrained_sharded(
     pipe, files = _loaded_on_all(pipeline, name, guided, options)
     parallelize_pipe(pipe, mesh=mesh)
     shard_components(pipe, guided, weights, done_with=partial(_give_pages_back, _mapped(files)))
-    for part in components_of(pipe).values():
-        for parameter in part.parameters():
-            if weights == "fsdp" and not isinstance(parameter, DTensor):
-                # Small ones, out of the file: there they are not aligned, and kernels then add in another order.
-                parameter.data = parameter.data.clone()
-    if dtype is not None:
-        for part in _modules(pipe):
-            _cast(part, dtype)
-    device = guided.sequence.device_type
-    if device != "cpu":
-        for part in _modules(pipe):
-            if part not in components_of(pipe).values():
-                part.to(device)
+    with raising_on_all(guided, "what is not sharded could not be placed"):
+        for part in components_of(pipe).values():
+            for parameter in part.parameters():
+                if weights == "fsdp" and not isinstance(parameter, DTensor):
+                    # Small ones, out of the file: there they are not aligned, and kernels then add in another order.
+                    parameter.data = parameter.data.clone()
+        if dtype is not None:
+            for part in _modules(pipe):
+                _cast(part, dtype)
+        device = guided.sequence.device_type
+        if device != "cpu":
+            for part in _modules(pipe):
+                if part not in components_of(pipe).values():
+                    part.to(device)
     return pipe
 
 
@@ -99,29 +101,25 @@ def _loaded_on_all(
     pipeline: Any, name: str | Path, mesh: GuidedMesh, options: dict[str, Any]
 ) -> tuple[Any, list[Path]]:
     """The pipeline, mapped, in the dtypes of its files, and these; or an error on all ranks."""
-    pipe, files = None, []
-    try:
-        folder = Path(name) if Path(name).is_dir() else Path(pipeline.download(str(name), **options))
-        # The Hub's cache has links in folders of components.
-        files = sorted(folder.glob("*/*.safetensors"))
+    download_once_per_node(pipeline, name, mesh, options)
+    with raising_on_all(mesh, f"{name} could not be loaded (of a file that is incomplete: download it again)"):
+        folder = folder_of(pipeline, name, options)
+        files = _files_in(folder, options.get("variant"))
         pipe = pipeline.from_pretrained(folder, dtype=_dtypes_of(files), low_cpu_mem_usage=True, **options)
-        shapes = {
-            f"{part}.{key}": str(x.shape) for part, module in _named(pipe) for key, x in module.named_parameters()
-        }
-        mine: Any = signature({"weights": shapes})
-    except Exception as error:
-        # Whatever it is: the other ranks would wait for this one.
-        mine = RuntimeError(
-            f"{name} could not be loaded: {type(error).__name__}: {error}. Where a file is incomplete, download it again."
-        )
-    agree(mine, mesh)
     return pipe, files
 
 
-def _named(pipe: Any) -> Iterator[tuple[str, nn.Module]]:
-    for name, part in pipe.components.items():
-        if isinstance(part, nn.Module):
-            yield name, part
+def _files_in(folder: Path, variant: str | None) -> list[Path]:
+    """Weights of components; of a component that has it, of this variant alone."""
+    by_variant: dict[Path, dict[str | None, list[Path]]] = {}
+    # The Hub's cache has links in folders of components.
+    for path in sorted(folder.glob("*/*.safetensors")):
+        # diffusion_pytorch_model.fp16-00001-of-00002.safetensors
+        parts = path.name.split(".")
+        which = parts[1].split("-")[0] if len(parts) > 2 else None
+        by_variant.setdefault(path.parent, {}).setdefault(which, []).append(path)
+    chosen = [found.get(variant) or found.get(None) or [] for found in by_variant.values()]
+    return [path for paths in chosen for path in paths]
 
 
 def _dtypes_of(files: list[Path]) -> dict[str, torch.dtype]:

@@ -1,0 +1,82 @@
+"""Pipelines of the Hub: a stand-in on this machine, of which each node downloads once, or the same error on every rank."""
+
+import socket
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from diffusers import FluxPipeline
+
+from para_core import init_context_parallel_mesh
+from para_core.adapters import from_pretrained_sharded, parallelize_pipe
+from tests.tiny import flux_call, flux_pipe
+from tests.weights.hub import REPOSITORY, Hub, asking
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("published")
+    flux_pipe().save_pretrained(path)
+    return path
+
+
+def load(endpoint, folder, cache, hosts=("here", "here"), patience=None, **options):
+    mesh = init_context_parallel_mesh("cpu") if patience is None else dist.new_group(timeout=patience)
+    rank = dist.get_rank()
+    with asking(endpoint), mock.patch.object(socket, "gethostname", lambda: hosts[rank]):
+        own = cache if hosts[0] == hosts[1] else cache / str(rank)
+        pipe = from_pretrained_sharded(FluxPipeline, REPOSITORY, mesh=mesh, cache_dir=own, **options)
+    pipe.set_progress_bar_config(disable=True)
+    out = pipe(**flux_call())[0]
+    whole = FluxPipeline.from_pretrained(folder)
+    whole.set_progress_bar_config(disable=True)
+    for part in (whole.transformer, whole.text_encoder, whole.text_encoder_2):
+        for parameter in part.parameters():
+            # In the file they are not aligned, and kernels then add in another order.
+            parameter.data = parameter.data.clone()
+    return out, parallelize_pipe(whole, mesh=mesh)(**flux_call())[0]
+
+
+@pytest.mark.parametrize("hosts", [("here", "here"), ("one", "other")])
+def test_each_node_downloads_each_file_once(rank_pool, folder, tmp_path, hosts):
+    with Hub(folder) as hub:
+        for out, whole in rank_pool.run(load, 2, hub.endpoint, folder, tmp_path, hosts):
+            assert torch.equal(out, whole)
+    assert "transformer/diffusion_pytorch_model.safetensors" in hub.downloaded
+    assert all(hub.downloaded.count(name) == len(set(hosts)) for name in hub.downloaded), hub.downloaded
+
+
+@pytest.mark.long
+def test_a_download_may_take_longer_than_ranks_wait_for_each_other(rank_pool, folder, tmp_path):
+    with Hub(folder, seconds=3.0) as hub:
+        rank_pool.run(load, 2, hub.endpoint, folder, tmp_path, patience=timedelta(seconds=2))
+
+
+def test_what_is_in_the_cache_needs_no_connection(rank_pool, folder, tmp_path):
+    with Hub(folder) as hub, asking(hub.endpoint):
+        FluxPipeline.download(REPOSITORY, cache_dir=tmp_path)
+    # Nobody answers any more.
+    rank_pool.run(load, 2, hub.endpoint, folder, tmp_path)
+    rank_pool.run(load, 2, hub.endpoint, folder, tmp_path, local_files_only=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {},
+            rf"sequence rank 0: {REPOSITORY} is no folder here, and could not be downloaded: OSError: Cannot load model",
+        ),
+        ({"local_files_only": True}, rf"sequence rank 0: {REPOSITORY} could not be loaded .*LocalEntryNotFoundError"),
+    ],
+)
+def test_without_a_connection_every_rank_is_told(rank_pool, folder, tmp_path, options, message):
+    with Hub(folder) as hub:
+        pass
+    errors = rank_pool.run_expecting_errors(load, 2, hub.endpoint, folder, tmp_path, **options)
+    for error in errors:
+        assert isinstance(error, RuntimeError)
+        with pytest.raises(RuntimeError, match=message):
+            raise error
