@@ -14,7 +14,7 @@ class MixesRows(RuntimeError):
 
 def name_of(func: Callable[..., Any]) -> str:
     """The name by which a function of torch is known here: ``add`` of ``Tensor.__iadd__``, ``shape`` of ``Tensor.shape``."""
-    name: str = getattr(func, "__name__", str(func))
+    name: str = getattr(getattr(func, "func", func), "__name__", str(func))
     if name in ("__get__", "__set__"):
         return f"{getattr(getattr(func, '__self__', None), '__name__', '')}.{name}"
     stripped = name.strip("_")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,8 +12,8 @@ from torch import Tensor
 
 from para_core.mesh import MeshDim
 from para_core.spatial.errors import name_of, unknown
-from para_core.spatial.fetch import all_ranks, part_of, relayout
-from para_core.spatial.tag import Count, Rows, counted, rows_of, tagged, untagged
+from para_core.spatial.fetch import all_ranks, gather, part_of, relayout
+from para_core.spatial.tag import Count, Rows, counted, local_sizes, rows_of, tagged, untagged
 
 Function = Callable[..., Any]
 
@@ -20,13 +22,13 @@ def _names(text: str) -> list[str]:
     return text.split()
 
 
-# What a tensor is, not what it holds. Sizes are those of this rank's part.
+# What a tensor is, not what it holds. Bytes and strides are those of this rank's part.
 METADATA = _names(
     """
     shape.__get__ dtype.__get__ device.__get__ ndim.__get__ layout.__get__ is_cuda.__get__ is_cpu.__get__
     is_meta.__get__ is_mps.__get__ is_xpu.__get__ is_xla.__get__ is_quantized.__get__ is_sparse.__get__
     is_nested.__get__ is_leaf.__get__ is_mkldnn.__get__ requires_grad.__get__ grad_fn.__get__ grad.__get__
-    itemsize.__get__ nbytes.__get__ output_nr.__get__ size dim ndimension numel nelement len stride storage_offset
+    itemsize.__get__ nbytes.__get__ output_nr.__get__ dim ndimension stride storage_offset
     is_contiguous is_floating_point is_complex element_size get_device data_ptr untyped_storage hash is_signed
     is_inference is_nonzero_ result_type can_cast promote_types
     """
@@ -81,16 +83,22 @@ def metadata(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[s
 
 
 def shape(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """``x.shape``, ``x.size()``: this rank's, in which the number of rows knows those of all ranks."""
+    """``x.shape``, ``x.size()``, ``x.numel()``, ``len(x)``: as of all rows, in which the number of rows knows those of each rank."""
     found = func(*args, **kwargs)
     rows = rows_of(args[0])
     if rows is None:
         return found
-    counts = tuple([rows.outer * count for count in rows.layout])
+    count = Count(tuple([rows.outer * count for count in rows.layout]), ranks.index)
+    name = name_of(func)
+    if name in ("numel", "nelement"):
+        rest = [size for dim, size in enumerate(args[0].shape) if dim != rows.dim]
+        return count * math.prod(rest)
+    if name == "len":
+        return int(count) if rows.dim == 0 else found
     if isinstance(found, int):
         dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-        return Count(found, counts) if dim % args[0].ndim == rows.dim else found
-    return torch.Size([Count(size, counts) if dim == rows.dim else size for dim, size in enumerate(found)])
+        return count if dim % args[0].ndim == rows.dim else found
+    return torch.Size([count if dim == rows.dim else size for dim, size in enumerate(found)])
 
 
 def like_first(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -112,25 +120,37 @@ def elementwise(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dic
     rows = rows_of(lead)
     if lead is None or rows is None or "out" in kwargs:
         raise unknown(func, _any_rows(args, kwargs), "its tensors are in a list, or it writes to out=")
+    if lead is not tensors[0] and _in_place(func):
+        raise unknown(func, rows, "it is written into a tensor that every rank holds whole")
     place = rows.dim - lead.ndim
 
     def fit(x: Any) -> Any:
         return aligned(ranks, func, x, rows, place) if isinstance(x, Tensor) else x
 
     out = func(*[fit(x) for x in args], **{name: fit(x) for name, x in kwargs.items()})
+    if isinstance(out, tuple):  # torch.where(x)
+        raise unknown(func, rows, "it gives places of this rank's rows")
     # NotImplemented, where a tensor is compared with what is none: Wan asks a cache whether it is a word.
     return tagged(out, rows.at(out.ndim + place)) if isinstance(out, Tensor) else out
+
+
+def _in_place(func: Function) -> bool:
+    name = getattr(func, "__name__", "")
+    return name.startswith("__i") if name.endswith("__") else name.endswith("_")
 
 
 def aligned(ranks: MeshDim, func: Function, x: Tensor, rows: Rows, place: int) -> Tensor:
     """``x`` with the rows that this rank holds by ``rows`` along its dim ``place`` (counted from the end).
 
     Raises:
-        MixesRows: ``x`` has another number of rows, or is sharded along another dim.
+        MixesRows: ``x`` has another number of rows.
     """
     own = rows_of(x)
+    if own is not None and own.dim - x.ndim != place:
+        # Of tokens by tokens, say: of the one all, of the other this rank's.
+        x, own = untagged(gather(x, own, ranks)), None
     if own is not None:
-        if own.dim - x.ndim != place or own.outer != rows.outer or sum(own.layout) != sum(rows.layout):
+        if own.outer != rows.outer or sum(own.layout) != sum(rows.layout):
             raise unknown(func, rows, f"with one sharded as {own}")
         if own.layout == rows.layout:
             return x
@@ -170,6 +190,8 @@ def reduction(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[
     x, rows = _only_first(func, args, kwargs)
     at_dim, at_keepdim = REDUCTIONS[name]
     given = kwargs.get("dim", kwargs.get("axis", args[at_dim] if len(args) > at_dim else None))
+    if isinstance(given, bool):  # x.var(False): of all, unbiased or not
+        given = None
     keepdim = bool(kwargs.get("keepdim", args[at_keepdim] if len(args) > at_keepdim else False))
     dims = _dims(given, x.ndim)
     if rows.dim not in dims:
@@ -177,19 +199,30 @@ def reduction(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[
         return _tag_all(func(*args, **kwargs), rows.at(rows.dim - shift))
     if name not in ("sum", "mean", "amax", "amin") or kwargs.get("out") is not None:
         raise unknown(func, rows, "it reduces them")
-    wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
     order = sorted(dims)
     if name in ("amax", "amin"):
         found = getattr(torch, name)(all_ranks(getattr(torch, name)(x, order, keepdim), ranks), 0)
         return untagged(found)
-    total = all_ranks(x.sum(order, keepdim, dtype=wide), ranks).sum(0)
+    # As torch does: a sum of integers is one of int64.
+    made = kwargs.get("dtype") or (x.dtype if x.dtype.is_floating_point or x.dtype.is_complex else torch.int64)
+    wide = torch.float32 if made in (torch.float16, torch.bfloat16) else made
+    found = all_ranks(x.sum(order, keepdim, dtype=wide), ranks).sum(0)
     if name == "mean":
-        count = rows.total
-        for dim in dims - {rows.dim}:
-            count *= x.shape[dim]
-        total = total / count
-    dtype = kwargs.get("dtype")
-    return total.to((total.dtype if x.dtype == torch.bool else x.dtype) if dtype is None else dtype)
+        found = found / (rows.total * math.prod([x.shape[dim] for dim in dims - {rows.dim}]))
+    return found.to(made)
+
+
+def meshgrid(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """``torch.meshgrid``: this rank's part along the first dim, all along the others."""
+    tensors = list(args[0]) if isinstance(args[0], (tuple, list)) else list(args)
+    lead = 1 if kwargs.get("indexing") == "xy" else 0
+    rows = rows_of(tensors[lead])
+    for place, x in enumerate(tensors):
+        own = rows_of(x)
+        if own is not None and place != lead:
+            tensors[place] = gather(x, own, ranks)
+    out = func(*tensors, **kwargs)
+    return out if rows is None else _tag_all(out, rows)
 
 
 def dropout(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -203,22 +236,28 @@ def dropout(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[st
 
 
 def new(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """``x.new_zeros`` and others: of as many rows as ``x``, at the same dim, it is taken to be sharded alike."""
-    out: Tensor = func(*args, **kwargs)
-    found = counted(_shape(args[1:], kwargs))
-    if found is not None:
-        return tagged(out, Rows(*found))
-    rows = rows_of(args[0])
-    if rows is not None and out.ndim == args[0].ndim and out.shape[rows.dim] == args[0].shape[rows.dim]:
-        return tagged(out, rows)
-    return out
+    """``x.new_zeros`` and others, of a shape in which a size was read from a sharded tensor; else whole on every rank."""
+    return made(ranks, partial(func, args[0]), args[1:], kwargs)
 
 
 def made(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """``torch.zeros`` and others of a shape in which a size was read from a sharded tensor."""
-    found = counted(_shape(args, kwargs))
+    shape = _shape(args, kwargs)
+    found = counted(shape)
+    if found is not None:
+        if "size" in kwargs:
+            kwargs = {**kwargs, "size": local_sizes(kwargs["size"])}
+        elif isinstance(args[0], (list, tuple)):
+            args = (local_sizes(args[0]), *args[1:])
+        else:
+            args = local_sizes(tuple(args))
+        return tagged(func(*args, **kwargs), Rows(*found))
+    if (
+        name_of(func) == "empty" and "size" not in kwargs
+    ):  # of tokens by tokens, which baddbmm with beta=0 does not read
+        return torch.empty((), **kwargs).expand(shape)
     out: Tensor = func(*args, **kwargs)
-    return out if found is None else tagged(out, Rows(*found))
+    return out
 
 
 def spread(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -228,17 +267,28 @@ def spread(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str
     found = counted(sizes)
     if found is None or out.stride(found[0]) != 0:
         return out
-    return tagged(out, Rows(*found))
+    dim, layout = found
+    return tagged(out.narrow(dim, 0, layout[ranks.index]), Rows(dim, layout))
+
+
+def of_each_frame(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    """``x.repeat_interleave(pixels)`` of one number a frame, which every rank holds whole: one for each token of this rank."""
+    x, repeats = args[0], kwargs.get("repeats", args[1] if len(args) > 1 else None)
+    if x.ndim != 1 or not isinstance(repeats, Count):
+        out: Tensor = func(*args, **kwargs)
+        return out
+    return tagged(x.repeat_interleave(repeats.local), Rows(0, repeats.layout, len(x)))
 
 
 def drawn(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """``torch.randn`` and ``torch.rand`` of such a shape: drawn for all rows, as on one device, of which this rank takes its own."""
-    shape = list(_shape(args, kwargs))
-    found = counted(shape)
+    shape = [int(size) for size in _shape(args, kwargs)]
+    found = counted(_shape(args, kwargs))
     if found is None:
         raise TypeError(f"{name_of(func)} of {shape}: expected one size that is sharded.")
     rows = Rows(*found)
-    shape[rows.dim] = rows.total
+    if torch.compiler.is_compiling() and kwargs.get("generator") is None:
+        raise unknown(func, rows, "in a compiled function each rank draws from a state of its own")
     rest = {name: value for name, value in kwargs.items() if name != "size"}
     return tagged(part_of(func(shape, **rest), rows, ranks).contiguous(), rows)
 
@@ -285,11 +335,12 @@ def _tag_all(out: Any, rows: Rows) -> Any:
 
 RULES: dict[str, Any] = {
     **dict.fromkeys(METADATA, metadata),
-    **dict.fromkeys(("shape.__get__", "size"), shape),
+    **dict.fromkeys(("shape.__get__", "size", "numel", "nelement", "len"), shape),
     **dict.fromkeys(LIKE_FIRST, like_first),
     **dict.fromkeys(ELEMENTWISE, elementwise),
     **dict.fromkeys(ALONG, along),
     **dict.fromkeys(REDUCTIONS, reduction),
+    "meshgrid": meshgrid,
     **dict.fromkeys(("dropout", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout"), dropout),
     **dict.fromkeys(("new_zeros", "new_ones", "new_empty", "new_full"), new),
 }
@@ -299,4 +350,5 @@ FACTORIES: dict[str, Any] = {
     **dict.fromkeys(("zeros", "ones", "empty", "full"), made),
     **dict.fromkeys(("randn", "rand"), drawn),
     **dict.fromkeys(("expand", "broadcast_to"), spread),
+    "repeat_interleave": of_each_frame,
 }

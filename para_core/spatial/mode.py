@@ -87,6 +87,10 @@ class SpatialShardMode(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         found = _first_sharded((*args, *kwargs.values()))
+        if found is None and torch._C._functorch.peek_interpreter_stack() is not None:
+            inside = _first_sharded([_unwrapped(x) for x in args])
+            if isinstance(inside, Rows):
+                raise unknown(func, inside, "vmap and grad of torch.func hide how they are")
         if found is None:
             return func(*args, **kwargs)
         name = name_of(func)
@@ -99,6 +103,14 @@ class SpatialShardMode(TorchFunctionMode):
         if isinstance(found, Rows):
             raise unknown(func, found, "it is not known whether it mixes rows")
         return func(*args, **kwargs)
+
+
+def _unwrapped(x: Any) -> Any:
+    """What torch.func has wrapped in ``x``."""
+    functorch = torch._C._functorch
+    while isinstance(x, Tensor) and functorch.is_functorch_wrapped_tensor(x):
+        x = functorch.get_unwrapped(x)
+    return x
 
 
 def _first_sharded(values: Iterable[Any]) -> Rows | Count | None:

@@ -100,7 +100,7 @@ def baddbmm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[st
 def attention(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """SDPA ``[..., S, D]``: this rank's queries attend to the keys of all ranks, which one collective gathers.
 
-    A causal mask over frames that was made for the local number of rows is widened to that of all; other local masks are errors.
+    A mask is that of all tokens, or this rank's rows of it.
     """
     query, key, value, mask, dropout_p, is_causal, scale, enable_gqa = _arguments(*args, **kwargs)
     rows_q, rows_k = rows_of(query), rows_of(key)
@@ -147,39 +147,33 @@ def _causal(rows: Rows, num_keys: int, device: torch.device, ranks: MeshDim) -> 
 
 def _mask(func: Function, mask: Tensor, rows_q: Rows | None, rows_k: Rows | None, ranks: MeshDim) -> Tensor:
     """``mask`` for this rank's queries and all keys."""
-    rows = rows_q or rows_k
-    if rows is None or rows_of(mask) is not None:
-        raise unknown(func, rows or Rows(0, (0,)), "its mask is sharded")
-    keys_known = rows_k is None or mask.shape[-1] in (1, rows_k.total)
-    queries = mask.shape[-2] if mask.ndim > 1 else 1
-    if keys_known and (rows_q is None or queries == 1):
-        return mask
-    if keys_known and rows_q is not None and queries == rows_q.total:
-        return part_of(mask, rows_q.at(mask.ndim - 2), ranks)
-    if rows_q is not None and rows_k is not None and rows_q.outer == rows_k.outer:
-        widened = _by_runs(mask, rows_q, rows_k, ranks)
-        if widened is not None:
-            return widened
+    rows, own = rows_q or rows_k, rows_of(mask)
+    queries, keys = (mask.shape[-2] if mask.ndim > 1 else 1), mask.shape[-1]
+    if rows_k is None or keys in (1, rows_k.total):
+        if own is not None and rows_q is not None and _fits(mask, own, rows_q):
+            return untagged(mask)
+        if own is None and (rows_q is None or queries == 1):
+            return mask
+        if own is None and rows_q is not None and queries == rows_q.total:
+            return part_of(mask, rows_q.at(mask.ndim - 2), ranks)
     raise unknown(
         func,
-        rows,
-        f"its mask of shape {list(mask.shape)} is neither of all tokens nor the same for all tokens of a frame",
+        rows or Rows(0, (0,)),
+        f"its mask of shape {list(mask.shape)}{'' if own is None else f', sharded as {own},'} is not one of all tokens",
     )
 
 
-def _by_runs(mask: Tensor, rows_q: Rows, rows_k: Rows, ranks: MeshDim) -> Tensor | None:
-    """A mask of local tokens that depends on their runs (frames) alone, for this rank's queries and all keys."""
-    queries, keys = rows_q.layout[ranks.index], rows_k.layout[ranks.index]
-    runs = rows_q.outer
-    if mask.ndim < 2 or mask.shape[-2:] != (runs * queries, runs * keys):
-        return None
-    blocks = mask.unflatten(-1, (runs, keys)).unflatten(-3, (runs, queries))
-    of_runs = blocks[..., :1, :, :1]
-    if not torch.equal(blocks, of_runs.expand_as(blocks)):
-        return None
-    every = of_runs.expand(*blocks.shape[:-3], queries, runs, sum(rows_k.layout))
-    found: Tensor = every.flatten(-2).flatten(-3, -2)
-    return found
+def _fits(mask: Tensor, own: Rows, rows_q: Rows) -> bool:
+    """Whether a mask of this rank's tokens is one of ``rows_q``: in the same order, or the same for all tokens of a frame."""
+    if own.dim != mask.ndim - 2 or own.total != rows_q.total:
+        return False
+    if own == rows_q.at(own.dim):
+        return True
+    # Columns are sharded: tokens of a frame are in more than one run, of which a number of pixels does not know.
+    if rows_q.outer % own.outer or torch.compiler.is_compiling():
+        return False
+    frames = mask.unflatten(-2, (own.outer, -1))
+    return torch.equal(frames, frames[..., :1, :].expand_as(frames))
 
 
 def _arguments(

@@ -15,7 +15,7 @@ from para_core.spatial import rows as plans
 from para_core.spatial.errors import name_of, unknown
 from para_core.spatial.fetch import fetch, relayout
 from para_core.spatial.rows import Layout, held
-from para_core.spatial.tag import Count, Rows, rows_of, tagged
+from para_core.spatial.tag import Count, Rows, local_sizes, rows_of, tagged
 
 Function = Callable[..., Any]
 
@@ -93,11 +93,18 @@ def interpolate(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dic
     elif sizes is not None:
         # Read from a sharded tensor, or the number of all rows.
         wanted = sizes[place]
+        times = wanted // sum(rows.layout)
+        # Each row becomes so many here as there; of other multiples steps are rounded, and not alike.
+        same = isinstance(wanted, Count) and wanted.layout == tuple([count * times for count in rows.layout])
+        if mode == "nearest" and same and times in (1, 2, 4, 8, 16):
+            return tagged(func(x, local_sizes(sizes)), Rows(rows.dim, wanted.layout))
         layout = wanted.layout if isinstance(wanted, Count) else plans.scaled(rows.layout, wanted)
         step = sum(rows.layout) / sum(layout)
         others = list(sizes)
     else:
         raise unknown(func, rows, "neither size= nor scale_factor= is given")
+    if torch.compiler.is_compiling():
+        raise unknown(func, rows, f"mode={mode!r} to {sum(layout)} rows is not built for compiled functions")
     found = _resample(ranks, x, rows, layout, step, mode, bool(align))
     kept = found.shape[rows.dim]
     if scales is None:
@@ -109,9 +116,7 @@ def interpolate(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dic
 
 def interpolated_whole(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """``F.interpolate`` of a tensor that every rank holds whole, to the size of a sharded one: to that of all rows, whole."""
-    x, size, *rest = _interpolate_arguments(*args, **kwargs)
-    sizes = [one.total if isinstance(one, Count) else one for one in _each(size, x.ndim - 2)]
-    found: Tensor = func(x, sizes, *rest)
+    found: Tensor = func(*args, **kwargs)
     return found
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,77 +52,48 @@ def untagged(x: Tensor) -> Tensor:
 
 
 class Count(int):
-    """A number of local rows, which knows those of all ranks: what ``x.shape`` holds where ``x`` is sharded.
+    """A number of rows, which knows how many of them each rank holds: what ``x.shape`` holds where ``x`` is sharded.
 
-    As a size it is this rank's. Where a model decides by it (compares, divides, takes a remainder), it is that of all rows, so that
-    every rank decides as one device would.
+    It is that of all rows, whatever is computed of it or decided by it: as on one device, and on every rank alike. As a size of a
+    sharded tensor, in a view, say, it is this rank's (:func:`local_sizes`); so is a multiple, and a part without a rest on any rank.
 
-    >>> rows = Count(3, (3, 4))
-    >>> (rows * 2).layout, rows > 5, rows == 7, rows % 2, rows // 2, int(rows)
-    ((6, 8), True, True, 1, 3, 3)
+    >>> rows = Count((3, 4), rank=0)
+    >>> rows, (rows * 2).layout, (rows * 2).local, rows // 2, rows % 2, rows * 0.5
+    (7, (6, 8), 6, 3, 1, 3.5)
     """
 
     layout: Layout
+    rank: int
 
-    def __new__(cls, value: int, layout: Layout) -> Count:
-        made = super().__new__(cls, value)
-        made.layout = layout
+    def __new__(cls, layout: Layout, rank: int) -> Count:
+        made = super().__new__(cls, sum(layout))
+        made.layout, made.rank = layout, rank
         return made
 
     @property
-    def total(self) -> int:
-        return sum(self.layout)
-
-    def _with(self, other: Any, change: Callable[[int, int], int]) -> Any:
-        # Of two counts nobody knows what they mean together.
-        if type(other) is not int:
-            return change(int(self), int(other)) if isinstance(other, int) else NotImplemented
-        return Count(change(int(self), other), tuple([change(count, other) for count in self.layout]))
+    def local(self) -> int:
+        return self.layout[self.rank]
 
     def __mul__(self, other: Any) -> Any:
-        return self._with(other, operator.mul)
-
-    def __add__(self, other: Any) -> Any:
-        return self._with(other, operator.add)
-
-    def __sub__(self, other: Any) -> Any:
-        return self._with(other, operator.sub)
-
-    def __floordiv__(self, other: Any) -> Any:
-        # What parts rows is no number of rows that ranks hold.
-        whole = type(other) is int and all(count % other == 0 for count in self.layout)
-        return self._with(other, operator.floordiv) if whole else self.total // _total(other)
+        if type(other) is not int:
+            return int(self) * other
+        return Count(tuple([count * other for count in self.layout]), self.rank)
 
     __rmul__ = __mul__
-    __radd__ = __add__
 
-    def __truediv__(self, other: Any) -> Any:
-        return self.total / _total(other)
-
-    def __mod__(self, other: Any) -> Any:
-        return self.total % _total(other)
-
-    def __eq__(self, other: object) -> bool:
-        return bool(self.total == _total(other))
-
-    def __hash__(self) -> int:
-        return hash(self.total)
-
-    def __lt__(self, other: Any) -> Any:
-        return self.total < _total(other)
-
-    def __le__(self, other: Any) -> Any:
-        return self.total <= _total(other)
-
-    def __gt__(self, other: Any) -> Any:
-        return self.total > _total(other)
-
-    def __ge__(self, other: Any) -> Any:
-        return self.total >= _total(other)
+    def __floordiv__(self, other: Any) -> Any:
+        if type(other) is not int or any(count % other for count in self.layout):
+            return int(self) // other
+        return Count(tuple([count // other for count in self.layout]), self.rank)
 
 
-def _total(value: Any) -> Any:
-    return value.total if isinstance(value, Count) else value
+def local_sizes(value: Any) -> Any:
+    """``value`` (a size, sizes, arguments) in which each :class:`Count` is this rank's number of rows."""
+    if isinstance(value, Count):
+        return value.local
+    if isinstance(value, (tuple, list)):
+        return type(value)([local_sizes(one) for one in value])
+    return value
 
 
 def counted(shape: Sequence[Any]) -> tuple[int, Layout] | None:

@@ -13,7 +13,7 @@ from para_core.mesh import MeshDim
 from para_core.spatial.errors import name_of, unknown
 from para_core.spatial.local import aligned
 from para_core.spatial.rows import Layout, held
-from para_core.spatial.tag import Count, Rows, rows_of, tagged
+from para_core.spatial.tag import Rows, local_sizes, rows_of, tagged
 
 Function = Callable[..., Any]
 
@@ -31,7 +31,7 @@ def reordered(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[
 def reshaped(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """``view``, ``reshape``, ``flatten``, ``unflatten``: products of sizes before and after say where rows are."""
     x, rows = _first(func, args, kwargs)
-    out = func(*args, **kwargs)
+    out = func(*local_sizes(tuple(args)), **{name: local_sizes(value) for name, value in kwargs.items()})
     if out.shape == x.shape:
         return tagged(out, rows)
     found = match(tuple(x.shape), rows, tuple(out.shape), ranks.index)
@@ -88,7 +88,7 @@ def apart(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str,
 
 
 def taken(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """``x[...]``. Of rows, so many may be left out at the start, or counted from the end: the first and the last rank's."""
+    """``x[...]``. Of rows, some may be left out at the start and at the end, as long as every rank keeps one."""
     x, index = args
     rows = rows_of(x)
     if rows is None:
@@ -156,13 +156,10 @@ def _kept(part: slice, rows: Rows) -> tuple[Layout, list[slice]] | None:
     total = sum(rows.layout)
     if part.step not in (None, 1):
         return None
-    if isinstance(part.stop, Count) and part.stop.layout == tuple([rows.outer * count for count in rows.layout]):
-        part = slice(part.start, None)  # x[:x.shape[0]]
-    start, stop, _ = part.indices(total)
-    if (start, stop) == (0, total):
+    start, stop, _ = part.indices(rows.outer * total)
+    if (start, stop) == (0, rows.outer * total):
         return rows.layout, [slice(None)] * len(rows.layout)
-    # A positive end may have been made of this rank's own number of rows.
-    if rows.outer > 1 or (part.stop is not None and part.stop > 0):
+    if rows.outer > 1:
         return None
     spans = [(max(low, start) - low, min(high, stop) - low) for low, high in held(rows.layout)]
     layout = tuple([last - first for first, last in spans])
@@ -188,6 +185,8 @@ def joined(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str
 def repeated(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """``expand``, ``repeat`` and ``tile``, of other dims than that of rows."""
     x, rows = _first(func, args, kwargs)
+    if name_of(func) in ("expand", "broadcast_to"):
+        args = local_sizes(tuple(args))
     out = func(*args, **kwargs)
     return _checked(func, out, rows.at(rows.dim + out.ndim - x.ndim), ranks)
 

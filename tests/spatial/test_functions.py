@@ -1,5 +1,7 @@
 """Every function that is known to run on a part of the rows, on ranks and on one device; and what is refused."""
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -89,6 +91,14 @@ def write_a_frame(x):
     return y
 
 
+def numbers_of(size):
+    """What Python can make of a size."""
+    return [
+        *(2.0 * size, size * 0.5, 3 - size, size - 3, -size % 5, divmod(size, 4)[1], size & 1, size**-0.5, size / 3),
+        *(math.sqrt(size), float(size), int(size), round(size / 3), len(range(size)), len(str(size)), max(size, 9)),
+    ]
+
+
 CASES = {
     "conv2d": lambda i: F.conv2d(i["image"], i["weight"], i["bias"], padding=1),
     "conv2d 'same'": lambda i: F.conv2d(i["image"], i["wide"], padding="same"),
@@ -155,6 +165,9 @@ CASES = {
         F.scaled_dot_product_attention(*[tokens(i["image"])] * 3).transpose(1, 2).reshape(i["image"].shape)
     ),
     "causal attention": lambda i: F.scaled_dot_product_attention(*[tokens(i["image"])] * 3, is_causal=True),
+    "attention with a mask": lambda i: F.scaled_dot_product_attention(
+        *[tokens(i["image"])] * 3, attn_mask=torch.eye(tokens(i["image"]).shape[1])
+    ),
     "attention by products": lambda i: attend_by_products(i["image"]),
     "linear attention": lambda i: attend_linearly(i["image"]),
     "attention over frames": lambda i: attend_over_frames(i["clip"]),
@@ -192,6 +205,19 @@ CASES = {
     "padded to a multiple": lambda i: F.pad(
         i["image"], (0, (4 - i["image"].shape[-1] % 4) % 4, 0, (4 - i["image"].shape[-2] % 4) % 4)
     ),
+    "numbers of sizes": lambda i: (
+        i["image"] * sum(numbers_of(i["image"].shape[-2])) / numbers_of(i["image"].shape[-1])[0] / i["image"].numel()
+    ),
+    "whole ones of sizes": lambda i: (
+        i["image"] + torch.arange(i["image"].shape[-2])[:, None] + torch.linspace(0, 1, i["image"].shape[-1])
+    ),
+    "padded by a remainder": lambda i: F.pad(i["image"], (0, -i["image"].shape[-1] % 4, 0, 16 - i["image"].shape[-2])),
+    "resized by half again": lambda i: F.interpolate(
+        i["image"], size=[int(1.5 * size) for size in i["image"].shape[-2:]], mode="bilinear"
+    ),
+    "all but the last row": lambda i: i["image"][..., : i["image"].shape[-2] - 1, : i["image"].shape[-1] - 1],
+    "sum of a mask": lambda i: (i["image"] > 0).sum((2, 3)),
+    "mean in float64": lambda i: i["image"].mean((2, 3), dtype=torch.float64),
     "spread": lambda i: i["bias"][:, None, None].broadcast_to(8, *i["image"].shape[-2:]).mul(2) + i["image"],
     "made zeros": lambda i: torch.zeros(2, 1, *i["image"].shape[-2:]) + i["image"],
     "zeros": lambda i: torch.cat([i["clip"].new_zeros(1, 8, 1, *i["clip"].shape[-2:]), torch.zeros_like(i["clip"])], 2),
@@ -211,13 +237,18 @@ REFUSED = {
     "chunk": lambda i, dim: i["image"].chunk(2, dim),
     "cat": lambda i, dim: torch.cat([i["image"], i["other"]], dim),
     "getitem": lambda i, dim: i["image"].transpose(dim, -1)[..., 3],
-    "add": lambda i, dim: i["image"] + torch.ones([int(size) for size in i["image"].shape]),
+    "add": lambda i, dim: i["image"] + torch.ones(2, 8, *[size - 3 for size in i["image"].shape[-2:]]),
+    "add into a whole one": lambda i, dim: i["whole"].expand(2, 8, -1, -1).clone().add_(i["image"]),
+    "copy into a whole one": lambda i, dim: i["whole"].expand(2, 8, -1, -1).clone().copy_(i["image"]),
+    "where": lambda i, dim: torch.where(i["image"] > 0),
+    "var": lambda i, dim: i["image"].var(False),
+    "mul under vmap": lambda i, dim: torch.vmap(lambda x: x * 2)(i["image"]),
     "dropout": lambda i, dim: F.dropout(i["image"], training=True),
     "adaptive_avg_pool2d": lambda i, dim: F.adaptive_avg_pool2d(i["image"], 3),
     "grid_sample": lambda i, dim: F.grid_sample(i["image"], torch.zeros(2, 3, 3, 2), align_corners=False),
     "interpolate": lambda i, dim: F.interpolate(i["image"], scale_factor=0.5, mode="bilinear", antialias=True),
     "scaled_dot_product_attention": lambda i, dim: F.scaled_dot_product_attention(
-        *[tokens(i["image"])] * 3, attn_mask=torch.eye(tokens(i["image"]).shape[1])
+        *[tokens(i["image"])] * 3, attn_mask=torch.eye(3)
     ),
     "einsum": lambda i, dim: torch.einsum("bchw->bc", i["image"]),
     "randn_like": lambda i, dim: torch.randn_like(i["image"]),
@@ -234,7 +265,7 @@ def compute(dim):
         for name, case in CASES.items():
             found[name] = rows.gather(case(sharded))
         for name, case in REFUSED.items():
-            with pytest.raises(MixesRows, match=f"^{name} on a tensor of which dim"):
+            with pytest.raises(MixesRows, match=f"^{name.split()[0]} on a tensor of which dim"):
                 case(sharded, dim)
     return found
 
