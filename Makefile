@@ -53,8 +53,7 @@ lint: $(STAMP)
 types: $(STAMP)
 	@echo "==> types"
 	@mkdir -p build/types/para_core
-	@ln -sfn ../../../adapters build/types/para_core/adapters
-	@ln -sfn ../../../kernels build/types/para_core/kernels
+	@for folder in adapters kernels fleet cli; do ln -sfn ../../../$$folder build/types/para_core/$$folder; done
 	$(BIN)/mypy
 
 bench: $(STAMP)

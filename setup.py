@@ -1,4 +1,4 @@
-"""Packaging. The folders adapters/ and kernels/ stand at the top level, but install as parts of ``para_core``.
+"""Packaging. The folders adapters/, kernels/, fleet/ and cli/ stand at the top level, but install as parts of ``para_core``.
 
 PyPI has packages named ``kernels`` (which diffusers imports) and ``adapters``; installing ours under those names would
 break other people's programs. ``para_core/__init__.py`` and ``kernels/`` (no ``__init__.py``) do the rest of the work;
@@ -13,7 +13,7 @@ from setuptools import find_packages, setup
 # A package without __init__.py (kernels/) is not found, so it is named; what lives outside para_core/ gets its prefix here.
 PACKAGES = [
     *find_packages(include=["para_core", "para_core.*"]),
-    *[f"para_core.{name}" for name in find_packages(include=["adapters", "adapters.*"])],
+    *[f"para_core.{name}" for name in find_packages(include=["adapters", "adapters.*", "fleet", "fleet.*", "cli"])],
     "para_core.kernels",
 ]
 
@@ -31,11 +31,16 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=PACKAGES,
-    package_dir={"para_core": "para_core", "para_core.adapters": "adapters", "para_core.kernels": "kernels"},
+    package_dir={
+        "para_core": "para_core",
+        **{f"para_core.{name}": name for name in ("adapters", "kernels", "fleet", "cli")},
+    },
     package_data={"para_core": ["py.typed"]},
+    entry_points={"console_scripts": ["para_core = para_core.__main__:main"]},
     install_requires=["torch>=2.11"],
     extras_require={
         "diffusers": ["diffusers>=0.42", "transformers", "accelerate", "sentencepiece", "protobuf"],
+        "cli": ["typer>=0.15", "rich"],
         "calibrate": ["matplotlib", "scikit-image", "tqdm"],
         "triton": ["triton>=3.5"],
         "test": [
@@ -49,12 +54,14 @@ setup(
             "psutil",
             "pytest>=8",
             "pytest-xdist",
+            "rich",
             "ruff",
             "scikit-image",
             "setuptools>=77",
             "torchao>=0.18",
             "tqdm",
             "triton>=3.5",
+            "typer>=0.15",
             "wheel",
         ],
     },

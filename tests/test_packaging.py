@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = {"para_core": "para_core", "adapters": "para_core/adapters", "kernels": "para_core/kernels"}
+FOLDERS = {"para_core": "para_core", **{name: f"para_core/{name}" for name in ("adapters", "kernels", "fleet", "cli")}}
 INSTALL = ("install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation")
 
 # Runs where the test says, and in a process spawned from there.

@@ -1,0 +1,64 @@
+"""Two bars: of the prompts, and of the steps of the one that is being generated."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+
+class NoBars:
+    """Nothing is shown."""
+
+    def __enter__(self) -> NoBars:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def begin(self, number: int, steps: int | None) -> None:
+        pass
+
+    def step(self, done: int) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+class Bars:
+    """On stderr, where it is a terminal; elsewhere nothing is shown."""
+
+    def __init__(self, prompts: int) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description:<12}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            transient=True,
+        )
+        self._prompts = self._progress.add_task("prompts", total=prompts)
+        self._steps = self._progress.add_task("steps", total=None)
+
+    def __enter__(self) -> Bars:
+        if self._progress.console.is_terminal:
+            self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def begin(self, number: int, steps: int | None) -> None:
+        """The prompt of this number begins; None: how many steps it has is not known."""
+        self._progress.reset(self._steps, total=steps, description=f"steps of {number}")
+
+    def step(self, done: int) -> None:
+        self._progress.update(self._steps, completed=done)
+
+    def end(self) -> None:
+        self._progress.advance(self._prompts)

@@ -1,0 +1,232 @@
+"""``para_core generate``: one prompt, or a file of them, on one group of ranks or on replicas of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch.distributed.elastic.multiprocessing.api import SignalException
+
+from para_core.cli.ranks import Job, Report, in_torchrun, quiet, run_job
+from para_core.fleet.models import Model, find_model, require_field
+from para_core.fleet.outputs import choose_format, is_finished, require_room
+from para_core.fleet.prompts import Line, Problem, read_prompts
+from para_core.fleet.recipe import Compile, Dtype, Recipe, Weights, read_mesh_sizes
+from para_core.fleet.request import make_request
+from para_core.fleet.work import digest
+
+_INTERRUPTED = 130
+WHAT, HOW, RANKS = "What", "How", "On what"
+
+
+@dataclass(frozen=True)
+class Order:
+    """Everything that is to be generated, read and checked."""
+
+    model: Model
+    recipe: Recipe
+    lines: tuple[Line, ...]
+    finished: tuple[Line, ...]
+    problems: tuple[Problem, ...]
+    folder: Path
+    format_: str
+    bytes_: int
+    ranks: int
+    replicas: int
+
+
+def generate(
+    model: Annotated[
+        str | None, typer.Option(help="Folder or Hub name; left out: a tiny FLUX.", rich_help_panel=WHAT)
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="What to generate.", rich_help_panel=WHAT)] = None,
+    prompts: Annotated[Path | None, typer.Option(help="JSON lines, a request each.", rich_help_panel=WHAT)] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the results.", rich_help_panel=WHAT)] = Path("out"),
+    size: Annotated[str | None, typer.Option(help="Width x height: 1024x768.", rich_help_panel=WHAT)] = None,
+    steps: Annotated[int | None, typer.Option(help="Denoising steps.", rich_help_panel=WHAT)] = None,
+    frames: Annotated[int | None, typer.Option(help="Of a video.", rich_help_panel=WHAT)] = None,
+    image: Annotated[str | None, typer.Option(help="File of an image to start from.", rich_help_panel=WHAT)] = None,
+    seed: Annotated[int, typer.Option(help="Of the first line; each next has the next.", rich_help_panel=WHAT)] = 0,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="FIELD=JSON: any other field of the call.", rich_help_panel=WHAT)
+    ] = None,
+    format_: Annotated[
+        str | None, typer.Option("--format", help="png, jpg, webp; videos: mp4, gif, webp.", rich_help_panel=WHAT)
+    ] = None,
+    fps: Annotated[int, typer.Option(help="Frames per second of a video.", rich_help_panel=WHAT)] = 16,
+    cache: Annotated[
+        str | None, typer.Option(help="First Block Cache: a threshold, or default.", rich_help_panel=HOW)
+    ] = None,
+    compile_: Annotated[str, typer.Option("--compile", help="no, blocks or whole.", rich_help_panel=HOW)] = "no",
+    weights: Annotated[str, typer.Option(help="replicate, fsdp or tensor.", rich_help_panel=HOW)] = "replicate",
+    vae: Annotated[bool, typer.Option("--vae", help="The VAE on all ranks, too.", rich_help_panel=HOW)] = False,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.", rich_help_panel=HOW)] = "auto",
+    lora: Annotated[list[str] | None, typer.Option(help="File or Hub name[:scale].", rich_help_panel=HOW)] = None,
+    ranks: Annotated[int | None, typer.Option(help="Left out: one per GPU.", rich_help_panel=RANKS)] = None,
+    mesh: Annotated[
+        str, typer.Option(help="batch=2,ring=2: largest sizes; left out: chosen.", rich_help_panel=RANKS)
+    ] = "",
+    replicas: Annotated[int, typer.Option(help="Groups of that many ranks, on Ray.", rich_help_panel=RANKS)] = 1,
+    timeout: Annotated[float, typer.Option(help="Seconds ranks wait for one another.", rich_help_panel=RANKS)] = 600,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the plan; generate nothing.", rich_help_panel=RANKS)
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Tracebacks, and all messages.", rich_help_panel=RANKS)
+    ] = False,
+) -> None:
+    """Generate images or videos; what is finished in the folder is not made again."""
+    quiet(debug)
+    given = {"prompt": prompt, "size": size, "steps": steps, "frames": frames, "image": image}
+    common = {**{name: value for name, value in given.items() if value is not None}, **_fields(set_ or [])}
+    found = find_model(model)
+    recipe = Recipe(
+        found.name,
+        dtype=cast(Dtype, dtype),
+        mesh=read_mesh_sizes(mesh),
+        cache=_threshold(cache),
+        compile=cast(Compile, compile_),
+        weights=cast(Weights, weights),
+        vae=vae,
+        lora=tuple(lora or ()),
+        timeout=timeout,
+    )
+    order = _order(found, recipe, common, prompts, out, format_, seed, _ranks(ranks, replicas), replicas)
+    if dry_run:
+        _show_plan(order)
+        raise typer.Exit(1 if order.problems else 0)
+    raise typer.Exit(_carry_out(order, fps, debug))
+
+
+def _order(
+    model: Model,
+    recipe: Recipe,
+    common: dict[str, Any],
+    prompts: Path | None,
+    folder: Path,
+    format_: str | None,
+    seed: int,
+    ranks: int,
+    replicas: int,
+) -> Order:
+    chosen = choose_format(model, format_)
+    problems: Sequence[Problem] = ()
+    if prompts is None:
+        if "prompt" in model.fields and "prompt" not in common:
+            raise typer.BadParameter("what to generate? Give --prompt TEXT or --prompts FILE.")
+        request = make_request(common, model, seed=seed, read_image=lambda path: Path(path).read_bytes())
+        lines: Sequence[Line] = (Line(1, request),)
+    else:
+        for name in common:
+            if name not in ("size", "steps", "frames"):
+                require_field(model, name)
+        lines, problems = read_prompts(prompts, model, common, seed=seed)
+    finished = [line for line in lines if is_finished(folder, line.name, digest(line.request, recipe))]
+    left = tuple(line for line in lines if line not in finished)
+    room = require_room(folder, [line.request for line in left], model, chosen)
+    return Order(model, recipe, left, tuple(finished), tuple(problems), folder, chosen, room, ranks, replicas)
+
+
+def _carry_out(order: Order, fps: int, debug: bool) -> int:
+    first = os.environ.get("RANK", "0") == "0"
+    console = Console(stderr=True, soft_wrap=True, highlight=False, quiet=not first)
+    for problem in order.problems:
+        console.print(f"line {problem.number}: {problem.reason}", markup=False)
+    if order.finished:
+        console.print(f"{len(order.finished)} of {len(order.finished) + len(order.lines)} are finished already.")
+    report = Report((), ())
+    if order.lines:
+        with tempfile.TemporaryDirectory() as folder:
+            job = Job(
+                order.recipe, order.lines, order.folder, order.format_, fps, Path(folder) / "journal", debug=debug
+            )
+            try:
+                report = run_job(job, order.ranks)
+            except (KeyboardInterrupt, SignalException):
+                console.print("interrupted: the same command goes on where this one stopped.")
+                return _INTERRUPTED
+    for problem in report.problems:
+        console.print(f"line {problem.number}: {problem.reason}", markup=False)
+    failed = len(order.problems) + len(report.problems)
+    console.print(
+        f"{len(report.done)} generated in {order.folder}/" + (f", {failed} failed" if failed else ""), markup=False
+    )
+    return 1 if failed else 0
+
+
+def _ranks(asked: int | None, replicas: int) -> int:
+    """How many ranks a group has."""
+    if replicas < 1 or (asked is not None and asked < 1):
+        raise typer.BadParameter(f"--ranks {asked} and --replicas {replicas}: expected at least 1 of each.")
+    if in_torchrun():
+        world = int(os.environ["WORLD_SIZE"])
+        if asked not in (None, world) or replicas > 1:
+            raise typer.BadParameter(f"torchrun started {world} ranks: leave --ranks and --replicas out.")
+        return world
+    gpus = torch.cuda.device_count()
+    ranks = asked or max(1, gpus // replicas)
+    if gpus and replicas == 1 and ranks > gpus:
+        raise typer.BadParameter(
+            f"--ranks {ranks}, and this machine has {gpus} GPUs: expected at most one rank per GPU."
+        )
+    return ranks
+
+
+def _threshold(text: str | None) -> Any:
+    if text is None or text == "default":
+        return text
+    try:
+        return float(text)
+    except ValueError:
+        raise typer.BadParameter(f"--cache {text}: expected a threshold, as in 0.08, or default.") from None
+
+
+def _fields(texts: Sequence[str]) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise typer.BadParameter(f"--set {text}: expected FIELD=VALUE, as in guidance_scale=4.5.")
+        try:
+            fields[name] = json.loads(value)
+        except ValueError:
+            fields[name] = value  # a text without quotes
+    return fields
+
+
+def _show_plan(order: Order) -> None:
+    """What would be done, as a table on stdout."""
+    recipe = order.recipe
+    rows = {
+        "model": f"{recipe.model} ({order.model.pipeline}, {order.model.kind}s)",
+        "ranks": f"{order.replicas} × {order.ranks}" if order.replicas > 1 else str(order.ranks),
+        "mesh": ", ".join(f"{name} ≤ {size}" for name, size in recipe.mesh) or _chosen_mesh(order),
+        "cache": "none" if recipe.cache is None else f"First Block Cache, threshold {recipe.cache}",
+        "compile": recipe.compile,
+        "weights": recipe.weights,
+        "VAE": "on all ranks" if recipe.vae else "on each rank",
+        "dtype": recipe.dtype,
+        "LoRA": ", ".join(recipe.lora) or "none",
+        "to generate": f"{len(order.lines)}, {len(order.finished)} finished, {len(order.problems)} bad",
+        "results": f"{order.folder}/*.{order.format_}, at most {order.bytes_ / 1e6:.1f} MB",
+    }
+    table = Table(show_header=False, title="plan")
+    for name, text in rows.items():
+        table.add_row(name, text)
+    console = Console(highlight=False)
+    console.print(table)
+    for problem in order.problems:
+        console.print(f"line {problem.number}: {problem.reason}", markup=False)
+
+
+def _chosen_mesh(order: Order) -> str:
+    return "1 rank" if order.ranks == 1 else "chosen when loaded: branches of guidance, then heads, then the ring"

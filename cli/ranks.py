@@ -1,0 +1,269 @@
+"""Running lines on the ranks of one group: this process, those of an existing torchrun, or some that torchrun's API starts."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from para_core.cli.bars import Bars, NoBars
+from para_core.fleet.outputs import write_result
+from para_core.fleet.prompts import Line, Problem
+from para_core.fleet.recipe import Recipe, build
+from para_core.fleet.work import Watch, generate
+
+# For which a rank that raised waits to hear that all others did, too, before it takes them all down.
+_ALIKE = timedelta(seconds=20)
+
+
+@dataclass(frozen=True)
+class Job:
+    """Lines that one group of ranks generates.
+
+    Args:
+        folder: of the results.
+        journal: where the first rank appends what happens, a JSON object per line.
+        bars: shown by the first rank.
+        debug: tracebacks, and what libraries say.
+    """
+
+    recipe: Recipe
+    lines: tuple[Line, ...]
+    folder: Path
+    format_: str
+    fps: int
+    journal: Path
+    bars: bool = True
+    debug: bool = False
+
+
+@dataclass(frozen=True)
+class Report:
+    """What became of a job's lines."""
+
+    done: tuple[int, ...]
+    problems: tuple[Problem, ...]
+
+
+def in_torchrun() -> bool:
+    """Whether this process is a rank that torchrun started."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def run_job(job: Job, ranks: int) -> Report:
+    """Generate all lines on ``ranks`` new ranks, or on this process. A line that ends the ranks is a problem; the rest goes on.
+
+    Raises:
+        RuntimeError: the ranks ended before their first line.
+    """
+    done: list[int] = []
+    problems: list[Problem] = []
+    left = job.lines
+    while left:
+        reason = _run_once(replace(job, lines=left), ranks)
+        events = _read_journal(job.journal)
+        done += [event["line"] for event in events if event["event"] == "done"]
+        problems += [Problem(event["line"], event["reason"]) for event in events if event["event"] == "failed"]
+        begun = {event["line"] for event in events if event["event"] == "begin"}
+        if reason is None:
+            break
+        in_flight = begun - {*done, *(problem.number for problem in problems)}
+        said = [event["reason"] for event in events if event["event"] == "error"]
+        reason = said[0] if said else reason
+        if not in_flight:
+            raise RuntimeError(reason)
+        problems += [Problem(number, reason) for number in in_flight]
+        left = tuple(line for line in left if line.number not in begun)
+    return Report(tuple(done), tuple(sorted(problems, key=lambda problem: problem.number)))
+
+
+def _run_once(job: Job, ranks: int) -> str | None:
+    """Why the ranks ended early; None if they did not."""
+    job.journal.write_bytes(b"")
+    if ranks == 1 or in_torchrun():
+        run_rank(job)
+        return None
+    if not job.debug:
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    with tempfile.TemporaryDirectory() as logs, _one_thread_each():
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=ranks,
+            rdzv_backend="c10d",
+            rdzv_endpoint="127.0.0.1:0",
+            max_restarts=0,
+            start_method="spawn",
+            logs_specs=_logs(logs),
+        )
+        try:
+            elastic_launch(config, run_rank)(job)
+        except ChildFailedError as error:
+            return _how_it_ended(error)
+    return None
+
+
+def _logs(folder: str) -> Any:
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
+
+    return DefaultLogsSpecs(log_dir=folder)
+
+
+@contextmanager
+def _one_thread_each() -> Iterator[None]:
+    """As torchrun does: ranks of one machine share its cores."""
+    if "OMP_NUM_THREADS" in os.environ:
+        yield
+        return
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["OMP_NUM_THREADS"]
+
+
+def _how_it_ended(error: ChildFailedError) -> str:
+    # Others of the group are ended by the launcher with SIGTERM.
+    rank, failure = next(
+        ((rank, found) for rank, found in error.failures.items() if found.exitcode != -signal.SIGTERM),
+        next(iter(error.failures.items())),
+    )
+    if failure.exitcode >= 0:
+        return f"rank {rank} ended with exit code {failure.exitcode}; --debug shows why."
+    name = signal.Signals(-failure.exitcode).name
+    hint = ": most likely the machine ran out of memory" if name == "SIGKILL" else ""
+    return f"rank {rank} was ended by {name}{hint}."
+
+
+def run_rank(job: Job) -> None:
+    """What each rank runs."""
+    quiet(job.debug)
+    try:
+        with _process_group(job.recipe):
+            _run_lines(job)
+    except Exception as error:
+        _note(job, event="error", reason=sentence(error))
+        if job.debug:
+            traceback.print_exc()
+        if not dist.is_available() or "RANK" not in os.environ:
+            raise
+        # No traceback, and no way past ranks that wait in a collective: the launcher ends them.
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def quiet(debug: bool) -> None:
+    """Without ``debug``, hints of libraries stay unsaid, and nothing is shown but the command's own bars."""
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    diffusers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
+    if not debug:
+        logging.disable(logging.WARNING)
+        warnings.simplefilter("ignore")
+
+
+def sentence(error: BaseException) -> str:
+    """An exception as a user reads it: its text, or its name where it has none or is not one that was raised for users."""
+    text = " ".join(str(error).split())
+    plain = isinstance(error, (ValueError, TypeError, OSError, RuntimeError, ImportError)) and not isinstance(
+        error, KeyError
+    )
+    return text if plain and text else f"{type(error).__name__}: {text}"
+
+
+@contextmanager
+def _process_group(recipe: Recipe) -> Iterator[None]:
+    if not in_torchrun():
+        yield
+        return
+    dist.init_process_group(timeout=timedelta(seconds=recipe.timeout))
+    if torch.cuda.is_available():
+        torch.cuda.set_device(dist.get_node_local_rank())
+    yield
+    dist.destroy_process_group()
+
+
+def _run_lines(job: Job) -> None:
+    lines = _lines_of_first_rank(job.lines)
+    pipe = build(job.recipe)
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    bars = Bars(len(lines)) if first and job.bars else NoBars()
+    with bars:
+        for line in lines:
+            _run_line(job, pipe, line, bars, first)
+
+
+def _lines_of_first_rank(lines: Sequence[Line]) -> Sequence[Line]:
+    """Ranks that torchrun started have each looked which are finished."""
+    if not dist.is_initialized():
+        return lines
+    shared: list[Any] = [lines]
+    dist.broadcast_object_list(shared)
+    found: Sequence[Line] = shared[0]
+    return found
+
+
+def _run_line(job: Job, pipe: Any, line: Line, bars: Bars | NoBars, first: bool) -> None:
+    if first:
+        _note(job, event="begin", line=line.number)
+        bars.begin(line.number, line.request.fields.get("num_inference_steps"))
+    watch = Watch(progress=bars.step if first else None)
+    try:
+        with torch.profiler.record_function("para_core: one request") if job.debug else nullcontext():
+            result = generate(pipe, line.request, job.recipe, format_=job.format_, fps=job.fps, watch=watch)
+    except Exception as error:
+        if job.debug:
+            traceback.print_exc()
+        if not _failed_alike(line.number):
+            raise
+        if first:
+            _note(job, event="failed", line=line.number, reason=sentence(error))
+        torch.cuda.empty_cache()
+    else:
+        if result is not None:
+            write_result(job.folder, line.name, result.outputs, {"line": line.number, **result.metadata})
+            _note(job, event="done", line=line.number)
+    if first:
+        bars.end()
+
+
+def _failed_alike(number: int) -> bool:
+    """Whether all ranks raised on this line, so that none waits for another. Asked of the store: the groups may be in use."""
+    if not dist.is_initialized():
+        return True
+    store = dist.distributed_c10d._get_default_store()
+    keys = [f"para_core/line/{number}/{rank}" for rank in range(dist.get_world_size())]
+    store.set(keys[dist.get_rank()], "")
+    try:
+        store.wait(keys, _ALIKE)
+    except (RuntimeError, ValueError):
+        return False
+    return True
+
+
+def _note(job: Job, **event: Any) -> None:
+    # One write of a few bytes in append mode: ranks do not write into each other's lines.
+    with job.journal.open("ab", buffering=0) as file:
+        file.write((json.dumps(event) + "\n").encode())
+
+
+def _read_journal(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(text) for text in path.read_text().splitlines() if text]

@@ -1,0 +1,158 @@
+"""Results as files: formats, what has to be there before the first step, and writing all or nothing."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from para_core.fleet.models import Kind, Model
+from para_core.fleet.request import Request
+
+FORMATS: Mapping[Kind, tuple[str, ...]] = {"image": ("png", "jpg", "webp"), "video": ("mp4", "gif", "webp")}
+# Of a result whose size the pipeline chooses.
+_USUAL_PIXELS = {"image": 1024 * 1024, "video": 1280 * 720 * 129}
+# A PNG of noise is as large as its pixels and a little more; videos compress, GIFs least.
+_BYTES_PER_PIXEL = {"png": 3.1, "jpg": 3.0, "webp": 3.0, "mp4": 1.0, "gif": 1.5}
+_SPARE_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Output:
+    """One file to be, and what it is.
+
+    Args:
+        suffix: behind the name of the request's result: ``".png"``, or ``"-1.png"`` for the second of several images.
+    """
+
+    suffix: str
+    data: bytes
+
+
+def choose_format(model: Model, asked: str | None) -> str:
+    """``asked``, or the usual one for what ``model`` generates.
+
+    Raises:
+        ValueError: the model's results cannot be written so, or what writes them is not installed.
+    """
+    allowed = FORMATS[model.kind]
+    chosen = asked or allowed[0]
+    if chosen not in allowed:
+        raise ValueError(
+            f"format is {chosen!r}; {model.pipeline} generates {model.kind}s: expected {' or '.join(allowed)}."
+        )
+    if chosen == "mp4" and not _writes_mp4():
+        raise ValueError(
+            "mp4 needs a video writer, and none is installed: pip install imageio imageio-ffmpeg. --format gif needs none."
+        )
+    return chosen
+
+
+def _writes_mp4() -> bool:
+    try:
+        import imageio_ffmpeg
+
+        imageio_ffmpeg.get_ffmpeg_exe()
+    except (ImportError, RuntimeError):
+        return False
+    return True
+
+
+def require_room(folder: Path, requests: Iterable[Request], model: Model, format_: str) -> int:
+    """Bytes that the results may take, at most; the folder is made.
+
+    Raises:
+        OSError: the folder cannot be made or written to, or its disk has not that much room.
+    """
+    sizes = [request.pixels() or _USUAL_PIXELS[model.kind] for request in requests]
+    needed = int(sum(sizes) * _BYTES_PER_PIXEL[format_])
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise OSError(
+            f"results cannot be written to {folder}: {error.strerror}. Name another folder with --out."
+        ) from error
+    free = shutil.disk_usage(folder).free
+    if needed + _SPARE_BYTES > free:
+        raise OSError(
+            f"{folder} has {free / 1e9:.2f} GB free, and {len(sizes)} results may take {needed / 1e9:.2f} GB (with "
+            f"{_SPARE_BYTES / 1e9:.2f} GB to spare). Name a folder on another disk with --out, or generate fewer at once."
+        )
+    return needed
+
+
+def encode(result: Any, format_: str, *, fps: int) -> list[Output]:
+    """The files of what a pipeline returned, with ``output_type="pil"``: the same bytes for the same pixels."""
+    videos = getattr(result, "frames", None)
+    if videos is not None:
+        files = [_encode_video(frames, format_, fps) for frames in videos]
+    else:
+        files = [_encode_image(image, format_) for image in result.images]
+    several = len(files) > 1
+    return [Output(f"-{i}.{format_}" if several else f".{format_}", data) for i, data in enumerate(files)]
+
+
+def _encode_image(image: Any, format_: str) -> bytes:
+    buffer = io.BytesIO()
+    options: dict[str, dict[str, Any]] = {"png": {}, "jpg": {"quality": 95}, "webp": {"lossless": True}}
+    image.save(buffer, "JPEG" if format_ == "jpg" else format_.upper(), **options[format_])
+    return buffer.getvalue()
+
+
+def _encode_video(frames: Sequence[Any], format_: str, fps: int) -> bytes:
+    if format_ == "mp4":
+        from diffusers.utils import export_to_video
+
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "video.mp4"
+            export_to_video(list(frames), str(path), fps=fps)
+            return path.read_bytes()
+    buffer = io.BytesIO()
+    rest: dict[str, Any] = {"append_images": list(frames[1:]), "duration": 1000 // fps, "loop": 0}
+    frames[0].save(buffer, format_.upper(), save_all=True, **rest)
+    return buffer.getvalue()
+
+
+def write_result(folder: Path, name: str, outputs: Sequence[Output], metadata: Mapping[str, Any]) -> list[Path]:
+    """Write the files of one result, then ``name.json``: whoever finds that one finds all of them, complete."""
+    paths = [folder / f"{name}{output.suffix}" for output in outputs]
+    for path, output in zip(paths, outputs, strict=True):
+        write_atomically(path, output.data)
+    record = {**metadata, "files": [path.name for path in paths]}
+    write_atomically(folder / f"{name}.json", (json.dumps(record, indent=2) + "\n").encode())
+    return paths
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """``path`` has its old contents or all of ``data``, whenever the process or the machine stops."""
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        # mkstemp's files are for the owner alone.
+        umask = os.umask(0)
+        os.umask(umask)
+        Path(temporary).chmod(0o666 & ~umask)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def is_finished(folder: Path, name: str, digest: str) -> bool:
+    """Whether the result ``name`` of the request and recipe of ``digest`` was written."""
+    try:
+        record = json.loads((folder / f"{name}.json").read_bytes())
+        return record["digest"] == digest and all((folder / file).is_file() for file in record["files"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False

@@ -1,0 +1,183 @@
+"""How a pipeline is loaded and put on the ranks of a group: one value, and the function that follows it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from para_core.adapters import apply_cache_on_pipe, from_pretrained_sharded, parallelize_pipe, parallelize_vae
+from para_core.adapters.one_call import mesh_of
+from para_core.adapters.supported import transformers_of
+from para_core.instance import original_class
+from para_core.make_mesh import init_context_parallel_mesh
+
+Weights = Literal["replicate", "fsdp", "tensor"]
+Compile = Literal["no", "blocks", "whole"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+MESH_NAMES = ("batch", "ring", "ulysses", "tensor")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A pipeline on a group of ranks.
+
+    Args:
+        model: a folder, or a repository on the Hub.
+        dtype: ``"auto"``: bfloat16 on a GPU, float32 elsewhere.
+        mesh: the largest sizes of mesh dims, by name (:data:`MESH_NAMES`); empty: chosen from the pipeline.
+        cache: First Block Cache at this threshold; ``"default"``: the one of the model's family; None: none.
+        compile: the transformer's blocks, one graph for all that are alike, or the ``"whole"`` transformer.
+        weights: ``"fsdp"`` and ``"tensor"`` hold them once on the ranks.
+        vae: encode and decode on all ranks, too.
+        lora: files or repositories, each with a scale behind a colon, if it is not 1.
+        timeout: seconds for which ranks wait for one that does not answer.
+    """
+
+    model: str
+    dtype: Dtype = "auto"
+    mesh: tuple[tuple[str, int], ...] = ()
+    cache: float | Literal["default"] | None = None
+    compile: Compile = "no"
+    weights: Weights = "replicate"
+    vae: bool = False
+    lora: tuple[str, ...] = ()
+    timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        for name, value, allowed in (
+            ("dtype", self.dtype, get_args(Dtype)),
+            ("weights", self.weights, get_args(Weights)),
+            ("compile", self.compile, get_args(Compile)),
+        ):
+            if value not in allowed:
+                raise ValueError(f"{name} is {value!r}; expected one of {', '.join(allowed)}.")
+        if isinstance(self.cache, float) and not self.cache >= 0:
+            raise ValueError(f"cache is {self.cache:g}; expected a threshold of at least 0, or 'default'.")
+        if not self.timeout > 0:
+            raise ValueError(f"timeout is {self.timeout:g} s; expected a positive number of seconds.")
+        if self.weights == "tensor" and "tensor" not in dict(self.mesh):
+            raise ValueError("weights are 'tensor'; say how many ranks share heads: --mesh tensor=2.")
+
+    @property
+    def digest(self) -> str:
+        """Of what decides the result: not the mesh, which changes it by the order of floats, nor compiling."""
+        decisive = (self.model, self.dtype, self.cache, self.lora)
+        return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:16]
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "mesh": dict(self.mesh)}
+
+
+def read_mesh_sizes(text: str) -> tuple[tuple[str, int], ...]:
+    """Sizes of mesh dims.
+
+    >>> read_mesh_sizes("batch=2,ring=4")
+    (('batch', 2), ('ring', 4))
+    """
+    sizes: dict[str, int] = {}
+    for part in filter(None, text.split(",")):
+        name, _, size = part.strip().partition("=")
+        if name not in MESH_NAMES or not size.isdecimal() or int(size) < 1:
+            raise ValueError(
+                f"mesh has {part.strip()!r}; expected {', '.join(MESH_NAMES)} and their largest sizes, as in 'batch=2,ring=2'."
+            )
+        sizes[name] = int(size)
+    return tuple(sizes.items())
+
+
+def read_lora(text: str) -> tuple[str, float]:
+    """A file or repository, and its scale.
+
+    >>> read_lora("style.safetensors:0.8")
+    ('style.safetensors', 0.8)
+    """
+    name, colon, scale = text.rpartition(":")
+    if colon:
+        try:
+            return name, float(scale)
+        except ValueError:
+            pass  # the colon of a path
+    return text, 1.0
+
+
+def build(recipe: Recipe) -> Any:
+    """The pipeline of ``recipe`` on this rank: every rank of the default process group calls it, or one process alone.
+
+    Raises:
+        What loading, parallelizing and caching raise on input that does not fit.
+    """
+    from diffusers import DiffusionPipeline
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = _dtype(recipe.dtype, device)
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    mesh = _mesh(recipe, device) if ranks > 1 else None
+    weights = None if recipe.weights == "replicate" or ranks == 1 else recipe.weights
+    if weights is not None and not recipe.lora:
+        pipe = from_pretrained_sharded(DiffusionPipeline, recipe.model, mesh=mesh, weights=weights, dtype=dtype)
+        if recipe.vae:
+            parallelize_vae(pipe.vae, mesh=mesh_of(pipe))
+    else:
+        pipe = DiffusionPipeline.from_pretrained(recipe.model, dtype=dtype)
+        _load_lora(pipe, recipe.lora)
+        pipe.to(device)
+        parallelize_pipe(pipe, mesh=mesh, vae=recipe.vae and ranks > 1, weights=weights, timeout=recipe.timeout)
+    if recipe.cache is not None:
+        apply_cache_on_pipe(pipe, residual_diff_threshold=None if recipe.cache == "default" else recipe.cache)
+    _compile(pipe, recipe.compile)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def mesh_shape(pipe: Any) -> dict[str, int]:
+    """Sizes of the mesh dims that ``pipe`` runs on."""
+    mesh = mesh_of(pipe)
+    if mesh is None:
+        return {"batch": 1, "ring": 1, "ulysses": 1}
+    sizes = {"batch": mesh.batch.size, "ring": mesh.sequence.ring.size, "ulysses": mesh.sequence.ulysses.size}
+    return {**sizes, "tensor": mesh.tensor.size} if mesh.tensor.size > 1 else sizes
+
+
+def _dtype(name: Dtype, device: str) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device == "cuda" else torch.float32
+    found: torch.dtype = getattr(torch, name)
+    return found
+
+
+def _mesh(recipe: Recipe, device: str) -> DeviceMesh | None:
+    if not recipe.mesh:
+        return None
+    return init_context_parallel_mesh(device, **{f"max_{name}_dim_size": size for name, size in recipe.mesh})
+
+
+def _load_lora(pipe: Any, loras: tuple[str, ...]) -> None:
+    scales: dict[str, float] = {}
+    for index, text in enumerate(loras):
+        name, scale = read_lora(text)
+        pipe.load_lora_weights(name, adapter_name=f"lora_{index}")
+        scales[f"lora_{index}"] = scale
+    if scales:
+        pipe.set_adapters(list(scales), list(scales.values()))
+
+
+def _compile(pipe: Any, how: Compile) -> None:
+    if how == "no":
+        return
+    transformers = transformers_of(pipe)
+    if not transformers:
+        raise ValueError(
+            f"compile is {how!r}, and this {original_class(pipe).__name__} has no transformer: leave it out."
+        )
+    for name, transformer in transformers.items():
+        module: Any = transformer
+        if how == "blocks":
+            module.compile_repeated_blocks(fullgraph=True)
+        else:
+            setattr(pipe, name, torch.compile(module, fullgraph=True))

@@ -1,0 +1,280 @@
+"""``para_core generate`` in this process and on ranks: results, bad lines, going on, and what is found before the first step."""
+
+import json
+import logging
+import re
+import shutil
+import subprocess
+import sys
+import warnings
+from collections import namedtuple
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import FluxPipeline
+from PIL import Image
+
+import para_core.cli.ranks
+from para_core.cli.app import app, run
+from para_core.fleet.outputs import write_atomically
+
+ROOT = Path(__file__).parents[2]
+TINY_FLUX = ROOT / "benchmarks/tiny_flux/pipeline"
+CAPTION = "a large red circle in the centre on a white background"
+SMALL = ["--size", "64x48", "--steps", "2"]
+
+
+@pytest.fixture(autouse=True)
+def settings_of_this_process():
+    """The command quiets libraries for the whole process, which is its own elsewhere."""
+    with warnings.catch_warnings():
+        yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    """Writes a file of these lines; gives its path."""
+
+    def write(*lines):
+        path = tmp_path / "prompts.jsonl"
+        path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+        return str(path)
+
+    return write
+
+
+def pixels(path):
+    return np.asarray(Image.open(path)).astype(int)
+
+
+def plain_pixels(**call):
+    """What diffusers generates alone."""
+    pipe = FluxPipeline.from_pretrained(TINY_FLUX, dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    seed = call.pop("seed")
+    call = {"height": 48, "width": 64, "num_inference_steps": 2, "max_sequence_length": 64, **call}
+    return np.asarray(pipe(generator=torch.Generator().manual_seed(seed), **call).images[0]).astype(int)
+
+
+def test_one_prompt_gives_the_image_of_the_plain_pipeline_and_says_how_it_was_made(tmp_path):
+    assert run(["generate", "--prompt", CAPTION, "--seed", "7", "--out", str(tmp_path), *SMALL]) == 0
+    assert np.array_equal(pixels(tmp_path / "00001.png"), plain_pixels(prompt=CAPTION, seed=7))
+    record = json.loads((tmp_path / "00001.json").read_text())
+    assert record["request"]["seed"] == 7
+    assert record["files"] == ["00001.png"]
+    assert set(record["versions"]) == {"para_core", "torch", "diffusers"}
+
+
+def test_bad_lines_are_reported_by_number_and_the_others_are_generated(tmp_path, prompts, capsys):
+    path = prompts(
+        {"prompt": CAPTION, "seed": 3},
+        "{no json",
+        "",
+        {"prompt": CAPTION, "stepz": 3},
+        {"prompt": CAPTION, "height": -8},
+        # Known only to the pipeline, which takes as many as there are steps of its own.
+        {"prompt": CAPTION, "prompt_2": 5},
+        {"prompt": "a blue square", "size": "48x64", "seed": 4},
+    )
+    assert run(["generate", "--prompts", path, "--out", str(tmp_path / "out"), *SMALL]) == 1
+    said = capsys.readouterr().err
+    assert re.search(r"line 2: it is no JSON", said)
+    assert re.search(r"line 4: FluxPipeline takes no field 'stepz' here. Did you mean steps\?", said)
+    assert re.search(r"line 5: field 'height' is -8; expected a whole number of at least 1", said)
+    assert re.search(r"line 6: .*prompt_2", said)
+    assert "2 generated" in said
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
+        "00001.json",
+        "00001.png",
+        "00007.json",
+        "00007.png",
+    ]
+    expected = plain_pixels(prompt="a blue square", seed=4, height=64, width=48)
+    assert np.array_equal(pixels(tmp_path / "out/00007.png"), expected)
+
+
+def test_finished_lines_are_not_made_again_unless_they_or_the_recipe_changed(tmp_path, prompts, capsys):
+    out = tmp_path / "out"
+
+    def generated(*options, second="a blue square"):
+        path = prompts({"prompt": CAPTION}, {"prompt": second})
+        assert run(["generate", "--prompts", path, "--out", str(out), *SMALL, *options]) == 0
+        return int(re.search(r"(\d+) generated", capsys.readouterr().err)[1])
+
+    assert generated() == 2
+    times = [file.stat().st_mtime_ns for file in sorted(out.iterdir())]
+    assert generated() == 0
+    assert [file.stat().st_mtime_ns for file in sorted(out.iterdir())] == times
+    assert generated(second="a green square") == 1
+    # Half written, as after a crash between the image and its record.
+    (out / "00002.json").unlink()
+    assert generated(second="a green square") == 1
+    assert generated("--cache", "0.1", second="a green square") == 2
+
+
+def test_an_image_is_given_by_a_path_beside_the_prompts_and_looked_at_before_anything_is_loaded(
+    tmp_path, prompts, monkeypatch, capsys
+):
+    monkeypatch.setattr(para_core.cli.ranks, "build", not_called)
+    (tmp_path / "text.png").write_text("no image")
+    path = prompts(
+        {"prompt": CAPTION, "ip_adapter_image": "absent.png"}, {"prompt": CAPTION, "ip_adapter_image": "text.png"}
+    )
+    assert run(["generate", "--prompts", path, "--out", str(tmp_path / "out")]) == 1
+    said = capsys.readouterr().err
+    assert re.search("line 1: .*absent.png", said)
+    assert re.search("line 2: .*text.png: 8 bytes are no image that can be read", said)
+
+
+def not_called(*_):
+    raise AssertionError("the pipeline was loaded")
+
+
+Usage = namedtuple("Usage", "total used free")
+
+
+def test_what_cannot_be_written_is_an_error_before_the_pipeline_is_loaded(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(para_core.cli.ranks, "build", not_called)
+    one = ["generate", "--prompt", CAPTION]
+    (tmp_path / "file").write_text("")
+    assert run([*one, "--out", str(tmp_path / "file")]) == 1
+    assert "results cannot be written to" in capsys.readouterr().err
+    assert run([*one, "--out", str(tmp_path), "--format", "mp4"]) == 1
+    assert "FluxPipeline generates images: expected png or jpg or webp" in capsys.readouterr().err
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10**9, 10**9, 10**6))
+    assert run([*one, "--out", str(tmp_path / "full")]) == 1
+    assert re.search(r"0.00 GB free, and 1 results may take 0.00 GB \(with 0.07 GB to spare\)", capsys.readouterr().err)
+
+
+def test_a_video_without_a_writer_is_an_error_before_the_pipeline_is_loaded(tmp_path, monkeypatch, capsys):
+    (tmp_path / "model_index.json").write_text(
+        json.dumps({"_class_name": "WanPipeline", "_diffusers_version": "0.42.1"})
+    )
+    monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
+    arguments = ["generate", "--model", str(tmp_path), "--prompt", CAPTION, "--out", str(tmp_path / "out")]
+    assert run(arguments) == 1
+    assert "mp4 needs a video writer, and none is installed" in capsys.readouterr().err
+    assert run([*arguments, "--format", "gif", "--dry-run"]) == 0
+
+
+def test_errors_are_one_sentence_and_a_traceback_with_debug(tmp_path, capsys):
+    arguments = ["generate", "--model", str(tmp_path / "nowhere"), "--prompt", CAPTION, "--out", str(tmp_path)]
+    assert run(arguments) == 1
+    said = capsys.readouterr().err
+    assert re.fullmatch(r"error: model '.*nowhere' has no model_index.json that can be read: .*\n", said)
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        run([*arguments, "--debug"])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--steps", "0"], "'num_inference_steps' is 0; expected a whole number of at least 1"),
+        (["--size", "big"], "size is 'big'; expected width x height in pixels"),
+        (["--cache", "-1"], "cache is -1; expected a threshold of at least 0"),
+        (["--mesh", "rings=2"], "mesh has 'rings=2'; expected batch, ring, ulysses, tensor"),
+        (["--weights", "tensor"], "say how many ranks share heads: --mesh tensor=2"),
+        (["--compile", "yes"], "compile is 'yes'; expected one of no, blocks, whole"),
+        (["--set", "generator=3"], "FluxPipeline takes no field 'generator' here"),
+        (["--set", "prompt_embeds=[1]"], "FluxPipeline takes no field 'prompt_embeds' here"),
+        (["--timeout", "0"], "timeout is 0 s; expected a positive number"),
+    ],
+)
+def test_options_that_do_not_fit_are_an_error_before_anything_is_loaded(tmp_path, monkeypatch, capsys, options, said):
+    monkeypatch.setattr(para_core.cli.ranks, "build", not_called)
+    assert run(["generate", "--prompt", CAPTION, "--out", str(tmp_path), *options]) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_a_dry_run_shows_the_plan_and_writes_nothing(tmp_path, prompts, monkeypatch, capsys):
+    monkeypatch.setattr(para_core.cli.ranks, "build", not_called)
+    path = prompts({"prompt": CAPTION}, "[]", {"prompt": CAPTION})
+    out = tmp_path / "out"
+    options = ["--mesh", "ring=2", "--cache", "0.1", "--ranks", "2", "--dry-run", *SMALL]
+    assert run(["generate", "--prompts", path, "--out", str(out), *options]) == 1
+    shown = capsys.readouterr().out
+    assert re.search(r"ranks +│ 2", shown)
+    assert re.search(r"mesh +│ ring ≤ 2", shown)
+    assert re.search(r"to generate +│ 2, 0 finished, 1 bad", shown)
+    assert "line 2: it is '[]'; expected an object" in shown
+    assert list(out.iterdir()) == []
+
+
+def test_each_help_fits_a_screen(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "100")
+    commands = [command.name for command in app.registered_commands]
+    assert "generate" in commands
+    for command in commands:
+        assert run([command, "--help"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert 5 < len(lines) <= 45, command
+        assert not any("…" in line for line in lines), f"{command}: an option's help is cut off"
+
+
+def test_a_file_is_written_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "result.png"
+    write_atomically(path, b"old")
+
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_atomically(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_without_the_repository_the_default_model_is_an_error_that_says_what_to_name(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(para_core, "__file__", str(tmp_path / "para_core/__init__.py"))
+    monkeypatch.chdir(tmp_path)
+    assert run(["generate", "--prompt", CAPTION]) == 1
+    assert "Name a model (--model black-forest-labs/FLUX.1-dev, or a folder)" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_two_ranks_that_the_command_starts_generate_what_one_does_and_one_that_is_killed_costs_one_line(
+    tmp_path, prompts
+):
+    path = prompts({"prompt": CAPTION}, {"prompt": "killed"}, {"prompt": "a blue square"})
+    # Rank 1 is killed in its second prompt.
+    script = tmp_path / "main.py"
+    script.write_text(KILLED)
+    done = subprocess.run(
+        [sys.executable, script, "generate", "--prompts", path, "--out", tmp_path / "out", "--ranks", "2", *SMALL],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+    )
+    assert done.returncode == 1, done.stderr
+    assert "line 2: rank 1 was ended by SIGKILL: most likely the machine ran out of memory." in done.stderr
+    assert "2 generated" in done.stderr
+    assert "Traceback" not in done.stderr
+    for number, prompt in ((1, CAPTION), (3, "a blue square")):
+        image = pixels(tmp_path / f"out/{number:05d}.png")
+        assert np.abs(image - plain_pixels(prompt=prompt, seed=number - 1)).max() <= 1
+
+
+KILLED = """
+import os, signal, sys
+import para_core.cli.ranks as ranks
+from para_core.cli.app import run
+
+generate = ranks.generate
+
+def killed(pipe, request, *args, **kwargs):
+    if request.fields["prompt"] == "killed" and os.environ.get("RANK") == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return generate(pipe, request, *args, **kwargs)
+
+ranks.generate = killed
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))
+"""
