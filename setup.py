@@ -35,12 +35,13 @@ setup(
         "para_core": "para_core",
         **{f"para_core.{name}": name for name in ("adapters", "kernels", "fleet", "cli")},
     },
-    package_data={"para_core": ["py.typed"]},
+    package_data={"para_core": ["py.typed"], "para_core.fleet": ["page.html"]},
     entry_points={"console_scripts": ["para_core = para_core.__main__:main"]},
     install_requires=["torch>=2.11"],
     extras_require={
         "diffusers": ["diffusers>=0.42", "transformers", "accelerate", "sentencepiece", "protobuf"],
         "cli": ["typer>=0.15", "rich"],
+        "fleet": ["ray[serve]>=2.50", "typer>=0.15", "rich"],
         "calibrate": ["matplotlib", "scikit-image", "tqdm"],
         "triton": ["triton>=3.5"],
         "test": [

@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from para_core.cli.generate import generate
-from para_core.cli.ranks import sentence
+from para_core.cli.serve import serve
+from para_core.fleet.work import sentence
 
 FAILED = 1
 
@@ -23,6 +24,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("generate")(generate)
+app.command("serve")(serve)
 
 
 @app.callback()

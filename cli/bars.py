@@ -28,9 +28,13 @@ class NoBars:
 
 
 class Bars:
-    """On stderr, where it is a terminal; elsewhere nothing is shown."""
+    """On stderr, where it is a terminal; elsewhere nothing is shown.
 
-    def __init__(self, prompts: int) -> None:
+    Args:
+        steps: show those of the prompt, too.
+    """
+
+    def __init__(self, prompts: int, *, steps: bool = True) -> None:
         self._progress = Progress(
             TextColumn("{task.description:<12}"),
             BarColumn(),
@@ -41,7 +45,7 @@ class Bars:
             transient=True,
         )
         self._prompts = self._progress.add_task("prompts", total=prompts)
-        self._steps = self._progress.add_task("steps", total=None)
+        self._steps = self._progress.add_task("steps", total=None, visible=steps)
 
     def __enter__(self) -> Bars:
         if self._progress.console.is_terminal:

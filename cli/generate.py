@@ -16,13 +16,14 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
+from para_core.cli.bars import Bars, NoBars
 from para_core.cli.ranks import Job, Report, in_torchrun, quiet, run_job
 from para_core.fleet.models import Model, find_model, require_field
-from para_core.fleet.outputs import choose_format, is_finished, require_room
+from para_core.fleet.outputs import choose_format, is_finished, require_room, write_result
 from para_core.fleet.prompts import Line, Problem, read_prompts
 from para_core.fleet.recipe import Compile, Dtype, Recipe, Weights, read_mesh_sizes
 from para_core.fleet.request import make_request
-from para_core.fleet.work import digest
+from para_core.fleet.work import Result, digest
 
 _INTERRUPTED = 130
 WHAT, HOW, RANKS = "What", "How", "On what"
@@ -93,14 +94,14 @@ def generate(
         found.name,
         dtype=cast(Dtype, dtype),
         mesh=read_mesh_sizes(mesh),
-        cache=_threshold(cache),
+        cache=read_threshold(cache),
         compile=cast(Compile, compile_),
         weights=cast(Weights, weights),
         vae=vae,
         lora=tuple(lora or ()),
         timeout=timeout,
     )
-    order = _order(found, recipe, common, prompts, out, format_, seed, _ranks(ranks, replicas), replicas)
+    order = _order(found, recipe, common, prompts, out, format_, seed, count_ranks(ranks, replicas), replicas)
     if dry_run:
         _show_plan(order)
         raise typer.Exit(1 if order.problems else 0)
@@ -144,7 +145,9 @@ def _carry_out(order: Order, fps: int, debug: bool) -> int:
     if order.finished:
         console.print(f"{len(order.finished)} of {len(order.finished) + len(order.lines)} are finished already.")
     report = Report((), ())
-    if order.lines:
+    if order.lines and order.replicas > 1:
+        report = _on_replicas(order, fps, console, debug)
+    elif order.lines:
         with tempfile.TemporaryDirectory() as folder:
             job = Job(
                 order.recipe, order.lines, order.folder, order.format_, fps, Path(folder) / "journal", debug=debug
@@ -163,7 +166,35 @@ def _carry_out(order: Order, fps: int, debug: bool) -> int:
     return 1 if failed else 0
 
 
-def _ranks(asked: int | None, replicas: int) -> int:
+def _on_replicas(order: Order, fps: int, console: Console, debug: bool) -> Report:
+    try:
+        from para_core.fleet.batch import generate_lines
+        from para_core.fleet.group import Shape
+    except ModuleNotFoundError as error:
+        raise ImportError(f"--replicas needs {error.name}: pip install 'para_core[fleet]'.") from error
+    done: list[int] = []
+    bars: Bars | NoBars = Bars(len(order.lines), steps=False)
+
+    def write(line: Line, result: Result) -> None:
+        write_result(order.folder, line.name, result.outputs, {"line": line.number, **result.metadata})
+        done.append(line.number)
+        bars.end()
+
+    with bars:
+        problems = generate_lines(
+            order.lines,
+            order.recipe,
+            Shape(order.ranks),
+            order.replicas,
+            format_=order.format_,
+            fps=fps,
+            write=write,
+            debug=debug,
+        )
+    return Report(tuple(done), tuple(problems))
+
+
+def count_ranks(asked: int | None, replicas: int) -> int:
     """How many ranks a group has."""
     if replicas < 1 or (asked is not None and asked < 1):
         raise typer.BadParameter(f"--ranks {asked} and --replicas {replicas}: expected at least 1 of each.")
@@ -181,7 +212,7 @@ def _ranks(asked: int | None, replicas: int) -> int:
     return ranks
 
 
-def _threshold(text: str | None) -> Any:
+def read_threshold(text: str | None) -> Any:
     if text is None or text == "default":
         return text
     try:

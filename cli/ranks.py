@@ -26,7 +26,7 @@ from para_core.cli.bars import Bars, NoBars
 from para_core.fleet.outputs import write_result
 from para_core.fleet.prompts import Line, Problem
 from para_core.fleet.recipe import Recipe, build
-from para_core.fleet.work import Watch, generate
+from para_core.fleet.work import Watch, generate, sentence
 
 # For which a rank that raised waits to hear that all others did, too, before it takes them all down.
 _ALIKE = timedelta(seconds=20)
@@ -178,15 +178,6 @@ def quiet(debug: bool) -> None:
     if not debug:
         logging.disable(logging.WARNING)
         warnings.simplefilter("ignore")
-
-
-def sentence(error: BaseException) -> str:
-    """An exception as a user reads it: its text, or its name where it has none or is not one that was raised for users."""
-    text = " ".join(str(error).split())
-    plain = isinstance(error, (ValueError, TypeError, OSError, RuntimeError, ImportError)) and not isinstance(
-        error, KeyError
-    )
-    return text if plain and text else f"{type(error).__name__}: {text}"
 
 
 @contextmanager

@@ -13,8 +13,11 @@ from typing import Any
 from para_core.fleet.models import Model, require_field
 
 # Short names, and those of diffusers.
-_ALIASES = {"steps": "num_inference_steps", "frames": "num_frames"}
-_POSITIVE = ("height", "width", "num_inference_steps", "num_images_per_prompt", "num_frames", "max_sequence_length")
+_ALIASES = {"steps": "num_inference_steps", "frames": "num_frames", "n": "num_images_per_prompt"}
+_POSITIVE = (
+    *("height", "width", "num_inference_steps", "num_frames", "video_length", "max_sequence_length"),
+    *("num_images_per_prompt", "num_videos_per_prompt"),
+)
 _SIZE = re.compile(r"(\d+)\s*[x×]\s*(\d+)")
 _LARGEST_SEED = 2**63 - 1
 # What Pillow may decode: the formats that cameras and browsers write.
@@ -43,12 +46,22 @@ class Request:
         text = json.dumps([self.fields, self.seed, images], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
+    @property
+    def results(self) -> int:
+        """How many images or videos it asks for."""
+        prompt = self.fields.get("prompt")
+        prompts = len(prompt) if isinstance(prompt, list) else 1
+        return int(
+            prompts * (self.fields.get("num_images_per_prompt") or self.fields.get("num_videos_per_prompt") or 1)
+        )
+
     def pixels(self) -> int | None:
-        """Of all images or frames; None where the size is left to the pipeline."""
-        height, width = self.fields.get("height"), self.fields.get("width")
-        if height is None or width is None:
+        """Of all images or frames; None where the size is left to the pipeline. Of one side alone: those of a square."""
+        sides = [self.fields[name] for name in ("height", "width") if self.fields.get(name) is not None]
+        if not sides:
             return None
-        return int(height * width * self.fields.get("num_frames", 1) * self.fields.get("num_images_per_prompt", 1))
+        frames = self.fields.get("num_frames") or self.fields.get("video_length") or 1
+        return int(sides[0] * sides[-1] * frames * self.results)
 
 
 def make_request(

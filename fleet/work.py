@@ -73,6 +73,15 @@ def generate(pipe: Any, request: Request, recipe: Recipe, *, format_: str, fps: 
     return Result(tuple(encode(made, format_, fps=fps)), metadata(pipe, request, recipe, seconds))
 
 
+def sentence(error: BaseException) -> str:
+    """An exception as a user reads it: its text, or its name where it has none or is not one that was raised for users."""
+    text = " ".join(str(error).split())
+    plain = isinstance(error, (ValueError, TypeError, OSError, RuntimeError, ImportError)) and not isinstance(
+        error, KeyError
+    )
+    return text if plain and text else f"{type(error).__name__}: {text}"
+
+
 def metadata(pipe: Any, request: Request, recipe: Recipe, seconds: float) -> dict[str, Any]:
     """What a result's JSON says of how it came about."""
     return {

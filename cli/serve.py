@@ -1,0 +1,108 @@
+"""``para_core serve``: replicas behind HTTP, until Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Annotated, cast
+
+import typer
+from rich.console import Console
+
+from para_core.cli.generate import count_ranks, read_threshold
+from para_core.cli.ranks import quiet
+from para_core.fleet.models import find_model
+from para_core.fleet.outputs import choose_format
+from para_core.fleet.recipe import Compile, Dtype, Recipe, Weights, read_mesh_sizes
+from para_core.fleet.request import read_size
+
+WHAT, HOW, LIMITS = "What", "How", "Limits"
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def serve(
+    model: Annotated[
+        str | None, typer.Option(help="Folder or Hub name; left out: a tiny FLUX.", rich_help_panel=WHAT)
+    ] = None,
+    replicas: Annotated[int, typer.Option(help="Groups of ranks.", rich_help_panel=WHAT)] = 1,
+    ranks: Annotated[
+        int | None, typer.Option(help="Of each; left out: all GPUs shared out.", rich_help_panel=WHAT)
+    ] = None,
+    host: Annotated[str, typer.Option(help="Another than this needs an API key.", rich_help_panel=WHAT)] = "127.0.0.1",
+    port: Annotated[int, typer.Option(rich_help_panel=WHAT)] = 8000,
+    api_key_env: Annotated[
+        str, typer.Option(help="Environment variable with the API key.", rich_help_panel=WHAT)
+    ] = "PARA_CORE_API_KEY",
+    format_: Annotated[
+        str | None, typer.Option("--format", help="png, jpg, webp; videos: mp4, gif, webp.", rich_help_panel=WHAT)
+    ] = None,
+    fps: Annotated[int, typer.Option(help="Frames per second of a video.", rich_help_panel=WHAT)] = 16,
+    cache: Annotated[
+        str | None, typer.Option(help="First Block Cache: a threshold, or default.", rich_help_panel=HOW)
+    ] = None,
+    compile_: Annotated[str, typer.Option("--compile", help="no, blocks or whole.", rich_help_panel=HOW)] = "no",
+    weights: Annotated[str, typer.Option(help="replicate, fsdp or tensor.", rich_help_panel=HOW)] = "replicate",
+    vae: Annotated[bool, typer.Option("--vae", help="The VAE on all ranks, too.", rich_help_panel=HOW)] = False,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.", rich_help_panel=HOW)] = "auto",
+    lora: Annotated[list[str] | None, typer.Option(help="File or Hub name[:scale].", rich_help_panel=HOW)] = None,
+    mesh: Annotated[str, typer.Option(help="batch=2,ring=2; left out: chosen.", rich_help_panel=HOW)] = "",
+    spread: Annotated[
+        bool, typer.Option("--spread", help="Ranks of a replica on several nodes.", rich_help_panel=HOW)
+    ] = False,
+    timeout: Annotated[float, typer.Option(help="Seconds ranks wait for one another.", rich_help_panel=HOW)] = 600,
+    queue: Annotated[int, typer.Option(help="Requests that may wait.", rich_help_panel=LIMITS)] = 8,
+    max_size: Annotated[
+        str, typer.Option(help="Pixels of a request, all images.", rich_help_panel=LIMITS)
+    ] = "2048x2048",
+    max_steps: Annotated[int, typer.Option(rich_help_panel=LIMITS)] = 200,
+    request_seconds: Annotated[float, typer.Option(help="Waiting included.", rich_help_panel=LIMITS)] = 600,
+    retries: Annotated[int, typer.Option(help="After a replica died.", rich_help_panel=LIMITS)] = 0,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Tracebacks, and all messages.", rich_help_panel=LIMITS)
+    ] = False,
+) -> None:
+    """Serve images or videos over HTTP with OpenAI's images API, on Ray Serve."""
+    quiet(debug)
+    api_key = os.environ.get(api_key_env) or None
+    if api_key is None and host not in _LOOPBACK:
+        raise typer.BadParameter(f"--host {host} is reached from elsewhere: set {api_key_env} to an API key first.")
+    try:
+        from para_core.fleet import serving
+        from para_core.fleet.group import Shape
+        from para_core.fleet.server import Limits
+    except ModuleNotFoundError as error:
+        raise ImportError(f"serve needs {error.name}: pip install 'para_core[fleet]'.") from error
+    found = find_model(model)
+    recipe = Recipe(
+        found.name,
+        dtype=cast(Dtype, dtype),
+        mesh=read_mesh_sizes(mesh),
+        cache=read_threshold(cache),
+        compile=cast(Compile, compile_),
+        weights=cast(Weights, weights),
+        vae=vae,
+        lora=tuple(lora or ()),
+        timeout=timeout,
+    )
+    width, height = read_size(max_size)
+    limits = Limits(waiting=queue, pixels=width * height, steps=max_steps, seconds=request_seconds, retries=retries)
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    serving.start(
+        found,
+        recipe,
+        Shape(count_ranks(ranks, replicas), spread),
+        limits,
+        replicas=replicas,
+        format_=choose_format(found, format_),
+        fps=fps,
+        host=host,
+        port=port,
+        api_key=api_key,
+        debug=debug,
+    )
+    console.print(f"{found.pipeline} answers on http://{host}:{port}/ (Ctrl-C ends it)", markup=False)
+    try:
+        while True:
+            time.sleep(1)
+    except KeyboardInterrupt:
+        serving.stop()

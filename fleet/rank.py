@@ -1,0 +1,91 @@
+"""One rank of a replica, as the object that a Ray actor is: it holds its part of the pipeline, and answers one request at a time."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from para_core.fleet.recipe import Recipe, build, mesh_shape
+from para_core.fleet.request import Request
+from para_core.fleet.work import Cancelled, Result, Watch, generate, sentence
+
+# Of the actor's threads: one that works, and some that tell and are told in the meantime.
+CONTROL = "control"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of a request on one rank.
+
+    Args:
+        result: on the first rank of a request that is done; None elsewhere.
+        reason: why it failed, or after which step it was cancelled.
+    """
+
+    kind: Literal["done", "failed", "cancelled"]
+    result: Result | None = None
+    reason: str = ""
+
+
+class Rank:
+    """One of ``ranks`` processes that hold one pipeline together."""
+
+    def __init__(self, recipe: Recipe, rank: int, ranks: int, format_: str, fps: int) -> None:
+        self._recipe, self._rank, self._ranks = recipe, rank, ranks
+        self._format, self._fps = format_, fps
+        self._store: Any = None
+        self._pipe: Any = None
+        self._steps_done: dict[str, int] = {}
+        self._cancelled: set[str] = set()
+
+    def open_store(self, host: str) -> int:
+        """On the first rank: the port at which the others meet it on ``host``."""
+        timeout = timedelta(seconds=self._recipe.timeout)
+        self._store = TCPStore(host, 0, self._ranks, is_master=True, timeout=timeout, wait_for_workers=False)
+        return int(self._store.port)
+
+    def join(self, host: str, port: int) -> dict[str, int]:
+        """Meet the other ranks and load the pipeline; the sizes of its mesh."""
+        # A rank of Ray's sees one GPU, its own.
+        os.environ.pop("WORLD_SIZE", None)
+        timeout = timedelta(seconds=self._recipe.timeout)
+        if self._ranks > 1:
+            store = self._store or TCPStore(host, port, self._ranks, is_master=False, timeout=timeout)
+            dist.init_process_group(store=store, rank=self._rank, world_size=self._ranks, timeout=timeout)
+        self._pipe = build(self._recipe)
+        return mesh_shape(self._pipe)
+
+    def generate(self, id_: str, request: Request) -> Answer:
+        """All ranks of the replica are called with the same request."""
+        if torch.cuda.is_available():
+            torch.cuda.set_device(0)  # a setting of the thread
+        watch = Watch(lambda done: self._steps_done.__setitem__(id_, done), lambda: id_ in self._cancelled)
+        try:
+            result = generate(self._pipe, request, self._recipe, format_=self._format, fps=self._fps, watch=watch)
+            return Answer("done", result)
+        except Cancelled as error:
+            return Answer("cancelled", reason=str(error))
+        except Exception as error:
+            torch.cuda.empty_cache()
+            return Answer("failed", reason=sentence(error))
+        finally:
+            self._steps_done.pop(id_, None)
+            self._cancelled.discard(id_)
+
+    def steps_done(self, id_: str) -> int:
+        """Of a request that is running; 0 before the first step is done."""
+        return self._steps_done.get(id_, 0)
+
+    def cancel(self, id_: str) -> None:
+        """On the first rank: end this request, and no other, after the step that is running."""
+        self._cancelled.add(id_)
+
+    def process(self) -> int:
+        """The id of this rank's process."""
+        return os.getpid()

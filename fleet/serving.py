@@ -1,0 +1,169 @@
+"""The server on Ray Serve: one deployment of replicas, and one that answers HTTP and hands requests to them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from ray import serve
+
+from para_core.fleet import group
+from para_core.fleet.failures import ReplicaDied, RequestCancelled, RequestFailed
+from para_core.fleet.models import Model
+from para_core.fleet.recipe import Recipe
+from para_core.fleet.request import Request
+from para_core.fleet.server import Limits, Server
+from para_core.fleet.work import Result
+
+APP, REPLICAS = "para_core", "Replicas"
+# An event is a kind and a value.
+Event = tuple[str, Any]
+_FAILURES = {"failed": RequestFailed, "cancelled": RequestCancelled, "died": ReplicaDied}
+
+
+class ReplicaDeployment:
+    """One replica in Serve's hands: it answers one request at a time, and makes its ranks again when one has died."""
+
+    async def __init__(  # type: ignore[misc]
+        self, recipe: Recipe, shape: group.Shape, format_: str, fps: int
+    ) -> None:
+        self._replica = group.Replica(recipe, shape, format_=format_, fps=fps)
+        await self._replica.start()
+
+    async def generate(self, id_: str, request: Request) -> AsyncIterator[Event]:
+        """``begin`` with the first rank, by which the request can be cancelled; ``step``; then ``done``, or how it failed."""
+        events: asyncio.Queue[Event] = asyncio.Queue()
+        if not self._replica.actors:  # it could not be made again before
+            await self._replica.restart()
+        yield "begin", self._replica.actors[0]
+        task = asyncio.ensure_future(self._answer(id_, request, events))
+        while True:
+            kind, value = await events.get()
+            yield kind, value
+            if kind == "died":
+                # While this goes on Serve sends no other request here.
+                yield "restarted", await self._replica.restart()
+            if kind != "step":
+                break
+        await task
+
+    async def _answer(self, id_: str, request: Request, events: asyncio.Queue[Event]) -> None:
+        def progress(done: int) -> None:
+            events.put_nowait(("step", done))
+
+        try:
+            events.put_nowait(("done", await self._replica.generate(request, id_=id_, progress=progress)))
+        except tuple(_FAILURES.values()) as error:
+            kind = next(name for name, failure in _FAILURES.items() if isinstance(error, failure))
+            events.put_nowait((kind, str(error)))
+
+    async def running(self) -> bool:
+        return bool(self._replica.actors)
+
+
+class ServeBackend:
+    """The replicas behind a handle of Serve's, which sends each request to one that is free."""
+
+    def __init__(self, handle: Any, replicas: int) -> None:
+        self._handle = handle.options(method_name="generate", stream=True)
+        self._replicas = replicas
+        self._restarting = 0
+        self._first_ranks: dict[str, Any] = {}
+        self._waiting: dict[str, Any] = {}
+        self._cancelled: set[str] = set()
+        self._reading: set[asyncio.Future[None]] = set()
+
+    async def generate(self, id_: str, request: Request, progress: Callable[[int], None]) -> Result:
+        answer: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        # Read to its end in any case: a replica that died is made again behind its answer.
+        reading = asyncio.ensure_future(self._read(id_, request, progress, answer))
+        self._reading.add(reading)
+        reading.add_done_callback(self._reading.discard)
+        return await asyncio.shield(answer)
+
+    async def _read(
+        self, id_: str, request: Request, progress: Callable[[int], None], answer: asyncio.Future[Result]
+    ) -> None:
+        died = False
+        try:
+            async for kind, value in self._handle.remote(id_, request):
+                if kind == "begin":
+                    self._first_ranks[id_] = value
+                    if id_ in self._cancelled:
+                        group.cancel(value, id_)
+                elif kind == "step":
+                    progress(value)
+                elif kind == "done":
+                    answer.set_result(value)
+                elif kind in _FAILURES:
+                    died = kind == "died"
+                    self._restarting += died
+                    answer.set_exception(_FAILURES[kind](value))
+                    self._first_ranks.pop(id_, None)
+        except Exception as error:
+            if not answer.done():
+                answer.set_exception(ReplicaDied(f"the replica's actor ended: {group.cause(error)}"))
+        finally:
+            self._restarting -= died
+            self._first_ranks.pop(id_, None)
+            self._cancelled.discard(id_)
+
+    def cancel(self, id_: str) -> None:
+        self._cancelled.add(id_)
+        if id_ in self._first_ranks:
+            group.cancel(self._first_ranks[id_], id_)
+
+    async def ready(self) -> int:
+        return self._replicas - self._restarting
+
+
+class Front:
+    """What answers HTTP: Serve builds it in an actor of its own."""
+
+    def __init__(
+        self, handle: Any, model: Model, limits: Limits, format_: str, replicas: int, api_key: str | None
+    ) -> None:
+        backend = ServeBackend(handle, replicas)
+        self._server = Server(backend, model, limits, format_=format_, replicas=replicas, api_key=api_key)
+
+    def __serve_build_asgi_app__(self) -> Any:
+        return self._server.app
+
+
+def start(
+    model: Model,
+    recipe: Recipe,
+    shape: group.Shape,
+    limits: Limits,
+    *,
+    replicas: int,
+    format_: str,
+    fps: int,
+    host: str,
+    port: int,
+    api_key: str | None,
+    debug: bool = False,
+) -> None:
+    """Start the server on Ray, and return when it answers.
+
+    Raises:
+        ValueError: the cluster has no room for the replicas.
+        RuntimeError: a replica cannot be made.
+    """
+    group.connect(shape.ranks * replicas, debug=debug)
+    group.require_cluster(shape, replicas)
+    serve.start(http_options={"host": host, "port": port}, proxy_location="HeadOnly")
+    made = serve.deployment(ReplicaDeployment, name=REPLICAS).options(
+        num_replicas=replicas, max_ongoing_requests=1, ray_actor_options={"num_cpus": 0}
+    )
+    front = serve.deployment(serve.ingress()(Front), name="Front").options(
+        num_replicas=1, max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0}
+    )
+    bound = made.bind(recipe, shape, format_, fps)
+    serve.run(front.bind(bound, model, limits, format_, replicas, api_key), name=APP, route_prefix="/")
+
+
+def stop() -> None:
+    """End the server; the cluster goes on, if it was there before."""
+    serve.delete(APP)

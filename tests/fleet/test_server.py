@@ -1,0 +1,246 @@
+"""The HTTP side over replicas that are stand-ins: what is accepted, refused, told and cancelled. On loopback, in milliseconds."""
+
+import asyncio
+import base64
+import contextlib
+import http.client
+import io
+import json
+import re
+import threading
+import time
+
+import pytest
+from diffusers import FluxImg2ImgPipeline
+from PIL import Image
+
+pytest.importorskip("ray", reason="the extra fleet is not installed: make test-fleet")
+import uvicorn
+
+from para_core.fleet.failures import ReplicaDied, RequestCancelled, RequestFailed
+from para_core.fleet.models import describe
+from para_core.fleet.outputs import Output
+from para_core.fleet.server import Limits, Server
+from para_core.fleet.work import Result
+
+PATH = "/v1/images/generations"
+
+
+class StandIn:
+    """One replica whose steps take ``seconds`` each; a prompt may make it fail."""
+
+    def __init__(self, seconds=0.0):
+        self.seconds, self.turn, self.cancelled, self.ran, self.deaths = seconds, asyncio.Lock(), set(), [], 0
+
+    async def generate(self, id_, request, progress):
+        async with self.turn:
+            prompt = request.fields["prompt"]
+            if prompt == "dies" and self.deaths == 0:
+                self.deaths += 1
+                raise ReplicaDied("rank 1 died.")
+            if prompt == "refused":
+                raise RequestFailed("the pipeline says no.")
+            for step in range(request.fields.get("num_inference_steps", 2)):
+                await asyncio.sleep(self.seconds)
+                if id_ in self.cancelled:
+                    raise RequestCancelled(f"cancelled after step {step + 1}.")
+                progress(step + 1)
+            self.ran.append((id_, request))
+            return Result((Output(".png", f"{prompt} {request.seed}".encode()),), {"seconds": 0.5})
+
+    def cancel(self, id_):
+        self.cancelled.add(id_)
+
+    async def ready(self):
+        return 1
+
+
+@contextlib.contextmanager
+def serving(backend=None, *, api_key=None, limits=None):
+    """A port at which a server answers, and its backend."""
+    backend = backend or StandIn()
+    model = describe("", FluxImg2ImgPipeline, {})
+    server = Server(backend, model, limits or Limits(), format_="png", replicas=1, api_key=api_key)
+    web = uvicorn.Server(uvicorn.Config(server.app, port=0, log_level="error", ws="none", lifespan="off"))
+    thread = threading.Thread(target=web.run, daemon=True)
+    thread.start()
+    while not web.started:
+        time.sleep(0.01)
+    try:
+        yield web.servers[0].sockets[0].getsockname()[1], backend
+    finally:
+        web.should_exit = True
+        thread.join()
+
+
+def start(port, body, *, method="POST", path=PATH, **headers):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    given = {"Content-Type": "application/json", **{name.replace("_", "-"): value for name, value in headers.items()}}
+    connection.request(method, path, body if isinstance(body, (bytes, str, type(None))) else json.dumps(body), given)
+    return connection
+
+
+def ask(port, body, **how):
+    """``(status, headers, body)``."""
+    with contextlib.closing(start(port, body, **how)) as connection:
+        response = connection.getresponse()
+        text = response.read()
+    with contextlib.suppress(ValueError):
+        text = json.loads(text)
+    return response.status, response.headers, text
+
+
+def status_of(connection):
+    with contextlib.closing(connection):
+        return connection.getresponse().status
+
+
+def image_url(width=8, height=8):
+    buffer = io.BytesIO()
+    Image.new("RGB", (width, height)).save(buffer, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def test_an_image_comes_as_base64_or_by_its_url():
+    with serving() as (port, backend):
+        asked = {"prompt": "a", "seed": 3, "n": 1, "size": "64x32", "user": "me", "image": image_url()}
+        status, _, body = ask(port, asked)
+        assert status == 200
+        assert base64.b64decode(body["data"][0]["b64_json"]) == b"a 3"
+        request = backend.ran[0][1]
+        assert (request.fields["width"], request.fields["height"]) == (64, 32)
+        assert len(request.images["image"]) == 1
+        _, _, body = ask(port, {**asked, "response_format": "url"}, X_Request_Id="mine")
+        url = body["data"][0]["url"]
+        assert url == f"http://127.0.0.1:{port}/v1/files/mine/0"
+        status, headers, data = ask(port, None, method="GET", path="/v1/files/mine/0")
+        assert (status, headers["content-type"], data) == (200, "image/png", b"a 3")
+        assert ask(port, None, method="GET", path="/v1/files/mine/1")[0] == 404
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving(limits=Limits(body_bytes=200_000)) as (port, _):
+        yield port
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        ("{", 400, "the body is no JSON"),
+        ("[" * 100_000, 400, "the body is no JSON"),
+        ([], 400, "the body is no object"),
+        ({}, 400, "field 'prompt' is None; expected a text"),
+        ({"prompt": "a", "size": "4096x4096"}, 400, "more than the 4194304 .* fit at 2048x2048"),
+        ({"prompt": "a", "size": "1024x1024", "n": 16}, 400, "more than the 4194304 .* fit at 512x512"),
+        ({"prompt": ["a"] * 16, "size": "1024x1024"}, 400, "16777216 pixels in all"),
+        ({"prompt": "a", "height": 10**6}, 400, "1000000000000 pixels in all"),
+        ({"prompt": "a", "steps": 201}, 400, "201 steps; this server takes at most 200"),
+        ({"prompt": "a", "sigmas": [1.0] * 201}, 400, "201 steps"),
+        ({"prompt": "a", "seed": -1}, 400, "'seed' is -1"),
+        ({"prompt": "a", "generator": 1}, 400, "no field 'generator'"),
+        ({"prompt": "a", "image": "/etc/passwd"}, 400, "paths and addresses are not opened"),
+        ({"prompt": "a", "image": "http://127.0.0.1/x.png"}, 400, "paths and addresses are not opened"),
+        ({"prompt": "a", "image": image_url(4096, 4096)}, 400, "4096 × 4096 pixels; expected at most 4194304"),
+        ({"prompt": "a", "image": "data:image/png;base64,AAAA"}, 400, "no image that can be read"),
+        ({"prompt": "a", "response_format": "path"}, 400, "expected response_format 'b64_json' or 'url'"),
+        ({"prompt": "refused"}, 400, "the pipeline says no"),
+        ({"prompt": "dies"}, 500, "rank 1 died. The replica is being made again."),
+        ({"prompt": "a" * 200_000}, 413, "larger than 200000 bytes"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_what_would(server, body, status, said):
+    answered, _, answer = ask(server, body)
+    assert answered == status
+    assert re.search(said, answer["error"]["message"])
+
+
+def test_one_request_more_than_may_wait_comes_back_later():
+    with serving(StandIn(0.3), limits=Limits(waiting=1)) as (port, _):
+        connections = [start(port, {"prompt": "a"}, X_Request_Id=f"r{i}") for i in range(2)]
+        time.sleep(0.2)
+        status, headers, body = ask(port, {"prompt": "b"})
+        assert (status, body["error"]["code"]) == (429, "busy")
+        assert int(headers["retry-after"]) >= 1
+        assert [status_of(connection) for connection in connections] == [200, 200]
+
+
+def test_a_stream_tells_each_step_and_ends_with_the_result():
+    with serving() as (port, _):
+        status, headers, text = ask(port, {"prompt": "a", "steps": 3, "stream": True})
+        assert (status, headers["content-type"].split(";")[0]) == (200, "text/event-stream")
+        events = [json.loads(event.split("data: ")[1]) for event in text.decode().strip().split("\n\n")]
+        assert [event["type"] for event in events] == ["accepted", *["progress"] * 3, "done"]
+        assert [event.get("step") for event in events[1:4]] == [1, 2, 3]
+        assert base64.b64decode(events[-1]["data"][0]["b64_json"]) == b"a 0"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_cancels_its_request_and_no_other(stream):
+    with serving(StandIn(0.1)) as (port, backend):
+        leaving = start(port, {"prompt": "leaves", "steps": 100, "stream": stream}, X_Request_Id="leaves")
+        staying = start(port, {"prompt": "stays"}, X_Request_Id="stays")
+        time.sleep(0.3)
+        leaving.close()
+        assert status_of(staying) == 200
+        assert backend.cancelled == {"leaves"}
+        assert [id_ for id_, _ in backend.ran] == ["stays"]
+
+
+def test_a_request_is_cancelled_by_its_id_and_its_client_is_told():
+    with serving(StandIn(0.1)) as (port, _):
+        running = start(port, {"prompt": "a", "steps": 100}, X_Request_Id="long")
+        time.sleep(0.3)
+        assert ask(port, None, method="DELETE", path=f"{PATH}/long")[0] == 200
+        with contextlib.closing(running):
+            answer = running.getresponse()
+            assert (answer.status, json.loads(answer.read())["error"]["code"]) == (409, "cancelled")
+        assert ask(port, None, method="DELETE", path=f"{PATH}/long")[0] == 404
+
+
+def test_a_request_that_takes_too_long_is_cancelled():
+    with serving(StandIn(0.1), limits=Limits(seconds=0.3)) as (port, backend):
+        status, _, body = ask(port, {"prompt": "a", "steps": 100}, X_Request_Id="long")
+        assert (status, body["error"]["code"]) == (504, "timed_out")
+        assert backend.cancelled == {"long"}
+
+
+def test_a_request_whose_replica_died_is_tried_again_where_that_was_asked_for():
+    with serving(limits=Limits(retries=1)) as (port, _):
+        assert ask(port, {"prompt": "dies"})[0] == 200
+        text = ask(port, None, method="GET", path="/metrics")[2].decode()
+        assert "para_core_replica_deaths_total 1.0" in text
+        assert 'para_core_requests_total{outcome="done"} 1.0' in text
+        assert "para_core_steps_total 2.0" in text
+        assert "para_core_requests_accepted 0.0" in text
+
+
+def test_only_who_has_the_key_is_answered():
+    with serving(api_key="secret") as (port, _):
+        assert ask(port, {"prompt": "a"})[0] == 401
+        assert ask(port, {"prompt": "a"}, Authorization="Bearer secrets")[0] == 401
+        assert ask(port, None, method="GET", path="/metrics")[0] == 401
+        assert ask(port, None, method="GET", path="/health")[0] == 200
+        assert ask(port, {"prompt": "a"}, Authorization="Bearer secret")[0] == 200
+
+
+def test_without_a_key_pages_of_other_sites_are_not_answered():
+    with serving() as (port, _):
+        assert ask(port, {"prompt": "a"}, Host="elsewhere.example")[0] == 403
+        assert ask(port, json.dumps({"prompt": "a"}), Content_Type="text/plain")[0] == 415
+
+
+def test_an_id_is_used_once_at_a_time_and_is_no_path():
+    with serving(StandIn(0.2)) as (port, _):
+        first = start(port, {"prompt": "a"}, X_Request_Id="one")
+        time.sleep(0.1)
+        assert ask(port, {"prompt": "a"}, X_Request_Id="one")[0] == 409
+        assert ask(port, {"prompt": "a"}, X_Request_Id="../one")[0] == 409
+        assert status_of(first) == 200
+
+
+def test_the_page_is_served():
+    with serving() as (port, _):
+        status, headers, text = ask(port, None, method="GET", path="/")
+        assert (status, headers["content-type"].split(";")[0]) == (200, "text/html")
+        assert b"/v1/images/generations" in text
