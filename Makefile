@@ -4,6 +4,7 @@
 #   make test       lint, types, and the tests           (minutes, on two CPU cores)
 #   make test-long  the tests again, with Inductor everywhere and more examples
 #   make test-nodes  2 and 3 hosts × 2 ranks, as network namespaces (Linux, root), under torchrun; loopback addresses elsewhere
+#   make test-fleet the tests of replicas and of the server, on Ray, which is installed for them
 #   make bench      measure, and write benchmarks/results/
 #   make gpu-check  what only a GPU can tell, in 8 minutes; takes a Python whose torch has CUDA as it is (docs/gpu_check.md)
 #   make lint types the parts of `make test` that need no run
@@ -21,7 +22,7 @@ AT_ONCE := -n 2 --dist worksteal
 GPU_CHECK ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long test-nodes pytest lint types bench gpu-check clean
+.PHONY: help demo test test-long test-nodes test-fleet pytest lint types bench gpu-check clean
 # Lint, then types, then tests, one after the other: the tests meet time-outs and want both cores.
 .NOTPARALLEL:
 
@@ -43,6 +44,13 @@ test-long: lint types
 test-nodes: $(STAMP)
 	@echo "==> tests on several hosts"
 	$(BIN)/python -m pytest -m nodes $(PYTEST) tests/nodes
+
+# One at a time: each has rank processes on both cores.
+test-fleet: $(STAMP)
+	@echo "==> installing Ray into $(VENV)"
+	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e '.[fleet]'
+	@echo "==> tests of the fleet"
+	$(BIN)/python -m pytest -m "long or not long" tests/fleet tests/cli $(PYTEST)
 
 lint: $(STAMP)
 	@echo "==> lint"

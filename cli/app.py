@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from para_core.cli.calibrate import calibrate
 from para_core.cli.generate import generate
 from para_core.cli.serve import serve
 from para_core.fleet.work import sentence
@@ -25,6 +26,7 @@ app = typer.Typer(
 )
 app.command("generate")(generate)
 app.command("serve")(serve)
+app.command("calibrate")(calibrate)
 
 
 @app.callback()

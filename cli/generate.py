@@ -88,7 +88,7 @@ def generate(
     """Generate images or videos; what is finished in the folder is not made again."""
     quiet(debug)
     given = {"prompt": prompt, "size": size, "steps": steps, "frames": frames, "image": image}
-    common = {**{name: value for name, value in given.items() if value is not None}, **_fields(set_ or [])}
+    common = {**{name: value for name, value in given.items() if value is not None}, **read_fields(set_ or [])}
     found = find_model(model)
     recipe = Recipe(
         found.name,
@@ -221,7 +221,7 @@ def read_threshold(text: str | None) -> Any:
         raise typer.BadParameter(f"--cache {text}: expected a threshold, as in 0.08, or default.") from None
 
 
-def _fields(texts: Sequence[str]) -> dict[str, Any]:
+def read_fields(texts: Sequence[str]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")

@@ -155,7 +155,7 @@ def run_rank(job: Job) -> None:
     """What each rank runs."""
     quiet(job.debug)
     try:
-        with _process_group(job.recipe):
+        with process_group(job.recipe):
             _run_lines(job)
     except Exception as error:
         _note(job, event="error", reason=sentence(error))
@@ -181,7 +181,7 @@ def quiet(debug: bool) -> None:
 
 
 @contextmanager
-def _process_group(recipe: Recipe) -> Iterator[None]:
+def process_group(recipe: Recipe) -> Iterator[None]:
     if not in_torchrun():
         yield
         return

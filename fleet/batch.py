@@ -32,13 +32,14 @@ def generate_lines(
     Returns:
         Why lines have no result.
     """
-    connect(shape.ranks * replicas, debug=debug)
+    connected = connect(shape.ranks * replicas, debug=debug)
     try:
         require_cluster(shape, replicas)
         makers = [Replica(recipe, shape, format_=format_, fps=fps) for _ in range(min(replicas, len(lines)))]
         return asyncio.run(_spread(lines, makers, write))
     finally:
-        ray.shutdown()
+        if connected:
+            ray.shutdown()
 
 
 async def _spread(

@@ -155,13 +155,23 @@ def require_cluster(shape: Shape, replicas: int) -> None:
             )
 
 
-def connect(cpus: int, *, debug: bool) -> None:
-    """To the cluster that ``ray start`` made, or else to a new one on this machine, with as many CPUs if it has no GPUs."""
+def connect(cpus: int, *, debug: bool) -> bool:
+    """To the cluster that ``ray start`` made, or else to a new one on this machine that has at least so many CPUs.
+
+    Returns:
+        Whether this process was not connected before.
+    """
+    if ray.is_initialized():
+        return False
+    # Ray's own default is 15: ranks that wait for one another would come last on a machine that does anything else.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     options: dict[str, Any] = {} if debug else {"logging_level": "ERROR", "log_to_driver": False}
     try:
         ray.init(address="auto", **options)
     except ConnectionError:
         ray.init(num_cpus=max(cpus, os.cpu_count() or 1), include_dashboard=False, **options)
+    return True
 
 
 def _bundle() -> dict[str, float]:

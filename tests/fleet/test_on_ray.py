@@ -1,0 +1,178 @@
+"""Replicas of two ranks on Ray, and the server over them: the same bytes, cancelling at a step, a rank that dies."""
+
+import base64
+import contextlib
+import http.client
+import json
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+
+pytest.importorskip("ray", reason="the extra fleet is not installed: make test-fleet")
+
+import ray
+
+from para_core.fleet import batch, group, serving
+from para_core.fleet.models import find_model
+from para_core.fleet.prompts import Line
+from para_core.fleet.recipe import Recipe, build
+from para_core.fleet.request import make_request
+from para_core.fleet.server import Limits
+from para_core.fleet.work import Watch, generate
+
+pytestmark = pytest.mark.long
+PORT = 8123
+PATH = "/v1/images/generations"
+SMALL = {"size": "64x48", "steps": 3}
+PROMPTS = ["a large red circle", "a blue square", "a green triangle", "a small star"]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return find_model(None)
+
+
+@pytest.fixture(scope="module")
+def recipe(model):
+    return Recipe(model.name, mesh=(("ring", 2),), timeout=60)
+
+
+@pytest.fixture(scope="module")
+def server(model, recipe):
+    """Two replicas of two ranks on a cluster of this machine."""
+    limits = Limits(waiting=2, seconds=300)
+    shape = group.Shape(ranks=2)
+    options = {"replicas": 2, "format_": "png", "fps": 16, "host": "127.0.0.1", "port": PORT, "api_key": None}
+    serving.start(model, recipe, shape, limits, **options)
+    yield PORT
+    serving.stop()
+    ray.shutdown()
+
+
+def ask(body, *, method="POST", path=PATH, **headers):
+    given = {"Content-Type": "application/json", **{name.replace("_", "-"): value for name, value in headers.items()}}
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", PORT, timeout=300)) as connection:
+        connection.request(method, path, json.dumps(body), given)
+        response = connection.getresponse()
+        return response.status, response.read()
+
+
+def image(answer):
+    status, body = answer
+    assert status == 200, body
+    return base64.b64decode(json.loads(body)["data"][0]["b64_json"])
+
+
+def rank_processes():
+    """Process ids of the ranks on this machine, by the name that Ray gives them."""
+    named = [(process.pid, process.info["cmdline"]) for process in psutil.process_iter(["cmdline"])]
+    return [pid for pid, words in named if words and words[0].startswith("ray::Rank")]
+
+
+def test_the_same_request_gives_the_same_bytes_on_any_replica(server, model, recipe):
+    asked = {"prompt": PROMPTS[0], "seed": 5, **SMALL}
+    with ThreadPoolExecutor(4) as threads:
+        images = list(threads.map(lambda _: image(ask(asked)), range(4)))
+    assert len(set(images)) == 1
+    assert len(set(images[:1]) | {image(ask({**asked, "seed": 6}))}) == 2
+    # On one device, by the plain pipeline: the same but for the order of floats.
+    alone = Recipe(model.name)
+    request = make_request(asked, model)
+    expected = generate(build(alone), request, alone, format_="png", fps=16, watch=Watch()).outputs[0].data
+    assert difference(images[0], expected) <= 1
+
+
+def difference(one, other):
+    import io
+
+    import numpy as np
+    from PIL import Image
+
+    pixels = [np.asarray(Image.open(io.BytesIO(data))).astype(int) for data in (one, other)]
+    return np.abs(pixels[0] - pixels[1]).max()
+
+
+def test_a_request_that_is_cancelled_stops_after_a_step_and_the_replica_goes_on_exactly(server):
+    asked = {"prompt": PROMPTS[1], "seed": 1, **SMALL}
+    expected = image(ask(asked))
+    with ThreadPoolExecutor(2) as threads:
+        long = threads.submit(ask, {**asked, "steps": 200}, X_Request_Id="long")
+        other = threads.submit(ask, asked, X_Request_Id="other")
+        wait_for_steps(1)
+        assert ask(None, method="DELETE", path=f"{PATH}/long")[0] == 200
+        status, body = long.result()
+        assert status == 409
+        assert b"cancelled after step" in body
+        assert image(other.result()) == expected
+    # Both replicas, of which one was cancelled.
+    with ThreadPoolExecutor(2) as threads:
+        assert {image(answer) for answer in threads.map(ask, [asked] * 4)} == {expected}
+
+
+def test_a_client_that_leaves_frees_its_replica(server):
+    connection = http.client.HTTPConnection("127.0.0.1", PORT, timeout=60)
+    body = json.dumps({"prompt": PROMPTS[2], **SMALL, "steps": 200})
+    connection.request("POST", PATH, body, {"Content-Type": "application/json", "X-Request-Id": "leaves"})
+    wait_for_steps(1)
+    connection.close()
+    deadline = time.monotonic() + 60
+    while b"para_core_requests_accepted 0.0" not in metrics():
+        assert time.monotonic() < deadline, "the request still runs"
+        time.sleep(0.2)
+    assert b'para_core_requests_total{outcome="cancelled"}' in metrics()
+
+
+def metrics():
+    return ask(None, method="GET", path="/metrics")[1]
+
+
+def steps_done():
+    line = next(line for line in metrics().decode().splitlines() if line.startswith("para_core_steps_total "))
+    return float(line.split()[1])
+
+
+def wait_for_steps(number):
+    before, deadline = steps_done(), time.monotonic() + 120
+    while steps_done() < before + number:
+        assert time.monotonic() < deadline, "no step was done"
+        time.sleep(0.1)
+
+
+def test_a_rank_that_dies_costs_its_request_and_its_replica_is_made_again(server):
+    asked = {"prompt": PROMPTS[3], "seed": 2, **SMALL}
+    expected = image(ask(asked))
+    before = rank_processes()
+    assert len(before) == 4
+    with ThreadPoolExecutor(2) as threads:
+        long = [threads.submit(ask, {**asked, "steps": 100}) for _ in range(2)]
+        wait_for_steps(2)
+        os.kill(before[1], signal.SIGKILL)
+        answers = [future.result() for future in long]
+    statuses = sorted(status for status, _ in answers)
+    assert statuses == [200, 500], answers
+    assert any(b"died" in body for _, body in answers)
+    assert image(ask(asked)) == expected
+    deadline = time.monotonic() + 300
+    while len(rank_processes()) < 4:
+        assert time.monotonic() < deadline, "the replica was not made again"
+        time.sleep(1)
+    with ThreadPoolExecutor(4) as threads:
+        assert {image(answer) for answer in threads.map(ask, [asked] * 4)} == {expected}
+
+
+def test_a_file_of_prompts_is_finished_although_a_replica_is_killed_half_way(model, recipe):
+    lines = [Line(i + 1, make_request({"prompt": PROMPTS[i % 4], **SMALL}, model, seed=i)) for i in range(8)]
+    written = {}
+
+    def write(line, result):
+        written[line.number] = result.outputs[0].data
+        if len(written) == 3:
+            os.kill(rank_processes()[0], signal.SIGKILL)
+
+    problems = batch.generate_lines(lines, recipe, group.Shape(2), 2, format_="png", fps=16, write=write)
+    assert problems == []
+    assert sorted(written) == list(range(1, 9))
