@@ -36,6 +36,7 @@ from para_core.guidance import Guidance
 from para_core.instance import Order, original_class, uncompiled, unwrap, wrap_method, wrapper
 from para_core.mesh import GuidedMesh, host_group
 from para_core.plans.region import known_equal, reattach_plan
+from para_core.weights.stages import known_equal_stages
 
 _KEY = "parallel"
 _GUIDANCE = "guidance"
@@ -105,6 +106,7 @@ class ParallelCall:
             for name, module in self._transformers.items():
                 reattach_plan(module)
                 stack.enter_context(known_equal(module))
+                stack.enter_context(known_equal_stages(module))
                 component = getattr(pipe, name)
                 if self._apart and wrapper(component, "__call__", _GUIDANCE) != self._share_out:
                     # Around what torch.compile made of it, if anything: a graph holds one call.

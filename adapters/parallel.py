@@ -23,6 +23,7 @@ from para_core.adapters.supported import plan_for, transformers_of, unets_of
 from para_core.adapters.unet import parallelize_unet, unparallelize_unet
 from para_core.adapters.vae import parallelize_vae, unparallelize_vae
 from para_core.adapters.weights.shard import METHODS, Method, shard_weights, unshard_weights, weights_groups
+from para_core.adapters.weights.stages import hold_stage, release_stage
 from para_core.cache.apply import cache_options
 from para_core.instance import original_class, uncompiled
 from para_core.mesh import GuidedMesh
@@ -51,7 +52,8 @@ def parallelize_pipe(
     Args:
         pipe: any diffusers pipeline on a supported transformer or UNet.
         mesh: a DeviceMesh with a ``ring`` and/or ``ulysses`` dim (also a slice of a larger one), or a ProcessGroup. Ranks
-            along a ``batch`` dim share the branches of guidance. For a UNet, all others share the rows of its images. Left out: all ranks, half of them for each branch where the
+            along a ``batch`` dim share the branches of guidance; those along a ``pipe`` dim hold consecutive blocks of the transformers, and
+            free the others (docs/stages.md): move the pipe to its device, and load LoRAs, before. For a UNet, all others share the rows of its images. Left out: all ranks, half of them for each branch where the
             pipeline guides by default, then Ulysses up to the number of heads, then the ring; one rank where
             ``WORLD_SIZE`` is unset or 1.
         text: ``"shard"`` shards the text tokens as those of the image are, ``"replicate"`` keeps all of them on every rank.
@@ -83,6 +85,11 @@ def parallelize_pipe(
     guided = guided_mesh_for(mesh, pipe)
     # What it is refused for on several ranks.
     refuse(When.PARALLELIZE, *cases_of(pipe, adapter, guided))
+    if guided.pipe.size > 1 and weights in METHODS:
+        raise ValueError(
+            f"weights={weights!r} with a mesh of {guided.pipe.size} stages: each rank holds its own blocks alone, and all of these. Leave "
+            "weights= out, or use a mesh without 'pipe'; shard_weights(pipe, mesh, components=[...]) shards text encoders."
+        )
     transformers, unets = transformers_of(pipe), unets_of(pipe)
     plans = {name: plan_for(module, adapter=adapter) for name, module in transformers.items()}
     # Perturbed attention guidance takes the branches of a batch apart inside of the model: no rank has samples of its own.
@@ -121,7 +128,10 @@ def _vae_of(pipe: Any) -> nn.Module:
 
 
 def unparallelize_pipe(pipe: Pipeline) -> Pipeline:
-    """Undo :func:`parallelize_pipe`; returns ``pipe``, which is then what it was before."""
+    """Undo :func:`parallelize_pipe`; returns ``pipe``, which is then what it was before.
+
+    Of a mesh with ``pipe``, all ranks call it: blocks that a rank has freed come from those that hold them.
+    """
     around = parallel_call(pipe)
     if around is not None and around.vae is not None:
         unparallelize_vae(around.vae)
@@ -129,6 +139,7 @@ def unparallelize_pipe(pipe: Pipeline) -> Pipeline:
         unshard_weights(pipe)
     remove_parallel_call(pipe)
     for module in transformers_of(pipe).values():
+        release_stage(module)
         remove_plan(module)
     for module in unets_of(pipe).values():
         unparallelize_unet(module)
@@ -160,6 +171,8 @@ def parallelize_transformer(
     refuse(When.PARALLELIZE, Case(module, module, adapter=adapter))
     plan: Any = plan_for(module, text, adapter)
     guided = guided_mesh_for(mesh, module)
+    refuse(When.PARALLELIZE, Case(module, module, adapter=adapter, mesh=guided))
+    release_stage(module)
 
     def require_equal(given: Mapping[str, Any]) -> None:
         guided.check_alive()
@@ -172,11 +185,16 @@ def parallelize_transformer(
         cached = {} if options is None else {"its cache": options.as_text()}
         require_same_inputs({**given, **cached}, guided, f"this {type(module).__name__}", problem)
 
-    apply_plan(module, plan, guided.sequence, batch=guided.batch, require_equal=require_equal)
+    in_stages = guided.pipe.size > 1
+    # Asked once, by what stands outside.
+    apply_plan(module, plan, guided.sequence, batch=guided.batch, require_equal=None if in_stages else require_equal)
+    if in_stages:
+        hold_stage(module, guided.pipe, adapter, require_equal)
     return transformer
 
 
 def unparallelize_transformer(transformer: Transformer) -> Transformer:
-    """Undo :func:`parallelize_transformer`; returns ``transformer``."""
+    """Undo :func:`parallelize_transformer`; returns ``transformer``. All ranks of a mesh with ``pipe`` call it."""
+    release_stage(uncompiled(transformer))
     remove_plan(uncompiled(transformer))
     return transformer

@@ -23,12 +23,14 @@ from para_core.adapters.supported import (
     why_refused,
 )
 from para_core.adapters.unet_rows import unet_mesh
+from para_core.adapters.weights.stages import why_no_stages
 from para_core.cache.foreign import foreign_cache
 from para_core.cache.options import CacheOptions
 from para_core.instance import has_compiled_parts, original_class, uncompiled
 from para_core.mesh import GuidedMesh, SequenceMesh
 from para_core.plans.region import plan_mesh
 from para_core.weights.fsdp import is_sharded, shard_mesh
+from para_core.weights.stages import stages_of
 from para_core.weights.tensor import tensor_mesh
 
 
@@ -221,6 +223,52 @@ def _shared_beyond_sequence(case: Case) -> Mapping[str, Any] | None:
         return {"shared": shared, "sequence": sequence, "reason": "a cache of their own steps"}
     guides = case.mesh is not None and case.mesh.batch.size > 1
     return {"shared": shared, "sequence": sequence, "reason": "branches of guidance of their own"} if guides else None
+
+
+def _stages(case: Case) -> int:
+    return 1 if case.mesh is None or case.module is None else case.mesh.pipe.size
+
+
+def _no_stages(case: Case) -> Mapping[str, Any] | None:
+    if _stages(case) == 1:
+        return None
+    reason = "it is a UNet, whose blocks give each other residuals" if _is_unet(case) else None
+    reason = reason or why_no_stages(case.module, case.adapter)
+    return None if reason is None else {"reason": reason}
+
+
+def _placed_stages(case: Case) -> Mapping[str, Any] | None:
+    """Blocks that are freed on a rank cannot be moved, or be gathered from others."""
+    if _stages(case) == 1:
+        return None
+    if any(hasattr(part, "_hf_hook") for part in case.module.modules()):
+        return {"placed": "is moved by a hook of accelerate", "undo": "pipe.remove_all_hooks()"}
+    if is_sharded(case.module) or tensor_mesh(case.module) is not None:
+        return {"placed": "has its weights sharded", "undo": "unshard_weights(pipe)"}
+    return None
+
+
+def _compiled_stages(case: Case) -> bool:
+    if case.module is None or stages_of(case.module) is None:
+        return False
+    replaced = bool(case.component) and component_of(case.owner, case.component) is not case.module
+    return replaced or case.module._compiled_call_impl is not None
+
+
+def _uncached_stages(case: Case) -> Mapping[str, Any] | None:
+    """What a cache needs that only some of the stages have."""
+    stages = None if case.module is None else stages_of(case.module)
+    known = None if stages is None else adapter_for(case.module, case.adapter)
+    if stages is None or known is None or known.blocks is None or case.options is None:
+        return None
+    if len(known.blocks.stages) > 1:
+        return {"reason": "text joins the image between its blocks, and what is stored there is on another stage"}
+    if case.options.decides_before_blocks:
+        return {"reason": "its rule asks the weights of the first block, which the first stage alone has"}
+    last = len(stages.ranges[-1])
+    if case.options.last_blocks >= last:
+        return {"reason": f"last_blocks={case.options.last_blocks} always run, and the last stage has {last}"}
+    return None
 
 
 def _perturbed_joint_attention(case: Case) -> bool:
@@ -430,6 +478,35 @@ REFUSALS: tuple[Refusal, ...] = (
         "{name} has its heads sharded over {shared} ranks, and the dim 'tensor' of the mesh has here {ranks}. Call parallelize_pipe(pipe, "
         "mesh=mesh, weights='tensor') with a mesh of init_context_parallel_mesh(max_tensor_dim_size=...); one that diffusers' "
         "TensorParallelConfig(mesh=mesh['tensor']) sharded takes the same mesh, without weights=.",
+    ),
+    Refusal(
+        "stages of a model whose blocks hand on more than tokens",
+        (When.PARALLELIZE,),
+        _no_stages,
+        "{cls} cannot run in stages: {reason}. Use a mesh without 'pipe' (max_pipe_dim_size); weights='fsdp' shards any model.",
+        TypeError,
+    ),
+    Refusal(
+        "stages of weights that something else places",
+        (When.PARALLELIZE,),
+        _placed_stages,
+        "{name} {placed}, and a stage frees the blocks of others. Call {undo} before parallelize_pipe(pipe, mesh=mesh), or use a mesh "
+        "without 'pipe'.",
+        ValueError,
+    ),
+    Refusal(
+        "stages in one graph",
+        (When.PARALLEL_CALL,),
+        _compiled_stages,
+        "{name} was compiled as a whole, and a graph cannot wait for another stage. Use it uncompiled, and compile its blocks: "
+        "transformer.compile_repeated_blocks(fullgraph=True).",
+    ),
+    Refusal(
+        "a cache over stages that cannot decide or store",
+        (When.CACHED_CALL,),
+        _uncached_stages,
+        "{name} runs in stages, and cannot be cached so: {reason}. Use a mesh without 'pipe', other options, or "
+        "remove_cache_from_pipe(pipe).",
     ),
     Refusal(
         "weights that ranks share which need not run the same blocks",

@@ -32,9 +32,13 @@ class Order(IntEnum):
     GUIDANCE = auto()
     # It tells branches apart by whole arguments.
     CACHE = auto()
+    # What stages give each other is whole: a plan has gathered it.
+    STAGES = auto()
     # A cache measures what a block makes of its own tokens.
     PLAN = auto()
     CACHED_BLOCK = auto()
+    # A block that a cache skips waits for no other stage.
+    STAGED_BLOCK = auto()
 
 
 # A private subclass holds under this prefix and the method's name what runs instead of that method.

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from para_core.mesh import (
     MESH_DIMS,
+    PIPE_DIM,
     TENSOR_DIM,
     GuidedMesh,
     SequenceMesh,
@@ -114,6 +115,7 @@ def init_context_parallel_mesh(
     max_ring_dim_size: int | None = None,
     max_ulysses_dim_size: int | None = None,
     max_tensor_dim_size: int | None = None,
+    max_pipe_dim_size: int | None = None,
 ) -> DeviceMesh:
     """A ``DeviceMesh`` with dims ``("batch", "ring", "ulysses")`` over all ranks; see :func:`choose_mesh_shape`.
 
@@ -121,7 +123,8 @@ def init_context_parallel_mesh(
     neither maximum given, Ulysses is inside the hosts and the ring between them (docs/several_nodes.md).
 
     With ``max_tensor_dim_size``, the dim ``"tensor"`` is behind these, of the largest size that divides the ranks: of neighbours, for
-    they exchange most (``shard_weights(pipe, mesh, method="tensor")``).
+    they exchange most (``shard_weights(pipe, mesh, method="tensor")``). With ``max_pipe_dim_size``, the dim ``"pipe"`` is in front of
+    them, likewise: of ranks that hold consecutive blocks (``parallelize_pipe``), and exchange least.
 
     Every rank calls it with the same arguments. To use only some of the ranks, build a larger mesh and pass a slice
     of it (``mesh["ring", "ulysses"]``) wherever a mesh is taken. A dim of size 1 costs no communicator: its group is one gloo
@@ -139,10 +142,12 @@ def init_context_parallel_mesh(
         accelerator = torch.accelerator.current_accelerator()
         device_type = accelerator.type if accelerator is not None else "cpu"
     _require_maximum("max_tensor_dim_size", max_tensor_dim_size)
+    _require_maximum("max_pipe_dim_size", max_pipe_dim_size)
     tensor = _largest_divisor(dist.get_world_size(), max_tensor_dim_size or 1)
     on_host = ranks_per_host()
+    pipe = _largest_divisor(dist.get_world_size() // tensor, max_pipe_dim_size or 1)
     shape: tuple[int, ...] = choose_mesh_shape(
-        dist.get_world_size() // tensor,
+        dist.get_world_size() // (tensor * pipe),
         max_batch_dim_size=max_batch_dim_size,
         max_ring_dim_size=max_ring_dim_size,
         max_ulysses_dim_size=max_ulysses_dim_size,
@@ -151,6 +156,8 @@ def init_context_parallel_mesh(
     names: tuple[str, ...] = MESH_DIMS
     if max_tensor_dim_size is not None:
         shape, names = (*shape, tensor), (*MESH_DIMS, TENSOR_DIM)
+    if max_pipe_dim_size is not None:
+        shape, names = (pipe, *shape), (PIPE_DIM, *names)
     mesh = _mesh_of_shape(device_type, shape, names)
     # Only now: where nothing was put on a GPU yet, init_device_mesh chooses this rank's.
     require_own_gpus(mesh, guided_mesh(mesh))

@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 MESH_DIMS = ("batch", "ring", "ulysses")
 # Behind these, where weights are sharded by tensor parallelism: each of its ranks has other heads of the same tokens.
 TENSOR_DIM = "tensor"
+# In front of them, where weights are held in stages: each of its ranks has other blocks, for the same tokens.
+PIPE_DIM = "pipe"
 
 
 def require_process_group(caller: str) -> None:
@@ -161,25 +163,27 @@ def _check_alive(dims: tuple[MeshDim, ...]) -> None:
 
 @dataclass(frozen=True)
 class GuidedMesh:
-    """All ranks that work on one image: for each index along ``batch``, which shares branches of guidance, a ``sequence``, for each of
-    whose ranks those of ``tensor``, which share the heads of its tokens."""
+    """All ranks that work on one image: for each index along ``pipe``, which has blocks of its own, and along ``batch``, which shares
+    branches of guidance, a ``sequence``, for each of whose ranks those of ``tensor``, which share the heads of its tokens."""
 
     batch: MeshDim
     sequence: SequenceMesh
-    # Without a default: Dynamo of torch 2.11 cannot take a value of ours for one, and modes are made inside compiled functions.
+    # Without defaults: Dynamo of torch 2.11 cannot take a value of ours for one, and modes are made inside compiled functions.
     tensor: MeshDim
+    pipe: MeshDim
 
     @property
     def ranks(self) -> int:
-        return self.batch.size * self.sequence.ranks * self.tensor.size
+        return self.pipe.size * self.batch.size * self.sequence.ranks * self.tensor.size
 
     @property
     def rank(self) -> int:
-        return (self.batch.index * self.sequence.ranks + self.sequence.rank) * self.tensor.size + self.tensor.index
+        guided = self.pipe.index * self.batch.size + self.batch.index
+        return (guided * self.sequence.ranks + self.sequence.rank) * self.tensor.size + self.tensor.index
 
     @property
     def dims(self) -> tuple[MeshDim, ...]:
-        return (self.tensor, *self.sequence.dims, self.batch)
+        return (self.tensor, *self.sequence.dims, self.batch, self.pipe)
 
     def check_alive(self) -> None:
         _check_alive(self.dims)
@@ -187,20 +191,22 @@ class GuidedMesh:
 
 def one_guided_rank(device_type: str) -> GuidedMesh:
     """The mesh of a process that works alone; needs no process group."""
-    return GuidedMesh(dim_of_one("batch"), one_rank(device_type), dim_of_one(TENSOR_DIM))
+    return GuidedMesh(dim_of_one("batch"), one_rank(device_type), dim_of_one(TENSOR_DIM), dim_of_one(PIPE_DIM))
 
 
 def guided_mesh(mesh: DeviceMesh | ProcessGroup, *, group_dim: str = "ulysses") -> GuidedMesh:
-    """Read a user's ``mesh``: as :func:`sequence_mesh`, with or without a ``batch`` and a ``tensor`` dim (or of these alone)."""
+    """Read a user's ``mesh``: as :func:`sequence_mesh`, with or without a ``batch``, ``tensor`` and ``pipe`` dim (or of these alone)."""
     names = (mesh.mesh_dim_names or ()) if isinstance(mesh, DeviceMesh) else ()
-    batch, tensor = (dim_of_one(name) for name in ("batch", TENSOR_DIM))
+    batch, tensor, pipe = (dim_of_one(name) for name in ("batch", TENSOR_DIM, PIPE_DIM))
     if isinstance(mesh, DeviceMesh) and "batch" in names:
         batch = batch_mesh(mesh).ulysses
     if isinstance(mesh, DeviceMesh) and TENSOR_DIM in names:
         tensor = _dim_of_group(TENSOR_DIM, mesh.get_group(TENSOR_DIM))
-    if isinstance(mesh, DeviceMesh) and names and set(names) <= {"batch", TENSOR_DIM}:
-        return GuidedMesh(batch, one_rank(mesh.device_type), tensor)
-    return GuidedMesh(batch, sequence_mesh(mesh, group_dim=group_dim), tensor)
+    if isinstance(mesh, DeviceMesh) and PIPE_DIM in names:
+        pipe = _dim_of_group(PIPE_DIM, mesh.get_group(PIPE_DIM))
+    if isinstance(mesh, DeviceMesh) and names and set(names) <= {"batch", TENSOR_DIM, PIPE_DIM}:
+        return GuidedMesh(batch, one_rank(mesh.device_type), tensor, pipe)
+    return GuidedMesh(batch, sequence_mesh(mesh, group_dim=group_dim), tensor, pipe)
 
 
 def one_rank(device_type: str) -> SequenceMesh:
@@ -232,7 +238,7 @@ def sequence_mesh(mesh: DeviceMesh | ProcessGroup, *, group_dim: str = "ulysses"
                 f"mesh has {given}; expected a dim named 'ring', 'ulysses' or both. "
                 "init_context_parallel_mesh() makes one; init_device_mesh(..., mesh_dim_names=('ring', 'ulysses')) too."
             )
-        unknown = [name for name in names if name not in (*MESH_DIMS, TENSOR_DIM)]
+        unknown = [name for name in names if name not in (*MESH_DIMS, TENSOR_DIM, PIPE_DIM)]
         if unknown:
             wanted = ", ".join(repr(name) for name in names if name in MESH_DIMS)
             raise ValueError(
@@ -241,7 +247,9 @@ def sequence_mesh(mesh: DeviceMesh | ProcessGroup, *, group_dim: str = "ulysses"
         if mesh.get_coordinate() is None:
             raise ValueError(f"rank {dist.get_rank()} is not part of the mesh with {given}; only its members use it.")
         try:
-            dims = {name: _dim_of_group(name, mesh.get_group(name)) for name in names if name != TENSOR_DIM}
+            dims = {
+                name: _dim_of_group(name, mesh.get_group(name)) for name in names if name not in (TENSOR_DIM, PIPE_DIM)
+            }
         except RuntimeError as error:
             raise RuntimeError(
                 f"the process groups of the mesh with {given} were destroyed. Build the mesh again after "

@@ -18,7 +18,7 @@ from para_core.adapters.supported import tensor_plan_for, transformers_of
 from para_core.adapters.weights.components import blocks_of, components_of
 from para_core.agreement import Record, agree, first_difference, raising_on_all, signature
 from para_core.instance import Order, original_class, unwrap, wrap_method, written_class
-from para_core.mesh import MESH_DIMS, TENSOR_DIM, GuidedMesh, SequenceMesh
+from para_core.mesh import MESH_DIMS, PIPE_DIM, TENSOR_DIM, GuidedMesh, SequenceMesh
 from para_core.weights.fsdp import gather_blocks, is_sharded, require_shardable, shard_blocks, shard_mesh
 from para_core.weights.group import as_ranks, sequence_ranks, timeout_of, weights_mesh
 from para_core.weights.tensor import gather_tensors, require_tensor_plan_fits, shard_tensors, tensor_mesh
@@ -158,7 +158,7 @@ def _other_weights(records: list[Record]) -> str:
 
 def _is_of_fsdp(mesh: Any) -> TypeGuard[DeviceMesh]:
     """Whether ``mesh`` has none of our dims."""
-    return isinstance(mesh, DeviceMesh) and not set(mesh.mesh_dim_names or ()) & set(MESH_DIMS)
+    return isinstance(mesh, DeviceMesh) and not set(mesh.mesh_dim_names or ()) & {*MESH_DIMS, PIPE_DIM}
 
 
 def _tensor_size(ranks: Any) -> int:

@@ -45,6 +45,7 @@ from para_core.instance import original_class
 from para_core.mesh import SequenceMesh
 from para_core.modes.unified import UnifiedAttnMode
 from para_core.plans.region import attention_is_skipped, plan_mesh
+from para_core.staged import on_all_stages
 
 
 class BlockCache:
@@ -274,6 +275,7 @@ class BlockCache:
         if not role.skipped:
             output = call(block, *args, **kwargs)
             if role.decides:
+                output = on_all_stages(self.module, block, output)
                 outputs = as_tuple(output)
                 require_streams(role, block, given, outputs)
                 self._decide(outputs[role.streams.index(role.measured)] - self._before)

@@ -18,6 +18,7 @@ from benchmarks.tiny_unets import UNET_PIPELINES
 from para_core.adapters import parallelize_pipe, parallelize_transformer
 from para_core.adapters.refusals import REFUSALS, Case, When, cases_of, reason_against, refuse
 from para_core.adapters.weights.components import blocks_of
+from para_core.adapters.weights.stages import hold_stage
 from para_core.cache.options import CacheOptions
 from para_core.mesh import guided_mesh
 from para_core.plans.region import plan_mesh
@@ -240,6 +241,23 @@ def sharded_and_cached(mesh):
     return Case(pipe, pipe.transformer, "transformer", options=CacheOptions(0.1))
 
 
+def in_stages(mesh):
+    return replace(mesh, pipe=mesh.sequence.ulysses)
+
+
+def compiled_stages(mesh):
+    """In place, behind the split."""
+    pipe = flux_pipe()
+    hold_stage(pipe.transformer, mesh.sequence.ulysses)
+    return Case(pipe, compiled_in_place(pipe.transformer), "transformer", mesh=in_stages(mesh))
+
+
+def cached_stages(mesh):
+    pipe = flux_pipe()
+    hold_stage(pipe.transformer, mesh.sequence.ulysses)
+    return Case(pipe, pipe.transformer, "transformer", options=CacheOptions(0.1, rule="modulated_input"))
+
+
 # Of each row: before what, a case of it, and what is said.
 CASES = {
     "a pipeline without a transformer, in parallel": (
@@ -301,6 +319,26 @@ CASES = {
         When.SHARD,
         lambda mesh: on_flux(lambda model: changed(model, _hf_hook=object()), mesh),
         r"^pipe\.transformer is moved by a hook of accelerate .*Call pipe\.remove_all_hooks\(\) first",
+    ),
+    "stages of a model whose blocks hand on more than tokens": (
+        When.PARALLELIZE,
+        lambda mesh: Case(*[MODELS["hunyuandit"].build()] * 2, mesh=in_stages(mesh)),
+        r"^HunyuanDiT2DModel cannot run in stages: it hands more from block to block than tokens, or .*weights='fsdp' shards any model\.$",
+    ),
+    "stages of weights that something else places": (
+        When.PARALLELIZE,
+        lambda mesh: on_flux(lambda model: changed(model.proj_out, _hf_hook=object()) and None, in_stages(mesh)),
+        r"^pipe\.transformer is moved by a hook of accelerate, .*Call pipe\.remove_all_hooks\(\) before",
+    ),
+    "stages in one graph": (
+        When.PARALLEL_CALL,
+        compiled_stages,
+        r"^pipe\.transformer was compiled as a whole, .*transformer\.compile_repeated_blocks\(fullgraph=True\)\.$",
+    ),
+    "a cache over stages that cannot decide or store": (
+        When.CACHED_CALL,
+        cached_stages,
+        r"^pipe\.transformer runs in stages, and cannot be cached so: its rule asks the weights of the first block",
     ),
     "weights that ranks share which need not run the same blocks": (
         When.CACHED_CALL,

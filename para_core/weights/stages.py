@@ -1,0 +1,265 @@
+"""Weights in stages: ranks along the mesh dim ``pipe`` hold consecutive blocks of a model, and hand tokens on. Exact.
+
+Each rank runs the model's own code. A block that is another stage's returns what it was given; before the first own block tokens
+come from the stage before, and what the first block behind the own ones is given goes to the next stage: so what a model does between
+blocks is done once. Embeddings, and what follows the blocks, are computed on every rank; the result is that of the last stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from para_core.instance import Order, original_class, unwrap, wrap_alike, wrap_method, wrapper
+from para_core.mesh import MeshDim
+from para_core.plans.places import parameters_of
+from para_core.point_to_point import Links
+from para_core.staged import STAGES
+
+# Called with the arguments of a call, by name; raises where ranks differ.
+RequireEqual = Callable[[Mapping[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class StagedBlock:
+    """Args:
+    block: of the stack, in the order in which they run.
+    streams: parameters of its ``forward`` whose changed values it returns, in that order; of one, it returns the tensor itself.
+    cost: of computing it, in any unit.
+    """
+
+    block: nn.Module
+    streams: tuple[str, ...]
+    cost: float
+
+
+def balanced(costs: Sequence[float], num_stages: int) -> list[range]:
+    """Consecutive blocks for each stage, at least one, so that the slowest stage costs least; of equals, more to the first ones.
+
+    >>> balanced([2, 2, 1, 1, 1, 1], 2)
+    [range(0, 2), range(2, 6)]
+
+    Raises:
+        ValueError: there are fewer blocks than stages.
+    """
+    if num_stages > len(costs):
+        raise ValueError(
+            f"the model has {len(costs)} blocks, too few for {num_stages} stages. Give fewer ranks to 'pipe': "
+            f"max_pipe_dim_size={len(costs)} at most."
+        )
+    before = [0.0, *accumulate(costs)]
+    # Of the first `end` blocks in so many stages: what the slowest one costs, and where the last one begins.
+    best = [(total, 0) for total in before]
+    starts = [best]
+    for stage in range(1, num_stages):
+        best = [
+            min(
+                ((max(best[start][0], before[end] - before[start]), start) for start in range(stage, end)),
+                key=lambda found: (found[0], -found[1]),
+                default=(float("inf"), 0),
+            )
+            for end in range(len(before))
+        ]
+        starts.append(best)
+    ends = [len(costs)]
+    for found in reversed(starts[1:]):
+        ends.append(found[ends[-1]][1])
+    return [range(start, end) for start, end in zip([0, *ends[:0:-1]], ends[::-1], strict=True)]
+
+
+class Stages:
+    """One model's blocks over the ranks of ``dim``; for eager code, one thread, and inference.
+
+    Args:
+        require_equal: called with the arguments of each call, outside of :func:`known_equal_stages`.
+    """
+
+    def __init__(
+        self, module: nn.Module, blocks: Sequence[StagedBlock], dim: MeshDim, require_equal: RequireEqual | None
+    ) -> None:
+        self.module, self.blocks, self.dim, self.require_equal = module, list(blocks), dim, require_equal
+        self.ranges = balanced([one.cost for one in blocks], dim.size)
+        self.own = self.ranges[dim.index]
+        # The caller has seen to it that all ranks call alike.
+        self.known_equal = False
+        self._parameters = parameters_of(module)
+        last = dim.size - 1
+        self.links = Links(dim, [*[(i, i + 1) for i in range(last)], *[(last, i) for i in range(last)]])
+
+    @property
+    def is_last(self) -> bool:
+        return self.dim.index == self.dim.size - 1
+
+    def owner(self, index: int) -> int:
+        """The stage that computes block ``index``."""
+        return next(stage for stage, own in enumerate(self.ranges) if index in own)
+
+    def install(self) -> None:
+        """Put what is done at it around the model, and around each block at which something is done."""
+        wrap_method(self.module, "__call__", STAGES, self.run, order=Order.STAGES)
+        foreign: dict[tuple[tuple[str, ...], tuple[str, ...]], list[nn.Module]] = {}
+        for index, one in enumerate(self.blocks):
+            if index == self.own.start and self.dim.index > 0:
+                around = _Around(self, one, self._received)
+                wrap_method(one.block, "__call__", STAGES, around, order=Order.STAGED_BLOCK)
+            elif index == self.own.stop:
+                around = _Around(self, one, self._sent)
+                wrap_method(one.block, "__call__", STAGES, around, order=Order.STAGED_BLOCK)
+            elif index not in self.own:
+                foreign.setdefault((one.streams, parameters_of(one.block)), []).append(one.block)
+        for (streams, _), found in foreign.items():
+            around = _Around(self, StagedBlock(found[0], streams, 0), None)
+            wrap_alike(found, "__call__", STAGES, around, order=Order.STAGED_BLOCK)
+
+    # -- around the model
+
+    def run(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        """A call of the model: what it gives on the last stage, on every rank."""
+        if self.require_equal is not None and not self.known_equal:
+            self.require_equal({**dict(zip(self._parameters, args, strict=False)), **kwargs})
+        try:
+            output = self.on_all_from(self.dim.size - 1, call(module, *args, **kwargs))
+        except BaseException:
+            self.links.forget()
+            raise
+        self.links.drain()
+        return output
+
+    def on_all(self, block: nn.Module, output: Any) -> Any:
+        index = next(index for index, one in enumerate(self.blocks) if one.block is block)
+        return self.on_all_from(self.owner(index), output)
+
+    def on_all_from(self, stage: int, tree: Any) -> Any:
+        """The tensors of ``tree`` as they are on ``stage``, on all ranks."""
+        return pytree.tree_map_only(Tensor, lambda x: self.links.from_rank(x, stage), tree)
+
+    # -- around a block
+
+    def _received(self, given: list[Any], compute: Callable[[list[Any]], Any]) -> Any:
+        """The first own block, with the tokens of the stage before. What it was given here tells their form."""
+        arriving = [None if x is None else self.links.receive(x, self.dim.index - 1) for x in given]
+        return compute([None if one is None else one.wait() for one in arriving])
+
+    def _sent(self, given: list[Any], compute: Callable[[list[Any]], Any]) -> Any:
+        """The first block behind the own ones."""
+        for x in given:
+            if x is not None:
+                self.links.send(x, self.dim.index + 1)
+        return None
+
+
+class _Around:
+    """What runs in place of one block; ``do(given, compute)``, or nothing, gives what it returns, or hands on what it was given."""
+
+    def __init__(
+        self, stages: Stages, one: StagedBlock, do: Callable[[list[Any], Callable[[list[Any]], Any]], Any] | None
+    ) -> None:
+        self._do, self._streams, self._parameters = do, one.streams, parameters_of(one.block)
+        self._cls = original_class(stages.module).__name__
+
+    def __call__(self, call: Callable[..., Any], block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                f"a {self._cls} in stages was compiled as a whole, and a graph cannot wait for another stage. Compile its blocks: "
+                "transformer.compile_repeated_blocks(fullgraph=True)."
+            )
+        places = [self._parameters.index(name) for name in self._streams]
+        given = [
+            args[place] if place < len(args) else kwargs.get(name)
+            for place, name in zip(places, self._streams, strict=True)
+        ]
+
+        def compute(values: list[Any]) -> Any:
+            positional, named = list(args), dict(kwargs)
+            for place, name, value in zip(places, self._streams, values, strict=True):
+                if place < len(positional):
+                    positional[place] = value
+                elif name in named:
+                    named[name] = value
+            return call(block, *positional, **named)
+
+        found = None if self._do is None else self._do(given, compute)
+        if found is not None:
+            return found
+        return given[0] if len(given) == 1 else tuple(given)
+
+
+# -- applying and removing
+
+
+def hold_stages(
+    module: nn.Module, blocks: Sequence[StagedBlock], dim: MeshDim, *, require_equal: RequireEqual | None = None
+) -> Stages:
+    """Run ``module`` in stages over ``dim`` from now on, and free the weights of the blocks of other stages (meta device).
+
+    Every rank of ``dim`` has loaded the same weights, or, of blocks of other stages, none. The parameters take no gradients afterwards.
+    """
+    stages = Stages(module, blocks, dim, require_equal)
+    stages.install()
+    module.requires_grad_(False)
+    for index, one in enumerate(stages.blocks):
+        if index not in stages.own:
+            one.block.to("meta")
+    return stages
+
+
+def stages_of(module: nn.Module) -> Stages | None:
+    """What :func:`hold_stages` put around ``module``, if it did."""
+    found = getattr(wrapper(module, "__call__", STAGES), "__self__", None)
+    return found if isinstance(found, Stages) else None
+
+
+def gather_stages(module: nn.Module) -> None:
+    """Undo :func:`hold_stages`: every rank holds all blocks again, sent by those that do. All ranks of the dim call it.
+
+    Raises:
+        RuntimeError: the ranks are gone, and the weights with them.
+    """
+    stages = stages_of(module)
+    if stages is None:
+        return
+    _require_ranks(stages)
+    device = next(x.device for x in stages.blocks[stages.own.start].block.parameters())
+    for index, one in enumerate(stages.blocks):
+        if index not in stages.own:
+            one.block.to_empty(device=device)
+        with torch.no_grad():
+            for x in (*one.block.parameters(), *one.block.buffers()):
+                # As they lie in memory: a kernel may add in another order where they do not.
+                x.copy_(stages.links.from_rank(x, stages.owner(index)))
+    for one in stages.blocks:
+        unwrap(one.block, STAGES)
+    unwrap(module, STAGES)
+
+
+def _require_ranks(stages: Stages) -> None:
+    if (
+        not torch.distributed.is_initialized()
+        or stages.dim.group not in torch.distributed.distributed_c10d._world.pg_map
+    ):
+        raise RuntimeError(
+            f"this {original_class(stages.module).__name__} holds blocks {stages.own.start} to {stages.own.stop - 1} of "
+            f"{len(stages.blocks)}; the other stages have the rest, and their process group was destroyed. Load the pipeline again: "
+            "from_pretrained(...)."
+        )
+
+
+@contextmanager
+def known_equal_stages(module: nn.Module) -> Iterator[None]:
+    """Inside, ``module`` is called alike on all ranks, so its calls do not ask."""
+    stages = stages_of(module)
+    if stages is None:
+        yield
+        return
+    before, stages.known_equal = stages.known_equal, True
+    try:
+        yield
+    finally:
+        stages.known_equal = before

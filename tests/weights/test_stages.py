@@ -1,0 +1,283 @@
+"""Blocks in stages along ``pipe`` give the very same numbers as all blocks on one rank, and each rank holds its own alone."""
+
+import itertools
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+
+from benchmarks.launches import fake_group
+from benchmarks.weights_table import NAMES, build, call
+from para_core import init_context_parallel_mesh, reset_cache
+from para_core.adapters import (
+    apply_cache_on_pipe,
+    apply_cache_on_transformer,
+    cache_report,
+    parallelize_pipe,
+    parallelize_transformer,
+    unparallelize_pipe,
+    unparallelize_transformer,
+)
+from para_core.adapters.weights.stages import cost_of, stack_of
+from para_core.mesh import guided_mesh
+from para_core.weights.stages import balanced, stages_of
+from tests.rank_pool import RankPoolError
+from tests.tiny import flux_pipe, flux_transformer
+from tests.weights.pipes import generate, make
+
+DIMS = ("pipe", "batch", "ring", "ulysses")
+
+
+def held(module):
+    return sum(x.nbytes for x in module.parameters() if not x.is_meta)
+
+
+# -- which blocks
+
+
+@given(costs=st.lists(st.integers(1, 9), min_size=1, max_size=9), num_stages=st.integers(1, 5))
+def test_the_slowest_stage_costs_the_least_that_is_possible(costs, num_stages):
+    if num_stages > len(costs):
+        with pytest.raises(
+            ValueError, match=f"{len(costs)} blocks, too few for {num_stages} stages.*max_pipe_dim_size"
+        ):
+            balanced(costs, num_stages)
+        return
+    found = balanced(costs, num_stages)
+    assert [index for own in found for index in own] == list(range(len(costs)))
+    assert all(found)
+    places = itertools.combinations(range(1, len(costs)), num_stages - 1)
+    ways = [[0, *inner, len(costs)] for inner in places]
+    least = min(max(sum(costs[a:b]) for a, b in itertools.pairwise(way)) for way in ways)
+    assert max(sum(costs[index] for index in own) for own in found) == least
+
+
+def test_a_double_block_of_flux_costs_what_a_single_one_costs_though_it_has_twice_the_weights():
+    transformer = flux_transformer()
+    double, single = transformer.transformer_blocks[0], transformer.single_transformer_blocks[0]
+    assert held(double) > 2 * held(single)
+    assert 0.8 < cost_of(double) / cost_of(single) < 1.25
+    assert [one.block for one in stack_of(transformer)] == [
+        *transformer.transformer_blocks,
+        *transformer.single_transformer_blocks,
+    ]
+
+
+# -- the mesh
+
+
+def shapes_of_meshes():
+    with pytest.raises(TypeError, match="max_pipe_dim_size is '2'; expected a positive integer"):
+        init_context_parallel_mesh("cpu", max_pipe_dim_size="2")
+    mesh = init_context_parallel_mesh("cpu", max_pipe_dim_size=2, max_batch_dim_size=2)
+    assert mesh.mesh_dim_names == DIMS
+    guided = guided_mesh(mesh)
+    assert (guided.ranks, guided.rank) == (4, dist.get_rank())
+    assert init_context_parallel_mesh("cpu").mesh_dim_names == DIMS[1:]
+    alone = guided_mesh(init_context_parallel_mesh("cpu", max_pipe_dim_size=4)["pipe"])
+    return [guided.pipe.index, guided.batch.index, guided.sequence.ranks, alone.pipe.index, alone.ranks]
+
+
+def test_ranks_of_a_stage_are_neighbours(rank_pool):
+    assert rank_pool.run(shapes_of_meshes, 4) == [[0, 0, 1, 0, 4], [0, 1, 1, 1, 4], [1, 0, 1, 2, 4], [1, 1, 1, 3, 4]]
+
+
+# -- exactness
+
+
+def cached(transformer, name):
+    """Of a second, similar call, whose blocks are skipped, and a third, which is computed."""
+    apply_cache_on_transformer(transformer, residual_diff_threshold=10.0, max_consecutive_hits=1)
+    reset_cache(transformer)
+    return [call(transformer, name, change) for change in (0.0, 0.01, 0.02)]
+
+
+def in_stages(names, shape, cache=False):
+    """Of each model, whether the bits are those without stages, and what share of the weights this rank holds."""
+    mesh, found = init_device_mesh("cpu", shape, mesh_dim_names=DIMS), {}
+    for name in names:
+        transformer, whole = build(name), build(name)
+        if mesh["batch", "ring", "ulysses"].size() > 1:
+            parallelize_transformer(whole, mesh=mesh["batch", "ring", "ulysses"])
+        everything = held(transformer)
+        parallelize_transformer(transformer, mesh=mesh)
+        outs = [cached(each, name) if cache else [call(each, name)] for each in (transformer, whole)]
+        own = stages_of(transformer).own
+        assert all(
+            x.is_meta != (index in own)
+            for index, one in enumerate(stack_of(transformer))
+            for x in one.block.parameters()
+        )
+        found[name] = all(map(torch.equal, *outs)), held(transformer) / everything
+    return found
+
+
+def check(rank_pool, names, shape, **options):
+    everything = rank_pool.run(in_stages, torch.Size(shape).numel(), names, shape, **options)
+    for found in everything:
+        assert all(equal for equal, _ in found.values()), found
+        assert all(share < 0.9 for _, share in found.values()), found
+
+
+def test_two_stages_give_the_same_bits(rank_pool):
+    check(rank_pool, list(NAMES.values()), (2, 1, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("names", "shape"),
+    [
+        (["flux"], (2, 1, 1, 2)),
+        (["hunyuan"], (2, 1, 2, 1)),
+        (["cogvideox, rotary"], (2, 2, 1, 1)),
+        (["flux"], (4, 1, 1, 1)),
+    ],
+)
+def test_stages_of_a_mesh_give_the_bits_of_that_mesh(rank_pool, names, shape):
+    check(rank_pool, names, shape)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("shape", [(2, 1, 1, 2), (2, 1, 2, 1), (2, 2, 1, 1)])
+def test_stages_of_every_family_give_the_bits_of_their_mesh(rank_pool, shape):
+    check(rank_pool, list(NAMES.values()), shape)
+
+
+@pytest.mark.parametrize(
+    ("names", "shape"),
+    [
+        (["flux", "wan"], (2, 1, 1, 1)),
+        pytest.param(list(NAMES.values()), (2, 1, 1, 1), marks=pytest.mark.long),
+        pytest.param(list(NAMES.values()), (2, 1, 1, 2), marks=pytest.mark.long),
+    ],
+)
+def test_a_cache_skips_over_stages_as_on_one_rank(rank_pool, names, shape):
+    check(rank_pool, names, shape, cache=True)
+
+
+def whole_pipelines(name, shape):
+    """Also with a cache, undone, and once more."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=DIMS)
+    pipe = make(name)
+    if mesh["batch", "ring", "ulysses"].size() > 1:
+        parallelize_pipe(pipe, mesh=mesh["batch", "ring", "ulysses"])
+    expected = [generate(pipe, name, num_inference_steps=3)]
+    apply_cache_on_pipe(pipe, residual_diff_threshold=2.0, max_consecutive_hits=1)
+    expected.append(generate(pipe, name, num_inference_steps=3))
+    pipe = parallelize_pipe(make(name), mesh=mesh)
+    state = {part: x.shape for part, x in pipe.transformer.state_dict().items()}
+    found = [generate(pipe, name, num_inference_steps=3)]
+    apply_cache_on_pipe(pipe, residual_diff_threshold=2.0, max_consecutive_hits=1)
+    found.append(generate(pipe, name, num_inference_steps=3))
+    hits = [row.hit for row in cache_report(pipe).rows]
+    classes = {type(block) for block in make(name).transformer.modules()}
+    unparallelize_pipe(pipe)
+    assert {part: x.shape for part, x in pipe.transformer.state_dict().items()} == state
+    assert all(map(torch.equal, pipe.transformer.state_dict().values(), make(name).transformer.state_dict().values()))
+    assert {type(block) for block in pipe.transformer.modules()} == classes
+    return expected, found, hits
+
+
+# Of Wan, branches over `batch`; HunyuanVideo's text is refined in front of its blocks.
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("flux", (2, 1, 1, 1)),
+        pytest.param("hunyuan", (2, 1, 1, 1), marks=pytest.mark.long),
+        pytest.param("qwen-image", (2, 1, 1, 2), marks=pytest.mark.long),
+        pytest.param("wan", (2, 2, 1, 1), marks=pytest.mark.long),
+        pytest.param("wan 2.2", (2, 1, 1, 1), marks=pytest.mark.long),
+        pytest.param("cogvideox", (2, 2, 1, 1), marks=pytest.mark.long),
+    ],
+)
+def test_pipelines_in_stages_give_the_same_bits_and_get_their_blocks_back(rank_pool, name, shape):
+    for expected, found, hits in rank_pool.run(whole_pipelines, torch.Size(shape).numel(), name, shape):
+        assert all(map(torch.equal, expected, found))
+        assert any(hits)
+
+
+def compiled_blocks():
+    transformer, whole = flux_transformer(), flux_transformer()
+    parallelize_transformer(transformer, mesh=init_context_parallel_mesh("cpu", max_pipe_dim_size=2))
+    for each in (transformer, whole):
+        each.compile_repeated_blocks(backend="aot_eager", fullgraph=True)
+    found = call(transformer, "flux"), call(whole, "flux")
+    with pytest.raises(RuntimeError, match="compiled as a whole, and a graph cannot wait for another stage"):
+        call(torch.compile(transformer, backend="aot_eager", fullgraph=True), "flux")
+    return found
+
+
+@pytest.mark.long
+def test_blocks_of_stages_may_be_compiled_and_the_whole_may_not(rank_pool):
+    for found in rank_pool.run(compiled_blocks, 2):
+        assert torch.equal(*found)
+
+
+# -- what goes wrong
+
+
+class Broken(RuntimeError):
+    """Of a block."""
+
+
+def one_stage_raises():
+    pipe = parallelize_pipe(make("flux"), mesh=init_context_parallel_mesh("cpu", max_pipe_dim_size=2), timeout=3)
+    generate(pipe, "flux")
+    if dist.get_rank() == 1:
+
+        def break_down(module, args):
+            raise Broken("this block is broken")
+
+        pipe.transformer.single_transformer_blocks[-1].register_forward_pre_hook(break_down)
+    started = time.monotonic()
+    try:
+        generate(pipe, "flux")
+    except RuntimeError as error:
+        return time.monotonic() - started < 30, str(error)
+
+
+def test_a_stage_that_raises_ends_all_ranks_with_the_cause(rank_pool):
+    first, second = rank_pool.run(one_stage_raises, 2)
+    assert first[0]
+    assert "rank 1 raised Broken: this block is broken" in first[1]
+    assert second == (True, "this block is broken")
+
+
+def one_stage_dies():
+    pipe = parallelize_pipe(make("flux"), mesh=init_context_parallel_mesh("cpu", max_pipe_dim_size=2), timeout=3)
+    if dist.get_rank() == 1:
+        import os
+
+        os._exit(3)
+    generate(pipe, "flux")
+
+
+@pytest.mark.long
+def test_a_stage_that_dies_ends_the_others(rank_pool):
+    with pytest.raises(RankPoolError):
+        rank_pool.run(one_stage_dies, 2)
+
+
+def too_late_and_gone():
+    pipe = parallelize_pipe(make("flux"), mesh=init_context_parallel_mesh("cpu", max_pipe_dim_size=2))
+    with pytest.raises(RuntimeError, match=r"FluxTransformer2DModel runs in stages.*Do it before parallelize_pipe"):
+        pipe.to("cpu")
+    with pytest.raises(ValueError, match=r"weights='fsdp' with a mesh of 2 stages"):
+        parallelize_pipe(pipe, mesh=init_context_parallel_mesh("cpu", max_pipe_dim_size=2), weights="fsdp")
+    transformer = flux_transformer()
+    parallelize_transformer(transformer, mesh=init_context_parallel_mesh("cpu", max_pipe_dim_size=2))
+    dist.destroy_process_group()
+    with pytest.raises(RuntimeError, match=r"holds blocks \d to \d of 4; .*was destroyed\. Load the pipeline again"):
+        unparallelize_transformer(transformer)
+
+
+def test_what_comes_too_late_says_what_to_do(rank_pool):
+    rank_pool.run(too_late_and_gone, 2)
+
+
+def test_more_stages_than_blocks_are_refused():
+    with fake_group(8), pytest.raises(ValueError, match="has 4 blocks, too few for 8 stages"):
+        parallelize_pipe(flux_pipe(), mesh=init_context_parallel_mesh("cpu", max_pipe_dim_size=8))
