@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from para_core.instance import Order, original_class, unwrap, wrap_alike, wrap_method, wrapper
 from para_core.mesh import MeshDim
 from para_core.plans.places import parameters_of
+from para_core.plans.region import attention_is_skipped
 from para_core.point_to_point import Links
 from para_core.staged import STAGES
 
@@ -89,6 +90,8 @@ class Stages:
         self.own = self.ranges[dim.index]
         # The caller has seen to it that all ranks call alike.
         self.known_equal = False
+        # Whether calls are of all tokens: their result then goes to every rank.
+        self.whole = True
         self._parameters = parameters_of(module)
         last = dim.size - 1
         self.links = Links(dim, [*[(i, i + 1) for i in range(last)], *[(last, i) for i in range(last)]])
@@ -107,23 +110,30 @@ class Stages:
         foreign: dict[tuple[tuple[str, ...], tuple[str, ...]], list[nn.Module]] = {}
         for index, one in enumerate(self.blocks):
             if index == self.own.start and self.dim.index > 0:
-                around = _Around(self, one, self._received)
+                around = _Around(one, self._received)
                 wrap_method(one.block, "__call__", STAGES, around, order=Order.STAGED_BLOCK)
             elif index == self.own.stop:
-                around = _Around(self, one, self._sent)
+                around = _Around(one, self._sent)
                 wrap_method(one.block, "__call__", STAGES, around, order=Order.STAGED_BLOCK)
             elif index not in self.own:
                 foreign.setdefault((one.streams, parameters_of(one.block)), []).append(one.block)
         for (streams, _), found in foreign.items():
-            around = _Around(self, StagedBlock(found[0], streams, 0), None)
+            around = _Around(StagedBlock(found[0], streams, 0), None)
             wrap_alike(found, "__call__", STAGES, around, order=Order.STAGED_BLOCK)
 
     # -- around the model
 
     def run(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """A call of the model: what it gives on the last stage, on every rank."""
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                f"a {original_class(module).__name__} in stages was compiled as a whole, and a graph cannot wait for another stage. "
+                "Compile its blocks: transformer.compile_repeated_blocks(fullgraph=True)."
+            )
         if self.require_equal is not None and not self.known_equal:
             self.require_equal({**dict(zip(self._parameters, args, strict=False)), **kwargs})
+        if not self.whole:
+            return call(module, *args, **kwargs)
         try:
             output = self.on_all_from(self.dim.size - 1, call(module, *args, **kwargs))
         except BaseException:
@@ -133,6 +143,8 @@ class Stages:
         return output
 
     def on_all(self, block: nn.Module, output: Any) -> Any:
+        # The blocks that a cache skips may be all of this stage.
+        attention_is_skipped(self.module)
         index = next(index for index, one in enumerate(self.blocks) if one.block is block)
         return self.on_all_from(self.owner(index), output)
 
@@ -158,18 +170,10 @@ class Stages:
 class _Around:
     """What runs in place of one block; ``do(given, compute)``, or nothing, gives what it returns, or hands on what it was given."""
 
-    def __init__(
-        self, stages: Stages, one: StagedBlock, do: Callable[[list[Any], Callable[[list[Any]], Any]], Any] | None
-    ) -> None:
+    def __init__(self, one: StagedBlock, do: Callable[[list[Any], Callable[[list[Any]], Any]], Any] | None) -> None:
         self._do, self._streams, self._parameters = do, one.streams, parameters_of(one.block)
-        self._cls = original_class(stages.module).__name__
 
     def __call__(self, call: Callable[..., Any], block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            raise RuntimeError(
-                f"a {self._cls} in stages was compiled as a whole, and a graph cannot wait for another stage. Compile its blocks: "
-                "transformer.compile_repeated_blocks(fullgraph=True)."
-            )
         places = [self._parameters.index(name) for name in self._streams]
         given = [
             args[place] if place < len(args) else kwargs.get(name)
