@@ -7,7 +7,7 @@ import mmap
 from collections import Counter
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ def from_pretrained_sharded(
     name: str | Path,
     *,
     mesh: Mesh | None = None,
-    weights: Method = "fsdp",
+    weights: Method | Literal["stages"] = "fsdp",
     dtype: torch.dtype | None = None,
     **options: Any,
 ) -> Any:
@@ -46,7 +46,7 @@ def from_pretrained_sharded(
         name: a folder, or a repository on the Hub, whose weights are safetensors. One rank of each node downloads it, while the others
             wait, however long it takes.
         mesh: as for :func:`parallelize_pipe`; left out: all ranks, as :func:`init_context_parallel_mesh` makes it.
-        weights: as for :func:`shard_weights`.
+        weights: as for :func:`shard_weights`; or ``"stages"``, with a mesh that has ``pipe``: of the blocks of other stages nothing is read.
         dtype: of floating-point weights; left out: that of the files. What a class keeps in float32 stays so.
         **options: of ``from_pretrained``; no ``device_map``.
 
@@ -58,32 +58,52 @@ def from_pretrained_sharded(
         RuntimeError: on every rank, if a file is missing, incomplete or corrupt on one of them, or files differ.
     """
     require_process_group("from_pretrained_sharded")
-    if weights not in METHODS:
-        raise ValueError(f"weights is {weights!r}; expected 'fsdp' or 'tensor'.")
+    if weights not in (*METHODS, "stages"):
+        raise ValueError(f"weights is {weights!r}; expected 'fsdp', 'tensor' or 'stages'.")
     for option in ("device_map", "torch_dtype", "quantization_config"):
         if options.get(option) is not None:
             raise ValueError(f"from_pretrained_sharded takes no {option}: {_INSTEAD[option]}")
     if mesh is None:
         mesh = init_context_parallel_mesh()
     guided = guided_mesh_for(mesh, None)
+    if (weights == "stages") != (guided.pipe.size > 1):
+        raise ValueError(
+            f"weights is {weights!r}, and the mesh has {guided.pipe.size} rank(s) along 'pipe': 'stages' goes with "
+            "init_context_parallel_mesh(max_pipe_dim_size=...), the others with a mesh without it."
+        )
     pipe, files = _loaded_on_all(pipeline, name, guided, options)
     parallelize_pipe(pipe, mesh=mesh)
-    shard_components(pipe, guided, weights, done_with=partial(_give_pages_back, _mapped(files)))
+    if weights != "stages":
+        shard_components(pipe, guided, weights, done_with=partial(_give_pages_back, _mapped(files)))
     with raising_on_all(guided, "what is not sharded could not be placed"):
-        for part in components_of(pipe).values():
-            for parameter in part.parameters():
-                if weights == "fsdp" and not isinstance(parameter, DTensor):
-                    # Small ones, out of the file: there they are not aligned, and kernels then add in another order.
-                    parameter.data = parameter.data.clone()
+        _own_weights(pipe, weights, _mapped(files))
         if dtype is not None:
             for part in _modules(pipe):
                 _cast(part, dtype)
-        device = guided.sequence.device_type
-        if device != "cpu":
-            for part in _modules(pipe):
-                if part not in components_of(pipe).values():
-                    part.to(device)
+        if guided.sequence.device_type != "cpu":
+            _move(pipe, weights, guided.sequence.device_type)
     return pipe
+
+
+def _own_weights(pipe: Any, weights: str, mapped: list[tuple[int, int]]) -> None:
+    """Out of the files what stays of them on this rank."""
+    for part in components_of(pipe).values():
+        for parameter in part.parameters():
+            if weights == "stages" and not parameter.is_meta:
+                in_file, parameter.data = parameter.data, parameter.data.clone()
+                _give_pages_back(mapped, in_file)
+            elif weights == "fsdp" and not isinstance(parameter, DTensor):
+                # Small ones, out of the file: there they are not aligned, and kernels then add in another order.
+                parameter.data = parameter.data.clone()
+
+
+def _move(pipe: Any, weights: str, device: str) -> None:
+    for part in _modules(pipe):
+        if weights == "stages":
+            for held in (*part.parameters(), *part.buffers()):
+                held.data = held.data if held.is_meta else held.data.to(device)
+        elif part not in components_of(pipe).values():
+            part.to(device)
 
 
 _INSTEAD = {

@@ -50,6 +50,28 @@ def test_what_was_loaded_in_parts_generates_the_same(rank_pool, folder, weights,
         assert torch.equal(shared, whole) if weights == "fsdp" else relative_error(shared, whole) < 1e-5
 
 
+def load_stages(folder, dtype):
+    mesh = init_context_parallel_mesh("cpu", max_pipe_dim_size=2)
+    pipe = from_pretrained_sharded(FluxPipeline, folder, mesh=mesh, weights="stages", dtype=dtype)
+    pipe.set_progress_bar_config(disable=True)
+    whole = FluxPipeline.from_pretrained(folder, dtype=dtype)
+    whole.set_progress_bar_config(disable=True)
+    for part in (whole.transformer, whole.text_encoder, whole.text_encoder_2):
+        for parameter in part.parameters():
+            parameter.data = parameter.data.clone()
+    with pytest.raises(ValueError, match=r"weights is 'fsdp', and the mesh has 2 rank\(s\) along 'pipe'"):
+        from_pretrained_sharded(FluxPipeline, folder, mesh=mesh)
+    held = {x.is_meta for x in pipe.transformer.parameters()}, {x.dtype for x in pipe.transformer.parameters()}
+    return pipe(**flux_call())[0], whole(**flux_call())[0], held
+
+
+@pytest.mark.parametrize("dtype", [None, pytest.param(torch.bfloat16, marks=pytest.mark.long)])
+def test_what_was_loaded_in_stages_generates_the_same(rank_pool, folder, dtype):
+    for found, whole, held in rank_pool.run(load_stages, 2, folder, dtype):
+        assert torch.equal(found, whole)
+        assert held == ({True, False}, {dtype or torch.float32})
+
+
 def proportional_set_size():
     """Bytes of this process: its own pages, and its share of those that it has in common with others."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
