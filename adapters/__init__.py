@@ -12,6 +12,7 @@ from para_core.adapters.caching.pipe import (
 from para_core.adapters.parallel import (
     parallelize_pipe,
     parallelize_transformer,
+    pipefusion_report,
     unparallelize_pipe,
     unparallelize_transformer,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "parallelize_transformer",
     "parallelize_unet",
     "parallelize_vae",
+    "pipefusion_report",
     "propose_plan",
     "remove_cache_from_pipe",
     "shard_weights",

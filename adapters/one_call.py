@@ -29,6 +29,7 @@ from para_core.adapters.refusals import Case, When, applied_mesh, reason_against
 from para_core.adapters.roll_call import Place, leave_reason, places_of_all, why_no_answer
 from para_core.adapters.supported import TRANSFORMERS
 from para_core.adapters.unet_rows import known_equal_unets
+from para_core.adapters.weights.pipefusion import FusedPipe
 from para_core.agreement import Record, Unanswered, agree, signature
 from para_core.collectives import broadcast_bytes
 from para_core.deferred import arrived
@@ -59,6 +60,7 @@ class ParallelCall:
     Attributes:
         vae: the autoencoder that was parallelized with the pipeline, if any.
         sharded: weights were sharded with it, too.
+        fused: its transformers run on patches, if they do.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class ParallelCall:
         self.mesh = mesh
         self.vae: nn.Module | None = None
         self.sharded = False
+        self.fused: FusedPipe | None = None
         self._transformers, self._unets = transformers, unets
         self._applied = {name: applied_mesh(module) for name, module in {**transformers, **unets}.items()}
         self._apart = apart
@@ -113,7 +116,10 @@ class ParallelCall:
                     wrap_method(component, "__call__", _GUIDANCE, self._share_out, order=Order.GUIDANCE)
             stack.enter_context(known_equal_unets(self._unets.values()))
             stack.enter_context(reasons_shared(token, self._places))
-            if not self._assume_equal:
+            if self.fused is not None:
+                # Its ranks come to a step at different times: a callback is not agreed upon, which would make them wait.
+                stack.enter_context(self.fused.generation(pipe))
+            elif not self._assume_equal:
                 agreed = AgreedCallbacks(pipe, self.mesh)
                 kwargs = stack.enter_context(around_callbacks(kwargs, _AGREED, agreed.run, order=Order.GUIDANCE))
             if self._apart:
@@ -122,7 +128,7 @@ class ParallelCall:
                 kwargs = stack.enter_context(
                     around_callbacks(kwargs, _CALLBACK, self._with_results, order=Order.GUIDANCE)
                 )
-            result = call(pipe, *args, **kwargs)
+            result = arrived(call(pipe, *args, **kwargs))
         return arrived(result)
 
     def _with_results(self, callback: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -343,7 +349,8 @@ def reasons_shared(token: str, places: Sequence[Place]) -> Iterator[None]:
                 f"another rank stopped answering in the middle of this call: {why_no_answer(token, places)} This rank "
                 "gave up waiting."
             ) from error
-        leave_reason(token, f"rank {dist.get_rank()} raised {type(error).__name__}: {error}")
+        if dist.is_initialized():  # one process alone may have no group
+            leave_reason(token, f"rank {dist.get_rank()} raised {type(error).__name__}: {error}")
         raise
 
 

@@ -22,12 +22,14 @@ from para_core.adapters.refusals import Case, When, cases_of, reason_against, re
 from para_core.adapters.supported import plan_for, transformers_of, unets_of
 from para_core.adapters.unet import parallelize_unet, unparallelize_unet
 from para_core.adapters.vae import parallelize_vae, unparallelize_vae
+from para_core.adapters.weights.pipefusion import FusedPipe, patches_of
 from para_core.adapters.weights.shard import METHODS, Method, shard_weights, unshard_weights, weights_groups
 from para_core.adapters.weights.stages import hold_stage, release_stage
 from para_core.cache.apply import cache_options
 from para_core.instance import original_class, uncompiled
 from para_core.mesh import GuidedMesh
 from para_core.plans.region import apply_plan, remove_plan
+from para_core.weights.pipefusion import PipeFusion, PipeFusionReport
 
 Pipeline = TypeVar("Pipeline")
 Transformer = TypeVar("Transformer", bound=nn.Module)
@@ -43,6 +45,7 @@ def parallelize_pipe(
     assume_equal: bool = False,
     vae: bool = False,
     weights: Method | Literal["replicate"] | None = None,
+    pipefusion: PipeFusion | None = None,
 ) -> Pipeline:
     """Generate each image of this one pipeline on all ranks of ``mesh``, exactly as on one.
 
@@ -67,6 +70,8 @@ def parallelize_pipe(
         vae: encode and decode on all ranks, too: ``parallelize_vae(pipe.vae, mesh=mesh)``.
         weights: ``"fsdp"`` or ``"tensor"``: ``shard_weights(pipe, mesh, method=weights)``; ``"replicate"``: every rank holds them all.
             Left out: as they are.
+        pipefusion: ``PipeFusion(...)``: the stages of a mesh with ``pipe`` work at once, on patches of the image that attend to keys of the
+            step before. Not exact; left out: stages are. Without stages one process computes the same (docs/stages.md).
 
     Returns:
         ``pipe``.
@@ -91,6 +96,11 @@ def parallelize_pipe(
             "weights= out, or use a mesh without 'pipe'; shard_weights(pipe, mesh, components=[...]) shards text encoders."
         )
     transformers, unets = transformers_of(pipe), unets_of(pipe)
+    if pipefusion is not None:
+        if not isinstance(pipefusion, PipeFusion):
+            raise TypeError(f"pipefusion is {pipefusion!r}; expected a PipeFusion of para_core, or None.")
+        for module in transformers.values():
+            patches_of(module, guided, adapter)
     plans = {name: plan_for(module, adapter=adapter) for name, module in transformers.items()}
     # Perturbed attention guidance takes the branches of a batch apart inside of the model: no rank has samples of its own.
     perturbed = hasattr(pipe, "pag_applied_layers")
@@ -103,7 +113,7 @@ def parallelize_pipe(
         parallelize_transformer(module, mesh=guided, text=text, adapter=adapter, assume_equal=assume_equal)
     for module in unets.values():
         parallelize_unet(module, mesh=guided, assume_equal=assume_equal, batched=not perturbed)
-    if guided.ranks > 1:
+    if guided.ranks > 1 or pipefusion is not None:
         if timeout is not None:
             set_timeout(guided, timeout, *weights_groups(pipe))
         in_one_batch = bool(unets) or any(plan is not None and plan.batched for plan in plans.values())
@@ -112,6 +122,8 @@ def parallelize_pipe(
         if autoencoder is not None:
             around.vae = parallelize_vae(autoencoder, mesh=guided)
         around.put_around(pipe)
+        if pipefusion is not None:
+            around.fused = FusedPipe(transformers, pipefusion, guided, adapter)
         if weights is not None and weights != "replicate":
             shard_weights(pipe, guided, method=weights)
             around.sharded = True
@@ -137,6 +149,8 @@ def unparallelize_pipe(pipe: Pipeline) -> Pipeline:
         unparallelize_vae(around.vae)
     if around is not None and around.sharded:
         unshard_weights(pipe)
+    if around is not None and around.fused is not None:
+        around.fused.remove()
     remove_parallel_call(pipe)
     for module in transformers_of(pipe).values():
         release_stage(module)
@@ -144,6 +158,16 @@ def unparallelize_pipe(pipe: Pipeline) -> Pipeline:
     for module in unets_of(pipe).values():
         unparallelize_unet(module)
     return pipe
+
+
+def pipefusion_report(pipe: Any) -> PipeFusionReport:
+    """What PipeFusion did in the last generation of ``pipe``, on this rank."""
+    around = parallel_call(pipe)
+    if around is None or around.fused is None:
+        raise ValueError(
+            f"this {original_class(pipe).__name__} runs without PipeFusion: parallelize_pipe(pipe, mesh=mesh, pipefusion=PipeFusion())."
+        )
+    return around.fused.report()
 
 
 def parallelize_transformer(

@@ -30,6 +30,7 @@ from para_core.instance import has_compiled_parts, original_class, uncompiled
 from para_core.mesh import GuidedMesh, SequenceMesh
 from para_core.plans.region import plan_mesh
 from para_core.weights.fsdp import is_sharded, shard_mesh
+from para_core.weights.pipefusion import fusion_of
 from para_core.weights.stages import stages_of
 from para_core.weights.tensor import tensor_mesh
 
@@ -257,6 +258,10 @@ def _compiled_stages(case: Case) -> bool:
 
 def _uncached_stages(case: Case) -> Mapping[str, Any] | None:
     """What a cache needs that only some of the stages have."""
+    if case.module is not None and fusion_of(case.module) is not None:
+        return {
+            "reason": "under PipeFusion a step computes patches, with keys of the step before, which may not be skipped"
+        }
     stages = None if case.module is None else stages_of(case.module)
     known = None if stages is None else adapter_for(case.module, case.adapter)
     if stages is None or known is None or known.blocks is None or case.options is None:
@@ -505,7 +510,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "a cache over stages that cannot decide or store",
         (When.CACHED_CALL,),
         _uncached_stages,
-        "{name} runs in stages, and cannot be cached so: {reason}. Use a mesh without 'pipe', other options, or "
+        "{name} runs in stages, and cannot be cached so: {reason}. Use a mesh without 'pipe' (and no pipefusion=), other options, or "
         "remove_cache_from_pipe(pipe).",
     ),
     Refusal(

@@ -39,6 +39,7 @@ from para_core.plans.plan import (
     Replicate,
     Split,
 )
+from para_core.weights.pipefusion import PipeFusion, PipeFusionReport
 
 __all__ = [
     "Attention",
@@ -58,6 +59,8 @@ __all__ = [
     "Observation",
     "OneForEach",
     "ParallelConfig",
+    "PipeFusion",
+    "PipeFusionReport",
     "Plan",
     "Replicate",
     "RingAttnMode",

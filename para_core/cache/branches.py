@@ -31,7 +31,7 @@ class Branches:
     """
 
     def __init__(self, conditions: tuple[str, ...]) -> None:
-        self._conditions = conditions
+        self.conditions = conditions
         self._known: list[_Known] = []
         self._count = 0
 
@@ -42,7 +42,7 @@ class Branches:
         """
         if self._count > _MOST_NEW and not any(known.came_back for known in self._known):
             return None
-        leaves = pytree.tree_leaves([given.get(name) for name in self._conditions])
+        leaves = pytree.tree_leaves([given.get(name) for name in self.conditions])
         # Switches, too: some pipelines call the model a third time with some of its layers left out.
         leaves += [x for name, x in sorted(given.items()) if isinstance(x, (bool, str))]
         found = self._find(leaves)

@@ -1,0 +1,135 @@
+"""PipeFusion on the transformers of a diffusers pipeline: which of its arguments are tokens, and where in its schedule it is."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from para_core.adapters.adapter import Adapter
+from para_core.adapters.caching.schedule import Schedule
+from para_core.adapters.supported import adapter_for, plan_for
+from para_core.adapters.weights.stages import stack_of, why_no_stages
+from para_core.cache.branches import Branches
+from para_core.cache.options import CacheOptions
+from para_core.instance import Order, original_class, unwrap, wrap_method
+from para_core.mesh import GuidedMesh
+from para_core.weights.pipefusion import FEWEST_STEPS, Fusion, PatchPlan, PipeFusion, PipeFusionReport, patch_plan
+
+_KEY = "pipefusion"
+# Only what it knows of a schedule is asked for.
+_ANY = CacheOptions(residual_diff_threshold=0.0)
+
+
+def patches_of(module: nn.Module, mesh: GuidedMesh, adapter: Adapter | None) -> PatchPlan:
+    """How the arguments of ``module`` are cut into patches.
+
+    Raises:
+        TypeError: they cannot be.
+        ValueError: the mesh does not fit.
+    """
+    name = original_class(module).__name__
+    plan = why_no_stages(module, adapter) or patch_plan(plan_for(module, adapter=adapter))
+    if isinstance(plan, str):
+        raise TypeError(
+            f"PipeFusion does not know patches of {name}: {plan}. It does of FLUX.1, FLUX.2, Ovis-Image and LongCat-Image. Leave pipefusion= out: stages are "
+            "exact then."
+        )
+    if mesh.sequence.ranks > 1 or mesh.tensor.size > 1:
+        raise ValueError(
+            f"PipeFusion and a mesh that shares each sequence among {mesh.sequence.ranks * mesh.tensor.size} ranks: a patch is the part of "
+            "one rank. Give all ranks to 'pipe' and 'batch', max_ring_dim_size=1, max_ulysses_dim_size=1; or leave pipefusion= out."
+        )
+    return plan
+
+
+class FusedPipe:
+    """PipeFusion on the transformers of one pipeline, and its generation under way."""
+
+    def __init__(
+        self, transformers: Mapping[str, nn.Module], options: PipeFusion, mesh: GuidedMesh, adapter: Adapter | None
+    ) -> None:
+        self.options = options
+        self._schedule = Schedule()
+        self._names: dict[int, list[str]] = {}
+        self._branches: dict[int, Branches] = {}
+        self.fusions: dict[str, Fusion] = {}
+        for name, module in transformers.items():
+            known: Any = adapter_for(module, adapter)
+            plan = patches_of(module, mesh, adapter)
+            blocks = [one.block for one in stack_of(module, adapter)]
+            self._names[id(module)] = []
+            self._branches[id(module)] = Branches(known.blocks.conditions)
+            if hasattr(module, "cache_context"):
+                wrap_method(module, "cache_context", _KEY, self._named, order=Order.CACHE)
+            self.fusions[name] = Fusion(module, options, plan, blocks, self._branch_of(module), self._step_of)
+            self.fusions[name].install()
+
+    def remove(self) -> None:
+        for fusion in self.fusions.values():
+            fusion.remove()
+            unwrap(fusion.module, _KEY)
+
+    @contextmanager
+    def _named(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Iterator[None]:
+        names = self._names[id(module)]
+        names.append(str(args[0] if args else kwargs["name"]))
+        try:
+            with call(module, *args, **kwargs):
+                yield
+        finally:
+            names.pop()
+
+    def _branch_of(self, module: nn.Module) -> Callable[[Mapping[str, Any]], str]:
+        names = self._names[id(module)]
+
+        def name_of(given: Mapping[str, Any]) -> str:
+            # None: they cannot be told apart, and all steps are computed whole.
+            return names[-1] if names else self._branches[id(module)].name_of(given) or ""
+
+        return name_of
+
+    def _step_of(self, branch: str) -> tuple[int, int]:
+        # What is called outside of the pipeline, or is of no known branch, is whole.
+        if not self._schedule.active or not branch:
+            return 0, FEWEST_STEPS
+        step = self._schedule.step(_ANY, branch)
+        return step.index, step.total
+
+    @contextmanager
+    def generation(self, pipe: Any) -> Iterator[None]:
+        """Inside, steps are followed; when it is left, nothing is on its way any more."""
+        for module_id, branches in list(self._branches.items()):
+            self._branches[module_id] = Branches(branches.conditions)
+        failed = True
+        for fusion in self.fusions.values():
+            fusion.begin()
+        try:
+            with self._schedule.followed(pipe, lambda: None):
+                yield
+            failed = False
+        finally:
+            for fusion in self.fusions.values():
+                fusion.end(failed=failed)
+        if any(fusion.few_steps for fusion in self.fusions.values()):
+            warnings.warn(
+                f"PipeFusion was off in this call of the {type(pipe).__name__}: with fewer than {FEWEST_STEPS} steps each differs too much "
+                "from the one before, so all were computed whole. Take more steps, or leave pipefusion= out.",
+                stacklevel=5,
+            )
+
+    def report(self) -> PipeFusionReport:
+        """Of the last generation, of all transformers."""
+        found = [fusion.report() for fusion in self.fusions.values()]
+        return PipeFusionReport(
+            sum(one.whole_calls for one in found),
+            sum(one.patched_calls for one in found),
+            sum(one.overlapping_calls for one in found),
+            sum(one.key_bytes for one in found),
+            sum(one.bytes_sent for one in found),
+            sum(one.seconds for one in found),
+            sum(one.seconds_waited for one in found),
+        )

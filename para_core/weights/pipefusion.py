@@ -1,0 +1,392 @@
+"""PipeFusion (arXiv:2405.14430): stages work at once, each on another patch of the image. Approximate, and off unless asked for.
+
+The tokens of an image are cut into patches. Stage ``s`` computes patch ``m`` while stage ``s - 1`` computes ``m + 1``: a patch attends
+to keys and values of the others as they were at the step before (:mod:`~para_core.weights.stale_keys`). What the model returns comes in
+patches, too (:mod:`~para_core.weights.patches`), and the scheduler's step is recorded: patch ``m`` of the next step begins as soon as patch
+``m`` of this one is back, without waiting for the others. What is computed depends on the number of patches alone, not on that of the
+stages: one process computes the same numbers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from para_core.deferred import Expected, arrived
+from para_core.instance import Order, has_compiled_parts, unwrap, wrap_alike, wrap_method, wrapper
+from para_core.modes.interceptor import at_the_dispatcher
+from para_core.plans.places import parameters_of
+from para_core.plans.plan import Gather, Plan, Split
+from para_core.weights.patches import Arrival, Patched
+from para_core.weights.stages import Stages, stages_of
+from para_core.weights.stale_keys import Rows, StaleKeys
+
+_KEY = "pipefusion"
+# With fewer, each differs too much from the one before: all are computed whole.
+FEWEST_STEPS = 8
+
+
+@dataclass(frozen=True)
+class PipeFusion:
+    """How :func:`~para_core.adapters.parallelize_pipe` runs stages on patches. Not exact.
+
+    Args:
+        num_patches: of the tokens of an image. More leave stages idle for less time, and cost the host more.
+        warmup_steps: the first steps, at least one, are computed whole, and exactly.
+        cooldown_steps: the last steps, too.
+    """
+
+    num_patches: int = 4
+    warmup_steps: int = 1
+    cooldown_steps: int = 0
+
+    def __post_init__(self) -> None:
+        least = {"num_patches": 1, "warmup_steps": 1, "cooldown_steps": 0}
+        for name, smallest in least.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"PipeFusion({name}={value!r}): expected an integer.")
+            if value < smallest:
+                why = ": patches need the keys of a step before" if name == "warmup_steps" else ""
+                raise ValueError(f"PipeFusion({name}={value}): expected at least {smallest}{why}.")
+
+    def is_whole(self, index: int, total: int) -> bool:
+        """Whether step ``index`` of ``total`` is computed whole."""
+        return total < FEWEST_STEPS or index < self.warmup_steps or index >= total - self.cooldown_steps
+
+
+@dataclass(frozen=True)
+class PipeFusionReport:
+    """What PipeFusion did in the last generation, on this rank.
+
+    Args:
+        whole_calls, patched_calls: of the model: exact ones, and those in patches.
+        overlapping_calls: of the latter, those that began before the step before had ended. All but the first, where the scheduler's step is
+            of single elements (Euler, DPM++ 2M); with others (UniPC) stages wait once a step. Of several branches, the first begins a step.
+        key_bytes: of keys and values held, of all branches of guidance.
+        bytes_sent: to other stages.
+        seconds, seconds_waited: of patched calls, and how much of that this stage waited for others (on NCCL the host does not wait).
+    """
+
+    whole_calls: int = 0
+    patched_calls: int = 0
+    overlapping_calls: int = 0
+    key_bytes: int = 0
+    bytes_sent: int = 0
+    seconds: float = 0.0
+    seconds_waited: float = 0.0
+
+
+@dataclass(frozen=True)
+class PatchPlan:
+    """What of a model's arguments goes with its tokens.
+
+    Args:
+        image, text: parameters of the model to the dim that holds tokens of the image, or of text.
+        order: of the segments in a joint sequence; whether text comes first.
+    """
+
+    image: Mapping[str, int]
+    text: Mapping[str, int]
+    text_first: bool
+
+
+def patch_plan(plan: Plan | None) -> PatchPlan | str:
+    """How arguments are cut into patches by ``plan``; or why they cannot be."""
+    tokens = None if plan is None else plan.inputs.get("hidden_states")
+    if plan is None or not isinstance(tokens, Split) or tokens.dim != 1 or tokens.segment is None:
+        return "it is not given the tokens of an image, [B, S, C], but makes them of its input"
+    gather = plan.outputs.get("")
+    if not isinstance(gather, Gather) or (gather.dim, gather.segment) != (1, tokens.segment) or gather.per != 1:
+        return "what it returns are not the tokens of an image, [B, S, C]"
+    if plan.inner or plan.halos or plan.batched or set(plan.outputs) != {""}:
+        return "its plan cuts more than its arguments"
+    found: dict[str | None, dict[str, int]] = {}
+    for name, cut in plan.inputs.items():
+        if not isinstance(cut, Split):
+            return f"its {name} is not split by tokens"
+        found.setdefault(cut.segment or cut.like, {})[name] = cut.dim
+    image, text = found.pop(tokens.segment), found.pop("text", {})
+    if found or set(plan.joint_order) != {"text", tokens.segment}:
+        return f"it attends to {' + '.join(plan.joint_order)}"
+    return PatchPlan(image, text, plan.joint_order[0] == "text")
+
+
+@dataclass
+class _Branch:
+    """Of one branch of guidance: the keys of the step before, and the form of what the model is given and gives."""
+
+    keys: StaleKeys
+    form: tuple[Any, ...]
+    output: Expected | None = None
+    calls: int = 0
+
+
+@dataclass
+class _Counted:
+    whole: int = 0
+    patched: int = 0
+    overlapping: int = 0
+    seconds: float = 0.0
+    waited: float = 0.0
+    sent: int = 0
+    marks: list[int] = field(default_factory=list)
+
+
+class Fusion:
+    """One model on patches, over the stages that were applied to it; without stages, alone. For eager code, one thread, inference.
+
+    Args:
+        branch_of: of the arguments of a call by name, the name of its branch of guidance.
+        step_of: of a branch, the index of the step under way, and how many there are.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        options: PipeFusion,
+        plan: PatchPlan,
+        blocks: list[nn.Module],
+        branch_of: Callable[[Mapping[str, Any]], str],
+        step_of: Callable[[str], tuple[int, int]],
+    ) -> None:
+        self.module, self.options = module, options
+        self._plan, self._branch_of, self._step_of = plan, branch_of, step_of
+        self._parameters = parameters_of(module)
+        self._stages: Stages | None = stages_of(module)
+        self._own = blocks if self._stages is None else [blocks[index] for index in self._stages.own]
+        self._branches: dict[str, _Branch] = {}
+        self._keys: StaleKeys | None = None
+        # What may still be on its way.
+        self._coming: list[Arrival] = []
+        self._counted = _Counted()
+        self.few_steps = False
+
+    def install(self) -> None:
+        wrap_method(self.module, "__call__", _KEY, self.run, order=Order.STAGES)
+        wrap_alike(self._own, "__call__", _KEY, self._block, order=Order.STAGED_BLOCK)
+
+    def remove(self) -> None:
+        self.end(failed=True)
+        for module in (self.module, *self._own):
+            unwrap(module, _KEY)
+
+    # -- a generation
+
+    def begin(self) -> None:
+        self._branches, self._coming, self._counted, self.few_steps = {}, [], _Counted(), False
+        self._report = PipeFusionReport()
+
+    def end(self, *, failed: bool = False) -> None:
+        """All that is on its way has come; after an exception nothing is waited for."""
+        links = None if self._stages is None else self._stages.links
+        if not failed:
+            for arrival in self._coming:
+                arrival.up_to(arrival.num_patches - 1)
+            if links is not None:
+                links.drain()
+        elif links is not None:
+            links.forget()
+        counted = self._counted
+        held = sum(branch.keys.nbytes for branch in self._branches.values())
+        self._report = PipeFusionReport(
+            counted.whole,
+            counted.patched,
+            counted.overlapping,
+            held,
+            counted.sent,
+            counted.seconds,
+            counted.waited,
+        )
+        self._branches, self._coming, self._keys = {}, [], None
+
+    def report(self) -> PipeFusionReport:
+        """Of the last generation."""
+        return self._report
+
+    # -- around the model and its blocks
+
+    def _block(self, call: Callable[..., Any], block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        if self._keys is None:
+            return call(block, *args, **kwargs)
+        with at_the_dispatcher(self._keys.attend):
+            return call(block, *args, **kwargs)
+
+    def run(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
+        # Compiled blocks attend where nobody sees it, and a gradient would be of something else.
+        compiled = torch.compiler.is_compiling() or has_compiled_parts(module)
+        if compiled or torch.is_grad_enabled():
+            state = "compiled" if compiled else "called with gradients enabled"
+            raise RuntimeError(
+                f"this {type(module).__name__} runs under PipeFusion, and was {state}. Use it uncompiled, under torch.no_grad(); or "
+                "leave pipefusion= out."
+            )
+        name = self._branch_of(given)
+        index, total = self._step_of(name)
+        self.few_steps = self.few_steps or total < FEWEST_STEPS
+        form = tuple((key, tuple(x.shape), x.dtype) for key, x in sorted(given.items()) if isinstance(x, Tensor))
+        branch = self._branches.get(name)
+        if branch is None or branch.form != form or branch.output is None or self.options.is_whole(index, total):
+            return self._whole(call, module, name, form, given)
+        return self._patched(call, module, branch, given)
+
+    def _whole(
+        self, call: Callable[..., Any], module: nn.Module, name: str, form: tuple[Any, ...], given: Mapping[str, Any]
+    ) -> Any:
+        """All tokens at once, exactly; keys are held for the patches of the next step."""
+        given = arrived(dict(given))
+        segments = [
+            next(given[key].shape[dim] for key, dim in part.items())
+            for part in (self._plan.image, self._plan.text)
+            if part
+        ]
+        branch = self._branches.setdefault(name, _Branch(StaleKeys(sum(segments)), form))
+        branch.keys, branch.form = StaleKeys(sum(segments)), form
+        self._counted.whole += 1
+        output = self._call(call, module, branch, None, given)
+        tensors = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor)]
+        branch.output = Expected(tensors[0].to("meta"), tensors[0].device) if len(tensors) == 1 else None
+        return output
+
+    def _call(
+        self,
+        call: Callable[..., Any],
+        module: nn.Module,
+        branch: _Branch,
+        rows: list[Rows] | None,
+        given: Mapping[str, Any],
+    ) -> Any:
+        branch.keys.begin(rows)
+        self._keys = branch.keys
+        try:
+            return call(module, **given)
+        finally:
+            self._keys = None
+
+    def _patched(self, call: Callable[..., Any], module: nn.Module, branch: _Branch, given: Mapping[str, Any]) -> Any:
+        stages, counted = self._stages, self._counted
+        start = time.perf_counter()
+        overlapping = isinstance(given["hidden_states"], Patched) and not given["hidden_states"].source.is_complete
+        waited, sent = (0.0, 0) if stages is None else (stages.links.seconds_waited, stages.links.bytes_sent)
+        tokens = given["hidden_states"]
+        rows = patch_rows(tokens.shape[1], self.options.num_patches)
+        expected: Any = branch.output
+        whole = torch.empty(expected.like.shape, dtype=expected.like.dtype, device=expected.device)
+        arrival = Arrival(whole, rows)
+        self._begin_call(arrival)
+        if stages is not None:
+            stages.whole = False
+        try:
+            for patch, own in enumerate(rows):
+                output = self._one_patch(call, module, branch, given, arrival, patch, own)
+        finally:
+            if stages is not None:
+                stages.whole = True
+        if isinstance(tokens, Patched):
+            # All of it has come, for this stage has computed with it, or behind one that has. Nothing grows from step to step.
+            tokens.value()
+        counted.patched, counted.overlapping = counted.patched + 1, counted.overlapping + overlapping
+        counted.seconds += time.perf_counter() - start
+        if stages is not None:
+            counted.waited += stages.links.seconds_waited - waited
+            counted.sent += stages.links.bytes_sent - sent
+        found = Patched.of_source(arrival, expected)
+        return pytree.tree_map_only(Tensor, lambda _: found, output)
+
+    def _begin_call(self, arrival: Arrival) -> None:
+        """What was sent two calls ago has been taken: whoever sent tokens of the last call here had it."""
+        self._coming = [one for one in self._coming if not one.is_complete] + [arrival]
+        if self._stages is not None:
+            marks = self._counted.marks
+            marks.append(self._stages.links.sent)
+            if len(marks) > 2:
+                self._stages.links.drain(marks.pop(0))
+
+    def _one_patch(
+        self,
+        call: Callable[..., Any],
+        module: nn.Module,
+        branch: _Branch,
+        given: Mapping[str, Any],
+        arrival: Arrival,
+        patch: int,
+        own: Rows,
+    ) -> Any:
+        """Patch ``patch`` through this rank's blocks, and what becomes of its noise."""
+        stages = self._stages
+        cut = self._arguments(given, patch, own)
+        like: Any = branch.output
+        noise = like.like.narrow(1, *own)
+        last = None if stages is None else stages.dim.size - 1
+        if stages is not None and not stages.is_last:
+            # Before own sends: the last stage may wait for this one to take its noise, before it takes tokens.
+            buffer = torch.empty(noise.shape, dtype=noise.dtype, device=like.device)
+            arrival.comes(stages.links.receive(buffer, last or 0).wait)
+        output = self._call(call, module, branch, self._rows(given, patch, own), cut)
+        if stages is None or stages.is_last:
+            made = next(x for x in pytree.tree_leaves(output) if isinstance(x, Tensor))
+            arrival.comes(lambda: made)
+            for stage in range(0 if stages is None else stages.dim.size - 1):
+                stages.links.send(made, stage)  # type: ignore[union-attr]
+        return output
+
+    def _rows(self, given: Mapping[str, Any], patch: int, own: Rows) -> list[Rows]:
+        """Where this patch is in a joint sequence: text goes with the first one."""
+        num_image = given["hidden_states"].shape[1]
+        num_text = next((given[name].shape[dim] for name, dim in self._plan.text.items()), 0)
+        image = (num_text + own[0], own[1]) if self._plan.text_first else own
+        text = (0, num_text) if self._plan.text_first else (num_image, num_text)
+        if patch > 0:
+            return [image]
+        return [text, image] if self._plan.text_first else [image, text]
+
+    def _arguments(self, given: Mapping[str, Any], patch: int, own: Rows) -> dict[str, Any]:
+        """Those of one patch; stages behind the first take zeros for latents, whose embeddings tell the form of what they receive."""
+        cut = dict(given)
+        for name, dim in self._plan.image.items():
+            if name == "hidden_states" and isinstance(cut[name], Patched):
+                first = self._stages is None or self._stages.dim.index == 0
+                cut[name] = _some(cut[name], patch, own) if first else _zeros(cut[name], own)
+            else:
+                cut[name] = pytree.tree_map_only(Tensor, lambda x, dim=dim: x.narrow(dim, *own), cut.get(name))
+        for name, dim in self._plan.text.items():
+            if patch > 0:
+                cut[name] = pytree.tree_map_only(Tensor, lambda x, dim=dim: x.narrow(dim, 0, 0), cut.get(name))
+        return {name: value for name, value in cut.items() if name in given}
+
+
+def _some(tokens: Patched, patch: int, own: Rows) -> Tensor:
+    # A copy: it lies in memory as the tokens of a whole call do.
+    return tokens.source.up_to(patch).narrow(1, *own).contiguous()
+
+
+def _zeros(tokens: Tensor, own: Rows) -> Tensor:
+    return torch.zeros(tokens.shape[0], own[1], *tokens.shape[2:], dtype=tokens.dtype, device=tokens.device)
+
+
+def patch_rows(total: int, num_patches: int) -> list[Rows]:
+    """Begin and length of each patch, as ``torch.tensor_split`` cuts.
+
+    >>> patch_rows(10, 4)
+    [(0, 3), (3, 3), (6, 2), (8, 2)]
+
+    Raises:
+        ValueError: there are more patches than tokens.
+    """
+    if num_patches > total:
+        raise ValueError(f"{total} tokens cannot be cut into num_patches={num_patches} patches. Choose fewer.")
+    sizes = [(total + num_patches - 1 - place) // num_patches for place in range(num_patches)]
+    return [(sum(sizes[:place]), size) for place, size in enumerate(sizes)]
+
+
+def fusion_of(module: nn.Module) -> Fusion | None:
+    """What :class:`Fusion` put around ``module``, if it did."""
+    found = getattr(wrapper(module, "__call__", _KEY), "__self__", None)
+    return found if isinstance(found, Fusion) else None

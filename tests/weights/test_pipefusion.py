@@ -1,0 +1,339 @@
+"""PipeFusion computes on any number of stages what a plain loop over patches computes in one process."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from diffusers import (
+    DPMSolverMultistepScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    UniPCMultistepScheduler,
+)
+from torch.distributed.device_mesh import init_device_mesh
+
+from benchmarks.launches import fake_group
+from benchmarks.tiny_pipelines import PIPELINES
+from para_core import PipeFusion, init_context_parallel_mesh
+from para_core.adapters import (
+    apply_cache_on_pipe,
+    parallelize_pipe,
+    pipefusion_report,
+    unparallelize_pipe,
+)
+from para_core.weights.patches import Arrival, Expected, Patched
+from para_core.weights.pipefusion import patch_rows
+from tests.tiny import cpu_mesh, flux_call, flux_pipe, relative_error
+
+STEPS = 9
+GUIDED = {"negative_prompt": "a blue square", "true_cfg_scale": 3.0}
+
+
+def run(pipe, **options):
+    return pipe(**flux_call(num_inference_steps=STEPS, **options))[0]
+
+
+# -- what is to come out: patches by hand
+
+
+def by_hand(num_patches, warmup_steps=1, cooldown_steps=0, **options):
+    """The unmodified pipeline, but its transformer is called for each patch, and attends to keys that a dict holds."""
+    pipe = flux_pipe()
+    forward, held, calls, branch = pipe.transformer.forward, {}, {}, []
+    scaled_dot_product_attention = F.scaled_dot_product_attention
+
+    def transformer(hidden_states, encoder_hidden_states, img_ids, txt_ids, **rest):
+        name = branch[-1]
+        calls[name] = calls.get(name, 0) + 1
+        whole = calls[name] <= warmup_steps or calls[name] > STEPS - cooldown_steps
+        num_text, num_image = encoder_hidden_states.shape[1], hidden_states.shape[1]
+        patches = [range(num_image)] if whole else torch.arange(num_image).tensor_split(num_patches)
+        noise = []
+        for place, patch in enumerate(patches):
+            image = torch.as_tensor(list(patch))
+            text = torch.arange(num_text if place == 0 else 0)
+            rows = torch.cat([text, num_text + image])
+            number = [0]
+
+            def attend(query, key, value, *args, rows=rows, number=number, **kwargs):
+                known = held.setdefault((name, number[0]), [torch.empty(0), torch.empty(0)])
+                number[0] += 1
+                for at, new in enumerate((key, value)):
+                    if whole:
+                        known[at] = new.clone(memory_format=torch.contiguous_format)
+                    else:
+                        known[at][:, :, rows] = new
+                given = (key, value) if whole else known
+                return scaled_dot_product_attention(query, *given, *args, **kwargs)
+
+            with mock.patch.object(F, "scaled_dot_product_attention", attend):
+                noise += forward(
+                    hidden_states=hidden_states[:, image].contiguous(),
+                    encoder_hidden_states=encoder_hidden_states[:, text],
+                    img_ids=img_ids[image],
+                    txt_ids=txt_ids[text],
+                    **rest,
+                )
+        return (torch.cat(noise, dim=1),)
+
+    def named(name):
+        branch.append(name)
+        return mock.MagicMock()
+
+    with (
+        mock.patch.object(pipe.transformer, "forward", transformer),
+        mock.patch.object(pipe.transformer, "cache_context", named),
+    ):
+        return run(pipe, **options)
+
+
+def fused(num_patches, *, pipe=None, mesh=None, **options):
+    """With PipeFusion, and what it reports."""
+    settings = {name: options.pop(name) for name in ("warmup_steps", "cooldown_steps") if name in options}
+    pipe = pipe or flux_pipe(shared_parts=False)
+    parallelize_pipe(pipe, mesh=mesh, pipefusion=PipeFusion(num_patches, **settings))
+    out = run(pipe, **options)
+    return out, pipefusion_report(pipe)
+
+
+@pytest.mark.parametrize(
+    ("num_patches", "options"),
+    [
+        (1, {}),
+        (4, {}),
+        (5, {"warmup_steps": 2, "cooldown_steps": 3}),
+        (3, GUIDED),
+    ],
+)
+def test_one_process_computes_what_patches_by_hand_give(num_patches, options):
+    settings = {name: options[name] for name in ("warmup_steps", "cooldown_steps") if name in options}
+    found, report = fused(num_patches, **options)
+    expected = by_hand(num_patches, **options)
+    assert torch.equal(found, expected)
+    branches = 2 if "negative_prompt" in options else 1
+    whole = settings.get("warmup_steps", 1) + settings.get("cooldown_steps", 0)
+    assert (report.whole_calls, report.patched_calls) == (branches * whole, branches * (STEPS - whole))
+    exact = run(flux_pipe(), **{name: value for name, value in options.items() if name not in settings})
+    # It is an approximation, and a good one; but for one patch, whose keys are all of now.
+    assert torch.equal(found, exact) if num_patches == 1 else 0 < relative_error(found, exact) < 0.2
+
+
+def test_with_every_step_whole_nothing_changes():
+    found, report = fused(4, warmup_steps=STEPS)
+    assert torch.equal(found, run(flux_pipe()))
+    assert report.patched_calls == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["flux2 klein", "ovis", "longcat-image"])
+def test_one_patch_of_a_relative_is_exact_and_three_are_near(name):
+    """Text joins the image in another order, or in one tensor: rows that are cut wrongly are far off."""
+
+    def of(*fused):
+        pipe = PIPELINES[name].build()
+        for options in fused:
+            parallelize_pipe(pipe, pipefusion=options)
+        return torch.as_tensor(pipe(**PIPELINES[name].call(num_inference_steps=STEPS))[0])
+
+    exact = of()
+    assert torch.equal(of(PipeFusion(1)), exact)
+    assert 0 < relative_error(of(PipeFusion(3)), exact) < 0.1
+
+
+# -- over stages
+
+
+def over_stages(num_patches, size, options):
+    shape = (size, dist.get_world_size() // size)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pipe", "batch"))
+    pipe = flux_pipe(shared_parts=False)
+    found, report = fused(num_patches, pipe=pipe, mesh=mesh, **options)
+    again = run(pipe, **{name: x for name, x in options.items() if name not in ("warmup_steps", "cooldown_steps")})
+    unparallelize_pipe(pipe)
+    plain = {name: x for name, x in options.items() if name not in ("warmup_steps", "cooldown_steps")}
+    return found, again, report, run(pipe, **plain)
+
+
+@pytest.mark.parametrize(
+    ("num_patches", "size", "options"),
+    [
+        (4, 2, {}),
+        (3, 2, {"cooldown_steps": 2, **GUIDED}),
+        (8, 4, {"warmup_steps": 2}),
+        pytest.param(2, 4, GUIDED, marks=pytest.mark.long),
+    ],
+)
+def test_any_number_of_stages_computes_what_one_process_does(rank_pool, num_patches, size, options):
+    expected, alone = fused(num_patches, **options)
+    plain = run(flux_pipe(), **{k: v for k, v in options.items() if k not in ("warmup_steps", "cooldown_steps")})
+    total = 0
+    for found, again, report, undone in rank_pool.run(over_stages, size, num_patches, size, options):
+        assert torch.equal(found, expected)
+        assert torch.equal(again, expected)
+        assert torch.equal(undone, plain)
+        assert (report.whole_calls, report.patched_calls) == (alone.whole_calls, alone.patched_calls)
+        total += report.key_bytes
+    # Of own blocks alone: 2 · L · B · (T + S) · D numbers of 4 bytes, in each branch.
+    branches = 2 if "negative_prompt" in options else 1
+    assert total == alone.key_bytes == branches * 2 * 4 * (13 + 63) * 64 * 4
+
+
+def test_branches_over_ranks_go_with_stages(rank_pool):
+    expected, _ = fused(3, **GUIDED)
+    for found, again, report, _ in rank_pool.run(over_stages, 4, 3, 2, GUIDED):
+        assert torch.equal(found, expected)
+        assert torch.equal(again, expected)
+        assert report.patched_calls == STEPS - 1
+
+
+FLOW = {
+    "use_flow_sigmas": True,
+    "prediction_type": "flow_prediction",
+    "use_dynamic_shifting": True,
+    "time_shift_type": "exponential",
+}
+# Whether it is of single elements, so that steps overlap.
+SCHEDULERS = {
+    "stochastic Euler": (lambda: FlowMatchEulerDiscreteScheduler(stochastic_sampling=True), True),
+    "DPM++ 2M": (lambda: DPMSolverMultistepScheduler(**FLOW), True),
+    "UniPC": (lambda: UniPCMultistepScheduler(**FLOW), False),
+}
+
+
+def with_scheduler(name):
+    outs = []
+    mesh = init_context_parallel_mesh("cpu", max_pipe_dim_size=2)
+    for over in (mesh["ulysses"], mesh):
+        pipe = flux_pipe(shared_parts=False)
+        pipe.scheduler = SCHEDULERS[name][0]()
+        parallelize_pipe(pipe, mesh=over, pipefusion=PipeFusion(3))
+        torch.manual_seed(0)
+        outs.append(run(pipe))
+    return *outs, pipefusion_report(pipe).overlapping_calls
+
+
+@pytest.mark.parametrize("name", ["stochastic Euler", "DPM++ 2M", pytest.param("UniPC", marks=pytest.mark.long)])
+def test_other_schedulers_step_on_patches(rank_pool, name):
+    for alone, found, overlapping in rank_pool.run(with_scheduler, 2, name):
+        assert torch.equal(alone, found)
+        assert bool(alone.isfinite().all())
+        # The first call behind a whole one has all of its tokens.
+        assert overlapping == (STEPS - 2 if SCHEDULERS[name][1] else 0)
+
+
+def seen_by_a_callback():
+    seen = []
+
+    def look(pipe, step, time, given):
+        # On one rank alone: nobody else has to take part.
+        if dist.get_rank() == 0:
+            seen.append(given["latents"].norm().item())
+        return {}
+
+    pipe = flux_pipe(shared_parts=False)
+    mesh = init_context_parallel_mesh("cpu", max_pipe_dim_size=2)
+    found, _ = fused(4, pipe=pipe, mesh=mesh, callback_on_step_end=look)
+    return found, seen
+
+
+def test_a_callback_may_look_at_latents_on_one_rank(rank_pool):
+    expected, _ = fused(4)
+    outs = rank_pool.run(seen_by_a_callback, 2)
+    assert all(torch.equal(found, expected) for found, _ in outs)
+    assert len(outs[0][1]) == STEPS
+
+
+def raises_between():
+    """A generation that ends by an exception on one rank; the ranks begin another, after the time-out."""
+    pipe = flux_pipe(shared_parts=False)
+    mesh = init_context_parallel_mesh("cpu", max_pipe_dim_size=2)
+    parallelize_pipe(pipe, mesh=mesh, pipefusion=PipeFusion(4), timeout=3)
+    if dist.get_rank() == 1:
+        calls = []
+
+        def break_down(module, args):
+            calls.append(0)
+            if len(calls) == 7:
+                raise ValueError("this block is broken")
+
+        pipe.transformer.single_transformer_blocks[-1].attn.to_q.register_forward_pre_hook(break_down)
+    try:
+        run(pipe)
+    except Exception as error:
+        return str(error)
+
+
+def test_a_stage_that_raises_in_the_middle_ends_all_ranks_with_the_cause(rank_pool):
+    first, second = rank_pool.run(raises_between, 2)
+    assert "rank 1 raised ValueError: this block is broken" in first
+    assert second == "this block is broken"
+
+
+# -- tensors that come in patches
+
+
+def test_what_is_made_of_patches_is_computed_patch_by_patch_and_copies_what_changes():
+    rows, computed = patch_rows(5, 2), []
+    whole = torch.full((1, 5, 2), torch.nan)
+    arrival, tokens = Arrival(whole.clone(), rows), torch.randn(1, 5, 2)
+    for place, (begin, length) in enumerate(rows):
+
+        def get(place=place, begin=begin, length=length):
+            computed.append(place)
+            return tokens[:, begin : begin + length]
+
+        arrival.comes(get)
+    noise = Patched.of_source(arrival, Expected(whole.to("meta"), whole.device))
+    latents = torch.ones(1, 5, 2)
+    made = (latents + 0.5 * noise).to(torch.float64)
+    latents.zero_()
+    assert isinstance(made, Patched)
+    first = made.source.up_to(0)
+    assert computed == [0]
+    assert torch.equal(first[:, :3], (1 + 0.5 * tokens[:, :3]).double())
+    assert bool(first[:, 3:].isnan().all())
+    # Not of single elements: all are waited for.
+    assert not isinstance(noise.sum(), Patched)
+    assert computed == [0, 1]
+    assert torch.equal(torch.stack([made, made])[1], (1 + 0.5 * tokens).double())
+    assert noise.equal(tokens)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"warmup_steps": 0}, ValueError, r"warmup_steps=0\): expected at least 1: patches need the keys"),
+        ({"num_patches": 2.0}, TypeError, r"num_patches=2\.0\): expected an integer"),
+        ({"cooldown_steps": -1}, ValueError, r"cooldown_steps=-1\): expected at least 0"),
+    ],
+)
+def test_options_that_mean_nothing_are_errors(options, error, message):
+    with pytest.raises(error, match=message):
+        PipeFusion(**options)
+
+
+def test_with_few_steps_it_is_off_and_says_so():
+    pipe = parallelize_pipe(flux_pipe(), pipefusion=PipeFusion())
+    with pytest.warns(
+        UserWarning, match="PipeFusion was off in this call of the FluxPipeline: with fewer than 8 steps"
+    ):
+        found = pipe(**flux_call(num_inference_steps=4))[0]
+    assert torch.equal(found, flux_pipe()(**flux_call(num_inference_steps=4))[0])
+
+
+def test_what_it_does_not_go_with_is_refused():
+    with pytest.raises(
+        TypeError, match="PipeFusion does not know patches of WanTransformer3DModel: it is not given the tokens"
+    ):
+        parallelize_pipe(PIPELINES["wan"].build(), pipefusion=PipeFusion())
+    with pytest.raises(TypeError, match="pipefusion is 4; expected a PipeFusion"):
+        parallelize_pipe(flux_pipe(), pipefusion=4)
+    with fake_group(2), pytest.raises(ValueError, match="shares each sequence among 2 ranks"):
+        parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2), pipefusion=PipeFusion())
+    pipe = apply_cache_on_pipe(parallelize_pipe(flux_pipe(), pipefusion=PipeFusion()))
+    with pytest.raises(RuntimeError, match="cannot be cached so: under PipeFusion a step computes patches"):
+        run(pipe)
+    pipe = parallelize_pipe(flux_pipe(), pipefusion=PipeFusion(64))
+    with pytest.raises(ValueError, match="63 tokens cannot be cut into num_patches=64 patches"):
+        run(pipe)
