@@ -266,6 +266,17 @@ def test_the_sharded_example_holds_a_part_on_each_rank(rank_pool, weights, tmp_p
     assert np.asarray(Image.open(path)).shape == (128, 128, 3)
 
 
+@pytest.mark.parametrize(
+    "arguments", [["--patches", "3", "--steps", "8"], pytest.param(["--steps", "2"], marks=pytest.mark.long)]
+)
+def test_the_stages_example_holds_a_part_on_each_rank(rank_pool, arguments, tmp_path):
+    path = tmp_path / "stages.png"
+    printed = on_ranks(rank_pool, ROOT / "parallel_examples/run_pipefusion.py", *arguments, "--output", str(path))
+    assert re.search(r"rank 0 holds \S+ MB", printed)
+    assert ("PipeFusionReport(whole_calls=1, patched_calls=7" in printed) == ("--patches" in arguments)
+    assert np.asarray(Image.open(path)).shape == (128, 128, 3)
+
+
 def test_the_cached_flux_example_generates_both_images_and_the_plot(rank_pool, tmp_path):
     path = tmp_path / "flux.png"
     arguments = ["--steps", "6", "--height", "72", "--width", "56", "--threshold", "0.5", "--output", str(path)]
