@@ -39,7 +39,14 @@ class Segment:
 
     def sizes(self, ranks: int) -> tuple[int, ...]:
         """Local length on each of ``ranks`` (>= 1) ranks."""
-        return tuple([self.size(rank, ranks) for rank in range(ranks)])
+        if self.replicated:
+            return (self.total,) * ranks
+        # Not size() of each: what a graph's tracer pays for is every call, of every rank.
+        parts = ranks * (1 + self.balanced)
+        sizes = [(self.total + parts - 1 - part) // parts for part in range(parts)]
+        return tuple(
+            [a + b for a, b in zip(sizes[:ranks], sizes[: -ranks - 1 : -1], strict=True)] if self.balanced else sizes
+        )
 
     def size(self, rank: int, ranks: int) -> int:
         """Local length on ``rank``."""
@@ -55,19 +62,21 @@ class Segment:
             return ((0, self.total),)
         parts, num_parts = ((rank, 2 * ranks - 1 - rank), 2 * ranks) if self.balanced else ((rank,), ranks)
         return tuple(
-            [
-                (
-                    sum([_part_size(self.total, e, num_parts) for e in range(part)]),
-                    _part_size(self.total, part, num_parts),
-                )
-                for part in parts
-            ]
+            [(_part_start(self.total, part, num_parts), _part_size(self.total, part, num_parts)) for part in parts]
         )
 
 
 def _part_size(total: int, part: int, num_parts: int) -> int:
     # No divmod and no branch on the length: both fail once Dynamo makes lengths symbolic.
     return (total + num_parts - 1 - part) // num_parts
+
+
+def _part_start(total: int, part: int, num_parts: int) -> int:
+    """The tokens of all parts before ``part``: each has the quotient, and the first ones, as many as remain, one more."""
+    quotient = total // num_parts
+    # min(part, remainder), without a branch: the floor is 1 where part is not below the remainder, else 0.
+    beyond = part - (total - quotient * num_parts)
+    return part * quotient + part - beyond * ((beyond + num_parts) // num_parts)
 
 
 @dataclass(frozen=True)
@@ -105,7 +114,10 @@ class SequenceLayout:
 
     def sizes(self) -> tuple[int, ...]:
         """Local length on each rank."""
-        return tuple([self.size(rank) for rank in range(self.ranks)])
+        of_segments = [segment.sizes(self.ranks) for segment in self.segments]
+        return (
+            of_segments[0] if len(of_segments) == 1 else tuple([sum(sizes) for sizes in zip(*of_segments, strict=True)])
+        )
 
     def size(self, rank: int) -> int:
         """Local length on ``rank``."""

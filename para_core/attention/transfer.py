@@ -21,6 +21,7 @@ from para_core.collectives import Travelling, start_all_to_all, wait
 from para_core.fused import kernels
 from para_core.kernels.exchange_reference import Box
 from para_core.layout import Run
+from para_core.lazy import lazy
 from para_core.mesh import MeshDim
 
 
@@ -175,6 +176,11 @@ class Transfer:
             return (Alike(1, tuple([run for one in side for run in (whole, (*one.heads[0], 0))])),)
         return alike([runs for one in side for runs in (one.tokens, one.heads)])
 
+    @lazy
+    def _rooms(self) -> list[tuple[int, int, int]]:
+        """Of each result, as :func:`_room` says."""
+        return [_room(one) for one in self._arriving]
+
     def start(self, tensors: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
         """Begin it; what is returned waits, and gives the result of each tensor.
 
@@ -237,7 +243,7 @@ class Transfer:
         return _Sizes(send, receive, at_once, parts, arriving, heads, boxes)
 
     def _boxes(self, tensors: Sequence[Tensor]) -> _Boxes:
-        rooms = [_room(one) for one in self._arriving]
+        rooms = self._rooms
         apart = all(covered == tokens * heads for tokens, heads, covered in rooms)
         shapes = [(x.shape[0], heads, tokens, x.shape[3]) for x, (tokens, heads, _) in zip(tensors, rooms, strict=True)]
         sent, arriving = (as_numbers(self._boxes_of(side, tensors)) for side in (self._sent, self._arriving))
@@ -295,8 +301,7 @@ class Transfer:
         if self._arrives_in_a_row:
             return [slot[0].permute(1, 2, 0, 3) for slot in groups[0][1]]
         found = []
-        for place, (one, x) in enumerate(zip(self._arriving, tensors, strict=True)):
-            tokens, heads, covered = _room(one)
+        for place, ((tokens, heads, covered), x) in enumerate(zip(self._rooms, tensors, strict=True)):
             apart = covered == tokens * heads
             make = buffer.new_empty if apart else buffer.new_zeros
             result = make(x.shape[0], tokens, heads, x.shape[3]).transpose(1, 2)
