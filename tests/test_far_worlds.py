@@ -5,13 +5,35 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from benchmarks.far_worlds import METHODS, call
+from benchmarks.launches import fake_group
+
 ROOT = Path(__file__).parents[1]
 
 
 def test_8_and_64_ranks_are_one_graph_on_every_mesh():
-    command = [sys.executable, "-m", "benchmarks.far_worlds", "--worlds", "8", "64", "--no-record"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    methods = ["Ulysses", "ring", "ring, 2-D", "ring × 8"]
+    command = [sys.executable, "-m", "benchmarks.far_worlds", "--worlds", "8", "64", "--trace", *methods]
+    done = subprocess.run([*command, "--no-record"], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = re.findall(r"^ring (\d+) × ulysses (\d+): .* s, (\d+) graph", done.stdout, re.MULTILINE)
-    assert {(int(ring), int(ulysses)) for ring, ulysses, _ in rows} == {(1, 8), (8, 1), (1, 64), (64, 1), (8, 8)}
+    rows = re.findall(r"^(\d+) ranks, (.*) \(ring .*'graphs': (\d+)", done.stdout, re.MULTILINE)
+    assert {(int(world), method) for world, method, _ in rows} == {(world, one) for world in (8, 64) for one in methods}
     assert {graphs for *_, graphs in rows} == {"1"}
+
+
+# Of functions that Python calls: where no hop goes to each rank a call costs the same, and 2-D grows with rows and columns.
+@pytest.mark.parametrize(
+    ("method", "plan", "of_call"),
+    [("Ulysses", 75_000, 300), ("ring, 2-D", 1_500, 700), ("ring × 8, 2-D", 7_500, 600), ("ring", 25_000, 25_000)],
+)
+def test_on_512_ranks_plan_and_call_cost_the_host_no_more_than(method, plan, of_call):
+    with fake_group(512):
+        shape_of, options = METHODS[method]
+        mesh = init_device_mesh("cpu", shape_of(dist.get_world_size()), mesh_dim_names=("ring", "ulysses"))
+        found = call(mesh, options)
+    assert found["plan, functions"] <= plan, found
+    assert found["call, functions"] <= of_call, found
