@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
+from benchmarks.generated_calls import draw, worst_error
 from benchmarks.launches import count_attention
 from para_core import Segment, SequenceLayout, UnifiedAttnMode
 from para_core.attention.grid import choose_grid
@@ -18,6 +19,7 @@ from tests.attention.one_device import make_qkv, relative_error
 from tests.attention.test_launches import require_at_most
 from tests.attention.test_options import by_hand
 from tests.attention.test_traffic import Traffic
+from tests.rank_pool import heartbeat
 
 TWO_DIMS = {"rotate_method": "2d"}
 CAUSAL, GQA = {"is_causal": True}, {"enable_gqa": True}
@@ -190,3 +192,31 @@ def test_what_is_rounded_does_not_travel_in_two_dims():
         ValueError, match=r"rotate_method='2d' sends tensors as they are, and comm_dtype is torch\.float8_e4m3fn"
     ):
         AttnOptions(rotate_method="2d", comm_dtype=torch.float8_e4m3fn)
+
+
+# -- generated calls
+
+
+def worst_errors(ring, ulysses, first, last):
+    mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
+    found = {}
+    for number in range(first, last):
+        heartbeat()
+        found[number] = worst_error(draw(number), mesh, "2d")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ring", "ulysses", "first", "last"),
+    [
+        (4, 1, 0, 30),
+        pytest.param(4, 1, 30, 900, marks=pytest.mark.long),
+        pytest.param(2, 2, 900, 1000, marks=pytest.mark.long),
+        pytest.param(6, 1, 1000, 1900, marks=pytest.mark.long),
+        pytest.param(3, 2, 1900, 1950, marks=pytest.mark.long),
+        pytest.param(2, 3, 1950, 2000, marks=pytest.mark.long),
+    ],
+)
+def test_generated_calls_equal_one_device(rank_pool, ring, ulysses, first, last):
+    for found in rank_pool.run(worst_errors, ring * ulysses, ring, ulysses, first, last):
+        assert {number: error for number, error in found.items() if error > 1} == {}

@@ -1,0 +1,256 @@
+"""Attention calls of random sizes, layouts, masks and options, and how far a mesh's answer is from plain SDPA's on one device."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from para_core import Segment, SequenceLayout, UnifiedAttnMode
+from para_core.attention.options import RotateMethod
+
+FLOAT32_BOUND = 1e-5
+_MASK_DIMS = ["qk", "k", "q", "bk", "bqk", "bhqk", "hqk", "hk", "h", ""]
+
+
+@dataclass(frozen=True)
+class DrawnMask:
+    """A mask whose ``dims`` are not of size 1, and which of the last two hold a rank's own part."""
+
+    dims: str
+    dtype: torch.dtype
+    local: str
+    hidden: float  # share of the entries that hide a key
+
+    def make(self, sizes: dict[str, int], generator: torch.Generator) -> Tensor:
+        """``[B or 1, H or 1, S_q or 1, S_k or 1]``."""
+        shape = [size if dim in self.dims else 1 for dim, size in sizes.items()]
+        hides = torch.rand(shape, generator=generator) < self.hidden
+        if self.dtype == torch.bool:
+            return ~hides
+        return torch.randn(shape, generator=generator).to(self.dtype).masked_fill(hides, float("-inf"))
+
+
+@dataclass(frozen=True)
+class DrawnCall:
+    """One call; its tensors follow from ``seed``. ``key_segments`` None: keys are sharded like queries."""
+
+    seed: int
+    query_segments: tuple[Segment, ...]
+    key_segments: tuple[Segment, ...] | None
+    batch: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    mask: DrawnMask | None
+    is_causal: bool
+    scale: float | None
+    gradients: bool
+
+    def layouts(self, ranks: int) -> tuple[SequenceLayout, SequenceLayout]:
+        """Of queries and keys: the same value where they are sharded alike."""
+        queries = SequenceLayout(self.query_segments, ranks)
+        return queries, queries if self.key_segments is None else SequenceLayout(self.key_segments, ranks)
+
+    @cached_property
+    def tensors(self) -> list[Tensor]:
+        """Query, key, value and, if there is one, mask, of the whole sequence."""
+        generator = torch.Generator().manual_seed(self.seed)
+        S, S_k = (layout.total for layout in self.layouts(1))
+        shapes = [(self.num_heads, S, self.head_dim), (self.num_kv_heads, S_k, self.head_dim)]
+        shapes.append((self.num_kv_heads, S_k, self.value_dim))
+        tensors = [torch.randn(self.batch, *shape, generator=generator).to(self.dtype) for shape in shapes]
+        if self.mask is None:
+            return tensors
+        return [*tensors, self.mask.make({"b": self.batch, "h": self.num_heads, "q": S, "k": S_k}, generator)]
+
+    def attend(self, tensors: list[Tensor], *, alone: bool = False) -> Tensor:
+        """SDPA of them; ``alone``: on one device, whose math backend takes no mask beside ``is_causal``."""
+        query, key, value, mask = (*tensors, None)[:4]
+        is_causal, grouped = self.is_causal, self.num_kv_heads < self.num_heads
+        if alone and is_causal and mask is not None:
+            seen, is_causal = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(), False
+            mask = mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, float("-inf"))
+        return F.scaled_dot_product_attention(
+            query, key, value, mask, is_causal=is_causal, scale=self.scale, enable_gqa=grouped
+        )
+
+    def kinds(self) -> list[str]:
+        """What is special about it, in words."""
+        asked = {
+            "is_causal": self.is_causal,
+            "grouped heads": self.num_kv_heads < self.num_heads,
+            "replicated tokens": any(one.replicated for one in (*self.query_segments, *(self.key_segments or ()))),
+            "keys of a layout of their own": self.key_segments is not None,
+            "bool mask": self.mask is not None and self.mask.dtype == torch.bool,
+            "additive mask": self.mask is not None and self.mask.dtype != torch.bool,
+            "mask of a rank's rows": self.mask is not None and self.mask.local == "q" and "q" in self.mask.dims,
+            "mask of a rank's columns": self.mask is not None and self.mask.local == "k" and "k" in self.mask.dims,
+            "gradients": self.gradients,
+            "16 bits": self.dtype != torch.float32,
+        }
+        return [name for name, is_so in asked.items() if is_so]
+
+
+def draw(seed: int) -> DrawnCall:
+    """The call of this number, always the same."""
+    dice = random.Random(seed)
+    kv_heads, group = dice.randint(1, 4), dice.choice([1, 1, 2, 3])
+    dtype = dice.choice([torch.float32, torch.float32, torch.bfloat16, torch.float16])
+    head_dim = dice.randint(1, 9)
+    return DrawnCall(
+        seed,
+        _segments(dice),
+        _segments(dice) if dice.random() < 0.3 else None,
+        dice.randint(1, 2),
+        kv_heads * group,
+        kv_heads,
+        head_dim,
+        dice.choice([head_dim, head_dim, dice.randint(1, 9)]),
+        dtype,
+        None if dice.random() < 0.4 else _mask(dice),
+        dice.random() < 0.4,
+        dice.choice([None, 0.5]),
+        dtype == torch.float32 and dice.random() < 0.5,
+    )
+
+
+def _segments(dice: random.Random) -> tuple[Segment, ...]:
+    """One to three, of 1 to 31 tokens together at least one: SDPA's answer for no key at all depends on the backend."""
+    kinds = [(False, False), (False, False), (True, False), (False, True)]
+    found = [
+        Segment(str(place), dice.choice([0, 1, 3, dice.randint(2, 31)]), *dice.choice(kinds))
+        for place in range(dice.randint(1, 3))
+    ]
+    return tuple(found) if sum(one.total for one in found) else (Segment("0", dice.randint(1, 31)),)
+
+
+def _mask(dice: random.Random) -> DrawnMask:
+    dtype = dice.choice([torch.bool, torch.float32])
+    return DrawnMask(dice.choice(_MASK_DIMS), dtype, dice.choice(["", "q", "k"]), dice.choice([0.0, 0.3, 0.9, 1.0]))
+
+
+# -- on ranks
+
+
+def worst_error(call: DrawnCall, mesh: DeviceMesh, rotate_method: RotateMethod) -> float:
+    """The larger error of out and of gradients, over all ranks, 1 being what is allowed.
+
+    Allowed is ‖found - expected‖ of 1e-5 ‖expected‖ in float32, of a gradient at least 1e-5 of that of value; in 16 bits ‖found - exact‖
+    of twice what SDPA itself is away from float64, and one rounding: partial results are rounded before they are merged, and of a
+    few numbers SDPA may be exact by luck.
+    """
+    layouts = call.layouts(mesh.size())
+    parts = _parts(call, mesh)
+    mode = UnifiedAttnMode(mesh, layout=layouts[0], key_layout=_other(layouts), rotate_method=rotate_method)
+    with mode, torch.set_grad_enabled(call.gradients):
+        out = call.attend(parts)
+    positions = _positions(layouts[0], mesh.get_rank())
+    errors = [_error_of_out(call, out.detach(), positions)]
+    if call.gradients:
+        weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1000 * call.seed + mesh.get_rank()))
+        (out * weight).sum().backward()
+        errors += _errors_of_gradients(call, parts, weight, mesh)
+    return max(errors)
+
+
+def _parts(call: DrawnCall, mesh: DeviceMesh) -> list[Tensor]:
+    """What this rank holds of query, key, value and mask; leaves, where gradients are asked for."""
+    queries, keys = call.layouts(mesh.size())
+    query, key, value, *masks = call.tensors
+    parts = [_held(x, 2, layout, mesh) for x, layout in ((query, queries), (key, keys), (value, keys))]
+    for mask in masks:
+        place = _local_dim(call, mesh.size())
+        parts.append(mask if place is None else _held(mask, *place, mesh))
+    return [x.clone().requires_grad_(call.gradients and x.is_floating_point()) for x in parts]
+
+
+def _local_dim(call: DrawnCall, ranks: int) -> tuple[int, SequenceLayout] | None:
+    """Which dim of the mask a rank gets its own part of. None where that has one token on each: it would mean broadcast."""
+    if call.mask is None or not call.mask.local or call.mask.local not in call.mask.dims:
+        return None
+    queries, keys = call.layouts(ranks)
+    dim, layout = (2, queries) if call.mask.local == "q" else (3, keys)
+    return None if set(layout.sizes()) == {1} else (dim, layout)
+
+
+def _other(layouts: tuple[SequenceLayout, SequenceLayout]) -> SequenceLayout | None:
+    return None if layouts[1] is layouts[0] else layouts[1]
+
+
+def _positions(layout: SequenceLayout, rank: int) -> Tensor:
+    found = [start + i for start, length in layout.runs(rank) for i in range(length)]
+    return torch.tensor(found, dtype=torch.long)
+
+
+def _held(x: Tensor, dim: int, layout: SequenceLayout, mesh: DeviceMesh) -> Tensor:
+    return x.index_select(dim, _positions(layout, mesh.get_rank()))
+
+
+def _error_of_out(call: DrawnCall, out: Tensor, positions: Tensor) -> float:
+    expected = call.attend(call.tensors, alone=True).index_select(2, positions)
+    if call.dtype == torch.float32:
+        difference, allowed = _norms_over_ranks(out - expected, expected)
+        return _ratio(difference, FLOAT32_BOUND * allowed)
+    doubles = [x.double() if x.is_floating_point() else x for x in call.tensors]
+    exact = call.attend(doubles, alone=True).index_select(2, positions)
+    difference, of_sdpa, size = _norms_over_ranks(out - exact, expected - exact, exact)
+    return _ratio(difference, 2 * of_sdpa + torch.finfo(call.dtype).eps / 2 * size)
+
+
+def _norms_over_ranks(*parts: Tensor) -> list[float]:
+    squares = torch.stack([part.double().square().sum() for part in parts])
+    dist.all_reduce(squares)
+    found: list[float] = squares.sqrt().tolist()
+    return found
+
+
+def _errors_of_gradients(call: DrawnCall, parts: list[Tensor], weight: Tensor, mesh: DeviceMesh) -> list[float]:
+    """Of the sum of all ranks' losses, with respect to the whole tensors: what a rank holds of them adds up."""
+    queries, keys = call.layouts(mesh.size())
+    whole = _sum_over_ranks(weight, (2, queries), [*weight.shape[:2], queries.total, weight.shape[3]], mesh)
+    leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in call.tensors]
+    (call.attend(leaves, alone=True) * whole).sum().backward()
+    places = [(2, queries), (2, keys), (2, keys), _local_dim(call, mesh.size())]
+    smallest, errors = leaves[2].grad, []
+    for leaf, part, place in zip(leaves, parts, places, strict=False):
+        if not leaf.requires_grad:
+            continue
+        grad = part.new_zeros(part.shape) if part.grad is None else part.grad
+        found = _sum_over_ranks(grad, place, leaf.shape, mesh)
+        expected = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        scale = max(float(x.norm()) for x in (expected, smallest) if x is not None)
+        errors.append(_ratio(float((found - expected).norm()), FLOAT32_BOUND * scale))
+    return errors
+
+
+def _sum_over_ranks(part: Tensor, place: tuple[int, SequenceLayout] | None, shape: Any, mesh: DeviceMesh) -> Tensor:
+    whole = part.new_zeros(shape)
+    if place is None:
+        whole += part
+    else:
+        whole.index_add_(place[0], _positions(place[1], mesh.get_rank()), part)
+    dist.all_reduce(whole)
+    return whole
+
+
+def _ratio(difference: float, allowed: float) -> float:
+    """``difference`` by what it may be; 0 where there is none, infinite where it is NaN."""
+    if difference == 0.0:
+        return 0.0
+    return difference / max(allowed, 1e-30) if difference == difference else float("inf")
+
+
+def count_kinds(calls: list[DrawnCall]) -> dict[str, int]:
+    """How many of ``calls`` are of each kind."""
+    return dict(Counter(kind for call in calls for kind in call.kinds()).most_common())
