@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -27,6 +28,8 @@ class RowRanks:
 
     def first(self, count: int) -> MeshDim:
         """The first ``count`` ranks as a group; as a dim of ``count`` without a group where this rank is not among them."""
+        if torch.compiler.is_compiling() and count < self.ranks.size:  # no graph makes a group
+            return MeshDim("rows", count, self.ranks.index, "", None)
         if count not in self._first:
             group = self.ranks.group
             members = [] if group is None else dist.get_process_group_ranks(group)

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from para_core.adapters.models.vaes import REFUSED_VAES, VAES, VaeAdapter, rows_per_latent, vae_adapter
 from para_core.adapters.one_call import describe, random_state_of_first_rank
 from para_core.adapters.row_ranks import RowRanks, on_rows
+from para_core.adapters.vae_graph import traceable
 from para_core.adapters.vae_result import Gather, delivered
 from para_core.agreement import Record, agree, signature
 from para_core.instance import Order, has_compiled_parts, original_class, uncompiled, unwrap, wrap_method
@@ -32,12 +33,17 @@ logger = logging.getLogger(__name__)
 
 Vae = TypeVar("Vae", bound=nn.Module)
 Method = Literal["exact", "tiled"]
+Way = Literal["encode", "decode"]
 
 _KEY = "parallel_vae"
 # Beyond so many, what ranks wait for each other is more than what they save.
 _MANY = 8
 # Of an input larger than this, some of its values stand for all where ranks compare them.
 _MOST_COMPARED = 1 << 24  # bytes
+_NO_TILES_IN_GRAPHS = (
+    "ranks tell each other the shapes of tiles, which is no part of a graph. Call the VAE uncompiled; or compile it with "
+    "method='exact', and vae.disable_tiling()."
+)
 
 
 def parallelize_vae(
@@ -50,6 +56,7 @@ def parallelize_vae(
     """Encode and decode each image with this one autoencoder on all ranks of ``mesh``, which all call it alike.
 
     Calling this again with other settings takes effect; :func:`unparallelize_vae` undoes it. Nothing is computed for a gradient.
+    ``vae.decode = torch.compile(vae.decode, fullgraph=True)`` is one graph for each size, in which nothing is compared over ranks.
 
     Args:
         vae: an autoencoder of diffusers (docs/vae.md lists them).
@@ -66,7 +73,7 @@ def parallelize_vae(
     Raises:
         TypeError: an unknown class.
         ValueError: an unknown ``method`` or ``gather``, or a class that has no tiling.
-        RuntimeError: it was compiled.
+        RuntimeError: one of the methods that are changed was replaced on the instance (compiled, say) before.
     """
     if method not in ("exact", "tiled") or gather not in ("all", "first"):
         raise ValueError(
@@ -81,6 +88,12 @@ def parallelize_vae(
     if method == "tiled" and not (adapter.tiled and adapter.shares_tiles):
         reason = adapter.why_not_tiles or "diffusers has no tiling for it"
         raise ValueError(f"the tiles of {adapter.vae} cannot be distributed: {reason}. Use method='exact'.")
+    replaced = next((name for name in (adapter.encode, adapter.decode) if name in vars(module)), None)
+    if replaced is not None:
+        raise RuntimeError(
+            f"{adapter.vae}.{replaced} is set on this instance, and would be called instead of what runs on several ranks. Compile "
+            "it after parallelize_vae, or delete the attribute."
+        )
     unparallelize_vae(vae)
     ranks = one_group(_mesh(mesh, module))
     if ranks.size == 1:
@@ -138,35 +151,62 @@ class _Run:
         self.adapter, self.ranks, self.method, self.gather = adapter, ranks, method, gather
         self.row_ranks = RowRanks(ranks)
         self.mesh = self.row_ranks.mesh
+        # What compiled functions call instead.
+        methods: dict[Way, str] = {"encode": adapter.encode, "decode": adapter.decode}
+        self.graphs = {
+            way: traceable(vae, partial(self.traced, vae, getattr(original_class(vae), name), way))
+            for way, name in methods.items()
+        }
         # What runs now: on rows, and on tiles.
         self.mode: SpatialShardMode | None = None
         self.sharing: Tiles | None = None
 
     def encode(self, call: Callable[..., Any], vae: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return self.run(vae, call, args, kwargs, rows_per_latent(vae))
+        return self.run(vae, call, args, kwargs, "encode")
 
     def decode(self, call: Callable[..., Any], vae: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return self.run(vae, call, args, kwargs, 1)
+        return self.run(vae, call, args, kwargs, "decode")
 
-    def run(self, vae: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], unit: int) -> Any:
-        """``call`` on this rank's rows, of which every rank holds a multiple of ``unit``, and at least two units."""
+    def run(self, vae: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], way: Way) -> Any:
         if self.mode is not None or self.sharing is not None:  # one of these methods inside of another
             return call(vae, *args, **kwargs)
         if not args:
             first = next(name for name in ("x", "z", "sample") if name in kwargs)
-            kwargs = dict(kwargs)
-            args = (kwargs.pop(first),)
-        x = args[0]
-        self.check(vae, x)
-        with torch.no_grad(), random_state_of_first_rank(self.mesh):
+            args, kwargs = (kwargs[first],), {name: value for name, value in kwargs.items() if name != first}
+        if torch.compiler.is_compiling():
             if self.method == "tiled" or self.adapter.only_tiled:
-                compute = partial(self.in_tiles, vae, partial(call, vae, *args, **kwargs))
-                return delivered(compute, self.ranks.size, self.ranks, self.mesh, self.gather)
-            # A waveform [B, C, length] has no height.
-            dim = -1 if x.ndim == 3 or x.shape[-1] > x.shape[-2] else -2
-            rows, workers = self.row_ranks.share(x, dim, unit, least=2)
-            compute = partial(self.in_rows, partial(call, vae), x, args[1:], kwargs, rows, workers)
-            return delivered(compute, workers.size, self.ranks, self.mesh, self.gather)
+                raise RuntimeError(_NO_TILES_IN_GRAPHS)
+            return self.graphs[way](*args, **kwargs)
+        self.check(vae, args[0])
+        with torch.no_grad(), random_state_of_first_rank(self.mesh):
+            return self.computed(vae, call, way, *args, **kwargs)
+
+    def computed(self, vae: Any, call: Callable[..., Any], way: Way, x: Tensor, /, *args: Any, **kwargs: Any) -> Any:
+        """``call`` on this rank's rows, of which every rank holds whole rows of latents, and at least two; or in tiles."""
+        if self.method == "tiled" or self.adapter.only_tiled:
+            compute = partial(self.in_tiles, vae, partial(call, vae, x, *args, **kwargs))
+            return delivered(compute, self.ranks.size, self.ranks, self.mesh, self.gather)
+        # A waveform [B, C, length] has no height.
+        dim = -1 if x.ndim == 3 or x.shape[-1] > x.shape[-2] else -2
+        unit = rows_per_latent(vae) if way == "encode" else 1
+        rows, workers = self.row_ranks.share(x, dim, unit, least=2)
+        if workers.size < self.ranks.size and torch.compiler.is_compiling():
+            raise RuntimeError(
+                f"an image of {x.shape[dim]} rows along dim {dim} is work for {workers.size} of {self.ranks.size} ranks, and what they "
+                "tell the others is no part of a graph. Call it uncompiled, or parallelize_vae with a smaller mesh."
+            )
+        compute = partial(self.in_rows, partial(call, vae), x, args, kwargs, rows, workers)
+        return delivered(compute, workers.size, self.ranks, self.mesh, self.gather)
+
+    def traced(self, vae: Any, call: Callable[..., Any], way: Way, x: Tensor, /, *args: Any, **kwargs: Any) -> Any:
+        """What a compiled function traces: nothing is compared over ranks, and no records are exchanged."""
+        try:
+            with torch.no_grad():
+                return self.computed(vae, call, way, x, *args, **kwargs)
+        except Exception as error:
+            # Dynamo says only that this cannot be captured, and names the reason at the end of a chain.
+            logger.error("%s cannot be compiled on these ranks: %s", self.adapter.vae, error)
+            raise
 
     def in_rows(
         self,
@@ -198,6 +238,8 @@ class _Run:
         """A method that tiles: it gets all rows, and gives all. Its tiles are distributed."""
         if self.sharing is not None or (self.mode is None and self.method == "exact" and not self.adapter.only_tiled):
             return call(vae, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            raise RuntimeError(_NO_TILES_IN_GRAPHS)
         mode, self.mode = self.mode, None
         ranks = self.ranks if mode is None else mode.ranks
         try:
@@ -233,8 +275,8 @@ class _Run:
             )
         elif has_compiled_parts(vae):
             problem = RuntimeError(
-                f"{self.adapter.vae} was compiled, and a compiled graph does not see the sizes of all ranks. Use it uncompiled, or "
-                "unparallelize_vae(vae)."
+                f"a part of this {self.adapter.vae} was compiled, and a graph of a part does not see the sizes of all ranks. Compile "
+                "the method around it (vae.decode = torch.compile(vae.decode)), or unparallelize_vae(vae)."
             )
         some = x if x.nbytes <= _MOST_COMPARED else x.flatten()[:: -(-x.nbytes // _MOST_COMPARED)]
         tiling = {name: value for name, value in vars(vae).items() if name.startswith(("tile_", "use_"))}

@@ -28,7 +28,8 @@ def group_norm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict
         return tagged(func(x, groups, weight, bias, eps), rows)
     var, mean = _moments(x, groups)
     found = all_ranks(torch.stack([var, mean]), ranks)
-    shares = _shares(rows.layout, var.dtype, x.device)
+    # What a tracer makes is gone with the graph, and is not remembered.
+    shares = (_shares.__wrapped__ if torch.compiler.is_compiling() else _shares)(rows.layout, var.dtype, x.device)
     mean = (shares * found[:, 1]).sum(0)
     # Of all rows around the common mean: what each rank found around its own, and how far that one is off.
     var = (shares * (found[:, 0] + (found[:, 1] - mean).square())).sum(0)

@@ -1,0 +1,89 @@
+"""Autoencoders on ranks inside of compiled functions: captured whole, and exact."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from benchmarks.tiny_vaes import TINY_VAES, random_image
+from para_core.adapters import parallelize_vae
+from tests.attention.one_device import relative_error
+
+# It has nothing but tiles; its tiles of time.
+NOT_COMPILED = ("Allegro", "HunyuanVideo, long")
+
+
+def compiled(vae, way, **options):
+    counter = CompileCounterWithBackend("aot_eager")
+    setattr(vae, way, torch.compile(getattr(vae, way), backend=counter, fullgraph=True, **options))
+    return counter
+
+
+def errors_of(name, way, sizes, first):
+    """Errors of two images of each size, of one in eager code afterwards, and how many graphs there were."""
+    tiny = TINY_VAES[name]
+    torch._dynamo.reset()
+    vae = tiny.make().requires_grad_(True)
+    if not first:
+        parallelize_vae(vae)
+    counter = compiled(vae, way)
+    if first:
+        parallelize_vae(vae)
+    errors = []
+    for size in sizes:
+        for seed in (1, 2):
+            x = random_image(size, seed=seed)
+            with torch.no_grad():
+                alone = getattr(tiny, way)(tiny.make(), x)
+            errors.append(relative_error(getattr(tiny, way)(vae, x), alone))
+    delattr(vae, way)
+    # What was traced has left nothing behind.
+    return [*errors, relative_error(getattr(tiny, way)(vae, x), alone)], counter.frame_count
+
+
+# Compiled after it runs on ranks, or before.
+@pytest.mark.parametrize("first", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_compiled_decode_is_one_graph_for_each_size_and_exact(rank_pool, first):
+    sizes = [TINY_VAES["KL"].latents, (1, 4, 6, 9)][: 1 + first]
+    for errors, graphs in rank_pool.run(errors_of, 2, "KL", "decode", sizes, first):
+        assert max(errors) < 1e-5 and graphs == len(sizes)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", ["decode", "encode"])
+@pytest.mark.parametrize("name", [name for name in TINY_VAES if name not in NOT_COMPILED])
+def test_every_autoencoder_compiles_whole_on_ranks(rank_pool, name, way):
+    shape = TINY_VAES[name].latents if way == "decode" else TINY_VAES[name].pixels
+    for errors, graphs in rank_pool.run(errors_of, 2, name, way, [shape], False, timeout=900):
+        assert max(errors) < 1e-5 and graphs == 1
+
+
+@torch.no_grad()
+def compile_what_cannot_be(how):
+    tiny = TINY_VAES["KL"]
+    vae = tiny.make_tiled() if how == "tiles" else tiny.make()
+    parallelize_vae(vae, method="tiled" if how == "method" else "exact")
+    compiled(vae, "decode")
+    tiny.decode(vae, random_image((1, 4, 3, 3) if how == "few rows" else tiny.latents))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("how", "says"), [("method", "shapes of tiles"), ("tiles", ""), ("few rows", "")])
+def test_what_no_graph_can_hold_is_an_error_on_every_rank(rank_pool, how, says):
+    for error in rank_pool.run_expecting_errors(compile_what_cannot_be, 2, how):
+        assert isinstance(error, torch._dynamo.exc.Unsupported) and says in str(error)
+
+
+@torch.no_grad()
+def change_a_setting():
+    tiny = TINY_VAES["KL"]
+    vae = parallelize_vae(tiny.make())
+    counter = compiled(vae, "decode")
+    tiny.decode(vae, random_image(tiny.latents))
+    vae.tile_overlap_factor = 0.5
+    tiny.decode(vae, random_image(tiny.latents))
+    return counter.frame_count
+
+
+@pytest.mark.long
+def test_another_setting_of_tiling_is_another_graph(rank_pool):
+    assert rank_pool.run(change_a_setting, 2) == [2, 2]
