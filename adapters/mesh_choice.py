@@ -77,6 +77,8 @@ def default_guidance(pipe: Any, transformer: Any) -> str | None:
         return f"its guider has guidance_scale {scale}" if getattr(guider, "num_conditions", 1) > 1 else None
     parameters = inspect.signature(original_class(pipe).__call__).parameters
     defaults = {name: parameter.default for name, parameter in parameters.items()}
+    if "max_guidance_scale" in defaults:  # Stable Video Diffusion's grows from frame to frame
+        defaults["guidance_scale"] = defaults["max_guidance_scale"]
     answer = _own_answer(pipe, defaults)
     name = "guidance_scale" if answer or "true_cfg_scale" not in defaults else "true_cfg_scale"
     scale = defaults.get(name)

@@ -218,6 +218,17 @@ TINY_VAES: Mapping[str, TinyVae] = {
         (1, 3, 5, 112, 64),
     ),
     "QwenImage": TinyVae("AutoencoderKLQwenImage", _WAN, (1, 4, 1, 7, 4), (1, 3, 1, 56, 32)),
+    "QwenImage21": TinyVae(
+        "AutoencoderKLQwenImage21",
+        {
+            **_WAN,
+            "decoder_base_dim": 8,
+            "dim_mult": [1, 2, 2, 2, 2],
+            "temperal_downsample": [False, True, True, True],
+        },
+        (1, 4, 1, 7, 4),
+        (1, 4, 1, 112, 64),
+    ),
     "LTXVideo": TinyVae(
         "AutoencoderKLLTXVideo",
         {

@@ -53,6 +53,7 @@ VAES: Mapping[str, VaeAdapter] = {
         ),
         VaeAdapter("AutoencoderKLMochi"),
         VaeAdapter("AutoencoderKLQwenImage"),
+        VaeAdapter("AutoencoderKLQwenImage21"),
         VaeAdapter("AutoencoderKLTemporalDecoder", encode="encode", decode="decode", tiled=_PLAIN),
         VaeAdapter("AutoencoderKLWan"),
         # [B, C, length]: what is said of rows is said of samples of a waveform.
@@ -76,10 +77,9 @@ VAES: Mapping[str, VaeAdapter] = {
 REFUSED_VAES: Mapping[str, str] = {
     "AsymmetricAutoencoderKL": "its decoder takes a mask and an image, of which rows would have to be distributed alike",
     "AutoencoderKLLTX2Audio": "it crops a spectrogram to a length computed from its number of frames, and is decoded in milliseconds",
-    "AutoencoderKLQwenImage21": "nobody tried yet",
-    "AutoencoderSAME": "nobody tried yet",
+    "AutoencoderSAME": "a transformer over a waveform, which joins its tokens with as many new ones and folds them to chunks",
     "ConsistencyDecoderVAE": "it draws noise at every step of its own denoising loop",
-    "MMAudioVAE": "nobody tried yet",
+    "MMAudioVAE": "it encodes a Fourier transform over all samples; its decoder makes a spectrogram of 8 s, which is small",
     "VQModel": "it looks up codes by the place of each pixel",
 }
 

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from benchmarks.tiny_models import MODELS
 from benchmarks.tiny_pipelines import PIPELINES
+from benchmarks.tiny_unets import UNET_PIPELINES
 from para_core.adapters.mesh_choice import MeshChoice, choose_mesh, default_guidance, number_of_heads
 from para_core.adapters.models import ADAPTERS
 from para_core.plans.plan import LinearAttention
@@ -143,3 +144,7 @@ def test_a_control_image_is_no_branch_of_guidance():
 def test_guidance_that_a_model_embeds_has_no_branches():
     cls = diffusers.Flux2Pipeline
     assert default_guidance(cls.__new__(cls), Transformer(guidance_embeds=True)) is None
+
+
+def test_guidance_that_grows_from_frame_to_frame_is_guidance():
+    assert default_guidance(UNET_PIPELINES["svd"].build(), None) == "guidance_scale is 3.0 by default"
