@@ -3,7 +3,7 @@
     python -m benchmarks.vae_table
 
 Random weights, as small as each class can be; the ranks share this machine's cores. Writes benchmarks/results/vae_table.json and the
-tables of docs/vae.md.
+tables of docs/vae.md. With --only NAME … those autoencoders are measured anew, and the rest of the file stays.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from para_core.adapters import parallelize_vae, unparallelize_vae
 from para_core.adapters.models.vaes import REFUSED_VAES, VAES
 
 PAGE = Path(__file__).parents[1] / "docs/vae.md"
+RESULTS = Path(__file__).parent / "results/vae_table.json"
 RANKS = (2, 3, 4)
 # Large enough that rows of neighbours weigh little: name, latents, what is changed of the tiny one.
 MEMORY = (
@@ -113,12 +114,12 @@ def _largest(value: float) -> float:
     return float(found)
 
 
-def run_ranks(path: Path) -> None:
+def run_ranks(path: Path, only: list[str]) -> None:
     dist.init_process_group("gloo")
-    found = {
-        "rows": [row for name, tiny in TINY_VAES.items() for row in of_this_rank(name, tiny)],
-        "16 bits": [in_16_bits(name) for name in ("KL", "Wan 2.1", "HunyuanVideo")],
-        "memory": [memory(*one) for one in MEMORY],
+    found: dict[str, list[Any]] = {
+        "rows": [row for name in only or TINY_VAES for row in of_this_rank(name, TINY_VAES[name])],
+        "16 bits": [] if only else [in_16_bits(name) for name in ("KL", "Wan 2.1", "HunyuanVideo")],
+        "memory": [] if only else [memory(*one) for one in MEMORY],
     }
     if dist.get_rank() == 0:
         path.write_text(json.dumps(found))
@@ -155,6 +156,14 @@ def tables(results: dict[str, Any]) -> dict[str, list[str]]:
     return {"vaes": lines, "vae 16 bits": bits, "vae memory": peaks}
 
 
+def merged(before: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """``before`` with the rows of ``found`` in place of those of the same autoencoders."""
+    names = list(TINY_VAES)
+    new = {row["name"] for row in found["rows"]}
+    rows = [row for row in before["rows"] if row["name"] not in new] + found["rows"]
+    return {**before, "rows": sorted(rows, key=lambda row: names.index(row["name"]))}
+
+
 def _error(error: float, method: str) -> str:
     return "bit-equal" if error == 0 and method == "tiled" else f"{error:.1e}"
 
@@ -163,16 +172,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="what a rank process writes to; left out: start the ranks")
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
+    parser.add_argument("--only", nargs="+", default=[], choices=list(TINY_VAES))
     options = parser.parse_args()
     if options.out is not None:
-        run_ranks(options.out)
+        run_ranks(options.out, options.only)
         return
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         for ranks in options.ranks:
             path = Path(folder) / f"{ranks}.json"
-            launch("benchmarks.vae_table", ranks, "--out", str(path))
+            launch(
+                "benchmarks.vae_table", ranks, "--out", str(path), *(["--only", *options.only] if options.only else [])
+            )
             results[str(ranks)] = json.loads(path.read_text())
+    if options.only:
+        before = json.loads(RESULTS.read_text())["ranks"]
+        results = {
+            ranks: merged(before[ranks], results[ranks]) if ranks in results else before[ranks] for ranks in before
+        }
     print(write_results("vae_table", {"ranks": results}, "diffusers"))
     PAGE.write_text(fill(PAGE.read_text(), tables(results)))
 
