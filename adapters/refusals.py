@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed import get_process_group_ranks
+from torch.distributed.tensor import DTensor
 
 from para_core.adapters.adapter import Adapter
 from para_core.adapters.models.unets import unet_adapter, why_refused_unet
@@ -276,6 +277,27 @@ def _uncached_stages(case: Case) -> Mapping[str, Any] | None:
     return None
 
 
+def _cached_in_one_graph(case: Case) -> Mapping[str, Any] | None:
+    """What ``torch.cond`` takes no part of: the hooks of FSDP2, or DTensors."""
+    if case.module is None or case.options is None:
+        return None
+    replaced = bool(case.component) and component_of(case.owner, case.component) is not case.module
+    if not (replaced or case.module._compiled_call_impl is not None):
+        return None
+    by_fsdp = is_sharded(case.module)
+    by_tensor = tensor_mesh(case.module) is not None or _tensors_of_diffusers(case.module) is not None
+    return {"method": "fsdp" if by_fsdp else "tensor"} if by_fsdp or by_tensor else None
+
+
+def _changed_since_sharded(case: Case) -> Mapping[str, Any] | None:
+    if case.module is None or not is_sharded(case.module):
+        return None
+    for name, parameter in case.module.named_parameters():
+        if type(parameter) is not nn.Parameter and not isinstance(parameter, DTensor):
+            return {"at": name, "kind": type(parameter).__name__}
+    return None
+
+
 def _perturbed_joint_attention(case: Case) -> bool:
     joint = original_class(case.module).__name__ == "SD3Transformer2DModel"
     return joint and case.ranks > 1 and hasattr(case.owner, "pag_applied_layers")
@@ -520,6 +542,21 @@ REFUSALS: tuple[Refusal, ...] = (
         "{name} has its weights sharded over {shared} ranks, and {sequence} share its sequence: the others have {reason}, would run other "
         "blocks, and wait for each other. Shard weights over the sequence ranks: shard_weights(pipe, mesh), mesh being that of "
         "parallelize_pipe.",
+    ),
+    Refusal(
+        "a cache in one graph over weights that ranks share",
+        (When.CACHED_CALL,),
+        _cached_in_one_graph,
+        "{name} is compiled as a whole, with a cache, and its weights are shared (weights={method!r}): the branches of torch.cond take neither "
+        "hooks of FSDP2 nor DTensors. Compile its blocks instead: {name}.compile_repeated_blocks(fullgraph=True); or leave out one of "
+        "the three.",
+    ),
+    Refusal(
+        "weights that were quantized after FSDP2 sharded them",
+        (When.PARALLEL_CALL, When.CACHED_CALL),
+        _changed_since_sharded,
+        "{at} of {name} is a {kind} since its weights were sharded by FSDP2, which would put back what it was. Load the pipeline anew, and "
+        "quantize before (int8_weight_only_quantized_training()), or behind weights='tensor'.",
     ),
     Refusal(
         "diffusers' own parallelism",

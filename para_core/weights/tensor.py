@@ -87,7 +87,16 @@ def tensor_mesh(module: nn.Module) -> DeviceMesh | None:
 
 def gather_tensors(module: nn.Module) -> None:
     """Undo :func:`shard_tensors`: every rank holds all weights again. All ranks of the mesh call it."""
-    record: _Record = module.__dict__.pop(_RECORD)
+    record: _Record = module.__dict__[_RECORD]
+    for owner, name, *_ in record.shards:
+        kind = type(_parameter(owner, name))
+        if not issubclass(kind, DTensor):
+            at = next(at for at, part in module.named_modules() if part is owner)
+            raise RuntimeError(
+                f"{at}.{name} of this {written_class(module).__name__} is a {kind.__name__}, of which PyTorch makes no whole again. Load the "
+                "pipeline anew."
+            )
+    del module.__dict__[_RECORD]
     for hooks, key in record.hooks:
         hooks.pop(key, None)
     for owner in {owner for owner, *_ in record.shards}:

@@ -10,6 +10,7 @@ from diffusers.guiders import SmoothedEnergyGuidance
 from diffusers.hooks import FirstBlockCacheConfig, LayerSkipConfig, apply_layer_skip
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 from torch import nn
+from torchao.quantization import Int8Tensor, PerRow
 
 from benchmarks.launches import fake_group
 from benchmarks.tiny_images import stable_diffusion_3
@@ -17,6 +18,7 @@ from benchmarks.tiny_models import MODELS
 from benchmarks.tiny_unets import UNET_PIPELINES
 from para_core.adapters import parallelize_pipe, parallelize_transformer
 from para_core.adapters.refusals import REFUSALS, Case, When, cases_of, reason_against, refuse
+from para_core.adapters.supported import tensor_plan_for
 from para_core.adapters.weights.components import blocks_of
 from para_core.adapters.weights.stages import hold_stage
 from para_core.cache.options import CacheOptions
@@ -24,6 +26,7 @@ from para_core.mesh import guided_mesh
 from para_core.plans.region import plan_mesh
 from para_core.weights.fsdp import shard_blocks
 from para_core.weights.group import weights_mesh
+from para_core.weights.tensor import shard_tensors
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, flux_transformer, relative_error
 
 SUPPORTED = r"Supported are FLUX\.1: "
@@ -258,6 +261,21 @@ def cached_stages(mesh):
     return Case(pipe, pipe.transformer, "transformer", options=CacheOptions(0.1, rule="modulated_input"))
 
 
+def sharded_and_compiled(mesh):
+    pipe = flux_pipe()
+    shard_tensors(pipe.transformer, tensor_plan_for(pipe.transformer), weights_mesh([0, 1], "cpu"))
+    module, pipe.transformer = pipe.transformer, torch.compile(pipe.transformer, backend="eager")
+    return Case(pipe, module, "transformer", mesh=mesh, options=CacheOptions(0.1))
+
+
+def quantized_late(mesh):
+    pipe = flux_pipe()
+    shard_blocks(pipe.transformer, blocks_of(pipe.transformer), weights_mesh([0, 1], "cpu"))
+    linear = pipe.transformer.transformer_blocks[0].attn.to_q
+    linear.weight = nn.Parameter(Int8Tensor.from_hp(torch.ones(64, 64), PerRow()), requires_grad=False)
+    return Case(pipe, pipe.transformer, "transformer", mesh=mesh, applied=mesh.sequence)
+
+
 # Of each row: before what, a case of it, and what is said.
 CASES = {
     "a pipeline without a transformer, in parallel": (
@@ -344,6 +362,16 @@ CASES = {
         When.CACHED_CALL,
         sharded_and_cached,
         r"^pipe\.transformer has its weights sharded over 2 ranks, and 1 share its sequence: the others have a cache of their own",
+    ),
+    "a cache in one graph over weights that ranks share": (
+        When.CACHED_CALL,
+        sharded_and_compiled,
+        r"^pipe\.transformer is compiled as a whole, .*\(weights='tensor'\).*pipe\.transformer\.compile_repeated_blocks\(fullgraph=True\)",
+    ),
+    "weights that were quantized after FSDP2 sharded them": (
+        When.PARALLEL_CALL,
+        quantized_late,
+        r"^transformer_blocks\.0\.attn\.to_q\.weight of pipe\.transformer is a Int8Tensor since its weights were sharded",
     ),
     "heads that other ranks share than the mesh says": (
         When.PARALLEL_CALL,

@@ -64,6 +64,25 @@ def test_the_whole_transformer_is_one_graph_over_tensor_ranks_and_none_over_fsdp
         assert graphs == 1
 
 
+def quantized_tensors():
+    alone, pipe = make("flux"), make("flux")
+    quantize_(alone.transformer, Int8WeightOnlyConfig())
+    parallelize_pipe(pipe, mesh=init_context_parallel_mesh("cpu", max_tensor_dim_size=2), weights="tensor")
+    quantize_(pipe.transformer, Int8WeightOnlyConfig())
+    held = pipe.transformer.transformer_blocks[0].attn.to_q.weight.qdata
+    out = generate(pipe, "flux")
+    with pytest.raises(RuntimeError, match=r"to_q\.weight .* is a Int8Tensor, of which PyTorch makes no whole again"):
+        unshard_weights(pipe, components=["transformer"])
+    return generate(alone, "flux"), out, held.to_local().shape, held.dtype
+
+
+@pytest.mark.long
+def test_what_torchao_quantizes_behind_tensor_ranks_is_shared_and_as_on_one_device(rank_pool):
+    for alone, out, shape, dtype in rank_pool.run(quantized_tensors, 2):
+        assert relative_error(out, alone) < 1e-5
+        assert (shape, dtype) == ((32, 64), torch.int8)
+
+
 def quantized():
     pipe = parallelize_pipe(make("flux"), mesh=init_context_parallel_mesh("cpu"))
     blocks = pipe.transformer.transformer_blocks

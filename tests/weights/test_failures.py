@@ -141,10 +141,10 @@ def test_a_rank_that_raises_between_blocks_ends_the_others_in_time(rank_pool, or
     assert "rank 1 raised ValueError: only here" in str(first)
 
 
-def change_late(method):
+def change_late(method, path):
     mesh = mesh_for(method)
     pipe = parallelize_pipe(make("flux"), mesh=mesh, weights=method)
-    for call in (pipe.transformer.fuse_qkv_projections, lambda: pipe.save_pretrained("nowhere")):
+    for call in (pipe.transformer.fuse_qkv_projections, lambda: pipe.save_pretrained(path)):
         with pytest.raises(
             RuntimeError, match=r"are sharded, and .* Call unshard_weights\(pipe\) first, on every rank"
         ):
@@ -157,8 +157,8 @@ def change_late(method):
 
 
 @pytest.mark.parametrize("method", ["fsdp", "tensor"])
-def test_changes_of_what_is_sharded_are_refused_and_sharding_again_is_not(rank_pool, method):
-    for before, again in rank_pool.run(change_late, 2, method):
+def test_changes_of_what_is_sharded_are_refused_and_sharding_again_is_not(rank_pool, tmp_path, method):
+    for before, again in rank_pool.run(change_late, 2, method, tmp_path):
         assert torch.equal(before, again)
 
 
