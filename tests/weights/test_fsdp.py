@@ -17,7 +17,8 @@ from para_core.adapters import (
     unshard_weights,
 )
 from para_core.adapters.weights.components import blocks_of, components_of
-from tests.tiny import cpu_mesh, flux_pipe, relative_error
+from para_core.weights.fsdp import shard_blocks
+from tests.tiny import cpu_mesh, flux_inputs, flux_pipe, flux_transformer, relative_error
 from tests.weights.pipes import bytes_of, generate, make
 
 
@@ -224,3 +225,39 @@ def test_a_balanced_pipeline_is_refused_with_the_line_to_use_instead(attempt, wh
 def test_what_cannot_be_sharded_is_refused(options, error, message):
     with fake_group(2), pytest.raises(error, match=message):
         shard_weights(flux_pipe(), **options)
+
+
+def is_gathered(block):
+    """Whether its weights are whole, or on their way."""
+    state = block._get_fsdp_state()
+    # One group (torch 2.11), or several.
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return any(group.is_unsharded or group._all_gather_result is not None for group in groups)
+
+
+def watch_blocks(shape):
+    """Which blocks are gathered while each computes; bytes of the blocks with whole and with shared weights."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    transformer = flux_transformer(num_layers=2, num_single_layers=3)
+    whole = transformer(**flux_inputs(20, 7), return_dict=False)[0]
+    blocks = blocks_of(transformer)
+    before = bytes_of(*blocks)
+    shard_blocks(transformer, blocks, mesh)
+    seen = []
+
+    def watch(*_):
+        seen.append([place for place, block in enumerate(blocks) if is_gathered(block)])
+
+    for block in blocks:
+        block.register_forward_pre_hook(watch)
+    shared = transformer(**flux_inputs(20, 7), return_dict=False)[0]
+    return torch.equal(whole, shared), seen, before, bytes_of(*blocks)
+
+
+# FSDP; HSDP: two ranks share weights, two others have copies.
+@pytest.mark.parametrize(("ranks", "shape"), [(2, (2,)), pytest.param(4, (2, 2), marks=pytest.mark.long)])
+def test_while_a_block_computes_the_next_one_and_no_other_is_gathered(rank_pool, ranks, shape):
+    for same, seen, before, after in rank_pool.run(watch_blocks, ranks, shape):
+        assert same
+        assert seen == [[0, 1], [1, 2], [2, 3], [3, 4], [4]]
+        assert after < 1.1 * before / 2
