@@ -182,12 +182,15 @@ def held_table(rows: dict[str, dict[str, Any]]) -> list[str]:
     return lines
 
 
-def sent_table(rows: dict[str, dict[str, Any]], ranks: int = 8) -> list[str]:
-    lines = ["| model | method | GB | " + " | ".join(LINKS) + " |", "| --- | --- | ---: |" + " ---: |" * len(LINKS)]
+def sent_table(rows: dict[str, dict[str, Any]]) -> list[str]:
+    """On 2 / 4 / 8 ranks."""
+    lines = ["| model | method | GB | " + " | ".join(f"{link}, s" for link in LINKS) + " |"]
+    lines.append("| --- | --- | ---: |" + " ---: |" * len(LINKS))
     for name, found in rows.items():
         for method, sent in found["received per step"].items():
-            seconds = [f"{sent[ranks] / speed:.2f} s" for speed in LINKS.values()]
-            lines.append(f"| {name} | {method} | {sent[ranks]:.0f} | " + " | ".join(seconds) + " |")
+            received = " / ".join(f"{sent[n]:.0f}" for n in RANKS)
+            seconds = [" / ".join(f"{sent[n] / speed:.2f}" for n in RANKS) for speed in LINKS.values()]
+            lines.append(f"| {name} | {method} | {received} | " + " | ".join(seconds) + " |")
     return lines
 
 

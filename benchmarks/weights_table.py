@@ -4,15 +4,16 @@
 
 One call of tiny transformers with random weights and four heads (`benchmarks.tiny_models`), in float32, on 2 and 4 ranks. fsdp is compared
 with the same mesh on whole weights, bit by bit; tensor with one device. Cached: a second, similar call, the blocks of which are
-skipped. Compiled: `aot_eager`, each block (fsdp) or the whole transformer (tensor) in one graph. Fills its parts of docs/weights.md, and
+skipped. Compiled: `aot_eager`, each block (fsdp; tensor where the model alone has no whole graph) or the whole transformer (tensor) in
+one graph. Fills its parts of docs/weights.md, and
 writes benchmarks/results/weights_table.json.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
-import tempfile
 import warnings
 from dataclasses import replace
 from itertools import pairwise
@@ -24,21 +25,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
-from benchmarks.environment import write_results
-from benchmarks.launch import launch
+from benchmarks.environment import RESULTS, write_results
+from benchmarks.launch import measured_on_ranks, write_part
 from benchmarks.page_parts import fill
-from benchmarks.tiny_models import MODELS
+from benchmarks.tiny_models import MODELS, NO_WHOLE_GRAPH
 from para_core import reset_cache
 from para_core.adapters import apply_cache_on_transformer, parallelize_transformer
 from para_core.adapters.supported import tensor_plan_for
 from para_core.adapters.weights.components import blocks_of
+from para_core.instance import original_class
 from para_core.mesh import guided_mesh
 from para_core.weights.fsdp import shard_blocks
 from para_core.weights.group import sequence_ranks, weights_mesh
 from para_core.weights.tensor import shard_tensors
 
+RESULT = RESULTS / "weights_table.json"
 PAGE = Path(__file__).parents[1] / "docs/weights.md"
 NAMES = {
     "FLUX": "flux",
@@ -46,6 +49,15 @@ NAMES = {
     "HunyuanVideo": "hunyuan",
     "Qwen-Image": "qwen-image",
     "CogVideoX": "cogvideox, rotary",
+    "LTX-Video": "ltx",
+    "Z-Image": "z-image",
+    "Mochi": "mochi",
+}
+# So that four ranks can share heads and hidden units.
+CONFIGS = {
+    "ltx": {"num_attention_heads": 4, "cross_attention_dim": 32},
+    "z-image": {"n_heads": 4, "n_kv_heads": 4, "dim": 96, "axes_dims": (8, 8, 8)},
+    "mochi": {"num_attention_heads": 12, "attention_head_dim": 8, "pooled_projection_dim": 24},
 }
 SIZE = (3, 6, 10)
 # (batch, ring, ulysses, tensor) by method and heading, for so many ranks. Of fsdp's "alone" each rank computes everything.
@@ -75,21 +87,21 @@ CELLS = {
 }
 HEADINGS = ("alone", "Ulysses", "ring", "batch", "cache", "compiled")
 
-
-# Compiling takes longer than all the rest.
-COMPILED = ("FLUX", "Wan")
 # Of the models whose bytes are counted: with two blocks of a kind, as elsewhere here, both would be whole at once.
 BLOCKS = 12
 
 
 def build(name: str, **config: Any) -> nn.Module:
     model = MODELS[name]
-    return replace(model, config={**model.config, "num_attention_heads": 4, **config}).build()
+    heads = CONFIGS.get(name, {"num_attention_heads": 4})
+    return replace(model, config={**model.config, **heads, **config}).build()
 
 
 def call(transformer: Any, name: str, change: float = 0.0) -> Tensor:
     inputs = MODELS[name].inputs(*SIZE)
-    inputs["hidden_states"] = inputs["hidden_states"] * (1 + change)
+    # Z-Image takes a list of samples.
+    latents = "hidden_states" if "hidden_states" in inputs else "x"
+    inputs[latents] = tree_map(lambda x: x * (1 + change), inputs[latents])
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         out: Tensor = tree_leaves(transformer(**inputs, return_dict=False))[0]
@@ -105,10 +117,17 @@ def result(transformer: Any, name: str, heading: str) -> Tensor:
     return call(transformer, name, 0.01)
 
 
+def is_whole(transformer: nn.Module, method: str) -> bool:
+    """Whether it is compiled as one graph, not block by block."""
+    return method == "tensor" and original_class(transformer).__name__ not in NO_WHOLE_GRAPH
+
+
 def compiled(transformer: Any, method: str) -> Any:
-    if method == "tensor":
+    if is_whole(transformer, method):
         return torch.compile(transformer, backend="aot_eager", fullgraph=True)
-    transformer.compile_repeated_blocks(backend="aot_eager", fullgraph=True)
+    for block in blocks_of(transformer):
+        # As compile_repeated_blocks, which CogVideoX and Mochi do not have.
+        block.compile(backend="aot_eager", fullgraph=True)
     return transformer
 
 
@@ -128,8 +147,8 @@ def shard(transformer: nn.Module, method: str, mesh: DeviceMesh) -> None:
 
 def bytes_of(name: str, method: str, mesh: DeviceMesh) -> dict[str, int]:
     """On the rank that holds most, between calls and at most during one, of a model of more blocks."""
-    single = "num_single_layers" in MODELS[name].config
-    transformer = build(name, num_layers=BLOCKS, **({"num_single_layers": BLOCKS} if single else {}))
+    single, layers = "num_single_layers" in MODELS[name].config, "n_layers" if name == "z-image" else "num_layers"
+    transformer = build(name, **{layers: BLOCKS}, **({"num_single_layers": BLOCKS} if single else {}))
     whole = held(transformer)
     blocks = [sum(x.nbytes for x in block.parameters()) for block in blocks_of(transformer)]
     shard(transformer, method, mesh)
@@ -150,29 +169,26 @@ def measure(name: str, method: str, heading: str, mesh: DeviceMesh) -> dict[str,
     shard(sharded, method, mesh)
     if heading != "alone" or method == "tensor":
         parallelize_transformer(sharded, mesh=mesh)
+    whole_graph = heading == "compiled" and is_whole(sharded, method)
     out = result(compiled(sharded, method) if heading == "compiled" else sharded, name, heading)
     error = float((out.double() - expected.double()).norm() / expected.double().norm())
     errors = torch.tensor(error, dtype=torch.float64)
     dist.all_reduce(errors, op=dist.ReduceOp.MAX)
-    return {"error": errors.item(), "same bits": errors.item() == 0}
+    return {"error": errors.item(), "same bits": errors.item() == 0, "whole graph": whole_graph}
 
 
-def measure_on_these_ranks(path: Path) -> None:
-    dist.init_process_group("gloo")
+def measure_on_these_ranks(titles: list[str]) -> dict[str, dict[str, Any]]:
     rows: dict[str, dict[str, Any]] = {}
-    for title, name in NAMES.items():
+    for title in titles:
+        name = NAMES[title]
         for (method, heading), shape in CELLS[dist.get_world_size()].items():
-            if heading == "compiled" and title not in COMPILED:
-                continue
             mesh = init_device_mesh("cpu", shape, mesh_dim_names=("batch", "ring", "ulysses", "tensor"))
             if heading == "alone":
                 rows.setdefault(title, {})[f"{method}, bytes"] = bytes_of(name, method, mesh)
             rows.setdefault(title, {})[f"{method}, {heading}"] = measure(name, method, heading, mesh)
             if dist.get_rank() == 0:
                 print(title, method, heading, rows[title][f"{method}, {heading}"], flush=True)
-    if dist.get_rank() == 0:
-        path.write_text(json.dumps(rows))
-    dist.destroy_process_group()
+    return rows
 
 
 def exactness_table(found: dict[int, dict[str, Any]]) -> list[str]:
@@ -182,9 +198,13 @@ def exactness_table(found: dict[int, dict[str, Any]]) -> list[str]:
     ]
     for title in NAMES:
         for ranks, rows in found.items():
+            if title not in rows:
+                continue
             for method in ("fsdp", "tensor"):
                 cells = [rows[title].get(f"{method}, {heading}") for heading in HEADINGS]
                 texts = ["" if x is None else "same bits" if x["same bits"] else f"{x['error']:.0e}" for x in cells]
+                if method == "tensor" and texts[-1] and not cells[-1].get("whole graph", True):
+                    texts[-1] += ", blocks"
                 lines.append(f"| {title} | {ranks} | {method} | " + " | ".join(texts) + " |")
     return lines
 
@@ -196,6 +216,8 @@ def bytes_table(found: dict[int, dict[str, Any]]) -> list[str]:
     ]
     for title in NAMES:
         for ranks, rows in found.items():
+            if title not in rows:
+                continue
             fsdp, tensor = rows[title]["fsdp, bytes"], rows[title]["tensor, bytes"]
             sizes = (fsdp["whole"], fsdp["at rest"], fsdp["at most"], tensor["at most"])
             lines.append(f"| {title} | {ranks} | " + " | ".join(f"{size:,}" for size in sizes) + " |")
@@ -204,18 +226,26 @@ def bytes_table(found: dict[int, dict[str, Any]]) -> list[str]:
 
 def main() -> None:
     """Measure on 2 and on 4 ranks, check, write."""
-    if len(sys.argv) > 1:
-        measure_on_these_ranks(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="*", choices=tuple(CELLS), default=tuple(CELLS))
+    parser.add_argument(
+        "--models", nargs="*", choices=tuple(NAMES), default=tuple(NAMES), help="the others stay as they are"
+    )
+    parser.add_argument("--part", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.part is not None:
+        write_part(options.part, lambda: measure_on_these_ranks(options.models))
         return
-    found = {}
-    for ranks in CELLS:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "found.json"
-            launch("benchmarks.weights_table", ranks, str(path))
-            found[ranks] = json.loads(path.read_text())
+    for ranks in options.ranks:
+        for title in options.models:
+            row = measured_on_ranks("benchmarks.weights_table", ranks, "--models", title)
+            # Read anew: each model is kept as soon as it is measured.
+            known = json.loads(RESULT.read_text())["by ranks"] if RESULT.exists() else {}
+            found = {number: {**known.get(str(number), {}), **(row if number == ranks else {})} for number in CELLS}
+            write_results("weights_table", {"by ranks": found}, "diffusers")
+    found = {int(number): rows for number, rows in json.loads(RESULT.read_text())["by ranks"].items()}
     parts = {"exactness": exactness_table(found), "bytes": bytes_table(found)}
     PAGE.write_text(fill(PAGE.read_text(), parts))
-    write_results("weights_table", {"by ranks": found}, "diffusers")
     print("\n".join([*parts["exactness"], "", *parts["bytes"]]))
     cells = [
         (ranks, title, cell, x)
@@ -223,7 +253,9 @@ def main() -> None:
         for title, row in rows.items()
         for cell, x in row.items()
     ]
-    wrong = [(ranks, title, cell) for ranks, title, cell, x in cells if x["error"] > (1e-5 if "tensor" in cell else 0)]
+    wrong = [
+        (ranks, title, cell) for ranks, title, cell, x in cells if x.get("error", 0) > (1e-5 if "tensor" in cell else 0)
+    ]
     if wrong:
         sys.exit(f"not as exact as docs/weights.md says: {wrong}")
 
