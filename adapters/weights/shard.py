@@ -123,7 +123,9 @@ def shard_components(
                 require_shardable(module)
             else:
                 require_tensor_plan_fits(module, plan, _tensor_size(ranks))
-    agree(signature(weights_record(chosen)), ranks, explain=_other_weights)
+    # Of mapped files, an element brings in the pages around it.
+    record = weights_record(chosen, values=done_with is None)
+    agree(signature(record), ranks, explain=_other_weights)
     with raising_on_all(ranks, "weights could not be sharded"):
         unshard_weights(pipe, components=list(chosen))
         shared = _device_mesh(ranks, method) if own is None else own
@@ -136,10 +138,10 @@ def shard_components(
             _refuse_late(module)
 
 
-def weights_record(modules: Mapping[str, nn.Module]) -> Record:
-    """What of ``modules`` must be alike on all ranks: shapes, dtypes, and of each whole weight one element."""
+def weights_record(modules: Mapping[str, nn.Module], *, values: bool = True) -> Record:
+    """What of ``modules`` must be alike on all ranks: shapes, dtypes, and, with ``values``, of each whole weight one element."""
     return {
-        f"{part}.{name}": f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}{_first_element(x)}"
+        f"{part}.{name}": f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}{_first_element(x) if values else ''}"
         for part, module in modules.items()
         for name, x in module.named_parameters()
     }

@@ -9,11 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from diffusers import FluxPipeline
+from safetensors.torch import save_file
 from torch.distributed.fsdp import FSDPModule
 
 from benchmarks.launches import fake_group
 from para_core import init_context_parallel_mesh
 from para_core.adapters import from_pretrained_sharded, parallelize_pipe
+from para_core.adapters.weights.load import _dtypes_of, _files_in
 from tests.rank_pool import heartbeat
 from tests.tiny import flux_call, flux_pipe, flux_transformer, relative_error
 
@@ -150,6 +152,18 @@ def test_ranks_that_load_other_models_are_told(rank_pool, tmp_path):
     for rank in (0, 1):
         flux_pipe(transformer=flux_transformer(num_layers=1 + rank)).save_pretrained(tmp_path / str(rank))
     rank_pool.run(load_differing, 2, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("variant", "dtype"), [(None, torch.float32), ("fp16", torch.float16), ("bf16", torch.float32)]
+)
+def test_weights_are_mapped_in_the_dtype_of_their_variant(tmp_path, variant, dtype):
+    part = tmp_path / "transformer"
+    part.mkdir()
+    for name, count, kind in (("model", 1, torch.float32), ("model.fp16", 3, torch.float16)):
+        for shard in range(count):
+            save_file({f"weight_{shard}": torch.ones(2, dtype=kind)}, part / f"{name}-{shard}-of-{count}.safetensors")
+    assert _dtypes_of(_files_in(tmp_path, variant))["transformer"] == dtype
 
 
 @pytest.mark.parametrize(
