@@ -39,12 +39,14 @@ def torchrun(
     """
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder) / f"host{host}" for host in range(hosts.num_hosts)]
-        started = [
-            _start(hosts, host, outputs[host], [module, *arguments], ranks_per_host, options, environment or {})
-            for host in range(hosts.num_hosts)
-        ]
-        late = _wait(started, seconds)
-        end_all(started)
+        started: list[subprocess.Popen[str]] = []
+        try:
+            for host, output in enumerate(outputs):
+                command = [module, *arguments]
+                started.append(_start(hosts, host, output, command, ranks_per_host, options, environment or {}))
+            late = _wait(started, seconds)
+        finally:
+            end_all(started)
         printed = [output.read_text(errors="replace") for output in outputs]
     codes = [process.returncode for process in started]
     if late or any(codes):

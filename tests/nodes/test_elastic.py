@@ -1,0 +1,78 @@
+"""A rank that is killed in the middle of a generation: the others end, torchrun starts again, and no image is lost or half-written."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import FluxPipeline
+from PIL import Image
+
+from benchmarks.nodes.hosts import open_hosts
+from benchmarks.nodes.torchrun import torchrun
+
+pytestmark = pytest.mark.nodes
+ROOT = Path(__file__).parents[2]
+PROMPTS = ["a large red circle", "a small blue square", "a green triangle"]
+STEPS = 12
+
+
+def rank_processes(rank, output):
+    """Ids of the processes that are this rank of the run that writes to ``output``."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = f"\0{(folder / 'environ').read_text()}\0"
+            if f"\0RANK={rank}\0" in environment and str(output) in (folder / "cmdline").read_text():
+                found.append(int(folder.name))
+        except OSError:  # it has ended meanwhile
+            continue
+    return found
+
+
+def kill_once_the_first_image_is_there(rank, output, killed):
+    deadline = time.monotonic() + 400
+    while not (output / "0.png").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for pid in rank_processes(rank, output):
+        os.kill(pid, signal.SIGKILL)
+        killed.append(pid)
+
+
+def one_process():
+    pipe = FluxPipeline.from_pretrained(ROOT / "benchmarks/tiny_flux/pipeline", dtype=torch.float32)
+    options = {"height": 128, "width": 128, "num_inference_steps": STEPS, "max_sequence_length": 64}
+    return [
+        np.asarray(pipe(prompt, generator=torch.Generator().manual_seed(seed), **options).images[0], dtype=int)
+        for seed, prompt in enumerate(PROMPTS)
+    ]
+
+
+def test_a_generation_that_lost_a_rank_ends_on_all_and_the_next_attempt_finishes_the_job(tmp_path):
+    output, killed = tmp_path / "images", []
+    killer = threading.Thread(target=kill_once_the_first_image_is_there, args=(3, output, killed))
+    with open_hosts(2) as hosts:
+        killer.start()
+        arguments = ["--output", str(output), "--steps", str(STEPS), "--prompts", *PROMPTS]
+        printed = torchrun(
+            hosts,
+            "parallel_examples.run_elastic",
+            *arguments,
+            options=["--max-restarts=2"],
+            environment={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+            seconds=500,
+        )
+        killer.join()
+    assert len(killed) == 1
+    assert "attempt 0: images [0, 1, 2] are to be generated" in printed[0]
+    # The second attempt, by whatever number: each torchrun counts its own.
+    again = printed[0].partition("are to be generated")[2]
+    assert ": images [1, 2] are to be generated" in again or ": images [2] are to be generated" in again
+    assert sorted(path.name for path in output.iterdir()) == ["0.png", "1.png", "2.png"]
+    for name, expected in enumerate(one_process()):
+        # A rounding may fall to the other side.
+        assert np.abs(np.asarray(Image.open(output / f"{name}.png"), dtype=int) - expected).max() <= 1
