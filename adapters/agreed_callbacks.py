@@ -60,7 +60,8 @@ class AgreedCallbacks:
             # What callbacks set to end a generation, and to end its guidance.
             "interrupt": getattr(self._pipe, "_interrupt", None),
             "guidance_scale": _plain(getattr(self._pipe, "_guidance_scale", None)),
-            **{name: f"{list(x.shape)} {x.dtype}" for name, x in found.items()},
+            **{f"shape of {name}": str(list(x.shape)) for name, x in found.items()},
+            **{f"dtype of {name}": str(x.dtype).removeprefix("torch.") for name, x in found.items()},
         }
         mine = [int(changed), int(loras_now != self._loras)]
         of_all = agree(signature(state), self._mesh, mine, explain=_explain)

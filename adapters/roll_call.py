@@ -153,7 +153,7 @@ def _describe(places: Sequence[Place], states: Mapping[Place, str | None]) -> st
 
 def _cannot_be_reached(places: Sequence[Place]) -> str:
     named = ", ".join(f"rank {place.rank} ({place})" for place in places)
-    return f"its network link may be cut: {named} cannot be reached from here"
+    return f"its network link may be cut, or very slow: {named} cannot be reached from here"
 
 
 def _get(store: Any, key: str) -> str | None:

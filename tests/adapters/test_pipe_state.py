@@ -138,8 +138,8 @@ TOLD = {
     changes_latents: "values of latents: rank 0 has",
     changes_in_place: "values of latents: rank 0 has",
     changes_prompt: "values of prompt_embeds: rank 0 has",
-    changes_size: r"latents: rank 0 has \[1, 63, \d+\] torch.float32, rank 1 has \[1, 62,",
-    changes_dtype: r"latents: rank 0 has .* torch.float32, rank 1 has .* torch.float64",
+    changes_size: r"shape of latents: rank 0 has \[1, 63, \d+\], rank 1 has \[1, 62,",
+    changes_dtype: "dtype of latents: rank 0 has float32, rank 1 has float64",
     changes_lora: "LoRA of pipe.transformer: rank 0 has",
     interrupts: "interrupt: rank 0 has False, rank 1 has True",
 }

@@ -1,0 +1,142 @@
+"""What counts as a good cell, and docs/faults.md."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from benchmarks.faults.cells import FAULTY_RANK, GIVEN_FAULTS, LINK_FAULTS, MOMENTS, PROCESS_FAULTS, Cell, all_cells
+from benchmarks.page_parts import fill
+
+PAGE = Path(__file__).parents[2] / "docs/faults.md"
+# Relative norm of an image's error against one process.
+EXACT = 1e-4
+# What a message must say to name the cause.
+SIGNS = {
+    "killed": ["rank 3 has ended"],
+    "stopped": ["rank 3 is stopped"],
+    "raises": ["something that only this rank found"],
+    "sleeps": ["rank 3 lives"],
+    "out of memory": ["can't allocate memory"],
+    "link cut": ["cannot be reached"],
+    "link delayed by 2 s": ["slow or loses packets", "or very slow"],
+    "link drops 5 %": ["slow or loses packets", "or very slow"],
+    "another prompt": ["prompt"],
+    "another seed": ["generator", "latents"],
+    "another size": ["height", "latents"],
+    "another LoRA": ["LoRA"],
+    "another dtype": ["dtype"],
+    "another version of para_core": ["version of para_core"],
+}
+
+
+def verdict(result: dict[str, Any]) -> str:
+    """ "good", or what is bad of a cell."""
+    bad = []
+    survivors = _survivors(result)
+    if not result["struck"]:
+        return "the fault did not strike"
+    if result["left"]["processes"] or any("seconds" not in rank for rank in survivors):
+        bad.append("hang")
+    if any(rank.get("error", 0.0) > EXACT for rank in result["ranks"]):
+        bad.append("wrong image")
+    # Where every rank that lives has its image, there is nothing to tell.
+    if not all("error" in rank for rank in survivors) and not _named(result):
+        bad.append("cause not named")
+    if result["left"]["sockets"] or result["left"]["files"]:
+        bad.append("something left")
+    return ", ".join(bad) or "good"
+
+
+def _survivors(result: dict[str, Any]) -> list[dict[str, Any]]:
+    gone = result["fault"] in ("killed", "stopped")
+    return [rank for index, rank in enumerate(result["ranks"]) if not (gone and index == FAULTY_RANK)]
+
+
+def _named(result: dict[str, Any]) -> bool:
+    return any(sign in rank.get("message", "") for rank in result["ranks"] for sign in SIGNS[result["fault"]])
+
+
+# -- the page
+
+
+def write_page(found: dict[str, Any]) -> None:
+    results = found["cells"]
+    parts = {"summary": _summary(found), "table": _tables(results), "messages": _messages(results)}
+    PAGE.write_text(fill(PAGE.read_text(), parts))
+
+
+def _summary(found: dict[str, Any]) -> list[str]:
+    results = list(found["cells"].values())
+    bad = Counter(part for result in results for part in result["verdict"].split(", ") if part != "good")
+    ends = [(rank.get("seconds", 0.0), one) for one in results if not _is_slow(one) for rank in _survivors(one)]
+    seconds, slowest = max(ends, key=lambda end: end[0])
+    images = sum(all("error" in rank for rank in _survivors(result)) for result in results)
+    counts = [f"{bad[kind]} {text}" for kind, text in _BAD.items()]
+    text = (
+        f"{len(results)} cells on {found['hosts']}, time-out {found['timeout']:g} s: {', '.join(counts)}. In {images} of them every rank "
+        f"that lived had its image, the same as one process's; in the others none was given out wrong, and the cause was named. Nowhere but on "
+        f"the delayed link did a rank that lived take longer than {seconds:.1f} s to end ({slowest['fault']}, {slowest['moment']})."
+    )
+    return [text]
+
+
+_BAD = {
+    "hang": "hangs",
+    "wrong image": "wrong images",
+    "cause not named": "causes not named",
+    "something left": "with a socket or file left behind",
+}
+
+
+def _is_slow(result: dict[str, Any]) -> bool:
+    return bool(result["fault"] == "link delayed by 2 s")
+
+
+def _tables(results: dict[str, Any]) -> list[str]:
+    lines = []
+    for pipeline, mesh in dict.fromkeys((cell.pipeline, cell.mesh) for cell in all_cells()):
+        lines += [f"**{pipeline}, {mesh}**", "", "| fault | " + " | ".join(MOMENTS) + " |", "|" + " --- |" * 6]
+        for fault in (*PROCESS_FAULTS, *LINK_FAULTS, *GIVEN_FAULTS):
+            cells = [results.get(Cell(pipeline, mesh, fault, moment).name) for moment in MOMENTS]
+            lines.append(f"| {fault} | " + " | ".join(_shown(cell) for cell in cells) + " |")
+        lines.append("")
+    return lines[:-1]
+
+
+def _shown(result: dict[str, Any] | None) -> str:
+    if result is None:
+        return "–"
+    survivors = _survivors(result)
+    seconds = max((rank.get("seconds", 0.0) for rank in survivors), default=0.0)
+    kind = "image" if all("error" in rank for rank in survivors) else "error"
+    return f"{seconds:.1f} s, {kind}" if result["verdict"] == "good" else f"**{result['verdict']}**"
+
+
+def _messages(results: dict[str, Any]) -> list[str]:
+    """Of each fault, what the ranks print in one cell: alike ones once."""
+    lines = []
+    for fault in (*PROCESS_FAULTS, *LINK_FAULTS, *GIVEN_FAULTS):
+        chosen = next(
+            (
+                one
+                for one in results.values()
+                if one["fault"] == fault and any("message" in rank for rank in one["ranks"])
+            ),
+            None,
+        )
+        if chosen is None:
+            continue
+        lines += [f"**{fault}**, {chosen['moment']} ({chosen['pipeline']}, {chosen['mesh']})", ""]
+        told: dict[str, list[str]] = {}
+        for index, rank in enumerate(chosen["ranks"]):
+            told.setdefault(_said(rank), []).append(str(index))
+        lines += [f"- rank {', '.join(ranks)}: {text}" for text, ranks in told.items()] + [""]
+    return lines[:-1]
+
+
+def _said(rank: dict[str, Any]) -> str:
+    if "message" in rank:
+        return f"`{rank['raised']}: {' '.join(rank['message'].split())}`"
+    return "its image" if "error" in rank else "nothing: it was killed or stopped"
