@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from para_core.adapters.pipe_state import fingerprint, lora_versions, loras
+from para_core.adapters.pipe_state import Loras, fingerprint, is_version, version_of
 from para_core.agreement import Record, agree, signature
 from para_core.mesh import GuidedMesh
 
@@ -22,11 +22,10 @@ _WAY_OUT = (
 
 
 class AgreedCallbacks:
-    """Runs the callbacks of one call of ``pipe`` on the ranks of ``mesh``."""
+    """Runs the callbacks of one call of ``pipe`` on the ranks of ``mesh``; ``loras`` were described when it began."""
 
-    def __init__(self, pipe: Any, mesh: GuidedMesh) -> None:
-        self._pipe, self._mesh = pipe, mesh
-        self._loras = lora_versions(pipe)
+    def __init__(self, pipe: Any, mesh: GuidedMesh, loras: Loras) -> None:
+        self._pipe, self._mesh, self._loras = pipe, mesh, loras
 
     def run(self, callback: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """``callback(*args, **kwargs)``, after which all ranks are where this one is.
@@ -37,14 +36,14 @@ class AgreedCallbacks:
             Exception: what it raised here.
         """
         given = _tensors(args)
-        versions = {name: x._version for name, x in given.items()}
+        versions = {name: version_of(x) for name, x in given.items()}
         try:
             result = callback(*args, **kwargs)
         except Exception as error:
             self._raise_everywhere(error)
             raise
         found = _tensors((result,))
-        changed = any(given.get(name) is not x or versions[name] != x._version for name, x in found.items())
+        changed = any(given.get(name) is not x or not is_version(x, versions[name]) for name, x in found.items())
         self._compare(found, changed)
         return result
 
@@ -55,7 +54,6 @@ class AgreedCallbacks:
             return  # this rank raises its own, also where no other answers
 
     def _compare(self, found: Mapping[str, Tensor], changed: bool) -> None:
-        loras_now = lora_versions(self._pipe)
         state: Record = {
             # What callbacks set to end a generation, and to end its guidance.
             "interrupt": getattr(self._pipe, "_interrupt", None),
@@ -63,7 +61,7 @@ class AgreedCallbacks:
             **{f"shape of {name}": str(list(x.shape)) for name, x in found.items()},
             **{f"dtype of {name}": str(x.dtype).removeprefix("torch.") for name, x in found.items()},
         }
-        mine = [int(changed), int(loras_now != self._loras)]
+        mine = [int(changed), int(self._loras.changed(self._pipe))]
         of_all = agree(signature(state), self._mesh, mine, explain=_explain)
         if any(one[0] for one in of_all):
             values = {name: f"{fingerprint([x]):x}" for name, x in found.items()}
@@ -71,8 +69,7 @@ class AgreedCallbacks:
                 signature({f"values of {name}": value for name, value in values.items()}), self._mesh, explain=_explain
             )
         if any(one[1] for one in of_all):
-            agree(signature(dict(loras(self._pipe))), self._mesh, explain=_explain)
-            self._loras = loras_now
+            agree(signature(dict(self._loras.described(self._pipe))), self._mesh, explain=_explain)
 
 
 def _tensors(values: tuple[Any, ...]) -> dict[str, Tensor]:

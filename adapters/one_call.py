@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from para_core.adapters.agreed_callbacks import AgreedCallbacks
 from para_core.adapters.callbacks import around_callbacks
 from para_core.adapters.foreseen import foreseen_output
-from para_core.adapters.pipe_state import pipe_state
+from para_core.adapters.pipe_state import Loras, pipe_state
 from para_core.adapters.refusals import Case, When, applied_mesh, reason_against
 from para_core.adapters.roll_call import Place, leave_reason, places_of_all, why_no_answer
 from para_core.adapters.supported import TRANSFORMERS
@@ -80,6 +80,7 @@ class ParallelCall:
         self._applied = {name: applied_mesh(module) for name, module in {**transformers, **unets}.items()}
         self._apart = apart
         self._assume_equal = assume_equal
+        self._loras = Loras()
         self._places: list[Place] = []  # of all ranks, once they have called together
         self._guidance = Guidance(mesh.batch, foreseen_output)
         self._signatures = {
@@ -100,7 +101,7 @@ class ParallelCall:
             ],
         )
         if not self._assume_equal:
-            require_same_call(pipe, args, kwargs, self.mesh, f"the {type(pipe).__name__}", problem)
+            require_same_call(pipe, args, kwargs, self.mesh, f"the {type(pipe).__name__}", self._loras, problem)
         elif problem is not None:
             raise RuntimeError(problem)
         self._places = self._places or places_of_all(self.mesh)
@@ -120,7 +121,7 @@ class ParallelCall:
                 # Its ranks come to a step at different times: a callback is not agreed upon, which would make them wait.
                 stack.enter_context(self.fused.generation(pipe))
             elif not self._assume_equal:
-                agreed = AgreedCallbacks(pipe, self.mesh)
+                agreed = AgreedCallbacks(pipe, self.mesh, self._loras)
                 kwargs = stack.enter_context(around_callbacks(kwargs, _AGREED, agreed.run, order=Order.GUIDANCE))
             if self._apart:
                 stack.enter_context(self._warn_unguided(type(pipe).__name__))
@@ -184,12 +185,14 @@ def require_same_call(
     kwargs: dict[str, Any],
     mesh: GuidedMesh,
     what: str,
+    loras: Loras,
     problem: str | None = None,
 ) -> None:
     """Raise on every rank, naming what differs, unless all ranks call with the same arguments: one exchange.
 
     Args:
         what: what is called, for messages.
+        loras: of this pipeline, as they were described last.
         problem: why this rank cannot take part in the call; None if it can.
 
     Raises:
@@ -202,7 +205,9 @@ def require_same_call(
             raise RuntimeError(problem)
         signature_of_call = inspect.signature(original_class(pipe).__call__)
         given = _flat(signature_of_call.bind(pipe, *args, **kwargs).arguments)
-        mine: Record | Exception = _record({**given, **pipe_state(pipe, decodes=given.get("output_type") != "latent")})
+        mine: Record | Exception = _record(
+            {**given, **pipe_state(pipe, loras, decodes=given.get("output_type") != "latent")}
+        )
     except (TypeError, ValueError, RuntimeError) as error:
         mine = error
     _require_alike(

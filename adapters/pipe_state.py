@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
+from weakref import ref
 
 import diffusers
 import torch
@@ -25,7 +26,7 @@ _PERIOD = 65521
 _AT_ONCE = 1 << 24
 
 
-def pipe_state(pipe: Any, *, decodes: bool) -> dict[str, Any]:
+def pipe_state(pipe: Any, loras: Loras, *, decodes: bool) -> dict[str, Any]:
     """By name, values that are equal on two ranks if and only if these things are.
 
     Args:
@@ -37,7 +38,7 @@ def pipe_state(pipe: Any, *, decodes: bool) -> dict[str, Any]:
         **{f"pipe.{name}": _configured(part) for name, part in parts.items() if part is not None},
         **({} if caching is None else {"its cache": {name: cache.as_text() for name, cache in caching.caches.items()}}),
         **_dtypes(pipe, (*TRANSFORMERS, "unet", *(("vae",) if decodes else ()))),
-        **loras(pipe),
+        **loras.described(pipe),
         "version of para_core": version.version_and_sources(),
         "versions of packages": _versions(),
     }
@@ -76,37 +77,64 @@ def _dtypes(pipe: Any, names: Sequence[str]) -> dict[str, str]:
 # -- LoRA
 
 
-def loras(pipe: Any) -> dict[str, str]:
-    """Of each model with LoRA layers (peft's): which adapters are active, how strongly, and a fingerprint of their weights.
+class Loras:
+    """The LoRA layers (peft's) of one pipeline's models, described anew where they have changed only."""
 
-    Left out are weights that are sharded, for they differ from rank to rank, that an offload keeps elsewhere, and that were fused into those
-    of the model.
-    """
-    return {f"LoRA of pipe.{name}": text for name, model in _models(pipe) if (text := _lora_of(model))}
+    def __init__(self) -> None:
+        # Of each model: how its layers were set, its weights with their versions, and the text.
+        self._known: dict[str, tuple[list[str], list[tuple[ref[Tensor], int]], str]] = {}
+
+    def described(self, pipe: Any) -> dict[str, str]:
+        """By model, which adapters are active, how strongly, and a fingerprint of their weights.
+
+        Left out are weights that are sharded, for they differ from rank to rank, that an offload keeps elsewhere, and that were fused
+        into those of the model.
+        """
+        for name, model in _models(pipe):
+            layers = _lora_layers(model)
+            if not layers:
+                self._known.pop(name, None)
+            elif not self._is_known(name, layers):
+                settings, weights = _settings_of(layers), _weights_of(layers)
+                here = [weight for weight in weights if not isinstance(weight, DTensor) and not weight.is_meta]
+                text = f"{'; '.join(sorted(set(settings)))}, weights {fingerprint(here):x}"
+                self._known[name] = settings, [(ref(weight), version_of(weight)) for weight in weights], text
+        return {f"LoRA of pipe.{name}": text for name, (_, _, text) in self._known.items()}
+
+    def changed(self, pipe: Any) -> bool:
+        """Whether :meth:`described` may give something else than when it was called last; takes no look at a weight's values."""
+        found = {name: layers for name, model in _models(pipe) if (layers := _lora_layers(model))}
+        return found.keys() != self._known.keys() or not all(self._is_known(*one) for one in found.items())
+
+    def _is_known(self, name: str, layers: list[Any]) -> bool:
+        if name not in self._known:
+            return False
+        settings, known, _ = self._known[name]
+        weights = _weights_of(layers)
+        if settings != _settings_of(layers) or len(weights) != len(known):
+            return False
+        return all(x is was() and is_version(x, version) for x, (was, version) in zip(weights, known, strict=True))
 
 
-def lora_versions(pipe: Any) -> tuple[Any, ...]:
-    """Changes, in this process, when :func:`loras` may; takes no look at a weight's values."""
-    return tuple(
-        (id(weight), weight._version, _lora_setting(layer))
-        for _, model in _models(pipe)
-        for layer in _lora_layers(model)
-        for weight in _weights(layer)
-    )
+_NO_VERSION = -1
 
 
-def _lora_of(model: nn.Module) -> str:
-    layers = _lora_layers(model)
-    if not layers:
-        return ""
-    # Alike in all layers, but where scales are given per block.
-    kinds = {_lora_setting(layer) for layer in layers}
-    weights = [weight for layer in layers for weight in _weights(layer) if _is_here(weight)]
-    return f"{'; '.join(sorted(kinds))}, weights {fingerprint(weights):x}"
+def version_of(x: Tensor) -> int:
+    """A number that grows when ``x`` is written to, for :func:`is_version`."""
+    return _NO_VERSION if x.is_inference() else x._version
 
 
-def _is_here(weight: Tensor) -> bool:
-    return not isinstance(weight, DTensor) and not weight.is_meta
+def is_version(x: Tensor, version: int) -> bool:
+    """Whether ``x`` was certainly not written to since it had this version; in ``torch.inference_mode`` nobody counts."""
+    return version != _NO_VERSION and version_of(x) == version
+
+
+def _settings_of(layers: list[Any]) -> list[str]:
+    return [_lora_setting(layer) for layer in layers]
+
+
+def _weights_of(layers: list[Any]) -> list[Tensor]:
+    return [weight for layer in layers for weight in _weights(layer)]
 
 
 def _lora_setting(layer: Any) -> str:

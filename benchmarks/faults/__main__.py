@@ -183,7 +183,7 @@ def _shared_memory(pids: list[int]) -> set[str]:
     return {name for name in _files(Path("/dev/shm")) if any(f"_{pid}_" in name for pid in pids)}
 
 
-def _expected(pipeline: str) -> Any:
+def expected_image(pipeline: str) -> Any:
     with torch.no_grad():
         return build(pipeline)(**call_of(pipeline))[0]
 
@@ -207,7 +207,7 @@ def _run(args: argparse.Namespace, found: dict[str, Any]) -> None:
     cells = [cell for cell in all_cells() if any(text in cell.name for text in args.cells)]
     cells = [cell for cell in cells if args.again or cell.name not in found["cells"]]
     version.version_and_sources()  # once, for all ranks: sources may be edited while this runs
-    expected = {name: _expected(name) for name in PIPELINES}
+    expected = {name: expected_image(name) for name in PIPELINES}
     # What stays for good is not walked by each rank's garbage collector, which would copy its pages.
     gc.freeze()
     with open_hosts(NUM_HOSTS) as hosts:

@@ -9,7 +9,7 @@ from peft import LoraConfig
 
 from para_core import version
 from para_core.adapters import parallelize_pipe
-from para_core.adapters.pipe_state import fingerprint
+from para_core.adapters.pipe_state import Loras, fingerprint
 from tests.rank_pool import RankPoolError
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, relative_error
 
@@ -196,3 +196,41 @@ def test_a_fingerprint_changes_with_a_bit_and_with_the_order_of_tensors():
     assert len({fingerprint([x, y]), fingerprint([y, x]), fingerprint([flipped, y]), fingerprint([x.flip(0), y])}) == 4
     assert fingerprint([x.clone(), y.clone()]) == fingerprint([x, y])
     assert fingerprint([x.view(7, -1).t().contiguous().t().reshape(-1)]) == fingerprint([x])
+
+
+def test_a_lora_is_described_anew_only_where_it_changed():
+    pipe, loras = pipe_with_lora(), Loras()
+    first = loras.described(pipe)
+    with mock.patch("para_core.adapters.pipe_state.fingerprint", side_effect=AssertionError):
+        assert not loras.changed(pipe)
+        assert loras.described(pipe) == first
+    pipe.set_adapters(["style"], [0.5])
+    assert loras.changed(pipe)
+    assert loras.described(pipe) != first
+    pipe.set_adapters(["style"], [1.0])
+    assert loras.described(pipe) == first
+    fill(pipe, seed=2)
+    assert loras.changed(pipe)
+    assert loras.described(pipe) != first
+    fill(pipe, seed=1)
+    assert loras.described(pipe) == first
+    pipe.transformer.delete_adapters("style")
+    assert loras.described(pipe) == {}
+
+
+def call_in_inference_mode():
+    pipe = parallelize_pipe(pipe_with_lora(), mesh=cpu_mesh(1, 2))
+    with torch.inference_mode():
+        same = pipe(
+            **flux_call(callback_on_step_end=alike, callback_on_step_end_tensor_inputs=["latents", "prompt_embeds"])
+        ).images
+        with pytest.raises(ValueError, match="values of latents"):
+            pipe(**flux_call(callback_on_step_end=changes_in_place))
+    return same.clone()
+
+
+def test_callbacks_are_compared_in_inference_mode_too(rank_pool):
+    options = {"callback_on_step_end": alike, "callback_on_step_end_tensor_inputs": ["latents", "prompt_embeds"]}
+    expected = pipe_with_lora()(**flux_call(**options)).images
+    for out in rank_pool.run(call_in_inference_mode, 2):
+        assert relative_error(out, expected) < 1e-5
