@@ -55,7 +55,9 @@ class Bars:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._progress.stop()
+        # Stopping what was not started prints an empty line.
+        if self._progress.console.is_terminal:
+            self._progress.stop()
 
     def begin(self, number: int, steps: int | None) -> None:
         """The prompt of this number begins; None: how many steps it has is not known."""

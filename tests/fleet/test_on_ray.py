@@ -24,7 +24,8 @@ from para_core.fleet.request import make_request
 from para_core.fleet.server import Limits
 from para_core.fleet.work import Watch, generate
 
-pytestmark = pytest.mark.long
+# Ray's own sockets and threads, which end with the cluster.
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 PORT = 8123
 PATH = "/v1/images/generations"
 SMALL = {"size": "64x48", "steps": 3}
