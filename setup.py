@@ -41,7 +41,7 @@ setup(
     extras_require={
         "diffusers": ["diffusers>=0.42", "transformers", "accelerate", "sentencepiece", "protobuf"],
         "cli": ["typer>=0.15", "rich"],
-        "fleet": ["ray[serve]>=2.50", "typer>=0.15", "rich"],
+        "fleet": ["ray[serve]>=2.60", "typer>=0.15", "rich"],
         "calibrate": ["matplotlib", "scikit-image", "tqdm"],
         "triton": ["triton>=3.5"],
         "test": [

@@ -1,0 +1,77 @@
+"""A request on the ranks of a group, without Ray: every way to put a pipeline on them, and stopping together."""
+
+import io
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from diffusers import FluxPipeline
+from PIL import Image
+
+from para_core.fleet.models import TINY_FLUX_FIELDS, find_tiny_flux
+from para_core.fleet.recipe import Recipe, build, read_lora, read_mesh_sizes
+from para_core.fleet.request import Request
+from para_core.fleet.work import Cancelled, Watch, generate
+
+FIELDS = {**TINY_FLUX_FIELDS, "height": 48, "width": 64, "num_inference_steps": 4, "prompt": "a large red circle"}
+REQUEST = Request(FIELDS, seed=3)
+
+
+def plain_pixels():
+    pipe = FluxPipeline.from_pretrained(find_tiny_flux(), dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    return np.asarray(pipe(generator=torch.Generator().manual_seed(3), **FIELDS).images[0]).astype(int)
+
+
+def pixels(result):
+    return np.asarray(Image.open(io.BytesIO(result.outputs[0].data))).astype(int)
+
+
+def result_of(recipe):
+    return generate(build(recipe), REQUEST, recipe, format_="png", fps=16, watch=Watch())
+
+
+@pytest.mark.parametrize(
+    ("options", "mesh"),
+    [
+        ({"mesh": (("ring", 2),), "vae": True}, {"batch": 1, "ring": 2, "ulysses": 1}),
+        ({"weights": "fsdp", "vae": True}, {"batch": 1, "ring": 1, "ulysses": 2}),
+        (
+            {"weights": "tensor", "mesh": (("tensor", 2),)},
+            {"batch": 1, "ring": 1, "ulysses": 1, "tensor": 2},
+        ),
+    ],
+)
+def test_each_recipe_gives_the_image_of_the_plain_pipeline_on_the_first_rank(rank_pool, options, mesh):
+    results = rank_pool.run(result_of, 2, Recipe(str(find_tiny_flux()), **options))
+    assert results[1] is None
+    assert results[0].metadata["mesh"] == mesh
+    assert np.abs(pixels(results[0]) - plain_pixels()).max() <= 1
+
+
+def cancel_after(step):
+    """``(step after which this rank stopped, bytes of the next request, bytes without a cancelled one before)``."""
+    recipe = Recipe(str(find_tiny_flux()), mesh=(("ulysses", 2),), cache=0.05)
+    pipe = build(recipe)
+    done = []
+    # Only the first rank knows.
+    watch = Watch(done.append, lambda: dist.get_rank() == 0 and len(done) == step)
+    before = generate(pipe, REQUEST, recipe, format_="png", fps=16, watch=Watch())
+    with pytest.raises(Cancelled, match=f"after step {step + 1}"):
+        generate(pipe, REQUEST, recipe, format_="png", fps=16, watch=watch)
+    after = generate(pipe, REQUEST, recipe, format_="png", fps=16, watch=Watch())
+    return len(done), before and before.outputs, after and after.outputs
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_all_ranks_stop_after_the_same_step_and_the_next_request_is_not_touched(rank_pool, step):
+    (first, before, after), (second, _, _) = rank_pool.run(cancel_after, 2, step)
+    assert first == second == step
+    assert before == after
+
+
+def test_mesh_sizes_and_loras_are_read_from_texts():
+    assert read_mesh_sizes("batch=2, ring=4") == (("batch", 2), ("ring", 4))
+    assert read_lora("style.safetensors:0.8") == ("style.safetensors", 0.8)
+    assert read_lora("C:/style.safetensors") == ("C:/style.safetensors", 1.0)
