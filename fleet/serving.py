@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -38,15 +39,18 @@ class ReplicaDeployment:
             await self._replica.restart()
         yield "begin", self._replica.actors[0]
         task = asyncio.ensure_future(self._answer(id_, request, events))
-        while True:
-            kind, value = await events.get()
-            yield kind, value
-            if kind == "died":
-                # While this goes on Serve sends no other request here.
-                yield "restarted", await self._replica.restart()
-            if kind != "step":
-                break
-        await task
+        try:
+            while True:
+                kind, value = await events.get()
+                yield kind, value
+                if kind == "died":
+                    # While this goes on Serve sends no other request here.
+                    yield "restarted", await self._replica.restart()
+                if kind != "step":
+                    break
+        finally:
+            if not task.done() and self._replica.actors:  # nobody listens any more
+                group.cancel(self._replica.actors[0], id_)
 
     async def _answer(self, id_: str, request: Request, events: asyncio.Queue[Event]) -> None:
         def progress(done: int) -> None:
@@ -70,14 +74,18 @@ class ServeBackend:
         self._replicas = replicas
         self._restarting = 0
         self._first_ranks: dict[str, Any] = {}
-        self._waiting: dict[str, Any] = {}
         self._cancelled: set[str] = set()
         self._reading: set[asyncio.Future[None]] = set()
+        # When a client leaves, Serve cancels its request with every task of Ray's that was started in its context, running ranks
+        # among them. What goes to replicas is started in this one, and cancelled between two steps instead.
+        self._context = contextvars.copy_context()
 
     async def generate(self, id_: str, request: Request, progress: Callable[[int], None]) -> Result:
         answer: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         # Read to its end in any case: a replica that died is made again behind its answer.
-        reading = asyncio.ensure_future(self._read(id_, request, progress, answer))
+        reading = asyncio.get_running_loop().create_task(
+            self._read(id_, request, progress, answer), context=self._context.copy()
+        )
         self._reading.add(reading)
         reading.add_done_callback(self._reading.discard)
         return await asyncio.shield(answer)
@@ -105,6 +113,8 @@ class ServeBackend:
             if not answer.done():
                 answer.set_exception(ReplicaDied(f"the replica's actor ended: {group.cause(error)}"))
         finally:
+            if not answer.done():
+                answer.set_exception(ReplicaDied("the replica ended without an answer."))
             self._restarting -= died
             self._first_ranks.pop(id_, None)
             self._cancelled.discard(id_)
@@ -112,7 +122,7 @@ class ServeBackend:
     def cancel(self, id_: str) -> None:
         self._cancelled.add(id_)
         if id_ in self._first_ranks:
-            group.cancel(self._first_ranks[id_], id_)
+            self._context.copy().run(group.cancel, self._first_ranks[id_], id_)
 
     async def ready(self) -> int:
         return self._replicas - self._restarting

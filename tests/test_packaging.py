@@ -131,7 +131,7 @@ def test_the_wheel_holds_every_file_and_nothing_beside_para_core(distributions):
         names = [name for name in archive.namelist() if not name.endswith("/")]
     modules = [f"{target}/{name}" for folder, target in FOLDERS.items() for name in files_of(ROOT / folder)]
     assert sorted(name for name in names if name.endswith(".py")) == sorted(modules)
-    assert "para_core/py.typed" in names
+    assert {"para_core/py.typed", "para_core/fleet/page.html"} <= set(names)
     assert any(name.endswith("LICENSE") for name in names)
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"para_core"}
@@ -229,11 +229,11 @@ assert import_utils.is_kernels_available() == installed
     run(sys.executable, "-c", code, cwd=ROOT)
 
 
-def test_importing_para_core_needs_neither_diffusers_nor_triton():
+def test_importing_para_core_needs_neither_diffusers_nor_triton_nor_what_the_command_does():
     code = """
 import sys
 
-OPTIONAL = ("diffusers", "transformers", "accelerate", "triton")
+OPTIONAL = ("diffusers", "transformers", "accelerate", "triton", "typer", "ray")
 
 class Absent:
     def find_spec(self, name, path=None, target=None):
