@@ -60,7 +60,7 @@ class Replica:
         bundle = _bundle()
         strategy = "PACK" if self._shape.spread else "STRICT_PACK"
         self._placement = placement_group([bundle] * self._shape.ranks, strategy=strategy)
-        await self._placement.ready()
+        await self._placed()
         self.actors = [self._actor(rank, bundle) for rank in range(self._shape.ranks)]
         try:
             host = await self.actors[0].__ray_call__.remote(lambda _: ray.util.get_node_ip_address())
@@ -69,6 +69,16 @@ class Replica:
         except ray.exceptions.RayError as error:
             await self.stop()
             raise RuntimeError(cause(error)) from error
+
+    async def _placed(self) -> None:
+        seconds = self._recipe.timeout
+        try:
+            await asyncio.wait_for(_await(self._placement.ready()), seconds)
+        except TimeoutError:
+            await self.stop()
+            raise RuntimeError(
+                f"no room for a replica of {self._shape.ranks} ranks within {seconds:g} s: what the Ray cluster has is in use."
+            ) from None
 
     def _actor(self, rank: int, bundle: dict[str, float]) -> Any:
         strategy = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=rank)
@@ -184,7 +194,7 @@ async def _answers(refs: Sequence[Any]) -> list[Answer]:
     Raises:
         ReplicaDied: a rank died, or some did not end when another had.
     """
-    tasks = [asyncio.ensure_future(_await(ref)) for ref in refs]
+    tasks: list[asyncio.Task[Answer]] = [asyncio.ensure_future(_await(ref)) for ref in refs]
     pending = set(tasks)
     answered: list[Answer] = []
     try:
@@ -210,9 +220,8 @@ async def _answers(refs: Sequence[Any]) -> list[Answer]:
     return [task.result() for task in tasks]
 
 
-async def _await(ref: Any) -> Answer:
-    answer: Answer = await ref
-    return answer
+async def _await(ref: Any) -> Any:
+    return await ref
 
 
 def cause(error: BaseException) -> str:

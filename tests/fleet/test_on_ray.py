@@ -74,6 +74,21 @@ def rank_processes():
     return [pid for pid, words in named if words and words[0].startswith("ray::Rank")]
 
 
+# Before the server, which takes all of the cluster.
+def test_a_file_of_prompts_is_finished_although_a_replica_is_killed_half_way(model, recipe):
+    lines = [Line(i + 1, make_request({"prompt": PROMPTS[i % 4], **SMALL}, model, seed=i)) for i in range(8)]
+    written = {}
+
+    def write(line, result):
+        written[line.number] = result.outputs[0].data
+        if len(written) == 3:
+            os.kill(rank_processes()[0], signal.SIGKILL)
+
+    problems = batch.generate_lines(lines, recipe, group.Shape(2), 2, format_="png", fps=16, write=write)
+    assert problems == []
+    assert sorted(written) == list(range(1, 9))
+
+
 def test_the_same_request_gives_the_same_bytes_on_any_replica(server, model, recipe):
     asked = {"prompt": PROMPTS[0], "seed": 5, **SMALL}
     with ThreadPoolExecutor(4) as threads:
@@ -163,17 +178,3 @@ def test_a_rank_that_dies_costs_its_request_and_its_replica_is_made_again(server
         time.sleep(1)
     with ThreadPoolExecutor(4) as threads:
         assert {image(answer) for answer in threads.map(ask, [asked] * 4)} == {expected}
-
-
-def test_a_file_of_prompts_is_finished_although_a_replica_is_killed_half_way(model, recipe):
-    lines = [Line(i + 1, make_request({"prompt": PROMPTS[i % 4], **SMALL}, model, seed=i)) for i in range(8)]
-    written = {}
-
-    def write(line, result):
-        written[line.number] = result.outputs[0].data
-        if len(written) == 3:
-            os.kill(rank_processes()[0], signal.SIGKILL)
-
-    problems = batch.generate_lines(lines, recipe, group.Shape(2), 2, format_="png", fps=16, write=write)
-    assert problems == []
-    assert sorted(written) == list(range(1, 9))
