@@ -5,7 +5,7 @@
 
 Pipelines of `benchmarks.tiny_pipelines`, and the FLUX.1 that was trained here: random weights in float32, three steps, an odd number
 of tokens. Error: relative norm of the latents after all steps, against the unmodified pipeline in the same process; the worst rank's.
-Bytes: what each rank sends to others in all steps, counted, and by the formula of `benchmarks.expected_traffic`; the program ends in
+Bytes: what each rank sends to others in all steps, counted, and by the formula of `para_core.planner.traffic`; the program ends in
 an error where they differ. In bfloat16 every run is compared with the unmodified pipeline in float32: an unmodified bfloat16 run has an
 error too, and a parallel one should have no larger one. Writes docs/exactness.md and benchmarks/results/pipelines.json, or
 pipelines_bfloat16.json.
@@ -30,13 +30,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tqdm import tqdm
 
 from benchmarks.environment import write_results
-from benchmarks.expected_traffic import ModelCall, observe_pipeline, sent_in_rounds, takes_turns
+from benchmarks.expected_traffic import observe_pipeline, takes_turns
 from benchmarks.launch import measured_on_ranks, write_part
 from benchmarks.sixteen_bits import NOT_IN_BFLOAT16, cast, in_bfloat16, noise_of_float32
 from benchmarks.tiny_pipelines import PIPELINES as OTHERS
 from benchmarks.tiny_pipelines import TinyPipeline
 from benchmarks.traffic import counted_traffic
 from para_core.adapters import parallelize_pipe
+from para_core.planner.traffic import ModelCall, sent_in_rounds
 
 # (batch, ring, ulysses) by the heading of the table's column.
 MESHES = {

@@ -22,9 +22,10 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from benchmarks.environment import RESULTS, write_results
-from benchmarks.expected_traffic import ModelCall, Shape, observed, sent_in_rounds
+from benchmarks.expected_traffic import observed
 from benchmarks.pipelines import MESHES, check, largest_per_step
 from para_core.adapters.supported import plan_for
+from para_core.planner.traffic import ModelCall, Shape, sent_in_rounds
 
 PAGE = Path(__file__).parents[1] / "docs/traffic.md"
 
@@ -194,7 +195,7 @@ def main() -> None:
         "# What a step sends",
         "",
         (
-            "Written by `python -m benchmarks.real_sizes`. One formula for all models (`benchmarks/expected_traffic.py`): the unmodified "
+            "Written by `python -m benchmarks.real_sizes`. One formula for all models (`para_core/planner/traffic.py`): the unmodified "
             "model runs once on one device; from the sizes of its attention calls, what the plan says of their tokens, and the outputs "
             "that are gathered follows what each rank of any mesh will send. Numbers are of the rank that sends most. The digests "
             "(kilobytes) by which ranks compare what they were given, once in a call of a pipeline, are left out."

@@ -5,12 +5,13 @@ import warnings
 import pytest
 import torch
 
-from benchmarks.expected_traffic import observe_pipeline, observed, sent_in_rounds, takes_turns
+from benchmarks.expected_traffic import observe_pipeline, observed, takes_turns
 from benchmarks.real_sizes import REAL, call_of, gigabytes
 from benchmarks.tiny_models import MODELS, SHELF
 from benchmarks.tiny_pipelines import PIPELINES
 from benchmarks.traffic import counted_traffic
 from para_core.adapters import parallelize_pipe, parallelize_transformer
+from para_core.planner.traffic import sent_in_rounds
 from tests.rank_pool import heartbeat
 from tests.tiny import cpu_mesh
 

@@ -1,0 +1,333 @@
+"""What one call of a model does, seen as the unmodified model runs once on one device: with fake tensors it needs no weights, and no device.
+
+The plan says of what tokens its attention calls consist, what is sharded, and what is gathered.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import combinations
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from para_core.mesh import MeshDim
+from para_core.planner.traffic import AttentionCall, Gathered, ModelCall, Part, Product, Tokens
+from para_core.plans.places import as_tuple, find_boundaries, matching_modules, parameters_of
+from para_core.plans.plan import Attention, Cut, Gather, Plan, Replicate, Split
+from para_core.plans.samples import number_of_samples, own_samples
+from para_core.weights.tensor_plan import TensorPlan
+
+# What launches nothing on a device, beside views.
+_NO_LAUNCH = {
+    "aten::_unsafe_view",
+    "aten::empty",
+    "aten::empty_like",
+    "aten::empty_permuted",
+    "aten::empty_strided",
+    "aten::new_empty",
+    "aten::new_empty_strided",
+}
+_PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution", "aten::linear"}
+_CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
+
+
+class _Dispatched(TorchDispatchMode):
+    """Inside, launches, bytes that they move, and bytes held at once: of tokens that are sharded while ``active()``, and of all else."""
+
+    def __init__(self, active: Callable[[], bool]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._active = active
+        self.launches, self.moved, self.peak = 0, [0, 0], [0, 0]
+        self.in_attention = False
+        self._now = [0, 0]
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = _tensors_in((args, kwargs))
+        out = func(*args, **(kwargs or {}))
+        place, name = int(not self._active()), func._schema.name
+        made = _tensors_in(out)
+        self._hold(made, {x.untyped_storage()._cdata for x in given}, place)
+        if name not in _NO_LAUNCH and not self.in_attention and not _is_view(func):
+            self.launches += 1
+            if name not in _PRODUCTS:
+                self.moved[place] += sum(_bytes_of(x) for x in (*given, *made))
+        return out
+
+    def _hold(self, made: Sequence[Tensor], given: set[int], place: int) -> None:
+        for x in made:
+            storage = x.untyped_storage()
+            key = storage._cdata
+            if key not in self._known and key not in given:
+                self._known.add(key)
+                weakref.finalize(storage, self._free, key, storage.nbytes(), place)
+                self._now[place] += storage.nbytes()
+        if sum(self._now) > sum(self.peak):
+            self.peak = list(self._now)
+
+    def _free(self, key: int, size: int, place: int) -> None:
+        self._known.discard(key)
+        self._now[place] -= size
+
+
+def _bytes_of(x: Tensor) -> int:
+    """Of what an expanded tensor repeats, what there is."""
+    return int(min(x.numel() * x.element_size(), x.untyped_storage().nbytes()))
+
+
+def _tensors_in(values: Any) -> list[Tensor]:
+    return [x for x in pytree.tree_leaves(values) if isinstance(x, Tensor)]
+
+
+def _is_view(func: OpOverload) -> bool:
+    """Whether what it returns is memory of an argument, not written to."""
+    aliases = [returned.alias_info for returned in func._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in aliases)
+
+
+class _Observer(TorchFunctionMode):
+    """Reads ``plan`` around one model as it runs on one device."""
+
+    def __init__(self, model: nn.Module, plan: Plan, tensor: TensorPlan | None) -> None:
+        super().__init__()
+        self._shared = {
+            id(linear.weight): style.along
+            for name, style in (tensor.linears.items() if tensor is not None else ())
+            for linear in matching_modules(model, name).values()
+            if isinstance(linear, nn.Linear)
+        }
+        self._plan = plan
+        self._parameters = parameters_of(model)
+        self._boundaries = find_boundaries(model, plan)
+        self._start(Part())
+
+    def _start(self, found: Part) -> None:
+        self._part = found
+        self._segments: dict[str, Tokens] = {}
+        self._active = False
+        self._dispatched = _Dispatched(lambda: self._active)
+        # Of each module that is running, what its attention calls consist of, and how many there were.
+        self._attending: list[tuple[tuple[Attention, ...], list[None]]] = [((Attention(self._plan.joint_order),), [])]
+
+    def run(self, forward: Callable[..., Any], arguments: dict[str, Any], found: Part) -> Any:
+        """``forward(**arguments)``, noting in ``found`` what it does."""
+        self._start(found)
+        self._note(self._plan.inputs, arguments)
+        with ExitStack() as stack:
+            for module, boundary in self._boundaries.values():
+                for hook in self._hooks(module, boundary):
+                    stack.callback(hook.remove)
+            with self, self._dispatched as dispatched:
+                output = forward(**arguments)
+        found.launches, found.moved = dispatched.launches, (dispatched.moved[0], dispatched.moved[1])
+        found.peak = (dispatched.peak[0], dispatched.peak[1])
+        self._note_gathered(output, as_tuple(self._plan.outputs.get("", ())))
+        leaves = pytree.tree_leaves(output)
+        found.returned = sum(x.numel() * x.element_size() for x in leaves if isinstance(x, Tensor))
+        return output
+
+    def _hooks(self, module: nn.Module, boundary: Any) -> Iterator[Any]:
+        parameters = parameters_of(module)
+
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            cuts = {key: cut for key, cut in boundary.cuts if isinstance(key, str)}
+            self._note(cuts, {**dict(zip(parameters, args, strict=False)), **kwargs})
+            if boundary.attention:
+                self._attending.append((boundary.attention, []))
+
+        def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if boundary.attention:
+                self._attending.pop()
+            cuts = {key: cut for key, cut in boundary.cuts if isinstance(key, int)}
+            self._note(cuts, dict(enumerate([output] if isinstance(output, Tensor) else output)) if cuts else {})
+            if boundary.gathers:
+                self._note_gathered(output, boundary.gathers)
+                self._active = False
+
+        yield module.register_forward_pre_hook(before, with_kwargs=True)
+        yield module.register_forward_hook(after)
+
+    def _note(self, cuts: Any, given: dict[Any, Any]) -> None:
+        for key, cut in cuts.items():
+            for value in pytree.tree_leaves(given.get(key)):
+                if isinstance(cut, Gather):
+                    self._note_gathered([value], (cut,))
+                elif isinstance(value, Tensor):
+                    self._note_tokens(key, value, cut)
+        self._active |= any(isinstance(cut, Split) and cut.segment in self._segments for cut in cuts.values())
+
+    def _note_tokens(self, key: Any, value: Tensor, cut: Cut) -> None:
+        if isinstance(cut, Replicate):
+            self._segments.setdefault(cut.segment, Tokens(value.shape[cut.dim], cut=False))
+        elif isinstance(cut, Split) and not cut.then_replicated and cut.ndim in (None, value.ndim):
+            first = 0 if cut.after is None else self._segments[cut.after].total
+            name = cut.segment or cut.like or str(key)
+            self._segments.setdefault(name, Tokens(value.shape[cut.dim] - first, cut=True))
+
+    def _note_gathered(self, output: Any, gathers: Sequence[Gather | None]) -> None:
+        for value, gather in zip(_tensors(output), gathers, strict=False):
+            if gather is not None:
+                tokens = value.shape[gather.dim]
+                bytes_per_token = value.numel() // tokens * value.element_size()
+                self._part.events.append(Gathered(self._segments[gather.segment], bytes_per_token))
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func is F.scaled_dot_product_attention:
+            self._attend(*args, **(kwargs or {}))
+            self._dispatched.launches += 1
+            self._dispatched.in_attention = True
+            try:
+                return func(*args, **(kwargs or {}))
+            finally:
+                self._dispatched.in_attention = False
+        out = func(*args, **(kwargs or {}))
+        if func is F.linear:
+            self._multiply(*args, **(kwargs or {}))
+        elif func in _CONVOLUTIONS:
+            weight = args[1] if len(args) > 1 else kwargs["weight"]
+            rows = (Tokens(out.numel() // weight.shape[0], cut=False),)
+            self._part.events.append(Product(1, rows, weight[0].numel(), weight.shape[0], weight.element_size()))
+        return out
+
+    def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+        rows = x.shape[-2] if x.ndim > 1 else 1
+        shared = self._shared.get(id(weight))
+        samples = x.numel() // (rows * x.shape[-1])
+        self._part.events.append(
+            Product(samples, self._rows(rows), x.shape[-1], weight.shape[0], weight.element_size(), shared)
+        )
+
+    def _rows(self, rows: int) -> tuple[Tokens, ...]:
+        """Of which segments so many rows are."""
+        segments = list(self._segments.values()) if self._active else []
+        for count in range(1, len(segments) + 1):
+            for some in combinations(segments, count):
+                if sum(x.total for x in some) == rows:
+                    return some
+        return (Tokens(rows, cut=False),)
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any
+    ) -> None:
+        if not self._active:
+            queries, keys = ((Tokens(x.shape[-2], cut=False),) for x in (query, key))
+            sizes = (query.shape[-3], key.shape[-3], query.shape[-1], value.shape[-1], query.element_size())
+            self._part.events.append(AttentionCall(query.shape[:-3].numel(), *sizes, queries, keys))
+            return
+        attending, calls = self._attending[-1]
+        attention = attending[min(len(calls), len(attending) - 1)]
+        calls.append(None)
+        names = attention.queries if attention.keys is None else attention.keys
+        self._part.events.append(
+            AttentionCall(
+                query.shape[:-3].numel(),
+                query.shape[-3],
+                key.shape[-3],
+                query.shape[-1],
+                value.shape[-1],
+                query.element_size(),
+                self._tokens(attention.queries, query.shape[-2]),
+                self._tokens(names, key.shape[-2]),
+                self._of_mask(attention, attn_mask),
+            )
+        )
+
+    def _tokens(self, names: Sequence[str], total: int) -> tuple[Tokens, ...]:
+        known = tuple(self._segments[name] for name in names if name in self._segments)
+        # What is left was never sharded.
+        return (*known, Tokens(total - sum(x.total for x in known), cut=False))
+
+    def _of_mask(self, attention: Attention, mask: Tensor | None) -> int:
+        if mask is None or mask.shape[-1] == 1:
+            return 0
+        rows = mask[..., :1, :] if attention.mask == "pairs" else mask
+        # From a mask that the plan cuts the model makes one of this rank's keys; others it makes for the whole sequence.
+        cuts: list[Any] = [self._plan.inputs, *self._plan.inner.values()]
+        cuts_masks = any("mask" in str(key) for of_module in cuts for key in of_module)
+        return rows.numel() // mask.shape[-1] * mask.element_size() if attention.mask or cuts_masks else 0
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    values: list[Any]
+    values = [output] if isinstance(output, Tensor) else list(output.values() if hasattr(output, "values") else output)
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+@contextmanager
+def observed(
+    model: nn.Module,
+    plan: Plan,
+    batch: int = 1,
+    *,
+    tensor: TensorPlan | None = None,
+    is_foreseen: Callable[..., bool] = lambda *_: False,
+) -> Iterator[list[ModelCall]]:
+    """Inside, calls of ``model`` are listed; its samples are computed in ``batch`` shares if its plan would share them.
+
+    Args:
+        tensor: which of its layers tensor ranks would share.
+        is_foreseen: of the model and the arguments of a call, whether what it gives is known before it is computed.
+    """
+    observer, parameters, forward = _Observer(model, plan, tensor), parameters_of(model), model.forward
+    calls: list[ModelCall] = []
+
+    @functools.wraps(forward)
+    def observing(*args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(parameters, args, strict=False)), **kwargs}
+        shares = [given]
+        if batch > 1 and plan.batched:
+            name, dim = next(iter(plan.batched.items()))
+            total = number_of_samples(given[name], dim)
+            unshared = total is None or any(given.get(other) is not None for other in plan.unshared)
+            if not unshared and total is not None and total % batch == 0:
+                shares = [_share(given, plan, total, index, batch) for index in range(batch)]
+        with mock.patch.dict(vars(model)):
+            # What is put in its place here is not the model's own.
+            del model.forward
+            foreseen = is_foreseen(model, args, kwargs)
+        call = ModelCall((id(model), *_sizes(given)), [Part() for _ in shares], foreseen)
+        calls.append(call)
+        outputs = [observer.run(forward, share, found) for share, found in zip(shares, call.parts, strict=True)]
+        return outputs[0] if len(outputs) == 1 else _joined(outputs)
+
+    with mock.patch.object(model, "forward", observing):
+        yield calls
+
+
+def _share(given: dict[str, Any], plan: Plan, total: int, index: int, batch: int) -> dict[str, Any]:
+    dim = MeshDim("batch", batch, index, "", None)
+    own = {name: own_samples(given[name], of, total, dim) for name, of in plan.batched.items() if name in given}
+    return {**given, **own}
+
+
+def _joined(outputs: Sequence[Any]) -> Any:
+    """The outputs of all shares, tensor by tensor; lists have an entry for each sample."""
+    flat = [pytree.tree_flatten(output, is_leaf=lambda x: isinstance(x, list)) for output in outputs]
+    leaves, specs = zip(*flat, strict=True)
+    return pytree.tree_unflatten([_joined_leaf(parts) for parts in zip(*leaves, strict=True)], specs[0])
+
+
+def _joined_leaf(parts: Sequence[Any]) -> Any:
+    if isinstance(parts[0], list):
+        return [entry for part in parts for entry in part]
+    return torch.cat(list(parts)) if isinstance(parts[0], Tensor) else parts[0]
+
+
+def _sizes(given: dict[str, Any]) -> Any:
+    leaves = pytree.tree_leaves(given)
+    return tuple(tuple(x.shape) if isinstance(x, Tensor) else x for x in leaves if isinstance(x, (Tensor, bool)))

@@ -1,0 +1,214 @@
+"""What one call of a model does, as values, and what each rank of a mesh sends of it.
+
+Seen on one device by :mod:`para_core.planner.observe`. The small exchanges with which ranks agree on what they were given are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+# (batch, ring, ulysses)
+Shape = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Tokens of one kind: cut over the sequence ranks, or whole on each."""
+
+    total: int
+    cut: bool
+
+    def held(self, rank: int, ranks: int) -> int:
+        """Of those that are sharded, how many ``rank`` has; fewer than there are ranks are not sharded."""
+        return part(self.total, rank, ranks) if self.cut and self.total >= ranks else 0
+
+    def whole(self, ranks: int) -> int:
+        return 0 if self.cut and self.total >= ranks else self.total
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One call of ``scaled_dot_product_attention``.
+
+    Args:
+        of_mask: bytes of the mask for each key, where its columns are of a rank's own keys.
+    """
+
+    samples: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    element_size: int
+    queries: tuple[Tokens, ...]
+    keys: tuple[Tokens, ...]
+    of_mask: int = 0
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """An output, or the input of a module, whose tokens are put together, and its bytes for each token."""
+
+    tokens: Tokens
+    bytes_per_token: int
+
+
+@dataclass(frozen=True)
+class Product:
+    """A linear layer, or a convolution, as a product of ``[rows, inner]`` and ``[inner, columns]``.
+
+    Args:
+        rows: of one sample, by what tokens they are of.
+        shared: of the weight over tensor ranks: ``"colwise"``, ``"rowwise"`` (its result is summed over the ranks), or not.
+    """
+
+    samples: int
+    rows: tuple[Tokens, ...]
+    inner: int
+    columns: int
+    element_size: int
+    shared: str | None = None
+
+
+@dataclass
+class Part:
+    """What one share of a call's samples does, and the bytes of what it returns.
+
+    Args:
+        launches: operators that are not views, an attention call counted as one.
+        moved: bytes that these read and write, products and attention aside: of tokens that are sharded, and of all else.
+        peak: the most bytes of activations held at once: of the former and of the latter.
+    """
+
+    events: list[AttentionCall | Gathered | Product] = field(default_factory=list)
+    returned: int = 0
+    launches: int = 0
+    moved: tuple[int, int] = (0, 0)
+    peak: tuple[int, int] = (0, 0)
+
+
+@dataclass
+class ModelCall:
+    """One call of a model; ``parts``: several where the ranks along ``batch`` share its samples.
+
+    Args:
+        inputs: the model and the sizes that it was given: what calls whose results have the same sizes have in common.
+        foreseen: what it gives is known before it is computed.
+    """
+
+    inputs: Any
+    parts: list[Part]
+    foreseen: bool = False
+
+
+# -- the formula
+
+
+def part(total: int, rank: int, ranks: int) -> int:
+    """What ``rank`` has of ``total``, cut as ``torch.tensor_split`` cuts."""
+    return total // ranks + (rank < total % ranks)
+
+
+@dataclass(frozen=True)
+class AttentionBytes:
+    """Bytes that one rank sends to others in an attention call, by collective.
+
+    Args:
+        to_heads: Ulysses' queries, keys and values; ``from_heads``: its results.
+        around: keys and values around the ring, in ``size of the ring - 1`` steps; ``mask``: the columns of a mask, gathered.
+    """
+
+    to_heads: int = 0
+    from_heads: int = 0
+    around: int = 0
+    mask: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.to_heads + self.from_heads + self.around + self.mask
+
+
+def bytes_of_attention(call: AttentionCall, ring: int, ulysses: int, rank: int) -> AttentionBytes:
+    """What sequence rank ``rank`` sends to others, S_r being the sharded tokens of rank r, H_u the heads of Ulysses rank u.
+
+    Per sample and element: Ulysses Σ_{j≠u} (S_r · H_j · D + S_r · H_kv,j · (D + D_v)) in, and Σ_{j≠u} (S_j + whole tokens) · H_u · D_v
+    out; the ring S_block · H_kv,u · (D + D_v) for each block that is passed on. Nothing where no key is sharded.
+    """
+    ranks = ring * ulysses
+    queries, keys = ([sum(x.held(r, ranks) for x in kind) for r in range(ranks)] for kind in (call.queries, call.keys))
+    if not any(keys):
+        return AttentionBytes()
+    block, place = divmod(rank, ulysses)
+    peers = [peer for peer in range(ulysses) if peer != place]
+    heads, kv_heads = heads_of_ranks(call, ulysses)
+    both = call.head_dim + call.value_dim
+    way_in = sum(queries[rank] * heads[j] * call.head_dim + keys[rank] * kv_heads[j] * both for j in peers)
+    whole = sum(x.whole(ranks) for x in call.queries)
+    way_out = sum(queries[block * ulysses + j] + whole for j in peers) * heads[place] * call.value_dim
+    blocks = [sum(keys[i * ulysses : (i + 1) * ulysses]) for i in range(ring)]
+    around = sum(blocks[(block - step) % ring] for step in range(ring - 1)) * kv_heads[place] * both
+    each = call.samples * call.element_size
+    mask = call.of_mask * _gathered(keys, ring, ulysses, rank)
+    return AttentionBytes(each * way_in, each * way_out, each * around, mask)
+
+
+def heads_of_ranks(call: AttentionCall, ulysses: int) -> tuple[list[int], list[int]]:
+    """Heads of queries and of keys that each Ulysses rank computes."""
+    group = call.heads // call.kv_heads
+    heads, kv_heads, start = [], [], 0
+    for u in range(ulysses):
+        heads.append(part(call.heads, u, ulysses))
+        end = start + heads[u]
+        # Neighbours that see the same key head both get it.
+        kv_heads.append(-(-end // group) - start // group if heads[u] else 0)
+        start = end
+    return heads, kv_heads
+
+
+def sent_in_attention(call: AttentionCall, ring: int, ulysses: int, rank: int) -> int:
+    """Bytes that sequence rank ``rank`` sends to others; see :func:`bytes_of_attention`."""
+    return bytes_of_attention(call, ring, ulysses, rank).total
+
+
+def _gathered(tokens: Sequence[int], ring: int, ulysses: int, rank: int) -> int:
+    """Tokens that ``rank`` sends where all are gathered: its own over Ulysses, then its block over the ring."""
+    block = rank // ulysses
+    return tokens[rank] * (ulysses - 1) + sum(tokens[block * ulysses : (block + 1) * ulysses]) * (ring - 1)
+
+
+def sent_in_call(call: ModelCall, shape: Shape, rank: int) -> int:
+    """Bytes that ``rank`` of the mesh sends in one call of a model that it computes."""
+    _, ring, ulysses = shape
+    index, rank = divmod(rank, ring * ulysses)
+    own = call.parts[index if len(call.parts) > 1 else 0]
+    total = own.returned * (len(call.parts) - 1)
+    for event in own.events:
+        if isinstance(event, AttentionCall):
+            total += sent_in_attention(event, ring, ulysses, rank)
+        elif isinstance(event, Gathered):
+            tokens = [event.tokens.held(r, ring * ulysses) for r in range(ring * ulysses)]
+            total += event.bytes_per_token * _gathered(tokens, ring, ulysses, rank)
+    return total
+
+
+def sent_in_rounds(rounds: Sequence[Sequence[ModelCall]], shape: Shape, rank: int, *, apart: bool) -> int:
+    """Bytes that ``rank`` sends in all ``rounds``, each the calls of one step.
+
+    Args:
+        apart: the ranks along ``batch`` take turns in a round's calls, then exchange the results. All compute a call whose sizes
+            are new, if what it gives was not foreseen.
+    """
+    batch, known, total = shape[0], set(), 0
+    index = rank // (shape[1] * shape[2])
+    for calls in rounds:
+        for place, call in enumerate(calls):
+            shared = apart and batch > 1 and (call.foreseen or call.inputs in known)
+            known.add(call.inputs)
+            if shared and place % batch != index:
+                continue
+            total += sent_in_call(call, shape, rank)
+            if shared:
+                total += call.parts[0].returned * (batch - 1)
+    return total
