@@ -16,6 +16,7 @@ from para_core.adapters.parallel import (
     unparallelize_pipe,
     unparallelize_transformer,
 )
+from para_core.adapters.planner.plan import plan_mesh
 from para_core.adapters.propose.propose import Proposal, propose_plan
 from para_core.adapters.unet import parallelize_unet, unparallelize_unet
 from para_core.adapters.vae import parallelize_vae, unparallelize_vae
@@ -37,6 +38,7 @@ __all__ = [
     "parallelize_unet",
     "parallelize_vae",
     "pipefusion_report",
+    "plan_mesh",
     "propose_plan",
     "remove_cache_from_pipe",
     "shard_weights",

@@ -9,6 +9,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 from unittest import mock
@@ -17,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._ops import OpOverload
+from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -61,7 +63,8 @@ class _Dispatched(TorchDispatchMode):
         place, name = int(not self._active()), func._schema.name
         made = _tensors_in(out)
         self._hold(made, {x.untyped_storage()._cdata for x in given}, place)
-        if name not in _NO_LAUNCH and not self.in_attention and not _is_view(func):
+        is_launch = name not in _NO_LAUNCH and func.namespace != "prim" and not _is_view(func)
+        if is_launch and not self.in_attention:
             self.launches += 1
             if name not in _PRODUCTS:
                 self.moved[place] += sum(_bytes_of(x) for x in (*given, *made))
@@ -135,6 +138,7 @@ class _Observer(TorchFunctionMode):
         found.launches, found.moved = dispatched.launches, (dispatched.moved[0], dispatched.moved[1])
         found.peak = (dispatched.peak[0], dispatched.peak[1])
         self._note_gathered(output, as_tuple(self._plan.outputs.get("", ())))
+        self._note_joint_rows(found)
         leaves = pytree.tree_leaves(output)
         found.returned = sum(x.numel() * x.element_size() for x in leaves if isinstance(x, Tensor))
         return output
@@ -192,7 +196,11 @@ class _Observer(TorchFunctionMode):
             self._dispatched.launches += 1
             self._dispatched.in_attention = True
             try:
-                return func(*args, **(kwargs or {}))
+                return (
+                    _attention_output(*args, **(kwargs or {}))
+                    if _without_data(args[0] if args else kwargs["query"])
+                    else func(*args, **(kwargs or {}))
+                )
             finally:
                 self._dispatched.in_attention = False
         out = func(*args, **(kwargs or {}))
@@ -252,6 +260,18 @@ class _Observer(TorchFunctionMode):
         # What is left was never sharded.
         return (*known, Tokens(total - sum(x.total for x in known), cut=False))
 
+    def _note_joint_rows(self, found: Part) -> None:
+        """Rows of a product that are no segments: as many as the queries of an attention call, they are the same tokens."""
+        joint = {
+            sum(x.total for x in event.queries): event.queries
+            for event in found.events
+            if isinstance(event, AttentionCall) and any(x.cut for x in event.queries)
+        }
+        for place, event in enumerate(found.events):
+            if isinstance(event, Product) and not any(x.cut for x in event.rows):
+                rows = sum(x.total for x in event.rows)
+                found.events[place] = replace(event, rows=joint.get(rows, event.rows))
+
     def _of_mask(self, attention: Attention, mask: Tensor | None) -> int:
         if mask is None or mask.shape[-1] == 1:
             return 0
@@ -260,6 +280,16 @@ class _Observer(TorchFunctionMode):
         cuts: list[Any] = [self._plan.inputs, *self._plan.inner.values()]
         cuts_masks = any("mask" in str(key) for of_module in cuts for key in of_module)
         return rows.numel() // mask.shape[-1] * mask.element_size() if attention.mask or cuts_masks else 0
+
+
+def _without_data(x: Tensor) -> bool:
+    return x.is_meta or isinstance(x, FakeTensor)
+
+
+def _attention_output(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+    """What a fused kernel holds: of tensors without data SDPA may make matrix products, with all scores."""
+    batch, heads, queries = query.shape[:3]
+    return query.new_empty(batch, queries, heads, value.shape[-1]).transpose(1, 2)
 
 
 def _tensors(output: Any) -> list[Tensor]:

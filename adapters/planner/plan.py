@@ -1,0 +1,196 @@
+"""Which mesh is fastest for a pipeline of diffusers: predicted before anything runs on it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from para_core.adapters.mesh_choice import default_guidance, number_of_heads
+from para_core.adapters.planner.count import (
+    bytes_of,
+    count_calls,
+    decoder_operations,
+    encoder_operations,
+    on_meta,
+    shared_bytes,
+    without_data,
+)
+from para_core.adapters.planner.inputs import INPUTS, Sizes
+from para_core.adapters.planner.published import PUBLISHED, Published
+from para_core.adapters.supported import plan_for, transformers_of
+from para_core.instance import original_class, uncompiled
+from para_core.planner.cost import Machine, Runtime
+from para_core.planner.hardware import Device, Host, Link, Topology, device_named, link_named, measured_figures
+from para_core.planner.mesh_plan import MeshPlan, Workload, make_plan
+
+
+def plan_mesh(
+    pipe_or_name: Any,
+    *,
+    ranks: int,
+    device: str | Device = "H100",
+    link: str | Link | None = None,
+    between: str | Link = "infiniband",
+    ranks_per_host: int | None = None,
+    height: int | None = None,
+    width: int | None = None,
+    frames: int | None = None,
+    steps: int | None = None,
+    compiled: bool = False,
+    tensor: bool = True,
+    measured: str | Path | None = None,
+) -> MeshPlan:
+    """Meshes of ``ranks`` ranks for one generation, the fastest first, with predicted seconds, bytes and memory.
+
+    Nothing is fetched, and nothing is computed: operations and bytes are counted on the model without weights.
+
+    Args:
+        pipe_or_name: a pipeline on a transformer, or the name of a published model (``"FLUX.1-dev"``, ``"Wan 2.2 A14B"``, …).
+        device, link: by name, ``"nvlink"`` and ``"pcie"`` being those of the device; or with figures of your own. ``link`` left
+            out: what such devices usually have.
+        between, ranks_per_host: what connects hosts, and how many neighbours are in one; left out: 8, and 72 on a GB200.
+        height, width, frames, steps: of the generation; left out: the pipeline's defaults, or what was published.
+        compiled: the transformer is compiled.
+        tensor: also meshes with a ``tensor`` dim, which needs ``weights="tensor"``.
+        measured: JSON of ``python -m para_core.doctor`` or of ``make gpu-check``, whose figures go before the table's.
+
+    Raises:
+        TypeError: it is not known what this transformer is given.
+        ValueError: an unknown name, device or link, or a size that does not fit.
+    """
+    known, own = device_named(device), Host()
+    inside = link_named(link, known)
+    if measured is not None:
+        known, inside, own = measured_figures(measured, known, inside, own)
+    per_host = ranks_per_host or (72 if known.name == "GB200" else 8)
+    topology = Topology(inside, link_named(between, known), per_host)
+    machine = Machine(known, topology, own, Runtime(compiled=compiled))
+    work = workload(pipe_or_name, height=height, width=width, frames=frames, steps=steps)
+    return make_plan(work, machine, ranks, tensor=tensor)
+
+
+def workload(
+    pipe_or_name: Any,
+    *,
+    height: int | None = None,
+    width: int | None = None,
+    frames: int | None = None,
+    steps: int | None = None,
+) -> Workload:
+    """One generation of a pipeline, or of a published model; see :func:`plan_mesh`."""
+    given = {"height": height, "width": width, "frames": frames}
+    changed: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    for name, value in {**changed, "steps": steps}.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name} is {value!r}; expected a positive integer.")
+    if isinstance(pipe_or_name, str):
+        if pipe_or_name not in PUBLISHED:
+            raise ValueError(
+                f"nothing is known of {pipe_or_name!r}; known are {', '.join(PUBLISHED)}. Or pass the pipeline itself."
+            )
+        model = PUBLISHED[pipe_or_name]
+        sizes = replace(model.sizes, **changed)
+        return _published_workload(pipe_or_name, sizes, steps or model.steps)
+    return _pipe_workload(pipe_or_name, changed, steps)
+
+
+@functools.lru_cache(maxsize=8)
+def _published_workload(name: str, sizes: Sizes, steps: int) -> Workload:
+    import diffusers
+
+    model: Published = PUBLISHED[name]
+    with on_meta():
+        transformer = getattr(diffusers, model.transformer)(**model.config).eval()
+        vae = getattr(diffusers, model.vae)(**model.vae_config).eval()
+        decoder = decoder_operations(vae, model.latent_channels, sizes, model.tiled)
+        encoder = model.encoder()
+    with without_data():
+        calls = count_calls(transformer, sizes)
+    return Workload(
+        name=f"{name}, {_size(sizes)}",
+        calls=calls,
+        branches=model.branches,
+        steps=steps,
+        weights=bytes_of(transformer) * model.transformers,
+        shared_weights=shared_bytes(transformer) * model.transformers,
+        other_weights=bytes_of(vae) + bytes_of(encoder),
+        encoder=encoder_operations(encoder, sizes.text) * model.prompts,
+        decoder=decoder,
+        heads=number_of_heads(transformer) or 1,
+    )
+
+
+def _size(sizes: Sizes) -> str:
+    pixels = f"{sizes.width} × {sizes.height}"
+    return pixels if sizes.frames == 1 else f"{pixels} × {sizes.frames}"
+
+
+def _pipe_workload(pipe: Any, changed: dict[str, Any], steps: int | None) -> Workload:
+    """Of a pipeline's own transformer; its text encoders and autoencoder take the same on every mesh, and are left out of the seconds."""
+    transformers = transformers_of(pipe)
+    if not transformers:
+        raise TypeError(
+            f"{type(pipe).__name__} has no transformer; a pipeline on one, or the name of a model, is planned for."
+        )
+    transformer = next(iter(transformers.values()))
+    if type(transformer).__name__ not in INPUTS:
+        raise TypeError(
+            f"it is not known what a {type(transformer).__name__} is given for a size; known are {', '.join(INPUTS)}."
+        )
+    sizes, default_steps = _default_sizes(pipe, transformer, changed)
+    dtype = next((x.dtype for x in transformer.parameters() if x.is_floating_point()), torch.bfloat16)
+    with without_data(dtype):
+        calls = count_calls(transformer, replace(sizes, dtype=dtype))
+    plan = plan_for(transformer)
+    guides = default_guidance(pipe, transformer) is not None and plan is not None and not plan.batched
+    modules = {id(x): x for x in pipe.components.values() if isinstance(x, nn.Module)}
+    inside = {id(x) for x in transformers.values()}
+    return Workload(
+        name=f"{original_class(pipe).__name__}, {_size(sizes)}",
+        calls=calls,
+        branches=2 if guides else 1,
+        steps=steps or default_steps,
+        weights=sum(map(bytes_of, transformers.values())),
+        shared_weights=sum(map(shared_bytes, transformers.values())),
+        other_weights=sum(bytes_of(uncompiled(x)) for key, x in modules.items() if id(uncompiled(x)) not in inside),
+        encoder=0.0,
+        decoder=0.0,
+        heads=number_of_heads(transformer) or 1,
+    )
+
+
+def _default_sizes(pipe: Any, transformer: Any, changed: dict[str, Any]) -> tuple[Sizes, int]:
+    """What a call of ``pipe`` would generate by its defaults, and in how many steps."""
+    parameters = inspect.signature(original_class(pipe).__call__).parameters
+
+    def default(name: str, otherwise: int) -> int:
+        found = parameters[name].default if name in parameters else None
+        return found if isinstance(found, int) and not isinstance(found, bool) else otherwise
+
+    def of_pipe(names: tuple[str, ...], otherwise: int) -> int:
+        return next(
+            (int(getattr(pipe, name)) for name in names if isinstance(getattr(pipe, name, None), int)), otherwise
+        )
+
+    spatial = of_pipe(("vae_scale_factor", "vae_scale_factor_spatial", "vae_spatial_scale_factor"), 8)
+    temporal = of_pipe(("vae_scale_factor_temporal", "vae_temporal_scale_factor"), 4)
+    side = of_pipe(("default_sample_size",), 0) or _int(getattr(transformer.config, "sample_size", None)) or 128
+    sizes = Sizes(
+        height=default("height", _int(getattr(transformer.config, "sample_height", None)) * spatial or side * spatial),
+        width=default("width", _int(getattr(transformer.config, "sample_width", None)) * spatial or side * spatial),
+        frames=default("num_frames", 49 if "CogVideoX" in type(transformer).__name__ else 1),
+        text=default("max_sequence_length", 512),
+        spatial=spatial,
+        temporal=temporal,
+    )
+    return replace(sizes, **changed), default("num_inference_steps", 50)
+
+
+def _int(value: Any) -> int:
+    return value if isinstance(value, int) else 0

@@ -1,0 +1,153 @@
+"""Models at the sizes that were published: their configs, so that nothing is fetched to plan for one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from para_core.adapters.planner import encoders
+from para_core.adapters.planner.inputs import Sizes
+
+
+@dataclass(frozen=True)
+class Published:
+    """A pipeline in bfloat16.
+
+    Args:
+        transformer, config: its class in diffusers, and what is not the default there.
+        sizes, steps: of the published generation.
+        vae, vae_config, latent_channels: of its autoencoder.
+        encoder: the largest of its text encoders, on the meta device; ``prompts``: how many it encodes.
+        branches: calls of a step, one after the other; ``transformers``: that take turns in the schedule.
+        tiled: share of the image that its autoencoder decodes twice, since its tiles overlap: ``1 / (1 - overlap)²`` of the operations.
+    """
+
+    transformer: str
+    sizes: Sizes
+    steps: int
+    vae: str
+    encoder: Callable[[], nn.Module]
+    config: Mapping[str, Any] = field(default_factory=dict)
+    vae_config: Mapping[str, Any] = field(default_factory=dict)
+    latent_channels: int = 16
+    branches: int = 1
+    prompts: int = 1
+    transformers: int = 1
+    tiled: float = 0.0
+
+
+_KL_F8: dict[str, Any] = {
+    "block_out_channels": (128, 256, 512, 512),
+    "down_block_types": ("DownEncoderBlock2D",) * 4,
+    "up_block_types": ("UpDecoderBlock2D",) * 4,
+    "layers_per_block": 2,
+    "latent_channels": 16,
+    "use_quant_conv": False,
+    "use_post_quant_conv": False,
+}
+_COGVIDEOX: dict[str, Any] = {
+    "num_attention_heads": 48,
+    "num_layers": 42,
+    "use_rotary_positional_embeddings": True,
+}
+_WAN_5B: dict[str, Any] = {
+    "num_attention_heads": 24,
+    "in_channels": 48,
+    "out_channels": 48,
+    "ffn_dim": 14336,
+    "num_layers": 30,
+}
+_WAN_5B_VAE: dict[str, Any] = {
+    "base_dim": 160,
+    "decoder_base_dim": 256,
+    "z_dim": 48,
+    "is_residual": True,
+    "in_channels": 12,
+    "out_channels": 12,
+    "patch_size": 2,
+    "scale_factor_spatial": 16,
+}
+_WAN = Published(
+    "WanTransformer3DModel", Sizes(720, 1280, 81, 512), 50, "AutoencoderKLWan", encoders.umt5, branches=2, prompts=2
+)
+
+PUBLISHED: Mapping[str, Published] = {
+    "FLUX.1-dev": Published(
+        "FluxTransformer2DModel",
+        Sizes(1024, 1024, 1, 512),
+        28,
+        "AutoencoderKL",
+        encoders.t5,
+        config={"guidance_embeds": True},
+        vae_config=_KL_F8,
+    ),
+    "FLUX.2-dev": Published(
+        "Flux2Transformer2DModel",
+        Sizes(1024, 1024, 1, 512),
+        50,
+        "AutoencoderKLFlux2",
+        encoders.mistral,
+        latent_channels=32,
+    ),
+    "HunyuanVideo": Published(
+        "HunyuanVideoTransformer3DModel",
+        Sizes(720, 1280, 129, 256),
+        50,
+        "AutoencoderKLHunyuanVideo",
+        encoders.llama,
+        tiled=0.25,
+    ),
+    "CogVideoX-5B": Published(
+        "CogVideoXTransformer3DModel",
+        Sizes(480, 720, 49, 226),
+        50,
+        "AutoencoderKLCogVideoX",
+        encoders.t5,
+        config=_COGVIDEOX,
+        prompts=2,
+    ),
+    "Mochi 1": Published(
+        "MochiTransformer3DModel",
+        Sizes(480, 848, 79, 256, temporal=6),
+        64,
+        "AutoencoderKLMochi",
+        encoders.t5,
+        latent_channels=12,
+        prompts=2,
+    ),
+    "Wan 2.1 14B": _WAN,
+    "Wan 2.2 A14B": Published(
+        "WanTransformer3DModel",
+        Sizes(720, 1280, 81, 512),
+        40,
+        "AutoencoderKLWan",
+        encoders.umt5,
+        branches=2,
+        prompts=2,
+        transformers=2,
+    ),
+    "Wan 2.2 TI2V 5B": Published(
+        "WanTransformer3DModel",
+        Sizes(704, 1280, 121, 512, spatial=16),
+        50,
+        "AutoencoderKLWan",
+        encoders.umt5,
+        config=_WAN_5B,
+        vae_config=_WAN_5B_VAE,
+        latent_channels=48,
+        branches=2,
+        prompts=2,
+    ),
+    "Qwen-Image": Published(
+        "QwenImageTransformer2DModel",
+        Sizes(1328, 1328, 1, 128),
+        50,
+        "AutoencoderKLQwenImage",
+        encoders.qwen,
+        branches=2,
+        prompts=2,
+    ),
+}

@@ -1,0 +1,282 @@
+"""Predicted seconds of one call of a model on a mesh: alpha-beta links, shares of a device's peak, and the overlap that the code has.
+
+Of all ranks the first is predicted: where tokens or heads do not divide, it has most.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from para_core.planner.hardware import Device, Host, Topology
+from para_core.planner.traffic import (
+    AttentionBytes,
+    AttentionCall,
+    Gathered,
+    Part,
+    Product,
+    Tokens,
+    bytes_of_attention,
+    heads_of_ranks,
+    part,
+)
+
+# Multiprocessors that send while others compute, of 132: arXiv:2412.19437, 3.2.2.
+_SENDING = 20
+RingMethod = Literal["rotate", "all-gather", "2d"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of the mesh dims, from the slowest to neighbours; the product is the number of ranks.
+
+    Args:
+        pipe: stages of PipeFusion (arXiv:2405.14430); approximates, and is not chosen by default.
+        ring_method: how keys travel around the ring; ``"2d"``: Attention2D (arXiv:2503.15758).
+    """
+
+    batch: int = 1
+    pipe: int = 1
+    ring: int = 1
+    ulysses: int = 1
+    tensor: int = 1
+    ring_method: RingMethod = "rotate"
+
+    @property
+    def ranks(self) -> int:
+        return self.batch * self.pipe * self.sequence * self.tensor
+
+    @property
+    def sequence(self) -> int:
+        return self.ring * self.ulysses
+
+    def __str__(self) -> str:
+        sizes = [self.batch, self.pipe, self.ring, self.ulysses, self.tensor]
+        return " × ".join(map(str, sizes)) + (", 2d" if self.ring_method == "2d" and self.ring > 1 else "")
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """What code does around attention calls. The defaults are para_core's; published tables are checked with those of others.
+
+    Args:
+        compiled: the transformer is one graph; else eager.
+        messages: all-to-alls before an attention call, of queries, keys and values.
+        copies: times that what Ulysses sends is read and written on either side.
+        overlapped: keys travel around the ring while the block before is attended to.
+        merge_passes: times that a partial result in float32 is read or written for each step of the ring.
+        ulysses_launches, ring_launches: of an attention call, and of each step of its ring.
+    """
+
+    compiled: bool = False
+    messages: int = 1
+    copies: int = 1
+    overlapped: bool = True
+    merge_passes: int = 3
+    ulysses_launches: int = 5
+    ring_launches: int = 3
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of a device and its host; ``host``: what the device waits for it."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    other: float = 0.0
+    communication: float = 0.0
+    host: float = 0.0
+
+    @property
+    def compute(self) -> float:
+        return self.products + self.attention + self.other
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.communication + self.host
+
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
+
+    def times(self, factor: float) -> Seconds:
+        return Seconds(*(factor * getattr(self, name) for name in self.__dataclass_fields__))
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a mesh runs on, and what runs on it.
+
+    Args:
+        slowdown: seconds of a device's computing over what the table says, as measured on one device.
+    """
+
+    device: Device
+    topology: Topology
+    host: Host = field(default_factory=Host)
+    runtime: Runtime = field(default_factory=Runtime)
+    slowdown: float = 1.0
+
+    @property
+    def bandwidth(self) -> float:
+        return self.device.bandwidth * self.device.of_bandwidth / self.slowdown
+
+
+def local_rows(tokens: tuple[Tokens, ...], ranks: int) -> int:
+    """Tokens that the first of ``ranks`` sequence ranks has."""
+    return sum(x.held(0, ranks) + x.whole(ranks) for x in tokens)
+
+
+def product_seconds(product: Product, shape: Shape, machine: Machine) -> tuple[float, float]:
+    """Seconds of computing, and bytes that are summed over the tensor ranks."""
+    rows = product.samples * local_rows(product.rows, shape.sequence)
+    inner, columns, summed = product.inner, product.columns, 0.0
+    if shape.tensor > 1 and product.shared == "colwise":
+        columns = part(columns, 0, shape.tensor)
+    elif shape.tensor > 1 and product.shared == "rowwise":
+        inner = part(inner, 0, shape.tensor)
+        summed = 2 * (shape.tensor - 1) / shape.tensor * rows * columns * product.element_size
+    device = machine.device
+    operations = 2.0 * rows * inner * columns
+    moved = product.element_size * (rows * inner + inner * columns + rows * columns)
+    computing = operations / (device.products * device.of_products) * machine.slowdown
+    return max(computing, moved / machine.bandwidth), summed
+
+
+def attention_seconds(call: AttentionCall, shape: Shape, machine: Machine) -> float:
+    """Seconds of computing: of the rank's queries, to all keys of its sequence ranks; tiles of 128 queries fill the device in waves."""
+    device = machine.device
+    sharded = any(x.cut and x.total >= shape.sequence for x in call.keys)
+    heads = part(call.heads, 0, shape.tensor)
+    ranks = shape.sequence
+    keys = sum(x.total for x in call.keys)
+    if sharded:
+        heads = part(heads, 0, shape.ulysses)
+        held = [sum(x.held(rank, ranks) for x in call.queries) for rank in range(shape.ulysses)]
+        queries = sum(held) + sum(x.whole(ranks) for x in call.queries)
+    else:
+        queries = local_rows(call.queries, ranks)
+    operations = 2.0 * call.samples * heads * queries * keys * (call.head_dim + call.value_dim)
+    if not operations:
+        return 0.0
+    blocks = shape.ring if sharded and shape.ring_method != "2d" else 1
+    tiles = call.samples * heads * math.ceil(queries / 128)
+    waves = math.ceil(tiles / device.multiprocessors) * device.multiprocessors / tiles
+    moved = call.element_size * call.samples * heads * (queries * call.head_dim * 2 * blocks + 2 * keys * call.head_dim)
+    computing = operations / (device.products * device.of_attention) * machine.slowdown * waves
+    return max(computing, moved / machine.bandwidth)
+
+
+def exchange_seconds(call: AttentionCall, shape: Shape, machine: Machine, attending: float) -> tuple[float, float]:
+    """Seconds for which an attention call waits for what travels, and of copying and merging; ``attending``: of its computing."""
+    heads = part(call.heads, 0, shape.tensor)
+    kv_heads = max(1, part(call.kv_heads, 0, shape.tensor))
+    own = replace(call, heads=heads, kv_heads=kv_heads if heads % kv_heads == 0 else 1)
+    sent = bytes_of_attention(own, shape.ring, shape.ulysses, 0)
+    if not sent.total:
+        return 0.0, 0.0
+    runtime, topology = machine.runtime, machine.topology
+    waiting = copying = 0.0
+    if shape.ulysses > 1:
+        stride = shape.tensor
+        waiting += topology.all_to_all(sent.to_heads, stride, shape.ulysses, runtime.messages)
+        waiting += topology.all_to_all(sent.from_heads, stride, shape.ulysses)
+        all_of_it = (sent.to_heads + sent.from_heads) * shape.ulysses / (shape.ulysses - 1)
+        copying += 2 * runtime.copies * all_of_it / machine.bandwidth
+    if shape.ring > 1:
+        around, merged = _around_the_ring(own, sent, shape, machine, attending)
+        waiting, copying = waiting + around, copying + merged
+    link = topology.link(shape.tensor, shape.sequence)
+    return waiting + (link.seconds(sent.mask) if sent.mask else 0.0), copying
+
+
+def _around_the_ring(
+    call: AttentionCall, sent: AttentionBytes, shape: Shape, machine: Machine, attending: float
+) -> tuple[float, float]:
+    """Seconds of waiting for keys, and of merging."""
+    runtime, ring = machine.runtime, shape.ring
+    link = machine.topology.link(shape.tensor * shape.ulysses, ring)
+    heads = heads_of_ranks(call, shape.ulysses)[0][0]
+    ranks = shape.sequence
+    queries = sum(sum(x.held(rank, ranks) for x in call.queries) for rank in range(shape.ulysses))
+    results = call.samples * heads * queries * call.value_dim
+    if shape.ring_method == "2d":
+        return _in_two_dims(call, sent, shape, machine, results)
+    merging = (ring - 1) * runtime.merge_passes * 4 * results / machine.bandwidth
+    if shape.ring_method == "all-gather":
+        return link.seconds(sent.around), merging
+    # A step around the ring is an all-to-all of which all but one part is empty, or a send and a receive: NCCL has one way for them.
+    hop = link.seconds(sent.around / (ring - 1), all_to_all=True)
+    if not runtime.overlapped:
+        return (ring - 1) * hop, merging
+    hidden = min(hop, attending / ring)
+    slower = hidden * min(1.0, _SENDING / machine.device.multiprocessors) if machine.device.multiprocessors > 1 else 0.0
+    return (ring - 1) * (hop - hidden + slower), merging
+
+
+def _in_two_dims(
+    call: AttentionCall, sent: AttentionBytes, shape: Shape, machine: Machine, results: int
+) -> tuple[float, float]:
+    """Attention2D, arXiv:2503.15758: queries gathered along rows, keys along columns, partial results sent back along rows.
+
+    O(S / √P) bytes for ring ranks in √P rows: nothing of it travels while something is computed.
+    """
+    rows = max(size for size in range(1, math.isqrt(shape.ring) + 1) if shape.ring % size == 0)
+    columns = shape.ring // rows
+    stride = shape.tensor * shape.ulysses
+    along_rows = machine.topology.link(stride, columns)
+    along_columns = machine.topology.link(stride * columns, rows)
+    queries = results * call.element_size
+    keys = sent.around / (shape.ring - 1)
+    waiting = along_rows.seconds((columns - 1) * queries) + along_columns.seconds((rows - 1) * keys)
+    # Partial results, each with its lse in float32.
+    partial = (columns - 1) * (queries + 4 * results / call.value_dim)
+    waiting += machine.topology.all_to_all(partial, stride, columns)
+    return waiting, 2 * columns * queries / machine.bandwidth
+
+
+def call_seconds(own: Part, shape: Shape, machine: Machine) -> Seconds:
+    """One call of the model, or of one share of its samples, on the ranks that share its tokens and weights."""
+    products = attention = waiting = copying = 0.0
+    runtime, host = machine.runtime, machine.host
+    launches = own.launches * (host.fused if runtime.compiled else 1.0)
+    reduced = machine.topology.link(1, shape.tensor)
+    for event in own.events:
+        if isinstance(event, Product):
+            computing, summed = product_seconds(event, shape, machine)
+            products += computing
+            if summed:
+                waiting += reduced.seconds(summed)
+                launches += 1
+        elif isinstance(event, AttentionCall):
+            attending = attention_seconds(event, shape, machine)
+            exposed, copied = exchange_seconds(event, shape, machine, attending)
+            attention, waiting, copying = attention + attending, waiting + exposed, copying + copied
+            if exposed or copied:
+                launches += (shape.ulysses > 1) * runtime.ulysses_launches + shape.ring * runtime.ring_launches
+        elif shape.sequence > 1 and isinstance(event, Gathered):
+            tokens = event.tokens.held(0, shape.sequence)
+            link = machine.topology.link(shape.tensor, shape.sequence)
+            waiting += link.seconds(event.bytes_per_token * tokens * (shape.sequence - 1))
+            launches += 3
+    share = region_share(own, shape.sequence)
+    moved = (own.moved[0] * share / shape.tensor + own.moved[1]) * (host.fused if runtime.compiled else 1.0)
+    other = moved / machine.bandwidth + copying
+    device = products + attention + other + waiting
+    launching = launches * (host.compiled_launch if runtime.compiled else host.launch)
+    return Seconds(products, attention, other, waiting, max(0.0, launching - device))
+
+
+def region_share(own: Part, ranks: int) -> float:
+    """Of all tokens that are sharded somewhere in a call, and those that are beside them, the share that the first rank has."""
+    longest: tuple[Tokens, ...] = max(
+        (
+            event.queries
+            for event in own.events
+            if isinstance(event, AttentionCall) and any(x.cut for x in event.queries)
+        ),
+        key=lambda tokens: sum(x.total for x in tokens),
+        default=(),
+    )
+    total = sum(x.total for x in longest)
+    return local_rows(longest, ranks) / total if total else 1.0
