@@ -18,6 +18,8 @@ from tests.tiny import flux_pipe
 
 # The first tiny model of each class for which inputs are known.
 TINY = {model.cls: name for name, model in reversed(MODELS.items()) if model.cls in INPUTS}
+# Its positions are learned for one size; Mochi is one more whose samples are in one batch.
+del TINY["CogVideoXTransformer3DModel"]
 QUICK = ("FluxTransformer2DModel", "WanTransformer3DModel")
 SIZES = Sizes(height=64, width=96, frames=9, text=5, dtype=torch.float32)
 
@@ -97,7 +99,7 @@ def test_a_pipeline_is_planned_for_at_its_own_defaults():
 
 
 def test_what_is_not_known_is_said_with_what_is():
-    with pytest.raises(ValueError, match="known are FLUX.1-dev"):
+    with pytest.raises(ValueError, match=r"known are FLUX\.1-dev"):
         plan_mesh("FLUX.9", ranks=2)
     with pytest.raises(ValueError, match="height is -1; expected a positive integer"):
         plan_mesh("FLUX.1-dev", ranks=2, height=-1)

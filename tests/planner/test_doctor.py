@@ -1,0 +1,143 @@
+"""The doctor on two ranks of the CPU: its table and JSON where all is well, and what it says where a thing is broken."""
+
+import json
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from para_core.planner import doctor
+from para_core.planner.doctor import BROKEN, CHANGE, OK, Finding, Ranks, Report, exactness, examine, versions
+from para_core.planner.hardware import DEVICES, LINKS, Host, measured_figures
+from tests.tiny import cpu_mesh
+
+
+def this_rank():
+    return Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), torch.float32)
+
+
+def in_short():
+    """Instead of the median of many: once."""
+    return mock.patch.object(doctor.seconds_of, "__kwdefaults__", {"repeats": 1, "rounds": 1})
+
+
+def examine_all():
+    with in_short():
+        report = examine(this_rank())
+    return report.table(), report.broken, report.figures, [finding.name for finding in report.findings]
+
+
+def examine_with_wrong_attention():
+    """Where one rank adds a little to what it attends to."""
+    mesh = cpu_mesh(1, 2)
+    attend = doctor._attend
+
+    def wrong(qkv):
+        return attend(qkv) * (1.001 if qkv[0].dtype == torch.float32 and dist.get_rank() == 1 else 1.0)
+
+    with mock.patch.object(doctor, "_attend", wrong):
+        return exactness(this_rank(), mesh)
+
+
+def examine_with_other_versions():
+    def version(name):
+        return f"2.{11 + dist.get_rank()}.0"
+
+    with mock.patch("importlib.metadata.version", version):
+        return versions(this_rank())
+
+
+def examine_without_a_mesh():
+    def refuse(*_, **__):
+        raise RuntimeError("ranks [0, 1] on host a all have the current device 0, and NCCL takes one rank per GPU")
+
+    with in_short(), mock.patch.object(doctor, "init_context_parallel_mesh", refuse):
+        return examine(this_rank())
+
+
+def test_all_is_well_on_two_ranks(rank_pool):
+    results = rank_pool.run(examine_all, 2)
+    table, broken, figures, names = results[0]
+    assert not broken, table
+    for name in ("versions", "device", "backends", "host", "attention over the mesh", "host per attention call"):
+        assert name in names
+    assert "mesh dim ulysses" in names and "mesh dim ring" not in names
+    (dim,) = figures["mesh dims"]
+    assert dim["size"] == 2 and dim["latency"] > 0 and dim["bytes per second"] > 0
+    # What is reported is of the slowest rank: the same on all.
+    assert results[1][2] == figures
+
+
+def test_wrong_attention_is_found_on_every_rank(rank_pool):
+    for finding in rank_pool.run(examine_with_wrong_attention, 2):
+        assert finding.verdict == BROKEN
+        assert "do not use them" in finding.advice
+
+
+def test_other_versions_on_other_ranks_are_named(rank_pool):
+    first, _ = rank_pool.run(examine_with_other_versions, 2)
+    assert first.verdict == BROKEN
+    assert "rank 1: " in first.found and "torch 2.12.0" in first.found
+    assert "install the same" in first.advice
+
+
+def test_a_check_that_raises_is_broken_and_the_others_run(rank_pool):
+    report = rank_pool.run(examine_without_a_mesh, 2)[0]
+    assert report.broken
+    broken = [finding for finding in report.findings if finding.verdict == BROKEN]
+    assert [finding.name for finding in broken] == ["mesh"]
+    assert "--nproc_per_node" in broken[0].advice
+    assert any(finding.name == "host" for finding in report.findings)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        ("Timed out waiting 60000ms for recv operation", "a rank did not come"),
+        ("CUDA out of memory. Tried to allocate", "nvidia-smi"),
+        ("no such thing", "does not work on this machine: no such thing"),
+    ],
+)
+def test_what_was_raised_has_a_way_out(error, words):
+    report = Report()
+
+    def check():
+        raise RuntimeError(error)
+
+    doctor._try(report, "links", check)
+    assert words in report.findings[0].advice and error in report.findings[0].found
+
+
+def test_one_process_is_examined_without_ranks(tmp_path, capsys):
+    with in_short():
+        assert doctor.main(["--cpu", "--output", str(tmp_path / "doctor.json")]) == 0
+    assert "launch it with torchrun" in capsys.readouterr().out
+    found = json.loads((tmp_path / "doctor.json").read_text())
+    assert found["doctor"]["products"] > 0 and found["findings"][0]["name"] == "versions"
+
+
+def test_a_slow_link_says_what_is_usual():
+    ranks = Ranks(0, 2, torch.device("cuda", 0), torch.bfloat16)
+    with mock.patch("torch.cuda.get_device_name", lambda _: "NVIDIA H100 80GB HBM3"):
+        slow, usual = (doctor._judged("mesh dim ring", "", bandwidth, ranks) for bandwidth in (5e9, 300e9))
+    assert slow.verdict == CHANGE and "nvlink4 between such devices reaches 370 GB/s" in slow.advice
+    assert usual.verdict == OK
+
+
+def test_the_planner_takes_the_doctor_s_figures(tmp_path):
+    figures = {
+        "products": 5e14,
+        "attention": 3e14,
+        "launch": 9e-6,
+        "mesh dims": [
+            {"mesh dim": "ring", "latency": 1e-5, "bytes per second": 1e11, "all-to-all bytes per second": 9e10}
+        ],
+    }
+    path = tmp_path / "doctor.json"
+    Report([Finding("versions", "")], figures).write(path)
+    device, link, host = measured_figures(path, DEVICES["H100"], LINKS["nvlink4"], Host())
+    assert device.products * device.of_products == 5e14
+    assert device.products * device.of_attention == pytest.approx(3e14)
+    assert (link.latency, link.bandwidth, link.all_to_all) == (1e-5, 1e11, 9e10)
+    assert host.launch == 9e-6
