@@ -1,4 +1,4 @@
-"""The mesh of a pipeline: what was given, or chosen: guidance first where it guides, then heads, then the ring."""
+"""The mesh of a pipeline: what was given; or what is predicted to be fastest; or guidance first where it guides, then heads, then the ring."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from para_core.adapters.supported import transformers_of, unets_of
 from para_core.instance import original_class
 from para_core.make_mesh import init_context_parallel_mesh, ranks_per_host, require_own_gpus
-from para_core.mesh import GuidedMesh, guided_mesh, one_guided_rank
+from para_core.mesh import GuidedMesh, find_or_make_group, guided_mesh, one_guided_rank
 
 logger = logging.getLogger(__name__)
 
@@ -156,13 +156,53 @@ def guided_mesh_for(mesh: Mesh | GuidedMesh | None, owner: Any) -> GuidedMesh:
     return guided
 
 
+def _planned(device_type: str, owner: Any) -> MeshChoice | None:
+    """The planner's first row for all ranks, as rank 0 found it; None where it knows too little, and for a transformer alone."""
+    if device_type != "cuda" or isinstance(owner, nn.Module) or dist.get_backend() == "fake":
+        return None
+    found: list[MeshChoice | None] = [_fastest(owner, _device_name()) if dist.get_rank() == 0 else None]
+    # All take that of rank 0: other devices on other hosts might be planned for differently.
+    everyone = find_or_make_group("para_core: choice of a mesh", list(range(dist.get_world_size())), backend="gloo")
+    dist.broadcast_object_list(found, src=0, group=everyone)
+    return found[0]
+
+
+def _device_name() -> str:
+    return torch.cuda.get_device_name()
+
+
+def _fastest(pipe: Any, device: str) -> MeshChoice | None:
+    """Of the meshes that all ranks make; None where the planner does not know the device, the transformer, or its guidance."""
+    # The planner asks this module what a pipeline guides by.
+    from para_core.adapters.planner.plan import plan_mesh
+
+    if hasattr(pipe, "pag_applied_layers"):
+        return None
+    ranks = dist.get_world_size()
+    per_host = int(os.environ.get("LOCAL_WORLD_SIZE", str(ranks)))
+    try:
+        plan = plan_mesh(pipe, ranks=ranks, device=device, ranks_per_host=per_host, tensor=False)
+    except Exception as error:
+        # Whatever a class or a config of the user's own makes of it: a prediction that fails is none.
+        logger.debug("no mesh is predicted for %s: %s", type(pipe).__name__, error)
+        return None
+    shape = plan.best.shape
+    if plan.best.problem is not None:
+        return None
+    reason = f"the fastest of {len(plan.rows)} by para_core.adapters.plan_mesh, at default sizes: {plan.advice}"
+    return MeshChoice(shape.batch, shape.ring, shape.ulysses, reason)
+
+
 def _chosen_mesh(device_type: str, owner: Any) -> DeviceMesh:
     """For a pipeline or a transformer, over all ranks."""
     transformer, guidance = owner, None
     if not isinstance(owner, nn.Module):
         transformer = next(iter((transformers_of(owner) or unets_of(owner)).values()))
         guidance = default_guidance(owner, transformer)
-    choice = choose_mesh(dist.get_world_size(), number_of_heads(transformer), guidance, ranks_per_host())
+    on_host = ranks_per_host()
+    # Of links between hosts the planner knows nothing that was not told; the rule keeps Ulysses inside them.
+    planned = _planned(device_type, owner) if on_host in (None, dist.get_world_size()) else None
+    choice = planned or choose_mesh(dist.get_world_size(), number_of_heads(transformer), guidance, on_host)
     if dist.get_rank() == 0:
         logger.warning(
             "parallelize_pipe: no mesh given, using batch × ring × ulysses = %d × %d × %d (%s); "

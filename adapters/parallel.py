@@ -56,9 +56,11 @@ def parallelize_pipe(
         pipe: any diffusers pipeline on a supported transformer or UNet.
         mesh: a DeviceMesh with a ``ring`` and/or ``ulysses`` dim (also a slice of a larger one), or a ProcessGroup. Ranks
             along a ``batch`` dim share the branches of guidance; those along a ``pipe`` dim hold consecutive blocks of the transformers, and
-            free the others (docs/stages.md): move the pipe to its device, and load LoRAs, before. For a UNet, all others share the rows of its images. Left out: all ranks, half of them for each branch where the
-            pipeline guides by default, then Ulysses up to the number of heads, then the ring; one rank where
-            ``WORLD_SIZE`` is unset or 1.
+            free the others (docs/stages.md): move the pipe to its device, and load LoRAs, before. For a UNet, all others share the rows
+            of its images. Left out: all
+            ranks, in the mesh that :func:`plan_mesh` predicts to be the fastest at the pipeline's default sizes; where it does not know the
+            device or the model, or on several hosts, half of them for each branch where the pipeline guides by default, then Ulysses up to
+            the number of heads, then the ring; one rank where ``WORLD_SIZE`` is unset or 1. One log line says which, and why.
         text: ``"shard"`` shards the text tokens as those of the image are, ``"replicate"`` keeps all of them on every rank.
             Both are exact; left out: the faster one for this model.
         timeout: how long (seconds, if a number) the ranks of the mesh wait for one that does not answer, because it raised

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from benchmarks.tiny_models import MODELS
 from benchmarks.tiny_pipelines import PIPELINES
 from benchmarks.tiny_unets import UNET_PIPELINES
+from para_core.adapters import mesh_choice
 from para_core.adapters.mesh_choice import MeshChoice, choose_mesh, default_guidance, number_of_heads
 from para_core.adapters.models import ADAPTERS
 from para_core.plans.plan import LinearAttention
@@ -148,3 +149,29 @@ def test_guidance_that_a_model_embeds_has_no_branches():
 
 def test_guidance_that_grows_from_frame_to_frame_is_guidance():
     assert default_guidance(UNET_PIPELINES["svd"].build(), None) == "guidance_scale is 3.0 by default"
+
+
+def choose_by_prediction(device):
+    """What a FLUX gets on two ranks, as if they had such devices: the mesh, and the log line."""
+    lines = []
+    with (
+        mock.patch.object(mesh_choice, "_device_name", lambda: device),
+        mock.patch.object(mesh_choice.logger, "warning", lambda text, *values: lines.append(text % values)),
+    ):
+        choice = mesh_choice._planned("cuda", flux_pipe())
+        mesh_choice._chosen_mesh("cpu", flux_pipe())
+    return choice, lines
+
+
+def test_the_planner_s_first_row_is_taken_and_is_that_of_rank_0(rank_pool):
+    results = rank_pool.run(choose_by_prediction, 2, device="NVIDIA H100 80GB HBM3")
+    choices = [choice for choice, _ in results]
+    assert choices[0] == choices[1] and choices[0].ring * choices[0].ulysses == 2
+    assert choices[0].reason.startswith("the fastest of ") and "2 ranks take " in choices[0].reason
+    # One line, of rank 0; a CPU is not predicted for.
+    assert [len(lines) for _, lines in results] == [1, 0]
+    assert "no guidance by default" in results[0][1][0]
+
+
+def test_unknown_devices_leave_the_choice_to_the_rule(rank_pool):
+    assert [choice for choice, _ in rank_pool.run(choose_by_prediction, 2, device="Some Accelerator")] == [None, None]
