@@ -10,28 +10,22 @@ in an error. Writes docs/traffic.md and benchmarks/results/real_sizes.json.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import diffusers
-import torch
-from torch import Tensor
-from torch._subclasses import FakeTensorMode
 
 from benchmarks.environment import RESULTS, write_results
 from benchmarks.expected_traffic import observed
 from benchmarks.pipelines import MESHES, check, largest_per_step
+from para_core.adapters.planner.count import without_data
+from para_core.adapters.planner.inputs import INPUTS
+from para_core.adapters.planner.published import PUBLISHED, Published
 from para_core.adapters.supported import plan_for
 from para_core.planner.traffic import ModelCall, Shape, sent_in_rounds
 
 PAGE = Path(__file__).parents[1] / "docs/traffic.md"
-
-
-def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.empty(shape, dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -39,96 +33,43 @@ class Model:
     """A model as it was published, in bfloat16.
 
     Args:
-        inputs: of one call.
-        branches: calls of a step, which two halves of the ranks could share.
-        config: what is not diffusers' default.
+        name: in :data:`para_core.adapters.planner.published.PUBLISHED`.
+        frames: where the table's are not the planner's.
     """
 
-    cls: str
-    inputs: Callable[[], dict[str, Any]]
-    branches: int = 1
-    config: dict[str, Any] = field(default_factory=dict)
+    name: str
+    frames: int | None = None
 
+    @property
+    def published(self) -> Published:
+        return PUBLISHED[self.name]
 
-def flux_inputs() -> dict[str, Any]:
-    return {
-        "hidden_states": empty(1, 64 * 64, 64),
-        "encoder_hidden_states": empty(1, 512, 4096),
-        "pooled_projections": empty(1, 768),
-        "timestep": empty(1),
-        "guidance": empty(1),
-        "img_ids": empty(64 * 64, 3),
-        "txt_ids": empty(512, 3),
-    }
+    @property
+    def branches(self) -> int:
+        """Calls of a step, which two halves of the ranks could share."""
+        return self.published.branches
 
-
-def hunyuan_inputs() -> dict[str, Any]:
-    return {
-        "hidden_states": empty(1, 16, 33, 90, 160),
-        "timestep": empty(1),
-        "encoder_hidden_states": empty(1, 256, 4096),
-        "encoder_attention_mask": empty(1, 256, dtype=torch.int64),
-        "pooled_projections": empty(1, 768),
-        "guidance": empty(1),
-    }
-
-
-def cogvideox_inputs() -> dict[str, Any]:
-    angles = empty(13 * 30 * 45, 64)
-    return {
-        "hidden_states": empty(2, 13, 16, 60, 90),
-        "encoder_hidden_states": empty(2, 226, 4096),
-        "timestep": empty(2),
-        "image_rotary_emb": (angles, angles),
-    }
-
-
-def mochi_inputs() -> dict[str, Any]:
-    return {
-        "hidden_states": empty(2, 12, 14, 60, 106),
-        "encoder_hidden_states": empty(2, 256, 4096),
-        "timestep": empty(2),
-        "encoder_attention_mask": empty(2, 256, dtype=torch.bool),
-    }
-
-
-def wan_inputs() -> dict[str, Any]:
-    return {
-        "hidden_states": empty(1, 16, 21, 90, 160),
-        "timestep": empty(1),
-        "encoder_hidden_states": empty(1, 512, 4096),
-    }
+    def inputs(self, config: Any) -> dict[str, Any]:
+        sizes = self.published.sizes
+        return INPUTS[self.published.transformer](config, replace(sizes, frames=self.frames or sizes.frames))
 
 
 REAL = {
-    "FLUX.1-dev, 1024 × 1024": Model("FluxTransformer2DModel", flux_inputs, config={"guidance_embeds": True}),
-    "HunyuanVideo, 1280 × 720 × 129": Model("HunyuanVideoTransformer3DModel", hunyuan_inputs),
-    "CogVideoX-5B, 720 × 480 × 49": Model(
-        "CogVideoXTransformer3DModel",
-        cogvideox_inputs,
-        config={"num_attention_heads": 48, "num_layers": 42, "use_rotary_positional_embeddings": True},
-    ),
-    "Mochi 1, 848 × 480 × 84": Model("MochiTransformer3DModel", mochi_inputs),
-    "Wan 2.1 14B, 1280 × 720 × 81": Model("WanTransformer3DModel", wan_inputs, branches=2),
+    "FLUX.1-dev, 1024 × 1024": Model("FLUX.1-dev"),
+    "HunyuanVideo, 1280 × 720 × 129": Model("HunyuanVideo"),
+    "CogVideoX-5B, 720 × 480 × 49": Model("CogVideoX-5B"),
+    "Mochi 1, 848 × 480 × 84": Model("Mochi 1", frames=84),
+    "Wan 2.1 14B, 1280 × 720 × 81": Model("Wan 2.1 14B"),
 }
-
-
-def all_valid(mask: Tensor, *, as_tuple: bool = False) -> Tensor:
-    """``torch.nonzero`` of a mask without data: Mochi attends to valid text only. All of it is the most that it sends."""
-    return torch.arange(mask.numel())[:, None]
 
 
 def call_of(model: Model, batch: int) -> ModelCall:
     """What one call does; ``batch``: shares of its samples, if it has several."""
-    dtype = torch.get_default_dtype()
-    with FakeTensorMode(), torch.no_grad(), mock.patch("torch.nonzero", all_valid):
-        torch.set_default_dtype(torch.bfloat16)
-        try:
-            transformer = getattr(diffusers, model.cls)(**model.config).eval()
-        finally:
-            torch.set_default_dtype(dtype)
+    published = model.published
+    with without_data():
+        transformer = getattr(diffusers, published.transformer)(**published.config).eval()
         with observed(transformer, batch) as calls:
-            transformer(**model.inputs(), return_dict=False)
+            transformer(**model.inputs(transformer.config), return_dict=False)
     assert plan_for(transformer) is not None
     return calls[0]
 

@@ -16,11 +16,11 @@ from typing import Any
 
 import diffusers
 import torch
-import transformers
 from torch import nn
 
 from benchmarks.environment import write_results
 from benchmarks.page_parts import fill
+from para_core.adapters.planner import encoders
 from para_core.adapters.supported import tensor_plan_for
 from para_core.adapters.weights.components import blocks_of
 from para_core.plans.places import matching_modules
@@ -35,39 +35,6 @@ RESERVED = 6
 LINKS = {"PCIe 4": 22.0, "PCIe 5": 45.0, "NVLink 4": 350.0}
 # Outside of the blocks, smaller weights are not sharded by FSDP2 (para_core/weights/fsdp.py).
 LARGE = 2**20
-
-
-def llama() -> nn.Module:
-    """Llama 3 8B without its head, as in llava-llama-3-8b."""
-    size = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
-    return transformers.LlamaModel(transformers.LlamaConfig(**size, num_key_value_heads=8, vocab_size=128320))
-
-
-def mistral() -> nn.Module:
-    """The text part of Mistral Small 3."""
-    size = {"hidden_size": 5120, "intermediate_size": 32768, "num_hidden_layers": 40, "num_attention_heads": 32}
-    return transformers.MistralForCausalLM(
-        transformers.MistralConfig(
-            **size, num_key_value_heads=8, head_dim=128, vocab_size=131072, tie_word_embeddings=False
-        )
-    )
-
-
-def umt5() -> nn.Module:
-    """The encoder of UMT5-XXL."""
-    size = {"d_model": 4096, "d_ff": 10240, "num_layers": 24, "num_heads": 64, "d_kv": 64, "vocab_size": 256384}
-    return transformers.UMT5EncoderModel(transformers.UMT5Config(**size, feed_forward_proj="gated-gelu"))
-
-
-def qwen() -> nn.Module:
-    """Qwen2.5-VL 7B."""
-    text = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28}
-    vision = {"hidden_size": 1280, "depth": 32, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584}
-    config = transformers.Qwen2_5_VLConfig(
-        text_config={**text, "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False},
-        vision_config=vision,
-    )
-    return transformers.Qwen2_5_VLForConditionalGeneration(config)
 
 
 @dataclass(frozen=True)
@@ -87,10 +54,12 @@ class Published:
 
 
 MODELS = {
-    "FLUX.2 [dev], 1024 × 1024": Published("Flux2Transformer2DModel", mistral, 64 * 64 + 512),
-    "HunyuanVideo, 1280 × 720 × 129": Published("HunyuanVideoTransformer3DModel", llama, 33 * 45 * 80 + 256),
-    "Wan 2.2 A14B, 1280 × 720 × 81": Published("WanTransformer3DModel", umt5, 21 * 45 * 80, transformers=2, calls=2),
-    "Qwen-Image, 1328 × 1328": Published("QwenImageTransformer2DModel", qwen, 83 * 83 + 128, calls=2),
+    "FLUX.2 [dev], 1024 × 1024": Published("Flux2Transformer2DModel", encoders.mistral, 64 * 64 + 512),
+    "HunyuanVideo, 1280 × 720 × 129": Published("HunyuanVideoTransformer3DModel", encoders.llama, 33 * 45 * 80 + 256),
+    "Wan 2.2 A14B, 1280 × 720 × 81": Published(
+        "WanTransformer3DModel", encoders.umt5, 21 * 45 * 80, transformers=2, calls=2
+    ),
+    "Qwen-Image, 1328 × 1328": Published("QwenImageTransformer2DModel", encoders.qwen, 83 * 83 + 128, calls=2),
 }
 
 
