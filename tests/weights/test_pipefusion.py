@@ -158,7 +158,7 @@ def over_stages(num_patches, size, options):
 @pytest.mark.parametrize(
     ("num_patches", "size", "options"),
     [
-        (4, 2, {}),
+        pytest.param(4, 2, {}, marks=pytest.mark.long),
         (3, 2, {"cooldown_steps": 2, **GUIDED}),
         (8, 4, {"warmup_steps": 2}),
         pytest.param(2, 4, GUIDED, marks=pytest.mark.long),
@@ -179,6 +179,7 @@ def test_any_number_of_stages_computes_what_one_process_does(rank_pool, num_patc
     assert total == alone.key_bytes == branches * 2 * 4 * (13 + 63) * 64 * 4
 
 
+@pytest.mark.long
 def test_branches_over_ranks_go_with_stages(rank_pool):
     expected, _ = fused(3, **GUIDED)
     for found, again, report, _ in rank_pool.run(over_stages, 4, 3, 2, GUIDED):
@@ -213,7 +214,9 @@ def with_scheduler(name):
     return *outs, pipefusion_report(pipe).overlapping_calls
 
 
-@pytest.mark.parametrize("name", ["stochastic Euler", "DPM++ 2M", pytest.param("UniPC", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "name", ["DPM++ 2M", *[pytest.param(name, marks=pytest.mark.long) for name in ("stochastic Euler", "UniPC")]]
+)
 def test_other_schedulers_step_on_patches(rank_pool, name):
     for alone, found, overlapping in rank_pool.run(with_scheduler, 2, name):
         assert torch.equal(alone, found)
