@@ -74,7 +74,7 @@ def call_of(model: Model, batch: int) -> ModelCall:
     return calls[0]
 
 
-def gigabytes(calls: dict[int, ModelCall], branches: int, shape: Shape) -> float | None:
+def gigabytes(calls: dict[int, ModelCall], branches: int, shape: Shape, *, two_dims: bool = False) -> float | None:
     """That the rank which sends most sends in a step; None where the ranks along ``batch`` would have nothing to share.
 
     Args:
@@ -86,7 +86,10 @@ def gigabytes(calls: dict[int, ModelCall], branches: int, shape: Shape) -> float
         return None
     # In the first step all ranks compute the first branch, whose size is new to them: here is every later one.
     sent = [
-        [sent_in_rounds([[call] * branches] * rounds, shape, rank, apart=branches > 1) for rounds in (2, 3)]
+        [
+            sent_in_rounds([[call] * branches] * rounds, shape, rank, apart=branches > 1, two_dims=two_dims)
+            for rounds in (2, 3)
+        ]
         for rank in range(batch * ring * ulysses)
     ]
     return max(after - before for before, after in sent) / 1e9
@@ -101,10 +104,14 @@ def rows() -> list[dict[str, Any]]:
             shapes = {
                 "Ulysses": (1, 1, ranks),
                 "ring": (1, ranks, 1),
+                "ring, 2-D": (1, ranks, 1),
                 "ring 2 × Ulysses": (1, 2, ranks // 2),
                 "batch 2 × Ulysses": (2, 1, ranks // 2),
             }
-            sent = {heading: gigabytes(calls, model.branches, shape) for heading, shape in shapes.items()}
+            sent = {
+                heading: gigabytes(calls, model.branches, shape, two_dims="2-D" in heading)
+                for heading, shape in shapes.items()
+            }
             table.append({"model": name, "ranks": ranks, **sent})
     return table
 
@@ -146,7 +153,7 @@ def main() -> None:
         "",
         (
             "Gigabytes in bfloat16 per step, all branches of guidance together: diffusers' own classes at the published sizes, run "
-            "without data (fake tensors). Mochi's text is taken to be all valid: the most that it sends. Empty: nothing for the ranks "
+            'without data (fake tensors). 2-D: `rotate_method="2d"`, rows and columns of ring ranks. Mochi\'s text is taken to be all valid: the most that it sends. Empty: nothing for the ranks '
             "along `batch` to share."
         ),
         "",

@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from para_core.attention.grid import choose_grid
+
+LSE_BYTES = 4  # of all dtypes but float64
 # (batch, ring, ulysses)
 Shape = tuple[int, int, int]
 
@@ -117,7 +120,8 @@ class AttentionBytes:
 
     Args:
         to_heads: Ulysses' queries, keys and values; ``from_heads``: its results.
-        around: keys and values around the ring, in ``size of the ring - 1`` steps; ``mask``: the columns of a mask, gathered.
+        around: keys and values around the ring, in ``size of the ring - 1`` steps; or, in two dims, all that travels along rows and
+            columns. ``mask``: the columns of a mask, gathered.
     """
 
     to_heads: int = 0
@@ -130,11 +134,14 @@ class AttentionBytes:
         return self.to_heads + self.from_heads + self.around + self.mask
 
 
-def bytes_of_attention(call: AttentionCall, ring: int, ulysses: int, rank: int) -> AttentionBytes:
+def bytes_of_attention(
+    call: AttentionCall, ring: int, ulysses: int, rank: int, *, two_dims: bool = False
+) -> AttentionBytes:
     """What sequence rank ``rank`` sends to others, S_r being the sharded tokens of rank r, H_u the heads of Ulysses rank u.
 
     Per sample and element: Ulysses Σ_{j≠u} (S_r · H_j · D + S_r · H_kv,j · (D + D_v)) in, and Σ_{j≠u} (S_j + whole tokens) · H_u · D_v
-    out; the ring S_block · H_kv,u · (D + D_v) for each block that is passed on. Nothing where no key is sharded.
+    out; the ring S_block · H_kv,u · (D + D_v) for each block that is passed on, or, in ``two_dims``, what :func:`_sent_in_grid` says.
+    Nothing where no key is sharded.
     """
     ranks = ring * ulysses
     queries, keys = ([sum(x.held(r, ranks) for x in kind) for r in range(ranks)] for kind in (call.queries, call.keys))
@@ -148,10 +155,32 @@ def bytes_of_attention(call: AttentionCall, ring: int, ulysses: int, rank: int) 
     whole = sum(x.whole(ranks) for x in call.queries)
     way_out = sum(queries[block * ulysses + j] + whole for j in peers) * heads[place] * call.value_dim
     blocks = [sum(keys[i * ulysses : (i + 1) * ulysses]) for i in range(ring)]
-    around = sum(blocks[(block - step) % ring] for step in range(ring - 1)) * kv_heads[place] * both
     each = call.samples * call.element_size
+    if two_dims:
+        of_groups = [sum(queries[i * ulysses : (i + 1) * ulysses]) + whole for i in range(ring)]
+        around = call.samples * _sent_in_grid(call, heads[place], kv_heads[place], of_groups, blocks, block)
+    else:
+        around = each * sum(blocks[(block - step) % ring] for step in range(ring - 1)) * kv_heads[place] * both
     mask = call.of_mask * _gathered(keys, ring, ulysses, rank)
-    return AttentionBytes(each * way_in, each * way_out, each * around, mask)
+    return AttentionBytes(each * way_in, each * way_out, around, mask)
+
+
+def _sent_in_grid(
+    call: AttentionCall, heads: int, kv_heads: int, queries: Sequence[int], keys: Sequence[int], index: int
+) -> int:
+    """Per sample, what ring rank ``index`` sends along its row and its column, as ``para_core/attention/attention_2d.py`` says.
+
+    Args:
+        heads, kv_heads: that this rank computes.
+        queries, keys: of each ring rank.
+    """
+    rows, columns = choose_grid(len(keys), call.heads, call.kv_heads)
+    first = index - index % columns
+    others = sum(queries[first : first + columns]) - queries[index]
+    to_row = heads * call.head_dim * queries[index] * (columns - 1)
+    to_column = kv_heads * (call.head_dim + call.value_dim) * keys[index] * (rows - 1)
+    results = heads * others * (call.value_dim * call.element_size + LSE_BYTES)
+    return call.element_size * (to_row + to_column) + results
 
 
 def heads_of_ranks(call: AttentionCall, ulysses: int) -> tuple[list[int], list[int]]:
@@ -167,9 +196,9 @@ def heads_of_ranks(call: AttentionCall, ulysses: int) -> tuple[list[int], list[i
     return heads, kv_heads
 
 
-def sent_in_attention(call: AttentionCall, ring: int, ulysses: int, rank: int) -> int:
+def sent_in_attention(call: AttentionCall, ring: int, ulysses: int, rank: int, *, two_dims: bool = False) -> int:
     """Bytes that sequence rank ``rank`` sends to others; see :func:`bytes_of_attention`."""
-    return bytes_of_attention(call, ring, ulysses, rank).total
+    return bytes_of_attention(call, ring, ulysses, rank, two_dims=two_dims).total
 
 
 def _gathered(tokens: Sequence[int], ring: int, ulysses: int, rank: int) -> int:
@@ -178,7 +207,7 @@ def _gathered(tokens: Sequence[int], ring: int, ulysses: int, rank: int) -> int:
     return tokens[rank] * (ulysses - 1) + sum(tokens[block * ulysses : (block + 1) * ulysses]) * (ring - 1)
 
 
-def sent_in_call(call: ModelCall, shape: Shape, rank: int) -> int:
+def sent_in_call(call: ModelCall, shape: Shape, rank: int, *, two_dims: bool = False) -> int:
     """Bytes that ``rank`` of the mesh sends in one call of a model that it computes."""
     _, ring, ulysses = shape
     index, rank = divmod(rank, ring * ulysses)
@@ -186,19 +215,22 @@ def sent_in_call(call: ModelCall, shape: Shape, rank: int) -> int:
     total = own.returned * (len(call.parts) - 1)
     for event in own.events:
         if isinstance(event, AttentionCall):
-            total += sent_in_attention(event, ring, ulysses, rank)
+            total += sent_in_attention(event, ring, ulysses, rank, two_dims=two_dims)
         elif isinstance(event, Gathered):
             tokens = [event.tokens.held(r, ring * ulysses) for r in range(ring * ulysses)]
             total += event.bytes_per_token * _gathered(tokens, ring, ulysses, rank)
     return total
 
 
-def sent_in_rounds(rounds: Sequence[Sequence[ModelCall]], shape: Shape, rank: int, *, apart: bool) -> int:
+def sent_in_rounds(
+    rounds: Sequence[Sequence[ModelCall]], shape: Shape, rank: int, *, apart: bool, two_dims: bool = False
+) -> int:
     """Bytes that ``rank`` sends in all ``rounds``, each the calls of one step.
 
     Args:
         apart: the ranks along ``batch`` take turns in a round's calls, then exchange the results. All compute a call whose sizes
             are new, if what it gives was not foreseen.
+        two_dims: a ring's ranks are rows and columns.
     """
     batch, known, total = shape[0], set(), 0
     index = rank // (shape[1] * shape[2])
@@ -208,7 +240,7 @@ def sent_in_rounds(rounds: Sequence[Sequence[ModelCall]], shape: Shape, rank: in
             known.add(call.inputs)
             if shared and place % batch != index:
                 continue
-            total += sent_in_call(call, shape, rank)
+            total += sent_in_call(call, shape, rank, two_dims=two_dims)
             if shared:
                 total += call.parts[0].returned * (batch - 1)
     return total

@@ -13,6 +13,7 @@ from benchmarks.launches import count_attention
 from para_core import Segment, SequenceLayout, UnifiedAttnMode
 from para_core.attention.grid import choose_grid
 from para_core.attention.options import AttnOptions
+from para_core.planner.traffic import AttentionCall, Tokens, sent_in_attention
 from tests.attention import test_exactness, test_gradients
 from tests.attention.cases import BALANCED, IMAGE_FIRST, TEXT_FIRST, Case, Mask
 from tests.attention.one_device import make_qkv, relative_error
@@ -110,7 +111,7 @@ def sizes(total, ranks):
 
 @pytest.mark.parametrize(("ring", "columns"), [(4, 2), pytest.param(6, 2, marks=pytest.mark.long)])
 @pytest.mark.parametrize("num_text", [0, 3])
-def test_three_collectives_send_what_the_docstring_says_and_five_backward(rank_pool, ring, columns, num_text):
+def test_three_collectives_send_what_the_docstring_says_and_four_backward(rank_pool, ring, columns, num_text):
     rows, image = ring // columns, sizes(13, ring)
     segments = [("text", num_text, True), ("image", 13, False)] if num_text else [("image", 13, False)]
     queries = [size + num_text for size in image]
@@ -123,6 +124,9 @@ def test_three_collectives_send_what_the_docstring_says_and_five_backward(rank_p
             B * H * (D * E + 4) * sum(queries[other] for other in row),
         ], f"rank {rank}"
         assert others == []
+        tokens = (Tokens(13, cut=True), Tokens(num_text, cut=False))
+        foretold = AttentionCall(B, H, H, D, D, E, tokens, tokens)
+        assert sum(forward) == sent_in_attention(foretold, ring, 1, rank, two_dims=True)
     for rank, (_, backward, others) in enumerate(rank_pool.run(count, ring, ring, segments, backward=True)):
         row = [other for other in range(ring) if other // columns == rank // columns and other != rank]
         column = [other for other in range(ring) if other % columns == rank % columns and other != rank]
