@@ -163,7 +163,8 @@ def _carry_out(order: Order, fps: int, debug: bool) -> int:
     console.print(
         f"{len(report.done)} generated in {order.folder}/" + (f", {failed} failed" if failed else ""), markup=False
     )
-    return 1 if failed else 0
+    # Torchrun ends all ranks as soon as one fails: the first, which writes, is the one to say so, and the last to end.
+    return 1 if failed and first else 0
 
 
 def _on_replicas(order: Order, fps: int, console: Console, debug: bool) -> Report:

@@ -41,6 +41,7 @@ class Job:
         journal: where the first rank appends what happens, a JSON object per line.
         bars: shown by the first rank.
         debug: tracebacks, and what libraries say.
+        launched: the ranks were started by a process that reads the journal.
     """
 
     recipe: Recipe
@@ -51,6 +52,7 @@ class Job:
     journal: Path
     bars: bool = True
     debug: bool = False
+    launched: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ def _run_once(job: Job, ranks: int) -> str | None:
             logs_specs=_logs(logs),
         )
         try:
-            elastic_launch(config, run_rank)(job)
+            elastic_launch(config, run_rank)(replace(job, launched=True))
         except ChildFailedError as error:
             return _how_it_ended(error)
     return None
@@ -163,6 +165,8 @@ def run_rank(job: Job) -> None:
             traceback.print_exc()
         if not dist.is_available() or "RANK" not in os.environ:
             raise
+        if not job.launched:
+            sys.stderr.write(f"error: rank {os.environ['RANK']}: {sentence(error)}\n")
         # No traceback, and no way past ranks that wait in a collective: the launcher ends them.
         sys.stderr.flush()
         os._exit(1)

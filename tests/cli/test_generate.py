@@ -261,6 +261,32 @@ def test_two_ranks_that_the_command_starts_generate_what_one_does_and_one_that_i
         assert np.abs(image - plain_pixels(prompt=prompt, seed=number - 1)).max() <= 1
 
 
+@pytest.mark.long
+def test_under_torchrun_its_ranks_are_used_and_an_error_is_a_sentence(tmp_path, prompts):
+    path = prompts({"prompt": CAPTION}, "{", {"prompt": "a blue square"})
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "para_core"]
+
+    def under_torchrun(*options):
+        return subprocess.run(
+            [*command, "generate", "--prompts", path, "--out", tmp_path / "out", *SMALL, *options],
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+            cwd=ROOT,
+            env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
+        )
+
+    said = under_torchrun("--mesh", "ring=2").stderr
+    assert said.count("line 2: it is no JSON") == 1
+    assert "2 generated" in said
+    record = json.loads((tmp_path / "out/00003.json").read_text())
+    assert record["mesh"] == {"batch": 1, "ring": 2, "ulysses": 1}
+    assert np.abs(pixels(tmp_path / "out/00003.png") - plain_pixels(prompt="a blue square", seed=2)).max() <= 1
+    said = under_torchrun("--mesh", "ring=1,ulysses=1", "--seed", "9").stderr
+    assert "error: rank 0: 2 ranks do not fit" in said
+
+
 KILLED = """
 import os, signal, sys
 import para_core.cli.ranks as ranks
