@@ -10,6 +10,7 @@ from rich.markup import escape
 
 from para_core.cli.calibrate import calibrate
 from para_core.cli.generate import generate
+from para_core.cli.plan import doctor, plan
 from para_core.cli.serve import serve
 from para_core.fleet.work import sentence
 
@@ -26,6 +27,8 @@ app = typer.Typer(
 )
 app.command("generate")(generate)
 app.command("serve")(serve)
+app.command("plan")(plan)
+app.command("doctor")(doctor)
 app.command("calibrate")(calibrate)
 
 

@@ -167,11 +167,15 @@ def attention_seconds(call: AttentionCall, shape: Shape, machine: Machine) -> fl
     return max(computing, moved / machine.bandwidth)
 
 
+def of_tensor_rank(call: AttentionCall, tensor: int) -> AttentionCall:
+    """What the first of ``tensor`` ranks attends to, each of which has other heads."""
+    heads, kv_heads = part(call.heads, 0, tensor), max(1, part(call.kv_heads, 0, tensor))
+    return replace(call, heads=heads, kv_heads=kv_heads if heads % kv_heads == 0 else 1)
+
+
 def exchange_seconds(call: AttentionCall, shape: Shape, machine: Machine, attending: float) -> tuple[float, float]:
     """Seconds for which an attention call waits for what travels, and of copying and merging; ``attending``: of its computing."""
-    heads = part(call.heads, 0, shape.tensor)
-    kv_heads = max(1, part(call.kv_heads, 0, shape.tensor))
-    own = replace(call, heads=heads, kv_heads=kv_heads if heads % kv_heads == 0 else 1)
+    own = of_tensor_rank(call, shape.tensor)
     sent = bytes_of_attention(own, shape.ring, shape.ulysses, 0)
     if not sent.total:
         return 0.0, 0.0

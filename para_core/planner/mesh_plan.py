@@ -7,8 +7,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from para_core.planner.cost import Machine, RingMethod, Seconds, Shape, call_seconds, region_share
-from para_core.planner.traffic import AttentionCall, ModelCall, Part, sent_in_rounds
+from para_core.planner.cost import (
+    Machine,
+    RingMethod,
+    Seconds,
+    Shape,
+    call_seconds,
+    of_tensor_rank,
+    product_seconds,
+    region_share,
+)
+from para_core.planner.traffic import AttentionCall, ModelCall, Part, Product, sent_in_rounds
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -128,20 +137,33 @@ def predict(shape: Shape, work: Workload, machine: Machine) -> Row:
     encoder = work.encoder / (device.products * device.of_products) * machine.slowdown
     decoder = work.decoder / (device.products * device.of_convolutions) * machine.slowdown
     seconds = step.total * work.steps + encoder + decoder
-    sequence = (shape.batch, shape.ring, shape.ulysses)
-    rounds = [[call] * work.branches] * 2
-    apart = work.branches > 1
-    both, first = (sent_in_rounds(some, sequence, 0, apart=apart) for some in (rounds * 2, rounds))
     return Row(
         shape,
         step,
         encoder,
         decoder,
         seconds,
-        (both - first) // 2,
+        _sent(call, shape, work, machine, passes),
         memory_of(shape, work, own),
         problem_of(shape, work),
     )
+
+
+def _sent(call: ModelCall, shape: Shape, work: Workload, machine: Machine, passes: int) -> int:
+    """Bytes that the first rank sends in a step: for attention and outputs, and for what is summed over tensor ranks."""
+    parts = [
+        replace(
+            own,
+            events=[of_tensor_rank(x, shape.tensor) if isinstance(x, AttentionCall) else x for x in own.events],
+        )
+        for own in call.parts
+    ]
+    rounds = [[replace(call, parts=parts)] * work.branches] * 2
+    sequence, apart = (shape.batch, shape.ring, shape.ulysses), work.branches > 1
+    # In the first step all ranks may compute what is new to them; here is every later one.
+    both, first = (sent_in_rounds(some, sequence, 0, apart=apart) for some in (rounds * 2, rounds))
+    summed = sum(product_seconds(x, shape, machine)[1] for x in call.parts[0].events if isinstance(x, Product))
+    return (both - first) // 2 + round(passes * summed)
 
 
 def memory_of(shape: Shape, work: Workload, own: Part) -> float:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from para_core.adapters import plan_mesh
 from para_core.planner.cost import Machine, Runtime, Shape, attention_seconds, call_seconds, exchange_seconds
 from para_core.planner.hardware import DEVICES, LINKS, Host, Link, Topology, device_named, link_named, measured_figures
 from para_core.planner.mesh_plan import Workload, divisors, make_plan, predict, shapes
@@ -242,3 +243,12 @@ def test_a_plan_is_printed_and_drawn(tmp_path):
     assert "4 ranks take" in text.splitlines()[-1]
     plan.plot(tmp_path / "plan.png")
     assert (tmp_path / "plan.png").stat().st_size > 1000
+
+
+def test_tensor_ranks_send_what_is_summed_and_less_of_attention():
+    plans = {row.shape: row.sent for row in plan_mesh("FLUX.1-dev", ranks=4).rows}
+    by = {(shape.ring, shape.ulysses, shape.tensor): sent for shape, sent in plans.items() if shape.batch == 1}
+    # 19 double blocks sum two results for each stream, 38 single ones one, of 3,072 numbers of 2 bytes; a ring of 4 sends 3/2 of it.
+    tokens = 19 * 2 * (4096 + 512) + 38 * (4096 + 512)
+    assert by[1, 1, 4] == pytest.approx(2 * 3 / 4 * tokens * 3072 * 2, rel=0.02)
+    assert 0 < by[1, 2, 2] != by[1, 4, 1]

@@ -1,0 +1,33 @@
+"""``para_core plan`` and ``para_core doctor``: what they print is what the library finds."""
+
+import json
+
+from para_core.adapters import plan_mesh
+from para_core.cli.app import run
+
+
+def test_the_plan_is_the_library_s(capsys, tmp_path):
+    picture = tmp_path / "plan.png"
+    assert run(["plan", "--model", "FLUX.1-dev", "--ranks", "2", "--size", "1024x768", "--out", str(picture)]) == 0
+    expected = str(plan_mesh("FLUX.1-dev", ranks=2, width=1024, height=768))
+    assert expected in capsys.readouterr().out
+    assert picture.stat().st_size > 1000
+
+
+def test_what_is_not_known_is_a_sentence(capsys):
+    assert run(["plan", "--list"]) == 0
+    assert "FLUX.1-dev" in capsys.readouterr().out.splitlines()
+    assert run(["plan", "--model", "FLUX.7"]) == 1
+    assert "FLUX.7" in capsys.readouterr().err
+    assert run(["plan", "--device", "abacus"]) == 1
+    assert "abacus" in capsys.readouterr().err
+    assert run(["plan", "--size", "large"]) == 2
+    assert "expected width x height" in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_doctor_s_figures_are_taken_by_the_plan(capsys, tmp_path):
+    figures = tmp_path / "doctor.json"
+    assert run(["doctor", "--cpu", "--out", str(figures)]) == 0
+    assert "torch" in capsys.readouterr().out
+    assert json.loads(figures.read_text())
+    assert run(["plan", "--ranks", "1", "--measured", str(figures)]) == 0
