@@ -9,8 +9,7 @@ One program computes BLOCK_M queries of one head. It goes over the keys in tiles
   So a step of a ring is this one launch, and reads and writes the float32 partial once.
 - Triton's blocks are powers of 2. A head dim that is none is two blocks side by side (96 = 64 + 32): two products
   with a quarter of the work that one block of 128 would waste.
-- A bool mask is read as the bytes it is, or as bits, 32 keys a word; a mask that is the same for all queries is read once per tile,
-  not per query.
+- A bool mask is read as the bytes it is, or as bits, 32 keys a word; one that is the same for all queries once per tile, not per query.
 - EIGHT_BITS, opt-in and not exact (:mod:`para_core.kernels.attention_int8`): keys came as int8, queries are rounded here, and the mean that
   was taken from the keys is put back into lse. All else is the same.
 """
@@ -76,7 +75,7 @@ def _tiles(
         if D_REST > 0:
             more = D + tl.arange(0, D_REST)
             k = _load(k_tile + more[None, :], inside[:, None], more[None, :] < D_END, COMPARED, D_END < D + D_REST)
-            # Triton 3.6 takes float32 for granted, also where integers are summed.
+            # out_dtype: Triton 3.6 takes float32 for granted, also where integers are summed.
             scores = tl.dot(q_rest, tl.trans(k), scores, input_precision="ieee", out_dtype=scores.dtype)
         # Of a row: what its query was divided by is in it.
         scale_of_rows = score_scale
