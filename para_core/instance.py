@@ -141,7 +141,8 @@ Wrappers = Mapping[tuple[str, str], tuple[Order, Around]]
 
 
 def _wrappers(instance: Any) -> Wrappers:
-    found: Wrappers = vars(type(instance)).get("_para_core_wrappers", {})
+    # Not by vars(): blocks ask in graphs, and Dynamo takes no look at all that a class holds.
+    found: Wrappers = getattr(type(instance), "_para_core_wrappers", {})
     return found
 
 

@@ -171,7 +171,7 @@ def test_weights_are_mapped_in_the_dtype_of_their_variant(tmp_path, variant, dty
     [
         ({"device_map": "balanced"}, "takes no device_map: each rank has a device of its own"),
         ({"torch_dtype": torch.float16}, "takes no torch_dtype: it is dtype="),
-        ({"weights": "zero"}, "weights is 'zero'; expected 'fsdp' or 'tensor'"),
+        ({"weights": "zero"}, "weights is 'zero'; expected 'fsdp', 'tensor' or 'stages'"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options, message):
