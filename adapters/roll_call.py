@@ -50,7 +50,9 @@ def _own_place() -> Place:
     """Of this process."""
     # Containers of one machine have network namespaces of their own, and see each other's processes or not.
     machine = f"{_read('/proc/sys/kernel/random/boot_id')} {_namespace('net')}"
-    return Place(dist.get_rank() if dist.is_initialized() else 0, socket.gethostname(), os.getpid(), machine, _namespace("pid"))
+    return Place(
+        dist.get_rank() if dist.is_initialized() else 0, socket.gethostname(), os.getpid(), machine, _namespace("pid")
+    )
 
 
 def places_of_all(mesh: GuidedMesh) -> list[Place]:
