@@ -97,7 +97,7 @@ def distributions(tmp_path_factory):
     return next((tmp / "dist").glob("*.tar.gz")), next((tmp / "dist").glob("*.whl"))
 
 
-@pytest.fixture(scope="module", params=["wheel", "editable"])
+@pytest.fixture(scope="module", params=["wheel", pytest.param("editable", marks=pytest.mark.long)])
 def environment(request, tmp_path_factory):
     tmp = tmp_path_factory.mktemp(request.param)
     elsewhere = tmp / "elsewhere"
@@ -158,7 +158,7 @@ def test_the_parts_are_found_and_the_packages_of_others_not_hidden_from_any_fold
     assert "found" in environment.run("probe.py", "root", environment.checkout, cwd=environment.checkout)
 
 
-@pytest.mark.parametrize("environment", ["wheel", pytest.param("editable", marks=pytest.mark.long)], indirect=True)
+@pytest.mark.long
 def test_the_parts_are_found_with_c_and_m(environment):
     code = "import para_core.adapters, para_core.kernels.merge_reference as m; print(m.__name__)"
     for cwd in (environment.elsewhere, environment.checkout):
@@ -166,7 +166,6 @@ def test_the_parts_are_found_with_c_and_m(environment):
     environment.run("-m", "para_core.kernels.merge_reference", cwd=environment.elsewhere)
 
 
-@pytest.mark.parametrize("environment", ["wheel", pytest.param("editable", marks=pytest.mark.long)], indirect=True)
 def test_the_parts_are_found_under_torchrun(environment):
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", "probe.py"]
     assert "found" in environment.run(*torchrun, "elsewhere", environment.para_core, cwd=environment.elsewhere)

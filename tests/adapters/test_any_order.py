@@ -14,7 +14,7 @@ from tests.tiny import cpu_mesh, flux_call, flux_pipe, relative_error
 STEPS = ("compile", "parallel", "offload", "cache", "lora")
 COMPILED = ("module", "in place", "blocks")
 OFFLOADED = ("model", "groups", "leaves")
-NUM_ORDERS, CHUNKS = 30, 15
+NUM_ORDERS, CHUNKS = 30, 30
 # Two of four steps are skipped, whatever the differences.
 CACHE = {"residual_diff_threshold": 1e9, "max_consecutive_hits": 1}
 

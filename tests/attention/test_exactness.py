@@ -156,7 +156,7 @@ MASK_DIMS = ["qk", "k", "q", "bk", "bqk", "bhqk", "hqk", "hk", "h", ""]
 
 
 @on_few_meshes
-@pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bool, pytest.param(torch.float32, marks=pytest.mark.long)], ids=str)
 @pytest.mark.parametrize("extents", [("global", "global"), ("local", "global"), ("global", "local")], ids="-".join)
 def test_masks_of_every_shape_may_be_of_all_tokens_or_of_a_ranks_own(rank_pool, ring, ulysses, dtype, extents):
     cases = [
