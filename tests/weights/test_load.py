@@ -81,7 +81,7 @@ def proportional_set_size():
 
 
 def peak_while_loading(small, large):
-    """Of all ranks together, host memory above what they had before; bytes of the transformer."""
+    """This rank's host memory above what it had before, by the time that all ranks read alike; bytes of the transformer."""
     mesh = init_context_parallel_mesh("cpu")
     # What is imported late, and made once.
     from_pretrained_sharded(FluxPipeline, small, mesh=mesh)
@@ -102,7 +102,16 @@ def peak_while_loading(small, large):
     dist.barrier()
     done.set()
     thread.join()
-    return max(size for _, size in samples), sum(x.numel() * x.element_size() for x in pipe.transformer.parameters())
+    return samples, sum(x.numel() * x.element_size() for x in pipe.transformer.parameters())
+
+
+def most_at_one_time(of_ranks):
+    """The largest sum over the ranks, each of which has what it had when it was last asked."""
+    held, most = [0] * len(of_ranks), 0
+    for _, rank, size in sorted((moment, rank, size) for rank, some in enumerate(of_ranks) for moment, size in some):
+        held[rank] = size
+        most = max(most, sum(held))
+    return most
 
 
 @pytest.mark.long
@@ -113,9 +122,9 @@ def test_four_ranks_hold_little_more_than_one_copy_while_loading(rank_pool, fold
     transformer = flux_transformer(**size)
     flux_pipe(transformer=transformer).save_pretrained(tmp_path)
     found = rank_pool.run(peak_while_loading, 4, folder, tmp_path)
-    # The sum of what each had at most is no less than the most that they had together.
     assert found[0][1] > 250e6
-    assert sum(peak for peak, _ in found) < 1.2 * found[0][1], found
+    most = most_at_one_time([samples for samples, _ in found])
+    assert most < 1.2 * found[0][1], most / found[0][1]
 
 
 def load_expecting_an_error(folder, broken_on):
