@@ -1,6 +1,7 @@
 """What `make gpu-check` would run on a GPU runs here on the CPU, at tiny sizes; and what becomes of a section that fails or hangs."""
 
 import importlib
+import importlib.metadata
 import json
 import multiprocessing
 import subprocess
@@ -277,7 +278,7 @@ def test_a_section_that_fails_hangs_or_dies_stops_no_other_and_leaves_what_it_fo
     for name, one in found.items():
         assert one["rows"][0] == {"found": 1}
         assert json.loads((tmp_path / f"out/{name}.json").read_text()) == one
-        assert one["environment"]["versions"]["torch"] == torch.__version__
+        assert one["environment"]["versions"]["torch"] == importlib.metadata.version("torch")
     assert not runner.all_well(found)
     assert "failed: ValueError: as it was told" in capsys.readouterr().out
 

@@ -63,7 +63,7 @@ def kernels_of(call: Callable[[], Any], device: torch.device) -> list[Kernel]:
     cpu = device.type == "cpu"
     activities = [ProfilerActivity.CPU] if cpu else [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     synchronize(device)
-    with profile(activities=activities) as profiler:
+    with profile(activities=activities, acc_events=True) as profiler:
         call()
         synchronize(device)
     found = []
