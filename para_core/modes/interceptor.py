@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer
+from torch._guards import TracingContext
 from torch._higher_order_ops.flex_attention import flex_attention
 from torch._higher_order_ops.invoke_subgraph import InvokeSubgraphHOP
 from torch._ops import HigherOrderOperator
@@ -153,7 +154,8 @@ _OF_THREAD = _OfThread()
 
 
 def _dispatched(*args: Any, **kwargs: Any) -> Tensor:
-    if torch.compiler.is_compiling():
+    # Where backends trace, torch 2.11 does not say that it compiles.
+    if torch.compiler.is_compiling() or TracingContext.try_get() is not None:
         # A graph is cached under a key that knows nothing of this dispatch: that of one rank could be taken for it.
         raise RuntimeError(
             "scaled_dot_product_attention in a function that was compiled on its own, inside a parallel model: the graph would "
