@@ -10,6 +10,7 @@ from torch import nn
 
 from para_core.cache.blocks import CachedBlocks
 from para_core.plans.plan import Plan
+from para_core.weights.patch_plan import Frames
 from para_core.weights.tensor_plan import TensorPlan
 
 # Whether text tokens are sharded, or replicated.
@@ -29,6 +30,9 @@ class Adapter:
         text: the faster way to treat text.
         blocks: its block stack, for First Block Cache.
         tensor: what is sharded by tensor parallelism; None: what the class publishes (``_tp_plan``).
+        frames: where a model that makes tokens of a video has its frames: PipeFusion's patches are frames. None: it is given tokens, or it
+            is not known.
+        empty_text: whether the model takes no tokens of text at all: PipeFusion's patches behind the first then have none, else each has all.
         threshold: the default ``residual_diff_threshold``.
         threshold_source: who recommends it.
     """
@@ -40,5 +44,7 @@ class Adapter:
     text: Text = "shard"
     blocks: CachedBlocks | None = None
     tensor: TensorPlan | None = None
+    frames: Frames | None = None
+    empty_text: bool = True
     threshold: float = 0.05
     threshold_source: str = "diffusers' FirstBlockCacheConfig"

@@ -34,8 +34,12 @@ class Order(IntEnum):
     CACHE = auto()
     # What stages give each other is whole: a plan has gathered it.
     STAGES = auto()
+    # Of a patch, a plan shards what it is given among ranks, and gathers it again.
+    PATCH = auto()
     # A cache measures what a block makes of its own tokens.
     PLAN = auto()
+    # What a module makes is of all tokens, before ranks share it.
+    PATCH_OUTPUTS = auto()
     CACHED_BLOCK = auto()
     # A block that a cache skips waits for no other stage.
     STAGED_BLOCK = auto()

@@ -26,21 +26,34 @@ class Segment:
     (7, 7)
     >>> Segment("video", 8, balanced=True).runs(rank=0, ranks=2)
     ((0, 2), (6, 2))
+
+    ``together``: so many consecutive tokens stay on one rank (those of a frame).
+
+    >>> Segment("video", 15, together=5).sizes(ranks=2)
+    (10, 5)
     """
 
     name: str
     total: int  # tokens of the whole sequence, >= 0; symbolic under torch.compile
     replicated: bool = False
     balanced: bool = False
+    together: int = 1  # divides total; of a segment that is not balanced
 
     def __post_init__(self) -> None:
         if self.replicated and self.balanced:
             raise ValueError(f"segment {self.name!r} is replicated and balanced; every rank holds all of the former.")
+        if self.together != 1 and (self.balanced or self.together < 1 or self.total % self.together):
+            raise ValueError(
+                f"segment {self.name!r} has {self.total} tokens, together={self.together}, balanced={self.balanced}; expected "
+                "together to divide the tokens, and no balance beside it."
+            )
 
     def sizes(self, ranks: int) -> tuple[int, ...]:
         """Local length on each of ``ranks`` (>= 1) ranks."""
         if self.replicated:
             return (self.total,) * ranks
+        if self.together != 1:
+            return tuple([self.size(rank, ranks) for rank in range(ranks)])
         # Not size() of each: what a graph's tracer pays for is every call, of every rank.
         parts = ranks * (1 + self.balanced)
         sizes = [(self.total + parts - 1 - part) // parts for part in range(parts)]
@@ -54,12 +67,17 @@ class Segment:
             return self.total
         if self.balanced:
             return _part_size(self.total, rank, 2 * ranks) + _part_size(self.total, 2 * ranks - 1 - rank, 2 * ranks)
+        if self.together != 1:
+            return self.together * _part_size(self.total // self.together, rank, ranks)
         return _part_size(self.total, rank, ranks)
 
     def runs(self, rank: int, ranks: int) -> tuple[Run, ...]:
         """What ``rank`` holds, in positions of this segment and in its local order."""
         if self.replicated:
             return ((0, self.total),)
+        if self.together != 1:
+            units = self.total // self.together
+            return ((self.together * _part_start(units, rank, ranks), self.size(rank, ranks)),)
         parts, num_parts = ((rank, 2 * ranks - 1 - rank), 2 * ranks) if self.balanced else ((rank,), ranks)
         return tuple(
             [(_part_start(self.total, part, num_parts), _part_size(self.total, part, num_parts)) for part in parts]

@@ -5,6 +5,7 @@ from dataclasses import replace
 from para_core.adapters.adapter import Adapter
 from para_core.cache.blocks import CachedBlocks, Stage
 from para_core.plans.plan import Gather, Plan, Replicate, Split
+from para_core.weights.patch_plan import Frames
 from para_core.weights.tensor_plan import COLUMNS, ROWS, TensorPlan
 
 OF_SAMPLES = ("hidden_states", "encoder_hidden_states", "timestep", "timestep_cond", "attention_kwargs")
@@ -39,6 +40,7 @@ COGVIDEOX = Adapter(
     plan=COGVIDEOX_PLAN,
     blocks=CachedBlocks((Stage(("transformer_blocks",), ("hidden_states", "encoder_hidden_states"), chained=True),)),
     tensor=TENSOR,
+    frames=Frames(dim=1, together="patch_size_t"),
     threshold=0.025,
     threshold_source="ParaAttention at 1324733, later dropped there",
 )

@@ -3,6 +3,7 @@
 from para_core.adapters.adapter import Adapter
 from para_core.cache.blocks import CachedBlocks, Stage
 from para_core.plans.plan import Attention, Cut, FirstTokens, Gather, Plan, Split
+from para_core.weights.patch_plan import Frames
 from para_core.weights.tensor_plan import COLUMNS, ROWS, Linear, TensorPlan
 
 VIDEO, POSITIONS = Split(dim=1, segment="video"), Split(dim=0, like="video")
@@ -62,6 +63,7 @@ HUNYUAN_VIDEO = Adapter(
         )
     ),
     tensor=TENSOR,
+    frames=Frames(dim=2, together="patch_size_t"),
     threshold=0.06,
     threshold_source="ParaAttention, doc/fastest_hunyuan_video.md; at 1324733 it was 0.035",
 )

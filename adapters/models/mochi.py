@@ -3,6 +3,7 @@
 from para_core.adapters.adapter import Adapter
 from para_core.cache.blocks import CachedBlocks, Stage
 from para_core.plans.plan import Gather, Plan, Split
+from para_core.weights.patch_plan import Frames
 from para_core.weights.tensor_plan import COLUMNS, ROWS, Linear, TensorPlan
 
 POSITIONS = Split(dim=0, like="video")
@@ -42,6 +43,7 @@ MOCHI = Adapter(
     ),
     blocks=CachedBlocks((Stage(("transformer_blocks",), ("hidden_states", "encoder_hidden_states"), chained=True),)),
     tensor=TENSOR,
+    frames=Frames(dim=2),
     threshold=0.035,
     threshold_source="ParaAttention at 1324733, later dropped there",
 )

@@ -35,6 +35,8 @@ QWEN_IMAGE = Adapter(
             ),
         )
     ),
+    # It makes complex numbers of their rotation.
+    empty_text=False,
 )
 
 # In front of the tokens of the image stand those of the prompt and of given images.

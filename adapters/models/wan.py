@@ -5,6 +5,7 @@ from dataclasses import replace
 from para_core.adapters.adapter import Adapter
 from para_core.cache.blocks import CachedBlocks, Stage
 from para_core.plans.plan import Attention, Gather, Plan, Split
+from para_core.weights.patch_plan import Frames
 from para_core.weights.tensor_plan import COLUMNS, ROWS, TensorPlan
 
 VIDEO, POSITIONS = Split(dim=1, segment="video"), Split(dim=1, like="video")
@@ -47,8 +48,12 @@ TENSOR_WITH_FACES = replace(
     heads=(*TENSOR.heads, _ADAPTER),
 )
 
-WAN = Adapter(transformer="WanTransformer3DModel", pipelines="Wan", blocks=BLOCKS, tensor=TENSOR)
-CHRONO_EDIT = Adapter(transformer="ChronoEditTransformer3DModel", pipelines="ChronoEdit", blocks=BLOCKS, tensor=TENSOR)
+FRAMES = Frames(dim=2, together="patch_size")
+
+WAN = Adapter(transformer="WanTransformer3DModel", pipelines="Wan", blocks=BLOCKS, tensor=TENSOR, frames=FRAMES)
+CHRONO_EDIT = Adapter(
+    transformer="ChronoEditTransformer3DModel", pipelines="ChronoEdit", blocks=BLOCKS, tensor=TENSOR, frames=FRAMES
+)
 
 WAN_VACE = Adapter(
     transformer="WanVACETransformer3DModel",

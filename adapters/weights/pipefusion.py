@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from para_core.adapters.adapter import Adapter
+from para_core.adapters.adapter import Adapter, Text
 from para_core.adapters.caching.schedule import Schedule
 from para_core.adapters.supported import adapter_for, plan_for
 from para_core.adapters.weights.stages import stack_of, why_no_stages
@@ -17,7 +17,8 @@ from para_core.cache.branches import Branches
 from para_core.cache.options import CacheOptions
 from para_core.instance import Order, original_class, unwrap, wrap_method
 from para_core.mesh import GuidedMesh
-from para_core.weights.pipefusion import FEWEST_STEPS, Fusion, PatchPlan, PipeFusion, PipeFusionReport, patch_plan
+from para_core.weights.patch_plan import PatchPlan, patch_plan
+from para_core.weights.pipefusion import FEWEST_STEPS, Fusion, PipeFusion, PipeFusionReport
 
 _KEY = "pipefusion"
 # Only what it knows of a schedule is asked for.
@@ -32,11 +33,11 @@ def patches_of(module: nn.Module, mesh: GuidedMesh, adapter: Adapter | None) -> 
         ValueError: the mesh does not fit.
     """
     name = original_class(module).__name__
-    plan = why_no_stages(module, adapter) or patch_plan(plan_for(module, adapter=adapter))
+    plan = why_no_stages(module, adapter) or _patch_plan(module, adapter)
     if isinstance(plan, str):
         raise TypeError(
-            f"PipeFusion does not know patches of {name}: {plan}. It does of FLUX.1, FLUX.2, Ovis-Image and LongCat-Image. Leave pipefusion= out: stages are "
-            "exact then."
+            f"PipeFusion does not know patches of {name}: {plan}. docs/stages.md lists the models whose it does. Leave pipefusion= out: "
+            "stages are exact then."
         )
     if mesh.sequence.ranks > 1 or mesh.tensor.size > 1:
         raise ValueError(
@@ -44,6 +45,12 @@ def patches_of(module: nn.Module, mesh: GuidedMesh, adapter: Adapter | None) -> 
             "one rank. Give all ranks to 'pipe' and 'batch', max_ring_dim_size=1, max_ulysses_dim_size=1; or leave pipefusion= out."
         )
     return plan
+
+
+def _patch_plan(module: nn.Module, adapter: Adapter | None) -> PatchPlan | str:
+    known: Any = adapter_for(module, adapter)
+    text: Text | None = None if known.empty_text else "replicate"
+    return patch_plan(plan_for(module, text, adapter), module, known.frames)
 
 
 class FusedPipe:

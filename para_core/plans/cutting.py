@@ -117,15 +117,24 @@ class Cutting:
             return shard_tokens(value, split.dim, layout, self.mesh)
         first = () if split.after is None else (self.segment(split.after),)
         total = value.shape[split.dim] - sum([segment.total for segment in first])
-        stream = split.segment or split.like or name
-        # A branch, for a comparison of symbolic lengths is no bool.
-        if total < self.mesh.ranks:
+        segment = self.new_segment(split.segment or split.like or name, total)
+        if segment.replicated:
             if split.segment is not None:
-                self._note(Segment(stream, total, replicated=True), split.dim, name)
+                self._note(segment, split.dim, name)
             return value
-        segment = Segment(stream, total)
         self._note(segment, split.dim, name)
         return shard_tokens(value, split.dim, SequenceLayout((*first, segment), self.mesh.ranks), self.mesh)
+
+    def new_segment(self, name: str, total: int) -> Segment:
+        """How ``total`` tokens that are to be split are held: fewer than there are ranks, by all of them."""
+        # A branch, for a comparison of symbolic lengths is no bool.
+        if total < self.mesh.ranks:
+            return Segment(name, total, replicated=True)
+        return Segment(name, total)
+
+    def put_together(self, part: Tensor, dim: int, layout: SequenceLayout) -> Tensor:
+        """Of this rank's part of ``layout``, along ``dim``, what all ranks hold."""
+        return gather_tokens(part, dim, layout, self.mesh)
 
     def _behind_the_rest(self, value: Tensor, dim: int, segment: Segment, *, whole: bool) -> SequenceLayout:
         """The layout of ``value``, which holds all of ``segment`` or this rank's part, behind something that every rank holds."""
@@ -149,6 +158,17 @@ class Cutting:
             return min(max(number - start, 0), length)
         return min(max(start + length - (segment.total - number), 0), length)
 
+    def outputs_at(self, output: Any, cuts: Mapping[int, Cut], module_name: str) -> Any:
+        """What a module returned, with ``cuts`` done to the tensors at these places."""
+        for place, cut in cuts.items():
+            if isinstance(output, Tensor):
+                output = self.cut(output, cut, f"{module_name}[{place}]")
+            else:
+                parts = list(output)
+                parts[place] = self.cut(parts[place], cut, f"{module_name}[{place}]")
+                output = tuple(parts)
+        return output
+
     def outputs(self, output: Any, gathers: Sequence[Gather | None]) -> Any:
         """What a module returned (a tensor, a tuple, diffusers' ModelOutput), its parts gathered in their order."""
         if isinstance(output, Tensor):
@@ -166,15 +186,13 @@ class Cutting:
             return value
         segment = self.segment(gather.segment)
         if gather.after_replicated:
-            return gather_tokens(
-                value, gather.dim, self._behind_the_rest(value, gather.dim, segment, whole=False), self.mesh
-            )
+            return self.put_together(value, gather.dim, self._behind_the_rest(value, gather.dim, segment, whole=False))
         layout = SequenceLayout((segment,), self.mesh.ranks)
         if gather.per == 1:
-            return gather_tokens(value, gather.dim, layout, self.mesh)
+            return self.put_together(value, gather.dim, layout)
         dim = gather.dim % value.ndim
         apart = torch.unflatten(value, dim, (layout.size(self.mesh.rank), -1))
-        return gather_tokens(apart, dim, layout, self.mesh).flatten(dim, dim + 1)
+        return self.put_together(apart, dim, layout).flatten(dim, dim + 1)
 
     def segment(self, name: str) -> Segment:
         """The segment that this call has sharded, or found to be replicated.

@@ -254,13 +254,7 @@ class _Region:
             args, kwargs = self._cutting.arguments(of_inputs, parameters, args, kwargs, name)
             self._intercept(of_inputs.values())
             output = inside(call, module, *args, **kwargs)
-            for key, cut in of_outputs.items():
-                if isinstance(output, Tensor):
-                    output = self._cutting.cut(output, cut, f"{name}[{key}]")
-                else:
-                    parts = list(output)
-                    parts[key] = self._cutting.cut(parts[key], cut, f"{name}[{key}]")
-                    output = tuple(parts)
+            output = self._cutting.outputs_at(output, of_outputs, name)
             self._intercept(of_outputs.values())
             if boundary.gathers:
                 output = self._cutting.outputs(output, boundary.gathers)

@@ -19,15 +19,15 @@ _WHOLE = (_aten.equal.default,)
 
 
 class Arrival:
-    """A tensor ``[B, S, C]`` whose patches, along ``S``, come one after the other.
+    """A tensor whose patches, along ``dim``, come one after the other.
 
     Args:
         whole: memory for it, of any content.
         rows: of each patch, where it begins and how long it is.
     """
 
-    def __init__(self, whole: Tensor, rows: list[tuple[int, int]]) -> None:
-        self._whole, self._rows = whole, rows
+    def __init__(self, whole: Tensor, rows: list[tuple[int, int]], dim: int = 1) -> None:
+        self._whole, self._rows, self._dim = whole, rows, dim
         # Of each patch, what waits for it; None: it has come.
         self._coming: list[Callable[[], Tensor] | None] = []
 
@@ -44,7 +44,7 @@ class Arrival:
         for place in range(patch + 1):
             get = self._coming[place]
             if get is not None:
-                self._whole.narrow(1, *self._rows[place]).copy_(get())
+                self._whole.narrow(self._dim, *self._rows[place]).copy_(get())
                 self._coming[place] = None
         return self._whole
 

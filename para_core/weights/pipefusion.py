@@ -22,10 +22,10 @@ from para_core.deferred import Expected, arrived
 from para_core.instance import Order, has_compiled_parts, unwrap, wrap_alike, wrap_method, wrapper
 from para_core.modes.interceptor import at_the_dispatcher
 from para_core.plans.places import parameters_of
-from para_core.plans.plan import Gather, Plan, Split
+from para_core.weights.patch_plan import PatchCuts, PatchPlaces, PatchPlan, Rows
 from para_core.weights.patches import Arrival, Patched
 from para_core.weights.stages import Stages, stages_of
-from para_core.weights.stale_keys import Rows, StaleKeys
+from para_core.weights.stale_keys import StaleKeys
 
 _KEY = "pipefusion"
 # With fewer, each differs too much from the one before: all are computed whole.
@@ -83,41 +83,6 @@ class PipeFusionReport:
     seconds_waited: float = 0.0
 
 
-@dataclass(frozen=True)
-class PatchPlan:
-    """What of a model's arguments goes with its tokens.
-
-    Args:
-        image, text: parameters of the model to the dim that holds tokens of the image, or of text.
-        order: of the segments in a joint sequence; whether text comes first.
-    """
-
-    image: Mapping[str, int]
-    text: Mapping[str, int]
-    text_first: bool
-
-
-def patch_plan(plan: Plan | None) -> PatchPlan | str:
-    """How arguments are cut into patches by ``plan``; or why they cannot be."""
-    tokens = None if plan is None else plan.inputs.get("hidden_states")
-    if plan is None or not isinstance(tokens, Split) or tokens.dim != 1 or tokens.segment is None:
-        return "it is not given the tokens of an image, [B, S, C], but makes them of its input"
-    gather = plan.outputs.get("")
-    if not isinstance(gather, Gather) or (gather.dim, gather.segment) != (1, tokens.segment) or gather.per != 1:
-        return "what it returns are not the tokens of an image, [B, S, C]"
-    if plan.inner or plan.halos or plan.batched or set(plan.outputs) != {""}:
-        return "its plan cuts more than its arguments"
-    found: dict[str | None, dict[str, int]] = {}
-    for name, cut in plan.inputs.items():
-        if not isinstance(cut, Split):
-            return f"its {name} is not split by tokens"
-        found.setdefault(cut.segment or cut.like, {})[name] = cut.dim
-    image, text = found.pop(tokens.segment), found.pop("text", {})
-    if found or set(plan.joint_order) != {"text", tokens.segment}:
-        return f"it attends to {' + '.join(plan.joint_order)}"
-    return PatchPlan(image, text, plan.joint_order[0] == "text")
-
-
 @dataclass
 class _Branch:
     """Of one branch of guidance: the keys of the step before, and the form of what the model is given and gives."""
@@ -159,6 +124,7 @@ class Fusion:
         self.module, self.options = module, options
         self._plan, self._branch_of, self._step_of = plan, branch_of, step_of
         self._parameters = parameters_of(module)
+        self._places = PatchPlaces(module, plan.plan)
         self._stages: Stages | None = stages_of(module)
         self._own = blocks if self._stages is None else [blocks[index] for index in self._stages.own]
         self._branches: dict[str, _Branch] = {}
@@ -171,9 +137,11 @@ class Fusion:
     def install(self) -> None:
         wrap_method(self.module, "__call__", _KEY, self.run, order=Order.STAGES)
         wrap_alike(self._own, "__call__", _KEY, self._block, order=Order.STAGED_BLOCK)
+        self._places.install()
 
     def remove(self) -> None:
         self.end(failed=True)
+        self._places.remove()
         for module in (self.module, *self._own):
             unwrap(module, _KEY)
 
@@ -242,32 +210,31 @@ class Fusion:
     ) -> Any:
         """All tokens at once, exactly; keys are held for the patches of the next step."""
         given = arrived(dict(given))
-        segments = [
-            next(given[key].shape[dim] for key, dim in part.items())
-            for part in (self._plan.image, self._plan.text)
-            if part
-        ]
-        branch = self._branches.setdefault(name, _Branch(StaleKeys(sum(segments)), form))
-        branch.keys, branch.form = StaleKeys(sum(segments)), form
+        branch = self._branches.setdefault(name, _Branch(StaleKeys(self._places), form))
+        branch.form = form
         self._counted.whole += 1
-        output = self._call(call, module, branch, None, given)
+        output = self._call(call, module, branch, self._cuts(given, 0, 1), given)
         tensors = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor)]
         branch.output = Expected(tensors[0].to("meta"), tensors[0].device) if len(tensors) == 1 else None
         return output
 
+    def _cuts(self, given: Mapping[str, Any], patch: int, num_patches: int) -> PatchCuts:
+        tokens = given["hidden_states"]
+        units = None if tokens.ndim == 3 else tokens.shape[self._plan.dim] // self._plan.together
+        return PatchCuts(self._plan, patch, num_patches, units)
+
     def _call(
-        self,
-        call: Callable[..., Any],
-        module: nn.Module,
-        branch: _Branch,
-        rows: list[Rows] | None,
-        given: Mapping[str, Any],
+        self, call: Callable[..., Any], module: nn.Module, branch: _Branch, cuts: PatchCuts, given: Mapping[str, Any]
     ) -> Any:
-        branch.keys.begin(rows)
+        """One patch, or (of one) all tokens."""
+        branch.keys.begin(whole=cuts.mesh.ranks == 1)
+        self._places.begin(cuts)
         self._keys = branch.keys
         try:
+            _, given = cuts.arguments(self._plan.plan.inputs, self._parameters, (), dict(given))
             return call(module, **given)
         finally:
+            self._places.begin(None)
             self._keys = None
 
     def _patched(self, call: Callable[..., Any], module: nn.Module, branch: _Branch, given: Mapping[str, Any]) -> Any:
@@ -276,16 +243,16 @@ class Fusion:
         overlapping = isinstance(given["hidden_states"], Patched) and not given["hidden_states"].source.is_complete
         waited, sent = (0.0, 0) if stages is None else (stages.links.seconds_waited, stages.links.bytes_sent)
         tokens = given["hidden_states"]
-        rows = patch_rows(tokens.shape[1], self.options.num_patches)
+        rows = self._plan.rows(tokens, self.options.num_patches)
         expected: Any = branch.output
         whole = torch.empty(expected.like.shape, dtype=expected.like.dtype, device=expected.device)
-        arrival = Arrival(whole, rows)
+        arrival = Arrival(whole, rows, self._plan.dim)
         self._begin_call(arrival)
         if stages is not None:
             stages.whole = False
         try:
             for patch, own in enumerate(rows):
-                output = self._one_patch(call, module, branch, given, arrival, patch, own)
+                output = self._one_patch(call, module, branch, self._given(given, patch), arrival, patch, own)
         finally:
             if stages is not None:
                 stages.whole = True
@@ -321,69 +288,34 @@ class Fusion:
     ) -> Any:
         """Patch ``patch`` through this rank's blocks, and what becomes of its noise."""
         stages = self._stages
-        cut = self._arguments(given, patch, own)
         like: Any = branch.output
-        noise = like.like.narrow(1, *own)
+        noise = like.like.narrow(self._plan.dim, *own)
         last = None if stages is None else stages.dim.size - 1
         if stages is not None and not stages.is_last:
             # Before own sends: the last stage may wait for this one to take its noise, before it takes tokens.
             buffer = torch.empty(noise.shape, dtype=noise.dtype, device=like.device)
             arrival.comes(stages.links.receive(buffer, last or 0).wait)
-        output = self._call(call, module, branch, self._rows(given, patch, own), cut)
+        output = self._call(call, module, branch, self._cuts(given, patch, self.options.num_patches), given)
         if stages is None or stages.is_last:
-            made = next(x for x in pytree.tree_leaves(output) if isinstance(x, Tensor))
+            made: Tensor = next(x for x in pytree.tree_leaves(output) if isinstance(x, Tensor))
+            if not self._plan.returns_patch:
+                made = made.narrow(self._plan.dim, *own).contiguous()
             arrival.comes(lambda: made)
             for stage in range(0 if stages is None else stages.dim.size - 1):
                 stages.links.send(made, stage)  # type: ignore[union-attr]
         return output
 
-    def _rows(self, given: Mapping[str, Any], patch: int, own: Rows) -> list[Rows]:
-        """Where this patch is in a joint sequence: text goes with the first one."""
-        num_image = given["hidden_states"].shape[1]
-        num_text = next((given[name].shape[dim] for name, dim in self._plan.text.items()), 0)
-        image = (num_text + own[0], own[1]) if self._plan.text_first else own
-        text = (0, num_text) if self._plan.text_first else (num_image, num_text)
-        if patch > 0:
-            return [image]
-        return [text, image] if self._plan.text_first else [image, text]
-
-    def _arguments(self, given: Mapping[str, Any], patch: int, own: Rows) -> dict[str, Any]:
-        """Those of one patch; stages behind the first take zeros for latents, whose embeddings tell the form of what they receive."""
-        cut = dict(given)
-        for name, dim in self._plan.image.items():
-            if name == "hidden_states" and isinstance(cut[name], Patched):
-                first = self._stages is None or self._stages.dim.index == 0
-                cut[name] = _some(cut[name], patch, own) if first else _zeros(cut[name], own)
-            else:
-                cut[name] = pytree.tree_map_only(Tensor, lambda x, dim=dim: x.narrow(dim, *own), cut.get(name))
-        for name, dim in self._plan.text.items():
-            if patch > 0:
-                cut[name] = pytree.tree_map_only(Tensor, lambda x, dim=dim: x.narrow(dim, 0, 0), cut.get(name))
-        return {name: value for name, value in cut.items() if name in given}
-
-
-def _some(tokens: Patched, patch: int, own: Rows) -> Tensor:
-    # A copy: it lies in memory as the tokens of a whole call do.
-    return tokens.source.up_to(patch).narrow(1, *own).contiguous()
-
-
-def _zeros(tokens: Tensor, own: Rows) -> Tensor:
-    return torch.zeros(tokens.shape[0], own[1], *tokens.shape[2:], dtype=tokens.dtype, device=tokens.device)
-
-
-def patch_rows(total: int, num_patches: int) -> list[Rows]:
-    """Begin and length of each patch, as ``torch.tensor_split`` cuts.
-
-    >>> patch_rows(10, 4)
-    [(0, 3), (3, 3), (6, 2), (8, 2)]
-
-    Raises:
-        ValueError: there are more patches than tokens.
-    """
-    if num_patches > total:
-        raise ValueError(f"{total} tokens cannot be cut into num_patches={num_patches} patches. Choose fewer.")
-    sizes = [(total + num_patches - 1 - place) // num_patches for place in range(num_patches)]
-    return [(sum(sizes[:place]), size) for place, size in enumerate(sizes)]
+    def _given(self, given: Mapping[str, Any], patch: int) -> Mapping[str, Any]:
+        """The arguments as far as patch ``patch`` needs them; stages behind the first take zeros for latents, whose embeddings tell the form
+        of what they receive."""
+        tokens = given["hidden_states"]
+        if not isinstance(tokens, Patched):
+            return given
+        first = self._stages is None or self._stages.dim.index == 0
+        some = (
+            tokens.source.up_to(patch) if first else torch.zeros(tokens.shape, dtype=tokens.dtype, device=tokens.device)
+        )
+        return {**given, "hidden_states": some}
 
 
 def fusion_of(module: nn.Module) -> Fusion | None:

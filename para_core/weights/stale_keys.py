@@ -9,62 +9,114 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Begin and length, along the tokens of a joint sequence.
-Rows = tuple[int, int]
+from para_core.weights.patch_plan import PatchPlaces, Rows
+
+
+@dataclass
+class Held:
+    """Keys and values ``[B, H, S, D]`` of all tokens, of one attention call, and the mask of these keys, if it has one."""
+
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        return self.key.nbytes + self.value.nbytes
+
+    def update(self, rows: Sequence[Rows], key: Tensor, value: Tensor, mask: Tensor | None) -> None:
+        """A patch has these rows; ``mask`` is of its keys."""
+        pairs = [(self.key, key, -2), (self.value, value, -2)]
+        if mask is not None and self.mask is not None:
+            pairs.append((self.mask, mask, -1))
+        for whole, part, dim in pairs:
+            start = 0
+            for begin, length in rows:
+                whole.narrow(dim, begin, length).copy_(part.narrow(dim, start, length))
+                start += length
 
 
 @dataclass
 class StaleKeys:
     """Keys and values of all tokens, of each attention call of this rank's blocks, in one branch of guidance.
 
-    :meth:`begin` says what the calls that follow are of; then this stands in for ``scaled_dot_product_attention``. A patch writes its
-    rows, and attends to all: what stands before them is of now, what behind of the step before.
+    :meth:`attend` stands in for ``scaled_dot_product_attention``. Where all tokens are computed it holds their keys. A patch writes its
+    rows, and attends to all: what stands before them is of now, what behind of the step before. Attention to what is not cut into
+    patches (Wan's text) is left as it is.
 
     Args:
-        total: tokens of a joint sequence.
+        places: what the call under way is of.
     """
 
-    total: int
-    held: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    # Of the patch under way; None: all tokens.
-    rows: tuple[Rows, ...] | None = None
+    places: PatchPlaces
+    held: list[Held] = field(default_factory=list)
     _calls: int = 0
 
     @property
     def nbytes(self) -> int:
-        return sum(key.nbytes + value.nbytes for key, value in self.held)
+        return sum(one.nbytes for one in self.held)
 
-    def begin(self, rows: Sequence[Rows] | None) -> None:
-        """A call of the model with these tokens; None: with all, whose keys are held from then on."""
-        self.rows, self._calls = None if rows is None else tuple(rows), 0
-        if rows is None:
+    def begin(self, *, whole: bool) -> None:
+        """A call of the model; with all tokens, their keys are held from then on."""
+        self._calls = 0
+        if whole:
             self.held.clear()
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any, **options: Any
     ) -> Tensor:
-        """In place of ``scaled_dot_product_attention``: query ``[B, H, S_own, D]``, of the rows of now.
+        """In place of ``scaled_dot_product_attention``: query ``[B, H, S_own, D]``, of the tokens of this patch.
 
         Raises:
-            RuntimeError: it is attention to something else than the tokens of a joint sequence, or has a mask.
+            RuntimeError: it is attention to something else than the plan says, or has a mask that cannot be read.
         """
-        own = self.total if self.rows is None else sum(length for _, length in self.rows)
-        if attn_mask is not None or query.shape[-2] != own or key.shape[-2] != own:
-            masked = "no mask" if attn_mask is None else f"a mask {list(attn_mask.shape)}"
+        cutting = self.places.cutting
+        attention = self.places.next_attention()
+        names = attention.keys or attention.queries
+        if cutting is None or not cutting.cuts(names):
+            return _plain(query, key, value, attn_mask, *rest, **options)
+        found = cutting.rows(names, key.shape[-2])
+        queries = cutting.rows(attention.queries, query.shape[-2])
+        causal = options.get("is_causal") or (len(rest) > 1 and rest[1])
+        if found is None or queries is None or causal:
             raise RuntimeError(
-                f"an attention call has {query.shape[-2]} queries, {key.shape[-2]} keys and {masked}; PipeFusion knows attention of the "
-                f"{own} tokens of a patch, text and image, to each other, without a mask. Leave pipefusion= out: stages are exact then."
+                f"an attention call has {query.shape[-2]} queries and {key.shape[-2]} keys{', and is causal' if causal else ''}; of a patch, "
+                f"{' + '.join(attention.queries)} attend to {' + '.join(names)}, as the model's plan says. Leave pipefusion= out: stages "
+                "are exact then."
             )
-        if self.rows is None:
-            copies = [x.detach().clone(memory_format=torch.contiguous_format) for x in (key, value)]
-            self.held.append((copies[0], copies[1]))
-        else:
-            held, start = self.held[self._calls], 0
-            for begin, length in self.rows:
-                for whole, part in zip(held, (key, value), strict=True):
-                    whole.narrow(-2, begin, length).copy_(part.narrow(-2, start, length))
-                start += length
-            key, value = held
-        self._calls += 1
-        out: Tensor = torch.ops.aten.scaled_dot_product_attention.default(query, key, value, None, *rest, **options)
-        return out
+        rows, total = found
+        if cutting.mesh.ranks == 1:
+            held = [x.detach().clone(memory_format=torch.contiguous_format) for x in (key, value)]
+            mask = attn_mask.detach().clone() if attn_mask is not None else None
+            self.held.append(Held(held[0], held[1], mask))
+            return _plain(query, key, value, attn_mask, *rest, **options)
+        one, self._calls = self.held[self._calls], self._calls + 1
+        mask = _mask_of_patch(attn_mask, queries[0], one.mask, key.shape[-2], total)
+        one.update(rows, key, value, mask if mask is not None and mask.shape[-1] != total else None)
+        if mask is not None and mask.shape[-1] != total:
+            mask = one.mask
+        return _plain(query, one.key, one.value, mask, *rest, **options)
+
+
+def _mask_of_patch(
+    mask: Tensor | None, queries: Sequence[Rows], whole: Tensor | None, num_keys: int, total: int
+) -> Tensor | None:
+    """A mask of the queries of a patch: its columns are of all keys, or of the patch's."""
+    if mask is None and whole is None:
+        return None
+    own = sum(length for _, length in queries)
+    if mask is not None and whole is not None and mask.shape[-1] in (total, num_keys):
+        if mask.shape[-2] == 1 or (mask.shape[-1] == total and mask.shape[-2] == own):
+            return mask
+        if mask.shape[-1] == total and mask.shape[-2] == whole.shape[-2]:
+            return torch.cat([mask.narrow(-2, *rows) for rows in queries], dim=-2)
+    given, held = ["no mask" if x is None else f"a mask {list(x.shape)}" for x in (mask, whole)]
+    raise RuntimeError(
+        f"an attention call of a patch of {own} queries and {num_keys} of {total} keys has {given}; the whole one had {held}. PipeFusion knows "
+        "masks of keys. Leave pipefusion= out: stages are exact then."
+    )
+
+
+def _plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *rest: Any, **options: Any) -> Tensor:
+    out: Tensor = torch.ops.aten.scaled_dot_product_attention.default(query, key, value, mask, *rest, **options)
+    return out

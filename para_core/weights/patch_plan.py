@@ -1,0 +1,246 @@
+"""How a model is cut into patches: its plan says what it shards among ranks, and patch m of M takes what rank m of M would."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from para_core.instance import Order, unwrap, wrap_method
+from para_core.layout import Segment, SequenceLayout
+from para_core.mesh import MeshDim, SequenceMesh, dim_of_one
+from para_core.plans.cutting import Cutting
+from para_core.plans.places import Boundary, as_tuple, find_boundaries, parameters_of
+from para_core.plans.plan import Attention, Entries, FirstTokens, LastTokens, Plan, Replicate, Split
+
+# Begin and length, along tokens, or along a dim of what a model is given.
+Rows = tuple[int, int]
+# Around what a module is given, and what of it is gathered; around what it gives that is split.
+_INPUTS, _OUTPUTS = "pipefusion: inputs", "pipefusion: outputs"
+
+
+@dataclass(frozen=True)
+class Frames:
+    """Where a model that makes tokens of a video has its frames; tokens are in their order, as many of each.
+
+    Args:
+        dim: of its ``hidden_states`` and of what it returns.
+        together: the entry of its config that says how many frames become one of tokens; of a tuple, the first. None: one.
+    """
+
+    dim: int
+    together: str | None = None
+
+    def of_one(self, module: nn.Module) -> int:
+        """Frames of which one is made."""
+        config: Any = module.config
+        found = None if self.together is None else config[self.together]
+        return int((found[0] if isinstance(found, (tuple, list)) else found) or 1)
+
+
+@dataclass(frozen=True)
+class PatchPlan:
+    """How one model is cut into patches.
+
+    Args:
+        segment: of ``plan``, what is cut; any other that is split goes with the first patch, what is replicated with each.
+        dim: of ``hidden_states`` and of the output, along which patches follow each other.
+        together: entries along ``dim`` that stay in one patch.
+        ndim: of ``hidden_states``.
+    """
+
+    plan: Plan
+    segment: str
+    dim: int
+    together: int
+    ndim: int
+
+    @property
+    def returns_patch(self) -> bool:
+        """Whether the model returns the tokens of a patch, rather than a whole output of which these are filled."""
+        return "" in self.plan.outputs
+
+    def rows(self, like: Tensor, num_patches: int) -> list[Rows]:
+        """Of each patch, its begin and length along ``dim`` of ``like``, the model's input.
+
+        Raises:
+            ValueError: there are too few tokens or frames, or they do not fit.
+        """
+        total, rest = divmod(like.shape[self.dim], self.together) if like.ndim == self.ndim else (0, 1)
+        if rest:
+            raise ValueError(
+                f"the model is given {list(like.shape)}; PipeFusion expects {self.ndim} dims, and dim {self.dim} a multiple of {self.together}."
+            )
+        what = "tokens" if self.ndim == 3 else "frames of latents"
+        return [(self.together * begin, self.together * size) for begin, size in patch_rows(total, num_patches, what)]
+
+
+def patch_plan(plan: Plan | None, module: nn.Module, frames: Frames | None) -> PatchPlan | str:
+    """How ``module`` is cut into patches by ``plan``; or why it cannot be."""
+    if plan is None or "hidden_states" not in parameters_of(module):
+        return "no plan says which of its inputs are tokens"
+    gathers = [gather for rule in plan.outputs.values() for gather in as_tuple(rule) if gather is not None]
+    if (
+        len(gathers) != 1
+        or len(as_tuple(plan.outputs.get("", gathers[0]))) != 1
+        or gathers[0].per != 1
+        or gathers[0].after_replicated
+    ):
+        return "what it returns are not the tokens of one image or video"
+    reason = _why_not(plan)
+    if reason is not None:
+        return reason
+    given, segment = plan.inputs.get("hidden_states"), gathers[0].segment
+    # What is returned has the form of what is given: pipelines add one to the other.
+    of_tokens = "" in plan.outputs or (isinstance(given, Split) and given.segment == segment)
+    if of_tokens and gathers[0].dim == 1:
+        return PatchPlan(plan, segment, dim=1, together=1, ndim=3)
+    if frames is None or of_tokens:
+        return "it makes tokens of its input, and it is not known of which part each (Adapter(frames=Frames(...)))"
+    return PatchPlan(plan, segment, frames.dim, frames.of_one(module), ndim=5)
+
+
+def _why_not(plan: Plan) -> str | None:
+    cuts = [*plan.inputs.values(), *[cut for of_one in plan.inner.values() for cut in of_one.values()]]
+    if plan.halos or not all(isinstance(cut, (Split, Replicate, FirstTokens, LastTokens, Entries)) for cut in cuts):
+        return "some of its modules need the tokens of other patches"
+    if any(isinstance(cut, Split) and (cut.then_replicated or cut.after_replicated) for cut in cuts):
+        return "its tokens stand beside others in one tensor"
+    calls = plan.attention.values()
+    if not all(isinstance(of, tuple) and all(one.mask != "pairs" for one in of) for of in calls):
+        return "it attends to sums, to lists, or by a mask of pairs of tokens"
+    return None
+
+
+def patch_rows(total: int, num_patches: int, what: str = "tokens") -> list[Rows]:
+    """Begin and length of each patch, as ``torch.tensor_split`` cuts.
+
+    >>> patch_rows(10, 4)
+    [(0, 3), (3, 3), (6, 2), (8, 2)]
+
+    Raises:
+        ValueError: there are more patches than ``what``.
+    """
+    if num_patches > total:
+        raise ValueError(f"{total} {what} cannot be cut into num_patches={num_patches} patches. Choose fewer.")
+    sizes = [(total + num_patches - 1 - place) // num_patches for place in range(num_patches)]
+    return [(sum(sizes[:place]), size) for place, size in enumerate(sizes)]
+
+
+class PatchCuts(Cutting):
+    """What a plan says of tensors, done for patch ``place`` of ``count``: there are no other ranks, and nothing is sent.
+
+    Args:
+        units: of ``plan.segment``, that many parts stay whole: frames, or (None) tokens.
+    """
+
+    def __init__(self, plan: PatchPlan, place: int, count: int, units: int | None) -> None:
+        super().__init__(SequenceMesh(dim_of_one("ring"), MeshDim("ulysses", count, place, "", None), "cpu"))
+        self._units = units
+        cuts = [*plan.plan.inputs.values(), *[cut for of in plan.plan.inner.values() for cut in of.values()]]
+        declared = {cut.segment for cut in cuts if isinstance(cut, Split)} - {None, plan.segment}
+        self._with_the_first = declared
+
+    def new_segment(self, name: str, total: int) -> Segment:
+        """
+        Raises:
+            ValueError: these are not the tokens of as many frames.
+        """
+        if name in self._with_the_first:
+            return Segment(name, total, together=max(total, 1))
+        units = self._units or total
+        if total % units:
+            raise ValueError(f"{name} has {total} entries, which do not belong to {units} frames, as many of each.")
+        return Segment(name, total, together=max(total // units, 1))
+
+    def put_together(self, part: Tensor, dim: int, layout: SequenceLayout) -> Tensor:
+        """A whole tensor, in which this patch stands, and zeros elsewhere."""
+        shape = list(part.shape)
+        shape[dim] = layout.total
+        whole, start = part.new_zeros(shape), 0
+        for begin, length in layout.runs(self.mesh.rank):
+            whole.narrow(dim, begin, length).copy_(part.narrow(dim, start, length))
+            start += length
+        return whole
+
+    def rows(self, names: tuple[str, ...], held: int) -> tuple[list[Rows], int] | None:
+        """Where the tokens of a call stand among all of them, and how many these are; ``held`` are of this patch, in segments ``names``.
+
+        None if that is not what the plan says. At most one segment may be of unknown length: each patch holds all of it.
+        """
+        unknown = [name for name in names if name not in self.segments]
+        rest = held - sum(self.segments[x].size(self.mesh.rank, self.mesh.ranks) for x in names if x not in unknown)
+        if rest < 0 or len(unknown) > 1 or (rest and not unknown):
+            return None
+        found = [self.segments.get(name) or Segment(name, rest, replicated=True) for name in names]
+        layout = SequenceLayout(tuple(found), self.mesh.ranks)
+        return list(layout.runs(self.mesh.rank)), layout.total
+
+    def cuts(self, names: tuple[str, ...]) -> bool:
+        """Whether one of these segments is cut."""
+        return any(name in self.segments and not self.segments[name].replicated for name in names)
+
+
+class PatchPlaces:
+    """What a plan says of the submodules of ``module``, put around them; :attr:`cutting` is that of the call under way, if any."""
+
+    def __init__(self, module: nn.Module, plan: Plan) -> None:
+        self.cutting: PatchCuts | None = None
+        # What attention calls consist of, the innermost module last, and how many there were.
+        self._attending: list[tuple[tuple[Attention, ...], list[int]]] = []
+        self._default = (Attention(plan.joint_order),)
+        self._found = find_boundaries(module, plan)
+
+    def begin(self, cutting: PatchCuts | None) -> None:
+        """From now on calls are of this patch; None: no call is under way."""
+        self.cutting, self._attending = cutting, [(self._default, [0])]
+
+    def next_attention(self) -> Attention:
+        """What the attention call that is made now consists of."""
+        attending, calls = self._attending[-1]
+        calls[0] += 1
+        return attending[min(calls[0], len(attending)) - 1]
+
+    def install(self) -> None:
+        for submodule, boundary in self._found.values():
+            around = self._inputs(boundary, parameters_of(submodule))
+            wrap_method(submodule, "__call__", _INPUTS, around, order=Order.PATCH)
+            cuts = {key: cut for key, cut in boundary.cuts if isinstance(key, int)}
+            if cuts:
+                wrap_method(
+                    submodule, "__call__", _OUTPUTS, self._outputs(boundary.name, cuts), order=Order.PATCH_OUTPUTS
+                )
+
+    def remove(self) -> None:
+        for submodule, _ in self._found.values():
+            unwrap(submodule, _INPUTS)
+            unwrap(submodule, _OUTPUTS)
+
+    def _inputs(self, boundary: Boundary, parameters: tuple[str, ...]) -> Any:
+        cuts = {key: cut for key, cut in boundary.cuts if isinstance(key, str)}
+        attention = boundary.attention if isinstance(boundary.attention, tuple) else ()
+
+        def around(call: Any, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            cutting = self.cutting
+            if cutting is None:
+                return call(module, *args, **kwargs)
+            args, kwargs = cutting.arguments(cuts, parameters, args, kwargs, boundary.name)
+            if attention:
+                self._attending.append((attention, [0]))
+            try:
+                output = call(module, *args, **kwargs)
+            finally:
+                if attention:
+                    self._attending.pop()
+            return cutting.outputs(output, boundary.gathers) if boundary.gathers else output
+
+        return around
+
+    def _outputs(self, name: str, cuts: Mapping[int, Any]) -> Any:
+        def around(call: Any, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            output = call(module, *args, **kwargs)
+            return output if self.cutting is None else self.cutting.outputs_at(output, cuts, name)
+
+        return around
