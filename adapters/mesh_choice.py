@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.adapters.supported import transformers_of, unets_of
+from para_core.attention.options import RotateMethod
 from para_core.instance import original_class
 from para_core.make_mesh import init_context_parallel_mesh, ranks_per_host, require_own_gpus
 from para_core.mesh import GuidedMesh, find_or_make_group, guided_mesh, one_guided_rank
@@ -28,12 +29,13 @@ Mesh = DeviceMesh | ProcessGroup
 
 @dataclass(frozen=True)
 class MeshChoice:
-    """Sizes of the mesh dims, and why."""
+    """Sizes of the mesh dims, and why; how keys travel around the ring."""
 
     batch: int
     ring: int
     ulysses: int
     reason: str
+    rotate_method: RotateMethod = "alltoall"
 
 
 def choose_mesh(
@@ -48,11 +50,11 @@ def choose_mesh(
         ranks_per_host: None: all ranks are on one host, or it is not known.
 
     >>> choose_mesh(8, 24, None)
-    MeshChoice(batch=1, ring=1, ulysses=8, reason='no guidance by default, 24 heads')
+    MeshChoice(batch=1, ring=1, ulysses=8, reason='no guidance by default, 24 heads', rotate_method='alltoall')
     >>> choose_mesh(8, 2, "guidance_scale is 6.0 by default")
-    MeshChoice(batch=2, ring=2, ulysses=2, reason='guidance_scale is 6.0 by default, 2 heads')
+    MeshChoice(batch=2, ring=2, ulysses=2, reason='guidance_scale is 6.0 by default, 2 heads', rotate_method='alltoall')
     >>> choose_mesh(16, 24, None, ranks_per_host=8)
-    MeshChoice(batch=1, ring=2, ulysses=8, reason='no guidance by default, 24 heads, 8 ranks on a host')
+    MeshChoice(batch=1, ring=2, ulysses=8, reason='no guidance by default, 24 heads, 8 ranks on a host', rotate_method='alltoall')
     """
     batch = 2 if guidance is not None and num_ranks % 2 == 0 else 1
     left = num_ranks // batch
@@ -138,8 +140,13 @@ def guided_mesh_for(mesh: Mesh | GuidedMesh | None, owner: Any) -> GuidedMesh:
         TypeError, ValueError: it is no such mesh.
         RuntimeError: no process group on several ranks, or two ranks of NCCL have the same GPU.
     """
+    return mesh_and_method(mesh, owner)[0]
+
+
+def mesh_and_method(mesh: Mesh | GuidedMesh | None, owner: Any) -> tuple[GuidedMesh, RotateMethod]:
+    """:func:`guided_mesh_for`, and how keys travel around its ring unless the user says so."""
     if isinstance(mesh, GuidedMesh):
-        return mesh
+        return mesh, "alltoall"
     if mesh is None:
         device_type = torch.device(getattr(owner, "_execution_device", None) or owner.device).type
         if not (dist.is_available() and dist.is_initialized()):
@@ -149,11 +156,12 @@ def guided_mesh_for(mesh: Mesh | GuidedMesh | None, owner: Any) -> GuidedMesh:
                     f"WORLD_SIZE is {world_size}, but no process group is initialised. Call "
                     "torch.distributed.init_process_group() before parallelize_pipe(pipe)."
                 )
-            return one_guided_rank(device_type)
-        return guided_mesh(_chosen_mesh(device_type, owner))
+            return one_guided_rank(device_type), "alltoall"
+        chosen, method = _chosen_mesh(device_type, owner)
+        return guided_mesh(chosen), method
     guided = guided_mesh(mesh)
     require_own_gpus(mesh, guided)
-    return guided
+    return guided, "alltoall"
 
 
 def _planned(device_type: str, owner: Any) -> MeshChoice | None:
@@ -181,20 +189,20 @@ def _fastest(pipe: Any, device: str) -> MeshChoice | None:
     ranks = dist.get_world_size()
     per_host = int(os.environ.get("LOCAL_WORLD_SIZE", str(ranks)))
     try:
-        plan = plan_mesh(pipe, ranks=ranks, device=device, ranks_per_host=per_host, tensor=False)
+        plan = plan_mesh(pipe, ranks=ranks, device=device, ranks_per_host=per_host, weights=())
     except Exception as error:
         # Whatever a class or a config of the user's own makes of it: a prediction that fails is none.
         logger.debug("no mesh is predicted for %s: %s", type(pipe).__name__, error)
         return None
-    shape = plan.best.shape
+    shape, method = plan.best.shape, plan.best.options.get("rotate_method", "alltoall")
     if plan.best.problem is not None:
         return None
     reason = f"the fastest of {len(plan.rows)} by para_core.adapters.plan_mesh, at default sizes: {plan.advice}"
-    return MeshChoice(shape.batch, shape.ring, shape.ulysses, reason)
+    return MeshChoice(shape.batch, shape.ring, shape.ulysses, reason, method)
 
 
-def _chosen_mesh(device_type: str, owner: Any) -> DeviceMesh:
-    """For a pipeline or a transformer, over all ranks."""
+def _chosen_mesh(device_type: str, owner: Any) -> tuple[DeviceMesh, RotateMethod]:
+    """For a pipeline or a transformer, over all ranks; how keys travel around its ring."""
     transformer, guidance = owner, None
     if not isinstance(owner, nn.Module):
         transformer = next(iter((transformers_of(owner) or unets_of(owner)).values()))
@@ -205,19 +213,21 @@ def _chosen_mesh(device_type: str, owner: Any) -> DeviceMesh:
     choice = planned or choose_mesh(dist.get_world_size(), number_of_heads(transformer), guidance, on_host)
     if dist.get_rank() == 0:
         logger.warning(
-            "parallelize_pipe: no mesh given, using batch × ring × ulysses = %d × %d × %d (%s); "
+            "parallelize_pipe: no mesh given, using batch × ring × ulysses = %d × %d × %d%s (%s); "
             "mesh=init_context_parallel_mesh(%r, max_batch_dim_size=%d, max_ring_dim_size=%d) overrides it.",
             choice.batch,
             choice.ring,
             choice.ulysses,
+            "" if choice.rotate_method == "alltoall" else f", rotate_method={choice.rotate_method!r}",
             choice.reason,
             device_type,
             choice.batch,
             choice.ring,
         )
-    return init_context_parallel_mesh(
+    mesh = init_context_parallel_mesh(
         device_type,
         max_batch_dim_size=choice.batch,
         max_ring_dim_size=choice.ring,
         max_ulysses_dim_size=choice.ulysses,
     )
+    return mesh, choice.rotate_method

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 from torch import nn
 
 from para_core.adapters.adapter import Adapter, Text
-from para_core.adapters.mesh_choice import Mesh, guided_mesh_for
+from para_core.adapters.mesh_choice import Mesh, guided_mesh_for, mesh_and_method
 from para_core.adapters.one_call import (
     ParallelCall,
     parallel_call,
@@ -25,6 +25,7 @@ from para_core.adapters.vae import parallelize_vae, unparallelize_vae
 from para_core.adapters.weights.pipefusion import FusedPipe, patches_of
 from para_core.adapters.weights.shard import METHODS, Method, shard_weights, unshard_weights, weights_groups
 from para_core.adapters.weights.stages import hold_stage, release_stage
+from para_core.attention.options import AttnOptions, RotateMethod
 from para_core.cache.apply import cache_options
 from para_core.instance import original_class, uncompiled
 from para_core.mesh import GuidedMesh
@@ -46,6 +47,7 @@ def parallelize_pipe(
     vae: bool = False,
     weights: Method | Literal["replicate"] | None = None,
     pipefusion: PipeFusion | None = None,
+    rotate_method: RotateMethod | None = None,
 ) -> Pipeline:
     """Generate each image of this one pipeline on all ranks of ``mesh``, exactly as on one.
 
@@ -74,6 +76,9 @@ def parallelize_pipe(
             Left out: as they are.
         pipefusion: ``PipeFusion(...)``: the stages of a mesh with ``pipe`` work at once, on patches of the image that attend to keys of the
             step before. Not exact; left out: stages are. Without stages one process computes the same (docs/stages.md).
+        rotate_method: how the keys and values of other ring ranks get here: ``"alltoall"``, passed on from neighbour to neighbour;
+            ``"allgather"``, all at once; ``"2d"``, the ring's ranks as rows and columns, of which queries travel along the former and keys
+            along the latter. All are exact. Left out: ``"alltoall"``, or without ``mesh`` what :func:`plan_mesh` predicts.
 
     Returns:
         ``pipe``.
@@ -89,7 +94,8 @@ def parallelize_pipe(
         raise ValueError(
             f"weights is {weights!r}; expected 'fsdp', 'tensor', 'replicate', or None to leave them as they are."
         )
-    guided = guided_mesh_for(mesh, pipe)
+    _attention_options(pipe, rotate_method)
+    guided, chosen_method = mesh_and_method(mesh, pipe)
     # What it is refused for on several ranks.
     refuse(When.PARALLELIZE, *cases_of(pipe, adapter, guided))
     if guided.pipe.size > 1 and weights in METHODS:
@@ -112,7 +118,14 @@ def parallelize_pipe(
         adapter = Adapter(name, type(pipe).__name__, replace(plan, batched={}))
         plans["transformer"] = adapter.plan
     for module in transformers.values():
-        parallelize_transformer(module, mesh=guided, text=text, adapter=adapter, assume_equal=assume_equal)
+        parallelize_transformer(
+            module,
+            mesh=guided,
+            text=text,
+            adapter=adapter,
+            assume_equal=assume_equal,
+            rotate_method=rotate_method or chosen_method,
+        )
     for module in unets.values():
         parallelize_unet(module, mesh=guided, assume_equal=assume_equal, batched=not perturbed)
     if guided.ranks > 1 or pipefusion is not None:
@@ -132,6 +145,15 @@ def parallelize_pipe(
     if weights == "replicate":
         unshard_weights(pipe)
     return pipe
+
+
+def _attention_options(owner: Any, rotate_method: RotateMethod | None) -> AttnOptions:
+    """Before anything is done, for a method that there is not."""
+    if rotate_method is not None and not isinstance(owner, nn.Module) and not transformers_of(owner):
+        raise ValueError(
+            f"rotate_method={rotate_method!r}: {original_class(owner).__name__} has no transformer whose keys would go around a ring. Leave it out."
+        )
+    return AttnOptions() if rotate_method is None else AttnOptions(rotate_method=rotate_method)
 
 
 def _vae_of(pipe: Any) -> nn.Module:
@@ -179,6 +201,7 @@ def parallelize_transformer(
     text: Text | None = None,
     adapter: Adapter | None = None,
     assume_equal: bool = False,
+    rotate_method: RotateMethod | None = None,
 ) -> Transformer:
     """Run this one transformer over ``mesh``: every rank gives it the same input and gets the whole output.
 
@@ -187,7 +210,7 @@ def parallelize_transformer(
 
     Args:
         transformer: a supported diffusers transformer, compiled or not.
-        mesh, text, adapter: as for :func:`parallelize_pipe`.
+        mesh, text, adapter, rotate_method: as for :func:`parallelize_pipe`.
         assume_equal: do not compare. Hashing the inputs is most of what that costs: some 4 ms per MB.
 
     Returns:
@@ -196,6 +219,7 @@ def parallelize_transformer(
     module = uncompiled(transformer)
     refuse(When.PARALLELIZE, Case(module, module, adapter=adapter))
     plan: Any = plan_for(module, text, adapter)
+    attention = _attention_options(module, rotate_method)
     guided = guided_mesh_for(mesh, module)
     refuse(When.PARALLELIZE, Case(module, module, adapter=adapter, mesh=guided))
     release_stage(module)
@@ -209,11 +233,19 @@ def parallelize_transformer(
             return
         options = cache_options(module)
         cached = {} if options is None else {"its cache": options.as_text()}
-        require_same_inputs({**given, **cached}, guided, f"this {type(module).__name__}", problem)
+        method = {"rotate_method": attention.rotate_method}
+        require_same_inputs({**given, **cached, **method}, guided, f"this {type(module).__name__}", problem)
 
     in_stages = guided.pipe.size > 1
     # Asked once, by what stands outside.
-    apply_plan(module, plan, guided.sequence, batch=guided.batch, require_equal=None if in_stages else require_equal)
+    apply_plan(
+        module,
+        plan,
+        guided.sequence,
+        batch=guided.batch,
+        require_equal=None if in_stages else require_equal,
+        options=attention,
+    )
     if in_stages:
         hold_stage(module, guided.pipe, adapter, require_equal)
     return transformer

@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from para_core import version
 from para_core.adapters.caching.generation import caching_of
-from para_core.adapters.supported import TRANSFORMERS
+from para_core.adapters.supported import TRANSFORMERS, transformers_of
 from para_core.instance import uncompiled
+from para_core.plans.region import plan_options
 
 # Smaller than 2^16 and prime: weights of elements in a fingerprint repeat after so many.
 _PERIOD = 65521
@@ -37,11 +38,18 @@ def pipe_state(pipe: Any, loras: Loras, *, decodes: bool) -> dict[str, Any]:
     return {
         **{f"pipe.{name}": _configured(part) for name, part in parts.items() if part is not None},
         **({} if caching is None else {"its cache": {name: cache.as_text() for name, cache in caching.caches.items()}}),
+        **_rotate_methods(pipe),
         **_dtypes(pipe, (*TRANSFORMERS, "unet", *(("vae",) if decodes else ()))),
         **loras.described(pipe),
         "version of para_core": version.version_and_sources(),
         "versions of packages": _versions(),
     }
+
+
+def _rotate_methods(pipe: Any) -> dict[str, str]:
+    """How keys travel around the ring of each transformer."""
+    found = {name: plan_options(uncompiled(module)) for name, module in transformers_of(pipe).items()}
+    return {f"rotate_method of {name}": x.rotate_method for name, x in found.items() if x is not None}
 
 
 def _configured(part: Any) -> dict[str, Any]:

@@ -26,7 +26,8 @@ PAGE = Path(__file__).parents[1] / "docs/planner.md"
 DIFFUSERS = Runtime(messages=3, copies=2, overlapped=False, merge_passes=10, ulysses_launches=20, ring_launches=15)
 # yunchang, which xDiT calls: the same, but its ring sends while it attends; a merge is a cast and three operators in float32.
 XDIT = Runtime(messages=3, copies=2, merge_passes=10, ulysses_launches=20, ring_launches=15)
-TENSORRT = Runtime(compiled=True, messages=1, copies=2, merge_passes=10)
+# TensorRT-LLM's ring sends while it attends; in two dims it gathers, then attends.
+TENSORRT = Runtime(compiled=True, messages=1, copies=2, merge_passes=10, gathered_grid=True)
 
 XDIT_FLUX = "https://github.com/xdit-project/xDiT/blob/main/docs/performance/flux.md"
 XDIT_HUNYUAN = "https://github.com/xdit-project/xDiT/blob/main/docs/performance/hunyuanvideo.md"
@@ -344,8 +345,8 @@ def sources() -> list[str]:
 
 def plans() -> list[str]:
     """What the planner says: of cards on which more ranks are slower, and of two hosts."""
-    slow = plan_mesh("FLUX.1-dev", ranks=2, device="L20", link=Link("pcie3 via host", 3e-5, 2e9), tensor=False)
-    video = plan_mesh("Wan 2.2 A14B", ranks=16, device="H200", frames=81, tensor=False)
+    slow = plan_mesh("FLUX.1-dev", ranks=2, device="L20", link=Link("pcie3 via host", 3e-5, 2e9), weights=())
+    video = plan_mesh("Wan 2.2 A14B", ranks=16, device="H200", frames=81, weights=())
     return [line for plan in (video, slow) for line in ("```text", *str(plan).splitlines(), "```", "")][:-1]
 
 

@@ -8,6 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -19,10 +20,15 @@ from torch.overrides import TorchFunctionMode
 
 from para_core.adapters.planner.inputs import INPUTS, Sizes
 from para_core.adapters.supported import plan_for, tensor_plan_for
+from para_core.adapters.weights.components import blocks_of
+from para_core.adapters.weights.stages import stack_of, why_no_stages
 from para_core.instance import written_class
 from para_core.planner.observe import observed
 from para_core.planner.traffic import ModelCall, Part
+from para_core.planner.weights import ModuleBytes, Weights
 from para_core.plans.places import matching_modules
+from para_core.weights.fsdp import LARGE
+from para_core.weights.pipefusion import patch_plan
 
 # Names in a config, of how many blocks of a kind there are.
 _DEPTH = re.compile(r"(num|n)_(\w+_)?(layers|blocks)|depth")
@@ -127,7 +133,45 @@ def bytes_of(module: nn.Module) -> int:
     return sum(x.numel() * x.element_size() for x in {id(x): x for x in module.parameters()}.values())
 
 
-def shared_bytes(transformer: nn.Module) -> int:
+def weights_of(
+    transformer: nn.Module, encoders: Sequence[nn.Module], *, other: float, transformers: int = 1
+) -> Weights:
+    """Of a pipeline whose ``transformers`` are all like this one.
+
+    Args:
+        encoders: of text. ``other``: bytes of all else.
+    """
+    no_stages = why_no_stages(transformer)
+    patches = no_stages or patch_plan(plan_for(transformer))
+    of_encoders = [module_bytes(encoder) for encoder in encoders]
+    return Weights(
+        module_bytes(transformer),
+        transformers,
+        _tensor_bytes(transformer),
+        ModuleBytes(
+            sum(x.total for x in of_encoders),
+            sum(x.sharded for x in of_encoders),
+            max((x.at_once for x in of_encoders), default=0),
+        ),
+        other,
+        () if no_stages else tuple((one.cost, bytes_of(one.block)) for one in stack_of(transformer)),
+        no_stages,
+        patches if isinstance(patches, str) else None,
+    )
+
+
+def module_bytes(module: nn.Module) -> ModuleBytes:
+    """What FSDP2 shards of it, and what is whole while it runs."""
+    blocks = blocks_of(module)
+    of_blocks = [bytes_of(block) for block in blocks]
+    inside = {id(x) for block in blocks for x in block.parameters()}
+    outside = [x for x in module.parameters() if id(x) not in inside and x.numel() >= LARGE]
+    root = sum(x.numel() * x.element_size() for x in outside)
+    neighbours = max((one + two for one, two in pairwise(of_blocks)), default=sum(of_blocks))
+    return ModuleBytes(bytes_of(module), sum(of_blocks) + root, root + neighbours, len(blocks) + 1)
+
+
+def _tensor_bytes(transformer: nn.Module) -> int:
     """Of the weights that tensor ranks share."""
     plan = tensor_plan_for(transformer)
     linears = {} if plan is None else plan.linears

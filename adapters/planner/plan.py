@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,16 +19,18 @@ from para_core.adapters.planner.count import (
     decoder_operations,
     encoder_operations,
     on_meta,
-    shared_bytes,
+    weights_of,
     without_data,
 )
 from para_core.adapters.planner.inputs import INPUTS, Sizes
 from para_core.adapters.planner.published import PUBLISHED, Published
 from para_core.adapters.supported import plan_for, transformers_of
+from para_core.adapters.weights.components import components_of
 from para_core.instance import original_class, uncompiled
 from para_core.planner.cost import Machine, Runtime
 from para_core.planner.hardware import Device, Host, Link, Topology, device_named, link_named, measured_figures
-from para_core.planner.mesh_plan import MeshPlan, Workload, make_plan
+from para_core.planner.mesh_plan import SHARING, MeshPlan, Sharing, Workload, make_plan, require_ranks
+from para_core.weights.pipefusion import PipeFusion
 
 
 def plan_mesh(
@@ -43,7 +46,8 @@ def plan_mesh(
     frames: int | None = None,
     steps: int | None = None,
     compiled: bool = False,
-    tensor: bool = True,
+    weights: Sequence[Sharing] = SHARING,
+    pipefusion: PipeFusion | None = None,
     measured: str | Path | None = None,
 ) -> MeshPlan:
     """Meshes of ``ranks`` ranks for one generation, the fastest first, with predicted seconds, bytes and memory.
@@ -57,13 +61,18 @@ def plan_mesh(
         between, ranks_per_host: what connects hosts, and how many neighbours are in one; left out: 8, and 72 on a GB200.
         height, width, frames, steps: of the generation; left out: the pipeline's defaults, or what was published.
         compiled: the transformer is compiled.
-        tensor: also meshes with a ``tensor`` dim, which needs ``weights="tensor"``.
+        weights: how ranks may share weights: ``"tensor"``, ``"stages"`` (a ``pipe`` dim), ``"fsdp"`` (where they do not fit otherwise);
+            ``()``: they are replicated.
+        pipefusion: also meshes whose stages work on patches so, which approximates; left out: exact ones alone.
         measured: JSON of ``python -m para_core.doctor`` or of ``make gpu-check``, whose figures go before the table's.
 
     Raises:
         TypeError: it is not known what this transformer is given.
         ValueError: an unknown name, device or link, or a size that does not fit.
     """
+    require_ranks(ranks)
+    if ranks_per_host is not None:
+        require_positive("ranks_per_host", ranks_per_host)
     known, own = device_named(device), Host()
     inside = link_named(link, known)
     if measured is not None:
@@ -72,7 +81,7 @@ def plan_mesh(
     topology = Topology(inside, link_named(between, known), per_host)
     machine = Machine(known, topology, own, Runtime(compiled=compiled))
     work = workload(pipe_or_name, height=height, width=width, frames=frames, steps=steps)
-    return make_plan(work, machine, ranks, tensor=tensor)
+    return make_plan(work, machine, ranks, sharing=weights, pipefusion=pipefusion)
 
 
 def workload(
@@ -87,8 +96,8 @@ def workload(
     given = {"height": height, "width": width, "frames": frames}
     changed: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     for name, value in {**changed, "steps": steps}.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name} is {value!r}; expected a positive integer.")
+        if value is not None:
+            require_positive(name, value)
     if isinstance(pipe_or_name, str):
         if pipe_or_name not in PUBLISHED:
             raise ValueError(
@@ -96,8 +105,25 @@ def workload(
             )
         model = PUBLISHED[pipe_or_name]
         sizes = replace(model.sizes, **changed)
+        _require_size(pipe_or_name, sizes, is_video=model.sizes.frames > 1)
         return _published_workload(pipe_or_name, sizes, steps or model.steps)
     return _pipe_workload(pipe_or_name, changed, steps)
+
+
+def require_positive(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} is {value!r}; expected a positive integer.")
+
+
+def _require_size(name: str, sizes: Sizes, *, is_video: bool) -> None:
+    if not is_video and sizes.frames > 1:
+        raise ValueError(f"frames is {sizes.frames}, and {name} generates images: leave frames out.")
+    # Two latent pixels a side are a token of most models.
+    least = 2 * sizes.spatial
+    if min(sizes.height, sizes.width) < least:
+        raise ValueError(
+            f"{sizes.width} × {sizes.height} pixels are less than one token of {name}: at least {least} × {least}."
+        )
 
 
 @functools.lru_cache(maxsize=8)
@@ -117,9 +143,7 @@ def _published_workload(name: str, sizes: Sizes, steps: int) -> Workload:
         calls=calls,
         branches=model.branches,
         steps=steps,
-        weights=bytes_of(transformer) * model.transformers,
-        shared_weights=shared_bytes(transformer) * model.transformers,
-        other_weights=bytes_of(vae) + bytes_of(encoder),
+        weights=weights_of(transformer, [encoder], other=bytes_of(vae), transformers=model.transformers),
         encoder=encoder_operations(encoder, sizes.text) * model.prompts,
         decoder=decoder,
         heads=number_of_heads(transformer) or 1,
@@ -144,21 +168,23 @@ def _pipe_workload(pipe: Any, changed: dict[str, Any], steps: int | None) -> Wor
             f"it is not known what a {type(transformer).__name__} is given for a size; known are {', '.join(INPUTS)}."
         )
     sizes, default_steps = _default_sizes(pipe, transformer, changed)
+    takes_frames = "num_frames" in inspect.signature(original_class(pipe).__call__).parameters
+    _require_size(original_class(pipe).__name__, sizes, is_video=takes_frames)
     dtype = next((x.dtype for x in transformer.parameters() if x.is_floating_point()), torch.bfloat16)
     with without_data(dtype):
         calls = count_calls(transformer, replace(sizes, dtype=dtype))
     plan = plan_for(transformer)
     guides = default_guidance(pipe, transformer) is not None and plan is not None and not plan.batched
-    modules = {id(x): x for x in pipe.components.values() if isinstance(x, nn.Module)}
-    inside = {id(x) for x in transformers.values()}
+    modules = {name: uncompiled(x) for name, x in pipe.components.items() if isinstance(x, nn.Module)}
+    encoders = [module for name, module in components_of(pipe).items() if name not in transformers]
+    inside = {id(x) for x in (*transformers.values(), *encoders)}
+    other = sum(bytes_of(x) for x in {id(x): x for x in modules.values() if id(x) not in inside}.values())
     return Workload(
         name=f"{original_class(pipe).__name__}, {_size(sizes)}",
         calls=calls,
         branches=2 if guides else 1,
         steps=steps or default_steps,
-        weights=sum(map(bytes_of, transformers.values())),
-        shared_weights=sum(map(shared_bytes, transformers.values())),
-        other_weights=sum(bytes_of(uncompiled(x)) for key, x in modules.items() if id(uncompiled(x)) not in inside),
+        weights=weights_of(transformer, encoders, other=other, transformers=len(transformers)),
         encoder=0.0,
         decoder=0.0,
         heads=number_of_heads(transformer) or 1,

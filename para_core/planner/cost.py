@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from para_core.attention.grid import choose_grid
 from para_core.planner.hardware import Device, Host, Topology
 from para_core.planner.traffic import (
     AttentionBytes,
@@ -21,6 +22,7 @@ from para_core.planner.traffic import (
     heads_of_ranks,
     part,
 )
+from para_core.weights.pipefusion import PipeFusion
 
 # Multiprocessors that send while others compute, of 132: arXiv:2412.19437, 3.2.2.
 _SENDING = 20
@@ -29,11 +31,14 @@ RingMethod = Literal["rotate", "all-gather", "2d"]
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of the mesh dims, from the slowest to neighbours; the product is the number of ranks.
+    """Sizes of the mesh dims; the product is the number of ranks. Along ``pipe`` ranks are farthest apart, then along ``batch``, …,
+    along ``tensor`` they are neighbours.
 
     Args:
-        pipe: stages of PipeFusion (arXiv:2405.14430); approximates, and is not chosen by default.
+        pipe: stages, which hold consecutive blocks.
         ring_method: how keys travel around the ring; ``"2d"``: Attention2D (arXiv:2503.15758).
+        pipefusion: all stages work at once, on patches; approximates. None: one after the other, exactly.
+        fsdp: the sequence ranks share the weights, and gather each block before it runs.
     """
 
     batch: int = 1
@@ -42,6 +47,8 @@ class Shape:
     ulysses: int = 1
     tensor: int = 1
     ring_method: RingMethod = "rotate"
+    pipefusion: PipeFusion | None = None
+    fsdp: bool = False
 
     @property
     def ranks(self) -> int:
@@ -53,7 +60,12 @@ class Shape:
 
     def __str__(self) -> str:
         sizes = [self.batch, self.pipe, self.ring, self.ulysses, self.tensor]
-        return " × ".join(map(str, sizes)) + (", 2d" if self.ring_method == "2d" and self.ring > 1 else "")
+        named = {
+            "2d": self.ring_method == "2d" and self.ring > 1,
+            "fsdp": self.fsdp,
+            "PipeFusion (not exact)": self.pipefusion is not None,
+        }
+        return ", ".join([" × ".join(map(str, sizes)), *[name for name, is_so in named.items() if is_so]])
 
 
 @dataclass(frozen=True)
@@ -64,9 +76,12 @@ class Runtime:
         compiled: the transformer is one graph; else eager.
         messages: all-to-alls before an attention call, of queries, keys and values.
         copies: times that what Ulysses sends is read and written on either side.
-        overlapped: keys travel around the ring while the block before is attended to.
+        overlapped: keys travel around the ring while the block before is attended to; in two dims, all that travels while something
+            that is here already is.
         merge_passes: times that a partial result in float32 is read or written for each step of the ring.
-        ulysses_launches, ring_launches: of an attention call, and of each step of its ring.
+        ulysses_launches, ring_launches: of an attention call, and of each step of its ring; ``grid_launches``: in two dims, with two
+            columns.
+        gathered_grid: in two dims, queries and keys are all-gathered in groups of their own, where para_core takes all-to-alls.
     """
 
     compiled: bool = False
@@ -76,6 +91,8 @@ class Runtime:
     merge_passes: int = 3
     ulysses_launches: int = 5
     ring_launches: int = 3
+    grid_launches: int = 17
+    gathered_grid: bool = False
 
 
 @dataclass(frozen=True)
@@ -176,7 +193,7 @@ def of_tensor_rank(call: AttentionCall, tensor: int) -> AttentionCall:
 def exchange_seconds(call: AttentionCall, shape: Shape, machine: Machine, attending: float) -> tuple[float, float]:
     """Seconds for which an attention call waits for what travels, and of copying and merging; ``attending``: of its computing."""
     own = of_tensor_rank(call, shape.tensor)
-    sent = bytes_of_attention(own, shape.ring, shape.ulysses, 0)
+    sent = bytes_of_attention(own, shape.ring, shape.ulysses, 0, two_dims=shape.ring_method == "2d")
     if not sent.total:
         return 0.0, 0.0
     runtime, topology = machine.runtime, machine.topology
@@ -205,7 +222,7 @@ def _around_the_ring(
     queries = sum(sum(x.held(rank, ranks) for x in call.queries) for rank in range(shape.ulysses))
     results = call.samples * heads * queries * call.value_dim
     if shape.ring_method == "2d":
-        return _in_two_dims(call, sent, shape, machine, results)
+        return _in_two_dims(call, sent, shape, machine, attending, results)
     merging = (ring - 1) * runtime.merge_passes * 4 * results / machine.bandwidth
     if shape.ring_method == "all-gather":
         return link.seconds(sent.around), merging
@@ -214,29 +231,42 @@ def _around_the_ring(
     if not runtime.overlapped:
         return (ring - 1) * hop, merging
     hidden = min(hop, attending / ring)
-    slower = hidden * min(1.0, _SENDING / machine.device.multiprocessors) if machine.device.multiprocessors > 1 else 0.0
-    return (ring - 1) * (hop - hidden + slower), merging
+    return (ring - 1) * (hop - hidden + sending_slows(hidden, machine)), merging
+
+
+def sending_slows(hidden: float, machine: Machine) -> float:
+    """Seconds that computing takes longer, for what travels for ``hidden`` seconds of it needs multiprocessors."""
+    device = machine.device
+    return hidden * min(1.0, _SENDING / device.multiprocessors) if device.multiprocessors > 1 else 0.0
 
 
 def _in_two_dims(
-    call: AttentionCall, sent: AttentionBytes, shape: Shape, machine: Machine, results: int
+    call: AttentionCall, sent: AttentionBytes, shape: Shape, machine: Machine, attending: float, own_results: int
 ) -> tuple[float, float]:
-    """Attention2D, arXiv:2503.15758: queries gathered along rows, keys along columns, partial results sent back along rows.
+    """Attention2D, arXiv:2503.15758: seconds of waiting for queries, keys and partial results, and of packing and merging these.
 
-    O(S / √P) bytes for ring ranks in √P rows: nothing of it travels while something is computed.
+    O(S / √P) bytes for ring ranks in √P rows. Of the r · c blocks of scores that a rank computes in r rows and c columns of ranks, 1 is
+    of what it has itself, c - 1 more once queries are here, (c - 1) · (r - 1) once keys are, and r - 1 while results travel back.
     """
-    rows = max(size for size in range(1, math.isqrt(shape.ring) + 1) if shape.ring % size == 0)
-    columns = shape.ring // rows
-    stride = shape.tensor * shape.ulysses
-    along_rows = machine.topology.link(stride, columns)
-    along_columns = machine.topology.link(stride * columns, rows)
-    queries = results * call.element_size
-    keys = sent.around / (shape.ring - 1)
-    waiting = along_rows.seconds((columns - 1) * queries) + along_columns.seconds((rows - 1) * keys)
-    # Partial results, each with its lse in float32.
-    partial = (columns - 1) * (queries + 4 * results / call.value_dim)
-    waiting += machine.topology.all_to_all(partial, stride, columns)
-    return waiting, 2 * columns * queries / machine.bandwidth
+    rows, columns = choose_grid(shape.ring, call.heads, call.kv_heads)
+    stride, topology, runtime = shape.tensor * shape.ulysses, machine.topology, machine.runtime
+    along_rows, along_columns = topology.link(stride, columns), topology.link(stride * columns, rows)
+    queries, keys, results = sent.grid
+    exchanged = not runtime.gathered_grid
+    to_row = along_rows.seconds(queries, all_to_all=exchanged) if columns > 1 else 0.0
+    to_column = along_columns.seconds(keys, all_to_all=exchanged) if rows > 1 else 0.0
+    back = topology.all_to_all(results, stride, columns)
+    packing = 2 * columns * own_results * call.element_size / machine.bandwidth
+    if not runtime.overlapped or runtime.gathered_grid:
+        return to_row + to_column + back, packing
+    # What the queries of the row see of the keys of the column is merged with what they see of this rank's; then those of other ranks.
+    merges = (rows > 1) * columns + columns - 1
+    packing += merges * runtime.merge_passes * 4 * own_results / machine.bandwidth
+    block = attending / shape.ring
+    with_own_keys = max(block, to_row) + (columns - 1) * block
+    ready = max(with_own_keys, to_row + to_column) + (columns - 1) * (rows - 1) * block
+    exposed = max(ready + back, ready + (rows - 1) * block) - attending
+    return exposed + sending_slows(to_row + to_column + back - exposed, machine), packing
 
 
 def call_seconds(own: Part, shape: Shape, machine: Machine) -> Seconds:
@@ -257,7 +287,7 @@ def call_seconds(own: Part, shape: Shape, machine: Machine) -> Seconds:
             exposed, copied = exchange_seconds(event, shape, machine, attending)
             attention, waiting, copying = attention + attending, waiting + exposed, copying + copied
             if exposed or copied:
-                launches += (shape.ulysses > 1) * runtime.ulysses_launches + shape.ring * runtime.ring_launches
+                launches += (shape.ulysses > 1) * runtime.ulysses_launches + _ring_launches(event, shape, runtime)
         elif shape.sequence > 1 and isinstance(event, Gathered):
             tokens = event.tokens.held(0, shape.sequence)
             link = machine.topology.link(shape.tensor, shape.sequence)
@@ -269,6 +299,13 @@ def call_seconds(own: Part, shape: Shape, machine: Machine) -> Seconds:
     device = products + attention + other + waiting
     launching = launches * (host.compiled_launch if runtime.compiled else host.launch)
     return Seconds(products, attention, other, waiting, max(0.0, launching - device))
+
+
+def _ring_launches(call: AttentionCall, shape: Shape, runtime: Runtime) -> int:
+    if shape.ring_method != "2d" or shape.ring == 1:
+        return shape.ring * runtime.ring_launches
+    _, columns = choose_grid(shape.ring, call.heads, call.kv_heads)
+    return runtime.grid_launches + columns - 2
 
 
 def region_share(own: Part, ranks: int) -> float:

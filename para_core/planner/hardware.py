@@ -248,10 +248,14 @@ def device_named(name: str | Device) -> Device:
     ('H100', 'H100 PCIe')
 
     Raises:
-        ValueError: it has nothing.
+        TypeError, ValueError: it is no name, or the table has nothing.
     """
     if isinstance(name, Device):
         return name
+    if not isinstance(name, str):
+        raise TypeError(
+            f"device is {name!r}; expected a name, as 'H100', or a para_core.planner.Device with its figures."
+        )
     words = name.replace("-", " ").lower().split()
     fitting = [x for x in DEVICES.values() if set(x.name.lower().split()) <= set(words)]
     if not fitting:
@@ -266,12 +270,16 @@ def link_named(name: str | Link | None, device: Device) -> Link:
     """What the table has under ``name``, ``"nvlink"`` and ``"pcie"`` being those of ``device``; None: what ``device`` has.
 
     Raises:
-        ValueError: it has nothing.
+        TypeError, ValueError: it is no name, or the table has nothing.
     """
     if isinstance(name, Link):
         return name
     if name is None:
         return LINKS[device.link]
+    if not isinstance(name, str):
+        raise TypeError(
+            f"link is {name!r}; expected a name, as 'nvlink', or a para_core.planner.Link with its figures."
+        )
     if name in _GENERATIONS:
         name = _GENERATIONS[name].get(device.name, _DEFAULT_GENERATION[name])
     if name not in LINKS:

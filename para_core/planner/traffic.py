@@ -122,12 +122,14 @@ class AttentionBytes:
         to_heads: Ulysses' queries, keys and values; ``from_heads``: its results.
         around: keys and values around the ring, in ``size of the ring - 1`` steps; or, in two dims, all that travels along rows and
             columns. ``mask``: the columns of a mask, gathered.
+        grid: of ``around``, in two dims: queries, keys and values, partial results.
     """
 
     to_heads: int = 0
     from_heads: int = 0
     around: int = 0
     mask: int = 0
+    grid: tuple[int, int, int] = (0, 0, 0)
 
     @property
     def total(self) -> int:
@@ -156,19 +158,21 @@ def bytes_of_attention(
     way_out = sum(queries[block * ulysses + j] + whole for j in peers) * heads[place] * call.value_dim
     blocks = [sum(keys[i * ulysses : (i + 1) * ulysses]) for i in range(ring)]
     each = call.samples * call.element_size
+    grid = (0, 0, 0)
     if two_dims:
         of_groups = [sum(queries[i * ulysses : (i + 1) * ulysses]) + whole for i in range(ring)]
-        around = call.samples * _sent_in_grid(call, heads[place], kv_heads[place], of_groups, blocks, block)
+        grid = _sent_in_grid(call, heads[place], kv_heads[place], of_groups, blocks, block)
+        around = sum(grid)
     else:
         around = each * sum(blocks[(block - step) % ring] for step in range(ring - 1)) * kv_heads[place] * both
     mask = call.of_mask * _gathered(keys, ring, ulysses, rank)
-    return AttentionBytes(each * way_in, each * way_out, around, mask)
+    return AttentionBytes(each * way_in, each * way_out, around, mask, grid)
 
 
 def _sent_in_grid(
     call: AttentionCall, heads: int, kv_heads: int, queries: Sequence[int], keys: Sequence[int], index: int
-) -> int:
-    """Per sample, what ring rank ``index`` sends along its row and its column, as ``para_core/attention/attention_2d.py`` says.
+) -> tuple[int, int, int]:
+    """What ring rank ``index`` sends along its row, along its column, and back along its row, as ``para_core/attention/attention_2d.py`` says.
 
     Args:
         heads, kv_heads: that this rank computes.
@@ -180,7 +184,8 @@ def _sent_in_grid(
     to_row = heads * call.head_dim * queries[index] * (columns - 1)
     to_column = kv_heads * (call.head_dim + call.value_dim) * keys[index] * (rows - 1)
     results = heads * others * (call.value_dim * call.element_size + LSE_BYTES)
-    return call.element_size * (to_row + to_column) + results
+    each = call.samples * call.element_size
+    return each * to_row, each * to_column, call.samples * results
 
 
 def heads_of_ranks(call: AttentionCall, ulysses: int) -> tuple[list[int], list[int]]:

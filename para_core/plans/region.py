@@ -381,6 +381,12 @@ def plan_mesh(module: nn.Module) -> SequenceMesh | None:
     return None if region is None else region.mesh
 
 
+def plan_options(module: nn.Module) -> AttnOptions | None:
+    """How a plan's attention is computed in ``module``; None if no plan was applied."""
+    region = _region_of(module)
+    return None if region is None else region.options
+
+
 def attention_is_skipped(module: nn.Module) -> None:
     """During a call of ``module`` in eager code: it attends to nothing this time, for a cache computes none of its blocks."""
     region = _region_of(module)

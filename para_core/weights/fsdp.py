@@ -21,7 +21,7 @@ from para_core.instance import unwrapped, written_class
 
 # Parameters outside of the blocks that have fewer elements stay on every rank: pipelines read some of them themselves (the last
 # norm of CLIP), and gathering them is not worth a collective.
-_LARGE = 2**20
+LARGE = 2**20
 
 
 def shard_blocks(
@@ -51,7 +51,7 @@ def shard_blocks(
     # FSDP2 wants one dtype of what takes gradients, and diffusers keeps some parameters in float32.
     module.requires_grad_(False)
     of_blocks = {id(parameter) for block in blocks for parameter in block.parameters()}
-    small = {x for x in module.parameters() if id(x) not in of_blocks and x.numel() < _LARGE}
+    small = {x for x in module.parameters() if id(x) not in of_blocks and x.numel() < LARGE}
     with unwrapped([module, *blocks]):
         for block in blocks:
             whole = [x.detach() for x in block.parameters()]

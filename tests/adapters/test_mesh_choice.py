@@ -5,16 +5,18 @@ from unittest import mock
 import diffusers
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn import functional as F
 
 from benchmarks.tiny_models import MODELS
 from benchmarks.tiny_pipelines import PIPELINES
 from benchmarks.tiny_unets import UNET_PIPELINES
-from para_core.adapters import mesh_choice
+from para_core.adapters import mesh_choice, parallelize_pipe
 from para_core.adapters.mesh_choice import MeshChoice, choose_mesh, default_guidance, number_of_heads
 from para_core.adapters.models import ADAPTERS
 from para_core.plans.plan import LinearAttention
-from tests.tiny import flux_pipe
+from para_core.plans.region import plan_options
+from tests.tiny import cpu_mesh, flux_call, flux_pipe, relative_error
 
 
 @pytest.mark.parametrize(
@@ -175,3 +177,41 @@ def test_the_planner_s_first_row_is_taken_and_is_that_of_rank_0(rank_pool):
 
 def test_unknown_devices_leave_the_choice_to_the_rule(rank_pool):
     assert [choice for choice, _ in rank_pool.run(choose_by_prediction, 2, device="Some Accelerator")] == [None, None]
+
+
+def run_as_planned():
+    """As if two dims were predicted to be fastest."""
+    planned = mock.patch.object(mesh_choice, "_planned", lambda *_: MeshChoice(1, 2, 1, "predicted", "2d"))
+    with planned, mock.patch.object(mesh_choice.logger, "warning") as said:
+        pipe, asked = parallelize_pipe(flux_pipe()), parallelize_pipe(flux_pipe(), rotate_method="allgather")
+    lines = [call.args[0] % call.args[1:] for call in said.call_args_list]
+    methods = [plan_options(x.transformer).rotate_method for x in (pipe, asked)]
+    return pipe(**flux_call()).images, methods, lines
+
+
+def test_two_dims_that_the_planner_chose_are_run_and_said(rank_pool):
+    expected = flux_pipe()(**flux_call()).images
+    results = rank_pool.run(run_as_planned, 2)
+    for images, methods, _ in results:
+        assert relative_error(images, expected) < 1e-4
+        # What the user says goes before what is predicted.
+        assert methods == ["2d", "allgather"]
+    assert "1 × 2 × 1, rotate_method='2d' (predicted)" in results[0][2][0]
+
+
+def run_with_other_methods():
+    pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(2, 1), rotate_method=["2d", "alltoall"][dist.get_rank()])
+    with pytest.raises(ValueError, match="rotate_method of transformer: rank 0 has '2d', rank 1 has 'alltoall'"):
+        pipe(**flux_call())
+
+
+def test_ranks_that_were_given_other_methods_are_told(rank_pool):
+    rank_pool.run(run_with_other_methods, 2)
+
+
+def test_a_method_that_there_is_not_is_said_before_anything_is_done():
+    pipe = flux_pipe()
+    with pytest.raises(ValueError, match="rotate_method is '3d'; expected 'alltoall', 'allgather' or '2d'"):
+        parallelize_pipe(pipe, rotate_method="3d")
+    with pytest.raises(ValueError, match="StableVideoDiffusionPipeline has no transformer whose keys"):
+        parallelize_pipe(UNET_PIPELINES["svd"].build(), rotate_method="2d")

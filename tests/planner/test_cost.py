@@ -11,8 +11,20 @@ from para_core.planner.cost import Machine, Runtime, Shape, attention_seconds, c
 from para_core.planner.hardware import DEVICES, LINKS, Host, Link, Topology, device_named, link_named, measured_figures
 from para_core.planner.mesh_plan import Workload, divisors, make_plan, predict, shapes
 from para_core.planner.traffic import AttentionCall, Gathered, ModelCall, Part, Product, Tokens
+from para_core.planner.weights import ModuleBytes, Weights
+from para_core.weights.pipefusion import PipeFusion
 
 WIDTH = 3072
+BLOCKS = ((2.0, 3 << 30), (2.0, 3 << 30), *[(1.0, 2 << 30)] * 8)
+WEIGHTS = Weights(
+    ModuleBytes(24 << 30, 23 << 30, 7 << 30, parts=11),
+    tensor=17 << 30,
+    encoders=ModuleBytes(9 << 30, 8 << 30, 1 << 30, parts=25),
+    other=1 << 30,
+    blocks=BLOCKS,
+    no_stages=None,
+    no_patches=None,
+)
 
 
 def model(tokens=4608, blocks=5, heads=24, samples=1):
@@ -32,7 +44,7 @@ def model(tokens=4608, blocks=5, heads=24, samples=1):
 def work(part=None, *, branches=1, parts=1):
     call = ModelCall(("model",), [part or model()])
     shared = ModelCall(("model",), [part or model()] * parts)
-    return Workload("a model", {1: call, 2: shared}, branches, 28, 24e9, 17e9, 10e9, 0.0, 0.0, heads=24)
+    return Workload("a model", {1: call, 2: shared}, branches, 28, WEIGHTS, 0.0, 0.0, heads=24)
 
 
 def machine(device="H100", link=None, *, per_host=8, between="infiniband", **changes):
@@ -41,7 +53,7 @@ def machine(device="H100", link=None, *, per_host=8, between="infiniband", **cha
     return Machine(known, topology, Host(), Runtime(**changes))
 
 
-SHAPES = [shape for ranks in (2, 4, 6, 8) for shape in shapes(ranks, pipe=True, two_dims=True)]
+SHAPES = [shape for ranks in (2, 4, 6, 8) for shape in shapes(ranks, sharing=("tensor", "stages"))]
 
 
 @settings(max_examples=25, deadline=None)
@@ -150,7 +162,7 @@ def test_all_to_all_between_hosts_takes_as_long_as_what_leaves_the_host():
 
 @pytest.mark.parametrize("ranks", [1, 2, 6, 8, 12])
 def test_every_mesh_has_all_ranks_and_is_listed_once(ranks):
-    found = list(shapes(ranks, pipe=True))
+    found = list(shapes(ranks, sharing=("tensor", "stages"), pipefusion=PipeFusion()))
     assert all(shape.ranks == ranks for shape in found)
     assert len(set(found)) == len(found)
     without = [
@@ -160,7 +172,7 @@ def test_every_mesh_has_all_ranks_and_is_listed_once(ranks):
 
 
 def test_two_cards_on_a_slow_bus_are_said_to_be_slower_than_one():
-    plan = make_plan(work(), machine("L20", Link("slow", 3e-5, 5e8)), 2, tensor=False)
+    plan = make_plan(work(), machine("L20", Link("slow", 3e-5, 5e8)), 2, sharing=())
     assert plan.best.seconds > plan.fewer[1].seconds
     assert plan.fastest.shape == Shape()
     assert plan.advice.startswith("2 ranks take") and "use 1, and the others for other prompts" in plan.advice
@@ -168,37 +180,155 @@ def test_two_cards_on_a_slow_bus_are_said_to_be_slower_than_one():
 
 
 def test_guidance_goes_first_where_there_are_branches():
-    assert make_plan(work(branches=2), machine(), 2, tensor=False).best.shape == Shape(batch=2)
-    rows = make_plan(work(), machine(), 2, tensor=False).rows
+    assert make_plan(work(branches=2), machine(), 2, sharing=()).best.shape == Shape(batch=2)
+    rows = make_plan(work(), machine(), 2, sharing=()).rows
     assert rows[0].shape.batch == 1
     assert "one branch" in next(row.problem for row in rows if row.shape.batch == 2)
 
 
 def test_between_hosts_the_ring_and_within_them_ulysses():
-    best = make_plan(work(model(tokens=120_000)), machine(per_host=8, between="ethernet"), 16, tensor=False).best
+    best = make_plan(work(model(tokens=120_000)), machine(per_host=8, between="ethernet"), 16, sharing=()).best
     assert best.shape.ulysses <= 8 and best.shape.ring >= 2
 
 
+def large(**changes):
+    """Work that one H100 does not hold."""
+    weights = replace(WEIGHTS, transformer=ModuleBytes(100 << 30, 96 << 30, 8 << 30, parts=21), tensor=90 << 30)
+    return replace(work(), weights=replace(weights, **changes))
+
+
 def test_what_does_not_fit_into_memory_stands_behind_what_does():
-    large = replace(work(), weights=100e9, shared_weights=90e9)
-    plan = make_plan(large, machine(), 4)
-    assert plan.best.shape.tensor > 1 and plan.best.memory < 74e9
+    plan = make_plan(large(), machine(), 4)
+    assert plan.best.memory < 74e9
+    fitting = [row.memory <= 74e9 for row in plan.rows if row.problem is None]
+    assert fitting == sorted(fitting, reverse=True) and not all(fitting)
     replicated = next(row for row in plan.rows if row.shape == Shape(ulysses=4))
-    assert "110 GB do not fit into 74" in replicated.why
+    assert "118 GB do not fit into 74" in replicated.why
+    assert plan.advice.endswith("one does not hold it.")
+
+
+def test_ranks_gather_weights_that_no_rank_holds_and_the_row_has_their_bytes():
+    rows = {row.shape: row for row in make_plan(large(), machine(), 4).rows}
+    whole, gathered = rows[Shape(ulysses=4)], rows[Shape(ulysses=4, fsdp=True)]
+    # Of 100 GiB 96 are shared, of which 8 are whole while they are used, of the encoders 8 of 9.
+    assert whole.memory - gathered.memory == pytest.approx((0.75 * (96 + 8) - 0.75 * 8) * 2**30)
+    assert gathered.sent - whole.sent == pytest.approx(0.75 * 96 * 2**30)
+    assert gathered.step.total > whole.step.total
+    # Where all weights fit, nobody gathers them.
+    assert not any(row.shape.fsdp for row in make_plan(work(), machine(), 4).rows)
+
+
+def test_over_a_fast_link_only_the_first_block_is_waited_for():
+    link = Link("", latency=0.0, bandwidth=1e15)
+    slow = replace(DEVICES["H100"], products=1e12, multiprocessors=1)
+    on = Machine(slow, Topology(link, link, per_host=8))
+    whole, gathered = (predict(Shape(ulysses=2, fsdp=is_so), large(), on).step for is_so in (False, True))
+    first = 0.5 * 96 * 2**30 / 1e15 / 21
+    assert gathered.communication - whole.communication == pytest.approx(first)
+
+
+def test_what_no_mesh_holds_is_said_with_the_least_that_is_needed():
+    plan = make_plan(large(), machine(), 2, sharing=())
+    assert plan.advice.startswith("2 ranks cannot run it: at least it needs 1")
+    assert "The first row" not in str(plan)
 
 
 def test_more_ulysses_ranks_than_heads_have_their_reason():
-    plan = make_plan(replace(work(), heads=4), machine(), 8, tensor=False)
+    plan = make_plan(replace(work(), heads=4), machine(), 8, sharing=())
     assert plan.best.shape.ulysses <= 4
     problem = next(row.problem for row in plan.rows if row.shape == Shape(ulysses=8))
     assert problem == "ulysses 8 × tensor 1 is more than 4 heads: a rank would have none"
 
 
-def test_a_pipe_and_two_dims_are_predicted_and_never_chosen():
-    plan = make_plan(work(model(tokens=100_000)), machine(), 16, planned=True)
-    assert all(row.shape.pipe == 1 and row.shape.ring_method == "rotate" for row in plan.rows)
-    assert any(row.shape.pipe > 1 for row in plan.planned)
-    assert any(row.shape.ring_method == "2d" for row in plan.planned)
+def test_exact_stages_save_memory_and_no_time():
+    row, alone = (predict(shape, work(), machine()) for shape in (Shape(pipe=2), Shape()))
+    assert row.step.compute == alone.step.compute and row.step.communication > 0
+    # Of 22 GiB of blocks: the stages cost 6 and 6, and the second one holds 12.
+    assert alone.memory - row.memory == pytest.approx(10 * 2**30)
+    # The tokens of each branch go to the next stage.
+    assert row.sent == 4608 * WIDTH * 2
+    rows = make_plan(work(), machine(), 2).rows
+    assert rows[0].shape.pipe == 1
+    assert "one after the other" in next(row.why for row in rows if row.shape.pipe == 2)
+
+
+def test_stages_are_chosen_where_nothing_else_fits():
+    # Nothing is shared but blocks, and a slow link makes gathering dear.
+    blocks = ((1.0, 10 << 30),) * 10
+    some = large(tensor=0, blocks=blocks)
+    plan = make_plan(some, machine(link=Link("slow", 1e-4, 1e8)), 4)
+    assert plan.best.shape.pipe == 4 and plan.best.shape.pipefusion is None
+
+
+def test_pipefusion_is_predicted_where_it_is_asked_for():
+    slow = machine(link=Link("slow", 3e-5, 2e9))
+    assert not any(row.shape.pipefusion for row in make_plan(work(), slow, 4).rows)
+    fusion = PipeFusion(num_patches=4)
+    plan = make_plan(work(), slow, 4, sharing=(), pipefusion=fusion)
+    assert plan.best.shape == Shape(pipe=4, pipefusion=fusion)
+    assert "PipeFusion (not exact)" in str(plan) and f"pipefusion={fusion!r}" in plan.best.call
+    exact = predict(Shape(pipe=4), work(), slow)
+    # A quarter of a step, but for the first one; and the keys of the step before.
+    assert plan.best.step.compute == pytest.approx(exact.step.compute / 4, rel=0.2)
+    keys = 5 * 2 * 4608 * WIDTH * 2 / 4
+    assert plan.best.memory - exact.memory == pytest.approx(keys)
+    whole = predict(Shape(pipe=4, pipefusion=replace(fusion, warmup_steps=28)), work(), slow)
+    assert whole.seconds == pytest.approx(exact.seconds)
+
+
+def test_stages_and_patches_that_a_model_does_not_have_are_no_choice():
+    unknown = replace(WEIGHTS, no_stages="it hands more on", no_patches="it makes tokens itself", blocks=())
+    rows = make_plan(replace(work(), weights=unknown), machine(), 2, pipefusion=PipeFusion()).rows
+    assert {row.problem for row in rows if row.shape.pipe > 1} == {"it does not run in stages: it hands more on"}
+    few = replace(WEIGHTS, blocks=BLOCKS[:1])
+    rows = make_plan(replace(work(), weights=few), machine(), 2).rows
+    assert "1 blocks are too few for 2 stages" in [row.problem for row in rows]
+
+
+def test_two_dims_are_chosen_where_they_win():
+    # Many ranks and a slow link: 6 blocks of keys and queries travel instead of 15 of keys and values.
+    far = make_plan(work(model(tokens=100_000)), machine(per_host=1, between="ethernet"), 16, sharing=())
+    ring, two_dims = (
+        next(row for row in far.rows if row.shape == Shape(ring=16, ring_method=method)) for method in ("rotate", "2d")
+    )
+    assert two_dims.seconds < ring.seconds / 2 and two_dims.sent < ring.sent / 2
+    # With two heads, no more than two ranks share them.
+    few_heads = replace(work(model(tokens=100_000, heads=2)), heads=2)
+    best = make_plan(few_heads, machine(per_host=1, between="ethernet"), 16, sharing=()).best
+    assert best.shape.ring_method == "2d" and best.options == {"rotate_method": "2d"}
+
+
+def test_in_two_dims_travels_what_is_hidden_behind_what_is_here():
+    call, link = model(tokens=4 * 1024, blocks=1).events[0], Link("", latency=0.0, bandwidth=1e9)
+    shape = Shape(ring=4, ring_method="2d")
+    queries = 1024 * WIDTH * 2 / 1e9
+    partial = queries + 1024 * 24 * 4 / 1e9
+    none, all_of_it = (
+        exchange_seconds(
+            call, shape, replace(machine(link=link), device=replace(DEVICES["H100"], multiprocessors=1)), attending
+        )[0]
+        for attending in (0.0, 1e3)
+    )
+    assert none == pytest.approx(3 * queries + partial)
+    assert all_of_it == pytest.approx(0.0, abs=1e-9)
+    gathered = machine(link=link, gathered_grid=True)
+    assert exchange_seconds(call, shape, gathered, 1e3)[0] == pytest.approx(3 * queries + partial)
+
+
+def test_a_row_says_the_line_that_runs_it():
+    rows = {row.shape: row for row in make_plan(large(), machine(), 8, pipefusion=PipeFusion()).rows}
+    assert rows[Shape(ring=4, ulysses=2, ring_method="2d", fsdp=True)].call == (
+        "parallelize_pipe(pipe, mesh=init_context_parallel_mesh(max_ring_dim_size=4, max_ulysses_dim_size=2), "
+        "rotate_method='2d', weights='fsdp')"
+    )
+    assert rows[Shape(ulysses=4, tensor=2)].call == (
+        "parallelize_pipe(pipe, mesh=init_context_parallel_mesh(max_ring_dim_size=1, max_ulysses_dim_size=4, "
+        "max_tensor_dim_size=2), weights='tensor')"
+    )
+    assert rows[Shape(pipe=2, ulysses=4)].call == (
+        "parallelize_pipe(pipe, mesh=init_context_parallel_mesh(max_pipe_dim_size=2, max_ring_dim_size=1, "
+        "max_ulysses_dim_size=4))"
+    )
 
 
 @pytest.mark.parametrize("ranks", [0, -1, 2.0, True])
@@ -239,7 +369,8 @@ def test_a_plan_is_printed_and_drawn(tmp_path):
     plan = make_plan(work(), machine(), 4)
     text = str(plan)
     assert text.startswith("a model, 28 steps, on 4 × H100 (nvlink4)")
-    assert text.count("\n| ") == len(plan.rows) + 2
+    assert text.count("\n| ") == min(14, len(plan.rows)) + 2
+    assert f"The first row: {plan.best.call}" in text
     assert "4 ranks take" in text.splitlines()[-1]
     plan.plot(tmp_path / "plan.png")
     assert (tmp_path / "plan.png").stat().st_size > 1000

@@ -1,20 +1,25 @@
 """What is counted without data is what a whole model does, and what ranks then hold and send."""
 
+from functools import partial
+
 import diffusers
 import pytest
 import torch
 
 from benchmarks.peak_memory import PeakMemory
 from benchmarks.tiny_models import MODELS
-from para_core.adapters import plan_mesh
+from para_core import PipeFusion, init_context_parallel_mesh
+from para_core.adapters import parallelize_pipe, pipefusion_report, plan_mesh, unparallelize_pipe
 from para_core.adapters.planner.count import bytes_of, count_calls, on_meta, without_data
 from para_core.adapters.planner.inputs import INPUTS, Sizes
 from para_core.adapters.planner.plan import workload
 from para_core.adapters.planner.published import PUBLISHED
 from para_core.adapters.supported import plan_for, tensor_plan_for
+from para_core.planner.cost import Seconds, Shape
+from para_core.planner.mesh_plan import Row
 from para_core.planner.observe import observed
 from para_core.planner.traffic import AttentionCall, Part, Product
-from tests.tiny import flux_pipe
+from tests.tiny import flux_call, flux_pipe, relative_error
 
 # The first tiny model of each class for which inputs are known.
 TINY = {model.cls: name for name, model in reversed(MODELS.items()) if model.cls in INPUTS}
@@ -74,14 +79,14 @@ def test_activations_of_a_call_are_those_that_are_measured():
 def test_a_published_model_has_a_plan_without_a_hub():
     plan = plan_mesh("FLUX.1-dev", ranks=4, device="H100", compiled=True)
     assert plan.best.problem is None and plan.best.seconds < plan.fewer[1].seconds
-    assert plan.best.memory > plan.work.weights / 4
+    assert plan.best.memory > plan.work.weights.transformer.total / 4
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_every_published_model_is_counted(name):
     found = workload(name)
-    assert found.weights > 5e9 and found.decoder > 1e12 and found.encoder > 1e12 and found.heads >= 24
+    assert found.weights.transformer.total > 5e9 and found.decoder > 1e12 and found.encoder > 1e12 and found.heads >= 24
     products = [x for x in found.calls[1].parts[0].events if isinstance(x, Product)]
     sharded = sum(
         x.samples * sum(y.total for y in x.rows) * x.inner * x.columns * any(y.cut for y in x.rows) for x in products
@@ -94,7 +99,7 @@ def test_a_pipeline_is_planned_for_at_its_own_defaults():
     pipe = flux_pipe()
     plan = plan_mesh(pipe, ranks=2, height=64, width=64)
     assert "64 × 64" in str(plan)
-    assert plan.work.weights == bytes_of(pipe.transformer)
+    assert plan.work.weights.transformer.total == bytes_of(pipe.transformer)
     assert plan_mesh(pipe, ranks=2, height=128, width=128).work.calls[1].inputs != plan.work.calls[1].inputs
 
 
@@ -105,3 +110,71 @@ def test_what_is_not_known_is_said_with_what_is():
         plan_mesh("FLUX.1-dev", ranks=2, height=-1)
     with pytest.raises(TypeError, match="has no transformer"):
         plan_mesh(object(), ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        ({"ranks": 0}, ValueError, "ranks is 0; expected a positive integer"),
+        ({"steps": 0}, ValueError, "steps is 0; expected a positive integer"),
+        ({"device": "TPU v5"}, ValueError, "device is 'TPU v5'; known are H100"),
+        ({"device": None}, TypeError, "device is None; expected a name, as 'H100'"),
+        ({"link": "string"}, ValueError, "link is 'string'; known are nvlink"),
+        ({"between": 10}, TypeError, "link is 10; expected a name, as 'nvlink'"),
+        ({"ranks_per_host": -8}, ValueError, "ranks_per_host is -8; expected a positive integer"),
+        ({"frames": 81}, ValueError, r"frames is 81, and FLUX\.1-dev generates images: leave frames out"),
+        ({"height": 8}, ValueError, r"1024 × 8 pixels are less than one token of FLUX\.1-dev: at least 16 × 16"),
+        ({"weights": "fsdp"}, ValueError, r"weights is 'fsdp'; expected some of \('tensor', 'stages', 'fsdp'\)"),
+        ({"pipefusion": 4}, TypeError, "pipefusion is 4; expected a PipeFusion"),
+    ],
+)
+def test_what_cannot_be_planned_for_is_said_in_a_sentence(given, error, words):
+    with pytest.raises(error, match=words):
+        plan_mesh("FLUX.1-dev", **{"ranks": 2, **given})
+
+
+def test_an_image_pipeline_has_no_frames():
+    with pytest.raises(ValueError, match="frames is 9, and FluxPipeline generates images"):
+        plan_mesh(flux_pipe(), ranks=2, height=64, width=64, frames=9)
+
+
+@pytest.mark.parametrize("ranks", [3, 7])
+def test_any_number_of_ranks_and_any_size_has_a_plan(ranks):
+    best = plan_mesh(flux_pipe(), ranks=ranks, height=71, width=57, steps=1).best
+    assert best.problem is None and best.shape.ranks == ranks
+
+
+ROWS = [
+    Shape(ring=4, ring_method="2d"),
+    Shape(ulysses=2, ring=2, fsdp=True),
+    Shape(ring=2, tensor=2),
+    Shape(pipe=2, ulysses=2),
+]
+FUSED = Shape(pipe=4, pipefusion=PipeFusion(num_patches=2, warmup_steps=7))
+
+
+def run_rows():
+    """Of each row, the result of a pipeline that is run as it says, and how many calls were on patches."""
+    results = {}
+    for shape in (*ROWS, FUSED):
+        names = {
+            "pipe": flux_pipe(shared_parts=False),
+            "parallelize_pipe": parallelize_pipe,
+            "init_context_parallel_mesh": partial(init_context_parallel_mesh, "cpu"),
+            "PipeFusion": PipeFusion,
+        }
+        row = Row(shape, Seconds(), 0.0, 0.0, 0.0, 0, 0.0)
+        exec(row.call, names)
+        steps = {"num_inference_steps": 8} if shape is FUSED else {}
+        results[str(shape)] = names["pipe"](**flux_call(**steps)).images
+        patched = pipefusion_report(names["pipe"]).patched_calls if shape is FUSED else 0
+        unparallelize_pipe(names["pipe"])
+    return results, patched
+
+
+def test_the_line_that_a_row_says_runs_it(rank_pool):
+    expected = flux_pipe()(**flux_call()).images
+    for found, patched in rank_pool.run(run_rows, 4):
+        errors = {str(shape): relative_error(found[str(shape)], expected) for shape in ROWS}
+        assert max(errors.values()) < 1e-4, errors
+        assert patched == 1
