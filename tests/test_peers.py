@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.peers import stand_ins
-from benchmarks.peers.page import cell, render
+from benchmarks.peers.page import NO_NOTION, cell, kind, render, summary
 from benchmarks.peers.verdicts import best, verdict
 from tests.attention.one_device import make_qkv, relative_error
 
@@ -62,6 +62,28 @@ def test_a_cell_names_the_ways_only_where_they_differ():
         cell({"Ulysses": exact, "ring": wrong, "2 × 2": refused})
         == "Ulysses: exact; ring: **wrong** by 0.5; 2 × 2: *refused*"
     )
+
+
+def test_what_a_peer_has_no_argument_or_notion_for_is_not_called_refused_or_wrong():
+    no_argument = {"verdict": "refused", "message": "TypeError: f() got an unexpected keyword argument 'attn_mask'"}
+    stand_in = {"verdict": "refused", "message": "RuntimeError: attn_bias does not fit (stand-in)"}
+    refused = {"verdict": "refused", "message": "ValueError: GQA is not yet supported"}
+    assert [kind(one) for one in (no_argument, stand_in, refused)] == [
+        "not offered",
+        "refused by our stand-in",
+        "refused",
+    ]
+    wrong = {"verdict": "wrong", "error": 0.5}
+    assert kind(wrong, NO_NOTION, "ParaAttention") == "not offered"
+    assert kind(wrong, NO_NOTION, "para_core") == kind(wrong, "gradients", "ParaAttention") == "wrong"
+
+
+def test_the_summary_counts_every_cell():
+    results = json.loads((ROOT / "benchmarks/results/peers.json").read_text())
+    columns = list(zip(*(line.strip("| ").split(" | ")[1:] for line in summary(results)[2:8]), strict=True))
+    assert [sum(map(int, column)) for column in columns] == [69] * 4
+    verdicts = [one["verdict"] for ways in results["cells"]["ParaAttention"].values() for one in ways.values()]
+    assert int(columns[2][0]) == verdicts.count("exact")
 
 
 def test_the_page_shows_what_the_results_say():

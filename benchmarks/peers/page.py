@@ -3,34 +3,78 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from typing import Any
 
 from benchmarks.page_parts import fill
 
 Ways = dict[str, dict[str, Any]]
 
+# An input that only para_core has a word for: a peer takes each rank's copy for more text.
+NO_NOTION = "text replicated + image sharded"
+# Columns of the table in README.md: the attention that each one's pipelines call.
+SUMMARY = {
+    "para_core": "para_core",
+    "diffusers' context parallelism": "diffusers",
+    "ParaAttention": "ParaAttention",
+    "yunchang (USP)": "xDiT (its attention, yunchang)",
+}
+SUMMARY_ROWS = {
+    "any length (101 tokens)": "101 tokens: no number of ranks divides them",
+    "any number of heads (3)": "3 heads",
+    "a mask of keys": "bool mask of keys `[B, 1, 1, S]`",
+    "text replicated, image sharded": NO_NOTION,
+    "grouped queries, 6 / 2 heads": "`enable_gqa`, 6 / 2 heads",
+    "gradients": "gradients",
+    "`torch.compile(fullgraph=True)`": "`torch.compile(fullgraph=True)`",
+}
 
-def cell(ways: Ways) -> str:
-    """One word where all ways agree, otherwise which way does what.
+
+def cell(ways: Ways, row: str = "", peer: str = "", *, brief: bool = False) -> str:
+    """One word where all ways agree, otherwise which way does what; ``brief``: what is not offered without its distance.
 
     >>> cell({"Ulysses": {"verdict": "exact"}, "ring": {"verdict": "refused"}, "2 × 2": {"verdict": "refused"}})
     'Ulysses: exact; ring, 2 × 2: *refused*'
     """
     words: dict[str, list[str]] = {}
     for way, outcome in ways.items():
-        words.setdefault(_word(outcome), []).append(way)
+        word = _word(outcome, row, peer)
+        words.setdefault(word.split(": each copy")[0] if brief else word, []).append(way)
     if len(words) == 1:
         return next(iter(words))
     return "; ".join(f"{', '.join(which)}: {word}" for word, which in words.items())
 
 
-def _word(outcome: dict[str, Any]) -> str:
-    word = outcome["verdict"]
+def kind(outcome: dict[str, Any], row: str = "", peer: str = "") -> str:
+    """The verdict, told apart further: whether the input is one that the peer offers, and who refused it.
+
+    >>> kind({"verdict": "refused", "message": "TypeError: f() got an unexpected keyword argument 'attn_mask'"})
+    'not offered'
+    >>> kind({"verdict": "refused", "message": "RuntimeError: attn_bias does not fit scores (stand-in)"})
+    'refused by our stand-in'
+    """
+    word, message = str(outcome["verdict"]), outcome.get("message", "")
+    if word == "refused" and "unexpected keyword argument" in message:
+        return "not offered"
+    if word == "refused" and message.endswith("(stand-in)"):
+        return "refused by our stand-in"
+    if word == "wrong" and row == NO_NOTION and peer != "para_core":
+        return "not offered"
+    return word
+
+
+def _word(outcome: dict[str, Any], row: str, peer: str) -> str:
+    word = kind(outcome, row, peer)
     if word == "exact":
         return "exact (mask sharded by hand)" if outcome.get("setting", {}).get("by hand") else word
-    if word == "wrong":
-        return f"**wrong** by {outcome['error']:.2g}"
-    return f"*{word}*" if word in ("refused", "needs CUDA") else f"**{word}**"
+    if outcome["verdict"] == "wrong":
+        error = f"{outcome['error']:.2g}"
+        return (
+            f"*not offered*: each copy counts as more text, off by {error}"
+            if word != "wrong"
+            else f"**wrong** by {error}"
+        )
+    return f"**{word}**" if word in ("crashes", "hangs") else f"*{word}*"
 
 
 def table(cells: dict[str, dict[str, Ways]]) -> list[str]:
@@ -39,8 +83,26 @@ def table(cells: dict[str, dict[str, Ways]]) -> list[str]:
     return [
         f"| | {' | '.join(cells)} |",
         "| --- " * (len(cells) + 1) + "|",
-        *(f"| {row} | {' | '.join(cell(column[row]) for column in cells.values())} |" for row in rows),
+        *(f"| {row} | {' | '.join(cell(column[row], row, peer) for peer, column in cells.items())} |" for row in rows),
     ]
+
+
+def summary(results: dict[str, Any]) -> list[str]:
+    """The table of README.md: how many cells of each peer end how, and the inputs that tell most."""
+    cells, versions = results["cells"], results["versions of the peers"]
+    numbers = {"diffusers": versions["diffusers"], "ParaAttention": versions["para-attn"]}
+    heads = [f"{name} {numbers.get(name, '')}".strip() for name in SUMMARY.values()]
+    counts = {
+        peer: Counter(kind(outcome, row, peer) for row, ways in cells[peer].items() for outcome in ways.values())
+        for peer in SUMMARY
+    }
+    total = sum(next(iter(counts.values())).values())
+    lines = [f"| of {total} cells | {' | '.join(heads)} |", "| --- " * (len(heads) + 1) + "|"]
+    for word in ("exact", "not offered", "refused", "refused by our stand-in", "wrong", "crashes"):
+        lines.append(f"| {word} | {' | '.join(str(counts[peer][word]) for peer in SUMMARY)} |")
+    for name, row in SUMMARY_ROWS.items():
+        lines.append(f"| {name} | {' | '.join(cell(cells[peer][row], row, peer, brief=True) for peer in SUMMARY)} |")
+    return lines
 
 
 def messages(cells: dict[str, dict[str, Ways]]) -> list[str]:
@@ -53,12 +115,12 @@ def messages(cells: dict[str, dict[str, Ways]]) -> list[str]:
             for way, outcome in ways.items():
                 if "message" not in outcome:
                     continue
-                kind = re.sub(r"\d+", "#", outcome["message"])
-                shown.setdefault(kind, outcome["message"].replace("`", "'"))
-                found.setdefault(kind, []).append(f"{row}, {way}")
-        for kind, where in found.items():
+                alike = re.sub(r"\d+", "#", outcome["message"])
+                shown.setdefault(alike, outcome["message"].replace("`", "'"))
+                found.setdefault(alike, []).append(f"{row}, {way}")
+        for alike, where in found.items():
             more = f" and {len(where) - 1} more" if len(where) > 1 else ""
-            lines.append(f"- {peer}: `{_short(shown[kind])}` ({where[0]}{more})")
+            lines.append(f"- {peer}: `{_short(shown[alike])}` ({where[0]}{more})")
     return lines
 
 
