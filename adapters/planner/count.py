@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from para_core.adapters.planner.inputs import INPUTS, Sizes
 from para_core.adapters.supported import plan_for, tensor_plan_for
 from para_core.adapters.weights.components import blocks_of
+from para_core.adapters.weights.pipefusion import patch_plan_for
 from para_core.adapters.weights.stages import stack_of, why_no_stages
 from para_core.instance import written_class
 from para_core.planner.observe import observed
@@ -28,7 +29,6 @@ from para_core.planner.traffic import ModelCall, Part
 from para_core.planner.weights import ModuleBytes, Weights
 from para_core.plans.places import matching_modules
 from para_core.weights.fsdp import LARGE
-from para_core.weights.pipefusion import patch_plan
 
 # Names in a config, of how many blocks of a kind there are.
 _DEPTH = re.compile(r"(num|n)_(\w+_)?(layers|blocks)|depth")
@@ -142,7 +142,7 @@ def weights_of(
         encoders: of text. ``other``: bytes of all else.
     """
     no_stages = why_no_stages(transformer)
-    patches = no_stages or patch_plan(plan_for(transformer))
+    patches = no_stages or patch_plan_for(transformer)
     of_encoders = [module_bytes(encoder) for encoder in encoders]
     return Weights(
         module_bytes(transformer),

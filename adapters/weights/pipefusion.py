@@ -33,7 +33,7 @@ def patches_of(module: nn.Module, mesh: GuidedMesh, adapter: Adapter | None) -> 
         ValueError: the mesh does not fit.
     """
     name = original_class(module).__name__
-    plan = why_no_stages(module, adapter) or _patch_plan(module, adapter)
+    plan = why_no_stages(module, adapter) or patch_plan_for(module, adapter)
     if isinstance(plan, str):
         raise TypeError(
             f"PipeFusion does not know patches of {name}: {plan}. docs/stages.md lists the models whose it does. Leave pipefusion= out: "
@@ -47,7 +47,8 @@ def patches_of(module: nn.Module, mesh: GuidedMesh, adapter: Adapter | None) -> 
     return plan
 
 
-def _patch_plan(module: nn.Module, adapter: Adapter | None) -> PatchPlan | str:
+def patch_plan_for(module: nn.Module, adapter: Adapter | None = None) -> PatchPlan | str:
+    """How a supported transformer is cut into patches, or why it is not."""
     known: Any = adapter_for(module, adapter)
     text: Text | None = None if known.empty_text else "replicate"
     return patch_plan(plan_for(module, text, adapter), module, known.frames)
