@@ -39,10 +39,10 @@ def patches_of(module: nn.Module, mesh: GuidedMesh, adapter: Adapter | None) -> 
             f"PipeFusion does not know patches of {name}: {plan}. docs/stages.md lists the models whose it does. Leave pipefusion= out: "
             "stages are exact then."
         )
-    if mesh.sequence.ranks > 1 or mesh.tensor.size > 1:
+    if mesh.tensor.size > 1:
         raise ValueError(
-            f"PipeFusion and a mesh that shares each sequence among {mesh.sequence.ranks * mesh.tensor.size} ranks: a patch is the part of "
-            "one rank. Give all ranks to 'pipe' and 'batch', max_ring_dim_size=1, max_ulysses_dim_size=1; or leave pipefusion= out."
+            f"PipeFusion and a mesh of {mesh.tensor.size} ranks along 'tensor': each of them would have keys of some heads. Give these ranks to "
+            "'pipe', 'ring' or 'ulysses', or leave pipefusion= out."
         )
     return plan
 

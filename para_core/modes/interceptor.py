@@ -153,6 +153,13 @@ class _OfThread(threading.local):
 _OF_THREAD = _OfThread()
 
 
+def outer_attention(*args: Any, **kwargs: Any) -> Tensor:
+    """Called by what the innermost :func:`at_the_dispatcher` put in place of ``scaled_dot_product_attention``: what it would be without that."""
+    outer: Attend = torch.ops.aten.scaled_dot_product_attention.default
+    outer = _OF_THREAD.attending[-2] if len(_OF_THREAD.attending) > 1 else outer
+    return outer(*args, **kwargs)
+
+
 def _dispatched(*args: Any, **kwargs: Any) -> Tensor:
     # Where backends trace, torch 2.11 does not say that it compiles.
     if torch.compiler.is_compiling() or TracingContext.try_get() is not None:

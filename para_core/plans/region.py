@@ -27,6 +27,7 @@ from para_core.instance import (
     wrap_method,
     wrapper,
 )
+from para_core.layout import Segment
 from para_core.mesh import MeshDim, SequenceMesh
 from para_core.modes import fused_encoder
 from para_core.modes.unified import UnifiedAttnMode
@@ -92,6 +93,11 @@ class _Region:
     def interception(self) -> Interception | None:
         """Of the call under way."""
         return self._interceptions[-1] if self._interceptions else None
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """Of the call under way."""
+        return tuple(self._cutting.segments.values())
 
     # -- around the module
 
@@ -387,8 +393,17 @@ def plan_options(module: nn.Module) -> AttnOptions | None:
     return None if region is None else region.options
 
 
+def segments_under_way(module: nn.Module) -> tuple[SequenceMesh, tuple[Segment, ...]] | None:
+    """During a call of ``module`` on several sequence ranks: their mesh, and which tokens were sharded, or found to be replicated."""
+    region = _region_of(module)
+    if region is None or region.mesh.ranks == 1 or region.interception is None:
+        return None
+    return region.mesh, region.segments
+
+
 def attention_is_skipped(module: nn.Module) -> None:
-    """During a call of ``module`` in eager code: it attends to nothing this time, for a cache computes none of its blocks."""
+    """During a call of ``module`` in eager code: nothing of it is intercepted this time, for a cache computes none of its blocks, or patches
+    attend in a way of their own."""
     region = _region_of(module)
     interception = None if region is None else region.interception
     if interception is not None:

@@ -187,6 +187,7 @@ class PatchPlaces:
     """What a plan says of the submodules of ``module``, put around them; :attr:`cutting` is that of the call under way, if any."""
 
     def __init__(self, module: nn.Module, plan: Plan) -> None:
+        self.module = module
         self.cutting: PatchCuts | None = None
         # What attention calls consist of, the innermost module last, and how many there were.
         self._attending: list[tuple[tuple[Attention, ...], list[int]]] = []

@@ -9,6 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from para_core.modes.interceptor import outer_attention
+from para_core.plans.attention import planned_layouts
+from para_core.plans.plan import Attention
+from para_core.plans.region import attention_is_skipped, segments_under_way
+from para_core.tokens import gather_tokens
 from para_core.weights.patch_plan import PatchPlaces, Rows
 
 
@@ -42,7 +47,7 @@ class StaleKeys:
 
     :meth:`attend` stands in for ``scaled_dot_product_attention``. Where all tokens are computed it holds their keys. A patch writes its
     rows, and attends to all: what stands before them is of now, what behind of the step before. Attention to what is not cut into
-    patches (Wan's text) is left as it is.
+    patches (Wan's text) is left as it is. Ranks that share a sequence exchange the keys of each patch, once, and hold those of all tokens.
 
     Args:
         places: what the call under way is of.
@@ -74,28 +79,52 @@ class StaleKeys:
         attention = self.places.next_attention()
         names = attention.keys or attention.queries
         if cutting is None or not cutting.cuts(names):
-            return _plain(query, key, value, attn_mask, *rest, **options)
-        found = cutting.rows(names, key.shape[-2])
-        queries = cutting.rows(attention.queries, query.shape[-2])
+            return outer_attention(query, key, value, attn_mask, *rest, **options)
+        whole = cutting.mesh.ranks == 1
+        given = (query, key, value, attn_mask)
+        query_length, key, value, attn_mask = self._of_all_ranks(attention, query, key, value, attn_mask)
+        found, queries = cutting.rows(names, key.shape[-2]), cutting.rows(attention.queries, query_length)
         causal = options.get("is_causal") or (len(rest) > 1 and rest[1])
         if found is None or queries is None or causal:
             raise RuntimeError(
-                f"an attention call has {query.shape[-2]} queries and {key.shape[-2]} keys{', and is causal' if causal else ''}; of a patch, "
+                f"an attention call has {query_length} queries and {key.shape[-2]} keys{', and is causal' if causal else ''}; of a patch, "
                 f"{' + '.join(attention.queries)} attend to {' + '.join(names)}, as the model's plan says. Leave pipefusion= out: stages "
                 "are exact then."
             )
-        rows, total = found
-        if cutting.mesh.ranks == 1:
+        if whole:
             held = [x.detach().clone(memory_format=torch.contiguous_format) for x in (key, value)]
-            mask = attn_mask.detach().clone() if attn_mask is not None else None
-            self.held.append(Held(held[0], held[1], mask))
-            return _plain(query, key, value, attn_mask, *rest, **options)
+            self.held.append(Held(held[0], held[1], None if attn_mask is None else attn_mask.detach().clone()))
+            return outer_attention(*given, *rest, **options)
+        rows, total = found
         one, self._calls = self.held[self._calls], self._calls + 1
         mask = _mask_of_patch(attn_mask, queries[0], one.mask, key.shape[-2], total)
-        one.update(rows, key, value, mask if mask is not None and mask.shape[-1] != total else None)
-        if mask is not None and mask.shape[-1] != total:
-            mask = one.mask
-        return _plain(query, one.key, one.value, mask, *rest, **options)
+        of_patch = mask is not None and mask.shape[-1] != total
+        one.update(rows, key, value, mask if of_patch else None)
+        attention_is_skipped(self.places.module)
+        out: Tensor = torch.ops.aten.scaled_dot_product_attention.default(
+            query, one.key, one.value, one.mask if of_patch else mask, *rest, **options
+        )
+        return out
+
+    def _of_all_ranks(
+        self, attention: Attention, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+    ) -> tuple[int, Tensor, Tensor, Tensor | None]:
+        """Where ranks share a patch: how many queries all of them have, and the keys, values and mask of all. One exchange."""
+        over = segments_under_way(self.places.module)
+        if over is None:
+            return query.shape[-2], key, value, mask
+        mesh, segments = over
+        of_queries, of_keys = planned_layouts(attention, segments, mesh, query.shape[-2], key.shape[-2])
+        if mask is not None and mask.shape[-2] != 1:
+            raise RuntimeError(
+                f"an attention call on {mesh.ranks} sequence ranks has a mask {list(mask.shape)}; PipeFusion knows masks of keys there. Leave "
+                "pipefusion= out: stages are exact then."
+            )
+        if mask is not None and mask.shape[-1] == key.shape[-2] != of_keys.total:
+            mask = gather_tokens(mask, -1, of_keys, mesh)
+        both = gather_tokens(torch.cat([key, value], dim=1), -2, of_keys, mesh)
+        key, value = both.split([key.shape[1], value.shape[1]], dim=1)
+        return of_queries.total, key, value, mask
 
 
 def _mask_of_patch(
@@ -115,8 +144,3 @@ def _mask_of_patch(
         f"an attention call of a patch of {own} queries and {num_keys} of {total} keys has {given}; the whole one had {held}. PipeFusion knows "
         "masks of keys. Leave pipefusion= out: stages are exact then."
     )
-
-
-def _plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *rest: Any, **options: Any) -> Tensor:
-    out: Tensor = torch.ops.aten.scaled_dot_product_attention.default(query, key, value, mask, *rest, **options)
-    return out

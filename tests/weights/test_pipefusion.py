@@ -15,7 +15,6 @@ from diffusers import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.launches import fake_group
 from benchmarks.tiny_pipelines import PIPELINES
 from para_core import PipeFusion, init_context_parallel_mesh
 from para_core.adapters import (
@@ -26,7 +25,7 @@ from para_core.adapters import (
 )
 from para_core.weights.patch_plan import patch_rows
 from para_core.weights.patches import Arrival, Expected, Patched
-from tests.tiny import cpu_mesh, flux_call, flux_pipe, relative_error
+from tests.tiny import flux_call, flux_pipe, relative_error
 
 # Of Mochi.
 pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast")
@@ -380,6 +379,42 @@ def test_of_other_models_stages_compute_what_one_process_does(rank_pool, name, s
         assert report.patched_calls > 0
 
 
+def shared_by_ranks(name, shape):
+    mesh, found = init_device_mesh("cpu", shape, mesh_dim_names=("pipe", "ring", "ulysses")), []
+    for options in (None, PipeFusion(2, warmup_steps=STEPS), PipeFusion(2)):
+        pipe = parallelize_pipe(PIPELINES[name].build(), mesh=mesh, pipefusion=options)
+        found.append(latents_of(pipe, name))
+    return *found, pipefusion_report(pipe)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("hunyuan", (1, 1, 2)),
+        *[
+            pytest.param(name, shape, marks=pytest.mark.long)
+            for name, shape in [
+                ("flux2 klein", (1, 2, 1)),
+                ("wan", (2, 1, 2)),
+                ("qwen-image", (2, 2, 1)),
+                ("cogvideox", (2, 1, 2)),
+            ]
+        ],
+    ],
+)
+def test_ranks_of_a_stage_may_share_each_patch(rank_pool, name, shape):
+    alone = parallelize_pipe(PIPELINES[name].build(), pipefusion=PipeFusion(2))
+    expected, report = latents_of(alone, name), pipefusion_report(alone)
+    keys = 0
+    for exact, whole, found, of_rank in rank_pool.run(shared_by_ranks, shape[0] * shape[1] * shape[2], name, shape):
+        assert torch.equal(whole, exact)
+        assert relative_error(found, expected) < 1e-5 < relative_error(found, exact)
+        assert of_rank.patched_calls == report.patched_calls
+        keys += of_rank.key_bytes
+    # Each holds those of all tokens.
+    assert keys == shape[1] * shape[2] * report.key_bytes
+
+
 @pytest.mark.long
 def test_branches_over_ranks_go_with_stages(rank_pool):
     expected, _ = fused(3, **GUIDED)
@@ -535,8 +570,6 @@ def test_what_it_does_not_go_with_is_refused():
         latents_of(parallelize_pipe(PIPELINES["hunyuan"].build(), pipefusion=PipeFusion()), "hunyuan")
     with pytest.raises(TypeError, match="pipefusion is 4; expected a PipeFusion"):
         parallelize_pipe(flux_pipe(), pipefusion=4)
-    with fake_group(2), pytest.raises(ValueError, match="shares each sequence among 2 ranks"):
-        parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2), pipefusion=PipeFusion())
     pipe = apply_cache_on_pipe(parallelize_pipe(flux_pipe(), pipefusion=PipeFusion()))
     with pytest.raises(RuntimeError, match="cannot be cached so: under PipeFusion a step computes patches"):
         run(pipe)
