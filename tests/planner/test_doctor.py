@@ -7,9 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from para_core.planner import doctor
-from para_core.planner.doctor import BROKEN, CHANGE, OK, Finding, Ranks, Report, exactness, examine, versions
+from para_core.planner import checks, doctor, mesh_checks
+from para_core.planner.checks import versions
+from para_core.planner.doctor import examine
 from para_core.planner.hardware import DEVICES, LINKS, Host, measured_figures
+from para_core.planner.mesh_checks import exactness
+from para_core.planner.report import BROKEN, CHANGE, OK, Finding, Ranks, Report
 from tests.tiny import cpu_mesh
 
 
@@ -19,7 +22,7 @@ def this_rank():
 
 def in_short():
     """Instead of the median of many: once."""
-    return mock.patch.object(doctor.seconds_of, "__kwdefaults__", {"repeats": 1, "rounds": 1})
+    return mock.patch.object(checks.seconds_of, "__kwdefaults__", {"repeats": 1, "rounds": 1})
 
 
 def examine_all():
@@ -31,12 +34,12 @@ def examine_all():
 def examine_with_wrong_attention():
     """Where one rank adds a little to what it attends to."""
     mesh = cpu_mesh(1, 2)
-    attend = doctor._attend
+    attend = mesh_checks._attend
 
     def wrong(qkv):
         return attend(qkv) * (1.001 if qkv[0].dtype == torch.float32 and dist.get_rank() == 1 else 1.0)
 
-    with mock.patch.object(doctor, "_attend", wrong):
+    with mock.patch.object(mesh_checks, "_attend", wrong):
         return exactness(this_rank(), mesh)
 
 
@@ -117,10 +120,23 @@ def test_one_process_is_examined_without_ranks(tmp_path, capsys):
     assert found["doctor"]["products"] > 0 and found["findings"][0]["name"] == "versions"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--output", "/no/such/folder/doctor.json"], "there is no folder /no/such/folder"),
+        (["--ring", "0"], "--ring 0"),
+    ],
+)
+def test_what_cannot_be_done_is_said_before_a_minute_is_spent(arguments, words, capsys):
+    with pytest.raises(SystemExit):
+        doctor.main(["--cpu", *arguments])
+    assert words in capsys.readouterr().err
+
+
 def test_a_slow_link_says_what_is_usual():
     ranks = Ranks(0, 2, torch.device("cuda", 0), torch.bfloat16)
     with mock.patch("torch.cuda.get_device_name", lambda _: "NVIDIA H100 80GB HBM3"):
-        slow, usual = (doctor._judged("mesh dim ring", "", bandwidth, ranks) for bandwidth in (5e9, 300e9))
+        slow, usual = (mesh_checks._judged("mesh dim ring", "", bandwidth, ranks) for bandwidth in (5e9, 300e9))
     assert slow.verdict == CHANGE and "nvlink4 between such devices reaches 370 GB/s" in slow.advice
     assert usual.verdict == OK
 
