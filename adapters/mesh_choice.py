@@ -168,7 +168,9 @@ def _planned(device_type: str, owner: Any) -> MeshChoice | None:
     """The planner's first row for all ranks, as rank 0 found it; None where it knows too little, and for a transformer alone."""
     if device_type != "cuda" or isinstance(owner, nn.Module) or dist.get_backend() == "fake":
         return None
-    found: list[MeshChoice | None] = [_fastest(owner, _device_name()) if dist.get_rank() == 0 else None]
+    ranks = dist.get_world_size()
+    on_host = int(os.environ.get("LOCAL_WORLD_SIZE", str(ranks)))
+    found = [fastest_mesh(owner, _device_name(), ranks, on_host) if dist.get_rank() == 0 else None]
     # All take that of rank 0: other devices on other hosts might be planned for differently.
     everyone = find_or_make_group("para_core: choice of a mesh", list(range(dist.get_world_size())), backend="gloo")
     dist.broadcast_object_list(found, src=0, group=everyone)
@@ -179,17 +181,15 @@ def _device_name() -> str:
     return torch.cuda.get_device_name()
 
 
-def _fastest(pipe: Any, device: str) -> MeshChoice | None:
-    """Of the meshes that all ranks make; None where the planner does not know the device, the transformer, or its guidance."""
+def fastest_mesh(pipe: Any, device: str, ranks: int, ranks_per_host: int) -> MeshChoice | None:
+    """Of the meshes of so many ranks; None where the planner does not know the device, the transformer, or its guidance."""
     # The planner asks this module what a pipeline guides by.
     from para_core.adapters.planner.plan import plan_mesh
 
     if hasattr(pipe, "pag_applied_layers"):
         return None
-    ranks = dist.get_world_size()
-    per_host = int(os.environ.get("LOCAL_WORLD_SIZE", str(ranks)))
     try:
-        plan = plan_mesh(pipe, ranks=ranks, device=device, ranks_per_host=per_host, weights=())
+        plan = plan_mesh(pipe, ranks=ranks, device=device, ranks_per_host=ranks_per_host, weights=())
     except Exception as error:
         # Whatever a class or a config of the user's own makes of it: a prediction that fails is none.
         logger.debug("no mesh is predicted for %s: %s", type(pipe).__name__, error)

@@ -6,6 +6,7 @@ import json
 import os
 import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -18,10 +19,11 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from para_core.cli.bars import Bars, NoBars
 from para_core.cli.ranks import Job, Report, in_torchrun, quiet, run_job
+from para_core.fleet.foresee import foresee_mesh, given_mesh, without_weights
 from para_core.fleet.models import Model, find_model, require_field
-from para_core.fleet.outputs import choose_format, is_finished, require_room, write_result
+from para_core.fleet.outputs import alone_in, choose_format, is_finished, require_room, write_result
 from para_core.fleet.prompts import Line, Problem, read_prompts
-from para_core.fleet.recipe import Compile, Dtype, Recipe, Weights, read_mesh_sizes
+from para_core.fleet.recipe import Compile, Dtype, Recipe, Weights, dtype_of, read_mesh_sizes, require_loras
 from para_core.fleet.request import make_request
 from para_core.fleet.work import Result, digest
 
@@ -63,7 +65,7 @@ def generate(
     format_: Annotated[
         str | None, typer.Option("--format", help="png, jpg, webp; videos: mp4, gif, webp.", rich_help_panel=WHAT)
     ] = None,
-    fps: Annotated[int, typer.Option(help="Frames per second of a video.", rich_help_panel=WHAT)] = 16,
+    fps: Annotated[int, typer.Option(min=1, help="Frames per second of a video.", rich_help_panel=WHAT)] = 16,
     cache: Annotated[
         str | None, typer.Option(help="First Block Cache: a threshold, or default.", rich_help_panel=HOW)
     ] = None,
@@ -120,6 +122,9 @@ def _order(
     replicas: int,
 ) -> Order:
     chosen = choose_format(model, format_)
+    require_loras(recipe)
+    if recipe.mesh:
+        given_mesh(recipe, ranks)
     problems: Sequence[Problem] = ()
     if prompts is None:
         if "prompt" in model.fields and "prompt" not in common:
@@ -145,18 +150,13 @@ def _carry_out(order: Order, fps: int, debug: bool) -> int:
     if order.finished:
         console.print(f"{len(order.finished)} of {len(order.finished) + len(order.lines)} are finished already.")
     report = Report((), ())
-    if order.lines and order.replicas > 1:
-        report = _on_replicas(order, fps, console, debug)
-    elif order.lines:
-        with tempfile.TemporaryDirectory() as folder:
-            job = Job(
-                order.recipe, order.lines, order.folder, order.format_, fps, Path(folder) / "journal", debug=debug
-            )
-            try:
-                report = run_job(job, order.ranks)
-            except (KeyboardInterrupt, SignalException):
-                console.print("interrupted: the same command goes on where this one stopped.")
-                return _INTERRUPTED
+    if order.lines:
+        try:
+            with alone_in(order.folder) if first else nullcontext():
+                report = _generate_lines(order, fps, debug)
+        except (KeyboardInterrupt, SignalException):
+            console.print("interrupted: the same command goes on where this one stopped.")
+            return _INTERRUPTED
     for problem in report.problems:
         console.print(f"line {problem.number}: {problem.reason}", markup=False)
     failed = len(order.problems) + len(report.problems)
@@ -167,7 +167,16 @@ def _carry_out(order: Order, fps: int, debug: bool) -> int:
     return 1 if failed and first else 0
 
 
-def _on_replicas(order: Order, fps: int, console: Console, debug: bool) -> Report:
+def _generate_lines(order: Order, fps: int, debug: bool) -> Report:
+    if order.replicas > 1:
+        return _on_replicas(order, fps, debug)
+    with tempfile.TemporaryDirectory() as folder:
+        journal = Path(folder) / "journal"
+        job = Job(order.recipe, order.lines, order.folder, order.format_, fps, journal, debug=debug)
+        return run_job(job, order.ranks)
+
+
+def _on_replicas(order: Order, fps: int, debug: bool) -> Report:
     try:
         from para_core.fleet.batch import generate_lines
         from para_core.fleet.group import Shape
@@ -241,7 +250,7 @@ def _show_plan(order: Order) -> None:
     rows = {
         "model": f"{recipe.model} ({order.model.pipeline}, {order.model.kind}s)",
         "ranks": f"{order.replicas} × {order.ranks}" if order.replicas > 1 else str(order.ranks),
-        "mesh": ", ".join(f"{name} ≤ {size}" for name, size in recipe.mesh) or _chosen_mesh(order),
+        "mesh": _mesh(order),
         "cache": "none" if recipe.cache is None else f"First Block Cache, threshold {recipe.cache}",
         "compile": recipe.compile,
         "weights": recipe.weights,
@@ -260,5 +269,12 @@ def _show_plan(order: Order) -> None:
         console.print(f"line {problem.number}: {problem.reason}", markup=False)
 
 
-def _chosen_mesh(order: Order) -> str:
-    return "1 rank" if order.ranks == 1 else "chosen when loaded: branches of guidance, then heads, then the ring"
+def _mesh(order: Order) -> str:
+    """The sizes that it will have; of a model whose configs do not make a pipeline, how they are chosen."""
+    try:
+        pipe = None if order.recipe.mesh else without_weights(order.model, dtype_of(order.recipe))
+        sizes = foresee_mesh(pipe, order.recipe, order.ranks)
+    except Exception:
+        # Whatever a config of another library's makes of it: a plan that cannot be shown stops nothing.
+        return "chosen when loaded: what is predicted to be fastest, or branches of guidance, then heads, then the ring"
+    return " × ".join(f"{name} {size}" for name, size in sizes.items())

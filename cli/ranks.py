@@ -72,7 +72,7 @@ def run_job(job: Job, ranks: int) -> Report:
     """Generate all lines on ``ranks`` new ranks, or on this process. A line that ends the ranks is a problem; the rest goes on.
 
     Raises:
-        RuntimeError: the ranks ended before their first line.
+        RuntimeError: the ranks ended before their first line, or a result cannot be written.
     """
     done: list[int] = []
     problems: list[Problem] = []
@@ -88,7 +88,7 @@ def run_job(job: Job, ranks: int) -> Report:
         in_flight = begun - {*done, *(problem.number for problem in problems)}
         said = [event["reason"] for event in events if event["event"] == "error"]
         reason = said[0] if said else reason
-        if not in_flight:
+        if not in_flight or any(event["event"] == "unwritten" for event in events):
             raise RuntimeError(reason)
         problems += [Problem(number, reason) for number in in_flight]
         left = tuple(line for line in left if line.number not in begun)
@@ -234,7 +234,11 @@ def _run_line(job: Job, pipe: Any, line: Line, bars: Bars | NoBars, first: bool)
         torch.cuda.empty_cache()
     else:
         if result is not None:
-            write_result(job.folder, line.name, result.outputs, {"line": line.number, **result.metadata})
+            try:
+                write_result(job.folder, line.name, result.outputs, {"line": line.number, **result.metadata})
+            except OSError:
+                _note(job, event="unwritten", line=line.number)  # as any other line would be: none is tried
+                raise
             _note(job, event="done", line=line.number)
     if first:
         bars.end()

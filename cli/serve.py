@@ -11,9 +11,9 @@ from rich.console import Console
 
 from para_core.cli.generate import count_ranks, read_threshold
 from para_core.cli.ranks import quiet
-from para_core.fleet.models import find_model
+from para_core.fleet.models import Kind, find_model
 from para_core.fleet.outputs import choose_format
-from para_core.fleet.recipe import Compile, Dtype, Recipe, Weights, read_mesh_sizes
+from para_core.fleet.recipe import Compile, Dtype, Recipe, Weights, read_mesh_sizes, require_loras
 from para_core.fleet.request import read_size
 
 WHAT, HOW, LIMITS = "What", "How", "Limits"
@@ -29,14 +29,14 @@ def serve(
         int | None, typer.Option(help="Of each; left out: all GPUs shared out.", rich_help_panel=WHAT)
     ] = None,
     host: Annotated[str, typer.Option(help="Another than this needs an API key.", rich_help_panel=WHAT)] = "127.0.0.1",
-    port: Annotated[int, typer.Option(rich_help_panel=WHAT)] = 8000,
+    port: Annotated[int, typer.Option(min=1, max=65535, rich_help_panel=WHAT)] = 8000,
     api_key_env: Annotated[
         str, typer.Option(help="Environment variable with the API key.", rich_help_panel=WHAT)
     ] = "PARA_CORE_API_KEY",
     format_: Annotated[
         str | None, typer.Option("--format", help="png, jpg, webp; videos: mp4, gif, webp.", rich_help_panel=WHAT)
     ] = None,
-    fps: Annotated[int, typer.Option(help="Frames per second of a video.", rich_help_panel=WHAT)] = 16,
+    fps: Annotated[int, typer.Option(min=1, help="Frames per second of a video.", rich_help_panel=WHAT)] = 16,
     cache: Annotated[
         str | None, typer.Option(help="First Block Cache: a threshold, or default.", rich_help_panel=HOW)
     ] = None,
@@ -52,8 +52,12 @@ def serve(
     timeout: Annotated[float, typer.Option(help="Seconds ranks wait for one another.", rich_help_panel=HOW)] = 600,
     queue: Annotated[int, typer.Option(help="Requests that may wait.", rich_help_panel=LIMITS)] = 8,
     max_size: Annotated[
-        str, typer.Option(help="Pixels of a request, all images.", rich_help_panel=LIMITS)
-    ] = "2048x2048",
+        str | None,
+        typer.Option(help="Pixels of a request; left out: 2048x2048, videos 1280x720x129.", rich_help_panel=LIMITS),
+    ] = None,
+    memory: Annotated[
+        float | None, typer.Option(help="GB that a rank may hold; left out: its device's.", rich_help_panel=LIMITS)
+    ] = None,
     max_steps: Annotated[int, typer.Option(rich_help_panel=LIMITS)] = 200,
     request_seconds: Annotated[float, typer.Option(help="Waiting included.", rich_help_panel=LIMITS)] = 600,
     retries: Annotated[int, typer.Option(help="After a replica died.", rich_help_panel=LIMITS)] = 0,
@@ -84,8 +88,12 @@ def serve(
         lora=tuple(lora or ()),
         timeout=timeout,
     )
-    width, height = read_size(max_size)
-    limits = Limits(waiting=queue, pixels=width * height, steps=max_steps, seconds=request_seconds, retries=retries)
+    require_loras(recipe)
+    if memory is not None and not memory > 0:
+        raise typer.BadParameter(f"--memory {memory:g}: expected more than 0 GB.")
+    limits = Limits(
+        waiting=queue, pixels=_pixels(max_size, found.kind), steps=max_steps, seconds=request_seconds, retries=retries
+    )
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     serving.start(
         found,
@@ -98,6 +106,7 @@ def serve(
         host=host,
         port=port,
         api_key=api_key,
+        room=None if memory is None else memory * 1e9,
         debug=debug,
     )
     console.print(f"{found.pipeline} answers on http://{host}:{port}/ (Ctrl-C ends it)", markup=False)
@@ -106,3 +115,14 @@ def serve(
             time.sleep(1)
     except KeyboardInterrupt:
         serving.stop()
+
+
+def _pixels(size: str | None, kind: Kind) -> int:
+    if size is None:
+        return {"image": 2048 * 2048, "video": 1280 * 720 * 129}[kind]
+    # A third number is that of frames.
+    plane, _, frames = size.rpartition("x") if size.count("x") == 2 else (size, "", "1")
+    width, height = read_size(plane)
+    if not frames.isdecimal() or int(frames) < 1:
+        raise typer.BadParameter(f"--max-size {size}: expected width x height, or width x height x frames.")
+    return width * height * int(frames)

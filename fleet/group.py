@@ -15,6 +15,7 @@ from ray.util import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from para_core.fleet.failures import ReplicaDied, RequestCancelled, RequestFailed
+from para_core.fleet.foresee import Memory
 from para_core.fleet.rank import CONTROL, Answer, Rank
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request
@@ -22,6 +23,8 @@ from para_core.fleet.work import Result
 
 # Between looks at how many steps are done.
 _LOOK_SECONDS = 0.1
+# Ray gives a node half a minute to start, which a machine that does anything else may take.
+_STARTS = 4
 # For which ranks that have not answered are waited for once another has: they are at most a step behind.
 _GRACE_SECONDS = 30.0
 
@@ -138,6 +141,11 @@ class Replica:
             raise RequestFailed(first.reason)
         return first.result
 
+    async def memory(self, room: float | None) -> Memory | None:
+        """What results take of a rank's memory, of which there are ``room`` bytes, or as many as its device has; None: not known."""
+        memory: Memory | None = await self.actors[0].memory.remote(self.mesh, room)
+        return memory
+
     async def _look(self, id_: str, progress: Callable[[int], None]) -> None:
         seen = 0
         while True:
@@ -170,6 +178,9 @@ def connect(cpus: int, *, debug: bool) -> bool:
 
     Returns:
         Whether this process was not connected before.
+
+    Raises:
+        RuntimeError: Ray does not start.
     """
     if ray.is_initialized():
         return False
@@ -180,8 +191,21 @@ def connect(cpus: int, *, debug: bool) -> bool:
     try:
         ray.init(address="auto", **options)
     except ConnectionError:
-        ray.init(num_cpus=max(cpus, os.cpu_count() or 1), include_dashboard=False, **options)
+        _start_here(num_cpus=max(cpus, os.cpu_count() or 1), include_dashboard=False, **options)
     return True
+
+
+def _start_here(**options: Any) -> None:
+    """A cluster of this machine."""
+    for left in range(_STARTS - 1, -1, -1):
+        try:
+            ray.init(**options)
+            return
+        except Exception as error:
+            # A node that was too slow is a bare Exception of Ray's.
+            if left == 0 or "timed out" not in str(error):
+                raise RuntimeError(f"Ray does not start on this machine: {cause(error)}") from error
+            ray.shutdown()
 
 
 def _bundle() -> dict[str, float]:

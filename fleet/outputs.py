@@ -5,22 +5,24 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from para_core.fleet.models import Kind, Model
-from para_core.fleet.request import Request
+from para_core.fleet.request import Request, estimated_pixels
 
 FORMATS: Mapping[Kind, tuple[str, ...]] = {"image": ("png", "jpg", "webp"), "video": ("mp4", "gif", "webp")}
-# Of a result whose size the pipeline chooses.
-_USUAL_PIXELS = {"image": 1024 * 1024, "video": 1280 * 720 * 129}
 # A PNG of noise is as large as its pixels and a little more; videos compress, GIFs least.
 _BYTES_PER_PIXEL = {"png": 3.1, "jpg": 3.0, "webp": 3.0, "mp4": 1.0, "gif": 1.5}
 _SPARE_BYTES = 64 * 2**20
+# As write_atomically names what is not a result yet.
+_HALF_WRITTEN = re.compile(r"\.\d{5,}(-\d+)?\.(json|png|jpg|webp|mp4|gif)\.\w{8}")
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ def require_room(folder: Path, requests: Iterable[Request], model: Model, format
     Raises:
         OSError: the folder cannot be made or written to, or its disk has not that much room.
     """
-    sizes = [request.pixels() or _USUAL_PIXELS[model.kind] for request in requests]
+    sizes = [estimated_pixels(request, model.kind) for request in requests]
     needed = int(sum(sizes) * _BYTES_PER_PIXEL[format_])
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -147,6 +149,34 @@ def write_atomically(path: Path, data: bytes) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Inside, no other process of this machine is in here with the same folder; files that one which was killed left half written go.
+
+    Raises:
+        RuntimeError: another process is.
+    """
+    import fcntl
+
+    # Of the folder itself, so that no file is left behind; it ends with the process.
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RuntimeError(
+                f"another para_core generate writes to {folder}: wait for it, or name another folder with --out."
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        for path in folder.iterdir():
+            if _HALF_WRITTEN.fullmatch(path.name):
+                path.unlink(missing_ok=True)
+        yield
+    finally:
+        os.close(held)
 
 
 def is_finished(folder: Path, name: str, digest: str) -> bool:

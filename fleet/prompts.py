@@ -47,7 +47,8 @@ def read_prompts(
         ValueError: it is not UTF-8.
     """
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        # Not splitlines: JSON may hold other ends of lines, as U+2028, inside of a text.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}.") from error
     except OSError as error:
@@ -70,6 +71,8 @@ def read_prompts(
             request = make_request({**common, **given}, model, seed=seed + number - 1, read_image=read_image)
         except json.JSONDecodeError as error:
             problems.append(Problem(number, f"it is no JSON: {error.msg} at column {error.colno}."))
+        except RecursionError:
+            problems.append(Problem(number, "it is nested too deeply."))
         except (OSError, ValueError) as error:
             problems.append(Problem(number, str(error)))
         else:

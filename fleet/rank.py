@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from para_core.fleet.foresee import Memory, bytes_of_device, predict_memory
 from para_core.fleet.recipe import Recipe, build, mesh_shape
 from para_core.fleet.request import Request
 from para_core.fleet.work import Cancelled, Result, Watch, generate, sentence
@@ -60,6 +61,10 @@ class Rank:
             dist.init_process_group(store=store, rank=self._rank, world_size=self._ranks, timeout=timeout)
         self._pipe = build(self._recipe)
         return mesh_shape(self._pipe)
+
+    def memory(self, mesh: dict[str, int], room: float | None) -> Memory | None:
+        """On the first rank: what results take of a rank; ``room`` bytes of it, or as many as the device has."""
+        return predict_memory(self._pipe, self._recipe, mesh, bytes_of_device() if room is None else room)
 
     def generate(self, id_: str, request: Request) -> Answer:
         """All ranks of the replica are called with the same request."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -20,6 +21,7 @@ from para_core.make_mesh import init_context_parallel_mesh
 Weights = Literal["replicate", "fsdp", "tensor"]
 Compile = Literal["no", "blocks", "whole"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+_LONGEST = 365 * 24 * 3600
 MESH_NAMES = ("batch", "ring", "ulysses", "tensor")
 
 
@@ -59,8 +61,10 @@ class Recipe:
                 raise ValueError(f"{name} is {value!r}; expected one of {', '.join(allowed)}.")
         if isinstance(self.cache, float) and not self.cache >= 0:
             raise ValueError(f"cache is {self.cache:g}; expected a threshold of at least 0, or 'default'.")
-        if not self.timeout > 0:
-            raise ValueError(f"timeout is {self.timeout:g} s; expected a positive number of seconds.")
+        if not 0 < self.timeout < _LONGEST:
+            raise ValueError(
+                f"timeout is {self.timeout:g} s; expected a positive number of seconds, of a year at most."
+            )
         if self.weights == "tensor" and "tensor" not in dict(self.mesh):
             raise ValueError("weights are 'tensor'; say how many ranks share heads: --mesh tensor=2.")
 
@@ -106,6 +110,16 @@ def read_lora(text: str) -> tuple[str, float]:
     return text, 1.0
 
 
+def require_loras(recipe: Recipe) -> None:
+    """Raise ``FileNotFoundError`` for what can only be a file and is not there; a repository is looked for when it is loaded."""
+    for text in recipe.lora:
+        name, _ = read_lora(text)
+        path = Path(name)
+        is_file = path.suffix in (".safetensors", ".bin", ".pt") or path.is_absolute() or len(path.parts) != 2
+        if is_file and not path.exists():
+            raise FileNotFoundError(f"lora {name!r} is no file or folder here; expected one, or owner/name of the Hub.")
+
+
 def build(recipe: Recipe) -> Any:
     """The pipeline of ``recipe`` on this rank: every rank of the default process group calls it, or one process alone.
 
@@ -115,7 +129,7 @@ def build(recipe: Recipe) -> Any:
     from diffusers import DiffusionPipeline
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = _dtype(recipe.dtype, device)
+    dtype = dtype_of(recipe)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     mesh = _mesh(recipe, device) if ranks > 1 else None
     weights = None if recipe.weights == "replicate" or ranks == 1 else recipe.weights
@@ -144,10 +158,11 @@ def mesh_shape(pipe: Any) -> dict[str, int]:
     return {**sizes, "tensor": mesh.tensor.size} if mesh.tensor.size > 1 else sizes
 
 
-def _dtype(name: Dtype, device: str) -> torch.dtype:
-    if name == "auto":
-        return torch.bfloat16 if device == "cuda" else torch.float32
-    found: torch.dtype = getattr(torch, name)
+def dtype_of(recipe: Recipe) -> torch.dtype:
+    """Of a pipeline that is loaded in this process."""
+    if recipe.dtype == "auto":
+        return torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    found: torch.dtype = getattr(torch, recipe.dtype)
     return found
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from para_core.fleet.models import Model, require_field
+from para_core.fleet.models import Kind, Model, require_field
 
 # Short names, and those of diffusers.
 _ALIASES = {"steps": "num_inference_steps", "frames": "num_frames", "n": "num_images_per_prompt"}
@@ -23,6 +23,8 @@ _LARGEST_SEED = 2**63 - 1
 # What Pillow may decode: the formats that cameras and browsers write.
 _FORMATS = ("PNG", "JPEG", "WEBP")
 MAX_IMAGE_PIXELS = 64 * 2**20
+# Width, height and frames of a result whose size the pipeline chooses.
+_USUAL: Mapping[Kind, tuple[int, int, int]] = {"image": (1024, 1024, 1), "video": (1280, 720, 129)}
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,16 @@ class Request:
         return int(sides[0] * sides[-1] * frames * self.results)
 
 
+def estimated_pixels(request: Request, kind: Kind) -> int:
+    """Of all images or frames; as usual for what ``request`` leaves to the pipeline."""
+    given = request.pixels()
+    if given is not None:
+        return given
+    width, height, frames = _USUAL[kind]
+    frames = request.fields.get("num_frames") or request.fields.get("video_length") or frames
+    return int(width * height * frames * request.results)
+
+
 def make_request(
     given: Mapping[str, Any], model: Model, *, seed: int = 0, read_image: Callable[[str], bytes] | None = None
 ) -> Request:
@@ -92,8 +104,9 @@ def make_request(
                 images[full] = _read_images(full, value, read_image)
             else:
                 fields[full] = _checked(full, value)
-    if seed > _LARGEST_SEED:
-        raise ValueError(f"seed is {seed}; expected at most {_LARGEST_SEED}.")
+    if not 0 <= seed <= _LARGEST_SEED:
+        raise ValueError(f"seed is {seed}; expected 0 to {_LARGEST_SEED}.")
+    _require_unicode(fields)
     _require_prompt(fields, model, images)
     return Request(fields, seed, images)
 
@@ -148,6 +161,14 @@ def _read_images(name: str, value: Any, read: Callable[[str], bytes] | None) -> 
         except ValueError as error:
             raise ValueError(f"field {name!r}, {path}: {error}") from error
     return files
+
+
+def _require_unicode(fields: Mapping[str, Any]) -> None:
+    # JSON can name half of a surrogate pair, which no tokenizer and no file takes.
+    try:
+        json.dumps(fields, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"a text has {error.object[error.start]!a}, which is half of a character.") from None
 
 
 def _require_prompt(fields: Mapping[str, Any], model: Model, images: Mapping[str, Any]) -> None:

@@ -25,9 +25,10 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 
 from para_core.fleet.failures import ReplicaDied, RequestCancelled, RequestFailed
+from para_core.fleet.foresee import Memory
 from para_core.fleet.models import Model
 from para_core.fleet.outputs import Output
-from para_core.fleet.request import Request, make_request, open_image
+from para_core.fleet.request import Request, estimated_pixels, make_request, open_image
 from para_core.fleet.work import Result
 
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -35,6 +36,10 @@ _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 _MEDIA_TYPES = {"png": "image/png", "jpg": "image/jpeg", "webp": "image/webp", "gif": "image/gif", "mp4": "video/mp4"}
 # Of results that wait to be fetched by their url, in the memory of the server.
 _STORED_BYTES = 256 * 2**20
+# Of one request, each of which is decoded.
+_MOST_IMAGES = 16
+# No text encoder reads more; a tokenizer would make room for any number.
+_MOST_TOKENS = 4096
 # Between looks whether the client is still there.
 _LOOK_SECONDS = 0.2
 # OpenAI's fields that say nothing to a pipeline.
@@ -63,6 +68,7 @@ class Limits:
         pixels: of all images or frames of a request.
         seconds: a request takes, waiting included, before it is cancelled.
         retries: how often a request is tried again after the replica that had it died.
+        memory: of a rank, which larger results would not fit in; None: it is not known.
     """
 
     waiting: int = 8
@@ -71,6 +77,7 @@ class Limits:
     body_bytes: int = 32 * 2**20
     seconds: float = 600.0
     retries: int = 0
+    memory: Memory | None = None
 
     def __post_init__(self) -> None:
         for name in ("pixels", "steps", "body_bytes", "seconds"):
@@ -143,7 +150,7 @@ class Server:
                 Route("/metrics", self._guarded(self._show_metrics)),
                 Route(path, self._guarded(self._generate), methods=["POST"]),
                 Route(path + "/{id}", self._guarded(self._cancel), methods=["DELETE"]),
-                Route("/v1/files/{id}/{index:int}", self._guarded(self._file)),
+                Route("/v1/files/{id}/{index}", self._guarded(self._file)),
             ]
         )
 
@@ -190,9 +197,9 @@ class Server:
 
     async def _file(self, http: Any) -> Response:
         id_, index = http.path_params["id"], http.path_params["index"]
-        outputs = self._stored.get(id_, ())
-        if index >= len(outputs):
-            raise Refusal(404, "not_found", f"no result {id_}/{index} is stored here (any more).")
+        outputs = {str(place): output for place, output in enumerate(self._stored.get(id_, ()))}
+        if index not in outputs:
+            raise Refusal(404, "not_found", f"no result {id_[:64]!r}, {index[:64]!r} is stored here (any more).")
         return Response(outputs[index].data, media_type=_MEDIA_TYPES[self._format])
 
     async def _generate(self, http: Any) -> Response:
@@ -202,7 +209,8 @@ class Server:
             raise Refusal(
                 400, "invalid_value", "expected response_format 'b64_json' or 'url', and stream true or false."
             )
-        job = self._accept(http, self._request(given))
+        # Beside the loop that answers others: images are decoded.
+        job = self._accept(http, await asyncio.to_thread(self._request, given))
         task = asyncio.ensure_future(self._work(job))
         if stream:
             return StreamingResponse(self._events(job, task, http, respond), media_type="text/event-stream")
@@ -216,38 +224,65 @@ class Server:
         """The object in the body, which is read no further than its limit."""
         if http.headers.get("content-type", "").split(";")[0].strip() != "application/json":
             raise Refusal(415, "invalid_content_type", "expected Content-Type: application/json.")
-        body = bytearray()
-        async for part in http.stream():
-            body += part
-            if len(body) > self._limits.body_bytes:
-                raise Refusal(413, "too_large", f"the body is larger than {self._limits.body_bytes} bytes.")
+        try:
+            body = await asyncio.wait_for(self._body_of(http), self._limits.seconds)
+        except TimeoutError:
+            raise Refusal(408, "timed_out", f"the body was not sent within {self._limits.seconds:g} s.") from None
         try:
             given = json.loads(body)
         except (ValueError, RecursionError) as error:
             raise Refusal(400, "invalid_json", f"the body is no JSON: {error}") from None
         if not isinstance(given, dict):
             raise Refusal(400, "invalid_json", 'the body is no object; expected one as in {"prompt": "a red circle"}.')
-        return {name: value for name, value in given.items() if name not in _IGNORED}
+        # OpenAI's clients send null for what they leave out.
+        return {name: value for name, value in given.items() if name not in _IGNORED and value is not None}
+
+    async def _body_of(self, http: Any) -> bytes:
+        body = bytearray()
+        async for part in http.stream():
+            body += part
+            if len(body) > self._limits.body_bytes:
+                raise Refusal(413, "too_large", f"the body is larger than {self._limits.body_bytes} bytes.")
+        return bytes(body)
 
     def _request(self, given: Mapping[str, Any]) -> Request:
         limits = self._limits
         try:
+            for name in self._model.images:
+                if isinstance(given.get(name), list) and len(given[name]) > _MOST_IMAGES:
+                    raise ValueError(
+                        f"field {name!r} has {len(given[name])} images; this server takes at most {_MOST_IMAGES}."
+                    )
             request = make_request(given, self._model, read_image=lambda text: _decode_image(text, limits.pixels))
         except (ValueError, OverflowError) as error:
             raise Refusal(400, "invalid_value", str(error)) from None
-        pixels, steps = request.pixels() or 0, request.fields.get("num_inference_steps") or 0
-        if pixels > limits.pixels:
-            side = int((limits.pixels / (pixels / (_side(request) ** 2))) ** 0.5) // 16 * 16
+        self._require_size(request)
+        steps = request.fields.get("num_inference_steps") or 0
+        tokens = request.fields.get("max_sequence_length") or 0
+        if tokens > _MOST_TOKENS:
             raise Refusal(
-                400,
-                "too_large",
-                f"{pixels} pixels in all are more than the {limits.pixels} that this server generates at once: as many images or "
-                f"frames fit at {side}x{side}.",
+                400, "too_large", f"max_sequence_length is {tokens}; this server takes at most {_MOST_TOKENS}."
             )
         longest = max([steps, *[len(value) for value in request.fields.values() if isinstance(value, list)]])
         if longest > limits.steps:
             raise Refusal(400, "too_many_steps", f"{longest} steps; this server takes at most {limits.steps}.")
         return request
+
+    def _require_size(self, request: Request) -> None:
+        limits, pixels = self._limits, estimated_pixels(request, self._model.kind)
+        most = limits.pixels if limits.memory is None else min(limits.pixels, limits.memory.pixels)
+        if pixels <= most:
+            return
+        why = f"more than the {limits.pixels} that this server generates at once"
+        if limits.memory is not None and most < limits.pixels:
+            why = (
+                f"predicted to take {limits.memory.bytes_of(pixels) / 1e9:.3g} GB of each rank, which may hold "
+                f"{limits.memory.room / 1e9:.3g} GB"
+            )
+        # As many results and frames of another size.
+        side = int((most * _area(request) / pixels) ** 0.5) // 16 * 16 if request.pixels() else 0
+        fits = f"as many images or frames fit at {side}x{side}" if side else "ask for fewer at once, or name a size"
+        raise Refusal(400, "too_large", f"{pixels} pixels in all are {why}: {fits}.")
 
     def _accept(self, http: Any, request: Request) -> Job:
         room = self._replicas + self._limits.waiting
@@ -374,8 +409,9 @@ def _event(data: Mapping[str, Any]) -> bytes:
     return f"event: {data['type']}\ndata: {json.dumps(data)}\n\n".encode()
 
 
-def _side(request: Request) -> int:
-    return int(((request.fields.get("height") or 1) * (request.fields.get("width") or 1)) ** 0.5)
+def _area(request: Request) -> int:
+    sides = [request.fields[name] for name in ("height", "width") if request.fields.get(name) is not None]
+    return int(sides[0] * sides[-1])
 
 
 def _decode_image(text: str, max_pixels: int) -> bytes:

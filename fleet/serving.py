@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import socket
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 from ray import serve
 
 from para_core.fleet import group
 from para_core.fleet.failures import ReplicaDied, RequestCancelled, RequestFailed
+from para_core.fleet.foresee import Memory
 from para_core.fleet.models import Model
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request
 from para_core.fleet.server import Limits, Server
 from para_core.fleet.work import Result
 
-APP, REPLICAS = "para_core", "Replicas"
+APP, REPLICAS = "para_core", "para_core_replicas"
 # An event is a kind and a value.
 Event = tuple[str, Any]
 _FAILURES = {"failed": RequestFailed, "cancelled": RequestCancelled, "died": ReplicaDied}
@@ -62,8 +65,8 @@ class ReplicaDeployment:
             kind = next(name for name, failure in _FAILURES.items() if isinstance(error, failure))
             events.put_nowait((kind, str(error)))
 
-    async def running(self) -> bool:
-        return bool(self._replica.actors)
+    async def memory(self, room: float | None) -> Memory | None:
+        return await self._replica.memory(room)
 
 
 class ServeBackend:
@@ -153,27 +156,48 @@ def start(
     host: str,
     port: int,
     api_key: str | None,
+    room: float | None = None,
     debug: bool = False,
 ) -> None:
     """Start the server on Ray, and return when it answers.
 
+    Args:
+        room: bytes that results and weights may take of a rank; None: as much as its device has.
+
     Raises:
+        OSError: the port is in use.
         ValueError: the cluster has no room for the replicas.
         RuntimeError: a replica cannot be made.
     """
+    _require_free(host, port)
     group.connect(shape.ranks * replicas, debug=debug)
     group.require_cluster(shape, replicas)
     serve.start(http_options={"host": host, "port": port}, proxy_location="HeadOnly")
-    made = serve.deployment(ReplicaDeployment, name=REPLICAS).options(
+    made = serve.deployment(ReplicaDeployment, name="Replicas").options(
         num_replicas=replicas, max_ongoing_requests=1, ray_actor_options={"num_cpus": 0}
     )
     front = serve.deployment(serve.ingress()(Front), name="Front").options(
         num_replicas=1, max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0}
     )
-    bound = made.bind(recipe, shape, format_, fps)
-    serve.run(front.bind(bound, model, limits, format_, replicas, api_key), name=APP, route_prefix="/")
+    handle = serve.run(made.bind(recipe, shape, format_, fps), name=REPLICAS, route_prefix=None)
+    limits = replace(limits, memory=handle.memory.remote(room).result())
+    serve.run(front.bind(handle, model, limits, format_, replicas, api_key), name=APP, route_prefix="/")
+
+
+def _require_free(host: str, port: int) -> None:
+    """Before replicas are loaded: Serve would find it afterwards."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            tried.bind((host, port))
+        except OSError as error:
+            raise OSError(
+                f"port {port} of {host} cannot be had ({error.strerror}): name another with --port."
+            ) from error
 
 
 def stop() -> None:
     """End the server; the cluster goes on, if it was there before."""
     serve.delete(APP)
+    serve.delete(REPLICAS)

@@ -76,6 +76,9 @@ def generate(pipe: Any, request: Request, recipe: Recipe, *, format_: str, fps: 
 def sentence(error: BaseException) -> str:
     """An exception as a user reads it: its text, or its name where it has none or is not one that was raised for users."""
     text = " ".join(str(error).split())
+    if isinstance(error, OSError) and error.strerror and error.errno is not None:
+        file = "" if error.filename is None else f"{error.filename}: "
+        return f"{file}{error.strerror}."
     plain = isinstance(error, (ValueError, TypeError, OSError, RuntimeError, ImportError)) and not isinstance(
         error, KeyError
     )

@@ -147,6 +147,7 @@ def _published_workload(name: str, sizes: Sizes, steps: int) -> Workload:
         encoder=encoder_operations(encoder, sizes.text) * model.prompts,
         decoder=decoder,
         heads=number_of_heads(transformer) or 1,
+        frames=sizes.frames,
     )
 
 
@@ -188,6 +189,7 @@ def _pipe_workload(pipe: Any, changed: dict[str, Any], steps: int | None) -> Wor
         encoder=0.0,
         decoder=0.0,
         heads=number_of_heads(transformer) or 1,
+        frames=sizes.frames,
     )
 
 

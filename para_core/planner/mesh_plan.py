@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 # Of a device's memory, what CUDA, NCCL and fragments take.
-_RESERVED = 6e9
+RESERVED = 6e9
 # Rows of a printed table.
 _SHOWN = 14
 # How ranks may share weights; replicated they always may be.
@@ -49,6 +49,7 @@ class Workload:
         calls: of the transformer, by the number of shares of its samples.
         branches: calls of a step, one after the other on one rank.
         steps: of the schedule.
+        frames: of the result; an image has one.
         encoder: of the prompts; operations. ``decoder``: of the latents; operations.
         heads: of keys.
     """
@@ -61,6 +62,7 @@ class Workload:
     encoder: float
     decoder: float
     heads: int
+    frames: int = 1
 
 
 @dataclass(frozen=True)
@@ -331,7 +333,7 @@ class MeshPlan:
 
 def room_of(machine: Machine) -> float:
     """Bytes of a device that a rank may hold."""
-    return machine.device.memory - _RESERVED
+    return machine.device.memory - RESERVED
 
 
 def _runs(row: Row, machine: Machine) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import re
 import shutil
 import subprocess
@@ -18,7 +19,8 @@ from PIL import Image
 
 import para_core.cli.ranks
 from para_core.cli.app import app, run
-from para_core.fleet.outputs import write_atomically
+from para_core.fleet.outputs import Output, alone_in, write_atomically
+from para_core.fleet.work import Result, digest
 
 ROOT = Path(__file__).parents[2]
 TINY_FLUX = ROOT / "benchmarks/tiny_flux/pipeline"
@@ -181,12 +183,83 @@ def test_errors_are_one_sentence_and_a_traceback_with_debug(tmp_path, capsys):
         (["--set", "generator=3"], "FluxPipeline takes no field 'generator' here"),
         (["--set", "prompt_embeds=[1]"], "FluxPipeline takes no field 'prompt_embeds' here"),
         (["--timeout", "0"], "timeout is 0 s; expected a positive number"),
+        (["--timeout", "inf"], "timeout is inf s; expected a positive number"),
+        (["--seed", "-1"], "seed is -1; expected 0 to"),
+        (["--lora", "absent.safetensors"], "lora 'absent.safetensors' is no file or folder here"),
+        (["--ranks", "2", "--mesh", "ring=1,ulysses=1"], "2 ranks do not fit"),
     ],
 )
 def test_options_that_do_not_fit_are_an_error_before_anything_is_loaded(tmp_path, monkeypatch, capsys, options, said):
     monkeypatch.setattr(para_core.cli.ranks, "build", not_called)
     assert run(["generate", "--prompt", CAPTION, "--out", str(tmp_path), *options]) == 1
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [["--ranks", "0"], ["--replicas", "0"], ["--fps", "0"], ["--cache", "high"]])
+def test_options_that_no_run_could_have_end_with_code_2(tmp_path, options):
+    assert run(["generate", "--prompt", CAPTION, "--out", str(tmp_path), *options]) == 2
+
+
+def test_more_ranks_than_gpus_are_an_error(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert run(["generate", "--prompt", CAPTION, "--out", str(tmp_path), "--ranks", "3"]) == 2
+    assert "this machine has 2 GPUs" in " ".join(capsys.readouterr().err.replace("│", "").split())
+
+
+def test_lines_end_where_json_lines_do_and_none_of_them_ends_the_run(tmp_path, prompts, monkeypatch, capsys):
+    monkeypatch.setattr(para_core.cli.ranks, "build", not_called)
+    path = prompts("[" * 100_000, json.dumps({"prompt": "a\u2028b"}, ensure_ascii=False), '{"prompt": "\\ud800"}')
+    assert run(["generate", "--prompts", path, "--out", str(tmp_path / "out"), "--dry-run"]) == 1
+    shown = capsys.readouterr().out
+    assert "line 1: it is nested too deeply" in shown
+    assert "line 3: a text has '\\ud800', which is half of a character" in shown
+    assert re.search(r"to generate +│ 1, 0 finished, 2 bad", shown)
+
+
+def stand_in(monkeypatch):
+    """Generates a file at once; gives the prompts for which it did."""
+    asked = []
+
+    def generate(pipe, request, recipe, **_):
+        asked.append(request.fields["prompt"])
+        return Result((Output(".png", b"image"),), {"digest": digest(request, recipe)})
+
+    monkeypatch.setattr(para_core.cli.ranks, "build", lambda _: None)
+    monkeypatch.setattr(para_core.cli.ranks, "generate", generate)
+    return asked
+
+
+def test_a_disk_that_fills_ends_the_run_with_what_is_finished_kept(tmp_path, prompts, monkeypatch, capsys):
+    asked, fsync = stand_in(monkeypatch), os.fsync
+    path = prompts(*[{"prompt": text} for text in "abc"])
+
+    def full(descriptor):
+        if asked == ["a", "b"]:
+            raise OSError(28, "No space left on device")
+        fsync(descriptor)
+
+    monkeypatch.setattr("os.fsync", full)
+    assert run(["generate", "--prompts", path, "--out", str(tmp_path / "out")]) == 1
+    assert capsys.readouterr().err == "error: No space left on device.\n"
+    assert asked == ["a", "b"]
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["00001.json", "00001.png"]
+
+
+def test_one_run_at_a_time_writes_to_a_folder_and_takes_away_what_a_killed_one_left(
+    tmp_path, prompts, monkeypatch, capsys
+):
+    asked = stand_in(monkeypatch)
+    out = tmp_path / "ö 日本"
+    out.mkdir()
+    for name in (".00001.png.abcd_123", ".mine"):
+        (out / name).touch()
+    arguments = ["generate", "--prompts", prompts({"prompt": ""}), "--out", str(out)]
+    with alone_in(out):
+        assert run(arguments) == 1
+        assert re.match("error: another para_core generate writes to .*日本: wait for it", capsys.readouterr().err)
+    assert asked == []
+    assert run(arguments) == 0
+    assert sorted(file.name for file in out.iterdir()) == [".mine", "00001.json", "00001.png"]
 
 
 def test_a_dry_run_shows_the_plan_and_writes_nothing(tmp_path, prompts, monkeypatch, capsys):
@@ -197,10 +270,13 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(tmp_path, prompts, monkeypa
     assert run(["generate", "--prompts", path, "--out", str(out), *options]) == 1
     shown = capsys.readouterr().out
     assert re.search(r"ranks +│ 2", shown)
-    assert re.search(r"mesh +│ ring ≤ 2", shown)
+    assert re.search(r"mesh +│ batch 1 × ring 2 × ulysses 1", shown)
     assert re.search(r"to generate +│ 2, 0 finished, 1 bad", shown)
     assert "line 2: it is '[]'; expected an object" in shown
     assert list(out.iterdir()) == []
+    # Of heads, of which there are 4, and of no guidance.
+    run(["generate", "--prompt", CAPTION, "--out", str(out), "--ranks", "6", "--dry-run"])
+    assert re.search(r"mesh +│ batch 1 × ring 2 × ulysses 3", capsys.readouterr().out)
 
 
 def test_each_help_fits_a_screen(monkeypatch, capsys):

@@ -47,7 +47,15 @@ def server(model, recipe):
     """Two replicas of two ranks on a cluster of this machine."""
     limits = Limits(waiting=2, seconds=300)
     shape = group.Shape(ranks=2)
-    options = {"replicas": 2, "format_": "png", "fps": 16, "host": "127.0.0.1", "port": PORT, "api_key": None}
+    options = {
+        "replicas": 2,
+        "format_": "png",
+        "fps": 16,
+        "host": "127.0.0.1",
+        "port": PORT,
+        "api_key": None,
+        "room": 1e8,
+    }
     serving.start(model, recipe, shape, limits, **options)
     yield PORT
     serving.stop()
@@ -100,6 +108,26 @@ def test_the_same_request_gives_the_same_bytes_on_any_replica(server, model, rec
     request = make_request(asked, model)
     expected = generate(build(alone), request, alone, format_="png", fps=16, watch=Watch()).outputs[0].data
     assert difference(images[0], expected) <= 1
+
+
+def test_a_size_that_the_planner_finds_too_large_for_a_rank_is_refused(server):
+    status, body = ask({"prompt": PROMPTS[0], "size": "1984x1984"})
+    assert status == 400
+    assert b"of each rank, which may hold 0.1 GB" in body
+
+
+def test_a_port_that_is_in_use_is_an_error_before_a_replica_is_made(server, model, recipe):
+    options = {"replicas": 1, "format_": "png", "fps": 16, "host": "127.0.0.1", "port": PORT, "api_key": None}
+    with pytest.raises(OSError, match=f"port {PORT} of 127.0.0.1 cannot be had .*: name another with --port"):
+        serving.start(model, recipe, group.Shape(ranks=2), Limits(), **options)
+
+
+@pytest.mark.parametrize("asked", [{"size": "1x1"}, {"guidance_scale": "much"}, {"sigmas": []}, {"prompt_2": 5}])
+def test_what_only_the_pipeline_can_refuse_is_refused_and_the_replica_goes_on(server, asked):
+    before = rank_processes()
+    status, body = ask({"prompt": PROMPTS[0], "steps": 2, "size": "64x48", **asked})
+    assert status in (200, 400), body
+    assert rank_processes() == before
 
 
 def difference(one, other):

@@ -18,6 +18,7 @@ pytest.importorskip("ray", reason="the extra fleet is not installed: make test-f
 import uvicorn
 
 from para_core.fleet.failures import ReplicaDied, RequestCancelled, RequestFailed
+from para_core.fleet.foresee import Memory
 from para_core.fleet.models import describe
 from para_core.fleet.outputs import Output
 from para_core.fleet.server import Limits, Server
@@ -115,7 +116,8 @@ def test_an_image_comes_as_base64_or_by_its_url():
         assert url == f"http://127.0.0.1:{port}/v1/files/mine/0"
         status, headers, data = ask(port, None, method="GET", path="/v1/files/mine/0")
         assert (status, headers["content-type"], data) == (200, "image/png", b"a 3")
-        assert ask(port, None, method="GET", path="/v1/files/mine/1")[0] == 404
+        for index in ("1", "-1", "9" * 5000, "x"):
+            assert ask(port, None, method="GET", path=f"/v1/files/mine/{index}")[0] == 404
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +137,19 @@ def server():
         ({"prompt": "a", "size": "1024x1024", "n": 16}, 400, "more than the 4194304 .* fit at 512x512"),
         ({"prompt": ["a"] * 16, "size": "1024x1024"}, 400, "16777216 pixels in all"),
         ({"prompt": "a", "height": 10**6}, 400, "1000000000000 pixels in all"),
+        ({"prompt": "a", "n": 1000}, 400, "1048576000 pixels in all .*: ask for fewer at once, or name a size"),
+        ({"prompt": "a", "size": "99999x99999"}, 400, "9999800001 pixels in all"),
+        ({"prompt": "a", "size": "abc"}, 400, "size is 'abc'; expected width x height"),
+        ({"prompt": "a", "size": "0x8"}, 400, "size is '0x8'"),
+        ({"prompt": "a", "size": "9" * 5000 + "x1"}, 400, "."),
+        ({"prompt": "a", "n": -1}, 400, "'num_images_per_prompt' is -1"),
+        ({"prompt": "a", "steps": -3}, 400, "'num_inference_steps' is -3"),
+        ({"prompt": "a", "seed": 1.5}, 400, "'seed' is 1.5"),
+        ({"prompt": "a", "seed": 2**63}, 400, "seed is 9223372036854775808; expected 0 to"),
+        ({"prompt": "a \ud800"}, 400, r"'\\ud800', which is half of a character"),
+        ({"prompt": "a", "max_sequence_length": 10**9}, 400, "max_sequence_length is 1000000000"),
+        ({"prompt": "a", "image": [image_url()] * 17}, 400, "'image' has 17 images; this server takes at most 16"),
+        (b"\xff\xfe{", 400, "the body is no JSON"),
         ({"prompt": "a", "steps": 201}, 400, "201 steps; this server takes at most 200"),
         ({"prompt": "a", "sigmas": [1.0] * 201}, 400, "201 steps"),
         ({"prompt": "a", "seed": -1}, 400, "'seed' is -1"),
@@ -153,6 +168,23 @@ def test_what_does_not_fit_is_refused_with_what_would(server, body, status, said
     answered, _, answer = ask(server, body)
     assert answered == status
     assert re.search(said, answer["error"]["message"])
+
+
+def test_a_size_beyond_the_memory_of_a_rank_is_refused_with_the_size_that_fits():
+    # A million pixels beside the weights.
+    memory = Memory(room=24e9, fixed=20e9, per_pixel=4000.0)
+    with serving(limits=Limits(memory=memory)) as (port, _):
+        status, _, body = ask(port, {"prompt": "a", "size": "1600x1600"})
+        assert status == 400
+        assert "30.2 GB of each rank, which may hold 24 GB: as many images or frames fit at 992x992" in str(body)
+        assert ask(port, {"prompt": "a", "size": "992x992"})[0] == 200
+        assert ask(port, {"prompt": "a", "size": "992x992", "n": 2})[0] == 400
+
+
+def test_null_is_what_was_left_out():
+    with serving() as (port, backend):
+        assert ask(port, {"prompt": "a", "n": None, "size": None, "stream": None, "response_format": None})[0] == 200
+        assert dict(backend.ran[0][1].fields) == {"prompt": "a"}
 
 
 def test_one_request_more_than_may_wait_comes_back_later():

@@ -9,8 +9,9 @@ import torch.distributed as dist
 from diffusers import FluxPipeline
 from PIL import Image
 
-from para_core.fleet.models import TINY_FLUX_FIELDS, find_tiny_flux
-from para_core.fleet.recipe import Recipe, build, read_lora, read_mesh_sizes
+from para_core.fleet.foresee import foresee_mesh, predict_memory, without_weights
+from para_core.fleet.models import TINY_FLUX_FIELDS, find_model, find_tiny_flux
+from para_core.fleet.recipe import Recipe, build, dtype_of, read_lora, read_mesh_sizes, require_loras
 from para_core.fleet.request import Request
 from para_core.fleet.work import Cancelled, Watch, generate
 
@@ -47,6 +48,8 @@ def test_each_recipe_gives_the_image_of_the_plain_pipeline_on_the_first_rank(ran
     results = rank_pool.run(result_of, 2, Recipe(str(find_tiny_flux()), **options))
     assert results[1] is None
     assert results[0].metadata["mesh"] == mesh
+    recipe = Recipe(str(find_tiny_flux()), **options)
+    assert foresee_mesh(without_weights(find_model(None), dtype_of(recipe)), recipe, 2) == mesh
     assert np.abs(pixels(results[0]) - plain_pixels()).max() <= 1
 
 
@@ -69,6 +72,29 @@ def test_all_ranks_stop_after_the_same_step_and_the_next_request_is_not_touched(
     (first, before, after), (second, _, _) = rank_pool.run(cancel_after, 2, step)
     assert first == second == step
     assert before == after
+
+
+def test_memory_is_the_weights_and_what_grows_with_the_pixels_of_which_a_rank_has_its_share():
+    recipe = Recipe(str(find_tiny_flux()))
+    pipe = FluxPipeline.from_pretrained(find_tiny_flux(), dtype=torch.float32)
+    modules = [module for module in pipe.components.values() if isinstance(module, torch.nn.Module)]
+    weights = sum(x.numel() * 4 for module in modules for x in module.parameters())
+    empty = without_weights(find_model(None), torch.float32)
+    alone, halves = (predict_memory(empty, recipe, {"batch": 1, "ring": 1, "ulysses": ranks}, 1e9) for ranks in (1, 2))
+    # Beside the weights: activations of 512 tokens of text.
+    assert weights < alone.fixed < weights + 512 * 8 * 128 * 4 * 10
+    assert halves.per_pixel == pytest.approx(alone.per_pixel / 2, rel=1e-3)
+    assert alone.bytes_of(alone.pixels) <= 1e9 < alone.bytes_of(alone.pixels + 1)
+    # No room for the weights, which are there all the same: the prediction is wrong, and limits nothing.
+    assert predict_memory(empty, recipe, {"batch": 1, "ring": 1, "ulysses": 1}, 1e3) is None
+
+
+def test_a_lora_that_can_only_be_a_file_and_is_not_there_is_an_error(tmp_path):
+    (tmp_path / "style.safetensors").touch()
+    require_loras(Recipe("", lora=(f"{tmp_path}/style.safetensors:0.5", "owner/name")))
+    for name in (f"{tmp_path}/absent", "absent.safetensors:0.5", "owner/name.safetensors"):
+        with pytest.raises(FileNotFoundError, match="no file or folder here; expected one, or owner/name of the Hub"):
+            require_loras(Recipe("", lora=(name,)))
 
 
 def test_mesh_sizes_and_loras_are_read_from_texts():

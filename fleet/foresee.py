@@ -1,0 +1,152 @@
+"""What is predicted of a pipeline on ranks: the sizes of its mesh before anything is loaded, and how many pixels fit in memory."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from para_core.adapters.mesh_choice import choose_mesh, default_guidance, fastest_mesh, number_of_heads
+from para_core.adapters.planner.count import on_meta
+from para_core.adapters.planner.plan import workload
+from para_core.adapters.supported import transformers_of
+from para_core.fleet.models import Model
+from para_core.fleet.recipe import Recipe
+from para_core.make_mesh import choose_mesh_shape
+from para_core.planner.cost import Shape
+from para_core.planner.mesh_plan import RESERVED, memory_of
+
+# Two sizes whose activations tell how these grow: multiples of whatever a model shards its latents into.
+_SIDES = (512, 1024)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Of one rank. Activations grow with the tokens, so with the pixels.
+
+    Args:
+        room: bytes that the rank may hold.
+        fixed: bytes that it holds for a result of no size: weights, and activations of the text.
+        per_pixel: bytes more for each pixel of an image or a frame.
+
+    >>> Memory(room=24e9, fixed=20e9, per_pixel=1000.0).pixels
+    4000000
+    """
+
+    room: float
+    fixed: float
+    per_pixel: float
+
+    @property
+    def pixels(self) -> int:
+        """The most that fit, of all images or frames together."""
+        return int((self.room - self.fixed) / self.per_pixel)
+
+    def bytes_of(self, pixels: int) -> float:
+        return self.fixed + pixels * self.per_pixel
+
+
+def bytes_of_device() -> float:
+    """Bytes that a rank may hold on this machine's device; without a GPU, a core's share of the memory, as a rank takes a core."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory - RESERVED
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (os.cpu_count() or 1)
+
+
+def predict_memory(pipe: Any, recipe: Recipe, mesh: dict[str, int], room: float) -> Memory | None:
+    """What ``pipe``, loaded or not, takes on a rank of ``mesh``: its weights and its transformer's activations, not its autoencoder's.
+
+    Returns:
+        None where the planner does not know the pipeline, or is wrong about it: the weights alone would not fit.
+    """
+    shape = Shape(
+        batch=mesh["batch"],
+        ring=mesh["ring"],
+        ulysses=mesh["ulysses"],
+        tensor=mesh.get("tensor", 1),
+        fsdp=recipe.weights == "fsdp",
+    )
+    try:
+        held = [_bytes_at(pipe, shape, side) for side in _SIDES]
+    except Exception:
+        # Whatever a class or a config of the user's own makes of it: a prediction that fails is none.
+        return None
+    (less, few), (more, many) = held
+    per_pixel = (more - less) / (many - few)
+    memory = Memory(room, less - per_pixel * few, per_pixel)
+    return memory if per_pixel > 0 and memory.pixels > 0 else None
+
+
+def _bytes_at(pipe: Any, shape: Shape, side: int) -> tuple[float, int]:
+    """``(bytes of a rank, pixels)`` of a result of this side, of as many frames as the pipeline makes by default."""
+    work = workload(pipe, height=side, width=side)
+    own = work.calls[shape.batch if len(work.calls[shape.batch].parts) > 1 else 1].parts[0]
+    return memory_of(shape, work, own, passes=1), side * side * work.frames
+
+
+def without_weights(model: Model, dtype: torch.dtype) -> Any:
+    """The pipeline of ``model`` with its components as their configs describe them, in ``dtype`` and without weights.
+
+    Raises:
+        Whatever a component of another library than diffusers and transformers makes of that.
+    """
+    import diffusers
+
+    index = diffusers.DiffusionPipeline.load_config(model.name)
+    components: dict[str, Any] = {}
+    for name, value in index.items():
+        if isinstance(value, list) and len(value) == 2:
+            components[name] = _component(model.name, name, dtype, *value)
+        elif not name.startswith("_"):
+            components[name] = value
+    return getattr(diffusers, model.pipeline)(**components)
+
+
+def _component(model: str, name: str, dtype: torch.dtype, library: str | None, cls: str | None) -> Any:
+    import diffusers
+    import transformers
+
+    if library == "diffusers" and cls is not None:
+        made = getattr(diffusers, cls)
+        config = made.load_config(model, subfolder=name)
+        with on_meta(dtype):
+            return made.from_config(config)
+    if library == "transformers" and cls is not None and issubclass(getattr(transformers, cls), torch.nn.Module):
+        made = getattr(transformers, cls)
+        config = made.config_class.from_pretrained(model, subfolder=name)
+        with on_meta(dtype):
+            return made(config)
+    return None
+
+
+def foresee_mesh(pipe: Any, recipe: Recipe, ranks: int) -> dict[str, int]:
+    """The sizes that the mesh of ``ranks`` ranks of one host will have, in the order in which loading decides them.
+
+    Raises:
+        ValueError: the recipe's mesh has no place for that many ranks.
+    """
+    if recipe.mesh and ranks > 1:
+        return given_mesh(recipe, ranks)
+    if ranks == 1:
+        return {"batch": 1, "ring": 1, "ulysses": 1}
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    choice = None if device is None else fastest_mesh(pipe, device, ranks, ranks)
+    if choice is None:
+        transformer = next(iter(transformers_of(pipe).values()))
+        choice = choose_mesh(ranks, number_of_heads(transformer), default_guidance(pipe, transformer))
+    return {"batch": choice.batch, "ring": choice.ring, "ulysses": choice.ulysses}
+
+
+def given_mesh(recipe: Recipe, ranks: int) -> dict[str, int]:
+    """The sizes that the recipe's largest sizes lead to.
+
+    Raises:
+        ValueError: they have no place for that many ranks.
+    """
+    given = dict(recipe.mesh)
+    tensor = next(size for size in range(min(given.pop("tensor", 1), ranks), 0, -1) if ranks % size == 0)
+    sizes = choose_mesh_shape(ranks // tensor, **{f"max_{name}_dim_size": size for name, size in given.items()})
+    mesh = dict(zip(("batch", "ring", "ulysses"), sizes, strict=True))
+    return {**mesh, "tensor": tensor} if tensor > 1 else mesh
