@@ -1,0 +1,71 @@
+"""Every block of docs/migration.md runs on two ranks; a peer's where it is installed and runs. Its image is that of one plain pipeline, or the cached one."""
+
+import importlib.util
+import re
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from diffusers import FirstBlockCacheConfig, FluxPipeline
+
+from tests.attention.one_device import relative_error
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs/migration.md").read_text()
+BLOCK = re.compile(r"^<!-- (there: (\w+), |here: )(exact|cached) -->\n\n```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+BLOCKS = [(peer or "para_core", kind, source) for _, peer, kind, source in BLOCK.findall(PAGE)]
+
+
+def load():
+    pipe = FluxPipeline.from_pretrained(ROOT / "benchmarks/tiny_flux/pipeline", dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def latents(pipe):
+    return pipe(
+        "a large red circle in the centre",
+        height=64,
+        width=64,
+        max_sequence_length=16,
+        num_inference_steps=28,
+        generator=torch.Generator().manual_seed(0),
+        output_type="latent",
+    ).images
+
+
+def after(source):
+    pipe = load()
+    # diffusers asks how many accelerators there are; on a CPU that is none.
+    with mock.patch.object(torch.accelerator, "device_count", dist.get_world_size):
+        exec(compile(source, "docs/migration.md", "exec"), {"pipe": pipe})
+        return latents(pipe)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """Of plain diffusers on one device: without a cache, and with its First Block Cache."""
+    pipe = load()
+    plain = latents(pipe)
+    pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.12))
+    cached = latents(pipe)
+    assert relative_error(cached, plain) > 1e-4  # it skipped something
+    return {"exact": plain, "cached": cached}
+
+
+@pytest.mark.filterwarnings("default")  # a peer's own
+@pytest.mark.parametrize(("peer", "kind", "source"), BLOCKS, ids=[f"{i}-{one[0]}" for i, one in enumerate(BLOCKS)])
+def test_a_block_generates_what_one_device_does(rank_pool, expected, peer, kind, source):
+    if peer == "para_attn":
+        pytest.skip("ParaAttention 0.3.38 does not run with diffusers 0.42: what it raises stands on the page")
+    if peer != "para_core" and importlib.util.find_spec(peer) is None:
+        pytest.skip(f"{peer} is not installed")
+    for out in rank_pool.run(after, 2, source, timeout=120):
+        assert relative_error(out, expected[kind]) < 1e-5
+
+
+def test_every_python_block_says_whose_it_is():
+    assert len(BLOCKS) == PAGE.count("```python") > 8
+    assert {peer for peer, _, _ in BLOCKS} == {"para_core", "diffusers", "para_attn", "cache_dit"}
