@@ -134,11 +134,8 @@ def real_page(table: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def main() -> None:
-    """Check, compute, write."""
-    counted = json.loads((RESULTS / "pipelines.json").read_text())["pipelines"]
-    check(counted)
-    table = rows()
+def page(table: list[dict[str, Any]], counted: dict[str, dict[str, dict[str, Any]]]) -> str:
+    """docs/traffic.md."""
     lines = [
         "# What a step sends",
         "",
@@ -169,7 +166,15 @@ def main() -> None:
         "",
         *counted_page(counted),
     ]
-    PAGE.write_text("\n".join(lines) + "\n")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Check, compute, write."""
+    counted = json.loads((RESULTS / "pipelines.json").read_text())["pipelines"]
+    check(counted)
+    table = rows()
+    PAGE.write_text(page(table, counted))
     write_results("real_sizes", {"gigabytes per step": table}, "diffusers")
     print("\n".join(real_page(table)))
 

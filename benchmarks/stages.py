@@ -251,10 +251,15 @@ def quality() -> list[dict[str, Any]]:
 # -- the page
 
 
+def titles(found: dict[str, Any]) -> list[str]:
+    """Models that were measured on all numbers of ranks, in the order of the page."""
+    return [title for title in NAMES if all(title in rows for rows in found.values())]
+
+
 def exactness_table(found: dict[str, Any]) -> list[str]:
     lines = ["| model | ranks | " + " | ".join(HEADINGS) + " |", "| --- | --- |" + " --- |" * len(HEADINGS)]
     words = {None: "", True: "same bits", False: "differs"}
-    for title in NAMES:
+    for title in titles(found):
         for ranks, rows in found.items():
             cells = [words[rows[title]["same bits"].get(heading)] for heading in HEADINGS]
             lines.append(f"| {title} | {ranks} | " + " | ".join(cells) + " |")
@@ -263,7 +268,7 @@ def exactness_table(found: dict[str, Any]) -> list[str]:
 
 def held_table(found: dict[str, Any]) -> list[str]:
     lines = ["| model | ranks | one copy | held by each stage | blocks of each |", "| --- | --- | ---: | --- | --- |"]
-    for title in NAMES:
+    for title in titles(found):
         for ranks, rows in found.items():
             row = rows[title]["held"]
             each, blocks = " · ".join(f"{x:,}" for x in row["by stage"]), " · ".join(map(str, row["blocks"]))

@@ -76,6 +76,16 @@ def measure(rounds: int) -> list[dict[str, Any]]:
     return results
 
 
+def table(found: list[dict[str, Any]]) -> list[str]:
+    """Markdown."""
+    ways = ("one row each", "without overlap", "two rows once")
+    lines = [f"| channels | image | {' | '.join(f'{way}, ms' for way in ways)} |", "| --- " * 5 + "|"]
+    for row in found:
+        size = " × ".join(map(str, row["image"]))
+        lines.append(f"| {row['channels']} | {size} | {' | '.join(f'{1e3 * row[way]:.2f}' for way in ways)} |")
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=40)
@@ -86,11 +96,7 @@ def main() -> None:
         write_part(options.part, partial(measure, options.rounds))
         return
     found = measured_on_ranks("benchmarks.vae_wide_halo", 2, "--rounds", str(options.rounds))
-    ways = ("one row each", "without overlap", "two rows once")
-    lines = [f"| channels | image | {' | '.join(f'{way}, ms' for way in ways)} |", "| --- " * 5 + "|"]
-    for row in found:
-        size = " × ".join(map(str, row["image"]))
-        lines.append(f"| {row['channels']} | {size} | {' | '.join(f'{1e3 * row[way]:.2f}' for way in ways)} |")
+    lines = table(found)
     print("\n".join(lines))
     print(write_results("vae_wide_halo", {"sizes": found}))
     PAGE.write_text(fill(PAGE.read_text(), {"vae wide halo": lines}))

@@ -1,0 +1,136 @@
+"""Figures of pages are those of the JSON that a program of benchmarks/ wrote: each page is written anew, and compared.
+
+Measures nothing. docs/pipelines.md is in tests/test_supported_table.py; docs/planner.md is computed by the planner itself.
+"""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import (
+    beside_diffusers,
+    cache_forecasts,
+    gallery,
+    hooks,
+    int8_attention,
+    kernel_resources,
+    machines,
+    pipelines,
+    propose,
+    readme,
+    real_sizes,
+    stages,
+    vae_beside,
+    vae_scaling,
+    vae_table,
+    vae_wide_halo,
+    weights_memory,
+    weights_table,
+)
+from benchmarks.cache_quality import page as cache_quality
+from benchmarks.faults import page as faults
+from benchmarks.page_parts import fill
+from benchmarks.peers import page as peers
+
+ROOT = Path(__file__).parents[1]
+nodes = importlib.import_module("benchmarks.nodes.__main__")
+
+
+def result(name):
+    return json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
+
+
+def written(module, monkeypatch, tmp_path, text, *arguments):
+    """What ``module.write_page`` makes of its page."""
+    path = tmp_path / "page.md"
+    path.write_text(text)
+    monkeypatch.setattr(module, "PAGE", path)
+    module.write_page(*arguments)
+    return path.read_text()
+
+
+def parts_of_stages():
+    found = result("stages")
+    return {
+        "exactness": stages.exactness_table(found["by ranks"]),
+        "held": stages.held_table(found["by ranks"]),
+        "times": stages.time_table(found["fused, 2 ranks"], 2),
+        "images": stages.quality_table(found["images"]),
+        "sent": stages.paper_table(),
+    }
+
+
+def parts_of_weights():
+    # The keys of JSON are text.
+    gigabytes = {
+        model: {
+            **row,
+            **{
+                kind: {method: {int(ranks): x for ranks, x in cells.items()} for method, cells in row[kind].items()}
+                for kind in ("held", "received per step")
+            },
+        }
+        for model, row in result("weights_memory")["gigabytes"].items()
+    }
+    by_ranks = {int(ranks): rows for ranks, rows in result("weights_table")["by ranks"].items()}
+    return {
+        "held": weights_memory.held_table(gigabytes),
+        "sent": weights_memory.sent_table(gigabytes),
+        "exactness": weights_table.exactness_table(by_ranks),
+        "bytes": weights_table.bytes_table(by_ranks),
+    }
+
+
+def parts_of_vae():
+    return {
+        **vae_table.tables(result("vae_table")["ranks"]),
+        "vae scaling": vae_scaling.table(result("vae_scaling")["rows"]),
+        "vae beside": vae_beside.table(result("vae_beside")),
+        "vae wide halo": vae_wide_halo.table(result("vae_wide_halo")["sizes"]),
+    }
+
+
+# From the text of a page to what its program would make of it now.
+WRITERS = {
+    "README.md": readme.render,
+    "docs/attention_kernel.md": lambda text: fill(
+        text, {"int8": int8_attention.table(result("int8_attention")["rows"])}
+    ),
+    "docs/beside_diffusers.md": lambda text: beside_diffusers.page(result("beside_diffusers")),
+    "docs/cache.md": lambda text: cache_forecasts.render(text, result("cache_forecasts")),
+    "docs/cache_quality.md": lambda text: cache_quality.render(text, result("cache_quality")),
+    "docs/gallery.md": lambda text: gallery.render(text, result("gallery")),
+    "docs/kernels.md": lambda text: fill(
+        text, {"registers": kernel_resources.table(result("kernel_resources")["launches"])}
+    ),
+    "docs/memory.md": lambda text: machines.render_memory(text, result("machines")),
+    "docs/new_model.md": lambda text: fill(text, {"proposals": propose.table(result("propose")["models"])}),
+    "docs/peers.md": lambda text: peers.render(text, result("peers")),
+    "docs/several_nodes.md": lambda text: fill(text, {"links": nodes.table(result("nodes")["rows"])}),
+    "docs/stages.md": lambda text: fill(text, parts_of_stages()),
+    "docs/traffic.md": lambda text: real_sizes.page(
+        result("real_sizes")["gigabytes per step"], result("pipelines")["pipelines"]
+    ),
+    "docs/vae.md": lambda text: fill(text, parts_of_vae()),
+    "docs/weights.md": lambda text: fill(text, parts_of_weights()),
+    "docs/which_option.md": lambda text: machines.render_option(text, result("machines")),
+}
+# Those that write their page themselves.
+PAGE_WRITERS = {
+    "docs/exactness.md": (pipelines, list),
+    "docs/faults.md": (faults, lambda: [result("faults")]),
+    "docs/hooks.md": (hooks, lambda: [result("hooks")["hooks"]]),
+}
+
+
+@pytest.mark.parametrize("page", [*WRITERS, *PAGE_WRITERS])
+def test_a_page_says_what_its_results_say(page, monkeypatch, tmp_path):
+    text = (ROOT / page).read_text()
+    if page in WRITERS:
+        again = WRITERS[page](text)
+    else:
+        module, arguments = PAGE_WRITERS[page]
+        again = written(module, monkeypatch, tmp_path, text, *arguments())
+    assert again == text, "figures and results differ: run the program that the page names"
