@@ -16,7 +16,8 @@ from para_core.fleet.models import Model
 from para_core.fleet.recipe import Recipe
 from para_core.make_mesh import choose_mesh_shape
 from para_core.planner.cost import Shape
-from para_core.planner.mesh_plan import RESERVED, memory_of
+from para_core.planner.mesh_plan import RESERVED
+from para_core.planner.rows import memory_of
 
 # Two sizes whose activations tell how these grow: multiples of whatever a model shards its latents into.
 _SIDES = (512, 1024)

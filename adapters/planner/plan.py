@@ -29,7 +29,8 @@ from para_core.adapters.weights.components import components_of
 from para_core.instance import original_class, uncompiled
 from para_core.planner.cost import Machine, Runtime
 from para_core.planner.hardware import Device, Host, Link, Topology, device_named, link_named, measured_figures
-from para_core.planner.mesh_plan import SHARING, MeshPlan, Sharing, Workload, make_plan, require_ranks
+from para_core.planner.mesh_plan import MeshPlan, make_plan, require_ranks
+from para_core.planner.rows import SHARING, Sharing, Workload
 from para_core.weights.pipefusion import PipeFusion
 
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from para_core.adapters import plan_mesh
 from para_core.planner.cost import Machine, Runtime, Shape, attention_seconds, call_seconds, exchange_seconds
 from para_core.planner.hardware import DEVICES, LINKS, Host, Link, Topology, device_named, link_named, measured_figures
-from para_core.planner.mesh_plan import Workload, divisors, make_plan, predict, shapes
+from para_core.planner.mesh_plan import make_plan
+from para_core.planner.rows import Workload, divisors, predict, shapes
 from para_core.planner.traffic import AttentionCall, Gathered, ModelCall, Part, Product, Tokens
 from para_core.planner.weights import ModuleBytes, Weights
 from para_core.weights.pipefusion import PipeFusion

@@ -16,8 +16,8 @@ from para_core.adapters.planner.plan import workload
 from para_core.adapters.planner.published import PUBLISHED
 from para_core.adapters.supported import plan_for, tensor_plan_for
 from para_core.planner.cost import Seconds, Shape
-from para_core.planner.mesh_plan import Row
 from para_core.planner.observe import observed
+from para_core.planner.rows import Row
 from para_core.planner.traffic import AttentionCall, Part, Product
 from tests.tiny import flux_call, flux_pipe, relative_error
 

@@ -1,0 +1,259 @@
+"""One mesh for one workload: seconds, bytes and memory, whether it can run, and the line that runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+from para_core.attention.grid import choose_grid
+from para_core.planner.cost import (
+    Machine,
+    RingMethod,
+    Seconds,
+    Shape,
+    call_seconds,
+    of_tensor_rank,
+    product_seconds,
+    region_share,
+)
+from para_core.planner.traffic import AttentionCall, ModelCall, Part, Product, sent_in_rounds
+from para_core.planner.weights import (
+    Weights,
+    patched,
+    sent_between_stages,
+    staged,
+    stale_key_bytes,
+    with_gathered_weights,
+)
+from para_core.weights.pipefusion import PipeFusion
+
+# How ranks may share weights; replicated they always may be.
+Sharing = Literal["tensor", "stages", "fsdp"]
+SHARING: tuple[Sharing, ...] = get_args(Sharing)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One generation.
+
+    Args:
+        calls: of the transformer, by the number of shares of its samples.
+        branches: calls of a step, one after the other on one rank.
+        steps: of the schedule.
+        frames: of the result; an image has one.
+        encoder: of the prompts; operations. ``decoder``: of the latents; operations.
+        heads: of keys.
+    """
+
+    name: str
+    calls: Mapping[int, ModelCall]
+    branches: int
+    steps: int
+    weights: Weights
+    encoder: float
+    decoder: float
+    heads: int
+    frames: int = 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """A mesh, and what is predicted of it.
+
+    Args:
+        step: of one step, all branches; of PipeFusion: one on patches.
+        encoder, decoder: seconds; on every rank the same.
+        seconds: of one generation.
+        sent: bytes that the first rank sends in a step.
+        memory: bytes of the rank.
+        problem: why it cannot run; None: it can.
+        why: what it loses by, beside the first row.
+    """
+
+    shape: Shape
+    step: Seconds
+    encoder: float
+    decoder: float
+    seconds: float
+    sent: int
+    memory: float
+    problem: str | None = None
+    why: str = ""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What ``parallelize_pipe`` is given beside the mesh."""
+        shape, found = self.shape, dict[str, Any]()
+        if shape.ring_method != "rotate":
+            found["rotate_method"] = "2d" if shape.ring_method == "2d" else "allgather"
+        if shape.tensor > 1 or shape.fsdp:
+            found["weights"] = "fsdp" if shape.fsdp else "tensor"
+        if shape.pipefusion is not None:
+            found["pipefusion"] = shape.pipefusion
+        return found
+
+    @property
+    def mesh_options(self) -> dict[str, int]:
+        """What ``init_context_parallel_mesh`` is given."""
+        shape = self.shape
+        sizes = {
+            "max_pipe_dim_size": shape.pipe if shape.pipe > 1 else None,
+            "max_batch_dim_size": shape.batch if shape.batch > 1 else None,
+            "max_ring_dim_size": shape.ring,
+            "max_ulysses_dim_size": shape.ulysses,
+            "max_tensor_dim_size": shape.tensor if shape.tensor > 1 else None,
+        }
+        return {name: size for name, size in sizes.items() if size is not None}
+
+    @property
+    def call(self) -> str:
+        """The line that runs a pipeline ``pipe`` so, on all ranks."""
+        if self.shape.ranks == 1 and not self.options:
+            return "pipe = pipe  # one device: as it is"
+        mesh = "" if self.shape.ranks == 1 else f"mesh=init_context_parallel_mesh({_arguments(self.mesh_options)})"
+        return f"parallelize_pipe({', '.join(['pipe', *filter(None, [mesh, _arguments(self.options)])])})"
+
+
+def _arguments(named: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in named.items())
+
+
+def shapes(ranks: int, *, sharing: Sequence[Sharing] = (), pipefusion: PipeFusion | None = None) -> Iterator[Shape]:
+    """Every way to share ``ranks`` ranks out over the mesh dims; ``batch`` is 1 or 2. Without those of ``"fsdp"``.
+
+    Args:
+        sharing: also meshes whose ranks share weights so.
+        pipefusion: also meshes whose stages work on patches so.
+    """
+    for batch in (1, 2):
+        if ranks % batch:
+            continue
+        for stages in divisors(ranks // batch) if "stages" in sharing else [1]:
+            # Weights in stages are refused beside those that tensor ranks share.
+            for size in divisors(ranks // batch) if "tensor" in sharing and stages == 1 else [1]:
+                left = ranks // (batch * stages * size)
+                for ring in divisors(left):
+                    for method in _ring_methods(ring):
+                        yield Shape(batch, stages, ring, left // ring, size, method)
+        if pipefusion is not None and ranks > batch:
+            # A patch is the part of one rank.
+            yield Shape(batch, ranks // batch, pipefusion=pipefusion)
+
+
+def _ring_methods(ring: int) -> tuple[RingMethod, ...]:
+    """In two dims only where there are rows and columns: with one column it is a ring that gathers."""
+    return ("rotate", "2d") if choose_grid(ring, 1, 1)[1] > 1 else ("rotate",)
+
+
+def divisors(number: int) -> list[int]:
+    """From 1 on.
+
+    >>> divisors(6)
+    [1, 2, 3, 6]
+    """
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def problem_of(shape: Shape, work: Workload) -> str | None:
+    """Why a mesh does nothing with its ranks; None: it does."""
+    if shape.batch > 1 and work.branches == 1 and len(work.calls[2].parts) == 1:
+        return "there is one branch of guidance: nothing for batch to share"
+    if shape.tensor > 1 and work.weights.tensor == 0:
+        return "nothing is known of tensor parallelism for this model"
+    if shape.pipe > 1 and work.weights.no_stages is not None:
+        return f"it does not run in stages: {work.weights.no_stages}"
+    if shape.pipe > len(work.weights.blocks) and shape.pipe > 1:
+        return f"{len(work.weights.blocks)} blocks are too few for {shape.pipe} stages"
+    if shape.pipefusion is not None and work.weights.no_patches is not None:
+        return f"it does not run on patches: {work.weights.no_patches}"
+    if work.heads % shape.tensor:
+        return f"tensor {shape.tensor} does not divide {work.heads} heads"
+    if shape.ulysses * shape.tensor > work.heads:
+        return (
+            f"ulysses {shape.ulysses} × tensor {shape.tensor} is more than {work.heads} heads: a rank would have none"
+        )
+    return None
+
+
+def predict(shape: Shape, work: Workload, machine: Machine) -> Row:
+    """Seconds, bytes and memory of one mesh."""
+    call = work.calls[shape.batch if len(work.calls[shape.batch].parts) > 1 else 1]
+    own = call.parts[0]
+    passes = work.branches if len(call.parts) > 1 else -(-work.branches // shape.batch)
+    step = whole = _step(own, passes, shape, work, machine)
+    if shape.pipefusion is not None:
+        step = patched(own, passes, shape, machine)
+    if shape.batch > 1:
+        link = machine.topology.link(shape.sequence * shape.tensor, shape.batch)
+        exchanged = Seconds(communication=link.seconds(own.returned * (shape.batch - 1)))
+        step, whole = step + exchanged, whole + exchanged
+    fusion = shape.pipefusion
+    computed_whole = sum(fusion.is_whole(index, work.steps) for index in range(work.steps)) if fusion else 0
+    device = machine.device
+    encoder = work.encoder / (device.products * device.of_products) * machine.slowdown
+    decoder = work.decoder / (device.products * device.of_convolutions) * machine.slowdown
+    denoising = step.total * (work.steps - computed_whole) + whole.total * computed_whole
+    return Row(
+        shape,
+        step,
+        encoder,
+        decoder,
+        denoising + encoder + decoder,
+        _sent(call, shape, work, machine, passes),
+        memory_of(shape, work, own, passes),
+        problem_of(shape, work),
+    )
+
+
+def _step(own: Part, passes: int, shape: Shape, work: Workload, machine: Machine) -> Seconds:
+    """Exact, of the calls that one rank makes."""
+    if shape.pipe > 1:
+        return staged(own, passes, shape, machine)
+    step = call_seconds(own, shape, machine).times(passes)
+    return with_gathered_weights(step, work.weights, passes, shape, machine) if shape.fsdp else step
+
+
+def _sent(call: ModelCall, shape: Shape, work: Workload, machine: Machine, passes: int) -> int:
+    """Bytes that the first rank sends in a step: for attention and outputs, and for what is summed over tensor ranks."""
+    parts = [
+        replace(
+            own,
+            events=[of_tensor_rank(x, shape.tensor) if isinstance(x, AttentionCall) else x for x in own.events],
+        )
+        for own in call.parts
+    ]
+    rounds = [[replace(call, parts=parts)] * work.branches] * 2
+    sequence, apart = (shape.batch, shape.ring, shape.ulysses), work.branches > 1
+    # In the first step all ranks may compute what is new to them; here is every later one.
+    two_dims = shape.ring_method == "2d"
+    both, first = (sent_in_rounds(some, sequence, 0, apart=apart, two_dims=two_dims) for some in (rounds * 2, rounds))
+    summed = sum(product_seconds(x, shape, machine)[1] for x in call.parts[0].events if isinstance(x, Product))
+    gathered = passes * work.weights.transformer.gathered(shape.sequence) if shape.fsdp else 0.0
+    # Of attention, a stage has its blocks' share.
+    own = (both - first) // 2 // shape.pipe
+    return own + round(passes * summed + gathered) + sent_between_stages(call.parts[0], passes, shape)
+
+
+def memory_of(shape: Shape, work: Workload, own: Part, passes: int) -> float:
+    """Bytes of a rank: its weights, the most that activations hold, and the keys that PipeFusion keeps."""
+    share = region_share(own, shape.sequence) / shape.tensor
+    kept = stale_key_bytes(own, passes, shape.pipe) if shape.pipefusion is not None else 0.0
+    return work.weights.held(shape) + own.peak[0] * share + own.peak[1] + kept
+
+
+def as_dict(row: Row) -> dict[str, Any]:
+    """For a JSON."""
+    step = {name: getattr(row.step, name) for name in ("products", "attention", "other", "communication", "host")}
+    return {
+        "mesh": str(row.shape),
+        "seconds": row.seconds,
+        "seconds per step": {"total": row.step.total, **step},
+        "text encoder": row.encoder,
+        "autoencoder": row.decoder,
+        "bytes sent per step": row.sent,
+        "bytes held": row.memory,
+        "problem": row.problem,
+        "why": row.why,
+        "call": row.call,
+    }
