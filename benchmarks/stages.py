@@ -1,20 +1,22 @@
-"""Stages and PipeFusion: how exact, how many bytes held and sent, what share of time a stage waits, and what patches do to images:
+"""Stages and PipeFusion: how exact, how many bytes held and sent, and what share of time a stage waits:
 
     python -m benchmarks.stages
+    python -m benchmarks.stages --only fused   # the rest as it was measured last
 
 Exactness: one call of tiny transformers with random weights (`benchmarks.tiny_models`), float32, on 2 and 4 ranks, beside the same mesh without
-stages, bit by bit. PipeFusion: the FLUX that was trained here, on 2 stages and, for the images, in one process, which computes the same
-(`tests/weights/test_pipefusion.py`). Fills its parts of docs/stages.md, and writes benchmarks/results/stages.json.
+stages, bit by bit. PipeFusion: the FLUX that was trained here, on 2 stages; what it does to images is benchmarks/pipefusion_quality.py's part. Fills
+its parts of docs/stages.md, and writes benchmarks/results/stages.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import time
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 import torch
@@ -22,16 +24,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.cache_quality.quality import _decode, _psnr, judge, scenes_of
-from benchmarks.cache_quality.ways import TEXT_TOKENS, generate, load
-from benchmarks.environment import write_results
+from benchmarks.cache_quality.ways import TEXT_TOKENS, load
+from benchmarks.environment import RESULTS, write_results
 from benchmarks.launch import measured_on_ranks, write_part
 from benchmarks.page_parts import fill
-from benchmarks.tiny_flux import grammar
 from benchmarks.tiny_models import MODELS
 from benchmarks.weights_table import NAMES, build, result
 from para_core import PipeFusion
-from para_core.adapters import apply_cache_on_pipe, parallelize_pipe, parallelize_transformer, pipefusion_report
+from para_core.adapters import parallelize_pipe, parallelize_transformer, pipefusion_report
 from para_core.weights.stages import stages_of
 
 PAGE = Path(__file__).parents[1] / "docs/stages.md"
@@ -49,12 +49,9 @@ CELLS = {
 }
 HEADINGS = ("alone", "Ulysses", "ring", "batch", "cache", "blocks compiled")
 COMPILED = ("FLUX", "Wan")
-STEPS, IMAGES, TIMED_STEPS = 20, 6, 10
+TIMED_STEPS = 10
 # Pixels along a side, for times: 1,024 tokens of the image.
 LARGE = 256
-# num_patches, warmup_steps, cooldown_steps.
-SETTINGS = [(2, 1, 0), (4, 1, 0), (8, 1, 0), (4, 2, 0), (4, 4, 0), (4, 1, 1), (4, 1, 2), (4, 1, 4), (8, 1, 4)]
-COMPUTED = (17, 12, 10)
 # Of FLUX.1 [dev] at 1024 × 1024, for bytes on paper.
 BLOCKS, WIDTH, TOKENS, CHANNELS = 57, 3072, 4096 + 512, 64
 
@@ -153,9 +150,13 @@ def exact_time() -> dict[str, Any]:
     assert stages is not None
     # Bound before it is wrapped: what runs around the model is looked up on its class.
     pipe.transformer.forward = timed(pipe.transformer.forward, seconds)
+    start = time.perf_counter()
     large(pipe, TIMED_STEPS)
+    elapsed = time.perf_counter() - start
     return {
         "cpu seconds": gathered(median(seconds)),
+        "seconds": gathered(elapsed),
+        "seconds waited": gathered(stages.links.seconds_waited),
         "bytes per call": gathered(stages.links.bytes_sent // TIMED_STEPS),
     }
 
@@ -170,6 +171,8 @@ def fused_time(num_patches: int) -> dict[str, Any]:
     patches = [median(seconds[1 + place :: num_patches]) for place in range(num_patches)]
     return {
         "cpu seconds": gathered(patches),
+        "seconds": gathered(report.seconds),
+        "seconds waited": gathered(report.seconds_waited),
         "bytes per call": gathered(report.bytes_sent // report.patched_calls),
         "keys": gathered(report.key_bytes),
         "overlapping": report.overlapping_calls,
@@ -207,47 +210,6 @@ def scheduled(patches: list[list[float]], steps: int = 100) -> tuple[float, list
     return step, [1 - sum(own) / step for own in patches]
 
 
-# -- images, in this process
-
-
-def images(put: Any) -> Any:
-    pipe = load()
-    put(pipe)
-    latents = []
-    for place, scene in enumerate(scenes_of(IMAGES)):
-        latents.append(generate(pipe, grammar.caption(scene), steps=STEPS, seed=place))
-    return _decode(pipe, torch.cat(latents))
-
-
-def quality() -> list[dict[str, Any]]:
-    """Of each way, how far its images are from the exact ones, and whether they show the same."""
-    exact = images(lambda pipe: None)
-    ways: dict[str, Any] = {}
-    for count, warmup, cooldown in SETTINGS:
-        options = PipeFusion(count, warmup, cooldown)
-        ways[f"PipeFusion({count}, {warmup}, {cooldown})"] = lambda pipe, options=options: parallelize_pipe(
-            pipe, pipefusion=options
-        )
-    for computed in COMPUTED:
-        steps = sorted({round(place * (STEPS - 1) / (computed - 1)) for place in range(computed)})
-        ways[f"First Block Cache, {len(steps)} of {STEPS} steps computed"] = lambda pipe, steps=steps: (
-            apply_cache_on_pipe(pipe, compute_steps=steps)
-        )
-    found = []
-    for name, put in ways.items():
-        made = images(put)
-        judged = judge(made, exact)
-        row = {
-            "way": name,
-            "psnr": [round(_psnr(x, y), 2) for x, y in zip(made, exact, strict=True)],
-            "as exact": sum(judged["as without"]),
-            "right": sum(judged["right"]),
-        }
-        print(row, flush=True)
-        found.append(row)
-    return found
-
-
 # -- the page
 
 
@@ -282,6 +244,8 @@ def formulas(fused: dict[str, Any], ranks: int) -> dict[str, Any]:
     handed, noise = tokens * fused["width"] * 4, (LARGE // 8) ** 2 * fused["channels"] * 4
     return {
         "sent": [handed] * (ranks - 1) + [noise * (ranks - 1)],
+        "ulysses": fused["blocks"] * 4 * handed * (ranks - 1) // ranks**2,
+        "ring": fused["blocks"] * 2 * handed * (ranks - 1) // ranks,
         "keys": 2 * fused["blocks"] * tokens * fused["width"] * 4,
     }
 
@@ -289,8 +253,8 @@ def formulas(fused: dict[str, Any], ranks: int) -> dict[str, Any]:
 def time_table(fused: dict[str, Any], ranks: int) -> list[str]:
     expected = formulas(fused, ranks)
     lines = [
-        "| | CPU ms per step, by stage | a step, scheduled | waits, by stage | bytes sent per call | by formula | keys and values, all stages | by formula |",
-        "| --- | --- | ---: | --- | --- | --- | ---: | ---: |",
+        "| | CPU ms per step, by stage | a step, scheduled | waits, scheduled | waited, measured | bytes sent per call | by formula | keys and values, all stages | by formula |",
+        "| --- | --- | ---: | --- | --- | --- | --- | ---: | ---: |",
     ]
     for name in ("exact", "2", "4", "8"):
         run, exact = fused[name], name == "exact"
@@ -303,22 +267,16 @@ def time_table(fused: dict[str, Any], ranks: int) -> list[str]:
             " · ".join(f"{sum(own) * 1000:.0f}" for own in patches),
             f"{step * 1000:.0f} ms",
             " · ".join(f"{x:.0%}" for x in waits),
+            " · ".join(f"{waited / x:.0%}" for waited, x in zip(run["seconds waited"], run["seconds"], strict=True)),
             " · ".join(f"{x:,}" for x in run["bytes per call"]),
             " · ".join(f"{x:,}" for x in formula),
             "" if exact else f"{sum(run['keys']):,}",
             "" if exact else f"{expected['keys']:,}",
         ]
         lines.append("| " + " | ".join(cells) + " |")
-    return lines
-
-
-def quality_table(rows: list[dict[str, Any]]) -> list[str]:
-    lines = ["| | PSNR, mean | worst | shows the same | right |", "| --- | ---: | ---: | ---: | ---: |"]
-    for row in rows:
-        lines.append(
-            f"| {row['way']} | {mean(row['psnr']):.1f} dB | {min(row['psnr']):.1f} dB | {row['as exact']} of {IMAGES} | "
-            f"{row['right']} of {IMAGES} |"
-        )
+    for name in ("Ulysses", "ring"):
+        each = " · ".join([f"{expected[name.lower()]:,}"] * ranks)
+        lines.append(f"| {name} |  |  |  |  |  | {each} |  |  |")
     return lines
 
 
@@ -336,6 +294,7 @@ def paper_table() -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--measure", choices=("exact", "fused"), help="in a rank process")
+    parser.add_argument("--only", choices=("exact", "fused"), help="the rest as it was measured last")
     parser.add_argument("--part", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -343,18 +302,22 @@ def main() -> None:
     if options.measure is not None:
         write_part(options.part, {"exact": measure_exact, "fused": measure_fused}[options.measure])
         return
-    exact = {str(ranks): measured_on_ranks("benchmarks.stages", ranks, "--measure", "exact") for ranks in CELLS}
-    fused = measured_on_ranks("benchmarks.stages", 2, "--measure", "fused")
-    shown = quality()
-    parts = {
-        "exactness": exactness_table(exact),
-        "held": held_table(exact),
-        "times": time_table(fused, 2),
-        "images": quality_table(shown),
-        "sent": paper_table(),
-    }
+    before = json.loads((RESULTS / "stages.json").read_text()) if options.only else {}
+    if options.only == "fused":
+        exact = before["by ranks"]
+    else:
+        exact = {str(ranks): measured_on_ranks("benchmarks.stages", ranks, "--measure", "exact") for ranks in CELLS}
+    if options.only == "exact":
+        fused = before["fused, 2 ranks"]
+    else:
+        fused = measured_on_ranks("benchmarks.stages", 2, "--measure", "fused")
+    parts = {"sent": paper_table()}
+    if options.only != "fused":
+        parts |= {"exactness": exactness_table(exact), "held": held_table(exact)}
+    if options.only != "exact":
+        parts |= {"times": time_table(fused, 2)}
     PAGE.write_text(fill(PAGE.read_text(), parts))
-    write_results("stages", {"by ranks": exact, "fused, 2 ranks": fused, "images": shown}, "diffusers")
+    write_results("stages", {"by ranks": exact, "fused, 2 ranks": fused}, "diffusers")
     print("\n\n".join("\n".join(lines) for lines in parts.values()))
     cells = [(ranks, title, row["same bits"]) for ranks, rows in exact.items() for title, row in rows.items()]
     wrong = [cell for cell in cells if not all(cell[2].values())]
