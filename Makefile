@@ -34,7 +34,7 @@ demo: $(STAMP)
 	$(BIN)/python -m benchmarks.demo
 
 test: lint types
-	@echo "==> tests"
+	@echo "==> tests (what needs Ray is in make test-fleet)"
 	$(BIN)/python -m pytest $(AT_ONCE) $(PYTEST)
 
 test-long: lint types

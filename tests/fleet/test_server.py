@@ -11,11 +11,9 @@ import threading
 import time
 
 import pytest
+import uvicorn
 from diffusers import FluxImg2ImgPipeline
 from PIL import Image
-
-pytest.importorskip("ray", reason="the extra fleet is not installed: make test-fleet")
-import uvicorn
 
 from para_core.fleet.failures import ReplicaDied, RequestCancelled, RequestFailed
 from para_core.fleet.foresee import Memory
