@@ -12,8 +12,13 @@ def test_the_page_has_the_figures_of_the_benchmark():
     shown = page.partition("<!-- serve_load -->")[2].partition("<!-- end of serve_load -->")[0]
     results = json.loads((ROOT / "benchmarks/results/serve_load.json").read_text())
     expected = [
-        [f"{row['load']} ×", f"{row['done']} of {row['requests']}"]
-        + [f"{row['requests_per_second']:.2f}", f"{row['p50_seconds']:.1f}", f"{row['p99_seconds']:.1f}"]
+        [
+            f"{row['load']} ×",
+            f"{row['done']} of {row['requests']}",
+            f"{row['requests_per_second']:.2f}",
+            f"{row['p50_seconds']:.1f}",
+            f"{row['p99_seconds']:.1f}",
+        ]
         for name in ("plain", "replicas")
         for row in results[name]["rows"]
     ]
