@@ -5,6 +5,7 @@
 #   make test-long  the tests again, with Inductor everywhere and more examples
 #   make test-nodes  2 and 3 hosts × 2 ranks, as network namespaces (Linux, root), under torchrun; loopback addresses elsewhere
 #   make test-fleet the tests of replicas and of the server, on Ray, which is installed for them
+#   make docs       the site, in build/site, from its own extra; links are checked
 #   make bench      measure, and write benchmarks/results/
 #   make gpu-check  what only a GPU can tell, in 8 minutes; takes a Python whose torch has CUDA as it is (docs/gpu_check.md)
 #   make lint types the parts of `make test` that need no run
@@ -22,7 +23,7 @@ AT_ONCE := -n 2 --dist worksteal
 GPU_CHECK ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long test-nodes test-fleet pytest lint types bench gpu-check clean
+.PHONY: help demo test test-long test-nodes test-fleet pytest lint types bench gpu-check docs clean
 # Lint, then types, then tests, one after the other: the tests meet time-outs and want both cores.
 .NOTPARALLEL:
 
@@ -63,6 +64,14 @@ types: $(STAMP)
 	@mkdir -p build/types/para_core
 	@for folder in adapters kernels fleet cli; do ln -sfn ../../../$$folder build/types/para_core/$$folder; done
 	$(BIN)/mypy
+
+# What mkdocs says of links, anchors and pages without a place is an error. Builds offline, once it is installed.
+docs: $(STAMP)
+	@$(BIN)/python -c 'import mkdocs, material, mkdocstrings' 2>/dev/null || { echo "==> installing mkdocs into $(VENV)" && \
+	  $(PIP) install --quiet -c constraints.txt --no-build-isolation -e '.[docs]'; }
+	@echo "==> the site"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "build/site/index.html; with search: $(BIN)/python -m http.server --directory build/site"
 
 bench: $(STAMP)
 	@echo "==> benchmarks"

@@ -44,6 +44,7 @@ setup(
         "fleet": ["ray[serve]>=2.60", "typer>=0.15", "rich"],
         "calibrate": ["matplotlib", "scikit-image", "tqdm"],
         "triton": ["triton>=3.5"],
+        "docs": ["mkdocs-material>=9.6", "mkdocstrings[python]>=0.29"],
         "test": [
             "build",
             "hypothesis",

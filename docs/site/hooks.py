@@ -1,0 +1,79 @@
+"""What MkDocs is told beside mkdocs.yml: pages that stand elsewhere in the repository, the API reference, and links between them."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[2]
+# Pages outside of docs/, and where they stand on the site. The first is the site's front page.
+ELSEWHERE = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "CHANGELOG.md",
+    "CONTRIBUTING.md": "CONTRIBUTING.md",
+    "benchmarks/tiny_flux/README.md": "benchmarks/tiny_flux/README.md",
+    "benchmarks/tiny_video/README.md": "benchmarks/tiny_video/README.md",
+}
+LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:\s]+)(#[^)]*)?\)")
+# Of both, what __all__ lists.
+PACKAGES = {"para_core": "para_core", "para_core.adapters": "adapters"}
+INSTALLED = ROOT / "build/site_source/para_core"
+
+
+def on_startup(command: str, dirty: bool) -> None:
+    """Show the API's reader the shape that installing gives: adapters/ and kernels/ as parts of para_core."""
+    # Copies: the reader does not look for modules behind links.
+    shutil.rmtree(INSTALLED, ignore_errors=True)
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "para_core", INSTALLED, ignore=ignored)
+    for folder in ("adapters", "kernels"):
+        shutil.copytree(ROOT / folder, INSTALLED / folder, ignore=ignored)
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages that stand elsewhere, and one for each package's API."""
+    for source, place in ELSEWHERE.items():
+        files.append(File.generated(config, place, content=moved((ROOT / source).read_text(), Path(source).parent)))
+    for package, folder in PACKAGES.items():
+        files.append(File.generated(config, f"api/{package}.md", content=reference(package, folder)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Links of pages in docs/ to what stands elsewhere."""
+    return markdown if page.file.generated_by else moved(markdown, Path("docs"))
+
+
+def moved(markdown: str, folder: Path) -> str:
+    """``markdown``, which stands in ``folder`` of the repository, with its links as the site has them.
+
+    A link to a file that is no page becomes its text.
+    """
+
+    def link(match: re.Match[str]) -> str:
+        image, text, target, anchor = match.groups()
+        path = (ROOT / folder / target).resolve().relative_to(ROOT)
+        # Pages of the site stand at its top; those from elsewhere in their own folders.
+        place = ELSEWHERE.get(str(path), str(path.relative_to("docs")) if path.parts[0] == "docs" else None)
+        if place is None:
+            return f"{text}"
+        depth = 0 if folder == Path("docs") else len(folder.parts)
+        return f"{image}[{text}]({'../' * depth}{place}{anchor or ''})"
+
+    return LINK.sub(link, markdown)
+
+
+def reference(package: str, folder: str) -> str:
+    """A page with everything that the package's ``__all__`` lists."""
+    tree = ast.parse((ROOT / folder / "__init__.py").read_text())
+    names = next(
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__"
+    )
+    return "\n\n".join([f"# {package}", *(f"::: {package}.{name}" for name in names)]) + "\n"
