@@ -18,7 +18,7 @@ Shape = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens of one kind: cut over the sequence ranks, or whole on each."""
+    """Tokens of one kind: sharded over the sequence ranks, or replicated."""
 
     total: int
     cut: bool
@@ -110,7 +110,7 @@ class ModelCall:
 
 
 def part(total: int, rank: int, ranks: int) -> int:
-    """What ``rank`` has of ``total``, cut as ``torch.tensor_split`` cuts."""
+    """What ``rank`` has of ``total``, sharded as ``torch.tensor_split`` splits."""
     return total // ranks + (rank < total % ranks)
 
 

@@ -574,5 +574,5 @@ def test_what_it_does_not_go_with_is_refused():
     with pytest.raises(RuntimeError, match="cannot be cached so: under PipeFusion a step computes patches"):
         run(pipe)
     pipe = parallelize_pipe(flux_pipe(), pipefusion=PipeFusion(64))
-    with pytest.raises(ValueError, match="63 tokens cannot be cut into num_patches=64 patches"):
+    with pytest.raises(ValueError, match="63 tokens cannot be split into num_patches=64 patches"):
         run(pipe)
