@@ -25,7 +25,6 @@ options = parse_options(
 )
 
 pipe = FluxPipeline.from_pretrained(options.model, dtype=DTYPE).to(DEVICE)
-pipe.set_progress_bar_config(disable=True)
 if options.compile:
     pipe.transformer = torch.compile(pipe.transformer, fullgraph=True)
 

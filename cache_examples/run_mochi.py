@@ -28,7 +28,7 @@ if options.model is None:
 else:
     pipe = MochiPipeline.from_pretrained(options.model, dtype=DTYPE)
     pipe.vae.enable_tiling()
-pipe.to(DEVICE).set_progress_bar_config(disable=True)
+pipe.to(DEVICE)
 if options.compile:
     pipe.transformer = torch.compile(pipe.transformer, fullgraph=True)
 

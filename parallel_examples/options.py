@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -19,6 +21,9 @@ from PIL import Image
 from torch.distributed.device_mesh import DeviceMesh
 
 from para_core import init_context_parallel_mesh
+
+# What a result may be called.
+ALLOWED = {"image": (".png", ".jpg", ".jpeg", ".webp"), "video": (".gif", ".mp4")}
 
 
 def parse_options(description: str | None, **defaults: object) -> argparse.Namespace:
@@ -39,9 +44,46 @@ def parse_options(description: str | None, **defaults: object) -> argparse.Names
     parser.add_argument("--ulysses", type=int, help="ranks of Ulysses; the others form the ring, unless given too")
     parser.add_argument("--parallel-vae", action="store_true", help="the VAE on all ranks, too")
     parser.add_argument("--compile", action="store_true", help="torch.compile(fullgraph=True), warmed up before timing")
+    parser.add_argument("--runs", type=int, default=1, help="the time is the median of so many")
     parser.add_argument("--output", help="where the result goes")
     parser.set_defaults(**defaults)
-    return parser.parse_args()
+    options = parser.parse_args()
+    check(options, parser)
+    return options
+
+
+def check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """End in a sentence what cannot run, before anything is loaded."""
+    for name in (
+        "steps",
+        "height",
+        "width",
+        "frames",
+        "fps",
+        "max_sequence_length",
+        "batch",
+        "ring",
+        "ulysses",
+        "runs",
+    ):
+        value = getattr(options, name, None)
+        if value is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} is {value}; expected a positive integer")
+    given = [f"--{name} {getattr(options, name)}" for name in ("batch", "ring", "ulysses") if getattr(options, name)]
+    if given and "RANK" not in os.environ:  # set by torchrun
+        parser.error(f"{' '.join(given)} needs ranks: torchrun --nproc_per_node=N {sys.argv[0]} …, one rank per GPU")
+    folder = Path(options.output).absolute().parent
+    if not folder.is_dir():
+        parser.error(f"--output is {options.output}; there is no folder {folder}")
+    if not os.access(folder, os.W_OK):
+        parser.error(f"--output is {options.output}; {folder} cannot be written to")
+    written = ALLOWED["video" if hasattr(options, "fps") else "image"]
+    if Path(options.output).suffix.lower() not in written:
+        parser.error(f"--output is {options.output}; expected a name that ends in {' or '.join(written)}")
+    if options.output.endswith(".mp4") and not any(map(importlib.util.find_spec, ("imageio_ffmpeg", "cv2"))):
+        parser.error(
+            f"--output is {options.output}; an MP4 needs imageio-ffmpeg (pip install imageio imageio-ffmpeg) or OpenCV; a .gif does not"
+        )
 
 
 @dataclass(frozen=True)
@@ -62,9 +104,10 @@ class Ranks:
 
 
 def start_ranks(options: argparse.Namespace) -> Ranks:
-    """Join the other ranks, if there are any. One progress bar, rank 0's: of the steps, not of loading."""
-    logging.disable_progress_bar()
-    transformers.utils.logging.disable_progress_bar()
+    """Join the other ranks, if there are any. Progress bars are rank 0's."""
+    if int(os.environ.get("RANK", "0")) > 0:
+        logging.disable_progress_bar()
+        transformers.utils.logging.disable_progress_bar()
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
     if "RANK" not in os.environ:  # set by torchrun
         return Ranks(None, 0, device, dtype)
@@ -96,9 +139,13 @@ def timed(run: Callable[..., Any], options: argparse.Namespace, ranks: Ranks) ->
     if options.compile:
         # Mochi has no schedule of one step.
         run(num_inference_steps=2, generator=torch.Generator(ranks.device).manual_seed(options.seed))
-    start = time.perf_counter()
-    result = run(num_inference_steps=options.steps, generator=torch.Generator(ranks.device).manual_seed(options.seed))
-    seconds = time.perf_counter() - start
+    seconds_of_runs = []
+    for _ in range(options.runs):
+        generator = torch.Generator(ranks.device).manual_seed(options.seed)
+        start = time.perf_counter()
+        result = run(num_inference_steps=options.steps, generator=generator)
+        seconds_of_runs.append(time.perf_counter() - start)
+    seconds = statistics.median(seconds_of_runs)
     if ranks.rank == 0:
         each = seconds / options.steps
         print(f"{ranks}: {options.steps} steps in {seconds:.2f} s, {each:.3f} s per step; {options.output}")
