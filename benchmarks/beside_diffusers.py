@@ -207,8 +207,8 @@ def ratio(ones: list[float], others: list[float]) -> str:
 # Whose limit a message tells of, where it is not that of diffusers' own code. Each is explained on the page.
 LIMITS = {
     "ProcessGroupGloo::allgather": "gloo",
-    "Native attention does not support return_lse": "CPU",
-    "is not a submodule of": "tiny config",
+    "Native attention does not support return_lse": "a CPU",
+    "is not a submodule of": "our tiny config",
 }
 
 
@@ -217,16 +217,16 @@ def verdict(found: dict[str, Any]) -> str:
     if "refused" not in found:
         return f"{found['error']:.0e}" if is_exact(found) else f"**wrong**, {found['error']:.1g}"
     limits = [limit for message, limit in LIMITS.items() if message in found["refused"]]
-    return f"*not tried: {limits[0]}*" if limits else f"refused: {found['refused']}"
+    return f"*stopped by {limits[0]}*" if limits else f"refused: {found['refused']}"
 
 
 def outcome(tiny_rows: list[dict[str, Any]]) -> list[str]:
     """What the first table comes to."""
     lines = []
     for way in WAYS:
-        words = [verdict(row[way]).split(":")[0].strip("*") for row in tiny_rows]
+        words = [verdict(row[way]).split(":")[0].split(" by ")[0].strip("*") for row in tiny_rows]
         exact = sum(is_exact(row[way]) for row in tiny_rows)
-        rest = ", ".join(f"{words.count(word)} {word}" for word in ("not tried", "refused") if words.count(word))
+        rest = ", ".join(f"{words.count(word)} {word}" for word in ("stopped", "refused") if words.count(word))
         lines.append(f"- {way}: {exact} of {len(tiny_rows)} exact" + (f"; {rest}" if rest else ""))
     return lines
 
@@ -293,13 +293,13 @@ unmodified model, or what was said.
 
 {chr(10).join(outcome(results["tiny"]))}
 
-*Not tried* is no defect of diffusers; on GPUs it may well run:
+*Stopped* is no defect of diffusers; on GPUs it may well run:
 
 - *gloo*: with odd lengths diffusers gathers parts of unequal size, which NCCL's all-gather takes and gloo's does not
   (`ProcessGroupGloo::allgather: invalid tensor size`). para_core exchanges by all-to-all, which takes them on every backend.
-- *CPU*: its ring asks the attention kernel for the log-sum-exp, and none of its backends gives one on a CPU
+- *A CPU*: its ring asks the attention kernel for the log-sum-exp, and none of its backends gives one on a CPU
   (`Native attention does not support return_lse=True`). [peers.md](peers.md) has its ring with a stand-in for cuDNN's kernel.
-- *tiny config*: its plan for Helios names the third block, and the tiny model of this benchmark has two.
+- *Our tiny config*: its plan for Helios names the third block, and the tiny model of this benchmark has two.
 
 *Refused* is raised by diffusers' own code on this input; that a GPU would say otherwise was not seen.
 
