@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -125,8 +127,23 @@ def _loaded_on_all(
     with raising_on_all(mesh, f"{name} could not be loaded (of a file that is incomplete: download it again)"):
         folder = folder_of(pipeline, name, options)
         files = _files_in(folder, options.get("variant"))
-        pipe = pipeline.from_pretrained(folder, dtype=_dtypes_of(files), low_cpu_mem_usage=True, **options)
+        with _nothing_filled():
+            pipe = pipeline.from_pretrained(folder, dtype=_dtypes_of(files), low_cpu_mem_usage=True, **options)
     return pipe, files
+
+
+@contextmanager
+def _nothing_filled() -> Iterator[None]:
+    """``torch.empty`` without the values that deterministic algorithms write into it.
+
+    Each weight is allocated before it goes to the meta device. If it was written to, its pages are in memory, and malloc may keep them.
+    """
+    filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
 
 
 def _files_in(folder: Path, variant: str | None) -> list[Path]:
