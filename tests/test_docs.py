@@ -316,7 +316,7 @@ def test_cached_video_examples_generate_both_videos_and_the_plot(rank_pool, name
         "para_core.layout",
         "para_core.make_mesh",
         "para_core.planner.hardware",
-        "para_core.planner.mesh_plan",
+        "para_core.planner.rows",
         "para_core.kernels.merge_reference",
         "para_core.adapters.mesh_choice",
     ],
