@@ -12,7 +12,6 @@ from torch.nn import functional
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.random_weights import fill
-from benchmarks.tiny_flux.models import build_vae
 from benchmarks.tiny_model import noise
 from benchmarks.tiny_parts import (
     DECODER,
@@ -21,6 +20,7 @@ from benchmarks.tiny_parts import (
     ROPE,
     TEXT_WIDTH,
     TinyPipeline,
+    build_vae,
     random_image,
     word_tokenizer,
 )

@@ -11,12 +11,14 @@ from torch import nn
 from torch.nn import functional
 
 from benchmarks.random_weights import fill
-from benchmarks.tiny_flux.models import CLIP_WIDTH, LATENT_CHANNELS, T5_WIDTH, build_vae
+from benchmarks.tiny_flux.models import CLIP_WIDTH, T5_WIDTH
 from benchmarks.tiny_parts import (
     DECODER,
     IMAGE_WIDTH,
+    LATENT_CHANNELS,
     ROPE,
     TEXT_WIDTH,
+    build_vae,
     flux_encoders,
     random_model,
     t5,

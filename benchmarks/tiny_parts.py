@@ -11,7 +11,7 @@ import diffusers
 import numpy as np
 import torch
 import transformers
-from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler
 from PIL import Image
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from torch import nn
@@ -24,6 +24,24 @@ from benchmarks.tiny_flux.models import SHIFT, Denoiser, Tokenizers, build_token
 TEXT_WIDTH, IMAGE_WIDTH = 24, 20
 IMAGE_TOKENS = 5  # of 8 × 8 pixels each, and one for all
 PROMPT = "a large red circle at the top left, on white"
+
+LATENT_CHANNELS = 4
+
+
+def build_vae(latent_channels: int = LATENT_CHANNELS) -> AutoencoderKL:
+    """Two downsamplings: an image of 64 × 64 pixels is 16 × 16 latent pixels, tokens enough for four ranks."""
+    return AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 3,
+        up_block_types=("UpDecoderBlock2D",) * 3,
+        block_out_channels=(16, 32, 64),
+        layers_per_block=1,
+        latent_channels=latent_channels,
+        norm_num_groups=8,
+        sample_size=128,
+        mid_block_add_attention=False,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+    )
 
 
 @dataclass(frozen=True)

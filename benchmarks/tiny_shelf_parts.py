@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.random_weights import fill
-from benchmarks.tiny_flux.models import build_vae
 from benchmarks.tiny_image_models import IMAGE_MODELS
 from benchmarks.tiny_model import TinyModel
-from benchmarks.tiny_parts import IMAGE_WIDTH, TEXT_WIDTH, embeddings, random_model, whole_pipe
+from benchmarks.tiny_parts import IMAGE_WIDTH, TEXT_WIDTH, build_vae, embeddings, random_model, whole_pipe
 from benchmarks.tiny_stream_models import STREAM_MODELS
 from benchmarks.tiny_video_models import VIDEO_MODELS
 

@@ -29,9 +29,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.random_weights import fill
-from benchmarks.tiny_flux.models import CLIP_WIDTH, LATENT_CHANNELS, SHIFT, T5_WIDTH, Denoiser, Tokenizers
+from benchmarks.tiny_flux.models import CLIP_WIDTH, SHIFT, T5_WIDTH, Denoiser, Tokenizers
 from benchmarks.tiny_flux.models import build_tokenizers as _build_tokenizers
-from benchmarks.tiny_flux.models import build_vae as _build_vae
+from benchmarks.tiny_parts import LATENT_CHANNELS
+from benchmarks.tiny_parts import build_vae as _build_vae
 from para_core import UnifiedAttnMode
 from para_core.attention.attend import MeshAttention
 from para_core.plans import linear

@@ -80,7 +80,7 @@ def measure(row: Row, vae: AutoencoderKL, *, seed: int, stop: int) -> dict[str, 
     pool = build_pool(encoder, seed, SCENES, row.things, row.cell_weight)
     torch.manual_seed(seed + 1)
     model = Denoiser(tokenizers)
-    loss = FlowLoss({0: pool}, Captions(tokenizers, row), seed, row.batch, row.shift, autocast=True)
+    loss = FlowLoss(pool, Captions(tokenizers, row), seed, row.batch, row.shift, autocast=True)
     schedule = Schedule(16 * STEPS // row.batch, 1e-3, boost=row.boost, decay=0.6)
     end = 16 * stop // row.batch
     with tempfile.TemporaryDirectory() as folder:

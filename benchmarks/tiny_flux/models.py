@@ -17,8 +17,8 @@ SHIFT = 3.0  # of the noise levels, in training and in the scheduler
 CLIP_LENGTH = 77
 CLIP_WIDTH = 64
 T5_WIDTH = 128
-# FLUX has 16; these images have little detail.
-LATENT_CHANNELS = 4  # 2 × 2 latent pixels make one token of 16 channels
+HEADS, HEAD_DIM = 4, 32  # of the transformer's attention
+LATENT_CHANNELS = 16  # as FLUX; 2 × 2 latent pixels make one token of 64 channels
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,14 @@ def build_tokenizers() -> Tokenizers:
     return Tokenizers(build_clip_tokenizer(), build_word_tokenizer(grammar.words()))
 
 
-def build_vae(latent_channels: int = LATENT_CHANNELS) -> AutoencoderKL:
-    """Two downsamplings: 128 × 128 pixels to 32 × 32 latent pixels of 4 channels."""
+def build_vae() -> AutoencoderKL:
+    """Three downsamplings, as FLUX: 128 × 128 pixels to 16 × 16 latent pixels of 16 channels, which are 64 tokens."""
     return AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 3,
-        up_block_types=("UpDecoderBlock2D",) * 3,
-        block_out_channels=(16, 32, 64),
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        block_out_channels=(16, 32, 64, 64),
         layers_per_block=1,
-        latent_channels=latent_channels,
+        latent_channels=LATENT_CHANNELS,
         norm_num_groups=8,
         sample_size=128,
         mid_block_add_attention=False,
@@ -81,14 +81,14 @@ def build_vae(latent_channels: int = LATENT_CHANNELS) -> AutoencoderKL:
 class Denoiser(nn.Module):
     """What flow matching trains, all parts together: the transformer and both text encoders."""
 
-    def __init__(self, tokenizers: Tokenizers, latent_channels: int = LATENT_CHANNELS) -> None:
+    def __init__(self, tokenizers: Tokenizers) -> None:
         super().__init__()
         self.transformer = FluxTransformer2DModel(
-            in_channels=4 * latent_channels,
+            in_channels=4 * LATENT_CHANNELS,
             num_layers=3,
             num_single_layers=5,
-            attention_head_dim=32,
-            num_attention_heads=4,
+            attention_head_dim=HEAD_DIM,
+            num_attention_heads=HEADS,
             joint_attention_dim=T5_WIDTH,
             pooled_projection_dim=CLIP_WIDTH,
             guidance_embeds=False,

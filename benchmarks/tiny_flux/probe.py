@@ -96,7 +96,7 @@ def finished(model: Denoiser, pipe: FluxPipeline, tokenizers: Tokenizers) -> dic
             with torch.autocast("cpu", torch.bfloat16), PlainAttention():
                 velocity = model(latents, level.expand(len(latents)), *condition)
             latents = latents + (following - level) * velocity.float()
-        packed = FluxPipeline._unpack_latents(latents, SIDE, SIDE, 4)
+        packed = FluxPipeline._unpack_latents(latents, SIDE, SIDE, pipe.vae_scale_factor)
         decoded = pipe.vae.decode(packed / pipe.vae.config.scaling_factor + pipe.vae.config.shift_factor).sample
         images = pipe.image_processor.postprocess(decoded, output_type="np")
         verdicts = [check((x * 255).round().astype(np.uint8), scene) for x, scene in zip(images, scenes, strict=True)]

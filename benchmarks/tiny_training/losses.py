@@ -14,8 +14,10 @@ from torch.overrides import TorchFunctionMode
 
 from benchmarks.tiny_training.loop import step_seed, torch_generator
 
-VAE_STAGE, FLOW_STAGE, STATISTICS, DECODER_STAGE = 0, 1, 2, 4  # in each seed, so that stages draw different scenes
+# In each seed, so that stages draw different scenes.
+VAE_STAGE, FLOW_STAGE, STATISTICS, TEXT_STAGE, DECODER_STAGE = range(5)
 KL_WEIGHT = 1e-4  # per latent element, against a reconstruction loss per pixel element
+COLOURED = 0.3  # max − min over RGB in −1 … 1
 NO_CAPTION = 0.06  # of the captions are empty, for guidance with a negative prompt
 CAPITAL = 0.25  # of the captions start with a capital
 
@@ -44,6 +46,7 @@ class VaeLoss:
     seed: int
     batch: int
     draw: Callable[[np.random.SeedSequence, int], torch.Tensor]  # seed and batch to pixels in −1 … 1
+    thing_weight: float = 1.0  # of the error of pixels that have a colour; backgrounds are grey
 
     def __call__(self, model: nn.Module, step: int) -> torch.Tensor:
         """The loss of one step, a scalar."""
@@ -55,7 +58,9 @@ class VaeLoss:
         decoded = model.decode(posterior.mean + posterior.std * noise).sample
         kl = 0.5 * (posterior.mean.square() + posterior.var - 1 - posterior.logvar).mean()
         error = decoded - pixels
-        return error.abs().mean() + error.square().mean() + KL_WEIGHT * kl
+        coloured = pixels.amax(1, keepdim=True) - pixels.amin(1, keepdim=True) > COLOURED
+        weights = 1 + (self.thing_weight - 1) * coloured.float()
+        return ((error.abs() + error.square()) * (weights / weights.mean())).mean() + KL_WEIGHT * kl
 
 
 @dataclass(frozen=True)
@@ -74,26 +79,29 @@ class FlowLoss:
     Noise levels are logit-normal, then shifted towards noise, the distribution that SD3 and FLUX describe.
     """
 
-    pools: dict[int, Pool]  # by the step from which on it is shown
+    pool: Pool
     condition: Callable[[list[Any], np.random.Generator], tuple[torch.Tensor, ...]]  # scenes to what the model is told
     seed: int
     batch: int
     shift: float
     autocast: bool  # bfloat16 inside the model
+    # What else to ask of the call just made, added to the loss: model and scenes to a scalar.
+    also: Callable[[Any, list[Any]], torch.Tensor] | None = None
 
     def __call__(self, model: nn.Module, step: int) -> torch.Tensor:
         """The loss of one step, a scalar."""
         seed = step_seed(self.seed, FLOW_STAGE, step)
         generator, rng = torch_generator(seed), np.random.default_rng(seed)
         device = next(model.parameters()).device
-        pool = self.pools[max(start for start in self.pools if start <= step)]
-        chosen = rng.integers(len(pool.scenes), size=self.batch)
-        condition = [x.to(device) for x in self.condition([pool.scenes[i] for i in chosen], rng)]
-        data, weights = pool.data[chosen].to(device), pool.weights[chosen].to(device)
+        chosen = rng.integers(len(self.pool.scenes), size=self.batch)
+        scenes = [self.pool.scenes[i] for i in chosen]
+        condition = [x.to(device) for x in self.condition(scenes, rng)]
+        data, weights = self.pool.data[chosen].to(device), self.pool.weights[chosen].to(device)
         noise = torch.randn(data.shape, generator=generator).to(device)
         s = torch.randn(self.batch, generator=generator).sigmoid()
         sigma = (self.shift * s / (1 + (self.shift - 1) * s)).to(device)
         noisy = torch.lerp(data, noise, sigma.view(-1, *[1] * (data.ndim - 1)))
         with torch.autocast(device.type, torch.bfloat16, enabled=self.autocast), PlainAttention():
             velocity = model(noisy, sigma, *condition)
-        return ((velocity.float() - (noise - data)).square() * weights).mean()
+        loss = ((velocity.float() - (noise - data)).square() * weights).mean()
+        return loss if self.also is None else loss + self.also(model, scenes)

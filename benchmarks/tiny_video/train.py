@@ -52,8 +52,8 @@ def flow(args: argparse.Namespace, vae: AutoencoderKLWan, vae_seconds: float) ->
 
     torch.manual_seed(args.seed + 1)
     model = Denoiser(tokenizer).to(args.device)
-    pools = {0: build_pool(vae, args.seed, args.scenes)}
-    loss = FlowLoss(pools, Captions(tokenizer), args.seed, args.batch, SHIFT, args.autocast)
+    pool = build_pool(vae, args.seed, args.scenes)
+    loss = FlowLoss(pool, Captions(tokenizer), args.seed, args.batch, SHIFT, args.autocast)
     schedule = Schedule(args.steps, args.learning_rate, boost=args.boost, decay=0.5)
     train_flow(args, model, loss, schedule, vae, vae_seconds, pipeline)
 

@@ -14,13 +14,17 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import nn
+from transformers import T5EncoderModel
 
 from benchmarks.tiny_flux import grammar
+from benchmarks.tiny_flux.alignment import AlignedDenoiser, alignment_loss, things_by_token
+from benchmarks.tiny_flux.binding import cells_known_to_t5
 from benchmarks.tiny_flux.draw import SIDE, draw
 from benchmarks.tiny_flux.grammar import Scene
 from benchmarks.tiny_flux.models import LATENT_CHANNELS, SHIFT, Denoiser, build_tokenizers, build_vae
 from benchmarks.tiny_flux.probe import SCENES, SIGMAS, WORD, WORDS, swapped, use_of_words
 from benchmarks.tiny_flux.stages import (
+    TOKEN,
     Captions,
     DecoderLoss,
     build_pool,
@@ -30,6 +34,7 @@ from benchmarks.tiny_flux.stages import (
     encode,
     measure_latents,
 )
+from benchmarks.tiny_flux.text import ATTRIBUTES, Reader, TextLoss, naming_tokens
 from benchmarks.tiny_training.loop import Schedule, State, build_optimizers, fit, step_seed
 from benchmarks.tiny_training.losses import FlowLoss, PlainAttention, Pool, VaeLoss
 
@@ -37,7 +42,6 @@ from benchmarks.tiny_training.losses import FlowLoss, PlainAttention, Pool, VaeL
 pytestmark = pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 ROOT = Path(__file__).parents[2]
 SCHEDULE = Schedule(steps=4, learning_rate=1e-3, warmup=2)
-STAGES = {0: (1.0, 0.0, 0.0), 3: (0.0, 0.5, 0.5)}  # by step
 
 
 def train_vae(checkpoint: Path, stop_after: int | None = None) -> State:
@@ -56,13 +60,22 @@ def train_flow(checkpoint: Path, stop_after: int | None = None) -> State:
     torch.manual_seed(0)
     vae, tokenizers = build_vae(), build_tokenizers()
     measure_latents(vae, 0, batches=1, batch=2)
-    pools = {start: build_pool(partial(encode, vae), 0, 4, things, 3.0) for start, things in STAGES.items()}
-    loss = FlowLoss(pools, Captions(tokenizers), seed=0, batch=2, shift=SHIFT, autocast=True)
-    model = Denoiser(tokenizers)
+    pool = build_pool(partial(encode, vae), 0, 4, (0.3, 0.4, 0.3), 3.0)
+    loss = FlowLoss(pool, Captions(tokenizers), seed=0, batch=2, shift=SHIFT, autocast=True, also=alignment_loss)
+    model = AlignedDenoiser(tokenizers)
+    model.text_encoder_2.requires_grad_(False)
     return fit(model, loss, SCHEDULE, checkpoint=checkpoint, name="flow", stop_after=stop_after)
 
 
-@pytest.mark.parametrize("train", [train_vae, train_flow])
+def train_text(checkpoint: Path, stop_after: int | None = None) -> State:
+    torch.manual_seed(0)
+    tokenizers = build_tokenizers()
+    model = Reader(Denoiser(tokenizers).text_encoder_2)
+    loss = TextLoss(tokenizers.t5, seed=0, batch=4)
+    return fit(model, loss, SCHEDULE, checkpoint=checkpoint, name="text", stop_after=stop_after)
+
+
+@pytest.mark.parametrize("train", [train_vae, train_text, train_flow])
 def test_two_steps_and_two_resumed_equal_four_straight(train, tmp_path):
     straight = train(tmp_path / "straight.pt")
     assert train(tmp_path / "parts.pt", stop_after=2).step == 2
@@ -135,7 +148,7 @@ class ExactVelocity(nn.Module):
         self.sigmas.append(sigma)
         assert t5_ids.shape[1] in (32, 64, 128)
         assert clip_ids.shape[1] == 77
-        assert tokens.shape[1:] == (256, 4 * LATENT_CHANNELS)
+        assert tokens.shape[1:] == (64, 4 * LATENT_CHANNELS)
         sigma = sigma[:, None, None]
         noise = (tokens - (1 - sigma) * self.data) / sigma
         return noise - self.data
@@ -150,9 +163,9 @@ def test_the_flow_loss_of_the_exact_velocity_is_zero():
         latents = vae.encode(draw_batch(step_seed(0, 1, 0), 1, (1.0, 0.0, 0.0))[0]).latent_dist.mean
     latents = (latents - vae.config.shift_factor) * vae.config.scaling_factor
     # FLUX's packing, written out: 2 × 2 latent pixels to one token, channel first.
-    data = latents.reshape(1, LATENT_CHANNELS, 16, 2, 16, 2).permute(0, 2, 4, 1, 3, 5).reshape(1, 256, -1)
+    data = latents.reshape(1, LATENT_CHANNELS, 8, 2, 8, 2).permute(0, 2, 4, 1, 3, 5).reshape(1, 64, -1)
     model = ExactVelocity(data)
-    loss = FlowLoss({0: pool}, Captions(tokenizers), seed=0, batch=2, shift=SHIFT, autocast=False)(model, 0)
+    loss = FlowLoss(pool, Captions(tokenizers), seed=0, batch=2, shift=SHIFT, autocast=False)(model, 0)
     # Rounding of the data grows as 1 / sigma.
     assert loss.item() < 1e-6 / float(torch.cat(model.sigmas).min()) ** 2
 
@@ -170,12 +183,12 @@ class SaysSo(nn.Module):
         return velocity
 
 
-def test_the_flow_loss_weighs_tokens_and_takes_the_pool_of_its_step():
+@pytest.mark.parametrize("also", [None, lambda model, scenes: torch.tensor(7.0 * len(scenes))])
+def test_the_flow_loss_weighs_tokens_and_adds_what_else_is_asked(also):
     weights = torch.tensor([3.0, 3.0, 1.0, 1.0]).reshape(1, 4, 1)
-    pools = {0: Pool(["a"], torch.zeros(1, 4, 2), weights), 5: Pool(["a"], torch.zeros(1, 4, 2), torch.ones(1, 1, 1))}
-    loss = FlowLoss(pools, lambda scenes, rng: (), seed=0, batch=2, shift=SHIFT, autocast=False)
-    for step, expected in {0: 1.5, 4: 1.5, 5: 0.5, 9: 0.5}.items():
-        assert loss(SaysSo(), step).item() == pytest.approx(expected, abs=1e-4)
+    pool = Pool(["a"], torch.zeros(1, 4, 2), weights)
+    loss = FlowLoss(pool, lambda scenes, rng: (), seed=0, batch=2, shift=SHIFT, autocast=False, also=also)
+    assert loss(SaysSo(), 0).item() == pytest.approx(1.5 if also is None else 15.5, abs=1e-4)
 
 
 def test_weights_cover_all_of_a_thing_and_little_else():
@@ -183,13 +196,64 @@ def test_weights_cover_all_of_a_thing_and_little_else():
         rng = np.random.default_rng([21, i])
         scene = grammar.training_scene(rng, (0.0, 0.0, 1.0))
         empty = draw(Scene((), scene.background), rng)
-        differs = (draw(scene, rng) != empty).any(-1).reshape(16, 8, 16, 8).any((1, 3))
-        weights = cell_weights(scene, 5.0).reshape(SIDE // 8, SIDE // 8)
+        differs = (draw(scene, rng) != empty).any(-1).reshape(8, 16, 8, 16).any((1, 3))
+        weights = cell_weights(scene, 5.0).reshape(SIDE // TOKEN, SIDE // TOKEN)
         heavy = (weights > weights.min()).numpy()
         assert weights.mean().item() == pytest.approx(1.0)
         assert weights.max().item() == pytest.approx(5 * weights.min().item())
         assert heavy[differs].all()
-        assert heavy.sum() <= 3 * 36
+        assert heavy.sum() <= 3 * 16
+
+
+def test_each_thing_has_one_colour_word_and_one_shape_word():
+    tokenizer = build_tokenizers().t5
+    scenes = [grammar.training_scene(np.random.default_rng([23, i]), (0.2, 0.4, 0.4)) for i in range(40)]
+    captions = [grammar.caption(scene, np.random.default_rng([24, i])) for i, scene in enumerate(scenes)]
+    captions[::4] = [text.capitalize() for text in captions[::4]]
+    captions[7] = ""
+    ids = tokenizer(captions, padding="max_length", max_length=64, return_tensors="pt").input_ids
+    words = [
+        (caption, thing, tokenizer.convert_ids_to_tokens(ids[caption, position].item()).strip("▁").lower())
+        for caption, thing, position in naming_tokens(tokenizer, ids)
+    ]
+    expected = {
+        (caption, index, word)
+        for caption, scene in enumerate(scenes)
+        for index, thing in enumerate(scene.things)
+        for word in (thing.colour, thing.shape)
+        if captions[caption]
+    }
+    assert set(words) == expected
+    assert len(words) == len(expected)
+
+
+class TellsThingsApart(nn.Module):
+    """Its embeddings are 1 where the words of one thing stand; from that it knows the cells of two, and nothing else."""
+
+    def __init__(self, words: list[int], cells: list[int]) -> None:
+        super().__init__()
+        self.words = torch.tensor(words)
+        self.heads = nn.ModuleDict({name: nn.Linear(1, len(values)) for name, values in ATTRIBUTES.items()})
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+        first, other = cells
+        cell = self.heads["cell"]
+        cell.weight.data[first], cell.weight.data[other], cell.bias.data[other] = 100.0, -100.0, 50.0
+
+    def forward(self, ids):
+        return torch.isin(ids, self.words).float()[..., None]
+
+
+@pytest.mark.parametrize(("right", "loss_of_cells"), [(True, 0.0), (False, (150 + 50) / 2)])
+def test_the_text_loss_asks_for_each_attribute_of_the_thing_that_a_word_is_about(monkeypatch, right, loss_of_cells):
+    red, blue = grammar.Thing("red", "circle", "small", "top"), grammar.Thing("blue", "ring", "large", "left")
+    monkeypatch.setattr(grammar, "training_scene", lambda rng, things: Scene((red, blue), "grey"))
+    tokenizer = build_tokenizers().t5
+    words = tokenizer.convert_tokens_to_ids(["▁red", "▁Red", "▁circle"])
+    cells = [list(grammar.CELLS).index(thing.cell) for thing in ((red, blue) if right else (blue, red))]
+    loss = TextLoss(tokenizer, seed=0, batch=8)(TellsThingsApart(words, cells), 0)
+    others_by_chance = math.log(8) + math.log(5) + math.log(2)
+    assert loss.item() == pytest.approx(others_by_chance + loss_of_cells, rel=1e-5)
 
 
 def test_plain_attention_is_attention():
@@ -272,3 +336,58 @@ def test_the_probe_tells_whether_a_model_reads_the_shape(knows):
     found = use_of_words(model, lambda images: torch.zeros(len(images), 4, 16), tokenizers)
     assert found["shape"]["right"] == [float(knows)] * len(SIGMAS)
     assert found["colour"]["right"] == found["cell"]["right"] == [0.0] * len(SIGMAS)
+
+
+def test_tokens_are_asked_for_the_thing_that_is_drawn_on_them():
+    for i in range(20):
+        rng = np.random.default_rng([22, i])
+        scene = grammar.training_scene(rng, (0.0, 0.0, 1.0))
+        truth = things_by_token(scene)
+        empty = draw(Scene((), scene.background), rng)
+        for thing in scene.things:
+            alone = draw(Scene((thing,), scene.background), rng)
+            covered = (alone != empty).any(-1).reshape(8, 16, 8, 16).mean((1, 3)).flatten()
+            # What is covered less may be the rim of a thing that reaches over.
+            touched = torch.from_numpy((covered > 0.4) | (covered == covered.max()))
+            assert set(truth["colour"][touched].tolist()) == {1 + list(grammar.COLOURS).index(thing.colour)}
+            assert set(truth["shape"][touched].tolist()) == {1 + grammar.SHAPES.index(thing.shape)}
+        assert (truth["colour"] == 0).any()
+
+
+def test_the_alignment_loss_is_zero_for_right_answers_and_large_for_one_wrong_thing():
+    model = AlignedDenoiser(build_tokenizers())
+    rng = np.random.default_rng(23)
+    scenes = [grammar.training_scene(rng, (0.0, 1.0, 0.0)) for _ in range(3)]
+    truths = [things_by_token(scene) for scene in scenes]
+    for name, head in model.heads.items():
+        truth = torch.stack([classes[name] for classes in truths])
+        model.answers[name] = 50.0 * nn.functional.one_hot(truth, head.out_features).float()
+    assert alignment_loss(model, scenes).item() < 1e-6
+    model.answers["shape"] = model.answers["shape"].roll(1, 0)
+    assert alignment_loss(model, scenes).item() > 5
+
+
+def test_aligned_tokens_leave_the_velocity_and_reach_the_first_single_block():
+    torch.manual_seed(0)
+    tokenizers = build_tokenizers()
+    model = AlignedDenoiser(tokenizers)
+    scenes = [grammar.training_scene(np.random.default_rng(24), (0.0, 1.0, 0.0))]
+    ids = Captions(tokenizers)(scenes, np.random.default_rng(0))
+    inputs = torch.randn(1, 64, 4 * LATENT_CHANNELS), torch.ones(1), *ids
+    torch.testing.assert_close(model(*inputs), Denoiser.forward(model, *inputs), rtol=0, atol=0)
+    alignment_loss(model, scenes).backward()
+    reached = {
+        i
+        for i, block in enumerate(model.transformer.single_transformer_blocks)
+        if block.proj_out.weight.grad is not None
+    }
+    assert reached == {0}
+
+
+def test_the_trained_t5_knows_the_cells_of_two_things_and_a_fresh_one_does_not():
+    tokenizers = build_tokenizers()
+    torch.manual_seed(0)
+    fresh = Denoiser(tokenizers).text_encoder_2
+    trained = T5EncoderModel.from_pretrained(ROOT / "benchmarks/tiny_flux/pipeline/text_encoder_2", dtype=torch.float32)
+    assert cells_known_to_t5(trained, tokenizers, steps=25) > 0.9
+    assert cells_known_to_t5(fresh, tokenizers, steps=25) < 0.5

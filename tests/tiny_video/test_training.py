@@ -32,7 +32,7 @@ def train_flow(checkpoint: Path, stop_after: int | None = None) -> State:
     scenes = draw_batch(step_seed(0, 1, 0), 3)[1]
     pool = Pool(scenes, torch.randn(3, LATENT_CHANNELS, 5, 8, 8), torch.ones(3, 1, 1, 1, 1))
     tokenizer = build_tokenizer()
-    loss = FlowLoss({0: pool}, Captions(tokenizer), seed=0, batch=2, shift=SHIFT, autocast=True)
+    loss = FlowLoss(pool, Captions(tokenizer), seed=0, batch=2, shift=SHIFT, autocast=True)
     model = Denoiser(tokenizer)
     return fit(model, loss, SCHEDULE, checkpoint=checkpoint, name="flow", stop_after=stop_after)
 
