@@ -17,6 +17,7 @@ from benchmarks import (
     int8_attention,
     kernel_resources,
     machines,
+    pipefusion_quality,
     pipelines,
     propose,
     readme,
@@ -57,7 +58,7 @@ def parts_of_stages():
         "exactness": stages.exactness_table(found["by ranks"]),
         "held": stages.held_table(found["by ranks"]),
         "times": stages.time_table(found["fused, 2 ranks"], 2),
-        "images": stages.quality_table(found["images"]),
+        **{name: pipefusion_quality.table(result("pipefusion_quality")[name]) for name in ("images", "videos")},
         "sent": stages.paper_table(),
     }
 
