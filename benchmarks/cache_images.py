@@ -24,7 +24,7 @@ from para_core.adapters.caching.calibration.image_metrics import as_images, load
 
 PIPELINE = Path(__file__).parent / "tiny_flux" / "pipeline"
 SEED = 5  # as in the demo
-PROMPT = "a large red circle in the centre on a white background"
+PROMPT = "a large red circle on the left and a small blue triangle in the bottom right on a striped background"
 PROMPTS = (
     PROMPT,
     "a small blue square at the top left on a black background",

@@ -31,7 +31,7 @@ from para_core.adapters import apply_cache_on_pipe, cache_report, parallelize_pi
 from para_core.adapters.caching.calibration.image_metrics import as_images, load_metric
 
 PIPELINE = Path(__file__).parent / "tiny_flux" / "pipeline"
-PROMPT = "a large red circle in the centre on a white background"
+PROMPT = "a large red circle on the left and a small blue triangle in the bottom right on a striped background"
 STEPS, SIZE, TEXT_TOKENS = 20, 128, 64
 SEED = 5  # of eight that were looked at, the roundest circle; the checker takes all eight
 AMPLIFIED = 200_000

@@ -30,10 +30,10 @@ IMAGES, CLIPS = ROOT / "docs/gallery_images.png", ROOT / "docs/gallery_clips.gif
 SEED, STEPS = 5, 20
 CAPTIONS = {
     "flux": (
-        "a large red circle in the centre on a white background",
-        "a small blue square in the top left on a striped background",
+        "a large red circle left of a small blue cross on a white background",
+        "a small cyan square in the top left and a large pink ring on the right on a striped background",
         "a large green triangle at the bottom on a black background",
-        "a large yellow ring on the right on a grey background",
+        "a small yellow ring on the right, a large purple cross on the left and a small orange circle at the top on a grey background",
     ),
     "wan": (
         "a red circle moving up left on a white background",
