@@ -1,5 +1,6 @@
 """A pipeline loaded by all ranks of a node at once: the same images, in the host memory of one copy, or an error on every rank."""
 
+import ctypes
 import gc
 import threading
 import time
@@ -74,10 +75,14 @@ def test_what_was_loaded_in_stages_generates_the_same(rank_pool, folder, dtype):
         assert held == ({True, False}, {dtype or torch.float32})
 
 
-def proportional_set_size():
-    """Bytes of this process: its own pages, and its share of those that it has in common with others."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return 1024 * int(next(line.split()[1] for line in lines if line.startswith("Pss:")))
+def host_memory():
+    """Bytes of this process: its own pages, and its share of the pages of files that others map, too.
+
+    Not its PSS: ranks are forked, and where one writes a reference count, a page of the interpreter that was shared becomes its own. That
+    is memory of fork, 8 MB a rank whatever is loaded; ranks of torchrun have these pages each from the start.
+    """
+    rows = [line.split()[:2] for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]]
+    return 1024 * sum(int(size) for row, size in rows if row in ("Anonymous:", "Pss_File:", "Pss_Shmem:"))
 
 
 def peak_while_loading(small, large):
@@ -85,13 +90,14 @@ def peak_while_loading(small, large):
     mesh = init_context_parallel_mesh("cpu")
     # What is imported late, and made once.
     from_pretrained_sharded(FluxPipeline, small, mesh=mesh)
-    # It writes to each object: pages that forked processes have in common become their own.
+    # What malloc keeps of tests before this one would hide what is loaded.
     gc.collect()
-    before, samples, done = proportional_set_size(), [], threading.Event()
+    ctypes.CDLL(None).malloc_trim(0)
+    before, samples, done = host_memory(), [], threading.Event()
 
     def watch():
         while not done.is_set():
-            samples.append((time.monotonic(), proportional_set_size() - before))
+            samples.append((time.monotonic(), host_memory() - before))
             time.sleep(0.02)
 
     thread = threading.Thread(target=watch)
