@@ -151,6 +151,15 @@ def test_heads_and_tokens_are_shared_by_four_ranks(rank_pool, name, shape):
     check(rank_pool, name, shape)
 
 
+def shard_by_diffusers(transformer, tensor):
+    # There is no accelerator here, and diffusers takes nothing else.
+    with (
+        mock.patch.object(tensor_parallel, "_SUPPORTED_TP_DEVICES", ("cpu",)),
+        mock.patch.object(torch.accelerator, "device_count", return_value=4),
+    ):
+        transformer.enable_parallelism(config=TensorParallelConfig(mesh=tensor))
+
+
 def generate_over(how):
     """A pipeline on two tensor ranks, by our plan or by diffusers' own sharding, with a cache behind it."""
     mesh = init_context_parallel_mesh("cpu", max_tensor_dim_size=2)
@@ -160,12 +169,7 @@ def generate_over(how):
     if how == "ours":
         parallelize_pipe(pipe, mesh=mesh, weights="tensor")
     else:
-        # There is no accelerator here, and diffusers takes nothing else.
-        with (
-            mock.patch.object(tensor_parallel, "_SUPPORTED_TP_DEVICES", ("cpu",)),
-            mock.patch.object(torch.accelerator, "device_count", return_value=2),
-        ):
-            pipe.transformer.enable_parallelism(config=TensorParallelConfig(mesh=mesh["tensor"]))
+        shard_by_diffusers(pipe.transformer, mesh["tensor"])
         parallelize_pipe(pipe, mesh=mesh)
     out = generate(pipe, "flux", num_inference_steps=4)
     share = bytes_of(pipe.transformer) / held
@@ -189,6 +193,25 @@ def test_a_pipeline_shares_heads_by_our_plan_or_by_that_of_diffusers(rank_pool, 
         assert share < 0.9
         assert any(hits)
     assert torch.equal(outs[0][1], outs[1][1])
+
+
+def generate_on_four(dim):
+    """Heads over two ranks by diffusers, times tokens over two."""
+    mesh = init_context_parallel_mesh("cpu", **{f"max_{dim}_dim_size": 2}, max_tensor_dim_size=2)
+    assert mesh[dim].size() == mesh["tensor"].size() == 2
+    pipe = make("flux")
+    alone = generate(pipe, "flux")
+    shard_by_diffusers(pipe.transformer, mesh["tensor"])
+    parallelize_pipe(pipe, mesh=mesh)
+    return alone, generate(pipe, "flux")
+
+
+@pytest.mark.parametrize("dim", ["ulysses", pytest.param("ring", marks=pytest.mark.long)])
+def test_four_ranks_share_heads_by_diffusers_and_tokens_by_us(rank_pool, dim):
+    outs = rank_pool.run(generate_on_four, 4, dim)
+    for alone, out in outs:
+        assert relative_error(out, alone) < 1e-5
+        assert torch.equal(out, outs[0][1])
 
 
 def refusals_on_ranks():
