@@ -34,6 +34,7 @@ class Model:
         fields: of its call, by name, with their defaults (``inspect.Parameter.empty`` where there is none).
         kind: what it generates.
         defaults: fields that are given where a request leaves them out.
+        annotations: what the call says of its fields' types.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Model:
     fields: Mapping[str, Any]
     kind: Kind
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    annotations: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def images(self) -> tuple[str, ...]:
@@ -97,7 +99,13 @@ def describe(name: str, cls: Any, defaults: Mapping[str, Any]) -> Model:
             f"model {name!r} ({cls.__name__}) generates sound; only images and videos can be written here."
         )
     kind: Kind = "video" if any(key in fields for key in _FRAMES) else "image"
-    return Model(name, cls.__name__, fields, kind, defaults)
+    annotations = {key: parameters[key].annotation for key in fields if _says_type(parameters[key].annotation)}
+    return Model(name, cls.__name__, fields, kind, defaults, annotations)
+
+
+def _says_type(annotation: Any) -> bool:
+    # Text where the pipeline's file postpones annotations.
+    return annotation is not inspect.Parameter.empty and not isinstance(annotation, str)
 
 
 def _can_be_given(name: str) -> bool:

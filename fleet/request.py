@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from para_core.fleet.field_types import expected, fits
 from para_core.fleet.models import Kind, Model, require_field
 
 # Short names, and those of diffusers.
@@ -103,7 +104,7 @@ def make_request(
             if full in model.images and value is not None:
                 images[full] = _read_images(full, value, read_image)
             else:
-                fields[full] = _checked(full, value)
+                fields[full] = _checked(full, value, model)
     if not 0 <= seed <= _LARGEST_SEED:
         raise ValueError(f"seed is {seed}; expected 0 to {_LARGEST_SEED}.")
     _require_unicode(fields)
@@ -181,9 +182,13 @@ def _require_prompt(fields: Mapping[str, Any], model: Model, images: Mapping[str
         raise ValueError(f"field 'prompt' is {prompt!r}; expected a text, or a list of texts.")
 
 
-def _checked(name: str, value: Any) -> Any:
+def _checked(name: str, value: Any, model: Model) -> Any:
     if name in _POSITIVE and value is not None:
         return _integer(name, value, at_least=1)
+    annotation = model.annotations.get(name, Any)
+    # Of a prompt more is known: it says more.
+    if name != "prompt" and not fits(value, annotation):
+        raise ValueError(f"field {name!r} is {value!r:.80}; expected {expected(annotation)}.")
     return value
 
 
