@@ -23,7 +23,9 @@ from para_core.adapters.planner.count import without_data
 from para_core.adapters.planner.inputs import INPUTS
 from para_core.adapters.planner.published import PUBLISHED, Published
 from para_core.adapters.supported import plan_for
+from para_core.planner import cost
 from para_core.planner.traffic import ModelCall, Shape, sent_in_rounds
+from para_core.planner.weights import sent_between_stages
 
 PAGE = Path(__file__).parents[1] / "docs/traffic.md"
 
@@ -112,6 +114,7 @@ def rows() -> list[dict[str, Any]]:
                 heading: gigabytes(calls, model.branches, shape, two_dims="2-D" in heading)
                 for heading, shape in shapes.items()
             }
+            sent["stages"] = sent_between_stages(calls[1].parts[0], model.branches, cost.Shape(pipe=ranks)) / 1e9
             table.append({"model": name, "ranks": ranks, **sent})
     return table
 
@@ -150,7 +153,7 @@ def page(table: list[dict[str, Any]], counted: dict[str, dict[str, dict[str, Any
         "",
         (
             "Gigabytes in bfloat16 per step, all branches of guidance together: diffusers' own classes at the published sizes, run "
-            'without data (fake tensors). 2-D: `rotate_method="2d"`, rows and columns of ring ranks. Mochi\'s text is taken to be all valid: the most that it sends. Empty: nothing for the ranks '
+            'without data (fake tensors). 2-D: `rotate_method="2d"`, rows and columns of ring ranks. Stages: `pipe` ranks, exact or with PipeFusion, what one sends to the next. Mochi\'s text is taken to be all valid: the most that it sends. Empty: nothing for the ranks '
             "along `batch` to share."
         ),
         "",
