@@ -14,6 +14,7 @@ from torch.distributed.fsdp import OffloadPolicy
 from para_core.adapters.mesh_choice import Mesh, guided_mesh_for
 from para_core.adapters.one_call import mesh_of
 from para_core.adapters.refusals import When, cases_of, refuse
+from para_core.adapters.refusals.placement import tensors_of_diffusers
 from para_core.adapters.supported import tensor_plan_for, transformers_of
 from para_core.adapters.weights.components import blocks_of, components_of
 from para_core.agreement import Record, agree, first_difference, raising_on_all, signature
@@ -118,6 +119,11 @@ def shard_components(
     # A rank that was told alone would leave the others waiting in the first call.
     with raising_on_all(ranks, "weights cannot be sharded"):
         for name, module in chosen.items():
+            if tensors_of_diffusers(module) is not None:
+                raise ValueError(
+                    f"pipe.{name} is sharded by diffusers' TensorParallelConfig already. It runs as it is: parallelize_pipe(pipe, mesh=mesh), "
+                    "without weights=; to shard the rest, shard_weights(pipe, mesh, components=['text_encoder', ...])."
+                )
             plan = plans.get(name)
             if plan is None:
                 require_shardable(module)

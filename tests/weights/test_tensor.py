@@ -214,6 +214,19 @@ def test_four_ranks_share_heads_by_diffusers_and_tokens_by_us(rank_pool, dim):
         assert torch.equal(out, outs[0][1])
 
 
+def shard_what_diffusers_sharded(method):
+    mesh = init_context_parallel_mesh("cpu", max_tensor_dim_size=2 if method == "tensor" else None)
+    pipe = make("flux")
+    shard_by_diffusers(pipe.transformer, init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",)))
+    with pytest.raises(ValueError, match=r"pipe\.transformer is sharded by diffusers' .* without weights="):
+        shard_weights(pipe, mesh, method=method)
+
+
+@pytest.mark.parametrize("method", ["fsdp", "tensor"])
+def test_what_diffusers_sharded_is_not_sharded_again(rank_pool, method):
+    rank_pool.run(shard_what_diffusers_sharded, 2, method)
+
+
 def refusals_on_ranks():
     mesh = init_context_parallel_mesh("cpu", max_tensor_dim_size=2)
     pipe = make("flux")
