@@ -116,7 +116,7 @@ class Replica:
 
         Args:
             id_: by which :func:`cancel` knows it.
-            progress: takes the number of steps done, each time it was looked at and had changed.
+            progress: takes the number of steps done, each time it was looked at and had changed, and in the end.
 
         Raises:
             RequestFailed, RequestCancelled, ReplicaDied.
@@ -135,6 +135,8 @@ class Replica:
                 if looking is not None:
                     looking.cancel()
         first = answers[0]
+        if progress is not None:
+            progress(first.steps)
         if first.kind == "cancelled":
             raise RequestCancelled(first.reason)
         if first.result is None:

@@ -27,11 +27,13 @@ class Answer:
     Args:
         result: on the first rank of a request that is done; None elsewhere.
         reason: why it failed, or after which step it was cancelled.
+        steps: done.
     """
 
     kind: Literal["done", "failed", "cancelled"]
     result: Result | None = None
     reason: str = ""
+    steps: int = 0
 
 
 class Rank:
@@ -73,12 +75,12 @@ class Rank:
         watch = Watch(lambda done: self._steps_done.__setitem__(id_, done), lambda: id_ in self._cancelled)
         try:
             result = generate(self._pipe, request, self._recipe, format_=self._format, fps=self._fps, watch=watch)
-            return Answer("done", result)
+            return Answer("done", result, steps=self.steps_done(id_))
         except Cancelled as error:
-            return Answer("cancelled", reason=str(error))
+            return Answer("cancelled", reason=str(error), steps=self.steps_done(id_))
         except Exception as error:
             torch.cuda.empty_cache()
-            return Answer("failed", reason=sentence(error))
+            return Answer("failed", reason=sentence(error), steps=self.steps_done(id_))
         finally:
             self._steps_done.pop(id_, None)
             self._cancelled.discard(id_)

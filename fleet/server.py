@@ -304,6 +304,8 @@ class Server:
 
     async def _work(self, job: Job) -> Result:
         def progress(done: int) -> None:
+            if done == job.steps_done:
+                return
             self._metrics.steps.inc(max(0, done - job.steps_done))
             job.steps_done = done
             steps = job.request.fields.get("num_inference_steps")

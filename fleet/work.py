@@ -117,10 +117,10 @@ def _callback(pipe: Any, mesh: GuidedMesh | None, watch: Watch) -> dict[str, Cal
         return {}
 
     def at_step_end(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        if watch.cancelled is not None and _agreed(watch.cancelled(), mesh):
-            raise Cancelled(f"cancelled after step {step + 1}.")
         if watch.progress is not None:
             watch.progress(step + 1)
+        if watch.cancelled is not None and _agreed(watch.cancelled(), mesh):
+            raise Cancelled(f"cancelled after step {step + 1}.")
         return {}
 
     return {"callback_on_step_end": at_step_end}

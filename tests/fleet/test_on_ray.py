@@ -54,7 +54,7 @@ def server(model, recipe):
         "host": "127.0.0.1",
         "port": PORT,
         "api_key": None,
-        "room": 1e8,
+        "room": 6e7,
     }
     serving.start(model, recipe, shape, limits, **options)
     yield PORT
@@ -113,7 +113,7 @@ def test_the_same_request_gives_the_same_bytes_on_any_replica(server, model, rec
 def test_a_size_that_the_planner_finds_too_large_for_a_rank_is_refused(server):
     status, body = ask({"prompt": PROMPTS[0], "size": "1984x1984"})
     assert status == 400
-    assert b"of each rank, which may hold 0.1 GB" in body
+    assert b"of each rank, which may hold 0.06 GB" in body
 
 
 def test_a_port_that_is_in_use_is_an_error_before_a_replica_is_made(server, model, recipe):
@@ -128,6 +128,12 @@ def test_what_only_the_pipeline_can_refuse_is_refused_and_the_replica_goes_on(se
     status, body = ask({"prompt": PROMPTS[0], "steps": 2, "size": "64x48", **asked})
     assert status in (200, 400), body
     assert rank_processes() == before
+
+
+def test_every_step_is_counted_also_of_a_request_that_is_shorter_than_a_look(server):
+    before = steps_done()
+    image(ask({"prompt": PROMPTS[0], **SMALL}))
+    assert steps_done() == before + SMALL["steps"]
 
 
 def difference(one, other):
@@ -158,6 +164,7 @@ def test_a_request_that_is_cancelled_stops_after_a_step_and_the_replica_goes_on_
 
 
 def test_a_client_that_leaves_frees_its_replica(server):
+    before, steps = cancelled(), steps_done()
     connection = http.client.HTTPConnection("127.0.0.1", PORT, timeout=60)
     body = json.dumps({"prompt": PROMPTS[2], **SMALL, "steps": 200})
     connection.request("POST", PATH, body, {"Content-Type": "application/json", "X-Request-Id": "leaves"})
@@ -167,16 +174,25 @@ def test_a_client_that_leaves_frees_its_replica(server):
     while b"para_core_requests_accepted 0.0" not in metrics():
         assert time.monotonic() < deadline, "the request still runs"
         time.sleep(0.2)
-    assert b'para_core_requests_total{outcome="cancelled"}' in metrics()
+    assert cancelled() == before + 1
+    assert steps_done() < steps + 200
 
 
 def metrics():
     return ask(None, method="GET", path="/metrics")[1]
 
 
+def metric(name):
+    lines = metrics().decode().splitlines()
+    return next((float(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0.0)
+
+
 def steps_done():
-    line = next(line for line in metrics().decode().splitlines() if line.startswith("para_core_steps_total "))
-    return float(line.split()[1])
+    return metric("para_core_steps_total")
+
+
+def cancelled():
+    return metric('para_core_requests_total{outcome="cancelled"}')
 
 
 def wait_for_steps(number):
