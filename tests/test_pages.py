@@ -12,6 +12,7 @@ import pytest
 from benchmarks import (
     beside_diffusers,
     cache_forecasts,
+    fleet_trials,
     gallery,
     hooks,
     int8_attention,
@@ -110,6 +111,7 @@ WRITERS = {
     "docs/new_model.md": lambda text: fill(text, {"proposals": propose.table(result("propose")["models"])}),
     "docs/peers.md": lambda text: peers.render(text, result("peers")),
     "docs/several_nodes.md": lambda text: fill(text, {"links": nodes.table(result("nodes")["rows"])}),
+    "docs/serving.md": lambda text: fill(text, {"fleet_trials": fleet_trials.table(result("fleet_trials"))}),
     "docs/stages.md": lambda text: fill(text, parts_of_stages()),
     "docs/traffic.md": lambda text: real_sizes.page(
         result("real_sizes")["gigabytes per step"], result("pipelines")["pipelines"]
