@@ -51,7 +51,7 @@ HEADINGS = ("alone", "Ulysses", "ring", "batch", "cache", "blocks compiled")
 COMPILED = ("FLUX", "Wan")
 TIMED_STEPS = 10
 # Pixels along a side, for times: 1,024 tokens of the image.
-LARGE = 256
+LARGE = 512
 # Of FLUX.1 [dev] at 1024 × 1024, for bytes on paper.
 BLOCKS, WIDTH, TOKENS, CHANNELS = 57, 3072, 4096 + 512, 64
 
@@ -240,8 +240,8 @@ def held_table(found: dict[str, Any]) -> list[str]:
 
 def formulas(fused: dict[str, Any], ranks: int) -> dict[str, Any]:
     """Bytes that each stage sends per call, and of keys and values of all stages, in float32."""
-    tokens = (LARGE // 8) ** 2 + TEXT_TOKENS
-    handed, noise = tokens * fused["width"] * 4, (LARGE // 8) ** 2 * fused["channels"] * 4
+    tokens = (LARGE // 16) ** 2 + TEXT_TOKENS
+    handed, noise = tokens * fused["width"] * 4, (LARGE // 16) ** 2 * fused["channels"] * 4
     return {
         "sent": [handed] * (ranks - 1) + [noise * (ranks - 1)],
         "ulysses": fused["blocks"] * 4 * handed * (ranks - 1) // ranks**2,

@@ -6,6 +6,7 @@ torchrun --nproc_per_node=8 parallel_examples/run_sharded.py --model Qwen/Qwen-I
 """
 
 import argparse
+import os
 from pathlib import Path
 
 import torch
@@ -28,6 +29,13 @@ parser.add_argument("--prompt", default="a large red circle at the top left, on 
 parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--output", default="sharded.png")
 options = parser.parse_args()
+for name in ("steps", "tensor"):
+    if getattr(options, name) < 1:
+        parser.error(f"--{name} is {getattr(options, name)}; expected a positive integer")
+if not Path(options.output).absolute().parent.is_dir():
+    parser.error(f"--output is {options.output}; its folder does not exist")
+if "RANK" not in os.environ:  # set by torchrun
+    parser.error("it needs ranks: torchrun --nproc_per_node=N parallel_examples/run_sharded.py, one rank per GPU")
 
 dist.init_process_group()
 cuda = torch.cuda.is_available()

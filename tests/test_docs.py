@@ -211,13 +211,13 @@ def test_own_model_example_is_exact_on_every_mesh(rank_pool, ranks):
 
 def test_flux_example_generates_the_same_image_on_one_rank_and_on_two(rank_pool, tmp_path):
     example = ROOT / "parallel_examples/run_flux.py"
-    size = ["--steps", "2", "--height", "72", "--width", "56"]
+    size = ["--steps", "2", "--height", "80", "--width", "48"]
     paths = [tmp_path / "alone.png", tmp_path / "shared.png"]
     alone(rank_pool, example, *size, "--output", str(paths[0]))
     printed = under_torchrun(example, *size, "--ring", "2", "--output", str(paths[1]))
     assert re.search(r"^2 ranks, ring 2 × ulysses 1: 2 steps in .* s per step", printed, re.MULTILINE)
     images = [np.asarray(Image.open(path)).astype(int) for path in paths]
-    assert images[0].shape == (72, 56, 3)
+    assert images[0].shape == (80, 48, 3)
     assert np.abs(images[0] - images[1]).max() <= 1
 
 
@@ -283,12 +283,12 @@ def test_the_stages_example_holds_a_part_on_each_rank(rank_pool, arguments, tmp_
 
 def test_the_cached_flux_example_generates_both_images_and_the_plot(rank_pool, tmp_path):
     path = tmp_path / "flux.png"
-    arguments = ["--steps", "6", "--height", "72", "--width", "56", "--threshold", "0.5", "--output", str(path)]
+    arguments = ["--steps", "6", "--height", "80", "--width", "48", "--threshold", "0.5", "--output", str(path)]
     printed = alone(rank_pool, ROOT / "cache_examples/run_flux.py", *arguments)
     assert re.search(r"^[1-5] of 6 computed, [1-5] skipped", printed, re.MULTILINE)
     assert re.search(r"^without the cache \S+ s, with it \S+ s: \S+ ×$", printed, re.MULTILINE)
     images = [np.asarray(Image.open(place)) for place in (path, tmp_path / "flux_without.png")]
-    assert images[0].shape == images[1].shape == (72, 56, 3)
+    assert images[0].shape == images[1].shape == (80, 48, 3)
     assert not np.array_equal(*images)
     assert (tmp_path / "flux_steps.png").exists()
 

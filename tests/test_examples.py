@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import runpy
 import sys
 from pathlib import Path
 
@@ -39,6 +40,26 @@ def test_what_cannot_run_is_a_sentence_before_anything_runs(folder, arguments, m
     monkeypatch.setattr(sys, "argv", ["run_flux.py", *arguments.split()])
     with pytest.raises(SystemExit):
         options_of(folder).parse_options("FLUX", steps=4, height=64, width=64, output="flux.png")
+    assert re.search(message, capsys.readouterr().err.replace("\n", " "))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("", "needs ranks: torchrun --nproc_per_node=N"),
+        ("--steps 0", "--steps is 0; expected a positive integer"),
+        ("--weights tensor --tensor 0", "--tensor is 0; expected a positive integer"),
+        ("--output nowhere/sharded.png", "its folder does not exist"),
+    ],
+)
+def test_sharding_that_cannot_run_is_a_sentence_before_anything_is_loaded(
+    arguments, message, monkeypatch, capsys, tmp_path
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(sys, "argv", ["run_sharded.py", *arguments.split()])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(ROOT / "parallel_examples/run_sharded.py"))
     assert re.search(message, capsys.readouterr().err.replace("\n", " "))
 
 

@@ -124,7 +124,7 @@ def patch_rows(total: int, num_patches: int, what: str = "tokens") -> list[Rows]
         ValueError: there are more patches than ``what``.
     """
     if num_patches > total:
-        raise ValueError(f"{total} {what} cannot be cut into num_patches={num_patches} patches. Choose fewer.")
+        raise ValueError(f"{total} {what} cannot be split into num_patches={num_patches} patches. Choose fewer.")
     sizes = [(total + num_patches - 1 - place) // num_patches for place in range(num_patches)]
     return [(sum(sizes[:place]), size) for place, size in enumerate(sizes)]
 

@@ -55,7 +55,7 @@ def demo_images():
     images = []
     for vae in (False, True):
         parallelize_pipe(pipe, mesh=cpu_mesh(1, 2), vae=vae)
-        options = {"num_inference_steps": 1, "height": 72, "width": 56, "max_sequence_length": 16}
+        options = {"num_inference_steps": 1, "height": 80, "width": 48, "max_sequence_length": 16}
         image = pipe("a red circle", generator=torch.Generator().manual_seed(0), **options).images[0]
         images.append(np.asarray(image))
     return images
@@ -63,4 +63,6 @@ def demo_images():
 
 def test_the_image_of_the_demo_is_the_same_with_its_vae_on_all_ranks(rank_pool):
     for without, with_vae in rank_pool.run(demo_images, 2):
-        assert without.std() > 1 and np.array_equal(without, with_vae)
+        assert without.std() > 1
+        # Sums in another order may round to the next of 256 values.
+        assert np.abs(without.astype(int) - with_vae).max() <= 1

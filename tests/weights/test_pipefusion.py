@@ -566,7 +566,7 @@ def test_what_it_does_not_go_with_is_refused():
         TypeError, match="PipeFusion does not know patches of SD3Transformer2DModel: it makes tokens of its input"
     ):
         parallelize_pipe(PIPELINES["stable diffusion 3"].build(), pipefusion=PipeFusion())
-    with pytest.raises(ValueError, match="3 frames of latents cannot be cut into num_patches=4 patches"):
+    with pytest.raises(ValueError, match="3 frames of latents cannot be split into num_patches=4 patches"):
         latents_of(parallelize_pipe(PIPELINES["hunyuan"].build(), pipefusion=PipeFusion()), "hunyuan")
     with pytest.raises(TypeError, match="pipefusion is 4; expected a PipeFusion"):
         parallelize_pipe(flux_pipe(), pipefusion=4)
