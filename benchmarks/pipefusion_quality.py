@@ -65,8 +65,11 @@ def ways(steps: int, settings: list[tuple[int, int, int]]) -> dict[str, Put]:
 def images(pipe: Any, steps: int, count: int) -> np.ndarray:
     """``[count, 128, 128, 3]`` in 0 … 1."""
     captions = [grammar.caption(scene) for scene in scenes_of(count)]
+    channels = pipe.transformer.config.in_channels // 4
     noise = [
-        pipe.prepare_latents(1, 4, SIDE, SIDE, torch.float32, torch.device("cpu"), torch.Generator().manual_seed(place))
+        pipe.prepare_latents(
+            1, channels, SIDE, SIDE, torch.float32, torch.device("cpu"), torch.Generator().manual_seed(place)
+        )
         for place in range(count)
     ]
     latents = pipe(
