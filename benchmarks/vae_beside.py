@@ -86,7 +86,7 @@ def ways(vae: Any, distvae: Path | None) -> tuple[dict[str, Callable[[Tensor], A
 
         theirs = copy.deepcopy(vae)
         parallelize_decoder(theirs, dist.group.WORLD)
-        theirs.decode(torch.zeros(1, 4, 16, 16))
+        theirs.decode(torch.zeros(1, vae.config.latent_channels, 16, 16))
     except Exception as error:  # whatever it is, it is what its user would be told
         return found, f"{type(error).__name__}: {error}"
     return {**found, "DistVAE": theirs.decode}, None
