@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ from para_core.make_mesh import choose_mesh_shape
 from para_core.planner.cost import Shape
 from para_core.planner.mesh_plan import RESERVED
 from para_core.planner.rows import memory_of
+
+logger = logging.getLogger(__name__)
 
 # Two sizes whose activations tell how these grow: multiples of whatever a model shards its latents into.
 _SIDES = (512, 1024)
@@ -71,8 +74,9 @@ def predict_memory(pipe: Any, recipe: Recipe, mesh: dict[str, int], room: float)
     )
     try:
         held = [_bytes_at(pipe, shape, side) for side in _SIDES]
-    except Exception:
+    except Exception as error:
         # Whatever a class or a config of the user's own makes of it: a prediction that fails is none.
+        logger.debug("no memory is predicted for %s: %s", type(pipe).__name__, error)
         return None
     (less, few), (more, many) = held
     per_pixel = (more - less) / (many - few)
