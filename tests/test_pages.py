@@ -137,3 +137,26 @@ def test_a_page_says_what_its_results_say(page, monkeypatch, tmp_path):
         module, arguments = PAGE_WRITERS[page]
         again = written(module, monkeypatch, tmp_path, text, *arguments())
     assert again == text, "figures and results differ: run the program that the page names"
+
+
+def test_the_readme_of_the_tiny_flux_says_what_was_measured():
+    lines = (ROOT / "benchmarks/tiny_flux/README.md").read_text().splitlines()
+    cells = {line.split("|")[1].strip(" *"): line.split("|")[2:-1] for line in lines if line.startswith("|")}
+
+    def figures(row):
+        return [float(cell.strip(" %")) for cell in cells[row] if "%" in cell]
+
+    for things in (1, 2, 3):
+        found = result("tiny_flux")["held_out"][f"things_{things}"]
+        names = ("colour", "shape", "place", "size", "count", "background", "all", "ceiling_all")
+        assert figures(str(things)) == pytest.approx([100 * found[name] for name in names], abs=0.06)
+    rows = result("tiny_flux_binding")["rows"]
+    for row, name in {
+        "T5 learns on with the flow's loss": "T5 learns on",
+        "T5 stays": "T5 stays",
+        "T5 learns on, image tokens are asked for their thing": "T5 learns on, tokens are asked",
+        "T5 stays, image tokens are asked": "T5 stays, tokens are asked",
+    }.items():
+        known = rows[name]["known to image tokens"]
+        expected = [100 * rows[name]["cells known to T5"], 100 * known["colour"], 100 * known["shape"]]
+        assert figures(row) == pytest.approx(expected, abs=0.06)
