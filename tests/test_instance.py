@@ -89,7 +89,7 @@ def test_two_keys_nest_and_the_last_removal_restores_the_class():
 
 
 def test_wrappers_stand_in_the_order_of_their_names_whichever_came_first():
-    for orders in itertools.permutations(Order):
+    for orders in (*itertools.permutations(Order, 3), tuple(Order), tuple(reversed(Order))):
         wrapped, ran = Greeter(), []
 
         def note(order, call, instance, *args, ran=ran):
@@ -99,7 +99,7 @@ def test_wrappers_stand_in_the_order_of_their_names_whichever_came_first():
         for order in orders:
             wrap_method(wrapped, "__call__", order.name, partial(note, order), order=order)
         assert wrapped("hi") == "hi x!"
-        assert ran == sorted(Order)
+        assert ran == sorted(orders)
 
 
 def test_each_wrapper_is_one_frame_and_each_wrapped_method_one_more():
