@@ -140,7 +140,7 @@ def trace(ring, ulysses, backward=True):
     found = []
     for graph in graphs:
         ours = [node for node in graph.nodes if "para_core." in str(node.target)]
-        after = [node.kwargs.get("after") for node in ours]
+        after = [node.args[len(node.target._schema.arguments) - 1] for node in ours]
         # Of the tuple that the operator before gave, the last.
         waits_for = [None if token is None or token.op == "placeholder" else token.args[0].name for token in after]
         waited = [node.args[0].args[0].name for node in graph.nodes if "wait_tensor" in str(node.target)]
