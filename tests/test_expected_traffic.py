@@ -46,7 +46,8 @@ ONE_OF_EACH = list({model.cls: name for name, model in reversed(MODELS.items()) 
 @pytest.mark.parametrize(
     ("shape", "names"),
     [
-        pytest.param((1, 1, 2), ONE_OF_EACH, id="ulysses 2"),
+        # Beside them a model that makes as many attention calls as it is given images, and one of linear attention and convolutions.
+        pytest.param((1, 1, 2), [*ONE_OF_EACH, "qwen-image 2.1", "sana"], id="ulysses 2"),
         pytest.param((1, 2, 1), ONE_OF_EACH, id="ring 2"),
         pytest.param((2, 1, 1), ["mochi", "cogvideox", "hidream"], id="batch 2"),
         pytest.param((1, 2, 1), list(SHELF), id="ring 2, shelf", marks=pytest.mark.long),

@@ -14,13 +14,17 @@ from para_core.planner.hardware import Device, Host, Topology
 from para_core.planner.traffic import (
     AttentionBytes,
     AttentionCall,
+    Edges,
     Gathered,
     Part,
     Product,
+    Summed,
     Tokens,
     bytes_of_attention,
     heads_of_ranks,
     part,
+    sent_of_edges,
+    sent_of_sum,
 )
 from para_core.weights.pipefusion import PipeFusion
 
@@ -292,6 +296,12 @@ def call_seconds(own: Part, shape: Shape, machine: Machine) -> Seconds:
             tokens = event.tokens.held(0, shape.sequence)
             link = machine.topology.link(shape.tensor, shape.sequence)
             waiting += link.seconds(event.bytes_per_token * tokens * (shape.sequence - 1))
+            launches += 3
+        elif isinstance(event, Summed | Edges) and event.tokens.held(0, shape.sequence):
+            link = machine.topology.link(shape.tensor, shape.sequence)
+            sizes = shape.ring, shape.ulysses
+            sent = sent_of_sum(event, *sizes) if isinstance(event, Summed) else sent_of_edges(event, *sizes, rank=0)
+            waiting += link.seconds(sent)
             launches += 3
     share = region_share(own, shape.sequence)
     moved = (own.moved[0] * share / shape.tensor + own.moved[1]) * (host.fused if runtime.compiled else 1.0)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import combinations
+from math import prod
 from typing import Any
 from unittest import mock
 
@@ -24,9 +25,20 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from para_core.mesh import MeshDim
-from para_core.planner.traffic import AttentionCall, Gathered, ModelCall, Part, Product, Tokens
+from para_core.planner.traffic import AttentionCall, Edges, Gathered, ModelCall, Part, Product, Summed, Tokens
 from para_core.plans.places import as_tuple, find_boundaries, matching_modules, parameters_of
-from para_core.plans.plan import Attention, Cut, Gather, Plan, Replicate, Split
+from para_core.plans.plan import (
+    Attention,
+    Count,
+    Cut,
+    Gather,
+    Halo,
+    LinearAttention,
+    Plan,
+    Replicate,
+    Split,
+    attention_calls,
+)
 from para_core.plans.samples import number_of_samples, own_samples
 from para_core.weights.tensor_plan import TensorPlan
 
@@ -124,6 +136,8 @@ class _Observer(TorchFunctionMode):
         self._dispatched = _Dispatched(lambda: self._active)
         # Of each module that is running, what its attention calls consist of, and how many there were.
         self._attending: list[tuple[tuple[Attention, ...], list[None]]] = [((Attention(self._plan.joint_order),), [])]
+        # Of each linear attention that is running, how often it called what.
+        self._summing: list[tuple[LinearAttention, list[str]]] = []
 
     def run(self, forward: Callable[..., Any], arguments: dict[str, Any], found: Part) -> Any:
         """``forward(**arguments)``, noting in ``found`` what it does."""
@@ -149,11 +163,17 @@ class _Observer(TorchFunctionMode):
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             cuts = {key: cut for key, cut in boundary.cuts if isinstance(key, str)}
             self._note(cuts, {**dict(zip(parameters, args, strict=False)), **kwargs})
-            if boundary.attention:
-                self._attending.append((boundary.attention, []))
+            if isinstance(boundary.attention, LinearAttention):
+                self._summing.append((boundary.attention, []))
+            elif boundary.attention:
+                self._attending.append((attention_calls(boundary.attention, parameters, args, kwargs), []))
+            if boundary.halo is not None:
+                self._note_edges(boundary.halo, args[0])
 
         def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            if boundary.attention:
+            if isinstance(boundary.attention, LinearAttention):
+                self._summing.pop()
+            elif boundary.attention:
                 self._attending.pop()
             cuts = {key: cut for key, cut in boundary.cuts if isinstance(key, int)}
             self._note(cuts, dict(enumerate([output] if isinstance(output, Tensor) else output)) if cuts else {})
@@ -166,6 +186,11 @@ class _Observer(TorchFunctionMode):
 
     def _note(self, cuts: Any, given: dict[Any, Any]) -> None:
         for key, cut in cuts.items():
+            if isinstance(cut, Count) and given.get(key) is not None:
+                numbers = given[key]
+                for place in cut.at:
+                    numbers = numbers[place]
+                self._segments.setdefault(cut.segment, Tokens(prod(numbers), cut=True))
             for value in pytree.tree_leaves(given.get(key)):
                 if isinstance(cut, Gather):
                     self._note_gathered([value], (cut,))
@@ -179,14 +204,26 @@ class _Observer(TorchFunctionMode):
         elif isinstance(cut, Split) and not cut.then_replicated and cut.ndim in (None, value.ndim):
             first = 0 if cut.after is None else self._segments[cut.after].total
             name = cut.segment or cut.like or str(key)
-            self._segments.setdefault(name, Tokens(value.shape[cut.dim] - first, cut=True))
+            self._segments.setdefault(name, Tokens((value.shape[cut.dim] - first) // (cut.per or 1), cut=True))
 
     def _note_gathered(self, output: Any, gathers: Sequence[Gather | None]) -> None:
         for value, gather in zip(_tensors(output), gathers, strict=False):
             if gather is not None:
-                tokens = value.shape[gather.dim]
-                bytes_per_token = value.numel() // tokens * value.element_size()
-                self._part.events.append(Gathered(self._segments[gather.segment], bytes_per_token))
+                segment = self._segments[gather.segment]
+                tokens = segment.total if gather.per != 1 else value.shape[gather.dim]
+                self._part.events.append(Gathered(segment, value.numel() // tokens * value.element_size()))
+
+    def _note_edges(self, halo: Halo, x: Tensor) -> None:
+        if self._active:
+            rows = x.narrow(halo.dim, 0, halo.size)
+            self._part.events.append(Edges(self._segments[halo.segment], rows.numel() * x.element_size()))
+
+    def _note_sum(self, name: str, out: Tensor) -> None:
+        attention, called = self._summing[-1]
+        if self._active and name in {one for one, _ in attention.sums}:
+            if (name, called.count(name)) in attention.sums:
+                self._part.events.append(Summed(self._segments[attention.segment], out.numel() * out.element_size()))
+            called.append(name)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
@@ -204,11 +241,13 @@ class _Observer(TorchFunctionMode):
             finally:
                 self._dispatched.in_attention = False
         out = func(*args, **(kwargs or {}))
+        if self._summing:
+            self._note_sum(getattr(func, "__name__", ""), out)
         if func is F.linear:
             self._multiply(*args, **(kwargs or {}))
         elif func in _CONVOLUTIONS:
             weight = args[1] if len(args) > 1 else kwargs["weight"]
-            rows = (Tokens(out.numel() // weight.shape[0], cut=False),)
+            rows = self._rows(out.numel() // weight.shape[0])
             self._part.events.append(Product(1, rows, weight[0].numel(), weight.shape[0], weight.element_size()))
         return out
 
@@ -227,7 +266,16 @@ class _Observer(TorchFunctionMode):
             for some in combinations(segments, count):
                 if sum(x.total for x in some) == rows:
                     return some
-        return (Tokens(rows, cut=False),)
+        # Where a segment is of rows of an image, a token is a part of one.
+        in_rows = self._active and any(rows % self._segments[name].total == 0 for name in self._of_many_tokens())
+        return (Tokens(rows, cut=in_rows),)
+
+    def _of_many_tokens(self) -> list[str]:
+        """Segments under way whose entries are rows of an image, or frames, of many tokens each."""
+        cuts: list[Any] = [self._plan.inputs, *self._plan.inner.values()]
+        splits = [cut for of_module in cuts for cut in of_module.values() if isinstance(cut, Split)]
+        names = {cut.segment or cut.like for cut in splits if cut.per != 1}
+        return [name for name in self._segments if name in names]
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any
@@ -256,6 +304,8 @@ class _Observer(TorchFunctionMode):
         )
 
     def _tokens(self, names: Sequence[str], total: int) -> tuple[Tokens, ...]:
+        if any(name in self._of_many_tokens() for name in names):
+            return (Tokens(total, cut=True),)
         known = tuple(self._segments[name] for name in names if name in self._segments)
         # What is left was never sharded.
         return (*known, Tokens(total - sum(x.total for x in known), cut=False))
@@ -278,8 +328,12 @@ class _Observer(TorchFunctionMode):
         rows = mask[..., :1, :] if attention.mask == "pairs" else mask
         # From a mask that the plan cuts the model makes one of this rank's keys; others it makes for the whole sequence.
         cuts: list[Any] = [self._plan.inputs, *self._plan.inner.values()]
-        cuts_masks = any("mask" in str(key) for of_module in cuts for key in of_module)
+        cuts_masks = any(str(key).endswith(_MASKS_OF_KEYS) for of_module in cuts for key in of_module)
         return rows.numel() // mask.shape[-1] * mask.element_size() if attention.mask or cuts_masks else 0
+
+
+# Other masks of a model say what its modulations are, say.
+_MASKS_OF_KEYS = ("attention_mask", "attn_mask", "hidden_states_mask", "hidden_states_masks")
 
 
 def _without_data(x: Tensor) -> bool:

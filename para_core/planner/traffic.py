@@ -59,6 +59,22 @@ class Gathered:
 
 
 @dataclass(frozen=True)
+class Summed:
+    """A sum over ``tokens``, of so many bytes, which all ranks gather from all."""
+
+    tokens: Tokens
+    size: int
+
+
+@dataclass(frozen=True)
+class Edges:
+    """Rows at an edge of a rank's ``tokens``, of so many bytes, which it gives to either rank beside it."""
+
+    tokens: Tokens
+    size: int
+
+
+@dataclass(frozen=True)
 class Product:
     """A linear layer, or a convolution, as a product of ``[rows, inner]`` and ``[inner, columns]``.
 
@@ -85,7 +101,7 @@ class Part:
         peak: the most bytes of activations held at once: of the former and of the latter.
     """
 
-    events: list[AttentionCall | Gathered | Product] = field(default_factory=list)
+    events: list[AttentionCall | Gathered | Summed | Edges | Product] = field(default_factory=list)
     returned: int = 0
     launches: int = 0
     moved: tuple[int, int] = (0, 0)
@@ -224,7 +240,24 @@ def sent_in_call(call: ModelCall, shape: Shape, rank: int, *, two_dims: bool = F
         elif isinstance(event, Gathered):
             tokens = [event.tokens.held(r, ring * ulysses) for r in range(ring * ulysses)]
             total += event.bytes_per_token * _gathered(tokens, ring, ulysses, rank)
+        elif isinstance(event, Summed | Edges) and event.tokens.held(rank, ring * ulysses):
+            total += (
+                sent_of_sum(event, ring, ulysses)
+                if isinstance(event, Summed)
+                else sent_of_edges(event, ring, ulysses, rank)
+            )
     return total
+
+
+def sent_of_sum(event: Summed, ring: int, ulysses: int) -> int:
+    """Bytes that a rank sends: to all of its Ulysses group, then, what that has summed up, around the ring."""
+    return event.size * (ulysses - 1 + ring - 1)
+
+
+def sent_of_edges(event: Edges, ring: int, ulysses: int, rank: int) -> int:
+    """Bytes that ``rank`` sends: Ulysses groups are circles, and what stands at their ends goes on to the next group, in a circle, too."""
+    at_an_end = rank % ulysses in (0, ulysses - 1)
+    return 2 * event.size * ((ulysses > 1) + (ring > 1 and at_an_end))
 
 
 def sent_in_rounds(

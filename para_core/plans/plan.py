@@ -151,6 +151,19 @@ class LinearAttention:
 Attending = tuple[Attention, ...] | OneForEach | LinearAttention
 
 
+def attention_calls(
+    attention: tuple[Attention, ...] | OneForEach,
+    parameters: tuple[str, ...],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> tuple[Attention, ...]:
+    """What each attention call of a module consists of that is given these arguments."""
+    if not isinstance(attention, OneForEach):
+        return attention
+    given = {**dict(zip(parameters, args, strict=False)), **kwargs}.get(attention.parameter) or ()
+    return (attention.each,) * len(given) + (attention.last,)
+
+
 @dataclass(frozen=True)
 class Halo:
     """A module that mixes rows within ``size`` of each other, such as a convolution with padding: it sees those of the ranks beside.

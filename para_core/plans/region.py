@@ -37,7 +37,7 @@ from para_core.plans.cutting import Cutting
 from para_core.plans.halo import add_halo, drop_halo
 from para_core.plans.linear import SumsOverRanks
 from para_core.plans.places import Boundary, as_tuple, find_boundaries, is_at, parameters_of
-from para_core.plans.plan import Attention, Cut, Halo, LinearAttention, OneForEach, Plan, Split
+from para_core.plans.plan import Attention, Cut, Halo, LinearAttention, Plan, Split, attention_calls
 from para_core.plans.published import published_plan
 from para_core.plans.samples import all_samples, holds_tensor, number_of_samples, own_samples
 
@@ -273,7 +273,7 @@ class _Region:
                 return call(module, *args, **kwargs)
             if isinstance(attention, LinearAttention):
                 return self._sum(attention, interception, call, module, *args, **kwargs)
-            with interception.attending_to(_calls(attention, parameters, args, kwargs)):
+            with interception.attending_to(attention_calls(attention, parameters, args, kwargs)):
                 return call(module, *args, **kwargs)
 
         def mix(call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -322,19 +322,6 @@ class _Region:
         segment = self._cutting.segment(halo.segment)
         output = attend(call, module, add_halo(x, halo, segment, self.mesh), *args, **kwargs)
         return drop_halo(output, halo, x.shape[halo.dim], self.mesh)
-
-
-def _calls(
-    attention: tuple[Attention, ...] | OneForEach,
-    parameters: tuple[str, ...],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> tuple[Attention, ...]:
-    """What each attention call of a module consists of that is given these arguments."""
-    if not isinstance(attention, OneForEach):
-        return attention
-    given = {**dict(zip(parameters, args, strict=False)), **kwargs}.get(attention.parameter) or ()
-    return (attention.each,) * len(given) + (attention.last,)
 
 
 # -- applying and removing
