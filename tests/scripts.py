@@ -1,0 +1,78 @@
+"""Running a script as a user does: on the ranks of the pool, which have imported torch and diffusers already, alone, or under torchrun."""
+
+import contextlib
+import io
+import os
+import runpy
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import torch.distributed as dist
+
+ROOT = Path(__file__).parents[1]
+
+
+def under_torchrun(script: Path, *arguments: str) -> str:
+    """What two ranks print."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
+    done = subprocess.run(
+        [*command, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        cwd=script.parent,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def run_script(script, arguments, environment):
+    """As the main program of this rank; without an ``environment`` of the first alone. Returns what it prints."""
+    rank = dist.get_rank()
+    # It makes its own. Not before all ranks have made this one: a rank that leaves closes what the others are still connecting.
+    dist.barrier()
+    dist.destroy_process_group()
+    printed = io.StringIO()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, environment or {}))
+        if environment is None:
+            if rank > 0:
+                return ""
+            for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+                del os.environ[name]
+        stack.enter_context(mock.patch.object(sys, "argv", [str(script), *arguments]))
+        stack.enter_context(mock.patch.object(sys, "path", [str(script.parent), *sys.path]))
+        stack.enter_context(contextlib.chdir(script.parent))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        stack.enter_context(contextlib.redirect_stdout(printed))
+        runpy.run_path(str(script), run_name="__main__")
+    return printed.getvalue()
+
+
+@contextlib.contextmanager
+def meeting_point() -> Iterator[dict[str, str]]:
+    """The environment by which torchrun says where the ranks meet."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+
+
+def on_ranks(rank_pool, script, *arguments, ranks=2):
+    """What rank 0 prints."""
+    with meeting_point() as place:
+        return rank_pool.run(run_script, ranks, script, arguments, place, timeout=300)[0]
+
+
+def alone(rank_pool, script, *arguments):
+    return rank_pool.run(run_script, 2, script, arguments, None, timeout=300)[0]
