@@ -242,7 +242,7 @@ def try_death(replicas: int, requests: int) -> dict[str, Any]:
 
 def try_server(replicas: int, ranks: int, clients: int, leaving: int) -> dict[str, Any]:
     from benchmarks.serve_load import replica_server
-    from para_core.fleet.server import Limits
+    from para_core.fleet.limits import Limits
 
     model, limits = find_model(None), Limits(waiting=clients, seconds=600, retries=1)
     start = time.perf_counter()

@@ -29,11 +29,12 @@ from diffusers import FluxPipeline
 from benchmarks.environment import write_results
 from para_core.fleet import serving
 from para_core.fleet.group import Shape
+from para_core.fleet.limits import Limits
 from para_core.fleet.models import Model, find_model
 from para_core.fleet.outputs import encode
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request, call_arguments
-from para_core.fleet.server import Limits, Server
+from para_core.fleet.server import Server
 from para_core.fleet.work import Result
 
 HOST, PATH = "127.0.0.1", "/v1/images/generations"

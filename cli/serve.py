@@ -11,6 +11,7 @@ from rich.console import Console
 
 from para_core.cli.generate import count_ranks, read_threshold
 from para_core.cli.ranks import quiet
+from para_core.fleet.limits import Limits
 from para_core.fleet.models import Kind, find_model
 from para_core.fleet.outputs import choose_format
 from para_core.fleet.recipe import Compile, Dtype, Recipe, Weights, read_mesh_sizes, require_loras
@@ -73,7 +74,6 @@ def serve(
     try:
         from para_core.fleet import serving
         from para_core.fleet.group import Shape
-        from para_core.fleet.server import Limits
     except ModuleNotFoundError as error:
         raise ImportError(f"serve needs {error.name}: pip install 'para_core[fleet]'.") from error
     found = find_model(model)

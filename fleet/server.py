@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import hmac
 import json
 import re
@@ -19,16 +18,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.applications import Starlette
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from para_core.fleet.failures import ReplicaDied, RequestCancelled, RequestFailed
-from para_core.fleet.foresee import Memory
+from para_core.fleet.limits import Limits, Refusal
+from para_core.fleet.metrics import Metrics
 from para_core.fleet.models import Model
 from para_core.fleet.outputs import Output
-from para_core.fleet.request import Request, estimated_pixels, make_request, open_image
+from para_core.fleet.reading import read_body, read_request
+from para_core.fleet.request import Request
 from para_core.fleet.work import Result
 
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -36,14 +36,8 @@ _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 _MEDIA_TYPES = {"png": "image/png", "jpg": "image/jpeg", "webp": "image/webp", "gif": "image/gif", "mp4": "video/mp4"}
 # Of results that wait to be fetched by their url, in the memory of the server.
 _STORED_BYTES = 256 * 2**20
-# Of one request, each of which is decoded.
-_MOST_IMAGES = 16
-# No text encoder reads more; a tokenizer would make room for any number.
-_MOST_TOKENS = 4096
 # Between looks whether the client is still there.
 _LOOK_SECONDS = 0.2
-# OpenAI's fields that say nothing to a pipeline.
-_IGNORED = ("user", "model", "quality", "style", "background", "moderation")
 
 
 class Backend(Protocol):
@@ -59,47 +53,6 @@ class Backend(Protocol):
         """How many replicas can answer."""
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What a server accepts.
-
-    Args:
-        waiting: requests that wait while all replicas are busy; one more is told to come back later.
-        pixels: of all images or frames of a request.
-        seconds: a request takes, waiting included, before it is cancelled.
-        retries: how often a request is tried again after the replica that had it died.
-        memory: of a rank, which larger results would not fit in; None: it is not known.
-    """
-
-    waiting: int = 8
-    pixels: int = 2048 * 2048
-    steps: int = 200
-    body_bytes: int = 32 * 2**20
-    seconds: float = 600.0
-    retries: int = 0
-    memory: Memory | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("pixels", "steps", "body_bytes", "seconds"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected more than 0.")
-        for name in ("waiting", "retries"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected at least 0.")
-
-
-class Refusal(Exception):
-    """An answer that is an error: its status, a code for programs and a message for people."""
-
-    def __init__(self, status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> None:
-        super().__init__(message)
-        self.status, self.code, self.headers = status, code, dict(headers or {})
-
-    def body(self) -> dict[str, Any]:
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": str(self), "type": kind, "code": self.code}}
-
-
 @dataclass
 class Job:
     """A request that was accepted."""
@@ -108,21 +61,6 @@ class Job:
     request: Request
     events: asyncio.Queue[dict[str, Any]] = field(default_factory=asyncio.Queue)
     steps_done: int = 0
-    timed_out: bool = False
-
-
-class Metrics:
-    """What Prometheus reads; names begin with ``para_core_``."""
-
-    def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        names = {"namespace": "para_core", "registry": self.registry}
-        self.accepted = Gauge("requests_accepted", "Requests that wait or run.", **names)
-        self.requests = Counter("requests", "Requests that ended, by how.", ["outcome"], **names)
-        self.steps = Counter("steps", "Denoising steps done; its rate is steps per second.", **names)
-        buckets = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
-        self.seconds = Histogram("request_seconds", "From accepting to answering.", buckets=buckets, **names)
-        self.deaths = Counter("replica_deaths", "Requests whose replica died.", **names)
 
 
 class Server:
@@ -186,7 +124,7 @@ class Server:
 
     async def _show_metrics(self, http: Any) -> Response:
         self._metrics.accepted.set(len(self._jobs))
-        return Response(generate_latest(self._metrics.registry), media_type="text/plain; version=0.0.4")
+        return Response(self._metrics.page(), media_type="text/plain; version=0.0.4")
 
     async def _cancel(self, http: Any) -> Response:
         id_ = http.path_params["id"]
@@ -203,14 +141,14 @@ class Server:
         return Response(outputs[index].data, media_type=_MEDIA_TYPES[self._format])
 
     async def _generate(self, http: Any) -> Response:
-        given = await self._read(http)
+        given = await read_body(http, self._limits)
         respond, stream = given.pop("response_format", "b64_json"), given.pop("stream", False)
         if respond not in ("b64_json", "url") or not isinstance(stream, bool):
             raise Refusal(
                 400, "invalid_value", "expected response_format 'b64_json' or 'url', and stream true or false."
             )
         # Beside the loop that answers others: images are decoded.
-        job = self._accept(http, await asyncio.to_thread(self._request, given))
+        job = self._accept(http, await asyncio.to_thread(read_request, given, self._model, self._limits))
         task = asyncio.ensure_future(self._work(job))
         if stream:
             return StreamingResponse(self._events(job, task, http, respond), media_type="text/event-stream")
@@ -220,75 +158,11 @@ class Server:
         finally:
             self._end(job, task)
 
-    async def _read(self, http: Any) -> dict[str, Any]:
-        """The object in the body, which is read no further than its limit."""
-        if http.headers.get("content-type", "").split(";")[0].strip() != "application/json":
-            raise Refusal(415, "invalid_content_type", "expected Content-Type: application/json.")
-        try:
-            body = await asyncio.wait_for(self._body_of(http), self._limits.seconds)
-        except TimeoutError:
-            raise Refusal(408, "timed_out", f"the body was not sent within {self._limits.seconds:g} s.") from None
-        try:
-            given = json.loads(body)
-        except (ValueError, RecursionError) as error:
-            raise Refusal(400, "invalid_json", f"the body is no JSON: {error}") from None
-        if not isinstance(given, dict):
-            raise Refusal(400, "invalid_json", 'the body is no object; expected one as in {"prompt": "a red circle"}.')
-        # OpenAI's clients send null for what they leave out.
-        return {name: value for name, value in given.items() if name not in _IGNORED and value is not None}
-
-    async def _body_of(self, http: Any) -> bytes:
-        body = bytearray()
-        async for part in http.stream():
-            body += part
-            if len(body) > self._limits.body_bytes:
-                raise Refusal(413, "too_large", f"the body is larger than {self._limits.body_bytes} bytes.")
-        return bytes(body)
-
-    def _request(self, given: Mapping[str, Any]) -> Request:
-        limits = self._limits
-        try:
-            for name in self._model.images:
-                if isinstance(given.get(name), list) and len(given[name]) > _MOST_IMAGES:
-                    raise ValueError(
-                        f"field {name!r} has {len(given[name])} images; this server takes at most {_MOST_IMAGES}."
-                    )
-            request = make_request(given, self._model, read_image=lambda text: _decode_image(text, limits.pixels))
-        except (ValueError, OverflowError) as error:
-            raise Refusal(400, "invalid_value", str(error)) from None
-        self._require_size(request)
-        steps = request.fields.get("num_inference_steps") or 0
-        tokens = request.fields.get("max_sequence_length") or 0
-        if tokens > _MOST_TOKENS:
-            raise Refusal(
-                400, "too_large", f"max_sequence_length is {tokens}; this server takes at most {_MOST_TOKENS}."
-            )
-        longest = max([steps, *[len(value) for value in request.fields.values() if isinstance(value, list)]])
-        if longest > limits.steps:
-            raise Refusal(400, "too_many_steps", f"{longest} steps; this server takes at most {limits.steps}.")
-        return request
-
-    def _require_size(self, request: Request) -> None:
-        limits, pixels = self._limits, estimated_pixels(request, self._model.kind)
-        most = limits.pixels if limits.memory is None else min(limits.pixels, limits.memory.pixels)
-        if pixels <= most:
-            return
-        why = f"more than the {limits.pixels} that this server generates at once"
-        if limits.memory is not None and most < limits.pixels:
-            why = (
-                f"predicted to take {limits.memory.bytes_of(pixels) / 1e9:.3g} GB of each rank, which may hold "
-                f"{limits.memory.room / 1e9:.3g} GB"
-            )
-        # As many results and frames of another size.
-        side = int((most * _area(request) / pixels) ** 0.5) // 16 * 16 if request.pixels() else 0
-        fits = f"as many images or frames fit at {side}x{side}" if side else "ask for fewer at once, or name a size"
-        raise Refusal(400, "too_large", f"{pixels} pixels in all are {why}: {fits}.")
-
     def _accept(self, http: Any, request: Request) -> Job:
         room = self._replicas + self._limits.waiting
         if len(self._jobs) >= room:
             self._metrics.requests.labels("refused").inc()
-            seconds = max(1, round(self._mean_seconds() * self._limits.waiting / self._replicas))
+            seconds = max(1, round(self._metrics.mean_seconds() * self._limits.waiting / self._replicas))
             message = f"{len(self._jobs)} requests run or wait, and {room} may. Come back in {seconds} s."
             raise Refusal(429, "busy", message, {"Retry-After": str(seconds)})
         id_ = http.headers.get("x-request-id") or uuid.uuid4().hex
@@ -296,11 +170,6 @@ class Server:
             raise Refusal(409, "invalid_id", f"X-Request-Id {id_[:64]!r} is in use, or not 1 to 64 of A-Z a-z 0-9 _ -.")
         job = self._jobs[id_] = Job(id_, request)
         return job
-
-    def _mean_seconds(self) -> float:
-        samples = {sample.name: sample.value for sample in next(iter(self._metrics.seconds.collect())).samples}
-        count = samples.get("para_core_request_seconds_count", 0)
-        return samples["para_core_request_seconds_sum"] / count if count else 1.0
 
     async def _work(self, job: Job) -> Result:
         def progress(done: int) -> None:
@@ -409,21 +278,3 @@ class Server:
 
 def _event(data: Mapping[str, Any]) -> bytes:
     return f"event: {data['type']}\ndata: {json.dumps(data)}\n\n".encode()
-
-
-def _area(request: Request) -> int:
-    sides = [request.fields[name] for name in ("height", "width") if request.fields.get(name) is not None]
-    return int(sides[0] * sides[-1])
-
-
-def _decode_image(text: str, max_pixels: int) -> bytes:
-    """The contents of a ``data:`` url, or of base64; never of a file or of another server."""
-    encoded = text.partition(",")[2] if text.startswith("data:") else text
-    try:
-        data = base64.b64decode(encoded, validate=True)
-    except (binascii.Error, ValueError):
-        raise ValueError(
-            "an image is given as base64, or as data:image/png;base64,…; paths and addresses are not opened."
-        ) from None
-    open_image(data, max_pixels)
-    return data

@@ -14,10 +14,11 @@ from ray import serve
 from para_core.fleet import group
 from para_core.fleet.failures import ReplicaDied, RequestCancelled, RequestFailed
 from para_core.fleet.foresee import Memory
+from para_core.fleet.limits import Limits
 from para_core.fleet.models import Model
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request
-from para_core.fleet.server import Limits, Server
+from para_core.fleet.server import Server
 from para_core.fleet.work import Result
 
 APP, REPLICAS = "para_core", "para_core_replicas"

@@ -17,11 +17,11 @@ pytest.importorskip("ray", reason="the extra fleet is not installed: make test-f
 import ray
 
 from para_core.fleet import batch, group, serving
+from para_core.fleet.limits import Limits
 from para_core.fleet.models import find_model
 from para_core.fleet.prompts import Line
 from para_core.fleet.recipe import Recipe, build
 from para_core.fleet.request import make_request
-from para_core.fleet.server import Limits
 from para_core.fleet.work import Watch, generate
 
 # Ray's own sockets and threads, which end with the cluster.

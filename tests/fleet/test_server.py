@@ -17,9 +17,10 @@ from PIL import Image
 
 from para_core.fleet.failures import ReplicaDied, RequestCancelled, RequestFailed
 from para_core.fleet.foresee import Memory
+from para_core.fleet.limits import Limits
 from para_core.fleet.models import describe
 from para_core.fleet.outputs import Output
-from para_core.fleet.server import Limits, Server
+from para_core.fleet.server import Server
 from para_core.fleet.work import Result
 
 PATH = "/v1/images/generations"
