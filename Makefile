@@ -4,7 +4,7 @@
 #   make test       lint, types, and the tests           (minutes, on two CPU cores)
 #   make test-long  the tests again, with Inductor everywhere and more examples
 #   make test-nodes  2 and 3 hosts × 2 ranks, as network namespaces (Linux, root), under torchrun; loopback addresses elsewhere
-#   make test-fleet the tests of replicas and of the server, on Ray, which is installed for them
+#   make test-fleet all tests of replicas, of the server and of the command, on Ray (a minute of them is in make test)
 #   make docs       the site, in build/site, from its own extra; links are checked
 #   make bench      measure, and write benchmarks/results/
 #   make gpu-check  what only a GPU can tell, in 8 minutes; takes a Python whose torch has CUDA as it is (docs/gpu_check.md)
@@ -35,7 +35,7 @@ demo: $(STAMP)
 	$(BIN)/python -m benchmarks.demo
 
 test: lint types
-	@echo "==> tests (what needs Ray is in make test-fleet)"
+	@echo "==> tests"
 	$(BIN)/python -m pytest $(AT_ONCE) $(PYTEST)
 
 test-long: lint types
@@ -48,8 +48,6 @@ test-nodes: $(STAMP)
 
 # One at a time: each has rank processes on both cores.
 test-fleet: $(STAMP)
-	@echo "==> installing Ray into $(VENV)"
-	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e '.[fleet]'
 	@echo "==> tests of the fleet"
 	$(BIN)/python -m pytest -m "long or not long" tests/fleet tests/cli $(PYTEST)
 
@@ -99,7 +97,7 @@ $(STAMP): setup.py constraints.txt
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { \
 	  $(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"para_core needs Python >= 3.11; $(PYTHON) is {v[0]}.{v[1]}. Name another one: make PYTHON=python3.12 ...")' && \
 	  echo "==> creating $(VENV)" && $(PYTHON) -m venv $(VENV); }
-	@echo "==> installing para_core, PyTorch, diffusers and the test tools into $(VENV) (once; minutes if nothing is cached)"
+	@echo "==> installing para_core, PyTorch, diffusers, Ray and the test tools into $(VENV) (once; minutes if nothing is cached)"
 	$(PIP) install --quiet -c constraints.txt setuptools wheel
-	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e '.[diffusers,test]'
+	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e '.[diffusers,fleet,test]'
 	@touch $@

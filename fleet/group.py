@@ -176,7 +176,9 @@ def require_cluster(shape: Shape, replicas: int) -> None:
 
 
 def connect(cpus: int, *, debug: bool) -> bool:
-    """To the cluster that ``ray start`` made, or else to a new one on this machine that has at least so many CPUs.
+    """To the cluster that ``ray start`` made or ``RAY_ADDRESS`` names, or else to a new one on this machine that has at least so many CPUs.
+
+    Not to one that another program made for itself, which ends with it: Ray's ``address="auto"`` would take any.
 
     Returns:
         Whether this process was not connected before.
@@ -190,19 +192,29 @@ def connect(cpus: int, *, debug: bool) -> bool:
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     options: dict[str, Any] = {} if debug else {"logging_level": "ERROR", "log_to_driver": False}
+    here = {"num_cpus": max(cpus, os.cpu_count() or 1), "include_dashboard": False, **options}
     try:
-        ray.init(address="auto", **options)
-    except ConnectionError:
-        _start_here(num_cpus=max(cpus, os.cpu_count() or 1), include_dashboard=False, **options)
+        _start(**here)
+    except ValueError:  # there is a cluster, and its CPUs are not ours to say
+        try:
+            ray.init(**options)
+        except ConnectionError as error:
+            named = os.environ.get("RAY_ADDRESS")
+            if named:
+                raise RuntimeError(f"RAY_ADDRESS is {named!r}, and no Ray cluster answers there.") from error
+            # What ray start noted, of a cluster that did not end by ray stop.
+            _start(address="local", **here)
     return True
 
 
-def _start_here(**options: Any) -> None:
-    """A cluster of this machine."""
+def _start(**options: Any) -> None:
+    """A cluster of this machine; raises ``ValueError`` where there is one."""
     for left in range(_STARTS - 1, -1, -1):
         try:
             ray.init(**options)
             return
+        except ValueError:
+            raise
         except Exception as error:
             # A node that was too slow is a bare Exception of Ray's.
             if left == 0 or "timed out" not in str(error):

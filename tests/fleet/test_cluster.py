@@ -1,0 +1,71 @@
+"""To which Ray cluster a fleet connects, with a stand-in for Ray's own start."""
+
+import pytest
+
+pytest.importorskip("ray", reason="the extra fleet is not installed")
+
+import ray
+
+from para_core.fleet import group
+
+
+class StandIn:
+    """Of ``ray.init``: what a machine has of clusters, and what was asked for."""
+
+    def __init__(self, monkeypatch, *, noted=False, alive=False):
+        self.noted, self.alive, self.started = noted, alive, []
+        monkeypatch.setattr(ray, "is_initialized", lambda: False)
+        monkeypatch.setattr(ray, "shutdown", lambda: None)
+        monkeypatch.setattr(ray, "init", self.init)
+        monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+    def init(self, address=None, num_cpus=None, **_):
+        # As Ray does it: "auto" would take any cluster; None, the one that ray start or RAY_ADDRESS noted, or a new one.
+        assert address in (None, "local")
+        if address is None and self.noted:
+            if num_cpus is not None:
+                raise ValueError("When connecting to an existing cluster, num_cpus and num_gpus must not be provided.")
+            if not self.alive:
+                raise ConnectionError("Could not find any running Ray instance.")
+            self.started.append("joined")
+        else:
+            self.started.append(f"{address} with {num_cpus >= 7} CPUs")
+
+
+def test_a_cluster_of_another_program_is_not_joined(monkeypatch):
+    ray_ = StandIn(monkeypatch)
+    assert group.connect(7, debug=False)
+    assert ray_.started == ["None with True CPUs"]
+
+
+def test_the_cluster_that_ray_start_made_is_joined_and_one_that_is_gone_replaced(monkeypatch):
+    ray_ = StandIn(monkeypatch, noted=True, alive=True)
+    assert group.connect(7, debug=False)
+    assert ray_.started == ["joined"]
+    ray_ = StandIn(monkeypatch, noted=True, alive=False)
+    assert group.connect(7, debug=False)
+    assert ray_.started == ["local with True CPUs"]
+
+
+def test_an_address_that_was_named_and_does_not_answer_is_an_error(monkeypatch):
+    StandIn(monkeypatch, noted=True, alive=False)
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with pytest.raises(RuntimeError, match=r"RAY_ADDRESS is '127\.0\.0\.1:1', and no Ray cluster answers there"):
+        group.connect(7, debug=False)
+
+
+def test_a_start_that_is_too_slow_is_tried_again_and_another_failure_is_a_sentence(monkeypatch):
+    ray_ = StandIn(monkeypatch)
+    init, late = ray_.init, ["The current node timed out during startup."]
+
+    def slow(**options):
+        if late:
+            raise Exception(late.pop())
+        init(**options)
+
+    monkeypatch.setattr(ray, "init", slow)
+    assert group.connect(7, debug=False)
+    assert ray_.started == ["None with True CPUs"]
+    late += ["no space left"]
+    with pytest.raises(RuntimeError, match="Ray does not start on this machine: no space left"):
+        group.connect(7, debug=False)

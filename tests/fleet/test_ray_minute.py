@@ -1,0 +1,146 @@
+"""A minute with real Ray: a file of prompts on two replicas, then a server over two ranks. More of it is in test_on_ray.py.
+
+One cluster for the file. Where several processes run tests at once, those that come later wait for it: two cores are few for one.
+"""
+
+import base64
+import contextlib
+import fcntl
+import http.client
+import io
+import json
+import signal
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import FluxPipeline
+from PIL import Image
+
+pytest.importorskip("ray", reason="the extra fleet is not installed")
+
+import ray
+
+from para_core.cli.app import run
+from para_core.fleet import group, serving
+from para_core.fleet.limits import Limits
+from para_core.fleet.models import find_model, find_tiny_flux
+from para_core.fleet.recipe import Recipe
+
+# Ray's own sockets and threads, which end with the cluster.
+pytestmark = pytest.mark.filterwarnings("ignore")
+PORT = 8129
+PATH = "/v1/images/generations"
+CAPTION = "a large red circle"
+SMALL = {"size": "64x48", "steps": 2}
+# Whatever Ray does: it starts in some ten seconds, or in minutes on a machine that does much else.
+SECONDS = 540
+
+
+@contextlib.contextmanager
+def within(seconds):
+    """Raises in the main thread when the time is over."""
+
+    def late(*_):
+        raise TimeoutError(f"not done within {seconds} s.")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with (Path(tempfile.gettempdir()) / "para_core_tests_with_ray").open("w") as lock:
+        with within(SECONDS):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            group.connect(2, debug=False)
+        yield
+        with within(SECONDS):
+            ray.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def time_limit(cluster):
+    with within(SECONDS):
+        yield
+
+
+@pytest.fixture(scope="module")
+def server(cluster):
+    """One replica of two ranks."""
+    model = find_model(None)
+    options = {"replicas": 1, "format_": "png", "fps": 16, "host": "127.0.0.1", "port": PORT, "api_key": None}
+    with within(SECONDS):
+        serving.start(model, Recipe(model.name, timeout=60), group.Shape(ranks=2), Limits(waiting=2), **options)
+    yield
+    with within(SECONDS):
+        serving.stop()
+
+
+def ask(body=None, *, method="POST", path=PATH, **headers):
+    given = {"Content-Type": "application/json", **{name.replace("_", "-"): value for name, value in headers.items()}}
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", PORT, timeout=SECONDS)) as connection:
+        connection.request(method, path, json.dumps(body), given)
+        response = connection.getresponse()
+        return response.status, response.read()
+
+
+def pixels(data):
+    return np.asarray(Image.open(io.BytesIO(data))).astype(int)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """What diffusers generates alone."""
+    pipe = FluxPipeline.from_pretrained(find_tiny_flux(), dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    call = {"height": 48, "width": 64, "num_inference_steps": 2, "max_sequence_length": 64}
+    return np.asarray(pipe(CAPTION, generator=torch.Generator().manual_seed(1), **call).images[0]).astype(int)
+
+
+# Before the server, which takes all of the cluster.
+def test_a_file_of_prompts_is_generated_on_two_replicas_and_its_bad_line_reported(tmp_path, capsys, expected):
+    path, out = tmp_path / "prompts.jsonl", tmp_path / "out"
+    lines = [json.dumps({"prompt": CAPTION, "seed": seed, **SMALL}) for seed in (1, 2, 1, 3)]
+    path.write_text("\n".join([*lines, "{"]))
+    arguments = ["generate", "--prompts", str(path), "--out", str(out), "--replicas", "2", "--ranks", "1"]
+    assert run(arguments) == 1
+    said = capsys.readouterr().err
+    assert "line 5: it is no JSON" in said
+    assert "4 generated" in said
+    images = [(out / f"{number:05d}.png").read_bytes() for number in range(1, 5)]
+    assert np.array_equal(pixels(images[0]), expected)
+    # Of two replicas, which take lines in turns.
+    assert images[0] == images[2]
+    assert len(set(images)) == 3
+
+
+def test_the_server_is_healthy_and_answers_with_the_image_of_the_plain_pipeline(server, expected):
+    status, body = ask(method="GET", path="/health")
+    assert (status, json.loads(body)["ready"]) == (200, 1)
+    status, body = ask({"prompt": CAPTION, "seed": 1, **SMALL})
+    assert status == 200, body
+    answer = json.loads(body)
+    assert answer["para_core"]["mesh"] == {"batch": 1, "ring": 1, "ulysses": 2}
+    assert np.abs(pixels(base64.b64decode(answer["data"][0]["b64_json"])) - expected).max() <= 1
+    assert b'para_core_requests_total{outcome="done"} 1.0' in ask(method="GET", path="/metrics")[1]
+
+
+def test_a_request_that_is_cancelled_stops_after_a_step_and_the_next_is_served(server):
+    with ThreadPoolExecutor(1) as threads:
+        long = threads.submit(ask, {"prompt": CAPTION, **SMALL, "steps": 200}, X_Request_Id="long")
+        while ask(method="DELETE", path=f"{PATH}/long")[0] == 404:
+            time.sleep(0.05)
+        status, body = long.result()
+    assert status == 409, body
+    assert b"cancelled after step" in body
+    assert ask({"prompt": CAPTION, **SMALL})[0] == 200
