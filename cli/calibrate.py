@@ -14,6 +14,7 @@ from para_core.adapters.caching.calibration.result import Metric
 from para_core.cli.generate import read_fields
 from para_core.cli.ranks import process_group, quiet
 from para_core.fleet.models import find_model
+from para_core.fleet.outputs import require_file
 from para_core.fleet.prompts import read_prompts
 from para_core.fleet.recipe import Dtype, Recipe, build, read_mesh_sizes
 from para_core.fleet.request import call_arguments, make_request
@@ -37,6 +38,7 @@ def calibrate(
 ) -> None:
     """Find the threshold of First Block Cache for a quality or a speed, on your prompts."""
     quiet(debug)
+    require_file(out)
     if metric not in get_args(Metric):
         raise typer.BadParameter(f"--metric {metric}: expected one of {', '.join(get_args(Metric))}.")
     found = find_model(model)

@@ -17,11 +17,12 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
+from para_core.attention.options import RotateMethod
 from para_core.cli.bars import Bars, NoBars
 from para_core.cli.ranks import Job, Report, in_torchrun, quiet, run_job
 from para_core.fleet.foresee import foresee_mesh, given_mesh, without_weights
 from para_core.fleet.models import Model, find_model, require_field
-from para_core.fleet.outputs import alone_in, choose_format, is_finished, require_room, write_result
+from para_core.fleet.outputs import alone_in, choose_format, is_finished, require_room, too_large, write_result
 from para_core.fleet.prompts import Line, Problem, read_prompts
 from para_core.fleet.recipe import Compile, Dtype, Recipe, Weights, dtype_of, read_mesh_sizes, require_loras
 from para_core.fleet.request import make_request
@@ -78,6 +79,9 @@ def generate(
     mesh: Annotated[
         str, typer.Option(help="batch=2,ring=2: largest sizes; left out: chosen.", rich_help_panel=RANKS)
     ] = "",
+    rotate_method: Annotated[
+        str | None, typer.Option(help="Of keys in a ring: alltoall, allgather, 2d.", rich_help_panel=RANKS)
+    ] = None,
     replicas: Annotated[int, typer.Option(help="Groups of that many ranks, on Ray.", rich_help_panel=RANKS)] = 1,
     timeout: Annotated[float, typer.Option(help="Seconds ranks wait for one another.", rich_help_panel=RANKS)] = 600,
     dry_run: Annotated[
@@ -96,6 +100,7 @@ def generate(
         found.name,
         dtype=cast(Dtype, dtype),
         mesh=read_mesh_sizes(mesh),
+        rotate_method=cast(RotateMethod | None, rotate_method),
         cache=read_threshold(cache),
         compile=cast(Compile, compile_),
         weights=cast(Weights, weights),
@@ -126,6 +131,7 @@ def _order(
     if recipe.mesh:
         given_mesh(recipe, ranks)
     problems: Sequence[Problem] = ()
+    common = {**common, **{name: _from_here(common[name]) for name in model.images if name in common}}
     if prompts is None:
         if "prompt" in model.fields and "prompt" not in common:
             raise typer.BadParameter("what to generate? Give --prompt TEXT or --prompts FILE.")
@@ -136,10 +142,23 @@ def _order(
             if name not in ("size", "steps", "frames"):
                 require_field(model, name)
         lines, problems = read_prompts(prompts, model, common, seed=seed)
+        found = [(line, too_large(folder, line.request, model, chosen)) for line in lines]
+        lines = [line for line, reason in found if reason is None]
+        problems = sorted(
+            [*problems, *(Problem(line.number, reason) for line, reason in found if reason is not None)],
+            key=lambda problem: problem.number,
+        )
     finished = [line for line in lines if is_finished(folder, line.name, digest(line.request, recipe))]
     left = tuple(line for line in lines if line not in finished)
     room = require_room(folder, [line.request for line in left], model, chosen)
     return Order(model, recipe, left, tuple(finished), tuple(problems), folder, chosen, room, ranks, replicas)
+
+
+def _from_here(value: Any) -> Any:
+    """Files that an option names are looked for here; those of a line beside the file of prompts."""
+    if isinstance(value, list):
+        return [_from_here(item) for item in value]
+    return str(Path(value).absolute()) if isinstance(value, str) else value
 
 
 def _carry_out(order: Order, fps: int, debug: bool) -> int:
@@ -266,7 +285,7 @@ def _show_plan(order: Order) -> None:
     console = Console(highlight=False)
     console.print(table)
     for problem in order.problems:
-        console.print(f"line {problem.number}: {problem.reason}", markup=False)
+        console.print(f"line {problem.number}: {problem.reason}", markup=False, soft_wrap=True)
 
 
 def _mesh(order: Order) -> str:
@@ -277,4 +296,7 @@ def _mesh(order: Order) -> str:
     except Exception:
         # Whatever a config of another library's makes of it: a plan that cannot be shown stops nothing.
         return "chosen when loaded: what is predicted to be fastest, or branches of guidance, then heads, then the ring"
-    return " × ".join(f"{name} {size}" for name, size in sizes.items())
+    method = order.recipe.rotate_method
+    return " × ".join(f"{name} {size}" for name, size in sizes.items()) + (
+        f", rotate_method {method}" if method else ""
+    )

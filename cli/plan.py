@@ -10,7 +10,11 @@ from rich.console import Console
 
 from para_core.adapters import plan_mesh
 from para_core.adapters.planner.published import PUBLISHED
+from para_core.cli.ranks import quiet
+from para_core.fleet.outputs import require_file
+from para_core.fleet.recipe import MESH_NAMES
 from para_core.planner.doctor import main as examine_machine
+from para_core.planner.mesh_plan import MeshPlan, room_of
 
 
 def plan(
@@ -31,10 +35,12 @@ def plan(
     debug: Annotated[bool, typer.Option("--debug", help="Tracebacks, and all messages.")] = False,
 ) -> None:
     """Predict seconds, bytes and memory of every mesh for one generation; nothing is loaded, and nothing is computed."""
+    quiet(debug)
     console = Console(soft_wrap=True, highlight=False)
     if list_:
         console.print("\n".join(PUBLISHED), markup=False)
         return
+    require_file(out)
     width, height = _read_size(size)
     found = plan_mesh(
         model,
@@ -50,8 +56,22 @@ def plan(
         measured=measured,
     )
     console.print(str(found), markup=False)
+    command = _command(found)
+    if command is not None:
+        console.print(f"As a command: {command}", markup=False)
     if out is not None:
         found.plot(out)
+
+
+def _command(plan: MeshPlan) -> str | None:
+    """``para_core generate`` with the options that run the first row; None: it has none for it, or nothing fits."""
+    row = plan.best
+    sizes = {name[len("max_") : -len("_dim_size")]: size for name, size in row.mesh_options.items()}
+    if row.problem is not None or row.memory > room_of(plan.machine) or not set(sizes) <= set(MESH_NAMES):
+        return None
+    mesh = ",".join(f"{name}={size}" for name, size in sizes.items())
+    rest = [f"--{name.replace('_', '-')} {value}" for name, value in row.options.items()]
+    return " ".join([f"para_core generate --ranks {plan.ranks} --mesh {mesh}", *rest])
 
 
 def _read_size(text: str | None) -> tuple[int | None, int | None]:
@@ -70,6 +90,7 @@ def doctor(
     debug: Annotated[bool, typer.Option("--debug", help="Tracebacks, and all messages.")] = False,
 ) -> None:
     """Check this machine in a minute: versions, exactness, speed of devices and links, what to change. Under torchrun, of all ranks."""
+    require_file(out)
     arguments = ["--output", str(out)] if out is not None else []
     arguments += ["--ring", str(ring)] if ring is not None else []
     arguments += ["--cpu"] if cpu else []

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from typing import Annotated, cast
 
 import typer
 from rich.console import Console
 
+from para_core.attention.options import RotateMethod
 from para_core.cli.generate import count_ranks, read_threshold
 from para_core.cli.ranks import quiet
 from para_core.fleet.limits import Limits
@@ -47,6 +49,9 @@ def serve(
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.", rich_help_panel=HOW)] = "auto",
     lora: Annotated[list[str] | None, typer.Option(help="File or Hub name[:scale].", rich_help_panel=HOW)] = None,
     mesh: Annotated[str, typer.Option(help="batch=2,ring=2; left out: chosen.", rich_help_panel=HOW)] = "",
+    rotate_method: Annotated[
+        str | None, typer.Option(help="Of keys in a ring: alltoall, allgather, 2d.", rich_help_panel=HOW)
+    ] = None,
     spread: Annotated[
         bool, typer.Option("--spread", help="Ranks of a replica on several nodes.", rich_help_panel=HOW)
     ] = False,
@@ -81,6 +86,7 @@ def serve(
         found.name,
         dtype=cast(Dtype, dtype),
         mesh=read_mesh_sizes(mesh),
+        rotate_method=cast(RotateMethod | None, rotate_method),
         cache=read_threshold(cache),
         compile=cast(Compile, compile_),
         weights=cast(Weights, weights),
@@ -95,6 +101,8 @@ def serve(
         waiting=queue, pixels=_pixels(max_size, found.kind), steps=max_steps, seconds=request_seconds, retries=retries
     )
     console = Console(stderr=True, soft_wrap=True, highlight=False)
+    # What docker stop and systemd send ends the server as Ctrl-C does: Serve would outlive this process on a cluster of others.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     serving.start(
         found,
         recipe,
@@ -109,7 +117,10 @@ def serve(
         room=None if memory is None else memory * 1e9,
         debug=debug,
     )
-    console.print(f"{found.pipeline} answers on http://{host}:{port}/ (Ctrl-C ends it)", markup=False)
+    console.print(
+        f"{found.pipeline} answers on http://{f'[{host}]' if ':' in host else host}:{port}/ (Ctrl-C ends it)",
+        markup=False,
+    )
     try:
         while True:
             time.sleep(1)

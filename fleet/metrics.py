@@ -12,6 +12,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         names = {"namespace": "para_core", "registry": self.registry}
         self.accepted = Gauge("requests_accepted", "Requests that wait or run.", **names)
+        self.waiting = Gauge("requests_waiting", "Requests for which no replica is free.", **names)
         self.requests = Counter("requests", "Requests that ended, by how.", ["outcome"], **names)
         self.steps = Counter("steps", "Denoising steps done; its rate is steps per second.", **names)
         buckets = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)

@@ -113,10 +113,14 @@ def _can_be_given(name: str) -> bool:
     return name not in _OWN and not tensor and not name.startswith("callback")
 
 
-def require_field(model: Model, name: str) -> None:
-    """Raise ``ValueError``, with what it may have been meant for, unless a call of the pipeline takes ``name`` from JSON."""
+def require_field(model: Model, name: str, given: str | None = None) -> None:
+    """Raise ``ValueError``, with what it may have been meant for, unless a call of the pipeline takes ``name`` from JSON.
+
+    Args:
+        given: what the user calls it, if not ``name``.
+    """
     if name in model.fields:
         return
     close = difflib.get_close_matches(name, [*model.fields, "seed", "size", "steps"], n=1)
     hint = f"Did you mean {close[0]}?" if close else f"It takes seed, size, steps, {', '.join(model.fields)}."
-    raise ValueError(f"{model.pipeline} takes no field {name!r} here. {hint}")
+    raise ValueError(f"{model.pipeline} takes no field {(given or name)!r} here. {hint}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -66,6 +67,16 @@ def _writes_mp4() -> bool:
     return True
 
 
+def too_large(folder: Path, request: Request, model: Model, format_: str) -> str | None:
+    """Why the result of ``request`` could not be written even if it were the only one; None: it could."""
+    needed = int(estimated_pixels(request, model.kind) * _BYTES_PER_PIXEL[format_])
+    place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(place).free
+    if needed + _SPARE_BYTES <= free or needed <= _SPARE_BYTES:
+        return None
+    return f"its result may take {needed / 1e9:.3g} GB, and {folder} has {free / 1e9:.2f} GB free."
+
+
 def require_room(folder: Path, requests: Iterable[Request], model: Model, format_: str) -> int:
     """Bytes that the results may take, at most; the folder is made.
 
@@ -89,6 +100,19 @@ def require_room(folder: Path, requests: Iterable[Request], model: Model, format
             f"{_SPARE_BYTES / 1e9:.2f} GB to spare). Name a folder on another disk with --out, or generate fewer at once."
         )
     return needed
+
+
+def require_file(path: Path | None) -> None:
+    """Raise ``OSError`` unless a file can be written at ``path``; what is there stays as it is."""
+    if path is None:
+        return
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        with tempfile.TemporaryFile(dir=path.absolute().parent):
+            pass
+    except OSError as error:
+        raise OSError(f"{path} cannot be written: {error.strerror}. Name another file with --out.") from error
 
 
 def encode(result: Any, format_: str, *, fps: int) -> list[Output]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from para_core.fleet.models import Model
 from para_core.fleet.request import Request, make_request
+from para_core.fleet.work import sentence
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def read_prompts(
         except RecursionError:
             problems.append(Problem(number, "it is nested too deeply."))
         except (OSError, ValueError) as error:
-            problems.append(Problem(number, str(error)))
+            problems.append(Problem(number, sentence(error)))
         else:
             found.append(Line(number, request))
     return found, problems

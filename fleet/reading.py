@@ -54,6 +54,8 @@ def read_request(given: Mapping[str, Any], model: Model, limits: Limits) -> Requ
     Raises:
         Refusal: it is none, or larger than the server takes.
     """
+    # OpenAI's clients say "auto" where the server is to choose.
+    given = {name: value for name, value in given.items() if (name, value) != ("size", "auto")}
     try:
         for name in model.images:
             if isinstance(given.get(name), list) and len(given[name]) > _MOST_IMAGES:

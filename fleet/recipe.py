@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from para_core.adapters import apply_cache_on_pipe, from_pretrained_sharded, parallelize_pipe, parallelize_vae
+from para_core.adapters import apply_cache_on_pipe, from_pretrained_sharded, parallelize_pipe
 from para_core.adapters.one_call import mesh_of
 from para_core.adapters.supported import transformers_of
+from para_core.attention.options import ROTATE_METHODS, RotateMethod
 from para_core.instance import original_class
 from para_core.make_mesh import init_context_parallel_mesh
 
@@ -33,6 +34,7 @@ class Recipe:
         model: a folder, or a repository on the Hub.
         dtype: ``"auto"``: bfloat16 on a GPU, float32 elsewhere.
         mesh: the largest sizes of mesh dims, by name (:data:`MESH_NAMES`); empty: chosen from the pipeline.
+        rotate_method: how keys travel round the ring, as :func:`parallelize_pipe` names it; None: as the mesh was chosen.
         cache: First Block Cache at this threshold; ``"default"``: the one of the model's family; None: none.
         compile: the transformer's blocks, one graph for all that are alike, or the ``"whole"`` transformer.
         weights: ``"fsdp"`` and ``"tensor"`` hold them once on the ranks.
@@ -44,6 +46,7 @@ class Recipe:
     model: str
     dtype: Dtype = "auto"
     mesh: tuple[tuple[str, int], ...] = ()
+    rotate_method: RotateMethod | None = None
     cache: float | Literal["default"] | None = None
     compile: Compile = "no"
     weights: Weights = "replicate"
@@ -56,9 +59,10 @@ class Recipe:
             ("dtype", self.dtype, get_args(Dtype)),
             ("weights", self.weights, get_args(Weights)),
             ("compile", self.compile, get_args(Compile)),
+            ("rotate_method", self.rotate_method, (None, *ROTATE_METHODS)),
         ):
             if value not in allowed:
-                raise ValueError(f"{name} is {value!r}; expected one of {', '.join(allowed)}.")
+                raise ValueError(f"{name} is {value!r}; expected one of {', '.join(filter(None, allowed))}.")
         if isinstance(self.cache, float) and not self.cache >= 0:
             raise ValueError(f"cache is {self.cache:g}; expected a threshold of at least 0, or 'default'.")
         if not 0 < self.timeout < _LONGEST:
@@ -134,14 +138,21 @@ def build(recipe: Recipe) -> Any:
     mesh = _mesh(recipe, device) if ranks > 1 else None
     weights = None if recipe.weights == "replicate" or ranks == 1 else recipe.weights
     if weights is not None and not recipe.lora:
+        mesh = mesh or init_context_parallel_mesh(device)
         pipe = from_pretrained_sharded(DiffusionPipeline, recipe.model, mesh=mesh, weights=weights, dtype=dtype)
-        if recipe.vae:
-            parallelize_vae(pipe.vae, mesh=mesh_of(pipe))
+        weights = None  # as they are now
     else:
         pipe = DiffusionPipeline.from_pretrained(recipe.model, dtype=dtype)
         _load_lora(pipe, recipe.lora)
         pipe.to(device)
-        parallelize_pipe(pipe, mesh=mesh, vae=recipe.vae and ranks > 1, weights=weights, timeout=recipe.timeout)
+    parallelize_pipe(
+        pipe,
+        mesh=mesh,
+        vae=recipe.vae and ranks > 1,
+        weights=weights,
+        rotate_method=recipe.rotate_method,
+        timeout=recipe.timeout,
+    )
     if recipe.cache is not None:
         apply_cache_on_pipe(pipe, residual_diff_threshold=None if recipe.cache == "default" else recipe.cache)
     _compile(pipe, recipe.compile)
@@ -176,7 +187,11 @@ def _load_lora(pipe: Any, loras: tuple[str, ...]) -> None:
     scales: dict[str, float] = {}
     for index, text in enumerate(loras):
         name, scale = read_lora(text)
-        pipe.load_lora_weights(name, adapter_name=f"lora_{index}")
+        try:
+            pipe.load_lora_weights(name, adapter_name=f"lora_{index}")
+        except Exception as error:
+            # Whatever a file of other weights, or a Hub that is not reached, makes of it.
+            raise ValueError(f"lora {name!r} cannot be loaded: {type(error).__name__}: {error}") from error
         scales[f"lora_{index}"] = scale
     if scales:
         pipe.set_adapters(list(scales), list(scales.values()))

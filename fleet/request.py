@@ -100,14 +100,15 @@ def make_request(
             fields["width"], fields["height"] = read_size(value)
         else:
             full = _ALIASES.get(name, name)
-            require_field(model, full)
+            require_field(model, full, name)
             if full in model.images and value is not None:
                 images[full] = _read_images(full, value, read_image)
             else:
                 fields[full] = _checked(full, value, model)
     if not 0 <= seed <= _LARGEST_SEED:
         raise ValueError(f"seed is {seed}; expected 0 to {_LARGEST_SEED}.")
-    _require_unicode(fields)
+    for name, value in fields.items():
+        _require_json(name, value)
     _require_prompt(fields, model, images)
     return Request(fields, seed, images)
 
@@ -164,12 +165,16 @@ def _read_images(name: str, value: Any, read: Callable[[str], bytes] | None) -> 
     return files
 
 
-def _require_unicode(fields: Mapping[str, Any]) -> None:
-    # JSON can name half of a surrogate pair, which no tokenizer and no file takes.
+def _require_json(name: str, value: Any) -> None:
+    # Python's reader takes half of a surrogate pair, which no tokenizer and no file takes, and NaN, which makes a black image.
     try:
-        json.dumps(fields, ensure_ascii=False).encode()
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"a text has {error.object[error.start]!a}, which is half of a character.") from None
+        raise ValueError(
+            f"field {name!r}: a text has {error.object[error.start]!a}, which is half of a character."
+        ) from None
+    except ValueError:
+        raise ValueError(f"field {name!r} is {value!r:.80}; expected numbers that are finite.") from None
 
 
 def _require_prompt(fields: Mapping[str, Any], model: Model, images: Mapping[str, Any]) -> None:

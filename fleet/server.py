@@ -89,8 +89,10 @@ class Server:
                 Route(path, self._guarded(self._generate), methods=["POST"]),
                 Route(path + "/{id}", self._guarded(self._cancel), methods=["DELETE"]),
                 Route("/v1/files/{id}/{index}", self._guarded(self._file)),
-            ]
+            ],
+            exception_handlers={404: self._absent, 405: self._absent, 500: _failed},
         )
+        self._said = f"this server generates {model.kind}s: POST {path}, DELETE {path}/ID, GET /health, /metrics and /."
 
     def _guarded(self, answer: Callable[[Any], Any]) -> Callable[[Any], Any]:
         async def guarded(http: Any) -> Response:
@@ -114,6 +116,10 @@ class Server:
         elif http.url.hostname not in ("127.0.0.1", "localhost", "::1"):
             raise Refusal(403, "not_local", f"this server has no API key and answers on {', '.join(_LOOPBACK)} alone.")
 
+    async def _absent(self, http: Any, error: Any) -> Response:
+        code = {404: "not_found", 405: "method_not_allowed"}[error.status_code]
+        return JSONResponse(Refusal(error.status_code, code, self._said).body(), error.status_code)
+
     async def _page(self, http: Any) -> Response:
         return HTMLResponse(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
 
@@ -124,6 +130,7 @@ class Server:
 
     async def _show_metrics(self, http: Any) -> Response:
         self._metrics.accepted.set(len(self._jobs))
+        self._metrics.waiting.set(max(0, len(self._jobs) - await self._backend.ready()))
         return Response(self._metrics.page(), media_type="text/plain; version=0.0.4")
 
     async def _cancel(self, http: Any) -> Response:
@@ -141,6 +148,8 @@ class Server:
         return Response(outputs[index].data, media_type=_MEDIA_TYPES[self._format])
 
     async def _generate(self, http: Any) -> Response:
+        # Before a body is read, which may be large.
+        self._require_room()
         given = await read_body(http, self._limits)
         respond, stream = given.pop("response_format", "b64_json"), given.pop("stream", False)
         if respond not in ("b64_json", "url") or not isinstance(stream, bool):
@@ -158,13 +167,16 @@ class Server:
         finally:
             self._end(job, task)
 
-    def _accept(self, http: Any, request: Request) -> Job:
+    def _require_room(self) -> None:
         room = self._replicas + self._limits.waiting
         if len(self._jobs) >= room:
             self._metrics.requests.labels("refused").inc()
             seconds = max(1, round(self._metrics.mean_seconds() * self._limits.waiting / self._replicas))
             message = f"{len(self._jobs)} requests run or wait, and {room} may. Come back in {seconds} s."
             raise Refusal(429, "busy", message, {"Retry-After": str(seconds)})
+
+    def _accept(self, http: Any, request: Request) -> Job:
+        self._require_room()
         id_ = http.headers.get("x-request-id") or uuid.uuid4().hex
         if not _ID.fullmatch(id_) or id_ in self._jobs:
             raise Refusal(409, "invalid_id", f"X-Request-Id {id_[:64]!r} is in use, or not 1 to 64 of A-Z a-z 0-9 _ -.")
@@ -264,7 +276,9 @@ class Server:
             data = [{"url": f"{base}/v1/files/{job.id_}/{index}"} for index in range(len(result.outputs))]
         else:
             data = [{"b64_json": base64.b64encode(output.data).decode()} for output in result.outputs]
-        about = {name: result.metadata[name] for name in ("seconds", "mesh", "versions") if name in result.metadata}
+        about = {
+            name: result.metadata[name] for name in ("seconds", "size", "mesh", "versions") if name in result.metadata
+        }
         return {"id": job.id_, "created": int(time.time()), "data": data, "para_core": about}
 
     def _store(self, id_: str, outputs: tuple[Output, ...]) -> None:
@@ -274,6 +288,11 @@ class Server:
             len(self._stored) > 1 and sum(len(o.data) for kept in self._stored.values() for o in kept) > _STORED_BYTES
         ):
             self._stored.popitem(last=False)
+
+
+async def _failed(http: Any, error: Exception) -> Response:
+    refusal = Refusal(500, "server_error", "the server failed at this request; its log says why.")
+    return JSONResponse(refusal.body(), refusal.status)
 
 
 def _event(data: Mapping[str, Any]) -> bytes:

@@ -22,6 +22,7 @@ from para_core.fleet.server import Server
 from para_core.fleet.work import Result
 
 APP, REPLICAS = "para_core", "para_core_replicas"
+_ANSWER_SECONDS = 10.0
 # An event is a kind and a value.
 Event = tuple[str, Any]
 _FAILURES = {"failed": RequestFailed, "cancelled": RequestCancelled, "died": ReplicaDied}
@@ -168,21 +169,30 @@ def start(
     Raises:
         OSError: the port is in use.
         ValueError: the cluster has no room for the replicas.
-        RuntimeError: a replica cannot be made.
+        RuntimeError: a replica cannot be made, or the cluster has such a server, or another one of Serve's at another port.
     """
     _require_free(host, port)
     group.connect(shape.ranks * replicas, debug=debug)
     group.require_cluster(shape, replicas)
-    serve.start(http_options={"host": host, "port": port}, proxy_location="HeadOnly")
-    made = serve.deployment(ReplicaDeployment, name="Replicas").options(
-        num_replicas=replicas, max_ongoing_requests=1, ray_actor_options={"num_cpus": 0}
-    )
-    front = serve.deployment(serve.ingress()(Front), name="Front").options(
-        num_replicas=1, max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0}
-    )
-    handle = serve.run(made.bind(recipe, shape, format_, fps), name=REPLICAS, route_prefix=None)
-    limits = replace(limits, memory=handle.memory.remote(room).result())
-    serve.run(front.bind(handle, model, limits, format_, replicas, api_key), name=APP, route_prefix="/")
+    if {APP, REPLICAS} & serve.status().applications.keys():
+        raise RuntimeError(
+            "this Ray cluster has a para_core server already: end that one, or start this one on another cluster."
+        )
+    try:
+        serve.start(http_options={"host": host, "port": port}, proxy_location="HeadOnly")
+        made = serve.deployment(ReplicaDeployment, name="Replicas").options(
+            num_replicas=replicas, max_ongoing_requests=1, ray_actor_options={"num_cpus": 0}
+        )
+        front = serve.deployment(serve.ingress()(Front), name="Front").options(
+            num_replicas=1, max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0}
+        )
+        handle = serve.run(made.bind(recipe, shape, format_, fps), name=REPLICAS, route_prefix=None)
+        limits = replace(limits, memory=handle.memory.remote(room).result())
+        serve.run(front.bind(handle, model, limits, format_, replicas, api_key), name=APP, route_prefix="/")
+        _require_answer(host, port)
+    except BaseException:
+        stop()
+        raise
 
 
 def _require_free(host: str, port: int) -> None:
@@ -198,7 +208,20 @@ def _require_free(host: str, port: int) -> None:
             ) from error
 
 
+def _require_answer(host: str, port: int) -> None:
+    """Serve that was there before listens where it did."""
+    try:
+        socket.create_connection((host, port), timeout=_ANSWER_SECONDS).close()
+    except OSError as error:
+        raise RuntimeError(
+            f"Ray Serve runs on this cluster already, and does not listen on {host}:{port}: name its port with --port, or end it "
+            "first (serve shutdown)."
+        ) from error
+
+
 def stop() -> None:
-    """End the server; the cluster goes on, if it was there before."""
-    serve.delete(APP)
-    serve.delete(REPLICAS)
+    """End the server; the cluster goes on, if it was there before, and so does what else Serve has there."""
+    for name in {APP, REPLICAS} & serve.status().applications.keys():
+        serve.delete(name)
+    if not serve.status().applications:
+        serve.shutdown()

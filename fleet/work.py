@@ -70,7 +70,16 @@ def generate(pipe: Any, request: Request, recipe: Recipe, *, format_: str, fps: 
     seconds = time.perf_counter() - start
     if mesh is not None and mesh.rank != 0:
         return None
-    return Result(tuple(encode(made, format_, fps=fps)), metadata(pipe, request, recipe, seconds))
+    return Result(
+        tuple(encode(made, format_, fps=fps)), {**metadata(pipe, request, recipe, seconds), "size": _size(made)}
+    )
+
+
+def _size(made: Any) -> str:
+    """Of the results, which a pipeline rounds to what its model takes."""
+    videos = getattr(made, "frames", None)
+    first = made.images[0] if videos is None else videos[0][0]
+    return f"{first.width}x{first.height}"
 
 
 def sentence(error: BaseException) -> str:

@@ -1,22 +1,13 @@
 """``para_core calibrate``: what it finds is what the library finds."""
 
 import json
-import logging
 import re
-import warnings
 
 import pytest
 
 from para_core.cli.app import run
 
 SMALL = ["--size", "64x48", "--steps", "4"]
-
-
-@pytest.fixture(autouse=True)
-def settings_of_this_process():
-    with warnings.catch_warnings():
-        yield
-    logging.disable(logging.NOTSET)
 
 
 def test_the_threshold_for_so_many_computed_steps_is_found_and_written(tmp_path, capsys):
@@ -27,6 +18,13 @@ def test_the_threshold_for_so_many_computed_steps_is_found_and_written(tmp_path,
     threshold = float(re.search(r"residual_diff_threshold=(\S+) for", shown)[1])
     assert threshold > 0
     assert json.loads(path.read_text())["threshold"] == pytest.approx(threshold, rel=1e-3)
+
+
+@pytest.mark.parametrize("command", [["calibrate", "--prompt", "a"], ["plan"], ["doctor", "--cpu"]])
+def test_a_file_that_cannot_be_written_is_an_error_before_anything_is_computed(tmp_path, capsys, command):
+    for path, said in ((tmp_path / "absent/found.json", "No such file or directory"), (tmp_path, "Is a directory")):
+        assert run([*command, "--out", str(path)]) == 1
+        assert capsys.readouterr().err == f"error: {path} cannot be written: {said}. Name another file with --out.\n"
 
 
 def test_no_prompt_and_an_unknown_metric_are_errors_before_anything_is_loaded(capsys):

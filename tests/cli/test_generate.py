@@ -1,13 +1,11 @@
 """``para_core generate`` in this process and on ranks: results, bad lines, going on, and what is found before the first step."""
 
 import json
-import logging
 import os
 import re
 import shutil
 import subprocess
 import sys
-import warnings
 from collections import namedtuple
 from pathlib import Path
 
@@ -26,14 +24,6 @@ ROOT = Path(__file__).parents[2]
 TINY_FLUX = ROOT / "benchmarks/tiny_flux/pipeline"
 CAPTION = "a large red circle in the centre on a white background"
 SMALL = ["--size", "64x48", "--steps", "2"]
-
-
-@pytest.fixture(autouse=True)
-def settings_of_this_process():
-    """The command quiets libraries for the whole process, which is its own elsewhere."""
-    with warnings.catch_warnings():
-        yield
-    logging.disable(logging.NOTSET)
 
 
 @pytest.fixture
@@ -67,6 +57,7 @@ def test_one_prompt_gives_the_image_of_the_plain_pipeline_and_says_how_it_was_ma
     record = json.loads((tmp_path / "00001.json").read_text())
     assert record["request"]["seed"] == 7
     assert record["files"] == ["00001.png"]
+    assert record["size"] == "64x48"
     assert set(record["versions"]) == {"para_core", "torch", "diffusers"}
 
 
@@ -131,6 +122,30 @@ def test_an_image_is_given_by_a_path_beside_the_prompts_and_looked_at_before_any
     assert re.search("line 2: .*text.png: 8 bytes are no image that can be read", said)
 
 
+def test_an_image_of_an_option_is_looked_for_here_and_one_of_a_line_beside_the_prompts(
+    tmp_path, prompts, monkeypatch, capsys
+):
+    monkeypatch.setattr(para_core.cli.ranks, "build", not_called)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    Image.new("RGB", (8, 8)).save("mine.png")
+    path = prompts({"prompt": CAPTION}, {"prompt": CAPTION, "ip_adapter_image": "mine.png"})
+    options = ["--set", "ip_adapter_image=mine.png", "--out", str(tmp_path / "out"), "--dry-run"]
+    assert run(["generate", "--model", str(TINY_FLUX), "--prompts", path, *options]) == 1
+    shown = capsys.readouterr().out
+    assert re.search(r"to generate +│ 1, 0 finished, 1 bad", shown)
+    assert f"line 2: {tmp_path}/mine.png: No such file or directory." in shown
+
+
+def test_a_result_that_is_larger_than_the_disk_costs_its_own_line_alone(tmp_path, prompts, monkeypatch, capsys):
+    monkeypatch.setattr(para_core.cli.ranks, "build", not_called)
+    path = prompts({"prompt": CAPTION}, {"prompt": CAPTION, "size": "99999999x99999999"})
+    assert run(["generate", "--prompts", path, "--out", str(tmp_path / "out"), "--dry-run"]) == 1
+    shown = capsys.readouterr().out
+    assert re.search(r"to generate +│ 1, 0 finished, 1 bad", shown)
+    assert re.search(r"line 2: its result may take 3.1e\+07 GB, and .*out has .* GB free", shown)
+
+
 def not_called(*_):
     raise AssertionError("the pipeline was loaded")
 
@@ -175,10 +190,12 @@ def test_errors_are_one_sentence_and_a_traceback_with_debug(tmp_path, capsys):
     ("options", "said"),
     [
         (["--steps", "0"], "'num_inference_steps' is 0; expected a whole number of at least 1"),
+        (["--frames", "3"], "FluxPipeline takes no field 'frames' here"),
         (["--size", "big"], "size is 'big'; expected width x height in pixels"),
         (["--cache", "-1"], "cache is -1; expected a threshold of at least 0"),
         (["--mesh", "rings=2"], "mesh has 'rings=2'; expected batch, ring, ulysses, tensor"),
         (["--weights", "tensor"], "say how many ranks share heads: --mesh tensor=2"),
+        (["--rotate-method", "3d"], "rotate_method is '3d'; expected one of alltoall, allgather, 2d."),
         (["--compile", "yes"], "compile is 'yes'; expected one of no, blocks, whole"),
         (["--set", "generator=3"], "FluxPipeline takes no field 'generator' here"),
         (["--set", "prompt_embeds=[1]"], "FluxPipeline takes no field 'prompt_embeds' here"),
@@ -212,7 +229,7 @@ def test_lines_end_where_json_lines_do_and_none_of_them_ends_the_run(tmp_path, p
     assert run(["generate", "--prompts", path, "--out", str(tmp_path / "out"), "--dry-run"]) == 1
     shown = capsys.readouterr().out
     assert "line 1: it is nested too deeply" in shown
-    assert "line 3: a text has '\\ud800', which is half of a character" in shown
+    assert "line 3: field 'prompt': a text has '\\ud800', which is half of a character" in shown
     assert re.search(r"to generate +│ 1, 0 finished, 2 bad", shown)
 
 
@@ -266,11 +283,11 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(tmp_path, prompts, monkeypa
     monkeypatch.setattr(para_core.cli.ranks, "build", not_called)
     path = prompts({"prompt": CAPTION}, "[]", {"prompt": CAPTION})
     out = tmp_path / "out"
-    options = ["--mesh", "ring=2", "--cache", "0.1", "--ranks", "2", "--dry-run", *SMALL]
+    options = ["--mesh", "ring=2", "--rotate-method", "2d", "--cache", "0.1", "--ranks", "2", "--dry-run", *SMALL]
     assert run(["generate", "--prompts", path, "--out", str(out), *options]) == 1
     shown = capsys.readouterr().out
     assert re.search(r"ranks +│ 2", shown)
-    assert re.search(r"mesh +│ batch 1 × ring 2 × ulysses 1", shown)
+    assert re.search(r"mesh +│ batch 1 × ring 2 × ulysses 1, rotate_method 2d", shown)
     assert re.search(r"to generate +│ 2, 0 finished, 1 bad", shown)
     assert "line 2: it is '[]'; expected an object" in shown
     assert list(out.iterdir()) == []

@@ -1,9 +1,12 @@
 """``para_core plan`` and ``para_core doctor``: what they print is what the library finds."""
 
 import json
+import re
+from dataclasses import replace
 
 from para_core.adapters import plan_mesh
 from para_core.cli.app import run
+from para_core.fleet.recipe import read_mesh_sizes
 
 
 def test_the_plan_is_the_library_s(capsys, tmp_path):
@@ -12,6 +15,27 @@ def test_the_plan_is_the_library_s(capsys, tmp_path):
     expected = str(plan_mesh("FLUX.1-dev", ranks=2, width=1024, height=768))
     assert expected in capsys.readouterr().out
     assert picture.stat().st_size > 1000
+
+
+def test_the_plan_ends_with_the_options_of_generate_that_run_its_first_row(capsys, monkeypatch):
+    found = plan_mesh("FLUX.1-dev", ranks=4)
+    said = []
+    for row in found.rows:
+        monkeypatch.setattr("para_core.cli.plan.plan_mesh", lambda *_, row=row, **__: replace(found, rows=(row,)))
+        assert run(["plan"]) == 0
+        command = re.search("As a command: para_core generate (.*)", capsys.readouterr().out)
+        if command is None:
+            assert row.problem is not None or row.shape.pipe > 1
+            continue
+        words = command[1].split()
+        options = dict(zip(words[::2], words[1::2], strict=True))
+        assert options.pop("--ranks") == "4"
+        mesh = {f"max_{name}_dim_size": size for name, size in read_mesh_sizes(options.pop("--mesh"))}
+        assert mesh == row.mesh_options
+        assert options == {f"--{name.replace('_', '-')}": value for name, value in row.options.items()}
+        said += options.items()
+    assert ("--rotate-method", "2d") in said
+    assert ("--weights", "tensor") in said
 
 
 def test_what_is_not_known_is_a_sentence(capsys):

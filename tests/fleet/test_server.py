@@ -140,6 +140,13 @@ def server():
         ({"prompt": "a", "size": "99999x99999"}, 400, "9999800001 pixels in all"),
         ({"prompt": "a", "size": "abc"}, 400, "size is 'abc'; expected width x height"),
         ({"prompt": "a", "size": "0x8"}, 400, "size is '0x8'"),
+        ({"prompt": "a", "size": "auto"}, 200, ""),
+        (b'{"prompt": "a", "guidance_scale": NaN}', 400, "'guidance_scale' is nan; expected numbers that are finite"),
+        (
+            b'{"prompt": "a", "sigmas": [1.0, 1e400]}',
+            400,
+            r"'sigmas' is \[1.0, inf\]; expected numbers that are finite",
+        ),
         ({"prompt": "a", "size": "9" * 5000 + "x1"}, 400, "."),
         ({"prompt": "a", "n": -1}, 400, "'num_images_per_prompt' is -1"),
         ({"prompt": "a", "steps": -3}, 400, "'num_inference_steps' is -3"),
@@ -187,6 +194,20 @@ def test_a_size_beyond_the_memory_of_a_rank_is_refused_with_the_size_that_fits()
         assert ask(port, {"prompt": "a", "size": "992x992", "n": 2})[0] == 400
 
 
+def test_every_error_is_an_object_that_says_what_there_is():
+    class Broken(StandIn):
+        async def ready(self):
+            raise KeyError("ready")
+
+    with serving(Broken()) as (port, _):
+        for method, path, expected in (("POST", "/v1/videos", 404), ("GET", PATH, 405)):
+            status, _, body = ask(port, None, method=method, path=path)
+            assert status == expected
+            assert "this server generates images: POST /v1/images/generations, DELETE" in body["error"]["message"]
+        status, _, body = ask(port, None, method="GET", path="/health")
+        assert (status, body["error"]["type"]) == (500, "server_error")
+
+
 def test_null_is_what_was_left_out():
     with serving() as (port, backend):
         assert ask(port, {"prompt": "a", "n": None, "size": None, "stream": None, "response_format": None})[0] == 200
@@ -200,6 +221,16 @@ def test_one_request_more_than_may_wait_comes_back_later():
         status, headers, body = ask(port, {"prompt": "b"})
         assert (status, body["error"]["code"]) == (429, "busy")
         assert int(headers["retry-after"]) >= 1
+        text = ask(port, None, method="GET", path="/metrics")[2].decode()
+        assert "para_core_requests_accepted 2.0" in text
+        assert "para_core_requests_waiting 1.0" in text
+        # Told before its body is read: none is sent.
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=30)) as connection:
+            connection.putrequest("POST", PATH)
+            connection.putheader("Content-Type", "application/json")
+            connection.putheader("Content-Length", "1000")
+            connection.endheaders()
+            assert connection.getresponse().status == 429
         assert [status_of(connection) for connection in connections] == [200, 200]
 
 

@@ -14,6 +14,7 @@ from para_core.fleet.models import TINY_FLUX_FIELDS, find_model, find_tiny_flux
 from para_core.fleet.recipe import Recipe, build, dtype_of, read_lora, read_mesh_sizes, require_loras
 from para_core.fleet.request import Request
 from para_core.fleet.work import Cancelled, Watch, generate
+from para_core.plans.region import plan_options
 
 FIELDS = {**TINY_FLUX_FIELDS, "height": 48, "width": 64, "num_inference_steps": 4, "prompt": "a large red circle"}
 REQUEST = Request(FIELDS, seed=3)
@@ -30,14 +31,22 @@ def pixels(result):
 
 
 def result_of(recipe):
-    return generate(build(recipe), REQUEST, recipe, format_="png", fps=16, watch=Watch())
+    pipe = build(recipe)
+    if recipe.rotate_method is not None:
+        assert plan_options(pipe.transformer).rotate_method == recipe.rotate_method
+    return generate(pipe, REQUEST, recipe, format_="png", fps=16, watch=Watch())
 
 
 @pytest.mark.parametrize(
     ("options", "mesh"),
     [
         ({"mesh": (("ring", 2),), "vae": True}, {"batch": 1, "ring": 2, "ulysses": 1}),
+        ({"mesh": (("ring", 2),), "rotate_method": "2d"}, {"batch": 1, "ring": 2, "ulysses": 1}),
         ({"weights": "fsdp", "vae": True}, {"batch": 1, "ring": 1, "ulysses": 2}),
+        (
+            {"weights": "fsdp", "mesh": (("ring", 2),), "rotate_method": "allgather"},
+            {"batch": 1, "ring": 2, "ulysses": 1},
+        ),
         (
             {"weights": "tensor", "mesh": (("tensor", 2),)},
             {"batch": 1, "ring": 1, "ulysses": 1, "tensor": 2},
@@ -95,6 +104,12 @@ def test_a_lora_that_can_only_be_a_file_and_is_not_there_is_an_error(tmp_path):
     for name in (f"{tmp_path}/absent", "absent.safetensors:0.5", "owner/name.safetensors"):
         with pytest.raises(FileNotFoundError, match="no file or folder here; expected one, or owner/name of the Hub"):
             require_loras(Recipe("", lora=(name,)))
+
+
+def test_a_lora_that_is_no_lora_is_named(tmp_path):
+    (tmp_path / "style.safetensors").write_text("no weights")
+    with pytest.raises(ValueError, match=r"lora '.*style.safetensors' cannot be loaded: "):
+        build(Recipe(str(find_tiny_flux()), lora=(f"{tmp_path}/style.safetensors:0.5",)))
 
 
 def test_mesh_sizes_and_loras_are_read_from_texts():
