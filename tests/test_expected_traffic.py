@@ -70,8 +70,8 @@ def test_every_transformer_sends_what_the_formula_says(rank_pool, shape, names):
 
 
 # Branches one after the other: two calls of a step, of one and of two models; none; in one batch; by a guider; in a
-# batch that the model takes apart.
-GUIDED = ["wan", "wan 2.2", "hunyuan", "mochi", "hunyuan 1.5", "pixart, perturbed"]
+# batch that the model takes apart; with keys that a first step caches.
+GUIDED = ["wan", "wan 2.2", "hunyuan", "mochi", "hunyuan 1.5", "pixart, perturbed", "qwen-image 2.1"]
 
 
 def generate(pipe, name):

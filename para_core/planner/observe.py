@@ -414,4 +414,5 @@ def _joined_leaf(parts: Sequence[Any]) -> Any:
 
 def _sizes(given: dict[str, Any]) -> Any:
     leaves = pytree.tree_leaves(given)
-    return tuple(tuple(x.shape) if isinstance(x, Tensor) else x for x in leaves if isinstance(x, (Tensor, bool)))
+    # Switches, too: they decide what is returned.
+    return tuple(tuple(x.shape) if isinstance(x, Tensor) else x for x in leaves if isinstance(x, (Tensor, bool, str)))
