@@ -21,8 +21,26 @@ NOT_IN_BFLOAT16 = {
             "qwen-image, editing, inpainting",
             "qwen-image, editing two images",
             "qwen-image, layers",
+            "cosmos, video",
         ),
         "PyTorch has no avg_pool3d in bfloat16 on a CPU",
+    ),
+    **dict.fromkeys(
+        (
+            "kandinsky 5, one image",
+            "kandinsky 5, one image, image",
+            "kandinsky 5",
+            "kandinsky 5, image",
+            "z-image, image",
+            "z-image, inpainting",
+            "joyimage plus",
+            "longcat-image, editing",
+        ),
+        "float32 meets bfloat16 in the unmodified pipeline, which raises on a CPU",
+    ),
+    **dict.fromkeys(
+        ("stable audio", "stable audio 3", "stable audio 3, sound", "longcat-audio", "ace-step"),
+        "its autoencoder's weight norm keeps tensors that cannot be copied, and copies are cast here",
     ),
 }
 
