@@ -1,7 +1,8 @@
 """The attention kernel beside PyTorch's backends on one GPU:  python -m benchmarks.attention
 
 TFLOP/s, GB/s, milliseconds and the error against float64; four continuing calls beside one; keys of which half are padding. Writes
-benchmarks/results/attention.json and a plot. ``--tiny --device cpu``: see that it runs, under Triton's interpreter.
+benchmarks/results/attention.json and a plot. ``--tiny --device cpu``: see that it runs, under Triton's interpreter. ``--hopper``: the Hopper
+tier instead, beside the portable kernel and PyTorch's; attention_hopper.json.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import argparse
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,17 +60,28 @@ REAL = tuple(
 TINY = (Size(40, 16, False, heads=1, dtype="float16"), Size(40, 16, True, heads=1, dtype="float16"))
 
 
+TINY_HOPPER = (Size(40, 64, False, heads=1, dtype="float16"), Size(48, 64, True, heads=1, dtype="float16"))
+# Ways of the Hopper tier are named so; one that gives roles to its warps says it behind.
+HOPPER_WAY = "triton, Hopper tier"
+Ways = dict[str, Callable[[], Tensor]]
+
+
 def measure(
-    sizes: Sequence[Size], device: torch.device, *, enough_time: Callable[[], bool] = lambda: True
+    sizes: Sequence[Size],
+    device: torch.device,
+    *,
+    ways: Callable[[list[Tensor], Size], Ways] | None = None,
+    enough_time: Callable[[], bool] = lambda: True,
 ) -> Iterator[dict[str, Any]]:
     """A row for each way of each size; a way that refuses a size gives a row that says why."""
+    ways = _ways if ways is None else ways
     for size in sizes:
         if not enough_time():
             yield {**asdict(size), "left out": "out of time"}
             continue
         tensors = make(size, device)
         exact = _exact(tensors, size)
-        for name, call in _ways(tensors, size).items():
+        for name, call in ways(tensors, size).items():
             row = {**asdict(size), "way": name}
             try:
                 out = call()
@@ -95,13 +107,13 @@ def make(size: Size, device: torch.device) -> list[Tensor]:
     return [torch.randn(shape, generator=generator, device=device).to(dtype).transpose(1, 2) for _ in range(3)]
 
 
-def _ways(tensors: list[Tensor], size: Size) -> dict[str, Callable[[], Tensor]]:
+def _ways(tensors: list[Tensor], size: Size) -> Ways:
     from para_core.kernels import attention_int8
     from para_core.kernels.attention import attention
 
     query, key, value = tensors
     causal, half = size.is_causal, size.tokens // 2
-    ways: dict[str, Callable[[], Tensor]] = {
+    ways: Ways = {
         "triton": lambda: attention(query, key, value, is_causal=causal)[0],
         "triton, four continuing calls": lambda: in_four(tensors, is_causal=causal),
         "triton-int8, not exact": lambda: attention_int8.attention(query, key, value, is_causal=causal)[0],
@@ -109,9 +121,33 @@ def _ways(tensors: list[Tensor], size: Size) -> dict[str, Callable[[], Tensor]]:
     if not causal:
         ranges = torch.tensor([[[0, half]]], dtype=torch.int32, device=query.device)
         ways["triton, half of the keys padded"] = lambda: attention(query, key, value, key_ranges=ranges)[0]
+    return {**ways, **_of_pytorch(tensors, size)}
+
+
+def hopper_ways(tensors: list[Tensor], size: Size) -> Ways:
+    """What may be tried of the Hopper tier, each way beside the portable kernel and PyTorch's."""
+    from para_core.kernels import tune
+    from para_core.kernels.attention import attention
+    from para_core.kernels.attention_configs import HOPPER, INTERPRETED, Case, Config
+
+    query, key, value = tensors
+    case = Case(90, size.head_dim, size.is_causal, "long", "hopper")
+    interpreted = (INTERPRETED, replace(INTERPRETED, specialized=True))
+    ways: Ways = {"triton": lambda: attention(query, key, value, is_causal=size.is_causal)[0]}
+
+    def of_tier(config: Config) -> Callable[[], Tensor]:
+        return lambda: tune.attend(case, config, query, key, value)[0]
+
+    for config in HOPPER[size.head_dim] if query.is_cuda else interpreted:
+        ways[HOPPER_WAY + ", warps with roles" * config.specialized] = of_tier(config)
+    return {**ways, **_of_pytorch(tensors, size)}
+
+
+def _of_pytorch(tensors: list[Tensor], size: Size) -> Ways:
+    query, key, value = tensors
+    causal = size.is_causal
     if query.device.type == "cpu":
-        ways["PyTorch"] = lambda: F.scaled_dot_product_attention(query, key, value, is_causal=causal)
-        return ways
+        return {"PyTorch": lambda: F.scaled_dot_product_attention(query, key, value, is_causal=causal)}
 
     def of_pytorch(backend: SDPBackend) -> Callable[[], Tensor]:
         def call() -> Tensor:
@@ -120,7 +156,7 @@ def _ways(tensors: list[Tensor], size: Size) -> dict[str, Callable[[], Tensor]]:
 
         return call
 
-    return {**ways, **{name: of_pytorch(backend) for name, backend in PYTORCH.items()}}
+    return {name: of_pytorch(backend) for name, backend in PYTORCH.items()}
 
 
 def in_four(tensors: list[Tensor], *, is_causal: bool) -> Tensor:
@@ -183,20 +219,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="sizes for Triton's interpreter")
-    parser.add_argument("--output", type=Path, default=RESULTS / "attention.json", help="the plot lies beside it")
+    parser.add_argument("--hopper", action="store_true", help="the tier that only --hopper of tune takes")
+    parser.add_argument("--output", type=Path, help="the plot lies beside it")
     args = parser.parse_args(arguments)
+    output = args.output or RESULTS / ("attention_hopper.json" if args.hopper else "attention.json")
     if args.device != "cpu" and not torch.cuda.is_available():
         print("benchmarks.attention needs a CUDA device, and there is none. --tiny --device cpu shows that it runs.")
         return 2
-    rows = []
+    rows, sizes = [], TINY if args.tiny else REAL
+    if args.hopper:
+        sizes = TINY_HOPPER if args.tiny else tuple(size for size in REAL if size.head_dim != 96)
     # Under the interpreter where there is no GPU: what it measures then is the interpreter.
     with _interpreted() if args.device == "cpu" else contextlib.nullcontext():
-        for row in measure(TINY if args.tiny else REAL, torch.device(args.device)):
+        for row in measure(sizes, torch.device(args.device), ways=hopper_ways if args.hopper else None):
             rows.append(row)
             print(json.dumps(row))
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps({"environment": environment("triton"), "rows": rows}, indent=1) + "\n")
-    plot(rows, args.output.with_suffix(".png"))
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps({"environment": environment("triton"), "rows": rows}, indent=1) + "\n")
+    plot(rows, output.with_suffix(".png"))
     return 0
 
 

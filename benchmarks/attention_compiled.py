@@ -9,6 +9,7 @@ from typing import Any, Literal
 from benchmarks.compiled import Compiled, compile_kernel
 from para_core.kernels.attention import blocks_of
 from para_core.kernels.attention_configs import Config
+from para_core.kernels.attention_hopper import attention_hopper_kernel
 from para_core.kernels.attention_kernel import attention_kernel
 
 # The largest register file and shared memory of a multiprocessor: CUDA C++ Programming Guide, "Technical Specifications per Compute
@@ -68,6 +69,43 @@ def compile_attention(
     }
     return compile_kernel(
         attention_kernel, arguments, arch=arch, num_warps=config.num_warps, num_stages=config.num_stages
+    )
+
+
+def compile_hopper(
+    config: Config,
+    *,
+    head_dim: int,
+    arch: int = 90,
+    is_causal: bool = False,
+    continues: bool = False,
+    has_range: bool = False,
+) -> Compiled:
+    """Compile a call of the Hopper tier with tensors of ``[B, S, 24, head_dim]`` in bfloat16; all seen, or compared."""
+    steps = {name: 24 * head_dim * 16 for name in attention_hopper_kernel.arg_names if name.startswith("step_")}
+    arguments: dict[str, Any] = {
+        **dict.fromkeys(("query", "key", "value"), "*bf16"),
+        "ranges": "*i32" if has_range else None,
+        "out_so_far": "*fp32" if continues else None,
+        "lse_so_far": "*fp32" if continues else None,
+        "out": "*fp32" if continues else "*bf16",
+        "lse": "*fp32",
+        **steps,
+        **dict.fromkeys(("num_queries", "num_keys", "shift"), "i32"),
+        "score_scale": "fp32",
+        "HEADS": 24,
+        "GROUP": 1,
+        "D": head_dim,
+        "CAUSAL": is_causal,
+        "HAS_RANGE": has_range,
+        "ALL_SEEN": not (is_causal or has_range),
+        "CONTINUES": continues,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "SPECIALIZED": config.specialized,
+    }
+    return compile_kernel(
+        attention_hopper_kernel, arguments, arch=arch, num_warps=config.num_warps, num_stages=config.num_stages
     )
 
 

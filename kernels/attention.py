@@ -11,7 +11,8 @@ import torch
 import triton
 from torch import Tensor
 
-from para_core.kernels.attention_configs import Config, config_for
+from para_core.kernels import attention_hopper
+from para_core.kernels.attention_configs import Config, config_for, hopper_config_for
 from para_core.kernels.attention_kernel import LOG2_E, attention_kernel
 from para_core.kernels.attention_reference import in_float32
 
@@ -137,10 +138,13 @@ def _launch(
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     out, lse = room(query, value, out_dtype)
-    config = config_for(query, value, is_causal=is_causal, mask=mask)
-    launch(
-        config, query, key, value, mask, key_ranges, out_so_far, lse_so_far, is_causal, shift, scale, out=out, lse=lse
-    )
+    rest = (key_ranges, out_so_far, lse_so_far, is_causal, shift, scale)
+    hopper = hopper_config_for(query, is_causal=is_causal)
+    if hopper is not None and attention_hopper.takes(query, key, value, mask, key_ranges, scale):
+        attention_hopper.launch(hopper, query, key, value, *rest, out=out, lse=lse)
+    else:
+        config = config_for(query, value, is_causal=is_causal, mask=mask)
+        launch(config, query, key, value, mask, *rest, out=out, lse=lse)
     return out, lse
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 Length = Literal["long", "short"]
 LENGTHS: tuple[Length, ...] = ("long", "short")
+Tier = Literal["portable", "hopper"]
 # Up to so many queries "short" ones are taken: smaller tiles are more programs, for all multiprocessors.
 SHORT = 1024
 # The head dims that are tuned; others take the row of the next larger one.
@@ -33,6 +34,7 @@ class Config:
         resident: programs that fit into a multiprocessor at once, by their registers and shared memory: what tests hold the
             compiled kernel to.
         spills: bytes of a thread that may not fit into registers.
+        specialized: of the Hopper tier: warps have roles.
     """
 
     block_m: int
@@ -41,6 +43,7 @@ class Config:
     num_stages: int
     resident: int = 1
     spills: int = 0
+    specialized: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,15 +53,18 @@ class Case:
     Args:
         arch: compute capability, as 90 for 9.0: one of ``ARCHS``.
         head_dim: one of ``HEAD_DIMS``.
+        tier: ``"hopper"``: :mod:`para_core.kernels.attention_hopper`, for the calls that it takes.
     """
 
     arch: int
     head_dim: int
     is_causal: bool
     length: Length
+    tier: Tier = "portable"
 
     def __str__(self) -> str:
-        return f"sm_{self.arch} D={self.head_dim} {'causal' if self.is_causal else 'full'} {self.length}"
+        tier = "" if self.tier == "portable" else f" {self.tier}"
+        return f"sm_{self.arch} D={self.head_dim} {'causal' if self.is_causal else 'full'} {self.length}{tier}"
 
 
 # By (arch, head dim): for long and for short sequences, causal ones too. Nothing of it has been measured on a device: these are the
@@ -90,6 +96,13 @@ TABLE: Mapping[Case, Config] = {
     for head_dim in HEAD_DIMS
     for is_causal in (False, True)
     for length in LENGTHS
+}
+# What may be tried on sm_90 in the Hopper tier, by head dim; not taken unless ``tune --hopper`` kept it. None spills. Of 4 warps with
+# roles the compiler makes 12; beside sums of 128 × 256 their shared memory has no room.
+HOPPER: Mapping[int, tuple[Config, ...]] = {
+    64: (Config(128, 128, 8, 3), Config(128, 128, 4, 3, specialized=True)),
+    128: (Config(128, 128, 8, 2), Config(128, 128, 4, 2, specialized=True)),
+    256: (Config(128, 64, 8, 2),),
 }
 # float32 is exact: no tensor core has that, so its products are in registers throughout.
 FLOAT32 = Config(32, 32, 4, 1)
@@ -129,6 +142,21 @@ def in_int8(config: Config, head_dim: int) -> Config:
 def _on_device(index: int, head_dim: int, is_causal: bool, length: Length) -> Config:
     case = Case(row_of(*torch.cuda.get_device_capability(index)), row_of_dim(head_dim), is_causal, length)
     return tuned(torch.cuda.get_device_name(index)).get(case, TABLE[case])
+
+
+def hopper_config_for(query: Tensor, *, is_causal: bool) -> Config | None:
+    """The block sizes of the Hopper tier, where ``tune --hopper`` found it to be faster on this machine; else None."""
+    if not query.is_cuda or query.shape[-1] not in HOPPER:
+        return None
+    length: Length = "short" if query.shape[2] <= SHORT else "long"
+    return _tuned_hopper(query.device.index, query.shape[-1], is_causal, length)
+
+
+@lru_cache
+def _tuned_hopper(index: int, head_dim: int, is_causal: bool, length: Length) -> Config | None:
+    if torch.cuda.get_device_capability(index) != (9, 0):
+        return None
+    return tuned(torch.cuda.get_device_name(index)).get(Case(90, head_dim, is_causal, length, "hopper"))
 
 
 @lru_cache
@@ -194,8 +222,8 @@ def _read(path: Path, device_name: str) -> Iterator[tuple[Case, Config]]:
         return
 
 
-def keep(device_name: str, found: Mapping[Case, Config]) -> Path:
-    """Write what was tuned on a device of this name, beside what the file holds of others."""
+def keep(device_name: str, found: Mapping[Case, Config | None]) -> Path:
+    """Write what was tuned on a device of this name, beside what the file holds of others; None: nothing is to be kept of a case."""
     path = cache_file()
     try:
         known = json.loads(path.read_text(encoding="utf-8"))
@@ -203,10 +231,13 @@ def keep(device_name: str, found: Mapping[Case, Config]) -> Path:
         known = {}
     known = known if isinstance(known, dict) else {}
     merged = {**tuned(device_name), **found}
-    known[_key(device_name)] = [{"case": vars(case), "config": vars(config)} for case, config in merged.items()]
+    known[_key(device_name)] = [
+        {"case": vars(case), "config": vars(config)} for case, config in merged.items() if config
+    ]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
     _on_device.cache_clear()
+    _tuned_hopper.cache_clear()
     return path
 
 

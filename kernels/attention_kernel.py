@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-_LN_2 = tl.constexpr(0.6931471805599453)
+LN_2 = tl.constexpr(0.6931471805599453)
 # In place of finfo.min, which multiplied by log2(e) would be -inf, and hide a key from a row of nothing else.
 _LOWEST = tl.constexpr(-2.0e38)
 
@@ -396,5 +396,5 @@ def attention_kernel(
         tl.store(
             o_rows + more_v[None, :], acc_rest.to(out.dtype.element_ty), mask=row_exists & (more_v[None, :] < V_END)
         )
-    found = tl.where(empty, float("-inf"), (peak + tl.log2(total) + lost) * _LN_2)
+    found = tl.where(empty, float("-inf"), (peak + tl.log2(total) + lost) * LN_2)
     tl.store(lse + lse_rows, found, mask=rows < num_queries)

@@ -2,6 +2,7 @@
 
 Measures candidates for each head dim, causal or not, long and short, in turns; keeps the winners in ``~/.cache/para_core/attention.json``
 (or ``XDG_CACHE_HOME``), where the kernel finds them from then on. Nothing is measured at import or in a call. Exit code 2: no GPU.
+``--hopper``, on a Hopper GPU: then also its tier, which nobody has run yet: kept where it computes the same, faster.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 
 import torch
+from torch import Tensor
+from triton.errors import TritonError
 from triton.runtime.errors import OutOfResources
 
-from para_core.kernels.attention import launch
+from para_core.kernels import attention_hopper
+from para_core.kernels.attention import launch, room
 from para_core.kernels.attention_configs import HEAD_DIMS, LENGTHS, TABLE, Case, Config, keep, row_of
 
 # Milliseconds of a call with these block sizes; raises OutOfResources where they do not fit.
@@ -34,11 +38,11 @@ def candidates(case: Case) -> Iterator[Config]:
                     config = Config(block_m, block_n, num_warps, num_stages)
                     # 8 warps of 64 queries would share rows; sums of 128 × 256 do not fit into the registers of 4.
                     fits = block_m // num_warps >= 16 and block_m * case.head_dim <= num_warps * 32 * 128
-                    if fits and _blocks(config) != _blocks(own):
+                    if fits and blocks_of(config) != blocks_of(own):
                         yield config
 
 
-def _blocks(config: Config) -> tuple[int, ...]:
+def blocks_of(config: Config) -> tuple[int, ...]:
     return config.block_m, config.block_n, config.num_warps, config.num_stages
 
 
@@ -47,14 +51,12 @@ def fastest(case: Case, clock: Clock, *, rounds: int = 5) -> tuple[Config, dict[
 
     Candidates take turns: what slows the device down for a while slows all of them.
     """
-    fitting = [config for config in candidates(case) if _fits(case, config, clock)]
+    fitting = [config for config in candidates(case) if fits(case, config, clock)]
     if not fitting:
         raise RuntimeError(f"no block sizes fit for {case}: the kernel cannot be launched on this device.")
-    times: dict[Config, list[float]] = {config: [] for config in fitting}
-    for _ in range(rounds):
-        for config in fitting:
-            times[config].append(clock(case, config))
-    medians = {config: median(found) for config, found in times.items()}
+    medians = {
+        config: found for (_, config), found in medians_of([(case, one) for one in fitting], clock, rounds).items()
+    }
     best = min(fitting, key=medians.__getitem__)
     own = TABLE[case]
     if own in medians and medians[best] > WORTHWHILE * medians[own]:
@@ -62,56 +64,108 @@ def fastest(case: Case, clock: Clock, *, rounds: int = 5) -> tuple[Config, dict[
     return best, medians
 
 
-def _fits(case: Case, config: Config, clock: Clock) -> bool:
+def medians_of(turns: Sequence[tuple[Case, Config]], clock: Clock, rounds: int) -> dict[tuple[Case, Config], float]:
+    times: dict[tuple[Case, Config], list[float]] = {turn: [] for turn in turns}
+    for _ in range(rounds):
+        for case, config in turns:
+            times[case, config].append(clock(case, config))
+    return {turn: median(found) for turn, found in times.items()}
+
+
+def fits(case: Case, config: Config, clock: Clock) -> bool:
     try:
         clock(case, config)  # also what compiles it
     except OutOfResources:
         return False
+    except (RuntimeError, TritonError) as error:
+        # A version of Triton may not compile what has never run.
+        if case.tier != "hopper":
+            raise
+        say(f"{case}: {blocks_of(config)} is no candidate: {type(error).__name__} {str(error).partition(chr(10))[0]}")
+        return False
     return True
+
+
+# -- on a device
 
 
 def on_device(case: Case, config: Config) -> float:
     """Milliseconds of one call on the current CUDA device, bfloat16, 24 heads."""
     num_tokens = 8192 if case.length == "long" else 1024
-    query, key, value, out = (
-        torch.randn(1, num_tokens, 24, case.head_dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
-        for _ in range(4)
-    )
-    lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+    query, key, value = tensors_on_device(1, num_tokens, num_tokens, case.head_dim, heads=24, key_heads=24)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for _ in range(2):  # the first one warms up
         start.record()
-        launch(
-            config, query, key, value, None, None, None, None, case.is_causal, 0, case.head_dim**-0.5, out=out, lse=lse
-        )
+        attend(case, config, query, key, value)
         end.record()
     torch.cuda.synchronize()
     return float(start.elapsed_time(end))
+
+
+def attend(
+    case: Case,
+    config: Config,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    shift: int = 0,
+    key_ranges: Tensor | None = None,
+    so_far: tuple[Tensor, Tensor] | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One call of the tier of ``case`` with these block sizes, whatever the table says."""
+    out, lse = room(query, value, query.dtype if out_dtype is None else out_dtype)
+    rest = (key_ranges, *(so_far or (None, None)), case.is_causal, shift, query.shape[-1] ** -0.5)
+    if case.tier == "hopper":
+        attention_hopper.launch(config, query, key, value, *rest, out=out, lse=lse)
+    else:
+        launch(config, query, key, value, None, *rest, out=out, lse=lse)
+    return out, lse
+
+
+def tensors_on_device(
+    batch: int, num_queries: int, num_keys: int, head_dim: int, *, heads: int, key_heads: int
+) -> list[Tensor]:
+    """query, key and value in bfloat16, ``[B, S, H, D]`` in memory."""
+    sizes = ((num_queries, heads), (num_keys, key_heads), (num_keys, key_heads))
+    return [torch.randn(batch, *one, head_dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for one in sizes]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Tune, tell and keep what was found; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--head-dims", type=int, nargs="+", choices=HEAD_DIMS, default=list(HEAD_DIMS))
+    parser.add_argument("--hopper", action="store_true", help="then the Hopper tier, too (needs a GPU of 9.0)")
     args = parser.parse_args(arguments)
     if not torch.cuda.is_available():
-        _say(f"tuning needs a CUDA device, and PyTorch {torch.__version__} sees none here. The table is used as it is.")
+        say(f"tuning needs a CUDA device, and PyTorch {torch.__version__} sees none here. The table is used as it is.")
         return 2
     arch = row_of(*torch.cuda.get_device_capability())
-    found: dict[Case, Config] = {}
+    if args.hopper and arch != 90:
+        say(f"--hopper is for compute capability 9.0, and this device's row is {arch / 10}. Leave it out.")
+        return 2
+    found: dict[Case, Config | None] = {}
     for head_dim in args.head_dims:
         for is_causal in (False, True):
             for length in LENGTHS:
                 case = Case(arch, head_dim, is_causal, length)
-                found[case], times = fastest(case, on_device)
+                best, times = fastest(case, on_device)
+                found[case] = best
                 own = times.get(TABLE[case])
                 beside = "the table's does not fit" if own is None else f"the table's {own:.3f} ms"
-                _say(f"{case}: {_blocks(found[case])} {times[found[case]]:.3f} ms; {beside}")
-    _say(f"kept in {keep(torch.cuda.get_device_name(), found)}")
+                say(f"{case}: {blocks_of(best)} {times[best]:.3f} ms; {beside}")
+    say(f"kept in {keep(torch.cuda.get_device_name(), found)}")
+    if args.hopper:
+        # Afterwards: what ends in an error of the device leaves what was found before.
+        from para_core.kernels.tune_hopper import tune_hopper
+
+        portable = {case: config for case, config in found.items() if config is not None}
+        say(f"kept in {keep(torch.cuda.get_device_name(), tune_hopper(portable))}")
     return 0
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
     sys.stdout.write(line + "\n")
 
 

@@ -18,6 +18,7 @@ from benchmarks.gpu_check.job import Job, SectionSkipped
 from benchmarks.gpu_check.runner import Section, run_all
 from benchmarks.gpu_check.timing import Kernel
 from para_core.attention.boxes import as_numbers
+from para_core.kernels import tune
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -420,3 +421,24 @@ def test_the_triton_kernel_is_judged_and_timed_under_the_interpreter(run_here):
         < 1e-3
         < errors["triton, half of the keys padded"]
     )
+
+
+def test_the_hopper_tier_is_judged_and_timed_in_a_section_of_its_own(run_here):
+    found = run_here("attention_hopper")
+    judged = [row for row in found["rows"] if "verdict" in row]
+    assert {row["verdict"] for row in judged} == {"ok"}
+    assert {row["way"] for row in judged} == {"triton, Hopper tier", "triton, Hopper tier, warps with roles"}
+    assert {row["way"] for row in found["rows"]} - {row["way"] for row in judged} == {"triton", "PyTorch"}
+    assert {row["is_causal"] for row in judged} == {False, True}
+
+
+def test_a_hopper_tier_that_computes_something_else_is_wrong(run_here, monkeypatch):
+    attend = tune.attend
+
+    def off(*args):
+        out, lse = attend(*args)
+        return out * 1.01, lse
+
+    monkeypatch.setattr(tune, "attend", off)
+    found = run_here("attention_hopper")
+    assert {row["verdict"] for row in found["rows"] if "verdict" in row} == {"wrong"}

@@ -61,8 +61,9 @@ SECTIONS = (
     Section("nccl", 35),
     Section("share", 35),
     Section("vae", 30),
-    Section("attention", 90),
-    Section("flux", 75, takes_the_rest=True),
+    Section("attention", 75),
+    Section("attention_hopper", 28),
+    Section("flux", 60, takes_the_rest=True),
 )
 
 

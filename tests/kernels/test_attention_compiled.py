@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.attention_compiled import REGISTERS, SHARED_OF_SM, compile_attention, loop_counts
+from benchmarks.attention_compiled import REGISTERS, SHARED_OF_SM, compile_attention, compile_hopper, loop_counts
 from benchmarks.compiled import ARCHS, SHARED_LIMIT, Compiled
-from para_core.kernels.attention_configs import FLOAT32, TABLE, Case, Config, beside_bits, beside_mask, in_int8
+from para_core.kernels.attention_configs import FLOAT32, HOPPER, TABLE, Case, Config, beside_bits, beside_mask, in_int8
 
 LONG_128 = {arch: Case(arch, 128, False, "long") for arch in ARCHS}
 TENSOR_CORE = {90: "wgmma.mma_async", 100: "tcgen05.mma"}
@@ -20,6 +20,8 @@ def check(found: Compiled, config: Config) -> None:
     assert registers * config.resident <= REGISTERS
     assert (found.shared + 1024) * config.resident <= SHARED_OF_SM[found.arch]
     assert TENSOR_CORE.get(found.arch, "mma.sync") in found.ptx
+    # wgmma and tcgen05 read shared memory themselves.
+    assert "ldmatrix" in found.ptx or found.arch in TENSOR_CORE
     # Tiles are on their way while others are computed.
     assert "cp.async" in found.ptx
     assert "ex2.approx" in found.ptx
@@ -30,8 +32,6 @@ def test_the_row_for_long_sequences_of_head_dim_128_fits_and_loads_no_byte_twice
     config = TABLE[LONG_128[arch]]
     found = compile_attention(config, arch=arch, head_dim=128)
     check(found, config)
-    if arch == 80:
-        assert "ldmatrix" in found.ptx
     counts = loop_counts(found, config.num_warps)
     scores = config.block_m * config.block_n
     # q·kᵀ and p·v; keys and values of a tile, once.
@@ -117,3 +117,41 @@ def test_head_dims_between_the_tuned_ones_take_the_next_row(arch, head_dim):
     row = next(dim for dim in (64, 96, 128, 256) if head_dim <= dim)
     config = TABLE[Case(arch, row, False, "long")]
     check(compile_attention(config, arch=arch, head_dim=head_dim, dtype="fp16"), config)
+
+
+HOPPER_CALLS = {
+    "all seen": {},
+    "causal, a range, continuing": {"is_causal": True, "has_range": True, "continues": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "config", "call"),
+    [
+        pytest.param(
+            dim,
+            config,
+            call,
+            marks=[] if (dim, call) == (128, "all seen") else [pytest.mark.long],
+            id=f"{dim}-{n}-{call}",
+        )
+        for dim, configs in HOPPER.items()
+        for n, config in enumerate(configs)
+        for call in HOPPER_CALLS
+    ],
+)
+def test_the_hopper_tier_loads_by_the_copy_engine_multiplies_by_warpgroups_and_spills_nothing(head_dim, config, call):
+    found = compile_hopper(config, head_dim=head_dim, **HOPPER_CALLS[call])
+    assert found.spills == 0
+    assert found.shared <= SHARED_LIMIT[90]
+    # Warps that load, and two groups that compute: 4 of each; they trade registers.
+    warps = 12 if config.specialized else config.num_warps
+    assert ("setmaxnreg" in found.ptx) == config.specialized
+    assert f".reqntid {32 * warps}" in found.ptx
+    assert -(-found.registers * 32 // 256) * 256 * warps <= REGISTERS
+    assert "wgmma.mma_async" in found.ptx
+    assert "cp.async.bulk.tensor" in found.ptx
+    if not config.specialized:
+        counts = loop_counts(found, config.num_warps)
+        assert counts.flops == 2 * 2 * config.block_m * config.block_n * head_dim
+        assert counts.bytes == 0  # by threads

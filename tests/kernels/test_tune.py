@@ -34,14 +34,14 @@ def clock_with(times, otherwise=1.0):
 
 
 def own_blocks(case=CASE):
-    return tune._blocks(TABLE[case])
+    return tune.blocks_of(TABLE[case])
 
 
 def test_the_fastest_candidate_wins():
     best, times = tune.fastest(CASE, clock_with({(64, 64, 4, 2): 0.5}))
-    assert tune._blocks(best) == (64, 64, 4, 2)
+    assert tune.blocks_of(best) == (64, 64, 4, 2)
     assert times[best] == 0.5
-    assert len(times) == len(set(map(tune._blocks, times)))
+    assert len(times) == len(set(map(tune.blocks_of, times)))
 
 
 def test_the_tables_own_stays_where_another_is_hardly_faster():
@@ -51,7 +51,7 @@ def test_the_tables_own_stays_where_another_is_hardly_faster():
 
 def test_what_does_not_fit_is_no_candidate():
     best, times = tune.fastest(CASE, clock_with({own_blocks(): None, (64, 64, 4, 2): 0.9}))
-    assert tune._blocks(best) == (64, 64, 4, 2)
+    assert tune.blocks_of(best) == (64, 64, 4, 2)
     assert TABLE[CASE] not in times
     with pytest.raises(RuntimeError, match=r"no block sizes fit for sm_90 D=128 full long"):
         tune.fastest(CASE, clock_with({}, otherwise=None))
@@ -61,9 +61,9 @@ def test_one_slow_measurement_does_not_decide():
     slow = iter([9.0])
 
     def clock(case, config):
-        return next(slow, 0.5) if tune._blocks(config) == (64, 64, 4, 2) else 1.0
+        return next(slow, 0.5) if tune.blocks_of(config) == (64, 64, 4, 2) else 1.0
 
-    assert tune._blocks(tune.fastest(CASE, clock)[0]) == (64, 64, 4, 2)
+    assert tune.blocks_of(tune.fastest(CASE, clock)[0]) == (64, 64, 4, 2)
 
 
 def test_candidates_begin_with_the_tables_own_and_leave_out_what_cannot_fit_into_registers():
