@@ -78,11 +78,13 @@ CELLS = {
         ("fsdp", "ring"): (1, 2, 2, 1),
         ("fsdp", "batch"): (2, 1, 2, 1),
         ("fsdp", "cache"): (1, 1, 4, 1),
+        ("fsdp", "compiled"): (1, 2, 2, 1),
         ("tensor", "alone"): (1, 1, 1, 4),
         ("tensor", "Ulysses"): (1, 1, 2, 2),
         ("tensor", "ring"): (1, 2, 1, 2),
         ("tensor", "batch"): (2, 1, 1, 2),
         ("tensor", "cache"): (1, 1, 2, 2),
+        ("tensor", "compiled"): (1, 1, 2, 2),
     },
 }
 HEADINGS = ("alone", "Ulysses", "ring", "batch", "cache", "compiled")
@@ -202,8 +204,8 @@ def exactness_table(found: dict[int, dict[str, Any]]) -> list[str]:
                 continue
             for method in ("fsdp", "tensor"):
                 cells = [rows[title].get(f"{method}, {heading}") for heading in HEADINGS]
-                texts = ["" if x is None else "same bits" if x["same bits"] else f"{x['error']:.0e}" for x in cells]
-                if method == "tensor" and texts[-1] and not cells[-1].get("whole graph", True):
+                texts = ["–" if x is None else "same bits" if x["same bits"] else f"{x['error']:.0e}" for x in cells]
+                if method == "tensor" and cells[-1] and not cells[-1].get("whole graph", True):
                     texts[-1] += ", blocks"
                 lines.append(f"| {title} | {ranks} | {method} | " + " | ".join(texts) + " |")
     return lines
