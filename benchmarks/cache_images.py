@@ -60,7 +60,7 @@ def save_images(images: dict[str, np.ndarray], path: Path) -> None:
 
 
 def main() -> None:
-    """Draw, print, write."""
+    """Generate, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("build"), help="where the images go")
     parser.add_argument("--record", action="store_true", help="also write benchmarks/results/cache_images.json")

@@ -1,6 +1,6 @@
 """The same image from one process and from several, and with fewer blocks:  python -m benchmarks.demo
 
-Draws one caption with the tiny FLUX on 1 rank (the unmodified pipeline), on 2 (Ulysses; ring) and on 4 (2 × 2), each rank
+Generates one caption with the tiny FLUX on 1 rank (the unmodified pipeline), on 2 (Ulysses; ring) and on 4 (2 × 2), each rank
 with one thread; prints how they differ and what travelled, and saves the four images side by side. Then once more on 1
 rank without and with First Block Cache: prints what each step did, and saves both images, their difference, and the plot.
 """
@@ -101,7 +101,7 @@ def generate(mesh: Mesh, output: Path) -> None:
         dist.destroy_process_group()
 
 
-def draw_cached(output: Path) -> None:
+def generate_cached(output: Path) -> None:
     """What one process does without and with the cache; writes images, report and seconds to ``output``."""
     torch.set_num_threads(1)
     logging.disable_progress_bar()
@@ -263,7 +263,7 @@ def main() -> None:
     parser.add_argument("--cache", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.cache:
-        draw_cached(options.rank_output)
+        generate_cached(options.rank_output)
         return
     if options.rank_output is not None:
         generate(Mesh(options.ring, options.ulysses), options.rank_output)

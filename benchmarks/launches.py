@@ -129,7 +129,7 @@ def count_attention(
     """The launches of one intercepted call on rank 0, forward, without a mask: of the second call, when sizes are known.
 
     Args:
-        tokens, heads: of the whole sequence; 288 × 24 are cut as FLUX' 4608 × 24 at 1024² are.
+        tokens, heads: of the whole sequence; 288 × 24 are sharded as FLUX' 4608 × 24 at 1024² are.
         device: of the tensors. ``"meta"``: what CUDA would launch for bfloat16, with the flash backend chosen.
         backend: that is named, with ``"meta"``.
     """

@@ -114,8 +114,8 @@ def _branches(adapter: Adapter) -> str:
     if adapter.transformer in _LISTS:
         return "in one batch, computed by all ranks"
     if adapter.transformer in _ONE_A_BRANCH:
-        return "one call after the other, each of a transformer of its own"
-    return "in one batch" if adapter.plan is not None and adapter.plan.batched else "one call after the other"
+        return "sequential CFG passes, each of a transformer of its own"
+    return "in one batch" if adapter.plan is not None and adapter.plan.batched else "sequential CFG passes"
 
 
 def _one_graph(transformer: str) -> str:

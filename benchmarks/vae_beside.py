@@ -35,7 +35,7 @@ from benchmarks.traffic import TrafficCounter
 from para_core.adapters import parallelize_vae
 
 ROOT = Path(__file__).parents[1]
-PAGE, PICTURE = ROOT / "docs/vae.md", ROOT / "docs/vae_seams.png"
+PAGE, FIGURE = ROOT / "docs/vae.md", ROOT / "docs/vae_seams.png"
 AMPLIFIED = 4
 ALONE = "one device"
 SHOWN = 256  # pixels of the image that are shown, from its middle
@@ -145,7 +145,7 @@ def show(images: Mapping[str, Tensor]) -> None:
         ImageDraw.Draw(panel).text((2, 2), title, fill="black")
         panels.append(np.asarray(panel))
         panels.append(np.full((SHOWN + 16, 6, 3), 255, dtype=np.uint8))
-    Image.fromarray(np.concatenate(panels[:-1], axis=1)).save(PICTURE)
+    Image.fromarray(np.concatenate(panels[:-1], axis=1)).save(FIGURE)
 
 
 def table(found: dict[str, Any]) -> list[str]:

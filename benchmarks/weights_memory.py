@@ -65,7 +65,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """Parameters of one module: all, those that FSDP2 shards, those of its two largest neighbours and of its root, which are whole
+    """Parameters of one module: all, those that FSDP2 shards, those of its two largest neighbours and of its root, which are gathered
     while they run, and those that tensor ranks share."""
 
     total: int

@@ -3,7 +3,7 @@
     python -m benchmarks.weights_table
 
 One call of tiny transformers with random weights and four heads (`benchmarks.tiny_models`), in float32, on 2 and 4 ranks. fsdp is compared
-with the same mesh on whole weights, bit by bit; tensor with one device. Cached: a second, similar call, the blocks of which are
+with the same mesh on replicated weights, bit by bit; tensor with one device. Cached: a second, similar call, the blocks of which are
 skipped. Compiled: `aot_eager`, each block (fsdp; tensor where the model alone has no whole graph) or the whole transformer (tensor) in
 one graph. Fills its parts of docs/weights.md, and
 writes benchmarks/results/weights_table.json.
@@ -89,7 +89,7 @@ CELLS = {
 }
 HEADINGS = ("alone", "Ulysses", "ring", "batch", "cache", "compiled")
 
-# Of the models whose bytes are counted: with two blocks of a kind, as elsewhere here, both would be whole at once.
+# Of the models whose bytes are counted: with two blocks of a kind, as elsewhere here, both would be gathered at once.
 BLOCKS = 12
 
 

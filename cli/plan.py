@@ -30,7 +30,7 @@ def plan(
     measured: Annotated[
         Path | None, typer.Option(help="JSON of `para_core doctor`: its figures go before the table's.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="A picture of the seconds of each mesh.")] = None,
+    out: Annotated[Path | None, typer.Option(help="An image of the seconds of each mesh.")] = None,
     list_: Annotated[bool, typer.Option("--list", help="The published models that are known.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Tracebacks, and all messages.")] = False,
 ) -> None:

@@ -29,7 +29,7 @@ def serve(
     ] = None,
     replicas: Annotated[int, typer.Option(help="Groups of ranks.", rich_help_panel=WHAT)] = 1,
     ranks: Annotated[
-        int | None, typer.Option(help="Of each; left out: all GPUs shared out.", rich_help_panel=WHAT)
+        int | None, typer.Option(help="Of each; left out: all GPUs, evenly.", rich_help_panel=WHAT)
     ] = None,
     host: Annotated[str, typer.Option(help="Another than this needs an API key.", rich_help_panel=WHAT)] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, rich_help_panel=WHAT)] = 8000,

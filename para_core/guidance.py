@@ -1,4 +1,4 @@
-"""Guidance in parallel: branches that are called one after the other, each computed by a part of the ranks.
+"""CFG parallelism: sequential CFG passes, each computed by a part of the ranks.
 
 Only the ranks of one index along the ``batch`` mesh dim compute a call; all others go on with a tensor that is filled in when
 it is needed (:class:`Deferred`). By then the next branch has been called, too, and one exchange gives every rank the results of

@@ -7,7 +7,7 @@ from para_core.weights.patch_plan import Frames
 from para_core.weights.tensor_plan import COLUMNS, ROWS, Linear, TensorPlan
 
 VIDEO, POSITIONS = Split(dim=1, segment="video"), Split(dim=0, like="video")
-# Masks are made inside the model, for the whole sequence, so the text, which comes last, stays whole.
+# Masks are made inside the model, for the whole sequence, so the text, which comes last, is replicated.
 JOINT = ("video", "text")
 # Of image-to-video by token replacement: the first frame is modulated by an embedding of its own.
 FIRST_FRAME: dict[str | int, Cut] = {"num_tokens": FirstTokens("video")}

@@ -55,7 +55,7 @@ LTX = Adapter(
         ),
         common=("rope_interpolation_scale",),
     ),
-    # Cross-attention to whole text sends nothing.
+    # Cross-attention to replicated text sends nothing.
     text="replicate",
     blocks=CachedBlocks((Stage(("transformer_blocks",), chained=True),)),
     tensor=TENSOR,

@@ -35,7 +35,7 @@ MOCHI = Adapter(
             "transformer_blocks.0": {"hidden_states": Split(dim=1, segment="video")},
         },
         outputs={"proj_out": Gather(dim=1, segment="video")},
-        # Each sample attends alone, to its valid text tokens: these are whole, and as many as it has.
+        # Each sample attends alone, to its valid text tokens: these are replicated, and as many as it has.
         joint_order=("video", "text"),
         batched=dict.fromkeys(
             ("hidden_states", "encoder_hidden_states", "timestep", "encoder_attention_mask", "attention_kwargs"), 0

@@ -9,7 +9,7 @@ from para_core.weights.patch_plan import Frames
 from para_core.weights.tensor_plan import COLUMNS, ROWS, TensorPlan
 
 VIDEO, POSITIONS = Split(dim=1, segment="video"), Split(dim=1, like="video")
-# Text and the tokens of an image are whole.
+# Text and the tokens of an image are replicated.
 TO_TEXT = (Attention(("video",), ("text",)),)
 
 BLOCKS = CachedBlocks((Stage(("blocks",), chained=True),))
@@ -104,7 +104,7 @@ SKYREELS_V2 = Adapter(
         inner={
             "rope": {0: POSITIONS, 1: POSITIONS},
             "blocks.0": {"hidden_states": VIDEO},
-            # Of each token where frames have time steps of their own. The causal mask is whole.
+            # Of each token where frames have time steps of their own. The causal mask is replicated.
             "blocks.*": {"temb": Split(dim=2, like="video", ndim=4)},
         },
         # Behind it, the time steps of all tokens are applied once more.

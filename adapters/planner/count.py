@@ -161,7 +161,7 @@ def weights_of(
 
 
 def module_bytes(module: nn.Module) -> ModuleBytes:
-    """What FSDP2 shards of it, and what is whole while it runs."""
+    """What FSDP2 shards of it, and what is gathered while it runs."""
     blocks = blocks_of(module)
     of_blocks = [bytes_of(block) for block in blocks]
     inside = {id(x) for block in blocks for x in block.parameters()}

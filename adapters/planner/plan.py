@@ -62,7 +62,7 @@ def plan_mesh(
         between, ranks_per_host: what connects hosts, and how many neighbours are in one; left out: 8, and 72 on a GB200.
         height, width, frames, steps: of the generation; left out: the pipeline's defaults, or what was published.
         compiled: the transformer is compiled.
-        weights: how ranks may share weights: ``"tensor"``, ``"stages"`` (a ``pipe`` dim), ``"fsdp"`` (where they do not fit otherwise);
+        weights: how ranks may shard weights: ``"tensor"``, ``"stages"`` (a ``pipe`` dim), ``"fsdp"`` (where they do not fit otherwise);
             ``()``: they are replicated.
         pipefusion: also meshes whose stages work on patches so, which approximates; left out: exact ones alone.
         measured: JSON of ``python -m para_core.doctor`` or of ``make gpu-check``, whose figures go before the table's.

@@ -39,7 +39,7 @@ class Choice:
 
     Args:
         whole_first: in a joint sequence, what every rank keeps comes before the tokens.
-        split_masks: masks (and what else is no float) that blocks are given are split with the tokens, or whole.
+        split_masks: masks (and what else is no float) that blocks are given are split with the tokens, or replicated.
         keys: how attention reads a mask (:class:`Attention`).
         numbers: how a number that grows counts tokens.
     """
@@ -50,7 +50,7 @@ class Choice:
     numbers: type[FirstTokens] | type[LastTokens] = FirstTokens
 
 
-# Of masks that are whole, and of masks that are split: "keys" first, for by its size a mask of one token would be for all.
+# Of masks that are replicated, and of masks that are split: "keys" first, for by its size a mask of one token would be for all.
 _READINGS: Mapping[bool, tuple[Literal["keys"] | None, ...]] = {False: (None, "keys"), True: ("keys", None)}
 _BY_MASKS = (
     *[

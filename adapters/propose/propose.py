@@ -137,7 +137,7 @@ def propose_plan(
                 return _complete(module, proposal, of_start, small, said)
             likeliest_here = likeliest_here or proposal
             failures[repr(plan)] = plan, f"{start.block}: {tried}"
-        # Where the blocks are given what has entries of both, text may be sharded at the model's inputs though not kept whole here.
+        # Where the blocks are given what has entries of both, text may be sharded at the model's inputs though not replicated here.
         sharded = likeliest_here and _with_text(module, likeliest_here, of_start, example_inputs, said)
         if sharded is not None:
             return _complete(module, sharded, of_start, small, said)

@@ -185,7 +185,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "remove_cache_from_pipe(pipe).",
     ),
     Refusal(
-        "weights that ranks share which need not run the same blocks",
+        "weights sharded over ranks that need not run the same blocks",
         (When.PARALLEL_CALL, When.CACHED_CALL),
         shared_beyond_sequence,
         "{name} has its weights sharded over {shared} ranks, and {sequence} share its sequence: the others have {reason}, would run other "
@@ -193,10 +193,10 @@ REFUSALS: tuple[Refusal, ...] = (
         "parallelize_pipe.",
     ),
     Refusal(
-        "a cache in one graph over weights that ranks share",
+        "a cache in one graph over sharded weights",
         (When.CACHED_CALL,),
         cached_in_one_graph,
-        "{name} is compiled as a whole, with a cache, and its weights are shared (weights={method!r}): the branches of torch.cond take neither "
+        "{name} is compiled as a whole, with a cache, and its weights are sharded (weights={method!r}): the branches of torch.cond take neither "
         "hooks of FSDP2 nor DTensors. Compile its blocks instead: {name}.compile_repeated_blocks(fullgraph=True); or leave out one of "
         "the three.",
     ),

@@ -26,7 +26,7 @@ _ANY = CacheOptions(residual_diff_threshold=0.0)
 
 
 def patches_of(module: nn.Module, mesh: GuidedMesh, adapter: Adapter | None) -> PatchPlan:
-    """How the arguments of ``module`` are cut into patches.
+    """How the arguments of ``module`` are split into patches.
 
     Raises:
         TypeError: they cannot be.
@@ -48,7 +48,7 @@ def patches_of(module: nn.Module, mesh: GuidedMesh, adapter: Adapter | None) -> 
 
 
 def patch_plan_for(module: nn.Module, adapter: Adapter | None = None) -> PatchPlan | str:
-    """How a supported transformer is cut into patches, or why it is not."""
+    """How a supported transformer is split into patches, or why it is not."""
     known: Any = adapter_for(module, adapter)
     text: Text | None = None if known.empty_text else "replicate"
     return patch_plan(plan_for(module, text, adapter), module, known.frames)

@@ -65,7 +65,7 @@ def shard_weights(
 
     Args:
         pipe: every rank has loaded the same weights.
-        mesh: as for :func:`parallelize_pipe`; its sequence ranks share weights, those along ``batch`` have copies; for
+        mesh: as for :func:`parallelize_pipe`; its sequence ranks shard weights, those along ``batch`` have copies; for
             ``"tensor"``, with that dim. Or for ``"fsdp"`` another DeviceMesh without these dims, as FSDP2 takes it: of one dim, or
             ``replicate × shard``; all of its ranks then call the pipeline equally often. Left out: the mesh on which the pipeline is
             parallel, or as for :func:`parallelize_pipe`.
@@ -100,7 +100,7 @@ def shard_components(
     """:func:`shard_weights` of a pipeline that is not refused.
 
     Args:
-        done_with: called with each whole weight once this rank has its part.
+        done_with: called with each unsharded weight once this rank has its part.
     """
     if components is None and method == "tensor":
         components = list(transformers_of(pipe))
@@ -145,7 +145,7 @@ def shard_components(
 
 
 def weights_record(modules: Mapping[str, nn.Module], *, values: bool = True) -> Record:
-    """What of ``modules`` must be alike on all ranks: shapes, dtypes, and, with ``values``, of each whole weight one element."""
+    """What of ``modules`` must be alike on all ranks: shapes, dtypes, and, with ``values``, of each unsharded weight one element."""
     return {
         f"{part}.{name}": f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}{_first_element(x) if values else ''}"
         for part, module in modules.items()
@@ -181,7 +181,7 @@ def _require_several(guided: GuidedMesh, method: Method) -> None:
         )
     if method == "fsdp" and guided.sequence.ranks == 1:
         raise ValueError(
-            f"the mesh has {guided.batch.size} × 1 ranks (batch × sequence), and weights are shared by the sequence ranks: there is "
+            f"the mesh has {guided.batch.size} × 1 ranks (batch × sequence), and weights are sharded over the sequence ranks: there is "
             "nothing to share. Give fewer ranks to 'batch' (max_batch_dim_size=1)."
         )
 

@@ -1,6 +1,6 @@
 """The CUDA-only operators that peers compute one device's attention with, for the CPU, in plain PyTorch.
 
-The peers' own code, what they cut, send and merge, runs as it is. Contracts are the operators': what shapes they take,
+The peers' own code, what they shard, send and merge, runs as it is. Contracts are the operators': what shapes they take,
 what the log-sum-exp looks like, which corner a causal mask starts from. Only the dtype is free: the originals of
 FlashAttention and cuDNN take half precision alone, and float32 shows an error of the parallel part more clearly.
 """

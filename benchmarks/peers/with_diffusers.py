@@ -30,8 +30,8 @@ def prepare(*, stand_ins: bool) -> None:
 
 
 def settings(row: Row, ring: int, ulysses: int, *, stand_ins: bool) -> list[Setting]:
-    """As its plans cut a mask of keys, then all others; then once more with ``ulysses_anything`` or ``ring_anything``."""
-    # Its `_cp_plan`s cut masks of keys like the keys, and its Ulysses gathers them.
+    """As its plans shard a mask of keys, then all others; then once more with ``ulysses_anything`` or ``ring_anything``."""
+    # Its `_cp_plan`s shard masks of keys like the keys, and its Ulysses gathers them.
     forms = mask_forms(row, ulysses, first="columns" if row.mask == "padding" else "whole")
     backend = "_native_cudnn" if ring > 1 and stand_ins else "native"
     plain = [{**form, "backend": backend} for form in forms]

@@ -50,7 +50,7 @@ def settings(row: Row, ring: int, ulysses: int, *, stand_ins: bool) -> list[Sett
 
 
 def attend(call: Call) -> Part:
-    """One call of SDPA inside ``context_parallel``, which cuts its buffers in place."""
+    """One call of SDPA inside ``context_parallel``, which shards its buffers in place."""
     from torch.distributed.tensor.experimental import _attention, context_parallel
 
     row = call.row

@@ -45,7 +45,7 @@ def tied(x: Tensor, received: Sequence[Tensor]) -> Tensor:
 
 
 class BlockAttention:
-    """Attention of a block of queries to the blocks of keys that come, cut as ``tiling`` says.
+    """Attention of a block of queries to the blocks of keys that come, split as ``tiling`` says.
 
     Args:
         query: ``[B, H, S_q, D]``.

@@ -44,7 +44,7 @@ class LowRows:
         return LowRows(torch.where(low, mask - highest, mask), torch.where(low, 0.0, highest), absorbed)
 
     def split(self, cut: Callable[[Tensor], list[Tensor]]) -> list[LowRows]:
-        """Of each piece of the queries, into which ``cut`` cuts what has rows."""
+        """Of each piece of the queries, into which ``cut`` splits what has rows."""
         return [LowRows(*parts) for parts in zip(cut(self.mask), cut(self.highest), cut(self.absorbed), strict=True)]
 
     def lse_of_tile(self, lse: Tensor, mask: Tensor, *, diagonal: bool) -> Tensor:

@@ -33,7 +33,7 @@ class AttnOptions:
     """What a mode, a plan or a functional form may choose.
 
     Args:
-        ulysses_chunks: without gradients, each rank's heads are cut into so many parts, of which the next one travels while one
+        ulysses_chunks: without gradients, each rank's heads are split into so many parts, of which the next one travels while one
             is computed.
         rotate_method: how blocks travel round a ring in the forward pass; ``"2d"``: backward, too. With ``block_mask`` and
             ``kept_keys``, which send what is seen alone, it is as ``"alltoall"``.

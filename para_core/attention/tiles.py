@@ -1,4 +1,4 @@
-"""How one call is cut into attention that needs no mask of positions: pieces of queries, tiles of keys.
+"""How one call is split into attention that needs no mask of positions: pieces of queries, tiles of keys.
 
 Tokens are named by their position in the whole sequence, whatever rank holds them: query i sees keys 0 … i. So every
 layout needs no mask tensor: blocks above the diagonal disappear, blocks below it are plain, and what lies on it is
@@ -94,7 +94,7 @@ def join_neighbours(runs: Sequence[Run]) -> list[Run]:
 
 
 def cut(runs: Sequence[Run], others: Sequence[Run]) -> list[Run]:
-    """``runs`` (ascending) cut where a run of ``others`` starts or ends.
+    """``runs`` (ascending), split where a run of ``others`` starts or ends.
 
     >>> cut([(0, 10)], [(2, 3), (5, 20)])
     [(0, 2), (2, 3), (5, 5)]
@@ -112,7 +112,7 @@ def visible_tiles(queries: Run, keys: Sequence[Run], *, is_causal: bool, seen: S
     """What a run of queries sees of a block of keys.
 
     Args:
-        queries: not empty; cut, if ``is_causal``, by ``keys`` and by the runs of ``seen``: each holds all of its positions or none.
+        queries: not empty; split, if ``is_causal``, by ``keys`` and by the runs of ``seen``: each holds all of its positions or none.
         keys: ascending; the block holds them one after the other.
         seen: positions of keys that a block mask shows these queries, ascending; all if None.
 
@@ -210,7 +210,7 @@ class Order:
 
 
 class Tiling:
-    """How the attention of one block of queries to every ring block of keys is cut.
+    """How the attention of one block of queries to every ring block of keys is split.
 
     Args:
         query_runs: positions of the block's queries, in its own order.
@@ -237,7 +237,7 @@ class Tiling:
 
     @lazy
     def pieces(self) -> list[Run]:
-        """The queries, cut so that each piece has the same tiles in every block."""
+        """The queries, split so that each piece has the same tiles in every block."""
         if not self.by_position:
             return [(0, sum([length for _, length in self._query_runs]))]
         edges = [] if self._visible is None else self._visible.alike(is_causal=self._is_causal)

@@ -50,7 +50,7 @@ class Heads:
 
     @lazy
     def of_query(self) -> tuple[Run, ...]:
-        """As ``torch.tensor_split`` cuts, over the ranks and then into chunks."""
+        """As ``torch.tensor_split`` splits, over the ranks and then into chunks."""
         found = []
         for rank in range(self.ranks):
             start, count = Segment("heads", self.num_heads).runs(rank, self.ranks)[0]

@@ -45,7 +45,7 @@ class UnifiedAttnMode(ShardingMode):
             ``out``, or ``(out, lse)`` with lse ``[B, H, S_q]`` in float32, which a ring needs.
         options: of :class:`AttnOptions`:
 
-            - ``ulysses_chunks``: without gradients, each rank's heads are cut into so many parts, of which the next one travels
+            - ``ulysses_chunks``: without gradients, each rank's heads are split into so many parts, of which the next one travels
               while one is computed.
             - ``comm_dtype``: ``torch.float8_e4m3fn`` halves the bytes of 16-bit tensors: query, key, value and out travel rounded
               to 8 bits, scaled per sample and head. Not exact; without gradients only.

@@ -169,7 +169,7 @@ def make_plan(
     """All meshes of ``ranks`` ranks, those that fit in order of their seconds.
 
     Args:
-        sharing: how ranks may share weights. ``"fsdp"``: where they do not fit otherwise.
+        sharing: how ranks may shard weights. ``"fsdp"``: where they do not fit otherwise.
         pipefusion: also meshes whose stages work on patches so, which approximates; None: exact ones alone.
 
     Raises:

@@ -326,7 +326,7 @@ class _Observer(TorchFunctionMode):
         if mask is None or mask.shape[-1] == 1:
             return 0
         rows = mask[..., :1, :] if attention.mask == "pairs" else mask
-        # From a mask that the plan cuts the model makes one of this rank's keys; others it makes for the whole sequence.
+        # From a mask that the plan shards the model makes one of this rank's keys; others it makes for the whole sequence.
         cuts: list[Any] = [self._plan.inputs, *self._plan.inner.values()]
         cuts_masks = any(str(key).endswith(_MASKS_OF_KEYS) for of_module in cuts for key in of_module)
         return rows.numel() // mask.shape[-1] * mask.element_size() if attention.mask or cuts_masks else 0

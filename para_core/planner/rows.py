@@ -28,7 +28,7 @@ from para_core.planner.weights import (
 )
 from para_core.weights.pipefusion import PipeFusion
 
-# How ranks may share weights; replicated they always may be.
+# How ranks may shard weights; replicated they always may be.
 Sharing = Literal["tensor", "stages", "fsdp"]
 SHARING: tuple[Sharing, ...] = get_args(Sharing)
 

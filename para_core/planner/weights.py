@@ -16,7 +16,7 @@ class ModuleBytes:
     Args:
         total: all of them.
         sharded: by FSDP2, in ``parts`` that are gathered one after the other.
-        at_once: of ``sharded``, what is whole while the module runs: two neighbours, and what is outside of blocks.
+        at_once: of ``sharded``, what is gathered while the module runs: two neighbours, and what is outside of blocks.
     """
 
     total: int = 0

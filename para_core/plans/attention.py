@@ -52,7 +52,7 @@ class PlannedAttention:
         self._found: dict[int, MeshAttention | None] = {}
 
     def set_segments(self, segments: tuple[Segment, ...]) -> None:
-        """What is known of the call under way: which segments were sharded, and which are whole on every rank."""
+        """What is known of the call under way: which segments were sharded, and which are replicated."""
         self.segments = hold(segments, self.mesh.device_type)
         self._found = {}
 

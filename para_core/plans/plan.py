@@ -193,7 +193,7 @@ class Plan:
         halos: module name to the rows of other ranks that it sees.
         refused: parameters of the model's ``forward`` that cannot be given in parallel, each with the reason.
         batched: parameters that hold all branches of guidance, one behind the other, and the dim along which they do (None:
-            they are lists with an entry for each sample); the tokens first. Empty: branches are called one after the other.
+            they are lists with an entry for each sample); the tokens first. Empty: the model is called in sequential CFG passes.
         common: with ``batched``, the other parameters that may hold tensors: what they hold is for all samples.
         unshared: with ``batched``, parameters of which a part cannot be given: where one is given, all ranks compute all samples.
     """

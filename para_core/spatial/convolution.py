@@ -83,9 +83,7 @@ def _place(func: Function, x: Any, spatial: int) -> tuple[Rows, int | None]:
     """The tag of ``x``, and which of its ``spatial`` last dims is sharded; None: its batch is."""
     rows = rows_of(x)
     if rows is None:
-        raise TypeError(
-            f"{getattr(func, '__name__', func)}: the input is whole on every rank, and weights are sharded."
-        )
+        raise TypeError(f"{getattr(func, '__name__', func)}: the input is replicated, and weights are sharded.")
     place = rows.dim - (x.ndim - spatial)
     if place >= 0:
         if rows.outer > 1:

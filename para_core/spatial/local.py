@@ -114,14 +114,14 @@ def like_first(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict
 
 
 def elementwise(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Tensors of another layout are laid out as the first one; of one that every rank holds whole, this rank's rows are taken."""
+    """Tensors of another layout are laid out as the first one; of a replicated one, this rank's rows are taken."""
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     lead = next((x for x in tensors if rows_of(x) is not None), None)
     rows = rows_of(lead)
     if lead is None or rows is None or "out" in kwargs:
         raise unknown(func, _any_rows(args, kwargs), "its tensors are in a list, or it writes to out=")
     if lead is not tensors[0] and _in_place(func):
-        raise unknown(func, rows, "it is written into a tensor that every rank holds whole")
+        raise unknown(func, rows, "it is written into a replicated tensor")
     place = rows.dim - lead.ndim
 
     def fit(x: Any) -> Any:
@@ -161,7 +161,7 @@ def aligned(ranks: MeshDim, func: Function, x: Tensor, rows: Rows, place: int) -
         raise unknown(
             func,
             rows,
-            f"with one of shape {list(x.shape)}, which every rank holds whole, and which has not {rows.total}",
+            f"with a replicated one of shape {list(x.shape)}, which has not {rows.total}",
         )
     return part_of(x, rows.at(x.ndim + place), ranks)
 
@@ -236,7 +236,7 @@ def dropout(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[st
 
 
 def new(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """``x.new_zeros`` and others, of a shape in which a size was read from a sharded tensor; else whole on every rank."""
+    """``x.new_zeros`` and others, of a shape in which a size was read from a sharded tensor; else replicated."""
     return made(ranks, partial(func, args[0]), args[1:], kwargs)
 
 
@@ -261,7 +261,7 @@ def made(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, 
 
 
 def spread(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """``x.expand`` of a tensor that every rank holds whole to such a shape: each of its rows is the same."""
+    """``x.expand`` of a replicated tensor to such a shape: each of its rows is the same."""
     out: Tensor = func(*args, **kwargs)
     sizes = args[1] if isinstance(args[1], (list, tuple)) else args[1:]
     found = counted(sizes)
@@ -272,7 +272,7 @@ def spread(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str
 
 
 def of_each_frame(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """``x.repeat_interleave(pixels)`` of one number a frame, which every rank holds whole: one for each token of this rank."""
+    """``x.repeat_interleave(pixels)`` of one replicated number a frame: one for each token of this rank."""
     x, repeats = args[0], kwargs.get("repeats", args[1] if len(args) > 1 else None)
     if x.ndim != 1 or not isinstance(repeats, Count):
         out: Tensor = func(*args, **kwargs)

@@ -57,7 +57,7 @@ def _product(ranks: MeshDim, func: Function, a: Tensor, b: Tensor) -> Tensor:
         else:
             sharded, other, place = (a, b, place_a) if place_a is not None else (b, a, place_b)
             if place is not None and other.ndim >= -place and other.shape[place] != 1:
-                raise unknown(func, rows_of(sharded) or Rows(0, (0,)), "with a batch that every rank holds whole")
+                raise unknown(func, rows_of(sharded) or Rows(0, (0,)), "with a replicated batch")
     rows, place = (rows_a, place_a) if rows_a is not None else (rows_b, place_b)
     out = torch.matmul(a, b)
     return out if rows is None or place is None else tagged(out, rows.at(out.ndim + place))
@@ -72,7 +72,7 @@ def _role(x: Tensor, rows: Rows | None, second_last: str, last: str) -> str | No
 def _summed(ranks: MeshDim, func: Function, a: Tensor, b: Tensor) -> Tensor:
     rows_a, rows_b = rows_of(a), rows_of(b)
     if rows_a is None:
-        raise TypeError(f"{name_of(func)}: the first operand is whole on every rank.")
+        raise TypeError(f"{name_of(func)}: the first operand is replicated.")
     if rows_b is None:
         b = part_of(b, rows_a.at(b.ndim - 2), ranks)
     elif rows_b.outer != rows_a.outer or sum(rows_b.layout) != sum(rows_a.layout):

@@ -115,7 +115,7 @@ def interpolate(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dic
 
 
 def interpolated_whole(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """``F.interpolate`` of a tensor that every rank holds whole, to the size of a sharded one: to that of all rows, whole."""
+    """``F.interpolate`` of a replicated tensor, to the size of a sharded one: to that of all rows, replicated."""
     found: Tensor = func(*args, **kwargs)
     return found
 

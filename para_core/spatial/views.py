@@ -104,7 +104,7 @@ def put(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, A
     x, index, value = args
     rows = rows_of(x)
     if rows is None:
-        raise unknown(func, rows_of(value) or Rows(0, (0,)), "it is written into one that every rank holds whole")
+        raise unknown(func, rows_of(value) or Rows(0, (0,)), "it is written into a replicated one")
     local, layout, dim = _local_index(func, x, rows, index, ranks)
     if dim is None or layout != rows.layout:
         raise unknown(func, rows, f"index {index!r} takes them apart")

@@ -41,7 +41,7 @@ def shard_blocks(
         blocks: of ``module``, in the order in which they run.
         mesh: of one dim, or ``replicate × shard`` (HSDP).
         offload_policy: ``CPUOffloadPolicy()`` keeps this rank's part in host memory.
-        done_with: called with each whole weight once this rank has its part, block by block.
+        done_with: called with each unsharded weight once this rank has its part, block by block.
 
     Raises:
         ValueError: a weight is of a kind that FSDP2 does not take. Nothing has changed then.
@@ -80,7 +80,7 @@ def require_shardable(module: nn.Module) -> None:
             raise ValueError(
                 f"{name} of this {written_class(module).__name__} is a {type(parameter).__name__}, which has no "
                 "fsdp_pre_all_gather, so FSDP2 cannot shard it. Shard the weights unquantized, or quantized by torchao's "
-                "int8_weight_only_quantized_training(); or leave this component whole on every rank: components=[...] of the others."
+                "int8_weight_only_quantized_training(); or leave this component replicated: components=[...] of the others."
             )
 
 
@@ -113,7 +113,7 @@ def gather_blocks(module: nn.Module) -> None:
     }
     if kinds:
         raise RuntimeError(
-            f"weights of this {written_class(module).__name__} are {', '.join(sorted(kinds))}, of which PyTorch makes no whole again. Load "
+            f"weights of this {written_class(module).__name__} are {', '.join(sorted(kinds))}, which PyTorch cannot gather again. Load "
             "the pipeline anew."
         )
     whole = _whole_parameters(module)

@@ -1,4 +1,4 @@
-"""The ranks that share weights, as a mesh of one dim with a process group of its own."""
+"""The ranks over which weights are sharded, as a mesh of one dim with a process group of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a model is cut into patches: its plan says what it shards among ranks, and patch m of M takes what rank m of M would."""
+"""How a model is split into patches: its plan says what it shards among ranks, and patch m of M takes what rank m of M would."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class Frames:
 
 @dataclass(frozen=True)
 class PatchPlan:
-    """How one model is cut into patches.
+    """How one model is split into patches.
 
     Args:
-        segment: of ``plan``, what is cut; any other that is split goes with the first patch, what is replicated with each.
+        segment: of ``plan``, what is split into patches; any other that is sharded goes with the first patch, what is replicated with each.
         dim: of ``hidden_states`` and of the output, along which patches follow each other.
         together: entries along ``dim`` that stay in one patch.
         ndim: of ``hidden_states``.
@@ -78,7 +78,7 @@ class PatchPlan:
 
 
 def patch_plan(plan: Plan | None, module: nn.Module, frames: Frames | None) -> PatchPlan | str:
-    """How ``module`` is cut into patches by ``plan``; or why it cannot be."""
+    """How ``module`` is split into patches by ``plan``; or why it cannot be."""
     if plan is None or "hidden_states" not in parameters_of(module):
         return "no plan says which of its inputs are tokens"
     gathers = [gather for rule in plan.outputs.values() for gather in as_tuple(rule) if gather is not None]
@@ -115,7 +115,7 @@ def _why_not(plan: Plan) -> str | None:
 
 
 def patch_rows(total: int, num_patches: int, what: str = "tokens") -> list[Rows]:
-    """Begin and length of each patch, as ``torch.tensor_split`` cuts.
+    """Begin and length of each patch, as ``torch.tensor_split`` splits.
 
     >>> patch_rows(10, 4)
     [(0, 3), (3, 3), (6, 2), (8, 2)]
@@ -179,7 +179,7 @@ class PatchCuts(Cutting):
         return list(layout.runs(self.mesh.rank)), layout.total
 
     def cuts(self, names: tuple[str, ...]) -> bool:
-        """Whether one of these segments is cut."""
+        """Whether one of these segments is split."""
         return any(name in self.segments and not self.segments[name].replicated for name in names)
 
 

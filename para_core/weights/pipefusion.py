@@ -1,6 +1,6 @@
 """PipeFusion (arXiv:2405.14430): stages work at once, each on another patch of the image. Approximate, and off unless asked for.
 
-The tokens of an image are cut into patches. Stage ``s`` computes patch ``m`` while stage ``s - 1`` computes ``m + 1``: a patch attends
+The tokens of an image are split into patches. Stage ``s`` computes patch ``m`` while stage ``s - 1`` computes ``m + 1``: a patch attends
 to keys and values of the others as they were at the step before (:mod:`~para_core.weights.stale_keys`). What the model returns comes in
 patches, too (:mod:`~para_core.weights.patches`), and the scheduler's step is recorded: patch ``m`` of the next step begins as soon as patch
 ``m`` of this one is back, without waiting for the others. What is computed depends on the number of patches alone, not on that of the

@@ -46,7 +46,7 @@ class StaleKeys:
     """Keys and values of all tokens, of each attention call of this rank's blocks, in one branch of guidance.
 
     :meth:`attend` stands in for ``scaled_dot_product_attention``. Where all tokens are computed it holds their keys. A patch writes its
-    rows, and attends to all: what stands before them is of now, what behind of the step before. Attention to what is not cut into
+    rows, and attends to all: what stands before them is of now, what behind of the step before. Attention to what is not split into
     patches (Wan's text) is left as it is. Ranks that share a sequence exchange the keys of each patch, once, and hold those of all tokens.
 
     Args:

@@ -45,7 +45,7 @@ def shard_tensors(
     """Shard the linear layers of ``module`` over ``mesh``, of one dim. Every rank has the same weights, and calls it.
 
     Args:
-        done_with: called with each whole weight of a linear layer once this rank has its part.
+        done_with: called with each unsharded weight of a linear layer once this rank has its part.
 
     Raises:
         ValueError: the ranks do not divide the heads, or the channels, of a layer. Nothing has changed then.
@@ -93,7 +93,7 @@ def gather_tensors(module: nn.Module) -> None:
         if not issubclass(kind, DTensor):
             at = next(at for at, part in module.named_modules() if part is owner)
             raise RuntimeError(
-                f"{at}.{name} of this {written_class(module).__name__} is a {kind.__name__}, of which PyTorch makes no whole again. Load the "
+                f"{at}.{name} of this {written_class(module).__name__} is a {kind.__name__}, which PyTorch cannot gather again. Load the "
                 "pipeline anew."
             )
     del module.__dict__[_RECORD]
@@ -150,7 +150,7 @@ def require_tensor_plan_fits(module: nn.Module, plan: TensorPlan, ranks: int) ->
         if type(linear.weight) is not nn.Parameter and not isinstance(linear.weight, DTensor):
             raise ValueError(
                 f"{name} of this {cls} has a {type(linear.weight).__name__} for its weight, of which PyTorch makes no parts. Shard the "
-                "weights unquantized, and quantize each rank's part afterwards; or leave this component whole on every rank."
+                "weights unquantized, and quantize each rank's part afterwards; or leave this component replicated."
             )
         weight_dim = 0 if style.along == "colwise" else 1
         for size in _parts(linear, style) or (linear.weight.shape[weight_dim],):

@@ -358,12 +358,12 @@ CASES = {
         cached_stages,
         r"^pipe\.transformer runs in stages, and cannot be cached so: its rule asks the weights of the first block",
     ),
-    "weights that ranks share which need not run the same blocks": (
+    "weights sharded over ranks that need not run the same blocks": (
         When.CACHED_CALL,
         sharded_and_cached,
         r"^pipe\.transformer has its weights sharded over 2 ranks, and 1 share its sequence: the others have a cache of their own",
     ),
-    "a cache in one graph over weights that ranks share": (
+    "a cache in one graph over sharded weights": (
         When.CACHED_CALL,
         sharded_and_compiled,
         r"^pipe\.transformer is compiled as a whole, .*\(weights='tensor'\).*pipe\.transformer\.compile_repeated_blocks\(fullgraph=True\)",

@@ -10,11 +10,11 @@ from para_core.fleet.recipe import read_mesh_sizes
 
 
 def test_the_plan_is_the_library_s(capsys, tmp_path):
-    picture = tmp_path / "plan.png"
-    assert run(["plan", "--model", "FLUX.1-dev", "--ranks", "2", "--size", "1024x768", "--out", str(picture)]) == 0
+    image = tmp_path / "plan.png"
+    assert run(["plan", "--model", "FLUX.1-dev", "--ranks", "2", "--size", "1024x768", "--out", str(image)]) == 0
     expected = str(plan_mesh("FLUX.1-dev", ranks=2, width=1024, height=768))
     assert expected in capsys.readouterr().out
-    assert picture.stat().st_size > 1000
+    assert image.stat().st_size > 1000
 
 
 def test_the_plan_ends_with_the_options_of_generate_that_run_its_first_row(capsys, monkeypatch):

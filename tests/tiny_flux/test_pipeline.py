@@ -1,4 +1,4 @@
-"""The committed pipeline folder: plain diffusers loads it offline and draws what a caption says."""
+"""The committed pipeline folder: plain diffusers loads it offline and generates what a caption says."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 PIPELINE = ROOT / "benchmarks" / "tiny_flux" / "pipeline"
 LIMIT = 25 * 2**20  # bytes
 
-DRAW = """
+GENERATE = """
 import json, sys
 import torch
 from diffusers import FluxPipeline
@@ -45,7 +45,7 @@ SCENES = [
 def test_plain_diffusers_loads_the_folder_offline_and_draws(tmp_path):
     prompts = json.dumps([caption(scene) for scene in SCENES])
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
-    command = [sys.executable, "-c", DRAW, str(PIPELINE), str(tmp_path), prompts]
+    command = [sys.executable, "-c", GENERATE, str(PIPELINE), str(tmp_path), prompts]
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=300
     )

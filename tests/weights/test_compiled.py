@@ -14,7 +14,7 @@ from tests.weights.pipes import generate, make
 
 
 def compile_blocks(order, *, cached):
-    """With whole weights in eager code, and with shared ones in a graph for each block; graphs after one call, and after two."""
+    """With replicated weights in eager code, and with shared ones in a graph for each block; graphs after one call, and after two."""
     outs = []
     for compiled in (False, True):
         pipe = parallelize_pipe(make("flux"), mesh=init_context_parallel_mesh("cpu"))
@@ -71,7 +71,7 @@ def quantized_tensors():
     quantize_(pipe.transformer, Int8WeightOnlyConfig())
     held = pipe.transformer.transformer_blocks[0].attn.to_q.weight.qdata
     out = generate(pipe, "flux")
-    with pytest.raises(RuntimeError, match=r"to_q\.weight .* is a Int8Tensor, of which PyTorch makes no whole again"):
+    with pytest.raises(RuntimeError, match=r"to_q\.weight .* is a Int8Tensor, which PyTorch cannot gather again"):
         unshard_weights(pipe, components=["transformer"])
     return generate(alone, "flux"), out, held.to_local().shape, held.dtype
 
@@ -90,7 +90,7 @@ def quantized():
     whole = generate(pipe, "flux")
     shard_weights(pipe, components=["transformer"])
     shared = generate(pipe, "flux")
-    with pytest.raises(RuntimeError, match=r"Int8QuantizedTrainingLinearWeight, of which PyTorch makes no whole again"):
+    with pytest.raises(RuntimeError, match=r"Int8QuantizedTrainingLinearWeight, which PyTorch cannot gather again"):
         unshard_weights(pipe, components=["transformer"])
     pipe = make("flux")
     quantize_(pipe.transformer, Int8WeightOnlyConfig())

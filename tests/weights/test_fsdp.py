@@ -27,7 +27,7 @@ def mesh_of(shape):
 
 
 def share(name, shape):
-    """What comes out with whole weights and with shared ones, twice, and undone; bytes of the blocks with both."""
+    """What comes out with replicated weights and with sharded ones, twice, and undone; bytes of the blocks with both."""
     pipe = parallelize_pipe(make(name), mesh=mesh_of(shape))
     whole = generate(pipe, name)
     blocks = [block for module in components_of(pipe).values() for block in blocks_of(module)]
@@ -236,7 +236,7 @@ def is_gathered(block):
 
 
 def watch_blocks(shape):
-    """Which blocks are gathered while each computes; bytes of the blocks with whole and with shared weights."""
+    """Which blocks are gathered while each computes; bytes of the blocks with replicated and with sharded weights."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     transformer = flux_transformer(num_layers=2, num_single_layers=3)
     whole = transformer(**flux_inputs(20, 7), return_dict=False)[0]

@@ -58,7 +58,7 @@ class BlockMask:
         return self.runs_seen(query // self.query_block)
 
     def alike(self, *, is_causal: bool) -> list[Run]:
-        """Runs of queries that see the same keys; with ``is_causal`` cut at each block of queries and of keys."""
+        """Runs of queries that see the same keys; with ``is_causal`` split at each block of queries and of keys."""
         rows = self.rows
         edges = [row * self.query_block for row in range(len(rows) + 1)]
         if is_causal:
