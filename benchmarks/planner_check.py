@@ -303,6 +303,13 @@ def errors_of(found: Sequence[Checked]) -> dict[str, float]:
     return {"rows": len(errors), "median": statistics.median(errors), "worst": max(errors)}
 
 
+def summary(found: Sequence[Checked]) -> list[str]:
+    errors, hit = errors_of(found), sum(abs(row.error) <= 0.2 for row in found)
+    return [
+        f"{errors['rows']:.0f} rows: median error {errors['median']:.0%}, {hit} within 20 %, worst {errors['worst']:.0%}."
+    ]
+
+
 def page(tables: Sequence[tuple[Published, float, list[Checked]]]) -> list[str]:
     heads = ["table", "mesh", "published, s", "predicted, s", "error"]
     lines = ["| " + " | ".join(heads) + " |", "| --- | --- | ---: | ---: | ---: |"]
@@ -363,11 +370,7 @@ def main() -> None:
         slowdown, found = check(table, workload(table.model, **dict(table.sizes)))
         tables.append((table, slowdown, found))
     all_rows = [row for _, _, found in tables for row in found]
-    summary = errors_of(all_rows)
-    hit = sum(abs(row.error) <= 0.2 for row in all_rows)
-    said = [
-        f"{summary['rows']:.0f} rows: median error {summary['median']:.0%}, {hit} within 20 %, worst {summary['worst']:.0%}."
-    ]
+    said = summary(all_rows)
     parts = {
         "summary": said,
         "published": page(tables),
@@ -391,7 +394,7 @@ def main() -> None:
         table.name: {"one device": table.one, "fitted on": table.fitted_on, "slowdown": x} for table, x, _ in tables
     }
     print("\n".join([*parts["published"], "", *said]))
-    print(write_results("planner_check", {"errors": summary, "fits": fits, "rows": rows}, "diffusers"))
+    print(write_results("planner_check", {"errors": errors_of(all_rows), "fits": fits, "rows": rows}, "diffusers"))
 
 
 if __name__ == "__main__":

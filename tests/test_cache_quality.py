@@ -46,7 +46,7 @@ def without_cache(tmp_path_factory):
     ],
     ids=lambda way: way.cache,
 )
-def test_each_way_skips_steps_and_draws_nearly_the_same(without_cache, way):
+def test_each_way_skips_steps_and_generates_nearly_the_same(without_cache, way):
     images, cost = images_of(way, STEPS, 2)
     judged = judge(images, without_cache)
     assert all(2 <= computed < STEPS for computed in cost["computed"])

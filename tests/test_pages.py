@@ -1,6 +1,6 @@
 """Figures of pages are those of the JSON that a program of benchmarks/ wrote: each page is written anew, and compared.
 
-Measures nothing. docs/pipelines.md is in tests/test_supported_table.py; docs/planner.md is computed by the planner itself.
+Measures nothing. docs/pipelines.md is in tests/test_supported_table.py, what sentences say in tests/test_page_sentences.py.
 """
 
 import importlib
@@ -12,6 +12,7 @@ import pytest
 from benchmarks import (
     beside_diffusers,
     cache_forecasts,
+    early_ulysses,
     fleet_trials,
     gallery,
     hooks,
@@ -20,6 +21,7 @@ from benchmarks import (
     machines,
     pipefusion_quality,
     pipelines,
+    planner_check,
     propose,
     readme,
     real_sizes,
@@ -94,6 +96,30 @@ def parts_of_vae():
     }
 
 
+def parts_of_planner():
+    found = result("planner_check")
+    tables = []
+    for table in planner_check.TABLES:
+        rows = [row for row in found["rows"] if row["table"] == table.name]
+        checked = [
+            planner_check.Checked(table, shape, row["published"], row["predicted"], None)
+            for (shape, _), row in zip(table.rows, rows, strict=True)
+        ]
+        tables.append((table, found["fits"][table.name]["slowdown"], checked))
+    return {
+        "summary": planner_check.summary([row for *_, checked in tables for row in checked]),
+        "published": planner_check.page(tables),
+        "lacking": planner_check.lacking(tables),
+        "sources": planner_check.sources(),
+        "plans": planner_check.plans(),
+    }
+
+
+def early():
+    found = result("early_ulysses")
+    return early_ulysses.tables(found["2 gloo ranks"], found["on paper"])
+
+
 # From the text of a page to what its program would make of it now.
 WRITERS = {
     "README.md": readme.render,
@@ -104,12 +130,14 @@ WRITERS = {
     "docs/cache.md": lambda text: cache_forecasts.render(text, result("cache_forecasts")),
     "docs/cache_quality.md": lambda text: cache_quality.render(text, result("cache_quality")),
     "docs/gallery.md": lambda text: gallery.render(text, result("gallery")),
+    "docs/how_it_works.md": lambda text: fill(text, {"early": early()}),
     "docs/kernels.md": lambda text: fill(
         text, {"registers": kernel_resources.table(result("kernel_resources")["launches"])}
     ),
     "docs/memory.md": lambda text: machines.render_memory(text, result("machines")),
     "docs/new_model.md": lambda text: fill(text, {"proposals": propose.table(result("propose")["models"])}),
     "docs/peers.md": lambda text: peers.render(text, result("peers")),
+    "docs/planner.md": lambda text: fill(text, parts_of_planner()),
     "docs/several_nodes.md": lambda text: fill(text, {"links": nodes.table(result("nodes")["rows"])}),
     "docs/serving.md": lambda text: fill(text, {"fleet_trials": fleet_trials.table(result("fleet_trials"))}),
     "docs/stages.md": lambda text: fill(text, parts_of_stages()),
@@ -137,6 +165,15 @@ def test_a_page_says_what_its_results_say(page, monkeypatch, tmp_path):
         module, arguments = PAGE_WRITERS[page]
         again = written(module, monkeypatch, tmp_path, text, *arguments())
     assert again == text, "figures and results differ: run the program that the page names"
+
+
+@pytest.mark.long
+def test_the_planner_predicts_what_its_results_say():
+    for table in planner_check.TABLES:
+        slowdown, checked = planner_check.check(table, planner_check.workload(table.model, **dict(table.sizes)))
+        assert slowdown == pytest.approx(result("planner_check")["fits"][table.name]["slowdown"])
+        said = [row["predicted"] for row in result("planner_check")["rows"] if row["table"] == table.name]
+        assert [row.predicted for row in checked] == pytest.approx(said)
 
 
 def test_the_readme_of_the_tiny_flux_says_what_was_measured():
