@@ -242,8 +242,9 @@ def conclusion(rows: list[dict[str, Any]]) -> str:
         medians[kind] = f"{statistics.median(of_rows):.2f} ({min(of_rows):.2f} – {max(of_rows):.2f})"
     return (
         f"Over these {len(rows)} models the median ratio of seconds is {medians['seconds']}, of CPU seconds {medians['CPU seconds']}: with "
-        "Ulysses on two CPU ranks both take the same time, within what rounds differ by. What para_core adds is not speed here "
-        "but what it takes: odd lengths, a ring, masks, caches and guidance over ranks. Nothing is said of GPUs."
+        "Ulysses on two CPU ranks both take the same time, within what rounds differ by. They differ in what they take: on these ranks odd "
+        "lengths and a ring, both of which diffusers offers for GPUs, and the inputs of LTX and LTX-2. What was not asked here, masks around a "
+        "ring, caches and guidance over ranks, is in [peers.md](peers.md) and [hooks.md](hooks.md). Nothing is said of GPUs."
     )
 
 
@@ -281,7 +282,8 @@ def page(results: dict[str, Any]) -> str:
     return f"""# Beside diffusers' own context parallelism
 
 Written by `python -m benchmarks.beside_diffusers` (numbers in `benchmarks/results/beside_diffusers.json`): every class on which diffusers
-publishes a plan, random weights, two CPU ranks of one thread with gloo, Ulysses if it says nothing else.
+publishes a plan, random weights, two CPU ranks of one thread with gloo, Ulysses if it says nothing else. diffusers runs by the plan that it
+publishes, para_core by its own adapter where it has one; model, weights and input are the same.
 
 ## Who takes what
 
@@ -297,9 +299,9 @@ unmodified model, or what was said.
 
 - *gloo*: with odd lengths diffusers gathers parts of unequal size, which NCCL's all-gather takes and gloo's does not
   (`ProcessGroupGloo::allgather: invalid tensor size`). para_core exchanges by all-to-all, which takes them on every backend.
-- *A CPU*: its ring asks the attention kernel for the log-sum-exp, and none of its backends gives one on a CPU
+- *A CPU*: its ring asks the attention kernel for the log-sum-exp, and those of its backends that return one need a GPU
   (`Native attention does not support return_lse=True`). [peers.md](peers.md) has its ring with a stand-in for cuDNN's kernel.
-- *Our tiny config*: its plan for Helios names the third block, and the tiny model of this benchmark has two.
+- *Our tiny config*: its plan for Helios names blocks 0 to 39, which the published model has; the tiny one of this benchmark has two.
 
 *Refused* is raised by diffusers' own code on this input; that a GPU would say otherwise was not seen.
 
