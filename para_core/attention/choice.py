@@ -28,12 +28,13 @@ OF_PYTORCH: Mapping[Backend, int] = {
     "cudnn": SDPBackend.CUDNN_ATTENTION.value,
     "math": SDPBackend.MATH.value,
 }
-# What sdpa_kernel(...) and torch.backends.cuda.enable_*_sdp(...) switch.
+# What sdpa_kernel(...) and torch.backends.cuda.enable_*_sdp(...) switch; in a graph Dynamo takes these for constants, and not the public
+# functions that call them.
 SWITCHES: Mapping[Backend, Callable[[], bool]] = {
-    "flash": torch.backends.cuda.flash_sdp_enabled,
-    "efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
-    "cudnn": torch.backends.cuda.cudnn_sdp_enabled,
-    "math": torch.backends.cuda.math_sdp_enabled,
+    "flash": torch._C._get_flash_sdp_enabled,
+    "efficient": torch._C._get_mem_efficient_sdp_enabled,
+    "cudnn": torch._C._get_cudnn_sdp_enabled,
+    "math": torch._C._get_math_sdp_enabled,
 }
 
 
@@ -47,8 +48,8 @@ def chosen(
             among the others.
 
     Raises:
-        RuntimeError: the named one is switched off, or does not take tensors like these. The verdict depends on dtype, head dims and
-            device alone.
+        RuntimeError: the named one is switched off, or does not take such a call. The verdict depends on dtype, head dims, device and
+            ``masked``, and on lengths where a call is computed in one piece.
     """
     if backend is None:
         return _fastest(query, masked=masked, is_causal=is_causal) if FASTEST else None
@@ -59,7 +60,24 @@ def chosen(
             f"backend={backend!r} is switched off by sdpa_kernel(...) or torch.backends.cuda.enable_*_sdp(...). Switch it on, or "
             "name another one."
         )
+    elif backend == "flash" and not query.is_cpu:
+        _require_flash_of_cuda(query, value, masked=masked, is_causal=is_causal)
     return backend
+
+
+def _require_flash_of_cuda(query: Tensor, value: Tensor, *, masked: bool, is_causal: bool) -> None:
+    """The operator has no argument for a mask, and its diagonal ends at the last key (transformers/cuda/sdp_utils.cpp,
+    check_flash_causal_non_square_seqlens): it would compute something else, and not say so.
+    """
+    if masked:
+        raise RuntimeError(
+            'backend="flash" takes no attn_mask on a GPU, and this call has one. Name another backend, or none.'
+        )
+    if is_causal and query.shape[-2] != value.shape[-2]:
+        raise RuntimeError(
+            f'backend="flash" takes is_causal on a GPU for as many keys as queries; these are {query.shape[-2]} queries and '
+            f"{value.shape[-2]} keys. Name another backend, or none."
+        )
 
 
 def _fastest(query: Tensor, *, masked: bool, is_causal: bool) -> Backend | None:
@@ -82,9 +100,12 @@ def _capability(index: int) -> int:
     return 10 * major + minor
 
 
-@lru_cache
+# Found once: a graph cannot look for packages.
+_HAS_TRITON = find_spec("triton") is not None
+
+
 def has_triton() -> bool:
-    return find_spec("triton") is not None
+    return _HAS_TRITON
 
 
 def _require_triton(backend: Backend, query: Tensor, value: Tensor) -> None:

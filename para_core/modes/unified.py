@@ -54,7 +54,7 @@ class UnifiedAttnMode(ShardingMode):
               ring's ranks are rows and columns, queries travel along the former, keys and values along the latter: fewer bytes
               from 4 ranks on, backward too (:mod:`para_core.attention.attention_2d`).
             - ``backend``: what computes attention on one device: ``"flash"``, ``"efficient"``, ``"cudnn"``, ``"math"``, or the Triton kernel
-              of this package, ``"triton"``. By default PyTorch chooses, by its own order and the user's ``sdpa_kernel(...)``.
+              of this package, ``"triton"``, on one rank, too. By default PyTorch chooses, by its own order and the user's ``sdpa_kernel(...)``.
               ``"triton-int8"``: q·k in 8 bits. Not exact; without gradients only.
 
     >>> import torch.distributed as dist  # doctest: +SKIP
@@ -99,7 +99,7 @@ class UnifiedAttnMode(ShardingMode):
         elif key_layout is not None:
             raise ValueError("key_layout was given without layout; give both, or neither.")
         # Whether attention under this mode is what it is without.
-        self._is_sdpa = self._mesh.ranks == 1 and not self._options.by_position
+        self._is_sdpa = self._mesh.ranks == 1 and not self._options.by_position and self._options.backend is None
         self.intercepted = False
 
     def _make_attention(self) -> MeshAttention:

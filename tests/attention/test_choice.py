@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.interpreted import interpreted
 from para_core import UnifiedAttnMode, init_context_parallel_mesh
-from para_core.attention import choice
+from para_core.attention import choice, local
 from para_core.attention.choice import chosen
 from para_core.attention.local import (
     continued_attention,
@@ -21,6 +21,7 @@ from para_core.attention.local import (
 )
 from para_core.attention.merge import Merged
 from para_core.attention.options import AttnOptions
+from para_core.mesh import one_rank
 from tests.attention.one_device import make_qkv, relative_error
 from tests.kernels.attention_cases import by_formula, check_lse, error, make
 
@@ -86,6 +87,61 @@ def test_triton_that_is_not_installed_is_an_error_that_names_the_package(monkeyp
     query, key, value = make(5, 7)
     with pytest.raises(RuntimeError, match=r'pip install "triton>=3\.5"'):
         local_attention(query, key, value, backend="triton")
+
+
+def test_flash_that_a_gpu_has_not_for_a_mask_or_a_rectangle_is_an_error():
+    query, key, value = (x.half().to("meta") for x in make(5, 7))  # meta: the kernels of CUDA
+    mask = torch.ones(1, 1, 1, 7, dtype=torch.bool, device="meta")
+    for function in (local_attention, local_attention_with_lse):
+        with pytest.raises(RuntimeError, match='backend="flash" takes no attn_mask on a GPU'):
+            function(query, key, value, mask=mask, backend="flash")
+        with pytest.raises(RuntimeError, match="these are 5 queries and 7 keys"):
+            function(query, key, value, is_causal=True, backend="flash")
+    with pytest.raises(RuntimeError, match='backend="flash" takes no attn_mask'):
+        require_backend(query, value, mask=mask, backend="flash")
+    require_backend(query, value, backend="flash")
+    out, _ = local_attention_with_lse(query, key[:, :, :5], value[:, :, :5], is_causal=True, backend="flash")
+    assert out.shape == query.shape
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_named_backend_computes_on_one_rank_too(monkeypatch, compiled):
+    """With a mask, shared heads and more keys than queries, and its gradient."""
+    query, key, value = make(5, 7, key_heads=1)
+    query.requires_grad_()
+    mask = torch.ones(5, 7, dtype=torch.bool).tril(1)
+    by_math = []
+    for table in (local.FORWARD, local.BACKWARD):
+        function = table[choice.OF_PYTORCH["math"]]
+        counted = lambda *args, function=function: by_math.append(function) or function(*args)  # noqa: E731
+        monkeypatch.setitem(table, choice.OF_PYTORCH["math"], counted)
+
+    def call(*tensors):
+        return F.scaled_dot_product_attention(*tensors, attn_mask=mask, scale=0.3, enable_gqa=True)
+
+    grads = []
+    for backend, expected in (("flash", 0), ("math", 2)):
+        by_math.clear()
+        with UnifiedAttnMode(one_rank("cpu"), backend=backend):
+            out = (torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call)(query, key, value)
+            grads += torch.autograd.grad(out.sum(), query)
+        assert len(by_math) == expected
+        assert error(out.detach(), by_formula(query.detach(), key, value, mask=mask, scale=0.3)[0]) < 1e-6
+    assert relative_error(*grads) < 1e-5
+
+
+def test_the_triton_kernel_computes_on_one_rank_or_says_why_it_does_not():
+    tensors = [x.half() for x in make(5, 7)]
+    with torch.no_grad(), UnifiedAttnMode(one_rank("cpu"), backend="triton"):
+        with pytest.raises(RuntimeError, match='backend="triton" needs a CUDA device'):
+            F.scaled_dot_product_attention(*tensors)
+        with interpreted(), Names() as names:
+            out = F.scaled_dot_product_attention(*tensors, is_causal=True)
+        with interpreted():
+            call = torch.compile(F.scaled_dot_product_attention, fullgraph=True, backend="aot_eager")
+            assert torch.equal(call(*tensors, is_causal=True), out)
+    assert "para_core.triton_attention.default" in names.seen
+    assert error(out, by_formula(*tensors, is_causal=True)[0]) < 1e-3
 
 
 # -- the table

@@ -35,8 +35,10 @@ def flash_attn_func(
     sm_margin=0,
     return_attn_probs=False,
 ):
-    """``[B, S, H, D]``; lse ``[B, H, S_q]``."""
-    found, lse = by_formula(*[x.transpose(1, 2) for x in (q, k, v)], scale=softmax_scale, is_causal=causal)
+    """``[B, S, H, D]``; lse ``[B, H, S_q]``; the diagonal ends at the last query and the last key."""
+    shift = k.shape[1] - q.shape[1]
+    options = {"scale": softmax_scale, "is_causal": causal, "query_offset": shift}
+    found, lse = by_formula(*[x.transpose(1, 2) for x in (q, k, v)], **options)
     out = found.transpose(1, 2).contiguous().to(q.dtype)
     return (out, lse.float()) if return_attn_probs else out
 
@@ -47,7 +49,7 @@ def earlier_flash_attn_func(q, k, v, softmax_scale=None, causal=False):
 
 # thu-ml/SageAttention, sageattention/core.py, commit 0116592.
 def sageattn(q, k, v, tensor_layout="HND", is_causal=False, sm_scale=None, return_lse=False, **kwargs):
-    assert tensor_layout == "HND"
+    assert tensor_layout == "HND" and not (is_causal and q.shape != k.shape)  # "only applicable when qo_len == kv_len"
     out, lse = by_formula(q, k, v, scale=sm_scale, is_causal=is_causal)
     return (out.to(q.dtype), lse.float()) if return_lse else out.to(q.dtype)
 
@@ -71,6 +73,25 @@ def ring(name, is_causal, scale):
 def test_a_ring_of_another_librarys_attention_equals_one_device(rank_pool, name, is_causal, scale):
     expected = F.scaled_dot_product_attention(*make_qkv(13, 2, seed=0), is_causal=is_causal, scale=scale)
     for rank, out in enumerate(rank_pool.run(ring, 2, name=name, is_causal=is_causal, scale=scale)):
+        assert relative_error(out, expected) < 1e-5, f"rank {rank}"
+
+
+def rectangle(name, ring, queries, keys):
+    mesh = init_context_parallel_mesh("cpu", max_ring_dim_size=ring)
+    with torch.no_grad(), UnifiedAttnMode(mesh, attn_func=WRAPPED[name]()) as cp:
+        query, (key, value) = make_qkv(queries, 2, seed=0)[0], make_qkv(keys, 2, seed=1)[1:]
+        shards = [cp.shard(x, dim=2) for x in (query, key, value)]
+        sequence = cp.sequence(queries)
+        return cp.gather(F.scaled_dot_product_attention(*shards, is_causal=True), dim=2, sequence=sequence)
+
+
+@pytest.mark.parametrize("name", ["FlashAttention-3", "SageAttention"])
+@pytest.mark.parametrize("ring", [1, 2])
+@pytest.mark.parametrize(("queries", "keys"), [(7, 13), (13, 7)])
+def test_a_causal_diagonal_of_fewer_or_more_keys_than_queries_begins_at_the_first(rank_pool, name, ring, queries, keys):
+    query, (key, value) = make_qkv(queries, 2, seed=0)[0], make_qkv(keys, 2, seed=1)[1:]
+    expected = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    for rank, out in enumerate(rank_pool.run(rectangle, 2, name=name, ring=ring, queries=queries, keys=keys)):
         assert relative_error(out, expected) < 1e-5, f"rank {rank}"
 
 
