@@ -73,14 +73,33 @@ VAES: Mapping[str, VaeAdapter] = {
 }
 
 
-# The others that a pipeline of diffusers has, and why their rows are not distributed.
+# The others of diffusers, and why their rows are not distributed.
 REFUSED_VAES: Mapping[str, str] = {
     "AsymmetricAutoencoderKL": "its decoder takes a mask and an image, of which rows would have to be distributed alike",
     "AutoencoderKLLTX2Audio": "it crops a spectrogram to a length computed from its number of frames, and is decoded in milliseconds",
     "AutoencoderSAME": "a transformer over a waveform, which joins its tokens with as many new ones and folds them to chunks",
     "ConsistencyDecoderVAE": "it draws noise at every step of its own denoising loop",
     "MMAudioVAE": "it encodes a Fourier transform over all samples; its decoder makes a spectrogram of 8 s, which is small",
+    "RFD4ProteinaAutoencoder": "it encodes proteins, which have no rows",
     "VQModel": "it looks up codes by the place of each pixel",
+    **dict.fromkeys(
+        ("Cosmos3AVAEAudioTokenizer", "LongCatAudioDiTVae"), "it decodes a waveform, and nobody tried it yet"
+    ),
+    **dict.fromkeys(
+        ("AutoencoderKLMiniMaxH3", "AutoencoderKLMiniMaxH3Audio"),
+        "modular pipelines alone have it, and nobody tried it yet",
+    ),
+    "Kandinsky6SRVAE": "nobody tried it yet",
+    **dict.fromkeys(
+        (
+            "AutoencoderKLKVAE",
+            "AutoencoderKLKVAEAudio",
+            "AutoencoderKLKVAEVideo",
+            "AutoencoderRAE",
+            "AutoencoderVidTok",
+        ),
+        "no pipeline of diffusers has it, and nobody tried it yet",
+    ),
 }
 
 

@@ -1,5 +1,6 @@
 """Autoencoders of diffusers on ranks, against the unmodified ones on one device."""
 
+import re
 from functools import cache
 
 import pytest
@@ -7,11 +8,12 @@ import torch
 import torch.distributed as dist
 from accelerate import cpu_offload, cpu_offload_with_hook
 from diffusers.hooks import apply_group_offloading
+from diffusers.models import autoencoders
 
 from benchmarks.tiny_vaes import TINY_VAES, random_image
 from para_core.adapters import parallelize_vae, unparallelize_vae
 from para_core.adapters import vae as vae_module
-from para_core.adapters.models.vaes import rows_per_latent
+from para_core.adapters.models.vaes import REFUSED_VAES, VAES, rows_per_latent
 from tests.attention.one_device import relative_error
 
 NAMES = list(TINY_VAES)
@@ -216,6 +218,23 @@ def test_unknown_autoencoders_and_words_are_errors_that_name_them():
         parallelize_vae(TINY_VAES["KL"].make(), method="fast")
     with pytest.raises(ValueError, match="tiles of AutoencoderTiny cannot be distributed: it blends each tile as soon"):
         parallelize_vae(TINY_VAES["Tiny"].make(), method="tiled")
+
+
+@pytest.mark.parametrize("name", REFUSED_VAES)
+def test_a_refused_autoencoder_is_an_error_that_says_why(name):
+    cls = getattr(autoencoders, name)
+    vae = cls.__new__(cls)  # without weights, of which default sizes have billions
+    torch.nn.Module.__init__(vae)
+    with pytest.raises(TypeError, match=f"^{name} does not run on several ranks: {re.escape(REFUSED_VAES[name])}"):
+        parallelize_vae(vae)
+
+
+def test_every_autoencoder_of_diffusers_runs_or_has_a_reason():
+    # A diffusion model of pixels, and vocoders.
+    others = {"LTX2VideoDiffusionDecoderModel", "MMAudioVocoder", "MiniMaxMusic3Vocoder"}
+    names = {name for name, value in vars(autoencoders).items() if isinstance(value, type)}
+    assert len(names) > 30
+    assert names - others == set(VAES) | set(REFUSED_VAES)
 
 
 def warn_of_many(caplog_name):
