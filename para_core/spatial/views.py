@@ -51,13 +51,17 @@ def match(before: tuple[int, ...], rows: Rows, after: tuple[int, ...], rank: int
     Rows(dim=1, layout=(6, 4), outer=1)
     >>> match((3, 6, 5), Rows(1, (6, 4)), (90,), rank=0)
     Rows(dim=0, layout=(30, 20), outer=3)
+    >>> match((1, 8, 0, 6, 5), Rows(3, (6, 4)), (1, 2, 4, 0, 6, 5), rank=0)
+    Rows(dim=4, layout=(6, 4), outer=1)
     """
+    # A tensor without frames says as much of its rows as one with a frame.
+    before, after = tuple([size or 1 for size in before]), tuple([size or 1 for size in after])
     units = rows.layout[rank]
     first, last = math.prod(before[: rows.dim]) * rows.outer, math.prod(before[rows.dim + 1 :])
     best: tuple[tuple[int, int, int], Rows] | None = None
     for dim, size in enumerate(after):
         left, right = math.prod(after[:dim]), math.prod(after[dim + 1 :])
-        if left == 0 or right == 0 or first % left:
+        if first % left:
             continue
         outer = first // left
         merged, parts = (last // right, 1) if last % right == 0 else (1, right // last)
