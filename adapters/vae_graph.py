@@ -13,6 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+# What stands for None, which is no argument of torch._dynamo.nonstrict_trace.
+_NONE = "para_core: None"
+
 
 class _Held(nn.Module):
     """``compute`` with the autoencoder's weights as its own: a graph takes them as inputs, and bakes none in."""
@@ -35,13 +38,21 @@ def traceable(vae: nn.Module, compute: Callable[..., Any]) -> Callable[..., Any]
     settings = tuple([name for name in vars(vae) if name.startswith(("tile_", "use_"))])
 
     def run(weights: dict[str, Tensor], guarded: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return functional_call(held, weights, args, kwargs)
+        given = tuple([None if _is_none(value) else value for value in args])
+        named = {name: None if _is_none(value) else value for name, value in kwargs.items()}
+        return functional_call(held, weights, given, named)
 
     opaque = torch._dynamo.nonstrict_trace(run)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         weights = dict(held.named_parameters(remove_duplicate=False)) | dict(held.named_buffers(remove_duplicate=False))
         guarded = str([getattr(vae, name) for name in settings])
-        return opaque(weights, guarded, args, kwargs)
+        given = tuple([_NONE if value is None else value for value in args])
+        named = {name: _NONE if value is None else value for name, value in kwargs.items()}
+        return opaque(weights, guarded, given, named)
 
     return call
+
+
+def _is_none(value: Any) -> bool:
+    return isinstance(value, str) and value == _NONE

@@ -8,8 +8,8 @@ from benchmarks.tiny_vaes import TINY_VAES, random_image
 from para_core.adapters import parallelize_vae
 from tests.attention.one_device import relative_error
 
-# It has nothing but tiles; its tiles of time; an argument that is None, which torch._dynamo.nonstrict_trace does not take.
-NOT_COMPILED = ("Allegro", "HunyuanVideo, long", "LTXVideo", "LTXVideo 0.9.5", "LTX2Video")
+# It has nothing but tiles; its tiles of time; and one that is one graph unmodified: what is in its way is not known yet.
+NOT_COMPILED = ("Allegro", "HunyuanVideo, long", "LTX2Video")
 
 
 def compiled(vae, way, **options):
