@@ -53,9 +53,10 @@ def match(before: tuple[int, ...], rows: Rows, after: tuple[int, ...], rank: int
     Rows(dim=0, layout=(30, 20), outer=3)
     >>> match((1, 8, 0, 6, 5), Rows(3, (6, 4)), (1, 2, 4, 0, 6, 5), rank=0)
     Rows(dim=4, layout=(6, 4), outer=1)
+    >>> match((1, 8, 0, 2, 6, 2, 5), Rows(4, (6, 4)), (1, 8, 0, 12, 5), rank=0)
+    Rows(dim=3, layout=(12, 8), outer=1)
     """
-    # A tensor without frames says as much of its rows as one with a frame.
-    before, after = tuple([size or 1 for size in before]), tuple([size or 1 for size in after])
+    before, after = _with_elements(before, after)
     units = rows.layout[rank]
     first, last = math.prod(before[: rows.dim]) * rows.outer, math.prod(before[rows.dim + 1 :])
     best: tuple[tuple[int, int, int], Rows] | None = None
@@ -74,6 +75,17 @@ def match(before: tuple[int, ...], rows: Rows, after: tuple[int, ...], rank: int
         if best is None or rank_of < best[0]:
             best = rank_of, Rows(dim, layout, outer)
     return None if best is None else best[1]
+
+
+def _with_elements(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Both shapes with other sizes in place of 0: a tensor without frames says as much of its rows as one with frames."""
+    one, other = math.prod(size or 1 for size in before), math.prod(size or 1 for size in after)
+    return _without_zeros(before, max(1, other // one)), _without_zeros(after, max(1, one // other))
+
+
+def _without_zeros(shape: tuple[int, ...], first: int) -> tuple[int, ...]:
+    at = shape.index(0) if 0 in shape else -1
+    return tuple([first if dim == at else size or 1 for dim, size in enumerate(shape)])
 
 
 def apart(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -12,20 +12,20 @@ from tests.attention.one_device import relative_error
 NOT_COMPILED = ("Allegro", "HunyuanVideo, long", "LTX2Video")
 
 
-def compiled(vae, way, **options):
-    counter = CompileCounterWithBackend("aot_eager")
+def compiled(vae, way, backend="aot_eager", **options):
+    counter = CompileCounterWithBackend(backend)
     setattr(vae, way, torch.compile(getattr(vae, way), backend=counter, fullgraph=True, **options))
     return counter
 
 
-def errors_of(name, way, sizes, first):
+def errors_of(name, way, sizes, first, backend="aot_eager"):
     """Errors of two images of each size, of one in eager code afterwards, and how many graphs there were."""
     tiny = TINY_VAES[name]
     torch._dynamo.reset()
     vae = tiny.make().requires_grad_(True)
     if not first:
         parallelize_vae(vae)
-    counter = compiled(vae, way)
+    counter = compiled(vae, way, backend)
     if first:
         parallelize_vae(vae)
     errors = []
@@ -54,6 +54,14 @@ def test_a_compiled_decode_is_one_graph_for_each_size_and_exact(rank_pool, first
 def test_every_autoencoder_compiles_whole_on_ranks(rank_pool, name, way):
     shape = TINY_VAES[name].latents if way == "decode" else TINY_VAES[name].pixels
     for errors, graphs in rank_pool.run(errors_of, 2, name, way, [shape], False, timeout=900):
+        assert max(errors) < 1e-5 and graphs == 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["KL", "Tiny"])
+def test_inductor_decodes_on_ranks_from_one_graph(rank_pool, name):
+    sizes = [TINY_VAES[name].latents]
+    for errors, graphs in rank_pool.run(errors_of, 2, name, "decode", sizes, False, "inductor", timeout=900):
         assert max(errors) < 1e-5 and graphs == 1
 
 

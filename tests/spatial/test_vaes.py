@@ -325,3 +325,23 @@ def test_longer_clips_on_two_ranks_equal_one_device(rank_pool, name):
     for found in rank_pool.run(longer_clip, 2, name, True):
         for x, reference in zip(found, expected_clip, strict=True):
             assert relative_error(x, reference) < 1e-5
+
+
+@torch.no_grad()
+def one_frame(name, parallel):
+    """What caches hold of no frame has no element, and rows all the same."""
+    tiny = TINY_VAES[name]
+    vae = parallelize_vae(tiny.make()) if parallel else tiny.make()
+    (batch, channels, _, *latents), (*_, height, width) = tiny.latents, tiny.pixels
+    found = tiny.decode(vae, random_image((batch, channels, 1, *latents)))
+    return found, tiny.encode(vae, random_image((1, 3, 1, height, width)))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "HunyuanVideo15" else pytest.mark.long) for name in CLIPS]
+)
+def test_one_frame_on_two_ranks_equals_one_device(rank_pool, name):
+    expected_frame = one_frame(name, False)
+    for found in rank_pool.run(one_frame, 2, name, True):
+        for x, reference in zip(found, expected_frame, strict=True):
+            assert relative_error(x, reference) < 1e-5
