@@ -101,8 +101,6 @@ def serve(
         waiting=queue, pixels=_pixels(max_size, found.kind), steps=max_steps, seconds=request_seconds, retries=retries
     )
     console = Console(stderr=True, soft_wrap=True, highlight=False)
-    # What docker stop and systemd send ends the server as Ctrl-C does: Serve would outlive this process on a cluster of others.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     serving.start(
         found,
         recipe,
@@ -117,6 +115,9 @@ def serve(
         room=None if memory is None else memory * 1e9,
         debug=debug,
     )
+    # What docker stop and systemd send ends the server as Ctrl-C does (Ray has set a handler of its own before): Serve would outlive
+    # this process on a cluster of others.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     console.print(
         f"{found.pipeline} answers on http://{f'[{host}]' if ':' in host else host}:{port}/ (Ctrl-C ends it)",
         markup=False,

@@ -74,7 +74,11 @@ def too_large(folder: Path, request: Request, model: Model, format_: str) -> str
     free = shutil.disk_usage(place).free
     if needed + _SPARE_BYTES <= free or needed <= _SPARE_BYTES:
         return None
-    return f"its result may take {needed / 1e9:.3g} GB, and {folder} has {free / 1e9:.2f} GB free."
+    return f"its result may take {_amount(needed)}, and {folder} has {_amount(free)} free."
+
+
+def _amount(number: int) -> str:
+    return f"{number / 1e9:.3g} GB" if number >= 1e9 else f"{number / 1e6:.1f} MB"
 
 
 def require_room(folder: Path, requests: Iterable[Request], model: Model, format_: str) -> int:
@@ -96,8 +100,8 @@ def require_room(folder: Path, requests: Iterable[Request], model: Model, format
     free = shutil.disk_usage(folder).free
     if needed + _SPARE_BYTES > free:
         raise OSError(
-            f"{folder} has {free / 1e9:.2f} GB free, and {len(sizes)} results may take {needed / 1e9:.2f} GB (with "
-            f"{_SPARE_BYTES / 1e9:.2f} GB to spare). Name a folder on another disk with --out, or generate fewer at once."
+            f"{folder} has {_amount(free)} free, and {len(sizes)} results may take {_amount(needed)} (with "
+            f"{_amount(_SPARE_BYTES)} to spare). Name a folder on another disk with --out, or generate fewer at once."
         )
     return needed
 

@@ -220,8 +220,6 @@ def _require_answer(host: str, port: int) -> None:
 
 
 def stop() -> None:
-    """End the server; the cluster goes on, if it was there before, and so does what else Serve has there."""
+    """End the server; the cluster goes on, if it was there before, and so does Serve, with what else it has there."""
     for name in {APP, REPLICAS} & serve.status().applications.keys():
         serve.delete(name)
-    if not serve.status().applications:
-        serve.shutdown()

@@ -163,7 +163,7 @@ def test_what_cannot_be_written_is_an_error_before_the_pipeline_is_loaded(tmp_pa
     assert "FluxPipeline generates images: expected png or jpg or webp" in capsys.readouterr().err
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10**9, 10**9, 10**6))
     assert run([*one, "--out", str(tmp_path / "full")]) == 1
-    assert re.search(r"0.00 GB free, and 1 results may take 0.00 GB \(with 0.07 GB to spare\)", capsys.readouterr().err)
+    assert re.search(r"1.0 MB free, and 1 results may take 0.1 MB \(with 67.1 MB to spare\)", capsys.readouterr().err)
 
 
 def test_a_video_without_a_writer_is_an_error_before_the_pipeline_is_loaded(tmp_path, monkeypatch, capsys):

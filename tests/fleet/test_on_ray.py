@@ -6,8 +6,12 @@ import http.client
 import json
 import os
 import signal
+import subprocess
+import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import psutil
 import pytest
@@ -26,6 +30,7 @@ from para_core.fleet.work import Watch, generate
 
 # Ray's own sockets and threads, which end with the cluster.
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
+ROOT = Path(__file__).parents[2]
 PORT = 8123
 PATH = "/v1/images/generations"
 SMALL = {"size": "64x48", "steps": 3}
@@ -97,6 +102,24 @@ def test_a_file_of_prompts_is_finished_although_a_replica_is_killed_half_way(mod
     assert sorted(written) == list(range(1, 9))
 
 
+# On a cluster of its own.
+def test_the_command_serves_until_it_is_told_to_end():
+    command = [sys.executable, "-m", "para_core", "serve", "--ranks", "1", "--port", str(PORT + 10)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        late = threading.Timer(500, process.kill)
+        late.start()
+        try:
+            said = process.stderr.readline()
+            assert said == f"FluxPipeline answers on http://127.0.0.1:{PORT + 10}/ (Ctrl-C ends it)\n"
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(120) == 0
+            assert process.stderr.read() == ""
+        finally:
+            late.cancel()
+            process.kill()
+
+
 def test_the_same_request_gives_the_same_bytes_on_any_replica(server, model, recipe):
     asked = {"prompt": PROMPTS[0], "seed": 5, **SMALL}
     with ThreadPoolExecutor(4) as threads:
@@ -114,6 +137,15 @@ def test_a_size_that_the_planner_finds_too_large_for_a_rank_is_refused(server):
     status, body = ask({"prompt": PROMPTS[0], "size": "1984x1984"})
     assert status == 400
     assert b"of each rank, which may hold 0.06 GB" in body
+
+
+def test_a_second_server_on_the_cluster_is_an_error_and_leaves_the_first_alone(server, model, recipe):
+    options = {"replicas": 1, "format_": "png", "fps": 16, "host": "127.0.0.1", "port": PORT + 11, "api_key": None}
+    before = rank_processes()
+    with pytest.raises(RuntimeError, match="has a para_core server already"):
+        serving.start(model, recipe, group.Shape(ranks=1), Limits(), **options)
+    assert rank_processes() == before
+    assert ask(None, method="GET", path="/health")[0] == 200
 
 
 def test_a_port_that_is_in_use_is_an_error_before_a_replica_is_made(server, model, recipe):

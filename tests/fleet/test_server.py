@@ -12,7 +12,7 @@ import time
 
 import pytest
 import uvicorn
-from diffusers import FluxImg2ImgPipeline
+from diffusers import FluxImg2ImgPipeline, WanPipeline
 from PIL import Image
 
 from para_core.fleet.failures import ReplicaDied, RequestCancelled, RequestFailed
@@ -56,11 +56,11 @@ class StandIn:
 
 
 @contextlib.contextmanager
-def serving(backend=None, *, api_key=None, limits=None):
+def serving(backend=None, *, api_key=None, limits=None, pipeline=FluxImg2ImgPipeline, format_="png"):
     """A port at which a server answers, and its backend."""
     backend = backend or StandIn()
-    model = describe("", FluxImg2ImgPipeline, {})
-    server = Server(backend, model, limits or Limits(), format_="png", replicas=1, api_key=api_key)
+    model = describe("", pipeline, {})
+    server = Server(backend, model, limits or Limits(), format_=format_, replicas=1, api_key=api_key)
     web = uvicorn.Server(uvicorn.Config(server.app, port=0, log_level="error", ws="none", lifespan="off"))
     thread = threading.Thread(target=web.run, daemon=True)
     thread.start()
@@ -117,6 +117,21 @@ def test_an_image_comes_as_base64_or_by_its_url():
         assert (status, headers["content-type"], data) == (200, "image/png", b"a 3")
         for index in ("1", "-1", "9" * 5000, "x"):
             assert ask(port, None, method="GET", path=f"/v1/files/mine/{index}")[0] == 404
+
+
+def test_a_pipeline_that_makes_videos_answers_at_the_videos_address():
+    limits = Limits(pixels=64 * 32 * 17)
+    with serving(pipeline=WanPipeline, format_="mp4", limits=limits) as (port, backend):
+        asked = {"prompt": "a", "size": "64x32", "frames": 17, "response_format": "url"}
+        status, _, body = ask(port, asked, path="/v1/videos", X_Request_Id="mine")
+        assert status == 200
+        assert backend.ran[0][1].fields["num_frames"] == 17
+        status, headers, data = ask(port, None, method="GET", path="/v1/files/mine/0")
+        assert (status, headers["content-type"], data) == (200, "video/mp4", b"a 0")
+        status, _, body = ask(port, {**asked, "frames": 33}, path="/v1/videos")
+        assert status == 400
+        assert "as many images or frames fit at 32x32" in body["error"]["message"]
+        assert "this server generates videos: POST /v1/videos" in str(ask(port, asked)[2])
 
 
 @pytest.fixture(scope="module")
