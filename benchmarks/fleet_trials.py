@@ -1,5 +1,7 @@
-"""What replicas do when something goes wrong: a rank killed amid 50 prompts, clients that leave the server, a rank killed behind it.
+"""What a new user sees, and what replicas do when something goes wrong: a first image out of a fresh clone, a rank killed amid 50
+prompts, clients that leave the server, a rank killed behind it.
 
+python -m benchmarks.fleet_trials first
 python -m benchmarks.fleet_trials prompts
 python -m benchmarks.fleet_trials server
 python -m benchmarks.fleet_trials page
@@ -20,6 +22,7 @@ import json
 import os
 import signal
 import statistics
+import subprocess
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -41,7 +44,8 @@ from para_core.fleet.request import Request, call_arguments, make_request
 from para_core.fleet.work import Result
 
 PAGE = Path(__file__).parents[1] / "docs/serving.md"
-PARTS = ("prompts", "server")
+ROOT = Path(__file__).parents[1]
+PARTS = ("first", "prompts", "server")
 HOST, PORT, PATH = "127.0.0.1", 8127, "/v1/images/generations"
 CAPTIONS = ("a large red circle", "a blue square", "a green triangle", "a small yellow star")
 SMALL: dict[str, Any] = {"size": "64x48", "steps": 4}
@@ -78,6 +82,30 @@ def compare(pairs: list[tuple[bytes, bytes]]) -> dict[str, Any]:
         "equal_bytes": sum(one == other for one, other in pairs),
         "largest_difference": int(max(np.abs(one - other).max() for one, other in pixels)),
     }
+
+
+def try_first(ranks: int) -> dict[str, Any]:
+    """A fresh clone: what installing takes, and the first image, on one process and on ranks."""
+    seconds: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+
+        def timed(name: str, *command: str, cwd: str) -> None:
+            start = time.perf_counter()
+            subprocess.run(
+                command, cwd=cwd, check=True, env={**os.environ, "PYTHONPATH": ""}, stdout=subprocess.DEVNULL
+            )
+            seconds[name] = time.perf_counter() - start
+
+        clone = f"{folder}/para_core"
+        timed("clone", "git", "clone", "--quiet", str(ROOT), clone, cwd=folder)
+        timed("install", "make", "--silent", ".venv/.installed", cwd=clone)
+        generate = (".venv/bin/para_core", "generate", "--prompt", CAPTIONS[0])
+        timed("image", *generate, cwd=clone)
+        timed("image_on_ranks", *generate, "--ranks", str(ranks), "--out", "ranks", cwd=clone)
+        made = [(Path(clone) / out / "00001.png").read_bytes() for out in ("out", "ranks")]
+    model = find_model(None)
+    plain = PlainPipeline(model.name).png(make_request({"prompt": CAPTIONS[0]}, model))
+    return {"ranks": ranks, "seconds": seconds, **compare([(each, plain) for each in made])}
 
 
 def try_prompts(number: int, replicas: int, ranks: int) -> dict[str, Any]:
@@ -255,12 +283,18 @@ def try_server(replicas: int, ranks: int, clients: int, leaving: int) -> dict[st
 
 def table(results: dict[str, Any]) -> list[str]:
     """Of the page."""
-    prompts, server = results["prompts"], results["server"]
+    first, prompts, server = (results[part] for part in PARTS)
+    taken = first["seconds"]
     clients, death = server["clients"], server["death"]
     shape = f"{server['replicas']} replicas × {server['ranks']} rank{'s' * (server['ranks'] > 1)}"
     return [
         "| | |",
         "| --- | --- |",
+        f"| a fresh clone: installed, with Ray and what tests need | {taken['clone'] + taken['install']:.0f} s |",
+        (
+            f"| there, the first image: one process; {first['ranks']} ranks | {taken['image']:.0f} s; {taken['image_on_ranks']:.0f} s; pixels "
+            f"differ by at most {first['largest_difference']} of 255 from one plain pipeline's |"
+        ),
         (
             f"| {prompts['prompts']} prompts on {prompts['replicas']} replicas × {prompts['ranks']} ranks, a rank killed after "
             f"{prompts['prompts'] // 2} | {prompts['files']} images, {prompts['lost']} lost, {prompts['seconds']:.0f} s "
@@ -302,15 +336,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=(*PARTS, "page"))
     parser.add_argument("--replicas", type=int, default=2)
-    parser.add_argument("--ranks", type=int, help="default: 2 of prompts, 1 of the server")
+    parser.add_argument("--ranks", type=int, default=2)
     options = parser.parse_args()
     file = RESULTS / "fleet_trials.json"
     results = json.loads(file.read_text()) if file.is_file() else {}
     torch.set_num_threads(1)
-    if options.part == "prompts":
-        results["prompts"] = try_prompts(50, options.replicas, options.ranks or 2)
+    if options.part == "first":
+        results["first"] = try_first(options.ranks)
+    elif options.part == "prompts":
+        results["prompts"] = try_prompts(50, options.replicas, options.ranks)
     elif options.part == "server":
-        results["server"] = try_server(options.replicas, options.ranks or 1, 20, 5)
+        results["server"] = try_server(options.replicas, options.ranks, 20, 5)
     if options.part != "page":
         print(json.dumps(results[options.part], indent=2))
         results.pop("environment", None)
