@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import typer
@@ -11,6 +12,7 @@ from rich.markup import escape
 from para_core.cli.calibrate import calibrate
 from para_core.cli.generate import generate
 from para_core.cli.plan import doctor, plan
+from para_core.cli.ranks import in_torchrun
 from para_core.cli.serve import serve
 from para_core.fleet.work import sentence
 
@@ -46,7 +48,8 @@ def run(arguments: Sequence[str]) -> int:
     except Exception as error:
         if "--debug" in arguments:
             raise
-        _complain(sentence(error))
+        # Of several ranks each says it, as it may be one of them alone.
+        _complain(f"rank {os.environ['RANK']}: {sentence(error)}" if in_torchrun() else sentence(error))
         return FAILED
     return 0
 

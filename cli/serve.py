@@ -115,14 +115,12 @@ def serve(
         room=None if memory is None else memory * 1e9,
         debug=debug,
     )
-    # What docker stop and systemd send ends the server as Ctrl-C does (Ray has set a handler of its own before): Serve would outlive
-    # this process on a cluster of others.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    console.print(
-        f"{found.pipeline} answers on http://{f'[{host}]' if ':' in host else host}:{port}/ (Ctrl-C ends it)",
-        markup=False,
-    )
     try:
+        # What docker stop and systemd send ends the server as Ctrl-C does (Ray has set a handler of its own before): Serve would
+        # outlive this process on a cluster of others.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        address = f"[{host}]" if ":" in host else host
+        console.print(f"{found.pipeline} answers on http://{address}:{port}/ (Ctrl-C ends it)", markup=False)
         while True:
             time.sleep(1)
     except KeyboardInterrupt:
