@@ -23,7 +23,14 @@ from para_core.adapters.supported import plan_for, transformers_of, unets_of
 from para_core.adapters.unet import parallelize_unet, unparallelize_unet
 from para_core.adapters.vae import parallelize_vae, unparallelize_vae
 from para_core.adapters.weights.pipefusion import FusedPipe, patches_of
-from para_core.adapters.weights.shard import METHODS, Method, shard_weights, unshard_weights, weights_groups
+from para_core.adapters.weights.shard import (
+    METHODS,
+    Method,
+    require_mesh_fits,
+    shard_weights,
+    unshard_weights,
+    weights_groups,
+)
 from para_core.adapters.weights.stages import hold_stage, release_stage
 from para_core.attention.options import AttnOptions, RotateMethod
 from para_core.cache.apply import cache_options
@@ -103,6 +110,8 @@ def parallelize_pipe(
             f"weights={weights!r} with a mesh of {guided.pipe.size} stages: each rank holds its own blocks alone, and all of these. Leave "
             "weights= out, or use a mesh without 'pipe'; shard_weights(pipe, mesh, components=[...]) shards text encoders."
         )
+    if guided.ranks > 1 and weights in METHODS:
+        require_mesh_fits(guided, weights)
     transformers, unets = transformers_of(pipe), unets_of(pipe)
     if pipefusion is not None:
         if not isinstance(pipefusion, PipeFusion):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import mmap
+import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +21,7 @@ from para_core.adapters.mesh_choice import Mesh, guided_mesh_for
 from para_core.adapters.parallel import parallelize_pipe
 from para_core.adapters.weights.components import components_of
 from para_core.adapters.weights.fetch import download_once_per_node, folder_of
-from para_core.adapters.weights.shard import METHODS, Method, shard_components
+from para_core.adapters.weights.shard import METHODS, Method, require_mesh_fits, shard_components
 from para_core.agreement import raising_on_all
 from para_core.instance import uncompiled
 from para_core.make_mesh import init_context_parallel_mesh
@@ -73,6 +75,8 @@ def from_pretrained_sharded(
             f"weights is {weights!r}, and the mesh has {guided.pipe.size} rank(s) along 'pipe': 'stages' goes with "
             "init_context_parallel_mesh(max_pipe_dim_size=...), the others with a mesh without it."
         )
+    if weights in METHODS:
+        require_mesh_fits(guided, weights)
     pipe, files = _loaded_on_all(pipeline, name, guided, options)
     parallelize_pipe(pipe, mesh=mesh)
     if weights != "stages":
@@ -126,6 +130,7 @@ def _loaded_on_all(
     download_once_per_node(pipeline, name, mesh, options)
     with raising_on_all(mesh, f"{name} could not be loaded (of a file that is incomplete: download it again)"):
         folder = folder_of(pipeline, name, options)
+        _require_safetensors(folder, given=set(options))
         files = _files_in(folder, options.get("variant"))
         with _nothing_filled():
             pipe = pipeline.from_pretrained(folder, dtype=_dtypes_of(files), low_cpu_mem_usage=True, **options)
@@ -144,6 +149,29 @@ def _nothing_filled() -> Iterator[None]:
         yield
     finally:
         torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
+
+
+_SAVE = "Pipeline.from_pretrained(...).save_pretrained(folder)"
+
+
+def _require_safetensors(folder: Path, given: set[str]) -> None:
+    """diffusers and transformers would look for other files, and name those as missing; components in ``given`` are not loaded."""
+    for config in sorted(folder.glob("*/config.json")):
+        part, known = config.parent, json.loads(config.read_text())
+        # Neither is in the configs of tokenizers.
+        if part.name in given or not ({"_class_name", "architectures"} & set(known)):
+            continue
+        names = sorted(path.name for path in part.glob("*.safetensors"))
+        if not names:
+            others = sorted(path.name for path in part.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+            way_out = "Download it again."
+            if others:
+                way_out = f"It has {others[0]}: save it anew, {_SAVE}."
+            raise FileNotFoundError(f"{part} has no safetensors file. {way_out}")
+        if any(re.search(r"-\d+-of-\d+", name) for name in names) and not list(part.glob("*.safetensors.index*.json")):
+            raise FileNotFoundError(
+                f"{part} has {names[0]} and others, and no index of them (*.safetensors.index.json). Download it again."
+            )
 
 
 def _files_in(folder: Path, variant: str | None) -> list[Path]:

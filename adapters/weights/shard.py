@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, TypeGuard, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,7 +17,7 @@ from para_core.adapters.mesh_choice import Mesh, guided_mesh_for
 from para_core.adapters.one_call import mesh_of
 from para_core.adapters.refusals import When, cases_of, refuse
 from para_core.adapters.refusals.placement import tensors_of_diffusers
-from para_core.adapters.supported import tensor_plan_for, transformers_of
+from para_core.adapters.supported import TRANSFORMERS, tensor_plan_for, transformers_of
 from para_core.adapters.weights.components import blocks_of, components_of
 from para_core.agreement import Record, agree, first_difference, raising_on_all, signature
 from para_core.instance import Order, original_class, unwrap, wrap_method, written_class
@@ -115,7 +117,7 @@ def shard_components(
     own = mesh if method == "fsdp" and _is_of_fsdp(mesh) else None
     ranks = guided_mesh_for(mesh_of(pipe) if mesh is None else mesh, pipe) if own is None else as_ranks(own)
     if isinstance(ranks, GuidedMesh):
-        _require_several(ranks, method)
+        require_mesh_fits(ranks, method, of_transformer=any(name in TRANSFORMERS for name in chosen))
     # A rank that was told alone would leave the others waiting in the first call.
     with raising_on_all(ranks, "weights cannot be sharded"):
         for name, module in chosen.items():
@@ -173,11 +175,21 @@ def _tensor_size(ranks: Any) -> int:
     return ranks.tensor.size if isinstance(ranks, GuidedMesh) else 1
 
 
-def _require_several(guided: GuidedMesh, method: Method) -> None:
+def require_mesh_fits(guided: GuidedMesh, method: str, *, of_transformer: bool = True) -> None:
+    """
+    Raises:
+        ValueError: the mesh has no ranks for ``method``, or some that would compute what others do.
+    """
     if method == "tensor" and guided.tensor.group is None:
         raise ValueError(
             "method='tensor' needs a mesh with a dim 'tensor' of more than one rank: "
             "init_context_parallel_mesh(max_tensor_dim_size=2)."
+        )
+    if method == "fsdp" and of_transformer and guided.tensor.size > 1:
+        raise ValueError(
+            f"the mesh has {guided.tensor.size} ranks along 'tensor', which share the heads of a transformer, and weights are to be sharded by "
+            "method='fsdp'. Use method='tensor' (text encoders: shard_weights(pipe, mesh, components=['text_encoder', ...])), or a mesh "
+            "without 'tensor'."
         )
     if method == "fsdp" and guided.sequence.ranks == 1:
         raise ValueError(
@@ -203,8 +215,17 @@ def weights_groups(pipe: Any) -> set[dist.ProcessGroup]:
 
 
 def unshard_weights(pipe: Pipeline, *, components: Sequence[str] | None = None) -> Pipeline:
-    """Undo :func:`shard_weights`: every rank holds all weights again. All ranks call it; returns ``pipe``."""
-    for module in components_of(pipe, components).values():
+    """Undo :func:`shard_weights`: every rank holds all weights again. All ranks call it; returns ``pipe``.
+
+    What diffusers sharded (``TensorParallelConfig``) stays so, with a warning.
+    """
+    for name, module in components_of(pipe, components).items():
+        if tensors_of_diffusers(module) is not None:
+            warnings.warn(
+                f"pipe.{name} stays sharded: diffusers' TensorParallelConfig did it when it was loaded, and nothing undoes that. To hold it on "
+                "every rank, load it without parallel_config.",
+                stacklevel=2,
+            )
         if is_sharded(module):
             gather_blocks(module)
         if tensor_mesh(module) is not None:
@@ -214,6 +235,7 @@ def unshard_weights(pipe: Pipeline, *, components: Sequence[str] | None = None) 
 
 
 def _refuse_late(module: nn.Module) -> None:
+    wrap_method(module, "to", _KEY, _to, order=Order.PLAN)
     for method, problem in _LATE.items():
         if hasattr(module, method):
             wrap_method(module, method, _KEY, partial(_too_late, problem), order=Order.PLAN)
@@ -224,3 +246,19 @@ def _too_late(problem: str, call: Callable[..., Any], module: nn.Module, /, *arg
         f"the weights of this {written_class(module).__name__} are sharded, and {problem}. "
         "Call unshard_weights(pipe) first, on every rank, and shard_weights(pipe, mesh) again afterwards."
     )
+
+
+def _to(call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    """FSDP2 remembers the dtype and the device of what it sharded, and would fail in the next call."""
+    device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+    held = list(module.parameters()) if is_sharded(module) else []
+    kinds = {x.dtype for x in held if x.is_floating_point() and dtype not in (None, x.dtype)}
+    places = {x.device for x in held if device is not None and x.device.type != device.type}
+    if kinds or places:
+        wanted = dtype if kinds else device
+        raise RuntimeError(
+            f"the weights of this {written_class(module).__name__} are sharded by FSDP2, as {' and '.join(sorted(map(str, kinds or places)))}, and stay "
+            f"so; asked for was {wanted}. Convert and move the pipeline before shard_weights; or unshard_weights(pipe), on every rank, then "
+            "pipe.to(...), then shard_weights(pipe, mesh) again."
+        )
+    return call(module, *args, **kwargs)

@@ -151,6 +151,26 @@ def test_a_lora_is_sharded_with_the_model_and_refused_later(rank_pool):
         assert relative_error(removed, without) < 1e-5
 
 
+def converted_late():
+    pipe = parallelize_pipe(make("flux"), mesh=cpu_mesh(1, 2), weights="fsdp")
+    # It is so already.
+    pipe.to("cpu", torch.float32)
+    found = generate(pipe, "flux")
+    with pytest.raises(RuntimeError, match=r"sharded by FSDP2, as cpu, and stay so; asked for was meta\."):
+        pipe.transformer.to("meta")
+    message = r"as torch\.float32, and stay so; asked for was torch\.bfloat16\. Convert and move the pipeline before shard_weights"
+    with pytest.raises(RuntimeError, match=message):
+        pipe.to(torch.bfloat16)
+    unshard_weights(pipe).to(torch.bfloat16)
+    return found, generate(make("flux"), "flux"), {x.dtype for x in pipe.transformer.parameters()}
+
+
+def test_sharded_weights_keep_their_dtype_and_device(rank_pool):
+    for found, alone, dtypes in rank_pool.run(converted_late, 2):
+        assert relative_error(found, alone) < 1e-5
+        assert dtypes == {torch.bfloat16}
+
+
 def offloaded():
     pipe = parallelize_pipe(make("flux"), mesh=init_context_parallel_mesh("cpu"))
     whole = generate(pipe, "flux")

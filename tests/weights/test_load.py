@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import re
 import threading
 import time
 from pathlib import Path
@@ -155,6 +156,39 @@ def test_a_broken_file_is_an_error_on_every_rank(rank_pool, tmp_path, how, broke
         assert message.startswith(
             f"sequence rank {broken_on[0]}: {tmp_path}/broken could not be loaded (of a file that is incomplete: download it again): "
         )
+
+
+def load_incomplete(folder):
+    with pytest.raises(RuntimeError) as error:
+        from_pretrained_sharded(FluxPipeline, folder, mesh=init_context_parallel_mesh("cpu"))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("no file", r"transformer has no safetensors file\. Download it again\.$"),
+        (
+            "pickled",
+            r"transformer has no safetensors file\. It has diffusion_pytorch_model\.bin: save it anew, .*save_pretrained",
+        ),
+        (
+            "no index",
+            r"transformer has diffusion_pytorch_model-00001-of-.* and no index of them \(\*\.safetensors\.index\.json\)",
+        ),
+    ],
+)
+def test_what_is_missing_is_named_as_what_it_is(rank_pool, tmp_path, how, message):
+    flux_pipe().save_pretrained(tmp_path, max_shard_size="300KB" if how == "no index" else "1GB")
+    part = tmp_path / "transformer"
+    if how == "no index":
+        (part / "diffusion_pytorch_model.safetensors.index.json").unlink()
+    else:
+        (part / "diffusion_pytorch_model.safetensors").unlink()
+        if how == "pickled":
+            (part / "diffusion_pytorch_model.bin").touch()
+    for found in rank_pool.run(load_incomplete, 2, tmp_path):
+        assert re.search(message, found), found
 
 
 def load_differing(folder):

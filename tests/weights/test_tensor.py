@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from diffusers import TensorParallelConfig
+from diffusers import FluxPipeline, TensorParallelConfig
 from diffusers.hooks import tensor_parallel
 from peft import LoraConfig
 from torch import Tensor
@@ -21,12 +21,14 @@ from para_core import init_context_parallel_mesh
 from para_core.adapters import (
     apply_cache_on_pipe,
     cache_report,
+    from_pretrained_sharded,
     parallelize_pipe,
     parallelize_transformer,
     shard_weights,
     unparallelize_transformer,
     unshard_weights,
 )
+from para_core.adapters.one_call import mesh_of
 from para_core.adapters.supported import tensor_plan_for
 from para_core.weights.tensor import gather_tensors, shard_tensors
 from tests.tiny import cpu_mesh, flux_pipe, flux_transformer, relative_error
@@ -220,10 +222,14 @@ def shard_what_diffusers_sharded(method):
     shard_by_diffusers(pipe.transformer, init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",)))
     with pytest.raises(ValueError, match=r"pipe\.transformer is sharded by diffusers' .* without weights="):
         shard_weights(pipe, mesh, method=method)
+    with pytest.warns(
+        UserWarning, match=r"pipe\.transformer stays sharded: diffusers' .*load it without parallel_config"
+    ):
+        unshard_weights(pipe)
 
 
 @pytest.mark.parametrize("method", ["fsdp", "tensor"])
-def test_what_diffusers_sharded_is_not_sharded_again(rank_pool, method):
+def test_what_diffusers_sharded_is_not_sharded_again_nor_put_together(rank_pool, method):
     rank_pool.run(shard_what_diffusers_sharded, 2, method)
 
 
@@ -267,6 +273,24 @@ def test_tensor_ranks_that_the_mesh_does_not_know_and_late_loras_are_refused(ran
 def test_what_has_no_tensor_plan_or_mesh_is_refused(options, error, message):
     with fake_group(2), pytest.raises(error, match=message):
         shard_weights(flux_pipe(), init_context_parallel_mesh("cpu"), method="tensor", **options)
+
+
+def test_fsdp_of_a_transformer_is_refused_at_once_on_a_mesh_with_tensor_ranks(tmp_path):
+    with fake_group(4):
+        mesh = init_context_parallel_mesh("cpu", max_tensor_dim_size=2)
+        message = r"the mesh has 2 ranks along 'tensor', which share the heads .*Use method='tensor' .*or a mesh without 'tensor'"
+        pipe = flux_pipe()
+        for refused in (
+            lambda: parallelize_pipe(pipe, mesh=mesh, weights="fsdp"),
+            lambda: shard_weights(pipe, mesh),
+            # Nothing is there to be loaded.
+            lambda: from_pretrained_sharded(FluxPipeline, tmp_path, mesh=mesh, weights="fsdp"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                refused()
+        assert mesh_of(pipe) is None
+        with pytest.raises(ValueError, match=r"needs a mesh with a dim 'tensor'"):
+            from_pretrained_sharded(FluxPipeline, tmp_path, mesh=init_context_parallel_mesh("cpu"), weights="tensor")
 
 
 def test_the_tensor_dim_takes_neighbours():
