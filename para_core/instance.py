@@ -125,16 +125,21 @@ def uncompiled(module: Any) -> Any:
     return getattr(module, "_orig_mod", module)
 
 
+def is_compiled(module: Any) -> bool:
+    """Whether ``module`` itself was compiled: as a module, in place, or its ``forward`` alone."""
+    state = module.__dict__
+    if state.get("_compiled_call_impl") is not None or "_orig_mod" in state["_modules"]:
+        return True
+    return "forward" in state and hasattr(state["forward"], "_torchdynamo_orig_callable")
+
+
 def has_compiled_parts(module: Any) -> bool:
-    """Whether ``module`` or anything inside of it was compiled: as a module, in place, or its ``forward`` alone."""
+    """Whether ``module`` or anything inside of it was compiled."""
     found = [module]
     for one in found:  # grows as it goes: this runs at every call, over a thousand modules
-        state = one.__dict__
-        children = state["_modules"]
-        if state.get("_compiled_call_impl") is not None or "_orig_mod" in children:
+        if is_compiled(one):
             return True
-        if "forward" in state and hasattr(state["forward"], "_torchdynamo_orig_callable"):
-            return True
+        children = one.__dict__["_modules"]
         if children:
             found.extend([child for child in children.values() if child is not None])
     return False

@@ -30,6 +30,7 @@ from para_core.instance import (
 from para_core.layout import Segment
 from para_core.mesh import MeshDim, SequenceMesh
 from para_core.modes import fused_encoder
+from para_core.modes.interceptor import Attend
 from para_core.modes.unified import UnifiedAttnMode
 from para_core.plans.attention import Interception, PlannedAttention
 from para_core.plans.checkpointing import recomputed_under, refuse_checkpointing
@@ -386,6 +387,30 @@ def segments_under_way(module: nn.Module) -> tuple[SequenceMesh, tuple[Segment, 
     if region is None or region.mesh.ranks == 1 or region.interception is None:
         return None
     return region.mesh, region.segments
+
+
+def planned_attention(module: nn.Module, attention: Attention) -> Attend:
+    """During a call of ``module``, what an attention call becomes that consists of ``attention``."""
+    region = _region_of(module)
+    if region is None or region.interception is None:
+        plain: Attend = torch.ops.aten.scaled_dot_product_attention.default
+        return plain
+    return region.interception.planned.within((attention,))
+
+
+@contextmanager
+def attention_left_alone(module: nn.Module) -> Iterator[None]:
+    """Inside, during a call of ``module``, its plan intercepts nothing: what is around that does."""
+    region = _region_of(module)
+    if region is None or region.interception is None:
+        yield
+        return
+    active = region.interception.planned.active
+    before, active[0] = active[0], False
+    try:
+        yield
+    finally:
+        active[0] = before
 
 
 def attention_is_skipped(module: nn.Module) -> None:

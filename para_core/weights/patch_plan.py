@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-from para_core.instance import Order, unwrap, wrap_method
+from para_core.instance import Order, unwrap, wrap_alike
 from para_core.layout import Segment, SequenceLayout
 from para_core.mesh import MeshDim, SequenceMesh, dim_of_one
 from para_core.plans.cutting import Cutting
 from para_core.plans.places import Boundary, as_tuple, find_boundaries, parameters_of
 from para_core.plans.plan import Attention, Entries, FirstTokens, LastTokens, Plan, Replicate, Split
+from para_core.weights.patch_operator import PatchAttnMode
 
 # Begin and length, along tokens, or along a dim of what a model is given.
 Rows = tuple[int, int]
@@ -184,35 +186,62 @@ class PatchCuts(Cutting):
 
 
 class PatchPlaces:
-    """What a plan says of the submodules of ``module``, put around them; :attr:`cutting` is that of the call under way, if any."""
+    """What a plan says of the submodules of ``module``, put around them; :attr:`cutting` is that of the call under way, if any.
+
+    Attributes:
+        kinds: of attention calls, all that the plan knows; a number is a place in it.
+        default: numbers of calls in modules that the plan does not name.
+    """
 
     def __init__(self, module: nn.Module, plan: Plan) -> None:
         self.module = module
         self.cutting: PatchCuts | None = None
-        # What attention calls consist of, the innermost module last, and how many there were.
-        self._attending: list[tuple[tuple[Attention, ...], list[int]]] = []
-        self._default = (Attention(plan.joint_order),)
         self._found = find_boundaries(module, plan)
+        named = [boundary.attention for _, boundary in self._found.values() if isinstance(boundary.attention, tuple)]
+        self.kinds = tuple(dict.fromkeys([Attention(plan.joint_order), *[one for of in named for one in of]]))
+        self.default = (0,)
+        # Of the innermost module under way last, what its attention calls are of, and how many there were. In graphs: modes.
+        self._attending: list[tuple[tuple[int, ...], list[int]]] = []
+        self._in_graphs = False
 
-    def begin(self, cutting: PatchCuts | None) -> None:
-        """From now on calls are of this patch; None: no call is under way."""
-        self.cutting, self._attending = cutting, [(self._default, [0])]
+    def begin(self, cutting: PatchCuts | None, *, in_graphs: bool = False) -> None:
+        """From now on calls are of this patch; None: no call is under way.
+
+        Args:
+            in_graphs: blocks were compiled, and :class:`PatchAttnMode` tells which attention it is.
+        """
+        self.cutting, self._attending, self._in_graphs = cutting, [(self.default, [0])], in_graphs
 
     def next_attention(self) -> Attention:
         """What the attention call that is made now consists of."""
         attending, calls = self._attending[-1]
         calls[0] += 1
-        return attending[min(calls[0], len(attending)) - 1]
+        return self.kinds[attending[min(calls[0], len(attending)) - 1]]
+
+    @contextmanager
+    def attending_to(self, kinds: tuple[int, ...]) -> Iterator[None]:
+        """Inside, attention calls are of these; they are counted anew."""
+        if self._in_graphs:
+            with PatchAttnMode(kinds):
+                yield
+            return
+        self._attending.append((kinds, [0]))
+        try:
+            yield
+        finally:
+            self._attending.pop()
 
     def install(self) -> None:
+        alike: dict[tuple[Boundary, tuple[str, ...]], list[nn.Module]] = {}
         for submodule, boundary in self._found.values():
-            around = self._inputs(boundary, parameters_of(submodule))
-            wrap_method(submodule, "__call__", _INPUTS, around, order=Order.PATCH)
+            alike.setdefault((boundary, parameters_of(submodule)), []).append(submodule)
+        for (boundary, parameters), submodules in alike.items():
+            around = self._inputs(boundary, parameters)
+            wrap_alike(submodules, "__call__", _INPUTS, around, order=Order.PATCH)
             cuts = {key: cut for key, cut in boundary.cuts if isinstance(key, int)}
             if cuts:
-                wrap_method(
-                    submodule, "__call__", _OUTPUTS, self._outputs(boundary.name, cuts), order=Order.PATCH_OUTPUTS
-                )
+                outputs = self._outputs(boundary.name, cuts)
+                wrap_alike(submodules, "__call__", _OUTPUTS, outputs, order=Order.PATCH_OUTPUTS)
 
     def remove(self) -> None:
         for submodule, _ in self._found.values():
@@ -222,22 +251,24 @@ class PatchPlaces:
     def _inputs(self, boundary: Boundary, parameters: tuple[str, ...]) -> Any:
         cuts = {key: cut for key, cut in boundary.cuts if isinstance(key, str)}
         attention = boundary.attention if isinstance(boundary.attention, tuple) else ()
+        kinds = tuple(self.kinds.index(one) for one in attention)
 
-        def around(call: Any, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        def attend(call: Any, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            # Nothing here differs from patch to patch: it is traced.
+            if self.cutting is None or not kinds:
+                return call(module, *args, **kwargs)
+            with self.attending_to(kinds):
+                return call(module, *args, **kwargs)
+
+        def cut_and_gather(call: Any, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             cutting = self.cutting
             if cutting is None:
                 return call(module, *args, **kwargs)
             args, kwargs = cutting.arguments(cuts, parameters, args, kwargs, boundary.name)
-            if attention:
-                self._attending.append((attention, [0]))
-            try:
-                output = call(module, *args, **kwargs)
-            finally:
-                if attention:
-                    self._attending.pop()
+            output = attend(call, module, *args, **kwargs)
             return cutting.outputs(output, boundary.gathers) if boundary.gathers else output
 
-        return around
+        return cut_and_gather if cuts or boundary.gathers else attend
 
     def _outputs(self, name: str, cuts: Mapping[int, Any]) -> Any:
         def around(call: Any, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:

@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from para_core.deferred import Expected, arrived
-from para_core.instance import Order, has_compiled_parts, unwrap, wrap_alike, wrap_method, wrapper
+from para_core.instance import Order, has_compiled_parts, is_compiled, unwrap, wrap_alike, wrap_method, wrapper
 from para_core.modes.interceptor import at_the_dispatcher
 from para_core.plans.places import parameters_of
+from para_core.plans.region import attention_left_alone
+from para_core.weights.patch_operator import PatchAttnMode, attending_by
 from para_core.weights.patch_plan import PatchCuts, PatchPlaces, PatchPlan, Rows
 from para_core.weights.patches import Arrival, Patched
 from para_core.weights.stages import Stages, stages_of
@@ -128,7 +130,9 @@ class Fusion:
         self._stages: Stages | None = stages_of(module)
         self._own = blocks if self._stages is None else [blocks[index] for index in self._stages.own]
         self._branches: dict[str, _Branch] = {}
+        # Of the call under way; whether blocks were compiled.
         self._keys: StaleKeys | None = None
+        self._in_graphs = False
         # What may still be on its way.
         self._coming: list[Arrival] = []
         self._counted = _Counted()
@@ -183,19 +187,21 @@ class Fusion:
     def _block(self, call: Callable[..., Any], block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if self._keys is None:
             return call(block, *args, **kwargs)
-        with at_the_dispatcher(self._keys.attend):
+        if not self._in_graphs:
+            with at_the_dispatcher(self._keys.attend):
+                return call(block, *args, **kwargs)
+        with (
+            attention_left_alone(self.module),
+            attending_by(self._keys.attend_in_graph),
+            PatchAttnMode(self._places.default),
+        ):
             return call(block, *args, **kwargs)
 
     def run(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
-        # Compiled blocks attend where nobody sees it, and a gradient would be of something else.
-        compiled = torch.compiler.is_compiling() or has_compiled_parts(module)
-        if compiled or torch.is_grad_enabled():
-            state = "compiled" if compiled else "called with gradients enabled"
-            raise RuntimeError(
-                f"this {type(module).__name__} runs under PipeFusion, and was {state}. Use it uncompiled, under torch.no_grad(); or "
-                "leave pipefusion= out."
-            )
+        self._refuse(module)
+        # Not once for each patch: it looks at all modules.
+        self._in_graphs = any(map(has_compiled_parts, self._own))
         name = self._branch_of(given)
         index, total = self._step_of(name)
         self.few_steps = self.few_steps or total < FEWEST_STEPS
@@ -204,6 +210,19 @@ class Fusion:
         if branch is None or branch.form != form or branch.output is None or self.options.is_whole(index, total):
             return self._whole(call, module, name, form, given)
         return self._patched(call, module, branch, given)
+
+    def _refuse(self, module: nn.Module) -> None:
+        if torch.compiler.is_compiling() or is_compiled(module):
+            raise RuntimeError(
+                f"this {type(module).__name__} runs under PipeFusion, and was compiled as a whole: a graph cannot return patch after patch. "
+                "Compile its blocks: transformer.compile_repeated_blocks(fullgraph=True)."
+            )
+        # It would be of something else.
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"this {type(module).__name__} runs under PipeFusion, and was called with gradients enabled. Call it under torch.no_grad(); "
+                "or leave pipefusion= out."
+            )
 
     def _whole(
         self, call: Callable[..., Any], module: nn.Module, name: str, form: tuple[Any, ...], given: Mapping[str, Any]
@@ -228,7 +247,7 @@ class Fusion:
     ) -> Any:
         """One patch, or (of one) all tokens."""
         branch.keys.begin(whole=cuts.mesh.ranks == 1)
-        self._places.begin(cuts)
+        self._places.begin(cuts, in_graphs=self._in_graphs)
         self._keys = branch.keys
         try:
             _, given = cuts.arguments(self._plan.plan.inputs, self._parameters, (), dict(given))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from para_core.instance import Order, original_class, unwrap, wrap_alike, wrap_method, wrapper
+from para_core.instance import Order, is_compiled, original_class, unwrap, wrap_alike, wrap_method, wrapper
 from para_core.mesh import MeshDim
 from para_core.plans.places import parameters_of
 from para_core.plans.region import attention_is_skipped
@@ -125,7 +125,7 @@ class Stages:
 
     def run(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """A call of the model: what it gives on the last stage, on every rank."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or is_compiled(module):
             raise RuntimeError(
                 f"a {original_class(module).__name__} in stages was compiled as a whole, and a graph cannot wait for another stage. "
                 "Compile its blocks: transformer.compile_repeated_blocks(fullgraph=True)."

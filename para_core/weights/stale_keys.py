@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from para_core.modes.interceptor import outer_attention
+from para_core.modes.interceptor import Attend, outer_attention
 from para_core.plans.attention import planned_layouts
 from para_core.plans.plan import Attention
-from para_core.plans.region import attention_is_skipped, segments_under_way
+from para_core.plans.region import attention_is_skipped, planned_attention, segments_under_way
 from para_core.tokens import gather_tokens
 from para_core.weights.patch_plan import PatchPlaces, Rows
 
@@ -45,9 +45,9 @@ class Held:
 class StaleKeys:
     """Keys and values of all tokens, of each attention call of this rank's blocks, in one branch of guidance.
 
-    :meth:`attend` stands in for ``scaled_dot_product_attention``. Where all tokens are computed it holds their keys. A patch writes its
-    rows, and attends to all: what stands before them is of now, what behind of the step before. Attention to what is not split into
-    patches (Wan's text) is left as it is. Ranks that share a sequence exchange the keys of each patch, once, and hold those of all tokens.
+    :meth:`attend` stands in for ``scaled_dot_product_attention``, in compiled blocks :meth:`attend_in_graph`. Where all tokens are
+    computed it holds their keys. A patch writes its rows, and attends to all: what stands before them is of now, what behind of the step
+    before. Attention to what is not split into patches (Wan's text) is left as it is. Ranks that share a sequence exchange the keys of each patch, once, and hold those of all tokens.
 
     Args:
         places: what the call under way is of.
@@ -67,19 +67,39 @@ class StaleKeys:
         if whole:
             self.held.clear()
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any, **options: Any
+    def attend(self, *args: Any, **kwargs: Any) -> Tensor:
+        """In place of ``scaled_dot_product_attention``, in eager code."""
+        return self._attend(self.places.next_attention(), outer_attention, *args, **kwargs)
+
+    def attend_in_graph(self, kind: int, *args: Any, **kwargs: Any) -> Tensor:
+        """What an operator computes that stands in a graph for attention of the number ``kind``."""
+        attention = self.places.kinds[kind]
+        attention_is_skipped(self.places.module)
+        return self._attend(attention, planned_attention(self.places.module, attention), *args, **kwargs)
+
+    def _attend(
+        self,
+        attention: Attention,
+        outer: Attend,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        *rest: Any,
+        **options: Any,
     ) -> Tensor:
-        """In place of ``scaled_dot_product_attention``: query ``[B, H, S_own, D]``, of the tokens of this patch.
+        """
+        Args:
+            outer: what it is where all tokens are computed.
+            query: ``[B, H, S_own, D]``, of the tokens of this patch.
 
         Raises:
             RuntimeError: it is attention to something else than the plan says, or has a mask that cannot be read.
         """
         cutting = self.places.cutting
-        attention = self.places.next_attention()
         names = attention.keys or attention.queries
         if cutting is None or not cutting.cuts(names):
-            return outer_attention(query, key, value, attn_mask, *rest, **options)
+            return outer(query, key, value, attn_mask, *rest, **options)
         whole = cutting.mesh.ranks == 1
         given = (query, key, value, attn_mask)
         query_length, key, value, attn_mask = self._of_all_ranks(attention, query, key, value, attn_mask)
@@ -94,7 +114,7 @@ class StaleKeys:
         if whole:
             held = [x.detach().clone(memory_format=torch.contiguous_format) for x in (key, value)]
             self.held.append(Held(held[0], held[1], None if attn_mask is None else attn_mask.detach().clone()))
-            return outer_attention(*given, *rest, **options)
+            return outer(*given, *rest, **options)
         rows, total = found
         one, self._calls = self.held[self._calls], self._calls + 1
         mask = _mask_of_patch(attn_mask, queries[0], one.mask, key.shape[-2], total)

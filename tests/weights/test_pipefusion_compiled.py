@@ -1,0 +1,81 @@
+"""Blocks that were compiled compute under PipeFusion the bits that they compute uncompiled, and no graph is made twice."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import init_device_mesh
+
+from para_core import PipeFusion
+from para_core.adapters import parallelize_pipe, pipefusion_report, unparallelize_pipe
+from para_core.adapters.weights.components import blocks_of
+from tests.tiny import flux_call, flux_pipe
+from tests.weights.pipes import generate, make
+
+STEPS = 9
+# The tiny videos have three frames.
+PATCHES = {"flux": 4, "qwen-image": 4}
+
+
+def eager_and_compiled(name, order=("apply", "compile"), shape=None):
+    """Patches by eager blocks; by compiled ones, twice; how many graphs there were after each; the undone pipe beside a plain one."""
+    torch._dynamo.reset()
+    mesh = None if shape is None else init_device_mesh("cpu", shape, mesh_dim_names=("pipe", "ring", "ulysses"))
+    options = {"mesh": mesh, "pipefusion": PipeFusion(PATCHES.get(name, 2))}
+    expected = generate(parallelize_pipe(make(name), **options), name, num_inference_steps=STEPS)
+    pipe, counter = make(name), CompileCounterWithBackend("aot_eager")
+    for step in order:
+        if step == "apply":
+            parallelize_pipe(pipe, **options)
+        else:
+            # As compile_repeated_blocks, which CogVideoX and Mochi do not have.
+            for block in blocks_of(pipe.transformer):
+                block.compile(backend=counter, fullgraph=True)
+    found, graphs = [], []
+    for _ in range(2):
+        found.append(generate(pipe, name, num_inference_steps=STEPS))
+        graphs.append(counter.frame_count)
+    assert pipefusion_report(pipe).patched_calls > 0
+    undone = [generate(each, name) for each in (unparallelize_pipe(pipe), make(name))]
+    return expected, found, graphs, undone
+
+
+def check(expected, found, graphs, undone):
+    assert all(torch.equal(each, expected) for each in found)
+    assert graphs[0] == graphs[1] > 0
+    assert torch.equal(*undone)
+
+
+@pytest.mark.parametrize(
+    ("name", "order"),
+    [
+        ("flux", ("compile", "apply")),
+        pytest.param("flux", ("apply", "compile"), marks=pytest.mark.long),
+        *[
+            pytest.param(name, ("apply", "compile"), marks=pytest.mark.long)
+            for name in ("wan", "qwen-image", "hunyuan", "cogvideox", "mochi")
+        ],
+    ],
+)
+def test_compiled_blocks_give_the_bits_of_eager_patches(name, order):
+    check(*eager_and_compiled(name, order))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("flux", (2, 1, 1)), ("wan", (2, 1, 1)), ("flux", (1, 1, 2)), ("qwen-image", (1, 2, 1)), ("wan", (2, 1, 2))],
+)
+def test_compiled_blocks_of_stages_and_ranks_that_share_patches_do_so_too(rank_pool, name, shape):
+    for of_rank in rank_pool.run(eager_and_compiled, torch.Size(shape).numel(), name, shape=shape):
+        check(*of_rank)
+
+
+def test_the_whole_in_one_graph_and_gradients_are_refused():
+    pipe = parallelize_pipe(flux_pipe(), pipefusion=PipeFusion())
+    message = r"FluxTransformer2DModel runs under PipeFusion, and was compiled as a whole.*compile_repeated_blocks\(fullgraph=True\)"
+    pipe.transformer.compile(backend="eager")
+    with pytest.raises(RuntimeError, match=message):
+        pipe(**flux_call())
+    pipe = parallelize_pipe(flux_pipe(), pipefusion=PipeFusion())
+    with pytest.raises(RuntimeError, match=r"was called with gradients enabled\. Call it under torch\.no_grad\(\)"):
+        pipe.transformer(None)
