@@ -37,13 +37,15 @@ GUIDANCE = 2.0
 MOST_DECIBELS = 100.0  # of two that are equal
 # By steps: num_patches, warmup_steps, cooldown_steps.
 IMAGE_SETTINGS = {
-    10: [(4, 1, 0)],
+    10: [(2, 1, 0), (4, 1, 0), (8, 1, 0)],
     20: [(2, 1, 0), (4, 1, 0), (8, 1, 0), (4, 4, 0), (4, 1, 2), (4, 1, 4)],
+    40: [(4, 1, 0), (8, 1, 0), (4, 1, 4)],
 }
 # Of five frames of latents.
 VIDEO_SETTINGS = {
     10: [(4, 1, 0)],
     20: [(2, 1, 0), (4, 1, 0), (5, 1, 0), (4, 4, 0), (4, 1, 2), (4, 1, 4)],
+    40: [(4, 1, 0), (4, 1, 4)],
 }
 
 Put = Callable[[Any], Any]
