@@ -21,19 +21,23 @@ from para_core.fleet.request import call_arguments, make_request
 
 
 def calibrate(
-    model: Annotated[str | None, typer.Option(help="Folder or Hub name; left out: a tiny FLUX.")] = None,
-    prompt: Annotated[list[str] | None, typer.Option(help="One, or several times one.")] = None,
-    prompts: Annotated[Path | None, typer.Option(help="JSON lines, as of generate.")] = None,
-    metric: Annotated[str, typer.Option(help="psnr, ssim, lpips, speedup or computed_steps.")] = "psnr",
-    target: Annotated[float, typer.Option(help="Of the metric: in dB for psnr.")] = 30.0,
-    tries: Annotated[int, typer.Option(help="Thresholds that are tried, at most.")] = 8,
-    size: Annotated[str | None, typer.Option(help="Width x height: 1024x768.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Denoising steps.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the first prompt; each next has the next.")] = 0,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="FIELD=JSON: any other field of the call.")] = None,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    mesh: Annotated[str, typer.Option(help="batch=2,ring=2: largest sizes; left out: chosen.")] = "",
-    out: Annotated[Path | None, typer.Option(help="A JSON file with all that was tried.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Folder or Hub name; left out: a tiny FLUX.", metavar="NAME")
+    ] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="One, or several times one.", metavar="TEXT")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="JSON lines, as of generate.", metavar="FILE")] = None,
+    metric: Annotated[str, typer.Option(help="psnr, ssim, lpips, speedup or computed_steps.", metavar="NAME")] = "psnr",
+    target: Annotated[float, typer.Option(help="Of the metric: in dB for psnr.", metavar="X")] = 30.0,
+    tries: Annotated[int, typer.Option(help="Thresholds that are tried, at most.", metavar="N")] = 8,
+    size: Annotated[str | None, typer.Option(help="Width x height: 1024x768.", metavar="WxH")] = None,
+    steps: Annotated[int | None, typer.Option(help="Denoising steps.", metavar="N")] = None,
+    seed: Annotated[int, typer.Option(help="Of the first prompt; each next has the next.", metavar="N")] = 0,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Any other field of the call.", metavar="FIELD=JSON")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.", metavar="TYPE")] = "auto",
+    mesh: Annotated[str, typer.Option(help="batch=2,ring=2: largest sizes; left out: chosen.", metavar="DIMS")] = "",
+    out: Annotated[Path | None, typer.Option(help="A JSON file with all that was tried.", metavar="FILE")] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Tracebacks, and all messages.")] = False,
 ) -> None:
     """Find the threshold of First Block Cache for a quality or a speed, on your prompts."""

@@ -50,40 +50,71 @@ class Order:
 
 def generate(
     model: Annotated[
-        str | None, typer.Option(help="Folder or Hub name; left out: a tiny FLUX.", rich_help_panel=WHAT)
+        str | None,
+        typer.Option(help="Folder or Hub name; left out: a tiny FLUX.", metavar="NAME", rich_help_panel=WHAT),
     ] = None,
-    prompt: Annotated[str | None, typer.Option(help="What to generate.", rich_help_panel=WHAT)] = None,
-    prompts: Annotated[Path | None, typer.Option(help="JSON lines, a request each.", rich_help_panel=WHAT)] = None,
-    out: Annotated[Path, typer.Option(help="Folder of the results.", rich_help_panel=WHAT)] = Path("out"),
-    size: Annotated[str | None, typer.Option(help="Width x height: 1024x768.", rich_help_panel=WHAT)] = None,
-    steps: Annotated[int | None, typer.Option(help="Denoising steps.", rich_help_panel=WHAT)] = None,
-    frames: Annotated[int | None, typer.Option(help="Of a video.", rich_help_panel=WHAT)] = None,
-    image: Annotated[str | None, typer.Option(help="File of an image to start from.", rich_help_panel=WHAT)] = None,
-    seed: Annotated[int, typer.Option(help="Of the first line; each next has the next.", rich_help_panel=WHAT)] = 0,
+    prompt: Annotated[str | None, typer.Option(help="What to generate.", metavar="TEXT", rich_help_panel=WHAT)] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSON lines, a request each.", metavar="FILE", rich_help_panel=WHAT)
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the results.", metavar="FOLDER", rich_help_panel=WHAT)] = Path(
+        "out"
+    ),
+    size: Annotated[
+        str | None, typer.Option(help="Width x height: 1024x768.", metavar="WxH", rich_help_panel=WHAT)
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Denoising steps.", metavar="N", rich_help_panel=WHAT)] = None,
+    frames: Annotated[int | None, typer.Option(help="Of a video.", metavar="N", rich_help_panel=WHAT)] = None,
+    image: Annotated[
+        str | None, typer.Option(help="File of an image to start from.", metavar="FILE", rich_help_panel=WHAT)
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(help="Of the first line; then one more each.", metavar="N", rich_help_panel=WHAT)
+    ] = 0,
     set_: Annotated[
-        list[str] | None, typer.Option("--set", help="FIELD=JSON: any other field of the call.", rich_help_panel=WHAT)
+        list[str] | None,
+        typer.Option("--set", help="Any other field of the call.", metavar="FIELD=JSON", rich_help_panel=WHAT),
     ] = None,
     format_: Annotated[
-        str | None, typer.Option("--format", help="png, jpg, webp; videos: mp4, gif, webp.", rich_help_panel=WHAT)
+        str | None,
+        typer.Option("--format", help="png, jpg, webp; videos: mp4, gif, webp.", metavar="EXT", rich_help_panel=WHAT),
     ] = None,
-    fps: Annotated[int, typer.Option(min=1, help="Frames per second of a video.", rich_help_panel=WHAT)] = 16,
+    fps: Annotated[
+        int, typer.Option(min=1, help="Frames per second of a video.", metavar="N", rich_help_panel=WHAT)
+    ] = 16,
     cache: Annotated[
-        str | None, typer.Option(help="First Block Cache: a threshold, or default.", rich_help_panel=HOW)
+        str | None, typer.Option(help="First Block Cache: a threshold, or default.", metavar="X", rich_help_panel=HOW)
     ] = None,
-    compile_: Annotated[str, typer.Option("--compile", help="no, blocks or whole.", rich_help_panel=HOW)] = "no",
-    weights: Annotated[str, typer.Option(help="replicate, fsdp or tensor.", rich_help_panel=HOW)] = "replicate",
+    compile_: Annotated[
+        str, typer.Option("--compile", help="no, blocks or whole.", metavar="HOW", rich_help_panel=HOW)
+    ] = "no",
+    weights: Annotated[
+        str, typer.Option(help="replicate, fsdp or tensor.", metavar="HOW", rich_help_panel=HOW)
+    ] = "replicate",
     vae: Annotated[bool, typer.Option("--vae", help="The VAE on all ranks, too.", rich_help_panel=HOW)] = False,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.", rich_help_panel=HOW)] = "auto",
-    lora: Annotated[list[str] | None, typer.Option(help="File or Hub name[:scale].", rich_help_panel=HOW)] = None,
-    ranks: Annotated[int | None, typer.Option(help="Left out: one per GPU.", rich_help_panel=RANKS)] = None,
+    dtype: Annotated[
+        str, typer.Option(help="auto, float32, bfloat16 or float16.", metavar="TYPE", rich_help_panel=HOW)
+    ] = "auto",
+    lora: Annotated[
+        list[str] | None, typer.Option(help="File or Hub name[:scale].", metavar="NAME", rich_help_panel=HOW)
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(help="Left out: one per GPU.", metavar="N", rich_help_panel=RANKS)
+    ] = None,
     mesh: Annotated[
-        str, typer.Option(help="batch=2,ring=2: largest sizes; left out: chosen.", rich_help_panel=RANKS)
+        str,
+        typer.Option(help="At most, as batch=2,ring=2; left out: chosen.", metavar="DIMS", rich_help_panel=RANKS),
     ] = "",
     rotate_method: Annotated[
-        str | None, typer.Option(help="Of keys in a ring: alltoall, allgather, 2d.", rich_help_panel=RANKS)
+        str | None,
+        typer.Option(help="Of keys in a ring: alltoall, allgather, 2d.", metavar="HOW", rich_help_panel=RANKS),
     ] = None,
-    replicas: Annotated[int, typer.Option(help="Groups of that many ranks, on Ray.", rich_help_panel=RANKS)] = 1,
-    timeout: Annotated[float, typer.Option(help="Seconds ranks wait for one another.", rich_help_panel=RANKS)] = 600,
+    replicas: Annotated[
+        int, typer.Option(help="Groups of so many ranks, on Ray.", metavar="N", rich_help_panel=RANKS)
+    ] = 1,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds ranks wait for others.", metavar="S", rich_help_panel=RANKS)
+    ] = 600,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the plan; generate nothing.", rich_help_panel=RANKS)
     ] = False,

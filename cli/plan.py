@@ -18,19 +18,25 @@ from para_core.planner.mesh_plan import MeshPlan, room_of
 
 
 def plan(
-    model: Annotated[str, typer.Option(help="A published model; --list shows all.")] = "FLUX.1-dev",
-    ranks: Annotated[int, typer.Option(help="Devices.")] = 8,
-    device: Annotated[str, typer.Option(help="Its name, as H100, A100 or B200.")] = "H100",
-    link: Annotated[str | None, typer.Option(help="nvlink or pcie; left out: what such devices usually have.")] = None,
-    per_host: Annotated[int | None, typer.Option(help="Devices in one host; left out: 8, of a GB200 72.")] = None,
-    size: Annotated[str | None, typer.Option(help="Width x height: 1024x768; left out: what was published.")] = None,
-    frames: Annotated[int | None, typer.Option(help="Of a video.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Denoising steps.")] = None,
+    model: Annotated[str, typer.Option(help="A published model; --list shows all.", metavar="NAME")] = "FLUX.1-dev",
+    ranks: Annotated[int, typer.Option(help="Devices.", metavar="N")] = 8,
+    device: Annotated[str, typer.Option(help="Its name, as H100, A100 or B200.", metavar="NAME")] = "H100",
+    link: Annotated[
+        str | None, typer.Option(help="nvlink or pcie; left out: what such devices usually have.", metavar="NAME")
+    ] = None,
+    per_host: Annotated[
+        int | None, typer.Option(help="Devices in one host; left out: 8, of a GB200 72.", metavar="N")
+    ] = None,
+    size: Annotated[
+        str | None, typer.Option(help="Width x height: 1024x768; left out: what was published.", metavar="WxH")
+    ] = None,
+    frames: Annotated[int | None, typer.Option(help="Of a video.", metavar="N")] = None,
+    steps: Annotated[int | None, typer.Option(help="Denoising steps.", metavar="N")] = None,
     compiled: Annotated[bool, typer.Option("--compiled", help="The transformer is compiled.")] = False,
     measured: Annotated[
-        Path | None, typer.Option(help="JSON of `para_core doctor`: its figures go before the table's.")
+        Path | None, typer.Option(help="JSON of `para_core doctor`: its figures go before the table's.", metavar="FILE")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="An image of the seconds of each mesh.")] = None,
+    out: Annotated[Path | None, typer.Option(help="An image of the seconds of each mesh.", metavar="FILE")] = None,
     list_: Annotated[bool, typer.Option("--list", help="The published models that are known.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Tracebacks, and all messages.")] = False,
 ) -> None:
@@ -84,8 +90,12 @@ def _read_size(text: str | None) -> tuple[int | None, int | None]:
 
 
 def doctor(
-    out: Annotated[Path | None, typer.Option(help="A JSON file, which `para_core plan --measured` takes.")] = None,
-    ring: Annotated[int | None, typer.Option(help="Size of the mesh dim ring; all other ranks are ulysses.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="A JSON file, which `para_core plan --measured` takes.", metavar="FILE")
+    ] = None,
+    ring: Annotated[
+        int | None, typer.Option(help="Size of the mesh dim ring; all other ranks are ulysses.", metavar="N")
+    ] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="On the CPU, over gloo.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Tracebacks, and all messages.")] = False,
 ) -> None:

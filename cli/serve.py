@@ -25,48 +25,69 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 def serve(
     model: Annotated[
-        str | None, typer.Option(help="Folder or Hub name; left out: a tiny FLUX.", rich_help_panel=WHAT)
+        str | None,
+        typer.Option(help="Folder, Hub name; left out: tiny FLUX.", metavar="NAME", rich_help_panel=WHAT),
     ] = None,
-    replicas: Annotated[int, typer.Option(help="Groups of ranks.", rich_help_panel=WHAT)] = 1,
+    replicas: Annotated[int, typer.Option(help="Groups of ranks.", metavar="N", rich_help_panel=WHAT)] = 1,
     ranks: Annotated[
-        int | None, typer.Option(help="Of each; left out: all GPUs, evenly.", rich_help_panel=WHAT)
+        int | None, typer.Option(help="Of each; left out: all GPUs, evenly.", metavar="N", rich_help_panel=WHAT)
     ] = None,
-    host: Annotated[str, typer.Option(help="Another than this needs an API key.", rich_help_panel=WHAT)] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535, rich_help_panel=WHAT)] = 8000,
+    host: Annotated[
+        str, typer.Option(help="Others need an API key.", metavar="IP", rich_help_panel=WHAT)
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, metavar="N", rich_help_panel=WHAT)] = 8000,
     api_key_env: Annotated[
-        str, typer.Option(help="Environment variable with the API key.", rich_help_panel=WHAT)
+        str, typer.Option(help="Environment variable with the API key.", metavar="NAME", rich_help_panel=WHAT)
     ] = "PARA_CORE_API_KEY",
     format_: Annotated[
-        str | None, typer.Option("--format", help="png, jpg, webp; videos: mp4, gif, webp.", rich_help_panel=WHAT)
+        str | None,
+        typer.Option("--format", help="png, jpg, webp; mp4, gif, webp.", metavar="EXT", rich_help_panel=WHAT),
     ] = None,
-    fps: Annotated[int, typer.Option(min=1, help="Frames per second of a video.", rich_help_panel=WHAT)] = 16,
+    fps: Annotated[int, typer.Option(min=1, help="Frames per second.", metavar="N", rich_help_panel=WHAT)] = 16,
     cache: Annotated[
-        str | None, typer.Option(help="First Block Cache: a threshold, or default.", rich_help_panel=HOW)
+        str | None, typer.Option(help="First Block Cache: a threshold, or default.", metavar="X", rich_help_panel=HOW)
     ] = None,
-    compile_: Annotated[str, typer.Option("--compile", help="no, blocks or whole.", rich_help_panel=HOW)] = "no",
-    weights: Annotated[str, typer.Option(help="replicate, fsdp or tensor.", rich_help_panel=HOW)] = "replicate",
+    compile_: Annotated[
+        str, typer.Option("--compile", help="no, blocks or whole.", metavar="HOW", rich_help_panel=HOW)
+    ] = "no",
+    weights: Annotated[
+        str, typer.Option(help="replicate, fsdp or tensor.", metavar="HOW", rich_help_panel=HOW)
+    ] = "replicate",
     vae: Annotated[bool, typer.Option("--vae", help="The VAE on all ranks, too.", rich_help_panel=HOW)] = False,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.", rich_help_panel=HOW)] = "auto",
-    lora: Annotated[list[str] | None, typer.Option(help="File or Hub name[:scale].", rich_help_panel=HOW)] = None,
-    mesh: Annotated[str, typer.Option(help="batch=2,ring=2; left out: chosen.", rich_help_panel=HOW)] = "",
+    dtype: Annotated[
+        str, typer.Option(help="auto, float32, bfloat16 or float16.", metavar="TYPE", rich_help_panel=HOW)
+    ] = "auto",
+    lora: Annotated[
+        list[str] | None, typer.Option(help="File or Hub name[:scale].", metavar="NAME", rich_help_panel=HOW)
+    ] = None,
+    mesh: Annotated[
+        str, typer.Option(help="batch=2,ring=2; left out: chosen.", metavar="DIMS", rich_help_panel=HOW)
+    ] = "",
     rotate_method: Annotated[
-        str | None, typer.Option(help="Of keys in a ring: alltoall, allgather, 2d.", rich_help_panel=HOW)
+        str | None, typer.Option(help="Of keys in a ring: alltoall, allgather, 2d.", metavar="HOW", rich_help_panel=HOW)
     ] = None,
     spread: Annotated[
         bool, typer.Option("--spread", help="Ranks of a replica on several nodes.", rich_help_panel=HOW)
     ] = False,
-    timeout: Annotated[float, typer.Option(help="Seconds ranks wait for one another.", rich_help_panel=HOW)] = 600,
-    queue: Annotated[int, typer.Option(help="Requests that may wait.", rich_help_panel=LIMITS)] = 8,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds ranks wait for others.", metavar="S", rich_help_panel=HOW)
+    ] = 600,
+    queue: Annotated[int, typer.Option(help="Requests that may wait.", metavar="N", rich_help_panel=LIMITS)] = 8,
     max_size: Annotated[
         str | None,
-        typer.Option(help="Pixels of a request; left out: 2048x2048, videos 1280x720x129.", rich_help_panel=LIMITS),
+        typer.Option(
+            help="Pixels of a request; left out: 2048x2048, videos 1280x720x129.", metavar="WxH", rich_help_panel=LIMITS
+        ),
     ] = None,
     memory: Annotated[
-        float | None, typer.Option(help="GB that a rank may hold; left out: its device's.", rich_help_panel=LIMITS)
+        float | None,
+        typer.Option(help="Of a rank; left out: its device's.", metavar="GB", rich_help_panel=LIMITS),
     ] = None,
-    max_steps: Annotated[int, typer.Option(rich_help_panel=LIMITS)] = 200,
-    request_seconds: Annotated[float, typer.Option(help="Waiting included.", rich_help_panel=LIMITS)] = 600,
-    retries: Annotated[int, typer.Option(help="After a replica died.", rich_help_panel=LIMITS)] = 0,
+    max_steps: Annotated[int, typer.Option(metavar="N", rich_help_panel=LIMITS)] = 200,
+    request_seconds: Annotated[
+        float, typer.Option(help="Waiting included.", metavar="S", rich_help_panel=LIMITS)
+    ] = 600,
+    retries: Annotated[int, typer.Option(help="After a replica died.", metavar="N", rich_help_panel=LIMITS)] = 0,
     debug: Annotated[
         bool, typer.Option("--debug", help="Tracebacks, and all messages.", rich_help_panel=LIMITS)
     ] = False,

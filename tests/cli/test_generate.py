@@ -297,7 +297,7 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(tmp_path, prompts, monkeypa
 
 
 def test_each_help_fits_a_screen(monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("COLUMNS", "80")
     commands = [command.name for command in app.registered_commands]
     assert "generate" in commands
     for command in commands:
