@@ -512,6 +512,11 @@ def _do(data: bytes, settings: _Settings, store: dist.Store, job: _JobClock) -> 
 def _start_fresh() -> None:
     if "torch._dynamo" in sys.modules:  # importing it takes a second, and most jobs do not compile
         torch.compiler.reset()
+    if "torch.distributed.tensor" in sys.modules:
+        # What DTensor remembers of a mesh names its groups, which ended with the job before; a mesh like it is equal.
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
         sys.modules["torch._dynamo.utils"].counters.clear()
     fill_uninitialized_memory()
     torch.set_grad_enabled(True)

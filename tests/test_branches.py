@@ -40,7 +40,9 @@ def guide(batch, ring, ulysses, compiled):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize(("batch", "ring", "ulysses"), [(2, 1, 2), (2, 2, 1), (2, 1, 1), (1, 1, 2)])
+@pytest.mark.parametrize(
+    ("batch", "ring", "ulysses"), [(2, 1, 2), pytest.param(2, 2, 1, marks=pytest.mark.long), (2, 1, 1), (1, 1, 2)]
+)
 def test_branches_and_tokens_are_shared_out_together(rank_pool, batch, ring, ulysses, compiled):
     model = fill(Model(), seed=1)
     for outs in rank_pool.run(guide, batch * ring * ulysses, batch, ring, ulysses, compiled):

@@ -103,12 +103,12 @@ def compile_with_the_mode_inside(ring, ulysses, form):
     ("ring", "ulysses", "form"),
     [
         (2, 1, "made outside"),
-        (2, 2, "made inside"),
+        (1, 2, "made inside"),
         *[
             pytest.param(*rest, marks=pytest.mark.long)
             for rest in [
                 (2, 1, "made inside"),
-                (1, 2, "made inside"),
+                (2, 2, "made inside"),
                 (1, 2, "made outside"),
                 (2, 2, "made outside"),
             ]
@@ -359,6 +359,7 @@ def learn_with_reordered_collectives(ring, ulysses):
     return y.detach(), x.grad / (ring * ulysses)
 
 
+@pytest.mark.long  # what Inductor orders by itself: tests/test_graph_order.py
 def test_inductor_may_reorder_collectives(rank_pool):
     model, x = make_transformer(), tokens(13).requires_grad_()
     y = model(x)

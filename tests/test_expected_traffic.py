@@ -48,7 +48,7 @@ ONE_OF_EACH = list({model.cls: name for name, model in reversed(MODELS.items()) 
     [
         # Beside them a model that makes as many attention calls as it is given images, and one of linear attention and convolutions.
         pytest.param((1, 1, 2), [*ONE_OF_EACH, "qwen-image 2.1", "sana"], id="ulysses 2"),
-        pytest.param((1, 2, 1), ONE_OF_EACH, id="ring 2"),
+        pytest.param((1, 2, 1), ONE_OF_EACH, id="ring 2", marks=pytest.mark.long),
         pytest.param((2, 1, 1), ["mochi", "cogvideox", "hidream"], id="batch 2"),
         pytest.param((1, 2, 1), list(SHELF), id="ring 2, shelf", marks=pytest.mark.long),
         pytest.param((1, 1, 3), list(MODELS), id="ulysses 3", marks=pytest.mark.long),

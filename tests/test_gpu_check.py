@@ -384,6 +384,7 @@ def test_without_diffusers_what_needs_it_is_skipped_and_the_rest_runs(tmp_path):
     assert wrong.startswith("[] ['parallelize_transformer: needs diffusers")
 
 
+@pytest.mark.long
 def test_a_rank_that_raises_is_told_of_and_what_ranks_found_before_is_kept():
     from benchmarks.gpu_check.processes import run_ranks
 

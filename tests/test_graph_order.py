@@ -109,7 +109,7 @@ def attend_to_one_token(ring, ulysses, backward):
     return loss.detach(), weight.grad
 
 
-@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("backward", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2)])
 def test_a_rank_without_tokens_takes_part_in_what_others_wait_for(rank_pool, ring, ulysses, backward):
     x, weight = make_inputs([(2, 1, 8), (2, 8, 8)])

@@ -166,6 +166,7 @@ def test_the_parts_are_found_with_c_and_m(environment):
     environment.run("-m", "para_core.kernels.merge_reference", cwd=environment.elsewhere)
 
 
+@pytest.mark.long
 def test_the_parts_are_found_under_torchrun(environment):
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", "probe.py"]
     assert "found" in environment.run(*torchrun, "elsewhere", environment.para_core, cwd=environment.elsewhere)

@@ -328,6 +328,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_the_pool_works_without_diffusers(tmp_path):
     (tmp_path / "script.py").write_text(POOL_WITHOUT_DIFFUSERS)
     (tmp_path / "diffusers.py").write_text("raise ImportError('no diffusers here')")

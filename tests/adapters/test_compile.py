@@ -65,7 +65,7 @@ def draw_compiled(way, when, ring, ulysses, then=(), backend="aot_eager"):
         pytest.param("in place", "before", marks=pytest.mark.long),
         pytest.param("in place", "after", marks=pytest.mark.long),
         pytest.param("blocks", "before", marks=pytest.mark.long),
-        ("blocks", "after"),
+        pytest.param("blocks", "after", marks=pytest.mark.long),
     ],
 )
 def test_no_recompile_over_two_generations_then_another_mesh_then_alone_again(rank_pool, way, when):
@@ -77,7 +77,8 @@ def test_no_recompile_over_two_generations_then_another_mesh_then_alone_again(ra
         assert frames == [graphs, graphs]
 
 
-@pytest.mark.parametrize("way", ["torch.compile", pytest.param("blocks", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("way", ["torch.compile", "blocks"])
 def test_no_recompile_over_two_generations_on_four_ranks(rank_pool, way):
     expected = small_pipe(way)(**flux_call()).images
     graphs = WAYS[way][1]

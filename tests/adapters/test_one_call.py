@@ -212,7 +212,9 @@ def leave_on_one_rank(how):
         assert time.monotonic() - begun < 20
 
 
-@pytest.mark.parametrize("how", ["of the group", "seconds", "timedelta"])
+@pytest.mark.parametrize(
+    "how", ["of the group", *[pytest.param(how, marks=pytest.mark.long) for how in ("seconds", "timedelta")]]
+)
 def test_an_exception_on_one_rank_ends_the_others_with_the_timeout_and_its_reason(rank_pool, how):
     first, second = rank_pool.run_expecting_errors(leave_on_one_rank, 2, how)
     assert isinstance(second, ValueError)

@@ -52,7 +52,7 @@ def losses_alone():
 @pytest.mark.parametrize(
     ("mesh_shape", "checkpointing"),
     [
-        pytest.param((2, 1), False, id="ring"),
+        pytest.param((2, 1), False, id="ring", marks=pytest.mark.long),
         pytest.param((1, 2), True, id="ulysses, activation checkpointing"),
         pytest.param((1, 2), False, id="ulysses", marks=pytest.mark.long),
         pytest.param((2, 1), True, id="ring, activation checkpointing", marks=pytest.mark.long),

@@ -216,7 +216,7 @@ def call_compiled(name, way, backend="aot_eager"):
 
 WHOLE_GRAPH = [name for name, model in MODELS.items() if model.cls not in NO_WHOLE_GRAPH]
 # A compilation takes a dozen seconds of two cores.
-COMPILED = ["qwen-image, masked", "mochi"]
+COMPILED = ["qwen-image, masked"]
 COMPILED_BY_BLOCKS = ["wan, image context", "hunyuan 1.5", "qwen-image, masked", "helios"]
 
 

@@ -63,7 +63,13 @@ def draw_offloaded(names, mesh_shape):
     return outs
 
 
-@pytest.mark.parametrize("names", [NAMES[:2], NAMES[2:]], ids=" and ".join)
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(names, marks=marks, id=" and ".join(names))
+        for names, marks in ((NAMES[:2], pytest.mark.long), (NAMES[2:], ()))
+    ],
+)
 def test_offloaded_videos_are_exact(rank_pool, names):
     for outs in rank_pool.run(draw_offloaded, 2, names, (2, 1)):
         errors = {key: relative_error(out, expected_of(key[0])) for key, out in outs.items()}

@@ -47,8 +47,21 @@ on_few_meshes = pytest.mark.parametrize(("ring", "ulysses"), ON_FEW_MESHES)
 CAUSAL = {"is_causal": True}
 
 
-@on_every_mesh
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+# What crosses a dtype with meshes: float32 on all of them.
+dtypes_and_meshes = pytest.mark.parametrize(
+    ("dtype", "ring", "ulysses"),
+    [
+        *[(torch.float32, *mesh) for mesh in MESHES],
+        *[
+            pytest.param(dtype, *mesh.values, marks=mesh.marks)
+            for dtype in (torch.bfloat16, torch.float16, torch.float64)
+            for mesh in ON_FEW_MESHES
+        ],
+    ],
+)
+
+
+@dtypes_and_meshes
 def test_self_attention_of_any_length_and_head_count_equals_one_device(rank_pool, ring, ulysses, dtype):
     # Uneven; fewer tokens than ranks, so that some rank holds nothing; fewer heads than ranks; even.
     sizes = [(13, 3, 8), (3, 1, 8), (1, 2, 5), (2, 5, 16), (31, 7, 1), (16, 4, 32), (70, 6, 24)]
@@ -101,8 +114,7 @@ def test_an_empty_batch_and_an_empty_sequence_give_empty_results(rank_pool, ring
     check_all(rank_pool, cases, ring, ulysses)
 
 
-@on_every_mesh
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@dtypes_and_meshes
 def test_replicated_segments_in_any_order_count_once(rank_pool, ring, ulysses, dtype):
     orders = [
         TEXT_FIRST,

@@ -52,15 +52,22 @@ OPTIONS = {
 }
 
 
+# Compiled in the default run.
+COMPILED = {("of the user", 2, 2), ("two chunks", 1, 2), ("gathered", 2, 1)}
+
+
 @pytest.mark.parametrize(
-    ("ring", "ulysses", "compile_with"),
+    ("name", "ring", "ulysses", "compile_with"),
     [
-        *[(*mesh, None) for mesh in MESHES],
-        *[pytest.param(*mesh, "aot_eager", marks=[] if mesh == (2, 2) else pytest.mark.long) for mesh in MESHES],
+        *[(name, *mesh, None) for name in OPTIONS for mesh in MESHES],
+        *[
+            pytest.param(name, *mesh, "aot_eager", marks=() if (name, *mesh) in COMPILED else pytest.mark.long)
+            for name in OPTIONS
+            for mesh in MESHES
+        ],
     ],
 )
-@pytest.mark.parametrize("name", OPTIONS)
-def test_attention_of_the_users_own_and_ways_to_travel_are_exact(rank_pool, ring, ulysses, compile_with, name):
+def test_attention_of_the_users_own_and_ways_to_travel_are_exact(rank_pool, name, ring, ulysses, compile_with):
     cases = CASES if compile_with is None else CASES[:4:3]
     results = rank_pool.run(attend, ring * ulysses, cases, ring, ulysses, compile_with, OPTIONS[name])
     for rank, outs in enumerate(results):

@@ -125,6 +125,7 @@ def test_lora_comes_and_goes(first):
     assert torch.equal(generate(pipe), without)
 
 
+@pytest.mark.long
 def test_blocks_that_were_compiled_one_by_one_are_skipped_too():
     torch._dynamo.reset()
     pipe = flux_pipe(FluxPipeline, shared_parts=False)

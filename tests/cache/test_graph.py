@@ -166,9 +166,8 @@ NO_GRAPH = {"hunyuan 1.5", "lumina2", "hidream"}
 COMPILED = [name for name in PIPELINES if name not in SHELF_PIPELINES and name.split(",")[0] not in NO_GRAPH]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == IN_ONE_GRAPH[0] else pytest.mark.long) for name in COMPILED]
-)
+@pytest.mark.long  # in the default run, one on ranks
+@pytest.mark.parametrize("name", COMPILED)
 def test_every_pipeline_is_one_graph(name):
     found = generate_compiled(name, "aot_eager")
     assert (found["graphs"] - found["plain graphs"], found["later"]) == (1, 0)
@@ -335,8 +334,7 @@ def run_scripted(called, values):
     ("of_a_pipe", "in_place"),
     [
         (True, False),
-        (False, True),
-        *[pytest.param(same, same, marks=pytest.mark.long) for same in (True, False)],
+        *[pytest.param(*way, marks=pytest.mark.long) for way in [(False, True), (True, True), (False, False)]],
     ],
 )
 def test_a_cache_that_comes_and_goes_is_compiled_once(in_place, of_a_pipe):

@@ -81,7 +81,7 @@ def test_no_mode_is_entered():
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["first called inside", "called outside before"])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 @torch.no_grad()
 def test_attention_in_a_function_compiled_on_its_own_is_an_error(backend, before):
     torch._dynamo.reset()

@@ -79,7 +79,10 @@ def tokens(num):
     return torch.randn(2, num, 8, generator=torch.Generator().manual_seed(num))
 
 
-@pytest.mark.parametrize("compiled", ["no", "blocks before", "blocks after", "blocks replaced", "whole"])
+@pytest.mark.parametrize(
+    "compiled",
+    ["no", pytest.param("blocks before", marks=pytest.mark.long), "blocks after", "blocks replaced", "whole"],
+)
 def test_a_plan_that_cuts_inside_the_model_is_exact(rank_pool, compiled):
     model = fill(Model(), seed=1)
     expected = [model(tokens(num)) for num in (11, 11, 6)]

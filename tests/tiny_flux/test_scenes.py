@@ -65,8 +65,9 @@ def test_same_seed_same_image():
 
 
 def test_checker_accepts_every_true_drawing_of_one_thing():
-    options = itertools.product(grammar.COLOURS, grammar.SHAPES, grammar.SIZES, grammar.CELLS)
-    for i, attributes in enumerate(options):
+    options = list(itertools.product(grammar.COLOURS, grammar.SHAPES, grammar.SIZES, grammar.CELLS))
+    # Seven divides no number of values: each comes up.
+    for i, attributes in enumerate(options[::7]):
         scene = Scene((Thing(*attributes),), grammar.BACKGROUNDS[i % 4])
         assert check(draw(scene, rng(7, i)), scene).all_right, scene
 
@@ -101,7 +102,7 @@ def test_checker_names_no_shape_where_there_is_none():
 @pytest.mark.parametrize("num_things", [1, 3])
 def test_checker_rejects_exactly_what_was_altered(attribute, num_things):
     values = {"colour": [*grammar.COLOURS], "shape": grammar.SHAPES, "size": grammar.SIZES, "cell": [*grammar.CELLS]}
-    for i in range(60):
+    for i in range(25):
         scene = grammar.held_out_scene(rng(10, i), num_things)
         first, *others = scene.things
         taken = {getattr(thing, attribute) for thing in (scene.things if attribute == "cell" else (first,))}

@@ -75,7 +75,9 @@ def train_text(checkpoint: Path, stop_after: int | None = None) -> State:
     return fit(model, loss, SCHEDULE, checkpoint=checkpoint, name="text", stop_after=stop_after)
 
 
-@pytest.mark.parametrize("train", [train_vae, train_text, train_flow])
+@pytest.mark.parametrize(
+    "train", [train_vae, *[pytest.param(train, marks=pytest.mark.long) for train in (train_text, train_flow)]]
+)
 def test_two_steps_and_two_resumed_equal_four_straight(train, tmp_path):
     straight = train(tmp_path / "straight.pt")
     assert train(tmp_path / "parts.pt", stop_after=2).step == 2

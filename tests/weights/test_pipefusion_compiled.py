@@ -13,7 +13,7 @@ from tests.weights.pipes import generate, make
 
 STEPS = 9
 # The tiny videos have three frames.
-PATCHES = {"flux": 4, "qwen-image": 4}
+PATCHES = {"qwen-image": 4}
 
 
 # Qwen-Image's patches on a ring have more than 8 forms (docs/stages.md).
