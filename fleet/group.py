@@ -173,6 +173,15 @@ def require_cluster(shape: Shape, replicas: int) -> None:
                 f"{replicas} replicas of {shape.ranks} ranks need {needed:g} {kind}s, and the Ray cluster has "
                 f"{has.get(kind, 0):g}: take fewer (--replicas, --ranks), or add nodes with ray start."
             )
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    fit = sum(min(int(node.get(kind, 0) // (each * shape.ranks)) for kind, each in bundle.items()) for node in nodes)
+    if not shape.spread and fit < replicas:
+        kind = next(reversed(bundle))
+        raise ValueError(
+            f"{replicas} replicas of {shape.ranks} ranks, each on one node, and the nodes of the Ray cluster have "
+            f"{', '.join(f'{node.get(kind, 0):g}' for node in nodes)} {kind}s: take fewer ranks (--ranks), or serve --spread, "
+            "which takes the ranks of a replica from several nodes."
+        )
 
 
 def connect(cpus: int, *, debug: bool) -> bool:

@@ -181,18 +181,33 @@ def start(
     try:
         serve.start(http_options={"host": host, "port": port}, proxy_location="HeadOnly")
         made = serve.deployment(ReplicaDeployment, name="Replicas").options(
-            num_replicas=replicas, max_ongoing_requests=1, ray_actor_options={"num_cpus": 0}
+            num_replicas=replicas,
+            max_ongoing_requests=1,
+            ray_actor_options={"num_cpus": 0},
+            # What cannot be loaded once cannot be loaded a third time.
+            max_constructor_retry_count=1,
         )
         front = serve.deployment(serve.ingress()(Front), name="Front").options(
             num_replicas=1, max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0}
         )
-        handle = serve.run(made.bind(recipe, shape, format_, fps), name=REPLICAS, route_prefix=None)
+        try:
+            handle = serve.run(made.bind(recipe, shape, format_, fps), name=REPLICAS, route_prefix=None)
+        except RuntimeError as error:
+            raise RuntimeError(f"a replica cannot be made: {_why_not_made() or error}") from error
         limits = replace(limits, memory=handle.memory.remote(room).result())
         serve.run(front.bind(handle, model, limits, format_, replicas, api_key), name=APP, route_prefix="/")
         _require_answer(host, port)
     except BaseException:
         stop()
         raise
+
+
+def _why_not_made() -> str:
+    """What the constructor of a replica raised: Serve keeps it, as text with its traceback, and says only that it failed."""
+    application = serve.status().applications.get(REPLICAS)
+    deployments = application.deployments.values() if application is not None else ()
+    lines = [deployment.message.strip().splitlines()[-1] for deployment in deployments if deployment.message.strip()]
+    return lines[0].partition("Error: ")[2] if lines else ""
 
 
 def _require_free(host: str, port: int) -> None:

@@ -69,3 +69,22 @@ def test_a_start_that_is_too_slow_is_tried_again_and_another_failure_is_a_senten
     late += ["no space left"]
     with pytest.raises(RuntimeError, match="Ray does not start on this machine: no space left"):
         group.connect(7, debug=False)
+
+
+def nodes(monkeypatch, *cpus):
+    alive = [{"Alive": True, "Resources": {"CPU": float(each)}} for each in cpus]
+    monkeypatch.setattr(ray, "nodes", lambda: [*alive, {"Alive": False, "Resources": {"CPU": 64.0}}])
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": float(sum(cpus))})
+
+
+def test_a_replica_that_no_node_has_room_for_is_an_error_that_names_spread(monkeypatch):
+    nodes(monkeypatch, 2, 3, 1)
+    group.require_cluster(group.Shape(2), 2)
+    group.require_cluster(group.Shape(3, spread=True), 2)
+    message = (
+        r"2 replicas of 3 ranks, each on one node, and the nodes of the Ray cluster have 2, 3, 1 CPUs: .*serve --spread"
+    )
+    with pytest.raises(ValueError, match=message):
+        group.require_cluster(group.Shape(3), 2)
+    with pytest.raises(ValueError, match=r"4 replicas of 2 ranks need 8 CPUs, and the Ray cluster has 6: take fewer"):
+        group.require_cluster(group.Shape(2, spread=True), 4)

@@ -5,6 +5,7 @@ import contextlib
 import http.client
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -100,6 +101,16 @@ def test_a_file_of_prompts_is_finished_although_a_replica_is_killed_half_way(mod
     problems = batch.generate_lines(lines, recipe, group.Shape(2), 2, format_="png", fps=16, write=write)
     assert problems == []
     assert sorted(written) == list(range(1, 9))
+
+
+def test_a_replica_that_cannot_be_made_ends_the_server_with_the_reason(model, tmp_path):
+    broken = Path(shutil.copytree(model.name, tmp_path / "broken"))
+    weights = next((broken / "transformer").glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:1000])
+    options = {"replicas": 1, "format_": "png", "fps": 16, "host": "127.0.0.1", "port": PORT + 12, "api_key": None}
+    with pytest.raises(RuntimeError, match="a replica cannot be made: Unable to load weights from checkpoint file for"):
+        serving.start(find_model(str(broken)), Recipe(str(broken)), group.Shape(1), Limits(), **options)
+    ray.shutdown()
 
 
 # On a cluster of its own.

@@ -1,0 +1,62 @@
+"""A replica whose ranks are on two nodes of a Ray cluster."""
+
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+pytest.importorskip("ray", reason="the extra fleet is not installed: make test-fleet")
+
+import ray
+from ray.cluster_utils import Cluster
+
+from para_core.fleet import batch, group
+from para_core.fleet.models import find_model
+from para_core.fleet.prompts import Line
+from para_core.fleet.recipe import Recipe, build
+from para_core.fleet.request import make_request
+from para_core.fleet.work import Watch, generate
+
+# Ray's own sockets and threads, which end with the cluster.
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture
+def two_nodes(monkeypatch):
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    cluster.add_node(num_cpus=1)
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    yield
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def test_ranks_on_two_nodes_generate_what_a_plain_pipeline_does_where_they_may_be_spread(two_nodes):
+    model = find_model(None)
+    recipe = Recipe(model.name, timeout=120)
+    request = make_request({"prompt": "a red circle", "size": "64x48", "steps": 2}, model, seed=3)
+    written = []
+
+    def on(shape):
+        return batch.generate_lines(
+            [Line(1, request)],
+            recipe,
+            shape,
+            1,
+            format_="png",
+            fps=16,
+            write=lambda line, result: written.append(result),
+        )
+
+    with pytest.raises(ValueError, match=r"1 replicas of 2 ranks, each on one node.* have 1, 1 CPUs"):
+        on(group.Shape(2))
+    assert on(group.Shape(2, spread=True)) == []
+    alone = Recipe(model.name)
+    expected = generate(build(alone), request, alone, format_="png", fps=16, watch=Watch()).outputs[0].data
+    assert np.abs(pixels(written[0].outputs[0].data) - pixels(expected)).max() <= 1
+
+
+def pixels(data):
+    with Image.open(io.BytesIO(data)) as image:
+        return np.asarray(image).astype(int)
