@@ -20,6 +20,7 @@ import pytest
 pytest.importorskip("ray", reason="the extra fleet is not installed: make test-fleet")
 
 import ray
+import ray.serve
 
 from para_core.fleet import batch, group, serving
 from para_core.fleet.limits import Limits
@@ -36,6 +37,12 @@ PORT = 8123
 PATH = "/v1/images/generations"
 SMALL = {"size": "64x48", "steps": 3}
 PROMPTS = ["a large red circle", "a blue square", "a green triangle", "a small star"]
+
+
+def end_cluster():
+    # Serve would go on to ask the controller of this cluster, in the next one too.
+    ray.serve.shutdown()
+    ray.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +72,7 @@ def server(model, recipe):
     serving.start(model, recipe, shape, limits, **options)
     yield PORT
     serving.stop()
-    ray.shutdown()
+    end_cluster()
 
 
 def ask(body, *, method="POST", path=PATH, **headers):
@@ -110,7 +117,7 @@ def test_a_replica_that_cannot_be_made_ends_the_server_with_the_reason(model, tm
     options = {"replicas": 1, "format_": "png", "fps": 16, "host": "127.0.0.1", "port": PORT + 12, "api_key": None}
     with pytest.raises(RuntimeError, match="a replica cannot be made: Unable to load weights from checkpoint file for"):
         serving.start(find_model(str(broken)), Recipe(str(broken)), group.Shape(1), Limits(), **options)
-    ray.shutdown()
+    end_cluster()
 
 
 # On a cluster of its own.
