@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -85,11 +86,23 @@ def host_group(dim: MeshDim) -> ProcessGroup:
 
 
 def find_or_make_group(description: str, ranks: list[int], **options: Any) -> ProcessGroup:
-    """The group of this ``description``, as ``new_group`` makes it. Ranks that are not in it are not waited for."""
-    for known in dist.distributed_c10d._world.pg_map:
+    """The group of this ``description``, as ``new_group`` makes it. Ranks that are not in it are not waited for.
+
+    Its ranks may have made different numbers of groups before.
+    """
+    c10d = dist.distributed_c10d
+    for known in c10d._world.pg_map:
         if known.group_desc == description:
             return known
-    made: ProcessGroup = dist.new_group(ranks, use_local_synchronization=True, group_desc=description, **options)
+    name = blake2b(f"{description} {ranks}".encode(), digest_size=20).hexdigest()
+    # By name its ranks find each other. torch's own has the number of groups that this process knows: where that differs, all wait.
+    # TODO: drop when torch's names do not depend on it.
+    of_torch = c10d._hash_ranks_to_str
+    c10d._hash_ranks_to_str = lambda ranks: name
+    try:
+        made: ProcessGroup = dist.new_group(ranks, use_local_synchronization=True, group_desc=description, **options)
+    finally:
+        c10d._hash_ranks_to_str = of_torch
     return made
 
 

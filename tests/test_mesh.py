@@ -3,6 +3,7 @@
 import doctest
 import os
 from contextlib import contextmanager
+from datetime import timedelta
 from importlib import import_module
 from math import prod
 from unittest import mock
@@ -27,7 +28,7 @@ from para_core import (
 )
 from para_core.adapters import parallelize_transformer
 from para_core.make_mesh import choose_mesh_shape, ranks_per_host, shared_gpu
-from para_core.mesh import sequence_mesh
+from para_core.mesh import find_or_make_group, sequence_mesh
 from tests.attention.one_device import make_qkv, relative_error
 from tests.tiny import flux_transformer
 
@@ -443,3 +444,21 @@ def test_ulysses_groups_stay_on_a_host_unless_a_size_is_asked_for(ranks, on_host
     if not {"ring", "ulysses"} & set(maxima):
         starts = range(0, ranks, found[2])
         assert all(start // on_host == (start + found[2] - 1) // on_host for start in starts)
+
+
+def sum_of_each_pair():
+    """Groups of pairs, of which each rank is in other ones: they know different numbers of groups when they make the second."""
+    rank, found = dist.get_rank(), {}
+    for pair in ((0, 1), (1, 2), (0, 2)):
+        if rank in pair:
+            group = find_or_make_group(f"the pair {pair}", list(pair), timeout=timedelta(seconds=20))
+            x = torch.tensor(10.0**rank)
+            dist.all_reduce(x, group=group)
+            found[pair] = x.item()
+    return found
+
+
+def test_ranks_that_made_different_numbers_of_groups_make_one_together(rank_pool):
+    for rank, sums in enumerate(rank_pool.run(sum_of_each_pair, 3, timeout=60)):
+        expected = {pair: sum(10**member for member in pair) for pair in ((0, 1), (1, 2), (0, 2)) if rank in pair}
+        assert sums == expected
