@@ -97,8 +97,12 @@ def find_or_make_group(description: str, ranks: list[int], **options: Any) -> Pr
     name = blake2b(f"{description} {ranks}".encode(), digest_size=20).hexdigest()
     # By name its ranks find each other. torch's own has the number of groups that this process knows: where that differs, all wait.
     # TODO: drop when torch's names do not depend on it.
-    of_torch = c10d._hash_ranks_to_str
-    c10d._hash_ranks_to_str = lambda ranks: name
+    of_torch, members = c10d._hash_ranks_to_str, sorted(ranks)
+
+    def by_description(ranks: list[int]) -> str:
+        return name if sorted(ranks) == members else of_torch(ranks)
+
+    c10d._hash_ranks_to_str = by_description
     try:
         made: ProcessGroup = dist.new_group(ranks, use_local_synchronization=True, group_desc=description, **options)
     finally:
