@@ -257,7 +257,8 @@ def _on_replicas(order: Order, fps: int, debug: bool) -> Report:
 def count_ranks(asked: int | None, replicas: int) -> int:
     """How many ranks a group has."""
     if replicas < 1 or (asked is not None and asked < 1):
-        raise typer.BadParameter(f"--ranks {asked} and --replicas {replicas}: expected at least 1 of each.")
+        given = f"--replicas {replicas}" if asked is None else f"--ranks {asked} and --replicas {replicas}"
+        raise typer.BadParameter(f"{given}: expected at least 1 of each.")
     if in_torchrun():
         world = int(os.environ["WORLD_SIZE"])
         if asked not in (None, world) or replicas > 1:

@@ -118,6 +118,11 @@ def serve(
     require_loras(recipe)
     if memory is not None and not memory > 0:
         raise typer.BadParameter(f"--memory {memory:g}: expected more than 0 GB.")
+    if queue < 0 or retries < 0:
+        raise typer.BadParameter(f"--queue {queue} and --retries {retries}: expected at least 0 of each.")
+    if max_steps < 1 or not request_seconds > 0:
+        given = f"--max-steps {max_steps} and --request-seconds {request_seconds:g}"
+        raise typer.BadParameter(f"{given}: expected more than 0 of each.")
     limits = Limits(
         waiting=queue, pixels=_pixels(max_size, found.kind), steps=max_steps, seconds=request_seconds, retries=retries
     )

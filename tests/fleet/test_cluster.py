@@ -6,6 +6,7 @@ pytest.importorskip("ray", reason="the extra fleet is not installed")
 
 import ray
 
+from para_core.cli.app import run
 from para_core.fleet import group
 
 
@@ -88,3 +89,19 @@ def test_a_replica_that_no_node_has_room_for_is_an_error_that_names_spread(monke
         group.require_cluster(group.Shape(3), 2)
     with pytest.raises(ValueError, match=r"4 replicas of 2 ranks need 8 CPUs, and the Ray cluster has 6: take fewer"):
         group.require_cluster(group.Shape(2, spread=True), 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--queue", "-1"], "--queue -1 and --retries 0: expected at least 0"),
+        (["--max-steps", "0"], "--max-steps 0 and --request-seconds 600: expected more than 0"),
+        (["--request-seconds", "nan"], "--request-seconds nan: expected more than 0"),
+        (["--memory", "0"], "--memory 0: expected more than 0 GB"),
+        (["--replicas", "0"], "Invalid value: --replicas 0: expected at least 1"),
+    ],
+)
+def test_limits_that_no_server_has_are_an_error_by_the_names_of_their_options(options, says, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert run(["serve", *options]) != 0
+    assert says in capsys.readouterr().err
