@@ -19,6 +19,7 @@ from para_core.adapters import (
     remove_cache_from_pipe,
 )
 from para_core.adapters.supported import adapter_for
+from para_core.adapters.weights.components import blocks_of
 from para_core.instance import wrapper
 from tests.adapters.test_pipelines import build, generate
 from tests.cache.scripted import ADAPTER, BLOCKS, IN_TWO_STAGES, Pipe, Scripted, verdicts
@@ -160,8 +161,9 @@ def generate_compiled(name, backend, mesh=None):
 
 # With two stages; with a stream that ends in None.
 IN_ONE_GRAPH = ["flux2 klein", "stable diffusion 3"]
-# diffusers breaks the graph of these itself: test_pipelines.py runs their cache in eager code, on one device and on two ranks.
-NO_GRAPH = {"hunyuan 1.5", "lumina2", "hidream"}
+# diffusers breaks the graph of these itself, but for FramePack (docs/cache.md): test_pipelines.py runs their cache in eager code, on
+# one device and on two ranks.
+NO_GRAPH = {"hunyuan 1.5", "lumina2", "hidream", "framepack"}
 # Of models of the shelf, the transformer alone is compiled (tests/adapters/test_transformers.py).
 COMPILED = [name for name in PIPELINES if name not in SHELF_PIPELINES and name.split(",")[0] not in NO_GRAPH]
 
@@ -170,7 +172,9 @@ COMPILED = [name for name in PIPELINES if name not in SHELF_PIPELINES and name.s
 @pytest.mark.parametrize("name", COMPILED)
 def test_every_pipeline_is_one_graph(name):
     found = generate_compiled(name, "aot_eager")
-    assert (found["graphs"] - found["plain graphs"], found["later"]) == (1, 0)
+    # Where sizes change within a generation a plain pipeline has a graph for each; of the first call of a generation there is one more.
+    assert found["plain graphs"] < found["graphs"] <= 2 * found["plain graphs"]
+    assert found["later"] == 0
     assert relative_error(found["exact"], found["plain"]) < 1e-6
     for generated in found["generated"]:
         assert relative_error(generated, found["eager"]) < 1e-5
@@ -364,3 +368,14 @@ def test_a_cache_that_comes_and_goes_is_compiled_once(in_place, of_a_pipe):
     copied = copy.deepcopy(model)
     assert apply_cache(copied, BLOCKS, residual_diff_threshold=0.1) is copied
     assert type(model) is Scripted
+
+
+@pytest.mark.long
+def test_blocks_of_framepack_compiled_by_themselves_are_skipped():
+    options = {"residual_diff_threshold": 1e9, "max_consecutive_hits": 1}
+    expected = generate(apply_cache_on_pipe(build("framepack"), **options), "framepack", num_inference_steps=4)
+    pipe = apply_cache_on_pipe(build("framepack"), **options)
+    for block in blocks_of(pipe.transformer):
+        block.compile(backend="aot_eager", fullgraph=True)
+    assert relative_error(generate(pipe, "framepack", num_inference_steps=4), expected) < 1e-6
+    assert any(row.hit for row in cache_report(pipe).rows)
