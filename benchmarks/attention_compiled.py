@@ -118,7 +118,7 @@ class Counts:
 
     Args:
         flops: of the matrix instructions, 2 per multiplication.
-        bytes: loaded from global memory.
+        bytes: loaded from global memory, by threads or by Hopper's copy engine.
         exponentials: of the special function units.
     """
 
@@ -129,6 +129,8 @@ class Counts:
 
 _MMA = re.compile(r"mma\.sync\.aligned\.m(\d+)n(\d+)k(\d+)")
 _WGMMA = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m(\d+)n(\d+)k(\d+)")
+_COPIED = re.compile(r"cp\.async\.c[ag]\.shared\.global[^;]*?\], (\w+)")
+_EXPECTED = re.compile(r"mbarrier\.arrive\.expect_tx[^;]*?\], (\d+);")
 _LABEL = re.compile(r"^\$L__BB\d+_\d+:", re.MULTILINE)
 
 
@@ -137,25 +139,41 @@ def loop_counts(compiled: Compiled, num_warps: int) -> Counts:
 
     Instructions in PTX are those of a thread; ``mma.sync`` is one of a warp, ``wgmma`` one of four.
     """
-    body = _plain_loop(compiled.ptx)
+    return _counts(_loops(compiled.ptx, "mma")[0], num_warps)
+
+
+def loop_counts_of_roles(compiled: Compiled) -> Counts:
+    """The same of a kernel whose warps have roles: each role is four warps and has a loop of its own, of which one loads."""
+    loops = [_counts(body, num_warps=4) for body in _loops(compiled.ptx, "mma", "bulk.tensor")]
+    return Counts(*(sum(getattr(one, name) for one in loops) for name in ("flops", "bytes", "exponentials")))
+
+
+def _counts(body: str, num_warps: int) -> Counts:
     threads = 32 * num_warps
     flops = sum(2 * m * n * k * num_warps for m, n, k in _sizes(_MMA, body))
     flops += sum(2 * m * n * k * num_warps // 4 for m, n, k in _sizes(_WGMMA, body))
-    copied = sum(int(size, 0) for size in re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*?\], (\w+)", body))
-    return Counts(flops, copied * threads, len(re.findall(r"ex2\.approx", body)) * threads)
+    copied = threads * sum(int(size, 0) for size in _COPIED.findall(body))
+    # One thread tells a barrier how many bytes the copy engine is to bring.
+    copied += sum(int(size) for size in _EXPECTED.findall(body))
+    return Counts(flops, copied, len(re.findall(r"ex2\.approx", body)) * threads)
 
 
 def _sizes(pattern: re.Pattern[str], text: str) -> list[tuple[int, int, int]]:
     return [(int(m), int(n), int(k)) for m, n, k in pattern.findall(text)]
 
 
-def _plain_loop(ptx: str) -> str:
-    """The body of the first loop that multiplies: a label, and a jump back to it with matrix instructions in between."""
+def _loops(ptx: str, *instructions: str) -> list[str]:
+    """The bodies of the innermost loops with one of these instructions, in order: a label, and the first jump back to it."""
+    spans = []
     for label in _LABEL.finditer(ptx):
-        name = label[0][:-1]
-        back = re.search(rf"bra(?:\.uni)? \t?\s*{re.escape(name)};", ptx[label.end() :])
+        back = re.search(rf"bra(?:\.uni)? \t?\s*{re.escape(label[0][:-1])};", ptx[label.end() :])
         if back is not None:
-            body = ptx[label.end() : label.end() + back.end()]
-            if "mma" in body:
-                return body
-    raise RuntimeError("no loop with a matrix instruction was found in the PTX.")
+            spans.append((label.end(), label.end() + back.end()))
+    # Warps that wait for a role do so in a loop around that role's own.
+    inner = [
+        one for one in spans if not any(one != other and one[0] <= other[0] and other[1] <= one[1] for other in spans)
+    ]
+    found = [ptx[start:end] for start, end in inner if any(name in ptx[start:end] for name in instructions)]
+    if not found:
+        raise RuntimeError(f"no loop with any of {', '.join(instructions)} was found in the PTX.")
+    return found

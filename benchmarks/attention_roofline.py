@@ -13,9 +13,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.attention_compiled import Counts, compile_attention, loop_counts
+from benchmarks.attention_compiled import (
+    Counts,
+    compile_attention,
+    compile_hopper,
+    loop_counts,
+    loop_counts_of_roles,
+)
+from benchmarks.compiled import Compiled
 from benchmarks.environment import write_results
-from para_core.kernels.attention_configs import TABLE, Case
+from para_core.kernels.attention_configs import HOPPER, TABLE, Case, Config
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,8 @@ class Device:
     tile_of_flash: tuple[int, int] = (128, 64)
 
 
+# Of 9.0 alone, and of the head dims that it takes.
+HOPPER_TIER = "triton, Hopper tier"
 DEVICES = (Device("A100", 80, 312.0, 2.04, 108, 1.41), Device("H200", 90, 989.0, 4.8, 132, 1.83))
 
 
@@ -64,56 +73,66 @@ def on_paper(device: Device, counts: Counts, tile: tuple[int, int], tokens: int,
 
 
 def rows(tokens: int = 16384, head_dims: Sequence[int] = (64, 96, 128, 256)) -> list[dict[str, Any]]:
-    """Of each device and head dim the table's row for long sequences, and PyTorch's flash for head dim 128."""
+    """Of each device and head dim the table's row for long sequences, the Hopper tier's candidates, and PyTorch's flash for head dim 128."""
     found = []
     for device in DEVICES:
         for head_dim in head_dims:
             config = TABLE[Case(device.arch, head_dim, False, "long")]
             compiled = compile_attention(config, arch=device.arch, head_dim=head_dim)
             counts = loop_counts(compiled, config.num_warps)
-            tile = (config.block_m, config.block_n)
-            row = {"device": device.name, "D": head_dim, "tile": tile, "registers": compiled.registers}
-            row |= {"spilled bytes": compiled.spills, "shared": compiled.shared, **asdict(counts)}
-            found.append({"kernel": "triton", **row, **on_paper(device, counts, tile, tokens, head_dim)})
-            if head_dim == 128:
-                m, n = device.tile_of_flash
-                counts = Counts(4 * m * n * head_dim, 4 * n * head_dim, m * n)
-                row = {"device": device.name, "D": head_dim, "tile": (m, n), **asdict(counts)}
-                found.append(
-                    {
-                        "kernel": "PyTorch's flash, by its tile",
-                        **row,
-                        **on_paper(device, counts, (m, n), tokens, head_dim),
-                    }
+            found.append(_row("triton", device, head_dim, config, compiled, counts, tokens))
+            for config in HOPPER.get(head_dim, ()) if device.arch == 90 else ():
+                name = HOPPER_TIER + ", warps with roles" * config.specialized
+                compiled = compile_hopper(config, head_dim=head_dim)
+                counts = (
+                    loop_counts_of_roles(compiled) if config.specialized else loop_counts(compiled, config.num_warps)
                 )
+                found.append(_row(name, device, head_dim, config, compiled, counts, tokens))
+            if head_dim == 128:
+                m, n = tile = device.tile_of_flash
+                counts = Counts(4 * m * n * head_dim, 4 * n * head_dim, m * n)
+                row = {"kernel": "PyTorch's flash, by its tile", "device": device.name, "D": head_dim, "tile": tile}
+                found.append({**row, **asdict(counts), **on_paper(device, counts, tile, tokens, head_dim)})
     return found
 
 
+def _row(
+    name: str, device: Device, head_dim: int, config: Config, compiled: Compiled, counts: Counts, tokens: int
+) -> dict[str, Any]:
+    tile = (config.block_m, config.block_n)
+    row = {"kernel": name, "device": device.name, "D": head_dim, "tile": tile, "registers": compiled.registers}
+    row |= {"spilled bytes": compiled.spills, "shared": compiled.shared, **asdict(counts)}
+    return {**row, **on_paper(device, counts, tile, tokens, head_dim)}
+
+
 def plot(found: Sequence[dict[str, Any]], path: Path) -> None:
-    """TFLOP/s over flops per byte: the roof of each device, and where the kernels stand if no load hits L2."""
+    """The roof of each device and where kernels stand under it; beside it what each kernel asks of the units other than the matrix ones."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(6, 3.6))
+    figure, (roofs, shares) = plt.subplots(1, 2, figsize=(11, 4.2), width_ratios=(1, 1.1))
     for number, device in enumerate(DEVICES):
-        intensity = [2.0**power for power in range(4, 15)]
-        roof = [min(device.tflops, device.terabytes * one) for one in intensity]
-        axes.plot(intensity, roof, color=f"C{number}", label=f"{device.name}, datasheet")
-        for row in found:
-            if row["device"] == device.name:
-                x = row["flops per byte, no cache"]
-                axes.plot(
-                    x,
-                    min(device.tflops, device.terabytes * x),
-                    "o" if row["kernel"] == "triton" else "x",
-                    color=f"C{number}",
-                )
-                if row["kernel"] == "triton":
-                    axes.annotate(f"{row['D']}", (x, min(device.tflops, device.terabytes * x) * 1.05), fontsize=7)
-    axes.set(xscale="log", yscale="log", xlabel="flops per byte, if no load hits L2", ylabel="TFLOP/s, at most")
-    axes.legend(fontsize=7, title="o: this kernel by head dim   x: PyTorch's flash", title_fontsize=7)
+        x = [16.0, device.tflops / device.terabytes, 16384.0]
+        roofs.plot(x, [min(device.tflops, device.terabytes * one) for one in x], color=f"C{number}", label=device.name)
+        for name, mark in (("flops per byte, no cache", "o"), ("flops per byte, each loaded once", "s")):
+            # Tiles of as many queries need as many bytes, whichever kernel has them.
+            for intensity in sorted({row[name] for row in found if row["device"] == device.name}):
+                y = min(device.tflops, device.terabytes * intensity)
+                roofs.plot(intensity, y, mark, color=f"C{number}", fillstyle="none")
+    roofs.set(xscale="log", yscale="log", xlabel="flops per byte of memory", ylabel="TFLOP/s, at most")
+    title = "o: if no load hits L2   □: if each byte is loaded once"
+    roofs.legend(fontsize=7, title=title, title_fontsize=7, loc="lower right")
+
+    names = [f"{row['device']} D={row['D']} {row['kernel']}" for row in found]
+    for offset, name in ((-0.2, "exponentials / matrix"), (0.2, "memory, no cache / matrix")):
+        shares.barh([place + offset for place in range(len(found))], [row[name] for row in found], 0.38, label=name)
+    shares.axvline(1.0, color="black", linewidth=0.8)
+    shares.set_yticks(range(len(found)), names, fontsize=6.5)
+    shares.invert_yaxis()
+    shares.set(xlabel="time that it needs, as a share of the matrix units'")
+    shares.legend(fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.attention_compiled import REGISTERS, SHARED_OF_SM, compile_attention, compile_hopper, loop_counts
+from benchmarks.attention_compiled import (
+    REGISTERS,
+    SHARED_OF_SM,
+    compile_attention,
+    compile_hopper,
+    loop_counts,
+    loop_counts_of_roles,
+)
 from benchmarks.compiled import ARCHS, SHARED_LIMIT, Compiled
 from para_core.kernels.attention_configs import FLOAT32, HOPPER, TABLE, Case, Config, beside_bits, beside_mask, in_int8
 
@@ -151,7 +158,11 @@ def test_the_hopper_tier_loads_by_the_copy_engine_multiplies_by_warpgroups_and_s
     assert -(-found.registers * 32 // 256) * 256 * warps <= REGISTERS
     assert "wgmma.mma_async" in found.ptx
     assert "cp.async.bulk.tensor" in found.ptx
-    if not config.specialized:
-        counts = loop_counts(found, config.num_warps)
-        assert counts.flops == 2 * 2 * config.block_m * config.block_n * head_dim
-        assert counts.bytes == 0  # by threads
+    # No thread loads a tile.
+    assert "cp.async.c" not in found.ptx
+    counts = loop_counts_of_roles(found) if config.specialized else loop_counts(found, config.num_warps)
+    scores = config.block_m * config.block_n
+    # q·kᵀ and p·v; keys and values of a tile, once; one exponential for each weight, and a few for each row.
+    assert counts.flops == 2 * 2 * scores * head_dim
+    assert counts.bytes == 2 * 2 * config.block_n * head_dim
+    assert scores <= counts.exponentials <= scores + 8 * config.block_m
