@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -19,11 +17,15 @@ def attention(
     key: Tensor,
     value: Tensor,
     *,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    query_offset: int = 0,
+    key_offset: int = 0,
+    key_ranges: Tensor | None = None,
     scale: float | None = None,
     so_far: tuple[Tensor, Tensor] | None = None,
     out_dtype: torch.dtype | None = None,
     smooth: bool = True,
-    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """:func:`para_core.kernels.attention_reference.attention`, each query and each key rounded to 255 steps of its own.
 
@@ -32,7 +34,7 @@ def attention(
     before, so that results over other keys, whose mean is another, can be merged with it.
 
     Args:
-        query, key, value, scale, so_far, out_dtype, options: as there; float16 or bfloat16. All keys are in the mean, hidden ones too.
+        query, …, out_dtype: as there; float16 or bfloat16. All keys are in the mean, hidden ones too.
         smooth: without it, as a figure shows it beside.
 
     Returns:
@@ -46,9 +48,13 @@ def attention(
         rounded_query * query_steps[..., None],
         rounded_key * key_steps[..., None],
         value.float(),
+        mask=mask,
+        is_causal=is_causal,
+        query_offset=query_offset,
+        key_offset=key_offset,
+        key_ranges=key_ranges,
         scale=scale,
         out_dtype=torch.float32,
-        **options,
     )
     mean = mean.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     lse = lse + scale * (query.float() @ mean[..., None])[..., 0]

@@ -1,0 +1,30 @@
+"""Each kernel is called as its reference in plain PyTorch: one contract, and either can stand in for the other."""
+
+from importlib import import_module
+from inspect import Parameter, signature
+
+import pytest
+
+PAIRS = {
+    "attention": ["attention"],
+    "attention_int8": ["attention"],
+    "merge": ["merge"],
+    "exchange": ["pack", "unpack"],
+    "residual": ["change", "forecast"],
+    "wire": ["write", "read"],
+}
+# Not of the contract: what tests compare with.
+OF_THE_REFERENCE_ALONE = {"attention_int8": {"smooth"}}
+
+
+@pytest.mark.parametrize(("module", "name"), [(module, name) for module, names in PAIRS.items() for name in names])
+def test_a_kernel_has_the_signature_of_its_reference(module, name):
+    kernel, reference = (
+        signature(getattr(import_module(f"para_core.kernels.{module}{suffix}"), name), eval_str=True)
+        for suffix in ("", "_reference")
+    )
+    alone = OF_THE_REFERENCE_ALONE.get(module, set())
+    expected = [one for one in reference.parameters.values() if one.name not in alone]
+    assert list(kernel.parameters.values()) == expected
+    assert kernel.return_annotation == reference.return_annotation
+    assert all(reference.parameters[one].default is not Parameter.empty for one in alone)
