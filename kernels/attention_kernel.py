@@ -305,8 +305,9 @@ def attention_kernel(
         k_scales = key_scales + of_head * num_keys
         q, q_rest, score_scale, lost = _rounded(q, q_rest, key_mean + of_head * D_END, score_scale, D, D_REST, D_END)
     if NEGATIVE:
-        q = -q
-        q_rest = -q_rest
+        # By way of float32: Triton's interpreter holds bfloat16 as integers, and would negate those.
+        q = (-q.to(tl.float32)).to(q.dtype)
+        q_rest = (-q_rest.to(tl.float32)).to(q_rest.dtype)
         lost = -lost
     v_head = value + sample * step_vb + key_head * step_vh
     mask_head = mask

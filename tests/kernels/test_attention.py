@@ -54,6 +54,18 @@ def test_out_and_lse_equal_float64(kind):
         check_lse(lse, exact_lse, 1e-5)
 
 
+@pytest.mark.parametrize("start", [0, 1])
+@pytest.mark.parametrize("shift", [13, 14, 15, 16])
+def test_a_tile_is_compared_from_the_first_key_on_that_not_all_its_queries_see(shift, start):
+    # The first query sees keys up to ``shift``: where they end is the end of a tile of 16, or is not.
+    tensors = make(3, 40, batch=1, heads=1, key_heads=1)
+    options = {"is_causal": True, "query_offset": shift, "key_ranges": ranges([(start, 40)])}
+    out, lse = attention(*tensors, **options)
+    exact_out, exact_lse = by_formula(*tensors, **options)
+    assert error(out, exact_out) < 1e-6
+    check_lse(lse, exact_lse, 1e-5)
+
+
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(8, 8), (24, 24), (36, 20), (16, 40)])
 def test_any_head_dim_is_read_in_blocks_of_powers_of_2(head_dim, value_dim):
     tensors = make(5, 18, head_dim, value_dim=value_dim, batch=1, heads=2, key_heads=1)
@@ -67,6 +79,15 @@ def test_any_head_dim_is_read_in_blocks_of_powers_of_2(head_dim, value_dim):
 @pytest.mark.parametrize("head_dim", [64, 72, 96, 128, 160, 192, 250, 256])
 def test_the_tuned_head_dims_and_those_between_equal_float64(head_dim):
     tensors = make(5, 18, head_dim, batch=1, heads=2, key_heads=1)
+    out, lse = attention(*tensors)
+    exact_out, exact_lse = by_formula(*tensors)
+    assert error(out, exact_out) < 1e-6
+    check_lse(lse, exact_lse, 1e-5)
+
+
+@pytest.mark.parametrize("key_heads", [2, 3])
+def test_neighbouring_query_heads_share_a_key_head(key_heads):
+    tensors = make(3, 17, batch=1, heads=6, key_heads=key_heads)
     out, lse = attention(*tensors)
     exact_out, exact_lse = by_formula(*tensors)
     assert error(out, exact_out) < 1e-6
@@ -90,14 +111,14 @@ def test_nothing_gives_zeros(num_queries, num_keys, heads):
 
 
 @pytest.mark.parametrize(("dtype", "slack"), [(torch.float16, 1.0), (torch.bfloat16, BFLOAT16_IS_TRUNCATED)], ids=str)
-@pytest.mark.parametrize("kind", ["plain", "bias"])
+@pytest.mark.parametrize("kind", ["plain", "bias", "negative scale"])
 def test_in_16_bits_the_error_is_not_above_sdpas(dtype, slack, kind):
     tensors = make(18, 21, 32, dtype=dtype, batch=1)
-    mask = OPTIONS[kind].get("mask")
+    mask, scale = OPTIONS[kind].get("mask"), OPTIONS[kind].get("scale")
     mask = None if mask is None else mask.to(dtype)
-    exact_out, exact_lse = by_formula(*tensors, mask=mask)
-    expected = F.scaled_dot_product_attention(*tensors, attn_mask=mask)
-    out, lse = attention(*tensors, mask=mask)
+    exact_out, exact_lse = by_formula(*tensors, mask=mask, scale=scale)
+    expected = F.scaled_dot_product_attention(*tensors, attn_mask=mask, scale=scale)
+    out, lse = attention(*tensors, mask=mask, scale=scale)
     assert out.dtype == dtype
     # Both round the weights once and the result once; which way is chance: 5 %.
     assert error(out, exact_out) <= 1.05 * slack * error(expected, exact_out)
@@ -152,6 +173,16 @@ def test_continuing_takes_a_row_up_that_had_seen_nothing_and_leaves_what_sees_no
     same, same_lse = attention(query, key, value, is_causal=True, key_offset=100, so_far=later)
     torch.testing.assert_close(same, later[0], rtol=1e-6, atol=0)
     torch.testing.assert_close(same_lse, later[1], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("key_offset", [3, 100])
+def test_what_a_row_that_had_seen_nothing_holds_weighs_nothing(key_offset):
+    query, key, value = make(5, 6, batch=1)
+    so_far = torch.ones(1, 2, 5, 16), torch.full((1, 2, 5), -torch.inf)
+    out, lse = attention(query, key, value, is_causal=True, key_offset=key_offset, so_far=so_far)
+    exact_out, exact_lse = by_formula(query, key, value, is_causal=True, key_offset=key_offset)
+    torch.testing.assert_close(out.double(), exact_out, rtol=1e-5, atol=1e-6)
+    check_lse(lse, exact_lse, 1e-5)
 
 
 @settings(max_examples=6)

@@ -75,6 +75,13 @@ def test_any_length_equals_float64(on_the_cpu, num_queries, num_keys, specialize
     check(hopper(*tensors, specialized=specialized), by_formula(*tensors))
 
 
+@pytest.mark.parametrize("shift", [13, 14, 15, 16])
+def test_a_tile_is_compared_from_the_first_key_on_that_not_all_its_queries_see(on_the_cpu, shift):
+    tensors = tensors_of(3, 40, batch=1, heads=1, key_heads=1)
+    found = hopper(*tensors, is_causal=True, shift=shift)
+    check(found, by_formula(*tensors, is_causal=True, query_offset=shift))
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_continuing_calls_equal_all_keys_at_once_and_calls_of_the_portable_kernel_continue_them(on_the_cpu, is_causal):
     query, key, value = tensors = tensors_of(18, 37, batch=1)

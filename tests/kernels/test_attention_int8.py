@@ -89,6 +89,14 @@ def test_any_head_dim_is_read_in_blocks_of_32_at_least(head_dim, value_dim):
     check_lse(lse, expected_lse.double(), 1e-4)
 
 
+def test_neighbouring_query_heads_share_a_key_head_and_its_steps():
+    tensors = with_outliers(3, 17, batch=1, heads=6, key_heads=2)
+    out, lse = attention(*tensors)
+    expected, expected_lse = reference.attention(*tensors, out_dtype=torch.float32)
+    assert error(out, expected.double()) < OF_FLOAT16
+    check_lse(lse, expected_lse.double(), 1e-4)
+
+
 @pytest.mark.parametrize("function", [attention, reference.attention])
 @pytest.mark.parametrize("tensors", [make, with_outliers])
 def test_the_error_is_what_8_bits_cost(function, tensors):

@@ -62,6 +62,17 @@ def test_rows_and_elements_may_be_apart(interpreter):
     torch.testing.assert_close(elements.double(), sums(now[:, ::2], before[:, ::2]), rtol=3e-6, atol=0)
 
 
+def change_of_two_lyings(whole, other):
+    return residual.change(whole[:, 3:40], other), residual.change(other, whole[:, 3:40])
+
+
+def test_each_of_both_may_lie_in_its_own_way(interpreter):
+    now, before = normal(3, 50), normal(3, 37, seed=1)
+    found, the_other_way = interpreter(change_of_two_lyings, now, before)
+    torch.testing.assert_close(found.double(), sums(now[:, 3:40], before), rtol=3e-6, atol=0)
+    torch.testing.assert_close(the_other_way.double(), sums(before, now[:, 3:40]), rtol=3e-6, atol=0)
+
+
 def test_the_same_numbers_give_the_same_bits(interpreter):
     now, before = normal(1, 2 * CHUNK + 5), normal(1, 2 * CHUNK + 5, seed=1)
     once = interpreter(residual.change, now, before)
