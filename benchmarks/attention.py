@@ -226,6 +226,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.device != "cpu" and not torch.cuda.is_available():
         print("benchmarks.attention needs a CUDA device, and there is none. --tiny --device cpu shows that it runs.")
         return 2
+    if args.device == "cpu" and not args.tiny:
+        print("On a CPU Triton's interpreter is for tiny sizes only: add --tiny, or name a CUDA device.")
+        return 2
     rows, sizes = [], TINY if args.tiny else REAL
     if args.hopper:
         sizes = TINY_HOPPER if args.tiny else tuple(size for size in REAL if size.head_dim != 96)

@@ -46,3 +46,8 @@ def test_without_a_gpu_it_says_so(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert attention.main([]) == 2
     assert "needs a CUDA device" in capsys.readouterr().out
+
+
+def test_real_sizes_are_not_interpreted(capsys):
+    assert attention.main(["--device", "cpu"]) == 2
+    assert "add --tiny" in capsys.readouterr().out
