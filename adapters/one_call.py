@@ -58,7 +58,7 @@ class ParallelCall:
         assume_equal: arguments are not compared over the ranks.
 
     Attributes:
-        vae: the autoencoder that was parallelized with the pipeline, if any.
+        vaes: the autoencoders that were parallelized with the pipeline.
         sharded: weights were sharded with it, too.
         fused: its transformers run on patches, if they do.
     """
@@ -73,7 +73,7 @@ class ParallelCall:
         assume_equal: bool,
     ) -> None:
         self.mesh = mesh
-        self.vae: nn.Module | None = None
+        self.vaes: list[nn.Module] = []
         self.sharded = False
         self.fused: FusedPipe | None = None
         self._transformers, self._unets = transformers, unets

@@ -11,6 +11,7 @@ from torch import nn
 
 from para_core.adapters.adapter import Adapter, Text
 from para_core.adapters.mesh_choice import Mesh, guided_mesh_for, mesh_and_method
+from para_core.adapters.models.vaes import vae_adapter
 from para_core.adapters.one_call import (
     ParallelCall,
     parallel_call,
@@ -41,6 +42,9 @@ from para_core.weights.pipefusion import PipeFusion, PipeFusionReport
 
 Pipeline = TypeVar("Pipeline")
 Transformer = TypeVar("Transformer", bound=nn.Module)
+
+# Components of pipelines of images and sound, beside ``vae``.
+_OF_SOUND = ("audio_vae", "sound_tokenizer")
 
 
 def parallelize_pipe(
@@ -78,7 +82,7 @@ def parallelize_pipe(
         adapter: what is to be known of a transformer that is not supported, or instead of what is known here.
         assume_equal: do not compare arguments over the ranks once per call. Arguments that differ then give wrong results or a
             hang. Random numbers are still those of the first rank.
-        vae: encode and decode on all ranks, too: ``parallelize_vae(pipe.vae, mesh=mesh)``.
+        vae: encode and decode on all ranks, too: ``parallelize_vae(pipe.vae, mesh=mesh)``, and of an autoencoder of sound likewise.
         weights: ``"fsdp"`` or ``"tensor"``: ``shard_weights(pipe, mesh, method=weights)``; ``"replicate"``: every rank holds them all.
             Left out: as they are.
         pipefusion: ``PipeFusion(...)``: the stages of a mesh with ``pipe`` work at once, on patches of the image that attend to keys of the
@@ -96,7 +100,7 @@ def parallelize_pipe(
     """
     unparallelize_pipe(pipe)
     refuse(When.PARALLELIZE, *cases_of(pipe, adapter))
-    autoencoder = _vae_of(pipe) if vae else None
+    autoencoders = _vaes_of(pipe) if vae else []
     if weights not in (None, "replicate", *METHODS):
         raise ValueError(
             f"weights is {weights!r}; expected 'fsdp', 'tensor', 'replicate', or None to leave them as they are."
@@ -143,8 +147,7 @@ def parallelize_pipe(
         in_one_batch = bool(unets) or any(plan is not None and plan.batched for plan in plans.values())
         apart = guided.batch.size > 1 and not in_one_batch
         around = ParallelCall(transformers, unets, guided, apart=apart, assume_equal=assume_equal)
-        if autoencoder is not None:
-            around.vae = parallelize_vae(autoencoder, mesh=guided)
+        around.vaes = [parallelize_vae(autoencoder, mesh=guided) for autoencoder in autoencoders]
         around.put_around(pipe)
         if pipefusion is not None:
             around.fused = FusedPipe(transformers, pipefusion, guided, adapter)
@@ -165,11 +168,13 @@ def _attention_options(owner: Any, rotate_method: RotateMethod | None) -> AttnOp
     return AttnOptions() if rotate_method is None else AttnOptions(rotate_method=rotate_method)
 
 
-def _vae_of(pipe: Any) -> nn.Module:
+def _vaes_of(pipe: Any) -> list[nn.Module]:
     found = getattr(pipe, "vae", None)
     if not isinstance(found, nn.Module):
         raise TypeError(f"vae=True: {original_class(pipe).__name__} has no autoencoder pipe.vae. Leave vae=True out.")
-    return found
+    of_sound = [getattr(pipe, name, None) for name in _OF_SOUND]
+    # One that is refused is small, and decodes on every rank.
+    return [found, *[one for one in of_sound if isinstance(one, nn.Module) and vae_adapter(one) is not None]]
 
 
 def unparallelize_pipe(pipe: Pipeline) -> Pipeline:
@@ -178,8 +183,8 @@ def unparallelize_pipe(pipe: Pipeline) -> Pipeline:
     Of a mesh with ``pipe``, all ranks call it: blocks that a rank has freed come from those that hold them.
     """
     around = parallel_call(pipe)
-    if around is not None and around.vae is not None:
-        unparallelize_vae(around.vae)
+    for autoencoder in [] if around is None else around.vaes:
+        unparallelize_vae(autoencoder)
     if around is not None and around.sharded:
         unshard_weights(pipe)
     if around is not None and around.fused is not None:

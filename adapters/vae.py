@@ -18,7 +18,7 @@ from para_core.adapters.models.vaes import REFUSED_VAES, VAES, VaeAdapter, rows_
 from para_core.adapters.one_call import describe, random_state_of_first_rank
 from para_core.adapters.row_ranks import RowRanks, on_rows
 from para_core.adapters.vae_graph import traceable
-from para_core.adapters.vae_result import Gather, delivered
+from para_core.adapters.vae_result import Gather, delivered, holds_distribution
 from para_core.agreement import Record, agree, signature
 from para_core.instance import Order, has_compiled_parts, original_class, uncompiled, unwrap, wrap_method
 from para_core.make_mesh import init_context_parallel_mesh
@@ -171,7 +171,7 @@ class _Run:
         if self.mode is not None or self.sharing is not None:  # one of these methods inside of another
             return call(vae, *args, **kwargs)
         if not args:
-            first = next(name for name in ("x", "z", "sample") if name in kwargs)
+            first = next(name for name in ("x", "z", "sample", "latents") if name in kwargs)
             args, kwargs = (kwargs[first],), {name: value for name, value in kwargs.items() if name != first}
         if torch.compiler.is_compiling():
             if self.method == "tiled" or self.adapter.only_tiled:
@@ -186,8 +186,8 @@ class _Run:
         if self.method == "tiled" or self.adapter.only_tiled:
             compute = partial(self.in_tiles, vae, partial(call, vae, x, *args, **kwargs))
             return delivered(compute, self.ranks.size, self.ranks, self.mesh, self.gather)
-        # A waveform [B, C, length] has no height.
-        dim = -1 if x.ndim == 3 or x.shape[-1] > x.shape[-2] else -2
+        # A waveform [B, C, length], or [C, length], has no height.
+        dim = -1 if x.ndim <= 3 or x.shape[-1] > x.shape[-2] else -2
         unit = rows_per_latent(vae) if way == "encode" else 1
         rows, workers = self.row_ranks.share(x, dim, unit, least=2)
         if workers.size < self.ranks.size and torch.compiler.is_compiling():
@@ -202,7 +202,12 @@ class _Run:
         """What a compiled function traces: nothing is compared over ranks, and no records are exchanged."""
         try:
             with torch.no_grad():
-                return self.computed(vae, call, way, x, *args, **kwargs)
+                found = self.computed(vae, call, way, x, *args, **kwargs)
+            if holds_distribution(found):
+                raise RuntimeError(
+                    "its encode() makes the distribution itself, which this call cannot return from a graph."
+                )
+            return found
         except Exception as error:
             # Dynamo says only that this cannot be captured, and names the reason at the end of a chain.
             logger.error("%s cannot be compiled on these ranks: %s", self.adapter.vae, error)
@@ -236,7 +241,8 @@ class _Run:
 
     def tiles(self, call: Callable[..., Any], vae: Any, /, *args: Any, **kwargs: Any) -> Any:
         """A method that tiles: it gets all rows, and gives all. Its tiles are distributed."""
-        if self.sharing is not None or (self.mode is None and self.method == "exact" and not self.adapter.only_tiled):
+        by_itself = self.mode is None and self.method == "exact" and not self.adapter.only_tiled
+        if self.sharing is not None or by_itself or not vae.use_tiling:
             return call(vae, *args, **kwargs)
         if torch.compiler.is_compiling():
             raise RuntimeError(_NO_TILES_IN_GRAPHS)

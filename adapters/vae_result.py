@@ -17,8 +17,8 @@ from para_core.spatial.rows import Layout
 from para_core.spatial.tag import Rows, rows_of, untagged
 
 Gather = Literal["all", "first"]
-# What a result is made of, as JSON: "tensor", "module:Class" of a distribution, ["tuple", [...]] or ["list", [...]],
-# ["module:Class", {field: ...}].
+# What a result is made of, as JSON: "tensor", ["tuple", [...]] or ["list", [...]], ["module:Class", {field: ...}],
+# ["module:Class", number of tensors] of a distribution.
 Form = Any
 
 
@@ -102,15 +102,24 @@ def _nothing(described: dict[str, Any]) -> Tensor:
 # -- taking apart, putting together
 
 
-def _is_distribution(value: Any) -> bool:
-    return hasattr(value, "parameters") and hasattr(value, "logvar")
+def _parameters(value: Any) -> list[Tensor] | None:
+    """What a distribution of diffusers is made of; None of anything else."""
+    if hasattr(value, "parameters") and hasattr(value, "logvar"):
+        return [value.parameters]
+    return [value.mean, value.logs] if hasattr(value, "mean") and hasattr(value, "logs") else None
+
+
+def holds_distribution(value: Any) -> bool:
+    """Whether ``value``, what an autoencoder returned, is or holds a distribution."""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    return _parameters(value) is not None or any(holds_distribution(one) for one in parts)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-    elif _is_distribution(value):
-        yield value.parameters
+    elif (parameters := _parameters(value)) is not None:
+        yield from parameters
     elif isinstance(value, (tuple, list)):
         for one in value:
             yield from _tensors(one)
@@ -122,8 +131,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 def _form(value: Any) -> Form:
     if isinstance(value, Tensor):
         return "tensor"
-    if _is_distribution(value):
-        return f"{type(value).__module__}:{type(value).__name__}"
+    if (parameters := _parameters(value)) is not None:
+        return [f"{type(value).__module__}:{type(value).__name__}", len(parameters)]
     if isinstance(value, (tuple, list)):
         return ["list" if isinstance(value, list) else "tuple", [_form(one) for one in value]]
     if isinstance(value, dict):
@@ -134,9 +143,9 @@ def _form(value: Any) -> Form:
 def _together(form: Form, tensors: Iterator[Tensor]) -> Any:
     if form == "tensor":
         return untagged(next(tensors))
-    if isinstance(form, str):
-        return _class(form)(untagged(next(tensors)))
     kind, parts = form
+    if isinstance(parts, int):
+        return _class(kind)(*[untagged(next(tensors)) for _ in range(parts)])
     if kind in ("tuple", "list"):
         found = [_together(one, tensors) for one in parts]
         return found if kind == "list" else tuple(found)

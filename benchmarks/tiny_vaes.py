@@ -18,6 +18,8 @@ from para_core.adapters.models.vaes import rows_per_latent
 NO_TILES_ENCODED = ("CogVideoX", "HunyuanImage")
 # What diffusers' own tiling does not do on one device: a padding by reflection of one column; tiles cut to numbers of latents as if of pixels.
 NOT_TILED = ("LTX2Video", "HunyuanImageRefiner")
+# What decodes by tiles alone.
+BY_TILES = ("MiniMaxH3", "Allegro")
 
 
 def fill_randomly(module: nn.Module) -> nn.Module:
@@ -40,8 +42,9 @@ class TinyVae:
     options: Mapping[str, Any]
     latents: tuple[int, ...]
     pixels: tuple[int, ...]
-    # Of the decoder, beside latents.
+    # Of the decoder, beside latents; of the encoder, beside pixels.
     conditions: Mapping[str, Any] = field(default_factory=dict)
+    encoder_options: Mapping[str, Any] = field(default_factory=dict)
     # What is set on the instance after it was made.
     settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -62,6 +65,7 @@ class TinyVae:
         sizes = {
             **dict.fromkeys(("tile_sample_min_size", "tile_sample_min_height", "tile_sample_min_width"), 4 * ratio),
             **dict.fromkeys(("tile_sample_stride_height", "tile_sample_stride_width"), 3 * ratio),
+            **dict.fromkeys(("tile_sample_min_overlap_height", "tile_sample_min_overlap_width"), ratio),
             **dict.fromkeys(("tile_latent_min_size", "tile_latent_min_height", "tile_latent_min_width"), 4),
         }
         for attribute, size in sizes.items():
@@ -71,16 +75,18 @@ class TinyVae:
         return made
 
     def decode(self, vae: Any, latents: Tensor) -> Tensor:
-        found: Tensor = vae.decode(latents, **self.conditions).sample
+        out = vae.decode(latents, **self.conditions)
+        found: Tensor = out if isinstance(out, Tensor) else out.sample
         return found
 
     def encode(self, vae: Any, pixels: Tensor) -> Tensor:
-        out = vae.encode(pixels)
+        out = vae.encode(pixels, **self.encoder_options)
         for name in ("latents", "latent"):
             if name in out:
                 latents: Tensor = out[name]
                 return latents
-        parameters: Tensor = out.latent_dist.parameters
+        found = out.latent_dist
+        parameters: Tensor = found.parameters if hasattr(found, "parameters") else torch.cat([found.mean, found.logs])
         return parameters
 
 
@@ -340,6 +346,129 @@ TINY_VAES: Mapping[str, TinyVae] = {
         },
         (1, 4, 15),
         (1, 2, 120),
+    ),
+    "LTX2, sound": TinyVae(
+        "AutoencoderKLLTX2Audio",
+        {"base_channels": 8, "ch_mult": (1, 2, 2), "num_res_blocks": 1, "latent_channels": 4, "mel_bins": 28},
+        (1, 4, 7, 4),
+        (1, 2, 28, 16),
+    ),
+    "LongCatAudioDiT": TinyVae(
+        "LongCatAudioDiTVae",
+        {
+            "channels": 8,
+            "c_mults": [1, 2],
+            "strides": [2, 4],
+            "latent_dim": 4,
+            "encoder_latent_dim": 8,
+            "downsampling_ratio": 8,
+        },
+        (1, 4, 15),
+        (1, 1, 120),
+        encoder_options={"sample_posterior": False},
+    ),
+    "Cosmos3, sound": TinyVae(
+        "Cosmos3AVAEAudioTokenizer",
+        {
+            "vocoder_input_dim": 4,
+            "dec_dim": 8,
+            "dec_c_mults": (1, 2),
+            "dec_strides": (4, 3),
+            "enc_dim": 8,
+            "enc_num_blocks": 1,
+            "enc_n_fft": 8,
+            "enc_hop_length": 2,
+            "enc_latent_dim": 8,
+            "enc_c_mults": (1, 2),
+            "enc_strides": (2, 3),
+        },
+        (1, 4, 15),
+        (1, 2, 180),
+    ),
+    "Kandinsky6SR": TinyVae(
+        "Kandinsky6SRVAE",
+        {
+            "latent_channels": 4,
+            "encoder_block_out_channels": (8, 16, 32),
+            "decoder_block_out_channels": (8, 16, 32),
+            "layers_per_block": 1,
+            "temporal_compression_ratio": 2,
+        },
+        (1, 4, 3, 7, 4),
+        (1, 3, 5, 28, 16),
+    ),
+    "MiniMaxH3": TinyVae(
+        "AutoencoderKLMiniMaxH3",
+        {
+            "latent_channels": 4,
+            "block_out_channels": (8, 16, 16),
+            "layers_per_block": 1,
+            "spatial_downsample_factors": (2, 2, 1),
+            "temporal_downsample_factors": (1, 2, 1),
+            "norm_num_groups": 4,
+            "decoder_num_layers": 2,
+            "decoder_num_attention_heads": 2,
+            "decoder_attention_head_dim": 16,
+            "clip_length": 5,
+            "token_drop": 1,
+            "latents_mean": (0.0,) * 4,
+            "latents_std": (1.0,) * 4,
+        },
+        (1, 4, 5, 7, 4),
+        (1, 3, 10, 28, 16),
+        settings={
+            **dict.fromkeys(("tile_sample_min_height", "tile_sample_min_width"), 64),
+            **dict.fromkeys(("tile_sample_min_overlap_height", "tile_sample_min_overlap_width"), 16),
+        },
+    ),
+    "MiniMaxH3, sound": TinyVae(
+        "AutoencoderKLMiniMaxH3Audio",
+        {
+            "encoder_dim": 8,
+            "encoder_rates": (2, 5),
+            "latent_dim": 16,
+            "latent_channels": 4,
+            "num_attention_heads": 2,
+            "decoder_dim": 16,
+            "decoder_rates": (5, 2),
+            "decoder_kernel_sizes": (9, 4),
+            "resblock_kernel_sizes": (3, 7),
+            "resblock_dilation_sizes": ((1, 3), (1, 5)),
+        },
+        (2, 4, 15),
+        (2, 1, 150),
+    ),
+    "KVAE": TinyVae(
+        "AutoencoderKLKVAE",
+        {"channels": 32, "num_enc_blocks": 1, "num_dec_blocks": 1, "z_channels": 4, "ch_mult": (1, 2)},
+        (1, 4, 7, 5),
+        (1, 3, 14, 10),
+    ),
+    "KVAE, video": TinyVae(
+        "AutoencoderKLKVAEVideo",
+        {"ch": 32, "ch_mult": (1, 1, 2), "num_res_blocks": 1, "z_channels": 4, "temporal_compress_times": 2},
+        (1, 4, 3, 7, 4),
+        (1, 3, 5, 28, 16),
+    ),
+    "KVAE, sound": TinyVae(
+        "AutoencoderKLKVAEAudio",
+        {
+            "encoder_dim": 8,
+            "encoder_rates": [2, 3],
+            "latent_dim": 16,
+            "codebook_dim": 4,
+            "decoder_dim": 16,
+            "decoder_rates": [3, 2],
+            "attn_num_heads": 2,
+        },
+        (1, 4, 15),
+        (1, 1, 90),
+    ),
+    "VidTok": TinyVae(
+        "AutoencoderVidTok",
+        {"ch": 8, "ch_mult": [1, 2, 2, 2], "num_res_blocks": 1},
+        (1, 4, 2, 7, 4),
+        (1, 3, 8, 56, 32),
     ),
     "Allegro": TinyVae(
         "AutoencoderKLAllegro",

@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +25,24 @@ from benchmarks.environment import write_results
 from benchmarks.launch import launch
 from benchmarks.page_parts import fill
 from benchmarks.peak_memory import PeakMemory
-from benchmarks.tiny_vaes import NO_TILES_ENCODED, NOT_TILED, TINY_VAES, TinyVae, random_image
+from benchmarks.tiny_vaes import BY_TILES, NO_TILES_ENCODED, NOT_TILED, TINY_VAES, TinyVae, random_image
 from benchmarks.traffic import TrafficCounter
 from para_core.adapters import parallelize_vae, unparallelize_vae
-from para_core.adapters.models.vaes import REFUSED_VAES, VAES
+from para_core.adapters.models.vaes import REFUSED_VAES, VAES, rows_per_latent
 
 PAGE = Path(__file__).parents[1] / "docs/vae.md"
 RESULTS = Path(__file__).parent / "results/vae_table.json"
 RANKS = (2, 3, 4)
-# Large enough that rows of neighbours weigh little: name, latents, what is changed of the tiny one.
-MEMORY = (
-    ("KL", (1, 4, 64, 32), {"block_out_channels": (32, 64)}),
-    ("Wan 2.1", (1, 4, 2, 48, 24), {"base_dim": 32}),
-)
+# Where memory is measured an image is so high, in rows of pixels, and half as wide: rows of neighbours weigh little.
+HEIGHT = 256
+# Published ones attend to all pixels of an eighth of the image; these tiny ones to those of a half, which would weigh most.
+_FOUR_LEVELS = {"down_block_types": ("DownEncoderBlock2D",) * 4, "block_out_channels": (8, 8, 16, 16)}
+MORE_LEVELS: Mapping[str, Mapping[str, Any]] = {
+    "KL": {**_FOUR_LEVELS, "up_block_types": ("UpDecoderBlock2D",) * 4},
+    "Flux2": {**_FOUR_LEVELS, "up_block_types": ("UpDecoderBlock2D",) * 4},
+    "TemporalDecoder": {**_FOUR_LEVELS, "block_out_channels": (32,) * 4},
+    "HunyuanImage": {"block_out_channels": (32, 32, 64, 64), "spatial_compression_ratio": 8},
+}
 
 
 def relative_error(out: Tensor, expected: Tensor) -> float:
@@ -50,7 +57,7 @@ def of_this_rank(name: str, tiny: TinyVae) -> list[dict[str, Any]]:
         adapter = VAES[tiny.cls]
         if method == "tiled" and (name in NOT_TILED or not (adapter.tiled and adapter.shares_tiles)):
             continue
-        if method == "exact" and adapter.only_tiled:
+        if method == "exact" and name in BY_TILES:
             continue
         vae: Any = tiny.make_tiled() if method == "tiled" else tiny.make()
         for way, shape in (("decode", tiny.latents), ("encode", tiny.pixels)):
@@ -81,31 +88,57 @@ def of_this_rank(name: str, tiny: TinyVae) -> list[dict[str, Any]]:
 
 
 @torch.no_grad()
-def in_16_bits(name: str) -> dict[str, Any]:
+def in_16_bits(name: str, tiny: TinyVae) -> list[dict[str, Any]]:
     """How far bfloat16 is from float32, on one device and on the ranks."""
-    tiny = TINY_VAES[name]
-    x = random_image(tiny.latents)
-    exact = tiny.decode(tiny.make(), x)
-    vae = tiny.make().bfloat16()
-    alone = relative_error(tiny.decode(vae, x.bfloat16()), exact)
-    parallelize_vae(vae)
-    return {"name": name, "alone": alone, "parallel": relative_error(tiny.decode(vae, x.bfloat16()), exact)}
+    found = []
+    for way, shape in (("decode", tiny.latents), ("encode", tiny.pixels)):
+        if name in BY_TILES:  # bit-equal
+            continue
+        x, run = random_image(shape), getattr(tiny, way)
+        exact = run(tiny.make(), x)
+        vae = tiny.make().bfloat16()
+        try:
+            alone = relative_error(run(vae, x.bfloat16()), exact)
+        except NotImplementedError:  # CPUs pool no volumes of bfloat16
+            continue
+        parallelize_vae(vae)
+        parallel = relative_error(run(vae, x.bfloat16()), exact)
+        found.append({"name": name, "way": way, "alone": alone, "parallel": _largest(parallel)})
+    return found
 
 
 @torch.no_grad()
-def memory(name: str, latents: tuple[int, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """The most bytes of activations, of any rank beside one device; the image stays with the first rank."""
-    tiny = TINY_VAES[name]
-    tiny = TinyVae(tiny.cls, {**tiny.options, **options}, latents, tiny.pixels)
-    peaks = []
-    for parallel in (False, True):
-        vae = tiny.make()
-        if parallel:
-            parallelize_vae(vae, gather="first")
-        with PeakMemory() as found:
-            tiny.decode(vae, random_image(latents))
-        peaks.append(found.peak)
-    return {"name": name, "latents": list(latents), "one device": peaks[0], "a rank": int(_largest(peaks[1]))}
+def memory(name: str, tiny: TinyVae) -> list[dict[str, Any]]:
+    """The most bytes of activations, of any rank beside one device; the result stays with the first rank."""
+    tiny = replace(tiny, options={**tiny.options, **MORE_LEVELS.get(name, {})})
+    found = []
+    for way, shape in large(tiny).items():
+        x, run = random_image(shape), getattr(tiny, way)
+        peaks = []
+        for parallel in (False, True) if dist.get_rank() == 0 else (True,):
+            vae: Any = tiny.make()
+            if parallel:
+                parallelize_vae(vae, method="tiled" if name in BY_TILES else "exact", gather="first")
+            with PeakMemory() as of_run:
+                run(vae, x)
+            peaks.append(of_run.peak)
+        row = {"name": name, "way": way, "shape": list(shape), "one device": peaks[0]}
+        found.append({**row, "a rank": int(_largest(peaks[-1]))})
+    return found
+
+
+def large(tiny: TinyVae) -> dict[str, tuple[int, ...]]:
+    """Shapes of latents and pixels of which an edge row is a small part."""
+    if len(tiny.latents) == 3:  # a waveform
+        return {
+            way: (*shape[:-1], 64 * shape[-1]) for way, shape in (("decode", tiny.latents), ("encode", tiny.pixels))
+        }
+    ratio = rows_per_latent(tiny.make())
+    size = HEIGHT // ratio, HEIGHT // 2 // ratio
+    return {
+        "decode": (*tiny.latents[:-2], *size),
+        "encode": (*tiny.pixels[:-2], size[0] * ratio, size[1] * ratio),
+    }
 
 
 def _largest(value: float) -> float:
@@ -116,11 +149,13 @@ def _largest(value: float) -> float:
 
 def run_ranks(path: Path, only: list[str]) -> None:
     dist.init_process_group("gloo")
-    found: dict[str, list[Any]] = {
-        "rows": [row for name in only or TINY_VAES for row in of_this_rank(name, TINY_VAES[name])],
-        "16 bits": [] if only else [in_16_bits(name) for name in ("KL", "Wan 2.1", "HunyuanVideo")],
-        "memory": [] if only else [memory(*one) for one in MEMORY],
-    }
+    measures = {"rows": of_this_rank, "16 bits": in_16_bits, "memory": memory}
+    found: dict[str, list[Any]] = {part: [] for part in measures}
+    for name in only or TINY_VAES:
+        if dist.get_rank() == 0:
+            print(f"{dist.get_world_size()} ranks: {name}", flush=True)
+        for part, measure in measures.items():
+            found[part] += measure(name, TINY_VAES[name])
     if dist.get_rank() == 0:
         path.write_text(json.dumps(found))
     dist.destroy_process_group()
@@ -144,24 +179,44 @@ def tables(results: dict[str, Any]) -> dict[str, list[str]]:
         lines.append(f"| {name} | {cls} | {method} | {way} | {' | '.join(cells)} | {last['collectives']} | {sent} |")
     lines += ["", f"Not run in parallel, of diffusers {diffusers.__version__}:", ""]
     lines += [f"- `{name}`: {reason}." for name, reason in REFUSED_VAES.items()]
-    bits = ["| autoencoder | ranks | bfloat16 on one device | on the ranks |", "| --- | --- | --- | --- |"]
-    peaks = ["| autoencoder | latents | ranks | one device | a rank | share |", "| --- | --- | --- | --- | --- | --- |"]
-    for ranks, found in results.items():
-        bits += [f"| {x['name']} | {ranks} | {x['alone']:.1e} | {x['parallel']:.1e} |" for x in found["16 bits"]]
-        peaks += [
-            f"| {x['name']} | {' × '.join(map(str, x['latents']))} | {ranks} | {x['one device'] / 1e6:.1f} MB | "
-            f"{x['a rank'] / 1e6:.1f} MB | {x['a rank'] / x['one device']:.2f} |"
-            for x in found["memory"]
-        ]
+    bits = beside(results, "16 bits", "bfloat16 on one device", lambda row: f"{row['alone']:.1e}", _parallel_bits)
+    peaks = beside(results, "memory", "on one device", lambda row: f"{row['one device'] / 1e6:.1f} MB", _share)
     return {"vaes": lines, "vae 16 bits": bits, "vae memory": peaks}
 
 
+def beside(
+    results: dict[str, Any], part: str, alone: str, of_one: Callable[[Any], str], of_ranks: Callable[[Any], str]
+) -> list[str]:
+    """A table of ``part``: what is of one device, and beside it of each number of ranks."""
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for ranks, found in results.items():
+        for row in found[part]:
+            rows.setdefault((row["name"], row["way"]), {})[ranks] = row
+    head = " | ".join([f"{ranks} ranks" for ranks in results])
+    lines = [f"| autoencoder | way | {alone} | {head} |", "| --- " * (3 + len(results)) + "|"]
+    for (name, way), of_row in rows.items():
+        cells = " | ".join([of_ranks(of_row[ranks]) for ranks in results])
+        lines.append(f"| {name} | {way} | {of_one(of_row[min(results)])} | {cells} |")
+    return lines
+
+
+def _parallel_bits(row: dict[str, Any]) -> str:
+    return f"{row['parallel']:.1e}"
+
+
+def _share(row: dict[str, Any]) -> str:
+    return f"{row['a rank'] / row['one device']:.2f}"
+
+
 def merged(before: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-    """``before`` with the rows of ``found`` in place of those of the same autoencoders."""
+    """``before`` with what was ``found`` in place of what it has of the same autoencoders."""
     names = list(TINY_VAES)
-    new = {row["name"] for row in found["rows"]}
-    rows = [row for row in before["rows"] if row["name"] not in new] + found["rows"]
-    return {**before, "rows": sorted(rows, key=lambda row: names.index(row["name"]))}
+    together = {}
+    for part, rows in found.items():
+        new = {row["name"] for row in found["rows"]}
+        kept = [row for row in before[part] if row["name"] not in new]
+        together[part] = sorted(kept + rows, key=lambda row: names.index(row["name"]))
+    return together
 
 
 def _error(error: float, method: str) -> str:

@@ -32,6 +32,7 @@ class VaeAdapter:
 
 _KL = ("tiled_encode", "_tiled_encode", "tiled_decode")
 _PLAIN: tuple[str, ...] = ()
+_FRAMES_LEFT = "a tile leaves its last frames in its modules for the next call"
 
 VAES: Mapping[str, VaeAdapter] = {
     adapter.vae: adapter
@@ -46,11 +47,16 @@ VAES: Mapping[str, VaeAdapter] = {
         VaeAdapter("AutoencoderKLHunyuanImageRefiner"),
         VaeAdapter("AutoencoderKLHunyuanVideo"),
         VaeAdapter("AutoencoderKLHunyuanVideo15"),
+        VaeAdapter("AutoencoderKLKVAE", tiled=("_tiled_encode", "tiled_decode")),
+        VaeAdapter("AutoencoderKLKVAEAudio", tiled=_PLAIN),
+        VaeAdapter("AutoencoderKLKVAEVideo", tiled=_PLAIN),
+        VaeAdapter("AutoencoderKLLTX2Audio", tiled=_PLAIN),
         VaeAdapter("AutoencoderKLLTX2Video"),
         VaeAdapter("AutoencoderKLLTXVideo"),
-        VaeAdapter(
-            "AutoencoderKLMagvit", why_not_tiles="a tile leaves its last frames in its modules for the next call"
-        ),
+        VaeAdapter("AutoencoderKLMagvit", why_not_tiles=_FRAMES_LEFT),
+        # It tiles by default; without tiles its decoder joins tokens of all rows with others, which is refused by name.
+        VaeAdapter("AutoencoderKLMiniMaxH3", tiled=("_encode_clip", "_decode_clip")),
+        VaeAdapter("AutoencoderKLMiniMaxH3Audio", encode="encode", decode="decode", tiled=_PLAIN),
         VaeAdapter("AutoencoderKLMochi"),
         VaeAdapter("AutoencoderKLQwenImage"),
         VaeAdapter("AutoencoderKLQwenImage21"),
@@ -69,6 +75,10 @@ VAES: Mapping[str, VaeAdapter] = {
             tiled=("_tiled_encode", "_tiled_decode"),
             why_not_tiles="it blends each tile as soon as it has it",
         ),
+        VaeAdapter("AutoencoderVidTok", why_not_tiles=_FRAMES_LEFT),
+        VaeAdapter("Cosmos3AVAEAudioTokenizer", decode="decode", tiled=_PLAIN),
+        VaeAdapter("Kandinsky6SRVAE", encode="encode", decode="decode", tiled=_PLAIN),
+        VaeAdapter("LongCatAudioDiTVae", encode="encode", decode="decode", tiled=_PLAIN),
     )
 }
 
@@ -76,30 +86,12 @@ VAES: Mapping[str, VaeAdapter] = {
 # The others of diffusers, and why their rows are not distributed.
 REFUSED_VAES: Mapping[str, str] = {
     "AsymmetricAutoencoderKL": "its decoder takes a mask and an image, of which rows would have to be distributed alike",
-    "AutoencoderKLLTX2Audio": "it crops a spectrogram to a length computed from its number of frames, and is decoded in milliseconds",
+    "AutoencoderRAE": "its encoder and its decoder are transformers of one small size, which join a token of all with those of rows",
     "AutoencoderSAME": "a transformer over a waveform, which joins its tokens with as many new ones and folds them to chunks",
     "ConsistencyDecoderVAE": "it draws noise at every step of its own denoising loop",
     "MMAudioVAE": "it encodes a Fourier transform over all samples; its decoder makes a spectrogram of 8 s, which is small",
     "RFD4ProteinaAutoencoder": "it encodes proteins, which have no rows",
     "VQModel": "it looks up codes by the place of each pixel",
-    **dict.fromkeys(
-        ("Cosmos3AVAEAudioTokenizer", "LongCatAudioDiTVae"), "it decodes a waveform, and nobody tried it yet"
-    ),
-    **dict.fromkeys(
-        ("AutoencoderKLMiniMaxH3", "AutoencoderKLMiniMaxH3Audio"),
-        "modular pipelines alone have it, and nobody tried it yet",
-    ),
-    "Kandinsky6SRVAE": "nobody tried it yet",
-    **dict.fromkeys(
-        (
-            "AutoencoderKLKVAE",
-            "AutoencoderKLKVAEAudio",
-            "AutoencoderKLKVAEVideo",
-            "AutoencoderRAE",
-            "AutoencoderVidTok",
-        ),
-        "no pipeline of diffusers has it, and nobody tried it yet",
-    ),
 }
 
 
@@ -107,12 +99,14 @@ def rows_per_latent(vae: Any) -> int:
     """How many rows of pixels become one row of latents."""
     config = vae.config
     # Asked of the instance, diffusers looks in the config, too, and warns.
-    own = [vars(vae).get(name) for name in ("spatial_compression_ratio", "hop_length")]
-    for found in (config.get("spatial_compression_ratio"), *own):
+    own = [vars(vae).get(name) for name in ("spatial_compression_ratio", "hop_length", "_hop_size")]
+    for found in (config.get("spatial_compression_ratio"), config.get("downsampling_ratio"), *own):
         if found is not None:
             return int(found)
-    channels = config.get("block_out_channels") or config["encoder_block_out_channels"]
-    return int(2 ** (len(channels) - 1))
+    levels = next(
+        config[name] for name in ("block_out_channels", "encoder_block_out_channels", "ch_mult") if name in config
+    )
+    return int(2 ** (len(levels) - 1))
 
 
 def vae_adapter(vae: Any) -> VaeAdapter | None:

@@ -167,6 +167,41 @@ def pool(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, 
     return windowed(ranks, func, x, rows, extent, strides[place], paddings[place], run, fill=fill)
 
 
+def stft(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    """``torch.stft`` of a waveform ``[..., samples]``, ``center=False``: each rank transforms the windows whose middle it holds."""
+    x, size, hop, center, rest = _stft_arguments(*args, **kwargs)
+    rows = rows_of(x)
+    if rows is None or rows.dim != x.ndim - 1 or rows.outer > 1 or center:
+        raise unknown(func, rows or Rows(0, (0,)), "center=True, or a batch that is sharded, is not built")
+    plan = plans.convolution(rows.layout, size, hop, 0)
+    _require_rows(func, rows, plan.layout)
+    found = func(fetch(x, rows, plan.wanted, ranks), size, hop, center=False, **rest)
+    return tagged(found, Rows(x.ndim, plan.layout))
+
+
+def _stft_arguments(
+    input: Tensor,
+    n_fft: int,
+    hop_length: int | None = None,
+    win_length: int | None = None,
+    window: Tensor | None = None,
+    center: bool = True,
+    pad_mode: str = "reflect",
+    normalized: bool = False,
+    onesided: bool | None = None,
+    return_complex: bool | None = None,
+    **others: Any,
+) -> tuple[Any, ...]:
+    rest = {"win_length": win_length, "window": window, "normalized": normalized, "onesided": onesided}
+    return (
+        input,
+        n_fft,
+        n_fft // 4 if hop_length is None else hop_length,
+        center,
+        {**rest, "return_complex": return_complex, **others},
+    )
+
+
 def _transposed_arguments(
     input: Tensor,
     weight: Tensor,
@@ -208,5 +243,6 @@ def _avg_pool_arguments(
 RULES: dict[str, Any] = {
     **dict.fromkeys(("conv1d", "conv2d", "conv3d"), convolution),
     **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), conv_transpose),
+    "stft": stft,
     **dict.fromkeys([f"{kind}_pool{spatial}d" for kind in ("avg", "max") for spatial in (1, 2, 3)], pool),
 }

@@ -65,6 +65,7 @@ ALONG = {
     "flip": (1, None),
     "glu": (1, -1),
     "normalize": (2, 1),
+    "adaptive_avg_pool1d": (2, -1),
     "layer_norm": (None, None),
     "rms_norm": (None, None),
 }

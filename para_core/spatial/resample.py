@@ -82,10 +82,10 @@ def interpolate(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dic
     sizes = None if size is None else _each(size, spatial)
     if scales is not None:
         factor = scales[place]
-        if mode in ("nearest", "nearest-exact") and factor == int(factor) and not recompute:
+        if (factor == 1 or (mode in ("nearest", "nearest-exact") and factor == int(factor))) and not recompute:
             # Each row becomes so many; floating point is exact here.
             made = Rows(rows.dim, tuple([count * int(factor) for count in rows.layout]))
-            return tagged(func(x, None, scales, mode), made)
+            return tagged(func(x, None, scales, mode, align), made)
         total = math.floor(sum(rows.layout) * factor)
         layout = plans.scaled(rows.layout, total)
         step = 1 / factor if not recompute else sum(rows.layout) / total

@@ -57,9 +57,13 @@ class Windows:
 
 
 def _shared_out(layout: Layout, total: int, first: Callable[[int], int]) -> Layout:
-    """``total`` rows of output, of which ``first(start)`` is the first one of the rank whose input begins at ``start``."""
+    """``total`` rows of output, of which ``first(start)`` is the first one of the rank whose input begins at ``start``.
+
+    Evenly, where that would leave a rank without any: causal convolutions along rows move them down, layer by layer.
+    """
     starts = [0] + [min(max(first(start), 0), total) for start, _ in held(layout)[1:]]
-    return tuple([stop - start for start, stop in zip(starts, [*starts[1:], total], strict=True)])
+    found = tuple([stop - start for start, stop in zip(starts, [*starts[1:], total], strict=True)])
+    return found if min(found) > 0 else even(total, len(layout))
 
 
 @lru_cache(maxsize=4096)

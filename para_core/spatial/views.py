@@ -220,6 +220,12 @@ def interleaved(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dic
     return tagged(x.repeat_interleave(repeats, dim), Rows(rows.dim, layout, rows.outer))
 
 
+def in_pairs(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    """``view_as_real``: complex numbers as pairs, in one more dim at the end."""
+    _, rows = _first(func, args, kwargs)
+    return tagged(func(*args, **kwargs), rows)
+
+
 def expanded_as(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """``expand_as``, ``view_as``: with the rows of the other."""
     x, other = args
@@ -252,6 +258,7 @@ _BY_RULE: dict[Any, str] = {
     joined: "cat concat concatenate stack",
     repeated: "expand repeat tile broadcast_to",
     interleaved: "repeat_interleave",
+    in_pairs: "view_as_real",
     expanded_as: "expand_as view_as",
 }
 RULES: dict[str, Any] = {name: rule for rule, names in _BY_RULE.items() for name in names.split()}

@@ -80,6 +80,14 @@ def patchify(x):
     return x.reshape(batch, channels, rows, columns)
 
 
+def stft_of_columns(x):
+    """Of each line of pixels along the longer side, windows of 4 pixels, as real numbers ``[..., windows, frequencies]``."""
+    lines = x if x.shape[-1] > x.shape[-2] else x.transpose(-2, -1)
+    samples = F.pad(lines.flatten(0, 2), (1, 1))
+    found = torch.stft(samples, 4, 2, window=torch.hann_window(4), center=False, return_complex=True)
+    return torch.cat(torch.view_as_real(found).chunk(2, dim=-1), dim=1).squeeze(-1).transpose(1, 2)
+
+
 def downsample(x, weight):
     return F.conv2d(F.pad(x, (0, 1, 0, 1)), weight, stride=2)
 
@@ -158,6 +166,9 @@ CASES = {
     "bicubic": lambda i: F.interpolate(i["image"], scale_factor=2.0, mode="bicubic"),
     "bicubic to a size": lambda i: F.interpolate(i["image"], size=(11, 13), mode="bicubic"),
     "trilinear": lambda i: F.interpolate(i["clip"], scale_factor=(2.0, 2.0, 2.0), mode="trilinear"),
+    "adaptive_avg_pool1d": lambda i: F.adaptive_avg_pool1d(tokens(i["image"]), 3).transpose(1, 2),
+    "stft": lambda i: stft_of_columns(i["image"]),
+    "trilinear over time": lambda i: F.interpolate(i["clip"], scale_factor=(2.0, 1.0, 1.0), mode="trilinear"),
     "pixel_shuffle": lambda i: F.pixel_shuffle(i["image"], 2),
     "pixel_unshuffle": lambda i: F.pixel_unshuffle(i["image"], 2),
     "patches": lambda i: patchify(i["image"]),
@@ -250,6 +261,7 @@ REFUSED = {
     "scaled_dot_product_attention": lambda i, dim: F.scaled_dot_product_attention(
         *[tokens(i["image"])] * 3, attn_mask=torch.eye(3)
     ),
+    "stft": lambda i, dim: torch.stft(i["image"].transpose(dim, -1).flatten(0, 2), 4, return_complex=True),
     "einsum": lambda i, dim: torch.einsum("bchw->bc", i["image"]),
     "randn_like": lambda i, dim: torch.randn_like(i["image"]),
 }

@@ -15,18 +15,23 @@ from tests.attention.one_device import relative_error
 from tests.tiny import cpu_mesh
 
 ROOT = Path(__file__).parents[2]
-# From text; and from an image, which is encoded.
-NAMES = ["ovis", "chroma, image"]
+# From text; and from an image, which is encoded; videos, and sound beside one.
+NAMES = [
+    "ovis",
+    "chroma, image",
+    *[pytest.param(name, marks=pytest.mark.long) for name in ("wan, image", "ltx, image", "ltx2", "longcat-audio")],
+]
 
 
 def generate_on_ranks(name):
     pipe = PIPELINES[name].build()
     alone = generate(pipe, name, output_type="pt")
     parallelize_pipe(pipe, mesh=cpu_mesh(1, 2), vae=True)
-    assert is_wrapped(pipe.vae, "parallel_vae")
+    vaes = [pipe.vae, *([pipe.audio_vae] if name == "ltx2" else [])]
+    assert all(is_wrapped(vae, "parallel_vae") for vae in vaes)
     found = generate(pipe, name, output_type="pt")
     unparallelize_pipe(pipe)
-    assert not is_wrapped(pipe.vae, "parallel_vae")
+    assert not any(is_wrapped(vae, "parallel_vae") for vae in vaes)
     return relative_error(found, alone)
 
 
