@@ -15,7 +15,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.adapters.models.vaes import REFUSED_VAES, VAES, VaeAdapter, rows_per_latent, vae_adapter
-from para_core.adapters.one_call import describe, random_state_of_first_rank
+from para_core.adapters.one_call import describe, random_state_of_first_rank, reasons_shared
+from para_core.adapters.roll_call import Place, places_of_all
 from para_core.adapters.row_ranks import RowRanks, on_rows
 from para_core.adapters.vae_graph import traceable
 from para_core.adapters.vae_result import Gather, delivered, holds_distribution
@@ -157,6 +158,7 @@ class _Run:
             way: traceable(vae, partial(self.traced, vae, getattr(original_class(vae), name), way))
             for way, name in methods.items()
         }
+        self.places: list[Place] = []  # of all ranks, once they have met
         # What runs now: on rows, and on tiles.
         self.mode: SpatialShardMode | None = None
         self.sharing: Tiles | None = None
@@ -178,7 +180,8 @@ class _Run:
                 raise RuntimeError(_NO_TILES_IN_GRAPHS)
             return self.graphs[way](*args, **kwargs)
         self.check(vae, args[0])
-        with torch.no_grad(), random_state_of_first_rank(self.mesh):
+        self.places = self.places or places_of_all(self.mesh)
+        with torch.no_grad(), random_state_of_first_rank(self.mesh) as token, reasons_shared(token, self.places):
             return self.computed(vae, call, way, *args, **kwargs)
 
     def computed(self, vae: Any, call: Callable[..., Any], way: Way, x: Tensor, /, *args: Any, **kwargs: Any) -> Any:
@@ -290,6 +293,12 @@ class _Run:
         agree(problem or signature(given), self.mesh, explain=self.explain)
 
     def explain(self, records: list[Record]) -> str:
+        elsewhere = next((rank for rank, record in enumerate(records) if "sample" not in record), None)
+        if elsewhere is not None:
+            return (
+                f"rank {elsewhere} does not call this {self.adapter.vae}, and other ranks do: in a callback, say, on one rank alone. "
+                "All ranks call it, and any of them may use what it gives."
+            )
         differs = sorted({name for record in records for name in record if record[name] != records[0].get(name)})
         rank = next(rank for rank, record in enumerate(records) if record != records[0])
         return (

@@ -34,10 +34,11 @@ def delivered(compute: Callable[[], Any], workers: int, ranks: MeshDim, mesh: Gu
         try:
             result = compute()
             form, tensors = _form(result), list(_tensors(result))
-        except (TypeError, ValueError, RuntimeError) as error:
+        except Exception as error:
             if workers == ranks.size:
                 raise
-            record = error_record(error)
+            kind = type(error) if type(error) in (TypeError, ValueError) else RuntimeError
+            record = error_record(kind(error if isinstance(error, kind) else f"{type(error).__name__}: {error}"))
     if workers < ranks.size:
         if works and not record:
             record = {"form": form, "tensors": [_described(x) for x in tensors]}

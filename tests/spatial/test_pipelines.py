@@ -53,6 +53,24 @@ def ask_for_no_vae():
         parallelize_pipe(pipe, mesh=cpu_mesh(1, 2), vae=True)
 
 
+def decode_in_a_callback():
+    """How many images were decoded after steps, as for a preview."""
+    pipe = parallelize_pipe(PIPELINES["ovis"].build(), mesh=cpu_mesh(1, 2), vae=True)
+    shown = []
+
+    def show(pipe, step, time, given):
+        shown.append(pipe.vae.decode(torch.ones(1, pipe.vae.config.latent_channels, 6, 10)).sample)
+        return {}
+
+    generate(pipe, "ovis", callback_on_step_end=show)
+    return len(shown)
+
+
+@pytest.mark.long
+def test_a_preview_is_decoded_in_a_callback_on_all_ranks(rank_pool):
+    assert min(rank_pool.run(decode_in_a_callback, 2)) > 0
+
+
 def demo_images():
     """By the FLUX that was trained here, on two ranks: with the VAE on one of them, and on both."""
     pipe = FluxPipeline.from_pretrained(ROOT / "benchmarks/tiny_flux/pipeline", dtype=torch.float32)

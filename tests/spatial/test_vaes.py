@@ -1,6 +1,7 @@
 """Autoencoders of diffusers on ranks, against the unmodified ones on one device."""
 
 import re
+from datetime import timedelta
 from functools import cache
 
 import pytest
@@ -110,15 +111,34 @@ def test_ranks_that_worked_before_and_others_that_did_not_work_together(rank_poo
 
 
 @torch.no_grad()
-def decode_few_wrongly():
+def decode_few_wrongly(how):
     vae = parallelize_vae(TINY_VAES["KL"].make())
-    vae.decoder.conv_in.forward = lambda x: x.roll(1, -2)
+    vae.decoder.conv_in.forward = {"mixes": lambda x: x.roll(1, -2), "lacks": lambda x: {}["a key"]}[how]
     TINY_VAES["KL"].decode(vae, random_image((1, 4, 5, 3)))
 
 
-def test_where_some_ranks_work_their_error_is_that_of_all(rank_pool):
-    for error in rank_pool.run_expecting_errors(decode_few_wrongly, 3):
-        assert "roll on a tensor of which dim 2 is sharded over 2 ranks" in str(error)
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [("mixes", "roll on a tensor of which dim 2 is sharded over 2 ranks"), ("lacks", "KeyError: 'a key'")],
+)
+def test_where_some_ranks_work_their_error_is_that_of_all(rank_pool, how, says):
+    for error in rank_pool.run_expecting_errors(decode_few_wrongly, 3, how, timeout=60):
+        assert isinstance(error, RuntimeError) and says in str(error)
+
+
+@torch.no_grad()
+def raise_on_one_rank():
+    vae = parallelize_vae(TINY_VAES["KL"].make(), mesh=dist.new_group(timeout=timedelta(seconds=3)))
+    if dist.get_rank() == 1:
+        vae.decoder.up_blocks[0].forward = lambda *_: {}["a key"]
+    TINY_VAES["KL"].decode(vae, random_image(TINY_VAES["KL"].latents))
+
+
+@pytest.mark.long
+def test_an_exception_on_one_rank_is_named_by_the_others_that_waited(rank_pool):
+    waited, raised = rank_pool.run_expecting_errors(raise_on_one_rank, 2, timeout=90)
+    assert isinstance(raised, KeyError)
+    assert isinstance(waited, RuntimeError) and "rank 1 raised KeyError: 'a key'" in str(waited)
 
 
 @torch.no_grad()
