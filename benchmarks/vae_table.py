@@ -37,11 +37,16 @@ RANKS = (2, 3, 4)
 HEIGHT = 256
 # Published ones attend to all pixels of an eighth of the image; these tiny ones to those of a half, which would weigh most.
 _FOUR_LEVELS = {"down_block_types": ("DownEncoderBlock2D",) * 4, "block_out_channels": (8, 8, 16, 16)}
+_MORE_CHANNELS = {"block_out_channels": (16, 32, 64, 64), "decoder_block_out_channels": (64, 128, 256)}
 MORE_LEVELS: Mapping[str, Mapping[str, Any]] = {
     "KL": {**_FOUR_LEVELS, "up_block_types": ("UpDecoderBlock2D",) * 4},
     "Flux2": {**_FOUR_LEVELS, "up_block_types": ("UpDecoderBlock2D",) * 4},
     "TemporalDecoder": {**_FOUR_LEVELS, "block_out_channels": (32,) * 4},
     "HunyuanImage": {"block_out_channels": (32, 32, 64, 64), "spatial_compression_ratio": 8},
+    # Of so few channels as the tiny ones have, the image itself, which one rank gets, would weigh most.
+    "LTXVideo": {"block_out_channels": (64, 64, 128, 128), "decoder_block_out_channels": (64, 64, 128, 128)},
+    "LTXVideo 0.9.5": _MORE_CHANNELS,
+    "LTX2Video": _MORE_CHANNELS,
 }
 
 
