@@ -1,14 +1,16 @@
-"""What `comm_dtype=torch.float8_e4m3fn` saves, and how far off attention then is.
+"""What `comm_dtype=torch.int8` and `torch.float8_e4m3fn` save, and how far off attention then is.
 
     python -m benchmarks.eight_bits
 
 One attention call of 1,024 tokens, 8 heads × 64, in bfloat16 on two ranks: bytes that rank 0 sends, and the error against
-float32 on one device. Inputs are normal; with "peaked", queries are four times as large, so that few keys have all weight.
-Prints a table and writes benchmarks/results/eight_bits.json.
+float32 on one device. Inputs are normal; "peaked": queries are four times as large, so that few keys have all weight;
+"outlier channel": one of the keys' is 20 times as large. Prints the table of docs/own_model.md and writes
+benchmarks/results/eight_bits.json.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,13 +21,16 @@ from torch.nn import functional as F
 
 from benchmarks.environment import write_results
 from benchmarks.launch import launch
+from benchmarks.page_parts import fill
 from benchmarks.traffic import TrafficCounter
 from para_core import UnifiedAttnMode
 
+PAGE = Path(__file__).parents[1] / "docs" / "own_model.md"
 RANKS = 2
 SHAPE = (1, 8, 1024, 64)
 MESHES = {"ring": (2, 1), "Ulysses": (1, 2)}
-PEAKED = 4.0  # times larger queries
+OUTLIER = 20.0  # times a channel of the keys
+SENT = {"bfloat16": None, "int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
 
 
 def attend(qkv: list[Tensor], mesh: tuple[int, int], comm_dtype: torch.dtype | None) -> tuple[Tensor, int]:
@@ -42,17 +47,31 @@ def measure() -> list[dict[str, Any]]:
     """A row per kind of input and mesh."""
     rows = []
     generator = torch.Generator().manual_seed(0)
-    for name, factor in {"normal": 1.0, "peaked": PEAKED}.items():
+    outliers = torch.ones(SHAPE[3])
+    outliers[3] = OUTLIER
+    for name, of_query, of_key in (("normal", 1.0, 1.0), ("peaked", 4.0, 1.0), ("outlier channel", 1.0, outliers)):
         query, key, value = (torch.randn(SHAPE, generator=generator) for _ in range(3))
-        qkv = [x.to(torch.bfloat16) for x in (query * factor, key, value)]
+        qkv = [x.to(torch.bfloat16) for x in (query * of_query, key * of_key, value)]
         exact = F.scaled_dot_product_attention(*[x.float() for x in qkv])
         for mesh_name, mesh in MESHES.items():
             row: dict[str, Any] = {"input": name, "mesh": mesh_name}
-            for label, comm_dtype in {"bfloat16": None, "float8_e4m3fn": torch.float8_e4m3fn}.items():
+            for label, comm_dtype in SENT.items():
                 out, sent = attend(qkv, mesh, comm_dtype)
                 row[label] = {"bytes": sent, "error": ((out.float() - exact).norm() / exact.norm()).item()}
             rows.append(row)
     return rows
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """Errors, as Markdown."""
+    lines = [
+        "| input | mesh | " + " | ".join(f"error, {name}" for name in SENT) + " |",
+        "| --- | --- |" + " --- |" * len(SENT),
+    ]
+    for row in rows:
+        errors = " | ".join(f"{100 * row[name]['error']:.1f} %" for name in SENT)
+        lines.append(f"| {row['input']} | {row['mesh']} | {errors} |")
+    return lines
 
 
 def main() -> None:
@@ -61,14 +80,10 @@ def main() -> None:
     torch.set_num_threads(1)
     rows = measure()
     if dist.get_rank() == 0:
-        print("input   mesh     bytes          of bfloat16   error     of bfloat16 on the way")
-        for row in rows:
-            eight, sixteen = row["float8_e4m3fn"], row["bfloat16"]
-            print(
-                f"{row['input']:7} {row['mesh']:8} {eight['bytes']:9,}      {eight['bytes'] / sixteen['bytes']:.3f}"
-                f"         {eight['error']:.2e}  {sixteen['error']:.2e}"
-            )
         write_results("eight_bits", {"shape": SHAPE, "rows": rows})
+        PAGE.write_text(fill(PAGE.read_text(), {"eight_bits": table(rows)}))
+        print("\n".join(table(rows)))
+        print("bytes:", {name: rows[0][name]["bytes"] for name in SENT})
     dist.destroy_process_group()
 
 

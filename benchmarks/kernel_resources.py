@@ -12,25 +12,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.compiled import ARCHS, Compiled, compile_kernel
 from benchmarks.environment import RESULTS, write_results
 from benchmarks.page_parts import fill
-from para_core.kernels import attention_int8, exchange, merge, residual, wire
+from para_core.kernels import attention_int8, exchange, merge, residual
+from para_core.kernels.exchange_reference import LARGEST
 
 PAGE = Path(__file__).parents[1] / "docs" / "kernels.md"
 HEAD_DIMS = (64, 96, 128, 256)
 _BYTES = {"*i8": 1, "*i16": 2, "*i32": 4}
+_NAMES = {torch.int8: "int8", torch.float8_e4m3fn: "e4m3"}
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel with the arguments of a launch; ``common``: among what models of today launch, 16 bits."""
+    """A kernel with the arguments of a launch; ``common``: among what models of today launch, 16 bits. ``rounded``: to 8 bits on the way."""
 
     kernel: Any
     name: str
     arguments: dict[str, Any]
     num_warps: int
     common: bool = True
+    rounded: bool = False
 
     def compiled(self, arch: int) -> Compiled:
         return compile_kernel(self.kernel, self.arguments, arch=arch, num_warps=self.num_warps)
@@ -43,7 +48,6 @@ def launches() -> Iterator[Launch]:
         yield from _exchanges(head_dim)
         yield from _of_rounded_keys(head_dim)
     yield from _of_residuals()
-    yield from _of_the_wire()
 
 
 def _merges(head_dim: int) -> Iterator[Launch]:
@@ -67,18 +71,29 @@ def _merges(head_dim: int) -> Iterator[Launch]:
 
 
 def _exchanges(head_dim: int) -> Iterator[Launch]:
-    names = exchange.exchange_kernel.arg_names
     for pack in (True, False):
+        verb = "pack" if pack else "unpack"
         for pointer, size in _BYTES.items():
-            known = {**dict.fromkeys(("x", "y", "z", "buffer"), pointer), "boxes": "*i64", "PACK": pack}
-            known |= exchange.block_of([head_dim], size)
-            known |= {name: head_dim for name in names if name.endswith("_width")}
-            known |= {
-                name: 1 if name.endswith("column") else 64 for name in names if name[1:2] == "_" and name not in known
-            }
-            known |= {name: "i32" for name in names if name not in known}
-            name = f"{'pack' if pack else 'unpack'} {size} byte{'s' * (size > 1)}, D = {head_dim}"
+            name = f"{verb} {size} byte{'s' * (size > 1)}, D = {head_dim}"
+            known = _of_exchange(head_dim, pointer, pointer, pack=pack)
             yield Launch(exchange.exchange_kernel, name, known, exchange.NUM_WARPS, common=size == 2)
+        for dtype in ("bf16", "fp16", "fp32"):
+            for eight in LARGEST:
+                name = f"{verb} {dtype} as {_NAMES[eight]}, D = {head_dim}"
+                known = _of_exchange(head_dim, f"*{dtype}", "*u8", pack=pack, eight_bits=eight)
+                yield Launch(exchange.exchange_kernel, name, known, exchange.NUM_WARPS, dtype == "bf16", rounded=True)
+
+
+def _of_exchange(
+    head_dim: int, tensors: str, buffer: str, *, pack: bool, eight_bits: torch.dtype | None = None
+) -> dict[str, Any]:
+    size = {"*bf16": 2, "*fp16": 2, "*fp32": 4, **_BYTES}[tensors]
+    names = exchange.exchange_kernel.arg_names
+    known = {**dict.fromkeys(("x", "y", "z"), tensors), "buffer": buffer, "boxes": "*i64", "PACK": pack}
+    known |= exchange.block_of([head_dim], size, eight_bits)
+    known |= {name: head_dim for name in names if name.endswith("_width")}
+    known |= {name: 1 if name.endswith("column") else 64 for name in names if name[1:2] == "_" and name not in known}
+    return known | {name: "i32" for name in names if name not in known}
 
 
 def _of_rounded_keys(head_dim: int) -> Iterator[Launch]:
@@ -88,23 +103,6 @@ def _of_rounded_keys(head_dim: int) -> Iterator[Launch]:
         arguments |= {"width": head_dim, **attention_int8.block_of(head_dim)}
         name = f"round keys {dtype}, D = {head_dim}"
         yield Launch(attention_int8.round_keys_kernel, name, arguments, attention_int8.NUM_WARPS, common)
-
-
-def _of_the_wire() -> Iterator[Launch]:
-    for kernel, name in ((wire.write_kernel, "write"), (wire.read_kernel, "read")):
-        for dtype, common in (("bf16", True), ("fp16", False), ("fp32", False)):
-            known: dict[str, Any] = {
-                "FINEST": 4,
-                "BLOCK": wire.ELEMENTS,
-                "width": 128,
-                "elements": 16,
-                "num_heads": "i32",
-            }
-            known |= dict.fromkeys(("step_b", "step_h", "step_s"), 128) | {"step_d": 1}
-            known |= {"x": f"*{dtype}", "out": "*u8"} if name == "write" else {"x": "*u8", "out": f"*{dtype}"}
-            if name == "write":
-                known |= {"largest": f"*{dtype}", "scale_elements": 128}
-            yield Launch(kernel, f"{name} 8 bits of {dtype}", known, wire.NUM_WARPS, common)
 
 
 def _of_residuals() -> Iterator[Launch]:

@@ -48,8 +48,8 @@ _WHOLE = {
     "para_core::triton_attention_int8": 3,
     "para_core::pack": 1,
     "para_core::unpack": 1,
-    "para_core::write_8_bits": 2,
-    "para_core::read_8_bits": 1,
+    "para_core::pack_8_bits": 1,
+    "para_core::unpack_8_bits": 1,
     "para_core::residual_change": 2,
     "para_core::forecast": 1,
 }
@@ -125,6 +125,7 @@ def count_attention(
     device: Literal["cpu", "meta"] = "cpu",
     backend: Backend | None = None,
     rotate_method: RotateMethod = "alltoall",
+    comm_dtype: torch.dtype | None = None,
 ) -> LaunchCounter:
     """The launches of one intercepted call on rank 0, forward, without a mask: of the second call, when sizes are known.
 
@@ -140,7 +141,7 @@ def count_attention(
         # [B, S, H, D] in memory, as the projections of a model leave it.
         shape = (batch, layout.size(0), heads, head_dim)
         tensors = [torch.empty(shape, dtype=dtype, device=device).transpose(1, 2) for _ in range(3)]
-        options = AttnOptions(backend=backend, rotate_method=rotate_method)
+        options = AttnOptions(backend=backend, rotate_method=rotate_method, comm_dtype=comm_dtype)
         on_device = _intercepted if device == "cpu" else _as_on_cuda
         with on_device(mesh, layout, heads, options) as attend:
             attend(*tensors)
@@ -151,7 +152,8 @@ def count_attention(
 
 @contextmanager
 def _intercepted(mesh: DeviceMesh, layout: SequenceLayout, _: int, options: AttnOptions) -> Iterator[Attend]:
-    with UnifiedAttnMode(mesh, layout=layout, assume_equal=True, rotate_method=options.rotate_method):
+    given = {"rotate_method": options.rotate_method, "comm_dtype": options.comm_dtype}
+    with UnifiedAttnMode(mesh, layout=layout, assume_equal=True, **given):
         yield F.scaled_dot_product_attention
 
 

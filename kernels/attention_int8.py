@@ -15,7 +15,7 @@ from torch import Tensor
 from para_core.kernels import attention as exact
 from para_core.kernels.attention import LIBRARY, RoundedKeys
 from para_core.kernels.attention_configs import config_for_int8
-from para_core.kernels.attention_kernel import to_int8
+from para_core.kernels.eight_bits import to_int8
 
 DTYPES = (torch.float16, torch.bfloat16)
 NUM_WARPS = 4

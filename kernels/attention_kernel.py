@@ -19,6 +19,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from para_core.kernels.eight_bits import to_int8
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 # In place of finfo.min, which multiplied by log2(e) would be -inf, and hide a key from a row of nothing else.
@@ -138,13 +140,6 @@ def _tiles(
             acc_rest = tl.dot(weights, v, acc_rest * shrink[:, None], input_precision="ieee")
         peak = new_peak
     return acc, acc_rest, total, peak
-
-
-@triton.jit
-def to_int8(x):
-    """The nearest integers, halves upwards; 0 for NaN."""
-    x = tl.floor(x + 0.5)
-    return tl.where(x == x, x, 0.0).to(tl.int8)
 
 
 @triton.jit

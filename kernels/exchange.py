@@ -1,7 +1,7 @@
 """Packing and unpacking in one launch each, whatever the number of ranks and tensors; see :mod:`para_core.kernels.exchange_reference`.
 
 A program copies some rows ``[D]`` of one head of one box. Each element is read once and written once. Copies know no dtype: the
-kernel sees integers of as many bytes.
+kernel sees integers of as many bytes. Rounded to 8 bits, a row's largest amount is found in the registers that hold the row: no launch more.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from para_core.kernels.exchange_reference import Box
+from para_core.kernels.eight_bits import from_e4m3, to_e4m3, to_int8
+from para_core.kernels.exchange_reference import LARGEST, SCALE_BYTES, Box
 
 MOST_TENSORS = 3
 NUM_WARPS = 4
@@ -26,36 +27,68 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 @triton.jit
 def _copy_rows(
     x, buffer, box, head, block, batch, width, x_batch, x_head, x_token, x_column,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr, PACK: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr, PACK: tl.constexpr, SCALE: tl.constexpr,
+    LARGEST: tl.constexpr,
 ):  # fmt: skip
     token = tl.load(box + 1)
     num_tokens = tl.load(box + 2)
     first_head = tl.load(box + 3)
     num_heads = tl.load(box + 4)
-    offset = tl.load(box + 5)
-    step = tl.load(box + 6)
-    if ALIGNED:
-        offset = tl.multiple_of(offset, 16)
-        step = tl.multiple_of(step, 16)
+    offset = tl.multiple_of(tl.load(box + 5), ALIGNED)
+    step = tl.multiple_of(tl.load(box + 6), ALIGNED)
     num_rows = tl.where(head < num_heads, num_tokens * batch, 0)
     row = block * ROWS + tl.arange(0, ROWS).to(tl.int64)
     column = tl.arange(0, WIDTH)
     inside = (row < num_rows)[:, None] & (column < width)[None, :]
     of_tensor = (row % batch) * x_batch + (token + row // batch) * x_token
-    of_tensor = (first_head + head) * x_head + of_tensor[:, None] + column[None, :] * x_column
-    of_buffer = offset + head * width + (row * step)[:, None] + column[None, :]
-    if PACK:
-        tl.store(buffer + of_buffer, tl.load(x + of_tensor, mask=inside), mask=inside)
+    x += (first_head + head) * x_head + of_tensor[:, None] + column[None, :] * x_column
+    of_buffer = buffer + offset + head * (width + SCALE) + (row * step)[:, None]
+    if SCALE == 0:
+        if PACK:
+            tl.store(of_buffer + column[None, :], tl.load(x, mask=inside), mask=inside)
+        else:
+            tl.store(x, tl.load(of_buffer + column[None, :], mask=inside), mask=inside)
+    elif PACK:
+        _write_rounded(x, of_buffer, column, inside, width, (row < num_rows)[:, None], SCALE, LARGEST)
     else:
-        tl.store(x + of_tensor, tl.load(buffer + of_buffer, mask=inside), mask=inside)
+        _read_rounded(x, of_buffer, column, inside, width, (row < num_rows)[:, None], SCALE, LARGEST)
+
+
+@triton.jit
+def _write_rounded(x, of_buffer, column, inside, width, exists, SCALE: tl.constexpr, LARGEST: tl.constexpr):
+    number = tl.load(x, mask=inside, other=0.0).to(tl.float32)
+    amount = tl.abs(number)
+    # A maximum leaves NaN out.
+    largest = tl.max(tl.where(amount == amount, amount, float("inf")), 1)
+    scale = tl.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32))
+    scale = tl.where(scale == 0.0, 1.0, scale)[:, None]
+    number = tl.div_rn(number, scale + tl.zeros_like(number))
+    eight = to_int8(number) if LARGEST == 127 else to_e4m3(number)
+    tl.store(of_buffer + column[None, :], eight.to(tl.uint8, bitcast=True), mask=inside)
+    byte = tl.arange(0, SCALE)[None, :]
+    of_scale = (scale.to(tl.int32, bitcast=True) >> (8 * byte)) & 0xFF
+    tl.store(of_buffer + width + byte, of_scale.to(tl.uint8), mask=exists & (byte < SCALE))
+
+
+@triton.jit
+def _read_rounded(x, of_buffer, column, inside, width, exists, SCALE: tl.constexpr, LARGEST: tl.constexpr):
+    byte = tl.arange(0, SCALE)[None, :]
+    of_scale = tl.load(of_buffer + width + byte, mask=exists & (byte < SCALE), other=0).to(tl.int32)
+    scale = tl.sum(of_scale << (8 * byte), 1).to(tl.float32, bitcast=True)
+    eight = tl.load(of_buffer + column[None, :], mask=inside, other=0)
+    number = eight.to(tl.int8, bitcast=True).to(tl.float32) if LARGEST == 127 else from_e4m3(eight)
+    tl.store(x, (number * scale[:, None]).to(x.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def exchange_kernel(
     x, y, z, buffer, boxes, num_blocks, most_heads, batch, x_width, y_width, z_width,
     x_batch, x_head, x_token, x_column, y_batch, y_head, y_token, y_column, z_batch, z_head, z_token, z_column,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr, PACK: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr, PACK: tl.constexpr, SCALE: tl.constexpr,
+    LARGEST: tl.constexpr,
 ):  # fmt: skip
+    """ALIGNED: elements of the buffer of which offsets and steps are multiples. SCALE: bytes behind a row; 0: rows as they are. LARGEST: of
+    the format that they are rounded to, by which it is told."""
     # Heads fastest: what lies beside each other in memory is copied at the same time.
     head = (tl.program_id(0) % most_heads).to(tl.int64)
     of_box = tl.program_id(0) // most_heads
@@ -64,48 +97,76 @@ def exchange_kernel(
     tensor = tl.load(box)
     if tensor == 0:
         _copy_rows(
-            x, buffer, box, head, block, batch, x_width, x_batch, x_head, x_token, x_column, ROWS, WIDTH, ALIGNED, PACK
-        )
+            x, buffer, box, head, block, batch, x_width, x_batch, x_head, x_token, x_column,
+            ROWS, WIDTH, ALIGNED, PACK, SCALE, LARGEST,
+        )  # fmt: skip
     elif tensor == 1:
         _copy_rows(
-            y, buffer, box, head, block, batch, y_width, y_batch, y_head, y_token, y_column, ROWS, WIDTH, ALIGNED, PACK
-        )
+            y, buffer, box, head, block, batch, y_width, y_batch, y_head, y_token, y_column,
+            ROWS, WIDTH, ALIGNED, PACK, SCALE, LARGEST,
+        )  # fmt: skip
     else:
         _copy_rows(
-            z, buffer, box, head, block, batch, z_width, z_batch, z_head, z_token, z_column, ROWS, WIDTH, ALIGNED, PACK
-        )
+            z, buffer, box, head, block, batch, z_width, z_batch, z_head, z_token, z_column,
+            ROWS, WIDTH, ALIGNED, PACK, SCALE, LARGEST,
+        )  # fmt: skip
 
 
 def pack(tensors: Sequence[Tensor], boxes: Sequence[Box], buffer: Tensor) -> Tensor:
     """:func:`para_core.kernels.exchange_reference.pack`, of up to three tensors."""
-    _launch(tensors, boxes, buffer, pack=True)
+    _launch(*_as_integers(tensors, buffer), boxes, pack=True)
     return buffer
 
 
 def unpack(buffer: Tensor, boxes: Sequence[Box], tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """:func:`para_core.kernels.exchange_reference.unpack`, of up to three tensors."""
-    _launch(tensors, boxes, buffer, pack=False)
+    _launch(*_as_integers(tensors, buffer), boxes, pack=False)
     return tensors
 
 
-def _launch(tensors: Sequence[Tensor], boxes: Sequence[Box], buffer: Tensor, *, pack: bool) -> None:
+def pack_rounded(tensors: Sequence[Tensor], boxes: Sequence[Box], buffer: Tensor, to: torch.dtype) -> Tensor:
+    """:func:`para_core.kernels.exchange_reference.pack_rounded`, of up to three tensors, bit for bit."""
+    _launch(tensors, buffer, boxes, pack=True, eight_bits=to)
+    return buffer
+
+
+def unpack_rounded(
+    buffer: Tensor, boxes: Sequence[Box], tensors: Sequence[Tensor], of: torch.dtype
+) -> Sequence[Tensor]:
+    """:func:`para_core.kernels.exchange_reference.unpack_rounded`, into up to three tensors."""
+    _launch(tensors, buffer, boxes, pack=False, eight_bits=of)
+    return tensors
+
+
+def _as_integers(tensors: Sequence[Tensor], buffer: Tensor) -> tuple[list[Tensor], Tensor]:
+    integers = _INTEGERS[buffer.element_size()]
+    return [x.view(integers) for x in tensors], buffer.view(integers)
+
+
+def _launch(
+    tensors: Sequence[Tensor],
+    buffer: Tensor,
+    boxes: Sequence[Box],
+    *,
+    pack: bool,
+    eight_bits: torch.dtype | None = None,
+) -> None:
     if len(tensors) > MOST_TENSORS:
         raise ValueError(f"{len(tensors)} tensors; expected at most {MOST_TENSORS}. Pack the others on their own.")
-    batch, size = tensors[0].shape[0], buffer.element_size()
+    batch = tensors[0].shape[0]
     rows = batch * max([box.tokens for box in boxes], default=0)
     most_heads = max([box.heads for box in boxes], default=0)
     if not rows * most_heads or not buffer.numel():
         return
-    flat = [x.view(_INTEGERS[size]) for x in (*tensors, buffer)]
     # Every pointer has to be one, though no box may say so.
-    x, y, z = [*flat[:-1], flat[0], flat[0]][:MOST_TENSORS]
-    block = block_of([x.shape[3], y.shape[3], z.shape[3]], size)
+    x, y, z = [*tensors, tensors[0], tensors[0]][:MOST_TENSORS]
+    block = block_of([x.shape[3], y.shape[3], z.shape[3]], x.element_size(), eight_bits)
     num_blocks = triton.cdiv(rows, block["ROWS"])
     exchange_kernel[(num_blocks * most_heads * len(boxes),)](
         x,
         y,
         z,
-        flat[-1],
+        buffer,
         _on_device(tuple(boxes), buffer.device),
         num_blocks,
         most_heads,
@@ -128,11 +189,14 @@ def _on_device(boxes: tuple[Box, ...], device: torch.device) -> Tensor:
     return torch.tensor(boxes, dtype=torch.int64).to(device, non_blocking=True)
 
 
-def block_of(widths: Sequence[int], size: int) -> dict[str, int]:
-    """The part of a box that a program copies, of elements of ``size`` bytes; ``ALIGNED``: all rows begin at 16 elements."""
+def block_of(widths: Sequence[int], size: int, eight_bits: torch.dtype | None) -> dict[str, int | float]:
+    """The part of a box that a program copies, of elements of ``size`` bytes, and how it travels."""
     columns = triton.next_power_of_2(max(widths))
+    scale, aligned = (0, 16) if eight_bits is None else (SCALE_BYTES, SCALE_BYTES)
     return {
         "ROWS": max(1, _BYTES // (columns * size)),
         "WIDTH": columns,
-        "ALIGNED": all(width % 16 == 0 for width in widths),
+        "ALIGNED": aligned if all(width % aligned == 0 for width in widths) else 1,
+        "SCALE": scale,
+        "LARGEST": 0.0 if eight_bits is None else LARGEST[eight_bits],
     }

@@ -145,18 +145,24 @@ def test_the_small_kernels_are_right_and_measured_beside_a_copy(run_here):
     found = run_here("small_kernels")
     assert verdicts(found) == {"ok"}
     assert {row["form"] for row in found["rows"]} == {"plain PyTorch"}
-    names = {"merge", "merge in place", "pack query, key, value", "unpack out", "change", "forecast of 2"}
+    exchanges = {"pack query, key, value", "unpack out"}
+    for eight_bits in ("int8", "float8_e4m3fn"):
+        exchanges |= {f"pack query, key, value as {eight_bits}", f"unpack out of {eight_bits}"}
+    names = {"merge", "merge in place", "change", "forecast of 2", *exchanges}
     assert {row["kernel"] for row in found["rows"]} == names
     assert len(found["rows"]) == len(names) * len(small_kernels.TINY)
     assert all(row["GB/s"] > 0 and row["ms of a copy"] > 0 for row in found["rows"])
     # Query, key and value of 9 tokens, 8 heads × 16, 2 bytes each, read and written.
-    assert next(row["bytes"] for row in found["rows"] if row["kernel"].startswith("pack")) == 2 * 3 * 9 * 8 * 16 * 2
+    numbers = {row["kernel"]: row["bytes"] for row in found["rows"] if row["heads"] == 8}
+    assert numbers["pack query, key, value"] == 2 * 3 * 9 * 8 * 16 * 2
+    assert numbers["pack query, key, value as int8"] == 3 * 9 * 8 * (16 * 2 + 16 + 4)
 
 
 def test_a_kernel_that_copies_something_else_is_called_wrong(run_here, monkeypatch):
     monkeypatch.setattr(small_kernels, "as_numbers", lambda boxes: as_numbers([boxes[0]] * len(boxes)))
     wrong = {row["kernel"] for row in run_here("small_kernels")["rows"] if row["verdict"] == "wrong"}
-    assert wrong == {"pack query, key, value", "unpack out"}
+    assert len(wrong) == 6
+    assert all("pack" in name for name in wrong)
 
 
 def test_without_triton_the_small_kernels_are_skipped_with_the_reason(tmp_path, monkeypatch):
@@ -275,7 +281,11 @@ def test_a_section_that_fails_hangs_or_dies_stops_no_other_and_leaves_what_it_fo
     assert "as it was told" in found["raises"]["error"]
     assert "ended with 3" in found["dies"]["error"]
     assert "hangs_section.py" in found["hangs"]["error"]  # where it hung
-    assert not lives(found["hangs"]["rows"][1]["pid"])  # nor does what it had started
+    # Nor does what it had started, once the system has got round to ending it.
+    deadline = time.monotonic() + 60
+    while lives(found["hangs"]["rows"][1]["pid"]):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
     for name, one in found.items():
         assert one["rows"][0] == {"found": 1}
         assert json.loads((tmp_path / f"out/{name}.json").read_text()) == one

@@ -17,7 +17,7 @@ from benchmarks.gpu_check.timing import milliseconds
 from para_core.attention.boxes import as_numbers
 from para_core.fused import kernels
 from para_core.kernels import exchange_reference, merge_reference, residual_reference
-from para_core.kernels.exchange_reference import Box
+from para_core.kernels.exchange_reference import LARGEST, SCALE_BYTES, Box
 from para_core.layout import Segment
 
 RANKS = 8
@@ -92,6 +92,8 @@ def cases(device: torch.device, tokens: int, heads: int, head_dim: int) -> Itera
     yield _merge(device, (1, max(1, heads // RANKS), RANKS * tokens, head_dim), torch.bfloat16, exact)
     yield _merge(device, (1, max(1, heads // RANKS), RANKS * tokens, head_dim), torch.float32, exact)
     yield from _exchange(device, tokens, heads, head_dim)
+    for eight_bits in LARGEST:
+        yield from _rounded_exchange(device, tokens, heads, head_dim, eight_bits)
 
     now, before, older = (_normal((1, tokens * heads * head_dim), device, seed=seed) for seed in range(3))
     twice = 2 * now.numel() * now.element_size()
@@ -152,22 +154,49 @@ def _exchange(device: torch.device, tokens: int, heads: int, head_dim: int) -> I
     def unpack() -> list[Tensor]:
         return torch.ops.para_core.unpack(buffer, unpacking, list(tensors[0].shape))  # type: ignore[no-any-return]
 
-    def differs(found: Tensor, expected: Tensor) -> float:
-        return 0.0 if torch.equal(found, expected) else float("inf")
-
     whole = 2 * numel * buffer.element_size()
     expected = exchange_reference.pack(tensors, sent, tensors[0].new_empty(numel))
-    yield Case("pack query, key, value", pack, whole, lambda: differs(pack(), expected), 0.0)
-    yield Case("unpack out", unpack, whole // 3, lambda: differs(unpack()[0], tensors[0]), 0.0)
+    yield Case("pack query, key, value", pack, whole, lambda: _differs(pack(), expected), 0.0)
+    yield Case("unpack out", unpack, whole // 3, lambda: _differs(unpack()[0], tensors[0]), 0.0)
 
 
-def _boxes(tensors: Sequence[Tensor]) -> list[Box]:
-    """All tokens of some heads of each for every rank, as columns of one table."""
+def _rounded_exchange(
+    device: torch.device, tokens: int, heads: int, head_dim: int, eight_bits: torch.dtype
+) -> Iterator[Case]:
+    """The same of what travels in 8 bits, beside what plain PyTorch rounds on the same device."""
+    tensors = [_normal((1, tokens, heads, head_dim), device, seed=seed).transpose(1, 2) for seed in range(3)]
+    sent, arriving = _boxes(tensors, SCALE_BYTES), _boxes(tensors[:1], SCALE_BYTES)
+    rows, row = heads * tokens, head_dim + SCALE_BYTES
+    packing, unpacking = as_numbers(sent), as_numbers(arriving)
+
+    def pack() -> Tensor:
+        found: Tensor = torch.ops.para_core.pack_8_bits(tensors, packing, 3 * rows * row, eight_bits)
+        return found
+
+    def unpack() -> Tensor:
+        shape = list(tensors[0].shape)
+        found: Tensor = torch.ops.para_core.unpack_8_bits(buffer, unpacking, shape, eight_bits, torch.bfloat16)[0]
+        return found
+
+    buffer = exchange_reference.pack_rounded(
+        tensors[:1], arriving, tensors[0].new_empty(rows * row, dtype=torch.uint8), eight_bits
+    )
+    expected = exchange_reference.pack_rounded(
+        tensors, sent, tensors[0].new_empty(3 * rows * row, dtype=torch.uint8), eight_bits
+    )
+    read = exchange_reference.unpack_rounded(buffer, arriving, [torch.empty_like(tensors[0])], eight_bits)[0]
+    each, name = rows * (2 * head_dim + row), str(eight_bits).removeprefix("torch.")
+    yield Case(f"pack query, key, value as {name}", pack, 3 * each, lambda: _differs(pack(), expected), 0.0)
+    yield Case(f"unpack out of {name}", unpack, each, lambda: _differs(unpack(), read), 0.0)
+
+
+def _boxes(tensors: Sequence[Tensor], more: int = 0) -> list[Box]:
+    """All tokens of some heads of each for every rank, as columns of one table; with ``more`` elements behind each head."""
     found, offset = [], 0
     (_, heads, tokens, width), number = tensors[0].shape, len(tensors)
     for rank in range(RANKS):
         head, count = Segment("heads", heads).runs(rank, RANKS)[0]
-        row = count * width
+        row = count * (width + more)
         found += [Box(place, 0, tokens, head, count, offset + place * row, number * row) for place in range(number)]
         offset += tokens * number * row
     return found
@@ -176,6 +205,10 @@ def _boxes(tensors: Sequence[Tensor]) -> list[Box]:
 def _normal(shape: Sequence[int], device: torch.device, *, seed: int = 0) -> Tensor:
     generator = torch.Generator(device).manual_seed(seed)
     return torch.randn(tuple(shape), generator=generator, device=device, dtype=torch.float32).to(torch.bfloat16)
+
+
+def _differs(found: Tensor, expected: Tensor) -> float:
+    return 0.0 if torch.equal(found, expected) else float("inf")
 
 
 def _error(found: Tensor, exact: Tensor) -> float:

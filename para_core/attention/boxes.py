@@ -24,14 +24,15 @@ def as_numbers(boxes: Sequence[Box]) -> list[int]:
 
 
 @lru_cache(maxsize=256)
-def _boxes(numbers: tuple[int, ...]) -> tuple[Box, ...]:
+def read_boxes(numbers: tuple[int, ...]) -> tuple[Box, ...]:
+    """The inverse of :func:`as_numbers`."""
     each = len(Box._fields)
     return tuple([Box(*numbers[start : start + each]) for start in range(0, len(numbers), each)])
 
 
 def pack(tensors: list[Tensor], boxes: list[int], numel: int) -> Tensor:
     """:func:`para_core.kernels.exchange_reference.pack` into a new buffer of ``numel`` elements, which the boxes cover."""
-    return exchange_reference.pack(tensors, _boxes(tuple(boxes)), _new_buffer(tensors, boxes, numel))
+    return exchange_reference.pack(tensors, read_boxes(tuple(boxes)), _new_buffer(tensors, boxes, numel))
 
 
 def pack_on_gpu(tensors: list[Tensor], boxes: list[int], numel: int) -> Tensor:
@@ -39,7 +40,7 @@ def pack_on_gpu(tensors: list[Tensor], boxes: list[int], numel: int) -> Tensor:
     if fused is None:
         return pack(tensors, boxes, numel)
     with on_device_of(tensors[0]):
-        packed: Tensor = fused.pack(tensors, _boxes(tuple(boxes)), _new_buffer(tensors, boxes, numel))
+        packed: Tensor = fused.pack(tensors, read_boxes(tuple(boxes)), _new_buffer(tensors, boxes, numel))
     return packed
 
 
@@ -49,7 +50,7 @@ def unpack(buffer: Tensor, boxes: list[int], shapes: list[int]) -> list[Tensor]:
     Args:
         shapes: B, H, S, D of each tensor. It lies in memory as SDPA's result does, ``[B, S, H, D]``.
     """
-    return list(exchange_reference.unpack(buffer, _boxes(tuple(boxes)), _new_tensors(buffer, boxes, shapes)))
+    return list(exchange_reference.unpack(buffer, read_boxes(tuple(boxes)), _new_tensors(buffer, boxes, shapes)))
 
 
 def unpack_on_gpu(buffer: Tensor, boxes: list[int], shapes: list[int]) -> list[Tensor]:
@@ -57,7 +58,7 @@ def unpack_on_gpu(buffer: Tensor, boxes: list[int], shapes: list[int]) -> list[T
     if fused is None:
         return unpack(buffer, boxes, shapes)
     with on_device_of(buffer):
-        return list(fused.unpack(buffer, _boxes(tuple(boxes)), _new_tensors(buffer, boxes, shapes)))
+        return list(fused.unpack(buffer, read_boxes(tuple(boxes)), _new_tensors(buffer, boxes, shapes)))
 
 
 def _new_buffer(tensors: list[Tensor], _: list[int], numel: int) -> Tensor:
@@ -65,8 +66,16 @@ def _new_buffer(tensors: list[Tensor], _: list[int], numel: int) -> Tensor:
 
 
 def _new_tensors(buffer: Tensor, _: list[int], shapes: list[int]) -> list[Tensor]:
+    return new_tensors(buffer, shapes, buffer.dtype)
+
+
+def new_tensors(buffer: Tensor, shapes: list[int], dtype: torch.dtype) -> list[Tensor]:
+    """Beside ``buffer``, as :func:`unpack` says."""
     each = zip(*[iter(shapes)] * 4, strict=True)
-    return [buffer.new_empty(batch, tokens, heads, width).transpose(1, 2) for batch, heads, tokens, width in each]
+    return [
+        buffer.new_empty(batch, tokens, heads, width, dtype=dtype).transpose(1, 2)
+        for batch, heads, tokens, width in each
+    ]
 
 
 LIBRARY.impl("pack", pack, "CompositeExplicitAutograd")

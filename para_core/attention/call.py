@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from para_core.attention.approximate.wire import RoundedExchange
 from para_core.attention.grid import Grid, choose_grid
 from para_core.attention.options import AttnOptions
 from para_core.attention.tiles import Tiling, join_neighbours, own_runs, sharded_runs
@@ -70,19 +69,16 @@ class Call:
         """None without other Ulysses ranks: a block is then what a rank holds, as it holds it."""
         if self.mesh.ulysses.size == 1:
             return None
-        return Exchange(self.query_layout, self.key_layout, self.mesh, self.heads)
+        return self._exchange_of(self.heads)
 
     @lazy
     def chunks(self) -> list[Exchange]:
         """The exchange in parts, each of some of the heads."""
-        return [
-            Exchange(self.query_layout, self.key_layout, self.mesh, heads)
-            for heads in self.heads.cut(self.options.ulysses_chunks)
-        ]
+        return [self._exchange_of(heads) for heads in self.heads.cut(self.options.ulysses_chunks)]
 
-    def on_the_wire(self, exchange: Exchange) -> Exchange | RoundedExchange:
-        """``exchange``, as the forward pass of a call without gradients makes it."""
-        return exchange if self.options.comm_dtype is None else RoundedExchange(exchange)
+    def _exchange_of(self, heads: Heads) -> Exchange:
+        layouts = self.query_layout, self.key_layout
+        return Exchange(*layouts, self.mesh, heads, comm_dtype=self.options.comm_dtype)
 
     # -- ring
 

@@ -15,6 +15,8 @@ from para_core.attention.choice import BACKENDS, EXACT_FORM, Backend
 # queries travel along rows of ranks, and keys along columns.
 RotateMethod = Literal["alltoall", "allgather", "2d"]
 ROTATE_METHODS: tuple[RotateMethod, ...] = get_args(RotateMethod)
+# By the name that stands for each in a graph.
+COMM_DTYPES = {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
 
 
 class AttnKeywords(TypedDict, total=False):
@@ -58,10 +60,9 @@ class AttnOptions:
         chunks = self.ulysses_chunks
         if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
             raise ValueError(f"ulysses_chunks is {chunks!r}; expected a positive integer.")
-        if self.comm_dtype not in (None, torch.float8_e4m3fn):
-            raise ValueError(
-                f"comm_dtype is {self.comm_dtype}; expected torch.float8_e4m3fn, or None for exact attention."
-            )
+        if self.comm_dtype not in (None, *COMM_DTYPES.values()):
+            expected = " or ".join(map(str, COMM_DTYPES.values()))
+            raise ValueError(f"comm_dtype is {self.comm_dtype}; expected {expected}, or None for exact attention.")
         if self.rotate_method not in ROTATE_METHODS:
             raise ValueError(f"rotate_method is {self.rotate_method!r}; expected 'alltoall', 'allgather' or '2d'.")
         if self.rotate_method == "2d" and self.comm_dtype is not None:
@@ -93,7 +94,7 @@ class AttnOptions:
         """
         kept = "" if self.kept_keys is None else f"{self.kept_keys.share} {self.kept_keys.window}"
         blocks = "" if self.block_mask is None else self.block_mask.encode()
-        comm_dtype = "" if self.comm_dtype is None else "float8_e4m3fn"
+        comm_dtype = next((name for name, dtype in COMM_DTYPES.items() if dtype == self.comm_dtype), "")
         return f"{self.ulysses_chunks}|{self.rotate_method}|{comm_dtype}|{kept}|{blocks}|{self.backend or ''}"
 
     @staticmethod
@@ -104,7 +105,7 @@ class AttnOptions:
         return AttnOptions(
             int(chunks),
             next(name for name in ROTATE_METHODS if name == rotate_method),
-            torch.float8_e4m3fn if comm_dtype else None,
+            COMM_DTYPES.get(comm_dtype),
             decode(blocks),
             KeptKeys(float(share), int(window)) if kept else None,
             next((name for name in BACKENDS if name == backend), None),

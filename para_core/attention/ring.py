@@ -26,11 +26,13 @@ from math import prod
 import torch
 from torch import Tensor
 
-from para_core.attention.approximate.wire import Wire
+from para_core.attention.approximate.wire import row_bytes
 from para_core.attention.blocks import Block, BlockAttention, BlockGradients, LocalAttention, tied
+from para_core.attention.boxes import as_numbers
 from para_core.attention.call import OWN, Call, Hop
 from para_core.attention.tiles import put, take
 from para_core.collectives import Travelling, start_all_gather, start_ring_shift, wait
+from para_core.kernels.exchange_reference import Box
 
 # -- how blocks travel
 
@@ -41,21 +43,30 @@ class Packing:
     Args:
         key, value: ``[B, H, S, D]``, ``[B, H, S, D_v]``, of whatever length.
         lengths: tokens that each ring rank packs.
+        comm_dtype: not exact: rounded to it, as :mod:`para_core.attention.approximate.wire` says.
     """
 
-    def __init__(self, key: Tensor, value: Tensor, lengths: Sequence[int], wire: Wire | None = None) -> None:
-        self._wire, self._dtype = wire, key.dtype
-        self._lengths = lengths if wire is None else [length + wire.scale_rows for length in lengths]
+    def __init__(
+        self, key: Tensor, value: Tensor, lengths: Sequence[int], *, comm_dtype: torch.dtype | None = None
+    ) -> None:
+        self._comm_dtype, self._dtype, self._lengths = comm_dtype, key.dtype, lengths
         self._batch, self._heads, _, self._width = key.shape
         self._value_width = value.shape[3]
+        # Elements of the buffer for a token and head.
+        self._rows = self._width, self._value_width
+        if comm_dtype is not None:
+            self._rows = row_bytes(self._width), row_bytes(self._value_width)
 
     def numel(self, rank: int) -> int:
         """Elements of the buffer of a ring rank."""
-        return self._batch * self._heads * self._lengths[rank] * (self._width + self._value_width)
+        return self._batch * self._heads * self._lengths[rank] * sum(self._rows)
 
     def pack(self, key: Tensor, value: Tensor) -> Tensor:
-        if self._wire is not None:
-            key, value = self._wire.write(key), self._wire.write(value)
+        if self._comm_dtype is not None:
+            numel = self._batch * self._heads * key.shape[2] * sum(self._rows)
+            boxes = self._boxes(key.shape[2])
+            found: Tensor = torch.ops.para_core.pack_8_bits.default([key, value], boxes, numel, self._comm_dtype)
+            return found
         if self._width == self._value_width:
             return torch.stack([key, value]).view(-1)
         return torch.cat([key.reshape(-1), value.reshape(-1)])
@@ -63,15 +74,22 @@ class Packing:
     def unpack(self, buffer: Tensor, rank: int) -> Block:
         """What a ring rank packed; views, where nothing was rounded."""
         rows = (self._batch, self._heads, self._lengths[rank])
+        if self._comm_dtype is not None:
+            shapes = [*rows, self._width, *rows, self._value_width]
+            how = self._boxes(rows[2]), shapes, self._comm_dtype, self._dtype
+            key, value = torch.ops.para_core.unpack_8_bits.default(buffer, *how)
+            return key, value
         if self._width == self._value_width:
             both = buffer.view(2, *rows, self._width)
-            key, value = both[0], both[1]
-        else:
-            keys, values = buffer.split([prod(rows) * self._width, prod(rows) * self._value_width])
-            key, value = keys.view(*rows, self._width), values.view(*rows, self._value_width)
-        if self._wire is None:
-            return key, value
-        return self._wire.read(key, self._dtype), self._wire.read(value, self._dtype)
+            return both[0], both[1]
+        keys, values = buffer.split([prod(rows) * self._width, prod(rows) * self._value_width])
+        return keys.view(*rows, self._width), values.view(*rows, self._value_width)
+
+    def _boxes(self, length: int) -> list[int]:
+        """Of so many tokens, rounded: the keys, and behind them the values."""
+        key, value = (self._heads * row for row in self._rows)
+        run = 0, length, 0, self._heads
+        return as_numbers([Box(0, *run, 0, key), Box(1, *run, self._batch * length * key, value)])
 
 
 # How what each rank has packed, ``sent``, gets to the others: these give the blocks that this rank sees, its own first. The next
@@ -165,8 +183,7 @@ def ring_attention(
     found = BlockAttention(
         query, mask, call.tiling, scale=call.scale, backend=call.options.backend, heads=heads, attend=attend
     )
-    wire = None if comm_dtype is None else Wire(min(key.shape[3], value.shape[3]))
-    packing = Packing(key, value, call.block_sizes, wire)
+    packing = Packing(key, value, call.block_sizes, comm_dtype=comm_dtype)
     received: list[Tensor] = []
     last_hop = call.hops[-1] if call.hops else OWN
     gather = call.options.rotate_method == "allgather" and call.options.block_mask is None

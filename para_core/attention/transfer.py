@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain, combinations, pairwise
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from para_core.attention.approximate.wire import row_bytes
 from para_core.attention.boxes import as_numbers
 from para_core.collectives import Travelling, start_all_to_all, wait
 from para_core.fused import kernels
@@ -88,8 +89,8 @@ class _Part:
     copies: int
 
     @staticmethod
-    def of(peers: Alike, place: int, x: Tensor) -> _Part:
-        """Of the ``place``-th tensor, which has the shape of ``x``."""
+    def of(peers: Alike, place: int, shape: Sequence[int]) -> _Part:
+        """Of the ``place``-th tensor, which has this shape."""
         (token, tokens, token_step), (head, heads, head_step) = peers.runs[2 * place : 2 * place + 2]
         number = peers.number
         runs = (
@@ -98,8 +99,8 @@ class _Part:
         )
         # Whether a symbolic length is that of a dim is not asked.
         traced = torch.compiler.is_compiling()
-        narrows = tuple([run for run in runs if traced or x.shape[run[0]] != run[2]])
-        batch, width = x.shape[0], x.shape[3]
+        narrows = tuple([run for run in runs if traced or shape[run[0]] != run[2]])
+        batch, _, _, width = shape
         if token_step and number > 1:
             return _Part(narrows, (batch, heads, number, tokens, width), (2, 3, 0, 1, 4), 1)
         if head_step:
@@ -155,10 +156,15 @@ class Transfer:
     Args:
         sent, arriving: of each tensor, what goes to each peer of what this rank holds, and what of the result comes from each.
             Where the shares of several peers overlap in a result, they add up.
+        comm_dtype: not exact: what travels is rounded to it, as :mod:`para_core.attention.approximate.wire` says; of shares that do not
+            overlap in a result, and without a gradient.
     """
 
-    def __init__(self, sent: Sequence[Share], arriving: Sequence[Share], dim: MeshDim) -> None:
+    def __init__(
+        self, sent: Sequence[Share], arriving: Sequence[Share], dim: MeshDim, *, comm_dtype: torch.dtype | None = None
+    ) -> None:
         self._sent, self._arriving, self._dim = sent, arriving, dim
+        self._comm_dtype = comm_dtype
         sides = (sent, arriving)
         self._one_table = all(one.tokens == side[0].tokens for side in sides for one in side)
         self._out, self._in = (self._groups(side) for side in sides)
@@ -181,12 +187,23 @@ class Transfer:
         """Of each result, as :func:`_room` says."""
         return [_room(one) for one in self._arriving]
 
+    @lazy
+    def _overlap(self) -> bool:
+        """Whether several peers give the same heads of the same tokens of a result."""
+        return any(
+            _meet(one.tokens[first], one.tokens[second]) and _meet(one.heads[first], one.heads[second])
+            for one in self._arriving
+            for first, second in combinations(range(self._dim.size), 2)
+        )
+
     def start(self, tensors: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
         """Begin it; what is returned waits, and gives the result of each tensor.
 
         A result is a view of what arrived, or lies in memory as SDPA's does, ``[B, S, H, D]``.
         """
-        sizes = self._sizes_of(tensors)
+        if self._comm_dtype is not None:
+            return self._start_rounded(tensors, self._comm_dtype)
+        sizes = self._sizes_of(tuple([x.shape for x in tensors]))
         fused = sizes.boxes if takes_kernels(tensors[0]) else None
         if fused is not None and (sizes.parts is None or len(tensors) > 1):
             buffer = torch.ops.para_core.pack.default(list(tensors), fused.sent, sum(sizes.send))
@@ -208,18 +225,32 @@ class Transfer:
             return lambda: self._unpack(wait(started).view(-1), tensors)
         return partial(_as_it_lies, started, sizes.arriving, sizes.heads)
 
-    def _sizes_of(self, tensors: Sequence[Tensor]) -> _Sizes:
+    def _start_rounded(self, tensors: Sequence[Tensor], to: torch.dtype) -> Callable[[], Sequence[Tensor]]:
+        shapes, dtype = tuple([x.shape for x in tensors]), tensors[0].dtype
+        sizes = self._sizes_of(shapes)
+        boxes = sizes.boxes or self._boxes(shapes)
+        arriving, into = boxes.arriving, boxes.shapes
+        if arriving is None:
+            raise ValueError(
+                "shares of several peers overlap in a result, and only what travels as it is can be added up."
+            )
+        buffer = torch.ops.para_core.pack_8_bits.default(list(tensors), boxes.sent, sum(sizes.send), to)
+        if self._even:
+            buffer = buffer.view(self._dim.size, sizes.send[0])
+        started = start_all_to_all(buffer, sizes.send, sizes.receive, self._dim, even=self._even)
+        return lambda: torch.ops.para_core.unpack_8_bits.default(wait(started).view(-1), arriving, into, to, dtype)
+
+    def _sizes_of(self, shapes: tuple[Sequence[int], ...]) -> _Sizes:
         """Found once for tensors of the same shapes."""
         if torch.compiler.is_compiling():
-            return self._find_sizes(tensors)
-        shapes = tuple([x.shape for x in tensors])
+            return self._find_sizes(shapes)
         found = self._known.get(shapes)
         if found is None:
-            found = self._known[shapes] = self._find_sizes(tensors)
+            found = self._known[shapes] = self._find_sizes(shapes)
         return found
 
-    def _find_sizes(self, tensors: Sequence[Tensor]) -> _Sizes:
-        batch, widths = tensors[0].shape[0], [x.shape[3] for x in tensors]
+    def _find_sizes(self, shapes: Sequence[Sequence[int]]) -> _Sizes:
+        batch, widths = shapes[0][0], [self._width(shape) for shape in shapes]
         send, receive = (
             [
                 sum([batch * one.tokens[peer][1] * one.heads[peer][1] * d for one, d in zip(side, widths, strict=True)])
@@ -230,30 +261,35 @@ class Transfer:
         at_once = self._one_table and all(width == widths[0] for width in widths)
         parts, arriving, heads = None, None, []
         if at_once and len(self._out) == 1:
-            parts = [_Part.of(self._out[0], place, x) for place, x in enumerate(tensors)]
+            parts = [_Part.of(self._out[0], place, shape) for place, shape in enumerate(shapes)]
             if self._out[0].number == 1:
                 parts = [replace(part, shape=None, order=(2, 0, 1, 3)) for part in parts]
         if at_once and len(self._in) == 1:
             (peers,) = self._in
             heads = [count for _, count, _ in peers.runs[1::2]]
             first, _, step = peers.runs[1]
-            if peers.number == 1 or (len(tensors) == 1 and first == 0 and step):
+            if peers.number == 1 or (len(shapes) == 1 and first == 0 and step):
                 arriving = (peers.number, peers.runs[0][1], batch, sum(heads), widths[0])
-        boxes = None if torch.compiler.is_compiling() else self._boxes(tensors)
+        boxes = None if torch.compiler.is_compiling() else self._boxes(shapes)
         return _Sizes(send, receive, at_once, parts, arriving, heads, boxes)
 
-    def _boxes(self, tensors: Sequence[Tensor]) -> _Boxes:
-        rooms = self._rooms
-        apart = all(covered == tokens * heads for tokens, heads, covered in rooms)
-        shapes = [(x.shape[0], heads, tokens, x.shape[3]) for x, (tokens, heads, _) in zip(tensors, rooms, strict=True)]
-        sent, arriving = (as_numbers(self._boxes_of(side, tensors)) for side in (self._sent, self._arriving))
-        return _Boxes(sent, arriving if apart else None, list(chain.from_iterable(shapes)))
+    def _width(self, shape: Sequence[int]) -> int:
+        """Elements of the buffer for a token and head of a tensor of this shape."""
+        return shape[3] if self._comm_dtype is None else row_bytes(shape[3])
 
-    def _boxes_of(self, side: Sequence[Share], tensors: Sequence[Tensor]) -> list[Box]:
+    def _boxes(self, shapes: Sequence[Sequence[int]]) -> _Boxes:
+        found = [
+            (shape[0], heads, tokens, shape[3]) for shape, (tokens, heads, _) in zip(shapes, self._rooms, strict=True)
+        ]
+        sent, arriving = (as_numbers(self._boxes_of(side, shapes)) for side in (self._sent, self._arriving))
+        return _Boxes(sent, None if self._overlap else arriving, list(chain.from_iterable(found)))
+
+    def _boxes_of(self, side: Sequence[Share], shapes: Sequence[Sequence[int]]) -> list[Box]:
         """Where in the buffer what goes to each peer, or comes from it, is: as :meth:`_slots` says."""
-        found, offset, batch = [], 0, tensors[0].shape[0]
+        found, offset, batch = [], 0, shapes[0][0]
+        widths = [self._width(shape) for shape in shapes]
         for peer in range(self._dim.size):
-            rows = [one.heads[peer][1] * x.shape[3] for one, x in zip(side, tensors, strict=True)]
+            rows = [one.heads[peer][1] * width for one, width in zip(side, widths, strict=True)]
             for place, (one, row) in enumerate(zip(side, rows, strict=True)):
                 runs = (*one.tokens[peer], *one.heads[peer])
                 if self._one_table:
@@ -268,7 +304,7 @@ class Transfer:
     def _pack(self, tensors: Sequence[Tensor], sizes: _Sizes) -> Tensor:
         buffer = tensors[0].new_empty(sum(sizes.send))
         for peers, table, slots in self._slots(buffer, self._out, tensors):
-            parts = [_Part.of(peers, place, x).see(x) for place, x in enumerate(tensors)]
+            parts = [_Part.of(peers, place, x.shape).see(x) for place, x in enumerate(tensors)]
             if sizes.at_once and not torch.is_grad_enabled():
                 heads, width = sum([part.shape[3] for part in parts]), parts[0].shape[4]
                 torch.cat(parts, dim=3, out=table.view(*table.shape[:3], heads, width))
@@ -306,7 +342,7 @@ class Transfer:
             make = buffer.new_empty if apart else buffer.new_zeros
             result = make(x.shape[0], tokens, heads, x.shape[3]).transpose(1, 2)
             for peers, slots in groups:
-                target = _Part.of(peers, place, result).see(result)
+                target = _Part.of(peers, place, result.shape).see(result)
                 if apart:
                     target.copy_(slots[place])
                 else:
@@ -327,6 +363,11 @@ def _room(one: Share) -> tuple[int, int, int]:
     """Tokens and heads of a result, and how many heads of tokens arrive for it: more where shares overlap."""
     tokens, heads = (max([sum(run) for run in runs]) for runs in (one.tokens, one.heads))
     return tokens, heads, sum([run[1] * other[1] for run, other in zip(one.tokens, one.heads, strict=True)])
+
+
+def _meet(one: Run, other: Run) -> bool:
+    """Whether both have a place in common."""
+    return max(one[0], other[0]) < min(sum(one), sum(other))
 
 
 def _as_it_lies(started: Travelling, shape: tuple[int, ...], heads: Sequence[int]) -> Sequence[Tensor]:

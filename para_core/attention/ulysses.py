@@ -99,7 +99,7 @@ class Exchange:
     A block is what a Ulysses group holds together: its ranks' sharded tokens, then the replicated ones.
 
     Args:
-        extra_tokens: of each rank and sharded tensor, beside those that the layouts know; they travel behind its own.
+        comm_dtype: not exact: forward, what travels is rounded to it (:mod:`para_core.attention.approximate.wire`).
     """
 
     def __init__(
@@ -109,11 +109,11 @@ class Exchange:
         mesh: SequenceMesh,
         heads: Heads,
         *,
-        extra_tokens: int = 0,
+        comm_dtype: torch.dtype | None = None,
     ) -> None:
         self.query_layout, self.key_layout = query_layout, key_layout
         self.mesh, self.heads = mesh, heads
-        self._extra_tokens = extra_tokens
+        self._comm_dtype = comm_dtype
         # Of query, key and value.
         self._layouts = (query_layout, key_layout, key_layout)
         self._heads = (heads.of_query, heads.of_key, heads.of_key)
@@ -130,7 +130,7 @@ class Exchange:
 
     def token_runs(self, layout: SequenceLayout) -> tuple[Run, ...]:
         """Where in a block each peer's own tokens are."""
-        sizes = [size + self._extra_tokens for size in self.token_sizes(layout)]
+        sizes = self.token_sizes(layout)
         return tuple(zip(accumulate(sizes[:-1], initial=0), sizes, strict=True))
 
     def transfer(
@@ -140,6 +140,7 @@ class Exchange:
         num_common: int | None = None,
         *,
         to_heads: bool,
+        comm_dtype: torch.dtype | None = None,
     ) -> Transfer:
         """Of sharded tokens, from ``[B, H, S_local, D]`` to ``[B, H_local, sharded tokens of the block, D]``, or back.
 
@@ -157,7 +158,8 @@ class Exchange:
             common = ((0, num_common),) * ranks
             local.append(Share(common, of_peers))
             block.append(Share(common, own_heads))
-        return Transfer(local, block, self.mesh.ulysses) if to_heads else Transfer(block, local, self.mesh.ulysses)
+        sent, arriving = (local, block) if to_heads else (block, local)
+        return Transfer(sent, arriving, self.mesh.ulysses, comm_dtype=comm_dtype)
 
     @lazy
     def _num_common(self) -> int | None:
@@ -168,25 +170,20 @@ class Exchange:
 
     @lazy
     def _entering(self) -> Transfer:
-        return self.transfer(self._layouts, self._heads, to_heads=True)
+        return self.transfer(self._layouts, self._heads, to_heads=True, comm_dtype=self._comm_dtype)
 
     def start_enter(self, query: Tensor, key: Tensor, value: Tensor) -> Callable[[], Sequence[Tensor]]:
         """``[B, H, S_local, D]`` each to ``[B, H_local, S_block, D]``."""
         if not self._replicates:
             return self._entering.start((query, key, value))
-        sharded, texts = zip(*self.by_kind(query, key, value), strict=True)
-        finish = self._entering.start(sharded)
-        return lambda: self.with_replicated(finish(), texts)
+        kinds = [
+            split_by_kind(x, layout, self.mesh.rank)
+            for x, layout in zip((query, key, value), self._layouts, strict=True)
+        ]
+        finish = self._entering.start([sharded for sharded, _ in kinds])
+        return lambda: self._with_replicated(finish(), [text for _, text in kinds])
 
-    def start_enter_sharded(self, *sharded: Tensor) -> Callable[[], Sequence[Tensor]]:
-        """The same of sharded tokens alone."""
-        return self._entering.start(sharded)
-
-    def by_kind(self, *tensors: Tensor) -> list[tuple[Tensor, Tensor | None]]:
-        """Sharded and replicated tokens of query, key and value."""
-        return [split_by_kind(x, layout, self.mesh.rank) for x, layout in zip(tensors, self._layouts, strict=True)]
-
-    def with_replicated(self, blocks: Sequence[Tensor], texts: Sequence[Tensor | None]) -> list[Tensor]:
+    def _with_replicated(self, blocks: Sequence[Tensor], texts: Sequence[Tensor | None]) -> list[Tensor]:
         """Blocks of query, key and value, with this rank's heads of the replicated tokens behind the sharded ones."""
         index = self.mesh.ulysses.index
         return [
@@ -198,7 +195,8 @@ class Exchange:
 
     @lazy
     def _leaving(self) -> Transfer:
-        return self.transfer([self.query_layout], [self.heads.of_query], self._num_common, to_heads=False)
+        layouts, heads = [self.query_layout], [self.heads.of_query]
+        return self.transfer(layouts, heads, self._num_common, to_heads=False, comm_dtype=self._comm_dtype)
 
     def start_leave(self, out: Tensor) -> Finish:
         """``[B, H_local, S_block, D_v]`` to ``[B, H, S_local, D_v]``: every rank gets the replicated tokens."""

@@ -61,10 +61,9 @@ def forward(
         return as_sdpa(out), None if lse is None else Saved(query, key, value, out, lse)
     if call.options.ulysses_chunks > 1 and not save:
         return _in_chunks(call, query, key, value, mask, attend), None
-    carrier = call.on_the_wire(exchange)
-    query, key, value = carrier.start_enter(query, key, value)()
+    query, key, value = exchange.start_enter(query, key, value)()
     out, lse = _of_block(call, query, key, value, mask, call.heads, attend, save)
-    return carrier.start_leave(out)(), None if lse is None else Saved(query, key, value, out, lse)
+    return exchange.start_leave(out)(), None if lse is None else Saved(query, key, value, out, lse)
 
 
 def autocasts(x: Tensor) -> bool:
@@ -116,19 +115,19 @@ def _in_chunks(
     """A part of the heads after the other: the next part arrives, and the one before leaves, while one is computed."""
     index = call.mesh.ulysses.index
     first_head = call.heads.of_query[index][0]
-    carriers = [call.on_the_wire(chunk) for chunk in call.chunks]
-    entering = carriers[0].start_enter(query, key, value)
+    chunks = call.chunks
+    entering = chunks[0].start_enter(query, key, value)
     leaving = []
-    for place, (chunk, carrier) in enumerate(zip(call.chunks, carriers, strict=True)):
+    for place, chunk in enumerate(chunks):
         block = entering()
-        if place + 1 < len(carriers):
-            entering = carriers[place + 1].start_enter(query, key, value)
+        if place + 1 < len(chunks):
+            entering = chunks[place + 1].start_enter(query, key, value)
         start, count = chunk.heads.of_query[index]
         rows = mask if mask is None or mask.shape[1] == 1 else mask.narrow(1, start - first_head, count)
         out, _ = _of_block(call, block[0], block[1], block[2], rows, chunk.heads, attend, save=False)
-        leaving.append(carrier.start_leave(out))
+        leaving.append(chunk.start_leave(out))
     whole = query.new_empty(query.shape[0], query.shape[2], call.num_heads, value.shape[3]).transpose(1, 2)
-    for chunk, finish in zip(call.chunks, leaving, strict=True):
+    for chunk, finish in zip(chunks, leaving, strict=True):
         found = finish()
         for start, count in chunk.heads.of_query:
             if count:

@@ -47,8 +47,8 @@ class UnifiedAttnMode(ShardingMode):
 
             - ``ulysses_chunks``: without gradients, each rank's heads are split into so many parts, of which the next one travels
               while one is computed.
-            - ``comm_dtype``: ``torch.float8_e4m3fn`` halves the bytes of 16-bit tensors: query, key, value and out travel rounded
-              to 8 bits, scaled per sample and head. Not exact; without gradients only.
+            - ``comm_dtype``: ``torch.int8`` or ``torch.float8_e4m3fn`` halves the bytes of 16-bit tensors: query, key, value and out
+              travel rounded to 8 bits, scaled per token and head. Not exact; without gradients only.
             - ``rotate_method``: how the keys and values of other ring ranks get here: ``"alltoall"``, passed on from neighbour to
               neighbour, or ``"allgather"``, all in one collective, which needs memory for all of them. Backward they rotate. ``"2d"``: the
               ring's ranks are rows and columns, queries travel along the former, keys and values along the latter: fewer bytes

@@ -34,14 +34,14 @@ CASES = [
 ]
 
 
-def as_on_gpu(function, cases, ring, ulysses):
+def as_on_gpu(function, cases, ring, ulysses, *options):
     """What it gives, and how often one launch has packed, and unpacked."""
     with (
         mock.patch.object(transfer, "takes_kernels", lambda _: not torch.is_grad_enabled()),
         mock.patch.object(exchange_reference, "pack", wraps=exchange_reference.pack) as pack,
         mock.patch.object(exchange_reference, "unpack", wraps=exchange_reference.unpack) as unpack,
     ):
-        return function(cases, ring, ulysses), pack.call_count, unpack.call_count
+        return function(cases, ring, ulysses, *options), pack.call_count, unpack.call_count
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (1, 4), (2, 2)])
@@ -51,6 +51,21 @@ def test_it_equals_one_device_however_tokens_and_heads_divide(rank_pool, ring, u
         assert packs >= len(CASES)
         assert unpacks > 0
         for case, out in zip(CASES, outs, strict=True):
+            check(case, out, f"ring {ring} × ulysses {ulysses}, rank {rank}")
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (2, 2)])
+def test_heads_in_parts_are_unpacked_by_one_launch_each_though_a_part_leaves_gaps(rank_pool, ring, ulysses):
+    cases = [
+        Case(16, 8),
+        Case(13, 5),
+        Case(13, 6, H_kv=2, options={"enable_gqa": True}),
+        Case(H=7, segments=TEXT_FIRST),
+    ]
+    found = rank_pool.run(as_on_gpu, ring * ulysses, attend, cases, ring, ulysses, None, {"ulysses_chunks": 2})
+    for rank, (outs, _, unpacks) in enumerate(found):
+        assert unpacks >= 2 * len(cases)
+        for case, out in zip(cases, outs, strict=True):
             check(case, out, f"ring {ring} × ulysses {ulysses}, rank {rank}")
 
 

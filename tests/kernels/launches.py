@@ -7,8 +7,8 @@ import pytest
 from benchmarks.kernel_resources import launches
 
 
-def by_use(*kernels: Any) -> list[Any]:
-    """Those of these kernels, as values of a test's parameter."""
-    found = [launch for launch in launches() if launch.kernel in kernels]
+def by_use(*kernels: Any, rounded: bool = False) -> list[Any]:
+    """Those of these kernels, as values of a test's parameter; ``rounded``: of an exchange in 8 bits."""
+    found = [launch for launch in launches() if launch.kernel in kernels and launch.rounded == rounded]
     marks = {True: (), False: (pytest.mark.long,)}
     return [pytest.param(launch, id=launch.name, marks=marks[launch.common]) for launch in found]

@@ -134,6 +134,14 @@ def test_nothing_is_copied_where_there_is_nothing(interpreter):
         assert interpreter(pack_into, [x], boxes, numel).shape == (0,)
 
 
+@pytest.mark.parametrize(
+    ("widths", "eight_bits", "aligned"),
+    [([32, 16], None, 16), ([32, 12], None, 1), ([16, 12], torch.int8, 4), ([16, 3], torch.int8, 1)],
+)
+def test_rows_that_travel_together_begin_where_the_narrowest_lets_them(widths, eight_bits, aligned):
+    assert exchange.block_of(widths, 2, eight_bits)["ALIGNED"] == aligned
+
+
 def test_more_tensors_than_a_launch_takes_are_refused():
     with pytest.raises(ValueError, match="4 tensors; expected at most 3"):
         exchange.pack([torch.empty(1, 1, 1, 1)] * 4, [], torch.empty(4))

@@ -9,9 +9,8 @@ PAIRS = {
     "attention": ["attention"],
     "attention_int8": ["attention"],
     "merge": ["merge"],
-    "exchange": ["pack", "unpack"],
+    "exchange": ["pack", "unpack", "pack_rounded", "unpack_rounded"],
     "residual": ["change", "forecast"],
-    "wire": ["write", "read"],
 }
 # Not of the contract: what tests compare with.
 OF_THE_REFERENCE_ALONE = {"attention_int8": {"smooth"}}

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from para_core.attention.approximate.kept_keys import KeptKeys
-from para_core.attention.approximate.wire import Wire
 from para_core.attention.blocks import LocalAttention, columns, expand, tied
 from para_core.attention.call import Call
 from para_core.attention.local import local_attention_with_lse, lse_dtype
@@ -184,8 +183,8 @@ def _kept_blocks(
     dim = call.mesh.ring
     travels = [_positions(sharded_runs(call.key_layout, call.mesh, index), key.device) for index in range(dim.size)]
     of_blocks = [_chosen(seen, positions) for positions in travels]
-    wire = None if comm_dtype is None else Wire(min(key.shape[3], value.shape[3]))
-    packing = Packing(key, value, [one.shape[2] for one in of_blocks], wire)
+    lengths = [one.shape[2] for one in of_blocks]
+    packing = Packing(key, value, lengths, comm_dtype=comm_dtype)
     rows = _rows_of(travels[dim.index], held)
     kept = [_take(x.index_select(2, rows), of_blocks[dim.index]) for x in (key, value)]
     for hop, block in one_by_one(own, packing.pack(*kept), packing, call, received):

@@ -1,0 +1,265 @@
+"""Packing and unpacking in 8 bits: bits as PyTorch has them, compiled for every GPU, and as operators."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from benchmarks.compiled import ARCHS
+from benchmarks.launches import LaunchCounter
+from para_core.attention.approximate.wire import pack_on_gpu, row_bytes, unpack_on_gpu
+from para_core.attention.boxes import as_numbers
+from para_core.kernels import exchange, exchange_reference
+from para_core.kernels.exchange_reference import Box
+from tests.kernels.launches import by_use
+from tests.kernels.test_exchange import for_ranks
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+FLOAT8 = torch.float8_e4m3fn
+FORMATS = pytest.mark.parametrize("eight", [torch.int8, FLOAT8], ids=str)
+
+
+def spread(shape, dtype, seed=0):
+    """Numbers of very different sizes, some of which become subnormal, some 0; ``[B, S, H, D]`` in memory."""
+    generator = torch.Generator().manual_seed(sum(shape) + seed)
+    x = torch.randn(shape, generator=generator) * torch.exp(3 * torch.randn(shape, generator=generator))
+    return x.clamp(-6e4, 6e4).to(dtype).transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def whole(x):
+    """One box of all of it, and the bytes of the buffer."""
+    row = x.shape[1] * row_bytes(x.shape[3])
+    return [Box(0, 0, x.shape[2], 0, x.shape[1], 0, row)], x.shape[0] * x.shape[2] * row
+
+
+def rows_of(x, buffer):
+    """What was packed of all of ``x``: ``[B, H, S, D]`` bits of float8_e4m3fn, and scales ``[B, H, S]``."""
+    batch, heads, tokens, width = x.shape
+    rows = buffer.view(tokens, batch, heads, width + 4).permute(1, 2, 0, 3)
+    return rows[..., :width].contiguous(), rows[..., width:].contiguous().view(torch.float32)[..., 0]
+
+
+def packed(tensors, boxes, numel, eight=FLOAT8, *, by=exchange_reference.pack_rounded):
+    return by(tensors, boxes, torch.full((numel,), 7, dtype=torch.uint8), eight)
+
+
+def unpacked(buffer, boxes, shapes, dtype, eight=FLOAT8, *, by=exchange_reference.unpack_rounded):
+    return by(buffer, boxes, [torch.zeros(shape, dtype=dtype) for shape in shapes], eight)
+
+
+def alike(found, expected):
+    """bfloat16: the interpreter truncates to it."""
+    bound = torch.finfo(found.dtype).eps if found.dtype == torch.bfloat16 else 0.0
+    torch.testing.assert_close(found, expected, rtol=bound, atol=0, equal_nan=True)
+
+
+# -- what is right
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("eight", "largest"), [(torch.int8, 127), (FLOAT8, 448)], ids=str)
+def test_the_largest_element_of_each_token_and_head_becomes_the_largest_number(eight, largest, dtype):
+    x = spread((2, 3, 5, 16), dtype)
+    x[1, 2, 3] = 0
+    boxes, numel = whole(x)
+    buffer = packed([x], boxes, numel, eight)
+    bits, scales = rows_of(x, buffer)
+    expected = x.float().abs().amax(-1) / largest
+    expected[1, 2, 3] = 1
+    assert torch.equal(scales, expected)
+    numbers = x.float() / expected[..., None]
+    numbers = (numbers + 0.5).floor() if eight == torch.int8 else numbers
+    assert torch.equal(bits, numbers.to(eight).view(torch.uint8))
+    (found,) = unpacked(buffer, boxes, [x.shape], dtype, eight)
+    assert torch.equal(found, (bits.view(eight).float() * expected[..., None]).to(dtype))
+
+
+@FORMATS
+@given(
+    shape=st.tuples(*[st.integers(0, 5)] * 3, st.integers(1, 9)),
+    exponent=st.integers(-20, 20),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
+)
+def test_a_tensor_comes_back_within_the_rounding_of_its_tokens_largest_element(eight, shape, exponent, dtype):
+    x = (torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))) * 2.0**exponent).to(dtype)
+    boxes, numel = whole(x)
+    buffer = torch.ops.para_core.pack_8_bits([x], as_numbers(boxes), numel, eight)
+    assert (buffer.dtype, buffer.shape) == (torch.uint8, (numel,))
+    (read,) = torch.ops.para_core.unpack_8_bits(buffer, as_numbers(boxes), list(shape), eight, dtype)
+    assert (read.shape, read.dtype, read.transpose(1, 2).is_contiguous()) == (x.shape, dtype, True)
+    if x.numel():
+        largest, found, exact = x.abs().amax(3, keepdim=True).float(), read.float(), x.float()
+        # Of a float an eighth of its power of two at most, and never finer than its smallest number; of an integer half of one.
+        bound = largest / 254 if eight == torch.int8 else exact.abs() / 16 + largest * 2.0**-10
+        assert ((found - exact).abs() <= 1.01 * bound + exact.abs() * torch.finfo(torch.bfloat16).eps).all()
+
+
+# -- interpreted
+
+SPLITS = [((3, 2), (2, 3)), ((4, 4, 0), (2, 0, 3)), ((70,), (1,)), ((1, 1, 1, 1), (1, 1, 1, 1))]
+
+
+def boxes_for_ranks(tensors, tokens, heads, *, one_table):
+    """As :func:`for_ranks`, of rows in 8 bits."""
+    wide = [x.new_empty(*x.shape[:3], row_bytes(x.shape[3])) for x in tensors]
+    return for_ranks(wide, tokens, heads, one_table=one_table)
+
+
+@FORMATS
+@pytest.mark.parametrize("one_table", [False, True])
+@pytest.mark.parametrize(("tokens", "heads"), SPLITS)
+@pytest.mark.parametrize(
+    ("widths", "dtype"), [((16, 16, 16), torch.float32), ((3,), torch.float16), ((8, 33), torch.bfloat16)]
+)
+def test_both_ways_give_the_bits_of_pytorch(interpreter, widths, tokens, heads, one_table, dtype, eight):
+    shapes = [(2, sum(heads), sum(tokens), width) for width in widths]
+    tensors = [spread(shape, dtype, seed) for seed, shape in enumerate(shapes)]
+    boxes, numel = boxes_for_ranks(tensors, tokens, heads, one_table=one_table)
+    tensors[0][1, 0, 0] = 0
+    expected = packed(tensors, boxes, numel, eight)
+    assert torch.equal(interpreter(packed, tensors, boxes, numel, eight, by=exchange.pack_rounded), expected)
+    found = interpreter(unpacked, expected, boxes, shapes, dtype, eight, by=exchange.unpack_rounded)
+    for x, y in zip(found, unpacked(expected, boxes, shapes, dtype, eight), strict=True):
+        alike(x, y)
+
+
+@given(data=st.data())
+def test_any_strides_are_read_and_written_and_what_is_between_boxes_stays(interpreter, data):
+    shape = data.draw(st.tuples(*[st.integers(1, top) for top in (2, 4, 5, 6)]))
+    order, step = data.draw(st.permutations(range(4))), data.draw(st.integers(1, 2))
+    memory = torch.empty([shape[dim] * step for dim in order]).permute([order.index(dim) for dim in range(4)])
+    x = memory[::step, ::step, ::step, ::step].copy_(spread(shape, torch.float32))
+    head, token = data.draw(st.integers(0, shape[1] - 1)), data.draw(st.integers(0, shape[2] - 1))
+    tokens, heads = shape[2] - token, shape[1] - head
+    row = heads * row_bytes(shape[3]) + data.draw(st.integers(0, 2))
+    boxes = [Box(0, token, tokens, head, heads, data.draw(st.integers(0, 3)), row)]
+    numel = boxes[0].offset + shape[0] * tokens * row
+    buffer = packed([x], boxes, numel)
+    assert torch.equal(interpreter(packed, [x], boxes, numel, by=exchange.pack_rounded), buffer)
+    (found,) = interpreter(exchange.unpack_rounded, buffer, boxes, [x.clone().zero_()], FLOAT8)
+    (expected,) = exchange_reference.unpack_rounded(buffer, boxes, [x.clone().zero_()], FLOAT8)
+    assert torch.equal(found, expected)
+
+
+def test_every_number_of_8_bits_is_read_as_pytorch_reads_it_and_written_as_it_was(interpreter):
+    every = torch.arange(256, dtype=torch.uint8)
+    buffer = torch.cat([every, torch.tensor([1.0]).view(torch.uint8)])
+    expected = every.view(torch.float8_e4m3fn).float().view(1, 1, 1, 256)
+    boxes, numel = whole(expected)
+    (found,) = interpreter(unpacked, buffer, boxes, [expected.shape], torch.float32, by=exchange.unpack_rounded)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    # 448 is the largest one, so the scale is 1.
+    finite = expected.nan_to_num(0.0)
+    bits, _ = rows_of(finite, interpreter(packed, [finite], boxes, numel, by=exchange.pack_rounded))
+    assert torch.equal(bits.view(torch.float8_e4m3fn).float(), finite)
+
+
+def test_halves_of_integers_go_upwards_and_the_least_is_the_largests_negative(interpreter):
+    x = torch.tensor([127.0, -127.0, 2.5, 3.5, -2.5, 0.49, -0.5, -0.51]).view(1, 1, 1, 8)
+    boxes, numel = whole(x)
+    bits, _ = rows_of(x, interpreter(packed, [x], boxes, numel, torch.int8, by=exchange.pack_rounded))
+    assert bits.view(torch.int8).flatten().tolist() == [127, -127, 3, 4, -2, 0, 0, -1]
+
+
+def test_halves_go_to_the_even_neighbour_and_steps_below_the_least_are_rounded_too(interpreter):
+    least = 2.0**-9
+    x = torch.tensor([448.0, 17.0, 19.0, -17.0, least / 2, 1.5 * least, -2.5 * least, 0.4 * least]).view(1, 1, 1, 8)
+    bits, _ = rows_of(x, interpreter(packed, [x], *whole(x), by=exchange.pack_rounded))
+    found = bits.view(torch.float8_e4m3fn).float().flatten()
+    assert found.tolist() == [448.0, 16.0, 20.0, -16.0, 0.0, 2 * least, -2 * least, 0.0]
+
+
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow):RuntimeWarning")
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize(("place", "eight"), [(0, FLOAT8), (7, torch.int8)], ids=str)
+def test_what_is_not_finite_makes_its_token_nan_and_no_other(interpreter, bad, place, eight):
+    x = spread((1, 2, 5, 16), torch.float16)
+    x[0, 1, 2, place] = bad
+    boxes, numel = whole(x)
+    given_x = [x], boxes, numel, eight
+    for buffer in packed(*given_x), interpreter(packed, *given_x, by=exchange.pack_rounded):
+        read = boxes, [x.shape], torch.float16, eight
+        for (found,) in unpacked(buffer, *read), interpreter(unpacked, buffer, *read, by=exchange.unpack_rounded):
+            assert found[0, 1, 2].isnan().all()
+            assert int(found.isnan().sum()) == 16
+
+
+def gpu_forms(x, numbers, numel, eight):
+    buffer = pack_on_gpu([x], numbers, numel, eight)
+    return buffer, *unpack_on_gpu(buffer, numbers, list(x.shape), eight, x.dtype)
+
+
+@FORMATS
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+def test_the_form_of_cuda_computes_it_in_every_dtype(interpreter, dtype, eight):
+    x = spread((1, 2, 5, 16), dtype)
+    boxes, numel = whole(x)
+    buffer, found = interpreter(gpu_forms, x, as_numbers(boxes), numel, eight)
+    expected = packed([x], boxes, numel, eight)
+    assert torch.equal(buffer, expected)
+    alike(found, unpacked(expected, boxes, [x.shape], dtype, eight)[0])
+
+
+def test_nothing_is_rounded_where_there_is_nothing(interpreter):
+    for shape in [(0, 2, 3, 4), (1, 0, 3, 4), (1, 2, 0, 4)]:
+        x = torch.empty(shape)
+        assert interpreter(packed, [x], *whole(x), by=exchange.pack_rounded).shape == (0,)
+
+
+def test_more_tensors_than_a_launch_takes_are_refused():
+    with pytest.raises(ValueError, match="4 tensors; expected at most 3"):
+        exchange.pack_rounded([torch.empty(1, 1, 1, 1)] * 4, [], torch.empty(4, dtype=torch.uint8), FLOAT8)
+
+
+# -- compiled
+
+
+@pytest.mark.parametrize("launch", by_use(exchange.exchange_kernel, rounded=True))
+def test_every_launch_compiles_without_a_spill_for_gpus_without_such_floats_too(launch):
+    for arch in ARCHS:
+        found = launch.compiled(arch)
+        assert found.spills == 0
+        assert found.threads >= 1024
+        assert "e4m3" not in found.ptx
+        # 16 bytes of numbers at once, 4 of what travels: a scale is behind each row.
+        assert ("ld.global.v4.b32" if "unpack" not in launch.name else "st.global.v4.b32") in found.ptx
+        assert ("st.global.b32" if "unpack" not in launch.name else "ld.global.b32") in found.ptx
+
+
+# -- as operators
+
+
+@pytest.mark.parametrize("name", ["pack_8_bits", "unpack_8_bits"])
+def test_cuda_has_a_form_of_its_own(name):
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"para_core::{name}", "CUDA")
+
+
+@FORMATS
+def test_each_is_one_launch_and_both_are_of_a_whole_graph(eight):
+    tensors = [spread((2, 4, 6, 8), torch.bfloat16, seed) for seed in range(2)]
+    boxes, numel = boxes_for_ranks(tensors, (3, 3), (2, 2), one_table=True)
+    numbers, shapes = as_numbers(boxes), [size for x in tensors for size in x.shape]
+
+    def there_and_back(x, y):
+        buffer = torch.ops.para_core.pack_8_bits([x, y], numbers, numel, eight)
+        return buffer, *torch.ops.para_core.unpack_8_bits(buffer, numbers, shapes, eight, x.dtype)
+
+    on_meta = [x.to("meta") for x in tensors]
+    with LaunchCounter() as counter:
+        there_and_back(*on_meta)
+    assert dict(counter.by_operator) == {"para_core::pack_8_bits": 1, "para_core::unpack_8_bits": 1}
+
+    compiled = torch.compile(there_and_back, fullgraph=True, backend="aot_eager")
+    buffer, *found = compiled(*tensors)
+    assert torch.equal(buffer, packed(tensors, boxes, numel, eight))
+    expected = unpacked(buffer, boxes, [x.shape for x in tensors], torch.bfloat16, eight)
+    for x, y in zip(found, expected, strict=True):
+        assert torch.equal(x[:, :2, :3], y[:, :2, :3])
+        assert torch.equal(x[:, 2:, 3:], y[:, 2:, 3:])
+    with FakeTensorMode():
+        buffer, *found = compiled(*[torch.empty(2, 4, 6, 8, dtype=torch.bfloat16, device="cuda") for _ in tensors])
+    assert (buffer.device.type, buffer.dtype, buffer.shape) == ("cuda", torch.uint8, (numel,))
+    assert [(x.device.type, x.dtype, x.shape, x.stride()) for x in found] == [
+        ("cuda", torch.bfloat16, (2, 4, 6, 8), (192, 8, 32, 1))
+    ] * 2
