@@ -7,6 +7,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
+import torch
 from torch import nn
 
 from para_core.adapters.adapter import Adapter, Text
@@ -33,6 +34,8 @@ from para_core.adapters.weights.shard import (
     weights_groups,
 )
 from para_core.adapters.weights.stages import hold_stage, release_stage
+from para_core.attention.attend import AttnFunc
+from para_core.attention.choice import Backend
 from para_core.attention.options import AttnOptions, RotateMethod
 from para_core.cache.apply import cache_options
 from para_core.instance import original_class, uncompiled
@@ -59,6 +62,9 @@ def parallelize_pipe(
     weights: Method | Literal["replicate"] | None = None,
     pipefusion: PipeFusion | None = None,
     rotate_method: RotateMethod | None = None,
+    backend: Backend | None = None,
+    comm_dtype: torch.dtype | None = None,
+    attn_func: AttnFunc | None = None,
 ) -> Pipeline:
     """Generate each image of this one pipeline on all ranks of ``mesh``, exactly as on one.
 
@@ -90,6 +96,11 @@ def parallelize_pipe(
         rotate_method: how the keys and values of other ring ranks get here: ``"alltoall"``, passed on from neighbour to neighbour;
             ``"allgather"``, all at once; ``"2d"``, the ring's ranks as rows and columns, of which queries travel along the former and keys
             along the latter. All are exact. Left out: ``"alltoall"``, or without ``mesh`` what :func:`plan_mesh` predicts.
+        backend: what computes the transformers' attention on one device, on one rank, too: one of PyTorch's, or ``"triton"``
+            (docs/attention_kernel.md). ``"triton-int8"`` is not exact. Left out: what SDPA chooses.
+        comm_dtype: ``torch.int8`` or ``torch.float8_e4m3fn``: what attention sends travels rounded to 8 bits. Not exact; left out: as it is.
+        attn_func: computes their attention on one device in place of SDPA, as :class:`~para_core.UnifiedAttnMode` takes it:
+            ``flash_attention_3()``.
 
     Returns:
         ``pipe``.
@@ -105,8 +116,10 @@ def parallelize_pipe(
         raise ValueError(
             f"weights is {weights!r}; expected 'fsdp', 'tensor', 'replicate', or None to leave them as they are."
         )
-    _attention_options(pipe, rotate_method)
+    _attention_options(pipe, rotate_method, backend, comm_dtype, attn_func)
     guided, chosen_method = mesh_and_method(mesh, pipe)
+    if rotate_method is None and comm_dtype is None:
+        rotate_method = chosen_method
     # What it is refused for on several ranks.
     refuse(When.PARALLELIZE, *cases_of(pipe, adapter, guided))
     if guided.pipe.size > 1 and weights in METHODS:
@@ -137,7 +150,10 @@ def parallelize_pipe(
             text=text,
             adapter=adapter,
             assume_equal=assume_equal,
-            rotate_method=rotate_method or chosen_method,
+            rotate_method=rotate_method,
+            backend=backend,
+            comm_dtype=comm_dtype,
+            attn_func=attn_func,
         )
     for module in unets.values():
         parallelize_unet(module, mesh=guided, assume_equal=assume_equal, batched=not perturbed)
@@ -159,13 +175,26 @@ def parallelize_pipe(
     return pipe
 
 
-def _attention_options(owner: Any, rotate_method: RotateMethod | None) -> AttnOptions:
-    """Before anything is done, for a method that there is not."""
-    if rotate_method is not None and not isinstance(owner, nn.Module) and not transformers_of(owner):
+def _attention_options(
+    owner: Any,
+    rotate_method: RotateMethod | None,
+    backend: Backend | None,
+    comm_dtype: torch.dtype | None,
+    attn_func: AttnFunc | None,
+) -> AttnOptions:
+    """Before anything is done, for what there is not."""
+    named = {"rotate_method": rotate_method, "backend": backend, "comm_dtype": comm_dtype, "attn_func": attn_func}
+    given = {name: value for name, value in named.items() if value is not None}
+    if given and not isinstance(owner, nn.Module) and not transformers_of(owner):
+        said = ", ".join(f"{name}={value!r}" for name, value in given.items())
         raise ValueError(
-            f"rotate_method={rotate_method!r}: {original_class(owner).__name__} has no transformer whose keys would go around a ring. Leave it out."
+            f"{said}: {original_class(owner).__name__} has no transformer with such attention. Leave it out."
         )
-    return AttnOptions() if rotate_method is None else AttnOptions(rotate_method=rotate_method)
+    if backend is not None and attn_func is not None:
+        raise ValueError(
+            f"backend={backend!r} and attn_func both say what computes attention on one device. Leave one out."
+        )
+    return AttnOptions(rotate_method=rotate_method or "alltoall", backend=backend, comm_dtype=comm_dtype)
 
 
 def _vaes_of(pipe: Any) -> list[nn.Module]:
@@ -216,6 +245,9 @@ def parallelize_transformer(
     adapter: Adapter | None = None,
     assume_equal: bool = False,
     rotate_method: RotateMethod | None = None,
+    backend: Backend | None = None,
+    comm_dtype: torch.dtype | None = None,
+    attn_func: AttnFunc | None = None,
 ) -> Transformer:
     """Run this one transformer over ``mesh``: every rank gives it the same input and gets the whole output.
 
@@ -224,7 +256,7 @@ def parallelize_transformer(
 
     Args:
         transformer: a supported diffusers transformer, compiled or not.
-        mesh, text, adapter, rotate_method: as for :func:`parallelize_pipe`.
+        mesh, text, adapter, rotate_method, backend, comm_dtype, attn_func: as for :func:`parallelize_pipe`.
         assume_equal: do not compare. Hashing the inputs is most of what that costs: some 4 ms per MB.
 
     Returns:
@@ -233,7 +265,7 @@ def parallelize_transformer(
     module = uncompiled(transformer)
     refuse(When.PARALLELIZE, Case(module, module, adapter=adapter))
     plan: Any = plan_for(module, text, adapter)
-    attention = _attention_options(module, rotate_method)
+    attention = _attention_options(module, rotate_method, backend, comm_dtype, attn_func)
     guided = guided_mesh_for(mesh, module)
     refuse(When.PARALLELIZE, Case(module, module, adapter=adapter, mesh=guided))
     release_stage(module)
@@ -247,8 +279,7 @@ def parallelize_transformer(
             return
         options = cache_options(module)
         cached = {} if options is None else {"its cache": options.as_text()}
-        method = {"rotate_method": attention.rotate_method}
-        require_same_inputs({**given, **cached, **method}, guided, f"this {type(module).__name__}", problem)
+        require_same_inputs({**given, **cached, **attention.by_name}, guided, f"this {type(module).__name__}", problem)
 
     in_stages = guided.pipe.size > 1
     # Asked once, by what stands outside.
@@ -257,8 +288,9 @@ def parallelize_transformer(
         plan,
         guided.sequence,
         batch=guided.batch,
-        require_equal=None if in_stages else require_equal,
+        require_equal=None if in_stages or guided.ranks == 1 else require_equal,
         options=attention,
+        attn_func=attn_func,
     )
     if in_stages:
         hold_stage(module, guided.pipe, adapter, require_equal)

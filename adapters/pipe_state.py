@@ -38,7 +38,7 @@ def pipe_state(pipe: Any, loras: Loras, *, decodes: bool) -> dict[str, Any]:
     return {
         **{f"pipe.{name}": _configured(part) for name, part in parts.items() if part is not None},
         **({} if caching is None else {"its cache": {name: cache.as_text() for name, cache in caching.caches.items()}}),
-        **_rotate_methods(pipe),
+        **_attention(pipe),
         **_dtypes(pipe, (*TRANSFORMERS, "unet", *(("vae",) if decodes else ()))),
         **loras.described(pipe),
         "version of para_core": version.version_and_sources(),
@@ -46,10 +46,15 @@ def pipe_state(pipe: Any, loras: Loras, *, decodes: bool) -> dict[str, Any]:
     }
 
 
-def _rotate_methods(pipe: Any) -> dict[str, str]:
-    """How keys travel around the ring of each transformer."""
+def _attention(pipe: Any) -> dict[str, str]:
+    """How that of each transformer is computed."""
     found = {name: plan_options(uncompiled(module)) for name, module in transformers_of(pipe).items()}
-    return {f"rotate_method of {name}": x.rotate_method for name, x in found.items() if x is not None}
+    return {
+        f"{option} of {name}": value
+        for name, options in found.items()
+        if options is not None
+        for option, value in options.by_name.items()
+    }
 
 
 def _configured(part: Any) -> dict[str, Any]:

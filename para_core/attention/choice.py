@@ -28,6 +28,7 @@ OF_PYTORCH: Mapping[Backend, int] = {
     "cudnn": SDPBackend.CUDNN_ATTENTION.value,
     "math": SDPBackend.MATH.value,
 }
+_OF_CUDA = ("efficient", "cudnn")  # PyTorch has no form of them for CPUs
 # What sdpa_kernel(...) and torch.backends.cuda.enable_*_sdp(...) switch; in a graph Dynamo takes these for constants, and not the public
 # functions that call them.
 SWITCHES: Mapping[Backend, Callable[[], bool]] = {
@@ -59,6 +60,10 @@ def chosen(
         raise RuntimeError(
             f"backend={backend!r} is switched off by sdpa_kernel(...) or torch.backends.cuda.enable_*_sdp(...). Switch it on, or "
             "name another one."
+        )
+    elif query.is_cpu and backend in _OF_CUDA:
+        raise RuntimeError(
+            f'backend="{backend}" needs a CUDA device, and query is on the CPU. Name another backend, or none.'
         )
     elif backend == "flash" and not query.is_cpu:
         _require_flash_of_cuda(query, value, masked=masked, is_causal=is_causal)

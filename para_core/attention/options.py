@@ -86,6 +86,11 @@ class AttnOptions:
             return self
         return replace(self, comm_dtype=None, backend=exact or self.backend)
 
+    @property
+    def by_name(self) -> dict[str, str]:
+        """What a caller of a pipeline chooses of it, for ranks to compare."""
+        return {name: str(getattr(self, name)) for name in ("rotate_method", "backend", "comm_dtype")}
+
     def as_text(self) -> str:
         """This value as one line, equal on ranks that have the same one.
 

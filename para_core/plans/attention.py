@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.overrides import TorchFunctionMode
 
-from para_core.attention.attend import MeshAttention
+from para_core.attention.attend import AttnFunc, MeshAttention
 from para_core.attention.options import AttnOptions
 from para_core.layout import Segment, SequenceLayout
 from para_core.mesh import SequenceMesh
@@ -31,6 +31,7 @@ class PlannedAttention:
     Args:
         attending: what the first, second, … attention call consists of; the last stands for all further ones.
         known: of the model, kept from call to call: the :class:`MeshAttention` of each entry of a plan and its lengths.
+        attn_func: as :class:`MeshAttention` takes it.
     """
 
     def __init__(
@@ -39,8 +40,9 @@ class PlannedAttention:
         options: AttnOptions,
         attending: tuple[Attention, ...],
         known: dict[Any, MeshAttention],
+        attn_func: AttnFunc | None = None,
     ) -> None:
-        self.mesh, self.options, self.known = mesh, options, known
+        self.mesh, self.options, self.known, self.attn_func = mesh, options, known, attn_func
         self.attending = attending
         # Of the call under way: what was sharded, or found to be replicated.
         self.segments: HeldLayout = ()
@@ -58,7 +60,7 @@ class PlannedAttention:
 
     def within(self, attending: tuple[Attention, ...]) -> PlannedAttention:
         """The same, where attention calls consist of ``attending``; they are counted anew."""
-        inner = PlannedAttention(self.mesh, self.options, attending, self.known)
+        inner = PlannedAttention(self.mesh, self.options, attending, self.known, self.attn_func)
         inner.segments, inner.active, inner._found = self.segments, [self.active[0]], self._found
         return inner
 
@@ -119,7 +121,7 @@ class PlannedAttention:
 
     def _make(self, attention: Attention, segments: tuple[Segment, ...]) -> MeshAttention:
         layouts = partial(planned_layouts, attention, segments, self.mesh)
-        return MeshAttention(self.mesh, layouts, self.options, assume_equal=True)
+        return MeshAttention(self.mesh, layouts, self.options, assume_equal=True, attn_func=self.attn_func)
 
 
 def planned_layouts(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from para_core.attention.attend import MeshAttention
+from para_core.attention.attend import AttnFunc, MeshAttention
 from para_core.attention.options import AttnOptions
 from para_core.instance import (
     Around,
@@ -59,13 +59,14 @@ class _Region:
         batch: MeshDim | None,
         require_equal: RequireEqual | None,
         options: AttnOptions,
+        attn_func: AttnFunc | None,
     ) -> None:
         self.plan = plan
         self.mesh = mesh
         self.batch = batch
         # Once is enough to say that the samples of a call cannot be sharded.
         self.warned_of_batch = False
-        self.options = options
+        self.options, self.attn_func = options, attn_func
         # What is known of attention calls, kept from call to call.
         self.known: dict[Any, MeshAttention] = {}
         self.require_equal = require_equal
@@ -125,7 +126,8 @@ class _Region:
         self._check_given(module, args, kwargs)
         if self.mixes_over_ranks:
             refuse_checkpointing(module)
-        planned = PlannedAttention(self.mesh, self.options, (Attention(self.plan.joint_order),), self.known)
+        attending = (Attention(self.plan.joint_order),)
+        planned = PlannedAttention(self.mesh, self.options, attending, self.known, self.attn_func)
         interception = Interception(planned, at_dispatcher=self._may_use_the_dispatcher(module))
         self._interceptions.append(interception)
         try:
@@ -336,8 +338,11 @@ def apply_plan(
     batch: MeshDim | None = None,
     require_equal: RequireEqual | None = None,
     options: AttnOptions | None = None,
+    attn_func: AttnFunc | None = None,
 ) -> None:
     """Run this one module over ``mesh`` from now on; a plan applied before is replaced.
+
+    On one rank nothing is done, unless it is said what computes attention.
 
     Args:
         plan: ours, or a diffusers ``_cp_plan``.
@@ -345,6 +350,7 @@ def apply_plan(
         require_equal: called with the arguments of each call in eager code, outside of what is compiled in place and of
             :func:`known_equal`.
         options: how attention is computed.
+        attn_func: computes it on one device, in place of SDPA.
 
     Raises:
         ValueError: the plan names a module that is not there.
@@ -352,9 +358,11 @@ def apply_plan(
     remove_plan(module)
     if not isinstance(plan, Plan):
         plan = published_plan(plan)
-    if mesh.ranks == 1 and (batch is None or batch.size == 1 or not plan.batched):
+    options = options or AttnOptions()
+    as_it_is = options.backend is None and attn_func is None
+    if mesh.ranks == 1 and as_it_is and (batch is None or batch.size == 1 or not plan.batched):
         return
-    region = _Region(module, plan, mesh, batch, require_equal, options or AttnOptions())
+    region = _Region(module, plan, mesh, batch, require_equal, options, attn_func)
     region.attach(module)
     wrap_method(module, "_call_impl", _KEY, region.run, order=Order.PLAN)
     wrap_method(module, "__call__", _KEY, region.run_from_outside, order=Order.PLAN)

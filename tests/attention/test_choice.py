@@ -144,6 +144,18 @@ def test_the_triton_kernel_computes_on_one_rank_or_says_why_it_does_not():
     assert error(out, by_formula(*tensors, is_causal=True)[0]) < 1e-3
 
 
+@pytest.mark.parametrize("backend", ["efficient", "cudnn"])
+@pytest.mark.parametrize("with_gradient", [False, True])
+def test_what_pytorch_has_for_cuda_alone_says_so_on_a_cpu(backend, with_gradient):
+    query, key, value = make(5, 7)
+    query.requires_grad_(with_gradient)
+    with (
+        UnifiedAttnMode(one_rank("cpu"), backend=backend),
+        pytest.raises(RuntimeError, match=f'backend="{backend}" needs a CUDA device, and query is on the CPU'),
+    ):
+        F.scaled_dot_product_attention(query, key, value)
+
+
 # -- the table
 
 

@@ -1,0 +1,140 @@
+"""What computes a pipeline's attention, and how it travels: chosen where the pipe is parallelized, on one rank as well."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.interpreted import interpreted
+from benchmarks.tiny_unets import UNET_PIPELINES
+from para_core.adapters import parallelize_pipe, parallelize_transformer, unparallelize_pipe
+from para_core.attention import local
+from para_core.kernels import attention
+from tests.kernels.attention_cases import by_formula
+from tests.tiny import cpu_mesh, flux_call, flux_pipe, flux_transformer, relative_error
+
+
+class ByHand:
+    """As ``attn_func=``; counts its calls."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, query, key, value, *, attn_mask, dropout_p, is_causal, scale):
+        self.calls += 1
+        out, lse = by_formula(query, key, value, scale=scale)
+        return out.to(query.dtype), lse.float()
+
+
+def named_backends(function):
+    """What it gives, and the backends that attention on one device was asked for."""
+    with mock.patch.object(local, "chosen", wraps=local.chosen) as chosen:
+        found = function()
+    return found, {call.args[0] for call in chosen.call_args_list}
+
+
+def draw(pipe):
+    return pipe(**flux_call()).images
+
+
+def in_every_way(ring, ulysses):
+    mesh = cpu_mesh(ring, ulysses)
+    by_hand = ByHand()
+    pipe = flux_pipe()
+    found = {
+        "math": named_backends(lambda: draw(parallelize_pipe(pipe, mesh=mesh, backend="math"))),
+        "int8": draw(parallelize_pipe(pipe, mesh=mesh, comm_dtype=torch.int8)),
+        "by hand": draw(parallelize_pipe(pipe, mesh=mesh, attn_func=by_hand)),
+        "as it is": named_backends(lambda: draw(parallelize_pipe(pipe, mesh=mesh))),
+    }
+    return found, by_hand.calls
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2)])
+def test_a_pipeline_computes_as_it_was_asked_to(rank_pool, ring, ulysses):
+    expected = draw(flux_pipe())
+    for found, calls in rank_pool.run(in_every_way, 2, ring, ulysses):
+        (by_math, named), (as_it_is, unnamed) = found["math"], found["as it is"]
+        assert (named, unnamed) == ({"math"}, {None})
+        for out in (by_math, found["by hand"], as_it_is):
+            assert relative_error(out, expected) < 1e-5
+        assert 1e-5 < relative_error(found["int8"], expected) < 0.05
+        assert calls > 0
+
+
+def test_on_one_rank_it_does_so_too_and_undone_it_is_the_pipe_of_before():
+    expected = draw(flux_pipe())
+    pipe, by_hand = flux_pipe(), ByHand()
+    found, named = named_backends(lambda: draw(parallelize_pipe(pipe, backend="math")))
+    assert named == {"math"}
+    assert relative_error(found, expected) < 1e-5
+    assert relative_error(draw(parallelize_pipe(pipe, attn_func=by_hand)), expected) < 1e-5
+    assert by_hand.calls > 0
+    calls = by_hand.calls
+    assert torch.equal(draw(unparallelize_pipe(pipe)), expected)
+    assert torch.equal(draw(parallelize_pipe(pipe, comm_dtype=torch.int8)), expected)  # nothing travels
+    assert by_hand.calls == calls
+
+
+def test_a_pipeline_runs_on_the_triton_kernel():
+    pipe = parallelize_pipe(flux_pipe(), backend="triton")
+    with interpreted(), mock.patch.object(attention, "launch", wraps=attention.launch) as launch:
+        assert relative_error(draw(pipe), draw(flux_pipe())) < 1e-5
+    assert launch.call_count > 0
+    with pytest.raises(RuntimeError, match='backend="triton" needs a CUDA device'):
+        draw(pipe)
+
+
+def small_pipe():
+    """One block of each kind: half the time to compile."""
+    return flux_pipe(transformer=flux_transformer(num_layers=1, num_single_layers=1))
+
+
+def compiled(ranks):
+    torch._dynamo.reset()
+    pipe = parallelize_pipe(small_pipe(), mesh=cpu_mesh(1, ranks), backend="math", comm_dtype=torch.int8)
+    pipe.transformer.compile(backend="aot_eager", fullgraph=True)
+    return draw(pipe)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_in_one_graph_it_computes_the_same(rank_pool, ranks):
+    expected = draw(small_pipe())
+    for out in rank_pool.run(compiled, ranks, ranks):
+        assert relative_error(out, expected) < (1e-5 if ranks == 1 else 0.05)
+
+
+def with_other_options(option, values):
+    pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2), **{option: values[dist.get_rank()]})
+    with pytest.raises(ValueError, match=f"{option} of transformer: rank 0 has {str(values[0])!r}, rank 1 has"):
+        draw(pipe)
+
+
+@pytest.mark.parametrize(("option", "values"), [("backend", ["math", "flash"]), ("comm_dtype", [torch.int8, None])])
+def test_ranks_that_were_given_something_else_are_told(rank_pool, option, values):
+    rank_pool.run(with_other_options, 2, option, values)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backend": "fast"}, "backend is 'fast'; expected one of flash, efficient, cudnn, math, triton, triton-int8"),
+        ({"comm_dtype": torch.bfloat16}, r"comm_dtype is torch\.bfloat16; expected torch\.int8 or"),
+        ({"comm_dtype": torch.int8, "rotate_method": "2d"}, "rotate_method='2d' sends tensors as they are"),
+        ({"backend": "math", "attn_func": ByHand()}, "backend='math' and attn_func both say"),
+    ],
+)
+@pytest.mark.parametrize(
+    "parallelize", [parallelize_pipe, lambda pipe, **options: parallelize_transformer(pipe.transformer, **options)]
+)
+def test_what_there_is_not_is_said_before_anything_is_done(parallelize, options, message):
+    pipe = flux_pipe()
+    with pytest.raises(ValueError, match=message):
+        parallelize(pipe, **options)
+    assert torch.equal(draw(pipe), draw(flux_pipe()))
+
+
+def test_a_pipeline_without_a_transformer_has_no_such_options():
+    with pytest.raises(ValueError, match=r"backend='math': StableVideoDiffusionPipeline has no transformer"):
+        parallelize_pipe(UNET_PIPELINES["svd"].build(), backend="math")
