@@ -97,7 +97,8 @@ def run(job: Job) -> None:
         # What is asked for most comes first.
         order = [(way, kind) for kind in kinds for way in (plain, parallel)]
         order += [(cached, kind) for kind in kinds if kind != "eager"]
-        for way, kind in [order[0], (cached, "eager"), *order[1:]]:
+        order = [order[0], (cached, "eager"), (triton, "eager"), *order[1:], (triton, "fullgraph")]
+        for way, kind in order:
             _measure(job, transformer, given, expected, way, kind, kinds[kind])
 
 
@@ -134,6 +135,18 @@ def parallel(transformer: Any, device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
+def triton(transformer: Any, device: torch.device) -> Iterator[None]:
+    """Its attention by the Triton kernel, on 1 rank."""
+    from para_core.adapters import parallelize_transformer, unparallelize_transformer
+
+    parallelize_transformer(transformer, mesh=init_context_parallel_mesh(device.type), backend="triton")
+    try:
+        yield
+    finally:
+        unparallelize_transformer(transformer)
+
+
+@contextmanager
 def cached(transformer: Any, device: torch.device) -> Iterator[None]:
     """Cache, every second step skipped."""
     from para_core.adapters import apply_cache_on_transformer
@@ -156,6 +169,9 @@ def _measure(
 ) -> None:
     """A row: milliseconds per step, peak memory, and how far the result is from the plain model's."""
     name = f"{way.__name__}, {kind}"
+    if way is triton and job.device.type == "cpu":
+        job.leave_out(name, "the kernel needs a CUDA device")
+        return
     needed = 0 if job.tiny else EAGER if options is None else COMPILED
     if job.seconds_left < needed:
         job.leave_out(name, f"out of time: {job.seconds_left:.0f} s left, it may need {needed:.0f}")
