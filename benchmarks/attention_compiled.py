@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
 
 from benchmarks.compiled import Compiled, compile_kernel
-from para_core.kernels.attention import blocks_of
+from para_core.kernels import attention
+from para_core.kernels.attention import RoundedKeys
 from para_core.kernels.attention_configs import Config
 from para_core.kernels.attention_hopper import attention_hopper_kernel
 from para_core.kernels.attention_kernel import attention_kernel
@@ -16,6 +22,14 @@ from para_core.kernels.attention_kernel import attention_kernel
 # Capability"; a block's own share of shared memory is 1 KiB more than it asks for.
 REGISTERS = 65536
 SHARED_OF_SM = {80: 164 << 10, 86: 100 << 10, 89: 100 << 10, 90: 228 << 10, 100: 228 << 10}
+_POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.uint8: "*u8",
+    torch.int8: "*i8",
+    torch.int32: "*i32",
+}
 
 
 def compile_attention(
@@ -23,53 +37,69 @@ def compile_attention(
     *,
     arch: int,
     head_dim: int,
-    dtype: Literal["bf16", "fp16", "fp32"] = "bf16",
+    value_dim: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
     is_causal: bool = False,
     continues: bool = False,
     mask: Literal["none", "bool", "bits", "float"] = "none",
     mask_has_rows: bool = False,
-    has_ranges: bool = False,
+    ranges: int = 0,
     eight_bits: bool = False,
+    scale: float = 1.0,
+    tokens: int = 4096,
 ) -> Compiled:
-    """Compile a call with tensors of ``[B, S, 24, head_dim]`` in memory; a float mask is float32."""
-    v, v_rest = blocks_of(head_dim)
-    d, d_rest = blocks_of(head_dim, least=32) if eight_bits else (v, v_rest)
-    steps = {name: 24 * head_dim * 16 for name in attention_kernel.arg_names if name.startswith("step_")}
-    arguments: dict[str, Any] = {
-        **dict.fromkeys(("query", "key", "value"), f"*{dtype}"),
-        **({"key": "*i8"} if eight_bits else {}),
-        **dict.fromkeys(("key_scales", "key_mean"), "*fp32" if eight_bits else None),
-        "mask": {"none": None, "bool": "*u8", "bits": "*i32", "float": "*fp32"}[mask],
-        "ranges": "*i32" if has_ranges else None,
-        "out_so_far": "*fp32" if continues else None,
-        "lse_so_far": "*fp32" if continues else None,
-        "out": "*fp32" if continues else f"*{dtype}",
-        "lse": "*fp32",
-        **steps,
-        "step_mask_keys": 1,
-        **dict.fromkeys(("num_queries", "num_keys", "num_ranges", "shift"), "i32"),
-        "score_scale": "fp32",
-        "HEADS": 24,
-        "GROUP": 1,
-        "D": d,
-        "D_REST": d_rest,
-        "D_END": head_dim,
-        "V": v,
-        "V_REST": v_rest,
-        "V_END": head_dim,
-        "MASK": mask,
-        "MASK_HAS_ROWS": mask_has_rows,
-        "CAUSAL": is_causal,
-        "HAS_RANGES": has_ranges,
-        "CONTINUES": continues,
-        "NEGATIVE": False,
-        "EIGHT_BITS": eight_bits,
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-    }
+    """Compile what :func:`para_core.kernels.attention.launch` launches for tensors of ``[2, tokens, 24, head_dim]`` in memory.
+
+    Args:
+        value_dim: if it is not ``head_dim``. mask: a float one is float32.
+    """
+
+    def of_heads(dim: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(2, tokens, 24, dim, dtype=dtype, device="meta").transpose(1, 2)
+
+    value_dim = head_dim if value_dim is None else value_dim
+    query, key, value = (of_heads(dim, dtype) for dim in (head_dim, head_dim, value_dim))
+    lse = torch.empty(2, 24, tokens, device="meta")
+    words = -(-tokens // 32) if mask == "bits" else tokens
+    kinds = {"bool": torch.bool, "bits": torch.int32, "float": torch.float32}
+    shape = (2, 1, tokens if mask_has_rows else 1, words)
+    arguments = _arguments_of_launch(
+        config,
+        query,
+        key,
+        value,
+        None if mask == "none" else torch.empty(shape, dtype=kinds[mask], device="meta"),
+        torch.empty(2, ranges, 2, dtype=torch.int32, device="meta") if ranges else None,
+        of_heads(value_dim, torch.float32) if continues else None,
+        lse if continues else None,
+        is_causal,
+        0,
+        scale,
+        out=of_heads(value_dim, torch.float32 if continues else dtype),
+        lse=lse,
+        rounded=RoundedKeys(torch.empty(key.shape, dtype=torch.int8, device="meta"), lse, lse) if eight_bits else None,
+    )
     return compile_kernel(
         attention_kernel, arguments, arch=arch, num_warps=config.num_warps, num_stages=config.num_stages
     )
+
+
+def _arguments_of_launch(*call: Any, **more: Any) -> dict[str, Any]:
+    """What ``launch`` gives to the kernel, by name, as ``compile_kernel`` takes it."""
+    found: dict[str, Any] = {}
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+            return lambda *args, **kwargs: found.update(zip(attention_kernel.arg_names, args, strict=False), **kwargs)
+
+    with patch.object(attention, "attention_kernel", Kernel()):
+        attention.launch(*call, **more)
+    del found["num_warps"], found["num_stages"]
+    return {
+        parameter.name: "i32" if parameter.do_not_specialize else _POINTERS.get(getattr(given, "dtype", None), given)
+        for parameter in attention_kernel.params
+        for given in [found[parameter.name]]
+    }
 
 
 def compile_hopper(
@@ -129,6 +159,10 @@ class Counts:
 
 _MMA = re.compile(r"mma\.sync\.aligned\.m(\d+)n(\d+)k(\d+)")
 _WGMMA = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m(\d+)n(\d+)k(\d+)")
+# A shape is in the instruction's descriptor, N / 8 from bit 17 and M / 16 from bit 24 on; K is 32 bytes (PTX ISA, "tcgen05", "Instruction
+# Descriptor"). One thread of a block issues it.
+_TCGEN05 = re.compile(r"tcgen05\.mma\.cta_group::1\.kind::(f16|i8) [^;]*, (%r\d+), %p\d+;")
+_DEEP = {"f16": 16, "i8": 32}
 _COPIED = re.compile(r"cp\.async\.c[ag]\.shared\.global[^;]*?\], (\w+)")
 _EXPECTED = re.compile(r"mbarrier\.arrive\.expect_tx[^;]*?\], (\d+);")
 _LABEL = re.compile(r"^\$L__BB\d+_\d+:", re.MULTILINE)
@@ -137,21 +171,27 @@ _LABEL = re.compile(r"^\$L__BB\d+_\d+:", re.MULTILINE)
 def loop_counts(compiled: Compiled, num_warps: int) -> Counts:
     """Read the loop with most matrix instructions per comparison from the PTX: that of the tiles all queries see.
 
-    Instructions in PTX are those of a thread; ``mma.sync`` is one of a warp, ``wgmma`` one of four.
+    Instructions in PTX are those of a thread; ``mma.sync`` is one of a warp, ``wgmma`` one of four, ``tcgen05`` one of a block.
     """
-    return _counts(_loops(compiled.ptx, "mma")[0], num_warps)
+    return _counts(_loops(compiled.ptx, "mma")[0], num_warps, compiled.ptx)
 
 
 def loop_counts_of_roles(compiled: Compiled) -> Counts:
     """The same of a kernel whose warps have roles: each role is four warps and has a loop of its own, of which one loads."""
-    loops = [_counts(body, num_warps=4) for body in _loops(compiled.ptx, "mma", "bulk.tensor")]
+    loops = [_counts(body, 4, compiled.ptx) for body in _loops(compiled.ptx, "mma", "bulk.tensor")]
     return Counts(*(sum(getattr(one, name) for one in loops) for name in ("flops", "bytes", "exponentials")))
 
 
-def _counts(body: str, num_warps: int) -> Counts:
+def _counts(body: str, num_warps: int, ptx: str) -> Counts:
     threads = 32 * num_warps
     flops = sum(2 * m * n * k * num_warps for m, n, k in _sizes(_MMA, body))
     flops += sum(2 * m * n * k * num_warps // 4 for m, n, k in _sizes(_WGMMA, body))
+    for kind, register in _TCGEN05.findall(body):
+        shape = re.search(rf"mov\.b32 \s*{re.escape(register)}, (\d+);", ptx)
+        if shape is None:
+            raise RuntimeError(f"no constant is moved to {register}, the descriptor of a tcgen05.mma.")
+        n, m = (int(shape[1]) >> 17 & 63) * 8, (int(shape[1]) >> 24 & 31) * 16
+        flops += 2 * m * n * _DEEP[kind]
     copied = threads * sum(int(size, 0) for size in _COPIED.findall(body))
     # One thread tells a barrier how many bytes the copy engine is to bring.
     copied += sum(int(size) for size in _EXPECTED.findall(body))
@@ -163,12 +203,13 @@ def _sizes(pattern: re.Pattern[str], text: str) -> list[tuple[int, int, int]]:
 
 
 def _loops(ptx: str, *instructions: str) -> list[str]:
-    """The bodies of the innermost loops with one of these instructions, in order: a label, and the first jump back to it."""
+    """The bodies of the innermost loops with one of these instructions, in order: a label, and the last jump back to it."""
     spans = []
     for label in _LABEL.finditer(ptx):
-        back = re.search(rf"bra(?:\.uni)? \t?\s*{re.escape(label[0][:-1])};", ptx[label.end() :])
-        if back is not None:
-            spans.append((label.end(), label.end() + back.end()))
+        jumps = re.finditer(rf"bra(?:\.uni)? \t?\s*{re.escape(label[0][:-1])};", ptx[label.end() :])
+        back = [jump.end() for jump in jumps]
+        if back:
+            spans.append((label.end(), label.end() + back[-1]))
     # Warps that wait for a role do so in a loop around that role's own.
     inner = [
         one for one in spans if not any(one != other and one[0] <= other[0] and other[1] <= one[1] for other in spans)

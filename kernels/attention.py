@@ -5,6 +5,8 @@ What is asked of it, as an operator, and its launch; :mod:`para_core.kernels.att
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from math import gcd
 from typing import NamedTuple
 
 import torch
@@ -143,7 +145,8 @@ def _launch(
     if hopper is not None and attention_hopper.takes(query, key, value, mask, key_ranges, scale):
         attention_hopper.launch(hopper, query, key, value, *rest, out=out, lse=lse)
     else:
-        config = config_for(query, value, is_causal=is_causal, mask=mask)
+        ranges = 0 if key_ranges is None else key_ranges.shape[1]
+        config = config_for(query, value, is_causal=is_causal, mask=mask, ranges=ranges)
         launch(config, query, key, value, mask, *rest, out=out, lse=lse)
     return out, lse
 
@@ -172,12 +175,8 @@ def launch(
         return
     key = key if rounded is None else rounded.key
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-    if mask is not None:
-        if mask.dtype != torch.int32:
-            mask = mask.view(torch.uint8) if mask.dtype == torch.bool else in_float32(mask)
-        steps_mask = [0 if size == 1 else step for size, step in zip(mask.shape, mask.stride(), strict=True)]
-    else:
-        steps_mask = [0, 0, 0, 0]
+    if mask is not None and mask.dtype != torch.int32:
+        mask = mask.view(torch.uint8) if mask.dtype == torch.bool else in_float32(mask)
     if key_ranges is not None:
         key_ranges = key_ranges.to(torch.int32).contiguous()
     if out_so_far is not None and lse_so_far is not None:
@@ -185,7 +184,10 @@ def launch(
         lse_so_far = lse_so_far.contiguous()
     # A product of 8 bits takes 32 dims at once.
     d, d_rest = blocks_of(head_dim, least=16 if rounded is None else 32)
-    v, v_rest = blocks_of(value.shape[-1])
+    v, v_rest = blocks_of_values(value.shape[-1], config)
+    strided = (query, key, value, out if out_so_far is None else out_so_far, out)
+    unit = unit_of(step for x in strided for step in _steps(x)[:3])
+    steps_q, steps_k, steps_v, steps_s, steps_o = ([step // unit for step in _steps(x)[:3]] for x in strided)
     grid = (triton.cdiv(num_queries, config.block_m) * heads * batch,)
     with torch.cuda.device_of(query):
         attention_kernel[grid](
@@ -200,13 +202,13 @@ def launch(
             None if rounded is None else rounded.mean,
             out,
             lse,
-            *query.stride()[:3],
-            *key.stride()[:3],
-            *value.stride()[:3],
-            *steps_mask,
+            *steps_q,
+            *steps_k,
+            *steps_v,
+            *([0, 0, 0, 0] if mask is None else _steps(mask)),
             0 if key_ranges is None or key_ranges.shape[0] == 1 else key_ranges.stride(0),
-            *((0, 0, 0) if out_so_far is None else out_so_far.stride()[:3]),
-            *out.stride()[:3],
+            *steps_s,
+            *steps_o,
             num_queries,
             key.shape[2],
             0 if key_ranges is None else key_ranges.shape[1],
@@ -224,14 +226,21 @@ def launch(
             MASK_HAS_ROWS=mask is not None and mask.shape[2] > 1,
             CAUSAL=is_causal,
             HAS_RANGES=key_ranges is not None,
+            MANY_RANGES=key_ranges is not None and key_ranges.shape[1] != 1,
             CONTINUES=out_so_far is not None,
             NEGATIVE=scale < 0,
             EIGHT_BITS=rounded is not None,
+            UNIT=unit,
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
+
+
+def _steps(x: Tensor) -> list[int]:
+    """Strides; 0 of a dim of size 1, where they say nothing."""
+    return [0 if size == 1 else step for size, step in zip(x.shape, x.stride(), strict=True)]
 
 
 def blocks_of(dim: int, *, least: int = 16) -> tuple[int, int]:
@@ -249,6 +258,24 @@ def blocks_of(dim: int, *, least: int = 16) -> tuple[int, int]:
     while first + rest < dim:
         rest *= 2
     return (first, rest) if rest < first else (2 * first, 0)
+
+
+def unit_of(steps: Iterable[int]) -> int:
+    """What all strides are multiples of, up to 8; 1 where that is 16, which Triton sees by itself.
+
+    A head of 72 dims begins at 16 bytes, and a stride of 72 is no multiple of 16 elements: not told so, Triton loads element by element.
+
+    >>> [unit_of([24 * dim, dim]) for dim in (64, 72, 36, 25)]
+    [1, 8, 4, 1]
+    """
+    unit = gcd(16, *steps)
+    return 1 if unit == 16 else unit
+
+
+def blocks_of_values(dim: int, config: Config) -> tuple[int, int]:
+    """:func:`blocks_of`, or two halves where ``config`` asks for them."""
+    first, rest = blocks_of(dim)
+    return (first // 2, first // 2) if config.split_values and first > config.block_m and rest == 0 else (first, rest)
 
 
 torch.library.register_fake("para_core::triton_attention", fake, lib=LIBRARY)

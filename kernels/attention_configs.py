@@ -17,6 +17,7 @@ from torch import Tensor
 Length = Literal["long", "short"]
 LENGTHS: tuple[Length, ...] = ("long", "short")
 Tier = Literal["portable", "hopper"]
+Mask = Literal["none", "bytes", "bits"]
 # Up to so many queries "short" ones are taken: smaller tiles are more programs, for all multiprocessors.
 SHORT = 1024
 # The head dims that are tuned; others take the row of the next larger one.
@@ -35,6 +36,9 @@ class Config:
             compiled kernel to.
         spills: bytes of a thread that may not fit into registers.
         specialized: of the Hopper tier: warps have roles.
+        split_values: values of more dims than ``block_m`` are two blocks side by side. Where a GPU multiplies by ``mma.sync`` (8.x), Triton
+            shares the columns of a product that is wider than high among warps, not its rows: each warp then has every row's softmax,
+            and its part of q·kᵀ may be less than an instruction computes.
     """
 
     block_m: int
@@ -44,6 +48,7 @@ class Config:
     resident: int = 1
     spills: int = 0
     specialized: bool = False
+    split_values: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,25 +78,27 @@ class Case:
 _ROWS: Mapping[tuple[int, int], tuple[Config, Config]] = {
     (80, 64): (Config(128, 64, 4, 3, resident=2), Config(64, 64, 4, 3, resident=2)),
     (80, 96): (Config(128, 64, 8, 3), Config(64, 64, 4, 3, resident=2)),
-    (80, 128): (Config(128, 64, 8, 3), Config(64, 64, 4, 3)),
-    (80, 256): (Config(128, 32, 8, 2, spills=440), Config(64, 32, 8, 2)),
-    (86, 64): (Config(128, 64, 4, 3, resident=2), Config(64, 64, 4, 3, resident=2)),
-    (86, 96): (Config(128, 64, 8, 2), Config(64, 64, 4, 2)),
-    (86, 128): (Config(128, 64, 8, 2), Config(64, 32, 4, 2)),
-    (86, 256): (Config(64, 32, 8, 2), Config(64, 32, 8, 2)),
+    (80, 128): (Config(128, 64, 8, 3), Config(64, 64, 4, 3, resident=2)),
+    (80, 256): (Config(128, 32, 8, 2, spills=128), Config(128, 32, 8, 2, spills=128)),
+    (86, 64): (Config(128, 64, 4, 3, resident=2, spills=8), Config(64, 64, 4, 3, resident=2)),
+    (86, 96): (Config(128, 64, 8, 2), Config(64, 64, 4, 2, resident=2)),
+    (86, 128): (Config(128, 64, 8, 2), Config(64, 64, 4, 2, resident=2)),
+    (86, 256): (Config(128, 32, 8, 2, spills=128), Config(128, 32, 8, 2, spills=128)),
     (90, 64): (Config(128, 64, 4, 3, resident=2), Config(64, 64, 4, 3, resident=2)),
     (90, 96): (Config(128, 128, 8, 3), Config(64, 64, 4, 3, resident=2)),
     (90, 128): (Config(128, 128, 8, 3), Config(64, 64, 4, 3)),
-    (90, 256): (Config(128, 64, 8, 2, spills=352), Config(64, 32, 4, 2, spills=400)),
+    (90, 256): (Config(128, 64, 8, 2, spills=376), Config(64, 32, 4, 2, spills=400)),
     (100, 64): (Config(128, 128, 8, 3), Config(64, 64, 4, 3)),
     (100, 96): (Config(128, 128, 8, 3), Config(64, 64, 4, 3, spills=32)),
     (100, 128): (Config(128, 128, 8, 3), Config(64, 64, 4, 3)),
-    (100, 256): (Config(128, 64, 8, 2, spills=320), Config(64, 32, 4, 2, spills=64)),
+    (100, 256): (Config(128, 64, 8, 2, spills=320), Config(64, 32, 4, 2, spills=136)),
 }
 # Ada has Ampere's GeForce row: the same shared memory, the same instructions.
 _ROW_OF = {arch: 86 if arch == 89 else arch for arch in ARCHS}
 TABLE: Mapping[Case, Config] = {
-    Case(arch, head_dim, is_causal, length): _ROWS[_ROW_OF[arch], head_dim][LENGTHS.index(length)]
+    Case(arch, head_dim, is_causal, length): replace(
+        _ROWS[_ROW_OF[arch], head_dim][LENGTHS.index(length)], split_values=arch < 90
+    )
     for arch in ARCHS
     for head_dim in HEAD_DIMS
     for is_causal in (False, True)
@@ -110,32 +117,64 @@ FLOAT32 = Config(32, 32, 4, 1)
 INTERPRETED = Config(16, 16, 4, 1)
 
 
-def config_for(query: Tensor, value: Tensor, *, is_causal: bool, mask: Tensor | None = None) -> Config:
-    """The block sizes for tensors like these: what was tuned on this machine, or the table's."""
+def config_for(query: Tensor, value: Tensor, *, is_causal: bool, mask: Tensor | None = None, ranges: int = 0) -> Config:
+    """The block sizes for tensors like these: what was tuned on this machine, or the table's. ``ranges``: of keys, of a sample."""
     of_bits = mask is not None and mask.dtype == torch.int32
     if not query.is_cuda:
         return replace(INTERPRETED, block_n=32) if of_bits else INTERPRETED
     if query.dtype == torch.float32:
         return FLOAT32
+    head_dim = max(query.shape[-1], value.shape[-1])
     length: Length = "short" if query.shape[2] <= SHORT else "long"
-    config = _on_device(query.device.index, max(query.shape[-1], value.shape[-1]), is_causal, length)
-    if mask is None or mask.shape[2] == 1:
-        return config
-    return beside_bits(config) if of_bits else beside_mask(config)
+    config = _on_device(query.device.index, head_dim, is_causal, length)
+    kind: Mask = "none" if mask is None or mask.shape[2] == 1 else "bits" if of_bits else "bytes"
+    return beside(config, row_of_dim(head_dim), mask=kind, ranges=ranges)
 
 
-def config_for_int8(query: Tensor, value: Tensor, *, is_causal: bool, mask: Tensor | None = None) -> Config:
+def config_for_int8(
+    query: Tensor, value: Tensor, *, is_causal: bool, mask: Tensor | None = None, ranges: int = 0
+) -> Config:
     """The block sizes where keys have 8 bits."""
-    config = config_for(query, value, is_causal=is_causal, mask=mask)
+    config = config_for(query, value, is_causal=is_causal, mask=mask, ranges=ranges)
     return in_int8(config, max(query.shape[-1], value.shape[-1])) if query.is_cuda else config
 
 
 @lru_cache
+def beside(config: Config, head_dim: int, *, mask: Mask = "none", ranges: int = 0) -> Config:
+    """``config`` with room for what else a call takes.
+
+    Args:
+        head_dim: one of ``HEAD_DIMS``.
+        mask: with a row for each query. ``"bytes"``: numbers, too, of up to 4 bytes.
+        ranges: of keys. One is compared with, several are a loop around those over tiles, in which the compiler finds fewer registers.
+    """
+    if ranges:
+        few = ranges == 1
+        largest = 32 if head_dim > 128 and not few else 64
+        spills = 0 if few else 224 if head_dim <= 128 else 1024
+        config = replace(config, block_n=min(config.block_n, largest), spills=max(config.spills, spills))
+    # 16 queries of a warp are the fewest that its instructions multiply.
+    warps = max(config.num_warps, config.block_m // 16)
+    if mask == "bits":
+        # A few registers, and next to no shared memory.
+        block_n = min(config.block_n, 32 if head_dim > 128 or config.block_m < 128 else 64)
+        spills = max(config.spills, 8 if head_dim <= 128 else 288)
+        config = replace(config, block_n=block_n, num_warps=warps, resident=1, spills=spills)
+    elif mask == "bytes":
+        # Where a row begins at any byte, or a tile at any key, each byte is loaded by itself, and two layouts of the scores are held.
+        spills = {64: 0, 96: 96, 128: 384, 256: 768}[head_dim] + (512 if ranges > 1 else 0)
+        block_n = 16 if head_dim > 128 else 32
+        config = replace(config, block_n=block_n, num_warps=warps, num_stages=2, resident=1, spills=spills)
+    return config
+
+
+@lru_cache
 def in_int8(config: Config, head_dim: int) -> Config:
-    """With registers for scores as integers and as floats, and without spills."""
+    """With registers for scores as integers and as floats."""
     if head_dim > 128:
-        return Config(64, 32, 8, 2)
-    return replace(config, block_n=min(config.block_n, 64), spills=0)
+        spills = max(config.spills, 608)
+        return replace(config, block_m=128, block_n=min(config.block_n, 32), num_warps=8, num_stages=2, spills=spills)
+    return replace(config, block_n=min(config.block_n, 64))
 
 
 @lru_cache
@@ -157,19 +196,6 @@ def _tuned_hopper(index: int, head_dim: int, is_causal: bool, length: Length) ->
     if torch.cuda.get_device_capability(index) != (9, 0):
         return None
     return tuned(torch.cuda.get_device_name(index)).get(Case(90, head_dim, is_causal, length, "hopper"))
-
-
-@lru_cache
-def beside_mask(config: Config) -> Config:
-    """With room for tiles of a mask of up to 4 bytes per score."""
-    return replace(config, block_n=32, num_stages=2)
-
-
-@lru_cache
-def beside_bits(config: Config) -> Config:
-    """With room for the words of a mask of bits: a few registers, and next to no shared memory."""
-    warps = max(config.num_warps, config.block_m // 16)
-    return replace(config, block_n=min(config.block_n, 64), num_warps=warps)
 
 
 def row_of(major: int, minor: int) -> int:

@@ -119,7 +119,8 @@ def _launch(
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     out, lse = exact.room(query, value, out_dtype)
-    config = config_for_int8(query, value, is_causal=is_causal, mask=mask)
+    ranges = 0 if key_ranges is None else key_ranges.shape[1]
+    config = config_for_int8(query, value, is_causal=is_causal, mask=mask, ranges=ranges)
     rest = (mask, key_ranges, out_so_far, lse_so_far, is_causal, shift, scale)
     # Without a key there is no mean.
     rounded = round_keys(key) if key.numel() else None

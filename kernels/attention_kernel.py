@@ -260,13 +260,16 @@ def attention_kernel(
     MASK_HAS_ROWS: tl.constexpr,
     CAUSAL: tl.constexpr,
     HAS_RANGES: tl.constexpr,
+    MANY_RANGES: tl.constexpr,
     CONTINUES: tl.constexpr,
     NEGATIVE: tl.constexpr,
     EIGHT_BITS: tl.constexpr,
+    UNIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One program per BLOCK_M queries of a head; ``step_*``: strides in elements, last dims have stride 1.
+    """One program per BLOCK_M queries of a head; ``step_*``: strides in elements, of query, key, value and outs in units of UNIT elements;
+    last dims have stride 1.
 
     D, D_REST: the blocks that the D_END dims of query and key are read in; V, V_REST, V_END: of value, likewise.
     shift: how much further than its own index a query sees, causally. NEGATIVE: the scale is, and score_scale its amount.
@@ -284,38 +287,15 @@ def attention_kernel(
     start_m = tile * BLOCK_M
     rows = start_m + tl.arange(0, BLOCK_M)
     row_exists = (rows < num_queries)[:, None]
-    dims = tl.arange(0, D)
-    q_rows = query + sample * step_qb + head * step_qh + rows.to(tl.int64)[:, None] * step_q
-    q = _load(q_rows + dims[None, :], row_exists, dims[None, :] < D_END, True, D_END < D)
-    q_rest = q
-    if D_REST > 0:
-        more = D + tl.arange(0, D_REST)
-        q_rest = _load(q_rows + more[None, :], row_exists, more[None, :] < D_END, True, D_END < D + D_REST)
-    key_head = head // GROUP
-    k_head = key + sample * step_kb + key_head * step_kh
-    k_scales = key_scales
-    lost = 0.0
-    if EIGHT_BITS:
-        of_head = sample * (HEADS // GROUP) + key_head
-        k_scales = key_scales + of_head * num_keys
-        q, q_rest, score_scale, lost = _rounded(q, q_rest, key_mean + of_head * D_END, score_scale, D, D_REST, D_END)
-    if NEGATIVE:
-        # By way of float32: Triton's interpreter holds bfloat16 as integers, and would negate those.
-        q = (-q.to(tl.float32)).to(q.dtype)
-        q_rest = (-q_rest.to(tl.float32)).to(q_rest.dtype)
-        lost = -lost
-    v_head = value + sample * step_vb + key_head * step_vh
-    mask_head = mask
-    if MASK != "none":
-        mask_head = mask + sample * step_mb + head * step_mh
 
     value_dims = tl.arange(0, V)
     more_v = V + tl.arange(0, V_REST if V_REST > 0 else V)
     lse_rows = (sample * HEADS + head) * num_queries + rows
+    # Before the queries: both pass through shared memory, and its room is needed once.
     if CONTINUES:
-        peak = tl.load(lse_so_far + lse_rows, mask=rows < num_queries, other=float("-inf")) * LOG2_E - lost
+        peak = tl.load(lse_so_far + lse_rows, mask=rows < num_queries, other=float("-inf")) * LOG2_E
         total = tl.where(peak == float("-inf"), 0.0, 1.0)
-        s_rows = out_so_far + sample * step_sb + head * step_sh + rows.to(tl.int64)[:, None] * step_s
+        s_rows = out_so_far + (sample * step_sb + head * step_sh + rows.to(tl.int64)[:, None] * step_s) * UNIT
         acc = _load(s_rows + value_dims[None, :], row_exists, value_dims[None, :] < V_END, True, V_END < V)
         acc = acc * total[:, None]
         acc_rest = acc
@@ -330,8 +310,36 @@ def attention_kernel(
         if V_REST > 0:
             acc_rest = tl.zeros([BLOCK_M, V_REST], tl.float32)
 
-    # One range, all keys, where there are none.
-    for place in range(num_ranges if HAS_RANGES else 1):
+    dims = tl.arange(0, D)
+    q_rows = query + (sample * step_qb + head * step_qh + rows.to(tl.int64)[:, None] * step_q) * UNIT
+    q = _load(q_rows + dims[None, :], row_exists, dims[None, :] < D_END, True, D_END < D)
+    q_rest = q
+    if D_REST > 0:
+        more = D + tl.arange(0, D_REST)
+        q_rest = _load(q_rows + more[None, :], row_exists, more[None, :] < D_END, True, D_END < D + D_REST)
+    key_head = head // GROUP
+    k_head = key + (sample * step_kb + key_head * step_kh) * UNIT
+    k_scales = key_scales
+    lost = 0.0
+    if EIGHT_BITS:
+        of_head = sample * (HEADS // GROUP) + key_head
+        k_scales = key_scales + of_head * num_keys
+        q, q_rest, score_scale, lost = _rounded(q, q_rest, key_mean + of_head * D_END, score_scale, D, D_REST, D_END)
+    if NEGATIVE:
+        # By way of float32: Triton's interpreter holds bfloat16 as integers, and would negate those.
+        q = (-q.to(tl.float32)).to(q.dtype)
+        q_rest = (-q_rest.to(tl.float32)).to(q_rest.dtype)
+        lost = -lost
+    v_head = value + (sample * step_vb + key_head * step_vh) * UNIT
+    mask_head = mask
+    if MASK != "none":
+        mask_head = mask + sample * step_mb + head * step_mh
+
+    if CONTINUES:
+        peak -= lost
+
+    # One range, all keys, where there are none. A loop around those over the tiles takes registers.
+    for place in range(num_ranges if MANY_RANGES else 1):
         first = 0
         last = num_keys
         if HAS_RANGES:
@@ -354,8 +362,8 @@ def attention_kernel(
                 k_scales,
                 v_head,
                 mask_head,
-                step_k,
-                step_v,
+                step_k * UNIT,
+                step_v * UNIT,
                 step_mask_rows,
                 step_mask_keys,
                 rows,
@@ -382,7 +390,7 @@ def attention_kernel(
     # A row without a key: its sums are 0.
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
-    o_rows = out + sample * step_ob + head * step_oh + rows.to(tl.int64)[:, None] * step_o
+    o_rows = out + (sample * step_ob + head * step_oh + rows.to(tl.int64)[:, None] * step_o) * UNIT
     acc = acc / total[:, None]
     tl.store(
         o_rows + value_dims[None, :], acc.to(out.dtype.element_ty), mask=row_exists & (value_dims[None, :] < V_END)

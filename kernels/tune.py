@@ -35,7 +35,7 @@ def candidates(case: Case) -> Iterator[Config]:
         for block_n in (32, 64, 128):
             for num_warps in (4, 8):
                 for num_stages in (2, 3, 4):
-                    config = Config(block_m, block_n, num_warps, num_stages)
+                    config = Config(block_m, block_n, num_warps, num_stages, split_values=own.split_values)
                     # 8 warps of 64 queries would share rows; sums of 128 × 256 do not fit into the registers of 4.
                     fits = block_m // num_warps >= 16 and block_m * case.head_dim <= num_warps * 32 * 128
                     if fits and blocks_of(config) != blocks_of(own):

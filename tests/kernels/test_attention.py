@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from benchmarks.interpreted import interpreted
-from para_core.kernels.attention import attention
+from para_core.kernels.attention import attention, launch, room
+from para_core.kernels.attention_configs import Config
 from para_core.kernels.attention_reference import pack_bits
 from tests.kernels.attention_cases import OPTIONS, by_formula, check_lse, error, make, ranges
 
@@ -80,6 +81,21 @@ def test_any_head_dim_is_read_in_blocks_of_powers_of_2(head_dim, value_dim):
 def test_the_tuned_head_dims_and_those_between_equal_float64(head_dim):
     tensors = make(5, 18, head_dim, batch=1, heads=2, key_heads=1)
     out, lse = attention(*tensors)
+    exact_out, exact_lse = by_formula(*tensors)
+    assert error(out, exact_out) < 1e-6
+    check_lse(lse, exact_lse, 1e-5)
+
+
+@pytest.mark.parametrize(("value_dim", "continues"), [(32, False), (32, True), (64, True), (20, True), (48, False)])
+def test_values_of_more_dims_than_a_tile_has_queries_are_two_halves(value_dim, continues):
+    config = Config(16, 16, 4, 1, split_values=True)
+    tensors = make(18, 21, 32, value_dim=value_dim)
+    seen, rest = (
+        ([x[:, :, :8] for x in tensors[1:]], [x[:, :, 8:] for x in tensors[1:]]) if continues else ([], tensors[1:])
+    )
+    so_far = attention(tensors[0], *seen, out_dtype=torch.float32) if continues else (None, None)
+    out, lse = room(tensors[0], rest[1], torch.float32)
+    launch(config, tensors[0], *rest, None, None, *so_far, False, 0, 32**-0.5, out=out, lse=lse)
     exact_out, exact_lse = by_formula(*tensors)
     assert error(out, exact_out) < 1e-6
     check_lse(lse, exact_lse, 1e-5)

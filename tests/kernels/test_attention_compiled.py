@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 
 from benchmarks.attention_compiled import (
     REGISTERS,
@@ -13,19 +16,33 @@ from benchmarks.attention_compiled import (
     loop_counts_of_roles,
 )
 from benchmarks.compiled import ARCHS, SHARED_LIMIT, Compiled
-from para_core.kernels.attention_configs import FLOAT32, HOPPER, TABLE, Case, Config, beside_bits, beside_mask, in_int8
+from para_core.kernels.attention_configs import (
+    FLOAT32,
+    HEAD_DIMS,
+    HOPPER,
+    TABLE,
+    Case,
+    Config,
+    beside,
+    in_int8,
+    row_of_dim,
+)
 
 LONG_128 = {arch: Case(arch, 128, False, "long") for arch in ARCHS}
 TENSOR_CORE = {90: "wgmma.mma_async", 100: "tcgen05.mma"}
 
 
-def check(found: Compiled, config: Config) -> None:
+def check_room(found: Compiled, config: Config) -> None:
     assert found.spills <= config.spills
     assert found.shared <= SHARED_LIMIT[found.arch]
     # A multiprocessor gives registers to a warp in units of 256, and 1 KiB of shared memory to a block beside what it asks for.
     registers = -(-found.registers * 32 // 256) * 256 * config.num_warps
     assert registers * config.resident <= REGISTERS
     assert (found.shared + 1024) * config.resident <= SHARED_OF_SM[found.arch]
+
+
+def check(found: Compiled, config: Config) -> None:
+    check_room(found, config)
     assert TENSOR_CORE.get(found.arch, "mma.sync") in found.ptx
     # wgmma and tcgen05 read shared memory themselves.
     assert "ldmatrix" in found.ptx or found.arch in TENSOR_CORE
@@ -48,82 +65,155 @@ def test_the_row_for_long_sequences_of_head_dim_128_fits_and_loads_no_byte_twice
     assert scores <= counts.exponentials <= scores + 8 * config.block_m
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("case", TABLE, ids=str)
-@pytest.mark.parametrize("continues", [False, True])
-def test_every_row_of_the_table_fits(case, continues):
-    config = TABLE[case]
-    options = {"is_causal": case.is_causal, "continues": continues}
-    check(compile_attention(config, arch=case.arch, head_dim=case.head_dim, **options), config)
+CONTINUING = {"is_causal": True, "continues": True}
+# All at once; rows of a mask begin at any byte.
+EVERYTHING = {**CONTINUING, "ranges": 2, "tokens": 4097}
+CALLS = {
+    False: {"plain": {}, "continuing": {"continues": True}},
+    True: {
+        "a range, continuing": {**CONTINUING, "ranges": 1},
+        "ranges, continuing": {**CONTINUING, "ranges": 2},
+    },
+}
+
+
+def long(*arguments: object, unless: bool = False) -> Any:
+    return pytest.param(*arguments, marks=[] if unless else [pytest.mark.long])
+
+
+@pytest.mark.parametrize(
+    ("case", "call"),
+    [
+        pytest.param(
+            case,
+            call,
+            id=f"{case}-{call}",
+            marks=[] if (str(case), call) == ("sm_86 D=256 full long", "plain") else [pytest.mark.long],
+        )
+        for case in TABLE
+        for call in CALLS[case.is_causal]
+    ],
+)
+def test_every_row_of_the_table_fits_and_multiplies_nothing_in_vain(case, call):
+    options = CALLS[case.is_causal][call]
+    config = beside(TABLE[case], case.head_dim, ranges=options.get("ranges", 0))
+    found = compile_attention(config, arch=case.arch, head_dim=case.head_dim, **options)
+    check(found, config)
+    counts = loop_counts(found, config.num_warps)
+    scores = config.block_m * config.block_n
+    assert counts.flops == 2 * 2 * scores * case.head_dim
+    assert counts.bytes == 2 * 2 * config.block_n * case.head_dim
+    assert scores <= counts.exponentials <= scores + 8 * config.block_m
+
+
+KINDS = {"bool": "bytes", "float": "bytes", "bits": "bits"}
+
+
+@pytest.mark.parametrize(
+    ("arch", "head_dim", "length", "mask", "everything"),
+    [
+        long(arch, dim, length, mask, everything, unless=(arch, dim, mask, everything) == (80, 128, "bool", False))
+        for arch in ARCHS
+        for dim in HEAD_DIMS
+        for mask in KINDS
+        for length, everything in (("long", False), ("long", True), ("short", True))
+    ],
+)
+def test_there_is_room_for_a_mask_with_a_row_for_each_query(arch, head_dim, length, mask, everything):
+    options = EVERYTHING if everything else {}
+    case = Case(arch, head_dim, everything, length)
+    config = beside(TABLE[case], head_dim, mask=KINDS[mask], ranges=options.get("ranges", 0))
+    check(compile_attention(config, arch=arch, head_dim=head_dim, mask=mask, mask_has_rows=True, **options), config)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("mask", ["bool", "float"])
-def test_there_is_room_for_a_mask_of_every_row(arch, head_dim, mask):
-    config = beside_mask(TABLE[Case(arch, head_dim, False, "long")])
-    options = {"mask": mask, "mask_has_rows": True, "is_causal": True}
-    found = compile_attention(config, arch=arch, head_dim=head_dim, **options)
-    assert found.shared <= SHARED_LIMIT[arch]
+def test_a_mask_of_keys_needs_no_room(arch, head_dim, mask):
+    config = beside(TABLE[Case(arch, head_dim, True, "long")], head_dim, ranges=2)
+    check(compile_attention(config, arch=arch, head_dim=head_dim, mask=mask, **EVERYTHING), config)
 
 
 INTEGER_PRODUCT = {90: "s32.s8.s8", 100: "kind::i8"}
 
 
 @pytest.mark.parametrize(
-    ("arch", "head_dim", "length"),
+    ("arch", "head_dim", "length", "mask", "ranges"),
     [
-        pytest.param(arch, dim, length, marks=[] if (arch, dim, length) == (80, 128, "short") else [pytest.mark.long])
+        long(arch, dim, length, mask, ranges, unless=(arch, dim, length, ranges) == (80, 128, "short", 0))
         for arch in ARCHS
-        for dim in (64, 96, 128, 256)
-        for length in ("short", "long")
+        for dim in HEAD_DIMS
+        for length, mask, ranges in (
+            ("short", "none", 0),
+            ("long", "none", 1),
+            ("long", "float", 2),
+            ("long", "bits", 2),
+        )
     ],
 )
-def test_in_8_bits_keys_are_multiplied_as_integers_and_nothing_spills(arch, head_dim, length):
-    config = in_int8(TABLE[Case(arch, head_dim, True, length)], head_dim)
-    found = compile_attention(config, arch=arch, head_dim=head_dim, is_causal=True, continues=True, eight_bits=True)
+def test_in_8_bits_keys_are_multiplied_as_integers(arch, head_dim, length, mask, ranges):
+    row = TABLE[Case(arch, head_dim, True, length)]
+    config = in_int8(beside(row, head_dim, mask=KINDS.get(mask, "none"), ranges=ranges), head_dim)
+    options = {**CONTINUING, "ranges": ranges, "mask": mask, "mask_has_rows": mask != "none"}
+    found = compile_attention(config, arch=arch, head_dim=head_dim, eight_bits=True, **options)
     check(found, config)
-    assert found.spills == 0
     assert INTEGER_PRODUCT.get(arch, "s32.s8.s8.s32") in found.ptx
 
 
 @pytest.mark.parametrize(
     ("arch", "head_dim"),
-    [
-        pytest.param(arch, dim, marks=[] if (arch, dim) == (80, 64) else [pytest.mark.long])
-        for arch in ARCHS
-        for dim in (64, 96, 128)
-    ],
+    [long(arch, dim, unless=(arch, dim) == (80, 64)) for arch in ARCHS for dim in (64, 96, 128)],
 )
 def test_a_mask_of_bits_spills_nothing_and_is_loaded_once_a_word(arch, head_dim):
-    config = beside_bits(TABLE[Case(arch, head_dim, False, "long")])
+    config = beside(TABLE[Case(arch, head_dim, False, "long")], head_dim, mask="bits")
     plain = compile_attention(config, arch=arch, head_dim=head_dim)
     found = compile_attention(config, arch=arch, head_dim=head_dim, mask="bits", mask_has_rows=True)
     assert found.spills == 0
     # Words of two stages, and nothing of the size of the scores.
     assert found.shared - plain.shared <= 2 * config.block_m * config.block_n // 8
-    if arch < 100:
-        words = loop_counts(found, config.num_warps).bytes - loop_counts(plain, config.num_warps).bytes
-        assert words == config.block_m * config.block_n // 8
+    words = loop_counts(found, config.num_warps).bytes - loop_counts(plain, config.num_warps).bytes
+    assert words == config.block_m * config.block_n // 8
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_float32_is_multiplied_without_rounding(arch, head_dim):
-    found = compile_attention(FLOAT32, arch=arch, head_dim=head_dim, dtype="fp32", has_ranges=True, mask="bool")
-    assert found.shared <= SHARED_LIMIT[arch]
-    assert "tf32" not in found.ptx and "fma.rn.f32" in found.ptx
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("mask", ["none", "float"])
+def test_float32_is_multiplied_without_rounding(arch, head_dim, mask):
+    options = {**EVERYTHING, "mask": mask, "mask_has_rows": mask != "none"}
+    found = compile_attention(FLOAT32, arch=arch, head_dim=head_dim, dtype=torch.float32, **options)
+    check_room(found, FLOAT32)
+    assert "tf32" not in found.ptx and "mma" not in found.ptx and "fma.rn.f32" in found.ptx
+
+
+@pytest.mark.parametrize(
+    ("arch", "head_dim"),
+    [long(arch, dim, unless=(arch, dim) == (80, 72)) for arch in ARCHS for dim in (40, 72, 80, 160, 192, 200)],
+)
+def test_head_dims_between_the_tuned_ones_take_the_next_row_and_are_loaded_16_bytes_at_once(arch, head_dim):
+    config = TABLE[Case(arch, row_of_dim(head_dim), True, "long")]
+    found = compile_attention(config, arch=arch, head_dim=head_dim, dtype=torch.float16, **CONTINUING)
+    check(found, config)
+    # Heads of 40, 72 and 88 dims begin at no multiple of 16 elements; what cp.async does not load is what the call continues.
+    assert "ld.global.b16" not in found.ptx
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("head_dim", [40, 80, 160, 192, 200])
-@pytest.mark.parametrize("arch", [80, 90])
-def test_head_dims_between_the_tuned_ones_take_the_next_row(arch, head_dim):
-    row = next(dim for dim in (64, 96, 128, 256) if head_dim <= dim)
-    config = TABLE[Case(arch, row, False, "long")]
-    check(compile_attention(config, arch=arch, head_dim=head_dim, dtype="fp16"), config)
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(64, 128), (64, 256), (192, 128)])
+def test_values_of_another_head_dim_fit(arch, head_dim, value_dim):
+    config = TABLE[Case(arch, row_of_dim(max(head_dim, value_dim)), True, "long")]
+    check(compile_attention(config, arch=arch, head_dim=head_dim, value_dim=value_dim, **CONTINUING), config)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_float16_and_a_negative_scale_fit(arch, head_dim):
+    config = TABLE[Case(arch, head_dim, True, "long")]
+    found = compile_attention(config, arch=arch, head_dim=head_dim, dtype=torch.float16, scale=-1.0, **CONTINUING)
+    check(found, config)
 
 
 HOPPER_CALLS = {

@@ -1,0 +1,69 @@
+"""Which block sizes a call takes: the table's row for its shape, with room for what comes beside query, key and value."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from para_core.kernels import attention_configs
+from para_core.kernels.attention_configs import FLOAT32, TABLE, Case, beside, config_for, config_for_int8
+
+
+@pytest.fixture
+def ampere(monkeypatch, tmp_path):
+    """A device of 8.0 on which nothing was tuned."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU that is not here")
+    attention_configs._on_device.cache_clear()
+    yield
+    attention_configs._on_device.cache_clear()
+
+
+def on_cuda(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Any:
+    return SimpleNamespace(shape=shape, dtype=dtype, is_cuda=True, device=SimpleNamespace(index=0))
+
+
+QUERY, SHORT = on_cuda(2, 24, 4096, 128), on_cuda(2, 24, 1024, 72)
+ROW, SHORT_ROW = TABLE[Case(80, 128, False, "long")], TABLE[Case(80, 96, False, "short")]
+BYTES, BITS = on_cuda(2, 1, 4096, 4096, dtype=torch.bool), on_cuda(2, 1, 4096, 128, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        ({}, ROW),
+        ({"mask": on_cuda(2, 1, 1, 4096, dtype=torch.bool)}, ROW),
+        ({"mask": BYTES}, beside(ROW, 128, mask="bytes")),
+        ({"mask": on_cuda(1, 1, 4096, 4096)}, beside(ROW, 128, mask="bytes")),
+        ({"mask": BITS, "ranges": 2}, beside(ROW, 128, mask="bits", ranges=2)),
+        ({"ranges": 1}, beside(ROW, 128, ranges=1)),
+        ({"query": SHORT, "value": SHORT}, SHORT_ROW),
+        ({"query": SHORT, "value": SHORT, "mask": BYTES}, beside(SHORT_ROW, 96, mask="bytes")),
+        ({"value": on_cuda(2, 24, 4096, 200)}, TABLE[Case(80, 256, False, "long")]),
+        ({"query": on_cuda(2, 24, 4096, 128, dtype=torch.float32)}, FLOAT32),
+    ],
+)
+def test_a_call_takes_the_row_of_its_shape_with_room_for_what_is_beside(ampere, call, expected):
+    options = {"query": QUERY, "value": QUERY, **call}
+    assert config_for(options.pop("query"), options.pop("value"), is_causal=False, **options) == expected
+
+
+def test_of_8_bits_the_ranges_and_the_mask_count_too(ampere):
+    plain = config_for_int8(QUERY, QUERY, is_causal=False)
+    assert config_for_int8(QUERY, QUERY, is_causal=False, mask=BYTES).block_n < plain.block_n
+    assert config_for_int8(QUERY, QUERY, is_causal=False, ranges=2).spills > plain.spills
+
+
+@pytest.mark.parametrize("case", TABLE, ids=str)
+def test_a_tile_has_keys_for_an_instruction_and_whole_words_of_bits(case):
+    for mask, least in (("none", 16), ("bytes", 16), ("bits", 32)):
+        for ranges in (0, 1, 2):
+            config = beside(TABLE[case], case.head_dim, mask=mask, ranges=ranges)
+            assert config.block_n % least == 0
+            assert config.block_n <= TABLE[case].block_n
+            # A warp multiplies 16 rows at least.
+            assert config.num_warps <= config.block_m // 16 or config.num_warps == TABLE[case].num_warps
