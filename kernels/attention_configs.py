@@ -83,15 +83,15 @@ _ROWS: Mapping[tuple[int, int], tuple[Config, Config]] = {
     (86, 64): (Config(128, 64, 4, 3, resident=2, spills=8), Config(64, 64, 4, 3, resident=2)),
     (86, 96): (Config(128, 64, 8, 2), Config(64, 64, 4, 2, resident=2)),
     (86, 128): (Config(128, 64, 8, 2), Config(64, 64, 4, 2, resident=2)),
-    (86, 256): (Config(128, 32, 8, 2, spills=128), Config(128, 32, 8, 2, spills=128)),
+    (86, 256): (Config(128, 32, 8, 2, spills=192), Config(128, 32, 8, 2, spills=192)),
     (90, 64): (Config(128, 64, 4, 3, resident=2), Config(64, 64, 4, 3, resident=2)),
     (90, 96): (Config(128, 128, 8, 3), Config(64, 64, 4, 3, resident=2)),
     (90, 128): (Config(128, 128, 8, 3), Config(64, 64, 4, 3)),
-    (90, 256): (Config(128, 64, 8, 2, spills=376), Config(64, 32, 4, 2, spills=400)),
+    (90, 256): (Config(128, 64, 8, 2, spills=384), Config(64, 32, 4, 2, spills=400)),
     (100, 64): (Config(128, 128, 8, 3), Config(64, 64, 4, 3)),
     (100, 96): (Config(128, 128, 8, 3), Config(64, 64, 4, 3, spills=32)),
     (100, 128): (Config(128, 128, 8, 3), Config(64, 64, 4, 3)),
-    (100, 256): (Config(128, 64, 8, 2, spills=320), Config(64, 32, 4, 2, spills=136)),
+    (100, 256): (Config(128, 64, 8, 2, spills=368), Config(64, 32, 4, 2, spills=136)),
 }
 # Ada has Ampere's GeForce row: the same shared memory, the same instructions.
 _ROW_OF = {arch: 86 if arch == 89 else arch for arch in ARCHS}
@@ -111,8 +111,8 @@ HOPPER: Mapping[int, tuple[Config, ...]] = {
     128: (Config(128, 128, 8, 2), Config(128, 128, 4, 2, specialized=True)),
     256: (Config(128, 64, 8, 2),),
 }
-# float32 is exact: no tensor core has that, so its products are in registers throughout.
-FLOAT32 = Config(32, 32, 4, 1)
+# float32 is exact: no tensor core has that, so its products are in registers throughout. 4 warps spill 18 to 88 KB of D = 256.
+FLOAT32 = Config(32, 32, 8, 1, spills=256)
 # Of Triton's interpreter: the smallest tiles, for the smallest tensors.
 INTERPRETED = Config(16, 16, 4, 1)
 
@@ -123,7 +123,7 @@ def config_for(query: Tensor, value: Tensor, *, is_causal: bool, mask: Tensor | 
     if not query.is_cuda:
         return replace(INTERPRETED, block_n=32) if of_bits else INTERPRETED
     if query.dtype == torch.float32:
-        return FLOAT32
+        return in_float32(max(query.shape[-1], value.shape[-1]), of_bits=of_bits)
     head_dim = max(query.shape[-1], value.shape[-1])
     length: Length = "short" if query.shape[2] <= SHORT else "long"
     config = _on_device(query.device.index, head_dim, is_causal, length)
@@ -151,9 +151,9 @@ def beside(config: Config, head_dim: int, *, mask: Mask = "none", ranges: int = 
     if ranges:
         few = ranges == 1
         largest = 32 if head_dim > 128 and not few else 64
-        spills = 0 if few else 224 if head_dim <= 128 else 1024
+        spills = 0 if few else 224 if head_dim <= 128 else 1280
         config = replace(config, block_n=min(config.block_n, largest), spills=max(config.spills, spills))
-    # 16 queries of a warp are the fewest that its instructions multiply.
+    # The fewer queries a warp has, the fewer registers it needs; its instructions multiply 16.
     warps = max(config.num_warps, config.block_m // 16)
     if mask == "bits":
         # A few registers, and next to no shared memory.
@@ -169,12 +169,20 @@ def beside(config: Config, head_dim: int, *, mask: Mask = "none", ranges: int = 
 
 
 @lru_cache
+def in_float32(head_dim: int, *, of_bits: bool = False) -> Config:
+    """With narrow tiles for wide heads, but of whole words of a mask of bits, beside which much spills."""
+    if head_dim <= 128:
+        return FLOAT32
+    return replace(FLOAT32, spills=16384) if of_bits else replace(FLOAT32, block_n=16)
+
+
+@lru_cache
 def in_int8(config: Config, head_dim: int) -> Config:
     """With registers for scores as integers and as floats."""
     if head_dim > 128:
         spills = max(config.spills, 608)
         return replace(config, block_m=128, block_n=min(config.block_n, 32), num_warps=8, num_stages=2, spills=spills)
-    return replace(config, block_n=min(config.block_n, 64))
+    return replace(config, block_n=min(config.block_n, 64), spills=max(config.spills, 64))
 
 
 @lru_cache

@@ -17,13 +17,13 @@ from benchmarks.attention_compiled import (
 )
 from benchmarks.compiled import ARCHS, SHARED_LIMIT, Compiled
 from para_core.kernels.attention_configs import (
-    FLOAT32,
     HEAD_DIMS,
     HOPPER,
     TABLE,
     Case,
     Config,
     beside,
+    in_float32,
     in_int8,
     row_of_dim,
 )
@@ -182,8 +182,9 @@ def test_a_mask_of_bits_spills_nothing_and_is_loaded_once_a_word(arch, head_dim)
 @pytest.mark.parametrize("mask", ["none", "float"])
 def test_float32_is_multiplied_without_rounding(arch, head_dim, mask):
     options = {**EVERYTHING, "mask": mask, "mask_has_rows": mask != "none"}
-    found = compile_attention(FLOAT32, arch=arch, head_dim=head_dim, dtype=torch.float32, **options)
-    check_room(found, FLOAT32)
+    config = in_float32(head_dim)
+    found = compile_attention(config, arch=arch, head_dim=head_dim, dtype=torch.float32, **options)
+    check_room(found, config)
     assert "tf32" not in found.ptx and "mma" not in found.ptx and "fma.rn.f32" in found.ptx
 
 
