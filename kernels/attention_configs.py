@@ -87,7 +87,7 @@ _ROWS: Mapping[tuple[int, int], tuple[Config, Config]] = {
     (90, 64): (Config(128, 64, 4, 3, resident=2), Config(64, 64, 4, 3, resident=2)),
     (90, 96): (Config(128, 128, 8, 3), Config(64, 64, 4, 3, resident=2)),
     (90, 128): (Config(128, 128, 8, 3), Config(64, 64, 4, 3)),
-    (90, 256): (Config(128, 64, 8, 2, spills=384), Config(64, 32, 4, 2, spills=400)),
+    (90, 256): (Config(128, 64, 8, 2, spills=432), Config(64, 32, 4, 2, spills=400)),
     (100, 64): (Config(128, 128, 8, 3), Config(64, 64, 4, 3)),
     (100, 96): (Config(128, 128, 8, 3), Config(64, 64, 4, 3, spills=32)),
     (100, 128): (Config(128, 128, 8, 3), Config(64, 64, 4, 3)),
