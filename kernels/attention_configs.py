@@ -111,8 +111,9 @@ HOPPER: Mapping[int, tuple[Config, ...]] = {
     128: (Config(128, 128, 8, 2), Config(128, 128, 4, 2, specialized=True)),
     256: (Config(128, 64, 8, 2),),
 }
-# float32 is exact: no tensor core has that, so its products are in registers throughout. 4 warps spill 18 to 88 KB of D = 256.
-FLOAT32 = Config(32, 32, 8, 1, spills=256)
+# float32 is exact: no tensor core has that, so its products are in registers throughout, and few warps spill tens of KB. Up to D = 128,
+# and above.
+FLOAT32 = (Config(32, 32, 8, 1, spills=256), Config(32, 32, 16, 1))
 # Of Triton's interpreter: the smallest tiles, for the smallest tensors.
 INTERPRETED = Config(16, 16, 4, 1)
 
@@ -122,9 +123,9 @@ def config_for(query: Tensor, value: Tensor, *, is_causal: bool, mask: Tensor | 
     of_bits = mask is not None and mask.dtype == torch.int32
     if not query.is_cuda:
         return replace(INTERPRETED, block_n=32) if of_bits else INTERPRETED
-    if query.dtype == torch.float32:
-        return in_float32(max(query.shape[-1], value.shape[-1]), of_bits=of_bits)
     head_dim = max(query.shape[-1], value.shape[-1])
+    if query.dtype == torch.float32:
+        return in_float32(head_dim)
     length: Length = "short" if query.shape[2] <= SHORT else "long"
     config = _on_device(query.device.index, head_dim, is_causal, length)
     kind: Mask = "none" if mask is None or mask.shape[2] == 1 else "bits" if of_bits else "bytes"
@@ -168,12 +169,8 @@ def beside(config: Config, head_dim: int, *, mask: Mask = "none", ranges: int = 
     return config
 
 
-@lru_cache
-def in_float32(head_dim: int, *, of_bits: bool = False) -> Config:
-    """With narrow tiles for wide heads, but of whole words of a mask of bits, beside which much spills."""
-    if head_dim <= 128:
-        return FLOAT32
-    return replace(FLOAT32, spills=16384) if of_bits else replace(FLOAT32, block_n=16)
+def in_float32(head_dim: int) -> Config:
+    return FLOAT32[head_dim > 128]
 
 
 @lru_cache

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, chain, combinations, pairwise
+from itertools import accumulate, chain, pairwise
 from math import prod
 from typing import Any, NamedTuple
 
@@ -189,12 +189,8 @@ class Transfer:
 
     @lazy
     def _overlap(self) -> bool:
-        """Whether several peers give the same heads of the same tokens of a result."""
-        return any(
-            _meet(one.tokens[first], one.tokens[second]) and _meet(one.heads[first], one.heads[second])
-            for one in self._arriving
-            for first, second in combinations(range(self._dim.size), 2)
-        )
+        """Whether several peers may give the same heads of the same tokens of a result."""
+        return not all(_apart(one.tokens) or _apart(one.heads) for one in self._arriving)
 
     def start(self, tensors: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
         """Begin it; what is returned waits, and gives the result of each tensor.
@@ -365,9 +361,10 @@ def _room(one: Share) -> tuple[int, int, int]:
     return tokens, heads, sum([run[1] * other[1] for run, other in zip(one.tokens, one.heads, strict=True)])
 
 
-def _meet(one: Run, other: Run) -> bool:
-    """Whether both have a place in common."""
-    return max(one[0], other[0]) < min(sum(one), sum(other))
+def _apart(runs: Sequence[Run]) -> bool:
+    """Whether no two have a place in common."""
+    held = sorted([run for run in runs if run[1]])
+    return all(one[0] + one[1] <= following[0] for one, following in pairwise(held))
 
 
 def _as_it_lies(started: Travelling, shape: tuple[int, ...], heads: Sequence[int]) -> Sequence[Tensor]:

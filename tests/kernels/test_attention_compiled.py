@@ -129,7 +129,7 @@ def test_there_is_room_for_a_mask_with_a_row_for_each_query(arch, head_dim, leng
 @pytest.mark.long
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("mask", ["bool", "float"])
+@pytest.mark.parametrize("mask", ["bool", "float", "bits"])
 def test_a_mask_of_keys_needs_no_room(arch, head_dim, mask):
     config = beside(TABLE[Case(arch, head_dim, True, "long")], head_dim, ranges=2)
     check(compile_attention(config, arch=arch, head_dim=head_dim, mask=mask, **EVERYTHING), config)
@@ -179,7 +179,7 @@ def test_a_mask_of_bits_spills_nothing_and_is_loaded_once_a_word(arch, head_dim)
 @pytest.mark.long
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("mask", ["none", "float"])
+@pytest.mark.parametrize("mask", ["none", "float", "bits"])
 def test_float32_is_multiplied_without_rounding(arch, head_dim, mask):
     options = {**EVERYTHING, "mask": mask, "mask_has_rows": mask != "none"}
     config = in_float32(head_dim)

@@ -44,7 +44,8 @@ BYTES, BITS = on_cuda(2, 1, 4096, 4096, dtype=torch.bool), on_cuda(2, 1, 4096, 1
         ({"query": SHORT, "value": SHORT}, SHORT_ROW),
         ({"query": SHORT, "value": SHORT, "mask": BYTES}, beside(SHORT_ROW, 96, mask="bytes")),
         ({"value": on_cuda(2, 24, 4096, 200)}, TABLE[Case(80, 256, False, "long")]),
-        ({"query": on_cuda(2, 24, 4096, 128, dtype=torch.float32)}, FLOAT32),
+        ({"query": on_cuda(2, 24, 4096, 128, dtype=torch.float32)}, FLOAT32[0]),
+        ({"query": on_cuda(2, 24, 4096, 136, dtype=torch.float32)}, FLOAT32[1]),
     ],
 )
 def test_a_call_takes_the_row_of_its_shape_with_room_for_what_is_beside(ampere, call, expected):
