@@ -59,6 +59,7 @@ def _tiles(
     MASK_HAS_ROWS: tl.constexpr,
     CAUSAL: tl.constexpr,
     IN_RANGES: tl.constexpr,
+    NEGATIVE: tl.constexpr,
     EIGHT_BITS: tl.constexpr,
     COMPARED: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -84,6 +85,8 @@ def _tiles(
         if EIGHT_BITS:
             scores = scores.to(tl.float32) * _load(k_scales + keys, inside, inside, COMPARED, False)[None, :]
             scale_of_rows = score_scale[:, None]
+        if NEGATIVE:
+            scores = -scores
 
         if MASK == "none" and not COMPARED:
             new_peak = tl.maximum(peak, tl.max(scores, 1) * score_scale)
@@ -326,9 +329,6 @@ def attention_kernel(
         k_scales = key_scales + of_head * num_keys
         q, q_rest, score_scale, lost = _rounded(q, q_rest, key_mean + of_head * D_END, score_scale, D, D_REST, D_END)
     if NEGATIVE:
-        # By way of float32: Triton's interpreter holds bfloat16 as integers, and would negate those.
-        q = (-q.to(tl.float32)).to(q.dtype)
-        q_rest = (-q_rest.to(tl.float32)).to(q_rest.dtype)
         lost = -lost
     v_head = value + (sample * step_vb + key_head * step_vh) * UNIT
     mask_head = mask
@@ -382,6 +382,7 @@ def attention_kernel(
                 MASK_HAS_ROWS,
                 CAUSAL,
                 HAS_RANGES,
+                NEGATIVE,
                 EIGHT_BITS,
                 COMPARED,
                 BLOCK_N,
