@@ -67,13 +67,13 @@ def _write_rounded(x, of_buffer, column, inside, width, exists, SCALE: tl.conste
     tl.store(of_buffer + column[None, :], eight.to(tl.uint8, bitcast=True), mask=inside)
     byte = tl.arange(0, SCALE)[None, :]
     of_scale = (scale.to(tl.int32, bitcast=True) >> (8 * byte)) & 0xFF
-    tl.store(of_buffer + width + byte, of_scale.to(tl.uint8), mask=exists & (byte < SCALE))
+    tl.store(of_buffer + width + byte, of_scale.to(tl.uint8), mask=exists)
 
 
 @triton.jit
 def _read_rounded(x, of_buffer, column, inside, width, exists, SCALE: tl.constexpr, LARGEST: tl.constexpr):
     byte = tl.arange(0, SCALE)[None, :]
-    of_scale = tl.load(of_buffer + width + byte, mask=exists & (byte < SCALE), other=0).to(tl.int32)
+    of_scale = tl.load(of_buffer + width + byte, mask=exists, other=0).to(tl.int32)
     scale = tl.sum(of_scale << (8 * byte), 1).to(tl.float32, bitcast=True)
     eight = tl.load(of_buffer + column[None, :], mask=inside, other=0)
     number = eight.to(tl.int8, bitcast=True).to(tl.float32) if LARGEST == 127 else from_e4m3(eight)

@@ -45,7 +45,7 @@ def pack_on_gpu(tensors: list[Tensor], boxes: list[int], numel: int) -> Tensor:
 
 
 def unpack(buffer: Tensor, boxes: list[int], shapes: list[int]) -> list[Tensor]:
-    """:func:`para_core.kernels.exchange_reference.unpack` into new tensors, which the boxes cover.
+    """:func:`para_core.kernels.exchange_reference.unpack` into new tensors; what no box covers (heads of another part) may be anything.
 
     Args:
         shapes: B, H, S, D of each tensor. It lies in memory as SDPA's result does, ``[B, S, H, D]``.
