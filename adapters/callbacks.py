@@ -30,7 +30,7 @@ def _around(callback: Any, key: str, run: Callable[..., Any], order: Order) -> I
         yield partial(run, callback)
         return
     # Of diffusers' own, pipelines ask of what class they are.
-    wrap_method(callback, "__call__", key, run, order=order)
+    wrap_method(callback, "__call__", key, run, order=order, plain_copies=True)
     try:
         yield callback
     finally:

@@ -31,7 +31,7 @@ from para_core.adapters.supported import TRANSFORMERS
 from para_core.adapters.unet_rows import known_equal_unets
 from para_core.adapters.weights.pipefusion import FusedPipe
 from para_core.agreement import Record, Unanswered, agree, signature
-from para_core.collectives import broadcast_bytes
+from para_core.collectives import broadcast_bytes, tensor_bytes
 from para_core.deferred import arrived
 from para_core.guidance import Guidance
 from para_core.instance import Order, original_class, uncompiled, unwrap, wrap_method, wrapper
@@ -283,7 +283,7 @@ def _describe(value: Any) -> str:
     if value is None or isinstance(value, (str, bool, int, float)):
         return repr(value)
     if isinstance(value, torch.Tensor):
-        data = value.detach().to("cpu").contiguous().flatten().view(torch.uint8)
+        data = tensor_bytes(value.detach().to("cpu"))
         return f"tensor{list(value.shape)} {str(value.dtype).removeprefix('torch.')} {_hash(data.numpy().data)}"
     if isinstance(value, torch.Generator):
         return f"generator {_hash(value.get_state().numpy().data)}"

@@ -286,3 +286,11 @@ def broadcast_bytes(x: Tensor, mesh: SequenceMesh | GuidedMesh) -> Tensor:
     for dim in mesh.dims:
         x = all_gather_bytes(x, dim)[: x.numel()]
     return x
+
+
+def tensor_bytes(x: Tensor) -> Tensor:
+    """Return the elements of ``x`` as a 1-D uint8 tensor, in C order."""
+    # A dim of size 1 may have any stride and still count as contiguous, as t.expand(1) does, and view(uint8) refuses it.
+    # flatten keeps such a stride.
+    x = x.resolve_conj().resolve_neg().contiguous().flatten()
+    return x.as_strided(x.shape, (1,), x.storage_offset()).view(torch.uint8)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -40,11 +42,47 @@ class Later:
         return self.leaves[place]
 
 
+class LiveDeferred:
+    """The deferred tensors of one pipeline call that something still holds.
+
+    Schedulers keep the outputs of earlier steps, and callbacks may keep any tensor. When the call ends, each of these objects
+    becomes an ordinary tensor, so nothing of this module outlives the call.
+    """
+
+    def __init__(self) -> None:
+        self._refs: list[weakref.ref[Deferred]] = []
+        self._prune_at = 256
+
+    def add(self, x: Deferred) -> None:
+        self._refs.append(weakref.ref(x))
+        if len(self._refs) >= self._prune_at:
+            self._refs = [ref for ref in self._refs if ref() is not None]
+            self._prune_at = max(256, 2 * len(self._refs))
+
+    def become_tensors(self) -> None:
+        """Turn each living deferred tensor into an ordinary one, in place. One whose data will never come becomes NaN (or 0)."""
+        alive = [x for ref in self._refs if (x := ref()) is not None]
+        self._refs.clear()  # swap_tensors takes no tensor with a weak reference
+        for x in alive:
+            value = x.value().detach() if x.is_ready else _lost(x)
+            # An object that a user refers to weakly cannot be swapped. It stays deferred, with its data.
+            if not weakref.getweakrefs(x):
+                torch.utils.swap_tensors(x, value)
+
+
+def _lost(x: Deferred) -> Tensor:
+    """Return a tensor like ``x`` for a result that was never exchanged, because the call failed."""
+    fill = float("nan") if x.is_floating_point() or x.is_complex() else 0
+    return torch.full(x.shape, fill, dtype=x.dtype, device=x.device)
+
+
 class Waiting(Protocol):
     """What is to end before the data is here: a round of calls."""
 
     # What was made of its tensors before they were here, in order.
     later: list[Later]
+    # The deferred tensors of the pipeline call to which it belongs.
+    live: LiveDeferred
 
     @property
     def is_over(self) -> bool: ...
@@ -74,7 +112,13 @@ class Deferred(Tensor):
             Deferred, like.shape, strides=like.stride(), dtype=like.dtype, device=expected.device
         )
         made.of, made._get = of, get
+        of.live.add(made)
         return made
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether :meth:`value` returns without an exchange."""
+        return self.of.is_over
 
     def value(self) -> Tensor:
         if not self.of.is_over:
@@ -89,6 +133,9 @@ class Deferred(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.value().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return copy.deepcopy(self.value(), memo)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(self.value())

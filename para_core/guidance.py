@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from para_core.agreement import agree, signature
-from para_core.collectives import all_gather
-from para_core.deferred import Deferred, Expected, Later, arrived
+from para_core.collectives import all_gather, tensor_bytes
+from para_core.deferred import Deferred, Expected, Later, LiveDeferred, arrived
 from para_core.mesh import MeshDim, one_guided_rank
 
 # foresee(model, args, kwargs): what the call gives, with tensors on the meta device; None: not known before it is computed. Takes
@@ -81,6 +81,7 @@ class _Round:
 
     size: int
     finish: Callable[[], None]
+    live: LiveDeferred
     calls: list[_Call] = field(default_factory=list)
     # Of each call its tensors, once they are here.
     results: list[list[Tensor]] | None = None
@@ -115,6 +116,7 @@ class Guidance:
         self._dim = dim
         self._mesh = replace(one_guided_rank("cpu"), batch=dim)
         self._foresee = foresee
+        self._live = LiveDeferred()
         self._round = self._begin()
         # What a call gives, by what it was given.
         self._known: dict[Any, _Form] = {}
@@ -129,7 +131,8 @@ class Guidance:
 
     @contextmanager
     def generation(self) -> Iterator[None]:
-        """Inside, calls are distributed over ranks; when it is left, all that was deferred has its data."""
+        """Inside, calls are distributed over ranks; when it is left, each deferred tensor has become an ordinary one."""
+        self._live = LiveDeferred()
         self._round, self.rounds = self._begin(), []
         self._forget_new()
         self.active = True
@@ -138,6 +141,7 @@ class Guidance:
             self.finish()
         finally:
             self.active = False
+            self._live.become_tensors()
 
     def call(self, model: Any, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What ``compute(*args, **kwargs)`` gives, or will give; with tensors of the same sizes and the same switches, the same form."""
@@ -184,7 +188,7 @@ class Guidance:
         self.rounds.append(len(done.calls))
 
     def _begin(self) -> _Round:
-        return _Round(self._dim.size, self.finish)
+        return _Round(self._dim.size, self.finish, self._live)
 
     def _look_ahead(self, key: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Find what the call of this form will give, if that can be known."""
@@ -225,7 +229,7 @@ class Guidance:
             sum(x.num_bytes for call in shared if call.owner == rank for x in call.expected)
             for rank in range(self._dim.size)
         ]
-        own = [_as_bytes(x) for call in shared if call.owner == self._dim.index for x in call.leaves]
+        own = [tensor_bytes(x) for call in shared if call.owner == self._dim.index for x in call.leaves]
         nothing = torch.empty(0, dtype=torch.uint8, device=shared[0].expected[0].device)
         received = list(all_gather(torch.cat([nothing, *own]), sizes, 0, self._dim).split(sizes))
         results = []
@@ -274,10 +278,6 @@ def _misjudged(model: Any, foreseen: _Form, found: _Form) -> str:
 
 def _signature(x: Tensor | bool | str) -> Any:
     return x if isinstance(x, (bool, str)) else (tuple(x.shape), x.dtype, x.device)
-
-
-def _as_bytes(x: Tensor) -> Tensor:
-    return x.contiguous().flatten().view(torch.uint8)
 
 
 def _total_bytes(call: _Call) -> int:

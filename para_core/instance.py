@@ -1,9 +1,12 @@
 """Changing what one object does when it is called, and nothing about any other object of its class.
 
 Python looks ``__call__`` up on the class, so an instance gets a private subclass of its own class: same name, same
-module, and pickles and copies as an instance of the original. All that is added lives in that class; the instance's
-attributes, hooks and ``forward`` stay untouched, so whatever else replaces them (offload, LoRA) goes on and off in any
-order. A graph that was compiled for the instance sees another type, and is compiled anew.
+module. All that is added lives in that class; the instance's attributes, hooks and ``forward`` stay untouched, so whatever
+else replaces them (offload, LoRA) goes on and off in any order. A graph that was compiled for the instance sees another
+type, and is compiled again.
+
+``copy`` and ``pickle`` rebuild an object from its class and attributes, so a copy would lose the wrappers: one rank would
+then run it alone, without an error. They raise for a wrapped instance, unless every wrapper allows a plain copy.
 """
 
 from __future__ import annotations
@@ -49,18 +52,23 @@ class Order(IntEnum):
 _CHAIN = "_para_core_chain_"
 
 
-def wrap_method(instance: Any, method: str, key: str, around: Around, *, order: Order) -> None:
+def wrap_method(
+    instance: Any, method: str, key: str, around: Around, *, order: Order, plain_copies: bool = False
+) -> None:
     """Put ``around`` around ``method`` of this one instance; a wrapper of the same ``key`` is replaced.
 
     Not for two threads that change the same instance at once.
 
     Args:
         order: where it stands among others; of the same, what came last is outside.
+        plain_copies: Whether ``copy`` and ``pickle`` may make an instance without this wrapper. By default they raise.
     """
-    wrap_alike([instance], method, key, around, order=order)
+    wrap_alike([instance], method, key, around, order=order, plain_copies=plain_copies)
 
 
-def wrap_alike(instances: Iterable[Any], method: str, key: str, around: Around, *, order: Order) -> None:
+def wrap_alike(
+    instances: Iterable[Any], method: str, key: str, around: Around, *, order: Order, plain_copies: bool = False
+) -> None:
     """:func:`wrap_method` for each of ``instances``: those that were alike before still share one class.
 
     So a graph that was compiled for one block of a model still fits the others.
@@ -69,7 +77,7 @@ def wrap_alike(instances: Iterable[Any], method: str, key: str, around: Around, 
     for instance in instances:
         before = type(instance)
         if id(before) not in changed:
-            _set_wrappers(instance, {**_wrappers(instance), (key, method): (order, around)})
+            _set_wrappers(instance, {**_wrappers(instance), (key, method): (order, around, plain_copies)})
             changed[id(before)] = (before, type(instance))
         else:
             instance.__class__ = changed[id(before)][1]
@@ -88,7 +96,7 @@ def is_wrapped(instance: Any, key: str) -> bool:
 
 def wrapper(instance: Any, method: str, key: str) -> Around | None:
     """What :func:`wrap_method` put around ``method`` under ``key``; None if nothing."""
-    return _wrappers(instance).get((key, method), (None, None))[1]
+    return _wrappers(instance).get((key, method), (None, None, None))[1]
 
 
 def original_class(instance: Any) -> type:
@@ -99,11 +107,16 @@ def original_class(instance: Any) -> type:
 
 def written_class(instance: Any) -> type:
     """The class of ``instance`` as its author wrote it: before any wrapping, and before PyTorch's FSDP2, which makes classes, too."""
+    return _without_fsdp(original_class(instance))
+
+
+def _without_fsdp(cls: type) -> type:
+    """Return ``cls``, or the class that FSDP2 derived it from."""
 
     def of_fsdp(cls: type) -> bool:
-        return any(one.__module__.startswith("torch.distributed.fsdp") for one in (cls, *cls.__bases__))
+        return any(base.__module__.startswith("torch.distributed.fsdp") for base in (cls, *cls.__bases__))
 
-    return next(cls for cls in original_class(instance).__mro__ if not of_fsdp(cls))
+    return next(base for base in cls.__mro__ if not of_fsdp(base))
 
 
 @contextmanager
@@ -145,8 +158,8 @@ def has_compiled_parts(module: Any) -> bool:
     return False
 
 
-# By key and method.
-Wrappers = Mapping[tuple[str, str], tuple[Order, Around]]
+# By key and method: the order, the wrapper, and whether copies may be made without it.
+Wrappers = Mapping[tuple[str, str], tuple[Order, Around, bool]]
 
 
 def _wrappers(instance: Any) -> Wrappers:
@@ -162,7 +175,7 @@ def _set_wrappers(instance: Any, wrappers: Wrappers) -> None:
             instance.__class__ = base
         return
     # In the order in which they came.
-    key = id(base), *[(name, order, id(around)) for name, (order, around) in wrappers.items()]
+    key = id(base), *[(name, order, id(around), plain) for name, (order, around, plain) in wrappers.items()]
     made = _CLASSES.get(key) or _class_of(base, wrappers)
     _CLASSES[key] = made
     instance.__class__ = made
@@ -181,9 +194,10 @@ def _class_of(base: type, wrappers: Wrappers) -> type:
         "__reduce_ex__": _reduce_as_original,
         "__dir__": _dir_as_original,
         "_para_core_original": base,
+        "_para_core_written": _without_fsdp(base),
         "_para_core_wrappers": wrappers,
     }
-    for (_, method), (_, around) in sorted(wrappers.items(), key=lambda item: -item[1][0]):
+    for (_, method), (_, around, _) in sorted(wrappers.items(), key=lambda item: -item[1][0]):
         chain = _CHAIN + method
         # Partials are no frames: each wrapper calls the next one.
         namespace[chain] = partial(around, namespace.get(chain) or getattr(base, method))
@@ -194,7 +208,7 @@ def _class_of(base: type, wrappers: Wrappers) -> type:
 
 @cache
 def _metaclass(base: type) -> type:
-    """The type of private subclasses: as keys, and for ``==`` and ``in``, they are the class that they stand for.
+    """The type of private subclasses: as keys, and for ``==`` and ``in``, they are the class that their author wrote.
 
     diffusers' ``from_pipe`` asks ``type(component) in (...)``, and so do tables by class. But not to Dynamo: it finds what
     ``super()`` means by ``mro.index(cls)``, would take the private class for the one it stands for, and call itself for ever.
@@ -203,11 +217,11 @@ def _metaclass(base: type) -> type:
     def same(cls: Any, other: Any) -> bool:
         if TracingContext.try_get() is not None:
             return cls is other
-        return vars(cls).get("_para_core_original", cls) is vars(other).get("_para_core_original", other)
+        return vars(cls).get("_para_core_written", cls) is vars(other).get("_para_core_written", other)
 
     namespace = {
         "__eq__": lambda cls, other: same(cls, other) if isinstance(other, type) else NotImplemented,
-        "__hash__": lambda cls: hash(vars(cls).get("_para_core_original") or id(cls)),
+        "__hash__": lambda cls: hash(vars(cls).get("_para_core_written") or id(cls)),
     }
     return type(base.__name__, (base,), namespace)
 
@@ -239,6 +253,18 @@ def _dir_as_original(self: Any) -> list[str]:
 
 
 def _reduce_as_original(self: Any, protocol: Any) -> Any:
+    """Reduce ``self`` to an instance of its original class, for ``copy`` and ``pickle``.
+
+    Raises:
+        TypeError: A wrapper would be lost.
+    """
+    lost = sorted({key for (key, _), (_, _, plain_copies) in _wrappers(self).items() if not plain_copies})
+    if lost:
+        raise TypeError(
+            f"this {original_class(self).__name__} cannot be copied or pickled while para_core runs around it ({', '.join(lost)}): the "
+            "copy would run without that, and differently on each rank. Undo it first (unparallelize_pipe(pipe), "
+            "remove_cache_from_pipe(pipe), unshard_weights(pipe), unparallelize_vae(vae)), make the copy, then apply it to both."
+        )
     construct, arguments, *rest = super(type(self), self).__reduce_ex__(protocol)
     if construct is copyreg.__newobj__:  # type: ignore[attr-defined]
         # pickle insists that it makes the class of the object at hand; this one of the standard library may make any.

@@ -141,13 +141,25 @@ def test_a_method_kept_from_before_the_change_does_what_the_instance_does_now():
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
 @pytest.mark.parametrize("cls", [Greeter, Scaled])
-def test_pickles_and_copies_are_ordinary_objects(cls, protocol):
+def test_pickles_and_copies_are_ordinary_objects_if_the_wrapper_allows_it(cls, protocol):
     wrapped = cls()
-    wrap_method(wrapped, "__call__", "a", twice, order=Order.PLAN)
+    wrap_method(wrapped, "__call__", "a", twice, order=Order.PLAN, plain_copies=True)
     for other in (pickle.loads(pickle.dumps(wrapped, protocol)), copy.deepcopy(wrapped), copy.copy(wrapped)):
         assert type(other) is cls
     argument = (torch.ones(()),) if cls is Scaled else ()
     assert wrapped(*argument) == 2 * cls()(*argument)
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
+@pytest.mark.parametrize("cls", [Greeter, Scaled])
+def test_a_copy_that_would_lose_a_wrapper_is_refused(cls, way):
+    wrapped = cls()
+    wrap_method(wrapped, "__call__", "kept", twice, order=Order.PLAN)
+    wrap_method(wrapped, "__call__", "plain", plus_one, order=Order.CACHE, plain_copies=True)
+    with pytest.raises(TypeError, match=rf"{cls.__name__}.*\(kept\)"):
+        way(wrapped)
+    unwrap(wrapped, "kept")
+    assert way(wrapped)
 
 
 def test_removing_what_is_not_there_keeps_the_class_for_which_graphs_were_compiled():

@@ -78,10 +78,10 @@ class Schedule:
 
         try:
             if scheduler is not None:
-                wrap_method(scheduler, "step", _KEY, count, order=Order.CACHE)
-                wrap_method(scheduler, "set_timesteps", _KEY, restart, order=Order.CACHE)
+                wrap_method(scheduler, "step", _KEY, count, order=Order.CACHE, plain_copies=True)
+                wrap_method(scheduler, "set_timesteps", _KEY, restart, order=Order.CACHE, plain_copies=True)
                 # What copy.deepcopy asks for.
-                wrap_method(scheduler, "__reduce_ex__", _KEY, copy, order=Order.CACHE)
+                wrap_method(scheduler, "__reduce_ex__", _KEY, copy, order=Order.CACHE, plain_copies=True)
             yield
         finally:
             if scheduler is not None:

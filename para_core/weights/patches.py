@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from para_core.deferred import Deferred, Expected, arrived
+from para_core.deferred import Deferred, Expected, LiveDeferred, arrived
 
 _aten = torch.ops.aten
 # Beside pointwise functions: each element is that of the same place.
@@ -89,6 +89,9 @@ class _Always:
     is_over = False
     waits_for_more = True
 
+    def __init__(self, live: LiveDeferred) -> None:
+        self.live = live
+
     def finish(self) -> None:
         """Each tensor is waited for on its own."""
 
@@ -102,13 +105,19 @@ class Patched(Deferred):
     source: Arrival | _Made
 
     @staticmethod
-    def of_source(source: Arrival | _Made, expected: Expected) -> Patched:
+    def of_source(source: Arrival | _Made, expected: Expected, live: LiveDeferred) -> Patched:
+        """Return a tensor like ``expected`` that waits for ``source``; ``live`` holds those of the same pipeline call."""
         like = expected.like
         made: Patched = Tensor._make_wrapper_subclass(
             Patched, like.shape, strides=like.stride(), dtype=like.dtype, device=expected.device
         )
-        made.of, made.source = _Always(), source
+        made.of, made.source = _Always(live), source
+        live.add(made)
         return made
+
+    @property
+    def is_ready(self) -> bool:
+        return self.source.is_complete
 
     def value(self) -> Tensor:
         return self.source.up_to(self.source.num_patches - 1)
@@ -145,7 +154,9 @@ def _recorded(func: Any, args: Any, kwargs: Any) -> Patched | None:
     if not isinstance(found, Tensor) or found.shape != first.shape:
         return None
     args, kwargs = pytree.tree_map_only(Tensor, lambda x: x if isinstance(x, Patched) else x.clone(), (args, kwargs))
-    return Patched.of_source(_Made(func, args, kwargs, first.source.num_patches), Expected(found, first.device))
+    return Patched.of_source(
+        _Made(func, args, kwargs, first.source.num_patches), Expected(found, first.device), first.of.live
+    )
 
 
 def _without_data(tree: Any) -> Any:

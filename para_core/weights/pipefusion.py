@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from para_core.deferred import Expected, arrived
+from para_core.deferred import Expected, LiveDeferred, arrived
 from para_core.instance import Order, has_compiled_parts, is_compiled, unwrap, wrap_alike, wrap_method, wrapper
 from para_core.modes.interceptor import at_the_dispatcher
 from para_core.plans.places import parameters_of
@@ -135,6 +135,7 @@ class Fusion:
         self._in_graphs = False
         # What may still be on its way.
         self._coming: list[Arrival] = []
+        self._live = LiveDeferred()
         self._counted = _Counted()
         self.few_steps = False
 
@@ -165,6 +166,7 @@ class Fusion:
                 links.drain()
         elif links is not None:
             links.forget()
+        self._live.become_tensors()
         counted = self._counted
         held = sum(branch.keys.nbytes for branch in self._branches.values())
         self._report = PipeFusionReport(
@@ -283,7 +285,7 @@ class Fusion:
         if stages is not None:
             counted.waited += stages.links.seconds_waited - waited
             counted.sent += stages.links.bytes_sent - sent
-        found = Patched.of_source(arrival, expected)
+        found = Patched.of_source(arrival, expected, self._live)
         return pytree.tree_map_only(Tensor, lambda _: found, output)
 
     def _begin_call(self, arrival: Arrival) -> None:

@@ -1,18 +1,23 @@
 """Guidance over the ``batch`` mesh dim: each half of the ranks computes one branch, and the images are the same."""
 
+import copy
+import pickle
 import warnings
 from unittest import mock
 
 import pytest
 import torch
 from accelerate import cpu_offload
+from diffusers import UniPCMultistepScheduler
 from peft import LoraConfig
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils import _pytree as pytree
 
 from benchmarks.random_weights import fill
 from benchmarks.tiny_pipelines import PIPELINES
 from para_core.adapters import parallelize_pipe, unparallelize_pipe
 from para_core.guidance import Guidance
+from para_core.mesh import MeshDim
 from tests.tiny import cpu_mesh, flux_call, flux_inputs, flux_pipe, relative_error
 
 GUIDED = {"negative_prompt": "a blue square", "true_cfg_scale": 2.0}
@@ -226,3 +231,68 @@ def test_a_call_that_does_not_guide_is_right_and_warns_once(rank_pool):
     for image, warned in rank_pool.run(draw_without_guidance, 2):
         assert relative_error(image, expected) < 1e-5
         assert warned == 1
+
+
+def tensors_of(scheduler):
+    return [x for x in pytree.tree_leaves(vars(scheduler)) if isinstance(x, torch.Tensor)]
+
+
+def keep_what_a_generation_leaves(batch, *, callback, fail=False, **options):
+    tiny = PIPELINES["wan"]
+    pipe = tiny.build()
+    pipe.scheduler = UniPCMultistepScheduler.from_config(pipe.scheduler.config)
+    if batch > 1:
+        parallelize_pipe(pipe, mesh=cpu_mesh(1, 1, batch=batch))
+    kept = []
+
+    def keep(pipe, step, timestep, tensors):
+        kept.append(tensors["latents"])
+        if fail and step == 1:
+            raise KeyError("stop")
+        return {}
+
+    if callback:
+        options["callback_on_step_end"] = keep
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="this call of the WanPipeline had no branches")
+        try:
+            pipe(**tiny.call(num_inference_steps=3, **options))
+        except KeyError:
+            assert fail
+    tensors = [*kept, *tensors_of(pipe.scheduler)]
+    assert all(type(x) is torch.Tensor for x in tensors)
+    assert all(type(x) is torch.Tensor for x in tensors_of(copy.deepcopy(pipe.scheduler)))
+    pickle.loads(pickle.dumps(pipe.scheduler))
+    return tensors
+
+
+@pytest.mark.parametrize("batch", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"callback": True},
+        {"callback": True, "fail": True},
+        {"callback": False},
+        {"callback": False, "guidance_scale": 1.0},
+    ],
+    ids=["callback", "failure", "guided", "not guided"],
+)
+def test_what_a_scheduler_and_a_callback_keep_is_an_ordinary_tensor_after_the_call(rank_pool, options, batch):
+    expected = keep_what_a_generation_leaves(1, **options)
+    for tensors in rank_pool.run(keep_what_a_generation_leaves, batch, batch, **options):
+        assert len(tensors) == len(expected)
+        for x, wanted in zip(tensors, expected, strict=True):
+            assert relative_error(x, wanted) < 1e-5 or torch.equal(x, wanted)
+
+
+def test_a_deferred_tensor_that_never_gets_its_data_becomes_nan():
+    guidance = Guidance(MeshDim("batch", 2, 1, "", None), lambda *_: torch.zeros(2, 3, device="meta"))
+    with pytest.raises(KeyError), guidance.generation():
+        out = guidance.call(None, lambda x: x, (torch.ones(2, 3),), {})
+        total = out + 1
+        assert type(total) is not torch.Tensor
+        raise KeyError("stop")
+    for x in (out, total):
+        assert type(x) is torch.Tensor
+        assert x.shape == (2, 3)
+        assert x.isnan().all()

@@ -1,6 +1,7 @@
 """Only the instance that was parallelized changes, and it can be given back."""
 
 import copy
+import io
 import logging
 import pickle
 import tempfile
@@ -12,8 +13,10 @@ from diffusers import FluxPipeline, FluxTransformer2DModel
 from torch.overrides import _get_current_function_mode_stack
 
 from para_core.adapters import (
+    apply_cache_on_pipe,
     parallelize_pipe,
     parallelize_transformer,
+    remove_cache_from_pipe,
     unparallelize_pipe,
     unparallelize_transformer,
 )
@@ -54,36 +57,50 @@ def test_another_pipe_of_the_same_class_is_untouched_and_this_one_is_given_back(
     rank_pool.run(live_beside_each_other, 2)
 
 
-def save_and_copy():
+def save(x):
+    torch.save(x, io.BytesIO())
+
+
+def refuse_copies(x):
+    for way in (copy.deepcopy, copy.copy, pickle.dumps, save):
+        with pytest.raises(TypeError, match=r"unparallelize_pipe.*remove_cache_from_pipe"):
+            way(x)
+
+
+def copy_a_parallel_pipe():
     plain = flux_pipe(shared_parts=False)
     alone = plain(**flux_call()).images
-    pipe = parallelize_pipe(plain, mesh=cpu_mesh(1, 2))
-    copies = {
-        "deepcopy": copy.deepcopy(pipe.transformer),
-        "pickle": pickle.loads(pickle.dumps(pipe.transformer)),
-    }
-    pipe_copies = {"deepcopy of the pipe": copy.deepcopy(pipe), "pickle of the pipe": pickle.loads(pickle.dumps(pipe))}
-    if dist.get_rank() == 0:  # transformers itself saves on the first rank only
-        with tempfile.TemporaryDirectory() as folder:
+    pipe = parallelize_pipe(plain, mesh=cpu_mesh(1, 2), vae=True)
+    for part in (pipe, pipe.transformer, pipe.vae):
+        refuse_copies(part)
+    with pytest.raises(TypeError, match="FluxTransformer2DModel"):
+        copy.deepcopy(torch.compile(pipe.transformer, backend="eager"))
+    with tempfile.TemporaryDirectory() as folder:  # transformers itself saves on the first rank only
+        if dist.get_rank() == 0:
             pipe.save_pretrained(folder)
-            pipe_copies["save_pretrained"] = FluxPipeline.from_pretrained(folder)
-    inputs = flux_inputs(10, 3)
-    expected = flux_pipe().transformer(**inputs).sample
-    for name, transformer in copies.items():
-        assert type(transformer) is FluxTransformer2DModel, name
-        assert torch.equal(transformer(**inputs).sample, expected), name
-    for name, other in pipe_copies.items():
-        assert type(other) is FluxPipeline, name
-        assert type(other.transformer) is FluxTransformer2DModel, name
-        other.set_progress_bar_config(disable=True)
-        # Loaded parameters lie elsewhere in memory, which changes the last bits, also without any of this.
-        assert relative_error(other(**flux_call()).images, alone) < 1e-6, name
+            loaded = FluxPipeline.from_pretrained(folder)
+            loaded.set_progress_bar_config(disable=True)
+            # Loaded parameters lie elsewhere in memory, which changes the last bits, also without any of this.
+            assert relative_error(loaded(**flux_call()).images, alone) < 1e-6
+    # A refused copy leaves the pipe parallel.
     assert plan_mesh(pipe.transformer) is not None
     assert relative_error(pipe(**flux_call()).images, alone) < 1e-5
+    unparallelize_pipe(pipe)
+    for other in (copy.deepcopy(pipe), pickle.loads(pickle.dumps(pipe))):
+        assert type(other) is FluxPipeline
+        assert torch.equal(other(**flux_call()).images, alone)
 
 
-def test_saving_copying_and_pickling_give_ordinary_objects(rank_pool):
-    rank_pool.run(save_and_copy, 2)
+def test_a_copy_of_a_parallel_pipe_is_refused_and_one_of_an_undone_pipe_is_plain(rank_pool):
+    rank_pool.run(copy_a_parallel_pipe, 2)
+
+
+def test_a_copy_of_a_cached_pipe_is_refused_until_the_cache_is_removed():
+    pipe = apply_cache_on_pipe(flux_pipe(), residual_diff_threshold=0.1)
+    refuse_copies(pipe)
+    remove_cache_from_pipe(pipe)
+    expected = pipe(**flux_call()).images
+    assert torch.equal(copy.deepcopy(pipe)(**flux_call()).images, expected)
 
 
 def change_mesh():

@@ -7,6 +7,8 @@ import torch
 from diffusers import FluxImg2ImgPipeline
 from PIL import Image
 
+from benchmarks.tiny_pipelines import PIPELINES
+from para_core import init_context_parallel_mesh
 from para_core.adapters import one_call, parallelize_pipe, parallelize_transformer, unparallelize_pipe
 from tests.tiny import FLUX_CHANNELS, cpu_mesh, flux_call, flux_inputs, flux_pipe, flux_transformer, relative_error
 
@@ -55,6 +57,61 @@ def test_a_pipe_from_pipe_is_parallel_and_asks_for_the_line_where_it_is_needed(r
         assert relative_error(outs["first pipe"], plain) < 1e-5
         assert "Call parallelize_pipe(pipe, mesh=...) again" in outs["first pipe, after the other was undone"]
         assert torch.equal(outs["undone"], plain)
+
+
+def share_sharded_weights(weights):
+    mesh = cpu_mesh(1, 2) if weights == "fsdp" else init_context_parallel_mesh("cpu", max_tensor_dim_size=2)
+    pipe = parallelize_pipe(flux_pipe(), mesh=mesh, weights=weights)
+    other = parallelize_pipe(FluxImg2ImgPipeline.from_pipe(pipe), mesh=mesh)
+    assert other.transformer is pipe.transformer
+    return other(**flux_call(image=IMAGE, strength=0.9)).images, pipe(**flux_call()).images
+
+
+@pytest.mark.parametrize("weights", ["fsdp", "tensor"])
+def test_from_pipe_of_a_pipe_with_sharded_weights_shares_its_transformer(rank_pool, weights):
+    expected = flux_pipe(FluxImg2ImgPipeline)(**flux_call(image=IMAGE, strength=0.9)).images
+    plain = flux_pipe()(**flux_call()).images
+    for image_to_image, text_to_image in rank_pool.run(share_sharded_weights, 2, weights):
+        assert relative_error(image_to_image, expected) < 1e-5
+        assert relative_error(text_to_image, plain) < 1e-5
+
+
+def denoise_by_hand(parallel):
+    """Two steps of a loop as a user writes it, with the timestep as a view of stride 0."""
+    pipe = PIPELINES["wan"].build()
+    model = parallelize_transformer(pipe.transformer, mesh=cpu_mesh(1, 2)) if parallel else pipe.transformer
+    generator = torch.Generator().manual_seed(0)
+    config = model.config
+    latents = torch.randn(1, config.in_channels, 3, 8, 6, generator=generator)
+    text = torch.randn(1, 7, config.text_dim, generator=generator)
+    with torch.no_grad():
+        for time in torch.tensor([900.0, 500.0]):
+            latents = latents - 0.5 * model(latents, time.expand(1), text, return_dict=False)[0]
+    return latents
+
+
+def test_a_loop_of_ones_own_may_expand_its_timestep(rank_pool):
+    expected = denoise_by_hand(False)
+    for latents in rank_pool.run(denoise_by_hand, 2, True):
+        assert relative_error(latents, expected) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.ones(()).expand(1),
+        torch.arange(6.0).view(2, 3)[:1, :1],
+        torch.arange(6.0).view(2, 3).T,
+        torch.ones(2, dtype=torch.complex64).conj(),
+        torch.zeros(0, 3),
+        torch.tensor([True, False]),
+    ],
+    ids=["expanded", "size 1", "transposed", "conjugated", "empty", "bool"],
+)
+def test_an_argument_is_described_by_its_elements_however_it_lies_in_memory(x):
+    assert one_call.describe(x) == one_call.describe(x.resolve_conj().clone(memory_format=torch.contiguous_format))
+    if x.numel():
+        assert one_call.describe(x) != one_call.describe(~x if x.dtype == torch.bool else x + 1)
 
 
 def exchanges_of(call):

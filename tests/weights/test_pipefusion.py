@@ -1,5 +1,6 @@
 """PipeFusion computes on any number of stages what a plain loop over patches computes in one process."""
 
+import copy
 import warnings
 from dataclasses import dataclass
 from unittest import mock
@@ -14,6 +15,7 @@ from diffusers import (
     UniPCMultistepScheduler,
 )
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils import _pytree as pytree
 
 from benchmarks.tiny_pipelines import PIPELINES
 from para_core import PipeFusion, init_context_parallel_mesh
@@ -23,6 +25,7 @@ from para_core.adapters import (
     pipefusion_report,
     unparallelize_pipe,
 )
+from para_core.deferred import LiveDeferred
 from para_core.weights.patch_plan import patch_rows
 from para_core.weights.patches import Arrival, Expected, Patched
 from tests.tiny import flux_call, flux_pipe, relative_error
@@ -523,7 +526,7 @@ def test_what_is_made_of_patches_is_computed_patch_by_patch_and_copies_what_chan
             return tokens[:, begin : begin + length]
 
         arrival.comes(get)
-    noise = Patched.of_source(arrival, Expected(whole.to("meta"), whole.device))
+    noise = Patched.of_source(arrival, Expected(whole.to("meta"), whole.device), LiveDeferred())
     latents = torch.ones(1, 5, 2)
     made = (latents + 0.5 * noise).to(torch.float64)
     latents.zero_()
@@ -576,3 +579,32 @@ def test_what_it_does_not_go_with_is_refused():
     pipe = parallelize_pipe(flux_pipe(), pipefusion=PipeFusion(64))
     with pytest.raises(ValueError, match="63 tokens cannot be split into num_patches=64 patches"):
         run(pipe)
+
+
+def keep_patches(fail):
+    tiny = PIPELINES["wan"]
+    pipe = tiny.build()
+    pipe.scheduler = UniPCMultistepScheduler.from_config(pipe.scheduler.config)
+    parallelize_pipe(pipe, pipefusion=PipeFusion(2))
+    kept = []
+
+    def keep(pipe, step, timestep, tensors):
+        kept.append(tensors["latents"])
+        if fail and step == 6:
+            raise KeyError("stop")
+        return {}
+
+    try:
+        pipe(**tiny.call(num_inference_steps=8, callback_on_step_end=keep))
+    except KeyError:
+        assert fail
+    assert pipefusion_report(pipe).patched_calls > 0
+    return [*kept, *[x for x in pytree.tree_leaves(vars(pipe.scheduler)) if isinstance(x, torch.Tensor)]], pipe
+
+
+@pytest.mark.parametrize("fail", [False, True])
+def test_nothing_that_comes_in_patches_outlives_the_call(fail):
+    tensors, pipe = keep_patches(fail)
+    assert all(type(x) is torch.Tensor for x in tensors)
+    assert all(x.isfinite().all() for x in tensors if x.is_floating_point() and x.ndim > 1)
+    copy.deepcopy(pipe.scheduler)
