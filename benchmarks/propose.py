@@ -23,7 +23,7 @@ from benchmarks.page_parts import fill
 from benchmarks.tiny_models import MODELS
 from para_core.adapters.propose.propose import Proposal, propose_plan
 from para_core.adapters.propose.stack import error_of
-from para_core.adapters.propose.virtual_ranks import run_on_virtual_ranks
+from para_core.verify.virtual_ranks import run_on_virtual_ranks
 
 PAGE = Path(__file__).parents[1] / "docs/new_model.md"
 # (frames, height, width) in latent pixels.

@@ -39,6 +39,8 @@ from para_core.plans.plan import (
     Replicate,
     Split,
 )
+from para_core.verify.check import CheckedCase, ParallelCheck, check_parallel
+from para_core.verify.first_difference import Difference
 from para_core.weights.pipefusion import PipeFusion, PipeFusionReport
 
 __all__ = [
@@ -47,8 +49,10 @@ __all__ = [
     "CacheOptions",
     "CacheReport",
     "CachedBlocks",
+    "CheckedCase",
     "ContextParallelConfig",
     "Count",
+    "Difference",
     "FirstTokens",
     "Forecast",
     "Gather",
@@ -58,6 +62,7 @@ __all__ = [
     "LinearAttention",
     "Observation",
     "OneForEach",
+    "ParallelCheck",
     "ParallelConfig",
     "PipeFusion",
     "PipeFusionReport",
@@ -75,6 +80,7 @@ __all__ = [
     "Verdict",
     "apply_cache",
     "apply_context_parallel",
+    "check_parallel",
     "flash_attention_3",
     "init_context_parallel_mesh",
     "model_cache_report",

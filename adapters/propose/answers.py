@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from para_core.adapters.propose.stack import error_of
-from para_core.adapters.propose.virtual_ranks import fresh
 from para_core.cache.blocks import CachedBlocks
 from para_core.plans.plan import Attention, Cut, Gather, Plan
+from para_core.verify.virtual_ranks import fresh
 
 Answers = Mapping[str, Any]
 

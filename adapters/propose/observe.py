@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from para_core.adapters.propose.virtual_ranks import fresh
 from para_core.plans.places import parameters_of
+from para_core.verify.virtual_ranks import fresh
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from para_core.adapters.propose.observe import Observation, observe
 from para_core.adapters.propose.source import source_of
 from para_core.adapters.propose.stack import cached_error, error_of
 from para_core.adapters.propose.text import with_sharded_text
-from para_core.adapters.propose.virtual_ranks import fresh, run_on_virtual_ranks
 from para_core.cache.blocks import CachedBlocks
 from para_core.instance import original_class, uncompiled
 from para_core.plans.plan import Plan
+from para_core.verify.virtual_ranks import fresh, run_on_virtual_ranks
 
 # ‖out − expected‖ / ‖expected‖, by the type of the numbers in which the model computes.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}

@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 from para_core.adapters.propose.candidates import Region, streams_of, tensors_of
 from para_core.adapters.propose.observe import ModuleCall, Observation, Seen
-from para_core.adapters.propose.virtual_ranks import fresh, with_same_weights
 from para_core.cache.apply import apply_cache, model_cache_report
 from para_core.cache.blocks import CachedBlocks, Stage
+from para_core.verify.virtual_ranks import fresh, with_same_weights
 
 # Far above what one step changes.
 _ALWAYS = 0.5

@@ -8,8 +8,8 @@ import torch
 from benchmarks.tiny_models import MODELS
 from para_core import Gather, Plan, Split
 from para_core.adapters.models.flux import FLUX_PLAN
-from para_core.adapters.propose.virtual_ranks import run_on_virtual_ranks
 from para_core.instance import is_wrapped
+from para_core.verify.virtual_ranks import run_on_virtual_ranks
 from tests.tiny import relative_error
 
 

@@ -1,0 +1,1 @@
+"""Comparing a model on virtual ranks (threads of this process) with the unmodified model."""

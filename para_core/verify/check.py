@@ -1,0 +1,368 @@
+"""``check_parallel``: a model on virtual ranks against the unmodified model, in one call and one process."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from para_core.instance import is_wrapped, original_class, uncompiled
+from para_core.plans.plan import Plan
+from para_core.verify.first_difference import Difference, first_difference
+from para_core.verify.lengths import Inputs, lengths_to_check
+from para_core.verify.parts import relative_error, tensors_in
+from para_core.verify.record import Recording
+from para_core.verify.runs import ParallelRun, RankRun, run_alone, run_parallel
+from para_core.verify.virtual_ranks import device_of, first_error
+
+Method = Literal["ring", "ulysses"]
+_METHODS: tuple[Method, ...] = ("ring", "ulysses")
+# ‖out − ref‖ / ‖ref‖ up to which a result is exact, by the type of the numbers in which the model computes.
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+@dataclass(frozen=True)
+class CheckedCase:
+    """One run on virtual ranks, compared with the unmodified model.
+
+    Args:
+        tokens: length of the sharded sequence; None if nothing was sharded.
+        error: ``‖out − ref‖ / ‖ref‖``, the largest of all output tensors; None if the run failed.
+        failure: the error that ended the run, or why its output cannot be compared.
+    """
+
+    method: Method
+    ranks: int
+    tokens: int | None
+    error: float | None = None
+    failure: str | None = None
+
+    def __str__(self) -> str:
+        tokens = "nothing sharded" if self.tokens is None else f"{self.tokens} tokens"
+        result = f"{self.error:.1e}" if self.failure is None else self.failure
+        return f"{self.method:<7} {self.ranks} ranks  {tokens:>8}  {result}"
+
+
+@dataclass(frozen=True)
+class ParallelCheck:
+    """The result of :func:`check_parallel`. Print it to read it; it is true if every case is exact.
+
+    Args:
+        model: name of the model's class.
+        cases: one for each method, number of ranks and length.
+        tolerance: the largest error that counts as exact.
+        first_difference: the first module whose results differ, of the first case that is not exact; None if all are.
+        notes: what was not checked, and why.
+    """
+
+    model: str
+    cases: tuple[CheckedCase, ...]
+    tolerance: float
+    first_difference: Difference | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def exact(self) -> bool:
+        """Whether every case ran, and its error is within the tolerance."""
+        return all(self.is_exact(case) for case in self.cases)
+
+    @property
+    def error(self) -> float:
+        """The largest error of all cases; infinite if one failed."""
+        return max((float("inf") if case.error is None else case.error for case in self.cases), default=float("inf"))
+
+    def is_exact(self, case: CheckedCase) -> bool:
+        return case.failure is None and case.error is not None and case.error <= self.tolerance
+
+    def __bool__(self) -> bool:
+        return self.exact
+
+    def __str__(self) -> str:
+        verdict = "exact" if self.exact else "NOT exact"
+        lines = [f"{self.model} on virtual ranks: {verdict} (tolerance {self.tolerance:.0e})"]
+        lines += [f"  {case}{'' if self.is_exact(case) else '  <-'}" for case in self.cases]
+        lines += [f"  note: {note}" for note in self.notes]
+        if self.first_difference is not None:
+            case = next(case for case in self.cases if not self.is_exact(case))
+            lines += [f"First difference ({case.method}, {case.ranks} ranks, {case.tokens} tokens):"]
+            lines += [f"  {line}" for line in str(self.first_difference).splitlines()]
+        return "\n".join(lines)
+
+
+def check_parallel(
+    model: nn.Module,
+    *inputs: Any,
+    dim: int | Mapping[str, int] | None = None,
+    plan: Plan | Mapping[str, Any] | None = None,
+    forward: Callable[..., Any] | None = None,
+    ranks: int | Sequence[int] = (2, 3),
+    tolerance: float | None = None,
+    **kwargs: Any,
+) -> ParallelCheck:
+    """Compare ``model`` on virtual ranks with the unmodified model, for ring and for Ulysses, at an even and an uneven length.
+
+    The ranks are threads of this process, so it needs neither a process group nor several devices. Copies of the model run, which share
+    its weights, in eval mode and without gradients: the model itself, its buffers and the random state stay as they are. A
+    wrong result is traced to the first module whose output differs; an error on a rank is part of the report.
+
+    Use the number of ranks and the lengths that you will run with: some models change what they compute with the length that a rank
+    holds. In float16 and bfloat16 only coarse differences show; check a float32 copy if you can.
+
+    Args:
+        model (`nn.Module`): The model, with weights that are not zeros, for these hide what is wrong.
+        inputs, kwargs: What it is called with. ``model(*inputs, **kwargs)`` is the reference.
+        dim (`int` or `dict` of parameter names to `int`, *optional*, defaults to `1`): What ``cp.shard`` is applied to, under
+            ``UnifiedAttnMode``. An int: the dim of the tokens in every tensor that is as long along it as the first one. A dict: the
+            dims of the arguments that are sharded; all others are whole on every rank.
+        plan (:class:`Plan` or `_cp_plan`, *optional*): Apply this instead of the mode.
+        forward (`Callable`, *optional*): Your own lines instead, for a model that makes its tokens itself:
+            ``forward(cp, model, *inputs, **kwargs)`` is called under ``UnifiedAttnMode`` as ``cp``, and uses ``cp.shard`` and ``cp.gather``.
+            It must take everything from its arguments. It returns what the model returns, or one tensor of that.
+        ranks (`int` or sequence of `int`, defaults to `(2, 3)`): Numbers of ranks.
+        tolerance (`float`, *optional*): The largest ``‖out − ref‖ / ‖ref‖`` that counts as exact. Defaults to 1e-4 for float32, 1e-9
+            for float64, 1e-2 for float16 and 5e-2 for bfloat16.
+
+    Returns:
+        :class:`ParallelCheck`, true if every case is exact.
+
+    Raises:
+        TypeError: If ``model`` is no module, or an argument has the wrong type.
+        ValueError: If the model is already parallel, more than one of ``dim``, ``plan`` and ``forward`` is given, or nothing can be
+            sharded along ``dim``.
+
+    Example:
+        >>> print(check_parallel(model, torch.randn(1, 101, 64), dim=1))  # doctest: +SKIP
+        >>> print(check_parallel(llama, input_ids=ids, position_ids=positions, dim=1))  # doctest: +SKIP
+        >>> print(check_parallel(dit, latents, plan=proposal.plan))  # doctest: +SKIP
+    """
+    module = _checked_module(model)
+    numbers = _checked_ranks(ranks)
+    if sum(option is not None for option in (dim, plan, forward)) > 1:
+        raise ValueError("check_parallel takes one of dim=, plan= and forward=: what is sharded is said once.")
+    if tolerance is None:
+        tolerance = _TOLERANCE.get(_dtype_of(module), 1e-4)
+    given = Inputs(inputs, kwargs)
+    run = ParallelRun(
+        plan=plan, forward=forward, dims=_dims(module, given, dim) if plan is None and forward is None else {}
+    )
+    with torch.random.fork_rng(_rng_devices(module, given)):
+        return _Checker(module, given, run, tolerance).check(numbers)
+
+
+class _Checker:
+    """One check under way: the reference of each length, and the cases."""
+
+    def __init__(self, module: nn.Module, given: Inputs, run: ParallelRun, tolerance: float) -> None:
+        self._module, self._given, self._run, self._tolerance = module, given, run, tolerance
+        self._name = original_class(module).__name__
+        self._references: dict[int | None, tuple[Inputs, list[Tensor]] | None] = {}
+        self._notes: list[str] = []
+        # The sequence that is sharded, and the leaves that hold it: known after the first run where forward= or a plan shards.
+        self._dims: dict[int, int] = dict(run.dims)
+        self._total = run.total(given)
+
+    def check(self, numbers: Sequence[int]) -> ParallelCheck:
+        cases: list[CheckedCase] = []
+        wrong: tuple[CheckedCase, Inputs] | None = None
+        for ranks in numbers:
+            # The given length comes first: its run tells what is sharded.
+            for shorten in (False, True):
+                for method in _METHODS:
+                    case, inputs = self._case(method, ranks, shorten)
+                    if case is None:
+                        continue
+                    cases.append(case)
+                    if not (case.failure is None and case.error is not None and case.error <= self._tolerance):
+                        wrong = wrong or (case, inputs)
+        difference = None if wrong is None else self._first_difference(*wrong)
+        return ParallelCheck(self._name, tuple(cases), self._tolerance, difference, tuple(dict.fromkeys(self._notes)))
+
+    def _case(self, method: Method, ranks: int, shorten: bool) -> tuple[CheckedCase | None, Inputs]:
+        length = self._total
+        if shorten:
+            length = self._shorter_length(ranks)
+            if length is None:
+                return None, self._given
+        reference = self._reference(length if shorten else None, length)
+        if reference is None:
+            return None, self._given
+        inputs, expected = reference
+        results = run_parallel(self._module, inputs, self._run, *_mesh(method, ranks))
+        if not shorten and self._total is None:
+            self._learn(results[0])
+            length = self._total
+        failed = first_error([one.outcome for one in results])
+        if failed is not None:
+            rank, error = failed
+            hint = ""
+            if shorten and self._run.forward is not None:
+                hint = f" (inputs were shortened to {length} tokens; forward= must take everything from its arguments)"
+            failure = f"rank {rank}: {type(error).__name__}: {error}{hint}"
+            return CheckedCase(method, ranks, length, failure=failure), inputs
+        largest = _error_of([tensors_in(one.outcome.output) for one in results], expected, results[0].segments)
+        if isinstance(largest, str):
+            return CheckedCase(method, ranks, length, failure=largest), inputs
+        return CheckedCase(method, ranks, length, largest), inputs
+
+    def _shorter_length(self, ranks: int) -> int | None:
+        if self._total is None or not self._dims:
+            self._notes.append(
+                "the length was not varied: none of the inputs is sharded itself. Check again with inputs of another size."
+            )
+            return None
+        lengths = lengths_to_check(self._total, ranks)
+        return lengths[1] if len(lengths) > 1 else None
+
+    def _reference(self, key: int | None, length: int | None) -> tuple[Inputs, list[Tensor]] | None:
+        if key not in self._references:
+            if key is None or length is None or self._total is None:
+                outcome = run_alone(self._module, self._given)
+                if outcome.error is not None:
+                    raise outcome.error
+                self._references[key] = self._given, tensors_in(outcome.output)
+            else:
+                inputs = self._given.shortened(self._dims, self._total, length)
+                outcome = run_alone(self._module, inputs)
+                if outcome.error is not None:
+                    self._notes.append(f"{length} tokens were not checked: the model alone fails: {outcome.error}")
+                failed = outcome.error is not None
+                self._references[key] = None if failed else (inputs, tensors_in(outcome.output))
+        return self._references[key]
+
+    def _learn(self, result: RankRun) -> None:
+        """Note which inputs the first run has sharded, for others to be shortened."""
+        if result.sharded:
+            _, _, total = result.sharded[0]
+            self._total = total
+            self._dims = {i: d for i, d, length in result.sharded if i is not None and length == total}
+
+    def _first_difference(self, case: CheckedCase, inputs: Inputs) -> Difference:
+        alone = Recording()
+        outcome = run_alone(self._module, inputs, alone)
+        again = tensors_in(outcome.output)
+        expected = next(one for one in self._references.values() if one is not None and one[0] is inputs)[1]
+        noise = [relative_error([x], y, ()) for x, y in zip(again, expected, strict=True)]
+        if any(error is None or error > self._tolerance for error in noise):
+            reason = "two calls of the unmodified model differ: it draws random numbers, or keeps state between calls"
+            return Difference("", self._name, reason)
+        results = run_parallel(self._module, inputs, self._run, *_mesh(case.method, case.ranks), record=True)
+        return first_difference(
+            self._module,
+            alone,
+            [one.recording for one in results],
+            results[0].segments,
+            tolerance=self._tolerance,
+            failure=case.failure,
+        )
+
+
+def _mesh(method: Method, ranks: int) -> tuple[int, int]:
+    """Ring size and Ulysses size."""
+    return (ranks, 1) if method == "ring" else (1, ranks)
+
+
+def _error_of(outputs: Sequence[Sequence[Tensor]], expected: Sequence[Tensor], segments: Any) -> float | str:
+    """The largest error of all output tensors, or why they cannot be compared."""
+    if not outputs[0]:
+        return "the output holds no tensor in a tuple, list or dict, so nothing can be compared."
+    largest = 0.0
+    of_ranks = [*zip(*outputs, strict=False)]
+    # forward= may return one tensor of several.
+    wholes = expected if len(of_ranks) == len(expected) else [_fitting(parts, expected, segments) for parts in of_ranks]
+    for parts, whole in zip(of_ranks, wholes, strict=True):
+        error = None if whole is None else relative_error(parts, whole, segments)
+        if error is None:
+            shapes = [list(part.shape) for part in parts]
+            alone = [list(x.shape) for x in expected]
+            return f"the ranks return {shapes}, which are no parts of what the model alone returns: {alone}."
+        largest = max(largest, error)
+    return largest
+
+
+def _fitting(parts: Sequence[Tensor], expected: Sequence[Tensor], segments: Any) -> Tensor | None:
+    return next((whole for whole in expected if relative_error(parts, whole, segments) is not None), None)
+
+
+# -- what is given
+
+
+def _checked_module(model: Any) -> nn.Module:
+    module = uncompiled(model)
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; expected an nn.Module (of a pipeline, its transformer).")
+    if any(is_wrapped(one, "parallel") for one in module.modules()):
+        raise ValueError(
+            f"{original_class(module).__name__} is already parallel. Check the unmodified model, or undo it first: "
+            "unparallelize_pipe(pipe), unparallelize_transformer(transformer), remove_context_parallel(model)."
+        )
+    return module
+
+
+def _checked_ranks(ranks: int | Sequence[int]) -> list[int]:
+    numbers = [ranks] if isinstance(ranks, int) else [*ranks]
+    if not numbers or any(not isinstance(number, int) or number < 2 for number in numbers):
+        raise ValueError(f"ranks is {ranks!r}; expected a number of ranks, at least 2, or several such numbers.")
+    return numbers
+
+
+def _dtype_of(module: nn.Module) -> torch.dtype:
+    weight = next((x for x in module.parameters() if x.is_floating_point()), None)
+    if weight is None:
+        return torch.float32
+    if torch.is_autocast_enabled(weight.device.type):
+        return torch.get_autocast_dtype(weight.device.type)
+    return weight.dtype
+
+
+def _rng_devices(module: nn.Module, given: Inputs) -> list[torch.device]:
+    device = device_of(module, given.leaves())
+    return [device] if device.type == "cuda" else []
+
+
+def _dims(module: nn.Module, given: Inputs, dim: int | Mapping[str, int] | None) -> dict[int, int]:
+    """The dim of the tokens of each input that is sharded, by its index among all leaves of the inputs.
+
+    Raises:
+        TypeError, ValueError: there is nothing to shard.
+    """
+    leaves = given.leaves()
+    if isinstance(dim, Mapping):
+        named = _named_leaves(module, given)
+        unknown = [name for name in dim if name not in named]
+        if unknown:
+            raise ValueError(f"dim names {unknown}, which are not among the given arguments {sorted(named)}.")
+        dims = {index: dim[name] for name in dim for index in named[name] if isinstance(leaves[index], Tensor)}
+        bad = [list(leaves[i].shape) for i, d in dims.items() if not -leaves[i].ndim <= d < leaves[i].ndim]
+        if bad or not dims:
+            raise ValueError(
+                f"dim is {dict(dim)}; expected the dim of the tokens of tensors, got shapes {bad or 'none'}."
+            )
+        return {i: d % leaves[i].ndim for i, d in dims.items()}
+    dim = 1 if dim is None else dim
+    if not isinstance(dim, int):
+        raise TypeError(f"dim is a {type(dim).__name__}; expected an int, or a dict of parameter names to ints.")
+    tensors = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor) and -x.ndim <= dim < x.ndim}
+    if not tensors:
+        raise ValueError(f"none of the inputs is a tensor with a dim {dim}; say with dim= where the tokens are.")
+    total = next(iter(tensors.values())).shape[dim]
+    return {i: dim % x.ndim for i, x in tensors.items() if x.shape[dim] == total}
+
+
+def _named_leaves(module: nn.Module, given: Inputs) -> dict[str, list[int]]:
+    """The indexes of the leaves of each argument, by its parameter's name."""
+    bound = inspect.signature(module.forward).bind_partial(*given.args, **given.kwargs).arguments
+    kinds = inspect.signature(module.forward).parameters
+    by_identity: dict[int, list[int]] = {}
+    for index, leaf in enumerate(given.leaves()):
+        by_identity.setdefault(id(leaf), []).append(index)
+    named: dict[str, list[int]] = {}
+    for name, value in bound.items():
+        values = value if kinds[name].kind is inspect.Parameter.VAR_KEYWORD else {name: value}
+        for one, of_name in values.items():
+            leaves = Inputs((of_name,), {}).leaves()
+            named[one] = [index for leaf in leaves for index in by_identity[id(leaf)]]
+    return named

@@ -1,0 +1,219 @@
+"""The first module whose results differ on several ranks, from recordings of one call, and what is known about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from para_core.instance import original_class
+from para_core.layout import Segment
+from para_core.verify.parts import held_positions
+from para_core.verify.record import AttentionCall, Digest, Event, Recording
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where a run on several ranks first differs from the run alone.
+
+    Args:
+        module: name of the module, as in ``model.named_modules()``; "" for the model itself or for code around it.
+        kind: name of its class.
+        reason: what differs.
+        facts: what is known about it: its attention calls, settings that have to do with lengths.
+        error: of the first tensor that differs, estimated; None if it was not compared.
+    """
+
+    module: str
+    kind: str
+    reason: str
+    facts: tuple[str, ...] = ()
+    error: float | None = None
+
+    def __str__(self) -> str:
+        name = f"{self.module} ({self.kind})" if self.module else f"the model itself ({self.kind})"
+        size = "" if self.error is None else f" (by {self.error:.1e})"
+        return "\n".join([f"{name}: {self.reason}{size}", *[f"  {fact}" for fact in self.facts]])
+
+
+def first_difference(
+    module: nn.Module,
+    alone: Recording,
+    ranks: Sequence[Recording],
+    segments: Sequence[Segment],
+    *,
+    tolerance: float,
+    failure: str | None = None,
+) -> Difference:
+    """Compare the events of all ranks with those of the run alone, in the order of time.
+
+    Args:
+        segments: the sequences that were sharded or replicated.
+        failure: the error that ended the run on several ranks, if one did.
+    """
+    columns = _comparable([alone, *ranks])
+    running: list[str] = []
+    for row in zip(*columns, strict=False):
+        event, *parts = row
+        if any((part.kind, part.module) != (event.kind, event.module) for part in parts):
+            reason = "on several ranks other modules run, or in another order"
+            return _of(module, running, reason, alone, ranks, None)
+        error = _largest_error(event, parts, segments)
+        if error > tolerance:
+            return _at(module, event, running, alone, ranks, error)
+        if event.kind == "call":
+            running.append(event.module)
+        elif event.kind == "return" and event.module in running:
+            del running[running.index(event.module) :]
+    if failure is not None:
+        # The rank that failed is where least has returned.
+        stopped = next((one.running for one in ranks if one.running), [])
+        return _of(module, stopped, failure, alone, ranks, None)
+    reason = (
+        "the outputs of all its modules agree; what differs is computed outside of them: before the first, after the last, or in "
+        "the lines of forward="
+    )
+    return _of(module, [], reason, alone, ranks, None)
+
+
+def _comparable(recordings: Sequence[Recording]) -> list[list[Event]]:
+    """Their events, without modules that were not called in all of them: ``forward=`` may call parts of the model."""
+    called = [{event.module for event in one.events if event.kind == "call"} for one in recordings]
+    common = set.intersection(*called)
+    return [
+        [event for event in one.events if event.module in common or event.kind in ("attention", "attended")]
+        for one in recordings
+    ]
+
+
+def _largest_error(event: Event, parts: Sequence[Event], segments: Sequence[Segment]) -> float:
+    """Of all tensors of an event; those whose shapes cannot be compared count as equal."""
+    if any(len(part.digests) != len(event.digests) for part in parts):
+        return 0.0
+    largest = 0.0
+    for i, whole in enumerate(event.digests):
+        error = _digest_error(whole, [part.digests[i] for part in parts], segments)
+        largest = max(largest, error or 0.0)
+    return largest
+
+
+def _digest_error(whole: Digest, parts: Sequence[Digest], segments: Sequence[Segment]) -> float | None:
+    if any(len(part.shape) != len(whole.shape) for part in parts) or not whole.rows:
+        return None
+    dims = {dim for part in parts for dim, size in enumerate(part.shape) if size != whole.shape[dim]}
+    if len(dims) > 1:
+        return None
+    dim = next(iter(dims), 0)
+    total, held = whole.rows[dim].shape[0], [part.rows[dim].shape[0] for part in parts]
+    if not dims:
+        return _error([(part.rows[dim], whole.rows[dim]) for part in parts])
+    errors = [
+        _error(
+            [
+                (part.rows[dim], whole.rows[dim][at.to(whole.rows[dim].device)])
+                for part, at in zip(parts, positions, strict=True)
+            ]
+        )
+        for positions in held_positions(total, held, segments)
+    ]
+    return min(errors, default=None)
+
+
+def _error(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    difference = size = 0.0
+    for part, whole in pairs:
+        difference += float((part - whole).norm()) ** 2
+        size += float(whole.norm()) ** 2
+    return float((difference / max(size, 1e-30)) ** 0.5)
+
+
+def _at(
+    module: nn.Module,
+    event: Event,
+    running: Sequence[str],
+    alone: Recording,
+    ranks: Sequence[Recording],
+    error: float,
+) -> Difference:
+    if event.kind == "return":
+        reason = "what it returns differs, though what it is given agrees: it mixes tokens, or counts them"
+        return _of(module, [event.module], reason, alone, ranks, error)
+    if event.kind == "call":
+        called = event.module or "the model"
+        reason = f"what it gives {called} differs, though all that ran before agrees: it mixes tokens, or counts them"
+        return _of(module, running, reason, alone, ranks, error)
+    if event.kind == "attention":
+        reason = "the query, key or value that it attends with differs: look at positions (rotary embeddings)"
+    else:
+        reason = "its attention differs, though query, key and value agree: look at the mask"
+    return _of(module, [event.module], reason, alone, ranks, error)
+
+
+def _of(
+    module: nn.Module,
+    running: Sequence[str],
+    reason: str,
+    alone: Recording,
+    ranks: Sequence[Recording],
+    error: float | None,
+) -> Difference:
+    name = running[-1] if running else ""
+    found = module.get_submodule(name)
+    calls = [_attention_of(name, one) for one in (alone, *ranks)]
+    facts = []
+    if calls[0]:
+        facts.append(f"alone: {calls[0][0]}")
+        facts += [f"rank {rank}: {of_rank[0]}" for rank, of_rank in enumerate(calls[1:]) if of_rank]
+    facts += _settings(found, calls)
+    facts += _advice(calls)
+    return Difference(name, original_class(found).__name__, reason, tuple(facts), error)
+
+
+def _attention_of(name: str, recording: Recording) -> list[AttentionCall]:
+    return [
+        event.attention
+        for event in recording.events
+        if event.kind == "attention" and event.module == name and event.attention is not None
+    ]
+
+
+def _settings(module: nn.Module, calls: Sequence[Sequence[AttentionCall]]) -> list[str]:
+    """Attributes of the module and of its config that have to do with which tokens see each other."""
+    facts = []
+    config = getattr(module, "config", None)
+    of_config = vars(config) if hasattr(config, "__dict__") else {}
+    for source, values in (("", vars(module)), ("config.", of_config)):
+        for name, value in values.items():
+            if ("window" in name or "causal" in name or name in ("layer_type", "attention_type")) and isinstance(
+                value, (bool, int, str, tuple)
+            ):
+                facts.append(f"{source}{name} = {value!r}{_beside_lengths(value, calls)}")
+    return facts
+
+
+def _beside_lengths(value: Any, calls: Sequence[Sequence[AttentionCall]]) -> str:
+    if type(value) is not int or not all(calls):
+        return ""
+    whole, held = calls[0][0].keys, max(of_rank[0].keys for of_rank in calls[1:])
+    if held <= value < whole:
+        return f": not shorter than a rank's part ({held} tokens), but shorter than the sequence ({whole})"
+    return ""
+
+
+def _advice(calls: Sequence[Sequence[AttentionCall]]) -> list[str]:
+    if not all(calls):
+        return []
+    alone, ranks = calls[0][0], [of_rank[0] for of_rank in calls[1:]]
+    ways_out = "Pass a 4-D mask over all tokens, or let para_core.adapters.propose_plan find a plan."
+    if alone.mask is not None and any(one.mask is None for one in ranks):
+        reason = "The model makes its mask from the length that it is given, and makes none for a rank's part."
+        return [f"{reason} {ways_out}"]
+    if any(one.mask is not None and one.mask[-2] == one.queries != alone.queries for one in ranks):
+        reason = "Its mask has a row for each token of a rank: if the model made it, rows count from 0 on every rank."
+        return [f"{reason} {ways_out}"]
+    if len({one.is_causal for one in (alone, *ranks)}) > 1:
+        return ["is_causal is not the same on all ranks: some models switch it off for a single token."]
+    return []

@@ -1,0 +1,66 @@
+"""Shortening the inputs of a model along the dims of its tokens."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Arguments of a model: ``args`` by position and ``kwargs`` by name."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def leaves(self) -> list[Any]:
+        return tree_flatten((self.args, dict(self.kwargs)))[0]
+
+    def with_leaves(self, change: Callable[[int, Any], Any]) -> Inputs:
+        """The same with each leaf replaced by ``change(index, leaf)``."""
+        leaves, spec = tree_flatten((self.args, dict(self.kwargs)))
+        args, kwargs = tree_unflatten([change(i, leaf) for i, leaf in enumerate(leaves)], spec)
+        return Inputs(args, kwargs)
+
+    def copied(self) -> Inputs:
+        """Copies of all tensors and objects, for a model may change what it is given."""
+        return self.with_leaves(lambda _, leaf: _copied(leaf))
+
+    def shortened(self, dims: Mapping[int, int], total: int, length: int) -> Inputs:
+        """The first ``length`` of ``total`` tokens.
+
+        Args:
+            dims: of the leaves that are sharded, by index, the dim of their tokens. Of any other tensor all dims of size ``total``
+                are shortened, such as both of a mask.
+        """
+
+        def shorten(index: int, leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            of_leaf = [dims[index]] if index in dims else [dim for dim in range(leaf.ndim) if leaf.shape[dim] == total]
+            for dim in of_leaf:
+                leaf = leaf.narrow(dim, 0, length) if leaf.shape[dim] == total else leaf
+            return leaf
+
+        return self.with_leaves(shorten)
+
+
+def _copied(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.detach().clone()
+    try:
+        return copy.deepcopy(leaf)
+    # What cannot be copied is passed as it is.
+    except Exception:
+        return leaf
+
+
+def lengths_to_check(total: int, ranks: int) -> tuple[int, ...]:
+    """``total`` itself, and the next shorter length that ``ranks`` divide if they do not divide it, else one that they do not."""
+    shorter = total - 1 if total % ranks == 0 else total - total % ranks
+    return (total, shorter) if shorter > 0 else (total,)

@@ -1,0 +1,190 @@
+"""Recording one call of a model: what its modules and its attention calls are given and return, as short digests."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+# Random projections of each row.
+_PROBES = 4
+_LARGEST = 1e6
+
+Kind = Literal["call", "return", "attention", "attended"]
+
+
+@dataclass(frozen=True)
+class Digest:
+    """A tensor's shape, and for each dim its rows: each projected onto a few random directions, ``[size, probes]``.
+
+    Rows of a part along one dim can be compared with those of the whole, and no tensor of the model is kept. A projection keeps
+    the ratio of two norms, on average.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    rows: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """Lengths, mask and flags of one call of ``scaled_dot_product_attention``."""
+
+    queries: int
+    keys: int
+    mask: tuple[int, ...] | None
+    is_causal: bool
+
+    def __str__(self) -> str:
+        mask = "no mask" if self.mask is None else f"mask {list(self.mask)}"
+        return f"{self.queries} queries, {self.keys} keys, {mask}, is_causal={self.is_causal}"
+
+
+@dataclass(frozen=True)
+class Event:
+    """A module is called or returns, or attention is computed in it (in the innermost module that is running)."""
+
+    kind: Kind
+    module: str
+    digests: tuple[Digest, ...]
+    attention: AttentionCall | None = None
+
+
+@dataclass
+class Recording:
+    """The events of one call, in the order of time.
+
+    Args:
+        running: modules that have not returned, the innermost last.
+        busy: an attention call is being recorded.
+        at_each_event: called before an event is noted.
+    """
+
+    events: list[Event] = field(default_factory=list)
+    running: list[str] = field(default_factory=list)
+    busy: bool = False
+    at_each_event: Callable[[], None] | None = None
+
+    def note(self, kind: Kind, module: str, value: Any, attention: AttentionCall | None = None) -> None:
+        if self.at_each_event is not None:
+            self.at_each_event()
+        digests = tuple(_digest(x) for x in tree_leaves(value) if isinstance(x, Tensor) and x.layout == torch.strided)
+        self.events.append(Event(kind, module, digests, attention))
+
+    def notes_attention(self) -> TorchFunctionMode:
+        """A mode that records the attention calls that it sees, and leaves them as they are."""
+        return _AttentionRecorder(self)
+
+    @contextmanager
+    def around(self, module: nn.Module) -> Iterator[None]:
+        """Inside, calls of ``module`` and of its submodules are recorded, by hooks."""
+        handles = [handle for name, one in module.named_modules() for handle in self._hooks(name, one)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _hooks(self, name: str, module: nn.Module) -> list[Any]:
+        # The recorder of attention is entered in every module: a plan enters modes of its own around some of them, and only the
+        # innermost mode sees a call.
+        modes: list[TorchFunctionMode] = []
+        depths: list[int] = []
+
+        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+            self.note("call", name, (args, kwargs))
+            depths.append(len(self.running))
+            self.running.append(name)
+            modes.append(self.notes_attention())
+            modes[-1].__enter__()
+
+        def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            modes.pop().__exit__(None, None, None)
+            depth = depths.pop()
+            # Called while an exception is raised, too: then the innermost module that was running tells where.
+            if output is not None or sys.exc_info()[0] is None:
+                del self.running[depth:]
+                self.note("return", name, output)
+
+        return [
+            module.register_forward_pre_hook(before, with_kwargs=True),
+            module.register_forward_hook(after, with_kwargs=True, always_call=True),
+        ]
+
+
+class _AttentionRecorder(TorchFunctionMode):
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        self._recording = recording
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs, recording = kwargs or {}, self._recording
+        if func is not F.scaled_dot_product_attention or recording.busy:
+            return func(*args, **kwargs)
+        call = _attention_call(*args, **kwargs)
+        name = recording.running[-1] if recording.running else ""
+        # The recorders of outer modules see the same call.
+        recording.busy = True
+        try:
+            recording.note("attention", name, _query_key_value(*args, **kwargs), call)
+            out = func(*args, **kwargs)
+            recording.note("attended", name, out, call)
+        finally:
+            recording.busy = False
+        return out
+
+
+def _attention_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **_: Any,
+) -> AttentionCall:
+    mask = None if attn_mask is None else tuple(attn_mask.shape)
+    return AttentionCall(query.shape[-2], key.shape[-2], mask, bool(is_causal))
+
+
+def _query_key_value(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
+    return query, key, value
+
+
+def _digest(x: Tensor) -> Digest:
+    with torch._C.DisableTorchFunction():
+        shape, dtype = tuple(x.shape), x.dtype
+        x = x.detach()
+        if x.is_complex():
+            x = torch.view_as_real(x).sum(-1)
+        if x.dtype != torch.float64:
+            x = x.float()
+        x = x.nan_to_num(nan=_LARGEST / 3).clamp(-_LARGEST, _LARGEST)
+        x = x.reshape(1) if x.ndim == 0 else x
+        return Digest(shape, dtype, tuple(_rows(x, dim) for dim in range(x.ndim)))
+
+
+def _rows(x: Tensor, dim: int) -> Tensor:
+    """``[size of dim, probes]``: all other dims contracted with random vectors, one after the other."""
+    x = x.movedim(dim, 0)
+    if x.ndim == 1:
+        return x[:, None]
+    rows = x @ _noise(x.shape[-1], x)
+    while rows.ndim > 2:
+        rows = (rows * _noise(rows.shape[-2], rows)).sum(-2)
+    return rows
+
+
+def _noise(size: int, like: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(size)
+    return torch.randn(size, _PROBES, generator=generator).to(like)

@@ -1,0 +1,144 @@
+"""Runs of a model: alone, and on virtual ranks with a mode, a plan or a user's own lines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from para_core.layout import Segment, SequenceLayout
+from para_core.mesh import SequenceMesh
+from para_core.modes.known_sequences import HeldLayout
+from para_core.modes.unified import UnifiedAttnMode
+from para_core.plans.plan import Plan
+from para_core.plans.region import apply_plan, segments_under_way
+from para_core.verify.lengths import Inputs
+from para_core.verify.record import Recording
+from para_core.verify.virtual_ranks import Outcome, device_of, outcomes_on_virtual_ranks, with_same_weights
+
+
+@dataclass(frozen=True)
+class ParallelRun:
+    """How a model is run on several ranks: by a plan, by a user's own lines, or with ``dims`` of its inputs sharded.
+
+    Args:
+        dims: of the inputs' leaves that are sharded, by index, the dim of their tokens.
+    """
+
+    plan: Plan | Mapping[str, Any] | None
+    forward: Callable[..., Any] | None
+    dims: Mapping[int, int]
+
+    def total(self, inputs: Inputs) -> int | None:
+        """Tokens of the first input that is sharded; None if only a run shows what is."""
+        leaves = inputs.leaves()
+        return next((leaves[index].shape[dim] for index, dim in self.dims.items()), None)
+
+
+@dataclass
+class RankRun:
+    """What one rank did.
+
+    Args:
+        segments: the sequences that were sharded or replicated.
+        sharded: for each tensor that was sharded, the index of the input's leaf that it is, if it is one; its dim; its tokens.
+    """
+
+    outcome: Outcome = field(default_factory=Outcome)
+    segments: list[Segment] = field(default_factory=list)
+    sharded: list[tuple[int | None, int, int]] = field(default_factory=list)
+    recording: Recording = field(default_factory=Recording)
+
+    def note_segments(self, segments: tuple[Segment, ...]) -> None:
+        self.segments += [one for one in segments if one not in self.segments]
+
+
+def run_alone(module: nn.Module, inputs: Inputs, recording: Recording | None = None) -> Outcome:
+    """Call a copy of ``module`` on this device alone."""
+    copied = with_same_weights(module).eval()
+
+    def run(_: SequenceMesh) -> Any:
+        mine = inputs.copied()
+        with ExitStack() as stack:
+            if recording is not None:
+                stack.enter_context(recording.around(copied))
+            return copied(*mine.args, **mine.kwargs)
+
+    # In a thread, as the ranks run: hooks that record enter modes, and nothing of them may stay in the caller's thread.
+    return outcomes_on_virtual_ranks(run, device=device_of(module, inputs.leaves()))[0]
+
+
+def run_parallel(
+    module: nn.Module, inputs: Inputs, run: ParallelRun, ring: int, ulysses: int, *, record: bool = False
+) -> list[RankRun]:
+    """Call copies of ``module`` on ``ring × ulysses`` virtual ranks."""
+    copies = [with_same_weights(module).eval() for _ in range(ring * ulysses)]
+    results = [RankRun() for _ in copies]
+
+    def run_rank(mesh: SequenceMesh) -> Any:
+        copied, result = copies[mesh.rank], results[mesh.rank]
+        mine = inputs.copied()
+        with ExitStack() as stack:
+            if record:
+                stack.enter_context(result.recording.around(copied))
+            if run.plan is not None:
+                return _run_plan(copied, run.plan, mesh, mine, result)
+            return _run_mode(copied, run, mesh, mine, result)
+
+    device = device_of(module, inputs.leaves())
+    outcomes = outcomes_on_virtual_ranks(run_rank, ring=ring, ulysses=ulysses, device=device)
+    for result, outcome in zip(results, outcomes, strict=True):
+        result.outcome = outcome
+    return results
+
+
+def _run_plan(
+    module: nn.Module, plan: Plan | Mapping[str, Any], mesh: SequenceMesh, inputs: Inputs, result: RankRun
+) -> Any:
+    def note() -> None:
+        under_way = segments_under_way(module)
+        if under_way is not None:
+            result.note_segments(under_way[1])
+
+    result.recording.at_each_event = note
+    apply_plan(module, plan, mesh)
+    return module(*inputs.args, **inputs.kwargs)
+
+
+def _run_mode(module: nn.Module, run: ParallelRun, mesh: SequenceMesh, inputs: Inputs, result: RankRun) -> Any:
+    with _NotingMode(mesh, result, inputs) as cp, result.recording.notes_attention():
+        if run.forward is not None:
+            return run.forward(cp, module, *inputs.args, **inputs.kwargs)
+        sharded = inputs.with_leaves(lambda i, leaf: cp.shard(leaf, run.dims[i]) if i in run.dims else leaf)
+        return module(*sharded.args, **sharded.kwargs)
+
+
+class _NotingMode(UnifiedAttnMode):
+    """The mode, which notes what was sharded and replicated through it."""
+
+    def __init__(self, mesh: SequenceMesh, result: RankRun, inputs: Inputs) -> None:
+        self._result, self._inputs = result, inputs
+        super().__init__(mesh)
+
+    def shard(
+        self, x: Tensor, dim: int, *, sequence: SequenceLayout | None = None, balance: Literal["causal"] | None = None
+    ) -> Tensor:
+        part = super().shard(x, dim, sequence=sequence, balance=balance)
+        index = next((i for i, leaf in enumerate(self._inputs.leaves()) if leaf is x), None)
+        self._result.sharded.append((index, dim % x.ndim, x.shape[dim]))
+        return part
+
+    def _remember(self, segment: Segment) -> None:
+        self._result.note_segments((segment,))
+        super()._remember(segment)
+
+    def _hold_layout(self, layout: SequenceLayout) -> HeldLayout:
+        self._result.note_segments(layout.segments)
+        return super()._hold_layout(layout)
+
+
+# Messages of the mode name it.
+_NotingMode.__name__ = UnifiedAttnMode.__name__

@@ -1,0 +1,333 @@
+"""Ranks that are threads of this process and exchange tensors in memory: for trying a plan or a mode on one device.
+
+A rank that fails releases the others, and ranks that wait for each other in different collectives are found at once. So a wrong plan
+is an error here, where on real ranks it may be a hang or an abort.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import copy
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from para_core.mesh import SequenceMesh, mesh_of_groups
+from para_core.plans.plan import Plan
+from para_core.plans.region import apply_plan
+
+_NAMES = itertools.count()
+
+
+class RanksDiffer(RuntimeError):
+    """Virtual ranks do not fit: one failed, or sends what another does not expect."""
+
+
+class _Ranks:
+    """State that all ranks of one run share: how many still run, and how many wait in a collective."""
+
+    def __init__(self, running: int) -> None:
+        self.changed = threading.Condition()
+        self.running = running
+        self.waiting = 0
+        self.failed = False
+
+    def wait_in(self, meeting: _Meeting, generation: int) -> None:
+        """Wait until ``meeting`` has left ``generation``. The caller holds the lock.
+
+        Raises:
+            RanksDiffer: a rank failed, or every rank that runs is waiting.
+        """
+        meeting.waiting += 1
+        self.waiting += 1
+        self._check()
+        self.changed.wait_for(lambda: self.failed or meeting.generation != generation)
+        if meeting.generation == generation:
+            raise RanksDiffer("another virtual rank failed, or took part in another collective.")
+
+    def leave(self, *, failed: bool) -> None:
+        """Note that a rank has ended."""
+        with self.changed:
+            self.running -= 1
+            self.failed = self.failed or failed
+            self._check()
+            self.changed.notify_all()
+
+    def stop(self) -> None:
+        """Release all ranks that wait."""
+        with self.changed:
+            self.failed = True
+            self.changed.notify_all()
+
+    def _check(self) -> None:
+        if self.waiting and self.waiting == self.running:
+            self.failed = True
+            self.changed.notify_all()
+
+
+class _Meeting:
+    """Where the ranks of one group lay down what they send."""
+
+    def __init__(self, size: int, ranks: _Ranks) -> None:
+        self.sent: list[Any] = [None] * size
+        self.generation = 0
+        self.waiting = 0
+        self._ranks = ranks
+
+    def exchange(self, rank: int, sent: Any, receive: Callable[[list[Any]], None]) -> None:
+        """Call ``receive(sent)`` once every rank has laid down its part; no rank continues before all have received."""
+        self.sent[rank] = sent
+        self._meet()
+        receive(self.sent)
+        self._meet()
+
+    def _meet(self) -> None:
+        ranks = self._ranks
+        with ranks.changed:
+            if self.waiting + 1 < len(self.sent):
+                ranks.wait_in(self, self.generation)
+                return
+            # The last one to arrive. Those that it releases count as running before they wake up.
+            ranks.waiting -= self.waiting
+            self.waiting = 0
+            self.generation += 1
+            ranks.changed.notify_all()
+
+
+class _Done:
+    """A collective that is over."""
+
+    def wait(self, *_: Any) -> bool:
+        return True
+
+
+# For mypy: torch declares these methods with more ways to call them than are used here.
+_ProcessGroup: Any = dist.ProcessGroup
+
+
+class _LocalGroup(_ProcessGroup):  # type: ignore[misc]
+    """One rank's view of a group of threads: the collectives of :mod:`para_core.collectives`, and no others."""
+
+    def __init__(self, rank: int, meeting: _Meeting, device_type: str) -> None:
+        super().__init__(rank, len(meeting.sent))
+        self._rank, self._meeting = rank, meeting
+        self._name = f"virtual ranks {next(_NAMES)}"
+        # The CPU too: the small exchange of eager code then goes over this group, not over a gloo group beside it.
+        self._devices = [torch.device(one) for one in dict.fromkeys(("cpu", device_type))]
+
+    @property
+    def group_name(self) -> Any:
+        return self._name
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return self._devices
+
+    def size(self) -> int:
+        return len(self._meeting.sent)
+
+    def rank(self) -> int:
+        return self._rank
+
+    def alltoall_base(self, received: Tensor, x: Tensor, receive_sizes: Any, send_sizes: Any, *_: Any) -> _Done:
+        even = [x.shape[0] // self.size()] * self.size()
+        sends = x.split(list(send_sizes) or even)
+
+        def receive(sent: list[Sequence[Tensor]]) -> None:
+            parts = received.split(list(receive_sizes) or even)
+            for part, of_rank in zip(parts, sent, strict=True):
+                _copy(part, of_rank[self._rank])
+
+        self._meeting.exchange(self._rank, sends, receive)
+        return _Done()
+
+    def all_gather_single(self, gathered: Tensor, x: Tensor, *_: Any) -> _Done:
+        def receive(sent: list[Tensor]) -> None:
+            for part, of_rank in zip(gathered.view(self.size(), -1), sent, strict=True):
+                _copy(part, of_rank.reshape(-1))
+
+        self._meeting.exchange(self._rank, x, receive)
+        return _Done()
+
+    def broadcast(self, tensors: list[Tensor], options: dist.BroadcastOptions) -> _Done:
+        root = options.rootRank
+
+        def receive(sent: list[Tensor]) -> None:
+            if self._rank != root:
+                _copy(tensors[0], sent[root])
+
+        self._meeting.exchange(self._rank, tensors[0], receive)
+        return _Done()
+
+    # torch 2.11 calls them by other names.
+    all_to_all_single = alltoall_base
+    _allgather_base = all_gather_single
+
+
+def _copy(received: Tensor, sent: Tensor) -> None:
+    if received.shape != sent.shape or received.dtype != sent.dtype:
+        raise RanksDiffer(
+            f"a rank expects {list(received.shape)} {received.dtype}, and is sent {list(sent.shape)} {sent.dtype}."
+        )
+    received.copy_(sent)
+
+
+class _VirtualMesh(SequenceMesh):
+    """A mesh whose groups torch.distributed does not know, so that it cannot destroy them."""
+
+    def check_alive(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a rank returned, or the exception that ended it."""
+
+    output: Any = None
+    error: Exception | None = None
+
+
+def outcomes_on_virtual_ranks(
+    run: Callable[[SequenceMesh], Any], *, ring: int = 1, ulysses: int = 1, device: torch.device
+) -> list[Outcome]:
+    """Call ``run(mesh)`` on each of ``ring × ulysses`` virtual ranks, without gradients, and return what became of each.
+
+    The threads have the current device and stream, the autocast state and the context variables of the caller.
+    """
+    ranks = _Ranks(ring * ulysses)
+    meshes, groups = _meshes(ring, ulysses, device.type, ranks)
+    outcomes = [Outcome()] * len(meshes)
+    inherited = _Inherited(device)
+
+    def run_rank(rank: int) -> None:
+        try:
+            with inherited.entered(), torch.no_grad():
+                outcomes[rank] = Outcome(run(meshes[rank]))
+        # A model may fail in any way on a part of its tokens.
+        except Exception as error:
+            outcomes[rank] = Outcome(error=error)
+        finally:
+            ranks.leave(failed=outcomes[rank].error is not None)
+
+    threads = [
+        threading.Thread(target=contextvars.copy_context().run, args=(run_rank, rank), daemon=True)
+        for rank in range(len(meshes))
+    ]
+    with _registered(groups):
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            ranks.stop()
+    return outcomes
+
+
+def first_error(outcomes: Sequence[Outcome]) -> tuple[int, Exception] | None:
+    """The first rank that failed by itself, and how; a rank that merely waited for another only if there is no other."""
+    errors = [(rank, outcome.error) for rank, outcome in enumerate(outcomes) if outcome.error is not None]
+    causes = [(rank, error) for rank, error in errors if not _merely_waited(error)]
+    return next(iter([*causes, *errors]), None)
+
+
+def _merely_waited(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, RanksDiffer):
+            return True
+        error = error.__cause__
+    return False
+
+
+def run_on_virtual_ranks(
+    module: nn.Module, plan: Plan, inputs: Mapping[str, Any], *, ring: int = 1, ulysses: int = 1
+) -> list[Any]:
+    """Return what ``module(**inputs)`` returns on each of ``ring × ulysses`` virtual ranks under ``plan``, without gradients.
+
+    The module itself is not touched: each rank runs a copy that shares its weights.
+
+    Raises:
+        Exception: what the first rank raised that did not merely wait for another.
+    """
+
+    copies = [with_same_weights(module) for _ in range(ring * ulysses)]
+
+    def run(mesh: SequenceMesh) -> Any:
+        apply_plan(copies[mesh.rank], plan, mesh)
+        return copies[mesh.rank](**fresh(inputs))
+
+    outcomes = outcomes_on_virtual_ranks(run, ring=ring, ulysses=ulysses, device=device_of(module, inputs))
+    failed = first_error(outcomes)
+    if failed is not None:
+        raise failed[1]
+    return [outcome.output for outcome in outcomes]
+
+
+def device_of(module: nn.Module, inputs: Any = ()) -> torch.device:
+    """The device of the first tensor among the module's weights, its buffers and ``inputs``."""
+    tensors = itertools.chain(module.parameters(), module.buffers(), torch.utils._pytree.tree_leaves(inputs))
+    return next((x.device for x in tensors if isinstance(x, Tensor)), torch.device("cpu"))
+
+
+def fresh(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The same tensors in lists and dicts of their own: some models empty those that they are given."""
+    copied: dict[str, Any] = tree_map(lambda x: x, dict(inputs))
+    return copied
+
+
+def with_same_weights(module: nn.Module) -> nn.Module:
+    """A copy of ``module`` that shares its parameters, and has buffers of its own, for models update some of those in a call."""
+    return copy.deepcopy(module, {id(weight): weight for weight in module.parameters()})
+
+
+def _meshes(ring: int, ulysses: int, device_type: str, ranks: _Ranks) -> tuple[list[SequenceMesh], list[_LocalGroup]]:
+    """The mesh of each rank, and all groups in it."""
+    rings = [_Meeting(ring, ranks) for _ in range(ulysses)]
+    ulysses_groups = [_Meeting(ulysses, ranks) for _ in range(ring)]
+    meshes: list[SequenceMesh] = []
+    groups: list[_LocalGroup] = []
+    for rank in range(ring * ulysses):
+        outer, inner = divmod(rank, ulysses)
+        of_ring = _LocalGroup(outer, rings[inner], device_type)
+        of_ulysses = _LocalGroup(inner, ulysses_groups[outer], device_type)
+        mesh = mesh_of_groups(of_ring, of_ulysses, device_type)
+        meshes.append(_VirtualMesh(**{field.name: getattr(mesh, field.name) for field in fields(mesh)}))
+        groups += [of_ring, of_ulysses]
+    return meshes, groups
+
+
+@contextmanager
+def _registered(groups: Sequence[_LocalGroup]) -> Iterator[None]:
+    """Inside, functional collectives find ``groups`` by their names."""
+    with ExitStack() as stack:
+        for group in groups:
+            torch._C._distributed_c10d._register_process_group(group.group_name, group)
+            stack.callback(torch._C._distributed_c10d._unregister_process_group, group.group_name)
+        yield
+
+
+class _Inherited:
+    """What torch keeps for each thread, and a new thread does not inherit: device, stream and autocast."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device_type = device.type
+        self._autocast = torch.is_autocast_enabled(device.type)
+        self._dtype = torch.get_autocast_dtype(device.type)
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        on_accelerator = accelerator is not None and accelerator.type == device.type
+        self._stream = torch.accelerator.current_stream(device) if on_accelerator else None
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        if self._stream is not None:
+            torch.accelerator.set_stream(self._stream)
+        with torch.autocast(self._device_type, self._dtype, enabled=self._autocast):
+            yield

@@ -1,0 +1,294 @@
+"""check_parallel finds what differs on several ranks, names the module, and leaves the model as it is."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from benchmarks.tiny_models import MODELS
+from para_core import Attention, Gather, Plan, Split, check_parallel
+from para_core.adapters.models.flux import FLUX_PLAN
+from para_core.instance import Order, wrap_method
+
+
+class Block(nn.Module):
+    def __init__(self, *, centred=False):
+        super().__init__()
+        self.qkv, self.out, self.norm = nn.Linear(16, 48), nn.Linear(16, 16), nn.LayerNorm(16)
+        self.register_buffer("calls", torch.zeros(()))
+        self.drop = nn.Dropout(0.5)
+        self.centred = centred
+
+    def forward(self, x):
+        self.calls += 1
+        q, k, v = self.qkv(self.norm(x)).unflatten(2, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        x = x + self.drop(self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)))
+        return x - x.mean(dim=1, keepdim=True) if self.centred else x
+
+
+class Model(nn.Module):
+    """Patches of pixels, blocks, and a head."""
+
+    def __init__(self, *, centred=()):
+        super().__init__()
+        self.embed = nn.Linear(4, 16)
+        self.blocks = nn.ModuleList(Block(centred=i in centred) for i in range(3))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def make(**options):
+    torch.manual_seed(0)
+    return Model(**options)
+
+
+def test_a_model_without_token_mixing_is_exact_and_is_not_touched():
+    model, x = make().train(), torch.randn(2, 13, 4, requires_grad=True)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    check = check_parallel(model, x)
+    assert check.exact
+    assert check
+    assert check.error < 1e-6
+    lengths = {(case.method, case.ranks, case.tokens) for case in check.cases}
+    assert lengths == {(m, r, n) for m in ("ring", "ulysses") for r, n in [(2, 13), (2, 12), (3, 13), (3, 12)]}
+    assert model.training
+    assert all(one.training for one in model.modules())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert x.grad is None
+    assert all(weight.grad is None for weight in model.parameters())
+
+
+@pytest.mark.parametrize("wrong", [0, 2])
+def test_a_mean_over_tokens_is_found_where_it_is(wrong):
+    check = check_parallel(make(centred=[wrong]), torch.randn(1, 12, 4), ranks=2)
+    assert not check
+    assert [case.error > 1e-3 for case in check.cases] == [True] * 4
+    assert check.first_difference.module == f"blocks.{wrong}"
+    assert check.first_difference.kind == "Block"
+    assert f"blocks.{wrong} (Block)" in str(check)
+
+
+class Gathers(Model):
+    """Computes something from the number of its tokens, between two blocks, in the model's own forward."""
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x * x.shape[1] ** 0.5)
+        return self.head(x)
+
+
+def test_what_the_model_itself_does_between_modules_is_named_with_the_module_that_gets_it():
+    torch.manual_seed(0)
+    difference = check_parallel(Gathers(), torch.randn(1, 12, 4), ranks=2).first_difference
+    assert difference.module == ""
+    assert "blocks.0" in difference.reason
+
+
+def shard_pixels(cp, model, x):
+    x = cp.shard(model.embed(x), dim=1)
+    for block in model.blocks:
+        x = block(x)
+    return cp.gather(model.head(x), dim=1)
+
+
+def test_own_lines_are_checked_as_they_are():
+    check = check_parallel(make(), torch.randn(1, 12, 4), forward=shard_pixels)
+    assert check.exact
+    assert {case.tokens for case in check.cases} == {12}
+    assert "not varied" in str(check)
+    wrong = check_parallel(make(centred=[1]), torch.randn(1, 12, 4), forward=shard_pixels)
+    assert wrong.first_difference.module == "blocks.1"
+
+
+def shard_input(cp, model, x):
+    return cp.gather(model(cp.shard(x, dim=1)), dim=1)
+
+
+def test_own_lines_that_shard_an_input_are_checked_at_two_lengths():
+    check = check_parallel(make(), torch.randn(1, 12, 4), forward=shard_input, ranks=2)
+    assert check.exact
+    assert {case.tokens for case in check.cases} == {12, 11}
+
+
+def gather_twice(cp, model, x):
+    return shard_input(cp, model, x).flip(1)
+
+
+def test_what_is_wrong_in_own_lines_is_said_to_be_there():
+    difference = check_parallel(make(), torch.randn(1, 12, 4), forward=gather_twice, ranks=2).first_difference
+    assert difference.module == ""
+    assert "forward=" in difference.reason
+
+
+class Fails(Model):
+    def forward(self, x):
+        if x.shape[1] == 5:
+            raise ArithmeticError("five tokens")
+        return super().forward(x)
+
+
+def test_an_exception_on_one_rank_is_a_finding():
+    check = check_parallel(Fails(), torch.randn(1, 11, 4), ranks=2)
+    assert not check.exact
+    failed = [case for case in check.cases if case.failure is not None]
+    assert {case.tokens for case in failed} == {11, 10}
+    assert all("ArithmeticError: five tokens" in case.failure for case in failed)
+    assert "five tokens" in check.first_difference.reason
+
+
+def test_a_model_that_fails_alone_raises_what_it_raised():
+    with pytest.raises(ArithmeticError, match="five tokens"):
+        check_parallel(Fails(), torch.randn(1, 5, 4))
+
+
+class Draws(Model):
+    def forward(self, x):
+        return super().forward(x + torch.randn_like(x))
+
+
+def test_a_model_that_draws_random_numbers_is_said_to_do_so():
+    check = check_parallel(Draws(), torch.randn(1, 12, 4), ranks=2)
+    assert "random numbers" in check.first_difference.reason
+
+
+def test_plans_are_checked():
+    module, inputs = MODELS["flux"].build(), MODELS["flux"].inputs(1, 5, 7)
+    assert check_parallel(module, plan=FLUX_PLAN, ranks=2, **inputs).exact
+    wrong = Plan(
+        dict(FLUX_PLAN.inputs),
+        FLUX_PLAN.outputs,
+        ("text", "image"),
+        attention={"transformer_blocks.1.attn": (Attention(("image",), ("image",)),)},
+    )
+    check = check_parallel(module, plan=wrong, ranks=2, **inputs)
+    assert not check.exact
+    assert check.first_difference.module == "transformer_blocks.1.attn"
+
+
+def test_a_plan_whose_gather_is_elsewhere_is_wrong_at_once():
+    plan = Plan({"x": Split(1, "image")}, {"blocks.0": Gather(1, "image")}, ("image",))
+    check = check_parallel(make(), torch.randn(1, 12, 4), plan=plan, ranks=2)
+    # Behind the first block every rank has all tokens, and attends to them alone.
+    assert check.exact
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"dim": 7}, ValueError, "dim 7"),
+        ({"dim": {"y": 1}}, ValueError, "'y'"),
+        ({"dim": "1"}, TypeError, "str"),
+        ({"ranks": 1}, ValueError, "1"),
+        ({"ranks": ()}, ValueError, "ranks"),
+        ({"dim": 1, "forward": shard_input}, ValueError, "forward="),
+    ],
+)
+def test_options_that_mean_nothing_raise(options, error, words):
+    with pytest.raises(error, match=words):
+        check_parallel(make(), torch.randn(1, 12, 4), **options)
+
+
+def test_a_function_is_no_model():
+    with pytest.raises(TypeError, match="function"):
+        check_parallel(F.relu, torch.randn(1, 12, 4))
+
+
+def transformers_model(name, **config):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    if name != "ViT":
+        sizes["vocab_size"] = 64
+    configuration = getattr(transformers, f"{name}Config")(**sizes, **config)
+    model = getattr(transformers, f"{name}Model")(configuration)
+    for weight in model.parameters():
+        nn.init.normal_(weight, std=0.3)
+    return model.eval()
+
+
+def tokens(length):
+    return torch.randint(64, (1, length), generator=torch.Generator().manual_seed(length))
+
+
+WINDOWED = {
+    "Mistral": ({"sliding_window": 8, "num_key_value_heads": 2}, "layers.0.self_attn"),
+    "Qwen2": (
+        {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1, "num_key_value_heads": 2},
+        "layers.1.self_attn",
+    ),
+    "Gemma3Text": (
+        {"sliding_window": 8, "num_key_value_heads": 2, "head_dim": 8, "layer_types": ["sliding_attention"] * 2},
+        "layers.0.self_attn",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_a_sliding_window_that_a_rank_drops_is_found(name):
+    config, module = WINDOWED[name]
+    model = transformers_model(name, **config)
+    positions = torch.arange(12)[None]
+    check = check_parallel(model, input_ids=tokens(12), position_ids=positions, use_cache=False, ranks=2)
+    assert not check.exact
+    assert check.first_difference.module == module
+    assert "window" in str(check)
+
+
+@pytest.mark.parametrize("name", ["Mistral", "Llama", "Qwen2"])
+def test_decoders_without_a_window_are_exact(name):
+    model = transformers_model(name, num_key_value_heads=2)
+    positions = torch.arange(12)[None]
+    check = check_parallel(model, input_ids=tokens(12), position_ids=positions, use_cache=False)
+    assert check.exact, str(check)
+
+
+def test_positions_that_every_rank_counts_from_zero_are_found():
+    model = transformers_model("Llama", num_key_value_heads=2)
+    check = check_parallel(model, tokens(12), use_cache=False, ranks=2)
+    assert "rotary_emb" in check.first_difference.reason
+    assert check.first_difference.module == ""
+
+
+def test_an_encoder_with_learned_positions_is_found_and_right_with_its_positions():
+    model = transformers_model("Bert")
+    assert check_parallel(model, tokens(12), ranks=2).first_difference.module == "embeddings"
+    positions = torch.arange(12)[None]
+    check = check_parallel(model.encoder, torch.randn(1, 12, 32), ranks=2)
+    assert check.exact, str(check)
+    with_positions = check_parallel(model, tokens(12), position_ids=positions, ranks=2)
+    # Its pooler takes the first token, which only the first rank has.
+    assert with_positions.first_difference.module == "pooler"
+
+
+def patches(cp, model, pixel_values):
+    x = cp.shard(model.embeddings(pixel_values), dim=1)
+    x = model.encoder(x).last_hidden_state if hasattr(model, "encoder") else run_layers(model, x)
+    return cp.gather(model.layernorm(x), dim=1)
+
+
+def run_layers(model, x):
+    for layer in model.layers:
+        x = layer(x)
+    return x
+
+
+def test_an_image_encoder_is_checked_by_own_lines():
+    model = transformers_model("ViT", image_size=16, patch_size=4)
+    check = check_parallel(model, torch.randn(1, 3, 16, 16), forward=patches)
+    assert check.exact, str(check)
+    assert {case.tokens for case in check.cases} == {17}
+
+
+def test_a_parallel_model_is_refused():
+    model = MODELS["flux"].build()
+    wrap_method(model, "__call__", "parallel", lambda call, module, *args: call(module, *args), order=Order.PLAN)
+    with pytest.raises(ValueError, match="FluxTransformer2DModel is already parallel"):
+        check_parallel(model, plan=FLUX_PLAN)
