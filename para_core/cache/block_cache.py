@@ -355,7 +355,7 @@ class BlockCache:
         histories = self.state.stages[role.stage].histories
         ends_stage = role.exits or (role.chained and not self.unchained[role.stage])
         present = [i for i in range(len(given)) if not ends_stage or histories[i] is not None]
-        return either(self._skip, skipped, computed, present, len(given))
+        return either(self._skip, skipped, computed, present, given)
 
     def _run_stage_in_graph(
         self, role: Role, given: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -12,26 +12,28 @@ Streams = tuple[Tensor | None, ...]
 
 
 def either(
-    condition: Any, one: Callable[[], Streams], other: Callable[[], Streams], present: list[int], count: int
+    condition: Any, one: Callable[[], Streams], other: Callable[[], Streams], present: list[int], inputs: Streams
 ) -> Streams:
-    """``one()`` if ``condition``, else ``other()``: a branch of ``torch.cond`` each.
+    """Return ``one()`` if ``condition``, else ``other()``: each is a branch of ``torch.cond``.
 
     Args:
-        condition: a bool tensor of one element, on the CPU, or the host waits for the device once for each call.
-        present: places of the ``count`` tensors that are returned; None stands at the others.
+        condition: a bool tensor with one element. On an accelerator, the host waits for it at each call.
+        present: indices of the outputs that are tensors; the others are None.
+        inputs: tensors whose shapes the outputs have.
     """
 
-    def own(make: Callable[[], Streams]) -> Callable[[], tuple[Tensor, ...]]:
-        def made() -> tuple[Tensor, ...]:
+    def flattened(make: Callable[[], Streams]) -> Callable[[], tuple[Tensor, ...]]:
+        def flat_outputs() -> tuple[Tensor, ...]:
             values = make()
-            return tuple([_own(values[i]) for i in present])
+            return tuple([_flat_copy(values[i]) for i in present])
 
-        return made
+        return flat_outputs
 
-    found = torch.cond(condition, own(one), own(other), ())
-    outputs: list[Tensor | None] = [None] * count
-    for i, x in zip(present, found, strict=True):
-        outputs[i] = x
+    flat = torch.cond(condition, flattened(one), flattened(other), ())
+    outputs: list[Tensor | None] = [None] * len(inputs)
+    for i, x in zip(present, flat, strict=True):
+        shape: Any = inputs[i]
+        outputs[i] = x.view(shape.shape)
     return tuple(outputs)
 
 
@@ -40,8 +42,13 @@ def nothing_like(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def _own(x: Tensor | None) -> Tensor:
-    """A tensor of its own in the order of its dims, as both branches of ``torch.cond`` have to return it."""
+def _flat_copy(x: Tensor | None) -> Tensor:
+    """Return a contiguous copy of ``x`` with one dim.
+
+    ``torch.cond`` requires outputs that alias nothing, and equal strides in both branches. If a size is symbolic, it derives the
+    strides of the result from the sizes, and fails where a dim of size 1 or two branches with other expressions of the same size
+    make that ambiguous. One dim has stride 1 whatever its size.
+    """
     if x is None:
         raise RuntimeError("a block returned None where it returned a tensor before; call it without the cache.")
-    return x.clone(memory_format=torch.contiguous_format)
+    return x.clone(memory_format=torch.contiguous_format).view(-1)

@@ -355,6 +355,32 @@ def test_two_ranks_that_the_command_starts_generate_what_one_does_and_one_that_i
 
 
 @pytest.mark.long
+def test_three_sizes_on_two_ranks_compiled_with_a_cache_generate_what_one_rank_does(tmp_path, prompts):
+    sizes = ["64x48", "48x64", "72x56"]
+    path = prompts(*[{"prompt": CAPTION, "seed": 7, "size": size} for size in sizes])
+
+    def generated(*options):
+        out = tmp_path / f"out{len(options)}"
+        done = subprocess.run(
+            [
+                *[sys.executable, "-m", "para_core", "generate", "--prompts", path, "--out", out],
+                *["--steps", "4", "--cache", "0.12", *options],
+            ],
+            capture_output=True,
+            text=True,
+            timeout=900,
+            check=False,
+            cwd=ROOT,
+            env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
+        )
+        assert done.returncode == 0, done.stderr
+        return [pixels(out / f"{number:05d}.png") for number in (1, 2, 3)]
+
+    for image, alone in zip(generated("--ranks", "2", "--compile", "whole"), generated(), strict=True):
+        assert np.abs(image - alone).max() <= 1
+
+
+@pytest.mark.long
 def test_under_torchrun_its_ranks_are_used_and_an_error_is_a_sentence(tmp_path, prompts):
     path = prompts({"prompt": CAPTION}, "{", {"prompt": "a blue square"})
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "para_core"]

@@ -1,0 +1,133 @@
+"""A cached transformer in one full graph computes further sizes as well, on one device and on two ranks."""
+
+import warnings
+
+import pytest
+import torch
+
+from benchmarks.tiny_models import MODELS
+from para_core import reset_cache
+from para_core.adapters import (
+    apply_cache_on_pipe,
+    apply_cache_on_transformer,
+    parallelize_pipe,
+    parallelize_transformer,
+)
+from tests.cache.test_graph import Counter
+from tests.tiny import cpu_mesh, flux_call, flux_pipe, flux_transformer, relative_error
+
+# Dynamo compiles the second size with symbolic sizes. Even and odd numbers of tokens.
+SIZES = [(3, 6, 10), (1, 6, 6), (2, 8, 6)]
+# Step 0 is computed, step 1 skipped, step 2 computed again, step 3 skipped.
+ALTERNATE = {"residual_diff_threshold": 1e9, "max_consecutive_hits": 1}
+NUM_STEPS = 4
+NAMES = ["wan", "ltx", "cogvideox", "sd3", "mochi", "flux"]
+
+
+def run_sizes(transformer, name, sizes, called=None):
+    """The outputs of all steps at each size. ``called`` is the compiled transformer."""
+    outputs = []
+    with torch.no_grad(), warnings.catch_warnings():
+        # Mochi asks for an autocast that the CPU does not have.
+        warnings.filterwarnings("ignore", message="In CPU autocast")
+        for size in sizes:
+            if transformer is not None:
+                reset_cache(transformer)
+            for step in range(NUM_STEPS):
+                inputs = MODELS[name].inputs(*size)
+                inputs["hidden_states"] = inputs["hidden_states"] * (1 + 0.05 * step)
+                outputs.append((transformer if called is None else called)(**inputs, return_dict=False)[0])
+    return outputs
+
+
+def run_uncached(name, sizes, backend):
+    """The outputs of the unmodified model, compiled, and its number of graphs."""
+    counter = Counter(backend)
+    compiled = torch.compile(MODELS[name].build(), fullgraph=True, backend=counter)
+    outputs = run_sizes(None, name, sizes, compiled)
+    torch._dynamo.reset()
+    return outputs, len(counter.graphs)
+
+
+def run_cached(name, sizes, backend="aot_eager", ranks=1):
+    """The outputs of the cached model, compiled, and its number of graphs; on several ranks, parallel first."""
+    counter = Counter(backend)
+    transformer = MODELS[name].build()
+    if ranks > 1:
+        parallelize_transformer(transformer, mesh=cpu_mesh(1, ranks))
+    apply_cache_on_transformer(transformer, **ALTERNATE)
+    compiled = torch.compile(transformer, fullgraph=True, backend=counter)
+    return run_sizes(transformer, name, sizes, compiled), len(counter.graphs)
+
+
+def check(outputs, graphs, name, sizes, backend="aot_eager", bound=1e-5):
+    uncached, uncached_graphs = run_uncached(name, sizes, backend)
+    eager = run_sizes(apply_cache_on_transformer(MODELS[name].build(), **ALTERNATE), name, sizes)
+    # docs/cache.md: the first call of a generation is one more graph.
+    assert uncached_graphs < graphs <= 2 * uncached_graphs
+    for step, (output, of_eager, of_uncached) in enumerate(zip(outputs, eager, uncached, strict=True)):
+        assert relative_error(output, of_eager) < bound, step
+        if step % 2 == 0:
+            assert relative_error(output, of_uncached) < bound, step
+
+
+def long_but(name):
+    return [pytest.param(each, marks=() if each == name else pytest.mark.long) for each in NAMES]
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", long_but("sd3"))
+def test_further_sizes_are_exact_in_a_graph(name):
+    sizes = SIZES[:2] if name == "sd3" else SIZES
+    check(*run_cached(name, sizes), name, sizes)
+
+
+@pytest.mark.long
+def test_further_sizes_are_exact_with_inductor():
+    check(*run_cached("sd3", SIZES[:2], "inductor"), "sd3", SIZES[:2], "inductor")
+
+
+@pytest.mark.long  # the default run has a pipeline on two ranks
+@pytest.mark.parametrize("name", NAMES)
+def test_further_sizes_are_exact_in_a_graph_on_two_ranks(rank_pool, name):
+    for outputs, graphs in rank_pool.run(run_cached, 2, name, SIZES, ranks=2):
+        check(outputs, graphs, name, SIZES)
+
+
+IMAGES = [(72, 56), (48, 64), (64, 48)]
+
+
+def generate_images(option=None, mesh=None):
+    """Images of three sizes of FLUX.1, with a LoRA or a parallel VAE."""
+    torch.manual_seed(0)
+    pipe = flux_pipe(transformer=flux_transformer(num_layers=1, num_single_layers=2), shared_parts=option != "vae")
+    if option == "lora":
+        # peft is slow to import.
+        from peft import LoraConfig
+
+        pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q", "proj_out"], init_lora_weights=False))
+    if mesh is not None:
+        parallelize_pipe(pipe, mesh=cpu_mesh(*mesh), vae=option == "vae")
+    apply_cache_on_pipe(pipe, **ALTERNATE)
+    counter = Counter()
+    if mesh is not None:
+        pipe.transformer = torch.compile(pipe.transformer, fullgraph=True, backend=counter)
+    output = "pt" if option == "vae" else "latent"
+    calls = [
+        flux_call(height=height, width=width, num_inference_steps=NUM_STEPS, output_type=output)
+        for height, width in IMAGES
+    ]
+    return [pipe(**call).images for call in calls], len(counter.graphs)
+
+
+@pytest.mark.parametrize("option", [None, *[pytest.param(x, marks=pytest.mark.long) for x in ("lora", "vae")]])
+def test_a_cached_pipeline_generates_images_of_three_sizes_in_graphs_on_two_ranks(rank_pool, option):
+    expected, _ = generate_images(option)
+    for images, graphs in rank_pool.run(generate_images, 2, option=option, mesh=(1, 2)):
+        assert graphs <= 4
+        for image, alone in zip(images, expected, strict=True):
+            assert relative_error(image, alone) < 1e-5
