@@ -116,7 +116,18 @@ def parallelize_pipe(
         raise ValueError(
             f"weights is {weights!r}; expected 'fsdp', 'tensor', 'replicate', or None to leave them as they are."
         )
-    _attention_options(pipe, rotate_method, backend, comm_dtype, attn_func)
+    _require_transformer(
+        pipe,
+        text=text,
+        adapter=adapter,
+        weights="tensor" if weights == "tensor" else None,
+        pipefusion=pipefusion,
+        rotate_method=rotate_method,
+        backend=backend,
+        comm_dtype=comm_dtype,
+        attn_func=attn_func,
+    )
+    _attention_options(rotate_method, backend, comm_dtype, attn_func)
     guided, chosen_method = mesh_and_method(mesh, pipe)
     if rotate_method is None and comm_dtype is None:
         rotate_method = chosen_method
@@ -175,21 +186,23 @@ def parallelize_pipe(
     return pipe
 
 
+def _require_transformer(pipe: Any, **options: Any) -> None:
+    """Raise ``ValueError`` if ``pipe`` is given options that apply to transformers only, and has a UNet."""
+    given = [f"{name}={value!r}" for name, value in options.items() if value is not None]
+    if given and not transformers_of(pipe):
+        raise ValueError(
+            f"{', '.join(given)}: {original_class(pipe).__name__} has no transformer; its ranks share the rows of a UNet's images. "
+            "Leave these options out. weights='fsdp' shards its text encoders."
+        )
+
+
 def _attention_options(
-    owner: Any,
     rotate_method: RotateMethod | None,
     backend: Backend | None,
     comm_dtype: torch.dtype | None,
     attn_func: AttnFunc | None,
 ) -> AttnOptions:
-    """Before anything is done, for what there is not."""
-    named = {"rotate_method": rotate_method, "backend": backend, "comm_dtype": comm_dtype, "attn_func": attn_func}
-    given = {name: value for name, value in named.items() if value is not None}
-    if given and not isinstance(owner, nn.Module) and not transformers_of(owner):
-        said = ", ".join(f"{name}={value!r}" for name, value in given.items())
-        raise ValueError(
-            f"{said}: {original_class(owner).__name__} has no transformer with such attention. Leave it out."
-        )
+    """Return the validated options of the transformers' attention."""
     if backend is not None and attn_func is not None:
         raise ValueError(
             f"backend={backend!r} and attn_func both say what computes attention on one device. Leave one out."
@@ -265,7 +278,7 @@ def parallelize_transformer(
     module = uncompiled(transformer)
     refuse(When.PARALLELIZE, Case(module, module, adapter=adapter))
     plan: Any = plan_for(module, text, adapter)
-    attention = _attention_options(module, rotate_method, backend, comm_dtype, attn_func)
+    attention = _attention_options(rotate_method, backend, comm_dtype, attn_func)
     guided = guided_mesh_for(mesh, module)
     refuse(When.PARALLELIZE, Case(module, module, adapter=adapter, mesh=guided))
     release_stage(module)

@@ -42,6 +42,7 @@ def parallelize_unet(
     refuse(When.PARALLELIZE, Case(module, module, "unet"))
     adapter: Any = unet_adapter(module)
     guided = guided_mesh_for(mesh, module)
+    refuse(When.PARALLELIZE, Case(module, module, "unet", mesh=guided))
 
     def require_equal(given: Mapping[str, Any]) -> None:
         guided.check_alive()

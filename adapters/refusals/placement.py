@@ -60,6 +60,12 @@ def tensor_ranks_differ(case: Case) -> Mapping[str, Any] | None:
     return None if shared == ranks else {"shared": shared or "no", "ranks": ranks or "none"}
 
 
+def unet_on_tensor_ranks(case: Case) -> Mapping[str, Any] | None:
+    """A UNet has no tensor plan, so ranks along ``tensor`` would all compute the same rows."""
+    size = 1 if case.mesh is None else case.mesh.tensor.size
+    return {"tensor_ranks": size} if size > 1 and is_unet(case) else None
+
+
 def shared_beyond_sequence(case: Case) -> Mapping[str, Any] | None:
     """Weights that are gathered from ranks which may run fewer blocks than this one, and would then never answer."""
     if case.module is None or not is_sharded(case.module):

@@ -26,6 +26,23 @@ def unseen_attention(case: Case) -> Mapping[str, Any] | None:
     return None
 
 
+# A method that names one of these computes scores itself, as processors of diffusers did before PyTorch 2.
+_OWN_SCORES = {"get_attention_scores", "memory_efficient_attention", "baddbmm", "bmm"}
+_SDPA = {"scaled_dot_product_attention", "dispatch_attention_fn"}
+
+
+def attention_by_scores(case: Case) -> Mapping[str, Any] | None:
+    """Find an attention processor that never calls SDPA; others of the same model may, so a call would not show it."""
+    for at, module in case.module.named_modules() if case.sequence_ranks > 1 else ():
+        cls: Any = type(getattr(module, "processor", None))
+        call = next((vars(base)["__call__"] for base in cls.__mro__ if "__call__" in vars(base)), None)
+        code = getattr(call, "__code__", None)
+        names = set() if code is None else set(code.co_names)
+        if names & _OWN_SCORES and not names & _SDPA:
+            return {"processor": cls.__name__, "at": at}
+    return None
+
+
 def _name_of(backend: Any) -> str:
     if backend is None:
         # Set for all models: by the last set_attention_backend, attention_backend(...), or the environment.

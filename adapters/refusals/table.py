@@ -32,8 +32,15 @@ from para_core.adapters.refusals.placement import (
     tensor_ranks_differ,
     tensors_of_diffusers,
     uncached_stages,
+    unet_on_tensor_ranks,
 )
-from para_core.adapters.refusals.seen import cache_of_diffusers, unfit_guider, unfit_hook, unseen_attention
+from para_core.adapters.refusals.seen import (
+    attention_by_scores,
+    cache_of_diffusers,
+    unfit_guider,
+    unfit_hook,
+    unseen_attention,
+)
 
 
 @dataclass(frozen=True)
@@ -156,6 +163,14 @@ REFUSALS: tuple[Refusal, ...] = (
         "TensorParallelConfig(mesh=mesh['tensor']) sharded takes the same mesh, without weights=.",
     ),
     Refusal(
+        "a UNet on ranks along tensor",
+        (When.PARALLELIZE,),
+        unet_on_tensor_ranks,
+        "the mesh has {tensor_ranks} ranks along 'tensor', which share the heads of a transformer, and {cls} is a UNet, whose weights are not "
+        "sharded. Give these ranks to 'ulysses' or 'ring', which share the rows of its images, or to 'batch'.",
+        ValueError,
+    ),
+    Refusal(
         "stages of a model whose blocks hand on more than tokens",
         (When.PARALLELIZE,),
         no_stages,
@@ -257,6 +272,14 @@ REFUSALS: tuple[Refusal, ...] = (
         "{name} attends with diffusers' backend {backend!r} in {at!r}, which does not go through scaled_dot_product_attention: "
         "on {sequence_ranks} ranks each would attend to its own tokens only. Switch to a native one: "
         "{name}.set_attention_backend('native').",
+    ),
+    Refusal(
+        "an attention processor that computes scores itself",
+        (When.PARALLEL_CALL,),
+        attention_by_scores,
+        "{name} attends with the processor {processor} in {at!r}, which does not call scaled_dot_product_attention: on {sequence_ranks} ranks "
+        "each would attend to its own tokens only. Set one that does: {name}.set_attn_processor(AttnProcessor2_0()), of "
+        "diffusers.models.attention_processor, in place of AttnProcessor.",
     ),
     Refusal(
         "a cache of diffusers",

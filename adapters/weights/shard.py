@@ -106,6 +106,10 @@ def shard_components(
     """
     if components is None and method == "tensor":
         components = list(transformers_of(pipe))
+        if not components:
+            raise ValueError(
+                f"method='tensor' shards transformers, and {original_class(pipe).__name__} has none. method='fsdp' shards its text encoders."
+            )
     chosen = components_of(pipe, components)
     plans = {name: tensor_plan_for(module) for name, module in chosen.items()} if method == "tensor" else {}
     unknown = [name for name, plan in plans.items() if plan is None]

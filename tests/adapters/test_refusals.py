@@ -8,6 +8,7 @@ import torch
 from diffusers import ConfigMixin, DiffusionPipeline, FluxTransformer2DModel, LuminaNextDiT2DModel, ModelMixin
 from diffusers.guiders import SmoothedEnergyGuidance
 from diffusers.hooks import FirstBlockCacheConfig, LayerSkipConfig, apply_layer_skip
+from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 from torch import nn
 from torchao.quantization import Int8Tensor, PerRow
@@ -15,6 +16,7 @@ from torchao.quantization import Int8Tensor, PerRow
 from benchmarks.launches import fake_group
 from benchmarks.tiny_images import stable_diffusion_3
 from benchmarks.tiny_models import MODELS
+from benchmarks.tiny_pipelines import PIPELINES
 from benchmarks.tiny_unets import UNET_PIPELINES
 from para_core.adapters import parallelize_pipe, parallelize_transformer
 from para_core.adapters.refusals import REFUSALS, Case, When, cases_of, reason_against, refuse
@@ -157,6 +159,24 @@ def test_attention_that_the_mode_cannot_see_is_an_error_on_every_rank(rank_pool,
         assert relative_error(out, expected) < 1e-5
 
 
+def take_the_advice():
+    """PixArt under diffusers' default processors; what the error says to do; and nothing else."""
+    pipe = PIPELINES["pixart"].build()
+    pipe.transformer.set_default_attn_processor()
+    parallelize_pipe(pipe, mesh=cpu_mesh(1, 2))
+    with pytest.raises(RuntimeError, match=r"AttnProcessor in .*set_attn_processor\(AttnProcessor2_0\(\)\)"):
+        pipe(**PIPELINES["pixart"].call())
+    pipe.transformer.set_attn_processor(AttnProcessor2_0())
+    return pipe(**PIPELINES["pixart"].call())[0]
+
+
+def test_the_advice_against_an_old_processor_helps(rank_pool):
+    pipe = PIPELINES["pixart"].build()
+    expected = pipe(**PIPELINES["pixart"].call())[0]
+    for out in rank_pool.run(take_the_advice, 2):
+        assert relative_error(out, expected) < 1e-5
+
+
 def give_kv_cache():
     model = MODELS["flux2"]
     transformer = parallelize_transformer(model.build(), mesh=cpu_mesh(1, 2))
@@ -228,6 +248,12 @@ def compiled_in_place(module):
     return module
 
 
+def with_scores_of_its_own(model):
+    """One attention of several, so that others still call scaled_dot_product_attention."""
+    model.transformer_blocks[1].attn2.set_processor(AttnProcessor())
+    return model
+
+
 def without_scheduler(mesh):
     pipe = changed(flux_pipe(), scheduler=None)
     return Case(pipe, pipe.transformer, options=CacheOptions(0.1, always_compute_last=True))
@@ -292,6 +318,18 @@ CASES = {
         When.PARALLELIZE,
         lambda _: Case(OtherUnet(nn.Linear(1, 1)), nn.Linear(1, 1), "unet"),
         "^OtherUnet is not supported: whether rows of an image can be sharded in Linear is not known: nothing is known of it",
+    ),
+    "an attention processor that computes scores itself": (
+        When.PARALLEL_CALL,
+        lambda mesh: Case(*[with_scores_of_its_own(MODELS["pixart"].build())] * 2, mesh=mesh),
+        r"AttnProcessor in 'transformer_blocks\.1\.attn2', .*set_attn_processor\(AttnProcessor2_0\(\)\)",
+    ),
+    "a UNet on ranks along tensor": (
+        When.PARALLELIZE,
+        lambda mesh: Case(
+            *[UNET_PIPELINES["sd"].build().unet] * 2, "unet", mesh=replace(mesh, tensor=mesh.sequence.ulysses)
+        ),
+        r"^the mesh has 2 ranks along 'tensor'.*UNet2DConditionModel is a UNet.*'ulysses'",
     ),
     "a cache on a UNet": (
         When.CACHE,

@@ -14,13 +14,16 @@ from peft import LoraConfig
 from benchmarks.random_weights import fill
 from benchmarks.tiny_parts import random_image
 from benchmarks.tiny_unets import UNET_PIPELINES
+from para_core import PipeFusion, init_context_parallel_mesh
 from para_core.adapters import (
     apply_cache_on_pipe,
     parallelize_pipe,
     parallelize_unet,
+    shard_weights,
     unparallelize_pipe,
     unparallelize_unet,
 )
+from para_core.adapters.models import ADAPTERS
 from para_core.adapters.models.unets import REFUSED_UNETS, UNETS
 from para_core.adapters.supported import component_of, unets_of
 from tests.adapters.test_pipelines import meshes_of
@@ -203,3 +206,48 @@ def test_every_class_of_unets_in_diffusers_runs_or_has_a_reason():
     names = {name for name in names if name.endswith(("Model", "UNet"))}
     assert len(names) > 10
     assert names <= set(UNETS) | set(REFUSED_UNETS), names - set(UNETS) - set(REFUSED_UNETS)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"pipefusion": PipeFusion()},
+        {"text": "shard"},
+        {"text": "replicate"},
+        {"weights": "tensor"},
+        {"rotate_method": "2d"},
+        {"backend": "math", "text": "shard"},
+        {"adapter": ADAPTERS[0]},
+    ],
+    ids=lambda options: ", ".join(f"{name}={value!r}"[:30] for name, value in options.items()),
+)
+def test_an_option_of_transformers_is_refused_for_a_unet(options):
+    pipe = UNET_PIPELINES["sd"].build()
+    with pytest.raises(ValueError, match=rf"{next(iter(options))}=.*StableDiffusionPipeline has no transformer"):
+        parallelize_pipe(pipe, **options)
+    assert type(pipe) is diffusers.StableDiffusionPipeline
+
+
+def give_ranks_to_tensor():
+    mesh = init_context_parallel_mesh("cpu", max_tensor_dim_size=2)
+    pipe = UNET_PIPELINES["sd"].build()
+    errors = []
+    for call in (
+        lambda: parallelize_pipe(pipe, mesh=mesh),
+        lambda: parallelize_pipe(pipe, mesh=mesh, weights="tensor"),
+        lambda: parallelize_unet(pipe.unet, mesh=mesh),
+        lambda: shard_weights(UNET_PIPELINES["svd"].build(), mesh, method="tensor"),
+    ):
+        with pytest.raises(ValueError, match="tensor") as error:
+            call()
+        errors.append(str(error.value))
+    assert type(pipe) is diffusers.StableDiffusionPipeline
+    assert type(pipe.unet) is diffusers.UNet2DConditionModel
+    return errors
+
+
+def test_a_unet_takes_no_tensor_ranks(rank_pool):
+    first, *others = rank_pool.run(give_ranks_to_tensor, 2)
+    assert all(errors == first for errors in others)
+    assert "2 ranks along 'tensor'" in first[0]
+    assert not any("weights='tensor'" in error and "has no transformer" not in error for error in first)
