@@ -36,6 +36,7 @@ from benchmarks import (
 )
 from benchmarks.cache_quality import page as cache_quality
 from benchmarks.faults import page as faults
+from benchmarks.outside_models.table import table as outside_models
 from benchmarks.page_parts import fill
 from benchmarks.peers import page as peers
 
@@ -124,6 +125,7 @@ def early():
 # From the text of a page to what its program would make of it now.
 WRITERS = {
     "README.md": readme.render,
+    "docs/any_model.md": lambda text: fill(text, {"outside": outside_models(result("outside_models")["rows"])}),
     "docs/attention_kernel.md": lambda text: fill(
         text, {"int8": int8_attention.table(result("int8_attention")["rows"])}
     ),

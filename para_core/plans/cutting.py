@@ -187,6 +187,9 @@ class Cutting:
         segment = self.segment(gather.segment)
         if gather.after_replicated:
             return self.put_together(value, gather.dim, self._behind_the_rest(value, gather.dim, segment, whole=False))
+        if gather.then_replicated:
+            rest, tokens = self._behind_the_rest(value, gather.dim, segment, whole=False).segments
+            return self.put_together(value, gather.dim, SequenceLayout((tokens, rest), self.mesh.ranks))
         layout = SequenceLayout((segment,), self.mesh.ranks)
         if gather.per == 1:
             return self.put_together(value, gather.dim, layout)

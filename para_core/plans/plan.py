@@ -81,12 +81,14 @@ class Gather:
     Args:
         per: entries along ``dim`` for each one of the segment. None: as many as there are.
         after_replicated: something else comes first along ``dim``, which every rank has.
+        then_replicated: something else follows along ``dim``, which every rank has.
     """
 
     dim: int
     segment: str
     per: int | None = 1
     after_replicated: bool = False
+    then_replicated: bool = False
 
 
 @dataclass(frozen=True)

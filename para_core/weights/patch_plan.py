@@ -89,6 +89,7 @@ def patch_plan(plan: Plan | None, module: nn.Module, frames: Frames | None) -> P
         or len(as_tuple(plan.outputs.get("", gathers[0]))) != 1
         or gathers[0].per != 1
         or gathers[0].after_replicated
+        or gathers[0].then_replicated
     ):
         return "what it returns are not the tokens of one image or video"
     reason = _why_not(plan)

@@ -130,3 +130,20 @@ def test_what_is_gathered_but_was_not_sharded_in_this_call_is_named():
         cutting.outputs(torch.ones(1, 2), (Gather(1, "image"),))
     cutting.cut(torch.ones(1, 2), Split(1, segment="image"), "hidden_states")
     assert cutting.outputs(torch.ones(1, 2), (Gather(1, "image"),)).shape == (1, 2)
+
+
+def gathered_with_text_behind(num):
+    mesh = sequence_mesh(cpu_mesh(1, 2))
+    cutting = Cutting(mesh)
+    video, text = tokens(num), tokens(3)
+    held = cutting.cut(video, Split(dim=1, segment="video"), "video")
+    (out,) = cutting.outputs((torch.cat([held, text], dim=1),), (Gather(dim=1, segment="video", then_replicated=True),))
+    return out
+
+
+# The last is shorter than the number of ranks: every rank holds all of it.
+@pytest.mark.parametrize("num", [11, 12, 1])
+def test_gather_keeps_what_follows_on_every_rank(rank_pool, num):
+    expected = torch.cat([tokens(num), tokens(3)], dim=1)
+    for out in rank_pool.run(gathered_with_text_behind, 2, num):
+        assert torch.equal(out, expected)

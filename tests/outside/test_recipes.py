@@ -1,0 +1,44 @@
+"""Every recipe of docs/any_model.md is exact on several ranks, and wrong if ranks attend to their own tokens only."""
+
+import warnings
+
+import pytest
+
+from benchmarks.outside_models.recipes import RECIPES, expected, on_mesh
+from tests.tiny import cpu_mesh, each_rank_alone, relative_error
+
+BY_NAME = {recipe.name: recipe for recipe in RECIPES}
+# Decoding from an empty cache and a step of training attend in ways that the control does not imitate.
+WITHOUT_CONTROL = ("Llama, decoding", "Llama, training")
+# On three ranks in the default run: one of each way.
+ON_THREE = ("Qwen3", "timm ViT", "Stable Diffusion 3.5", "HunyuanVideo", "Wan 2.1", "Llama, decoding")
+
+
+def outputs(name, shapes, control):
+    recipe = BY_NAME[name]
+    found = {shape: on_mesh(recipe, cpu_mesh(*shape)) for shape in shapes}
+    if control:
+        with each_rank_alone(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found["each rank alone"] = on_mesh(recipe, cpu_mesh(*shapes[0]))
+    return found
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_recipe_is_exact_on_two_ranks(rank_pool, name):
+    alone, control = expected(BY_NAME[name]), BY_NAME[name].model not in WITHOUT_CONTROL
+    for rank, found in enumerate(rank_pool.run(outputs, 2, name, [(1, 2), (2, 1)], control)):
+        for shape in [(1, 2), (2, 1)]:
+            assert relative_error(found[shape], alone) < 2e-6, f"{shape}, rank {rank}"
+        if control:
+            assert relative_error(found["each rank alone"], alone) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name.startswith(ON_THREE) else pytest.mark.long) for name in BY_NAME]
+)
+def test_recipe_is_exact_on_three_ranks(rank_pool, name):
+    alone = expected(BY_NAME[name])
+    for rank, found in enumerate(rank_pool.run(outputs, 3, name, [(1, 3), (3, 1)], False)):
+        for shape, out in found.items():
+            assert relative_error(out, alone) < 2e-6, f"{shape}, rank {rank}"
