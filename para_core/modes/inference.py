@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, chain, islice
 
-from para_core.layout import Segment, SequenceLayout
+from para_core.layout import Segment, SequenceLayout, even_layout
 
 # Candidates of one length that are compared one by one before it is an error.
 _MAX_COMPARED = 4096
@@ -69,6 +69,28 @@ def sequence_of_symbolic_length(
     if found is None:
         raise _fits_nothing(held, segments, rank, ranks, kind)
     return _checked(found, [other for other in candidates if other is not found], held, kind, ordered)
+
+
+def layout_of_total(total: int, segments: tuple[Segment, ...], ranks: int, *, kind: str) -> SequenceLayout:
+    """The layout of all ``total`` tokens: that of the one of ``segments``, or concatenation, with as many; in equal parts if none has.
+
+    Raises:
+        ValueError: several have as many, or their order is not known; or there are more segments than can be compared.
+    """
+    if len(segments) > _MAX_SYMBOLIC:
+        raise ValueError(
+            f"{len(segments)} sequences were sharded through this mode, and at most {_MAX_SYMBOLIC} are told apart by the {kind} "
+            "length of a mask. Say which one it is for: cp.shard(block_mask, sequence=cp.sequence(total))."
+        )
+    layouts = [layout for layout in _concatenations(segments, ranks) if layout.total == total]
+    if not layouts:
+        return even_layout(total, ranks)
+    if len(layouts) > 1 or len(layouts[0].segments) > 1:
+        raise ValueError(
+            f"{len(layouts)} sequences or concatenations that were sharded through this mode have the {total} {kind} tokens of "
+            "the mask, and it matters in which order tokens are. Say it: cp.shard(block_mask, sequence=SequenceLayout(...))."
+        )
+    return layouts[0]
 
 
 def _checked(

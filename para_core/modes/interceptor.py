@@ -27,15 +27,26 @@ UNFLATTEN = Tensor.unflatten
 _MULTI_HEAD = F.multi_head_attention_forward
 # Operators that run functions: torch.cond, and what Dynamo makes of torch.utils.checkpoint.
 RUN_FUNCTIONS = (torch.ops.higher_order.cond, torch.ops.higher_order.tag_activation_checkpoint)
-_UNSEEN = (torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd, flex_attention)
+_UNSEEN = (torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd)
 
 Attend = Callable[..., Tensor]
 
 
 def intercept(
-    mode: TorchFunctionMode, attend: Attend, ranks: int, func: Callable[..., Any], args: Sequence[Any], kwargs: Any
+    mode: TorchFunctionMode,
+    attend: Attend,
+    ranks: int,
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Any,
+    *,
+    flex: Callable[..., Any] | None = None,
 ) -> Any:
     """What ``func(*args, **kwargs)`` becomes inside ``mode``.
+
+    Args:
+        flex: what the operator of ``flex_attention`` becomes; called with it, its arguments and its keyword arguments. None: it
+            is refused.
 
     Raises:
         RuntimeError: it computes attention where no mode can see it.
@@ -52,7 +63,9 @@ def intercept(
         return run_functions(mode, func, args, kwargs)
     if func is _MULTI_HEAD:
         return multi_head_attention(attend, *args, **kwargs)
-    if func in _UNSEEN:
+    if func is flex_attention and flex is not None:
+        return flex(func, args, kwargs)
+    if func in _UNSEEN or func is flex_attention:
         raise RuntimeError(
             f"{getattr(func, '__name__', func)} computes attention without scaled_dot_product_attention, so it "
             f"cannot run on {ranks} ranks: each would attend to its own tokens only. Use "

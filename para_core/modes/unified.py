@@ -6,14 +6,17 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, Unpack
+from types import TracebackType
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention.flex_attention import BlockMask
 from torch.overrides import TorchFunctionMode
 
+from para_core.agreement import agree, signature
 from para_core.attention.attend import AttnFunc, MeshAttention
 from para_core.attention.options import AttnKeywords, AttnOptions
 from para_core.collectives import all_gather
@@ -21,7 +24,9 @@ from para_core.layout import Segment, SequenceLayout, even_layout
 from para_core.make_mesh import require_own_gpus
 from para_core.mesh import MeshDim, SequenceMesh, guided_mesh
 from para_core.modes import fused_encoder
-from para_core.modes.inference import sequence_of_length, sequence_of_symbolic_length
+from para_core.modes.block_masks import shard_block_mask
+from para_core.modes.flex_attention import FlexOverMesh, explain_unsharded_mask
+from para_core.modes.inference import layout_of_total, sequence_of_length, sequence_of_symbolic_length
 from para_core.modes.interceptor import Disabled, intercept, pass_on
 from para_core.modes.known_sequences import HeldLayout, ShardingMode, segments_of
 from para_core.tokens import gather_tokens
@@ -120,6 +125,16 @@ class UnifiedAttnMode(ShardingMode):
     def _end(self) -> None:
         fused_encoder.put_back()
 
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_val: BaseException | None,
+        exc_tb: TracebackType | None,
+    ) -> None:
+        super().__exit__(exc_type, exc_val, exc_tb)
+        if self._mesh.ranks > 1 and self._depth == 0:
+            explain_unsharded_mask(exc_val)
+
     def _check_use(self) -> None:
         if self.intercepted or self._is_sdpa:
             return
@@ -164,7 +179,12 @@ class UnifiedAttnMode(ShardingMode):
     ) -> Any:
         if self._is_sdpa:
             return pass_on(func, args, kwargs or {})
-        return intercept(self, self.attend, self._mesh.ranks, func, args, kwargs or {})
+        return intercept(self, self.attend, self._mesh.ranks, func, args, kwargs or {}, flex=self._flex_attention)
+
+    def _flex_attention(self, operator: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
+        self.intercepted = True
+        flex = FlexOverMesh(self._mesh, self._layouts, self._options, assume_equal=self._assume_equal)
+        return flex(operator, args, kwargs)
 
     def attend(
         self,
@@ -213,6 +233,86 @@ class UnifiedAttnMode(ShardingMode):
         return all_gather(y, [y.shape[dim]] * self._batch.size, dim, self._batch)
 
     # -- which rank holds which tokens
+
+    @overload
+    def shard(
+        self,
+        x: Tensor,
+        dim: int,
+        *,
+        sequence: SequenceLayout | None = None,
+        balance: Literal["causal"] | None = None,
+    ) -> Tensor: ...
+    @overload
+    def shard(
+        self, x: BlockMask, *, sequence: SequenceLayout | None = None, key_sequence: SequenceLayout | None = None
+    ) -> BlockMask: ...
+    def shard(
+        self,
+        x: Tensor | BlockMask,
+        dim: int | None = None,
+        *,
+        sequence: SequenceLayout | None = None,
+        key_sequence: SequenceLayout | None = None,
+        balance: Literal["causal"] | None = None,
+    ) -> Tensor | BlockMask:
+        """This rank's part of ``x``, which is the same, whole, on every rank.
+
+        Args:
+            x: a tensor of any shape and length; or a ``BlockMask`` of flex attention over all tokens.
+            dim: of a tensor, the dim to shard.
+            sequence: from :meth:`sequence`; needed inside a compiled function, else read off ``x``. Of a mask, that of its queries.
+            key_sequence: of a mask, that of its keys; defaults to that of its queries if there are as many.
+            balance: see :meth:`sequence`. A mask has that of the tokens that were sharded before it.
+
+        Raises:
+            ValueError: in eager code on every rank, if ``x`` is not as long on all ranks, or not as ``sequence`` says.
+        """
+        if isinstance(x, BlockMask):
+            if dim is not None or balance is not None:
+                raise TypeError(
+                    "cp.shard of a BlockMask takes no dim= and no balance=; say it with sequence=cp.sequence(...)."
+                )
+            return self._shard_block_mask(x, sequence, key_sequence)
+        if dim is None or key_sequence is not None:
+            raise TypeError("cp.shard of a tensor needs dim=, and takes no key_sequence=.")
+        return super().shard(x, dim, sequence=sequence, balance=balance)
+
+    def _shard_block_mask(
+        self, mask: BlockMask, sequence: SequenceLayout | None, key_sequence: SequenceLayout | None
+    ) -> BlockMask:
+        if self._mesh.ranks == 1:
+            return mask
+        talk = not (self._assume_equal or torch.compiler.is_compiling())
+        if talk:
+            self._mesh.check_alive()
+        try:
+            num_queries, num_keys = mask.seq_lengths
+            if sequence is not None and key_sequence is None and num_queries == num_keys:
+                key_sequence = sequence
+            query_layout = self._whole_layout(num_queries, sequence, "query")
+            key_layout = self._whole_layout(num_keys, key_sequence, "key")
+            sharded = shard_block_mask(mask, query_layout, key_layout, self._mesh)
+        except (TypeError, ValueError) as error:
+            if talk:
+                agree(error, self._mesh)
+            raise
+        if talk:
+            lengths = {"query lengths per rank": query_layout.sizes(), "key lengths per rank": key_layout.sizes()}
+            agree(signature({"block_mask": [*mask.shape], **lengths}), self._mesh)
+        return sharded
+
+    def _whole_layout(
+        self, total: int, sequence: SequenceLayout | None, kind: Literal["query", "key"]
+    ) -> SequenceLayout:
+        """Who holds which of all ``total`` tokens: as was said, as was sharded, or in equal parts."""
+        if sequence is not None:
+            return self._checked(sequence)
+        if self._explicit is not None:
+            of_queries, of_keys = self._explicit
+            held = of_queries if kind == "query" or of_keys is None else of_keys
+            return SequenceLayout(segments_of(held), self._mesh.ranks)
+        return layout_of_total(total, segments_of(self._known), self._mesh.ranks, kind=kind)
 
     def replicated(self, x: Tensor, dim: int = -2) -> Tensor:
         """Say that every rank holds all tokens of ``x``, along ``dim``; returns ``x``.

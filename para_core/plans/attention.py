@@ -16,6 +16,7 @@ from para_core.attention.attend import AttnFunc, MeshAttention
 from para_core.attention.options import AttnOptions
 from para_core.layout import Segment, SequenceLayout
 from para_core.mesh import SequenceMesh
+from para_core.modes.flex_attention import FlexOverMesh, called_in_eager_code
 from para_core.modes.interceptor import at_the_dispatcher, intercept, pass_on
 from para_core.modes.known_sequences import HeldLayout, hold, segments_of
 from para_core.plans.plan import Attention
@@ -97,6 +98,17 @@ class PlannedAttention:
         out = attend(query, key, value, valid[..., None, :], dropout_p, is_causal, scale, enable_gqa)
         # A row that sees nothing is zero.
         return out.masked_fill(~valid[..., None], 0.0)
+
+    def flex_attention(self, operator: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
+        """What the operator of ``flex_attention`` becomes, as a mode sees it."""
+        attention = self.attending[min(self._calls, len(self.attending) - 1)]
+        if len(self.attending) > 1 and not (torch.compiler.is_compiling() and called_in_eager_code()):
+            self._calls += 1
+        self.intercepted[0] = True
+        if self._over_mesh(attention) is None:
+            return operator(*args, **kwargs)
+        layouts = partial(planned_layouts, attention, segments_of(self.segments), self.mesh)
+        return FlexOverMesh(self.mesh, layouts, self.options, assume_equal=True)(operator, args, kwargs)
 
     def _over_mesh(self, attention: Attention) -> MeshAttention | None:
         """None where nothing that it attends to was sharded."""
@@ -184,7 +196,8 @@ class PlannedAttnMode(TorchFunctionMode):
     ) -> Any:
         if not self.planned.active[0]:
             return pass_on(func, args, kwargs or {})
-        return intercept(self, self.planned, self.planned.mesh.ranks, func, args, kwargs or {})
+        planned = self.planned
+        return intercept(self, planned, planned.mesh.ranks, func, args, kwargs or {}, flex=planned.flex_attention)
 
 
 class Interception:

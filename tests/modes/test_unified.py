@@ -158,10 +158,7 @@ def message_of(call):
 
 
 def call_what_no_mode_sees():
-    from torch.nn.attention.flex_attention import flex_attention
-
     mesh = make_mesh(1, 2)
-    q, k, v = make_qkv(8, 2, D=16)
     attention = make_module("attention", True)
     x = tokens(4, width=12)
     native = [attention.in_proj_weight, attention.in_proj_bias, attention.out_proj.weight, attention.out_proj.bias]
@@ -169,9 +166,6 @@ def call_what_no_mode_sees():
     with torch.no_grad(), UnifiedAttnMode(mesh) as mode:
         mode.intercepted = True  # the point here is the errors
         messages["native"] = message_of(lambda: torch._native_multi_head_attention(x, x, x, 12, 3, *native))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # flex_attention says that it is slow without torch.compile
-            messages["flex"] = message_of(lambda: flex_attention(q, k, v))
         messages["weights"] = message_of(lambda: attention(x, x, x))
         messages["mask"] = message_of(
             lambda: attention(x, x, x, need_weights=False, attn_mask=torch.zeros(4, 4, dtype=torch.bool))
@@ -185,9 +179,7 @@ def call_what_no_mode_sees():
 def test_attention_that_no_mode_sees_is_an_error_that_names_the_way_out(rank_pool):
     for messages, error in rank_pool.run(call_what_no_mode_sees, 2):
         assert "computes attention without scaled_dot_product_attention" in messages["native"]
-        assert "computes attention without scaled_dot_product_attention" in messages["flex"]
-        assert "flex_attention" in messages["flex"]
-        assert "UnifiedAttnMode.disable()" in messages["flex"]
+        assert "UnifiedAttnMode.disable()" in messages["native"]
         assert "need_weights=True asks for the whole attention matrix" in messages["weights"]
         assert "attn_mask is [..., 4, 4]" in messages["mask"]
         assert error < 1e-6

@@ -1,0 +1,370 @@
+"""``torch.nn.attention.flex_attention.flex_attention`` over a mesh.
+
+It is no function that a mode sees. What a mode sees is the operator that it calls, ``FlexAttentionHOP``, and that twice:
+
+- In eager code ``flex_attention`` compiles the operator's call by itself, and then runs the graph under the mode. The first sight, while
+  Dynamo traces, only notes which masks were sharded; the second has tensors, so the work is done there, by eager code.
+- Inside a function that the user compiled, the work is traced at first sight. Where the mode sees the operator of that graph again, at run
+  time, it hands it on.
+
+Which of the two it is, the Python stack says: in eager code there is a frame of ``flex_attention`` on it.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
+
+from para_core.agreement import agree, signature
+from para_core.attention.attend import EQUAL_PARTS, ChooseLayouts
+from para_core.attention.blocks import tied
+from para_core.attention.call import Call, make_call
+from para_core.attention.flex_exchange import enter, leave, query_rows
+from para_core.attention.options import AttnOptions
+from para_core.collectives import LIBRARY
+from para_core.layout import Run, Segment, SequenceLayout
+from para_core.mesh import SequenceMesh
+from para_core.modes.block_masks import ShardedMaskMod, layout_id, positions_of
+
+# Blocks at least this large are those that flex_attention makes itself where it gets no mask; it compares no lengths then.
+_NO_BLOCKS = 1 << 30
+
+_OPTIONS = AttnOptions()
+_OPTIONS_TEXT = _OPTIONS.as_text()
+
+
+class FlexOverMesh:
+    """What the operator of ``flex_attention`` becomes under a mode.
+
+    Args:
+        layouts: as :class:`~para_core.attention.attend.MeshAttention` takes them.
+        assume_equal: do not compare the call with that of other ranks in eager code.
+        options: of the mode; an option that chooses keys by their positions is refused.
+    """
+
+    def __init__(self, mesh: SequenceMesh, layouts: ChooseLayouts, options: AttnOptions, *, assume_equal: bool) -> None:
+        self._mesh, self._layouts, self._assume_equal = mesh, layouts, assume_equal
+        self._chooses_keys = options.by_position
+
+    def __call__(self, operator: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
+        """The operator's result for this rank's queries: out, log-sum-exp and maxima, in the form in which the operator returns them."""
+        in_eager_code = called_in_eager_code()
+        if torch.compiler.is_compiling():
+            if in_eager_code:
+                return operator(*_with_noted_mask(args), **kwargs)
+            return self._traced(operator, *args, **kwargs)
+        if in_eager_code:
+            return self._run(operator, *args, **kwargs)
+        return operator(*args, **kwargs)
+
+    # -- in eager code
+
+    def _run(self, operator: Callable[..., Any], *args: Any) -> Any:
+        query, key, value, score_mod, mask, scale, kernel_options, *buffers = _with_noted_mask(args)
+        talk = not self._assume_equal
+        if talk:
+            self._mesh.check_alive()
+        try:
+            key, value = _in_batch(query, key, value)
+            self._check(query, key, value)
+            call = self._call(query, key)
+        except (TypeError, ValueError, RuntimeError) as error:
+            self._raise_everywhere(error)
+        self._check_mask(mask, call, query)
+        if talk:
+            agree(_signature(query, key, value, mask, call, scale, kernel_options), self._mesh, explain=_difference)
+        return _attend(operator, call, query, key, value, score_mod, mask, scale, kernel_options, *buffers)
+
+    def _raise_everywhere(self, error: Exception) -> NoReturn:
+        if not self._assume_equal:
+            agree(error, self._mesh)
+        raise error
+
+    def _check_mask(self, mask: tuple[Any, ...], call: Call, query: Tensor) -> None:
+        lengths = call.query_layout.total, call.key_layout.total
+        if _has_no_blocks(mask) or not (call.query_layout.sharded or call.key_layout.sharded):
+            return
+        if mask[0] >= 0:
+            error = ValueError(_NOT_SHARDED.format(mask[0], mask[1], *lengths))
+            if (mask[0], mask[1]) == lengths:
+                # This rank holds all tokens, so flex_attention took the whole mask here, and raised on the other ranks.
+                raise error
+            self._raise_everywhere(error)
+        expected = -1 - layout_id(call.query_layout), -1 - layout_id(call.key_layout)
+        if (mask[0], mask[1]) != expected:
+            self._raise_everywhere(ValueError(_OTHER_SEQUENCE.format(*lengths)))
+
+    # -- in a graph
+
+    def _traced(
+        self,
+        operator: Callable[..., Any],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        score_mod: Callable[..., Tensor],
+        mask: tuple[Any, ...],
+        scale: float,
+        kernel_options: dict[str, Any],
+    ) -> Any:
+        key, value = _in_batch(query, key, value)
+        self._check(query, key, value)
+        call = self._call(query, key)
+        if not _has_no_blocks(mask) and (call.query_layout.sharded or call.key_layout.sharded):
+            mod, lengths = mask[-1], (call.query_layout.total, call.key_layout.total)
+            if not isinstance(mod, ShardedMaskMod):
+                return _refused(query, value, _NOT_SHARDED, [mask[0], mask[1], *lengths])
+            if not (_alike(mod.query_layout, call.query_layout) and _alike(mod.key_layout, call.key_layout)):
+                return _refused(query, value, _OTHER_SEQUENCE, [*lengths])
+            mask = (*mask[:-1], mod.of_rows)
+        return _attend(operator, call, query, key, value, score_mod, mask, scale, kernel_options)
+
+    # -- in both
+
+    def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        if self._chooses_keys:
+            raise RuntimeError(
+                "flex_attention under a mode that chooses keys itself (BlockSparseAttnMode, SparseKVAttnMode): only one of both "
+                "can say what a query sees. Use UnifiedAttnMode, or run this call under UnifiedAttnMode.disable()."
+            )
+        if not query.dtype == key.dtype == value.dtype:
+            raise ValueError(
+                f"query, key and value of flex_attention over several ranks must have one dtype; got {query.dtype}, {key.dtype} "
+                f"and {value.dtype}."
+            )
+
+    def _call(self, query: Tensor, key: Tensor) -> Call:
+        query_layout, key_layout = self._layouts(query.shape[2], key.shape[2], True)
+        return make_call(
+            query_layout,
+            key_layout,
+            self._mesh,
+            num_heads=query.shape[1],
+            num_kv_heads=key.shape[1],
+            is_causal=False,
+            scale=None,
+            options=_OPTIONS,
+            options_text=_OPTIONS_TEXT,
+        )
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def called_in_eager_code() -> bool:
+    """Whether ``flex_attention`` itself runs in this thread, and is not being traced."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code is flex_attention.__code__:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def _with_noted_mask(args: Sequence[Any]) -> Sequence[Any]:
+    """The operator's arguments with a sharded mask in a form that survives tracing: negative numbers in place of its lengths."""
+    mask = args[4]
+    mod = mask[-1]
+    if not isinstance(mod, ShardedMaskMod):
+        return args
+    query_id, key_id = mod.layout_ids
+    return (*args[:4], (-1 - query_id, -1 - key_id, *mask[2:-1], mod.of_rows), *args[5:])
+
+
+def _has_no_blocks(mask: tuple[Any, ...]) -> bool:
+    return mask[-3] >= _NO_BLOCKS and mask[-2] >= _NO_BLOCKS  # type: ignore[no-any-return]
+
+
+def _in_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Key and value with the batch of the query: flex attention broadcasts them if they have one sample."""
+    if key.shape[0] == query.shape[0]:
+        return key, value
+    return key.expand(query.shape[0], -1, -1, -1), value.expand(query.shape[0], -1, -1, -1)
+
+
+def _alike(layout: SequenceLayout, other: SequenceLayout) -> bool:
+    if len(layout.segments) != len(other.segments):
+        return False
+    pairs = zip(layout.segments, other.segments, strict=True)
+    return all(a.total == b.total and a.replicated == b.replicated and a.balanced == b.balanced for a, b in pairs)
+
+
+# -- one call, on this rank
+
+
+def _attend(
+    operator: Callable[..., Any],
+    call: Call,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Tensor],
+    mask: tuple[Any, ...],
+    scale: float,
+    kernel_options: dict[str, Any],
+    score_buffers: tuple[Any, ...] = (),
+    mask_buffers: tuple[Any, ...] = (),
+) -> Any:
+    by_token = query.stride(1) < query.stride(2)
+    batch, num_queries = query.shape[0], query.shape[2]
+    query, key, value = enter(query, key, value, call)
+    first_head, heads = Segment("heads", call.num_heads).runs(call.mesh.ulysses.index, call.mesh.ulysses.size)[0]
+    rows = query_rows(call.query_layout, call.mesh)
+    if heads == 0 or query.shape[2] == 0 or key.shape[2] == 0:
+        results = _of_nothing(query, key, value)
+    else:
+        of_query = call.heads.key_of_each_query(call.mesh.ulysses.index, key.device)
+        if of_query is not None:
+            key, value = key.index_select(1, of_query), value.index_select(1, of_query)
+        buffers = (score_buffers, mask_buffers) if score_buffers or mask_buffers else ()
+        # A mode outside of this one must not see the operator: it would share its heads out once more.
+        with torch._C.DisableTorchFunction():
+            results = operator(
+                query,
+                key,
+                value,
+                _shifted_score_mod(score_mod, first_head, rows, query.device),
+                _own_mask(mask, call, first_head, heads, rows, query),
+                scale,
+                kernel_options,
+                *buffers,
+            )
+    out, *stats = results
+    out = leave(out, call)
+    wanted = kernel_options.get("OUTPUT_LOGSUMEXP", True), kernel_options.get("OUTPUT_MAX", False)
+    own_stats = [
+        leave(stat[..., None], call)[..., 0].contiguous()
+        if is_wanted
+        else stat.new_empty(batch, call.num_heads, num_queries)
+        for stat, is_wanted in zip(stats, wanted, strict=False)
+    ]
+    # As flex_attention does, in the order of the query's dims.
+    return (out if by_token else out.contiguous(), *own_stats)
+
+
+def _of_nothing(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    """The operator's result for no heads, no queries or no keys."""
+    out = query.new_zeros(*query.shape[:3], value.shape[3])
+    stat = query.new_full(query.shape[:3], float("-inf"), dtype=torch.float32)
+    return tied(out, [query, key, value]), stat, stat.clone()
+
+
+def _own_mask(
+    mask: tuple[Any, ...], call: Call, first_head: int, heads: int, rows: Sequence[Run], query: Tensor
+) -> tuple[Any, ...]:
+    """``mask`` for this rank's heads and rows, with the lengths of what it is used for."""
+    *tensors, row_block, key_block, mask_mod = mask[2:]
+    own = [
+        x.narrow(1, first_head, heads) if isinstance(x, Tensor) and x.ndim > 1 and x.shape[1] > 1 else x
+        for x in tensors
+    ]
+    lengths: tuple[int, int] = (query.shape[2], call.key_layout.total)
+    if _has_no_blocks(mask):
+        lengths, mask_mod = (mask[0], mask[1]), _shifted_mask_mod(mask_mod, first_head, rows, query.device)
+    elif first_head:
+        mask_mod = _shifted_mask_mod(mask_mod, first_head, [], query.device)
+    return (*lengths, *own, row_block, key_block, mask_mod)
+
+
+def _shifted_score_mod(
+    score_mod: Callable[..., Tensor], head: int, rows: Sequence[Run], device: torch.device
+) -> Callable[..., Tensor]:
+    """``score_mod`` with the indices of all heads and of the whole sequence."""
+    if len(rows) <= 1:
+        start = rows[0][0] if rows else 0
+        return lambda score, b, h, q, k, *buffers: score_mod(score, b, h + head, q + start, k, *buffers)
+    positions = positions_of(rows, device)
+    return lambda score, b, h, q, k, *buffers: score_mod(score, b, h + head, positions[q], k, *buffers)
+
+
+def _shifted_mask_mod(
+    mask_mod: Callable[..., Tensor], head: int, rows: Sequence[Run], device: torch.device
+) -> Callable[..., Tensor]:
+    if len(rows) <= 1:
+        start = rows[0][0] if rows else 0
+        return lambda b, h, q, k, *buffers: mask_mod(b, h + head, q + start, k, *buffers)
+    positions = positions_of(rows, device)
+    return lambda b, h, q, k, *buffers: mask_mod(b, h + head, positions[q], k, *buffers)
+
+
+# -- what all ranks must have alike, and messages
+
+
+def _signature(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: tuple[Any, ...],
+    call: Call,
+    scale: float,
+    kernel_options: dict[str, Any],
+) -> Any:
+    tensors = {"query": query, "key": key, "value": value}
+    return signature(
+        {
+            "operator": "flex_attention",
+            **{f"{name} without its length": [*x.shape[:2], x.shape[3]] for name, x in tensors.items()},
+            "query lengths per rank": call.query_layout.sizes(),
+            "key lengths per rank": call.key_layout.sizes(),
+            "dtype": str(query.dtype),
+            "device type": query.device.type,
+            "scale": scale,
+            "block_mask": "none" if _has_no_blocks(mask) else [*mask[:2], mask[-3], mask[-2]],
+            "outputs": [bool(kernel_options.get(name)) for name in ("OUTPUT_LOGSUMEXP", "OUTPUT_MAX")],
+            "requires_grad": [torch.is_grad_enabled() and x.requires_grad for x in tensors.values()],
+        }
+    )
+
+
+def _difference(records: list[dict[str, Any]]) -> str:
+    field = next(field for record in records for field, value in record.items() if value != records[0][field])
+    held = [record[field][rank] if "lengths" in field else record[field] for rank, record in enumerate(records)]
+    advice = f" {EQUAL_PARTS}" if "lengths" in field else ""
+    return f"the ranks disagree about {field} of flex_attention: {held}.{advice}"
+
+
+_NOT_SHARDED = (
+    "block_mask is over {0} queries and {1} keys, and was not sharded; the sequence has {2} and {3} tokens, of which each rank holds "
+    "a part. Make the mask over all tokens, create_block_mask(..., Q_LEN={2}, KV_LEN={3}), and pass cp.shard(block_mask)."
+)
+_OTHER_SEQUENCE = (
+    "block_mask was sharded as another sequence than this call's {0} queries and {1} keys, or by another layout. Shard it after the "
+    "tokens that it is for, or say which these are: cp.shard(block_mask, sequence=cp.sequence(total))."
+)
+
+
+def _refused(query: Tensor, value: Tensor, message: str, numbers: list[int]) -> tuple[Tensor, ...]:
+    """The results of a graph that raises ``message`` when it runs: an error raised while Dynamo traces is hidden in its own."""
+    out = torch.ops.para_core.refuse_flex_attention(query, value, message, numbers)
+    stat = query.new_empty(query.shape[:3], dtype=torch.float32)
+    return out, stat, stat
+
+
+def _refuse(query: Tensor, value: Tensor, message: str, numbers: list[int]) -> Tensor:
+    raise ValueError(message.format(*numbers))
+
+
+def _refuse_shape(query: Tensor, value: Tensor, *_: Any) -> Tensor:
+    return query.new_empty(*query.shape[:3], value.shape[3])
+
+
+LIBRARY.define("refuse_flex_attention(Tensor query, Tensor value, str message, SymInt[] numbers) -> Tensor")
+LIBRARY.impl("refuse_flex_attention", _refuse, "CompositeExplicitAutograd")
+torch.library.register_fake("para_core::refuse_flex_attention", _refuse_shape, lib=LIBRARY)
+
+
+def explain_unsharded_mask(error: BaseException | None) -> None:
+    """Raise a ``ValueError`` that names ``cp.shard(block_mask)`` if ``error`` is that of a mask with the lengths of all ranks.
+
+    ``flex_attention`` raises it before any mode sees the call.
+    """
+    compared = re.search(r"block_mask was created for \S+.*?kv_len=\d+", str(error), re.DOTALL)
+    if isinstance(error, Exception) and compared is not None:
+        raise ValueError(
+            f"{compared.group()}, which are those of this rank. On several ranks each holds a part of the tokens: make the mask "
+            "over all tokens, and pass cp.shard(block_mask)."
+        ) from error
