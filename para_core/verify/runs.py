@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from para_core.layout import Segment, SequenceLayout
 from para_core.mesh import SequenceMesh
@@ -123,10 +123,11 @@ class _NotingMode(UnifiedAttnMode):
         self._result, self._inputs = result, inputs
         super().__init__(mesh)
 
-    def shard(
-        self, x: Tensor, dim: int, *, sequence: SequenceLayout | None = None, balance: Literal["causal"] | None = None
-    ) -> Tensor:
-        part = super().shard(x, dim, sequence=sequence, balance=balance)
+    def shard(self, x: Any, dim: int | None = None, **options: Any) -> Any:
+        if dim is None:
+            # A BlockMask, whose lengths are those of tensors that are sharded, too.
+            return super().shard(x, **options)
+        part = super().shard(x, dim, **options)
         index = next((i for i, leaf in enumerate(self._inputs.leaves()) if leaf is x), None)
         self._result.sharded.append((index, dim % x.ndim, x.shape[dim]))
         return part
