@@ -191,11 +191,24 @@ class Cutting:
             rest, tokens = self._behind_the_rest(value, gather.dim, segment, whole=False).segments
             return self.put_together(value, gather.dim, SequenceLayout((tokens, rest), self.mesh.ranks))
         layout = SequenceLayout((segment,), self.mesh.ranks)
-        if gather.per == 1:
-            return self.put_together(value, gather.dim, layout)
         dim = gather.dim % value.ndim
-        apart = torch.unflatten(value, dim, (layout.size(self.mesh.rank), -1))
-        return self.put_together(apart, dim, layout).flatten(dim, dim + 1)
+        apart = value if gather.per == 1 else torch.unflatten(value, dim, (layout.size(self.mesh.rank), -1))
+        if segment.replicated:
+            whole = self.with_equal_bits(apart, dim, segment)
+        else:
+            whole = self.put_together(apart, dim, layout)
+        return whole if gather.per == 1 else whole.flatten(dim, dim + 1)
+
+    def with_equal_bits(self, value: Tensor, dim: int, segment: Segment) -> Tensor:
+        """Return ``value``, all tokens of a replicated ``segment`` along ``dim``, with the same bits on every rank.
+
+        If other tokens were sharded, each rank computed these in matrices with a different number of rows, and a matrix product may then
+        differ in its last bit. So each token is taken from the rank that would hold it if the segment were sharded.
+        """
+        if all(other.replicated for other in self.segments.values()):
+            return value
+        layout = SequenceLayout((Segment(segment.name, segment.total),), self.mesh.ranks)
+        return gather_tokens(shard_tokens(value, dim, layout, self.mesh), dim, layout, self.mesh)
 
     def segment(self, name: str) -> Segment:
         """The segment that this call has sharded, or found to be replicated.

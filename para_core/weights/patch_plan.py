@@ -168,6 +168,10 @@ class PatchCuts(Cutting):
             start += length
         return whole
 
+    def with_equal_bits(self, value: Tensor, dim: int, segment: Segment) -> Tensor:
+        """Return ``value``: patches are computed by one rank."""
+        return value
+
     def rows(self, names: tuple[str, ...], held: int) -> tuple[list[Rows], int] | None:
         """Where the tokens of a call stand among all of them, and how many these are; ``held`` are of this patch, in segments ``names``.
 

@@ -257,3 +257,35 @@ def test_every_published_plan_is_tried():
         if isinstance(getattr(diffusers, name), type) and getattr(getattr(diffusers, name), "_cp_plan", None)
     }
     assert published <= {model.cls for model in MODELS.values()}
+
+
+def give_one_image_token(name, ring, ulysses, lengths, compiled):
+    """Outputs for a single image token beside texts of ``lengths``, which are sharded."""
+    model = MODELS[name]
+    transformer, outs = model.build(), []
+    if ring * ulysses > 1:
+        parallelize_transformer(transformer, mesh=cpu_mesh(ring, ulysses))
+    if compiled:
+        transformer = torch.compile(transformer, backend="aot_eager", fullgraph=True)
+    for length in lengths:
+        inputs = model.inputs(1, 2, 2)
+        inputs = {key: x[:, :1] if key == "hidden_states" or key == "img_ids" else x for key, x in inputs.items()}
+        generator = torch.Generator().manual_seed(length)
+        text = inputs["encoder_hidden_states"]
+        inputs["encoder_hidden_states"] = torch.randn(*text.shape[:1], length, text.shape[2], generator=generator)
+        inputs["txt_ids"] = torch.zeros(*inputs["txt_ids"].shape[:-2], length, inputs["txt_ids"].shape[-1])
+        with torch.no_grad():
+            outs.append(transformer(**inputs, return_dict=False)[0])
+    return outs
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("mesh", [(1, 2), (2, 1), pytest.param((1, 3), marks=pytest.mark.long)])
+def test_a_single_image_token_has_the_same_bits_on_every_rank(rank_pool, mesh, compiled):
+    lengths = [5, 8, 11, 13, 33]
+    expected = give_one_image_token("flux2", 1, 1, lengths, False)
+    first, *others = rank_pool.run(give_one_image_token, mesh[0] * mesh[1], "flux2", *mesh, lengths, compiled)
+    for out, alone in zip(first, expected, strict=True):
+        assert relative_error(out, alone) < 1e-5
+    for outs in others:
+        assert all(map(torch.equal, outs, first))
