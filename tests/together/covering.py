@@ -1,0 +1,168 @@
+"""Cases in which every pair of values of two options occurs: a covering array of strength two, by a greedy algorithm."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+
+from tests.together.options import AXES, EXCLUSIONS, Case, Exclusion, case_of, exclusion_of, parse
+
+SEED = 20
+NUM_CASES = 305
+NUM_SHORT = 30
+ALWAYS_VARIED = ("pipeline", "mesh")
+# One id on each line.
+CASES = Path(__file__).parent / "cases.txt"
+
+_NOT_COMPILED = {axis: AXES[axis][0] for axis in ("compile", "compile order")}
+
+Pair = tuple[tuple[str, str], tuple[str, str]]
+
+
+def pairs_of(values: Mapping[str, str]) -> Iterator[Pair]:
+    """All pairs of ``(axis, value)`` in ``values``, in the order of the axes."""
+    ordered = [(axis, values[axis]) for axis in AXES if axis in values]
+    return itertools.combinations(ordered, 2)
+
+
+def admissible_pairs() -> list[Pair]:
+    """All pairs that some case may hold."""
+    found = []
+    for first, second in itertools.combinations(AXES, 2):
+        for a, b in itertools.product(AXES[first], AXES[second]):
+            if complete({first: a, second: b}, random.Random(0)) is not None:
+                found.append(((first, a), (second, b)))
+    return found
+
+
+def complete(start: Mapping[str, str], rng: random.Random, wanted: set[Pair] | None = None) -> dict[str, str] | None:
+    """``start`` with a value for each other axis, none excluded; None if there is none.
+
+    Args:
+        wanted: pairs; of the values of an axis, the one that adds most of them is taken, and else any.
+    """
+    if exclusion_of(start) is not None:
+        return None
+    axes = [axis for axis in AXES if axis not in start]
+    # The axes that exclude most come first: the search then hardly ever turns back.
+    rng.shuffle(axes)
+    axes.sort(key=lambda axis: -sum(axis in exclusion.values for exclusion in EXCLUSIONS) // 4)
+    return _search(dict(start), axes, rng, wanted or set())
+
+
+def _search(values: dict[str, str], axes: list[str], rng: random.Random, wanted: set[Pair]) -> dict[str, str] | None:
+    if not axes:
+        return values
+    axis, *rest = axes
+
+    def gain(value: str) -> float:
+        return -sum(_pair(axis, value, name, taken) in wanted for name, taken in values.items())
+
+    candidates = list(AXES[axis])
+    rng.shuffle(candidates)
+    for value in sorted(candidates, key=gain) if wanted else candidates:
+        extended = {**values, axis: value}
+        if exclusion_of(extended) is None:
+            whole = _search(extended, rest, rng, wanted)
+            if whole is not None:
+                return whole
+    return None
+
+
+_ORDER = {axis: index for index, axis in enumerate(AXES)}
+
+
+def _pair(axis: str, value: str, other: str, taken: str) -> Pair:
+    first, second = (axis, value), (other, taken)
+    return (first, second) if _ORDER[axis] < _ORDER[other] else (second, first)
+
+
+def covering_array(seed: int = SEED, num_cases: int = NUM_CASES, start: Iterable[Case] = ()) -> list[Case]:
+    """At least ``num_cases`` cases, none of them excluded, that hold every admissible pair. The same for the same arguments.
+
+    Args:
+        start: cases that come first: what is not excluded of an array that was made before an option was added.
+    """
+    rng = random.Random(seed)
+    left = set(admissible_pairs())
+    cases = {case.id: case for case in start if exclusion_of(case.by_axis) is None}
+    for case in cases.values():
+        left.difference_update(pairs_of(case.by_axis))
+    # Compiling costs ten times as much: pairs without it are covered first, by cases without it.
+    for fixed in (_NOT_COMPILED, {}):
+        while pairs := sorted(
+            pair for pair in left if exclusion_of({**fixed, **dict(pair)}) is None and _agree(pair, fixed)
+        ):
+            wanted = {**fixed, **dict(rng.choice(pairs))}
+            tries = [complete(wanted, rng, left) for _ in range(8)]
+            best = max((values for values in tries if values is not None), key=lambda values: _gained(values, left))
+            left.difference_update(pairs_of(best))
+            case = case_of(best)
+            cases[case.id] = case
+    while len(cases) < num_cases:
+        # Defaults for most options: what a few do together is not hidden by others.
+        kept = {axis: values[0] for axis, values in AXES.items() if axis not in ALWAYS_VARIED and rng.random() < 0.6}
+        values = complete({**kept, **(_NOT_COMPILED if rng.random() < 0.8 else {})}, rng)
+        if values is not None:
+            case = case_of(values)
+            cases[case.id] = case
+    return list(cases.values())
+
+
+def read_cases() -> dict[Case, bool]:
+    """The cases of ``cases.txt``, and whether ``make test`` runs them."""
+    lines = [line.partition("#") for line in CASES.read_text().splitlines()]
+    return {parse(case.strip()): "short" in mark for case, _, mark in lines if case.strip()}
+
+
+def write_cases(seed: int = SEED, num_cases: int = NUM_CASES) -> list[Case]:
+    """Add cases to ``cases.txt`` for the pairs that it lacks, and drop those that are excluded by now."""
+    before = read_cases() if CASES.exists() else {}
+    cases = covering_array(seed, num_cases, before)
+    _write({case: before.get(case, False) for case in cases}, seed)
+    return cases
+
+
+def choose_short(exact: Collection[str], seed: int = SEED) -> list[Case]:
+    """Mark 30 of the ``exact`` cases in ``cases.txt``: on at most two ranks, not compiled, with as many pairs as possible."""
+    cases = read_cases()
+    cheap = [case for case in cases if case.id in exact and case.ranks <= 2 and case["compile"] == "eager"]
+    short: list[Case] = []
+    left = set(admissible_pairs())
+    while cheap and len(short) < NUM_SHORT:
+        best = max(cheap, key=lambda case: _gained(case.by_axis, left))
+        cheap.remove(best)
+        short.append(best)
+        left.difference_update(pairs_of(best.by_axis))
+    _write({case: case in short for case in cases}, seed)
+    return short
+
+
+def _write(cases: Mapping[Case, bool], seed: int) -> None:
+    head = f"# python -m tests.together --write-cases; seed {seed}"
+    lines = [f"{case.id}  # short" if is_short else case.id for case, is_short in cases.items()]
+    CASES.write_text("\n".join([head, *lines]) + "\n")
+
+
+def _agree(pair: Pair, fixed: Mapping[str, str]) -> bool:
+    return all(fixed.get(axis, value) == value for axis, value in pair)
+
+
+def _gained(values: Mapping[str, str], left: set[Pair]) -> int:
+    return sum(pair in left for pair in pairs_of(values))
+
+
+def refused_cases(seed: int = SEED) -> list[tuple[Case, Exclusion]]:
+    """For each refused combination, cases that only it excludes: one for each value of its longest list."""
+    rng = random.Random(seed)
+    found = []
+    for exclusion in EXCLUSIONS:
+        if not exclusion.refused:
+            continue
+        longest = max(exclusion.values, key=lambda axis: len(exclusion.values[axis]))
+        for value in exclusion.values[longest]:
+            values = {axis: rng.choice(listed) for axis, listed in exclusion.values.items()} | {longest: value}
+            found.append((case_of(values), exclusion))
+    return found

@@ -1,0 +1,242 @@
+"""Options of a pipeline that a user combines, as data: their values, and which combinations are refused or make no sense."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+# Axis → values. The first value of an axis is its default and is left out of a case's id. A value's name is unique over all axes.
+AXES: dict[str, tuple[str, ...]] = {
+    "pipeline": (
+        "flux",
+        "klein",
+        "wan",
+        "wan22",
+        "ltx",
+        "cogvideox",
+        "sd3",
+        "mochi",
+        "qwen",
+        "hunyuan",
+        "pixart",
+        "unet",
+    ),
+    # By their dims; "auto" leaves mesh= out.
+    "mesh": (
+        "ulysses2",
+        "auto1",
+        "auto2",
+        "ring2",
+        "batch2",
+        "pipe2",
+        "tensor2",
+        "ring3",
+        "ulysses3",
+        "pipe3",
+        "ring4",
+        "ulysses4",
+        "ring2-ulysses2",
+        "batch2-ring2",
+        "batch2-pipe2",
+        "pipe2-ring2",
+        "ring2-tensor2",
+    ),
+    "guidance": ("plain", "cfg"),
+    "prompts": ("prompt", "prompts"),
+    "cache": ("uncached", "zero", "hits", "threshold"),
+    "cache order": ("cache-last", "cache-first"),
+    "weights": ("whole-weights", "replicate", "fsdp", "tensor"),
+    "vae": ("latents", "vae"),
+    "pipefusion": ("exact-stages", "patches2", "patches3"),
+    "compile": ("eager", "whole", "in-place", "blocks"),
+    "compile order": ("compile-last", "compile-first"),
+    "lora": ("no-lora", "lora-before", "lora-after", "lora-fused", "lora-fused-after", "lora-unloaded"),
+    "offload": (
+        "no-offload",
+        "model-before",
+        "model-after",
+        "group-before",
+        "group-after",
+        "leaf-before",
+        "leaf-after",
+    ),
+    "dtype": ("float32", "bfloat16"),
+    "quantized": ("unquantized", "int8", "int8-late"),
+    "sizes": ("size", "sizes"),
+    "text": ("auto-text", "text-shard", "text-replicate"),
+    "rotate": ("auto-rotate", "alltoall", "allgather", "2d"),
+    "undo": ("parallel-off-first", "cache-off-first", "again"),
+}
+
+_AXIS_OF = {value: axis for axis, values in AXES.items() for value in values}
+assert len(_AXIS_OF) == sum(map(len, AXES.values()))
+
+MESH_DIMS = ("batch", "pipe", "ring", "ulysses", "tensor")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A value for each axis."""
+
+    values: tuple[str, ...]
+
+    def __getitem__(self, axis: str) -> str:
+        return self.values[_INDEX[axis]]
+
+    @property
+    def id(self) -> str:
+        """Pipeline, mesh and all values that are not the default, joined by ``+``; :func:`parse` reads it."""
+        named = [
+            value
+            for (axis, values), value in zip(AXES.items(), self.values, strict=True)
+            if axis in ("pipeline", "mesh") or value != values[0]
+        ]
+        return "+".join(named)
+
+    @property
+    def by_axis(self) -> dict[str, str]:
+        return dict(zip(AXES, self.values, strict=True))
+
+    @property
+    def mesh(self) -> dict[str, int] | None:
+        """Sizes by mesh dim; None if the mesh argument is left out."""
+        if self["mesh"].startswith("auto"):
+            return None
+        sizes = dict.fromkeys(MESH_DIMS, 1)
+        for part in self["mesh"].split("-"):
+            sizes[part[:-1]] = int(part[-1])
+        return sizes
+
+    @property
+    def ranks(self) -> int:
+        if self.mesh is None:
+            return int(self["mesh"][-1])
+        ranks = 1
+        for size in self.mesh.values():
+            ranks *= size
+        return ranks
+
+
+_INDEX = {axis: index for index, axis in enumerate(AXES)}
+
+
+def case_of(values: Mapping[str, str]) -> Case:
+    """The case with these values, and defaults for the other axes."""
+    return Case(tuple(values.get(axis, default[0]) for axis, default in AXES.items()))
+
+
+def parse(text: str) -> Case:
+    """The case with this id.
+
+    Raises:
+        ValueError: a value is not known, or an axis has two.
+    """
+    values: dict[str, str] = {}
+    for value in text.split("+"):
+        axis = _AXIS_OF.get(value)
+        if axis is None:
+            raise ValueError(f"{value!r} is no value of an option. Expected values of {AXES}, joined by +.")
+        if axis in values:
+            raise ValueError(f"{text!r} has two values of {axis!r}: {values[axis]!r} and {value!r}.")
+        values[axis] = value
+    return case_of(values)
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """A combination that no case of the covering array holds.
+
+    Args:
+        values: by axis, the values that exclude each other: a case with one of each is excluded.
+        reason: why.
+        refused: whether para_core refuses it (each such combination is tried, and must be refused); otherwise it means nothing, or fails
+            without para_core, too.
+    """
+
+    reason: str
+    values: Mapping[str, tuple[str, ...]]
+    refused: bool = True
+
+    def excludes(self, values: Mapping[str, str]) -> bool:
+        return all(values.get(axis) in listed for axis, listed in self.values.items())
+
+
+def other(axis: str, *values: str) -> tuple[str, ...]:
+    """All values of ``axis`` but these."""
+    return tuple(value for value in AXES[axis] if value not in values)
+
+
+_CACHED = other("cache", "uncached")
+_COMPILED = other("compile", "eager")
+_FUSED = other("pipefusion", "exact-stages")
+_STAGES = tuple(mesh for mesh in AXES["mesh"] if "pipe" in mesh)
+_TENSOR = tuple(mesh for mesh in AXES["mesh"] if "tensor" in mesh)
+
+EXCLUSIONS: tuple[Exclusion, ...] = (
+    # -- Means nothing.
+    Exclusion("an order of what is not there", {"cache": ("uncached",), "cache order": ("cache-first",)}, False),
+    Exclusion("an order of what is not there", {"cache": ("uncached",), "undo": ("cache-off-first",)}, False),
+    Exclusion("an order of what is not there", {"compile": ("eager",), "compile order": ("compile-first",)}, False),
+    # -- Fails without para_core, too.
+    Exclusion(
+        "Dynamo does not trace the hooks of offload",
+        {"compile": ("whole", "in-place"), "offload": other("offload", "no-offload")},
+        False,
+    ),
+    Exclusion(
+        "Dynamo does not trace the hooks of offload",
+        {"compile": ("blocks",), "offload": ("group-before", "group-after", "leaf-before", "leaf-after")},
+        False,
+    ),
+    Exclusion(
+        "their classes name no repeated blocks",
+        {"pipeline": ("cogvideox", "sd3", "mochi", "pixart"), "compile": ("blocks",)},
+        False,
+    ),
+    Exclusion("its class takes no adapter of peft", {"pipeline": ("pixart",), "lora": other("lora", "no-lora")}, False),
+    Exclusion(
+        "peft does not fuse into quantized weights",
+        {"lora": ("lora-fused", "lora-fused-after"), "quantized": ("int8",)},
+        False,
+    ),
+    # -- Refused.
+    Exclusion(
+        "masks or positions of all text tokens",
+        {"pipeline": other("pipeline", "flux", "klein", "ltx", "qwen", "unet"), "text": ("text-shard",)},
+    ),
+    Exclusion("a UNet has no cache", {"pipeline": ("unet",), "cache": _CACHED}),
+    Exclusion("a UNet has no stages", {"pipeline": ("unet",), "mesh": _STAGES}),
+    Exclusion("a UNet is not compiled", {"pipeline": ("unet",), "compile": _COMPILED}),
+    Exclusion("a UNet has no patches", {"pipeline": ("unet",), "pipefusion": _FUSED}),
+    Exclusion(
+        "a UNet has no attention of this kind", {"pipeline": ("unet",), "rotate": other("rotate", "auto-rotate")}
+    ),
+    Exclusion("a UNet has no text tokens", {"pipeline": ("unet",), "text": other("text", "auto-text")}),
+    Exclusion("a model without a tensor plan", {"pipeline": ("unet", "sd3", "pixart"), "weights": ("tensor",)}),
+    Exclusion("a model without a tensor plan", {"pipeline": ("unet", "sd3", "pixart"), "mesh": _TENSOR}),
+    Exclusion("FSDP2 would put back what was quantized", {"weights": ("fsdp",), "quantized": ("int8-late",)}),
+    Exclusion("torchao does not shard its heads", {"weights": ("tensor",), "quantized": ("int8",)}),
+    Exclusion("tensor needs a mesh with it", {"weights": ("tensor",), "mesh": other("mesh", *_TENSOR)}),
+    Exclusion("a mesh with tensor needs its weights", {"weights": other("weights", "tensor"), "mesh": _TENSOR}),
+    Exclusion("stages hold their weights", {"weights": ("fsdp",), "mesh": _STAGES}),
+    Exclusion("fsdp needs sequence ranks", {"weights": ("fsdp",), "mesh": ("auto1", "batch2")}),
+    Exclusion("no patches of tensor ranks", {"pipefusion": _FUSED, "mesh": _TENSOR}),
+    Exclusion("patches are not cached", {"pipefusion": _FUSED, "cache": _CACHED}),
+    Exclusion("no patches of joint arguments", {"pipefusion": _FUSED, "pipeline": ("sd3", "pixart")}),
+    Exclusion("stages are not in one graph", {"mesh": _STAGES, "compile": ("whole", "in-place")}),
+    Exclusion("patches are not in one graph", {"pipefusion": _FUSED, "compile": ("whole", "in-place")}),
+    Exclusion("no cond over fsdp", {"weights": ("fsdp", "tensor"), "cache": _CACHED, "compile": ("whole", "in-place")}),
+    Exclusion(
+        "a cache with stages of two kinds",
+        {"mesh": _STAGES, "cache": _CACHED, "pipeline": ("flux", "klein", "hunyuan")},
+    ),
+    Exclusion("stages free what offload moves", {"mesh": _STAGES, "offload": other("offload", "no-offload")}),
+    Exclusion(
+        "sharded weights are not moved", {"weights": ("fsdp", "tensor"), "offload": other("offload", "no-offload")}
+    ),
+)
+
+
+def exclusion_of(values: Mapping[str, str]) -> Exclusion | None:
+    """The first exclusion that excludes ``values``; None if they may be combined."""
+    return next((exclusion for exclusion in EXCLUSIONS if exclusion.excludes(values)), None)

@@ -1,0 +1,401 @@
+"""Running one case: on its ranks, and without para_core on one process; and judging what came out."""
+
+from __future__ import annotations
+
+import math
+import re
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._pytree import tree_map
+
+import para_core
+import para_core.adapters
+from para_core import PipeFusion
+from para_core.adapters import (
+    apply_cache_on_pipe,
+    cache_report,
+    parallelize_pipe,
+    remove_cache_from_pipe,
+    unparallelize_pipe,
+)
+from tests.rank_pool import RankPool, RankPoolError, heartbeat
+from tests.tiny import relative_error
+from tests.together import user
+from tests.together.options import MESH_DIMS, Case
+from tests.together.snapshot import differences, snapshot, tensors_of_ours
+
+# Sums come in another order on several ranks: 1e-7 a step, times the guidance scale and what two to eight steps make of it.
+FLOAT32_BOUND = 1e-4
+# In bfloat16 both are off from float32 by rounding; another order of sums may round otherwise, and is no further off than so much.
+BFLOAT16_FACTOR = 2.0
+# Two of four steps are skipped, whatever the differences.
+_HITS = {"residual_diff_threshold": 1e9, "max_consecutive_hits": 1}
+# A decision is as clear as this, or another order of sums might take the other one.
+_CLEAR = 0.02
+
+
+@dataclass
+class Raised:
+    """An exception as it is sent to the parent.
+
+    Args:
+        clear: whether it is a ValueError, TypeError or RuntimeError that code of para_core raised.
+    """
+
+    kind: str
+    message: str
+    where: str
+    clear: bool
+    trace: str
+
+
+@dataclass
+class Reference:
+    """What one process generates without ranks.
+
+    Args:
+        plain: the outputs of the untouched pipeline.
+        expected: of the cached one, or in patches, if the case has these; else ``plain``.
+        precise: in bfloat16, the outputs in float32 arithmetic; else None.
+        state: the snapshot of the untouched pipeline after its calls.
+        threshold: of the cache.
+        raised: by para_core on this one process.
+    """
+
+    plain: list[Tensor]
+    expected: list[Tensor]
+    precise: list[Tensor] | None
+    state: dict[str, str]
+    threshold: float = 0.0
+    raised: Raised | None = None
+
+
+@dataclass
+class Outcome:
+    """What came of a case.
+
+    Args:
+        status: ``exact``, ``refused``, ``wrong``, ``obscure``, ``hang``, or ``alone``: it fails without para_core, too.
+        detail: the refusal's sentence, or what is wrong.
+    """
+
+    case: str
+    status: str
+    detail: str = ""
+    errors: list[float] = field(default_factory=list)
+
+
+# -- one process
+
+
+def _initial_latents(pipe: Any, case: Case) -> list[Any]:
+    """What ``prepare_latents`` draws in each call."""
+    drawn, draw = [], pipe.prepare_latents
+
+    def prepare(*args: Any, **kwargs: Any) -> Any:
+        drawn.append(draw(*args, **kwargs))
+        return drawn[-1]
+
+    pipe.prepare_latents = prepare
+    try:
+        user.generate(pipe, case)
+    finally:
+        del pipe.prepare_latents
+    return drawn
+
+
+def _in_float32(pipe: Any, case: Case, drawn: list[Any]) -> list[Tensor]:
+    """In float32, from latents that bfloat16 drew: a generator draws others for another dtype."""
+    left = iter(drawn)
+
+    def prepare(*args: Any, **kwargs: Any) -> Any:
+        return tree_map(lambda x: x.float() if isinstance(x, Tensor) and x.is_floating_point() else x, next(left))
+
+    pipe.prepare_latents = prepare
+    return user.generate(pipe, case, torch.float32)
+
+
+def reference(case: Case) -> Reference:
+    """Without ranks and without compiling."""
+    with user.quiet():
+        pipe = _untouched(case)
+        plain = user.generate(pipe, case)
+        found = Reference(plain, plain, None, snapshot(pipe))
+        precise = None if case["dtype"] == "float32" else _untouched(case, torch.float32)
+        drawn = [] if precise is None else _initial_latents(pipe, case)
+        try:
+            if case["cache"] in ("hits", "threshold"):
+                found.threshold, found.expected = _cached(pipe, case)
+                if precise is not None:
+                    _apply_cache(precise, case, found.threshold)
+            elif case["pipefusion"] != "exact-stages":
+                parallelize_pipe(pipe, pipefusion=_pipefusion(case))
+                found.expected = user.generate(pipe, case)
+                if precise is not None:
+                    parallelize_pipe(precise, pipefusion=_pipefusion(case))
+        except Exception as error:
+            found.raised = described(error)
+            return found
+        if precise is not None:
+            found.precise = _in_float32(precise, case, drawn)
+        return found
+
+
+def _untouched(case: Case, dtype: torch.dtype | None = None) -> Any:
+    pipe = user.build(case, dtype)
+    user.before(pipe, case)
+    user.after(pipe, case)
+    user.uncompile(pipe)
+    return pipe
+
+
+def _cached(pipe: Any, case: Case) -> tuple[float, list[Tensor]]:
+    """The cache's threshold, and what one process generates with it."""
+    for threshold in _thresholds(case):
+        _apply_cache(pipe, case, threshold)
+        outs = user.generate(pipe, case)
+        rows = cache_report(pipe).rows
+        hits = [row.hit for row in rows]
+        margins = [abs(row.difference / threshold - 1) for row in rows if row.difference is not None]
+        remove_cache_from_pipe(pipe)
+        # Of the last call. A threshold has to decide either way, and clearly.
+        if case["cache"] == "hits" or (any(hits) and min(margins, default=1.0) > _CLEAR):
+            return threshold, outs
+    raise AssertionError(f"no threshold lets the cache of {case.id} skip")
+
+
+def _thresholds(case: Case) -> list[float]:
+    return [_HITS["residual_diff_threshold"]] if case["cache"] == "hits" else [0.02 * 1.5**n for n in range(14)]
+
+
+def _apply_cache(pipe: Any, case: Case, threshold: float) -> None:
+    if case["cache"] == "hits":
+        apply_cache_on_pipe(pipe, **_HITS)
+    elif case["cache"] != "uncached":
+        apply_cache_on_pipe(pipe, residual_diff_threshold=0.0 if case["cache"] == "zero" else threshold)
+
+
+def _pipefusion(case: Case) -> PipeFusion | None:
+    patches = {"exact-stages": None, "patches2": 2, "patches3": 3}[case["pipefusion"]]
+    return None if patches is None else PipeFusion(patches)
+
+
+# -- on ranks
+
+
+def _mesh(case: Case) -> DeviceMesh | None:
+    sizes = case.mesh
+    if sizes is None:
+        return None
+    # As init_context_parallel_mesh orders them: stages are furthest apart, tensor ranks are neighbours.
+    names = [
+        name for name in ("pipe", "batch", "ring", "ulysses", "tensor") if sizes[name] > 1 or name in MESH_DIMS[2:4]
+    ]
+    return init_device_mesh("cpu", tuple(sizes[name] for name in names), mesh_dim_names=tuple(names))
+
+
+def _parallelize(pipe: Any, case: Case, mesh: DeviceMesh | None) -> None:
+    options: dict[str, Any] = {"vae": case["vae"] == "vae", "pipefusion": _pipefusion(case)}
+    if case["weights"] != "whole-weights":
+        options["weights"] = case["weights"]
+    if case["text"] != "auto-text":
+        options["text"] = case["text"].removeprefix("text-")
+    if case["rotate"] != "auto-rotate":
+        options["rotate_method"] = case["rotate"]
+    parallelize_pipe(pipe, mesh=mesh, **options)
+
+
+def on_ranks(case: Case, threshold: float) -> dict[str, Any]:
+    """What this rank generates in parallel and after all is undone, and what is then on the pipeline; or what it raised."""
+    results: dict[str, Any] = {"stage": "building"}
+    pipe = None
+    with user.quiet():
+        try:
+            pipe = user.build(case)
+            results["stage"] = "before para_core"
+            user.before(pipe, case)
+            mesh = _mesh(case)
+            results["stage"] = "applying"
+            if case["cache order"] == "cache-first":
+                _apply_cache(pipe, case, threshold)
+            for _ in range(2 if case["undo"] == "again" else 1):
+                _parallelize(pipe, case, mesh)
+                if case["cache order"] == "cache-last":
+                    _apply_cache(pipe, case, threshold)
+            results["stage"] = "after para_core"
+            user.after(pipe, case)
+            heartbeat()
+            results["stage"] = "generating"
+            results["outs"] = user.generate(pipe, case)
+            heartbeat()
+            results["kept"] = tensors_of_ours(pipe)
+            results["stage"] = "undoing"
+            _undo(pipe, case)
+            user.uncompile(pipe)
+            results["state"] = snapshot(pipe)
+            results["stage"] = "generating after undo"
+            results["undone"] = user.generate(pipe, case)
+            results["stage"] = "done"
+        except Exception as error:
+            results["raised"] = described(error)
+            if pipe is not None:
+                _try_to_undo(pipe, case, results)
+    return results
+
+
+def _undo(pipe: Any, case: Case) -> None:
+    if case["undo"] == "cache-off-first":
+        remove_cache_from_pipe(pipe)
+        unparallelize_pipe(pipe)
+    else:
+        unparallelize_pipe(pipe)
+        remove_cache_from_pipe(pipe)
+
+
+def _try_to_undo(pipe: Any, case: Case, results: dict[str, Any]) -> None:
+    """After a refusal, all can be undone."""
+    try:
+        _undo(pipe, case)
+    except Exception as error:
+        results["raised undoing"] = described(error)
+
+
+_OURS = tuple(str(Path(module.__file__ or "").parent.resolve()) for module in (para_core, para_core.adapters))
+_CLEAR_KINDS = (ValueError, TypeError, RuntimeError)
+# Words of torch's own errors, which a sentence of ours may have around it.
+_OBSCURE = re.compile(r"aten[.:]|OpOverload|unimplemented operator|torch\._dynamo|[Mm]eta tensor|Traceback|HOP ")
+
+
+def described(error: BaseException) -> Raised:
+    """``error`` as it is sent, and whether it is a refusal."""
+    frames = traceback.extract_tb(error.__traceback__)
+    last = frames[-1]
+    ours = str(Path(last.filename).resolve()).startswith(_OURS)
+    trace = "".join(traceback.format_exception(error))
+    where = f"{Path(last.filename).name}:{last.lineno}"
+    clear = type(error) in _CLEAR_KINDS and ours and not _OBSCURE.search(str(error))
+    return Raised(type(error).__name__, str(error), where, clear, trace)
+
+
+# -- judging
+
+
+def run(case: Case, pool: RankPool, timeout: float = 180.0) -> Outcome:
+    """Run ``case`` on its ranks and on this process, and compare."""
+    try:
+        alone = reference(case)
+    except Exception as error:
+        return Outcome(case.id, "alone", f"{type(error).__name__}: {error}")
+    if alone.raised is not None:
+        return _judge_raised(case, [{"raised": alone.raised, "stage": "on one process"}])
+    try:
+        results = pool.run(on_ranks, case.ranks, case, alone.threshold, timeout=timeout)
+    except RankPoolError as error:
+        return Outcome(case.id, "hang", str(error)[-6000:])
+    outcome = judge(case, alone, results)
+    if outcome.status == "obscure" and case["compile"] != "eager":
+        problem = _compiled_alone(case)
+        if problem is not None:
+            return Outcome(case.id, "alone", problem)
+    return outcome
+
+
+def judge(case: Case, alone: Reference, results: list[dict[str, Any]]) -> Outcome:
+    """Compare what all ranks say with ``alone``."""
+    raised = [result.get("raised") for result in results]
+    if any(raised):
+        return _judge_raised(case, results)
+    problems = []
+    errors = []
+    for rank, result in enumerate(results):
+        outs, undone = result["outs"], result["undone"]
+        problems += [f"rank {rank}: {kept}" for kept in result["kept"]]
+        for call, (out, expected) in enumerate(zip(outs, alone.expected, strict=True)):
+            error = relative_error(out, expected)
+            errors.append(error)
+            bound = _bound(alone, call)
+            if alone.precise is not None:
+                error = relative_error(out, alone.precise[call])
+            if not error <= bound:
+                problems.append(f"rank {rank}, call {call}: off by {error:.3g}, bound {bound:.3g}")
+            if not _same_bits(out, results[0]["outs"][call]):
+                problems.append(
+                    f"rank {rank}, call {call}: other bits than rank 0, {relative_error(out, results[0]['outs'][call]):.3g}"
+                )
+            if not _same_bits(undone[call], alone.plain[call]):
+                problems.append(
+                    f"rank {rank}, call {call}: after undo off by {relative_error(undone[call], alone.plain[call]):.3g}"
+                )
+        problems += [f"rank {rank} left: {left}" for left in differences(result["state"], alone.state)[:8]]
+    return Outcome(case.id, "wrong" if problems else "exact", "\n".join(problems[:20]), errors)
+
+
+def _bound(alone: Reference, call: int) -> float:
+    if alone.precise is None:
+        return FLOAT32_BOUND
+    return BFLOAT16_FACTOR * relative_error(alone.expected[call], alone.precise[call])
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a, b)
+
+
+def _judge_raised(case: Case, results: list[dict[str, Any]]) -> Outcome:
+    raised: list[Raised | None] = [result.get("raised") for result in results]
+    for rank, result in enumerate(results):
+        undoing = result.get("raised undoing")
+        if undoing is not None:
+            return Outcome(
+                case.id,
+                "obscure",
+                f"rank {rank} raised undoing: {undoing.kind}: {undoing.message}\n{undoing.trace[-3000:]}",
+            )
+    if not all(raised):
+        first = next(one for one in raised if one is not None)
+        return Outcome(
+            case.id,
+            "wrong",
+            f"only ranks {[r for r, one in enumerate(raised) if one]} raised {first.kind}: {first.message}",
+        )
+    first = next((one for one in raised if one is not None and not one.clear), None)
+    stage = results[0]["stage"]
+    if first is not None:
+        return Outcome(
+            case.id, "obscure", f"{stage}: {first.kind} at {first.where}: {first.message[:1500]}\n{first.trace[-4000:]}"
+        )
+    said = raised[0]
+    assert said is not None
+    return Outcome(case.id, "refused", f"{stage}: {said.kind} at {said.where}: {said.message}")
+
+
+def reason_of(detail: str) -> str:
+    """A refusal's sentence without what differs from case to case: numbers, quoted names."""
+    text = detail.split(": ", 2)[-1]
+    text = re.sub(r"'[^']*'|\"[^\"]*\"|pipe\.\w+", "…", re.split(r"(?<=[.:;]) ", text)[0])
+    return re.sub(r"\d+", "n", text)[:120]
+
+
+def _compiled_alone(case: Case) -> str | None:
+    """What raises when one process compiles the untouched pipeline as the case does."""
+    torch.compiler.reset()
+    try:
+        with user.quiet():
+            pipe = user.build(case)
+            user.before(pipe, case)
+            user.after(pipe, case)
+            user.generate(pipe, case)
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[:1500]}"
+    finally:
+        torch.compiler.reset()
+    return None
+
+
+def largest(outcome: Outcome) -> float:
+    return max((error for error in outcome.errors if not math.isnan(error)), default=0.0)

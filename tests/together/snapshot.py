@@ -1,0 +1,98 @@
+"""Everything that para_core may leave on a pipeline, as plain values: classes, attributes, hooks, parameters and what holds tensors."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks")
+
+
+def snapshot(pipe: Any) -> dict[str, str]:
+    """By a path, a description. Two pipelines that were built and changed alike have equal snapshots."""
+    found = {"modes": str([*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()])}
+    found.update(_object(pipe, "pipe"))
+    for name, component in pipe.components.items():
+        if isinstance(component, nn.Module):
+            for at, module in component.named_modules():
+                found.update(_module(module, f"pipe.{name}.{at}".rstrip(".")))
+        elif component is not None:
+            found.update(_object(component, f"pipe.{name}"))
+    return found
+
+
+def differences(found: dict[str, str], expected: dict[str, str]) -> list[str]:
+    """What is on one of two pipelines only, or differs."""
+    return [
+        f"{path}: {found.get(path, 'missing')}, expected {expected.get(path, 'nothing')}"
+        for path in sorted(found.keys() | expected.keys())
+        if found.get(path) != expected.get(path)
+    ]
+
+
+def _class_of(value: Any) -> str:
+    cls = type(value)
+    # A private subclass has its original's name, and attributes of its own.
+    private = [name for name in vars(cls) if "para_core" in name]
+    return f"{cls.__module__}.{cls.__qualname__}{sorted(private) if private else ''}"
+
+
+def _object(value: Any, path: str) -> dict[str, str]:
+    found = {path: _class_of(value)}
+    for name, attribute in getattr(value, "__dict__", {}).items():
+        # Values differ from call to call; what they are does not.
+        found[f"{path}.{name}"] = ", ".join(sorted(_kinds(attribute)))
+    return found
+
+
+def _kinds(value: Any, depth: int = 3) -> set[str]:
+    """The classes of ``value`` and of what containers hold."""
+    kinds = {_class_of(value)}
+    if depth and isinstance(value, (list, tuple, set)):
+        kinds.update(*[_kinds(each, depth - 1) for each in value], set())
+    elif depth and isinstance(value, dict):
+        kinds.update(*[_kinds(each, depth - 1) for each in value.values()], set())
+    return kinds
+
+
+def _module(module: nn.Module, path: str) -> dict[str, str]:
+    found = {path: _class_of(module)}
+    for name, attribute in vars(module).items():
+        if name in _HOOKS:
+            found[f"{path}.{name}"] = str(sorted(_class_of(hook) for hook in attribute.values()))
+        elif name not in ("_parameters", "_buffers", "_modules"):
+            found[f"{path}.{name}"] = _class_of(attribute)
+    for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+        found[f"{path}.{name}"] = "None" if tensor is None else describe(tensor)
+    return found
+
+
+def describe(tensor: Tensor) -> str:
+    """Class, dtype, shape, whether it takes gradients, device, and a digest of its values."""
+    kind = f"{_class_of(tensor)} {tensor.dtype} {tuple(tensor.shape)} {tensor.requires_grad} {tensor.device}"
+    if tensor.is_meta:
+        return kind
+    plain = tensor.detach()
+    if type(plain) not in (Tensor, nn.Parameter):
+        plain = plain.dequantize() if hasattr(plain, "dequantize") else plain.to(torch.float32)
+    values = plain.contiguous().flatten().view(torch.uint8)
+    return f"{kind} {hashlib.sha1(values.numpy().tobytes()).hexdigest()[:12]}"
+
+
+def tensors_of_ours(pipe: Any) -> list[str]:
+    """Attributes of the pipeline and of its parts, beside modules, that hold a tensor of para_core's."""
+    parts = {"pipe": pipe} | {
+        f"pipe.{name}": part for name, part in pipe.components.items() if not isinstance(part, nn.Module)
+    }
+    return [
+        f"{path}.{name} holds {kind}"
+        for path, part in parts.items()
+        for name, value in getattr(part, "__dict__", {}).items()
+        for kind in sorted(_kinds(value))
+        if kind.startswith("para_core")
+    ]

@@ -1,0 +1,61 @@
+"""What came of all cases, as one JSON: benchmarks/results/together.json."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.environment import write_results
+from tests.together.covering import SEED, admissible_pairs, pairs_of, read_cases, refused_cases
+from tests.together.run import FLOAT32_BOUND
+
+
+def summary(rows: Mapping[str, Mapping[str, Any]], seed: int = SEED) -> dict[str, Any]:
+    """Counts of the cases by what came of them; refusals by reason; how many pairs exact cases hold; what each exclusion says.
+
+    Args:
+        rows: by case, what ``python -m tests.together --out`` wrote.
+    """
+    ran = {case: rows[case.id] for case in read_cases() if case.id in rows}
+    exact = [case for case, row in ran.items() if row["status"] == "exact"]
+    admissible = set(admissible_pairs())
+    held = {pair for case in exact for pair in pairs_of(case.by_axis)} & admissible
+    float32 = [rows[case.id]["errors"][0] for case in exact if case["dtype"] == "float32"]
+    return {
+        "seed": seed,
+        "cases": len(ran),
+        "statuses": dict(collections.Counter(row["status"] for row in ran.values())),
+        "compiled": sum(case["compile"] != "eager" for case in ran),
+        "ranks": dict(sorted(collections.Counter(str(case.ranks) for case in ran).items())),
+        "largest error in float32": max(float32, default=0.0),
+        "bound in float32": FLOAT32_BOUND,
+        "pairs": {"admissible": len(admissible), "held by exact cases": len(held)},
+        "refused by reason": dict(
+            collections.Counter(row["reason"] for row in ran.values() if row["status"] == "refused").most_common()
+        ),
+        "excluded": excluded(rows, seed),
+    }
+
+
+def excluded(rows: Mapping[str, Mapping[str, Any]], seed: int = SEED) -> list[dict[str, Any]]:
+    """Each combination that is refused: its reason, how many cases of it were tried, and what one of them raised."""
+    found: dict[str, dict[str, Any]] = {}
+    for case, exclusion in refused_cases(seed):
+        row = rows.get(case.id)
+        if row is None:
+            continue
+        entry = found.setdefault(
+            exclusion.reason, {"reason": exclusion.reason, "tried": 0, "refused": 0, "case": case.id, "message": ""}
+        )
+        entry["tried"] += 1
+        entry["refused"] += row["status"] == "refused"
+        if row["status"] == "refused" and not entry["message"]:
+            _, error, message = row["detail"].split(": ", 2)
+            entry |= {"case": case.id, "error": error.partition(" ")[0], "message": message}
+    return list(found.values())
+
+
+def write_summary(rows: Mapping[str, Mapping[str, Any]], seed: int = SEED) -> Path:
+    return write_results("together", summary(rows, seed), "diffusers", "transformers", "peft", "torchao")

@@ -1,0 +1,113 @@
+"""Options together give what the untouched pipeline gives, or are refused with a reason: `python -m tests.together CASE` runs one."""
+
+import random
+
+import pytest
+import torch
+import torch._dynamo
+
+from para_core.adapters import parallelize_pipe
+from tests.together.covering import SEED, admissible_pairs, pairs_of, read_cases, refused_cases
+from tests.together.options import AXES, EXCLUSIONS, case_of, exclusion_of, parse
+from tests.together.run import Reference, described, judge, run
+
+CASES = read_cases()
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(case.id, marks=() if is_short else pytest.mark.long) for case, is_short in CASES.items()]
+)
+def test_options_together_are_exact_or_refused(rank_pool, name):
+    outcome = run(parse(name), rank_pool)
+    assert outcome.status in ("exact", "refused"), f"seed {SEED}, python -m tests.together {name}\n{outcome.detail}"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [case.id for case, _ in refused_cases()])
+def test_what_is_refused_is_refused_with_a_reason(rank_pool, name):
+    outcome = run(parse(name), rank_pool)
+    assert outcome.status == "refused", f"python -m tests.together {name}\n{outcome}"
+
+
+def test_the_array_holds_every_admissible_pair_and_no_excluded_combination():
+    covered = {pair for case in CASES for pair in pairs_of(case.by_axis)}
+    assert covered >= set(admissible_pairs())
+    assert len({case.id for case in CASES}) == len(CASES) >= 300
+    assert all(exclusion_of(case.by_axis) is None for case in CASES)
+
+
+def test_pairs_that_are_left_out_are_excluded_by_what_they_hold():
+    """No pair is inadmissible by accident: each one matches an exclusion, or every way to complete it does."""
+    admissible = set(admissible_pairs())
+    axes = list(AXES)
+    rng = random.Random(3)
+    for _ in range(300):
+        first, second = rng.sample(axes, 2)
+        values = {first: rng.choice(AXES[first]), second: rng.choice(AXES[second])}
+        (pair,) = pairs_of(values)
+        if exclusion_of(values) is not None:
+            assert pair not in admissible
+
+
+def test_an_id_names_its_case():
+    for case in CASES:
+        assert parse(case.id) == case
+    assert parse("wan+ring2") == case_of({"pipeline": "wan", "mesh": "ring2"})
+    with pytest.raises(ValueError, match="fsdp"):
+        parse("wan+ring2+fsdp+tensor")
+    with pytest.raises(ValueError, match="ring17"):
+        parse("wan+ring17")
+
+
+def test_every_exclusion_names_values_that_there_are():
+    for exclusion in EXCLUSIONS:
+        assert all(set(values) <= set(AXES[axis]) and values for axis, values in exclusion.values.items())
+
+
+def judged(**changed):
+    """What is said of two ranks of which the second differs from an exact one in ``changed``."""
+    case, out = parse("flux+ulysses2"), torch.arange(1.0, 5.0)
+    exact = {"outs": [out], "undone": [out], "kept": [], "state": {"pipe": "FluxPipeline"}, "stage": "done"}
+    alone = Reference([out], [out], None, {"pipe": "FluxPipeline"})
+    return judge(case, alone, [exact, {**exact, **changed}]).status
+
+
+def raised(error):
+    try:
+        raise error
+    except Exception as caught:
+        return {"raised": described(caught), "stage": "generating"}
+
+
+def refused():
+    try:
+        parallelize_pipe(None, weights="fdsp")
+    except Exception as caught:
+        return {"raised": described(caught), "stage": "applying"}
+
+
+OFF, SLIGHTLY = torch.tensor([1.0, 2.0, 3.0, 4.01]), torch.tensor([1.0, 2.0, 3.0, 4.0000005])
+
+
+@pytest.mark.parametrize(
+    ("changed", "status"),
+    [
+        ({}, "exact"),
+        ({"outs": [OFF]}, "wrong"),
+        ({"outs": [SLIGHTLY]}, "wrong"),  # other bits than the first rank
+        ({"outs": [torch.full((4,), torch.nan)]}, "wrong"),
+        ({"undone": [SLIGHTLY]}, "wrong"),
+        ({"state": {"pipe": "FluxPipeline", "pipe._para_core": "dict"}}, "wrong"),
+        ({"kept": ["pipe.scheduler.model_outputs holds para_core.deferred.Deferred"]}, "wrong"),
+        (refused(), "wrong"),  # alone: the other rank would wait for it
+    ],
+)
+def test_a_wrong_result_is_told_from_an_exact_one(changed, status):
+    assert judged(**changed) == status
+
+
+def test_a_refusal_is_told_from_an_error_that_nobody_explains():
+    case = parse("flux+ulysses2")
+    assert judge(case, None, [refused(), refused()]).status == "refused"
+    for error in (KeyError("x"), RuntimeError("not ours"), torch._dynamo.exc.Unsupported("graph break")):
+        assert judge(case, None, [raised(error), raised(error)]).status == "obscure"

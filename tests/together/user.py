@@ -1,0 +1,272 @@
+"""What a user does with a tiny pipeline without para_core: builds it, changes it (LoRA, offload, dtype, int8, compiling) and calls it."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.random_weights import fill
+from benchmarks.tiny_parts import TinyPipeline
+from benchmarks.tiny_pipelines import PIPELINES
+from benchmarks.tiny_unets import UNET_PIPELINES
+from tests.tiny import flux_call, flux_pipe
+from tests.together.options import Case
+
+_NEGATIVE = {"negative_prompt": "a blue square"}
+_PLAIN = {"guidance_scale": 1.0}
+
+
+class _Pipeline:
+    """How to build a tiny pipeline, and its arguments.
+
+    Args:
+        plain, guided: arguments without and with classifier-free guidance.
+        second: those of a second call, of another size.
+    """
+
+    def __init__(
+        self, tiny: TinyPipeline, plain: Mapping[str, Any], guided: Mapping[str, Any], second: Mapping[str, Any]
+    ) -> None:
+        self.tiny, self.guidance, self.second = tiny, {"plain": plain, "cfg": guided}, second
+
+
+_FLUX = TinyPipeline(lambda: flux_pipe(shared_parts=False), {**flux_call(), "generator": None})
+_VIDEO = {"height": 64, "width": 48, "num_frames": 9}
+_IMAGE = {"height": 64, "width": 48}
+
+_PIPELINES = {
+    "flux": _Pipeline(_FLUX, {}, {**_NEGATIVE, "true_cfg_scale": 2.0}, {"height": 48, "width": 80}),
+    "klein": _Pipeline(PIPELINES["flux2 klein"], _PLAIN, {}, _IMAGE),
+    "wan": _Pipeline(PIPELINES["wan"], _PLAIN, {}, _VIDEO),
+    "wan22": _Pipeline(PIPELINES["wan 2.2"], _PLAIN, {}, _VIDEO),
+    "ltx": _Pipeline(PIPELINES["ltx"], _PLAIN, {}, {"height": 64, "width": 96, "num_frames": 9}),
+    "cogvideox": _Pipeline(PIPELINES["cogvideox"], _PLAIN, {}, _VIDEO),
+    "sd3": _Pipeline(PIPELINES["stable diffusion 3"], _PLAIN, {}, {"height": 40, "width": 24}),
+    "mochi": _Pipeline(PIPELINES["mochi"], _PLAIN, {}, {"height": 64, "width": 48, "num_frames": 13}),
+    "qwen": _Pipeline(PIPELINES["qwen-image"], {"true_cfg_scale": 1.0}, {}, {"height": 64, "width": 96}),
+    "hunyuan": _Pipeline(PIPELINES["hunyuan"], {}, {**_NEGATIVE, "true_cfg_scale": 3.0}, _VIDEO),
+    "pixart": _Pipeline(PIPELINES["pixart"], _PLAIN, {}, {"height": 40, "width": 24}),
+    "unet": _Pipeline(UNET_PIPELINES["sd"], _PLAIN, {}, {"height": 104, "width": 72}),
+}
+
+# Four heads, which two tensor ranks share; with what depends on their number.
+_FOUR_HEADS = {
+    "ltx": {"cross_attention_dim": 32},
+    "sd3": {"caption_projection_dim": 64},
+    "pixart": {"cross_attention_dim": 64},
+    **{name: {} for name in ("klein", "wan", "wan22", "cogvideox", "mochi", "qwen", "hunyuan")},
+}
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def build(case: Case, dtype: torch.dtype | None = None) -> Any:
+    """The pipeline of ``case``; its weights are those of its dtype, in ``dtype``."""
+    pipe = _PIPELINES[case["pipeline"]].tiny.build()
+    heads = _FOUR_HEADS.get(case["pipeline"])
+    for name, part in pipe.components.items():
+        if heads is not None and name in denoisers(pipe):
+            config = {**part.config, "num_attention_heads": 4, **heads}
+            setattr(pipe, name, fill(type(part).from_config(config), seed=len(name)))
+        elif isinstance(part, nn.Module):
+            # Tiny pipelines share encoders.
+            setattr(pipe, name, copy.deepcopy(part))
+    for module in denoisers(pipe).values():
+        # As they are loaded; the tiny models take no gradients.
+        module.requires_grad_(True)
+    for wanted in (DTYPES[case["dtype"]], dtype):
+        if wanted is not None:
+            _cast_weights(pipe, wanted)
+    return pipe
+
+
+def _cast_weights(pipe: Any, dtype: torch.dtype) -> None:
+    """As ``from_pretrained(dtype=...)``: some modules stay in float32."""
+    for part in pipe.components.values():
+        kept = getattr(part, "_keep_in_fp32_modules", None) or []
+        if isinstance(part, nn.Module):
+            for name, parameter in part.named_parameters():
+                if not set(name.split(".")) & set(kept):
+                    parameter.data = parameter.data.to(dtype)
+            for name, buffer in part.named_buffers():
+                if buffer.is_floating_point() and not set(name.split(".")) & set(kept):
+                    buffer.data = buffer.data.to(dtype)
+
+
+def denoisers(pipe: Any) -> dict[str, nn.Module]:
+    """The transformers or the UNet, by component, as they are without ``torch.compile``."""
+    names = ("transformer", "transformer_2", "unet")
+    modules = {name: getattr(pipe, name, None) for name in names}
+    return {name: getattr(module, "_orig_mod", module) for name, module in modules.items() if module is not None}
+
+
+# -- calls
+
+
+def steps_of(case: Case) -> int:
+    """Two; as many as PipeFusion asks for; or enough for a cache to skip, compute and skip again."""
+    if case["pipefusion"] != "exact-stages":
+        return 8
+    return 2 if case["cache"] in ("uncached", "zero") else 4
+
+
+def arguments(case: Case, dtype: torch.dtype | None = None) -> list[dict[str, Any]]:
+    """The arguments of each call; tensors are of ``dtype``, or of the case's."""
+    pipeline = _PIPELINES[case["pipeline"]]
+    sizes: list[Mapping[str, Any]] = [{}, pipeline.second] if case["sizes"] == "sizes" else [{}]
+    calls = []
+    for size in sizes:
+        options = {**pipeline.guidance[case["guidance"]], **size, "num_inference_steps": steps_of(case)}
+        options["output_type"] = "pt" if case["vae"] == "vae" else "latent"
+        call = pipeline.tiny.call(**{**options, "generator": torch.Generator().manual_seed(7)})
+        if case["prompts"] == "prompts":
+            call = {name: _of_two_prompts(name, value) for name, value in call.items()}
+        calls.append({name: _cast(value, dtype or DTYPES[case["dtype"]]) for name, value in call.items()})
+    return calls
+
+
+def _of_two_prompts(name: str, value: Any) -> Any:
+    if name in ("prompt", "negative_prompt") and isinstance(value, str):
+        return [value, "a small green triangle on black"]
+    if isinstance(value, Tensor) and name.endswith("_embeds"):
+        return torch.cat([value, value.flip(-1)])
+    return torch.cat([value, value]) if isinstance(value, Tensor) else value
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def generate(pipe: Any, case: Case, dtype: torch.dtype | None = None) -> list[Tensor]:
+    """The output of each call, as tensors."""
+    outs = []
+    for call in arguments(case, dtype):
+        out = pipe(**call)[0]
+        outs.append(out if isinstance(out, Tensor) else torch.stack([torch.as_tensor(each) for each in out]))
+    return outs
+
+
+# -- LoRA
+
+
+def add_lora(pipe: Any) -> None:
+    """The same random adapter on every rank, strong enough to be seen."""
+    from peft import LoraConfig
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        for module in denoisers(pipe).values():
+            module.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False))
+            for name, parameter in module.named_parameters():
+                if "lora_" in name:
+                    # peft makes adapters in float32.
+                    parameter.data = parameter.data.to(module.dtype)
+
+
+def fuse_lora(pipe: Any) -> None:
+    for module in denoisers(pipe).values():
+        module.fuse_lora()
+
+
+def unload_lora(pipe: Any) -> None:
+    for module in denoisers(pipe).values():
+        module.unload_lora()
+
+
+# -- weights in 8 bits
+
+
+def quantize(pipe: Any) -> None:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    for module in denoisers(pipe).values():
+        quantize_(module, Int8WeightOnlyConfig())
+
+
+# -- offload
+
+
+def offload(pipe: Any, how: str) -> None:
+    if how == "model":
+        pipe.enable_model_cpu_offload(device="cpu")
+        return
+    cpu = torch.device("cpu")
+    for module in denoisers(pipe).values():
+        if how == "group":
+            module.enable_group_offload(cpu, offload_type="block_level", num_blocks_per_group=1)
+        else:
+            module.enable_group_offload(cpu, offload_type="leaf_level")
+
+
+# -- compiling
+
+
+def compile_denoisers(pipe: Any, how: str) -> None:
+    # The backend runs the captured graphs without a code generator, which would take minutes.
+    options: dict[str, Any] = {"fullgraph": True, "backend": "aot_eager"}
+    for name, module in denoisers(pipe).items():
+        if how == "whole":
+            setattr(pipe, name, torch.compile(module, **options))
+        elif how == "in-place":
+            module.compile(**options)
+        else:
+            module.compile_repeated_blocks(**options)
+
+
+def uncompile(pipe: Any) -> None:
+    """Undo :func:`compile_denoisers`."""
+    for name, module in denoisers(pipe).items():
+        setattr(pipe, name, module)
+        for part in module.modules():
+            part._compiled_call_impl = None
+
+
+# -- in the order of a user's program
+
+
+def before(pipe: Any, case: Case) -> None:
+    """What a user does before para_core is applied."""
+    if case["compile"] != "eager" and case["compile order"] == "compile-first":
+        compile_denoisers(pipe, case["compile"])
+    if case["quantized"] == "int8":
+        quantize(pipe)
+    if case["lora"] in ("lora-before", "lora-fused", "lora-fused-after", "lora-unloaded"):
+        add_lora(pipe)
+    if case["lora"] == "lora-fused":
+        fuse_lora(pipe)
+    _offload(pipe, case, "before")
+
+
+def after(pipe: Any, case: Case) -> None:
+    """What a user does after it."""
+    if case["lora"] == "lora-after":
+        add_lora(pipe)
+    if case["lora"] == "lora-fused-after":
+        fuse_lora(pipe)
+    if case["lora"] == "lora-unloaded":
+        unload_lora(pipe)
+    if case["quantized"] == "int8-late":
+        quantize(pipe)
+    _offload(pipe, case, "after")
+    if case["compile"] != "eager" and case["compile order"] == "compile-last":
+        compile_denoisers(pipe, case["compile"])
+
+
+def _offload(pipe: Any, case: Case, when: str) -> None:
+    how, _, asked = case["offload"].partition("-")
+    if asked == when:
+        offload(pipe, how)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Warnings of models and caches are the subject of other tests."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
