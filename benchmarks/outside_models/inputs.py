@@ -86,7 +86,7 @@ def hunyuan(size: int) -> dict[str, Any]:
         "x": noise(1, 4, FRAMES, 2 * height, 2 * width),
         "t": noise(1),
         "text_states": noise(1, 7, 20),
-        "text_mask": torch.ones(1, 7, dtype=torch.bool),
+        "text_mask": (torch.arange(7) < 5)[None],
         "text_states_2": noise(1, 12),
         "freqs_cos": angles.cos(),
         "freqs_sin": angles.sin(),

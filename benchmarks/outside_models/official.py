@@ -80,7 +80,7 @@ class DoubleStreamBlock(nn.Module):
         img_heads = heads(self.img_qkv(modulate(self.img_norm(img), img_shift, img_scale)))
         txt_heads = heads(self.txt_qkv(modulate(self.txt_norm(txt), txt_shift, txt_scale)))
         q, k, v = (torch.cat(pair, dim=1) for pair in zip(txt_heads, img_heads, strict=True))
-        cos, sin = pe[:, :, None].cos(), pe[:, :, None].sin()
+        cos, sin = pe.cos().transpose(1, 2), pe.sin().transpose(1, 2)
         attn = sdpa(rotate(q, cos, sin), rotate(k, cos, sin), v)
         txt_attn, img_attn = attn[:, : txt.shape[1]], attn[:, txt.shape[1] :]
         img = img + img_gate[:, None] * self.img_mlp(img + img_attn)
@@ -99,9 +99,15 @@ class SingleStreamBlock(nn.Module):
         shift, scale, gate = self.modulation(vec).chunk(3, dim=-1)
         qkv, hidden = self.linear1(modulate(self.pre_norm(x), shift, scale)).split([3 * WIDTH, 2 * WIDTH], dim=-1)
         q, k, v = heads(qkv)
-        cos, sin = pe[:, :, None].cos(), pe[:, :, None].sin()
+        cos, sin = pe.cos().transpose(1, 2), pe.sin().transpose(1, 2)
         attn = sdpa(rotate(q, cos, sin), rotate(k, cos, sin), v)
         return x + gate[:, None] * self.linear2(torch.cat([attn, F.gelu(hidden)], dim=-1))
+
+
+class EmbedND(nn.Module):
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return angles ``[B, 1, S, 4]`` of positions ``[B, S, 3]``: one of each, and a second one of the last."""
+        return torch.cat([ids, ids[..., -1:] / 10], dim=-1)[:, None]
 
 
 class Flux(nn.Module):
@@ -109,6 +115,7 @@ class Flux(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.pe_embedder = EmbedND()
         self.img_in, self.txt_in, self.vector_in = nn.Linear(16, WIDTH), nn.Linear(20, WIDTH), nn.Linear(12, WIDTH)
         self.double_blocks = nn.ModuleList(DoubleStreamBlock() for _ in range(2))
         self.single_blocks = nn.ModuleList(SingleStreamBlock() for _ in range(2))
@@ -119,9 +126,7 @@ class Flux(nn.Module):
     ) -> Tensor:
         img, txt = self.img_in(img), self.txt_in(txt)
         vec = self.vector_in(y) + timesteps[:, None]
-        # [B, S, 3] positions: one angle of each, and a second one of the last.
-        ids = torch.cat([txt_ids, img_ids], dim=1)
-        pe = torch.cat([ids, ids[..., -1:] / 10], dim=-1)
+        pe = self.pe_embedder(torch.cat([txt_ids, img_ids], dim=1))
         for block in self.double_blocks:
             img, txt = block(img=img, txt=txt, vec=vec, pe=pe)
         img = torch.cat([txt, img], dim=1)

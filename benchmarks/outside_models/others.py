@@ -8,7 +8,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.outside_models.official import HEADS, WIDTH, LastLayer, Mlp, grid, heads, modulate, rotate, sdpa
+from benchmarks.outside_models.official import (
+    HEADS,
+    WIDTH,
+    EmbedND,
+    LastLayer,
+    Mlp,
+    grid,
+    heads,
+    modulate,
+    rotate,
+    sdpa,
+)
 
 # -- timm: blocks in nn.Sequential; class token and positions are added before them, one token is read after them.
 
@@ -78,17 +89,12 @@ class ComfyDoubleBlock(nn.Module):
         txt_heads = heads(self.txt_qkv(modulate(txt, *self.txt_mod(vec).chunk(2, dim=-1))))
         img_heads = heads(self.img_qkv(modulate(img, *self.img_mod(vec).chunk(2, dim=-1))))
         q, k, v = (torch.cat(pair, dim=1) for pair in zip(txt_heads, img_heads, strict=True))
-        cos, sin = pe[:, :, None].cos(), pe[:, :, None].sin()
+        cos, sin = pe.cos().transpose(1, 2), pe.sin().transpose(1, 2)
         attn = optimized_attention(
             rotate(q, cos, sin).flatten(2), rotate(k, cos, sin).flatten(2), v.flatten(2), HEADS, attn_mask
         )
         txt_attn, img_attn = attn[:, : txt.shape[1]], attn[:, txt.shape[1] :]
         return img + self.img_mlp(img + img_attn), txt + self.txt_mlp(txt + txt_attn)
-
-
-class EmbedND(nn.Module):
-    def forward(self, ids: Tensor) -> Tensor:
-        return torch.cat([ids, ids[..., -1:] / 10], dim=-1)
 
 
 class ComfyFlux(nn.Module):

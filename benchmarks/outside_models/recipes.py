@@ -167,17 +167,18 @@ def sd35(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
 
 
 def comfy(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
-    text = inputs["context"].shape[1]
+    lengths = [inputs["context"].shape[1], IMAGE_TOKENS]
     with UnifiedAttnMode(mesh) as cp:
         shard = partial(cp.shard, dim=1)
-        image = cp.sequence(IMAGE_TOKENS)
         handles = (
             model.img_in.register_forward_hook(lambda _, args, x: shard(x)),
             model.txt_in.register_forward_hook(lambda _, args, x: shard(x)),
-            model.pe_embedder.register_forward_hook(
-                lambda _, args, pe: torch.cat([shard(pe[:, :text]), shard(pe[:, text:])], dim=1)
+            model.pe_embedder.register_forward_pre_hook(
+                lambda _, args: torch.cat([shard(ids) for ids in args[0].split(lengths, dim=1)], dim=1)
             ),
-            model.final_layer.register_forward_hook(lambda _, args, x: cp.gather(x, dim=1, sequence=image)),
+            model.final_layer.register_forward_hook(
+                lambda _, args, x: cp.gather(x, dim=1, sequence=cp.sequence(IMAGE_TOKENS))
+            ),
         )
         with hooked(*handles):
             return model(**inputs)
@@ -240,6 +241,9 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tenso
 
 
 def hunyuan(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
+    """The text is trimmed to its valid tokens, of one prompt: the rest of it is attended to by nothing that is returned."""
+    valid = int(inputs["text_mask"].sum())
+    inputs["text_states"], inputs["text_mask"] = inputs["text_states"][:, :valid], inputs["text_mask"][:, :valid]
     with mock.patch.object(official, "attention", sdpa_attention):
         return planned(model, inputs, mesh, HUNYUAN_PLAN)
 
