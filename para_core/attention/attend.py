@@ -15,7 +15,7 @@ from torch import Tensor
 from para_core.agreement import Record, Signature, agree, first_difference, signature
 from para_core.attention.blocks import tied
 from para_core.attention.call import Call, make_call
-from para_core.attention.checks import check, check_kind, refuse_transforms
+from para_core.attention.checks import LengthCheck, check, check_kind, refuse_transforms
 from para_core.attention.local import local_attention_with_lse, require_backend, sees_nothing, with_diagonal
 from para_core.attention.mask import MaskExtents, mask_extents, mask_of_block
 from para_core.attention.operator import attend
@@ -94,11 +94,13 @@ class MeshAttention:
         is_causal: bool = False,
         scale: float | None = None,
         enable_gqa: bool = False,
+        lengths: LengthCheck | None = None,
     ) -> Tensor:
         """
         Args:
             query, key, value: this rank's part, ``[B, H, S_local, D]`` or with fewer or more leading dims, as SDPA takes.
             attn_mask: bool or float, broadcastable to ``[B, H, S_q, S_k]``; at most one of the last two may be local.
+            lengths: conditions on the lengths of the whole sequences.
 
         Returns:
             ``[B, H, S_local, D_v]``, in memory as SDPA's result lies.
@@ -112,7 +114,7 @@ class MeshAttention:
             query, key, value, attn_mask = _as_autocast_does(query, key, value, attn_mask)
         if not (scale is None or isinstance(scale, (float, torch.SymFloat))):
             scale = float(scale)  # of NumPy, or a tensor of one element
-        given = (query, key, value, attn_mask, dropout_p, bool(is_causal), scale, enable_gqa)
+        given = (query, key, value, attn_mask, dropout_p, bool(is_causal), scale, enable_gqa, lengths)
         shape = None if torch.compiler.is_compiling() else _shape_of(*given)
         known = None if shape is None else self._known.get(shape)
         if known is None:
@@ -133,7 +135,7 @@ class MeshAttention:
         try:
             check_kind(*tensors)
         except TypeError as error:
-            self._raise_everywhere(error)
+            self.raise_everywhere(error)
 
     def _agree(self, call: Call, asked: Signature, attn_mask: Tensor | None) -> MaskExtents | None:
         """Compare this call with that of the other ranks; what its mask is then known to be of."""
@@ -145,7 +147,7 @@ class MeshAttention:
 
     def _find_out(self, given: tuple[Any, ...], shape: Any) -> _Known:
         """What follows from the shapes and flags of a call; remembered under ``shape``."""
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = given
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths = given
         talk = not (self._assume_equal or torch.compiler.is_compiling())
         if talk:
             self._mesh.check_alive()
@@ -157,10 +159,12 @@ class MeshAttention:
                 _check_attn_func(self._attn_func, query, key, value, self._mesh, self._options, is_causal=is_causal)
             ordered = is_causal or attn_mask is not None or self._options.by_position
             query_layout, key_layout = self._layouts(query.shape[-2], key.shape[-2], ordered)
+            if lengths is not None:
+                lengths.check(query_layout.total, key_layout.total)
             if self._options.block_mask is not None:
                 self._options.block_mask.check(query_layout.total, key_layout.total)
         except (TypeError, ValueError, RuntimeError) as error:
-            self._raise_everywhere(error)
+            self.raise_everywhere(error)
         call = make_call(
             query_layout,
             key_layout,
@@ -183,7 +187,7 @@ class MeshAttention:
             self._known[shape] = known
         return known
 
-    def _raise_everywhere(self, error: Exception) -> NoReturn:
+    def raise_everywhere(self, error: Exception) -> NoReturn:
         """Raise ``error``, if ranks ask each other on all of them."""
         if not (self._assume_equal or torch.compiler.is_compiling()):
             self._mesh.check_alive()

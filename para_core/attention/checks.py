@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -67,6 +69,38 @@ def _alike(shape: torch.Size, other: torch.Size) -> bool:
     if len(shape) != len(other):
         return False
     return all(guard_or_true(length == expected) for length, expected in zip(shape, other, strict=True))
+
+
+@dataclass(frozen=True)
+class LengthCheck:
+    """Conditions on the lengths of whole sequences, checked when it is known which rank holds which tokens.
+
+    Args:
+        name: of the caller, for messages.
+        lower_right: a causal mask is aligned with the last query and the last key, as in FlashAttention. ``is_causal`` of SDPA is
+            aligned with the first ones, so both lengths must be equal.
+        num_queries, num_keys: total lengths that the caller was told; None: not told.
+    """
+
+    name: str
+    lower_right: bool = False
+    num_queries: int | None = None
+    num_keys: int | None = None
+
+    def check(self, num_queries: int, num_keys: int) -> None:
+        """Raise ``ValueError`` unless sequences of ``num_queries`` and ``num_keys`` tokens in total fulfil the conditions."""
+        for kind, told, total in (("query", self.num_queries, num_queries), ("key", self.num_keys, num_keys)):
+            if told is not None and told != total:
+                raise ValueError(
+                    f"{self.name} was told that the {kind} has {told} tokens; expected those that this rank holds, or all "
+                    f"{total} of the sequence. Pass the offsets of the tokens that are in the tensor."
+                )
+        if self.lower_right and num_queries != num_keys:
+            raise ValueError(
+                f"{self.name} got causal=True with {num_queries} queries and {num_keys} keys. It aligns the mask with the last "
+                "query and key, which is not computed over several ranks. Pass causal=False for a single query; otherwise use "
+                "F.scaled_dot_product_attention with a mask for all tokens."
+            )
 
 
 def _check_mask(mask: Tensor, query: Tensor) -> None:

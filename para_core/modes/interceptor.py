@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -21,15 +21,37 @@ from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 
 from para_core.attention.multi_head import multi_head_attention
+from para_core.modes.flash_attention import (
+    FLASH_OPERATORS,
+    OPERATOR_TYPES,
+    OTHER_OPERATORS,
+    Fail,
+    attention_kind,
+    flash_attention,
+    is_called_by_a_graph,
+    refuse_operator,
+)
 
 SDPA = F.scaled_dot_product_attention
 UNFLATTEN = Tensor.unflatten
 _MULTI_HEAD = F.multi_head_attention_forward
 # Operators that run functions: torch.cond, and what Dynamo makes of torch.utils.checkpoint.
 RUN_FUNCTIONS = (torch.ops.higher_order.cond, torch.ops.higher_order.tag_activation_checkpoint)
-_UNSEEN = (torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd)
+_UNSEEN = (
+    torch._native_multi_head_attention,
+    torch._transformer_encoder_layer_fwd,
+    torch._scaled_dot_product_attention_math,
+    torch._scaled_dot_product_flash_attention,
+    torch._scaled_dot_product_efficient_attention,
+    torch._scaled_dot_product_cudnn_attention,
+)
 
 Attend = Callable[..., Tensor]
+
+
+def raise_here(error: Exception) -> NoReturn:
+    """Raise ``error`` on this rank; the other ranks of a plan have equal arguments, and raise it too."""
+    raise error
 
 
 def intercept(
@@ -41,12 +63,14 @@ def intercept(
     kwargs: Any,
     *,
     flex: Callable[..., Any] | None = None,
+    fail: Fail = raise_here,
 ) -> Any:
     """What ``func(*args, **kwargs)`` becomes inside ``mode``.
 
     Args:
         flex: what the operator of ``flex_attention`` becomes; called with it, its arguments and its keyword arguments. None: it
             is refused.
+        fail: raises an exception about the arguments of an attention call, in a user's mode on every rank.
 
     Raises:
         RuntimeError: it computes attention where no mode can see it.
@@ -76,6 +100,12 @@ def intercept(
             f"torch.compiler.nested_compile_region on {ranks} ranks: no mode can be entered in it, so attention inside would "
             "see this rank's tokens only. Leave nested_compile_region out."
         )
+    if type(func) in OPERATOR_TYPES:
+        kind = attention_kind(func)
+        if kind is not None and not is_called_by_a_graph(func):
+            if kind == "flash":
+                return flash_attention(attend, fail, func, args, kwargs)
+            refuse_operator(func, fail)
     return func(*args, **kwargs)
 
 
@@ -109,7 +139,8 @@ class Disabled(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is SDPA:
             return torch.ops.aten.scaled_dot_product_attention.default(*args, **kwargs)
-        if func is _MULTI_HEAD or func in _UNSEEN or isinstance(func, HigherOrderOperator):
+        hidden = func is _MULTI_HEAD or func in _UNSEEN or isinstance(func, HigherOrderOperator)
+        if hidden or (type(func) in OPERATOR_TYPES and attention_kind(func) is not None):
             with torch._C.DisableTorchFunction():
                 return func(*args, **kwargs)
         return pass_on(func, args, kwargs)
@@ -161,6 +192,7 @@ class _OfThread(threading.local):
 
     def __init__(self) -> None:
         self.attending: list[Attend] = []
+        self.is_active: list[Callable[[], bool]] = []
 
 
 _OF_THREAD = _OfThread()
@@ -188,15 +220,40 @@ def _dispatched(*args: Any, **kwargs: Any) -> Tensor:
 _ATEN.impl("scaled_dot_product_attention", _dispatched, "TESTING_ONLY_GenericMode")
 
 
+def _dispatch_operator(namespace: str, name: str) -> torch.library.Library:
+    """Intercept an operator of another package at the dispatcher, now or when that package defines it."""
+
+    def dispatched(*args: Any, **kwargs: Any) -> Any:
+        operator = getattr(getattr(torch.ops, namespace), name)
+        if not _OF_THREAD.is_active[-1]():
+            with torch._C._ExcludeDispatchKeyGuard(_KEYS):
+                return operator(*args, **kwargs)
+        if attention_kind(operator) == "flash":
+            return flash_attention(_dispatched, raise_here, operator, args, kwargs)
+        refuse_operator(operator, raise_here)
+
+    library = torch.library.Library(namespace, "IMPL")
+    library.impl(name, dispatched, "TESTING_ONLY_GenericMode")
+    return library
+
+
+_OPERATORS = [_dispatch_operator(*operator) for operator in (*FLASH_OPERATORS, *OTHER_OPERATORS)]
+
+
 @contextmanager
-def at_the_dispatcher(attend: Attend) -> Iterator[None]:
+def at_the_dispatcher(attend: Attend, is_active: Callable[[], bool] = lambda: True) -> Iterator[None]:
     """Inside, in this thread, every ``scaled_dot_product_attention`` becomes ``attend``; nothing else is looked at.
 
     Not for traced code, which modes are for, and not where a gradient is kept: what autograd runs later it runs outside.
+
+    Args:
+        is_active: whether attention operators of other packages are intercepted now. ``attend`` decides for itself.
     """
     _OF_THREAD.attending.append(attend)
+    _OF_THREAD.is_active.append(is_active)
     try:
         with torch._C._IncludeDispatchKeyGuard(_KEY):
             yield
     finally:
         _OF_THREAD.attending.pop()
+        _OF_THREAD.is_active.pop()

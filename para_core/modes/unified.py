@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from para_core.agreement import agree, signature
 from para_core.attention.attend import AttnFunc, MeshAttention
+from para_core.attention.checks import LengthCheck
 from para_core.attention.options import AttnKeywords, AttnOptions
 from para_core.collectives import all_gather
 from para_core.layout import Segment, SequenceLayout, even_layout
@@ -179,7 +180,10 @@ class UnifiedAttnMode(ShardingMode):
     ) -> Any:
         if self._is_sdpa:
             return pass_on(func, args, kwargs or {})
-        return intercept(self, self.attend, self._mesh.ranks, func, args, kwargs or {}, flex=self._flex_attention)
+        fail = self._attention.raise_everywhere
+        return intercept(
+            self, self.attend, self._mesh.ranks, func, args, kwargs or {}, flex=self._flex_attention, fail=fail
+        )
 
     def _flex_attention(self, operator: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
         self.intercepted = True
@@ -196,6 +200,7 @@ class UnifiedAttnMode(ShardingMode):
         is_causal: bool = False,
         scale: float | None = None,
         enable_gqa: bool = False,
+        lengths: LengthCheck | None = None,
     ) -> Tensor:
         """``scaled_dot_product_attention`` over the mesh: what an intercepted call becomes."""
         self.intercepted = True
@@ -204,7 +209,7 @@ class UnifiedAttnMode(ShardingMode):
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
             return out
-        return self._attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return self._attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths)
 
     # -- which rank computes which branches of guidance
 

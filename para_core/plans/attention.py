@@ -13,6 +13,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.overrides import TorchFunctionMode
 
 from para_core.attention.attend import AttnFunc, MeshAttention
+from para_core.attention.checks import LengthCheck
 from para_core.attention.options import AttnOptions
 from para_core.layout import Segment, SequenceLayout
 from para_core.mesh import SequenceMesh
@@ -75,6 +76,7 @@ class PlannedAttention:
         is_causal: bool = False,
         scale: float | None = None,
         enable_gqa: bool = False,
+        lengths: LengthCheck | None = None,
     ) -> Tensor:
         attention = self.attending[min(self._calls, len(self.attending) - 1)]
         if len(self.attending) > 1:
@@ -82,12 +84,14 @@ class PlannedAttention:
         self.intercepted[0] = True
         attend = self._over_mesh(attention)
         if attend is None:
+            if lengths is not None:
+                lengths.check(query.shape[-2], key.shape[-2])
             out: Tensor = torch.ops.aten.scaled_dot_product_attention.default(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
             return out
         if attn_mask is None or attention.mask is None:
-            return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths)
         if attention.mask == "keys":
             _, key_layout = planned_layouts(
                 attention, segments_of(self.segments), self.mesh, query.shape[-2], key.shape[-2]
@@ -214,7 +218,9 @@ class Interception:
         self._attending = [planned]
 
     def entered(self) -> AbstractContextManager[Any]:
-        return at_the_dispatcher(self._attend) if self.mode is None else self.mode
+        if self.mode is not None:
+            return self.mode
+        return at_the_dispatcher(self._attend, lambda: self._attending[-1].active[0])
 
     def _attend(self, *args: Any, **kwargs: Any) -> Tensor:
         planned = self._attending[-1]

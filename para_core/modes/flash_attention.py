@@ -1,0 +1,339 @@
+"""Attention operators of other packages inside a mode: FlashAttention runs over the mesh, all others raise.
+
+``flash_attn_func`` and its relatives are ``torch.autograd.Function`` classes around operators of torch.library, which a mode sees.
+Read in flash_attn 2.8.4 (``flash_attn/flash_attn_interface.py``; operators since 2.7) and FlashAttention-3
+(``hopper/flash_attn_interface.py``, ``hopper/flash_api.cpp``).
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+from torch._library.custom_ops import CustomOpDef
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from para_core.attention.checks import LengthCheck
+
+# An OpOverload or an OpOverloadPacket: whatever ``torch.ops`` returns.
+Operator = Any
+# Raises its argument, in a user's mode on every rank.
+Fail = Callable[[Exception], NoReturn]
+
+OPERATOR_TYPES = (OpOverload, OpOverloadPacket)
+# Operators that have the same meaning in every namespace of FlashAttention: flash_attn, flash_attn_3, and those of the Hugging Face Hub,
+# whose namespaces end in a hash.
+_ROUTED = ("_flash_attn_forward", "_flash_attn_varlen_forward", "fwd", "varlen_fwd")
+_COMPUTES_ATTENTION = re.compile(r"attention|attn|fmha")
+_FORWARD_OF_A_LIBRARY = re.compile(r"(mha_|flash_)?(varlen_)?fwd(_kvcache\w*)?")
+_COMPUTES_SOMETHING_ELSE = re.compile(
+    r"backward|bwd|grad|mask|bias|combine|merge|metadata|rotary|rope|norm|quant|entropy|cache_(update|append)"
+)
+
+# Arguments that are read below, and those that change how a result is computed but not the result.
+_READ = {"q", "k", "v", "softmax_scale", "causal", "is_causal", "window_size_left", "window_size_right"} | {
+    f"{name}_{x}" for name in ("cu_seqlens", "max_seqlen") for x in "qk"
+}
+_WITHOUT_EFFECT = {"num_splits", "pack_gqa", "sm_margin", "scheduler_metadata", "zero_tensors", "deterministic"} | {
+    "rotary_interleaved",
+    "is_rotary_interleaved",
+}
+
+# Operators of packages that may be installed, for eager inference under a plan, where no mode is entered and operators are intercepted
+# one by one at the dispatcher.
+FLASH_OPERATORS = (
+    ("flash_attn", "_flash_attn_forward"),
+    ("flash_attn", "_flash_attn_varlen_forward"),
+    ("flash_attn_3", "_flash_attn_forward"),
+    ("flash_attn_3", "fwd"),
+)
+OTHER_OPERATORS = (
+    ("xformers", "efficient_attention_forward_cutlass"),
+    ("xformers_flash", "flash_fwd"),
+    ("xformers_flash3", "flash_fwd"),
+)
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def attention_kind(operator: Operator) -> str | None:
+    """Return ``"flash"`` for an operator that is routed, ``"other"`` for one that must raise, None for one without attention."""
+    return _attention_kind(operator)
+
+
+@lru_cache(maxsize=4096)
+def _attention_kind(operator: Operator) -> str | None:
+    namespace, name = str(operator).lower().split(".")[:2]
+    if namespace == "para_core":
+        return None
+    if namespace == "aten":
+        # Compiled graphs and this package call overloads; a user calls the packet. The plain operator is how attention is handed on.
+        if isinstance(operator, OpOverload) or name == "scaled_dot_product_attention":
+            return None
+    elif "flash_attn" in namespace and name in _ROUTED and _is_flash(operator):
+        return "flash"
+    if _COMPUTES_SOMETHING_ELSE.search(name):
+        return None
+    of_library = re.search("flash|attn|fa2|fa3", namespace) and _FORWARD_OF_A_LIBRARY.fullmatch(name)
+    return "other" if of_library or _COMPUTES_ATTENTION.search(name) else None
+
+
+def _is_flash(operator: Operator) -> bool:
+    schema = _overload(operator)._schema
+    returns_tensors = all(str(result.type) == "Tensor" for result in schema.returns)
+    return returns_tensors and [argument.name for argument in schema.arguments[:3]] == ["q", "k", "v"]
+
+
+def _overload(operator: Operator) -> OpOverload:
+    if isinstance(operator, OpOverload):
+        return operator
+    overload: OpOverload = getattr(operator, operator.overloads()[0])
+    return overload
+
+
+def is_called_by_a_graph(operator: Operator) -> bool:
+    """Whether a compiled graph calls ``operator``: what it computes was decided when the graph was traced.
+
+    Graphs call overloads. So does a ``torch.library.custom_op`` that is called by its Python name, as in FlashAttention-3.
+    """
+    if torch.compiler.is_compiling() or not isinstance(operator, OpOverload):
+        return False
+    frame, depth = sys._getframe(1), 0
+    while frame.f_back is not None and depth < 6:
+        frame, depth = frame.f_back, depth + 1
+        if frame.f_code is CustomOpDef.__call__.__code__:
+            return False
+    return True
+
+
+def refuse_operator(operator: Operator, fail: Fail) -> NoReturn:
+    """Raise ``RuntimeError`` for an operator that computes attention and is not routed."""
+    fail(
+        RuntimeError(
+            f"{operator} computes attention without scaled_dot_product_attention, so it cannot run on several ranks: each would attend to "
+            "its own tokens only. "
+            "Use F.scaled_dot_product_attention or flash_attn_func, which run over all ranks (in diffusers "
+            "set_attention_backend('native'), in transformers attn_implementation='sdpa'); for attention to whole tensors, "
+            "run this call under UnifiedAttnMode.disable()."
+        )
+    )
+
+
+# -- FlashAttention
+
+
+class _FlashCall(NamedTuple):
+    """Arguments of a FlashAttention operator, as ``scaled_dot_product_attention`` takes them."""
+
+    is_varlen: bool  # [S, H, D] instead of [B, S, H, D]
+    is_causal: bool
+    scale: float | None
+    lengths: LengthCheck | None
+
+
+def flash_attention(
+    attend: Callable[..., Tensor],
+    fail: Fail,
+    operator: Operator,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> tuple[Tensor, ...]:
+    """Run a forward operator of FlashAttention as ``attend``, which has the signature of ``scaled_dot_product_attention``.
+
+    Returns:
+        The outputs of the operator: out in the shape of ``q``; an lse that raises if it is used; empty tensors for the rest.
+
+    Raises:
+        ValueError: for dropout, sliding windows, softcap, ALiBi, a KV cache, and several sequences in one call.
+    """
+    names, num_outputs = _signature(operator)
+    arguments = {**dict(names), **dict(zip([name for name, _ in names], args, strict=False)), **kwargs}
+    try:
+        call = _read(str(operator), arguments)
+    except ValueError as error:
+        fail(error)
+    tensors = (arguments["q"], arguments["k"], arguments["v"])
+    compiling = torch.compiler.is_compiling()
+    if compiling and any(x.requires_grad for x in tensors) and torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{operator} with a gradient, inside a compiled function, on several ranks: use F.scaled_dot_product_attention, "
+            "or call it uncompiled."
+        )
+    if compiling or torch.is_grad_enabled() or not any(x.requires_grad for x in tensors):
+        out, graph = _attend(attend, call, *tensors), None
+    else:
+        # Inside of an autograd.Function, whose backward calls the backward operator with this lse.
+        inputs = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
+        with torch.enable_grad():
+            graph = (inputs, _attend(attend, call, *inputs))
+        out = graph[1].detach()
+    query = arguments["q"]
+    shape = (query.shape[1], query.shape[0]) if call.is_varlen else (query.shape[0], query.shape[2], query.shape[1])
+    rest = [query.new_empty(0) for _ in range(num_outputs - 2)]
+    if "dropout_p" in arguments and rest:
+        rest[-1] = torch.empty(
+            2, dtype=torch.int64, device=query.device
+        )  # the state of the random numbers of a dropout
+    if compiling:
+        return (out, query.new_full(shape, torch.nan, dtype=torch.float32), *rest)
+    return (out, _UnknownLse.make(shape, graph), *rest)
+
+
+def _attend(attend: Callable[..., Tensor], call: _FlashCall, *tensors: Tensor) -> Tensor:
+    # [B, S, H, D] there, [B, H, S, D] here.
+    query, key, value = [(x[None] if call.is_varlen else x).transpose(1, 2) for x in tensors]
+    options = {} if call.lengths is None else {"lengths": call.lengths}
+    enable_gqa = query.shape[1] != key.shape[1]
+    out = attend(query, key, value, None, 0.0, call.is_causal, call.scale, enable_gqa, **options)
+    out = out.transpose(1, 2).contiguous()
+    return out[0] if call.is_varlen else out
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def _signature(operator: Operator) -> tuple[tuple[tuple[str, Any], ...], int]:
+    """Return the names and defaults of the operator's arguments, and how many tensors it returns."""
+    return _cached_signature(operator)
+
+
+@lru_cache(maxsize=64)
+def _cached_signature(operator: Operator) -> tuple[tuple[tuple[str, Any], ...], int]:
+    schema = _overload(operator)._schema
+    return tuple([(argument.name, argument.default_value) for argument in schema.arguments]), len(schema.returns)
+
+
+def _read(operator: str, arguments: Mapping[str, Any]) -> _FlashCall:
+    """
+    Raises:
+        ValueError: an argument asks for what is not computed over several ranks.
+    """
+    for name, value in arguments.items():
+        if name in _READ or name in _WITHOUT_EFFECT or value is None:
+            continue
+        if isinstance(value, Tensor) or value:  # every other option is off at 0, 0.0 or False
+            shown = f"of shape {list(value.shape)}" if isinstance(value, Tensor) else f"= {value}"
+            raise ValueError(
+                f"{operator} got {name} {shown}, which is not computed over several ranks. Leave {name} out, or use "
+                "F.scaled_dot_product_attention with a mask for all tokens."
+            )
+    left, right = arguments.get("window_size_left", -1), arguments.get("window_size_right", -1)
+    right = 0 if arguments.get("causal") or arguments.get("is_causal") else right
+    if left >= 0 or right > 0:
+        raise ValueError(
+            f"{operator} got window_size ({left}, {right}), and a sliding window is not computed over several ranks. Use "
+            "F.scaled_dot_product_attention with a mask for all tokens, or window_size=(-1, -1)."
+        )
+    is_causal = right == 0
+    num_queries, num_keys = _varlen_totals(operator, arguments)
+    lengths = None
+    if is_causal or num_queries is not None or num_keys is not None:
+        lengths = LengthCheck(operator, lower_right=is_causal, num_queries=num_queries, num_keys=num_keys)
+    is_varlen = arguments.get("cu_seqlens_q") is not None
+    return _FlashCall(is_varlen, is_causal, arguments.get("softmax_scale"), lengths)
+
+
+def _varlen_totals(operator: str, arguments: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    """Return the lengths of the one sequence that ``cu_seqlens_q`` and ``cu_seqlens_k`` describe; None where it is all that is held.
+
+    Raises:
+        ValueError: they describe several sequences, or none.
+        RuntimeError: they cannot be read.
+    """
+    offsets = arguments.get("cu_seqlens_q"), arguments.get("cu_seqlens_k")
+    if offsets == (None, None):
+        return None, None
+    if offsets[0] is None or offsets[1] is None:
+        raise ValueError(f"{operator} got one of cu_seqlens_q and cu_seqlens_k; expected both, or none.")
+    if torch.compiler.is_compiling():
+        raise RuntimeError(
+            f"{operator} inside a compiled function on several ranks: how many sequences cu_seqlens_q describes is not known "
+            "while tracing. Call flash_attn_func for a single sequence, or leave this call uncompiled."
+        )
+    totals: list[int | None] = []
+    for name, tensor, x in zip("qk", offsets, (arguments["q"], arguments["k"]), strict=True):
+        values = _values(tensor)
+        num_sequences = sum([end > start for start, end in pairwise(values)])
+        if values[0] != 0 or num_sequences > 1:
+            raise ValueError(
+                f"{operator} got cu_seqlens_{name} {_shortened(values)}: {num_sequences} sequence(s) from token {values[0]} on. Over "
+                "several ranks one sequence is computed, which begins at token 0. If the second is padding (HunyuanVideo, "
+                "Mochi), trim the text to its valid tokens before the model; otherwise call the model once for each sequence."
+            )
+        totals.append(None if values[-1] == x.shape[0] else values[-1])
+    return totals[0], totals[1]
+
+
+# Reading a tensor waits for its device, and all layers of a model get the same one.
+_VALUES = WeakTensorKeyDictionary()
+
+
+def _values(offsets: Any) -> list[int]:
+    if offsets.is_inference():  # it has no version
+        return list(offsets.tolist())
+    version, values = _VALUES.get(offsets, (None, []))
+    if version != offsets._version:
+        values = offsets.tolist()
+        _VALUES[offsets] = (offsets._version, values)
+    return list(values)
+
+
+def _shortened(values: Sequence[int]) -> str:
+    return str(list(values)) if len(values) <= 6 else f"{list(values[:5])}… ({len(values)} entries)"
+
+
+class _UnknownLse(Tensor):
+    """A tensor in place of FlashAttention's lse, which is not computed: on several ranks it is spread over heads and tokens.
+
+    ``torch.autograd.Function`` saves it for its backward, and the backward operator gets it from there. It then computes the gradient of
+    attention over the mesh, or raises. Any other use raises, too.
+    """
+
+    graph: tuple[Sequence[Tensor], Tensor] | None
+
+    @staticmethod
+    def make(shape: Sequence[int], graph: tuple[Sequence[Tensor], Tensor] | None) -> _UnknownLse:
+        """Return one of this shape; ``graph`` holds query, key and value, and the output that autograd can follow to them."""
+        lse = torch.empty(tuple(shape), dtype=torch.float32, device="meta").as_subclass(_UnknownLse)
+        lse.graph = graph
+        return lse
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if isinstance(func, OPERATOR_TYPES):
+            return _backward(func, args, kwargs)
+        if getattr(func, "__name__", "") not in ("__get__", "__set__", "detach", "size", "dim", "as_subclass"):
+            raise RuntimeError(
+                "the lse (return_attn_probs=True) of FlashAttention is not computed over several ranks. Leave return_attn_probs "
+                "out, or run this call under UnifiedAttnMode.disable()."
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+
+def _backward(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    """Write the gradients into ``dq``, ``dk`` and ``dv``, as a backward operator of FlashAttention does."""
+    names, _ = _signature(operator)
+    arguments = {**dict(names), **dict(zip([name for name, _ in names], args, strict=False)), **kwargs}
+    lse = arguments.get("softmax_lse")
+    grads = [arguments.get(name) for name in ("dq", "dk", "dv")]
+    if not isinstance(lse, _UnknownLse) or lse.graph is None or any(grad is None for grad in grads):
+        raise RuntimeError(
+            f"{operator}: on several ranks the gradient of FlashAttention is computed for flash_attn_func(q, k, v) with a head dim "
+            "that is a multiple of 8, and not for packed or padded tensors. Use F.scaled_dot_product_attention to train."
+        )
+    inputs, out = lse.graph
+    wanted = [x for x in inputs if x.requires_grad]
+    computed = iter(torch.autograd.grad(out, wanted, arguments["dout"], retain_graph=True))
+    for x, grad in zip(inputs, grads, strict=True):
+        if x.requires_grad and grad is not None:
+            grad.copy_(next(computed))
+    dout: Tensor = arguments["dout"]
+    return dout.new_empty(0, dtype=torch.float32)
