@@ -31,6 +31,7 @@ from para_core.modes.flash_attention import (
     is_called_by_a_graph,
     refuse_operator,
 )
+from para_core.modes.recomputation import SET_GRAD_ENABLED
 
 SDPA = F.scaled_dot_product_attention
 UNFLATTEN = Tensor.unflatten
@@ -139,7 +140,13 @@ class Disabled(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is SDPA:
             return torch.ops.aten.scaled_dot_product_attention.default(*args, **kwargs)
-        hidden = func is _MULTI_HEAD or func in _UNSEEN or isinstance(func, HigherOrderOperator)
+        # A checkpoint in here must not be bound to a mode that is around.
+        hidden = (
+            (func is SET_GRAD_ENABLED and not torch.compiler.is_compiling())
+            or func is _MULTI_HEAD
+            or func in _UNSEEN
+            or isinstance(func, HigherOrderOperator)
+        )
         if hidden or (type(func) in OPERATOR_TYPES and attention_kind(func) is not None):
             with torch._C.DisableTorchFunction():
                 return func(*args, **kwargs)

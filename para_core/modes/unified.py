@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +29,7 @@ from para_core.modes.flex_attention import FlexOverMesh, explain_unsharded_mask
 from para_core.modes.inference import layout_of_total, sequence_of_length, sequence_of_symbolic_length
 from para_core.modes.interceptor import Disabled, intercept, pass_on
 from para_core.modes.known_sequences import HeldLayout, ShardingMode, segments_of
+from para_core.modes.recomputation import SET_GRAD_ENABLED, bind_checkpoint, bind_reentrant_checkpoint, is_in_backward
 from para_core.tokens import gather_tokens
 
 
@@ -107,6 +107,8 @@ class UnifiedAttnMode(ShardingMode):
         # Whether attention under this mode is what it is without.
         self._is_sdpa = self._mesh.ranks == 1 and not self._options.by_position and self._options.backend is None
         self.intercepted = False
+        # Whether a bound function runs in the state of its call.
+        self._is_resumed = False
 
     def _make_attention(self) -> MeshAttention:
         return MeshAttention(
@@ -153,25 +155,39 @@ class UnifiedAttnMode(ShardingMode):
         return Disabled()
 
     def bound(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function``, run under this mode as it is now, whenever it is called.
+        """Return ``function``, run under this mode whenever it is called.
 
-        For what is called again after the mode has been left: ``checkpoint(cp.bound(block), x, use_reentrant=False)``
-        recomputes in the backward.
+        It can be called after the mode has been left. It then has the sequences and layouts of its last call inside the mode, or,
+        without one, those of now. ``torch.utils.checkpoint`` needs no binding in eager code: inside the mode it is done automatically.
         """
-        again, known = copy.copy(self), self._known
-        again._depth = 0
-        again._attention = again._make_attention()
+        state = self._known, self._explicit
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with again:
-                again._set_known(known)
-                again.intercepted = False
-                result = function(*args, **kwargs)
-                self.intercepted = self.intercepted or again.intercepted
-                again.intercepted = True  # it does not warn: this mode does
-            return result
+            nonlocal state
+            if self._depth > 0 and (self._is_resumed or not is_in_backward()):
+                state = self._known, self._explicit
+                with self:
+                    return function(*args, **kwargs)
+            with self._resumed(*state):
+                return function(*args, **kwargs)
 
         return run
+
+    @contextmanager
+    def _resumed(self, known: HeldLayout, explicit: tuple[HeldLayout, HeldLayout | None] | None) -> Iterator[None]:
+        """Inside, this mode is on with the sequences and layouts that it had when they were read."""
+        before = self._known, self._explicit, self._is_resumed, self.intercepted
+        try:
+            with self:
+                self._is_resumed = True
+                self._explicit = explicit
+                self._set_known(known)
+                yield
+                self.intercepted = True  # leaving the mode here is not the end of its use
+        finally:
+            known, self._explicit, self._is_resumed, intercepted = before
+            self.intercepted = self.intercepted or intercepted
+            self._set_known(known)
 
     # -- intercepting
 
@@ -180,6 +196,8 @@ class UnifiedAttnMode(ShardingMode):
     ) -> Any:
         if self._is_sdpa:
             return pass_on(func, args, kwargs or {})
+        if func is SET_GRAD_ENABLED and not torch.compiler.is_compiling() and args == (False,):
+            bind_reentrant_checkpoint(self.bound)
         fail = self._attention.raise_everywhere
         return intercept(
             self, self.attend, self._mesh.ranks, func, args, kwargs or {}, flex=self._flex_attention, fail=fail
@@ -209,6 +227,8 @@ class UnifiedAttnMode(ShardingMode):
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
             return out
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            bind_checkpoint(self, self.bound)
         return self._attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths)
 
     # -- which rank computes which branches of guidance
