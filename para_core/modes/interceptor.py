@@ -21,6 +21,7 @@ from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 
 from para_core.attention.multi_head import multi_head_attention
+from para_core.modes.attention_by_hand import is_softmax
 from para_core.modes.flash_attention import (
     FLASH_OPERATORS,
     OPERATOR_TYPES,
@@ -140,13 +141,10 @@ class Disabled(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is SDPA:
             return torch.ops.aten.scaled_dot_product_attention.default(*args, **kwargs)
-        # A checkpoint in here must not be bound to a mode that is around.
-        hidden = (
-            (func is SET_GRAD_ENABLED and not torch.compiler.is_compiling())
-            or func is _MULTI_HEAD
-            or func in _UNSEEN
-            or isinstance(func, HigherOrderOperator)
-        )
+        # A checkpoint in here must not be bound to an outer mode, nor a softmax count as attention that it missed.
+        hidden = func is _MULTI_HEAD or func in _UNSEEN or isinstance(func, HigherOrderOperator)
+        if not torch.compiler.is_compiling():
+            hidden = hidden or func is SET_GRAD_ENABLED or is_softmax(func)
         if hidden or (type(func) in OPERATOR_TYPES and attention_kind(func) is not None):
             with torch._C.DisableTorchFunction():
                 return func(*args, **kwargs)

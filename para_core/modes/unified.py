@@ -24,6 +24,7 @@ from para_core.layout import Segment, SequenceLayout, even_layout
 from para_core.make_mesh import require_own_gpus
 from para_core.mesh import MeshDim, SequenceMesh, guided_mesh
 from para_core.modes import fused_encoder
+from para_core.modes.attention_by_hand import is_softmax, scores_of_own_tokens
 from para_core.modes.block_masks import shard_block_mask
 from para_core.modes.flex_attention import FlexOverMesh, explain_unsharded_mask
 from para_core.modes.inference import layout_of_total, sequence_of_length, sequence_of_symbolic_length
@@ -107,6 +108,8 @@ class UnifiedAttnMode(ShardingMode):
         # Whether attention under this mode is what it is without.
         self._is_sdpa = self._mesh.ranks == 1 and not self._options.by_position and self._options.backend is None
         self.intercepted = False
+        # Whether attention to this rank's tokens was computed that no mode intercepts.
+        self._computed_by_hand = False
         # Whether a bound function runs in the state of its call.
         self._is_resumed = False
 
@@ -139,15 +142,28 @@ class UnifiedAttnMode(ShardingMode):
             explain_unsharded_mask(exc_val)
 
     def _check_use(self) -> None:
-        if self.intercepted or self._is_sdpa:
+        if self._is_sdpa:
             return
-        self.intercepted = True  # once per mode
-        warnings.warn(
-            f"{type(self).__name__} on {self._mesh.ranks} ranks intercepted no scaled_dot_product_attention: nothing "
-            "inside ran in parallel. Attention that does not go through torch.nn.functional (flash_attn, a diffusers "
-            "backend such as 'flash') cannot be seen; switch to a native backend.",
-            stacklevel=3,
-        )
+        by_hand, self._computed_by_hand = self._computed_by_hand, False
+        if by_hand:
+            message = (
+                f"{type(self).__name__} on {self._mesh.ranks} ranks: a softmax over the scores of this rank's queries and keys "
+                "was computed, which is attention to this rank's tokens only. Use F.scaled_dot_product_attention (in transformers "
+                "attn_implementation='sdpa'); where a rank's tokens shall attend to themselves, "
+                "UnifiedAttnMode.disable()."
+            )
+            if not self.intercepted:
+                raise RuntimeError(message)
+            warnings.warn(message, stacklevel=4)
+        elif not self.intercepted:
+            self.intercepted = True  # once per mode
+            warnings.warn(
+                f"{type(self).__name__} on {self._mesh.ranks} ranks intercepted no scaled_dot_product_attention: if anything "
+                "inside computes attention, it ran on this rank's tokens only. Attention in a Triton kernel or in a package's own "
+                "binding (sageattention, transformer_engine, flash_attn before 2.7) cannot be seen; switch to SDPA or a later "
+                "flash_attn.",
+                stacklevel=4,
+            )
 
     @staticmethod
     def disable() -> TorchFunctionMode:
@@ -183,7 +199,8 @@ class UnifiedAttnMode(ShardingMode):
                 self._explicit = explicit
                 self._set_known(known)
                 yield
-                self.intercepted = True  # leaving the mode here is not the end of its use
+                # Leaving the mode here is not the end of its use.
+                self.intercepted, self._computed_by_hand = True, False
         finally:
             known, self._explicit, self._is_resumed, intercepted = before
             self.intercepted = self.intercepted or intercepted
@@ -198,6 +215,10 @@ class UnifiedAttnMode(ShardingMode):
             return pass_on(func, args, kwargs or {})
         if func is SET_GRAD_ENABLED and not torch.compiler.is_compiling() and args == (False,):
             bind_reentrant_checkpoint(self.bound)
+        if not torch.compiler.is_compiling() and is_softmax(func):
+            mesh = self._mesh
+            by_hand = scores_of_own_tokens(args, kwargs or {}, segments_of(self._known), mesh.rank, mesh.ranks)
+            self._computed_by_hand = self._computed_by_hand or by_hand
         fail = self._attention.raise_everywhere
         return intercept(
             self, self.attend, self._mesh.ranks, func, args, kwargs or {}, flex=self._flex_attention, fail=fail

@@ -362,6 +362,54 @@ def test_intercepting_nothing_on_several_ranks_warns_once_per_mode(rank_pool):
         assert again == one_rank == raised == []
 
 
+def attend_by_hand(q, k, v):
+    return (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v
+
+
+def intercept_attention_by_hand():
+    mesh, results = make_mesh(1, 2), {}
+
+    def leave(name, body):
+        try:
+            with warnings.catch_warnings(record=True) as caught, UnifiedAttnMode(mesh) as cp:
+                warnings.simplefilter("always")
+                body(cp, [cp.shard(x, dim=2) for x in make_qkv(7, 2)])
+            results[name] = [str(warning.message) for warning in caught]
+        except (RuntimeError, ValueError) as error:
+            results[name] = f"{type(error).__name__}: {error}"
+
+    def mixed(cp, tensors):
+        F.scaled_dot_product_attention(*tensors)
+        attend_by_hand(*tensors)
+
+    def disabled(cp, tensors):
+        with UnifiedAttnMode.disable():
+            attend_by_hand(*tensors)
+
+    def fail(cp, tensors):
+        attend_by_hand(*tensors)
+        raise ValueError("mine")
+
+    leave("by hand", lambda cp, tensors: attend_by_hand(*tensors))
+    leave("F.softmax", lambda cp, tensors: F.softmax(tensors[0] @ tensors[1].mT, dim=3))
+    leave("mixed", mixed)
+    leave("disabled", disabled)
+    leave("another exception", fail)
+    leave("shard and gather", lambda cp, tensors: cp.gather(tensors[0], dim=2))
+    leave("a softmax over channels", lambda cp, tensors: tensors[0].softmax(-1))
+    return results
+
+
+def test_attention_by_hand_raises_when_the_mode_is_left(rank_pool):
+    for results in rank_pool.run(intercept_attention_by_hand, 2):
+        for name in ("by hand", "F.softmax"):
+            assert results[name].startswith("RuntimeError") and "attn_implementation='sdpa'" in results[name]
+        assert len(results["mixed"]) == 1 and "attn_implementation='sdpa'" in results["mixed"][0]
+        assert results["another exception"] == "ValueError: mine"
+        for name in ("disabled", "shard and gather", "a softmax over channels"):
+            assert len(results[name]) == 1 and "intercepted no scaled_dot_product_attention" in results[name][0], name
+
+
 # -- which sequence
 
 
