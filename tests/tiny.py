@@ -151,6 +151,7 @@ def each_rank_alone() -> Iterator[None]:
         is_causal: bool = False,
         scale: float | None = None,
         enable_gqa: bool = False,
+        lengths: Any = None,
     ) -> Tensor:
         if mask is not None:
             mask = mask[..., -1:, -key.shape[2] :].expand(-1, -1, query.shape[2], -1)

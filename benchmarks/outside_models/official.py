@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.modes.fake_flash_attn import flash_attn_varlen_func, flash_attn_varlen_qkvpacked_func
+
 HEADS, HEAD_DIM = 6, 8
 WIDTH = HEADS * HEAD_DIM
 
@@ -150,8 +152,14 @@ def rope_apply(x: Tensor, grid_sizes: Tensor, freqs: Tensor) -> Tensor:
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, k_lens: Tensor | None = None) -> Tensor:
-    """Stand-in for the function of this name: ``[B, S, H, D]`` in and out, one video without padding."""
-    return sdpa(q, k, v).unflatten(2, (HEADS, HEAD_DIM))
+    """``[B, S, H, D]`` in and out: samples one behind the other, keys of each up to its length."""
+    batch, num_queries, num_keys = len(q), q.shape[1], k.shape[1]
+    lengths = [num_keys] * batch if k_lens is None else k_lens.tolist()
+    k, v = (torch.cat([sample[:length] for sample, length in zip(x, lengths, strict=True)]) for x in (k, v))
+    ends_q = torch.arange(0, (batch + 1) * num_queries, num_queries, dtype=torch.int32)
+    ends_k = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int()
+    out = flash_attn_varlen_func(q.flatten(0, 1), k, v, ends_q, ends_k, num_queries, num_keys)
+    return out.unflatten(0, (batch, num_queries))
 
 
 class WanSelfAttention(nn.Module):
@@ -242,19 +250,7 @@ class WanModel(nn.Module):
         return [u[: math.prod(size)] for u, size in zip(h, grid_sizes.tolist(), strict=True)]
 
 
-# -- HunyuanVideo: the text refiner attends by SDPA before the blocks, and blocks by flash_attn with lengths from the model.
-
-
-def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
-    """Stand-in for flash_attn's function: ``[total, H, D]``, several sequences one behind the other. Calls no SDPA."""
-    parts = []
-    bounds = zip(cu_seqlens_q.tolist(), cu_seqlens_q.tolist()[1:], strict=False)
-    for (start, stop), (key_start, key_stop) in zip(
-        bounds, zip(cu_seqlens_k.tolist(), cu_seqlens_k.tolist()[1:], strict=False), strict=True
-    ):
-        scores = torch.einsum("qhd,khd->hqk", q[start:stop], k[key_start:key_stop]) / math.sqrt(q.shape[-1])
-        parts.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[key_start:key_stop]))
-    return torch.cat(parts)
+# -- HunyuanVideo: the text refiner attends by SDPA before the blocks, blocks by flash_attn, with lengths that the model computes.
 
 
 def attention(
@@ -268,7 +264,8 @@ def attention(
     batch_size: int = 1,
 ) -> Tensor:
     """``[B, S, H, D]`` in, ``[B, S, H * D]`` out."""
-    out = flash_attn_varlen_func(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cu_seqlens_q, cu_seqlens_kv)
+    rows = (x.flatten(0, 1) for x in (q, k, v))
+    out = flash_attn_varlen_func(*rows, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
     return out.view(batch_size, max_seqlen_q, HEADS, HEAD_DIM).flatten(2)
 
 
@@ -388,7 +385,7 @@ class HYVideoDiffusionTransformer(nn.Module):
         return self.final_layer(h[:, :img_len], vec)
 
 
-# -- Mochi: text is pooled by SDPA before the blocks, and only valid tokens of both streams are packed for attention.
+# -- Mochi: text is pooled by SDPA before the blocks, which pack the valid tokens of both streams for flash_attn.
 
 
 class AttentionPool(nn.Module):
@@ -405,25 +402,23 @@ class AttentionPool(nn.Module):
 
 
 class AsymmetricAttention(nn.Module):
-    """``attention_mode="sdpa"`` of the official code; its default is flash_attn's ``varlen_qkvpacked``."""
-
     def __init__(self) -> None:
         super().__init__()
         self.qkv_x, self.qkv_y = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
         self.proj_x, self.proj_y = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
-    def forward(
-        self, x: Tensor, y: Tensor, *, packed_indices: dict[str, Tensor], **rope: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, y: Tensor, *, packed_indices: dict[str, Any], **rope: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v = heads(self.qkv_x(x))
         q, k = (rotate(z, rope["rope_cos"], rope["rope_sin"]) for z in (q, k))
-        joint = torch.stack([torch.cat(pair, dim=1) for pair in zip((q, k, v), heads(self.qkv_y(y)), strict=True)])
+        joint = [torch.cat(pair, dim=1) for pair in zip((q, k, v), heads(self.qkv_y(y)), strict=True)]
         valid = packed_indices["valid_token_indices_kv"]
-        packed = joint.flatten(1, 2)[:, valid]
-        out = sdpa(*packed[:, None])[0]
-        whole = out.new_zeros(joint[0].shape[0] * joint[0].shape[1], WIDTH)
-        whole[valid] = out
-        attn = whole.unflatten(0, (x.shape[0], -1))
+        packed = torch.stack(joint, dim=2).flatten(0, 1)[valid]
+        out = flash_attn_varlen_qkvpacked_func(
+            packed, packed_indices["cu_seqlens_kv"], packed_indices["max_seqlen_in_batch_kv"]
+        )
+        attn = out.new_zeros(len(joint[0]) * joint[0].shape[1], WIDTH)
+        attn[valid] = out.flatten(1)
+        attn = attn.unflatten(0, (len(x), -1))
         return self.proj_x(attn[:, : x.shape[1]]), self.proj_y(attn[:, x.shape[1] :])
 
 
@@ -444,10 +439,15 @@ class AsymmetricJointBlock(nn.Module):
         return x + self.mlp_x(x), y + self.mlp_y(y)
 
 
-def compute_packed_indices(text_mask: Tensor, num_latents: int) -> dict[str, Tensor]:
-    """Return the indices of all video tokens and valid text tokens among ``B * (num_latents + text)``."""
+def compute_packed_indices(text_mask: Tensor, num_latents: int) -> dict[str, Any]:
+    """Return which tokens of ``[B, num_latents + text]`` are valid, and where each sample begins among these."""
     mask = F.pad(text_mask, (num_latents, 0), value=True)
-    return {"valid_token_indices_kv": mask.flatten().nonzero()[:, 0]}
+    lengths = mask.sum(1)
+    return {
+        "valid_token_indices_kv": mask.flatten().nonzero()[:, 0],
+        "cu_seqlens_kv": F.pad(lengths.cumsum(0), (1, 0)).int(),
+        "max_seqlen_in_batch_kv": int(lengths.max()),
+    }
 
 
 class AsymmDiTJoint(nn.Module):
@@ -462,7 +462,7 @@ class AsymmDiTJoint(nn.Module):
         self.final_layer = LastLayer(16)
 
     def forward(
-        self, x: Tensor, sigma: Tensor, y_feat: list[Tensor], y_mask: list[Tensor], packed_indices: dict[str, Tensor]
+        self, x: Tensor, sigma: Tensor, y_feat: list[Tensor], y_mask: list[Tensor], packed_indices: dict[str, Any]
     ) -> Tensor:
         frames, height, width = x.shape[-3:]
         x = self.x_embedder(x.transpose(1, 2).flatten(0, 1)).unflatten(0, (-1, frames)).flatten(3)

@@ -14,7 +14,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
@@ -35,6 +34,7 @@ from para_core import (
     remove_context_parallel,
 )
 from para_core.adapters import propose_plan
+from tests.modes.fake_flash_attn import flash_attn_func
 
 Inputs = dict[str, Any]
 Run = Callable[[nn.Module, Inputs, DeviceMesh], Tensor]
@@ -234,17 +234,16 @@ MOCHI_PLAN = Plan(
 )
 
 
-def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
-    """In place of HunyuanVideo's ``attention``: text without padding needs no lengths."""
-    out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-    return out.transpose(1, 2).flatten(2)
+def flash_of_all(q: Tensor, k: Tensor, v: Tensor, *lengths: Any, **options: Any) -> Tensor:
+    """In place of HunyuanVideo's ``attention``: without padding, flash_attn needs no lengths."""
+    return flash_attn_func(q, k, v).flatten(2)
 
 
 def hunyuan(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
     """The text is trimmed to its valid tokens, of one prompt: the rest of it is attended to by nothing that is returned."""
     valid = int(inputs["text_mask"].sum())
     inputs["text_states"], inputs["text_mask"] = inputs["text_states"][:, :valid], inputs["text_mask"][:, :valid]
-    with mock.patch.object(official, "attention", sdpa_attention):
+    with mock.patch.object(official, "attention", flash_of_all):
         return planned(model, inputs, mesh, HUNYUAN_PLAN)
 
 
@@ -350,8 +349,8 @@ RECIPES = [
     Recipe("Llama, training", "mode, gradients averaged", trained, trained_alone),
     Recipe("FLUX", MODE, flux),
     proposed("FLUX"),
-    Recipe("Wan 2.1", "mode, hooks, rotary table", wan),
-    Recipe("HunyuanVideo", "plan, attention as SDPA", hunyuan),
+    Recipe("Wan 2.1", "mode, hooks, one function replaced", wan),
+    Recipe("HunyuanVideo", "plan, one function replaced", hunyuan),
     Recipe("Mochi", "plan", mochi),
     Recipe("Stable Diffusion 3.5", HOOKS, sd35),
     Recipe("DiT", HOOKS, between("blocks.0", "blocks.1")),
