@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -13,16 +13,21 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from para_core.adapters.propose.stack import error_of
 from para_core.cache.blocks import CachedBlocks
-from para_core.plans.plan import Attention, Cut, Gather, Plan
+from para_core.plans.plan import Attention, Cut, Gather, Halo, LinearAttention, OneForEach, Plan, Split
 from para_core.verify.virtual_ranks import fresh
 
 Answers = Mapping[str, Any]
 
+# Fields of a Plan that are given under their own names.
+_FIELDS = {"batched": Mapping, "common": tuple, "unshared": tuple, "refused": Mapping}
+
 _EXPECTED = (
-    "'module(parameter)': a Split or its like, or None for nothing; 'module': a Gather of what it returns, or a tuple of its Attention "
-    "calls; 'joint_order': names of segments; 'CachedBlocks': CachedBlocks(...); 'samples': how many the examples hold"
+    "'module(parameter)' or 'module(0)', which is its output of that index: a Split or its like, or None for nothing ('(parameter)' is one of "
+    "the model itself); 'module': a Gather of what it returns or a tuple of them, its Attention calls (a tuple, OneForEach, "
+    "LinearAttention), a Halo, or None for nothing; 'joint_order': names of segments; 'batched', 'common', 'unshared', 'refused': as in a "
+    "Plan; 'plan': a Plan; 'CachedBlocks': CachedBlocks(...), or None for none; 'samples': how many the examples hold, or None"
 )
-OF_PARAMETER = re.compile(r"(.*)\((\w+)\)")
+OF_PARAMETER = re.compile(r"(.*)\((\w+(?:\[\d+\])?)\)")
 
 
 def require_answers(answers: Answers) -> None:
@@ -37,30 +42,85 @@ def require_answers(answers: Answers) -> None:
 
 def _fits(name: str, answer: Any) -> bool:
     if name == "CachedBlocks":
-        return isinstance(answer, CachedBlocks)
+        return answer is None or isinstance(answer, CachedBlocks)
     if name == "samples":
-        return isinstance(answer, int)
+        return answer is None or type(answer) is int
+    if name == "plan":
+        return isinstance(answer, Plan)
     if name == "joint_order":
         return isinstance(answer, tuple) and all(isinstance(one, str) for one in answer)
+    if name in _FIELDS:
+        return isinstance(answer, _FIELDS[name])
     if OF_PARAMETER.fullmatch(name):
         return answer is None or isinstance(answer, get_args(Cut))
-    calls = isinstance(answer, tuple) and all(isinstance(one, Attention) for one in answer)
-    return isinstance(answer, Gather) or calls
+    return answer is None or isinstance(answer, Halo) or _is_gather(answer) or _is_attention(answer)
+
+
+def _is_gather(answer: Any) -> bool:
+    if isinstance(answer, tuple):
+        gathers = [one for one in answer if one is not None]
+        return bool(gathers) and all(isinstance(one, Gather) for one in gathers)
+    return isinstance(answer, Gather)
+
+
+def _is_attention(answer: Any) -> bool:
+    if isinstance(answer, tuple):
+        return all(isinstance(one, Attention) for one in answer)
+    return isinstance(answer, (OneForEach, LinearAttention))
+
+
+def is_whole(answers: Answers) -> bool:
+    """Whether ``answers`` alone are a plan: they shard tokens, and gather them."""
+    splits = any(isinstance(answer, Split) and answer.segment is not None for answer in answers.values())
+    return "plan" in answers or (splits and bool(_gathers(answers)))
+
+
+def _gathers(answers: Answers) -> dict[str, Any]:
+    """What is gathered of the outputs of modules; a Gather of a parameter is another thing."""
+    return {name: answer for name, answer in answers.items() if _is_gather(answer) and not OF_PARAMETER.fullmatch(name)}
 
 
 def answered(plan: Plan, answers: Answers) -> Plan:
     """``plan`` with what a person said in place of what was guessed."""
+    if "plan" in answers:
+        plan = answers["plan"]
+    said = {answer.segment for answer in answers.values() if isinstance(answer, Split) and answer.segment is not None}
+    plan = _without_splits(plan, said)
+    gathers = _gathers(answers)
+    if gathers:
+        plan = replace(plan, outputs=gathers)
     for name, answer in answers.items():
         parameter = OF_PARAMETER.fullmatch(name)
         if parameter is not None:
             plan = _with_cut(plan, parameter[1], parameter[2], answer)
-        elif isinstance(answer, Gather):
-            plan = replace(plan, outputs={name: answer})
-        elif name == "joint_order":
-            plan = replace(plan, joint_order=answer)
-        elif name not in ("CachedBlocks", "samples"):
-            plan = replace(plan, attention={**plan.attention, name: answer})
+        elif name == "joint_order" or name in _FIELDS:
+            plan = replace(plan, **{name: answer})
+        elif name not in ("CachedBlocks", "samples", "plan", *gathers):
+            plan = _with_module(plan, name, answer)
     return plan
+
+
+def _without_splits(plan: Plan, segments: Set[str]) -> Plan:
+    """``plan`` without what it guessed of where tokens of these segments are sharded first: that is said once."""
+
+    def kept(cuts: Mapping[Any, Cut]) -> dict[Any, Cut]:
+        return {key: cut for key, cut in cuts.items() if not (isinstance(cut, Split) and cut.segment in segments)}
+
+    inner = {name: kept(cuts) for name, cuts in plan.inner.items()}
+    return replace(plan, inputs=kept(plan.inputs), inner={name: cuts for name, cuts in inner.items() if cuts})
+
+
+def _with_module(plan: Plan, name: str, answer: Any) -> Plan:
+    if isinstance(answer, Halo):
+        return replace(plan, halos={**plan.halos, name: answer})
+    if answer is not None:
+        # Where several names fit, the first counts.
+        return replace(
+            plan, attention={name: answer, **{key: one for key, one in plan.attention.items() if key != name}}
+        )
+    outputs = {key: one for key, one in plan.outputs.items() if key != name}
+    attention = {key: one for key, one in plan.attention.items() if key != name}
+    return replace(plan, outputs=outputs, attention=attention)
 
 
 def _with_cut(plan: Plan, module: str, parameter: str, cut: Cut | None) -> Plan:

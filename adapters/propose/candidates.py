@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
+from math import prod
 from typing import Any, Literal
 
 from torch import nn
@@ -20,9 +21,10 @@ WHOLE = "text"
 
 @dataclass(frozen=True)
 class Start:
-    """Where a region may begin: the first block of a list, and its streams of tokens.
+    """Where a region may begin: the first block of a list, or a module around all blocks, and its streams of tokens.
 
     Args:
+        block: name of the module.
         tokens: how many tokens a stream has in the one call and in the other.
         streams: the parameters that hold them.
     """
@@ -118,22 +120,41 @@ def streams_of(calls: list[ModuleCall], index: int) -> tuple[str, ...]:
 
 
 def starts(small: Observation, large: Observation) -> Iterator[Start]:
-    """Where a region may begin, in the order of time: each leaves less of the attention to all ranks alike."""
+    """Where a region may begin, in the order of time: each leaves less of the attention to all ranks alike.
+
+    Modules around blocks come last: blocks may be called by more than a list of them, and then have no streams.
+    """
     for name in dict.fromkeys(call.block_list for call in small.calls if call.block_list is not None):
         calls, others = small.of_list(name), large.of_list(name)
-        last = calls[-1].ended
-        if not any(calls[0].began < one.time < last for one in small.attention):
-            continue
-        growing: list[tuple[str, int, Pair]] = []
-        for stream in streams_of(calls, 0):
-            seen, other = calls[0].given.get(stream), others[0].given.get(stream)
-            if isinstance(seen, Seen) and isinstance(other, Seen):
-                dims = grown_dims(seen, other)
-                growing += [(stream, dim, pair) for dim, pair in dims.items() if len(dims) == 1]
-        if growing:
-            # Of several streams that grow, the one that is named as all of diffusers names it, else the first.
-            _, dim, tokens = next((one for one in growing if one[0] == "hidden_states"), growing[0])
-            yield Start(calls[0].name, tokens, tuple(one[0] for one in growing if one[1:] == (dim, tokens)), dim)
+        if others and _attends(small, calls[0].began, calls[-1].ended):
+            yield from _start(calls[0], others[0], streams_of(calls, 0))
+    outer = [call for call in small.calls if call.block_list is None and _attends(small, call.began, call.ended)]
+    for call in sorted(outer, key=lambda call: call.began):
+        other = next((one for one in large.calls if one.name == call.name), None)
+        floating = [
+            parameter
+            for parameter, seen in call.given.items()
+            if isinstance(seen, Seen) and seen.dtype.is_floating_point and len(seen.shape) == 3
+        ]
+        if other is not None:
+            yield from _start(call, other, floating)
+
+
+def _attends(seen: Observation, began: int, ended: int) -> bool:
+    return any(began < one.time < ended for one in seen.attention)
+
+
+def _start(call: ModuleCall, other: ModuleCall, streams: Iterable[str]) -> Iterator[Start]:
+    growing: list[tuple[str, int, Pair]] = []
+    for stream in streams:
+        seen, larger = call.given.get(stream), other.given.get(stream)
+        if isinstance(seen, Seen) and isinstance(larger, Seen):
+            dims = grown_dims(seen, larger)
+            growing += [(stream, dim, pair) for dim, pair in dims.items() if len(dims) == 1]
+    if growing:
+        # Of several streams that grow, the one that is named as all of diffusers names it, else the first.
+        _, dim, tokens = next((one for one in growing if one[0] == "hidden_states"), growing[0])
+        yield Start(call.name, tokens, tuple(one[0] for one in growing if one[1:] == (dim, tokens)), dim)
 
 
 @dataclass(frozen=True)
@@ -161,7 +182,11 @@ class Region:
                     yield candidate
 
     def _endings(self) -> list[tuple[ModuleCall, int, int]]:
-        """Calls behind which tokens may be gathered, the latest first: each with the index of its output and the dim."""
+        """Calls behind which tokens may be gathered, the latest first: each with the index of its output and the dim.
+
+        Those whose output is larger than the tokens come last: logits over a vocabulary cost more to gather than what they are made
+        of, and some models compute them for the last token alone.
+        """
         calls = self.calls()
         last_block = max((call.ended for call, _ in calls if call.block_list is not None), default=0)
         found = []
@@ -173,9 +198,15 @@ class Region:
             ):
                 dims = [dim for dim, pair in grown_dims(seen, larger).items() if pair == self.start.tokens]
                 if seen.derived and len(dims) == 1:
-                    found.append((call, index, dims[0]))
+                    found.append((call, index, dims[0], prod(seen.shape) > self._size()))
                     break
-        return found[::-1]
+        latest_first = found[::-1]
+        return [ending[:3] for larger in (False, True) for ending in latest_first if ending[3] is larger]
+
+    def _size(self) -> int:
+        """Elements of the tokens where the region begins."""
+        call = next(call for call, _ in self.calls() if call.name == self.start.block)
+        return prod(call.given[self.start.streams[0]].shape)
 
     def _candidate(self, choice: Choice, ending: ModuleCall, index: int, dim: int) -> Candidate | None:
         inner: dict[str, dict[str | int, Cut]] = {}
@@ -229,19 +260,20 @@ class Region:
         needed: dict[tuple[str, str], dict[str, Cut]] = {}
         of_list: dict[str, set[str]] = {}
         for call, other in self.calls():
-            if call.block_list is None:
+            owner = call.block_list or (call.name if call.name == self.start.block else None)
+            if owner is None:
                 continue
-            of_list.setdefault(call.block_list, set()).add(call.name)
+            of_list.setdefault(owner, set()).add(call.name)
             for parameter, value in call.given.items():
                 if call.name == self.start.block and parameter in self.start.streams:
                     continue
                 cut = self._cut(parameter, value, other.given.get(parameter), choice)
                 if cut is not None:
-                    needed.setdefault((call.block_list, parameter), {})[call.name] = cut
+                    needed.setdefault((owner, parameter), {})[call.name] = cut
         found: dict[tuple[str, str], tuple[Cut, str]] = {}
         for (block_list, parameter), cuts in needed.items():
             same = len({repr(cut) for cut in cuts.values()}) == 1
-            everywhere = same and len(cuts) == len(of_list[block_list])
+            everywhere = same and len(cuts) == len(of_list[block_list]) and block_list != self.start.block
             for name in [f"{block_list}.*"] if everywhere else cuts:
                 cut = next(iter(cuts.values())) if everywhere else cuts[name]
                 why = f"{name}({parameter}): has an entry for each token, and is not made from them."

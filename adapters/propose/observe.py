@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from itertools import takewhile
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,6 +14,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from para_core.attention.multi_head import multi_head_attention
+from para_core.instance import original_class
 from para_core.plans.places import parameters_of
 from para_core.verify.virtual_ranks import fresh
 
@@ -31,7 +32,10 @@ class Seen:
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """A call of a block, or of a module that the model itself calls; tensors in ``given`` and ``returned`` are :class:`Seen`."""
+    """A call of a block, of a module that the model itself calls, or of one outside of all blocks that attends.
+
+    Tensors in ``given`` and ``returned`` are :class:`Seen`.
+    """
 
     name: str
     block_list: str | None
@@ -54,24 +58,44 @@ class AttentionCall:
 
 @dataclass
 class Observation:
-    """One call of a model, in the order of time. ``met``: parameters whose tensors the model itself joins to derived ones."""
+    """One call of a model, in the order of time.
+
+    Args:
+        met: parameters whose tensors the model itself joins to derived ones.
+        softmax: modules that compute a softmax over a matrix, as attention written by hand does, each with the shape of the first.
+    """
 
     inputs: Mapping[str, Any] = field(default_factory=dict)
     calls: list[ModuleCall] = field(default_factory=list)
     attention: list[AttentionCall] = field(default_factory=list)
     met: set[str] = field(default_factory=set)
+    softmax: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def of_list(self, name: str) -> list[ModuleCall]:
         return [call for call in self.calls if call.block_list == name]
 
 
-def block_lists(module: nn.Module) -> dict[str, nn.ModuleList]:
-    """The module lists of a model that are not within another's blocks, by name."""
-    found: dict[str, nn.ModuleList] = {}
+def block_lists(module: nn.Module) -> dict[str, nn.Module]:
+    """The containers of a model's blocks that are not within another's blocks, by name.
+
+    Module lists, but no lists of lists, for their entries are never called; and sequences of modules of one class.
+    """
+    found: dict[str, nn.Module] = {}
     for name, submodule in module.named_modules():
-        if isinstance(submodule, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in found):
+        if _holds_blocks(submodule) and not any(name.startswith(f"{outer}.") for outer in found):
             found[name] = submodule
     return found
+
+
+def _holds_blocks(module: nn.Module) -> bool:
+    blocks = [*module.children()]
+    if isinstance(module, nn.Sequential):
+        # An activation or a convolution is no block.
+        return len({original_class(block) for block in blocks}) == 1 and bool([*blocks[0].children()])
+    return isinstance(module, nn.ModuleList) and not any(isinstance(block, nn.ModuleList) for block in blocks)
+
+
+_SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax)
 
 
 class _Watch(TorchFunctionMode):
@@ -85,6 +109,8 @@ class _Watch(TorchFunctionMode):
         self._alive: list[Any] = []
         self._within: list[str] = []
         self._began: list[int] = []
+        # Blocks that are running, one in another.
+        self._in_blocks = 0
         self._time = 0
         self.found.inputs = {name: self._record(value) for name, value in inputs.items()}
 
@@ -94,7 +120,14 @@ class _Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             self._attend(*args, **kwargs)
-        out = func(*args, **kwargs)
+        elif func in _SOFTMAX and isinstance(args[0], Tensor) and args[0].ndim >= 3:
+            name = self._within[-1] if self._within else ""
+            self.found.softmax.setdefault(name, tuple(args[0].shape))
+        if func is F.multi_head_attention_forward:
+            # A mode is off inside of a function that it sees, and this one would hide its attention.
+            out = multi_head_attention(self._attended, *args, **kwargs)
+        else:
+            out = func(*args, **kwargs)
         if len(self._derived):
             taken = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
             if any(x in self._derived for x in taken):
@@ -116,6 +149,10 @@ class _Watch(TorchFunctionMode):
         mask = None if attn_mask is None else tuple(attn_mask.shape)
         self.found.attention.append(AttentionCall(name, self._time, query.shape[-2], key.shape[-2], mask))
 
+    def _attended(self, *args: Any, **kwargs: Any) -> Tensor:
+        self._attend(*args, **kwargs)
+        return F.scaled_dot_product_attention(*args, **kwargs)
+
     def _record(self, value: Any) -> Any:
         self._alive.append(value)
         return tree_map(
@@ -130,23 +167,23 @@ class _Watch(TorchFunctionMode):
             for name, submodule in module.named_modules():
                 if not name:
                     continue
-                block_list = next((outer for outer in lists if submodule in [*lists[outer]]), None)
+                block_list = next((outer for outer in lists if submodule in [*lists[outer].children()]), None)
                 for handle in self._hooks(name, submodule, block_list):
                     stack.callback(handle.remove)
             yield
 
     def _hooks(self, name: str, module: nn.Module, block_list: str | None) -> list[Any]:
-        # What is behind *args has no name that a plan could say.
-        parameters = tuple(takewhile(lambda name: name not in ("args", "kwargs"), parameters_of(module)))
-        given: list[dict[str, Any]] = []
+        parameters = parameters_of(module)
+        given: list[dict[str, Any] | None] = []
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
             self._time += 1
             self._began.append(self._time)
-            recorded = block_list is not None or not self._within
+            recorded = block_list is not None or not self._in_blocks
             self._within.append(name)
-            arguments = {**dict(zip(parameters, args, strict=False)), **kwargs} if recorded else {}
-            given.append({key: self._record(value) for key, value in arguments.items()})
+            self._in_blocks += block_list is not None
+            arguments = {**dict(zip(parameters, args, strict=False)), **kwargs}
+            given.append({key: self._record(value) for key, value in arguments.items()} if recorded else None)
             if name == self._start:
                 for stream in self._streams:
                     self._derive(arguments[stream])
@@ -154,8 +191,10 @@ class _Watch(TorchFunctionMode):
         def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             self._time += 1
             self._within.pop()
+            self._in_blocks -= block_list is not None
             began, arguments = self._began.pop(), given.pop()
-            if block_list is not None or not self._within:
+            attends = bool(self.found.attention) and self.found.attention[-1].time > began
+            if arguments is not None and (block_list is not None or not self._within or attends):
                 call = ModuleCall(name, block_list, began, self._time, arguments, self._record(output))
                 self.found.calls.append(call)
 
@@ -176,4 +215,15 @@ def observe(
     watch = _Watch(inputs, start, streams)
     with torch.no_grad(), watch.around(module), watch:
         module(**fresh(inputs))
-    return watch.found
+    return _with_attending_sequences(watch.found, block_lists(module))
+
+
+def _with_attending_sequences(seen: Observation, lists: Mapping[str, nn.Module]) -> Observation:
+    """``seen`` without the calls in sequences that do not attend: those hold no transformer blocks."""
+    idle = {
+        name
+        for name, container in lists.items()
+        if isinstance(container, nn.Sequential)
+        and not any(call.began < one.time < call.ended for call in seen.of_list(name) for one in seen.attention)
+    }
+    return replace(seen, calls=[call for call in seen.calls if call.block_list not in idle])

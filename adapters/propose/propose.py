@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from para_core.adapters.adapter import Adapter
-from para_core.adapters.propose.answers import OF_PARAMETER, Answers, answered, require_answers, with_samples
+from para_core.adapters.propose.answers import OF_PARAMETER, Answers, answered, is_whole, require_answers, with_samples
 from para_core.adapters.propose.candidates import WHOLE, Candidate, Region, Start, region, starts
 from para_core.adapters.propose.left_out import Stack, stacks
 from para_core.adapters.propose.observe import Observation, observe
+from para_core.adapters.propose.one_size import imagined_larger
 from para_core.adapters.propose.source import source_of
 from para_core.adapters.propose.stack import cached_error, error_of
 from para_core.adapters.propose.text import with_sharded_text
@@ -82,7 +83,7 @@ class Proposal:
 
 def propose_plan(
     transformer: nn.Module,
-    example_inputs: tuple[Mapping[str, Any], Mapping[str, Any]],
+    example_inputs: Sequence[Mapping[str, Any]],
     *,
     segment: str = "image",
     answers: Answers | None = None,
@@ -94,62 +95,109 @@ def propose_plan(
     are not in the plan. Text is kept on every rank. Runs the model up to some hundred times, so give it small sizes.
 
     Args:
-        transformer: any module with its blocks in module lists, which attends by ``scaled_dot_product_attention``; its
-            parameters must not be zeros, which hide what is wrong. It is not changed.
+        transformer: any module which attends by ``scaled_dot_product_attention``; its parameters must not be zeros, which hide what
+            is wrong. It is not changed.
         example_inputs: keyword arguments of two calls that differ in one thing only: the second has more image (video,
             sound) tokens, by some ten, than the first. The number of text tokens and of samples must be the same, and no other
-            length equal to either number of image tokens.
+            length equal to either number of image tokens. Of a model that accepts one size only, that call alone: ``(inputs,)``.
         segment: what the plan shall call these tokens.
-        answers: what is known of the model, in place of what would be guessed, by the names that ``questions`` and ``reasons`` have:
-            ``"blocks.*(rotary)"``: a :class:`Split` or its like, or None for nothing; ``"proj_out"``: a :class:`Gather` of what it returns;
-            ``"blocks.*.attn"``: a tuple of :class:`Attention`; ``"joint_order"``; ``"CachedBlocks"``; and ``"samples"``: how many the
-            examples hold, of a model whose call has all branches of guidance in one batch. They are checked like guesses.
+        answers: what is known of the model, in place of what would be guessed, by the names that ``questions`` and ``reasons`` have.
+            None means nothing, and ends its question. They are checked like guesses.
+
+            - ``"blocks.*(rotary)"``, ``"(hidden_states)"`` of the model itself, ``"embed(0)"`` for a module's output: a :class:`Split` or
+              its like. A split of a segment replaces the guess of where that segment is sharded.
+            - ``"proj_out"``: a :class:`Gather` of what it returns, or a tuple of them.
+            - ``"blocks.*.attn"``: a tuple of :class:`Attention`, :class:`OneForEach` or :class:`LinearAttention`; or a :class:`Halo`.
+            - ``"joint_order"``, ``"batched"``, ``"common"``, ``"unshared"``, ``"refused"``: as in a :class:`Plan`; ``"plan"``: all of it.
+            - ``"CachedBlocks"``; ``"samples"``: how many the examples hold, of a model whose call has all branches of guidance in one batch.
 
     Raises:
-        TypeError: ``example_inputs`` are no two dicts of arguments, or an answer is none that can be given to its name.
-        ValueError: nothing in the model's blocks grows from the first call to the second.
+        TypeError: ``example_inputs`` are no dicts of arguments, or an answer is none that can be given to its name.
+        ValueError: nothing in the model's blocks grows from the first call to the second, it cannot be called with the second, or its
+            attention cannot be seen.
     """
     module = uncompiled(transformer)
     name = original_class(module).__name__
-    if len(example_inputs) != 2 or not all(isinstance(one, Mapping) for one in example_inputs):
-        kinds = [type(one).__name__ for one in example_inputs]
-        raise TypeError(f"example_inputs holds {kinds}; expected two dicts of arguments: (of fewer tokens, of more).")
+    examples = _checked_examples(example_inputs)
     said = answers or {}
     require_answers(said)
-    small, large = example_inputs
-    watched = observe(module, small), observe(module, large)
-    found = [*starts(*watched)]
-    if not found:
-        raise ValueError(_nothing_grows(name, watched[0]))
+    small = examples[0]
     failures: dict[str, tuple[Plan, str]] = {}
-    for start in found:
-        of_start = region(module, small, watched[1], start, segment)
+    pairs = [*_observations(module, name, examples)]
+    found = [(start, large) for seen, large in pairs for start in starts(seen, large)]
+    if not found and not is_whole(said):
+        raise ValueError(_nothing_grows(name, module, *pairs[0]))
+    for start, large in found:
+        of_start = region(module, small, large, start, segment)
         likeliest_here: Proposal | None = None
         for candidate in of_start.candidates():
             plan = answered(candidate.plan, said)
             if repr(plan) in failures:
                 continue
             proposal = Proposal(name, plan, error=0.0, reasons=_reasons(candidate, said))
-            tried = _try_all(module, plan, example_inputs, start.tokens)
+            tried = _try_all(module, plan, examples, start.tokens)
             if isinstance(tried, float):
                 proposal = replace(proposal, error=tried)
-                proposal = _with_text(module, proposal, of_start, example_inputs, said) or proposal
+                proposal = _with_text(module, proposal, of_start, examples, said) or proposal
                 return _complete(module, proposal, of_start, small, said)
             likeliest_here = likeliest_here or proposal
             failures[repr(plan)] = plan, f"{start.block}: {tried}"
         # Where the blocks are given what has entries of both, text may be sharded at the model's inputs though not replicated here.
-        sharded = likeliest_here and _with_text(module, likeliest_here, of_start, example_inputs, said)
+        sharded = likeliest_here and _with_text(module, likeliest_here, of_start, examples, said)
         if sharded is not None:
             return _complete(module, sharded, of_start, small, said)
+    if is_whole(said):
+        plan = answered(Plan({}, {}, (segment,)), said)
+        tried = _try_all(module, plan, examples)
+        if isinstance(tried, float):
+            proposal = Proposal(name, plan, error=tried, reasons=tuple(f"{one}: was said." for one in said))
+            return _complete(module, proposal, None, small, said)
+        failures = {repr(plan): (plan, f"all of it was said: {tried}"), **failures}
     likeliest = next(iter(failures.values()), (None, "attention has lengths that are not those of the tokens."))
-    return Proposal(name, questions=_questions(found, likeliest[1], *watched), guess=likeliest[0])
+    asked = _questions([start for start, _ in found], likeliest[1], *pairs[0])
+    return Proposal(name, questions=_unanswered(asked, said), guess=likeliest[0])
+
+
+def _checked_examples(example_inputs: Any) -> tuple[Mapping[str, Any], ...]:
+    listed = isinstance(example_inputs, (list, tuple))
+    kinds = [type(one).__name__ for one in example_inputs] if listed else type(example_inputs).__name__
+    if not listed or len(example_inputs) not in (1, 2) or not all(isinstance(one, Mapping) for one in example_inputs):
+        raise TypeError(
+            f"example_inputs holds {kinds}; expected two dicts of arguments: (of fewer tokens, of more). Of a model that accepts one "
+            "size only, a tuple of one dict."
+        )
+    return tuple(example_inputs)
+
+
+def _observations(
+    module: nn.Module, name: str, examples: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[Observation, Observation]]:
+    """The calls of both sizes. Of one size, that call, and what it would be with one token more: as many as there are readings.
+
+    Raises:
+        ValueError: the model fails with the second example.
+    """
+    seen = observe(module, examples[0])
+    if len(examples) == 1:
+        larger = [*imagined_larger(seen)]
+        yield from [(seen, one) for one in larger or [seen]]
+        return
+    try:
+        large = observe(module, examples[1])
+    # A model may fail in any way at a size that it does not accept.
+    except Exception as error:
+        raise ValueError(
+            f"{name} runs with the first example, and fails with the second: {type(error).__name__}: {error} If it accepts one size "
+            "only (its position embedding has a fixed length, say), give one example: example_inputs=(inputs,)."
+        ) from error
+    yield seen, large
 
 
 def _with_text(
     module: nn.Module,
     proposal: Proposal,
     of_start: Region,
-    example_inputs: tuple[Mapping[str, Any], Mapping[str, Any]],
+    example_inputs: Sequence[Mapping[str, Any]],
     said: Answers,
 ) -> Proposal | None:
     """``proposal`` with text sharded, too; None where that is not exact, or not with text on every rank by the same plan."""
@@ -185,6 +233,10 @@ def _reasons(candidate: Candidate, said: Answers) -> tuple[str, ...]:
     return (*kept, *[f"{name}: was said." for name in said])
 
 
+# ring × ulysses, of a plan whose lengths are not known: parts of few lengths are equal on 2 and on 3 ranks.
+_SOME_MESHES = ((1, 2), (2, 1), (1, 3), (3, 1))
+
+
 def _uneven_meshes(lengths: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """ring × ulysses: each alone, of so many ranks that their parts of each length differ. Equal parts hide what is wrong."""
     ranks = next(ranks for ranks in count(2) if all(length % ranks for length in lengths))
@@ -194,17 +246,18 @@ def _uneven_meshes(lengths: Sequence[int]) -> tuple[tuple[int, int], ...]:
 def _try_all(
     module: nn.Module,
     plan: Plan,
-    example_inputs: tuple[Mapping[str, Any], Mapping[str, Any]],
+    example_inputs: Sequence[Mapping[str, Any]],
     *lengths: Sequence[int],
 ) -> float | str:
     """The largest error of ``plan`` at both sizes, or what is wrong with it. Most plans fail at once.
 
     Args:
-        lengths: of each segment that is sharded, its tokens in the one call and in the other.
+        lengths: of each segment that is sharded, its tokens in the one call and in the other; none if they are not known.
     """
     largest = 0.0
-    for inputs, of_call in zip(example_inputs, zip(*lengths, strict=True), strict=True):
-        tried = _try(module, plan, inputs, _uneven_meshes(of_call))
+    for i, inputs in enumerate(example_inputs):
+        meshes = _uneven_meshes([of_segment[i] for of_segment in lengths]) if lengths else _SOME_MESHES
+        tried = _try(module, plan, inputs, meshes)
         if isinstance(tried, str):
             return tried
         largest = max(largest, tried)
@@ -233,17 +286,17 @@ def _tolerance_of(module: nn.Module) -> float:
 
 
 def _complete(
-    module: nn.Module, proposal: Proposal, of_start: Region, inputs: Mapping[str, Any], said: Answers
+    module: nn.Module, proposal: Proposal, of_start: Region | None, inputs: Mapping[str, Any], said: Answers
 ) -> Proposal:
     """With all that is not the plan's sharding."""
     return _with_samples(module, _with_blocks(module, proposal, of_start, inputs, said), of_start, inputs, said)
 
 
 def _with_samples(
-    module: nn.Module, proposal: Proposal, of_start: Region, inputs: Mapping[str, Any], said: Answers
+    module: nn.Module, proposal: Proposal, of_start: Region | None, inputs: Mapping[str, Any], said: Answers
 ) -> Proposal:
     """``batched`` and ``common`` where ``samples`` is said; else a question, if samples do not depend on each other."""
-    samples = said.get("samples", of_start.samples())
+    samples = said.get("samples", None if of_start is None else of_start.samples())
     if proposal.plan is None or samples is None:
         return proposal
     plan = with_samples(module, proposal.plan, inputs, samples)
@@ -262,12 +315,16 @@ def _with_samples(
 
 
 def _with_blocks(
-    module: nn.Module, proposal: Proposal, of_start: Region, inputs: Mapping[str, Any], said: Answers
+    module: nn.Module, proposal: Proposal, of_start: Region | None, inputs: Mapping[str, Any], said: Answers
 ) -> Proposal:
+    if "CachedBlocks" in said and said["CachedBlocks"] is None:
+        return proposal
     question = "CachedBlocks: which parameters of its blocks they return changed, in which order? No guess was exact."
     tolerance = _tolerance_of(module)
     answer = said.get("CachedBlocks")
-    guesses = stacks(module, of_start, inputs, tolerance) if answer is None else [Stack(answer, inputs)]
+    guesses: Iterable[Stack] = () if answer is None else [Stack(answer, inputs)]
+    if answer is None and of_start is not None:
+        guesses = stacks(module, of_start, inputs, tolerance)
     for guess in guesses:
         try:
             error = cached_error(module, guess.blocks, guess.inputs)
@@ -289,13 +346,33 @@ def _reasons_of_stages(blocks: CachedBlocks) -> list[str]:
     ]
 
 
-def _nothing_grows(name: str, seen: Observation) -> str:
-    lists = sorted({call.block_list for call in seen.calls if call.block_list is not None})
+def _unanswered(questions: Iterable[str], said: Answers) -> tuple[str, ...]:
+    return tuple(question for question in questions if question.partition(": ")[0] not in said)
+
+
+def _nothing_grows(name: str, module: nn.Module, seen: Observation, large: Observation) -> str:
+    """Why no stream of tokens was found."""
     if not seen.attention:
+        by_hand = [f"{place or name} (over {list(shape)})" for place, shape in seen.softmax.items()]
+        if by_hand:
+            return (
+                f"{name} called no scaled_dot_product_attention, but computes a softmax itself: in {', '.join(by_hand[:3])}. "
+                "Attention that is written by hand cannot be seen. Switch the model to its fused attention (some call it flash), or write "
+                "F.scaled_dot_product_attention there."
+            )
         return f"{name} called no scaled_dot_product_attention: switch its attention to a native backend, or it has no plan."
+    lists = sorted({call.block_list for call in seen.calls if call.block_list is not None})
+    at = sorted({one.name for one in seen.attention})
+    lengths = [sorted({one.queries for one in one_call.attention}) for one_call in (seen, large)]
+    if lengths[0] == lengths[1]:
+        return (
+            f"no stream of tokens of {name}'s module lists {lists} is longer in the second call than in the first, in one dim: its "
+            f"attention has {lengths[0]} queries in both. Give two calls that differ in the number of image tokens."
+        )
     return (
-        f"no stream of tokens of {name}'s module lists {lists} is longer in the second call than in the first, in one dim. Give "
-        "two calls that differ in the number of image tokens."
+        f"attention of {name} has {lengths[0]} queries in the first call and {lengths[1]} in the second (in {', '.join(at[:3])}), but no "
+        f"block of its module lists {lists}, and no module around them, is given a tensor [B, S, C] that grows in one dim. Say where "
+        "tokens are sharded and gathered: answers={'module(parameter)': Split(dim, segment=...), 'module': Gather(dim, ...)}."
     )
 
 

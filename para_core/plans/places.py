@@ -90,7 +90,20 @@ def as_tuple(rule: Gather | Sequence[Gather | None]) -> tuple[Gather | None, ...
     return (rule,) if isinstance(rule, Gather) else tuple(rule)
 
 
+# Of ``*args``. More positional arguments have no name.
+_MOST_VARIADIC = 16
+
+
 def parameters_of(module: nn.Module) -> tuple[str, ...]:
-    """Names of the parameters of ``forward``; of what torch.compile wraps, those of the module inside."""
+    """Return the names of the parameters of ``forward``, in order; of what torch.compile wraps, those of the module inside.
+
+    Positional arguments behind ``*args`` are called ``args[0]``, ``args[1]``, and so on.
+    """
     cls = original_class(uncompiled(module))
-    return tuple(inspect.signature(cls.forward).parameters)[1:]  # type: ignore[attr-defined]
+    names: list[str] = []
+    for index, (name, parameter) in enumerate(inspect.signature(cls.forward).parameters.items()):  # type: ignore[attr-defined]
+        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            names += [f"{name}[{i}]" for i in range(_MOST_VARIADIC)]
+        elif index > 0:  # the first one is self
+            names.append(name)
+    return tuple(names)

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from para_core.attention.multi_head import multi_head_attention
+
 # Random projections of each row.
 _PROBES = 4
 _LARGEST = 1e6
@@ -129,15 +131,22 @@ class _AttentionRecorder(TorchFunctionMode):
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs, recording = kwargs or {}, self._recording
+        if func is F.multi_head_attention_forward and not recording.busy:
+            # A mode is off inside of a function that it sees, and this one would hide its attention.
+            return multi_head_attention(self._record, *args, **kwargs)
         if func is not F.scaled_dot_product_attention or recording.busy:
             return func(*args, **kwargs)
+        return self._record(*args, **kwargs)
+
+    def _record(self, *args: Any, **kwargs: Any) -> Tensor:
+        recording = self._recording
         call = _attention_call(*args, **kwargs)
         name = recording.running[-1] if recording.running else ""
         # The recorders of outer modules see the same call.
         recording.busy = True
         try:
             recording.note("attention", name, _query_key_value(*args, **kwargs), call)
-            out = func(*args, **kwargs)
+            out = F.scaled_dot_product_attention(*args, **kwargs)
             recording.note("attended", name, out, call)
         finally:
             recording.busy = False

@@ -92,7 +92,7 @@ def test_a_wrong_answer_is_no_plan():
     ],
 )
 def test_an_answer_of_another_kind_is_an_error_that_says_which_there_are(name, answer):
-    with pytest.raises(TypeError, match=r"answers\[.* expected one of: 'module\(parameter\)': a Split or its like"):
+    with pytest.raises(TypeError, match=r"answers\[.* expected one of: 'module\(parameter\)'"):
         propose_plan(fill(Painter(), seed=1), (painter_inputs(17), painter_inputs(31)), answers={name: answer})
 
 
@@ -182,11 +182,6 @@ def test_samples_that_cannot_be_called_alone_are_said_to_be_so():
     proposal = propose_plan(fill(OfTwo(), seed=1), examples, answers={"samples": 2})
     assert proposal.plan is not None
     assert "samples: one sample of 2 alone fails: RuntimeError: two" in " ".join(proposal.questions)
-
-
-def test_what_is_no_pair_of_calls_is_an_error():
-    with pytest.raises(TypeError, match=r"example_inputs holds \['dict'\]; expected two dicts of arguments"):
-        propose_plan(fill(Painter(), seed=1), (painter_inputs(17),))
 
 
 def test_two_calls_of_one_size_are_an_error():

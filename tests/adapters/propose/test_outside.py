@@ -1,0 +1,114 @@
+"""Plans are proposed for models whose blocks are arranged otherwise than in diffusers, or the error says why not."""
+
+import pytest
+import torch
+
+from benchmarks.random_weights import fill
+from para_core import Gather, Split, check_parallel
+from para_core.adapters import propose_plan
+from tests.adapters.propose.outside import (
+    Dit,
+    EncoderModel,
+    HandAttention,
+    Joint,
+    ListVit,
+    Vit,
+    dit_inputs,
+    image,
+    joint_inputs,
+)
+
+
+def assert_exact(model, proposal, inputs, **options):
+    assert proposal.plan is not None, str(proposal)
+    check = check_parallel(model, plan=proposal.plan, **inputs, **options)
+    assert check.exact, str(check)
+    assert check.error < 1e-5
+
+
+def test_blocks_in_a_sequence_are_found_with_their_stack():
+    model = fill(Vit(), seed=1).eval()
+    proposal = propose_plan(model, (image(16, 20), image(16, 32)))
+    assert_exact(model, proposal, image(20, 24))
+    assert proposal.blocks.stages[0].lists == ("blocks",)
+    assert proposal.blocks.stages[0].chained
+
+
+def test_blocks_that_take_anything_are_found_with_their_positional_arguments():
+    model = fill(Joint(), seed=1).eval()
+    proposal = propose_plan(model, (joint_inputs(8, 10), joint_inputs(8, 14)))
+    assert_exact(model, proposal, joint_inputs(6, 14))
+    assert proposal.plan.inner["joint_blocks.0"]["args[1]"] == Split(1, segment="image")
+
+
+def test_a_model_of_one_size_is_found_from_one_example():
+    model = fill(Dit(), seed=1).eval()
+    proposal = propose_plan(model, (dit_inputs(),))
+    assert_exact(model, proposal, dit_inputs(), ranks=(2, 3))
+
+
+def test_a_model_of_one_size_that_is_given_two_says_so():
+    with pytest.raises(ValueError, match=r"fails with the second: RuntimeError: .*25.*example_inputs=\(inputs,\)"):
+        propose_plan(fill(Dit(), seed=1), (dit_inputs(), dit_inputs(12)))
+
+
+@pytest.mark.parametrize("examples", [image(16, 20), (), (image(16, 20),) * 3, ("x", "y")])
+def test_examples_that_are_no_dicts_raise(examples):
+    with pytest.raises(TypeError, match="example_inputs"):
+        propose_plan(fill(Vit(), seed=1), examples)
+
+
+def test_joint_attention_is_found_from_one_example():
+    model = fill(Joint(), seed=1).eval()
+    proposal = propose_plan(model, (joint_inputs(6, 14),))
+    assert_exact(model, proposal, joint_inputs(6, 14))
+
+
+def test_lists_of_lists_are_found_by_the_module_around_them():
+    model = fill(ListVit(), seed=1).eval()
+    proposal = propose_plan(model, (image(16, 20), image(16, 32)))
+    assert_exact(model, proposal, image(20, 24))
+    assert proposal.plan.inner == {"transformer": {"x": Split(1, segment="image")}}
+
+
+def test_attention_that_is_written_by_hand_is_named():
+    with pytest.raises(ValueError, match=r"softmax itself: in transformer\.layers\.0\.0 \(over \[2, 2, 20, 20\]\)"):
+        propose_plan(fill(ListVit(HandAttention), seed=1), (image(16, 20), image(16, 32)))
+
+
+def test_the_encoder_of_torch_is_found():
+    model = fill(EncoderModel(), seed=1).eval()
+    inputs = [{"x": torch.randn(2, n, 4)} for n in (13, 21, 17)]
+    assert_exact(model, propose_plan(model, inputs[:2]), inputs[2])
+
+
+def test_answers_say_all_of_a_plan_without_a_guess():
+    model = fill(EncoderModel(), seed=1).eval()
+    inputs = [{"x": torch.randn(2, n, 4)} for n in (13, 21, 17)]
+    answers = {"(x)": Split(1, segment="image"), "": Gather(1, "image"), "CachedBlocks": None, "samples": None}
+    proposal = propose_plan(model, inputs[:2], answers=answers)
+    assert proposal.plan.inputs == {"x": Split(1, segment="image")}
+    assert proposal.plan.inner == {}
+    assert proposal.plan.outputs == {"": Gather(1, "image")}
+    assert proposal.questions == ()
+    assert_exact(model, proposal, inputs[2])
+
+
+def test_a_split_of_an_output_replaces_the_guess_of_where_tokens_are_sharded():
+    model = fill(Dit(), seed=1).eval()
+    # Of what the position embedding is added to, a plan can only shard what the blocks are given.
+    answers = {"blocks.0(0)": Split(1, segment="image")}
+    proposal = propose_plan(model, (dit_inputs(),), answers=answers)
+    assert proposal.plan.inner == {"blocks.0": {0: Split(1, segment="image")}}
+    assert_exact(model, proposal, dit_inputs())
+
+
+def test_a_plan_is_an_answer():
+    model = fill(Vit(), seed=1).eval()
+    plan = propose_plan(model, (image(16, 20), image(16, 32))).plan
+    proposal = propose_plan(model, (image(16, 20), image(16, 24)), answers={"plan": plan})
+    assert proposal.plan == plan
+    wrong = {"plan": plan, "norm": Gather(1, "tokens")}
+    asked = propose_plan(model, (image(16, 20), image(16, 24)), answers=wrong)
+    assert asked.plan is None
+    assert asked.questions
