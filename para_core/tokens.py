@@ -31,7 +31,8 @@ def gather_tokens(y: Tensor, dim: int, layout: SequenceLayout, mesh: SequenceMes
             whole.append(_in_order(parts_of_ranks, dim, segment, layout.ranks) if segment.balanced else parts_of_ranks)
         else:
             whole.append(part)
-    return whole[0] if len(whole) == 1 else torch.cat(whole, dim=dim)
+    # Contiguous, as a model returns it on one device: a loss takes its view(-1, C).
+    return (whole[0] if len(whole) == 1 else torch.cat(whole, dim=dim)).contiguous()
 
 
 def _in_order(x: Tensor, dim: int, segment: Segment, ranks: int) -> Tensor:

@@ -143,7 +143,7 @@ def test_a_mask_of_another_length_is_an_error_on_every_rank(rank_pool, kind, cut
 
 
 DIFFERENT = {
-    "mask of one rank": "the ranks disagree about attn_mask without its last two dims: sequence rank 0 has None, rank 2",
+    "mask of one rank": "the ranks disagree about attn_mask: rank 0 none, rank 1 none, rank 2 [..., 1, 12]",
     "length": "the ranks disagree about query lengths per rank: they hold [3, 3, 2, 3]",
     "causal": "the ranks disagree about is_causal: sequence rank 0 has False, rank 2 has True",
     "scale": "the ranks disagree about scale: sequence rank 0 has None, rank 2 has 0.125",
@@ -236,7 +236,7 @@ def test_a_mode_whose_group_was_destroyed_says_so(rank_pool):
 
 def raise_on_one_rank():
     group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
-    q, k, v = make_qkv(4, 2)
+    q, k, v = make_qkv(4, 2, seed=dist.get_rank())
     with UnifiedAttnMode(group):
         F.scaled_dot_product_attention(q, k, v)
         if dist.get_rank() == 1:
@@ -255,7 +255,7 @@ def test_an_exception_of_the_users_own_on_one_rank_ends_the_others_with_a_messag
 
 
 def attend_after_a_time_out(path):
-    q, k, v = make_qkv(4, 2)
+    q, k, v = make_qkv(4, 2, seed=dist.get_rank())
 
     def attend():
         with UnifiedAttnMode(init_device_mesh("cpu", (1, 2), mesh_dim_names=("ring", "ulysses"))):

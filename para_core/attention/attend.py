@@ -7,16 +7,18 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any, NoReturn
-from zlib import crc32
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-from para_core.agreement import Record, Signature, agree, first_difference, signature
+from para_core.agreement import Signature, agree
 from para_core.attention.blocks import tied
 from para_core.attention.call import Call, make_call
+from para_core.attention.call_agreement import agree_on_call, call_signature, last_two
 from para_core.attention.checks import LengthCheck, check, check_kind, refuse_transforms
 from para_core.attention.local import local_attention_with_lse, require_backend, sees_nothing, with_diagonal
+from para_core.attention.local_rows import MaskReviews
 from para_core.attention.mask import MaskExtents, mask_extents, mask_of_block
 from para_core.attention.operator import attend
 from para_core.attention.options import AttnOptions
@@ -29,10 +31,6 @@ ChooseLayouts = Callable[[int, int, bool], tuple[SequenceLayout, SequenceLayout]
 # (query, key, value, attn_mask=, dropout_p=, is_causal=, scale=) -> out, or (out, lse): SDPA, or what a user has instead.
 AttnFunc = Callable[..., "Tensor | tuple[Tensor, Tensor]"]
 
-EQUAL_PARTS = (
-    "Lengths are taken from cp.shard(...) or an explicit SequenceLayout; where neither was used, every rank is assumed "
-    "to hold an equal part. Shard with x = cp.shard(x, dim=...), or pass layout=SequenceLayout(...)."
-)
 # Of one MeshAttention; more are forgotten together.
 _MOST_SIGNATURES = 1024
 _MOST_STATES = 64
@@ -77,6 +75,10 @@ class MeshAttention:
         self._options_text = options.as_text()
         self._known: dict[Any, _Known] = {}
         self._known_under: dict[Any, dict[Any, _Known]] = {}
+        # Of the masks that calls were given, where ranks ask each other.
+        self.reviews = MaskReviews()
+        # Whether the next call asks if every rank holds the same tokens: set by a mode through which nothing was sharded yet.
+        self.looks_for_copies = False
 
     def under(self, state: Any) -> None:
         """From now on ``layouts`` answers as it does in this ``state``, a hashable value; what was found out in it before holds again."""
@@ -114,6 +116,8 @@ class MeshAttention:
             query, key, value, attn_mask = _as_autocast_does(query, key, value, attn_mask)
         if not (scale is None or isinstance(scale, (float, torch.SymFloat))):
             scale = float(scale)  # of NumPy, or a tensor of one element
+        if isinstance(attn_mask, Tensor):
+            attn_mask = _one_row(attn_mask)
         given = (query, key, value, attn_mask, dropout_p, bool(is_causal), scale, enable_gqa, lengths)
         shape = None if torch.compiler.is_compiling() else _shape_of(*given)
         known = None if shape is None else self._known.get(shape)
@@ -122,7 +126,9 @@ class MeshAttention:
             if query.ndim == key.ndim == value.ndim == 2:
                 return self(query[None], key[None], value[None], *given[3:])[0]
             known = self._find_out(given, shape)
-        extents = known.extents if known.signature is None else self._agree(known.call, known.signature, attn_mask)
+        extents = known.extents
+        if known.signature is not None:
+            attn_mask, extents = self._agree(known.call, known.signature, query, key, attn_mask)
         if query.ndim == 4:
             return self._compute(query, key, value, attn_mask, known.call, extents)
         leading = query.shape[:-3]
@@ -137,13 +143,17 @@ class MeshAttention:
         except TypeError as error:
             self.raise_everywhere(error)
 
-    def _agree(self, call: Call, asked: Signature, attn_mask: Tensor | None) -> MaskExtents | None:
-        """Compare this call with that of the other ranks; what its mask is then known to be of."""
-        owned = agree(asked, self._mesh, [] if attn_mask is None else _last_two(attn_mask), explain=_difference)
-        if attn_mask is None:
-            return None
-        sizes = [(rows, columns) for rows, columns in owned]
-        return mask_extents(sizes, call.query_layout, call.key_layout, range(self._mesh.ranks))
+    def _agree(
+        self, call: Call, asked: Signature, query: Tensor, key: Tensor, attn_mask: Tensor | None
+    ) -> tuple[Tensor | None, MaskExtents | None]:
+        """Compare this call with that of the other ranks; the mask, and what it is then known to be of."""
+        look = self.looks_for_copies
+        mask, extents, digest = agree_on_call(
+            call, asked, self._mesh, query, key, attn_mask, self.reviews, look_for_copies=look
+        )
+        # A single token says nothing yet.
+        self.looks_for_copies = look and digest == 0 and query.shape[-2] < 2
+        return mask, extents
 
     def _find_out(self, given: tuple[Any, ...], shape: Any) -> _Known:
         """What follows from the shapes and flags of a call; remembered under ``shape``."""
@@ -176,10 +186,10 @@ class MeshAttention:
             options=self._options,
             options_text=self._options_text,
         )
-        asked = signature(_record(query, key, value, attn_mask, call)) if talk else None
+        asked = call_signature(query, key, value, call) if talk else None
         extents = None
         if attn_mask is not None and not talk:
-            extents = mask_extents([_last_two(attn_mask)], query_layout, key_layout, [self._mesh.rank])
+            extents = mask_extents([last_two(attn_mask)], query_layout, key_layout, [self._mesh.rank])
         known = _Known(call, asked, extents)
         if shape is not None:
             if len(self._known) >= _MOST_SIGNATURES:
@@ -259,9 +269,11 @@ def _shape_of(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | Non
     )
 
 
-def _last_two(mask: Tensor) -> tuple[int, int]:
-    rows, columns = [1, 1, *mask.shape][-2:]
-    return rows, columns
+def _one_row(mask: Tensor) -> Tensor:
+    """``mask`` with a single row, if it is one row expanded to all queries: then no row is of one query."""
+    if mask.ndim < 2 or mask.layout != torch.strided:
+        return mask
+    return mask[..., :1, :] if guard_or_false(mask.stride(-2) == 0 and mask.shape[-2] > 1) else mask
 
 
 def _in_one_batch(mask: Tensor, leading: Sequence[int]) -> Tensor:
@@ -327,40 +339,3 @@ def _check_attn_func(
             "[B, H, S_q] the natural log-sum-exp of the scaled scores in float32; or use a mesh whose ranks are all in "
             "its 'ulysses' dim, without is_causal."
         )
-
-
-# -- what all ranks must have alike
-
-
-def _record(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call: Call) -> Record:
-    tensors = {"query": query, "key": key, "value": value}
-    with_gradient = [*tensors.values(), *([] if mask is None else [mask])]
-    options = call.options
-    blocks = options.block_mask
-    return {
-        **{f"{name} without its length": [*x.shape[:-2], x.shape[-1]] for name, x in tensors.items()},
-        "query lengths per rank": call.query_layout.sizes(),
-        "key lengths per rank": call.key_layout.sizes(),
-        "dtype": str(query.dtype),
-        "device type": query.device.type,
-        "is_causal": call.is_causal,
-        "scale": call.scale,
-        "block_mask": None if blocks is None else f"with checksum {crc32(blocks.encode().encode()):08x}",
-        "kept keys": None if options.kept_keys is None else [options.kept_keys.share, options.kept_keys.window],
-        "comm_dtype": str(options.comm_dtype),
-        "ulysses_chunks": options.ulysses_chunks,
-        "rotate_method": options.rotate_method,
-        "attn_mask without its last two dims": None if mask is None else [*mask.shape[:-2]],
-        "attn_mask's dtype": None if mask is None else str(mask.dtype),
-        # A backward has collectives of its own, and every rank must join in.
-        "requires_grad": [torch.is_grad_enabled() and x.requires_grad for x in with_gradient],
-    }
-
-
-def _difference(records: list[Record]) -> str:
-    field = next(field for record in records for field, value in record.items() if value != records[0][field])
-    if "lengths" not in field:
-        return first_difference(records)
-    # What every rank holds of itself says more than what it assumed of the others.
-    held = [record[field][rank] for rank, record in enumerate(records)]
-    return f"the ranks disagree about {field}: they hold {held}. {EQUAL_PARTS}"

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from para_core.agreement import Record, Signature, agree, signature
-from para_core.attention.attend import EQUAL_PARTS
+from para_core.attention.call_agreement import EQUAL_PARTS
 from para_core.layout import Segment, SequenceLayout, even_layout
 from para_core.mesh import SequenceMesh
 from para_core.tokens import gather_tokens, shard_tokens
@@ -74,6 +74,9 @@ class ShardingMode(TorchFunctionMode):
 
     def _note_state(self) -> None:
         """Called where what is known of sequences has changed, in eager code."""
+
+    def _note_sharded(self, x: Tensor, dim: int) -> None:
+        """Called with what :meth:`shard` returns, in eager code."""
 
     def sequence(self, total: int, *, balance: Literal["causal"] | None = None) -> SequenceLayout:
         """Who holds which of ``total`` tokens: a value for ``sequence=`` of :meth:`shard` and :meth:`gather`.
@@ -157,7 +160,12 @@ class ShardingMode(TorchFunctionMode):
         layout = self._agree(x, dim, sequence, whole=True)
         if len(layout.segments) == 1:
             self._remember(layout.segments[0])
-        return x if self._mesh.ranks == 1 else shard_tokens(x, dim, layout, self._mesh)
+        if self._mesh.ranks == 1:
+            return x
+        part = shard_tokens(x, dim, layout, self._mesh)
+        if not torch.compiler.is_compiling():
+            self._note_sharded(part, dim)
+        return part
 
     def gather(self, y: Tensor, dim: int, *, sequence: SequenceLayout | None = None) -> Tensor:
         """The whole of ``y`` along ``dim``, on every rank; ``y`` is this rank's part.

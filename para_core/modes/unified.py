@@ -124,6 +124,12 @@ class UnifiedAttnMode(ShardingMode):
         layouts = () if self._explicit is None else self._explicit
         explicit = tuple([None if layout is None else segments_of(layout) for layout in layouts])
         self._attention.under((explicit, segments_of(self._known)))
+        # A model that is called without any shard computes the same on every rank: looked for while nothing says otherwise.
+        self._attention.looks_for_copies = self._mesh.ranks > 1 and not (layouts or self._known)
+
+    def _note_sharded(self, x: Tensor, dim: int) -> None:
+        if dim % x.ndim == x.ndim - 2:
+            self._attention.reviews.trust(x)
 
     def _begin(self) -> None:
         fused_encoder.switch_off()
@@ -276,7 +282,7 @@ class UnifiedAttnMode(ShardingMode):
         """The parts of all ranks along ``batch``, one behind the other along ``dim``: what :meth:`split_branches` split."""
         if self._batch is None or self._batch.size == 1:
             return y
-        return all_gather(y, [y.shape[dim]] * self._batch.size, dim, self._batch)
+        return all_gather(y, [y.shape[dim]] * self._batch.size, dim, self._batch).contiguous()
 
     # -- which rank holds which tokens
 

@@ -160,7 +160,7 @@ def message_of(call):
 def call_what_no_mode_sees():
     mesh = make_mesh(1, 2)
     attention = make_module("attention", True)
-    x = tokens(4, width=12)
+    x = tokens(4, seed=dist.get_rank(), width=12)
     native = [attention.in_proj_weight, attention.in_proj_bias, attention.out_proj.weight, attention.out_proj.bias]
     messages = {}
     with torch.no_grad(), UnifiedAttnMode(mesh) as mode:

@@ -1,0 +1,351 @@
+"""The exchange that begins an eager attention call: what must be equal on all ranks, and what each rank tells of its own part."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from functools import partial
+from hashlib import blake2b
+from typing import NamedTuple
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+
+from para_core.agreement import Record, Signature, agree, exchange, first_difference, signature
+from para_core.attention.call import Call
+from para_core.attention.local_rows import EQUAL, HIDES, LOWER, SHOWS, MaskReviews, needs_review, require_own_rows
+from para_core.attention.mask import MaskExtents, mask_extents
+from para_core.layout import SequenceLayout
+from para_core.mesh import SequenceMesh
+
+EQUAL_PARTS = (
+    "Lengths are taken from cp.shard(...) or an explicit SequenceLayout; where neither was used, every rank is assumed "
+    "to hold an equal part. Shard with x = cp.shard(x, dim=...), or pass layout=SequenceLayout(...)."
+)
+
+
+# -- what must be equal
+
+
+def call_signature(query: Tensor, key: Tensor, value: Tensor, call: Call) -> Signature:
+    """Return what all ranks must have alike, apart from the mask."""
+    tensors = {"query": query, "key": key, "value": value}
+    options = call.options
+    blocks = options.block_mask
+    return signature(
+        {
+            **{f"{name} without its length": [*x.shape[:-2], x.shape[-1]] for name, x in tensors.items()},
+            "query lengths per rank": call.query_layout.sizes(),
+            "key lengths per rank": call.key_layout.sizes(),
+            "dtype": str(query.dtype),
+            "device type": query.device.type,
+            "is_causal": call.is_causal,
+            "scale": call.scale,
+            "block_mask": None if blocks is None else f"with checksum {crc32(blocks.encode().encode()):08x}",
+            "kept keys": None if options.kept_keys is None else [options.kept_keys.share, options.kept_keys.window],
+            "comm_dtype": str(options.comm_dtype),
+            "ulysses_chunks": options.ulysses_chunks,
+            "rotate_method": options.rotate_method,
+            # A backward has collectives of its own, and every rank must join in.
+            "requires_grad": [torch.is_grad_enabled() and x.requires_grad for x in tensors.values()],
+        }
+    )
+
+
+def _difference(mesh: SequenceMesh, mask: Tensor | None, records: list[Record]) -> str:
+    """Describe how the ranks differ. All ranks are here together, so their masks can be compared as well."""
+    masks = [record["mask"] for record in exchange({"mask": None if mask is None else [*mask.shape]}, mesh)]
+    field = next(field for record in records for field, value in record.items() if value != records[0][field])
+    if None in masks and any(shape is not None for shape in masks):
+        return f"{_masks_differ(masks)} They also disagree about {field}."
+    if "lengths" in field:
+        # What every rank holds of itself says more than what it assumed of the others.
+        held = [record[field][rank] for rank, record in enumerate(records)]
+        return f"the ranks disagree about {field}: they hold {held}. {EQUAL_PARTS}"
+    if field == "is_causal":
+        lengths = records[0]["query lengths per rank"]
+        return (
+            f"{first_difference(records)} They hold {lengths} queries. Some models (all of Hugging Face transformers) pass "
+            "is_causal=False for a single token. Use fewer ranks or longer inputs, pass the model a 4-D mask over all tokens, of which "
+            "each rank takes its rows (cp.shard(mask, dim=-2)), or use propose_plan."
+        )
+    return first_difference(records)
+
+
+def _masks_differ(masks: Sequence[Sequence[int] | str | None]) -> str:
+    held = ", ".join([f"rank {rank} {'none' if shape is None else shape}" for rank, shape in enumerate(masks)])
+    return (
+        f"the ranks disagree about attn_mask: {held}. A model that builds its own mask may leave it out where this rank's tokens need "
+        "none (no padding among them, or consecutive position_ids). Pass the model a 4-D mask over all tokens, of which each rank takes "
+        "its rows (cp.shard(mask, dim=-2)); for position_ids that are not consecutive, an attention_mask of ones for this rank's tokens."
+    )
+
+
+# -- what each rank tells of its own part
+
+
+class OwnPart(NamedTuple):
+    """Four integers of 64 bits, as :func:`~para_core.agreement.agree` exchanges them."""
+
+    rows: int  # of the mask; -1 without one
+    columns: int
+    flags: int
+    digest: int  # of query and key, where it is asked whether every rank holds the same tokens; else 0
+
+
+# Of the flags: whether there is a mask, its dtype, which of its leading dims are larger than 1; then what was found on this rank.
+_DTYPES = (torch.bool, torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_DTYPE_BITS, _REVIEW_SHIFT, _CAUSAL_CALLER = 8, 48, 1 << 56
+
+
+def _mask_code(mask: Tensor, num_leading: int) -> int:
+    """Dtype, gradient and leading dims of ``mask``, of which there are ``num_leading`` once it is broadcast to the query."""
+    dtype = _DTYPES.index(mask.dtype) + 1 if mask.dtype in _DTYPES else len(_DTYPES) + 1
+    leading = [1] * (num_leading - max(mask.ndim - 2, 0)) + [*mask.shape[:-2]]
+    wide = sum([1 << place for place, size in enumerate(leading) if size != 1])
+    learned = torch.is_grad_enabled() and mask.requires_grad
+    return dtype | learned << _DTYPE_BITS - 1 | wide << _DTYPE_BITS
+
+
+_CODE = (1 << _REVIEW_SHIFT) - 1
+
+
+def last_two(mask: Tensor) -> tuple[int, int]:
+    """Rows and columns of a mask that may have fewer dims."""
+    rows, columns = [1, 1, *mask.shape][-2:]
+    return rows, columns
+
+
+def agree_on_call(
+    call: Call,
+    asked: Signature,
+    mesh: SequenceMesh,
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    reviews: MaskReviews,
+    *,
+    look_for_copies: bool,
+) -> tuple[Tensor | None, MaskExtents | None, int]:
+    """Compare this call with that of the other ranks.
+
+    Args:
+        look_for_copies: ask whether every rank holds the same tokens. Waits for the device.
+
+    Returns:
+        The mask (a rank without one gets one that hides nothing, where the others have one of their own keys), what its dims count,
+        and the digest that was compared (0: none).
+
+    Raises:
+        ValueError: on every rank, the call of any rank does not fit.
+    """
+    try:
+        own = _own_part(call, mesh, query, key, mask, reviews, look_for_copies=look_for_copies)
+    except RuntimeError as error:  # of a device, on this rank alone
+        agree(error, mesh)
+        raise
+    layout, digest = call.query_layout, own.digest
+    parts = [OwnPart(*values) for values in agree(asked, mesh, own, explain=partial(_difference, mesh, mask))]
+    _require_no_copies(parts, call)
+    _require_causal_known(parts, layout)
+    codes = {part.flags & _CODE for part in parts if part.rows >= 0}
+    if not codes:
+        return None, None, digest
+    sizes = [(part.rows, part.columns) for part in parts]
+    if len(codes) > 1:
+        raise ValueError(
+            "the ranks disagree about attn_mask: its dtype, requires_grad, or the dims before the last two. They hold "
+            f"{_texts(parts)}. Make it alike on every rank."
+        )
+    if _are_of_keys(parts, call):
+        sizes = [(min(rows, 1), columns) for rows, columns in sizes]
+        mask = mask if mask is None else mask[..., :1, :]
+    if any(part.rows < 0 for part in parts):
+        sizes = _sizes_with_absent(sizes, call)
+        if mask is None:
+            mask = _nothing_hidden(codes.pop(), query, sizes[mesh.rank])
+    mask, sizes = _with_broadcast_rows(mask, sizes, layout, mesh.rank)
+    extents = mask_extents(sizes, layout, call.key_layout, range(mesh.ranks))
+    if extents == MaskExtents("local", "global"):
+        is_causal = any(part.flags & _CAUSAL_CALLER for part in parts)
+        require_own_rows([part.flags >> _REVIEW_SHIFT for part in parts], layout, is_causal=is_causal)
+    return mask, extents, digest
+
+
+def _own_part(
+    call: Call,
+    mesh: SequenceMesh,
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    reviews: MaskReviews,
+    *,
+    look_for_copies: bool,
+) -> OwnPart:
+    layout, flags = call.query_layout, 0
+    rows, columns = (-1, -1) if mask is None else last_two(mask)
+    shows_nothing = False
+    if mask is not None:
+        flags = _mask_code(mask, query.ndim - 2)
+        if needs_review(mask, layout, call.key_layout, mesh.rank):
+            bits = reviews.of(mask)
+            flags |= bits << _REVIEW_SHIFT
+            shows_nothing = bits & (LOWER | SHOWS) == LOWER
+    if not call.is_causal and (shows_nothing or _has_single_tokens(layout)) and _is_causal_caller():
+        flags |= _CAUSAL_CALLER
+    return OwnPart(rows, columns, flags, _digest(query, key) if look_for_copies else 0)
+
+
+def _texts(parts: Sequence[OwnPart]) -> str:
+    texts = []
+    for part in parts:
+        if part.rows < 0:
+            texts.append("none")
+            continue
+        code = (part.flags & (1 << _DTYPE_BITS - 1) - 1) - 1
+        texts.append(
+            f"[..., {part.rows}, {part.columns}] of {_DTYPES[code] if code < len(_DTYPES) else 'another dtype'}"
+        )
+    return "; ".join([f"rank {rank}: {text}" for rank, text in enumerate(texts)])
+
+
+def _are_of_keys(parts: Sequence[OwnPart], call: Call) -> bool:
+    """Whether each rank's mask has equal rows for its queries, and columns for its own keys: one row says as much.
+
+    Only if some key is hidden, as padding is. Masks that hide nothing may be blocks of a larger one, cut out along both dims.
+    """
+    held = zip(call.query_layout.sizes(), call.key_layout.sizes(), strict=True)
+    reviews = [part.flags >> _REVIEW_SHIFT for part in parts]
+    return all(
+        part.rows in (-1, 1) or (part[:2] == sizes and bits & EQUAL != 0)
+        for part, sizes, bits in zip(parts, held, reviews, strict=True)
+    ) and any(part.rows > 1 and bits & HIDES for part, bits in zip(parts, reviews, strict=True))
+
+
+def _sizes_with_absent(sizes: Sequence[tuple[int, int]], call: Call) -> list[tuple[int, int]]:
+    """The sizes of the masks where some ranks have none: it hides nothing there, if the others have one row of their own keys.
+
+    Raises:
+        ValueError: the others have something else, of which nothing follows for a rank without a mask.
+    """
+    held = call.key_layout.sizes()
+    fits = all(rows in (-1, 0, 1) and columns in (-1, held[rank]) for rank, (rows, columns) in enumerate(sizes))
+    if not fits or max(held) < 2 or call.key_layout.sharded == () or call.is_causal:
+        raise ValueError(_masks_differ([None if rows < 0 else f"[..., {rows}, {columns}]" for rows, columns in sizes]))
+    return [(1, held[rank]) if rows < 0 else (rows, columns) for rank, (rows, columns) in enumerate(sizes)]
+
+
+def _nothing_hidden(code: int, query: Tensor, last: tuple[int, int]) -> Tensor:
+    """A mask as the other ranks have it, that hides nothing."""
+    dtype = _DTYPES[min(code & (1 << _DTYPE_BITS - 1) - 1, len(_DTYPES)) - 1]
+    leading = [size if code >> _DTYPE_BITS + place & 1 else 1 for place, size in enumerate(query.shape[:-2])]
+    shape = (*leading, *last)
+    if dtype == torch.bool:
+        return query.new_ones(shape, dtype=dtype)
+    return query.new_zeros(shape, dtype=dtype).requires_grad_(bool(code >> _DTYPE_BITS - 1 & 1))
+
+
+def _with_broadcast_rows(
+    mask: Tensor | None, sizes: list[tuple[int, int]], layout: SequenceLayout, rank: int
+) -> tuple[Tensor | None, list[tuple[int, int]]]:
+    """A rank without queries, whose mask has no row, joins the others where each of these has one row for all queries."""
+    held = layout.sizes()
+    without = [own for own, (rows, _) in enumerate(sizes) if rows == 0 and held[own] == 0]
+    if not without or any(rows != 1 for own, (rows, _) in enumerate(sizes) if own not in without):
+        return mask, sizes
+    if all(held[own] <= 1 for own in range(len(held))):
+        return mask, sizes  # one row is then a rank's own as well
+    if rank in without and mask is not None:
+        mask = mask.new_zeros((*mask.shape[:-2], 1, mask.shape[-1]))
+    return mask, [(1, columns) for _, columns in sizes]
+
+
+# -- a rank with a single token
+
+
+def _has_single_tokens(layout: SequenceLayout) -> bool:
+    """Whether some rank holds one token of several."""
+    return 1 in layout.sizes() and layout.total > 1
+
+
+# Frames between attention and the module that calls it.
+_FRAMES = 24
+
+
+def _is_causal_caller() -> bool:
+    """Whether the module that calls attention says of itself, by an attribute ``is_causal``, that it is causal.
+
+    Asked only where some rank holds one token: Hugging Face transformers then passes ``is_causal=False``, causal or not, because on one
+    device a single token has nothing to hide.
+    """
+    frame = sys._getframe(1)
+    for _ in range(_FRAMES):
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+        for name in ("module", "self"):
+            caller = frame.f_locals.get(name)
+            if isinstance(caller, nn.Module) and isinstance(getattr(caller, "is_causal", None), bool):
+                return bool(caller.is_causal)
+    return False
+
+
+def _require_causal_known(parts: Sequence[OwnPart], layout: SequenceLayout) -> None:
+    # A mask with a row for this one token and columns for all tokens says what is hidden.
+    if max(layout.sizes()) == 1 and any(part.flags & _CAUSAL_CALLER and part.columns <= 1 for part in parts):
+        raise ValueError(
+            f"each rank holds at most one of {layout.total} tokens, and a module with is_causal=True calls attention with "
+            "is_causal=False: models of Hugging Face transformers do so for a single token, which on one device has no later key. Here it "
+            "has. Use fewer ranks or longer inputs, pass the model a 4-D mask over all tokens (cp.shard(mask, dim=-2)), or use propose_plan."
+        )
+
+
+# -- inputs that were never sharded
+
+
+# Tokens that a digest reads, of the many that a rank holds.
+_READ = 16
+
+
+def _digest(query: Tensor, key: Tensor) -> int:
+    """A number that stands for what this rank holds; 0 if nothing can be told from it, as from a single token or from equal ones."""
+    if min(query.shape[-2], key.shape[-2]) < 2 or 0 in query.shape or query.is_meta:
+        return 0
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return 0
+    if query.is_cuda and torch.cuda.is_current_stream_capturing():
+        return 0
+    with torch.no_grad():
+        parts = []
+        for x in (query.detach(), key.detach()):
+            count = min(x.shape[-2], _READ)
+            index = torch.linspace(0, x.shape[-2] - 1, count, device=x.device).long()
+            wide = torch.promote_types(x.dtype, torch.float32)
+            sums = x.sum(dtype=wide), torch.linalg.vector_norm(x, dtype=wide)
+            parts += [x.index_select(-2, index).to(wide).flatten(), *[number.view(1) for number in sums]]
+        parts.append((query != query[..., :1, :]).any().view(1).to(wide))
+        read = torch.cat(parts).cpu()
+    if read[-1] == 0:
+        return 0
+    found = int.from_bytes(blake2b(read.numpy().tobytes(), digest_size=8).digest(), "little", signed=True)
+    return found | 1
+
+
+def _require_no_copies(parts: Sequence[OwnPart], call: Call) -> None:
+    """Raise if every rank holds the same tokens in a causal call; warn in another, which is right, and n times the work."""
+    if len(parts) == 1 or parts[0].digest == 0 or any(part.digest != parts[0].digest for part in parts):
+        return
+    if call.is_causal:
+        raise ValueError(
+            f"every rank holds the same {call.query_layout.sizes()[0]} tokens, and nothing was sharded: causal attention would take "
+            f"them for {call.query_layout.total} tokens, one rank's after the other's. Shard the inputs (x = cp.shard(x, dim=1), and "
+            "position_ids with them) and gather the output; run what is not to be parallel under UnifiedAttnMode.disable(). "
+            "generate() does not shard: use propose_plan, or decode with cp.using(...)."
+        )
+    warnings.warn(
+        f"every rank holds the same {call.query_layout.sizes()[0]} tokens, and nothing was sharded: each of {len(parts)} ranks computes "
+        "all of them. Shard the inputs (x = cp.shard(x, dim=1)) and gather the output (cp.gather).",
+        stacklevel=2,
+    )

@@ -1,0 +1,118 @@
+"""Finds masks whose rows a model counted from this rank's first token, as if it were the first of the sequence.
+
+A model that builds its causal mask from the length of its input gives every rank the rows 0, 1, … of the mask. On any rank but the
+first these are the rows of other tokens. The shape ``[..., S_local, S]`` is that of a correctly sharded mask, so values have to decide:
+in a correct causal mask a query sees its own key, and in one that was counted from 0 no row i shows a key behind i.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from para_core.layout import SequenceLayout
+
+# What one rank finds in its mask, as bits of one integer.
+LOWER = 1  # no row i shows a key behind i
+DIFFER = 2  # two rows show different keys
+SHOWS = 4  # some row shows some key
+EQUAL = 8  # all rows are equal
+HIDES = 16  # some row hides some key
+
+# Additive masks hide a key with -inf, finfo(dtype).min or about -10000, which bfloat16 rounds to -9984. A bias as large as that hides, too.
+_HIDDEN = -9900.0
+_MOST_REVIEWS = 16
+
+
+class MaskReviews:
+    """The review of each mask, kept while the mask lives and is not written to: its values are read once, not once per layer."""
+
+    def __init__(self) -> None:
+        self._reviews: deque[tuple[weakref.ref[Tensor], tuple[object, ...], int]] = deque(maxlen=_MOST_REVIEWS)
+
+    def trust(self, mask: Tensor) -> None:
+        """Take the rows of ``mask`` to be those of this rank's tokens, without a look at its values."""
+        self._reviews.append((*_identity(mask), 0))
+
+    def of(self, mask: Tensor) -> int:
+        """Return the bits of ``mask``. Waits for its device the first time."""
+        owner, version = _identity(mask)
+        for known_owner, known_version, bits in self._reviews:
+            if known_owner() is owner() and known_version == version:
+                return bits
+        bits = _review(mask)
+        self._reviews.append((owner, version, bits))
+        return bits
+
+
+def _identity(mask: Tensor) -> tuple[weakref.ref[Tensor], tuple[object, ...]]:
+    """What stays the same while a model hands on one mask, also if each layer takes a view of it."""
+    owner = mask if mask._base is None else mask._base
+    written = None if owner.is_inference() else owner._version
+    return weakref.ref(owner), (mask.shape, mask.stride(), mask.storage_offset(), written)
+
+
+def _review(mask: Tensor) -> int:
+    if mask.is_cuda and torch.cuda.is_current_stream_capturing():
+        return 0
+    with torch.no_grad():
+        mask = mask.detach()
+        shown = mask if mask.dtype == torch.bool else mask > _HIDDEN
+        # Some models let a row that sees nothing see everything, against NaN. Such a row tells nothing.
+        telling = shown & ~shown.all(dim=-1, keepdim=True)
+        behind = telling.triu(1).any()
+        differ = (shown.any(dim=-2) & ~shown.all(dim=-2)).any()
+        equal = (mask == mask[..., :1, :]).all()
+        # One number, so that the device is waited for once.
+        bits = LOWER * ~behind + DIFFER * differ + SHOWS * shown.any() + EQUAL * equal + HIDES * ~shown.all()
+        return int(bits.item())
+
+
+def needs_review(mask: Tensor, query_layout: SequenceLayout, key_layout: SequenceLayout, rank: int) -> bool:
+    """Whether ``mask`` has a row for each of this rank's queries, and what these rows say depends on how they were made.
+
+    That is ``[..., S_local, S]`` of a sequence that attends to itself, and ``[..., S_q_local, S_k_local]``.
+    """
+    if mask.ndim < 2 or mask.is_meta or torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    rows, columns = mask.shape[-2:]
+    total, held = key_layout.total, key_layout.size(rank)
+    if rows != query_layout.size(rank):
+        return False
+    if columns == held and key_layout.sharded:
+        return True
+    itself = query_layout.total == total and query_layout.sizes() == key_layout.sizes()
+    return itself and 1 < columns == total and rows < total
+
+
+def require_own_rows(reviews: Sequence[int], layout: SequenceLayout, *, is_causal: bool) -> None:
+    """Raise if the masks of all ranks look as if their rows were counted from 0. Equal on all ranks, as ``reviews`` are.
+
+    Args:
+        reviews: the bits that each rank found in its mask, which has its own rows and all columns.
+        is_causal: the model says of itself that it is causal. Counts if a rank has a single row, or no rank shows a key.
+
+    Raises:
+        ValueError: no rank's row i shows a key behind i, though the rows differ; or no rank of a causal model shows a key at all.
+    """
+    of_ranks = [(bits, size) for bits, size in zip(reviews, layout.sizes(), strict=True) if size > 0]
+    if len(of_ranks) < 2 or not all(bits & LOWER for bits, _ in of_ranks):
+        return
+    shows_nothing = is_causal and not any(bits & SHOWS for bits, _ in of_ranks)
+    several = [bits for bits, size in of_ranks if size > 1]
+    all_differ = all(bits & DIFFER for bits in several) and (len(several) > 1 or (is_causal and len(several) == 1))
+    if not (shows_nothing or all_differ):
+        return
+    sizes = ", ".join([str(size) for size in layout.sizes()])
+    seen = "hides every key on all ranks" if shows_nothing else "shows no row i a key behind i, on any rank"
+    raise ValueError(
+        f"attn_mask has a row for each of a rank's own tokens ({sizes} of {layout.total}) and {layout.total} columns, and it {seen}. "
+        "So its rows were counted from this rank's first token, as a causal model does that builds its mask from the length of its "
+        "input (Hugging Face transformers, given a 2-D attention_mask). On all ranks but the first these are the wrong rows. Pass the "
+        "model a 4-D mask over all tokens, of which each rank takes its rows: cp.shard(mask, dim=-2); pass no mask if nothing is "
+        "padded; or use propose_plan, which runs the part that builds the mask on all tokens."
+    )

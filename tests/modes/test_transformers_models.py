@@ -1,0 +1,233 @@
+"""Hugging Face transformers in the mode: what it can see of a model's own masks and flags, and what it then says."""
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import BertConfig, BertModel, GPT2Config, GPT2Model, LlamaConfig, MistralConfig, Qwen2Config
+from transformers.models.llama.modeling_llama import LlamaModel
+from transformers.models.mistral.modeling_mistral import MistralModel
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
+
+from para_core import UnifiedAttnMode, init_context_parallel_mesh
+from tests.attention.one_device import relative_error
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "attn_implementation": "sdpa",
+}
+DECODERS = {
+    "llama": lambda: LlamaModel(LlamaConfig(**SIZES, num_key_value_heads=2)),
+    "mistral": lambda: MistralModel(MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=4)),
+    "qwen2": lambda: Qwen2Model(Qwen2Config(**SIZES, num_key_value_heads=4)),
+    "gpt2": lambda: GPT2Model(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, attn_implementation="sdpa")),
+}
+
+
+def make(name):
+    torch.manual_seed(3)
+    return DECODERS[name]().eval()
+
+
+def make_encoder():
+    torch.manual_seed(3)
+    return BertModel(BertConfig(**SIZES), add_pooling_layer=False).eval()
+
+
+def make_ids(S, B=2):
+    return torch.randint(64, (B, S), generator=torch.Generator().manual_seed(S))
+
+
+def padding(kind, S, B=2):
+    mask = torch.ones(B, S, dtype=torch.long)
+    if kind == "right":
+        mask[1, S - 3 :] = 0
+    if kind == "left":
+        mask[1, :3] = 0
+    if kind == "left, more than a rank's part":
+        mask[:, : S // 2 + 1] = 0
+    return mask
+
+
+def mesh_of(kind):
+    world_size = dist.get_world_size()
+    return init_context_parallel_mesh("cpu", max_ring_dim_size=world_size if kind == "ring" else 1)
+
+
+def outcome(function):
+    """What it returns, or the error that it raises."""
+    try:
+        return function()
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def run_parallel(mesh, model, ids, mask, dtype=None, balance=None, **kwargs):
+    with torch.no_grad(), UnifiedAttnMode(mesh) as cp:
+        positions = cp.shard(torch.arange(ids.shape[1])[None], dim=1, balance=balance)
+        local = cp.shard(ids, dim=1, balance=balance)
+        mask = mask(cp, local) if callable(mask) else mask
+        out = model(local, attention_mask=mask, position_ids=positions, use_cache=False, **kwargs).last_hidden_state
+        tokens = cp.sequence(ids.shape[1], balance=balance)
+        return cp.gather(out, dim=1, sequence=tokens)
+
+
+# -- a mask that a decoder builds from its local length
+
+
+def decoders_with_a_whole_mask(kind, name, lengths, paddings):
+    mesh, model = mesh_of(kind), make(name)
+    return [
+        outcome(lambda S=S, pads=pads: run_parallel(mesh, model, make_ids(S), padding(pads, S)))
+        for S in lengths
+        for pads in paddings
+    ]
+
+
+@pytest.mark.parametrize("kind", ["ring", "ulysses"])
+@pytest.mark.parametrize("name", list(DECODERS))
+def test_a_causal_mask_built_from_local_lengths_is_refused_on_every_rank(rank_pool, kind, name):
+    paddings = ["none", "right", "left", "left, more than a rank's part"]
+    for outs in rank_pool.run(decoders_with_a_whole_mask, 2, kind, name, [16, 13], paddings):
+        assert all(isinstance(out, str) and out.startswith("ValueError") for out in outs), outs
+        assert all("cp.shard" in out and "propose_plan" in out and "4-D" in out for out in outs), outs
+
+
+def decoders_with_a_sharded_mask(kind, name, lengths, paddings):
+    """A 4-D mask over all tokens, of which each rank takes its rows: by cp.shard, and by a slice of its own."""
+    mesh, model, outs = mesh_of(kind), make(name), []
+    for S in lengths:
+        for pads in paddings:
+            for additive in (False, True):
+                whole = four_dims(padding(pads, S), additive, window=4 if name == "mistral" else S)
+                first = cp_first(S)
+                outs.append(run_parallel(mesh, model, make_ids(S), lambda cp, _, whole=whole: cp.shard(whole, dim=-2)))
+                outs.append(
+                    run_parallel(
+                        mesh,
+                        model,
+                        make_ids(S),
+                        lambda _, local, whole=whole, first=first: whole[:, :, first : first + local.shape[1]].clone(),
+                    )
+                )
+    return outs
+
+
+def cp_first(S):
+    return 0 if dist.get_rank() == 0 else (S + 1) // 2
+
+
+def four_dims(pads, additive, window):
+    S = pads.shape[1]
+    i, j = torch.arange(S)[:, None], torch.arange(S)[None]
+    mask = (j <= i) & (j > i - window) & pads[:, None, None].bool()
+    mask = mask | (i == j)  # no row without a key
+    return torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min) if additive else mask
+
+
+@pytest.mark.parametrize("kind", ["ring", "ulysses"])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_a_four_dimensional_mask_sharded_by_rows_is_exact(rank_pool, kind, name):
+    lengths, paddings = [16, 13], ["right", "left"]
+    model, expected = make(name), []
+    for S in lengths:
+        for pads in paddings:
+            for additive in (False, True):
+                whole = four_dims(padding(pads, S), additive, window=4 if name == "mistral" else S)
+                with torch.no_grad():
+                    expected += [model(make_ids(S), attention_mask=whole, use_cache=False).last_hidden_state] * 2
+    for outs in rank_pool.run(decoders_with_a_sharded_mask, 2, kind, name, lengths, paddings):
+        for out, whole in zip(outs, expected, strict=True):
+            assert relative_error(out, whole) < 1e-5
+
+
+# -- a key mask expanded over rows
+
+
+def encoders_with_padding(kind, lengths):
+    mesh, model, outs = mesh_of(kind), make_encoder(), []
+    for S in lengths:
+        pads = padding("right", S)
+        for mask in (pads, lambda cp, _, pads=pads: cp.shard(pads, dim=1)):
+            with torch.no_grad(), UnifiedAttnMode(mesh) as cp:
+                positions = cp.shard(torch.arange(S)[None], dim=1)
+                local = cp.shard(make_ids(S), dim=1)
+                given = mask(cp, local) if callable(mask) else mask
+                out = model(local, attention_mask=given, position_ids=positions).last_hidden_state
+                outs.append(cp.gather(out, dim=1))
+    return outs
+
+
+@pytest.mark.parametrize("kind", ["ring", "ulysses"])
+def test_an_encoder_takes_its_padding_mask_whole_and_sharded(rank_pool, kind):
+    lengths, model, expected = [16, 13, 7], make_encoder(), []
+    with torch.no_grad():
+        for S in lengths:
+            expected += [model(make_ids(S), attention_mask=padding("right", S)).last_hidden_state] * 2
+    for outs in rank_pool.run(encoders_with_padding, 2, kind, lengths):
+        for out, whole in zip(outs, expected, strict=True):
+            assert relative_error(out, whole) < 1e-5
+
+
+# -- ranks with a single token
+
+
+def single_tokens(kind, lengths):
+    mesh, model, encoder = mesh_of(kind), make("llama"), make_encoder()
+    outs = []
+    for S in lengths:
+        outs.append(outcome(lambda S=S: run_parallel(mesh, model, make_ids(S), None)))
+        outs.append(outcome(lambda S=S: run_parallel(mesh, encoder_without_cache(encoder), make_ids(S), None)))
+    return outs
+
+
+def encoder_without_cache(encoder):
+    return lambda ids, attention_mask, position_ids, use_cache: encoder(ids, attention_mask, position_ids=position_ids)
+
+
+@pytest.mark.parametrize("kind", ["ring", "ulysses"])
+def test_a_decoder_with_a_single_token_on_a_rank_is_refused_and_an_encoder_is_exact(rank_pool, kind):
+    lengths, encoder = [2, 3], make_encoder()
+    with torch.no_grad():
+        expected = [encoder(make_ids(S)).last_hidden_state for S in lengths]
+    for outs in rank_pool.run(single_tokens, 2, kind, lengths):
+        assert all(isinstance(out, str) and out.startswith("ValueError") and "is_causal" in out for out in outs[::2])
+        for out, whole in zip(outs[1::2], expected, strict=True):
+            assert relative_error(out, whole) < 1e-5
+
+
+# -- inputs that were never sharded
+
+
+def unsharded_models():
+    mesh, decoder, encoder, outs = mesh_of("ulysses"), make("llama"), make_encoder(), []
+    ids = make_ids(8)
+    with torch.no_grad(), UnifiedAttnMode(mesh):
+        outs.append(outcome(lambda: decoder(ids)))
+    with torch.no_grad(), UnifiedAttnMode(mesh), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        outs.append(encoder(ids).last_hidden_state)
+    outs.append([str(warning.message) for warning in caught])
+    # Each rank's own half, split without the mode.
+    own, positions = (x.chunk(2, dim=1)[dist.get_rank()] for x in (ids, torch.arange(8)[None]))
+    with torch.no_grad(), UnifiedAttnMode(mesh):
+        outs.append(decoder(own, position_ids=positions, use_cache=False).last_hidden_state)
+    return outs
+
+
+def test_a_decoder_that_was_never_sharded_is_refused_and_equal_parts_are_not(rank_pool):
+    ids, decoder, encoder = make_ids(8), make("llama"), make_encoder()
+    with torch.no_grad():
+        whole, encoded = decoder(ids).last_hidden_state, encoder(ids).last_hidden_state
+    for rank, (refused, out, warned, own) in enumerate(rank_pool.run(unsharded_models, 2)):
+        assert refused.startswith("ValueError")
+        assert "cp.shard" in refused
+        assert relative_error(out, encoded) < 1e-5
+        assert len(warned) == 1
+        assert "cp.shard" in warned[0]
+        assert relative_error(own, whole.chunk(2, dim=1)[rank]) < 1e-5
