@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -19,12 +19,16 @@ from para_core.tokens import gather_tokens, shard_tokens
 class Cutting:
     """The cuts of one call after the other over ``mesh``.
 
+    Args:
+        coarse: segments of rows or frames, each of which stands for many tokens (:func:`~para_core.plans.plan.coarse_segments`).
+
     What later cuts of a call refer to is kept in :attr:`segments` until it is cleared: a dict, for what is set of an attribute
     before torch.cond (which a cache brings) and again behind it, Dynamo 2.13 forgets.
     """
 
-    def __init__(self, mesh: SequenceMesh) -> None:
+    def __init__(self, mesh: SequenceMesh, coarse: Collection[str] = ()) -> None:
         self.mesh = mesh
+        self._coarse = coarse
         # Of the call under way: the segments that were sharded, or found to be replicated.
         self.segments: dict[str, Segment] = {}
 
@@ -61,7 +65,8 @@ class Cutting:
             for place in cut.at:
                 numbers = numbers[place]
             total = prod(numbers)
-            self._note(Segment(cut.segment, total, replicated=bool(total < self.mesh.ranks)), 0, name)
+            too_few = bool(total < self.mesh.ranks * self.fewest_on_a_rank(cut.segment))
+            self._note(Segment(cut.segment, total, replicated=too_few), 0, name)
             return value
         if isinstance(value, Mapping):
             return {key: self.cut(item, cut, name) for key, item in value.items()}
@@ -126,11 +131,18 @@ class Cutting:
         return shard_tokens(value, split.dim, SequenceLayout((*first, segment), self.mesh.ranks), self.mesh)
 
     def new_segment(self, name: str, total: int) -> Segment:
-        """How ``total`` tokens that are to be split are held: fewer than there are ranks, by all of them."""
-        # A branch, for a comparison of symbolic lengths is no bool.
-        if total < self.mesh.ranks:
+        """Return how ``total`` tokens that are to be split are held: if they are too few for each rank, by all ranks."""
+        # A branch, because a comparison of symbolic lengths is no bool.
+        if total < self.mesh.ranks * self.fewest_on_a_rank(name):
             return Segment(name, total, replicated=True)
         return Segment(name, total)
+
+    def fewest_on_a_rank(self, name: str) -> int:
+        """Return how many tokens of a segment a rank must have for it to be sharded.
+
+        Two: models take a single token for a step of decoding, and leave out ``is_causal`` (all of Hugging Face transformers).
+        """
+        return 1 if name in self._coarse else 2
 
     def put_together(self, part: Tensor, dim: int, layout: SequenceLayout) -> Tensor:
         """Of this rank's part of ``layout``, along ``dim``, what all ranks hold."""

@@ -14,7 +14,7 @@ from typing import Any, Literal
 class Split:
     """Shard a tensor (or each tensor of a tuple, list or dict) along ``dim`` to this rank's part.
 
-    Fewer entries than there are ranks are replicated: so is a dim of size 1, which is broadcast.
+    Fewer than two tokens for each rank are replicated, and fewer rows or frames than ranks: so is a dim of size 1, which is broadcast.
 
     Args:
         segment: the tokens of this name are what the tensor holds, and attention sees them from here on.
@@ -224,6 +224,19 @@ class Plan:
             inputs=_with_replicated(self.inputs, segment),
             inner={name: cuts for name, cuts in inner.items() if cuts},
         )
+
+
+def coarse_segments(plan: Plan) -> frozenset[str]:
+    """Return the segments of rows or frames: somewhere along a tensor, each entry of one of these stands for several tokens."""
+    gathers = [gather for rule in plan.outputs.values() for gather in (rule if isinstance(rule, Sequence) else [rule])]
+    cuts = [*plan.inputs.values(), *[cut for cuts in plan.inner.values() for cut in cuts.values()], *gathers]
+    cuts = [one for cut in cuts for one in (cut.cuts if isinstance(cut, Entries) else [cut])]
+    names = [
+        cut.segment or cut.like if isinstance(cut, Split) else cut.segment
+        for cut in cuts
+        if isinstance(cut, (Split, Gather)) and cut.per != 1
+    ]
+    return frozenset([name for name in (*names, *[halo.segment for halo in plan.halos.values()]) if name is not None])
 
 
 def _with_replicated(cuts: Mapping[Any, Cut], segment: str) -> dict[Any, Cut]:

@@ -38,7 +38,7 @@ from para_core.plans.cutting import Cutting
 from para_core.plans.halo import add_halo, drop_halo
 from para_core.plans.linear import SumsOverRanks
 from para_core.plans.places import Boundary, as_tuple, find_boundaries, is_at, parameters_of
-from para_core.plans.plan import Attention, Cut, Halo, LinearAttention, Plan, Split, attention_calls
+from para_core.plans.plan import Attention, Cut, Halo, LinearAttention, Plan, Split, attention_calls, coarse_segments
 from para_core.plans.published import published_plan
 from para_core.plans.samples import all_samples, holds_tensor, number_of_samples, own_samples
 
@@ -89,7 +89,7 @@ class _Region:
         # Lists and dicts where something changes during a call: what is set of an attribute before torch.cond (which a cache
         # brings) and again behind it, Dynamo 2.13 forgets.
         self._interceptions: list[Interception] = []
-        self._cutting = Cutting(mesh)
+        self._cutting = Cutting(mesh, coarse_segments(plan))
 
     @property
     def interception(self) -> Interception | None:

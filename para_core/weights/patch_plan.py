@@ -158,6 +158,10 @@ class PatchCuts(Cutting):
             raise ValueError(f"{name} has {total} entries, which do not belong to {units} frames, as many of each.")
         return Segment(name, total, together=max(total // units, 1))
 
+    def fewest_on_a_rank(self, name: str) -> int:
+        """One: a patch attends to the tokens of the others as well."""
+        return 1
+
     def put_together(self, part: Tensor, dim: int, layout: SequenceLayout) -> Tensor:
         """A whole tensor, in which this patch stands, and zeros elsewhere."""
         shape = list(part.shape)

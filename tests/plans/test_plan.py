@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import LlamaConfig, LlamaModel
 
 from para_core.mesh import one_rank, sequence_mesh
 from para_core.plans.cutting import Cutting
@@ -73,6 +74,40 @@ def run_model(compiled):
     outs = [called(tokens(num)) for num in (11, 11, 6)]
     remove_plan(model)
     return outs, called(tokens(11))
+
+
+def run_decoder(lengths):
+    plan = Plan(
+        inputs={},
+        inner={
+            "layers.0": {"hidden_states": Split(1, "text", ndim=3)},
+            "rotary_emb": {0: Split(1, like="text"), 1: Split(1, like="text")},
+        },
+        outputs={"layers.-1": Gather(1, "text")},
+        joint_order=("text",),
+    )
+    model, outs = make_decoder(), []
+    apply_plan(model, plan, sequence_mesh(cpu_mesh(1, 2)))
+    with torch.no_grad():
+        for num in lengths:
+            ids = torch.arange(num)[None]
+            outs += [model(ids).last_hidden_state, model(ids, attention_mask=torch.ones(1, num)).last_hidden_state]
+    return outs
+
+
+def make_decoder():
+    sizes = {"vocab_size": 20, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2}
+    torch.manual_seed(1)
+    return LlamaModel(LlamaConfig(**sizes, num_attention_heads=4, attn_implementation="sdpa")).eval()
+
+
+def test_a_decoder_of_few_tokens_is_exact_though_it_is_not_causal_for_one(rank_pool):
+    lengths, model = [1, 2, 3, 4, 5, 9], make_decoder()
+    with torch.no_grad():
+        expected = [model(torch.arange(num)[None]).last_hidden_state for num in lengths for _ in range(2)]
+    for outs in rank_pool.run(run_decoder, 2, lengths):
+        errors = [relative_error(out, whole) for out, whole in zip(outs, expected, strict=True)]
+        assert max(errors) < 1e-5, errors
 
 
 def tokens(num):
