@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import sys
-import warnings
 from collections.abc import Sequence
 from functools import partial
 from hashlib import blake2b
@@ -19,6 +19,8 @@ from para_core.attention.local_rows import EQUAL, HIDES, LOWER, SHOWS, MaskRevie
 from para_core.attention.mask import MaskExtents, mask_extents
 from para_core.layout import SequenceLayout
 from para_core.mesh import SequenceMesh
+
+logger = logging.getLogger(__name__)
 
 EQUAL_PARTS = (
     "Lengths are taken from cp.shard(...) or an explicit SequenceLayout; where neither was used, every rank is assumed "
@@ -344,8 +346,10 @@ def _require_no_copies(parts: Sequence[OwnPart], call: Call) -> None:
             "position_ids with them) and gather the output; run what is not to be parallel under UnifiedAttnMode.disable(). "
             "generate() does not shard: use propose_plan, or decode with cp.using(...)."
         )
-    warnings.warn(
-        f"every rank holds the same {call.query_layout.sizes()[0]} tokens, and nothing was sharded: each of {len(parts)} ranks computes "
-        "all of them. Shard the inputs (x = cp.shard(x, dim=1)) and gather the output (cp.gather).",
-        stacklevel=2,
+    # The result is right: n copies of all keys have the same softmax.
+    logger.warning(
+        "every rank holds the same %d tokens, and nothing was sharded: each of %d ranks computes all of them. Shard the inputs "
+        "(x = cp.shard(x, dim=1)) and gather the output (cp.gather).",
+        call.query_layout.sizes()[0],
+        len(parts),
     )

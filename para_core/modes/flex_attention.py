@@ -22,9 +22,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
 from para_core.agreement import agree, signature
-from para_core.attention.attend import EQUAL_PARTS, ChooseLayouts
+from para_core.attention.attend import ChooseLayouts
 from para_core.attention.blocks import tied
 from para_core.attention.call import Call, make_call
+from para_core.attention.call_agreement import EQUAL_PARTS
 from para_core.attention.flex_exchange import enter, leave, query_rows
 from para_core.attention.options import AttnOptions
 from para_core.collectives import LIBRARY

@@ -1,6 +1,6 @@
 """Hugging Face transformers in the mode: what it can see of a model's own masks and flags, and what it then says."""
 
-import warnings
+import logging
 
 import pytest
 import torch
@@ -209,10 +209,14 @@ def unsharded_models():
     ids = make_ids(8)
     with torch.no_grad(), UnifiedAttnMode(mesh):
         outs.append(outcome(lambda: decoder(ids)))
-    with torch.no_grad(), UnifiedAttnMode(mesh), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    caught = []
+    handler = logging.Handler()
+    handler.emit = lambda record: caught.append(record.getMessage())
+    logging.getLogger("para_core").addHandler(handler)
+    with torch.no_grad(), UnifiedAttnMode(mesh):
         outs.append(encoder(ids).last_hidden_state)
-    outs.append([str(warning.message) for warning in caught])
+    logging.getLogger("para_core").removeHandler(handler)
+    outs.append(caught)
     # Each rank's own half, split without the mode.
     own, positions = (x.chunk(2, dim=1)[dist.get_rank()] for x in (ids, torch.arange(8)[None]))
     with torch.no_grad(), UnifiedAttnMode(mesh):
