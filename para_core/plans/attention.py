@@ -20,11 +20,14 @@ from para_core.mesh import SequenceMesh
 from para_core.modes.flex_attention import FlexOverMesh, called_in_eager_code
 from para_core.modes.interceptor import at_the_dispatcher, intercept, pass_on
 from para_core.modes.known_sequences import HeldLayout, hold, segments_of
+from para_core.modes.recomputation import SET_GRAD_ENABLED, bind_checkpoint, bind_reentrant_checkpoint
 from para_core.plans.plan import Attention
 from para_core.tokens import gather_tokens
 
 # Of one model; more lengths are forgotten together.
 _MOST_KNOWN = 64
+
+BindRecomputation = Callable[["PlannedAttention", Callable[..., Any]], Callable[..., Any]]
 
 
 class PlannedAttention:
@@ -34,6 +37,7 @@ class PlannedAttention:
         attending: what the first, second, … attention call consists of; the last stands for all further ones.
         known: of the model, kept from call to call: the :class:`MeshAttention` of each entry of a plan and its lengths.
         attn_func: as :class:`MeshAttention` takes it.
+        bind: returns a function that activation checkpointing runs again in the backward, bound to this call of the model.
     """
 
     def __init__(
@@ -43,7 +47,9 @@ class PlannedAttention:
         attending: tuple[Attention, ...],
         known: dict[Any, MeshAttention],
         attn_func: AttnFunc | None = None,
+        bind: BindRecomputation | None = None,
     ) -> None:
+        self.bind = bind
         self.mesh, self.options, self.known, self.attn_func = mesh, options, known, attn_func
         self.attending = attending
         # Of the call under way: what was sharded, or found to be replicated.
@@ -62,9 +68,14 @@ class PlannedAttention:
 
     def within(self, attending: tuple[Attention, ...]) -> PlannedAttention:
         """The same, where attention calls consist of ``attending``; they are counted anew."""
-        inner = PlannedAttention(self.mesh, self.options, attending, self.known, self.attn_func)
+        inner = PlannedAttention(self.mesh, self.options, attending, self.known, self.attn_func, self.bind)
         inner.segments, inner.active, inner._found = self.segments, [self.active[0]], self._found
         return inner
+
+    def bind_checkpoint(self) -> None:
+        """Bind the function of a ``torch.utils.checkpoint`` whose forward runs right now, if one does and keeps a gradient."""
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled() and self.bind is not None:
+            bind_checkpoint(self.known, partial(self.bind, self))
 
     def __call__(
         self,
@@ -78,6 +89,7 @@ class PlannedAttention:
         enable_gqa: bool = False,
         lengths: LengthCheck | None = None,
     ) -> Tensor:
+        self.bind_checkpoint()
         attention = self.attending[min(self._calls, len(self.attending) - 1)]
         if len(self.attending) > 1:
             self._calls += 1
@@ -198,6 +210,11 @@ class PlannedAttnMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
+        # Nothing of this is read while tracing: what is becomes a guard.
+        if not torch.compiler.is_compiling() and func is SET_GRAD_ENABLED and args == (False,):
+            bind = self.planned.bind
+            if bind is not None:
+                bind_reentrant_checkpoint(partial(bind, self.planned))
         if not self.planned.active[0]:
             return pass_on(func, args, kwargs or {})
         planned = self.planned

@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from para_core.plans.attention import PlannedAttnMode
+from para_core.modes.recomputation import Bind
 
 
 @contextmanager
-def recomputed_under(mode: PlannedAttnMode | None, module: nn.Module) -> Iterator[None]:
-    """Inside, what diffusers' activation checkpointing will run again in the backward will do so under ``mode``.
+def recomputed_under(bind: Bind | None, module: nn.Module) -> Iterator[None]:
+    """Inside, ``bind`` is applied to each function that diffusers' activation checkpointing will run again in the backward.
 
     While a graph is traced nothing is to be done: it holds its own recomputation.
     """
-    checkpointing = _checkpointing(module) if mode is not None else []
+    checkpointing = _checkpointing(module) if bind is not None else []
     for submodule, checkpoint in checkpointing:
-        submodule._gradient_checkpointing_func = _bind_first(mode, checkpoint)
+        submodule._gradient_checkpointing_func = _bind_first(bind, checkpoint)
     try:
         yield
     finally:
@@ -47,15 +47,8 @@ def _checkpointing(module: nn.Module) -> list[tuple[Any, Any]]:
     ]
 
 
-def _bind_first(mode: Any, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-    def run(function: Callable[..., Any], *args: Any) -> Any:
-        planned = mode.planned
-        again = planned.within(planned.attending)
-
-        def under(*inputs: Any) -> Any:
-            with PlannedAttnMode(again):
-                return function(*inputs)
-
-        return checkpoint(under, *args)
+def _bind_first(bind: Any, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(bind(function), *args, **kwargs)
 
     return run

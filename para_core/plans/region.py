@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from para_core.layout import Segment
 from para_core.mesh import MeshDim, SequenceMesh
 from para_core.modes import fused_encoder
 from para_core.modes.interceptor import Attend
+from para_core.modes.recomputation import is_in_backward
 from para_core.modes.unified import UnifiedAttnMode
 from para_core.plans.attention import Interception, PlannedAttention
 from para_core.plans.checkpointing import recomputed_under, refuse_checkpointing
@@ -127,7 +129,7 @@ class _Region:
         if self.mixes_over_ranks:
             refuse_checkpointing(module)
         attending = (Attention(self.plan.joint_order),)
-        planned = PlannedAttention(self.mesh, self.options, attending, self.known, self.attn_func)
+        planned = PlannedAttention(self.mesh, self.options, attending, self.known, self.attn_func, self._bound)
         interception = Interception(planned, at_dispatcher=self._may_use_the_dispatcher(module))
         self._interceptions.append(interception)
         try:
@@ -135,7 +137,8 @@ class _Region:
             args, kwargs = self._cutting.arguments(self.plan.inputs, self.parameters, args, kwargs)
             with fused_encoder.held_off(self.encoders), interception.entered():
                 self._intercept(self.plan.inputs.values())
-                with recomputed_under(interception.mode, module):
+                bind = None if interception.mode is None else partial(self._bound, planned)
+                with recomputed_under(bind, module):
                     output = call(module, *args, **kwargs)
                 # Compiled parts set it too, at every call: their graphs repeat what the handler did to the mode.
                 sharded = self.mesh.ranks > 1 and any(
@@ -154,6 +157,34 @@ class _Region:
         finally:
             self._interceptions.clear()
             self._cutting.segments.clear()
+
+    def _bound(self, planned: PlannedAttention, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``function`` so that in a backward it runs as it would now: submodules shard, attend and gather by the plan."""
+        planned, segments = planned.within(planned.attending), dict(self._cutting.segments)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not is_in_backward():
+                return function(*args, **kwargs)
+            with self._resumed(planned.within(planned.attending), segments):
+                return function(*args, **kwargs)
+
+        return run
+
+    @contextmanager
+    def _resumed(self, planned: PlannedAttention, segments: Mapping[str, Segment]) -> Iterator[None]:
+        """Inside, a call of the module is under way again that had sharded ``segments``."""
+        before = dict(self._cutting.segments)
+        interception = Interception(planned, at_dispatcher=False)
+        self._interceptions.append(interception)
+        self._cutting.segments.clear()
+        self._cutting.segments.update(segments)
+        try:
+            with fused_encoder.held_off(self.encoders), interception.entered():
+                yield
+        finally:
+            self._interceptions.pop()
+            self._cutting.segments.clear()
+            self._cutting.segments.update(before)
 
     def _may_use_the_dispatcher(self, module: nn.Module) -> bool:
         """Whether all attention of this call is dispatched, here and now, by eager code that keeps no gradient."""
@@ -260,6 +291,7 @@ class _Region:
             interception = self.interception
             if interception is None:
                 return call(module, *args, **kwargs)
+            interception.planned.bind_checkpoint()
             args, kwargs = self._cutting.arguments(of_inputs, parameters, args, kwargs, name)
             self._intercept(of_inputs.values())
             output = inside(call, module, *args, **kwargs)
@@ -274,6 +306,7 @@ class _Region:
             interception = self.interception
             if interception is None or not attention:
                 return call(module, *args, **kwargs)
+            interception.planned.bind_checkpoint()
             if isinstance(attention, LinearAttention):
                 return self._sum(attention, interception, call, module, *args, **kwargs)
             with interception.attending_to(attention_calls(attention, parameters, args, kwargs)):
@@ -282,6 +315,7 @@ class _Region:
         def mix(call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if self.interception is None or boundary.halo is None:
                 return attend(call, module, *args, **kwargs)
+            self.interception.planned.bind_checkpoint()
             return self._with_halo(boundary.halo, attend, call, module, *args, **kwargs)
 
         inside = attend if boundary.halo is None else mix
