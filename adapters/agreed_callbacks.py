@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from para_core.adapters.pipe_state import Loras, fingerprint, is_version, version_of
+from para_core.adapters.loras import Loras, fingerprint, is_version, version_of
 from para_core.agreement import Record, agree, signature
 from para_core.mesh import GuidedMesh
 

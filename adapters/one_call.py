@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from para_core.adapters.agreed_callbacks import AgreedCallbacks
 from para_core.adapters.callbacks import around_callbacks
 from para_core.adapters.foreseen import foreseen_output
-from para_core.adapters.pipe_state import Loras, pipe_state
+from para_core.adapters.loras import Loras
+from para_core.adapters.pipe_state import pipe_state
 from para_core.adapters.refusals import Case, When, applied_mesh, reason_against
 from para_core.adapters.roll_call import Place, leave_reason, places_of_all, why_no_answer
 from para_core.adapters.supported import TRANSFORMERS

@@ -33,7 +33,7 @@ from para_core.adapters.weights.shard import (
     unshard_weights,
     weights_groups,
 )
-from para_core.adapters.weights.stages import hold_stage, release_stage
+from para_core.adapters.weights.stages import hold_stage, refuse_late_on_pipe, release_pipe, release_stage
 from para_core.attention.attend import AttnFunc
 from para_core.attention.choice import Backend
 from para_core.attention.options import AttnOptions, RotateMethod
@@ -75,7 +75,7 @@ def parallelize_pipe(
         pipe: any diffusers pipeline on a supported transformer or UNet.
         mesh: a DeviceMesh with a ``ring`` and/or ``ulysses`` dim (also a slice of a larger one), or a ProcessGroup. Ranks
             along a ``batch`` dim share the branches of guidance; those along a ``pipe`` dim hold consecutive blocks of the transformers, and
-            free the others (docs/stages.md): move the pipe to its device, and load LoRAs, before. For a UNet, all others share the rows
+            free the others (docs/stages.md): move the pipe to its device before. For a UNet, all others share the rows
             of its images. Left out: all
             ranks, in the mesh that :func:`plan_mesh` predicts to be the fastest at the pipeline's default sizes; where it does not know the
             device or the model, or on several hosts, half of them for each branch where the pipeline guides by default, then Ulysses up to
@@ -128,7 +128,7 @@ def parallelize_pipe(
         attn_func=attn_func,
     )
     _attention_options(rotate_method, backend, comm_dtype, attn_func)
-    guided, chosen_method = mesh_and_method(mesh, pipe)
+    guided, chosen_method = mesh_and_method(mesh, pipe, weights)
     if rotate_method is None and comm_dtype is None:
         rotate_method = chosen_method
     # What it is refused for on several ranks.
@@ -176,6 +176,8 @@ def parallelize_pipe(
         around = ParallelCall(transformers, unets, guided, apart=apart, assume_equal=assume_equal)
         around.vaes = [parallelize_vae(autoencoder, mesh=guided) for autoencoder in autoencoders]
         around.put_around(pipe)
+        if guided.pipe.size > 1:
+            refuse_late_on_pipe(pipe)
         if pipefusion is not None:
             around.fused = FusedPipe(transformers, pipefusion, guided, adapter)
         if weights is not None and weights != "replicate":
@@ -232,6 +234,7 @@ def unparallelize_pipe(pipe: Pipeline) -> Pipeline:
     if around is not None and around.fused is not None:
         around.fused.remove()
     remove_parallel_call(pipe)
+    release_pipe(pipe)
     for module in transformers_of(pipe).values():
         release_stage(module)
         remove_plan(module)
@@ -306,7 +309,7 @@ def parallelize_transformer(
         attn_func=attn_func,
     )
     if in_stages:
-        hold_stage(module, guided.pipe, adapter, require_equal)
+        hold_stage(module, guided.pipe, adapter, require_equal, guided)
     return transformer
 
 

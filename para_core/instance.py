@@ -99,6 +99,36 @@ def wrapper(instance: Any, method: str, key: str) -> Around | None:
     return _wrappers(instance).get((key, method), (None, None, None))[1]
 
 
+class ForwardOfInstance:
+    """Something around a ``forward`` that hooks put on one instance, which hides whatever :func:`wrap_method` puts around its class's.
+
+    Whoever comes later may keep it, and put another one around it: after :meth:`remove` it only hands on.
+    """
+
+    def __init__(self, instance: Any, around: Around) -> None:
+        self._instance, self._around = instance, around
+        self._before: Callable[..., Any] = vars(instance)["forward"]
+        self._removed = False
+
+    @classmethod
+    def put_on(cls, instance: Any, around: Around) -> ForwardOfInstance:
+        """Put ``around`` around the ``forward`` that ``instance`` has of its own."""
+        made = cls(instance, around)
+        instance.forward = made
+        return made
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._removed:
+            return self._before(*args, **kwargs)
+        return self._around(lambda _, *rest, **named: self._before(*rest, **named), self._instance, *args, **kwargs)
+
+    def remove(self) -> None:
+        """Hand on alone from now on; and give the instance back what it had, unless something else was put there since."""
+        self._removed = True
+        if vars(self._instance).get("forward") is self:
+            self._instance.forward = self._before
+
+
 def original_class(instance: Any) -> type:
     """The class of ``instance`` before any wrapping."""
     base: type = vars(type(instance)).get("_para_core_original", type(instance))

@@ -116,7 +116,9 @@ class Links:
             else torch.empty(x.shape, dtype=x.dtype, device=x.device)
         )
         start = time.perf_counter()
-        dist.broadcast(x, group_src=source, group=self._group)
+        # Gloo and NCCL know no 8-bit floats.
+        bits = x.view(torch.uint8) if x.is_floating_point() and x.element_size() == 1 else x
+        dist.broadcast(bits, group_src=source, group=self._group)
         if self.dim.index != source:
             self.seconds_waited += time.perf_counter() - start
         return x

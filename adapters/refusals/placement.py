@@ -33,9 +33,12 @@ def _devices_of(spread: Any, what: str) -> Mapping[str, Any] | None:
 
 
 def placed_by_accelerate(case: Case) -> Mapping[str, Any] | None:
+    """Model offload moves a component as a whole, and leaves alone what is sharded; other hooks take the weights of each layer away."""
     for name, part in getattr(case.owner, "components", {}).items():
-        if hasattr(part, "_hf_hook"):
-            return {"placed": f"pipe.{name}"}
+        for at, module in part.named_modules() if isinstance(part, nn.Module) else ():
+            hook = getattr(module, "_hf_hook", None)
+            if hook is not None and type(hook).__name__ != "CpuOffload":
+                return {"placed": f"pipe.{name}", "at": at or "the whole of it", "hook": type(hook).__name__}
     return None
 
 

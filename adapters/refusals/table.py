@@ -146,12 +146,13 @@ REFUSALS: tuple[Refusal, ...] = (
         for what, test in (("transformer", several_devices), ("pipeline", pipe_on_several_devices))
     ),
     Refusal(
-        "weights that accelerate moves",
+        "weights that accelerate moves layer by layer",
         (When.SHARD,),
         placed_by_accelerate,
-        "{placed} is moved by a hook of accelerate (enable_model_cpu_offload, enable_sequential_cpu_offload, device_map), and FSDP2 "
-        "places what it shards. Call pipe.remove_all_hooks() first; to keep weights in host memory, shard_weights(pipe, mesh, "
-        "offload_policy=torch.distributed.fsdp.CPUOffloadPolicy()).",
+        "{placed} is moved by a hook of accelerate, layer by layer ({hook} on {at}: enable_sequential_cpu_offload, device_map): its weights are on "
+        "the meta device, and come from host memory for each call of a layer, so there is nothing to shard. Call pipe.remove_all_hooks() "
+        "first. pipe.enable_model_cpu_offload() goes with sharded weights; and shard_weights(pipe, mesh, "
+        "offload_policy=torch.distributed.fsdp.CPUOffloadPolicy()) keeps each rank's part in host memory.",
         ValueError,
     ),
     Refusal(

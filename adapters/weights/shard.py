@@ -13,14 +13,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import OffloadPolicy
 
+from para_core.adapters.loras import lora_weights
 from para_core.adapters.mesh_choice import Mesh, guided_mesh_for
 from para_core.adapters.one_call import mesh_of
 from para_core.adapters.refusals import When, cases_of, refuse
 from para_core.adapters.refusals.placement import tensors_of_diffusers
 from para_core.adapters.supported import TRANSFORMERS, tensor_plan_for, transformers_of
 from para_core.adapters.weights.components import blocks_of, components_of
+from para_core.adapters.weights.lora import follow_loras, leave_loras
 from para_core.agreement import Record, agree, first_difference, raising_on_all, signature
-from para_core.instance import Order, original_class, unwrap, wrap_method, written_class
+from para_core.instance import Order, original_class, unwrap, wrap_method, wrapper, written_class
 from para_core.mesh import MESH_DIMS, PIPE_DIM, TENSOR_DIM, GuidedMesh, SequenceMesh
 from para_core.weights.fsdp import gather_blocks, is_sharded, require_shardable, shard_blocks, shard_mesh
 from para_core.weights.group import as_ranks, sequence_ranks, timeout_of, weights_mesh
@@ -31,16 +33,12 @@ Method = Literal["fsdp", "tensor"]
 METHODS: tuple[Method, ...] = ("fsdp", "tensor")
 
 _KEY = "weights"
-_LORA = "a LoRA that is loaded, fused or removed now would not be"
 _FUSED = "projections that are fused or taken apart now would not be"
 # What goes wrong by these methods of diffusers and transformers once weights are sharded.
 _LATE = {
-    **dict.fromkeys(
-        ("load_lora_adapter", "add_adapter", "load_adapter", "fuse_lora", "unfuse_lora", "unload_lora"), _LORA
-    ),
     **dict.fromkeys(("fuse_qkv_projections", "unfuse_qkv_projections"), _FUSED),
     "_load_ip_adapter_weights": "an IP-Adapter that is loaded now would not be",
-    "save_pretrained": "a file that is saved now would hold a part of them",
+    **dict.fromkeys(("save_pretrained", "save_lora_adapter"), "a file that is saved now would hold a part of them"),
 }
 
 
@@ -62,7 +60,7 @@ def shard_weights(
     (``_tp_plan``) name is sharded; text encoders are not: ``"fsdp"`` shards those, in a second call.
 
     For inference: parameters take no gradients afterwards. Goes with :func:`parallelize_pipe` and :func:`apply_cache_on_pipe`, in any
-    order; :func:`unshard_weights` undoes it. Load a LoRA before (``"tensor"``: fuse it). Leave ``pipe.to(device)`` out: what is sharded
+    order; :func:`unshard_weights` undoes it. LoRAs may be loaded, fused and removed before and afterwards; then all ranks do so. Leave ``pipe.to(device)`` out: what is sharded
     goes to the device of the mesh block by block; move the rest (``pipe.vae.to(device)``).
 
     Args:
@@ -119,7 +117,7 @@ def shard_components(
             "a plan is Adapter(..., tensor=TensorPlan(...))."
         )
     own = mesh if method == "fsdp" and _is_of_fsdp(mesh) else None
-    ranks = guided_mesh_for(mesh_of(pipe) if mesh is None else mesh, pipe) if own is None else as_ranks(own)
+    ranks = guided_mesh_for(mesh_of(pipe) if mesh is None else mesh, pipe, method) if own is None else as_ranks(own)
     if isinstance(ranks, GuidedMesh):
         require_mesh_fits(ranks, method, of_transformer=any(name in TRANSFORMERS for name in chosen))
     # A rank that was told alone would leave the others waiting in the first call.
@@ -132,7 +130,7 @@ def shard_components(
                 )
             plan = plans.get(name)
             if plan is None:
-                require_shardable(module)
+                require_shardable(module, lora_weights(module))
             else:
                 require_tensor_plan_fits(module, plan, _tensor_size(ranks))
     # Of mapped files, an element brings in the pages around it.
@@ -141,13 +139,22 @@ def shard_components(
     with raising_on_all(ranks, "weights could not be sharded"):
         unshard_weights(pipe, components=list(chosen))
         shared = _device_mesh(ranks, method) if own is None else own
+        placement = _placement_of(pipe)
         for name, module in chosen.items():
             plan = plans.get(name)
             if plan is None:
-                shard_blocks(module, blocks_of(module), shared, offload_policy=offload_policy, done_with=done_with)
+                shard_blocks(
+                    module,
+                    blocks_of(module),
+                    shared,
+                    offload_policy=offload_policy,
+                    done_with=done_with,
+                    replicated=lora_weights(module),
+                )
             else:
                 shard_tensors(module, plan, shared, done_with=done_with)
-            _refuse_late(module)
+            _refuse_late(module, placement)
+            follow_loras(module, ranks)
 
 
 def weights_record(modules: Mapping[str, nn.Module], *, values: bool = True) -> Record:
@@ -235,11 +242,18 @@ def unshard_weights(pipe: Pipeline, *, components: Sequence[str] | None = None) 
         if tensor_mesh(module) is not None:
             gather_tensors(module)
         unwrap(module, _KEY)
+        leave_loras(module)
+    if not any(map(_is_distributed, components_of(pipe).values())):
+        unwrap(pipe, _KEY)
     return pipe
 
 
-def _refuse_late(module: nn.Module) -> None:
-    wrap_method(module, "to", _KEY, _to, order=Order.PLAN)
+def _is_distributed(module: nn.Module) -> bool:
+    return is_sharded(module) or tensor_mesh(module) is not None
+
+
+def _refuse_late(module: nn.Module, placement: _Placement) -> None:
+    wrap_method(module, "to", _KEY, placement.move, order=Order.PLAN)
     for method, problem in _LATE.items():
         if hasattr(module, method):
             wrap_method(module, method, _KEY, partial(_too_late, problem), order=Order.PLAN)
@@ -252,17 +266,52 @@ def _too_late(problem: str, call: Callable[..., Any], module: nn.Module, /, *arg
     )
 
 
-def _to(call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    """FSDP2 remembers the dtype and the device of what it sharded, and would fail in the next call."""
-    device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
-    held = list(module.parameters()) if is_sharded(module) else []
-    kinds = {x.dtype for x in held if x.is_floating_point() and dtype not in (None, x.dtype)}
-    places = {x.device for x in held if device is not None and x.device.type != device.type}
-    if kinds or places:
-        wanted = dtype if kinds else device
-        raise RuntimeError(
-            f"the weights of this {written_class(module).__name__} are sharded by FSDP2, as {' and '.join(sorted(map(str, kinds or places)))}, and stay "
-            f"so; asked for was {wanted}. Convert and move the pipeline before shard_weights; or unshard_weights(pipe), on every rank, then "
-            "pipe.to(...), then shard_weights(pipe, mesh) again."
-        )
-    return call(module, *args, **kwargs)
+class _Placement:
+    """Where sharded weights of one pipeline are: FSDP2 remembers the dtype and the device of what it sharded, and would fail in the next call
+    after ``module.to(...)``. Model offload (accelerate's) moves the other components, and leaves these alone."""
+
+    def __init__(self) -> None:
+        self._offloading = False
+
+    def offload(self, call: Callable[..., Any], pipe: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Around ``pipe.enable_model_cpu_offload``, which moves all components to the host first. It runs behind each generation, too."""
+        before, self._offloading = self._offloading, True
+        try:
+            return call(pipe, *args, **kwargs)
+        finally:
+            self._offloading = before
+
+    def save(self, call: Callable[..., Any], pipe: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Around ``pipe.save_pretrained``, which would write other components before it comes to a sharded one."""
+        for module in components_of(pipe).values():
+            if _is_distributed(module):
+                _too_late(_LATE["save_pretrained"], call, module)
+        return call(pipe, *args, **kwargs)
+
+    def move(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        """Around ``module.to``."""
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        held = list(module.parameters()) if is_sharded(module) else []
+        kinds = {x.dtype for x in held if x.is_floating_point() and dtype not in (None, x.dtype)}
+        places = {x.device for x in held if device is not None and x.device.type != device.type}
+        if places and not kinds and (self._offloading or hasattr(module, "_hf_hook")):
+            return module
+        if kinds or places:
+            wanted = dtype if kinds else device
+            raise RuntimeError(
+                f"the weights of this {written_class(module).__name__} are sharded by FSDP2, as {' and '.join(sorted(map(str, kinds or places)))}, and "
+                f"stay so; asked for was {wanted}. Convert and move the pipeline before shard_weights; or unshard_weights(pipe), on every "
+                "rank, then pipe.to(...), then shard_weights(pipe, mesh) again."
+            )
+        return call(module, *args, **kwargs)
+
+
+def _placement_of(pipe: Any) -> _Placement:
+    """What stands around the methods of ``pipe`` that move or save its components; put there if nothing does."""
+    placement = getattr(wrapper(pipe, "save_pretrained", _KEY), "__self__", None)
+    if not isinstance(placement, _Placement):
+        placement = _Placement()
+        for method, around in (("enable_model_cpu_offload", placement.offload), ("save_pretrained", placement.save)):
+            if hasattr(pipe, method):
+                wrap_method(pipe, method, _KEY, around, order=Order.PLAN)
+    return placement

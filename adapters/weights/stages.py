@@ -2,22 +2,58 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import chain
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from para_core.adapters.adapter import Adapter
-from para_core.adapters.supported import adapter_for
-from para_core.instance import Order, original_class, unwrap, wrap_method
-from para_core.mesh import MeshDim
-from para_core.weights.stages import RequireEqual, StagedBlock, gather_stages, hold_stages, stages_of
+from para_core.adapters.loras import keep_bits, lora_weights
+from para_core.adapters.supported import adapter_for, transformers_of
+from para_core.agreement import raising_on_all
+from para_core.instance import Order, original_class, unwrap, wrap_alike, wrap_method
+from para_core.mesh import GuidedMesh, MeshDim
+from para_core.weights.stages import (
+    Freeing,
+    RequireEqual,
+    StagedBlock,
+    Stages,
+    free_others,
+    gather_stages,
+    hold_stages,
+    others,
+    stages_of,
+)
+from para_core.weights.stand_ins import stand_ins, weights_of
 
 _KEY = "weights in stages"
+_MERGE_KEY = "merge in stages"
 # Names of layers that see one vector for each sample, or the few tokens of text: little time, however many weights.
 _QUICK = re.compile(r"norm|mod|adaln|scale_shift|context|txt|add_[qkv]|add_out|(^|\.)text", re.IGNORECASE)
-# What would put weights into blocks that are not here, or move them.
-_TOO_LATE = ("load_lora_adapter", "add_adapter", "load_adapter", "fuse_lora", "unfuse_lora", "unload_lora", "to")
+# What needs the weights of all blocks, or would move them.
+_TOO_LATE = {
+    "to": "moving it",
+    "enable_group_offload": "offloading it",
+    "save_pretrained": "saving it",
+    "save_lora_adapter": "saving its LoRA",
+    "__reduce_ex__": "copying or pickling it",
+}
+# The same of a pipeline: it would change its other components first.
+_TOO_LATE_FOR_PIPE = {
+    "to": "moving it",
+    "enable_model_cpu_offload": "offloading it",
+    "enable_sequential_cpu_offload": "offloading it",
+    "enable_group_offload": "offloading it",
+    "save_pretrained": "saving it",
+}
+# What changes LoRAs. peft reads the device and the dtype of a layer when it adds an adapter, so blocks that are not here get stand-ins.
+_ADD_LORA = ("load_lora_adapter", "add_adapter")
+_CHANGE_LORA = ("fuse_lora", "unfuse_lora", "unload_lora", "delete_adapters")
 
 
 def why_no_stages(module: nn.Module, adapter: Adapter | None = None) -> str | None:
@@ -51,24 +87,142 @@ def cost_of(block: nn.Module) -> float:
 
 
 def hold_stage(
-    module: nn.Module, dim: MeshDim, adapter: Adapter | None = None, require_equal: RequireEqual | None = None
+    module: nn.Module,
+    dim: MeshDim,
+    adapter: Adapter | None = None,
+    require_equal: RequireEqual | None = None,
+    mesh: GuidedMesh | None = None,
 ) -> None:
-    """Run a transformer in stages over ``dim``, and keep this rank's blocks alone."""
-    hold_stages(module, stack_of(module, adapter), dim, require_equal=require_equal)
-    for method in _TOO_LATE:
+    """Run a transformer in stages over ``dim``, and keep this rank's blocks alone.
+
+    LoRAs may be loaded, fused and unloaded before and afterwards; then all ranks of ``mesh`` call it.
+    """
+    stages = hold_stages(
+        module, stack_of(module, adapter), dim, require_equal=require_equal, freeing=_keeping_bits(lora_weights(module))
+    )
+    for method, what in _TOO_LATE.items():
         if hasattr(module, method):
-            wrap_method(module, method, _KEY, _too_late, order=Order.PLAN)
+            wrap_method(module, method, _KEY, partial(_too_late, what), order=Order.PLAN)
+    # Group offload moves blocks and layers one by one.
+    elsewhere = [part for block in others(stages) for part in block.modules()]
+    wrap_alike(elsewhere, "to", _KEY, partial(_too_late_inside, module), order=Order.PLAN)
+    for method in (*_ADD_LORA, *_CHANGE_LORA):
+        if hasattr(module, method):
+            change = _add_lora if method in _ADD_LORA else _change_lora
+            wrap_method(module, method, _KEY, partial(change, mesh), order=Order.PLAN)
+
+
+def refuse_late_on_pipe(pipe: Any) -> None:
+    """Let ``pipe``, whose transformers run in stages, refuse what these would refuse, before it changes another component."""
+    for method, what in _TOO_LATE_FOR_PIPE.items():
+        if hasattr(pipe, method):
+            wrap_method(pipe, method, _KEY, partial(_too_late_for_pipe, what), order=Order.PLAN)
+
+
+def release_pipe(pipe: Any) -> None:
+    """Undo :func:`refuse_late_on_pipe`."""
+    unwrap(pipe, _KEY)
 
 
 def release_stage(module: nn.Module) -> None:
     """Undo :func:`hold_stage`, if it was called: all ranks hold all blocks again, and all of them call this."""
     if stages_of(module) is not None:
         gather_stages(module)
-        unwrap(module, _KEY)
+        for part in module.modules():
+            unwrap(part, _KEY)
 
 
-def _too_late(call: object, module: nn.Module, /, *args: object, **kwargs: object) -> None:
+def _too_late(what: str, call: object, module: nn.Module, /, *args: object, **kwargs: object) -> None:
     raise RuntimeError(
-        f"this {original_class(module).__name__} runs in stages, and holds its own blocks alone: moving it, or changing a LoRA, would "
-        "leave out the others. Do it before parallelize_pipe(pipe, mesh=mesh); unparallelize_pipe(pipe), on all ranks, gives all blocks back."
+        f"this {original_class(module).__name__} runs in stages, and holds its own blocks alone: {what} would leave out the others. "
+        "Do it before parallelize_pipe(pipe, mesh=mesh); unparallelize_pipe(pipe), on all ranks, gives all blocks back."
     )
+
+
+def _too_late_inside(staged: nn.Module, call: object, part: nn.Module, /, *args: object, **kwargs: object) -> None:
+    _too_late("moving a layer of it", call, staged)
+
+
+def _too_late_for_pipe(what: str, call: Callable[..., Any], pipe: Any, /, *args: Any, **kwargs: Any) -> Any:
+    staged = [module for module in transformers_of(pipe).values() if stages_of(module) is not None]
+    if staged:
+        _too_late(what, call, staged[0])
+    return call(pipe, *args, **kwargs)
+
+
+# -- LoRA
+
+
+def _keeping_bits(weights: list[nn.Parameter]) -> Freeing:
+    """Of those that are freed, remember the bits of ``weights``, which all ranks compare."""
+    numbers = {id(x) for x in weights}
+
+    def freeing(weight: Tensor, stand_in: Tensor) -> None:
+        if id(weight) in numbers:
+            keep_bits(weight, stand_in)
+
+    return freeing
+
+
+def _change_lora(
+    mesh: GuidedMesh | None, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any
+) -> Any:
+    """A change of LoRAs that are there. On the meta device it costs nothing, but there is no value to look at."""
+    stages: Any = stages_of(module)
+    layers = [layer for block in others(stages) for layer in block.modules() if hasattr(layer, "adapter_layer_names")]
+    with _on_all(mesh):
+        try:
+            wrap_alike(layers, "merge", _MERGE_KEY, _merge_unseen, order=Order.PLAN)
+            return call(module, *args, **kwargs)
+        finally:
+            for layer in layers:
+                unwrap(layer, _MERGE_KEY)
+
+
+def _merge_unseen(call: Callable[..., Any], layer: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Merge without the look for NaN, which the stage of this block takes."""
+    bound = inspect.signature(call).bind(layer, *args, **kwargs)
+    bound.arguments["safe_merge"] = False
+    return call(*bound.args, **bound.kwargs)
+
+
+def _add_lora(
+    mesh: GuidedMesh | None, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any
+) -> Any:
+    """A LoRA is added to all blocks, and what belongs to those of other stages is freed: its bits are compared before each call."""
+    stages: Any = stages_of(module)
+    with _on_all(mesh):
+        _require_own_values(module, args, kwargs)
+        with _stand_ins(stages):
+            return call(module, *args, **kwargs)
+
+
+def _require_own_values(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise ``ValueError`` if a LoRA begins with values that are computed from the weights of its layer, which may be elsewhere."""
+    for config in (*args, *kwargs.values()):
+        start = getattr(config, "init_lora_weights", None)
+        if getattr(config, "use_dora", False) or (isinstance(start, str) and start != "gaussian"):
+            raise ValueError(
+                f"this {original_class(module).__name__} runs in stages, and a LoRA with use_dora={config.use_dora}, init_lora_weights={start!r} "
+                "begins with values that are computed from weights of all blocks. Add it before parallelize_pipe(pipe, mesh=mesh), or load "
+                "it from a file (pipe.load_lora_weights)."
+            )
+
+
+@contextmanager
+def _stand_ins(stages: Stages) -> Iterator[None]:
+    """Inside, weights of other stages' blocks are zeros on this rank's device. Afterwards what was added or written is freed."""
+    device = next(stages.blocks[stages.own.start].block.parameters()).device
+    of_lora = {id(x) for x in lora_weights(stages.module)}
+    elsewhere = [weight for block in others(stages) for weight in weights_of(block)]
+    try:
+        with stand_ins(elsewhere, device, of_lora):
+            yield
+    finally:
+        free_others(stages, _keeping_bits(lora_weights(stages.module)))
+
+
+@contextmanager
+def _on_all(mesh: GuidedMesh | None) -> Iterator[None]:
+    with nullcontext() if mesh is None else raising_on_all(mesh, "a LoRA could not be changed"):
+        yield

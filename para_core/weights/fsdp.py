@@ -5,7 +5,8 @@ Bit-equal to replicated weights: what a block computes with is what was sharded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, Protocol, runtime_checkable
 
@@ -18,10 +19,14 @@ from torch.distributed.fsdp import FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from para_core.instance import unwrapped, written_class
+from para_core.weights.gradients import Gradients
+from para_core.weights.tensor import write_part
 
 # Parameters outside of the blocks that have fewer elements stay on every rank: pipelines read some of them themselves (the last
 # norm of CLIP), and gathering them is not worth a collective.
 LARGE = 2**20
+# Where a module keeps which of its parameters took gradients; it goes with :func:`gather_blocks`.
+_GRADIENTS = "_para_core_fsdp_gradients"
 
 
 def shard_blocks(
@@ -31,6 +36,7 @@ def shard_blocks(
     *,
     offload_policy: OffloadPolicy | None = None,
     done_with: Callable[[Tensor], None] | None = None,
+    replicated: Collection[nn.Parameter] = (),
 ) -> None:
     """Shard each of ``blocks`` over ``mesh``; while one computes, the next is gathered.
 
@@ -42,20 +48,23 @@ def shard_blocks(
         mesh: of one dim, or ``replicate × shard`` (HSDP).
         offload_policy: ``CPUOffloadPolicy()`` keeps this rank's part in host memory.
         done_with: called with each unsharded weight once this rank has its part, block by block.
+        replicated: parameters of ``module`` that stay on every rank.
 
     Raises:
         ValueError: a weight is of a kind that FSDP2 does not take. Nothing has changed then.
     """
-    require_shardable(module)
-    policy = offload_policy or OffloadPolicy()
+    require_shardable(module, replicated)
+    policy, kept = offload_policy or OffloadPolicy(), set(replicated)
     # FSDP2 wants one dtype of what takes gradients, and diffusers keeps some parameters in float32.
-    module.requires_grad_(False)
+    gradients = Gradients()
+    gradients.stop(module)
+    module.__dict__[_GRADIENTS] = gradients
     of_blocks = {id(parameter) for block in blocks for parameter in block.parameters()}
-    small = {x for x in module.parameters() if id(x) not in of_blocks and x.numel() < LARGE}
+    small = {x for x in module.parameters() if id(x) not in of_blocks and x.numel() < LARGE} | kept
     with unwrapped([module, *blocks]):
         for block in blocks:
-            whole = [x.detach() for x in block.parameters()]
-            fully_shard(block, mesh=mesh, reshard_after_forward=True, offload_policy=policy)
+            whole = [x.detach() for x in block.parameters() if x not in kept]
+            fully_shard(block, mesh=mesh, reshard_after_forward=True, offload_policy=policy, ignored_params=kept)
             if done_with is not None:
                 for weight in whole:
                     done_with(weight)
@@ -73,9 +82,15 @@ def shard_blocks(
             parameter.data = parameter.data.to(mesh.device_type)
 
 
-def require_shardable(module: nn.Module) -> None:
-    """Raise unless each weight is a plain tensor (or a part of one), or of a kind that tells FSDP2 what to gather of it."""
+def require_shardable(module: nn.Module, replicated: Collection[nn.Parameter] = ()) -> None:
+    """Raise unless each weight is a plain tensor (or a part of one), or of a kind that tells FSDP2 what to gather of it.
+
+    ``replicated`` are not sharded, and may be of any kind.
+    """
+    kept = {id(x) for x in replicated}
     for name, parameter in module.named_parameters():
+        if id(parameter) in kept:
+            continue
         if type(parameter) is not nn.Parameter and not isinstance(parameter, DTensor | _Gathered):
             raise ValueError(
                 f"{name} of this {written_class(module).__name__} is a {type(parameter).__name__}, which has no "
@@ -122,6 +137,44 @@ def gather_blocks(module: nn.Module) -> None:
             _remove(part)
     for owner, name, parameter in whole:
         owner.register_parameter(name, parameter)
+    gradients: Gradients | None = module.__dict__.pop(_GRADIENTS, None)
+    if gradients is not None:
+        gradients.restore()
+
+
+# A sharded parameter by the id of its module and its name; while its block runs, FSDP2 has another one there.
+Sharded = Mapping[tuple[int, str], DTensor]
+
+
+def sharded_parameters(layer: nn.Module) -> Sharded:
+    """The parameters of ``layer`` that FSDP2 has sharded, for :func:`whole_blocks`. Not while its block runs."""
+    return {
+        (id(owner), name): x
+        for owner in layer.modules()
+        for name, x in owner.named_parameters(recurse=False)
+        if isinstance(x, DTensor)
+    }
+
+
+@contextmanager
+def whole_blocks(layer: nn.Module, sharded: Sharded) -> Iterator[None]:
+    """Inside, the parameters of ``layer`` are whole, and may be written to; what they hold at the end is what is sharded from then on. Every
+    rank comes here."""
+    held = []
+    for owner in layer.modules():
+        for name, current in list(owner.named_parameters(recurse=False)):
+            part = current if isinstance(current, DTensor) else sharded.get((id(owner), name))
+            if part is not None:
+                held.append((owner, name, current, part))
+                if isinstance(current, DTensor):
+                    owner._parameters[name] = nn.Parameter(_whole(part), requires_grad=False)
+    try:
+        yield
+    finally:
+        for owner, name, current, part in held:
+            whole: Any = owner._parameters[name]
+            write_part(part, whole.detach())
+            owner._parameters[name] = current
 
 
 def _whole_parameters(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:

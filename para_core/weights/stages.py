@@ -23,9 +23,14 @@ from para_core.plans.places import parameters_of
 from para_core.plans.region import attention_is_skipped
 from para_core.point_to_point import Links
 from para_core.staged import STAGES
+from para_core.weights.gradients import Gradients
+from para_core.weights.stand_ins import put_weight, weights_of
+from para_core.weights.subclasses import is_plain_weight, map_plain_tensors, plain_tensors
 
 # Called with the arguments of a call, by name; raises where ranks differ.
 RequireEqual = Callable[[Mapping[str, Any]], None]
+# Called with a weight, and with what takes its place on the meta device.
+Freeing = Callable[[Tensor, Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -92,6 +97,7 @@ class Stages:
         self.known_equal = False
         # Whether calls are of all tokens: their result then goes to every rank.
         self.whole = True
+        self.gradients = Gradients()
         self._parameters = parameters_of(module)
         last = dim.size - 1
         self.links = Links(dim, [*[(i, i + 1) for i in range(last)], *[(last, i) for i in range(last)]])
@@ -199,19 +205,63 @@ class _Around:
 
 
 def hold_stages(
-    module: nn.Module, blocks: Sequence[StagedBlock], dim: MeshDim, *, require_equal: RequireEqual | None = None
+    module: nn.Module,
+    blocks: Sequence[StagedBlock],
+    dim: MeshDim,
+    *,
+    require_equal: RequireEqual | None = None,
+    freeing: Freeing | None = None,
 ) -> Stages:
     """Run ``module`` in stages over ``dim`` from now on, and free the weights of the blocks of other stages (meta device).
 
-    Every rank of ``dim`` has loaded the same weights, or, of blocks of other stages, none. The parameters take no gradients afterwards.
+    Every rank of ``dim`` has loaded the same weights, or, of blocks of other stages, none. The parameters take no gradients until
+    :func:`gather_stages`.
+
+    Args:
+        freeing: called with each weight that is freed, and the one on the meta device that takes its place.
+
+    Raises:
+        ValueError: a weight is of a kind that a rank cannot send to another. Nothing has changed then.
     """
+    require_sendable(module, blocks)
     stages = Stages(module, blocks, dim, require_equal)
     stages.install()
-    module.requires_grad_(False)
-    for index, one in enumerate(stages.blocks):
-        if index not in stages.own:
-            one.block.to("meta")
+    stages.gradients.stop(module)
+    free_others(stages, freeing)
     return stages
+
+
+def free_others(stages: Stages, freeing: Freeing | None = None) -> None:
+    """Free what blocks of other stages hold of weights: all, or what came since."""
+    stages.gradients.stop(stages.module)
+    for block in others(stages):
+        for weight, owners in weights_of(block):
+            if weight.is_meta:
+                continue
+            stand_in = weight.detach().to("meta")
+            if isinstance(weight, nn.Parameter):
+                stand_in = nn.Parameter(stand_in, requires_grad=False)
+            if freeing is not None:
+                freeing(weight, stand_in)
+            put_weight(owners, stand_in)
+
+
+def others(stages: Stages) -> list[nn.Module]:
+    """The blocks of other stages."""
+    return [one.block for index, one in enumerate(stages.blocks) if index not in stages.own]
+
+
+def require_sendable(module: nn.Module, blocks: Sequence[StagedBlock]) -> None:
+    """Raise ``ValueError`` unless each weight of ``blocks`` is a plain tensor, or consists of such: others cannot be sent back by its owner."""
+    names = {id(x): name for name, x in module.named_parameters()}
+    for one in blocks:
+        for weight, _ in weights_of(one.block):
+            if not all(map(is_plain_weight, plain_tensors(weight))):
+                raise ValueError(
+                    f"{names.get(id(weight), 'a buffer')} of this {original_class(module).__name__} is a {type(weight).__name__}, which "
+                    "does not say of which tensors it consists (__tensor_flatten__), so a stage could not give it back to the others. "
+                    "Use unquantized weights, or those of torchao; or a mesh without 'pipe'."
+                )
 
 
 def stages_of(module: nn.Module) -> Stages | None:
@@ -232,15 +282,24 @@ def gather_stages(module: nn.Module) -> None:
     _require_ranks(stages)
     device = next(x.device for x in stages.blocks[stages.own.start].block.parameters())
     for index, one in enumerate(stages.blocks):
-        if index not in stages.own:
-            one.block.to_empty(device=device)
-        with torch.no_grad():
-            for x in (*one.block.parameters(), *one.block.buffers()):
-                # As they lie in memory: a kernel may add in another order where they do not.
-                x.copy_(stages.links.from_rank(x, stages.owner(index)))
+        owner = stages.owner(index)
+
+        def sent(x: Tensor, owner: int = owner) -> Tensor:
+            # As it lies in memory: a kernel may add in another order where it does not.
+            whole = torch.empty_like(x, device=device) if owner != stages.dim.index else x
+            arrived = stages.links.from_rank(whole, owner)
+            return whole if owner == stages.dim.index else whole.copy_(arrived)
+
+        for weight, owners in weights_of(one.block):
+            whole = map_plain_tensors(sent, weight.detach())
+            if owner != stages.dim.index:
+                put_weight(
+                    owners, nn.Parameter(whole, requires_grad=False) if isinstance(weight, nn.Parameter) else whole
+                )
     for one in stages.blocks:
         unwrap(one.block, STAGES)
     unwrap(module, STAGES)
+    stages.gradients.restore()
 
 
 def _require_ranks(stages: Stages) -> None:

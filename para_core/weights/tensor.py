@@ -6,7 +6,8 @@ device up to the order of a sum. Attention sees the heads of this rank, and is s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from para_core.instance import Order, unwrap, wrap_alike, wrap_method, written_class
+from para_core.instance import ForwardOfInstance, Order, unwrap, wrap_alike, wrap_method, written_class
 from para_core.plans.places import matching_modules
+from para_core.weights.gradients import Gradients
 from para_core.weights.tensor_plan import Linear, TensorPlan
 
 _KEY = "tensor"
@@ -31,12 +33,15 @@ class _Record:
     """What :func:`gather_tensors` needs to undo it."""
 
     mesh: DeviceMesh
+    plan: TensorPlan
+    gradients: Gradients = field(default_factory=Gradients)
     # (module, parameter, dim, sizes of the parts that lie side by side)
     shards: list[tuple[nn.Module, str, int, tuple[int, ...]]] = field(default_factory=list)
     hooks: list[tuple[Any, int]] = field(default_factory=list)
     # (module, attribute, what it counts on one device)
     counts: list[tuple[nn.Module, str, int]] = field(default_factory=list)
     wrapped: list[nn.Module] = field(default_factory=list)
+    forwards: list[ForwardOfInstance] = field(default_factory=list)
 
 
 def shard_tensors(
@@ -52,11 +57,13 @@ def shard_tensors(
     """
     require_tensor_plan_fits(module, plan, mesh.size())
     linears, attending = _linears(module, plan), _attending(module, plan)
-    module.requires_grad_(False)
-    record = _Record(mesh)
+    record = _Record(mesh, plan)
+    record.gradients.stop(module)
     for found, style in linears.values():
-        whole = found.weight.detach()  # type: ignore[operator]
-        _shard_linear(found, style, record)
+        linear = base_linear(found)
+        whole = linear.weight.detach()
+        _shard_linear(linear, style, record)
+        _shard_lora(found, style, record)
         if done_with is not None:
             done_with(whole)
     counting = [(attention, "heads") for attention in attending]
@@ -70,9 +77,11 @@ def shard_tensors(
         _replace(norm, "weight", _distributed(_parameter(norm, "weight"), mesh, 0))
         record.shards.append((norm, "weight", 0, ()))
     wrap_alike(norms, "forward", _KEY, _norm_over_ranks, order=Order.PLAN)
+    # What hooks (offload, casting) put on an instance hides its class's method.
+    record.forwards = [ForwardOfInstance.put_on(norm, _norm_over_ranks) for norm in norms if "forward" in vars(norm)]
     positions = [(found, dim) for pattern, dim in plan.positions.items() for _, found in _modules(module, pattern)]
     for rope, dim in positions:
-        wrap_method(rope, "forward", _KEY, partial(_own_part, mesh, dim), order=Order.PLAN)
+        wrap_method(rope, "__call__", _KEY, partial(_own_part, mesh, dim), order=Order.PLAN)
     record.wrapped = [*norms, *[rope for rope, _ in positions]]
     module.__dict__[_RECORD] = record
     if mesh.device_type != "cpu":
@@ -88,6 +97,7 @@ def tensor_mesh(module: nn.Module) -> DeviceMesh | None:
 def gather_tensors(module: nn.Module) -> None:
     """Undo :func:`shard_tensors`: every rank holds all weights again. All ranks of the mesh call it."""
     record: _Record = module.__dict__[_RECORD]
+    _forget_removed(module, record)
     for owner, name, *_ in record.shards:
         kind = type(_parameter(owner, name))
         if not issubclass(kind, DTensor):
@@ -110,6 +120,61 @@ def gather_tensors(module: nn.Module) -> None:
         setattr(counted, name, number)
     for wrapped in record.wrapped:
         unwrap(wrapped, _KEY)
+    for forward in record.forwards:
+        forward.remove()
+    record.gradients.restore()
+
+
+def shard_new_loras(module: nn.Module) -> None:
+    """Shard what was added to the layers of ``module`` since :func:`shard_tensors`, and forget what was removed. Every rank calls it.
+
+    Raises:
+        ValueError: an adapter of another kind than LoRA was added. Nothing has changed then.
+    """
+    record: _Record = module.__dict__[_RECORD]
+    layers = _linears(module, record.plan)
+    for name, (layer, _) in layers.items():
+        _require_parts_of_lora(name, layer, written_class(module).__name__)
+    record.gradients.stop(module)
+    _forget_removed(module, record)
+    for layer, style in layers.values():
+        _shard_lora(layer, style, record)
+
+
+def _forget_removed(module: nn.Module, record: _Record) -> None:
+    present = {id(part) for part in module.modules()}
+    record.shards = [shard for shard in record.shards if id(shard[0]) in present]
+
+
+@contextmanager
+def whole_tensors(module: nn.Module, layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, the parameters of ``layers``, of a sharded ``module``, are whole; what they hold at the end is sharded as before. Every rank
+    comes here."""
+    record: _Record = module.__dict__[_RECORD]
+    own = {id(part) for layer in layers for part in layer.modules()}
+    held = []
+    for owner, name, dim, parts in record.shards:
+        if id(owner) in own:
+            sharded: Any = _parameter(owner, name)
+            whole = _ordered(sharded.full_tensor().detach(), dim, parts, record.mesh.size(), back=True)
+            held.append((owner, name, dim, parts, sharded))
+            owner._parameters[name] = nn.Parameter(whole, requires_grad=False)
+    try:
+        yield
+    finally:
+        for owner, name, dim, parts, sharded in held:
+            whole = _ordered(_parameter(owner, name).detach(), dim, parts, record.mesh.size())
+            write_part(sharded, whole)
+            owner._parameters[name] = sharded
+
+
+def write_part(sharded: DTensor, whole: Tensor) -> None:
+    """Write this rank's part of ``whole`` into ``sharded``."""
+    with torch.no_grad():
+        part = distribute_tensor(
+            whole.to(sharded.device), sharded.device_mesh, sharded.placements, src_data_rank=None
+        ).to_local()
+        sharded.to_local().copy_(part)
 
 
 def _modules(module: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
@@ -141,11 +206,12 @@ def require_tensor_plan_fits(module: nn.Module, plan: TensorPlan, ranks: int) ->
                 f"{cls} has {number} heads, which {ranks} tensor ranks do not divide; max_tensor_dim_size may be one of {fitting}. "
                 "weights='fsdp' takes any number of ranks."
             )
-    for name, (linear, style) in linears.items():
+    for name, (layer, style) in linears.items():
+        _require_parts_of_lora(name, layer, cls)
+        linear = base_linear(layer)
         if not isinstance(linear, nn.Linear):
             raise ValueError(
-                f"{name} of this {cls} is a {type(linear).__name__}, and tensor parallelism shards nn.Linear. A LoRA: fuse it first "
-                "(pipe.fuse_lora(); pipe.unload_lora_weights()), or weights='fsdp', which takes any layer."
+                f"{name} of this {cls} is a {type(linear).__name__}, and tensor parallelism shards nn.Linear. weights='fsdp' takes any layer."
             )
         if type(linear.weight) is not nn.Parameter and not isinstance(linear.weight, DTensor):
             raise ValueError(
@@ -164,7 +230,9 @@ def _require_no_more(module: nn.Module, linears: dict[str, tuple[nn.Module, Line
     for at, attention in module.named_modules():
         if isinstance(getattr(attention, "heads", None), int) and any(name.startswith(f"{at}.") for name in linears):
             for name, part in attention.named_modules(prefix=at):
-                if isinstance(part, nn.Linear) and name not in linears:
+                # Parts of an adapter are shared as the layer is that they are around.
+                planned = any(name == linear or name.startswith(f"{linear}.") for linear in linears)
+                if isinstance(part, nn.Linear) and not planned:
                     raise ValueError(
                         f"{name} of this {written_class(module).__name__} is a linear layer of attention that is in no tensor plan, and would "
                         "compute all heads where a rank has some. Fused projections: transformer.unfuse_qkv_projections(); an IP-Adapter: "
@@ -179,6 +247,49 @@ def _parts(linear: Any, style: Linear) -> tuple[int, ...]:
         return ()
     total = linear.weight.shape[0 if style.along == "colwise" else 1]
     return tuple(total // sum(relative) * part for part in relative)
+
+
+def base_linear(layer: nn.Module) -> Any:
+    """The layer that an adapter (peft's) is around; ``layer`` itself if it is none."""
+    return getattr(layer, "base_layer", layer)
+
+
+def _low_rank(layer: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
+    """The two matrices of each LoRA of ``layer``."""
+    first, second = getattr(layer, "lora_A", None), getattr(layer, "lora_B", None)
+    if not isinstance(first, nn.ModuleDict) or not isinstance(second, nn.ModuleDict):
+        return []
+    return [(first[name], second[name]) for name in first]
+
+
+def _require_parts_of_lora(name: str, layer: Any, cls: str) -> None:
+    """Raise ``ValueError`` if ``layer`` is an adapter that ranks cannot compute by parts."""
+    if not hasattr(layer, "base_layer"):
+        return
+    pairs = _low_rank(layer)
+    if not pairs or not all(isinstance(matrix, nn.Linear) for pair in pairs for matrix in pair):
+        kind = f"{type(layer).__module__.rpartition('.')[0].rpartition('.')[2]}'s {type(layer).__name__}"
+        problem = "which is no sum of the layer and a product of two matrices"
+    elif getattr(layer, "lora_variant", None) or any(getattr(layer, "use_dora", {}).values()):
+        kind, problem = (
+            "LoRA with a norm over the whole weight (DoRA) or another variant",
+            "which needs more than a rank's part",
+        )
+    else:
+        return
+    raise ValueError(
+        f"{name} of this {cls} has an adapter, {kind}, {problem}. Fuse it first (pipe.fuse_lora(); pipe.unload_lora_weights()), or take "
+        "weights='fsdp', which takes any layer."
+    )
+
+
+def _shard_lora(layer: nn.Module, style: Linear, record: _Record) -> None:
+    """Of a layer whose outputs are shared, the outputs of each LoRA are; of one whose inputs are, its inputs: their product of few channels is
+    summed over the ranks."""
+    for first, second in _low_rank(layer):
+        matrix = second if style.along == "colwise" else first
+        if not isinstance(matrix.weight, DTensor):
+            _shard_linear(matrix, Linear(style.along, _parts(base_linear(layer), style)), record)
 
 
 def _shard_linear(linear: Any, style: Linear, record: _Record) -> None:
@@ -222,7 +333,8 @@ def _parameter(module: nn.Module, name: str) -> nn.Parameter:
 
 
 def _replace(module: nn.Module, name: str, value: Tensor) -> None:
-    module.register_parameter(name, nn.Parameter(value, requires_grad=False))
+    gradient = _parameter(module, name).requires_grad
+    module.register_parameter(name, nn.Parameter(value, requires_grad=gradient))
 
 
 def _distributed(x: Tensor, mesh: DeviceMesh, dim: int | None) -> Tensor:

@@ -1,5 +1,6 @@
 """The mesh that a pipeline gets where none is given."""
 
+import warnings
 from unittest import mock
 
 import diffusers
@@ -17,6 +18,7 @@ from para_core.adapters.models import ADAPTERS
 from para_core.plans.plan import LinearAttention
 from para_core.plans.region import plan_options
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, relative_error
+from tests.weights.pipes import bytes_of, generate, make
 
 
 @pytest.mark.parametrize(
@@ -38,6 +40,47 @@ def test_guidance_comes_first_then_heads_then_the_ring(ranks, heads, guided, sha
     choice = choose_mesh(ranks, heads, "guidance_scale is 6.0 by default" if guided else None)
     assert (choice.batch, choice.ring, choice.ulysses) == shape
     assert ("guidance_scale is 6.0" in choice.reason) == guided
+
+
+@pytest.mark.parametrize(
+    ("weights", "ranks", "heads", "guided", "shape"),
+    [
+        # FSDP2 shares weights among the ranks of a branch.
+        ("fsdp", 2, 24, True, (1, 1, 2, 1)),
+        ("fsdp", 4, 24, True, (2, 1, 2, 1)),
+        ("fsdp", 3, 24, True, (1, 1, 3, 1)),
+        ("fsdp", 2, 1, True, (1, 2, 1, 1)),
+        # The fewest ranks that share heads.
+        ("tensor", 2, 24, True, (1, 1, 1, 2)),
+        ("tensor", 4, 24, True, (2, 1, 1, 2)),
+        ("tensor", 8, 4, False, (1, 2, 2, 2)),
+        ("tensor", 3, 24, True, (1, 1, 1, 3)),
+        ("tensor", 6, 3, False, (1, 2, 1, 3)),
+        # None can.
+        ("tensor", 5, 24, False, (1, 1, 5, 1)),
+        ("replicate", 2, 24, True, (2, 1, 1, 1)),
+    ],
+)
+def test_sharded_weights_have_ranks_to_be_sharded_over(weights, ranks, heads, guided, shape):
+    choice = choose_mesh(ranks, heads, "guided" if guided else None, weights=weights)
+    assert (choice.batch, choice.ring, choice.ulysses, choice.tensor) == shape
+
+
+def wan_without_mesh(weights):
+    warnings.filterwarnings("ignore", message=".*branches of guidance")
+    pipe = make("wan")
+    expected = generate(pipe, "wan")
+    parallelize_pipe(pipe, weights=weights)
+    held = bytes_of(pipe.transformer) / bytes_of(make("wan").transformer)
+    return expected, generate(pipe, "wan"), held
+
+
+# The model has 3 heads.
+@pytest.mark.parametrize(("weights", "ranks"), [("fsdp", 2), ("tensor", 3)])
+def test_a_guided_pipe_shards_its_weights_without_a_mesh(rank_pool, weights, ranks):
+    for expected, found, held in rank_pool.run(wan_without_mesh, ranks, weights):
+        assert relative_error(found, expected) < 1e-5
+        assert held < 0.8
 
 
 def test_ulysses_stays_on_a_host_and_the_log_line_says_so():

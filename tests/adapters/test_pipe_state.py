@@ -9,7 +9,7 @@ from peft import LoraConfig
 
 from para_core import version
 from para_core.adapters import parallelize_pipe
-from para_core.adapters.pipe_state import Loras, fingerprint
+from para_core.adapters.loras import Loras, fingerprint
 from tests.rank_pool import RankPoolError
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, relative_error
 
@@ -201,7 +201,7 @@ def test_a_fingerprint_changes_with_a_bit_and_with_the_order_of_tensors():
 def test_a_lora_is_described_anew_only_where_it_changed():
     pipe, loras = pipe_with_lora(), Loras()
     first = loras.described(pipe)
-    with mock.patch("para_core.adapters.pipe_state.fingerprint", side_effect=AssertionError):
+    with mock.patch("para_core.adapters.loras.fingerprint", side_effect=AssertionError):
         assert not loras.changed(pipe)
         assert loras.described(pipe) == first
     pipe.set_adapters(["style"], [0.5])

@@ -371,10 +371,10 @@ CASES = {
         lambda mesh: Case(changed(flux_pipe(), hf_device_map={"a": 0, "b": 1}), flux_transformer(), "transformer"),
         r"^the pipeline is spread over the devices \['0', '1'\] by its device_map, .*mesh=mesh, weights='fsdp'\)\.$",
     ),
-    "weights that accelerate moves": (
+    "weights that accelerate moves layer by layer": (
         When.SHARD,
         lambda mesh: on_flux(lambda model: changed(model, _hf_hook=object()), mesh),
-        r"^pipe\.transformer is moved by a hook of accelerate .*Call pipe\.remove_all_hooks\(\) first",
+        r"^pipe\.transformer is moved by a hook of accelerate, layer by layer .*Call pipe\.remove_all_hooks\(\) first",
     ),
     "stages of a model whose blocks hand on more than tokens": (
         When.PARALLELIZE,

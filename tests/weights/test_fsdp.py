@@ -138,16 +138,19 @@ def with_lora():
     assert not torch.equal(without, whole)
     shard_weights(pipe)
     shared = generate(pipe, "flux")
-    with pytest.raises(RuntimeError, match=r"FluxTransformer2DModel are sharded.*Call unshard_weights\(pipe\) first"):
-        pipe.transformer.add_adapter(config, adapter_name="late")
+    pipe.transformer.add_adapter(config, adapter_name="late")
+    late = generate(pipe, "flux")
     unshard_weights(pipe)
-    pipe.transformer.delete_adapters("default")
-    return whole, shared, without, generate(pipe, "flux")
+    assert relative_error(generate(pipe, "flux"), late) < 1e-6
+    pipe.transformer.delete_adapters(["default", "late"])
+    return whole, shared, late, without, generate(pipe, "flux")
 
 
-def test_a_lora_is_sharded_with_the_model_and_refused_later(rank_pool):
-    for whole, shared, without, removed in rank_pool.run(with_lora, 2):
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
+def test_the_weights_of_a_lora_stay_on_every_rank(rank_pool):
+    for whole, shared, late, without, removed in rank_pool.run(with_lora, 2):
         assert torch.equal(whole, shared)
+        assert not torch.equal(whole, late)
         assert relative_error(removed, without) < 1e-5
 
 
@@ -161,6 +164,11 @@ def converted_late():
     message = r"as torch\.float32, and stay so; asked for was torch\.bfloat16\. Convert and move the pipeline before shard_weights"
     with pytest.raises(RuntimeError, match=message):
         pipe.to(torch.bfloat16)
+    # Model offload moves the other components.
+    pipe.transformer._hf_hook = None
+    assert pipe.transformer.to("meta") is pipe.transformer
+    del pipe.transformer._hf_hook
+    assert {x.device.type for x in pipe.transformer.parameters()} == {"cpu"}
     unshard_weights(pipe).to(torch.bfloat16)
     return found, generate(make("flux"), "flux"), {x.dtype for x in pipe.transformer.parameters()}
 

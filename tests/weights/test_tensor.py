@@ -9,7 +9,7 @@ import pytest
 import torch
 from diffusers import FluxPipeline, TensorParallelConfig
 from diffusers.hooks import tensor_parallel
-from peft import LoraConfig
+from peft import LoHaConfig, LoraConfig
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -242,14 +242,17 @@ def refusals_on_ranks():
     ):
         generate(pipe, "flux")
     shard_weights(pipe, method="tensor")
-    with pytest.raises(RuntimeError, match=r"Call unshard_weights\(pipe\) first"):
-        pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q"]))
+    with pytest.raises(
+        ValueError, match=r"transformer_blocks\.0\.attn\.to_q .* has an adapter, LoRA with a norm over the whole"
+    ):
+        pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q"], use_dora=True))
+    assert not hasattr(pipe.transformer, "peft_config")
     parallelize_pipe(pipe, mesh=cpu_mesh(1, 2))
     with pytest.raises(RuntimeError, match=r"heads sharded over \[0, 1\] ranks, and the dim 'tensor' .* none"):
         generate(pipe, "flux")
     unshard_weights(pipe)
-    pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q"]))
-    with pytest.raises(ValueError, match=r"A LoRA: fuse it first \(pipe.fuse_lora"):
+    pipe.transformer.add_adapter(LoHaConfig(r=2, target_modules=["to_q"]))
+    with pytest.raises(ValueError, match=r"to_q .* has an adapter, loha's Linear, .*Fuse it first \(pipe.fuse_lora"):
         shard_weights(pipe, mesh, method="tensor")
     pipe.transformer = flux_transformer(num_attention_heads=3)
     with pytest.raises(
@@ -258,7 +261,7 @@ def refusals_on_ranks():
         shard_weights(pipe, mesh, method="tensor")
 
 
-def test_tensor_ranks_that_the_mesh_does_not_know_and_late_loras_are_refused(rank_pool):
+def test_tensor_ranks_that_the_mesh_does_not_know_and_adapters_without_parts_are_refused(rank_pool):
     rank_pool.run(refusals_on_ranks, 2)
 
 

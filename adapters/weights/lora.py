@@ -1,0 +1,143 @@
+"""LoRAs on models whose weights are sharded: loaded, fused, taken apart and removed while they are.
+
+FSDP2 leaves the weights of adapters on every rank: they are few, and may come and go. Tensor ranks share them as they share the layer that they are
+around. A merge computes with one whole layer at a time, and writes back what each rank has of it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from para_core.adapters.loras import lora_layers, lora_weights
+from para_core.agreement import raising_on_all
+from para_core.instance import Order, original_class, unwrap, wrap_method
+from para_core.mesh import GuidedMesh, SequenceMesh
+from para_core.weights.fsdp import is_sharded, shard_mesh, sharded_parameters, whole_blocks
+from para_core.weights.stand_ins import stand_ins, weights_of
+from para_core.weights.tensor import shard_new_loras, tensor_mesh, whole_tensors
+
+_KEY = "LoRA over shared weights"
+# Of diffusers and transformers. Pipelines call them, or merge layer by layer.
+_ADD = ("load_lora_adapter", "add_adapter", "load_adapter")
+_CHANGES = (
+    *_ADD,
+    "fuse_lora",
+    "unfuse_lora",
+    "unload_lora",
+    "delete_adapters",
+    "delete_adapter",
+)
+
+Ranks = GuidedMesh | SequenceMesh | None
+
+
+def follow_loras(module: nn.Module, ranks: Ranks) -> None:
+    """Let LoRAs of ``module``, whose weights are sharded, be changed from now on; all of ``ranks`` do so together."""
+    for method in _CHANGES:
+        if hasattr(module, method):
+            wrap_method(module, method, _KEY, partial(_change, ranks, method in _ADD), order=Order.PLAN)
+    _wrap_merges(module)
+
+
+def leave_loras(module: nn.Module) -> None:
+    """Undo :func:`follow_loras`."""
+    unwrap(module, _KEY)
+    for layer in lora_layers(module):
+        unwrap(layer, _KEY)
+
+
+def _change(ranks: Ranks, adds: bool, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    before, names = lora_layers(module), set(getattr(module, "peft_config", None) or ())
+    with _on_all(ranks):
+        try:
+            with _as_whole(module) if adds else nullcontext():
+                return call(module, *args, **kwargs)
+        finally:
+            _forget(before, module)
+            try:
+                if tensor_mesh(module) is not None:
+                    shard_new_loras(module)
+            except ValueError:
+                _take_off(module, names)
+                raise
+            finally:
+                _place(module)
+                _wrap_merges(module)
+
+
+def _forget(layers: list[Any], module: nn.Module) -> None:
+    """Leave alone those of ``layers`` that are no longer part of ``module``."""
+    present = {id(layer) for layer in lora_layers(module)}
+    for layer in layers:
+        if id(layer) not in present:
+            unwrap(layer, _KEY)
+
+
+def _take_off(module: Any, names: set[str]) -> None:
+    """Remove all adapters but those of ``names``, without asking other ranks."""
+    cls: Any = original_class(module)
+    if names:
+        cls.delete_adapters(module, [name for name in module.peft_config if name not in names])
+    else:
+        cls.unload_lora(module)
+
+
+@contextmanager
+def _as_whole(module: nn.Module) -> Iterator[None]:
+    """Inside, adapters that are there are whole, and plain zeros of the whole shape stand in for the other weights: peft makes an adapter for
+    what a rank holds of a layer."""
+    with ExitStack() as stack:
+        if tensor_mesh(module) is not None:
+            parts = [getattr(layer, name) for layer in lora_layers(module) for name in layer.adapter_layer_names]
+            stack.enter_context(whole_tensors(module, parts))
+        sharded = [held for held in weights_of(module) if isinstance(held[0], DTensor)]
+        for owner in module.modules():
+            if any(isinstance(x, DTensor) for x in owner.parameters(recurse=False)):
+                # FSDP2 would take what stands in for what was loaded.
+                stack.callback(setattr, owner, "_load_state_dict_post_hooks", owner._load_state_dict_post_hooks)
+                owner._load_state_dict_post_hooks = OrderedDict()
+        mesh = tensor_mesh(module) or shard_mesh(module)
+        if mesh is not None:
+            stack.enter_context(stand_ins(sharded, torch.device(mesh.device_type)))
+        yield
+
+
+def _place(module: nn.Module) -> None:
+    """Put adapters on the device that computes: peft puts them where the layer's weights are, which may be offloaded."""
+    mesh = shard_mesh(module)
+    if mesh is not None and is_sharded(module) and mesh.device_type != "cpu":
+        for weight in lora_weights(module):
+            weight.data = weight.data.to(mesh.device_type)
+
+
+def _wrap_merges(module: nn.Module) -> None:
+    tensors = tensor_mesh(module) is not None
+    for layer in lora_layers(module):
+        whole = (
+            partial(whole_tensors, module, [layer])
+            if tensors
+            else partial(whole_blocks, layer, sharded_parameters(layer))
+        )
+        for method in ("merge", "unmerge"):
+            wrap_method(layer, method, _KEY, partial(_with_whole, whole), order=Order.PLAN)
+
+
+def _with_whole(
+    whole: Callable[[], Any], call: Callable[..., Any], layer: nn.Module, /, *args: Any, **kwargs: Any
+) -> Any:
+    with whole():
+        return call(layer, *args, **kwargs)
+
+
+@contextmanager
+def _on_all(ranks: Ranks) -> Iterator[None]:
+    with nullcontext() if ranks is None else raising_on_all(ranks, "a LoRA could not be changed"):
+        yield

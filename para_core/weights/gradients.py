@@ -1,0 +1,31 @@
+"""The parameters of a model that take gradients: none while its weights are distributed, the same ones as before afterwards."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+class Gradients:
+    """Turns gradients off for the parameters of a model, and on again.
+
+    A parameter is remembered by its module and name: FSDP2, tensor parallelism and stages put other objects in its place.
+    """
+
+    def __init__(self) -> None:
+        self._enabled: dict[tuple[int, str], tuple[nn.Module, str]] = {}
+
+    def stop(self, module: nn.Module) -> None:
+        """Turn gradients off for the parameters of ``module`` that take some now. Call it again for parameters that came later."""
+        for owner in module.modules():
+            for name, parameter in owner.named_parameters(recurse=False):
+                if parameter.requires_grad:
+                    self._enabled[id(owner), name] = (owner, name)
+        module.requires_grad_(False)
+
+    def restore(self) -> None:
+        """Turn gradients on again for the parameters for which :meth:`stop` turned them off."""
+        for owner, name in self._enabled.values():
+            parameter = owner._parameters.get(name)
+            if parameter is not None:
+                parameter.requires_grad_(True)
+        self._enabled.clear()

@@ -1,0 +1,64 @@
+"""Plain zeros in place of weights that this rank has none or a part of, while something reads their shapes, dtypes and device."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from para_core.weights.subclasses import map_plain_tensors, plain_tensors
+
+# The dicts (of a module's parameters or buffers) in which a weight stands, with its name there.
+Owners = list[tuple[dict[str, Any], str]]
+
+
+def weights_of(module: nn.Module) -> list[tuple[Tensor, Owners]]:
+    """The parameters and buffers of ``module``, in the same order on every rank; one that stands at several places comes once."""
+    held: dict[int, tuple[Tensor, Owners]] = {}
+    for owner in module.modules():
+        for tensors in (owner._parameters, owner._buffers):
+            for name, x in tensors.items():
+                if x is not None:
+                    held.setdefault(id(x), (x, []))[1].append((tensors, name))
+    return list(held.values())
+
+
+def put_weight(owners: Owners, x: Tensor) -> None:
+    """Put ``x`` at all places of a weight."""
+    for tensors, name in owners:
+        tensors[name] = x
+
+
+@contextmanager
+def stand_ins(
+    weights: Iterable[tuple[Tensor, Owners]], device: torch.device, writable: Collection[int] = ()
+) -> Iterator[None]:
+    """Inside, zeros on ``device`` take the place of ``weights``; afterwards the weights are back wherever nothing else was put or written.
+
+    Args:
+        writable: ids of weights in whose place something may be written; the zeros in place of the others take no memory.
+    """
+
+    def zeros(x: Tensor) -> Tensor:
+        return torch.zeros((), dtype=x.dtype, device=device).expand(x.shape)
+
+    placed = []
+    for weight, owners in weights:
+        plain = torch.zeros(weight.shape, dtype=weight.dtype, device="meta") if isinstance(weight, DTensor) else weight
+        held = map_plain_tensors(zeros, plain.detach())
+        held = map_plain_tensors(torch.clone, held) if id(weight) in writable else held
+        held = nn.Parameter(held, requires_grad=False) if isinstance(weight, nn.Parameter) else held
+        placed.append((held, weight, owners))
+        put_weight(owners, held)
+    try:
+        yield
+    finally:
+        for held, weight, owners in placed:
+            written = id(weight) in writable and any(bool(x.any()) for x in plain_tensors(held))
+            for tensors, name in owners:
+                if tensors.get(name) is held and not written:
+                    tensors[name] = weight
