@@ -41,7 +41,6 @@ _TOO_LATE = {
     "enable_group_offload": "offloading it",
     "save_pretrained": "saving it",
     "save_lora_adapter": "saving its LoRA",
-    "__reduce_ex__": "copying or pickling it",
 }
 # The same of a pipeline: it would change its other components first.
 _TOO_LATE_FOR_PIPE = {
