@@ -20,6 +20,7 @@ from para_core.adapters.loras import lora_layers, lora_weights
 from para_core.agreement import raising_on_all
 from para_core.instance import Order, original_class, unwrap, wrap_method
 from para_core.mesh import GuidedMesh, SequenceMesh
+from para_core.weights import fsdp, tensor
 from para_core.weights.fsdp import is_sharded, shard_mesh, sharded_parameters, whole_blocks
 from para_core.weights.stand_ins import stand_ins, weights_of
 from para_core.weights.tensor import shard_new_loras, tensor_mesh, whole_tensors
@@ -58,8 +59,13 @@ def _change(ranks: Ranks, adds: bool, call: Callable[..., Any], module: nn.Modul
     before, names = lora_layers(module), set(getattr(module, "peft_config", None) or ())
     with _on_all(ranks):
         try:
-            with _as_whole(module) if adds else nullcontext():
+            if not adds:
                 return call(module, *args, **kwargs)
+            with _as_whole(module):
+                added = call(module, *args, **kwargs)
+            for weights in (fsdp, tensor):
+                weights.forget_gradients(module)
+            return added
         finally:
             _forget(before, module)
             try:

@@ -193,7 +193,9 @@ def _add_lora(
     with _on_all(mesh):
         _require_own_values(module, args, kwargs)
         with _stand_ins(stages):
-            return call(module, *args, **kwargs)
+            added = call(module, *args, **kwargs)
+            stages.gradients.forget()
+            return added
 
 
 def _require_own_values(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -142,6 +142,12 @@ def gather_blocks(module: nn.Module) -> None:
         gradients.restore()
 
 
+def forget_gradients(module: nn.Module) -> None:
+    """Let :func:`gather_blocks` leave what ``module`` has now without gradients."""
+    if _GRADIENTS in module.__dict__:
+        module.__dict__[_GRADIENTS].forget()
+
+
 # A sharded parameter by the id of its module and its name; while its block runs, FSDP2 has another one there.
 Sharded = Mapping[tuple[int, str], DTensor]
 

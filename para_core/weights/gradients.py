@@ -28,4 +28,11 @@ class Gradients:
             parameter = owner._parameters.get(name)
             if parameter is not None:
                 parameter.requires_grad_(True)
+        self.forget()
+
+    def forget(self) -> None:
+        """Let :meth:`restore` turn nothing on that was stopped before this call.
+
+        peft freezes all that is there when it adds an adapter; on a distributed model, where nothing takes gradients, that leaves no trace.
+        """
         self._enabled.clear()

@@ -125,6 +125,12 @@ def gather_tensors(module: nn.Module) -> None:
     record.gradients.restore()
 
 
+def forget_gradients(module: nn.Module) -> None:
+    """Let :func:`gather_tensors` leave what ``module`` has now without gradients."""
+    if _RECORD in module.__dict__:
+        module.__dict__[_RECORD].gradients.forget()
+
+
 def shard_new_loras(module: nn.Module) -> None:
     """Shard what was added to the layers of ``module`` since :func:`shard_tensors`, and forget what was removed. Every rank calls it.
 

@@ -167,3 +167,34 @@ def test_a_lora_is_exact_over_shared_weights(rank_pool, name, method, when):
         errors = {key: relative_error(out, expected[key]) for key, out in outs.items()}
         assert max(errors.values()) < 1e-5, errors
         assert all(torch.equal(out, ranks[0][key]) for key, out in outs.items())
+
+
+# -- gradients
+
+
+def gradients_of(pipe):
+    return {name: x.requires_grad for name, x in pipe.transformer.named_parameters()}
+
+
+def trainable(name):
+    pipe = make(name)
+    pipe.transformer.requires_grad_(True)
+    return pipe
+
+
+def gradients_after(name, method):
+    """Which weights take gradients once all is undone, of a LoRA that came while they were shared."""
+    pipe = shared(trainable(name), method)
+    pipe.load_lora_weights(lora_weights(name))
+    generate(pipe, name)
+    return gradients_of(unparallelize_pipe(pipe))
+
+
+@pytest.mark.parametrize("method", MESHES)
+def test_weights_that_a_late_lora_froze_stay_frozen(rank_pool, method):
+    pipe = trainable("flux")
+    pipe.load_lora_weights(lora_weights("flux"))
+    expected = gradients_of(pipe)
+    assert set(expected.values()) == {True, False}
+    for found in rank_pool.run(gradients_after, 2, "flux", method):
+        assert found == expected
