@@ -350,7 +350,7 @@ def _judge_raised(case: Case, results: list[dict[str, Any]]) -> Outcome:
     raised: list[Raised | None] = [result.get("raised") for result in results]
     for rank, result in enumerate(results):
         undoing = result.get("raised undoing")
-        if undoing is not None:
+        if undoing is not None and not undoing.clear:
             return Outcome(
                 case.id,
                 "obscure",

@@ -55,12 +55,13 @@ _PIPELINES = {
     "unet": _Pipeline(UNET_PIPELINES["sd"], _PLAIN, {}, {"height": 104, "width": 72}),
 }
 
-# Four heads, which two tensor ranks share; with what depends on their number.
-_FOUR_HEADS = {
-    "ltx": {"cross_attention_dim": 32},
+# Four heads, which two tensor ranks share, and three blocks, for as many stages; with what depends on these.
+_CONFIGS: dict[str, dict[str, int]] = {
+    **{name: {"num_layers": 3} for name in ("wan", "wan22", "cogvideox", "mochi", "qwen")},
+    **{name: {} for name in ("klein", "hunyuan")},
+    "ltx": {"num_layers": 3, "cross_attention_dim": 32},
     "sd3": {"caption_projection_dim": 64},
-    "pixart": {"cross_attention_dim": 64},
-    **{name: {} for name in ("klein", "wan", "wan22", "cogvideox", "mochi", "qwen", "hunyuan")},
+    "pixart": {"num_layers": 3, "cross_attention_dim": 64},
 }
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -69,10 +70,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def build(case: Case, dtype: torch.dtype | None = None) -> Any:
     """The pipeline of ``case``; its weights are those of its dtype, in ``dtype``."""
     pipe = _PIPELINES[case["pipeline"]].tiny.build()
-    heads = _FOUR_HEADS.get(case["pipeline"])
+    changed = _CONFIGS.get(case["pipeline"])
     for name, part in pipe.components.items():
-        if heads is not None and name in denoisers(pipe):
-            config = {**part.config, "num_attention_heads": 4, **heads}
+        if changed is not None and name in denoisers(pipe):
+            config = {**part.config, "num_attention_heads": 4, **changed}
             setattr(pipe, name, fill(type(part).from_config(config), seed=len(name)))
         elif isinstance(part, nn.Module):
             # Tiny pipelines share encoders.
@@ -88,15 +89,20 @@ def build(case: Case, dtype: torch.dtype | None = None) -> Any:
 
 def _cast_weights(pipe: Any, dtype: torch.dtype) -> None:
     """As ``from_pretrained(dtype=...)``: some modules stay in float32."""
+    cast: dict[nn.Parameter, nn.Parameter] = {}  # encoders tie weights
     for part in pipe.components.values():
         kept = getattr(part, "_keep_in_fp32_modules", None) or []
         if isinstance(part, nn.Module):
-            for name, parameter in part.named_parameters():
-                if not set(name.split(".")) & set(kept):
-                    parameter.data = parameter.data.to(dtype)
-            for name, buffer in part.named_buffers():
-                if buffer.is_floating_point() and not set(name.split(".")) & set(kept):
-                    buffer.data = buffer.data.to(dtype)
+            for at, module in part.named_modules():
+                for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+                    if tensor is None or not tensor.is_floating_point() or {*at.split("."), name} & set(kept):
+                        continue
+                    if name in module._buffers:
+                        module._buffers[name] = tensor.to(dtype)
+                    else:
+                        if tensor not in cast:
+                            cast[tensor] = nn.Parameter(tensor.detach().to(dtype), tensor.requires_grad)
+                        module._parameters[name] = cast[tensor]
 
 
 def denoisers(pipe: Any) -> dict[str, nn.Module]:
