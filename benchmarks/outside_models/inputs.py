@@ -21,6 +21,8 @@ FRAMES = 5
 LENGTHS = (29, 43, 37)
 IMAGE_TOKENS, VIDEO_TOKENS = 5 * 7, FRAMES * 5 * 7
 WINDOW = 24
+# Their position embeddings have a fixed length.
+ONE_SIZE = ("ViT", "DiT")
 
 _SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 _TEXT = {**_SMALL, "vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache
 
 from benchmarks.outside_models import official
-from benchmarks.outside_models.inputs import IMAGE_TOKENS, VIDEO_TOKENS, WINDOW, build, inputs_of
+from benchmarks.outside_models.inputs import IMAGE_TOKENS, ONE_SIZE, VIDEO_TOKENS, WINDOW, build, inputs_of
 from para_core import (
     ContextParallelConfig,
     Gather,
@@ -108,15 +108,12 @@ def token_ids(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
 
 
 def encoder_ids(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
-    """An encoder, padded: its mask of keys is global."""
+    """An encoder, padded."""
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     positions = torch.arange(ids.shape[1])[None]
     with UnifiedAttnMode(mesh) as cp:
-        out = model(
-            input_ids=cp.shard(ids, dim=1),
-            position_ids=cp.shard(positions, dim=1),
-            attention_mask=mask[:, None, None, :].bool(),
-        )
+        ids, positions, mask = (cp.shard(x, dim=1) for x in (ids, positions, mask))
+        out = model(input_ids=ids, position_ids=positions, attention_mask=mask)
         return cp.gather(out.last_hidden_state, dim=1)
 
 
@@ -257,8 +254,9 @@ def mochi(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
 
 @cache
 def proposed_plan(name: str) -> Plan | None:
-    """The plan that ``propose_plan`` finds from two calls of other lengths."""
-    return propose_plan(build(name), (inputs_of(name, 0), inputs_of(name, 1))).plan
+    """The plan that ``propose_plan`` finds from two calls of other lengths; or from one, of a model of one size."""
+    examples = (inputs_of(name),) if name in ONE_SIZE else (inputs_of(name, 0), inputs_of(name, 1))
+    return propose_plan(build(name), examples).plan
 
 
 def proposed_for(name: str, model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
@@ -308,7 +306,7 @@ def trained(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
     model.requires_grad_().zero_grad()
     with torch.enable_grad(), UnifiedAttnMode(mesh) as cp:
         out = model(cp.shard(ids, dim=1), position_ids=cp.shard(positions, dim=1), use_cache=False)
-        logits = cp.gather(out.logits, dim=1).contiguous()
+        logits = cp.gather(out.logits, dim=1)
         loss = model.loss_function(logits, ids, vocab_size=model.config.vocab_size)
         loss.backward()
     for parameter in model.parameters():
@@ -335,6 +333,7 @@ MODE, HOOKS = "mode, inputs sharded", "mode, hooks"
 RECIPES = [
     Recipe("BERT, padded", MODE, encoder_ids),
     Recipe("ViT", HOOKS, between("layers.0", "layers.1")),
+    proposed("ViT"),
     Recipe("SigLIP vision", HOOKS, between("encoder.layers.0", "encoder.layers.1")),
     Recipe("Whisper encoder", HOOKS, between("layers.0", "layers.1")),
     Recipe("GPT-2", MODE, token_ids),
@@ -353,8 +352,11 @@ RECIPES = [
     Recipe("HunyuanVideo", "plan, one function replaced", hunyuan),
     Recipe("Mochi", "plan", mochi),
     Recipe("Stable Diffusion 3.5", HOOKS, sd35),
+    proposed("Stable Diffusion 3.5"),
     Recipe("DiT", HOOKS, between("blocks.0", "blocks.1")),
+    proposed("DiT"),
     Recipe("timm ViT", HOOKS, between("blocks", "blocks")),
+    proposed("timm ViT"),
     Recipe("ComfyUI's FLUX", HOOKS, comfy),
     proposed("ComfyUI's FLUX"),
 ]
