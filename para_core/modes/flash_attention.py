@@ -97,6 +97,12 @@ def _overload(operator: Operator) -> OpOverload:
     return overload
 
 
+def has_other_builds() -> bool:
+    """Whether FlashAttention was loaded under a namespace that is not intercepted at the dispatcher, as from the Hugging Face Hub."""
+    known = [namespace for namespace, _ in FLASH_OPERATORS]
+    return any("flash_attn" in namespace and namespace not in known for namespace in vars(torch.ops))
+
+
 def is_called_by_a_graph(operator: Operator) -> bool:
     """Whether a compiled graph calls ``operator``: what it computes was decided when the graph was traced.
 
@@ -160,10 +166,10 @@ def flash_attention(
         fail(error)
     tensors = (arguments["q"], arguments["k"], arguments["v"])
     compiling = torch.compiler.is_compiling()
-    if compiling and any(x.requires_grad for x in tensors) and torch.is_grad_enabled():
+    if compiling and any(x.requires_grad for x in tensors):
         raise RuntimeError(
             f"{operator} with a gradient, inside a compiled function, on several ranks: use F.scaled_dot_product_attention, "
-            "or call it uncompiled."
+            "call it uncompiled, or compile under torch.no_grad()."
         )
     if compiling or torch.is_grad_enabled() or not any(x.requires_grad for x in tensors):
         out, graph = _attend(attend, call, *tensors), None

@@ -151,6 +151,18 @@ class Disabled(TorchFunctionMode):
         return pass_on(func, args, kwargs)
 
 
+def unintercepted(attn_func: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """Return ``attn_func``, so that an outer mode does not intercept the attention that it computes on one device."""
+    if attn_func is None:
+        return None
+
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        with Disabled():
+            return attn_func(*args, **kwargs)
+
+    return attend
+
+
 # -- operators that run functions
 
 

@@ -28,7 +28,7 @@ from para_core.modes.attention_by_hand import is_softmax, scores_of_own_tokens
 from para_core.modes.block_masks import shard_block_mask
 from para_core.modes.flex_attention import FlexOverMesh, explain_unsharded_mask
 from para_core.modes.inference import layout_of_total, sequence_of_length, sequence_of_symbolic_length
-from para_core.modes.interceptor import Disabled, intercept, pass_on
+from para_core.modes.interceptor import Disabled, intercept, pass_on, unintercepted
 from para_core.modes.known_sequences import HeldLayout, ShardingMode, segments_of
 from para_core.modes.recomputation import SET_GRAD_ENABLED, bind_checkpoint, bind_reentrant_checkpoint, is_in_backward
 from para_core.tokens import gather_tokens
@@ -97,7 +97,7 @@ class UnifiedAttnMode(ShardingMode):
                 f"{type(self).__name__} got a mesh whose {self._single_dim!r} dim has {size} ranks; expected 1. Use "
                 "UnifiedAttnMode for both at once."
             )
-        self._attn_func = attn_func
+        self._attn_func = unintercepted(attn_func)
         self._attention = self._make_attention()
         # Of queries and of keys, if given: decides before what was sharded.
         self._explicit: tuple[HeldLayout, HeldLayout | None] | None = None

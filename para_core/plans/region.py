@@ -31,7 +31,8 @@ from para_core.instance import (
 from para_core.layout import Segment
 from para_core.mesh import MeshDim, SequenceMesh
 from para_core.modes import fused_encoder
-from para_core.modes.interceptor import Attend
+from para_core.modes.flash_attention import has_other_builds
+from para_core.modes.interceptor import Attend, unintercepted
 from para_core.modes.recomputation import is_in_backward
 from para_core.modes.unified import UnifiedAttnMode
 from para_core.plans.attention import Interception, PlannedAttention
@@ -68,7 +69,7 @@ class _Region:
         self.batch = batch
         # Once is enough to say that the samples of a call cannot be sharded.
         self.warned_of_batch = False
-        self.options, self.attn_func = options, attn_func
+        self.options, self.attn_func = options, unintercepted(attn_func)
         # What is known of attention calls, kept from call to call.
         self.known: dict[Any, MeshAttention] = {}
         self.require_equal = require_equal
@@ -188,7 +189,7 @@ class _Region:
 
     def _may_use_the_dispatcher(self, module: nn.Module) -> bool:
         """Whether all attention of this call is dispatched, here and now, by eager code that keeps no gradient."""
-        if torch.compiler.is_compiling() or torch.is_grad_enabled() or self.encoders:
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or self.encoders or has_other_builds():
             return False
         # The innermost mode counts, so one around this call would count more than the plan.
         return torch._C._len_torch_function_stack() == 0 and not has_compiled_parts(module)

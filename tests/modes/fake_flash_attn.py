@@ -52,7 +52,7 @@ def _flash_attn_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     assert q.shape[-1] % 8 == 0 and dropout_p == softcap == 0 and alibi_slopes is None
     out, lse = attention(q, k, v, softmax_scale, causal, (window_size_left, window_size_right))
-    return out.to(q.dtype), lse, q.new_empty(0), torch.empty(2, dtype=torch.int64)
+    return torch.empty_like(q).copy_(out), lse, q.new_empty(0), torch.empty(2, dtype=torch.int64)
 
 
 @_flash_attn_forward.register_fake
@@ -328,7 +328,7 @@ def _flash_attn_3_forward(
     sm_margin: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     out, lse = attention(q, k, v, softmax_scale, causal, (window_size_left, window_size_right))
-    return out.to(q.dtype), lse, q.new_empty(0), q.new_empty(0)
+    return torch.empty_like(q).copy_(out), lse, q.new_empty(0), q.new_empty(0)
 
 
 class FlashAttn3Func(torch.autograd.Function):

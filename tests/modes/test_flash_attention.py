@@ -1,11 +1,13 @@
 """FlashAttention's operators inside a mode and under a plan, against the same call on one device."""
 
+import functools
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -336,3 +338,102 @@ def test_an_official_video_model_is_exact_without_padding(rank_pool, under_plan,
 def test_padding_as_a_second_sequence_raises(rank_pool, under_plan):
     with pytest.raises(Exception, match="trim the text to its valid tokens"):
         rank_pool.run(run_video, 2, padding=3, under_plan=under_plan, grad=False)
+
+
+class OneBlock(nn.Module):
+    def __init__(self, operator):
+        super().__init__()
+        self.operator, self.last = operator, nn.Identity()
+
+    def forward(self, x):
+        return self.last(self.operator(x, x, x, 0.3, False)[0])
+
+
+def run_a_build_of_the_hub():
+    """Load FlashAttention under a namespace with a hash, which a plan must see as well."""
+    library = torch.library.Library("_flash_attn2_1a2b3c", "FRAGMENT")
+    library.define(
+        "_flash_attn_forward(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal) -> (Tensor, Tensor)"
+    )
+    library.impl("_flash_attn_forward", flash.attention, "CPU")
+    plan = Plan(
+        inputs={"x": Split(dim=1, segment="image")},
+        outputs={"last": Gather(dim=1, segment="image")},
+        joint_order=("image",),
+    )
+    x = make_tensors()[0]
+    try:
+        model = OneBlock(torch.ops._flash_attn2_1a2b3c._flash_attn_forward)
+        with torch.no_grad():
+            expected = model(x)
+            apply_plan(model, plan, sequence_mesh(make_mesh(2, 1)))
+            return relative_error(model(x), expected)
+    finally:
+        library._destroy()
+        delattr(torch.ops, "_flash_attn2_1a2b3c")
+
+
+def test_a_plan_sees_builds_under_other_names(rank_pool):
+    assert max(rank_pool.run(run_a_build_of_the_hub, 2)) < 1e-5
+
+
+def checkpoint_flash_attention():
+    mesh, results = make_mesh(2, 1), []
+    for reentrant in (True, False):
+        with UnifiedAttnMode(mesh) as cp:
+
+            def call(q, k, v, reentrant=reentrant):
+                function = functools.partial(flash.flash_attn_func, causal=True)
+                return torch.utils.checkpoint.checkpoint(function, q, k, v, use_reentrant=reentrant)
+
+            inputs = [x.requires_grad_() for x in make_tensors(D=16)]
+            cp.gather(call(*[cp.shard(x, dim=1) for x in inputs]), dim=1).square().sum().backward()
+        for x in inputs:
+            dist.all_reduce(x.grad)
+        results.append([x.grad / 2 for x in inputs])
+    return results
+
+
+def test_checkpointed_flash_attention_has_the_gradient_of_one_device(rank_pool):
+    expected = gradients("plain", {"D": 16})
+    for results in rank_pool.run(checkpoint_flash_attention, 2):
+        for grads in results:
+            for grad, whole in zip(grads, expected, strict=True):
+                assert relative_error(grad, whole) < 1e-5
+
+
+# -- FlashAttention as attn_func
+
+
+def attend_with_flash(query, key, value, *, attn_mask, dropout_p, is_causal, scale):
+    tensors = [x.transpose(1, 2) for x in (query, key, value)]
+    return flash.flash_attn_func(*tensors, causal=is_causal, softmax_scale=scale).transpose(1, 2)
+
+
+def attend_with_sdpa(query, key, value, **options):
+    return F.scaled_dot_product_attention(query, key, value, **options)
+
+
+def nest_modes(compiled):
+    mesh, outs = make_mesh(1, 2), []
+    for attn_func in (attend_with_flash, attend_with_sdpa):
+
+        def attend(x, attn_func=attn_func):
+            with UnifiedAttnMode(mesh), UnifiedAttnMode(mesh, attn_func=attn_func) as cp:
+                tokens = cp.sequence(x.shape[2])
+                part = cp.shard(x, dim=2, sequence=tokens)
+                return cp.gather(F.scaled_dot_product_attention(part, part, part), dim=2, sequence=tokens)
+
+        if compiled:
+            attend = torch.compile(attend, backend="aot_eager", fullgraph=True)
+        with torch.no_grad(), warnings.catch_warnings(action="ignore"):
+            outs.append(attend(make_tensors(D=8)[0].transpose(1, 2)))
+    return outs
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_attn_func_computes_is_not_intercepted_again(rank_pool, compiled):
+    x = make_tensors(D=8)[0].transpose(1, 2)
+    for outs in rank_pool.run(nest_modes, 2, compiled):
+        for out in outs:
+            assert relative_error(out, F.scaled_dot_product_attention(x, x, x)) < 1e-5
