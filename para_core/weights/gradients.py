@@ -8,25 +8,26 @@ from torch import nn
 class Gradients:
     """Turns gradients off for the parameters of a model, and on again.
 
-    A parameter is remembered by its module and name: FSDP2, tensor parallelism and stages put other objects in its place.
+    A parameter is remembered by its module and name: FSDP2, tensor parallelism and stages put other objects in its place. What a user puts there
+    is of another class (quantized weights), and keeps what it has.
     """
 
     def __init__(self) -> None:
-        self._enabled: dict[tuple[int, str], tuple[nn.Module, str]] = {}
+        self._enabled: dict[tuple[int, str], tuple[nn.Module, str, type]] = {}
 
     def stop(self, module: nn.Module) -> None:
         """Turn gradients off for the parameters of ``module`` that take some now. Call it again for parameters that came later."""
         for owner in module.modules():
             for name, parameter in owner.named_parameters(recurse=False):
                 if parameter.requires_grad:
-                    self._enabled[id(owner), name] = (owner, name)
+                    self._enabled[id(owner), name] = (owner, name, type(parameter))
         module.requires_grad_(False)
 
     def restore(self) -> None:
         """Turn gradients on again for the parameters for which :meth:`stop` turned them off."""
-        for owner, name in self._enabled.values():
+        for owner, name, kind in self._enabled.values():
             parameter = owner._parameters.get(name)
-            if parameter is not None:
+            if parameter is not None and type(parameter) is kind:
                 parameter.requires_grad_(True)
         self.forget()
 

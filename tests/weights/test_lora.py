@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 from para_core import init_context_parallel_mesh
 from para_core.adapters import parallelize_pipe, unparallelize_pipe
@@ -197,4 +198,19 @@ def test_weights_that_a_late_lora_froze_stay_frozen(rank_pool, method):
     expected = gradients_of(pipe)
     assert set(expected.values()) == {True, False}
     for found in rank_pool.run(gradients_after, 2, "flux", method):
+        assert found == expected
+
+
+def quantized_in_stages(name):
+    pipe = shared(trainable(name), "stages")
+    quantize_(pipe.transformer, Int8WeightOnlyConfig())
+    return gradients_of(unparallelize_pipe(pipe))
+
+
+def test_weights_that_were_quantized_in_stages_take_no_gradients(rank_pool):
+    pipe = trainable("flux")
+    quantize_(pipe.transformer, Int8WeightOnlyConfig())
+    expected = gradients_of(pipe)
+    assert set(expected.values()) == {True, False}
+    for found in rank_pool.run(quantized_in_stages, 2, "flux"):
         assert found == expected
