@@ -215,7 +215,9 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     Exclusion("a model without a tensor plan", {"pipeline": ("unet", "sd3", "pixart"), "weights": ("tensor",)}),
     Exclusion("a model without a tensor plan", {"pipeline": ("unet", "sd3", "pixart"), "mesh": _TENSOR}),
     Exclusion("FSDP2 would put back what was quantized", {"weights": ("fsdp",), "quantized": ("int8-late",)}),
+    Exclusion("torchao's int8 says nothing of gathering", {"weights": ("fsdp",), "quantized": ("int8",)}),
     Exclusion("torchao does not shard its heads", {"weights": ("tensor",), "quantized": ("int8",)}),
+    Exclusion("parts that were quantized are not put together", {"weights": ("tensor",), "quantized": ("int8-late",)}),
     Exclusion("tensor needs a mesh with it", {"weights": ("tensor",), "mesh": other("mesh", *_TENSOR)}),
     Exclusion("a mesh with tensor needs its weights", {"weights": other("weights", "tensor"), "mesh": _TENSOR}),
     Exclusion("stages hold their weights", {"weights": ("fsdp",), "mesh": _STAGES}),
@@ -226,6 +228,10 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     Exclusion("stages are not in one graph", {"mesh": _STAGES, "compile": ("whole", "in-place")}),
     Exclusion("patches are not in one graph", {"pipefusion": _FUSED, "compile": ("whole", "in-place")}),
     Exclusion("no cond over fsdp", {"weights": ("fsdp", "tensor"), "cache": _CACHED, "compile": ("whole", "in-place")}),
+    Exclusion(
+        "stages compare a LoRA as it was loaded",
+        {"mesh": _STAGES, "lora": other("lora", "no-lora", "lora-unloaded"), "quantized": ("int8-late",)},
+    ),
     Exclusion(
         "a cache with stages of two kinds",
         {"mesh": _STAGES, "cache": _CACHED, "pipeline": ("flux", "klein", "hunyuan")},
