@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -62,6 +62,7 @@ class Observation:
 
     Args:
         met: parameters whose tensors the model itself joins to derived ones.
+        sources: parameters from which the tokens were made that the first block of the region was given.
         softmax: modules that compute a softmax over a matrix, as attention written by hand does, each with the shape of the first.
     """
 
@@ -70,6 +71,7 @@ class Observation:
     attention: list[AttentionCall] = field(default_factory=list)
     met: set[str] = field(default_factory=set)
     softmax: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    sources: frozenset[str] = frozenset()
 
     def of_list(self, name: str) -> list[ModuleCall]:
         return [call for call in self.calls if call.block_list == name]
@@ -105,6 +107,10 @@ class _Watch(TorchFunctionMode):
         self._start, self._streams = start, streams
         self._of_input = {id(x): name for name, value in inputs.items() for x in tree_leaves(value)}
         self._derived = WeakTensorKeyDictionary()
+        # Of each tensor, the parameters from which it was made.
+        self._made_of = WeakTensorKeyDictionary()
+        for name, value in inputs.items():
+            self._note_sources(value, frozenset([name]))
         # As long as all that was recorded lives, no two tensors have the same identity.
         self._alive: list[Any] = []
         self._within: list[str] = []
@@ -128,13 +134,22 @@ class _Watch(TorchFunctionMode):
             out = multi_head_attention(self._attended, *args, **kwargs)
         else:
             out = func(*args, **kwargs)
-        if len(self._derived):
-            taken = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-            if any(x in self._derived for x in taken):
-                self._derive(out)
-                if not self._within:
-                    self.found.met.update(self._of_input[id(x)] for x in taken if id(x) in self._of_input)
+        taken = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        self._note_sources(out, self._sources_of(taken))
+        if len(self._derived) and any(x in self._derived for x in taken):
+            self._derive(out)
+            if not self._within:
+                self.found.met.update(self._of_input[id(x)] for x in taken if id(x) in self._of_input)
         return out
+
+    def _note_sources(self, value: Any, names: frozenset[str]) -> None:
+        if names:
+            for x in tree_leaves(value):
+                if isinstance(x, Tensor):
+                    self._made_of[x] = names
+
+    def _sources_of(self, tensors: Iterable[Tensor]) -> frozenset[str]:
+        return frozenset().union(*[self._made_of.get(x, frozenset()) for x in tensors])
 
     def _derive(self, value: Any) -> None:
         for x in tree_leaves(value):
@@ -185,6 +200,7 @@ class _Watch(TorchFunctionMode):
             arguments = {**dict(zip(parameters, args, strict=False)), **kwargs}
             given.append({key: self._record(value) for key, value in arguments.items()} if recorded else None)
             if name == self._start:
+                self.found.sources = self._sources_of([arguments[stream] for stream in self._streams])
                 for stream in self._streams:
                     self._derive(arguments[stream])
 

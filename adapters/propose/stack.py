@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
@@ -47,15 +48,49 @@ def guess_blocks(region: Region) -> CachedBlocks | None:
 
 
 def conditions_of(small: Observation, large: Observation) -> tuple[str, ...]:
-    """Arguments of the model that do not grow with the tokens and hold a sequence for each sample: text."""
-    found = []
+    """Arguments of the model that tell branches of guidance apart: they do not grow with the tokens, and stay from step to step.
+
+    A sequence for each sample (text), under whatever name; else an embedding for each sample; else labels. Whether a vector or a
+    number changes from step to step does not show in two calls, so those that are named like a time step are left out.
+    """
+    kinds: dict[str, list[str]] = {"sequence": [], "embedding": [], "label": []}
+    sample = _sample_of(small, large)
     for name, value in small.inputs.items():
+        if name in sample:
+            continue
         pairs = [*zip(tensors_of(value), tensors_of(large.inputs.get(name)), strict=False)]
-        if any(
-            one.dtype.is_floating_point and len(one.shape) >= 3 and one.shape == other.shape for one, other in pairs
-        ):
-            found.append(name)
-    return tuple(found)
+        fixed = [one for one, other in pairs if one.shape == other.shape]
+        # A list has an entry for each sample.
+        kind = _kind_of(fixed, in_list=isinstance(value, (list, tuple)))
+        if kind == "sequence" or (kind is not None and not _OF_TIME.search(name)):
+            kinds[kind].append(name)
+    return tuple(next((names for names in kinds.values() if names), []))
+
+
+def _sample_of(small: Observation, large: Observation) -> list[str]:
+    """The argument that holds the image, if none is seen to grow: an image whose tokens the model makes, of a single size."""
+
+    def sizes(seen: Observation) -> dict[str, list[tuple[int, ...]]]:
+        return {name: [x.shape for x in tensors_of(value)] for name, value in seen.inputs.items()}
+
+    before = sizes(small)
+    if before != sizes(large):
+        return []
+    most = max((len(shape) for name in small.sources for shape in before[name]), default=0)
+    return [name for name in small.sources if any(len(shape) == most for shape in before[name])]
+
+
+# Names of arguments that change from step to step, or with how a model is guided.
+_OF_TIME = re.compile(r"^[trs]$|time|step|sigma|noise|guidance|scale|alpha")
+
+
+def _kind_of(tensors: list[Seen], *, in_list: bool) -> str | None:
+    floating = [len(x.shape) + in_list for x in tensors if x.dtype.is_floating_point]
+    if any(dims >= 3 for dims in floating):
+        return "sequence"
+    if any(x.dtype.is_floating_point and len(x.shape) == 2 and x.shape[1] > 1 for x in tensors):
+        return "embedding"
+    return "label" if any(not x.dtype.is_floating_point for x in tensors) else None
 
 
 def _hand_over(call: ModuleCall, following: ModuleCall, streams: tuple[str, ...]) -> bool:

@@ -21,6 +21,7 @@ from para_core.modes.flex_attention import FlexOverMesh, called_in_eager_code
 from para_core.modes.interceptor import at_the_dispatcher, intercept, pass_on
 from para_core.modes.known_sequences import HeldLayout, hold, segments_of
 from para_core.modes.recomputation import SET_GRAD_ENABLED, bind_checkpoint, bind_reentrant_checkpoint
+from para_core.plans.kv_cache import PAST
 from para_core.plans.plan import Attention
 from para_core.tokens import gather_tokens
 
@@ -171,6 +172,9 @@ def planned_layouts(
     query_layout = _layout_of(attention.queries, segments, mesh, num_queries, "query")
     if attention.keys is not None:
         return query_layout, _layout_of(attention.keys, segments, mesh, num_keys, "key")
+    if any(segment.name == PAST for segment in segments) and num_keys > num_queries:
+        past = Segment(PAST, num_keys - num_queries, replicated=True)
+        return query_layout, SequenceLayout((past, *query_layout.segments), mesh.ranks)
     if guard_or_false(num_keys != num_queries):
         raise ValueError(
             f"an attention call has {num_queries} queries and {num_keys} keys on this rank; the plan takes both to be "

@@ -39,6 +39,7 @@ from para_core.plans.attention import Interception, PlannedAttention
 from para_core.plans.checkpointing import recomputed_under, refuse_checkpointing
 from para_core.plans.cutting import Cutting
 from para_core.plans.halo import add_halo, drop_halo
+from para_core.plans.kv_cache import PAST, CachesOfCall
 from para_core.plans.linear import SumsOverRanks
 from para_core.plans.places import Boundary, as_tuple, find_boundaries, is_at, parameters_of
 from para_core.plans.plan import Attention, Cut, Halo, LinearAttention, Plan, Split, attention_calls, coarse_segments
@@ -93,6 +94,8 @@ class _Region:
         # brings) and again behind it, Dynamo 2.13 forgets.
         self._interceptions: list[Interception] = []
         self._cutting = Cutting(mesh, coarse_segments(plan))
+        # The call under way was given a key-value cache that holds tokens.
+        self._continues = False
 
     @property
     def interception(self) -> Interception | None:
@@ -137,10 +140,15 @@ class _Region:
             args, kwargs, samples = self._own_samples(args, kwargs)
             args, kwargs = self._cutting.arguments(self.plan.inputs, self.parameters, args, kwargs)
             with fused_encoder.held_off(self.encoders), interception.entered():
+                given = [*args, *kwargs.values()]
+                caches = None if torch.compiler.is_compiling() or self.mesh.ranks == 1 else CachesOfCall(given)
+                self._continues = caches is not None and caches.hold_tokens
                 self._intercept(self.plan.inputs.values())
                 bind = None if interception.mode is None else partial(self._bound, planned)
                 with recomputed_under(bind, module):
                     output = call(module, *args, **kwargs)
+                if caches is not None:
+                    caches.gather(given, output, self.segments, self.mesh)
                 # Compiled parts set it too, at every call: their graphs repeat what the handler did to the mode.
                 sharded = self.mesh.ranks > 1 and any(
                     not segment.replicated for segment in self._cutting.segments.values()
@@ -209,7 +217,8 @@ class _Region:
         if interception is not None and any(
             isinstance(cut, Split) and cut.segment in self._cutting.segments for cut in cuts
         ):
-            interception.planned.set_segments(tuple(self._cutting.segments.values()))
+            past = [Segment(PAST, 0, replicated=True)] if self._continues else []
+            interception.planned.set_segments((*self._cutting.segments.values(), *past))
             interception.planned.active[0] = True
 
     # -- the samples of a batch, over the ``batch`` mesh dim

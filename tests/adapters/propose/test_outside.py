@@ -39,12 +39,37 @@ def test_blocks_that_take_anything_are_found_with_their_positional_arguments():
     proposal = propose_plan(model, (joint_inputs(8, 10), joint_inputs(8, 14)))
     assert_exact(model, proposal, joint_inputs(6, 14))
     assert proposal.plan.inner["joint_blocks.0"]["args[1]"] == Split(1, segment="image")
+    assert proposal.blocks.conditions == ("context",)
 
 
 def test_a_model_of_one_size_is_found_from_one_example():
     model = fill(Dit(), seed=1).eval()
     proposal = propose_plan(model, (dit_inputs(),))
     assert_exact(model, proposal, dit_inputs(), ranks=(2, 3))
+    # The time step is an integer, too, and changes.
+    assert proposal.blocks.conditions == ("y",)
+
+
+class Listed(Joint):
+    """Text as Wan's official code takes it: a list of [L, C]."""
+
+    def forward(self, x, t, context):
+        return super().forward(x, t, torch.zeros(x.shape[0], 6), torch.stack(context))
+
+
+class Pooled(Dit):
+    """An embedding for each sample instead of a label."""
+
+    def forward(self, x, t, pooled):
+        return super().forward(x, t, pooled.argmax(dim=1))
+
+
+def test_conditions_are_found_in_lists_and_as_embeddings():
+    inputs = joint_inputs(6, 14)
+    listed = {"x": inputs["x"], "t": inputs["t"], "context": [*inputs["context"]]}
+    assert propose_plan(fill(Listed(), seed=1), (listed,)).blocks.conditions == ("context",)
+    pooled = {"x": dit_inputs()["x"], "t": torch.tensor([7, 7]), "pooled": torch.randn(2, 6)}
+    assert propose_plan(fill(Pooled(), seed=1), (pooled,)).blocks.conditions == ("pooled",)
 
 
 def test_a_model_of_one_size_that_is_given_two_says_so():

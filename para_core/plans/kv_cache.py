@@ -1,0 +1,116 @@
+"""Key-value caches of decoders under a plan: after a call every rank holds the keys and values of all tokens.
+
+In a call whose tokens are sharded each rank adds its own tokens to the cache. Afterwards they are gathered, so that a single new token, which
+no plan shards, attends to all of them on every rank. Knows ``DynamicCache`` of transformers by its attributes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from para_core.collectives import all_gather
+from para_core.layout import Segment
+from para_core.mesh import SequenceMesh
+
+# Name of a segment without a length: keys of earlier calls may stand in front of those of this one.
+PAST = "past of a key-value cache"
+
+
+@dataclass(frozen=True)
+class _Before:
+    """What a layer of a cache held before the call, on every rank."""
+
+    keys: Tensor | None
+    values: Tensor | None
+
+
+class CachesOfCall:
+    """The caches that a call was given, to be completed after it, with those that it returns.
+
+    Args:
+        arguments: of the call.
+    """
+
+    def __init__(self, arguments: Iterable[Any]) -> None:
+        self._layers = {id(layer): _held(layer) for cache in _caches_in(arguments) for layer in cache.layers}
+        self.hold_tokens = any(before.values is not None for before in self._layers.values())
+
+    def gather(self, given: Iterable[Any], output: Any, segments: Sequence[Segment], mesh: SequenceMesh) -> None:
+        """Gather what each rank has added to the caches in ``given`` and ``output``.
+
+        Raises:
+            ValueError: a cache is of another kind, or it is not clear which tokens it holds.
+        """
+        sharded = [segment for segment in segments if not segment.replicated]
+        caches = _caches_in([*given, output]) if sharded else []
+        for cache in caches:
+            if len(sharded) != 1:
+                names = [segment.name for segment in sharded]
+                raise ValueError(
+                    f"{type(cache).__name__} was filled in a call that shards several sequences {names}, and which of them it holds is "
+                    "not known. Call the model without a cache (use_cache=False)."
+                )
+            for layer in cache.layers:
+                before = self._layers.get(id(layer), _Before(None, None))
+                if getattr(layer, "keys", None) is not before.keys:
+                    _gather_layer(cache, layer, before, sharded[0], mesh)
+
+
+def _caches_in(values: Iterable[Any]) -> list[Any]:
+    found: dict[int, Any] = {}
+    for value in values:
+        items = list(value.values()) if isinstance(value, Mapping) else value
+        if isinstance(items, (list, tuple)):
+            found.update({id(cache): cache for cache in _caches_in(items)})
+        elif hasattr(value, "get_seq_length") and isinstance(getattr(value, "layers", None), list):
+            found[id(value)] = value
+    return list(found.values())
+
+
+def _held(layer: Any) -> _Before:
+    keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+    if not isinstance(keys, Tensor) or keys.numel() == 0:
+        return _Before(keys, None)
+    return _Before(keys, values)
+
+
+def _gather_layer(cache: Any, layer: Any, before: _Before, segment: Segment, mesh: SequenceMesh) -> None:
+    past = 0 if before.values is None or before.keys is None else before.keys.shape[-2]
+    window = _window_of(layer)
+    sizes = segment.sizes(mesh.ranks)
+    held = [past + size if window is None else min(past + size, window) for size in sizes]
+    keys = layer.keys
+    if hasattr(layer, "max_cache_len") or not isinstance(keys, Tensor) or keys.shape[-2] != held[mesh.rank]:
+        raise ValueError(
+            f"a plan cannot complete a {type(cache).__name__} with a {type(layer).__name__}: expected a cache that grows by the "
+            f"{sizes[mesh.rank]} tokens of this rank. Use a DynamicCache, or call the model without a cache (use_cache=False)."
+        )
+    # The last ones are of this call: what was held before is the same on all ranks.
+    added = [min(size, length) for size, length in zip(sizes, held, strict=True)]
+    for name, old in (("keys", before.keys), ("values", before.values)):
+        part = getattr(layer, name)
+        whole = _gather_parts(part[..., part.shape[-2] - added[mesh.rank] :, :], added, mesh)
+        if past and old is not None:
+            whole = torch.cat([old, whole], dim=-2)
+        setattr(layer, name, whole if window is None else whole[..., -window:, :])
+    if hasattr(layer, "cumulative_length"):
+        layer.cumulative_length += segment.total - sizes[mesh.rank]
+
+
+def _window_of(layer: Any) -> int | None:
+    """How many tokens a layer keeps; None: all."""
+    window = getattr(layer, "sliding_window", None)
+    return None if window is None or getattr(layer, "record_past", False) else int(window) - 1
+
+
+def _gather_parts(part: Tensor, sizes: Sequence[int], mesh: SequenceMesh) -> Tensor:
+    """The parts of all sequence ranks along dim -2, one after the other; rank r holds ``sizes[r]``."""
+    width = mesh.ulysses.size
+    blocks = [list(sizes[first : first + width]) for first in range(0, mesh.ranks, width)]
+    block = all_gather(part, blocks[mesh.ring.index], part.ndim - 2, mesh.ulysses)
+    return all_gather(block, [sum(of_block) for of_block in blocks], part.ndim - 2, mesh.ring)
