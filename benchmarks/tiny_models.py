@@ -434,6 +434,7 @@ NO_WHOLE_GRAPH = {
     "OmniGenTransformer2DModel": "it asks a tensor",
     "QwenImage21Transformer2DModel": "it asks which tokens are of which image",
     "StableAudioDiTModel": "it warns at each call",
+    "WanAnimate2Transformer3DModel": "it asks a tensor for the size of its grid",
     "ZImageTransformer2DModel": "it enters a device's context",
 }
 

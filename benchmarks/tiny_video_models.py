@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from diffusers.models.transformers.transformer_wan_animate_2 import WanAnimate2KVCache
 
 from benchmarks.tiny_model import TinyModel, noise, valid
 
@@ -119,6 +120,48 @@ def anyflow_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
         "r_timestep": timestep - 100.0,
         "encoder_hidden_states": noise(2, 9, 24),
     }
+
+
+def anyflow_far_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
+    """A chunk for each frame; those before the last two are compressed."""
+    return {**anyflow_inputs(frames, height, width), "chunk_partition": [1] * frames}
+
+
+def wan_animate_2_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
+    """The reference pass, of one sample: it keeps keys for the steps that come next."""
+    tokens = frames * (height // 2) * (width // 2)
+    grid = torch.tensor([[frames, height // 2, width // 2]])
+    return {
+        "hidden_states": [noise(4, frames, height, width)],
+        "condition_latents": [noise(4, frames, height, width, seed=1)],
+        "timestep": torch.tensor([600.0]),
+        "encoder_hidden_states": [noise(9, 24)],
+        "encoder_hidden_states_image": noise(1, 5, 1280),
+        "kv_cache": WanAnimate2KVCache(2),
+        "kv_cache_mode": "extract",
+        "seq_len": tokens,
+        "offset_grid_sizes": grid,
+    }
+
+
+def wan_animate_2_step(frames: int, height: int, width: int, kv_cache: WanAnimate2KVCache) -> dict[str, Any]:
+    """A denoising step after :func:`wan_animate_2_inputs`: of one frame more, which no reference frame goes with."""
+    inputs = wan_animate_2_inputs(frames + 1, height, width)
+    inputs.pop("offset_grid_sizes")
+    return {
+        **inputs,
+        "kv_cache": kv_cache,
+        "kv_cache_mode": "cached",
+        "reference_grid_sizes": torch.tensor([[frames, height // 2, width // 2]]),
+        "origin_len": 4 * frames - 3,
+        "origin_area": [8 * height, 8 * width],
+    }
+
+
+def kandinsky6_sr_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
+    """Rows and columns in eights."""
+    size = 8 * -(-height // 8), 8 * -(-width // 8)
+    return {"hidden_states": noise(2, frames, *size, 9), "timestep": torch.tensor([600.0, 600.0])}
 
 
 def allegro_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
@@ -348,6 +391,52 @@ VIDEO_MODELS = {
             "ffn_dim": 48,
             "num_layers": 2,
             "rope_max_seq_len": 32,
+        },
+    ),
+    "anyflow far": TinyModel(
+        "AnyFlowFARTransformer3DModel",
+        anyflow_far_inputs,
+        {
+            "num_attention_heads": 4,
+            "attention_head_dim": 12,
+            "full_chunk_limit": 2,
+            "in_channels": 4,
+            "out_channels": 4,
+            "text_dim": 24,
+            "freq_dim": 32,
+            "ffn_dim": 48,
+            "num_layers": 2,
+            "rope_max_seq_len": 32,
+        },
+    ),
+    "wan animate 2": TinyModel(
+        "WanAnimate2Transformer3DModel",
+        wan_animate_2_inputs,
+        {
+            "text_len": 12,
+            "in_dim": 8,
+            "dim": 48,
+            "ffn_dim": 48,
+            "freq_dim": 32,
+            "text_dim": 24,
+            "out_dim": 4,
+            "num_heads": 4,
+            "num_layers": 2,
+        },
+    ),
+    "kandinsky 6 sr": TinyModel(
+        "Kandinsky6SRTransformer3DModel",
+        kandinsky6_sr_inputs,
+        {
+            "in_visual_dim": 4,
+            "out_visual_dim": 4,
+            "time_dim": 16,
+            "model_dim": 64,
+            "ff_dim": 48,
+            "num_visual_blocks": 2,
+            "axes_dims": (4, 6, 6),
+            "nabla_threshold": 0.3,
+            "nabla_window": (1, 1, 1),
         },
     ),
     "allegro": TinyModel(

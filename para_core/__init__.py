@@ -28,6 +28,7 @@ from para_core.plans.context_parallel import (
 )
 from para_core.plans.plan import (
     Attention,
+    AttentionByHeads,
     Count,
     FirstTokens,
     Gather,
@@ -38,6 +39,7 @@ from para_core.plans.plan import (
     Plan,
     Replicate,
     Split,
+    SplitMask,
 )
 from para_core.verify.check import CheckedCase, ParallelCheck, check_parallel
 from para_core.verify.first_difference import Difference
@@ -45,6 +47,7 @@ from para_core.weights.pipefusion import PipeFusion, PipeFusionReport
 
 __all__ = [
     "Attention",
+    "AttentionByHeads",
     "BlockSparseAttnMode",
     "CacheOptions",
     "CacheReport",
@@ -74,6 +77,7 @@ __all__ = [
     "SequenceLayout",
     "SparseKVAttnMode",
     "Split",
+    "SplitMask",
     "Stage",
     "UlyssesAttnMode",
     "UnifiedAttnMode",

@@ -35,7 +35,8 @@ from benchmarks.tiny_parts import LATENT_CHANNELS
 from benchmarks.tiny_parts import build_vae as _build_vae
 from para_core import UnifiedAttnMode
 from para_core.attention.attend import MeshAttention
-from para_core.plans import linear
+from para_core.mesh import MeshDim
+from para_core.plans import heads, linear
 
 # Two blocks of each kind are enough for residuals to pass from one list to the other.
 _FLUX = {
@@ -161,8 +162,16 @@ def each_rank_alone() -> Iterator[None]:
             )
 
     own_sum = mock.patch.object(linear, "sum_over_ranks", lambda x, mesh: x)
-    with mock.patch.object(MeshAttention, "__call__", attend_alone), own_sum:
+    own_tokens = mock.patch.object(heads, "all_to_all", _all_to_all_alone)
+    with mock.patch.object(MeshAttention, "__call__", attend_alone), own_sum, own_tokens:
         yield
+
+
+def _all_to_all_alone(x: Tensor, send_sizes: list[int], receive_sizes: list[int], dim: MeshDim) -> Tensor:
+    """An all-to-all in which other ranks send zeros."""
+    received = list(x.new_zeros(sum(receive_sizes)).split(receive_sizes))
+    received[dim.index] = x.split(send_sizes)[dim.index]
+    return torch.cat(received)
 
 
 def relative_error(out: Tensor, expected: Tensor) -> float:

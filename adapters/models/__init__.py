@@ -18,7 +18,7 @@ from para_core.adapters.models.hidream import HIDREAM
 from para_core.adapters.models.hunyuan_image import HUNYUAN_DIT, HUNYUAN_IMAGE
 from para_core.adapters.models.hunyuan_video import FRAMEPACK, HUNYUAN_VIDEO, HUNYUAN_VIDEO_15
 from para_core.adapters.models.joyimage import JOYIMAGE, JOYIMAGE_PLUS
-from para_core.adapters.models.kandinsky import KANDINSKY5, KANDINSKY6
+from para_core.adapters.models.kandinsky import KANDINSKY5, KANDINSKY6, KANDINSKY6_SR
 from para_core.adapters.models.latte import LATTE
 from para_core.adapters.models.ltx import LTX, LTX2
 from para_core.adapters.models.lumina2 import LUMINA2
@@ -32,7 +32,16 @@ from para_core.adapters.models.prx import PRX
 from para_core.adapters.models.qwen_image import QWEN_IMAGE, QWEN_IMAGE_21
 from para_core.adapters.models.sana import SANA, SANA_VIDEO
 from para_core.adapters.models.sd3 import SD3
-from para_core.adapters.models.wan import ANYFLOW, CHRONO_EDIT, SKYREELS_V2, WAN, WAN_ANIMATE, WAN_VACE
+from para_core.adapters.models.wan import (
+    ANYFLOW,
+    ANYFLOW_FAR,
+    CHRONO_EDIT,
+    SKYREELS_V2,
+    WAN,
+    WAN_ANIMATE,
+    WAN_ANIMATE_2,
+    WAN_VACE,
+)
 
 ADAPTERS: tuple[Adapter, ...] = (
     FLUX,
@@ -92,6 +101,9 @@ ADAPTERS: tuple[Adapter, ...] = (
     ALLEGRO,
     NUCLEUS,
     KANDINSKY6,
+    KANDINSKY6_SR,
+    ANYFLOW_FAR,
+    WAN_ANIMATE_2,
     SANA,
     SANA_VIDEO,
     MOTIF,

@@ -1,8 +1,8 @@
-"""Kandinsky 5, and Kandinsky 6 with sound. Read against diffusers 0.42."""
+"""Kandinsky 5, Kandinsky 6 with sound, and its super-resolution. Read against diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
 from para_core.cache.blocks import CachedBlocks, Stage
-from para_core.plans.plan import Attention, Gather, Plan, Split
+from para_core.plans.plan import Attention, AttentionByHeads, Gather, Plan, Split
 
 KANDINSKY5 = Adapter(
     transformer="Kandinsky5Transformer3DModel",
@@ -48,4 +48,23 @@ KANDINSKY6 = Adapter(
     blocks=CachedBlocks(
         (Stage(("visual_transformer_blocks",), ("vis", "aud"), measured="vis", chained=True),),
     ),
+)
+
+KANDINSKY6_SR = Adapter(
+    transformer="Kandinsky6SRTransformer3DModel",
+    pipelines="Kandinsky 6 SR",
+    plan=Plan(
+        inputs={},
+        inner={"visual_transformer_blocks.0": {"hidden_states": Split(dim=1, segment="video")}},
+        # Behind it, tokens are put back to frames, rows and columns.
+        outputs={"visual_transformer_blocks.-1": Gather(dim=1, segment="video")},
+        joint_order=("video",),
+        # Which keys a head attends to is found from means of its queries and keys over 64 tokens.
+        attention={
+            "**.self_attention": AttentionByHeads(
+                "video", ("to_query", "to_key", "to_value"), "out_layer", heads="num_heads"
+            )
+        },
+    ),
+    blocks=CachedBlocks((Stage(("visual_transformer_blocks",), chained=True),)),
 )

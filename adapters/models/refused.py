@@ -2,13 +2,10 @@
 
 from collections.abc import Mapping
 
-_FLEX = "it attends through flex attention, by a mask of blocks of the whole video"
 _PART = "it is a part of a UNet, which would have to shard rows of an image, not tokens"
 
 REFUSED: Mapping[str, str] = {
-    "AnyFlowFARTransformer3DModel": f"{_FLEX} (AnyFlowTransformer3DModel, which generates a video at once, has one)",
     "DreamLiteTransformer2DModel": _PART,
-    "Kandinsky6SRTransformer3DModel": f"{_FLEX} (Kandinsky6Transformer3DModel, before it, has one)",
     "LuminaNextDiT2DModel": "its processor scales attention by the number of tokens that it is given, which would be those of one rank",
     "MiniMaxMusic3RVQDepthDecoder": "it decodes one step's 8 codebooks: there is no sequence to share",
     "PriorTransformer": "it attends to some 80 tokens of text and one embedding: there is no sequence to share",
@@ -18,5 +15,4 @@ REFUSED: Mapping[str, str] = {
     "T5FilmDecoder": "its only pipeline, SpectrogramDiffusion, is deprecated and has no component named transformer",
     "Transformer2DModel": _PART,
     "TransformerTemporalModel": _PART,
-    "WanAnimate2Transformer3DModel": f"{_FLEX} (WanAnimateTransformer3DModel has one)",
 }

@@ -1,10 +1,10 @@
-"""Wan, ChronoEdit, Wan VACE, Wan Animate, SkyReels V2 and AnyFlow. Read against diffusers 0.42."""
+"""Wan, ChronoEdit, Wan VACE, Wan Animate and Animate 2, SkyReels V2, AnyFlow and AnyFlow FAR. Read against diffusers 0.42."""
 
 from dataclasses import replace
 
 from para_core.adapters.adapter import Adapter
 from para_core.cache.blocks import CachedBlocks, Stage
-from para_core.plans.plan import Attention, Gather, Plan, Split
+from para_core.plans.plan import Attention, AttentionByHeads, Gather, Plan, Split
 from para_core.weights.patch_plan import Frames
 from para_core.weights.tensor_plan import COLUMNS, ROWS, TensorPlan
 
@@ -133,4 +133,37 @@ ANYFLOW = Adapter(
     ),
     blocks=BLOCKS,
     tensor=TENSOR,
+)
+
+# Self-attention packs or pads all tokens for a mask of flex attention, and keeps keys for later calls. Queries and keys are normalized
+# over all heads, before tokens are exchanged for heads.
+_BY_HEADS = AttentionByHeads("video", ("norm_q", "norm_k", "to_v"), "to_out.0")
+
+ANYFLOW_FAR = Adapter(
+    transformer="AnyFlowFARTransformer3DModel",
+    pipelines="AnyFlow FAR",
+    plan=Plan(
+        inputs={},
+        inner={"blocks.*": {"temb": POSITIONS}, "blocks.0": {"hidden_states": VIDEO}},
+        # Behind it, the time steps of all tokens are applied once more.
+        outputs={"blocks.-1": Gather(dim=1, segment="video")},
+        joint_order=("video",),
+        # Keys of earlier chunks, [2, B, H, S, D].
+        attention={"**.attn1": replace(_BY_HEADS, caches=(("kv_cache", 2),)), "**.attn2": TO_TEXT},
+    ),
+    # No blocks for First Block Cache: a block that is skipped writes no keys for the chunks that come next.
+)
+
+WAN_ANIMATE_2 = Adapter(
+    transformer="WanAnimate2Transformer3DModel",
+    pipelines="Wan Animate 2",
+    plan=Plan(
+        inputs={},
+        inner={"blocks.0": {"hidden_states": VIDEO}},
+        # Not behind the last block, which a model of ten blocks leaves out without a condition.
+        outputs={"head": Gather(dim=1, segment="video")},
+        joint_order=("video",),
+        # Keys of the reference are kept as the module has them: with own heads.
+        attention={"**.self_attn": _BY_HEADS, "**.cross_attn": TO_TEXT},
+    ),
 )

@@ -8,7 +8,10 @@ from typing import Any
 from torch import nn
 
 from para_core.adapters.refusals.case import Case
+from para_core.adapters.supported import plan_for
 from para_core.cache.foreign import foreign_cache
+from para_core.plans.places import matching_modules
+from para_core.plans.plan import AttentionByHeads
 
 # These are scaled_dot_product_attention under a switch that says how it computes.
 _SEEN = ("native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math")
@@ -16,7 +19,10 @@ _SEEN = ("native", "_native_cudnn", "_native_efficient", "_native_flash", "_nati
 
 def unseen_attention(case: Case) -> Mapping[str, Any] | None:
     """One module alone may have another backend, so it does not do to see that some attention was intercepted."""
+    by_heads = _attention_by_heads(case) if case.sequence_ranks > 1 else ()
     for at, module in case.module.named_modules() if case.sequence_ranks > 1 else ():
+        if at in by_heads:
+            continue
         processor: Any = getattr(module, "processor", None)
         # A processor without this attribute calls scaled_dot_product_attention itself, whatever was set.
         if hasattr(processor, "_attention_backend"):
@@ -24,6 +30,18 @@ def unseen_attention(case: Case) -> Mapping[str, Any] | None:
             if backend not in _SEEN:
                 return {"backend": backend, "at": at}
     return None
+
+
+def _attention_by_heads(case: Case) -> set[str]:
+    """Modules that have all tokens and a share of the heads: any backend of theirs is right."""
+    plan = plan_for(case.module, adapter=case.adapter)
+    patterns = () if plan is None else plan.attention.items()
+    return {
+        at
+        for pattern, attention in patterns
+        if isinstance(attention, AttentionByHeads)
+        for at in matching_modules(case.module, pattern)
+    }
 
 
 # A method that names one of these computes scores itself, as processors of diffusers did before PyTorch 2.

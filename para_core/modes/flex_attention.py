@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
 from para_core.agreement import agree, signature
@@ -29,6 +29,7 @@ from para_core.attention.call_agreement import EQUAL_PARTS
 from para_core.attention.flex_exchange import enter, leave, query_rows
 from para_core.attention.options import AttnOptions
 from para_core.collectives import LIBRARY
+from para_core.instance import original_class
 from para_core.layout import Run, Segment, SequenceLayout
 from para_core.mesh import SequenceMesh
 from para_core.modes.block_masks import ShardedMaskMod, layout_id, positions_of
@@ -367,5 +368,27 @@ def explain_unsharded_mask(error: BaseException | None) -> None:
     if isinstance(error, Exception) and compared is not None:
         raise ValueError(
             f"{compared.group()}, which are those of this rank. On several ranks each holds a part of the tokens: make the mask "
-            "over all tokens, and pass cp.shard(block_mask)."
+            "over all tokens, and pass cp.shard(block_mask), or name it in the plan, SplitMask((segment,))."
         ) from error
+
+
+# -- whether a model uses it
+
+_NAMES = {"flex_attention", "create_block_mask", "create_mask", "BlockMask"}
+
+
+def uses_flex_attention(module: nn.Module) -> bool:
+    """Whether the code of ``module`` names flex attention or what makes its masks, as far as its source files show."""
+    parts = [(part, getattr(part, "processor", None)) for part in module.modules()]
+    files = {original_class(one).__module__ for pair in parts for one in pair if one is not None}
+    return any(_names_flex_attention(sys.modules.get(name)) for name in files if not name.startswith("torch."))
+
+
+def _names_flex_attention(file: Any) -> bool:
+    values = list(vars(file).values()) if file is not None else []
+    own = [value for value in values if getattr(value, "__module__", None) == file.__name__]
+    functions = [value for value in own if not isinstance(value, type)]
+    functions += [value for cls in own if isinstance(cls, type) for value in vars(cls).values()]
+    return _NAMES & set(vars(file) if file is not None else ()) != set() or any(
+        _NAMES & set(getattr(getattr(function, "__code__", None), "co_names", ())) for function in functions
+    )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -274,3 +274,8 @@ def at_the_dispatcher(attend: Attend, is_active: Callable[[], bool] = lambda: Tr
     finally:
         _OF_THREAD.attending.pop()
         _OF_THREAD.is_active.pop()
+
+
+def not_at_the_dispatcher() -> AbstractContextManager[Any]:
+    """Inside, in this thread, nothing becomes what :func:`at_the_dispatcher` says: the dispatcher does not ask."""
+    return torch._C._ExcludeDispatchKeyGuard(_KEYS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from para_core.attention.options import AttnOptions
 from para_core.layout import Segment, SequenceLayout
 from para_core.mesh import SequenceMesh
 from para_core.modes.flex_attention import FlexOverMesh, called_in_eager_code
-from para_core.modes.interceptor import at_the_dispatcher, intercept, pass_on
+from para_core.modes.interceptor import at_the_dispatcher, intercept, not_at_the_dispatcher, pass_on
 from para_core.modes.known_sequences import HeldLayout, hold, segments_of
 from para_core.modes.recomputation import SET_GRAD_ENABLED, bind_checkpoint, bind_reentrant_checkpoint
 from para_core.plans.kv_cache import PAST
@@ -242,6 +242,17 @@ class Interception:
         if self.mode is not None:
             return self.mode
         return at_the_dispatcher(self._attend, lambda: self._attending[-1].active[0])
+
+    @contextmanager
+    def switched_off(self) -> Iterator[None]:
+        """Inside, attention is what it is on one device."""
+        active = self.planned.active
+        before, active[0] = active[0], False
+        try:
+            with nullcontext() if self.mode is not None else not_at_the_dispatcher():
+                yield
+        finally:
+            active[0] = before
 
     def _attend(self, *args: Any, **kwargs: Any) -> Tensor:
         planned = self._attending[-1]

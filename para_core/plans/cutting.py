@@ -6,13 +6,16 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from para_core.layout import Segment, SequenceLayout
 from para_core.mesh import SequenceMesh
-from para_core.plans.plan import Count, Cut, Entries, FirstTokens, Gather, LastTokens, Replicate, Split
+from para_core.modes.block_masks import shard_block_mask
+from para_core.plans.plan import Count, Cut, Entries, FirstTokens, Gather, LastTokens, Replicate, Split, SplitMask
 from para_core.tokens import gather_tokens, shard_tokens
 
 
@@ -31,6 +34,9 @@ class Cutting:
         self._coarse = coarse
         # Of the call under way: the segments that were sharded, or found to be replicated.
         self.segments: dict[str, Segment] = {}
+        # Masks that were sharded, with their layouts: a model gives the same one to each block and in each step.
+        self._masks: WeakKeyDictionary[BlockMask, tuple[SequenceLayout, SequenceLayout, BlockMask]]
+        self._masks = WeakKeyDictionary()
 
     def arguments(
         self,
@@ -68,6 +74,8 @@ class Cutting:
             too_few = bool(total < self.mesh.ranks * self.fewest_on_a_rank(cut.segment))
             self._note(Segment(cut.segment, total, replicated=too_few), 0, name)
             return value
+        if isinstance(cut, SplitMask):
+            return self._split_mask(value, cut, name)
         if isinstance(value, Mapping):
             return {key: self.cut(item, cut, name) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
@@ -84,6 +92,31 @@ class Cutting:
             self._note(Segment(cut.segment, value.shape[cut.dim], replicated=True), cut.dim, name)
             return value
         return self._split(value, cut, name)
+
+    def _split_mask(self, value: Any, cut: SplitMask, name: str) -> BlockMask:
+        if not isinstance(value, BlockMask):
+            raise TypeError(f"{name} is a {type(value).__name__}; the plan shards it as a BlockMask of flex attention.")
+        query_layout = self._layout_of(cut.queries, value.seq_lengths[0])
+        key_layout = self._layout_of(cut.keys or cut.queries, value.seq_lengths[1])
+        if not (query_layout.sharded or key_layout.sharded):
+            return value
+        traced = torch.compiler.is_compiling()
+        known = None if traced else self._masks.get(value)
+        if known is None or known[:2] != (query_layout, key_layout):
+            known = query_layout, key_layout, shard_block_mask(value, query_layout, key_layout, self.mesh)
+            if not traced:
+                self._masks[value] = known
+        return known[2]
+
+    def _layout_of(self, names: Sequence[str], total: int) -> SequenceLayout:
+        """The layout of ``total`` tokens of these segments; of one that was never sharded every rank holds all."""
+        known = [self.segments.get(name) for name in names]
+        rest = total - sum([segment.total for segment in known if segment is not None])
+        found = [
+            Segment(name, rest, replicated=True) if segment is None else segment
+            for name, segment in zip(names, known, strict=True)
+        ]
+        return SequenceLayout(tuple(found), self.mesh.ranks)
 
     def _entries(self, value: Any, cut: Entries, name: str) -> Any:
         if not isinstance(value, (list, tuple)) or len(value) != len(cut.cuts):

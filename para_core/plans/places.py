@@ -6,12 +6,12 @@ import inspect
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
 from para_core.instance import original_class, uncompiled
-from para_core.plans.plan import Attending, Cut, Gather, Halo, Plan
+from para_core.plans.plan import Attending, AttentionByHeads, Cut, Gather, Halo, Plan
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,8 @@ class Boundary:
     gathers: tuple[Gather | None, ...] = ()
     attention: Attending = ()
     halo: Halo | None = None
+    # Of an attention by heads, whether this submodule's output becomes that of all tokens, or its input that of own ones.
+    exchange: Literal["enter", "leave"] | None = None
 
     def with_more(self, other: Boundary) -> Boundary:
         return Boundary(
@@ -31,6 +33,7 @@ class Boundary:
             self.gathers or other.gathers,
             self.attention or other.attention,
             self.halo or other.halo,
+            self.exchange or other.exchange,
         )
 
 
@@ -44,6 +47,10 @@ def find_boundaries(module: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module,
     required += [Boundary(name, gathers=as_tuple(rule)) for name, rule in plan.outputs.items() if name]
     required += [Boundary(name, halo=halo) for name, halo in plan.halos.items()]
     attending = [Boundary(name, attention=attention) for name, attention in plan.attention.items()]
+    for name, attention in plan.attention.items():
+        if isinstance(attention, AttentionByHeads):
+            required += [Boundary(f"{name}.{projection}", exchange="enter") for projection in attention.projections]
+            required.append(Boundary(f"{name}.{attention.output}", exchange="leave"))
     found: dict[str, tuple[nn.Module, Boundary]] = {}
     for boundary in (*required, *attending):
         matching = matching_modules(module, boundary.name)

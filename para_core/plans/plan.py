@@ -98,8 +98,21 @@ class Entries:
     cuts: tuple[Split | None, ...]
 
 
+@dataclass(frozen=True)
+class SplitMask:
+    """Shard a ``BlockMask`` of flex attention, which is over all tokens, to the rows that this rank computes.
+
+    Args:
+        queries: the segments of its rows, in their order. They have been sharded before, or are replicated.
+        keys: those of its columns. None: those of its rows.
+    """
+
+    queries: tuple[str, ...]
+    keys: tuple[str, ...] | None = None
+
+
 # A Gather of an input: this one module sees all tokens.
-Cut = Split | Replicate | Count | FirstTokens | LastTokens | Gather | Entries
+Cut = Split | Replicate | Count | FirstTokens | LastTokens | Gather | Entries | SplitMask
 
 
 @dataclass(frozen=True)
@@ -149,17 +162,41 @@ class LinearAttention:
     sums: tuple[tuple[str, int], ...]
 
 
+@dataclass(frozen=True)
+class AttentionByHeads:
+    """A self-attention module that each rank runs on all tokens of ``segment``, with a share of its heads.
+
+    For a module that needs all tokens between its projections and its attention: it packs or pads them, makes a mask from them, or
+    keeps their keys for later calls. Tokens are exchanged for heads over all sequence ranks, those of a ring, too, so there have to be
+    as many heads as ranks. What the module is given besides its tokens, such as positions, is left whole.
+
+    Args:
+        projections: submodules whose outputs, ``[B, S, heads * D]``, are exchanged: the last before heads are taken apart.
+        output: the submodule whose input, of the same form, is exchanged back.
+        heads: the attribute of the module that holds their number.
+        caches: parameters of the module that hold tensors (or dicts of such) with all heads, and the dim of these.
+    """
+
+    segment: str
+    projections: tuple[str, ...]
+    output: str
+    heads: str = "heads"
+    caches: tuple[tuple[str, int], ...] = ()
+
+
 # What a module attends to.
-Attending = tuple[Attention, ...] | OneForEach | LinearAttention
+Attending = tuple[Attention, ...] | OneForEach | LinearAttention | AttentionByHeads
 
 
 def attention_calls(
-    attention: tuple[Attention, ...] | OneForEach,
+    attention: tuple[Attention, ...] | OneForEach | AttentionByHeads,
     parameters: tuple[str, ...],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> tuple[Attention, ...]:
     """What each attention call of a module consists of that is given these arguments."""
+    if isinstance(attention, AttentionByHeads):
+        return (Attention((attention.segment,)),)
     if not isinstance(attention, OneForEach):
         return attention
     given = {**dict(zip(parameters, args, strict=False)), **kwargs}.get(attention.parameter) or ()
@@ -191,7 +228,8 @@ class Plan:
         joint_order: the segments of which an attention call consists, unless ``attention`` says otherwise.
         inner: module name to splits of its inputs (by parameter) or outputs (by index).
         attention: module name to what its first, second, … attention call consists of; the last stands for all further. Or, where
-            their number depends on an argument, to that; or to the sum over tokens that stands for attention there. Where several names fit, the first counts.
+            their number depends on an argument, to that; or to the sum over tokens that stands for attention there; or, for a module that
+            needs all tokens, to its share of heads. Where several names fit, the first counts.
         halos: module name to the rows of other ranks that it sees.
         refused: parameters of the model's ``forward`` that cannot be given in parallel, each with the reason.
         batched: parameters that hold all branches of guidance, one behind the other, and the dim along which they do (None:

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from para_core.layout import Segment
 from para_core.mesh import MeshDim, SequenceMesh
 from para_core.modes import fused_encoder
 from para_core.modes.flash_attention import has_other_builds
+from para_core.modes.flex_attention import explain_unsharded_mask, uses_flex_attention
 from para_core.modes.interceptor import Attend, unintercepted
 from para_core.modes.recomputation import is_in_backward
 from para_core.modes.unified import UnifiedAttnMode
@@ -39,10 +40,21 @@ from para_core.plans.attention import Interception, PlannedAttention
 from para_core.plans.checkpointing import recomputed_under, refuse_checkpointing
 from para_core.plans.cutting import Cutting
 from para_core.plans.halo import add_halo, drop_halo
+from para_core.plans.heads import HeadExchange
 from para_core.plans.kv_cache import PAST, CachesOfCall
 from para_core.plans.linear import SumsOverRanks
 from para_core.plans.places import Boundary, as_tuple, find_boundaries, is_at, parameters_of
-from para_core.plans.plan import Attention, Cut, Halo, LinearAttention, Plan, Split, attention_calls, coarse_segments
+from para_core.plans.plan import (
+    Attention,
+    AttentionByHeads,
+    Cut,
+    Halo,
+    LinearAttention,
+    Plan,
+    Split,
+    attention_calls,
+    coarse_segments,
+)
 from para_core.plans.published import published_plan
 from para_core.plans.samples import all_samples, holds_tensor, number_of_samples, own_samples
 
@@ -81,6 +93,15 @@ class _Region:
             isinstance(found, (nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention))
             for found in module.modules()
         )
+        # Parameters in which each rank keeps keys of its own heads, so what they hold differs.
+        self.kept_by_heads = {
+            name
+            for attention in plan.attention.values()
+            if isinstance(attention, AttentionByHeads)
+            for name, _ in attention.caches
+        }
+        # The dispatcher has no way to hand on what operators of torch run that run functions.
+        self.uses_flex_attention = uses_flex_attention(module)
         self.mixes_over_ranks = mesh.ranks > 1 and (
             bool(plan.halos) or any(isinstance(attention, LinearAttention) for attention in plan.attention.values())
         )
@@ -96,6 +117,8 @@ class _Region:
         self._cutting = Cutting(mesh, coarse_segments(plan))
         # The call under way was given a key-value cache that holds tokens.
         self._continues = False
+        # Of the attention module under way, if it runs by heads.
+        self._head_exchanges: list[HeadExchange] = []
 
     @property
     def interception(self) -> Interception | None:
@@ -115,7 +138,8 @@ class _Region:
         if not torch.compiler.is_compiling():
             self.attach(module)
             if self.require_equal is not None and not self.known_equal:
-                self.require_equal({**dict(zip(self.parameters, args, strict=False)), **kwargs})
+                given = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
+                self.require_equal({name: value for name, value in given.items() if name not in self.kept_by_heads})
         compiled = self.compiled_before
         if compiled is None or module._compiled_call_impl is not compiled:
             return call(module, *args, **kwargs)
@@ -163,6 +187,9 @@ class _Region:
             if rule is not None:
                 output = self._cutting.outputs(output, as_tuple(rule))
             return self._all_samples(output, samples)
+        except ValueError as error:
+            explain_unsharded_mask(error)
+            raise
         finally:
             self._interceptions.clear()
             self._cutting.segments.clear()
@@ -198,6 +225,8 @@ class _Region:
     def _may_use_the_dispatcher(self, module: nn.Module) -> bool:
         """Whether all attention of this call is dispatched, here and now, by eager code that keeps no gradient."""
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or self.encoders or has_other_builds():
+            return False
+        if self.uses_flex_attention:
             return False
         # The innermost mode counts, so one around this call would count more than the plan.
         return torch._C._len_torch_function_stack() == 0 and not has_compiled_parts(module)
@@ -319,6 +348,8 @@ class _Region:
             interception.planned.bind_checkpoint()
             if isinstance(attention, LinearAttention):
                 return self._sum(attention, interception, call, module, *args, **kwargs)
+            if isinstance(attention, AttentionByHeads):
+                return self._by_heads(attention, interception, parameters, call, module, *args, **kwargs)
             with interception.attending_to(attention_calls(attention, parameters, args, kwargs)):
                 return call(module, *args, **kwargs)
 
@@ -328,6 +359,8 @@ class _Region:
             self.interception.planned.bind_checkpoint()
             return self._with_halo(boundary.halo, attend, call, module, *args, **kwargs)
 
+        if boundary.exchange is not None:
+            return self._exchange_heads(boundary.exchange)
         inside = attend if boundary.halo is None else mix
         return cut_and_gather if boundary.cuts or boundary.gathers else inside
 
@@ -352,6 +385,42 @@ class _Region:
         sums.require_summed()
         interception.planned.intercepted[0] = True
         return output
+
+    def _by_heads(
+        self,
+        attention: AttentionByHeads,
+        interception: Interception,
+        parameters: tuple[str, ...],
+        call: Callable[..., Any],
+        module: nn.Module,
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if not self._is_sharded(attention.segment):
+            return call(module, *args, **kwargs)
+        segment = self._cutting.segment(attention.segment)
+        exchange = HeadExchange(attention, segment, self.mesh, getattr(module, attention.heads))
+        args, kwargs = exchange.own_caches(parameters, args, kwargs)
+        self._head_exchanges.append(exchange)
+        try:
+            with interception.switched_off(), exchange.own_heads(module):
+                output = call(module, *args, **kwargs)
+        finally:
+            self._head_exchanges.clear()
+        interception.planned.intercepted[0] = True
+        return output
+
+    def _exchange_heads(self, direction: Literal["enter", "leave"]) -> Around:
+        def enter(call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            output = call(module, *args, **kwargs)
+            return self._head_exchanges[-1].enter(output) if self._head_exchanges else output
+
+        def leave(call: Callable[..., Any], module: nn.Module, /, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            x = self._head_exchanges[-1].leave(x) if self._head_exchanges else x
+            return call(module, x, *args, **kwargs)
+
+        return enter if direction == "enter" else leave
 
     def _with_halo(
         self,

@@ -14,7 +14,7 @@ from para_core.layout import Segment, SequenceLayout
 from para_core.mesh import MeshDim, SequenceMesh, dim_of_one
 from para_core.plans.cutting import Cutting
 from para_core.plans.places import Boundary, as_tuple, find_boundaries, parameters_of
-from para_core.plans.plan import Attention, Entries, FirstTokens, LastTokens, Plan, Replicate, Split
+from para_core.plans.plan import Attention, AttentionByHeads, Entries, FirstTokens, LastTokens, Plan, Replicate, Split
 from para_core.weights.patch_operator import PatchAttnMode
 
 # Begin and length, along tokens, or along a dim of what a model is given.
@@ -112,6 +112,8 @@ def _why_not(plan: Plan) -> str | None:
     if any(isinstance(cut, Split) and (cut.then_replicated or cut.after_replicated) for cut in cuts):
         return "its tokens stand beside others in one tensor"
     calls = plan.attention.values()
+    if any(isinstance(of, AttentionByHeads) for of in calls):
+        return "its attention needs the tokens of all patches at once"
     if not all(isinstance(of, tuple) and all(one.mask != "pairs" for one in of) for of in calls):
         return "it attends to sums, to lists, or by a mask of pairs of tokens"
     return None

@@ -7,6 +7,7 @@ import diffusers
 import pytest
 import torch
 import torch.distributed as dist
+from torch._higher_order_ops.flex_attention import flex_attention
 from torch.nn import functional as F
 
 from benchmarks.tiny_models import MODELS
@@ -103,6 +104,8 @@ class KeyHeads(torch.overrides.TorchFunctionMode):
         if function is F.scaled_dot_product_attention:
             key = args[1] if len(args) > 1 else kwargs["key"]
             self.found.append((key.shape[-2], key.shape[-3]))
+        if function is flex_attention and not torch.compiler.is_compiling():
+            self.found.append((args[1].shape[-2], args[1].shape[-3]))
         return function(*args, **(kwargs or {}))
 
 

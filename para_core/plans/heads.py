@@ -1,0 +1,140 @@
+"""A self-attention module on all tokens, with a share of the heads on each rank: the exchange around its projections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from para_core.collectives import all_to_all
+from para_core.layout import Run, Segment
+from para_core.mesh import MeshDim, SequenceMesh
+from para_core.plans.plan import AttentionByHeads
+
+
+class HeadExchange:
+    """One call of the module: ``[B, S_local, heads * D]`` of its projections to ``[B, S, own heads * D]``, and back.
+
+    Tokens are exchanged for heads over the ``ulysses`` mesh dim, and then those of its block over ``ring``.
+
+    Args:
+        segment: sharded, in consecutive parts.
+        heads: of all ranks.
+    """
+
+    def __init__(self, attention: AttentionByHeads, segment: Segment, mesh: SequenceMesh, heads: int) -> None:
+        if heads < mesh.ranks:
+            raise ValueError(
+                f"an attention module has {heads} heads, and {mesh.ranks} ranks share the tokens of a sequence; its plan gives each "
+                "of them whole heads, at least one. Use fewer ranks for the sequence, and others along the mesh dim 'batch'."
+            )
+        self.attention, self._mesh = attention, mesh
+        sizes = segment.sizes(mesh.ranks)
+        width = mesh.ulysses.size
+        blocks = [sizes[first : first + width] for first in range(0, mesh.ranks, width)]
+        # (mesh dim, tokens of each of its ranks, heads of each of its ranks), in the order in which tokens become heads.
+        of_ulysses = [Segment("heads", heads).runs(index, width)[0] for index in range(width)]
+        first, count = of_ulysses[mesh.ulysses.index]
+        of_ring = [Segment("heads", count).runs(index, mesh.ring.size)[0] for index in range(mesh.ring.size)]
+        self._steps = [
+            (mesh.ulysses, list(blocks[mesh.ring.index]), [number for _, number in of_ulysses]),
+            (mesh.ring, [sum(block) for block in blocks], [number for _, number in of_ring]),
+        ]
+        start, number = of_ring[mesh.ring.index]
+        self.own: Run = (first + start, number)
+        self._entered = 0
+
+    def enter(self, x: Tensor) -> Tensor:
+        """What a projection gave, for all tokens and this rank's heads."""
+        self._entered += 1
+        for dim, tokens, heads in self._steps:
+            x = _to_heads(x, tokens, heads, dim)
+        return x
+
+    def leave(self, x: Tensor) -> Tensor:
+        """The inverse of :meth:`enter`."""
+        if self._entered != len(self.attention.projections):
+            raise RuntimeError(
+                f"an attention module called {self._entered} of its projections {', '.join(self.attention.projections)}; its plan expects "
+                "all of them. Undo fused projections: unfuse_qkv_projections()."
+            )
+        for dim, tokens, heads in reversed(self._steps):
+            x = _to_tokens(x, tokens, heads, dim)
+        return x
+
+    @contextmanager
+    def own_heads(self, module: nn.Module) -> Iterator[None]:
+        """Inside, ``module`` has this rank's number of heads."""
+        before = getattr(module, self.attention.heads)
+        setattr(module, self.attention.heads, self.own[1])
+        try:
+            yield
+        finally:
+            setattr(module, self.attention.heads, before)
+
+    def own_caches(
+        self, parameters: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of the module, with this rank's heads of the tensors that it keeps keys in: views, which it may write to."""
+        given = list(args)
+        kwargs = dict(kwargs)
+        for name, dim in self.attention.caches:
+            if name in kwargs:
+                kwargs[name] = self._own_views(kwargs[name], dim)
+            elif name in parameters[: len(given)]:
+                place = parameters.index(name)
+                given[place] = self._own_views(given[place], dim)
+        return tuple(given), kwargs
+
+    def _own_views(self, value: Any, dim: int) -> Any:
+        if isinstance(value, Tensor):
+            return value.narrow(dim, *self.own)
+        if isinstance(value, Mapping):
+            return {key: self._own_views(item, dim) for key, item in value.items()}
+        return value
+
+
+def _to_heads(x: Tensor, tokens: list[int], heads: list[int], dim: MeshDim) -> Tensor:
+    """``[B, own tokens, all heads * D]`` to ``[B, all tokens, own heads * D]``."""
+    if dim.size == 1:
+        return x
+    batch, width = x.shape[0], x.shape[2] // sum(heads)
+    parts = x.split([number * width for number in heads], dim=2)
+    own = heads[dim.index] * width
+    received = all_to_all(
+        torch.cat([part.flatten() for part in parts]),
+        [batch * tokens[dim.index] * number * width for number in heads],
+        [batch * number * own for number in tokens],
+        dim,
+    )
+    ends = list(accumulate([batch * number * own for number in tokens], initial=0))
+    whole = [
+        received.narrow(0, start, batch * number * own).view(batch, number, own)
+        for start, number in zip(ends, tokens, strict=False)
+    ]
+    return torch.cat(whole, dim=1)
+
+
+def _to_tokens(x: Tensor, tokens: list[int], heads: list[int], dim: MeshDim) -> Tensor:
+    """The inverse of :func:`_to_heads`."""
+    if dim.size == 1:
+        return x
+    batch, width = x.shape[0], x.shape[2] // heads[dim.index]
+    parts = x.split(tokens, dim=1)
+    own = tokens[dim.index]
+    received = all_to_all(
+        torch.cat([part.flatten() for part in parts]),
+        [batch * number * heads[dim.index] * width for number in tokens],
+        [batch * own * number * width for number in heads],
+        dim,
+    )
+    ends = list(accumulate([batch * own * number * width for number in heads], initial=0))
+    whole = [
+        received.narrow(0, start, batch * own * number * width).view(batch, own, number * width)
+        for start, number in zip(ends, heads, strict=False)
+    ]
+    return torch.cat(whole, dim=2)
