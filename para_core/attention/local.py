@@ -7,7 +7,6 @@ from math import inf
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend
 
 from para_core.attention.backends import BACKWARD, FORWARD, MATH, Problem, backward_of, room_for_out
 from para_core.attention.choice import OF_PYTORCH, SWITCHES, Backend, chosen
@@ -266,10 +265,23 @@ def require_backend(
         chosen(backend, query, value, masked=mask is not None)
     if torch._C._get_math_sdp_enabled():
         return
-    probe, probe_value = (x.new_empty(1, 1, 2, x.shape[-1]) for x in (query, value))
-    if mask is not None:
-        mask = _in_taken_dtype(mask.new_empty(1, 1, 2, 2), query)
-    _choose_backend(Problem(probe, probe, probe_value, mask, False, None))
+    masked_in = None if mask is None else mask.dtype
+    if not _has_backend(query.dtype, query.device, query.shape[-1], value.shape[-1], masked_in):
+        raise _no_backend(query, value, mask)
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def _has_backend(
+    dtype: torch.dtype, device: torch.device, head_dim: int, value_dim: int, mask_dtype: torch.dtype | None
+) -> bool:
+    """Whether the user's switches leave a backend. A graph takes the answer for a constant: what asks for it cannot be traced."""
+    query, value = (torch.empty(1, 1, 2, size, dtype=dtype, device=device) for size in (head_dim, value_dim))
+    mask = None if mask_dtype is None else torch.zeros(1, 1, 2, 2, dtype=mask_dtype, device=device)
+    try:
+        _choose_backend(Problem(query, query, value, with_diagonal(mask, False, query, query)[0], False, None))
+    except RuntimeError:
+        return False
+    return True
 
 
 def _choose_backend(problem: Problem) -> int:
@@ -289,7 +301,9 @@ def _choose_backend(problem: Problem) -> int:
 
 
 def _no_backend(query: Tensor, value: Tensor, mask: Tensor | None) -> RuntimeError:
-    enabled = [SDPBackend(OF_PYTORCH[name]).name for name, is_enabled in SWITCHES.items() if is_enabled()]
+    # Names of SDPBackend by hand: Dynamo cannot make one from its value.
+    names = {"math": "MATH", **{name: f"{name.upper()}_ATTENTION" for name in ("flash", "efficient", "cudnn")}}
+    enabled = [names[name] for name, is_enabled in SWITCHES.items() if is_enabled()]
     masked = "" if mask is None else f" with a mask of {mask.dtype}"
     return RuntimeError(
         f"no attention backend is left: sdpa_kernel(...) or torch.backends.cuda.enable_*_sdp(...) allow "

@@ -151,3 +151,34 @@ def probe_often():
 
 def test_attention_of_the_users_own_is_probed_once_per_kind_of_call(rank_pool):
     assert rank_pool.run(probe_often, 2) == [1, 1]
+
+
+def compile_under_switches(ring, ulysses, kernel):
+    mode, outs = UnifiedAttnMode(make_mesh(ring, ulysses)), []
+
+    def attend(q, k, v):
+        with mode:
+            tokens = mode.sequence(q.shape[2])
+            q, k, v = (mode.shard(x, dim=2, sequence=tokens) for x in (q, k, v))
+            return mode.gather(F.scaled_dot_product_attention(q, k, v), dim=2, sequence=tokens)
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    with torch.no_grad(), sdpa_kernel([getattr(SDPBackend, kernel)]):
+        for S in (12, 7):
+            try:
+                outs.append(compiled(*make_qkv(S, 4)))
+            except RuntimeError as error:
+                outs.append(str(error))
+    return outs
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (2, 1)])
+def test_a_graph_is_traced_while_the_math_backend_is_switched_off(rank_pool, ring, ulysses):
+    for outs in rank_pool.run(compile_under_switches, 2, ring, ulysses, "FLASH_ATTENTION"):
+        for S, out in zip((12, 7), outs, strict=True):
+            assert relative_error(out, F.scaled_dot_product_attention(*make_qkv(S, 4))) < 1e-5
+
+
+def test_a_graph_for_which_no_backend_is_left_is_an_error_on_every_rank(rank_pool):
+    for outs in rank_pool.run(compile_under_switches, 2, 1, 2, "EFFICIENT_ATTENTION"):
+        assert all("EFFICIENT_ATTENTION" in out and "SDPBackend.MATH" in out for out in outs), outs

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from para_core import UnifiedAttnMode
 from tests.attention.one_device import make_qkv, relative_error
@@ -43,3 +44,24 @@ def test_the_error_is_that_of_sdpa_and_of_one_rounding_more(rank_pool, ring, dty
         # Each block's result is rounded once: 1.12 times SDPA's own error. With what was merged in 16 bits it is 1.4 times,
         # with lse in 16 bits 1.28 times.
         assert relative_error(out, exact) <= 1.2 * alone
+
+
+def gradient_of_the_query(inputs):
+    mesh = init_device_mesh("cpu", (1, torch.distributed.get_world_size()), mesh_dim_names=("ring", "ulysses"))
+    q, k, v = (x.clone().requires_grad_() for x in inputs)
+    with sdpa_kernel([SDPBackend.MATH]), UnifiedAttnMode(mesh) as cp:
+        parts = [cp.shard(x, dim=2) for x in (q, k, v)]
+        F.scaled_dot_product_attention(*parts).sum().backward()
+    return q.grad
+
+
+@in_16_bits
+def test_a_gradient_that_cancels_is_as_exact_as_that_of_one_device_with_ulysses(rank_pool, dtype):
+    inputs = [torch.rand(1, 4, 33, 16, generator=torch.Generator().manual_seed(i)).to(dtype) for i in range(3)]
+    exact, alone = ([x.to(wide, copy=True).requires_grad_() for x in inputs] for wide in (torch.float64, dtype))
+    F.scaled_dot_product_attention(*exact).sum().backward()
+    with sdpa_kernel([SDPBackend.MATH]):
+        F.scaled_dot_product_attention(*alone).sum().backward()
+    bound = 1.2 * relative_error(alone[0].grad.double(), exact[0].grad)
+    gradient = sum(grad.double() for grad in rank_pool.run(gradient_of_the_query, 2, inputs))
+    assert relative_error(gradient, exact[0].grad) <= bound
