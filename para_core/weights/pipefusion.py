@@ -192,6 +192,7 @@ class Fusion:
         if not self._in_graphs:
             with at_the_dispatcher(self._keys.attend):
                 return call(block, *args, **kwargs)
+        args, kwargs = pytree.tree_map_only(Tensor, _with_own_strides, (args, kwargs))
         with (
             attention_left_alone(self.module),
             attending_by(self._keys.attend_in_graph),
@@ -337,6 +338,15 @@ class Fusion:
             tokens.source.up_to(patch) if first else torch.zeros(tokens.shape, dtype=tokens.dtype, device=tokens.device)
         )
         return {**given, "hidden_states": some}
+
+
+def _with_own_strides(x: Tensor) -> Tensor:
+    """Return ``x`` with the strides of a tensor of its shape alone, and as no view.
+
+    A part of text and image tokens in one tensor has other strides than a tensor of its own, even where it is contiguous (a batch of one, or no
+    tokens), and a base of another shape: Dynamo makes a graph for each.
+    """
+    return x.contiguous().view(-1).view(x.shape).detach()
 
 
 def fusion_of(module: nn.Module) -> Fusion | None:

@@ -72,6 +72,22 @@ def test_compiled_blocks_of_stages_and_ranks_that_share_patches_do_so_too(rank_p
         check(*of_rank)
 
 
+def compiled_with_few_graphs(name, num_patches, limit):
+    torch._dynamo.reset()
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("ring", "ulysses"))
+    pipe = parallelize_pipe(make(name), mesh=mesh, pipefusion=PipeFusion(num_patches))
+    expected = generate(pipe, name, num_inference_steps=STEPS)
+    pipe.transformer.compile_repeated_blocks(backend="eager", fullgraph=True)
+    with torch._dynamo.config.patch(recompile_limit=limit):
+        return expected, generate(pipe, name, num_inference_steps=STEPS)
+
+
+# Of FLUX: all tokens; a patch with text, and one without.
+def test_patches_that_ranks_share_need_a_graph_for_each_form_alone(rank_pool):
+    for expected, found in rank_pool.run(compiled_with_few_graphs, 2, "flux", 3, limit=3):
+        assert torch.equal(expected, found)
+
+
 def test_the_whole_in_one_graph_and_gradients_are_refused():
     pipe = parallelize_pipe(flux_pipe(), pipefusion=PipeFusion())
     message = r"FluxTransformer2DModel runs under PipeFusion, and was compiled as a whole.*compile_repeated_blocks\(fullgraph=True\)"
