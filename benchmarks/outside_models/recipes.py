@@ -291,6 +291,23 @@ def decoded(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
     return torch.cat(rows, dim=1)
 
 
+def generated(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
+    """Logits of ``generate()`` under a plan, whose cache every rank holds whole."""
+    plan = proposed_plan("Llama, decoding")
+    assert plan is not None
+    apply_context_parallel(model, ContextParallelConfig(mesh=mesh), plan)
+    try:
+        return logits_of_generate(model, inputs)
+    finally:
+        remove_context_parallel(model)
+
+
+def logits_of_generate(model: nn.Module, inputs: Inputs) -> Tensor:
+    options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
+    out = model.generate(**inputs, **options, return_dict_in_generate=True, output_logits=True)
+    return torch.stack(out.logits, dim=1)
+
+
 def decoded_alone(model: nn.Module, inputs: Inputs) -> Tensor:
     ids, rows = inputs["input_ids"], []
     for _ in range(5):
@@ -345,6 +362,7 @@ RECIPES = [
     proposed("ModernBERT, sliding window"),
     proposed("Llama, padded"),
     Recipe("Llama, decoding", "mode, cp.using", decoded, decoded_alone),
+    Recipe("Llama, decoding", "plan, generate()", generated, decoded_alone),
     Recipe("Llama, training", "mode, gradients averaged", trained, trained_alone),
     Recipe("FLUX", MODE, flux),
     proposed("FLUX"),
