@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,8 +9,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from para_core.instance import is_wrapped, original_class, uncompiled
+from para_core.instance import original_class
 from para_core.plans.plan import Plan
+from para_core.plans.published import published_plan
+from para_core.verify.arguments import checked_module, checked_ranks, dims_of_plan, dims_of_tokens
 from para_core.verify.first_difference import Difference, first_difference
 from para_core.verify.lengths import Inputs, lengths_to_check
 from para_core.verify.parts import relative_error, tensors_in
@@ -23,6 +24,9 @@ Method = Literal["ring", "ulysses"]
 _METHODS: tuple[Method, ...] = ("ring", "ulysses")
 # ‖out − ref‖ / ‖ref‖ up to which a result is exact, by the type of the numbers in which the model computes.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+# Characters of an error in a line of the report; the first difference has all of it.
+_WIDTH = 100
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,9 @@ class CheckedCase:
 
     def __str__(self) -> str:
         tokens = "nothing sharded" if self.tokens is None else f"{self.tokens} tokens"
-        result = f"{self.error:.1e}" if self.failure is None else self.failure
+        failure = (self.failure or "").partition("\n")[0]
+        short = failure if len(failure) <= _WIDTH else f"{failure[:_WIDTH]} …"
+        result = f"{self.error:.1e}" if self.failure is None else short
         return f"{self.method:<7} {self.ranks} ranks  {tokens:>8}  {result}"
 
 
@@ -139,16 +145,19 @@ def check_parallel(
         >>> print(check_parallel(llama, input_ids=ids, position_ids=positions, dim=1))  # doctest: +SKIP
         >>> print(check_parallel(dit, latents, plan=proposal.plan))  # doctest: +SKIP
     """
-    module = _checked_module(model)
-    numbers = _checked_ranks(ranks)
+    module = checked_module(model)
+    numbers = checked_ranks(ranks)
     if sum(option is not None for option in (dim, plan, forward)) > 1:
         raise ValueError("check_parallel takes one of dim=, plan= and forward=: what is sharded is said once.")
     if tolerance is None:
         tolerance = _TOLERANCE.get(_dtype_of(module), 1e-4)
     given = Inputs(inputs, kwargs)
-    run = ParallelRun(
-        plan=plan, forward=forward, dims=_dims(module, given, dim) if plan is None and forward is None else {}
-    )
+    if plan is not None:
+        plan = plan if isinstance(plan, Plan) else published_plan(plan)
+        dims = dims_of_plan(module, given, plan)
+    else:
+        dims = dims_of_tokens(module, given, dim) if forward is None else {}
+    run = ParallelRun(plan=plan, forward=forward, dims=dims)
     with torch.random.fork_rng(_rng_devices(module, given)):
         return _Checker(module, given, run, tolerance).check(numbers)
 
@@ -287,28 +296,6 @@ def _fitting(parts: Sequence[Tensor], expected: Sequence[Tensor], segments: Any)
     return next((whole for whole in expected if relative_error(parts, whole, segments) is not None), None)
 
 
-# -- what is given
-
-
-def _checked_module(model: Any) -> nn.Module:
-    module = uncompiled(model)
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; expected an nn.Module (of a pipeline, its transformer).")
-    if any(is_wrapped(one, "parallel") for one in module.modules()):
-        raise ValueError(
-            f"{original_class(module).__name__} is already parallel. Check the unmodified model, or undo it first: "
-            "unparallelize_pipe(pipe), unparallelize_transformer(transformer), remove_context_parallel(model)."
-        )
-    return module
-
-
-def _checked_ranks(ranks: int | Sequence[int]) -> list[int]:
-    numbers = [ranks] if isinstance(ranks, int) else [*ranks]
-    if not numbers or any(not isinstance(number, int) or number < 2 for number in numbers):
-        raise ValueError(f"ranks is {ranks!r}; expected a number of ranks, at least 2, or several such numbers.")
-    return numbers
-
-
 def _dtype_of(module: nn.Module) -> torch.dtype:
     weight = next((x for x in module.parameters() if x.is_floating_point()), None)
     if weight is None:
@@ -321,48 +308,3 @@ def _dtype_of(module: nn.Module) -> torch.dtype:
 def _rng_devices(module: nn.Module, given: Inputs) -> list[torch.device]:
     device = device_of(module, given.leaves())
     return [device] if device.type == "cuda" else []
-
-
-def _dims(module: nn.Module, given: Inputs, dim: int | Mapping[str, int] | None) -> dict[int, int]:
-    """The dim of the tokens of each input that is sharded, by its index among all leaves of the inputs.
-
-    Raises:
-        TypeError, ValueError: there is nothing to shard.
-    """
-    leaves = given.leaves()
-    if isinstance(dim, Mapping):
-        named = _named_leaves(module, given)
-        unknown = [name for name in dim if name not in named]
-        if unknown:
-            raise ValueError(f"dim names {unknown}, which are not among the given arguments {sorted(named)}.")
-        dims = {index: dim[name] for name in dim for index in named[name] if isinstance(leaves[index], Tensor)}
-        bad = [list(leaves[i].shape) for i, d in dims.items() if not -leaves[i].ndim <= d < leaves[i].ndim]
-        if bad or not dims:
-            raise ValueError(
-                f"dim is {dict(dim)}; expected the dim of the tokens of tensors, got shapes {bad or 'none'}."
-            )
-        return {i: d % leaves[i].ndim for i, d in dims.items()}
-    dim = 1 if dim is None else dim
-    if not isinstance(dim, int):
-        raise TypeError(f"dim is a {type(dim).__name__}; expected an int, or a dict of parameter names to ints.")
-    tensors = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor) and -x.ndim <= dim < x.ndim}
-    if not tensors:
-        raise ValueError(f"none of the inputs is a tensor with a dim {dim}; say with dim= where the tokens are.")
-    total = next(iter(tensors.values())).shape[dim]
-    return {i: dim % x.ndim for i, x in tensors.items() if x.shape[dim] == total}
-
-
-def _named_leaves(module: nn.Module, given: Inputs) -> dict[str, list[int]]:
-    """The indexes of the leaves of each argument, by its parameter's name."""
-    bound = inspect.signature(module.forward).bind_partial(*given.args, **given.kwargs).arguments
-    kinds = inspect.signature(module.forward).parameters
-    by_identity: dict[int, list[int]] = {}
-    for index, leaf in enumerate(given.leaves()):
-        by_identity.setdefault(id(leaf), []).append(index)
-    named: dict[str, list[int]] = {}
-    for name, value in bound.items():
-        values = value if kinds[name].kind is inspect.Parameter.VAR_KEYWORD else {name: value}
-        for one, of_name in values.items():
-            leaves = Inputs((of_name,), {}).leaves()
-            named[one] = [index for leaf in leaves for index in by_identity[id(leaf)]]
-    return named

@@ -95,9 +95,19 @@ def _largest_error(event: Event, parts: Sequence[Event], segments: Sequence[Segm
         return 0.0
     largest = 0.0
     for i, whole in enumerate(event.digests):
+        if _is_mask(whole):
+            # Its rows or columns may rightly be of another number. What a wrong one does shows where it is used.
+            continue
         error = _digest_error(whole, [part.digests[i] for part in parts], segments)
         largest = max(largest, error or 0.0)
     return largest
+
+
+def _is_mask(x: Digest) -> bool:
+    """Whether a tensor may be an attention mask: ``[..., S_q, S_k]``, bool or additive."""
+    if x.dtype == torch.bool:
+        return len(x.shape) >= 2
+    return len(x.shape) == 4 and x.shape[1] == 1 and x.dtype.is_floating_point
 
 
 def _digest_error(whole: Digest, parts: Sequence[Digest], segments: Sequence[Segment]) -> float | None:

@@ -61,6 +61,9 @@ def _copied(leaf: Any) -> Any:
 
 
 def lengths_to_check(total: int, ranks: int) -> tuple[int, ...]:
-    """``total`` itself, and the next shorter length that ``ranks`` divide if they do not divide it, else one that they do not."""
+    """``total`` itself, and a shorter length: one that ``ranks`` do not divide if they divide it, else the next that they divide.
+
+    None of fewer tokens than ranks, of which many models cannot compute an empty part.
+    """
     shorter = total - 1 if total % ranks == 0 else total - total % ranks
-    return (total, shorter) if shorter > 0 else (total,)
+    return (total, shorter) if shorter >= ranks else (total,)

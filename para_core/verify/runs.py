@@ -28,7 +28,7 @@ class ParallelRun:
         dims: of the inputs' leaves that are sharded, by index, the dim of their tokens.
     """
 
-    plan: Plan | Mapping[str, Any] | None
+    plan: Plan | None
     forward: Callable[..., Any] | None
     dims: Mapping[int, int]
 
@@ -95,9 +95,7 @@ def run_parallel(
     return results
 
 
-def _run_plan(
-    module: nn.Module, plan: Plan | Mapping[str, Any], mesh: SequenceMesh, inputs: Inputs, result: RankRun
-) -> Any:
+def _run_plan(module: nn.Module, plan: Plan, mesh: SequenceMesh, inputs: Inputs, result: RankRun) -> Any:
     def note() -> None:
         under_way = segments_under_way(module)
         if under_way is not None:

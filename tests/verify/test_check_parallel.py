@@ -161,7 +161,9 @@ def test_a_model_that_draws_random_numbers_is_said_to_do_so():
 
 def test_plans_are_checked():
     module, inputs = MODELS["flux"].build(), MODELS["flux"].inputs(1, 5, 7)
-    assert check_parallel(module, plan=FLUX_PLAN, ranks=2, **inputs).exact
+    check = check_parallel(module, plan=FLUX_PLAN, ranks=2, **inputs)
+    assert check.exact, str(check)
+    assert {case.tokens for case in check.cases} == {35, 34}
     wrong = Plan(
         dict(FLUX_PLAN.inputs),
         FLUX_PLAN.outputs,
@@ -229,6 +231,40 @@ WINDOWED = {
         "layers.0.self_attn",
     ),
 }
+
+
+def test_an_encoder_with_windows_is_found():
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+    model = transformers_model("ModernBert", local_attention=16, global_attn_every_n_layers=2, **ids)
+    positions = torch.arange(12)[None]
+    check = check_parallel(model, input_ids=tokens(12), position_ids=positions, ranks=2)
+    assert check.first_difference.module == "layers.1.attn"
+    assert "sliding_window" in str(check)
+
+
+def test_a_whole_attention_mask_of_a_decoder_is_found_and_a_mask_over_all_tokens_is_exact():
+    model = transformers_model("Llama", num_key_value_heads=2)
+    inputs = {"input_ids": tokens(12), "position_ids": torch.arange(12)[None], "use_cache": False}
+    sharded = {"input_ids": 1, "position_ids": 1}
+    mask = torch.ones(1, 12, dtype=torch.long)
+    for padded in (0, 3):
+        mask[:, :padded] = 0
+        check = check_parallel(model, attention_mask=mask, dim=sharded, ranks=2, **inputs)
+        assert not check.exact
+        assert check.first_difference.module == "layers.0.self_attn"
+        assert "[1, 1, 6, 12]" in str(check)
+    mask = torch.ones(12, 12, dtype=torch.bool).tril()[None, None]
+    check = check_parallel(model, attention_mask=mask, dim=sharded, ranks=2, **inputs)
+    assert check.exact, str(check)
+
+
+def test_a_rank_with_a_single_token_is_found():
+    model = transformers_model("Llama", num_key_value_heads=2)
+    inputs = {"input_ids": tokens(2), "position_ids": torch.arange(2)[None], "use_cache": False}
+    check = check_parallel(model, ranks=2, **inputs)
+    assert check.first_difference.module == "layers.0.self_attn"
+    assert "is_causal" in check.first_difference.reason
+    assert {case.tokens for case in check.cases} == {2}
 
 
 @pytest.mark.parametrize("name", WINDOWED)

@@ -1,0 +1,91 @@
+"""The arguments of check_parallel: which of a model's inputs are sharded, and along which dim."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from para_core.instance import is_wrapped, original_class, uncompiled
+from para_core.plans.plan import Plan, Split
+from para_core.verify.lengths import Inputs
+
+
+def checked_module(model: Any) -> nn.Module:
+    module = uncompiled(model)
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; expected an nn.Module (of a pipeline, its transformer).")
+    if any(is_wrapped(one, "parallel") for one in module.modules()):
+        raise ValueError(
+            f"{original_class(module).__name__} is already parallel. Check the unmodified model, or undo it first: "
+            "unparallelize_pipe(pipe), unparallelize_transformer(transformer), remove_context_parallel(model)."
+        )
+    return module
+
+
+def checked_ranks(ranks: int | Sequence[int]) -> list[int]:
+    numbers = [ranks] if isinstance(ranks, int) else [*ranks]
+    if not numbers or any(not isinstance(number, int) or number < 2 for number in numbers):
+        raise ValueError(f"ranks is {ranks!r}; expected a number of ranks, at least 2, or several such numbers.")
+    return numbers
+
+
+def dims_of_tokens(module: nn.Module, given: Inputs, dim: int | Mapping[str, int] | None) -> dict[int, int]:
+    """The dim of the tokens of each input that is sharded, by its index among all leaves of the inputs.
+
+    Raises:
+        TypeError, ValueError: there is nothing to shard.
+    """
+    leaves = given.leaves()
+    if isinstance(dim, Mapping):
+        named = _named_leaves(module, given)
+        unknown = [name for name in dim if name not in named]
+        if unknown:
+            raise ValueError(f"dim names {unknown}, which are not among the given arguments {sorted(named)}.")
+        dims = {index: dim[name] for name in dim for index in named[name] if isinstance(leaves[index], Tensor)}
+        bad = [list(leaves[i].shape) for i, d in dims.items() if not -leaves[i].ndim <= d < leaves[i].ndim]
+        if bad or not dims:
+            raise ValueError(
+                f"dim is {dict(dim)}; expected the dim of the tokens of tensors, got shapes {bad or 'none'}."
+            )
+        return {i: d % leaves[i].ndim for i, d in dims.items()}
+    dim = 1 if dim is None else dim
+    if not isinstance(dim, int):
+        raise TypeError(f"dim is a {type(dim).__name__}; expected an int, or a dict of parameter names to ints.")
+    tensors = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor) and -x.ndim <= dim < x.ndim}
+    if not tensors:
+        raise ValueError(f"none of the inputs is a tensor with a dim {dim}; say with dim= where the tokens are.")
+    total = next(iter(tensors.values())).shape[dim]
+    return {i: dim % x.ndim for i, x in tensors.items() if x.shape[dim] == total}
+
+
+def dims_of_plan(module: nn.Module, given: Inputs, plan: Plan) -> dict[int, int]:
+    """The dims of inputs that ``plan`` shards, or that go with what it shards; empty if it shards inside of the model."""
+    leaves, named = given.leaves(), _named_leaves(module, given)
+    splits = {name: cut for name, cut in plan.inputs.items() if isinstance(cut, Split) and name in named}
+    # What attention sees comes first: its length is that of the sequence.
+    order = sorted(splits, key=lambda name: splits[name].segment is None)
+    return {
+        index: splits[name].dim % leaves[index].ndim
+        for name in order
+        for index in named[name]
+        if isinstance(leaves[index], Tensor) and -leaves[index].ndim <= splits[name].dim < leaves[index].ndim
+    }
+
+
+def _named_leaves(module: nn.Module, given: Inputs) -> dict[str, list[int]]:
+    """The indexes of the leaves of each argument, by its parameter's name."""
+    bound = inspect.signature(module.forward).bind_partial(*given.args, **given.kwargs).arguments
+    kinds = inspect.signature(module.forward).parameters
+    by_identity: dict[int, list[int]] = {}
+    for index, leaf in enumerate(given.leaves()):
+        by_identity.setdefault(id(leaf), []).append(index)
+    named: dict[str, list[int]] = {}
+    for name, value in bound.items():
+        values = value if kinds[name].kind is inspect.Parameter.VAR_KEYWORD else {name: value}
+        for one, of_name in values.items():
+            leaves = Inputs((of_name,), {}).leaves()
+            named[one] = [index for leaf in leaves for index in by_identity[id(leaf)]]
+    return named
