@@ -48,7 +48,9 @@ def mask_extents(
         raise ValueError(
             f"attn_mask is [..., {sizes[0][0]}, {sizes[0][1]}]: this rank's queries by this rank's keys. That is a block of "
             "the diagonal, and says nothing about other ranks' keys. Pass all columns (key dim "
-            f"{key_layout.total}), or all rows (query dim {query_layout.total})."
+            f"{key_layout.total}), or all rows (query dim {query_layout.total}). A model that builds its own mask from this rank's tokens "
+            "(Hugging Face transformers: for padding, for position_ids that are not consecutive, and always while it is compiled) takes a "
+            "4-D mask over all tokens, of which each rank passes its rows: cp.shard(mask, dim=-2). propose_plan needs none."
         )
     return MaskExtents(queries, keys)
 

@@ -5,12 +5,21 @@ import logging
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import BertConfig, BertModel, GPT2Config, GPT2Model, LlamaConfig, MistralConfig, Qwen2Config
+from transformers import (
+    BertConfig,
+    BertModel,
+    GPT2Config,
+    GPT2Model,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    Qwen2Config,
+)
 from transformers.models.llama.modeling_llama import LlamaModel
 from transformers.models.mistral.modeling_mistral import MistralModel
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 
-from para_core import UnifiedAttnMode, init_context_parallel_mesh
+from para_core import Segment, SequenceLayout, UnifiedAttnMode, init_context_parallel_mesh
 from tests.attention.one_device import relative_error
 
 SIZES = {
@@ -235,3 +244,114 @@ def test_a_decoder_that_was_never_sharded_is_refused_and_equal_parts_are_not(ran
         assert len(warned) == 1
         assert "cp.shard" in warned[0]
         assert relative_error(own, whole.chunk(2, dim=1)[rank]) < 1e-5
+
+
+# -- decoding with a cache of keys and values
+
+
+def decode(kind, name, S, steps):
+    mesh, model, outs = mesh_of(kind), make(name), []
+    ids, ranks = make_ids(S + steps), dist.get_world_size()
+    with torch.no_grad(), UnifiedAttnMode(mesh) as cp:
+        positions = cp.shard(torch.arange(S)[None], dim=1)
+        prompt = model(cp.shard(ids[:, :S], dim=1), position_ids=positions, use_cache=True)
+        outs.append(cp.gather(prompt.last_hidden_state, dim=1))
+        for step in range(steps):
+            # Every rank has the new token, and the keys of all new tokens behind its part of the prompt's.
+            new = SequenceLayout((Segment("new", 1, replicated=True),), ranks)
+            keys = SequenceLayout((Segment("prompt", S), Segment("new", step + 1, replicated=True)), ranks)
+            with cp.using(new, key_layout=keys):
+                token = model(
+                    ids[:, S + step : S + step + 1],
+                    position_ids=torch.tensor([[S + step]]),
+                    past_key_values=prompt.past_key_values,
+                    use_cache=True,
+                )
+            outs.append(token.last_hidden_state)
+    return torch.cat(outs, dim=1)
+
+
+@pytest.mark.parametrize("kind", ["ring", "ulysses"])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_decoding_with_a_cache_is_exact(rank_pool, kind, name):
+    S, steps = 9, 3
+    with torch.no_grad():
+        expected = make(name)(make_ids(S + steps), use_cache=False).last_hidden_state
+    for out in rank_pool.run(decode, 2, kind, name, S, steps):
+        assert relative_error(out, expected) < 1e-5
+
+
+# -- what a model does behind a gather, and layouts that are not consecutive
+
+
+def balanced_and_gathered(kind, S):
+    mesh, model = mesh_of(kind), make("llama")
+    ones = lambda _, local: torch.ones_like(local)  # noqa: E731
+    out = run_parallel(mesh, model, make_ids(S), ones, balance="causal")
+    refused = outcome(lambda: run_parallel(mesh, model, make_ids(S), None, balance="causal"))
+    causal_model = make_causal()
+    with torch.no_grad(), UnifiedAttnMode(mesh) as cp:
+        local, positions = cp.shard(make_ids(S), dim=1), cp.shard(torch.arange(S)[None], dim=1)
+        hidden = causal_model.model(local, position_ids=positions, use_cache=False).last_hidden_state
+        logits = causal_model.lm_head(cp.gather(hidden, dim=1))
+        loss = causal_model.loss_function(logits, make_ids(S), vocab_size=64)
+        flat = cp.gather(hidden, dim=1).view(-1, 32)
+    return out, refused, loss, flat.shape
+
+
+def make_causal():
+    torch.manual_seed(3)
+    return LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2)).eval()
+
+
+@pytest.mark.parametrize("kind", ["ring", "ulysses"])
+def test_a_balanced_decoder_and_a_loss_behind_a_gather(rank_pool, kind):
+    S = 13
+    with torch.no_grad():
+        expected = make("llama")(make_ids(S)).last_hidden_state
+        loss = make_causal()(make_ids(S), labels=make_ids(S)).loss
+    for out, refused, own_loss, shape in rank_pool.run(balanced_and_gathered, 2, kind, S):
+        assert relative_error(out, expected) < 1e-5
+        # Positions that jump look like packed sequences, of which a mask is then built, but not on the rank whose positions do not.
+        assert refused.startswith("ValueError")
+        assert "attn_mask" in refused
+        assert "attention_mask of ones" in refused
+        assert relative_error(own_loss, loss) < 1e-5
+        assert shape == (2 * S, 32)
+
+
+# -- in a graph
+
+
+def compiled_decoder(lengths):
+    mode, model, outs = UnifiedAttnMode(mesh_of("ulysses")), make("llama"), []
+
+    def call(ids, positions, mask):
+        with mode:
+            tokens = mode.sequence(ids.shape[1])
+            local, own = (mode.shard(x, dim=1, sequence=tokens) for x in (ids, positions))
+            rows = None if mask is None else mode.shard(mask, dim=-2, sequence=tokens)
+            hidden = model(local, attention_mask=rows, position_ids=own, use_cache=False).last_hidden_state
+            return mode.gather(hidden, dim=1, sequence=tokens)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        for S in lengths:
+            mask = torch.ones(S, S, dtype=torch.bool).tril()[None, None]
+            outs.append(compiled(make_ids(S), torch.arange(S)[None], mask))
+        torch._dynamo.reset()
+        refused = outcome(
+            lambda: torch.compile(call, fullgraph=True, backend="aot_eager")(make_ids(8), torch.arange(8)[None], None)
+        )
+    return outs, refused
+
+
+def test_a_decoder_in_one_graph_takes_a_four_dimensional_mask_and_says_so_without(rank_pool):
+    lengths, model = [12, 15], make("llama")
+    with torch.no_grad():
+        expected = [model(make_ids(S)).last_hidden_state for S in lengths]
+    for outs, refused in rank_pool.run(compiled_decoder, 2, lengths):
+        for out, whole in zip(outs, expected, strict=True):
+            assert relative_error(out, whole) < 1e-5
+        assert isinstance(refused, str)
+        assert "4-D mask" in refused
