@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from para_core.instance import unwrapped, written_class
 from para_core.weights.gradients import Gradients
+from para_core.weights.subclasses import consists_of_tensors
 from para_core.weights.tensor import write_part
 
 # Parameters outside of the blocks that have fewer elements stay on every rank: pipelines read some of them themselves (the last
@@ -122,15 +123,6 @@ def gather_blocks(module: nn.Module) -> None:
     parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
     for part in parts:
         part.reshard()
-    kinds = {type(x.to_local()).__name__ for x in module.parameters() if isinstance(x, DTensor)} - {
-        "Tensor",
-        "Parameter",
-    }
-    if kinds:
-        raise RuntimeError(
-            f"weights of this {written_class(module).__name__} are {', '.join(sorted(kinds))}, which PyTorch cannot gather again. Load "
-            "the pipeline anew."
-        )
     whole = _whole_parameters(module)
     with unwrapped(parts):
         for part in parts:
@@ -197,10 +189,29 @@ def _whole_parameters(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parame
 
 
 def _whole(parameter: DTensor) -> torch.Tensor:
+    local: Any = parameter.to_local()
+    if consists_of_tensors(local):
+        names, context = local.__tensor_flatten__()
+        inner = {name: _whole_rows(getattr(local, name), local.shape[0], parameter) for name in names}
+        made: torch.Tensor = type(local).__tensor_unflatten__(inner, context, parameter.shape, parameter.stride())
+        return made.detach()
     # Offloaded parts are gathered on the device, where the group is.
     on_mesh: Any = parameter.to(parameter.device_mesh.device_type)
     found: torch.Tensor = on_mesh.full_tensor()
     return found.to(parameter.device).detach()
+
+
+def _whole_rows(inner: Tensor, rows: int, parameter: DTensor) -> Tensor:
+    """What a quantized weight consists of: the rows of all ranks, or, of what has no row for each of the weight's, what every rank has."""
+    if inner.ndim == 0 or inner.shape[0] != rows:
+        return inner
+    size = torch.Size((parameter.shape[0], *inner.shape[1:]))
+    stride = torch.empty(size, device="meta").stride()
+    sharded: Any = DTensor.from_local(
+        inner, parameter.device_mesh, parameter.placements, run_check=False, shape=size, stride=stride
+    )
+    whole: Tensor = sharded.full_tensor()
+    return whole
 
 
 def _remove(part: Any) -> None:

@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from para_core.instance import ForwardOfInstance, Order, unwrap, wrap_alike, wrap_method, written_class
 from para_core.plans.places import matching_modules
 from para_core.weights.gradients import Gradients
+from para_core.weights.subclasses import map_plain_tensors, plain_tensors
 from para_core.weights.tensor_plan import Linear, TensorPlan
 
 _KEY = "tensor"
@@ -99,8 +100,9 @@ def gather_tensors(module: nn.Module) -> None:
     record: _Record = module.__dict__[_RECORD]
     _forget_removed(module, record)
     for owner, name, *_ in record.shards:
-        kind = type(_parameter(owner, name))
-        if not issubclass(kind, DTensor):
+        weight = _parameter(owner, name)
+        kind = type(weight)
+        if not all(isinstance(inner, DTensor) for inner in plain_tensors(weight)):
             at = next(at for at, part in module.named_modules() if part is owner)
             raise RuntimeError(
                 f"{at}.{name} of this {written_class(module).__name__} is a {kind.__name__}, which PyTorch cannot gather again. Load the "
@@ -113,9 +115,15 @@ def gather_tensors(module: nn.Module) -> None:
         # PyTorch's mark, by which it would refuse to shard this layer again.
         owner.__dict__.pop("_distribute_module_applied", None)
     for owner, name, dim, parts in record.shards:
-        whole: Any = _parameter(owner, name)
-        gathered: Tensor = whole.full_tensor()
-        _replace(owner, name, _ordered(gathered.detach(), dim, parts, record.mesh.size(), back=True))
+        weight = _parameter(owner, name)
+
+        def gathered(inner: Any, length: int = weight.shape[dim], dim: int = dim, parts: Any = parts) -> Tensor:
+            # What a quantized weight consists of, too: scales may have one value for a row, or column, of the parts.
+            whole: Tensor = inner.full_tensor()
+            fits = inner.ndim > dim and inner.shape[dim] == length
+            return _ordered(whole, dim, parts, record.mesh.size(), back=True) if fits else whole
+
+        _replace(owner, name, map_plain_tensors(gathered, weight.detach()))
     for counted, name, number in record.counts:
         setattr(counted, name, number)
     for wrapped in record.wrapped:

@@ -9,6 +9,7 @@ from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 from para_core import init_context_parallel_mesh
 from para_core.adapters import apply_cache_on_pipe, parallelize_pipe, shard_weights, unshard_weights
+from para_core.weights.subclasses import plain_tensors
 from tests.tiny import relative_error
 from tests.weights.pipes import generate, make
 
@@ -71,9 +72,19 @@ def quantized_tensors():
     quantize_(pipe.transformer, Int8WeightOnlyConfig())
     held = pipe.transformer.transformer_blocks[0].attn.to_q.weight.qdata
     out = generate(pipe, "flux")
-    with pytest.raises(RuntimeError, match=r"to_q\.weight .* is a Int8Tensor, which PyTorch cannot gather again"):
-        unshard_weights(pipe, components=["transformer"])
-    return generate(alone, "flux"), out, held.to_local().shape, held.dtype
+    shape = held.to_local().shape
+    unshard_weights(pipe, components=["transformer"])
+    require_equal_parts(pipe.transformer, alone.transformer)
+    return generate(alone, "flux"), out, shape, held.dtype
+
+
+def require_equal_parts(module, other):
+    """The same tensors in each quantized weight."""
+    weights = dict(other.named_parameters())
+    for name, weight in module.named_parameters():
+        for ours, theirs in zip(plain_tensors(weight), plain_tensors(weights[name]), strict=True):
+            assert type(ours) is type(theirs), name
+            assert torch.equal(ours, theirs), name
 
 
 @pytest.mark.long
@@ -90,8 +101,11 @@ def quantized():
     whole = generate(pipe, "flux")
     shard_weights(pipe, components=["transformer"])
     shared = generate(pipe, "flux")
-    with pytest.raises(RuntimeError, match=r"Int8QuantizedTrainingLinearWeight, which PyTorch cannot gather again"):
-        unshard_weights(pipe, components=["transformer"])
+    unshard_weights(pipe, components=["transformer"])
+    before = make("flux")
+    quantize_(before.transformer.transformer_blocks, int8_weight_only_quantized_training())
+    require_equal_parts(pipe.transformer, before.transformer)
+    assert torch.equal(generate(pipe, "flux"), whole)
     pipe = make("flux")
     quantize_(pipe.transformer, Int8WeightOnlyConfig())
     with pytest.raises(ValueError, match=r"is a Int8Tensor, which has no fsdp_pre_all_gather"):
