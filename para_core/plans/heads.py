@@ -32,7 +32,7 @@ class HeadExchange:
                 f"an attention module has {heads} heads, and {mesh.ranks} ranks share the tokens of a sequence; its plan gives each "
                 "of them whole heads, at least one. Use fewer ranks for the sequence, and others along the mesh dim 'batch'."
             )
-        self.attention, self._mesh = attention, mesh
+        self.attention, self._heads = attention, heads
         sizes = segment.sizes(mesh.ranks)
         width = mesh.ulysses.size
         blocks = [sizes[first : first + width] for first in range(0, mesh.ranks, width)]
@@ -69,12 +69,11 @@ class HeadExchange:
     @contextmanager
     def own_heads(self, module: nn.Module) -> Iterator[None]:
         """Inside, ``module`` has this rank's number of heads."""
-        before = getattr(module, self.attention.heads)
         setattr(module, self.attention.heads, self.own[1])
         try:
             yield
         finally:
-            setattr(module, self.attention.heads, before)
+            setattr(module, self.attention.heads, self._heads)
 
     def own_caches(
         self, parameters: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -314,14 +314,16 @@ class _Region:
         for found in self.submodules.values():
             unwrap(found, _KEY)
         self.submodules = {name: found for name, (found, _) in boundaries.items()}
-        alike: dict[tuple[Boundary, tuple[str, ...]], list[nn.Module]] = {}
+        alike: dict[tuple[Boundary, tuple[str, ...], int], list[nn.Module]] = {}
         for found, boundary in boundaries.values():
-            alike.setdefault((boundary, parameters_of(found)), []).append(found)
-        for (boundary, parameters), submodules in alike.items():
+            # Read here: while a call is traced, the module has this rank's number.
+            heads = getattr(found, boundary.attention.heads) if isinstance(boundary.attention, AttentionByHeads) else 0
+            alike.setdefault((boundary, parameters_of(found), heads), []).append(found)
+        for (boundary, parameters, heads), submodules in alike.items():
             # __call__: outside of what Module.compile makes of the submodule, before or after this.
-            wrap_alike(submodules, "__call__", _KEY, self._run_boundary(boundary, parameters), order=Order.PLAN)
+            wrap_alike(submodules, "__call__", _KEY, self._run_boundary(boundary, parameters, heads), order=Order.PLAN)
 
-    def _run_boundary(self, boundary: Boundary, parameters: tuple[str, ...]) -> Around:
+    def _run_boundary(self, boundary: Boundary, parameters: tuple[str, ...], heads: int) -> Around:
         name, attention = boundary.name, boundary.attention
         of_inputs = {key: cut for key, cut in boundary.cuts if isinstance(key, str)}
         of_outputs = {key: cut for key, cut in boundary.cuts if isinstance(key, int)}
@@ -349,7 +351,7 @@ class _Region:
             if isinstance(attention, LinearAttention):
                 return self._sum(attention, interception, call, module, *args, **kwargs)
             if isinstance(attention, AttentionByHeads):
-                return self._by_heads(attention, interception, parameters, call, module, *args, **kwargs)
+                return self._by_heads(attention, heads, interception, parameters, call, module, *args, **kwargs)
             with interception.attending_to(attention_calls(attention, parameters, args, kwargs)):
                 return call(module, *args, **kwargs)
 
@@ -389,6 +391,7 @@ class _Region:
     def _by_heads(
         self,
         attention: AttentionByHeads,
+        heads: int,
         interception: Interception,
         parameters: tuple[str, ...],
         call: Callable[..., Any],
@@ -400,7 +403,7 @@ class _Region:
         if not self._is_sharded(attention.segment):
             return call(module, *args, **kwargs)
         segment = self._cutting.segment(attention.segment)
-        exchange = HeadExchange(attention, segment, self.mesh, getattr(module, attention.heads))
+        exchange = HeadExchange(attention, segment, self.mesh, heads)
         args, kwargs = exchange.own_caches(parameters, args, kwargs)
         self._head_exchanges.append(exchange)
         try:
