@@ -10,6 +10,7 @@ from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask
@@ -221,6 +222,9 @@ class UnifiedAttnMode(ShardingMode):
             return pass_on(func, args, kwargs or {})
         if func is SET_GRAD_ENABLED and not torch.compiler.is_compiling() and args == (False,):
             bind_reentrant_checkpoint(self.bound)
+        if not torch.compiler.is_compiling() and type(func) is OpOverload and func.namespace == "para_core":
+            # A compiled graph runs; of its attention only the operator is seen.
+            bind_checkpoint(self, self.bound)
         if not torch.compiler.is_compiling() and is_softmax(func):
             mesh = self._mesh
             by_hand = scores_of_own_tokens(args, kwargs or {}, segments_of(self._known), mesh.rank, mesh.ranks)

@@ -1,6 +1,7 @@
 """Activation checkpointing inside a mode: gradients are those of one device, however it is called."""
 
 import itertools
+import warnings
 
 import pytest
 import torch
@@ -69,7 +70,13 @@ def call_nested(cp, block, x, reentrant):
     return checkpoint(lambda x: checkpoint(block, x, use_reentrant=reentrant), x, use_reentrant=reentrant)
 
 
-CALLS = list(itertools.product((call_unbound, call_bound, call_nested), (True, False), (True, False)))
+def call_compiled(cp, block, x, reentrant):
+    # Dynamo reads the gradient of what it traces.
+    with warnings.catch_warnings(action="ignore", category=UserWarning):
+        return checkpoint(torch.compile(block, backend="aot_eager"), x, use_reentrant=reentrant)
+
+
+CALLS = list(itertools.product((call_unbound, call_bound, call_nested, call_compiled), (True, False), (True, False)))
 
 
 def learn(ring, ulysses):
