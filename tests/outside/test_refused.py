@@ -11,7 +11,7 @@ from benchmarks.outside_models import official
 from benchmarks.outside_models.inputs import build, inputs_of, noise
 from benchmarks.outside_models.recipes import HUNYUAN_PLAN, planned
 from benchmarks.random_weights import fill
-from para_core import UnifiedAttnMode, check_parallel
+from para_core import Segment, SequenceLayout, UnifiedAttnMode, check_parallel
 from tests.rank_pool import RankPoolError
 from tests.tiny import cpu_mesh
 
@@ -99,3 +99,47 @@ def test_a_window_as_long_as_the_part_of_a_rank_is_reported():
     assert check.error > 0.1
     assert "layers.0.self_attn" in str(check)
     assert "24" in str(check.first_difference)
+
+
+def decode_alone(model, ids):
+    rows = []
+    for _ in range(4):
+        rows.append(model(ids, use_cache=False).logits[:, -1:])
+        ids = torch.cat([ids, rows[-1].argmax(-1)], dim=1)
+    return torch.cat(rows, dim=1)
+
+
+class Decoding(nn.Module):
+    def __init__(self, window):
+        super().__init__()
+        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+        config = transformers.MistralConfig(**sizes, num_key_value_heads=2, vocab_size=64, sliding_window=window)
+        self.decoder = transformers.MistralForCausalLM(config)
+
+    def forward(self, ids):
+        return decode_alone(self.decoder, ids)
+
+
+@pytest.mark.parametrize(("window", "exact"), [(64, True), (24, False)])
+def test_decoding_past_a_window_in_the_mode_is_reported(window, exact):
+    """Each rank's cache drops keys by its own number of them, so the page says that this is not for windows."""
+
+    def forward(cp, model, ids):
+        total, ranks = ids.shape[1], len(cp.sequence(ids.shape[1]).sizes())
+        prompt, cache = Segment("prompt", total), transformers.DynamicCache(config=model.decoder.config)
+        positions = torch.arange(total + 4)[None]
+        out = model.decoder(
+            cp.shard(ids, dim=1), position_ids=cp.shard(positions[:, :total], dim=1), past_key_values=cache
+        )
+        rows = [cp.gather(out.logits, dim=1)[:, -1:]]
+        for step in range(1, 4):
+            token = SequenceLayout((Segment("token", 1, replicated=True),), ranks)
+            keys = SequenceLayout((prompt, Segment("answer", step, replicated=True)), ranks)
+            with cp.using(token, key_layout=keys):
+                position = positions[:, total + step - 1 : total + step]
+                rows.append(model.decoder(rows[-1].argmax(-1), position_ids=position, past_key_values=cache).logits)
+        return torch.cat(rows, dim=1)
+
+    model = fill(Decoding(window), seed=1)
+    ids = torch.randint(3, 64, (2, 36), generator=torch.Generator().manual_seed(1))
+    assert check_parallel(model, ids, forward=forward, ranks=2).exact == exact
