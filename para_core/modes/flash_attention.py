@@ -53,6 +53,8 @@ FLASH_OPERATORS = (
     ("flash_attn", "_flash_attn_varlen_forward"),
     ("flash_attn_3", "_flash_attn_forward"),
     ("flash_attn_3", "fwd"),
+    # Defined by diffusers on import, whether or not FlashAttention is installed.
+    ("_diffusers_flash_attn_3", "_flash_attn_forward"),
 )
 OTHER_OPERATORS = (
     ("xformers", "efficient_attention_forward_cutlass"),

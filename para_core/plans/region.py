@@ -522,6 +522,12 @@ def planned_attention(module: nn.Module, attention: Attention) -> Attend:
     return region.interception.planned.within((attention,))
 
 
+def intercepts_by_mode(module: nn.Module) -> bool:
+    """Whether a call of ``module`` that began now would intercept attention by a mode: inside of a mode of the user's, for example."""
+    region = _region_of(module)
+    return region is not None and not region._may_use_the_dispatcher(module)
+
+
 @contextmanager
 def attention_left_alone(module: nn.Module) -> Iterator[None]:
     """Inside, during a call of ``module``, its plan intercepts nothing: what is around that does."""

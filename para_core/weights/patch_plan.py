@@ -219,7 +219,7 @@ class PatchPlaces:
         """From now on calls are of this patch; None: no call is under way.
 
         Args:
-            in_graphs: blocks were compiled, and :class:`PatchAttnMode` tells which attention it is.
+            in_graphs: blocks were compiled, or the plan intercepts by a mode, and :class:`PatchAttnMode` tells which attention it is.
         """
         self.cutting, self._attending, self._in_graphs = cutting, [(self.default, [0])], in_graphs
 

@@ -22,7 +22,7 @@ from para_core.deferred import Expected, LiveDeferred, arrived
 from para_core.instance import Order, has_compiled_parts, is_compiled, unwrap, wrap_alike, wrap_method, wrapper
 from para_core.modes.interceptor import at_the_dispatcher
 from para_core.plans.places import parameters_of
-from para_core.plans.region import attention_left_alone
+from para_core.plans.region import attention_left_alone, intercepts_by_mode
 from para_core.weights.patch_operator import PatchAttnMode, attending_by
 from para_core.weights.patch_plan import PatchCuts, PatchPlaces, PatchPlan, Rows
 from para_core.weights.patches import Arrival, Patched
@@ -130,7 +130,7 @@ class Fusion:
         self._stages: Stages | None = stages_of(module)
         self._own = blocks if self._stages is None else [blocks[index] for index in self._stages.own]
         self._branches: dict[str, _Branch] = {}
-        # Of the call under way; whether blocks were compiled.
+        # Of the call under way; whether a mode makes an operator of its attention.
         self._keys: StaleKeys | None = None
         self._in_graphs = False
         # What may still be on its way.
@@ -204,7 +204,8 @@ class Fusion:
         given = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
         self._refuse(module)
         # Not once for each patch: it looks at all modules.
-        self._in_graphs = any(map(has_compiled_parts, self._own))
+        # A mode of the plan sees attention before the dispatcher does, so patches need a mode inside of it.
+        self._in_graphs = any(map(has_compiled_parts, self._own)) or intercepts_by_mode(module)
         name = self._branch_of(given)
         index, total = self._step_of(name)
         self.few_steps = self.few_steps or total < FEWEST_STEPS

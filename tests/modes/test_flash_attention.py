@@ -3,6 +3,7 @@
 import functools
 import warnings
 
+import diffusers.models.attention_dispatch
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from para_core import SequenceLayout, UnifiedAttnMode
 from para_core.layout import Segment
 from para_core.mesh import sequence_mesh
+from para_core.modes.flash_attention import has_other_builds
 from para_core.plans.plan import Attention, Gather, Plan, Split
 from para_core.plans.region import apply_plan, remove_plan
 from tests.attention.one_device import relative_error
@@ -437,3 +439,9 @@ def test_what_attn_func_computes_is_not_intercepted_again(rank_pool, compiled):
     for outs in rank_pool.run(nest_modes, 2, compiled):
         for out in outs:
             assert relative_error(out, F.scaled_dot_product_attention(x, x, x)) < 1e-5
+
+
+def test_what_diffusers_registers_on_import_is_no_other_build():
+    assert diffusers.models.attention_dispatch.dispatch_attention_fn
+    assert hasattr(torch.ops, "_diffusers_flash_attn_3")
+    assert not has_other_builds()

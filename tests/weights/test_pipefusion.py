@@ -15,6 +15,7 @@ from diffusers import (
     UniPCMultistepScheduler,
 )
 from torch.distributed.device_mesh import init_device_mesh
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from benchmarks.tiny_pipelines import PIPELINES
@@ -28,7 +29,7 @@ from para_core.adapters import (
 from para_core.deferred import LiveDeferred
 from para_core.weights.patch_plan import patch_rows
 from para_core.weights.patches import Arrival, Expected, Patched
-from tests.tiny import flux_call, flux_pipe, relative_error
+from tests.tiny import cpu_mesh, flux_call, flux_pipe, relative_error
 
 # Of Mochi.
 pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast")
@@ -388,6 +389,26 @@ def shared_by_ranks(name, shape):
         pipe = parallelize_pipe(PIPELINES[name].build(), mesh=mesh, pipefusion=options)
         found.append(latents_of(pipe, name))
     return *found, pipefusion_report(pipe)
+
+
+class UsersMode(TorchFunctionMode):
+    """Changes nothing, like the mode of ``torch.set_default_device``: attention below it is not seen at the dispatcher alone."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def shared_inside_a_mode(name):
+    pipe = parallelize_pipe(PIPELINES[name].build(), mesh=cpu_mesh(1, 2), pipefusion=PipeFusion(2))
+    with UsersMode():
+        return latents_of(pipe, name)
+
+
+@pytest.mark.parametrize("name", ["mochi", "hunyuan"])
+def test_patches_are_shared_inside_a_mode_of_the_user(rank_pool, name):
+    expected = latents_of(parallelize_pipe(PIPELINES[name].build(), pipefusion=PipeFusion(2)), name)
+    for out in rank_pool.run(shared_inside_a_mode, 2, name):
+        assert relative_error(out, expected) < 1e-5
 
 
 @pytest.mark.parametrize(
