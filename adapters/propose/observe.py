@@ -16,6 +16,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from para_core.attention.multi_head import multi_head_attention
 from para_core.instance import original_class
+from para_core.modes.flash_attention import OPERATOR_TYPES, attention_kind, flash_attention
+from para_core.modes.interceptor import raise_here
 from para_core.plans.places import parameters_of
 from para_core.verify.virtual_ranks import fresh
 
@@ -129,9 +131,12 @@ class _Watch(TorchFunctionMode):
         elif func in _SOFTMAX and isinstance(args[0], Tensor) and args[0].ndim >= 3:
             name = self._within[-1] if self._within else ""
             self.found.softmax.setdefault(name, tuple(args[0].shape))
+        out: Any
         if func is F.multi_head_attention_forward:
             # A mode is off inside of a function that it sees, and this one would hide its attention.
             out = multi_head_attention(self._attended, *args, **kwargs)
+        elif type(func) in OPERATOR_TYPES and attention_kind(func) == "flash":
+            out = flash_attention(self._attended, raise_here, func, args, kwargs)
         else:
             out = func(*args, **kwargs)
         taken = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -164,9 +169,22 @@ class _Watch(TorchFunctionMode):
         mask = None if attn_mask is None else tuple(attn_mask.shape)
         self.found.attention.append(AttentionCall(name, self._time, query.shape[-2], key.shape[-2], mask))
 
-    def _attended(self, *args: Any, **kwargs: Any) -> Tensor:
-        self._attend(*args, **kwargs)
-        return F.scaled_dot_product_attention(*args, **kwargs)
+    def _attended(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        lengths: Any = None,
+    ) -> Tensor:
+        self._attend(query, key, value, attn_mask)
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
 
     def _record(self, value: Any) -> Any:
         self._alive.append(value)

@@ -1,5 +1,6 @@
 """Virtual ranks compute what ranks in processes do, and a failure of one ends the others."""
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -8,8 +9,9 @@ import torch
 from benchmarks.tiny_models import MODELS
 from para_core import Gather, Plan, Split
 from para_core.adapters.models.flux import FLUX_PLAN
+from para_core.collectives import all_gather
 from para_core.instance import is_wrapped
-from para_core.verify.virtual_ranks import run_on_virtual_ranks
+from para_core.verify.virtual_ranks import RanksDiffer, outcomes_on_virtual_ranks, run_on_virtual_ranks
 from tests.tiny import relative_error
 
 
@@ -48,3 +50,24 @@ def test_an_error_of_one_rank_ends_the_others():
     plan = Plan({"x": Split(1, "image")}, {"": Gather(1, "image")}, ("image",))
     with pytest.raises(ArithmeticError, match="the shorter part"):
         run_on_virtual_ranks(OneRankFails(), plan, {"x": torch.randn(2, 5, 4)}, ulysses=2)
+
+
+def test_ranks_that_meet_in_different_collectives_end_at_once():
+    def run(mesh):
+        dim = mesh.ulysses
+        # Rank 2 leaves without the collective in which the others wait.
+        return None if mesh.rank == 2 else all_gather(torch.ones(1), [1, 1, 1], 0, dim)
+
+    began = time.perf_counter()
+    outcomes = outcomes_on_virtual_ranks(run, ulysses=3, device=torch.device("cpu"))
+    assert time.perf_counter() - began < 30
+    assert [isinstance(outcome.error, RanksDiffer) for outcome in outcomes] == [True, True, False]
+
+
+def test_threads_inherit_autocast():
+    def run(mesh):
+        return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+
+    with torch.autocast("cpu", torch.bfloat16):
+        outcomes = outcomes_on_virtual_ranks(run, ring=2, device=torch.device("cpu"))
+    assert [outcome.output for outcome in outcomes] == [torch.bfloat16] * 2

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.modes.fake_flash_attn import flash_attn_func
+
 
 class Attention(nn.Module):
     """timm's: fused."""
@@ -28,6 +30,15 @@ class HandAttention(Attention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v
+
+
+class FlashAttention(Attention):
+    """Official repositories': by FlashAttention, [B, S, H, D]."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+        out: Tensor = flash_attn_func(q, k, v)
+        return out.transpose(1, 2)
 
 
 class Mlp(nn.Module):

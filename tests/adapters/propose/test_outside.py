@@ -9,6 +9,7 @@ from para_core.adapters import propose_plan
 from tests.adapters.propose.outside import (
     Dit,
     EncoderModel,
+    FlashAttention,
     HandAttention,
     Joint,
     ListVit,
@@ -94,6 +95,12 @@ def test_lists_of_lists_are_found_by_the_module_around_them():
     proposal = propose_plan(model, (image(16, 20), image(16, 32)))
     assert_exact(model, proposal, image(20, 24))
     assert proposal.plan.inner == {"transformer": {"x": Split(1, segment="image")}}
+
+
+def test_flash_attention_is_seen():
+    model = fill(ListVit(FlashAttention), seed=1).eval()
+    proposal = propose_plan(model, (image(16, 20), image(16, 32)))
+    assert_exact(model, proposal, image(20, 24))
 
 
 def test_attention_that_is_written_by_hand_is_named():
