@@ -1,0 +1,36 @@
+"""propose_plan sees the operators of flash_attn, which a plan runs over the mesh."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+from benchmarks.outside_models import official
+from benchmarks.outside_models.inputs import build, inputs_of
+from para_core import check_parallel
+from para_core.adapters import propose_plan
+from tests.modes.fake_flash_attn import flash_attn_func
+
+
+def flash(q, k, v, mask=None):
+    return flash_attn_func(q, k, v).flatten(2)
+
+
+@pytest.mark.parametrize("name", ["FLUX", "Stable Diffusion 3.5"])
+def test_a_model_that_attends_by_flash_attn_gets_an_exact_plan(name):
+    model = build(name)
+    with mock.patch.object(official, "sdpa", flash):
+        proposal = propose_plan(model, (inputs_of(name, 0), inputs_of(name, 1)))
+        assert proposal.plan is not None
+        check = check_parallel(model, plan=proposal.plan, ranks=(2, 3), **inputs_of(name))
+    assert check.error < 1e-5
+
+
+# Rotary positions inside of attention, indices of all tokens, padding as a second sequence: by hand (docs/any_model.md).
+@pytest.mark.parametrize("name", ["Wan 2.1", "Mochi", "HunyuanVideo"])
+def test_a_model_that_needs_more_than_a_plan_gets_a_guess_and_the_reason(name):
+    with torch.no_grad():
+        proposal = propose_plan(build(name), (inputs_of(name, 0), inputs_of(name, 1)))
+    assert proposal.plan is None
+    assert proposal.guess is not None
+    assert "scaled_dot_product_attention" not in " ".join(proposal.questions)
