@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from itertools import permutations
 from typing import Any
 
@@ -16,9 +17,11 @@ _MOST_SEGMENTS = 3
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors of nested lists, tuples and dicts, in order."""
+    """The tensors of nested lists, tuples, dicts and dataclasses, in order."""
     if isinstance(value, Tensor):
         return [value]
+    if is_dataclass(value) and not isinstance(value, (type, Mapping)):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, Mapping):
         value = list(value.values())
     return [x for one in value for x in tensors_in(one)] if isinstance(value, (list, tuple)) else []

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from para_core.instance import original_class
 from para_core.mesh import SequenceMesh, mesh_of_groups
 from para_core.plans.plan import Plan
 from para_core.plans.region import apply_plan
@@ -284,8 +285,19 @@ def fresh(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_same_weights(module: nn.Module) -> nn.Module:
-    """A copy of ``module`` that shares its parameters, and has buffers of its own, for models update some of those in a call."""
-    return copy.deepcopy(module, {id(weight): weight for weight in module.parameters()})
+    """A copy of ``module`` that shares its parameters, and has buffers of its own, for models update some of those in a call.
+
+    Raises:
+        RuntimeError: the module cannot be copied.
+    """
+    try:
+        return copy.deepcopy(module, {id(weight): weight for weight in module.parameters()})
+    # Whatever an attribute of a model may raise.
+    except Exception as error:
+        raise RuntimeError(
+            f"{original_class(module).__name__} cannot be copied for virtual ranks, because copy.deepcopy of it fails: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _meshes(ring: int, ulysses: int, device_type: str, ranks: _Ranks) -> tuple[list[SequenceMesh], list[_LocalGroup]]:

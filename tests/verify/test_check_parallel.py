@@ -1,5 +1,8 @@
 """check_parallel finds what differs on several ranks, names the module, and leaves the model as it is."""
 
+import threading
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import nn
@@ -196,6 +199,37 @@ def test_a_plan_whose_gather_is_elsewhere_is_wrong_at_once():
 def test_options_that_mean_nothing_raise(options, error, words):
     with pytest.raises(error, match=words):
         check_parallel(make(), torch.randn(1, 12, 4), **options)
+
+
+@dataclass
+class Out:
+    sample: torch.Tensor
+    note: str
+
+
+class Returns(Model):
+    def forward(self, x):
+        return Out(super().forward(x), "a note")
+
+
+def test_outputs_in_a_dataclass_are_compared():
+    torch.manual_seed(0)
+    assert check_parallel(Returns(), torch.randn(1, 12, 4), ranks=2).error < 1e-6
+
+
+def test_a_model_that_cannot_be_copied_raises():
+    model = make()
+    model.lock = threading.Lock()
+    with pytest.raises(RuntimeError, match=r"Model cannot be copied .*lock"):
+        check_parallel(model, torch.randn(1, 12, 4))
+
+
+def test_bfloat16_and_autocast_are_compared_coarsely():
+    with torch.autocast("cpu", torch.bfloat16):
+        check = check_parallel(make(), torch.randn(1, 12, 4), ranks=2)
+    assert check.tolerance == 5e-2
+    assert check.exact
+    assert check_parallel(make(centred=[1]).bfloat16(), torch.randn(1, 12, 4).bfloat16(), ranks=2).error > 5e-2
 
 
 def test_a_function_is_no_model():
