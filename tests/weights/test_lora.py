@@ -214,3 +214,44 @@ def test_weights_that_were_quantized_in_stages_take_no_gradients(rank_pool):
     assert set(expected.values()) == {True, False}
     for found in rank_pool.run(quantized_in_stages, 2, "flux"):
         assert found == expected
+
+
+def encoder_weights(seed=5):
+    """A LoRA of CLIP and of the transformer, as files hold it."""
+    encoder = make("flux").text_encoder
+    generator = torch.Generator().manual_seed(seed)
+    weights = lora_weights("flux")
+    names = [name for name, module in encoder.named_modules() if name.endswith(("q_proj", "out_proj"))]
+    for name in names:
+        linear = encoder.get_submodule(name)
+        shapes = {"lora_A": (2, linear.in_features), "lora_B": (linear.out_features, 2)}
+        for part, shape in shapes.items():
+            weights[f"text_encoder.{name}.{part}.weight"] = 0.5 * torch.randn(shape, generator=generator)
+    return weights
+
+
+def draw_with_encoder(method, when):
+    pipe, outs = make("flux"), {}
+    if when == "after" and method is not None:
+        shared(pipe, method)
+    pipe.load_lora_weights(encoder_weights(), adapter_name="style")
+    if when == "before" and method is not None:
+        shared(pipe, method)
+    outs["loaded"] = generate(pipe, "flux")
+    pipe.fuse_lora(components=["text_encoder", "transformer"])
+    outs["fused"] = generate(pipe, "flux")
+    pipe.unfuse_lora(components=["text_encoder", "transformer"])
+    pipe.unload_lora_weights()
+    outs["unloaded"] = generate(pipe, "flux")
+    if method is not None:
+        unparallelize_pipe(pipe)
+    outs["undone"] = generate(pipe, "flux")
+    return outs
+
+
+@pytest.mark.parametrize("when", ["before", pytest.param("after", marks=pytest.mark.long)])
+def test_a_lora_of_a_text_encoder_is_exact_over_shared_weights(rank_pool, when):
+    expected = draw_with_encoder(None, when)
+    for outs in rank_pool.run(draw_with_encoder, 2, "fsdp", when):
+        errors = {key: relative_error(out, expected[key]) for key, out in outs.items()}
+        assert max(errors.values()) < 1e-5, errors
