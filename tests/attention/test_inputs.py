@@ -182,3 +182,35 @@ def test_a_graph_is_traced_while_the_math_backend_is_switched_off(rank_pool, rin
 def test_a_graph_for_which_no_backend_is_left_is_an_error_on_every_rank(rank_pool):
     for outs in rank_pool.run(compile_under_switches, 2, 1, 2, "EFFICIENT_ATTENTION"):
         assert all("EFFICIENT_ATTENTION" in out and "SDPBackend.MATH" in out for out in outs), outs
+
+
+def expand_a_key_mask(ring, ulysses, lengths):
+    """A key mask with a row per query that is one row expanded: of all keys, and of this rank's, eager and in a graph."""
+    mesh, outs = make_mesh(ring, ulysses), []
+    for S in lengths:
+        seen = torch.arange(S) < max(1, S - 2)
+        for assume_equal, compiled in ((False, False), (True, False), (True, True)):
+            mode = UnifiedAttnMode(mesh, assume_equal=assume_equal)
+
+            def attend(q, k, v, mask, sharded, mode=mode):
+                with mode:
+                    tokens = mode.sequence(q.shape[2])
+                    q, k, v = (mode.shard(x, dim=2, sequence=tokens) for x in (q, k, v))
+                    mask = mode.shard(mask, dim=0, sequence=tokens) if sharded else mask
+                    mask = mask.expand(1, 1, q.shape[2], mask.shape[0])
+                    return mode.gather(F.scaled_dot_product_attention(q, k, v, mask), dim=2, sequence=tokens)
+
+            call = torch.compile(attend, fullgraph=True, backend="aot_eager") if compiled else attend
+            with torch.no_grad():
+                outs += [call(*make_qkv(S, 4), seen, sharded) for sharded in (False, True)]
+    return outs
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (2, 1)])
+def test_a_key_mask_expanded_over_rows_is_one_row(rank_pool, ring, ulysses):
+    lengths, expected = [12, 7], []
+    for S in lengths:
+        expected += [F.scaled_dot_product_attention(*make_qkv(S, 4), (torch.arange(S) < S - 2)[None])] * 6
+    for outs in rank_pool.run(expand_a_key_mask, 2, ring, ulysses, lengths):
+        for out, whole in zip(outs, expected, strict=True):
+            assert relative_error(out, whole) < 1e-5

@@ -1,0 +1,85 @@
+"""Whose rows a mask has: what is found in its values, and the verdict over all ranks. No ranks are needed."""
+
+import pytest
+import torch
+
+from para_core.attention.local_rows import MaskReviews, require_own_rows
+from para_core.layout import Segment, SequenceLayout
+
+
+def causal(rows, total, first=0, window=None, left=0, valid=None):
+    """Rows ``first``, ``first + 1``, … of a causal mask, bool ``[1, 1, rows, total]``."""
+    i, j = torch.arange(first, first + rows)[:, None], torch.arange(total)[None]
+    mask = (j <= i) & (j >= left) & (j < (total if valid is None else valid))
+    return (mask if window is None else mask & (j > i - window))[None, None]
+
+
+def additive(mask, dtype, hidden):
+    return torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, hidden)
+
+
+def as_is(mask):
+    return mask
+
+
+FORMS = {
+    "bool": as_is,
+    "-inf": lambda mask: additive(mask, torch.float32, float("-inf")),
+    "float16": lambda mask: additive(mask, torch.float16, torch.finfo(torch.float16).min),
+    "bfloat16": lambda mask: additive(mask, torch.bfloat16, torch.finfo(torch.bfloat16).min),
+    "-10000": lambda mask: additive(mask, torch.bfloat16, -10000.0),
+    # Rows that see nothing see everything: older versions of transformers.
+    "unmasked": lambda mask: mask | ~mask.any(-1, keepdim=True),
+}
+
+
+def verdict(masks, layout, is_causal=False):
+    reviews = MaskReviews()
+    require_own_rows([reviews.of(mask) for mask in masks], layout, is_causal=is_causal)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("options", [{}, {"window": 3}, {"left": 2}, {"valid": 5}, {"window": 3, "left": 1}], ids=str)
+@pytest.mark.parametrize(
+    ("total", "ranks", "balanced"), [(16, 2, False), (13, 2, False), (13, 4, False), (13, 2, True)]
+)
+def test_rows_counted_from_zero_are_told_from_a_ranks_own(form, options, total, ranks, balanced):
+    layout = SequenceLayout((Segment("x", total, balanced=balanced),), ranks)
+    whole = causal(total, total, **options)
+    own = [
+        torch.cat([whole[:, :, start : start + length] for start, length in layout.runs(rank)], dim=2)
+        for rank in range(ranks)
+    ]
+    verdict([FORMS[form](mask) for mask in own], layout)
+    local = [causal(size, total, **options) for size in layout.sizes()]
+    with pytest.raises(ValueError, match=r"cp\.shard"):
+        verdict([FORMS[form](mask) for mask in local], layout)
+
+
+def test_a_mask_that_is_not_causal_passes():
+    layout = SequenceLayout((Segment("x", 12),), 2)
+    padding = (torch.arange(12) < 9).expand(1, 1, 6, 12)
+    documents = torch.arange(12) // 4
+    blocks = documents[:, None] == documents[None]
+    for masks in (
+        [padding.clone(), padding.clone()],
+        [blocks[None, None, :6], blocks[None, None, 6:]],
+        # The second half is padded: its rows see nothing, or the first key alone.
+        [causal(6, 12), torch.zeros(1, 1, 6, 12, dtype=torch.bool)],
+        [causal(6, 12), (torch.arange(12) < 1).expand(1, 1, 6, 12)],
+        [torch.zeros(1, 1, 6, 12, dtype=torch.bool)] * 2,
+    ):
+        verdict(masks, layout)
+    with pytest.raises(ValueError, match=r"cp\.shard"):
+        verdict(masks, layout, is_causal=True)  # no query of a causal model sees a key
+
+
+def test_a_mask_is_read_again_only_after_it_was_written_to():
+    reviews, mask = MaskReviews(), causal(4, 8)
+    first = reviews.of(mask)
+    assert reviews.of(mask[:, :, :, :]) == first  # a view, as each layer takes it
+    mask[..., -1] = True
+    assert reviews.of(mask) != first
+    reviews.trust(mask)
+    other = causal(4, 8)
+    assert reviews.of(other) == first
