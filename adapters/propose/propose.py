@@ -387,5 +387,5 @@ def _questions(found: list[Start], failure: str, small: Observation, large: Obse
     begin = f"No plan that begins at {' or '.join(start.block for start in found)} was exact."
     return (
         *sorted(numbers),
-        f"{begin} The likeliest guess failed thus: {failure} What it has wrong goes into propose_plan(..., answers=).",
+        f"{begin} The likeliest guess failed thus: {failure.rstrip('.')}. What it has wrong goes into propose_plan(..., answers=).",
     )
