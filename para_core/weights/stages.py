@@ -293,9 +293,10 @@ def gather_stages(module: nn.Module) -> None:
         for weight, owners in weights_of(one.block):
             whole = map_plain_tensors(sent, weight.detach())
             if owner != stages.dim.index:
-                put_weight(
-                    owners, nn.Parameter(whole, requires_grad=False) if isinstance(weight, nn.Parameter) else whole
-                )
+                # peft turns on the gradients of an adapter that is made active, of a weight on the meta device too.
+                if isinstance(weight, nn.Parameter):
+                    whole = nn.Parameter(whole, requires_grad=weight.requires_grad)
+                put_weight(owners, whole)
     for one in stages.blocks:
         unwrap(one.block, STAGES)
     unwrap(module, STAGES)
