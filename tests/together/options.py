@@ -148,7 +148,7 @@ class Exclusion:
 
     Args:
         values: by axis, the values that exclude each other: a case with one of each is excluded.
-        reason: why.
+        reason: what is combined, or why that means nothing.
         refused: whether para_core refuses it (each such combination is tried, and must be refused); otherwise it means nothing, or fails
             without para_core, too.
     """
@@ -201,45 +201,57 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     ),
     # -- Refused.
     Exclusion(
-        "masks or positions of all text tokens",
+        "text='shard' of a model that needs all text tokens",
         {"pipeline": other("pipeline", "flux", "klein", "ltx", "qwen", "unet"), "text": ("text-shard",)},
     ),
-    Exclusion("a UNet has no cache", {"pipeline": ("unet",), "cache": _CACHED}),
-    Exclusion("a UNet has no stages", {"pipeline": ("unet",), "mesh": _STAGES}),
-    Exclusion("a UNet is not compiled", {"pipeline": ("unet",), "compile": _COMPILED}),
-    Exclusion("a UNet has no patches", {"pipeline": ("unet",), "pipefusion": _FUSED}),
+    Exclusion("a cache on a UNet", {"pipeline": ("unet",), "cache": _CACHED}),
+    Exclusion("stages of a UNet", {"pipeline": ("unet",), "mesh": _STAGES}),
+    Exclusion("a compiled UNet", {"pipeline": ("unet",), "compile": _COMPILED}),
+    Exclusion("PipeFusion of a UNet", {"pipeline": ("unet",), "pipefusion": _FUSED}),
+    Exclusion("rotate_method= of a UNet", {"pipeline": ("unet",), "rotate": other("rotate", "auto-rotate")}),
+    Exclusion("text= of a UNet", {"pipeline": ("unet",), "text": other("text", "auto-text")}),
     Exclusion(
-        "a UNet has no attention of this kind", {"pipeline": ("unet",), "rotate": other("rotate", "auto-rotate")}
+        "weights='tensor' of a model without a tensor plan",
+        {"pipeline": ("unet", "sd3", "pixart"), "weights": ("tensor",), "mesh": _TENSOR},
     ),
-    Exclusion("a UNet has no text tokens", {"pipeline": ("unet",), "text": other("text", "auto-text")}),
-    Exclusion("a model without a tensor plan", {"pipeline": ("unet", "sd3", "pixart"), "weights": ("tensor",)}),
-    Exclusion("a model without a tensor plan", {"pipeline": ("unet", "sd3", "pixart"), "mesh": _TENSOR}),
-    Exclusion("FSDP2 would put back what was quantized", {"weights": ("fsdp",), "quantized": ("int8-late",)}),
-    Exclusion("torchao's int8 says nothing of gathering", {"weights": ("fsdp",), "quantized": ("int8",)}),
-    Exclusion("torchao does not shard its heads", {"weights": ("tensor",), "quantized": ("int8",)}),
-    Exclusion("parts that were quantized are not put together", {"weights": ("tensor",), "quantized": ("int8-late",)}),
-    Exclusion("tensor needs a mesh with it", {"weights": ("tensor",), "mesh": other("mesh", *_TENSOR)}),
-    Exclusion("a mesh with tensor needs its weights", {"weights": other("weights", "tensor"), "mesh": _TENSOR}),
-    Exclusion("stages hold their weights", {"weights": ("fsdp",), "mesh": _STAGES}),
-    Exclusion("fsdp needs sequence ranks", {"weights": ("fsdp",), "mesh": ("auto1", "batch2")}),
-    Exclusion("no patches of tensor ranks", {"pipefusion": _FUSED, "mesh": _TENSOR}),
-    Exclusion("patches are not cached", {"pipefusion": _FUSED, "cache": _CACHED}),
-    Exclusion("no patches of joint arguments", {"pipefusion": _FUSED, "pipeline": ("sd3", "pixart")}),
-    Exclusion("stages are not in one graph", {"mesh": _STAGES, "compile": ("whole", "in-place")}),
-    Exclusion("patches are not in one graph", {"pipefusion": _FUSED, "compile": ("whole", "in-place")}),
-    Exclusion("no cond over fsdp", {"weights": ("fsdp", "tensor"), "cache": _CACHED, "compile": ("whole", "in-place")}),
+    Exclusion("weights='fsdp', quantized afterwards", {"weights": ("fsdp",), "quantized": ("int8-late",)}),
+    Exclusion("weights='fsdp' of int8 weights", {"weights": ("fsdp",), "quantized": ("int8",)}),
+    Exclusion("weights='tensor' of int8 weights", {"weights": ("tensor",), "mesh": _TENSOR, "quantized": ("int8",)}),
+    Exclusion("weights='tensor' on a mesh without 'tensor'", {"weights": ("tensor",), "mesh": other("mesh", *_TENSOR)}),
     Exclusion(
-        "stages compare a LoRA as it was loaded",
+        "a mesh with 'tensor', without weights='tensor'", {"weights": other("weights", "tensor"), "mesh": _TENSOR}
+    ),
+    Exclusion("weights='fsdp' with stages", {"weights": ("fsdp",), "mesh": _STAGES}),
+    Exclusion("weights='fsdp' without sequence ranks", {"weights": ("fsdp",), "mesh": ("batch2",)}),
+    Exclusion("PipeFusion with tensor ranks", {"pipefusion": _FUSED, "mesh": _TENSOR}),
+    Exclusion("PipeFusion with a cache", {"pipefusion": _FUSED, "cache": _CACHED}),
+    Exclusion(
+        "PipeFusion of a model that makes tokens of its input", {"pipefusion": _FUSED, "pipeline": ("sd3", "pixart")}
+    ),
+    Exclusion(
+        "stages of a transformer that is compiled as a whole", {"mesh": _STAGES, "compile": ("whole", "in-place")}
+    ),
+    Exclusion(
+        "PipeFusion of a transformer that is compiled as a whole",
+        {"pipefusion": _FUSED, "compile": ("whole", "in-place")},
+    ),
+    Exclusion(
+        "a cache over sharded weights, compiled as a whole",
+        {"weights": ("fsdp",), "cache": _CACHED, "compile": ("whole", "in-place")},
+    ),
+    Exclusion(
+        "a cache over sharded weights, compiled as a whole",
+        {"weights": ("tensor",), "mesh": _TENSOR, "cache": _CACHED, "compile": ("whole", "in-place")},
+    ),
+    Exclusion(
+        "a LoRA in stages, quantized afterwards",
         {"mesh": _STAGES, "lora": other("lora", "no-lora", "lora-unloaded"), "quantized": ("int8-late",)},
     ),
     Exclusion(
-        "a cache with stages of two kinds",
-        {"mesh": _STAGES, "cache": _CACHED, "pipeline": ("flux", "klein", "hunyuan")},
+        "a cache over stages of two kinds of blocks",
+        {"mesh": _STAGES, "cache": _CACHED, "pipeline": ("klein",)},
     ),
-    Exclusion("stages free what offload moves", {"mesh": _STAGES, "offload": other("offload", "no-offload")}),
-    Exclusion(
-        "sharded weights are not moved", {"weights": ("fsdp", "tensor"), "offload": other("offload", "no-offload")}
-    ),
+    Exclusion("offload with stages", {"mesh": _STAGES, "offload": other("offload", "no-offload")}),
 )
 
 

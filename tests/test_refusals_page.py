@@ -1,0 +1,33 @@
+"""The tables of docs/refusals.md are those of the code, and of the combinations that were tried."""
+
+from benchmarks import refusals_table
+from benchmarks.page_parts import fill
+from para_core.adapters.refusals import REFUSALS, When
+
+
+def test_the_page_holds_what_the_code_refuses():
+    parts = {
+        "refusals": refusals_table.table(["refused", "when", "error", "message"], refusals_table.rows()),
+        "combinations": refusals_table.table(
+            ["reason", "for example", "error", "message"], refusals_table.tried_rows()
+        ),
+    }
+    text = refusals_table.PAGE.read_text()
+    assert fill(text, parts) == text, "run python -m benchmarks.refusals_table"
+
+
+def test_every_row_is_said_with_its_moment_its_error_and_no_placeholder():
+    rows = refusals_table.rows()
+    assert len(rows) == len(REFUSALS)
+    for refusal, (_, when, error, message) in zip(REFUSALS, rows, strict=True):
+        assert len(when.split(", ")) == len(refusal.when)
+        assert error == f"`{refusal.error.__name__}`"
+        assert "{" not in message
+        assert len(message) > 40
+    assert set(refusals_table._WHEN) == set(When)
+
+
+def test_combinations_were_refused_each_time_they_were_tried():
+    tried = refusals_table.tried()
+    assert len(tried) > 15
+    assert all(row["refused"] == row["tried"] > 0 for row in tried)
