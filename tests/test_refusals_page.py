@@ -23,7 +23,7 @@ def test_every_row_is_said_with_its_moment_its_error_and_no_placeholder():
         assert len(when.split(", ")) == len(refusal.when)
         assert error == f"`{refusal.error.__name__}`"
         assert "{" not in message
-        assert len(message) > 40
+        assert message
     assert set(refusals_table._WHEN) == set(When)
 
 
