@@ -40,6 +40,7 @@ from para_core.cache.decision import (
 from para_core.cache.either import either, nothing_like
 from para_core.cache.foreign import require_no_foreign_cache
 from para_core.cache.options import CacheOptions
+from para_core.cache.plain_weights import WrappedLinear, call_in_branch, wrapped_linears
 from para_core.cache.residuals import BranchState, Streams
 from para_core.instance import original_class
 from para_core.mesh import SequenceMesh
@@ -106,6 +107,9 @@ class BlockCache:
             ]
             for place in range(len(blocks.stages))
         ]
+        # Of each stage, the layers in these blocks that a branch of a graph cannot take as they are.
+        self._wrapped: list[list[list[WrappedLinear]]] = [[[] for _ in blocks] for blocks in self._stage_blocks]
+        self._find_wrapped()
         # Of the call under way.
         # A list: an attribute that is set behind torch.cond stays what it was, in Dynamo 2.13.
         self._stage_outputs: list[Streams | None] = [None] * len(blocks.stages)
@@ -241,6 +245,14 @@ class BlockCache:
         """Forget all steps, and let their memory go; the report stays."""
         self.reset_states()
         self._branches = Branches(self.blocks.conditions)
+        self._find_wrapped()
+
+    def _find_wrapped(self) -> None:
+        """Weights may have been quantized since the last generation."""
+        self._wrapped = [
+            [wrapped_linears(block, before) for (block, _), before in zip(blocks, layers, strict=True)]
+            for blocks, layers in zip(self._stage_blocks, self._wrapped, strict=True)
+        ]
 
     def reset_states(self) -> None:
         for state in (*self.states.values(), self.state):
@@ -294,7 +306,11 @@ class BlockCache:
         elif role.chained and not self.unchained[role.stage]:
             output = self._run_stage_in_graph(role, given, args, kwargs)
         else:
-            output = self._run_in_graph(role, given, lambda: as_tuple(call(block, *args, **kwargs)))
+            blocks = zip(self._stage_blocks[role.stage], self._wrapped[role.stage], strict=True)
+            layers = next(wrapped for (other, _), wrapped in blocks if other is block)
+            output = self._run_in_graph(
+                role, given, lambda: as_tuple(call_in_branch(layers, call, block, *args, **kwargs))
+            )
         if role.exits:
             self._entries[role.stage] = None
         return output
@@ -377,10 +393,11 @@ class BlockCache:
 
         def compute() -> Streams:
             values = given
-            for block, call in self._stage_blocks[role.stage]:
+            blocks = self._stage_blocks[role.stage]
+            for (block, call), layers in zip(blocks, self._wrapped[role.stage], strict=True):
                 positional = [x if place is None else values[place] for place, x in zip(places, args, strict=False)]
                 named = {name: values[streams.index(name)] if name in streams else x for name, x in kwargs.items()}
-                values = as_tuple(call(block, *positional, **named))
+                values = as_tuple(call_in_branch(layers, call, block, *positional, **named))
             return values
 
         outputs = self._end_stage_in_graph(role, given, compute)

@@ -187,8 +187,13 @@ def _under(mode: TorchFunctionMode, function: Callable[..., Any]) -> Callable[..
         with _Again(mode):
             return function(*args)
 
+    return lambda *args: inside_branch(run, *args)
+
+
+def inside_branch(function: Callable[..., Any], *args: Any) -> Any:
+    """Return ``function(*args)``, which may enter modes that it makes, in a function that an operator was given."""
     # Dynamo calls the stack of modes changed, though it is at the end what it was.
-    return lambda *args: _disable_side_effect_safety_checks_for_current_subtracer(run, *args)
+    return _disable_side_effect_safety_checks_for_current_subtracer(function, *args)
 
 
 # -- at the dispatcher: for eager code that keeps no gradient

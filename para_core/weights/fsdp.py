@@ -71,10 +71,12 @@ def shard_blocks(
                     done_with(weight)
         # Of one root, so that blocks share streams and can be gathered ahead.
         fully_shard(module, mesh=mesh, reshard_after_forward=True, offload_policy=policy, ignored_params=small)
-    for part in (module, *blocks):
-        # compile_repeated_blocks, what transformers records of its outputs, and messages know classes by name.
-        made, written = type(part), written_class(part)
-        made.__name__, made.__qualname__, made.__module__ = written.__name__, written.__qualname__, written.__module__
+        for part in (module, *blocks):
+            # diffusers' compile_repeated_blocks and transformers' output recorders look classes up by name. This runs before the
+            # wrappers return, because each later private subclass takes its name from the class of FSDP2.
+            sharded, written = type(part), written_class(part)
+            sharded.__name__, sharded.__qualname__ = written.__name__, written.__qualname__
+            sharded.__module__ = written.__module__
     for block, following in pairwise(blocks):
         block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
     if mesh.device_type != "cpu":

@@ -1,0 +1,131 @@
+"""Linear layers with quantized weights inside of ``torch.cond``.
+
+The branches of ``torch.cond`` take plain tensors alone (torch 2.13 and 2.15): a weight of a wrapper subclass, as torchao makes them,
+fails with "There was no rule registered for HOP cond". So a branch is given the tensors inside of such a weight, and the linear
+layer puts them together again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from para_core.modes.interceptor import inside_branch, pass_on
+
+# Names of attributes, from a weight to one of its plain tensors.
+Path = tuple[str, ...]
+
+
+class WrappedLinear(NamedTuple):
+    """A linear layer whose weight is a wrapper subclass.
+
+    Args:
+        module: the layer.
+        paths: where its weight holds plain tensors.
+        recipe: what the weight is besides its tensors, to notice another one.
+        linear: ``linear(input, bias, *tensors)``, which Dynamo puts into a graph as it is.
+    """
+
+    module: nn.Module
+    paths: list[Path]
+    recipe: object
+    linear: Callable[..., Tensor]
+
+
+def wrapped_linears(block: nn.Module, before: Iterable[WrappedLinear] = ()) -> list[WrappedLinear]:
+    """Return the layers of ``block`` with wrapped weights; those of ``before`` that still fit, because graphs are guarded on them."""
+    earlier = {id(layer.module): layer for layer in before}
+    layers = []
+    for module in block.modules():
+        weight: Any = getattr(module, "weight", None)
+        if not hasattr(weight, "__tensor_flatten__") or isinstance(weight, DTensor):
+            continue
+        paths, recipe = _flatten(weight)
+        layer = earlier.get(id(module))
+        if layer is None or layer.recipe != recipe:
+            layer = WrappedLinear(module, paths, recipe, _linear_of(recipe))
+        layers.append(layer)
+    return layers
+
+
+def call_in_branch(layers: Sequence[WrappedLinear], call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Return ``call(*args, **kwargs)`` in a branch of ``torch.cond``, in which ``layers`` run."""
+    if not layers:
+        return call(*args, **kwargs)
+
+    def run(*args: Any) -> Any:
+        with _PlainWeights(layers):
+            return call(*args, **kwargs)
+
+    return inside_branch(run, *args)
+
+
+class _PlainWeights(TorchFunctionMode):
+    def __init__(self, layers: Sequence[WrappedLinear]) -> None:
+        super().__init__()
+        self._layers = layers
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func is F.linear and len(args) > 1:
+            for layer in self._layers:
+                weight = layer.module.weight
+                if args[1] is weight:
+                    bias = args[2] if len(args) > 2 else None
+                    return layer.linear(args[0], bias, *[_at(weight, path) for path in layer.paths])
+        return pass_on(func, args, kwargs or {})
+
+
+def _at(weight: Any, path: Path) -> Any:
+    for name in path:
+        weight = getattr(weight, name)
+    return weight
+
+
+class _Recipe(NamedTuple):
+    """A wrapper subclass without its tensors: what ``__tensor_flatten__`` returns, of the tensors inside as well."""
+
+    cls: type
+    context: Any
+    size: torch.Size
+    stride: tuple[int, ...]
+    # By name; None for a plain tensor.
+    inner: tuple[tuple[str, _Recipe | None], ...]
+
+
+def _flatten(weight: Any) -> tuple[list[Path], _Recipe]:
+    names, context = weight.__tensor_flatten__()
+    paths: list[Path] = []
+    inner: list[tuple[str, _Recipe | None]] = []
+    for name in names:
+        x = getattr(weight, name)
+        if hasattr(x, "__tensor_flatten__"):
+            paths_inside, recipe = _flatten(x)
+            paths += [(name, *path) for path in paths_inside]
+            inner.append((name, recipe))
+        else:
+            paths.append((name,))
+            inner.append((name, None))
+    return paths, _Recipe(type(weight), context, weight.size(), weight.stride(), tuple(inner))
+
+
+def _build(recipe: _Recipe, tensors: list[Tensor]) -> Any:
+    """The weight of ``recipe`` around the first of ``tensors``, which are taken out of the list."""
+    inner = {name: tensors.pop(0) if inside is None else _build(inside, tensors) for name, inside in recipe.inner}
+    cls: Any = recipe.cls
+    return cls.__tensor_unflatten__(inner, recipe.context, recipe.size, recipe.stride)
+
+
+def _linear_of(recipe: _Recipe) -> Callable[..., Tensor]:
+    def linear(x: Tensor, bias: Tensor | None, *tensors: Tensor) -> Tensor:
+        return F.linear(x, _build(recipe, list(tensors)), bias)
+
+    allowed: Callable[..., Tensor] = torch.compiler.allow_in_graph(linear)
+    return allowed
