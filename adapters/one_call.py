@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from para_core.adapters.agreed_callbacks import AgreedCallbacks
+from para_core.adapters.caching.generation import PipelineCache, caching_of
 from para_core.adapters.callbacks import around_callbacks
 from para_core.adapters.foreseen import foreseen_output
 from para_core.adapters.loras import Loras
@@ -82,6 +83,7 @@ class ParallelCall:
         self._apart = apart
         self._assume_equal = assume_equal
         self._loras = Loras()
+        self._caching: PipelineCache | None = None
         self._places: list[Place] = []  # of all ranks, once they have called together
         self._guidance = Guidance(mesh.batch, foreseen_output)
         self._signatures = {
@@ -106,6 +108,7 @@ class ParallelCall:
         elif problem is not None:
             raise RuntimeError(problem)
         self._places = self._places or places_of_all(self.mesh)
+        self._caching = caching_of(pipe)
         with ExitStack() as stack:
             token = stack.enter_context(random_state_of_first_rank(self.mesh))
             for name, module in self._transformers.items():
@@ -141,6 +144,8 @@ class ParallelCall:
     def _share_out(self, call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not self._guidance.active:
             return call(module, *args, **kwargs)
+        if self._caching is not None:
+            self._caching.announce(module, args, kwargs)
         # Here, for an error of the one rank that computes this call would leave the others waiting.
         self._signatures[id(uncompiled(module))].bind(module, *args, **kwargs)
         return self._guidance.call(module, partial(call, module), args, kwargs)

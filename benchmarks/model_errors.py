@@ -32,6 +32,7 @@ from benchmarks.tiny_models import MODELS
 from para_core import apply_cache, model_cache_report, remove_cache
 from para_core.adapters import parallelize_transformer, unparallelize_transformer
 from para_core.adapters.supported import adapter_for, plan_for
+from para_core.cache.branches import conditions_of
 
 # batch × ring × ulysses
 MESHES = {"2 Ulysses": (1, 1, 2), "2 ring": (1, 2, 1), "2 batch": (2, 1, 1)}
@@ -64,7 +65,8 @@ def run_cached(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, int]:
     apply_cache(model, known.blocks, residual_diff_threshold=SKIP_ALWAYS)
     run(model, inputs)
     # What tells branches of guidance apart stays as it is.
-    later = {name: value for name, value in inputs.items() if name not in known.blocks.conditions}
+    conditions = conditions_of(model, known.blocks)
+    later = {name: value for name, value in inputs.items() if name not in conditions}
     later = tree_map_only(Tensor, lambda x: x * OTHER_STEP if x.is_floating_point() else x, later)
     out = run(model, {**inputs, **later})
     hits = model_cache_report(model).hits

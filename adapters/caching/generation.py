@@ -25,6 +25,7 @@ from para_core.cache.block_cache import BlockCache
 from para_core.cache.decision import Verdict
 from para_core.cache.options import CacheOptions, rule_of
 from para_core.cache.report import CacheReport, rows_of
+from para_core.deferred import arrived
 from para_core.instance import Order, uncompiled, unwrap, wrap_method, wrapper
 from para_core.plans.places import parameters_of
 from para_core.plans.samples import number_of_samples
@@ -164,6 +165,14 @@ class PipelineCache:
             )
 
         return around
+
+    def announce(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Name the branch of this call of ``module``, on ranks that do not compute it as well."""
+        cache = next((cache for cache in self.caches.values() if cache.module is uncompiled(module)), None)
+        if cache is None or self._in_callback or not self._schedule.active or self._thread != get_ident():
+            return
+        given = {**dict(zip(parameters_of(cache.module), args, strict=False)), **kwargs}
+        cache.announce(arrived(given))
 
     def remove(self, pipe: Any) -> None:
         for name, cache in self.caches.items():

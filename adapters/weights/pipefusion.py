@@ -13,7 +13,7 @@ from para_core.adapters.adapter import Adapter, Text
 from para_core.adapters.caching.schedule import Schedule
 from para_core.adapters.supported import adapter_for, plan_for
 from para_core.adapters.weights.stages import stack_of, why_no_stages
-from para_core.cache.branches import Branches
+from para_core.cache.branches import Branches, conditions_of
 from para_core.cache.options import CacheOptions
 from para_core.instance import Order, original_class, unwrap, wrap_method
 from para_core.mesh import GuidedMesh
@@ -70,7 +70,7 @@ class FusedPipe:
             plan = patches_of(module, mesh, adapter)
             blocks = [one.block for one in stack_of(module, adapter)]
             self._names[id(module)] = []
-            self._branches[id(module)] = Branches(known.blocks.conditions)
+            self._branches[id(module)] = Branches(conditions_of(module, known.blocks))
             if hasattr(module, "cache_context"):
                 wrap_method(module, "cache_context", _KEY, self._named, order=Order.CACHE)
             self.fusions[name] = Fusion(module, options, plan, blocks, self._branch_of(module), self._step_of)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from para_core.cache.attachment import Site, attach, detach
 from para_core.cache.blocks import CachedBlocks, Role, argument, as_tuple, like, require_streams, roles_of
-from para_core.cache.branches import MOST_BRANCHES, Branches
+from para_core.cache.branches import MOST_BRANCHES, Branches, conditions_of, names_in_batch
 from para_core.cache.decision import (
     NumberDecider,
     Observed,
@@ -40,12 +40,12 @@ from para_core.cache.decision import (
 from para_core.cache.either import either, nothing_like
 from para_core.cache.foreign import require_no_foreign_cache
 from para_core.cache.options import CacheOptions
-from para_core.cache.plain_weights import WrappedLinear, call_in_branch, wrapped_linears
+from para_core.cache.plain_weights import StageBlocks
 from para_core.cache.residuals import BranchState, Streams
 from para_core.instance import original_class
 from para_core.mesh import SequenceMesh
 from para_core.modes.unified import UnifiedAttnMode
-from para_core.plans.region import attention_is_skipped, plan_mesh
+from para_core.plans.region import attention_is_skipped, plan_mesh, ranks_sharing_samples
 from para_core.staged import on_all_stages
 
 
@@ -86,7 +86,7 @@ class BlockCache:
         self.branches, self.batch = 1, 0
         # The argument for whose sake the last call ran without the cache.
         self.uncached_by: str | None = None
-        self._branches = Branches(blocks.conditions)
+        self._branches = Branches(conditions_of(module, blocks))
         self.states: dict[str, BranchState] = {}
         self.state = self._empty_state()
         self.readings: list[Reading] = []
@@ -98,18 +98,10 @@ class BlockCache:
         self.terms_on_device = self.terms.tensor(device)
         # Of each stage, whether the model does something between its blocks in this call.
         self.unchained = [not stage.chained for stage in blocks.stages]
-        # Of each stage, the blocks that may be skipped, and what calls them without a cache around.
         self._stage_blocks = [
-            [
-                (block, original_class(block).__call__)
-                for block, role in self.roles
-                if role.skipped and role.stage == place
-            ]
+            StageBlocks([block for block, role in self.roles if role.skipped and role.stage == place])
             for place in range(len(blocks.stages))
         ]
-        # Of each stage, the layers in these blocks that a branch of a graph cannot take as they are.
-        self._wrapped: list[list[list[WrappedLinear]]] = [[[] for _ in blocks] for blocks in self._stage_blocks]
-        self._find_wrapped()
         # Of the call under way.
         # A list: an attribute that is set behind torch.cond stays what it was, in Dynamo 2.13.
         self._stage_outputs: list[Streams | None] = [None] * len(blocks.stages)
@@ -117,7 +109,7 @@ class BlockCache:
         self._entries: list[Streams | None] = [None] * len(blocks.stages)
         self._skip: bool | Tensor | None = None
         self._skip_on_device: Any = None
-        self.observed = Observed(None, Verdict.WARMUP, 0)
+        self.observed = Observed(None, Verdict.WARMUP, 0, 1)
 
     def attach(self) -> Site:
         """Where this cache runs, with what stands around the blocks; again and again."""
@@ -183,10 +175,8 @@ class BlockCache:
             raise
         finally:
             site.running = None
-        samples = 1 if state.decider is None else state.decider.first.shape[0]
-        branches = self.branches if self.batch == 0 else self.branches * samples // self.batch
-        branches = branches if branches > 0 and samples % branches == 0 else 1
-        names = [branch] if branches == 1 else [f"{branch}/{i}" for i in range(branches)]
+        samples = int(self.observed.samples)
+        names = names_in_batch(branch, samples, self.branches, self.batch)
         room = self.options.num_residuals
         self.readings.append(Reading(step.index, names, samples, self.threshold, self.observed, room, stopwatch.stop()))
         return output
@@ -195,15 +185,14 @@ class BlockCache:
         self.reset_states()
         if not self._warned:
             self._warned = True
-            conditions = " and ".join(self.blocks.conditions)
-            warnings.warn(
-                f"{conditions} of this {type(self.module).__name__} change from step to step, so its branches of guidance cannot be "
-                "told apart, and all steps are computed. Call it inside `with model.cache_context(name)`, or name in "
-                "CachedBlocks(conditions=...) what stays from step to step.",
-                stacklevel=6,
-            )
+            warnings.warn(self._branches.why_unknown(type(self.module).__name__), stacklevel=6)
         with self.paused():
             return call()
+
+    def announce(self, given: Mapping[str, Any]) -> None:
+        """Tell that the model is called with the arguments ``given``, maybe on another rank: so all ranks number branches alike."""
+        if self.attach().branch is None:
+            self._branches.announce(given)
 
     def find_mesh(self) -> None:
         """A plan may have been applied, or removed, since the last call. Traced where the whole call is."""
@@ -244,15 +233,9 @@ class BlockCache:
     def reset(self) -> None:
         """Forget all steps, and let their memory go; the report stays."""
         self.reset_states()
-        self._branches = Branches(self.blocks.conditions)
-        self._find_wrapped()
-
-    def _find_wrapped(self) -> None:
-        """Weights may have been quantized since the last generation."""
-        self._wrapped = [
-            [wrapped_linears(block, before) for (block, _), before in zip(blocks, layers, strict=True)]
-            for blocks, layers in zip(self._stage_blocks, self._wrapped, strict=True)
-        ]
+        self._branches = Branches(self._branches.conditions)
+        for stage in self._stage_blocks:
+            stage.refresh()
 
     def reset_states(self) -> None:
         for state in (*self.states.values(), self.state):
@@ -306,11 +289,8 @@ class BlockCache:
         elif role.chained and not self.unchained[role.stage]:
             output = self._run_stage_in_graph(role, given, args, kwargs)
         else:
-            blocks = zip(self._stage_blocks[role.stage], self._wrapped[role.stage], strict=True)
-            layers = next(wrapped for (other, _), wrapped in blocks if other is block)
-            output = self._run_in_graph(
-                role, given, lambda: as_tuple(call_in_branch(layers, call, block, *args, **kwargs))
-            )
+            blocks = self._stage_blocks[role.stage]
+            output = self._run_in_graph(role, given, lambda: as_tuple(blocks.call(block, call, *args, **kwargs)))
         if role.exits:
             self._entries[role.stage] = None
         return output
@@ -326,10 +306,11 @@ class BlockCache:
         if sample.dim() < 3:
             # Tokens without a batch.
             sample = sample[None]
-        asked = Question(sample, self.options, self.terms_on_device if traced else self.terms, self.mesh)
+        terms = self.terms_on_device if traced else self.terms
+        asked = Question(sample, self.options, terms, self.mesh, ranks_sharing_samples(self.module))
         decider = state.decider
         if decider is None or isinstance(decider, TensorDecider) != traced or _form(decider.first) != _form(sample):
-            self._skip, self.observed = None, Observed(None, Verdict.WARMUP, 0)
+            self._skip, self.observed = None, Observed(None, Verdict.WARMUP, 0, asked.samples)
             state.begin_anew()
             state.decider = TensorDecider(asked) if traced else NumberDecider(asked)
             return
@@ -393,11 +374,10 @@ class BlockCache:
 
         def compute() -> Streams:
             values = given
-            blocks = self._stage_blocks[role.stage]
-            for (block, call), layers in zip(blocks, self._wrapped[role.stage], strict=True):
+            for call in self._stage_blocks[role.stage]:
                 positional = [x if place is None else values[place] for place, x in zip(places, args, strict=False)]
                 named = {name: values[streams.index(name)] if name in streams else x for name, x in kwargs.items()}
-                values = as_tuple(call_in_branch(layers, call, block, *positional, **named))
+                values = as_tuple(call(*positional, **named))
             return values
 
         outputs = self._end_stage_in_graph(role, given, compute)

@@ -51,14 +51,15 @@ class CachedBlocks:
 
     Args:
         stages: in the order in which they run.
-        conditions: arguments of the model that tell the branches of guidance apart where the pipeline does not name them.
+        conditions: arguments of the model that tell the branches of guidance apart where the pipeline does not name them. Defaults
+            to ``encoder_hidden_states``, if the model takes it.
         uncached: arguments with which the model is called without the cache (those that leave out blocks).
         modulated: of the first block and its arguments by name, the modulated input ``[B, S, C]``: what it computes at little
             cost from the tokens and the time. For rules that decide before it.
     """
 
     stages: tuple[Stage, ...]
-    conditions: tuple[str, ...] = ("encoder_hidden_states",)
+    conditions: tuple[str, ...] | None = None
     uncached: tuple[str, ...] = ()
     modulated: Callable[[nn.Module, Mapping[str, Any]], Tensor] | None = None
 
@@ -70,7 +71,8 @@ class CachedBlocks:
         if not self.stages:
             raise ValueError("CachedBlocks(stages=()): name at least one Stage.")
         for name in ("conditions", "uncached"):
-            _require_names("CachedBlocks", name, getattr(self, name))
+            if getattr(self, name) is not None:
+                _require_names("CachedBlocks", name, getattr(self, name))
 
 
 def _require_names(what: str, name: str, given: Any) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from para_core.cache.blocks import CachedBlocks
 from para_core.cache.options import CacheOptions, Number, Observation, rule_of
 from para_core.collectives import all_gather
-from para_core.mesh import SequenceMesh
+from para_core.mesh import MeshDim, SequenceMesh
 
 
 class Verdict(IntEnum):
@@ -132,11 +132,13 @@ class Observed(NamedTuple):
         differences: of each sample; None: not asked for.
         verdict: a ``Verdict``, or its number.
         computed: steps of the branch that were computed before, from whose residuals this one may be forecast.
+        samples: number of samples of the call, on all ranks that share them.
     """
 
     differences: Any
     verdict: Any
     computed: Any
+    samples: int
 
 
 class Stopwatch:
@@ -193,22 +195,33 @@ class Question:
         options: the rule, and the policy.
         terms: numbers, or for a graph the tensor of them.
         mesh: ranks that hold parts of one sequence, and decide alike.
+        sharing: ranks that each have a part of the samples of the call, as many as this rank. They decide alike, too: by all
+            samples, as one device does.
     """
 
     sample: Tensor
     options: CacheOptions
     terms: Terms | Tensor
     mesh: SequenceMesh | None
+    sharing: MeshDim | None = None
+
+    @property
+    def samples(self) -> int:
+        """Number of samples of the call, on all ranks that share them."""
+        return self.sample.shape[0] * (1 if self.sharing is None else self.sharing.size)
 
     def differences(self, first: Tensor) -> Tensor:
-        """``[B]`` differences to ``first``, the same on all ranks that hold parts of this sequence."""
+        """Return the differences to ``first`` of all samples of the call, ``[samples]``; the same on all ranks that share the call."""
         rule = rule_of(self.options.rule)
         sums = rule.sums(self.sample.flatten(1), first.flatten(1))
         # Every rank adds up the same numbers in the same order, so none decides by another rounding.
         for dim in () if self.mesh is None else self.mesh.dims:
             if dim.size > 1:
                 sums = all_gather(sums[None], [1] * dim.size, 0, dim).sum(dim=0)
-        return rule.difference(sums)
+        differences = rule.difference(sums)
+        if self.sharing is not None:
+            differences = all_gather(differences, [differences.shape[0]] * self.sharing.size, 0, self.sharing)
+        return differences
 
     def may_skip(self, largest: Number, terms: Terms, counts: Counts) -> Any:
         """What the threshold says of the largest difference, or the policy."""
@@ -258,7 +271,7 @@ class NumberDecider:
         self._counts = counts.after(skip, terms.time, _where)
         if not skip:
             self.first = asked.sample.contiguous()
-        return skip, Observed(differences, verdict, counts.computed)
+        return skip, Observed(differences, verdict, counts.computed, asked.samples)
 
     def weights(self, options: CacheOptions, terms: Any) -> list[float]:
         if options.num_residuals == 1:
@@ -298,7 +311,7 @@ class TensorDecider:
         counted: Any = counts.after(skip, terms.time, torch.where)
         self._numbers.copy_(torch.stack([*counted[:3], *counted.times]))
         first.copy_(torch.where(skip, first, asked.sample))
-        return skip, Observed(differences, verdict, counts.computed)
+        return skip, Observed(differences, verdict, counts.computed, asked.samples)
 
     def weights(self, options: CacheOptions, terms: Any) -> list[Any]:
         if options.num_residuals == 1:

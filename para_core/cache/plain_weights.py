@@ -7,7 +7,8 @@ layer puts them together again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from para_core.instance import original_class
 from para_core.modes.interceptor import inside_branch, pass_on
 
 # Names of attributes, from a weight to one of its plain tensors.
@@ -54,8 +56,31 @@ def wrapped_linears(block: nn.Module, before: Iterable[WrappedLinear] = ()) -> l
     return layers
 
 
-def call_in_branch(layers: Sequence[WrappedLinear], call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Return ``call(*args, **kwargs)`` in a branch of ``torch.cond``, in which ``layers`` run."""
+class StageBlocks:
+    """The blocks of one stage that may be skipped, as a branch of ``torch.cond`` calls them: without a cache around them."""
+
+    def __init__(self, blocks: Iterable[nn.Module]) -> None:
+        self._blocks = [(block, original_class(block).__call__) for block in blocks]
+        self._layers: list[list[WrappedLinear]] = [[] for _ in self._blocks]
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Find the layers again, because weights may have been quantized."""
+        self._layers = [
+            wrapped_linears(block, before) for (block, _), before in zip(self._blocks, self._layers, strict=True)
+        ]
+
+    def __iter__(self) -> Iterator[Callable[..., Any]]:
+        for (block, call), layers in zip(self._blocks, self._layers, strict=True):
+            yield partial(_call_in_branch, layers, call, block)
+
+    def call(self, block: nn.Module, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Return ``call(block, *args, **kwargs)`` for one of the blocks."""
+        layers = next(layers for (other, _), layers in zip(self._blocks, self._layers, strict=True) if other is block)
+        return _call_in_branch(layers, call, block, *args, **kwargs)
+
+
+def _call_in_branch(layers: Sequence[WrappedLinear], call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     if not layers:
         return call(*args, **kwargs)
 

@@ -54,7 +54,7 @@ def rows_of(readings: Iterable[Reading]) -> list[Row]:
 
 def _rows_of_call(reading: Reading, call: int) -> list[Row]:
     observed: list[Any] = [x.tolist() if isinstance(x, Tensor) else x for x in reading.observed]
-    differences, verdict, computed = observed
+    differences, verdict, computed, _ = observed
     verdict = Verdict(int(verdict))
     if differences is None or verdict not in (Verdict.HIT, Verdict.MISS, Verdict.NOT_FINITE):
         # A graph measures these, too.

@@ -119,6 +119,12 @@ class _Region:
         self._continues = False
         # Of the attention module under way, if it runs by heads.
         self._head_exchanges: list[HeadExchange] = []
+        self._sharing_samples: list[MeshDim] = []
+
+    @property
+    def sharing_samples(self) -> MeshDim | None:
+        """The ranks that each compute a part of the samples of the call under way."""
+        return self._sharing_samples[-1] if self._sharing_samples else None
 
     @property
     def interception(self) -> Interception | None:
@@ -162,6 +168,8 @@ class _Region:
         self._interceptions.append(interception)
         try:
             args, kwargs, samples = self._own_samples(args, kwargs)
+            if samples is not None and self.batch is not None:
+                self._sharing_samples.append(self.batch)
             args, kwargs = self._cutting.arguments(self.plan.inputs, self.parameters, args, kwargs)
             with fused_encoder.held_off(self.encoders), interception.entered():
                 given = [*args, *kwargs.values()]
@@ -192,6 +200,7 @@ class _Region:
             raise
         finally:
             self._interceptions.clear()
+            self._sharing_samples.clear()
             self._cutting.segments.clear()
 
     def _bound(self, planned: PlannedAttention, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -497,6 +506,12 @@ def plan_mesh(module: nn.Module) -> SequenceMesh | None:
     """The mesh over which a plan runs ``module``; None if none was applied."""
     region = _region_of(module)
     return None if region is None else region.mesh
+
+
+def ranks_sharing_samples(module: nn.Module) -> MeshDim | None:
+    """Return the mesh dim whose ranks each compute a part of the samples of the call of ``module`` under way; None if none do."""
+    region = _region_of(module)
+    return None if region is None else region.sharing_samples
 
 
 def plan_options(module: nn.Module) -> AttnOptions | None:

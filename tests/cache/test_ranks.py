@@ -162,12 +162,68 @@ def rows_of_two_prompts(batch=1):
     return [(row.step, row.branch, row.samples) for row in cache_report(pipe).rows]
 
 
-def test_two_prompts_of_the_branch_that_a_rank_has_are_samples_and_no_branches(rank_pool):
-    """The plan has cut the batch: each half of the ranks has one branch."""
+def test_ranks_that_share_the_samples_of_a_batch_report_all_of_them(rank_pool):
     alone = rows_of_two_prompts()
-    for rank, rows in enumerate(rank_pool.run(rows_of_two_prompts, 2, batch=2)):
-        assert [branch for _, branch, _ in rows] == ["cond_uncond"] * 3
-        expected = [samples for _, branch, samples in alone if branch == f"cond_uncond/{rank}"]
-        for (_, _, samples), wanted in zip(rows[1:], expected[1:], strict=True):
-            assert samples == pytest.approx(wanted, rel=1e-3)
-        assert len(set(expected[1])) == 2
+    assert len(alone) == 6
+    for rows in rank_pool.run(rows_of_two_prompts, 2, batch=2):
+        for (step, branch, samples), (wanted_step, wanted_branch, wanted) in zip(rows, alone, strict=True):
+            assert (step, branch) == (wanted_step, wanted_branch)
+            assert samples == ((None, None) if step == 0 else pytest.approx(wanted, rel=1e-3))
+
+
+BATCHES = {
+    # Two prompts, each a sample; one prompt with guidance, each branch a sample.
+    "prompts": ("cogvideox", {**TWO_PROMPTS, "num_inference_steps": 6, "guidance_scale": 1.0}),
+    "guided": ("mochi", {"num_inference_steps": 6}),
+}
+
+
+def generate_batch(batch, threshold, compiled=False, mesh=None):
+    """The latents, and what the cache decided by."""
+    name, call = BATCHES[batch]
+    pipe = build(name) if mesh is None else parallelize_pipe(build(name), mesh=cpu_mesh(*mesh[1:], batch=mesh[0]))
+    apply_cache_on_pipe(pipe, residual_diff_threshold=threshold)
+    if compiled:
+        torch._dynamo.reset()
+        pipe.transformer = torch.compile(pipe.transformer, fullgraph=True, backend="aot_eager")
+    latents = generate(pipe, name, **call)
+    return latents, [(row.step, row.branch, row.verdict.name, row.samples) for row in cache_report(pipe).rows]
+
+
+def threshold_at_which_samples_differ(batch):
+    """At a step, one sample of the batch is below it, and another is above."""
+    _, rows = generate_batch(batch, 1e-9)
+    samples = [[x for row in rows if row[0] == step for x in row[3]] for step in range(2, 5)]
+    apart = max(samples, key=lambda values: max(values) / min(values))
+    return (min(apart) * max(apart)) ** 0.5
+
+
+@pytest.mark.filterwarnings("ignore:the cache of the")
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_ranks_that_share_a_batch_skip_the_steps_that_one_device_skips(rank_pool, batch, compiled):
+    threshold = threshold_at_which_samples_differ(batch)
+    expected, expected_rows = generate_batch(batch, threshold)
+    assert {"HIT", "MISS"} <= {row[2] for row in expected_rows}
+    for latents, rows in rank_pool.run(generate_batch, 2, batch, threshold, compiled, mesh=(2, 1, 1)):
+        assert [row[:3] for row in rows] == [row[:3] for row in expected_rows]
+        assert relative_error(latents, expected) < 1e-4
+
+
+def branches_of_sequential_guidance(mesh=None):
+    pipe = (
+        build("lumina2")
+        if mesh is None
+        else parallelize_pipe(build("lumina2"), mesh=cpu_mesh(*mesh[1:], batch=mesh[0]))
+    )
+    apply_cache_on_pipe(pipe, residual_diff_threshold=0.0)
+    generate(pipe, "lumina2", num_inference_steps=4)
+    return [row.branch for row in cache_report(pipe).rows]
+
+
+def test_a_rank_of_the_second_branch_reports_it_by_the_name_that_one_device_gives_it(rank_pool):
+    alone = branches_of_sequential_guidance()
+    assert alone == ["branch 0", "branch 1"] * 4
+    for rank, branches in enumerate(rank_pool.run(branches_of_sequential_guidance, 2, mesh=(2, 1, 1))):
+        # All ranks compute the first call whose form they do not know.
+        assert branches[-3:] == [f"branch {rank}"] * 3

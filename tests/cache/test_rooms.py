@@ -18,6 +18,7 @@ ROOMS = [
     "operators",
     "blocks",
     "foreign",
+    "plain_weights",
     "either",
 ]
 

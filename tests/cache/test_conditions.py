@@ -1,0 +1,106 @@
+"""The arguments that tell branches of guidance apart: unknown names are errors, and a missing name is a warning."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from para_core import CachedBlocks, Stage, apply_cache, model_cache_report, remove_cache, reset_cache
+from tests.tiny import relative_error
+
+
+class Block(nn.Module):
+    def __init__(self, seed):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator)
+
+    def forward(self, hidden_states, y):
+        return hidden_states + torch.tanh(self.linear(hidden_states + y))
+
+
+class Model(nn.Module):
+    """A model whose condition is called ``y``, as in DiT."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(seed) for seed in range(4)])
+
+    def forward(self, x, t, y):
+        x = x * (1 + t.view(-1, 1, 1))
+        for block in self.blocks:
+            x = block(x, y)
+        return x
+
+
+class WithKeywords(Model):
+    def forward(self, x, t, **kwargs):
+        return super().forward(x, t, kwargs["y"])
+
+
+def blocks(**options):
+    return CachedBlocks((Stage(("blocks",), chained=True),), **options)
+
+
+def denoise(model, steps=5, branches=2):
+    """Guided outputs of all steps; the branches are called one after the other."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 6, 8, generator=generator)
+    texts = torch.randn(branches, 1, 1, 8, generator=generator).unbind()
+    times = torch.linspace(1.0, 0.1, steps)
+    outputs = []
+    with torch.no_grad():
+        for t in times:
+            predicted = [model(x, t[None], text) for text in texts]
+            outputs.append(predicted[0] + 3 * (predicted[0] - predicted[-1]))
+            x = x - 0.02 * outputs[-1]
+    return outputs
+
+
+@pytest.mark.parametrize("conditions", [("text",), ("y", "encoder_hidden_states")])
+def test_an_unknown_condition_is_an_error_that_names_the_arguments(conditions):
+    model = Model()
+    with pytest.raises(ValueError, match=rf"{conditions[-1]}.*x, t, y"):
+        apply_cache(model, blocks(conditions=conditions), residual_diff_threshold=0.1)
+    assert type(model) is Model
+    assert type(model.blocks[1]) is Block
+
+
+def test_a_model_that_takes_any_keyword_may_have_any_condition():
+    model = apply_cache(WithKeywords(), blocks(conditions=("y",)), residual_diff_threshold=0.1)
+    for _ in range(2):
+        with torch.no_grad():
+            model(torch.ones(1, 6, 8), torch.ones(1), y=torch.ones(1, 1, 8))
+    assert [row.branch for row in model_cache_report(model).rows] == ["branch 0"] * 2
+
+
+@pytest.mark.parametrize("branches", [2, 3])
+@pytest.mark.parametrize("options", [{}, {"conditions": ()}, {"conditions": ("t",)}])
+def test_branches_that_no_condition_tells_apart_are_a_warning_that_names_the_argument(options, branches):
+    model = apply_cache(Model(), blocks(**options), residual_diff_threshold=1e9)
+    with pytest.warns(UserWarning, match=r"'y'|t of this Model change"):
+        denoise(model, branches=branches)
+
+
+@pytest.mark.parametrize("branches", [1, 2, 3])
+def test_named_conditions_do_not_warn_and_are_exact(branches):
+    expected = denoise(Model(), branches=branches)
+    model = apply_cache(Model(), blocks(conditions=("y",)), residual_diff_threshold=0.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            reset_cache(model)
+            for output, wanted in zip(denoise(model, branches=branches), expected, strict=True):
+                assert relative_error(output, wanted) < 1e-6
+    assert len({row.branch for row in model_cache_report(model).rows}) == branches
+    assert type(remove_cache(model)) is Model
+
+
+def test_a_single_branch_without_a_condition_does_not_warn():
+    model = apply_cache(Model(), blocks(), residual_diff_threshold=0.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        denoise(model, branches=1)
