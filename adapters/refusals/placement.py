@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from para_core.adapters.refusals.case import Case, is_unet
 from para_core.adapters.supported import adapter_for, component_of
 from para_core.adapters.weights.stages import why_no_stages
+from para_core.instance import is_compiled
 from para_core.plans.region import plan_mesh
 from para_core.weights.fsdp import is_sharded, shard_mesh
 from para_core.weights.pipefusion import fusion_of
@@ -109,8 +110,17 @@ def placed_stages(case: Case) -> Mapping[str, Any] | None:
 def compiled_stages(case: Case) -> bool:
     if case.module is None or stages_of(case.module) is None:
         return False
+    return _is_one_graph(case)
+
+
+def compiled_fusion(case: Case) -> bool:
+    return case.module is not None and fusion_of(case.module) is not None and _is_one_graph(case)
+
+
+def _is_one_graph(case: Case) -> bool:
+    """Whether the whole model was compiled: in place, its ``forward``, or as the component that stands in its place."""
     replaced = bool(case.component) and component_of(case.owner, case.component) is not case.module
-    return replaced or case.module._compiled_call_impl is not None
+    return replaced or is_compiled(case.module)
 
 
 def uncached_stages(case: Case) -> Mapping[str, Any] | None:
@@ -137,8 +147,7 @@ def cached_in_one_graph(case: Case) -> Mapping[str, Any] | None:
     """What ``torch.cond`` takes no part of: the hooks of FSDP2, or DTensors."""
     if case.module is None or case.options is None:
         return None
-    replaced = bool(case.component) and component_of(case.owner, case.component) is not case.module
-    if not (replaced or case.module._compiled_call_impl is not None):
+    if not _is_one_graph(case):
         return None
     by_fsdp = is_sharded(case.module)
     by_tensor = tensor_mesh(case.module) is not None or tensors_of_diffusers(case.module) is not None

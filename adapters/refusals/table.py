@@ -21,6 +21,7 @@ from para_core.adapters.refusals.models import (
 from para_core.adapters.refusals.placement import (
     cached_in_one_graph,
     changed_since_sharded,
+    compiled_fusion,
     compiled_stages,
     config_of_diffusers,
     no_stages,
@@ -192,6 +193,13 @@ REFUSALS: tuple[Refusal, ...] = (
         compiled_stages,
         "{name} was compiled as a whole, and a graph cannot wait for another stage. Use it uncompiled, and compile its blocks: "
         "transformer.compile_repeated_blocks(fullgraph=True).",
+    ),
+    Refusal(
+        "PipeFusion in one graph",
+        (When.PARALLEL_CALL,),
+        compiled_fusion,
+        "{name} runs under PipeFusion, and was compiled as a whole: a graph cannot return patch after patch. Use it uncompiled, and compile "
+        "its blocks: transformer.compile_repeated_blocks(fullgraph=True).",
     ),
     Refusal(
         "a cache over stages that cannot decide or store",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import get_ident
 from typing import Any, Protocol
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import nn
@@ -16,8 +16,9 @@ from para_core.cache.blocks import Role
 from para_core.instance import Around, Order, unwrap, wrap_alike, wrap_method, wrapper
 
 _KEY = "cache"
-# An attribute of a model whose graphs were compiled with a cache that was removed.
-_REMEMBERED = "_para_core_cache"
+# By model, what stood around it when a graph was compiled, and was removed since: a graph fits the classes that it was compiled with.
+# Here and not at the model, of which nothing may be left behind. A site refers to its model weakly, so the entry goes with the model.
+_COMPILED: WeakKeyDictionary[nn.Module, Site] = WeakKeyDictionary()
 
 
 # Each block at which something is done, in the order in which they run.
@@ -126,12 +127,16 @@ class Attachment:
 
     def __init__(self, site: Site, module: nn.Module, roles: Roles) -> None:
         self.site = site
-        self.roles = roles
-        self._module = module
-        self._alike: dict[Role, list[nn.Module]] = {}
-        for block, role in roles:
-            self._alike.setdefault(role, []).append(block)
-        self._arounds = {role: self._around_block(role) for role in self._alike}
+        self._module = ref(module)
+        self._roles = [(ref(block), role) for block, role in roles]
+        self._arounds = {role: self._around_block(role) for _, role in roles}
+
+    def fits(self, roles: Roles) -> bool:
+        """Whether it stands around the same blocks, for the same roles."""
+        own = [(block(), role) for block, role in self._roles]
+        return len(own) == len(roles) and all(
+            block is other and role == other_role for (block, role), (other, other_role) in zip(own, roles, strict=True)
+        )
 
     def _around_block(self, role: Role) -> Around:
         site = self.site
@@ -148,36 +153,30 @@ class Attachment:
         return run_block
 
     def install(self) -> None:
-        for role, blocks in self._alike.items():
-            wrap_alike(blocks, "__call__", _KEY, self._arounds[role], order=Order.CACHED_BLOCK)
-        if hasattr(self._module, "cache_context"):
-            wrap_method(self._module, "cache_context", _KEY, self.site.named, order=Order.CACHE)
+        for role, around in self._arounds.items():
+            blocks = [block() for block, other in self._roles if other == role]
+            wrap_alike(blocks, "__call__", _KEY, around, order=Order.CACHED_BLOCK)
+        module = self._module()
+        if hasattr(module, "cache_context"):
+            wrap_method(module, "cache_context", _KEY, self.site.named, order=Order.CACHE)
 
     def remove(self) -> None:
         """Give the blocks back as they were."""
-        for module in (self._module, *[block for block, _ in self.roles]):
-            self.site.remember(module)
-            unwrap(module, _KEY)
-
-
-class _Remembered:
-    """Holds a site at a model, and no copy of it: a copy has blocks of its own."""
-
-    def __init__(self, site: Site | None = None) -> None:
-        self.site = site
-
-    def __reduce__(self) -> Any:
-        return _Remembered, ()
+        for reference in (self._module, *[block for block, _ in self._roles]):
+            module = reference()
+            if module is not None:
+                self.site.remember(module)
+                unwrap(module, _KEY)
 
 
 def attach(module: nn.Module, roles: Roles, cache: RunsBlocks) -> Site:
     """The site of ``module``, with what stands around its blocks for ``cache``: what stood there, if it fits."""
     standing = _attachment_at(roles[0][0])
     site = _site_of(module, standing)
-    if standing is None or standing.roles != roles:
+    if standing is None or not standing.fits(roles):
         if standing is not None:
             standing.remove()
-        found = next((known for known in site.attachments if known.roles == roles), None)
+        found = next((known for known in site.attachments if known.fits(roles)), None)
         if found is None:
             found = Attachment(site, module, roles)
             site.attachments.append(found)
@@ -203,14 +202,14 @@ def detach(module: nn.Module, roles: Roles, cache: RunsBlocks, *, traced: bool) 
     if not site.owners:
         standing.remove()
         if site.traced:
-            module.__dict__[_REMEMBERED] = _Remembered(site)
+            _COMPILED[module] = site
 
 
 def _site_of(module: nn.Module, standing: Attachment | None) -> Site:
-    remembered = module.__dict__.pop(_REMEMBERED, None)
+    compiled = _COMPILED.pop(module, None)
     if standing is not None:
         return standing.site
-    return (remembered and remembered.site) or Site()
+    return Site() if compiled is None else compiled
 
 
 def _attachment_at(block: nn.Module) -> Attachment | None:

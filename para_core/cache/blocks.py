@@ -173,8 +173,26 @@ def like(role: Role, values: tuple[Any, ...]) -> Any:
 def require_streams(role: Role, block: nn.Module, given: tuple[Any, ...], returned: tuple[Any, ...]) -> None:
     """Raise unless a block returned its streams in the order that its role names."""
     before, after = ([None if x is None else tuple(x.shape) for x in tensors] for tensors in (given, returned))
-    if len(before) != len(after) or any(x != y for x, y in zip(before, after, strict=False) if None not in (x, y)):
+    if len(before) == len(after) and all(x == y for x, y in zip(before, after, strict=True) if None not in (x, y)):
+        return
+    cls, shapes = (
+        original_class(block).__name__,
+        f"was given {role.streams} of shapes {before}, and returned shapes {after}",
+    )
+    if any(_only_shorter(x, y) for x, y in zip(before, after, strict=False)):
         raise ValueError(
-            f"{original_class(block).__name__} was given {role.streams} of shapes {before}, and returned shapes {after}. Name "
-            "in Stage(streams=...) the parameters whose changed values it returns, in the order in which it returns them."
+            f"{cls} {shapes}: tokens were sharded (or gathered) inside of this block, by a hook on it or by its own code. The cache runs around "
+            "the block and its hooks, and measures tokens that are sharded alike before and after it. Shard before the block stack: the "
+            "model's inputs, or with a plan: Plan(inner={'blocks.0': {...: Split(...)}})."
         )
+    raise ValueError(
+        f"{cls} {shapes}. Name in Stage(streams=...) the parameters whose changed values it returns, in the order in which it returns them."
+    )
+
+
+def _only_shorter(before: tuple[int, ...] | None, after: tuple[int, ...] | None) -> bool:
+    """Whether two shapes differ in one dim between the batch and the channels."""
+    if before is None or after is None or len(before) != len(after):
+        return False
+    differing = [dim for dim, (x, y) in enumerate(zip(before, after, strict=True)) if x != y]
+    return len(differing) == 1 and 0 < differing[0] < len(before) - 1

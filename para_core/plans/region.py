@@ -143,6 +143,8 @@ class _Region:
         # In this order: what is read while tracing becomes a guard.
         if not torch.compiler.is_compiling():
             self.attach(module)
+            # Before the call, which may be compiled in place: an error inside of a graph is buried in Dynamo's.
+            self._check_given(module, args, kwargs)
             if self.require_equal is not None and not self.known_equal:
                 given = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
                 self.require_equal({name: value for name, value in given.items() if name not in self.kept_by_heads})
@@ -159,7 +161,8 @@ class _Region:
                 f"this {type(module).__name__} is already running in another thread, on the same ranks: their "
                 "collectives would mix. Use one thread, or a copy of the model with its own mesh."
             )
-        self._check_given(module, args, kwargs)
+        if torch.compiler.is_compiling():
+            self._check_given(module, args, kwargs)
         if self.mixes_over_ranks:
             refuse_checkpointing(module)
         attending = (Attention(self.plan.joint_order),)

@@ -18,6 +18,7 @@ from benchmarks.tiny_images import stable_diffusion_3
 from benchmarks.tiny_models import MODELS
 from benchmarks.tiny_pipelines import PIPELINES
 from benchmarks.tiny_unets import UNET_PIPELINES
+from para_core import PipeFusion
 from para_core.adapters import parallelize_pipe, parallelize_transformer
 from para_core.adapters.refusals import REFUSALS, Case, When, cases_of, reason_against, refuse
 from para_core.adapters.supported import tensor_plan_for
@@ -180,10 +181,14 @@ def test_the_advice_against_an_old_processor_helps(rank_pool):
 def give_kv_cache():
     model = MODELS["flux2"]
     transformer = parallelize_transformer(model.build(), mesh=cpu_mesh(1, 2))
-    with pytest.raises(
-        ValueError, match=r"(?s)was given kv_cache, which cannot be computed on several ranks: .*unparall"
-    ):
-        transformer(**model.inputs(3, 6, 10), kv_cache=object())
+    for _ in range(2):
+        with pytest.raises(
+            ValueError,
+            match=r"^Flux2Transformer2DModel was given kv_cache, which cannot be computed on several ranks: .*unparall",
+        ):
+            transformer(**model.inputs(3, 6, 10), kv_cache=object())
+        # The error of a compiled call is the same, and none of Dynamo's.
+        transformer.compile(backend="eager", fullgraph=True)
 
 
 def test_a_cache_of_reference_images_is_refused_with_a_reason(rank_pool):
@@ -279,6 +284,11 @@ def compiled_stages(mesh):
     pipe = flux_pipe()
     hold_stage(pipe.transformer, mesh.sequence.ulysses)
     return Case(pipe, compiled_in_place(pipe.transformer), "transformer", mesh=in_stages(mesh))
+
+
+def fused_and_compiled(mesh):
+    pipe = parallelize_pipe(flux_pipe(), pipefusion=PipeFusion())
+    return Case(pipe, compiled_in_place(pipe.transformer), "transformer", mesh=mesh, applied=mesh.sequence)
 
 
 def cached_stages(mesh):
@@ -390,6 +400,11 @@ CASES = {
         When.PARALLEL_CALL,
         compiled_stages,
         r"^pipe\.transformer was compiled as a whole, .*transformer\.compile_repeated_blocks\(fullgraph=True\)\.$",
+    ),
+    "PipeFusion in one graph": (
+        When.PARALLEL_CALL,
+        fused_and_compiled,
+        r"^pipe\.transformer runs under PipeFusion, and was compiled as a whole.*compile_repeated_blocks\(fullgraph=True\)\.$",
     ),
     "a cache over stages that cannot decide or store": (
         When.CACHED_CALL,

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from para_core import PipeFusion
 from para_core.adapters import parallelize_pipe, pipefusion_report, unparallelize_pipe
 from para_core.adapters.weights.components import blocks_of
-from tests.tiny import flux_call, flux_pipe
+from tests.tiny import flux_pipe
 from tests.weights.pipes import generate, make
 
 STEPS = 9
@@ -88,12 +88,23 @@ def test_patches_that_ranks_share_need_a_graph_for_each_form_alone(rank_pool):
         assert torch.equal(expected, found)
 
 
-def test_the_whole_in_one_graph_and_gradients_are_refused():
-    pipe = parallelize_pipe(flux_pipe(), pipefusion=PipeFusion())
-    message = r"FluxTransformer2DModel runs under PipeFusion, and was compiled as a whole.*compile_repeated_blocks\(fullgraph=True\)"
-    pipe.transformer.compile(backend="eager")
-    with pytest.raises(RuntimeError, match=message):
-        pipe(**flux_call())
+@pytest.mark.parametrize("way", ["in place", "in its place", "forward"])
+@pytest.mark.parametrize("name", ["flux", "mochi"])
+def test_the_whole_in_one_graph_is_refused_before_the_compiled_call(name, way):
+    pipe = parallelize_pipe(make(name), pipefusion=PipeFusion())
+    if way == "in place":
+        pipe.transformer.compile(backend="eager", fullgraph=True)
+    elif way == "forward":
+        pipe.transformer.forward = torch.compile(pipe.transformer.forward, backend="eager")
+    else:
+        pipe.transformer = torch.compile(pipe.transformer, backend="eager", fullgraph=True)
+    with pytest.raises(
+        RuntimeError, match=r"^(sequence rank 0: )?pipe\.transformer .*compile_repeated_blocks\(fullgraph=True\)\.$"
+    ):
+        generate(pipe, name, num_inference_steps=STEPS)
+
+
+def test_gradients_are_refused():
     pipe = parallelize_pipe(flux_pipe(), pipefusion=PipeFusion())
     with pytest.raises(RuntimeError, match=r"was called with gradients enabled\. Call it under torch\.no_grad\(\)"):
         pipe.transformer(None)
