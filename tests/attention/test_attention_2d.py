@@ -224,3 +224,49 @@ def worst_errors(ring, ulysses, first, last):
 def test_generated_calls_equal_one_device(rank_pool, ring, ulysses, first, last):
     for found in rank_pool.run(worst_errors, ring * ulysses, ring, ulysses, first, last):
         assert {number: error for number, error in found.items() if error > 1} == {}
+
+
+def attend_in_one_graph(ring, ulysses, segments, lengths):
+    """Relative errors of causal attention over balanced segments, sharded, computed and gathered in one full graph."""
+    torch._dynamo.reset()
+    mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
+    mode = UnifiedAttnMode(mesh, rotate_method="2d")
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def attend(query, key, value, layout):
+        with mode:
+            parts = [mode.shard(x, dim=2, sequence=layout) for x in (query, key, value)]
+            with mode.using(layout):
+                out = F.scaled_dot_product_attention(*parts, is_causal=True)
+            return mode.gather(out, dim=2, sequence=layout)
+
+    errors = []
+    for length in lengths:  # a symbolic length from the second on
+        runs = [Segment(name, length + i, **kind) for i, (name, kind) in enumerate(segments)]
+        layout = SequenceLayout(tuple(runs), ring * ulysses)
+        generator = torch.Generator().manual_seed(0)
+        qkv = [torch.randn(1, 4, layout.total, 8, generator=generator) for _ in range(3)]
+        expected = F.scaled_dot_product_attention(*qkv, is_causal=True)
+        with torch.no_grad():
+            errors.append(relative_error(attend(*qkv, layout), expected))
+    return errors
+
+
+TEXT, REPLICATED = ("text", {}), ("text", {"replicated": True})
+FRONT, BACK = ("front", {"balanced": True}), ("back", {"balanced": True})
+
+
+@pytest.mark.parametrize(
+    ("mesh", "segments"),
+    [
+        ((4, 1), [TEXT, FRONT, BACK]),
+        *[
+            pytest.param(mesh, segments, marks=pytest.mark.long)
+            for mesh in ((4, 1), (2, 2))
+            for segments in ([FRONT], [FRONT, BACK], [REPLICATED, FRONT], [FRONT, TEXT])
+        ],
+    ],
+)
+def test_causal_attention_over_balanced_segments_is_one_graph(rank_pool, mesh, segments):
+    for errors in rank_pool.run(attend_in_one_graph, 4, *mesh, segments, [16, 20, 23]):
+        assert max(errors) < 1e-5
