@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from para_core.adapters.refusals.case import Case
+from para_core.adapters.refusals.case import Case, is_unet
 from para_core.adapters.supported import plan_for
 from para_core.cache.foreign import foreign_cache
 from para_core.plans.places import matching_modules
@@ -51,7 +51,8 @@ _SDPA = {"scaled_dot_product_attention", "dispatch_attention_fn"}
 
 def attention_by_scores(case: Case) -> Mapping[str, Any] | None:
     """Find an attention processor that never calls SDPA; others of the same model may, so a call would not show it."""
-    for at, module in case.module.named_modules() if case.sequence_ranks > 1 else ():
+    # Rows of a UNet attend by any processor: what it multiplies is sharded, too.
+    for at, module in case.module.named_modules() if case.sequence_ranks > 1 and not is_unet(case) else ():
         cls: Any = type(getattr(module, "processor", None))
         call = next((vars(base)["__call__"] for base in cls.__mro__ if "__call__" in vars(base)), None)
         code = getattr(call, "__code__", None)

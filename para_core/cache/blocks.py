@@ -179,7 +179,8 @@ def require_streams(role: Role, block: nn.Module, given: tuple[Any, ...], return
         original_class(block).__name__,
         f"was given {role.streams} of shapes {before}, and returned shapes {after}",
     )
-    if any(_only_shorter(x, y) for x, y in zip(before, after, strict=False)):
+    reordered = sorted(map(str, before)) == sorted(map(str, after))
+    if not reordered and len(before) == len(after) and any(map(_only_shorter, before, after)):
         raise ValueError(
             f"{cls} {shapes}: tokens were sharded (or gathered) inside of this block, by a hook on it or by its own code. The cache runs around "
             "the block and its hooks, and measures tokens that are sharded alike before and after it. Shard before the block stack: the "

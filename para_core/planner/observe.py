@@ -38,6 +38,7 @@ from para_core.plans.plan import (
     Replicate,
     Split,
     attention_calls,
+    coarse_segments,
 )
 from para_core.plans.samples import number_of_samples, own_samples
 from para_core.weights.tensor_plan import TensorPlan
@@ -125,6 +126,7 @@ class _Observer(TorchFunctionMode):
             if isinstance(linear, nn.Linear)
         }
         self._plan = plan
+        self._coarse = coarse_segments(plan)
         self._parameters = parameters_of(model)
         self._boundaries = find_boundaries(model, plan)
         self._start(Part())
@@ -190,7 +192,9 @@ class _Observer(TorchFunctionMode):
                 numbers = given[key]
                 for place in cut.at:
                     numbers = numbers[place]
-                self._segments.setdefault(cut.segment, Tokens(prod(numbers), cut=True))
+                self._segments.setdefault(
+                    cut.segment, Tokens(prod(numbers), cut=True, fewest=self._fewest(cut.segment))
+                )
             for value in pytree.tree_leaves(given.get(key)):
                 if isinstance(cut, Gather):
                     self._note_gathered([value], (cut,))
@@ -204,7 +208,11 @@ class _Observer(TorchFunctionMode):
         elif isinstance(cut, Split) and not cut.then_replicated and cut.ndim in (None, value.ndim):
             first = 0 if cut.after is None else self._segments[cut.after].total
             name = cut.segment or cut.like or str(key)
-            self._segments.setdefault(name, Tokens((value.shape[cut.dim] - first) // (cut.per or 1), cut=True))
+            total = (value.shape[cut.dim] - first) // (cut.per or 1)
+            self._segments.setdefault(name, Tokens(total, cut=True, fewest=self._fewest(name)))
+
+    def _fewest(self, segment: str) -> int:
+        return 1 if segment in self._coarse else 2
 
     def _note_gathered(self, output: Any, gathers: Sequence[Gather | None]) -> None:
         for value, gather in zip(_tensors(output), gathers, strict=False):
@@ -268,7 +276,7 @@ class _Observer(TorchFunctionMode):
                     return some
         # Where a segment is of rows of an image, a token is a part of one.
         in_rows = self._active and any(rows % self._segments[name].total == 0 for name in self._of_many_tokens())
-        return (Tokens(rows, cut=in_rows),)
+        return (Tokens(rows, cut=in_rows, fewest=1),)
 
     def _of_many_tokens(self) -> list[str]:
         """Segments under way whose entries are rows of an image, or frames, of many tokens each."""
@@ -305,7 +313,7 @@ class _Observer(TorchFunctionMode):
 
     def _tokens(self, names: Sequence[str], total: int) -> tuple[Tokens, ...]:
         if any(name in self._of_many_tokens() for name in names):
-            return (Tokens(total, cut=True),)
+            return (Tokens(total, cut=True, fewest=1),)
         known = tuple(self._segments[name] for name in names if name in self._segments)
         # What is left was never sharded.
         return (*known, Tokens(total - sum(x.total for x in known), cut=False))

@@ -18,17 +18,22 @@ Shape = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens of one kind: sharded over the sequence ranks, or replicated."""
+    """Tokens of one kind: sharded over the sequence ranks, or replicated.
+
+    Args:
+        fewest: the number that each rank must get for them to be sharded; a plan asks for two tokens, or one row or frame.
+    """
 
     total: int
     cut: bool
+    fewest: int = 2
 
     def held(self, rank: int, ranks: int) -> int:
-        """Of those that are sharded, how many ``rank`` has; fewer than there are ranks are not sharded."""
-        return part(self.total, rank, ranks) if self.cut and self.total >= ranks else 0
+        """Return how many of those that are sharded ``rank`` has."""
+        return 0 if self.whole(ranks) else part(self.total, rank, ranks)
 
     def whole(self, ranks: int) -> int:
-        return 0 if self.cut and self.total >= ranks else self.total
+        return 0 if self.cut and self.total >= self.fewest * ranks else self.total
 
 
 @dataclass(frozen=True)

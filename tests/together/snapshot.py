@@ -63,8 +63,11 @@ def _kinds(value: Any, depth: int = 3) -> set[str]:
 def _module(module: nn.Module, path: str) -> dict[str, str]:
     found = {path: _class_of(module)}
     for name, attribute in vars(module).items():
+        if name == "_output_capturing_hooks_installed":
+            continue  # transformers installs hooks of its own at the first call of an encoder, of which pipelines share some
         if name in _HOOKS:
-            found[f"{path}.{name}"] = str(sorted(_class_of(hook) for hook in attribute.values()))
+            hooks = [hook for hook in attribute.values() if "output_capturing" not in getattr(hook, "__module__", "")]
+            found[f"{path}.{name}"] = str(sorted(map(_class_of, hooks)))
         elif name not in ("_parameters", "_buffers", "_modules"):
             found[f"{path}.{name}"] = _class_of(attribute)
     for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
