@@ -25,7 +25,7 @@ from para_core.fleet.work import Result
 _LOOK_SECONDS = 0.1
 # Ray gives a node half a minute to start, which a machine that does anything else may take.
 _STARTS = 4
-# For which ranks that have not answered are waited for once another has: they are at most a step behind.
+# How long ranks that have not answered may take after another rank failed or was cancelled: they are at most a step behind it.
 _GRACE_SECONDS = 30.0
 
 
@@ -236,19 +236,21 @@ def _bundle() -> dict[str, float]:
 
 
 async def _answers(refs: Sequence[Any]) -> list[Answer]:
-    """Of all ranks, in rank order.
+    """Wait for the answers of all ranks; return them in rank order.
+
+    Ranks that are done may answer long before the first one, which encodes the result. So only an answer that is not *done* limits
+    the time of the others: they may wait in a collective for the rank that gave it.
 
     Raises:
-        ReplicaDied: a rank died, or some did not end when another had.
+        ReplicaDied: a rank died, or some ranks gave no answer after another rank had failed or was cancelled.
     """
     tasks: list[asyncio.Task[Answer]] = [asyncio.ensure_future(_await(ref)) for ref in refs]
     pending = set(tasks)
     answered: list[Answer] = []
     try:
         while pending:
-            ended, pending = await asyncio.wait(
-                pending, timeout=_GRACE_SECONDS if answered else None, return_when=asyncio.FIRST_COMPLETED
-            )
+            grace = _GRACE_SECONDS if any(answer.kind != "done" for answer in answered) else None
+            ended, pending = await asyncio.wait(pending, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
             if not ended:
                 reason = next((answer.reason for answer in answered if answer.reason), "no reason given")
                 raise ReplicaDied(

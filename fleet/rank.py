@@ -18,6 +18,25 @@ from para_core.fleet.work import Cancelled, Result, Watch, generate, sentence
 
 # Of the actor's threads: one that works, and some that tell and are told in the meantime.
 CONTROL = "control"
+# Variables in which a launcher tells a process its place. Ray's workers inherit them from the process that started Ray, whose
+# place is not theirs.
+_PLACE_PREFIXES = ("SLURM_", "TORCHELASTIC_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_", "MV2_COMM_WORLD_")
+_PLACE_NAMES = frozenset(
+    {
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "GROUP_WORLD_SIZE",
+        "NODE_RANK",
+        "ROLE_NAME",
+        "ROLE_RANK",
+        "ROLE_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -46,6 +65,8 @@ class Rank:
         self._pipe: Any = None
         self._steps_done: dict[str, int] = {}
         self._cancelled: set[str] = set()
+        # Whether the last request failed, so that the memory it reserved is to be released.
+        self._release_memory = False
 
     def open_store(self, host: str) -> int:
         """On the first rank: the port at which the others meet it on ``host``."""
@@ -55,8 +76,7 @@ class Rank:
 
     def join(self, host: str, port: int) -> dict[str, int]:
         """Meet the other ranks and load the pipeline; the sizes of its mesh."""
-        # A rank of Ray's sees one GPU, its own.
-        os.environ.pop("WORLD_SIZE", None)
+        _forget_launcher()
         timeout = timedelta(seconds=self._recipe.timeout)
         if self._ranks > 1:
             store = self._store or TCPStore(host, port, self._ranks, is_master=False, timeout=timeout)
@@ -72,6 +92,9 @@ class Rank:
         """All ranks of the replica are called with the same request."""
         if torch.cuda.is_available():
             torch.cuda.set_device(0)  # a setting of the thread
+        if self._release_memory:
+            self._release_memory = False
+            torch.cuda.empty_cache()
         watch = Watch(lambda done: self._steps_done.__setitem__(id_, done), lambda: id_ in self._cancelled)
         try:
             result = generate(self._pipe, request, self._recipe, format_=self._format, fps=self._fps, watch=watch)
@@ -79,7 +102,9 @@ class Rank:
         except Cancelled as error:
             return Answer("cancelled", reason=str(error), steps=self.steps_done(id_))
         except Exception as error:
-            torch.cuda.empty_cache()
+            # The memory is released by the next request. cudaFree waits for the kernels of this device, and a collective of
+            # this request may wait for a rank that has left: this rank would never answer, and the reason would be lost.
+            self._release_memory = True
             return Answer("failed", reason=sentence(error), steps=self.steps_done(id_))
         finally:
             self._steps_done.pop(id_, None)
@@ -96,3 +121,13 @@ class Rank:
     def process(self) -> int:
         """The id of this rank's process."""
         return os.getpid()
+
+
+def _forget_launcher() -> None:
+    """Remove the environment variables that say which process of a launcher this is.
+
+    An actor of Ray sees one GPU. With the ``LOCAL_RANK`` of the process that started Ray, ``init_device_mesh`` would select another.
+    """
+    for name in list(os.environ):
+        if name in _PLACE_NAMES or name.startswith(_PLACE_PREFIXES):
+            del os.environ[name]

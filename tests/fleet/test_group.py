@@ -1,0 +1,71 @@
+"""Answers of the ranks of a replica, with stand-ins for Ray's references."""
+
+import asyncio
+import time
+
+import pytest
+
+pytest.importorskip("ray", reason="the extra fleet is not installed")
+
+from para_core.fleet import group
+from para_core.fleet.failures import ReplicaDied
+from para_core.fleet.rank import Answer
+
+GRACE = 0.2
+
+
+async def answer_after(seconds, answer):
+    await asyncio.sleep(seconds)
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+def wait_for(*answers):
+    """The kinds of the answers, given as ``(seconds, answer)``, in rank order."""
+
+    async def run():
+        return await group._answers([answer_after(*pair) for pair in answers])
+
+    return [answer.kind for answer in asyncio.run(run())]
+
+
+@pytest.fixture(autouse=True)
+def short_grace(monkeypatch):
+    monkeypatch.setattr(group, "_GRACE_SECONDS", GRACE)
+
+
+DONE, FAILED, CANCELLED = (
+    Answer("done"),
+    Answer("failed", reason="no room"),
+    Answer("cancelled", reason="after step 3."),
+)
+
+
+@pytest.mark.parametrize("seconds", [(0.0, 3 * GRACE), (3 * GRACE, 0.0), (0.0, 2 * GRACE, 4 * GRACE)])
+def test_a_slow_rank_is_waited_for_after_others_are_done(seconds):
+    assert wait_for(*[(each, DONE) for each in seconds]) == ["done"] * len(seconds)
+
+
+@pytest.mark.parametrize("other", [FAILED, CANCELLED])
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_rank_that_is_silent_after_another_failed_is_dead(other, order):
+    start = time.perf_counter()
+    with pytest.raises(ReplicaDied) as error:
+        wait_for(*[(0.0, other), (30.0, DONE)][::order])
+    assert other.reason in str(error.value)
+    assert time.perf_counter() - start < 10.0
+
+
+def test_a_rank_that_fails_after_another_is_done_starts_the_grace_period():
+    with pytest.raises(ReplicaDied, match="no room"):
+        wait_for((30.0, DONE), (0.0, DONE), (2 * GRACE, FAILED))
+
+
+def test_a_rank_that_dies_after_another_is_done_is_named():
+    with pytest.raises(ReplicaDied, match=r"rank 1.*killed"):
+        wait_for((30.0, DONE), (2 * GRACE, RuntimeError("killed")), (0.0, DONE))
+
+
+def test_ranks_that_fail_within_the_grace_period_have_all_answered():
+    assert wait_for((GRACE / 2, FAILED), (0.0, FAILED)) == ["failed", "failed"]

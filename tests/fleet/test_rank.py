@@ -1,0 +1,137 @@
+"""One rank of a replica as a plain object, without Ray: what it answers, and what it keeps of the environment."""
+
+import contextlib
+import os
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from para_core.fleet import rank as rank_module
+from para_core.fleet.rank import Rank
+from para_core.fleet.recipe import Recipe
+from para_core.fleet.request import Request
+from para_core.fleet.work import Cancelled
+
+SECONDS = 10.0
+
+
+@contextlib.contextmanager
+def environment_restored():
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def make_rank(monkeypatch, outcomes):
+    """A rank whose requests end with these outcomes, one after the other: an exception is raised, anything else returned."""
+    remaining = iter(outcomes)
+
+    def generate(*_, **__):
+        outcome = next(remaining)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(rank_module, "generate", generate)
+    return Rank(Recipe(""), 0, 1, "png", 16)
+
+
+def test_a_failed_request_is_answered_although_the_device_never_gets_idle(monkeypatch):
+    released = threading.Event()
+    monkeypatch.setattr(torch.cuda, "empty_cache", released.wait)
+    rank = make_rank(monkeypatch, [torch.OutOfMemoryError("out of 80 GB")])
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(rank.generate("a", Request({}, seed=0))), daemon=True)
+    thread.start()
+    thread.join(SECONDS)
+    in_time = list(answers)
+    released.set()
+    thread.join()
+    assert [answer.kind for answer in in_time] == ["failed"]
+    assert "out of 80 GB" in in_time[0].reason
+
+
+def test_the_request_after_a_failed_one_releases_its_memory_first_and_once(monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("release"))
+    outcomes = [None, ValueError("no"), RuntimeError("no"), None, Cancelled("no"), None]
+    rank = make_rank(monkeypatch, outcomes)
+    run = rank_module.generate
+
+    def generate(*args, **kwargs):
+        calls.append("generate")
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr(rank_module, "generate", generate)
+    kinds = [rank.generate(str(index), Request({}, seed=0)).kind for index in range(len(outcomes))]
+    assert kinds == ["done", "failed", "failed", "done", "cancelled", "done"]
+    first_three = ["generate", "generate", "release", "generate"]
+    assert calls == [*first_three, "release", "generate", "generate", "generate"]
+
+
+TORCHRUN = (
+    *(
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "GROUP_WORLD_SIZE",
+        "ROLE_NAME",
+        "ROLE_RANK",
+    ),
+    *("ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
+    *("TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE"),
+)
+SLURM = (
+    "SLURM_PROCID",
+    "SLURM_LOCALID",
+    "SLURM_NODEID",
+    "SLURM_NTASKS",
+    "SLURM_NPROCS",
+    "SLURM_NNODES",
+    "SLURM_JOB_ID",
+)
+KEPT = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "NCCL_SOCKET_IFNAME", "HF_HOME", "RAY_ADDRESS")
+
+
+@pytest.mark.parametrize("launcher", [TORCHRUN, SLURM])
+def test_a_rank_is_not_the_process_of_the_launcher_that_started_ray(monkeypatch, launcher):
+    at_build = {}
+    monkeypatch.setattr(rank_module, "build", lambda recipe: at_build.update(os.environ))
+    monkeypatch.setattr(rank_module, "mesh_shape", lambda pipe: {})
+    with environment_restored():
+        os.environ.update(dict.fromkeys((*launcher, *KEPT), "3"))
+        Rank(Recipe(""), 0, 1, "png", 16).join("127.0.0.1", 0)
+    assert [name for name in launcher if name in at_build] == []
+    assert [at_build[name] for name in KEPT] == ["3"] * len(KEPT)
+
+
+def test_a_rank_ignores_the_local_rank_of_the_launcher_on_several_ranks(rank_pool):
+    assert rank_pool.run(local_rank_at_build, 2) == [None, None]
+
+
+def local_rank_at_build():
+    # The rank joins a group of its own, as a fresh actor does.
+    index = dist.get_rank()
+    ports = [None, None]
+    rank = Rank(Recipe("", timeout=30), index, 2, "png", 16)
+    dist.all_gather_object(ports, rank.open_store("127.0.0.1") if index == 0 else 0)
+    dist.destroy_process_group()
+    at_build = []
+
+    def build(recipe):
+        assert dist.get_world_size() == 2
+        at_build.append(os.environ.get("LOCAL_RANK"))
+
+    with environment_restored(), pytest.MonkeyPatch.context() as patched:
+        os.environ["LOCAL_RANK"] = "5"
+        patched.setattr(rank_module, "build", build)
+        patched.setattr(rank_module, "mesh_shape", lambda pipe: {})
+        rank.join("127.0.0.1", ports[0])
+    return at_build[0]
