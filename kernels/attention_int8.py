@@ -128,7 +128,7 @@ def _launch(
     return out, lse
 
 
-LIBRARY.define(f"triton_attention_int8{exact.SCHEMA}")
+LIBRARY.define(f"triton_attention_int8{exact.SCHEMA}", tags=exact.TAGS)
 torch.library.register_fake("para_core::triton_attention_int8", exact.fake, lib=LIBRARY)
 LIBRARY.impl("triton_attention_int8", _launch, "CUDA")
 # Under Triton's interpreter.

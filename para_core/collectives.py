@@ -118,6 +118,15 @@ def _all_equal(sizes: Sequence[int]) -> bool:
 LIBRARY = torch.library.Library("para_core", "FRAGMENT")
 
 
+def define_operator(signature: str) -> None:
+    """Define the operator ``para_core::signature`` without an implementation, for use in compiled graphs.
+
+    It is tagged as not capturable by a CUDA graph. Inductor then cuts its CUDA graphs at the operator (or, without graph partition,
+    makes none), because collectives wait for other ranks, and packing keeps tables that must not be in the memory pool of a graph.
+    """
+    LIBRARY.define(signature, tags=(torch.Tag.cudagraph_unsafe,))
+
+
 def define_collective(
     signature: str,
     run: Callable[..., Any],
@@ -137,7 +146,7 @@ def define_collective(
         gradient, context: what :func:`torch.library.register_autograd` takes.
     """
     name = signature[: signature.index("(")]
-    LIBRARY.define(signature)
+    define_operator(signature)
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"para_core::{name}", shape, lib=LIBRARY)
     if gradient is not None:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from para_core.collectives import LIBRARY
+from para_core.collectives import LIBRARY, define_operator
 from para_core.fused import are_floats, kernels, on_device_of
 from para_core.kernels import residual_reference
 
-LIBRARY.define("residual_change(Tensor now, Tensor before) -> Tensor")
-LIBRARY.define("forecast(Tensor entry, Tensor[] residuals, float[] weights) -> Tensor")
+define_operator("residual_change(Tensor now, Tensor before) -> Tensor")
+define_operator("forecast(Tensor entry, Tensor[] residuals, float[] weights) -> Tensor")
 
 
 def change_on_gpu(now: Tensor, before: Tensor) -> Tensor:

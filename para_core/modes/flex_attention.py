@@ -28,7 +28,7 @@ from para_core.attention.call import Call, make_call
 from para_core.attention.call_agreement import EQUAL_PARTS
 from para_core.attention.flex_exchange import enter, leave, query_rows
 from para_core.attention.options import AttnOptions
-from para_core.collectives import LIBRARY
+from para_core.collectives import LIBRARY, define_operator
 from para_core.instance import original_class
 from para_core.layout import Run, Segment, SequenceLayout
 from para_core.mesh import SequenceMesh
@@ -354,7 +354,7 @@ def _refuse_shape(query: Tensor, value: Tensor, *_: Any) -> Tensor:
     return query.new_empty(*query.shape[:3], value.shape[3])
 
 
-LIBRARY.define("refuse_flex_attention(Tensor query, Tensor value, str message, SymInt[] numbers) -> Tensor")
+define_operator("refuse_flex_attention(Tensor query, Tensor value, str message, SymInt[] numbers) -> Tensor")
 LIBRARY.impl("refuse_flex_attention", _refuse, "CompositeExplicitAutograd")
 torch.library.register_fake("para_core::refuse_flex_attention", _refuse_shape, lib=LIBRARY)
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from para_core.attention.boxes import new_tensors, read_boxes
-from para_core.collectives import LIBRARY
+from para_core.collectives import LIBRARY, define_operator
 from para_core.fused import kernels, on_device_of
 from para_core.kernels import exchange_reference
 from para_core.kernels.exchange_reference import SCALE_BYTES
 
-LIBRARY.define("pack_8_bits(Tensor[] tensors, SymInt[] boxes, SymInt numel, ScalarType to) -> Tensor")
-LIBRARY.define(
+define_operator("pack_8_bits(Tensor[] tensors, SymInt[] boxes, SymInt numel, ScalarType to) -> Tensor")
+define_operator(
     "unpack_8_bits(Tensor buffer, SymInt[] boxes, SymInt[] shapes, ScalarType of, ScalarType dtype) -> Tensor[]"
 )
 
