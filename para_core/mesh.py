@@ -102,11 +102,17 @@ def find_or_make_group(description: str, ranks: list[int], **options: Any) -> Pr
     def by_description(ranks: list[int]) -> str:
         return name if sorted(ranks) == members else of_torch(ranks)
 
+    # With a bound device (`init_process_group(device_id=...)`) torch would make an NCCL group by ncclCommSplit, which is a collective over
+    # all ranks of the world, and the ranks outside of this group never call it. Without one it connects the members at the first use.
+    world = c10d._get_default_group()
+    bound_device = world.bound_device_id
+    world.bound_device_id = None
     c10d._hash_ranks_to_str = by_description
     try:
         made: ProcessGroup = dist.new_group(ranks, use_local_synchronization=True, group_desc=description, **options)
     finally:
         c10d._hash_ranks_to_str = of_torch
+        world.bound_device_id = bound_device
     return made
 
 

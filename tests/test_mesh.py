@@ -462,3 +462,36 @@ def test_ranks_that_made_different_numbers_of_groups_make_one_together(rank_pool
     for rank, sums in enumerate(rank_pool.run(sum_of_each_pair, 3, timeout=60)):
         expected = {pair: sum(10**member for member in pair) for pair in ((0, 1), (1, 2), (0, 2)) if rank in pair}
         assert sums == expected
+
+
+def bound_devices_while_making_groups(fails):
+    """What torch's function that makes a group is given and sees, of a group of all ranks but the first, and the device afterwards."""
+    c10d, calls = dist.distributed_c10d, []
+    make = c10d._new_process_group_helper
+
+    def record(*args, **kwargs):
+        calls.append((dist.group.WORLD.bound_device_id, kwargs.get("device_id")))
+        if fails:
+            raise RuntimeError("no connection")
+        return make(*args, **kwargs)
+
+    members = list(range(1, dist.get_world_size()))
+    dist.group.WORLD.bound_device_id = torch.device("cuda", 3)
+    with mock.patch.object(c10d, "_new_process_group_helper", record):
+        if dist.get_rank() in members and fails:
+            with pytest.raises(RuntimeError, match="no connection"):
+                find_or_make_group("all but the first", members)
+        elif dist.get_rank() in members:
+            x = torch.ones(())
+            dist.all_reduce(x, group=find_or_make_group("all but the first", members))
+            calls.append(int(x))
+    return calls, dist.group.WORLD.bound_device_id
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_group_of_some_ranks_is_made_without_the_bound_device(rank_pool, fails):
+    first, *others = rank_pool.run(bound_devices_while_making_groups, 3, fails, timeout=60)
+    assert first == ([], torch.device("cuda", 3))
+    for calls, bound in others:
+        assert calls == ([(None, None)] if fails else [(None, None), 2])
+        assert bound == torch.device("cuda", 3)
