@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -72,9 +73,14 @@ def tokenizers() -> Tokenizers:
 
 
 @cache
-def flux_encoders() -> dict[str, nn.Module]:
+def _filled_flux_encoders() -> dict[str, nn.Module]:
     denoiser = Denoiser(tokenizers())
     return {"clip": fill(denoiser.text_encoder, seed=3), "t5": fill(denoiser.text_encoder_2, seed=4)}
+
+
+def flux_encoders() -> dict[str, nn.Module]:
+    """Return new copies of a tiny CLIP and a tiny T5: hooks that a caller installs on them stay with its pipeline."""
+    return copy.deepcopy(_filled_flux_encoders())
 
 
 _CHAT = (

@@ -7,6 +7,7 @@ import torch
 import torch._dynamo
 
 from para_core.adapters import parallelize_pipe
+from benchmarks.tiny_pipelines import PIPELINES
 from tests.together.covering import SEED, admissible_pairs, pairs_of, read_cases, refused_cases
 from tests.together.options import AXES, EXCLUSIONS, case_of, exclusion_of, parse
 from tests.together.run import Reference, described, judge, run
@@ -111,3 +112,10 @@ def test_a_refusal_is_told_from_an_error_that_nobody_explains():
     assert judge(case, None, [refused(), refused()]).status == "refused"
     for error in (KeyError("x"), RuntimeError("not ours"), torch._dynamo.exc.Unsupported("graph break")):
         assert judge(case, None, [raised(error), raised(error)]).status == "obscure"
+
+
+def test_a_hook_on_a_tiny_pipeline_is_not_on_the_next_one():
+    first, second = (PIPELINES["hunyuan"].build() for _ in range(2))
+    encoders = [pipe.text_encoder_2 for pipe in (first, second)]
+    encoders[0].register_forward_hook(lambda *_: None)
+    assert not encoders[1]._forward_hooks and encoders[0].state_dict().keys() == encoders[1].state_dict().keys()

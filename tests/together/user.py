@@ -76,7 +76,7 @@ def build(case: Case, dtype: torch.dtype | None = None) -> Any:
             config = {**part.config, "num_attention_heads": 4, **changed}
             setattr(pipe, name, fill(type(part).from_config(config), seed=len(name)))
         elif isinstance(part, nn.Module):
-            # Tiny pipelines share encoders.
+            # Some tiny pipelines share an autoencoder.
             setattr(pipe, name, copy.deepcopy(part))
     for module in denoisers(pipe).values():
         # As they are loaded; the tiny models take no gradients.
