@@ -17,7 +17,13 @@ from para_core.attention.blocks import tied
 from para_core.attention.call import Call, make_call
 from para_core.attention.call_agreement import agree_on_call, call_signature, last_two
 from para_core.attention.checks import LengthCheck, check, check_kind, refuse_transforms
-from para_core.attention.local import local_attention_with_lse, require_backend, sees_nothing, with_diagonal
+from para_core.attention.local import (
+    learns_by_formula,
+    local_attention_with_lse,
+    require_backend,
+    sees_nothing,
+    with_diagonal,
+)
 from para_core.attention.local_rows import MaskReviews
 from para_core.attention.mask import MaskExtents, mask_extents, mask_of_block
 from para_core.attention.operator import attend
@@ -114,6 +120,10 @@ class MeshAttention:
         if autocasts(query):
             # Autocast knows SDPA, not the operators that compute it here.
             query, key, value, attn_mask = _as_autocast_does(query, key, value, attn_mask)
+        if torch.is_grad_enabled() and self._learns_in_float32(query, key, value, attn_mask):
+            rest = (attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths)
+            with torch.autocast(query.device.type, enabled=False):
+                return self(query.float(), key.float(), value.float(), *rest).to(query.dtype)
         if not (scale is None or isinstance(scale, (float, torch.SymFloat))):
             scale = float(scale)  # of NumPy, or a tensor of one element
         if isinstance(attn_mask, Tensor):
@@ -136,6 +146,18 @@ class MeshAttention:
         attn_mask = None if attn_mask is None else _in_one_batch(attn_mask, leading)
         out = self._compute(query, key, value, attn_mask, known.call, extents)
         return out.reshape(*leading, *out.shape[1:])
+
+    def _learns_in_float32(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+        """Return whether one device would compute this call, and its gradient, in float32 although its tensors have 16 bits.
+
+        A gradient that cancels is lost in the rounding of the partial results of a ring.
+        """
+        tensors = [x for x in (query, key, value, mask) if isinstance(x, Tensor)]
+        if self._attn_func is not None or len(tensors) < 3 or any(x.is_nested for x in tensors):
+            return False
+        if not any(x.requires_grad for x in tensors):
+            return False
+        return learns_by_formula(query, value, mask, self._options.with_gradients.backend)
 
     def _check_kind(self, *tensors: Tensor) -> None:
         try:

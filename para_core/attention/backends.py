@@ -158,14 +158,7 @@ def _math_backward(problem: Problem, grad_out: Tensor, out: Tensor, lse: Tensor)
     query, key, value = [x.to(lse.dtype) for x in problem[:3]]
     weights = torch.exp(_scores(problem) - lse[..., None])
     grad = grad_out.to(lse.dtype)
-    grad_weights = grad @ value.transpose(-1, -2)
-    mean = (grad * out).sum(-1, keepdim=True)
-    if problem.query.dtype != lse.dtype:
-        # Out was rounded to 16 bits, and what is left of its rounding counts where the difference cancels. A row with all of its weight
-        # on these keys has the same mean from them.
-        has_all = weights.sum(-1, keepdim=True) > 1 - 2**-12
-        mean = torch.where(has_all, (weights * grad_weights).sum(-1, keepdim=True), mean)
-    grad_scores = weights * (grad_weights - mean)
+    grad_scores = weights * (grad @ value.transpose(-1, -2) - (grad * out).sum(-1, keepdim=True))
     grad_query = (grad_scores @ key) * problem.factor
     grad_key = grad_scores.transpose(-1, -2) @ (query * problem.factor)
     grad_value = weights.transpose(-1, -2) @ grad

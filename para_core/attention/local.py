@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import inf
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -275,13 +277,60 @@ def _has_backend(
     dtype: torch.dtype, device: torch.device, head_dim: int, value_dim: int, mask_dtype: torch.dtype | None
 ) -> bool:
     """Whether the user's switches leave a backend. A graph takes the answer for a constant: what asks for it cannot be traced."""
-    query, value = (torch.empty(1, 1, 2, size, dtype=dtype, device=device) for size in (head_dim, value_dim))
-    mask = None if mask_dtype is None else torch.zeros(1, 1, 2, 2, dtype=mask_dtype, device=device)
     try:
-        _choose_backend(Problem(query, query, value, with_diagonal(mask, False, query, query)[0], False, None))
+        _choose_backend(_small_problem(dtype, device, head_dim, value_dim, mask_dtype))
     except RuntimeError:
         return False
     return True
+
+
+def learns_by_formula(query: Tensor, value: Tensor, mask: Tensor | None, backend: Backend | None) -> bool:
+    """Return whether the math backend computes the gradient of a call like this in 16 bits, on every rank.
+
+    The verdict depends on dtypes, head dims, the kind of device and the user's switches, not on lengths. SDPA's own math backend computes
+    such a call in float32 (transformers/attention.cpp, ``_scaled_dot_product_attention_math``).
+    """
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    if backend is not None:
+        return backend == "math"
+    if mask is not None and mask.requires_grad:
+        return True
+    enabled = tuple([is_enabled() for is_enabled in SWITCHES.values()])
+    masked_in = None if mask is None else mask.dtype
+    verdict: bool = _is_math(query.dtype, query.device, query.shape[-1], value.shape[-1], masked_in, enabled)
+    return verdict
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_math(*problem_and_switches: Any) -> bool:
+    # Dynamo takes the result of a function for a constant, but traces one that lru_cache wraps.
+    return _is_math_under(*problem_and_switches)
+
+
+@lru_cache(maxsize=256)
+def _is_math_under(
+    dtype: torch.dtype,
+    device: torch.device,
+    head_dim: int,
+    value_dim: int,
+    mask_dtype: torch.dtype | None,
+    enabled: tuple[bool, ...],
+) -> bool:
+    """Return whether PyTorch chooses the math backend under the switches that are ``enabled`` now."""
+    try:
+        return _choose_backend(_small_problem(dtype, device, head_dim, value_dim, mask_dtype)) == MATH
+    except RuntimeError:  # No backend is left. require_backend() says so on every rank.
+        return False
+
+
+def _small_problem(
+    dtype: torch.dtype, device: torch.device, head_dim: int, value_dim: int, mask_dtype: torch.dtype | None
+) -> Problem:
+    """Return a problem of two tokens and one head."""
+    query, value = (torch.empty(1, 1, 2, size, dtype=dtype, device=device) for size in (head_dim, value_dim))
+    mask = None if mask_dtype is None else torch.zeros(1, 1, 2, 2, dtype=mask_dtype, device=device)
+    return Problem(query, query, value, with_diagonal(mask, False, query, query)[0], False, None)
 
 
 def _choose_backend(problem: Problem) -> int:
