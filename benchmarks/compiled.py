@@ -75,7 +75,8 @@ def compile_kernel(
     Args:
         arguments: by name, all of them. A type as Triton writes it (``"*bf16"``, ``"i32"``, ``"fp32"``): a pointer aligned to
             16 bytes, or a number of which nothing is known. A number: what Triton makes of it at a launch, a constant if it is 1,
-            and known to be divisible by 16 where it is. Of parameters that are ``tl.constexpr``: the value.
+            and known to be divisible by 16 where it is, unless the kernel says ``do_not_specialize``. Of parameters that are
+            ``tl.constexpr``: the value.
         options: more of Triton's launch options (``maxnreg``, ``num_ctas``).
 
     Raises:
@@ -99,10 +100,11 @@ def compile_kernel(
     attributes: dict[tuple[int, ...], Any] = {}
     for place, parameter in enumerate(kernel.params):
         value = arguments[parameter.name]
-        if parameter.is_constexpr or value is None or (type(value) is int and value == 1):
+        known = type(value) is int and not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (known and value == 1):
             signature[parameter.name], constants[parameter.name] = "constexpr", value
             continue
-        aligned = value.startswith("*") if isinstance(value, str) else type(value) is int and value % 16 == 0
+        aligned = value.startswith("*") if isinstance(value, str) else known and value % 16 == 0
         signature[parameter.name] = value if isinstance(value, str) else _type_of(value)
         if aligned:
             attributes[(place,)] = [["tt.divisibility", 16]]

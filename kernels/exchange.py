@@ -7,13 +7,16 @@ kernel sees integers of as many bytes. Rounded to 8 bits, a row's largest amount
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from itertools import chain
+from math import gcd
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from para_core.kernels.device_tables import kept_outside_graphs, new_table
 from para_core.kernels.eight_bits import from_e4m3, to_e4m3, to_int8
 from para_core.kernels.exchange_reference import LARGEST, SCALE_BYTES, Box
 
@@ -26,10 +29,12 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @triton.jit
 def _copy_rows(
-    x, buffer, box, head, block, batch, width, x_batch, x_head, x_token, x_column,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr, PACK: tl.constexpr, SCALE: tl.constexpr,
-    LARGEST: tl.constexpr,
+    x, buffer, box, head, block, batch, units, x_batch, x_head, x_token, x_column,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr, PACK: tl.constexpr,
+    SCALE: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
+    # The compiler sees a multiple of UNIT, and copies as much at once.
+    width = units * UNIT
     token = tl.load(box + 1)
     num_tokens = tl.load(box + 2)
     first_head = tl.load(box + 3)
@@ -80,15 +85,20 @@ def _read_rounded(x, of_buffer, column, inside, width, exists, SCALE: tl.constex
     tl.store(x, (number * scale[:, None]).to(x.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+# These differ from rank to rank. Specialized for 1 and for multiples of 16, as Triton does by default, the kernel would be compiled in the
+# middle of a run, on one rank, for which the others wait.
+@triton.jit(do_not_specialize=["num_blocks", "most_heads", "batch", "x_width", "y_width", "z_width"])
 def exchange_kernel(
     x, y, z, buffer, boxes, num_blocks, most_heads, batch, x_width, y_width, z_width,
     x_batch, x_head, x_token, x_column, y_batch, y_head, y_token, y_column, z_batch, z_head, z_token, z_column,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr, PACK: tl.constexpr, SCALE: tl.constexpr,
-    LARGEST: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr, PACK: tl.constexpr,
+    SCALE: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """ALIGNED: elements of the buffer of which offsets and steps are multiples. SCALE: bytes behind a row; 0: rows as they are. LARGEST: of
-    the format that they are rounded to, by which it is told."""
+    """Copy rows of up to three tensors into ``buffer``, or out of it.
+
+    UNIT: elements in which ``x_width``, ``y_width`` and ``z_width`` count. ALIGNED: elements of the buffer of which offsets and steps are
+    multiples. SCALE: bytes after each row; 0: rows are not rounded. LARGEST: the largest number of the format that they are rounded to.
+    """
     # Heads fastest: what lies beside each other in memory is copied at the same time.
     head = (tl.program_id(0) % most_heads).to(tl.int64)
     of_box = tl.program_id(0) // most_heads
@@ -98,17 +108,17 @@ def exchange_kernel(
     if tensor == 0:
         _copy_rows(
             x, buffer, box, head, block, batch, x_width, x_batch, x_head, x_token, x_column,
-            ROWS, WIDTH, ALIGNED, PACK, SCALE, LARGEST,
+            ROWS, WIDTH, UNIT, ALIGNED, PACK, SCALE, LARGEST,
         )  # fmt: skip
     elif tensor == 1:
         _copy_rows(
             y, buffer, box, head, block, batch, y_width, y_batch, y_head, y_token, y_column,
-            ROWS, WIDTH, ALIGNED, PACK, SCALE, LARGEST,
+            ROWS, WIDTH, UNIT, ALIGNED, PACK, SCALE, LARGEST,
         )  # fmt: skip
     else:
         _copy_rows(
             z, buffer, box, head, block, batch, z_width, z_batch, z_head, z_token, z_column,
-            ROWS, WIDTH, ALIGNED, PACK, SCALE, LARGEST,
+            ROWS, WIDTH, UNIT, ALIGNED, PACK, SCALE, LARGEST,
         )  # fmt: skip
 
 
@@ -160,7 +170,8 @@ def _launch(
         return
     # Every pointer has to be one, though no box may say so.
     x, y, z = [*tensors, tensors[0], tensors[0]][:MOST_TENSORS]
-    block = block_of([x.shape[3], y.shape[3], z.shape[3]], x.element_size(), eight_bits)
+    widths = [x.shape[3], y.shape[3], z.shape[3]]
+    block = block_of(widths, x.element_size(), eight_bits)
     num_blocks = triton.cdiv(rows, block["ROWS"])
     exchange_kernel[(num_blocks * most_heads * len(boxes),)](
         x,
@@ -171,9 +182,7 @@ def _launch(
         num_blocks,
         most_heads,
         batch,
-        x.shape[3],
-        y.shape[3],
-        z.shape[3],
+        *[width // block["UNIT"] for width in widths],
         *x.stride(),
         *y.stride(),
         *z.stride(),
@@ -183,19 +192,20 @@ def _launch(
     )
 
 
-@lru_cache(maxsize=256)
+@kept_outside_graphs
 def _on_device(boxes: tuple[Box, ...], device: torch.device) -> Tensor:
-    # Once per shape of a call; the host waits for nothing.
-    return torch.tensor(boxes, dtype=torch.int64).to(device, non_blocking=True)
+    """Return the numbers of all boxes as one int64 tensor; made once for the shapes of a call."""
+    return new_table(list(chain.from_iterable(boxes)), torch.int64, device)
 
 
-def block_of(widths: Sequence[int], size: int, eight_bits: torch.dtype | None) -> dict[str, int | float]:
+def block_of(widths: Sequence[int], size: int, eight_bits: torch.dtype | None) -> dict[str, Any]:
     """The part of a box that a program copies, of elements of ``size`` bytes, and how it travels."""
     columns = triton.next_power_of_2(max(widths))
     scale, aligned = (0, 16) if eight_bits is None else (SCALE_BYTES, SCALE_BYTES)
     return {
         "ROWS": max(1, _BYTES // (columns * size)),
         "WIDTH": columns,
+        "UNIT": gcd(16, *widths),
         "ALIGNED": aligned if all(width % aligned == 0 for width in widths) else 1,
         "SCALE": scale,
         "LARGEST": 0.0 if eight_bits is None else LARGEST[eight_bits],

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from para_core.kernels.device_tables import kept_outside_graphs, new_table
 from para_core.mesh import MeshDim
 from para_core.spatial.errors import unknown
 from para_core.spatial.fetch import all_ranks
@@ -28,8 +28,7 @@ def group_norm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict
         return tagged(func(x, groups, weight, bias, eps), rows)
     var, mean = _moments(x, groups)
     found = all_ranks(torch.stack([var, mean]), ranks)
-    # What a tracer makes is gone with the graph, and is not remembered.
-    shares = (_shares.__wrapped__ if torch.compiler.is_compiling() else _shares)(rows.layout, var.dtype, x.device)
+    shares = _shares(rows.layout, var.dtype, x.device)
     mean = (shares * found[:, 1]).sum(0)
     # Of all rows around the common mean: what each rank found around its own, and how far that one is off.
     var = (shares * (found[:, 0] + (found[:, 1] - mean).square())).sum(0)
@@ -45,10 +44,10 @@ def group_norm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict
     return tagged(_scaled(x, scale.view(shape), shift.view(shape)), rows)
 
 
-@lru_cache(maxsize=256)
+@kept_outside_graphs
 def _shares(layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Which share of all rows each rank holds, ``[ranks, 1, 1]``."""
-    return torch.tensor(layout, dtype=dtype, device=device)[:, None, None] / sum(layout)
+    """Return which share of all rows each rank holds, ``[ranks, 1, 1]``."""
+    return new_table([rows / sum(layout) for rows in layout], dtype, device)[:, None, None]
 
 
 def _moments(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:

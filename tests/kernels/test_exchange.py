@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.compiled import ARCHS
+from benchmarks.compiled import ARCHS, compile_kernel
 from para_core.attention.boxes import as_numbers, pack_on_gpu, unpack_on_gpu
 from para_core.kernels import exchange
 from para_core.kernels.exchange_reference import Box
@@ -158,6 +158,21 @@ def test_every_launch_compiles_without_a_spill_and_moves_16_bytes_at_once(launch
         assert found.threads >= 1024
         assert "ld.global.v4.b32" in found.ptx
         assert "st.global.v4.b32" in found.ptx
+
+
+COUNTS = {"num_blocks": 16, "most_heads": 1, "batch": 1, "x_width": 16, "y_width": 1, "z_width": 3}
+
+
+@pytest.mark.parametrize("launch", [one for one in by_use(exchange.exchange_kernel) if "2 bytes, D = 64" in one.id])
+def test_ranks_with_other_counts_and_widths_run_the_same_binary(launch):
+    unspecialized = {one.name for one in exchange.exchange_kernel.params if one.do_not_specialize}
+    assert unspecialized == set(COUNTS)
+    others = {**launch.arguments, **dict.fromkeys(COUNTS, 7)}
+    binaries = [
+        compile_kernel(launch.kernel, {**launch.arguments, **numbers}, arch=80, num_warps=launch.num_warps).ptx
+        for numbers in (COUNTS, others)
+    ]
+    assert binaries[0] == binaries[1]
 
 
 # -- as operators

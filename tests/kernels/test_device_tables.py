@@ -1,0 +1,101 @@
+"""Tables on a device: kept, but never those that lie in the memory pool of a CUDA graph."""
+
+import pytest
+import torch
+
+from para_core.kernels import device_tables, exchange
+from para_core.kernels.device_tables import MOST_TABLES, kept_outside_graphs, new_table
+from para_core.kernels.exchange_reference import Box
+from para_core.spatial import norm
+
+CPU = torch.device("cpu")
+
+
+class Capture:
+    """Stands for the recording of a CUDA graph, while ``on``."""
+
+    on = False
+
+    def __call__(self):
+        return self.on
+
+
+@pytest.fixture
+def capture(monkeypatch):
+    stub = Capture()
+    monkeypatch.setattr(device_tables, "is_capturing", stub)
+    return stub
+
+
+@pytest.fixture
+def table():
+    """A cache, and the keys for which it made a tensor."""
+    made = []
+
+    @kept_outside_graphs
+    def table_of(numbers, device):
+        made.append(numbers)
+        return new_table(numbers, torch.float32, device)
+
+    table_of.made = made
+    return table_of
+
+
+def test_a_table_is_made_once(table):
+    assert table((1, 2), CPU) is table((1, 2), CPU)
+    assert table.made == [(1, 2)]
+    assert torch.equal(table((1, 2), CPU), torch.tensor([1.0, 2.0]))
+
+
+def test_a_table_made_in_a_capture_is_not_kept(table, capture):
+    capture.on = True
+    first, second = table((1, 2), CPU), table((1, 2), CPU)
+    assert first.data_ptr() != second.data_ptr()
+    capture.on = False
+    kept = table((1, 2), CPU)
+    assert kept.data_ptr() not in (first.data_ptr(), second.data_ptr())
+    capture.on = True
+    # The one outside of the pool serves graphs, too.
+    assert table((1, 2), CPU) is kept
+
+
+def test_a_table_that_a_graph_reads_is_never_dropped(table, capture):
+    kept = table((0,), CPU)
+    capture.on = True
+    assert table((0,), CPU) is kept
+    capture.on = False
+    for number in range(1, MOST_TABLES + 2):
+        table((number,), CPU)
+    made = len(table.made)
+    assert table((0,), CPU) is kept
+    # The oldest of the others is.
+    table((1,), CPU)
+    assert len(table.made) == made + 1
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.float64])
+def test_a_graph_records_a_table_without_a_copy_from_the_host(capture, dtype):
+    numbers = [3, 2**40, 7] if dtype == torch.int64 else [0.1, 1 / 3, 7.0]
+    expected = new_table(numbers, dtype, CPU)
+    capture.on = True
+    with torch.profiler.profile() as profile:
+        recorded = new_table(numbers, dtype, CPU)
+    assert torch.equal(recorded, expected) and recorded.dtype == dtype
+    operators = {event.key for event in profile.key_averages()}
+    assert not operators & {"aten::to", "aten::lift_fresh", "aten::_to_copy"}
+
+
+@pytest.mark.parametrize(
+    ("table", "key"),
+    [(exchange._on_device, ((Box(0, 0, 3, 0, 2, 0, 10),),)), (norm._shares, ((5, 3, 3), torch.float32))],
+    ids=["boxes of an exchange", "shares of rows"],
+)
+def test_no_table_is_first_kept_in_the_pool_of_a_graph(capture, table, key):
+    capture.on = True
+    recorded = [table(*key, CPU) for _ in range(2)]
+    capture.on = False
+    kept = table(*key, CPU)
+    assert all(torch.equal(x, kept) for x in recorded)
+    # All three are alive, so equal addresses would be one tensor.
+    assert len({x.data_ptr() for x in (*recorded, kept)}) == 3
+    assert table(*key, CPU) is kept
