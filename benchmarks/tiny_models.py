@@ -426,7 +426,6 @@ def hidream_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
 
 # Classes that have no whole graph alone, either.
 NO_WHOLE_GRAPH = {
-    "AnyFlowFARTransformer3DModel": "it makes its mask in the call",
     "BriaFibo2Transformer2DModel": "it asks how long its texts are",
     "HunyuanVideo15Transformer3DModel": "it asks a tensor whether an image was given",
     "Lumina2Transformer2DModel": "it asks how long its texts are",
