@@ -204,8 +204,14 @@ def _all_gather(x: Tensor, sizes: list[int], group_name: str, after: Tensor | No
     if _all_equal(sizes):
         _all_gather_into(rows, x.contiguous(), group=group)
         return rows, done(x)
+    parts = list(rows.split(sizes))
+    if _is_nccl(group, x.device):
+        # ProcessGroupNCCL::allgather sends outputs of unequal sizes as one coalesced group of broadcasts: one kernel instead of one
+        # per rank. gloo refuses such outputs.
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return rows, done(x)
     works = []
-    for rank, part in enumerate(rows.split(sizes)):
+    for rank, part in enumerate(parts):
         if rank == group.rank():
             part.copy_(x)
         if part.numel():
@@ -213,6 +219,11 @@ def _all_gather(x: Tensor, sizes: list[int], group_name: str, after: Tensor | No
     for work in works:
         work.wait()
     return rows, done(x)
+
+
+def _is_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether NCCL moves tensors on ``device`` among the ranks of ``group``."""
+    return bool(group._get_backend(device).name() == "nccl")
 
 
 def _all_gather_shape(x: Tensor, sizes: list[int], *_: Any) -> tuple[Tensor, Tensor]:
