@@ -33,8 +33,9 @@ from para_core.adapters.supported import TRANSFORMERS
 from para_core.adapters.unet_rows import known_equal_unets
 from para_core.adapters.weights.pipefusion import FusedPipe
 from para_core.agreement import Record, Unanswered, agree, signature
-from para_core.collectives import broadcast_bytes, tensor_bytes
+from para_core.collectives import broadcast_bytes
 from para_core.deferred import arrived
+from para_core.fingerprints import fingerprints
 from para_core.guidance import Guidance
 from para_core.instance import Order, original_class, uncompiled, unwrap, wrap_method, wrapper
 from para_core.mesh import GuidedMesh, host_group
@@ -234,8 +235,12 @@ def require_same_inputs(given: Mapping[str, Any], mesh: GuidedMesh, what: str, p
         ValueError: an input differs between two ranks.
         RuntimeError: a rank has a ``problem``.
     """
+    try:
+        mine: Record | Exception = _record(given) if problem is None else RuntimeError(problem)
+    except (TypeError, ValueError, RuntimeError) as error:
+        mine = error
     _require_alike(
-        _record(given) if problem is None else RuntimeError(problem),
+        mine,
         mesh,
         what,
         "If another pipeline shares this transformer (from_pipe), have its random numbers and arguments kept alike too: "
@@ -245,7 +250,14 @@ def require_same_inputs(given: Mapping[str, Any], mesh: GuidedMesh, what: str, p
 
 
 def _record(given: Mapping[str, Any]) -> Record:
-    return {name: describe(value) for name, value in given.items() if value is not None}
+    """Describe each value that is not None. All tensors together cost one wait for the device."""
+    pieces = {name: list(_pieces(value)) for name, value in given.items() if value is not None}
+    tensors = [piece for of_value in pieces.values() for piece in of_value if isinstance(piece, Tensor)]
+    digits = iter(fingerprints(tensors))
+    return {
+        name: _shortened("".join(next(digits) if isinstance(piece, Tensor) else piece for piece in of_value))
+        for name, of_value in pieces.items()
+    }
 
 
 def _require_alike(mine: Record | Exception, mesh: GuidedMesh, what: str, way_out: str) -> None:
@@ -281,29 +293,43 @@ def _hash(data: bytes | memoryview) -> str:
 
 def describe(value: Any) -> str:
     """A short text that is equal for equal arguments, also in another process."""
-    text = _describe(value)
+    text: str = _record({"": value}).get("", "None")
+    return text
+
+
+def _shortened(text: str) -> str:
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]}… ({_hash(text.encode())})"
 
 
-def _describe(value: Any) -> str:
+def _pieces(value: Any) -> Iterator[str | Tensor]:
+    """Yield what describes ``value``, in parts. A tensor stands for its fingerprint."""
     if value is None or isinstance(value, (str, bool, int, float)):
-        return repr(value)
-    if isinstance(value, torch.Tensor):
-        data = tensor_bytes(value.detach().to("cpu"))
-        return f"tensor{list(value.shape)} {str(value.dtype).removeprefix('torch.')} {_hash(data.numpy().data)}"
-    if isinstance(value, torch.Generator):
-        return f"generator {_hash(value.get_state().numpy().data)}"
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key!r}: {_describe(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_describe(item) for item in value) + "]"
-    if is_dataclass(value) and not isinstance(value, type):  # the frames that LTX-Video is given, and their places
-        return _describe({field.name: getattr(value, field.name) for field in fields(value)})
-    if hasattr(value, "tobytes"):  # PIL images, numpy arrays
+        yield repr(value)
+    elif isinstance(value, Tensor):
+        yield f"tensor{list(value.shape)} {str(value.dtype).removeprefix('torch.')} "
+        yield value
+    elif isinstance(value, torch.Generator):
+        yield f"generator {_hash(value.get_state().numpy().data)}"
+    elif isinstance(value, Mapping):
+        yield from _joined("{}", [(f"{key!r}: ", item) for key, item in value.items()])
+    elif isinstance(value, (list, tuple)):
+        yield from _joined("[]", [("", item) for item in value])
+    elif is_dataclass(value) and not isinstance(value, type):  # the frames that LTX-Video is given, and their places
+        yield from _pieces({field.name: getattr(value, field.name) for field in fields(value)})
+    elif hasattr(value, "tobytes"):  # PIL images, numpy arrays
         shape = getattr(value, "size", None) if not hasattr(value, "shape") else value.shape
-        return f"{type(value).__name__} {shape} {_hash(value.tobytes())}"
-    # A callback, or an object of the user's: only its kind can be compared.
-    return f"a {type(value).__name__}"
+        yield f"{type(value).__name__} {shape} {_hash(value.tobytes())}"
+    else:
+        # A callback, or an object of the user's: only its kind can be compared.
+        yield f"a {type(value).__name__}"
+
+
+def _joined(brackets: str, items: Sequence[tuple[str, Any]]) -> Iterator[str | Tensor]:
+    yield brackets[0]
+    for index, (prefix, item) in enumerate(items):
+        yield f", {prefix}" if index else prefix
+        yield from _pieces(item)
+    yield brackets[1]
 
 
 def set_timeout(mesh: GuidedMesh, timeout: timedelta | float, *others: dist.ProcessGroup) -> None:

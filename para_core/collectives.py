@@ -223,7 +223,10 @@ def _all_gather(x: Tensor, sizes: list[int], group_name: str, after: Tensor | No
 
 def _is_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether NCCL moves tensors on ``device`` among the ranks of ``group``."""
-    return bool(group._get_backend(device).name() == "nccl")
+    try:
+        return bool(group._get_backend(device).name() == "nccl")
+    except RuntimeError:  # A group written in Python, such as that of para_core.verify, has no backend.
+        return False
 
 
 def _all_gather_shape(x: Tensor, sizes: list[int], *_: Any) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from diffusers import FluxImg2ImgPipeline
 from PIL import Image
 
@@ -168,3 +169,60 @@ def test_a_transformer_called_by_hand_with_another_input_on_one_rank_is_an_error
     for error in rank_pool.run_expecting_errors(call_with_other_inputs, 2, name):
         assert isinstance(error, ValueError)
         assert f"{name}: rank 0 has tensor" in str(error)
+
+
+def changed(x, how):
+    """A copy of ``x`` in which the last element, or one bit of it, is another."""
+    x = x.clone()
+    last = x.view(-1)[-1:]
+    if how == "zero":
+        last.copy_(-last)
+    elif how == "nan":
+        last.fill_(torch.nan)
+    else:
+        last.view(torch.uint8)[0] ^= 1
+    return x
+
+
+def call_with_another_bit():
+    """For each difference what rank 0 and 1 raise; at the end a call in which all inputs are equal, NaNs included."""
+    transformer = parallelize_transformer(flux_transformer(), mesh=cpu_mesh(1, 2))
+    plain = flux_transformer()
+    inputs = flux_inputs(37, 7)
+    inputs["pooled_projections"].view(-1)[-1] = 0.0
+    inputs["img_ids"] = inputs["img_ids"].to(torch.int64)
+    errors = {}
+    for name, how in DIFFERENT_INPUTS:
+        given = {**inputs, name: changed(inputs[name], how)} if dist.get_rank() == 1 else inputs
+        with pytest.raises(ValueError, match="alike") as error, torch.no_grad():
+            transformer(**given)
+        errors[name, how] = str(error.value)
+    other = inputs if dist.get_rank() == 0 else {**inputs, "hidden_states": inputs["hidden_states"][:, :-1]}
+    with pytest.raises(ValueError, match="alike") as error, torch.no_grad():
+        transformer(**other)
+    errors["hidden_states", "shape"] = str(error.value)
+    inputs["timestep"] = inputs["timestep"].expand(1)
+    with torch.no_grad():
+        difference = relative_error(transformer(**inputs)[0], plain(**inputs)[0])
+        not_a_number = transformer(**{**inputs, "timestep": torch.full((1,), torch.nan)})[0]
+    return errors, difference, torch.isnan(not_a_number).all().item()
+
+
+DIFFERENT_INPUTS = [
+    ("hidden_states", "bit"),
+    ("hidden_states", "nan"),
+    ("encoder_hidden_states", "bit"),
+    ("pooled_projections", "zero"),
+    ("timestep", "bit"),
+    ("img_ids", "bit"),
+    ("txt_ids", "zero"),
+]
+
+
+def test_inputs_of_a_transformer_called_by_hand_that_differ_in_one_bit_are_named_on_all_ranks(rank_pool):
+    for errors, difference, is_nan in rank_pool.run(call_with_another_bit, 2):
+        assert difference < 1e-5
+        assert is_nan
+        for (name, how), message in errors.items():
+            assert f"{name}: rank 0 has tensor" in message, how
+            assert message.count("rank 0 has") == message.count("rank 1 has") == 1, how
