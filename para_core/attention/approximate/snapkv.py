@@ -6,12 +6,16 @@ prompt; here, where every query sees every key, the window is spread evenly over
 
 Per call, the ring ranks exchange the observed queries, one lse for each and one vote per key: B · H · (w · (D + 1) + S_k)
 elements for w observed queries. After that only kept keys and values travel and are computed.
+
+The host waits for the device once per call, to read how many keys each block keeps; where a mask hides keys instead, not at all.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import accumulate
 from math import ceil
 
 import torch
@@ -48,7 +52,7 @@ def select_keys(query: Tensor, key: Tensor, mask: Tensor | None, call: Call, *, 
         rows = columns(rows, runs)
         logits = logits.masked_fill(~rows, float("-inf")) if rows.dtype == torch.bool else logits + rows
     if call.is_causal:
-        hidden = _positions(runs, query.device) > torch.tensor(observed, device=query.device)[:, None]
+        hidden = _positions(runs, query.device) > _on_device([observed], query.device).mT
         logits = logits.masked_fill(hidden, float("-inf"))
     dim = call.mesh.ring
     lse = all_gather(logits.logsumexp(-1)[None], [1] * dim.size, 0, dim).logsumexp(0)
@@ -91,6 +95,28 @@ def _positions(runs: Sequence[Run], device: torch.device) -> Tensor:
     return torch.cat([torch.arange(0, device=device), *parts])
 
 
+def _on_device(rows: Sequence[Sequence[int | None]], device: torch.device) -> Tensor:
+    """Return equally long rows of integers as a tensor, without waiting for the device: ``torch.tensor(device=)`` would."""
+    return torch.tensor(rows, dtype=torch.long).to(device, non_blocking=True)
+
+
+def _offsets(positions: Sequence[int], runs: Sequence[Run]) -> list[int | None]:
+    """Return where each position is in ``runs`` laid one after the other; None where no run has it.
+
+    >>> _offsets([4, 0, 7], [(6, 2), (4, 1)])
+    [2, None, 1]
+    """
+    begins = accumulate([length for _, length in runs], initial=0)
+    ascending = sorted((start, length, begin) for (start, length), begin in zip(runs, begins, strict=False) if length)
+    starts = [start for start, _, _ in ascending]
+    offsets: list[int | None] = []
+    for position in positions:
+        index = bisect_right(starts, position) - 1
+        start, length, begin = ascending[index] if index >= 0 else (0, 0, 0)
+        offsets.append(begin + position - start if start <= position < start + length else None)
+    return offsets
+
+
 def _rows_of(wanted: Tensor, held: Tensor) -> Tensor:
     """Where ``held`` has the positions ``wanted``, of which it has all."""
     ascending, order = held.sort()
@@ -103,12 +129,12 @@ def _of_all_ranks(x: Tensor, positions: Sequence[int], call: Call) -> Tensor:
     runs = sharded_runs(layout, call.mesh, dim.index)
     if dim.index == 0:  # all ranks hold the replicated ones; one gives them
         runs = [*runs, *layout.runs(0, replicated=True)]
-    wanted = torch.tensor(positions, dtype=torch.long, device=x.device)
-    mine = torch.isin(wanted, _positions(runs, x.device))
     numbers = x.to(torch.uint8) if x.dtype == torch.bool else x
     rows = numbers.new_zeros(*x.shape[:2], len(positions), x.shape[3])
-    held = _positions(call.query_runs, x.device)
-    rows[:, :, mine] = numbers.index_select(2, _rows_of(wanted[mine], held))
+    mine = [index for index, offset in enumerate(_offsets(positions, runs)) if offset is not None]
+    held = _offsets([positions[index] for index in mine], call.query_runs)
+    to, source = _on_device([mine, held], x.device)
+    rows.index_copy_(2, to, numbers.index_select(2, source))
     # Zeros from the ranks that do not hold a row.
     found = all_gather(rows[None], [1] * dim.size, 0, dim).sum(0, dtype=numbers.dtype)
     return found.bool() if x.dtype == torch.bool else found
@@ -174,15 +200,15 @@ def _kept_blocks(
 
     The next block is in flight while the caller computes.
     """
-    held = _positions(call.key_runs(0), key.device)
-    chosen = _chosen(seen, held)
+    held, dim = _positions(call.key_runs(0), key.device), call.mesh.ring
+    travels: list[Tensor] = []
+    if call.hops:
+        travels = [_positions(sharded_runs(call.key_layout, call.mesh, index), key.device) for index in range(dim.size)]
+    chosen, *of_blocks = _chosen(seen, [held, *travels])
     own = _take(key, chosen), _take(value, chosen)
     if not call.hops:
         yield *own, _mask_of(mask, held, chosen)
         return
-    dim = call.mesh.ring
-    travels = [_positions(sharded_runs(call.key_layout, call.mesh, index), key.device) for index in range(dim.size)]
-    of_blocks = [_chosen(seen, positions) for positions in travels]
     lengths = [one.shape[2] for one in of_blocks]
     packing = Packing(key, value, lengths, comm_dtype=comm_dtype)
     rows = _rows_of(travels[dim.index], held)
@@ -193,14 +219,20 @@ def _kept_blocks(
             yield *block, _mask_of(mask, at, those)
 
 
-def _chosen(seen: Tensor, positions: Tensor) -> Tensor:
-    """Of a block of keys at these positions, the offsets of those that each head keeps, ``[B, H, most of any head]``.
+def _chosen(seen: Tensor, blocks: Sequence[Tensor]) -> list[Tensor]:
+    """Of blocks of keys at these positions, the offsets of those that each head keeps, ``[B, H, most of any head]`` each.
 
-    Heads that keep fewer get others, too, which the mask hides. Waits for the device: how many are kept is in the data.
+    Heads that keep fewer get others, too, which the mask hides. Waits for the device, once: how many are kept is in the data.
     """
-    flags = seen.index_select(2, positions)
-    most = int(flags.sum(-1).max()) if flags.numel() else 0
-    return flags.to(torch.uint8).sort(dim=-1, descending=True, stable=True).indices[..., :most]
+    flags = [seen.index_select(2, positions) for positions in blocks]
+    filled = [block for block in flags if block.numel()]
+    counts = torch.stack([block.sum(-1).max() for block in filled]).tolist() if filled else []
+    remaining = iter(counts)
+    most = [next(remaining) if block.numel() else 0 for block in flags]
+    return [
+        block.to(torch.uint8).sort(dim=-1, descending=True, stable=True).indices[..., :number]
+        for block, number in zip(flags, most, strict=True)
+    ]
 
 
 def _take(x: Tensor, chosen: Tensor) -> Tensor:

@@ -1,7 +1,9 @@
 """SparseKVAttnMode against dense attention with the mask that its definition gives."""
 
+from contextlib import contextmanager
 from functools import partial
 from math import ceil
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +13,12 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from para_core import SparseKVAttnMode
+from para_core.attention.approximate import snapkv
+from para_core.attention.approximate.kept_keys import KeptKeys
+from para_core.attention.call import Call
+from para_core.attention.options import AttnOptions
+from para_core.layout import Segment, SequenceLayout
+from para_core.mesh import MeshDim, SequenceMesh
 from tests.attention.approximate.sparse_cases import SparseCase, check_all
 from tests.attention.cases import BALANCED, IMAGE_FIRST, ON_FEW_MESHES, TEXT_FIRST, Case, Mask
 from tests.attention.one_device import make_qkv, relative_error
@@ -18,6 +26,7 @@ from tests.rank_pool import RankPoolError
 
 on_few_meshes = pytest.mark.parametrize(("ring", "ulysses"), ON_FEW_MESHES)
 CAUSAL = {"is_causal": True}
+aten = torch.ops.aten
 
 
 def kept_by_definition(case, share, window):
@@ -102,6 +111,114 @@ def test_only_kept_keys_travel(rank_pool):
     assert whole == [2 * 2 * 256 * 16] * 2
     # Which rank has more of the kept keys is in the data; padded to the head that keeps most.
     assert all(elements < 0.4 * whole[0] for elements in part)
+
+
+class HostReadings(TorchDispatchMode):
+    """Counts what would make the host wait for an accelerator: values and sizes that are read from a tensor."""
+
+    ASK = (aten._local_scalar_dense, aten.is_nonzero, aten.item, aten.equal, aten.nonzero, aten.masked_select)
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        indices = args[1] if func.overloadpacket in (aten.index, aten.index_put, aten.index_put_) else ()
+        # A bool index is turned into positions, of which there is an unknown number.
+        by_mask = any(index is not None and index.dtype == torch.bool for index in indices)
+        self.count += by_mask or func.overloadpacket in self.ASK
+        return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def with_constructors(self):
+        """Inside, ``tolist`` counts, and ``torch.tensor(device=)``: to an accelerator it is a copy that the host waits for."""
+        tolist, make = torch.Tensor.tolist, torch.tensor
+
+        def counted_tolist(x):
+            self.count += 1
+            return tolist(x)
+
+        def counted_tensor(*args, device=None, **kwargs):
+            self.count += device is not None
+            return make(*args, device=device, **kwargs)
+
+        with (
+            mock.patch.object(torch.Tensor, "tolist", counted_tolist),
+            mock.patch.object(torch, "tensor", counted_tensor),
+        ):
+            yield
+
+
+def count_readings(options):
+    """How often the host would wait in one attention call."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ring", "ulysses"))
+    qkv = [x.chunk(2, dim=2)[mesh.get_rank()] for x in make_qkv(26, 3, 8)]
+    mask = options.pop("mask", None)
+    mode = SparseKVAttnMode(mesh, share=0.4, window=4, assume_equal=True)
+    with torch.no_grad(), mode, HostReadings() as readings, readings.with_constructors():
+        F.scaled_dot_product_attention(*qkv, mask, **options)
+    return readings.count
+
+
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [
+        ({}, 1),
+        ({"mask": torch.ones(1, 1, 26, 26).tril(3).bool()}, 0),
+        ({"mask": torch.randn(1, 1, 1, 26)}, 1),
+        (CAUSAL, 0),
+    ],
+)
+def test_the_host_waits_for_the_device_at_most_once_per_call(rank_pool, options, most):
+    assert max(rank_pool.run(count_readings, 2, options)) <= most
+
+
+class Copies(TorchDispatchMode):
+    """Whether each copy from the host to a device waits."""
+
+    def __init__(self):
+        super().__init__()
+        self.waiting = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is aten._to_copy.default and args[0].device.type == "cpu" and out.device.type != "cpu":
+            self.waiting.append(not (kwargs or {}).get("non_blocking", False))
+        return out
+
+
+def gather_shape(x, sizes, tensor_dim, dim):
+    shape = list(x.shape)
+    shape[tensor_dim] = sum(sizes)
+    return x.new_empty(shape)
+
+
+@pytest.mark.parametrize("options", [{}, CAUSAL])
+@pytest.mark.parametrize("ring_index", [0, 1])
+def test_keys_are_selected_on_another_device_without_waiting_for_it(options, ring_index):
+    segments = (Segment("text", 5, replicated=True), Segment("image", 21))
+    layout = SequenceLayout(segments, 2)
+    ring = MeshDim("ring", 2, ring_index, "a ring", None)
+    mesh = SequenceMesh(ring, MeshDim("ulysses", 1, 0, "", None), "cuda")
+    call = Call(layout, layout, mesh, 3, 3, options=AttnOptions(kept_keys=KeptKeys(0.4, 4)), **options)
+    local = 5 + 11 - ring_index
+    # Reading a value of a meta tensor raises.
+    query = torch.empty(2, 3, local, 8, device="meta")
+    mask = torch.empty(2, 1, local, 26, dtype=torch.bool, device="meta")
+    with mock.patch.object(snapkv, "all_gather", gather_shape), Copies() as copies:
+        seen = snapkv.select_keys(query, query.clone(), mask, call, heads=None)
+    assert seen.shape == (2, 3, 26)
+    assert seen.device == query.device
+    assert copies.waiting
+    assert not any(copies.waiting)
+
+
+def test_offsets_of_positions_in_runs():
+    runs = [(8, 3), (11, 0), (2, 4), (4, 0)]
+    held = [position for start, length in runs for position in range(start, start + length)]
+    expected = [held.index(position) if position in held else None for position in range(13)]
+    assert snapkv._offsets(range(13), runs) == expected
+    assert snapkv._offsets([3], []) == [None]
 
 
 def attend_alone():
