@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from para_core.instance import uncompiled
-from para_core.weights.subclasses import plain_tensors
+from para_core.weights.subclasses import consists_of_tensors, plain_tensors
 
 # Smaller than 2^16 and prime: weights of elements in a fingerprint repeat after so many.
 _PERIOD = 65521
@@ -59,7 +59,8 @@ class Loras:
         """By model, which adapters are active, how strongly, and a fingerprint of their weights.
 
         Weights that another stage holds count as they were when this rank freed them. Left out are weights that are sharded, for they
-        differ from rank to rank, that an offload keeps elsewhere, and that were fused into those of the model.
+        differ from rank to rank, that an offload keeps elsewhere, that were fused into those of the model, and that were quantized after
+        stages freed them on some ranks.
         """
         for name, model in models_of(pipe):
             layers = lora_layers(model)
@@ -67,7 +68,8 @@ class Loras:
                 self._known.pop(name, None)
             elif not self._is_known(name, layers):
                 settings, weights = _settings_of(layers), _weights_of(layers)
-                text = f"{'; '.join(sorted(set(settings)))}, weights {fingerprint([x for _, x in weights]):x}"
+                counted = _counted([x for _, x in weights], model)
+                text = f"{'; '.join(sorted(set(settings)))}, weights {fingerprint(counted):x}"
                 self._known[name] = settings, [_Weight.of(*weight) for weight in weights], text
         return {f"LoRA of pipe.{name}": text for name, (_, _, text) in self._known.items()}
 
@@ -131,6 +133,16 @@ def _weights(layer: Any) -> Iterator[tuple[nn.Module, nn.Parameter]]:
         for owner in getattr(layer, name).modules():
             for weight in owner.parameters(recurse=False):
                 yield owner, weight
+
+
+def _counted(weights: list[Any], model: nn.Module) -> list[Any]:
+    """Return the weights that ranks can compare.
+
+    Stages free the weights of other stages' blocks and keep their bits, but those of a weight that was quantized since are on one rank only.
+    """
+    if not any(x.is_meta for x in model.parameters()):
+        return weights
+    return [x for x in weights if not consists_of_tensors(x)]
 
 
 # -- fingerprints

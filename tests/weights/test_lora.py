@@ -216,6 +216,27 @@ def test_weights_that_were_quantized_in_stages_take_no_gradients(rank_pool):
         assert found == expected
 
 
+def draw_quantized(name, when):
+    pipe = make(name)
+    if when == "after":
+        shared(pipe, "stages")
+    pipe.load_lora_weights(lora_weights(name))
+    if when == "before":
+        shared(pipe, "stages")
+    quantize_(pipe.transformer, Int8WeightOnlyConfig())
+    return generate(pipe, name)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_lora_that_is_quantized_in_stages_is_exact(rank_pool, when):
+    pipe = make("wan")
+    pipe.load_lora_weights(lora_weights("wan"))
+    quantize_(pipe.transformer, Int8WeightOnlyConfig())
+    expected = generate(pipe, "wan")
+    for out in rank_pool.run(draw_quantized, 2, "wan", when):
+        assert relative_error(out, expected) < 1e-5
+
+
 def encoder_weights(seed=5):
     """A LoRA of CLIP and of the transformer, as files hold it."""
     encoder = make("flux").text_encoder
