@@ -6,10 +6,10 @@ Its scheduler, guider and cache, the dtypes of its models, their LoRAs, and the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
-import diffusers
 import torch
 
 from para_core import version
@@ -58,8 +58,14 @@ def _configured(part: Any) -> dict[str, Any]:
 
 @cache
 def _versions() -> str:
+    packages: list[Any] = [torch]
+    # A pipeline or transformer of one's own runs without diffusers.
+    with suppress(ImportError):
+        import diffusers
+
+        packages.append(diffusers)
     # What follows a plus is how it was built, and differs between machines that compute alike.
-    return ", ".join(f"{package.__name__} {package.__version__.partition('+')[0]}" for package in (torch, diffusers))
+    return ", ".join(f"{package.__name__} {package.__version__.partition('+')[0]}" for package in packages)
 
 
 def _dtypes(pipe: Any, names: Sequence[str]) -> dict[str, str]:
