@@ -7,7 +7,7 @@
 #   make test-fleet all tests of replicas, of the server and of the command, on Ray (a minute of them is in make test)
 #   make docs       the site, in build/site, from its own extra; links are checked
 #   make bench      measure, and write benchmarks/results/
-#   make gpu-check  what only a GPU can tell, in 8 minutes; takes a Python whose torch has CUDA as it is (docs/gpu_check.md)
+#   make gpu-check  what only a GPU can tell, in at most 45 minutes; takes a Python whose torch has CUDA as it is (docs/gpu_check.md)
 #   make lint types the parts of `make test` that need no run
 
 PYTHON ?= python3
@@ -19,7 +19,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 PYTEST ?=
 # Two tests at once, each with rank processes of its own: while one waits for its ranks or compiles, another computes.
 AT_ONCE := -n 2 --dist worksteal
-# What the check gets: make gpu-check GPU_CHECK="--sections local flux --output /tmp/found"
+# What the check gets: make gpu-check GPU_CHECK="--minutes 9.7 --resume"
 GPU_CHECK ?=
 
 .DEFAULT_GOAL := help

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.environment import RESULTS, environment
+from benchmarks.gpu_check.job import first_line, is_fatal
 from benchmarks.gpu_check.timing import milliseconds
 
 # The gaps between them are what matters: PyTorch's are measured in the same run.
@@ -73,21 +74,31 @@ def measure(
     ways: Callable[[list[Tensor], Size], Ways] | None = None,
     enough_time: Callable[[], bool] = lambda: True,
 ) -> Iterator[dict[str, Any]]:
-    """A row for each way of each size; a way that refuses a size gives a row that says why."""
-    ways = _ways if ways is None else ways
+    """Yield a row for each way of each size; a way that refuses a size gives a row that says why.
+
+    Args:
+        enough_time: asked before each way; the row says so if there is not.
+    """
+    ways = portable_ways if ways is None else ways
     for size in sizes:
         if not enough_time():
-            yield {**asdict(size), "left out": "out of time"}
+            yield {**asdict(size), "way": "all ways", "left out": "out of time"}
             continue
         tensors = make(size, device)
         exact = _exact(tensors, size)
         for name, call in ways(tensors, size).items():
             row = {**asdict(size), "way": name}
+            if not enough_time():
+                yield {**row, "left out": "out of time"}
+                continue
             try:
                 out = call()
                 times = milliseconds(call, device, repeats=3 if device.type == "cpu" else 10)
-            except RuntimeError as error:
-                yield {**row, "refused": str(error).splitlines()[0]}
+            # Triton's own errors, as of a kernel that needs more shared memory than there is, are no RuntimeErrors.
+            except Exception as error:
+                if is_fatal(error):
+                    raise
+                yield {**row, "refused": first_line(error)}
                 continue
             seconds = times["ms"] / 1e3
             yield {
@@ -99,6 +110,19 @@ def measure(
             }
 
 
+def run_way(device: torch.device, size: Size, ways: Callable[[list[Tensor], Size], Ways], name: str) -> None:
+    """Call one way once, which compiles its kernels."""
+    ways(make(size, device), size)[name]()
+
+
+def triton_ways(
+    sizes: Sequence[Size], device: torch.device, ways: Callable[[list[Tensor], Size], Ways]
+) -> list[tuple[Size, str]]:
+    """Return the ways of ``sizes`` that compile a Triton kernel; nothing is computed."""
+    one = torch.empty(1, 1, 1, 1, device=device)
+    return [(size, name) for size in sizes for name in ways([one] * 3, size) if name.startswith("triton")]
+
+
 def make(size: Size, device: torch.device) -> list[Tensor]:
     """query, key and value, ``[B, S, H, D]`` in memory."""
     generator = torch.Generator(device).manual_seed(0)
@@ -107,7 +131,7 @@ def make(size: Size, device: torch.device) -> list[Tensor]:
     return [torch.randn(shape, generator=generator, device=device).to(dtype).transpose(1, 2) for _ in range(3)]
 
 
-def _ways(tensors: list[Tensor], size: Size) -> Ways:
+def portable_ways(tensors: list[Tensor], size: Size) -> Ways:
     from para_core.kernels import attention_int8
     from para_core.kernels.attention import attention
 

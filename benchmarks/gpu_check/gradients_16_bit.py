@@ -21,6 +21,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "[B, H, S, D]": Tensor.contiguous,
     "[B, S, H, D]": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
 }
+NEEDS = {"all kernels": 20.0}  # seconds
 # Right gradients are off by rounding, wrong ones by their own size.
 FAR = 0.05
 

@@ -16,8 +16,9 @@ import torch
 
 from benchmarks.environment import environment
 
-# What a row says of itself: whether it is what it should be. Rows that only report have none.
-OK, WRONG, REFUSED = "ok", "wrong", "refused"
+# Verdicts of rows; a row that only reports a measurement has none. WRONG: a number outside its bound. FAILED: no number, because the call raised,
+# was refused, or waited although it must not. REFUSED: PyTorch refuses the same call.
+OK, WRONG, FAILED, REFUSED = "ok", "wrong", "failed", "refused"
 # Where rows come by the hundred the file is written that often, in seconds; at once where there are few.
 _BETWEEN_WRITES = 0.5
 _FEW = 100
@@ -36,6 +37,10 @@ class Job:
         file: rewritten as rows come, so that a process that dies leaves what it had.
         end: nothing new should begin after it; ``time.monotonic()``, which processes share.
         part: of a section whose parts run at the same time; "" otherwise.
+
+    Attributes:
+        out_of_time: what was left out because too little time remained: another run may add it.
+        asked: by name, the seconds that were asked for with :meth:`has_time`.
     """
 
     section: str
@@ -46,12 +51,27 @@ class Job:
     part: str = ""
     rows: list[dict[str, Any]] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+    out_of_time: list[str] = field(default_factory=list)
+    asked: dict[str, float] = field(default_factory=dict)
     _start: float = field(default_factory=time.monotonic)
     _written: float = 0.0
 
     @property
     def seconds_left(self) -> float:
         return self.end - time.monotonic()
+
+    def has_time(self, what: str, seconds: float) -> bool:
+        """Whether ``seconds`` remain for ``what``; if not, it is recorded as left out. Tiny sizes need no time."""
+        self.asked[what] = seconds
+        if self.seconds_left >= (0 if self.tiny else seconds):
+            return True
+        self.run_out(f"{what}: {max(0.0, self.seconds_left):.0f} s left, it may need {seconds:.0f}")
+        return False
+
+    def run_out(self, what: str) -> None:
+        """Record that ``what`` was left out for lack of time."""
+        self.out_of_time.append(what)
+        self.write("began")
 
     def add(self, **row: Any) -> None:
         """Keep a row; it is in the file within a moment."""
@@ -66,7 +86,9 @@ class Job:
     def write(self, status: str, error: str | None = None) -> None:
         """``status``: began, done, skipped, failed."""
         seconds = time.monotonic() - self._start
-        write_section(self.file, self.section, status, seconds, self.rows, self.left_out, error)
+        write_section(
+            self.file, self.section, status, seconds, self.rows, self.left_out, error, out_of_time=self.out_of_time
+        )
         self._written = time.monotonic()
 
 
@@ -78,15 +100,18 @@ def write_section(
     rows: list[dict[str, Any]],
     left_out: list[str],
     error: str | None,
+    *,
+    out_of_time: list[str],
 ) -> None:
-    """The JSON of a section; a row is a line. Replaces ``file`` at once, never leaves half of it."""
+    """Write the JSON of a section, one row per line. ``file`` is replaced in one step, so it is never half written."""
     head = {
-        "environment": _environment(),
+        "environment": section_environment(),
         "section": section,
         "status": status,
         "seconds": round(seconds, 1),
         "verdicts": dict(Counter(row["verdict"] for row in rows if "verdict" in row)),
         "left out": left_out,
+        "out of time": out_of_time,
         "error": error,
     }
     lines = ",".join(f"\n    {json.dumps(row)}" for row in rows)
@@ -99,7 +124,8 @@ def write_section(
 
 
 @functools.cache
-def _environment() -> dict[str, Any]:
+def section_environment() -> dict[str, Any]:
+    """Return date, device and versions, as each section's JSON has them."""
     found: dict[str, Any] = {}
     for name in ("torch", "triton", "transformers", "diffusers"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

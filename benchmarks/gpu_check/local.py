@@ -12,7 +12,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu_check.exact import MASKS, Inputs, Results, exact, judge, make_inputs, sdpa
-from benchmarks.gpu_check.job import OK, REFUSED, WRONG, Job, first_line, is_fatal
+from benchmarks.gpu_check.job import FAILED, OK, REFUSED, WRONG, Job, first_line, is_fatal
 from para_core.attention.local import local_attention, local_attention_backward, local_attention_with_lse
 
 BACKENDS = {
@@ -23,6 +23,9 @@ BACKENDS = {
 }
 MEMORY = ("contiguous", "transposed", "packed")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# cuDNN builds a kernel for each shape, which takes up to a second; the parts run at the same time.
+NEEDS = {"cases": 100.0}
+LAST_CASE = 1.0  # seconds
 
 
 def run(job: Job) -> None:
@@ -39,8 +42,8 @@ def run(job: Job) -> None:
     for number, (dtype, head_dim, mask, memory) in enumerate(cases):
         if dtype == torch.float32 and mask == "float32":
             continue  # "float" is the same
-        if job.seconds_left < 1:
-            job.leave_out(f"{job.part}: cases from number {number} on", "out of time")
+        if job.seconds_left < LAST_CASE:
+            job.run_out(f"{job.part}: cases from number {number} on")
             return
         inputs = make_inputs((*shape, head_dim), dtype, job.device, mask=mask, memory=memory)
         row = compare(inputs, exact_of(head_dim, dtype, mask), BACKENDS[job.part])
@@ -67,7 +70,7 @@ def compare(inputs: Inputs, expected: Results, backend: SDPBackend) -> dict[str,
         verdict = OK
     else:
         # Where SDPA does not compute, we need not.
-        verdict = REFUSED if sdpa_refused is not None else WRONG
+        verdict = REFUSED if sdpa_refused is not None else FAILED
     return {"verdict": verdict, "errors": errors, "without lse": alone, "SDPA": own, **row}
 
 

@@ -10,10 +10,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from benchmarks.gpu_check.exact import exact, judge, make_inputs, sdpa
-from benchmarks.gpu_check.flux import flux_inputs, flux_transformer, require_diffusers
-from benchmarks.gpu_check.job import OK, WRONG, Job, SectionSkipped, first_line, is_fatal
+from benchmarks.gpu_check.flux import flux_inputs, flux_transformer
+from benchmarks.gpu_check.job import FAILED, OK, WRONG, Job, first_line, is_fatal
 from benchmarks.gpu_check.processes import group_of_one, run_ranks
 from para_core import UnifiedAttnMode, init_context_parallel_mesh
+
+NEEDS = {"one rank": 40.0, "two ranks on one device": 30.0}  # seconds
 
 
 def run(job: Job) -> None:
@@ -30,13 +32,10 @@ def run(job: Job) -> None:
         for name, step in steps.items():
             try:
                 found = step(job.device) or {}
-            except SectionSkipped as reason:
-                job.leave_out(name, str(reason))
-                continue
             except Exception as error:
                 if is_fatal(error):
                     raise
-                job.add(backend=backend, step=name, verdict=WRONG, raised=first_line(error))
+                job.add(backend=backend, step=name, verdict=FAILED, raised=first_line(error))
                 continue
             job.add(backend=backend, step=name, **{"verdict": OK, **found})
     if job.device.type != "cpu":
@@ -105,8 +104,7 @@ def _compiled_mode(device: torch.device) -> dict[str, Any]:
 
 
 def _transformer(device: torch.device) -> dict[str, Any]:
-    """A small FLUX; the section flux has the large one."""
-    require_diffusers()
+    """Run a small FLUX; the section ``flux`` has the large one."""
     from para_core.adapters import parallelize_transformer
 
     transformer, given = flux_transformer(device, tiny=True), flux_inputs(device, tiny=True)
@@ -121,12 +119,11 @@ def _transformer(device: torch.device) -> dict[str, Any]:
 
 
 def _two_ranks_on_one_device(job: Job) -> None:
-    """NCCL refuses it: what it then says, and when."""
-    seconds = min(25.0, job.seconds_left)
-    if seconds < 10:
-        job.leave_out("two ranks on one device", "out of time")
+    """Record how NCCL refuses it."""
+    name = "two ranks on one device"
+    if not job.has_time(name, NEEDS[name]):
         return
-    _, errors = run_ranks(_mode_on_two_ranks, 2, device=job.device, backend="nccl", seconds=seconds)
+    _, errors = run_ranks(_mode_on_two_ranks, 2, device=job.device, backend="nccl", seconds=NEEDS[name] - 2)
     job.add(
         backend="nccl",
         step="two ranks on one device",

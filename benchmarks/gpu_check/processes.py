@@ -26,12 +26,15 @@ _LINE = "{}.jsonl"
 _ERROR = "{}.error"
 
 
-def use_one_device_and_no_network() -> None:
-    """Set what torch.distributed reads from the environment of this process, which is one of this package's own."""
+def use_no_network(device_index: int = 0) -> None:
+    """Set the environment variables of torch.distributed in this process, which is one of this package's own.
+
+    Args:
+        device_index: of the device that a mesh chooses for this rank.
+    """
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, "lo")
-    # A mesh chooses a device for its rank; here there is one for all of them.
-    os.environ["LOCAL_RANK"] = "0"
+    os.environ["LOCAL_RANK"] = str(device_index)
 
 
 def run_ranks(
@@ -41,21 +44,38 @@ def run_ranks(
     device: torch.device,
     backend: str,
     seconds: float,
+    device_per_rank: bool = False,
+    bind: bool = False,
+    timeout: float = 60.0,
 ) -> tuple[list[list[dict[str, Any]]], dict[int, str]]:
-    """Run ``function(device, *args)`` on every rank, all of them on ``device``.
+    """Run ``function(device, *args)`` on every rank.
 
     Args:
-        function: at the top level of a module; what it yields is kept at once, whatever becomes of the rank later.
+        function: at the top level of a module; each row that it yields is written at once, so a rank that is killed keeps its rows.
+        device: of all ranks.
+        device_per_rank: rank ``i`` has CUDA device ``i`` instead.
+        bind: pass the device as ``device_id`` to ``init_process_group``.
+        timeout: of the process group, in seconds.
 
     Returns:
-        The rows of each rank, and of each that failed (or was killed after ``seconds``) what it raised.
+        The rows of each rank, and the error of each rank that failed or was killed after ``seconds``.
     """
     context = multiprocessing.get_context("spawn")
     end = time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        arguments = (num_ranks, folder, str(device), backend, end - 1, function, args)
-        ranks = [context.Process(target=_rank_main, args=(rank, *arguments)) for rank in range(num_ranks)]
+        devices = [f"{device.type}:{rank}" if device_per_rank else str(device) for rank in range(num_ranks)]
+        group = {
+            "backend": backend,
+            "num_ranks": num_ranks,
+            "store": folder / "store",
+            "bind": bind,
+            "timeout": timeout,
+        }
+        ranks = [
+            context.Process(target=_rank_main, args=(rank, folder, devices[rank], group, end - 1, function, args))
+            for rank in range(num_ranks)
+        ]
         for rank in ranks:
             rank.start()
         while any(rank.is_alive() for rank in ranks) and time.monotonic() < end:
@@ -83,25 +103,24 @@ def _rows(file: Path) -> list[dict[str, Any]]:
 
 def _rank_main(
     rank: int,
-    num_ranks: int,
     folder: Path,
     device_name: str,
-    backend: str,
+    group: dict[str, Any],
     end: float,
     function: Callable[..., Iterator[dict[str, Any]]],
     args: tuple[Any, ...],
 ) -> None:
     faulthandler.dump_traceback_later(max(0.1, end - time.monotonic()), exit=True)
-    use_one_device_and_no_network()
+    device = torch.device(device_name)
+    use_no_network(device.index or 0)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    device = torch.device(device_name)
     try:
-        with process_group(backend, device, rank, num_ranks, folder / "store"):
+        with process_group(rank=rank, device=device, **group):
             with (folder / _LINE.format(rank)).open("w", buffering=1) as lines:
                 for row in function(device, *args):
                     lines.write(json.dumps(row) + "\n")
-            if backend == "gloo":
+            if group["backend"] == "gloo":
                 dist.barrier()
     except BaseException:
         (folder / _ERROR.format(rank)).write_text(traceback.format_exc())
@@ -111,8 +130,18 @@ def _rank_main(
 
 
 @contextmanager
-def process_group(backend: str, device: torch.device, rank: int, num_ranks: int, store: Path) -> Iterator[None]:
-    """The default group of this process, on ``device``."""
+def process_group(
+    backend: str,
+    device: torch.device,
+    rank: int,
+    num_ranks: int,
+    store: Path,
+    *,
+    bind: bool = False,
+    timeout: float = 60.0,
+) -> Iterator[None]:
+    """Make the default group of this process, on ``device``, and destroy it at the end; ``bind`` passes
+    ``device_id=device``, which torch takes for accelerators only."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
@@ -120,7 +149,8 @@ def process_group(backend: str, device: torch.device, rank: int, num_ranks: int,
         store=FakeStore() if backend == "fake" else dist.FileStore(str(store), num_ranks),
         rank=rank,
         world_size=num_ranks,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=timeout),
+        device_id=device if bind and device.type == "cuda" else None,
     )
     try:
         yield

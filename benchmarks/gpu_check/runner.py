@@ -1,4 +1,4 @@
-"""The sections one after the other, each in processes of its own with a time limit of its own."""
+"""Run the sections one after the other, each in processes of its own with a time limit of its own."""
 
 from __future__ import annotations
 
@@ -14,56 +14,58 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_check.job import WRONG, write_section
+from benchmarks.gpu_check import two_ranks
+from benchmarks.gpu_check.job import FAILED, WRONG, section_environment, write_section
 
-# Characters of what a process printed that go into the JSON of a section that did not end well.
+# Characters of a process's last output that are kept in the JSON of a section that did not end well.
 _LAST_WORDS = 4000
-# After its limit a process is given so long to say where it is.
+# After its limit a process has so long to print its stacks.
 _PATIENCE = 2.0  # seconds
-# A process needs so long to import torch: nothing is begun that could do no more.
+# What a section's limit holds beside the NEEDS of its module: starting Python and importing torch (10 s from a cold disk) and creating a
+# CUDA context, and the seconds at the end in which nothing new begins (section.py).
+START, END = 20.0, 3.0  # seconds
+# A section begins with less than its limit only if nothing shorter could ever be given to it; with less than this, never.
 _LEAST = 10.0  # seconds
-
-
-# Of all sections together, unless told otherwise.
-ALL = 480.0  # seconds
+# All sections together, and the longest one: a run may be cut into calls of 10 minutes with --minutes and --resume.
+ALL, LONGEST = 45 * 60.0, 570.0  # seconds
 
 
 @dataclass(frozen=True)
 class Section:
-    """A module with a function ``run(job)``.
+    """A module with a function ``run(job)``, and ``NEEDS``: the seconds that it asks for, by step.
 
     Args:
-        seconds: at most.
-        parts: run at the same time, a process each (tiny: the first and the last); what is timed has none.
-        module: where it is not the section's own name in this package.
-        takes_the_rest: beside its own seconds, those that were not used before it.
+        seconds: limit of the section; at least ``START + sum(NEEDS.values()) + END``.
+        parts: run at the same time, one process each (tiny: the first and the last). Sections that measure time have one part.
+        module: default ``benchmarks.gpu_check.<name>``.
     """
 
     name: str
     seconds: float
     parts: tuple[str, ...] = ("",)
     module: str = ""
-    takes_the_rest: bool = False
 
     @property
     def path(self) -> str:
         return self.module or f"benchmarks.gpu_check.{self.name}"
 
 
-# What decides most comes first. Each has its seconds whatever those before it do: with what ends a process that hangs, they add up to no
-# more than ALL. What does not fit into them is left out, and said to be.
+# Sections that find wrong results come first, measurements later.
 SECTIONS = (
-    Section("local", 60, ("flash", "efficient", "math", "cudnn")),
-    Section("gradients_16_bit", 20),
-    Section("small_kernels", 30),
-    Section("ranks", 60),
-    Section("sync", 25),
-    Section("nccl", 35),
-    Section("share", 35),
-    Section("vae", 30),
-    Section("attention", 75),
-    Section("attention_hopper", 28),
-    Section("flux", 60, takes_the_rest=True),
+    Section("device", 120),
+    Section("local", 125, ("flash", "efficient", "math", "cudnn")),
+    Section("two_ranks", 145, tuple(two_ranks.PARTS)),
+    Section("nccl", 95),
+    Section("nccl_ranks", 260),
+    Section("gradients_16_bit", 45),
+    Section("small_kernels", 125),
+    Section("ranks", 150),
+    Section("sync", 75),
+    Section("vae", 115),
+    Section("share", 120),
+    Section("attention", 240),
+    Section("attention_hopper", 200),
+    Section("flux", 550),
 )
 
 
@@ -77,7 +79,7 @@ class _Process:
 
 
 def run_section(section: Section, output: Path, *, device: str, tiny: bool, seconds: float) -> dict[str, Any]:
-    """Run ``section`` for at most ``seconds``, write ``output/<name>.json``; returns what is in it."""
+    """Run ``section`` for at most ``seconds``, write ``output/<name>.json``, and return its content."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         parts = section.parts[:: len(section.parts) - 1 or 1] if tiny else section.parts
@@ -90,13 +92,17 @@ def run_section(section: Section, output: Path, *, device: str, tiny: bool, seco
                 one.timed_out = time.monotonic() - began >= seconds
         finally:
             for one in running:
-                # It and the ranks that it started, dead or alive.
+                # The process and the ranks that it started, dead or alive.
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(one.process.pid, signal.SIGKILL)
                 one.process.wait()
         _write_together(section, running, output / f"{section.name}.json", time.monotonic() - began, seconds)
-    found: dict[str, Any] = json.loads((output / f"{section.name}.json").read_text())
-    return found
+    return _read(output, section)
+
+
+def _read(output: Path, section: Section) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((output / f"{section.name}.json").read_text())
+    return content
 
 
 def _start(section: Section, part: str, folder: Path, device: str, tiny: bool, end: float) -> _Process:
@@ -109,60 +115,93 @@ def _start(section: Section, part: str, folder: Path, device: str, tiny: bool, e
     return _Process(part, file, log, process)
 
 
+_EMPTY: dict[str, Any] = {"status": "began", "rows": [], "left out": [], "out of time": []}
+
+
 def _write_together(section: Section, running: list[_Process], file: Path, took: float, limit: float) -> None:
-    """The parts' files as one. A section is as well off as the worst of its parts."""
-    rows, left_out, errors, statuses = [], [], [], set()
+    """Write the JSON of all parts as one. The section's status is the worst of its parts."""
+    rows, left_out, out_of_time, errors, statuses = [], [], [], [], set()
     for one in running:
-        found = (
-            json.loads(one.file.read_text()) if one.file.exists() else {"status": "began", "rows": [], "left out": []}
-        )
-        rows += found["rows"]
-        left_out += found["left out"]
-        status, error = found["status"], found.get("error")
+        content = json.loads(one.file.read_text()) if one.file.exists() else _EMPTY
+        rows += content["rows"]
+        left_out += content["left out"]
+        out_of_time += content["out of time"]
+        status, error = content["status"], content.get("error")
         if status == "began":
-            status = "timed out" if one.timed_out else "failed"
-            why = f"stopped after {limit:.0f} s" if one.timed_out else f"ended with {one.process.returncode}"
-            error = f"{why}; the last that it printed:\n{one.log.read_text(errors='replace')[-_LAST_WORDS:]}"
+            status = "killed" if one.timed_out else "failed"
+            why = f"killed after {limit:.0f} s" if one.timed_out else f"ended with {one.process.returncode}"
+            error = f"{why}; the end of its output:\n{one.log.read_text(errors='replace')[-_LAST_WORDS:]}"
         statuses.add(status)
         if error is not None:
             errors.append(f"{one.part}: {error}" if one.part else error)
-    worst = next(status for status in ("failed", "timed out", "skipped", "done") if status in statuses)
-    write_section(file, section.name, worst, took, rows, left_out, "\n".join(errors) or None)
+    worst = next(status for status in ("failed", "killed", "skipped", "done") if status in statuses)
+    write_section(file, section.name, worst, took, rows, left_out, "\n".join(errors) or None, out_of_time=out_of_time)
 
 
 def run_all(
-    sections: tuple[Section, ...], output: Path, *, device: str, tiny: bool, seconds: float
+    sections: tuple[Section, ...], output: Path, *, device: str, tiny: bool, seconds: float, resume: bool = False
 ) -> dict[str, dict[str, Any]]:
-    """All of them in at most ``seconds``, telling of each as it ends; returns their JSON by name."""
+    """Run ``sections`` in at most ``seconds``, print a summary of each as it ends, and return their JSON by name.
+
+    A section that needs more time than is left is skipped, and a shorter one after it may still run.
+
+    Args:
+        resume: keep the results in ``output`` of sections that are finished.
+    """
     end = time.monotonic() + seconds
-    found = {}
+    results = {}
     for section in sections:
+        if resume and (kept := finished(section, output)):
+            results[section.name] = kept
+            print(f"{section.name}: {kept['status']} before, kept", flush=True)
+            continue
         rest = end - time.monotonic() - _PATIENCE
-        limit = rest if section.takes_the_rest else min(section.seconds, rest)
-        if limit < _LEAST:
-            file = output / f"{section.name}.json"
-            write_section(file, section.name, "skipped", 0.0, [], [], f"out of time: {seconds:.0f} s for all sections")
-            found[section.name] = json.loads(file.read_text())
+        if rest < max(_LEAST, min(section.seconds, seconds - 2 * _PATIENCE)):
+            why = f"out of time: {max(0.0, rest):.0f} s left, it may need {section.seconds:.0f}; --resume runs it"
+            write_section(
+                output / f"{section.name}.json", section.name, "skipped", 0.0, [], [], why, out_of_time=["all of it"]
+            )
+            results[section.name] = _read(output, section)
         else:
-            found[section.name] = run_section(section, output, device=device, tiny=tiny, seconds=limit)
-        print("\n".join(told(found[section.name])), flush=True)
-    return found
+            limit = min(section.seconds, rest)
+            results[section.name] = run_section(section, output, device=device, tiny=tiny, seconds=limit)
+        print("\n".join(summary(results[section.name])), flush=True)
+    return results
 
 
-def told(found: dict[str, Any]) -> list[str]:
-    """A section in a few lines: what came of it, what is wrong, what was skipped and why."""
-    verdicts = ", ".join(f"{count} {verdict}" for verdict, count in found["verdicts"].items())
-    lines = [f"{found['section']}: {found['status']}, {found['seconds']} s" + (f" ({verdicts})" if verdicts else "")]
-    if found["error"] is not None:
-        lines.append(f"  {found['status']}: {found['error'].strip().splitlines()[-1]}")
-    lines += [f"  left out: {what}" for what in found["left out"]]
-    wrong = [row for row in found["rows"] if row.get("verdict") == WRONG]
-    lines += [f"  wrong: {json.dumps(row)}" for row in wrong[:3]]
-    if len(wrong) > 3:
-        lines.append(f"  and {len(wrong) - 3} more, in the file")
+def finished(section: Section, output: Path) -> dict[str, Any] | None:
+    """Return the results of ``section`` in ``output`` if it ended, on this device and these versions, without lack of time."""
+    try:
+        content = _read(output, section)
+    except (OSError, ValueError):
+        return None
+    now, then = section_environment(), content["environment"]
+    same = all(now[name] == then.get(name) for name in ("device", "versions"))
+    ended = content["status"] in ("done", "skipped") and not content.get("out of time")
+    return content if same and ended else None
+
+
+def summary(content: dict[str, Any]) -> list[str]:
+    """Return the lines to print for a section: its status, what is wrong, and what was skipped with the reason."""
+    verdicts = ", ".join(f"{count} {verdict}" for verdict, count in content["verdicts"].items())
+    lines = [
+        f"{content['section']}: {content['status']}, {content['seconds']} s" + (f" ({verdicts})" if verdicts else "")
+    ]
+    if content["error"] is not None:
+        lines.append(f"  {content['status']}: {content['error'].strip().splitlines()[-1]}")
+    lines += [f"  left out: {what}" for what in content["left out"]]
+    lines += [f"  out of time: {what}" for what in content["out of time"] if content["status"] != "skipped"]
+    for verdict in (WRONG, FAILED):
+        rows = [row for row in content["rows"] if row.get("verdict") == verdict]
+        lines += [f"  {verdict}: {json.dumps(row)}" for row in rows[:3]]
+        if len(rows) > 3:
+            lines.append(f"  and {len(rows) - 3} more {verdict}, in the file")
     return lines
 
 
-def all_well(found: dict[str, dict[str, Any]]) -> bool:
-    """Nothing failed, hung or is wrong; what was skipped is no failure."""
-    return all(one["status"] in ("done", "skipped") and not one["verdicts"].get(WRONG) for one in found.values())
+def exit_code(results: dict[str, dict[str, Any]]) -> int:
+    """Return 1 if a number is wrong, else 3 if a section failed or was killed or a row failed, else 0; skipped sections count as well."""
+    if any(content["verdicts"].get(WRONG) for content in results.values()):
+        return 1
+    ended = all(content["status"] in ("done", "skipped") for content in results.values())
+    return 0 if ended and not any(content["verdicts"].get(FAILED) for content in results.values()) else 3

@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu_check.job import Job, SectionSkipped
-from benchmarks.gpu_check.processes import use_one_device_and_no_network
+from benchmarks.gpu_check.processes import use_no_network
+from benchmarks.gpu_check.runner import END
 
 
 def main() -> None:
@@ -28,15 +29,15 @@ def main() -> None:
     args = parser.parse_args()
     # Where it hangs, if it does: the runner keeps the end of what is printed.
     faulthandler.dump_traceback_later(max(0.1, args.end - time.monotonic()), exit=True)
-    use_one_device_and_no_network()
+    use_no_network()
     device = torch.device(args.device)
     if device.type == "cpu":
         torch.set_num_threads(1)
     else:
         device = torch.device(device.type, device.index or 0)
         torch.cuda.set_device(device)
-    # What began is to end, and to be written, before the runner's patience does.
-    job = Job(args.name, device, args.tiny, args.file, args.end - 3, args.part)
+    # What has begun should end, and be written, before the limit.
+    job = Job(args.name, device, args.tiny, args.file, args.end - END, args.part)
     job.write("began")
     try:
         importlib.import_module(args.module).run(job)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_check.job import OK, WRONG, Job, SectionSkipped, first_line, is_fatal
+from benchmarks.gpu_check.job import FAILED, OK, WRONG, Job, SectionSkipped, first_line, is_fatal
 from benchmarks.gpu_check.timing import milliseconds
 from para_core.attention.boxes import as_numbers
 from para_core.fused import kernels
@@ -24,7 +24,9 @@ RANKS = 8
 # Tokens of one of 8 ranks, and heads: FLUX.1 at 1024 × 1024, the same with a head more, HunyuanVideo at 1280 × 720 × 129.
 REAL = ((576, 24, 128), (576, 25, 128), (14882, 24, 128))
 TINY = ((9, 8, 16), (9, 9, 16))
-SECONDS = 3.0  # that a case needs, to be worth beginning
+# Seconds of a case, most of them Triton's compilation of a kernel at its first size, and of all cases.
+SECONDS = 3.0
+NEEDS = {"cases": 3 * 11 * SECONDS}  # sizes × kernels
 
 
 @dataclass(frozen=True)
@@ -52,16 +54,16 @@ def run(job: Job) -> None:
     for tokens, heads, head_dim in TINY if job.tiny else REAL:
         size = {"tokens": tokens, "heads": heads, "D": head_dim}
         for case in cases(job.device, tokens, heads, head_dim):
-            if job.seconds_left < (0 if job.tiny else SECONDS):
-                job.leave_out(f"{case.kernel}, {size}", "out of time")
+            if not job.tiny and job.seconds_left < SECONDS:
+                job.run_out(f"{case.kernel}, {size}")
                 continue
             row = {"kernel": case.kernel, "form": form, **size}
             try:
                 job.add(**row, **_measure(job, case))
-            except RuntimeError as error:
+            except Exception as error:  # Triton's own errors are no RuntimeErrors
                 if is_fatal(error):
                     raise
-                job.add(**row, verdict=WRONG, raised=first_line(error))
+                job.add(**row, verdict=FAILED, raised=first_line(error))
 
 
 def _measure(job: Job, case: Case) -> dict[str, Any]:

@@ -1,0 +1,165 @@
+"""Limits of time in `make gpu-check`: of sections, of all of them, of what is resumed; and exit codes."""
+
+import importlib
+import json
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks import attention
+from benchmarks.gpu_check import __main__ as command
+from benchmarks.gpu_check import runner
+from benchmarks.gpu_check.job import Job, section_environment, write_section
+from benchmarks.gpu_check.runner import SECTIONS, Section, run_all
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.name)
+def test_a_section_s_limit_is_at_least_the_sum_of_what_it_asks_for(section):
+    needs = importlib.import_module(section.path).NEEDS
+    assert needs and all(seconds > 0 for seconds in needs.values())
+    assert section.seconds >= runner.START + sum(needs.values()) + runner.END
+
+
+def test_all_sections_fit_into_45_minutes_and_each_into_a_call_of_10():
+    assert runner.ALL <= 45 * 60
+    assert sum(section.seconds + runner._PATIENCE for section in SECTIONS) <= runner.ALL
+    assert all(runner._LEAST <= section.seconds <= runner.LONGEST for section in SECTIONS)
+    # Also where a call has 9.5 minutes for everything.
+    assert runner.LONGEST + 2 * runner._PATIENCE <= 9.6 * 60
+
+
+def result(section, status="done", verdicts=(), out_of_time=()):
+    verdicts = {verdict: verdicts.count(verdict) for verdict in verdicts}
+    return {
+        "section": section, "status": status, "seconds": 0.0, "verdicts": verdicts, "error": None, "left out": [],
+        "out of time": list(out_of_time), "rows": [], "environment": section_environment(),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("status", "verdicts", "code"),
+    [
+        ("done", ("ok", "refused"), 0),
+        ("skipped", (), 0),
+        ("done", ("ok", "wrong"), 1),
+        ("killed", ("ok", "wrong"), 1),
+        ("killed", ("ok",), 3),
+        ("failed", (), 3),
+        ("done", ("ok", "failed"), 3),
+    ],
+)
+def test_the_exit_code_is_1_for_a_wrong_number_alone(monkeypatch, tmp_path, status, verdicts, code):
+    results = {"local": result("local"), "flux": result("flux", status, verdicts)}
+    monkeypatch.setattr(command, "run_all", lambda *args, **options: results)
+    assert command.main(["--device", "cpu", "--tiny", "--output", str(tmp_path)]) == code
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Sections that take ``used`` of their limit, on a clock of our own; collects (name, limit)."""
+    now, ran = [0.0], []
+    monkeypatch.setattr(runner.time, "monotonic", lambda: now[0])
+
+    def run(section, output, *, device, tiny, seconds):
+        ran.append((section.name, seconds))
+        now[0] += clock_used[0] * (seconds + runner._PATIENCE)
+        content = result(section.name)
+        output.mkdir(exist_ok=True)
+        (output / f"{section.name}.json").write_text(json.dumps(content))
+        return content
+
+    clock_used = [1.0]
+    monkeypatch.setattr(runner, "run_section", run)
+    return now, ran, clock_used
+
+
+@pytest.mark.parametrize("used", [1.0, 0.3])
+def test_calls_of_10_minutes_finish_all_sections(clock, tmp_path, used):
+    now, ran, clock_used = clock
+    clock_used[0] = used
+    calls = 0
+    while len(ran) < len(SECTIONS):
+        start = now[0]
+        run_all(SECTIONS, tmp_path, device="cpu", tiny=True, seconds=9.7 * 60, resume=True)
+        assert now[0] - start <= 9.7 * 60
+        calls += 1
+        assert calls <= 6
+    assert sorted(ran) == sorted((section.name, section.seconds) for section in SECTIONS)
+    assert now[0] <= runner.ALL
+
+
+def test_a_section_that_does_not_fit_is_skipped_and_a_shorter_one_still_runs(clock, tmp_path, capsys):
+    _, ran, _ = clock
+    sections = (Section("first", 60), Section("long", 200), Section("short", 30))
+    results = run_all(sections, tmp_path, device="cpu", tiny=True, seconds=220)
+    assert ran == [("first", 60), ("short", 30)]
+    assert results["long"]["status"] == "skipped"
+    assert "long: skipped" in (printed := capsys.readouterr().out) and "out of time" in printed
+    assert runner.finished(sections[1], tmp_path) is None
+
+
+def test_a_section_longer_than_the_whole_run_gets_what_there_is(clock, tmp_path):
+    _, ran, _ = clock
+    run_all((Section("long", 500),), tmp_path, device="cpu", tiny=True, seconds=240)
+    assert ran == [("long", 240 - runner._PATIENCE)]
+
+
+@pytest.mark.parametrize(
+    ("change", "kept"),
+    [
+        ({}, True),
+        ({"status": "skipped"}, True),
+        ({"status": "failed"}, False),
+        ({"status": "killed"}, False),
+        ({"out of time": ["the last case"]}, False),
+        ({"environment": {**section_environment(), "device": "another one"}}, False),
+    ],
+)
+def test_a_resumed_run_keeps_sections_that_ended_here_and_runs_the_others(clock, tmp_path, change, kept):
+    _, ran, _ = clock
+    (tmp_path / "local.json").write_text(json.dumps(result("local") | change))
+    results = run_all((Section("local", 60),), tmp_path, device="cpu", tiny=True, seconds=100, resume=True)
+    assert ran == ([] if kept else [("local", 60)])
+    assert results["local"]["section"] == "local"
+
+
+def test_half_a_file_or_none_is_not_finished(tmp_path):
+    assert runner.finished(Section("local", 60), tmp_path) is None
+    (tmp_path / "local.json").write_text('{"section": "lo')
+    assert runner.finished(Section("local", 60), tmp_path) is None
+
+
+def test_what_a_section_had_no_time_for_is_in_its_file(tmp_path):
+    job = Job("flux", CPU, False, tmp_path / "flux.json", time.monotonic() + 50)
+    assert job.has_time("short", 10.0) and not job.has_time("long", 100.0)
+    job.write("done")
+    (line,) = json.loads(job.file.read_text())["out of time"]
+    assert "long" in line and "100" in line
+    assert job.asked == {"short": 10.0, "long": 100.0}
+
+
+def test_attention_asks_for_time_before_each_way():
+    size = replace(attention.TINY[0], dtype="float32")
+    asked, called = [], []
+
+    def ways(tensors, size):
+        return {name: lambda name=name: called.append(name) or tensors[0] for name in ("first", "second", "third")}
+
+    def enough_time():
+        asked.append(len(called))
+        return len(asked) <= 2  # of the size, and of its first way
+
+    rows = list(attention.measure([size], CPU, ways=ways, enough_time=enough_time))
+    assert set(called) == {"first"}
+    assert [row["way"] for row in rows if "left out" in row] == ["second", "third"]
+    assert len(asked) == 4
+
+
+def test_a_written_section_says_what_was_killed(tmp_path):
+    write_section(tmp_path / "x.json", "x", "killed", 1.0, [], [], "killed after 1 s", out_of_time=[])
+    lines = runner.summary(json.loads((tmp_path / "x.json").read_text()))
+    assert lines[0].startswith("x: killed") and "killed after 1 s" in lines[1]
