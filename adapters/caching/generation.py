@@ -198,7 +198,8 @@ class PipelineCache:
         options = [cache.options for cache in self.caches.values()]
         # Each once: transformers may differ.
         rules, forecasts = (" and ".join(dict.fromkeys(names)) for names in zip(*map(_names, options), strict=True))
-        return CacheReport(rows_of(readings), rules, forecasts)
+        dropped = sum(cache.readings.dropped for cache in self.caches.values())
+        return CacheReport(rows_of(readings), rules, forecasts, dropped)
 
     def _warn_of_generation(self, name: str) -> None:
         """Warnings about the generation that ended, each kind once."""

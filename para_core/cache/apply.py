@@ -98,9 +98,10 @@ def reset_cache(model: nn.Module) -> None:
 
 
 def model_cache_report(model: nn.Module) -> CacheReport:
-    """What the cache of ``model`` did since :func:`reset_cache`, in calls of ``model`` itself."""
+    """What the cache of ``model`` did since :func:`reset_cache`, in calls of ``model`` itself; of more than 4096 calls, in the last."""
     cache = _required(model)
-    return CacheReport(rows_of(cache.readings), rule_of(cache.options.rule).name, cache.options.forecasts.name)
+    names = rule_of(cache.options.rule).name, cache.options.forecasts.name
+    return CacheReport(rows_of(cache.readings), *names, dropped=cache.readings.dropped)
 
 
 def held_bytes(model: nn.Module) -> int:

@@ -41,6 +41,7 @@ from para_core.cache.either import either, nothing_like
 from para_core.cache.foreign import require_no_foreign_cache
 from para_core.cache.options import CacheOptions
 from para_core.cache.plain_weights import StageBlocks
+from para_core.cache.report import Readings
 from para_core.cache.residuals import BranchState, Streams
 from para_core.instance import original_class
 from para_core.mesh import SequenceMesh
@@ -89,7 +90,7 @@ class BlockCache:
         self._branches = Branches(conditions_of(module, blocks))
         self.states: dict[str, BranchState] = {}
         self.state = self._empty_state()
-        self.readings: list[Reading] = []
+        self.readings = Readings()
         self.step = Step()
         parameter = next(module.parameters(), None)
         device = torch.device("cpu") if parameter is None else parameter.device

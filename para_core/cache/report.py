@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,33 @@ class Row:
     def hit(self) -> bool:
         """Whether it was skipped."""
         return self.verdict.skips
+
+
+# Calls of a model that are kept for its report. A pipeline forgets them at every generation; a loop that never calls reset_cache
+# would collect them, and their tensors on a GPU, without end.
+MOST_READINGS = 4096
+
+
+class Readings:
+    """The last ``MOST_READINGS`` calls of a model since :meth:`clear`, and how many calls before them were dropped."""
+
+    def __init__(self) -> None:
+        self._last: deque[Reading] = deque(maxlen=MOST_READINGS)
+        self.dropped = 0
+
+    def append(self, reading: Reading) -> None:
+        self.dropped += len(self._last) == self._last.maxlen
+        self._last.append(reading)
+
+    def clear(self) -> None:
+        self._last.clear()
+        self.dropped = 0
+
+    def __iter__(self) -> Iterator[Reading]:
+        return iter(self._last)
+
+    def __len__(self) -> int:
+        return len(self._last)
 
 
 def rows_of(readings: Iterable[Reading]) -> list[Row]:
@@ -100,11 +128,13 @@ class CacheReport:
 
     Args:
         rule, forecast: their names.
+        dropped: earlier calls of the generation that have no row: only the last ``MOST_READINGS`` calls of a model are kept.
     """
 
     rows: Sequence[Row]
     rule: str
     forecast: str = "taylor 0"
+    dropped: int = 0
 
     @property
     def hits(self) -> int:
@@ -138,6 +168,11 @@ class CacheReport:
         lines.append(
             f"{self.computed} of {len(self.rows)} computed, {self.hits} skipped ({self.hits / len(self.rows):.0%}), "
             f"{self.seconds:.3f} s in the model; forecast {self.forecast}, rule {self.rule}"
+            + (
+                f"; {self.dropped} earlier calls are not kept: reset_cache(model) begins a generation"
+                if self.dropped
+                else ""
+            )
         )
         return "\n".join(lines)
 
@@ -159,7 +194,13 @@ class CacheReport:
             for row in self.rows
         ]
         names = {"rule": self.rule, "forecast": self.forecast}
-        totals = {**names, "computed": self.computed, "hits": self.hits, "seconds": self.seconds}
+        totals = {
+            **names,
+            "computed": self.computed,
+            "hits": self.hits,
+            "seconds": self.seconds,
+            "dropped": self.dropped,
+        }
         Path(path).write_text(json.dumps({**totals, "rows": rows}, indent=2) + "\n", encoding="utf-8")
 
     def plot(self, path: str | Path) -> None:

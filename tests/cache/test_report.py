@@ -5,11 +5,14 @@ import warnings
 from dataclasses import replace
 
 import pytest
+import torch
 from PIL import Image
 
+from para_core import apply_cache, model_cache_report, reset_cache
 from para_core.adapters import apply_cache_on_pipe, cache_report
+from para_core.cache import report as report_module
 from para_core.plans.plan import Plan
-from tests.cache.scripted import ADAPTER, Pipe
+from tests.cache.scripted import ADAPTER, BLOCKS, Pipe, Scripted
 
 
 def warnings_of(pipe, first):
@@ -110,3 +113,25 @@ def test_seconds_are_of_every_call_whatever_its_branches_are_called():
     pipe = cached()
     pipe({"a/1": [1.0, 1.0]})
     assert cache_report(pipe).seconds == sum(row.seconds for row in cache_report(pipe).rows) > 0
+
+
+def run_by_hand(model, num_calls):
+    for call in range(num_calls):
+        model(torch.zeros(1, 6, 8), torch.zeros(1, 2, 8), torch.tensor([1.0 + call, 1.0]))
+
+
+def test_a_loop_that_never_resets_the_cache_keeps_the_last_calls_and_counts_the_others(monkeypatch, tmp_path):
+    monkeypatch.setattr(report_module, "MOST_READINGS", 5)
+    model = apply_cache(Scripted(), BLOCKS, residual_diff_threshold=0.0)
+    run_by_hand(model, 3)
+    assert (len(model_cache_report(model).rows), model_cache_report(model).dropped) == (3, 0)
+    run_by_hand(model, 9)
+    report = model_cache_report(model)
+    assert (len(report.rows), report.dropped) == (5, 7)
+    assert report.seconds == pytest.approx(sum(row.seconds for row in report.rows))
+    assert "7 earlier calls" in str(report)
+    report.to_json(tmp_path / "report.json")
+    assert json.loads((tmp_path / "report.json").read_text())["dropped"] == 7
+    reset_cache(model)
+    run_by_hand(model, 2)
+    assert (len(model_cache_report(model).rows), model_cache_report(model).dropped) == (2, 0)
