@@ -145,7 +145,6 @@ class Fusion:
         self._places.install()
 
     def remove(self) -> None:
-        self.end(failed=True)
         self._places.remove()
         for module in (self.module, *self._own):
             unwrap(module, _KEY)
@@ -157,15 +156,24 @@ class Fusion:
         self._report = PipeFusionReport()
 
     def end(self, *, failed: bool = False) -> None:
-        """All that is on its way has come; after an exception nothing is waited for."""
+        """Wait for all patches that are in flight; after an exception, mark the links as broken instead."""
         links = None if self._stages is None else self._stages.links
-        if not failed:
-            for arrival in self._coming:
-                arrival.up_to(arrival.num_patches - 1)
-            if links is not None:
-                links.drain()
-        elif links is not None:
-            links.forget()
+        try:
+            if not failed:
+                for arrival in self._coming:
+                    arrival.up_to(arrival.num_patches - 1)
+                if links is not None:
+                    links.drain()
+        except BaseException:
+            failed = True
+            raise
+        finally:
+            if failed and links is not None:
+                links.mark_broken()
+            self._finish()
+
+    def _finish(self) -> None:
+        """Write the report and drop what belongs to the generation."""
         self._live.become_tensors()
         counted = self._counted
         held = sum(branch.keys.nbytes for branch in self._branches.values())
@@ -313,12 +321,12 @@ class Fusion:
         stages = self._stages
         like: Any = branch.output
         noise = like.like.narrow(self._plan.dim, *own)
-        last = None if stages is None else stages.dim.size - 1
-        if stages is not None and not stages.is_last:
-            # Before own sends: the last stage may wait for this one to take its noise, before it takes tokens.
-            buffer = torch.empty(noise.shape, dtype=noise.dtype, device=like.device)
-            arrival.comes(stages.links.receive(buffer, last or 0).wait)
         output = self._call(call, module, branch, self._cuts(given, patch, self.options.num_patches), given)
+        if stages is not None and not stages.is_last:
+            # Only now: the noise depends on the tokens that this rank has just sent, and on NCCL a receive occupies the device until its
+            # tensor is here. If the host had to wait for the device while it computes those tokens, both ranks would wait for ever.
+            buffer = torch.empty(noise.shape, dtype=noise.dtype, device=like.device)
+            arrival.comes(stages.links.receive(buffer, stages.dim.size - 1).wait)
         if stages is None or stages.is_last:
             made: Tensor = next(x for x in pytree.tree_leaves(output) if isinstance(x, Tensor))
             if not self._plan.returns_patch:

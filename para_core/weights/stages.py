@@ -138,12 +138,14 @@ class Stages:
             )
         if self.require_equal is not None and not self.known_equal:
             self.require_equal({**dict(zip(self._parameters, args, strict=False)), **kwargs})
+        if not self.known_equal:
+            self.links.begin()
         if not self.whole:
             return call(module, *args, **kwargs)
         try:
             output = self.on_all_from(self.dim.size - 1, call(module, *args, **kwargs))
         except BaseException:
-            self.links.forget()
+            self.links.mark_broken()
             raise
         self.links.drain()
         return output
@@ -280,6 +282,8 @@ def gather_stages(module: nn.Module) -> None:
     if stages is None:
         return
     _require_ranks(stages)
+    # A failed generation may have left messages in flight.
+    stages.links.begin()
     device = next(x.device for x in stages.blocks[stages.own.start].block.parameters())
     for index, one in enumerate(stages.blocks):
         owner = stages.owner(index)
@@ -317,11 +321,12 @@ def _require_ranks(stages: Stages) -> None:
 
 @contextmanager
 def known_equal_stages(module: nn.Module) -> Iterator[None]:
-    """Inside, ``module`` is called alike on all ranks, so its calls do not ask."""
+    """Inside, all ranks call ``module`` with the same arguments, so its calls do not compare them. Every rank of its stages enters."""
     stages = stages_of(module)
     if stages is None:
         yield
         return
+    stages.links.begin()
     before, stages.known_equal = stages.known_equal, True
     try:
         yield

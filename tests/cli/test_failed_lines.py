@@ -1,0 +1,54 @@
+"""A line that fails on all ranks, and the next one over the same connections."""
+
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+from PIL import Image
+
+import para_core.cli.ranks
+from para_core import PipeFusion, init_context_parallel_mesh
+from para_core.adapters import parallelize_pipe
+from para_core.cli.ranks import Job, _read_journal, _run_lines
+from para_core.fleet.models import find_model, find_tiny_flux
+from para_core.fleet.prompts import Line
+from para_core.fleet.recipe import Recipe
+from para_core.fleet.request import make_request
+
+STEPS = 9
+
+
+def generate_lines(folder, num_stages, pipefusion, failing):
+    """Two lines as each rank of the command runs them. The first ends by an exception on all ranks at call ``failing`` of its transformer."""
+    folder.mkdir(exist_ok=True)
+    pipe = DiffusionPipeline.from_pretrained(find_tiny_flux(), dtype=torch.float32)
+    mesh = init_context_parallel_mesh("cpu", max_pipe_dim_size=num_stages) if num_stages > 1 else None
+    if pipefusion or num_stages > 1:
+        parallelize_pipe(pipe, mesh=mesh, pipefusion=PipeFusion(2) if pipefusion else None, timeout=20)
+    calls = []
+
+    def run_out_of_memory(module, args, kwargs):
+        calls.append(0)
+        if len(calls) == failing:
+            raise torch.OutOfMemoryError("there is no memory left")
+
+    pipe.transformer.register_forward_pre_hook(run_out_of_memory, with_kwargs=True)
+    model = find_model(None)
+    request = make_request({"prompt": "a large red circle", "size": "64x48", "steps": STEPS}, model, seed=3)
+    lines = tuple(Line(number, request) for number in ((1, 2) if failing else (2,)))
+    job = Job(Recipe(str(find_tiny_flux())), lines, folder, "png", 8, folder / "journal", bars=False)
+    with mock.patch.object(para_core.cli.ranks, "build", lambda recipe: pipe):
+        _run_lines(job)
+
+
+@pytest.mark.parametrize(("pipefusion", "failing"), [(True, 5), pytest.param(False, 3, marks=pytest.mark.long)])
+def test_the_line_after_one_that_failed_on_all_ranks_is_right(rank_pool, tmp_path, pipefusion, failing):
+    generate_lines(tmp_path / "alone", 1, pipefusion, None)
+    rank_pool.run(generate_lines, 2, tmp_path / "stages", 2, pipefusion, failing)
+    events = [(event["event"], event["line"]) for event in _read_journal(Path(tmp_path / "stages/journal"))]
+    assert events == [("begin", 1), ("failed", 1), ("begin", 2), ("done", 2)]
+    images = [np.asarray(Image.open(tmp_path / name / "00002.png")).astype(int) for name in ("alone", "stages")]
+    assert np.array_equal(*images)

@@ -1,0 +1,190 @@
+"""Point-to-point transfers among stages: the order of first uses, and generations that fail."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from benchmarks.tiny_vaes import TINY_VAES, random_image
+from para_core import PipeFusion, init_context_parallel_mesh
+from para_core.adapters import parallelize_pipe, parallelize_vae, unparallelize_pipe
+from para_core.mesh import guided_mesh
+from para_core.point_to_point import Links
+from tests.spatial.test_unets import predict
+from tests.tiny import flux_call, flux_pipe, relative_error
+from tests.weights.links import as_nccl, blocking_transfers
+
+STEPS = 9
+PIPES = {
+    "PipeFusion": PipeFusion(3),
+    "stages": None,
+}
+
+
+class Stop(Exception):
+    """Raised by the tests on all ranks."""
+
+
+def flux_in_stages(kind, **options):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pipe",))
+    return parallelize_pipe(flux_pipe(shared_parts=False), mesh=mesh, pipefusion=PIPES[kind], **options)
+
+
+def generate(pipe, **options):
+    return pipe(**flux_call(num_inference_steps=STEPS, **options))[0]
+
+
+def on_one_rank(kind):
+    """The latents of one process: of the unmodified pipeline, or with the same patches."""
+    pipe = flux_pipe(shared_parts=False)
+    return generate(pipe if PIPES[kind] is None else parallelize_pipe(pipe, pipefusion=PIPES[kind]))
+
+
+# -- the first use of an edge
+
+
+def with_blocking_transfers(kind, always, nccl):
+    with blocking_transfers(always=always):
+        if not nccl:
+            return generate(flux_in_stages(kind))
+        with as_nccl():
+            return generate(flux_in_stages(kind))
+
+
+@pytest.mark.parametrize(
+    ("kind", "world_size", "always", "nccl"),
+    [
+        ("PipeFusion", 2, False, False),
+        ("PipeFusion", 2, True, True),
+        ("PipeFusion", 3, True, False),
+        ("stages", 2, True, False),
+        pytest.param("PipeFusion", 3, False, True, marks=pytest.mark.long),
+        pytest.param("PipeFusion", 4, True, True, marks=pytest.mark.long),
+        pytest.param("stages", 3, True, True, marks=pytest.mark.long),
+    ],
+)
+def test_transfers_that_block_until_the_peer_comes_do_not_wait_in_a_cycle(rank_pool, kind, world_size, always, nccl):
+    expected = on_one_rank(kind)
+    for latents in rank_pool.run(with_blocking_transfers, world_size, kind, always, nccl):
+        assert torch.equal(latents, expected)
+
+
+@torch.no_grad()
+def rows_with_blocking_transfers():
+    """Errors of decoding, encoding and a prediction whose rows are distributed, each relative to one rank."""
+    tiny = TINY_VAES["KL"]
+    alone, vae = tiny.make(), tiny.make()
+    latents, pixels = random_image(tiny.latents), random_image(tiny.pixels)
+    expected = tiny.decode(alone, latents), tiny.encode(alone, pixels), predict("Stable Diffusion 1.5", 18, 10, False)
+    with blocking_transfers(always=True):
+        parallelize_vae(vae, mesh=init_context_parallel_mesh("cpu"))
+        outs = tiny.decode(vae, latents), tiny.encode(vae, pixels), predict("Stable Diffusion 1.5", 18, 10, True)
+    return [relative_error(out, reference) for out, reference in zip(outs, expected, strict=True)]
+
+
+def test_halos_that_block_until_the_peer_comes_do_not_wait_in_a_cycle(rank_pool):
+    for errors in rank_pool.run(rows_with_blocking_transfers, 3):
+        assert max(errors) < 1e-5
+
+
+# -- generations that fail
+
+
+def failing_transfers(nccl, sent_by, taken):
+    """Two generations over one edge in each direction: in the first, ``sent_by`` sends 1.0 and ``taken`` receives are started; all ranks raise."""
+    dim = guided_mesh(init_context_parallel_mesh("cpu", max_pipe_dim_size=2)).pipe
+    with as_nccl() if nccl else torch.no_grad():
+        links, others = Links(dim, [(0, 1), (1, 0)]), Links(dim, [(0, 1), (1, 0)])
+        size = 300_000  # more than a socket takes at once
+        results = []
+        for number in (1.0, 2.0, 3.0):
+            links.begin()
+            try:
+                peer = 1 - dim.index
+                if number == 1.0:
+                    for _ in range(sent_by[dim.index]):
+                        links.send(torch.full((size,), 1.0), peer)
+                    for _ in range(taken[dim.index]):
+                        links.receive(torch.empty(size), peer)
+                    raise Stop
+                links.send(torch.full((size,), number), peer)
+                results.append(links.receive(torch.empty(size), peer).wait().unique().tolist())
+                links.drain()
+            except Stop:
+                links.mark_broken()
+        others.begin()
+        others.send(torch.full((3,), 4.0), peer)
+        results.append(others.receive(torch.empty(3), peer).wait().unique().tolist())
+        others.drain()
+        # What goes over the same connections still arrives.
+        total = torch.ones(size)
+        dist.all_reduce(total)
+        return results, total.unique().tolist()
+
+
+@pytest.mark.parametrize("nccl", [False, True])
+@pytest.mark.parametrize(
+    ("sent_by", "taken"), [((1, 0), (0, 0)), ((0, 0), (0, 2)), ((2, 1), (1, 1)), ((3, 0), (0, 1)), ((0, 0), (0, 0))]
+)
+def test_messages_of_a_failed_generation_do_not_reach_the_next_one(rank_pool, nccl, sent_by, taken):
+    for results, total in rank_pool.run(failing_transfers, 2, nccl, sent_by, taken):
+        assert results == [[2.0], [3.0], [4.0]]
+        assert total == [2.0]
+
+
+def fail_and_generate(kind, where, nccl, calls):
+    """What a generation gives after one that failed, and the unmodified pipeline after removal."""
+    if nccl:
+        with as_nccl():
+            return fail_and_generate(kind, where, False, calls)
+    pipe = flux_in_stages(kind, timeout=20)
+    transformer, numbers = pipe.transformer, []
+    forward = type(transformer).forward
+
+    def raise_at_call(module, args, kwargs):
+        numbers.append(0)
+        if len(numbers) == calls:
+            raise Stop
+
+    def raise_at_step(pipe, step, time, tensors):
+        if step == calls - 1:
+            raise Stop
+        return {}
+
+    hook = None
+    for _ in range(2):
+        numbers.clear()
+        if where == "call":
+            hook = transformer.register_forward_pre_hook(raise_at_call, with_kwargs=True)
+        with pytest.raises(Stop):
+            generate(pipe, **({"callback_on_step_end": raise_at_step} if where == "callback" else {}))
+        if hook is not None:
+            hook.remove()
+    assert type(transformer).forward is forward
+    latents = generate(pipe)
+    with pytest.raises(Stop):
+        generate(pipe, callback_on_step_end=lambda *_: (_ for _ in ()).throw(Stop))
+    unparallelize_pipe(pipe)
+    return latents, generate(pipe)
+
+
+@pytest.mark.parametrize(
+    ("kind", "world_size", "where", "nccl", "calls"),
+    [
+        ("PipeFusion", 2, "call", False, 5),
+        ("PipeFusion", 3, "call", False, 5),
+        ("PipeFusion", 3, "callback", False, 4),
+        ("PipeFusion", 2, "callback", False, 5),
+        ("PipeFusion", 2, "call", True, 5),
+        ("stages", 2, "call", False, 5),
+        pytest.param("PipeFusion", 2, "callback", False, STEPS, marks=pytest.mark.long),
+        pytest.param("PipeFusion", 3, "callback", True, 5, marks=pytest.mark.long),
+        pytest.param("PipeFusion", 4, "call", False, 7, marks=pytest.mark.long),
+        pytest.param("stages", 3, "callback", True, 2, marks=pytest.mark.long),
+    ],
+)
+def test_a_generation_after_a_failed_one_is_right(rank_pool, kind, world_size, where, nccl, calls):
+    expected, plain = on_one_rank(kind), generate(flux_pipe(shared_parts=False))
+    for latents, alone in rank_pool.run(fail_and_generate, world_size, kind, where, nccl, calls):
+        assert torch.equal(latents, expected)
+        assert torch.equal(alone, plain)
