@@ -2,18 +2,22 @@
 
 import importlib
 import json
+import subprocess
+import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import attention
 from benchmarks.gpu_check import __main__ as command
-from benchmarks.gpu_check import runner
+from benchmarks.gpu_check import local, runner, two_ranks
 from benchmarks.gpu_check.job import Job, section_environment, write_section
 from benchmarks.gpu_check.runner import SECTIONS, Section, run_all
 
+ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
 
 
@@ -30,6 +34,17 @@ def test_all_sections_fit_into_45_minutes_and_each_into_a_call_of_10():
     assert all(runner._LEAST <= section.seconds <= runner.LONGEST for section in SECTIONS)
     # Also where a call has 9.5 minutes for everything.
     assert runner.LONGEST + 2 * runner._PATIENCE <= 9.6 * 60
+
+
+def test_the_runner_knows_the_parts_of_sections_without_importing_them():
+    parts = {section.name: section.parts for section in SECTIONS}
+    assert parts["two_ranks"] == tuple(two_ranks.PARTS)
+    assert set(parts["local"]) == set(local.BACKENDS)
+    code = (
+        "import sys, benchmarks.gpu_check.__main__; print([x for x in ('para_core', 'diffusers') if x in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def result(section, status="done", verdicts=(), out_of_time=()):
