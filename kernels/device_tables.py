@@ -48,7 +48,9 @@ def kept_outside_graphs(make: Callable[[Unpack[Key]], Tensor]) -> Callable[[Unpa
                 table = tables.pop(key, None)
                 capturing = is_capturing()
                 if table is None:
-                    table = make(*key)
+                    # An inference tensor could not be saved for a backward later.
+                    with torch.inference_mode(False):
+                        table = make(*key)
                     if capturing:
                         return table
                 (recorded if capturing else tables)[key] = table

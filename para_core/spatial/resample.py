@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from para_core.kernels.device_tables import kept_outside_graphs, new_table
 from para_core.mesh import MeshDim
 from para_core.spatial import rows as plans
 from para_core.spatial.errors import name_of, unknown
@@ -120,9 +121,23 @@ def interpolated_whole(ranks: MeshDim, func: Function, args: Sequence[Any], kwar
     return found
 
 
+class _Resampling(NamedTuple):
+    """Rows ``start`` to ``stop`` of ``made``, of which the mode computes each from some of ``total`` rows."""
+
+    mode: str
+    total: int
+    made: int
+    step: float
+    align: bool
+    start: int
+    stop: int
+
+
 @lru_cache(maxsize=256)
-def _taps(mode: str, total: int, made: int, step: float, align: bool, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """For rows ``start`` to ``stop`` of ``made``: which of ``total`` rows they take, and how much, ``[rows, taps]`` each."""
+@torch.inference_mode(False)
+def _taps(resampling: _Resampling) -> tuple[Tensor, Tensor]:
+    """Return which rows each row is computed from, and their weights, ``[rows, taps]`` each, on the CPU."""
+    mode, total, made, step, align, start, stop = resampling
     rows = torch.arange(start, stop, dtype=torch.float32)
     if mode == "nearest":
         return (rows * step).floor().long().clamp(0, total - 1)[:, None], torch.ones(stop - start, 1)
@@ -144,23 +159,43 @@ def _taps(mode: str, total: int, made: int, step: float, align: bool, start: int
     return (low.long()[:, None] + torch.arange(-1, 3)).clamp(0, total - 1), weights
 
 
+@lru_cache(maxsize=256)
+def _span(resampling: _Resampling) -> tuple[int, int]:
+    """Return the first row that is needed, and the one after the last."""
+    index, _ = _taps(resampling)
+    return int(index.min()), int(index.max()) + 1
+
+
+@kept_outside_graphs
+def _index_on(resampling: _Resampling, device: torch.device) -> Tensor:
+    """Return the rows that each row is computed from, counted from the first one that is needed, ``[taps, rows]``."""
+    index = (_taps(resampling)[0] - _span(resampling)[0]).T
+    return new_table(index.flatten().tolist(), torch.int64, device).view(index.shape)
+
+
+@kept_outside_graphs
+def _weights_on(resampling: _Resampling, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the weights of these rows, ``[taps, rows]``."""
+    weights = _taps(resampling)[1].T
+    return new_table(weights.flatten().tolist(), dtype, device).view(weights.shape)
+
+
 def _resample(ranks: MeshDim, x: Tensor, rows: Rows, layout: Layout, step: float, mode: str, align: bool) -> Tensor:
     """The rows that ``layout`` gives this rank of ``x`` resampled along its rows alone."""
-    total, made = sum(rows.layout), sum(layout)
-    taps = [_taps(mode, total, made, step, align, start, stop) for start, stop in held(layout)]
-    wanted = [(int(index.min()), int(index.max()) + 1) for index, _ in taps]
-    part = fetch(x, rows, wanted, ranks)
-    index, weights = taps[ranks.index]
-    index = (index - wanted[ranks.index][0]).to(x.device)
-    if index.shape[1] == 1:
-        return part.index_select(rows.dim, index[:, 0])
+    of_ranks = [_Resampling(mode, sum(rows.layout), sum(layout), step, align, *bounds) for bounds in held(layout)]
+    part = fetch(x, rows, [_span(one) for one in of_ranks], ranks)
+    own = of_ranks[ranks.index]
+    index = _index_on(own, x.device)
+    if len(index) == 1:
+        return part.index_select(rows.dim, index[0])
     wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
     shape = [-1] + [1] * (x.ndim - 1 - rows.dim)
     taken = [
-        part.index_select(rows.dim, index[:, tap]).to(wide) * weights[:, tap].to(x.device, wide).view(shape)
-        for tap in range(index.shape[1])
+        part.index_select(rows.dim, of_tap).to(wide) * weights.view(shape)
+        for of_tap, weights in zip(index, _weights_on(own, wide, x.device), strict=True)
     ]
-    return sum(taken[1:], start=taken[0]).to(x.dtype)
+    resampled: Tensor = sum(taken[1:], start=taken[0])
+    return resampled.to(x.dtype)
 
 
 def _each(value: Any, spatial: int) -> list[Any]:

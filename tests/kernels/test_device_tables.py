@@ -6,8 +6,9 @@ import torch
 from para_core.kernels import device_tables, exchange
 from para_core.kernels.device_tables import MOST_TABLES, kept_outside_graphs, new_table
 from para_core.kernels.exchange_reference import Box
-from para_core.spatial import norm
+from para_core.spatial import norm, resample
 
+BICUBIC = resample._Resampling("bicubic", 7, 18, 7 / 18, False, 5, 12)
 CPU = torch.device("cpu")
 
 
@@ -73,6 +74,14 @@ def test_a_table_that_a_graph_reads_is_never_dropped(table, capture):
     assert len(table.made) == made + 1
 
 
+def test_a_table_made_in_inference_mode_can_be_saved_for_a_backward(table):
+    with torch.inference_mode():
+        table((2, 3), CPU)
+    x = torch.ones(2, requires_grad=True)
+    (x * table((2, 3), CPU)).sum().backward()
+    assert torch.equal(x.grad, torch.tensor([2.0, 3.0]))
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.float64])
 def test_a_graph_records_a_table_without_a_copy_from_the_host(capture, dtype):
     numbers = [3, 2**40, 7] if dtype == torch.int64 else [0.1, 1 / 3, 7.0]
@@ -87,8 +96,13 @@ def test_a_graph_records_a_table_without_a_copy_from_the_host(capture, dtype):
 
 @pytest.mark.parametrize(
     ("table", "key"),
-    [(exchange._on_device, ((Box(0, 0, 3, 0, 2, 0, 10),),)), (norm._shares, ((5, 3, 3), torch.float32))],
-    ids=["boxes of an exchange", "shares of rows"],
+    [
+        (exchange._on_device, ((Box(0, 0, 3, 0, 2, 0, 10),),)),
+        (norm._shares, ((5, 3, 3), torch.float32)),
+        (resample._index_on, (BICUBIC,)),
+        (resample._weights_on, (BICUBIC, torch.float64)),
+    ],
+    ids=["boxes of an exchange", "shares of rows", "rows of a resampling", "weights of a resampling"],
 )
 def test_no_table_is_first_kept_in_the_pool_of_a_graph(capture, table, key):
     capture.on = True

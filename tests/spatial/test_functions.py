@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from para_core.spatial.errors import MixesRows
 from para_core.spatial.mode import SpatialShardMode
@@ -340,3 +341,43 @@ def call_differently():
 def test_calls_that_differ_between_ranks_are_named_where_they_are_compared(rank_pool):
     for error in rank_pool.run_expecting_errors(call_differently, 2):
         assert isinstance(error, ValueError) and "disagree about function: sequence rank 0 has cos" in str(error)
+
+
+class CopiesAndIndices(TorchDispatchMode):
+    """Operators that a call of the same size need not run again: copies, and arithmetic on integers."""
+
+    def __init__(self):
+        super().__init__()
+        self.operators = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        makes_index = isinstance(out, torch.Tensor) and out.dtype == torch.int64 and not func.is_view
+        if makes_index or func in (torch.ops.aten._to_copy.default, torch.ops.aten.lift_fresh.default):
+            self.operators.append(str(func))
+        return out
+
+
+def resize_again(mode):
+    """Per call the operators that prepare indices and weights, and the whole result."""
+    dtype = torch.float64
+    image = make_inputs(-2)["image"].to(dtype)
+    results = []
+    for size in ((11, 13), (11, 13), (19, 9), (11, 13)):
+        with SpatialShardMode(dist.group.WORLD) as rows:
+            part = rows.shard(image, dim=2)
+            with CopiesAndIndices() as prepared:
+                part = F.interpolate(part, size=size, mode=mode)
+            results.append((prepared.operators, rows.gather(part)))
+    return results
+
+
+@pytest.mark.parametrize("mode", ["nearest-exact", "bilinear", "bicubic"])
+def test_indices_and_weights_of_a_resampling_are_made_once_per_size(rank_pool, mode):
+    image = make_inputs(-2)["image"].double()
+    for first, second, other, again in rank_pool.run(resize_again, 2, mode):
+        for (_, out), size in zip((first, second, other, again), ((11, 13), (11, 13), (19, 9), (11, 13)), strict=True):
+            assert relative_error(out, F.interpolate(image, size=size, mode=mode)) < 1e-6
+        assert first[0]
+        assert other[0]
+        assert second[0] == again[0] == []
