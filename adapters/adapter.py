@@ -29,6 +29,7 @@ class Adapter:
         complete: the plan of one module, made of ``plan``, where it depends on the module's config.
         text: the faster way to treat text.
         blocks: its block stack, for First Block Cache.
+        uncached: why it has no ``blocks``, for a message; None: they are not known.
         tensor: what is sharded by tensor parallelism; None: what the class publishes (``_tp_plan``).
         frames: where a model that makes tokens of a video has its frames: PipeFusion's patches are frames. None: it is given tokens, or it
             is not known.
@@ -43,6 +44,7 @@ class Adapter:
     complete: Callable[[Plan, nn.Module], Plan] | None = None
     text: Text = "shard"
     blocks: CachedBlocks | None = None
+    uncached: str | None = None
     tensor: TensorPlan | None = None
     frames: Frames | None = None
     empty_text: bool = True

@@ -264,6 +264,10 @@ SHELF_PIPELINES: dict[str, TinyPipeline] = {
         lambda: on_shelf("AnyFlowPipeline", "anyflow", vae=wan_vae(), scheduler=FlowMapEulerDiscreteScheduler()),
         {**VIDEO, **TEXT, "guidance_scale": 3.0},
     ),
+    "anyflow far": TinyPipeline(
+        lambda: on_shelf("AnyFlowFARPipeline", "anyflow far", vae=wan_vae(), scheduler=FlowMapEulerDiscreteScheduler()),
+        {**VIDEO, **TEXT, "guidance_scale": 3.0, "chunk_partition": [1, 2]},
+    ),
     "nucleus": TinyPipeline(
         lambda: on_shelf(
             "NucleusMoEImagePipeline", "nucleus", config={"out_channels": 4}, vae=wan_vae("AutoencoderKLQwenImage")

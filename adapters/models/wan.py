@@ -139,9 +139,12 @@ ANYFLOW = Adapter(
 # over all heads, before tokens are exchanged for heads.
 _BY_HEADS = AttentionByHeads("video", ("norm_q", "norm_k", "to_v"), "to_out.0")
 
+_WRITES_KEYS = "its blocks store keys that later calls read, and a block that is skipped stores none"
+
 ANYFLOW_FAR = Adapter(
     transformer="AnyFlowFARTransformer3DModel",
     pipelines="AnyFlow FAR",
+    uncached=_WRITES_KEYS,
     plan=Plan(
         inputs={},
         inner={"blocks.*": {"temb": POSITIONS}, "blocks.0": {"hidden_states": VIDEO}},
@@ -157,6 +160,7 @@ ANYFLOW_FAR = Adapter(
 WAN_ANIMATE_2 = Adapter(
     transformer="WanAnimate2Transformer3DModel",
     pipelines="Wan Animate 2",
+    uncached=_WRITES_KEYS,
     plan=Plan(
         inputs={},
         inner={"blocks.0": {"hidden_states": VIDEO}},

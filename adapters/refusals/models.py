@@ -36,6 +36,11 @@ def unknown_blocks(case: Case) -> bool:
     return known is None or known.blocks is None
 
 
+def uncached_blocks(case: Case) -> Mapping[str, Any] | None:
+    known = adapter_for(case.module, case.adapter)
+    return None if known is None or known.blocks is not None or known.uncached is None else {"reason": known.uncached}
+
+
 def perturbed_joint_attention(case: Case) -> bool:
     joint = original_class(case.module).__name__ == "SD3Transformer2DModel"
     return joint and case.ranks > 1 and hasattr(case.owner, "pag_applied_layers")

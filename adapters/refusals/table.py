@@ -13,6 +13,7 @@ from para_core.adapters.refusals.models import (
     has_no_plan,
     no_scheduler,
     perturbed_joint_attention,
+    uncached_blocks,
     unfit_class,
     unfit_unet,
     unknown_blocks,
@@ -117,6 +118,13 @@ REFUSALS: tuple[Refusal, ...] = (
         "{owner} is not supported: there is no plan for {cls}. What it shards and gathers can be said in some ten lines, a "
         "plan: parallelize_pipe(pipe, mesh=mesh, adapter=Adapter(transformer={cls!r}, pipelines=..., plan=Plan(...))). "
         "propose_plan finds most of them; docs/new_model.md shows how. Supported are {supported}.",
+        TypeError,
+    ),
+    Refusal(
+        "a cache on blocks of which it is known why none is skipped",
+        (When.CACHE,),
+        uncached_blocks,
+        "{owner} cannot be cached: {reason} ({cls}). Leave the cache out; parallelize_pipe runs it on several ranks.",
         TypeError,
     ),
     Refusal(

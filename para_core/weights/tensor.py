@@ -1,4 +1,4 @@
-"""Tensor parallelism: PyTorch's ``ColwiseParallel`` and ``RowwiseParallel`` on the linear layers that a plan names.
+"""Tensor parallelism of the linear layers that a plan names: by columns (outputs) and by rows (inputs), as Megatron-LM shards them (arXiv:1909.08053).
 
 Each rank holds and computes some heads of each block; two all-reduces of its tokens a stream and block put them together. Equal to one
 device up to the order of a sum. Attention sees the heads of this rank, and is sharded over a sequence as ever.
@@ -13,15 +13,15 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from para_core.instance import ForwardOfInstance, Order, unwrap, wrap_alike, wrap_method, written_class
 from para_core.plans.places import matching_modules
 from para_core.weights.gradients import Gradients
-from para_core.weights.subclasses import map_plain_tensors, plain_tensors
+from para_core.weights.subclasses import consists_of_tensors, map_plain_tensors, plain_tensors
 from para_core.weights.tensor_plan import Linear, TensorPlan
 
 _KEY = "tensor"
@@ -38,9 +38,10 @@ class _Record:
     gradients: Gradients = field(default_factory=Gradients)
     # (module, parameter, dim, sizes of the parts that lie side by side)
     shards: list[tuple[nn.Module, str, int, tuple[int, ...]]] = field(default_factory=list)
-    hooks: list[tuple[Any, int]] = field(default_factory=list)
     # (module, attribute, what it counts on one device)
     counts: list[tuple[nn.Module, str, int]] = field(default_factory=list)
+    # Linear layers by rows (False) and by columns (True) that are not wrapped yet.
+    sharded: dict[bool, list[nn.Module]] = field(default_factory=lambda: {False: [], True: []})
     wrapped: list[nn.Module] = field(default_factory=list)
     forwards: list[ForwardOfInstance] = field(default_factory=list)
 
@@ -77,13 +78,12 @@ def shard_tensors(
     for norm in norms:
         _replace(norm, "weight", _distributed(_parameter(norm, "weight"), mesh, 0))
         record.shards.append((norm, "weight", 0, ()))
-    wrap_alike(norms, "forward", _KEY, _norm_over_ranks, order=Order.PLAN)
-    # What hooks (offload, casting) put on an instance hides its class's method.
-    record.forwards = [ForwardOfInstance.put_on(norm, _norm_over_ranks) for norm in norms if "forward" in vars(norm)]
+    _wrap_forward(norms, _norm_over_ranks, record)
+    _wrap_linears(record)
     positions = [(found, dim) for pattern, dim in plan.positions.items() for _, found in _modules(module, pattern)]
     for rope, dim in positions:
         wrap_method(rope, "__call__", _KEY, partial(_own_part, mesh, dim), order=Order.PLAN)
-    record.wrapped = [*norms, *[rope for rope, _ in positions]]
+    record.wrapped += [rope for rope, _ in positions]
     module.__dict__[_RECORD] = record
     if mesh.device_type != "cpu":
         module.to(mesh.device_type)
@@ -109,11 +109,6 @@ def gather_tensors(module: nn.Module) -> None:
                 "pipeline anew."
             )
     del module.__dict__[_RECORD]
-    for hooks, key in record.hooks:
-        hooks.pop(key, None)
-    for owner in {owner for owner, *_ in record.shards}:
-        # PyTorch's mark, by which it would refuse to shard this layer again.
-        owner.__dict__.pop("_distribute_module_applied", None)
     for owner, name, dim, parts in record.shards:
         weight = _parameter(owner, name)
 
@@ -153,11 +148,13 @@ def shard_new_loras(module: nn.Module) -> None:
     _forget_removed(module, record)
     for layer, style in layers.values():
         _shard_lora(layer, style, record)
+    _wrap_linears(record)
 
 
 def _forget_removed(module: nn.Module, record: _Record) -> None:
     present = {id(part) for part in module.modules()}
     record.shards = [shard for shard in record.shards if id(shard[0]) in present]
+    record.wrapped = [wrapped for wrapped in record.wrapped if id(wrapped) in present]
 
 
 @contextmanager
@@ -315,18 +312,7 @@ def _shard_linear(linear: Any, style: Linear, record: _Record) -> None:
         ordered = whole if dim is None else _ordered(whole, dim, parts, record.mesh.size())
         _replace(linear, name, _distributed(ordered, record.mesh, dim))
         record.shards.append((linear, name, dim or 0, () if dim is None else parts))
-    before = {id(hooks): set(hooks) for hooks in _hooks_of(linear)}
-    parallelize_module(linear, record.mesh, ColwiseParallel() if colwise else RowwiseParallel())
-    record.hooks += [(hooks, key) for hooks in _hooks_of(linear) for key in set(hooks) - before[id(hooks)]]
-
-
-def _hooks_of(module: nn.Module) -> tuple[Any, ...]:
-    return (
-        module._forward_pre_hooks,
-        module._forward_hooks,
-        module._forward_pre_hooks_with_kwargs,
-        module._forward_hooks_with_kwargs,
-    )
+    record.sharded[colwise].append(linear)
 
 
 def _ordered(x: Tensor, dim: int, parts: tuple[int, ...], ranks: int, *, back: bool = False) -> Tensor:
@@ -365,6 +351,56 @@ def _own_part(
     mesh: DeviceMesh, dim: int, call: Callable[..., Any], rope: nn.Module, /, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, ...]:
     return tuple(x.chunk(mesh.size(), dim)[mesh.get_local_rank()] for x in call(rope, *args, **kwargs))
+
+
+def _wrap_linears(record: _Record) -> None:
+    """Let the linear layers that were sharded last compute with this rank's part."""
+    for colwise, linears in record.sharded.items():
+        _wrap_forward(linears, _linear_by_columns if colwise else _linear_by_rows, record)
+        linears.clear()
+
+
+def _wrap_forward(modules: list[nn.Module], around: Callable[..., Any], record: _Record) -> None:
+    wrap_alike(modules, "forward", _KEY, around, order=Order.PLAN)
+    # What hooks (offload, casting) put on an instance hides its class's method.
+    record.forwards += [ForwardOfInstance.put_on(module, around) for module in modules if "forward" in vars(module)]
+    record.wrapped += modules
+
+
+def _linear_by_columns(call: Callable[..., Any], linear: Any, /, x: Tensor) -> Tensor:
+    """Return this rank's outputs ``[..., C_out of this rank]`` of ``x`` ``[..., C_in]``, which every rank has."""
+    weight, bias = linear.weight, linear.bias
+    mesh = _mesh_of(weight)
+    if torch.is_grad_enabled():
+        # Each rank finds a part of the gradient of x.
+        x = DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+    if consists_of_tensors(weight):
+        out: Tensor = _with_dtensors(call, linear, x, [Replicate()]).to_local()
+        return out
+    return F.linear(x, weight.to_local(), None if bias is None else bias.to_local())
+
+
+def _linear_by_rows(call: Callable[..., Any], linear: Any, /, x: Tensor) -> Tensor:
+    """Return all outputs ``[..., C_out]``, the sum of what each rank computes of its ``x`` ``[..., C_in of this rank]``."""
+    weight, bias = linear.weight, linear.bias
+    mesh = _mesh_of(weight)
+    if consists_of_tensors(weight):
+        part, bias = _with_dtensors(call, linear, x, [Shard(-1)]), None
+    else:
+        # DTensor computes no product here: under torch.compile it cannot trace one whose length is a product of three symbols
+        # (torch/fx/experimental/proxy_tensor.py, _build_proxy_for_sym_expr).
+        part = DTensor.from_local(F.linear(x, weight.to_local()), mesh, [Partial()], run_check=False)
+    out: Tensor = part.redistribute(mesh, [Replicate()]).to_local()
+    return out if bias is None else out + bias.to_local()
+
+
+def _mesh_of(weight: Tensor) -> DeviceMesh:
+    return next(inner.device_mesh for inner in plain_tensors(weight) if isinstance(inner, DTensor))
+
+
+def _with_dtensors(call: Callable[..., Any], linear: Any, x: Tensor, placements: list[Placement]) -> Any:
+    """Return what a quantized layer computes: its weight consists of DTensors, so it is given one."""
+    return call(linear, DTensor.from_local(x, _mesh_of(linear.weight), placements, run_check=False))
 
 
 def _norm_over_ranks(call: Callable[..., Any], norm: Any, /, x: Tensor) -> Tensor:

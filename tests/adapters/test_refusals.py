@@ -361,6 +361,11 @@ CASES = {
         lambda _: Case(OtherModel(), OtherModel()),
         r"there is no plan for OtherModel\. .*adapter=Adapter\(transformer='OtherModel', ",
     ),
+    "a cache on blocks of which it is known why none is skipped": (
+        When.CACHE,
+        lambda _: Case(far := MODELS["anyflow far"].build(), far),
+        "^AnyFlowFARTransformer3DModel cannot be cached: its blocks store keys",
+    ),
     "a cache on blocks that are not known": (
         When.CACHE,
         lambda _: Case(OtherModel(), OtherModel()),

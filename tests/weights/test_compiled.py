@@ -65,6 +65,23 @@ def test_the_whole_transformer_is_one_graph_over_tensor_ranks_and_none_over_fsdp
         assert graphs == 1
 
 
+def compile_video(sizes):
+    pipe = make("cogvideox")
+    parallelize_pipe(pipe, mesh=init_context_parallel_mesh("cpu", max_tensor_dim_size=3), weights="tensor")
+    pipe.transformer = torch.compile(pipe.transformer, fullgraph=True, backend="aot_eager")
+    return [generate(pipe, "cogvideox", **size) for size in sizes]
+
+
+@pytest.mark.long
+def test_a_whole_graph_over_tensor_ranks_takes_frames_height_and_width_that_all_vary(rank_pool):
+    sizes = [{}, {"num_frames": 13, "height": 64, "width": 48}]
+    pipe = make("cogvideox")
+    expected = [generate(pipe, "cogvideox", **size) for size in sizes]
+    for outs in rank_pool.run(compile_video, 3, sizes):
+        assert [out.shape for out in outs] == [out.shape for out in expected]
+        assert max(relative_error(*pair) for pair in zip(outs, expected, strict=True)) < 1e-5
+
+
 def quantized_tensors():
     alone, pipe = make("flux"), make("flux")
     quantize_(alone.transformer, Int8WeightOnlyConfig())
