@@ -43,6 +43,13 @@ class Arriving:
         return self._buffer
 
 
+def _new_number() -> int:
+    """Return a number that no rank was given before, also not for other links over the same ranks."""
+    if dist.get_backend() == "fake":
+        return 1  # Its store cannot count, and nothing is sent.
+    return dist.distributed_c10d._get_default_store().add("para_core: links", 1)
+
+
 class _Transfer:
     """One send or receive that was started.
 
@@ -112,8 +119,7 @@ class Links:
             return
         self._end_transfers({edge: min(count) for edge, count in counts.items()})
         numbers = [self._group_number(edge) for edge in self._edges]
-        # A number from the store is new on all ranks, also for other links over the same ranks.
-        new = dist.distributed_c10d._get_default_store().add("para_core: links", 1) if self.dim.index == 0 else 0
+        new = _new_number() if self.dim.index == 0 else 0
         records = exchange({"numbers": numbers, "new": new}, mesh)
         self._tag = records[0]["new"]
         for place, edge in enumerate(self._edges):
