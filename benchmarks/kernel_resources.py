@@ -17,7 +17,7 @@ import torch
 from benchmarks.compiled import ARCHS, Compiled, compile_kernel
 from benchmarks.environment import RESULTS, write_results
 from benchmarks.page_parts import fill
-from para_core.kernels import attention_int8, exchange, merge, residual
+from para_core.kernels import attention_int8, exchange, merge, norm, residual
 from para_core.kernels.exchange_reference import LARGEST
 
 PAGE = Path(__file__).parents[1] / "docs" / "kernels.md"
@@ -48,6 +48,7 @@ def launches() -> Iterator[Launch]:
         yield from _exchanges(head_dim)
         yield from _of_rounded_keys(head_dim)
     yield from _of_residuals()
+    yield from _of_norms()
 
 
 def _merges(head_dim: int) -> Iterator[Launch]:
@@ -121,6 +122,33 @@ def _of_residuals() -> Iterator[Launch]:
             yield Launch(residual.forecast_kernel, name, arguments, residual.NUM_WARPS, common)
     sums = {"sums": "*fp32", "totals": "*fp32", "num_chunks": "i32", "BLOCK": residual.BLOCK, "STEPS": 1}
     yield Launch(residual.add_up_kernel, "change, adding up", sums, residual.NUM_WARPS)
+
+
+def _of_norms() -> Iterator[Launch]:
+    """Of a group norm over rows, whose channels come first in memory or last: 16 channels a group."""
+    for dtype, common in (("bf16", True), ("fp16", False), ("fp32", False)):
+        for last in (False, True):
+            name = f"{dtype}, channels {'last' if last else 'first'}"
+            steps = {"batch_step": 64, "channel_step": 1 if last else 64, "step": 64 if last else 1}
+            known: dict[str, Any] = {"x": f"*{dtype}", "parts": "*fp32", "size": 64, "groups": "i32", **steps}
+            known |= {"channels": 16 if last else 1, "group_step": 64, **norm.block_of(16 if last else 1)}
+            known |= {"STEPS": norm.STEPS}
+            yield Launch(norm.moments_kernel, f"moments {name}", known, norm.NUM_WARPS, common)
+            known = {**steps, **{f"out_{step}": size for step, size in steps.items()}, "eps": "fp32", "size": 64}
+            known |= {**dict.fromkeys(("x", "out", "weight", "bias"), f"*{dtype}"), "channels": 64, "per_group": 16}
+            known |= {**dict.fromkeys(("of_ranks", "shares"), "*fp32"), "groups": "i32", "RANKS": 2}
+            known |= {"HAS_WEIGHT": True, "HAS_BIAS": True, **norm.block_of(norm.CHANNELS if last else 1)}
+            yield Launch(norm.normalize_kernel, f"normalize {name}", known, norm.NUM_WARPS, common)
+    merged = {
+        "x": "*bf16",
+        "parts": "*fp32",
+        "moments": "*fp32",
+        "num_chunks": "i32",
+        "groups": "i32",
+        "batch_step": 64,
+    }
+    merged |= {"group_step": 64, "BLOCK": norm.BLOCK, "STEPS": 1}
+    yield Launch(norm.merge_kernel, "moments, merged", merged, norm.NUM_WARPS)
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:

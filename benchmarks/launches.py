@@ -52,6 +52,8 @@ _WHOLE = {
     "para_core::unpack_8_bits": 1,
     "para_core::residual_change": 2,
     "para_core::forecast": 1,
+    "para_core::group_moments": 2,
+    "para_core::group_normalized": 1,
 }
 
 

@@ -17,9 +17,24 @@ from torch import Tensor
 FLOATS = {torch.float32, torch.bfloat16, torch.float16}
 
 
+# Of the GPUs that Triton compiles for (its README). On older ones bfloat16, among other things, fails to compile at the first launch.
+LEAST_CAPABILITY = (8, 0)
+
+
 @lru_cache
-def kernels(name: str) -> ModuleType | None:
-    """``para_core.kernels.<name>``, imported at its first use; None where Triton cannot be, or lacks a C compiler to launch with."""
+def kernels(name: str, device: torch.device | None = None) -> ModuleType | None:
+    """Return ``para_core.kernels.<name>``, imported at its first use.
+
+    Args:
+        name: of the module.
+        device: that the kernels are to run on, or None if they are not launched yet. It is asked once for what it is.
+
+    Returns:
+        The module. None if Triton cannot be imported or lacks a C compiler to launch with, or if the device is older than
+        ``LEAST_CAPABILITY``: the caller then takes its plain PyTorch form.
+    """
+    if device is not None and device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+        return None
     if not (os.environ.get("CC") or any(map(shutil.which, ("gcc", "clang")))):
         return None
     try:

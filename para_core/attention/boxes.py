@@ -36,7 +36,7 @@ def pack(tensors: list[Tensor], boxes: list[int], numel: int) -> Tensor:
 
 
 def pack_on_gpu(tensors: list[Tensor], boxes: list[int], numel: int) -> Tensor:
-    fused = kernels("exchange")
+    fused = kernels("exchange", tensors[0].device)
     if fused is None:
         return pack(tensors, boxes, numel)
     with on_device_of(tensors[0]):
@@ -54,7 +54,7 @@ def unpack(buffer: Tensor, boxes: list[int], shapes: list[int]) -> list[Tensor]:
 
 
 def unpack_on_gpu(buffer: Tensor, boxes: list[int], shapes: list[int]) -> list[Tensor]:
-    fused = kernels("exchange")
+    fused = kernels("exchange", buffer.device)
     if fused is None:
         return unpack(buffer, boxes, shapes)
     with on_device_of(buffer):

@@ -30,7 +30,7 @@ def _merge_in_place(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
 
 
 def merge_on_gpu(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    fused = kernels("merge")
+    fused = kernels("merge", out_a.device)
     if fused is None or not are_floats(out_a, lse_a, out_b, lse_b):
         return _merge(out_a, lse_a, out_b, lse_b)
     with on_device_of(out_a):
@@ -39,7 +39,7 @@ def merge_on_gpu(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
 
 
 def merge_on_gpu_in_place(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
-    fused = kernels("merge")
+    fused = kernels("merge", out_a.device)
     if fused is None or not are_floats(out_a, lse_a, out_b, lse_b):
         _merge_in_place(out_a, lse_a, out_b, lse_b)
         return

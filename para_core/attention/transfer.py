@@ -352,7 +352,7 @@ def takes_kernels(x: Tensor) -> bool:
     """Whether one launch packs, and unpacks: where no gradient and no graph follows what it does. Meta tensors stand for CUDA's."""
     if not (x.is_cuda or x.is_meta) or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
-    return kernels("exchange") is not None
+    return kernels("exchange", x.device) is not None
 
 
 def _room(one: Share) -> tuple[int, int, int]:

@@ -16,7 +16,7 @@ define_operator("forecast(Tensor entry, Tensor[] residuals, float[] weights) -> 
 
 
 def change_on_gpu(now: Tensor, before: Tensor) -> Tensor:
-    fused = kernels("residual")
+    fused = kernels("residual", now.device)
     if fused is None or not are_floats(now, before):
         return residual_reference.change(now, before)
     with on_device_of(now):
@@ -25,7 +25,7 @@ def change_on_gpu(now: Tensor, before: Tensor) -> Tensor:
 
 
 def forecast_on_gpu(entry: Tensor, residuals: list[Tensor], weights: list[float]) -> Tensor:
-    fused = kernels("residual")
+    fused = kernels("residual", entry.device)
     if fused is None or not are_floats(entry, *residuals) or len(residuals) > fused.MOST_RESIDUALS:
         return residual_reference.forecast(entry, residuals, weights)
     with on_device_of(entry):

@@ -11,6 +11,7 @@ PAIRS = {
     "merge": ["merge"],
     "exchange": ["pack", "unpack", "pack_rounded", "unpack_rounded"],
     "residual": ["change", "forecast"],
+    "norm": ["moments", "normalized"],
 }
 # Not of the contract: what tests compare with.
 OF_THE_REFERENCE_ALONE = {"attention_int8": {"smooth"}}

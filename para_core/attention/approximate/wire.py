@@ -28,7 +28,7 @@ def pack(tensors: list[Tensor], boxes: list[int], numel: int, to: torch.dtype) -
 
 
 def pack_on_gpu(tensors: list[Tensor], boxes: list[int], numel: int, to: torch.dtype) -> Tensor:
-    fused = kernels("exchange")
+    fused = kernels("exchange", tensors[0].device)
     if fused is None:
         return pack(tensors, boxes, numel, to)
     buffer = _new_buffer(tensors, boxes, numel, to)
@@ -51,7 +51,7 @@ def unpack(buffer: Tensor, boxes: list[int], shapes: list[int], of: torch.dtype,
 def unpack_on_gpu(
     buffer: Tensor, boxes: list[int], shapes: list[int], of: torch.dtype, dtype: torch.dtype
 ) -> list[Tensor]:
-    fused = kernels("exchange")
+    fused = kernels("exchange", buffer.device)
     if fused is None:
         return unpack(buffer, boxes, shapes, of, dtype)
     into = _new_tensors(buffer, boxes, shapes, of, dtype)

@@ -1,0 +1,204 @@
+"""A group norm over rows that several ranks hold, in three launches; the contract is :mod:`para_core.kernels.norm_reference`.
+
+Statistics take two launches: one for chunks of each group, and one that merges them. Each thread has a running mean and a sum of squared
+deviations from it (Welford), and these are merged pairwise (Chan), so nothing cancels far from zero. No atomics: the order of
+additions depends on the shape alone. The norm itself is one launch, in which each program merges the statistics of all ranks.
+Bytes: 2 · e for each element that is read and e for each that is written, e bytes an element.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+NUM_WARPS = 4
+# Elements that a program holds at once, and how many times it loads as many.
+BLOCK = 1024
+STEPS = 16
+# Channels of a tile of the norm if channels lie last in memory.
+CHANNELS = 32
+
+
+@triton.jit
+def moments_kernel(
+    x, parts, size, channels, groups, batch_step, group_step, channel_step, step,
+    CHANNELS: tl.constexpr, SIZE: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """Store count, mean and sum of squared deviations of one chunk of one group: ``[B * groups, chunks, 3]``."""
+    chunk, group = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    x += (group // groups) * batch_step + (group % groups) * group_step
+    channel = tl.arange(0, CHANNELS)[:, None].to(tl.int64)
+    # Numbers are counted from the first one of the group, which is near all others if they are far from zero.
+    origin = tl.load(x).to(tl.float32)
+    count = tl.zeros((CHANNELS, SIZE), tl.float32)
+    mean = tl.zeros((CHANNELS, SIZE), tl.float32)
+    squares = tl.zeros((CHANNELS, SIZE), tl.float32)
+    for i in range(STEPS):
+        place = chunk.to(tl.int64) * (SIZE * STEPS) + i * SIZE + tl.arange(0, SIZE)[None, :]
+        inside = (channel < channels) & (place < size)
+        number = tl.load(x + channel * channel_step + place * step, mask=inside, other=0.0).to(tl.float32) - origin
+        count += tl.where(inside, 1.0, 0.0)
+        apart = number - mean
+        mean += tl.where(inside, apart / (i + 1), 0.0)
+        squares += tl.where(inside, apart * (number - mean), 0.0)
+    total = tl.sum(tl.sum(count, 1), 0)
+    common = tl.sum(tl.sum(count * mean, 1), 0) / total
+    apart = mean - common
+    squares = tl.sum(tl.sum(squares + count * apart * apart, 1), 0)
+    parts += (group * tl.num_programs(0) + chunk) * 3
+    tl.store(parts, total)
+    tl.store(parts + 1, common)
+    tl.store(parts + 2, squares)
+
+
+@triton.jit
+def merge_kernel(
+    x, parts, moments, num_chunks, groups, batch_step, group_step, BLOCK: tl.constexpr, STEPS: tl.constexpr
+):
+    """Merge the chunks of one group into its variance and mean: ``[2, B * groups]``."""
+    group = tl.program_id(0).to(tl.int64)
+    origin = tl.load(x + (group // groups) * batch_step + (group % groups) * group_step).to(tl.float32)
+    parts += group * num_chunks * 3
+    count = tl.zeros((BLOCK,), tl.float32)
+    weighted = tl.zeros((BLOCK,), tl.float32)
+    for i in range(STEPS):
+        chunk = i * BLOCK + tl.arange(0, BLOCK)
+        number = tl.load(parts + chunk * 3, mask=chunk < num_chunks, other=0.0)
+        count += number
+        weighted += number * tl.load(parts + chunk * 3 + 1, mask=chunk < num_chunks, other=0.0)
+    total = tl.sum(count, 0)
+    mean = tl.sum(weighted, 0) / total
+    squares = tl.zeros((BLOCK,), tl.float32)
+    for i in range(STEPS):
+        chunk = i * BLOCK + tl.arange(0, BLOCK)
+        number = tl.load(parts + chunk * 3, mask=chunk < num_chunks, other=0.0)
+        apart = tl.load(parts + chunk * 3 + 1, mask=chunk < num_chunks, other=0.0) - mean
+        squares += tl.load(parts + chunk * 3 + 2, mask=chunk < num_chunks, other=0.0) + number * apart * apart
+    tl.store(moments + group, tl.sum(squares, 0) / total)
+    tl.store(moments + tl.num_programs(0) + group, origin + mean)
+
+
+@triton.jit
+def normalize_kernel(
+    x, out, of_ranks, shares, weight, bias, eps, size, channels, groups, per_group,
+    batch_step, channel_step, step, out_batch_step, out_channel_step, out_step,
+    RANKS: tl.constexpr, CHANNELS: tl.constexpr, SIZE: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Normalize a tile of channels and elements of one sample, of which the statistics of ``RANKS`` ranks are merged first."""
+    tiles = tl.cdiv(channels, CHANNELS)
+    batch = (tl.program_id(1) // tiles).to(tl.int64)
+    channel = (tl.program_id(1) % tiles) * CHANNELS + tl.arange(0, CHANNELS)
+    exists = channel < channels
+    group = batch * groups + channel // per_group
+    of_all = (tl.num_programs(1) // tiles) * groups
+    first = tl.load(of_ranks + of_all + group, mask=exists, other=0.0)
+    mean = tl.zeros((CHANNELS,), tl.float32)
+    for rank in range(RANKS):
+        share = tl.load(shares + rank)
+        mean += share * (tl.load(of_ranks + (2 * rank + 1) * of_all + group, mask=exists, other=0.0) - first)
+    mean += first
+    var = tl.zeros((CHANNELS,), tl.float32)
+    for rank in range(RANKS):
+        share = tl.load(shares + rank)
+        apart = tl.load(of_ranks + (2 * rank + 1) * of_all + group, mask=exists, other=0.0) - mean
+        var += share * (tl.load(of_ranks + 2 * rank * of_all + group, mask=exists, other=0.0) + apart * apart)
+    scale = 1.0 / tl.sqrt(var + eps)
+    if HAS_WEIGHT:
+        scale *= tl.load(weight + channel, mask=exists, other=0.0).to(tl.float32)
+    place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)[None, :]
+    inside = exists[:, None] & (place < size)
+    channel = channel[:, None].to(tl.int64)
+    number = tl.load(x + batch * batch_step + channel * channel_step + place * step, mask=inside, other=0.0)
+    # Not number * scale + shift: far from zero that would cancel.
+    number = (number.to(tl.float32) - mean[:, None]) * scale[:, None]
+    if HAS_BIAS:
+        number += tl.load(bias + channel, mask=exists[:, None], other=0.0).to(tl.float32)
+    out += batch * out_batch_step + channel * out_channel_step + place * out_step
+    tl.store(out, number.to(out.dtype.element_ty), mask=inside)
+
+
+def moments(x: Tensor, groups: int) -> Tensor:
+    """:func:`para_core.kernels.norm_reference.moments` of 16 and 32-bit floats."""
+    x = evenly_spaced(x)
+    batch, per_group = x.shape[0], x.shape[1] // groups
+    found = x.new_empty(2, batch, groups, dtype=torch.float32)
+    if not x.numel():
+        return found.zero_()
+    batch_step, channel_step, step, size = _steps(x)
+    channels = per_group
+    if channel_step == size * step:
+        # Channels follow each other as their elements do, so a group is one row.
+        channels, size = 1, per_group * size
+    block = block_of(channels)
+    num_chunks = triton.cdiv(size, block["SIZE"] * STEPS)
+    parts = found.new_empty(batch * groups, num_chunks, 3)
+    whole = groups, batch_step, per_group * channel_step
+    moments_kernel[(num_chunks, batch * groups)](
+        x, parts, size, channels, *whole, channel_step, step, **block, STEPS=STEPS, num_warps=NUM_WARPS
+    )
+    merge_kernel[(batch * groups,)](
+        x, parts, found, num_chunks, *whole, BLOCK=BLOCK, STEPS=triton.cdiv(num_chunks, BLOCK), num_warps=NUM_WARPS
+    )
+    return found
+
+
+def normalized(
+    x: Tensor, of_ranks: Tensor, shares: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    """:func:`para_core.kernels.norm_reference.normalized` of 16 and 32-bit floats."""
+    x, of_ranks, shares = evenly_spaced(x), of_ranks.contiguous(), shares.contiguous()
+    out = torch.empty_like(x)
+    if not out.numel():
+        return out
+    batch_step, channel_step, step, size = _steps(x)
+    block = block_of(1 if step == 1 else min(x.shape[1], CHANNELS))
+    tiles = triton.cdiv(x.shape[1], block["CHANNELS"])
+    normalize_kernel[(triton.cdiv(size, block["SIZE"]), x.shape[0] * tiles)](
+        x,
+        out,
+        of_ranks,
+        shares,
+        x if weight is None else weight.contiguous(),
+        x if bias is None else bias.contiguous(),
+        eps,
+        size,
+        x.shape[1],
+        groups,
+        x.shape[1] // groups,
+        batch_step,
+        channel_step,
+        step,
+        *_steps(out)[:3],
+        RANKS=shares.shape[0],
+        **block,
+        HAS_WEIGHT=weight is not None,
+        HAS_BIAS=bias is not None,
+        num_warps=NUM_WARPS,
+    )
+    return out
+
+
+def block_of(channels: int) -> dict[str, Any]:
+    """Return the tile of a program for so many channels: [CHANNELS, SIZE]."""
+    tile = triton.next_power_of_2(channels)
+    return {"CHANNELS": tile, "SIZE": max(1, BLOCK // tile)}
+
+
+def evenly_spaced(x: Tensor) -> Tensor:
+    """Return ``x``, or a contiguous copy unless the elements of a channel are one row of equal steps."""
+    try:
+        x.view(*x.shape[:2], -1)
+    except RuntimeError:
+        return x.contiguous()
+    return x
+
+
+def _steps(x: Tensor) -> tuple[int, int, int, int]:
+    """Strides of samples, of channels and of elements of a channel, and the number of these."""
+    rows = x.view(*x.shape[:2], -1)
+    size = rows.shape[2]
+    return rows.stride(0), rows.stride(1), 1 if size == 1 else rows.stride(2), size

@@ -1,0 +1,77 @@
+"""The steps of a group norm over rows as operators: three launches on a GPU, elsewhere plain PyTorch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from para_core.collectives import LIBRARY, define_operator
+from para_core.fused import are_floats, kernels, on_device_of
+from para_core.kernels import norm_reference
+
+define_operator("group_moments(Tensor x, SymInt groups) -> Tensor")
+define_operator(
+    "group_normalized(Tensor x, Tensor of_ranks, Tensor shares, SymInt groups, Tensor? weight, Tensor? bias, float eps) -> Tensor"
+)
+
+
+def moments_on_gpu(x: Tensor, groups: int) -> Tensor:
+    fused = kernels("norm", x.device)
+    if fused is None or not are_floats(x):
+        return norm_reference.moments(x, groups)
+    with on_device_of(x):
+        found: Tensor = fused.moments(x, groups)
+    return found
+
+
+def normalized_on_gpu(
+    x: Tensor, of_ranks: Tensor, shares: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    fused = kernels("norm", x.device)
+    if fused is None or not are_floats(x, of_ranks, *_present(weight, bias)):
+        return norm_reference.normalized(x, of_ranks, shares, groups, weight, bias, eps)
+    with on_device_of(x):
+        found: Tensor = fused.normalized(x, of_ranks, shares, groups, weight, bias, eps)
+    return found
+
+
+def _moments_shape(x: Tensor, groups: int) -> Tensor:
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return x.new_empty(2, x.shape[0], groups, dtype=dtype)
+
+
+LIBRARY.impl("group_moments", norm_reference.moments, "CompositeExplicitAutograd")
+LIBRARY.impl("group_moments", moments_on_gpu, "CUDA")
+LIBRARY.impl("group_normalized", norm_reference.normalized, "CompositeExplicitAutograd")
+LIBRARY.impl("group_normalized", normalized_on_gpu, "CUDA")
+torch.library.register_fake("para_core::group_moments", _moments_shape, lib=LIBRARY)
+torch.library.register_fake("para_core::group_normalized", lambda x, *_: torch.empty_like(x), lib=LIBRARY)
+
+
+def moments(x: Tensor, groups: int) -> Tensor:
+    """:func:`para_core.kernels.norm_reference.moments`."""
+    if _needs_plain(x):
+        return norm_reference.moments(x, groups)
+    found: Tensor = torch.ops.para_core.group_moments.default(x, groups)
+    return found
+
+
+def normalized(
+    x: Tensor, of_ranks: Tensor, shares: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    """:func:`para_core.kernels.norm_reference.normalized`."""
+    if _needs_plain(x, *_present(weight, bias)):
+        return norm_reference.normalized(x, of_ranks, shares, groups, weight, bias, eps)
+    found: Tensor = torch.ops.para_core.group_normalized.default(x, of_ranks, shares, groups, weight, bias, eps)
+    return found
+
+
+def _present(*tensors: Tensor | None) -> list[Tensor]:
+    return [x for x in tensors if x is not None]
+
+
+def _needs_plain(*tensors: Tensor) -> bool:
+    """Whether plain operators are better: compilers fuse them, and a gradient follows them."""
+    if torch.compiler.is_compiling() or not (tensors[0].is_cuda or tensors[0].is_meta):
+        return True
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)

@@ -1,0 +1,149 @@
+"""The kernels of a group norm over rows: interpreted against float64, compiled for every GPU, and as operators."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from benchmarks.compiled import ARCHS
+from benchmarks.launches import LaunchCounter, fake_group
+from para_core.kernels import norm, norm_reference
+from para_core.spatial.mode import SpatialShardMode
+from para_core.spatial.operators import moments_on_gpu, normalized_on_gpu
+from tests.kernels.launches import by_use
+
+CHUNK = norm.BLOCK * norm.STEPS
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def image(*shape, dtype=torch.float32, mean=0.0, seed=0, last=False):
+    x = (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) + mean).to(dtype)
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return x.to(memory_format=formats[x.ndim]) if last else x
+
+
+def exact_moments(x, groups):
+    grouped = x.double().reshape(x.shape[0], groups, -1)
+    return torch.stack(torch.var_mean(grouped, -1, correction=0))
+
+
+def normalized_by_ranks(parts, groups, weight, bias, eps, kernels):
+    """The norm of ``parts``, each of which a rank holds."""
+    of_ranks = torch.stack([kernels.moments(x, groups) for x in parts])
+    rows = torch.tensor([float(x.shape[2]) for x in parts])
+    return [kernels.normalized(x, of_ranks, rows / rows.sum(), groups, weight, bias, eps) for x in parts]
+
+
+def with_kernels(*args):
+    return normalized_by_ranks(*args, norm)
+
+
+# -- interpreted
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(2, 6, 5, 7), (1, 12, 2, 3, 5), (1, 4, 1, 1), (1, 2, 180, 131)])
+def test_moments_are_those_of_float64(interpreter, shape, dtype, last):
+    x = image(*shape, dtype=dtype, last=last)
+    found = interpreter(norm.moments, x, 2)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), exact_moments(x, 2), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("mean", [30.0, 1e4])
+@pytest.mark.parametrize("last", [False, True])
+def test_far_from_zero_nothing_cancels(interpreter, mean, last):
+    x = image(1, 4, 80, 70, mean=mean, last=last)
+    found, exact = interpreter(norm.moments, x, 2), exact_moments(x, 2)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("affine", ["both", "weight", "none"])
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(("dtype", "mean"), [*[(dtype, 0.0) for dtype in DTYPES], (torch.float32, 100.0)])
+def test_a_norm_by_ranks_is_that_of_float64(interpreter, dtype, mean, last, affine):
+    parts = [image(1, 34, rows, 3, dtype=dtype, mean=mean, seed=rows, last=last) for rows in (3, 2)]
+    weight = image(34, dtype=dtype, seed=7) if affine != "none" else None
+    bias = image(34, dtype=dtype, seed=8) if affine == "both" else None
+    found = interpreter(with_kernels, parts, 17, weight, bias, 1e-6)
+    x = torch.cat(parts, 2)
+    exact = F.group_norm(x.double(), 17, *[y if y is None else y.double() for y in (weight, bias)], 1e-6)
+    own = torch.cat(normalized_by_ranks(parts, 17, weight, bias, 1e-6, norm_reference), 2)
+    error, own_error = ((y.double() - exact).norm() / exact.norm() for y in (torch.cat(found, 2), own))
+    assert all(y.dtype == dtype and y.stride() == part.stride() for y, part in zip(found, parts, strict=True))
+    # The interpreter truncates to 16 bits, where a GPU rounds; float32 numbers near 100 have lost two digits.
+    assert error < max({torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype], 2 * own_error)
+
+
+def test_a_view_that_is_not_evenly_spaced_is_copied(interpreter):
+    x = image(1, 4, 6, 10)
+    assert torch.equal(interpreter(moments_of_part, x), interpreter(norm.moments, x[:, :, :, 2:8].contiguous(), 2))
+
+
+def moments_of_part(x):
+    return norm.moments(x[:, :, :, 2:8], 2)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_not_finite_stays_in_its_group(interpreter, bad):
+    x = image(1, 4, 6, 10)
+    x[0, 0, 5, 9] = bad
+    (found,) = interpreter(with_kernels, [x], 2, None, None, 1e-5)
+    assert found[:, :2].isnan().all()
+    assert found[:, 2:].isfinite().all()
+
+
+def test_no_sample_gives_no_sample(interpreter):
+    assert interpreter(norm.moments, torch.empty(0, 4, 2, 2), 2).shape == (2, 0, 2)
+    (found,) = interpreter(with_kernels, [torch.empty(0, 4, 2, 2)], 2, None, None, 1e-5)
+    assert found.shape == (0, 4, 2, 2)
+
+
+def by_operators(x, weight):
+    """The GPU form of both operators, for one rank."""
+    return normalized_on_gpu(x, moments_on_gpu(x, 2)[None], torch.ones(1), 2, weight, None, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_operators_take_what_kernels_do_not(interpreter, dtype):
+    x, weight = image(1, 4, 6, 10, mean=3.0).to(dtype), torch.rand(4, dtype=dtype)
+    found = interpreter(by_operators, x, weight)
+    exact = F.group_norm(x.double(), 2, weight.double())
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-13
+    torch.testing.assert_close(found.double(), exact, rtol=tolerance, atol=tolerance)
+
+
+# -- compiled
+
+
+@pytest.mark.parametrize("launch", by_use(norm.moments_kernel, norm.merge_kernel, norm.normalize_kernel))
+def test_every_launch_compiles_without_a_spill(launch):
+    for arch in ARCHS:
+        found = launch.compiled(arch)
+        assert found.spills == 0
+        if launch.kernel is not norm.merge_kernel:
+            # 16 bits: 8 elements at once.
+            assert "ld.global.v4.b32" in found.ptx
+
+
+# -- counted
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_a_group_norm_over_rows_launches_4_on_a_gpu(ranks, last, dtype):
+    import torch.distributed as dist
+
+    with fake_group(ranks), torch.no_grad(), SpatialShardMode(dist.group.WORLD) as mode:
+        # Meta tensors stand for those of CUDA.
+        x = mode.shard(torch.empty(1, 64, 32, 6, dtype=dtype, device="meta"))
+        x = x.to(memory_format=torch.channels_last) if last else x
+        weight = torch.empty(64, dtype=dtype, device="meta")
+        # The first call makes the table of shares.
+        F.group_norm(x, 32, weight, weight)
+        with LaunchCounter() as counter:
+            y = F.group_norm(x, 32, weight, weight)
+    assert y.shape == x.shape and y.dtype == dtype and y.stride() == x.stride()
+    # 20 of plain operators in float32, 27 in 16 bits.
+    assert counter.launches == 4, str(counter)
