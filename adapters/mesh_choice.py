@@ -5,8 +5,10 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from math import gcd
 from typing import Any
 
@@ -189,12 +191,30 @@ def _planned(device_type: str, owner: Any, weights: str | None = None) -> MeshCh
     if device_type != "cuda" or isinstance(owner, nn.Module) or dist.get_backend() == "fake":
         return None
     ranks = dist.get_world_size()
-    on_host = int(os.environ.get("LOCAL_WORLD_SIZE", str(ranks)))
-    found = [fastest_mesh(owner, _device_name(), ranks, on_host, weights) if dist.get_rank() == 0 else None]
+    found = [fastest_mesh(owner, _device_name(), ranks, ranks, weights) if dist.get_rank() == 0 else None]
     # All take that of rank 0: other devices on other hosts might be planned for differently.
-    everyone = find_or_make_group("para_core: choice of a mesh", list(range(dist.get_world_size())), backend="gloo")
-    dist.broadcast_object_list(found, src=0, group=everyone)
+    dist.broadcast_object_list(found, src=0, group=_cpu_group())
     return found[0]
+
+
+def _cpu_group() -> ProcessGroup:
+    """Return a group of all ranks over which CPU tensors travel. Every rank calls it."""
+    return find_or_make_group("para_core: choice of a mesh", list(range(dist.get_world_size())), backend="gloo")
+
+
+def _ranks_per_host() -> int | None:
+    """Return how many neighbouring ranks are on the same host, at least. Every rank calls it.
+
+    The launcher says so, or the ranks compare the names of their hosts, because replicas that Ray or the user started have no launcher.
+    """
+    on_host = ranks_per_host()
+    ranks = dist.get_world_size()
+    if on_host is not None or ranks == 1 or dist.get_backend() == "fake":
+        return on_host
+    names: list[Any] = [None] * ranks
+    dist.all_gather_object(names, socket.gethostname(), group=_cpu_group())
+    # Hosts of unequal numbers of ranks: groups of this size cross no border between two hosts.
+    return gcd(*[len(list(run)) for _, run in groupby(names)])
 
 
 def _device_name() -> str:
@@ -239,9 +259,9 @@ def _chosen_mesh(device_type: str, owner: Any, weights: str | None = None) -> tu
     if not isinstance(owner, nn.Module):
         transformer = next(iter((transformers_of(owner) or unets_of(owner)).values()))
         guidance = default_guidance(owner, transformer)
-    on_host = ranks_per_host()
-    # Of links between hosts the planner knows nothing that was not told; the rule keeps Ulysses inside them.
-    planned = _planned(device_type, owner, weights) if on_host in (None, dist.get_world_size()) else None
+    on_host = _ranks_per_host()
+    # The planner knows nothing of links between hosts that it was not told; the rule keeps Ulysses inside the hosts.
+    planned = _planned(device_type, owner, weights) if on_host == dist.get_world_size() else None
     heads = number_of_heads(transformer)
     choice = planned or choose_mesh(dist.get_world_size(), heads, guidance, on_host, weights)
     tensor = {"max_tensor_dim_size": choice.tensor} if choice.tensor > 1 else {}

@@ -32,13 +32,13 @@ from para_core.adapters.roll_call import Place, leave_reason, places_of_all, why
 from para_core.adapters.supported import TRANSFORMERS
 from para_core.adapters.unet_rows import known_equal_unets
 from para_core.adapters.weights.pipefusion import FusedPipe
-from para_core.agreement import Record, Unanswered, agree, signature
+from para_core.agreement import Record, Unanswered, agree, exchange, signature
 from para_core.collectives import broadcast_bytes
 from para_core.deferred import arrived
 from para_core.fingerprints import fingerprints
 from para_core.guidance import Guidance
 from para_core.instance import Order, original_class, uncompiled, unwrap, wrap_method, wrapper
-from para_core.mesh import GuidedMesh, host_group
+from para_core.mesh import GuidedMesh, groups_among, host_group, set_group_timeout
 from para_core.plans.region import known_equal, reattach_plan
 from para_core.weights.stages import known_equal_stages
 
@@ -333,7 +333,13 @@ def _joined(brackets: str, items: Sequence[tuple[str, Any]]) -> Iterator[str | T
 
 
 def set_timeout(mesh: GuidedMesh, timeout: timedelta | float, *others: dist.ProcessGroup) -> None:
-    """From now on, collectives over ``mesh``, and over ``others``, wait so long for a rank that does not answer; in seconds, if a number.
+    """Set how long collectives among the ranks of ``mesh``, and over ``others``, wait for a rank that does not answer.
+
+    This includes the groups that were made for these ranks before: edges of stages, rows of an image, CPU tensors. All ranks of the mesh
+    call it.
+
+    Args:
+        timeout: In seconds, if it is a number.
 
     Raises:
         ValueError: it is not positive.
@@ -344,8 +350,14 @@ def set_timeout(mesh: GuidedMesh, timeout: timedelta | float, *others: dist.Proc
             f"timeout is {timeout.total_seconds()} s; expected a positive number of seconds, or a timedelta."
         )
     of_mesh = [group for dim in mesh.dims if dim.group is not None for group in {dim.group, host_group(dim)}]
-    for group in (*of_mesh, *others):
-        dist.distributed_c10d._set_pg_timeout(timeout, group)
+    several = sum(dim.group is not None for dim in mesh.dims) > 1
+    ranks = (
+        {record["rank"] for record in exchange({"rank": dist.get_rank()}, mesh)}
+        if several
+        else {rank for group in of_mesh for rank in dist.get_process_group_ranks(group)}
+    )
+    for group in {*of_mesh, *groups_among(ranks), *others}:
+        set_group_timeout(group, timeout)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from para_core.mesh import MeshDim, one_guided_rank
 from para_core.spatial.mode import SpatialShardMode
@@ -18,10 +19,14 @@ from para_core.spatial.tag import Rows
 
 
 class RowRanks:
-    """``ranks``, of which the first few alone work on images of few rows."""
+    """The ranks that share the rows of images. On an image of few rows the first of them work alone.
 
-    def __init__(self, ranks: MeshDim) -> None:
-        self.ranks = ranks
+    Args:
+        groups: Groups of the mesh that may be used for the first ranks, as :func:`first_ranks` takes them.
+    """
+
+    def __init__(self, ranks: MeshDim, groups: Sequence[ProcessGroup] = ()) -> None:
+        self.ranks, self._groups = ranks, groups
         # All of them, as agreements take it.
         self.mesh = replace(one_guided_rank("cpu"), batch=ranks)
         self._first: dict[int, MeshDim] = {ranks.size: ranks}
@@ -34,7 +39,7 @@ class RowRanks:
             group = self.ranks.group
             members = [] if group is None else dist.get_process_group_ranks(group)
             self._first[count] = (
-                first_ranks(members, count, like=group)
+                first_ranks(members, count, like=group, groups=self._groups)
                 if group is not None and self.ranks.index < count and count > 1
                 else MeshDim("rows", count, self.ranks.index, "", None)
             )

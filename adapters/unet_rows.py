@@ -23,7 +23,7 @@ from para_core.plans.places import parameters_of
 from para_core.plans.region import RequireEqual
 from para_core.plans.samples import own_samples
 from para_core.spatial.mode import SpatialShardMode
-from para_core.spatial.one_group import one_group
+from para_core.spatial.one_group import dim_groups, one_group
 
 _KEY = "parallel_unet"
 
@@ -36,7 +36,8 @@ class _UnetRun:
     ) -> None:
         self.adapter, self.mesh, self.batched, self.require_equal = adapter, mesh, batched, require_equal
         # Rows are shared by those along the other dims.
-        self.rows = RowRanks(one_group(replace(one_guided_rank(mesh.sequence.device_type), sequence=mesh.sequence)))
+        of_rows = replace(one_guided_rank(mesh.sequence.device_type), sequence=mesh.sequence)
+        self.rows = RowRanks(one_group(of_rows), dim_groups(of_rows))
         self.parameters = parameters_of(unet)
         # The caller has seen to it that all ranks call alike.
         self.known_equal = False

@@ -26,7 +26,7 @@ from para_core.make_mesh import init_context_parallel_mesh
 from para_core.mesh import GuidedMesh, MeshDim, one_guided_rank, require_process_group
 from para_core.spatial.fetch import gather as gather_rows
 from para_core.spatial.mode import SpatialShardMode
-from para_core.spatial.one_group import one_group
+from para_core.spatial.one_group import dim_groups, one_group
 from para_core.spatial.tag import Rows, rows_of
 from para_core.spatial.tiles import Tiles
 
@@ -96,7 +96,8 @@ def parallelize_vae(
             "it after parallelize_vae, or delete the attribute."
         )
     unparallelize_vae(vae)
-    ranks = one_group(_mesh(mesh, module))
+    resolved = _mesh(mesh, module)
+    ranks = one_group(resolved)
     if ranks.size == 1:
         return vae
     if ranks.size > _MANY and ranks.index == 0:
@@ -106,7 +107,7 @@ def parallelize_vae(
             ranks.size,
             _MANY,
         )
-    run = _Run(module, adapter, ranks, method, gather)
+    run = _Run(module, adapter, RowRanks(ranks, dim_groups(resolved)), method, gather)
     wrap_method(module, adapter.encode, _KEY, run.encode, order=Order.PARALLEL)
     wrap_method(module, adapter.decode, _KEY, run.decode, order=Order.PARALLEL)
     for name in adapter.tiled:
@@ -148,9 +149,9 @@ def _mesh(
 class _Run:
     """One autoencoder on the ranks that share its rows."""
 
-    def __init__(self, vae: nn.Module, adapter: VaeAdapter, ranks: MeshDim, method: Method, gather: Gather) -> None:
-        self.adapter, self.ranks, self.method, self.gather = adapter, ranks, method, gather
-        self.row_ranks = RowRanks(ranks)
+    def __init__(self, vae: nn.Module, adapter: VaeAdapter, ranks: RowRanks, method: Method, gather: Gather) -> None:
+        self.adapter, self.ranks, self.method, self.gather = adapter, ranks.ranks, method, gather
+        self.row_ranks = ranks
         self.mesh = self.row_ranks.mesh
         # What compiled functions call instead.
         methods: dict[Way, str] = {"encode": adapter.encode, "decode": adapter.decode}

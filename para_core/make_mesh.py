@@ -139,7 +139,8 @@ def init_context_parallel_mesh(
     """
     require_process_group("init_context_parallel_mesh")
     if device_type is None:
-        accelerator = torch.accelerator.current_accelerator()
+        # Without the check a CUDA build of torch answers "cuda" on a machine that has no GPU.
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
         device_type = accelerator.type if accelerator is not None else "cpu"
     _require_maximum("max_tensor_dim_size", max_tensor_dim_size)
     _require_maximum("max_pipe_dim_size", max_pipe_dim_size)

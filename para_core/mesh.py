@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
+from datetime import timedelta
 from hashlib import blake2b
 from typing import Any
 
@@ -14,6 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 MESH_DIMS = ("batch", "ring", "ulysses")
 # Behind these, where weights are sharded by tensor parallelism: each of its ranks has other heads of the same tokens.
 TENSOR_DIM = "tensor"
+# What the descriptions of all groups begin with that this package makes.
+_OURS = "para_core: "
 # In front of them, where weights are held in stages: each of its ranks has other blocks, for the same tokens.
 PIPE_DIM = "pipe"
 
@@ -44,18 +48,25 @@ def dim_of_one(name: str) -> MeshDim:
 
 
 def _device_type_of(group: ProcessGroup) -> str:
-    """A kind of device that the group takes."""
+    """Return the type of the devices on which the ranks of ``group`` compute: CUDA, if the group serves it and there is a GPU."""
     if torch.compiler.is_compiling():
         # Dynamo shows the name and the size of a group that is an argument, and nothing else.
         named: str = _device_type_of_named(group.group_name)
         return named
-    return str(group._device_types[-1].type)
+    return _preferred_device_type(group)
+
+
+def _preferred_device_type(group: ProcessGroup) -> str:
+    # torch lists the devices of a group in any order: "cpu:gloo,cuda:nccl" may end with the CPU.
+    types = [device.type for device in group._device_types]
+    if "cuda" in types and torch.cuda.is_available():
+        return "cuda"
+    return "cpu" if "cpu" in types else str(types[-1])
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def _device_type_of_named(group_name: Any) -> str:
-    group: Any = torch._C._distributed_c10d._resolve_process_group(group_name)
-    return str(group._device_types[-1].type)
+    return _preferred_device_type(torch._C._distributed_c10d._resolve_process_group(group_name))
 
 
 def _dim_of_group(name: str, group: ProcessGroup | None) -> MeshDim:
@@ -83,6 +94,19 @@ def host_group(dim: MeshDim) -> ProcessGroup:
         backend="gloo",
         timeout=group._get_backend(devices[0]).options._timeout,
     )
+
+
+def groups_among(ranks: Collection[int]) -> list[ProcessGroup]:
+    """Return the groups that :func:`find_or_make_group` made, and of which this rank and no rank outside of ``ranks`` is a member."""
+    ours = [group for group in dist.distributed_c10d._world.pg_map if group.group_desc.startswith(_OURS)]
+    return [group for group in ours if set(dist.get_process_group_ranks(group)) <= set(ranks)]
+
+
+def set_group_timeout(group: ProcessGroup, timeout: timedelta) -> None:
+    """Let the collectives of ``group`` wait ``timeout`` for a rank that does not answer, from now on."""
+    # TODO: drop the second name when torch>=2.15 is the minimum.
+    set_timeout: Any = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    set_timeout(timeout, group)
 
 
 def find_or_make_group(description: str, ranks: list[int], **options: Any) -> ProcessGroup:

@@ -464,6 +464,32 @@ def test_ranks_that_made_different_numbers_of_groups_make_one_together(rank_pool
         assert sums == expected
 
 
+def device_type_with_a_cuda_build():
+    def of_the_build(check_available=False):
+        return None if check_available else torch.device("cuda")
+
+    with mock.patch.object(torch.accelerator, "current_accelerator", of_the_build):
+        return init_context_parallel_mesh().device_type
+
+
+def test_a_cuda_build_without_a_gpu_makes_a_mesh_of_the_cpu(rank_pool):
+    assert rank_pool.run(device_type_with_a_cuda_build, 2) == ["cpu", "cpu"]
+
+
+def device_types_of_groups(is_available):
+    """The device types of meshes that are read from groups of two backends, in both orders, and of CUDA alone."""
+    with mock.patch.object(torch.cuda, "is_available", lambda: is_available):
+        groups = [dist.new_group(backend=names) for names in ("cpu:gloo,cuda:gloo", "cuda:gloo,cpu:gloo", "cuda:gloo")]
+        return [sequence_mesh(group).device_type for group in groups]
+
+
+@pytest.mark.parametrize("is_available", [False, True])
+def test_a_group_for_cpu_and_cuda_is_one_of_cuda_where_there_is_a_gpu(rank_pool, is_available):
+    mixed = "cuda" if is_available else "cpu"
+    for device_types in rank_pool.run(device_types_of_groups, 2, is_available):
+        assert device_types == [mixed, mixed, "cuda"]
+
+
 def bound_devices_while_making_groups(fails):
     """What torch's function that makes a group is given and sees, of a group of all ranks but the first, and the device afterwards."""
     c10d, calls = dist.distributed_c10d, []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -26,12 +27,24 @@ def one_group(mesh: DeviceMesh | ProcessGroup | GuidedMesh) -> MeshDim:
     return first_ranks(members, len(members), like=groups[0])
 
 
-def first_ranks(members: list[int], count: int, *, like: ProcessGroup) -> MeshDim:
-    """The first ``count`` of ``members`` (ranks of the world) as a group of their own; only they call this.
+def dim_groups(mesh: DeviceMesh | ProcessGroup | GuidedMesh) -> list[ProcessGroup]:
+    """Return the groups of the mesh dims of ``mesh`` that have several ranks."""
+    if isinstance(mesh, ProcessGroup):
+        return [mesh]
+    guided = mesh if isinstance(mesh, GuidedMesh) else guided_mesh(mesh)
+    return [dim.group for dim in guided.dims if dim.group is not None]
 
-    It is made once, is found again by its description, and has the backend and the timeout of ``like``.
+
+def first_ranks(members: list[int], count: int, *, like: ProcessGroup, groups: Sequence[ProcessGroup] = ()) -> MeshDim:
+    """Return the first ``count`` of ``members`` (ranks of the world) as one dim. Only these ranks call it.
+
+    Its group is one of ``groups``, if that has the same ranks in the same order, because a communicator of NCCL takes memory. Otherwise it
+    is made once, is found again by its description, and has the backend and the timeout of ``like``.
     """
     chosen = sorted(members)[:count] if count == len(members) else members[:count]
+    for group in groups:
+        if dist.get_process_group_ranks(group) == sorted(chosen) and dist.get_backend(group) == dist.get_backend(like):
+            return of_group(group)
     options: dict[str, Any] = {
         "backend": dist.get_backend(like),
         "timeout": like._get_backend(like._device_types[0]).options._timeout,

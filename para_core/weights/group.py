@@ -9,7 +9,15 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from para_core.mesh import MeshDim, SequenceMesh, find_or_make_group, host_group, mesh_of_groups, sequence_mesh
+from para_core.mesh import (
+    MeshDim,
+    SequenceMesh,
+    find_or_make_group,
+    host_group,
+    mesh_of_groups,
+    sequence_mesh,
+    set_group_timeout,
+)
 
 WEIGHTS_DIM = "weights"
 
@@ -69,6 +77,6 @@ def weights_mesh(ranks: list[int], device_type: str, *, timeout: timedelta | Non
     # The system's default backend, which serves the devices that the user's groups serve.
     group = find_or_make_group(f"para_core: weights of ranks {ranks}", ranks)
     if timeout is not None:
-        dist.distributed_c10d._set_pg_timeout(timeout, group)
+        set_group_timeout(group, timeout)
     mesh: DeviceMesh = DeviceMesh.from_group(group, device_type, mesh=ranks, mesh_dim_names=(WEIGHTS_DIM,))
     return mesh

@@ -261,3 +261,21 @@ def test_a_method_that_there_is_not_is_said_before_anything_is_done():
         parallelize_pipe(pipe, rotate_method="3d")
     with pytest.raises(ValueError, match=r"rotate_method=.2d.: StableVideoDiffusionPipeline has no transformer"):
         parallelize_pipe(UNET_PIPELINES["svd"].build(), rotate_method="2d")
+
+
+def shape_on_hosts(names):
+    """Ring and Ulysses sizes on ranks that no launcher told of hosts, and whether they are planned for as one host."""
+    with (
+        mock.patch("socket.gethostname", lambda: names[dist.get_rank()]),
+        mock.patch.object(mesh_choice, "_planned", return_value=None) as planned,
+    ):
+        sequence = mesh_choice.guided_mesh_for(None, flux_pipe()).sequence
+    return sequence.ring.size, sequence.ulysses.size, planned.called
+
+
+@pytest.mark.parametrize(
+    ("names", "shape"), [("aa", (1, 2)), ("ab", (2, 1)), ("aabb", (2, 2)), ("abab", (4, 1)), ("aaab", (4, 1))]
+)
+def test_without_a_launcher_ranks_compare_the_names_of_their_hosts(rank_pool, names, shape):
+    """FLUX has 4 heads: Ulysses takes all ranks of a host, and the ring goes between the hosts."""
+    assert set(rank_pool.run(shape_on_hosts, len(names), names)) == {(*shape, names == "aa")}

@@ -7,16 +7,21 @@ import os
 import signal
 import threading
 import time
+import warnings
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from diffusers import FluxPipeline
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.overrides import _get_current_function_mode_stack
 
 from para_core.adapters import parallelize_pipe, parallelize_transformer
+from para_core.adapters.one_call import set_timeout
+from para_core.mesh import find_or_make_group, guided_mesh
+from para_core.point_to_point import Links
+from para_core.spatial.one_group import first_ranks
 from tests.rank_pool import RankPoolError
 from tests.tiny import (
     FLUX_CHANNELS,
@@ -28,6 +33,7 @@ from tests.tiny import (
     relative_error,
     relative_errors,
 )
+from tests.weights.links import as_nccl
 
 
 def draw_with_another_scheduler():
@@ -344,3 +350,32 @@ def build_after_group_is_gone():
 
 def test_a_call_after_the_group_was_destroyed_is_an_error_that_says_so(rank_pool):
     rank_pool.run(build_after_group_is_gone, 2)
+
+
+def timeouts_after_a_change():
+    """Seconds that each group of ours waits, by its description: groups inside of a mesh of two ranks, and one of three ranks."""
+    mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("pipe",))
+    find_or_make_group("para_core: of three ranks", [0, 1, 2], timeout=timedelta(seconds=50))
+    if dist.get_rank() == 2:
+        return None
+    guided = guided_mesh(mesh)
+    with as_nccl():
+        Links(guided.pipe, [(0, 1), (1, 0)])
+    first_ranks([0, 1], 2, like=dist.group.WORLD)
+    users = dist.new_group([0, 1], use_local_synchronization=True, timeout=timedelta(seconds=50))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        set_timeout(guided, 7)
+    groups = {
+        group.group_desc: group for group in dist.distributed_c10d._world.pg_map if "para_core" in group.group_desc
+    }
+    groups |= {"the mesh": guided.pipe.group, "the user's": users}
+    return {name: group._get_backend(torch.device("cpu")).options._timeout.seconds for name, group in groups.items()}
+
+
+def test_a_timeout_reaches_edges_and_row_groups_that_exist(rank_pool):
+    *members, _ = rank_pool.run(timeouts_after_a_change, 3)
+    for seconds in members:
+        assert (seconds.pop("para_core: of three ranks"), seconds.pop("the user's")) == (50, 50)
+        assert len(seconds) == 4  # two edges, the rows, the mesh
+        assert set(seconds.values()) == {7}
