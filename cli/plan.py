@@ -73,7 +73,7 @@ def _command(plan: MeshPlan) -> str | None:
     """``para_core generate`` with the options that run the first row; None: it has none for it, or nothing fits."""
     row = plan.best
     sizes = {name[len("max_") : -len("_dim_size")]: size for name, size in row.mesh_options.items()}
-    if row.problem is not None or row.memory > room_of(plan.machine) or not set(sizes) <= set(MESH_NAMES):
+    if row.problem is not None or row.memory > room_of(plan.machine, row.shape) or not set(sizes) <= set(MESH_NAMES):
         return None
     mesh = ",".join(f"{name}={size}" for name, size in sizes.items())
     rest = [f"--{name.replace('_', '-')} {value}" for name, value in row.options.items()]

@@ -7,15 +7,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from para_core.planner.cost import Machine
+from para_core.planner.cost import Machine, Shape
 from para_core.planner.rows import SHARING, Row, Sharing, Workload, predict, shapes
 from para_core.weights.pipefusion import PipeFusion
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# Of a device's memory, what CUDA, NCCL and fragments take.
+# Bytes of a device that CUDA and fragments of its allocator take.
 RESERVED = 6e9
+# Bytes of one communicator of NCCL, mostly buffers: assumed, because it depends on the links and on NCCL's number of channels.
+COMMUNICATOR = 0.2e9
 # Rows of a printed table.
 _SHOWN = 14
 
@@ -51,7 +53,9 @@ class MeshPlan:
         fastest, best = self.fastest, self.best
         if not _runs(best, self.machine):
             least = min(self.rows, key=lambda row: (row.problem is not None, row.memory))
-            held = f"{least.memory / 1e9:.0f} GB of {room_of(self.machine) / 1e9:.0f} on each ({least.shape})"
+            held = (
+                f"{least.memory / 1e9:.0f} GB of {room_of(self.machine, least.shape) / 1e9:.0f} on each ({least.shape})"
+            )
             return f"{_ranks(self.ranks)} cannot run it: {least.problem or f'at least it needs {held}'}."
         if fastest.shape.ranks < self.ranks:
             return (
@@ -101,13 +105,31 @@ class MeshPlan:
         figure.savefig(path)
 
 
-def room_of(machine: Machine) -> float:
-    """Bytes of a device that a rank may hold."""
-    return machine.device.memory - RESERVED
+def communicators(shape: Shape) -> int:
+    """Return how many communicators of NCCL a rank of ``shape`` holds, at most.
+
+    One for each mesh dim of several ranks, one for the group of FSDP2's weights, and one for each edge from or to the last stage: it
+    receives tokens from the stage before and sends each other stage its noise.
+
+    >>> communicators(Shape(ring=2, ulysses=4)), communicators(Shape(pipe=4, ulysses=2)), communicators(Shape())
+    (2, 6, 0)
+    """
+    dims = (shape.batch, shape.pipe, shape.ring, shape.ulysses, shape.tensor)
+    edges = shape.pipe if shape.pipe > 1 else 0
+    return sum(size > 1 for size in dims) + edges + shape.fsdp
+
+
+def room_of(machine: Machine, shape: Shape) -> float:
+    """Return the bytes that a rank of ``shape`` may hold on its device."""
+    return machine.device.memory - RESERVED - COMMUNICATOR * communicators(shape)
+
+
+def _fits(row: Row, machine: Machine) -> bool:
+    return row.memory <= room_of(machine, row.shape)
 
 
 def _runs(row: Row, machine: Machine) -> bool:
-    return row.problem is None and row.memory <= room_of(machine)
+    return row.problem is None and _fits(row, machine)
 
 
 def _ranks(number: int) -> str:
@@ -201,32 +223,31 @@ def _rows(
     work: Workload, machine: Machine, ranks: int, sharing: Sequence[Sharing], pipefusion: PipeFusion | None
 ) -> list[Row]:
     """Those that can run first, of these those that fit into memory, then by seconds; with what each loses by."""
-    room = room_of(machine)
     rows = [predict(shape, work, machine) for shape in shapes(ranks, sharing=sharing, pipefusion=pipefusion)]
     if "fsdp" in sharing:
         rows += [
             predict(replace(row.shape, fsdp=True), work, machine)
             for row in rows
-            if row.memory > room and row.shape.sequence > 1 and row.shape.tensor == row.shape.pipe == 1
+            if not _fits(row, machine) and row.shape.sequence > 1 and row.shape.tensor == row.shape.pipe == 1
         ]
     # A tie is decided by what needs fewer kinds of groups.
     order = sorted(
         rows,
         key=lambda row: (
             row.problem is not None,
-            row.memory > room,
+            not _fits(row, machine),
             round(row.seconds, 9),
             row.shape.ring,
             row.shape.tensor,
         ),
     )
     best = order[0]
-    return [best, *[replace(row, why=_why(row, best, room)) for row in order[1:]]]
+    return [best, *[replace(row, why=_why(row, best, machine)) for row in order[1:]]]
 
 
-def _why(row: Row, best: Row, room: float) -> str:
-    if row.memory > room:
-        return f"{row.memory / 1e9:.0f} GB do not fit into {room / 1e9:.0f}"
+def _why(row: Row, best: Row, machine: Machine) -> str:
+    if not _fits(row, machine):
+        return f"{row.memory / 1e9:.0f} GB do not fit into {room_of(machine, row.shape) / 1e9:.0f}"
     if row.shape.pipe > 1 and row.shape.pipefusion is None:
         longer = 1e3 * (row.step.total - best.step.total)
         return f"its stages compute one after the other: {longer:+.3g} ms per step"
