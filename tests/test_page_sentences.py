@@ -258,7 +258,7 @@ CONSTANTS = {
     "docs/gpu_check.md": ["45 minutes", "10 minutes", "30 GB"],
     "docs/how_it_works.md": ["0.1 s", "2.4 to 4.1 %", "0.87 times"],
     "docs/memory.md": ["6 GB", "180 GB"],
-    "docs/planner.md": ["35 %"],
+    "docs/planner.md": ["35 %", "6 GB", "0.2 GB"],
     "docs/time_outs.md": ["30 minutes", "10 minutes", "8 minutes", "5 s"],
     "docs/vae.md": ["900 GB", "25 µs", "2 GB", "64 times"],
     "docs/weights.md": ["80 GB", "6 GB", "350 GB", "1.2 ×"],
