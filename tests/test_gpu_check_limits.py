@@ -15,6 +15,7 @@ from benchmarks import attention
 from benchmarks.gpu_check import __main__ as command
 from benchmarks.gpu_check import local, runner, two_ranks
 from benchmarks.gpu_check.job import Job, section_environment, write_section
+from benchmarks.gpu_check.pool import run_in_pool
 from benchmarks.gpu_check.runner import SECTIONS, Section, run_all
 
 ROOT = Path(__file__).parents[1]
@@ -178,3 +179,28 @@ def test_a_written_section_says_what_was_killed(tmp_path):
     write_section(tmp_path / "x.json", "x", "killed", 1.0, [], [], "killed after 1 s", out_of_time=[])
     lines = runner.summary(json.loads((tmp_path / "x.json").read_text()))
     assert lines[0].startswith("x: killed") and "killed after 1 s" in lines[1]
+
+
+def fine(device):
+    torch.ones(1, device=device)
+
+
+def raise_error(device):
+    raise ValueError("no kernel")
+
+
+def hang(device):
+    time.sleep(600)
+
+
+@pytest.mark.long
+def test_a_kernel_that_does_not_compile_in_time_is_named_and_stops_no_other(tmp_path):
+    job = Job("attention", CPU, True, tmp_path / "job.json", time.monotonic() + 600)
+    tasks = [("fine", fine, ()), ("raises", raise_error, ()), ("hangs", hang, ())]
+    # How long a process needs to begin depends on what else this machine does.
+    assert run_in_pool(job, tasks[:1], seconds=300.0) == {}
+    limit = 20.0 + 3 * job.rows[0]["seconds"]
+    missing = run_in_pool(job, tasks, seconds=limit)
+    assert missing.keys() == {"raises", "hangs"}
+    assert missing["raises"] == "ValueError: no kernel" and f"{limit:.0f} s" in missing["hangs"]
+    assert job.rows[1]["compiled"] == 1
