@@ -166,9 +166,14 @@ class BlockCache:
         # A new tensor: an accelerator may still read the one before.
         self.terms_on_device = self.terms.tensor(device)
         stopwatch = Stopwatch(device)
+        decider = state.decider
         site.running, site.thread = self, get_ident()
         try:
             output = call()
+            if isinstance(state.decider, TensorDecider):
+                self.observed = self.observed.outside_graph()
+                if state.decider is not decider:
+                    state.leave_graph()
         except BaseException as error:
             self.reset()
             if self.options.policy is not None and is_of_graph(error):

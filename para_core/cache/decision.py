@@ -140,6 +140,10 @@ class Observed(NamedTuple):
     computed: Any
     samples: int
 
+    def outside_graph(self) -> Observed:
+        """Return copies of the tensors, which the next replay of a CUDA graph overwrites."""
+        return Observed(*[x.clone() if isinstance(x, Tensor) else x for x in self])
+
 
 class Stopwatch:
     """Seconds of what runs until :meth:`stop`, without waiting for an accelerator."""
@@ -247,6 +251,9 @@ class Decider(Protocol):
     def weights(self, options: CacheOptions, terms: Any) -> list[Any]:
         """Of the stored residuals in the forecast for the call of these terms, newest first; after :meth:`decide`."""
 
+    def leave_graph(self) -> None:
+        """Copy the tensors that it holds, which a graph has returned."""
+
 
 class NumberDecider:
     """In eager code. The host waits for the device at most once per call, and not where the residual is not asked for."""
@@ -272,6 +279,9 @@ class NumberDecider:
         if not skip:
             self.first = asked.sample.contiguous()
         return skip, Observed(differences, verdict, counts.computed, asked.samples)
+
+    def leave_graph(self) -> None:
+        """Do nothing: it was made in eager code."""
 
     def weights(self, options: CacheOptions, terms: Any) -> list[float]:
         if options.num_residuals == 1:
@@ -312,6 +322,9 @@ class TensorDecider:
         self._numbers.copy_(torch.stack([*counted[:3], *counted.times]))
         first.copy_(torch.where(skip, first, asked.sample))
         return skip, Observed(differences, verdict, counts.computed, asked.samples)
+
+    def leave_graph(self) -> None:
+        self.first, self._numbers = self.first.clone(), self._numbers.clone()
 
     def weights(self, options: CacheOptions, terms: Any) -> list[Any]:
         if options.num_residuals == 1:

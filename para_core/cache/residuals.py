@@ -79,6 +79,16 @@ class BranchState:
         self.decider: Decider | None = None
         self.signature: object = None
 
+    def leave_graph(self) -> None:
+        """Copy all tensors, which a graph has returned: the next replay of a CUDA graph overwrites its outputs.
+
+        Once for each branch and generation: later graphs change the copies in place.
+        """
+        if self.decider is not None:
+            self.decider.leave_graph()
+        for stage in self.stages:
+            stage.histories = [None if history is None else [x.clone() for x in history] for history in stage.histories]
+
     def clear(self) -> None:
         """Forget everything, and let its memory go."""
         self.decider, self.signature = None, None
