@@ -142,7 +142,8 @@ class Observed(NamedTuple):
 
     def outside_graph(self) -> Observed:
         """Return copies of the tensors, which the next replay of a CUDA graph overwrites."""
-        return Observed(*[x.clone() if isinstance(x, Tensor) else x for x in self])
+        values: list[Any] = [x.clone() if isinstance(x, Tensor) else x for x in self]
+        return Observed(*values)
 
 
 class Stopwatch:
