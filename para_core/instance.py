@@ -3,7 +3,7 @@
 Python looks ``__call__`` up on the class, so an instance gets a private subclass of its own class: same name, same
 module. All that is added lives in that class; the instance's attributes, hooks and ``forward`` stay untouched, so whatever
 else replaces them (offload, LoRA) goes on and off in any order. A graph that was compiled for the instance sees another
-type, and is compiled again.
+type, and is compiled again, unless what is wrapped is the call of a module that was compiled in place.
 
 ``copy`` and ``pickle`` rebuild an object from its class and attributes, so a copy would lose the wrappers: one rank would
 then run it alone, without an error. They raise for a wrapped instance, unless every wrapper allows a plain copy.
@@ -12,6 +12,7 @@ then run it alone, without an error. They raise for a wrapped instance, unless e
 from __future__ import annotations
 
 import copyreg
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import IntEnum, auto
@@ -19,6 +20,8 @@ from functools import cache, partial
 from typing import Any
 from weakref import WeakValueDictionary
 
+import torch
+from torch import nn
 from torch._guards import TracingContext
 
 # around(call, instance, *args, **kwargs): `call(instance, *args, **kwargs)` is what would have run. The first two are positional-only,
@@ -176,6 +179,17 @@ def is_compiled(module: Any) -> bool:
     return "forward" in state and hasattr(state["forward"], "_torchdynamo_orig_callable")
 
 
+def is_compiled_without_breaks(module: Any) -> bool:
+    """Return whether ``module`` itself was compiled with ``fullgraph=True``: as a module, in place, or its ``forward`` alone."""
+    state = module.__dict__
+    contexts = [state.get("dynamo_ctx")]
+    for compiled in (state.get("_compiled_call_impl"), state.get("forward")):
+        if hasattr(compiled, "_torchdynamo_orig_callable"):
+            # Dynamo's function keeps its settings in a closure (torch/_dynamo/eval_frame.py, _TorchDynamoContext.__call__).
+            contexts.append(inspect.getclosurevars(compiled).nonlocals.get("self"))
+    return any(getattr(context, "fullgraph", False) for context in contexts)
+
+
 def has_compiled_parts(module: Any) -> bool:
     """Whether ``module`` or anything inside of it was compiled."""
     found = [module]
@@ -227,13 +241,34 @@ def _class_of(base: type, wrappers: Wrappers) -> type:
         "_para_core_written": _without_fsdp(base),
         "_para_core_wrappers": wrappers,
     }
+    only_calls = all(method == "__call__" for _, method in wrappers)
     for (_, method), (_, around, _) in sorted(wrappers.items(), key=lambda item: -item[1][0]):
         chain = _CHAIN + method
+        original = getattr(base, method)
+        innermost = (
+            partial(_call_as_original, base, original) if only_calls and issubclass(base, nn.Module) else original
+        )
         # Partials are no frames: each wrapper calls the next one.
-        namespace[chain] = partial(around, namespace.get(chain) or getattr(base, method))
-        namespace[method] = _entry(method, getattr(base, method))
+        namespace[chain] = partial(around, namespace.get(chain) or innermost)
+        namespace[method] = _entry(method, original)
     made: type = _metaclass(type(base))(base.__name__, (base,), namespace)
     return made
+
+
+def _call_as_original(base: type, original: Callable[..., Any], /, module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call ``module`` inside all of its wrappers. If it was compiled in place, it is of its original class meanwhile.
+
+    Dynamo compiles anew for each class. The blocks of a model share their graphs, although the first and the last have wrappers of their own.
+    """
+    if torch.compiler.is_compiling() or module.__dict__.get("_compiled_call_impl") is None:
+        return original(module, *args, **kwargs)
+    private = type(module)
+    module.__class__ = base
+    try:
+        return original(module, *args, **kwargs)
+    finally:
+        if private is not base:
+            module.__class__ = private
 
 
 @cache

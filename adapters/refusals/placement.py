@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from para_core.adapters.refusals.case import Case, is_unet
 from para_core.adapters.supported import adapter_for, component_of
 from para_core.adapters.weights.stages import why_no_stages
-from para_core.instance import is_compiled
+from para_core.instance import is_compiled, is_compiled_without_breaks
 from para_core.plans.region import plan_mesh
 from para_core.weights.fsdp import is_sharded, shard_mesh
 from para_core.weights.pipefusion import fusion_of
@@ -152,6 +152,14 @@ def cached_in_one_graph(case: Case) -> Mapping[str, Any] | None:
     by_fsdp = is_sharded(case.module)
     by_tensor = tensor_mesh(case.module) is not None or tensors_of_diffusers(case.module) is not None
     return {"method": "fsdp" if by_fsdp else "tensor"} if by_fsdp or by_tensor else None
+
+
+def sharded_without_breaks(case: Case) -> bool:
+    """FSDP2 gathers the weights of a block in hooks, at which Dynamo breaks a graph."""
+    if case.module is None or not is_sharded(case.module):
+        return False
+    component = component_of(case.owner, case.component) if case.component else case.module
+    return is_compiled_without_breaks(component) or is_compiled_without_breaks(case.module)
 
 
 def changed_since_sharded(case: Case) -> Mapping[str, Any] | None:

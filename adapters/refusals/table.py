@@ -30,6 +30,7 @@ from para_core.adapters.refusals.placement import (
     placed_by_accelerate,
     placed_stages,
     several_devices,
+    sharded_without_breaks,
     shared_beyond_sequence,
     tensor_ranks_differ,
     tensors_of_diffusers,
@@ -231,6 +232,14 @@ REFUSALS: tuple[Refusal, ...] = (
         "{name} is compiled as a whole, with a cache, and its weights are sharded (weights={method!r}): the branches of torch.cond take neither "
         "hooks of FSDP2 nor DTensors. Compile its blocks instead: {name}.compile_repeated_blocks(fullgraph=True); or leave out one of "
         "the three.",
+    ),
+    Refusal(
+        "one graph over weights that FSDP2 shards",
+        (When.PARALLEL_CALL,),
+        sharded_without_breaks,
+        "{name} is compiled as a whole with fullgraph=True, and its weights are sharded (weights='fsdp'): FSDP2 gathers the weights of each "
+        "block in a hook, and a graph breaks there. Compile its blocks instead: {name}.compile_repeated_blocks(fullgraph=True); or leave "
+        "fullgraph=True out.",
     ),
     Refusal(
         "weights that were quantized after FSDP2 sharded them",

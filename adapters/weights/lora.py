@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from para_core.adapters.loras import lora_layers, lora_weights
 from para_core.agreement import raising_on_all
-from para_core.instance import Order, original_class, unwrap, wrap_method
+from para_core.instance import Order, original_class, unwrap, wrap_alike, wrap_method
 from para_core.mesh import GuidedMesh, SequenceMesh
 from para_core.weights import fsdp, tensor
 from para_core.weights.fsdp import is_sharded, shard_mesh, sharded_parameters, whole_blocks
@@ -125,21 +125,18 @@ def _place(module: nn.Module) -> None:
 
 
 def _wrap_merges(module: nn.Module) -> None:
-    tensors = tensor_mesh(module) is not None
-    for layer in lora_layers(module):
-        whole = (
-            partial(whole_tensors, module, [layer])
-            if tensors
-            else partial(whole_blocks, layer, sharded_parameters(layer))
-        )
-        for method in ("merge", "unmerge"):
-            wrap_method(layer, method, _KEY, partial(_with_whole, whole), order=Order.PLAN)
+    # One function for all layers: they keep a class in common, so graphs of one block fit the others.
+    around = partial(_with_whole, module if tensor_mesh(module) is not None else None)
+    layers = lora_layers(module)
+    for method in ("merge", "unmerge"):
+        wrap_alike(layers, method, _KEY, around, order=Order.PLAN)
 
 
 def _with_whole(
-    whole: Callable[[], Any], call: Callable[..., Any], layer: nn.Module, /, *args: Any, **kwargs: Any
+    tensors_of: nn.Module | None, call: Callable[..., Any], layer: nn.Module, /, *args: Any, **kwargs: Any
 ) -> Any:
-    with whole():
+    """Change ``layer`` while its weights are whole: those of tensor parallelism if ``tensors_of`` is its model, else those of FSDP2."""
+    with whole_blocks(layer, sharded_parameters(layer)) if tensors_of is None else whole_tensors(tensors_of, [layer]):
         return call(layer, *args, **kwargs)
 
 

@@ -78,16 +78,21 @@ def shard_block_mask(
     rows = query_rows(query_layout, mesh if key_layout.sharded else mesh.alone())
     blocks = _Blocks(mask, rows)
     ids = (0, 0) if torch.compiler.is_compiling() else (layout_id(query_layout), layout_id(key_layout))
-    return BlockMask.from_kv_blocks(
+    size = query_layout.size(mesh.rank)
+    sharded = BlockMask.from_kv_blocks(
         blocks.partial[0],
         blocks.partial[1],
         blocks.full[0],
         blocks.full[1],
         BLOCK_SIZE=mask.BLOCK_SIZE,
         mask_mod=ShardedMaskMod(blocks.mask_mod, query_layout, key_layout, ids),
-        seq_lengths=(query_layout.size(mesh.rank), key_layout.size(mesh.rank)),
+        # All keys: torch 2.15 takes the number of columns from here, and the blocks have the columns of all.
+        seq_lengths=(size, mask.seq_lengths[1]),
         compute_q_blocks=mask.q_indices is not None,
     )
+    # flex_attention compares these with the query and the key that it is given, which are this rank's.
+    sharded.seq_lengths = size, key_layout.size(mesh.rank)
+    return sharded
 
 
 class _Blocks:

@@ -31,12 +31,22 @@ _MOST_KNOWN = 64
 BindRecomputation = Callable[["PlannedAttention", Callable[..., Any]], Callable[..., Any]]
 
 
+class KnownAttention:
+    """The :class:`MeshAttention` of each entry of a plan and its lengths, kept from call to call of a model.
+
+    An object and not a dictionary, because a graph that is handed a dictionary is traced again whenever its length changes.
+    """
+
+    def __init__(self) -> None:
+        self.attentions: dict[tuple[Attention, tuple[Segment, ...]], MeshAttention] = {}
+
+
 class PlannedAttention:
     """What ``scaled_dot_product_attention`` becomes in one call of a model; off until tokens have been sharded.
 
     Args:
         attending: what the first, second, … attention call consists of; the last stands for all further ones.
-        known: of the model, kept from call to call: the :class:`MeshAttention` of each entry of a plan and its lengths.
+        known: of the model, kept from call to call.
         attn_func: as :class:`MeshAttention` takes it.
         bind: returns a function that activation checkpointing runs again in the backward, bound to this call of the model.
     """
@@ -46,7 +56,7 @@ class PlannedAttention:
         mesh: SequenceMesh,
         options: AttnOptions,
         attending: tuple[Attention, ...],
-        known: dict[Any, MeshAttention],
+        known: KnownAttention,
         attn_func: AttnFunc | None = None,
         bind: BindRecomputation | None = None,
     ) -> None:
@@ -142,11 +152,12 @@ class PlannedAttention:
         segments = segments_of(self.segments)
         if torch.compiler.is_compiling():
             return self._make(attention, segments)
-        if (attention, segments) not in self.known:
-            if len(self.known) >= _MOST_KNOWN:
-                self.known.clear()
-            self.known[attention, segments] = self._make(attention, segments)
-        return self.known[attention, segments]
+        attentions = self.known.attentions
+        if (attention, segments) not in attentions:
+            if len(attentions) >= _MOST_KNOWN:
+                attentions.clear()
+            attentions[attention, segments] = self._make(attention, segments)
+        return attentions[attention, segments]
 
     def _make(self, attention: Attention, segments: tuple[Segment, ...]) -> MeshAttention:
         layouts = partial(planned_layouts, attention, segments, self.mesh)

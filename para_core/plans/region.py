@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from para_core.attention.attend import AttnFunc, MeshAttention
+from para_core.attention.attend import AttnFunc
 from para_core.attention.options import AttnOptions
 from para_core.instance import (
     Around,
@@ -36,7 +36,7 @@ from para_core.modes.flex_attention import explain_unsharded_mask, uses_flex_att
 from para_core.modes.interceptor import Attend, unintercepted
 from para_core.modes.recomputation import is_in_backward
 from para_core.modes.unified import UnifiedAttnMode
-from para_core.plans.attention import Interception, PlannedAttention
+from para_core.plans.attention import Interception, KnownAttention, PlannedAttention
 from para_core.plans.checkpointing import recomputed_under, refuse_checkpointing
 from para_core.plans.cutting import Cutting
 from para_core.plans.halo import add_halo, drop_halo
@@ -84,7 +84,7 @@ class _Region:
         self.warned_of_batch = False
         self.options, self.attn_func = options, unintercepted(attn_func)
         # What is known of attention calls, kept from call to call.
-        self.known: dict[Any, MeshAttention] = {}
+        self.known = KnownAttention()
         self.require_equal = require_equal
         # The caller has seen to it that all ranks call alike.
         self.known_equal = False

@@ -304,6 +304,13 @@ def sharded_and_compiled(mesh):
     return Case(pipe, module, "transformer", mesh=mesh, options=CacheOptions(0.1))
 
 
+def fsdp_without_breaks(mesh):
+    pipe = flux_pipe()
+    shard_blocks(pipe.transformer, blocks_of(pipe.transformer), weights_mesh([0, 1], "cpu"))
+    module, pipe.transformer = pipe.transformer, torch.compile(pipe.transformer, fullgraph=True, backend="eager")
+    return Case(pipe, module, "transformer", mesh=mesh, applied=mesh.sequence)
+
+
 def quantized_late(mesh):
     pipe = flux_pipe()
     shard_blocks(pipe.transformer, blocks_of(pipe.transformer), weights_mesh([0, 1], "cpu"))
@@ -425,6 +432,11 @@ CASES = {
         When.CACHED_CALL,
         sharded_and_compiled,
         r"^pipe\.transformer is compiled as a whole, .*\(weights='tensor'\).*pipe\.transformer\.compile_repeated_blocks\(fullgraph=True\)",
+    ),
+    "one graph over weights that FSDP2 shards": (
+        When.PARALLEL_CALL,
+        fsdp_without_breaks,
+        r"^pipe\.transformer is compiled as a whole with fullgraph=True, .*\(weights='fsdp'\).*compile_repeated_blocks",
     ),
     "weights that were quantized after FSDP2 sharded them": (
         When.PARALLEL_CALL,

@@ -240,6 +240,28 @@ def test_compiled_they_are_exact_without_recompiling(rank_pool, way, name):
     check_compiled(rank_pool, name, way)
 
 
+def graphs_of_blocks(sizes):
+    counter = CompileCounterWithBackend("aot_eager")
+    transformer = parallelize_transformer(MODELS["wan"].build(), mesh=cpu_mesh(1, 2))
+    transformer.compile_repeated_blocks(fullgraph=True, backend=counter)
+    outs, graphs = [], []
+    for size in sizes:
+        outs.append(call(transformer, "wan", size))
+        graphs.append(counter.frame_count)
+    return outs, graphs
+
+
+def test_the_first_the_last_and_other_blocks_share_their_graphs(rank_pool):
+    frames, *size = SIZES[0]
+    sizes = [(frames + more, *size) for more in range(3)]
+    alone = [call(MODELS["wan"].build(), "wan", size) for size in sizes]
+    for outs, graphs in rank_pool.run(graphs_of_blocks, 2, sizes):
+        # The second size has a graph of its own, in which lengths are symbols.
+        assert graphs == [1, 2, 2]
+        for of_size, expected in zip(outs, alone, strict=True):
+            assert max(relative_error(*pair) for pair in zip(of_size, expected, strict=True)) < 1e-5
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", WHOLE_GRAPH)
 def test_inductor_is_exact_without_recompiling(rank_pool, name):

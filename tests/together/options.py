@@ -237,15 +237,11 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     ),
     Exclusion(
         "a cache over sharded weights, compiled as a whole",
-        {"weights": ("fsdp",), "cache": _CACHED, "compile": ("whole", "in-place")},
-    ),
-    Exclusion(
-        "a cache over sharded weights, compiled as a whole",
         {"weights": ("tensor",), "mesh": _TENSOR, "cache": _CACHED, "compile": ("whole", "in-place")},
     ),
     Exclusion(
-        "a LoRA in stages, quantized afterwards",
-        {"mesh": _STAGES, "lora": other("lora", "no-lora", "lora-unloaded"), "quantized": ("int8-late",)},
+        "one graph over weights that FSDP2 shards",
+        {"weights": ("fsdp",), "compile": ("whole", "in-place")},
     ),
     Exclusion(
         "a cache over stages of two kinds of blocks",
