@@ -263,7 +263,8 @@ def attend_after_a_time_out(path):
 
     attend()
     rank = dist.get_rank()
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)
+    set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)  # public since torch 2.15
+    set_timeout(timedelta(seconds=2), dist.group.WORLD)
     if rank == 0:
         first = _error_of(attend)
     else:
