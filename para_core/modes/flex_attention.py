@@ -364,11 +364,13 @@ def explain_unsharded_mask(error: BaseException | None) -> None:
 
     ``flex_attention`` raises it before any mode sees the call.
     """
-    compared = re.search(r"block_mask was created for \S+.*?kv_len=\d+", str(error), re.DOTALL)
+    # The first form is that of torch before 2.15, the second names no lengths.
+    forms = r"block_mask was created for (?:\S+.*?kv_len=\d+|a (?:smaller|larger) length than you're using it for)"
+    compared = re.search(forms, str(error), re.DOTALL)
     if isinstance(error, Exception) and compared is not None:
         raise ValueError(
-            f"{compared.group()}, which are those of this rank. On several ranks each holds a part of the tokens: make the mask "
-            "over all tokens, and pass cp.shard(block_mask), or name it in the plan, SplitMask((segment,))."
+            f"{compared.group()}: the query and the key are those of this rank. On several ranks each holds a part of the tokens: make "
+            "the mask over all tokens, and pass cp.shard(block_mask), or name it in the plan, SplitMask((segment,))."
         ) from error
 
 

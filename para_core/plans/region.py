@@ -198,7 +198,7 @@ class _Region:
             if rule is not None:
                 output = self._cutting.outputs(output, as_tuple(rule))
             return self._all_samples(output, samples)
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:  # A RuntimeError since torch 2.15.
             explain_unsharded_mask(error)
             raise
         finally:

@@ -1,5 +1,6 @@
 """flex_attention under a mode, against flex_attention of one device."""
 
+import re
 import warnings
 
 import pytest
@@ -220,7 +221,7 @@ def test_masks_that_do_not_fit_are_errors_on_every_rank(rank_pool):
             assert isinstance(error, ValueError), f"{name}: {error!r}"
         for name in ("whole", "of own length", "of own length on one rank"):
             assert "cp.shard(block_mask)" in str(errors[name])
-        assert "12" in str(errors["whole"])
+        assert re.search("12|larger length", str(errors["whole"]))  # torch 2.15 names no lengths
         assert "13" in str(errors["other lengths"])
 
 
