@@ -53,6 +53,8 @@ class Order(IntEnum):
 
 # A private subclass holds under this prefix and the method's name what runs instead of that method.
 _CHAIN = "_para_core_chain_"
+# The same for a module that was compiled in place.
+_COMPILED_CHAIN = "_para_core_compiled_call"
 
 
 def wrap_method(
@@ -241,31 +243,31 @@ def _class_of(base: type, wrappers: Wrappers) -> type:
         "_para_core_written": _without_fsdp(base),
         "_para_core_wrappers": wrappers,
     }
-    only_calls = all(method == "__call__" for _, method in wrappers)
-    for (_, method), (_, around, _) in sorted(wrappers.items(), key=lambda item: -item[1][0]):
+    innermost_first = sorted(wrappers.items(), key=lambda item: -item[1][0])
+    for (_, method), (_, around, _) in innermost_first:
         chain = _CHAIN + method
-        original = getattr(base, method)
-        innermost = (
-            partial(_call_as_original, base, original) if only_calls and issubclass(base, nn.Module) else original
-        )
         # Partials are no frames: each wrapper calls the next one.
-        namespace[chain] = partial(around, namespace.get(chain) or innermost)
-        namespace[method] = _entry(method, original)
+        namespace[chain] = partial(around, namespace.get(chain) or getattr(base, method))
+        namespace[method] = _entry(method, getattr(base, method))
+    if issubclass(base, nn.Module) and all(method == "__call__" for _, method in wrappers):
+        call: Callable[..., Any] = partial(_call_as_original, base)
+        for _, (_, around, _) in innermost_first:
+            call = partial(around, call)
+        namespace[_COMPILED_CHAIN] = call
+        namespace["__call__"] = _entry_of_module(base.__call__)
     made: type = _metaclass(type(base))(base.__name__, (base,), namespace)
     return made
 
 
-def _call_as_original(base: type, original: Callable[..., Any], /, module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call ``module`` inside all of its wrappers. If it was compiled in place, it is of its original class meanwhile.
+def _call_as_original(base: type, /, module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call ``module``, which was compiled in place, inside all of its wrappers. It is of its original class meanwhile.
 
     Dynamo compiles anew for each class. The blocks of a model share their graphs, although the first and the last have wrappers of their own.
     """
-    if torch.compiler.is_compiling() or module.__dict__.get("_compiled_call_impl") is None:
-        return original(module, *args, **kwargs)
     private = type(module)
     module.__class__ = base
     try:
-        return original(module, *args, **kwargs)
+        return base.__call__(module, *args, **kwargs)
     finally:
         if private is not base:
             module.__class__ = private
@@ -303,12 +305,30 @@ def _entry(method: str, original: Callable[..., Any]) -> Callable[..., Any]:
         # Looked up anew: whoever keeps the bound method (Module.compile does) gets what is wrapped now, if anything.
         return getattr(type(self), chain, original)(self, *args, **kwargs)
 
+    return _presented_as(enter, method, original)
+
+
+def _entry_of_module(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the ``__call__`` of a module of which nothing else is wrapped."""
+    chain = _CHAIN + "__call__"
+
+    def enter(self: Any, *args: Any, **kwargs: Any) -> Any:
+        cls = type(self)
+        if not torch.compiler.is_compiling() and self.__dict__.get("_compiled_call_impl") is not None:
+            return getattr(cls, _COMPILED_CHAIN, getattr(cls, chain, original))(self, *args, **kwargs)
+        return getattr(cls, chain, original)(self, *args, **kwargs)
+
+    return _presented_as(enter, "__call__", original)
+
+
+def _presented_as(enter: Any, method: str, original: Callable[..., Any]) -> Callable[..., Any]:
     enter.__name__ = method
     enter.__doc__ = original.__doc__
     # inspect.signature follows it: what a caller asks about is the original.
-    enter.__wrapped__ = original  # type: ignore[attr-defined]
-    enter._para_core_entry = True  # type: ignore[attr-defined]
-    return enter
+    enter.__wrapped__ = original
+    enter._para_core_entry = True
+    entry: Callable[..., Any] = enter
+    return entry
 
 
 def _dir_as_original(self: Any) -> list[str]:
