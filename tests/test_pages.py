@@ -1,6 +1,6 @@
 """Figures of pages are those of the JSON that a program of benchmarks/ wrote: each page is written anew, and compared.
 
-Measures nothing. docs/pipelines.md is in tests/test_supported_table.py, what sentences say in tests/test_page_sentences.py.
+Measures nothing. docs/pipelines.md is in tests/test_supported_table.py.
 """
 
 import importlib
@@ -12,7 +12,6 @@ import pytest
 from benchmarks import (
     beside_diffusers,
     cache_forecasts,
-    early_ulysses,
     eight_bits,
     fleet_trials,
     gallery,
@@ -28,9 +27,7 @@ from benchmarks import (
     real_sizes,
     stages,
     vae_beside,
-    vae_scaling,
     vae_table,
-    vae_wide_halo,
     weights_memory,
     weights_table,
 )
@@ -92,9 +89,7 @@ def parts_of_weights():
 def parts_of_vae():
     return {
         **vae_table.tables(result("vae_table")["ranks"]),
-        "vae scaling": vae_scaling.table(result("vae_scaling")["rows"]),
         "vae beside": vae_beside.table(result("vae_beside")),
-        "vae wide halo": vae_wide_halo.table(result("vae_wide_halo")["sizes"]),
     }
 
 
@@ -117,11 +112,6 @@ def parts_of_planner():
     }
 
 
-def early():
-    found = result("early_ulysses")
-    return early_ulysses.tables(found["2 gloo ranks"], found["on paper"])
-
-
 # From the text of a page to what its program would make of it now.
 WRITERS = {
     "README.md": readme.render,
@@ -133,7 +123,6 @@ WRITERS = {
     "docs/cache.md": lambda text: cache_forecasts.render(text, result("cache_forecasts")),
     "docs/cache_quality.md": lambda text: cache_quality.render(text, result("cache_quality")),
     "docs/gallery.md": lambda text: gallery.render(text, result("gallery")),
-    "docs/how_it_works.md": lambda text: fill(text, {"early": early()}),
     "docs/kernels.md": lambda text: fill(
         text, {"registers": kernel_resources.table(result("kernel_resources")["launches"])}
     ),
@@ -191,13 +180,3 @@ def test_the_readme_of_the_tiny_flux_says_what_was_measured():
         found = result("tiny_flux")["held_out"][f"things_{things}"]
         names = ("colour", "shape", "place", "size", "count", "background", "all", "ceiling_all")
         assert figures(str(things)) == pytest.approx([100 * found[name] for name in names], abs=0.06)
-    rows = result("tiny_flux_binding")["rows"]
-    for row, name in {
-        "T5 learns on with the flow's loss": "T5 learns on",
-        "T5 stays": "T5 stays",
-        "T5 learns on, image tokens are asked for their thing": "T5 learns on, tokens are asked",
-        "T5 stays, image tokens are asked": "T5 stays, tokens are asked",
-    }.items():
-        known = rows[name]["known to image tokens"]
-        expected = [100 * rows[name]["cells known to T5"], 100 * known["colour"], 100 * known["shape"]]
-        assert figures(row) == pytest.approx(expected, abs=0.06)
