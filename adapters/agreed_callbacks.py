@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from para_core.adapters.loras import Loras, fingerprint, is_version, version_of
-from para_core.agreement import Record, agree, signature
-from para_core.mesh import GuidedMesh
+from para_core.distributed.consistency import Record, agree, signature
+from para_core.distributed.mesh import GuidedMesh
 
 _WAY_OUT = (
     "A callback must change the same, in the same way, on all ranks: draw random numbers from a generator of the same seed, and do "

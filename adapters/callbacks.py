@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-from para_core.instance import Order, unwrap, wrap_method
+from para_core.instance_patching import Order, unwrap, wrap_method
 
 
 @contextmanager

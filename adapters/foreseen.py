@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from para_core.instance import has_compiled_parts, uncompiled, written_class
+from para_core.instance_patching import has_compiled_parts, uncompiled, written_class
 
 # Names in a config, of how many blocks there are.
 _DEPTH = re.compile(r"(num|n)_(\w+_)?(layers|blocks)|depth")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from para_core.instance import uncompiled
+from para_core.instance_patching import uncompiled
 from para_core.weights.subclasses import consists_of_tensors, plain_tensors
 
 # Smaller than 2^16 and prime: weights of elements in a fingerprint repeat after so many.

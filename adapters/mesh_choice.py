@@ -20,9 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.adapters.supported import transformers_of, unets_of
 from para_core.attention.options import RotateMethod
-from para_core.instance import original_class
-from para_core.make_mesh import init_context_parallel_mesh, ranks_per_host, require_own_gpus
-from para_core.mesh import GuidedMesh, find_or_make_group, guided_mesh, one_guided_rank
+from para_core.distributed.create_mesh import init_context_parallel_mesh, ranks_per_host, require_own_gpus
+from para_core.distributed.mesh import GuidedMesh, find_or_make_group, guided_mesh, one_guided_rank
+from para_core.instance_patching import original_class
 from para_core.planner.cost import Shape
 
 logger = logging.getLogger(__name__)

@@ -32,13 +32,13 @@ from para_core.adapters.roll_call import Place, leave_reason, places_of_all, why
 from para_core.adapters.supported import TRANSFORMERS
 from para_core.adapters.unet_rows import known_equal_unets
 from para_core.adapters.weights.pipefusion import FusedPipe
-from para_core.agreement import Record, Unanswered, agree, exchange, signature
-from para_core.collectives import broadcast_bytes
-from para_core.deferred import arrived
-from para_core.fingerprints import fingerprints
-from para_core.guidance import Guidance
-from para_core.instance import Order, original_class, uncompiled, unwrap, wrap_method, wrapper
-from para_core.mesh import GuidedMesh, groups_among, host_group, set_group_timeout
+from para_core.cfg.deferred import arrived
+from para_core.cfg.guidance import Guidance
+from para_core.distributed.collectives import broadcast_bytes
+from para_core.distributed.consistency import Record, Unanswered, agree, exchange, signature
+from para_core.distributed.fingerprints import fingerprints
+from para_core.distributed.mesh import GuidedMesh, groups_among, host_group, set_group_timeout
+from para_core.instance_patching import Order, original_class, uncompiled, unwrap, wrap_method, wrapper
 from para_core.plans.region import known_equal, reattach_plan
 from para_core.weights.stages import known_equal_stages
 

@@ -34,12 +34,12 @@ from para_core.adapters.weights.shard import (
     weights_groups,
 )
 from para_core.adapters.weights.stages import hold_stage, refuse_late_on_pipe, release_pipe, release_stage
-from para_core.attention.attend import AttnFunc
-from para_core.attention.choice import Backend
+from para_core.attention.backend_selection import Backend
+from para_core.attention.mesh_attention import AttnFunc
 from para_core.attention.options import AttnOptions, RotateMethod
 from para_core.cache.apply import cache_options
-from para_core.instance import original_class, uncompiled
-from para_core.mesh import GuidedMesh
+from para_core.distributed.mesh import GuidedMesh
+from para_core.instance_patching import original_class, uncompiled
 from para_core.plans.region import apply_plan, remove_plan
 from para_core.weights.pipefusion import PipeFusion, PipeFusionReport
 

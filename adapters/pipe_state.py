@@ -16,7 +16,7 @@ from para_core import version
 from para_core.adapters.caching.generation import caching_of
 from para_core.adapters.loras import Loras, models_of
 from para_core.adapters.supported import TRANSFORMERS, transformers_of
-from para_core.instance import uncompiled
+from para_core.instance_patching import uncompiled
 from para_core.plans.region import plan_options
 
 

@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from para_core.agreement import exchange
-from para_core.mesh import GuidedMesh
+from para_core.distributed.consistency import exchange
+from para_core.distributed.mesh import GuidedMesh
 
 # Seconds for a word from the others: those that wait for one who gave up are told at once, by its closed connections.
 _PATIENCE = 4.0

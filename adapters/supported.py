@@ -11,7 +11,7 @@ from para_core.adapters.adapter import Adapter, Text
 from para_core.adapters.models import ADAPTERS
 from para_core.adapters.models.refused import REFUSED
 from para_core.adapters.models.unets import UNETS, unet_adapter
-from para_core.instance import original_class, uncompiled
+from para_core.instance_patching import original_class, uncompiled
 from para_core.plans.plan import Plan
 from para_core.plans.published import published_plan
 from para_core.weights.tensor_plan import TensorPlan, published_tensor_plan

@@ -12,8 +12,8 @@ from para_core.adapters.models.unets import unet_adapter
 from para_core.adapters.one_call import require_same_inputs
 from para_core.adapters.refusals import Case, When, reason_against, refuse
 from para_core.adapters.unet_rows import shard_unet, unshard_unet
-from para_core.instance import original_class, uncompiled
-from para_core.mesh import GuidedMesh
+from para_core.distributed.mesh import GuidedMesh
+from para_core.instance_patching import original_class, uncompiled
 
 Unet = TypeVar("Unet", bound=nn.Module)
 

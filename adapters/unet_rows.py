@@ -16,10 +16,10 @@ from torch.utils import _pytree as pytree
 from para_core.adapters.models.unets import UnetAdapter
 from para_core.adapters.row_ranks import RowRanks, on_rows
 from para_core.adapters.vae_result import delivered
-from para_core.collectives import all_gather
-from para_core.instance import Order, original_class, unwrap, wrap_method, wrapper
-from para_core.mesh import GuidedMesh, SequenceMesh, one_guided_rank
-from para_core.plans.places import parameters_of
+from para_core.distributed.collectives import all_gather
+from para_core.distributed.mesh import GuidedMesh, SequenceMesh, one_guided_rank
+from para_core.instance_patching import Order, original_class, unwrap, wrap_method, wrapper
+from para_core.plans.module_matching import parameters_of
 from para_core.plans.region import RequireEqual
 from para_core.plans.samples import own_samples
 from para_core.spatial.mode import SpatialShardMode

@@ -20,10 +20,10 @@ from para_core.adapters.roll_call import Place, places_of_all
 from para_core.adapters.row_ranks import RowRanks, on_rows
 from para_core.adapters.vae_graph import traceable
 from para_core.adapters.vae_result import Gather, delivered, holds_distribution
-from para_core.agreement import Record, agree, signature
-from para_core.instance import Order, has_compiled_parts, original_class, uncompiled, unwrap, wrap_method
-from para_core.make_mesh import init_context_parallel_mesh
-from para_core.mesh import GuidedMesh, MeshDim, one_guided_rank, require_process_group
+from para_core.distributed.consistency import Record, agree, signature
+from para_core.distributed.create_mesh import init_context_parallel_mesh
+from para_core.distributed.mesh import GuidedMesh, MeshDim, one_guided_rank, require_process_group
+from para_core.instance_patching import Order, has_compiled_parts, original_class, uncompiled, unwrap, wrap_method
 from para_core.spatial.fetch import gather as gather_rows
 from para_core.spatial.mode import SpatialShardMode
 from para_core.spatial.one_group import dim_groups, one_group

@@ -9,9 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from para_core.agreement import error_record, exchange, raise_first_error
-from para_core.collectives import all_gather
-from para_core.mesh import GuidedMesh, MeshDim
+from para_core.distributed.collectives import all_gather
+from para_core.distributed.consistency import error_record, exchange, raise_first_error
+from para_core.distributed.mesh import GuidedMesh, MeshDim
 from para_core.spatial.fetch import start_fetch
 from para_core.spatial.rows import Layout
 from para_core.spatial.tag import Rows, rows_of, untagged

@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, _patch_lang
 from triton.runtime.jit import JITFunction
 
-from para_core.attention import choice
+from para_core.attention import backend_selection
 
 
 @contextmanager
@@ -39,7 +39,7 @@ def interpreted() -> Iterator[None]:
         mock.patch.object(JITFunction, "run", run),
         mock.patch.object(JITFunction, "__call__", call),
         mock.patch.object(InterpreterBuilder, "create_dot", _dot),
-        mock.patch.object(choice, "_is_interpreting", lambda: True),
+        mock.patch.object(backend_selection, "_is_interpreting", lambda: True),
     ):
         yield
 

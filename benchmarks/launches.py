@@ -20,12 +20,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from para_core import SequenceLayout, UnifiedAttnMode, init_context_parallel_mesh
-from para_core.attention import local, unified
+from para_core.attention import local, usp
+from para_core.attention.backend_selection import Backend
 from para_core.attention.call import make_call
-from para_core.attention.choice import Backend
 from para_core.attention.options import AttnOptions, RotateMethod
-from para_core.layout import even_layout
-from para_core.mesh import sequence_mesh
+from para_core.distributed.layout import even_layout
+from para_core.distributed.mesh import sequence_mesh
 
 # Beside views, which their schema tells: what launches nothing on a device.
 _NO_LAUNCH = {
@@ -180,6 +180,6 @@ def _as_on_cuda(mesh: DeviceMesh, layout: SequenceLayout, heads: int, options: A
 
     with (
         mock.patch.object(local, "_choose_backend", lambda *_: SDPBackend.FLASH_ATTENTION.value),
-        mock.patch.object(unified, "local_attention", sdpa),
+        mock.patch.object(usp, "local_attention", sdpa),
     ):
-        yield lambda query, key, value: unified.forward(call, query, key, value, None)
+        yield lambda query, key, value: usp.forward(call, query, key, value, None)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from para_core.collectives import all_gather
-from para_core.mesh import MeshDim
+from para_core.distributed.collectives import all_gather
+from para_core.distributed.mesh import MeshDim
 
 
 class TrafficCounter(TorchDispatchMode):
@@ -67,5 +67,5 @@ def counted_traffic() -> Iterator[TrafficCounter]:
         traffic.bytes = sent + x.numel() * x.element_size() * (dim.size - 1)
         return gathered
 
-    with traffic, mock.patch("para_core.guidance.all_gather", gather_branches):
+    with traffic, mock.patch("para_core.cfg.guidance.all_gather", gather_branches):
         yield traffic

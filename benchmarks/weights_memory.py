@@ -23,7 +23,7 @@ from benchmarks.page_parts import fill
 from para_core.adapters.planner import encoders
 from para_core.adapters.supported import tensor_plan_for
 from para_core.adapters.weights.components import blocks_of
-from para_core.plans.places import matching_modules
+from para_core.plans.module_matching import matching_modules
 
 PAGE = Path(__file__).parents[1] / "docs/weights.md"
 BYTES = 2  # of a weight or an activation in bfloat16

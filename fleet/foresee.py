@@ -13,9 +13,9 @@ from para_core.adapters.mesh_choice import choose_mesh, default_guidance, fastes
 from para_core.adapters.planner.count import on_meta
 from para_core.adapters.planner.plan import workload
 from para_core.adapters.supported import transformers_of
+from para_core.distributed.create_mesh import choose_mesh_shape
 from para_core.fleet.models import Model
 from para_core.fleet.recipe import Recipe
-from para_core.make_mesh import choose_mesh_shape
 from para_core.planner.cost import Shape
 from para_core.planner.mesh_plan import RESERVED
 from para_core.planner.rows import memory_of

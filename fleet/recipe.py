@@ -16,8 +16,8 @@ from para_core.adapters import apply_cache_on_pipe, from_pretrained_sharded, par
 from para_core.adapters.one_call import mesh_of
 from para_core.adapters.supported import transformers_of
 from para_core.attention.options import ROTATE_METHODS, RotateMethod
-from para_core.instance import original_class
-from para_core.make_mesh import init_context_parallel_mesh
+from para_core.distributed.create_mesh import init_context_parallel_mesh
+from para_core.instance_patching import original_class
 
 Weights = Literal["replicate", "fsdp", "tensor"]
 Compile = Literal["no", "blocks", "whole"]

@@ -14,12 +14,12 @@ import torch
 
 from para_core.adapters import cache_report
 from para_core.adapters.one_call import mesh_of
-from para_core.collectives import broadcast_bytes
+from para_core.distributed.collectives import broadcast_bytes
+from para_core.distributed.mesh import GuidedMesh
 from para_core.fleet.outputs import Output, encode
 from para_core.fleet.recipe import Recipe, mesh_shape
 from para_core.fleet.request import Request, call_arguments
-from para_core.instance import original_class
-from para_core.mesh import GuidedMesh
+from para_core.instance_patching import original_class
 
 
 class Cancelled(Exception):

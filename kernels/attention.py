@@ -23,7 +23,7 @@ SCHEMA = (
     "(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? key_ranges, Tensor? out_so_far, "
     "Tensor? lse_so_far, bool is_causal, SymInt shift, float scale, ScalarType out_dtype) -> (Tensor, Tensor)"
 )
-# As all operators of para_core (para_core.collectives.define_operator): CUDA graphs end before it.
+# As all operators of para_core (para_core.distributed.collectives.define_operator): CUDA graphs end before it.
 TAGS = (torch.Tag.cudagraph_unsafe,)
 LIBRARY.define(f"triton_attention{SCHEMA}", tags=TAGS)
 LARGEST_HEAD_DIM = 256

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from para_core.instance import wrapper
+from para_core.instance_patching import wrapper
 
 STAGES = "stages"
 

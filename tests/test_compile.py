@@ -359,7 +359,7 @@ def learn_with_reordered_collectives(ring, ulysses):
     return y.detach(), x.grad / (ring * ulysses)
 
 
-@pytest.mark.long  # what Inductor orders by itself: tests/test_graph_order.py
+@pytest.mark.long  # what Inductor orders by itself: tests/distributed/test_graph_order.py
 def test_inductor_may_reorder_collectives(rank_pool):
     model, x = make_transformer(), tokens(13).requires_grad_()
     y = model(x)

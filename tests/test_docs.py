@@ -130,8 +130,8 @@ def test_threads_of_a_collective_get_the_gil_when_a_script_ends(tmp_path):
 @pytest.mark.parametrize(
     "module",
     [
-        "para_core.layout",
-        "para_core.make_mesh",
+        "para_core.distributed.layout",
+        "para_core.distributed.create_mesh",
         "para_core.planner.hardware",
         "para_core.planner.rows",
         "para_core.kernels.merge_reference",

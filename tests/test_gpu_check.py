@@ -17,7 +17,7 @@ from benchmarks.gpu_check import exact, gradients_16_bit, local, ranks, runner, 
 from benchmarks.gpu_check.job import Job, SectionSkipped
 from benchmarks.gpu_check.runner import Section, run_all
 from benchmarks.gpu_check.timing import Kernel
-from para_core.attention.boxes import as_numbers
+from para_core.attention.pack_ops import as_numbers
 from para_core.kernels import tune
 
 ROOT = Path(__file__).parents[1]

@@ -34,8 +34,8 @@ from benchmarks.tiny_flux.models import build_tokenizers as _build_tokenizers
 from benchmarks.tiny_parts import LATENT_CHANNELS
 from benchmarks.tiny_parts import build_vae as _build_vae
 from para_core import UnifiedAttnMode
-from para_core.attention.attend import MeshAttention
-from para_core.mesh import MeshDim
+from para_core.attention.mesh_attention import MeshAttention
+from para_core.distributed.mesh import MeshDim
 from para_core.plans import heads, linear
 
 # Two blocks of each kind are enough for residuals to pass from one list to the other.

@@ -25,9 +25,9 @@ from para_core.cache.block_cache import BlockCache
 from para_core.cache.decision import Verdict
 from para_core.cache.options import CacheOptions, rule_of
 from para_core.cache.report import CacheReport, rows_of
-from para_core.deferred import arrived
-from para_core.instance import Order, uncompiled, unwrap, wrap_method, wrapper
-from para_core.plans.places import parameters_of
+from para_core.cfg.deferred import arrived
+from para_core.instance_patching import Order, uncompiled, unwrap, wrap_method, wrapper
+from para_core.plans.module_matching import parameters_of
 from para_core.plans.samples import number_of_samples
 
 KEY = "cache of the pipeline"

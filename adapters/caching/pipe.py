@@ -16,7 +16,7 @@ from para_core.cache.apply import apply_cache
 from para_core.cache.block_cache import BlockCache
 from para_core.cache.options import FIRST_BLOCK, CacheOptions, options_of, rule_of, shows_options
 from para_core.cache.report import CacheReport
-from para_core.instance import Order, original_class, uncompiled, unwrap, wrap_method
+from para_core.instance_patching import Order, original_class, uncompiled, unwrap, wrap_method
 
 Pipeline = TypeVar("Pipeline")
 Transformer = TypeVar("Transformer", bound=nn.Module)

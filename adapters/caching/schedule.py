@@ -8,7 +8,7 @@ from typing import Any
 
 from para_core.cache.decision import Step, Verdict
 from para_core.cache.options import CacheOptions
-from para_core.instance import Order, original_class, unwrap, wrap_method
+from para_core.instance_patching import Order, original_class, unwrap, wrap_method
 
 _KEY = "cache"
 # Whose last timestep no pipeline of diffusers takes: it is where the schedule ends.

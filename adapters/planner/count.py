@@ -23,11 +23,11 @@ from para_core.adapters.supported import plan_for, tensor_plan_for
 from para_core.adapters.weights.components import blocks_of
 from para_core.adapters.weights.pipefusion import patch_plan_for
 from para_core.adapters.weights.stages import stack_of, why_no_stages
-from para_core.instance import written_class
+from para_core.instance_patching import written_class
 from para_core.planner.observe import observed
 from para_core.planner.traffic import ModelCall, Part
 from para_core.planner.weights import ModuleBytes, Weights
-from para_core.plans.places import matching_modules
+from para_core.plans.module_matching import matching_modules
 from para_core.weights.fsdp import LARGE
 
 # Names in a config, of how many blocks of a kind there are.

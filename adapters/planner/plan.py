@@ -26,7 +26,7 @@ from para_core.adapters.planner.inputs import INPUTS, Sizes
 from para_core.adapters.planner.published import PUBLISHED, Published
 from para_core.adapters.supported import plan_for, transformers_of
 from para_core.adapters.weights.components import components_of
-from para_core.instance import original_class, uncompiled
+from para_core.instance_patching import original_class, uncompiled
 from para_core.planner.cost import Machine, Runtime
 from para_core.planner.hardware import Device, Host, Link, Topology, device_named, link_named, measured_figures
 from para_core.planner.mesh_plan import MeshPlan, make_plan, require_ranks

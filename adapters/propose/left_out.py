@@ -13,7 +13,7 @@ from para_core.adapters.propose.candidates import Region
 from para_core.adapters.propose.observe import Observation, observe
 from para_core.adapters.propose.stack import cached_error, conditions_of, guess_blocks, is_chained
 from para_core.cache.blocks import CachedBlocks, Stage
-from para_core.instance import original_class
+from para_core.instance_patching import original_class
 
 
 @dataclass(frozen=True)

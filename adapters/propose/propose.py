@@ -20,7 +20,7 @@ from para_core.adapters.propose.source import source_of
 from para_core.adapters.propose.stack import cached_error, error_of
 from para_core.adapters.propose.text import with_sharded_text
 from para_core.cache.blocks import CachedBlocks
-from para_core.instance import original_class, uncompiled
+from para_core.instance_patching import original_class, uncompiled
 from para_core.plans.plan import Plan
 from para_core.verify.virtual_ranks import fresh, run_on_virtual_ranks
 

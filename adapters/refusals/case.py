@@ -11,8 +11,8 @@ from para_core.adapters.models.unets import unet_adapter
 from para_core.adapters.supported import cached, supported, transformers_of, unets_of
 from para_core.adapters.unet_rows import unet_mesh
 from para_core.cache.options import CacheOptions
-from para_core.instance import original_class
-from para_core.mesh import GuidedMesh, SequenceMesh
+from para_core.distributed.mesh import GuidedMesh, SequenceMesh
+from para_core.instance_patching import original_class
 from para_core.plans.region import plan_mesh
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from para_core.adapters.models.unets import why_refused_unet
 from para_core.adapters.refusals.case import Case, is_unet
 from para_core.adapters.supported import adapter_for, component_of, plan_for, why_refused
-from para_core.instance import has_compiled_parts, original_class, uncompiled
+from para_core.instance_patching import has_compiled_parts, original_class, uncompiled
 
 
 def unfit_unet(case: Case) -> Mapping[str, Any] | None:

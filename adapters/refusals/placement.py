@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from para_core.adapters.refusals.case import Case, is_unet
 from para_core.adapters.supported import adapter_for, component_of
 from para_core.adapters.weights.stages import why_no_stages
-from para_core.instance import is_compiled, is_compiled_without_breaks
+from para_core.instance_patching import is_compiled, is_compiled_without_breaks
 from para_core.plans.region import plan_mesh
 from para_core.weights.fsdp import is_sharded, shard_mesh
 from para_core.weights.pipefusion import fusion_of

@@ -9,8 +9,8 @@ from torch import nn
 
 from para_core.adapters.refusals.case import Case, is_unet
 from para_core.adapters.supported import plan_for
-from para_core.cache.foreign import foreign_cache
-from para_core.plans.places import matching_modules
+from para_core.cache.diffusers_caches import foreign_cache
+from para_core.plans.module_matching import matching_modules
 from para_core.plans.plan import AttentionByHeads
 
 # These are scaled_dot_product_attention under a switch that says how it computes.

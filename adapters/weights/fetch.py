@@ -9,8 +9,8 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from para_core.agreement import agree, exchange, signature
-from para_core.mesh import GuidedMesh
+from para_core.distributed.consistency import agree, exchange, signature
+from para_core.distributed.mesh import GuidedMesh
 
 # Between two signs of life, in seconds: a download may take longer than a group waits for a rank.
 _INTERVAL = 1.0

@@ -22,10 +22,10 @@ from para_core.adapters.parallel import parallelize_pipe
 from para_core.adapters.weights.components import components_of
 from para_core.adapters.weights.fetch import download_once_per_node, folder_of
 from para_core.adapters.weights.shard import METHODS, Method, require_mesh_fits, shard_components
-from para_core.agreement import raising_on_all
-from para_core.instance import uncompiled
-from para_core.make_mesh import init_context_parallel_mesh
-from para_core.mesh import GuidedMesh, require_process_group
+from para_core.distributed.consistency import raising_on_all
+from para_core.distributed.create_mesh import init_context_parallel_mesh
+from para_core.distributed.mesh import GuidedMesh, require_process_group
+from para_core.instance_patching import uncompiled
 
 # Names in the header of a safetensors file.
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

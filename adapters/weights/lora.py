@@ -17,9 +17,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from para_core.adapters.loras import lora_layers, lora_weights
-from para_core.agreement import raising_on_all
-from para_core.instance import Order, original_class, unwrap, wrap_alike, wrap_method
-from para_core.mesh import GuidedMesh, SequenceMesh
+from para_core.distributed.consistency import raising_on_all
+from para_core.distributed.mesh import GuidedMesh, SequenceMesh
+from para_core.instance_patching import Order, original_class, unwrap, wrap_alike, wrap_method
 from para_core.weights import fsdp, tensor
 from para_core.weights.fsdp import is_sharded, shard_mesh, sharded_parameters, whole_blocks
 from para_core.weights.stand_ins import stand_ins, weights_of

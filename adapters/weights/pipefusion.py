@@ -15,8 +15,8 @@ from para_core.adapters.supported import adapter_for, plan_for
 from para_core.adapters.weights.stages import stack_of, why_no_stages
 from para_core.cache.branches import Branches, conditions_of
 from para_core.cache.options import CacheOptions
-from para_core.instance import Order, original_class, unwrap, wrap_method
-from para_core.mesh import GuidedMesh
+from para_core.distributed.mesh import GuidedMesh
+from para_core.instance_patching import Order, original_class, unwrap, wrap_method
 from para_core.weights.patch_plan import PatchPlan, patch_plan
 from para_core.weights.pipefusion import FEWEST_STEPS, Fusion, PipeFusion, PipeFusionReport
 

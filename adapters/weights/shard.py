@@ -21,9 +21,9 @@ from para_core.adapters.refusals.placement import tensors_of_diffusers
 from para_core.adapters.supported import TRANSFORMERS, tensor_plan_for, transformers_of
 from para_core.adapters.weights.components import blocks_of, components_of
 from para_core.adapters.weights.lora import follow_loras, leave_loras
-from para_core.agreement import Record, agree, first_difference, raising_on_all, signature
-from para_core.instance import Order, original_class, unwrap, wrap_method, wrapper, written_class
-from para_core.mesh import MESH_DIMS, PIPE_DIM, TENSOR_DIM, GuidedMesh, SequenceMesh
+from para_core.distributed.consistency import Record, agree, first_difference, raising_on_all, signature
+from para_core.distributed.mesh import MESH_DIMS, PIPE_DIM, TENSOR_DIM, GuidedMesh, SequenceMesh
+from para_core.instance_patching import Order, original_class, unwrap, wrap_method, wrapper, written_class
 from para_core.weights.fsdp import gather_blocks, is_sharded, require_shardable, shard_blocks, shard_mesh
 from para_core.weights.group import as_ranks, sequence_ranks, timeout_of, weights_mesh
 from para_core.weights.tensor import gather_tensors, require_tensor_plan_fits, shard_tensors, tensor_mesh

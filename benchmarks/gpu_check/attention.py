@@ -10,7 +10,7 @@ from benchmarks.attention import TINY, Size, measure, portable_ways, run_way, tr
 from benchmarks.gpu_check.exact import MASKS, Inputs, Results, exact, judge, make_inputs, sdpa
 from benchmarks.gpu_check.job import FAILED, OK, WRONG, Job, first_line, is_fatal
 from benchmarks.gpu_check.pool import Task, interpreted_on_cpu, run_in_pool
-from para_core.attention.choice import Backend
+from para_core.attention.backend_selection import Backend
 from para_core.attention.local import local_attention_with_lse
 
 # Each kind of call is compiled for each head dim and dtype, which takes seconds: all masks for the most common, and each other once.

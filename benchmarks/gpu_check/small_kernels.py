@@ -14,11 +14,11 @@ from torch import Tensor
 
 from benchmarks.gpu_check.job import FAILED, OK, WRONG, Job, SectionSkipped, first_line, is_fatal
 from benchmarks.gpu_check.timing import milliseconds
-from para_core.attention.boxes import as_numbers
-from para_core.fused import kernels
+from para_core.attention.pack_ops import as_numbers
+from para_core.distributed.layout import Segment
 from para_core.kernels import exchange_reference, merge_reference, residual_reference
 from para_core.kernels.exchange_reference import LARGEST, SCALE_BYTES, Box
-from para_core.layout import Segment
+from para_core.triton_support import kernels
 
 RANKS = 8
 # Tokens of one of 8 ranks, and heads: FLUX.1 at 1024 × 1024, the same with a head more, HunyuanVideo at 1280 × 720 × 129.

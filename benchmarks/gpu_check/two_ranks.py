@@ -18,7 +18,7 @@ from benchmarks.gpu_check.flux_pipe import SmallFluxPipeline, small_call, small_
 from benchmarks.gpu_check.job import FAILED, OK, WRONG, Job, first_line
 from benchmarks.gpu_check.processes import run_ranks
 from para_core import PipeFusion, init_context_parallel_mesh
-from para_core.mesh import find_or_make_group
+from para_core.distributed.mesh import find_or_make_group
 from para_core.spatial.mode import SpatialShardMode
 
 # Of float32 without TF32, over a few blocks and steps; PipeFusion is compared with itself in one process.

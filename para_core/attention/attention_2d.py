@@ -40,9 +40,9 @@ from para_core.attention.grid import Grid
 from para_core.attention.local import lse_dtype
 from para_core.attention.merge import Merged
 from para_core.attention.tiles import put, take
-from para_core.collectives import Travelling, start_all_to_all, wait
-from para_core.layout import Run
-from para_core.mesh import MeshDim
+from para_core.distributed.collectives import Travelling, start_all_to_all, wait
+from para_core.distributed.layout import Run
+from para_core.distributed.mesh import MeshDim
 
 # -- what travels: tokens first, so that what comes from several ranks is one block as it lies
 

@@ -9,12 +9,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from para_core.attention.choice import Backend
+from para_core.attention.backend_selection import Backend
+from para_core.attention.finite_masks import LowRows
 from para_core.attention.local import continued_attention, local_attention_backward, local_attention_with_lse
-from para_core.attention.low_rows import LowRows
 from para_core.attention.merge import Merged
 from para_core.attention.tiles import Tiling, join_neighbours, put, take
-from para_core.layout import Run
+from para_core.distributed.layout import Run
 
 # (query, key, value, *, mask, is_causal, scale) -> out, lse: a user's own.
 LocalAttention = Callable[..., tuple[Tensor, Tensor]]

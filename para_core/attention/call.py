@@ -11,9 +11,9 @@ from para_core.attention.grid import Grid, choose_grid
 from para_core.attention.options import AttnOptions
 from para_core.attention.tiles import Tiling, join_neighbours, own_runs, sharded_runs
 from para_core.attention.ulysses import Exchange, Heads
-from para_core.layout import Run, Segment, SequenceLayout
-from para_core.lazy import lazy
-from para_core.mesh import SequenceMesh, read_mesh
+from para_core.distributed.layout import Run, Segment, SequenceLayout
+from para_core.distributed.lazy import lazy
+from para_core.distributed.mesh import SequenceMesh, read_mesh
 
 
 class Hop(NamedTuple):

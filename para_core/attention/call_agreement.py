@@ -13,12 +13,12 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from para_core.agreement import Record, Signature, agree, exchange, first_difference, signature
 from para_core.attention.call import Call
 from para_core.attention.local_rows import EQUAL, HIDES, LOWER, SHOWS, MaskReviews, needs_review, require_own_rows
 from para_core.attention.mask import MaskExtents, mask_extents
-from para_core.layout import SequenceLayout
-from para_core.mesh import SequenceMesh
+from para_core.distributed.consistency import Record, Signature, agree, exchange, first_difference, signature
+from para_core.distributed.layout import SequenceLayout
+from para_core.distributed.mesh import SequenceMesh
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ def _masks_differ(masks: Sequence[Sequence[int] | str | None]) -> str:
 
 
 class OwnPart(NamedTuple):
-    """Four integers of 64 bits, as :func:`~para_core.agreement.agree` exchanges them."""
+    """Four integers of 64 bits, as :func:`~para_core.distributed.consistency.agree` exchanges them."""
 
     rows: int  # of the mask; -1 without one
     columns: int

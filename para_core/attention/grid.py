@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from para_core.attention.tiles import Tiling, own_runs, sharded_runs
-from para_core.layout import Run, SequenceLayout
-from para_core.lazy import lazy
-from para_core.mesh import SequenceMesh
+from para_core.distributed.layout import Run, SequenceLayout
+from para_core.distributed.lazy import lazy
+from para_core.distributed.mesh import SequenceMesh
 
 
 def choose_grid(ranks: int, num_heads: int, num_kv_heads: int) -> tuple[int, int]:

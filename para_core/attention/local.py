@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from para_core.attention.backend_selection import OF_PYTORCH, SWITCHES, Backend, chosen
 from para_core.attention.backends import BACKWARD, FORWARD, MATH, Problem, backward_of, room_for_out
-from para_core.attention.choice import OF_PYTORCH, SWITCHES, Backend, chosen
 from para_core.attention.merge import Merged
 
 
@@ -78,7 +78,7 @@ def local_attention_with_lse(
         is_causal: query i sees keys 0 … i, of those that ``mask`` leaves.
         scale: of the scores; ``1 / sqrt(D)`` if None.
         backend: computes it; None: the one that SDPA would take, but where another one was measured to be faster
-            (``para_core.attention.choice``).
+            (``para_core.attention.backend_selection``).
 
     Returns:
         ``out`` ``[B, H, S_q, D_v]`` in query's dtype, and ``lse`` ``[B, H, S_q]`` in float32 (float64 for float64

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from para_core.layout import SequenceLayout
+from para_core.distributed.layout import SequenceLayout
 
 # What one rank finds in its mask, as bits of one integer.
 LOWER = 1  # no row i shows a key behind i

@@ -18,9 +18,9 @@ from para_core.attention.call import Call
 from para_core.attention.grid import Grid
 from para_core.attention.tiles import own_runs
 from para_core.attention.ulysses import Exchange, split_by_kind
-from para_core.collectives import all_to_all
-from para_core.layout import Run, SequenceLayout
-from para_core.tokens import gather_tokens
+from para_core.distributed.collectives import all_to_all
+from para_core.distributed.layout import Run, SequenceLayout
+from para_core.distributed.sharding import gather_tokens
 
 # Of all tokens alike; of the whole sequence; of this rank's tokens.
 Extent = Literal["broadcast", "global", "local"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from para_core.collectives import LIBRARY, define_operator
-from para_core.fused import are_floats, kernels, on_device_of
+from para_core.distributed.collectives import LIBRARY, define_operator
 from para_core.kernels import merge_reference
+from para_core.triton_support import are_floats, kernels, on_device_of
 
 define_operator("merge(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)")
 define_operator("merge_(Tensor(a!) out_a, Tensor(b!) lse_a, Tensor out_b, Tensor lse_b) -> ()")

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from para_core.attention.call import Call, known_call, read_call
 from para_core.attention.local import lse_dtype
-from para_core.attention.unified import Saved, backward, forward
-from para_core.collectives import define_collective, done
+from para_core.attention.usp import Saved, backward, forward
+from para_core.distributed.collectives import define_collective, done
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call: Call) -> Tensor:
-    """:func:`~para_core.attention.unified.forward`, differentiable."""
+    """:func:`~para_core.attention.usp.forward`, differentiable."""
     save = torch.is_grad_enabled() and (
         query.requires_grad or key.requires_grad or value.requires_grad or (mask is not None and mask.requires_grad)
     )

@@ -9,7 +9,7 @@ import torch
 
 from para_core.attention.approximate.block_mask import BlockMask, decode
 from para_core.attention.approximate.kept_keys import KeptKeys
-from para_core.attention.choice import BACKENDS, EXACT_FORM, Backend
+from para_core.attention.backend_selection import BACKENDS, EXACT_FORM, Backend
 
 # How the queries of a ring's ranks meet the keys of others: these are passed on from neighbour to neighbour, or all come at once; or
 # queries travel along rows of ranks, and keys along columns.

@@ -28,10 +28,10 @@ from torch import Tensor
 
 from para_core.attention.approximate.wire import row_bytes
 from para_core.attention.blocks import Block, BlockAttention, BlockGradients, LocalAttention, tied
-from para_core.attention.boxes import as_numbers
 from para_core.attention.call import OWN, Call, Hop
+from para_core.attention.pack_ops import as_numbers
 from para_core.attention.tiles import put, take
-from para_core.collectives import Travelling, start_all_gather, start_ring_shift, wait
+from para_core.distributed.collectives import Travelling, start_all_gather, start_ring_shift, wait
 from para_core.kernels.exchange_reference import Box
 
 # -- how blocks travel

@@ -14,9 +14,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from para_core.layout import Run, SequenceLayout
-from para_core.lazy import lazy
-from para_core.mesh import SequenceMesh
+from para_core.distributed.layout import Run, SequenceLayout
+from para_core.distributed.lazy import lazy
+from para_core.distributed.mesh import SequenceMesh
 
 
 class VisibleBlocks(Protocol):

@@ -1,7 +1,7 @@
 """One all-to-all of tensors ``[B, H, S, D]``, of which each peer gets a run of the tokens and a run of the heads.
 
 Launches, whatever the number of ranks: peers with equally large parts are served by one strided copy. On a GPU with Triton all
-peers and tensors are served by one kernel (:mod:`para_core.attention.boxes`).
+peers and tensors are served by one kernel (:mod:`para_core.attention.pack_ops`).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from para_core.attention.approximate.wire import row_bytes
-from para_core.attention.boxes import as_numbers
-from para_core.collectives import Travelling, start_all_to_all, wait
-from para_core.fused import kernels
+from para_core.attention.pack_ops import as_numbers
+from para_core.distributed.collectives import Travelling, start_all_to_all, wait
+from para_core.distributed.layout import Run
+from para_core.distributed.lazy import lazy
+from para_core.distributed.mesh import MeshDim
 from para_core.kernels.exchange_reference import Box
-from para_core.layout import Run
-from para_core.lazy import lazy
-from para_core.mesh import MeshDim
+from para_core.triton_support import kernels
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class _Part:
 
 
 class _Boxes(NamedTuple):
-    """What :mod:`para_core.attention.boxes` takes: of what is sent, of what arrives (None where shares overlap in a result), and the
+    """What :mod:`para_core.attention.pack_ops` takes: of what is sent, of what arrives (None where shares overlap in a result), and the
     shapes of the results."""
 
     sent: list[int]

@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from para_core.attention.transfer import Share, Transfer
-from para_core.layout import Run, Segment, SequenceLayout
-from para_core.lazy import lazy
-from para_core.mesh import SequenceMesh
+from para_core.distributed.layout import Run, Segment, SequenceLayout
+from para_core.distributed.lazy import lazy
+from para_core.distributed.mesh import SequenceMesh
 
 # Waits for what has been started, and returns it.
 Finish = Callable[[], Tensor]

@@ -17,9 +17,9 @@ from para_core.cache.blocks import CachedBlocks
 from para_core.cache.decision import Step
 from para_core.cache.options import CacheOptions, options_of, rule_of, shows_options
 from para_core.cache.report import CacheReport, rows_of
-from para_core.instance import Order, uncompiled, unwrap, wrap_method, wrapper
-from para_core.mesh import sequence_mesh
-from para_core.plans.places import parameters_of
+from para_core.distributed.mesh import sequence_mesh
+from para_core.instance_patching import Order, uncompiled, unwrap, wrap_method, wrapper
+from para_core.plans.module_matching import parameters_of
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from para_core.cache.blocks import Role
-from para_core.instance import Around, Order, unwrap, wrap_alike, wrap_method, wrapper
+from para_core.instance_patching import Around, Order, unwrap, wrap_alike, wrap_method, wrapper
 
 _KEY = "cache"
 # By model, what stood around it when a graph was compiled, and was removed since: a graph fits the classes that it was compiled with.

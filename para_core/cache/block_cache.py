@@ -1,7 +1,7 @@
 """First Block Cache on one model: around its blocks, in eager code and in a compiled graph.
 
 The blocks stay where they are, in the lists where they stand. Around each runs what lives in a private subclass
-(``para_core.instance``): the first block is measured, those behind it are computed or passed by, and behind the last
+(``para_core.instance_patching``): the first block is measured, those behind it are computed or passed by, and behind the last
 one of a stage the stored residual is added. What a model does between its blocks (a ControlNet's residuals) is done on
 skipped steps too, and then has no effect: the stored residual contains it.
 
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from para_core.cache.attachment import Site, attach, detach
 from para_core.cache.blocks import CachedBlocks, Role, argument, as_tuple, like, require_streams, roles_of
 from para_core.cache.branches import MOST_BRANCHES, Branches, conditions_of, names_in_batch
+from para_core.cache.cond import either, nothing_like
 from para_core.cache.decision import (
     NumberDecider,
     Observed,
@@ -37,14 +38,13 @@ from para_core.cache.decision import (
     is_of_graph,
     policy_cannot_be_compiled,
 )
-from para_core.cache.either import either, nothing_like
-from para_core.cache.foreign import require_no_foreign_cache
+from para_core.cache.diffusers_caches import require_no_foreign_cache
 from para_core.cache.options import CacheOptions
 from para_core.cache.plain_weights import StageBlocks
 from para_core.cache.report import Readings
 from para_core.cache.residuals import BranchState, Streams
-from para_core.instance import original_class
-from para_core.mesh import SequenceMesh
+from para_core.distributed.mesh import SequenceMesh
+from para_core.instance_patching import original_class
 from para_core.modes.unified import UnifiedAttnMode
 from para_core.plans.region import attention_is_skipped, plan_mesh, ranks_sharing_samples
 from para_core.staged import on_all_stages

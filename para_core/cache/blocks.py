@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from para_core.instance import original_class
-from para_core.plans.places import parameters_of
+from para_core.instance_patching import original_class
+from para_core.plans.module_matching import parameters_of
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from para_core.cache.blocks import CachedBlocks
-from para_core.instance import original_class
+from para_core.instance_patching import original_class
 
 # If none are named, and the model takes them.
 DEFAULT_CONDITIONS = ("encoder_hidden_states",)

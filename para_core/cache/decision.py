@@ -14,8 +14,8 @@ from torch import Tensor
 
 from para_core.cache.blocks import CachedBlocks
 from para_core.cache.options import CacheOptions, Number, Observation, rule_of
-from para_core.collectives import all_gather
-from para_core.mesh import MeshDim, SequenceMesh
+from para_core.distributed.collectives import all_gather
+from para_core.distributed.mesh import MeshDim, SequenceMesh
 
 
 class Verdict(IntEnum):

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from para_core.collectives import LIBRARY, define_operator
-from para_core.fused import are_floats, kernels, on_device_of
+from para_core.distributed.collectives import LIBRARY, define_operator
 from para_core.kernels import residual_reference
+from para_core.triton_support import are_floats, kernels, on_device_of
 
 define_operator("residual_change(Tensor now, Tensor before) -> Tensor")
 define_operator("forecast(Tensor entry, Tensor[] residuals, float[] weights) -> Tensor")

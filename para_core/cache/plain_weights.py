@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from para_core.instance import original_class
+from para_core.instance_patching import original_class
 from para_core.modes.interceptor import inside_branch, pass_on
 
 # Names of attributes, from a weight to one of its plain tensors.

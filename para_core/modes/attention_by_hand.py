@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from para_core.layout import Segment
+from para_core.distributed.layout import Segment
 
 _SOFTMAX = frozenset({torch.softmax, F.softmax, Tensor.softmax})
 

@@ -21,17 +21,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
-from para_core.agreement import agree, signature
-from para_core.attention.attend import ChooseLayouts
 from para_core.attention.blocks import tied
 from para_core.attention.call import Call, make_call
 from para_core.attention.call_agreement import EQUAL_PARTS
 from para_core.attention.flex_exchange import enter, leave, query_rows
+from para_core.attention.mesh_attention import ChooseLayouts
 from para_core.attention.options import AttnOptions
-from para_core.collectives import LIBRARY, define_operator
-from para_core.instance import original_class
-from para_core.layout import Run, Segment, SequenceLayout
-from para_core.mesh import SequenceMesh
+from para_core.distributed.collectives import LIBRARY, define_operator
+from para_core.distributed.consistency import agree, signature
+from para_core.distributed.layout import Run, Segment, SequenceLayout
+from para_core.distributed.mesh import SequenceMesh
+from para_core.instance_patching import original_class
 from para_core.modes.block_masks import ShardedMaskMod, layout_id, positions_of
 
 # Blocks at least this large are those that flex_attention makes itself where it gets no mask; it compares no lengths then.
@@ -45,7 +45,7 @@ class FlexOverMesh:
     """What the operator of ``flex_attention`` becomes under a mode.
 
     Args:
-        layouts: as :class:`~para_core.attention.attend.MeshAttention` takes them.
+        layouts: as :class:`~para_core.attention.mesh_attention.MeshAttention` takes them.
         assume_equal: do not compare the call with that of other ranks in eager code.
         options: of the mode; an option that chooses keys by their positions is refused.
     """

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from para_core.attention.attend import AttnFunc
+from para_core.attention.mesh_attention import AttnFunc
 from para_core.attention.options import AttnKeywords
-from para_core.layout import SequenceLayout
-from para_core.mesh import sequence_mesh
+from para_core.distributed.layout import SequenceLayout
+from para_core.distributed.mesh import sequence_mesh
 from para_core.modes.unified import RingAttnMode, UlyssesAttnMode, UnifiedAttnMode
 
 _P = ParamSpec("_P")

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, chain, islice
 
-from para_core.layout import Segment, SequenceLayout, even_layout
+from para_core.distributed.layout import Segment, SequenceLayout, even_layout
 
 # Candidates of one length that are compared one by one before it is an error.
 _MAX_COMPARED = 4096

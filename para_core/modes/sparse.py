@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.attention.approximate.block_mask import read_block_mask
 from para_core.attention.approximate.kept_keys import KeptKeys
-from para_core.mesh import SequenceMesh
+from para_core.distributed.mesh import SequenceMesh
 from para_core.modes.unified import UnifiedAttnMode
 
 

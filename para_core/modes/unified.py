@@ -16,23 +16,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask
 from torch.overrides import TorchFunctionMode
 
-from para_core.agreement import agree, signature
-from para_core.attention.attend import AttnFunc, MeshAttention
 from para_core.attention.checks import LengthCheck
+from para_core.attention.mesh_attention import AttnFunc, MeshAttention
 from para_core.attention.options import AttnKeywords, AttnOptions
-from para_core.collectives import all_gather
-from para_core.layout import Segment, SequenceLayout, even_layout
-from para_core.make_mesh import require_own_gpus
-from para_core.mesh import MeshDim, SequenceMesh, guided_mesh
+from para_core.distributed.collectives import all_gather
+from para_core.distributed.consistency import agree, signature
+from para_core.distributed.create_mesh import require_own_gpus
+from para_core.distributed.layout import Segment, SequenceLayout, even_layout
+from para_core.distributed.mesh import MeshDim, SequenceMesh, guided_mesh
+from para_core.distributed.sharding import gather_tokens
 from para_core.modes import fused_encoder
 from para_core.modes.attention_by_hand import is_softmax, scores_of_own_tokens
 from para_core.modes.block_masks import shard_block_mask
 from para_core.modes.flex_attention import FlexOverMesh, explain_unsharded_mask
 from para_core.modes.inference import layout_of_total, sequence_of_length, sequence_of_symbolic_length
 from para_core.modes.interceptor import Disabled, intercept, pass_on, unintercepted
-from para_core.modes.known_sequences import HeldLayout, ShardingMode, segments_of
 from para_core.modes.recomputation import SET_GRAD_ENABLED, bind_checkpoint, bind_reentrant_checkpoint, is_in_backward
-from para_core.tokens import gather_tokens
+from para_core.modes.sharding_mode import HeldLayout, ShardingMode, segments_of
 
 
 class UnifiedAttnMode(ShardingMode):

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from para_core.make_mesh import init_context_parallel_mesh
+from para_core.distributed.create_mesh import init_context_parallel_mesh
 from para_core.planner.checks import backends, host, memory, speed, versions
 from para_core.planner.mesh_checks import exactness, host_per_call, links
 from para_core.planner.report import BROKEN, OK, Finding, Ranks, Report

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from para_core.mesh import guided_mesh
+from para_core.distributed.mesh import guided_mesh
 from para_core.modes.unified import UnifiedAttnMode
 from para_core.planner.checks import seconds_of
 from para_core.planner.hardware import LINKS, device_named

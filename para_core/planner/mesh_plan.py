@@ -82,7 +82,7 @@ class MeshPlan:
 
     def init_mesh(self, device_type: str | None = None) -> DeviceMesh:
         """The mesh of the first row, over all ranks of this process group; see :func:`para_core.init_context_parallel_mesh`."""
-        from para_core.make_mesh import init_context_parallel_mesh
+        from para_core.distributed.create_mesh import init_context_parallel_mesh
 
         return init_context_parallel_mesh(device_type, **self.best.mesh_options)
 

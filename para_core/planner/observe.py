@@ -24,9 +24,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from para_core.mesh import MeshDim
+from para_core.distributed.mesh import MeshDim
 from para_core.planner.traffic import AttentionCall, Edges, Gathered, ModelCall, Part, Product, Summed, Tokens
-from para_core.plans.places import as_tuple, find_boundaries, matching_modules, parameters_of
+from para_core.plans.module_matching import as_tuple, find_boundaries, matching_modules, parameters_of
 from para_core.plans.plan import (
     Attention,
     Count,

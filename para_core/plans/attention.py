@@ -12,18 +12,18 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.overrides import TorchFunctionMode
 
-from para_core.attention.attend import AttnFunc, MeshAttention
 from para_core.attention.checks import LengthCheck
+from para_core.attention.mesh_attention import AttnFunc, MeshAttention
 from para_core.attention.options import AttnOptions
-from para_core.layout import Segment, SequenceLayout
-from para_core.mesh import SequenceMesh
+from para_core.distributed.layout import Segment, SequenceLayout
+from para_core.distributed.mesh import SequenceMesh
+from para_core.distributed.sharding import gather_tokens
 from para_core.modes.flex_attention import FlexOverMesh, called_in_eager_code
 from para_core.modes.interceptor import at_the_dispatcher, intercept, not_at_the_dispatcher, pass_on
-from para_core.modes.known_sequences import HeldLayout, hold, segments_of
 from para_core.modes.recomputation import SET_GRAD_ENABLED, bind_checkpoint, bind_reentrant_checkpoint
+from para_core.modes.sharding_mode import HeldLayout, hold, segments_of
 from para_core.plans.kv_cache import PAST
 from para_core.plans.plan import Attention
-from para_core.tokens import gather_tokens
 
 # Of one model; more lengths are forgotten together.
 _MOST_KNOWN = 64

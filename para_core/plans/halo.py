@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from para_core.collectives import start_all_to_all, wait
-from para_core.layout import Segment
-from para_core.mesh import MeshDim, SequenceMesh
+from para_core.distributed.collectives import start_all_to_all, wait
+from para_core.distributed.layout import Segment
+from para_core.distributed.mesh import MeshDim, SequenceMesh
 from para_core.plans.plan import Halo
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from para_core.collectives import all_to_all
-from para_core.layout import Run, Segment
-from para_core.mesh import MeshDim, SequenceMesh
+from para_core.distributed.collectives import all_to_all
+from para_core.distributed.layout import Run, Segment
+from para_core.distributed.mesh import MeshDim, SequenceMesh
 from para_core.plans.plan import AttentionByHeads
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from para_core.collectives import all_gather
-from para_core.layout import Segment
-from para_core.mesh import SequenceMesh
+from para_core.distributed.collectives import all_gather
+from para_core.distributed.layout import Segment
+from para_core.distributed.mesh import SequenceMesh
 
 # Name of a segment without a length: keys of earlier calls may stand in front of those of this one.
 PAST = "past of a key-value cache"

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from para_core.collectives import all_gather
-from para_core.mesh import SequenceMesh
+from para_core.distributed.collectives import all_gather
+from para_core.distributed.mesh import SequenceMesh
 from para_core.modes.interceptor import SDPA, pass_on
 from para_core.plans.plan import LinearAttention
 

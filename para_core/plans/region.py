@@ -1,6 +1,6 @@
 """A plan applied to one module: its calls shard what they are given, run with attention intercepted, and gather.
 
-The module's code does not know. What runs around it lives in private subclasses (``para_core.instance``), so hooks,
+The module's code does not know. What runs around it lives in private subclasses (``para_core.instance_patching``), so hooks,
 ``forward`` and attributes stay untouched.
 """
 
@@ -15,9 +15,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from para_core.attention.attend import AttnFunc
+from para_core.attention.mesh_attention import AttnFunc
 from para_core.attention.options import AttnOptions
-from para_core.instance import (
+from para_core.distributed.layout import Segment
+from para_core.distributed.mesh import MeshDim, SequenceMesh
+from para_core.instance_patching import (
     Around,
     Order,
     has_compiled_parts,
@@ -28,22 +30,20 @@ from para_core.instance import (
     wrap_method,
     wrapper,
 )
-from para_core.layout import Segment
-from para_core.mesh import MeshDim, SequenceMesh
 from para_core.modes import fused_encoder
 from para_core.modes.flash_attention import has_other_builds
 from para_core.modes.flex_attention import explain_unsharded_mask, uses_flex_attention
 from para_core.modes.interceptor import Attend, unintercepted
 from para_core.modes.recomputation import is_in_backward
 from para_core.modes.unified import UnifiedAttnMode
+from para_core.plans.apply_rules import Cutting
 from para_core.plans.attention import Interception, KnownAttention, PlannedAttention
 from para_core.plans.checkpointing import recomputed_under, refuse_checkpointing
-from para_core.plans.cutting import Cutting
 from para_core.plans.halo import add_halo, drop_halo
 from para_core.plans.heads import HeadExchange
 from para_core.plans.kv_cache import PAST, CachesOfCall
 from para_core.plans.linear import SumsOverRanks
-from para_core.plans.places import Boundary, as_tuple, find_boundaries, is_at, parameters_of
+from para_core.plans.module_matching import Boundary, as_tuple, find_boundaries, is_at, parameters_of
 from para_core.plans.plan import (
     Attention,
     AttentionByHeads,

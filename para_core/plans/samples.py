@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from para_core.collectives import all_gather
-from para_core.mesh import MeshDim
+from para_core.distributed.collectives import all_gather
+from para_core.distributed.mesh import MeshDim
 
 
 def number_of_samples(value: Any, dim: int | None) -> int | None:

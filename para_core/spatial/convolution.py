@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from para_core.mesh import MeshDim
+from para_core.distributed.mesh import MeshDim
 from para_core.spatial import rows as plans
 from para_core.spatial.errors import name_of, unknown
 from para_core.spatial.fetch import fetch, start_fetch

@@ -9,8 +9,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from para_core.collectives import all_gather, start_all_gather, start_all_to_all, wait
-from para_core.mesh import MeshDim
+from para_core.distributed.collectives import all_gather, start_all_gather, start_all_to_all, wait
+from para_core.distributed.mesh import MeshDim
 from para_core.spatial.rows import Layout, Range, held
 from para_core.spatial.tag import Rows
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from para_core.mesh import MeshDim
+from para_core.distributed.mesh import MeshDim
 from para_core.spatial.errors import name_of, unknown
 from para_core.spatial.fetch import all_ranks, gather, part_of, relayout
 from para_core.spatial.tag import Count, Rows, counted, local_sizes, rows_of, tagged, untagged

@@ -11,8 +11,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
-from para_core.agreement import agree, signature
-from para_core.mesh import MeshDim, SequenceMesh
+from para_core.distributed.consistency import agree, signature
+from para_core.distributed.mesh import MeshDim, SequenceMesh
 from para_core.spatial import convolution, local, norm, products, resample, views
 from para_core.spatial.errors import name_of, unknown
 from para_core.spatial.fetch import gather, part_of

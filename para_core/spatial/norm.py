@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from para_core.distributed.mesh import MeshDim
 from para_core.kernels.device_tables import kept_outside_graphs, new_table
-from para_core.mesh import MeshDim
 from para_core.spatial import operators
 from para_core.spatial.errors import unknown
 from para_core.spatial.fetch import all_ranks

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from para_core.agreement import exchange
-from para_core.mesh import GuidedMesh, MeshDim, find_or_make_group, guided_mesh
+from para_core.distributed.consistency import exchange
+from para_core.distributed.mesh import GuidedMesh, MeshDim, find_or_make_group, guided_mesh
 
 
 def one_group(mesh: DeviceMesh | ProcessGroup | GuidedMesh) -> MeshDim:

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from para_core.distributed.mesh import MeshDim
 from para_core.kernels.device_tables import kept_outside_graphs, new_table
-from para_core.mesh import MeshDim
 from para_core.spatial import rows as plans
 from para_core.spatial.errors import name_of, unknown
 from para_core.spatial.fetch import fetch, relayout

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from para_core.agreement import exchange
-from para_core.collectives import all_gather
-from para_core.mesh import GuidedMesh, MeshDim
+from para_core.distributed.collectives import all_gather
+from para_core.distributed.consistency import exchange
+from para_core.distributed.mesh import GuidedMesh, MeshDim
 
 
 class Tiles(TorchFunctionMode):

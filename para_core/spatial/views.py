@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from para_core.mesh import MeshDim
+from para_core.distributed.mesh import MeshDim
 from para_core.spatial.errors import name_of, unknown
 from para_core.spatial.local import aligned
 from para_core.spatial.rows import Layout, held

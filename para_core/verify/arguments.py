@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from para_core.instance import is_wrapped, original_class, uncompiled
+from para_core.instance_patching import is_wrapped, original_class, uncompiled
 from para_core.plans.plan import Plan, Split
 from para_core.verify.lengths import Inputs
 

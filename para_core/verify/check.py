@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from para_core.instance import original_class
+from para_core.instance_patching import original_class
 from para_core.plans.plan import Plan
 from para_core.plans.published import published_plan
 from para_core.verify.arguments import checked_module, checked_ranks, dims_of_plan, dims_of_tokens

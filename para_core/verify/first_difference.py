@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from para_core.instance import original_class
-from para_core.layout import Segment
+from para_core.distributed.layout import Segment
+from para_core.instance_patching import original_class
 from para_core.verify.parts import held_positions
 from para_core.verify.record import AttentionCall, Digest, Event, Recording
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from para_core.layout import Segment, SequenceLayout
+from para_core.distributed.layout import Segment, SequenceLayout
 
 # Of a joint sequence. More would be tried in too many orders.
 _MOST_SEGMENTS = 3

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from para_core.layout import Segment, SequenceLayout
-from para_core.mesh import SequenceMesh
-from para_core.modes.known_sequences import HeldLayout
+from para_core.distributed.layout import Segment, SequenceLayout
+from para_core.distributed.mesh import SequenceMesh
+from para_core.modes.sharding_mode import HeldLayout
 from para_core.modes.unified import UnifiedAttnMode
 from para_core.plans.plan import Plan
 from para_core.plans.region import apply_plan, segments_under_way

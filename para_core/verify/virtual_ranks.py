@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from para_core.instance import original_class
-from para_core.mesh import SequenceMesh, mesh_of_groups
+from para_core.distributed.mesh import SequenceMesh, mesh_of_groups
+from para_core.instance_patching import original_class
 from para_core.plans.plan import Plan
 from para_core.plans.region import apply_plan
 
@@ -115,7 +115,7 @@ _ProcessGroup: Any = dist.ProcessGroup
 
 
 class _LocalGroup(_ProcessGroup):  # type: ignore[misc]
-    """One rank's view of a group of threads: the collectives of :mod:`para_core.collectives`, and no others."""
+    """One rank's view of a group of threads: the collectives of :mod:`para_core.distributed.collectives`, and no others."""
 
     def __init__(self, rank: int, meeting: _Meeting, device_type: str) -> None:
         super().__init__(rank, len(meeting.sent))

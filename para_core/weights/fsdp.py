@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from para_core.instance import unwrapped, written_class
+from para_core.instance_patching import unwrapped, written_class
 from para_core.weights.gradients import Gradients
 from para_core.weights.subclasses import consists_of_tensors
 from para_core.weights.tensor import write_part

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from para_core.mesh import (
+from para_core.distributed.mesh import (
     MeshDim,
     SequenceMesh,
     find_or_make_group,
@@ -32,7 +32,7 @@ def timeout_of(mesh: SequenceMesh) -> timedelta | None:
 
 
 def as_ranks(mesh: DeviceMesh) -> SequenceMesh:
-    """Those of a mesh that FSDP2 takes, as :func:`~para_core.agreement.agree` takes them.
+    """Those of a mesh that FSDP2 takes, as :func:`~para_core.distributed.consistency.agree` takes them.
 
     Raises:
         ValueError: it has more than two dims, or this rank is not part of it.

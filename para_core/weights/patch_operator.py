@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from para_core.collectives import define_collective, done
+from para_core.distributed.collectives import define_collective, done
 from para_core.modes.interceptor import intercept
 
 # Of a kind of attention, by its number, and what ``scaled_dot_product_attention`` takes.

@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from para_core.instance import Order, unwrap, wrap_alike
-from para_core.layout import Segment, SequenceLayout
-from para_core.mesh import MeshDim, SequenceMesh, dim_of_one
-from para_core.plans.cutting import Cutting
-from para_core.plans.places import Boundary, as_tuple, find_boundaries, parameters_of
+from para_core.distributed.layout import Segment, SequenceLayout
+from para_core.distributed.mesh import MeshDim, SequenceMesh, dim_of_one
+from para_core.instance_patching import Order, unwrap, wrap_alike
+from para_core.plans.apply_rules import Cutting
+from para_core.plans.module_matching import Boundary, as_tuple, find_boundaries, parameters_of
 from para_core.plans.plan import Attention, AttentionByHeads, Entries, FirstTokens, LastTokens, Plan, Replicate, Split
 from para_core.weights.patch_operator import PatchAttnMode
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from para_core.deferred import Deferred, Expected, LiveDeferred, arrived
+from para_core.cfg.deferred import Deferred, Expected, LiveDeferred, arrived
 
 _aten = torch.ops.aten
 # Beside pointwise functions: each element is that of the same place.

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from para_core.deferred import Expected, LiveDeferred, arrived
-from para_core.instance import Order, has_compiled_parts, is_compiled, unwrap, wrap_alike, wrap_method, wrapper
+from para_core.cfg.deferred import Expected, LiveDeferred, arrived
+from para_core.instance_patching import Order, has_compiled_parts, is_compiled, unwrap, wrap_alike, wrap_method, wrapper
 from para_core.modes.interceptor import at_the_dispatcher
-from para_core.plans.places import parameters_of
+from para_core.plans.module_matching import parameters_of
 from para_core.plans.region import attention_left_alone, intercepts_by_mode
 from para_core.weights.patch_operator import PatchAttnMode, attending_by
 from para_core.weights.patch_plan import PatchCuts, PatchPlaces, PatchPlan, Rows

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from para_core.instance import Order, is_compiled, original_class, unwrap, wrap_alike, wrap_method, wrapper
-from para_core.mesh import MeshDim
-from para_core.plans.places import parameters_of
+from para_core.distributed.mesh import MeshDim
+from para_core.distributed.point_to_point import Links
+from para_core.instance_patching import Order, is_compiled, original_class, unwrap, wrap_alike, wrap_method, wrapper
+from para_core.plans.module_matching import parameters_of
 from para_core.plans.region import attention_is_skipped
-from para_core.point_to_point import Links
 from para_core.staged import STAGES
 from para_core.weights.gradients import Gradients
 from para_core.weights.stand_ins import put_weight, weights_of

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from para_core.distributed.sharding import gather_tokens
 from para_core.modes.interceptor import Attend, outer_attention
 from para_core.plans.attention import planned_layouts
 from para_core.plans.plan import Attention
 from para_core.plans.region import attention_is_skipped, planned_attention, segments_under_way
-from para_core.tokens import gather_tokens
 from para_core.weights.patch_plan import PatchPlaces, Rows
 
 

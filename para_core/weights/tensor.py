@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from para_core.instance import ForwardOfInstance, Order, unwrap, wrap_alike, wrap_method, written_class
-from para_core.plans.places import matching_modules
+from para_core.instance_patching import ForwardOfInstance, Order, unwrap, wrap_alike, wrap_method, written_class
+from para_core.plans.module_matching import matching_modules
 from para_core.weights.gradients import Gradients
 from para_core.weights.subclasses import consists_of_tensors, map_plain_tensors, plain_tensors
 from para_core.weights.tensor_plan import Linear, TensorPlan

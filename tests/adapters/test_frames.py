@@ -61,7 +61,7 @@ def test_each_wrapper_of_a_pipeline_and_its_model_is_one_frame(cached, at_forwar
         if cached:
             apply_cache_on_pipe(pipe, residual_diff_threshold=0.0)
         # Beside them, one for each wrapped method: the pipe's and the model's __call__, and the model's _call_impl.
-        assert files_at(FluxTransformer2DModel, "forward", pipe) == {**at_forward, "instance.py": 3}
+        assert files_at(FluxTransformer2DModel, "forward", pipe) == {**at_forward, "instance_patching.py": 3}
         # Down to where keys and values leave for other ranks.
         assert files_at(Transfer, "start", pipe).total() <= at_exchange
 

@@ -16,8 +16,8 @@ from torch.utils import _pytree as pytree
 from benchmarks.random_weights import fill
 from benchmarks.tiny_pipelines import PIPELINES
 from para_core.adapters import parallelize_pipe, unparallelize_pipe
-from para_core.guidance import Guidance
-from para_core.mesh import MeshDim
+from para_core.cfg.guidance import Guidance
+from para_core.distributed.mesh import MeshDim
 from tests.tiny import cpu_mesh, flux_call, flux_inputs, flux_pipe, relative_error
 
 GUIDED = {"negative_prompt": "a blue square", "true_cfg_scale": 2.0}

@@ -19,8 +19,8 @@ from torch.overrides import _get_current_function_mode_stack
 
 from para_core.adapters import parallelize_pipe, parallelize_transformer
 from para_core.adapters.one_call import set_timeout
-from para_core.mesh import find_or_make_group, guided_mesh
-from para_core.point_to_point import Links
+from para_core.distributed.mesh import find_or_make_group, guided_mesh
+from para_core.distributed.point_to_point import Links
 from para_core.spatial.one_group import first_ranks
 from tests.rank_pool import RankPoolError
 from tests.tiny import (

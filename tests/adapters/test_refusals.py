@@ -25,7 +25,7 @@ from para_core.adapters.supported import tensor_plan_for
 from para_core.adapters.weights.components import blocks_of
 from para_core.adapters.weights.stages import hold_stage
 from para_core.cache.options import CacheOptions
-from para_core.mesh import guided_mesh
+from para_core.distributed.mesh import guided_mesh
 from para_core.plans.region import plan_mesh
 from para_core.weights.fsdp import shard_blocks
 from para_core.weights.group import weights_mesh

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from para_core.attention.local_rows import MaskReviews, require_own_rows
-from para_core.layout import Segment, SequenceLayout
+from para_core.distributed.layout import Segment, SequenceLayout
 
 
 def causal(rows, total, first=0, window=None, left=0, valid=None):

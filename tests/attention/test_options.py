@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from para_core import Segment, SequenceLayout, UnifiedAttnMode, unified_attention
 from para_core.attention.mask import MaskExtents, mask_extents
-from para_core.layout import even_layout
+from para_core.distributed.layout import even_layout
 from tests.attention.cases import MESHES, TEXT_FIRST, Case, Mask, attend
 from tests.attention.one_device import make_qkv, relative_error
 from tests.attention.test_exactness import check

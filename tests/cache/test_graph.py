@@ -20,7 +20,7 @@ from para_core.adapters import (
 )
 from para_core.adapters.supported import adapter_for
 from para_core.adapters.weights.components import blocks_of
-from para_core.instance import wrapper
+from para_core.instance_patching import wrapper
 from tests.adapters.test_pipelines import build, generate
 from tests.cache.scripted import ADAPTER, BLOCKS, IN_TWO_STAGES, Pipe, Scripted, verdicts
 from tests.rank_pool import heartbeat

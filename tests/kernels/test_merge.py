@@ -11,9 +11,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.compiled import ARCHS
-from para_core import fused
+from para_core import triton_support
 from para_core.attention.merge import Merged, merge_on_gpu, merge_on_gpu_in_place
-from para_core.collectives import LIBRARY
+from para_core.distributed.collectives import LIBRARY
 from para_core.kernels import merge, merge_reference
 from tests.kernels.launches import by_use
 
@@ -167,15 +167,15 @@ def test_without_triton_or_in_other_dtypes_the_gpu_takes_plain_pytorch():
     merge_on_gpu_in_place(*sides)
     torch.testing.assert_close(sides[:2], list(exactly(*[x.double() for x in partial_results((1, 2, 5, 8))])))
     missing = [
-        mock.patch.object(fused, "import_module", side_effect=ModuleNotFoundError("no triton")),
+        mock.patch.object(triton_support, "import_module", side_effect=ModuleNotFoundError("no triton")),
         mock.patch.dict(os.environ, {"PATH": "", "CC": ""}),  # no compiler
     ]
     for patch in missing:
-        fused.kernels.cache_clear()
+        triton_support.kernels.cache_clear()
         with patch:
             sides = partial_results((1, 2, 5, 8), torch.bfloat16)
             require_equal(merge_on_gpu(*sides), sides)
-    fused.kernels.cache_clear()
+    triton_support.kernels.cache_clear()
 
 
 @pytest.mark.parametrize("name", ["merge", "merge_"])

@@ -4,16 +4,16 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from para_core import fused
-from para_core.attention import boxes, merge, transfer
+from para_core import triton_support
+from para_core.attention import merge, pack_ops, transfer
 from para_core.attention.approximate import wire
 from para_core.cache import operators as cache_operators
 from para_core.kernels.exchange_reference import Box
 from para_core.spatial import operators as spatial_operators
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
-PACKED = boxes.as_numbers([Box(0, 0, 3, 0, 2, 0, 16)])
-ROUNDED = boxes.as_numbers([Box(0, 0, 3, 0, 2, 0, 24)])
+PACKED = pack_ops.as_numbers([Box(0, 0, 3, 0, 2, 0, 16)])
+ROUNDED = pack_ops.as_numbers([Box(0, 0, 3, 0, 2, 0, 24)])
 
 
 def zeros(*shape, dtype=torch.bfloat16, device=CPU):
@@ -27,8 +27,8 @@ def _partial():
 CALLS = {
     "merge": lambda: merge.merge_on_gpu(*_partial(), *_partial()),
     "merge_": lambda: merge.merge_on_gpu_in_place(zeros(1, 2, 3, 8, dtype=torch.float32), _partial()[1], *_partial()),
-    "pack": lambda: boxes.pack_on_gpu([zeros(1, 2, 3, 8)], PACKED, 48),
-    "unpack": lambda: boxes.unpack_on_gpu(zeros(48), PACKED, [1, 2, 3, 8]),
+    "pack": lambda: pack_ops.pack_on_gpu([zeros(1, 2, 3, 8)], PACKED, 48),
+    "unpack": lambda: pack_ops.unpack_on_gpu(zeros(48), PACKED, [1, 2, 3, 8]),
     "pack_8_bits": lambda: wire.pack_on_gpu([zeros(1, 2, 3, 8)], ROUNDED, 72, torch.int8),
     "unpack_8_bits": lambda: wire.unpack_on_gpu(
         zeros(72, dtype=torch.uint8), ROUNDED, [1, 2, 3, 8], torch.int8, torch.bfloat16
@@ -45,7 +45,7 @@ CALLS = {
 @pytest.fixture
 def capability(monkeypatch):
     """Sets what the GPU says it is; the list holds the devices that were asked."""
-    fused.kernels.cache_clear()
+    triton_support.kernels.cache_clear()
     asked = []
 
     def be(*capability):
@@ -53,7 +53,7 @@ def capability(monkeypatch):
         return asked
 
     yield be
-    fused.kernels.cache_clear()
+    triton_support.kernels.cache_clear()
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -63,7 +63,7 @@ def test_an_operator_asks_for_its_device_and_does_without_kernels(monkeypatch, n
     def without(module, device=None):
         asked.append(device)
 
-    for module in (boxes, wire, merge, cache_operators, spatial_operators):
+    for module in (pack_ops, wire, merge, cache_operators, spatial_operators):
         monkeypatch.setattr(module, "kernels", without)
     CALLS[name]()
     assert asked == [CPU]
@@ -82,11 +82,13 @@ def test_the_test_covers_every_operator_that_launches_a_kernel():
 @pytest.mark.parametrize(("numbers", "takes"), [((7, 5), False), ((8, 0), True), ((12, 0), True)])
 def test_a_device_is_asked_once(capability, numbers, takes):
     asked = capability(*numbers)
-    assert [(fused.kernels("exchange", GPU) is not None) for _ in range(3)] == [takes] * 3
+    assert [(triton_support.kernels("exchange", GPU) is not None) for _ in range(3)] == [takes] * 3
     assert asked == [GPU]
-    assert fused.kernels("exchange", torch.device("cuda", 1)) is (fused.kernels("exchange") if takes else None)
+    assert triton_support.kernels("exchange", torch.device("cuda", 1)) is (
+        triton_support.kernels("exchange") if takes else None
+    )
     # A CPU (Triton's interpreter) and meta tensors have no capability.
-    assert fused.kernels("exchange", CPU) is not None
+    assert triton_support.kernels("exchange", CPU) is not None
     assert len(asked) == 2
 
 
@@ -94,7 +96,7 @@ def test_an_exchange_is_planned_without_kernels_before_ampere(capability):
     capability(7, 0)
     with FakeTensorMode(), torch.no_grad():
         assert not transfer.takes_kernels(zeros(1, 2, 3, 8, device=GPU))
-    fused.kernels.cache_clear()
+    triton_support.kernels.cache_clear()
     capability(8, 6)
     with FakeTensorMode(), torch.no_grad():
         assert transfer.takes_kernels(zeros(1, 2, 3, 8, device=GPU))

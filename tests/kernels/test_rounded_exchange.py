@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from benchmarks.compiled import ARCHS
 from benchmarks.launches import LaunchCounter
 from para_core.attention.approximate.wire import pack_on_gpu, row_bytes, unpack_on_gpu
-from para_core.attention.boxes import as_numbers
+from para_core.attention.pack_ops import as_numbers
 from para_core.kernels import exchange, exchange_reference
 from para_core.kernels.exchange_reference import Box
 from tests.kernels.launches import by_use

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from para_core import UnifiedAttnMode, init_context_parallel_mesh
-from para_core.mesh import one_rank
+from para_core.distributed.mesh import one_rank
 
 
 def build():

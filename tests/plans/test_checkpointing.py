@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from para_core.mesh import sequence_mesh
+from para_core.distributed.mesh import sequence_mesh
 from para_core.plans.plan import Attention, Gather, Plan, Split
 from para_core.plans.region import apply_plan
 from tests.attention.one_device import relative_error

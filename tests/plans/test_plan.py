@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaConfig, LlamaModel
 
-from para_core.mesh import one_rank, sequence_mesh
-from para_core.plans.cutting import Cutting
+from para_core.distributed.mesh import one_rank, sequence_mesh
+from para_core.plans.apply_rules import Cutting
 from para_core.plans.plan import Entries, Gather, Plan, Split
 from para_core.plans.region import apply_plan, plan_mesh, remove_plan
 from tests.plans.test_published import GATHER, cut

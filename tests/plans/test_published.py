@@ -6,7 +6,7 @@ from diffusers import FluxTransformer2DModel
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 from torch import nn
 
-from para_core.mesh import sequence_mesh
+from para_core.distributed.mesh import sequence_mesh
 from para_core.plans.published import published_plan
 from para_core.plans.region import apply_plan, plan_mesh, remove_plan
 from tests.tiny import cpu_mesh, flux_inputs, flux_transformer, relative_error

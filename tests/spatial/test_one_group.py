@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks.tiny_vaes import TINY_VAES
 from para_core.adapters import parallelize_vae
-from para_core.instance import wrapper
+from para_core.instance_patching import wrapper
 from para_core.spatial.one_group import dim_groups, first_ranks, one_group
 
 

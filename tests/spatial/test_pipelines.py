@@ -9,7 +9,7 @@ from diffusers import FluxPipeline
 
 from benchmarks.tiny_pipelines import PIPELINES
 from para_core.adapters import parallelize_pipe, unparallelize_pipe
-from para_core.instance import is_wrapped
+from para_core.instance_patching import is_wrapped
 from tests.adapters.test_pipelines import generate
 from tests.attention.one_device import relative_error
 from tests.tiny import cpu_mesh

@@ -99,7 +99,7 @@ OFF, SLIGHTLY = torch.tensor([1.0, 2.0, 3.0, 4.01]), torch.tensor([1.0, 2.0, 3.0
         ({"outs": [torch.full((4,), torch.nan)]}, "wrong"),
         ({"undone": [SLIGHTLY]}, "wrong"),
         ({"state": {"pipe": "FluxPipeline", "pipe._para_core": "dict"}}, "wrong"),
-        ({"kept": ["pipe.scheduler.model_outputs holds para_core.deferred.Deferred"]}, "wrong"),
+        ({"kept": ["pipe.scheduler.model_outputs holds para_core.cfg.deferred.Deferred"]}, "wrong"),
         (refused(), "wrong"),  # alone: the other rank would wait for it
     ],
 )

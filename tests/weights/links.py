@@ -7,7 +7,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from para_core import point_to_point
+from para_core.distributed import point_to_point
 from para_core.spatial import fetch
 
 

@@ -26,7 +26,7 @@ from para_core.adapters import (
     pipefusion_report,
     unparallelize_pipe,
 )
-from para_core.deferred import LiveDeferred
+from para_core.cfg.deferred import LiveDeferred
 from para_core.weights.patch_plan import patch_rows
 from para_core.weights.patches import Arrival, Expected, Patched
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, relative_error

@@ -14,8 +14,8 @@ from para_core.adapters.caching.calibration.trial import Trial
 from para_core.adapters.caching.generation import caching_of
 from para_core.adapters.caching.pipe import apply_cache_on_pipe, remove_cache_from_pipe
 from para_core.adapters.one_call import mesh_of
-from para_core.instance import original_class
-from para_core.mesh import one_guided_rank
+from para_core.distributed.mesh import one_guided_rank
+from para_core.instance_patching import original_class
 
 
 def calibrate_cache(

@@ -13,10 +13,10 @@ from torch import Tensor
 from para_core.adapters.caching.calibration.image_metrics import ImageMetric, as_images
 from para_core.adapters.caching.calibration.result import CalibrationRow
 from para_core.adapters.caching.pipe import cache_report
-from para_core.agreement import exchange
 from para_core.cache.decision import Verdict
 from para_core.cache.report import Row
-from para_core.mesh import GuidedMesh
+from para_core.distributed.consistency import exchange
+from para_core.distributed.mesh import GuidedMesh
 
 
 class Trial:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from para_core.attention.tiles import own_runs, sharded_runs
-from para_core.layout import Run, SequenceLayout
-from para_core.mesh import SequenceMesh
+from para_core.distributed.layout import Run, SequenceLayout
+from para_core.distributed.mesh import SequenceMesh
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ from para_core.attention.local import local_attention_with_lse, lse_dtype
 from para_core.attention.merge import Merged
 from para_core.attention.ring import Packing, one_by_one, ring_attention
 from para_core.attention.tiles import sharded_runs
-from para_core.collectives import all_gather
-from para_core.layout import Run
+from para_core.distributed.collectives import all_gather
+from para_core.distributed.layout import Run
 
 
 @torch.no_grad()

@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from para_core.attention.boxes import new_tensors, read_boxes
-from para_core.collectives import LIBRARY, define_operator
-from para_core.fused import kernels, on_device_of
+from para_core.attention.pack_ops import new_tensors, read_boxes
+from para_core.distributed.collectives import LIBRARY, define_operator
 from para_core.kernels import exchange_reference
 from para_core.kernels.exchange_reference import SCALE_BYTES
+from para_core.triton_support import kernels, on_device_of
 
 define_operator("pack_8_bits(Tensor[] tensors, SymInt[] boxes, SymInt numel, ScalarType to) -> Tensor")
 define_operator(
@@ -41,7 +41,7 @@ def unpack(buffer: Tensor, boxes: list[int], shapes: list[int], of: torch.dtype,
     """:func:`para_core.kernels.exchange_reference.unpack_rounded` into new tensors, which the boxes cover.
 
     Args:
-        shapes: as in :func:`para_core.attention.boxes.unpack`.
+        shapes: as in :func:`para_core.attention.pack_ops.unpack`.
         dtype: of the new tensors.
     """
     into = _new_tensors(buffer, boxes, shapes, of, dtype)

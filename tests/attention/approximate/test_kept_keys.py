@@ -17,8 +17,8 @@ from para_core.attention.approximate import snapkv
 from para_core.attention.approximate.kept_keys import KeptKeys
 from para_core.attention.call import Call
 from para_core.attention.options import AttnOptions
-from para_core.layout import Segment, SequenceLayout
-from para_core.mesh import MeshDim, SequenceMesh
+from para_core.distributed.layout import Segment, SequenceLayout
+from para_core.distributed.mesh import MeshDim, SequenceMesh
 from tests.attention.approximate.sparse_cases import SparseCase, check_all
 from tests.attention.cases import BALANCED, IMAGE_FIRST, ON_FEW_MESHES, TEXT_FIRST, Case, Mask
 from tests.attention.one_device import make_qkv, relative_error

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from para_core.collectives import all_gather
-from para_core.layout import Segment, SequenceLayout
-from para_core.mesh import SequenceMesh
+from para_core.distributed.collectives import all_gather
+from para_core.distributed.layout import Segment, SequenceLayout
+from para_core.distributed.mesh import SequenceMesh
 
 
 def shard_tokens(x: Tensor, dim: int, layout: SequenceLayout, mesh: SequenceMesh) -> Tensor:

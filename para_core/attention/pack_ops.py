@@ -9,10 +9,10 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from para_core.collectives import LIBRARY, define_operator
-from para_core.fused import kernels, on_device_of
+from para_core.distributed.collectives import LIBRARY, define_operator
 from para_core.kernels import exchange_reference
 from para_core.kernels.exchange_reference import Box
+from para_core.triton_support import kernels, on_device_of
 
 define_operator("pack(Tensor[] tensors, SymInt[] boxes, SymInt numel) -> Tensor")
 define_operator("unpack(Tensor buffer, SymInt[] boxes, SymInt[] shapes) -> Tensor[]")

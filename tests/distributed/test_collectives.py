@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from para_core.collectives import all_gather
-from para_core.mesh import guided_mesh
+from para_core.distributed.collectives import all_gather
+from para_core.distributed.mesh import guided_mesh
 
 SIZES = [(3, 1), (0, 4), (2, 0), (5, 6), (2, 2)]
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from para_core.instance import original_class, uncompiled
+from para_core.instance_patching import original_class, uncompiled
 from para_core.plans.plan import Attending, AttentionByHeads, Cut, Gather, Halo, Plan
 
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-from para_core.agreement import Signature, agree
 from para_core.attention.blocks import tied
 from para_core.attention.call import Call, make_call
 from para_core.attention.call_agreement import agree_on_call, call_signature, last_two
@@ -28,9 +27,10 @@ from para_core.attention.local_rows import MaskReviews
 from para_core.attention.mask import MaskExtents, mask_extents, mask_of_block
 from para_core.attention.operator import attend
 from para_core.attention.options import AttnOptions
-from para_core.attention.unified import autocasts, forward
-from para_core.layout import SequenceLayout
-from para_core.mesh import SequenceMesh
+from para_core.attention.usp import autocasts, forward
+from para_core.distributed.consistency import Signature, agree
+from para_core.distributed.layout import SequenceLayout
+from para_core.distributed.mesh import SequenceMesh
 
 # (local query length, local key length, whether it matters where in the sequence a token is) -> layouts of queries and keys.
 ChooseLayouts = Callable[[int, int, bool], tuple[SequenceLayout, SequenceLayout]]

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from para_core.guidance import Guidance
-from para_core.mesh import guided_mesh
+from para_core.cfg.guidance import Guidance
+from para_core.distributed.mesh import guided_mesh
 
 
 class Model:

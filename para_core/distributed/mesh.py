@@ -1,4 +1,4 @@
-"""Which ranks work together: reading what a user gives as a mesh. Making one: :mod:`para_core.make_mesh`."""
+"""Which ranks work together: reading what a user gives as a mesh. Making one: :mod:`para_core.distributed.create_mesh`."""
 
 from __future__ import annotations
 

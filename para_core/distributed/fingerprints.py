@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from para_core.collectives import tensor_bytes
+from para_core.distributed.collectives import tensor_bytes
 
 _WORD_BYTES = 8
 # Constants of SplitMix64 (Steele, Lea and Flood 2014, https://doi.org/10.1145/2660193.2660195): the step between positions, and the

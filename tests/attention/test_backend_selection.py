@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.interpreted import interpreted
 from para_core import UnifiedAttnMode, init_context_parallel_mesh
-from para_core.attention import choice, local
-from para_core.attention.choice import chosen
+from para_core.attention import backend_selection, local
+from para_core.attention.backend_selection import chosen
 from para_core.attention.local import (
     continued_attention,
     local_attention,
@@ -21,7 +21,7 @@ from para_core.attention.local import (
 )
 from para_core.attention.merge import Merged
 from para_core.attention.options import AttnOptions
-from para_core.mesh import one_rank
+from para_core.distributed.mesh import one_rank
 from tests.attention.one_device import make_qkv, relative_error
 from tests.kernels.attention_cases import by_formula, check_lse, error, make
 
@@ -83,7 +83,7 @@ def test_triton_without_a_gpu_is_an_error_that_says_so():
 
 
 def test_triton_that_is_not_installed_is_an_error_that_names_the_package(monkeypatch):
-    monkeypatch.setattr(choice, "has_triton", lambda: False)
+    monkeypatch.setattr(backend_selection, "has_triton", lambda: False)
     query, key, value = make(5, 7)
     with pytest.raises(RuntimeError, match=r'pip install "triton>=3\.5"'):
         local_attention(query, key, value, backend="triton")
@@ -112,9 +112,9 @@ def test_the_named_backend_computes_on_one_rank_too(monkeypatch, compiled):
     mask = torch.ones(5, 7, dtype=torch.bool).tril(1)
     by_math = []
     for table in (local.FORWARD, local.BACKWARD):
-        function = table[choice.OF_PYTORCH["math"]]
+        function = table[backend_selection.OF_PYTORCH["math"]]
         counted = lambda *args, function=function: by_math.append(function) or function(*args)  # noqa: E731
-        monkeypatch.setitem(table, choice.OF_PYTORCH["math"], counted)
+        monkeypatch.setitem(table, backend_selection.OF_PYTORCH["math"], counted)
 
     def call(*tensors):
         return F.scaled_dot_product_attention(*tensors, attn_mask=mask, scale=0.3, enable_gqa=True)
@@ -160,14 +160,14 @@ def test_what_pytorch_has_for_cuda_alone_says_so_on_a_cpu(backend, with_gradient
 
 
 def test_without_a_measurement_pytorch_chooses():
-    assert not choice.FASTEST
+    assert not backend_selection.FASTEST
     query, _, value = make(5, 7)
     assert chosen(None, query.bfloat16(), value.bfloat16(), masked=False) is None
 
 
 def test_a_row_of_the_table_holds_for_its_device_while_the_user_has_switched_nothing_off(monkeypatch):
-    monkeypatch.setattr(choice, "FASTEST", {(90, 16, False): "cudnn", (90, 16, True): "triton"})
-    monkeypatch.setattr(choice, "_arch", lambda device: 90)
+    monkeypatch.setattr(backend_selection, "FASTEST", {(90, 16, False): "cudnn", (90, 16, True): "triton"})
+    monkeypatch.setattr(backend_selection, "_arch", lambda device: 90)
     query, _, value = (x.bfloat16() for x in make(5, 7))
     with sdpa_kernel(ALL_ON):
         assert chosen(None, query, value, masked=False) == "cudnn"
@@ -179,7 +179,7 @@ def test_a_row_of_the_table_holds_for_its_device_while_the_user_has_switched_not
         assert chosen(None, query.float(), value.float(), masked=False) is None
     with sdpa_kernel(ALL_ON[1:]):
         assert chosen(None, query, value, masked=False) is None
-    monkeypatch.setattr(choice, "_arch", lambda device: 80)
+    monkeypatch.setattr(backend_selection, "_arch", lambda device: 80)
     assert chosen(None, query, value, masked=False) is None
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
-from para_core.mesh import GuidedMesh, MeshDim, SequenceMesh, host_group
+from para_core.distributed.mesh import GuidedMesh, MeshDim, SequenceMesh, host_group
 
 # gloo's threads drop the tensors of the last collective a little after it is done, and need the GIL for it. At exit they
 # would not get it any more, and a script that ends right after a collective aborts in one of four runs ("terminate called
@@ -289,7 +289,7 @@ def all_gather(x: Tensor, sizes: Sequence[int], tensor_dim: int, dim: MeshDim) -
 def all_gather_bytes(x: Tensor, dim: MeshDim) -> Tensor:
     """The equally long uint8 CPU tensors ``x`` of all ranks of ``dim``, concatenated. Eager code only; blocks.
 
-    Goes over the CPU, also where the group of ``dim`` does not (:func:`~para_core.mesh.host_group`): nothing is waited for
+    Goes over the CPU, also where the group of ``dim`` does not (:func:`~para_core.distributed.mesh.host_group`): nothing is waited for
     but the other ranks.
     """
     if dim.group is None:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from benchmarks.far_worlds import METHODS, call
 from benchmarks.launches import fake_group
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("worlds", [("8",), pytest.param(("64",), marks=pytest.mark.long)])

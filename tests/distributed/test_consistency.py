@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from para_core.agreement import agree, exchange, signature
-from para_core.collectives import broadcast_bytes
-from para_core.mesh import one_rank, sequence_mesh
+from para_core.distributed.collectives import broadcast_bytes
+from para_core.distributed.consistency import agree, exchange, signature
+from para_core.distributed.mesh import one_rank, sequence_mesh
 
 
 class Gathered(TorchDispatchMode):

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from para_core.agreement import exchange
-from para_core.mesh import TENSOR_DIM, GuidedMesh, MeshDim, dim_of_one, find_or_make_group, one_rank
+from para_core.distributed.consistency import exchange
+from para_core.distributed.mesh import TENSOR_DIM, GuidedMesh, MeshDim, dim_of_one, find_or_make_group, one_rank
 
 # From one index along the dim to another.
 Edge = tuple[int, int]

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from para_core.adapters.one_call import describe
-from para_core.fingerprints import fingerprints
+from para_core.distributed.fingerprints import fingerprints
 
 DTYPES = [
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.complex64),

@@ -38,8 +38,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from para_core.collectives import all_gather_bytes
-from para_core.mesh import GuidedMesh, MeshDim, SequenceMesh
+from para_core.distributed.collectives import all_gather_bytes
+from para_core.distributed.mesh import GuidedMesh, MeshDim, SequenceMesh
 
 MAX_OWN = 4
 # Digest, length, own integers.

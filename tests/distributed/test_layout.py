@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from para_core import Segment, SequenceLayout
-from para_core.layout import even_layout
+from para_core.distributed.layout import even_layout
 
 RANKS = st.integers(1, 9)
 SEGMENTS = st.lists(
@@ -31,7 +31,7 @@ def positions(layout: SequenceLayout, rank: int) -> list[int]:
 
 
 def test_the_docstrings_are_right():
-    assert doctest.testmod(import_module("para_core.layout")).failed == 0
+    assert doctest.testmod(import_module("para_core.distributed.layout")).failed == 0
 
 
 @given(total=st.integers(0, 200), ranks=RANKS)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from para_core.instance import Order, has_compiled_parts, original_class, unwrap, wrap_method, wrapper
+from para_core.instance_patching import Order, has_compiled_parts, original_class, unwrap, wrap_method, wrapper
 
 
 class Greeter:

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from para_core.layout import Segment, SequenceLayout
-from para_core.mesh import SequenceMesh
+from para_core.distributed.layout import Segment, SequenceLayout
+from para_core.distributed.mesh import SequenceMesh
+from para_core.distributed.sharding import gather_tokens, shard_tokens
 from para_core.modes.block_masks import shard_block_mask
 from para_core.plans.plan import Count, Cut, Entries, FirstTokens, Gather, LastTokens, Replicate, Split, SplitMask
-from para_core.tokens import gather_tokens, shard_tokens
 
 
 class Cutting:

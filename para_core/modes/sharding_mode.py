@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from para_core.agreement import Record, Signature, agree, signature
 from para_core.attention.call_agreement import EQUAL_PARTS
-from para_core.layout import Segment, SequenceLayout, even_layout
-from para_core.mesh import SequenceMesh
-from para_core.tokens import gather_tokens, shard_tokens
+from para_core.distributed.consistency import Record, Signature, agree, signature
+from para_core.distributed.layout import Segment, SequenceLayout, even_layout
+from para_core.distributed.mesh import SequenceMesh
+from para_core.distributed.sharding import gather_tokens, shard_tokens
 
 # A length that outlives a call: an int while tracing, else the first dim of a tensor without elements. Dynamo takes an
 # int that it finds on a mode for a constant, and would compile anew for every length; sizes of tensors become symbolic.

@@ -1,4 +1,4 @@
-"""Making a mesh: its shape, its groups, and one GPU per rank. Reading what a user gives as one: :mod:`para_core.mesh`."""
+"""Making a mesh: its shape, its groups, and one GPU per rank. Reading what a user gives as one: :mod:`para_core.distributed.mesh`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from para_core.mesh import (
+from para_core.distributed.mesh import (
     MESH_DIMS,
     PIPE_DIM,
     TENSOR_DIM,

@@ -27,8 +27,8 @@ from para_core import (
     unified_attention,
 )
 from para_core.adapters import parallelize_transformer
-from para_core.make_mesh import choose_mesh_shape, ranks_per_host, shared_gpu
-from para_core.mesh import find_or_make_group, sequence_mesh
+from para_core.distributed.create_mesh import choose_mesh_shape, ranks_per_host, shared_gpu
+from para_core.distributed.mesh import find_or_make_group, sequence_mesh
 from tests.attention.one_device import make_qkv, relative_error
 from tests.tiny import flux_transformer
 
@@ -44,7 +44,7 @@ def divisors(n, at_most):
 
 
 def test_the_docstrings_are_right():
-    assert doctest.testmod(import_module("para_core.make_mesh")).failed == 0
+    assert doctest.testmod(import_module("para_core.distributed.create_mesh")).failed == 0
 
 
 @pytest.mark.parametrize(

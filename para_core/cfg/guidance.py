@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from para_core.agreement import agree, signature
-from para_core.collectives import all_gather, tensor_bytes
-from para_core.deferred import Deferred, Expected, Later, LiveDeferred, arrived
-from para_core.mesh import MeshDim, one_guided_rank
+from para_core.cfg.deferred import Deferred, Expected, Later, LiveDeferred, arrived
+from para_core.distributed.collectives import all_gather, tensor_bytes
+from para_core.distributed.consistency import agree, signature
+from para_core.distributed.mesh import MeshDim, one_guided_rank
 
 # foresee(model, args, kwargs): what the call gives, with tensors on the meta device; None: not known before it is computed. Takes
 # its verdict from what is the same on all ranks.
