@@ -148,18 +148,3 @@ def test_links_between_pages_lead_somewhere():
     for page in [*PAGES, "CONTRIBUTING.md", "benchmarks/tiny_flux/README.md", "cache_examples/README.md"]:
         for target in re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text()):
             assert (ROOT / page).parent.joinpath(target).exists(), f"{page} links to {target}"
-
-
-def test_what_the_page_on_troubles_says_is_printed_is_printed():
-    sources = "".join(
-        re.sub(r'"\n\s*f?"', "", path.read_text())  # messages stand on several lines
-        for folder in ("para_core", "adapters")
-        for path in (ROOT / folder).rglob("*.py")
-    )
-    said = re.findall(
-        r"(?<!\*)\*{1}([^*\n]+)\*{1}(?!\*)|\*{3}([^*\n]+)\*{3}", (ROOT / "docs/troubleshooting.md").read_text()
-    )
-    messages = [one or other for one, other in said if len(one or other) > 10]
-    assert len(messages) > 12
-    for message in messages:
-        assert message in sources, message

@@ -1,10 +1,11 @@
-"""Figures of pages are those of the JSON that a program of benchmarks/ wrote: each page is written anew, and compared.
+"""Tables of pages equal the JSON that a program of benchmarks/ wrote: each page is written again, and compared.
 
 Measures nothing. docs/pipelines.md is in tests/test_supported_table.py.
 """
 
 import importlib
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -180,3 +181,51 @@ def test_the_readme_of_the_tiny_flux_says_what_was_measured():
         found = result("tiny_flux")["held_out"][f"things_{things}"]
         names = ("colour", "shape", "place", "size", "count", "background", "all", "ceiling_all")
         assert figures(str(things)) == pytest.approx([100 * found[name] for name in names], abs=0.06)
+
+
+def figures_of_attention():
+    """Return the figures of each row of the two tables in docs/how_it_works.md that no program writes."""
+    rings = [
+        [
+            figure
+            for direction in ("forward", "both")
+            for figure in (
+                f"{row[f'{direction} bytes'] / 1e6:.1f}",
+                str(row[f"{direction} collectives"]),
+                f"{row[f'{direction} s']:.2f}",
+            )
+        ]
+        for row in result("attention_2d")["4 ranks"].values()
+    ]
+    calls = {(row["method"], row["world"]): row for row in result("far_worlds")["calls"]}
+    methods = [
+        [f"{calls[method, world][f'{what}, functions']:,}" for what in ("plan", "call") for world in (8, 64, 512)]
+        for method in dict.fromkeys(method for method, _ in calls)
+    ]
+    return [*rings, *methods]
+
+
+def figures_of_tiny_video():
+    held_out = result("tiny_video")["held_out"]
+    names = ("colour", "shape", "direction", "steady", "one", "background", "all")
+    rows = [
+        [f"{100 * held_out[key][name]:.0f}" for name in names]
+        for key in ("guidance_2.0", "guidance_1.0", "true_videos_through_vae")
+    ]
+    for row in result("tiny_video_caches")["rows"]:
+        psnr = [f"{row['psnr']:.1f}", f"{row['least psnr']:.1f}"] if "psnr" in row else []
+        shares = [f"{100 * row[name]:.0f}" for name in ("colour", "shape", "direction", "all")]
+        rows.append([f"{row['computed steps']:.1f}", "20", *psnr, *shares])
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("page", "rows"),
+    [("docs/how_it_works.md", figures_of_attention), ("benchmarks/tiny_video/README.md", figures_of_tiny_video)],
+)
+def test_rows_written_by_hand_equal_the_results(page, rows):
+    tables = [line.split("|", 2)[2] for line in (ROOT / page).read_text().splitlines() if line.startswith("|")]
+    figures = [re.findall(r"\d+(?:,\d{3})*(?:\.\d+)?", cells) for cells in tables]
+    assert rows()
+    for row in rows():
+        assert row in figures
