@@ -1,15 +1,14 @@
 """What para_core knows about diffusers pipelines."""
 
-from para_core.adapters.adapter import Adapter
-from para_core.adapters.caching.calibration.calibrate import calibrate_cache
-from para_core.adapters.caching.calibration.result import Calibration, CalibrationRow
-from para_core.adapters.caching.pipe import (
+from para_core.adapters.cache.calibration.calibrate import calibrate_cache
+from para_core.adapters.cache.calibration.result import Calibration, CalibrationRow
+from para_core.adapters.cache.pipeline import (
     apply_cache_on_pipe,
     apply_cache_on_transformer,
     cache_report,
     remove_cache_from_pipe,
 )
-from para_core.adapters.parallel import (
+from para_core.adapters.parallel.pipeline import (
     parallelize_pipe,
     parallelize_transformer,
     pipefusion_report,
@@ -18,8 +17,9 @@ from para_core.adapters.parallel import (
 )
 from para_core.adapters.planner.plan import plan_mesh
 from para_core.adapters.propose.propose import Proposal, propose_plan
-from para_core.adapters.unet import parallelize_unet, unparallelize_unet
-from para_core.adapters.vae import parallelize_vae, unparallelize_vae
+from para_core.adapters.rows.unet import parallelize_unet, unparallelize_unet
+from para_core.adapters.rows.vae import parallelize_vae, unparallelize_vae
+from para_core.adapters.spec import Adapter
 from para_core.adapters.weights.load import from_pretrained_sharded
 from para_core.adapters.weights.shard import shard_weights, unshard_weights
 

@@ -20,7 +20,7 @@ from diffusers.utils import logging
 
 from benchmarks.environment import write_results
 from para_core.adapters import apply_cache_on_pipe, cache_report, calibrate_cache, remove_cache_from_pipe
-from para_core.adapters.caching.calibration.image_metrics import as_images, load_metric
+from para_core.adapters.cache.calibration.image_metrics import as_images, load_metric
 
 PIPELINE = Path(__file__).parent / "tiny_flux" / "pipeline"
 SEED = 5  # as in the demo

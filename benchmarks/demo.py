@@ -28,7 +28,7 @@ from benchmarks.launch import launch
 from benchmarks.traffic import TrafficCounter
 from para_core import init_context_parallel_mesh, unified_attention
 from para_core.adapters import apply_cache_on_pipe, cache_report, parallelize_pipe
-from para_core.adapters.caching.calibration.image_metrics import as_images, load_metric
+from para_core.adapters.cache.calibration.image_metrics import as_images, load_metric
 
 PIPELINE = Path(__file__).parent / "tiny_flux" / "pipeline"
 PROMPT = "a large red circle on the left and a small blue triangle in the bottom right on a striped background"

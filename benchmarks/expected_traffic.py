@@ -13,8 +13,8 @@ from unittest import mock
 
 from torch import nn
 
-from para_core.adapters.foreseen import foreseen_output
-from para_core.adapters.supported import plan_for, transformers_of
+from para_core.adapters.parallel.cfg_output import foreseen_output
+from para_core.adapters.registry import plan_for, transformers_of
 from para_core.planner import observe
 from para_core.planner.traffic import ModelCall
 

@@ -31,7 +31,7 @@ from benchmarks.pipelines import relative_error, worst
 from benchmarks.tiny_models import MODELS
 from para_core import apply_cache, model_cache_report, remove_cache
 from para_core.adapters import parallelize_transformer, unparallelize_transformer
-from para_core.adapters.supported import adapter_for, plan_for
+from para_core.adapters.registry import adapter_for, plan_for
 from para_core.cache.branches import conditions_of
 
 # batch × ring × ulysses

@@ -22,7 +22,7 @@ from benchmarks.pipelines import MESHES, check, largest_per_step
 from para_core.adapters.planner.count import without_data
 from para_core.adapters.planner.inputs import INPUTS
 from para_core.adapters.planner.published import PUBLISHED, Published
-from para_core.adapters.supported import plan_for
+from para_core.adapters.registry import plan_for
 from para_core.planner import cost
 from para_core.planner.traffic import ModelCall, Shape, sent_in_rounds
 from para_core.planner.weights import sent_between_stages

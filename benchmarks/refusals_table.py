@@ -2,7 +2,7 @@
 
     python -m benchmarks.refusals_table
 
-The rows of ``REFUSALS`` (adapters/refusals/table.py) are read from the code. Combinations of options that are refused elsewhere
+The rows of ``REFUSALS`` (adapters/compatibility/check.py) are read from the code. Combinations of options that are refused elsewhere
 are those that ``python -m tests.together --refused`` has tried (benchmarks/results/together.json).
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.environment import RESULTS
 from benchmarks.page_parts import fill
-from para_core.adapters.refusals import REFUSALS, Refusal, When
+from para_core.adapters.compatibility import REFUSALS, Refusal, When
 
 PAGE = Path(__file__).parents[1] / "docs/refusals.md"
 _WHEN = {

@@ -25,9 +25,9 @@ from diffusers.models import transformers
 from benchmarks.environment import RESULTS
 from benchmarks.page_parts import fill
 from benchmarks.tiny_models import NO_WHOLE_GRAPH
-from para_core.adapters.adapter import Adapter
 from para_core.adapters.models import ADAPTERS
-from para_core.adapters.models.refused import REFUSED
+from para_core.adapters.models.unsupported import REFUSED
+from para_core.adapters.spec import Adapter
 from para_core.plans.plan import Plan, Split
 
 PAGE = Path(__file__).parents[1] / "docs/pipelines.md"
@@ -81,7 +81,7 @@ def row(transformer: str) -> list[str]:
         if reason is None:
             raise ValueError(
                 f"diffusers {diffusers.__version__} has {transformer}, of which adapters/models knows nothing: write an adapter, "
-                "or say in adapters/models/refused.py why there is none."
+                "or say in adapters/models/unsupported.py why there is none."
             )
         return [transformer, listed, f"no: {reason}", *[""] * 5]
     return [

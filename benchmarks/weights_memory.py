@@ -21,7 +21,7 @@ from torch import nn
 from benchmarks.environment import write_results
 from benchmarks.page_parts import fill
 from para_core.adapters.planner import encoders
-from para_core.adapters.supported import tensor_plan_for
+from para_core.adapters.registry import tensor_plan_for
 from para_core.adapters.weights.components import blocks_of
 from para_core.plans.module_matching import matching_modules
 

@@ -33,7 +33,7 @@ from benchmarks.page_parts import fill
 from benchmarks.tiny_models import MODELS, NO_WHOLE_GRAPH
 from para_core import reset_cache
 from para_core.adapters import apply_cache_on_transformer, parallelize_transformer
-from para_core.adapters.supported import tensor_plan_for
+from para_core.adapters.registry import tensor_plan_for
 from para_core.adapters.weights.components import blocks_of
 from para_core.distributed.mesh import guided_mesh
 from para_core.instance_patching import original_class

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from para_core.adapters import calibrate_cache
-from para_core.adapters.caching.calibration.result import Metric
+from para_core.adapters.cache.calibration.result import Metric
 from para_core.cli.generate import read_fields
 from para_core.cli.ranks import process_group, quiet
 from para_core.fleet.models import find_model

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from para_core.adapters.mesh_choice import choose_mesh, default_guidance, fastest_mesh, number_of_heads
+from para_core.adapters.parallel.mesh_choice import choose_mesh, default_guidance, fastest_mesh, number_of_heads
 from para_core.adapters.planner.count import on_meta
 from para_core.adapters.planner.plan import workload
-from para_core.adapters.supported import transformers_of
+from para_core.adapters.registry import transformers_of
 from para_core.distributed.create_mesh import choose_mesh_shape
 from para_core.fleet.models import Model
 from para_core.fleet.recipe import Recipe

@@ -135,7 +135,7 @@ def test_threads_of_a_collective_get_the_gil_when_a_script_ends(tmp_path):
         "para_core.planner.hardware",
         "para_core.planner.rows",
         "para_core.kernels.merge_reference",
-        "para_core.adapters.mesh_choice",
+        "para_core.adapters.parallel.mesh_choice",
     ],
 )
 def test_doctests_pass(module):

@@ -2,7 +2,7 @@
 
 from benchmarks import refusals_table
 from benchmarks.page_parts import fill
-from para_core.adapters.refusals import REFUSALS, When
+from para_core.adapters.compatibility import REFUSALS, When
 
 
 def test_the_page_holds_what_the_code_refuses():

@@ -5,7 +5,7 @@ import pytest
 from benchmarks.supported_table import PAGE, pipelines_of, row, table, transformer_classes
 from benchmarks.tiny_models import MODELS
 from para_core.adapters.models import ADAPTERS
-from para_core.adapters.models.refused import REFUSED
+from para_core.adapters.models.unsupported import REFUSED
 
 
 def test_every_transformer_of_diffusers_has_an_adapter_or_a_reason_and_none_has_both():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from para_core.adapters.adapter import Adapter
 from para_core.adapters.models.allegro import ALLEGRO
 from para_core.adapters.models.audio import ACE_STEP, LONGCAT_AUDIO, MINIMAX_MUSIC, STABLE_AUDIO, STABLE_AUDIO3
 from para_core.adapters.models.auraflow import AURAFLOW
@@ -42,6 +41,7 @@ from para_core.adapters.models.wan import (
     WAN_ANIMATE_2,
     WAN_VACE,
 )
+from para_core.adapters.spec import Adapter
 
 ADAPTERS: tuple[Adapter, ...] = (
     FLUX,

@@ -1,6 +1,6 @@
 """Nucleus-Image, of experts that choose their tokens. Read against diffusers 0.42."""
 
-from para_core.adapters.adapter import Adapter
+from para_core.adapters.spec import Adapter
 from para_core.cache.blocks import CachedBlocks, Stage
 from para_core.plans.plan import Attention, Gather, Plan, Split
 

@@ -19,7 +19,7 @@ from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from para_core.adapters.planner.inputs import INPUTS, Sizes
-from para_core.adapters.supported import plan_for, tensor_plan_for
+from para_core.adapters.registry import plan_for, tensor_plan_for
 from para_core.adapters.weights.components import blocks_of
 from para_core.adapters.weights.pipefusion import patch_plan_for
 from para_core.adapters.weights.stages import stack_of, why_no_stages

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from para_core.adapters.mesh_choice import default_guidance, number_of_heads
+from para_core.adapters.parallel.mesh_choice import default_guidance, number_of_heads
 from para_core.adapters.planner.count import (
     bytes_of,
     count_calls,
@@ -24,7 +24,7 @@ from para_core.adapters.planner.count import (
 )
 from para_core.adapters.planner.inputs import INPUTS, Sizes
 from para_core.adapters.planner.published import PUBLISHED, Published
-from para_core.adapters.supported import plan_for, transformers_of
+from para_core.adapters.registry import plan_for, transformers_of
 from para_core.adapters.weights.components import components_of
 from para_core.instance_patching import original_class, uncompiled
 from para_core.planner.cost import Machine, Runtime

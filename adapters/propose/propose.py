@@ -10,15 +10,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from para_core.adapters.adapter import Adapter
-from para_core.adapters.propose.answers import OF_PARAMETER, Answers, answered, is_whole, require_answers, with_samples
 from para_core.adapters.propose.candidates import WHOLE, Candidate, Region, Start, region, starts
-from para_core.adapters.propose.left_out import Stack, stacks
 from para_core.adapters.propose.observe import Observation, observe
 from para_core.adapters.propose.one_size import imagined_larger
+from para_core.adapters.propose.optional_arguments import Stack, stacks
+from para_core.adapters.propose.overrides import (
+    OF_PARAMETER,
+    Answers,
+    answered,
+    is_whole,
+    require_answers,
+    with_samples,
+)
 from para_core.adapters.propose.source import source_of
 from para_core.adapters.propose.stack import cached_error, error_of
 from para_core.adapters.propose.text import with_sharded_text
+from para_core.adapters.spec import Adapter
 from para_core.cache.blocks import CachedBlocks
 from para_core.instance_patching import original_class, uncompiled
 from para_core.plans.plan import Plan

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from para_core.adapters.adapter import Adapter
+from para_core.adapters.spec import Adapter
 
 _WIDTH = 118
 # Of a plan.
@@ -17,7 +17,7 @@ def source_of(adapter: Adapter) -> str:
     """A module of adapters/models/ that describes ``adapter``."""
     call = _text(adapter, 0)
     names = [name for name in _WORDS if f"{name}(" in call]
-    imports = ["from para_core.adapters.adapter import Adapter"]
+    imports = ["from para_core.adapters.spec import Adapter"]
     if adapter.blocks is not None:
         imports.append("from para_core.cache.blocks import CachedBlocks, Stage")
     imports.append(f"from para_core.plans.plan import {', '.join(names)}")

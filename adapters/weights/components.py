@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from para_core.adapters.supported import TRANSFORMERS, adapter_for
+from para_core.adapters.registry import TRANSFORMERS, adapter_for
 from para_core.instance_patching import original_class, uncompiled
 
 # What encodes a prompt, or the image that is given with it.

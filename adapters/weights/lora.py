@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from para_core.adapters.loras import lora_layers, lora_weights
+from para_core.adapters.consistency.loras import lora_layers, lora_weights
 from para_core.distributed.consistency import raising_on_all
 from para_core.distributed.mesh import GuidedMesh, SequenceMesh
 from para_core.instance_patching import Order, original_class, unwrap, wrap_alike, wrap_method

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from para_core.adapters.adapter import Adapter, Text
-from para_core.adapters.caching.schedule import Schedule
-from para_core.adapters.supported import adapter_for, plan_for
+from para_core.adapters.cache.schedule import Schedule
+from para_core.adapters.registry import adapter_for, plan_for
+from para_core.adapters.spec import Adapter, Text
 from para_core.adapters.weights.stages import stack_of, why_no_stages
 from para_core.cache.branches import Branches, conditions_of
 from para_core.cache.options import CacheOptions

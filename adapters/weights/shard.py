@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import OffloadPolicy
 
-from para_core.adapters.loras import lora_weights
-from para_core.adapters.mesh_choice import Mesh, guided_mesh_for
-from para_core.adapters.one_call import mesh_of
-from para_core.adapters.refusals import When, cases_of, refuse
-from para_core.adapters.refusals.placement import tensors_of_diffusers
-from para_core.adapters.supported import TRANSFORMERS, tensor_plan_for, transformers_of
+from para_core.adapters.compatibility import When, cases_of, refuse
+from para_core.adapters.compatibility.placement import tensors_of_diffusers
+from para_core.adapters.consistency.call import mesh_of
+from para_core.adapters.consistency.loras import lora_weights
+from para_core.adapters.parallel.mesh_choice import Mesh, guided_mesh_for
+from para_core.adapters.registry import TRANSFORMERS, tensor_plan_for, transformers_of
 from para_core.adapters.weights.components import blocks_of, components_of
 from para_core.adapters.weights.lora import follow_loras, leave_loras
 from para_core.distributed.consistency import Record, agree, first_difference, raising_on_all, signature

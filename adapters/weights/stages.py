@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from para_core.adapters.adapter import Adapter
-from para_core.adapters.loras import keep_bits, lora_weights
-from para_core.adapters.supported import adapter_for, transformers_of
+from para_core.adapters.consistency.loras import keep_bits, lora_weights
+from para_core.adapters.registry import adapter_for, transformers_of
+from para_core.adapters.spec import Adapter
 from para_core.distributed.consistency import raising_on_all
 from para_core.distributed.mesh import GuidedMesh, MeshDim
 from para_core.instance_patching import Order, original_class, unwrap, wrap_alike, wrap_method

@@ -46,13 +46,8 @@ def files_at(cls, method, pipe):
 @pytest.mark.parametrize(
     ("cached", "at_forward", "at_exchange"),
     [
-        pytest.param(False, {"one_call.py": 1, "region.py": 2}, 16, id="parallel"),
-        pytest.param(
-            True,
-            {"one_call.py": 1, "generation.py": 2, "attachment.py": 1, "block_cache.py": 1, "region.py": 2},
-            23,
-            id="parallel and cached",
-        ),
+        pytest.param(False, 6, 16, id="parallel"),
+        pytest.param(True, 10, 23, id="parallel and cached"),
     ],
 )
 def test_each_wrapper_of_a_pipeline_and_its_model_is_one_frame(cached, at_forward, at_exchange):
@@ -60,8 +55,8 @@ def test_each_wrapper_of_a_pipeline_and_its_model_is_one_frame(cached, at_forwar
         pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2), assume_equal=True)
         if cached:
             apply_cache_on_pipe(pipe, residual_diff_threshold=0.0)
-        # Beside them, one for each wrapped method: the pipe's and the model's __call__, and the model's _call_impl.
-        assert files_at(FluxTransformer2DModel, "forward", pipe) == {**at_forward, "instance_patching.py": 3}
+        # Three of them are the wrapped methods: the pipe's and the model's __call__, and the model's _call_impl.
+        assert files_at(FluxTransformer2DModel, "forward", pipe).total() <= at_forward
         # Down to where keys and values leave for other ranks.
         assert files_at(Transfer, "start", pipe).total() <= at_exchange
 

@@ -12,7 +12,7 @@ from diffusers.hooks import HookRegistry, ModelHook
 from benchmarks.hooks import HOOKS, MESHES, build, outcome
 from benchmarks.tiny_pipelines import PIPELINES
 from para_core.adapters import parallelize_pipe
-from para_core.adapters.refusals import hooks_of
+from para_core.adapters.compatibility import hooks_of
 from tests.adapters.test_pipelines import generate
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, relative_error
 

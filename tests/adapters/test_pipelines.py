@@ -18,7 +18,7 @@ from benchmarks.tiny_models import SHELF
 from benchmarks.tiny_parts import TEXT_WIDTH, embeddings, random_image, random_video
 from benchmarks.tiny_pipelines import PIPELINES
 from para_core.adapters import parallelize_pipe, unparallelize_pipe
-from para_core.adapters.supported import adapter_for
+from para_core.adapters.registry import adapter_for
 from tests.rank_pool import heartbeat
 from tests.tiny import CLIP_WIDTH, T5_WIDTH, cpu_mesh, each_rank_alone, relative_error, relative_errors
 
@@ -121,10 +121,10 @@ def test_guidance_over_ranks_is_exact_on_four(rank_pool, name):
 
 # Others on transformers that a plan serves, and why they are not tried.
 NOT_TRIED = {
-    "Flux2KleinKVPipeline": "keeps the keys of reference images, which is refused (tests/adapters/test_refusals.py)",
+    "Flux2KleinKVPipeline": "keeps the keys of reference images, which is refused (tests/adapters/compatibility/test_check.py)",
     "LTX2DFRTemporalRefinePipeline": "goes on with the latents and keyframes of LTX2DFRPipeline, by a model that doubles frames",
-    "StableDiffusion3PAGImg2ImgPipeline": "refused (tests/adapters/test_refusals.py)",
-    "StableDiffusion3PAGPipeline": "refused (tests/adapters/test_refusals.py)",
+    "StableDiffusion3PAGImg2ImgPipeline": "refused (tests/adapters/compatibility/test_check.py)",
+    "StableDiffusion3PAGPipeline": "refused (tests/adapters/compatibility/test_check.py)",
 }
 
 

@@ -10,7 +10,8 @@ from PIL import Image
 
 from benchmarks.tiny_pipelines import PIPELINES
 from para_core import init_context_parallel_mesh
-from para_core.adapters import one_call, parallelize_pipe, parallelize_transformer, unparallelize_pipe
+from para_core.adapters import parallelize_pipe, parallelize_transformer, unparallelize_pipe
+from para_core.adapters.consistency import call
 from tests.tiny import FLUX_CHANNELS, cpu_mesh, flux_call, flux_inputs, flux_pipe, flux_transformer, relative_error
 
 IMAGE = Image.linear_gradient("L").convert("RGB").resize((56, 72))
@@ -110,13 +111,13 @@ def test_a_loop_of_ones_own_may_expand_its_timestep(rank_pool):
     ids=["expanded", "size 1", "transposed", "conjugated", "empty", "bool"],
 )
 def test_an_argument_is_described_by_its_elements_however_it_lies_in_memory(x):
-    assert one_call.describe(x) == one_call.describe(x.resolve_conj().clone(memory_format=torch.contiguous_format))
+    assert call.describe(x) == call.describe(x.resolve_conj().clone(memory_format=torch.contiguous_format))
     if x.numel():
-        assert one_call.describe(x) != one_call.describe(~x if x.dtype == torch.bool else x + 1)
+        assert call.describe(x) != call.describe(~x if x.dtype == torch.bool else x + 1)
 
 
 def exchanges_of(call):
-    with mock.patch.object(one_call, "agree", wraps=one_call.agree) as agree:
+    with mock.patch.object(call, "agree", wraps=call.agree) as agree:
         call()
     return agree.call_count
 

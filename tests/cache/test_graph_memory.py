@@ -5,7 +5,7 @@ import torch
 
 from para_core import apply_cache, model_cache_report, reset_cache
 from para_core.adapters import apply_cache_on_pipe
-from para_core.adapters.caching.generation import caching_of
+from para_core.adapters.cache.generation import caching_of
 from para_core.cache.apply import _required
 from para_core.cache.residuals import BranchState
 from tests.cache.scripted import ADAPTER, BLOCKS, IN_TWO_STAGES, Pipe, Scripted, verdicts

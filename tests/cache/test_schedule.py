@@ -10,7 +10,7 @@ from diffusers import FluxControlImg2ImgPipeline, FluxImg2ImgPipeline
 
 from benchmarks.tiny_pipelines import PIPELINES
 from para_core.adapters import apply_cache_on_pipe, cache_report
-from para_core.adapters.caching.schedule import Schedule
+from para_core.adapters.cache.schedule import Schedule
 from tests.adapters.test_pipelines import build, generate, long_but
 from tests.cache.scripted import verdicts
 from tests.tiny import flux_call, flux_pipe

@@ -13,7 +13,7 @@ from diffusers.callbacks import PipelineCallback
 
 from para_core import apply_cache, model_cache_report, remove_cache, reset_cache
 from para_core.adapters import apply_cache_on_pipe, cache_report, remove_cache_from_pipe
-from para_core.adapters.caching.generation import caching_of
+from para_core.adapters.cache.generation import caching_of
 from para_core.cache.apply import held_bytes
 from tests.cache.scripted import ADAPTER, BLOCKS, IN_TWO_STAGES, Pipe, Scripted, verdicts
 from tests.tiny import flux_call, flux_pipe, relative_error

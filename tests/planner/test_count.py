@@ -14,7 +14,7 @@ from para_core.adapters.planner.count import bytes_of, count_calls, on_meta, wit
 from para_core.adapters.planner.inputs import INPUTS, Sizes
 from para_core.adapters.planner.plan import workload
 from para_core.adapters.planner.published import PUBLISHED
-from para_core.adapters.supported import plan_for, tensor_plan_for
+from para_core.adapters.registry import plan_for, tensor_plan_for
 from para_core.planner.cost import Seconds, Shape
 from para_core.planner.observe import observed
 from para_core.planner.rows import Row

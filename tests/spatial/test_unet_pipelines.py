@@ -25,7 +25,7 @@ from para_core.adapters import (
 )
 from para_core.adapters.models import ADAPTERS
 from para_core.adapters.models.unets import REFUSED_UNETS, UNETS
-from para_core.adapters.supported import component_of, unets_of
+from para_core.adapters.registry import component_of, unets_of
 from tests.adapters.test_pipelines import meshes_of
 from tests.tiny import cpu_mesh, relative_error
 

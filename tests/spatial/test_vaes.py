@@ -13,8 +13,8 @@ from diffusers.models import autoencoders
 
 from benchmarks.tiny_vaes import BY_TILES, TINY_VAES, random_image
 from para_core.adapters import parallelize_vae, unparallelize_vae
-from para_core.adapters import vae as vae_module
 from para_core.adapters.models.vaes import REFUSED_VAES, VAES, rows_per_latent
+from para_core.adapters.rows import vae as vae_module
 from tests.attention.one_device import relative_error
 
 NAMES = list(TINY_VAES)

@@ -1,0 +1,116 @@
+"""The generations of a calibration."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from para_core.adapters.cache.calibration.image_metrics import ImageMetric, as_images
+from para_core.adapters.cache.calibration.result import CalibrationRow
+from para_core.adapters.cache.pipeline import cache_report
+from para_core.cache.decision import Verdict
+from para_core.cache.report import Row
+from para_core.distributed.consistency import exchange
+from para_core.distributed.mesh import GuidedMesh
+
+
+class Trial:
+    """The generations of a calibration: without the cache, then with one threshold after the other."""
+
+    def __init__(
+        self,
+        pipe: Any,
+        calls: Sequence[Mapping[str, Any]],
+        seed: int,
+        image_metrics: Mapping[str, ImageMetric],
+        mesh: GuidedMesh,
+        bar: Any,
+    ) -> None:
+        self._pipe, self._seed, self._metrics, self._mesh, self._bar = pipe, seed, image_metrics, mesh, bar
+        self._calls = [(call, _states(call)) for call in calls]
+        self._references: list[Tensor] = []
+        self._warm = False
+        self.seconds = 0.0
+        # Of all steps that were compared so far, on all ranks.
+        self.differences = (math.inf, 0.0)
+        # Whether the last threshold had a step computed that a larger one would skip.
+        self.could_skip_more = True
+
+    def generate_references(self) -> None:
+        """Of a pipe without a cache."""
+        # Once more: it may compile, and allocate memory.
+        self._generate(0)
+        generated = [self._generate(index) for index in range(len(self._calls))]
+        self._references = [images for images, _ in generated]
+        self.seconds = float(exchange({"seconds": _mean([t for _, t in generated])}, self._mesh)[0]["seconds"])
+
+    def row(self, threshold: float) -> CalibrationRow:
+        """All prompts with the cache that the pipe has."""
+        if not self._warm:
+            self._generate(0)
+            self._warm = True
+        images, seconds = [], []
+        rows: list[Row] = []
+        # Of the generations and branches.
+        streams: set[tuple[int, str]] = set()
+        for index in range(len(self._calls)):
+            generated, taken = self._generate(index)
+            images.append(generated)
+            seconds.append(taken)
+            found = cache_report(self._pipe).rows
+            rows += found
+            streams |= {(index, row.branch) for row in found}
+        values = {name: metric(images, self._references) for name, metric in self._metrics.items()}
+        seen = [row.difference for row in rows if row.difference is not None and math.isfinite(row.difference)]
+        # On other ranks of guidance other branches may be computed.
+        records = exchange(
+            {
+                "values": values,
+                "seconds": _mean(seconds),
+                "steps": len(rows),
+                "streams": len(streams),
+                "computed": sum(not row.hit for row in rows),
+                "missed": sum(row.verdict is Verdict.MISS for row in rows),
+                "seen": [min(seen, default=math.inf), max(seen, default=0.0)],
+            },
+            self._mesh,
+        )
+        lows, highs = zip(self.differences, *[record["seen"] for record in records], strict=True)
+        self.differences = min(lows), max(highs)
+        self.could_skip_more = any(record["missed"] for record in records)
+        first = records[0]
+        metrics = {**first["values"], "speedup": self.seconds / first["seconds"]}
+        metrics["computed_steps"] = first["computed"] / max(first["streams"], 1)
+        return CalibrationRow(threshold, metrics, first["computed"], first["steps"], first["seconds"])
+
+    def _generate(self, index: int) -> tuple[Tensor, float]:
+        """Images of one prompt, and the seconds."""
+        call, states = self._calls[index]
+        seed = self._seed + index
+        for generator, state in states:
+            generator.set_state(state)
+        generators = {} if states else {"generator": torch.Generator().manual_seed(seed)}
+        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        with torch.random.fork_rng(devices):
+            # Some pipelines take random numbers from the default generator, too.
+            torch.manual_seed(seed)
+            start = time.perf_counter()
+            output = self._pipe(**call, **generators, output_type="np", return_dict=False)[0]
+            seconds = time.perf_counter() - start
+        self._bar.update()
+        return as_images(output), seconds
+
+
+def _states(call: Mapping[str, Any]) -> list[tuple[torch.Generator, Tensor]]:
+    given = call.get("generator")
+    listed = given if isinstance(given, (list, tuple)) else [] if given is None else [given]
+    return [(generator, generator.get_state()) for generator in listed]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

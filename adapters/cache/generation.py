@@ -1,0 +1,244 @@
+"""The caches of one pipeline while it runs: whose turn it is, where it is in its schedule, and what its user is warned of."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import nn
+
+from para_core.adapters.cache.schedule import Schedule
+from para_core.adapters.compatibility import Case, When, refuse
+from para_core.adapters.consistency.callbacks import around_callbacks
+from para_core.adapters.registry import plan_for
+from para_core.adapters.spec import Adapter
+from para_core.cache.attachment import Caller
+from para_core.cache.block_cache import BlockCache
+from para_core.cache.decision import Verdict
+from para_core.cache.options import CacheOptions, rule_of
+from para_core.cache.report import CacheReport, rows_of
+from para_core.cfg.deferred import arrived
+from para_core.instance_patching import Order, uncompiled, unwrap, wrap_method, wrapper
+from para_core.plans.module_matching import parameters_of
+from para_core.plans.samples import number_of_samples
+
+KEY = "cache of the pipeline"
+
+
+def caching_of(pipe: Any) -> PipelineCache | None:
+    """What :func:`apply_cache_on_pipe` put around ``pipe``."""
+    found = getattr(wrapper(pipe, "__call__", KEY), "__self__", None)
+    return found if isinstance(found, PipelineCache) else None
+
+
+class PipelineCache:
+    """The caches of one pipeline's transformers, and its generation under way."""
+
+    def __init__(self) -> None:
+        self.caches: dict[str, BlockCache] = {}
+        self._adapter: Adapter | None = None
+        self._schedule = Schedule()
+        # Of its own, for other pipelines may share a transformer.
+        self._callers: dict[str, Caller] = {}
+        # Of the generation under way.
+        self._pipe: Any = None
+        self._thread = 0
+        self._paused = False
+        # How many callbacks of the user's are under way.
+        self._in_callback = 0
+        # Kinds of warnings that were given: each is given once.
+        self._warned: set[str] = set()
+
+    def replace(self, caches: dict[str, BlockCache], adapter: Adapter | None) -> None:
+        """Other caches from here on. What stands around the models stays, and so do graphs that were compiled with it."""
+        before, self.caches, self._adapter = self.caches, caches, adapter
+        self._warned = set()
+        for cache in caches.values():
+            cache.attach()
+        for name, cache in before.items():
+            if name not in caches or caches[name].module is not cache.module:
+                self._step_aside(name, cache.module)
+            cache.detach()
+
+    @property
+    def thresholds(self) -> dict[str, float]:
+        """By the name of the transformer; may be set, and takes effect with the next call."""
+        return {name: cache.threshold for name, cache in self.caches.items()}
+
+    @thresholds.setter
+    def thresholds(self, thresholds: Mapping[str, float]) -> None:
+        self._warned = set()
+        for name, cache in self.caches.items():
+            cache.threshold = thresholds[name]
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, the pipe runs without its cache. What stands around the models stays, and so do graphs that were compiled."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    @property
+    def options(self) -> CacheOptions:
+        """Of the first transformer."""
+        cache = next(iter(self.caches.values()))
+        return replace(cache.options, residual_diff_threshold=cache.threshold)
+
+    def around(self, call: Callable[..., Any], pipe: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if self._paused:
+            return call(pipe, *args, **kwargs)
+        for name, cache in self.caches.items():
+            refuse(When.CACHED_CALL, Case(pipe, cache.module, name, options=cache.options))
+        with ExitStack() as stack:
+            stack.enter_context(self._schedule.followed(pipe, self._begin_schedule))
+            stack.enter_context(self._generation(pipe))
+            self._thread = get_ident()
+            kwargs = stack.enter_context(around_callbacks(kwargs, KEY, self._apart, order=Order.CACHE))
+            return call(pipe, *args, **kwargs)
+
+    def _apart(self, callback: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """A callback, in which the models are called by others: a pipe that shares them, and may have no cache."""
+        self._in_callback += 1
+        try:
+            return callback(*args, **kwargs)
+        finally:
+            self._in_callback -= 1
+
+    @contextmanager
+    def _generation(self, pipe: Any) -> Iterator[None]:
+        for name, cache in self.caches.items():
+            cache.reset()
+            cache.readings.clear()
+            # Before the first branch is named: another pipeline with its own first_blocks may have run here.
+            site = cache.attach()
+            component = getattr(pipe, name)
+            if name not in self._callers:
+                self._callers[name] = site.caller(KEY)
+                self._callers[name].run = self._around_model(name)
+            caller = self._callers[name]
+            if wrapper(component, "__call__", caller.key) is None:
+                # Around what torch.compile made of it, if anything.
+                wrap_method(component, "__call__", caller.key, caller.around, order=Order.CACHE)
+        self._pipe = pipe
+        try:
+            yield
+            self._warn_of_generation(type(pipe).__name__)
+        finally:
+            self._pipe = None
+            for cache in self.caches.values():
+                cache.reset()
+
+    def _begin_schedule(self) -> None:
+        for cache in self.caches.values():
+            cache.reset()
+
+    def _around_model(self, name: str) -> Callable[..., Any]:
+        parameters = parameters_of(self.caches[name].module)
+
+        def around(call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or not self._schedule.active:
+                return call(module, *args, **kwargs)
+            if self._in_callback or self._thread != get_ident():
+                # Of another pipe, which shares the model.
+                return call(module, *args, **kwargs)
+            cache = self.caches[name]
+            given = {**dict(zip(parameters, args, strict=False)), **kwargs}
+            plan = plan_for(cache.module, adapter=self._adapter)
+            batched = {} if plan is None else plan.batched
+            # Where no pipeline says so, all that may be.
+            guided = bool(batched) and getattr(self._pipe, "do_classifier_free_guidance", True)
+            tokens, dim = next(iter(batched.items()), ("hidden_states", 0))
+            cache.branches = 2 if guided else 1
+            cache.batch = number_of_samples(given.get(tokens), dim) or 0
+            return cache.run(
+                partial(call, module, *args, **kwargs), given, lambda branch: self._schedule.step(cache.options, branch)
+            )
+
+        return around
+
+    def announce(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Name the branch of this call of ``module``, on ranks that do not compute it as well."""
+        cache = next((cache for cache in self.caches.values() if cache.module is uncompiled(module)), None)
+        if cache is None or self._in_callback or not self._schedule.active or self._thread != get_ident():
+            return
+        given = {**dict(zip(parameters_of(cache.module), args, strict=False)), **kwargs}
+        cache.announce(arrived(given))
+
+    def remove(self, pipe: Any) -> None:
+        for name, cache in self.caches.items():
+            component = getattr(pipe, name, None)
+            self._step_aside(name, component, uncompiled(component), cache.module)
+            cache.detach()
+
+    def _step_aside(self, name: str, *modules: Any) -> None:
+        """What runs around the model called ``name`` goes."""
+        caller = self._callers.pop(name, None)
+        if caller is None:
+            return
+        site = self.caches[name].attach() if name in self.caches else None
+        for module in modules:
+            if isinstance(module, nn.Module):
+                if site is not None:
+                    site.remember(module)
+                unwrap(module, caller.key)
+        caller.free()
+
+    def report(self) -> CacheReport:
+        readings = chain.from_iterable(cache.readings for cache in self.caches.values())
+        options = [cache.options for cache in self.caches.values()]
+        # Each once: transformers may differ.
+        rules, forecasts = (" and ".join(dict.fromkeys(names)) for names in zip(*map(_names, options), strict=True))
+        dropped = sum(cache.readings.dropped for cache in self.caches.values())
+        return CacheReport(rows_of(readings), rules, forecasts, dropped)
+
+    def _warn_of_generation(self, name: str) -> None:
+        """Warnings about the generation that ended, each kind once."""
+        for component, cache in self.caches.items():
+            self._warn_of_transformer(name if len(self.caches) == 1 else f"{name}'s {component}", cache)
+
+    def _warn_of_transformer(self, name: str, cache: BlockCache) -> None:
+        rows, threshold = rows_of(cache.readings), cache.threshold
+        asked = [row for row in rows if row.verdict in (Verdict.HIT, Verdict.MISS)]
+        if any(row.verdict is Verdict.NOT_FINITE for row in rows):
+            self._warn(
+                f"the first-block residual of the {name} was zero or not finite at some steps, which were computed: see "
+                "cache_report(pipe)."
+            )
+        if not rows and cache.uncached_by is not None:
+            self._warn(
+                f"the cache of the {name} was asked at no step: each call was given {cache.uncached_by}, with which all blocks run. Leave it "
+                "out (a pipeline may have a switch: use_kv_cache=False), or remove_cache_from_pipe(pipe)."
+            )
+        if not asked or threshold == 0.0:
+            return
+        seen = [row.difference for row in asked if row.difference is not None and math.isfinite(row.difference)]
+        ranging = f"differences ranged from {min(seen):.4g} to {max(seen):.4g}" if seen else "no difference was finite"
+        if not any(row.hit for row in asked):
+            self._warn(
+                f"the cache of the {name} skipped no step: {ranging}, and residual_diff_threshold is {threshold:g}. Raise it."
+            )
+        elif all(row.hit for row in asked) and not any(row.verdict is Verdict.LIMIT for row in rows):
+            self._warn(
+                f"the cache of the {name} skipped every step that it could: {ranging}, and residual_diff_threshold is "
+                f"{threshold:g}. Lower it, or set max_consecutive_hits."
+            )
+
+    def _warn(self, message: str) -> None:
+        kind = message.split(":", maxsplit=1)[0]
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(message, stacklevel=9)
+
+
+def _names(options: CacheOptions) -> tuple[str, str]:
+    return rule_of(options.rule).name, options.forecasts.name

@@ -1,0 +1,128 @@
+"""Putting First Block Cache on a diffusers pipeline, and seeing what it did."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any, TypeVar
+
+from torch import nn
+
+from para_core.adapters.cache.generation import KEY, PipelineCache, caching_of
+from para_core.adapters.compatibility import Case, When, cases_of, refuse
+from para_core.adapters.registry import adapter_for
+from para_core.adapters.spec import Adapter
+from para_core.cache.apply import apply_cache
+from para_core.cache.block_cache import BlockCache
+from para_core.cache.options import FIRST_BLOCK, CacheOptions, options_of, rule_of, shows_options
+from para_core.cache.report import CacheReport
+from para_core.instance_patching import Order, original_class, uncompiled, unwrap, wrap_method
+
+Pipeline = TypeVar("Pipeline")
+Transformer = TypeVar("Transformer", bound=nn.Module)
+
+
+@shows_options(residual_diff_threshold=None)
+def apply_cache_on_pipe(
+    pipe: Pipeline,
+    *,
+    adapter: Adapter | None = None,
+    per_transformer: Mapping[str, Mapping[str, Any]] | None = None,
+    **options: Any,
+) -> Pipeline:
+    """Skip most blocks of this one pipeline's transformer at steps where its first block changes little.
+
+    The first block always runs. Where its residual differs from that of the last computed step by less than the threshold
+    (mean|change| / mean|last|), the others are skipped, and their stored residual is added. This approximates; nothing
+    else that para_core does does. Calling it again with other settings takes effect; :func:`remove_cache_from_pipe` undoes
+    it. Goes with :func:`parallelize_pipe`, ``torch.compile``, offload and LoRA, in any order.
+
+    Args:
+        pipe: any diffusers pipeline on a supported transformer.
+        adapter: what is to be known of a transformer that is not supported, or instead of what is known here.
+        per_transformer: options that differ for one of several transformers, by the name of the component:
+            ``{"transformer_2": {"residual_diff_threshold": 0.1}}`` for Wan 2.2.
+        **options: each of ``para_core.CacheOptions``. ``residual_diff_threshold`` left out, or None: the default of the
+            model's family.
+
+    Returns:
+        ``pipe``.
+
+    Raises:
+        TypeError, ValueError: the pipeline is not supported, or an option does not fit.
+    """
+    cases = cases_of(pipe, adapter)
+    refuse(When.CACHE, *cases)
+    names = [case.component for case in cases]
+    unknown = [name for name in per_transformer or {} if name not in names]
+    if unknown:
+        raise ValueError(
+            f"per_transformer names {unknown[0]!r}; this {original_class(pipe).__name__} has {', '.join(names)}."
+        )
+    made: dict[str, BlockCache] = {}
+    for case in cases:
+        known: Any = adapter_for(case.module, adapter)
+        given = {**options, **(per_transformer or {}).get(case.component, {})}
+        chosen = _options("apply_cache_on_pipe", given, known)
+        refuse(When.CACHE, replace(case, options=chosen))
+        scheduled = getattr(pipe, "scheduler", None) is not None
+        made[case.component] = BlockCache(case.module, known.blocks, chosen.on_schedule() if scheduled else chosen)
+    caching = caching_of(pipe)
+    if caching is None:
+        caching = PipelineCache()
+        wrap_method(pipe, "__call__", KEY, caching.around, order=Order.CACHE)
+    caching.replace(made, adapter)
+    return pipe
+
+
+@shows_options(residual_diff_threshold=None)
+def apply_cache_on_transformer(
+    transformer: Transformer, *, adapter: Adapter | None = None, **options: Any
+) -> Transformer:
+    """:func:`para_core.apply_cache` for a transformer of diffusers whose blocks are known, in a denoising loop of your own.
+
+    Call ``para_core.reset_cache(transformer)`` before each generation; ``para_core.remove_cache(transformer)`` undoes it.
+
+    Args:
+        adapter, **options: as for :func:`apply_cache_on_pipe`; what follows a schedule needs a pipeline.
+
+    Returns:
+        ``transformer``.
+    """
+    module = uncompiled(transformer)
+    refuse(When.CACHE, Case(module, module, adapter=adapter))
+    known: Any = adapter_for(module, adapter)
+    chosen = _options("apply_cache_on_transformer", options, known)
+    return apply_cache(
+        transformer, known.blocks, **{field.name: getattr(chosen, field.name) for field in fields(chosen)}
+    )
+
+
+def _options(function: str, given: Mapping[str, Any], known: Adapter) -> CacheOptions:
+    threshold = given.get("residual_diff_threshold")
+    chosen = options_of(
+        function, {**given, "residual_diff_threshold": known.threshold if threshold is None else threshold}
+    )
+    if threshold is None and rule_of(chosen.rule) is not FIRST_BLOCK and chosen.compute_steps is None:
+        raise ValueError(
+            f"rule {rule_of(chosen.rule).name} was given without residual_diff_threshold; {known.threshold:g}, the default of these "
+            "models, is one for first_block. Give one, and calibrate_cache(pipe, ...) finds a better one."
+        )
+    return chosen
+
+
+def remove_cache_from_pipe(pipe: Pipeline) -> Pipeline:
+    """Undo :func:`apply_cache_on_pipe`; returns ``pipe``, which is then what it was before."""
+    caching = caching_of(pipe)
+    if caching is not None:
+        unwrap(pipe, KEY)
+        caching.remove(pipe)
+    return pipe
+
+
+def cache_report(pipe: Any) -> CacheReport:
+    """What the cache of ``pipe`` did in its last generation; ``print`` it, ``.plot(path)`` it, ``.to_json(path)``."""
+    caching = caching_of(pipe)
+    if caching is None:
+        raise ValueError(f"this {original_class(pipe).__name__} has no cache: call apply_cache_on_pipe(pipe) first.")
+    return caching.report()

@@ -1,0 +1,329 @@
+"""All that is refused, one row each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from para_core.adapters.compatibility.context import Case, When, applied_mesh, is_unet
+from para_core.adapters.compatibility.models import (
+    compiled_unet,
+    has_no_plan,
+    no_scheduler,
+    perturbed_joint_attention,
+    uncached_blocks,
+    unfit_class,
+    unfit_unet,
+    unknown_blocks,
+    was_replaced,
+)
+from para_core.adapters.compatibility.placement import (
+    cached_in_one_graph,
+    changed_since_sharded,
+    compiled_fusion,
+    compiled_stages,
+    config_of_diffusers,
+    no_stages,
+    pipe_on_several_devices,
+    placed_by_accelerate,
+    placed_stages,
+    several_devices,
+    sharded_without_breaks,
+    shared_beyond_sequence,
+    tensor_ranks_differ,
+    tensors_of_diffusers,
+    uncached_stages,
+    unet_on_tensor_ranks,
+)
+from para_core.adapters.compatibility.seen import (
+    attention_by_scores,
+    cache_of_diffusers,
+    unfit_guider,
+    unfit_hook,
+    unseen_attention,
+)
+from para_core.adapters.spec import Adapter
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One row.
+
+    Args:
+        what: what is refused, before what.
+        test: finds it: words for the sentence beside those of the case, or whether it is there; None: it is not.
+        sentence: what came, why it cannot be, and the way out.
+        error: raised where no other rank has to know.
+    """
+
+    what: str
+    when: tuple[When, ...]
+    test: Callable[[Case], Mapping[str, Any] | bool | None]
+    sentence: str
+    error: type[Exception] = RuntimeError
+
+
+# What stands first is said first.
+REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
+        "a pipeline without a transformer, in parallel",
+        (When.PARALLELIZE,),
+        lambda case: case.module is None,
+        "{owner} is not supported: it has no transformer. Supported are {supported}.",
+        TypeError,
+    ),
+    Refusal(
+        "a UNet that is not known",
+        (When.PARALLELIZE,),
+        unfit_unet,
+        "{owner} is not supported: whether rows of an image can be sharded in {cls} is not known: {reason}. Give each rank prompts "
+        "of its own instead. Supported are {supported}.",
+        TypeError,
+    ),
+    Refusal(
+        "a pipeline without a transformer, with a cache",
+        (When.CACHE,),
+        lambda case: case.module is None,
+        "{owner} cannot be cached: it has no transformer.",
+        TypeError,
+    ),
+    Refusal(
+        "a cache on a UNet",
+        (When.CACHE,),
+        is_unet,
+        "{owner} cannot be cached: First Block Cache skips the blocks behind the first, of which each gives one tensor of the size "
+        "that it is given. Those of {cls} give each other residuals of many sizes.",
+        TypeError,
+    ),
+    Refusal(
+        "what is no adapter",
+        (When.PARALLELIZE, When.CACHE),
+        lambda case: case.adapter is not None and not isinstance(case.adapter, Adapter),
+        "adapter is {adapter!r}; expected an Adapter, or None: adapter=Adapter(transformer={cls!r}, pipelines='…', "
+        "blocks=CachedBlocks(...), plan=Plan(...)).",
+        TypeError,
+    ),
+    Refusal(
+        "a transformer of which it is known why it has no plan",
+        (When.PARALLELIZE,),
+        unfit_class,
+        "{owner} is not supported: {cls} has no plan, for {reason}. Give each rank prompts of its own instead. Supported are "
+        "{supported}.",
+        TypeError,
+    ),
+    Refusal(
+        "a transformer without a plan",
+        (When.PARALLELIZE,),
+        has_no_plan,
+        "{owner} is not supported: there is no plan for {cls}. What it shards and gathers can be said in some ten lines, a "
+        "plan: parallelize_pipe(pipe, mesh=mesh, adapter=Adapter(transformer={cls!r}, pipelines=..., plan=Plan(...))). "
+        "propose_plan finds most of them; docs/new_model.md shows how. Supported are {supported}.",
+        TypeError,
+    ),
+    Refusal(
+        "a cache on blocks of which it is known why none is skipped",
+        (When.CACHE,),
+        uncached_blocks,
+        "{owner} cannot be cached: {reason} ({cls}). Leave the cache out; parallelize_pipe runs it on several ranks.",
+        TypeError,
+    ),
+    Refusal(
+        "a cache on blocks that are not known",
+        (When.CACHE,),
+        unknown_blocks,
+        "{owner} cannot be cached: the blocks of {cls} are not known. Known are {cached}. Describe them: "
+        "apply_cache_on_pipe(pipe, adapter=Adapter(transformer='…', pipelines='…', blocks=CachedBlocks((Stage(('blocks',)),)))).",
+        TypeError,
+    ),
+    Refusal(
+        "a cache that follows a schedule, without a scheduler",
+        (When.CACHE, When.CACHED_CALL),
+        no_scheduler,
+        "{option} needs a scheduler, and this {owner} has none. Leave it out.",
+        ValueError,
+    ),
+    *(
+        Refusal(
+            f"a {what} on several devices",
+            (When.PARALLELIZE, When.SHARD),
+            test,
+            "{spread} is spread over the devices {devices} by its device_map, for one process; here each device has a process. Load "
+            "it without device_map, and shard its weights over the devices of all ranks: parallelize_pipe(pipe, mesh=mesh, "
+            "weights='fsdp').",
+            ValueError,
+        )
+        for what, test in (("transformer", several_devices), ("pipeline", pipe_on_several_devices))
+    ),
+    Refusal(
+        "weights that accelerate moves layer by layer",
+        (When.SHARD,),
+        placed_by_accelerate,
+        "{placed} is moved by a hook of accelerate, layer by layer ({hook} on {at}: enable_sequential_cpu_offload, device_map): its weights are on "
+        "the meta device, and come from host memory for each call of a layer, so there is nothing to shard. Call pipe.remove_all_hooks() "
+        "first. pipe.enable_model_cpu_offload() goes with sharded weights; and shard_weights(pipe, mesh, "
+        "offload_policy=torch.distributed.fsdp.CPUOffloadPolicy()) keeps each rank's part in host memory.",
+        ValueError,
+    ),
+    Refusal(
+        "heads that other ranks share than the mesh says",
+        (When.PARALLEL_CALL,),
+        tensor_ranks_differ,
+        "{name} has its heads sharded over {shared} ranks, and the dim 'tensor' of the mesh has here {ranks}. Call parallelize_pipe(pipe, "
+        "mesh=mesh, weights='tensor') with a mesh of init_context_parallel_mesh(max_tensor_dim_size=...); one that diffusers' "
+        "TensorParallelConfig(mesh=mesh['tensor']) sharded takes the same mesh, without weights=.",
+    ),
+    Refusal(
+        "a UNet on ranks along tensor",
+        (When.PARALLELIZE,),
+        unet_on_tensor_ranks,
+        "the mesh has {tensor_ranks} ranks along 'tensor', which share the heads of a transformer, and {cls} is a UNet, whose weights are not "
+        "sharded. Give these ranks to 'ulysses' or 'ring', which share the rows of its images, or to 'batch'.",
+        ValueError,
+    ),
+    Refusal(
+        "stages of a model whose blocks hand on more than tokens",
+        (When.PARALLELIZE,),
+        no_stages,
+        "{cls} cannot run in stages: {reason}. Use a mesh without 'pipe' (max_pipe_dim_size); weights='fsdp' shards any model.",
+        TypeError,
+    ),
+    Refusal(
+        "stages of weights that something else places",
+        (When.PARALLELIZE,),
+        placed_stages,
+        "{name} {placed}, and a stage frees the blocks of others. Call {undo} before parallelize_pipe(pipe, mesh=mesh), or use a mesh "
+        "without 'pipe'.",
+        ValueError,
+    ),
+    Refusal(
+        "stages in one graph",
+        (When.PARALLEL_CALL,),
+        compiled_stages,
+        "{name} was compiled as a whole, and a graph cannot wait for another stage. Use it uncompiled, and compile its blocks: "
+        "transformer.compile_repeated_blocks(fullgraph=True).",
+    ),
+    Refusal(
+        "PipeFusion in one graph",
+        (When.PARALLEL_CALL,),
+        compiled_fusion,
+        "{name} runs under PipeFusion, and was compiled as a whole: a graph cannot return patch after patch. Use it uncompiled, and compile "
+        "its blocks: transformer.compile_repeated_blocks(fullgraph=True).",
+    ),
+    Refusal(
+        "a cache over stages that cannot decide or store",
+        (When.CACHED_CALL,),
+        uncached_stages,
+        "{name} runs in stages, and cannot be cached so: {reason}. Use a mesh without 'pipe' (and no pipefusion=), other options, or "
+        "remove_cache_from_pipe(pipe).",
+    ),
+    Refusal(
+        "weights sharded over ranks that need not run the same blocks",
+        (When.PARALLEL_CALL, When.CACHED_CALL),
+        shared_beyond_sequence,
+        "{name} has its weights sharded over {shared} ranks, and {sequence} share its sequence: the others have {reason}, would run other "
+        "blocks, and wait for each other. Shard weights over the sequence ranks: shard_weights(pipe, mesh), mesh being that of "
+        "parallelize_pipe.",
+    ),
+    Refusal(
+        "a cache in one graph over sharded weights",
+        (When.CACHED_CALL,),
+        cached_in_one_graph,
+        "{name} is compiled as a whole, with a cache, and its weights are sharded (weights={method!r}): the branches of torch.cond take neither "
+        "hooks of FSDP2 nor DTensors. Compile its blocks instead: {name}.compile_repeated_blocks(fullgraph=True); or leave out one of "
+        "the three.",
+    ),
+    Refusal(
+        "one graph over weights that FSDP2 shards",
+        (When.PARALLEL_CALL,),
+        sharded_without_breaks,
+        "{name} is compiled as a whole with fullgraph=True, and its weights are sharded (weights='fsdp'): FSDP2 gathers the weights of each "
+        "block in a hook, and a graph breaks there. Compile its blocks instead: {name}.compile_repeated_blocks(fullgraph=True); or leave "
+        "fullgraph=True out.",
+    ),
+    Refusal(
+        "weights that were quantized after FSDP2 sharded them",
+        (When.PARALLEL_CALL, When.CACHED_CALL),
+        changed_since_sharded,
+        "{at} of {name} is a {kind} since its weights were sharded by FSDP2, which would put back what it was. Load the pipeline anew, and "
+        "quantize before (int8_weight_only_quantized_training()), or behind weights='tensor'.",
+    ),
+    Refusal(
+        "diffusers' own parallelism",
+        (When.PARALLELIZE,),
+        lambda case: config_of_diffusers(case.module) is not None and tensors_of_diffusers(case.module) is None,
+        "the transformer already runs under diffusers' own enable_parallelism(config=...). Use one of the two: load it without "
+        "parallel_config, and call parallelize_pipe(pipe, mesh=...) alone.",
+        ValueError,
+    ),
+    Refusal(
+        "perturbed attention over joint tokens",
+        (When.PARALLELIZE,),
+        perturbed_joint_attention,
+        "{owner} is not supported: its perturbed attention hides image tokens from each other by a mask that covers those of "
+        "one rank only. Use the pipeline without perturbed attention. Supported are {supported}.",
+        TypeError,
+    ),
+    Refusal(
+        "another transformer than the one that was parallelized",
+        (When.PARALLEL_CALL,),
+        was_replaced,
+        "{name} is another one than when the pipe was parallelized, and would run on each rank alone. Call "
+        "parallelize_pipe(pipe, mesh=...) again.",
+    ),
+    Refusal(
+        "another transformer than the one that was cached",
+        (When.CACHED_CALL,),
+        was_replaced,
+        "{name} is another one than when the cache was applied. Call apply_cache_on_pipe(pipe, ...) again.",
+    ),
+    Refusal(
+        "a transformer whose plan was replaced or removed",
+        (When.PARALLEL_CALL,),
+        lambda case: bool(case.component) and applied_mesh(case.module) != case.applied,
+        "{name} was given another mesh, or unparallelized, after the pipe was parallelized (through a pipe that shares it?). "
+        "Call parallelize_pipe(pipe, mesh=...) again, or unparallelize_pipe(pipe).",
+    ),
+    Refusal(
+        "a compiled UNet",
+        (When.PARALLEL_CALL,),
+        compiled_unet,
+        "{name} was compiled, and a compiled graph does not see how many rows each rank holds. Use it uncompiled, or "
+        "unparallelize_pipe(pipe).",
+    ),
+    Refusal(
+        "attention that is no scaled_dot_product_attention",
+        (When.PARALLEL_CALL,),
+        unseen_attention,
+        "{name} attends with diffusers' backend {backend!r} in {at!r}, which does not go through scaled_dot_product_attention: "
+        "on {sequence_ranks} ranks each would attend to its own tokens only. Switch to a native one: "
+        "{name}.set_attention_backend('native').",
+    ),
+    Refusal(
+        "an attention processor that computes scores itself",
+        (When.PARALLEL_CALL,),
+        attention_by_scores,
+        "{name} attends with the processor {processor} in {at!r}, which does not call scaled_dot_product_attention: on {sequence_ranks} ranks "
+        "each would attend to its own tokens only. Set one that does: {name}.set_attn_processor(AttnProcessor2_0()), of "
+        "diffusers.models.attention_processor, in place of AttnProcessor.",
+    ),
+    Refusal(
+        "a cache of diffusers",
+        (When.PARALLEL_CALL,),
+        cache_of_diffusers,
+        "{name} has a cache of diffusers ({cache}), which decides on each rank alone: ranks would skip different steps, and "
+        "wait for each other. Call {name}.disable_cache(), and apply_cache_on_pipe(pipe, ...), with which they decide together.",
+    ),
+    Refusal(
+        "another hook of diffusers that needs more than a rank's tokens, or may",
+        (When.PARALLEL_CALL,),
+        unfit_hook,
+        "{name} has diffusers' {hook} at {at!r}: {reason}.",
+    ),
+    Refusal(
+        "a guider that puts on such a hook",
+        (When.PARALLEL_CALL,),
+        unfit_guider,
+        "pipe.guider is a {guider}: {reason}.",
+    ),
+)

@@ -1,0 +1,171 @@
+"""Refusals by where weights are: on several devices, moved by hooks, sharded, in stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed import get_process_group_ranks
+from torch.distributed.tensor import DTensor
+
+from para_core.adapters.compatibility.context import Case, is_unet
+from para_core.adapters.registry import adapter_for, component_of
+from para_core.adapters.weights.stages import why_no_stages
+from para_core.instance_patching import is_compiled, is_compiled_without_breaks
+from para_core.plans.region import plan_mesh
+from para_core.weights.fsdp import is_sharded, shard_mesh
+from para_core.weights.pipefusion import fusion_of
+from para_core.weights.stages import stages_of
+from para_core.weights.tensor import tensor_mesh
+
+
+def several_devices(case: Case) -> Mapping[str, Any] | None:
+    return _devices_of(case.module, "the transformer")
+
+
+def pipe_on_several_devices(case: Case) -> Mapping[str, Any] | None:
+    return _devices_of(case.owner, "the pipeline") if case.component else None
+
+
+def _devices_of(spread: Any, what: str) -> Mapping[str, Any] | None:
+    devices = {str(device) for device in (getattr(spread, "hf_device_map", None) or {}).values()}
+    return {"spread": what, "devices": sorted(devices)} if len(devices) > 1 else None
+
+
+def placed_by_accelerate(case: Case) -> Mapping[str, Any] | None:
+    """Model offload moves a component as a whole, and leaves alone what is sharded; other hooks take the weights of each layer away."""
+    for name, part in getattr(case.owner, "components", {}).items():
+        for at, module in part.named_modules() if isinstance(part, nn.Module) else ():
+            hook = getattr(module, "_hf_hook", None)
+            if hook is not None and type(hook).__name__ != "CpuOffload":
+                return {"placed": f"pipe.{name}", "at": at or "the whole of it", "hook": type(hook).__name__}
+    return None
+
+
+def config_of_diffusers(module: Any) -> Any:
+    return getattr(module, "_parallel_config", None)
+
+
+def tensors_of_diffusers(module: Any) -> Any:
+    """The mesh over which diffusers sharded ``module`` when it loaded it with a ``TensorParallelConfig``; None if it did not."""
+    config = getattr(config_of_diffusers(module), "tensor_parallel_config", None)
+    return None if config is None else config._mesh
+
+
+def tensor_ranks_differ(case: Case) -> Mapping[str, Any] | None:
+    """Ranks that hold other heads than the mesh says would exchange tokens as if they were those of one sequence."""
+    if case.module is None or case.mesh is None:
+        return None
+    sharded = tensor_mesh(case.module) or tensors_of_diffusers(case.module)
+    shared = [] if sharded is None else sharded.mesh.flatten().tolist()
+    dim = case.mesh.tensor
+    ranks = [] if dim.group is None else get_process_group_ranks(dim.group)
+    return None if shared == ranks else {"shared": shared or "no", "ranks": ranks or "none"}
+
+
+def unet_on_tensor_ranks(case: Case) -> Mapping[str, Any] | None:
+    """A UNet has no tensor plan, so ranks along ``tensor`` would all compute the same rows."""
+    size = 1 if case.mesh is None else case.mesh.tensor.size
+    return {"tensor_ranks": size} if size > 1 and is_unet(case) else None
+
+
+def shared_beyond_sequence(case: Case) -> Mapping[str, Any] | None:
+    """Weights that are gathered from ranks which may run fewer blocks than this one, and would then never answer."""
+    if case.module is None or not is_sharded(case.module):
+        return None
+    mesh, applied = shard_mesh(case.module), plan_mesh(case.module)
+    shared, sequence = 1 if mesh is None else mesh.size(), 1 if applied is None else applied.ranks
+    if shared <= sequence:
+        return None
+    if case.options is not None:
+        return {"shared": shared, "sequence": sequence, "reason": "a cache of their own steps"}
+    guides = case.mesh is not None and case.mesh.batch.size > 1
+    return {"shared": shared, "sequence": sequence, "reason": "branches of guidance of their own"} if guides else None
+
+
+def _stages(case: Case) -> int:
+    return 1 if case.mesh is None or case.module is None else case.mesh.pipe.size
+
+
+def no_stages(case: Case) -> Mapping[str, Any] | None:
+    if _stages(case) == 1:
+        return None
+    reason = "it is a UNet, whose blocks give each other residuals" if is_unet(case) else None
+    reason = reason or why_no_stages(case.module, case.adapter)
+    return None if reason is None else {"reason": reason}
+
+
+def placed_stages(case: Case) -> Mapping[str, Any] | None:
+    """Blocks that are freed on a rank cannot be moved, or be gathered from others."""
+    if _stages(case) == 1:
+        return None
+    if any(hasattr(part, "_hf_hook") for part in case.module.modules()):
+        return {"placed": "is moved by a hook of accelerate", "undo": "pipe.remove_all_hooks()"}
+    if is_sharded(case.module) or tensor_mesh(case.module) is not None:
+        return {"placed": "has its weights sharded", "undo": "unshard_weights(pipe)"}
+    return None
+
+
+def compiled_stages(case: Case) -> bool:
+    if case.module is None or stages_of(case.module) is None:
+        return False
+    return _is_one_graph(case)
+
+
+def compiled_fusion(case: Case) -> bool:
+    return case.module is not None and fusion_of(case.module) is not None and _is_one_graph(case)
+
+
+def _is_one_graph(case: Case) -> bool:
+    """Whether the whole model was compiled: in place, its ``forward``, or as the component that stands in its place."""
+    replaced = bool(case.component) and component_of(case.owner, case.component) is not case.module
+    return replaced or is_compiled(case.module)
+
+
+def uncached_stages(case: Case) -> Mapping[str, Any] | None:
+    """What a cache needs that only some of the stages have."""
+    if case.module is not None and fusion_of(case.module) is not None:
+        return {
+            "reason": "under PipeFusion a step computes patches, with keys of the step before, which may not be skipped"
+        }
+    stages = None if case.module is None else stages_of(case.module)
+    known = None if stages is None else adapter_for(case.module, case.adapter)
+    if stages is None or known is None or known.blocks is None or case.options is None:
+        return None
+    if len(known.blocks.stages) > 1:
+        return {"reason": "text joins the image between its blocks, and what is stored there is on another stage"}
+    if case.options.decides_before_blocks:
+        return {"reason": "its rule asks the weights of the first block, which the first stage alone has"}
+    last = len(stages.ranges[-1])
+    if case.options.last_blocks >= last:
+        return {"reason": f"last_blocks={case.options.last_blocks} always run, and the last stage has {last}"}
+    return None
+
+
+def cached_in_one_graph(case: Case) -> Mapping[str, Any] | None:
+    """What ``torch.cond`` takes no part of: the hooks of FSDP2, or DTensors."""
+    if case.module is None or case.options is None:
+        return None
+    if not _is_one_graph(case):
+        return None
+    by_fsdp = is_sharded(case.module)
+    by_tensor = tensor_mesh(case.module) is not None or tensors_of_diffusers(case.module) is not None
+    return {"method": "fsdp" if by_fsdp else "tensor"} if by_fsdp or by_tensor else None
+
+
+def sharded_without_breaks(case: Case) -> bool:
+    """FSDP2 gathers the weights of a block in hooks, at which Dynamo breaks a graph."""
+    if case.module is None or not is_sharded(case.module):
+        return False
+    component = component_of(case.owner, case.component) if case.component else case.module
+    return is_compiled_without_breaks(component) or is_compiled_without_breaks(case.module)
+
+
+def changed_since_sharded(case: Case) -> Mapping[str, Any] | None:
+    if case.module is None or not is_sharded(case.module):
+        return None
+    for name, parameter in case.module.named_parameters():
+        if type(parameter) is not nn.Parameter and not isinstance(parameter, DTensor):
+            return {"at": name, "kind": type(parameter).__name__}
+    return None

@@ -1,0 +1,1 @@
+"""Running a pipeline or a transformer on the ranks of a mesh."""

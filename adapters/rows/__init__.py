@@ -1,0 +1,1 @@
+"""VAEs and UNets whose rows are sharded over ranks."""

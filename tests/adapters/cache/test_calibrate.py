@@ -1,0 +1,294 @@
+"""calibrate_cache finds the threshold for a target, and leaves the pipe with it; after an error it is as it was."""
+
+import json
+import math
+import sys
+import types
+from urllib.error import URLError
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from benchmarks.tiny_pipelines import PIPELINES
+from para_core.adapters import apply_cache_on_pipe, cache_report, calibrate_cache, parallelize_pipe
+from para_core.adapters.cache.calibration.image_metrics import as_images, load_metric
+from para_core.adapters.cache.generation import caching_of
+from tests.tiny import cpu_mesh, flux_pipe, flux_transformer
+
+PROMPTS = ["a large red circle at the top left, on white", "a small blue square at the bottom, on grey"]
+CALL = {"height": 72, "width": 56, "num_inference_steps": 6, "max_sequence_length": 13}
+
+
+def calibrate(pipe, prompts=PROMPTS, **options):
+    return calibrate_cache(pipe, prompts, **{"progress": False, **CALL, **options})
+
+
+def generate(pipe, seed, **options):
+    return pipe(generator=torch.Generator().manual_seed(seed), output_type="np", **CALL, **options).images
+
+
+class BlockClock:
+    """In place of ``time``: a second for each block that was computed."""
+
+    def __init__(self, pipe):
+        self.seconds = 0.0
+        for block in [*pipe.transformer.transformer_blocks, *pipe.transformer.single_transformer_blocks]:
+            block.register_forward_hook(self._count)
+
+    def _count(self, *call):
+        self.seconds += 1.0
+
+    def perf_counter(self):
+        return self.seconds
+
+
+def test_the_largest_threshold_that_keeps_the_quality_is_found_and_left_on_the_pipe():
+    pipe = flux_pipe()
+    uncached = [generate(pipe, 5 + i, prompt=prompt) for i, prompt in enumerate(PROMPTS)]
+    found = calibrate(pipe, target=30.0, seed=5)
+    chosen = found.chosen
+    assert chosen.metrics["psnr"] >= 30.0
+    assert 2 < chosen.computed < chosen.steps == 2 * CALL["num_inference_steps"]
+    assert all(row.metrics["psnr"] < 30.0 for row in found.rows if row.threshold > found.threshold)
+    assert found.rows[0].threshold == 0.0
+    assert found.rows[0].metrics["psnr"] == math.inf
+    assert len(found.rows) <= 9
+
+    computed, error = 0, 0.0
+    for i, prompt in enumerate(PROMPTS):
+        error += np.square(generate(pipe, 5 + i, prompt=prompt) - uncached[i]).mean() / 2
+        computed += cache_report(pipe).computed
+        assert cache_report(pipe).rows[0].threshold == found.threshold
+    assert computed == chosen.computed
+    assert chosen.metrics["psnr"] == pytest.approx(-10 * math.log10(error), rel=1e-4)
+
+
+def test_the_smallest_threshold_that_is_fast_enough_is_found(monkeypatch):
+    pipe = flux_pipe()
+    monkeypatch.setattr("para_core.adapters.cache.calibration.trial.time", BlockClock(pipe))
+    found = calibrate(pipe, target=1.8, metric="speedup")
+    assert found.seconds == 4 * 6
+    for row in found.rows:
+        assert row.metrics["speedup"] == pytest.approx(4 * row.steps / (4 * row.computed + row.steps - row.computed))
+    assert found.chosen.metrics["speedup"] >= 1.8
+    assert all(row.metrics["speedup"] < 1.8 for row in found.rows if row.threshold < found.threshold)
+    # One step more is one less than wanted.
+    less = [row.computed for row in found.rows if row.threshold < found.threshold]
+    assert min(less) - found.chosen.computed <= 1
+
+
+def test_the_smallest_threshold_that_computes_so_few_steps_is_found_whatever_a_clock_says(monkeypatch):
+    class Jumping:
+        """In place of ``time``: one that says nothing."""
+
+        def __init__(self):
+            self.ticks = iter([7.0, 1.0, 30.0, 2.0] * 1000)
+
+        def perf_counter(self):
+            return next(self.ticks)
+
+    expected = calibrate(flux_pipe(), computed_steps=4)
+    monkeypatch.setattr("para_core.adapters.cache.calibration.trial.time", Jumping())
+    pipe = flux_pipe()
+    found = calibrate(pipe, computed_steps=4)
+    assert found.threshold == expected.threshold
+    # Of each of the two prompts, on average.
+    assert found.chosen.metrics["computed_steps"] == found.chosen.computed / 2 <= 4
+    assert all(row.computed > 2 * 4 for row in found.rows if row.threshold < found.threshold)
+    # Of more than the one at which nothing is skipped.
+    assert sum(row.threshold < found.threshold for row in found.rows) > 1
+    assert (
+        str(found).splitlines()[-1].startswith(f"residual_diff_threshold={found.threshold:.4g} for computed_steps ≤ 4;")
+    )
+    with pytest.raises(ValueError, match=r"no threshold gives computed_steps ≤ 1: the best was \d"):
+        calibrate(apply_cache_on_pipe(pipe, warmup_steps=3), PROMPTS[0], computed_steps=1, tries=3)
+
+
+def test_a_curve_over_given_thresholds_is_printed_plotted_and_written(tmp_path):
+    found = calibrate(flux_pipe(), PROMPTS[0], metric="ssim", target=0.5, thresholds=[1e3, 0.5, 0.8])
+    assert [row.threshold for row in found.rows] == [0.0, 0.5, 0.8, 1e3]
+    assert found.threshold == 1e3
+    assert found.rows[0].metrics["ssim"] == pytest.approx(1.0)
+    assert all(0.5 <= row.metrics["ssim"] <= 1.0 for row in found.rows)
+    assert [row.computed for row in found.rows] == sorted((row.computed for row in found.rows), reverse=True)
+
+    printed = str(found).splitlines()
+    assert printed[-2].startswith("→      1000")
+    assert "for ssim ≥ 0.5; without the cache" in printed[-1]
+    found.to_json(tmp_path / "curve.json")
+    written = json.loads((tmp_path / "curve.json").read_text())
+    assert written["threshold"] == 1e3
+    assert written["rows"][0]["psnr"] is None
+    assert [row["computed"] for row in written["rows"]] == [row.computed for row in found.rows]
+    found.plot(tmp_path / "curve.png")
+    with Image.open(tmp_path / "curve.png") as plot:
+        assert plot.size == (800, 400)
+    figure = found._figure()
+    figure.canvas.draw()
+    assert figure.axes[0].get_title() == "ssim and computed steps at each threshold"
+    (legend,) = figure.legends
+    labels = [text.get_text() for text in legend.get_texts()]
+    assert labels == ["ssim", "target: ssim ≥ 0.5", "chosen: 1000", "computed steps"]
+    assert not any(legend.get_window_extent().overlaps(axes.get_tightbbox()) for axes in figure.axes)
+
+
+def test_a_target_out_of_reach_is_an_error_that_names_the_best_and_the_pipe_is_as_it_was():
+    pipe = flux_pipe()
+    cls, transformer_cls = type(pipe), type(pipe.transformer)
+    with pytest.raises(ValueError, match=r"no threshold gives psnr ≥ 90 dB: the best was \d\d\.\d+ at .* of 6 steps"):
+        calibrate(pipe, PROMPTS[0], target=90.0, tries=2)
+    assert (type(pipe), type(pipe.transformer)) == (cls, transformer_cls)
+
+    apply_cache_on_pipe(pipe, residual_diff_threshold=0.1, warmup_steps=6)
+    before = caching_of(pipe).caches
+    with pytest.raises(ValueError, match=r"no threshold up to 0 skipped a step, so none gives psnr ≥ 1 dB"):
+        calibrate(pipe, PROMPTS[0], target=1.0)
+    assert caching_of(pipe).caches is before
+    with pytest.raises(ValueError, match="no threshold up to 5 skipped a step"):
+        calibrate(pipe, PROMPTS[0], target=1.0, thresholds=[5.0])
+    with pytest.raises(TypeError, match="no_such_argument"):
+        calibrate(pipe, PROMPTS[0], target=1.0, no_such_argument=1)
+    assert caching_of(pipe).caches is before
+    # As tests.tiny sets it.
+    assert pipe._progress_bar_config == {"disable": True}
+
+
+def test_the_other_options_of_the_cache_stay():
+    pipe = apply_cache_on_pipe(flux_pipe(), residual_diff_threshold=0.0, warmup_steps=3, always_compute_last=True)
+    found = calibrate(pipe, PROMPTS[0], target=1.0, thresholds=[1e3])
+    assert (found.chosen.computed, found.chosen.steps) == (4, 6)
+    options = caching_of(pipe).options
+    assert (options.residual_diff_threshold, options.warmup_steps, options.always_compute_last) == (1e3, 3, True)
+
+
+def test_arguments_may_differ_from_prompt_to_prompt_and_a_generator_starts_over():
+    pipe = flux_pipe()
+    generator = torch.Generator().manual_seed(3)
+    calls = [{"prompt": PROMPTS[0], "generator": generator}, {"prompt": PROMPTS[1], "height": 56}]
+    found = calibrate(pipe, calls, target=1.0, thresholds=[1e-9, 1e3])
+    # The same noise each time, or a threshold that skips nothing would change the image.
+    assert found.rows[1].metrics["psnr"] == math.inf
+
+
+def test_frames_of_videos_are_images():
+    name = "wan"
+    call = {**PIPELINES[name].call(num_inference_steps=3)}
+    del call["output_type"]
+    call.pop("generator", None)
+    found = calibrate_cache(PIPELINES[name].build(), [call], target=1.0, thresholds=[1e9], progress=False)
+    assert found.chosen.metrics["psnr"] > 1.0
+    # Two branches.
+    assert (found.chosen.computed, found.chosen.steps) == (2, 6)
+    assert as_images(np.zeros((2, 9, 48, 80, 3))).shape == (18, 48, 80, 3)
+    assert as_images([np.zeros((9, 48, 80, 3))]).shape == (9, 48, 80, 3)
+
+
+def test_metrics_by_hand():
+    generator = torch.Generator().manual_seed(0)
+    # Two of one size, one of another.
+    references = [torch.rand(2, 16, 24, 3, generator=generator), torch.rand(1, 16, 16, 3, generator=generator)]
+    equal = [x.clone() for x in references]
+    brighter = [x + 0.1 for x in references]
+    psnr, ssim = load_metric("psnr"), load_metric("ssim")
+    assert psnr(equal, references) == math.inf
+    assert psnr(brighter, references) == pytest.approx(20.0, abs=1e-4)
+    # A third of the images changed: a third of the squared error.
+    assert psnr([references[0], brighter[1]], references) == pytest.approx(20.0 + 10 * math.log10(3), abs=1e-4)
+    assert ssim(equal, references) == pytest.approx(1.0)
+    assert ssim([1 - x for x in references], references) < 0
+
+
+def test_lpips_is_taken_where_it_is_and_an_error_says_what_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lpips", None)
+    with pytest.raises(ImportError, match=r"pip install lpips.*metric='ssim' and metric='psnr' need none"):
+        calibrate(flux_pipe(), target=0.1, metric="lpips")
+
+    def no_weights(**options):
+        raise URLError("no route to host")
+
+    monkeypatch.setitem(sys.modules, "lpips", types.SimpleNamespace(LPIPS=no_weights))
+    with pytest.raises(RuntimeError, match=r"no route to host.*alexnet-owt-7be5be79\.pth into .*checkpoints"):
+        calibrate(flux_pipe(), target=0.1, metric="lpips")
+
+    class Distance(torch.nn.Module):
+        def __init__(self, net, verbose):
+            super().__init__()
+
+        def forward(self, x, y):
+            assert x.shape == (1, 3, 72, 56)
+            return (x - y).abs().mean().view(1, 1, 1, 1)
+
+    monkeypatch.setitem(sys.modules, "lpips", types.SimpleNamespace(LPIPS=Distance))
+    found = calibrate(flux_pipe(), PROMPTS[0], target=0.5, metric="lpips", thresholds=[0.5, 1e3])
+    assert [0.0 <= row.metrics["lpips"] <= 0.5 for row in found.rows] == [True] * 3
+    assert found.threshold == 1e3
+    with pytest.raises(ValueError, match=r"no threshold gives lpips ≤ 0: the best was 0\.\d+ at "):
+        calibrate(flux_pipe(), PROMPTS[0], target=0.0, metric="lpips", thresholds=[0.8, 1e3])
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"metric": "fid"}, r"metric is 'fid'; expected one of 'psnr', 'ssim', 'lpips', 'speedup', 'computed_steps'"),
+        ({"metric": "ssim", "target": 1.5}, r"target is 1\.5; expected 0 to 1 for metric='ssim'"),
+        ({"target": float("nan")}, r"target is nan; expected 0 to inf"),
+        ({"computed_steps": 4}, r"target is 30\.0 and computed_steps is 4; give one of them"),
+        ({"target": None}, "target is None and computed_steps is None; give one of them"),
+        ({"prompts": []}, "prompts is empty"),
+        ({"thresholds": []}, "thresholds is empty"),
+        ({"tries": 0}, "tries is 0; expected at least 1"),
+        ({"output_type": "pil"}, "output_type was given; calibrate_cache chooses it"),
+    ],
+)
+def test_bad_arguments_are_errors_before_anything_is_generated(options, match):
+    with pytest.raises(ValueError, match=match):
+        calibrate(flux_pipe(), **{"target": 30.0, **options})
+
+
+def test_another_threshold_compiles_nothing_anew():
+    torch._dynamo.reset()
+    # How it is made faster does not matter here, and takes long.
+    counter = CompileCounterWithBackend("eager")
+    pipe = flux_pipe(transformer=flux_transformer(num_layers=1, num_single_layers=1))
+    apply_cache_on_pipe(pipe)
+    pipe.transformer = torch.compile(pipe.transformer, backend=counter, fullgraph=True)
+    for _ in range(2):
+        found = calibrate(pipe, PROMPTS[0], target=1.0, thresholds=[0.5, 1e3], num_inference_steps=3)
+        # Without the cache; then with it, at the first call of a generation, and at the others.
+        assert counter.frame_count == 3
+        assert found.chosen.computed == 1
+    for threshold in (0.7, 0.0):
+        apply_cache_on_pipe(pipe, residual_diff_threshold=threshold)
+        generate(pipe, 0, prompt=PROMPTS[1])
+    assert counter.frame_count == 3
+
+
+def calibrate_on_rank(shape):
+    """With clocks that disagree about what is fast."""
+    from unittest import mock
+
+    ring, ulysses, batch = shape
+    pipe = flux_pipe()
+    parallelize_pipe(pipe, mesh=cpu_mesh(ring, ulysses, batch=batch))
+    clock = BlockClock(pipe)
+    if torch.distributed.get_rank() > 0:
+        clock.perf_counter = lambda: 1000.0 * clock.seconds**3
+    guided = {"true_cfg_scale": 2.0, "negative_prompt": ""} if batch > 1 else {}
+    with mock.patch("para_core.adapters.cache.calibration.trial.time", clock):
+        found = calibrate(pipe, PROMPTS[0], target=1.8, metric="speedup", **guided)
+    threshold = caching_of(pipe).options.residual_diff_threshold
+    apply_cache_on_pipe(pipe, residual_diff_threshold=found.threshold, max_consecutive_hits=2)
+    image = generate(pipe, 0, prompt=PROMPTS[0], **guided)
+    return found, image, threshold
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 1), (1, 1, 2)])
+def test_ranks_take_the_same_decisions_by_what_the_first_one_measured(rank_pool, shape):
+    (first, image, threshold), (other, same_image, _) = rank_pool.run(calibrate_on_rank, 2, shape=shape)
+    assert first == other
+    assert threshold == first.threshold
+    assert first.chosen.metrics["speedup"] >= 1.8
+    assert np.abs(image - same_image).max() < 1e-4

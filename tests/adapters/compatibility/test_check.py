@@ -1,0 +1,524 @@
+"""What cannot run in parallel is an error that says so, on every rank, and what to do instead."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from diffusers import ConfigMixin, DiffusionPipeline, FluxTransformer2DModel, LuminaNextDiT2DModel, ModelMixin
+from diffusers.guiders import SmoothedEnergyGuidance
+from diffusers.hooks import FirstBlockCacheConfig, LayerSkipConfig, apply_layer_skip
+from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
+from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
+from torch import nn
+from torchao.quantization import Int8Tensor, PerRow
+
+from benchmarks.launches import fake_group
+from benchmarks.tiny_images import stable_diffusion_3
+from benchmarks.tiny_models import MODELS
+from benchmarks.tiny_pipelines import PIPELINES
+from benchmarks.tiny_unets import UNET_PIPELINES
+from para_core import PipeFusion
+from para_core.adapters import parallelize_pipe, parallelize_transformer
+from para_core.adapters.compatibility import REFUSALS, Case, When, cases_of, reason_against, refuse
+from para_core.adapters.registry import tensor_plan_for
+from para_core.adapters.weights.components import blocks_of
+from para_core.adapters.weights.stages import hold_stage
+from para_core.cache.options import CacheOptions
+from para_core.distributed.mesh import guided_mesh
+from para_core.plans.region import plan_mesh
+from para_core.weights.fsdp import shard_blocks
+from para_core.weights.group import weights_mesh
+from para_core.weights.tensor import shard_tensors
+from tests.tiny import cpu_mesh, flux_call, flux_pipe, flux_transformer, relative_error
+
+SUPPORTED = r"Supported are FLUX\.1: "
+
+
+class NoTransformer(DiffusionPipeline):
+    def __init__(self, prior):
+        super().__init__()
+        self.register_modules(prior=prior)
+
+
+class OtherUnet(DiffusionPipeline):
+    def __init__(self, unet):
+        super().__init__()
+        self.register_modules(unet=unet)
+
+
+class OtherTransformer(DiffusionPipeline):
+    def __init__(self, transformer):
+        super().__init__()
+        self.register_modules(transformer=transformer)
+
+
+def lumina_next():
+    """Its processor scales attention by the number of tokens."""
+    return LuminaNextDiT2DModel(
+        hidden_size=16, num_layers=1, num_attention_heads=2, num_kv_heads=1, cross_attention_dim=8
+    )
+
+
+def test_a_pipe_without_a_transformer_is_refused_with_what_is_supported():
+    with pytest.raises(TypeError, match=r"NoTransformer is not supported: it has no transformer\. " + SUPPORTED):
+        parallelize_pipe(NoTransformer(nn.Linear(1, 1)))
+
+
+def test_a_pipe_on_an_unknown_unet_is_refused_with_what_is_supported():
+    with pytest.raises(TypeError, match=r"^OtherUnet is not supported: .* in Linear is not known: .*" + SUPPORTED):
+        parallelize_pipe(OtherUnet(nn.Linear(1, 1)))
+
+
+class OtherModel(ModelMixin, ConfigMixin):
+    """Nobody described it."""
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lumina_next,
+            r"LuminaNextDiT2DModel has no plan, for its processor scales attention by .*\. Give each rank prompts of its own instead\.",
+        ),
+        (
+            OtherModel,
+            r"there is no plan for OtherModel\. .*adapter=Adapter\(transformer='OtherModel', .*plan=Plan\(.*docs/new_model\.md",
+        ),
+    ],
+)
+def test_another_transformer_is_refused_with_what_is_supported(make, message):
+    model = make()
+    for attempt, given in ((parallelize_pipe, OtherTransformer(model)), (parallelize_transformer, model)):
+        expected = f"^{type(given).__name__} is not supported: {message} .*{SUPPORTED}"
+        with pytest.raises(TypeError, match=expected) as error:
+            attempt(given)
+        # Which dim holds tokens depends on the model: of most image models dim 1 are channels.
+        assert "dim=1" not in str(error.value)
+
+
+def test_a_transformer_spread_over_devices_is_refused():
+    pipe = flux_pipe()
+    pipe.transformer.hf_device_map = {"transformer_blocks": 0, "single_transformer_blocks": 1}
+    with pytest.raises(ValueError, match=r"spread over the devices \['0', '1'\] by its device_map"):
+        parallelize_pipe(pipe)
+    pipe.transformer.hf_device_map = {"": 0}
+    parallelize_pipe(pipe)
+
+
+def test_diffusers_own_parallelism_is_refused():
+    pipe = flux_pipe()
+    pipe.transformer._parallel_config = object()
+    with pytest.raises(ValueError, match=r"already runs under diffusers' own enable_parallelism"):
+        parallelize_pipe(pipe)
+
+
+def test_what_is_no_mesh_is_refused():
+    with pytest.raises(TypeError, match="mesh is a int; expected a DeviceMesh or a ProcessGroup"):
+        parallelize_pipe(flux_pipe(), mesh=2)
+
+
+class HandMadeProcessor(FluxAttnProcessor):
+    """Attention that no mode sees, as of a flash_attn kernel."""
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None):
+        tokens = hidden_states
+        if encoder_hidden_states is not None:
+            tokens = torch.cat([encoder_hidden_states, hidden_states], dim=1)
+        out = torch.softmax(tokens @ tokens.mT, dim=-1) @ tokens
+        if encoder_hidden_states is None:
+            return out
+        text = encoder_hidden_states.shape[1]
+        return out[:, text:], out[:, :text]
+
+
+UNSEEN = r"called no scaled_dot_product_attention.*Switch its attention to a native backend"
+
+
+def attend_unseen(compiled):
+    pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2))
+    processors = {name: part.processor for name, part in pipe.transformer.named_modules() if hasattr(part, "processor")}
+    assert processors
+    for name in processors:
+        pipe.transformer.get_submodule(name).set_processor(HandMadeProcessor())
+    if compiled == "blocks":
+        pipe.transformer.compile_repeated_blocks(backend="aot_eager", fullgraph=True)
+    if compiled == "whole":
+        pipe.transformer = torch.compile(pipe.transformer, backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception, match=UNSEEN) as error:
+        pipe(**flux_call())
+    for name, processor in processors.items():
+        getattr(pipe.transformer, "_orig_mod", pipe.transformer).get_submodule(name).set_processor(processor)
+    return type(error.value).__name__, pipe(**flux_call()).images
+
+
+@pytest.mark.parametrize("compiled", ["no", pytest.param("blocks", marks=pytest.mark.long), "whole"])
+def test_attention_that_the_mode_cannot_see_is_an_error_on_every_rank(rank_pool, compiled):
+    expected = flux_pipe()(**flux_call()).images
+    for kind, out in rank_pool.run(attend_unseen, 2, compiled):
+        assert compiled == "whole" or kind == "RuntimeError"
+        assert relative_error(out, expected) < 1e-5
+
+
+def take_the_advice():
+    """PixArt under diffusers' default processors; what the error says to do; and nothing else."""
+    pipe = PIPELINES["pixart"].build()
+    pipe.transformer.set_default_attn_processor()
+    parallelize_pipe(pipe, mesh=cpu_mesh(1, 2))
+    with pytest.raises(RuntimeError, match=r"AttnProcessor in .*set_attn_processor\(AttnProcessor2_0\(\)\)"):
+        pipe(**PIPELINES["pixart"].call())
+    pipe.transformer.set_attn_processor(AttnProcessor2_0())
+    return pipe(**PIPELINES["pixart"].call())[0]
+
+
+def test_the_advice_against_an_old_processor_helps(rank_pool):
+    pipe = PIPELINES["pixart"].build()
+    expected = pipe(**PIPELINES["pixart"].call())[0]
+    for out in rank_pool.run(take_the_advice, 2):
+        assert relative_error(out, expected) < 1e-5
+
+
+def give_kv_cache():
+    model = MODELS["flux2"]
+    transformer = parallelize_transformer(model.build(), mesh=cpu_mesh(1, 2))
+    for _ in range(2):
+        with pytest.raises(
+            ValueError,
+            match=r"^Flux2Transformer2DModel was given kv_cache, which cannot be computed on several ranks: .*unparall",
+        ):
+            transformer(**model.inputs(3, 6, 10), kv_cache=object())
+        # The error of a compiled call is the same, and none of Dynamo's.
+        transformer.compile(backend="eager", fullgraph=True)
+
+
+def test_a_cache_of_reference_images_is_refused_with_a_reason(rank_pool):
+    rank_pool.run(give_kv_cache, 2)
+
+
+def replace_transformer():
+    pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2))
+    pipe.transformer = flux_transformer()
+    with pytest.raises(RuntimeError, match=r"pipe\.transformer is another one than when the pipe was parallelized"):
+        pipe(**flux_call())
+    assert type(pipe.transformer) is FluxTransformer2DModel
+    parallelize_pipe(pipe, mesh=cpu_mesh(1, 2))
+    return pipe(**flux_call()).images
+
+
+def test_a_transformer_put_in_later_is_an_error_that_says_what_to_call(rank_pool):
+    expected = flux_pipe()(**flux_call()).images
+    for out in rank_pool.run(replace_transformer, 2):
+        assert relative_error(out, expected) < 1e-5
+
+
+def perturb():
+    pipe = stable_diffusion_3("StableDiffusion3PAGPipeline")
+    with pytest.raises(
+        TypeError,
+        match=r"StableDiffusion3PAGPipeline is not supported: its perturbed .*without perturbed.*" + SUPPORTED,
+    ):
+        parallelize_pipe(pipe, mesh=cpu_mesh(1, 2))
+    parallelize_pipe(pipe, mesh=cpu_mesh(1, 2)["ring"])
+
+
+def test_perturbed_attention_over_joint_tokens_is_refused_with_a_reason(rank_pool):
+    rank_pool.run(perturb, 2)
+
+
+def changed(thing, **attributes):
+    for name, value in attributes.items():
+        setattr(thing, name, value)
+    return thing
+
+
+def on_flux(change, mesh, **known):
+    """A pipe whose transformer was changed since its plan was applied."""
+    pipe = flux_pipe()
+    pipe.transformer = change(pipe.transformer) or pipe.transformer
+    return Case(pipe, pipe.transformer, "transformer", mesh=mesh, **known)
+
+
+def replaced(mesh):
+    return Case(flux_pipe(), flux_transformer(), "transformer", mesh=mesh)
+
+
+def guided_by_blur(mesh):
+    pipe = flux_pipe()
+    pipe.guider = SmoothedEnergyGuidance(seg_guidance_layers=[1])
+    return Case(pipe, pipe.transformer, "transformer", mesh=mesh)
+
+
+def compiled_in_place(module):
+    module.compile(backend="eager")
+    return module
+
+
+def with_scores_of_its_own(model):
+    """One attention of several, so that others still call scaled_dot_product_attention."""
+    model.transformer_blocks[1].attn2.set_processor(AttnProcessor())
+    return model
+
+
+def without_scheduler(mesh):
+    pipe = changed(flux_pipe(), scheduler=None)
+    return Case(pipe, pipe.transformer, options=CacheOptions(0.1, always_compute_last=True))
+
+
+def perturbed(mesh):
+    pipe = changed(flux_pipe(), pag_applied_layers=["blocks.1"])
+    return Case(pipe, MODELS["sd3"].build(), "transformer", mesh=mesh)
+
+
+def sharded_and_cached(mesh):
+    pipe = flux_pipe()
+    shard_blocks(pipe.transformer, blocks_of(pipe.transformer), weights_mesh([0, 1], "cpu"))
+    return Case(pipe, pipe.transformer, "transformer", options=CacheOptions(0.1))
+
+
+def in_stages(mesh):
+    return replace(mesh, pipe=mesh.sequence.ulysses)
+
+
+def compiled_stages(mesh):
+    """In place, behind the split."""
+    pipe = flux_pipe()
+    hold_stage(pipe.transformer, mesh.sequence.ulysses)
+    return Case(pipe, compiled_in_place(pipe.transformer), "transformer", mesh=in_stages(mesh))
+
+
+def fused_and_compiled(mesh):
+    pipe = parallelize_pipe(flux_pipe(), pipefusion=PipeFusion())
+    return Case(pipe, compiled_in_place(pipe.transformer), "transformer", mesh=mesh, applied=mesh.sequence)
+
+
+def cached_stages(mesh):
+    pipe = flux_pipe()
+    hold_stage(pipe.transformer, mesh.sequence.ulysses)
+    return Case(pipe, pipe.transformer, "transformer", options=CacheOptions(0.1, rule="modulated_input"))
+
+
+def sharded_and_compiled(mesh):
+    pipe = flux_pipe()
+    shard_tensors(pipe.transformer, tensor_plan_for(pipe.transformer), weights_mesh([0, 1], "cpu"))
+    module, pipe.transformer = pipe.transformer, torch.compile(pipe.transformer, backend="eager")
+    return Case(pipe, module, "transformer", mesh=mesh, options=CacheOptions(0.1))
+
+
+def fsdp_without_breaks(mesh):
+    pipe = flux_pipe()
+    shard_blocks(pipe.transformer, blocks_of(pipe.transformer), weights_mesh([0, 1], "cpu"))
+    module, pipe.transformer = pipe.transformer, torch.compile(pipe.transformer, fullgraph=True, backend="eager")
+    return Case(pipe, module, "transformer", mesh=mesh, applied=mesh.sequence)
+
+
+def quantized_late(mesh):
+    pipe = flux_pipe()
+    shard_blocks(pipe.transformer, blocks_of(pipe.transformer), weights_mesh([0, 1], "cpu"))
+    linear = pipe.transformer.transformer_blocks[0].attn.to_q
+    linear.weight = nn.Parameter(Int8Tensor.from_hp(torch.ones(64, 64), PerRow()), requires_grad=False)
+    return Case(pipe, pipe.transformer, "transformer", mesh=mesh, applied=mesh.sequence)
+
+
+# Of each row: before what, a case of it, and what is said.
+CASES = {
+    "a pipeline without a transformer, in parallel": (
+        When.PARALLELIZE,
+        lambda _: Case(NoTransformer(nn.Linear(1, 1)), None),
+        "^NoTransformer is not supported: it has no transformer. " + SUPPORTED,
+    ),
+    "a pipeline without a transformer, with a cache": (
+        When.CACHE,
+        lambda _: Case(NoTransformer(nn.Linear(1, 1)), None),
+        "^NoTransformer cannot be cached: it has no transformer.$",
+    ),
+    "a UNet that is not known": (
+        When.PARALLELIZE,
+        lambda _: Case(OtherUnet(nn.Linear(1, 1)), nn.Linear(1, 1), "unet"),
+        "^OtherUnet is not supported: whether rows of an image can be sharded in Linear is not known: nothing is known of it",
+    ),
+    "an attention processor that computes scores itself": (
+        When.PARALLEL_CALL,
+        lambda mesh: Case(*[with_scores_of_its_own(MODELS["pixart"].build())] * 2, mesh=mesh),
+        r"AttnProcessor in 'transformer_blocks\.1\.attn2', .*set_attn_processor\(AttnProcessor2_0\(\)\)",
+    ),
+    "a UNet on ranks along tensor": (
+        When.PARALLELIZE,
+        lambda mesh: Case(
+            *[UNET_PIPELINES["sd"].build().unet] * 2, "unet", mesh=replace(mesh, tensor=mesh.sequence.ulysses)
+        ),
+        r"^the mesh has 2 ranks along 'tensor'.*UNet2DConditionModel is a UNet.*'ulysses'",
+    ),
+    "a cache on a UNet": (
+        When.CACHE,
+        lambda _: Case(*[UNET_PIPELINES["sd"].build().unet] * 2),
+        "^UNet2DConditionModel cannot be cached: First Block Cache skips the blocks behind the first",
+    ),
+    "what is no adapter": (
+        When.PARALLELIZE,
+        lambda _: Case(flux_pipe(), flux_transformer(), adapter={}),
+        r"^adapter is \{\}; expected an Adapter, .*transformer='FluxTransformer2DModel'",
+    ),
+    "a transformer of which it is known why it has no plan": (
+        When.PARALLELIZE,
+        lambda _: Case(lumina_next(), lumina_next()),
+        "^LuminaNextDiT2DModel is not supported: LuminaNextDiT2DModel has no plan, for its processor scales attention",
+    ),
+    "a transformer without a plan": (
+        When.PARALLELIZE,
+        lambda _: Case(OtherModel(), OtherModel()),
+        r"there is no plan for OtherModel\. .*adapter=Adapter\(transformer='OtherModel', ",
+    ),
+    "a cache on blocks of which it is known why none is skipped": (
+        When.CACHE,
+        lambda _: Case(far := MODELS["anyflow far"].build(), far),
+        "^AnyFlowFARTransformer3DModel cannot be cached: its blocks store keys",
+    ),
+    "a cache on blocks that are not known": (
+        When.CACHE,
+        lambda _: Case(OtherModel(), OtherModel()),
+        "^OtherModel cannot be cached: the blocks of OtherModel are not known. Known are FLUX",
+    ),
+    "a cache that follows a schedule, without a scheduler": (
+        When.CACHED_CALL,
+        without_scheduler,
+        "^always_compute_last needs a scheduler, and this FluxPipeline has none",
+    ),
+    "a transformer on several devices": (
+        When.PARALLELIZE,
+        lambda mesh: on_flux(lambda model: changed(model, hf_device_map={"a": 0, "b": 1}), mesh),
+        r"^the transformer is spread over the devices \['0', '1'\] by its device_map, .*mesh=mesh, weights='fsdp'\)\.$",
+    ),
+    "a pipeline on several devices": (
+        When.SHARD,
+        lambda mesh: Case(changed(flux_pipe(), hf_device_map={"a": 0, "b": 1}), flux_transformer(), "transformer"),
+        r"^the pipeline is spread over the devices \['0', '1'\] by its device_map, .*mesh=mesh, weights='fsdp'\)\.$",
+    ),
+    "weights that accelerate moves layer by layer": (
+        When.SHARD,
+        lambda mesh: on_flux(lambda model: changed(model, _hf_hook=object()), mesh),
+        r"^pipe\.transformer is moved by a hook of accelerate, layer by layer .*Call pipe\.remove_all_hooks\(\) first",
+    ),
+    "stages of a model whose blocks hand on more than tokens": (
+        When.PARALLELIZE,
+        lambda mesh: Case(*[MODELS["hunyuandit"].build()] * 2, mesh=in_stages(mesh)),
+        r"^HunyuanDiT2DModel cannot run in stages: it hands more from block to block than tokens, or .*weights='fsdp' shards any model\.$",
+    ),
+    "stages of weights that something else places": (
+        When.PARALLELIZE,
+        lambda mesh: on_flux(lambda model: changed(model.proj_out, _hf_hook=object()) and None, in_stages(mesh)),
+        r"^pipe\.transformer is moved by a hook of accelerate, .*Call pipe\.remove_all_hooks\(\) before",
+    ),
+    "stages in one graph": (
+        When.PARALLEL_CALL,
+        compiled_stages,
+        r"^pipe\.transformer was compiled as a whole, .*transformer\.compile_repeated_blocks\(fullgraph=True\)\.$",
+    ),
+    "PipeFusion in one graph": (
+        When.PARALLEL_CALL,
+        fused_and_compiled,
+        r"^pipe\.transformer runs under PipeFusion, and was compiled as a whole.*compile_repeated_blocks\(fullgraph=True\)\.$",
+    ),
+    "a cache over stages that cannot decide or store": (
+        When.CACHED_CALL,
+        cached_stages,
+        r"^pipe\.transformer runs in stages, and cannot be cached so: its rule asks the weights of the first block",
+    ),
+    "weights sharded over ranks that need not run the same blocks": (
+        When.CACHED_CALL,
+        sharded_and_cached,
+        r"^pipe\.transformer has its weights sharded over 2 ranks, and 1 share its sequence: the others have a cache of their own",
+    ),
+    "a cache in one graph over sharded weights": (
+        When.CACHED_CALL,
+        sharded_and_compiled,
+        r"^pipe\.transformer is compiled as a whole, .*\(weights='tensor'\).*pipe\.transformer\.compile_repeated_blocks\(fullgraph=True\)",
+    ),
+    "one graph over weights that FSDP2 shards": (
+        When.PARALLEL_CALL,
+        fsdp_without_breaks,
+        r"^pipe\.transformer is compiled as a whole with fullgraph=True, .*\(weights='fsdp'\).*compile_repeated_blocks",
+    ),
+    "weights that were quantized after FSDP2 sharded them": (
+        When.PARALLEL_CALL,
+        quantized_late,
+        r"^transformer_blocks\.0\.attn\.to_q\.weight of pipe\.transformer is a Int8Tensor since its weights were sharded",
+    ),
+    "heads that other ranks share than the mesh says": (
+        When.PARALLEL_CALL,
+        lambda mesh: on_flux(
+            lambda model: None, replace(mesh, tensor=mesh.sequence.ulysses), applied=plan_mesh(flux_transformer())
+        ),
+        r"^pipe\.transformer has its heads sharded over no ranks, and the dim 'tensor' of the mesh has here \[0, 1\]",
+    ),
+    "diffusers' own parallelism": (
+        When.PARALLELIZE,
+        lambda mesh: on_flux(lambda model: changed(model, _parallel_config=object()), mesh),
+        "already runs under diffusers' own enable_parallelism",
+    ),
+    "perturbed attention over joint tokens": (
+        When.PARALLELIZE,
+        perturbed,
+        "its perturbed attention hides image tokens",
+    ),
+    "another transformer than the one that was parallelized": (
+        When.PARALLEL_CALL,
+        replaced,
+        r"^pipe\.transformer is another one than when the pipe was parallelized",
+    ),
+    "another transformer than the one that was cached": (
+        When.CACHED_CALL,
+        replaced,
+        r"^pipe\.transformer is another one than when the cache was applied",
+    ),
+    "a transformer whose plan was replaced or removed": (
+        When.PARALLEL_CALL,
+        lambda mesh: on_flux(lambda _: None, mesh, applied=mesh.sequence),
+        r"^pipe\.transformer was given another mesh, or unparallelized",
+    ),
+    "a compiled UNet": (
+        When.PARALLEL_CALL,
+        lambda mesh: Case(*[compiled_in_place(UNET_PIPELINES["sd"].build().unet)] * 2, mesh=mesh),
+        "^unet was compiled, and a compiled graph does not see how many rows",
+    ),
+    "attention that is no scaled_dot_product_attention": (
+        When.PARALLEL_CALL,
+        lambda mesh: on_flux(
+            lambda model: changed(model.transformer_blocks[1].attn.processor, _attention_backend="flash") and None, mesh
+        ),
+        r"backend 'flash' in 'transformer_blocks\.1\.attn', .*on 2 ranks each .*: pipe\.transformer\.set_attention_backend",
+    ),
+    "a cache of diffusers": (
+        When.PARALLEL_CALL,
+        lambda mesh: on_flux(lambda model: model.enable_cache(FirstBlockCacheConfig(0.1)), mesh),
+        r"has a cache of diffusers \(FirstBlockCacheConfig\), .*Call pipe\.transformer\.disable_cache\(\)",
+    ),
+    "another hook of diffusers that needs more than a rank's tokens, or may": (
+        When.PARALLEL_CALL,
+        lambda mesh: on_flux(lambda model: apply_layer_skip(model, LayerSkipConfig([1], dropout=0.5)), mesh),
+        r"^pipe\.transformer has diffusers' \w+ at '.*': it drops activations at random",
+    ),
+    "a guider that puts on such a hook": (
+        When.PARALLEL_CALL,
+        guided_by_blur,
+        r"^pipe\.guider is a SmoothedEnergyGuidance: it blurs the queries of a whole image",
+    ),
+}
+
+
+@pytest.mark.parametrize("row", REFUSALS, ids=lambda row: row.what)
+def test_each_row_of_the_table_is_found_and_says_why(row):
+    when, make, message = CASES[row.what]
+    assert when in row.when
+    with fake_group(2):
+        case = make(guided_mesh(cpu_mesh(1, 2)))
+        assert re.search(message, reason_against(when, case))
+        with pytest.raises(row.error, match=message):
+            refuse(when, case)
+
+
+def test_what_nothing_was_done_to_is_not_refused():
+    with fake_group(2):
+        mesh = guided_mesh(cpu_mesh(1, 2))
+        for when in When:
+            assert reason_against(when, *cases_of(flux_pipe(), mesh=mesh)) is None
+            assert reason_against(when, *cases_of(stable_diffusion_3("StableDiffusion3Pipeline"), mesh=mesh)) is None

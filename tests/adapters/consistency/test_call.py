@@ -1,0 +1,381 @@
+"""Ranks of one mesh generate one image: same random numbers, same arguments, or an error on all of them.
+
+Exceptions, callbacks, interrupts and threads: a call that ends badly leaves the pipe usable.
+"""
+
+import os
+import signal
+import threading
+import time
+import warnings
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from diffusers import FluxPipeline
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.overrides import _get_current_function_mode_stack
+
+from para_core.adapters import parallelize_pipe, parallelize_transformer
+from para_core.adapters.consistency.call import set_timeout
+from para_core.distributed.mesh import find_or_make_group, guided_mesh
+from para_core.distributed.point_to_point import Links
+from para_core.spatial.one_group import first_ranks
+from tests.rank_pool import RankPoolError
+from tests.tiny import (
+    FLUX_CHANNELS,
+    cpu_mesh,
+    flux_call,
+    flux_inputs,
+    flux_pipe,
+    flux_transformer,
+    relative_error,
+    relative_errors,
+)
+from tests.weights.links import as_nccl
+
+
+def draw_with_another_scheduler():
+    pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2))
+    if dist.get_rank() == 1:
+        pipe.scheduler.register_to_config(shift=2.0)
+    pipe(**flux_call())
+
+
+def test_ranks_whose_schedulers_differ_are_told_so(rank_pool):
+    with pytest.raises(RankPoolError, match=r"pipe\.scheduler: rank 0 has .*rank 1 has") as error:
+        rank_pool.run(draw_with_another_scheduler, 2)
+    assert "raised on 2 of 2 ranks" in str(error.value)
+
+
+def draw_without_generator(ring, ulysses):
+    pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(ring, ulysses))
+    torch.manual_seed(100 + dist.get_rank())
+    before = torch.get_rng_state()
+    out = pipe(**flux_call(generator=None)).images
+    return out, torch.equal(torch.get_rng_state(), before), torch.get_rng_state()
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (2, 2)])
+def test_without_a_generator_all_generate_what_the_first_rank_would_generate_alone(rank_pool, ring, ulysses):
+    pipe = flux_pipe()
+    with torch.random.fork_rng():
+        torch.manual_seed(100)
+        expected = pipe(**flux_call(generator=None)).images
+        state_alone = torch.get_rng_state()
+    for rank, (out, unchanged, state) in enumerate(
+        rank_pool.run(draw_without_generator, ring * ulysses, ring, ulysses)
+    ):
+        assert relative_error(out, expected) < 1e-5
+        assert unchanged == (rank > 0)
+        if rank == 0:
+            assert torch.equal(state, state_alone)
+
+
+# What rank 1 says otherwise than rank 0, and what the error calls it.
+DIFFERENCES = {
+    "prompt": {"prompt": "a small blue square"},
+    "height": {"height": 80},
+    "num_inference_steps": {"num_inference_steps": 3},
+    "generator": {"generator": torch.Generator().manual_seed(8)},
+    "latents": {"latents": torch.full((1, 63, FLUX_CHANNELS), 2.0)},
+    "output_type": {"output_type": "pil"},
+    "negative_prompt": {"negative_prompt": "a dog", "true_cfg_scale": 2.0},
+    "true_cfg_scale": {"true_cfg_scale": 2.0},
+    "callback_on_step_end": {"callback_on_step_end": print},
+    "sigmas": {"sigmas": [1.0, 0.4]},
+}
+
+
+def call_differently():
+    """On each rank the error, and seconds until it came; then a call in which all agree."""
+    pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2))
+    errors = {}
+    for name, options in DIFFERENCES.items():
+        start = time.monotonic()
+        with pytest.raises(ValueError, match="must call the FluxPipeline alike") as error:
+            pipe(**flux_call(**(options if dist.get_rank() == 1 else {})))
+        errors[name] = str(error.value), time.monotonic() - start
+    with pytest.raises(TypeError, match="unexpected keyword argument 'heigth'") as error:
+        pipe(**flux_call(**({"heigth": 72} if dist.get_rank() == 1 else {})))
+    return errors, pipe(**flux_call()).images
+
+
+def test_ranks_that_call_differently_raise_on_every_rank_and_name_what_differs(rank_pool):
+    expected = flux_pipe()(**flux_call()).images
+    for errors, out in rank_pool.run(call_differently, 2):
+        for name, (message, seconds) in errors.items():
+            assert f"{name}: rank 0 has" in message
+            assert seconds < 5
+        assert relative_error(out, expected) < 1e-5
+        assert "rank 0 has 'a large red circle" in errors["prompt"][0]
+        assert "rank 1 has 'a small blue square'" in errors["prompt"][0]
+        assert "height: rank 0 has 72, rank 1 has 80." in errors["height"][0]
+        assert f"latents: rank 0 has nothing, rank 1 has tensor[1, 63, {FLUX_CHANNELS}] float32" in errors["latents"][0]
+
+
+def call_with_the_same():
+    """Arguments that are equal, but not identical objects, in other processes."""
+    pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2))
+    pipe(**flux_call(prompt="红" * 3000, prompt_2="🟥" * 1000, negative_prompt="é" * 1000, num_inference_steps=1))
+
+    def keep(pipe, step, timestep, tensors):
+        return tensors
+
+    pipe(**flux_call(callback_on_step_end=keep, callback_on_step_end_tensor_inputs=["latents"], num_inference_steps=1))
+    # Positional: the prompt. Whatever is None counts as not given.
+    options = flux_call(num_inference_steps=1)
+    prompt = options.pop("prompt")
+    return pipe(prompt, **(options | ({"latents": None} if dist.get_rank() else {}))).images
+
+
+def test_what_is_equal_passes_however_it_is_given(rank_pool):
+    expected = flux_pipe()(**flux_call(num_inference_steps=1)).images
+    for out in rank_pool.run(call_with_the_same, 2):
+        assert relative_error(out, expected) < 1e-5
+
+
+REPLICAS = [{"num_inference_steps": 2}, {"prompt": "a small blue square", "num_inference_steps": 3, "height": 64}]
+
+
+def draw_two_replicas():
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replica", "ring", "ulysses"))
+    pipe = parallelize_pipe(flux_pipe(), mesh=mesh["ring", "ulysses"])
+    return pipe(**flux_call(**REPLICAS[mesh["replica"].get_local_rank()])).images
+
+
+def test_replicas_generate_different_images(rank_pool):
+    expected = [flux_pipe()(**flux_call(**options)).images for options in REPLICAS]
+    for rank, out in enumerate(rank_pool.run(draw_two_replicas, 4)):
+        assert relative_error(out, expected[rank // 2]) < 1e-5
+
+
+class Subclassed(FluxPipeline):
+    """Somebody's own pipeline."""
+
+    def __call__(self, *args, **kwargs):
+        return super().__call__(*args, **kwargs)
+
+
+def call_subclass_differently():
+    pipe = parallelize_pipe(flux_pipe(Subclassed), mesh=cpu_mesh(1, 2))
+    with pytest.raises(ValueError, match="height: rank 0 has 72, rank 1 has 80"):
+        pipe(**flux_call(height=72 + 8 * dist.get_rank()))
+    return pipe(**flux_call()).images
+
+
+def test_a_subclass_of_a_pipeline_is_checked_and_exact_too(rank_pool):
+    expected = flux_pipe()(**flux_call()).images
+    for out in rank_pool.run(call_subclass_differently, 2):
+        assert relative_error(out, expected) < 1e-5
+
+
+def leave_in_the_middle():
+    pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2))
+    state = torch.get_rng_state()
+    for kind in (ValueError, KeyboardInterrupt, SystemExit):
+
+        def leave(pipe, step, timestep, tensors, kind=kind):
+            raise kind("enough")
+
+        def leave_inside(module, args, kind=kind):
+            raise kind("enough")
+
+        with pytest.raises(kind, match="enough"):
+            pipe(**flux_call(callback_on_step_end=leave))
+        hook = pipe.transformer.single_transformer_blocks[0].register_forward_pre_hook(leave_inside)
+        with pytest.raises(kind, match="enough"):
+            pipe(**flux_call())
+        hook.remove()
+        assert not _get_current_function_mode_stack()
+        assert torch.equal(torch.get_rng_state(), state)
+    return pipe(**flux_call()).images
+
+
+def test_an_exception_on_all_ranks_leaves_the_pipe_usable(rank_pool):
+    expected = flux_pipe()(**flux_call()).images
+    for out in rank_pool.run(leave_in_the_middle, 2):
+        assert relative_error(out, expected) < 1e-5
+
+
+def leave_on_one_rank(how):
+    mesh = dist.new_group(timeout=timedelta(seconds=3)) if how == "of the group" else cpu_mesh(1, 2)
+    timeout = {"of the group": None, "seconds": 3.0, "timedelta": timedelta(seconds=3)}[how]
+    pipe = parallelize_pipe(flux_pipe(), mesh=mesh, timeout=timeout)
+
+    def leave(module, args):
+        if dist.get_rank() == 1:
+            raise ValueError("only here")
+
+    pipe.transformer.single_transformer_blocks[0].register_forward_pre_hook(leave)
+    begun = time.monotonic()
+    try:
+        pipe(**flux_call())
+    finally:
+        if dist.get_rank() == 1:
+            time.sleep(4)  # it lives on
+        assert time.monotonic() - begun < 20
+
+
+@pytest.mark.parametrize(
+    "how", ["of the group", *[pytest.param(how, marks=pytest.mark.long) for how in ("seconds", "timedelta")]]
+)
+def test_an_exception_on_one_rank_ends_the_others_with_the_timeout_and_its_reason(rank_pool, how):
+    first, second = rank_pool.run_expecting_errors(leave_on_one_rank, 2, how)
+    assert isinstance(second, ValueError)
+    assert isinstance(first, RuntimeError)
+    assert "stopped answering in the middle of this call: rank 1 raised ValueError: only here. This rank gave" in str(
+        first
+    )
+
+
+def die_on_one_rank(where):
+    pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2), timeout=3.0)
+
+    def die(*given):
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return given[-1]
+
+    if where == "in a block":
+        pipe.transformer.single_transformer_blocks[0].register_forward_pre_hook(die)
+    begun = time.monotonic()
+    try:
+        pipe(**flux_call(callback_on_step_end=die if where == "in a callback" else None))
+    finally:
+        assert time.monotonic() - begun < 20
+
+
+@pytest.mark.parametrize("where", ["in a block", "in a callback"])
+def test_a_rank_that_dies_is_noticed_in_time_and_named(rank_pool, where):
+    with pytest.raises(
+        RankPoolError,
+        match=r"(?s)another rank stopped answering in the middle of this call: rank 1 has ended without a word.*rank 1 died",
+    ):
+        rank_pool.run(die_on_one_rank, 2, where)
+
+
+def set_bad_timeout():
+    with pytest.raises(ValueError, match=r"timeout is 0\.0 s; expected a positive number of seconds, or a timedelta"):
+        parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2), timeout=0)
+
+
+def test_a_timeout_that_is_none_is_an_error(rank_pool):
+    rank_pool.run(set_bad_timeout, 2)
+
+
+def change_latents(pipe, step, timestep, tensors):
+    return {"latents": tensors["latents"] * 0.5}
+
+
+def stop_after_first(pipe, step, timestep, tensors):
+    pipe._interrupt = True
+    return tensors
+
+
+CALLS = {
+    "a callback that changes latents": {"callback_on_step_end": change_latents},
+    "interrupt": {"callback_on_step_end": stop_after_first, "num_inference_steps": 3},
+    "pixels": {"output_type": "pt"},
+    "numpy": {"output_type": "np"},
+    "images": {"output_type": "pil"},
+    "a tuple": {"return_dict": False},
+}
+
+
+def draw_all(pipe):
+    outs = {}
+    for name, options in CALLS.items():
+        out = pipe(**flux_call(**options))
+        images = out[0] if isinstance(out, tuple) else out.images
+        if name == "images":
+            images = torch.stack([torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8) for image in images])
+        outs[name] = torch.as_tensor(images).double()
+    return outs
+
+
+def draw_all_parallel():
+    return draw_all(parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2)))
+
+
+def test_callbacks_interrupts_and_forms_of_output_work_as_before(rank_pool):
+    expected = draw_all(flux_pipe())
+    for outs in rank_pool.run(draw_all_parallel, 2):
+        errors = relative_errors(outs, expected)
+        # An image is rounded to 256 steps: one of them in one pixel is 1e-4.
+        assert errors.pop("images") < 1e-3
+        assert max(errors.values()) < 1e-5, errors
+
+
+def call_from_two_threads():
+    transformer = parallelize_transformer(flux_transformer(), mesh=cpu_mesh(1, 2))
+    inputs = flux_inputs(10, 3)
+    errors = []
+
+    def call_again(module, args):
+        if threading.current_thread() is not threading.main_thread():
+            return
+        thread = threading.Thread(target=call_and_keep_error)
+        thread.start()
+        thread.join()
+
+    def call_and_keep_error():
+        try:
+            transformer(**inputs)
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    with torch.no_grad():
+        hook = transformer.transformer_blocks[1].register_forward_pre_hook(call_again)
+        out = transformer(**inputs).sample
+        hook.remove()
+    return errors, out, transformer(**inputs).sample
+
+
+def test_a_second_thread_in_the_same_transformer_is_an_error(rank_pool):
+    expected = flux_transformer()(**flux_inputs(10, 3)).sample
+    for errors, *outs in rank_pool.run(call_from_two_threads, 2):
+        assert len(errors) == 1
+        assert "FluxTransformer2DModel is already running in another thread" in errors[0]
+        assert max(relative_error(out, expected) for out in outs) < 1e-5
+
+
+def build_after_group_is_gone():
+    pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2))
+    dist.destroy_process_group()
+    with pytest.raises(RuntimeError, match=r"The process group of mesh dim 'ulysses' \(2 ranks\) was destroyed"):
+        pipe(**flux_call())
+
+
+def test_a_call_after_the_group_was_destroyed_is_an_error_that_says_so(rank_pool):
+    rank_pool.run(build_after_group_is_gone, 2)
+
+
+def timeouts_after_a_change():
+    """Seconds that each group of ours waits, by its description: groups inside of a mesh of two ranks, and one of three ranks."""
+    mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("pipe",))
+    find_or_make_group("para_core: of three ranks", [0, 1, 2], timeout=timedelta(seconds=50))
+    if dist.get_rank() == 2:
+        return None
+    guided = guided_mesh(mesh)
+    with as_nccl():
+        Links(guided.pipe, [(0, 1), (1, 0)])
+    first_ranks([0, 1], 2, like=dist.group.WORLD)
+    users = dist.new_group([0, 1], use_local_synchronization=True, timeout=timedelta(seconds=50))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        set_timeout(guided, 7)
+    groups = {
+        group.group_desc: group for group in dist.distributed_c10d._world.pg_map if "para_core" in group.group_desc
+    }
+    groups |= {"the mesh": guided.pipe.group, "the user's": users}
+    return {name: group._get_backend(torch.device("cpu")).options._timeout.seconds for name, group in groups.items()}
+
+
+def test_a_timeout_reaches_edges_and_row_groups_that_exist(rank_pool):
+    *members, _ = rank_pool.run(timeouts_after_a_change, 3)
+    for seconds in members:
+        assert (seconds.pop("para_core: of three ranks"), seconds.pop("the user's")) == (50, 50)
+        assert len(seconds) == 4  # two edges, the rows, the mesh
+        assert set(seconds.values()) == {7}

@@ -1,0 +1,236 @@
+"""What is compared over the ranks beside arguments: dtypes, LoRAs, versions, and what callbacks change."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig
+
+from para_core import version
+from para_core.adapters import parallelize_pipe
+from para_core.adapters.consistency.loras import Loras, fingerprint
+from tests.rank_pool import RankPoolError
+from tests.tiny import cpu_mesh, flux_call, flux_pipe, relative_error
+
+
+def fill(pipe, seed):
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in pipe.transformer.named_parameters():
+            if "lora_" in name:
+                weight.copy_(0.2 * torch.randn(weight.shape, generator=generator))
+
+
+def pipe_with_lora():
+    pipe = flux_pipe(shared_parts=False)  # one difference is the dtype of its VAE
+    pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_v"]), "style")
+    fill(pipe, seed=1)
+    return pipe
+
+
+def other_weights(pipe):
+    fill(pipe, seed=2)
+
+
+def other_scale(pipe):
+    pipe.set_adapters(["style"], [0.5])
+
+
+def no_lora(pipe):
+    pipe.disable_lora()
+
+
+def other_dtype(pipe):
+    pipe.transformer.to(torch.bfloat16)
+
+
+def other_vae(pipe):
+    pipe.vae.to(torch.bfloat16)
+
+
+def other_version(pipe):
+    mock.patch.object(version, "version_and_sources", lambda: "0.0.1").start()
+
+
+DIFFERENCES = {
+    "LoRA of pipe.transformer": [other_weights, other_scale, no_lora],
+    "dtype of pipe.transformer": [other_dtype],
+    "dtype of pipe.vae": [other_vae],
+    "version of para_core": [other_version],
+}
+
+
+def call_after(change):
+    pipe = parallelize_pipe(pipe_with_lora(), mesh=cpu_mesh(1, 2))
+    output_type = "pt" if change is other_vae else "latent"
+    pipe(**flux_call(num_inference_steps=1, output_type=output_type))
+    if dist.get_rank() == 1:
+        change(pipe)
+    try:
+        pipe(**flux_call(output_type=output_type))
+    finally:
+        mock.patch.stopall()
+        pipe.vae.to(torch.float32)  # all pipes of this process share it
+
+
+@pytest.mark.parametrize(
+    ("what", "change"), [(what, change) for what, changes in DIFFERENCES.items() for change in changes]
+)
+def test_a_rank_whose_models_differ_is_an_error_on_all_that_names_what(rank_pool, what, change):
+    with pytest.raises(RankPoolError, match=rf"{what}: rank 0 has .*, rank 1 has ") as error:
+        rank_pool.run(call_after, 2, change)
+    assert "raised on 2 of 2 ranks" in str(error.value)
+
+
+def call_with_the_same_lora():
+    return parallelize_pipe(pipe_with_lora(), mesh=cpu_mesh(1, 2))(**flux_call()).images
+
+
+def test_the_same_lora_on_all_ranks_is_exact(rank_pool):
+    expected = pipe_with_lora()(**flux_call()).images
+    for out in rank_pool.run(call_with_the_same_lora, 2):
+        assert relative_error(out, expected) < 1e-5
+
+
+# -- callbacks
+
+
+def here(tensors, changed):
+    return {**tensors, **(changed if dist.get_rank() == 1 else {})}
+
+
+def changes_latents(pipe, step, timestep, tensors):
+    return here(tensors, {"latents": tensors["latents"] + 0.1})
+
+
+def changes_in_place(pipe, step, timestep, tensors):
+    if dist.get_rank() == 1:
+        tensors["latents"].mul_(0.5)
+    return tensors
+
+
+def changes_prompt(pipe, step, timestep, tensors):
+    return here(tensors, {"prompt_embeds": tensors["prompt_embeds"].flip(1)})
+
+
+def changes_size(pipe, step, timestep, tensors):
+    return here(tensors, {"latents": tensors["latents"][:, :-1]})
+
+
+def changes_dtype(pipe, step, timestep, tensors):
+    return here(tensors, {"latents": tensors["latents"].double()})
+
+
+def changes_lora(pipe, step, timestep, tensors):
+    if dist.get_rank() == 1:
+        fill(pipe, seed=2)
+    return tensors
+
+
+def interrupts(pipe, step, timestep, tensors):
+    if dist.get_rank() == 1:
+        pipe._interrupt = True
+    return tensors
+
+
+TOLD = {
+    changes_latents: "values of latents: rank 0 has",
+    changes_in_place: "values of latents: rank 0 has",
+    changes_prompt: "values of prompt_embeds: rank 0 has",
+    changes_size: r"shape of latents: rank 0 has \[1, 63, \d+\], rank 1 has \[1, 62,",
+    changes_dtype: "dtype of latents: rank 0 has float32, rank 1 has float64",
+    changes_lora: "LoRA of pipe.transformer: rank 0 has",
+    interrupts: "interrupt: rank 0 has False, rank 1 has True",
+}
+
+
+def call_back(callback, names=("latents", "prompt_embeds")):
+    pipe = parallelize_pipe(pipe_with_lora(), mesh=cpu_mesh(1, 2))
+    return pipe(**flux_call(callback_on_step_end=callback, callback_on_step_end_tensor_inputs=list(names))).images
+
+
+@pytest.mark.parametrize("callback", TOLD)
+def test_a_callback_that_does_something_else_on_one_rank_is_an_error_on_all(rank_pool, callback):
+    with pytest.raises(RankPoolError, match=TOLD[callback]) as error:
+        rank_pool.run(call_back, 2, callback)
+    assert "raised on 2 of 2 ranks" in str(error.value)
+
+
+def raises_on_one(pipe, step, timestep, tensors):
+    if dist.get_rank() == 1:
+        raise KeyError("only here")
+    return tensors
+
+
+def test_an_exception_of_one_callback_is_raised_on_all_ranks_at_once(rank_pool):
+    first, second = rank_pool.run_expecting_errors(call_back, 2, raises_on_one)
+    assert isinstance(second, KeyError)
+    assert isinstance(first, RuntimeError)
+    assert "rank 1: its callback raised KeyError: 'only here'" in str(first)
+
+
+def alike(pipe, step, timestep, tensors):
+    """Changes tensors and the LoRA alike; one rank gives a copy of what the other gives back as it was."""
+    if step == 0:
+        fill(pipe, seed=3)
+        prompt = tensors["prompt_embeds"]
+        return {
+            "latents": tensors["latents"] * 0.5,
+            "prompt_embeds": prompt.clone() if dist.is_initialized() and dist.get_rank() else prompt,
+        }
+    return {}
+
+
+def test_callbacks_that_change_the_same_are_exact(rank_pool):
+    options = {"callback_on_step_end": alike, "callback_on_step_end_tensor_inputs": ["latents", "prompt_embeds"]}
+    expected = pipe_with_lora()(**flux_call(**options)).images
+    for out in rank_pool.run(call_back, 2, alike):
+        assert relative_error(out, expected) < 1e-5
+
+
+def test_a_fingerprint_changes_with_a_bit_and_with_the_order_of_tensors():
+    x, y = torch.randn(70_000), torch.randn(3).bfloat16()
+    flipped = x.clone()
+    flipped.view(torch.int32)[69_999] ^= 1
+    assert len({fingerprint([x, y]), fingerprint([y, x]), fingerprint([flipped, y]), fingerprint([x.flip(0), y])}) == 4
+    assert fingerprint([x.clone(), y.clone()]) == fingerprint([x, y])
+    assert fingerprint([x.view(7, -1).t().contiguous().t().reshape(-1)]) == fingerprint([x])
+
+
+def test_a_lora_is_described_anew_only_where_it_changed():
+    pipe, loras = pipe_with_lora(), Loras()
+    first = loras.described(pipe)
+    with mock.patch("para_core.adapters.consistency.loras.fingerprint", side_effect=AssertionError):
+        assert not loras.changed(pipe)
+        assert loras.described(pipe) == first
+    pipe.set_adapters(["style"], [0.5])
+    assert loras.changed(pipe)
+    assert loras.described(pipe) != first
+    pipe.set_adapters(["style"], [1.0])
+    assert loras.described(pipe) == first
+    fill(pipe, seed=2)
+    assert loras.changed(pipe)
+    assert loras.described(pipe) != first
+    fill(pipe, seed=1)
+    assert loras.described(pipe) == first
+    pipe.transformer.delete_adapters("style")
+    assert loras.described(pipe) == {}
+
+
+def call_in_inference_mode():
+    pipe = parallelize_pipe(pipe_with_lora(), mesh=cpu_mesh(1, 2))
+    with torch.inference_mode():
+        same = pipe(
+            **flux_call(callback_on_step_end=alike, callback_on_step_end_tensor_inputs=["latents", "prompt_embeds"])
+        ).images
+        with pytest.raises(ValueError, match="values of latents"):
+            pipe(**flux_call(callback_on_step_end=changes_in_place))
+    return same.clone()
+
+
+def test_callbacks_are_compared_in_inference_mode_too(rank_pool):
+    options = {"callback_on_step_end": alike, "callback_on_step_end_tensor_inputs": ["latents", "prompt_embeds"]}
+    expected = pipe_with_lora()(**flux_call(**options)).images
+    for out in rank_pool.run(call_in_inference_mode, 2):
+        assert relative_error(out, expected) < 1e-5

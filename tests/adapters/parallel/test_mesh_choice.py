@@ -1,0 +1,282 @@
+"""The mesh that a pipeline gets where none is given."""
+
+import warnings
+from unittest import mock
+
+import diffusers
+import pytest
+import torch
+import torch.distributed as dist
+from torch._higher_order_ops.flex_attention import flex_attention
+from torch.nn import functional as F
+
+from benchmarks.tiny_models import MODELS
+from benchmarks.tiny_pipelines import PIPELINES
+from benchmarks.tiny_unets import UNET_PIPELINES
+from para_core.adapters import parallelize_pipe
+from para_core.adapters.models import ADAPTERS
+from para_core.adapters.parallel import mesh_choice
+from para_core.adapters.parallel.mesh_choice import MeshChoice, choose_mesh, default_guidance, number_of_heads
+from para_core.plans.plan import LinearAttention
+from para_core.plans.region import plan_options
+from tests.tiny import cpu_mesh, flux_call, flux_pipe, relative_error
+from tests.weights.pipes import bytes_of, generate, make
+
+
+@pytest.mark.parametrize(
+    ("ranks", "heads", "guided", "shape"),
+    [
+        (8, 24, True, (2, 1, 4)),
+        (8, 24, False, (1, 1, 8)),
+        (8, 2, True, (2, 2, 2)),
+        (16, 12, False, (1, 2, 8)),
+        (6, 24, True, (2, 1, 3)),
+        (3, 24, True, (1, 1, 3)),
+        (7, 3, False, (1, 7, 1)),
+        (2, 1, True, (2, 1, 1)),
+        (1, 24, True, (1, 1, 1)),
+        (4, None, False, (1, 1, 4)),
+    ],
+)
+def test_guidance_comes_first_then_heads_then_the_ring(ranks, heads, guided, shape):
+    choice = choose_mesh(ranks, heads, "guidance_scale is 6.0 by default" if guided else None)
+    assert (choice.batch, choice.ring, choice.ulysses) == shape
+    assert ("guidance_scale is 6.0" in choice.reason) == guided
+
+
+@pytest.mark.parametrize(
+    ("weights", "ranks", "heads", "guided", "shape"),
+    [
+        # FSDP2 shares weights among the ranks of a branch.
+        ("fsdp", 2, 24, True, (1, 1, 2, 1)),
+        ("fsdp", 4, 24, True, (2, 1, 2, 1)),
+        ("fsdp", 3, 24, True, (1, 1, 3, 1)),
+        ("fsdp", 2, 1, True, (1, 2, 1, 1)),
+        # The fewest ranks that share heads.
+        ("tensor", 2, 24, True, (1, 1, 1, 2)),
+        ("tensor", 4, 24, True, (2, 1, 1, 2)),
+        ("tensor", 8, 4, False, (1, 2, 2, 2)),
+        ("tensor", 3, 24, True, (1, 1, 1, 3)),
+        ("tensor", 6, 3, False, (1, 2, 1, 3)),
+        # None can.
+        ("tensor", 5, 24, False, (1, 1, 5, 1)),
+        ("replicate", 2, 24, True, (2, 1, 1, 1)),
+    ],
+)
+def test_sharded_weights_have_ranks_to_be_sharded_over(weights, ranks, heads, guided, shape):
+    choice = choose_mesh(ranks, heads, "guided" if guided else None, weights=weights)
+    assert (choice.batch, choice.ring, choice.ulysses, choice.tensor) == shape
+
+
+def wan_without_mesh(weights):
+    warnings.filterwarnings("ignore", message=".*branches of guidance")
+    pipe = make("wan")
+    expected = generate(pipe, "wan")
+    parallelize_pipe(pipe, weights=weights)
+    held = bytes_of(pipe.transformer) / bytes_of(make("wan").transformer)
+    return expected, generate(pipe, "wan"), held
+
+
+# The model has 3 heads.
+@pytest.mark.parametrize(("weights", "ranks"), [("fsdp", 2), ("tensor", 3)])
+def test_a_guided_pipe_shards_its_weights_without_a_mesh(rank_pool, weights, ranks):
+    for expected, found, held in rank_pool.run(wan_without_mesh, ranks, weights):
+        assert relative_error(found, expected) < 1e-5
+        assert held < 0.8
+
+
+def test_ulysses_stays_on_a_host_and_the_log_line_says_so():
+    choice = choose_mesh(16, 24, None, ranks_per_host=8)
+    assert (choice.batch, choice.ring, choice.ulysses) == (1, 2, 8)
+    assert "8 ranks on a host" in choice.reason
+    # One branch of guidance on each host.
+    assert choose_mesh(16, 24, "guided", ranks_per_host=8) == MeshChoice(2, 1, 8, "guided, 24 heads, 8 ranks on a host")
+    assert "host" not in choose_mesh(8, 24, None, ranks_per_host=8).reason
+
+
+class KeyHeads(torch.overrides.TorchFunctionMode):
+    """How many heads the keys of attention calls have, and how many keys there are."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is F.scaled_dot_product_attention:
+            key = args[1] if len(args) > 1 else kwargs["key"]
+            self.found.append((key.shape[-2], key.shape[-3]))
+        if function is flex_attention and not torch.compiler.is_compiling():
+            self.found.append((args[1].shape[-2], args[1].shape[-3]))
+        return function(*args, **(kwargs or {}))
+
+
+# Linear attention sums over tokens, however many heads there are.
+LINEAR = {
+    adapter.transformer
+    for adapter in ADAPTERS
+    if adapter.plan is not None and any(isinstance(x, LinearAttention) for x in adapter.plan.attention.values())
+}
+
+
+@pytest.mark.filterwarnings("ignore:In CPU autocast", "ignore:`Transformer2DModelOutput` is deprecated")
+@pytest.mark.parametrize(
+    "name", {model.cls: name for name, model in MODELS.items() if model.cls not in LINEAR}.values()
+)
+def test_heads_are_known_of_every_model(name):
+    module = MODELS[name].build()
+    with KeyHeads() as calls, torch.no_grad():
+        module(**MODELS[name].inputs(4, 6, 6))
+    # Where a model has fewer heads of keys, it may repeat them for its calls.
+    _, of_longest = max(calls.found)
+    assert number_of_heads(module) in {of_longest, of_longest // 2}, calls.found
+
+
+class Transformer:
+    def __init__(self, **config):
+        self.config = type("Config", (), config)()
+
+
+# Pipelines of diffusers by whether their calls guide with default arguments.
+GUIDES = {
+    "CogVideoXPipeline": True,
+    "MochiPipeline": True,
+    "WanPipeline": True,
+    "WanImageToVideoPipeline": True,
+    "LTXPipeline": True,
+    "StableDiffusion3Pipeline": True,
+    # A negative prompt turns it on, and there is none by default.
+    "FluxPipeline": False,
+    "QwenImagePipeline": False,
+    "HunyuanVideoPipeline": False,
+}
+
+
+@pytest.mark.parametrize("name", GUIDES)
+def test_default_arguments_say_whether_a_pipeline_guides(name):
+    cls = getattr(diffusers, name)
+    found = default_guidance(cls.__new__(cls), Transformer())
+    assert (found is not None) == GUIDES[name]
+
+
+# Tiny pipelines that are called with their default scales, and what is special about one.
+CALLED = [
+    *[
+        (name, {})
+        for name in ("cogvideox", "hunyuan", "hunyuan 1.5", "ltx2", "auraflow", "pixart", "flux2", "flux2 klein")
+    ],
+    ("flux2 klein", {"is_distilled": True}),
+    ("flux2 klein, inpainting", {"is_distilled": True}),
+    ("wan animate, replacing", {}),
+]
+
+
+@pytest.mark.filterwarnings("ignore:In CPU autocast")
+@pytest.mark.parametrize(("name", "config"), CALLED)
+def test_what_is_expected_of_default_arguments_is_what_a_call_does(name, config):
+    pipe = PIPELINES[name].build()
+    pipe.register_to_config(**config)
+    guides = default_guidance(pipe, pipe.transformer) is not None
+    samples = []
+    pipe.transformer.register_forward_pre_hook(
+        lambda module, args, kwargs: samples.append(len(args[0] if args else kwargs["hidden_states"])), with_kwargs=True
+    )
+    with mock.patch.object(pipe.scheduler, "step", wraps=pipe.scheduler.step) as steps:
+        pipe(**PIPELINES[name].call())
+    assert guides == (sum(samples) > steps.call_count), (samples, steps.call_count)
+
+
+def test_a_control_image_is_no_branch_of_guidance():
+    pipe = flux_pipe(diffusers.FluxControlPipeline)
+    assert not pipe.transformer.config.guidance_embeds
+    assert default_guidance(pipe, pipe.transformer) is None
+
+
+def test_guidance_that_a_model_embeds_has_no_branches():
+    cls = diffusers.Flux2Pipeline
+    assert default_guidance(cls.__new__(cls), Transformer(guidance_embeds=True)) is None
+
+
+def test_guidance_that_grows_from_frame_to_frame_is_guidance():
+    assert default_guidance(UNET_PIPELINES["svd"].build(), None) == "guidance_scale is 3.0 by default"
+
+
+def choose_by_prediction(device):
+    """What a FLUX gets on two ranks, as if they had such devices: the mesh, and the log line."""
+    lines = []
+    with (
+        mock.patch.object(mesh_choice, "_device_name", lambda: device),
+        mock.patch.object(mesh_choice.logger, "warning", lambda text, *values: lines.append(text % values)),
+    ):
+        choice = mesh_choice._planned("cuda", flux_pipe())
+        mesh_choice._chosen_mesh("cpu", flux_pipe())
+    return choice, lines
+
+
+def test_the_planner_s_first_row_is_taken_and_is_that_of_rank_0(rank_pool):
+    results = rank_pool.run(choose_by_prediction, 2, device="NVIDIA H100 80GB HBM3")
+    choices = [choice for choice, _ in results]
+    assert choices[0] == choices[1] and choices[0].ring * choices[0].ulysses == 2
+    assert choices[0].reason.startswith("the fastest of ") and "2 ranks take " in choices[0].reason
+    # One line, of rank 0; a CPU is not predicted for.
+    assert [len(lines) for _, lines in results] == [1, 0]
+    assert "no guidance by default" in results[0][1][0]
+
+
+def test_unknown_devices_leave_the_choice_to_the_rule(rank_pool):
+    assert [choice for choice, _ in rank_pool.run(choose_by_prediction, 2, device="Some Accelerator")] == [None, None]
+
+
+def run_as_planned():
+    """As if two dims were predicted to be fastest."""
+    planned = mock.patch.object(mesh_choice, "_planned", lambda *_: MeshChoice(1, 2, 1, "predicted", "2d"))
+    with planned, mock.patch.object(mesh_choice.logger, "warning") as said:
+        pipe, asked = parallelize_pipe(flux_pipe()), parallelize_pipe(flux_pipe(), rotate_method="allgather")
+    lines = [call.args[0] % call.args[1:] for call in said.call_args_list]
+    methods = [plan_options(x.transformer).rotate_method for x in (pipe, asked)]
+    return pipe(**flux_call()).images, methods, lines
+
+
+def test_two_dims_that_the_planner_chose_are_run_and_said(rank_pool):
+    expected = flux_pipe()(**flux_call()).images
+    results = rank_pool.run(run_as_planned, 2)
+    for images, methods, _ in results:
+        assert relative_error(images, expected) < 1e-4
+        # What the user says goes before what is predicted.
+        assert methods == ["2d", "allgather"]
+    assert "1 × 2 × 1, rotate_method='2d' (predicted)" in results[0][2][0]
+
+
+def run_with_other_methods():
+    pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(2, 1), rotate_method=["2d", "alltoall"][dist.get_rank()])
+    with pytest.raises(ValueError, match="rotate_method of transformer: rank 0 has '2d', rank 1 has 'alltoall'"):
+        pipe(**flux_call())
+
+
+def test_ranks_that_were_given_other_methods_are_told(rank_pool):
+    rank_pool.run(run_with_other_methods, 2)
+
+
+def test_a_method_that_there_is_not_is_said_before_anything_is_done():
+    pipe = flux_pipe()
+    with pytest.raises(ValueError, match="rotate_method is '3d'; expected 'alltoall', 'allgather' or '2d'"):
+        parallelize_pipe(pipe, rotate_method="3d")
+    with pytest.raises(ValueError, match=r"rotate_method=.2d.: StableVideoDiffusionPipeline has no transformer"):
+        parallelize_pipe(UNET_PIPELINES["svd"].build(), rotate_method="2d")
+
+
+def shape_on_hosts(names):
+    """Ring and Ulysses sizes on ranks that no launcher told of hosts, and whether they are planned for as one host."""
+    with (
+        mock.patch("socket.gethostname", lambda: names[dist.get_rank()]),
+        mock.patch.object(mesh_choice, "_planned", return_value=None) as planned,
+    ):
+        sequence = mesh_choice.guided_mesh_for(None, flux_pipe()).sequence
+    return sequence.ring.size, sequence.ulysses.size, planned.called
+
+
+@pytest.mark.parametrize(
+    ("names", "shape"), [("aa", (1, 2)), ("ab", (2, 1)), ("aabb", (2, 2)), ("abab", (4, 1)), ("aaab", (4, 1))]
+)
+def test_without_a_launcher_ranks_compare_the_names_of_their_hosts(rank_pool, names, shape):
+    """FLUX has 4 heads: Ulysses takes all ranks of a host, and the ring goes between the hosts."""
+    assert set(rank_pool.run(shape_on_hosts, len(names), names)) == {(*shape, names == "aa")}
