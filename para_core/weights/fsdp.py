@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, Protocol, runtime_checkable
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -72,17 +73,52 @@ def shard_blocks(
         # Of one root, so that blocks share streams and can be gathered ahead.
         fully_shard(module, mesh=mesh, reshard_after_forward=True, offload_policy=policy, ignored_params=small)
         for part in (module, *blocks):
-            # diffusers' compile_repeated_blocks and transformers' output recorders look classes up by name. This runs before the
-            # wrappers return, because each later private subclass takes its name from the class of FSDP2.
-            sharded, written = type(part), written_class(part)
-            sharded.__name__, sharded.__qualname__ = written.__name__, written.__qualname__
-            sharded.__module__ = written.__module__
+            # Before the wrappers return, because each later private subclass takes its name from this class.
+            part.__class__ = _private_class(type(part), written_class(part))
     for block, following in pairwise(blocks):
         block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
     if mesh.device_type != "cpu":
         # FSDP2 moves what it shards, and no more.
         for parameter in small:
             parameter.data = parameter.data.to(mesh.device_type)
+
+
+def _private_class(fsdp_class: type, written: type) -> type:
+    """Return the subclass of ``fsdp_class`` that has the name of the class that the model's author wrote.
+
+    diffusers' ``compile_repeated_blocks`` and transformers' output recorders look blocks up by the name of their class, and FSDP2 names its
+    classes anew. FSDP2 keeps one class per original class for the whole process, so renaming that one would rename it for the user's own
+    models, too. Blocks of one class share their private class, and so their graphs.
+    """
+    private = _PRIVATE_CLASSES.get(fsdp_class)
+    if private is None:
+
+        def construct(cls: type, /, *args: Any, **kwargs: Any) -> Any:
+            # FSDP2 constructs the original class, which it looks up by its position among the bases of its own class.
+            return fsdp_class.__new__(fsdp_class, *args, **kwargs)
+
+        namespace = {
+            "__module__": written.__module__,
+            "__qualname__": written.__qualname__,
+            "__doc__": written.__doc__,
+            "__new__": construct,
+            "__deepcopy__": _refuse_copies,
+            "__reduce_ex__": _refuse_copies,
+        }
+        private = _PRIVATE_CLASSES[fsdp_class] = type(fsdp_class)(written.__name__, (fsdp_class,), namespace)
+    return private
+
+
+# By the class of FSDP2, as long as a module has the private class.
+_PRIVATE_CLASSES: WeakValueDictionary[type, type] = WeakValueDictionary()
+
+
+def _refuse_copies(self: Any, memo_or_protocol: Any) -> Any:
+    raise TypeError(
+        f"this {written_class(self).__name__} cannot be copied or pickled while its weights are sharded by FSDP2: this rank holds a part "
+        "of each, which refers to process groups. Save its state_dict() by torch.distributed.checkpoint; or gather the weights first, "
+        "on every rank: unshard_weights(pipe)."
+    )
 
 
 def require_shardable(module: nn.Module, replicated: Collection[nn.Parameter] = ()) -> None:

@@ -1,0 +1,144 @@
+"""Sharding by FSDP2 changes the classes of the sharded instances, and no class that torch or the user holds."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from para_core import init_context_parallel_mesh
+from para_core.adapters import parallelize_pipe, shard_weights, unparallelize_pipe, unshard_weights
+from para_core.instance_patching import Order, wrap_method, written_class
+from para_core.weights.fsdp import gather_blocks, shard_blocks
+from tests.weights.pipes import make
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return x + self.linear(x)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(Layer() for _ in range(3)))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def names(module):
+    cls = type(module)
+    return cls.__name__, cls.__qualname__, cls.__module__
+
+
+def names_of_own_classes(own_first):
+    """Names of the class of a layer that the user sharded, before and after ours are sharded and gathered; names of the class of ours."""
+    mesh, model, own = init_device_mesh("cpu", (2,)), Model(), Layer()
+    if own_first:
+        fully_shard(own, mesh=mesh)
+        before = names(own)
+    shard_blocks(model, list(model.layers), mesh)
+    if not own_first:
+        fully_shard(own, mesh=mesh)
+        before = names(own)
+    while_sharded, ours = names(own), {names(layer) for layer in model.layers}
+    shared = len({type(layer) for layer in model.layers})
+    gather_blocks(model)
+    return before, while_sharded, names(own), ours, shared, {type(layer) is Layer for layer in model.layers}
+
+
+@pytest.mark.parametrize("own_first", [True, False])
+def test_sharding_renames_no_class_of_the_users_own_fsdp(rank_pool, own_first):
+    written = (Layer.__name__, Layer.__qualname__, Layer.__module__)
+    for before, while_sharded, after, ours, shared, restored in rank_pool.run(names_of_own_classes, 2, own_first):
+        assert before == while_sharded == after
+        assert before[0] == "FSDPLayer"
+        assert ours == {written}
+        assert shared == 1  # one class, so that the layers share one graph
+        assert restored == {True}
+
+
+def refused_copies(wrapped):
+    """Types of what copies and pickles of sharded modules raise, the text of the last, and the copies after the weights are gathered."""
+    mesh, model = init_device_mesh("cpu", (2,)), Model()
+    expected = {name: x.clone() for name, x in model.state_dict().items()}
+    if wrapped:
+        wrap_method(model, "forward", "test", lambda call, *args: call(*args), order=Order.PLAN, plain_copies=True)
+    shard_blocks(model, list(model.layers), mesh)
+    errors = []
+    for way in (copy.copy, copy.deepcopy, pickle.dumps, lambda module: torch.save(module, io.BytesIO())):
+        for module in (model, model.layers[0]):
+            with pytest.raises(TypeError) as caught:
+                way(module)
+            errors.append(str(caught.value))
+    gather_blocks(model)
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    return errors, [all(torch.equal(x, expected[name]) for name, x in c.state_dict().items()) for c in copies]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_sharded_module_refuses_copies_and_names_the_way_out(rank_pool, wrapped):
+    for errors, equal in rank_pool.run(refused_copies, 2, wrapped):
+        for place, error in enumerate(errors):
+            assert ("Layer" if place % 2 else "Model") in error
+            assert "unshard_weights" in error
+        assert equal == [True, True]
+
+
+def slice_of_sharded_layers(wrapped):
+    mesh, model = init_device_mesh("cpu", (2,)), Model()
+    shard_blocks(model, [model.layers], mesh)
+    if wrapped:
+        wrap_method(model.layers, "forward", "test", lambda call, *args: call(*args), order=Order.PLAN)
+    part = model.layers[1:]
+    return isinstance(model.layers, FSDPModule), isinstance(part, FSDPModule), written_class(part).__name__, len(part)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_slice_of_a_sharded_container_is_a_plain_container(rank_pool, wrapped):
+    for result in rank_pool.run(slice_of_sharded_layers, 2, wrapped):
+        assert result == (True, False, "Sequential", 2)
+
+
+def compiled_blocks(order):
+    """How many of the blocks of a transformer ``compile_repeated_blocks`` compiles, and how many there are."""
+    pipe = make("flux")
+    mesh = init_context_parallel_mesh("cpu")
+    for step in order:
+        if step == "parallelize":
+            parallelize_pipe(pipe, mesh=mesh)
+        elif step == "shard":
+            shard_weights(pipe, mesh, components=["transformer"])
+        elif step == "compile":
+            pipe.transformer.compile_repeated_blocks(backend="eager")
+        elif step == "unparallelize":
+            unparallelize_pipe(pipe)
+        else:
+            unshard_weights(pipe)
+    blocks = [*pipe.transformer.transformer_blocks, *pipe.transformer.single_transformer_blocks]
+    return [block._compiled_call_impl is not None for block in blocks]
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        ("parallelize", "shard", "compile"),
+        ("shard", "parallelize", "compile"),
+        ("shard", "compile"),
+        ("parallelize", "shard", "unshard", "shard", "compile"),
+        ("shard", "parallelize", "unparallelize", "compile"),
+    ],
+)
+def test_compile_repeated_blocks_finds_sharded_blocks(rank_pool, order):
+    for compiled in rank_pool.run(compiled_blocks, 2, order):
+        assert all(compiled)
+        assert len(compiled) >= 2
