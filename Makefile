@@ -84,7 +84,7 @@ gpu-check:
 	else \
 	  echo "$(PYTHON) has no torch built for CUDA: taking $(VENV)" && \
 	  $(MAKE) --no-print-directory $(STAMP) && python="$(BIN)/python"; \
-	fi && PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}" "$$python" -m benchmarks.gpu_check $(GPU_CHECK)
+	fi && PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}" "$$python" -m benchmarks.gpu $(GPU_CHECK)
 
 clean:
 	@echo "==> removing what make and the tools left here (.venv stays: rm -r .venv)"

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.attention.compile_kernel import SHARED_LIMIT, Compiled
 from benchmarks.attention_compiled import (
     SHARED_OF_SM,
     Counts,
@@ -21,7 +22,6 @@ from benchmarks.attention_compiled import (
     loop_counts,
     loop_counts_of_roles,
 )
-from benchmarks.compiled import SHARED_LIMIT, Compiled
 from benchmarks.environment import write_results
 from benchmarks.page_parts import fill
 from para_core.kernels.attention_configs import HOPPER, TABLE, Case, Config

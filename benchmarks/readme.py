@@ -11,7 +11,7 @@ from benchmarks.page_parts import fill
 from benchmarks.peers.page import summary
 
 PAGE = Path(__file__).parents[1] / "README.md"
-# Of python -m benchmarks.cache_quality at 28 steps: the same rule and threshold, by each.
+# Of python -m benchmarks.cache.quality at 28 steps: the same rule and threshold, by each.
 CACHES = {
     ("para_core first_block, forecast_order=1", "threshold 0.12"): "para_core, the default",
     ("para_core first_block", "threshold 0.12"): "para_core, without its forecast",

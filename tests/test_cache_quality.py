@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import cache_forecasts
-from benchmarks.cache_quality import ways
-from benchmarks.cache_quality.forecasts import hermite
-from benchmarks.cache_quality.page import beside, render, summaries
-from benchmarks.cache_quality.quality import images_of, judge, reference, scenes_of
+from benchmarks.cache import forecasts as cache_forecasts
+from benchmarks.cache import ways
+from benchmarks.cache.hermite import hermite
+from benchmarks.cache.judged import images_of, judge, reference, scenes_of
+from benchmarks.cache.page import beside, render, summaries
 from benchmarks.environment import RESULTS
 from benchmarks.tiny_flux import grammar
 from para_core.adapters import cache_report
@@ -104,7 +104,7 @@ def test_the_page_takes_what_was_measured():
 
 @pytest.mark.parametrize("name", ["page", "speed"])
 def test_examples_in_docstrings(name):
-    results = doctest.testmod(import_module(f"benchmarks.cache_quality.{name}"))
+    results = doctest.testmod(import_module(f"benchmarks.cache.{name}"))
     assert results.attempted > 0
     assert results.failed == 0
 

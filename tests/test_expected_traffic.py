@@ -1,12 +1,12 @@
-"""What each rank sends, counted, is what one run of the unmodified model on one device foretells: benchmarks.expected_traffic."""
+"""What each rank sends, counted, is what one run of the unmodified model on one device foretells: benchmarks.pipelines.expected_traffic."""
 
 import warnings
 
 import pytest
 import torch
 
-from benchmarks.expected_traffic import observe_pipeline, observed, takes_turns
-from benchmarks.real_sizes import REAL, call_of, gigabytes
+from benchmarks.pipelines.expected_traffic import observe_pipeline, observed, takes_turns
+from benchmarks.planner.traffic import REAL, call_of, gigabytes
 from benchmarks.tiny_models import MODELS, SHELF
 from benchmarks.tiny_pipelines import PIPELINES
 from benchmarks.traffic import counted_traffic

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu_check import exact, gradients_16_bit, local, ranks, runner, small_kernels, sync, timing, vae
-from benchmarks.gpu_check.job import Job, SectionSkipped
-from benchmarks.gpu_check.runner import Section, run_all
-from benchmarks.gpu_check.timing import Kernel
+from benchmarks.gpu import exact, gradients_16_bit, local, ranks, runner, small_kernels, sync, timing, vae
+from benchmarks.gpu.job import Job, SectionSkipped
+from benchmarks.gpu.runner import Section, run_all
+from benchmarks.gpu.timing import Kernel
 from para_core.attention.pack_ops import as_numbers
 from para_core.kernels import tune
 
@@ -35,7 +35,7 @@ def run_here(tmp_path):
 
     def run(name, *, part=""):
         job = Job(name, CPU, True, tmp_path / f"{name}.json", time.monotonic() + 600, part)
-        section = importlib.import_module(f"benchmarks.gpu_check.{name}")
+        section = importlib.import_module(f"benchmarks.gpu.{name}")
         section.run(job)
         job.write("done")
         # The limits of sections are checked against NEEDS: a section asks for nothing else.
@@ -296,7 +296,7 @@ def lives(pid):
 
 
 def test_without_a_gpu_it_says_so_and_exits_with_2(capsys):
-    from benchmarks.gpu_check.__main__ import main
+    from benchmarks.gpu.__main__ import main
 
     assert main([]) == 2
     assert "needs a CUDA device" in capsys.readouterr().out
@@ -317,7 +317,7 @@ def test_make_runs_sections_with_the_named_python_and_sets_nothing_up(tmp_path):
 
 @pytest.mark.long
 def test_a_rank_that_raises_is_told_of_and_what_ranks_found_before_is_kept():
-    from benchmarks.gpu_check.processes import run_ranks
+    from benchmarks.gpu.processes import run_ranks
 
     before = set(multiprocessing.active_children())  # the ranks of other tests stay
     rows, errors = run_ranks(raise_on_rank_1, 2, device=CPU, backend="gloo", seconds=100)

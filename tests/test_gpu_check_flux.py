@@ -9,9 +9,9 @@ import diffusers
 import pytest
 import torch
 
-from benchmarks.gpu_check import flux, flux_pipe, nccl_ranks, two_ranks
-from benchmarks.gpu_check.flux_model import FluxTransformer2DModel
-from benchmarks.gpu_check.job import Job, SectionSkipped
+from benchmarks.gpu import flux, flux_pipe, nccl_ranks, two_ranks
+from benchmarks.gpu.flux_model import FluxTransformer2DModel
+from benchmarks.gpu.job import Job, SectionSkipped
 from benchmarks.random_weights import fill
 from tests.tiny import relative_error
 
@@ -67,7 +67,7 @@ def test_flux_is_measured_in_every_way(tmp_path, monkeypatch):
     assert all(row["ms per step"] > 0 for row in rows.values())
     for name in ("cached, eager", "cached, blocks"):
         assert rows[name]["steps skipped"] == "6 of 12"
-    assert job.rows[0]["transformer"] == "benchmarks.gpu_check.flux_model.FluxTransformer2DModel"
+    assert job.rows[0]["transformer"] == "benchmarks.gpu.flux_model.FluxTransformer2DModel"
 
 
 def test_blocks_are_compiled_before_whole_graphs_and_caches_never_with_cuda_graphs():
@@ -178,9 +178,9 @@ import sys, time
 sys.modules["diffusers"] = None  # importing it raises ImportError
 import torch
 from pathlib import Path
-from benchmarks.gpu_check import flux, nccl, vae
-from benchmarks.gpu_check.job import Job, SectionSkipped
-from benchmarks.gpu_check.processes import use_no_network
+from benchmarks.gpu import flux, nccl, vae
+from benchmarks.gpu.job import Job, SectionSkipped
+from benchmarks.gpu.processes import use_no_network
 
 use_no_network()
 for section in (flux, nccl, vae):

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import attention
-from benchmarks.gpu_check import __main__ as command
-from benchmarks.gpu_check import local, runner, two_ranks
-from benchmarks.gpu_check.job import Job, section_environment, write_section
-from benchmarks.gpu_check.pool import run_in_pool
-from benchmarks.gpu_check.runner import SECTIONS, Section, run_all
+from benchmarks.attention import single_device as attention
+from benchmarks.gpu import __main__ as command
+from benchmarks.gpu import local, runner, two_ranks
+from benchmarks.gpu.job import Job, section_environment, write_section
+from benchmarks.gpu.pool import run_in_pool
+from benchmarks.gpu.runner import SECTIONS, Section, run_all
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -41,9 +41,7 @@ def test_the_runner_knows_the_parts_of_sections_without_importing_them():
     parts = {section.name: section.parts for section in SECTIONS}
     assert parts["two_ranks"] == tuple(two_ranks.PARTS)
     assert set(parts["local"]) == set(local.BACKENDS)
-    code = (
-        "import sys, benchmarks.gpu_check.__main__; print([x for x in ('para_core', 'diffusers') if x in sys.modules])"
-    )
+    code = "import sys, benchmarks.gpu.__main__; print([x for x in ('para_core', 'diffusers') if x in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from benchmarks import host_cost
+from benchmarks.attention import mesh as host_cost
 
 
 def test_ratios_are_of_the_same_round_and_turns_alternate():

@@ -3,43 +3,37 @@
 Measures nothing. docs/pipelines.md is in tests/test_supported_table.py.
 """
 
-import importlib
 import json
 import re
 from pathlib import Path
 
 import pytest
 
-from benchmarks import (
-    beside_diffusers,
-    cache_forecasts,
-    eight_bits,
-    fleet_trials,
-    gallery,
-    hooks,
-    int8_attention,
-    kernel_resources,
-    machines,
-    pipefusion_quality,
-    pipelines,
-    planner_check,
-    propose,
-    readme,
-    real_sizes,
-    stages,
-    vae_beside,
-    vae_table,
-    weights_memory,
-    weights_table,
-)
-from benchmarks.cache_quality import page as cache_quality
+from benchmarks import readme
+from benchmarks.attention import compiled as kernel_resources
+from benchmarks.attention import eight_bits
+from benchmarks.attention import low_precision as int8_attention
+from benchmarks.cache import forecasts as cache_forecasts
+from benchmarks.cache import page as cache_quality
+from benchmarks.demo import gallery
+from benchmarks.faults import links as nodes
 from benchmarks.faults import page as faults
 from benchmarks.outside_models.table import table as outside_models
 from benchmarks.page_parts import fill
 from benchmarks.peers import page as peers
+from benchmarks.pipelines import beside_diffusers, hooks, stages
+from benchmarks.pipelines import generation as pipelines
+from benchmarks.pipelines import pipefusion as pipefusion_quality
+from benchmarks.pipelines import vae as vae_beside
+from benchmarks.pipelines import vaes as vae_table
+from benchmarks.pipelines import weights as weights_table
+from benchmarks.planner import machines, propose
+from benchmarks.planner import published as planner_check
+from benchmarks.planner import traffic as real_sizes
+from benchmarks.planner import weights as weights_memory
+from benchmarks.serving import trials as fleet_trials
 
 ROOT = Path(__file__).parents[1]
-nodes = importlib.import_module("benchmarks.nodes.__main__")
 
 
 def result(name):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.supported_table import PAGE, pipelines_of, row, table, transformer_classes
+from benchmarks.pipelines.supported import PAGE, pipelines_of, row, table, transformer_classes
 from benchmarks.tiny_models import MODELS
 from para_core.adapters.models import ADAPTERS
 from para_core.adapters.models.unsupported import REFUSED
@@ -24,7 +24,7 @@ def test_a_class_that_nobody_described_is_an_error_that_says_where_to():
 
 def test_the_page_holds_the_table_of_the_installed_diffusers():
     text = PAGE.read_text()
-    assert all(line in text for line in table()), "run python -m benchmarks.supported_table"
+    assert all(line in text for line in table()), "run python -m benchmarks.pipelines.supported"
 
 
 def test_pipelines_are_found_by_what_they_take():

@@ -40,10 +40,10 @@ from benchmarks.faults.cells import (
     Cell,
     all_cells,
 )
+from benchmarks.faults.hosts import Hosts, open_hosts
 from benchmarks.faults.page import verdict, write_page
 from benchmarks.faults.pipes import build, call_of
 from benchmarks.faults.rank import SLEEP, TIMEOUT, run_rank
-from benchmarks.nodes.hosts import Hosts, open_hosts
 from para_core import version
 
 # Seconds from the start of a cell. Where the link is slow, each of a VAE's exchanges takes seconds, and none the time-out.

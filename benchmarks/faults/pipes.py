@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.nodes.generate import PIPELINES
+from benchmarks.faults.generate import PIPELINES
 
 SIZES = {
     "flux": {"height": 64, "width": 56, "max_sequence_length": 13},

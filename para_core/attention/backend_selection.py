@@ -18,7 +18,7 @@ BACKENDS: tuple[Backend, ...] = get_args(Backend)
 EXACT_FORM: Mapping[Backend, Backend] = {"triton-int8": "triton"}
 
 # By (compute capability, head dim, causal), for 16 bits without a mask: what was fastest where PyTorch's order takes another one.
-# Rows come from benchmarks/attention.py on that device, and from nowhere else. It has not run on one yet, so there is none: PyTorch's
+# Rows come from benchmarks/attention/single_device.py on that device, and from nowhere else. It has not run on one yet, so there is none: PyTorch's
 # own order holds everywhere, and the Triton kernel computes only where it is named.
 FASTEST: Mapping[tuple[int, int, bool], Backend] = {}
 

@@ -9,7 +9,7 @@ import pytest
 from diffusers.guiders import AutoGuidance, ClassifierFreeGuidance, SmoothedEnergyGuidance
 from diffusers.hooks import HookRegistry, ModelHook
 
-from benchmarks.hooks import HOOKS, MESHES, build, outcome
+from benchmarks.pipelines.hooks import HOOKS, MESHES, build, outcome
 from benchmarks.tiny_pipelines import PIPELINES
 from para_core.adapters import parallelize_pipe
 from para_core.adapters.compatibility import hooks_of

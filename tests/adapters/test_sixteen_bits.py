@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 
-from benchmarks.sixteen_bits import NOT_IN_BFLOAT16, cast, in_bfloat16, noise_of_float32
+from benchmarks.pipelines.bfloat16 import NOT_IN_BFLOAT16, cast, in_bfloat16, noise_of_float32
 from benchmarks.tiny_pipelines import PIPELINES
 from para_core.adapters import parallelize_pipe
 from tests.adapters.test_pipelines import build, generate, generated_alone

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from benchmarks import by_hand
+from benchmarks.attention import by_hand
 
 B, H, S, D = 2, 4, 12, 16
 

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.far_worlds import METHODS, call
+from benchmarks.attention.large_worlds import METHODS, call
 from benchmarks.launches import fake_group
 
 ROOT = Path(__file__).parents[2]
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 def test_so_many_ranks_are_one_graph_on_every_mesh(worlds):
     # On eight ranks "ring × 8" is Ulysses.
     methods = ["Ulysses", "ring", "ring, 2-D", *(["ring × 8"] if worlds != ("8",) else [])]
-    command = [sys.executable, "-m", "benchmarks.far_worlds", "--worlds", *worlds, "--trace", *methods]
+    command = [sys.executable, "-m", "benchmarks.attention.large_worlds", "--worlds", *worlds, "--trace", *methods]
     done = subprocess.run([*command, "--no-record"], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = re.findall(r"^(\d+) ranks, (.*) \(ring .*'graphs': (\d+)", done.stdout, re.MULTILINE)

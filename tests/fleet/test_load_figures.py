@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from benchmarks import serve_load
 from benchmarks.page_parts import fill
+from benchmarks.serving import load as serve_load
 
 ROOT = Path(__file__).parents[2]
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.kernel_resources import launches
+from benchmarks.attention.compiled import launches
 
 
 def by_use(*kernels: Any, rounded: bool = False) -> list[Any]:

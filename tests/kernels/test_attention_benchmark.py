@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
-from benchmarks import attention
-from benchmarks.attention import Size
+from benchmarks.attention import single_device as attention
+from benchmarks.attention.single_device import Size
 
 
 def test_it_writes_a_json_and_a_plot(tmp_path, capsys, monkeypatch):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.attention.compile_kernel import ARCHS, SHARED_LIMIT, Compiled
 from benchmarks.attention_compiled import (
     REGISTERS,
     SHARED_OF_SM,
@@ -15,7 +16,6 @@ from benchmarks.attention_compiled import (
     loop_counts,
     loop_counts_of_roles,
 )
-from benchmarks.compiled import ARCHS, SHARED_LIMIT, Compiled
 from para_core.kernels.attention_configs import (
     HEAD_DIMS,
     HOPPER,

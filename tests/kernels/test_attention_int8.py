@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import int8_attention
-from benchmarks.compiled import ARCHS
+from benchmarks.attention import low_precision as int8_attention
+from benchmarks.attention.compile_kernel import ARCHS
 from benchmarks.interpreted import interpreted
 from benchmarks.launches import count_attention, fake_group
 from para_core import init_context_parallel_mesh

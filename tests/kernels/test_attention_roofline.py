@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.attention.compile_kernel import Compiled
 from benchmarks.attention_compiled import Counts, loop_counts
 from benchmarks.attention_roofline import DEVICES, FLASH, Device, on_paper, page, tile_of_flash
-from benchmarks.compiled import Compiled
 
 ROOT = Path(__file__).parents[2]
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks.compiled import ARCHS
+from benchmarks.attention.compile_kernel import ARCHS
 from benchmarks.launches import LaunchCounter, fake_group
 from para_core.kernels import norm, norm_reference
 from para_core.spatial.mode import SpatialShardMode

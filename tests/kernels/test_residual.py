@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.compiled import ARCHS
+from benchmarks.attention.compile_kernel import ARCHS
 from benchmarks.launches import LaunchCounter
 from para_core.cache.operators import change, change_on_gpu, forecast, forecast_on_gpu
 from para_core.cache.options import rule_of

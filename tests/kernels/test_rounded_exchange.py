@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.compiled import ARCHS
+from benchmarks.attention.compile_kernel import ARCHS
 from benchmarks.launches import LaunchCounter
 from para_core.attention.approximate.wire import pack_on_gpu, row_bytes, unpack_on_gpu
 from para_core.attention.pack_ops import as_numbers

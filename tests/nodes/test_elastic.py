@@ -12,8 +12,8 @@ import torch
 from diffusers import FluxPipeline
 from PIL import Image
 
-from benchmarks.nodes.hosts import open_hosts
-from benchmarks.nodes.torchrun import torchrun
+from benchmarks.faults.hosts import open_hosts
+from benchmarks.faults.torchrun import torchrun
 
 pytestmark = pytest.mark.nodes
 ROOT = Path(__file__).parents[2]

@@ -6,9 +6,9 @@ import sys
 import pytest
 import torch
 
-from benchmarks.nodes.hosts import NotAllowed, open_hosts
-from benchmarks.nodes.torchrun import torchrun
-from benchmarks.pipelines import PIPELINES
+from benchmarks.faults.hosts import NotAllowed, open_hosts
+from benchmarks.faults.torchrun import torchrun
+from benchmarks.pipelines.generation import PIPELINES
 from tests.tiny import relative_error
 
 pytestmark = pytest.mark.nodes
@@ -24,7 +24,7 @@ def namespaces_or_skip(num_hosts):
 
 def generated(hosts, folder, *pipelines):
     """What each rank wrote."""
-    torchrun(hosts, "benchmarks.nodes.generate", *pipelines, "--output", str(folder))
+    torchrun(hosts, "benchmarks.faults.generate", *pipelines, "--output", str(folder))
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2 * hosts.num_hosts)]
 
 

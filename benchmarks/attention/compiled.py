@@ -1,0 +1,187 @@
+"""Registers, spills and shared memory of every launch of the small kernels, for GPUs that are not here:  python -m benchmarks.attention.compiled
+
+Compiles with what Triton ships; needs no GPU. Writes benchmarks/results/kernel_resources.json and the table of docs/kernels.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.attention.compile_kernel import ARCHS, Compiled, compile_kernel
+from benchmarks.environment import RESULTS, write_results
+from benchmarks.page_parts import fill
+from para_core.kernels import attention_int8, exchange, merge, norm, residual
+from para_core.kernels.exchange_reference import LARGEST
+
+PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
+HEAD_DIMS = (64, 96, 128, 256)
+_BYTES = {"*i8": 1, "*i16": 2, "*i32": 4}
+_NAMES = {torch.int8: "int8", torch.float8_e4m3fn: "e4m3"}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel with the arguments of a launch; ``common``: among what models of today launch, 16 bits. ``rounded``: to 8 bits on the way."""
+
+    kernel: Any
+    name: str
+    arguments: dict[str, Any]
+    num_warps: int
+    common: bool = True
+    rounded: bool = False
+
+    def compiled(self, arch: int) -> Compiled:
+        return compile_kernel(self.kernel, self.arguments, arch=arch, num_warps=self.num_warps)
+
+
+def launches() -> Iterator[Launch]:
+    """Every one, up to lengths and strides."""
+    for head_dim in HEAD_DIMS:
+        yield from _merges(head_dim)
+        yield from _exchanges(head_dim)
+        yield from _of_rounded_keys(head_dim)
+    yield from _of_residuals()
+    yield from _of_norms()
+
+
+def _merges(head_dim: int) -> Iterator[Launch]:
+    # The first of a ring, and those after it.
+    for a, b, common in (
+        ("bf16", "bf16", True),
+        ("fp32", "bf16", True),
+        ("fp16", "fp16", False),
+        ("fp32", "fp32", False),
+    ):
+        known: dict[str, Any] = {"out_a": f"*{a}", "out_b": f"*{b}", "out": "*fp32", "width": head_dim}
+        known |= dict.fromkeys(("lse_a", "lse_b", "lse"), "*fp32") | dict.fromkeys(("num_heads", "num_rows"), "i32")
+        known |= merge.block_of(head_dim)
+        # Multiples of 16, as strides of whole heads are.
+        steps = {
+            name: 1 if name.endswith("column") else 64 for name in merge.merge_kernel.arg_names if name not in known
+        }
+        yield Launch(
+            merge.merge_kernel, f"merge {a} and {b}, D = {head_dim}", {**known, **steps}, merge.NUM_WARPS, common
+        )
+
+
+def _exchanges(head_dim: int) -> Iterator[Launch]:
+    for pack in (True, False):
+        verb = "pack" if pack else "unpack"
+        for pointer, size in _BYTES.items():
+            name = f"{verb} {size} byte{'s' * (size > 1)}, D = {head_dim}"
+            known = _of_exchange(head_dim, pointer, pointer, pack=pack)
+            yield Launch(exchange.exchange_kernel, name, known, exchange.NUM_WARPS, common=size == 2)
+        for dtype in ("bf16", "fp16", "fp32"):
+            for eight in LARGEST:
+                name = f"{verb} {dtype} as {_NAMES[eight]}, D = {head_dim}"
+                known = _of_exchange(head_dim, f"*{dtype}", "*u8", pack=pack, eight_bits=eight)
+                yield Launch(exchange.exchange_kernel, name, known, exchange.NUM_WARPS, dtype == "bf16", rounded=True)
+
+
+def _of_exchange(
+    head_dim: int, tensors: str, buffer: str, *, pack: bool, eight_bits: torch.dtype | None = None
+) -> dict[str, Any]:
+    size = {"*bf16": 2, "*fp16": 2, "*fp32": 4, **_BYTES}[tensors]
+    names = exchange.exchange_kernel.arg_names
+    known = {**dict.fromkeys(("x", "y", "z"), tensors), "buffer": buffer, "boxes": "*i64", "PACK": pack}
+    known |= exchange.block_of([head_dim], size, eight_bits)
+    known |= {name: head_dim for name in names if name.endswith("_width")}
+    known |= {name: 1 if name.endswith("column") else 64 for name in names if name[1:2] == "_" and name not in known}
+    return known | {name: "i32" for name in names if name not in known}
+
+
+def _of_rounded_keys(head_dim: int) -> Iterator[Launch]:
+    for dtype, common in (("bf16", True), ("fp16", False)):
+        arguments: dict[str, Any] = {"key": f"*{dtype}", "mean": "*fp32", "rounded": "*i8", "scales": "*fp32"}
+        arguments |= dict.fromkeys(("step_kb", "step_kh", "step_k"), 64) | {"num_heads": "i32", "num_keys": "i32"}
+        arguments |= {"width": head_dim, **attention_int8.block_of(head_dim)}
+        name = f"round keys {dtype}, D = {head_dim}"
+        yield Launch(attention_int8.round_keys_kernel, name, arguments, attention_int8.NUM_WARPS, common)
+
+
+def _of_residuals() -> Iterator[Launch]:
+    for dtype, common in (("bf16", True), ("fp16", False), ("fp32", False)):
+        tensors = dict.fromkeys(("now", "before"), f"*{dtype}")
+        numbers = {"sums": "*fp32", "num_elements": 16, "now_batch": 16, "before_batch": 16}
+        block = {"BLOCK": residual.BLOCK, "STEPS": residual.STEPS}
+        yield Launch(
+            residual.change_kernel, f"change {dtype}", {**tensors, **numbers, **block}, residual.NUM_WARPS, common
+        )
+        for residuals in range(1, residual.MOST_RESIDUALS + 1):
+            arguments: dict[str, Any] = dict.fromkeys(("entry", "x", "y", "z", "out"), f"*{dtype}")
+            arguments |= dict.fromkeys(("of_x", "of_y", "of_z"), "fp32")
+            arguments |= {"num_elements": 16, "RESIDUALS": residuals, "BLOCK": residual.BLOCK}
+            name = f"forecast {dtype} of {residuals}"
+            yield Launch(residual.forecast_kernel, name, arguments, residual.NUM_WARPS, common)
+    sums = {"sums": "*fp32", "totals": "*fp32", "num_chunks": "i32", "BLOCK": residual.BLOCK, "STEPS": 1}
+    yield Launch(residual.add_up_kernel, "change, adding up", sums, residual.NUM_WARPS)
+
+
+def _of_norms() -> Iterator[Launch]:
+    """Of a group norm over rows, whose channels come first in memory or last: 16 channels a group."""
+    for dtype, common in (("bf16", True), ("fp16", False), ("fp32", False)):
+        for last in (False, True):
+            name = f"{dtype}, channels {'last' if last else 'first'}"
+            steps = {"batch_step": 64, "channel_step": 1 if last else 64, "step": 64 if last else 1}
+            known: dict[str, Any] = {"x": f"*{dtype}", "parts": "*fp32", "size": 64, "groups": "i32", **steps}
+            known |= {"channels": 16 if last else 1, "group_step": 64, **norm.block_of(16 if last else 1)}
+            known |= {"STEPS": norm.STEPS}
+            yield Launch(norm.moments_kernel, f"moments {name}", known, norm.NUM_WARPS, common)
+            known = {**steps, **{f"out_{step}": size for step, size in steps.items()}, "eps": "fp32", "size": 64}
+            known |= {**dict.fromkeys(("x", "out", "weight", "bias"), f"*{dtype}"), "channels": 64, "per_group": 16}
+            known |= {**dict.fromkeys(("of_ranks", "shares"), "*fp32"), "groups": "i32", "RANKS": 2}
+            known |= {"HAS_WEIGHT": True, "HAS_BIAS": True, **norm.block_of(norm.CHANNELS if last else 1)}
+            yield Launch(norm.normalize_kernel, f"normalize {name}", known, norm.NUM_WARPS, common)
+    merged = {
+        "x": "*bf16",
+        "parts": "*fp32",
+        "moments": "*fp32",
+        "num_chunks": "i32",
+        "groups": "i32",
+        "batch_step": 64,
+    }
+    merged |= {"group_step": 64, "BLOCK": norm.BLOCK, "STEPS": 1}
+    yield Launch(norm.merge_kernel, "moments, merged", merged, norm.NUM_WARPS)
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """Of the common launches: registers by GPU. Where anything spills, or shared memory is used, it stands beside."""
+    lines = ["| launch | " + " | ".join(f"sm_{arch}" for arch in ARCHS) + " |", "| --- |" + " --- |" * len(ARCHS)]
+    for name in dict.fromkeys(row["launch"] for row in rows if row["common"]):
+        cells = []
+        for row in (row for row in rows if row["launch"] == name):
+            spilled = f", spills {row['spills']} B" if row["spills"] else ""
+            cells.append(f"{row['registers']}{spilled}" + (f", {row['shared']} B" if row["shared"] else ""))
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--only", default="", help="compile launches with this in their name; the others stay as written"
+    )
+    only = parser.parse_args().only
+    written = json.loads((RESULTS / "kernel_resources.json").read_text())["launches"] if only else []
+    rows = []
+    for launch in launches():
+        if only not in launch.name:
+            rows += [row for row in written if row["launch"] == launch.name]
+            continue
+        for arch in ARCHS:
+            found = launch.compiled(arch)
+            sizes = {name: getattr(found, name) for name in ("registers", "spills", "shared", "threads")}
+            rows.append({"launch": launch.name, "common": launch.common, "arch": arch, **sizes})
+    print(write_results("kernel_resources", {"launches": rows}, "triton"))
+    PAGE.write_text(fill(PAGE.read_text(), {"registers": table(rows)}))
+
+
+if __name__ == "__main__":
+    main()

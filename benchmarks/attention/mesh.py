@@ -1,0 +1,392 @@
+"""What attention over a mesh costs the host, beside attention over a mesh written by hand:  python -m benchmarks.attention.mesh
+
+Sizes are so small that computing takes no time; what is left is what Python and the dispatcher take before a device has work.
+
+- launches: operators and collectives of one call, counted on a fake group, also of the CUDA path on meta tensors. Exact, on every
+  machine. Alone: ``--parts launches``.
+- one call, on a fake group of 8 (one process, nobody is waited for) and on two gloo ranks: by hand, eager with and without the
+  agreement between ranks, and compiled.
+- FLUX of 57 small blocks on a fake group of 8, against the unmodified model given as many tokens as a rank has.
+
+All ways of a part in turns, in one process, and their ratios of the same round. Writes benchmarks/results/host_cost.json, under
+``--label``, beside what stands there under others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from diffusers import FluxTransformer2DModel
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from benchmarks.attention import by_hand
+from benchmarks.environment import RESULTS, environment, write_results
+from benchmarks.launch import launch
+from benchmarks.launches import count_attention, fake_group
+from para_core import UnifiedAttnMode, init_context_parallel_mesh
+from para_core.adapters import parallelize_transformer
+from para_core.plans.region import known_equal
+
+Way = Callable[[], Any]
+PARTS = ("launches", "fake", "gloo", "flux", "flux, wider")
+# Attention calls one after the other in what is timed, and in a graph: as many as a step of FLUX has.
+CHAIN = 57
+
+
+# -- timing
+
+
+def in_turns(
+    ways: Mapping[str, Way], rounds: int, clock: Callable[[], float], before: Way = lambda: None
+) -> dict[str, list[float]]:
+    """Seconds of each way in each round; the order is turned round every time, ``before`` is called before each."""
+    for way in ways.values():
+        way()
+        way()
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(rounds):
+        gc.collect()
+        gc.disable()
+        for name in list(ways)[:: 1 if number % 2 == 0 else -1]:
+            before()
+            start = clock()
+            ways[name]()
+            seconds[name].append(clock() - start)
+        gc.enable()
+    return seconds
+
+
+def calls_in_python(way: Way) -> int:
+    """How many functions Python calls, its own and those of C: exact, on every machine."""
+    found = 0
+
+    def count(_: Any, event: str, __: Any) -> None:
+        nonlocal found
+        found += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        way()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def measure(
+    ways: Mapping[str, Way],
+    rounds: int,
+    clock: Callable[[], float],
+    *,
+    calls: int,
+    base: Callable[[str], str],
+    before: Way = lambda: None,
+) -> dict[str, dict[str, Any]]:
+    """Of each way microseconds per call, and its ratio to the way that ``base`` names: a loaded machine spares the lowest.
+
+    Args:
+        calls: in one go of a way.
+    """
+    seconds = in_turns(ways, rounds, clock, before)
+    table = {}
+    for name, one in seconds.items():
+        other = seconds[base(name)]
+        ratios = [mine / its for mine, its in zip(one, other, strict=True)]
+        lower, _, upper = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+        table[name] = {
+            "median us": round(1e6 * statistics.median(one) / calls, 1),
+            "lowest us": round(1e6 * min(one) / calls, 1),
+            "against": base(name),
+            "ratio": round(statistics.median(ratios), 3),
+            "quartiles": [round(lower, 3), round(upper, 3)],
+            "ratio of the lowest": round(min(one) / min(other), 3),
+            "python calls": round(calls_in_python(ways[name]) / calls),
+        }
+    return table
+
+
+# -- one call
+
+
+def attention_ways(ranks: int, *, agreement: bool) -> dict[str, Way]:
+    """A chain of attention calls over all ranks, each way; ``agreement``: with the exchange before each, too."""
+    group = dist.group.WORLD
+    assert group is not None
+    query, key, value = (torch.randn(1, 8, 8, 16).transpose(1, 2) for _ in range(3))
+
+    def chain(attend: by_hand.Attend) -> Tensor:
+        out = query
+        for _ in range(CHAIN):
+            out = attend(out, key, value)
+        return out
+
+    def under(mode: UnifiedAttnMode) -> Tensor:
+        with mode:
+            return chain(F.scaled_dot_product_attention)
+
+    def compiled(mode: UnifiedAttnMode, length: int) -> Way:
+        @torch.compile(fullgraph=True, backend="aot_eager")
+        def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            with mode:
+                for _ in range(length):
+                    query = F.scaled_dot_product_attention(query, key, value)
+                return query
+
+        def repeat() -> None:
+            out = query
+            for _ in range(CHAIN // length):
+                out = run(out, key, value)
+
+        return repeat
+
+    ways: dict[str, Way] = {"SDPA of one rank": partial(chain, F.scaled_dot_product_attention)}
+    for name, function, size in (("ulysses", by_hand.ulysses, 1), ("ring", by_hand.ring, ranks)):
+        mesh = init_context_parallel_mesh("cpu", max_ring_dim_size=size)
+        ways[f"{name}, by hand"] = partial(chain, partial(function, group=group, calls="in place"))
+        ways[f"{name}, by hand, functional"] = partial(chain, partial(function, group=group, calls="functional"))
+        ways[f"{name}, eager"] = partial(under, UnifiedAttnMode(mesh, assume_equal=True))
+        if agreement:
+            ways[f"{name}, eager, with the agreement"] = partial(under, UnifiedAttnMode(mesh))
+        ways[f"{name}, compiled"] = compiled(UnifiedAttnMode(mesh, assume_equal=True), CHAIN)
+        ways[f"{name}, compiled one by one"] = compiled(UnifiedAttnMode(mesh, assume_equal=True), 1)
+    return ways
+
+
+def by_hand_of(name: str) -> str:
+    """The way that another is measured by."""
+    return f"{name.split(',', maxsplit=1)[0]}, by hand" if "," in name else name
+
+
+def measure_fake(rounds: int, ranks: int = 8) -> dict[str, Any]:
+    """One call on a fake group, in seconds of this process: others that use the machine do not count."""
+    with fake_group(ranks), torch.no_grad():
+        ways = attention_ways(ranks, agreement=False)
+        return measure(ways, rounds, time.process_time, calls=CHAIN, base=by_hand_of)
+
+
+def measure_ranks(rounds: int) -> dict[str, Any]:
+    """One call on the ranks that were launched, until it is back."""
+    dist.init_process_group("gloo")
+    with torch.no_grad():
+        ways = attention_ways(dist.get_world_size(), agreement=True)
+        rows = measure(ways, rounds, time.perf_counter, calls=CHAIN, base=by_hand_of, before=dist.barrier)
+    dist.barrier()
+    dist.destroy_process_group()
+    return rows
+
+
+def measure_gloo(rounds: int, ranks: int = 2) -> dict[str, Any]:
+    """:func:`measure_ranks`, as rank 0 saw it."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "rows.json"
+        launch("benchmarks.attention.mesh", ranks, "--rank-process", str(output), "--rounds", str(rounds))
+        measured: dict[str, Any] = json.loads(output.read_text())
+    return measured
+
+
+# -- FLUX
+
+
+class EmptyMode(TorchFunctionMode):
+    """Intercepts every call and changes none: what a mode costs at least."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def flux(width: int, blocks: tuple[int, int]) -> FluxTransformer2DModel:
+    """FLUX with 8 heads of ``width``."""
+    torch.manual_seed(0)
+    model = FluxTransformer2DModel(
+        in_channels=16,
+        num_layers=blocks[0],
+        num_single_layers=blocks[1],
+        attention_head_dim=width,
+        num_attention_heads=8,
+        joint_attention_dim=24,
+        pooled_projection_dim=20,
+        guidance_embeds=True,
+        axes_dims_rope=(width // 4, width // 4, width // 2),
+    )
+    return model.eval().requires_grad_(False)
+
+
+def flux_inputs(text: int, image: int) -> dict[str, Any]:
+    """A step of so many tokens."""
+    return {
+        "hidden_states": torch.randn(1, image, 16),
+        "encoder_hidden_states": torch.randn(1, text, 24),
+        "pooled_projections": torch.randn(1, 20),
+        "timestep": torch.tensor([0.5]),
+        "guidance": torch.tensor([3.5]),
+        "img_ids": torch.zeros(image, 3),
+        "txt_ids": torch.zeros(text, 3),
+        "return_dict": False,
+    }
+
+
+def flux_ways(model: FluxTransformer2DModel, text: int, image: int, ranks: int) -> dict[str, Way]:
+    """A step of the model, each way; ``text`` and ``image`` tokens of a rank."""
+    local, whole = flux_inputs(text, image), flux_inputs(ranks * text, ranks * image)
+    group = dist.group.WORLD
+    assert group is not None
+
+    def twin() -> FluxTransformer2DModel:
+        """Another instance on the same weights."""
+        return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+
+    def around_each_attention() -> Way:
+        module = twin()
+        for attention in attention_modules(module):
+            attention.forward = partial(under_empty_mode, attention.forward)
+        return lambda: module(**local)
+
+    def by_hand_at_each_call(attend: by_hand.Attend) -> Way:
+        """Put where diffusers calls attention, so that nothing is intercepted."""
+        module = twin()
+
+        def dispatch(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
+            return attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)).transpose(1, 2)
+
+        def step() -> None:
+            with mock.patch("diffusers.models.transformers.transformer_flux.dispatch_attention_fn", dispatch):
+                module(**local)
+
+        return step
+
+    def parallel(ring: int) -> Way:
+        module = parallelize_transformer(twin(), mesh=init_context_parallel_mesh("cpu", max_ring_dim_size=ring))
+
+        def step() -> None:
+            with known_equal(module):  # as under a pipeline, which has compared its arguments
+                module(**whole)
+
+        return step
+
+    first, second, third, under_mode = twin(), twin(), twin(), twin()
+    return {
+        "unmodified": lambda: first(**local),
+        "unmodified, again": lambda: second(**local),
+        "unmodified, the tokens of all ranks": lambda: third(**whole),
+        "an empty mode around it": lambda: under_empty_mode(under_mode, **local),
+        "an empty mode around each attention": around_each_attention(),
+        "ulysses, by hand": by_hand_at_each_call(partial(by_hand.ulysses, group=group, calls="in place")),
+        "ring, by hand": by_hand_at_each_call(partial(by_hand.ring, group=group, calls="in place")),
+        "ulysses": parallel(1),
+        "ring": parallel(ranks),
+    }
+
+
+def attention_modules(model: FluxTransformer2DModel) -> list[nn.Module]:
+    return [block.attn for block in [*model.transformer_blocks, *model.single_transformer_blocks]]
+
+
+def under_empty_mode(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with EmptyMode():
+        return call(*args, **kwargs)
+
+
+def measure_flux(
+    rounds: int, *, width: int, text: int, image: int, ranks: int = 8, blocks: tuple[int, int] = (19, 38)
+) -> dict[str, Any]:
+    """A step on a fake group, in seconds of this process."""
+    with fake_group(ranks), torch.no_grad():
+        ways = flux_ways(flux(width, blocks), text, image, ranks)
+        return measure(ways, rounds, time.process_time, calls=1, base=lambda _: "unmodified")
+
+
+# -- all of it
+
+
+def measure_launches() -> dict[str, Any]:
+    """Launches of one FLUX-like call, and of which operators: those of the CPU, and those of CUDA, counted on meta tensors."""
+    table = {}
+    for name, ring, ulysses, sizes in (
+        *[(f"ulysses {ranks}", 1, ranks, {}) for ranks in (2, 4, 8)],
+        *[(f"ulysses {ranks}, uneven tokens and heads", 1, ranks, {"tokens": 291, "heads": 25}) for ranks in (2, 4, 8)],
+        *[(f"ring {ranks}", ranks, 1, {}) for ranks in (2, 4, 8)],
+        ("ring 2 × ulysses 4", 2, 4, {}),
+    ):
+        for where, device in (("", "cpu"), (", CUDA", "meta")):
+            counter = count_attention(ring, ulysses, **sizes, device=device)
+            table[f"{name}{where}"] = {"launches": counter.launches, **dict(counter.by_operator.most_common())}
+    return table
+
+
+def show(part: str, table: Mapping[str, Mapping[str, Any]]) -> None:
+    print(f"\n{part}")
+    for name, row in table.items():
+        if "launches" in row:
+            print(f"  {name:<44}{row['launches']:>5} launches")
+            continue
+        low, high = row["quartiles"]
+        print(
+            f"  {name:<44}{row['median us']:>10.0f} us, lowest {row['lowest us']:>8.0f}   × {row['ratio']:.2f} "
+            f"({low:.2f} - {high:.2f}; of the lowest {row['ratio of the lowest']:.2f}), {row['python calls']} Python calls",
+            flush=True,
+        )
+
+
+def record(label: str, measured: Mapping[str, Any], name: str = "host_cost") -> Path:
+    """Write ``measured`` under ``label``; what stands in the file under others, and parts not measured now, stay."""
+    path = RESULTS / f"{name}.json"
+    found = json.loads(path.read_text()) if path.exists() else {}
+    found.pop("environment", None)
+    found[label] = {**found.get(label, {}), "environment": environment("diffusers"), **measured}
+    return write_results(name, found, "diffusers")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure every part, print, write; or be one of the ranks."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--label", default="now", help="what this code is called in the results")
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--no-record", action="store_true", help="write no file")
+    parser.add_argument("--rank-process", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    if options.rank_process is not None:
+        rows = measure_ranks(options.rounds)
+        if int(os.environ["RANK"]) == 0:
+            options.rank_process.write_text(json.dumps(rows))
+        return
+    parts: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
+        "launches": ("launches of one call", measure_launches),
+        "fake": ("one call on a fake group of 8", partial(measure_fake, options.rounds)),
+        "gloo": ("one call on 2 gloo ranks", partial(measure_gloo, options.rounds)),
+        "flux": (
+            "FLUX of 57 blocks, 8 heads of 8, 16 tokens per rank, on a fake group of 8",
+            partial(measure_flux, options.rounds, width=8, text=4, image=12),
+        ),
+        "flux, wider": (
+            "FLUX of 57 blocks, 8 heads of 32, 64 tokens per rank, on a fake group of 8",
+            partial(measure_flux, options.rounds, width=32, text=16, image=48),
+        ),
+    }
+    for part in options.parts:
+        title, run = parts[part]
+        table = run()
+        show(title, table)
+        if not options.no_record:
+            print(record(options.label, {title: table}))
+
+
+if __name__ == "__main__":
+    main()

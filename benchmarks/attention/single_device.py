@@ -1,0 +1,279 @@
+"""The attention kernel beside PyTorch's backends on one GPU:  python -m benchmarks.attention.single_device
+
+TFLOP/s, GB/s, milliseconds and the error against float64; four continuing calls beside one; keys of which half are padding. Writes
+benchmarks/results/attention.json and a plot. ``--tiny --device cpu``: see that it runs, under Triton's interpreter. ``--hopper``: the Hopper
+tier instead, beside the portable kernel and PyTorch's; attention_hopper.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.environment import RESULTS, environment
+from benchmarks.gpu.job import first_line, is_fatal
+from benchmarks.gpu.timing import milliseconds
+
+# The gaps between them are what matters: PyTorch's are measured in the same run.
+PYTORCH = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+# Of the keys in float64, for the error: all queries of a long sequence would need more memory than there is.
+QUERIES_OF_ERROR = 256
+
+
+@dataclass(frozen=True)
+class Size:
+    tokens: int
+    head_dim: int
+    is_causal: bool
+    heads: int = 24
+    batch: int = 1
+    dtype: str = "bfloat16"
+
+    @property
+    def flops(self) -> float:
+        """Of both products; half of them for a causal mask."""
+        full = 4.0 * self.batch * self.heads * self.tokens**2 * self.head_dim
+        return full / 2 if self.is_causal else full
+
+    @property
+    def bytes(self) -> int:
+        """Query, key, value and out, once each."""
+        return 4 * self.batch * self.heads * self.tokens * self.head_dim * getattr(torch, self.dtype).itemsize
+
+
+REAL = tuple(
+    Size(tokens, head_dim, is_causal)
+    for head_dim in (128, 64, 96, 256)
+    for tokens in (4096, 16384, 65536)
+    for is_causal in (False, True)
+    if tokens < 65536 or head_dim == 128
+)
+TINY = (Size(40, 16, False, heads=1, dtype="float16"), Size(40, 16, True, heads=1, dtype="float16"))
+
+
+TINY_HOPPER = (Size(40, 64, False, heads=1, dtype="float16"), Size(48, 64, True, heads=1, dtype="float16"))
+# Ways of the Hopper tier are named so; one that gives roles to its warps says it behind.
+HOPPER_WAY = "triton, Hopper tier"
+Ways = dict[str, Callable[[], Tensor]]
+
+
+def measure(
+    sizes: Sequence[Size],
+    device: torch.device,
+    *,
+    ways: Callable[[list[Tensor], Size], Ways] | None = None,
+    enough_time: Callable[[], bool] = lambda: True,
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for each way of each size; a way that refuses a size gives a row that says why.
+
+    Args:
+        enough_time: asked before each way; the row says so if there is not.
+    """
+    ways = portable_ways if ways is None else ways
+    for size in sizes:
+        if not enough_time():
+            yield {**asdict(size), "way": "all ways", "left out": "out of time"}
+            continue
+        tensors = make(size, device)
+        exact = _exact(tensors, size)
+        for name, call in ways(tensors, size).items():
+            row = {**asdict(size), "way": name}
+            if not enough_time():
+                yield {**row, "left out": "out of time"}
+                continue
+            try:
+                out = call()
+                times = milliseconds(call, device, repeats=3 if device.type == "cpu" else 10)
+            # Triton's own errors, as of a kernel that needs more shared memory than there is, are no RuntimeErrors.
+            except Exception as error:
+                if is_fatal(error):
+                    raise
+                yield {**row, "refused": first_line(error)}
+                continue
+            seconds = times["ms"] / 1e3
+            yield {
+                **row,
+                **times,
+                "TFLOP/s": round(size.flops / seconds / 1e12, 3),
+                "GB/s": round(size.bytes / seconds / 1e9, 3),
+                "error": None if exact is None else _error(out, exact),
+            }
+
+
+def run_way(device: torch.device, size: Size, ways: Callable[[list[Tensor], Size], Ways], name: str) -> None:
+    """Call one way once, which compiles its kernels."""
+    ways(make(size, device), size)[name]()
+
+
+def triton_ways(
+    sizes: Sequence[Size], device: torch.device, ways: Callable[[list[Tensor], Size], Ways]
+) -> list[tuple[Size, str]]:
+    """Return the ways of ``sizes`` that compile a Triton kernel; nothing is computed."""
+    one = torch.empty(1, 1, 1, 1, device=device)
+    return [(size, name) for size in sizes for name in ways([one] * 3, size) if name.startswith("triton")]
+
+
+def make(size: Size, device: torch.device) -> list[Tensor]:
+    """query, key and value, ``[B, S, H, D]`` in memory."""
+    generator = torch.Generator(device).manual_seed(0)
+    shape = (size.batch, size.tokens, size.heads, size.head_dim)
+    dtype = getattr(torch, size.dtype)
+    return [torch.randn(shape, generator=generator, device=device).to(dtype).transpose(1, 2) for _ in range(3)]
+
+
+def portable_ways(tensors: list[Tensor], size: Size) -> Ways:
+    from para_core.kernels import attention_int8
+    from para_core.kernels.attention import attention
+
+    query, key, value = tensors
+    causal, half = size.is_causal, size.tokens // 2
+    ways: Ways = {
+        "triton": lambda: attention(query, key, value, is_causal=causal)[0],
+        "triton, four continuing calls": lambda: in_four(tensors, is_causal=causal),
+        "triton-int8, not exact": lambda: attention_int8.attention(query, key, value, is_causal=causal)[0],
+    }
+    if not causal:
+        ranges = torch.tensor([[[0, half]]], dtype=torch.int32, device=query.device)
+        ways["triton, half of the keys padded"] = lambda: attention(query, key, value, key_ranges=ranges)[0]
+    return {**ways, **_of_pytorch(tensors, size)}
+
+
+def hopper_ways(tensors: list[Tensor], size: Size) -> Ways:
+    """What may be tried of the Hopper tier, each way beside the portable kernel and PyTorch's."""
+    from para_core.kernels import tune
+    from para_core.kernels.attention import attention
+    from para_core.kernels.attention_configs import HOPPER, INTERPRETED, Case, Config
+
+    query, key, value = tensors
+    case = Case(90, size.head_dim, size.is_causal, "long", "hopper")
+    interpreted = (INTERPRETED, replace(INTERPRETED, specialized=True))
+    ways: Ways = {"triton": lambda: attention(query, key, value, is_causal=size.is_causal)[0]}
+
+    def of_tier(config: Config) -> Callable[[], Tensor]:
+        return lambda: tune.attend(case, config, query, key, value)[0]
+
+    for config in HOPPER[size.head_dim] if query.is_cuda else interpreted:
+        ways[HOPPER_WAY + ", warps with roles" * config.specialized] = of_tier(config)
+    return {**ways, **_of_pytorch(tensors, size)}
+
+
+def _of_pytorch(tensors: list[Tensor], size: Size) -> Ways:
+    query, key, value = tensors
+    causal = size.is_causal
+    if query.device.type == "cpu":
+        return {"PyTorch": lambda: F.scaled_dot_product_attention(query, key, value, is_causal=causal)}
+
+    def of_pytorch(backend: SDPBackend) -> Callable[[], Tensor]:
+        def call() -> Tensor:
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(query, key, value, is_causal=causal)
+
+        return call
+
+    return {name: of_pytorch(backend) for name, backend in PYTORCH.items()}
+
+
+def in_four(tensors: list[Tensor], *, is_causal: bool) -> Tensor:
+    """What a ring of 4 computes on one of its ranks, if that had all queries: each block of keys continues from the ones before."""
+    from para_core.kernels.attention import attention
+
+    query, key, value = tensors
+    so_far, start = None, 0
+    for k, v in zip(key.chunk(4, dim=2), value.chunk(4, dim=2), strict=True):
+        last = start + k.shape[2] == key.shape[2]
+        dtype = query.dtype if last else torch.float32
+        so_far = attention(query, k, v, is_causal=is_causal, key_offset=start, so_far=so_far, out_dtype=dtype)
+        start += k.shape[2]
+    if so_far is None:
+        raise ValueError("there are no keys to attend to.")
+    return so_far[0]
+
+
+def _exact(tensors: list[Tensor], size: Size) -> Tensor | None:
+    """The last queries' attention in float64, of the first head."""
+    query, key, value = (x[:1, :1].double() for x in tensors)
+    query = query[:, :, -QUERIES_OF_ERROR:]
+    scores = query @ key.mT * size.head_dim**-0.5
+    if size.is_causal:
+        positions = torch.arange(size.tokens, device=query.device)
+        scores = scores.masked_fill(positions > positions[-query.shape[2] :, None], -torch.inf)
+    return torch.softmax(scores, -1) @ value
+
+
+def _error(out: Tensor, exact: Tensor) -> float:
+    found = out[:1, :1, -exact.shape[2] :].double()
+    return float((found - exact).norm() / exact.norm())
+
+
+def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """TFLOP/s over the number of tokens, a panel for each head dim, without a causal mask."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    rows = [row for row in rows if "TFLOP/s" in row and not row["is_causal"]]
+    dims = sorted({row["head_dim"] for row in rows})
+    figure, panels = plt.subplots(1, max(1, len(dims)), figsize=(4 * max(1, len(dims)), 3.2), squeeze=False)
+    for panel, head_dim in zip(panels[0], dims, strict=False):
+        for way in sorted({row["way"] for row in rows}):
+            points = [
+                (row["tokens"], row["TFLOP/s"]) for row in rows if row["head_dim"] == head_dim and row["way"] == way
+            ]
+            panel.plot(*zip(*sorted(points), strict=True), marker="o", label=way)
+        panel.set(title=f"D = {head_dim}", xlabel="tokens", ylabel="TFLOP/s", xscale="log")
+        panel.legend(fontsize=6)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, write, tell; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="sizes for Triton's interpreter")
+    parser.add_argument("--hopper", action="store_true", help="the tier that only --hopper of tune takes")
+    parser.add_argument("--output", type=Path, help="the plot lies beside it")
+    args = parser.parse_args(arguments)
+    output = args.output or RESULTS / ("attention_hopper.json" if args.hopper else "attention.json")
+    if args.device != "cpu" and not torch.cuda.is_available():
+        print(
+            "benchmarks.attention.single_device needs a CUDA device, and there is none. --tiny --device cpu shows that it runs."
+        )
+        return 2
+    if args.device == "cpu" and not args.tiny:
+        print("On a CPU Triton's interpreter is for tiny sizes only: add --tiny, or name a CUDA device.")
+        return 2
+    rows, sizes = [], TINY if args.tiny else REAL
+    if args.hopper:
+        sizes = TINY_HOPPER if args.tiny else tuple(size for size in REAL if size.head_dim != 96)
+    # Under the interpreter where there is no GPU: what it measures then is the interpreter.
+    with _interpreted() if args.device == "cpu" else contextlib.nullcontext():
+        for row in measure(sizes, torch.device(args.device), ways=hopper_ways if args.hopper else None):
+            rows.append(row)
+            print(json.dumps(row))
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps({"environment": environment("triton"), "rows": rows}, indent=1) + "\n")
+    plot(rows, output.with_suffix(".png"))
+    return 0
+
+
+def _interpreted() -> contextlib.AbstractContextManager[None]:
+    from benchmarks.interpreted import interpreted
+
+    return interpreted()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

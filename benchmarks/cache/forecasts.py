@@ -1,0 +1,410 @@
+"""Forecasts, decisions and few steps, at equal computed steps:  python -m benchmarks.cache.forecasts
+
+The tiny trained FLUX generates held-out captions, each alone. Of each caption a plain cache chooses the steps; then every
+forecast computes these very steps (``compute_steps=``), so that nothing but the forecast differs. PSNR is against the image
+without a cache, from the same noise. Differences are of pairs: mean over captions ± standard error. Writes
+benchmarks/results/cache_forecasts.json and the tables of docs/cache.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.cache.hermite import hermite
+from benchmarks.cache.judged import SEED, THINGS, _decode, judge, scenes_of
+from benchmarks.cache.ways import generate, load
+from benchmarks.environment import RESULTS, write_results
+from benchmarks.page_parts import fill
+from benchmarks.tiny_flux import grammar
+from para_core.adapters import apply_cache_on_pipe, cache_report, remove_cache_from_pipe
+
+PAGE = Path(__file__).parents[2] / "docs" / "cache.md"
+THRESHOLDS = (0.12, 0.2, 0.3)
+PARTS = ("forecasts", "decisions", "rules", "few", "few by rule")
+
+
+FORECASTS: dict[str, dict[str, Any]] = {
+    "order 1": {"forecast_order": 1},
+    "order 0": {"forecast_order": 0},
+    "order 2": {"forecast_order": 2},
+    "damped Hermite, order 1, sigma 0.5": {"forecast": hermite(1)},
+    "damped Hermite, order 1, sigma 0.65": {"forecast": hermite(1, 0.65)},
+    "damped Hermite, order 2, sigma 0.5": {"forecast": hermite(2)},
+    "FoCa": {"forecast": "foca"},
+}
+
+
+class Generator:
+    """Images of the first ``count`` held-out captions."""
+
+    def __init__(self, count: int) -> None:
+        self.pipe = load()
+        self.captions = [grammar.caption(scene) for scene in scenes_of(count)]
+        self._references: dict[int, np.ndarray] = {}
+
+    def generate(
+        self, steps: int, options: Callable[[int], dict[str, Any]] | None
+    ) -> tuple[np.ndarray, list[list[int]]]:
+        """Images, and of each caption the computed steps; ``options`` of each caption's cache, or None."""
+        latents, computed = [], []
+        for i, caption in enumerate(self.captions):
+            if options is not None:
+                apply_cache_on_pipe(self.pipe, **options(i))
+            latents.append(generate(self.pipe, caption, steps=steps, seed=(SEED + THINGS) * 100_000 + i))
+            rows = [] if options is None else cache_report(self.pipe).rows
+            computed.append([row.step for row in rows if not row.hit])
+        remove_cache_from_pipe(self.pipe)
+        return _decode(self.pipe, torch.cat(latents)), computed
+
+    def reference(self, steps: int) -> np.ndarray:
+        """Without a cache."""
+        if steps not in self._references:
+            self._references[steps] = self.generate(steps, None)[0]
+        return self._references[steps]
+
+    def judged(
+        self, steps: int, options: Callable[[int], dict[str, Any]], against: int | None = None
+    ) -> dict[str, Any]:
+        images, computed = self.generate(steps, options)
+        found = judge(images, self.reference(against or steps))
+        return {"psnr": found["psnr"], "as without": found["as without"], "steps": computed}
+
+
+def compared(row: dict[str, Any], baseline: dict[str, Any]) -> list[float]:
+    """Mean difference in PSNR of the same captions, and its standard error."""
+    differences = [x - y for x, y in zip(row["psnr"], baseline["psnr"], strict=True)]
+    error = statistics.stdev(differences) / math.sqrt(len(differences))
+    return [round(statistics.mean(differences), 2), round(error, 2)]
+
+
+def summary(name: str, row: dict[str, Any], baseline: dict[str, Any], **settings: Any) -> dict[str, Any]:
+    """For the JSON; printed as it comes."""
+    found = {
+        "name": name,
+        **settings,
+        "computed": round(statistics.mean(map(len, row["steps"])), 2),
+        "psnr": round(statistics.mean(row["psnr"]), 2),
+        "least psnr": min(row["psnr"]),
+        "as without": round(statistics.mean(row["as without"]), 3),
+        "psnr beside the first": compared(row, baseline),
+    }
+    print(found, flush=True)
+    return found
+
+
+def forecasts(generator: Generator) -> list[dict[str, Any]]:
+    """All candidates at the steps that a plain cache chooses."""
+    found = []
+    for threshold in THRESHOLDS:
+        plain: dict[str, Any] = {"residual_diff_threshold": threshold, "forecast_order": 0}
+        chosen = generator.generate(28, lambda i, plain=plain: plain)[1]
+        baseline: dict[str, Any] = {}
+        for name, options in FORECASTS.items():
+            row = generator.judged(28, lambda i, o=options, c=chosen: {"compute_steps": c[i], **o})
+            baseline = baseline or row
+            found.append(summary(name, row, baseline, threshold=threshold))
+        warm = [sorted({*range(4), *steps}) for steps in chosen]
+        row = generator.judged(28, lambda i, c=warm: {"compute_steps": c[i], "forecast_order": 1})
+        found.append(summary("order 1, 4 steps of warm-up more", row, baseline, threshold=threshold))
+    return found
+
+
+class FirstBlock:
+    """Of each step without a cache, the first-block residual and its modulated input."""
+
+    def __init__(self, generator: Generator) -> None:
+        self._pipe = generator.pipe
+        self.residuals: list[Tensor] = []
+        self.inputs: list[Tensor] = []
+
+    def watch(self, caption: str, seed: int) -> list[float]:
+        """The timesteps."""
+        block = self._pipe.transformer.transformer_blocks[0]
+        self.residuals, self.inputs = [], []
+
+        def note(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+            self.residuals.append((output[1] - kwargs["hidden_states"]).double())
+
+        def note_input(module: Any, args: Any, output: Any) -> None:
+            self.inputs.append(output[0].double())
+
+        handles = [block.register_forward_hook(note, with_kwargs=True), block.norm1.register_forward_hook(note_input)]
+        generate(self._pipe, caption, steps=28, seed=seed)
+        for handle in handles:
+            handle.remove()
+        return [float(t) for t in self._pipe.scheduler.timesteps]
+
+
+def difference(now: Tensor, before: Tensor) -> float:
+    return float((now - before).abs().mean() / before.abs().mean())
+
+
+def by_first_block(watched: FirstBlock, times: Sequence[float], threshold: float) -> list[int]:
+    """As it is: block 0 runs, its residual is compared with that of the last computed step."""
+    return by_difference(watched.residuals, threshold)
+
+
+def by_modulated_input(watched: FirstBlock, times: Sequence[float], threshold: float) -> list[int]:
+    """Before block 0: its modulated input is compared with that of the last computed step."""
+    return by_difference(watched.inputs, threshold)
+
+
+def by_difference(compared_with: Sequence[Tensor], threshold: float) -> list[int]:
+    computed = [0]
+    for step in range(1, len(compared_with)):
+        if not difference(compared_with[step], compared_with[computed[-1]]) < threshold:
+            computed.append(step)
+    return computed
+
+
+def by_own_forecast(watched: FirstBlock, times: Sequence[float], threshold: float) -> list[int]:
+    """Before block 0: its residual is taken to change as fast as between the last two computed steps."""
+    computed = [0, 1]
+    for step in range(2, len(times)):
+        last, before = computed[-1], computed[-2]
+        rate = difference(watched.residuals[last], watched.residuals[before]) / abs(times[last] - times[before])
+        if not rate * abs(times[step] - times[last]) < threshold:
+            computed.append(step)
+    return computed
+
+
+DECISIONS = {
+    "first block": by_first_block,
+    "before block 0: its modulated input": by_modulated_input,
+    "before block 0: forecast of its residual": by_own_forecast,
+}
+COUNTS = (8, 10, 12, 14)
+
+
+def decisions(generator: Generator) -> list[dict[str, Any]]:
+    """Which steps each rule chooses, with one threshold for all captions that gives as many computed steps on average."""
+    watched = []
+    for i, caption in enumerate(generator.captions):
+        seen = FirstBlock(generator)
+        times = seen.watch(caption, (SEED + THINGS) * 100_000 + i)
+        watched.append((seen, times))
+    found = []
+    for count in COUNTS:
+        baseline: dict[str, Any] = {}
+        for name, rule in DECISIONS.items():
+            low, high = 1e-4, 10.0
+            for _ in range(30):
+                middle = math.sqrt(low * high)
+                chosen = [rule(seen, times, middle) for seen, times in watched]
+                many = statistics.mean(map(len, chosen)) > count
+                low, high = (middle, high) if many else (low, middle)
+            row = generator.judged(28, lambda i, c=chosen: {"compute_steps": c[i]})
+            baseline = baseline or row
+            found.append(summary(name, row, baseline, wanted=count, threshold=round(high, 4)))
+    return found
+
+
+# Of each rule, thresholds that compute about 5 to 16 of 28 steps.
+RULES = {
+    "first_block": (0.08, 0.11, 0.14, 0.17, 0.21, 0.26, 0.33, 0.4),
+    "modulated_input": (0.045, 0.06, 0.075, 0.09, 0.11, 0.135, 0.16, 0.2),
+}
+COSTS = ("seconds", "share of 57 blocks")
+
+
+def hit_costs(generator: Generator, rounds: int = 9) -> dict[str, float]:
+    """CPU seconds of a skipped step over those of a computed one, by rule, in this model of 8 blocks; medians, in turns."""
+    options: dict[str, dict[str, Any]] = {"all": {"compute_steps": range(28)}}
+    options |= {name: {"compute_steps": [0], "rule": name} for name in RULES}
+    seconds: dict[str, list[float]] = {name: [] for name in options}
+    for _ in range(rounds):
+        for name, given in options.items():
+            apply_cache_on_pipe(generator.pipe, **given)
+            start = time.process_time()
+            generate(generator.pipe, generator.captions[0], steps=28, seed=0)
+            seconds[name].append(time.process_time() - start)
+    computed = statistics.median(seconds["all"]) / 28
+    return {name: round((statistics.median(seconds[name]) / computed - 1) / 27, 3) for name in RULES}
+
+
+def rules(generator: Generator) -> list[dict[str, Any]]:
+    """Of each rule a curve over thresholds: PSNR, the seconds of its steps here, and the share of 57 blocks that it computes."""
+    costs, found = hit_costs(generator), []
+    for name, thresholds in RULES.items():
+        for threshold in thresholds:
+            row = generator.judged(28, lambda i, t=threshold, n=name: {"residual_diff_threshold": t, "rule": n})
+            computed = round(statistics.mean(map(len, row["steps"])), 2)
+            found.append(with_costs(name, threshold, computed, row["psnr"], costs))
+            print({**found[-1], "psnr": round(statistics.mean(row["psnr"]), 2)}, flush=True)
+    return [*found, *[beside for cost in COSTS for beside in _at_equal(found, cost)]]
+
+
+def with_costs(
+    name: str, threshold: float, computed: float, psnr: Sequence[float], costs: dict[str, float]
+) -> dict[str, Any]:
+    """For the JSON: what a way cost, over what all 28 steps cost."""
+    blocks = 1 / 57 if name == "first_block" else 0.0
+    shares = [round((computed + (28 - computed) * at_a_hit) / 28, 4) for at_a_hit in (costs[name], blocks)]
+    described = {"name": name, "threshold": threshold, "computed": computed, "cost of a hit": costs[name]}
+    return {**described, **dict(zip(COSTS, shares, strict=True)), "psnr": psnr}
+
+
+def _at_equal(rows: Sequence[dict[str, Any]], cost: str) -> list[dict[str, Any]]:
+    """PSNR of the second rule beside the first, which is taken between two thresholds where its cost is the same."""
+    first, second = (sorted([row for row in rows if row["name"] == name], key=lambda row: row[cost]) for name in RULES)
+    found = []
+    for row in second:
+        for lower, upper in itertools.pairwise(first):
+            if lower[cost] <= row[cost] < upper[cost]:
+                weight = (row[cost] - lower[cost]) / (upper[cost] - lower[cost])
+                middle = [(1 - weight) * x + weight * y for x, y in zip(lower["psnr"], upper["psnr"], strict=True)]
+                beside = compared(row, {"psnr": middle})
+                found.append(
+                    {
+                        "at equal": cost,
+                        cost: row[cost],
+                        "threshold": row["threshold"],
+                        "psnr beside first_block": beside,
+                    }
+                )
+                print(found[-1], flush=True)
+    return found
+
+
+# Of 4 and 8 steps: the steps that are computed.
+FEW = {
+    4: ([0, 1, 2], [0, 1, 3], [0, 2, 3], [0, 2]),
+    8: (
+        [0, 1, 2, 3, 4, 5, 6],
+        [0, 1, 2, 3, 4, 6, 7],
+        [0, 1, 2, 3, 5, 7],
+        [0, 1, 3, 5, 7],
+        [0, 2, 4, 6],
+        [0, 3, 6],
+    ),
+}
+
+
+def few(generator: Generator) -> list[dict[str, Any]]:
+    """Skipped steps, beside generations without a cache that take as many steps as were computed."""
+    found = []
+    for steps, masks in FEW.items():
+        for mask in masks:
+            fewer = judge(generator.reference(len(mask)), generator.reference(steps))
+            baseline = {**fewer, "steps": [list(range(len(mask)))] * len(generator.captions)}
+            found.append(summary(f"{len(mask)} steps, no cache", baseline, baseline, of=steps))
+            for order in (0, 1):
+                row = generator.judged(steps, lambda i, m=mask, o=order: {"compute_steps": m, "forecast_order": o})
+                found.append(summary(f"steps {mask}, order {order}", row, baseline, of=steps))
+    return found
+
+
+def few_by_rule(generator: Generator) -> list[dict[str, Any]]:
+    """What thresholds make of few steps."""
+    found = []
+    for steps in FEW:
+        for threshold in (0.08, 0.2, 0.3, 0.4, 0.6):
+            row = generator.judged(steps, lambda i, t=threshold: {"residual_diff_threshold": t})
+            found.append(summary(f"threshold {threshold:g}", row, row, of=steps))
+    return found
+
+
+def render(text: str, results: dict[str, Any]) -> str:
+    """The page with its tables written anew."""
+    return fill(
+        text,
+        {
+            "rules": _rules_table(results["rules"]),
+            "forecasts": _forecasts_table(results["forecasts"]),
+            "few steps": _few_table(results["few"]),
+            "few steps by rule": _by_rule_table(results["few by rule"]),
+        },
+    )
+
+
+def _forecasts_table(found: dict[str, Any]) -> list[str]:
+    rows = found["rows"]
+    thresholds = list(dict.fromkeys(row["threshold"] for row in rows))
+    names = list(dict.fromkeys(row["name"] for row in rows))
+    of = {(row["threshold"], row["name"]): row for row in rows}
+    computed = [of[threshold, names[0]]["computed"] for threshold in thresholds]
+    lines = ["| forecast | " + " | ".join(f"{x:.1f} of 28 computed" for x in computed) + " |"]
+    lines.append("| --- " * (1 + len(thresholds)) + "|")
+    for name in names:
+        cells = [_beside(of[threshold, name], name == names[0]) for threshold in thresholds]
+        extra = [of[threshold, name]["computed"] - x for threshold, x in zip(thresholds, computed, strict=True)]
+        cells = [cell + (f" ({more:.1f} steps more)" if more else "") for cell, more in zip(cells, extra, strict=True)]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
+def _few_table(found: dict[str, Any]) -> list[str]:
+    lines = ["| computed | as many steps, no cache | `forecast_order=0` | `forecast_order=1` |", "| --- " * 4 + "|"]
+    for fewer, plain, straight in _threes(found["rows"]):
+        mask = plain["name"].removeprefix("steps ").removesuffix(", order 0")
+        lines.append(f"| {mask} of {plain['of']} | {fewer['psnr']:.1f} dB | {_beside(plain)} | {_beside(straight)} |")
+    return lines
+
+
+def _rules_table(found: dict[str, Any]) -> list[str]:
+    curve = [row for row in found["rows"] if row.get("name") == "modulated_input"]
+    lines = ["| threshold | computed of 28 | PSNR | " + " | ".join(f"beside, at equal {cost}" for cost in COSTS) + " |"]
+    lines.append("| --- " * (3 + len(COSTS)) + "|")
+    beside = {(row["at equal"], row["threshold"]): row for row in found["rows"] if "at equal" in row}
+    for row in curve:
+        cells = [beside.get((cost, row["threshold"])) for cost in COSTS]
+        texts = ["" if cell is None else "{:+.1f} ± {:.1f}".format(*cell["psnr beside first_block"]) for cell in cells]
+        psnr = statistics.mean(row["psnr"])
+        lines.append(f"| {row['threshold']:g} | {row['computed']:.1f} | {psnr:.1f} dB | {' | '.join(texts)} |")
+    return lines
+
+
+def _by_rule_table(found: dict[str, Any]) -> list[str]:
+    lines = ["| steps | " + " | ".join(row["name"] for row in found["rows"] if row["of"] == 8) + " |"]
+    lines.append("| --- " * lines[0].count("|", 1) + "|")
+    for steps in FEW:
+        cells = [f"{row['computed']:.1f} computed, {row['psnr']:.1f} dB" for row in found["rows"] if row["of"] == steps]
+        lines.append(f"| {steps} | {' | '.join(cells)} |")
+    return lines
+
+
+def _threes(rows: Sequence[dict[str, Any]]) -> list[Sequence[dict[str, Any]]]:
+    return [rows[i : i + 3] for i in range(0, len(rows), 3)]
+
+
+def _beside(row: dict[str, Any], is_first: bool = False) -> str:
+    mean, error = row["psnr beside the first"]
+    return f"{row['psnr']:.1f} dB" if is_first else f"{mean:+.1f} ± {error:.1f}"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--captions", type=int, default=24)
+    parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=PARTS)
+    args = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    # Some thresholds skip nothing of some captions.
+    warnings.filterwarnings("ignore", message="the cache of the .* skipped")
+    generator = Generator(args.captions)
+    measured = {"forecasts": forecasts, "decisions": decisions, "rules": rules, "few": few, "few by rule": few_by_rule}
+    path = RESULTS / "cache_forecasts.json"
+    results = json.loads(path.read_text()) if path.exists() else {}
+    results.pop("environment", None)
+    for name in args.parts:
+        results[name] = {"captions": args.captions, "rows": measured[name](generator)}
+    write_results("cache_forecasts", results, "diffusers")
+    PAGE.write_text(render(PAGE.read_text(encoding="utf-8"), results), encoding="utf-8")
+    print(path, PAGE, sep="\n")
+
+
+if __name__ == "__main__":
+    main()

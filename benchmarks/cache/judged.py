@@ -1,0 +1,107 @@
+"""The images of a way to cache, against those without a cache, and against what was asked for."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import FluxPipeline
+from skimage.metrics import peak_signal_noise_ratio, structural_similarity
+from tqdm import tqdm
+
+from benchmarks.cache.ways import NO_CACHE, SIDE, Way, generate, load
+from benchmarks.tiny_flux import grammar
+from benchmarks.tiny_flux.check import check
+from benchmarks.tiny_flux.evaluate import held_out_scenes
+from benchmarks.tiny_flux.grammar import Scene
+
+# As in benchmarks/tiny_flux/evaluate.py, of whose captions with one thing these are the first.
+SEED, THINGS = 0, 1
+DECODED_AT_ONCE = 16
+MOST_DECIBELS = 100.0  # of two images that are equal
+
+
+def scenes_of(count: int) -> list[Scene]:
+    """``count`` scenes that hold what training never saw."""
+    return held_out_scenes(SEED, THINGS, count)
+
+
+class Computed:
+    """Counts the steps at which the last block of all was computed, whoever decided."""
+
+    def __init__(self, pipe: FluxPipeline) -> None:
+        self.steps = 0
+        # Not of a block or of its attention: these are what caches replace.
+        pipe.transformer.single_transformer_blocks[-1].attn.to_q.register_forward_pre_hook(self._count)
+
+    def _count(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        self.steps += 1
+
+
+def images_of(way: Way, steps: int, count: int) -> tuple[np.ndarray, dict[str, Any]]:
+    """``[count, 128, 128, 3]`` in 0 … 1, one call for each caption, and of each call the computed steps and CPU seconds."""
+    pipe = load()
+    counter = Computed(pipe)
+    again = way.put(pipe, steps)
+    latents, computed, seconds = [], [], []
+    for i, scene in enumerate(tqdm(scenes_of(count), desc=f"{steps} steps, {way.name}", mininterval=5.0, leave=False)):
+        if again is not None:
+            again()
+        counter.steps, start = 0, time.process_time()
+        latents.append(generate(pipe, grammar.caption(scene), steps=steps, seed=(SEED + THINGS) * 100_000 + i))
+        seconds.append(round(time.process_time() - start, 3))
+        computed.append(counter.steps)
+    return _decode(pipe, torch.cat(latents)), {"computed": computed, "cpu_seconds": seconds}
+
+
+@torch.no_grad()
+def _decode(pipe: FluxPipeline, tokens: torch.Tensor) -> np.ndarray:
+    latents = pipe._unpack_latents(tokens, SIDE, SIDE, pipe.vae_scale_factor)
+    latents = latents / pipe.vae.config.scaling_factor + pipe.vae.config.shift_factor
+    parts = [pipe.vae.decode(part, return_dict=False)[0] for part in latents.split(DECODED_AT_ONCE)]
+    return pipe.image_processor.postprocess(torch.cat(parts), output_type="np")
+
+
+def reference(steps: int, count: int, folder: Path) -> tuple[np.ndarray, dict[str, Any]]:
+    """What no cache generates; kept in ``folder``."""
+    path = folder / f"no_cache_{steps}_steps_{count}.npz"
+    if not path.exists():
+        images, cost = images_of(NO_CACHE, steps, count)
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial.npz")
+        np.savez_compressed(partial, images=images, **cost)
+        partial.rename(path)
+    with np.load(path) as found:
+        return found["images"], {name: found[name].tolist() for name in ("computed", "cpu_seconds")}
+
+
+def judge(images: np.ndarray, references: np.ndarray) -> dict[str, list[Any]]:
+    """Of each image: how near it is to its reference, whether it is right, and whether it shows the same as the reference."""
+    scenes = scenes_of(len(images))
+    verdicts = [check(_to_8_bit(x), scene) for x, scene in zip(images, scenes, strict=True)]
+    expected = [check(_to_8_bit(x), scene) for x, scene in zip(references, scenes, strict=True)]
+    pairs = list(zip(images, references, strict=True))
+    return {
+        "psnr": [round(min(_psnr(x, y), MOST_DECIBELS), 3) for x, y in pairs],
+        "ssim": [round(float(structural_similarity(y, x, channel_axis=-1, data_range=1.0)), 5) for x, y in pairs],
+        "right": [x.all_right for x in verdicts],
+        "as without": [x == y for x, y in zip(verdicts, expected, strict=True)],
+        "attributes": [_share(x) for x in verdicts],
+    }
+
+
+def _psnr(image: np.ndarray, expected: np.ndarray) -> float:
+    with np.errstate(divide="ignore"):
+        return float(peak_signal_noise_ratio(expected, image, data_range=1.0))
+
+
+def _share(verdict: Any) -> float:
+    values = (*verdict.colour, *verdict.shape, *verdict.place, *verdict.size, verdict.count, verdict.background)
+    return round(sum(values) / len(values), 4)
+
+
+def _to_8_bit(image: np.ndarray) -> np.ndarray:
+    return (image * 255).round().astype(np.uint8)

@@ -1,0 +1,309 @@
+"""Ways to cache: para_core's, diffusers', cache-dit's, and a rule written from its paper. Each is put on a pipeline of its own."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import io
+from collections.abc import Callable
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from diffusers import (
+    FasterCacheConfig,
+    FirstBlockCacheConfig,
+    FluxPipeline,
+    MagCacheConfig,
+    PyramidAttentionBroadcastConfig,
+    SeaCacheConfig,
+    TaylorSeerCacheConfig,
+    TextKVCacheConfig,
+)
+from diffusers.utils import logging
+
+from benchmarks.cache.easy_cache import EasyCache
+from benchmarks.cache.hermite import hermite
+from benchmarks.tiny_flux import grammar
+from para_core import Forecast
+from para_core.adapters import apply_cache_on_pipe
+from para_core.cache.forecasts import FOCA
+
+PIPELINE = Path(__file__).parents[1] / "tiny_flux" / "pipeline"
+SIDE, TEXT_TOKENS = 128, 64
+
+
+def load() -> FluxPipeline:
+    """The tiny FLUX, unmodified."""
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    pipe = FluxPipeline.from_pretrained(PIPELINE, dtype=torch.float32, local_files_only=True)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def generate(pipe: FluxPipeline, caption: str, *, steps: int, seed: int) -> torch.Tensor:
+    """Packed latents ``[1, 256, 16]``; their noise depends on ``seed`` alone, not on the dtype of the pipeline."""
+    channels, noise_of = pipe.transformer.config.in_channels // 4, torch.Generator().manual_seed(seed)
+    noise, _ = pipe.prepare_latents(1, channels, SIDE, SIDE, torch.float32, torch.device("cpu"), noise_of)
+    return pipe(
+        caption,
+        height=SIDE,
+        width=SIDE,
+        num_inference_steps=steps,
+        max_sequence_length=TEXT_TOKENS,
+        latents=noise,
+        output_type="latent",
+    ).images.float()
+
+
+@dataclass(frozen=True)
+class Way:
+    """A cache with its settings.
+
+    Args:
+        cache: whose, and which; what the rows of the page are grouped by.
+        setting: the rest, as the page shows it.
+        put: on a pipeline that will generate with so many steps; returns what a new generation needs to be told, if anything.
+        package: what it needs besides diffusers.
+    """
+
+    cache: str
+    setting: str
+    put: Callable[[FluxPipeline, int], Callable[[], None] | None]
+    package: str | None = None
+
+    @property
+    def installed(self) -> bool:
+        return self.package is None or importlib.util.find_spec(self.package) is not None
+
+    @property
+    def name(self) -> str:
+        return f"{self.cache}, {self.setting}" if self.setting else self.cache
+
+
+def ours(threshold: float, cache: str = "para_core first_block", **options: Any) -> Way:
+    """para_core, plain unless ``options`` (as in ``apply_cache_on_pipe``) ask for a forecast."""
+    plain = {} if options.keys() & {"forecast", "forecast_order"} else {"forecast_order": 0}
+
+    def put(pipe: FluxPipeline, steps: int) -> None:
+        apply_cache_on_pipe(pipe, residual_diff_threshold=threshold, **plain, **options)
+
+    return Way(cache, f"threshold {threshold:g}", put)
+
+
+def forecast(threshold: float, order: int = 1, warmup: int = 0) -> Way:
+    name = f"para_core first_block, forecast_order={order}" + (f", warmup_steps={warmup}" if warmup else "")
+    return ours(threshold, name, forecast_order=order, warmup_steps=warmup)
+
+
+def by_input(threshold: float) -> Way:
+    """para_core, deciding before block 0."""
+    return ours(threshold, "para_core modulated_input", rule="modulated_input", forecast_order=1)
+
+
+def candidate(threshold: float, forecast: Forecast) -> Way:
+    """para_core with a forecast that it does not bring."""
+    return ours(threshold, f"para_core first_block, {forecast.name}", forecast=forecast)
+
+
+def easy_cache(threshold: float, warmup: int = 3) -> Way:
+    """The rule of EasyCache, outside of para_core."""
+
+    def put(pipe: FluxPipeline, steps: int) -> Callable[[], None]:
+        return EasyCache(pipe.transformer, threshold=threshold, warmup_steps=warmup).reset
+
+    return Way(f"EasyCache (written here), {warmup} steps of warm-up", f"threshold {threshold:g}", put)
+
+
+def _diffusers(cache: str, setting: str, config: Callable[[FluxPipeline, int], Any]) -> Way:
+    return Way(f"diffusers {cache}", setting, lambda pipe, steps: pipe.transformer.enable_cache(config(pipe, steps)))
+
+
+def first_block(threshold: float) -> Way:
+    return _diffusers("First Block Cache", f"threshold {threshold:g}", lambda *_: FirstBlockCacheConfig(threshold))
+
+
+def mag_cache(threshold: float, skips: int = 3) -> Way:
+    """With ratios measured on a caption of the training set, as its documentation asks for."""
+
+    def config(pipe: FluxPipeline, steps: int) -> MagCacheConfig:
+        ratios = list(_mag_ratios(steps))
+        return MagCacheConfig(threshold=threshold, max_skip_steps=skips, num_inference_steps=steps, mag_ratios=ratios)
+
+    return _diffusers("MagCache", f"threshold {threshold:g}, at most {skips} in a row", config)
+
+
+@lru_cache
+def _mag_ratios(steps: int) -> tuple[float, ...]:
+    pipe, said = load(), io.StringIO()
+    pipe.transformer.enable_cache(MagCacheConfig(calibrate=True, num_inference_steps=steps))
+    scene = grammar.training_scene(np.random.default_rng(0))
+    with redirect_stdout(said):
+        generate(pipe, grammar.caption(scene), steps=steps, seed=0)
+    return tuple(ast.literal_eval(said.getvalue().strip().splitlines()[-1]))
+
+
+def taylor_seer(interval: int, order: int = 1) -> Way:
+    """Its lite mode, which skips all blocks and forecasts the last layer; else it skips attention only."""
+
+    def config(pipe: FluxPipeline, steps: int) -> TaylorSeerCacheConfig:
+        return TaylorSeerCacheConfig(
+            cache_interval=interval, max_order=order, taylor_factors_dtype=torch.float32, use_lite_mode=True
+        )
+
+    return _diffusers(f"TaylorSeer, lite, order {order}", f"every {interval} steps", config)
+
+
+def sea_cache(threshold: float, order: int = 1, skips: int = 2) -> Way:
+    """With what FLUX's pipeline does not tell it: the latents as ``[C, T, H, W]``, and where in the schedule a call is."""
+
+    def put(pipe: FluxPipeline, steps: int) -> None:
+        config = SeaCacheConfig(
+            threshold=threshold, residual_order=order, max_consecutive_cached=skips, raw_vision_callback=_latents
+        )
+        pipe.transformer.enable_cache(config)
+        _tell_where(pipe)
+
+    limit = f", at most {skips} in a row" if skips else ""
+    return Way(f"diffusers SeaCache, order {order}{limit}", f"threshold {threshold:g}", put)
+
+
+def _latents(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    tokens = kwargs["hidden_states"]  # [1, 256, 16]: 2 × 2 latent pixels of 4 channels
+    side = int(tokens.shape[1] ** 0.5)
+    pixels = tokens.reshape(side, side, -1, 2, 2).permute(2, 0, 3, 1, 4).reshape(-1, 1, 2 * side, 2 * side)
+    return [pixels]
+
+
+def _tell_where(pipe: FluxPipeline) -> None:
+    transformer = pipe.transformer
+    context = transformer.cache_context
+
+    @contextmanager
+    def told(name: str) -> Any:
+        scheduler = pipe.scheduler
+        index = scheduler.step_index or 0
+        where = {"step_index": index, "sigma": scheduler.sigmas[index], "num_inference_steps": len(scheduler.timesteps)}
+        with context(name, **where):
+            yield
+
+    transformer.cache_context = told
+
+
+def cache_dit(threshold: float, warmup: int = 0, taylor: int = 0) -> Way:
+    """Its DBCache with one block that always runs, the same as First Block Cache; ``taylor``: order of its TaylorSeer."""
+
+    def put(pipe: FluxPipeline, steps: int) -> None:
+        # An optional peer.
+        import cache_dit as peer
+
+        config = peer.DBCacheConfig(
+            Fn_compute_blocks=1,
+            Bn_compute_blocks=0,
+            residual_diff_threshold=threshold,
+            max_warmup_steps=warmup,
+            num_inference_steps=steps,
+        )
+        calibrator = peer.TaylorSeerCalibratorConfig(taylorseer_order=taylor) if taylor else None
+        peer.enable_cache(pipe, cache_config=config, calibrator_config=calibrator)
+
+    name = "cache-dit DBCache F1B0" + (f" + TaylorSeer, order {taylor}" if taylor else "")
+    return Way(f"{name}, max_warmup_steps={warmup}", f"threshold {threshold:g}", put, package="cache_dit")
+
+
+NO_CACHE = Way("no cache", "", lambda pipe, steps: None)
+
+
+def _to_bfloat16(pipe: FluxPipeline, steps: int) -> None:
+    pipe.to(torch.bfloat16)
+    pipe.vae.to(torch.float32)
+
+
+# What rounding alone does to an image: differences are read beside it.
+IN_BFLOAT16 = Way("no cache, text encoders and transformer in bfloat16", "", _to_bfloat16)
+
+# By steps of the schedule, in the order in which they are measured: what the others are compared with comes first.
+QUALITY: dict[int, tuple[Way, ...]] = {
+    28: (
+        IN_BFLOAT16,
+        *(ours(x) for x in (0.08, 0.12, 0.2, 0.3)),
+        *(forecast(x) for x in (0.08, 0.12, 0.2, 0.3)),
+        *(by_input(x) for x in (0.06, 0.09, 0.135)),
+        *(forecast(x, warmup=4) for x in (0.12, 0.2)),
+        first_block(0.12),
+        cache_dit(0.12, 4, 1),
+        sea_cache(0.25),
+        taylor_seer(2),
+        # As their authors have them: for HunyuanVideo, and for Wan.
+        *(easy_cache(*x) for x in ((0.025, 5), (0.05, 10))),
+        mag_cache(0.06),
+        cache_dit(0.2, 4, 1),
+        sea_cache(0.5),
+        taylor_seer(3),
+        easy_cache(0.05),
+        mag_cache(0.24, 5),
+        cache_dit(0.12),
+        *(forecast(x, order=2) for x in (0.12, 0.2)),
+        *(candidate(x, hermite(1)) for x in (0.12, 0.2)),
+        *(candidate(x, FOCA) for x in (0.12, 0.2)),
+        sea_cache(0.5, skips=0),
+    ),
+    50: (
+        IN_BFLOAT16,
+        *(ours(x) for x in (0.08, 0.12, 0.2)),
+        *(forecast(x) for x in (0.08, 0.12, 0.2)),
+        *(by_input(x) for x in (0.06, 0.09)),
+        first_block(0.12),
+        cache_dit(0.12, 4, 1),
+        sea_cache(0.25),
+        sea_cache(0.5),
+        taylor_seer(4),
+        *(easy_cache(*x) for x in ((0.025, 5), (0.05, 10))),
+        mag_cache(0.24, 5),
+    ),
+}
+
+# At about half of 28 steps. What is compiled as well comes first.
+SPEED: tuple[Way, ...] = (
+    NO_CACHE,
+    ours(0.12),
+    first_block(0.12),
+    cache_dit(0.12),
+    forecast(0.12),
+    by_input(0.09),
+    cache_dit(0.12, 4, 1),
+    sea_cache(0.25),
+    taylor_seer(2),
+    mag_cache(0.06),
+    easy_cache(0.025, 5),
+)
+NUM_COMPILED = 6
+
+# What diffusers has besides, and what becomes of it here.
+OTHERS: tuple[Way, ...] = (
+    _diffusers("SeaCache", "with nothing but its defaults", lambda *_: SeaCacheConfig()),
+    _diffusers("TaylorSeer", "not lite, every 2 steps", lambda *_: TaylorSeerCacheConfig(cache_interval=2)),
+    _diffusers("FasterCache", "guidance distilled", lambda *_: FasterCacheConfig(is_guidance_distilled=True)),
+    _diffusers(
+        "FasterCache",
+        "guidance distilled, told the timestep",
+        lambda pipe, _: FasterCacheConfig(
+            is_guidance_distilled=True, current_timestep_callback=lambda: pipe.current_timestep, tensor_format="BCHW"
+        ),
+    ),
+    _diffusers(
+        "Pyramid Attention Broadcast",
+        "every 2 steps",
+        lambda pipe, _: PyramidAttentionBroadcastConfig(
+            spatial_attention_block_skip_range=2, current_timestep_callback=lambda: pipe.current_timestep
+        ),
+    ),
+    _diffusers("TextKVCache", "", lambda *_: TextKVCacheConfig()),
+)

@@ -1,0 +1,216 @@
+"""The trained models' images and clips, on one rank, on several and cached, with differences amplified:  python -m benchmarks.demo.gallery
+
+Writes docs/gallery_images.png, docs/gallery_clips.gif, benchmarks/results/gallery.json and the tables of docs/gallery.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from diffusers import FluxPipeline, WanPipeline
+from diffusers.utils import logging
+from PIL import Image, ImageDraw
+
+from benchmarks.environment import RESULTS, write_results
+from benchmarks.launch import launch
+from benchmarks.page_parts import fill
+from para_core import init_context_parallel_mesh
+from para_core.adapters import apply_cache_on_pipe, cache_report, parallelize_pipe
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs/gallery.md"
+IMAGES, CLIPS = ROOT / "docs/gallery_images.png", ROOT / "docs/gallery_clips.gif"
+SEED, STEPS = 5, 20
+CAPTIONS = {
+    "flux": (
+        "a large red circle left of a small blue cross on a white background",
+        "a small cyan square in the top left and a large pink ring on the right on a striped background",
+        "a large green triangle at the bottom on a black background",
+        "a small yellow ring on the right, a large purple cross on the left and a small orange circle at the top on a grey background",
+    ),
+    "wan": (
+        "a red circle moving up left on a white background",
+        "a blue square moving right on a white background",
+        "a green triangle moving down on a white background",
+    ),
+}
+# Name, ranks, mesh, threshold of the cache.
+WAYS: tuple[tuple[str, int, dict[str, int], float | None], ...] = (
+    ("1 rank", 1, {}, None),
+    ("2 ranks", 2, {}, None),
+    ("2 ranks, ring", 2, {"max_ring_dim_size": 2}, None),
+    ("cached", 1, {}, 0.12),
+)
+# By how much a difference from one rank is multiplied before it is shown.
+AMPLIFIED = {"2 ranks": 1_000_000, "2 ranks, ring": 1_000_000, "cached": 10}
+
+
+def build(model: str) -> Any:
+    """The pipeline that was trained here."""
+    cls, folder = (FluxPipeline, "tiny_flux") if model == "flux" else (WanPipeline, "tiny_video")
+    pipe = cls.from_pretrained(ROOT / "benchmarks" / folder / "pipeline", dtype=torch.float32, local_files_only=True)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def generate(pipe: Any, model: str, caption: str) -> np.ndarray:
+    """``[frames, H, W, 3]`` in 0 … 1; an image is one frame."""
+    generator = torch.Generator().manual_seed(SEED)
+    if model == "flux":
+        sizes = {"height": 128, "width": 128, "max_sequence_length": 64}
+        out = pipe(caption, num_inference_steps=STEPS, generator=generator, output_type="np", **sizes).images
+    else:
+        sizes = {"height": 64, "width": 64, "num_frames": 17, "max_sequence_length": 32}
+        guided = {"negative_prompt": "", "guidance_scale": 2.0}
+        call = {**sizes, **guided, "num_inference_steps": STEPS, "generator": generator, "output_type": "np"}
+        out = pipe(caption, **call).frames[0]
+    return np.asarray(out, dtype=np.float64)
+
+
+def of_this_rank(way: int, output: Path) -> None:
+    """Generate all captions in one way; rank 0 writes them."""
+    torch.set_num_threads(1)
+    logging.disable_progress_bar()
+    _, ranks, mesh, threshold = WAYS[way]
+    if ranks > 1:
+        dist.init_process_group("gloo")
+    found: dict[str, Any] = {}
+    for model, captions in CAPTIONS.items():
+        pipe = build(model)
+        if ranks > 1:
+            parallelize_pipe(pipe, mesh=init_context_parallel_mesh("cpu", max_batch_dim_size=1, **mesh))
+        if threshold is not None:
+            apply_cache_on_pipe(pipe, residual_diff_threshold=threshold)
+        generated, computed = [], []
+        for caption in captions:
+            generated.append(generate(pipe, model, caption))
+            if threshold is not None:
+                report = cache_report(pipe)
+                computed.append(STEPS * report.computed / len(report.rows))  # two branches a step
+        found[model] = generated
+        found[f"{model}, computed"] = computed
+    if ranks == 1 or dist.get_rank() == 0:
+        torch.save(found, output)
+    if ranks > 1:
+        dist.destroy_process_group()
+
+
+def difference(one: np.ndarray, other: np.ndarray, times: float) -> np.ndarray:
+    """Of two ``[frames, H, W, 3]``, amplified, in 0 … 1."""
+    return np.clip(np.abs(one - other) * times, 0, 1)
+
+
+def panels(found: dict[str, dict[str, Any]], model: str) -> list[list[tuple[str, np.ndarray]]]:
+    """Of each caption: one rank, then each way and its difference."""
+    rows = []
+    for i in range(len(CAPTIONS[model])):
+        alone = found["1 rank"][model][i]
+        row = [("1 rank", alone)]
+        for name, times in AMPLIFIED.items():
+            other = found[name][model][i]
+            row += [(name, other), (f"difference x {times:,}", difference(alone, other, times))]
+        rows.append(row)
+    return rows
+
+
+def sheet(rows: list[list[tuple[str, np.ndarray]]], frame: int, scale: int) -> Image.Image:
+    """One frame of all panels, with a line of titles above."""
+    side = rows[0][0][1].shape[1] * scale
+    gap, top = 6, 20
+    image = Image.new("RGB", (len(rows[0]) * (side + gap) + gap, len(rows) * (side + gap) + gap + top), "white")
+    pen = ImageDraw.Draw(image)
+    for j, (title, _) in enumerate(rows[0]):
+        pen.text((gap + j * (side + gap), 4), title, fill="black")
+    for i, row in enumerate(rows):
+        for j, (_, frames) in enumerate(row):
+            pixels = Image.fromarray((frames[frame] * 255).round().astype(np.uint8))
+            resized = pixels.resize((side, side), Image.Resampling.NEAREST)
+            image.paste(resized, (gap + j * (side + gap), top + gap + i * (side + gap)))
+    return image
+
+
+def measured(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each model and way: the largest difference from one rank, and 8-bit values that differ."""
+    rows = []
+    for model, captions in CAPTIONS.items():
+        alone = np.stack(found["1 rank"][model])
+        for name in AMPLIFIED:
+            other = np.stack(found[name][model])
+            eight_bits = np.abs((other * 255).round() - (alone * 255).round())
+            computed = found[name][f"{model}, computed"]
+            rows.append(
+                {
+                    "model": model,
+                    "captions": len(captions),
+                    "way": name,
+                    "largest difference": float(np.abs(other - alone).max()),
+                    "8-bit values that differ": int((eight_bits > 0).sum()),
+                    "of": int(eight_bits.size),
+                    "by at most": int(eight_bits.max()),
+                    "computed steps": float(np.mean(computed)) if computed else float(STEPS),
+                    "mean squared error": float(np.square(other - alone).mean()),
+                }
+            )
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """Markdown."""
+    names = {"flux": "tiny FLUX, images", "wan": "tiny Wan, clips"}
+    lines = ["| model | way | computed steps | largest difference | 8-bit values that differ | PSNR, dB |"]
+    lines.append("| --- | --- | ---: | ---: | ---: | ---: |")
+    for row in rows:
+        values = f"{row['8-bit values that differ']:,} of {row['of']:,}, by at most {row['by at most']}"
+        error = row["mean squared error"]
+        psnr = f"{-10 * np.log10(error):.1f}" if error else "same bits"
+        lines.append(
+            f"| {names[row['model']]} | {row['way']} | {row['computed steps']:.1f} of {STEPS} | {row['largest difference']:.1e} "
+            f"| {values} | {psnr} |"
+        )
+    return lines
+
+
+def render(text: str, found: dict[str, Any]) -> str:
+    """docs/gallery.md."""
+    captions = [f"{i}. *{caption}*" for i, caption in enumerate(found["captions"]["flux"], 1)]
+    clips = [f"{i}. *{caption}*" for i, caption in enumerate(found["captions"]["wan"], 1)]
+    return fill(text, {"differences": table(found["rows"]), "captions": captions, "clips": clips})
+
+
+def main() -> None:
+    """Run all ways, or be one process of a way."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--way", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--rank-output", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.way is not None:
+        of_this_rank(options.way, options.rank_output)
+        return
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for i, (name, ranks, _, _) in enumerate(WAYS):
+            output = Path(folder) / f"{i}.pt"
+            launch("benchmarks.demo.gallery", ranks, "--way", str(i), "--rank-output", str(output))
+            found[name] = torch.load(output, weights_only=False)
+    sheet(panels(found, "flux"), 0, 1).save(IMAGES, optimize=True)
+    rows = panels(found, "wan")
+    # Every second frame in few colours: a clip of megabytes would be loaded by every reader.
+    frames = [
+        sheet(rows, i, 2).quantize(128, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
+        for i in range(0, len(rows[0][0][1]), 2)
+    ]
+    frames[0].save(CLIPS, save_all=True, append_images=frames[1:], duration=160, loop=0, optimize=True)
+    write_results("gallery", {"captions": CAPTIONS, "steps": STEPS, "rows": measured(found)}, "diffusers")
+    PAGE.write_text(render(PAGE.read_text(), json.loads((RESULTS / "gallery.json").read_text())))
+    print("\n".join(table(measured(found))), IMAGES, CLIPS, PAGE, sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""Check on a CUDA device what the tests on CPUs cannot:  make gpu-check  or  python -m benchmarks.gpu
+
+Sections run one after the other; each writes benchmarks/results/gpu_check/<section>.json as it ends and stops no other. Exit code 0: all
+sections ended well or were skipped with a reason; 1: a number is wrong; 2: there is no GPU; 3: something failed or was killed, and no
+number is wrong. See docs/gpu_check.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+from benchmarks.environment import RESULTS
+from benchmarks.gpu.runner import ALL, SECTIONS, exit_code, run_all
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the sections that were asked for and return the exit code."""
+    names = [section.name for section in SECTIONS]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", help="cpu: with --tiny, to see that the pieces run")
+    parser.add_argument("--tiny", action="store_true", help="sizes that take a moment on a CPU")
+    parser.add_argument("--sections", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument("--minutes", type=float, default=ALL / 60, help="for all sections together")
+    parser.add_argument("--resume", action="store_true", help="keep what is finished in --output, run the rest")
+    parser.add_argument("--output", type=Path, default=RESULTS / "gpu_check", help="folder for the JSON files")
+    args = parser.parse_args(arguments)
+    if args.device != "cpu" and not torch.cuda.is_available():
+        built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
+        print(
+            f"gpu-check needs a CUDA device, and PyTorch sees none here: torch {torch.__version__} of {sys.executable} {built}. "
+            "make gpu-check PYTHON=... takes another Python; python -m benchmarks.gpu --device cpu --tiny runs the "
+            "pieces on the CPU."
+        )
+        return 2
+    sections = tuple(section for section in SECTIONS if section.name in args.sections)
+    for section in SECTIONS:
+        if section not in sections:
+            print(f"{section.name}: skipped, not among --sections")
+    # So that processes that this one started end with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+    results = run_all(
+        sections, args.output, device=args.device, tiny=args.tiny, seconds=60 * args.minutes, resume=args.resume
+    )
+    print(f"written to {args.output}")
+    return exit_code(results)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,150 @@
+"""Attention in float64, as its formula says, and how far from it a result may be."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.gpu.job import OK, WRONG
+
+# lse is float32 in all kernels: how far their sums and exponentials are off, whatever the dtype of query.
+LSE_BOUND = 1e-4
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One attention call: ``[B, H, S, D]``; ``mask`` 4-D, bool or float, or None."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    grad_out: Tensor
+    mask: Tensor | None = None
+    is_causal: bool = False
+
+    @property
+    def heads_per_key_head(self) -> int:
+        return self.query.shape[1] // self.key.shape[1]
+
+
+MASKS = ("none", "causal", "bool key padding", "bool full", "float", "float32")
+
+
+def make_inputs(
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    mask: str = "none",
+    memory: str = "contiguous",
+    key_heads: int | None = None,
+    seed: int = 0,
+) -> Inputs:
+    """Normal numbers, the same in every process; each query sees a key.
+
+    Args:
+        shape: ``[B, H, S, D]``.
+        mask: one of ``MASKS``; "float" is in ``dtype``.
+        memory: "contiguous"; "transposed", from ``[B, S, H, D]``; "packed", a slice of ``[B, S, 3, H, D]``.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    batch, heads, tokens, head_dim = shape
+    drawn = [
+        torch.randn(batch, count, tokens, head_dim, generator=generator).to(device, dtype)
+        for count in (heads, key_heads or heads, key_heads or heads, heads)
+    ]
+    if memory == "packed":
+        table = torch.stack([x.transpose(1, 2) for x in drawn[:3]], dim=2)
+        drawn[:3] = [x.transpose(1, 2) for x in table.unbind(2)]
+    if memory != "contiguous":
+        drawn = [x if memory == "packed" and i < 3 else _transposed(x) for i, x in enumerate(drawn)]
+    found = None if mask in ("none", "causal") else _mask(mask, shape, dtype, generator).to(device)
+    return Inputs(*drawn, mask=found, is_causal=mask == "causal")
+
+
+def _transposed(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _mask(kind: str, shape: tuple[int, int, int, int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    batch, heads, tokens, _ = shape
+    if kind == "bool key padding":
+        lengths = torch.linspace(tokens, tokens // 2 + 1, batch).long() - 1
+        return (torch.arange(tokens) < lengths[:, None])[:, None, None, :]
+    if kind == "bool full":
+        return (torch.rand(batch, 1, tokens, tokens, generator=generator) < 0.7) | torch.eye(tokens, dtype=torch.bool)
+    bias = torch.randn(1, heads, tokens, tokens, generator=generator)
+    return bias.to(torch.float32 if kind == "float32" else dtype)
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a call gives: ``out``, the gradients, and ``lse`` where it is told. None: not asked for."""
+
+    out: Tensor
+    dq: Tensor | None = None
+    dk: Tensor | None = None
+    dv: Tensor | None = None
+    lse: Tensor | None = None
+
+    def errors(self, exact: Results) -> dict[str, float]:
+        """‖x − exact‖ / ‖exact‖ of each that there is."""
+        pairs = {name: (getattr(self, name), getattr(exact, name)) for name in ("out", "lse", "dq", "dk", "dv")}
+        return {name: relative_error(x, y) for name, (x, y) in pairs.items() if x is not None}
+
+
+def relative_error(x: Tensor, expected: Tensor) -> float:
+    """Three digits of it; infinite where the shapes differ, or a number is NaN."""
+    if x.shape != expected.shape:
+        return math.inf
+    error = (x.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30)
+    return float(f"{error.nan_to_num(nan=math.inf).item():.3g}")
+
+
+def exact(inputs: Inputs) -> Results:
+    """By the formula, in float64, and its gradients by autograd."""
+    query, key, value = (x.double().detach().requires_grad_() for x in (inputs.query, inputs.key, inputs.value))
+    groups = inputs.heads_per_key_head
+    keys, values = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    scores = query @ keys.transpose(-1, -2) * query.shape[-1] ** -0.5
+    if inputs.mask is not None and inputs.mask.dtype == torch.bool:
+        scores = scores.masked_fill(~inputs.mask, float("-inf"))
+    elif inputs.mask is not None:
+        scores = scores + inputs.mask.double()
+    if inputs.is_causal:
+        scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), float("-inf"))
+    out = torch.softmax(scores, dim=-1) @ values
+    out.backward(inputs.grad_out.double())
+    return Results(out.detach(), query.grad, key.grad, value.grad, torch.logsumexp(scores, dim=-1).detach())
+
+
+def sdpa(inputs: Inputs) -> Results:
+    """PyTorch's own, in the dtype of the inputs, under the switches of the caller."""
+    # detach would keep the strides as well, and share the memory that another call's autograd may want.
+    query, key, value = (x.detach().requires_grad_() for x in (inputs.query, inputs.key, inputs.value))
+    mask = inputs.mask
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask.to(query.dtype)  # fused kernels on CUDA take no other
+    grouped = inputs.heads_per_key_head > 1
+    out = F.scaled_dot_product_attention(query, key, value, mask, is_causal=inputs.is_causal, enable_gqa=grouped)
+    out.backward(inputs.grad_out)
+    return Results(out.detach(), query.grad, key.grad, value.grad)
+
+
+def slack(dtype: torch.dtype) -> float:
+    """Beside twice SDPA's own error: another order of summation where SDPA's own is all but exact."""
+    return max(torch.finfo(dtype).eps / 16, 1e-6)
+
+
+# Of SDPA's own error in 16 bits, times three: what is further off is no rounding, and is no excuse for ours.
+OWN_AT_MOST = 0.01
+
+
+def judge(errors: dict[str, float], own: dict[str, float], dtype: torch.dtype) -> str:
+    """``ok`` if each error is at most twice SDPA's own, and a little."""
+    bounds = {name: LSE_BOUND if name == "lse" else 2 * min(own[name], OWN_AT_MOST) + slack(dtype) for name in errors}
+    return OK if all(error <= bounds[name] for name, error in errors.items()) else WRONG

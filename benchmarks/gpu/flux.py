@@ -1,0 +1,284 @@
+"""FLUX.1-dev's transformer with random weights, at 1024 × 1024: time per step, and how much of it is the host's.
+
+The transformer of diffusers if that is installed, else the same in plain PyTorch (flux_model.py). Compiled variants come last: they take
+longest, and are left out first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.exact import relative_error
+from benchmarks.gpu.flux_model import FluxTransformer2DModel
+from benchmarks.gpu.job import FAILED, OK, WRONG, Job, SectionSkipped, first_line, is_fatal
+from benchmarks.gpu.processes import group_of_one
+from benchmarks.gpu.timing import milliseconds, synchronize
+from para_core import init_context_parallel_mesh, model_cache_report, remove_cache
+
+# As published: 4,096 tokens of the image and 512 of text, 24 heads × 128.
+REAL: dict[str, Any] = {
+    "in_channels": 64,
+    "num_layers": 19,
+    "num_single_layers": 38,
+    "attention_head_dim": 128,
+    "num_attention_heads": 24,
+    "joint_attention_dim": 4096,
+    "pooled_projection_dim": 768,
+    "axes_dims_rope": (16, 56, 56),
+}
+TINY = {
+    **REAL,
+    "num_layers": 1,
+    "num_single_layers": 1,
+    "attention_head_dim": 16,
+    "num_attention_heads": 2,
+    "joint_attention_dim": 32,
+    "pooled_projection_dim": 16,
+    "axes_dims_rope": (4, 6, 6),
+}
+# Published for FLUX.1-dev on one H100: 67.4 s to compile the whole transformer, 9.6 s to compile its repeated blocks, and 6.7 s (eager) for 28
+# steps (docs.pytorch.org/devlogs/inductor/2026-05-11-torch-compile-and-diffusers). Each is allowed twice that, for slower hosts and
+# cards, and 11 steps (of a cached variant 21, half of them skipped) of at most a second.
+STEPS = 15.0  # seconds
+BLOCKS = 2 * 10.0 + STEPS
+ONE_GRAPH = 2 * 67.4 + STEPS
+# 12 billion parameters of 2 bytes are 23.8 GB; activations, workspaces and CUDA graphs need the rest.
+LEAST_FREE = 30e9  # bytes
+# Of bfloat16: compiled kernels round in other places, and 57 blocks add it up. A step that attends wrongly is off by more.
+BOUND = 0.1
+
+
+def has_diffusers() -> bool:
+    try:
+        from diffusers import FluxTransformer2DModel  # noqa: F401
+    except (ImportError, RuntimeError):  # diffusers raises RuntimeError if what it imports does not import
+        return False
+    return True
+
+
+def require_diffusers() -> None:
+    if not has_diffusers():
+        raise SectionSkipped("needs diffusers, which this Python does not have")
+
+
+def flux_transformer(device: torch.device, *, tiny: bool) -> Any:
+    """Return FLUX.1's transformer in bfloat16, initialized on ``device`` with the defaults of its layers."""
+    config = TINY if tiny else REAL
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            torch.manual_seed(0)
+            if has_diffusers():
+                import diffusers
+
+                made: Any = diffusers.FluxTransformer2DModel(**config, guidance_embeds=True)
+            else:
+                made = FluxTransformer2DModel(**config)
+            return made.eval().requires_grad_(False)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def flux_inputs(device: torch.device, *, tiny: bool) -> dict[str, Tensor]:
+    side, text, config = (4, 5, TINY) if tiny else (64, 512, REAL)
+    generator = torch.Generator().manual_seed(1)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, torch.bfloat16)
+
+    image_ids = torch.zeros(side, side, 3)
+    image_ids[..., 1] += torch.arange(side)[:, None]
+    image_ids[..., 2] += torch.arange(side)[None, :]
+    return {
+        "hidden_states": normal(1, side * side, config["in_channels"]),
+        "encoder_hidden_states": normal(1, text, config["joint_attention_dim"]),
+        "pooled_projections": normal(1, config["pooled_projection_dim"]),
+        "timestep": torch.tensor([0.5], device=device, dtype=torch.bfloat16),
+        "guidance": torch.tensor([3.5], device=device, dtype=torch.bfloat16),
+        "img_ids": image_ids.reshape(side * side, 3).to(device, torch.bfloat16),
+        "txt_ids": torch.zeros(text, 3, device=device, dtype=torch.bfloat16),
+    }
+
+
+def run(job: Job) -> None:
+    if job.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(job.device)
+        require_memory(free, total)
+    backend = "gloo" if job.device.type == "cpu" else "nccl"
+    with group_of_one(backend, job.device), torch.no_grad():
+        if not job.has_time("the model", NEEDS["the model"]):
+            return
+        transformer, kwargs = flux_transformer(job.device, tiny=job.tiny), flux_inputs(job.device, tiny=job.tiny)
+        job.add(transformer=f"{type(transformer).__module__}.{type(transformer).__name__}")
+        expected = transformer(**kwargs, return_dict=False)[0]
+        for way, kind in VARIANTS:
+            _measure(job, transformer, kwargs, expected, way, kind)
+
+
+def require_memory(free: int, total: int) -> None:
+    """Raise :class:`SectionSkipped` if the model does not fit into ``free`` bytes."""
+    if free < LEAST_FREE:
+        raise SectionSkipped(
+            f"needs {LEAST_FREE / 1e9:.0f} GB of free GPU memory; this device has {free / 1e9:.1f} of {total / 1e9:.1f} GB free"
+        )
+
+
+@contextmanager
+def plain(transformer: Any, device: torch.device) -> Iterator[None]:
+    """As it is."""
+    yield
+
+
+@contextmanager
+def parallel(transformer: Any, device: torch.device) -> Iterator[None]:
+    """Parallel, on 1 rank."""
+    from para_core.adapters import parallelize_transformer, unparallelize_transformer
+
+    parallelize_transformer(transformer, mesh=init_context_parallel_mesh(device.type))
+    try:
+        yield
+    finally:
+        unparallelize_transformer(transformer)
+
+
+@contextmanager
+def triton(transformer: Any, device: torch.device) -> Iterator[None]:
+    """Its attention by the Triton kernel, on 1 rank."""
+    from para_core.adapters import parallelize_transformer, unparallelize_transformer
+
+    parallelize_transformer(transformer, mesh=init_context_parallel_mesh(device.type), backend="triton")
+    try:
+        yield
+    finally:
+        unparallelize_transformer(transformer)
+
+
+@contextmanager
+def cached(transformer: Any, device: torch.device) -> Iterator[None]:
+    """Cache, every second step skipped."""
+    from para_core.adapters import apply_cache_on_transformer
+
+    apply_cache_on_transformer(transformer, residual_diff_threshold=1e9, max_consecutive_hits=1)
+    try:
+        yield
+    finally:
+        remove_cache(transformer)
+
+
+@contextmanager
+def compiled(transformer: Any, kind: str, device: torch.device) -> Iterator[Callable[..., Any]]:
+    """Yield what to call for ``transformer`` compiled as ``kind`` says, and undo it."""
+    # Inductor would take minutes on a CPU.
+    backend = {"backend": "eager"} if device.type == "cpu" else {}
+    try:
+        if kind == "eager":
+            yield transformer
+        elif kind == "blocks":
+            transformer.compile_repeated_blocks(fullgraph=True, **backend)
+            yield transformer
+        elif kind == "one graph":
+            yield torch.compile(transformer, fullgraph=True, **backend)
+        else:
+            yield torch.compile(transformer, fullgraph=True, mode="reduce-overhead")
+    finally:
+        for module in transformer.modules():
+            if module._compiled_call_impl is not None:
+                module._compiled_call_impl = None  # set by nn.Module.compile, which has no inverse
+        torch.compiler.reset()
+
+
+Way = Callable[[Any, torch.device], Any]
+# What users run most comes first. A cache and CUDA graphs do not combine: the cache's state would be outputs of a graph, which the next
+# run of that graph overwrites.
+VARIANTS: tuple[tuple[Way, str], ...] = (
+    (plain, "eager"),
+    (parallel, "eager"),
+    (cached, "eager"),
+    (triton, "eager"),
+    (plain, "blocks"),
+    (parallel, "blocks"),
+    (cached, "blocks"),
+    (triton, "blocks"),
+    (parallel, "one graph"),
+    (parallel, "reduce-overhead"),
+)
+
+
+def variant_name(way: Way, kind: str) -> str:
+    return f"{way.__name__}, {kind}"  # type: ignore[attr-defined]
+
+
+_BY_KIND = {"eager": STEPS, "blocks": BLOCKS, "one graph": ONE_GRAPH, "reduce-overhead": ONE_GRAPH}
+# Seconds that each step of the section is allowed.
+NEEDS = {"the model": 20.0, **{variant_name(way, kind): _BY_KIND[kind] for way, kind in VARIANTS}}
+
+
+def _measure(job: Job, transformer: Any, kwargs: dict[str, Tensor], expected: Tensor, way: Way, kind: str) -> None:
+    """Add a row: milliseconds per step, peak memory, and the error against the plain eager model."""
+    name = variant_name(way, kind)
+    if job.device.type == "cpu" and (way is triton or kind == "reduce-overhead"):
+        job.leave_out(name, "needs a CUDA device")
+        return
+    if not job.has_time(name, NEEDS[name]):
+        return
+    # A cached model alternates between two kinds of step.
+    per_call = 2 if way is cached else 1
+    try:
+        with way(transformer, job.device), compiled(transformer, kind, job.device) as call:
+            row = _timed(job, transformer, call, kwargs, expected, per_call)
+    except Exception as error:
+        if is_fatal(error):
+            raise
+        job.add(way=name, verdict=FAILED, raised=first_line(error))
+        return
+    job.add(way=name, **row)
+
+
+def _timed(
+    job: Job,
+    transformer: Any,
+    call: Callable[..., Any],
+    kwargs: dict[str, Tensor],
+    expected: Tensor,
+    per_call: int,
+) -> dict[str, Any]:
+    def step() -> Tensor:
+        torch.compiler.cudagraph_mark_step_begin()
+        out: Tensor = call(**kwargs, return_dict=False)[0]
+        return out
+
+    def steps() -> None:
+        for _ in range(per_call):
+            step()
+
+    began = time.monotonic()
+    error = relative_error(step(), expected)
+    synchronize(job.device)
+    first = time.monotonic() - began
+    # A cache's other kind of step, and the recording of a CUDA graph, are not measured.
+    for _ in range(2):
+        steps()
+    if job.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(job.device)
+    times = milliseconds(steps, job.device, repeats=3 if job.tiny else 8)
+    error = max(error, relative_error(step(), expected))
+    row: dict[str, Any] = {f"{kind} per step": round(value / per_call, 3) for kind, value in times.items()}
+    row |= {
+        "verdict": OK if error <= BOUND else WRONG,
+        "seconds of the first step": round(first, 1),
+        "error against plain": error,
+    }
+    if per_call > 1:
+        report = model_cache_report(transformer)
+        if report.rows:  # a graph keeps none
+            row["steps skipped"] = f"{report.hits} of {len(report.rows)}"
+    if job.device.type == "cuda":
+        row["peak GB"] = round(torch.cuda.max_memory_allocated(job.device) / 1e9, 2)
+    return row

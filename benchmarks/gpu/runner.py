@@ -1,0 +1,216 @@
+"""Run the sections one after the other, each in processes of its own with a time limit of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.job import FAILED, WRONG, section_environment, write_section
+
+# Characters of a process's last output that are kept in the JSON of a section that did not end well.
+_LAST_WORDS = 4000
+# After its limit a process has so long to print its stacks.
+_PATIENCE = 2.0  # seconds
+# What a section's limit holds beside the NEEDS of its module: starting Python and importing torch (10 s from a cold disk) and creating a
+# CUDA context, and the seconds at the end in which nothing new begins (section.py).
+START, END = 20.0, 3.0  # seconds
+# A section begins with less than its limit only if nothing shorter could ever be given to it; with less than this, never.
+_LEAST = 10.0  # seconds
+# All sections together, and the longest one: a run may be cut into calls of 10 minutes with --minutes and --resume.
+ALL, LONGEST = 45 * 60.0, 570.0  # seconds
+
+
+@dataclass(frozen=True)
+class Section:
+    """A module with a function ``run(job)``, and ``NEEDS``: the seconds that it asks for, by step.
+
+    Args:
+        seconds: limit of the section; at least ``START + sum(NEEDS.values()) + END``.
+        parts: run at the same time, one process each (tiny: the first and the last). Sections that measure time have one part.
+        module: default ``benchmarks.gpu.<name>``.
+    """
+
+    name: str
+    seconds: float
+    parts: tuple[str, ...] = ("",)
+    module: str = ""
+
+    @property
+    def path(self) -> str:
+        return self.module or f"benchmarks.gpu.{self.name}"
+
+
+# Keys of two_ranks.PARTS. This process imports no section, so that a section that cannot be imported stops no other.
+_PIPELINES = (
+    "exact",
+    "bound device",
+    "pipefusion",
+    "stages, failed call",
+    "PipeFusion, failed callback",
+    "PipeFusion, failed call",
+    "reduce-overhead",
+)
+# Sections that find wrong results come first, measurements later.
+SECTIONS = (
+    Section("device", 120),
+    Section("local", 125, ("flash", "efficient", "math", "cudnn")),
+    Section("two_ranks", 145, _PIPELINES),
+    Section("nccl", 95),
+    Section("nccl_ranks", 260),
+    Section("gradients_16_bit", 45),
+    Section("small_kernels", 125),
+    Section("ranks", 150),
+    Section("sync", 75),
+    Section("vae", 115),
+    Section("share", 120),
+    Section("attention", 240),
+    Section("attention_hopper", 200),
+    Section("flux", 550),
+)
+
+
+@dataclass
+class _Process:
+    part: str
+    file: Path
+    log: Path
+    process: subprocess.Popen[bytes]
+    timed_out: bool = False
+
+
+def run_section(section: Section, output: Path, *, device: str, tiny: bool, seconds: float) -> dict[str, Any]:
+    """Run ``section`` for at most ``seconds``, write ``output/<name>.json``, and return its content."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as name:
+        parts = section.parts[:: len(section.parts) - 1 or 1] if tiny else section.parts
+        running = [_start(section, part, Path(name), device, tiny, began + seconds) for part in parts]
+        try:
+            for one in running:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    one.process.wait(max(0.0, began + seconds + _PATIENCE - time.monotonic()))
+                # It ends itself at its limit, unless it cannot.
+                one.timed_out = time.monotonic() - began >= seconds
+        finally:
+            for one in running:
+                # The process and the ranks that it started, dead or alive.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(one.process.pid, signal.SIGKILL)
+                one.process.wait()
+        _write_together(section, running, output / f"{section.name}.json", time.monotonic() - began, seconds)
+    return _read(output, section)
+
+
+def _read(output: Path, section: Section) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((output / f"{section.name}.json").read_text())
+    return content
+
+
+def _start(section: Section, part: str, folder: Path, device: str, tiny: bool, end: float) -> _Process:
+    file, log = folder / f"{part}.json", folder / f"{part}.log"
+    command = [sys.executable, "-m", "benchmarks.gpu.section", section.name, "--module", section.path]
+    command += ["--part", part, "--device", device, "--file", str(file), "--end", str(end)]
+    command += ["--tiny"] if tiny else []
+    with log.open("wb") as printed:
+        process = subprocess.Popen(command, stdout=printed, stderr=subprocess.STDOUT, start_new_session=True)
+    return _Process(part, file, log, process)
+
+
+_EMPTY: dict[str, Any] = {"status": "began", "rows": [], "left out": [], "out of time": []}
+
+
+def _write_together(section: Section, running: list[_Process], file: Path, took: float, limit: float) -> None:
+    """Write the JSON of all parts as one. The section's status is the worst of its parts."""
+    rows, left_out, out_of_time, errors, statuses = [], [], [], [], set()
+    for one in running:
+        content = json.loads(one.file.read_text()) if one.file.exists() else _EMPTY
+        rows += content["rows"]
+        left_out += content["left out"]
+        out_of_time += content["out of time"]
+        status, error = content["status"], content.get("error")
+        if status == "began":
+            status = "killed" if one.timed_out else "failed"
+            why = f"killed after {limit:.0f} s" if one.timed_out else f"ended with {one.process.returncode}"
+            error = f"{why}; the end of its output:\n{one.log.read_text(errors='replace')[-_LAST_WORDS:]}"
+        statuses.add(status)
+        if error is not None:
+            errors.append(f"{one.part}: {error}" if one.part else error)
+    worst = next(status for status in ("failed", "killed", "skipped", "done") if status in statuses)
+    write_section(file, section.name, worst, took, rows, left_out, "\n".join(errors) or None, out_of_time=out_of_time)
+
+
+def run_all(
+    sections: tuple[Section, ...], output: Path, *, device: str, tiny: bool, seconds: float, resume: bool = False
+) -> dict[str, dict[str, Any]]:
+    """Run ``sections`` in at most ``seconds``, print a summary of each as it ends, and return their JSON by name.
+
+    A section that needs more time than is left is skipped, and a shorter one after it may still run.
+
+    Args:
+        resume: keep the results in ``output`` of sections that are finished.
+    """
+    end = time.monotonic() + seconds
+    results = {}
+    for section in sections:
+        if resume and (kept := finished(section, output)):
+            results[section.name] = kept
+            print(f"{section.name}: {kept['status']} before, kept", flush=True)
+            continue
+        rest = end - time.monotonic() - _PATIENCE
+        if rest < max(_LEAST, min(section.seconds, seconds - 2 * _PATIENCE)):
+            why = f"out of time: {max(0.0, rest):.0f} s left, it may need {section.seconds:.0f}; --resume runs it"
+            write_section(
+                output / f"{section.name}.json", section.name, "skipped", 0.0, [], [], why, out_of_time=["all of it"]
+            )
+            results[section.name] = _read(output, section)
+        else:
+            limit = min(section.seconds, rest)
+            results[section.name] = run_section(section, output, device=device, tiny=tiny, seconds=limit)
+        print("\n".join(summary(results[section.name])), flush=True)
+    return results
+
+
+def finished(section: Section, output: Path) -> dict[str, Any] | None:
+    """Return the results of ``section`` in ``output`` if it ended, on this device and these versions, without lack of time."""
+    try:
+        content = _read(output, section)
+    except (OSError, ValueError):
+        return None
+    now, then = section_environment(), content["environment"]
+    same = all(now[name] == then.get(name) for name in ("device", "versions"))
+    ended = content["status"] in ("done", "skipped") and not content.get("out of time")
+    return content if same and ended else None
+
+
+def summary(content: dict[str, Any]) -> list[str]:
+    """Return the lines to print for a section: its status, what is wrong, and what was skipped with the reason."""
+    verdicts = ", ".join(f"{count} {verdict}" for verdict, count in content["verdicts"].items())
+    lines = [
+        f"{content['section']}: {content['status']}, {content['seconds']} s" + (f" ({verdicts})" if verdicts else "")
+    ]
+    if content["error"] is not None:
+        lines.append(f"  {content['status']}: {content['error'].strip().splitlines()[-1]}")
+    lines += [f"  left out: {what}" for what in content["left out"]]
+    lines += [f"  out of time: {what}" for what in content["out of time"] if content["status"] != "skipped"]
+    for verdict in (WRONG, FAILED):
+        rows = [row for row in content["rows"] if row.get("verdict") == verdict]
+        lines += [f"  {verdict}: {json.dumps(row)}" for row in rows[:3]]
+        if len(rows) > 3:
+            lines.append(f"  and {len(rows) - 3} more {verdict}, in the file")
+    return lines
+
+
+def exit_code(results: dict[str, dict[str, Any]]) -> int:
+    """Return 1 if a number is wrong, else 3 if a section failed or was killed or a row failed, else 0; skipped sections count as well."""
+    if any(content["verdicts"].get(WRONG) for content in results.values()):
+        return 1
+    ended = all(content["status"] in ("done", "skipped") for content in results.values())
+    return 0 if ended and not any(content["verdicts"].get(FAILED) for content in results.values()) else 3

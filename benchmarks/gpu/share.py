@@ -1,0 +1,98 @@
+"""One rank's share of an attention call on 8: pack, attention, merge and unpack apart, the exchange itself left out.
+
+Rank 0 of PyTorch's fake backend: collectives move nothing and return at once, everything else runs as on the real group, on
+memory that nobody filled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from benchmarks.gpu.job import Job, first_line, is_fatal
+from benchmarks.gpu.processes import fake_group
+from benchmarks.gpu.timing import kernels_of, largest, milliseconds, phases
+from para_core import UnifiedAttnMode
+
+RANKS = 8
+MESHES = {"Ulysses 8": (1, 8), "ring 8": (8, 1), "ring 2 × Ulysses 4": (2, 4)}
+# Seconds of each size on each mesh: 24 heads of 118,800 tokens are 87 TFLOP, an eighth of them 20 ms on an H100; and profiling.
+SECONDS = 8.0
+NEEDS = {"sizes": 3 * 4 * SECONDS}  # sizes × meshes
+MANY = 10_000  # tokens, from which on a call takes long enough to be timed three times only
+
+
+@dataclass(frozen=True)
+class Size:
+    """``padded``: with a mask that hides the last keys, as HunyuanVideo's text has one."""
+
+    name: str
+    tokens: int
+    heads: int
+    head_dim: int
+    padded: bool = False
+
+
+REAL = (
+    Size("FLUX.1, 1024 × 1024", 4096 + 512, 24, 128),
+    # 33 latent frames of 45 × 80 tokens, and 256 of text.
+    Size("HunyuanVideo, 1280 × 720 × 129", 33 * 45 * 80 + 256, 24, 128),
+    Size("HunyuanVideo, 1280 × 720 × 129, key padding", 33 * 45 * 80 + 256, 24, 128, padded=True),
+)
+TINY = (Size("tiny", 64, 8, 16), Size("tiny, key padding", 64, 8, 16, padded=True))
+
+
+def run(job: Job) -> None:
+    with fake_group(job.device, RANKS), torch.no_grad():
+        meshes = {
+            name: init_device_mesh(job.device.type, shape, mesh_dim_names=("ring", "ulysses"))
+            for name, shape in MESHES.items()
+        }
+        for size in TINY if job.tiny else REAL:
+            for name, mesh in [*meshes.items(), ("none: SDPA alone", None)]:
+                if not job.tiny and job.seconds_left < SECONDS:
+                    job.run_out(f"{size.name}, {name}")
+                    continue
+                row = {"size": size.name, "tokens": size.tokens, "heads": size.heads, "D": size.head_dim, "mesh": name}
+                try:
+                    job.add(**row, **_measure(job.device, size, mesh))
+                except RuntimeError as error:
+                    if is_fatal(error):
+                        raise
+                    job.add(**row, raised=first_line(error))
+
+
+def _measure(device: torch.device, size: Size, mesh: DeviceMesh | None) -> dict[str, Any]:
+    """Times of one call; without a mesh, of SDPA over all tokens of an eighth of the heads: the same share of the work."""
+    if size.tokens % RANKS or size.heads % RANKS:
+        raise ValueError(
+            f"{size.tokens} tokens, {size.heads} heads; expected multiples of {RANKS}: all shares are equal."
+        )
+    heads, tokens = (size.heads // RANKS, size.tokens) if mesh is None else (size.heads, size.tokens // RANKS)
+    qkv = [_randn((1, heads, tokens, size.head_dim), device) for _ in range(3)]
+    mask = _padding(size, device) if size.padded else None
+
+    def call() -> None:
+        F.scaled_dot_product_attention(*qkv, mask)
+
+    with contextlib.nullcontext() if mesh is None else UnifiedAttnMode(mesh, assume_equal=True):
+        call()
+        times = milliseconds(call, device, repeats=3 if size.tokens > MANY else 20)
+        kernels = kernels_of(call, device)
+    return {**times, "kernels": len(kernels), "ms of": phases(kernels), "largest": largest(kernels)}
+
+
+def _randn(shape: tuple[int, int, int, int], device: torch.device) -> torch.Tensor:
+    """``[B, H, S, D]`` as a model gives it: ``[B, S, H, D]`` with tokens and heads swapped."""
+    batch, heads, tokens, head_dim = shape
+    return torch.randn(batch, tokens, heads, head_dim, device=device, dtype=torch.bfloat16).transpose(1, 2)
+
+
+def _padding(size: Size, device: torch.device) -> torch.Tensor:
+    """``[1, 1, 1, S]``: the last of the keys are hidden, at most 100."""
+    return (torch.arange(size.tokens, device=device) < size.tokens - min(100, size.tokens // 8))[None, None, None]

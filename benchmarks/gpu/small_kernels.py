@@ -1,0 +1,217 @@
+"""The kernels around attention: right, and how near to the bandwidth of a copy of as many bytes on the same device.
+
+A CPU runs the operators' plain PyTorch, and no figure of it says anything of the kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.job import FAILED, OK, WRONG, Job, SectionSkipped, first_line, is_fatal
+from benchmarks.gpu.timing import milliseconds
+from para_core.attention.pack_ops import as_numbers
+from para_core.distributed.layout import Segment
+from para_core.kernels import exchange_reference, merge_reference, residual_reference
+from para_core.kernels.exchange_reference import LARGEST, SCALE_BYTES, Box
+from para_core.triton_support import kernels
+
+RANKS = 8
+# Tokens of one of 8 ranks, and heads: FLUX.1 at 1024 × 1024, the same with a head more, HunyuanVideo at 1280 × 720 × 129.
+REAL = ((576, 24, 128), (576, 25, 128), (14882, 24, 128))
+TINY = ((9, 8, 16), (9, 9, 16))
+# Seconds of a case, most of them Triton's compilation of a kernel at its first size, and of all cases.
+SECONDS = 3.0
+NEEDS = {"cases": 3 * 11 * SECONDS}  # sizes × kernels
+
+
+@dataclass(frozen=True)
+class Case:
+    """One launch, or two.
+
+    Args:
+        call: what is timed.
+        num_bytes: that it reads and writes.
+        error: of what a fresh call gives, against float64 or, of copies, against indexing; at most ``bound``.
+    """
+
+    kernel: str
+    call: Callable[[], Any]
+    num_bytes: int
+    error: Callable[[], float]
+    bound: float
+
+
+def run(job: Job) -> None:
+    on_gpu = job.device.type != "cpu"
+    if on_gpu and kernels("merge", job.device) is None:
+        raise SectionSkipped("needs Triton, a C compiler, and a GPU of compute capability 8.0 or later")
+    form = "Triton" if on_gpu else "plain PyTorch"
+    for tokens, heads, head_dim in TINY if job.tiny else REAL:
+        size = {"tokens": tokens, "heads": heads, "D": head_dim}
+        for case in cases(job.device, tokens, heads, head_dim):
+            if not job.tiny and job.seconds_left < SECONDS:
+                job.run_out(f"{case.kernel}, {size}")
+                continue
+            row = {"kernel": case.kernel, "form": form, **size}
+            try:
+                job.add(**row, **_measure(job, case))
+            except Exception as error:  # Triton's own errors are no RuntimeErrors
+                if is_fatal(error):
+                    raise
+                job.add(**row, verdict=FAILED, raised=first_line(error))
+
+
+def _measure(job: Job, case: Case) -> dict[str, Any]:
+    error, repeats = case.error(), 3 if job.tiny else 30
+    source = torch.empty(case.num_bytes // 2, dtype=torch.uint8, device=job.device)
+    target = torch.empty_like(source)
+    case.call(), target.copy_(source)
+    taken = milliseconds(case.call, job.device, repeats=repeats)
+    copied = milliseconds(lambda: target.copy_(source), job.device, repeats=repeats)["ms"]
+    return {
+        "verdict": OK if error <= case.bound else WRONG,
+        "error": error,
+        "bytes": case.num_bytes,
+        **taken,
+        "GB/s": float(
+            f"{case.num_bytes / max(taken['ms'], 1e-6) / 1e6:.4g}"
+        ),  # tiny ones on a loaded CPU are below 0.05
+        "ms of a copy": copied,
+        "of a copy's bandwidth": round(copied / max(taken["ms"], 1e-6), 3),
+    }
+
+
+def cases(device: torch.device, tokens: int, heads: int, head_dim: int) -> Iterator[Case]:
+    """All kernels at one size; made one after the other, so that only one's tensors are in memory."""
+    # Triton takes differences, and merges, in float32; plain PyTorch takes differences in the dtype of the residuals.
+    exact, bfloat16 = 1e-5, 2 * torch.finfo(torch.bfloat16).eps
+    operators = torch.ops.para_core
+    yield _merge(device, (1, max(1, heads // RANKS), RANKS * tokens, head_dim), torch.bfloat16, exact)
+    yield _merge(device, (1, max(1, heads // RANKS), RANKS * tokens, head_dim), torch.float32, exact)
+    yield from _exchange(device, tokens, heads, head_dim)
+    for eight_bits in LARGEST:
+        yield from _rounded_exchange(device, tokens, heads, head_dim, eight_bits)
+
+    now, before, older = (_normal((1, tokens * heads * head_dim), device, seed=seed) for seed in range(3))
+    twice = 2 * now.numel() * now.element_size()
+    yield Case(
+        "change",
+        lambda: operators.residual_change(now, before),
+        twice,
+        lambda: _error(
+            operators.residual_change(now, before), residual_reference.change(now.double(), before.double())
+        ),
+        bfloat16 if device.type == "cpu" else exact,
+    )
+    weights = [1.5, -0.5]
+    yield Case(
+        "forecast of 2",
+        lambda: operators.forecast(now, [before, older], weights),
+        2 * twice,
+        lambda: _error(
+            operators.forecast(now, [before, older], weights),
+            residual_reference.forecast(now.double(), [before.double(), older.double()], weights),
+        ),
+        bfloat16,
+    )
+
+
+def _merge(device: torch.device, shape: tuple[int, ...], running: torch.dtype, bound: float) -> Case:
+    """Of two 16-bit results into a new tensor, or of one into what has been merged."""
+    out_a, out_b = _normal(shape, device).to(running), _normal(shape, device, seed=1)
+    lse_a, lse_b = (_normal(shape[:3], device, seed=seed).float() for seed in (2, 3))
+    in_place = running == torch.float32
+
+    def merged(out: Tensor, lse: Tensor) -> Tensor:
+        if not in_place:
+            return torch.ops.para_core.merge(out, lse, out_b, lse_b)[0]
+        torch.ops.para_core.merge_(out, lse, out_b, lse_b)
+        return out
+
+    def error() -> float:
+        exactly, _ = merge_reference.merge(*[x.double() for x in (out_a, lse_a, out_b, lse_b)])
+        return _error(merged(out_a.clone(), lse_a.clone()), exactly)
+
+    row = shape[3] * (out_a.element_size() + out_b.element_size() + 4) + 12
+    name = "merge in place" if in_place else "merge"
+    return Case(name, lambda: merged(out_a, lse_a), out_b[..., 0].numel() * row, error, bound)
+
+
+def _exchange(device: torch.device, tokens: int, heads: int, head_dim: int) -> Iterator[Case]:
+    """Packing query, key and value for 8 ranks, and unpacking what comes back."""
+    tensors = [_normal((1, tokens, heads, head_dim), device, seed=seed).transpose(1, 2) for seed in range(3)]
+    numel = sum(x.numel() for x in tensors)
+    sent, arriving = _boxes(tensors), _boxes(tensors[:1])
+    buffer = exchange_reference.pack(tensors[:1], arriving, tensors[0].new_empty(tensors[0].numel()))
+    packing, unpacking = as_numbers(sent), as_numbers(arriving)
+
+    def pack() -> Tensor:
+        return torch.ops.para_core.pack(tensors, packing, numel)  # type: ignore[no-any-return]
+
+    def unpack() -> list[Tensor]:
+        return torch.ops.para_core.unpack(buffer, unpacking, list(tensors[0].shape))  # type: ignore[no-any-return]
+
+    whole = 2 * numel * buffer.element_size()
+    expected = exchange_reference.pack(tensors, sent, tensors[0].new_empty(numel))
+    yield Case("pack query, key, value", pack, whole, lambda: _differs(pack(), expected), 0.0)
+    yield Case("unpack out", unpack, whole // 3, lambda: _differs(unpack()[0], tensors[0]), 0.0)
+
+
+def _rounded_exchange(
+    device: torch.device, tokens: int, heads: int, head_dim: int, eight_bits: torch.dtype
+) -> Iterator[Case]:
+    """The same of what travels in 8 bits, beside what plain PyTorch rounds on the same device."""
+    tensors = [_normal((1, tokens, heads, head_dim), device, seed=seed).transpose(1, 2) for seed in range(3)]
+    sent, arriving = _boxes(tensors, SCALE_BYTES), _boxes(tensors[:1], SCALE_BYTES)
+    rows, row = heads * tokens, head_dim + SCALE_BYTES
+    packing, unpacking = as_numbers(sent), as_numbers(arriving)
+
+    def pack() -> Tensor:
+        found: Tensor = torch.ops.para_core.pack_8_bits(tensors, packing, 3 * rows * row, eight_bits)
+        return found
+
+    def unpack() -> Tensor:
+        shape = list(tensors[0].shape)
+        found: Tensor = torch.ops.para_core.unpack_8_bits(buffer, unpacking, shape, eight_bits, torch.bfloat16)[0]
+        return found
+
+    buffer = exchange_reference.pack_rounded(
+        tensors[:1], arriving, tensors[0].new_empty(rows * row, dtype=torch.uint8), eight_bits
+    )
+    expected = exchange_reference.pack_rounded(
+        tensors, sent, tensors[0].new_empty(3 * rows * row, dtype=torch.uint8), eight_bits
+    )
+    read = exchange_reference.unpack_rounded(buffer, arriving, [torch.empty_like(tensors[0])], eight_bits)[0]
+    each, name = rows * (2 * head_dim + row), str(eight_bits).removeprefix("torch.")
+    yield Case(f"pack query, key, value as {name}", pack, 3 * each, lambda: _differs(pack(), expected), 0.0)
+    yield Case(f"unpack out of {name}", unpack, each, lambda: _differs(unpack(), read), 0.0)
+
+
+def _boxes(tensors: Sequence[Tensor], more: int = 0) -> list[Box]:
+    """All tokens of some heads of each for every rank, as columns of one table; with ``more`` elements behind each head."""
+    found, offset = [], 0
+    (_, heads, tokens, width), number = tensors[0].shape, len(tensors)
+    for rank in range(RANKS):
+        head, count = Segment("heads", heads).runs(rank, RANKS)[0]
+        row = count * (width + more)
+        found += [Box(place, 0, tokens, head, count, offset + place * row, number * row) for place in range(number)]
+        offset += tokens * number * row
+    return found
+
+
+def _normal(shape: Sequence[int], device: torch.device, *, seed: int = 0) -> Tensor:
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randn(tuple(shape), generator=generator, device=device, dtype=torch.float32).to(torch.bfloat16)
+
+
+def _differs(found: Tensor, expected: Tensor) -> float:
+    return 0.0 if torch.equal(found, expected) else float("inf")
+
+
+def _error(found: Tensor, exact: Tensor) -> float:
+    return float((found.double() - exact).norm() / exact.norm())

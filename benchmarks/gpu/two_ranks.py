@@ -1,0 +1,263 @@
+"""Pipelines on two ranks that share one device, over gloo with CUDA tensors; on NCCL see the section ``nccl_ranks``.
+
+Each part runs in rank processes of its own, so one that hangs leaves the others' results. Nothing needs diffusers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.gpu.exact import relative_error
+from benchmarks.gpu.flux_pipe import SmallFluxPipeline, small_call, small_flux
+from benchmarks.gpu.job import FAILED, OK, WRONG, Job, first_line
+from benchmarks.gpu.processes import run_ranks
+from para_core import PipeFusion, init_context_parallel_mesh
+from para_core.distributed.mesh import find_or_make_group
+from para_core.spatial.mode import SpatialShardMode
+
+# Of float32 without TF32, over a few blocks and steps; PipeFusion is compared with itself in one process.
+BOUND = 1e-4
+# Seconds of a part; parts run at the same time. Two Inductor processes compile the small model in up to 80 s on two cores.
+NEEDS = {"a part": 115.0}
+# Of a rank that waits for one that has failed; a hang is then an error on the rank that waits.
+TIMEOUT = 25.0  # seconds
+STEPS = 8
+
+
+class PlannedFailure(Exception):
+    """Raised on all ranks in the middle of a generation."""
+
+
+def run(job: Job) -> None:
+    if not job.has_time("a part", NEEDS["a part"]):
+        return
+    ranks = run_ranks(
+        rows_of_part,
+        2,
+        job.part,
+        device=job.device,
+        backend="gloo",
+        seconds=job.seconds_left,
+        bind=job.part == "bound device",
+        timeout=TIMEOUT,
+    )
+    add_rows(job, *ranks, group="gloo, 2 ranks")
+
+
+def add_rows(job: Job, rows: list[list[dict[str, Any]]], errors: dict[int, str], **common: Any) -> None:
+    """Add a row per step, with the worst result of its ranks, and a failed row for each rank that did not end."""
+    for step in dict.fromkeys(row["step"] for of_rank in rows for row in of_rank):
+        of_step = [row for of_rank in rows for row in of_rank if row["step"] == step]
+        verdicts = {row["verdict"] for row in of_step}
+        worst = next(verdict for verdict in (WRONG, FAILED, OK) if verdict in verdicts)
+        row: dict[str, Any] = {**common, "step": step, "verdict": worst}
+        numbers = [row["error"] for row in of_step if "error" in row]
+        raised = dict.fromkeys(row["raised"] for row in of_step if "raised" in row)
+        row |= {"error": max(numbers)} if numbers else {}
+        row |= {"raised": " | ".join(raised)} if raised else {}
+        job.add(**row)
+    for rank, error in errors.items():
+        job.add(**common, step=f"rank {rank} ended", verdict=FAILED, raised=error.strip()[-1500:])
+
+
+def rows_of_part(device: torch.device, part: str) -> Iterator[dict[str, Any]]:
+    """Yield a row per step of ``part``. After a step that raised, ranks may no longer agree, so its row is the last."""
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    for name, step in PARTS[part].items():
+        try:
+            error = step(device)
+        except Exception as problem:
+            yield {"step": name, "verdict": FAILED, "raised": first_line(problem)}
+            raise
+        yield {"step": name, "verdict": OK if error <= BOUND else WRONG, "error": error}
+
+
+def _generate(pipe: SmallFluxPipeline, device: torch.device, **options: Any) -> Tensor:
+    return pipe(**{**small_call(device, steps=STEPS), **options})
+
+
+def _parallel(device: torch.device, *, stages: bool = False, ring: bool = False, **options: Any) -> SmallFluxPipeline:
+    from para_core.adapters import parallelize_pipe
+
+    ranks = dist.get_world_size()
+    mesh = init_context_parallel_mesh(
+        device.type,
+        max_pipe_dim_size=ranks if stages else None,
+        max_ring_dim_size=ranks if ring else 1,
+    )
+    return parallelize_pipe(small_flux(device), mesh=mesh, **options)
+
+
+def sequence(device: torch.device) -> float:
+    """Ulysses over all ranks."""
+    return relative_error(_generate(_parallel(device), device), _generate(small_flux(device), device))
+
+
+def ring(device: torch.device) -> float:
+    return relative_error(_generate(_parallel(device, ring=True), device), _generate(small_flux(device), device))
+
+
+def stages(device: torch.device) -> float:
+    return relative_error(_generate(_parallel(device, stages=True), device), _generate(small_flux(device), device))
+
+
+def pipefusion(device: torch.device) -> float:
+    """Patches on all ranks against the same patches in one process."""
+    from para_core.adapters import pipefusion_report
+
+    pipe = _parallel(device, stages=True, pipefusion=PipeFusion(4))
+    expected = _fused_alone(device)
+    error = max(relative_error(_generate(pipe, device), expected) for _ in range(2))
+    if pipefusion_report(pipe).patched_calls == 0:
+        raise RuntimeError("no call ran on patches")
+    return error
+
+
+def _fused_alone(device: torch.device) -> Tensor:
+    from para_core.adapters import parallelize_pipe
+
+    # A mesh of this rank alone: a process group of one rank is never exchanged with.
+    group = find_or_make_group(f"gpu-check: rank {dist.get_rank()} alone", [dist.get_rank()])
+    return _generate(parallelize_pipe(small_flux(device), mesh=group, pipefusion=PipeFusion(4)), device)
+
+
+def group_of_some(device: torch.device) -> float:
+    """A group of the first rank alone, which only that rank makes; it then reduces over it."""
+    x = torch.ones(3, device=device)
+    if dist.get_rank() == 0:
+        dist.all_reduce(x, group=find_or_make_group("gpu-check: the first rank", [0]))
+    dist.barrier()
+    return relative_error(x, torch.ones(3, device=device))
+
+
+def rows_of_an_image(device: torch.device) -> float:
+    """A convolution and a group norm on rows, which exchange halos and statistics."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(1, 8, 13, 9, generator=generator), torch.randn(8, 8, 3, 3, generator=generator)
+    x, weight = x.to(device), weight.to(device)
+
+    def model(x: Tensor) -> Tensor:
+        return F.group_norm(F.conv2d(x, weight, padding=1), 4)
+
+    expected = model(x)
+    with SpatialShardMode(init_context_parallel_mesh(device.type, max_ring_dim_size=1)) as rows:
+        return relative_error(rows.gather(model(rows.shard(x))), expected)
+
+
+def _after(device: torch.device, fail: Callable[[SmallFluxPipeline], Tensor], **options: Any) -> float:
+    """Generate, fail on all ranks alike, generate again with other latents; return the error of the last generation."""
+    from para_core.adapters import unparallelize_pipe
+
+    fused = "pipefusion" in options
+    pipe = _parallel(device, stages=True, **options)
+    _generate(pipe, device)
+    try:
+        fail(pipe)
+    except PlannedFailure:
+        pass
+    else:
+        raise RuntimeError("the generation that should have failed did not")
+    # Latents that differ from those of the failed generation: a message of that one would give another result.
+    other = {"latents": small_call(device, seed=1)["latents"]}
+    found = _generate(pipe, device, **other)
+    unparallelize_pipe(pipe)
+    if fused:
+        from para_core.adapters import parallelize_pipe
+
+        group = find_or_make_group(f"gpu-check: rank {dist.get_rank()} alone", [dist.get_rank()])
+        alone = parallelize_pipe(small_flux(device), mesh=group, pipefusion=options["pipefusion"])
+    else:
+        alone = small_flux(device)
+    return relative_error(found, _generate(alone, device, **other))
+
+
+def _fail_in_callback(pipe: SmallFluxPipeline) -> Tensor:
+    def callback(pipe: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        if index == 3:
+            raise PlannedFailure("in the callback")
+        return tensors
+
+    device = next(pipe.transformer.parameters()).device
+    return _generate(pipe, device, callback_on_step_end=callback)
+
+
+def _fail_in_call(pipe: SmallFluxPipeline) -> Tensor:
+    calls = 0
+
+    def count(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            raise PlannedFailure("in the fifth call of the transformer")
+
+    device = next(pipe.transformer.parameters()).device
+    handle = pipe.transformer.register_forward_pre_hook(count)
+    try:
+        return _generate(pipe, device)
+    finally:
+        handle.remove()
+
+
+def after_failed_callback(device: torch.device) -> float:
+    return _after(device, _fail_in_callback, pipefusion=PipeFusion(4))
+
+
+def after_failed_call(device: torch.device) -> float:
+    return _after(device, _fail_in_call, pipefusion=PipeFusion(4))
+
+
+def stages_after_failed_call(device: torch.device) -> float:
+    return _after(device, _fail_in_call)
+
+
+def reduce_overhead(device: torch.device) -> float:
+    """The whole transformer as CUDA graphs between the collectives; the third call of a graph replays it."""
+    from para_core.adapters import parallelize_transformer
+
+    transformer = small_flux(device, blocks=(1, 1)).transformer
+    call = small_call(device)
+    with torch.no_grad():
+        inputs = [
+            {
+                "hidden_states": small_call(device, seed=seed)["latents"],
+                "timestep": torch.full((1,), 0.5, device=device),
+            }
+            for seed in range(4)
+        ]
+        expected = [transformer(**x, **call["conditions"])[0] for x in inputs]
+        parallelize_transformer(
+            transformer, mesh=init_context_parallel_mesh(device.type, max_ring_dim_size=1), assume_equal=True
+        )
+        # A CPU has no CUDA graphs, and Inductor takes half a minute there.
+        options = {"backend": "aot_eager"} if device.type == "cpu" else {"mode": "reduce-overhead"}
+        compiled = torch.compile(transformer, fullgraph=True, **options)
+        errors = []
+        for x, y in zip(inputs, expected, strict=True):
+            torch.compiler.cudagraph_mark_step_begin()
+            errors.append(relative_error(compiled(**x, **call["conditions"])[0], y))
+    return max(errors)
+
+
+Steps = dict[str, Callable[[torch.device], float]]
+EXACT: Steps = {
+    "sequence": sequence,
+    "ring": ring,
+    "a group of some ranks": group_of_some,
+    "stages": stages,
+    "rows of an image": rows_of_an_image,
+}
+PARTS: dict[str, Steps] = {
+    "exact": EXACT,
+    "bound device": {f"{name}, device_id given": step for name, step in EXACT.items()},
+    "pipefusion": {"PipeFusion": pipefusion},
+    "stages, failed call": {"stages after a failed call": stages_after_failed_call},
+    "PipeFusion, failed callback": {"PipeFusion after a failed callback": after_failed_callback},
+    "PipeFusion, failed call": {"PipeFusion after a failed call": after_failed_call},
+    "reduce-overhead": {"reduce-overhead": reduce_overhead},
+}

@@ -1,0 +1,389 @@
+"""para_core beside diffusers' own context parallelism, on each model that both take: is it exact, and how long is a step?
+
+    python -m benchmarks.pipelines.beside_diffusers [--rounds 7] [--models wan flux]
+
+Two ranks of one thread. First the models of `benchmarks.tiny_models` with four heads, once with tokens and text of even numbers, which
+diffusers asks for, and once with odd ones (there with its `ulysses_anything`): who takes what, and with which error. Then, where both
+are exact, models of the same classes with 2 layers (of each kind) of 4 heads × 128 and a few thousand tokens, so that a step takes
+about a second: in each round one rank alone with the unmodified model, then every way in turns, the first one later in the next round.
+Quoted are medians of the rounds and of their ratios. Prints both tables; of all models it writes docs/beside_diffusers.md and
+benchmarks/results/beside_diffusers.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from diffusers import ContextParallelConfig
+from torch import Tensor, nn
+
+from benchmarks.environment import write_results
+from benchmarks.launch import launch
+from benchmarks.tiny_models import MODELS, TinyModel
+from para_core import init_context_parallel_mesh
+from para_core.adapters import parallelize_transformer
+
+NAMES = [
+    "flux",
+    "flux2",
+    "wan",
+    "wan, image context",
+    "chronoedit",
+    "qwen-image",
+    "qwen-image, masked",
+    "ltx",
+    "ltx2",
+    "helios",
+    "minimax-h3",
+]
+# (frames, height, width) in tokens, and tokens of text.
+TINY = {"even": (4, 8, 8), "odd": (3, 9, 11)}
+LARGE = {"even": (4, 20, 32), "odd": (3, 21, 41)}
+LARGE_TEXT = {"even": 256, "odd": 255}
+# Beside 4 heads × 128.
+LARGE_CONFIG: dict[str, dict[str, Any]] = {
+    "flux": {"axes_dims_rope": (16, 56, 56)},
+    "flux2": {"axes_dims_rope": (32, 32, 32, 32)},
+    "wan": {"ffn_dim": 2048, "rope_max_seq_len": 64},
+    "wan, image context": {"ffn_dim": 2048, "rope_max_seq_len": 64, "added_kv_proj_dim": 512},
+    "chronoedit": {"ffn_dim": 2048, "rope_max_seq_len": 64},
+    "qwen-image": {"axes_dims_rope": (16, 56, 56)},
+    "qwen-image, masked": {"axes_dims_rope": (16, 56, 56)},
+    "minimax-h3": {"hidden_size": 512, "ffn_dim": 2048, "rope_freq_dim": 16},
+}
+# Largest relative error of what counts as exact.
+EXACT = 1e-5
+# Of which medians are quoted.
+ROUNDS = 7
+PAGE = Path(__file__).parents[2] / "docs/beside_diffusers.md"
+
+
+def tiny(name: str, size: str) -> tuple[TinyModel, dict[str, Any]]:
+    """A model with heads that two ranks share evenly, and inputs; nine text tokens, of which the even size has eight."""
+    model = MODELS[name]
+    heads = {"num_attention_heads": 4}
+    if name.startswith("ltx"):
+        heads["cross_attention_dim"] = 32
+    if name == "ltx2":
+        heads |= {"audio_num_attention_heads": 4, "audio_cross_attention_dim": 16}
+    if "added_kv_proj_dim" in model.config:
+        heads["added_kv_proj_dim"] = 48
+    inputs = model.inputs(*latent_pixels(name, TINY[size]))
+    if size == "even" and "image context" not in name and name != "minimax-h3":
+        for key in ("encoder_hidden_states", "encoder_hidden_states_mask", "encoder_attention_mask", "txt_ids"):
+            if isinstance(inputs.get(key), Tensor):
+                dim = inputs[key].ndim - 2 if key == "txt_ids" else 1
+                inputs[key] = inputs[key].narrow(dim, 0, 8)
+    return replace(model, config={**model.config, **heads}), {**inputs, "return_dict": False}
+
+
+def large(name: str, size: str) -> tuple[TinyModel, dict[str, Any]]:
+    """A model of which a step takes about a second, and inputs: one sample."""
+    model = MODELS[name]
+    config = {**model.config, "num_attention_heads": 4, "attention_head_dim": 128, **LARGE_CONFIG[name]}
+    # MiniMax-H3 has seven tokens of sound in the same sequence.
+    text = LARGE_TEXT[size] + (name == "minimax-h3")
+    # Of an image's context the last 512 tokens are text.
+    make = model.inputs if "image context" in name else partial(model.inputs, text=text)
+    inputs = make(*latent_pixels(name, LARGE[size]))
+    # MiniMax-H3's is one, with two time steps.
+    if name != "minimax-h3":
+        inputs = {key: first_sample(value) for key, value in inputs.items()}
+    return replace(model, config=config), {**inputs, "return_dict": False}
+
+
+def latent_pixels(name: str, tokens: tuple[int, int, int]) -> tuple[int, int, int]:
+    """(frames, height, width)."""
+    frames, height, width = tokens
+    patch = 2 if name.startswith(("wan", "chronoedit", "helios")) else 1
+    return frames, height * patch, width * patch
+
+
+def first_sample(value: Any) -> Any:
+    """Of two samples."""
+    return value[:1] if isinstance(value, (Tensor, list)) and len(value) == 2 else value
+
+
+def with_para_core(transformer: nn.Module, *, ring: int = 1, uneven: bool) -> nn.Module:
+    """The transformer on two ranks."""
+    return parallelize_transformer(transformer, mesh=init_context_parallel_mesh("cpu", max_ring_dim_size=ring))
+
+
+def with_diffusers(transformer: Any, *, ring: int = 1, uneven: bool) -> nn.Module:
+    """The transformer on two ranks, by diffusers' own context parallelism."""
+    # It asks how many accelerators there are; on a CPU that is none.
+    torch.accelerator.device_count = dist.get_world_size
+    config = ContextParallelConfig(ring_degree=2, ring_anything=uneven)
+    if ring == 1:
+        config = ContextParallelConfig(ulysses_degree=2, ulysses_anything=uneven)
+    transformer.enable_parallelism(config=config)
+    return transformer  # type: ignore[no-any-return]
+
+
+WAYS: dict[str, Callable[..., nn.Module]] = {
+    "para_core": with_para_core,
+    "para_core, ring": partial(with_para_core, ring=2),
+    "diffusers": with_diffusers,
+    "diffusers, ring": partial(with_diffusers, ring=2),
+}
+
+
+def applied(
+    model: TinyModel, inputs: dict[str, Any], expected: Tensor, ways: list[str], *, uneven: bool
+) -> tuple[dict[str, nn.Module], dict[str, dict[str, Any]]]:
+    """Of each way the transformer, unless a rank failed, and its error, or what it says."""
+    transformers, found = {}, {}
+    for way in ways:
+        failed = torch.zeros(1)
+        try:
+            transformer = WAYS[way](model.build(), uneven=uneven)
+            out = transformer(**inputs)[0]
+            error = float((out - expected).norm() / expected.norm()) if out.shape == expected.shape else float("inf")
+            found[way] = {"error": error}
+            transformers[way] = transformer
+        except Exception as error:  # whatever it is: the table says it
+            found[way] = {"refused": str(error).strip().split("\n")[0][:160]}
+            failed += 1
+        dist.all_reduce(failed)
+        if failed:
+            transformers.pop(way, None)
+    return transformers, found
+
+
+def who_takes(name: str, size: str) -> dict[str, dict[str, Any]]:
+    """Of each way its error on the tiny model, or what it says."""
+    model, inputs = tiny(name, size)
+    return applied(model, inputs, model.build()(**inputs)[0], list(WAYS), uneven=size == "odd")[1]
+
+
+def is_exact(found: dict[str, Any]) -> bool:
+    return bool(found.get("error", float("inf")) < EXACT)
+
+
+def seconds_of(name: str, size: str, ways: list[str], rounds: int) -> dict[str, Any]:
+    """Of each way its error on the large model, and its seconds and CPU seconds in each round; of one rank alone, too."""
+    model, inputs = large(name, size)
+    alone = model.build()
+    transformers, found = applied(model, inputs, alone(**inputs)[0], ways, uneven=size == "odd")
+    taken: dict[str, list[tuple[float, float]]] = {"1 rank": [], **{way: [] for way in transformers}}
+    order = list(transformers)
+    for _ in range(rounds):
+        dist.barrier()
+        if dist.get_rank() == 0:
+            taken["1 rank"].append(timed(alone, inputs))
+        for way in order:
+            dist.barrier()
+            taken[way].append(timed(transformers[way], inputs))
+        order = [*order[1:], *order[:1]]
+    dist.barrier()
+    seconds, on_a_core = ({way: [both[kind] for both in rounds] for way, rounds in taken.items()} for kind in (0, 1))
+    return {"found": found, "seconds": seconds, "CPU seconds": on_a_core}
+
+
+def timed(transformer: nn.Module, inputs: dict[str, Any]) -> tuple[float, float]:
+    """Seconds of one call, and those that this process was on a core."""
+    start = time.perf_counter(), time.process_time()
+    transformer(**inputs)
+    return time.perf_counter() - start[0], time.process_time() - start[1]
+
+
+def ratio(ones: list[float], others: list[float]) -> str:
+    """Median of the rounds' ratios, and the lowest and highest of them."""
+    ratios = [one / other for one, other in zip(ones, others, strict=True)]
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} – {max(ratios):.2f})"
+
+
+# Whose limit a message tells of, where it is not that of diffusers' own code. Each is explained on the page.
+LIMITS = {
+    "ProcessGroupGloo::allgather": "gloo",
+    "Native attention does not support return_lse": "a CPU",
+    "is not a submodule of": "our tiny config",
+}
+
+
+def verdict(found: dict[str, Any]) -> str:
+    """A cell of the first table."""
+    if "refused" not in found:
+        return f"{found['error']:.0e}" if is_exact(found) else f"**wrong**, {found['error']:.1g}"
+    limits = [limit for message, limit in LIMITS.items() if message in found["refused"]]
+    return f"*stopped by {limits[0]}*" if limits else f"refused: {found['refused']}"
+
+
+def outcome(tiny_rows: list[dict[str, Any]]) -> list[str]:
+    """What the first table comes to."""
+    lines = []
+    for way in WAYS:
+        words = [verdict(row[way]).split(":")[0].split(" by ")[0].strip("*") for row in tiny_rows]
+        exact = sum(is_exact(row[way]) for row in tiny_rows)
+        rest = ", ".join(f"{words.count(word)} {word}" for word in ("stopped", "refused") if words.count(word))
+        lines.append(f"- {way}: {exact} of {len(tiny_rows)} exact" + (f"; {rest}" if rest else ""))
+    return lines
+
+
+def conclusion(rows: list[dict[str, Any]]) -> str:
+    """What the second table comes to: medians over its rows."""
+    medians = {}
+    for kind in ("seconds", "CPU seconds"):
+        of_rows = [
+            statistics.median(a / b for a, b in zip(row[kind]["diffusers"], row[kind]["para_core"], strict=True))
+            for row in rows
+        ]
+        medians[kind] = f"{statistics.median(of_rows):.2f} ({min(of_rows):.2f} – {max(of_rows):.2f})"
+    return (
+        f"Over these {len(rows)} models the median ratio of seconds is {medians['seconds']}, of CPU seconds {medians['CPU seconds']}: with "
+        "Ulysses on two CPU ranks both take the same time, within what rounds differ by. They differ in what they take: on these ranks odd "
+        "lengths and a ring, both of which diffusers offers for GPUs, and the inputs of LTX and LTX-2. What was not asked here, masks around a "
+        "ring, caches and guidance over ranks, is in [peers.md](peers.md) and [hooks.md](hooks.md). Nothing is said of GPUs."
+    )
+
+
+def speed_row(name: str, size: str, measured: dict[str, Any]) -> str:
+    """A row of the second table."""
+    seconds, found = measured["seconds"], measured["found"]
+    cells = [f"{statistics.median(seconds['1 rank']):.2f}"]
+    for way in ("para_core", "diffusers", "para_core, ring"):
+        cell = verdict(found[way])
+        if way in seconds:
+            speed_up = statistics.median(one / many for one, many in zip(seconds["1 rank"], seconds[way], strict=True))
+            cell = f"{statistics.median(seconds[way]):.2f}, {speed_up:.2f} ×, {cell}"
+        cells.append(cell)
+    for kind in ("seconds", "CPU seconds"):
+        times = measured[kind]
+        cells.append(ratio(times["diffusers"], times["para_core"]) if {"diffusers", "para_core"} <= {*times} else "")
+    return f"| {name} | {size} | " + " | ".join(cells) + " |"
+
+
+FIRST_TABLE = "| model | tokens | " + " | ".join(WAYS) + " |\n| --- | --- |" + " --- |" * len(WAYS)
+SECOND_TABLE = (
+    "| model | tokens | 1 rank | para_core | diffusers | para_core, ring | diffusers' seconds / para_core's | CPU seconds, likewise |\n"
+    "| --- | --- | --- | --- | --- | --- | --- | --- |"
+)
+
+
+def page(results: dict[str, Any]) -> str:
+    """docs/beside_diffusers.md."""
+    even, odd = (frames * height * width for frames, height, width in LARGE.values())
+    first = [
+        f"| {row['model']} | {row['tokens']} | " + " | ".join(verdict(row[way]) for way in WAYS) + " |"
+        for row in results["tiny"]
+    ]
+    second = [speed_row(row["model"], row["tokens"], row) for row in results["large"]]
+    return f"""# Beside diffusers' own context parallelism
+
+Written by `python -m benchmarks.pipelines.beside_diffusers` (numbers in `benchmarks/results/beside_diffusers.json`): every class on which diffusers
+publishes a plan, random weights, two CPU ranks of one thread with gloo, Ulysses if it says nothing else. diffusers runs by the plan that it
+publishes, para_core by its own adapter where it has one; model, weights and input are the same.
+
+## Who takes what
+
+Tiny models, even and odd numbers of tokens (for diffusers `ulysses_anything` and `ring_anything`, then). The relative error against the
+unmodified model, or what was said.
+
+{FIRST_TABLE}
+{chr(10).join(first)}
+
+{chr(10).join(outcome(results["tiny"]))}
+
+*Stopped* is no defect of diffusers; on GPUs it may well run:
+
+- *gloo*: with odd lengths diffusers gathers parts of unequal size, which NCCL's all-gather takes and gloo's does not
+  (`ProcessGroupGloo::allgather: invalid tensor size`). para_core exchanges by all-to-all, which takes them on every backend.
+- *A CPU*: its ring asks the attention kernel for the log-sum-exp, and those of its backends that return one need a GPU
+  (`Native attention does not support return_lse=True`). [peers.md](peers.md) has its ring with a stand-in for cuDNN's kernel.
+- *Our tiny config*: its plan for Helios names blocks 0 to 39, which the published model has; the tiny one of this benchmark has two.
+
+*Refused* is raised by diffusers' own code on this input; that a GPU would say otherwise was not seen.
+
+What the benchmark patches: `torch.accelerator.device_count` gives the number of ranks, as diffusers asks how many accelerators there are, and a CPU
+has none. Nothing else, on either side.
+
+## Seconds per step, where both are exact
+
+The same classes with 2 layers of each kind, 4 heads × 128, {even:,} tokens of image or video (odd: {odd:,}) and {LARGE_TEXT["even"]} of text
+({LARGE_TEXT["odd"]}), float32. In each of {results["rounds"]} rounds the unmodified model on one rank of one thread, then every way in turns, on the same weights and
+input. Median seconds, median of the rounds' speed-ups over one rank, relative error; last, the medians of the rounds' ratios (lowest – highest) of
+the seconds, and of those in which rank 0 was on a core, which other programs on the machine hardly change: above 1, para_core is faster.
+
+{SECOND_TABLE}
+{chr(10).join(second)}
+
+{conclusion(results["large"])}{caution(results["rounds"])}
+"""
+
+
+def caution(rounds: int) -> str:
+    """Where there were fewer rounds than a quoted figure wants."""
+    if rounds >= ROUNDS:
+        return ""
+    return (
+        f"\n\nThese are {rounds} rounds, on a machine that was not quiet: `python -m benchmarks.pipelines.beside_diffusers` alone on a machine measures "
+        f"{ROUNDS}, and until then ratios between 0.8 and 1.2 mean nothing."
+    )
+
+
+def measure(names: list[str], rounds: int) -> None:
+    """All tables; for one rank process."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))  # where a way fails on one rank alone
+    chief = dist.get_rank() == 0
+
+    def say(line: str) -> str:
+        if chief:
+            print(line, flush=True)
+        return line
+
+    takes, measured = [], []
+    with torch.inference_mode():
+        say(FIRST_TABLE)
+        for name in names:
+            for size in TINY:
+                found = who_takes(name, size)
+                takes.append({"model": name, "tokens": size, **found})
+                say(f"| {name} | {size} | " + " | ".join(verdict(found[way]) for way in WAYS) + " |")
+        say(SECOND_TABLE)
+        for row in takes:
+            exact = torch.tensor([is_exact(row[way]) for way in WAYS])
+            # A way may have failed on one rank alone.
+            dist.all_reduce(exact, op=dist.ReduceOp.BAND)
+            ways = [way for way, taken in zip(WAYS, exact.tolist(), strict=True) if taken]
+            if not {"para_core", "para_core, ring", "diffusers"} <= {*ways}:
+                continue
+            name, size = row["model"], row["tokens"]
+            measured.append({"model": name, "tokens": size, **seconds_of(name, size, ways, rounds)})
+            if chief:
+                say(speed_row(name, size, measured[-1]))
+    if chief and names == NAMES:
+        results = {"rounds": rounds, "tiny": takes, "large": measured}
+        PAGE.write_text(page(results))
+        say(str(write_results("beside_diffusers", results, "diffusers")))
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Start the two ranks, or be one of them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--models", nargs="+", choices=NAMES, default=NAMES, help="only these; then nothing is written")
+    parser.add_argument("--rank-process", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank_process:
+        measure(options.models, options.rounds)
+        return
+    rest = ["--rounds", str(options.rounds), "--models", *options.models]
+    launch("benchmarks.pipelines.beside_diffusers", 2, "--rank-process", *rest)
+
+
+if __name__ == "__main__":
+    main()

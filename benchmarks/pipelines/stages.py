@@ -1,0 +1,330 @@
+"""Stages and PipeFusion: how exact, how many bytes held and sent, and what share of time a stage waits:
+
+    python -m benchmarks.pipelines.stages
+    python -m benchmarks.pipelines.stages --only fused   # the rest as it was measured last
+
+Exactness: one call of tiny transformers with random weights (`benchmarks.tiny_models`), float32, on 2 and 4 ranks, beside the same mesh without
+stages, bit by bit. PipeFusion: the FLUX that was trained here, on 2 stages; what it does to images is benchmarks/pipelines/pipefusion.py's part. Fills
+its parts of docs/stages.md, and writes benchmarks/results/stages.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from benchmarks.cache.ways import TEXT_TOKENS, load
+from benchmarks.environment import RESULTS, write_results
+from benchmarks.launch import measured_on_ranks, write_part
+from benchmarks.page_parts import fill
+from benchmarks.pipelines.weights import NAMES, build, result
+from benchmarks.tiny_models import MODELS
+from para_core import PipeFusion
+from para_core.adapters import parallelize_pipe, parallelize_transformer, pipefusion_report
+from para_core.adapters.weights.components import blocks_of
+from para_core.weights.stages import stages_of
+
+PAGE = Path(__file__).parents[2] / "docs/stages.md"
+DIMS = ("pipe", "batch", "ring", "ulysses")
+# By heading, for so many ranks.
+CELLS = {
+    2: {"alone": (2, 1, 1, 1), "cache": (2, 1, 1, 1), "blocks compiled": (2, 1, 1, 1)},
+    4: {
+        "alone": (4, 1, 1, 1),
+        "Ulysses": (2, 1, 1, 2),
+        "ring": (2, 1, 2, 1),
+        "batch": (2, 2, 1, 1),
+        "cache": (2, 1, 1, 2),
+        "blocks compiled": (2, 1, 1, 2),
+    },
+}
+HEADINGS = ("alone", "Ulysses", "ring", "batch", "cache", "blocks compiled")
+TIMED_STEPS = 10
+# Pixels along a side, for times: 1,024 tokens of the image.
+LARGE = 512
+# Of FLUX.1 [dev] at 1024 × 1024, for bytes on paper.
+BLOCKS, WIDTH, TOKENS, CHANNELS = 57, 3072, 4096 + 512, 64
+
+
+def held(modules: Iterable[nn.Module]) -> int:
+    return sum(x.nbytes for module in modules for x in module.parameters() if not x.is_meta)
+
+
+def deep(name: str, layers: int) -> nn.Module:
+    counts = [key for key in ("num_layers", "n_layers", "num_single_layers") if key in MODELS[name].config]
+    return build(name, **dict.fromkeys(counts or ["num_layers"], layers))
+
+
+# -- exact stages, on ranks
+
+
+def exact_cell(name: str, heading: str, shape: tuple[int, ...]) -> bool:
+    """Whether all ranks have the bits of the same mesh without stages."""
+    torch._dynamo.reset()
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=DIMS)
+    whole, staged = deep(name, 4), deep(name, 4)
+    rest = mesh["batch", "ring", "ulysses"]
+    if rest.size() > 1:
+        parallelize_transformer(whole, mesh=rest)
+    parallelize_transformer(staged, mesh=mesh)
+    if heading == "blocks compiled":
+        for block in (*blocks_of(whole), *blocks_of(staged)):
+            # As compile_repeated_blocks, which CogVideoX and Mochi do not have.
+            block.compile(backend="aot_eager", fullgraph=True)
+    expected, found = (result(each, name, heading) for each in (whole, staged))
+    same = torch.tensor(int(torch.equal(expected, found)))
+    dist.all_reduce(same, op=dist.ReduceOp.MIN)
+    return bool(same)
+
+
+def held_by_stage(name: str) -> dict[str, Any]:
+    """Bytes of a model of 12 blocks of each kind."""
+    transformer = deep(name, 12)
+    whole = held([transformer])
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1, 1, 1), mesh_dim_names=DIMS)
+    parallelize_transformer(transformer, mesh=mesh)
+    by_stage: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_stage, held([transformer]))
+    found = stages_of(transformer)
+    assert found is not None
+    return {"whole": whole, "by stage": by_stage, "blocks": [len(own) for own in found.ranges]}
+
+
+def measure_exact() -> dict[str, Any]:
+    rows: dict[str, Any] = {}
+    for title, name in NAMES.items():
+        cells = {heading: exact_cell(name, heading, shape) for heading, shape in CELLS[dist.get_world_size()].items()}
+        rows[title] = {"same bits": cells, "held": held_by_stage(name)}
+        if dist.get_rank() == 0:
+            print(title, rows[title], flush=True)
+    return rows
+
+
+# -- PipeFusion, on ranks
+
+
+def large(pipe: Any, steps: int) -> Tensor:
+    call_of = {"height": LARGE, "width": LARGE, "max_sequence_length": TEXT_TOKENS, "output_type": "latent"}
+    found: Tensor = pipe(
+        "a large red circle", num_inference_steps=steps, generator=torch.Generator().manual_seed(0), **call_of
+    ).images
+    return found
+
+
+def gathered(value: Any) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def timed(run: Any, found: list[float]) -> Any:
+    """``run``, which adds the CPU seconds of each call to ``found``: waiting for others takes none."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        start = time.thread_time()
+        try:
+            return run(*args, **kwargs)
+        finally:
+            found.append(time.thread_time() - start)
+
+    return call
+
+
+def exact_time() -> dict[str, Any]:
+    """Of exact stages: CPU seconds of a call on each, and what it sends."""
+    pipe = parallelize_pipe(load(), mesh=init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pipe",)))
+    stages, seconds = stages_of(pipe.transformer), []
+    assert stages is not None
+    # Bound before it is wrapped: what runs around the model is looked up on its class.
+    pipe.transformer.forward = timed(pipe.transformer.forward, seconds)
+    start = time.perf_counter()
+    large(pipe, TIMED_STEPS)
+    elapsed = time.perf_counter() - start
+    return {
+        "cpu seconds": gathered(median(seconds)),
+        "seconds": gathered(elapsed),
+        "seconds waited": gathered(stages.links.seconds_waited),
+        "bytes per call": gathered(stages.links.bytes_sent // TIMED_STEPS),
+    }
+
+
+def fused_time(num_patches: int) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pipe",))
+    pipe = parallelize_pipe(load(), mesh=mesh, pipefusion=PipeFusion(num_patches))
+    seconds: list[float] = []
+    pipe.transformer.forward = timed(pipe.transformer.forward, seconds)
+    large(pipe, TIMED_STEPS)
+    report = pipefusion_report(pipe)
+    patches = [median(seconds[1 + place :: num_patches]) for place in range(num_patches)]
+    return {
+        "cpu seconds": gathered(patches),
+        "seconds": gathered(report.seconds),
+        "seconds waited": gathered(report.seconds_waited),
+        "bytes per call": gathered(report.bytes_sent // report.patched_calls),
+        "keys": gathered(report.key_bytes),
+        "overlapping": report.overlapping_calls,
+        "patched": report.patched_calls,
+    }
+
+
+def measure_fused() -> dict[str, Any]:
+    config = load().transformer.config
+    width = config.num_attention_heads * config.attention_head_dim
+    return {
+        "exact": exact_time(),
+        **{str(count): fused_time(count) for count in (2, 4, 8)},
+        "width": width,
+        "blocks": config.num_layers + config.num_single_layers,
+        "channels": config.in_channels,
+    }
+
+
+def scheduled(patches: list[list[float]], steps: int = 100) -> tuple[float, list[float]]:
+    """Seconds of a step, and what share of them each stage waits, if every stage has a core of its own and links take no time.
+
+    Args:
+        patches: of each stage, seconds of each patch.
+    """
+    stages = len(patches)
+    free, back = [0.0] * stages, [0.0] * len(patches[0])
+    for _ in range(steps):
+        for place in range(len(back)):
+            ready = back[place]
+            for stage in range(stages):
+                free[stage] = ready = max(free[stage], ready) + patches[stage][place]
+            back[place] = ready
+    step = max(free) / steps
+    return step, [1 - sum(own) / step for own in patches]
+
+
+# -- the page
+
+
+def titles(found: dict[str, Any]) -> list[str]:
+    """Models that were measured on all numbers of ranks, in the order of the page."""
+    return [title for title in NAMES if all(title in rows for rows in found.values())]
+
+
+def exactness_table(found: dict[str, Any]) -> list[str]:
+    lines = ["| model | ranks | " + " | ".join(HEADINGS) + " |", "| --- | --- |" + " --- |" * len(HEADINGS)]
+    # Two stages take both of two ranks.
+    words = {None: "–", True: "same bits", False: "differs"}
+    for title in titles(found):
+        for ranks, rows in found.items():
+            cells = [words[rows[title]["same bits"].get(heading)] for heading in HEADINGS]
+            lines.append(f"| {title} | {ranks} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def held_table(found: dict[str, Any]) -> list[str]:
+    lines = ["| model | ranks | one copy | held by each stage | blocks of each |", "| --- | --- | ---: | --- | --- |"]
+    for title in titles(found):
+        for ranks, rows in found.items():
+            row = rows[title]["held"]
+            each, blocks = " · ".join(f"{x:,}" for x in row["by stage"]), " · ".join(map(str, row["blocks"]))
+            lines.append(f"| {title} | {ranks} | {row['whole']:,} | {each} | {blocks} |")
+    return lines
+
+
+def formulas(fused: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """Bytes that each stage sends per call, and of keys and values of all stages, in float32."""
+    tokens = (LARGE // 16) ** 2 + TEXT_TOKENS
+    handed, noise = tokens * fused["width"] * 4, (LARGE // 16) ** 2 * fused["channels"] * 4
+    return {
+        "sent": [handed] * (ranks - 1) + [noise * (ranks - 1)],
+        "ulysses": fused["blocks"] * 4 * handed * (ranks - 1) // ranks**2,
+        "ring": fused["blocks"] * 2 * handed * (ranks - 1) // ranks,
+        "keys": 2 * fused["blocks"] * tokens * fused["width"] * 4,
+    }
+
+
+def time_table(fused: dict[str, Any], ranks: int) -> list[str]:
+    expected = formulas(fused, ranks)
+    lines = [
+        "| | CPU ms per step, by stage | a step, scheduled | waits, scheduled | waited, measured | bytes sent per call | by formula | keys and values, all stages | by formula |",
+        "| --- | --- | ---: | --- | --- | --- | --- | ---: | ---: |",
+    ]
+    for name in ("exact", "2", "4", "8"):
+        run, exact = fused[name], name == "exact"
+        patches = [[x] if exact else x for x in run["cpu seconds"]]
+        step, waits = scheduled(patches)
+        # The result of an exact call is broadcast, which is not counted among what is sent.
+        formula = [*expected["sent"][:-1], 0] if exact else expected["sent"]
+        cells = [
+            "exact stages" if exact else f"PipeFusion({name})",
+            " · ".join(f"{sum(own) * 1000:.0f}" for own in patches),
+            f"{step * 1000:.0f} ms",
+            " · ".join(f"{x:.0%}" for x in waits),
+            " · ".join(f"{waited / x:.0%}" for waited, x in zip(run["seconds waited"], run["seconds"], strict=True)),
+            " · ".join(f"{x:,}" for x in run["bytes per call"]),
+            " · ".join(f"{x:,}" for x in formula),
+            "" if exact else f"{sum(run['keys']):,}",
+            "" if exact else f"{expected['keys']:,}",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    for name in ("Ulysses", "ring"):
+        each = " · ".join([f"{expected[name.lower()]:,}"] * ranks)
+        lines.append(f"| {name} |  |  |  |  |  | {each} |  |  |")
+    return lines
+
+
+def paper_table() -> list[str]:
+    """Megabytes that a rank sends per step, FLUX.1 [dev] at 1024 × 1024, bfloat16."""
+    lines = ["| ranks | stages, PipeFusion | Ulysses | ring |", "| ---: | ---: | ---: | ---: |"]
+    for ranks in (2, 4, 8):
+        stages = TOKENS * WIDTH * 2
+        ulysses = BLOCKS * 4 * TOKENS * WIDTH * 2 * (ranks - 1) / ranks**2
+        ring = BLOCKS * 2 * TOKENS * WIDTH * 2 * (ranks - 1) / ranks
+        lines.append(f"| {ranks} | {stages / 1e6:,.0f} | {ulysses / 1e6:,.0f} | {ring / 1e6:,.0f} |")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--measure", choices=("exact", "fused"), help="in a rank process")
+    parser.add_argument("--only", choices=("exact", "fused"), help="the rest as it was measured last")
+    parser.add_argument("--part", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    if options.measure is not None:
+        write_part(options.part, {"exact": measure_exact, "fused": measure_fused}[options.measure])
+        return
+    before = json.loads((RESULTS / "stages.json").read_text()) if options.only else {}
+    if options.only == "fused":
+        exact = before["by ranks"]
+    else:
+        exact = {
+            str(ranks): measured_on_ranks("benchmarks.pipelines.stages", ranks, "--measure", "exact") for ranks in CELLS
+        }
+    if options.only == "exact":
+        fused = before["fused, 2 ranks"]
+    else:
+        fused = measured_on_ranks("benchmarks.pipelines.stages", 2, "--measure", "fused")
+    parts = {"sent": paper_table()}
+    if options.only != "fused":
+        parts |= {"exactness": exactness_table(exact), "held": held_table(exact)}
+    if options.only != "exact":
+        parts |= {"times": time_table(fused, 2)}
+    PAGE.write_text(fill(PAGE.read_text(), parts))
+    write_results("stages", {"by ranks": exact, "fused, 2 ranks": fused}, "diffusers")
+    print("\n\n".join("\n".join(lines) for lines in parts.values()))
+    cells = [(ranks, title, row["same bits"]) for ranks, rows in exact.items() for title, row in rows.items()]
+    wrong = [cell for cell in cells if not all(cell[2].values())]
+    if wrong:
+        raise SystemExit(f"not the same bits: {wrong}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""Which transformers of the installed diffusers run in parallel, and how, or why not.
+
+    python -m benchmarks.pipelines.supported
+
+Writes the table of docs/pipelines.md from diffusers' classes, what `para_core.adapters` knows of them, and the errors that
+`python -m benchmarks.pipelines.models` has measured (benchmarks/results/model_errors.json). No model is run.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import json
+import pkgutil
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import diffusers
+from diffusers import ModelMixin
+from diffusers.models import transformers
+
+from benchmarks.environment import RESULTS
+from benchmarks.page_parts import fill
+from benchmarks.tiny_models import NO_WHOLE_GRAPH
+from para_core.adapters.models import ADAPTERS
+from para_core.adapters.models.unsupported import REFUSED
+from para_core.adapters.spec import Adapter
+from para_core.plans.plan import Plan, Split
+
+PAGE = Path(__file__).parents[2] / "docs/pipelines.md"
+_MOST_PIPELINES = 4
+# Their samples are lists, or named by their places in the batch.
+_LISTS = ("OmniGenTransformer2DModel", "JoyImageEditPlusTransformer3DModel")
+
+# Of which a pipeline has one for each branch.
+_ONE_A_BRANCH = ("Ideogram4Transformer2DModel",)
+
+
+@cache
+def transformer_classes() -> tuple[str, ...]:
+    """Names of all models in ``diffusers.models.transformers``."""
+    found = set()
+    for module in pkgutil.iter_modules(transformers.__path__, f"{transformers.__name__}."):
+        for name, value in vars(importlib.import_module(module.name)).items():
+            if inspect.isclass(value) and issubclass(value, ModelMixin) and value.__module__ == module.name:
+                found.add(name)
+    return tuple(sorted(found))
+
+
+@cache
+def _constructors() -> dict[str, str]:
+    """Of each pipeline of diffusers, the source of its ``__init__``: classes cannot be imported where a library is missing."""
+    found = {}
+    for path in sorted((Path(diffusers.__file__).parent / "pipelines").rglob("pipeline*.py")):
+        text = path.read_text()
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.ClassDef) and node.name.endswith("Pipeline"):
+                made = [part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == "__init__"]
+                found[node.name] = "".join(ast.unparse(part.args) for part in made)
+    return found
+
+
+def pipelines_of(transformer: str) -> list[str]:
+    """Names of the pipelines that take such a transformer, without their common ending."""
+    found = [name for name, taken in _constructors().items() if re.search(rf"\b{transformer}\b", taken)]
+    return sorted(name.removesuffix("Pipeline") for name in found)
+
+
+def row(transformer: str) -> list[str]:
+    """Class, pipelines, what is sharded, guidance, the error; whether it is cached, and that error; whether it is one graph; or why not."""
+    names = pipelines_of(transformer)
+    listed = ", ".join(names[:_MOST_PIPELINES]) + (
+        f" and {len(names) - _MOST_PIPELINES} more" if len(names) > 4 else ""
+    )
+    known = next((adapter for adapter in ADAPTERS if adapter.transformer == transformer), None)
+    if known is None:
+        reason = REFUSED.get(transformer)
+        if reason is None:
+            raise ValueError(
+                f"diffusers {diffusers.__version__} has {transformer}, of which adapters/models knows nothing: write an adapter, "
+                "or say in adapters/models/unsupported.py why there is none."
+            )
+        return [transformer, listed, f"no: {reason}", *[""] * 5]
+    return [
+        transformer,
+        listed,
+        _sharded(known),
+        _branches(known),
+        _largest_error(transformer, "errors"),
+        "yes" if known.blocks is not None else "no",
+        _largest_error(transformer, "cached") if known.blocks is not None else "",
+        _one_graph(transformer),
+    ]
+
+
+@cache
+def _measured() -> dict[str, Any]:
+    models: dict[str, Any] = json.loads((RESULTS / "model_errors.json").read_text())["models"]
+    return models
+
+
+def _largest_error(transformer: str, kind: str) -> str:
+    """Of all tiny models of a class, on all meshes."""
+    found = [error for row in _measured().values() if row["class"] == transformer for error in row[kind].values()]
+    if not found:
+        raise ValueError(f"{transformer} was not measured: python -m benchmarks.pipelines.models")
+    return f"{max(found):.0e}"
+
+
+def _branches(adapter: Adapter) -> str:
+    if adapter.transformer in _LISTS:
+        return "in one batch, computed by all ranks"
+    if adapter.transformer in _ONE_A_BRANCH:
+        return "sequential CFG passes, each of a transformer of its own"
+    return "in one batch" if adapter.plan is not None and adapter.plan.batched else "sequential CFG passes"
+
+
+def _one_graph(transformer: str) -> str:
+    if transformer in NO_WHOLE_GRAPH:
+        return f"no: {NO_WHOLE_GRAPH[transformer]}"
+    return "yes"
+
+
+def _sharded(adapter: Adapter) -> str:
+    if adapter.plan is None:
+        return "by its published plan"
+    names = _segments(adapter.plan)
+    return "all tokens" if names == ["tokens"] else ", ".join(names)
+
+
+def _segments(plan: Plan) -> list[str]:
+    cuts = [*plan.inputs.values(), *[cut for cuts in plan.inner.values() for cut in cuts.values()]]
+    return sorted({cut.segment for cut in cuts if isinstance(cut, Split) and cut.segment is not None})
+
+
+def table() -> list[str]:
+    heads = ["class", "pipelines", "sharded", "branches of guidance", "error", "cached", "error, cached", "one graph"]
+    rows = [row(name) for name in transformer_classes()]
+    lines = ["| " + " | ".join(cells) + " |" for cells in (heads, ["---"] * len(heads), *rows)]
+    runs = sum(not cells[2].startswith("no: ") for cells in rows)
+    caches = sum(cells[5] == "yes" for cells in rows)
+    return [
+        (
+            f"Of {len(rows)} classes in diffusers {diffusers.__version__}, {runs} run in parallel and {caches} of them can be cached. Errors: on two ranks (Ulysses, "
+            "ring, and samples over ranks where they are in one batch), the largest of all its tiny models, from the unmodified model on one device; "
+            "cached, from the same cached alone, in a call that takes stored residuals."
+        ),
+        "",
+        *lines,
+    ]
+
+
+def main() -> None:
+    PAGE.write_text(fill(PAGE.read_text(), {"supported": table()}))
+    print(f"{len(transformer_classes())} classes. {PAGE}")
+
+
+if __name__ == "__main__":
+    main()

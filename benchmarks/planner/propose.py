@@ -1,0 +1,136 @@
+"""For how many classes of diffusers `propose_plan` finds the plan without help.
+
+    python -m benchmarks.planner.propose [--models flux wan ...]
+
+Each tiny model of `benchmarks.tiny_models` is shown two calls, and nothing that `adapters/models/` knows of it. What is proposed is
+then checked once more, at sizes and on meshes that the search has not seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import warnings
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.environment import write_results
+from benchmarks.page_parts import fill
+from benchmarks.tiny_models import MODELS
+from para_core.adapters.propose.propose import Proposal, propose_plan
+from para_core.adapters.propose.stack import error_of
+from para_core.verify.virtual_ranks import run_on_virtual_ranks
+
+PAGE = Path(__file__).parents[2] / "docs/new_model.md"
+# (frames, height, width) in latent pixels.
+SHOWN = ((3, 6, 6), (3, 6, 10))
+# More, odd numbers of tokens, and fewer tokens than ranks; ring × ulysses.
+UNSEEN, MESHES = ((3, 10, 10), (1, 6, 6), (1, 2, 2)), ((1, 3), (2, 2))
+EXACT = 1e-5
+
+
+def inputs_of(name: str, size: tuple[int, int, int]) -> dict[str, Any]:
+    frames = size[0] * 2 if name == "cogvideox 1.5" else size[0]
+    return MODELS[name].inputs(frames, *size[1:])
+
+
+def error_unseen(name: str, module: nn.Module, proposal: Proposal) -> float:
+    """The largest error at sizes and on meshes that the search has not seen; where text is sharded, with text on every rank, too."""
+    errors = []
+    assert proposal.plan is not None
+    plans = [proposal.plan] + ([proposal.plan.with_replicated("text")] if proposal.plan.cuts("text") else [])
+    for size in UNSEEN:
+        with torch.no_grad():
+            expected = module(**inputs_of(name, size))
+        for plan, (ring, ulysses) in product(plans, MESHES):
+            outs = run_on_virtual_ranks(module, plan, inputs_of(name, size), ring=ring, ulysses=ulysses)
+            errors += [error_of(out, expected) for out in outs]
+    return max(errors)
+
+
+def score(name: str) -> dict[str, Any]:
+    """What became of one model: ``found``, ``asked`` or ``wrong``."""
+    module, began = MODELS[name].build(), time.perf_counter()
+    row: dict[str, Any] = {"model": name, "class": MODELS[name].cls}
+    try:
+        small, large = (inputs_of(name, size) for size in SHOWN)
+        proposal = propose_plan(module, (small, large))
+    except (ValueError, TypeError) as error:
+        return {**row, "verdict": "asked", "why": str(error)}
+    row["seconds"] = round(time.perf_counter() - began, 1)
+    if proposal.plan is None:
+        return {**row, "verdict": "asked", "why": " ".join(proposal.questions)}
+    try:
+        error = error_unseen(name, module, proposal)
+    except Exception as failure:
+        return {**row, "verdict": "wrong", "why": f"{type(failure).__name__}: {failure}"}
+    return {
+        **row,
+        "verdict": "found" if error < EXACT else "wrong",
+        "error": error,
+        "blocks": proposal.blocks is not None,
+        "text": proposal.plan.cuts("text"),
+        "named": named_of(proposal),
+        "why": " ".join(proposal.questions),
+    }
+
+
+def named_of(proposal: Proposal) -> list[str]:
+    """Arguments that its block stack names in ``between`` and ``uncached``."""
+    if proposal.blocks is None:
+        return []
+    return sorted({*proposal.blocks.uncached, *[name for stage in proposal.blocks.stages for name in stage.between]})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="*", default=[*MODELS])
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    # Mochi asks for an autocast that the CPU does not have.
+    warnings.filterwarnings("ignore", message="In CPU autocast")
+    rows = []
+    for name in arguments.models:
+        rows.append(score(name))
+        print(
+            f"{rows[-1]['verdict']:8} {name:45} {rows[-1].get('error', '')} {rows[-1].get('blocks', '')} {rows[-1]['why'][:150]}",
+            flush=True,
+        )
+    counts = {verdict: classes_of(rows, verdict) for verdict in ("found", "asked", "wrong")}
+    print(", ".join(f"{verdict}: {len(classes)} classes" for verdict, classes in counts.items()))
+    if arguments.models == [*MODELS]:
+        write_results("propose", {"shown": SHOWN, "unseen": UNSEEN, "meshes": MESHES, "models": rows}, "diffusers")
+        PAGE.write_text(fill(PAGE.read_text(), {"proposals": table(rows)}))
+
+
+def classes_of(rows: list[dict[str, Any]], verdict: str) -> list[str]:
+    """Classes of which some model was judged so."""
+    return sorted({row["class"] for row in rows if row["verdict"] == verdict})
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """For docs/new_model.md."""
+    found = classes_of(rows, "found")
+    exact = [row for row in rows if row["verdict"] == "found"]
+    cached, text, named = (sorted({row["class"] for row in exact if row[kind]}) for kind in ("blocks", "text", "named"))
+    partly = sorted({*found} & {*classes_of(rows, "asked")})
+    rest = sorted({row["class"] for row in rows} - {*found})
+    return [
+        "| | classes | |",
+        "| --- | --- | --- |",
+        f"| a plan, exact at sizes and on meshes that the search had not seen | {len(found)} | {', '.join(found)} |",
+        f"| of these, the block stack too | {len(cached)} | all but {', '.join(sorted({*found} - {*cached})) or 'none'} |",
+        f"| of these, text that may be sharded, too | {len(text)} | {', '.join(text)} |",
+        f"| of these, arguments that change what its blocks do: `between` or `uncached` | {len(named)} | {', '.join(named)} |",
+        f"| of these, with some of the inputs that were tried it asks | {len(partly)} | {', '.join(partly)} |",
+        f"| it asks, and proposes nothing | {len(rest)} | {', '.join(rest)} |",
+        f"| a wrong plan | {len(classes_of(rows, 'wrong'))} | {', '.join(classes_of(rows, 'wrong'))} |",
+    ]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""What a rank sends per step for models of real size, by the formula that the tiny pipelines confirm:
+
+    python -m benchmarks.planner.traffic
+
+The models of diffusers themselves, with the sizes that were published, run once without data (`benchmarks.pipelines.expected_traffic`). Needs
+benchmarks/results/pipelines.json (python -m benchmarks.pipelines.generation): where the formula gave other bytes than were counted there, it ends
+in an error. Writes docs/traffic.md and benchmarks/results/real_sizes.json.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import diffusers
+
+from benchmarks.environment import RESULTS, write_results
+from benchmarks.pipelines.expected_traffic import observed
+from benchmarks.pipelines.generation import MESHES, check, largest_per_step
+from para_core.adapters.planner.count import without_data
+from para_core.adapters.planner.inputs import INPUTS
+from para_core.adapters.planner.published import PUBLISHED, Published
+from para_core.adapters.registry import plan_for
+from para_core.planner import cost
+from para_core.planner.traffic import ModelCall, Shape, sent_in_rounds
+from para_core.planner.weights import sent_between_stages
+
+PAGE = Path(__file__).parents[2] / "docs/traffic.md"
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model as it was published, in bfloat16.
+
+    Args:
+        name: in :data:`para_core.adapters.planner.published.PUBLISHED`.
+        frames: where the table's are not the planner's.
+    """
+
+    name: str
+    frames: int | None = None
+
+    @property
+    def published(self) -> Published:
+        return PUBLISHED[self.name]
+
+    @property
+    def branches(self) -> int:
+        """Calls of a step, which two halves of the ranks could share."""
+        return self.published.branches
+
+    def inputs(self, config: Any) -> dict[str, Any]:
+        sizes = self.published.sizes
+        return INPUTS[self.published.transformer](config, replace(sizes, frames=self.frames or sizes.frames))
+
+
+REAL = {
+    "FLUX.1-dev, 1024 × 1024": Model("FLUX.1-dev"),
+    "HunyuanVideo, 1280 × 720 × 129": Model("HunyuanVideo"),
+    "CogVideoX-5B, 720 × 480 × 49": Model("CogVideoX-5B"),
+    "Mochi 1, 848 × 480 × 84": Model("Mochi 1", frames=84),
+    "Wan 2.1 14B, 1280 × 720 × 81": Model("Wan 2.1 14B"),
+}
+
+
+def call_of(model: Model, batch: int) -> ModelCall:
+    """What one call does; ``batch``: shares of its samples, if it has several."""
+    published = model.published
+    with without_data():
+        transformer = getattr(diffusers, published.transformer)(**published.config).eval()
+        with observed(transformer, batch) as calls:
+            transformer(**model.inputs(transformer.config), return_dict=False)
+    assert plan_for(transformer) is not None
+    return calls[0]
+
+
+def gigabytes(calls: dict[int, ModelCall], branches: int, shape: Shape, *, two_dims: bool = False) -> float | None:
+    """That the rank which sends most sends in a step; None where the ranks along ``batch`` would have nothing to share.
+
+    Args:
+        calls: by the number of shares of their samples.
+    """
+    batch, ring, ulysses = shape
+    call = calls[batch]
+    if batch > 1 and len(call.parts) == branches == 1:
+        return None
+    # In the first step all ranks compute the first branch, whose size is new to them: here is every later one.
+    sent = [
+        [
+            sent_in_rounds([[call] * branches] * rounds, shape, rank, apart=branches > 1, two_dims=two_dims)
+            for rounds in (2, 3)
+        ]
+        for rank in range(batch * ring * ulysses)
+    ]
+    return max(after - before for before, after in sent) / 1e9
+
+
+def rows() -> list[dict[str, Any]]:
+    """Gigabytes per step: by model, and by number of ranks."""
+    table = []
+    for name, model in REAL.items():
+        calls = {batch: call_of(model, batch) for batch in (1, 2)}
+        for ranks in (2, 4, 8, 16):
+            shapes = {
+                "Ulysses": (1, 1, ranks),
+                "ring": (1, ranks, 1),
+                "ring, 2-D": (1, ranks, 1),
+                "ring 2 × Ulysses": (1, 2, ranks // 2),
+                "batch 2 × Ulysses": (2, 1, ranks // 2),
+            }
+            sent = {
+                heading: gigabytes(calls, model.branches, shape, two_dims="2-D" in heading)
+                for heading, shape in shapes.items()
+            }
+            sent["stages"] = sent_between_stages(calls[1].parts[0], model.branches, cost.Shape(pipe=ranks)) / 1e9
+            table.append({"model": name, "ranks": ranks, **sent})
+    return table
+
+
+def counted_page(counted: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
+    """The table of what was counted, and is what the formula gives."""
+    lines = ["| pipeline | " + " | ".join(MESHES) + " |", "| --- |" + " --- |" * len(MESHES)]
+    for name, row in counted.items():
+        lines.append(f"| {name} | " + " | ".join(f"{largest_per_step(row[label]):,.0f}" for label in MESHES) + " |")
+    return lines
+
+
+def real_page(table: list[dict[str, Any]]) -> list[str]:
+    """The table of what real models send."""
+    headings = [heading for heading in table[0] if heading not in ("model", "ranks")]
+    lines = ["| model | ranks | " + " | ".join(headings) + " |", "| --- |" + " --- |" * (len(headings) + 1)]
+    for row in table:
+        cells = ["" if row[heading] is None else f"{row[heading]:.2f}" for heading in headings]
+        lines.append(f"| {row['model']} | {row['ranks']} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def page(table: list[dict[str, Any]], counted: dict[str, dict[str, dict[str, Any]]]) -> str:
+    """docs/traffic.md."""
+    lines = [
+        "# What a step sends",
+        "",
+        (
+            "Written by `python -m benchmarks.planner.traffic`. One formula for all models (`para_core/planner/traffic.py`): the unmodified "
+            "model runs once on one device; from the sizes of its attention calls, what the plan says of their tokens, and the outputs "
+            "that are gathered follows what each rank of any mesh will send. Numbers are of the rank that sends most. The digests "
+            "(kilobytes) by which ranks compare what they were given, once in a call of a pipeline, are left out."
+        ),
+        "",
+        "## Models of real size",
+        "",
+        (
+            "Gigabytes in bfloat16 per step, all branches of guidance together: diffusers' own classes at the published sizes, run "
+            'without data (fake tensors). 2-D: `rotate_method="2d"`, rows and columns of ring ranks. Stages: `pipe` ranks, exact or with PipeFusion, what one sends to the next. Mochi\'s text is taken to be all valid: the most that it sends. Empty: nothing for the ranks '
+            "along `batch` to share."
+        ),
+        "",
+        *real_page(table),
+        "",
+        "## Counted, and by the formula",
+        "",
+        (
+            "Bytes per step, mean of all, counted on the ranks of tiny pipelines by `python -m benchmarks.pipelines.generation`, which ends in an "
+            "error unless the formula gives the same number, to the byte, on every rank of every cell. In the first step branches that "
+            "are called one after the other run on every rank (`2 batch`)."
+        ),
+        "",
+        *counted_page(counted),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Check, compute, write."""
+    counted = json.loads((RESULTS / "pipelines.json").read_text())["pipelines"]
+    check(counted)
+    table = rows()
+    PAGE.write_text(page(table, counted))
+    write_results("real_sizes", {"gigabytes per step": table}, "diffusers")
+    print("\n".join(real_page(table)))
+
+
+if __name__ == "__main__":
+    main()

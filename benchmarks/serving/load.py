@@ -1,0 +1,237 @@
+"""The server under load, on loopback: throughput and latency at 1, 2 and 4 times what it can do, beside one plain pipeline.
+
+python -m benchmarks.serving.load --replicas 2 --ranks 1
+
+The same HTTP application answers at two ports: over replicas on Ray, and over one unmodified pipeline of diffusers in this
+process, called from one thread. Rounds ask them in turns, each with a bounded number of requests from threads of this process,
+at a steady rate; what is refused with 429 is counted, not sent again. Overhead is what a request takes beside its pipeline's
+call. What needs Ray is imported where it is used: the page is written without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import http.client
+import json
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import uvicorn
+from diffusers import FluxPipeline
+
+from benchmarks.environment import write_results
+from benchmarks.page_parts import fill
+from para_core.fleet.limits import Limits
+from para_core.fleet.models import Model, find_model
+from para_core.fleet.outputs import encode
+from para_core.fleet.recipe import Recipe
+from para_core.fleet.request import Request, call_arguments
+from para_core.fleet.server import Server
+from para_core.fleet.work import Result
+
+PAGE = Path(__file__).parents[2] / "docs/serving.md"
+# Of what a server can do.
+FACTORS = (1, 2, 4)
+HOST, PATH = "127.0.0.1", "/v1/images/generations"
+BODY = {"prompt": "a large red circle in the centre on a white background", "seed": 0}
+
+
+def ask(port: int, body: dict[str, Any]) -> tuple[int, float, float]:
+    """``(status, seconds, seconds in the pipeline)``."""
+    start = time.perf_counter()
+    with contextlib.closing(http.client.HTTPConnection(HOST, port, timeout=600)) as connection:
+        connection.request("POST", PATH, json.dumps(body), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        answer = json.loads(response.read())
+    inside = answer["para_core"]["seconds"] if response.status == 200 else 0.0
+    return response.status, time.perf_counter() - start, inside
+
+
+class PlainBackend:
+    """One pipeline that para_core has not touched, which answers one request after the other."""
+
+    def __init__(self, model: str) -> None:
+        self._pipe = FluxPipeline.from_pretrained(model, dtype=torch.float32)
+        self._pipe.set_progress_bar_config(disable=True)
+        self._thread = ThreadPoolExecutor(1)
+
+    async def generate(self, id_: str, request: Request, progress: Callable[[int], None]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._call, request)
+
+    def _call(self, request: Request) -> Result:
+        start = time.perf_counter()
+        made = self._pipe(**call_arguments(request), generator=torch.Generator().manual_seed(request.seed))
+        seconds = time.perf_counter() - start
+        return Result(tuple(encode(made, "png", fps=16)), {"seconds": seconds})
+
+    def cancel(self, id_: str) -> None:
+        """Nothing here leaves."""
+
+    async def ready(self) -> int:
+        return 1
+
+
+@contextlib.contextmanager
+def plain_server(model: Model, limits: Limits, port: int) -> Iterator[None]:
+    server = Server(PlainBackend(model.name), model, limits, format_="png", replicas=1, api_key=None)
+    web = uvicorn.Server(uvicorn.Config(server.app, HOST, port, log_level="error", ws="none", lifespan="off"))
+    thread = threading.Thread(target=web.run)
+    thread.start()
+    try:
+        while not web.started:
+            time.sleep(0.1)
+        yield
+    finally:
+        web.should_exit = True
+        thread.join()
+
+
+@contextlib.contextmanager
+def replica_server(model: Model, limits: Limits, port: int, replicas: int, ranks: int) -> Iterator[None]:
+    import ray
+
+    from para_core.fleet import serving
+    from para_core.fleet.group import Shape
+
+    shape, recipe = Shape(ranks), Recipe(model.name)
+    options = {"replicas": replicas, "format_": "png", "fps": 16, "host": HOST, "port": port, "api_key": None}
+    serving.start(model, recipe, shape, limits, **options)
+    try:
+        yield
+    finally:
+        serving.stop()
+        ray.shutdown()
+
+
+def load(port: int, body: dict[str, Any], requests: int, interval: float) -> dict[str, Any]:
+    """Send ``requests``, one every ``interval`` seconds; what became of them."""
+    start = time.perf_counter()
+
+    def send(index: int) -> tuple[int, float, float]:
+        time.sleep(max(0.0, start + index * interval - time.perf_counter()))
+        return ask(port, body)
+
+    with ThreadPoolExecutor(requests) as threads:
+        answers = list(threads.map(send, range(requests)))
+    return {
+        "wall": time.perf_counter() - start,
+        "statuses": [status for status, _, _ in answers],
+        "seconds": [seconds for status, seconds, _ in answers if status == 200],
+    }
+
+
+def measure(port: int, body: dict[str, Any], requests: int, running: int) -> dict[str, Any]:
+    """One round: requests one at a time, then as many as the server can do at once (``running``), then loads."""
+    alone = [ask(port, body) for _ in range(4)][1:]
+    with ThreadPoolExecutor(running) as threads:
+        start = time.perf_counter()
+        list(threads.map(lambda _: ask(port, body), range(4 * running)))
+    capacity = 4 * running / (time.perf_counter() - start)
+    return {
+        "seconds_alone": [seconds for _, seconds, _ in alone],
+        "overhead_seconds": [seconds - inside for _, seconds, inside in alone],
+        "capacity_per_second": capacity,
+        "loads": {str(factor): load(port, body, requests, 1 / (factor * capacity)) for factor in FACTORS},
+    }
+
+
+def summarize(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of all rounds of one server."""
+    rows = []
+    for factor in FACTORS:
+        found = [each["loads"][str(factor)] for each in rounds]
+        statuses = [status for each in found for status in each["statuses"]]
+        done = sorted(seconds for each in found for seconds in each["seconds"])
+        rows.append(
+            {
+                "load": factor,
+                "requests": len(statuses),
+                "done": len(done),
+                "refused": statuses.count(429),
+                "failed": sum(status not in (200, 429) for status in statuses),
+                "requests_per_second": len(done) / sum(each["wall"] for each in found),
+                "p50_seconds": statistics.median(done),
+                "p99_seconds": done[min(len(done) - 1, round(0.99 * len(done)))],
+            }
+        )
+    return {
+        "seconds_alone": statistics.median(x for each in rounds for x in each["seconds_alone"]),
+        "overhead_seconds": statistics.median(x for each in rounds for x in each["overhead_seconds"]),
+        "capacity_per_second": [each["capacity_per_second"] for each in rounds],
+        "rows": rows,
+    }
+
+
+def times_of(results: dict[str, Any]) -> float:
+    """How much more the replicas can do than the plain pipeline: the median over rounds, of which each measures both."""
+    pairs = zip(results["replicas"]["capacity_per_second"], results["plain"]["capacity_per_second"], strict=True)
+    return statistics.median(many / one for many, one in pairs)
+
+
+def table(results: dict[str, Any]) -> list[str]:
+    """Of the page."""
+    options = results["options"]
+    names = {
+        "plain": "one plain pipeline",
+        "replicas": f"{options['replicas']} replicas of {options['ranks']} rank{'s' * (options['ranks'] > 1)}",
+    }
+    lines = ["| | load | done | per s | p50, s | p99, s |", "| --- | --- | ---: | ---: | ---: | ---: |"]
+    for name, shown in names.items():
+        for row in results[name]["rows"]:
+            figures = f"{row['requests_per_second']:.2f} | {row['p50_seconds']:.2f} | {row['p99_seconds']:.2f}"
+            lines.append(f"| {shown} | {row['load']} × | {row['done']} of {row['requests']} | {figures} |")
+    overheads = [f"{results[name]['overhead_seconds'] * 1000:.0f}" for name in names]
+    failed = sum(row["failed"] for name in names for row in results[name]["rows"])
+    said = (
+        f"What is not done was refused with 429; {failed or 'none'} failed. With all busy, the replicas did {times_of(results):.2f} times as many "
+        f"requests per second as the plain pipeline (the median of {options['rounds']} rounds, of which each measures both). Of a request alone "
+        f"{overheads[0]} ms are not the plain pipeline's, and {overheads[1]} ms not the replica's."
+    )
+    return [*lines, "", said]
+
+
+def write_page(results: dict[str, Any]) -> None:
+    PAGE.write_text(fill(PAGE.read_text(), {"serve_load": table(results)}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--requests", type=int, default=12, help="of each load in a round; at most 200")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--port", type=int, default=8124)
+    options = parser.parse_args()
+    if not 1 <= options.requests <= 200:
+        parser.error(f"--requests {options.requests}: expected 1 to 200.")
+    torch.set_num_threads(1)
+    model = find_model(None)
+    body = {**BODY, "steps": options.steps}
+    rounds: dict[str, list[dict[str, Any]]] = {"plain": [], "replicas": []}
+    limits = Limits(waiting=2 * options.replicas)
+    # Both are there all the time, and asked in turns: what else the machine does is then the same for both.
+    with (
+        plain_server(model, Limits(waiting=2), options.port),
+        replica_server(model, limits, options.port + 1, options.replicas, options.ranks),
+    ):
+        for number in range(options.rounds):
+            for name, port, running in (("plain", options.port, 1), ("replicas", options.port + 1, options.replicas)):
+                rounds[name].append(measure(port, body, options.requests, running))
+                print(f"round {number}, {name}: {rounds[name][-1]['capacity_per_second']:.2f} per s", flush=True)
+    results = {"options": vars(options), **{name: summarize(each) for name, each in rounds.items()}}
+    print("\n".join(table(results)))
+    print(write_results("serve_load", results, "diffusers", "ray"))
+    write_page(results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,359 @@
+"""What a new user sees, and what replicas do when something goes wrong: a first image out of a fresh clone, a rank killed amid 50
+prompts, clients that leave the server, a rank killed behind it.
+
+python -m benchmarks.serving.trials first
+python -m benchmarks.serving.trials prompts
+python -m benchmarks.serving.trials server
+python -m benchmarks.serving.trials page
+
+Small images of the tiny FLUX, so that what is measured is the fleet: starting, spreading, cancelling, restarting. Images of
+some requests are compared with those of one unmodified pipeline of diffusers. What needs Ray is imported where it is used:
+the page is written without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import contextlib
+import http.client
+import io
+import json
+import os
+import signal
+import statistics
+import subprocess
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import FluxPipeline
+from PIL import Image
+
+from benchmarks.environment import RESULTS, write_results
+from benchmarks.page_parts import fill
+from para_core.fleet.models import find_model
+from para_core.fleet.outputs import write_result
+from para_core.fleet.prompts import Line, read_prompts
+from para_core.fleet.recipe import Recipe
+from para_core.fleet.request import Request, call_arguments, make_request
+from para_core.fleet.work import Result
+
+PAGE = Path(__file__).parents[2] / "docs/serving.md"
+ROOT = Path(__file__).parents[2]
+PARTS = ("first", "prompts", "server")
+HOST, PORT, PATH = "127.0.0.1", 8127, "/v1/images/generations"
+CAPTIONS = ("a large red circle", "a blue square", "a green triangle", "a small yellow star")
+SMALL: dict[str, Any] = {"size": "64x48", "steps": 4}
+COMPARED = 5
+
+
+def rank_processes() -> list[int]:
+    """Process ids of the ranks on this machine, by the name that Ray gives them."""
+    import psutil
+
+    named = [(process.pid, process.info["cmdline"]) for process in psutil.process_iter(["cmdline"])]
+    return sorted(pid for pid, words in named if words and words[0].startswith("ray::Rank"))
+
+
+class PlainPipeline:
+    """One pipeline that para_core has not touched, on one process."""
+
+    def __init__(self, model: str) -> None:
+        self._pipe = FluxPipeline.from_pretrained(model, dtype=torch.float32)
+        self._pipe.set_progress_bar_config(disable=True)
+
+    def png(self, request: Request) -> bytes:
+        made = self._pipe(**call_arguments(request), generator=torch.Generator().manual_seed(request.seed))
+        file = io.BytesIO()
+        made.images[0].save(file, "PNG")
+        return file.getvalue()
+
+
+def compare(pairs: list[tuple[bytes, bytes]]) -> dict[str, Any]:
+    """Of images: how many have the same bytes, and the most that a pixel differs by, of 255."""
+    pixels = [[np.asarray(Image.open(io.BytesIO(data))).astype(int) for data in pair] for pair in pairs]
+    return {
+        "compared": len(pairs),
+        "equal_bytes": sum(one == other for one, other in pairs),
+        "largest_difference": int(max(np.abs(one - other).max() for one, other in pixels)),
+    }
+
+
+def try_first(ranks: int) -> dict[str, Any]:
+    """A fresh clone: what installing takes, and the first image, on one process and on ranks."""
+    seconds: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+
+        def timed(name: str, *command: str, cwd: str) -> None:
+            start = time.perf_counter()
+            subprocess.run(
+                command, cwd=cwd, check=True, env={**os.environ, "PYTHONPATH": ""}, stdout=subprocess.DEVNULL
+            )
+            seconds[name] = time.perf_counter() - start
+
+        clone = f"{folder}/para_core"
+        timed("clone", "git", "clone", "--quiet", str(ROOT), clone, cwd=folder)
+        timed("install", "make", "--silent", ".venv/.installed", cwd=clone)
+        generate = (".venv/bin/para_core", "generate", "--prompt", CAPTIONS[0])
+        timed("image", *generate, cwd=clone)
+        timed("image_on_ranks", *generate, "--ranks", str(ranks), "--out", "ranks", cwd=clone)
+        made = [(Path(clone) / out / "00001.png").read_bytes() for out in ("out", "ranks")]
+    model = find_model(None)
+    plain = PlainPipeline(model.name).png(make_request({"prompt": CAPTIONS[0]}, model))
+    return {"ranks": ranks, "seconds": seconds, **compare([(each, plain) for each in made])}
+
+
+def try_prompts(number: int, replicas: int, ranks: int) -> dict[str, Any]:
+    """A file of ``number`` prompts on replicas, of which a rank is killed once half of them are written."""
+    from para_core.fleet import batch
+    from para_core.fleet.group import Shape
+
+    model = find_model(None)
+    written: dict[int, float] = {}
+    killed: list[float] = []
+    with tempfile.TemporaryDirectory() as folder:
+        file, out = Path(folder) / "prompts.jsonl", Path(folder) / "out"
+        out.mkdir()
+        file.write_text("\n".join(json.dumps({"prompt": CAPTIONS[i % 4], **SMALL}) for i in range(number)))
+        lines, problems = read_prompts(file, model, {})
+        start = time.perf_counter()
+
+        def write(line: Line, result: Result) -> None:
+            write_result(out, line.name, result.outputs, {"line": line.number, **result.metadata})
+            written[line.number] = time.perf_counter() - start
+            if len(written) == number // 2:
+                os.kill(rank_processes()[0], signal.SIGKILL)
+                killed.append(time.perf_counter() - start)
+
+        problems += batch.generate_lines(
+            lines, Recipe(model.name), Shape(ranks), replicas, format_="png", fps=16, write=write
+        )
+        seconds = time.perf_counter() - start
+        plain = PlainPipeline(model.name)
+        some = lines[:: max(1, number // COMPARED)][:COMPARED]
+        compared = compare([((out / f"{line.name}.png").read_bytes(), plain.png(line.request)) for line in some])
+        files = len(list(out.glob("*.png")))
+    return {
+        "prompts": number,
+        "replicas": replicas,
+        "ranks": ranks,
+        "files": files,
+        "lost": number - files,
+        "problems": [problem.reason for problem in problems],
+        "seconds_to_first": min(written.values()),
+        "seconds_to_kill": killed[0],
+        "seconds": seconds,
+        **compared,
+    }
+
+
+def connect(body: dict[str, Any]) -> http.client.HTTPConnection:
+    connection = http.client.HTTPConnection(HOST, PORT, timeout=600)
+    connection.request("POST", PATH, json.dumps(body), {"Content-Type": "application/json"})
+    return connection
+
+
+def ask(body: dict[str, Any]) -> tuple[int, bytes, float]:
+    """``(status, the image or the error, seconds)``."""
+    start = time.perf_counter()
+    with contextlib.closing(connect(body)) as connection:
+        response = connection.getresponse()
+        text = response.read()
+    image = base64.b64decode(json.loads(text)["data"][0]["b64_json"]) if response.status == 200 else text
+    return response.status, image, time.perf_counter() - start
+
+
+def leave_amid(body: dict[str, Any]) -> int:
+    """Go away once the stream has told a step; the number of that step."""
+    with contextlib.closing(connect({**body, "stream": True})) as connection:
+        response = connection.getresponse()
+        while line := response.readline():
+            event = json.loads(line[5:]) if line.startswith(b"data:") else {}
+            if event.get("type") == "progress":
+                return int(event["step"])
+    raise RuntimeError("the stream ended before a step was told.")
+
+
+def look(path: str) -> bytes:
+    with contextlib.closing(http.client.HTTPConnection(HOST, PORT, timeout=60)) as connection:
+        connection.request("GET", path)
+        return connection.getresponse().read()
+
+
+def metric(name: str) -> float:
+    lines = [line.rpartition(" ") for line in look("/metrics").decode().splitlines()]
+    return float(next((value for key, _, value in lines if key == name), 0.0))
+
+
+def wait_until(reached: Any, what: str, seconds: float = 300.0) -> float:
+    """Seconds until ``reached()``."""
+    start = time.perf_counter()
+    while not reached():
+        if time.perf_counter() - start > seconds:
+            raise TimeoutError(f"{what}: not within {seconds:g} s.")
+        time.sleep(0.05)
+    return time.perf_counter() - start
+
+
+def ready() -> int:
+    return int(json.loads(look("/health"))["ready"])
+
+
+def try_clients(clients: int, leaving: int, long_steps: int) -> dict[str, Any]:
+    """``clients`` at once, of which some ask for many steps, and leave after one of them."""
+    body = {"prompt": CAPTIONS[0], "seed": 0, **SMALL}
+    alone = statistics.median(ask(body)[2] for _ in range(5))
+    steps = metric("para_core_steps_total")
+    start = time.perf_counter()
+    with ThreadPoolExecutor(clients) as threads:
+        # Those that leave are sent first, and run for as long as they stay.
+        left = [threads.submit(leave_amid, {**body, "steps": long_steps}) for _ in range(leaving)]
+        stay = [{**body, "prompt": CAPTIONS[i % 4], "seed": i} for i in range(clients - leaving)]
+        answers = list(threads.map(ask, stay))
+        for future in left:
+            future.result()
+    seconds = time.perf_counter() - start
+    freed = wait_until(lambda: metric("para_core_requests_accepted") == 0, "requests that were left")
+    status, _, after = ask(body)
+    served = sum(status == 200 for status, _, _ in answers)
+    # Steps of those that stayed, and of the request after all, are no steps of those that left.
+    done = metric("para_core_steps_total") - steps - (served + (status == 200)) * SMALL["steps"]
+    plain, model = PlainPipeline(find_model(None).name), find_model(None)
+    compared = compare(
+        [(answers[i][1], plain.png(make_request(stay[i], model))) for i in range(COMPARED) if answers[i][0] == 200]
+    )
+    return {
+        "clients": clients,
+        "left": leaving,
+        "served": served,
+        "cancelled": int(metric('para_core_requests_total{outcome="cancelled"}')),
+        "failed": int(metric('para_core_requests_total{outcome="failed"}')),
+        "steps_of_cancelled": int(done),
+        "steps_asked_by_cancelled": leaving * long_steps,
+        "seconds": seconds,
+        "seconds_until_free": freed,
+        "seconds_alone": alone,
+        "seconds_after": after,
+        **compared,
+    }
+
+
+def try_death(replicas: int, requests: int) -> dict[str, Any]:
+    """A rank is killed while ``requests`` run and wait, each of which may be tried once more."""
+    body = {"prompt": CAPTIONS[1], **SMALL, "steps": 40}
+    restored: list[float] = []
+    before = metric("para_core_steps_total")
+    with ThreadPoolExecutor(requests) as threads:
+        asked = [threads.submit(ask, {**body, "seed": seed}) for seed in range(requests)]
+        wait_until(lambda: metric("para_core_steps_total") > before + 2, "a step")
+        os.kill(rank_processes()[0], signal.SIGKILL)
+        start = time.perf_counter()
+        wait_until(lambda: ready() < replicas, "the death")
+        noticed = time.perf_counter() - start
+        wait_until(lambda: ready() == replicas, "the replica")
+        restored.append(time.perf_counter() - start)
+        answers = [future.result() for future in asked]
+    return {
+        "requests": requests,
+        "answered": sum(status == 200 for status, _, _ in answers),
+        "lost": sum(status != 200 for status, _, _ in answers),
+        "deaths": int(metric("para_core_replica_deaths_total")),
+        "seconds_until_noticed": noticed,
+        "seconds_until_it_serves": restored[0],
+    }
+
+
+def try_server(replicas: int, ranks: int, clients: int, leaving: int) -> dict[str, Any]:
+    from benchmarks.serving.load import replica_server
+    from para_core.fleet.limits import Limits
+
+    model, limits = find_model(None), Limits(waiting=clients, seconds=600, retries=1)
+    start = time.perf_counter()
+    with replica_server(model, limits, PORT, replicas, ranks):
+        found: dict[str, Any] = {"replicas": replicas, "ranks": ranks, "seconds_to_start": time.perf_counter() - start}
+        found["clients"] = try_clients(clients, leaving, long_steps=200)
+        found["death"] = try_death(replicas, 3 * replicas)
+    return found
+
+
+def table(results: dict[str, Any]) -> list[str]:
+    """Of the page."""
+    first, prompts, server = (results[part] for part in PARTS)
+    taken = first["seconds"]
+    clients, death = server["clients"], server["death"]
+    shape = f"{server['replicas']} replicas × {server['ranks']} rank{'s' * (server['ranks'] > 1)}"
+    return [
+        "| | |",
+        "| --- | --- |",
+        f"| a fresh clone: installed, with Ray and what tests need | {taken['clone'] + taken['install']:.0f} s |",
+        (
+            f"| there, the first image: one process; {first['ranks']} ranks | {taken['image']:.0f} s; {taken['image_on_ranks']:.0f} s; pixels "
+            f"differ by at most {first['largest_difference']} of 255 from one plain pipeline's |"
+        ),
+        (
+            f"| {prompts['prompts']} prompts on {prompts['replicas']} replicas × {prompts['ranks']} ranks, a rank killed after "
+            f"{prompts['prompts'] // 2} | {prompts['files']} images, {prompts['lost']} lost, {prompts['seconds']:.0f} s "
+            f"(the first after {prompts['seconds_to_first']:.0f} s, killed at {prompts['seconds_to_kill']:.0f} s) |"
+        ),
+        (
+            f"| {prompts['compared']} of these images beside one plain pipeline's | {prompts['equal_bytes']} with the same bytes; "
+            f"pixels differ by at most {prompts['largest_difference']} of 255 |"
+        ),
+        (
+            f"| {clients['clients']} clients at once on {shape}, of which {clients['left']} leave | {clients['served']} served, "
+            f"{clients['cancelled']} cancelled, {clients['failed']} failed, {clients['seconds']:.1f} s |"
+        ),
+        (
+            f"| steps that the {clients['left']} had done | {clients['steps_of_cancelled']} of "
+            f"{clients['steps_asked_by_cancelled']} |"
+        ),
+        (
+            f"| {clients['compared']} of the images served beside one plain pipeline's | {clients['equal_bytes']} with the same "
+            f"bytes; pixels differ by at most {clients['largest_difference']} of 255 |"
+        ),
+        f"| the next request, alone | {clients['seconds_after']:.2f} s (before: {clients['seconds_alone']:.2f} s) |",
+        (
+            f"| a rank killed with {death['requests']} requests accepted, `--retries 1` | {death['answered']} answered, "
+            f"{death['lost']} lost |"
+        ),
+        (
+            f"| until its replica serves again | {death['seconds_until_it_serves']:.1f} s (noticed after "
+            f"{death['seconds_until_noticed']:.1f} s) |"
+        ),
+    ]
+
+
+def write_page(results: dict[str, Any]) -> None:
+    PAGE.write_text(fill(PAGE.read_text(), {"fleet_trials": table(results)}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=(*PARTS, "page"))
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=2)
+    options = parser.parse_args()
+    file = RESULTS / "fleet_trials.json"
+    results = json.loads(file.read_text()) if file.is_file() else {}
+    torch.set_num_threads(1)
+    if options.part == "first":
+        results["first"] = try_first(options.ranks)
+    elif options.part == "prompts":
+        results["prompts"] = try_prompts(50, options.replicas, options.ranks)
+    elif options.part == "server":
+        results["server"] = try_server(options.replicas, options.ranks, 20, 5)
+    if options.part != "page":
+        print(json.dumps(results[options.part], indent=2))
+        results.pop("environment", None)
+        write_results("fleet_trials", results, "diffusers", "ray")
+    if all(part in results for part in PARTS):
+        write_page(results)
+
+
+if __name__ == "__main__":
+    main()
