@@ -59,26 +59,24 @@ def test_a_named_backend_that_the_users_switches_forbid_is_an_error():
         assert chosen("math", query, value, masked=False) == "math"
         for function in (local_attention, local_attention_with_lse, continued_attention):
             arguments = (Merged(), query, key, value) if function is continued_attention else (query, key, value)
-            with pytest.raises(RuntimeError, match="backend='flash' is switched off by sdpa_kernel"):
+            with pytest.raises(RuntimeError, match=r"flash.* sdpa_kernel\("):
                 function(*arguments, backend="flash")
-        with pytest.raises(RuntimeError, match="backend='flash' is switched off"):
+        with pytest.raises(RuntimeError, match=r"flash.* sdpa_kernel\("):
             require_backend(query, value, backend="flash")
 
 
 def test_a_backend_that_nobody_has_is_an_error():
-    with pytest.raises(
-        ValueError, match="backend is 'xformers'; expected one of flash, efficient, cudnn, math, triton"
-    ):
+    with pytest.raises(ValueError, match=r"xformers.*flash, efficient, cudnn, math, triton"):
         AttnOptions(backend="xformers")
 
 
 def test_triton_without_a_gpu_is_an_error_that_says_so():
     query, key, value = make(5, 7)
-    with pytest.raises(RuntimeError, match="needs a CUDA device, and query is on the CPU"):
+    with pytest.raises(RuntimeError, match=r"triton.* CUDA .*CPU.*TRITON_INTERPRET=1"):
         local_attention(query, key, value, backend="triton")
-    with pytest.raises(RuntimeError, match=r"this is torch\.float64 with 16"):
+    with pytest.raises(RuntimeError, match=r"triton.*float32.* 256.* torch\.float64 .*16"):
         require_backend(query.double(), value.double(), backend="triton")
-    with pytest.raises(RuntimeError, match=r"this is torch\.float32 with 264"):
+    with pytest.raises(RuntimeError, match=r"triton.*float32.* 256.* torch\.float32 .*264"):
         require_backend(query.new_empty(1, 1, 1, 264), value, backend="triton")
 
 
@@ -93,11 +91,11 @@ def test_flash_that_a_gpu_has_not_for_a_mask_or_a_rectangle_is_an_error():
     query, key, value = (x.half().to("meta") for x in make(5, 7))  # meta: the kernels of CUDA
     mask = torch.ones(1, 1, 1, 7, dtype=torch.bool, device="meta")
     for function in (local_attention, local_attention_with_lse):
-        with pytest.raises(RuntimeError, match='backend="flash" takes no attn_mask on a GPU'):
+        with pytest.raises(RuntimeError, match=r"flash.* attn_mask"):
             function(query, key, value, mask=mask, backend="flash")
-        with pytest.raises(RuntimeError, match="these are 5 queries and 7 keys"):
+        with pytest.raises(RuntimeError, match=r"flash.* 5 .*7 "):
             function(query, key, value, is_causal=True, backend="flash")
-    with pytest.raises(RuntimeError, match='backend="flash" takes no attn_mask'):
+    with pytest.raises(RuntimeError, match=r"flash.* attn_mask"):
         require_backend(query, value, mask=mask, backend="flash")
     require_backend(query, value, backend="flash")
     out, _ = local_attention_with_lse(query, key[:, :, :5], value[:, :, :5], is_causal=True, backend="flash")
@@ -133,7 +131,7 @@ def test_the_named_backend_computes_on_one_rank_too(monkeypatch, compiled):
 def test_the_triton_kernel_computes_on_one_rank_or_says_why_it_does_not():
     tensors = [x.half() for x in make(5, 7)]
     with torch.no_grad(), UnifiedAttnMode(one_rank("cpu"), backend="triton"):
-        with pytest.raises(RuntimeError, match='backend="triton" needs a CUDA device'):
+        with pytest.raises(RuntimeError, match=r"triton.* CUDA .*CPU"):
             F.scaled_dot_product_attention(*tensors)
         with interpreted(), Names() as names:
             out = F.scaled_dot_product_attention(*tensors, is_causal=True)
@@ -151,7 +149,7 @@ def test_what_pytorch_has_for_cuda_alone_says_so_on_a_cpu(backend, with_gradient
     query.requires_grad_(with_gradient)
     with (
         UnifiedAttnMode(one_rank("cpu"), backend=backend),
-        pytest.raises(RuntimeError, match=f'backend="{backend}" needs a CUDA device, and query is on the CPU'),
+        pytest.raises(RuntimeError, match=rf"{backend}.* CUDA .*CPU"),
     ):
         F.scaled_dot_product_attention(query, key, value)
 

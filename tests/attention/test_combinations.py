@@ -136,7 +136,7 @@ def test_a_mask_for_the_whole_batch_is_cut_as_the_batch_was(rank_pool, what):
 
 
 def test_dropout_of_multihead_attention_is_an_error_in_a_batch_too(rank_pool):
-    with pytest.raises(RankPoolError, match=r"dropout_p=0\.3 cannot be the same on several ranks"):
+    with pytest.raises(RankPoolError, match=r"ValueError: .*dropout_p=0\.3 "):
         rank_pool.run(attend_in_batch, 2, "dropout")
 
 
@@ -157,7 +157,7 @@ def compile_what_is_refused(what):
 
 @pytest.mark.parametrize(
     ("what", "message"),
-    [("made inside", "outside of the compiled function"), ("attn_func", "attn_func takes no is_causal")],
+    [("made inside", "RuntimeError: .*BlockSparseAttnMode"), ("attn_func", "RuntimeError: .*attn_func.* is_causal")],
 )
 def test_what_a_compiled_function_cannot_hold_is_an_error_that_says_so(rank_pool, what, message):
     with pytest.raises(RankPoolError, match=message):

@@ -1,5 +1,7 @@
 """What SDPA takes besides four dims of one dtype, and what is refused by a sentence."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -69,11 +71,11 @@ def refuse(assume_equal):
     distributed = DTensor.from_local(q, mesh["ulysses"], [Replicate()])
     with torch.no_grad(), UnifiedAttnMode(mesh, assume_equal=assume_equal) as mode:
         mode.intercepted = True
-        with pytest.raises(TypeError, match="query is a nested tensor; attention over several ranks takes dense ones"):
+        with pytest.raises(TypeError, match=r"query.* nested tensor"):
             mode.attend(nested, nested, nested)
         with pytest.raises(TypeError, match=r"key is a DTensor.*x\.to_local\(\)"):
             mode.attend(q, distributed, v)
-        with pytest.raises(TypeError, match="value is a list; expected a tensor"):
+        with pytest.raises(TypeError, match=r"value.* list"):
             mode.attend(q, k, [1.0])
 
 
@@ -129,7 +131,7 @@ def test_a_pinned_backend_that_is_missing_is_an_error_on_ranks_with_nothing_to_c
     for rank, (message, after) in enumerate(
         rank_pool.run(pin_a_backend, ring * ulysses, ring, ulysses, heads, assume_equal)
     ):
-        assert "no attention backend is left" in message
+        assert re.search(r"sdpa_kernel\(.* EFFICIENT_ATTENTION.* torch.float32 .*8 and 8 ", message)
         assert relative_error(after, whole.chunk(ring * ulysses, dim=2)[rank]) < 1e-5
 
 

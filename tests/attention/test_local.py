@@ -225,9 +225,9 @@ def test_without_a_backend_a_rank_that_has_nothing_to_compute_raises_like_the_ot
             require_backend(query, key)
         if 0 not in lengths:
             out, lse = torch.empty_like(query), torch.empty(query.shape[:3])
-            with pytest.raises(RuntimeError, match="no attention backend is left"):
+            with pytest.raises(RuntimeError, match=r"sdpa_kernel\(.*head dims 16 and 16 "):
                 local_attention_with_lse(query, key, key)
-            with pytest.raises(RuntimeError, match="no attention backend is left"):
+            with pytest.raises(RuntimeError, match=r"sdpa_kernel\(.*head dims 16 and 16 "):
                 local_attention_backward(out, query, key, key, out, lse)
 
 
@@ -235,9 +235,9 @@ def test_the_verdict_about_backends_includes_head_dims_and_mask_and_costs_nothin
     query, value, mask = torch.randn(1, 2, 5, 16), torch.randn(1, 2, 5, 8), torch.ones(1, 1, 5, 5, dtype=torch.bool)
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
         require_backend(query, query, mask=mask)
-        with pytest.raises(RuntimeError, match="head dims 16 and 8"):
+        with pytest.raises(RuntimeError, match="head dims 16 and 8 "):
             require_backend(query, value)
-        with pytest.raises(RuntimeError, match=r"with a mask of torch\.bool"):
+        with pytest.raises(RuntimeError, match=r"sdpa_kernel\(.*mask.* torch\.bool"):
             require_backend(query, value, mask=mask)
     with Operators() as operators:
         require_backend(query, value, mask=mask)

@@ -1,5 +1,7 @@
 """What else a call can be given: attention of the user's own, chunks of heads, replicated keys, torch.func."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -118,9 +120,9 @@ def test_a_ring_says_that_it_needs_lse_and_ulysses_does_not(rank_pool):
     for rank, out in enumerate(rank_pool.run(attend_without_lse, 2, 1, 2, False)):
         assert relative_error(out, whole.tensor_split(2, dim=2)[rank]) < 1e-5
     for error in rank_pool.run_expecting_errors(attend_without_lse, 3, 3, 1, False):
-        assert "attn_func returned out alone, and a ring of 3 ranks merges" in str(error)
+        assert re.search(r"attn_func.* out .*ring of 3 ranks", str(error))
     for error in rank_pool.run_expecting_errors(attend_without_lse, 2, 1, 2, True):
-        assert "attn_func returned out alone, and is_causal over several ranks merges" in str(error)
+        assert re.search(r"attn_func.* out .*is_causal", str(error))
 
 
 def attend_to_replicated_keys(ring, ulysses):
@@ -156,7 +158,7 @@ def test_keys_said_to_be_replicated_and_masks_said_to_be_local(rank_pool, ring, 
         for out, whole in zip(outs, expected, strict=True):
             assert relative_error(out, whole) < 1e-5
         assert len(errors) == 1
-        assert "holds replicated ones, and they may be first or last" in errors[0]
+        assert re.search(r"cp\.using\(.*replicated=True", errors[0])
 
 
 def attend_with_a_gathered_mask(ring, ulysses):
@@ -187,7 +189,7 @@ def test_a_local_mask_of_one_token_is_gathered_in_a_graph(rank_pool):
 
 def test_without_an_exchange_a_local_mask_is_not_guessed_where_a_rank_has_one_token():
     layout = even_layout(7, 4)  # 2, 2, 2, 1
-    with pytest.raises(ValueError, match="Another rank's part is 1, which there means broadcast"):
+    with pytest.raises(ValueError, match=r"attn_mask has key dim 2.* 7"):
         mask_extents([(1, 2)], layout, layout, [0])
     assert mask_extents([(1, 2), (1, 2), (1, 2), (1, 1)], layout, layout, range(4)) == MaskExtents("broadcast", "local")
 
@@ -195,7 +197,7 @@ def test_without_an_exchange_a_local_mask_is_not_guessed_where_a_rank_has_one_to
 def test_without_an_exchange_a_mask_is_not_guessed_where_one_rank_holds_all_tokens():
     layout = SequenceLayout((Segment("one", 1), Segment("other", 1)), 2)  # 2 and 0 tokens
     for size in (2, 0):
-        with pytest.raises(ValueError, match=r"attn_mask has key dim .* one rank holds all"):
+        with pytest.raises(ValueError, match=rf"attn_mask has key dim {size}.* 2 tokens"):
             mask_extents([(1, size)], layout, layout, [size // 2])
     assert mask_extents([(1, 2), (1, 0)], layout, layout, range(2)) == MaskExtents("broadcast", "local")
     assert mask_extents([(1, 2), (1, 2)], layout, layout, range(2)) == MaskExtents("broadcast", "global")

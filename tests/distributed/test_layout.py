@@ -94,7 +94,7 @@ def test_layouts_are_values():
 
 
 def test_a_layout_without_segments_is_an_error():
-    with pytest.raises(ValueError, match="at least one Segment, got none"):
+    with pytest.raises(ValueError, match="Segment"):
         SequenceLayout((), ranks=2)
 
 

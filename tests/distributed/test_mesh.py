@@ -2,6 +2,7 @@
 
 import doctest
 import os
+import re
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib import import_module
@@ -71,8 +72,7 @@ def test_mesh_dims_have_the_documented_sizes(num_ranks, maxima, expected):
 def test_ranks_left_over_are_an_error_that_names_the_sizes_that_fit():
     with pytest.raises(
         ValueError,
-        match=r"8 ranks do not fit: batch 1 × ring 2 × ulysses 2 uses 4 of them\. max_ring_dim_size=4, "
-        "max_ulysses_dim_size=4 or max_batch_dim_size=2 would fit",
+        match=r"^8 ranks.* batch 1 × ring 2 × ulysses 2 .*4 .*max_ring_dim_size=4, max_ulysses_dim_size=4 .*max_batch_dim_size=2",
     ):
         shape(8, ring=2, ulysses=2)
     for fitting in ({"ring": 4, "ulysses": 2}, {"ring": 2, "ulysses": 4}, {"batch": 2, "ring": 2, "ulysses": 2}):
@@ -92,7 +92,7 @@ def test_each_dim_is_the_largest_divisor_that_is_left_and_every_rank_is_used(num
     elif ring is None:
         expected[1], left = left, 1
     if left > 1:
-        with pytest.raises(ValueError, match=f"{num_ranks} ranks do not fit"):
+        with pytest.raises(ValueError, match=rf"^{num_ranks} ranks .*batch .*ring .*ulysses "):
             shape(num_ranks, batch, ring, ulysses)
     else:
         assert shape(num_ranks, batch, ring, ulysses) == tuple(expected)
@@ -113,23 +113,23 @@ def test_the_sizes_that_the_error_names_do_fit(num_ranks, batch, ring, ulysses):
 
 @pytest.mark.parametrize("maximum", [0, -1])
 def test_a_maximum_below_one_is_an_error(maximum):
-    with pytest.raises(ValueError, match=f"max_ring_dim_size is {maximum}; expected at least 1"):
+    with pytest.raises(ValueError, match=rf"max_ring_dim_size.* {maximum};.* 1"):
         shape(4, ring=maximum)
 
 
 @pytest.mark.parametrize("maximum", [2.0, "2", True])
 def test_a_maximum_that_is_no_integer_is_an_error(maximum):
-    with pytest.raises(TypeError, match=r"max_ulysses_dim_size is .*; expected a positive integer"):
+    with pytest.raises(TypeError, match=rf"max_ulysses_dim_size.* {maximum!r}"):
         shape(4, ulysses=maximum)
 
 
 def test_without_a_process_group_the_error_says_how_to_start_one():
-    with pytest.raises(RuntimeError, match=r"needs a process group, and none is initialised.*torchrun"):
+    with pytest.raises(RuntimeError, match=r"init_process_group.*torchrun|torchrun.*init_process_group"):
         init_context_parallel_mesh("cpu")
 
 
 def test_what_is_no_mesh_is_an_error():
-    with pytest.raises(TypeError, match="mesh is a str; expected a DeviceMesh or a ProcessGroup"):
+    with pytest.raises(TypeError, match=r"mesh.* str.* DeviceMesh .*ProcessGroup"):
         UnifiedAttnMode("cuda")
 
 
@@ -139,14 +139,13 @@ def test_ranks_with_a_gpu_of_their_own_on_any_host_are_fine():
 
 def test_ranks_of_a_host_that_are_all_on_one_gpu_are_told_of_set_device():
     message = shared_gpu({4: ("b", "1"), 5: ("a", "0"), 6: ("a", "0"), 7: ("a", "0")})
-    assert "ranks [5, 6, 7] on host a all have the current device 0" in message
-    assert "set_device was not called" in message
+    assert re.search(r"ranks \[5, 6, 7\] on host a .*device 0", message)
     assert "Call torch.cuda.set_device(torch.distributed.get_node_local_rank())" in message
 
 
 def test_two_ranks_that_share_one_gpu_of_several_are_named():
     message = shared_gpu({0: ("a", "0"), 1: ("a", "1"), 2: ("a", "1")})
-    assert "ranks [1, 2] on host a all have the current device 1" in message
+    assert re.search(r"ranks \[1, 2\] on host a .*device 1", message)
     assert "more ranks than GPUs" in message
 
 
@@ -390,16 +389,16 @@ def wrong_meshes():
 
 def test_meshes_that_do_not_fit_are_errors(rank_pool):
     for rank, messages in enumerate(rank_pool.run(wrong_meshes, 4)):
-        assert "ValueError: RingAttnMode got a mesh whose 'ulysses' dim has 2 ranks; expected 1" in messages["ring"]
-        assert "ValueError: UlyssesAttnMode got a mesh whose 'ring' dim has 2 ranks; expected 1" in messages["ulysses"]
-        assert "ValueError: mesh has dims ('dp', 'tp'); expected a dim named 'ring'" in messages["names"]
-        assert "ValueError: mesh has 1 unnamed dim(s)" in messages["unnamed"]
-        assert "['replica'] mean nothing here" in messages["replica"]
+        assert re.match(r"ValueError: RingAttnMode .*'ulysses' .*2 .*1", messages["ring"])
+        assert re.match(r"ValueError: UlyssesAttnMode .*'ring' .*2 .*1", messages["ulysses"])
+        assert re.match(r"ValueError: .*\('dp', 'tp'\).* 'ring'", messages["names"])
+        assert re.match(r"ValueError: mesh .*1 unnamed", messages["unnamed"])
+        assert "['replica']" in messages["replica"]
         assert "mesh['ring', 'ulysses']" in messages["replica"]
         assert "no error" not in messages["product"]
-        assert "4 ranks do not fit: batch 1 × ring 2 × ulysses 1 uses 2 of them" in messages["left over"]
+        assert re.search(r"4 ranks .*batch 1 × ring 2 × ulysses 1 .*2 ", messages["left over"])
         if rank > 1:
-            assert f"ValueError: rank {rank} is not part of the mesh" in messages["outside"]
+            assert re.match(rf"ValueError: rank {rank} .*mesh", messages["outside"])
             assert "not part of" in messages["outside group"] or "expected a DeviceMesh" in messages["outside group"]
 
 

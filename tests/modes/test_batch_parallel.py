@@ -126,8 +126,8 @@ def attend_with(mask_samples=None, dropout_p=0.0):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mask_samples": 7}, r"attn_mask \[7, 1, 1, 11\] is for 7 samples; expected 1, 3 .* or 5 \(the whole batch\)"),
-        ({"dropout_p": 0.1}, "dropout_p=0.1 cannot be the same on several ranks"),
+        ({"mask_samples": 7}, r"ValueError: attn_mask \[7, 1, 1, 11\] .*7 .* 1, 3 .* 5 "),
+        ({"dropout_p": 0.1}, r"ValueError: .*dropout_p=0\.1 "),
     ],
 )
 def test_what_does_not_fit_is_an_error(rank_pool, options, message):
@@ -140,5 +140,5 @@ def make_mode_on_a_mesh_without_batch():
 
 
 def test_a_mesh_without_a_batch_dim_is_an_error(rank_pool):
-    with pytest.raises(RankPoolError, match=r"mesh has dims \('ulysses',\); expected a dim named 'batch'"):
+    with pytest.raises(RankPoolError, match=r"ValueError: .*\('ulysses',\).* 'batch'"):
         rank_pool.run(make_mode_on_a_mesh_without_batch, 2)

@@ -94,36 +94,32 @@ def test_forty_sequences_of_even_length_need_no_comparison():
     segments = tuple(Segment("x", 8 * i) for i in range(1, 41))
     found = sequence_of_length(100, segments, 3, 8, kind="query", ordered=False)
     assert found.total == 800
-    with pytest.raises(ValueError, match="one of several orders"):
+    with pytest.raises(ValueError, match=r"query of 800 .*is_causal.*cp\.using"):
         sequence_of_length(100, segments, 3, 8, kind="query", ordered=True)
 
 
 def test_forty_sequences_that_conflict_are_an_error_on_every_rank():
     segments = tuple(Segment("x", 8 * i + i % 3) for i in range(1, 41))
     for rank, held in enumerate(SequenceLayout(segments[:20], 8).sizes()):
-        with pytest.raises(ValueError, match=r"would fit on some rank|more than 4096 concatenations.*cp\.using"):
+        with pytest.raises(ValueError, match=rf"query (has|of) {held} .*cp\.using"):
             sequence_of_length(held, segments, rank, 8, kind="query", ordered=False)
 
 
 def test_many_choices_that_are_alike_are_an_error_that_names_the_way_out():
     # The last is uneven, so ranks differ; it is in no choice that sums to 3 on the first rank, and 2 on the second.
     segments = (*(Segment("x", 2 * i) for i in range(1, 40)), Segment("x", 50_001))
-    with pytest.raises(
-        ValueError, match=r"query of 300 tokens fits more than 4096 concatenations.*Say which with cp\.using"
-    ):
+    with pytest.raises(ValueError, match=r"query of 300 .*4096 .*cp\.using"):
         sequence_of_length(150, segments, 0, 2, kind="query", ordered=False)
 
 
 def test_in_a_graph_more_than_eight_sequences_are_an_error_that_names_the_way_out():
     segments = tuple(Segment("x", 100 * i) for i in range(1, 10))
-    with pytest.raises(ValueError, match=r"9 sequences were sharded.*Say which one key is of with cp\.using"):
+    with pytest.raises(ValueError, match=r"^9 sequences .*key .*cp\.using"):
         sequence_of_symbolic_length(50, segments, 0, 2, kind="key", ordered=False)
 
 
 def test_an_error_lists_what_is_known_but_not_all_concatenations_of_many():
     segments = tuple(Segment("x", 10 * i) for i in range(1, 41))
-    with pytest.raises(
-        ValueError, match=r"key has 3 tokens on this rank, which fits nothing .*200 of 400, and conc"
-    ) as error:
+    with pytest.raises(ValueError, match=r"key has 3 .*200 of 400.*cp\.using") as error:
         sequence_of_length(3, segments, 0, 2, kind="key", ordered=False)
     assert len(str(error.value)) < 1000

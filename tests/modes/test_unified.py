@@ -1,6 +1,7 @@
 """What a mode intercepts, remembers and forgets."""
 
 import gc
+import re
 import threading
 import warnings
 
@@ -178,9 +179,9 @@ def call_what_no_mode_sees():
 
 def test_attention_that_no_mode_sees_is_an_error_that_names_the_way_out(rank_pool):
     for messages, error in rank_pool.run(call_what_no_mode_sees, 2):
-        assert "computes attention without scaled_dot_product_attention" in messages["native"]
+        assert "_native_multi_head_attention" in messages["native"]
         assert "UnifiedAttnMode.disable()" in messages["native"]
-        assert "need_weights=True asks for the whole attention matrix" in messages["weights"]
+        assert "need_weights=True" in messages["weights"]
         assert "attn_mask is [..., 4, 4]" in messages["mask"]
         assert error < 1e-6
 
@@ -357,7 +358,7 @@ def intercept_nothing():
 def test_intercepting_nothing_on_several_ranks_warns_once_per_mode(rank_pool):
     for first, again, other, one_rank, raised in rank_pool.run(intercept_nothing, 2):
         assert len(first) == len(other) == 1
-        assert "UnifiedAttnMode on 2 ranks intercepted no scaled_dot_product_attention" in first[0]
+        assert re.search(r"UnifiedAttnMode on 2 ranks .*scaled_dot_product_attention", first[0])
         assert __file__ in first[0], "the warning does not point at the with statement"
         assert again == one_rank == raised == []
 
@@ -486,8 +487,8 @@ def test_attention_is_over_what_was_cut_through_the_mode_and_its_concatenations(
             found = outs[name] if name == "image, text" else outs[name][::-1]
             assert relative_error(found[0], joint[:, :, :10]) < 1e-5
             assert relative_error(found[1], joint[:, :, 10:]) < 1e-5
-        assert "query has 3 tokens on this rank, which fits nothing that was sharded" in outs["unknown"]
-        assert "several sequences were sharded through this mode (of 10, 4 tokens)" in outs["ambiguous"]
+        assert re.search(r"query has 3 .*cp\.using", outs["unknown"])
+        assert re.search(r"10, 4 tokens.*sequence=", outs["ambiguous"])
         expected = on_one_device(6, 3, seed=2).chunk(2, dim=2)[rank]
         assert relative_error(outs["forgotten"], expected) < 1e-5
 
@@ -547,9 +548,9 @@ def test_an_explicit_layout_decides_before_what_was_cut(rank_pool):
     for outs in rank_pool.run(use_layouts, 2):
         assert relative_error(outs["using"], on_one_device(12)) < 1e-5
         assert relative_error(outs["layout="], on_one_device(12)) < 1e-5
-        assert "tokens, but the layout gives this rank" in outs["wrong"]
-        assert "the layout is for 4 ranks, but the mesh has 2" in outs["ranks"]
-        assert "key_layout was given without layout" in outs["key_layout alone"]
+        assert re.search(r"query has \d+ .*layout.*key_layout=", outs["wrong"])
+        assert re.search(r"layout .*4 ranks.* 2", outs["ranks"])
+        assert re.search(r"key_layout .*layout", outs["key_layout alone"])
 
 
 def run_alone():

@@ -73,21 +73,21 @@ def test_one_rank_needs_no_process_group_and_changes_nothing():
 
 
 BAD = {
-    "too many": (lambda: ContextParallelConfig(ring_degree=3), r"is 3 × 1 = 3, but there are 2 ranks"),
-    "none": (lambda: ContextParallelConfig(ring_degree=0), "ring_degree is 0; expected a positive integer"),
+    "too many": (lambda: ContextParallelConfig(ring_degree=3), r"ValueError: .*3 × 1 = 3.* 2 ranks"),
+    "none": (lambda: ContextParallelConfig(ring_degree=0), "ValueError: .*ring_degree.* 0"),
     "no such method": (
         lambda: ContextParallelConfig(ring_degree=2, rotate_method="p2p"),
-        "rotate_method is 'p2p'; expected 'alltoall'",
+        "ValueError: .*rotate_method.* 'p2p'.* 'alltoall'",
     ),
     "another mesh": (
         lambda: ContextParallelConfig(ring_degree=2, mesh=cpu_mesh(1, 2)),
-        r"the mesh has ring × ulysses = 1 × 2, but the degrees say 2 × None",
+        r"ValueError: .*ring × ulysses = 1 × 2.* 2 × None",
     ),
     "weights": (
         lambda: diffusers.ParallelConfig(tensor_parallel_config=diffusers.TensorParallelConfig(tp_degree=2)),
-        "holds a tensor_parallel_config; sequences are sharded here, not weights",
+        "ValueError: .*tensor_parallel_config",
     ),
-    "something else": (dict, r"parallel_config is \{\}; expected a ContextParallelConfig"),
+    "something else": (dict, r"TypeError: .*parallel_config.* \{\}.* ContextParallelConfig"),
 }
 
 

@@ -129,7 +129,7 @@ def test_a_plan_that_cuts_inside_the_model_is_exact(rank_pool, compiled):
 def apply_unfitting():
     model = Model()
     missing = Plan({"hidden_states": Split(1, "image")}, {"nothing": Gather(1, "image")}, ("image",))
-    with pytest.raises(ValueError, match="the plan names the module 'nothing', which Model does not have"):
+    with pytest.raises(ValueError, match=r"'nothing'.* Model "):
         apply_plan(model, missing, sequence_mesh(cpu_mesh(1, 2)))
     assert type(model) is Model
     assert plan_mesh(model) is None
@@ -143,7 +143,7 @@ def cut_entries():
     cutting, of_video = Cutting(sequence_mesh(cpu_mesh(1, 2))), Split(dim=0, like="video")
     whole = torch.arange(5.0)
     rule = Entries((None, of_video, of_video))
-    with pytest.raises(TypeError, match="rope is a tuple of 2; the plan takes it for a tuple of 3 entries"):
+    with pytest.raises(TypeError, match=r"rope.* tuple of 2.* 3 "):
         cutting.cut((whole, whole), rule, "rope")
     return cutting.cut((whole, (whole, whole), {"query": whole, "key": whole}), rule, "rope")
 
@@ -161,7 +161,7 @@ def test_a_replicated_segment_leaves_entries_that_go_with_it_as_they_are():
 
 def test_what_is_gathered_but_was_not_sharded_in_this_call_is_named():
     cutting = Cutting(one_rank("cpu"))
-    with pytest.raises(ValueError, match=r"segment 'image', which this call has not sharded: .*Known here: none\."):
+    with pytest.raises(ValueError, match=r"segment 'image'.* none\."):
         cutting.outputs(torch.ones(1, 2), (Gather(1, "image"),))
     cutting.cut(torch.ones(1, 2), Split(1, segment="image"), "hidden_states")
     assert cutting.outputs(torch.ones(1, 2), (Gather(1, "image"),)).shape == (1, 2)

@@ -27,7 +27,7 @@ def run_published_flux():
     outs = [
         transformer(**flux_inputs(num_image, num_text)).sample for num_image, num_text in ((63, 13), (1, 1), (10, 5))
     ]
-    with pytest.raises(ValueError, match=r"img_ids has 3 dims \[1, 10, 3\]; the plan splits a tensor of 2"):
+    with pytest.raises(ValueError, match=r"img_ids has 3 dims \[1, 10, 3\].* 2"):
         transformer(**{**flux_inputs(10, 5), "img_ids": torch.zeros(1, 10, 3)})
     remove_plan(transformer)
     assert type(transformer) is FluxTransformer2DModel
@@ -46,17 +46,17 @@ def test_flux_is_exact_under_the_plan_that_diffusers_publishes(rank_pool):
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        ({"": {"hidden_states": cut()}}, "must split 'hidden_states' and gather an output"),
-        ({"proj_out": GATHER}, "must split 'hidden_states' and gather an output"),
-        ({"": {"hidden_states": cut(), 0: cut(output=True)}, "proj_out": GATHER}, r"splits outputs \[0\] of the model"),
-        ({"": {"hidden_states": [cut(), cut()]}, "proj_out": GATHER}, "splits a list of tensors one by one"),
+        ({"": {"hidden_states": cut()}}, "'hidden_states' .*gather"),
+        ({"proj_out": GATHER}, "'hidden_states' .*gather"),
+        ({"": {"hidden_states": cut(), 0: cut(output=True)}, "proj_out": GATHER}, r"outputs \[0\]"),
+        ({"": {"hidden_states": [cut(), cut()]}, "proj_out": GATHER}, "list of tensors"),
         (
             {"": {"hidden_states": cut(output=True)}, "proj_out": GATHER},
-            "an input by its parameter and split_output=False",
+            "split_output=False",
         ),
         (
             {"": {"hidden_states": cut()}, "proj_out": 1},
-            "plan entry 'proj_out' is 1; expected something with 'gather_dim'",
+            "'proj_out' is 1.* 'gather_dim'",
         ),
     ],
 )

@@ -240,9 +240,9 @@ def make_mode(options):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"share": 0.0}, "share is 0.0; expected the share of the keys to keep"),
-        ({"share": 1.5}, "share is 1.5; expected"),
-        ({"share": 0.5, "window": 0}, "window is 0; expected a positive number"),
+        ({"share": 0.0}, r"ValueError: .*share.* 0\.0.* <= 1"),
+        ({"share": 1.5}, r"ValueError: .*share.* 1\.5.* <= 1"),
+        ({"share": 0.5, "window": 0}, "ValueError: .*window.* 0"),
     ],
 )
 def test_what_does_not_fit_is_an_error(rank_pool, options, message):
