@@ -1,6 +1,6 @@
 """Packing and unpacking in one launch each, whatever the number of ranks and tensors; see :mod:`para_core.kernels.exchange_reference`.
 
-A program copies some rows ``[D]`` of one head of one box. Each element is read once and written once. Copies know no dtype: the
+A program copies some rows ``[D]`` of one head of one region. Each element is read once and written once. Copies know no dtype: the
 kernel sees integers of as many bytes. Rounded to 8 bits, a row's largest amount is found in the registers that hold the row: no launch more.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from para_core.kernels.device_tables import kept_outside_graphs, new_table
 from para_core.kernels.eight_bits import from_e4m3, to_e4m3, to_int8
-from para_core.kernels.exchange_reference import LARGEST, SCALE_BYTES, Box
+from para_core.kernels.exchange_reference import LARGEST, SCALE_BYTES, CopyRegion
 
 MOST_TENSORS = 3
 NUM_WARPS = 4
@@ -29,18 +29,18 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @triton.jit
 def _copy_rows(
-    x, buffer, box, head, block, batch, units, x_batch, x_head, x_token, x_column,
+    x, buffer, region, head, block, batch, units, x_batch, x_head, x_token, x_column,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr, PACK: tl.constexpr,
     SCALE: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
     # The compiler sees a multiple of UNIT, and copies as much at once.
     width = units * UNIT
-    token = tl.load(box + 1)
-    num_tokens = tl.load(box + 2)
-    first_head = tl.load(box + 3)
-    num_heads = tl.load(box + 4)
-    offset = tl.multiple_of(tl.load(box + 5), ALIGNED)
-    step = tl.multiple_of(tl.load(box + 6), ALIGNED)
+    token = tl.load(region + 1)
+    num_tokens = tl.load(region + 2)
+    first_head = tl.load(region + 3)
+    num_heads = tl.load(region + 4)
+    offset = tl.multiple_of(tl.load(region + 5), ALIGNED)
+    step = tl.multiple_of(tl.load(region + 6), ALIGNED)
     num_rows = tl.where(head < num_heads, num_tokens * batch, 0)
     row = block * ROWS + tl.arange(0, ROWS).to(tl.int64)
     column = tl.arange(0, WIDTH)
@@ -89,7 +89,7 @@ def _read_rounded(x, of_buffer, column, inside, width, exists, SCALE: tl.constex
 # middle of a run, on one rank, for which the others wait.
 @triton.jit(do_not_specialize=["num_blocks", "most_heads", "batch", "x_width", "y_width", "z_width"])
 def exchange_kernel(
-    x, y, z, buffer, boxes, num_blocks, most_heads, batch, x_width, y_width, z_width,
+    x, y, z, buffer, regions, num_blocks, most_heads, batch, x_width, y_width, z_width,
     x_batch, x_head, x_token, x_column, y_batch, y_head, y_token, y_column, z_batch, z_head, z_token, z_column,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr, PACK: tl.constexpr,
     SCALE: tl.constexpr, LARGEST: tl.constexpr,
@@ -103,48 +103,48 @@ def exchange_kernel(
     head = (tl.program_id(0) % most_heads).to(tl.int64)
     of_box = tl.program_id(0) // most_heads
     block = (of_box % num_blocks).to(tl.int64)
-    box = boxes + (of_box // num_blocks) * 7
-    tensor = tl.load(box)
+    region = regions + (of_box // num_blocks) * 7
+    tensor = tl.load(region)
     if tensor == 0:
         _copy_rows(
-            x, buffer, box, head, block, batch, x_width, x_batch, x_head, x_token, x_column,
+            x, buffer, region, head, block, batch, x_width, x_batch, x_head, x_token, x_column,
             ROWS, WIDTH, UNIT, ALIGNED, PACK, SCALE, LARGEST,
         )  # fmt: skip
     elif tensor == 1:
         _copy_rows(
-            y, buffer, box, head, block, batch, y_width, y_batch, y_head, y_token, y_column,
+            y, buffer, region, head, block, batch, y_width, y_batch, y_head, y_token, y_column,
             ROWS, WIDTH, UNIT, ALIGNED, PACK, SCALE, LARGEST,
         )  # fmt: skip
     else:
         _copy_rows(
-            z, buffer, box, head, block, batch, z_width, z_batch, z_head, z_token, z_column,
+            z, buffer, region, head, block, batch, z_width, z_batch, z_head, z_token, z_column,
             ROWS, WIDTH, UNIT, ALIGNED, PACK, SCALE, LARGEST,
         )  # fmt: skip
 
 
-def pack(tensors: Sequence[Tensor], boxes: Sequence[Box], buffer: Tensor) -> Tensor:
+def pack(tensors: Sequence[Tensor], regions: Sequence[CopyRegion], buffer: Tensor) -> Tensor:
     """:func:`para_core.kernels.exchange_reference.pack`, of up to three tensors."""
-    _launch(*_as_integers(tensors, buffer), boxes, pack=True)
+    _launch(*_as_integers(tensors, buffer), regions, pack=True)
     return buffer
 
 
-def unpack(buffer: Tensor, boxes: Sequence[Box], tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+def unpack(buffer: Tensor, regions: Sequence[CopyRegion], tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """:func:`para_core.kernels.exchange_reference.unpack`, of up to three tensors."""
-    _launch(*_as_integers(tensors, buffer), boxes, pack=False)
+    _launch(*_as_integers(tensors, buffer), regions, pack=False)
     return tensors
 
 
-def pack_rounded(tensors: Sequence[Tensor], boxes: Sequence[Box], buffer: Tensor, to: torch.dtype) -> Tensor:
+def pack_rounded(tensors: Sequence[Tensor], regions: Sequence[CopyRegion], buffer: Tensor, to: torch.dtype) -> Tensor:
     """:func:`para_core.kernels.exchange_reference.pack_rounded`, of up to three tensors, bit for bit."""
-    _launch(tensors, buffer, boxes, pack=True, eight_bits=to)
+    _launch(tensors, buffer, regions, pack=True, eight_bits=to)
     return buffer
 
 
 def unpack_rounded(
-    buffer: Tensor, boxes: Sequence[Box], tensors: Sequence[Tensor], of: torch.dtype
+    buffer: Tensor, regions: Sequence[CopyRegion], tensors: Sequence[Tensor], of: torch.dtype
 ) -> Sequence[Tensor]:
     """:func:`para_core.kernels.exchange_reference.unpack_rounded`, into up to three tensors."""
-    _launch(tensors, buffer, boxes, pack=False, eight_bits=of)
+    _launch(tensors, buffer, regions, pack=False, eight_bits=of)
     return tensors
 
 
@@ -156,7 +156,7 @@ def _as_integers(tensors: Sequence[Tensor], buffer: Tensor) -> tuple[list[Tensor
 def _launch(
     tensors: Sequence[Tensor],
     buffer: Tensor,
-    boxes: Sequence[Box],
+    regions: Sequence[CopyRegion],
     *,
     pack: bool,
     eight_bits: torch.dtype | None = None,
@@ -164,21 +164,21 @@ def _launch(
     if len(tensors) > MOST_TENSORS:
         raise ValueError(f"{len(tensors)} tensors; expected at most {MOST_TENSORS}. Pack the others on their own.")
     batch = tensors[0].shape[0]
-    rows = batch * max([box.tokens for box in boxes], default=0)
-    most_heads = max([box.heads for box in boxes], default=0)
+    rows = batch * max([region.tokens for region in regions], default=0)
+    most_heads = max([region.heads for region in regions], default=0)
     if not rows * most_heads or not buffer.numel():
         return
-    # Every pointer has to be one, though no box may say so.
+    # Every pointer has to be one, though no region may say so.
     x, y, z = [*tensors, tensors[0], tensors[0]][:MOST_TENSORS]
     widths = [x.shape[3], y.shape[3], z.shape[3]]
     block = block_of(widths, x.element_size(), eight_bits)
     num_blocks = triton.cdiv(rows, block["ROWS"])
-    exchange_kernel[(num_blocks * most_heads * len(boxes),)](
+    exchange_kernel[(num_blocks * most_heads * len(regions),)](
         x,
         y,
         z,
         buffer,
-        _on_device(tuple(boxes), buffer.device),
+        _on_device(tuple(regions), buffer.device),
         num_blocks,
         most_heads,
         batch,
@@ -193,13 +193,13 @@ def _launch(
 
 
 @kept_outside_graphs
-def _on_device(boxes: tuple[Box, ...], device: torch.device) -> Tensor:
-    """Return the numbers of all boxes as one int64 tensor; made once for the shapes of a call."""
-    return new_table(list(chain.from_iterable(boxes)), torch.int64, device)
+def _on_device(regions: tuple[CopyRegion, ...], device: torch.device) -> Tensor:
+    """Return the numbers of all regions as one int64 tensor; made once for the shapes of a call."""
+    return new_table(list(chain.from_iterable(regions)), torch.int64, device)
 
 
 def block_of(widths: Sequence[int], size: int, eight_bits: torch.dtype | None) -> dict[str, Any]:
-    """The part of a box that a program copies, of elements of ``size`` bytes, and how it travels."""
+    """The part of a region that a program copies, of elements of ``size`` bytes, and how it travels."""
     columns = triton.next_power_of_2(max(widths))
     scale, aligned = (0, 16) if eight_bits is None else (SCALE_BYTES, SCALE_BYTES)
     return {

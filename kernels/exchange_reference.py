@@ -16,16 +16,16 @@ SCALE_BYTES = 4  # a float32
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
-class Box(NamedTuple):
+class CopyRegion(NamedTuple):
     """Some heads of some tokens of a tensor ``[B, H, S, D]``, and where they are in a flat buffer.
 
     There they lie as ``[tokens, B, heads, D]``, the rows ``[heads, D]`` of one token and sample behind those of the one before,
-    in steps that leave room for other boxes. Rounded, a head has D + 4 bytes in the place of D elements.
+    in steps that leave room for other regions. Rounded, a head has D + 4 bytes in the place of D elements.
 
     Args:
         tensor: which of those given.
         token, tokens, head, heads: the first, and how many.
-        offset: of the box in the buffer, in elements of it.
+        offset: of the region in the buffer, in elements of it.
         step: from one row to the next, in elements of the buffer; at least heads · D, rounded heads · (D + 4).
     """
 
@@ -38,43 +38,43 @@ class Box(NamedTuple):
     step: int
 
 
-def pack(tensors: Sequence[Tensor], boxes: Sequence[Box], buffer: Tensor) -> Tensor:
-    """Copy all boxes from the tensors into ``buffer``, which is returned.
+def pack(tensors: Sequence[Tensor], regions: Sequence[CopyRegion], buffer: Tensor) -> Tensor:
+    """Copy all regions from the tensors into ``buffer``, which is returned.
 
     Args:
         tensors: ``[B, H, S, D]``, of any strides and one dtype; B is the same for all, D need not be.
-        boxes: in the buffer no two overlap.
-        buffer: flat, contiguous. What no box covers stays as it is.
+        regions: in the buffer no two overlap.
+        buffer: flat, contiguous. What no region covers stays as it is.
     """
-    for box in boxes:
-        _in_buffer(box, tensors, buffer).copy_(_in_tensor(box, tensors))
+    for region in regions:
+        _in_buffer(region, tensors, buffer).copy_(_in_tensor(region, tensors))
     return buffer
 
 
-def unpack(buffer: Tensor, boxes: Sequence[Box], tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Copy all boxes from ``buffer`` into the tensors, which are returned; args as for :func:`pack`, no two overlap in a tensor."""
-    for box in boxes:
-        _in_tensor(box, tensors).copy_(_in_buffer(box, tensors, buffer))
+def unpack(buffer: Tensor, regions: Sequence[CopyRegion], tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Copy all regions from ``buffer`` into the tensors, which are returned; args as for :func:`pack`, no two overlap in a tensor."""
+    for region in regions:
+        _in_tensor(region, tensors).copy_(_in_buffer(region, tensors, buffer))
     return tensors
 
 
-def pack_rounded(tensors: Sequence[Tensor], boxes: Sequence[Box], buffer: Tensor, to: torch.dtype) -> Tensor:
+def pack_rounded(tensors: Sequence[Tensor], regions: Sequence[CopyRegion], buffer: Tensor, to: torch.dtype) -> Tensor:
     """:func:`pack` into a buffer of bytes, rounded to the nearest number of ``to``: int8 (halves upwards) or float8_e4m3fn (to even).
 
     A scale is the largest amount of a token and head, divided by that of ``to``, or 1 if it is 0. What is not finite makes all of its
     token and head NaN.
     """
-    for box in boxes:
-        _in_buffer(box, tensors, buffer, SCALE_BYTES).copy_(_rounded(_in_tensor(box, tensors), to))
+    for region in regions:
+        _in_buffer(region, tensors, buffer, SCALE_BYTES).copy_(_rounded(_in_tensor(region, tensors), to))
     return buffer
 
 
 def unpack_rounded(
-    buffer: Tensor, boxes: Sequence[Box], tensors: Sequence[Tensor], of: torch.dtype
+    buffer: Tensor, regions: Sequence[CopyRegion], tensors: Sequence[Tensor], of: torch.dtype
 ) -> Sequence[Tensor]:
     """:func:`unpack` of what :func:`pack_rounded` packed, rounded to ``of``, into floats."""
-    for box in boxes:
-        _in_tensor(box, tensors).copy_(_read(_in_buffer(box, tensors, buffer, SCALE_BYTES), of))
+    for region in regions:
+        _in_tensor(region, tensors).copy_(_read(_in_buffer(region, tensors, buffer, SCALE_BYTES), of))
     return tensors
 
 
@@ -100,13 +100,20 @@ def _read(eight: Tensor, of: torch.dtype) -> Tensor:
     return found
 
 
-def _in_tensor(box: Box, tensors: Sequence[Tensor]) -> Tensor:
+def _in_tensor(region: CopyRegion, tensors: Sequence[Tensor]) -> Tensor:
     """``[tokens, B, heads, D]``"""
-    return tensors[box.tensor].narrow(2, box.token, box.tokens).narrow(1, box.head, box.heads).permute(2, 0, 1, 3)
+    return (
+        tensors[region.tensor]
+        .narrow(2, region.token, region.tokens)
+        .narrow(1, region.head, region.heads)
+        .permute(2, 0, 1, 3)
+    )
 
 
-def _in_buffer(box: Box, tensors: Sequence[Tensor], buffer: Tensor, more: int = 0) -> Tensor:
+def _in_buffer(region: CopyRegion, tensors: Sequence[Tensor], buffer: Tensor, more: int = 0) -> Tensor:
     """``[tokens, B, heads, D + more]``"""
-    batch, width = tensors[box.tensor].shape[0], tensors[box.tensor].shape[3] + more
-    shape = box.tokens, batch, box.heads, width
-    return buffer.as_strided(shape, (batch * box.step, box.step, width, 1), buffer.storage_offset() + box.offset)
+    batch, width = tensors[region.tensor].shape[0], tensors[region.tensor].shape[3] + more
+    shape = region.tokens, batch, region.heads, width
+    return buffer.as_strided(
+        shape, (batch * region.step, region.step, width, 1), buffer.storage_offset() + region.offset
+    )

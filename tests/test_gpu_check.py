@@ -162,7 +162,7 @@ def test_the_small_kernels_are_right_and_measured_beside_a_copy(run_here):
 
 
 def test_a_kernel_that_copies_something_else_is_called_wrong(run_here, monkeypatch):
-    monkeypatch.setattr(small_kernels, "as_numbers", lambda boxes: as_numbers([boxes[0]] * len(boxes)))
+    monkeypatch.setattr(small_kernels, "as_numbers", lambda regions: as_numbers([regions[0]] * len(regions)))
     wrong = {row["kernel"] for row in run_here("small_kernels")["rows"] if row["verdict"] == "wrong"}
     assert len(wrong) == 6
     assert all("pack" in name for name in wrong)

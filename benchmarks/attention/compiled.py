@@ -90,7 +90,7 @@ def _of_exchange(
 ) -> dict[str, Any]:
     size = {"*bf16": 2, "*fp16": 2, "*fp32": 4, **_BYTES}[tensors]
     names = exchange.exchange_kernel.arg_names
-    known = {**dict.fromkeys(("x", "y", "z"), tensors), "buffer": buffer, "boxes": "*i64", "PACK": pack}
+    known = {**dict.fromkeys(("x", "y", "z"), tensors), "buffer": buffer, "regions": "*i64", "PACK": pack}
     known |= exchange.block_of([head_dim], size, eight_bits)
     known |= {name: head_dim for name in names if name.endswith("_width")}
     known |= {name: 1 if name.endswith("column") else 64 for name in names if name[1:2] == "_" and name not in known}

@@ -17,7 +17,7 @@ from benchmarks.gpu.timing import milliseconds
 from para_core.attention.pack_ops import as_numbers
 from para_core.distributed.layout import Segment
 from para_core.kernels import exchange_reference, merge_reference, residual_reference
-from para_core.kernels.exchange_reference import LARGEST, SCALE_BYTES, Box
+from para_core.kernels.exchange_reference import LARGEST, SCALE_BYTES, CopyRegion
 from para_core.triton_support import kernels
 
 RANKS = 8
@@ -146,7 +146,7 @@ def _exchange(device: torch.device, tokens: int, heads: int, head_dim: int) -> I
     """Packing query, key and value for 8 ranks, and unpacking what comes back."""
     tensors = [_normal((1, tokens, heads, head_dim), device, seed=seed).transpose(1, 2) for seed in range(3)]
     numel = sum(x.numel() for x in tensors)
-    sent, arriving = _boxes(tensors), _boxes(tensors[:1])
+    sent, arriving = _regions(tensors), _regions(tensors[:1])
     buffer = exchange_reference.pack(tensors[:1], arriving, tensors[0].new_empty(tensors[0].numel()))
     packing, unpacking = as_numbers(sent), as_numbers(arriving)
 
@@ -167,7 +167,7 @@ def _rounded_exchange(
 ) -> Iterator[Case]:
     """The same of what travels in 8 bits, beside what plain PyTorch rounds on the same device."""
     tensors = [_normal((1, tokens, heads, head_dim), device, seed=seed).transpose(1, 2) for seed in range(3)]
-    sent, arriving = _boxes(tensors, SCALE_BYTES), _boxes(tensors[:1], SCALE_BYTES)
+    sent, arriving = _regions(tensors, SCALE_BYTES), _regions(tensors[:1], SCALE_BYTES)
     rows, row = heads * tokens, head_dim + SCALE_BYTES
     packing, unpacking = as_numbers(sent), as_numbers(arriving)
 
@@ -192,14 +192,16 @@ def _rounded_exchange(
     yield Case(f"unpack out of {name}", unpack, each, lambda: _differs(unpack(), read), 0.0)
 
 
-def _boxes(tensors: Sequence[Tensor], more: int = 0) -> list[Box]:
+def _regions(tensors: Sequence[Tensor], more: int = 0) -> list[CopyRegion]:
     """All tokens of some heads of each for every rank, as columns of one table; with ``more`` elements behind each head."""
     found, offset = [], 0
     (_, heads, tokens, width), number = tensors[0].shape, len(tensors)
     for rank in range(RANKS):
         head, count = Segment("heads", heads).runs(rank, RANKS)[0]
         row = count * (width + more)
-        found += [Box(place, 0, tokens, head, count, offset + place * row, number * row) for place in range(number)]
+        found += [
+            CopyRegion(place, 0, tokens, head, count, offset + place * row, number * row) for place in range(number)
+        ]
         offset += tokens * number * row
     return found
 

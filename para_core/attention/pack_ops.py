@@ -11,54 +11,54 @@ from torch import Tensor
 
 from para_core.distributed.collectives import LIBRARY, define_operator
 from para_core.kernels import exchange_reference
-from para_core.kernels.exchange_reference import Box
+from para_core.kernels.exchange_reference import CopyRegion
 from para_core.triton_support import kernels, on_device_of
 
-define_operator("pack(Tensor[] tensors, SymInt[] boxes, SymInt numel) -> Tensor")
-define_operator("unpack(Tensor buffer, SymInt[] boxes, SymInt[] shapes) -> Tensor[]")
+define_operator("pack(Tensor[] tensors, SymInt[] regions, SymInt numel) -> Tensor")
+define_operator("unpack(Tensor buffer, SymInt[] regions, SymInt[] shapes) -> Tensor[]")
 
 
-def as_numbers(boxes: Sequence[Box]) -> list[int]:
+def as_numbers(regions: Sequence[CopyRegion]) -> list[int]:
     """What the operators take: a graph knows lists of integers only."""
-    return list(chain.from_iterable(boxes))
+    return list(chain.from_iterable(regions))
 
 
 @lru_cache(maxsize=256)
-def read_boxes(numbers: tuple[int, ...]) -> tuple[Box, ...]:
+def read_regions(numbers: tuple[int, ...]) -> tuple[CopyRegion, ...]:
     """The inverse of :func:`as_numbers`."""
-    each = len(Box._fields)
-    return tuple([Box(*numbers[start : start + each]) for start in range(0, len(numbers), each)])
+    each = len(CopyRegion._fields)
+    return tuple([CopyRegion(*numbers[start : start + each]) for start in range(0, len(numbers), each)])
 
 
-def pack(tensors: list[Tensor], boxes: list[int], numel: int) -> Tensor:
-    """:func:`para_core.kernels.exchange_reference.pack` into a new buffer of ``numel`` elements, which the boxes cover."""
-    return exchange_reference.pack(tensors, read_boxes(tuple(boxes)), _new_buffer(tensors, boxes, numel))
+def pack(tensors: list[Tensor], regions: list[int], numel: int) -> Tensor:
+    """:func:`para_core.kernels.exchange_reference.pack` into a new buffer of ``numel`` elements, which the regions cover."""
+    return exchange_reference.pack(tensors, read_regions(tuple(regions)), _new_buffer(tensors, regions, numel))
 
 
-def pack_on_gpu(tensors: list[Tensor], boxes: list[int], numel: int) -> Tensor:
+def pack_on_gpu(tensors: list[Tensor], regions: list[int], numel: int) -> Tensor:
     fused = kernels("exchange", tensors[0].device)
     if fused is None:
-        return pack(tensors, boxes, numel)
+        return pack(tensors, regions, numel)
     with on_device_of(tensors[0]):
-        packed: Tensor = fused.pack(tensors, read_boxes(tuple(boxes)), _new_buffer(tensors, boxes, numel))
+        packed: Tensor = fused.pack(tensors, read_regions(tuple(regions)), _new_buffer(tensors, regions, numel))
     return packed
 
 
-def unpack(buffer: Tensor, boxes: list[int], shapes: list[int]) -> list[Tensor]:
-    """:func:`para_core.kernels.exchange_reference.unpack` into new tensors; what no box covers (heads of another part) may be anything.
+def unpack(buffer: Tensor, regions: list[int], shapes: list[int]) -> list[Tensor]:
+    """:func:`para_core.kernels.exchange_reference.unpack` into new tensors; what no region covers (heads of another part) may be anything.
 
     Args:
         shapes: B, H, S, D of each tensor. It lies in memory as SDPA's result does, ``[B, S, H, D]``.
     """
-    return list(exchange_reference.unpack(buffer, read_boxes(tuple(boxes)), _new_tensors(buffer, boxes, shapes)))
+    return list(exchange_reference.unpack(buffer, read_regions(tuple(regions)), _new_tensors(buffer, regions, shapes)))
 
 
-def unpack_on_gpu(buffer: Tensor, boxes: list[int], shapes: list[int]) -> list[Tensor]:
+def unpack_on_gpu(buffer: Tensor, regions: list[int], shapes: list[int]) -> list[Tensor]:
     fused = kernels("exchange", buffer.device)
     if fused is None:
-        return unpack(buffer, boxes, shapes)
+        return unpack(buffer, regions, shapes)
     with on_device_of(buffer):
-        return list(fused.unpack(buffer, read_boxes(tuple(boxes)), _new_tensors(buffer, boxes, shapes)))
+        return list(fused.unpack(buffer, read_regions(tuple(regions)), _new_tensors(buffer, regions, shapes)))
 
 
 def _new_buffer(tensors: list[Tensor], _: list[int], numel: int) -> Tensor:

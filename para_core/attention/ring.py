@@ -32,7 +32,7 @@ from para_core.attention.call import OWN, Call, Hop
 from para_core.attention.pack_ops import as_numbers
 from para_core.attention.tiles import put, take
 from para_core.distributed.collectives import Travelling, start_all_gather, start_ring_shift, wait
-from para_core.kernels.exchange_reference import Box
+from para_core.kernels.exchange_reference import CopyRegion
 
 # -- how blocks travel
 
@@ -64,8 +64,8 @@ class Packing:
     def pack(self, key: Tensor, value: Tensor) -> Tensor:
         if self._comm_dtype is not None:
             numel = self._batch * self._heads * key.shape[2] * sum(self._rows)
-            boxes = self._boxes(key.shape[2])
-            found: Tensor = torch.ops.para_core.pack_8_bits.default([key, value], boxes, numel, self._comm_dtype)
+            regions = self._regions(key.shape[2])
+            found: Tensor = torch.ops.para_core.pack_8_bits.default([key, value], regions, numel, self._comm_dtype)
             return found
         if self._width == self._value_width:
             return torch.stack([key, value]).view(-1)
@@ -76,7 +76,7 @@ class Packing:
         rows = (self._batch, self._heads, self._lengths[rank])
         if self._comm_dtype is not None:
             shapes = [*rows, self._width, *rows, self._value_width]
-            how = self._boxes(rows[2]), shapes, self._comm_dtype, self._dtype
+            how = self._regions(rows[2]), shapes, self._comm_dtype, self._dtype
             key, value = torch.ops.para_core.unpack_8_bits.default(buffer, *how)
             return key, value
         if self._width == self._value_width:
@@ -85,11 +85,11 @@ class Packing:
         keys, values = buffer.split([prod(rows) * self._width, prod(rows) * self._value_width])
         return keys.view(*rows, self._width), values.view(*rows, self._value_width)
 
-    def _boxes(self, length: int) -> list[int]:
+    def _regions(self, length: int) -> list[int]:
         """Of so many tokens, rounded: the keys, and behind them the values."""
         key, value = (self._heads * row for row in self._rows)
         run = 0, length, 0, self._heads
-        return as_numbers([Box(0, *run, 0, key), Box(1, *run, self._batch * length * key, value)])
+        return as_numbers([CopyRegion(0, *run, 0, key), CopyRegion(1, *run, self._batch * length * key, value)])
 
 
 # How what each rank has packed, ``sent``, gets to the others: these give the blocks that this rank sees, its own first. The next

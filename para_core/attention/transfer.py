@@ -22,7 +22,7 @@ from para_core.distributed.collectives import Travelling, start_all_to_all, wait
 from para_core.distributed.layout import Run
 from para_core.distributed.lazy import lazy
 from para_core.distributed.mesh import MeshDim
-from para_core.kernels.exchange_reference import Box
+from para_core.kernels.exchange_reference import CopyRegion
 from para_core.triton_support import kernels
 
 
@@ -116,7 +116,7 @@ class _Part:
         return x if self.copies == 1 else x.expand(self.copies, -1, -1, -1, -1)
 
 
-class _Boxes(NamedTuple):
+class _Regions(NamedTuple):
     """What :mod:`para_core.attention.pack_ops` takes: of what is sent, of what arrives (None where shares overlap in a result), and the
     shapes of the results."""
 
@@ -136,7 +136,7 @@ class _Sizes:
         arriving: the shape of what arrives, where it is a result as it lies, or but for the order of its dims:
             ``[peers, S, B, heads of all tensors, D]``.
         heads: in it, of each tensor.
-        boxes: the same for kernels; None while a graph is traced, where lengths may be symbolic.
+        regions: the same for kernels; None while a graph is traced, where lengths may be symbolic.
     """
 
     send: list[int]
@@ -145,7 +145,7 @@ class _Sizes:
     parts: list[_Part] | None
     arriving: tuple[int, ...] | None
     heads: list[int]
-    boxes: _Boxes | None
+    regions: _Regions | None
 
 
 class Transfer:
@@ -200,7 +200,7 @@ class Transfer:
         if self._comm_dtype is not None:
             return self._start_rounded(tensors, self._comm_dtype)
         sizes = self._sizes_of(tuple([x.shape for x in tensors]))
-        fused = sizes.boxes if takes_kernels(tensors[0]) else None
+        fused = sizes.regions if takes_kernels(tensors[0]) else None
         if fused is not None and (sizes.parts is None or len(tensors) > 1):
             buffer = torch.ops.para_core.pack.default(list(tensors), fused.sent, sum(sizes.send))
             if self._even:
@@ -224,13 +224,13 @@ class Transfer:
     def _start_rounded(self, tensors: Sequence[Tensor], to: torch.dtype) -> Callable[[], Sequence[Tensor]]:
         shapes, dtype = tuple([x.shape for x in tensors]), tensors[0].dtype
         sizes = self._sizes_of(shapes)
-        boxes = sizes.boxes or self._boxes(shapes)
-        arriving, into = boxes.arriving, boxes.shapes
+        regions = sizes.regions or self._regions(shapes)
+        arriving, into = regions.arriving, regions.shapes
         if arriving is None:
             raise ValueError(
                 "shares of several peers overlap in a result, and only what travels as it is can be added up."
             )
-        buffer = torch.ops.para_core.pack_8_bits.default(list(tensors), boxes.sent, sum(sizes.send), to)
+        buffer = torch.ops.para_core.pack_8_bits.default(list(tensors), regions.sent, sum(sizes.send), to)
         if self._even:
             buffer = buffer.view(self._dim.size, sizes.send[0])
         started = start_all_to_all(buffer, sizes.send, sizes.receive, self._dim, even=self._even)
@@ -266,21 +266,21 @@ class Transfer:
             first, _, step = peers.runs[1]
             if peers.number == 1 or (len(shapes) == 1 and first == 0 and step):
                 arriving = (peers.number, peers.runs[0][1], batch, sum(heads), widths[0])
-        boxes = None if torch.compiler.is_compiling() else self._boxes(shapes)
-        return _Sizes(send, receive, at_once, parts, arriving, heads, boxes)
+        regions = None if torch.compiler.is_compiling() else self._regions(shapes)
+        return _Sizes(send, receive, at_once, parts, arriving, heads, regions)
 
     def _width(self, shape: Sequence[int]) -> int:
         """Elements of the buffer for a token and head of a tensor of this shape."""
         return shape[3] if self._comm_dtype is None else row_bytes(shape[3])
 
-    def _boxes(self, shapes: Sequence[Sequence[int]]) -> _Boxes:
+    def _regions(self, shapes: Sequence[Sequence[int]]) -> _Regions:
         found = [
             (shape[0], heads, tokens, shape[3]) for shape, (tokens, heads, _) in zip(shapes, self._rooms, strict=True)
         ]
-        sent, arriving = (as_numbers(self._boxes_of(side, shapes)) for side in (self._sent, self._arriving))
-        return _Boxes(sent, None if self._overlap else arriving, list(chain.from_iterable(found)))
+        sent, arriving = (as_numbers(self._regions_of(side, shapes)) for side in (self._sent, self._arriving))
+        return _Regions(sent, None if self._overlap else arriving, list(chain.from_iterable(found)))
 
-    def _boxes_of(self, side: Sequence[Share], shapes: Sequence[Sequence[int]]) -> list[Box]:
+    def _regions_of(self, side: Sequence[Share], shapes: Sequence[Sequence[int]]) -> list[CopyRegion]:
         """Where in the buffer what goes to each peer, or comes from it, is: as :meth:`_slots` says."""
         found, offset, batch = [], 0, shapes[0][0]
         widths = [self._width(shape) for shape in shapes]
@@ -289,9 +289,9 @@ class Transfer:
             for place, (one, row) in enumerate(zip(side, rows, strict=True)):
                 runs = (*one.tokens[peer], *one.heads[peer])
                 if self._one_table:
-                    found.append(Box(place, *runs, offset + sum(rows[:place]), sum(rows)))
+                    found.append(CopyRegion(place, *runs, offset + sum(rows[:place]), sum(rows)))
                 else:
-                    found.append(Box(place, *runs, offset, row))
+                    found.append(CopyRegion(place, *runs, offset, row))
                     offset += batch * one.tokens[peer][1] * row
             if self._one_table:
                 offset += batch * side[0].tokens[peer][1] * sum(rows)

@@ -6,7 +6,7 @@ import torch
 from benchmarks.launches import LaunchCounter
 from para_core.kernels import device_tables, exchange
 from para_core.kernels.device_tables import MOST_TABLES, kept_outside_graphs, new_table
-from para_core.kernels.exchange_reference import Box
+from para_core.kernels.exchange_reference import CopyRegion
 from para_core.spatial import norm, resample
 
 BICUBIC = resample._Resampling("bicubic", 7, 18, 7 / 18, False, 5, 12)
@@ -97,12 +97,12 @@ def test_a_graph_records_a_table_without_a_copy_from_the_host(capture, dtype):
 @pytest.mark.parametrize(
     ("table", "key"),
     [
-        (exchange._on_device, ((Box(0, 0, 3, 0, 2, 0, 10),),)),
+        (exchange._on_device, ((CopyRegion(0, 0, 3, 0, 2, 0, 10),),)),
         (norm._shares, ((5, 3, 3), torch.float32)),
         (resample._index_on, (BICUBIC,)),
         (resample._weights_on, (BICUBIC, torch.float64)),
     ],
-    ids=["boxes of an exchange", "shares of rows", "rows of a resampling", "weights of a resampling"],
+    ids=["regions of an exchange", "shares of rows", "rows of a resampling", "weights of a resampling"],
 )
 def test_no_table_is_first_kept_in_the_pool_of_a_graph(capture, table, key):
     capture.on = True

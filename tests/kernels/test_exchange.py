@@ -9,21 +9,21 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from benchmarks.attention.compile_kernel import ARCHS, compile_kernel
 from para_core.attention.pack_ops import as_numbers, pack_on_gpu, unpack_on_gpu
 from para_core.kernels import exchange
-from para_core.kernels.exchange_reference import Box
+from para_core.kernels.exchange_reference import CopyRegion
 from tests.kernels.launches import by_use
 
 # -- what is right, by loops over elements
 
 
-def packed_one_by_one(tensors, boxes, numel):
+def packed_one_by_one(tensors, regions, numel):
     buffer = torch.full((numel,), -1, dtype=tensors[0].dtype)
-    for box in boxes:
-        x = tensors[box.tensor]
+    for region in regions:
+        x = tensors[region.tensor]
         place = 0
-        for token in range(box.token, box.token + box.tokens):
+        for token in range(region.token, region.token + region.tokens):
             for sample in x:
-                row = sample[box.head : box.head + box.heads, token].flatten()
-                start = box.offset + place * box.step
+                row = sample[region.head : region.head + region.heads, token].flatten()
+                start = region.offset + place * region.step
                 buffer[start : start + row.numel()] = row
                 place += 1
     return buffer
@@ -31,20 +31,22 @@ def packed_one_by_one(tensors, boxes, numel):
 
 def for_ranks(tensors, tokens, heads, *, one_table):
     """Boxes as an exchange makes them: each rank gets some tokens, or some heads, of each tensor; and elements in all."""
-    boxes, offset = [], 0
+    regions, offset = [], 0
     token = head = 0
     for num_tokens, num_heads in zip(tokens, heads, strict=True):
         rows = [num_heads * x.shape[3] for x in tensors]
         for place, row in enumerate(rows):
             run = (token, num_tokens, head, num_heads)
-            boxes.append(
-                Box(place, *run, offset + sum(rows[:place]) if one_table else offset, sum(rows) if one_table else row)
+            regions.append(
+                CopyRegion(
+                    place, *run, offset + sum(rows[:place]) if one_table else offset, sum(rows) if one_table else row
+                )
             )
             if not one_table:
                 offset += num_tokens * tensors[place].shape[0] * row
         offset += num_tokens * tensors[0].shape[0] * sum(rows) if one_table else 0
         token, head = token + num_tokens, head + num_heads
-    return boxes, offset
+    return regions, offset
 
 
 def counted(batch, heads, tokens, width, dtype=torch.int32, start=0):
@@ -52,14 +54,14 @@ def counted(batch, heads, tokens, width, dtype=torch.int32, start=0):
     return numbers.view(batch, tokens, heads, width).transpose(1, 2).to(dtype)
 
 
-def pack_into(tensors, boxes, numel):
-    return exchange.pack(tensors, boxes, torch.full((numel,), -1, dtype=tensors[0].dtype))
+def pack_into(tensors, regions, numel):
+    return exchange.pack(tensors, regions, torch.full((numel,), -1, dtype=tensors[0].dtype))
 
 
-def round_trip(tensors, boxes, numel):
-    """Packed and unpacked again, by the operators' GPU form; what no box covers stays unknown."""
+def round_trip(tensors, regions, numel):
+    """Packed and unpacked again, by the operators' GPU form; what no region covers stays unknown."""
     shapes = [size for x in tensors for size in x.shape]
-    return unpack_on_gpu(pack_on_gpu(tensors, as_numbers(boxes), numel), as_numbers(boxes), shapes)
+    return unpack_on_gpu(pack_on_gpu(tensors, as_numbers(regions), numel), as_numbers(regions), shapes)
 
 
 # -- interpreted
@@ -73,8 +75,8 @@ SPLITS = [((3, 2), (2, 3)), ((4, 4, 0), (2, 0, 3)), ((5,), (4,)), ((1, 1, 1, 1),
 def test_every_element_gets_to_its_place_in_the_buffer(interpreter, widths, tokens, heads, one_table):
     shape = 2, sum(heads), sum(tokens)
     tensors = [counted(*shape, width, start=10_000 * place) for place, width in enumerate(widths)]
-    boxes, numel = for_ranks(tensors, tokens, heads, one_table=one_table)
-    assert torch.equal(interpreter(pack_into, tensors, boxes, numel), packed_one_by_one(tensors, boxes, numel))
+    regions, numel = for_ranks(tensors, tokens, heads, one_table=one_table)
+    assert torch.equal(interpreter(pack_into, tensors, regions, numel), packed_one_by_one(tensors, regions, numel))
 
 
 @pytest.mark.parametrize(("tokens", "heads"), [((3, 2), (4, 4)), ((8, 8), (2, 3))])
@@ -83,12 +85,12 @@ def test_every_element_gets_to_its_place_in_the_buffer(interpreter, widths, toke
 )
 def test_what_is_unpacked_is_what_was_packed_in_every_dtype(interpreter, dtype, tokens, heads):
     tensors = [torch.randn(2, 8, 16, width).to(dtype) for width in (16, 24)]
-    boxes, numel = for_ranks(tensors, tokens, heads, one_table=True)
-    found = interpreter(round_trip, tensors, boxes, numel)
+    regions, numel = for_ranks(tensors, tokens, heads, one_table=True)
+    found = interpreter(round_trip, tensors, regions, numel)
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensors[0].element_size()]
-    for box in boxes:
+    for region in regions:
         x, y = (
-            one[box.tensor][:, box.head : box.head + box.heads, box.token : box.token + box.tokens]
+            one[region.tensor][:, region.head : region.head + region.heads, region.token : region.token + region.tokens]
             .contiguous()
             .view(bits)
             for one in (tensors, found)
@@ -108,8 +110,8 @@ def test_any_strides_are_read_and_written(interpreter, data):
     given_x = memory[::step, ::step, ::step, ::step].copy_(x)
     head, token = data.draw(st.integers(0, shape[1] - 1)), data.draw(st.integers(0, shape[2] - 1))
     row = (shape[1] - head) * shape[3]
-    boxes = [
-        Box(
+    regions = [
+        CopyRegion(
             0,
             token,
             shape[2] - token,
@@ -119,10 +121,10 @@ def test_any_strides_are_read_and_written(interpreter, data):
             row + data.draw(st.integers(0, 2)),
         )
     ]
-    numel = boxes[0].offset + shape[0] * boxes[0].tokens * boxes[0].step
-    buffer = packed_one_by_one([x], boxes, numel)
-    assert torch.equal(interpreter(pack_into, [given_x], boxes, numel), buffer)
-    (found,) = interpreter(exchange.unpack, buffer, boxes, [given_x.clone().zero_()])
+    numel = regions[0].offset + shape[0] * regions[0].tokens * regions[0].step
+    buffer = packed_one_by_one([x], regions, numel)
+    assert torch.equal(interpreter(pack_into, [given_x], regions, numel), buffer)
+    (found,) = interpreter(exchange.unpack, buffer, regions, [given_x.clone().zero_()])
     assert torch.equal(found[:, head:, token:], x[:, head:, token:])
     assert int(found.count_nonzero()) == int(x[:, head:, token:].count_nonzero())
 
@@ -130,8 +132,8 @@ def test_any_strides_are_read_and_written(interpreter, data):
 def test_nothing_is_copied_where_there_is_nothing(interpreter):
     for shape in [(0, 2, 3, 4), (1, 0, 3, 4), (1, 2, 0, 4)]:
         x = torch.empty(shape)
-        boxes, numel = for_ranks([x], (shape[2],), (shape[1],), one_table=True)
-        assert interpreter(pack_into, [x], boxes, numel).shape == (0,)
+        regions, numel = for_ranks([x], (shape[2],), (shape[1],), one_table=True)
+        assert interpreter(pack_into, [x], regions, numel).shape == (0,)
 
 
 @pytest.mark.parametrize(
@@ -185,8 +187,8 @@ def test_cuda_has_a_form_of_its_own(name):
 
 def test_the_operators_are_one_full_graph():
     tensors = [counted(2, 4, 6, 8), counted(2, 4, 6, 8, start=1000)]
-    boxes, numel = for_ranks(tensors, (3, 3), (2, 2), one_table=True)
-    numbers, shapes = as_numbers(boxes), [size for x in tensors for size in x.shape]
+    regions, numel = for_ranks(tensors, (3, 3), (2, 2), one_table=True)
+    numbers, shapes = as_numbers(regions), [size for x in tensors for size in x.shape]
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def there_and_back(x, y):
@@ -194,7 +196,7 @@ def test_the_operators_are_one_full_graph():
         return buffer, *torch.ops.para_core.unpack(buffer, numbers, shapes)
 
     buffer, *found = there_and_back(*tensors)
-    assert torch.equal(buffer, packed_one_by_one(tensors, boxes, numel))
+    assert torch.equal(buffer, packed_one_by_one(tensors, regions, numel))
     for x, y in zip(tensors, found, strict=True):
         assert torch.equal(x[:, :2, :3], y[:, :2, :3])
         assert torch.equal(x[:, 2:, 3:], y[:, 2:, 3:])

@@ -8,12 +8,12 @@ from para_core import triton_support
 from para_core.attention import merge, pack_ops, transfer
 from para_core.attention.approximate import wire
 from para_core.cache import operators as cache_operators
-from para_core.kernels.exchange_reference import Box
+from para_core.kernels.exchange_reference import CopyRegion
 from para_core.spatial import operators as spatial_operators
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
-PACKED = pack_ops.as_numbers([Box(0, 0, 3, 0, 2, 0, 16)])
-ROUNDED = pack_ops.as_numbers([Box(0, 0, 3, 0, 2, 0, 24)])
+PACKED = pack_ops.as_numbers([CopyRegion(0, 0, 3, 0, 2, 0, 16)])
+ROUNDED = pack_ops.as_numbers([CopyRegion(0, 0, 3, 0, 2, 0, 24)])
 
 
 def zeros(*shape, dtype=torch.bfloat16, device=CPU):

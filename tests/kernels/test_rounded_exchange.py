@@ -11,7 +11,7 @@ from benchmarks.launches import LaunchCounter
 from para_core.attention.approximate.wire import pack_on_gpu, row_bytes, unpack_on_gpu
 from para_core.attention.pack_ops import as_numbers
 from para_core.kernels import exchange, exchange_reference
-from para_core.kernels.exchange_reference import Box
+from para_core.kernels.exchange_reference import CopyRegion
 from tests.kernels.launches import by_use
 from tests.kernels.test_exchange import for_ranks
 
@@ -28,9 +28,9 @@ def spread(shape, dtype, seed=0):
 
 
 def whole(x):
-    """One box of all of it, and the bytes of the buffer."""
+    """One region of all of it, and the bytes of the buffer."""
     row = x.shape[1] * row_bytes(x.shape[3])
-    return [Box(0, 0, x.shape[2], 0, x.shape[1], 0, row)], x.shape[0] * x.shape[2] * row
+    return [CopyRegion(0, 0, x.shape[2], 0, x.shape[1], 0, row)], x.shape[0] * x.shape[2] * row
 
 
 def rows_of(x, buffer):
@@ -40,12 +40,12 @@ def rows_of(x, buffer):
     return rows[..., :width].contiguous(), rows[..., width:].contiguous().view(torch.float32)[..., 0]
 
 
-def packed(tensors, boxes, numel, eight=FLOAT8, *, by=exchange_reference.pack_rounded):
-    return by(tensors, boxes, torch.full((numel,), 7, dtype=torch.uint8), eight)
+def packed(tensors, regions, numel, eight=FLOAT8, *, by=exchange_reference.pack_rounded):
+    return by(tensors, regions, torch.full((numel,), 7, dtype=torch.uint8), eight)
 
 
-def unpacked(buffer, boxes, shapes, dtype, eight=FLOAT8, *, by=exchange_reference.unpack_rounded):
-    return by(buffer, boxes, [torch.zeros(shape, dtype=dtype) for shape in shapes], eight)
+def unpacked(buffer, regions, shapes, dtype, eight=FLOAT8, *, by=exchange_reference.unpack_rounded):
+    return by(buffer, regions, [torch.zeros(shape, dtype=dtype) for shape in shapes], eight)
 
 
 def alike(found, expected):
@@ -62,8 +62,8 @@ def alike(found, expected):
 def test_the_largest_element_of_each_token_and_head_becomes_the_largest_number(eight, largest, dtype):
     x = spread((2, 3, 5, 16), dtype)
     x[1, 2, 3] = 0
-    boxes, numel = whole(x)
-    buffer = packed([x], boxes, numel, eight)
+    regions, numel = whole(x)
+    buffer = packed([x], regions, numel, eight)
     bits, scales = rows_of(x, buffer)
     expected = x.float().abs().amax(-1) / largest
     expected[1, 2, 3] = 1
@@ -71,7 +71,7 @@ def test_the_largest_element_of_each_token_and_head_becomes_the_largest_number(e
     numbers = x.float() / expected[..., None]
     numbers = (numbers + 0.5).floor() if eight == torch.int8 else numbers
     assert torch.equal(bits, numbers.to(eight).view(torch.uint8))
-    (found,) = unpacked(buffer, boxes, [x.shape], dtype, eight)
+    (found,) = unpacked(buffer, regions, [x.shape], dtype, eight)
     assert torch.equal(found, (bits.view(eight).float() * expected[..., None]).to(dtype))
 
 
@@ -83,10 +83,10 @@ def test_the_largest_element_of_each_token_and_head_becomes_the_largest_number(e
 )
 def test_a_tensor_comes_back_within_the_rounding_of_its_tokens_largest_element(eight, shape, exponent, dtype):
     x = (torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))) * 2.0**exponent).to(dtype)
-    boxes, numel = whole(x)
-    buffer = torch.ops.para_core.pack_8_bits([x], as_numbers(boxes), numel, eight)
+    regions, numel = whole(x)
+    buffer = torch.ops.para_core.pack_8_bits([x], as_numbers(regions), numel, eight)
     assert (buffer.dtype, buffer.shape) == (torch.uint8, (numel,))
-    (read,) = torch.ops.para_core.unpack_8_bits(buffer, as_numbers(boxes), list(shape), eight, dtype)
+    (read,) = torch.ops.para_core.unpack_8_bits(buffer, as_numbers(regions), list(shape), eight, dtype)
     assert (read.shape, read.dtype, read.transpose(1, 2).is_contiguous()) == (x.shape, dtype, True)
     if x.numel():
         largest, found, exact = x.abs().amax(3, keepdim=True).float(), read.float(), x.float()
@@ -115,12 +115,12 @@ def boxes_for_ranks(tensors, tokens, heads, *, one_table):
 def test_both_ways_give_the_bits_of_pytorch(interpreter, widths, tokens, heads, one_table, dtype, eight):
     shapes = [(2, sum(heads), sum(tokens), width) for width in widths]
     tensors = [spread(shape, dtype, seed) for seed, shape in enumerate(shapes)]
-    boxes, numel = boxes_for_ranks(tensors, tokens, heads, one_table=one_table)
+    regions, numel = boxes_for_ranks(tensors, tokens, heads, one_table=one_table)
     tensors[0][1, 0, 0] = 0
-    expected = packed(tensors, boxes, numel, eight)
-    assert torch.equal(interpreter(packed, tensors, boxes, numel, eight, by=exchange.pack_rounded), expected)
-    found = interpreter(unpacked, expected, boxes, shapes, dtype, eight, by=exchange.unpack_rounded)
-    for x, y in zip(found, unpacked(expected, boxes, shapes, dtype, eight), strict=True):
+    expected = packed(tensors, regions, numel, eight)
+    assert torch.equal(interpreter(packed, tensors, regions, numel, eight, by=exchange.pack_rounded), expected)
+    found = interpreter(unpacked, expected, regions, shapes, dtype, eight, by=exchange.unpack_rounded)
+    for x, y in zip(found, unpacked(expected, regions, shapes, dtype, eight), strict=True):
         alike(x, y)
 
 
@@ -133,12 +133,12 @@ def test_any_strides_are_read_and_written_and_what_is_between_boxes_stays(interp
     head, token = data.draw(st.integers(0, shape[1] - 1)), data.draw(st.integers(0, shape[2] - 1))
     tokens, heads = shape[2] - token, shape[1] - head
     row = heads * row_bytes(shape[3]) + data.draw(st.integers(0, 2))
-    boxes = [Box(0, token, tokens, head, heads, data.draw(st.integers(0, 3)), row)]
-    numel = boxes[0].offset + shape[0] * tokens * row
-    buffer = packed([x], boxes, numel)
-    assert torch.equal(interpreter(packed, [x], boxes, numel, by=exchange.pack_rounded), buffer)
-    (found,) = interpreter(exchange.unpack_rounded, buffer, boxes, [x.clone().zero_()], FLOAT8)
-    (expected,) = exchange_reference.unpack_rounded(buffer, boxes, [x.clone().zero_()], FLOAT8)
+    regions = [CopyRegion(0, token, tokens, head, heads, data.draw(st.integers(0, 3)), row)]
+    numel = regions[0].offset + shape[0] * tokens * row
+    buffer = packed([x], regions, numel)
+    assert torch.equal(interpreter(packed, [x], regions, numel, by=exchange.pack_rounded), buffer)
+    (found,) = interpreter(exchange.unpack_rounded, buffer, regions, [x.clone().zero_()], FLOAT8)
+    (expected,) = exchange_reference.unpack_rounded(buffer, regions, [x.clone().zero_()], FLOAT8)
     assert torch.equal(found, expected)
 
 
@@ -146,19 +146,19 @@ def test_every_number_of_8_bits_is_read_as_pytorch_reads_it_and_written_as_it_wa
     every = torch.arange(256, dtype=torch.uint8)
     buffer = torch.cat([every, torch.tensor([1.0]).view(torch.uint8)])
     expected = every.view(torch.float8_e4m3fn).float().view(1, 1, 1, 256)
-    boxes, numel = whole(expected)
-    (found,) = interpreter(unpacked, buffer, boxes, [expected.shape], torch.float32, by=exchange.unpack_rounded)
+    regions, numel = whole(expected)
+    (found,) = interpreter(unpacked, buffer, regions, [expected.shape], torch.float32, by=exchange.unpack_rounded)
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
     # 448 is the largest one, so the scale is 1.
     finite = expected.nan_to_num(0.0)
-    bits, _ = rows_of(finite, interpreter(packed, [finite], boxes, numel, by=exchange.pack_rounded))
+    bits, _ = rows_of(finite, interpreter(packed, [finite], regions, numel, by=exchange.pack_rounded))
     assert torch.equal(bits.view(torch.float8_e4m3fn).float(), finite)
 
 
 def test_halves_of_integers_go_upwards_and_the_least_is_the_largests_negative(interpreter):
     x = torch.tensor([127.0, -127.0, 2.5, 3.5, -2.5, 0.49, -0.5, -0.51]).view(1, 1, 1, 8)
-    boxes, numel = whole(x)
-    bits, _ = rows_of(x, interpreter(packed, [x], boxes, numel, torch.int8, by=exchange.pack_rounded))
+    regions, numel = whole(x)
+    bits, _ = rows_of(x, interpreter(packed, [x], regions, numel, torch.int8, by=exchange.pack_rounded))
     assert bits.view(torch.int8).flatten().tolist() == [127, -127, 3, 4, -2, 0, 0, -1]
 
 
@@ -176,10 +176,10 @@ def test_halves_go_to_the_even_neighbour_and_steps_below_the_least_are_rounded_t
 def test_what_is_not_finite_makes_its_token_nan_and_no_other(interpreter, bad, place, eight):
     x = spread((1, 2, 5, 16), torch.float16)
     x[0, 1, 2, place] = bad
-    boxes, numel = whole(x)
-    given_x = [x], boxes, numel, eight
+    regions, numel = whole(x)
+    given_x = [x], regions, numel, eight
     for buffer in packed(*given_x), interpreter(packed, *given_x, by=exchange.pack_rounded):
-        read = boxes, [x.shape], torch.float16, eight
+        read = regions, [x.shape], torch.float16, eight
         for (found,) in unpacked(buffer, *read), interpreter(unpacked, buffer, *read, by=exchange.unpack_rounded):
             assert found[0, 1, 2].isnan().all()
             assert int(found.isnan().sum()) == 16
@@ -194,11 +194,11 @@ def gpu_forms(x, numbers, numel, eight):
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 def test_the_form_of_cuda_computes_it_in_every_dtype(interpreter, dtype, eight):
     x = spread((1, 2, 5, 16), dtype)
-    boxes, numel = whole(x)
-    buffer, found = interpreter(gpu_forms, x, as_numbers(boxes), numel, eight)
-    expected = packed([x], boxes, numel, eight)
+    regions, numel = whole(x)
+    buffer, found = interpreter(gpu_forms, x, as_numbers(regions), numel, eight)
+    expected = packed([x], regions, numel, eight)
     assert torch.equal(buffer, expected)
-    alike(found, unpacked(expected, boxes, [x.shape], dtype, eight)[0])
+    alike(found, unpacked(expected, regions, [x.shape], dtype, eight)[0])
 
 
 def test_nothing_is_rounded_where_there_is_nothing(interpreter):
@@ -238,8 +238,8 @@ def test_cuda_has_a_form_of_its_own(name):
 @FORMATS
 def test_each_is_one_launch_and_both_are_of_a_whole_graph(eight):
     tensors = [spread((2, 4, 6, 8), torch.bfloat16, seed) for seed in range(2)]
-    boxes, numel = boxes_for_ranks(tensors, (3, 3), (2, 2), one_table=True)
-    numbers, shapes = as_numbers(boxes), [size for x in tensors for size in x.shape]
+    regions, numel = boxes_for_ranks(tensors, (3, 3), (2, 2), one_table=True)
+    numbers, shapes = as_numbers(regions), [size for x in tensors for size in x.shape]
 
     def there_and_back(x, y):
         buffer = torch.ops.para_core.pack_8_bits([x, y], numbers, numel, eight)
@@ -252,8 +252,8 @@ def test_each_is_one_launch_and_both_are_of_a_whole_graph(eight):
 
     compiled = torch.compile(there_and_back, fullgraph=True, backend="aot_eager")
     buffer, *found = compiled(*tensors)
-    assert torch.equal(buffer, packed(tensors, boxes, numel, eight))
-    expected = unpacked(buffer, boxes, [x.shape for x in tensors], torch.bfloat16, eight)
+    assert torch.equal(buffer, packed(tensors, regions, numel, eight))
+    expected = unpacked(buffer, regions, [x.shape for x in tensors], torch.bfloat16, eight)
     for x, y in zip(found, expected, strict=True):
         assert torch.equal(x[:, :2, :3], y[:, :2, :3])
         assert torch.equal(x[:, 2:, 3:], y[:, 2:, 3:])

@@ -9,54 +9,54 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from para_core.attention.pack_ops import new_tensors, read_boxes
+from para_core.attention.pack_ops import new_tensors, read_regions
 from para_core.distributed.collectives import LIBRARY, define_operator
 from para_core.kernels import exchange_reference
 from para_core.kernels.exchange_reference import SCALE_BYTES
 from para_core.triton_support import kernels, on_device_of
 
-define_operator("pack_8_bits(Tensor[] tensors, SymInt[] boxes, SymInt numel, ScalarType to) -> Tensor")
+define_operator("pack_8_bits(Tensor[] tensors, SymInt[] regions, SymInt numel, ScalarType to) -> Tensor")
 define_operator(
-    "unpack_8_bits(Tensor buffer, SymInt[] boxes, SymInt[] shapes, ScalarType of, ScalarType dtype) -> Tensor[]"
+    "unpack_8_bits(Tensor buffer, SymInt[] regions, SymInt[] shapes, ScalarType of, ScalarType dtype) -> Tensor[]"
 )
 
 
-def pack(tensors: list[Tensor], boxes: list[int], numel: int, to: torch.dtype) -> Tensor:
-    """:func:`para_core.kernels.exchange_reference.pack_rounded` into a new buffer of ``numel`` bytes, which the boxes cover."""
-    buffer = _new_buffer(tensors, boxes, numel, to)
-    return exchange_reference.pack_rounded(tensors, read_boxes(tuple(boxes)), buffer, to)
+def pack(tensors: list[Tensor], regions: list[int], numel: int, to: torch.dtype) -> Tensor:
+    """:func:`para_core.kernels.exchange_reference.pack_rounded` into a new buffer of ``numel`` bytes, which the regions cover."""
+    buffer = _new_buffer(tensors, regions, numel, to)
+    return exchange_reference.pack_rounded(tensors, read_regions(tuple(regions)), buffer, to)
 
 
-def pack_on_gpu(tensors: list[Tensor], boxes: list[int], numel: int, to: torch.dtype) -> Tensor:
+def pack_on_gpu(tensors: list[Tensor], regions: list[int], numel: int, to: torch.dtype) -> Tensor:
     fused = kernels("exchange", tensors[0].device)
     if fused is None:
-        return pack(tensors, boxes, numel, to)
-    buffer = _new_buffer(tensors, boxes, numel, to)
+        return pack(tensors, regions, numel, to)
+    buffer = _new_buffer(tensors, regions, numel, to)
     with on_device_of(buffer):
-        packed: Tensor = fused.pack_rounded(tensors, read_boxes(tuple(boxes)), buffer, to)
+        packed: Tensor = fused.pack_rounded(tensors, read_regions(tuple(regions)), buffer, to)
     return packed
 
 
-def unpack(buffer: Tensor, boxes: list[int], shapes: list[int], of: torch.dtype, dtype: torch.dtype) -> list[Tensor]:
-    """:func:`para_core.kernels.exchange_reference.unpack_rounded` into new tensors, which the boxes cover.
+def unpack(buffer: Tensor, regions: list[int], shapes: list[int], of: torch.dtype, dtype: torch.dtype) -> list[Tensor]:
+    """:func:`para_core.kernels.exchange_reference.unpack_rounded` into new tensors, which the regions cover.
 
     Args:
         shapes: as in :func:`para_core.attention.pack_ops.unpack`.
         dtype: of the new tensors.
     """
-    into = _new_tensors(buffer, boxes, shapes, of, dtype)
-    return list(exchange_reference.unpack_rounded(buffer, read_boxes(tuple(boxes)), into, of))
+    into = _new_tensors(buffer, regions, shapes, of, dtype)
+    return list(exchange_reference.unpack_rounded(buffer, read_regions(tuple(regions)), into, of))
 
 
 def unpack_on_gpu(
-    buffer: Tensor, boxes: list[int], shapes: list[int], of: torch.dtype, dtype: torch.dtype
+    buffer: Tensor, regions: list[int], shapes: list[int], of: torch.dtype, dtype: torch.dtype
 ) -> list[Tensor]:
     fused = kernels("exchange", buffer.device)
     if fused is None:
-        return unpack(buffer, boxes, shapes, of, dtype)
-    into = _new_tensors(buffer, boxes, shapes, of, dtype)
+        return unpack(buffer, regions, shapes, of, dtype)
+    into = _new_tensors(buffer, regions, shapes, of, dtype)
     with on_device_of(buffer):
-        return list(fused.unpack_rounded(buffer, read_boxes(tuple(boxes)), into, of))
+        return list(fused.unpack_rounded(buffer, read_regions(tuple(regions)), into, of))
 
 
 def _new_buffer(tensors: list[Tensor], _: list[int], numel: int, __: torch.dtype) -> Tensor:
