@@ -39,7 +39,7 @@ SWITCHES: Mapping[Backend, Callable[[], bool]] = {
 }
 
 
-def chosen(
+def resolve_backend(
     backend: Backend | None, query: Tensor, value: Tensor, *, masked: bool, is_causal: bool = False
 ) -> Backend | None:
     """The backend that computes a call, where it is not PyTorch that chooses (None).

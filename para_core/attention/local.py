@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from para_core.attention.backend_selection import OF_PYTORCH, SWITCHES, Backend, chosen
+from para_core.attention.backend_selection import OF_PYTORCH, SWITCHES, Backend, resolve_backend
 from para_core.attention.backends import BACKWARD, FORWARD, MATH, Problem, backward_of, room_for_out
 from para_core.attention.merge import Merged
 
@@ -33,7 +33,7 @@ def local_attention(
     """
     if 0 in query.shape or 0 in key.shape:
         return room_for_out(query, value).zero_()
-    backend = chosen(backend, query, value, masked=mask is not None, is_causal=is_causal)
+    backend = resolve_backend(backend, query, value, masked=mask is not None, is_causal=is_causal)
     if backend is not None:
         return local_attention_with_lse(
             query, key, value, mask=mask, is_causal=is_causal, scale=scale, backend=backend
@@ -92,7 +92,7 @@ def local_attention_with_lse(
     """
     if 0 in query.shape or 0 in key.shape:
         return room_for_out(query, value).zero_(), query.new_full(query.shape[:-1], -inf, dtype=lse_dtype(query))
-    backend = chosen(backend, query, value, masked=mask is not None, is_causal=is_causal)
+    backend = resolve_backend(backend, query, value, masked=mask is not None, is_causal=is_causal)
     if backend in ("triton", "triton-int8"):
         return _triton(backend, query, key, value, mask=mask, is_causal=is_causal, scale=scale)
     if mask is not None:
@@ -135,7 +135,7 @@ def continued_attention(
     """
     if so_far.count and 0 in (*query.shape, *key.shape):
         return
-    backend = chosen(backend, query, value, masked=mask is not None, is_causal=is_causal)
+    backend = resolve_backend(backend, query, value, masked=mask is not None, is_causal=is_causal)
     if backend not in ("triton", "triton-int8") or 0 in (*query.shape, *key.shape):
         so_far.add(
             *local_attention_with_lse(query, key, value, mask=mask, is_causal=is_causal, scale=scale, backend=backend)
@@ -264,7 +264,7 @@ def require_backend(
         RuntimeError: if no backend is left, or not the one that is named.
     """
     if backend is not None:
-        chosen(backend, query, value, masked=mask is not None)
+        resolve_backend(backend, query, value, masked=mask is not None)
     if torch._C._get_math_sdp_enabled():
         return
     masked_in = None if mask is None else mask.dtype

@@ -1,4 +1,4 @@
-"""What computes a pipeline's attention, and how it travels: chosen where the pipe is parallelized, on one rank as well."""
+"""What computes a pipeline's attention, and how it travels: resolve_backend where the pipe is parallelized, on one rank as well."""
 
 from unittest import mock
 
@@ -29,9 +29,9 @@ class ByHand:
 
 def named_backends(function):
     """What it gives, and the backends that attention on one device was asked for."""
-    with mock.patch.object(local, "chosen", wraps=local.chosen) as chosen:
+    with mock.patch.object(local, "resolve_backend", wraps=local.resolve_backend) as resolve_backend:
         found = function()
-    return found, {call.args[0] for call in chosen.call_args_list}
+    return found, {call.args[0] for call in resolve_backend.call_args_list}
 
 
 def draw(pipe):

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.interpreted import interpreted
 from para_core import UnifiedAttnMode, init_context_parallel_mesh
 from para_core.attention import backend_selection, local
-from para_core.attention.backend_selection import chosen
+from para_core.attention.backend_selection import resolve_backend
 from para_core.attention.local import (
     continued_attention,
     local_attention,
@@ -56,7 +56,7 @@ def test_the_named_backend_of_pytorch_computes_forward_and_backward(backend, fus
 def test_a_named_backend_that_the_users_switches_forbid_is_an_error():
     query, key, value = make(5, 7)
     with sdpa_kernel([SDPBackend.MATH]):
-        assert chosen("math", query, value, masked=False) == "math"
+        assert resolve_backend("math", query, value, masked=False) == "math"
         for function in (local_attention, local_attention_with_lse, continued_attention):
             arguments = (Merged(), query, key, value) if function is continued_attention else (query, key, value)
             with pytest.raises(RuntimeError, match=r"flash.* sdpa_kernel\("):
@@ -160,7 +160,7 @@ def test_what_pytorch_has_for_cuda_alone_says_so_on_a_cpu(backend, with_gradient
 def test_without_a_measurement_pytorch_chooses():
     assert not backend_selection.FASTEST
     query, _, value = make(5, 7)
-    assert chosen(None, query.bfloat16(), value.bfloat16(), masked=False) is None
+    assert resolve_backend(None, query.bfloat16(), value.bfloat16(), masked=False) is None
 
 
 def test_a_row_of_the_table_holds_for_its_device_while_the_user_has_switched_nothing_off(monkeypatch):
@@ -168,17 +168,17 @@ def test_a_row_of_the_table_holds_for_its_device_while_the_user_has_switched_not
     monkeypatch.setattr(backend_selection, "_arch", lambda device: 90)
     query, _, value = (x.bfloat16() for x in make(5, 7))
     with sdpa_kernel(ALL_ON):
-        assert chosen(None, query, value, masked=False) == "cudnn"
-        assert chosen(None, query, value, masked=False, is_causal=True) == "triton"
-        assert chosen("math", query, value, masked=False) == "math"
+        assert resolve_backend(None, query, value, masked=False) == "cudnn"
+        assert resolve_backend(None, query, value, masked=False, is_causal=True) == "triton"
+        assert resolve_backend("math", query, value, masked=False) == "math"
         # A mask may be one that the fastest does not take, but that the Triton kernel does.
-        assert chosen(None, query, value, masked=True) is None
-        assert chosen(None, query, value, masked=True, is_causal=True) == "triton"
-        assert chosen(None, query.float(), value.float(), masked=False) is None
+        assert resolve_backend(None, query, value, masked=True) is None
+        assert resolve_backend(None, query, value, masked=True, is_causal=True) == "triton"
+        assert resolve_backend(None, query.float(), value.float(), masked=False) is None
     with sdpa_kernel(ALL_ON[1:]):
-        assert chosen(None, query, value, masked=False) is None
+        assert resolve_backend(None, query, value, masked=False) is None
     monkeypatch.setattr(backend_selection, "_arch", lambda device: 80)
-    assert chosen(None, query, value, masked=False) is None
+    assert resolve_backend(None, query, value, masked=False) is None
 
 
 # -- the Triton kernel behind the functions of this package
