@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from para_core.attention.backend_selection import Backend
-from para_core.attention.finite_masks import LowRows
+from para_core.attention.finite_masks import FiniteMaskedRows
 from para_core.attention.local import continued_attention, local_attention_backward, local_attention_with_lse
 from para_core.attention.merge import Merged
 from para_core.attention.tiles import Tiling, join_neighbours, put, take
@@ -67,12 +67,14 @@ class BlockAttention:
     ) -> None:
         self._tiling, self._scale, self._backend, self._heads = tiling, scale, backend, heads
         self._queries = tiling.split(query)
-        low = LowRows.of(mask)
-        self._lows: Sequence[LowRows | None] = [None] * len(self._queries) if low is None else low.split(tiling.split)
-        self._rows = rows_of_pieces(mask if low is None else low.mask, tiling)
+        finite_rows = FiniteMaskedRows.of(mask)
+        self._finite_rows: Sequence[FiniteMaskedRows | None] = (
+            [None] * len(self._queries) if finite_rows is None else finite_rows.split(tiling.split)
+        )
+        self._rows = rows_of_pieces(mask if finite_rows is None else finite_rows.mask, tiling)
         self._merged = [Merged() for _ in self._queries]
         # Where the lse of a partial result is to be corrected, it must not be merged yet.
-        self._continues = attend is None and low is None
+        self._continues = attend is None and finite_rows is None
         self._attend = partial(local_attention_with_lse, backend=backend) if attend is None else attend
 
     def add(self, block: Block, step: int, *, is_last: bool = False) -> None:
@@ -105,9 +107,9 @@ class BlockAttention:
                 )
                 continue
             out, lse = self._attend(*tensors, mask=mask, is_causal=tile.diagonal, scale=self._scale)
-            low = self._lows[piece]
-            if low is not None and mask is not None:
-                lse = low.lse_of_tile(lse, mask, diagonal=tile.diagonal)
+            finite_rows = self._finite_rows[piece]
+            if finite_rows is not None and mask is not None:
+                lse = finite_rows.lse_of_tile(lse, mask, diagonal=tile.diagonal)
             self._merged[piece].add(out, lse)
 
     def result(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -153,10 +155,10 @@ class BlockGradients:
     ) -> None:
         self._tiling, self._scale, self._backend, self._heads = tiling, scale, backend, heads
         self._mask_is_broadcast = mask is not None and mask.shape[2] == 1
-        low = LowRows.of(mask)
-        if low is not None:
-            mask = low.mask
-            grad_out, lse = low.for_gradient(grad_out, lse)
+        finite_rows = FiniteMaskedRows.of(mask)
+        if finite_rows is not None:
+            mask = finite_rows.mask
+            grad_out, lse = finite_rows.for_gradient(grad_out, lse)
         queries, grads, outs, lses = [tiling.split(x) for x in (query, grad_out, out, lse[..., None])]
         self._pieces = [
             _Piece(

@@ -20,7 +20,7 @@ _ABSORBS = -(2.0**24)
 
 
 @dataclass(frozen=True)
-class LowRows:
+class FiniteMaskedRows:
     """
     Args:
         mask: ``[B or 1, H or 1, S_q or 1, total]`` float, with low rows moved up to 0 where scores still count.
@@ -33,7 +33,7 @@ class LowRows:
     absorbed: Tensor
 
     @staticmethod
-    def of(mask: Tensor | None) -> LowRows | None:
+    def of(mask: Tensor | None) -> FiniteMaskedRows | None:
         """Of the mask of all keys of the sequence, where rows' lse is asked for; None if there can be none."""
         if mask is None or mask.dtype == torch.bool or mask.shape[-1] == 1:
             return None
@@ -41,11 +41,14 @@ class LowRows:
         level = highest.to(torch.promote_types(highest.dtype, torch.float32))  # float16 has no _ABSORBS
         absorbed = (level < _ABSORBS) & (level > float("-inf"))
         low = (level < _LOW) & (level >= _ABSORBS)
-        return LowRows(torch.where(low, mask - highest, mask), torch.where(low, 0.0, highest), absorbed)
+        return FiniteMaskedRows(torch.where(low, mask - highest, mask), torch.where(low, 0.0, highest), absorbed)
 
-    def split(self, cut: Callable[[Tensor], list[Tensor]]) -> list[LowRows]:
+    def split(self, cut: Callable[[Tensor], list[Tensor]]) -> list[FiniteMaskedRows]:
         """Of each piece of the queries, into which ``cut`` splits what has rows."""
-        return [LowRows(*parts) for parts in zip(cut(self.mask), cut(self.highest), cut(self.absorbed), strict=True)]
+        return [
+            FiniteMaskedRows(*parts)
+            for parts in zip(cut(self.mask), cut(self.highest), cut(self.absorbed), strict=True)
+        ]
 
     def lse_of_tile(self, lse: Tensor, mask: Tensor, *, diagonal: bool) -> Tensor:
         """lse ``[B, H, S_q]`` of a tile of keys, measured from the bias of the row where that absorbs it.
