@@ -34,7 +34,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from para_core.attention.blocks import BlockAttention, BlockGradients, LocalAttention, tied
+from para_core.attention.blocks import BlockAttention, BlockGradients, LocalAttention, add_autograd_dependency
 from para_core.attention.call import Call
 from para_core.attention.grid import Grid
 from para_core.attention.local import lse_dtype
@@ -104,7 +104,7 @@ def _start(
     for peer, sent, received in zip(peers, send, receive, strict=True):
         send_sizes[peer], receive_sizes[peer] = sent * shape.numel(), received * shape.numel()
     # Where autograd follows each collective, they go back in the order in which they came, on every rank.
-    buffer = tied(rows.contiguous().view(-1), [one.started.buffer for one in earlier])
+    buffer = add_autograd_dependency(rows.contiguous().view(-1), [one.started.buffer for one in earlier])
     return _Arriving(start_all_to_all(buffer, send_sizes, receive_sizes, dim), (sum(receive), *shape))
 
 
@@ -152,7 +152,7 @@ def attention_2d(
     if others is not None:
         others.add((keys, values), 1, is_last=True)
         inputs = [query, key, value, *([] if mask is None else [mask])]
-        packed = tied(_pack(*others.result(key, value), inputs), inputs)
+        packed = add_autograd_dependency(_pack(*others.result(key, value), inputs), inputs)
         arriving.append(_give_back(packed, grid.row, sizes, S, dim, arriving))
     own.add((keys, values), 1, is_last=others is None)
     merged = Merged()
@@ -161,7 +161,7 @@ def attention_2d(
         for out, lse in _unpack(arriving[-1].wait(), len(grid.row), value.shape[3], lse_dtype(query)):
             merged.add(out, lse)
     out = merged.out if merged.out.dtype == query.dtype else merged.out.to(query.dtype)
-    return tied(out, [query, key, value, *[one.started.buffer for one in arriving]]), merged.lse
+    return add_autograd_dependency(out, [query, key, value, *[one.started.buffer for one in arriving]]), merged.lse
 
 
 def _pack(out: Tensor, lse: Tensor, inputs: Sequence[Tensor]) -> Tensor:

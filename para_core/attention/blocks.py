@@ -31,7 +31,7 @@ def expand(x: Tensor, heads: Tensor | None) -> Tensor:
     return x if heads is None else x.index_select(1, heads)
 
 
-def tied(x: Tensor, received: Sequence[Tensor]) -> Tensor:
+def add_autograd_dependency(x: Tensor, received: Sequence[Tensor]) -> Tensor:
     """``x`` and nothing of ``received``: but if autograd follows these, they have a gradient of 0, on every rank.
 
     A rank that needs nothing of what it got would otherwise not join in that collective's backward.

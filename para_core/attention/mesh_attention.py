@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-from para_core.attention.blocks import tied
+from para_core.attention.blocks import add_autograd_dependency
 from para_core.attention.call import Call, make_call
 from para_core.attention.call_agreement import agree_on_call, call_signature, last_two
 from para_core.attention.checks import LengthCheck, check, check_kind, refuse_transforms
@@ -319,7 +319,7 @@ def _attend_with(
 ) -> tuple[Tensor, Tensor]:
     if 0 in query.shape or 0 in key.shape:  # kernels seldom take that
         out, lse = local_attention_with_lse(query, key, value, mask=mask, is_causal=is_causal, scale=scale)
-        return tied(out, [query, key, value]), lse
+        return add_autograd_dependency(out, [query, key, value]), lse
     mask, is_causal = with_diagonal(mask, is_causal, query, key)
     if mask is not None:
         # A row that sees no key is NaN to many: it sees them all, and then counts for nothing.

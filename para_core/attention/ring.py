@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from para_core.attention.approximate.wire import row_bytes
-from para_core.attention.blocks import Block, BlockAttention, BlockGradients, LocalAttention, tied
+from para_core.attention.blocks import Block, BlockAttention, BlockGradients, LocalAttention, add_autograd_dependency
 from para_core.attention.call import OWN, Call, Hop
 from para_core.attention.pack_ops import as_numbers
 from para_core.attention.tiles import put, take
@@ -111,7 +111,7 @@ def one_by_one(
         if passes_on:
             return start_ring_shift(sent, packing.numel(hop.source), dim)
         # Where autograd follows each collective, they go back in the order in which they came, on every rank.
-        x = tied(sent if hop.sends else sent[:0], received[-1:])
+        x = add_autograd_dependency(sent if hop.sends else sent[:0], received[-1:])
         return start_ring_shift(x, packing.numel(hop.source) if hop.receives else 0, dim, distance=hop.step)
 
     arriving = [start(hops[0])]
@@ -195,7 +195,7 @@ def ring_attention(
     out, lse = found.result(key, value)
     if out.dtype != query.dtype:
         out = out.to(query.dtype)
-    return tied(out, [query, key, value, *received]), lse
+    return add_autograd_dependency(out, [query, key, value, *received]), lse
 
 
 # -- backward

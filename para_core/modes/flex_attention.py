@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
-from para_core.attention.blocks import tied
+from para_core.attention.blocks import add_autograd_dependency
 from para_core.attention.call import Call, make_call
 from para_core.attention.call_agreement import EQUAL_PARTS
 from para_core.attention.flex_exchange import enter, leave, query_rows
@@ -252,7 +252,7 @@ def _of_nothing(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]
     """The operator's result for no heads, no queries or no keys."""
     out = query.new_zeros(*query.shape[:3], value.shape[3])
     stat = query.new_full(query.shape[:3], float("-inf"), dtype=torch.float32)
-    return tied(out, [query, key, value]), stat, stat.clone()
+    return add_autograd_dependency(out, [query, key, value]), stat, stat.clone()
 
 
 def _own_mask(

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from para_core.attention.approximate.kept_keys import KeptKeys
-from para_core.attention.blocks import LocalAttention, columns, expand, tied
+from para_core.attention.blocks import LocalAttention, add_autograd_dependency, columns, expand
 from para_core.attention.call import Call
 from para_core.attention.local import local_attention_with_lse, lse_dtype
 from para_core.attention.merge import Merged
@@ -176,7 +176,7 @@ def sparse_attention(
     merged = Merged()
     for block_key, block_value, block_mask in _kept_blocks(key, value, seen, hidden, call, received, comm_dtype):
         merged.add(*attend(query, block_key, block_value, mask=block_mask, is_causal=False, scale=call.scale))
-    return tied(merged.out.to(query.dtype), [query, key, value, *received]), merged.lse
+    return add_autograd_dependency(merged.out.to(query.dtype), [query, key, value, *received]), merged.lse
 
 
 def hide(mask: Tensor | None, seen: Tensor) -> Tensor:
