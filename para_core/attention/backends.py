@@ -72,7 +72,7 @@ class Problem(NamedTuple):
         return bias if bias is None else bias.expand(*self.query.shape[:-1], self.key.shape[-2])
 
 
-def room_for_out(query: Tensor, value: Tensor) -> Tensor:
+def empty_output(query: Tensor, value: Tensor) -> Tensor:
     """``[B, H, S_q, D_v]``, in memory as SDPA's result lies."""
     batch, heads, num_queries, _ = query.shape
     return query.new_empty(batch, num_queries, heads, value.shape[-1]).transpose(1, 2)
@@ -110,7 +110,7 @@ def _math(problem: Problem) -> tuple[Tensor, Tensor]:
     lse = torch.logsumexp(scores, dim=-1)
     # Not exp(scores - lse): beside the scores of a row that is masked by finfo.min throughout, log(n) in lse is lost.
     weights = torch.softmax(scores, dim=-1)
-    return room_for_out(problem.query, problem.value).copy_(weights @ problem.value.to(lse.dtype)), lse
+    return empty_output(problem.query, problem.value).copy_(weights @ problem.value.to(lse.dtype)), lse
 
 
 def _flash(problem: Problem) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from para_core.attention.backend_selection import OF_PYTORCH, SWITCHES, Backend, resolve_backend
-from para_core.attention.backends import BACKWARD, FORWARD, MATH, Problem, backward_of, room_for_out
+from para_core.attention.backends import BACKWARD, FORWARD, MATH, Problem, backward_of, empty_output
 from para_core.attention.merge import Merged
 
 
@@ -32,14 +32,14 @@ def local_attention(
     divide the query's are grouped-query attention. ``backend``: as in :func:`local_attention_with_lse`.
     """
     if 0 in query.shape or 0 in key.shape:
-        return room_for_out(query, value).zero_()
+        return empty_output(query, value).zero_()
     backend = resolve_backend(backend, query, value, masked=mask is not None, is_causal=is_causal)
     if backend is not None:
         return local_attention_with_lse(
             query, key, value, mask=mask, is_causal=is_causal, scale=scale, backend=backend
         )[0]
     if mask is not None:
-        mask, is_causal = with_diagonal(mask, is_causal, query, key)
+        mask, is_causal = fold_causal(mask, is_causal, query, key)
     grouped = key.shape[1] != query.shape[1]
     if grouped:
         problem = Problem(query, key, value, mask, is_causal, scale)
@@ -91,12 +91,12 @@ def local_attention_with_lse(
             beforehand.
     """
     if 0 in query.shape or 0 in key.shape:
-        return room_for_out(query, value).zero_(), query.new_full(query.shape[:-1], -inf, dtype=lse_dtype(query))
+        return empty_output(query, value).zero_(), query.new_full(query.shape[:-1], -inf, dtype=lse_dtype(query))
     backend = resolve_backend(backend, query, value, masked=mask is not None, is_causal=is_causal)
     if backend in ("triton", "triton-int8"):
         return _triton(backend, query, key, value, mask=mask, is_causal=is_causal, scale=scale)
     if mask is not None:
-        mask, is_causal = with_diagonal(mask, is_causal, query, key)
+        mask, is_causal = fold_causal(mask, is_causal, query, key)
     problem = Problem(query, key, value, mask, is_causal, scale)
     choice = _choose_backend(problem) if backend is None else OF_PYTORCH[backend]
     if key.shape[1] != query.shape[1]:
@@ -105,7 +105,7 @@ def local_attention_with_lse(
     if mask is not None:
         # Backends disagree about a row that sees no key: NaN, or an lse of 0. In place: masked_fill() returns another
         # memory format.
-        empty_row = sees_nothing(mask)
+        empty_row = fully_masked_rows(mask)
         out.masked_fill_(empty_row[..., None], 0.0)
         lse.masked_fill_(empty_row, -inf)
     return out, lse
@@ -187,7 +187,7 @@ def local_attention_backward(
         grad_mask = query.new_zeros(*query.shape[:-1], key.shape[-2]) if mask_gradient else None
         return query.new_zeros(query.shape), key.new_zeros(key.shape), value.new_zeros(value.shape), grad_mask
     if mask is not None:
-        mask, is_causal = with_diagonal(mask, is_causal, query, key)
+        mask, is_causal = fold_causal(mask, is_causal, query, key)
         # exp(scores - inf) is 0: a row that saw nothing has no gradient. Without a mask each row sees a key here.
         lse = lse.masked_fill(lse == -inf, inf)
     problem = Problem(query, key, value, mask, is_causal, scale)
@@ -330,7 +330,7 @@ def _small_problem(
     """Return a problem of two tokens and one head."""
     query, value = (torch.empty(1, 1, 2, size, dtype=dtype, device=device) for size in (head_dim, value_dim))
     mask = None if mask_dtype is None else torch.zeros(1, 1, 2, 2, dtype=mask_dtype, device=device)
-    return Problem(query, query, value, with_diagonal(mask, False, query, query)[0], False, None)
+    return Problem(query, query, value, fold_causal(mask, False, query, query)[0], False, None)
 
 
 def _choose_backend(problem: Problem) -> int:
@@ -364,7 +364,7 @@ def _no_backend(query: Tensor, value: Tensor, mask: Tensor | None) -> RuntimeErr
 # -- masks
 
 
-def with_diagonal(mask: Tensor | None, is_causal: bool, query: Tensor, key: Tensor) -> tuple[Tensor | None, bool]:
+def fold_causal(mask: Tensor | None, is_causal: bool, query: Tensor, key: Tensor) -> tuple[Tensor | None, bool]:
     """``mask`` and ``is_causal`` as one of the two, in a dtype that the backends take."""
     if mask is None:
         return None, is_causal
@@ -386,7 +386,7 @@ def _in_taken_dtype(mask: Tensor, query: Tensor) -> Tensor:
     return mask.clamp(min=-largest / 2).to(query.dtype).masked_fill_(mask == -inf, -inf)
 
 
-def sees_nothing(mask: Tensor) -> Tensor:
+def fully_masked_rows(mask: Tensor) -> Tensor:
     """Rows of ``mask`` that let no key through: ``[B or 1, H or 1, S_q or 1]``."""
     return ~mask.any(-1) if mask.dtype == torch.bool else (mask == -inf).all(-1)
 

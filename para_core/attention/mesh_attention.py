@@ -17,11 +17,11 @@ from para_core.attention.call import Call, make_call
 from para_core.attention.call_agreement import agree_on_call, call_signature, last_two
 from para_core.attention.checks import LengthCheck, check, check_kind, refuse_transforms
 from para_core.attention.local import (
+    fold_causal,
+    fully_masked_rows,
     learns_by_formula,
     local_attention_with_lse,
     require_backend,
-    sees_nothing,
-    with_diagonal,
 )
 from para_core.attention.local_rows import MaskReviews
 from para_core.attention.mask import MaskExtents, mask_extents, mask_of_block
@@ -320,10 +320,10 @@ def _attend_with(
     if 0 in query.shape or 0 in key.shape:  # kernels seldom take that
         out, lse = local_attention_with_lse(query, key, value, mask=mask, is_causal=is_causal, scale=scale)
         return add_autograd_dependency(out, [query, key, value]), lse
-    mask, is_causal = with_diagonal(mask, is_causal, query, key)
+    mask, is_causal = fold_causal(mask, is_causal, query, key)
     if mask is not None:
         # A row that sees no key is NaN to many: it sees them all, and then counts for nothing.
-        empty_row = sees_nothing(mask)
+        empty_row = fully_masked_rows(mask)
         mask = mask | empty_row[..., None] if mask.dtype == torch.bool else mask.masked_fill(empty_row[..., None], 0.0)
     found = attn_func(query, key, value, attn_mask=mask, dropout_p=0.0, is_causal=is_causal, scale=scale)
     # Out alone is asked for only where nothing is merged.

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from para_core.attention import local
 from para_core.attention.backends import Problem
-from para_core.attention.local import local_attention_backward, local_attention_with_lse, with_diagonal
+from para_core.attention.local import fold_causal, local_attention_backward, local_attention_with_lse
 
 B, H = 2, 4
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -348,7 +348,7 @@ def test_a_mask_may_be_any_part_of_a_longer_one_or_broadcast_over_keys(choose, b
 def test_a_mask_of_more_bits_than_the_query_is_cast_before_any_backend_sees_it():
     query = make("BSHD", H, 37, 64, BF16)
     for dtype in (F32, torch.float64, F16, BF16):
-        mask, _ = with_diagonal(torch.empty(B, 1, 1, 37, dtype=dtype, device="meta"), False, query, query)
+        mask, _ = fold_causal(torch.empty(B, 1, 1, 37, dtype=dtype, device="meta"), False, query, query)
         assert mask is not None and mask.dtype == BF16
 
 
