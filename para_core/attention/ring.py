@@ -97,7 +97,7 @@ class Packing:
 # autograd follows is added to ``received``.
 
 
-def one_by_one(
+def ring_pass(
     own: Block, sent: Tensor, packing: Packing, call: Call, received: list[Tensor]
 ) -> Iterator[tuple[Hop, Block | None]]:
     """Each rank passes on what it got: neighbours talk to neighbours only.
@@ -127,7 +127,7 @@ def one_by_one(
         yield hop, packing.unpack(buffer, hop.source) if hop.receives else None
 
 
-def _gathered(
+def all_gather_kv(
     own: Block, sent: Tensor, packing: Packing, call: Call, received: list[Tensor]
 ) -> Iterator[tuple[Hop, Block | None]]:
     """All of them in one collective."""
@@ -150,7 +150,7 @@ def _blocks(
     if not call.hops:
         return [(OWN, (key, value))]
     sent = packing.pack(take(key, 2, call.travels), take(value, 2, call.travels))
-    return (_gathered if gather else one_by_one)((key, value), sent, packing, call, received)
+    return (all_gather_kv if gather else ring_pass)((key, value), sent, packing, call, received)
 
 
 # -- forward

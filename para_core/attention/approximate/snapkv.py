@@ -26,7 +26,7 @@ from para_core.attention.blocks import LocalAttention, add_autograd_dependency, 
 from para_core.attention.call import Call
 from para_core.attention.local import local_attention_with_lse, lse_dtype
 from para_core.attention.merge import Merged
-from para_core.attention.ring import Packing, one_by_one, ring_attention
+from para_core.attention.ring import Packing, ring_attention, ring_pass
 from para_core.attention.tiles import sharded_runs
 from para_core.distributed.collectives import all_gather
 from para_core.distributed.layout import Run
@@ -213,7 +213,7 @@ def _kept_blocks(
     packing = Packing(key, value, lengths, comm_dtype=comm_dtype)
     rows = _rows_of(travels[dim.index], held)
     kept = [_take(x.index_select(2, rows), of_blocks[dim.index]) for x in (key, value)]
-    for hop, block in one_by_one(own, packing.pack(*kept), packing, call, received):
+    for hop, block in ring_pass(own, packing.pack(*kept), packing, call, received):
         at, those = (held, chosen) if hop.step == 0 else (travels[hop.source], of_blocks[hop.source])
         if block is not None:
             yield *block, _mask_of(mask, at, those)
