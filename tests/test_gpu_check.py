@@ -169,7 +169,7 @@ def test_a_kernel_that_copies_something_else_is_called_wrong(run_here, monkeypat
 
 
 def test_without_triton_the_small_kernels_are_skipped_with_the_reason(tmp_path, monkeypatch):
-    monkeypatch.setattr(small_kernels, "kernels", lambda *_: None)
+    monkeypatch.setattr(small_kernels, "load_kernel", lambda *_: None)
     job = Job("small_kernels", torch.device("cuda"), True, tmp_path / "found.json", time.monotonic() + 60)
     with pytest.raises(SectionSkipped, match="needs Triton"):
         small_kernels.run(job)

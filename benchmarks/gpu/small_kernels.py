@@ -18,7 +18,7 @@ from para_core.attention.pack_ops import as_numbers
 from para_core.distributed.layout import Segment
 from para_core.kernels import exchange_reference, merge_reference, residual_reference
 from para_core.kernels.exchange_reference import LARGEST, SCALE_BYTES, CopyRegion
-from para_core.triton_support import kernels
+from para_core.triton_support import load_kernel
 
 RANKS = 8
 # Tokens of one of 8 ranks, and heads: FLUX.1 at 1024 × 1024, the same with a head more, HunyuanVideo at 1280 × 720 × 129.
@@ -48,7 +48,7 @@ class Case:
 
 def run(job: Job) -> None:
     on_gpu = job.device.type != "cpu"
-    if on_gpu and kernels("merge", job.device) is None:
+    if on_gpu and load_kernel("merge", job.device) is None:
         raise SectionSkipped("needs Triton, a C compiler, and a GPU of compute capability 8.0 or later")
     form = "Triton" if on_gpu else "plain PyTorch"
     for tokens, heads, head_dim in TINY if job.tiny else REAL:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from para_core.distributed.collectives import LIBRARY, define_operator
 from para_core.kernels import merge_reference
-from para_core.triton_support import are_floats, kernels, on_device_of
+from para_core.triton_support import are_floats, load_kernel, on_device_of
 
 define_operator("merge(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)")
 define_operator("merge_(Tensor(a!) out_a, Tensor(b!) lse_a, Tensor out_b, Tensor lse_b) -> ()")
@@ -30,7 +30,7 @@ def _merge_in_place(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
 
 
 def merge_on_gpu(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    fused = kernels("merge", out_a.device)
+    fused = load_kernel("merge", out_a.device)
     if fused is None or not are_floats(out_a, lse_a, out_b, lse_b):
         return _merge(out_a, lse_a, out_b, lse_b)
     with on_device_of(out_a):
@@ -39,7 +39,7 @@ def merge_on_gpu(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
 
 
 def merge_on_gpu_in_place(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
-    fused = kernels("merge", out_a.device)
+    fused = load_kernel("merge", out_a.device)
     if fused is None or not are_floats(out_a, lse_a, out_b, lse_b):
         _merge_in_place(out_a, lse_a, out_b, lse_b)
         return

@@ -12,7 +12,7 @@ from torch import Tensor
 from para_core.distributed.collectives import LIBRARY, define_operator
 from para_core.kernels import exchange_reference
 from para_core.kernels.exchange_reference import CopyRegion
-from para_core.triton_support import kernels, on_device_of
+from para_core.triton_support import load_kernel, on_device_of
 
 define_operator("pack(Tensor[] tensors, SymInt[] regions, SymInt numel) -> Tensor")
 define_operator("unpack(Tensor buffer, SymInt[] regions, SymInt[] shapes) -> Tensor[]")
@@ -36,7 +36,7 @@ def pack(tensors: list[Tensor], regions: list[int], numel: int) -> Tensor:
 
 
 def pack_on_gpu(tensors: list[Tensor], regions: list[int], numel: int) -> Tensor:
-    fused = kernels("exchange", tensors[0].device)
+    fused = load_kernel("exchange", tensors[0].device)
     if fused is None:
         return pack(tensors, regions, numel)
     with on_device_of(tensors[0]):
@@ -54,7 +54,7 @@ def unpack(buffer: Tensor, regions: list[int], shapes: list[int]) -> list[Tensor
 
 
 def unpack_on_gpu(buffer: Tensor, regions: list[int], shapes: list[int]) -> list[Tensor]:
-    fused = kernels("exchange", buffer.device)
+    fused = load_kernel("exchange", buffer.device)
     if fused is None:
         return unpack(buffer, regions, shapes)
     with on_device_of(buffer):

@@ -23,7 +23,7 @@ from para_core.distributed.layout import Run
 from para_core.distributed.lazy import lazy
 from para_core.distributed.mesh import MeshDim
 from para_core.kernels.exchange_reference import CopyRegion
-from para_core.triton_support import kernels
+from para_core.triton_support import load_kernel
 
 
 @dataclass(frozen=True)
@@ -352,7 +352,7 @@ def takes_kernels(x: Tensor) -> bool:
     """Whether one launch packs, and unpacks: where no gradient and no graph follows what it does. Meta tensors stand for CUDA's."""
     if not (x.is_cuda or x.is_meta) or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
-    return kernels("exchange", x.device) is not None
+    return load_kernel("exchange", x.device) is not None
 
 
 def _room(one: Share) -> tuple[int, int, int]:

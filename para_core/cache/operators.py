@@ -9,14 +9,14 @@ from torch import Tensor
 
 from para_core.distributed.collectives import LIBRARY, define_operator
 from para_core.kernels import residual_reference
-from para_core.triton_support import are_floats, kernels, on_device_of
+from para_core.triton_support import are_floats, load_kernel, on_device_of
 
 define_operator("residual_change(Tensor now, Tensor before) -> Tensor")
 define_operator("forecast(Tensor entry, Tensor[] residuals, float[] weights) -> Tensor")
 
 
 def change_on_gpu(now: Tensor, before: Tensor) -> Tensor:
-    fused = kernels("residual", now.device)
+    fused = load_kernel("residual", now.device)
     if fused is None or not are_floats(now, before):
         return residual_reference.change(now, before)
     with on_device_of(now):
@@ -25,7 +25,7 @@ def change_on_gpu(now: Tensor, before: Tensor) -> Tensor:
 
 
 def forecast_on_gpu(entry: Tensor, residuals: list[Tensor], weights: list[float]) -> Tensor:
-    fused = kernels("residual", entry.device)
+    fused = load_kernel("residual", entry.device)
     if fused is None or not are_floats(entry, *residuals) or len(residuals) > fused.MOST_RESIDUALS:
         return residual_reference.forecast(entry, residuals, weights)
     with on_device_of(entry):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from para_core.distributed.collectives import LIBRARY, define_operator
 from para_core.kernels import norm_reference
-from para_core.triton_support import are_floats, kernels, on_device_of
+from para_core.triton_support import are_floats, load_kernel, on_device_of
 
 define_operator("group_moments(Tensor x, SymInt groups) -> Tensor")
 define_operator(
@@ -16,7 +16,7 @@ define_operator(
 
 
 def moments_on_gpu(x: Tensor, groups: int) -> Tensor:
-    fused = kernels("norm", x.device)
+    fused = load_kernel("norm", x.device)
     if fused is None or not are_floats(x):
         return norm_reference.moments(x, groups)
     with on_device_of(x):
@@ -27,7 +27,7 @@ def moments_on_gpu(x: Tensor, groups: int) -> Tensor:
 def normalized_on_gpu(
     x: Tensor, of_ranks: Tensor, shares: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    fused = kernels("norm", x.device)
+    fused = load_kernel("norm", x.device)
     if fused is None or not are_floats(x, of_ranks, *_present(weight, bias)):
         return norm_reference.normalized(x, of_ranks, shares, groups, weight, bias, eps)
     with on_device_of(x):

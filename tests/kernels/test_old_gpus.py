@@ -82,13 +82,13 @@ def test_the_test_covers_every_operator_that_launches_a_kernel():
 @pytest.mark.parametrize(("numbers", "takes"), [((7, 5), False), ((8, 0), True), ((12, 0), True)])
 def test_a_device_is_asked_once(capability, numbers, takes):
     asked = capability(*numbers)
-    assert [(triton_support.kernels("exchange", GPU) is not None) for _ in range(3)] == [takes] * 3
+    assert [(triton_support.load_kernel("exchange", GPU) is not None) for _ in range(3)] == [takes] * 3
     assert asked == [GPU]
-    assert triton_support.kernels("exchange", torch.device("cuda", 1)) is (
-        triton_support.kernels("exchange") if takes else None
+    assert triton_support.load_kernel("exchange", torch.device("cuda", 1)) is (
+        triton_support.load_kernel("exchange") if takes else None
     )
     # A CPU (Triton's interpreter) and meta tensors have no capability.
-    assert triton_support.kernels("exchange", CPU) is not None
+    assert triton_support.load_kernel("exchange", CPU) is not None
     assert len(asked) == 2
 
 

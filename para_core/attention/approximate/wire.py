@@ -13,7 +13,7 @@ from para_core.attention.pack_ops import new_tensors, read_regions
 from para_core.distributed.collectives import LIBRARY, define_operator
 from para_core.kernels import exchange_reference
 from para_core.kernels.exchange_reference import SCALE_BYTES
-from para_core.triton_support import kernels, on_device_of
+from para_core.triton_support import load_kernel, on_device_of
 
 define_operator("pack_8_bits(Tensor[] tensors, SymInt[] regions, SymInt numel, ScalarType to) -> Tensor")
 define_operator(
@@ -28,7 +28,7 @@ def pack(tensors: list[Tensor], regions: list[int], numel: int, to: torch.dtype)
 
 
 def pack_on_gpu(tensors: list[Tensor], regions: list[int], numel: int, to: torch.dtype) -> Tensor:
-    fused = kernels("exchange", tensors[0].device)
+    fused = load_kernel("exchange", tensors[0].device)
     if fused is None:
         return pack(tensors, regions, numel, to)
     buffer = _new_buffer(tensors, regions, numel, to)
@@ -51,7 +51,7 @@ def unpack(buffer: Tensor, regions: list[int], shapes: list[int], of: torch.dtyp
 def unpack_on_gpu(
     buffer: Tensor, regions: list[int], shapes: list[int], of: torch.dtype, dtype: torch.dtype
 ) -> list[Tensor]:
-    fused = kernels("exchange", buffer.device)
+    fused = load_kernel("exchange", buffer.device)
     if fused is None:
         return unpack(buffer, regions, shapes, of, dtype)
     into = _new_tensors(buffer, regions, shapes, of, dtype)
