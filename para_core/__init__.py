@@ -16,7 +16,7 @@ from para_core.cache.options import CacheOptions, Observation, Rule
 from para_core.cache.report import CacheReport
 from para_core.distributed.create_mesh import init_context_parallel_mesh
 from para_core.distributed.layout import Segment, SequenceLayout
-from para_core.modes.batch_parallel import InBatchAttnMode
+from para_core.modes.batch_parallel import BatchParallelAttnMode
 from para_core.modes.functional import ring_attention, ulysses_attention, unified_attention
 from para_core.modes.sparse import BlockSparseAttnMode, SparseKVAttnMode
 from para_core.modes.unified import RingAttnMode, UlyssesAttnMode, UnifiedAttnMode
@@ -60,7 +60,7 @@ __all__ = [
     "Forecast",
     "Gather",
     "Halo",
-    "InBatchAttnMode",
+    "BatchParallelAttnMode",
     "LastTokens",
     "LinearAttention",
     "Observation",

@@ -19,8 +19,8 @@ from para_core.modes.interceptor import RUN_FUNCTIONS, run_functions
 from para_core.modes.sharding_mode import ShardingMode, segments_of
 
 
-class InBatchAttnMode(ShardingMode):
-    """Inside ``with InBatchAttnMode(mesh) as cp:`` every rank holds some of the samples of a batch, whole.
+class BatchParallelAttnMode(ShardingMode):
+    """Inside ``with BatchParallelAttnMode(mesh) as cp:`` every rank holds some of the samples of a batch, whole.
 
     ``x = cp.shard(x, dim=0)`` shards the batch, ``cp.gather(y, dim=0)`` puts it together; uneven parts, and ranks without a
     sample, are right. Attention sends nothing: sample i of the batch attends to sample i. What the mode does to

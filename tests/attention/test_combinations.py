@@ -7,7 +7,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from para_core import BlockSparseAttnMode, InBatchAttnMode, Segment, SequenceLayout, SparseKVAttnMode, UnifiedAttnMode
+from para_core import (
+    BatchParallelAttnMode,
+    BlockSparseAttnMode,
+    Segment,
+    SequenceLayout,
+    SparseKVAttnMode,
+    UnifiedAttnMode,
+)
 from tests.attention.one_device import make_qkv, relative_error
 from tests.rank_pool import RankPoolError
 
@@ -111,7 +118,7 @@ def test_autocast_rounds_nothing_inside(rank_pool, kind, ring, ulysses, D_v):
 
 
 def attend_in_batch(what):
-    with InBatchAttnMode(dist.group.WORLD) as cp:
+    with BatchParallelAttnMode(dist.group.WORLD) as cp:
         q, k, v = make_qkv(S, 2, B=5)
         mask = torch.rand(5, 1, 1, S, generator=torch.Generator().manual_seed(0)) < 0.7
         mask[..., 0] = True

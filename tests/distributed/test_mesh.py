@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
 from para_core import (
+    BatchParallelAttnMode,
     ContextParallelConfig,
-    InBatchAttnMode,
     RingAttnMode,
     UlyssesAttnMode,
     UnifiedAttnMode,
@@ -185,7 +185,7 @@ def make_all_kinds(device_type):
     return {
         "mode": lambda: UnifiedAttnMode(square),
         "mode of one dim": lambda: RingAttnMode(square["ring"]),
-        "in batch": lambda: InBatchAttnMode(line),
+        "in batch": lambda: BatchParallelAttnMode(line),
         "transformer": lambda: parallelize_transformer(flux, mesh=square),
         "plan": lambda: apply_context_parallel(flux, ContextParallelConfig(mesh=square), flux._cp_plan),
         "init_context_parallel_mesh": lambda: init_context_parallel_mesh(device_type, max_ring_dim_size=2),
@@ -229,7 +229,7 @@ def make_in_other_ways(gpus):
         said = [message_of(lambda: UnifiedAttnMode(dist.group.WORLD)), len(counting)]
         counting.clear()
         UnifiedAttnMode(square, assume_equal=True)
-        InBatchAttnMode(dist.group.WORLD, assume_equal=True)
+        BatchParallelAttnMode(dist.group.WORLD, assume_equal=True)
         unified_attention(*(x.chunk(4, dim=2)[0] for x in make_qkv(12, 4)), mesh=dist.group.WORLD, assume_equal=True)
         return *said, len(counting)
 

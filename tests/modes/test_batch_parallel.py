@@ -1,4 +1,4 @@
-"""InBatchAttnMode: samples are sharded, attention is each rank's own."""
+"""BatchParallelAttnMode: samples are sharded, attention is each rank's own."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
-from para_core import InBatchAttnMode, UnifiedAttnMode
+from para_core import BatchParallelAttnMode, UnifiedAttnMode
 from tests.attention.one_device import make_qkv, relative_error
 from tests.rank_pool import RankPoolError
 
@@ -47,7 +47,7 @@ def attend_in_batch(kind, dtype, cut_mask, compile_with=None):
         attend = torch.compile(attend, fullgraph=True, backend=compile_with)
     for B in BATCHES:
         mask = case_mask(kind, B, dtype)
-        with InBatchAttnMode(mesh) as cp:
+        with BatchParallelAttnMode(mesh) as cp:
             q, k, v = (cp.shard(x, dim=0) for x in make_qkv(11, 3, 8, B=B))
             if cut_mask and mask is not None and mask.ndim == 4:
                 mask = cp.shard(mask, dim=0)
@@ -80,7 +80,7 @@ def test_compiled_it_is_the_same(rank_pool):
 
 def attend_in_batch_and_sequence(batch_outside):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("batch", "ulysses"))
-    batch, sequence = InBatchAttnMode(mesh), UnifiedAttnMode(mesh["ulysses"])
+    batch, sequence = BatchParallelAttnMode(mesh), UnifiedAttnMode(mesh["ulysses"])
     first, second = (batch, sequence) if batch_outside else (sequence, batch)
     qkv = make_qkv(11, 3, 8, B=3)
     mask = case_mask("padding", 3, torch.bool)
@@ -101,7 +101,7 @@ def test_samples_and_tokens_may_be_sharded_at_once(rank_pool, batch_outside):
 
 def learn_in_batch():
     qkv = [x.requires_grad_() for x in make_qkv(11, 3, 8, B=3)]
-    with InBatchAttnMode(dist.group.WORLD) as cp:
+    with BatchParallelAttnMode(dist.group.WORLD) as cp:
         out = F.scaled_dot_product_attention(*[cp.shard(x, dim=0) for x in qkv])
         whole = cp.gather(out, dim=0)
     (whole * make_qkv(11, 3, 8, B=3, seed=1)[0]).sum().backward()
@@ -117,7 +117,7 @@ def test_gradients_are_those_of_the_sum_of_all_ranks_losses(rank_pool):
 
 
 def attend_with(mask_samples=None, dropout_p=0.0):
-    with InBatchAttnMode(dist.group.WORLD) as cp:
+    with BatchParallelAttnMode(dist.group.WORLD) as cp:
         q, k, v = (cp.shard(x, dim=0) for x in make_qkv(11, 3, 8, B=5))
         mask = None if mask_samples is None else torch.ones(mask_samples, 1, 1, 11, dtype=torch.bool)
         return F.scaled_dot_product_attention(q, k, v, mask, dropout_p)
@@ -136,7 +136,7 @@ def test_what_does_not_fit_is_an_error(rank_pool, options, message):
 
 
 def make_mode_on_a_mesh_without_batch():
-    InBatchAttnMode(init_device_mesh("cpu", (2,), mesh_dim_names=("ulysses",)))
+    BatchParallelAttnMode(init_device_mesh("cpu", (2,), mesh_dim_names=("ulysses",)))
 
 
 def test_a_mesh_without_a_batch_dim_is_an_error(rank_pool):
