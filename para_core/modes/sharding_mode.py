@@ -21,7 +21,7 @@ from para_core.distributed.sharding import gather_tokens, shard_tokens
 # int that it finds on a mode for a constant, and would compile anew for every length; sizes of tensors become symbolic.
 Length = int | Tensor
 # Of each segment its name, total, and whether it is replicated, balanced.
-HeldLayout = tuple[tuple[str, Length, bool, bool], ...]
+TraceSafeLayout = tuple[tuple[str, Length, bool, bool], ...]
 
 
 class ShardingMode(TorchFunctionMode):
@@ -38,7 +38,7 @@ class ShardingMode(TorchFunctionMode):
         self._assume_equal = assume_equal
         self._depth = 0
         # The sequences that were sharded through this mode, or said to be replicated, in that order; emptied on exit.
-        self._known: HeldLayout = ()
+        self._known: TraceSafeLayout = ()
         self._gathered = True
 
     def __enter__(self) -> Self:
@@ -91,13 +91,13 @@ class ShardingMode(TorchFunctionMode):
 
     # -- what is remembered
 
-    def _set_known(self, known: HeldLayout) -> None:
+    def _set_known(self, known: TraceSafeLayout) -> None:
         self._known = known
         if not torch.compiler.is_compiling():
             self._note_state()
 
-    def _hold_layout(self, layout: SequenceLayout) -> HeldLayout:
-        return hold(self._checked(layout).segments, self._mesh.device_type)
+    def _trace_safe(self, layout: SequenceLayout) -> TraceSafeLayout:
+        return to_trace_safe(self._checked(layout).segments, self._mesh.device_type)
 
     def _checked(self, layout: SequenceLayout) -> SequenceLayout:
         if layout.ranks != self._mesh.ranks:
@@ -126,7 +126,7 @@ class ShardingMode(TorchFunctionMode):
         kind = (segment.replicated, segment.balanced)
         same = [one for one in segments_of(self._known) if (one.replicated, one.balanced) == kind]
         if not [one for one in same if one.total == segment.total]:
-            self._set_known((*self._known, *hold([segment], self._mesh.device_type)))
+            self._set_known((*self._known, *to_trace_safe([segment], self._mesh.device_type)))
 
     # -- sharding and gathering
 
@@ -232,7 +232,7 @@ def _difference(records: list[Record]) -> str:
     return f"the ranks disagree about a sequence: rank 0 has {first}; rank {rank} has {other}. {EQUAL_PARTS}"
 
 
-def hold(segments: Sequence[Segment], device_type: str) -> HeldLayout:
+def to_trace_safe(segments: Sequence[Segment], device_type: str) -> TraceSafeLayout:
     """``segments`` as they are kept on what outlives a call; :func:`segments_of` gives them back."""
     traced = torch.compiler.is_compiling()
     return tuple(
@@ -248,7 +248,7 @@ def hold(segments: Sequence[Segment], device_type: str) -> HeldLayout:
     )
 
 
-def segments_of(held: HeldLayout) -> tuple[Segment, ...]:
+def segments_of(held: TraceSafeLayout) -> tuple[Segment, ...]:
     return tuple(
         [
             Segment(name, total.shape[0] if isinstance(total, Tensor) else total, replicated, balanced)

@@ -32,7 +32,7 @@ from para_core.modes.flex_attention import FlexOverMesh, explain_unsharded_mask
 from para_core.modes.inference import layout_of_total, sequence_of_length, sequence_of_symbolic_length
 from para_core.modes.interceptor import Disabled, intercept, pass_on, unintercepted
 from para_core.modes.recomputation import SET_GRAD_ENABLED, bind_checkpoint, bind_reentrant_checkpoint, is_in_backward
-from para_core.modes.sharding_mode import HeldLayout, ShardingMode, segments_of
+from para_core.modes.sharding_mode import ShardingMode, TraceSafeLayout, segments_of
 
 
 class UnifiedAttnMode(ShardingMode):
@@ -101,9 +101,9 @@ class UnifiedAttnMode(ShardingMode):
         self._attn_func = unintercepted(attn_func)
         self._attention = self._make_attention()
         # Of queries and of keys, if given: decides before what was sharded.
-        self._explicit: tuple[HeldLayout, HeldLayout | None] | None = None
+        self._explicit: tuple[TraceSafeLayout, TraceSafeLayout | None] | None = None
         if layout is not None:
-            self._explicit = (self._hold_layout(layout), None if key_layout is None else self._hold_layout(key_layout))
+            self._explicit = (self._trace_safe(layout), None if key_layout is None else self._trace_safe(key_layout))
         elif key_layout is not None:
             raise ValueError("key_layout was given without layout; give both, or neither.")
         # Whether attention under this mode is what it is without.
@@ -197,7 +197,9 @@ class UnifiedAttnMode(ShardingMode):
         return run
 
     @contextmanager
-    def _resumed(self, known: HeldLayout, explicit: tuple[HeldLayout, HeldLayout | None] | None) -> Iterator[None]:
+    def _resumed(
+        self, known: TraceSafeLayout, explicit: tuple[TraceSafeLayout, TraceSafeLayout | None] | None
+    ) -> Iterator[None]:
         """Inside, this mode is on with the sequences and layouts that it had when they were read."""
         before = self._known, self._explicit, self._is_resumed, self.intercepted
         try:
@@ -398,20 +400,20 @@ class UnifiedAttnMode(ShardingMode):
     def using(self, layout: SequenceLayout, *, key_layout: SequenceLayout | None = None) -> Iterator[None]:
         """Inside, every attention call has ``layout`` for its queries, and ``key_layout`` (or the same) for its keys."""
         before = self._explicit
-        self._set_explicit((self._hold_layout(layout), None if key_layout is None else self._hold_layout(key_layout)))
+        self._set_explicit((self._trace_safe(layout), None if key_layout is None else self._trace_safe(key_layout)))
         try:
             yield
         finally:
             self._set_explicit(before)
 
-    def _set_explicit(self, layouts: tuple[HeldLayout, HeldLayout | None] | None) -> None:
+    def _set_explicit(self, layouts: tuple[TraceSafeLayout, TraceSafeLayout | None] | None) -> None:
         self._explicit = layouts
         if not torch.compiler.is_compiling():
             self._note_state()
 
     def set_layout(self, layout: SequenceLayout) -> None:
         """Every attention call from now on has ``layout``: :meth:`using`, for as long as the mode lives."""
-        self._set_explicit((self._hold_layout(layout), None))
+        self._set_explicit((self._trace_safe(layout), None))
 
     def _layouts(self, num_queries: int, num_keys: int, ordered: bool) -> tuple[SequenceLayout, SequenceLayout]:
         query_layout = self._layout_of(num_queries, "query", ordered)

@@ -21,7 +21,7 @@ from para_core.distributed.sharding import gather_tokens
 from para_core.modes.flex_attention import FlexOverMesh, called_in_eager_code
 from para_core.modes.interceptor import at_the_dispatcher, intercept, not_at_the_dispatcher, pass_on
 from para_core.modes.recomputation import SET_GRAD_ENABLED, bind_checkpoint, bind_reentrant_checkpoint
-from para_core.modes.sharding_mode import HeldLayout, hold, segments_of
+from para_core.modes.sharding_mode import TraceSafeLayout, segments_of, to_trace_safe
 from para_core.plans.kv_cache import PAST
 from para_core.plans.plan import Attention
 
@@ -64,7 +64,7 @@ class PlannedAttention:
         self.mesh, self.options, self.known, self.attn_func = mesh, options, known, attn_func
         self.attending = attending
         # Of the call under way: what was sharded, or found to be replicated.
-        self.segments: HeldLayout = ()
+        self.segments: TraceSafeLayout = ()
         # Lists: what is set of an attribute before torch.cond (which a cache brings) and again behind it, Dynamo 2.13 forgets.
         self.active = [False]
         self.intercepted = [False]
@@ -74,7 +74,7 @@ class PlannedAttention:
 
     def set_segments(self, segments: tuple[Segment, ...]) -> None:
         """What is known of the call under way: which segments were sharded, and which are replicated."""
-        self.segments = hold(segments, self.mesh.device_type)
+        self.segments = to_trace_safe(segments, self.mesh.device_type)
         self._found = {}
 
     def within(self, attending: tuple[Attention, ...]) -> PlannedAttention:

@@ -11,7 +11,7 @@ from torch import nn
 
 from para_core.distributed.layout import Segment, SequenceLayout
 from para_core.distributed.mesh import SequenceMesh
-from para_core.modes.sharding_mode import HeldLayout
+from para_core.modes.sharding_mode import TraceSafeLayout
 from para_core.modes.unified import UnifiedAttnMode
 from para_core.plans.plan import Plan
 from para_core.plans.region import apply_plan, segments_under_way
@@ -134,9 +134,9 @@ class _NotingMode(UnifiedAttnMode):
         self._result.note_segments((segment,))
         super()._remember(segment)
 
-    def _hold_layout(self, layout: SequenceLayout) -> HeldLayout:
+    def _trace_safe(self, layout: SequenceLayout) -> TraceSafeLayout:
         self._result.note_segments(layout.segments)
-        return super()._hold_layout(layout)
+        return super()._trace_safe(layout)
 
 
 # Messages of the mode name it.
