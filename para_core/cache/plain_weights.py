@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from para_core.instance_patching import original_class
-from para_core.modes.interceptor import inside_branch, pass_on
+from para_core.modes.interceptor import call_original, inside_branch
 
 # Names of attributes, from a weight to one of its plain tensors.
 Path = tuple[str, ...]
@@ -105,7 +105,7 @@ class _PlainWeights(TorchFunctionMode):
                 if args[1] is weight:
                     bias = args[2] if len(args) > 2 else None
                     return layer.linear(args[0], bias, *[_at(weight, path) for path in layer.paths])
-        return pass_on(func, args, kwargs or {})
+        return call_original(func, args, kwargs or {})
 
 
 def _at(weight: Any, path: Path) -> Any:

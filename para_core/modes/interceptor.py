@@ -78,7 +78,7 @@ def intercept(
         RuntimeError: it computes attention where no mode can see it.
     """
     if func is SDPA:
-        if torch.compiler.is_compiling() or not _OF_THREAD.attending:
+        if torch.compiler.is_compiling() or not _THREAD_STATE.attending:
             return attend(*args, **kwargs)
         with torch._C._ExcludeDispatchKeyGuard(_KEYS):  # the innermost counts
             return attend(*args, **kwargs)
@@ -111,7 +111,7 @@ def intercept(
     return func(*args, **kwargs)
 
 
-def pass_on(func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
+def call_original(func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
     """What ``func(*args, **kwargs)`` becomes in a mode that intercepts nothing now."""
     if func is UNFLATTEN and torch.compiler.is_compiling():
         return torch.unflatten(*args, **kwargs)
@@ -148,7 +148,7 @@ class Disabled(TorchFunctionMode):
         if hidden or (type(func) in OPERATOR_TYPES and attention_kind(func) is not None):
             with torch._C.DisableTorchFunction():
                 return func(*args, **kwargs)
-        return pass_on(func, args, kwargs)
+        return call_original(func, args, kwargs)
 
 
 def unintercepted(attn_func: Callable[..., Any] | None) -> Callable[..., Any] | None:
@@ -171,7 +171,7 @@ def run_functions(mode: TorchFunctionMode, func: HigherOrderOperator, args: Sequ
     return func(*[_under(mode, one) if callable(one) else one for one in args], **kwargs)
 
 
-class _Again(TorchFunctionMode):
+class _ReenteredMode(TorchFunctionMode):
     """``mode`` once more, made and entered inside a branch: what is from outside cannot be entered there."""
 
     def __init__(self, mode: TorchFunctionMode) -> None:
@@ -184,7 +184,7 @@ class _Again(TorchFunctionMode):
 
 def _under(mode: TorchFunctionMode, function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
-        with _Again(mode):
+        with _ReenteredMode(mode):
             return function(*args)
 
     return lambda *args: inside_branch(run, *args)
@@ -209,7 +209,7 @@ _FALL_THROUGH.fallback(torch.library.fallthrough_kernel, "TESTING_ONLY_GenericMo
 _ATEN = torch.library.Library("aten", "IMPL")
 
 
-class _OfThread(threading.local):
+class _ThreadState(threading.local):
     """What computes attention in this thread, the innermost last."""
 
     def __init__(self) -> None:
@@ -217,13 +217,13 @@ class _OfThread(threading.local):
         self.is_active: list[Callable[[], bool]] = []
 
 
-_OF_THREAD = _OfThread()
+_THREAD_STATE = _ThreadState()
 
 
 def outer_attention(*args: Any, **kwargs: Any) -> Tensor:
     """Called by what the innermost :func:`at_the_dispatcher` put in place of ``scaled_dot_product_attention``: what it would be without that."""
     outer: Attend = torch.ops.aten.scaled_dot_product_attention.default
-    outer = _OF_THREAD.attending[-2] if len(_OF_THREAD.attending) > 1 else outer
+    outer = _THREAD_STATE.attending[-2] if len(_THREAD_STATE.attending) > 1 else outer
     return outer(*args, **kwargs)
 
 
@@ -236,7 +236,7 @@ def _dispatched(*args: Any, **kwargs: Any) -> Tensor:
             "attend to this rank's tokens only. Compile the model, or modules of it; or call this function uncompiled."
         )
     with torch._C._ExcludeDispatchKeyGuard(_KEYS):
-        return _OF_THREAD.attending[-1](*args, **kwargs)
+        return _THREAD_STATE.attending[-1](*args, **kwargs)
 
 
 _ATEN.impl("scaled_dot_product_attention", _dispatched, "TESTING_ONLY_GenericMode")
@@ -247,7 +247,7 @@ def _dispatch_operator(namespace: str, name: str) -> torch.library.Library:
 
     def dispatched(*args: Any, **kwargs: Any) -> Any:
         operator = getattr(getattr(torch.ops, namespace), name)
-        if not _OF_THREAD.is_active[-1]():
+        if not _THREAD_STATE.is_active[-1]():
             with torch._C._ExcludeDispatchKeyGuard(_KEYS):
                 return operator(*args, **kwargs)
         if attention_kind(operator) == "flash":
@@ -271,14 +271,14 @@ def at_the_dispatcher(attend: Attend, is_active: Callable[[], bool] = lambda: Tr
     Args:
         is_active: whether attention operators of other packages are intercepted now. ``attend`` decides for itself.
     """
-    _OF_THREAD.attending.append(attend)
-    _OF_THREAD.is_active.append(is_active)
+    _THREAD_STATE.attending.append(attend)
+    _THREAD_STATE.is_active.append(is_active)
     try:
         with torch._C._IncludeDispatchKeyGuard(_KEY):
             yield
     finally:
-        _OF_THREAD.attending.pop()
-        _OF_THREAD.is_active.pop()
+        _THREAD_STATE.attending.pop()
+        _THREAD_STATE.is_active.pop()
 
 
 def not_at_the_dispatcher() -> AbstractContextManager[Any]:

@@ -30,7 +30,7 @@ from para_core.modes.attention_by_hand import is_softmax, scores_of_own_tokens
 from para_core.modes.block_masks import shard_block_mask
 from para_core.modes.flex_attention import FlexOverMesh, explain_unsharded_mask
 from para_core.modes.inference import layout_of_total, sequence_of_length, sequence_of_symbolic_length
-from para_core.modes.interceptor import Disabled, intercept, pass_on, unintercepted
+from para_core.modes.interceptor import Disabled, call_original, intercept, unintercepted
 from para_core.modes.recomputation import SET_GRAD_ENABLED, bind_checkpoint, bind_reentrant_checkpoint, is_in_backward
 from para_core.modes.sharding_mode import ShardingMode, TraceSafeLayout, segments_of
 
@@ -221,7 +221,7 @@ class UnifiedAttnMode(ShardingMode):
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         if self._is_sdpa:
-            return pass_on(func, args, kwargs or {})
+            return call_original(func, args, kwargs or {})
         if func is SET_GRAD_ENABLED and not torch.compiler.is_compiling() and args == (False,):
             bind_reentrant_checkpoint(self.bound)
         if not torch.compiler.is_compiling() and type(func) is OpOverload and func.namespace == "para_core":

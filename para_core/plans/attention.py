@@ -19,7 +19,7 @@ from para_core.distributed.layout import Segment, SequenceLayout
 from para_core.distributed.mesh import SequenceMesh
 from para_core.distributed.sharding import gather_tokens
 from para_core.modes.flex_attention import FlexOverMesh, called_in_eager_code
-from para_core.modes.interceptor import at_the_dispatcher, intercept, not_at_the_dispatcher, pass_on
+from para_core.modes.interceptor import at_the_dispatcher, call_original, intercept, not_at_the_dispatcher
 from para_core.modes.recomputation import SET_GRAD_ENABLED, bind_checkpoint, bind_reentrant_checkpoint
 from para_core.modes.sharding_mode import TraceSafeLayout, segments_of, to_trace_safe
 from para_core.plans.kv_cache import PAST
@@ -231,7 +231,7 @@ class PlannedAttnMode(TorchFunctionMode):
             if bind is not None:
                 bind_reentrant_checkpoint(partial(bind, self.planned))
         if not self.planned.active[0]:
-            return pass_on(func, args, kwargs or {})
+            return call_original(func, args, kwargs or {})
         planned = self.planned
         return intercept(self, planned, planned.mesh.ranks, func, args, kwargs or {}, flex=planned.flex_attention)
 

@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from para_core.distributed.collectives import all_gather
 from para_core.distributed.mesh import SequenceMesh
-from para_core.modes.interceptor import SDPA, pass_on
+from para_core.modes.interceptor import SDPA, call_original
 from para_core.plans.plan import LinearAttention
 
 
@@ -31,7 +31,7 @@ class SumsOverRanks(TorchFunctionMode):
             raise RuntimeError(
                 f"scaled_dot_product_attention was called where the plan says {self.attention}. {_WAY_OUT}"
             )
-        out = pass_on(func, args, kwargs or {})
+        out = call_original(func, args, kwargs or {})
         name = getattr(func, "__name__", "")
         if name not in self.names:
             return out

@@ -22,24 +22,24 @@ from para_core.modes.interceptor import intercept
 AttendTo = Callable[..., Tensor]
 
 
-class _OfThread(threading.local):
+class _ThreadState(threading.local):
     """What computes attention of patches in this thread, the innermost last."""
 
     def __init__(self) -> None:
         self.attending: list[AttendTo] = []
 
 
-_OF_THREAD = _OfThread()
+_THREAD_STATE = _ThreadState()
 
 
 @contextmanager
 def attending_by(attend: AttendTo) -> Iterator[None]:
     """Inside, in this thread, ``attend(kind, query, key, value, ...)`` is what the operator computes."""
-    _OF_THREAD.attending.append(attend)
+    _THREAD_STATE.attending.append(attend)
     try:
         yield
     finally:
-        _OF_THREAD.attending.pop()
+        _THREAD_STATE.attending.pop()
 
 
 class PatchAttnMode(TorchFunctionMode):
@@ -90,11 +90,11 @@ def _patch_attention(
     kind: int,
     after: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    if not _OF_THREAD.attending:
+    if not _THREAD_STATE.attending:
         raise RuntimeError(
             "a block that was compiled under PipeFusion was called on its own. Call the pipeline; or unparallelize_pipe(pipe) first."
         )
-    out = _OF_THREAD.attending[-1](
+    out = _THREAD_STATE.attending[-1](
         kind, query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
     # As the graph expects it, and as SDPA mostly gives it: [B, S, H, D] in memory.
