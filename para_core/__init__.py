@@ -48,6 +48,7 @@ from para_core.weights.pipefusion import PipeFusion, PipeFusionReport
 __all__ = [
     "Attention",
     "AttentionByHeads",
+    "BatchParallelAttnMode",
     "BlockSparseAttnMode",
     "CacheOptions",
     "CacheReport",
@@ -60,7 +61,6 @@ __all__ = [
     "Forecast",
     "Gather",
     "Halo",
-    "BatchParallelAttnMode",
     "LastTokens",
     "LinearAttention",
     "Observation",

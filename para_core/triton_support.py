@@ -22,7 +22,7 @@ LEAST_CAPABILITY = (8, 0)
 
 
 @lru_cache
-def kernels(name: str, device: torch.device | None = None) -> ModuleType | None:
+def load_kernel(name: str, device: torch.device | None = None) -> ModuleType | None:
     """Return ``para_core.kernels.<name>``, imported at its first use.
 
     Args:
