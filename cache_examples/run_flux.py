@@ -19,7 +19,7 @@ from diffusers import FluxPipeline
 from para_core.adapters import apply_cache_on_pipe, cache_report
 
 # Trained for para_core's own checkout, and found there alone: elsewhere --model is required.
-TINY = Path(__file__).absolute().parent.parent / "benchmarks/tiny_flux/pipeline"
+TINY = Path(__file__).absolute().parent.parent / "zoo/flux/pipeline"
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument(

@@ -20,7 +20,7 @@ from diffusers.utils import export_to_gif, export_to_video
 from para_core.adapters import apply_cache_on_pipe, cache_report
 
 # Trained for para_core's own checkout, and found there alone: elsewhere --model is required.
-TINY = Path(__file__).absolute().parent.parent / "benchmarks/tiny_video/pipeline"
+TINY = Path(__file__).absolute().parent.parent / "zoo/video/pipeline"
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument(

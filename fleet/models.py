@@ -12,7 +12,7 @@ from typing import Any, Literal
 import para_core
 
 # Of the repository; an installed package has no folder benchmarks/.
-TINY_FLUX = Path("benchmarks/tiny_flux/pipeline")
+TINY_FLUX = Path("zoo/flux/pipeline")
 # FLUX pads text to 512 tokens where it is not told otherwise, and this one was trained with at most 128.
 TINY_FLUX_FIELDS = {"height": 128, "width": 128, "num_inference_steps": 20, "max_sequence_length": 64}
 

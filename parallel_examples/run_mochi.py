@@ -28,7 +28,7 @@ CHECKOUT = Path(__file__).absolute().parent.parent
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument(
     "--model",
-    required=not (CHECKOUT / "benchmarks/tiny_pipelines.py").exists(),
+    required=not (CHECKOUT / "zoo/tiny/pipelines/registry.py").exists(),
     help="a folder or a name on the Hub; left out: a tiny one with random weights, whose video is noise",
 )
 parser.add_argument("--prompt", default="a large red circle at the top left, on white")
@@ -72,7 +72,7 @@ if "RANK" in os.environ:
 
 if options.model is None:
     sys.path.insert(0, str(CHECKOUT))
-    from benchmarks.tiny_pipelines import PIPELINES
+    from zoo.tiny.pipelines.registry import PIPELINES
 
     pipe = PIPELINES["mochi"].build()
 else:

@@ -26,7 +26,7 @@ CHECKOUT = Path(__file__).absolute().parent.parent
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument(
     "--model",
-    required=not (CHECKOUT / "benchmarks/tiny_unets.py").exists(),
+    required=not (CHECKOUT / "zoo/tiny/pipelines/unet.py").exists(),
     help="a folder or a name on the Hub; left out: a tiny one with random weights, whose image is noise",
 )
 parser.add_argument("--prompt", default="a large red circle at the top left, on white")
@@ -64,7 +64,7 @@ if "RANK" in os.environ:
 
 if options.model is None:
     sys.path.insert(0, str(CHECKOUT))
-    from benchmarks.tiny_unets import UNET_PIPELINES
+    from zoo.tiny.pipelines.unet import UNET_PIPELINES
 
     pipe = UNET_PIPELINES["xl"].build()
 else:

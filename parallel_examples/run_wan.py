@@ -22,7 +22,7 @@ from para_core import init_context_parallel_mesh
 from para_core.adapters import parallelize_pipe
 
 # Trained for para_core's own checkout, and found there alone: elsewhere --model is required.
-TINY = Path(__file__).absolute().parent.parent / "benchmarks/tiny_video/pipeline"
+TINY = Path(__file__).absolute().parent.parent / "zoo/video/pipeline"
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument(

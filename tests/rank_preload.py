@@ -10,7 +10,7 @@ import warnings
 
 import torch
 
-# tests.tiny and benchmarks.tiny_pipelines import most of the models and pipelines that the tests build.
+# tests.tiny and zoo.tiny.pipelines.registry import most of the models and pipelines that the tests build.
 _MODULES = (
     "torch.testing",
     "torch.distributed.device_mesh",
@@ -20,7 +20,7 @@ _MODULES = (
     "transformers",
     "para_core.adapters",
     "tests.tiny",
-    "benchmarks.tiny_pipelines",
+    "zoo.tiny.pipelines.registry",
 )
 
 torch.set_num_threads(1)  # a fork would inherit the locks of the other threads, not the threads

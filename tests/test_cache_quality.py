@@ -16,9 +16,9 @@ from benchmarks.cache.hermite import hermite
 from benchmarks.cache.judged import images_of, judge, reference, scenes_of
 from benchmarks.cache.page import beside, render, summaries
 from benchmarks.environment import RESULTS
-from benchmarks.tiny_flux import grammar
 from para_core.adapters import cache_report
 from para_core.cache.forecasts import FOCA
+from zoo.flux import grammar
 
 ROOT = Path(__file__).parents[1]
 STEPS = 6

@@ -19,7 +19,7 @@ PAGES = ["README.md", *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "d
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # From the hardware and checkpoint that a reader has to what is here.
 SUBSTITUTIONS = {
-    "black-forest-labs/FLUX.1-dev": str(ROOT / "benchmarks/tiny_flux/pipeline"),
+    "black-forest-labs/FLUX.1-dev": str(ROOT / "zoo/flux/pipeline"),
     '"cuda"': '"cpu"',
     "torch.bfloat16": "torch.float32",
     "height=1024, width=1024, num_inference_steps=28": (
@@ -145,6 +145,6 @@ def test_doctests_pass(module):
 
 
 def test_links_between_pages_lead_somewhere():
-    for page in [*PAGES, "CONTRIBUTING.md", "benchmarks/tiny_flux/README.md", "cache_examples/README.md"]:
+    for page in [*PAGES, "CONTRIBUTING.md", "zoo/flux/README.md", "cache_examples/README.md"]:
         for target in re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text()):
             assert (ROOT / page).parent.joinpath(target).exists(), f"{page} links to {target}"

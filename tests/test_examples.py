@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from PIL import Image, ImageSequence
 
-from benchmarks.tiny_pipelines import PIPELINES
-from benchmarks.tiny_unets import UNET_PIPELINES
 from tests.scripts import ROOT, alone, on_ranks, under_torchrun
+from zoo.tiny.pipelines.registry import PIPELINES
+from zoo.tiny.pipelines.unet import UNET_PIPELINES
 
 EXAMPLES = sorted(ROOT.glob("*_examples/*.py"))
 PARALLEL, CACHE = ROOT / "parallel_examples", ROOT / "cache_examples"
@@ -152,7 +152,7 @@ def test_a_copy_generates_on_one_rank_what_the_flux_example_does_on_two(rank_poo
     copy = Path(shutil.copy(PARALLEL / "run_flux.py", tmp_path))
     size = ["--steps", "2", "--height", "80", "--width", "48"]
     paths = [tmp_path / "alone.png", tmp_path / "shared.png"]
-    alone(rank_pool, copy, *size, "--model", str(ROOT / "benchmarks/tiny_flux/pipeline"), "--output", str(paths[0]))
+    alone(rank_pool, copy, *size, "--model", str(ROOT / "zoo/flux/pipeline"), "--output", str(paths[0]))
     printed = under_torchrun(PARALLEL / "run_flux.py", *size, "--ring", "2", "--output", str(paths[1]))
     assert re.search(r"^DeviceMesh\(\(batch=1, ring=2, ulysses=1\).*: 2 steps in \S+ s; ", printed, re.MULTILINE)
     images = [image_of(path) for path in paths]
@@ -173,7 +173,7 @@ def test_a_copy_generates_on_one_rank_what_the_stable_diffusion_example_does_on_
 
 @pytest.mark.parametrize("name", VIDEOS)
 def test_a_copy_generates_on_one_rank_what_the_video_examples_do_on_two(rank_pool, name, tmp_path):
-    model = ROOT / "benchmarks/tiny_video/pipeline"
+    model = ROOT / "zoo/video/pipeline"
     if name in RANDOM:
         model = tmp_path / "model"
         PIPELINES[RANDOM[name]].build().save_pretrained(model)
@@ -231,7 +231,7 @@ def test_the_elastic_example_generates_only_what_is_missing(rank_pool, tmp_path)
 def test_a_copy_of_the_cached_flux_example_generates_both_images_and_the_plot(rank_pool, tmp_path):
     copy, path = Path(shutil.copy(CACHE / "run_flux.py", tmp_path)), tmp_path / "flux.png"
     arguments = ["--steps", "6", "--height", "80", "--width", "48", "--threshold", "0.5", "--output", str(path)]
-    model = ["--model", str(ROOT / "benchmarks/tiny_flux/pipeline"), "--plot", str(tmp_path / "steps.png")]
+    model = ["--model", str(ROOT / "zoo/flux/pipeline"), "--plot", str(tmp_path / "steps.png")]
     printed = alone(rank_pool, copy, *model, *arguments)
     assert re.search(r"^[1-5] of 6 computed, [1-5] skipped", printed, re.MULTILINE)
     assert re.search(r"^without the cache \S+ s, with it \S+ s: \S+ × \(medians of 3\); ", printed, re.MULTILINE)

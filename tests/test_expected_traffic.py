@@ -7,13 +7,13 @@ import torch
 
 from benchmarks.pipelines.expected_traffic import observe_pipeline, observed, takes_turns
 from benchmarks.planner.traffic import REAL, call_of, gigabytes
-from benchmarks.tiny_models import MODELS, SHELF
-from benchmarks.tiny_pipelines import PIPELINES
 from benchmarks.traffic import counted_traffic
 from para_core.adapters import parallelize_pipe, parallelize_transformer
 from para_core.planner.traffic import sent_in_rounds
 from tests.rank_pool import heartbeat
 from tests.tiny import cpu_mesh
+from zoo.tiny.pipelines.registry import PIPELINES
+from zoo.tiny.transformers.registry import MODELS, SHELF
 
 # (frames, height, width) in latent pixels: an odd number of tokens, and fewer than ranks.
 SIZES = [(3, 6, 10), (1, 2, 2)]

@@ -12,8 +12,8 @@ import torch
 from benchmarks.gpu import flux, flux_pipe, nccl_ranks, two_ranks
 from benchmarks.gpu.flux_model import FluxTransformer2DModel
 from benchmarks.gpu.job import Job, SectionSkipped
-from benchmarks.random_weights import fill
 from tests.tiny import relative_error
+from zoo.tiny.random_weights import fill
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ BLOCKS = [(peer or "para_core", kind, source) for _, peer, kind, source in BLOCK
 
 
 def load():
-    pipe = FluxPipeline.from_pretrained(ROOT / "benchmarks/tiny_flux/pipeline", dtype=torch.float32)
+    pipe = FluxPipeline.from_pretrained(ROOT / "zoo/flux/pipeline", dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 

@@ -165,7 +165,7 @@ def test_the_planner_predicts_what_its_results_say():
 
 
 def test_the_readme_of_the_tiny_flux_says_what_was_measured():
-    lines = (ROOT / "benchmarks/tiny_flux/README.md").read_text().splitlines()
+    lines = (ROOT / "zoo/flux/README.md").read_text().splitlines()
     cells = {line.split("|")[1].strip(" *"): line.split("|")[2:-1] for line in lines if line.startswith("|")}
 
     def figures(row):
@@ -215,7 +215,7 @@ def figures_of_tiny_video():
 
 @pytest.mark.parametrize(
     ("page", "rows"),
-    [("docs/how_it_works.md", figures_of_attention), ("benchmarks/tiny_video/README.md", figures_of_tiny_video)],
+    [("docs/how_it_works.md", figures_of_attention), ("zoo/video/README.md", figures_of_tiny_video)],
 )
 def test_rows_written_by_hand_equal_the_results(page, rows):
     tables = [line.split("|", 2)[2] for line in (ROOT / page).read_text().splitlines() if line.startswith("|")]

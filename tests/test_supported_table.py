@@ -3,9 +3,9 @@
 import pytest
 
 from benchmarks.pipelines.supported import PAGE, pipelines_of, row, table, transformer_classes
-from benchmarks.tiny_models import MODELS
 from para_core.adapters.models import ADAPTERS
 from para_core.adapters.models.unsupported import REFUSED
+from zoo.tiny.transformers.registry import MODELS
 
 
 def test_every_transformer_of_diffusers_has_an_adapter_or_a_reason_and_none_has_both():

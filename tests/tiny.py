@@ -28,15 +28,15 @@ from diffusers import (
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from benchmarks.random_weights import fill
-from benchmarks.tiny_flux.models import CLIP_WIDTH, SHIFT, T5_WIDTH, Denoiser, Tokenizers
-from benchmarks.tiny_flux.models import build_tokenizers as _build_tokenizers
-from benchmarks.tiny_parts import LATENT_CHANNELS
-from benchmarks.tiny_parts import build_vae as _build_vae
 from para_core import UnifiedAttnMode
 from para_core.attention.mesh_attention import MeshAttention
 from para_core.distributed.mesh import MeshDim
 from para_core.plans import heads, linear
+from zoo.flux.models import CLIP_WIDTH, SHIFT, T5_WIDTH, Denoiser, Tokenizers
+from zoo.flux.models import build_tokenizers as _build_tokenizers
+from zoo.tiny.pipelines.parts import LATENT_CHANNELS
+from zoo.tiny.pipelines.parts import build_vae as _build_vae
+from zoo.tiny.random_weights import fill
 
 # Two blocks of each kind are enough for residuals to pass from one list to the other.
 _FLUX = {

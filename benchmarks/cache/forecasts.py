@@ -28,8 +28,8 @@ from benchmarks.cache.judged import SEED, THINGS, _decode, judge, scenes_of
 from benchmarks.cache.ways import generate, load
 from benchmarks.environment import RESULTS, write_results
 from benchmarks.page_parts import fill
-from benchmarks.tiny_flux import grammar
 from para_core.adapters import apply_cache_on_pipe, cache_report, remove_cache_from_pipe
+from zoo.flux import grammar
 
 PAGE = Path(__file__).parents[2] / "docs" / "cache.md"
 THRESHOLDS = (0.12, 0.2, 0.3)

@@ -21,8 +21,8 @@ from diffusers.utils import logging
 from benchmarks.environment import write_results
 from para_core.adapters import apply_cache_on_pipe, cache_report, calibrate_cache, remove_cache_from_pipe
 from para_core.adapters.cache.calibration.image_metrics import as_images, load_metric
+from zoo.flux import PIPELINE
 
-PIPELINE = Path(__file__).parents[1] / "tiny_flux" / "pipeline"
 SEED = 5  # as in the demo
 PROMPT = "a large red circle on the left and a small blue triangle in the bottom right on a striped background"
 PROMPTS = (

@@ -13,12 +13,12 @@ from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 from tqdm import tqdm
 
 from benchmarks.cache.ways import NO_CACHE, SIDE, Way, generate, load
-from benchmarks.tiny_flux import grammar
-from benchmarks.tiny_flux.check import check
-from benchmarks.tiny_flux.evaluate import held_out_scenes
-from benchmarks.tiny_flux.grammar import Scene
+from zoo.flux import grammar
+from zoo.flux.check import check
+from zoo.flux.evaluate import held_out_scenes
+from zoo.flux.grammar import Scene
 
-# As in benchmarks/tiny_flux/evaluate.py, of whose captions with one thing these are the first.
+# As in zoo/flux/evaluate.py, of whose captions with one thing these are the first.
 SEED, THINGS = 0, 1
 DECODED_AT_ONCE = 16
 MOST_DECIBELS = 100.0  # of two images that are equal

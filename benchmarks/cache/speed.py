@@ -19,7 +19,7 @@ from torch._dynamo.utils import counters
 
 from benchmarks.cache.judged import Computed, scenes_of
 from benchmarks.cache.ways import NO_CACHE, NUM_COMPILED, SPEED, generate, load
-from benchmarks.tiny_flux import grammar
+from zoo.flux import grammar
 
 STEPS = 28
 

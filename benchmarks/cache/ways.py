@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,12 +28,11 @@ from diffusers.utils import logging
 
 from benchmarks.cache.easy_cache import EasyCache
 from benchmarks.cache.hermite import hermite
-from benchmarks.tiny_flux import grammar
 from para_core import Forecast
 from para_core.adapters import apply_cache_on_pipe
 from para_core.cache.forecasts import FOCA
+from zoo.flux import PIPELINE, grammar
 
-PIPELINE = Path(__file__).parents[1] / "tiny_flux" / "pipeline"
 SIDE, TEXT_TOKENS = 128, 64
 
 

@@ -29,8 +29,8 @@ from benchmarks.traffic import TrafficCounter
 from para_core import init_context_parallel_mesh, unified_attention
 from para_core.adapters import apply_cache_on_pipe, cache_report, parallelize_pipe
 from para_core.adapters.cache.calibration.image_metrics import as_images, load_metric
+from zoo.flux import PIPELINE
 
-PIPELINE = Path(__file__).parents[1] / "tiny_flux" / "pipeline"
 PROMPT = "a large red circle on the left and a small blue triangle in the bottom right on a striped background"
 STEPS, SIZE, TEXT_TOKENS = 20, 128, 64
 SEED = 5  # of eight that were looked at, the roundest circle; the checker takes all eight

@@ -23,6 +23,7 @@ from benchmarks.launch import launch
 from benchmarks.page_parts import fill
 from para_core import init_context_parallel_mesh
 from para_core.adapters import apply_cache_on_pipe, cache_report, parallelize_pipe
+from zoo import flux, video
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/gallery.md"
@@ -54,8 +55,8 @@ AMPLIFIED = {"2 ranks": 1_000_000, "2 ranks, ring": 1_000_000, "cached": 10}
 
 def build(model: str) -> Any:
     """The pipeline that was trained here."""
-    cls, folder = (FluxPipeline, "tiny_flux") if model == "flux" else (WanPipeline, "tiny_video")
-    pipe = cls.from_pretrained(ROOT / "benchmarks" / folder / "pipeline", dtype=torch.float32, local_files_only=True)
+    cls, folder = (FluxPipeline, flux.PIPELINE) if model == "flux" else (WanPipeline, video.PIPELINE)
+    pipe = cls.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 

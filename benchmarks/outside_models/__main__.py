@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from benchmarks.environment import write_results
 from benchmarks.launch import measured_on_ranks, write_part
-from benchmarks.outside_models.recipes import RECIPES, expected, on_mesh
 from benchmarks.outside_models.table import KINDS, RANKS, table
 from benchmarks.page_parts import fill
 from para_core import init_context_parallel_mesh
+from zoo.outside.recipes import RECIPES, expected, on_mesh
 
 PAGE = Path(__file__).parents[2] / "docs/any_model.md"
 

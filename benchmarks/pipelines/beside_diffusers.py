@@ -2,7 +2,7 @@
 
     python -m benchmarks.pipelines.beside_diffusers [--rounds 7] [--models wan flux]
 
-Two ranks of one thread. First the models of `benchmarks.tiny_models` with four heads, once with tokens and text of even numbers, which
+Two ranks of one thread. First the models of `zoo.tiny.transformers.registry` with four heads, once with tokens and text of even numbers, which
 diffusers asks for, and once with odd ones (there with its `ulysses_anything`): who takes what, and with which error. Then, where both
 are exact, models of the same classes with 2 layers (of each kind) of 4 heads × 128 and a few thousand tokens, so that a step takes
 about a second: in each round one rank alone with the unmodified model, then every way in turns, the first one later in the next round.
@@ -30,9 +30,9 @@ from torch import Tensor, nn
 
 from benchmarks.environment import write_results
 from benchmarks.launch import launch
-from benchmarks.tiny_models import MODELS, TinyModel
 from para_core import init_context_parallel_mesh
 from para_core.adapters import parallelize_transformer
+from zoo.tiny.transformers.registry import MODELS, TinyModel
 
 NAMES = [
     "flux",

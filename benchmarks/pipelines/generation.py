@@ -3,7 +3,7 @@
     python -m benchmarks.pipelines.generation                    in float32; with --ranks 2 on the meshes of so many only
     python -m benchmarks.pipelines.generation --dtype bfloat16   in bfloat16 too, on two ranks
 
-Pipelines of `benchmarks.tiny_pipelines`, and the FLUX.1 that was trained here: random weights in float32, three steps, an odd number
+Pipelines of `zoo.tiny.pipelines.registry`, and the FLUX.1 that was trained here: random weights in float32, three steps, an odd number
 of tokens. Error: relative norm of the latents after all steps, against the unmodified pipeline in the same process; the worst rank's.
 Bytes: what each rank sends to others in all steps, counted, and by the formula of `para_core.planner.traffic`; the program ends in
 an error where they differ. In bfloat16 every run is compared with the unmodified pipeline in float32: an unmodified bfloat16 run has an
@@ -33,11 +33,12 @@ from benchmarks.environment import write_results
 from benchmarks.launch import measured_on_ranks, write_part
 from benchmarks.pipelines.bfloat16 import NOT_IN_BFLOAT16, cast, in_bfloat16, noise_of_float32
 from benchmarks.pipelines.expected_traffic import observe_pipeline, takes_turns
-from benchmarks.tiny_pipelines import PIPELINES as OTHERS
-from benchmarks.tiny_pipelines import TinyPipeline
 from benchmarks.traffic import counted_traffic
 from para_core.adapters import parallelize_pipe
 from para_core.planner.traffic import ModelCall, sent_in_rounds
+from zoo.flux import PIPELINE
+from zoo.tiny.pipelines.registry import PIPELINES as OTHERS
+from zoo.tiny.pipelines.registry import TinyPipeline
 
 # (batch, ring, ulysses) by the heading of the table's column.
 MESHES = {
@@ -54,7 +55,7 @@ PAGE = Path(__file__).parents[2] / "docs/exactness.md"
 
 def flux() -> Any:
     """The FLUX.1 that was trained here."""
-    pipe = FluxPipeline.from_pretrained(Path(__file__).parents[1] / "tiny_flux" / "pipeline", dtype=torch.float32)
+    pipe = FluxPipeline.from_pretrained(PIPELINE, dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 

@@ -40,8 +40,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from benchmarks.environment import write_results
 from benchmarks.launch import launch
 from benchmarks.pipelines.generation import generate, relative_error, worst
-from benchmarks.tiny_pipelines import PIPELINES
 from para_core.adapters import parallelize_pipe
+from zoo.tiny.pipelines.registry import PIPELINES
 
 MESHES = {"2 Ulysses": (1, 1, 2), "2 ring": (1, 2, 1), "2 batch": (2, 1, 1)}
 PAGE = Path(__file__).parents[2] / "docs/hooks.md"

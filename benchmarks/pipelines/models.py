@@ -2,7 +2,7 @@
 
     python -m benchmarks.pipelines.models
 
-Models of `benchmarks.tiny_models`, every parameter random, float32, an odd number of tokens. Error: relative norm of what the model
+Models of `zoo.tiny.transformers.registry`, every parameter random, float32, an odd number of tokens. Error: relative norm of what the model
 returns; the worst rank's. On a mesh along ``batch`` where the plan shares samples. Cached: two calls, of which the second is given
 slightly other inputs and takes the stored residuals. Writes benchmarks/results/model_errors.json, from which
 `python -m benchmarks.pipelines.supported` has its errors.
@@ -28,11 +28,11 @@ from tqdm import tqdm
 from benchmarks.environment import RESULTS, write_results
 from benchmarks.launch import measured_on_ranks, write_part
 from benchmarks.pipelines.generation import relative_error, worst
-from benchmarks.tiny_models import MODELS
 from para_core import apply_cache, model_cache_report, remove_cache
 from para_core.adapters import parallelize_transformer, unparallelize_transformer
 from para_core.adapters.registry import adapter_for, plan_for
 from para_core.cache.branches import conditions_of
+from zoo.tiny.transformers.registry import MODELS
 
 # batch × ring × ulysses
 MESHES = {"2 Ulysses": (1, 1, 2), "2 ring": (1, 2, 1), "2 batch": (2, 1, 1)}

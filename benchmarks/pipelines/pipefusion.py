@@ -23,13 +23,13 @@ from benchmarks.cache.judged import _decode, judge, scenes_of
 from benchmarks.cache.ways import SIDE, TEXT_TOKENS, load
 from benchmarks.environment import write_results
 from benchmarks.page_parts import fill
-from benchmarks.tiny_flux import grammar
-from benchmarks.tiny_video import evaluate as video
-from benchmarks.tiny_video.caches import psnr
-from benchmarks.tiny_video.check import check as check_video
-from benchmarks.tiny_video.grammar import caption as video_caption
+from benchmarks.video_caches import psnr
 from para_core import PipeFusion
 from para_core.adapters import apply_cache_on_pipe, parallelize_pipe, remove_cache_from_pipe, unparallelize_pipe
+from zoo.flux import grammar
+from zoo.video import evaluate as video
+from zoo.video.check import check as check_video
+from zoo.video.grammar import caption as video_caption
 
 PAGE = Path(__file__).parents[2] / "docs/stages.md"
 VIDEO_PIPELINE = Path(video.__file__).with_name("pipeline")

@@ -3,7 +3,7 @@
     python -m benchmarks.pipelines.stages
     python -m benchmarks.pipelines.stages --only fused   # the rest as it was measured last
 
-Exactness: one call of tiny transformers with random weights (`benchmarks.tiny_models`), float32, on 2 and 4 ranks, beside the same mesh without
+Exactness: one call of tiny transformers with random weights (`zoo.tiny.transformers.registry`), float32, on 2 and 4 ranks, beside the same mesh without
 stages, bit by bit. PipeFusion: the FLUX that was trained here, on 2 stages; what it does to images is benchmarks/pipelines/pipefusion.py's part. Fills
 its parts of docs/stages.md, and writes benchmarks/results/stages.json.
 """
@@ -29,11 +29,11 @@ from benchmarks.environment import RESULTS, write_results
 from benchmarks.launch import measured_on_ranks, write_part
 from benchmarks.page_parts import fill
 from benchmarks.pipelines.weights import NAMES, build, result
-from benchmarks.tiny_models import MODELS
 from para_core import PipeFusion
 from para_core.adapters import parallelize_pipe, parallelize_transformer, pipefusion_report
 from para_core.adapters.weights.components import blocks_of
 from para_core.weights.stages import stages_of
+from zoo.tiny.transformers.registry import MODELS
 
 PAGE = Path(__file__).parents[2] / "docs/stages.md"
 DIMS = ("pipe", "batch", "ring", "ulysses")

@@ -24,11 +24,11 @@ from diffusers.models import transformers
 
 from benchmarks.environment import RESULTS
 from benchmarks.page_parts import fill
-from benchmarks.tiny_models import NO_WHOLE_GRAPH
 from para_core.adapters.models import ADAPTERS
 from para_core.adapters.models.unsupported import REFUSED
 from para_core.adapters.spec import Adapter
 from para_core.plans.plan import Plan, Split
+from zoo.tiny.transformers.registry import NO_WHOLE_GRAPH
 
 PAGE = Path(__file__).parents[2] / "docs/pipelines.md"
 _MOST_PIPELINES = 4

@@ -29,10 +29,10 @@ from torch import Tensor
 from benchmarks.environment import write_results
 from benchmarks.launch import measured_on_ranks, write_part
 from benchmarks.page_parts import fill
-from benchmarks.tiny_flux.draw import draw
-from benchmarks.tiny_flux.grammar import crowded_scene
 from benchmarks.traffic import TrafficCounter
 from para_core.adapters import parallelize_vae
+from zoo.flux.draw import draw
+from zoo.flux.grammar import crowded_scene
 
 ROOT = Path(__file__).parents[2]
 PAGE, FIGURE = ROOT / "docs/vae.md", ROOT / "docs/vae_seams.png"
@@ -94,7 +94,7 @@ def ways(vae: Any, distvae: Path | None) -> tuple[dict[str, Callable[[Tensor], A
 
 @torch.no_grad()
 def measure(rounds: int, distvae: Path | None) -> dict[str, Any]:
-    vae: Any = AutoencoderKL.from_pretrained(ROOT / "benchmarks/tiny_flux/pipeline/vae").eval()
+    vae: Any = AutoencoderKL.from_pretrained(ROOT / "zoo/flux/pipeline/vae").eval()
     z = vae.encode(image()).latent_dist.mode()
     decoders, missing = ways(vae, distvae)
     seconds: dict[str, list[float]] = {name: [] for name in decoders}

@@ -25,10 +25,10 @@ from benchmarks.environment import write_results
 from benchmarks.launch import launch
 from benchmarks.page_parts import fill
 from benchmarks.peak_memory import PeakMemory
-from benchmarks.tiny_vaes import BY_TILES, NO_TILES_ENCODED, NOT_TILED, TINY_VAES, TinyVae, random_image
 from benchmarks.traffic import TrafficCounter
 from para_core.adapters import parallelize_vae, unparallelize_vae
 from para_core.adapters.models.vaes import REFUSED_VAES, VAES, rows_per_latent
+from zoo.tiny.vaes import BY_TILES, NO_TILES_ENCODED, NOT_TILED, TINY_VAES, TinyVae, random_image
 
 PAGE = Path(__file__).parents[2] / "docs/vae.md"
 RESULTS = Path(__file__).parents[1] / "results/vae_table.json"

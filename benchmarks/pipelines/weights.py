@@ -2,7 +2,7 @@
 
     python -m benchmarks.pipelines.weights
 
-One call of tiny transformers with random weights and four heads (`benchmarks.tiny_models`), in float32, on 2 and 4 ranks. fsdp is compared
+One call of tiny transformers with random weights and four heads (`zoo.tiny.transformers.registry`), in float32, on 2 and 4 ranks. fsdp is compared
 with the same mesh on replicated weights, bit by bit; tensor with one device. Cached: a second, similar call, the blocks of which are
 skipped. Compiled: `aot_eager`, each block (fsdp; tensor where the model alone has no whole graph) or the whole transformer (tensor) in
 one graph. Fills its parts of docs/weights.md, and
@@ -30,7 +30,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from benchmarks.environment import RESULTS, write_results
 from benchmarks.launch import measured_on_ranks, write_part
 from benchmarks.page_parts import fill
-from benchmarks.tiny_models import MODELS, NO_WHOLE_GRAPH
 from para_core import reset_cache
 from para_core.adapters import apply_cache_on_transformer, parallelize_transformer
 from para_core.adapters.registry import tensor_plan_for
@@ -40,6 +39,7 @@ from para_core.instance_patching import original_class
 from para_core.weights.fsdp import shard_blocks
 from para_core.weights.group import sequence_ranks, weights_mesh
 from para_core.weights.tensor import shard_tensors
+from zoo.tiny.transformers.registry import MODELS, NO_WHOLE_GRAPH
 
 RESULT = RESULTS / "weights_table.json"
 PAGE = Path(__file__).parents[2] / "docs/weights.md"

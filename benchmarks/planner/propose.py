@@ -2,7 +2,7 @@
 
     python -m benchmarks.planner.propose [--models flux wan ...]
 
-Each tiny model of `benchmarks.tiny_models` is shown two calls, and nothing that `adapters/models/` knows of it. What is proposed is
+Each tiny model of `zoo.tiny.transformers.registry` is shown two calls, and nothing that `adapters/models/` knows of it. What is proposed is
 then checked once more, at sizes and on meshes that the search has not seen.
 """
 
@@ -20,10 +20,10 @@ from torch import nn
 
 from benchmarks.environment import write_results
 from benchmarks.page_parts import fill
-from benchmarks.tiny_models import MODELS
 from para_core.adapters.propose.propose import Proposal, propose_plan
 from para_core.adapters.propose.stack import error_of
 from para_core.verify.virtual_ranks import run_on_virtual_ranks
+from zoo.tiny.transformers.registry import MODELS
 
 PAGE = Path(__file__).parents[2] / "docs/new_model.md"
 # (frames, height, width) in latent pixels.

@@ -16,8 +16,8 @@ ELSEWHERE = {
     "README.md": "index.md",
     "CHANGELOG.md": "CHANGELOG.md",
     "CONTRIBUTING.md": "CONTRIBUTING.md",
-    "benchmarks/tiny_flux/README.md": "benchmarks/tiny_flux/README.md",
-    "benchmarks/tiny_video/README.md": "benchmarks/tiny_video/README.md",
+    "zoo/flux/README.md": "zoo/flux/README.md",
+    "zoo/video/README.md": "zoo/video/README.md",
 }
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:\s]+)(#[^)]*)?\)")
 # Of both, what __all__ lists.

@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.interpreted import interpreted
-from benchmarks.tiny_unets import UNET_PIPELINES
 from para_core.adapters import parallelize_pipe, parallelize_transformer, unparallelize_pipe
 from para_core.attention import local
 from para_core.kernels import attention
 from tests.kernels.attention_cases import by_formula
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, flux_transformer, relative_error
+from zoo.tiny.pipelines.unet import UNET_PIPELINES
 
 
 class ByHand:

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
-from benchmarks.tiny_models import MODELS
-from benchmarks.tiny_video_models import wan_animate_2_step
 from para_core.adapters import parallelize_transformer
 from tests.tiny import cpu_mesh, relative_error
+from zoo.tiny.transformers.registry import MODELS
+from zoo.tiny.transformers.video import wan_animate_2_step
 
 SIZE = (3, 6, 10)
 

@@ -13,12 +13,12 @@ from peft import LoraConfig
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils import _pytree as pytree
 
-from benchmarks.random_weights import fill
-from benchmarks.tiny_pipelines import PIPELINES
 from para_core.adapters import parallelize_pipe, unparallelize_pipe
 from para_core.cfg.guidance import Guidance
 from para_core.distributed.mesh import MeshDim
 from tests.tiny import cpu_mesh, flux_call, flux_inputs, flux_pipe, relative_error
+from zoo.tiny.pipelines.registry import PIPELINES
+from zoo.tiny.random_weights import fill
 
 GUIDED = {"negative_prompt": "a blue square", "true_cfg_scale": 2.0}
 CALLS = {

@@ -10,11 +10,11 @@ from diffusers.guiders import AutoGuidance, ClassifierFreeGuidance, SmoothedEner
 from diffusers.hooks import HookRegistry, ModelHook
 
 from benchmarks.pipelines.hooks import HOOKS, MESHES, build, outcome
-from benchmarks.tiny_pipelines import PIPELINES
 from para_core.adapters import parallelize_pipe
 from para_core.adapters.compatibility import hooks_of
 from tests.adapters.test_pipelines import generate
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, relative_error
+from zoo.tiny.pipelines.registry import PIPELINES
 
 # What is put on nothing else than weights, or lets each token skip for itself.
 EXACT = {hook for hook in HOOKS if hook.startswith(("group offload", "layerwise", "layer skip"))} - {

@@ -9,7 +9,6 @@ from accelerate.hooks import remove_hook_from_submodules
 from diffusers.hooks import apply_group_offloading
 from peft import LoraConfig
 
-from benchmarks.tiny_models import MODELS
 from para_core.adapters import (
     parallelize_pipe,
     parallelize_transformer,
@@ -17,6 +16,7 @@ from para_core.adapters import (
     unparallelize_transformer,
 )
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, relative_error
+from zoo.tiny.transformers.registry import MODELS
 
 # proj_out is the last module of the transformer: peft puts another one in its place. By its name, the blocks' too.
 TARGETS = (

@@ -14,13 +14,13 @@ from diffusers import CogVideoXDPMScheduler
 from diffusers.pipelines.ltx.pipeline_ltx_condition import LTXVideoCondition
 from torch import Tensor
 
-from benchmarks.tiny_models import SHELF
-from benchmarks.tiny_parts import TEXT_WIDTH, embeddings, random_image, random_video
-from benchmarks.tiny_pipelines import PIPELINES
 from para_core.adapters import parallelize_pipe, unparallelize_pipe
 from para_core.adapters.registry import adapter_for
 from tests.rank_pool import heartbeat
 from tests.tiny import CLIP_WIDTH, T5_WIDTH, cpu_mesh, each_rank_alone, relative_error, relative_errors
+from zoo.tiny.pipelines.parts import TEXT_WIDTH, embeddings, random_image, random_video
+from zoo.tiny.pipelines.registry import PIPELINES
+from zoo.tiny.transformers.registry import SHELF
 
 FLUX_1 = "diffusers.pipelines.flux."  # tests/adapters/test_flux_pipelines.py
 

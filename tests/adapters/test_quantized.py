@@ -12,12 +12,12 @@ from torchao.quantization import (
     quantize_,
 )
 
-from benchmarks.tiny_models import MODELS
 from para_core.adapters import parallelize_pipe, parallelize_transformer, unparallelize_transformer
 from tests.adapters.test_pipelines import build, generate
 from tests.adapters.test_transformers import SIZES
 from tests.rank_pool import heartbeat
 from tests.tiny import cpu_mesh, each_rank_alone, flux_inputs, flux_transformer, relative_error
+from zoo.tiny.transformers.registry import MODELS
 
 # Mochi asks for an autocast that the CPU does not have.
 pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast")

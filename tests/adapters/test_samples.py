@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.tiny_models import MODELS
 from para_core.adapters import parallelize_transformer
 from para_core.adapters.models import ADAPTERS
 from para_core.plans.samples import holds_tensor
 from tests.tiny import cpu_mesh, relative_error
+from zoo.tiny.transformers.registry import MODELS
 
 BATCHED = [adapter for adapter in ADAPTERS if adapter.plan is not None and adapter.plan.batched]
 # Of such alone, a parameter holds no tensor.

@@ -5,10 +5,10 @@ from functools import cache
 import pytest
 
 from benchmarks.pipelines.bfloat16 import NOT_IN_BFLOAT16, cast, in_bfloat16, noise_of_float32
-from benchmarks.tiny_pipelines import PIPELINES
 from para_core.adapters import parallelize_pipe
 from tests.adapters.test_pipelines import build, generate, generated_alone
 from tests.tiny import cpu_mesh, relative_error
+from zoo.tiny.pipelines.registry import PIPELINES
 
 # One for each way that text, masks and guidance reach the blocks.
 SOME = ["cogvideox", "wan", "ltx", "qwen-image", "flux2 klein", "hunyuan, image by token replacement"]

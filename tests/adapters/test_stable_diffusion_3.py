@@ -5,10 +5,10 @@ import torch
 from diffusers.models.attention_processor import SD3IPAdapterJointAttnProcessor2_0
 from diffusers.models.embeddings import IPAdapterTimeImageProjection
 
-from benchmarks.random_weights import fill
-from benchmarks.tiny_pipelines import PIPELINES
 from para_core.adapters import parallelize_pipe, unparallelize_pipe
 from tests.tiny import cpu_mesh, relative_error
+from zoo.tiny.pipelines.registry import PIPELINES
+from zoo.tiny.random_weights import fill
 
 NAME = "stable diffusion 3"
 # Of the negative image, and of the image.

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.tiny_models import MODELS, NO_WHOLE_GRAPH, SHELF
 from para_core.adapters import parallelize_transformer, unparallelize_transformer
 from para_core.adapters.models import ADAPTERS
 from tests.tiny import cpu_mesh, each_rank_alone, relative_error
+from zoo.tiny.transformers.registry import MODELS, NO_WHOLE_GRAPH, SHELF
 
 # (frames, height, width) in latent pixels: even and odd numbers of tokens, and fewer tokens than ranks.
 SIZES = [(3, 6, 10), (1, 6, 6), (1, 2, 2)]

@@ -9,12 +9,12 @@ import torch
 from diffusers.models import attention_dispatch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
-from benchmarks.tiny_models import MODELS
 from para_core.adapters import parallelize_pipe, parallelize_transformer
 from tests.adapters.test_pipelines import build, generate
 from tests.adapters.test_transformers import SIZES, call
 from tests.rank_pool import heartbeat
 from tests.tiny import cpu_mesh, relative_error, relative_errors
+from zoo.tiny.transformers.registry import MODELS
 
 # Of each family one, with masks and without, with text in the sequence and beside it.
 FAMILIES = [

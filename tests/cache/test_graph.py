@@ -7,9 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.tiny_models import MODELS
-from benchmarks.tiny_pipelines import PIPELINES
-from benchmarks.tiny_shelf_pipelines import SHELF_PIPELINES
 from para_core import CachedBlocks, Stage, UnifiedAttnMode, apply_cache, model_cache_report, remove_cache, reset_cache
 from para_core.adapters import (
     apply_cache_on_pipe,
@@ -25,6 +22,9 @@ from tests.adapters.test_pipelines import build, generate
 from tests.cache.scripted import ADAPTER, BLOCKS, IN_TWO_STAGES, Pipe, Scripted, verdicts
 from tests.rank_pool import heartbeat
 from tests.tiny import cpu_mesh, relative_error
+from zoo.tiny.pipelines.registry import PIPELINES
+from zoo.tiny.pipelines.shelf import SHELF_PIPELINES
+from zoo.tiny.transformers.registry import MODELS
 
 pytestmark = pytest.mark.filterwarnings("ignore:the cache of the")
 CHANGING = [1.0, 1.05, 1.09, 1.12, 1.13]

@@ -11,7 +11,6 @@ import pytest
 import torch
 from diffusers import FlowMatchHeunDiscreteScheduler
 
-from benchmarks.tiny_pipelines import PIPELINES
 from para_core import apply_cache, model_cache_report
 from para_core.adapters import apply_cache_on_pipe, apply_cache_on_transformer, cache_report
 from para_core.adapters.models import ADAPTERS
@@ -21,6 +20,7 @@ from para_core.cache.forecasts import FOCA, Forecast, forecast_weights
 from para_core.cache.options import FIRST_BLOCK, CacheOptions, Rule
 from para_core.plans.plan import Plan
 from tests.cache.scripted import ADAPTER, BLOCKS, STREAMS, Pipe, Scripted, verdicts
+from zoo.tiny.pipelines.registry import PIPELINES
 
 pytestmark = pytest.mark.filterwarnings("ignore:the cache of the")
 

@@ -6,11 +6,11 @@ from functools import cache
 import pytest
 import torch
 
-from benchmarks.tiny_pipelines import PIPELINES
-from benchmarks.tiny_shelf_pipelines import SHELF_PIPELINES
 from para_core.adapters import apply_cache_on_pipe, cache_report, parallelize_pipe, remove_cache_from_pipe
 from tests.adapters.test_pipelines import build, generate, long_but
 from tests.tiny import cpu_mesh, relative_error
+from zoo.tiny.pipelines.registry import PIPELINES
+from zoo.tiny.pipelines.shelf import SHELF_PIPELINES
 
 # Four steps of which the second and third are skipped.
 ALWAYS = {"residual_diff_threshold": 1e9, "max_consecutive_hits": 2}

@@ -8,12 +8,12 @@ import pytest
 import torch
 from diffusers import FluxControlImg2ImgPipeline, FluxImg2ImgPipeline
 
-from benchmarks.tiny_pipelines import PIPELINES
 from para_core.adapters import apply_cache_on_pipe, cache_report
 from para_core.adapters.cache.schedule import Schedule
 from tests.adapters.test_pipelines import build, generate, long_but
 from tests.cache.scripted import verdicts
 from tests.tiny import flux_call, flux_pipe
+from zoo.tiny.pipelines.registry import PIPELINES
 
 pytestmark = pytest.mark.filterwarnings("ignore:the cache of the")
 FORCING = [name for name in PIPELINES if "forcing" in name]

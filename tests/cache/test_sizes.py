@@ -5,7 +5,6 @@ import warnings
 import pytest
 import torch
 
-from benchmarks.tiny_models import MODELS
 from para_core import reset_cache
 from para_core.adapters import (
     apply_cache_on_pipe,
@@ -15,6 +14,7 @@ from para_core.adapters import (
 )
 from tests.cache.test_graph import Counter
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, flux_transformer, relative_error
+from zoo.tiny.transformers.registry import MODELS
 
 # Dynamo compiles the second size with symbolic sizes. Even and odd numbers of tokens.
 SIZES = [(3, 6, 10), (1, 6, 6), (2, 8, 6)]

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.tiny_models import MODELS
 from para_core import apply_cache, model_cache_report, remove_cache
 from para_core.adapters import apply_cache_on_transformer
 from para_core.adapters.registry import adapter_for
 from tests.tiny import relative_error
+from zoo.tiny.transformers.registry import MODELS
 
 
 def outputs(model, inputs):

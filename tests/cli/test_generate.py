@@ -21,7 +21,7 @@ from para_core.fleet.outputs import Output, alone_in, write_atomically
 from para_core.fleet.work import Result, digest
 
 ROOT = Path(__file__).parents[2]
-TINY_FLUX = ROOT / "benchmarks/tiny_flux/pipeline"
+TINY_FLUX = ROOT / "zoo/flux/pipeline"
 CAPTION = "a large red circle in the centre on a white background"
 SMALL = ["--size", "64x48", "--steps", "2"]
 

@@ -44,7 +44,7 @@ def kill_once_the_first_image_is_there(rank, output, killed):
 
 
 def one_process():
-    pipe = FluxPipeline.from_pretrained(ROOT / "benchmarks/tiny_flux/pipeline", dtype=torch.float32)
+    pipe = FluxPipeline.from_pretrained(ROOT / "zoo/flux/pipeline", dtype=torch.float32)
     options = {"height": 128, "width": 128, "num_inference_steps": STEPS, "max_sequence_length": 64}
     return [
         np.asarray(pipe(prompt, generator=torch.Generator().manual_seed(seed), **options).images[0], dtype=int)

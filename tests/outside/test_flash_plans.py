@@ -4,11 +4,11 @@ from unittest import mock
 
 import pytest
 
-from benchmarks.outside_models import official
-from benchmarks.outside_models.inputs import build, inputs_of
 from para_core import check_parallel
 from para_core.adapters import propose_plan
 from tests.modes.fake_flash_attn import flash_attn_func
+from zoo.outside import official
+from zoo.outside.inputs import build, inputs_of
 
 
 def flash(q, k, v, mask=None):

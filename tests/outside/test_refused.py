@@ -7,13 +7,13 @@ import torch
 import transformers
 from torch import nn
 
-from benchmarks.outside_models import official
-from benchmarks.outside_models.inputs import build, inputs_of, noise
-from benchmarks.outside_models.recipes import HUNYUAN_PLAN, planned
-from benchmarks.random_weights import fill
 from para_core import Segment, SequenceLayout, UnifiedAttnMode, check_parallel
 from tests.rank_pool import RankPoolError
 from tests.tiny import cpu_mesh
+from zoo.outside import official
+from zoo.outside.inputs import build, inputs_of, noise
+from zoo.outside.recipes import HUNYUAN_PLAN, planned
+from zoo.tiny.random_weights import fill
 
 
 def error_on_every_rank(rank_pool, function, *arguments):

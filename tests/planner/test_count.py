@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from benchmarks.peak_memory import PeakMemory
-from benchmarks.tiny_models import MODELS
 from para_core import PipeFusion, init_context_parallel_mesh
 from para_core.adapters import parallelize_pipe, pipefusion_report, plan_mesh, unparallelize_pipe
 from para_core.adapters.planner.count import bytes_of, count_calls, on_meta, without_data
@@ -20,6 +19,7 @@ from para_core.planner.observe import observed
 from para_core.planner.rows import Row
 from para_core.planner.traffic import AttentionCall, Part, Product
 from tests.tiny import flux_call, flux_pipe, relative_error
+from zoo.tiny.transformers.registry import MODELS
 
 # The first tiny model of each class for which inputs are known.
 TINY = {model.cls: name for name, model in reversed(MODELS.items()) if model.cls in INPUTS}

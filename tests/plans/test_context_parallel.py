@@ -7,10 +7,10 @@ from diffusers import WanTransformer3DModel
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
-from benchmarks.tiny_models import MODELS
 from para_core import ContextParallelConfig, ParallelConfig, apply_context_parallel, remove_context_parallel
 from tests.rank_pool import RankPoolError
 from tests.tiny import cpu_mesh, relative_error
+from zoo.tiny.transformers.registry import MODELS
 
 PLAN = WanTransformer3DModel._cp_plan
 

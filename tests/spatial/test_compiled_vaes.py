@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from benchmarks.tiny_vaes import BY_TILES, TINY_VAES, random_image
 from para_core.adapters import parallelize_vae
 from tests.attention.one_device import relative_error
+from zoo.tiny.vaes import BY_TILES, TINY_VAES, random_image
 
 # Whose encode() makes a distribution itself.
 NOT_ENCODED = ("TemporalDecoder", "Kandinsky6SR", "MiniMaxH3, sound")

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from benchmarks.tiny_vaes import TINY_VAES
 from para_core.adapters import parallelize_vae
 from para_core.instance_patching import wrapper
 from para_core.spatial.one_group import dim_groups, first_ranks, one_group
+from zoo.tiny.vaes import TINY_VAES
 
 
 def row_groups(ranks):

@@ -7,12 +7,12 @@ import pytest
 import torch
 from diffusers import FluxPipeline
 
-from benchmarks.tiny_pipelines import PIPELINES
 from para_core.adapters import parallelize_pipe, unparallelize_pipe
 from para_core.instance_patching import is_wrapped
 from tests.adapters.test_pipelines import generate
 from tests.attention.one_device import relative_error
 from tests.tiny import cpu_mesh
+from zoo.tiny.pipelines.registry import PIPELINES
 
 ROOT = Path(__file__).parents[2]
 # From text; and from an image, which is encoded; videos, and sound beside one.
@@ -73,7 +73,7 @@ def test_a_preview_is_decoded_in_a_callback_on_all_ranks(rank_pool):
 
 def demo_images():
     """By the FLUX that was trained here, on two ranks: with the VAE on one of them, and on both."""
-    pipe = FluxPipeline.from_pretrained(ROOT / "benchmarks/tiny_flux/pipeline", dtype=torch.float32)
+    pipe = FluxPipeline.from_pretrained(ROOT / "zoo/flux/pipeline", dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
     images = []
     for vae in (False, True):

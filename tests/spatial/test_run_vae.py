@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks.tiny_vaes import TINY_VAES
 from tests.scripts import ROOT, alone, on_ranks
+from zoo.tiny.vaes import TINY_VAES
 
 EXAMPLE = ROOT / "parallel_examples/run_vae.py"
 

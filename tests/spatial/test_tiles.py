@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from benchmarks.tiny_vaes import NO_TILES_ENCODED, NOT_TILED, TINY_VAES, random_image
 from para_core.adapters import parallelize_vae
 from para_core.adapters.models.vaes import VAES
+from zoo.tiny.vaes import NO_TILES_ENCODED, NOT_TILED, TINY_VAES, random_image
 
 NAMES = [
     name

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from benchmarks.peak_memory import PeakMemory
-from benchmarks.tiny_vaes import TINY_VAES, random_image
 from benchmarks.traffic import TrafficCounter
 from para_core.adapters import parallelize_vae
+from zoo.tiny.vaes import TINY_VAES, random_image
 
 FLOAT = 4
 

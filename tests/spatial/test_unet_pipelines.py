@@ -11,9 +11,6 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig
 
-from benchmarks.random_weights import fill
-from benchmarks.tiny_parts import random_image
-from benchmarks.tiny_unets import UNET_PIPELINES
 from para_core import PipeFusion, init_context_parallel_mesh
 from para_core.adapters import (
     apply_cache_on_pipe,
@@ -28,6 +25,9 @@ from para_core.adapters.models.unets import REFUSED_UNETS, UNETS
 from para_core.adapters.registry import component_of, unets_of
 from tests.adapters.test_pipelines import meshes_of
 from tests.tiny import cpu_mesh, relative_error
+from zoo.tiny.pipelines.parts import random_image
+from zoo.tiny.pipelines.unet import UNET_PIPELINES
+from zoo.tiny.random_weights import fill
 
 # batch × ring × ulysses: rows; rows by either dim; branches of guidance; both.
 ROWS, BATCH = (1, 1, 2), (2, 1, 1)

@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 from diffusers import UNet2DConditionModel, UNetSpatioTemporalConditionModel
 
-from benchmarks.tiny_vaes import fill_randomly
 from para_core.spatial.mode import SpatialShardMode
 from tests.attention.one_device import relative_error
+from zoo.tiny.vaes import fill_randomly
 
 _SIZES = {"sample_size": 16, "layers_per_block": 1, "cross_attention_dim": 8}
 UNETS = {

@@ -11,11 +11,11 @@ from accelerate import cpu_offload, cpu_offload_with_hook
 from diffusers.hooks import apply_group_offloading
 from diffusers.models import autoencoders
 
-from benchmarks.tiny_vaes import BY_TILES, TINY_VAES, random_image
 from para_core.adapters import parallelize_vae, unparallelize_vae
 from para_core.adapters.models.vaes import REFUSED_VAES, VAES, rows_per_latent
 from para_core.adapters.rows import vae as vae_module
 from tests.attention.one_device import relative_error
+from zoo.tiny.vaes import BY_TILES, TINY_VAES, random_image
 
 NAMES = list(TINY_VAES)
 # By tiles alone: tests/spatial/test_tiles.py.

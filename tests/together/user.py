@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.random_weights import fill
-from benchmarks.tiny_parts import TinyPipeline
-from benchmarks.tiny_pipelines import PIPELINES
-from benchmarks.tiny_unets import UNET_PIPELINES
 from tests.tiny import flux_call, flux_pipe
 from tests.together.options import Case
+from zoo.tiny.pipelines.parts import TinyPipeline
+from zoo.tiny.pipelines.registry import PIPELINES
+from zoo.tiny.pipelines.unet import UNET_PIPELINES
+from zoo.tiny.random_weights import fill
 
 _NEGATIVE = {"negative_prompt": "a blue square"}
 _PLAIN = {"guidance_scale": 1.0}

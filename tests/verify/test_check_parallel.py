@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.tiny_models import MODELS
 from para_core import Attention, Gather, Plan, Split, check_parallel
 from para_core.adapters.models.flux import FLUX_PLAN
 from para_core.instance_patching import Order, wrap_method
+from zoo.tiny.transformers.registry import MODELS
 
 
 class Block(nn.Module):

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from benchmarks.tiny_pipelines import PIPELINES
 from tests.tiny import flux_call, flux_pipe
+from zoo.tiny.pipelines.registry import PIPELINES
 
 
 def make(name):

@@ -5,7 +5,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.tiny_vaes import TINY_VAES, random_image
 from para_core import PipeFusion, init_context_parallel_mesh
 from para_core.adapters import parallelize_pipe, parallelize_vae, unparallelize_pipe
 from para_core.distributed.mesh import guided_mesh
@@ -13,6 +12,7 @@ from para_core.distributed.point_to_point import Links
 from tests.spatial.test_unets import predict
 from tests.tiny import flux_call, flux_pipe, relative_error
 from tests.weights.links import as_nccl, blocking_transfers
+from zoo.tiny.vaes import TINY_VAES, random_image
 
 STEPS = 9
 PIPES = {

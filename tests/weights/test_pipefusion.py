@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from benchmarks.tiny_pipelines import PIPELINES
 from para_core import PipeFusion, init_context_parallel_mesh
 from para_core.adapters import (
     apply_cache_on_pipe,
@@ -30,6 +29,7 @@ from para_core.cfg.deferred import LiveDeferred
 from para_core.weights.patch_plan import patch_rows
 from para_core.weights.patches import Arrival, Expected, Patched
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, relative_error
+from zoo.tiny.pipelines.registry import PIPELINES
 
 # Of Mochi.
 pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast")

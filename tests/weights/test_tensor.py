@@ -16,7 +16,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.launches import fake_group
-from benchmarks.tiny_models import MODELS
 from para_core import init_context_parallel_mesh
 from para_core.adapters import (
     apply_cache_on_pipe,
@@ -33,6 +32,7 @@ from para_core.adapters.registry import tensor_plan_for
 from para_core.weights.tensor import gather_tensors, shard_tensors
 from tests.tiny import cpu_mesh, flux_pipe, flux_transformer, relative_error
 from tests.weights.pipes import bytes_of, generate, make
+from zoo.tiny.transformers.registry import MODELS
 
 # Of each model as many heads as four ranks can share.
 HEADS = {"num_attention_heads": 4}

@@ -12,11 +12,11 @@ import torch
 from PIL import Image
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from benchmarks.tiny_pipelines import PIPELINES
 from para_core.adapters import apply_cache_on_pipe, cache_report, calibrate_cache, parallelize_pipe
 from para_core.adapters.cache.calibration.image_metrics import as_images, load_metric
 from para_core.adapters.cache.generation import caching_of
 from tests.tiny import cpu_mesh, flux_pipe, flux_transformer
+from zoo.tiny.pipelines.registry import PIPELINES
 
 PROMPTS = ["a large red circle at the top left, on white", "a small blue square at the bottom, on grey"]
 CALL = {"height": 72, "width": 56, "num_inference_steps": 6, "max_sequence_length": 13}

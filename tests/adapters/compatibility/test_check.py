@@ -14,10 +14,6 @@ from torch import nn
 from torchao.quantization import Int8Tensor, PerRow
 
 from benchmarks.launches import fake_group
-from benchmarks.tiny_images import stable_diffusion_3
-from benchmarks.tiny_models import MODELS
-from benchmarks.tiny_pipelines import PIPELINES
-from benchmarks.tiny_unets import UNET_PIPELINES
 from para_core import PipeFusion
 from para_core.adapters import parallelize_pipe, parallelize_transformer
 from para_core.adapters.compatibility import REFUSALS, Case, When, cases_of, reason_against, refuse
@@ -31,6 +27,10 @@ from para_core.weights.fsdp import shard_blocks
 from para_core.weights.group import weights_mesh
 from para_core.weights.tensor import shard_tensors
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, flux_transformer, relative_error
+from zoo.tiny.pipelines.image import stable_diffusion_3
+from zoo.tiny.pipelines.registry import PIPELINES
+from zoo.tiny.pipelines.unet import UNET_PIPELINES
+from zoo.tiny.transformers.registry import MODELS
 
 SUPPORTED = r"Supported are FLUX\.1: "
 

@@ -10,10 +10,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.tiny_models import MODELS
 from para_core.adapters.parallel.cfg_output import foreseen_output
 from para_core.adapters.registry import plan_for
 from tests.tiny import flux_inputs, flux_transformer
+from zoo.tiny.transformers.registry import MODELS
 
 # Whose output is not known before: they read values of their arguments,
 UNKNOWN = {"framepack", "framepack, one sample", "hunyuan 1.5", "hunyuan 1.5, image", "lumina2", "glm-image"}

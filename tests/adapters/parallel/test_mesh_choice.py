@@ -10,9 +10,6 @@ import torch.distributed as dist
 from torch._higher_order_ops.flex_attention import flex_attention
 from torch.nn import functional as F
 
-from benchmarks.tiny_models import MODELS
-from benchmarks.tiny_pipelines import PIPELINES
-from benchmarks.tiny_unets import UNET_PIPELINES
 from para_core.adapters import parallelize_pipe
 from para_core.adapters.models import ADAPTERS
 from para_core.adapters.parallel import mesh_choice
@@ -21,6 +18,9 @@ from para_core.plans.plan import LinearAttention
 from para_core.plans.region import plan_options
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, relative_error
 from tests.weights.pipes import bytes_of, generate, make
+from zoo.tiny.pipelines.registry import PIPELINES
+from zoo.tiny.pipelines.unet import UNET_PIPELINES
+from zoo.tiny.transformers.registry import MODELS
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from benchmarks.random_weights import fill
 from para_core import Gather, Split, check_parallel
 from para_core.adapters import propose_plan
 from tests.adapters.propose.outside import (
@@ -18,6 +17,7 @@ from tests.adapters.propose.outside import (
     image,
     joint_inputs,
 )
+from zoo.tiny.random_weights import fill
 
 
 def assert_exact(model, proposal, inputs, **options):

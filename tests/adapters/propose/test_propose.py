@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-from benchmarks.random_weights import fill
-from benchmarks.tiny_models import MODELS
 from para_core.adapters import Adapter, parallelize_transformer, propose_plan
 from para_core.cache.blocks import CachedBlocks, Stage
 from para_core.plans.plan import FirstTokens, Gather, Replicate, Split
@@ -21,6 +19,8 @@ from tests.adapters.propose.models import (
     weighted_inputs,
 )
 from tests.tiny import cpu_mesh, relative_error
+from zoo.tiny.random_weights import fill
+from zoo.tiny.transformers.registry import MODELS
 
 
 def adapter_of(source):

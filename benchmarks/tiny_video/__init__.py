@@ -1,1 +1,0 @@
-"""A tiny Wan that was trained here: moving shapes from captions."""

@@ -1,0 +1,146 @@
+"""The grammar's split, the drawings, and the checker that judges them: what the published figures rest on."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from PIL import Image, ImageFilter
+
+from zoo.flux import grammar
+from zoo.flux.check import check, find
+from zoo.flux.draw import draw
+from zoo.flux.grammar import Scene, Thing
+
+
+def rng(*seed: int) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+def test_training_never_draws_what_is_held_out():
+    held_out, training = set(grammar.triples(held_out=True)), set(grammar.triples(held_out=False))
+    assert len(held_out) + len(training) == 8 * 5 * 9
+    assert 45 <= len(held_out) <= 60
+    scenes = [grammar.training_scene(rng(0, i)) for i in range(4000)]
+    drawn = {(thing.colour, thing.shape, thing.cell) for scene in scenes for thing in scene.things}
+    assert not drawn & held_out
+    assert drawn == training
+
+
+@pytest.mark.parametrize("num_things", [1, 2, 3])
+def test_every_thing_of_a_held_out_scene_is_held_out(num_things):
+    for i in range(200):
+        scene = grammar.held_out_scene(rng(1, i), num_things)
+        assert len({thing.cell for thing in scene.things}) == len(scene.things) == num_things
+        assert all(grammar.is_held_out(thing.colour, thing.shape, thing.cell) for thing in scene.things)
+
+
+def test_every_pair_of_attributes_is_seen_in_training():
+    training = list(grammar.triples(held_out=False))
+    for a, b, sizes in [(0, 1, 8 * 5), (0, 2, 8 * 9), (1, 2, 5 * 9)]:
+        assert len({(triple[a], triple[b]) for triple in training}) == sizes
+
+
+def test_number_of_things_is_checked():
+    with pytest.raises(ValueError, match="num_things is 4"):
+        grammar.held_out_scene(rng(0), 4)
+
+
+def test_captions_use_known_words_and_full_captions_tell_scenes_apart():
+    known = set(grammar.words())
+    said: dict[str, Scene] = {}
+    for i in range(1000):
+        scene = grammar.training_scene(rng(2, i))
+        loose = grammar.caption(scene, rng(3, i))
+        assert set(loose.replace(",", " ,").split()) <= known
+        assert said.setdefault(grammar.caption(scene), scene) == scene
+
+
+def test_same_seed_same_image():
+    scene = grammar.training_scene(rng(4))
+    assert np.array_equal(draw(scene, rng(5)), draw(scene, rng(5)))
+    assert not np.array_equal(draw(scene, rng(5)), draw(scene, rng(6)))
+
+
+def test_checker_accepts_every_true_drawing_of_one_thing():
+    options = list(itertools.product(grammar.COLOURS, grammar.SHAPES, grammar.SIZES, grammar.CELLS))
+    # Seven divides no number of values: each comes up.
+    for i, attributes in enumerate(options[::7]):
+        scene = Scene((Thing(*attributes),), grammar.BACKGROUNDS[i % 4])
+        assert check(draw(scene, rng(7, i)), scene).all_right, scene
+
+
+@pytest.mark.parametrize("num_things", [2, 3])
+def test_checker_accepts_true_drawings_of_several_things(num_things):
+    for i in range(150):
+        scene = grammar.held_out_scene(rng(8, i), num_things)
+        assert check(draw(scene, rng(9, i)), scene).all_right, scene
+
+
+@pytest.mark.parametrize("blur", [1.8, 2.6])
+def test_checker_knows_the_shape_of_a_blurred_thing_as_an_eye_does(blur):
+    options = itertools.product(grammar.COLOURS, grammar.SHAPES, grammar.SIZES)
+    for i, (colour, shape, size) in enumerate(options):
+        scene = Scene((Thing(colour, shape, size, "centre"),), "black")
+        image = Image.fromarray(draw(scene, rng(18, i))).filter(ImageFilter.GaussianBlur(blur))
+        assert [found.shape for found in find(np.asarray(image))] == [shape], scene
+
+
+def test_checker_names_no_shape_where_there_is_none():
+    y, x = np.indices((128, 128)) - 64
+    moon = (x**2 + y**2 < 225) & ((x - 10) ** 2 + y**2 > 150)
+    bar = (abs(x) < 16) & (abs(y) < 3) | (abs(x + 13) < 3) & (abs(y) < 16)  # an L
+    for mask in (moon, bar):
+        image = np.zeros((128, 128, 3), np.uint8)
+        image[mask] = 255, 0, 0
+        assert [found.shape for found in find(image)] == [None]
+
+
+@pytest.mark.parametrize("attribute", ["colour", "shape", "size", "cell"])
+@pytest.mark.parametrize("num_things", [1, 3])
+def test_checker_rejects_exactly_what_was_altered(attribute, num_things):
+    values = {"colour": [*grammar.COLOURS], "shape": grammar.SHAPES, "size": grammar.SIZES, "cell": [*grammar.CELLS]}
+    for i in range(25):
+        scene = grammar.held_out_scene(rng(10, i), num_things)
+        first, *others = scene.things
+        taken = {getattr(thing, attribute) for thing in (scene.things if attribute == "cell" else (first,))}
+        options = [value for value in values[attribute] if value not in taken]
+        altered = replace(first, **{attribute: options[i % len(options)]})
+        image = draw(replace(scene, things=(altered, *others)), rng(11, i))
+        verdict = check(image, scene)
+        assert not verdict.all_right
+        right = {"colour": verdict.colour, "shape": verdict.shape, "size": verdict.size, "cell": verdict.place}
+        for name, values_right in right.items():
+            # With several things, another pairing may explain the image as well as the one meant.
+            wrong = values_right.count(False)
+            assert wrong == (name == attribute) or num_things > 1, (name, scene, altered)
+
+
+def test_checker_rejects_a_wrong_background_and_a_wrong_number_of_things():
+    scene = grammar.held_out_scene(rng(12), 2)
+    for other in grammar.BACKGROUNDS:
+        verdict = check(draw(replace(scene, background=other), rng(13)), scene)
+        assert verdict.background == (other == scene.background)
+    verdict = check(draw(replace(scene, things=scene.things[:1]), rng(13)), scene)
+    assert not verdict.count
+    assert verdict.colour.count(True) == 1
+
+
+@pytest.mark.parametrize("grey", [0, 128, 255])
+def test_an_empty_image_has_nothing_right(grey):
+    image = np.full((128, 128, 3), grey, dtype=np.uint8)
+    assert find(image) == []
+    verdict = check(image, grammar.held_out_scene(rng(14), 1))
+    assert verdict.colour == verdict.shape == verdict.place == (False,)
+
+
+def test_noise_is_not_taken_for_a_scene():
+    image = rng(15).integers(0, 256, size=(128, 128, 3), dtype=np.uint8)
+    assert not check(image, grammar.held_out_scene(rng(16), 1)).all_right
+
+
+def test_checker_names_the_image_it_cannot_read():
+    with pytest.raises(ValueError, match=r"\[128, 128\] uint8"):
+        check(np.zeros((128, 128), dtype=np.uint8), grammar.held_out_scene(rng(17), 1))

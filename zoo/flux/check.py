@@ -1,0 +1,199 @@
+"""Image → what is in it, found without any network: colour, shape, size and cell of each object.
+
+Backgrounds are greys and things are not, so an object is a connected patch of saturated pixels. Its colour is the nearest
+of the palette, its shape the template, sharp or blurred, that overlaps best when laid over it, its cell the one whose
+centre its box is centred on. A verdict that is not clear is None, which equals nothing that was asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from itertools import permutations
+
+import numpy as np
+from PIL import Image, ImageFilter
+
+from zoo.flux.draw import BACKGROUND_GREYS, CELL_CENTRES, background, shape_mask
+from zoo.flux.grammar import CELLS, COLOURS, SHAPES, Scene, Thing
+
+SATURATED = 60  # max − min over RGB; the palest colour of the palette has 125, so edges count from about one half
+MIN_PIXELS = 40  # smaller patches are specks; the smallest true object has more than 100
+COLOUR_DISTANCE = 70.0  # ‖RGB − palette‖; the closest two of the palette are 80 apart
+MIN_OVERLAP = 0.75  # intersection over union
+TEMPLATE_SIDE = 64  # pixels of a template's box
+# Of the templates, in pixels of theirs: none, and 1 and 2 of an object 20 wide, as autoencoders leave edges. An eye still
+# sees a triangle then; a sharp template no longer fits it, its tips are gone. With more a square is a circle.
+BLURS = (0, 4, 7)
+CELL_DISTANCE = 12.0  # pixels, each way; cells are 40 apart and true objects at most 2 off, triangles too
+LARGE_FROM = 26.0  # pixels, the longer side of the box; small: at most 23.1, large: at least 28.7
+BACKGROUND_DISTANCE = 30.0  # mean |difference| in grey levels; the closest two backgrounds are 53 apart
+
+
+@dataclass(frozen=True)
+class Found:
+    """One object of an image; None where no answer is clear."""
+
+    colour: str | None
+    shape: str | None
+    size: str
+    cell: str | None
+    num_pixels: int
+    centre: tuple[float, float]  # of the box, (y, x) in pixels
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What of a scene an image shows. The tuples follow the scene's things."""
+
+    colour: tuple[bool, ...]
+    shape: tuple[bool, ...]
+    place: tuple[bool, ...]
+    size: tuple[bool, ...]
+    count: bool  # as many objects as the scene has
+    background: bool
+
+    @property
+    def all_right(self) -> bool:
+        """Whether nothing is wrong."""
+        return all((*self.colour, *self.shape, *self.place, *self.size, self.count, self.background))
+
+
+def patches(mask: np.ndarray) -> list[np.ndarray]:
+    """The 4-connected patches of a ``[height, width]`` bool mask, each a mask of that size, largest first."""
+    number = np.arange(1, mask.size + 1).reshape(mask.shape) * mask
+    while True:
+        padded = np.pad(number, 1)
+        spread = np.maximum.reduce(
+            [padded[1:-1, 1:-1], padded[2:, 1:-1], padded[:-2, 1:-1], padded[1:-1, 2:], padded[1:-1, :-2]]
+        )
+        spread = spread * mask
+        if np.array_equal(spread, number):
+            break
+        number = spread
+    found = [number == label for label in np.unique(number) if label]
+    return sorted(found, key=lambda patch: -int(patch.sum()))
+
+
+@dataclass(frozen=True)
+class _Spread:
+    """Where the pixels of a mask lie: mean and standard deviation of their (y, x)."""
+
+    mean: np.ndarray
+    deviation: np.ndarray
+
+    @classmethod
+    def of(cls, mask: np.ndarray) -> _Spread:
+        pixels = np.argwhere(mask)
+        return cls(pixels.mean(axis=0), np.maximum(pixels.std(axis=0), 0.5))
+
+
+@cache
+def _template(shape: str, blur: int) -> tuple[np.ndarray, _Spread]:
+    sharp = np.pad(shape_mask(shape, TEMPLATE_SIDE, TEMPLATE_SIDE), 3 * max(BLURS)).astype(np.uint8) * 255
+    soft = np.asarray(Image.fromarray(sharp).filter(ImageFilter.GaussianBlur(blur)))
+    mask = soft > soft.max() / 2
+    return mask, _Spread.of(mask)
+
+
+def _overlap(patch: np.ndarray, spread: _Spread, shape: str, blur: int) -> float:
+    """Intersection over union of a patch and a template moved and stretched to the same mean and deviation.
+
+    These feel a lost tip or a frayed edge less than the bounding box does.
+    """
+    template, own = _template(shape, blur)
+    grid = np.moveaxis(np.indices(patch.shape), 0, -1)
+    places = np.rint((grid - spread.mean) / spread.deviation * own.deviation + own.mean).astype(int)
+    inside = ((places >= 0) & (places < template.shape)).all(axis=-1)
+    laid = np.zeros_like(patch)
+    laid[inside] = template[tuple(places[inside].T)]
+    return float((laid & patch).sum() / (laid | patch).sum())
+
+
+def _colour_of(pixels: np.ndarray) -> str | None:
+    """``pixels``: ``[n, 3]``."""
+    median = np.median(pixels, axis=0)
+    distance = {name: float(np.linalg.norm(median - np.array(rgb))) for name, rgb in COLOURS.items()}
+    best = min(distance, key=distance.__getitem__)
+    return best if distance[best] <= COLOUR_DISTANCE else None
+
+
+def _shape_of(patch: np.ndarray) -> str | None:
+    """``patch``: bool, with room around it for a template that is larger."""
+    spread = _Spread.of(patch)
+    overlap = {shape: max(_overlap(patch, spread, shape, blur) for blur in BLURS) for shape in SHAPES}
+    best = max(overlap, key=overlap.__getitem__)
+    return best if overlap[best] >= MIN_OVERLAP else None
+
+
+def _cell_of(y: float, x: float) -> str | None:
+    row, column = (int(np.argmin([abs(v - c) for c in CELL_CENTRES])) for v in (y, x))
+    if max(abs(y - CELL_CENTRES[row]), abs(x - CELL_CENTRES[column])) > CELL_DISTANCE:
+        return None
+    return list(CELLS)[3 * row + column]
+
+
+def _describe(image: np.ndarray, patch: np.ndarray) -> Found:
+    rows, columns = np.flatnonzero(patch.any(axis=1)), np.flatnonzero(patch.any(axis=0))
+    top, bottom, left, right = rows[0], rows[-1] + 1, columns[0], columns[-1] + 1
+    centre = (top + bottom) / 2, (left + right) / 2
+    return Found(
+        colour=_colour_of(image[patch]),
+        shape=_shape_of(np.pad(patch[top:bottom, left:right], max(bottom - top, right - left))),
+        size="large" if max(bottom - top, right - left) >= LARGE_FROM else "small",
+        cell=_cell_of(*centre),
+        num_pixels=int(patch.sum()),
+        centre=centre,
+    )
+
+
+def find(image: np.ndarray) -> list[Found]:
+    """The objects of an image, ``[128, 128, 3]`` uint8 RGB, largest first."""
+    saturation = image.max(axis=-1).astype(int) - image.min(axis=-1)
+    found = patches(saturation >= SATURATED)
+    return [_describe(image, patch) for patch in found if patch.sum() >= MIN_PIXELS]
+
+
+def find_background(image: np.ndarray) -> str | None:
+    """The background's name, judged by the unsaturated pixels, or None."""
+    saturation = image.max(axis=-1).astype(int) - image.min(axis=-1)
+    plain = saturation < SATURATED / 3  # edges are part of neither
+    if not plain.any():
+        return None
+    distance = {}
+    for name in BACKGROUND_GREYS:
+        true = background(name, *image.shape[:2]).astype(float)
+        distance[name] = float(np.abs(image - true)[plain].mean())
+    best = min(distance, key=distance.__getitem__)
+    return best if distance[best] <= BACKGROUND_DISTANCE else None
+
+
+def _agreement(thing: Thing, found: Found | None) -> tuple[bool, bool, bool, bool]:
+    """Colour, shape, place and size; an object that was not found has none of them right."""
+    if found is None:
+        return False, False, False, False
+    return found.colour == thing.colour, found.shape == thing.shape, found.cell == thing.cell, found.size == thing.size
+
+
+def check(image: np.ndarray, scene: Scene) -> Verdict:
+    """Judge an image by the scene that was asked for.
+
+    Things and found objects are paired so that most attributes agree: a red circle where a blue one was asked for beside
+    a red square counts as one wrong colour, not as three wrong attributes.
+
+    Raises:
+        ValueError: the image is not ``[height, width, 3]`` uint8.
+    """
+    if image.ndim != 3 or image.shape[-1] != 3 or image.dtype != np.uint8:
+        raise ValueError(f"check wants [height, width, 3] uint8, got {list(image.shape)} {image.dtype}")
+    found: list[Found | None] = [*find(image)]
+    num_things = len(scene.things)
+    # The largest few are enough; an image of noise has hundreds.
+    candidates = found[: num_things + 2] + [None] * num_things
+    pairings = (
+        [_agreement(thing, candidate) for thing, candidate in zip(scene.things, order, strict=True)]
+        for order in permutations(candidates, num_things)
+    )
+    best = max(pairings, key=lambda pairing: sum(map(sum, pairing)))
+    colour, shape, place, size = zip(*best, strict=True)
+    return Verdict(colour, shape, place, size, len(found) == num_things, find_background(image) == scene.background)

@@ -1,0 +1,159 @@
+"""The parts of the tiny pipeline, freshly initialised: what each is made of stands here and nowhere else."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+from tokenizers import pre_tokenizers
+from torch import nn
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config, T5EncoderModel, T5TokenizerFast
+
+from zoo.flux import grammar
+
+SHIFT = 3.0  # of the noise levels, in training and in the scheduler
+CLIP_LENGTH = 77
+CLIP_WIDTH = 64
+T5_WIDTH = 128
+HEADS, HEAD_DIM = 4, 32  # of the transformer's attention
+LATENT_CHANNELS = 16  # as FLUX; 2 × 2 latent pixels make one token of 64 channels
+
+
+@dataclass(frozen=True)
+class Tokenizers:
+    """``clip`` feeds the pooled embedding, ``t5`` the text tokens."""
+
+    clip: CLIPTokenizer
+    t5: T5TokenizerFast
+
+
+def build_clip_tokenizer() -> CLIPTokenizer:
+    """Byte-level BPE in which a word of the grammar is one token, or a few, and any other word is spelled in letters.
+
+    The merges are written down, not trained: `BpeTrainer` breaks ties by a hash that differs from process to process.
+    """
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pieces = [*letters, *(f"{letter}</w>" for letter in letters)]
+    merges: dict[tuple[str, str], None] = {}
+    for word in grammar.words():
+        *head, last = word
+        # r + e, re + d</w>: from the left, so that words with the same beginning share merges.
+        left = ""
+        for piece in (*head, f"{last}</w>"):
+            if left:
+                merges[left, piece] = None
+            left += piece
+    pieces += [left + right for left, right in merges]
+    vocab = {piece: index for index, piece in enumerate(["<|startoftext|>", "<|endoftext|>", *dict.fromkeys(pieces)])}
+    return CLIPTokenizer(vocab=vocab, merges=list(merges), model_max_length=CLIP_LENGTH)
+
+
+def build_word_tokenizer(words: list[str]) -> T5TokenizerFast:
+    """Each of the words is one token, also with a capital; what is left of other words is ``<unk>``."""
+    pieces = [piece for word in words for piece in (f"▁{word}", f"▁{word.capitalize()}") if word != ","] + [","]
+    vocab = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0), *((piece, -1.0) for piece in pieces)]
+    return T5TokenizerFast(vocab=vocab, extra_ids=0, model_max_length=512)
+
+
+def build_tokenizers() -> Tokenizers:
+    """Both tokenizers; nothing in them is random."""
+    return Tokenizers(build_clip_tokenizer(), build_word_tokenizer(grammar.words()))
+
+
+def build_vae() -> AutoencoderKL:
+    """Three downsamplings, as FLUX: 128 × 128 pixels to 16 × 16 latent pixels of 16 channels, which are 64 tokens."""
+    return AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        block_out_channels=(16, 32, 64, 64),
+        layers_per_block=1,
+        latent_channels=LATENT_CHANNELS,
+        norm_num_groups=8,
+        sample_size=128,
+        mid_block_add_attention=False,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+    )
+
+
+class Denoiser(nn.Module):
+    """What flow matching trains, all parts together: the transformer and both text encoders."""
+
+    def __init__(self, tokenizers: Tokenizers) -> None:
+        super().__init__()
+        self.transformer = FluxTransformer2DModel(
+            in_channels=4 * LATENT_CHANNELS,
+            num_layers=3,
+            num_single_layers=5,
+            attention_head_dim=HEAD_DIM,
+            num_attention_heads=HEADS,
+            joint_attention_dim=T5_WIDTH,
+            pooled_projection_dim=CLIP_WIDTH,
+            guidance_embeds=False,
+            axes_dims_rope=(8, 12, 12),
+        )
+        clip, t5 = tokenizers.clip, tokenizers.t5
+        self.text_encoder = CLIPTextModel(
+            CLIPTextConfig(
+                vocab_size=len(clip),
+                hidden_size=CLIP_WIDTH,
+                intermediate_size=2 * CLIP_WIDTH,
+                projection_dim=CLIP_WIDTH,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                max_position_embeddings=CLIP_LENGTH,
+                bos_token_id=clip.bos_token_id,
+                eos_token_id=clip.eos_token_id,
+                pad_token_id=clip.pad_token_id,
+            )
+        )
+        self.text_encoder_2 = T5EncoderModel(
+            T5Config(
+                vocab_size=len(t5),
+                d_model=T5_WIDTH,
+                d_kv=32,
+                d_ff=2 * T5_WIDTH,
+                num_layers=2,
+                num_heads=4,
+                feed_forward_proj="gated-gelu",
+                dropout_rate=0.0,
+            )
+        )
+
+    def forward(
+        self, tokens: torch.Tensor, sigma: torch.Tensor, clip_ids: torch.Tensor, t5_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """The velocity, noise − data, as FluxPipeline asks for it.
+
+        Args:
+            tokens: noisy packed latents of square images, ``[B, S, 16]``.
+            sigma: noise level of each, ``[B]``, 0 (data) to 1 (noise).
+            clip_ids: ``[B, 77]``.
+            t5_ids: ``[B, S_text]``, padded; as in FLUX, nothing masks the padding.
+        """
+        side = math.isqrt(tokens.shape[1])
+        velocity: torch.Tensor = self.transformer(
+            hidden_states=tokens,
+            encoder_hidden_states=self.text_encoder_2(t5_ids)[0],
+            pooled_projections=self.text_encoder(clip_ids).pooler_output,
+            timestep=sigma,
+            img_ids=FluxPipeline._prepare_latent_image_ids(1, side, side, tokens.device, torch.float32),
+            txt_ids=torch.zeros(t5_ids.shape[1], 3, device=tokens.device),
+            return_dict=False,
+        )[0]
+        return velocity
+
+
+def build_pipeline(denoiser: Denoiser, vae: AutoencoderKL, tokenizers: Tokenizers) -> FluxPipeline:
+    """The parts as one plain diffusers pipeline; shares their parameters."""
+    return FluxPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=SHIFT),
+        vae=vae,
+        text_encoder=denoiser.text_encoder,
+        tokenizer=tokenizers.clip,
+        text_encoder_2=denoiser.text_encoder_2,
+        tokenizer_2=tokenizers.t5,
+        transformer=denoiser.transformer,
+    )

@@ -1,0 +1,212 @@
+"""The models of the table: how each is built, and the inputs of one call at several sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+
+from zoo.outside import official, others
+from zoo.tiny.random_weights import fill
+
+# Sizes of the calls, from which a plan is proposed, and (the last) of the call that is compared. Neither 2 nor 3 ranks divide
+# 35 patches, 175 patches of a video, or 37 token ids.
+GRIDS = ((5, 5), (5, 9), (5, 7))
+FRAMES = 5
+LENGTHS = (29, 43, 37)
+IMAGE_TOKENS, VIDEO_TOKENS = 5 * 7, FRAMES * 5 * 7
+WINDOW = 24
+# Their position embeddings have a fixed length.
+ONE_SIZE = ("ViT", "DiT")
+
+_SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+_TEXT = {**_SMALL, "vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_DECODER = {**_TEXT, "num_key_value_heads": 2, "max_position_embeddings": 128}
+
+
+@dataclass(frozen=True)
+class Builder:
+    """How a model is built, and its inputs at size 0, 1 or 2 of :data:`GRIDS`."""
+
+    cls: str
+    make: Callable[[], nn.Module]
+    inputs: Callable[[int], dict[str, Any]]
+
+
+def noise(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def ids(size: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(LENGTHS[size])
+    return {"input_ids": torch.randint(3, 64, (2, LENGTHS[size]), generator=generator)}
+
+
+def padded(size: int) -> dict[str, Any]:
+    """The second prompt is five tokens shorter, padded on the right."""
+    mask = torch.ones(2, LENGTHS[size], dtype=torch.long)
+    mask[1, -5:] = 0
+    return {**ids(size), "attention_mask": mask}
+
+
+def pixels(patch: int, channels: int = 3, classes: int = 0) -> Callable[[int], dict[str, Any]]:
+    def inputs(size: int) -> dict[str, Any]:
+        height, width = GRIDS[size]
+        # With a class token: 31 tokens.
+        return {"pixel_values": noise(2, channels, patch * height, patch * (width - classes))}
+
+    return inputs
+
+
+def flux(size: int) -> dict[str, Any]:
+    height, width = GRIDS[size]
+    return {
+        "img": noise(2, height * width, 16),
+        "img_ids": F.pad(official.grid(height, width).float(), (1, 0)).expand(2, -1, -1),
+        "txt": noise(2, 9, 20),
+        "txt_ids": torch.zeros(2, 9, 3),
+        "timesteps": noise(2),
+        "y": noise(2, 12),
+    }
+
+
+def wan(size: int) -> dict[str, Any]:
+    height, width = GRIDS[size]
+    video = noise(4, FRAMES, 2 * height, 2 * width)
+    return {"x": [video], "t": noise(1), "context": [noise(7, 20)], "seq_len": FRAMES * height * width}
+
+
+def hunyuan(size: int) -> dict[str, Any]:
+    height, width = GRIDS[size]
+    angles = noise(FRAMES * height * width, official.HEAD_DIM // 2)
+    return {
+        "x": noise(1, 4, FRAMES, 2 * height, 2 * width),
+        "t": noise(1),
+        "text_states": noise(1, 7, 20),
+        "text_mask": (torch.arange(7) < 5)[None],
+        "text_states_2": noise(1, 12),
+        "freqs_cos": angles.cos(),
+        "freqs_sin": angles.sin(),
+    }
+
+
+def mochi(size: int) -> dict[str, Any]:
+    height, width = GRIDS[size]
+    mask = (torch.arange(9) < 7)[None]
+    return {
+        "x": noise(1, 4, FRAMES, 2 * height, 2 * width),
+        "sigma": noise(1),
+        "y_feat": [noise(1, 9, 20)],
+        "y_mask": [mask],
+        "packed_indices": official.compute_packed_indices(mask, FRAMES * height * width),
+    }
+
+
+def sd35(size: int) -> dict[str, Any]:
+    height, width = GRIDS[size]
+    return {"x": noise(2, 4, 2 * height, 2 * width), "t": noise(2), "y": noise(2, 12), "context": noise(2, 9, 20)}
+
+
+def dit(size: int) -> dict[str, Any]:
+    return {"x": noise(2, 4, 14, 14), "t": noise(2), "y": torch.tensor([1, 2])}
+
+
+def timm(size: int) -> dict[str, Any]:
+    height, width = GRIDS[size]
+    return {"x": noise(2, 3, 4 * height, 4 * (width - 1))}
+
+
+def comfy(size: int) -> dict[str, Any]:
+    height, width = GRIDS[size]
+    return {
+        "x": noise(2, 4, 2 * height, 2 * width),
+        "timestep": noise(2),
+        "context": noise(2, 9, 20),
+        "y": noise(2, 12),
+    }
+
+
+def of_transformers(
+    name: str, config: str, options: dict[str, Any], inputs: Callable[[int], dict[str, Any]]
+) -> Builder:
+    def make() -> nn.Module:
+        return getattr(transformers, name)(getattr(transformers, config)(**options))
+
+    return Builder(name, make, inputs)
+
+
+def whisper_encoder() -> nn.Module:
+    options = {
+        "d_model": 32,
+        "encoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "encoder_ffn_dim": 48,
+        "decoder_layers": 1,
+        "decoder_attention_heads": 4,
+    }
+    tokens = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    config = transformers.WhisperConfig(**options, **tokens, max_source_positions=37, num_mel_bins=16)
+    return transformers.WhisperModel(config).encoder
+
+
+_IMAGES = {**_SMALL, "image_size": (20, 24), "patch_size": 4}
+_VIT = of_transformers("ViTModel", "ViTConfig", _IMAGES, pixels(4, classes=1))
+BUILDERS = {
+    "BERT, padded": of_transformers("BertModel", "BertConfig", _TEXT, padded),
+    "ViT": _VIT,
+    "SigLIP vision": of_transformers(
+        "SiglipVisionModel",
+        "SiglipVisionConfig",
+        {**_SMALL, "image_size": 28, "patch_size": 4, "vision_use_head": False},
+        lambda size: {"pixel_values": noise(2, 3, 28, 28)},
+    ),
+    "Whisper encoder": Builder("WhisperEncoder", whisper_encoder, lambda size: {"input_features": noise(2, 16, 74)}),
+    "GPT-2": of_transformers(
+        "GPT2Model",
+        "GPT2Config",
+        {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2},
+        ids,
+    ),
+    "Llama": of_transformers("LlamaModel", "LlamaConfig", _DECODER, ids),
+    "Qwen3": of_transformers("Qwen3Model", "Qwen3Config", {**_DECODER, "head_dim": 8}, ids),
+    "Mistral, sliding window": of_transformers(
+        "MistralModel", "MistralConfig", {**_DECODER, "sliding_window": WINDOW}, ids
+    ),
+    "Gemma 3, sliding window": of_transformers(
+        "Gemma3TextModel",
+        "Gemma3TextConfig",
+        {**_DECODER, "head_dim": 8, "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
+        ids,
+    ),
+    "ModernBERT, sliding window": of_transformers(
+        "ModernBertModel",
+        "ModernBertConfig",
+        {**_TEXT, "cls_token_id": 1, "sep_token_id": 2, "local_attention": WINDOW, "global_attn_every_n_layers": 2},
+        ids,
+    ),
+    "Llama, padded": of_transformers("LlamaModel", "LlamaConfig", _DECODER, padded),
+    "Llama, decoding": of_transformers("LlamaForCausalLM", "LlamaConfig", _DECODER, ids),
+    "Llama, training": of_transformers("LlamaForCausalLM", "LlamaConfig", _DECODER, ids),
+    "FLUX": Builder("Flux", official.Flux, flux),
+    "Wan 2.1": Builder("WanModel", official.WanModel, wan),
+    "HunyuanVideo": Builder("HYVideoDiffusionTransformer", official.HYVideoDiffusionTransformer, hunyuan),
+    "Mochi": Builder("AsymmDiTJoint", official.AsymmDiTJoint, mochi),
+    "Stable Diffusion 3.5": Builder("MMDiTX", official.MMDiTX, sd35),
+    "DiT": Builder("DiT", official.DiT, dit),
+    "timm ViT": Builder("VisionTransformer", others.VisionTransformer, timm),
+    "ComfyUI's FLUX": Builder("ComfyFlux", others.ComfyFlux, comfy),
+}
+
+
+def build(name: str) -> nn.Module:
+    """The model in eval mode, all parameters random, the same in every process."""
+    return fill(BUILDERS[name].make(), seed=1)
+
+
+def inputs_of(name: str, size: int = -1) -> dict[str, Any]:
+    return BUILDERS[name].inputs(size % len(GRIDS))

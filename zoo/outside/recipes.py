@@ -1,0 +1,380 @@
+"""Recipes: each runs one model of another library on the ranks of a mesh, with code that a user would write.
+
+docs/any_model.md shows them with their reasons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
+from transformers import DynamicCache
+
+from para_core import (
+    ContextParallelConfig,
+    Gather,
+    Plan,
+    Replicate,
+    Segment,
+    SequenceLayout,
+    Split,
+    UnifiedAttnMode,
+    apply_context_parallel,
+    remove_context_parallel,
+)
+from para_core.adapters import propose_plan
+from tests.modes.fake_flash_attn import flash_attn_func
+from zoo.outside import official
+from zoo.outside.inputs import IMAGE_TOKENS, ONE_SIZE, VIDEO_TOKENS, WINDOW, build, inputs_of
+
+Inputs = dict[str, Any]
+Run = Callable[[nn.Module, Inputs, DeviceMesh], Tensor]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A model and one way to run it on several ranks.
+
+    Args:
+        model: a name of :data:`BUILDERS`, which also fixes the inputs.
+        way: what the user does, for the table of the page.
+        run: called on every rank, returns the whole output.
+        alone: the same of the unmodified model on one device.
+    """
+
+    model: str
+    way: str
+    run: Run
+    alone: Callable[[nn.Module, Inputs], Tensor] = field(default=lambda model, inputs: tensor_of(model(**inputs)))
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}: {self.way}"
+
+
+def expected(recipe: Recipe) -> Tensor:
+    """Return what the unmodified model computes on one device."""
+    with torch.no_grad():
+        return recipe.alone(build(recipe.model), inputs_of(recipe.model))
+
+
+def on_mesh(recipe: Recipe, mesh: DeviceMesh) -> Tensor:
+    """Return what the recipe computes on the ranks of ``mesh``; every rank calls it."""
+    with torch.no_grad():
+        return recipe.run(build(recipe.model), inputs_of(recipe.model), mesh)
+
+
+def tensor_of(output: Any) -> Tensor:
+    """Return the tensor of a model's output."""
+    if isinstance(output, (list, tuple)):
+        return output[0]
+    return output if isinstance(output, Tensor) else output[0]
+
+
+@contextmanager
+def hooked(*handles: RemovableHandle) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+# -- the mode, tokens sharded where they are arguments
+
+
+def flux(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
+    with UnifiedAttnMode(mesh) as cp:
+        for name in ("img", "img_ids", "txt", "txt_ids"):
+            inputs[name] = cp.shard(inputs[name], dim=1)
+        return cp.gather(model(**inputs), dim=1, sequence=cp.sequence(IMAGE_TOKENS))
+
+
+def token_ids(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
+    ids = inputs["input_ids"]
+    positions = torch.arange(ids.shape[1])[None]
+    with UnifiedAttnMode(mesh) as cp:
+        out = model(input_ids=cp.shard(ids, dim=1), position_ids=cp.shard(positions, dim=1), use_cache=False)
+        return cp.gather(out.last_hidden_state, dim=1)
+
+
+def encoder_ids(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
+    """An encoder, padded."""
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    positions = torch.arange(ids.shape[1])[None]
+    with UnifiedAttnMode(mesh) as cp:
+        ids, positions, mask = (cp.shard(x, dim=1) for x in (ids, positions, mask))
+        out = model(input_ids=ids, position_ids=positions, attention_mask=mask)
+        return cp.gather(out.last_hidden_state, dim=1)
+
+
+def global_mask(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
+    """A decoder with a sliding window, and a 4-D mask over all tokens that says so."""
+    ids = inputs["input_ids"]
+    length = ids.shape[1]
+    mask = torch.ones(1, 1, length, length, dtype=torch.bool).tril().triu(1 - WINDOW)
+    positions = torch.arange(length)[None]
+    with UnifiedAttnMode(mesh) as cp:
+        out = model(
+            input_ids=cp.shard(ids, dim=1),
+            position_ids=cp.shard(positions, dim=1),
+            attention_mask=mask,
+            use_cache=False,
+        )
+        return cp.gather(out.last_hidden_state, dim=1)
+
+
+# -- the mode, tokens sharded by hooks between the embedding and the first block
+
+
+def between(first: str, last: str) -> Run:
+    """Shard the first argument of the module ``first``, gather the output of the module ``last``."""
+
+    def run(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
+        with UnifiedAttnMode(mesh) as cp:
+            shard = model.get_submodule(first).register_forward_pre_hook(
+                lambda _, args: (cp.shard(args[0], dim=1), *args[1:])
+            )
+            gather = model.get_submodule(last).register_forward_hook(lambda _, args, x: cp.gather(tensor_of(x), dim=1))
+            with hooked(shard, gather):
+                return tensor_of(model(**inputs))
+
+    return run
+
+
+def sd35(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
+    with UnifiedAttnMode(mesh) as cp:
+        shard = model.joint_blocks[0].register_forward_pre_hook(
+            lambda _, args: tuple(cp.shard(x, dim=1) for x in args)  # context and x
+        )
+        gather = model.final_layer.register_forward_hook(
+            lambda _, args, x: cp.gather(x, dim=1, sequence=cp.sequence(IMAGE_TOKENS))
+        )
+        with hooked(shard, gather):
+            return model(**inputs)
+
+
+def comfy(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
+    lengths = [inputs["context"].shape[1], IMAGE_TOKENS]
+    with UnifiedAttnMode(mesh) as cp:
+        shard = partial(cp.shard, dim=1)
+        handles = (
+            model.img_in.register_forward_hook(lambda _, args, x: shard(x)),
+            model.txt_in.register_forward_hook(lambda _, args, x: shard(x)),
+            model.pe_embedder.register_forward_pre_hook(
+                lambda _, args: torch.cat([shard(ids) for ids in args[0].split(lengths, dim=1)], dim=1)
+            ),
+            model.final_layer.register_forward_hook(
+                lambda _, args, x: cp.gather(x, dim=1, sequence=cp.sequence(IMAGE_TOKENS))
+            ),
+        )
+        with hooked(*handles):
+            return model(**inputs)
+
+
+def wan(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
+    """The rotary function is called inside of attention with the whole grid, so its table is made once and sharded."""
+    rope_apply, length = official.rope_apply, inputs["seq_len"]
+    ones = torch.zeros(1, length, 1, official.HEAD_DIM)
+    ones[..., 0::2] = 1  # rotated by rope_apply, 1 + 0i is the table itself
+    with UnifiedAttnMode(mesh) as cp:
+
+        def sharded_rope(x: Tensor, grid_sizes: Tensor, freqs: Tensor) -> Tensor:
+            table = cp.shard(rope_apply(ones, grid_sizes, freqs), dim=1)
+            return official.rotate(x, table[..., 0::2], table[..., 1::2])
+
+        handles = (
+            model.blocks[0].register_forward_pre_hook(lambda _, args: (cp.shard(args[0], dim=1),)),
+            model.text_embedding.register_forward_hook(lambda _, args, text: cp.replicated(text)),
+            model.head.register_forward_hook(lambda _, args, x: cp.gather(x, dim=1, sequence=cp.sequence(length))),
+        )
+        with hooked(*handles), mock.patch.object(official, "rope_apply", sharded_rope):
+            return tensor_of(model(**inputs))
+
+
+# -- a plan by hand
+
+
+def planned(model: nn.Module, inputs: Inputs, mesh: DeviceMesh, plan: Plan) -> Tensor:
+    apply_context_parallel(model, ContextParallelConfig(mesh=mesh), plan)
+    try:
+        return tensor_of(model(**inputs))
+    finally:
+        remove_context_parallel(model)
+
+
+VIDEO, POSITIONS = Split(dim=1, segment="video"), Split(dim=0, like="video")
+HUNYUAN_PLAN = Plan(
+    inputs={},
+    inner={
+        "double_blocks.0": {"img": VIDEO, "txt": Replicate(dim=1, segment="text")},
+        "double_blocks.*": {"freqs_cis": POSITIONS},
+        "single_blocks.*": {"freqs_cis": POSITIONS},
+    },
+    outputs={"single_blocks.-1": Gather(dim=1, segment="video", then_replicated=True)},
+    joint_order=("video", "text"),
+)
+MOCHI_PLAN = Plan(
+    inputs={},
+    inner={"blocks.0": {"x": VIDEO}, "blocks.*": {"rope_cos": POSITIONS, "rope_sin": POSITIONS}},
+    outputs={"final_layer": Gather(dim=1, segment="video")},
+    joint_order=("video", "text"),
+)
+
+
+def flash_of_all(q: Tensor, k: Tensor, v: Tensor, *lengths: Any, **options: Any) -> Tensor:
+    """In place of HunyuanVideo's ``attention``: without padding, flash_attn needs no lengths."""
+    return flash_attn_func(q, k, v).flatten(2)
+
+
+def hunyuan(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
+    """The text is trimmed to its valid tokens, of one prompt: the rest of it is attended to by nothing that is returned."""
+    valid = int(inputs["text_mask"].sum())
+    inputs["text_states"], inputs["text_mask"] = inputs["text_states"][:, :valid], inputs["text_mask"][:, :valid]
+    with mock.patch.object(official, "attention", flash_of_all):
+        return planned(model, inputs, mesh, HUNYUAN_PLAN)
+
+
+def mochi(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
+    # The valid tokens among those that this rank holds: its part of the video, and all text.
+    layout = SequenceLayout((Segment("video", VIDEO_TOKENS),), ranks=mesh.size())
+    (mask,) = inputs["y_mask"]
+    inputs["packed_indices"] = official.compute_packed_indices(mask, layout.size(dist.get_rank()))
+    return planned(model, inputs, mesh, MOCHI_PLAN)
+
+
+@cache
+def proposed_plan(name: str) -> Plan | None:
+    """The plan that ``propose_plan`` finds from two calls of other lengths; or from one, of a model of one size."""
+    examples = (inputs_of(name),) if name in ONE_SIZE else (inputs_of(name, 0), inputs_of(name, 1))
+    return propose_plan(build(name), examples).plan
+
+
+def proposed_for(name: str, model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
+    plan = proposed_plan(name)
+    assert plan is not None
+    return planned(model, inputs, mesh, plan)
+
+
+def proposed(model: str) -> Recipe:
+    return Recipe(model, "plan, proposed", partial(proposed_for, model))
+
+
+# -- decoding with a cache, and training
+
+
+def decoded(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
+    """Logits of four tokens after a prompt: each rank keeps the keys of its part of the prompt, and all of the answer."""
+    ids = inputs["input_ids"]
+    prompt, cache = Segment("prompt", ids.shape[1]), DynamicCache(config=model.config)
+    positions, rows = torch.arange(prompt.total + 4)[None], []
+    with UnifiedAttnMode(mesh) as cp:
+        out = model(
+            cp.shard(ids, dim=1), position_ids=cp.shard(positions[:, : prompt.total], dim=1), past_key_values=cache
+        )
+        rows.append(cp.gather(out.logits, dim=1)[:, -1:])
+        for step in range(1, 5):
+            one = SequenceLayout((Segment("token", 1, replicated=True),), mesh.size())
+            keys = SequenceLayout((prompt, Segment("answer", step, replicated=True)), mesh.size())
+            with cp.using(one, key_layout=keys):
+                position = positions[:, prompt.total + step - 1 :][:, :1]
+                rows.append(model(rows[-1].argmax(-1), position_ids=position, past_key_values=cache).logits)
+    return torch.cat(rows, dim=1)
+
+
+def generated(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
+    """Logits of ``generate()`` under a plan, whose cache every rank holds whole."""
+    plan = proposed_plan("Llama, decoding")
+    assert plan is not None
+    apply_context_parallel(model, ContextParallelConfig(mesh=mesh), plan)
+    try:
+        return logits_of_generate(model, inputs)
+    finally:
+        remove_context_parallel(model)
+
+
+def logits_of_generate(model: nn.Module, inputs: Inputs) -> Tensor:
+    options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
+    out = model.generate(**inputs, **options, return_dict_in_generate=True, output_logits=True)
+    return torch.stack(out.logits, dim=1)
+
+
+def decoded_alone(model: nn.Module, inputs: Inputs) -> Tensor:
+    ids, rows = inputs["input_ids"], []
+    for _ in range(5):
+        rows.append(model(ids, use_cache=False).logits[:, -1:])
+        ids = torch.cat([ids, rows[-1].argmax(-1)], dim=1)
+    return torch.cat(rows, dim=1)
+
+
+def trained(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
+    """Loss and gradients of one step; gradients of the gathered loss are averaged over the ranks."""
+    ids = inputs["input_ids"]
+    positions = torch.arange(ids.shape[1])[None]
+    model.requires_grad_().zero_grad()
+    with torch.enable_grad(), UnifiedAttnMode(mesh) as cp:
+        out = model(cp.shard(ids, dim=1), position_ids=cp.shard(positions, dim=1), use_cache=False)
+        logits = cp.gather(out.logits, dim=1)
+        loss = model.loss_function(logits, ids, vocab_size=model.config.vocab_size)
+        loss.backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= mesh.size()
+    return step_of(model, loss)
+
+
+def trained_alone(model: nn.Module, inputs: Inputs) -> Tensor:
+    model.requires_grad_().zero_grad()
+    with torch.enable_grad():
+        loss = model(**inputs, labels=inputs["input_ids"], use_cache=False).loss
+        loss.backward()
+    return step_of(model, loss)
+
+
+def step_of(model: nn.Module, loss: Tensor) -> Tensor:
+    gradients = [parameter.grad.flatten() for parameter in model.parameters()]
+    model.requires_grad_(False)
+    return torch.cat([loss.detach()[None], *gradients])
+
+
+MODE, HOOKS = "mode, inputs sharded", "mode, hooks"
+RECIPES = [
+    Recipe("BERT, padded", MODE, encoder_ids),
+    Recipe("ViT", HOOKS, between("layers.0", "layers.1")),
+    proposed("ViT"),
+    Recipe("SigLIP vision", HOOKS, between("encoder.layers.0", "encoder.layers.1")),
+    Recipe("Whisper encoder", HOOKS, between("layers.0", "layers.1")),
+    Recipe("GPT-2", MODE, token_ids),
+    Recipe("Llama", MODE, token_ids),
+    Recipe("Qwen3", MODE, token_ids),
+    Recipe("Mistral, sliding window", "mode, 4-D mask", global_mask),
+    proposed("Mistral, sliding window"),
+    proposed("Gemma 3, sliding window"),
+    proposed("ModernBERT, sliding window"),
+    proposed("Llama, padded"),
+    Recipe("Llama, decoding", "mode, cp.using", decoded, decoded_alone),
+    Recipe("Llama, decoding", "plan, generate()", generated, decoded_alone),
+    Recipe("Llama, training", "mode, gradients averaged", trained, trained_alone),
+    Recipe("FLUX", MODE, flux),
+    proposed("FLUX"),
+    Recipe("Wan 2.1", "mode, hooks, one function replaced", wan),
+    Recipe("HunyuanVideo", "plan, one function replaced", hunyuan),
+    Recipe("Mochi", "plan", mochi),
+    Recipe("Stable Diffusion 3.5", HOOKS, sd35),
+    proposed("Stable Diffusion 3.5"),
+    Recipe("DiT", HOOKS, between("blocks.0", "blocks.1")),
+    proposed("DiT"),
+    Recipe("timm ViT", HOOKS, between("blocks", "blocks")),
+    proposed("timm ViT"),
+    Recipe("ComfyUI's FLUX", HOOKS, comfy),
+    proposed("ComfyUI's FLUX"),
+]

@@ -1,0 +1,1 @@
+"""Tiny transformers, pipelines and VAEs with random weights."""

@@ -1,0 +1,1 @@
+"""Tiny pipelines with random weights."""

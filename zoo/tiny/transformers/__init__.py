@@ -1,0 +1,1 @@
+"""Tiny transformers with random weights."""
