@@ -64,7 +64,7 @@ def test_an_operator_asks_for_its_device_and_does_without_kernels(monkeypatch, n
         asked.append(device)
 
     for module in (pack_ops, wire, merge, cache_operators, spatial_operators):
-        monkeypatch.setattr(module, "kernels", without)
+        monkeypatch.setattr(module, "load_kernel", without)
     CALLS[name]()
     assert asked == [CPU]
 
