@@ -171,11 +171,11 @@ def test_without_triton_or_in_other_dtypes_the_gpu_takes_plain_pytorch():
         mock.patch.dict(os.environ, {"PATH": "", "CC": ""}),  # no compiler
     ]
     for patch in missing:
-        triton_support.kernels.cache_clear()
+        triton_support.load_kernel.cache_clear()
         with patch:
             sides = partial_results((1, 2, 5, 8), torch.bfloat16)
             require_equal(merge_on_gpu(*sides), sides)
-    triton_support.kernels.cache_clear()
+    triton_support.load_kernel.cache_clear()
 
 
 @pytest.mark.parametrize("name", ["merge", "merge_"])

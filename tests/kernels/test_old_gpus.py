@@ -45,7 +45,7 @@ CALLS = {
 @pytest.fixture
 def capability(monkeypatch):
     """Sets what the GPU says it is; the list holds the devices that were asked."""
-    triton_support.kernels.cache_clear()
+    triton_support.load_kernel.cache_clear()
     asked = []
 
     def be(*capability):
@@ -53,7 +53,7 @@ def capability(monkeypatch):
         return asked
 
     yield be
-    triton_support.kernels.cache_clear()
+    triton_support.load_kernel.cache_clear()
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -96,7 +96,7 @@ def test_an_exchange_is_planned_without_kernels_before_ampere(capability):
     capability(7, 0)
     with FakeTensorMode(), torch.no_grad():
         assert not transfer.takes_kernels(zeros(1, 2, 3, 8, device=GPU))
-    triton_support.kernels.cache_clear()
+    triton_support.load_kernel.cache_clear()
     capability(8, 6)
     with FakeTensorMode(), torch.no_grad():
         assert transfer.takes_kernels(zeros(1, 2, 3, 8, device=GPU))
