@@ -248,7 +248,7 @@ def _class_of(base: type, wrappers: Wrappers) -> type:
         chain = _CHAIN + method
         # Partials are no frames: each wrapper calls the next one.
         namespace[chain] = partial(around, namespace.get(chain) or getattr(base, method))
-        namespace[method] = _entry(method, getattr(base, method))
+        namespace[method] = _dispatch(method, getattr(base, method))
     if issubclass(base, nn.Module) and all(method == "__call__" for _, method in wrappers):
         call: Callable[..., Any] = partial(_call_as_original, base)
         for _, (_, around, _) in innermost_first:
@@ -298,7 +298,7 @@ def is_entry(function: Any) -> bool:
     return hasattr(getattr(function, "__func__", function), "_para_core_entry")
 
 
-def _entry(method: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def _dispatch(method: str, original: Callable[..., Any]) -> Callable[..., Any]:
     chain = _CHAIN + method
 
     def enter(self: Any, *args: Any, **kwargs: Any) -> Any:

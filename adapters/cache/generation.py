@@ -20,12 +20,12 @@ from para_core.adapters.compatibility import Case, When, refuse
 from para_core.adapters.consistency.callbacks import around_callbacks
 from para_core.adapters.registry import plan_for
 from para_core.adapters.spec import Adapter
-from para_core.cache.attachment import Caller
+from para_core.cache.attachment import ModelCallHook
 from para_core.cache.block_cache import BlockCache
 from para_core.cache.decision import Verdict
 from para_core.cache.options import CacheOptions, rule_of
 from para_core.cache.report import CacheReport, rows_of
-from para_core.cfg.deferred import arrived
+from para_core.cfg.deferred import materialize
 from para_core.instance_patching import Order, uncompiled, unwrap, wrap_method, wrapper
 from para_core.plans.module_matching import parameters_of
 from para_core.plans.samples import number_of_samples
@@ -47,7 +47,7 @@ class PipelineCache:
         self._adapter: Adapter | None = None
         self._schedule = Schedule()
         # Of its own, for other pipelines may share a transformer.
-        self._callers: dict[str, Caller] = {}
+        self._callers: dict[str, ModelCallHook] = {}
         # Of the generation under way.
         self._pipe: Any = None
         self._thread = 0
@@ -172,7 +172,7 @@ class PipelineCache:
         if cache is None or self._in_callback or not self._schedule.active or self._thread != get_ident():
             return
         given = {**dict(zip(parameters_of(cache.module), args, strict=False)), **kwargs}
-        cache.announce(arrived(given))
+        cache.announce(materialize(given))
 
     def remove(self, pipe: Any) -> None:
         for name, cache in self.caches.items():

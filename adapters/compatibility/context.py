@@ -13,7 +13,7 @@ from para_core.adapters.spec import Adapter
 from para_core.cache.options import CacheOptions
 from para_core.distributed.mesh import GuidedMesh, SequenceMesh
 from para_core.instance_patching import original_class
-from para_core.plans.region import plan_mesh
+from para_core.plans.region import mesh_of_plan
 
 
 class When(Enum):
@@ -80,7 +80,7 @@ def cases_of(pipe: Any, adapter: Adapter | None = None, mesh: GuidedMesh | None 
 
 def applied_mesh(module: Any) -> SequenceMesh | None:
     """The ranks that share tokens, or rows, of what ``module`` computes; None if none do."""
-    return plan_mesh(module) or unet_mesh(module)
+    return mesh_of_plan(module) or unet_mesh(module)
 
 
 def is_unet(case: Case) -> bool:

@@ -13,7 +13,7 @@ from para_core.adapters.compatibility.context import Case, is_unet
 from para_core.adapters.registry import adapter_for, component_of
 from para_core.adapters.weights.stages import why_no_stages
 from para_core.instance_patching import is_compiled, is_compiled_without_breaks
-from para_core.plans.region import plan_mesh
+from para_core.plans.region import mesh_of_plan
 from para_core.weights.fsdp import is_sharded, shard_mesh
 from para_core.weights.pipefusion import fusion_of
 from para_core.weights.stages import stages_of
@@ -74,7 +74,7 @@ def shared_beyond_sequence(case: Case) -> Mapping[str, Any] | None:
     """Weights that are gathered from ranks which may run fewer blocks than this one, and would then never answer."""
     if case.module is None or not is_sharded(case.module):
         return None
-    mesh, applied = shard_mesh(case.module), plan_mesh(case.module)
+    mesh, applied = shard_mesh(case.module), mesh_of_plan(case.module)
     shared, sequence = 1 if mesh is None else mesh.size(), 1 if applied is None else applied.ranks
     if shared <= sequence:
         return None

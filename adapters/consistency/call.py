@@ -32,14 +32,14 @@ from para_core.adapters.parallel.cfg_output import foreseen_output
 from para_core.adapters.registry import TRANSFORMERS
 from para_core.adapters.rows.unet_rows import known_equal_unets
 from para_core.adapters.weights.pipefusion import FusedPipe
-from para_core.cfg.deferred import arrived
+from para_core.cfg.deferred import materialize
 from para_core.cfg.guidance import Guidance
 from para_core.distributed.collectives import broadcast_bytes
 from para_core.distributed.consistency import Record, Unanswered, agree, exchange, signature
 from para_core.distributed.fingerprints import fingerprints
 from para_core.distributed.mesh import GuidedMesh, groups_among, host_group, set_group_timeout
 from para_core.instance_patching import Order, original_class, uncompiled, unwrap, wrap_method, wrapper
-from para_core.plans.region import known_equal, reattach_plan
+from para_core.plans.region import inputs_verified, reattach_plan
 from para_core.weights.stages import known_equal_stages
 
 _KEY = "parallel"
@@ -114,7 +114,7 @@ class ParallelCall:
             token = stack.enter_context(random_state_of_first_rank(self.mesh))
             for name, module in self._transformers.items():
                 reattach_plan(module)
-                stack.enter_context(known_equal(module))
+                stack.enter_context(inputs_verified(module))
                 stack.enter_context(known_equal_stages(module))
                 component = getattr(pipe, name)
                 if self._apart and wrapper(component, "__call__", _GUIDANCE) != self._share_out:
@@ -134,8 +134,8 @@ class ParallelCall:
                 kwargs = stack.enter_context(
                     around_callbacks(kwargs, _CALLBACK, self._with_results, order=Order.GUIDANCE)
                 )
-            result = arrived(call(pipe, *args, **kwargs))
-        return arrived(result)
+            result = materialize(call(pipe, *args, **kwargs))
+        return materialize(result)
 
     def _with_results(self, callback: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """A callback after the results of its step are on every rank: it may look at them on one rank alone."""

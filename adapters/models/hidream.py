@@ -2,11 +2,11 @@
 
 from para_core.adapters.spec import Adapter
 from para_core.cache.blocks import CachedBlocks, Stage
-from para_core.plans.plan import Cut, Gather, Plan, Split
+from para_core.plans.plan import Gather, Plan, ShardRule, Split
 
 # Of image tokens, then of text.
 WITH_TEXT = Split(dim=1, like="image", then_replicated=True)
-OF_BLOCKS: dict[str | int, Cut] = {"hidden_states_masks": WITH_TEXT, "image_rotary_emb": WITH_TEXT}
+OF_BLOCKS: dict[str | int, ShardRule] = {"hidden_states_masks": WITH_TEXT, "image_rotary_emb": WITH_TEXT}
 
 HIDREAM = Adapter(
     transformer="HiDreamImageTransformer2DModel",

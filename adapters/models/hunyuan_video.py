@@ -2,7 +2,7 @@
 
 from para_core.adapters.spec import Adapter
 from para_core.cache.blocks import CachedBlocks, Stage
-from para_core.plans.plan import Attention, Cut, FirstTokens, Gather, Plan, Split
+from para_core.plans.plan import Attention, FirstTokens, Gather, Plan, ShardRule, Split
 from para_core.weights.patch_plan import Frames
 from para_core.weights.tensor_plan import COLUMNS, ROWS, Linear, TensorPlan
 
@@ -10,7 +10,7 @@ VIDEO, POSITIONS = Split(dim=1, segment="video"), Split(dim=0, like="video")
 # Masks are made inside the model, for the whole sequence, so the text, which comes last, is replicated.
 JOINT = ("video", "text")
 # Of image-to-video by token replacement: the first frame is modulated by an embedding of its own.
-FIRST_FRAME: dict[str | int, Cut] = {"num_tokens": FirstTokens("video")}
+FIRST_FRAME: dict[str | int, ShardRule] = {"num_tokens": FirstTokens("video")}
 
 _REFINER = "context_embedder.token_refiner.refiner_blocks.*"
 TENSOR = TensorPlan(

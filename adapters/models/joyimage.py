@@ -2,12 +2,12 @@
 
 from para_core.adapters.spec import Adapter
 from para_core.cache.blocks import CachedBlocks, Stage
-from para_core.plans.plan import Cut, Entries, Gather, Plan, Split
+from para_core.plans.plan import Entries, Gather, Plan, ShardRule, Split
 
 BLOCKS = CachedBlocks((Stage(("double_blocks",), ("hidden_states", "encoder_hidden_states"), chained=True),))
 
 
-def _plan(positions: Cut) -> Plan:
+def _plan(positions: ShardRule) -> Plan:
     return Plan(
         inputs={},
         inner={

@@ -2,11 +2,11 @@
 
 from para_core.adapters.spec import Adapter
 from para_core.cache.blocks import CachedBlocks, Stage
-from para_core.plans.plan import Attention, Cut, Gather, Plan, Split
+from para_core.plans.plan import Attention, Gather, Plan, ShardRule, Split
 from para_core.weights.tensor_plan import COLUMNS, ROWS, TensorPlan
 
 # [B, S, D], or [B, H, S, D / 2]: counting from the end fits both.
-POSITIONS: dict[str | int, Cut] = {0: Split(dim=-2, like="video"), 1: Split(dim=-2, like="video")}
+POSITIONS: dict[str | int, ShardRule] = {0: Split(dim=-2, like="video"), 1: Split(dim=-2, like="video")}
 VIDEO, TEXT = Split(dim=1, segment="video", ndim=3), Split(dim=1, segment="text", ndim=3)
 # Of each sample [B], or, where some frames are given, of each token: the published plan leaves it out.
 TIMESTEP = Split(dim=1, like="video", ndim=2)

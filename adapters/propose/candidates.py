@@ -12,7 +12,7 @@ from typing import Any, Literal
 from torch import nn
 
 from para_core.adapters.propose.observe import ModuleCall, Observation, Seen, observe
-from para_core.plans.plan import Attention, Cut, Entries, FirstTokens, Gather, LastTokens, Plan, Replicate, Split
+from para_core.plans.plan import Attention, Entries, FirstTokens, Gather, LastTokens, Plan, Replicate, ShardRule, Split
 
 Pair = tuple[int, int]
 # A segment that every rank keeps.
@@ -209,7 +209,7 @@ class Region:
         return prod(call.given[self.start.streams[0]].shape)
 
     def _candidate(self, choice: Choice, ending: ModuleCall, index: int, dim: int) -> Candidate | None:
-        inner: dict[str, dict[str | int, Cut]] = {}
+        inner: dict[str, dict[str | int, ShardRule]] = {}
         reasons = []
         for stream in self.start.streams:
             inner.setdefault(self.start.block, {})[stream] = Split(self.start.dim, segment=self.segment)
@@ -243,9 +243,9 @@ class Region:
 
     # -- what goes with the tokens
 
-    def _met(self) -> dict[str, Cut]:
+    def _met(self) -> dict[str, ShardRule]:
         """Arguments of the model that it joins to the tokens outside of its blocks, and that are as long as these."""
-        found: dict[str, Cut] = {}
+        found: dict[str, ShardRule] = {}
         for name in sorted(self.small.met):
             pairs = zip(tensors_of(self.small.inputs[name]), tensors_of(self.large.inputs[name]), strict=False)
             dims = [
@@ -255,9 +255,9 @@ class Region:
                 found[name] = Split(dims[0], like=self.segment)
         return found
 
-    def _companions(self, choice: Choice) -> dict[tuple[str, str], tuple[Cut, str]]:
+    def _companions(self, choice: Choice) -> dict[tuple[str, str], tuple[ShardRule, str]]:
         """By module and parameter of a block: what is as long as the tokens, and was not made from them."""
-        needed: dict[tuple[str, str], dict[str, Cut]] = {}
+        needed: dict[tuple[str, str], dict[str, ShardRule]] = {}
         of_list: dict[str, set[str]] = {}
         for call, other in self.calls():
             owner = call.block_list or (call.name if call.name == self.start.block else None)
@@ -270,7 +270,7 @@ class Region:
                 cut = self._cut(parameter, value, other.given.get(parameter), choice)
                 if cut is not None:
                     needed.setdefault((owner, parameter), {})[call.name] = cut
-        found: dict[tuple[str, str], tuple[Cut, str]] = {}
+        found: dict[tuple[str, str], tuple[ShardRule, str]] = {}
         for (block_list, parameter), cuts in needed.items():
             same = len({repr(cut) for cut in cuts.values()}) == 1
             everywhere = same and len(cuts) == len(of_list[block_list]) and block_list != self.start.block
@@ -281,7 +281,7 @@ class Region:
             found.update(self._replicated(cuts.values()))
         return found
 
-    def _replicated(self, cuts: Any) -> dict[tuple[str, str], tuple[Cut, str]]:
+    def _replicated(self, cuts: Any) -> dict[tuple[str, str], tuple[ShardRule, str]]:
         """Of which parameter of the first block the number of tokens is known that every rank keeps."""
         parts = [one for cut in cuts for one in (cut.cuts if isinstance(cut, Entries) else [cut])]
         if not any(isinstance(one, Split) and one.after for one in parts):
@@ -317,7 +317,7 @@ class Region:
         shape = call.given[self.start.streams[0]].shape
         return int(shape[1 - self.start.dim]) if len(shape) == 3 and self.start.dim < 2 else None
 
-    def _cut(self, parameter: str, value: Any, other: Any, choice: Choice) -> Cut | None:
+    def _cut(self, parameter: str, value: Any, other: Any, choice: Choice) -> ShardRule | None:
         if isinstance(value, Seen) and isinstance(other, Seen):
             return self._cut_of_tensor(parameter, value, other, choice)
         if type(value) is int and type(other) is int and value != other:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from para_core.adapters.propose.stack import error_of
 from para_core.cache.blocks import CachedBlocks
-from para_core.plans.plan import Attention, Cut, Gather, Halo, LinearAttention, OneForEach, Plan, Split
+from para_core.plans.plan import Attention, Gather, Halo, LinearAttention, OneForEach, Plan, ShardRule, Split
 from para_core.verify.virtual_ranks import fresh
 
 Answers = Mapping[str, Any]
@@ -52,7 +52,7 @@ def _fits(name: str, answer: Any) -> bool:
     if name in _FIELDS:
         return isinstance(answer, _FIELDS[name])
     if OF_PARAMETER.fullmatch(name):
-        return answer is None or isinstance(answer, get_args(Cut))
+        return answer is None or isinstance(answer, get_args(ShardRule))
     return answer is None or isinstance(answer, Halo) or _is_gather(answer) or _is_attention(answer)
 
 
@@ -103,7 +103,7 @@ def answered(plan: Plan, answers: Answers) -> Plan:
 def _without_splits(plan: Plan, segments: Set[str]) -> Plan:
     """``plan`` without what it guessed of where tokens of these segments are sharded first: that is said once."""
 
-    def kept(cuts: Mapping[Any, Cut]) -> dict[Any, Cut]:
+    def kept(cuts: Mapping[Any, ShardRule]) -> dict[Any, ShardRule]:
         return {key: cut for key, cut in cuts.items() if not (isinstance(cut, Split) and cut.segment in segments)}
 
     inner = {name: kept(cuts) for name, cuts in plan.inner.items()}
@@ -123,7 +123,7 @@ def _with_module(plan: Plan, name: str, answer: Any) -> Plan:
     return replace(plan, outputs=outputs, attention=attention)
 
 
-def _with_cut(plan: Plan, module: str, parameter: str, cut: Cut | None) -> Plan:
+def _with_cut(plan: Plan, module: str, parameter: str, cut: ShardRule | None) -> Plan:
     said = {} if cut is None else {parameter: cut}
     if not module:
         return replace(plan, inputs={**{key: one for key, one in plan.inputs.items() if key != parameter}, **said})

@@ -8,7 +8,7 @@ from typing import Any
 
 from para_core.adapters.propose.candidates import WHOLE, Candidate, Region, grown_dims, tensors_of
 from para_core.adapters.propose.observe import Seen
-from para_core.plans.plan import Cut, Entries, Plan, Split
+from para_core.plans.plan import Entries, Plan, ShardRule, Split
 
 _WHY = (
     "text, in one sequence with the tokens. Sharded, too, it leaves less to compute on each rank; with text='replicate' less is sent. "
@@ -38,7 +38,7 @@ def with_sharded_text(region: Region, plan: Plan) -> Iterator[Candidate]:
 
 def _at_blocks(region: Region, plan: Plan, parameter: str, dim: int, tokens: int) -> Plan | None:
     """None where a tensor has entries for text and image: no part of it is one of both."""
-    inner: dict[str, dict[str | int, Cut]] = {name: dict(cuts) for name, cuts in plan.inner.items()}
+    inner: dict[str, dict[str | int, ShardRule]] = {name: dict(cuts) for name, cuts in plan.inner.items()}
     if any(_joins_text(cut) for cuts in inner.values() for cut in cuts.values()):
         return None
     inner[region.start.block][parameter] = Split(dim, segment=WHOLE)
@@ -55,7 +55,7 @@ def _at_blocks(region: Region, plan: Plan, parameter: str, dim: int, tokens: int
     return replace(plan, inner=inner)
 
 
-def _joins_text(cut: Cut | None) -> bool:
+def _joins_text(cut: ShardRule | None) -> bool:
     if isinstance(cut, Entries):
         return any(_joins_text(one) for one in cut.cuts)
     return isinstance(cut, Split) and (cut.after is not None or cut.then_replicated)
@@ -77,7 +77,7 @@ def _cut_of_text(value: Any, tokens: int) -> Split | Entries | None:
     return Entries(tuple(cut if isinstance(cut, Split) else None for cut in cuts))
 
 
-def _both(of_image: Cut | None, of_text: Split | Entries) -> Cut:
+def _both(of_image: ShardRule | None, of_text: Split | Entries) -> ShardRule:
     """Of a tuple, some entries go with the image and others with text."""
     if not (isinstance(of_image, Entries) and isinstance(of_text, Entries)):
         return of_text
@@ -86,7 +86,7 @@ def _both(of_image: Cut | None, of_text: Split | Entries) -> Cut:
 
 def _at_inputs(region: Region, plan: Plan, tokens: int) -> Plan | None:
     """None where the model is given no tokens, but makes them itself."""
-    inputs: dict[str, Cut] = {}
+    inputs: dict[str, ShardRule] = {}
     for name, value in region.small.inputs.items():
         cut = _cut_of_input(value, region.large.inputs.get(name), region, tokens)
         if cut is not None:

@@ -40,7 +40,7 @@ class _UnetRun:
         self.rows = RowRanks(one_group(of_rows), dim_groups(of_rows))
         self.parameters = parameters_of(unet)
         # The caller has seen to it that all ranks call alike.
-        self.known_equal = False
+        self.inputs_verified = False
         # Once is enough to say that the samples of a call cannot be shared.
         self.warned_of_batch = False
 
@@ -50,7 +50,7 @@ class _UnetRun:
         if len(args) + len(kwargs) > len(given) or not isinstance(sample, Tensor) or sample.ndim < 4:
             # The model says what is wrong with that.
             return call(unet, *args, **kwargs)
-        if not self.known_equal:
+        if not self.inputs_verified:
             self.require_equal(given)
         if sample.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
@@ -136,8 +136,8 @@ def known_equal_unets(unets: Iterable[nn.Module]) -> Iterator[None]:
         for unet in unets:
             run = _run_of(unet)
             if run is not None:
-                stack.callback(setattr, run, "known_equal", run.known_equal)
-                run.known_equal = True
+                stack.callback(setattr, run, "inputs_verified", run.inputs_verified)
+                run.inputs_verified = True
         yield
 
 

@@ -42,7 +42,7 @@ from benchmarks.launch import launch
 from benchmarks.launches import count_attention, fake_group
 from para_core import UnifiedAttnMode, init_context_parallel_mesh
 from para_core.adapters import parallelize_transformer
-from para_core.plans.region import known_equal
+from para_core.plans.region import inputs_verified
 
 Way = Callable[[], Any]
 PARTS = ("launches", "fake", "gloo", "flux", "flux, wider")
@@ -274,7 +274,7 @@ def flux_ways(model: FluxTransformer2DModel, text: int, image: int, ranks: int) 
         module = parallelize_transformer(twin(), mesh=init_context_parallel_mesh("cpu", max_ring_dim_size=ring))
 
         def step() -> None:
-            with known_equal(module):  # as under a pipeline, which has compared its arguments
+            with inputs_verified(module):  # as under a pipeline, which has compared its arguments
                 module(**whole)
 
         return step

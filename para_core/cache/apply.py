@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from para_core.cache.attachment import Caller
+from para_core.cache.attachment import ModelCallHook
 from para_core.cache.block_cache import BlockCache
 from para_core.cache.blocks import CachedBlocks
 from para_core.cache.decision import Step
@@ -130,6 +130,6 @@ def _cache_of(module: nn.Module) -> BlockCache | None:
     return found if isinstance(found, BlockCache) else None
 
 
-def _caller_of(module: nn.Module) -> Caller | None:
+def _caller_of(module: nn.Module) -> ModelCallHook | None:
     found = getattr(wrapper(module, "__call__", f"{_KEY} 0"), "caller", None)
-    return found if isinstance(found, Caller) else None
+    return found if isinstance(found, ModelCallHook) else None

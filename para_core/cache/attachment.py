@@ -18,14 +18,14 @@ from para_core.instance_patching import Around, Order, unwrap, wrap_alike, wrap_
 _KEY = "cache"
 # By model, what stood around it when a graph was compiled, and was removed since: a graph fits the classes that it was compiled with.
 # Here and not at the model, of which nothing may be left behind. A site refers to its model weakly, so the entry goes with the model.
-_COMPILED: WeakKeyDictionary[nn.Module, Site] = WeakKeyDictionary()
+_COMPILED: WeakKeyDictionary[nn.Module, BlockHookHost] = WeakKeyDictionary()
 
 
 # Each block at which something is done, in the order in which they run.
 Roles = list[tuple[nn.Module, Role]]
 
 
-class RunsBlocks(Protocol):
+class BlockRunner(Protocol):
     """A cache, as far as what stands around a model knows it."""
 
     def run_block(
@@ -42,7 +42,7 @@ class RunsBlocks(Protocol):
         """Inside, calls of the model are of the branch ``name``."""
 
 
-class Site:
+class BlockHookHost:
     """One model at which caches run, or ran: whose turn it is, and what stands around the model and its blocks.
 
     A graph fits the classes that it was compiled with. So where one was, they are kept when the last cache is removed, and
@@ -51,14 +51,14 @@ class Site:
 
     def __init__(self) -> None:
         # Of the call under way, and the thread that makes it; and of calls that no pipeline makes.
-        self.running: RunsBlocks | None = None
+        self.running: BlockRunner | None = None
         self.thread = 0
-        self.resident: RunsBlocks | None = None
+        self.resident: BlockRunner | None = None
         self._local = threading.local()
         # Those for which it stands.
         self.owners: WeakSet[Any] = WeakSet()
-        self.attachments: list[Attachment] = []
-        self.callers: list[Caller] = []
+        self.attachments: list[BlockHooks] = []
+        self.callers: list[ModelCallHook] = []
         self.traced = False
         # By id: these classes compare equal to their originals.
         self._classes: dict[int, type] = {}
@@ -70,12 +70,12 @@ class Site:
         found: str | None = getattr(self._local, "branch", None)
         return found
 
-    def caller(self, key: str) -> Caller:
+    def caller(self, key: str) -> ModelCallHook:
         """One that is free."""
         alike = [caller for caller in self.callers if caller.key.startswith(key)]
         free = next((caller for caller in alike if caller.run is None), None)
         if free is None:
-            free = Caller(f"{key} {len(alike)}")
+            free = ModelCallHook(f"{key} {len(alike)}")
             self.callers.append(free)
         return free
 
@@ -100,7 +100,7 @@ class Site:
         return named
 
 
-class Caller:
+class ModelCallHook:
     """What stands around a model for one cache, or for one pipeline: others may share the model.
 
     Args:
@@ -122,10 +122,10 @@ class Caller:
         self.run = self.cache = None
 
 
-class Attachment:
+class BlockHooks:
     """What stands around the blocks of one model, for caches of the same roles."""
 
-    def __init__(self, site: Site, module: nn.Module, roles: Roles) -> None:
+    def __init__(self, site: BlockHookHost, module: nn.Module, roles: Roles) -> None:
         self.site = site
         self._module = ref(module)
         self._roles = [(ref(block), role) for block, role in roles]
@@ -169,7 +169,7 @@ class Attachment:
                 unwrap(module, _KEY)
 
 
-def attach(module: nn.Module, roles: Roles, cache: RunsBlocks) -> Site:
+def attach(module: nn.Module, roles: Roles, cache: BlockRunner) -> BlockHookHost:
     """The site of ``module``, with what stands around its blocks for ``cache``: what stood there, if it fits."""
     standing = _attachment_at(roles[0][0])
     site = _site_of(module, standing)
@@ -178,14 +178,14 @@ def attach(module: nn.Module, roles: Roles, cache: RunsBlocks) -> Site:
             standing.remove()
         found = next((known for known in site.attachments if known.fits(roles)), None)
         if found is None:
-            found = Attachment(site, module, roles)
+            found = BlockHooks(site, module, roles)
             site.attachments.append(found)
         found.install()
     site.owners.add(cache)
     return site
 
 
-def detach(module: nn.Module, roles: Roles, cache: RunsBlocks, *, traced: bool) -> None:
+def detach(module: nn.Module, roles: Roles, cache: BlockRunner, *, traced: bool) -> None:
     """Undo :func:`attach`, unless another cache runs on the same model.
 
     Args:
@@ -205,13 +205,13 @@ def detach(module: nn.Module, roles: Roles, cache: RunsBlocks, *, traced: bool) 
             _COMPILED[module] = site
 
 
-def _site_of(module: nn.Module, standing: Attachment | None) -> Site:
+def _site_of(module: nn.Module, standing: BlockHooks | None) -> BlockHookHost:
     compiled = _COMPILED.pop(module, None)
     if standing is not None:
         return standing.site
-    return Site() if compiled is None else compiled
+    return BlockHookHost() if compiled is None else compiled
 
 
-def _attachment_at(block: nn.Module) -> Attachment | None:
+def _attachment_at(block: nn.Module) -> BlockHooks | None:
     found = getattr(wrapper(block, "__call__", _KEY), "attachment", None)
-    return found if isinstance(found, Attachment) else None
+    return found if isinstance(found, BlockHooks) else None

@@ -20,19 +20,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from para_core.cache.attachment import Site, attach, detach
+from para_core.cache.attachment import BlockHookHost, attach, detach
 from para_core.cache.blocks import CachedBlocks, Role, argument, as_tuple, like, require_streams, roles_of
 from para_core.cache.branches import MOST_BRANCHES, Branches, conditions_of, names_in_batch
 from para_core.cache.cond import either, nothing_like
 from para_core.cache.decision import (
+    DecisionInput,
+    DecisionParams,
     NumberDecider,
     Observed,
-    Question,
-    Reading,
     Step,
+    StepRecord,
     Stopwatch,
     TensorDecider,
-    Terms,
     Verdict,
     blocks_before_deciding,
     is_of_graph,
@@ -46,7 +46,7 @@ from para_core.cache.residuals import BranchState, Streams
 from para_core.distributed.mesh import SequenceMesh
 from para_core.instance_patching import original_class
 from para_core.modes.unified import UnifiedAttnMode
-from para_core.plans.region import attention_is_skipped, plan_mesh, ranks_sharing_samples
+from para_core.plans.region import attention_is_skipped, mesh_of_plan, ranks_sharing_samples
 from para_core.staged import on_all_stages
 
 
@@ -94,7 +94,7 @@ class BlockCache:
         self.step = Step()
         parameter = next(module.parameters(), None)
         device = torch.device("cpu") if parameter is None else parameter.device
-        self.terms = Terms.of(self.step, options, self.threshold)
+        self.terms = DecisionParams.of(self.step, options, self.threshold)
         # The same for graphs.
         self.terms_on_device = self.terms.tensor(device)
         # Of each stage, whether the model does something between its blocks in this call.
@@ -112,7 +112,7 @@ class BlockCache:
         self._skip_on_device: Any = None
         self.observed = Observed(None, Verdict.WARMUP, 0, 1)
 
-    def attach(self) -> Site:
+    def attach(self) -> BlockHookHost:
         """Where this cache runs, with what stands around the blocks; again and again."""
         return attach(self.module, self.roles, self)
 
@@ -162,7 +162,7 @@ class BlockCache:
             for stage in self.blocks.stages
         ]
         device = next((x.device for x in given.values() if isinstance(x, Tensor)), self.terms_on_device.device)
-        self.terms = Terms.of(step, self.options, self.threshold)
+        self.terms = DecisionParams.of(step, self.options, self.threshold)
         # A new tensor: an accelerator may still read the one before.
         self.terms_on_device = self.terms.tensor(device)
         stopwatch = Stopwatch(device)
@@ -184,7 +184,9 @@ class BlockCache:
         samples = int(self.observed.samples)
         names = names_in_batch(branch, samples, self.branches, self.batch)
         room = self.options.num_residuals
-        self.readings.append(Reading(step.index, names, samples, self.threshold, self.observed, room, stopwatch.stop()))
+        self.readings.append(
+            StepRecord(step.index, names, samples, self.threshold, self.observed, room, stopwatch.stop())
+        )
         return output
 
     def _run_without_branches(self, call: Callable[[], Any]) -> Any:
@@ -202,7 +204,7 @@ class BlockCache:
 
     def find_mesh(self) -> None:
         """A plan may have been applied, or removed, since the last call. Traced where the whole call is."""
-        self.mesh = self._given_mesh or plan_mesh(self.module)
+        self.mesh = self._given_mesh or mesh_of_plan(self.module)
         if self.mesh is None and not torch.compiler.is_compiling():
             modes = torch.overrides._get_current_function_mode_stack()
             self.mesh = next((mode._mesh for mode in reversed(modes) if isinstance(mode, UnifiedAttnMode)), None)
@@ -313,14 +315,14 @@ class BlockCache:
             # Tokens without a batch.
             sample = sample[None]
         terms = self.terms_on_device if traced else self.terms
-        asked = Question(sample, self.options, terms, self.mesh, ranks_sharing_samples(self.module))
+        inputs = DecisionInput(sample, self.options, terms, self.mesh, ranks_sharing_samples(self.module))
         decider = state.decider
         if decider is None or isinstance(decider, TensorDecider) != traced or _form(decider.first) != _form(sample):
-            self._skip, self.observed = None, Observed(None, Verdict.WARMUP, 0, asked.samples)
+            self._skip, self.observed = None, Observed(None, Verdict.WARMUP, 0, inputs.samples)
             state.begin_anew()
-            state.decider = TensorDecider(asked) if traced else NumberDecider(asked)
+            state.decider = TensorDecider(inputs) if traced else NumberDecider(inputs)
             return
-        skip, self.observed = decider.decide(asked)
+        skip, self.observed = decider.decide(inputs)
         if traced:
             self._skip_on_device = skip
             # Once: each branch of the graph reads it, and would else wait for the device.

@@ -59,7 +59,7 @@ class Step:
     forced: Verdict | None = None
 
 
-class Terms(NamedTuple):
+class DecisionParams(NamedTuple):
     """By what a call is decided. In a graph 0-dim float64 tensors, so that one graph serves all values."""
 
     forced: Number  # a Verdict; 0: it is to be asked
@@ -72,10 +72,10 @@ class Terms(NamedTuple):
     max_hits: Number
 
     @staticmethod
-    def of(step: Step, options: CacheOptions, threshold: float) -> Terms:
+    def of(step: Step, options: CacheOptions, threshold: float) -> DecisionParams:
         limits = [math.inf if x is None else x for x in (options.max_consecutive_hits, options.max_hits)]
         forced = float(step.forced or 0)
-        return Terms(forced, step.time, step.index, step.total, threshold, options.warmup_steps, *limits)
+        return DecisionParams(forced, step.time, step.index, step.total, threshold, options.warmup_steps, *limits)
 
     def tensor(self, device: torch.device) -> Tensor:
         """Float64, one number per field."""
@@ -117,8 +117,8 @@ def _where(condition: bool, one: Any, other: Any) -> Any:
     return one if condition else other
 
 
-def _unasked(terms: Terms, counts: Counts, where: Where) -> Number:
-    """The verdict for which the residual need not be looked at; 0 where it is to be asked."""
+def _unasked(terms: DecisionParams, counts: Counts, where: Where) -> Number:
+    """The verdict for which the residual need not be looked at; 0 where it is to be inputs."""
     found: Number = where(counts.hits_in_a_row >= terms.max_consecutive_hits, _LIMIT, 0.0)
     found = where(counts.hits >= terms.max_hits, _LIMIT, found)
     found = where(counts.calls < terms.warmup_steps, _WARMUP, found)
@@ -173,7 +173,7 @@ class Stopwatch:
 
 
 @dataclass(frozen=True)
-class Reading:
+class StepRecord:
     """A call as it was observed; reading its tensors, or its seconds, may wait for an accelerator.
 
     Args:
@@ -191,7 +191,7 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Question:
+class DecisionInput:
     """What a decider is asked at one call.
 
     Args:
@@ -206,7 +206,7 @@ class Question:
 
     sample: Tensor
     options: CacheOptions
-    terms: Terms | Tensor
+    terms: DecisionParams | Tensor
     mesh: SequenceMesh | None
     sharing: MeshDim | None = None
 
@@ -228,7 +228,7 @@ class Question:
             differences = all_gather(differences, [differences.shape[0]] * self.sharing.size, 0, self.sharing)
         return differences
 
-    def may_skip(self, largest: Number, terms: Terms, counts: Counts) -> Any:
+    def may_skip(self, largest: Number, terms: DecisionParams, counts: Counts) -> Any:
         """What the threshold says of the largest difference, or the policy."""
         if self.options.policy is None:
             return largest < terms.threshold
@@ -246,7 +246,7 @@ class Decider(Protocol):
 
     first: Tensor
 
-    def decide(self, asked: Question) -> tuple[Any, Observed]:
+    def decide(self, inputs: DecisionInput) -> tuple[Any, Observed]:
         """Whether to skip, and by what it was decided."""
 
     def weights(self, options: CacheOptions, terms: Any) -> list[Any]:
@@ -259,27 +259,27 @@ class Decider(Protocol):
 class NumberDecider:
     """In eager code. The host waits for the device at most once per call, and not where the residual is not asked for."""
 
-    def __init__(self, asked: Question) -> None:
-        terms: Any = asked.terms
-        later = [0.0] * (asked.options.num_residuals - 1)
-        self.first = asked.sample.contiguous()
+    def __init__(self, inputs: DecisionInput) -> None:
+        terms: Any = inputs.terms
+        later = [0.0] * (inputs.options.num_residuals - 1)
+        self.first = inputs.sample.contiguous()
         self._counts = Counts(1, 0, 0, (terms.time, *later))
 
-    def decide(self, asked: Question) -> tuple[bool, Observed]:
-        terms: Any = asked.terms
+    def decide(self, inputs: DecisionInput) -> tuple[bool, Observed]:
+        terms: Any = inputs.terms
         counts = self._counts
         verdict = Verdict(int(_unasked(terms, counts, _where)))
         differences: list[float] | None = None
         if verdict is Verdict.HIT:
-            differences = asked.differences(self.first).tolist()
+            differences = inputs.differences(self.first).tolist()
             verdict = Verdict.NOT_FINITE
             if all(math.isfinite(x) for x in differences):
-                verdict = Verdict.HIT if bool(asked.may_skip(max(differences), terms, counts)) else Verdict.MISS
+                verdict = Verdict.HIT if bool(inputs.may_skip(max(differences), terms, counts)) else Verdict.MISS
         skip = verdict.skips
         self._counts = counts.after(skip, terms.time, _where)
         if not skip:
-            self.first = asked.sample.contiguous()
-        return skip, Observed(differences, verdict, counts.computed, asked.samples)
+            self.first = inputs.sample.contiguous()
+        return skip, Observed(differences, verdict, counts.computed, inputs.samples)
 
     def leave_graph(self) -> None:
         """Do nothing: it was made in eager code."""
@@ -296,12 +296,12 @@ class NumberDecider:
 class TensorDecider:
     """In a graph, where what it holds is changed in place."""
 
-    def __init__(self, asked: Question) -> None:
-        self.first = asked.sample.contiguous()
+    def __init__(self, inputs: DecisionInput) -> None:
+        self.first = inputs.sample.contiguous()
         # Calls, hits, hits in a row; times.
         begun = self.first.new_tensor([1.0, 0.0, 0.0], dtype=torch.float64)
-        later = torch.zeros(asked.options.num_residuals - 1, dtype=torch.float64, device=self.first.device)
-        given: Any = asked.terms
+        later = torch.zeros(inputs.options.num_residuals - 1, dtype=torch.float64, device=self.first.device)
+        given: Any = inputs.terms
         self._numbers = torch.cat([begun, given[1:2], later])
 
     @property
@@ -309,11 +309,11 @@ class TensorDecider:
         calls, hits, hits_in_a_row, *times = self._numbers.unbind()
         return Counts(calls, hits, hits_in_a_row, tuple(times))
 
-    def decide(self, asked: Question) -> tuple[Tensor, Observed]:
-        given: Any = asked.terms
-        terms, counts, first = Terms(*given.unbind()), self._counts, self.first
-        differences = asked.differences(first).double()
-        may_skip = torch.as_tensor(asked.may_skip(differences.max(), terms, counts), device=first.device)
+    def decide(self, inputs: DecisionInput) -> tuple[Tensor, Observed]:
+        given: Any = inputs.terms
+        terms, counts, first = DecisionParams(*given.unbind()), self._counts, self.first
+        differences = inputs.differences(first).double()
+        may_skip = torch.as_tensor(inputs.may_skip(differences.max(), terms, counts), device=first.device)
         verdict = torch.where(may_skip, _HIT, _MISS)
         verdict = torch.where(differences.isfinite().all(), verdict, _NOT_FINITE)
         unasked: Any = _unasked(terms, counts, torch.where)
@@ -321,8 +321,8 @@ class TensorDecider:
         skip = (verdict == _HIT) | (verdict == _MASKED)
         counted: Any = counts.after(skip, terms.time, torch.where)
         self._numbers.copy_(torch.stack([*counted[:3], *counted.times]))
-        first.copy_(torch.where(skip, first, asked.sample))
-        return skip, Observed(differences, verdict, counts.computed, asked.samples)
+        first.copy_(torch.where(skip, first, inputs.sample))
+        return skip, Observed(differences, verdict, counts.computed, inputs.samples)
 
     def leave_graph(self) -> None:
         self.first, self._numbers = self.first.clone(), self._numbers.clone()

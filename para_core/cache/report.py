@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from para_core.cache.decision import Reading, Verdict
+from para_core.cache.decision import StepRecord, Verdict
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -57,10 +57,10 @@ class Readings:
     """The last ``MOST_READINGS`` calls of a model since :meth:`clear`, and how many calls before them were dropped."""
 
     def __init__(self) -> None:
-        self._last: deque[Reading] = deque(maxlen=MOST_READINGS)
+        self._last: deque[StepRecord] = deque(maxlen=MOST_READINGS)
         self.dropped = 0
 
-    def append(self, reading: Reading) -> None:
+    def append(self, reading: StepRecord) -> None:
         self.dropped += len(self._last) == self._last.maxlen
         self._last.append(reading)
 
@@ -68,19 +68,19 @@ class Readings:
         self._last.clear()
         self.dropped = 0
 
-    def __iter__(self) -> Iterator[Reading]:
+    def __iter__(self) -> Iterator[StepRecord]:
         return iter(self._last)
 
     def __len__(self) -> int:
         return len(self._last)
 
 
-def rows_of(readings: Iterable[Reading]) -> list[Row]:
+def rows_of(readings: Iterable[StepRecord]) -> list[Row]:
     """One for each branch of each call of a generation; may wait for an accelerator."""
     return [row for call, reading in enumerate(readings) for row in _rows_of_call(reading, call)]
 
 
-def _rows_of_call(reading: Reading, call: int) -> list[Row]:
+def _rows_of_call(reading: StepRecord, call: int) -> list[Row]:
     observed: list[Any] = [x.tolist() if isinstance(x, Tensor) else x for x in reading.observed]
     differences, verdict, computed, _ = observed
     verdict = Verdict(int(verdict))

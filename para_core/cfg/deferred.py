@@ -26,7 +26,7 @@ class Expected:
         return self.like.numel() * self.like.element_size()
 
 
-class Later:
+class DeferredOp:
     """A function of tensors of a round, computed as soon as they are here: before anything can change them in place."""
 
     def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -36,7 +36,7 @@ class Later:
     def compute(self) -> None:
         if self._call is not None:
             (func, args, kwargs), self._call = self._call, None
-            self.leaves = pytree.tree_leaves(func(*arrived(args), **arrived(kwargs)))
+            self.leaves = pytree.tree_leaves(func(*materialize(args), **materialize(kwargs)))
 
     def leaf(self, place: int) -> Any:
         return self.leaves[place]
@@ -76,11 +76,11 @@ def _lost(x: Deferred) -> Tensor:
     return torch.full(x.shape, fill, dtype=x.dtype, device=x.device)
 
 
-class Waiting(Protocol):
+class PendingRound(Protocol):
     """What is to end before the data is here: a round of calls."""
 
     # What was made of its tensors before they were here, in order.
-    later: list[Later]
+    later: list[DeferredOp]
     # The deferred tensors of the pipeline call to which it belongs.
     live: LiveDeferred
 
@@ -101,11 +101,11 @@ class Deferred(Tensor):
     Tensors that a function takes besides are copied: pipelines go on with latents in place.
     """
 
-    of: Waiting
+    of: PendingRound
     _get: Callable[[], Any]
 
     @staticmethod
-    def make(of: Waiting, expected: Expected, get: Callable[[], Any]) -> Deferred:
+    def make(of: PendingRound, expected: Expected, get: Callable[[], Any]) -> Deferred:
         """Of the form of ``expected``; ``get`` gives the data when the round is over."""
         like = expected.like
         made: Deferred = Tensor._make_wrapper_subclass(
@@ -149,10 +149,10 @@ class Deferred(Tensor):
             deferred = _deferred(func, args, kwargs)
             if deferred is not None:
                 return deferred
-        return func(*arrived(args), **arrived(kwargs))
+        return func(*materialize(args), **materialize(kwargs))
 
 
-def arrived(tree: Any) -> Any:
+def materialize(tree: Any) -> Any:
     """``tree``, of any containers that pytree knows, with data in place of what is deferred; waits for it."""
     if not any(isinstance(x, Deferred) for x in pytree.tree_leaves(tree)):
         return tree
@@ -194,7 +194,7 @@ def _deferred(func: Any, args: Any, kwargs: Any) -> Any:
     leaves, spec = pytree.tree_flatten(found)
     if not all(isinstance(leaf, Tensor) for leaf in leaves):
         return None
-    later = Later(func, *_as_they_are((args, kwargs)))
+    later = DeferredOp(func, *_as_they_are((args, kwargs)))
     first.of.later.append(later)
     made = [
         Deferred.make(first.of, Expected(leaf, first.device), partial(later.leaf, place))

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from para_core.cfg.deferred import Deferred, Expected, Later, LiveDeferred, arrived
+from para_core.cfg.deferred import Deferred, DeferredOp, Expected, LiveDeferred, materialize
 from para_core.distributed.collectives import all_gather, tensor_bytes
 from para_core.distributed.consistency import agree, signature
 from para_core.distributed.mesh import MeshDim, one_guided_rank
@@ -86,7 +86,7 @@ class _Round:
     # Of each call its tensors, once they are here.
     results: list[list[Tensor]] | None = None
     # What was made of them before they were here, in order.
-    later: list[Later] = field(default_factory=list)
+    later: list[DeferredOp] = field(default_factory=list)
 
     @property
     def is_over(self) -> bool:
@@ -149,7 +149,7 @@ class Guidance:
         if any(isinstance(x, Deferred) and x.of is self._round for x in leaves):
             # Not only the ranks that compute this call need it.
             self.finish()
-        args, kwargs = arrived((args, kwargs))
+        args, kwargs = materialize((args, kwargs))
         # Switches (return_dict, kv_cache_mode) decide the form of what is returned; numbers are of the step.
         key = (id(model), *[_signature(x) for x in leaves if isinstance(x, (Tensor, bool, str))])
         if key not in self._known:

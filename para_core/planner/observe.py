@@ -26,16 +26,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from para_core.distributed.mesh import MeshDim
 from para_core.planner.traffic import AttentionCall, Edges, Gathered, ModelCall, Part, Product, Summed, Tokens
-from para_core.plans.module_matching import as_tuple, find_boundaries, matching_modules, parameters_of
+from para_core.plans.module_matching import as_tuple, match_modules, matching_modules, parameters_of
 from para_core.plans.plan import (
     Attention,
     Count,
-    Cut,
     Gather,
     Halo,
     LinearAttention,
     Plan,
     Replicate,
+    ShardRule,
     Split,
     attention_calls,
     coarse_segments,
@@ -128,7 +128,7 @@ class _Observer(TorchFunctionMode):
         self._plan = plan
         self._coarse = coarse_segments(plan)
         self._parameters = parameters_of(model)
-        self._boundaries = find_boundaries(model, plan)
+        self._matches = match_modules(model, plan)
         self._start(Part())
 
     def _start(self, found: Part) -> None:
@@ -146,8 +146,8 @@ class _Observer(TorchFunctionMode):
         self._start(found)
         self._note(self._plan.inputs, arguments)
         with ExitStack() as stack:
-            for module, boundary in self._boundaries.values():
-                for hook in self._hooks(module, boundary):
+            for module, rules in self._matches.values():
+                for hook in self._hooks(module, rules):
                     stack.callback(hook.remove)
             with self, self._dispatched as dispatched:
                 output = forward(**arguments)
@@ -159,28 +159,28 @@ class _Observer(TorchFunctionMode):
         found.returned = sum(x.numel() * x.element_size() for x in leaves if isinstance(x, Tensor))
         return output
 
-    def _hooks(self, module: nn.Module, boundary: Any) -> Iterator[Any]:
+    def _hooks(self, module: nn.Module, rules: Any) -> Iterator[Any]:
         parameters = parameters_of(module)
 
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            cuts = {key: cut for key, cut in boundary.cuts if isinstance(key, str)}
+            cuts = {key: cut for key, cut in rules.cuts if isinstance(key, str)}
             self._note(cuts, {**dict(zip(parameters, args, strict=False)), **kwargs})
-            if isinstance(boundary.attention, LinearAttention):
-                self._summing.append((boundary.attention, []))
-            elif boundary.attention:
-                self._attending.append((attention_calls(boundary.attention, parameters, args, kwargs), []))
-            if boundary.halo is not None:
-                self._note_edges(boundary.halo, args[0])
+            if isinstance(rules.attention, LinearAttention):
+                self._summing.append((rules.attention, []))
+            elif rules.attention:
+                self._attending.append((attention_calls(rules.attention, parameters, args, kwargs), []))
+            if rules.halo is not None:
+                self._note_edges(rules.halo, args[0])
 
         def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            if isinstance(boundary.attention, LinearAttention):
+            if isinstance(rules.attention, LinearAttention):
                 self._summing.pop()
-            elif boundary.attention:
+            elif rules.attention:
                 self._attending.pop()
-            cuts = {key: cut for key, cut in boundary.cuts if isinstance(key, int)}
+            cuts = {key: cut for key, cut in rules.cuts if isinstance(key, int)}
             self._note(cuts, dict(enumerate([output] if isinstance(output, Tensor) else output)) if cuts else {})
-            if boundary.gathers:
-                self._note_gathered(output, boundary.gathers)
+            if rules.gathers:
+                self._note_gathered(output, rules.gathers)
                 self._active = False
 
         yield module.register_forward_pre_hook(before, with_kwargs=True)
@@ -202,7 +202,7 @@ class _Observer(TorchFunctionMode):
                     self._note_tokens(key, value, cut)
         self._active |= any(isinstance(cut, Split) and cut.segment in self._segments for cut in cuts.values())
 
-    def _note_tokens(self, key: Any, value: Tensor, cut: Cut) -> None:
+    def _note_tokens(self, key: Any, value: Tensor, cut: ShardRule) -> None:
         if isinstance(cut, Replicate):
             self._segments.setdefault(cut.segment, Tokens(value.shape[cut.dim], cut=False))
         elif isinstance(cut, Split) and not cut.then_replicated and cut.ndim in (None, value.ndim):

@@ -16,10 +16,10 @@ from para_core.distributed.layout import Segment, SequenceLayout
 from para_core.distributed.mesh import SequenceMesh
 from para_core.distributed.sharding import gather_tokens, shard_tokens
 from para_core.modes.block_masks import shard_block_mask
-from para_core.plans.plan import Count, Cut, Entries, FirstTokens, Gather, LastTokens, Replicate, Split, SplitMask
+from para_core.plans.plan import Count, Entries, FirstTokens, Gather, LastTokens, Replicate, ShardRule, Split, SplitMask
 
 
-class Cutting:
+class RuleExecutor:
     """The cuts of one call after the other over ``mesh``.
 
     Args:
@@ -40,7 +40,7 @@ class Cutting:
 
     def arguments(
         self,
-        cuts: Mapping[str, Cut],
+        cuts: Mapping[str, ShardRule],
         parameters: tuple[str, ...],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -62,7 +62,7 @@ class Cutting:
                     given[place] = self.cut(given[place], cut, name)
         return tuple(given), named
 
-    def cut(self, value: Any, cut: Cut, name: str) -> Any:
+    def cut(self, value: Any, cut: ShardRule, name: str) -> Any:
         """``value``, or each of a list or dict, with ``cut`` done to it; ``name`` is for messages."""
         if isinstance(cut, Entries):
             return self._entries(value, cut, name)
@@ -149,7 +149,7 @@ class Cutting:
             cut, rest = value.split([total, value.shape[split.dim] - total], dim=split.dim)
             return torch.cat([self._split(cut, replace(split, then_replicated=False), name), rest], dim=split.dim)
         if split.after_replicated:
-            layout = self._behind_the_rest(
+            layout = self._layout_with_prefix(
                 value, split.dim, self.segment(split.segment or split.like or ""), whole=True
             )
             return shard_tokens(value, split.dim, layout, self.mesh)
@@ -181,7 +181,7 @@ class Cutting:
         """Of this rank's part of ``layout``, along ``dim``, what all ranks hold."""
         return gather_tokens(part, dim, layout, self.mesh)
 
-    def _behind_the_rest(self, value: Tensor, dim: int, segment: Segment, *, whole: bool) -> SequenceLayout:
+    def _layout_with_prefix(self, value: Tensor, dim: int, segment: Segment, *, whole: bool) -> SequenceLayout:
         """The layout of ``value``, which holds all of ``segment`` or this rank's part, behind something that every rank holds."""
         rest = value.shape[dim] - (segment.total if whole else segment.size(self.mesh.rank, self.mesh.ranks))
         return SequenceLayout((Segment("rest", rest, replicated=True), segment), self.mesh.ranks)
@@ -203,7 +203,7 @@ class Cutting:
             return min(max(number - start, 0), length)
         return min(max(start + length - (segment.total - number), 0), length)
 
-    def outputs_at(self, output: Any, cuts: Mapping[int, Cut], module_name: str) -> Any:
+    def outputs_at(self, output: Any, cuts: Mapping[int, ShardRule], module_name: str) -> Any:
         """What a module returned, with ``cuts`` done to the tensors at these places."""
         for place, cut in cuts.items():
             if isinstance(output, Tensor):
@@ -231,9 +231,11 @@ class Cutting:
             return value
         segment = self.segment(gather.segment)
         if gather.after_replicated:
-            return self.put_together(value, gather.dim, self._behind_the_rest(value, gather.dim, segment, whole=False))
+            return self.put_together(
+                value, gather.dim, self._layout_with_prefix(value, gather.dim, segment, whole=False)
+            )
         if gather.then_replicated:
-            rest, tokens = self._behind_the_rest(value, gather.dim, segment, whole=False).segments
+            rest, tokens = self._layout_with_prefix(value, gather.dim, segment, whole=False).segments
             return self.put_together(value, gather.dim, SequenceLayout((tokens, rest), self.mesh.ranks))
         layout = SequenceLayout((segment,), self.mesh.ranks)
         dim = gather.dim % value.ndim

@@ -11,23 +11,23 @@ from typing import Any, Literal
 from torch import nn
 
 from para_core.instance_patching import original_class, uncompiled
-from para_core.plans.plan import Attending, AttentionByHeads, Cut, Gather, Halo, Plan
+from para_core.plans.plan import Attending, AttentionByHeads, Gather, Halo, Plan, ShardRule
 
 
 @dataclass(frozen=True)
-class Boundary:
+class ModuleRules:
     """What a plan says of one submodule; ``name`` as the plan has it."""
 
     name: str = ""
-    cuts: tuple[tuple[str | int, Cut], ...] = ()
+    cuts: tuple[tuple[str | int, ShardRule], ...] = ()
     gathers: tuple[Gather | None, ...] = ()
     attention: Attending = ()
     halo: Halo | None = None
     # Of an attention by heads, whether this submodule's output becomes that of all tokens, or its input that of own ones.
     exchange: Literal["enter", "leave"] | None = None
 
-    def with_more(self, other: Boundary) -> Boundary:
-        return Boundary(
+    def with_more(self, other: ModuleRules) -> ModuleRules:
+        return ModuleRules(
             self.name,
             (*self.cuts, *other.cuts),
             self.gathers or other.gathers,
@@ -37,29 +37,27 @@ class Boundary:
         )
 
 
-def find_boundaries(module: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, Boundary]]:
+def match_modules(module: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, ModuleRules]]:
     """Of each submodule that the plan names, by name, the module and all that the plan says of it.
 
     Raises:
         ValueError: the plan shards or gathers at a module that is not there.
     """
-    required = [Boundary(name, cuts=tuple(cuts.items())) for name, cuts in plan.inner.items()]
-    required += [Boundary(name, gathers=as_tuple(rule)) for name, rule in plan.outputs.items() if name]
-    required += [Boundary(name, halo=halo) for name, halo in plan.halos.items()]
-    attending = [Boundary(name, attention=attention) for name, attention in plan.attention.items()]
+    required = [ModuleRules(name, cuts=tuple(cuts.items())) for name, cuts in plan.inner.items()]
+    required += [ModuleRules(name, gathers=as_tuple(rule)) for name, rule in plan.outputs.items() if name]
+    required += [ModuleRules(name, halo=halo) for name, halo in plan.halos.items()]
+    attending = [ModuleRules(name, attention=attention) for name, attention in plan.attention.items()]
     for name, attention in plan.attention.items():
         if isinstance(attention, AttentionByHeads):
-            required += [Boundary(f"{name}.{projection}", exchange="enter") for projection in attention.projections]
-            required.append(Boundary(f"{name}.{attention.output}", exchange="leave"))
-    found: dict[str, tuple[nn.Module, Boundary]] = {}
-    for boundary in (*required, *attending):
-        matching = matching_modules(module, boundary.name)
-        if not matching and boundary in required:
-            raise ValueError(
-                f"the plan names the module {boundary.name!r}, which {type(module).__name__} does not have."
-            )
+            required += [ModuleRules(f"{name}.{projection}", exchange="enter") for projection in attention.projections]
+            required.append(ModuleRules(f"{name}.{attention.output}", exchange="leave"))
+    found: dict[str, tuple[nn.Module, ModuleRules]] = {}
+    for rules in (*required, *attending):
+        matching = matching_modules(module, rules.name)
+        if not matching and rules in required:
+            raise ValueError(f"the plan names the module {rules.name!r}, which {type(module).__name__} does not have.")
         for name, submodule in matching.items():
-            found[name] = (submodule, found[name][1].with_more(boundary) if name in found else boundary)
+            found[name] = (submodule, found[name][1].with_more(rules) if name in found else rules)
     return found
 
 

@@ -112,7 +112,7 @@ class SplitMask:
 
 
 # A Gather of an input: this one module sees all tokens.
-Cut = Split | Replicate | Count | FirstTokens | LastTokens | Gather | Entries | SplitMask
+ShardRule = Split | Replicate | Count | FirstTokens | LastTokens | Gather | Entries | SplitMask
 
 
 @dataclass(frozen=True)
@@ -238,10 +238,10 @@ class Plan:
         unshared: with ``batched``, parameters of which a part cannot be given: where one is given, all ranks compute all samples.
     """
 
-    inputs: Mapping[str, Cut]
+    inputs: Mapping[str, ShardRule]
     outputs: Mapping[str, Gather | Sequence[Gather | None]]
     joint_order: tuple[str, ...]
-    inner: Mapping[str, Mapping[str | int, Cut]] = field(default_factory=dict)
+    inner: Mapping[str, Mapping[str | int, ShardRule]] = field(default_factory=dict)
     attention: Mapping[str, Attending] = field(default_factory=dict)
     halos: Mapping[str, Halo] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -277,7 +277,7 @@ def coarse_segments(plan: Plan) -> frozenset[str]:
     return frozenset([name for name in (*names, *[halo.segment for halo in plan.halos.values()]) if name is not None])
 
 
-def _with_replicated(cuts: Mapping[Any, Cut], segment: str) -> dict[Any, Cut]:
+def _with_replicated(cuts: Mapping[Any, ShardRule], segment: str) -> dict[Any, ShardRule]:
     kept = {
         key: Replicate(cut.dim, segment) if isinstance(cut, Split) and cut.segment == segment else cut
         for key, cut in cuts.items()
@@ -291,5 +291,5 @@ def _with_replicated(cuts: Mapping[Any, Cut], segment: str) -> dict[Any, Cut]:
     return {key: cut for key, cut in kept.items() if not _goes_with(cut, segment)}
 
 
-def _goes_with(cut: Cut | None, segment: str) -> bool:
+def _goes_with(cut: ShardRule | None, segment: str) -> bool:
     return isinstance(cut, Split) and cut.like == segment

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from para_core.plans.plan import Attention, Cut, Gather, Plan, Split
+from para_core.plans.plan import Attention, Gather, Plan, ShardRule, Split
 
 # The token streams in the models of diffusers that publish a plan: what attention sees is made of these.
 _PUBLISHED_STREAMS = ("encoder_hidden_states", "hidden_states")
@@ -21,7 +21,7 @@ def published_plan(cp_plan: Mapping[str, Any]) -> Plan:
     Raises:
         ValueError: the plan never splits ``hidden_states`` or gathers nothing, or holds something else.
     """
-    inner: dict[str, dict[str | int, Cut]] = {}
+    inner: dict[str, dict[str | int, ShardRule]] = {}
     outputs: dict[str, Sequence[Gather | None]] = {}
     for name, entry in cp_plan.items():
         if isinstance(entry, Mapping):

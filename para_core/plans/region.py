@@ -36,21 +36,21 @@ from para_core.modes.flex_attention import explain_unsharded_mask, uses_flex_att
 from para_core.modes.interceptor import Attend, unintercepted
 from para_core.modes.recomputation import is_in_backward
 from para_core.modes.unified import UnifiedAttnMode
-from para_core.plans.apply_rules import Cutting
+from para_core.plans.apply_rules import RuleExecutor
 from para_core.plans.attention import Interception, KnownAttention, PlannedAttention
 from para_core.plans.checkpointing import recomputed_under, refuse_checkpointing
 from para_core.plans.halo import add_halo, drop_halo
 from para_core.plans.heads import HeadExchange
 from para_core.plans.kv_cache import PAST, CachesOfCall
 from para_core.plans.linear import SumsOverRanks
-from para_core.plans.module_matching import Boundary, as_tuple, find_boundaries, is_at, parameters_of
+from para_core.plans.module_matching import ModuleRules, as_tuple, is_at, match_modules, parameters_of
 from para_core.plans.plan import (
     Attention,
     AttentionByHeads,
-    Cut,
     Halo,
     LinearAttention,
     Plan,
+    ShardRule,
     Split,
     attention_calls,
     coarse_segments,
@@ -87,7 +87,7 @@ class _Region:
         self.known = KnownAttention()
         self.require_equal = require_equal
         # The caller has seen to it that all ranks call alike.
-        self.known_equal = False
+        self.inputs_verified = False
         self.parameters = parameters_of(module)
         self.encoders = any(
             isinstance(found, (nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention))
@@ -114,7 +114,7 @@ class _Region:
         # Lists and dicts where something changes during a call: what is set of an attribute before torch.cond (which a cache
         # brings) and again behind it, Dynamo 2.13 forgets.
         self._interceptions: list[Interception] = []
-        self._cutting = Cutting(mesh, coarse_segments(plan))
+        self._executor = RuleExecutor(mesh, coarse_segments(plan))
         # The call under way was given a key-value cache that holds tokens.
         self._continues = False
         # Of the attention module under way, if it runs by heads.
@@ -134,18 +134,18 @@ class _Region:
     @property
     def segments(self) -> tuple[Segment, ...]:
         """Of the call under way."""
-        return tuple(self._cutting.segments.values())
+        return tuple(self._executor.segments.values())
 
     # -- around the module
 
-    def run_from_outside(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    def call_outer(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """What goes around the ``__call__`` of the module: outside of what ``Module.compile`` compiles."""
         # In this order: what is read while tracing becomes a guard.
         if not torch.compiler.is_compiling():
             self.attach(module)
             # Before the call, which may be compiled in place: an error inside of a graph is buried in Dynamo's.
             self._check_given(module, args, kwargs)
-            if self.require_equal is not None and not self.known_equal:
+            if self.require_equal is not None and not self.inputs_verified:
                 given = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
                 self.require_equal({name: value for name, value in given.items() if name not in self.kept_by_heads})
         compiled = self.compiled_before
@@ -173,7 +173,7 @@ class _Region:
             args, kwargs, samples = self._own_samples(args, kwargs)
             if samples is not None and self.batch is not None:
                 self._sharing_samples.append(self.batch)
-            args, kwargs = self._cutting.arguments(self.plan.inputs, self.parameters, args, kwargs)
+            args, kwargs = self._executor.arguments(self.plan.inputs, self.parameters, args, kwargs)
             with fused_encoder.held_off(self.encoders), interception.entered():
                 given = [*args, *kwargs.values()]
                 caches = None if torch.compiler.is_compiling() or self.mesh.ranks == 1 else CachesOfCall(given)
@@ -186,7 +186,7 @@ class _Region:
                     caches.gather(given, output, self.segments, self.mesh)
                 # Compiled parts set it too, at every call: their graphs repeat what the handler did to the mode.
                 sharded = self.mesh.ranks > 1 and any(
-                    not segment.replicated for segment in self._cutting.segments.values()
+                    not segment.replicated for segment in self._executor.segments.values()
                 )
                 if sharded and not planned.intercepted[0]:
                     raise RuntimeError(
@@ -196,7 +196,7 @@ class _Region:
                     )
             rule = self.plan.outputs.get("")
             if rule is not None:
-                output = self._cutting.outputs(output, as_tuple(rule))
+                output = self._executor.outputs(output, as_tuple(rule))
             return self._all_samples(output, samples)
         except (ValueError, RuntimeError) as error:  # A RuntimeError since torch 2.15.
             explain_unsharded_mask(error)
@@ -204,11 +204,11 @@ class _Region:
         finally:
             self._interceptions.clear()
             self._sharing_samples.clear()
-            self._cutting.segments.clear()
+            self._executor.segments.clear()
 
     def _bound(self, planned: PlannedAttention, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``function`` so that in a backward it runs as it would now: submodules shard, attend and gather by the plan."""
-        planned, segments = planned.within(planned.attending), dict(self._cutting.segments)
+        planned, segments = planned.within(planned.attending), dict(self._executor.segments)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if not is_in_backward():
@@ -221,18 +221,18 @@ class _Region:
     @contextmanager
     def _resumed(self, planned: PlannedAttention, segments: Mapping[str, Segment]) -> Iterator[None]:
         """Inside, a call of the module is under way again that had sharded ``segments``."""
-        before = dict(self._cutting.segments)
+        before = dict(self._executor.segments)
         interception = Interception(planned, at_dispatcher=False)
         self._interceptions.append(interception)
-        self._cutting.segments.clear()
-        self._cutting.segments.update(segments)
+        self._executor.segments.clear()
+        self._executor.segments.update(segments)
         try:
             with fused_encoder.held_off(self.encoders), interception.entered():
                 yield
         finally:
             self._interceptions.pop()
-            self._cutting.segments.clear()
-            self._cutting.segments.update(before)
+            self._executor.segments.clear()
+            self._executor.segments.update(before)
 
     def _may_use_the_dispatcher(self, module: nn.Module) -> bool:
         """Whether all attention of this call is dispatched, here and now, by eager code that keeps no gradient."""
@@ -252,14 +252,14 @@ class _Region:
                     "out, or undo it: unparallelize_pipe(pipe), unparallelize_transformer(transformer)."
                 )
 
-    def _intercept(self, cuts: Iterable[Cut]) -> None:
+    def _intercept(self, cuts: Iterable[ShardRule]) -> None:
         """Intercept from here on, if tokens that attention sees are among what was just sharded."""
         interception = self.interception
         if interception is not None and any(
-            isinstance(cut, Split) and cut.segment in self._cutting.segments for cut in cuts
+            isinstance(cut, Split) and cut.segment in self._executor.segments for cut in cuts
         ):
             past = [Segment(PAST, 0, replicated=True)] if self._continues else []
-            interception.planned.set_segments((*self._cutting.segments.values(), *past))
+            interception.planned.set_segments((*self._executor.segments.values(), *past))
             interception.planned.active[0] = True
 
     # -- the samples of a batch, over the ``batch`` mesh dim
@@ -322,36 +322,36 @@ class _Region:
         """
         if self.submodules and all(is_at(module, name, found) for name, found in self.submodules.items()):
             return
-        boundaries = find_boundaries(module, self.plan)
+        matches = match_modules(module, self.plan)
         for found in self.submodules.values():
             unwrap(found, _KEY)
-        self.submodules = {name: found for name, (found, _) in boundaries.items()}
-        alike: dict[tuple[Boundary, tuple[str, ...], int], list[nn.Module]] = {}
-        for found, boundary in boundaries.values():
+        self.submodules = {name: found for name, (found, _) in matches.items()}
+        alike: dict[tuple[ModuleRules, tuple[str, ...], int], list[nn.Module]] = {}
+        for found, rules in matches.values():
             # Read here: while a call is traced, the module has this rank's number.
-            heads = getattr(found, boundary.attention.heads) if isinstance(boundary.attention, AttentionByHeads) else 0
-            alike.setdefault((boundary, parameters_of(found), heads), []).append(found)
-        for (boundary, parameters, heads), submodules in alike.items():
+            heads = getattr(found, rules.attention.heads) if isinstance(rules.attention, AttentionByHeads) else 0
+            alike.setdefault((rules, parameters_of(found), heads), []).append(found)
+        for (rules, parameters, heads), submodules in alike.items():
             # __call__: outside of what Module.compile makes of the submodule, before or after this.
-            wrap_alike(submodules, "__call__", _KEY, self._run_boundary(boundary, parameters, heads), order=Order.PLAN)
+            wrap_alike(submodules, "__call__", _KEY, self._module_hook(rules, parameters, heads), order=Order.PLAN)
 
-    def _run_boundary(self, boundary: Boundary, parameters: tuple[str, ...], heads: int) -> Around:
-        name, attention = boundary.name, boundary.attention
-        of_inputs = {key: cut for key, cut in boundary.cuts if isinstance(key, str)}
-        of_outputs = {key: cut for key, cut in boundary.cuts if isinstance(key, int)}
+    def _module_hook(self, rules: ModuleRules, parameters: tuple[str, ...], heads: int) -> Around:
+        name, attention = rules.name, rules.attention
+        of_inputs = {key: cut for key, cut in rules.cuts if isinstance(key, str)}
+        of_outputs = {key: cut for key, cut in rules.cuts if isinstance(key, int)}
 
         def cut_and_gather(call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             interception = self.interception
             if interception is None:
                 return call(module, *args, **kwargs)
             interception.planned.bind_checkpoint()
-            args, kwargs = self._cutting.arguments(of_inputs, parameters, args, kwargs, name)
+            args, kwargs = self._executor.arguments(of_inputs, parameters, args, kwargs, name)
             self._intercept(of_inputs.values())
             output = inside(call, module, *args, **kwargs)
-            output = self._cutting.outputs_at(output, of_outputs, name)
+            output = self._executor.outputs_at(output, of_outputs, name)
             self._intercept(of_outputs.values())
-            if boundary.gathers:
-                output = self._cutting.outputs(output, boundary.gathers)
+            if rules.gathers:
+                output = self._executor.outputs(output, rules.gathers)
                 interception.planned.active[0] = False
             return output
 
@@ -368,18 +368,18 @@ class _Region:
                 return call(module, *args, **kwargs)
 
         def mix(call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            if self.interception is None or boundary.halo is None:
+            if self.interception is None or rules.halo is None:
                 return attend(call, module, *args, **kwargs)
             self.interception.planned.bind_checkpoint()
-            return self._with_halo(boundary.halo, attend, call, module, *args, **kwargs)
+            return self._with_halo(rules.halo, attend, call, module, *args, **kwargs)
 
-        if boundary.exchange is not None:
-            return self._exchange_heads(boundary.exchange)
-        inside = attend if boundary.halo is None else mix
-        return cut_and_gather if boundary.cuts or boundary.gathers else inside
+        if rules.exchange is not None:
+            return self._exchange_heads(rules.exchange)
+        inside = attend if rules.halo is None else mix
+        return cut_and_gather if rules.cuts or rules.gathers else inside
 
     def _is_sharded(self, segment: str) -> bool:
-        return self.mesh.ranks > 1 and not self._cutting.segment(segment).replicated
+        return self.mesh.ranks > 1 and not self._executor.segment(segment).replicated
 
     def _sum(
         self,
@@ -414,7 +414,7 @@ class _Region:
     ) -> Any:
         if not self._is_sharded(attention.segment):
             return call(module, *args, **kwargs)
-        segment = self._cutting.segment(attention.segment)
+        segment = self._executor.segment(attention.segment)
         exchange = HeadExchange(attention, segment, self.mesh, heads)
         args, kwargs = exchange.own_caches(parameters, args, kwargs)
         self._head_exchanges.append(exchange)
@@ -450,7 +450,7 @@ class _Region:
     ) -> Any:
         if not self._is_sharded(halo.segment):
             return attend(call, module, x, *args, **kwargs)
-        segment = self._cutting.segment(halo.segment)
+        segment = self._executor.segment(halo.segment)
         output = attend(call, module, add_halo(x, halo, segment, self.mesh), *args, **kwargs)
         return drop_halo(output, halo, x.shape[halo.dim], self.mesh)
 
@@ -476,7 +476,7 @@ def apply_plan(
         plan: ours, or a diffusers ``_cp_plan``.
         batch: ranks that share the samples of a batch, if the plan says which arguments hold them.
         require_equal: called with the arguments of each call in eager code, outside of what is compiled in place and of
-            :func:`known_equal`.
+            :func:`inputs_verified`.
         options: how attention is computed.
         attn_func: computes it on one device, in place of SDPA.
 
@@ -493,7 +493,7 @@ def apply_plan(
     region = _Region(module, plan, mesh, batch, require_equal, options, attn_func)
     region.attach(module)
     wrap_method(module, "_call_impl", _KEY, region.run, order=Order.PLAN)
-    wrap_method(module, "__call__", _KEY, region.run_from_outside, order=Order.PLAN)
+    wrap_method(module, "__call__", _KEY, region.call_outer, order=Order.PLAN)
 
 
 def remove_plan(module: nn.Module) -> None:
@@ -505,7 +505,7 @@ def remove_plan(module: nn.Module) -> None:
             unwrap(submodule, _KEY)
 
 
-def plan_mesh(module: nn.Module) -> SequenceMesh | None:
+def mesh_of_plan(module: nn.Module) -> SequenceMesh | None:
     """The mesh over which a plan runs ``module``; None if none was applied."""
     region = _region_of(module)
     return None if region is None else region.mesh
@@ -547,7 +547,7 @@ def intercepts_by_mode(module: nn.Module) -> bool:
 
 
 @contextmanager
-def attention_left_alone(module: nn.Module) -> Iterator[None]:
+def suspend_interception(module: nn.Module) -> Iterator[None]:
     """Inside, during a call of ``module``, its plan intercepts nothing: what is around that does."""
     region = _region_of(module)
     if region is None or region.interception is None:
@@ -581,17 +581,17 @@ def reattach_plan(module: nn.Module) -> None:
 
 
 @contextmanager
-def known_equal(module: nn.Module) -> Iterator[None]:
+def inputs_verified(module: nn.Module) -> Iterator[None]:
     """Inside, ``module`` is called alike on all ranks, so its calls do not ask."""
     region = _region_of(module)
-    before = region is None or region.known_equal
+    before = region is None or region.inputs_verified
     try:
         if region is not None:
-            region.known_equal = True
+            region.inputs_verified = True
         yield
     finally:
         if region is not None:
-            region.known_equal = before
+            region.inputs_verified = before
 
 
 def _region_of(module: nn.Module) -> _Region | None:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from para_core.distributed.layout import Segment, SequenceLayout
 from para_core.distributed.mesh import MeshDim, SequenceMesh, dim_of_one
 from para_core.instance_patching import Order, unwrap, wrap_alike
-from para_core.plans.apply_rules import Cutting
-from para_core.plans.module_matching import Boundary, as_tuple, find_boundaries, parameters_of
+from para_core.plans.apply_rules import RuleExecutor
+from para_core.plans.module_matching import ModuleRules, as_tuple, match_modules, parameters_of
 from para_core.plans.plan import Attention, AttentionByHeads, Entries, FirstTokens, LastTokens, Plan, Replicate, Split
 from para_core.weights.patch_operator import PatchAttnMode
 
@@ -134,7 +134,7 @@ def patch_rows(total: int, num_patches: int, what: str = "tokens") -> list[Rows]
     return [(sum(sizes[:place]), size) for place, size in enumerate(sizes)]
 
 
-class PatchCuts(Cutting):
+class PatchCuts(RuleExecutor):
     """What a plan says of tensors, done for patch ``place`` of ``count``: there are no other ranks, and nothing is sent.
 
     Args:
@@ -207,8 +207,8 @@ class PatchPlaces:
     def __init__(self, module: nn.Module, plan: Plan) -> None:
         self.module = module
         self.cutting: PatchCuts | None = None
-        self._found = find_boundaries(module, plan)
-        named = [boundary.attention for _, boundary in self._found.values() if isinstance(boundary.attention, tuple)]
+        self._found = match_modules(module, plan)
+        named = [rules.attention for _, rules in self._found.values() if isinstance(rules.attention, tuple)]
         self.kinds = tuple(dict.fromkeys([Attention(plan.joint_order), *[one for of in named for one in of]]))
         self.default = (0,)
         # Of the innermost module under way last, what its attention calls are of, and how many there were. In graphs: modes.
@@ -243,15 +243,15 @@ class PatchPlaces:
             self._attending.pop()
 
     def install(self) -> None:
-        alike: dict[tuple[Boundary, tuple[str, ...]], list[nn.Module]] = {}
-        for submodule, boundary in self._found.values():
-            alike.setdefault((boundary, parameters_of(submodule)), []).append(submodule)
-        for (boundary, parameters), submodules in alike.items():
-            around = self._inputs(boundary, parameters)
+        alike: dict[tuple[ModuleRules, tuple[str, ...]], list[nn.Module]] = {}
+        for submodule, rules in self._found.values():
+            alike.setdefault((rules, parameters_of(submodule)), []).append(submodule)
+        for (rules, parameters), submodules in alike.items():
+            around = self._inputs(rules, parameters)
             wrap_alike(submodules, "__call__", _INPUTS, around, order=Order.PATCH)
-            cuts = {key: cut for key, cut in boundary.cuts if isinstance(key, int)}
+            cuts = {key: cut for key, cut in rules.cuts if isinstance(key, int)}
             if cuts:
-                outputs = self._outputs(boundary.name, cuts)
+                outputs = self._outputs(rules.name, cuts)
                 wrap_alike(submodules, "__call__", _OUTPUTS, outputs, order=Order.PATCH_OUTPUTS)
 
     def remove(self) -> None:
@@ -259,9 +259,9 @@ class PatchPlaces:
             unwrap(submodule, _INPUTS)
             unwrap(submodule, _OUTPUTS)
 
-    def _inputs(self, boundary: Boundary, parameters: tuple[str, ...]) -> Any:
-        cuts = {key: cut for key, cut in boundary.cuts if isinstance(key, str)}
-        attention = boundary.attention if isinstance(boundary.attention, tuple) else ()
+    def _inputs(self, rules: ModuleRules, parameters: tuple[str, ...]) -> Any:
+        cuts = {key: cut for key, cut in rules.cuts if isinstance(key, str)}
+        attention = rules.attention if isinstance(rules.attention, tuple) else ()
         kinds = tuple(self.kinds.index(one) for one in attention)
 
         def attend(call: Any, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -275,11 +275,11 @@ class PatchPlaces:
             cutting = self.cutting
             if cutting is None:
                 return call(module, *args, **kwargs)
-            args, kwargs = cutting.arguments(cuts, parameters, args, kwargs, boundary.name)
+            args, kwargs = cutting.arguments(cuts, parameters, args, kwargs, rules.name)
             output = attend(call, module, *args, **kwargs)
-            return cutting.outputs(output, boundary.gathers) if boundary.gathers else output
+            return cutting.outputs(output, rules.gathers) if rules.gathers else output
 
-        return cut_and_gather if cuts or boundary.gathers else attend
+        return cut_and_gather if cuts or rules.gathers else attend
 
     def _outputs(self, name: str, cuts: Mapping[int, Any]) -> Any:
         def around(call: Any, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from para_core.cfg.deferred import Deferred, Expected, LiveDeferred, arrived
+from para_core.cfg.deferred import Deferred, Expected, LiveDeferred, materialize
 
 _aten = torch.ops.aten
 # Beside pointwise functions: each element is that of the same place.
@@ -126,7 +126,7 @@ class Patched(Deferred):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         made = _recorded(func, args, kwargs)
-        return func(*arrived(args), **arrived(kwargs)) if made is None else made
+        return func(*materialize(args), **materialize(kwargs)) if made is None else made
 
 
 def _recorded(func: Any, args: Any, kwargs: Any) -> Patched | None:

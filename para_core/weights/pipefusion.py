@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from para_core.cfg.deferred import Expected, LiveDeferred, arrived
+from para_core.cfg.deferred import Expected, LiveDeferred, materialize
 from para_core.instance_patching import Order, has_compiled_parts, is_compiled, unwrap, wrap_alike, wrap_method, wrapper
 from para_core.modes.interceptor import at_the_dispatcher
 from para_core.plans.module_matching import parameters_of
-from para_core.plans.region import attention_left_alone, intercepts_by_mode
+from para_core.plans.region import intercepts_by_mode, suspend_interception
 from para_core.weights.patch_operator import PatchAttnMode, attending_by
 from para_core.weights.patch_plan import PatchCuts, PatchPlaces, PatchPlan, Rows
 from para_core.weights.patches import Arrival, Patched
@@ -202,7 +202,7 @@ class Fusion:
                 return call(block, *args, **kwargs)
         args, kwargs = pytree.tree_map_only(Tensor, _with_own_strides, (args, kwargs))
         with (
-            attention_left_alone(self.module),
+            suspend_interception(self.module),
             attending_by(self._keys.attend_in_graph),
             PatchAttnMode(self._places.default),
         ):
@@ -240,7 +240,7 @@ class Fusion:
         self, call: Callable[..., Any], module: nn.Module, name: str, form: tuple[Any, ...], given: Mapping[str, Any]
     ) -> Any:
         """All tokens at once, exactly; keys are held for the patches of the next step."""
-        given = arrived(dict(given))
+        given = materialize(dict(given))
         branch = self._branches.setdefault(name, _Branch(StaleKeys(self._places), form))
         branch.form = form
         self._counted.whole += 1

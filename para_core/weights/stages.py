@@ -94,7 +94,7 @@ class Stages:
         self.ranges = balanced([one.cost for one in blocks], dim.size)
         self.own = self.ranges[dim.index]
         # The caller has seen to it that all ranks call alike.
-        self.known_equal = False
+        self.inputs_verified = False
         # Whether calls are of all tokens: their result then goes to every rank.
         self.whole = True
         self.gradients = Gradients()
@@ -136,9 +136,9 @@ class Stages:
                 f"a {original_class(module).__name__} in stages was compiled as a whole, and a graph cannot wait for another stage. "
                 "Compile its blocks: transformer.compile_repeated_blocks(fullgraph=True)."
             )
-        if self.require_equal is not None and not self.known_equal:
+        if self.require_equal is not None and not self.inputs_verified:
             self.require_equal({**dict(zip(self._parameters, args, strict=False)), **kwargs})
-        if not self.known_equal:
+        if not self.inputs_verified:
             self.links.begin()
         if not self.whole:
             return call(module, *args, **kwargs)
@@ -327,8 +327,8 @@ def known_equal_stages(module: nn.Module) -> Iterator[None]:
         yield
         return
     stages.links.begin()
-    before, stages.known_equal = stages.known_equal, True
+    before, stages.inputs_verified = stages.inputs_verified, True
     try:
         yield
     finally:
-        stages.known_equal = before
+        stages.inputs_verified = before

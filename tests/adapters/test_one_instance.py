@@ -20,7 +20,7 @@ from para_core.adapters import (
     unparallelize_pipe,
     unparallelize_transformer,
 )
-from para_core.plans.region import plan_mesh
+from para_core.plans.region import mesh_of_plan
 from tests.tiny import cpu_mesh, flux_call, flux_inputs, flux_pipe, flux_transformer, relative_error
 
 
@@ -83,7 +83,7 @@ def copy_a_parallel_pipe():
             # Loaded parameters lie elsewhere in memory, which changes the last bits, also without any of this.
             assert relative_error(loaded(**flux_call()).images, alone) < 1e-6
     # A refused copy leaves the pipe parallel.
-    assert plan_mesh(pipe.transformer) is not None
+    assert mesh_of_plan(pipe.transformer) is not None
     assert relative_error(pipe(**flux_call()).images, alone) < 1e-5
     unparallelize_pipe(pipe)
     for other in (copy.deepcopy(pipe), pickle.loads(pickle.dumps(pipe))):
@@ -108,7 +108,7 @@ def change_mesh():
     alone = pipe(**flux_call()).images
     for ring, ulysses in ((1, 4), (4, 1), (2, 2)):
         parallelize_pipe(pipe, mesh=cpu_mesh(ring, ulysses))
-        mesh = plan_mesh(pipe.transformer)
+        mesh = mesh_of_plan(pipe.transformer)
         assert (mesh.ring.size, mesh.ulysses.size) == (ring, ulysses)
         assert relative_error(pipe(**flux_call()).images, alone) < 1e-5
         assert type(pipe).__mro__[1] is FluxPipeline  # one private class, not one per call
@@ -129,7 +129,7 @@ def parallelize_without_mesh():
     finally:
         logger.removeHandler(handler)
     out = pipe(**flux_call()).images
-    mesh = plan_mesh(pipe.transformer)
+    mesh = mesh_of_plan(pipe.transformer)
     group = parallelize_pipe(flux_pipe(), mesh=dist.group.WORLD)(**flux_call()).images
     return out, group, mesh.ranks, records
 

@@ -7,9 +7,9 @@ from torch import nn
 from transformers import LlamaConfig, LlamaModel
 
 from para_core.distributed.mesh import one_rank, sequence_mesh
-from para_core.plans.apply_rules import Cutting
+from para_core.plans.apply_rules import RuleExecutor
 from para_core.plans.plan import Entries, Gather, Plan, Split
-from para_core.plans.region import apply_plan, plan_mesh, remove_plan
+from para_core.plans.region import apply_plan, mesh_of_plan, remove_plan
 from tests.plans.test_published import GATHER, cut
 from tests.tiny import cpu_mesh, fill, relative_error
 
@@ -132,7 +132,7 @@ def apply_unfitting():
     with pytest.raises(ValueError, match=r"'nothing'.* Model "):
         apply_plan(model, missing, sequence_mesh(cpu_mesh(1, 2)))
     assert type(model) is Model
-    assert plan_mesh(model) is None
+    assert mesh_of_plan(model) is None
 
 
 def test_a_plan_for_another_model_is_an_error_and_changes_nothing(rank_pool):
@@ -140,7 +140,7 @@ def test_a_plan_for_another_model_is_an_error_and_changes_nothing(rank_pool):
 
 
 def cut_entries():
-    cutting, of_video = Cutting(sequence_mesh(cpu_mesh(1, 2))), Split(dim=0, like="video")
+    cutting, of_video = RuleExecutor(sequence_mesh(cpu_mesh(1, 2))), Split(dim=0, like="video")
     whole = torch.arange(5.0)
     rule = Entries((None, of_video, of_video))
     with pytest.raises(TypeError, match=r"rope.* tuple of 2.* 3 "):
@@ -160,7 +160,7 @@ def test_a_replicated_segment_leaves_entries_that_go_with_it_as_they_are():
 
 
 def test_what_is_gathered_but_was_not_sharded_in_this_call_is_named():
-    cutting = Cutting(one_rank("cpu"))
+    cutting = RuleExecutor(one_rank("cpu"))
     with pytest.raises(ValueError, match=r"segment 'image'.* none\."):
         cutting.outputs(torch.ones(1, 2), (Gather(1, "image"),))
     cutting.cut(torch.ones(1, 2), Split(1, segment="image"), "hidden_states")
@@ -169,7 +169,7 @@ def test_what_is_gathered_but_was_not_sharded_in_this_call_is_named():
 
 def gathered_with_text_behind(num):
     mesh = sequence_mesh(cpu_mesh(1, 2))
-    cutting = Cutting(mesh)
+    cutting = RuleExecutor(mesh)
     video, text = tokens(num), tokens(3)
     held = cutting.cut(video, Split(dim=1, segment="video"), "video")
     (out,) = cutting.outputs((torch.cat([held, text], dim=1),), (Gather(dim=1, segment="video", then_replicated=True),))

@@ -8,7 +8,7 @@ from torch import nn
 
 from para_core.distributed.mesh import sequence_mesh
 from para_core.plans.published import published_plan
-from para_core.plans.region import apply_plan, plan_mesh, remove_plan
+from para_core.plans.region import apply_plan, mesh_of_plan, remove_plan
 from tests.tiny import cpu_mesh, flux_inputs, flux_transformer, relative_error
 
 
@@ -23,7 +23,7 @@ def run_published_flux():
     transformer = flux_transformer()
     mesh = sequence_mesh(cpu_mesh(1, 2))
     apply_plan(transformer, FluxTransformer2DModel._cp_plan, mesh)
-    assert plan_mesh(transformer) == mesh
+    assert mesh_of_plan(transformer) == mesh
     outs = [
         transformer(**flux_inputs(num_image, num_text)).sample for num_image, num_text in ((63, 13), (1, 1), (10, 5))
     ]

@@ -22,7 +22,7 @@ from para_core.adapters.weights.components import blocks_of
 from para_core.adapters.weights.stages import hold_stage
 from para_core.cache.options import CacheOptions
 from para_core.distributed.mesh import guided_mesh
-from para_core.plans.region import plan_mesh
+from para_core.plans.region import mesh_of_plan
 from para_core.weights.fsdp import shard_blocks
 from para_core.weights.group import weights_mesh
 from para_core.weights.tensor import shard_tensors
@@ -446,7 +446,7 @@ CASES = {
     "heads that other ranks share than the mesh says": (
         When.PARALLEL_CALL,
         lambda mesh: on_flux(
-            lambda model: None, replace(mesh, tensor=mesh.sequence.ulysses), applied=plan_mesh(flux_transformer())
+            lambda model: None, replace(mesh, tensor=mesh.sequence.ulysses), applied=mesh_of_plan(flux_transformer())
         ),
         r"^pipe\.transformer has its heads sharded over no ranks, and the dim 'tensor' of the mesh has here \[0, 1\]",
     ),
