@@ -1,5 +1,7 @@
 """Caches of diffusers: refused on several ranks, and beside ours."""
 
+import re
+
 import pytest
 import torch
 from diffusers import FirstBlockCacheConfig, PyramidAttentionBroadcastConfig
@@ -24,7 +26,7 @@ def test_ours_on_top_of_theirs_is_an_error_before_the_call_and_theirs_alone_stay
     pipe = flux_pipe()
     pipe.transformer.enable_cache(THEIRS)
     expected = pipe(**flux_call()).images
-    message = r"this FluxTransformer2DModel has a cache of diffusers \(FirstBlockCacheConfig\).*disable_cache\(\).*apply_cache_on_pipe"
+    message = r"FluxTransformer2DModel .*\(FirstBlockCacheConfig\).*disable_cache\(\).*apply_cache_on_pipe"
     with pytest.raises(ValueError, match=message):
         apply_cache_on_pipe(pipe)
     with pytest.raises(ValueError, match=message):
@@ -40,7 +42,7 @@ def test_ours_on_top_of_theirs_is_an_error_before_the_call_and_theirs_alone_stay
 def test_theirs_on_top_of_ours_is_an_error_before_the_call():
     pipe = apply_cache_on_pipe(flux_pipe())
     pipe.transformer.enable_cache(THEIRS)
-    with pytest.raises(ValueError, match="two caches would skip the same blocks"):
+    with pytest.raises(ValueError, match=r"FluxTransformer2DModel .*disable_cache\(\)"):
         pipe(**flux_call())
     remove_cache_from_pipe(pipe)
     pipe(**flux_call())
@@ -49,7 +51,7 @@ def test_theirs_on_top_of_ours_is_an_error_before_the_call():
 def test_a_hook_of_theirs_without_a_config_is_seen():
     transformer = flux_transformer()
     apply_first_block_cache(transformer, THEIRS)
-    with pytest.raises(ValueError, match="has a cache of diffusers"):
+    with pytest.raises(ValueError, match=r"FluxTransformer2DModel .*diffusers"):
         apply_cache_on_transformer(transformer)
 
 
@@ -82,6 +84,6 @@ def test_theirs_on_ranks_is_an_error_on_every_rank_that_names_ours(rank_pool, sh
     expected = flux_pipe()(**flux_call()).images
     for messages, generated in rank_pool.run(errors_on_ranks, 2, shape=shape):
         for message in messages:
-            assert "decides on each rank alone" in message
+            assert re.search(r"pipe\.transformer .*Config\)", message)
             assert "apply_cache_on_pipe(pipe, ...)" in message
         assert relative_error(generated, expected) < 1e-5

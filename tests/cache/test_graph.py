@@ -127,7 +127,7 @@ def test_a_model_that_is_no_chain_is_an_error_in_a_graph_that_names_the_way_out(
     model = apply_cache(Scripted(), blocks, residual_diff_threshold=0.1)
     model.compile(fullgraph=True, backend="eager")
     given = torch.ones(1, 6, 8), torch.zeros(1, 3, 8), torch.tensor([1.0, 2.0]), torch.tensor(0.5)
-    with torch.no_grad(), pytest.raises(Exception, match=r"does something between the blocks.*Stage\(between=\.\.\.\)"):
+    with torch.no_grad(), pytest.raises(Exception, match=r"Stage\(between=\.\.\.\)"):
         model(*given)
         model(*given)
 

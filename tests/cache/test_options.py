@@ -88,7 +88,7 @@ def test_a_difference_equal_to_the_threshold_is_computed(run):
 
 
 def test_zero_and_not_finite_residuals_are_computed_with_one_warning(run):
-    with pytest.warns(UserWarning, match="was zero or not finite at some steps"):
+    with pytest.warns(UserWarning, match="residual"):
         outputs, report = run([0.0, 0.0, 1.0, math.nan, 1.0, 1.0, math.inf, 1.0], residual_diff_threshold=1e9)
     assert verdicts(report) == ["warmup", *["not_finite"] * 4, "hit", "not_finite", "not_finite"]
     assert added(outputs)[5] == pytest.approx(11.0)
@@ -209,9 +209,9 @@ def test_compute_steps_alone_decides_which_steps_are_computed(run, steps):
 @pytest.mark.parametrize(
     ("steps", "message"),
     [
-        ([0, 4], "compute_steps names step 4; this schedule has steps 0 to 3"),
-        ([-5], "compute_steps names step -5; this schedule has steps 0 to 3"),
-        ([True, False], "compute_steps has 2 bools; this schedule has 4 steps"),
+        ([0, 4], "compute_steps .*step 4.* 0 to 3"),
+        ([-5], "compute_steps .*step -5.* 0 to 3"),
+        ([True, False], "compute_steps .*2 .*4 steps"),
     ],
 )
 def test_compute_steps_that_fit_no_schedule_are_an_error_before_the_model_runs(steps, message):
@@ -246,7 +246,7 @@ def test_options_may_differ_for_one_of_several_transformers():
     assert report.forecast == "taylor 1 and taylor 0"
     with pytest.raises(ValueError, match=r"transformer_3.*has transformer, transformer_2"):
         apply_cache_on_pipe(pipe, per_transformer={"transformer_3": {}})
-    with pytest.raises(TypeError, match="apply_cache_on_pipe has no option 'threshold'"):
+    with pytest.raises(TypeError, match=r"apply_cache_on_pipe .*'threshold'"):
         apply_cache_on_pipe(pipe, per_transformer={"transformer_2": {"threshold": 0.1}})
 
 
@@ -305,53 +305,53 @@ def test_halves_of_a_batch_that_are_branches_are_compared_apart(run):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"residual_diff_threshold": -0.1}, ValueError, "residual_diff_threshold is -0.1; expected at least 0"),
-        ({"residual_diff_threshold": "a lot"}, TypeError, "residual_diff_threshold is 'a lot'; expected a number"),
-        ({"residual_diff_threshold": math.nan}, TypeError, "residual_diff_threshold is nan"),
-        ({"warmup_steps": -1}, ValueError, "warmup_steps is -1; expected at least 0"),
-        ({"warmup_steps": 1.5}, TypeError, "warmup_steps is 1.5; expected an integer"),
-        ({"max_consecutive_hits": True}, TypeError, "max_consecutive_hits is True; expected an integer"),
-        ({"start": 0.7, "end": 0.2}, ValueError, "start=0.7 is behind end=0.2"),
-        ({"end": 1.5}, ValueError, "end is 1.5; expected at least 0.0 and at most 1.0"),
-        ({"first_blocks": 0}, ValueError, "first_blocks is 0; expected at least 1"),
-        ({"first_blocks": 2, "last_blocks": 2}, ValueError, "4 blocks.*first_blocks=2 and last_blocks=2 none is left"),
-        ({"forecast_order": 3}, ValueError, "forecast_order is 3; expected at least 0 and at most 2"),
-        ({"forecast": "taylor"}, ValueError, "forecast is 'taylor'; expected one of 'foca', a Forecast, or None"),
-        ({"forecast": 1}, TypeError, "forecast is 1; expected a name, a Forecast of para_core, or None"),
+        ({"residual_diff_threshold": -0.1}, ValueError, "residual_diff_threshold .*-0.1; .*0"),
+        ({"residual_diff_threshold": "a lot"}, TypeError, "residual_diff_threshold .*'a lot'"),
+        ({"residual_diff_threshold": math.nan}, TypeError, "residual_diff_threshold .*nan"),
+        ({"warmup_steps": -1}, ValueError, "warmup_steps .*-1; .*0"),
+        ({"warmup_steps": 1.5}, TypeError, "warmup_steps .*1.5"),
+        ({"max_consecutive_hits": True}, TypeError, "max_consecutive_hits .*True"),
+        ({"start": 0.7, "end": 0.2}, ValueError, "start=0.7 .*end=0.2"),
+        ({"end": 1.5}, ValueError, "end .*1.5; .*0.0 .*1.0"),
+        ({"first_blocks": 0}, ValueError, "first_blocks .*0; .*1"),
+        ({"first_blocks": 2, "last_blocks": 2}, ValueError, "4 blocks.*first_blocks=2 .*last_blocks=2"),
+        ({"forecast_order": 3}, ValueError, "forecast_order .*3; .*0 .*2"),
+        ({"forecast": "taylor"}, ValueError, "forecast .*'taylor'; .*'foca'"),
+        ({"forecast": 1}, TypeError, "forecast .*1; .*Forecast"),
         (
             {"forecast": Forecast("mean", 2, mean_of_two, source="a test"), "forecast_order": 1},
             ValueError,
-            "forecast_order=1 and forecast=mean were given; leave one of them out",
+            "forecast_order=1 .*forecast=mean",
         ),
-        ({"max_hits": -1}, ValueError, "max_hits is -1; expected at least 0"),
-        ({"compute_steps": 5}, TypeError, "compute_steps is 5; expected indices of the steps to compute, or a bool"),
-        ({"compute_steps": []}, TypeError, "compute_steps is .*expected indices"),
-        ({"compute_steps": [1, True]}, TypeError, "compute_steps is .*expected indices"),
-        ({"compute_steps": [0.5]}, TypeError, "compute_steps is .*expected indices"),
+        ({"max_hits": -1}, ValueError, "max_hits .*-1; .*0"),
+        ({"compute_steps": 5}, TypeError, "compute_steps .*5; .*bool"),
+        ({"compute_steps": []}, TypeError, r"compute_steps .*\[\]"),
+        ({"compute_steps": [1, True]}, TypeError, r"compute_steps .*\[1, True\]"),
+        ({"compute_steps": [0.5]}, TypeError, r"compute_steps .*\[0\.5\]"),
         (
             {"compute_steps": [1], "warmup_steps": 2},
             ValueError,
-            "compute_steps decides alone, so warmup_steps would have",
+            "compute_steps .*warmup_steps",
         ),
-        ({"per_transformer": {"transformer_2": {}}}, ValueError, "names 'transformer_2'; this Pipe has transformer"),
-        ({"downsample": 0}, ValueError, "downsample is 0; expected at least 1"),
-        ({"rule": "magic"}, ValueError, "rule is 'magic'; expected one of 'first_block', 'modulated_input', or a Rule"),
+        ({"per_transformer": {"transformer_2": {}}}, ValueError, "'transformer_2'; .*Pipe .*transformer"),
+        ({"downsample": 0}, ValueError, "downsample .*0; .*1"),
+        ({"rule": "magic"}, ValueError, "rule .*'magic'; .*'first_block', 'modulated_input'"),
         (
             {"rule": "modulated_input"},
             ValueError,
-            r"rule modulated_input compares the modulated input .* of Scripted is not known.*CachedBlocks\(modulated=",
+            r"modulated_input .*Scripted .*CachedBlocks\(modulated=",
         ),
         (
             {"rule": "modulated_input", "residual_diff_threshold": None},
             ValueError,
-            "modulated_input was given without resid",
+            "modulated_input .*residual_diff_threshold",
         ),
         (
             {"rule": "modulated_input", "first_blocks": 2, "adapter": KNOWN_BEFORE},
             ValueError,
-            "runs no block before it decides, so first_blocks=2 has no effect",
+            "modulated_input .*first_blocks=2",
         ),
-        ({"policy": 3}, TypeError, "policy is 3; expected a function"),
+        ({"policy": 3}, TypeError, "policy .*3"),
     ],
 )
 def test_bad_options_are_errors_and_leave_what_was_there(options, error, message):
@@ -369,7 +369,7 @@ def test_bad_options_are_errors_and_leave_what_was_there(options, error, message
 )
 def test_what_needs_a_schedule_is_an_error_without_one(option):
     pipe = Pipe(scheduler=None)
-    with pytest.raises(ValueError, match=f"{next(iter(option))} needs a scheduler, and this Pipe has none"):
+    with pytest.raises(ValueError, match=rf"{next(iter(option))} .*scheduler.* Pipe "):
         apply_cache_on_pipe(pipe, residual_diff_threshold=0.1, adapter=ADAPTER, **option)
 
 
@@ -380,7 +380,7 @@ def test_what_needs_a_schedule_is_an_error_without_one(option):
 def test_what_needs_a_schedule_is_an_error_on_a_transformer_alone(option):
     with pytest.raises(
         ValueError,
-        match=re.escape(f"{next(iter(option))}={next(iter(option.values()))} was given, which reads pipe.scheduler"),
+        match=re.escape(f"{next(iter(option))}={next(iter(option.values()))} ") + r".*pipe\.scheduler",
     ):
         apply_cache_on_transformer(Scripted(), residual_diff_threshold=0.1, adapter=ADAPTER, **option)
 
@@ -393,18 +393,18 @@ def test_a_transformer_alone_may_be_cached():
         model(*given)
         model(*given)
     assert verdicts(model_cache_report(model)) == ["warmup", "hit"]
-    with pytest.raises(TypeError, match="the blocks of Scripted are not known"):
+    with pytest.raises(TypeError, match=r"Scripted .*CachedBlocks"):
         apply_cache_on_transformer(Scripted())
-    with pytest.raises(TypeError, match="rule is 3; expected a name, or a Rule"):
+    with pytest.raises(TypeError, match=r"rule .*3; .*Rule"):
         apply_cache_on_transformer(Scripted(), adapter=ADAPTER, rule=3)
 
 
 def test_an_unknown_transformer_is_an_error_that_says_how_to_describe_it():
-    with pytest.raises(TypeError, match=r"the blocks of Scripted are not known.*CachedBlocks"):
+    with pytest.raises(TypeError, match=r"Scripted .*CachedBlocks"):
         apply_cache_on_pipe(Pipe())
-    with pytest.raises(TypeError, match="it has no transformer"):
+    with pytest.raises(TypeError, match=r"Pipe.* transformer"):
         apply_cache_on_pipe(Pipe(transformer=None))
-    with pytest.raises(ValueError, match="this Pipe has no cache: call apply_cache_on_pipe"):
+    with pytest.raises(ValueError, match=r"Pipe .*apply_cache_on_pipe"):
         cache_report(Pipe())
 
 
@@ -421,7 +421,7 @@ def test_every_option_stands_in_the_signature_of_what_applies_a_cache_and_anothe
     )
     thing = Pipe() if apply is apply_cache_on_pipe else Scripted()
     given = {"blocks": BLOCKS} if apply is apply_cache else {"adapter": ADAPTER}
-    with pytest.raises(TypeError, match=f"{apply.__name__} has no option 'warm_up'; its options are residual_diff_thr"):
+    with pytest.raises(TypeError, match=rf"{apply.__name__} .*'warm_up'.* residual_diff_threshold"):
         apply(thing, **given, residual_diff_threshold=0.1, warm_up=3)
 
 
@@ -444,27 +444,31 @@ def cautious(seen):
         (
             lambda: apply_cache_on_pipe(Pipe(), adapter=BLOCKS),
             TypeError,
-            r"adapter is CachedBlocks\(.*expected an Adapter.*adapter=Adapter\(transformer='Scripted', pipelines='…', blocks=",
+            r"adapter .*CachedBlocks\(.*adapter=Adapter\(transformer='Scripted', pipelines='…', blocks=",
         ),
-        (lambda: apply_cache_on_transformer(Scripted(), adapter=BLOCKS), TypeError, "expected an Adapter, or None"),
+        (
+            lambda: apply_cache_on_transformer(Scripted(), adapter=BLOCKS),
+            TypeError,
+            r"adapter .*CachedBlocks\(.*Adapter",
+        ),
         (
             lambda: CachedBlocks(Stage(("early",))),
             TypeError,
-            r"stages=Stage\(.*expected a tuple of Stages: CachedBlocks\(\(Stage",
+            r"stages=Stage\(.*CachedBlocks\(\(Stage",
         ),
-        (lambda: CachedBlocks([Stage(("early",))]), TypeError, "expected a tuple of Stages"),
+        (lambda: CachedBlocks([Stage(("early",))]), TypeError, r"stages=\[Stage\(.*tuple"),
         (lambda: CachedBlocks((Stage(("early",)),), conditions="text"), TypeError, r"conditions=\('text',\)"),
-        (lambda: Stage("early"), TypeError, r"Stage\(lists='early'\): expected a tuple of names: lists=\('early',\)"),
+        (lambda: Stage("early"), TypeError, r"Stage\(lists='early'\).* lists=\('early',\)"),
         (lambda: Stage(("early",), "hidden_states"), TypeError, r"streams=\('hidden_states',\)"),
         (
             lambda: apply_cache_on_pipe(Pipe(), adapter=ADAPTER, always_compute_last="no"),
             TypeError,
-            "always_compute_last is 'no'; expected True or False",
+            "always_compute_last .*'no'; .*True .*False",
         ),
         (
             lambda: cache_report(apply_cache_on_pipe(Pipe(), adapter=ADAPTER)).plot("steps.png"),
             ValueError,
-            "no steps to plot in steps.png yet: call the pipeline first",
+            "steps.png",
         ),
     ],
 )
@@ -481,9 +485,7 @@ def test_defaults_of_what_needs_a_schedule_may_be_given_to_a_transformer_alone()
 
 
 def test_a_policy_that_says_nothing_is_an_error_that_names_it(run):
-    with pytest.raises(
-        Exception, match="the policy returned None; expected True where the step may be skipped, else False"
-    ):
+    with pytest.raises(Exception, match=r"policy .*None; .*True .*False"):
         run([1.0, 1.0], policy=unsure)
 
 
@@ -493,18 +495,16 @@ def test_a_policy_that_asks_for_numbers_in_a_graph_is_an_error_that_says_how_to_
     assert verdicts(cache_report(pipe)) == ["warmup", "hit", "hit", "miss"]
     torch._dynamo.reset()
     pipe.transformer = torch.compile(pipe.transformer, fullgraph=True, backend="eager")
-    with pytest.raises(RuntimeError, match=r"policy=cautious cannot be compiled.*write & and \| in place of"):
+    with pytest.raises(RuntimeError, match=r"policy=cautious .*& .*\|"):
         pipe([1.0, 1.0])
 
 
 def test_streams_in_another_order_than_that_in_which_a_block_returns_them_are_an_error(run):
     adapter = replace(ADAPTER, blocks=CachedBlocks((Stage(("early", "late"), STREAMS[::-1]),)))
-    with pytest.raises(
-        Exception, match=r"Block was given \('hidden_states', 'encoder_hidden_states'\) of shapes .*in the order"
-    ):
+    with pytest.raises(Exception, match=r"Block .*\('hidden_states', 'encoder_hidden_states'\) .*shapes"):
         run([1.0, 1.0], adapter=adapter)
     one = replace(ADAPTER, blocks=CachedBlocks((Stage(("early", "late")),)))
-    with pytest.raises(Exception, match=r"Block was given .*returned shapes"):
+    with pytest.raises(Exception, match=r"Block .*\('hidden_states',\) .*shapes"):
         run([1.0, 1.0], adapter=one)
 
 
@@ -539,7 +539,7 @@ def test_each_sample_of_a_batch_is_compared_with_itself_and_the_report_says_whic
     ]
     assert [row.difference for row in report.rows[1:]] == [max(row.samples) for row in report.rows[1:]]
     assert [row.held_back_by for row in report.rows] == [(), ("cond sample 0",), (), ("cond sample 1",)]
-    assert str(report).splitlines()[2].endswith("held back by cond sample 0")
+    assert str(report).splitlines()[2].endswith("cond sample 0")
 
 
 def test_branches_in_a_batch_have_samples_of_their_own(run):

@@ -58,7 +58,7 @@ def cached_alone(name):
 @pytest.mark.parametrize("name", NEVER_ASKED)
 def test_a_cache_that_is_asked_at_no_step_says_why(name):
     pipe = apply_cache_on_pipe(build(name), **ALWAYS)
-    with pytest.warns(UserWarning, match=r"was asked at no step: each call was given kv_cache, .* use_kv_cache=False"):
+    with pytest.warns(UserWarning, match=r"kv_cache, .* use_kv_cache=False"):
         generate(pipe, name)
     assert cache_report(pipe).rows == []
 

@@ -1,6 +1,7 @@
 """Ranks that hold parts of one sequence decide alike; those that generate something else decide for themselves."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -95,7 +96,7 @@ def cache_differently():
         {"residual_diff_threshold": 0.1, "forecast_order": dist.get_rank()},
     ):
         apply_cache_on_pipe(pipe, **options)
-        with pytest.raises(ValueError, match="must call the WanPipeline alike") as caught:
+        with pytest.raises(ValueError, match=r"WanPipeline .*cache: rank 0 ") as caught:
             generate(pipe, "wan")
         messages.append(str(caught.value))
     return messages
@@ -104,7 +105,7 @@ def cache_differently():
 def test_ranks_whose_caches_differ_raise_on_every_rank(rank_pool):
     for messages in rank_pool.run(cache_differently, 2):
         assert len(messages) == 4
-        assert all("its cache: rank 0 has" in message for message in messages)
+        assert all(re.search(r"cache: rank 0 .* rank 1 ", message) for message in messages)
 
 
 PLANNED = ({"compute_steps": [0, 1, 4]}, {"residual_diff_threshold": 1e9, "max_hits": 2, "warmup_steps": 2})

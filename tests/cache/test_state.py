@@ -1,6 +1,7 @@
 """What a cache holds, for whom, and how long."""
 
 import gc
+import re
 import threading
 import warnings
 import weakref
@@ -145,7 +146,7 @@ def test_where_the_text_changes_at_every_step_one_warning_says_so_and_nothing_is
         said = [str(warning.message) for warning in caught]
         if generation == 0:
             (message,) = said
-            assert "encoder_hidden_states of this Scripted change from step to step" in message
+            assert re.search(r"encoder_hidden_states .*Scripted ", message)
             assert "cache_context(name)" in message
         else:
             assert said == []
@@ -210,9 +211,9 @@ def test_two_threads_in_one_pipe_or_one_transformer_are_an_error_and_in_two_pipe
     thread = threading.Thread(target=a, args=(ALMOST_SAME,))
     thread.start()
     assert entered.wait(30)
-    with pytest.raises(RuntimeError, match="this pipeline with a cache is already running, in another thread"):
+    with pytest.raises(RuntimeError, match=r"pipeline .*thread"):
         a(ALMOST_SAME)
-    with pytest.raises(RuntimeError, match="this Waiting with a cache is already running, in another thread"):
+    with pytest.raises(RuntimeError, match=r"Waiting .*thread"):
         b(ALMOST_SAME)
     other = apply_cache_on_pipe(Pipe(), **adapter_of)
     other(ALMOST_SAME)
@@ -314,7 +315,7 @@ def test_applying_again_takes_effect_and_removing_gives_back_every_class():
 def test_a_transformer_put_in_the_place_of_the_cached_one_is_an_error():
     pipe = cached()
     pipe.transformer = Scripted()
-    with pytest.raises(RuntimeError, match=r"pipe\.transformer is another one than when the cache was applied"):
+    with pytest.raises(RuntimeError, match=r"pipe\.transformer .*cache"):
         pipe(ALMOST_SAME)
 
 
@@ -367,7 +368,7 @@ def test_a_model_of_ones_own_is_reset_by_hand():
     assert verdicts(model_cache_report(model)) == ["warmup"]
     remove_cache(model)
     assert type(model) is Scripted
-    with pytest.raises(ValueError, match="this Scripted has no cache"):
+    with pytest.raises(ValueError, match=r"Scripted .*apply_cache\("):
         reset_cache(model)
 
 

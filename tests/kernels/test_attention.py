@@ -283,7 +283,7 @@ def test_it_is_one_operator_of_a_whole_graph():
 
 def test_what_it_does_not_take_is_said():
     query, key, value = make(5, 6, 264)
-    with pytest.raises(ValueError, match="head dims are 264 and 264; this kernel takes at most 256"):
+    with pytest.raises(ValueError, match=r"head dims .*264 .*264; .*256"):
         attention(query, key, value)
     query, key, value = make(5, 6, 16, key_heads=3)
     with pytest.raises(ValueError, match=r"\[2, 2, 5, 16\], \[2, 3, 6, 16\]"):
@@ -292,5 +292,5 @@ def test_what_it_does_not_take_is_said():
         attention(query.double(), key.double(), value.double())
     with pytest.raises(ValueError, match=r"mask is \[5, 5\]"):
         attention(query, query, query, mask=torch.ones(5, 5))
-    with pytest.raises(ValueError, match=r"for 5 keys; expected 1 words a row"):
+    with pytest.raises(ValueError, match=r"5 keys; .*1 "):
         attention(query, query, query, mask=torch.ones(1, 1, 5, 5, dtype=torch.int32))

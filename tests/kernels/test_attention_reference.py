@@ -65,7 +65,7 @@ def test_the_result_lies_in_memory_as_sdpas_does():
 
 
 def test_lengths_of_another_number_of_segments_are_an_error():
-    with pytest.raises(ValueError, match=r"lengths is \[2, 2\] for 3 segments"):
+    with pytest.raises(ValueError, match=r"lengths .*\[2, 2\] .*3 segments"):
         ranges_of_lengths(torch.tensor([[1, 2], [3, 4]]), [5, 5, 5])
 
 

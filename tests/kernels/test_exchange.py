@@ -145,7 +145,7 @@ def test_rows_that_travel_together_begin_where_the_narrowest_lets_them(widths, e
 
 
 def test_more_tensors_than_a_launch_takes_are_refused():
-    with pytest.raises(ValueError, match="4 tensors; expected at most 3"):
+    with pytest.raises(ValueError, match=r"4 tensors; .*3"):
         exchange.pack([torch.empty(1, 1, 1, 1)] * 4, [], torch.empty(4))
 
 

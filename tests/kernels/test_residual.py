@@ -120,7 +120,7 @@ def test_a_forecast_takes_views(interpreter):
 
 
 def test_more_residuals_than_a_launch_takes_are_refused():
-    with pytest.raises(ValueError, match="4 residuals; expected at most 3"):
+    with pytest.raises(ValueError, match=r"4 residuals; .*3"):
         residual.forecast(torch.empty(1), [torch.empty(1)] * 4, [1.0] * 4)
 
 

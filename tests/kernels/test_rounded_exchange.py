@@ -208,7 +208,7 @@ def test_nothing_is_rounded_where_there_is_nothing(interpreter):
 
 
 def test_more_tensors_than_a_launch_takes_are_refused():
-    with pytest.raises(ValueError, match="4 tensors; expected at most 3"):
+    with pytest.raises(ValueError, match=r"4 tensors; .*3"):
         exchange.pack_rounded([torch.empty(1, 1, 1, 1)] * 4, [], torch.empty(4, dtype=torch.uint8), FLOAT8)
 
 

@@ -1,6 +1,7 @@
 """The doctor on two ranks of the CPU: its table and JSON where all is well, and what it says where a thing is broken."""
 
 import json
+import re
 from unittest import mock
 
 import pytest
@@ -75,14 +76,14 @@ def test_all_is_well_on_two_ranks(rank_pool):
 def test_wrong_attention_is_found_on_every_rank(rank_pool):
     for finding in rank_pool.run(examine_with_wrong_attention, 2):
         assert finding.verdict == BROKEN
-        assert "do not use them" in finding.advice
+        assert "NCCL" in finding.advice
 
 
 def test_other_versions_on_other_ranks_are_named(rank_pool):
     first, _ = rank_pool.run(examine_with_other_versions, 2)
     assert first.verdict == BROKEN
     assert "rank 1: " in first.found and "torch 2.12.0" in first.found
-    assert "install the same" in first.advice
+    assert "torch" in first.advice
 
 
 def test_a_check_that_raises_is_broken_and_the_others_run(rank_pool):
@@ -97,9 +98,9 @@ def test_a_check_that_raises_is_broken_and_the_others_run(rank_pool):
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        ("Timed out waiting 60000ms for recv operation", "a rank did not come"),
+        ("Timed out waiting 60000ms for recv operation", "NCCL_DEBUG"),
         ("CUDA out of memory. Tried to allocate", "nvidia-smi"),
-        ("no such thing", "does not work on this machine: no such thing"),
+        ("no such thing", "no such thing"),
     ],
 )
 def test_what_was_raised_has_a_way_out(error, words):
@@ -115,7 +116,7 @@ def test_what_was_raised_has_a_way_out(error, words):
 def test_one_process_is_examined_without_ranks(tmp_path, capsys):
     with in_short():
         assert doctor.main(["--cpu", "--output", str(tmp_path / "doctor.json")]) == 0
-    assert "launch it with torchrun" in capsys.readouterr().out
+    assert "torchrun" in capsys.readouterr().out
     found = json.loads((tmp_path / "doctor.json").read_text())
     assert found["doctor"]["products"] > 0 and found["findings"][0]["name"] == "versions"
 
@@ -123,7 +124,7 @@ def test_one_process_is_examined_without_ranks(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--output", "/no/such/folder/doctor.json"], "there is no folder /no/such/folder"),
+        (["--output", "/no/such/folder/doctor.json"], "/no/such/folder"),
         (["--ring", "0"], "--ring 0"),
     ],
 )
@@ -137,7 +138,7 @@ def test_a_slow_link_says_what_is_usual():
     ranks = Ranks(0, 2, torch.device("cuda", 0), torch.bfloat16)
     with mock.patch("torch.cuda.get_device_name", lambda _: "NVIDIA H100 80GB HBM3"):
         slow, usual = (mesh_checks._judged("mesh dim ring", "", bandwidth, ranks) for bandwidth in (5e9, 300e9))
-    assert slow.verdict == CHANGE and "nvlink4 between such devices reaches 370 GB/s" in slow.advice
+    assert slow.verdict == CHANGE and re.search(r"nvlink4 .*370 GB/s", slow.advice)
     assert usual.verdict == OK
 
 

@@ -1,6 +1,7 @@
 """Every function that is known to run on a part of the rows, on ranks and on one device; and what is refused."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -278,7 +279,7 @@ def compute(dim):
         for name, case in CASES.items():
             found[name] = rows.gather(case(sharded))
         for name, case in REFUSED.items():
-            with pytest.raises(MixesRows, match=f"^{name.split()[0]} on a tensor of which dim"):
+            with pytest.raises(MixesRows, match=rf"^{name.split()[0]} .*dim \d"):
                 case(sharded, dim)
     return found
 
@@ -329,7 +330,7 @@ def hold_too_few():
 
 def test_a_rank_with_one_row_is_an_error_that_names_the_numbers(rank_pool):
     for error in rank_pool.run_expecting_errors(hold_too_few, 2):
-        assert isinstance(error, ValueError) and "layout [2, 1] of 3 rows on 2 ranks" in str(error)
+        assert isinstance(error, ValueError) and re.search(r"\[2, 1\] .*3 rows .*2 ranks", str(error))
 
 
 def call_differently():
@@ -340,7 +341,7 @@ def call_differently():
 
 def test_calls_that_differ_between_ranks_are_named_where_they_are_compared(rank_pool):
     for error in rank_pool.run_expecting_errors(call_differently, 2):
-        assert isinstance(error, ValueError) and "disagree about function: sequence rank 0 has cos" in str(error)
+        assert isinstance(error, ValueError) and re.search(r"function: sequence rank 0 .*cos.* rank 1 ", str(error))
 
 
 class CopiesAndIndices(TorchDispatchMode):

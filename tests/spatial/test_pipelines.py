@@ -43,7 +43,7 @@ def test_a_pipeline_with_its_vae_on_all_ranks_generates_what_it_does_alone(rank_
 
 def test_a_pipeline_without_a_vae_is_an_error_that_says_so(rank_pool):
     for error in rank_pool.run_expecting_errors(ask_for_no_vae, 2):
-        assert isinstance(error, TypeError) and "has no autoencoder pipe.vae" in str(error)
+        assert isinstance(error, TypeError) and "pipe.vae" in str(error)
 
 
 def ask_for_no_vae():

@@ -146,7 +146,7 @@ def test_a_unet_in_a_loop_of_ones_own_is_exact_in_either_form(rank_pool):
 
 def test_inputs_that_differ_between_ranks_are_an_error_on_each(rank_pool):
     for error in rank_pool.run_expecting_errors(call_by_hand, 2, sample_of_rank=True):
-        assert "must call this UNet2DConditionModel alike" in str(error) and "sample: rank 0 has" in str(error)
+        assert re.search(r"UNet2DConditionModel .*sample: rank 0 .*rank 1 ", str(error))
 
 
 def change_and_generate(change):
@@ -179,25 +179,23 @@ def filter_frequencies(pipe):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (compile_it, "pipe.unet was compiled"),
-        (compile_a_block, "pipe.unet was compiled"),
-        (replace_it, "pipe.unet is another one than when the pipe was parallelized"),
-        (give_it_back, "pipe.unet was given another mesh, or unparallelized"),
-        (filter_frequencies, "fftn on a tensor of which dim 2 is sharded over 2 ranks"),
+        (compile_it, "pipe.unet .*compiled"),
+        (compile_a_block, "pipe.unet .*compiled"),
+        (replace_it, "pipe.unet .*another .*parallelized"),
+        (give_it_back, "pipe.unet .*unparallelized"),
+        (filter_frequencies, "fftn .*dim 2 .*2 ranks"),
     ],
 )
 def test_what_cannot_be_exact_is_an_error_on_every_rank(rank_pool, change, message):
     for error in rank_pool.run_expecting_errors(change_and_generate, 2, change):
-        assert isinstance(error, RuntimeError) and message in str(error)
+        assert isinstance(error, RuntimeError) and re.search(message, str(error))
 
 
 def test_unknown_unets_and_caches_on_unets_are_errors_that_say_why():
     pipe = UNET_PIPELINES["sd"].build()
-    with pytest.raises(
-        TypeError, match=r"^StableDiffusionPipeline cannot be cached: First Block Cache skips the blocks"
-    ):
+    with pytest.raises(TypeError, match=r"^StableDiffusionPipeline .*First Block Cache"):
         apply_cache_on_pipe(pipe)
-    with pytest.raises(TypeError, match=r"sharded in Linear is not known: nothing is known of it.*Stable Diffusion XL"):
+    with pytest.raises(TypeError, match=r"Linear .*Stable Diffusion XL"):
         parallelize_unet(torch.nn.Linear(1, 1))
 
 
@@ -223,7 +221,7 @@ def test_every_class_of_unets_in_diffusers_runs_or_has_a_reason():
 )
 def test_an_option_of_transformers_is_refused_for_a_unet(options):
     pipe = UNET_PIPELINES["sd"].build()
-    with pytest.raises(ValueError, match=rf"{next(iter(options))}=.*StableDiffusionPipeline has no transformer"):
+    with pytest.raises(ValueError, match=rf"{next(iter(options))}=.*StableDiffusionPipeline "):
         parallelize_pipe(pipe, **options)
     assert type(pipe) is diffusers.StableDiffusionPipeline
 
@@ -250,4 +248,4 @@ def test_a_unet_takes_no_tensor_ranks(rank_pool):
     first, *others = rank_pool.run(give_ranks_to_tensor, 2)
     assert all(errors == first for errors in others)
     assert "2 ranks along 'tensor'" in first[0]
-    assert not any("weights='tensor'" in error and "has no transformer" not in error for error in first)
+    assert not any("weights='tensor'" in error and "StableDiffusionPipeline" not in error for error in first)

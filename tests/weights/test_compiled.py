@@ -124,7 +124,7 @@ def quantized():
     assert torch.equal(generate(pipe, "flux"), whole)
     pipe = make("flux")
     quantize_(pipe.transformer, Int8WeightOnlyConfig())
-    with pytest.raises(ValueError, match=r"is a Int8Tensor, which has no fsdp_pre_all_gather"):
+    with pytest.raises(ValueError, match=r"Int8Tensor.* fsdp_pre_all_gather"):
         shard_weights(pipe, init_context_parallel_mesh("cpu"), components=["transformer"])
     return whole, shared
 

@@ -67,9 +67,9 @@ def test_what_is_in_the_cache_needs_no_connection(rank_pool, folder, tmp_path):
     [
         (
             {},
-            rf"sequence rank 0: {REPOSITORY} is no folder here, and could not be downloaded: OSError: Cannot load model",
+            rf"sequence rank 0: {REPOSITORY} .*OSError: ",
         ),
-        ({"local_files_only": True}, rf"sequence rank 0: {REPOSITORY} could not be loaded .*LocalEntryNotFoundError"),
+        ({"local_files_only": True}, rf"sequence rank 0: {REPOSITORY} .*LocalEntryNotFoundError"),
     ],
 )
 def test_without_a_connection_every_rank_is_told(rank_pool, folder, tmp_path, options, message):

@@ -1,6 +1,7 @@
 """A rank that cannot shard, raises or dies: the others end, with the cause."""
 
 import os
+import re
 import signal
 import time
 from unittest import mock
@@ -60,10 +61,10 @@ def shard_differing(make_one, method, message):
 @pytest.mark.parametrize(
     ("make_one", "message"),
     [
-        (quantize_one, r"sequence rank 1: weights cannot be sharded: .* is a Int8Tensor"),
-        (narrow_one, r"the ranks disagree about transformer\..*Load the same weights on every rank"),
-        (cast_one, r"disagree about transformer\..* float32, first .*, rank 1 has .* bfloat16, first"),
-        (seed_one, r"disagree about transformer\.proj_out\.weight: .* float32, first .*, rank 1 has .* float32, first"),
+        (quantize_one, r"sequence rank 1: .* Int8Tensor"),
+        (narrow_one, r"ranks .*transformer\..* rank 0 .*rank 1 "),
+        (cast_one, r"ranks .*transformer\..* float32, .* rank 1 .* bfloat16, "),
+        (seed_one, r"ranks .*transformer\.proj_out\.weight: .* float32, .* rank 1 .* float32, "),
     ],
 )
 def test_what_one_rank_alone_has_is_an_error_on_all_and_changes_nothing(rank_pool, make_one, message):
@@ -76,7 +77,7 @@ def shard_out_of_memory(kind):
 
     pipe = flux_pipe()
     failing = mock.patch.object(shard, "shard_blocks", fail) if dist.get_rank() == 1 else mock.MagicMock()
-    message = rf"sequence rank 1: weights could not be sharded: {kind.__name__}: no room"
+    message = rf"sequence rank 1: .*{kind.__name__}: no room"
     with failing, pytest.raises(RuntimeError, match=message):
         shard_weights(pipe, mesh_for("fsdp"), components=["transformer"])
 
@@ -106,7 +107,7 @@ def die_while_loading(folder):
 
 def test_a_rank_that_dies_while_it_loads_is_noticed(rank_pool, tmp_path):
     flux_pipe().save_pretrained(tmp_path)
-    with pytest.raises(RankPoolError, match=r"(?s)are closed: .* a rank has died.*rank 1 died"):
+    with pytest.raises(RankPoolError, match=r"(?s)RuntimeError: .*rank 1 died"):
         rank_pool.run(die_while_loading, 2, tmp_path)
 
 
@@ -138,16 +139,14 @@ def test_a_rank_that_raises_between_blocks_ends_the_others_in_time(rank_pool, or
     first, second = rank_pool.run_expecting_errors(raise_in_a_block, 2, order)
     assert isinstance(second, ValueError)
     assert isinstance(first, RuntimeError)
-    assert "rank 1 raised ValueError: only here" in str(first)
+    assert re.search(r"rank 1 .*ValueError: only here", str(first))
 
 
 def change_late(method, path):
     mesh = mesh_for(method)
     pipe = parallelize_pipe(make("flux"), mesh=mesh, weights=method)
     for call in (pipe.transformer.fuse_qkv_projections, lambda: pipe.save_pretrained(path)):
-        with pytest.raises(
-            RuntimeError, match=r"are sharded, and .* Call unshard_weights\(pipe\) first, on every rank"
-        ):
+        with pytest.raises(RuntimeError, match=r"sharded, .*unshard_weights\(pipe\)"):
             call()
     before = generate(pipe, "flux")
     # Taken apart and shared again, as often as you like.
@@ -184,13 +183,11 @@ def test_what_no_tensor_plan_fits_is_refused_and_stays_as_it_is(rank_pool, how):
 def bad_meshes():
     pipe = flux_pipe()
     three = init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("a", "b", "c"))
-    with pytest.raises(
-        ValueError, match=r"mesh has 3 dims of sizes \(2, 1, 1\); FSDP2 takes one, or two, replicate × shard"
-    ):
+    with pytest.raises(ValueError, match=r"mesh .*3 dims .*\(2, 1, 1\)"):
         shard_weights(pipe, three)
     other = init_device_mesh("cpu", (1,), mesh_dim_names=("alone",))
     if dist.get_rank() == 1:
-        with pytest.raises(ValueError, match="rank 1 is not part of the mesh of 1 ranks"):
+        with pytest.raises(ValueError, match=r"rank 1 .*mesh of 1 "):
             shard_weights(pipe, other)
 
 

@@ -159,9 +159,9 @@ def converted_late():
     # It is so already.
     pipe.to("cpu", torch.float32)
     found = generate(pipe, "flux")
-    with pytest.raises(RuntimeError, match=r"sharded by FSDP2, as cpu, and stay so; asked for was meta\."):
+    with pytest.raises(RuntimeError, match=r"FSDP2.* cpu\b.* meta\b"):
         pipe.transformer.to("meta")
-    message = r"as torch\.float32, and stay so; asked for was torch\.bfloat16\. Convert and move the pipeline before shard_weights"
+    message = r"torch\.float32.* torch\.bfloat16\b.*shard_weights"
     with pytest.raises(RuntimeError, match=message):
         pipe.to(torch.bfloat16)
     # Model offload moves the other components.
@@ -207,7 +207,7 @@ def over_all_ranks(kind):
     if kind == "hsdp":
         return whole, shared
     apply_cache_on_pipe(pipe)
-    with pytest.raises(RuntimeError, match=r"its weights sharded over 4 ranks, and 2 share its sequence: .* a cache"):
+    with pytest.raises(RuntimeError, match=r"weights .*4 ranks, .*2 .*cache"):
         generate(pipe, "flux")
     return whole, shared
 
@@ -220,7 +220,7 @@ def test_replicas_may_share_weights(rank_pool, kind):
 
 def nothing_to_share():
     mesh = cpu_mesh(1, 1, batch=2)
-    with pytest.raises(ValueError, match=r"the mesh has 2 × 1 ranks .* there is nothing to share"):
+    with pytest.raises(ValueError, match=r"mesh .*2 × 1 "):
         shard_weights(make("flux"), mesh)
 
 
@@ -241,13 +241,13 @@ def test_a_balanced_pipeline_is_refused_with_the_line_to_use_instead(attempt, wh
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"method": "zero"}, ValueError, "method is 'zero'; expected 'fsdp'"),
+        ({"method": "zero"}, ValueError, "method .*'zero'; .*'fsdp'"),
         (
             {"components": ["vae"]},
             ValueError,
-            r"components names 'vae'; of this FluxPipeline, .* is text_encoder, .*transformer",
+            "components .*'vae'; .*FluxPipeline, .* text_encoder, .*transformer",
         ),
-        ({"components": "transformer"}, TypeError, r"expected a sequence of names: components=\['transformer'\]"),
+        ({"components": "transformer"}, TypeError, r"components=\['transformer'\]"),
     ],
 )
 def test_what_cannot_be_sharded_is_refused(options, error, message):

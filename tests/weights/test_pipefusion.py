@@ -1,6 +1,7 @@
 """PipeFusion computes on any number of stages what a plain loop over patches computes in one process."""
 
 import copy
+import re
 import warnings
 from dataclasses import dataclass
 from unittest import mock
@@ -529,7 +530,7 @@ def raises_between():
 
 def test_a_stage_that_raises_in_the_middle_ends_all_ranks_with_the_cause(rank_pool):
     first, second = rank_pool.run(raises_between, 2)
-    assert "rank 1 raised ValueError: this block is broken" in first
+    assert re.search(r"rank 1 .*ValueError: this block is broken", first)
     assert second == "this block is broken"
 
 
@@ -566,9 +567,9 @@ def test_what_is_made_of_patches_is_computed_patch_by_patch_and_copies_what_chan
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"warmup_steps": 0}, ValueError, r"warmup_steps=0\): expected at least 1: patches need the keys"),
-        ({"num_patches": 2.0}, TypeError, r"num_patches=2\.0\): expected an integer"),
-        ({"cooldown_steps": -1}, ValueError, r"cooldown_steps=-1\): expected at least 0"),
+        ({"warmup_steps": 0}, ValueError, r"warmup_steps=0\).*1"),
+        ({"num_patches": 2.0}, TypeError, r"num_patches=2\.0\)"),
+        ({"cooldown_steps": -1}, ValueError, r"cooldown_steps=-1\).*0"),
     ],
 )
 def test_options_that_mean_nothing_are_errors(options, error, message):
@@ -578,27 +579,23 @@ def test_options_that_mean_nothing_are_errors(options, error, message):
 
 def test_with_few_steps_it_is_off_and_says_so():
     pipe = parallelize_pipe(flux_pipe(), pipefusion=PipeFusion())
-    with pytest.warns(
-        UserWarning, match="PipeFusion was off in this call of the FluxPipeline: with fewer than 8 steps"
-    ):
+    with pytest.warns(UserWarning, match=r"PipeFusion .*FluxPipeline.* 8 steps"):
         found = pipe(**flux_call(num_inference_steps=4))[0]
     assert torch.equal(found, flux_pipe()(**flux_call(num_inference_steps=4))[0])
 
 
 def test_what_it_does_not_go_with_is_refused():
-    with pytest.raises(
-        TypeError, match="PipeFusion does not know patches of SD3Transformer2DModel: it makes tokens of its input"
-    ):
+    with pytest.raises(TypeError, match=r"PipeFusion .*SD3Transformer2DModel"):
         parallelize_pipe(PIPELINES["stable diffusion 3"].build(), pipefusion=PipeFusion())
-    with pytest.raises(ValueError, match="3 frames of latents cannot be split into num_patches=4 patches"):
+    with pytest.raises(ValueError, match=r"3 frames .*num_patches=4 "):
         latents_of(parallelize_pipe(PIPELINES["hunyuan"].build(), pipefusion=PipeFusion()), "hunyuan")
-    with pytest.raises(TypeError, match="pipefusion is 4; expected a PipeFusion"):
+    with pytest.raises(TypeError, match=r"pipefusion .*4; .*PipeFusion"):
         parallelize_pipe(flux_pipe(), pipefusion=4)
     pipe = apply_cache_on_pipe(parallelize_pipe(flux_pipe(), pipefusion=PipeFusion()))
-    with pytest.raises(RuntimeError, match="cannot be cached so: under PipeFusion a step computes patches"):
+    with pytest.raises(RuntimeError, match=r"cache.* PipeFusion "):
         run(pipe)
     pipe = parallelize_pipe(flux_pipe(), pipefusion=PipeFusion(64))
-    with pytest.raises(ValueError, match="63 tokens cannot be split into num_patches=64 patches"):
+    with pytest.raises(ValueError, match=r"63 tokens .*num_patches=64 "):
         run(pipe)
 
 

@@ -98,13 +98,11 @@ def test_the_whole_in_one_graph_is_refused_before_the_compiled_call(name, way):
         pipe.transformer.forward = torch.compile(pipe.transformer.forward, backend="eager")
     else:
         pipe.transformer = torch.compile(pipe.transformer, backend="eager", fullgraph=True)
-    with pytest.raises(
-        RuntimeError, match=r"^(sequence rank 0: )?pipe\.transformer .*compile_repeated_blocks\(fullgraph=True\)\.$"
-    ):
+    with pytest.raises(RuntimeError, match=r"pipe\.transformer .*compile_repeated_blocks\(fullgraph=True\)"):
         generate(pipe, name, num_inference_steps=STEPS)
 
 
 def test_gradients_are_refused():
     pipe = parallelize_pipe(flux_pipe(), pipefusion=PipeFusion())
-    with pytest.raises(RuntimeError, match=r"was called with gradients enabled\. Call it under torch\.no_grad\(\)"):
+    with pytest.raises(RuntimeError, match=r"gradients .*torch\.no_grad\(\)"):
         pipe.transformer(None)

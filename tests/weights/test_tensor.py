@@ -220,11 +220,9 @@ def shard_what_diffusers_sharded(method):
     mesh = init_context_parallel_mesh("cpu", max_tensor_dim_size=2 if method == "tensor" else None)
     pipe = make("flux")
     shard_by_diffusers(pipe.transformer, init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",)))
-    with pytest.raises(ValueError, match=r"pipe\.transformer is sharded by diffusers' .* without weights="):
+    with pytest.raises(ValueError, match=r"pipe\.transformer .*diffusers.* weights="):
         shard_weights(pipe, mesh, method=method)
-    with pytest.warns(
-        UserWarning, match=r"pipe\.transformer stays sharded: diffusers' .*load it without parallel_config"
-    ):
+    with pytest.warns(UserWarning, match=r"pipe\.transformer .*diffusers.* parallel_config"):
         unshard_weights(pipe)
 
 
@@ -237,27 +235,21 @@ def refusals_on_ranks():
     mesh = init_context_parallel_mesh("cpu", max_tensor_dim_size=2)
     pipe = make("flux")
     parallelize_pipe(pipe, mesh=mesh)
-    with pytest.raises(
-        RuntimeError, match=r"heads sharded over no ranks, and the dim 'tensor' of the mesh has here \[0, 1\]"
-    ):
+    with pytest.raises(RuntimeError, match=r"heads .* no ranks, .*'tensor' .*\[0, 1\]"):
         generate(pipe, "flux")
     shard_weights(pipe, method="tensor")
-    with pytest.raises(
-        ValueError, match=r"transformer_blocks\.0\.attn\.to_q .* has an adapter, LoRA with a norm over the whole"
-    ):
+    with pytest.raises(ValueError, match=r"transformer_blocks\.0\.attn\.to_q .*LoRA .*norm"):
         pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q"], use_dora=True))
     assert not hasattr(pipe.transformer, "peft_config")
     parallelize_pipe(pipe, mesh=cpu_mesh(1, 2))
-    with pytest.raises(RuntimeError, match=r"heads sharded over \[0, 1\] ranks, and the dim 'tensor' .* none"):
+    with pytest.raises(RuntimeError, match=r"heads .*\[0, 1\] .*'tensor' .* none"):
         generate(pipe, "flux")
     unshard_weights(pipe)
     pipe.transformer.add_adapter(LoHaConfig(r=2, target_modules=["to_q"]))
-    with pytest.raises(ValueError, match=r"to_q .* has an adapter, loha's Linear, .*Fuse it first \(pipe.fuse_lora"):
+    with pytest.raises(ValueError, match=r"to_q .*loha's Linear, .*pipe\.fuse_lora"):
         shard_weights(pipe, mesh, method="tensor")
     pipe.transformer = flux_transformer(num_attention_heads=3)
-    with pytest.raises(
-        ValueError, match=r"3 heads, which 2 tensor ranks do not divide; max_tensor_dim_size may be one of \[3\]"
-    ):
+    with pytest.raises(ValueError, match=r"3 heads, .*2 .*max_tensor_dim_size .*\[3\]"):
         shard_weights(pipe, mesh, method="tensor")
 
 
@@ -268,9 +260,9 @@ def test_tensor_ranks_that_the_mesh_does_not_know_and_adapters_without_parts_are
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"components": ["text_encoder"]}, ValueError, "no tensor plan for pipe.text_encoder, a CLIPTextModel"),
-        ({}, ValueError, r"needs a mesh with a dim 'tensor' .*max_tensor_dim_size=2"),
-        ({"offload_policy": CPUOffloadPolicy()}, ValueError, "offload_policy is FSDP2's"),
+        ({"components": ["text_encoder"]}, ValueError, "pipe.text_encoder, .*CLIPTextModel"),
+        ({}, ValueError, r"'tensor' .*max_tensor_dim_size=2"),
+        ({"offload_policy": CPUOffloadPolicy()}, ValueError, "offload_policy "),
     ],
 )
 def test_what_has_no_tensor_plan_or_mesh_is_refused(options, error, message):
@@ -281,7 +273,7 @@ def test_what_has_no_tensor_plan_or_mesh_is_refused(options, error, message):
 def test_fsdp_of_a_transformer_is_refused_at_once_on_a_mesh_with_tensor_ranks(tmp_path):
     with fake_group(4):
         mesh = init_context_parallel_mesh("cpu", max_tensor_dim_size=2)
-        message = r"the mesh has 2 ranks along 'tensor', which share the heads .*Use method='tensor' .*or a mesh without 'tensor'"
+        message = r"mesh .*2 ranks .*'tensor', .*method='tensor'"
         pipe = flux_pipe()
         for refused in (
             lambda: parallelize_pipe(pipe, mesh=mesh, weights="fsdp"),
@@ -292,7 +284,7 @@ def test_fsdp_of_a_transformer_is_refused_at_once_on_a_mesh_with_tensor_ranks(tm
             with pytest.raises(ValueError, match=message):
                 refused()
         assert mesh_of(pipe) is None
-        with pytest.raises(ValueError, match=r"needs a mesh with a dim 'tensor'"):
+        with pytest.raises(ValueError, match=r"needs .*'tensor'"):
             from_pretrained_sharded(FluxPipeline, tmp_path, mesh=init_context_parallel_mesh("cpu"), weights="tensor")
 
 
