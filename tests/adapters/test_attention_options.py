@@ -82,7 +82,7 @@ def test_a_pipeline_runs_on_the_triton_kernel():
     with interpreted(), mock.patch.object(attention, "launch", wraps=attention.launch) as launch:
         assert relative_error(draw(pipe), draw(flux_pipe())) < 1e-5
     assert launch.call_count > 0
-    with pytest.raises(RuntimeError, match='backend="triton" needs a CUDA device'):
+    with pytest.raises(RuntimeError, match=r"triton.* CUDA .*CPU"):
         draw(pipe)
 
 
@@ -107,7 +107,7 @@ def test_in_one_graph_it_computes_the_same(rank_pool, ranks):
 
 def with_other_options(option, values):
     pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2), **{option: values[dist.get_rank()]})
-    with pytest.raises(ValueError, match=f"{option} of transformer: rank 0 has {str(values[0])!r}, rank 1 has"):
+    with pytest.raises(ValueError, match=rf"{option} of transformer: rank 0 .*{str(values[0])!r}, rank 1 "):
         draw(pipe)
 
 
@@ -119,10 +119,10 @@ def test_ranks_that_were_given_something_else_are_told(rank_pool, option, values
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"backend": "fast"}, "backend is 'fast'; expected one of flash, efficient, cudnn, math, triton, triton-int8"),
-        ({"comm_dtype": torch.bfloat16}, r"comm_dtype is torch\.bfloat16; expected torch\.int8 or"),
-        ({"comm_dtype": torch.int8, "rotate_method": "2d"}, "rotate_method='2d' sends tensors as they are"),
-        ({"backend": "math", "attn_func": ByHand()}, "backend='math' and attn_func both say"),
+        ({"backend": "fast"}, "backend .*'fast'; .*flash, efficient, cudnn, math, triton, triton-int8"),
+        ({"comm_dtype": torch.bfloat16}, r"comm_dtype .*torch\.bfloat16; .*torch\.int8 "),
+        ({"comm_dtype": torch.int8, "rotate_method": "2d"}, r"rotate_method='2d' .*comm_dtype .*torch\.int8"),
+        ({"backend": "math", "attn_func": ByHand()}, "backend='math' .*attn_func"),
     ],
 )
 @pytest.mark.parametrize(
@@ -136,5 +136,5 @@ def test_what_there_is_not_is_said_before_anything_is_done(parallelize, options,
 
 
 def test_a_pipeline_without_a_transformer_has_no_such_options():
-    with pytest.raises(ValueError, match=r"backend='math': StableVideoDiffusionPipeline has no transformer"):
+    with pytest.raises(ValueError, match="backend='math': StableVideoDiffusionPipeline "):
         parallelize_pipe(UNET_PIPELINES["svd"].build(), backend="math")

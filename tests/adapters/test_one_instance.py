@@ -4,6 +4,7 @@ import copy
 import io
 import logging
 import pickle
+import re
 import tempfile
 
 import pytest
@@ -142,8 +143,8 @@ def test_without_a_mesh_all_ranks_work_and_one_line_says_so(rank_pool):
         assert ranks == 2
         assert len(records) == (1 if rank == 0 else 0)
         for record in records:
-            assert "batch × ring × ulysses = 1 × 1 × 2 (no guidance by default, 4 heads)" in record
-            assert "init_context_parallel_mesh('cpu', max_batch_dim_size=1, max_ring_dim_size=1) overrides it" in record
+            assert re.search(r"batch × ring × ulysses = 1 × 1 × 2 .*4 heads", record)
+            assert "init_context_parallel_mesh('cpu', max_batch_dim_size=1, max_ring_dim_size=1)" in record
 
 
 @pytest.mark.parametrize("world_size", [None, "1"])
@@ -162,7 +163,7 @@ def test_without_a_process_group_one_process_works_alone(monkeypatch, world_size
 
 def test_without_a_process_group_where_several_ranks_were_started_is_an_error(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(RuntimeError, match=r"WORLD_SIZE is 2, but no process group is initialised.*init_process_group"):
+    with pytest.raises(RuntimeError, match=r"WORLD_SIZE .*2, .*init_process_group"):
         parallelize_pipe(flux_pipe())
 
 
@@ -180,7 +181,7 @@ def use_transformer_alone():
             **{**inputs, "img_ids": inputs["img_ids"][None], "txt_ids": inputs["txt_ids"][None]}
         ).sample,
     }
-    with pytest.raises(ValueError, match=r"img_ids has 62 tokens in dim -2; expected 63, as the other image inputs"):
+    with pytest.raises(ValueError, match=r"img_ids .*62 .*dim -2; .*63"):
         transformer(**{**inputs, "img_ids": inputs["img_ids"][1:]})
     outs["after an error"] = transformer(**inputs).sample
     errors = {name: relative_error(out, alone) for name, out in outs.items()}

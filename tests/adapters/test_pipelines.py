@@ -454,7 +454,7 @@ def call_differently():
     messages = []
     for name, options, *both in DIFFERENCES:
         pipe = build(name, cpu_mesh(1, 2))
-        with pytest.raises(ValueError, match="the ranks of one mesh must call") as error:
+        with pytest.raises(ValueError, match=r"ranks .*: rank 0 .*rank 1 ") as error:
             generate(pipe, name, **{**dict(*both), **(options if dist.get_rank() == 1 else {})})
         messages.append(str(error.value))
     return messages
@@ -464,4 +464,4 @@ def test_ranks_that_call_differently_raise_on_every_rank_and_name_what_differs(r
     for messages in rank_pool.run(call_differently, 2):
         for (name, options, *_), message in zip(DIFFERENCES, messages, strict=True):
             (argument,) = options
-            assert f"differs from rank 0. {argument}: rank 0 has " in message, (name, message)
+            assert f" {argument}: rank 0 " in message, (name, message)

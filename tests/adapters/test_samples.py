@@ -71,12 +71,11 @@ def test_unknown_doubled_and_undeclared_arguments_are_errors_on_every_rank_of_a_
     for found in rank_pool.run(call_with_more, 2):
         assert relative_error(found.pop("positional"), expected) < 1e-5
         assert not any(isinstance(value, Tensor) for value in found.values()), found
-        assert "unexpected keyword argument 'guidance'" in found["unknown"]
-        assert "multiple values for argument 'hidden_states'" in found["doubled"]
-        assert "positional arguments but" in found["too many"]
-        assert "missing 1 required positional argument: 'hidden_states'" in found["no tokens"]
-        assert "encoder_hidden_states, pooled_projections of the model hold(s) tensors" in found["undeclared"]
-        assert "Name them in Plan.batched" in found["undeclared"]
+        assert "'guidance'" in found["unknown"]
+        assert re.search(r"multiple .*'hidden_states'", found["doubled"])
+        assert "positional" in found["too many"]
+        assert re.search(r"missing .*'hidden_states'", found["no tokens"])
+        assert re.search(r"encoder_hidden_states, pooled_projections .*Plan\.batched", found["undeclared"])
 
 
 def call_with_lists():

@@ -1,5 +1,6 @@
 """Two pipelines with one transformer: the second is parallel too, and says what it needs."""
 
+import re
 from unittest import mock
 
 import pytest
@@ -53,11 +54,11 @@ def test_a_pipe_from_pipe_is_parallel_and_asks_for_the_line_where_it_is_needed(r
         assert outs["shared"]
         assert outs["class"]
         assert relative_error(outs["generator"], alone) < 1e-5
-        assert f"hidden_states: rank 0 has tensor[1, 63, {FLUX_CHANNELS}]" in outs["error"]
+        assert re.search(rf"hidden_states: rank 0 .*tensor\[1, 63, {FLUX_CHANNELS}\]", outs["error"])
         assert "parallelize_pipe(the_other_pipe, mesh=mesh)" in outs["error"]
         assert relative_error(outs["after the line"], generated) < 1e-5
         assert relative_error(outs["first pipe"], plain) < 1e-5
-        assert "Call parallelize_pipe(pipe, mesh=...) again" in outs["first pipe, after the other was undone"]
+        assert "parallelize_pipe(pipe, mesh=...)" in outs["first pipe, after the other was undone"]
         assert torch.equal(outs["undone"], plain)
 
 
@@ -151,7 +152,7 @@ def test_a_pipe_that_compares_nothing_is_exact_and_still_looks_at_itself(rank_po
     expected = pipe(**flux_call(generator=None)).images
     for out, error in rank_pool.run(call_without_comparing, 2):
         assert relative_error(out, expected) < 1e-5
-        assert "pipe.transformer is another one than when the pipe was parallelized" in error
+        assert re.search(r"pipe\.transformer .*another .*parallelized", error)
 
 
 def call_with_other_inputs(name):
@@ -169,7 +170,7 @@ def call_with_other_inputs(name):
 def test_a_transformer_called_by_hand_with_another_input_on_one_rank_is_an_error_on_all(rank_pool, name):
     for error in rank_pool.run_expecting_errors(call_with_other_inputs, 2, name):
         assert isinstance(error, ValueError)
-        assert f"{name}: rank 0 has tensor" in str(error)
+        assert re.search(rf"{name}: rank 0 .*tensor", str(error))
 
 
 def changed(x, how):
@@ -225,5 +226,5 @@ def test_inputs_of_a_transformer_called_by_hand_that_differ_in_one_bit_are_named
         assert difference < 1e-5
         assert is_nan
         for (name, how), message in errors.items():
-            assert f"{name}: rank 0 has tensor" in message, how
-            assert message.count("rank 0 has") == message.count("rank 1 has") == 1, how
+            assert re.search(rf"{name}: rank 0 .*tensor", message), how
+            assert message.count(": rank 0 ") == message.count(", rank 1 ") == 1, how

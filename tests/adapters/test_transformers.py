@@ -1,5 +1,6 @@
 """Every supported transformer computes on several ranks what it computes alone. Each has tests of its own: `-k mochi`."""
 
+import re
 import warnings
 from functools import cache
 
@@ -159,7 +160,7 @@ def test_a_half_of_the_ranks_computes_a_half_of_the_samples_and_one_sample_warns
             assert max(relative_error(out, expected[:num_samples]) for out in outs) < 1e-5
             assert seen == [1, 1]
             assert len(warned) == (num_samples == 1)
-            assert all("1 sample(s), which 2 ranks along 'batch' cannot share" in text for text in warned)
+            assert all(re.search(r"1 sample.* 2 ranks .*'batch'", text) for text in warned)
 
 
 # Models whose text may be sharded, or not.
@@ -190,9 +191,9 @@ def test_text_may_be_cut_or_whole_on_a_ring_of_three(rank_pool, name, text):
 
 def cut_text():
     transformer = MODELS["hunyuan"].build()
-    with pytest.raises(ValueError, match=r"text='shard' was given, but HunyuanVideoTransformer3DModel needs all text"):
+    with pytest.raises(ValueError, match=r"text='shard' .*HunyuanVideoTransformer3DModel "):
         parallelize_transformer(transformer, mesh=cpu_mesh(1, 2), text="shard")
-    with pytest.raises(ValueError, match=r"text is 'cut'; expected 'shard', 'replicate', or None"):
+    with pytest.raises(ValueError, match=r"text .*'cut'; .*'shard', 'replicate'"):
         parallelize_transformer(transformer, mesh=cpu_mesh(1, 2), text="cut")
 
 

@@ -168,7 +168,7 @@ def change_early(how):
         message = r"transformer_blocks\.0\.attn\.to_qkv .* in no tensor plan.*unfuse_qkv_projections\(\)"
     else:
         quantize_(pipe.transformer, Int8WeightOnlyConfig())
-        message = r"transformer_blocks\.0\.attn\.to_q .* has a Int8Tensor for its weight.*quantize each rank's part afterwards"
+        message = r"transformer_blocks\.0\.attn\.to_q .* Int8Tensor "
     before = pipe(**flux_call())[0]
     with pytest.raises(ValueError, match=message):
         shard_weights(pipe, mesh, method="tensor")

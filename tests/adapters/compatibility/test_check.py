@@ -61,12 +61,12 @@ def lumina_next():
 
 
 def test_a_pipe_without_a_transformer_is_refused_with_what_is_supported():
-    with pytest.raises(TypeError, match=r"NoTransformer is not supported: it has no transformer\. " + SUPPORTED):
+    with pytest.raises(TypeError, match=r"^NoTransformer .*transformer.*" + SUPPORTED):
         parallelize_pipe(NoTransformer(nn.Linear(1, 1)))
 
 
 def test_a_pipe_on_an_unknown_unet_is_refused_with_what_is_supported():
-    with pytest.raises(TypeError, match=r"^OtherUnet is not supported: .* in Linear is not known: .*" + SUPPORTED):
+    with pytest.raises(TypeError, match=r"^OtherUnet .* Linear .*" + SUPPORTED):
         parallelize_pipe(OtherUnet(nn.Linear(1, 1)))
 
 
@@ -79,18 +79,18 @@ class OtherModel(ModelMixin, ConfigMixin):
     [
         (
             lumina_next,
-            r"LuminaNextDiT2DModel has no plan, for its processor scales attention by .*\. Give each rank prompts of its own instead\.",
+            "LuminaNextDiT2DModel .*processor ",
         ),
         (
             OtherModel,
-            r"there is no plan for OtherModel\. .*adapter=Adapter\(transformer='OtherModel', .*plan=Plan\(.*docs/new_model\.md",
+            r"OtherModel\. .*adapter=Adapter\(transformer='OtherModel', .*plan=Plan\(.*docs/new_model\.md",
         ),
     ],
 )
 def test_another_transformer_is_refused_with_what_is_supported(make, message):
     model = make()
     for attempt, given in ((parallelize_pipe, OtherTransformer(model)), (parallelize_transformer, model)):
-        expected = f"^{type(given).__name__} is not supported: {message} .*{SUPPORTED}"
+        expected = f"^{type(given).__name__} .*{message}.*{SUPPORTED}"
         with pytest.raises(TypeError, match=expected) as error:
             attempt(given)
         # Which dim holds tokens depends on the model: of most image models dim 1 are channels.
@@ -100,7 +100,7 @@ def test_another_transformer_is_refused_with_what_is_supported(make, message):
 def test_a_transformer_spread_over_devices_is_refused():
     pipe = flux_pipe()
     pipe.transformer.hf_device_map = {"transformer_blocks": 0, "single_transformer_blocks": 1}
-    with pytest.raises(ValueError, match=r"spread over the devices \['0', '1'\] by its device_map"):
+    with pytest.raises(ValueError, match=r"\['0', '1'\] .*device_map"):
         parallelize_pipe(pipe)
     pipe.transformer.hf_device_map = {"": 0}
     parallelize_pipe(pipe)
@@ -109,12 +109,12 @@ def test_a_transformer_spread_over_devices_is_refused():
 def test_diffusers_own_parallelism_is_refused():
     pipe = flux_pipe()
     pipe.transformer._parallel_config = object()
-    with pytest.raises(ValueError, match=r"already runs under diffusers' own enable_parallelism"):
+    with pytest.raises(ValueError, match=r"diffusers.* enable_parallelism"):
         parallelize_pipe(pipe)
 
 
 def test_what_is_no_mesh_is_refused():
-    with pytest.raises(TypeError, match="mesh is a int; expected a DeviceMesh or a ProcessGroup"):
+    with pytest.raises(TypeError, match=r"mesh .*int; .*DeviceMesh .*ProcessGroup"):
         parallelize_pipe(flux_pipe(), mesh=2)
 
 
@@ -132,7 +132,7 @@ class HandMadeProcessor(FluxAttnProcessor):
         return out[:, text:], out[:, :text]
 
 
-UNSEEN = r"called no scaled_dot_product_attention.*Switch its attention to a native backend"
+UNSEEN = "scaled_dot_product_attention.* native "
 
 
 def attend_unseen(compiled):
@@ -184,7 +184,7 @@ def give_kv_cache():
     for _ in range(2):
         with pytest.raises(
             ValueError,
-            match=r"^Flux2Transformer2DModel was given kv_cache, which cannot be computed on several ranks: .*unparall",
+            match=r"^Flux2Transformer2DModel .*kv_cache, .*unparallelize_pipe",
         ):
             transformer(**model.inputs(3, 6, 10), kv_cache=object())
         # The error of a compiled call is the same, and none of Dynamo's.
@@ -198,7 +198,7 @@ def test_a_cache_of_reference_images_is_refused_with_a_reason(rank_pool):
 def replace_transformer():
     pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2))
     pipe.transformer = flux_transformer()
-    with pytest.raises(RuntimeError, match=r"pipe\.transformer is another one than when the pipe was parallelized"):
+    with pytest.raises(RuntimeError, match=r"pipe\.transformer .*another .*parallelized"):
         pipe(**flux_call())
     assert type(pipe.transformer) is FluxTransformer2DModel
     parallelize_pipe(pipe, mesh=cpu_mesh(1, 2))
@@ -215,7 +215,7 @@ def perturb():
     pipe = stable_diffusion_3("StableDiffusion3PAGPipeline")
     with pytest.raises(
         TypeError,
-        match=r"StableDiffusion3PAGPipeline is not supported: its perturbed .*without perturbed.*" + SUPPORTED,
+        match=r"StableDiffusion3PAGPipeline .*perturbed .*" + SUPPORTED,
     ):
         parallelize_pipe(pipe, mesh=cpu_mesh(1, 2))
     parallelize_pipe(pipe, mesh=cpu_mesh(1, 2)["ring"])
@@ -324,17 +324,17 @@ CASES = {
     "a pipeline without a transformer, in parallel": (
         When.PARALLELIZE,
         lambda _: Case(NoTransformer(nn.Linear(1, 1)), None),
-        "^NoTransformer is not supported: it has no transformer. " + SUPPORTED,
+        "^NoTransformer .*transformer.*" + SUPPORTED,
     ),
     "a pipeline without a transformer, with a cache": (
         When.CACHE,
         lambda _: Case(NoTransformer(nn.Linear(1, 1)), None),
-        "^NoTransformer cannot be cached: it has no transformer.$",
+        "^NoTransformer .*cached.* transformer",
     ),
     "a UNet that is not known": (
         When.PARALLELIZE,
         lambda _: Case(OtherUnet(nn.Linear(1, 1)), nn.Linear(1, 1), "unet"),
-        "^OtherUnet is not supported: whether rows of an image can be sharded in Linear is not known: nothing is known of it",
+        "^OtherUnet .* Linear ",
     ),
     "an attention processor that computes scores itself": (
         When.PARALLEL_CALL,
@@ -351,156 +351,156 @@ CASES = {
     "a cache on a UNet": (
         When.CACHE,
         lambda _: Case(*[UNET_PIPELINES["sd"].build().unet] * 2),
-        "^UNet2DConditionModel cannot be cached: First Block Cache skips the blocks behind the first",
+        "^UNet2DConditionModel .*First Block Cache",
     ),
     "what is no adapter": (
         When.PARALLELIZE,
         lambda _: Case(flux_pipe(), flux_transformer(), adapter={}),
-        r"^adapter is \{\}; expected an Adapter, .*transformer='FluxTransformer2DModel'",
+        r"^adapter .*\{\}; .*Adapter, .*transformer='FluxTransformer2DModel'",
     ),
     "a transformer of which it is known why it has no plan": (
         When.PARALLELIZE,
         lambda _: Case(lumina_next(), lumina_next()),
-        "^LuminaNextDiT2DModel is not supported: LuminaNextDiT2DModel has no plan, for its processor scales attention",
+        "^LuminaNextDiT2DModel .*processor ",
     ),
     "a transformer without a plan": (
         When.PARALLELIZE,
         lambda _: Case(OtherModel(), OtherModel()),
-        r"there is no plan for OtherModel\. .*adapter=Adapter\(transformer='OtherModel', ",
+        r"OtherModel\. .*adapter=Adapter\(transformer='OtherModel', ",
     ),
     "a cache on blocks of which it is known why none is skipped": (
         When.CACHE,
         lambda _: Case(far := MODELS["anyflow far"].build(), far),
-        "^AnyFlowFARTransformer3DModel cannot be cached: its blocks store keys",
+        "^AnyFlowFARTransformer3DModel .*cached.* keys",
     ),
     "a cache on blocks that are not known": (
         When.CACHE,
         lambda _: Case(OtherModel(), OtherModel()),
-        "^OtherModel cannot be cached: the blocks of OtherModel are not known. Known are FLUX",
+        "^OtherModel .*cached.* blocks .*FLUX",
     ),
     "a cache that follows a schedule, without a scheduler": (
         When.CACHED_CALL,
         without_scheduler,
-        "^always_compute_last needs a scheduler, and this FluxPipeline has none",
+        "^always_compute_last .*scheduler, .*FluxPipeline ",
     ),
     "a transformer on several devices": (
         When.PARALLELIZE,
         lambda mesh: on_flux(lambda model: changed(model, hf_device_map={"a": 0, "b": 1}), mesh),
-        r"^the transformer is spread over the devices \['0', '1'\] by its device_map, .*mesh=mesh, weights='fsdp'\)\.$",
+        r"transformer .*\['0', '1'\] .*device_map, .*mesh=mesh, weights='fsdp'\)",
     ),
     "a pipeline on several devices": (
         When.SHARD,
         lambda mesh: Case(changed(flux_pipe(), hf_device_map={"a": 0, "b": 1}), flux_transformer(), "transformer"),
-        r"^the pipeline is spread over the devices \['0', '1'\] by its device_map, .*mesh=mesh, weights='fsdp'\)\.$",
+        r"pipeline .*\['0', '1'\] .*device_map, .*mesh=mesh, weights='fsdp'\)",
     ),
     "weights that accelerate moves layer by layer": (
         When.SHARD,
         lambda mesh: on_flux(lambda model: changed(model, _hf_hook=object()), mesh),
-        r"^pipe\.transformer is moved by a hook of accelerate, layer by layer .*Call pipe\.remove_all_hooks\(\) first",
+        r"^pipe\.transformer .*accelerate, .*pipe\.remove_all_hooks\(\)",
     ),
     "stages of a model whose blocks hand on more than tokens": (
         When.PARALLELIZE,
         lambda mesh: Case(*[MODELS["hunyuandit"].build()] * 2, mesh=in_stages(mesh)),
-        r"^HunyuanDiT2DModel cannot run in stages: it hands more from block to block than tokens, or .*weights='fsdp' shards any model\.$",
+        r"^HunyuanDiT2DModel .*stages.*weights='fsdp'",
     ),
     "stages of weights that something else places": (
         When.PARALLELIZE,
         lambda mesh: on_flux(lambda model: changed(model.proj_out, _hf_hook=object()) and None, in_stages(mesh)),
-        r"^pipe\.transformer is moved by a hook of accelerate, .*Call pipe\.remove_all_hooks\(\) before",
+        r"^pipe\.transformer .*accelerate, .*pipe\.remove_all_hooks\(\)",
     ),
     "stages in one graph": (
         When.PARALLEL_CALL,
         compiled_stages,
-        r"^pipe\.transformer was compiled as a whole, .*transformer\.compile_repeated_blocks\(fullgraph=True\)\.$",
+        r"^pipe\.transformer .*compiled .*transformer\.compile_repeated_blocks\(fullgraph=True\)",
     ),
     "PipeFusion in one graph": (
         When.PARALLEL_CALL,
         fused_and_compiled,
-        r"^pipe\.transformer runs under PipeFusion, and was compiled as a whole.*compile_repeated_blocks\(fullgraph=True\)\.$",
+        r"^pipe\.transformer .*PipeFusion, .*compile_repeated_blocks\(fullgraph=True\)",
     ),
     "a cache over stages that cannot decide or store": (
         When.CACHED_CALL,
         cached_stages,
-        r"^pipe\.transformer runs in stages, and cannot be cached so: its rule asks the weights of the first block",
+        r"^pipe\.transformer .*stages, .*cached.* rule ",
     ),
     "weights sharded over ranks that need not run the same blocks": (
         When.CACHED_CALL,
         sharded_and_cached,
-        r"^pipe\.transformer has its weights sharded over 2 ranks, and 1 share its sequence: the others have a cache of their own",
+        r"^pipe\.transformer .*weights .*2 ranks, .*1 .*cache",
     ),
     "a cache in one graph over sharded weights": (
         When.CACHED_CALL,
         sharded_and_compiled,
-        r"^pipe\.transformer is compiled as a whole, .*\(weights='tensor'\).*pipe\.transformer\.compile_repeated_blocks\(fullgraph=True\)",
+        r"^pipe\.transformer .*compiled .*\(weights='tensor'\).*pipe\.transformer\.compile_repeated_blocks\(fullgraph=True\)",
     ),
     "one graph over weights that FSDP2 shards": (
         When.PARALLEL_CALL,
         fsdp_without_breaks,
-        r"^pipe\.transformer is compiled as a whole with fullgraph=True, .*\(weights='fsdp'\).*compile_repeated_blocks",
+        r"^pipe\.transformer .*fullgraph=True, .*\(weights='fsdp'\).*compile_repeated_blocks",
     ),
     "weights that were quantized after FSDP2 sharded them": (
         When.PARALLEL_CALL,
         quantized_late,
-        r"^transformer_blocks\.0\.attn\.to_q\.weight of pipe\.transformer is a Int8Tensor since its weights were sharded",
+        r"^transformer_blocks\.0\.attn\.to_q\.weight .*pipe\.transformer .*Int8Tensor ",
     ),
     "heads that other ranks share than the mesh says": (
         When.PARALLEL_CALL,
         lambda mesh: on_flux(
             lambda model: None, replace(mesh, tensor=mesh.sequence.ulysses), applied=mesh_of_plan(flux_transformer())
         ),
-        r"^pipe\.transformer has its heads sharded over no ranks, and the dim 'tensor' of the mesh has here \[0, 1\]",
+        r"^pipe\.transformer .*heads .*no ranks, .*'tensor' .*\[0, 1\]",
     ),
     "diffusers' own parallelism": (
         When.PARALLELIZE,
         lambda mesh: on_flux(lambda model: changed(model, _parallel_config=object()), mesh),
-        "already runs under diffusers' own enable_parallelism",
+        "diffusers.* enable_parallelism",
     ),
     "perturbed attention over joint tokens": (
         When.PARALLELIZE,
         perturbed,
-        "its perturbed attention hides image tokens",
+        "perturbed attention",
     ),
     "another transformer than the one that was parallelized": (
         When.PARALLEL_CALL,
         replaced,
-        r"^pipe\.transformer is another one than when the pipe was parallelized",
+        r"^pipe\.transformer .*another .*parallelized",
     ),
     "another transformer than the one that was cached": (
         When.CACHED_CALL,
         replaced,
-        r"^pipe\.transformer is another one than when the cache was applied",
+        r"^pipe\.transformer .*another .*cache",
     ),
     "a transformer whose plan was replaced or removed": (
         When.PARALLEL_CALL,
         lambda mesh: on_flux(lambda _: None, mesh, applied=mesh.sequence),
-        r"^pipe\.transformer was given another mesh, or unparallelized",
+        r"^pipe\.transformer .*mesh, .*unparallelized",
     ),
     "a compiled UNet": (
         When.PARALLEL_CALL,
         lambda mesh: Case(*[compiled_in_place(UNET_PIPELINES["sd"].build().unet)] * 2, mesh=mesh),
-        "^unet was compiled, and a compiled graph does not see how many rows",
+        "^unet .*compiled",
     ),
     "attention that is no scaled_dot_product_attention": (
         When.PARALLEL_CALL,
         lambda mesh: on_flux(
             lambda model: changed(model.transformer_blocks[1].attn.processor, _attention_backend="flash") and None, mesh
         ),
-        r"backend 'flash' in 'transformer_blocks\.1\.attn', .*on 2 ranks each .*: pipe\.transformer\.set_attention_backend",
+        r"'flash' .*'transformer_blocks\.1\.attn', .*2 ranks .*: pipe\.transformer\.set_attention_backend",
     ),
     "a cache of diffusers": (
         When.PARALLEL_CALL,
         lambda mesh: on_flux(lambda model: model.enable_cache(FirstBlockCacheConfig(0.1)), mesh),
-        r"has a cache of diffusers \(FirstBlockCacheConfig\), .*Call pipe\.transformer\.disable_cache\(\)",
+        r"\(FirstBlockCacheConfig\), .* pipe\.transformer\.disable_cache\(\)",
     ),
     "another hook of diffusers that needs more than a rank's tokens, or may": (
         When.PARALLEL_CALL,
         lambda mesh: on_flux(lambda model: apply_layer_skip(model, LayerSkipConfig([1], dropout=0.5)), mesh),
-        r"^pipe\.transformer has diffusers' \w+ at '.*': it drops activations at random",
+        r"^pipe\.transformer .*diffusers.* \w+ at '.*': .*drops",
     ),
     "a guider that puts on such a hook": (
         When.PARALLEL_CALL,
         guided_by_blur,
-        r"^pipe\.guider is a SmoothedEnergyGuidance: it blurs the queries of a whole image",
+        r"^pipe\.guider .*SmoothedEnergyGuidance: .*blurs",
     ),
 }
 

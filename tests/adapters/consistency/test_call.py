@@ -4,6 +4,7 @@ Exceptions, callbacks, interrupts and threads: a call that ends badly leaves the
 """
 
 import os
+import re
 import signal
 import threading
 import time
@@ -44,7 +45,7 @@ def draw_with_another_scheduler():
 
 
 def test_ranks_whose_schedulers_differ_are_told_so(rank_pool):
-    with pytest.raises(RankPoolError, match=r"pipe\.scheduler: rank 0 has .*rank 1 has") as error:
+    with pytest.raises(RankPoolError, match=r"ValueError: .*pipe\.scheduler: rank 0 .*rank 1 ") as error:
         rank_pool.run(draw_with_another_scheduler, 2)
     assert "raised on 2 of 2 ranks" in str(error.value)
 
@@ -94,7 +95,7 @@ def call_differently():
     errors = {}
     for name, options in DIFFERENCES.items():
         start = time.monotonic()
-        with pytest.raises(ValueError, match="must call the FluxPipeline alike") as error:
+        with pytest.raises(ValueError, match=r"FluxPipeline .*: rank 0 .*rank 1 ") as error:
             pipe(**flux_call(**(options if dist.get_rank() == 1 else {})))
         errors[name] = str(error.value), time.monotonic() - start
     with pytest.raises(TypeError, match="unexpected keyword argument 'heigth'") as error:
@@ -106,13 +107,12 @@ def test_ranks_that_call_differently_raise_on_every_rank_and_name_what_differs(r
     expected = flux_pipe()(**flux_call()).images
     for errors, out in rank_pool.run(call_differently, 2):
         for name, (message, seconds) in errors.items():
-            assert f"{name}: rank 0 has" in message
+            assert f"{name}: rank 0 " in message
             assert seconds < 5
         assert relative_error(out, expected) < 1e-5
-        assert "rank 0 has 'a large red circle" in errors["prompt"][0]
-        assert "rank 1 has 'a small blue square'" in errors["prompt"][0]
-        assert "height: rank 0 has 72, rank 1 has 80." in errors["height"][0]
-        assert f"latents: rank 0 has nothing, rank 1 has tensor[1, 63, {FLUX_CHANNELS}] float32" in errors["latents"][0]
+        assert re.search(r"rank 0 .*'a large red circle.* rank 1 .*'a small blue square'", errors["prompt"][0])
+        assert re.search(r"height: rank 0 .*72, rank 1 .*80", errors["height"][0])
+        assert re.search(rf"latents: .* rank 1 .*tensor\[1, 63, {FLUX_CHANNELS}\] float32", errors["latents"][0])
 
 
 def call_with_the_same():
@@ -160,7 +160,7 @@ class Subclassed(FluxPipeline):
 
 def call_subclass_differently():
     pipe = parallelize_pipe(flux_pipe(Subclassed), mesh=cpu_mesh(1, 2))
-    with pytest.raises(ValueError, match="height: rank 0 has 72, rank 1 has 80"):
+    with pytest.raises(ValueError, match=r"height: rank 0 .*72, rank 1 .*80"):
         pipe(**flux_call(height=72 + 8 * dist.get_rank()))
     return pipe(**flux_call()).images
 
@@ -225,9 +225,7 @@ def test_an_exception_on_one_rank_ends_the_others_with_the_timeout_and_its_reaso
     first, second = rank_pool.run_expecting_errors(leave_on_one_rank, 2, how)
     assert isinstance(second, ValueError)
     assert isinstance(first, RuntimeError)
-    assert "stopped answering in the middle of this call: rank 1 raised ValueError: only here. This rank gave" in str(
-        first
-    )
+    assert re.search(r"rank 1 .*ValueError: only here", str(first))
 
 
 def die_on_one_rank(where):
@@ -251,13 +249,13 @@ def die_on_one_rank(where):
 def test_a_rank_that_dies_is_noticed_in_time_and_named(rank_pool, where):
     with pytest.raises(
         RankPoolError,
-        match=r"(?s)another rank stopped answering in the middle of this call: rank 1 has ended without a word.*rank 1 died",
+        match=r"(?s)RuntimeError: [^\n]*rank 1 [^\n]*ended.*rank 1 died",
     ):
         rank_pool.run(die_on_one_rank, 2, where)
 
 
 def set_bad_timeout():
-    with pytest.raises(ValueError, match=r"timeout is 0\.0 s; expected a positive number of seconds, or a timedelta"):
+    with pytest.raises(ValueError, match=r"timeout .*0\.0 s; .*timedelta"):
         parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2), timeout=0)
 
 
@@ -337,14 +335,14 @@ def test_a_second_thread_in_the_same_transformer_is_an_error(rank_pool):
     expected = flux_transformer()(**flux_inputs(10, 3)).sample
     for errors, *outs in rank_pool.run(call_from_two_threads, 2):
         assert len(errors) == 1
-        assert "FluxTransformer2DModel is already running in another thread" in errors[0]
+        assert re.search(r"FluxTransformer2DModel .*thread", errors[0])
         assert max(relative_error(out, expected) for out in outs) < 1e-5
 
 
 def build_after_group_is_gone():
     pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2))
     dist.destroy_process_group()
-    with pytest.raises(RuntimeError, match=r"The process group of mesh dim 'ulysses' \(2 ranks\) was destroyed"):
+    with pytest.raises(RuntimeError, match=r"'ulysses' \(2 ranks\) .*destroyed"):
         pipe(**flux_call())
 
 

@@ -1,5 +1,6 @@
 """What is compared over the ranks beside arguments: dtypes, LoRAs, versions, and what callbacks change."""
 
+import re
 from unittest import mock
 
 import pytest
@@ -78,7 +79,7 @@ def call_after(change):
     ("what", "change"), [(what, change) for what, changes in DIFFERENCES.items() for change in changes]
 )
 def test_a_rank_whose_models_differ_is_an_error_on_all_that_names_what(rank_pool, what, change):
-    with pytest.raises(RankPoolError, match=rf"{what}: rank 0 has .*, rank 1 has ") as error:
+    with pytest.raises(RankPoolError, match=rf"ValueError: .*{what}: rank 0 .*, rank 1 ") as error:
         rank_pool.run(call_after, 2, change)
     assert "raised on 2 of 2 ranks" in str(error.value)
 
@@ -135,13 +136,13 @@ def interrupts(pipe, step, timestep, tensors):
 
 
 TOLD = {
-    changes_latents: "values of latents: rank 0 has",
-    changes_in_place: "values of latents: rank 0 has",
-    changes_prompt: "values of prompt_embeds: rank 0 has",
-    changes_size: r"shape of latents: rank 0 has \[1, 63, \d+\], rank 1 has \[1, 62,",
-    changes_dtype: "dtype of latents: rank 0 has float32, rank 1 has float64",
-    changes_lora: "LoRA of pipe.transformer: rank 0 has",
-    interrupts: "interrupt: rank 0 has False, rank 1 has True",
+    changes_latents: "values of latents: rank 0 ",
+    changes_in_place: "values of latents: rank 0 ",
+    changes_prompt: "values of prompt_embeds: rank 0 ",
+    changes_size: r"shape of latents: rank 0 .*\[1, 63, \d+\], rank 1 .*\[1, 62,",
+    changes_dtype: "dtype of latents: rank 0 .*float32, rank 1 .*float64",
+    changes_lora: "LoRA of pipe.transformer: rank 0 ",
+    interrupts: "interrupt: rank 0 .*False, rank 1 .*True",
 }
 
 
@@ -167,7 +168,7 @@ def test_an_exception_of_one_callback_is_raised_on_all_ranks_at_once(rank_pool):
     first, second = rank_pool.run_expecting_errors(call_back, 2, raises_on_one)
     assert isinstance(second, KeyError)
     assert isinstance(first, RuntimeError)
-    assert "rank 1: its callback raised KeyError: 'only here'" in str(first)
+    assert re.search(r"rank 1: .*callback .*KeyError: 'only here'", str(first))
 
 
 def alike(pipe, step, timestep, tensors):

@@ -74,7 +74,7 @@ def test_conditions_are_found_in_lists_and_as_embeddings():
 
 
 def test_a_model_of_one_size_that_is_given_two_says_so():
-    with pytest.raises(ValueError, match=r"fails with the second: RuntimeError: .*25.*example_inputs=\(inputs,\)"):
+    with pytest.raises(ValueError, match=r"second: RuntimeError: .*25.*example_inputs=\(inputs,\)"):
         propose_plan(fill(Dit(), seed=1), (dit_inputs(), dit_inputs(12)))
 
 
@@ -104,7 +104,7 @@ def test_flash_attention_is_seen():
 
 
 def test_attention_that_is_written_by_hand_is_named():
-    with pytest.raises(ValueError, match=r"softmax itself: in transformer\.layers\.0\.0 \(over \[2, 2, 20, 20\]\)"):
+    with pytest.raises(ValueError, match=r"softmax .*transformer\.layers\.0\.0 .*\[2, 2, 20, 20\]"):
         propose_plan(fill(ListVit(HandAttention), seed=1), (image(16, 20), image(16, 32)))
 
 

