@@ -34,6 +34,8 @@ class Adapter:
         frames: where a model that makes tokens of a video has its frames: PipeFusion's patches are frames. None: it is given tokens, or it
             is not known.
         empty_text: whether the model takes no tokens of text at all: PipeFusion's patches behind the first then have none, else each has all.
+        steps_with_copies: Whether one of its pipelines takes its steps with copies of its scheduler, one for each frame, and leaves the
+            scheduler itself alone (diffusion forcing).
         threshold: the default ``residual_diff_threshold``.
         threshold_source: who recommends it.
     """
@@ -48,5 +50,6 @@ class Adapter:
     tensor: TensorPlan | None = None
     frames: Frames | None = None
     empty_text: bool = True
+    steps_with_copies: bool = False
     threshold: float = 0.05
     threshold_source: str = "diffusers' FirstBlockCacheConfig"

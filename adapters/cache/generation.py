@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from para_core.adapters.cache.schedule import Schedule
 from para_core.adapters.compatibility import Case, When, refuse
 from para_core.adapters.consistency.callbacks import around_callbacks
-from para_core.adapters.registry import plan_for
+from para_core.adapters.registry import adapter_for, plan_for
+from para_core.adapters.scheduler_tracker import SchedulerTracker
 from para_core.adapters.spec import Adapter
 from para_core.cache.attachment import ModelCallHook
 from para_core.cache.block_cache import BlockCache
-from para_core.cache.decision import Verdict
+from para_core.cache.decision import Verdict, step_of
 from para_core.cache.options import CacheOptions, rule_of
 from para_core.cache.report import CacheReport, rows_of
 from para_core.cfg.deferred import materialize
@@ -45,7 +45,8 @@ class PipelineCache:
     def __init__(self) -> None:
         self.caches: dict[str, BlockCache] = {}
         self._adapter: Adapter | None = None
-        self._schedule = Schedule()
+        self._with_copies = False
+        self._tracker = SchedulerTracker()
         # Of its own, for other pipelines may share a transformer.
         self._callers: dict[str, ModelCallHook] = {}
         # Of the generation under way.
@@ -61,6 +62,8 @@ class PipelineCache:
         """Other caches from here on. What stands around the models stays, and so do graphs that were compiled with it."""
         before, self.caches, self._adapter = self.caches, caches, adapter
         self._warned = set()
+        adapters = [adapter_for(cache.module, adapter) for cache in caches.values()]
+        self._with_copies = any(each is not None and each.steps_with_copies for each in adapters)
         for cache in caches.values():
             cache.attach()
         for name, cache in before.items():
@@ -100,7 +103,7 @@ class PipelineCache:
         for name, cache in self.caches.items():
             refuse(When.CACHED_CALL, Case(pipe, cache.module, name, options=cache.options))
         with ExitStack() as stack:
-            stack.enter_context(self._schedule.followed(pipe, self._begin_schedule))
+            stack.enter_context(self._tracker.following(pipe, self._begin_schedule, with_copies=self._with_copies))
             stack.enter_context(self._generation(pipe))
             self._thread = get_ident()
             kwargs = stack.enter_context(around_callbacks(kwargs, KEY, self._apart, order=Order.CACHE))
@@ -146,7 +149,7 @@ class PipelineCache:
         parameters = parameters_of(self.caches[name].module)
 
         def around(call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or not self._schedule.active:
+            if torch.compiler.is_compiling() or not self._tracker.active:
                 return call(module, *args, **kwargs)
             if self._in_callback or self._thread != get_ident():
                 # Of another pipe, which shares the model.
@@ -161,7 +164,9 @@ class PipelineCache:
             cache.branches = 2 if guided else 1
             cache.batch = number_of_samples(given.get(tokens), dim) or 0
             return cache.run(
-                partial(call, module, *args, **kwargs), given, lambda branch: self._schedule.step(cache.options, branch)
+                partial(call, module, *args, **kwargs),
+                given,
+                lambda branch: step_of(cache.options, *self._tracker.position(branch)),
             )
 
         return around
@@ -169,7 +174,7 @@ class PipelineCache:
     def announce(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Name the branch of this call of ``module``, on ranks that do not compute it as well."""
         cache = next((cache for cache in self.caches.values() if cache.module is uncompiled(module)), None)
-        if cache is None or self._in_callback or not self._schedule.active or self._thread != get_ident():
+        if cache is None or self._in_callback or not self._tracker.active or self._thread != get_ident():
             return
         given = {**dict(zip(parameters_of(cache.module), args, strict=False)), **kwargs}
         cache.announce(materialize(given))

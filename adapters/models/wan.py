@@ -114,6 +114,7 @@ SKYREELS_V2 = Adapter(
     ),
     blocks=BLOCKS,
     tensor=TENSOR,
+    steps_with_copies=True,
 )
 
 ANYFLOW = Adapter(

@@ -9,20 +9,17 @@ from typing import Any
 
 from torch import nn
 
-from para_core.adapters.cache.schedule import Schedule
 from para_core.adapters.registry import adapter_for, plan_for
+from para_core.adapters.scheduler_tracker import SchedulerTracker
 from para_core.adapters.spec import Adapter, Text
 from para_core.adapters.weights.stages import stack_of, why_no_stages
 from para_core.cache.branches import Branches, conditions_of
-from para_core.cache.options import CacheOptions
 from para_core.distributed.mesh import GuidedMesh
 from para_core.instance_patching import Order, original_class, unwrap, wrap_method
 from para_core.weights.patch_plan import PatchPlan, patch_plan
 from para_core.weights.pipefusion import FEWEST_STEPS, Fusion, PipeFusion, PipeFusionReport
 
 _KEY = "pipefusion"
-# Only what it knows of a schedule is asked for.
-_ANY = CacheOptions(residual_diff_threshold=0.0)
 
 
 def patches_of(module: nn.Module, mesh: GuidedMesh, adapter: Adapter | None) -> PatchPlan:
@@ -61,12 +58,14 @@ class FusedPipe:
         self, transformers: Mapping[str, nn.Module], options: PipeFusion, mesh: GuidedMesh, adapter: Adapter | None
     ) -> None:
         self.options = options
-        self._schedule = Schedule()
+        self._tracker = SchedulerTracker()
+        self._with_copies = False
         self._names: dict[int, list[str]] = {}
         self._branches: dict[int, Branches] = {}
         self.fusions: dict[str, Fusion] = {}
         for name, module in transformers.items():
             known: Any = adapter_for(module, adapter)
+            self._with_copies = self._with_copies or known.steps_with_copies
             plan = patches_of(module, mesh, adapter)
             blocks = [one.block for one in stack_of(module, adapter)]
             self._names[id(module)] = []
@@ -102,10 +101,10 @@ class FusedPipe:
 
     def _step_of(self, branch: str) -> tuple[int, int]:
         # What is called outside of the pipeline, or is of no known branch, is whole.
-        if not self._schedule.active or not branch:
+        if not self._tracker.active or not branch:
             return 0, FEWEST_STEPS
-        step = self._schedule.step(_ANY, branch)
-        return step.index, step.total
+        position = self._tracker.position(branch)
+        return position.step, position.num_steps
 
     @contextmanager
     def generation(self, pipe: Any) -> Iterator[None]:
@@ -116,7 +115,7 @@ class FusedPipe:
         for fusion in self.fusions.values():
             fusion.begin()
         try:
-            with self._schedule.followed(pipe, lambda: None):
+            with self._tracker.following(pipe, lambda: None, with_copies=self._with_copies):
                 yield
             failed = False
         finally:

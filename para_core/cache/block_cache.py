@@ -149,12 +149,13 @@ class BlockCache:
         branch = site.branch or self._branches.name_of(given)
         if branch is None:
             return self._run_without_branches(call)
+        # Before the state is looked up, because a call that begins a section of a video resets the cache.
+        step = step_of(branch)
         state = self.state_of(branch)
         signature = tuple((name, *_form(x)) for name, x in sorted(given.items()) if isinstance(x, Tensor))
         if state.signature != signature:
             state.clear()
             state.signature = signature
-        step = step_of(branch)
         self.state, self.step = state, step
         self.find_mesh()
         self.unchained = [

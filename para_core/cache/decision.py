@@ -59,6 +59,15 @@ class Step:
     forced: Verdict | None = None
 
 
+def step_of(options: CacheOptions, index: int, total: int, time: float) -> Step:
+    """Return the step ``index`` of ``total``, with the verdict that ``options`` fixes for it, if any."""
+    if options.compute_steps is not None:
+        return Step(index, total, time, Verdict.SCHEDULE if options.computes(index, total) else Verdict.MASKED)
+    outside = not options.start <= index / total < options.end
+    computed = outside or (options.always_compute_last and index == total - 1)
+    return Step(index, total, time, Verdict.SCHEDULE if computed else None)
+
+
 class DecisionParams(NamedTuple):
     """By what a call is decided. In a graph 0-dim float64 tensors, so that one graph serves all values."""
 
@@ -118,7 +127,7 @@ def _where(condition: bool, one: Any, other: Any) -> Any:
 
 
 def _unasked(terms: DecisionParams, counts: Counts, where: Where) -> Number:
-    """The verdict for which the residual need not be looked at; 0 where it is to be inputs."""
+    """The verdict for which the residual need not be looked at; 0 if it must be."""
     found: Number = where(counts.hits_in_a_row >= terms.max_consecutive_hits, _LIMIT, 0.0)
     found = where(counts.hits >= terms.max_hits, _LIMIT, found)
     found = where(counts.calls < terms.warmup_steps, _WARMUP, found)

@@ -9,7 +9,7 @@ import torch
 from diffusers import FluxControlImg2ImgPipeline, FluxImg2ImgPipeline
 
 from para_core.adapters import apply_cache_on_pipe, cache_report
-from para_core.adapters.cache.schedule import Schedule
+from para_core.adapters.scheduler_tracker import SchedulerTracker
 from tests.adapters.test_pipelines import build, generate, long_but
 from tests.cache.scripted import verdicts
 from tests.tiny import flux_call, flux_pipe
@@ -26,7 +26,7 @@ IN_PART += ["ltx, condition", "flux2 klein, inpainting"]
 def followed(pipe, call):
     """Of each step that the scheduler took: the timestep, and what the cache took the call before it for."""
     taken, seen = [], []
-    take, step_of = type(pipe.scheduler).step, Schedule.step
+    take, position_of = type(pipe.scheduler).step, SchedulerTracker.position
 
     def watched_take(scheduler, output, timestep, *args, **kwargs):
         # Cosmos 1 takes each step twice, without asking the model in between.
@@ -34,13 +34,13 @@ def followed(pipe, call):
             taken.append((float(torch.as_tensor(timestep).flatten()[0]), seen[-1]))
         return take(scheduler, output, timestep, *args, **kwargs)
 
-    def watched_step_of(schedule, *args):
-        seen.append(step_of(schedule, *args))
+    def watched_position_of(tracker, branch):
+        seen.append(position_of(tracker, branch))
         return seen[-1]
 
     with (
         mock.patch.object(type(pipe.scheduler), "step", watched_take),
-        mock.patch.object(Schedule, "step", watched_step_of),
+        mock.patch.object(SchedulerTracker, "position", watched_position_of),
     ):
         call(pipe)
     return taken, seen
@@ -51,10 +51,10 @@ def check(taken):
     # Each section is counted from its first step to its last.
     expected = []
     while len(expected) < len(taken):
-        expected += range(taken[len(expected)][1].total)
-    assert [step.index for _, step in taken] == expected
+        expected += range(taken[len(expected)][1].num_steps)
+    assert [position.step for _, position in taken] == expected
     # DPM-Solver's timesteps are whole numbers, and some pipelines say them in 16 bits.
-    assert [step.time for _, step in taken] == pytest.approx([time for time, _ in taken], rel=1e-3)
+    assert [position.time for _, position in taken] == pytest.approx([time for time, _ in taken], rel=1e-3)
 
 
 @pytest.mark.parametrize("name", long_but([*IN_PART, "ltx, long", "ltx2, dfr", "ltx2", "framepack", "cosmos"], WHOLE))
@@ -90,7 +90,7 @@ def test_the_last_step_of_a_part_of_a_schedule_is_computed(name):
 
 
 @pytest.mark.parametrize("name", FORCING)
-def test_where_copies_of_the_scheduler_take_the_steps_each_branch_counts_them_and_a_section_begins_new(name):
+def test_calls_are_counted_if_copies_of_the_scheduler_step(name):
     options = {"residual_diff_threshold": 1e9, "start": 0.3, "end": 0.9, "always_compute_last": True}
     pipe = apply_cache_on_pipe(build(name), **options)
     sections = []
@@ -115,4 +115,4 @@ def test_where_copies_of_the_scheduler_take_the_steps_each_branch_counts_them_an
         step for total in sections for step in range(total)
     ]
     # For forecasts.
-    assert all(later.time < earlier.time or later.index <= earlier.index for earlier, later in pairwise(seen))
+    assert all(later.time < earlier.time or later.step <= earlier.step for earlier, later in pairwise(seen))

@@ -1,0 +1,148 @@
+"""The position of a running pipeline in its schedule, read from its scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from para_core.instance_patching import Order, original_class, unwrap, wrap_method
+
+_KEY = "scheduler tracker"
+# Schedulers that list the end of the schedule as their last timestep. No pipeline of diffusers takes that step.
+_END_IS_LISTED = ("LTXEulerAncestralRFScheduler",)
+
+
+class Position(NamedTuple):
+    """A step of a schedule.
+
+    Args:
+        step: Index of the step; 0 for the first that the call takes.
+        num_steps: Steps of the schedule, at least 1.
+        time: Timestep of the step, on the scheduler's own scale; 0.0 if the scheduler lists none.
+    """
+
+    step: int
+    num_steps: int
+    time: float
+
+
+class SchedulerTracker:
+    """Follows the scheduler of a pipeline while the pipeline runs.
+
+    Every call of ``scheduler.step`` that moves the scheduler on is a step of the schedule, so schedulers that call the model
+    twice per timestep (Heun) have twice as many steps. A pipeline may begin after the first timestep (image to image, video
+    to video). Pipelines of diffusion forcing take their steps with copies of the scheduler, one for each frame
+    (:attr:`Adapter.steps_with_copies <para_core.adapters.spec.Adapter>`): there the calls of each branch are counted.
+    """
+
+    def __init__(self) -> None:
+        self.active = False
+        self._pipe: Any = None
+        self._scheduler: Any = None
+        self._with_copies = False
+        self._begin: Callable[[], None] = lambda: None
+        # Steps that the scheduler took.
+        self._num_taken = 0
+        # The scheduler's own step index after the last of them, if it has one.
+        self._step_index: int | None = None
+        # If copies take the steps: calls by branch, and the number of steps of the section that they belong to.
+        self._num_calls: dict[str, int] = {}
+        self._section = 0
+        # Timesteps are read once per schedule, because on an accelerator the host waits for them.
+        self._times: list[float] = []
+
+    @contextmanager
+    def following(self, pipe: Any, begin: Callable[[], None], *, with_copies: bool = False) -> Iterator[None]:
+        """Make :meth:`position` available inside the ``with`` block.
+
+        Args:
+            pipe: The pipeline that runs inside. A pipeline without a scheduler has a schedule of one step.
+            begin: Called when a schedule begins. Some pipelines have one for each section of a video.
+            with_copies (`bool`, defaults to `False`): Whether the pipeline may leave its scheduler alone and take its steps
+                with copies of it.
+
+        Raises:
+            RuntimeError: If this tracker already follows a pipeline, in another thread.
+        """
+        if self.active:
+            raise RuntimeError(
+                "this pipeline with a cache is already running, in another thread? Both would use the same cache. Use one "
+                "thread, or a pipeline for each."
+            )
+        scheduler = getattr(pipe, "scheduler", None)
+        self._pipe, self._scheduler, self._begin, self._with_copies = pipe, scheduler, begin, with_copies
+        self.active = True
+        self._restart()
+
+        def count(call: Callable[..., Any], scheduler: Any, /, *args: Any, **kwargs: Any) -> Any:
+            output = call(scheduler, *args, **kwargs)
+            # Cosmos 1 calls step for a clean sample first, sets the step index back, and takes the same step again.
+            step_index = getattr(scheduler, "step_index", None)
+            if step_index is None or step_index != self._step_index:
+                self._num_taken += 1
+            self._step_index = step_index
+            return output
+
+        def restart(call: Callable[..., Any], scheduler: Any, /, *args: Any, **kwargs: Any) -> Any:
+            output = call(scheduler, *args, **kwargs)
+            self._restart()
+            begin()
+            return output
+
+        try:
+            if scheduler is not None:
+                wrap_method(scheduler, "step", _KEY, count, order=Order.CACHE, plain_copies=True)
+                wrap_method(scheduler, "set_timesteps", _KEY, restart, order=Order.CACHE, plain_copies=True)
+            yield
+        finally:
+            if scheduler is not None:
+                unwrap(scheduler, _KEY)
+            self.active, self._scheduler, self._pipe, self._begin = False, None, None, lambda: None
+
+    def position(self, branch: str) -> Position:
+        """Return the step that the next call of the model for ``branch`` belongs to."""
+        if not self._times:
+            self._times = self._times_of_call()
+        index, times = self._num_taken, self._times
+        if self._with_copies and index == 0:
+            times = self._times_of_copies()
+            index = self._count_call(branch, len(times))
+        total = max(len(times), 1)
+        index = min(index, total - 1)
+        return Position(index, total, times[index] if times else 0.0)
+
+    def _restart(self) -> None:
+        self._num_taken, self._step_index, self._num_calls, self._section, self._times = 0, None, {}, 0, []
+
+    def _times_of_call(self) -> list[float]:
+        """Return the timesteps that this call of the pipeline takes."""
+        listed = getattr(self._scheduler, "timesteps", None)
+        times = [] if listed is None else [float(t) for t in listed.tolist()]
+        if original_class(self._scheduler).__name__ in _END_IS_LISTED:
+            times = times[:-1]
+        begin = getattr(self._scheduler, "begin_index", None)
+        num_steps = getattr(self._pipe, "_num_timesteps", None)
+        if begin is None and num_steps is not None and 0 < num_steps <= len(times):
+            begin = len(times) - num_steps
+        return times[begin or 0 :]
+
+    def _times_of_copies(self) -> list[float]:
+        """Return one timestep per step of the section, spread like those of the schedule: each frame is at another one."""
+        total = getattr(self._pipe, "_num_timesteps", None) or len(self._times)
+        return [self._times[i * len(self._times) // total] for i in range(total)]
+
+    def _count_call(self, branch: str, total: int) -> int:
+        """Return the step of this call, if each branch is called once per step.
+
+        A branch that was left out for some steps continues one step after the latest at most. A section of a video ends when
+        the number of steps changes, or when a branch has been called once for every step.
+        """
+        if total != self._section or self._num_calls.get(branch, 0) >= total:
+            if self._section:
+                self._begin()
+            self._num_calls, self._section = {}, total
+        latest = max(self._num_calls.values(), default=0)
+        index = max(self._num_calls.get(branch, 0), latest - 1)
+        self._num_calls[branch] = index + 1
+        return index
