@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from para_core.torch_internals import is_registered, new_process_group, process_groups
+
 MESH_DIMS = ("batch", "ring", "ulysses")
 # Behind these, where weights are sharded by tensor parallelism: each of its ranks has other heads of the same tokens.
 TENSOR_DIM = "tensor"
@@ -98,7 +100,7 @@ def host_group(dim: MeshDim) -> ProcessGroup:
 
 def groups_among(ranks: Collection[int]) -> list[ProcessGroup]:
     """Return the groups that :func:`find_or_make_group` made, and of which this rank and no rank outside of ``ranks`` is a member."""
-    ours = [group for group in dist.distributed_c10d._world.pg_map if group.group_desc.startswith(_OURS)]
+    ours = [group for group in process_groups() if group.group_desc.startswith(_OURS)]
     return [group for group in ours if set(dist.get_process_group_ranks(group)) <= set(ranks)]
 
 
@@ -109,35 +111,18 @@ def set_group_timeout(group: ProcessGroup, timeout: timedelta) -> None:
     set_timeout(timeout, group)
 
 
-def find_or_make_group(description: str, ranks: list[int], **options: Any) -> ProcessGroup:
-    """The group of this ``description``, as ``new_group`` makes it. Ranks that are not in it are not waited for.
+def find_or_make_group(
+    description: str, ranks: list[int], *, backend: str | None = None, timeout: timedelta | None = None
+) -> ProcessGroup:
+    """Return the group with this ``description``, made if there is none. Only ``ranks`` call this, and wait for no other rank.
 
-    Its ranks may have made different numbers of groups before.
+    These ranks may have made different numbers of groups before.
     """
-    c10d = dist.distributed_c10d
-    for known in c10d._world.pg_map:
-        if known.group_desc == description:
-            return known
+    for group in process_groups():
+        if group.group_desc == description:
+            return group
     name = blake2b(f"{description} {ranks}".encode(), digest_size=20).hexdigest()
-    # By name its ranks find each other. torch's own has the number of groups that this process knows: where that differs, all wait.
-    # TODO: drop when torch's names do not depend on it.
-    of_torch, members = c10d._hash_ranks_to_str, sorted(ranks)
-
-    def by_description(ranks: list[int]) -> str:
-        return name if sorted(ranks) == members else of_torch(ranks)
-
-    # With a bound device (`init_process_group(device_id=...)`) torch would make an NCCL group by ncclCommSplit, which is a collective over
-    # all ranks of the world, and the ranks outside of this group never call it. Without one it connects the members at the first use.
-    world = c10d._get_default_group()
-    bound_device = world.bound_device_id
-    world.bound_device_id = None
-    c10d._hash_ranks_to_str = by_description
-    try:
-        made: ProcessGroup = dist.new_group(ranks, use_local_synchronization=True, group_desc=description, **options)
-    finally:
-        c10d._hash_ranks_to_str = of_torch
-        world.bound_device_id = bound_device
-    return made
+    return new_process_group(name, ranks, description=description, backend=backend, timeout=timeout)
 
 
 @dataclass(frozen=True)
@@ -201,7 +186,7 @@ def _check_alive(dims: tuple[MeshDim, ...]) -> None:
     for dim in dims:
         if dim.size == 1:
             continue
-        if not dist.is_initialized() or dim.group not in dist.distributed_c10d._world.pg_map:
+        if not dist.is_initialized() or not is_registered(dim.group):
             raise RuntimeError(
                 f"The process group of mesh dim {dim.name!r} ({dim.size} ranks) was destroyed. Build the mesh and "
                 "the mode again after init_process_group()."

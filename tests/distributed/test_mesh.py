@@ -30,6 +30,7 @@ from para_core import (
 from para_core.adapters import parallelize_transformer
 from para_core.distributed.create_mesh import choose_mesh_shape, ranks_per_host, shared_gpu
 from para_core.distributed.mesh import find_or_make_group, sequence_mesh
+from para_core.torch_internals import _nccl_options_without_split
 from tests.attention.one_device import make_qkv, relative_error
 from tests.tiny import flux_transformer
 
@@ -259,19 +260,17 @@ def test_the_sequence_rank_is_ring_index_times_ulysses_size_plus_ulysses_index(r
 
 def groups_made(shapes):
     """By shape of the mesh (batch, ring, ulysses): the sizes of the groups that are new, and how many were asked for."""
-    made, new_group, known = {}, dist.new_group, dist.distributed_c10d._world.pg_map
+    c10d, made = dist.distributed_c10d, {}
+    make, known = c10d._new_process_group_helper, c10d._world.pg_map
     names, world = ("batch", "ring", "ulysses"), dist.get_world_size()
     for shape in shapes:
         before, asked = set(known), []
 
         def counted(*args, asked=asked, **kwargs):
             asked.append(kwargs["group_desc"])
-            return new_group(*args, **kwargs)
+            return make(*args, **kwargs)
 
-        with (
-            mock.patch.object(dist, "new_group", counted),
-            mock.patch("torch.distributed.device_mesh.new_group", counted),
-        ):
+        with mock.patch.object(c10d, "_new_process_group_helper", counted):
             maxima = {f"max_{name}_dim_size": size for name, size in zip(names, shape, strict=True)}
             mesh = init_context_parallel_mesh("cpu", **maxima)
             attend_chunk(UnifiedAttnMode(mesh))
@@ -489,34 +488,111 @@ def test_a_group_for_cpu_and_cuda_is_one_of_cuda_where_there_is_a_gpu(rank_pool,
         assert device_types == [mixed, mixed, "cuda"]
 
 
-def bound_devices_while_making_groups(fails):
-    """What torch's function that makes a group is given and sees, of a group of all ranks but the first, and the device afterwards."""
-    c10d, calls = dist.distributed_c10d, []
-    make = c10d._new_process_group_helper
+def register_watching_backend(seen, fails):
+    """Register a backend for groups that notes what the process looks like while it makes one."""
+    c10d = dist.distributed_c10d
 
-    def record(*args, **kwargs):
-        calls.append((dist.group.WORLD.bound_device_id, kwargs.get("device_id")))
+    def create(store, rank, size, timeout):
+        seen.append((c10d._hash_ranks_to_str, dist.group.WORLD.bound_device_id))
         if fails:
             raise RuntimeError("no connection")
-        return make(*args, **kwargs)
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
 
-    members = list(range(1, dist.get_world_size()))
-    dist.group.WORLD.bound_device_id = torch.device("cuda", 3)
-    with mock.patch.object(c10d, "_new_process_group_helper", record):
-        if dist.get_rank() in members and fails:
+    # Once per worker, which the pool keeps: a name for each test.
+    name = f"watching{len(dist.Backend.backend_list)}"
+    dist.Backend.register_backend(name, create, devices=["cpu"])
+    return f"cpu:{name}"
+
+
+def process_while_making_a_group(fails):
+    """Whether torch's function and device are unchanged while a group of all ranks but the first is made; its device and sum."""
+    world, seen, members = dist.group.WORLD, [], list(range(1, dist.get_world_size()))
+    of_torch = dist.distributed_c10d._hash_ranks_to_str
+    backend = register_watching_backend(seen, fails)
+    if dist.get_rank() not in members:
+        return None
+    world.bound_device_id = torch.device("cuda", 3)
+    before = set(dist.distributed_c10d._world.pg_map)
+    try:
+        if fails:
             with pytest.raises(RuntimeError, match="no connection"):
-                find_or_make_group("all but the first", members)
-        elif dist.get_rank() in members:
-            x = torch.ones(())
-            dist.all_reduce(x, group=find_or_make_group("all but the first", members))
-            calls.append(int(x))
-    return calls, dist.group.WORLD.bound_device_id
+                find_or_make_group("all but the first", members, backend=backend)
+            result = set(dist.distributed_c10d._world.pg_map) - before
+        else:
+            group = find_or_make_group("all but the first", members, backend=backend)
+            dist.all_reduce(x := torch.ones(()), group=group)
+            result = (group.bound_device_id, dist.get_process_group_ranks(group), x.item())
+        return [(function is of_torch, device) for function, device in seen], result, world.bound_device_id
+    finally:
+        world.bound_device_id = None
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_group_of_some_ranks_is_made_without_the_bound_device(rank_pool, fails):
-    first, *others = rank_pool.run(bound_devices_while_making_groups, 3, fails, timeout=60)
-    assert first == ([], torch.device("cuda", 3))
-    for calls, bound in others:
-        assert calls == ([(None, None)] if fails else [(None, None), 2])
+def test_making_a_group_changes_nothing_that_other_threads_read(rank_pool, fails):
+    first, *others = rank_pool.run(process_while_making_a_group, 3, fails, timeout=60)
+    assert first is None
+    for seen, result, bound in others:
+        assert seen == [(True, torch.device("cuda", 3))]
         assert bound == torch.device("cuda", 3)
+        assert result == (set() if fails else (None, [1, 2], 2))
+
+
+def nccl_options_of_a_group(has_lazy_init):
+    """Options that torch's function gets for an NCCL group, after torch assigned a group to split; and the device that it gets."""
+    c10d, calls = dist.distributed_c10d, []
+    assigned = {"split_from": "of C++"}
+
+    class Options:
+        split_from = property(
+            lambda self: assigned["split_from"], lambda self, group: assigned.update(split_from=group)
+        )
+        lazy_init = False
+
+    if not has_lazy_init:
+        del Options.lazy_init
+
+    def record(*args, **kwargs):
+        kwargs["backend_options"].split_from = "the default group"
+        calls.append(kwargs)
+        return mock.Mock(), None
+
+    with (
+        mock.patch.object(dist, "ProcessGroupNCCL", mock.Mock(Options=Options), create=True),
+        mock.patch.object(c10d, "_new_process_group_helper", record),
+        mock.patch.object(
+            c10d, "_world", mock.Mock(pg_map=c10d._world.pg_map, default_pg=dist.group.WORLD, pg_group_ranks={})
+        ),
+    ):
+        find_or_make_group("of NCCL", [dist.get_rank()], backend="cpu:gloo,cuda:nccl", timeout=timedelta(seconds=7))
+    options = calls[0]["backend_options"]
+    return (
+        isinstance(options, Options),
+        assigned["split_from"],
+        getattr(options, "lazy_init", None),
+        options._timeout,
+        calls[0].get("device_id"),
+    )
+
+
+@pytest.mark.parametrize("has_lazy_init", [False, True])
+def test_an_nccl_group_of_some_ranks_is_not_split_from_the_default_group(rank_pool, has_lazy_init):
+    lazy = True if has_lazy_init else None
+    for result in rank_pool.run(nccl_options_of_a_group, 2, has_lazy_init):
+        assert result == (True, "of C++", lazy, timedelta(seconds=7), None)
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this build of torch has no NCCL")
+def test_the_options_of_torch_keep_no_group_to_split():
+    options = _nccl_options_without_split("nccl", timedelta(seconds=7))
+    options.split_from = mock.Mock()
+    assert isinstance(options, dist.ProcessGroupNCCL.Options)
+    assert dist.ProcessGroupNCCL.Options.split_from.__get__(options) is None
+
+
+def make_a_group_of_others():
+    with pytest.raises(ValueError, match=r"rank 0 .*\[1\]"):
+        find_or_make_group("others", [1])
+
+
+def test_a_rank_outside_of_the_group_cannot_make_it(rank_pool):
+    rank_pool.run(make_a_group_of_others, 1)
