@@ -33,6 +33,7 @@ from para_core.modes.flash_attention import (
     refuse_operator,
 )
 from para_core.modes.recomputation import SET_GRAD_ENABLED
+from para_core.torch_internals import SpareDispatchKey
 
 SDPA = F.scaled_dot_product_attention
 UNFLATTEN = Tensor.unflatten
@@ -80,7 +81,7 @@ def intercept(
     if func is SDPA:
         if torch.compiler.is_compiling() or not _THREAD_STATE.attending:
             return attend(*args, **kwargs)
-        with torch._C._ExcludeDispatchKeyGuard(_KEYS):  # the innermost counts
+        with _DISPATCH_KEY.excluded():  # the innermost counts
             return attend(*args, **kwargs)
     if func is UNFLATTEN and torch.compiler.is_compiling():
         # Dynamo cannot trace the method under a mode: it is Python that calls super().
@@ -124,7 +125,7 @@ class Disabled(TorchFunctionMode):
     def __enter__(self) -> Disabled:
         self._guard = None
         if not torch.compiler.is_compiling():
-            self._guard = torch._C._ExcludeDispatchKeyGuard(_KEYS)
+            self._guard = _DISPATCH_KEY.excluded()
             self._guard.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -202,12 +203,6 @@ def inside_branch(function: Callable[..., Any], *args: Any) -> Any:
 # time. The dispatcher can be asked about one operator alone, by this thread alone: with a key that no other kernel has, which a
 # thread switches on for itself. All other operators fall through it at no cost.
 
-_KEY = torch._C._dispatch_key_parse("TESTING_ONLY_GenericMode")
-_KEYS = torch._C.DispatchKeySet(_KEY)
-_FALL_THROUGH = torch.library.Library("_", "IMPL")
-_FALL_THROUGH.fallback(torch.library.fallthrough_kernel, "TESTING_ONLY_GenericMode")
-_ATEN = torch.library.Library("aten", "IMPL")
-
 
 class _ThreadState(threading.local):
     """What computes attention in this thread, the innermost last."""
@@ -235,31 +230,38 @@ def _dispatched(*args: Any, **kwargs: Any) -> Tensor:
             "scaled_dot_product_attention in a function that was compiled on its own, inside a parallel model: the graph would "
             "attend to this rank's tokens only. Compile the model, or modules of it; or call this function uncompiled."
         )
-    with torch._C._ExcludeDispatchKeyGuard(_KEYS):
+    with _DISPATCH_KEY.excluded():
         return _THREAD_STATE.attending[-1](*args, **kwargs)
 
 
-_ATEN.impl("scaled_dot_product_attention", _dispatched, "TESTING_ONLY_GenericMode")
-
-
-def _dispatch_operator(namespace: str, name: str) -> torch.library.Library:
-    """Intercept an operator of another package at the dispatcher, now or when that package defines it."""
+def _kernel_of(namespace: str, name: str) -> Callable[..., Any]:
+    """Return what an attention operator of another package becomes at the dispatcher."""
 
     def dispatched(*args: Any, **kwargs: Any) -> Any:
         operator = getattr(getattr(torch.ops, namespace), name)
         if not _THREAD_STATE.is_active[-1]():
-            with torch._C._ExcludeDispatchKeyGuard(_KEYS):
+            with _DISPATCH_KEY.excluded():
                 return operator(*args, **kwargs)
         if attention_kind(operator) == "flash":
             return flash_attention(_dispatched, raise_here, operator, args, kwargs)
         refuse_operator(operator, raise_here)
 
-    library = torch.library.Library(namespace, "IMPL")
-    library.impl(name, dispatched, "TESTING_ONLY_GenericMode")
-    return library
+    return dispatched
 
 
-_OPERATORS = [_dispatch_operator(*operator) for operator in (*FLASH_OPERATORS, *OTHER_OPERATORS)]
+# Registered by the first model that runs this way, not by importing this module.
+_DISPATCH_KEY = SpareDispatchKey(
+    "TESTING_ONLY_GenericMode",
+    {
+        ("aten", "scaled_dot_product_attention"): _dispatched,
+        **{operator: _kernel_of(*operator) for operator in (*FLASH_OPERATORS, *OTHER_OPERATORS)},
+    },
+)
+
+
+def dispatcher_is_available() -> bool:
+    """Whether :func:`at_the_dispatcher` can be used in this process. Otherwise a mode intercepts attention, with the same result."""
+    return _DISPATCH_KEY.is_available()
 
 
 @contextmanager
@@ -270,11 +272,16 @@ def at_the_dispatcher(attend: Attend, is_active: Callable[[], bool] = lambda: Tr
 
     Args:
         is_active: whether attention operators of other packages are intercepted now. ``attend`` decides for itself.
+
+    Raises:
+        RuntimeError: not :func:`dispatcher_is_available`.
     """
+    if not dispatcher_is_available():
+        raise RuntimeError("attention cannot be intercepted at the dispatcher of this torch. Use a mode.")
     _THREAD_STATE.attending.append(attend)
     _THREAD_STATE.is_active.append(is_active)
     try:
-        with torch._C._IncludeDispatchKeyGuard(_KEY):
+        with _DISPATCH_KEY.included():
             yield
     finally:
         _THREAD_STATE.attending.pop()
@@ -283,4 +290,4 @@ def at_the_dispatcher(attend: Attend, is_active: Callable[[], bool] = lambda: Tr
 
 def not_at_the_dispatcher() -> AbstractContextManager[Any]:
     """Inside, in this thread, nothing becomes what :func:`at_the_dispatcher` says: the dispatcher does not ask."""
-    return torch._C._ExcludeDispatchKeyGuard(_KEYS)
+    return _DISPATCH_KEY.excluded()

@@ -33,7 +33,7 @@ from para_core.instance_patching import (
 from para_core.modes import fused_encoder
 from para_core.modes.flash_attention import has_other_builds
 from para_core.modes.flex_attention import explain_unsharded_mask, uses_flex_attention
-from para_core.modes.interceptor import Attend, unintercepted
+from para_core.modes.interceptor import Attend, dispatcher_is_available, unintercepted
 from para_core.modes.recomputation import is_in_backward
 from para_core.modes.unified import UnifiedAttnMode
 from para_core.plans.apply_rules import RuleExecutor
@@ -241,7 +241,9 @@ class _Region:
         if self.uses_flex_attention:
             return False
         # The innermost mode counts, so one around this call would count more than the plan.
-        return torch._C._len_torch_function_stack() == 0 and not has_compiled_parts(module)
+        if torch._C._len_torch_function_stack() > 0 or has_compiled_parts(module):
+            return False
+        return dispatcher_is_available()
 
     def _check_given(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for name, reason in self.plan.refused.items():

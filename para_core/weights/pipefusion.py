@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from para_core.cfg.deferred import Expected, LiveDeferred, materialize
 from para_core.instance_patching import Order, has_compiled_parts, is_compiled, unwrap, wrap_alike, wrap_method, wrapper
-from para_core.modes.interceptor import at_the_dispatcher
+from para_core.modes.interceptor import at_the_dispatcher, dispatcher_is_available
 from para_core.plans.module_matching import parameters_of
 from para_core.plans.region import intercepts_by_mode, suspend_interception
 from para_core.weights.patch_operator import PatchAttnMode, attending_by
@@ -213,7 +213,8 @@ class Fusion:
         self._refuse(module)
         # Not once for each patch: it looks at all modules.
         # A mode of the plan sees attention before the dispatcher does, so patches need a mode inside of it.
-        self._in_graphs = any(map(has_compiled_parts, self._own)) or intercepts_by_mode(module)
+        by_mode = intercepts_by_mode(module) or not dispatcher_is_available()
+        self._in_graphs = by_mode or any(map(has_compiled_parts, self._own))
         name = self._branch_of(given)
         index, total = self._step_of(name)
         self.few_steps = self.few_steps or total < FEWEST_STEPS

@@ -1,0 +1,76 @@
+"""Importing para_core changes nothing outside of the package. What must remain is listed with its reason."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# Operators that the package defines, in its own namespace. torch.library has no other way to put a function into a compiled graph.
+OWN_NAMESPACE = "para_core::"
+
+# gloo's threads need the GIL for a moment after the last collective, and a script that ends at once aborts without it (pytorch/pytorch#190489).
+# Sleeping for 50 ms gives it to them; nothing else of the process is touched.
+EXIT_HOOKS = ["time.sleep"]
+
+
+def observe(module, first=()):
+    """Import ``module`` in a fresh interpreter after the modules ``first``; return what that changed, by kind."""
+    # In this process everything has been imported already.
+    program = subprocess.run(
+        [sys.executable, "-m", "tests.observe_import", module],
+        input=json.dumps(list(first)),
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[1],
+    )
+    return json.loads(program.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def changes():
+    """What importing para_core.adapters, which imports para_core, changes once all modules of other packages are imported."""
+    return observe("para_core.adapters", first=observe("para_core.adapters")["modules"])
+
+
+def test_no_attribute_of_torch_or_diffusers_changes(changes):
+    assert changes["attributes"] == []
+
+
+def test_no_class_of_torch_gets_another_name(changes):
+    assert changes["class names"] == []
+
+
+def test_nothing_is_registered_at_the_dispatcher_but_operators_of_the_package(changes):
+    assert [name for name in changes["registrations"] if not name.startswith(OWN_NAMESPACE)] == []
+    assert changes["fallbacks"] == []
+
+
+def test_flags_and_hooks_of_torch_stay(changes):
+    assert changes["flags"] == []
+
+
+def test_warning_filters_logging_and_exit_hooks_stay(changes):
+    assert changes["warning filters"] == []
+    assert changes["loggers"] == []
+    assert changes["exit hooks"] == EXIT_HOOKS
+
+
+def test_the_process_stays_as_it_was(changes):
+    assert changes["process"] == []
+
+
+def test_the_observer_sees_changes():
+    seen = observe("tests.import_with_changes")
+    assert "torch.distributed.distributed_c10d._hash_ranks_to_str" in seen["attributes"]
+    assert "torch.nn.Linear.forward" in seen["attributes"]
+    assert "torch.nn.Conv1d" in seen["class names"]
+    assert seen["registrations"] == ["aten::scaled_dot_product_attention TESTING_ONLY_GenericMode"]
+    assert seen["fallbacks"] == ["TESTING_ONLY_GenericMode"]
+    assert seen["flags"] == ["default dtype"]
+    assert seen["process"] == ["environment", "excepthook"]
+    assert len(seen["warning filters"]) == 1
+    assert seen["loggers"] == ["torch level"]
+    assert len(seen["exit hooks"]) == 1
