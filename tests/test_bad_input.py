@@ -1,5 +1,6 @@
 """Bad input, on all ranks or on one alone: a clear error on every rank, in seconds."""
 
+import re
 import time
 from datetime import timedelta
 
@@ -92,32 +93,33 @@ def attend_badly(kind, bad_ranks, ring, ulysses, cut):
         return *message, cp.gather(out, dim=2, sequence=cp.sequence(8))
 
 
-def check_errors(results, expected):
+def check_errors(results, *expected):
+    """Check that each rank raised an error with all parts of ``expected``, and that the next call was right."""
     for rank, (message, seconds, after) in enumerate(results):
-        assert expected in message, f"rank {rank}"
+        assert all(part in message for part in expected), f"rank {rank}"
         assert seconds < SECONDS, f"rank {rank}"
         assert relative_error(after, F.scaled_dot_product_attention(*make_qkv(8, 2))) < 1e-5, f"rank {rank}"
 
 
 BAD = {
-    "dtype": "must have one dtype; got torch.float32, torch.bfloat16, torch.float32",
-    "device": "must be on one device; got cpu, cpu, meta",
-    "value length": "same batch, heads and length; got query [2, 2, 3, 8], key [2, 2, 3, 8], value [2, 2, 2, 8]",
-    "head dim": "same head dim; got query [2, 2, 3, 8], key [2, 2, 3, 7]",
-    "heads": "query has 2 heads and key 1; pass enable_gqa=True",
-    "groups": "query heads divisible by key heads; got 2 and 6",
-    "batch": "same batch; got query [2, 2, 3, 8], key [1, 2, 3, 8]",
-    "1-D": "[B, H, S, D]; got query [8]",
-    "mask dtype": "attn_mask has dtype torch.int64; expected bool (True: may attend), or a float",
-    "mask heads": "attn_mask [5, 1, 12] does not broadcast over batch and heads of query [2, 2, 3, 8]",
-    "mask dims": "attn_mask [1, 1, 1, 1, 12] has more dims than query [2, 2, 3, 8]",
-    "dropout": "dropout_p=0.25 cannot be the same on several ranks",
+    "dtype": ("ValueError", "torch.float32, torch.bfloat16, torch.float32"),
+    "device": ("ValueError", "cpu, cpu, meta"),
+    "value length": ("ValueError", "length", "query [2, 2, 3, 8], key [2, 2, 3, 8], value [2, 2, 2, 8]"),
+    "head dim": ("ValueError", "head dim", "query [2, 2, 3, 8], key [2, 2, 3, 7]"),
+    "heads": ("ValueError", " 2 heads", "key 1", "enable_gqa=True"),
+    "groups": ("ValueError", "heads", "2 and 6"),
+    "batch": ("ValueError", "batch", "query [2, 2, 3, 8], key [1, 2, 3, 8]"),
+    "1-D": ("ValueError", "[B, H, S, D]", "query [8]"),
+    "mask dtype": ("Error", "attn_mask", "torch.int64", "bool", "float"),
+    "mask heads": ("ValueError", "attn_mask [5, 1, 12]", "query [2, 2, 3, 8]"),
+    "mask dims": ("ValueError", "attn_mask [1, 1, 1, 1, 12]", "query [2, 2, 3, 8]"),
+    "dropout": ("ValueError", "dropout_p=0.25"),
 }
 
 
 @pytest.mark.parametrize("kind", BAD)
 def test_bad_input_is_an_error_on_every_rank(rank_pool, kind):
-    check_errors(rank_pool.run(attend_badly, 4, kind, [0, 1, 2, 3], 2, 2, False), BAD[kind])
+    check_errors(rank_pool.run(attend_badly, 4, kind, [0, 1, 2, 3], 2, 2, False), *BAD[kind])
 
 
 @pytest.mark.parametrize("cut", [False, True], ids=["equal parts", "after shard"])
@@ -126,43 +128,41 @@ def test_bad_input_is_an_error_on_every_rank(rank_pool, kind):
 def test_input_that_is_bad_on_one_rank_is_an_error_on_every_rank(rank_pool, kind, ring, ulysses, cut):
     results = rank_pool.run(attend_badly, 4, kind, [2], ring, ulysses, cut)
     check_errors(results, "sequence rank 2: ")
-    check_errors(results, BAD[kind])
+    check_errors(results, *BAD[kind])
 
 
 # Bad on every rank; where one rank alone has it, the ranks disagree.
 MASKS = {
-    "diagonal mask": "attn_mask is [..., 3, 3]: this rank's queries by this rank's keys. That is a block of the diagonal",
-    "mask length": "attn_mask has key dim 7, 7, 7, 7; expected 1, or 12 (the whole sequence), or 3, 3, 3, 3",
+    "diagonal mask": ("ValueError", "attn_mask", "[..., 3, 3]", "12", "cp.shard(mask, dim=-2)"),
+    "mask length": ("ValueError", "attn_mask", "7, 7, 7, 7", " 1,", " 12 ", "3, 3, 3, 3"),
 }
 
 
 @pytest.mark.parametrize("cut", [False, True], ids=["equal parts", "after shard"])
 @pytest.mark.parametrize("kind", MASKS)
 def test_a_mask_of_another_length_is_an_error_on_every_rank(rank_pool, kind, cut):
-    check_errors(rank_pool.run(attend_badly, 4, kind, [0, 1, 2, 3], 2, 2, cut), MASKS[kind])
+    check_errors(rank_pool.run(attend_badly, 4, kind, [0, 1, 2, 3], 2, 2, cut), *MASKS[kind])
 
 
 DIFFERENT = {
-    "mask of one rank": "the ranks disagree about attn_mask: rank 0 none, rank 1 none, rank 2 [..., 1, 12]",
-    "length": "the ranks disagree about query lengths per rank: they hold [3, 3, 2, 3]",
-    "causal": "the ranks disagree about is_causal: sequence rank 0 has False, rank 2 has True",
-    "scale": "the ranks disagree about scale: sequence rank 0 has None, rank 2 has 0.125",
-    "all dtypes": "the ranks disagree about dtype: sequence rank 0 has torch.float32, rank 2 has torch.float64",
-    "all batches": "the ranks disagree about query without its length: sequence rank 0 has [2, 2, 8], rank 2 has [1, 2, 8]",
-    "grad": "the ranks disagree about requires_grad: sequence rank 0 has [False, False, False], rank 2 has [True",
+    "mask of one rank": ("attn_mask: ", "rank 0 none, rank 1 none, rank 2 [..., 1, 12]"),
+    "length": ("query lengths", "[3, 3, 2, 3]"),
+    "causal": ("is_causal: ", "rank 0 has False", "rank 2 has True"),
+    "scale": ("scale: ", "rank 0 has None", "rank 2 has 0.125"),
+    "all dtypes": ("dtype: ", "rank 0 has torch.float32", "rank 2 has torch.float64"),
+    "all batches": ("query", "rank 0 has [2, 2, 8]", "rank 2 has [1, 2, 8]"),
+    "grad": ("requires_grad: ", "rank 0 has [False, False, False]", "rank 2 has [True"),
 }
 
 
 @pytest.mark.parametrize("kind", DIFFERENT)
 def test_input_that_is_good_but_differs_on_one_rank_is_an_error_on_every_rank(rank_pool, kind):
-    check_errors(rank_pool.run(attend_badly, 4, kind, [2], 2, 2, False), DIFFERENT[kind])
+    check_errors(rank_pool.run(attend_badly, 4, kind, [2], 2, 2, False), "ValueError", *DIFFERENT[kind])
 
 
 def test_a_length_that_was_not_cut_here_is_an_error_on_every_rank(rank_pool):
     results = rank_pool.run(attend_badly, 4, "length", [2], 2, 2, True)
-    check_errors(
-        results, "query has 2 tokens on this rank, which fits nothing that was sharded with cp.shard here (3 of 12)"
-    )
+    check_errors(results, "ValueError", "query has 2 ", "3 of 12", "cp.shard")
 
 
 def cut_badly():
@@ -192,23 +192,22 @@ def cut_badly():
 
 def test_cutting_and_gathering_what_does_not_fit_is_an_error_on_every_rank(rank_pool):
     expected = {
-        "shard, length": "rank 0 has lengths per rank [3, 3, 2, 2], dim 1, shape without that dim [2, 4], dtype torch.float32; rank 3 has "
-        "lengths per rank [3, 2, 2, 2]",
-        "shard, sequence": "sequence rank 3: x has 10 tokens in dim 1, but sequence= says 9",
-        "shard, dim": "sequence rank 3: dim=7 is out of range for a tensor of shape [4, 10, 2]",
-        "shard, all": "x has 10 tokens in dim 1, but sequence= says 12",
-        "gather, length": "sequence rank 3: y has 1 tokens in dim 1, but this rank's part of 10 is 2",
-        "gather, sequence": "rank 3 has lengths per rank [3, 3, 3, 2], dim 1",
-        "gather, dtype": "torch.float64",
-        "gather, shape": "the ranks disagree",
-        "gather, dim": "sequence rank 3: dim=-9 is out of range for a tensor of shape [2, 2, 4]",
-        "layout on one": "the layout is for 2 ranks, but the mesh has 4",
-        "layout": "the layout is for 2 ranks, but the mesh has 4",
+        "shard, length": ("rank 0 ", "[3, 3, 2, 2]", "dim 1", "[2, 4]", "torch.float32; rank 3 ", "[3, 2, 2, 2]"),
+        "shard, sequence": ("sequence rank 3: ", " 10 ", "dim 1", "sequence=", " 9"),
+        "shard, dim": ("sequence rank 3: dim=7 ", "[4, 10, 2]"),
+        "shard, all": (" 10 ", "dim 1", "sequence=", " 12"),
+        "gather, length": ("sequence rank 3: ", " 1 ", "dim 1", " 10 ", " 2"),
+        "gather, sequence": ("rank 3 ", "[3, 3, 3, 2]", "dim 1"),
+        "gather, dtype": ("torch.float64",),
+        "gather, shape": ("rank 0 ", "rank 3 "),
+        "gather, dim": ("sequence rank 3: dim=-9 ", "[2, 2, 4]"),
+        "layout on one": ("layout", " 2 ranks", " 4"),
+        "layout": ("layout", " 2 ranks", " 4"),
     }
     for rank, found in enumerate(rank_pool.run(cut_badly, 4)):
         assert found.pop("good")[0]
         for name, (message, seconds) in found.items():
-            assert expected[name] in message, f"{name}, rank {rank}"
+            assert all(part in message for part in expected[name]), f"{name}, rank {rank}"
             assert seconds < SECONDS, f"{name}, rank {rank}"
 
 
@@ -250,8 +249,7 @@ def test_an_exception_of_the_users_own_on_one_rank_ends_the_others_with_a_messag
     assert time.monotonic() - start < SECONDS + 5  # the group's timeout is 2 seconds
     assert isinstance(own, KeyError)
     assert isinstance(waiting, RuntimeError)
-    assert "no answer from all 2 ranks of mesh dim 'ulysses'" in str(waiting)
-    assert "another rank raised an exception of its own" in str(waiting)
+    assert re.search(r"2 ranks .*'ulysses'", str(waiting))
 
 
 def attend_after_a_time_out(path):
@@ -279,12 +277,8 @@ def attend_after_a_time_out(path):
 
 def test_after_a_time_out_a_new_mesh_says_that_the_default_group_is_dead_and_what_to_do(rank_pool, tmp_path):
     (first, *zero), (_, *one) = rank_pool.run(attend_after_a_time_out, 2, str(tmp_path / "store"))
-    assert "within the group's timeout" in first[0]
+    assert re.search(r"2 ranks .*'ulysses' ", first[0])
     for (message, seconds), shape in (zero, one):
-        assert (
-            "connections of mesh dim 'ulysses' are closed: an earlier call over its process group timed out" in message
-        )
-        assert "It is the default group, which a new mesh over all ranks takes, too" in message
-        assert "destroy_process_group() and init_process_group() on each" in message
+        assert re.search(r"'ulysses' .*default group.*destroy_process_group\(\) .*init_process_group\(\)", message)
         assert seconds < SECONDS
         assert len(shape) == 4

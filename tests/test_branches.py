@@ -56,7 +56,5 @@ def split_three():
 
 
 def test_parts_that_are_not_equal_are_an_error(rank_pool):
-    with pytest.raises(
-        RankPoolError, match=r"x has shape \[3, 11, 8\], of which 2 ranks along 'batch' cannot have equal"
-    ):
+    with pytest.raises(RankPoolError, match=r"ValueError: .*\[3, 11, 8\], .*2 ranks .*'batch'"):
         rank_pool.run(split_three, 2)

@@ -98,7 +98,7 @@ def test_the_page_takes_what_was_measured():
     page = render((ROOT / "docs" / "cache_quality.md").read_text(), json.loads(json.dumps(found)))
     assert "| another | x | 5.0 of 28 | 30.5 | 30.0 | 0.95000 | 50.0% | 100.0% |" in page
     assert "| another, x | 5 | 0.500 | 1.50 × (1.40 – 1.60) |  |  | *refused* |" in page
-    assert "- another, x, compiled, refused as one graph: `Error: 'x'`" in page
+    assert "another, x, compiled, refused as one graph: `Error: 'x'`" in page
     assert "- a third: refused: `Error: z`" in page
 
 

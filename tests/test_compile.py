@@ -130,7 +130,7 @@ def compile_without_sequence():
         with mode:
             return mode.shard(x, dim=1)
 
-    with pytest.raises(Exception, match=r"needs sequence=: tokens = cp\.sequence"):
+    with pytest.raises(Exception, match=r"sequence=.* cp\.sequence"):
         torch.compile(shard, fullgraph=True, backend="eager")(tokens(4))
 
 
@@ -335,7 +335,9 @@ def compile_a_nested_region():
 
 def test_a_nested_compile_region_is_refused_with_a_sentence(rank_pool):
     # Dynamo of torch 2.11 shows the line that raises, not what it says.
-    with pytest.raises(RankPoolError, match=r"Leave nested_compile_region out|in intercept\n    raise RuntimeError"):
+    with pytest.raises(
+        RankPoolError, match=r"RuntimeError: .*nested_compile_region|in intercept\n    raise RuntimeError"
+    ):
         rank_pool.run(compile_a_nested_region, 2)
 
 

@@ -16,9 +16,7 @@ def test_every_transformer_of_diffusers_has_an_adapter_or_a_reason_and_none_has_
 
 
 def test_a_class_that_nobody_described_is_an_error_that_says_where_to():
-    with pytest.raises(
-        ValueError, match=r"has NewTransformer, of which adapters/models knows nothing: write an adapter"
-    ):
+    with pytest.raises(ValueError, match=r"NewTransformer.* adapters/models "):
         row("NewTransformer")
 
 

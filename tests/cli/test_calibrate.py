@@ -24,11 +24,11 @@ def test_the_threshold_for_so_many_computed_steps_is_found_and_written(tmp_path,
 def test_a_file_that_cannot_be_written_is_an_error_before_anything_is_computed(tmp_path, capsys, command):
     for path, said in ((tmp_path / "absent/found.json", "No such file or directory"), (tmp_path, "Is a directory")):
         assert run([*command, "--out", str(path)]) == 1
-        assert capsys.readouterr().err == f"error: {path} cannot be written: {said}. Name another file with --out.\n"
+        assert re.match(rf"error: {re.escape(str(path))} .*{said}.*--out", capsys.readouterr().err)
 
 
 def test_no_prompt_and_an_unknown_metric_are_errors_before_anything_is_loaded(capsys):
     assert run(["calibrate"]) == 2
-    assert "Give --prompt TEXT, or --prompts FILE" in " ".join(capsys.readouterr().err.split())
+    assert re.search(r"--prompt .*--prompts ", " ".join(capsys.readouterr().err.split()))
     assert run(["calibrate", "--prompt", "a", "--metric", "beauty"]) == 2
     assert "psnr, ssim, lpips" in capsys.readouterr().err

@@ -74,9 +74,9 @@ def test_bad_lines_are_reported_by_number_and_the_others_are_generated(tmp_path,
     )
     assert run(["generate", "--prompts", path, "--out", str(tmp_path / "out"), *SMALL]) == 1
     said = capsys.readouterr().err
-    assert re.search(r"line 2: it is no JSON", said)
-    assert re.search(r"line 4: FluxPipeline takes no field 'stepz' here. Did you mean steps\?", said)
-    assert re.search(r"line 5: field 'height' is -8; expected a whole number of at least 1", said)
+    assert re.search(r"line 2: .*JSON", said)
+    assert re.search(r"line 4: FluxPipeline .*'stepz' .*steps\?", said)
+    assert re.search(r"line 5: .*'height' .*-8; .*1", said)
     assert re.search(r"line 6: .*prompt_2", said)
     assert "2 generated" in said
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
@@ -118,8 +118,8 @@ def test_an_image_is_given_by_a_path_beside_the_prompts_and_looked_at_before_any
     )
     assert run(["generate", "--prompts", path, "--out", str(tmp_path / "out")]) == 1
     said = capsys.readouterr().err
-    assert re.search("line 1: .*absent.png", said)
-    assert re.search("line 2: .*text.png: 8 bytes are no image that can be read", said)
+    assert re.search(r"line 1: .*absent.png", said)
+    assert re.search(r"line 2: .*text.png: 8 bytes .*image", said)
 
 
 def test_an_image_of_an_option_is_looked_for_here_and_one_of_a_line_beside_the_prompts(
@@ -134,7 +134,7 @@ def test_an_image_of_an_option_is_looked_for_here_and_one_of_a_line_beside_the_p
     assert run(["generate", "--model", str(TINY_FLUX), "--prompts", path, *options]) == 1
     shown = capsys.readouterr().out
     assert re.search(r"to generate +│ 1, 0 finished, 1 bad", shown)
-    assert f"line 2: {tmp_path}/mine.png: No such file or directory." in shown
+    assert f"line 2: {tmp_path}/mine.png: No such file or directory" in shown
 
 
 def test_a_result_that_is_larger_than_the_disk_costs_its_own_line_alone(tmp_path, prompts, monkeypatch, capsys):
@@ -143,7 +143,7 @@ def test_a_result_that_is_larger_than_the_disk_costs_its_own_line_alone(tmp_path
     assert run(["generate", "--prompts", path, "--out", str(tmp_path / "out"), "--dry-run"]) == 1
     shown = capsys.readouterr().out
     assert re.search(r"to generate +│ 1, 0 finished, 1 bad", shown)
-    assert re.search(r"line 2: its result may take 3.1e\+07 GB, and .*out has .* GB free", shown)
+    assert re.search(r"line 2: .*3.1e\+07 GB, .*out .* GB free", shown)
 
 
 def not_called(*_):
@@ -158,12 +158,12 @@ def test_what_cannot_be_written_is_an_error_before_the_pipeline_is_loaded(tmp_pa
     one = ["generate", "--prompt", CAPTION]
     (tmp_path / "file").write_text("")
     assert run([*one, "--out", str(tmp_path / "file")]) == 1
-    assert "results cannot be written to" in capsys.readouterr().err
+    assert str(tmp_path / "file") in capsys.readouterr().err
     assert run([*one, "--out", str(tmp_path), "--format", "mp4"]) == 1
-    assert "FluxPipeline generates images: expected png or jpg or webp" in capsys.readouterr().err
+    assert re.search(r"FluxPipeline .*png or jpg or webp", capsys.readouterr().err)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10**9, 10**9, 10**6))
     assert run([*one, "--out", str(tmp_path / "full")]) == 1
-    assert re.search(r"1.0 MB free, and 1 results may take 0.1 MB \(with 67.1 MB to spare\)", capsys.readouterr().err)
+    assert re.search(r"1\.0 MB free, .*1 .*0\.1 MB .*67\.1 MB", capsys.readouterr().err)
 
 
 def test_a_video_without_a_writer_is_an_error_before_the_pipeline_is_loaded(tmp_path, monkeypatch, capsys):
@@ -173,7 +173,7 @@ def test_a_video_without_a_writer_is_an_error_before_the_pipeline_is_loaded(tmp_
     monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
     arguments = ["generate", "--model", str(tmp_path), "--prompt", CAPTION, "--out", str(tmp_path / "out")]
     assert run(arguments) == 1
-    assert "mp4 needs a video writer, and none is installed" in capsys.readouterr().err
+    assert "mp4" in capsys.readouterr().err
     assert run([*arguments, "--format", "gif", "--dry-run"]) == 0
 
 
@@ -181,7 +181,7 @@ def test_errors_are_one_sentence_and_a_traceback_with_debug(tmp_path, capsys):
     arguments = ["generate", "--model", str(tmp_path / "nowhere"), "--prompt", CAPTION, "--out", str(tmp_path)]
     assert run(arguments) == 1
     said = capsys.readouterr().err
-    assert re.fullmatch(r"error: model '.*nowhere' has no model_index.json that can be read: .*\n", said)
+    assert re.fullmatch(r"error: .*'.*nowhere' .*model_index\.json .*\n", said)
     with pytest.raises(FileNotFoundError, match="nowhere"):
         run([*arguments, "--debug"])
 
@@ -189,27 +189,27 @@ def test_errors_are_one_sentence_and_a_traceback_with_debug(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--steps", "0"], "'num_inference_steps' is 0; expected a whole number of at least 1"),
-        (["--frames", "3"], "FluxPipeline takes no field 'frames' here"),
-        (["--size", "big"], "size is 'big'; expected width x height in pixels"),
-        (["--cache", "-1"], "cache is -1; expected a threshold of at least 0"),
-        (["--mesh", "rings=2"], "mesh has 'rings=2'; expected batch, ring, ulysses, tensor"),
-        (["--weights", "tensor"], "say how many ranks share heads: --mesh tensor=2"),
-        (["--rotate-method", "3d"], "rotate_method is '3d'; expected one of alltoall, allgather, 2d."),
-        (["--compile", "yes"], "compile is 'yes'; expected one of no, blocks, whole"),
-        (["--set", "generator=3"], "FluxPipeline takes no field 'generator' here"),
-        (["--set", "prompt_embeds=[1]"], "FluxPipeline takes no field 'prompt_embeds' here"),
-        (["--timeout", "0"], "timeout is 0 s; expected a positive number"),
-        (["--timeout", "inf"], "timeout is inf s; expected a positive number"),
-        (["--seed", "-1"], "seed is -1; expected 0 to"),
-        (["--lora", "absent.safetensors"], "lora 'absent.safetensors' is no file or folder here"),
-        (["--ranks", "2", "--mesh", "ring=1,ulysses=1"], "2 ranks do not fit"),
+        (["--steps", "0"], "'num_inference_steps' .*0; .*1"),
+        (["--frames", "3"], "FluxPipeline .*'frames'"),
+        (["--size", "big"], "size .*'big'"),
+        (["--cache", "-1"], "cache .*-1; .*0"),
+        (["--mesh", "rings=2"], "mesh .*'rings=2'; .*batch, ring, ulysses, tensor"),
+        (["--weights", "tensor"], "--mesh tensor=2"),
+        (["--rotate-method", "3d"], "rotate_method .*'3d'; .*alltoall, allgather, 2d"),
+        (["--compile", "yes"], "compile .*'yes'; .*no, blocks, whole"),
+        (["--set", "generator=3"], "FluxPipeline .*'generator'"),
+        (["--set", "prompt_embeds=[1]"], "FluxPipeline .*'prompt_embeds'"),
+        (["--timeout", "0"], "timeout .*0 s"),
+        (["--timeout", "inf"], "timeout .*inf s"),
+        (["--seed", "-1"], "seed .*-1; .*0"),
+        (["--lora", "absent.safetensors"], "lora 'absent.safetensors'"),
+        (["--ranks", "2", "--mesh", "ring=1,ulysses=1"], "2 ranks .*ring 1 × ulysses 1"),
     ],
 )
 def test_options_that_do_not_fit_are_an_error_before_anything_is_loaded(tmp_path, monkeypatch, capsys, options, said):
     monkeypatch.setattr(para_core.cli.ranks, "build", not_called)
     assert run(["generate", "--prompt", CAPTION, "--out", str(tmp_path), *options]) == 1
-    assert said in capsys.readouterr().err
+    assert re.search(said, capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("options", [["--ranks", "0"], ["--replicas", "0"], ["--fps", "0"], ["--cache", "high"]])
@@ -220,7 +220,7 @@ def test_options_that_no_run_could_have_end_with_code_2(tmp_path, options):
 def test_more_ranks_than_gpus_are_an_error(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert run(["generate", "--prompt", CAPTION, "--out", str(tmp_path), "--ranks", "3"]) == 2
-    assert "this machine has 2 GPUs" in " ".join(capsys.readouterr().err.replace("│", "").split())
+    assert "2 GPUs" in " ".join(capsys.readouterr().err.replace("│", "").split())
 
 
 def test_lines_end_where_json_lines_do_and_none_of_them_ends_the_run(tmp_path, prompts, monkeypatch, capsys):
@@ -228,8 +228,8 @@ def test_lines_end_where_json_lines_do_and_none_of_them_ends_the_run(tmp_path, p
     path = prompts("[" * 100_000, json.dumps({"prompt": "a\u2028b"}, ensure_ascii=False), '{"prompt": "\\ud800"}')
     assert run(["generate", "--prompts", path, "--out", str(tmp_path / "out"), "--dry-run"]) == 1
     shown = capsys.readouterr().out
-    assert "line 1: it is nested too deeply" in shown
-    assert "line 3: field 'prompt': a text has '\\ud800', which is half of a character" in shown
+    assert "line 1: " in shown
+    assert re.search(r"line 3: .*'prompt': .*'\\ud800'", shown)
     assert re.search(r"to generate +│ 1, 0 finished, 2 bad", shown)
 
 
@@ -273,7 +273,7 @@ def test_one_run_at_a_time_writes_to_a_folder_and_takes_away_what_a_killed_one_l
     arguments = ["generate", "--prompts", prompts({"prompt": ""}), "--out", str(out)]
     with alone_in(out):
         assert run(arguments) == 1
-        assert re.match("error: another para_core generate writes to .*日本: wait for it", capsys.readouterr().err)
+        assert re.match(r"error: .*日本", capsys.readouterr().err)
     assert asked == []
     assert run(arguments) == 0
     assert sorted(file.name for file in out.iterdir()) == [".mine", "00001.json", "00001.png"]
@@ -289,7 +289,7 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(tmp_path, prompts, monkeypa
     assert re.search(r"ranks +│ 2", shown)
     assert re.search(r"mesh +│ batch 1 × ring 2 × ulysses 1, rotate_method 2d", shown)
     assert re.search(r"to generate +│ 2, 0 finished, 1 bad", shown)
-    assert "line 2: it is '[]'; expected an object" in shown
+    assert re.search(r"line 2: .*'\[\]'; .*object", shown)
     assert list(out.iterdir()) == []
     # Of heads, of which there are 4, and of no guidance.
     run(["generate", "--prompt", CAPTION, "--out", str(out), "--ranks", "6", "--dry-run"])
@@ -325,7 +325,7 @@ def test_without_the_repository_the_default_model_is_an_error_that_says_what_to_
     monkeypatch.setattr(para_core, "__file__", str(tmp_path / "para_core/__init__.py"))
     monkeypatch.chdir(tmp_path)
     assert run(["generate", "--prompt", CAPTION]) == 1
-    assert "Name a model (--model black-forest-labs/FLUX.1-dev, or a folder)" in capsys.readouterr().err
+    assert "--model black-forest-labs/FLUX.1-dev" in capsys.readouterr().err
 
 
 @pytest.mark.long
@@ -346,7 +346,7 @@ def test_two_ranks_that_the_command_starts_generate_what_one_does_and_one_that_i
         env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
     )
     assert done.returncode == 1, done.stderr
-    assert "line 2: rank 1 was ended by SIGKILL: most likely the machine ran out of memory." in done.stderr
+    assert re.search(r"line 2: rank 1 .*SIGKILL", done.stderr)
     assert "2 generated" in done.stderr
     assert "Traceback" not in done.stderr
     for number, prompt in ((1, CAPTION), (3, "a blue square")):
@@ -397,13 +397,13 @@ def test_under_torchrun_its_ranks_are_used_and_an_error_is_a_sentence(tmp_path, 
         )
 
     said = under_torchrun("--mesh", "ring=2").stderr
-    assert said.count("line 2: it is no JSON") == 1
+    assert said.count("line 2: ") == 1
     assert "2 generated" in said
     record = json.loads((tmp_path / "out/00003.json").read_text())
     assert record["mesh"] == {"batch": 1, "ring": 2, "ulysses": 1}
     assert np.abs(pixels(tmp_path / "out/00003.png") - plain_pixels(prompt="a blue square", seed=2)).max() <= 1
     said = under_torchrun("--mesh", "ring=1,ulysses=1", "--seed", "9").stderr
-    assert "error: rank 0: 2 ranks do not fit" in said
+    assert "error: rank 0: 2 ranks " in said
 
 
 KILLED = """

@@ -23,7 +23,7 @@ def test_the_plan_ends_with_the_options_of_generate_that_run_its_first_row(capsy
     for row in found.rows:
         monkeypatch.setattr("para_core.cli.plan.plan_mesh", lambda *_, row=row, **__: replace(found, rows=(row,)))
         assert run(["plan"]) == 0
-        command = re.search("As a command: para_core generate (.*)", capsys.readouterr().out)
+        command = re.search(r"As a command: para_core generate (.*)", capsys.readouterr().out)
         if command is None:
             assert row.problem is not None or row.shape.pipe > 1
             continue
@@ -46,7 +46,7 @@ def test_what_is_not_known_is_a_sentence(capsys):
     assert run(["plan", "--device", "abacus"]) == 1
     assert "abacus" in capsys.readouterr().err
     assert run(["plan", "--size", "large"]) == 2
-    assert "expected width x height" in " ".join(capsys.readouterr().err.split())
+    assert "large" in " ".join(capsys.readouterr().err.split())
 
 
 def test_the_doctor_s_figures_are_taken_by_the_plan(capsys, tmp_path):

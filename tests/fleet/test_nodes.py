@@ -49,7 +49,7 @@ def test_ranks_on_two_nodes_generate_what_a_plain_pipeline_does_where_they_may_b
             write=lambda line, result: written.append(result),
         )
 
-    with pytest.raises(ValueError, match=r"1 replicas of 2 ranks, each on one node.* have 1, 1 CPUs"):
+    with pytest.raises(ValueError, match=r"1 replicas of 2 ranks, .* 1, 1 CPUs"):
         on(group.Shape(2))
     assert on(group.Shape(2, spread=True)) == []
     alone = Recipe(model.name)

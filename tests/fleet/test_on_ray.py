@@ -115,7 +115,7 @@ def test_a_replica_that_cannot_be_made_ends_the_server_with_the_reason(model, tm
     weights = next((broken / "transformer").glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:1000])
     options = {"replicas": 1, "format_": "png", "fps": 16, "host": "127.0.0.1", "port": PORT + 12, "api_key": None}
-    with pytest.raises(RuntimeError, match="a replica cannot be made: Unable to load weights from checkpoint file for"):
+    with pytest.raises(RuntimeError, match="Unable to load weights"):
         serving.start(find_model(str(broken)), Recipe(str(broken)), group.Shape(1), Limits(), **options)
     end_cluster()
 
@@ -129,7 +129,7 @@ def test_the_command_serves_until_it_is_told_to_end():
         late.start()
         try:
             said = process.stderr.readline()
-            assert said == f"FluxPipeline answers on http://127.0.0.1:{PORT + 10}/ (Ctrl-C ends it)\n"
+            assert f"http://127.0.0.1:{PORT + 10}/" in said
             process.send_signal(signal.SIGTERM)
             assert process.wait(120) == 0
             assert process.stderr.read() == ""
@@ -168,7 +168,7 @@ def test_a_second_server_on_the_cluster_is_an_error_and_leaves_the_first_alone(s
 
 def test_a_port_that_is_in_use_is_an_error_before_a_replica_is_made(server, model, recipe):
     options = {"replicas": 1, "format_": "png", "fps": 16, "host": "127.0.0.1", "port": PORT, "api_key": None}
-    with pytest.raises(OSError, match=f"port {PORT} of 127.0.0.1 cannot be had .*: name another with --port"):
+    with pytest.raises(OSError, match=rf"port {PORT} .*127\.0\.0\.1 .*--port"):
         serving.start(model, recipe, group.Shape(ranks=2), Limits(), **options)
 
 

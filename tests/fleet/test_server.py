@@ -130,8 +130,8 @@ def test_a_pipeline_that_makes_videos_answers_at_the_videos_address():
         assert (status, headers["content-type"], data) == (200, "video/mp4", b"a 0")
         status, _, body = ask(port, {**asked, "frames": 33}, path="/v1/videos")
         assert status == 400
-        assert "as many images or frames fit at 32x32" in body["error"]["message"]
-        assert "this server generates videos: POST /v1/videos" in str(ask(port, asked)[2])
+        assert "32x32" in body["error"]["message"]
+        assert "POST /v1/videos" in str(ask(port, asked)[2])
 
 
 @pytest.fixture(scope="module")
@@ -143,53 +143,53 @@ def server():
 @pytest.mark.parametrize(
     ("body", "status", "said"),
     [
-        ("{", 400, "the body is no JSON"),
-        ("[" * 100_000, 400, "the body is no JSON"),
-        ([], 400, "the body is no object"),
-        ({}, 400, "field 'prompt' is None; expected a text"),
-        ({"prompt": "a", "size": "4096x4096"}, 400, "more than the 4194304 .* fit at 2048x2048"),
-        ({"prompt": "a", "size": "1024x1024", "n": 16}, 400, "more than the 4194304 .* fit at 512x512"),
-        ({"prompt": ["a"] * 16, "size": "1024x1024"}, 400, "16777216 pixels in all"),
-        ({"prompt": "a", "height": 10**6}, 400, "1000000000000 pixels in all"),
-        ({"prompt": "a", "n": 1000}, 400, "1048576000 pixels in all .*: ask for fewer at once, or name a size"),
-        ({"prompt": "a", "size": "99999x99999"}, 400, "9999800001 pixels in all"),
-        ({"prompt": "a", "size": "abc"}, 400, "size is 'abc'; expected width x height"),
-        ({"prompt": "a", "size": "0x8"}, 400, "size is '0x8'"),
+        ("{", 400, "body .*JSON"),
+        ("[" * 100_000, 400, "body .*JSON"),
+        ([], 400, "body .*object"),
+        ({}, 400, "'prompt' .*None"),
+        ({"prompt": "a", "size": "4096x4096"}, 400, "4194304 .*2048x2048"),
+        ({"prompt": "a", "size": "1024x1024", "n": 16}, 400, "4194304 .*512x512"),
+        ({"prompt": ["a"] * 16, "size": "1024x1024"}, 400, "16777216 pixels"),
+        ({"prompt": "a", "height": 10**6}, 400, "1000000000000 pixels"),
+        ({"prompt": "a", "n": 1000}, 400, "1048576000 pixels"),
+        ({"prompt": "a", "size": "99999x99999"}, 400, "9999800001 pixels"),
+        ({"prompt": "a", "size": "abc"}, 400, "size .*'abc'"),
+        ({"prompt": "a", "size": "0x8"}, 400, "size .*'0x8'"),
         ({"prompt": "a", "size": "auto"}, 200, ""),
-        (b'{"prompt": "a", "guidance_scale": NaN}', 400, "'guidance_scale' is nan; expected numbers that are finite"),
+        (b'{"prompt": "a", "guidance_scale": NaN}', 400, "'guidance_scale' .*nan.* finite"),
         (
             b'{"prompt": "a", "sigmas": [1.0, 1e400]}',
             400,
-            r"'sigmas' is \[1.0, inf\]; expected numbers that are finite",
+            r"'sigmas' .*\[1.0, inf\].* finite",
         ),
         ({"prompt": "a", "size": "9" * 5000 + "x1"}, 400, "."),
-        ({"prompt": "a", "n": -1}, 400, "'num_images_per_prompt' is -1"),
-        ({"prompt": "a", "steps": -3}, 400, "'num_inference_steps' is -3"),
-        ({"prompt": "a", "seed": 1.5}, 400, "'seed' is 1.5"),
-        ({"prompt": "a", "seed": 2**63}, 400, "seed is 9223372036854775808; expected 0 to"),
-        ({"prompt": "a \ud800"}, 400, r"'\\ud800', which is half of a character"),
-        ({"prompt": "a", "max_sequence_length": 10**9}, 400, "max_sequence_length is 1000000000"),
-        ({"prompt": "a", "image": [image_url()] * 17}, 400, "'image' has 17 images; this server takes at most 16"),
-        (b"\xff\xfe{", 400, "the body is no JSON"),
-        ({"prompt": "a", "steps": 201}, 400, "201 steps; this server takes at most 200"),
+        ({"prompt": "a", "n": -1}, 400, "'num_images_per_prompt' .*-1"),
+        ({"prompt": "a", "steps": -3}, 400, "'num_inference_steps' .*-3"),
+        ({"prompt": "a", "seed": 1.5}, 400, "'seed' .*1.5"),
+        ({"prompt": "a", "seed": 2**63}, 400, "seed .*9223372036854775808"),
+        ({"prompt": "a \ud800"}, 400, r"'\\ud800'"),
+        ({"prompt": "a", "max_sequence_length": 10**9}, 400, "max_sequence_length .*1000000000"),
+        ({"prompt": "a", "image": [image_url()] * 17}, 400, "'image' .*17 .*16"),
+        (b"\xff\xfe{", 400, "body .*JSON"),
+        ({"prompt": "a", "steps": 201}, 400, "201 steps.* 200"),
         ({"prompt": "a", "sigmas": [1.0] * 201}, 400, "201 steps"),
-        ({"prompt": "a", "seed": -1}, 400, "'seed' is -1"),
-        ({"prompt": "a", "guidance_scale": "much"}, 400, "'guidance_scale' is 'much'; expected a number"),
-        ({"prompt": "a", "guidance_scale": True}, 400, "'guidance_scale' is True; expected a number"),
+        ({"prompt": "a", "seed": -1}, 400, "'seed' .*-1"),
+        ({"prompt": "a", "guidance_scale": "much"}, 400, "'guidance_scale' .*'much'"),
+        ({"prompt": "a", "guidance_scale": True}, 400, "'guidance_scale' .*True"),
         ({"prompt": "a", "guidance_scale": 3}, 200, ""),
-        ({"prompt": "a", "sigmas": [1.0, "0"]}, 400, r"'sigmas' is \[1.0, '0'\]; expected a list of numbers"),
-        ({"prompt": "a", "sigmas": 1.0}, 400, "'sigmas' is 1.0; expected a list of numbers"),
-        ({"prompt": "a", "prompt_2": 5}, 400, "'prompt_2' is 5; expected a text or a list of texts"),
+        ({"prompt": "a", "sigmas": [1.0, "0"]}, 400, r"'sigmas' .*\[1.0, '0'\]"),
+        ({"prompt": "a", "sigmas": 1.0}, 400, "'sigmas' .*1.0"),
+        ({"prompt": "a", "prompt_2": 5}, 400, "'prompt_2' .*5"),
         ({"prompt": "a", "prompt_2": ["b"], "negative_prompt": None}, 200, ""),
         ({"prompt": "a", "generator": 1}, 400, "no field 'generator'"),
-        ({"prompt": "a", "image": "/etc/passwd"}, 400, "paths and addresses are not opened"),
-        ({"prompt": "a", "image": "http://127.0.0.1/x.png"}, 400, "paths and addresses are not opened"),
-        ({"prompt": "a", "image": image_url(4096, 4096)}, 400, "4096 × 4096 pixels; expected at most 4194304"),
-        ({"prompt": "a", "image": "data:image/png;base64,AAAA"}, 400, "no image that can be read"),
-        ({"prompt": "a", "response_format": "path"}, 400, "expected response_format 'b64_json' or 'url'"),
+        ({"prompt": "a", "image": "/etc/passwd"}, 400, "addresses"),
+        ({"prompt": "a", "image": "http://127.0.0.1/x.png"}, 400, "addresses"),
+        ({"prompt": "a", "image": image_url(4096, 4096)}, 400, "4096 × 4096 .*4194304"),
+        ({"prompt": "a", "image": "data:image/png;base64,AAAA"}, 400, "image"),
+        ({"prompt": "a", "response_format": "path"}, 400, "response_format .*'b64_json' .*'url'"),
         ({"prompt": "refused"}, 400, "the pipeline says no"),
-        ({"prompt": "dies"}, 500, "rank 1 died. The replica is being made again."),
-        ({"prompt": "a" * 200_000}, 413, "larger than 200000 bytes"),
+        ({"prompt": "dies"}, 500, "rank 1 died"),
+        ({"prompt": "a" * 200_000}, 413, "200000 bytes"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_what_would_and_what_fits_is_not(server, body, status, said):
@@ -204,7 +204,7 @@ def test_a_size_beyond_the_memory_of_a_rank_is_refused_with_the_size_that_fits()
     with serving(limits=Limits(memory=memory)) as (port, _):
         status, _, body = ask(port, {"prompt": "a", "size": "1600x1600"})
         assert status == 400
-        assert "30.2 GB of each rank, which may hold 24 GB: as many images or frames fit at 992x992" in str(body)
+        assert re.search(r"30.2 GB .*24 GB.* 992x992", str(body))
         assert ask(port, {"prompt": "a", "size": "992x992"})[0] == 200
         assert ask(port, {"prompt": "a", "size": "992x992", "n": 2})[0] == 400
 
@@ -218,7 +218,7 @@ def test_every_error_is_an_object_that_says_what_there_is():
         for method, path, expected in (("POST", "/v1/videos", 404), ("GET", PATH, 405)):
             status, _, body = ask(port, None, method=method, path=path)
             assert status == expected
-            assert "this server generates images: POST /v1/images/generations, DELETE" in body["error"]["message"]
+            assert "POST /v1/images/generations, DELETE" in body["error"]["message"]
         status, _, body = ask(port, None, method="GET", path="/health")
         assert (status, body["error"]["type"]) == (500, "server_error")
 

@@ -102,13 +102,13 @@ def test_a_lora_that_can_only_be_a_file_and_is_not_there_is_an_error(tmp_path):
     (tmp_path / "style.safetensors").touch()
     require_loras(Recipe("", lora=(f"{tmp_path}/style.safetensors:0.5", "owner/name")))
     for name in (f"{tmp_path}/absent", "absent.safetensors:0.5", "owner/name.safetensors"):
-        with pytest.raises(FileNotFoundError, match="no file or folder here; expected one, or owner/name of the Hub"):
+        with pytest.raises(FileNotFoundError, match="owner/name"):
             require_loras(Recipe("", lora=(name,)))
 
 
 def test_a_lora_that_is_no_lora_is_named(tmp_path):
     (tmp_path / "style.safetensors").write_text("no weights")
-    with pytest.raises(ValueError, match=r"lora '.*style.safetensors' cannot be loaded: "):
+    with pytest.raises(ValueError, match=r"lora '.*style\.safetensors' "):
         build(Recipe(str(find_tiny_flux()), lora=(f"{tmp_path}/style.safetensors:0.5",)))
 
 
