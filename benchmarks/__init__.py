@@ -1,12 +1,7 @@
-"""Programs that measure, each run as ``python -m benchmarks.NAME``."""
+"""Programs that measure. Each prints a table or writes JSON to benchmarks/results; ``python -m benchmarks.pages`` writes the pages from it.
 
-import logging
-
-# diffusers imports torchao and tries each of its parts; what was built for other machines is told of by every rank.
-for _name in (
-    "torchao",
-    "torch.utils._pytree",
-    "transformers.utils.import_utils",
-    "diffusers.quantizers.torchao.torchao_quantizer",
-):
-    logging.getLogger(_name).setLevel(logging.ERROR)
+- attention: one GPU against PyTorch's kernels; the host's cost on a mesh; low precision; compiled kernels.
+- pipelines: exactness against one device; speed; autoencoders; stages.
+- cache, planner, serving, peers (other libraries), faults (several hosts, and what breaks), demo.
+- gpu: ``make gpu-check``.
+"""

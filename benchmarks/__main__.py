@@ -1,26 +1,31 @@
-"""All benchmarks, one after the other:  python -m benchmarks"""
+"""Run the benchmarks that need no GPU, no root and no second server, one after the other, and write the pages:  python -m benchmarks"""
 
-from pathlib import Path
+from benchmarks.harness import launch
 
-from benchmarks.launch import launch
+PROGRAMS = (
+    ("demo", "--record", "--output", "docs/demo.png"),
+    ("demo.gallery",),
+    ("attention.mesh",),
+    ("attention.large_worlds",),
+    ("attention.low_precision",),
+    ("attention.compiled",),
+    ("cache.images", "--record", "--folder", "docs"),
+    ("cache.quality",),
+    ("cache.forecasts",),
+    ("cache.video",),
+    ("pipelines.speed",),
+    ("pipelines.beside_diffusers",),
+    ("pipelines.exactness",),
+    ("pipelines.stages",),
+    ("pipelines.pipefusion",),
+    ("pipelines.outside",),
+    ("planner.traffic",),
+    ("planner.published",),
+    ("planner.sizes",),
+    ("planner.propose",),
+    ("pages",),
+)
 
-launch("benchmarks.demo", 1, "--record", "--output", str(Path("docs/demo.png")))
-launch("benchmarks.cache.images", 1, "--record", "--folder", "docs")
-launch("benchmarks.pipelines.speed", 1)
-launch("benchmarks.attention.large_worlds", 1)
-launch("benchmarks.attention.eight_bits", 1)
-launch("benchmarks.attention.low_precision", 1)
-launch("benchmarks.pipelines.generation", 1)
-launch("benchmarks.pipelines.hooks", 1)
-launch("benchmarks.planner.propose", 1)
-launch("benchmarks.pipelines.generation", 1, "--dtype", "bfloat16")
-launch("benchmarks.planner.traffic", 1)
-launch("benchmarks.planner.published", 1)
-launch("benchmarks.planner.weights", 1)
-launch("benchmarks.pipelines.weights", 1)
-launch("benchmarks.pipelines.stages", 1)
-launch("benchmarks.pipelines.pipefusion", 1)
-launch("benchmarks.pipelines.beside_diffusers", 1)
-launch("benchmarks.cache.forecasts", 1)
-launch("zoo.video.caches", 1)
-launch("benchmarks.attention.compiled", 1)
+if __name__ == "__main__":
+    for program, *arguments in PROGRAMS:
+        launch(f"benchmarks.{program}", 1, *arguments)

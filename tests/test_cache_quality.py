@@ -12,10 +12,10 @@ import torch
 
 from benchmarks.cache import forecasts as cache_forecasts
 from benchmarks.cache import ways
-from benchmarks.cache.hermite import hermite
 from benchmarks.cache.judged import images_of, judge, reference, scenes_of
-from benchmarks.cache.page import beside, render, summaries
-from benchmarks.environment import RESULTS
+from benchmarks.cache.published import hermite
+from benchmarks.cache.quality import beside, parts_of, summaries
+from benchmarks.harness import read_results
 from para_core.adapters import cache_report
 from para_core.cache.forecasts import FOCA
 from zoo.flux import grammar
@@ -95,14 +95,14 @@ def test_the_page_takes_what_was_measured():
             {"name": "another, x", "computed": 5, "cpu_seconds": 0.5, "speed_up": 1.5, "range": [1.4, 1.6]},
         ],
     }
-    page = render((ROOT / "docs" / "cache_quality.md").read_text(), json.loads(json.dumps(found)))
+    page = "\n".join(line for lines in parts_of(json.loads(json.dumps(found))).values() for line in lines)
     assert "| another | x | 5.0 of 28 | 30.5 | 30.0 | 0.95000 | 50.0% | 100.0% |" in page
     assert "| another, x | 5 | 0.500 | 1.50 × (1.40 – 1.60) |  |  | *refused* |" in page
     assert "another, x, compiled, refused as one graph: `Error: 'x'`" in page
     assert "- a third: refused: `Error: z`" in page
 
 
-@pytest.mark.parametrize("name", ["page", "speed"])
+@pytest.mark.parametrize("name", ["quality", "speed"])
 def test_examples_in_docstrings(name):
     results = doctest.testmod(import_module(f"benchmarks.cache.{name}"))
     assert results.attempted > 0
@@ -142,11 +142,8 @@ def test_foca_is_what_its_equations_say_and_with_two_residuals_it_is_a_straight_
     assert weights.tolist() == pytest.approx([3.5, -2.5, 0.0])
 
 
-def test_the_tables_of_the_cache_page_are_those_that_were_measured():
-    results = json.loads((RESULTS / "cache_forecasts.json").read_text())
-    text = cache_forecasts.PAGE.read_text(encoding="utf-8")
-    assert cache_forecasts.render(text, results) == text
-    # What its sentences rest on.
+def test_conclusions_of_the_cache_page_follow_from_the_results():
+    results = read_results("cache_forecasts")
     rows = {(row["name"], row["threshold"]): row for row in results["forecasts"]["rows"]}
     for threshold in cache_forecasts.THRESHOLDS:
         for name in ("order 0", "damped Hermite, order 1, sigma 0.5", "damped Hermite, order 2, sigma 0.5"):

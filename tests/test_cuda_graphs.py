@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.launches import fake_group
+from benchmarks.harness import fake_group
 from para_core import UnifiedAttnMode, init_context_parallel_mesh
 
 ROOT = Path(__file__).parents[1]

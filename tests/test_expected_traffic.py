@@ -5,9 +5,9 @@ import warnings
 import pytest
 import torch
 
+from benchmarks.meters import counted_traffic
 from benchmarks.pipelines.expected_traffic import observe_pipeline, observed, takes_turns
 from benchmarks.planner.traffic import REAL, call_of, gigabytes
-from benchmarks.traffic import counted_traffic
 from para_core.adapters import parallelize_pipe, parallelize_transformer
 from para_core.planner.traffic import sent_in_rounds
 from tests.rank_pool import heartbeat

@@ -6,6 +6,7 @@ from functools import partial
 import torch
 
 from benchmarks.attention import mesh as host_cost
+from benchmarks.harness import calls_in_python
 
 
 def test_ratios_are_of_the_same_round_and_turns_alternate():
@@ -32,7 +33,7 @@ def test_python_calls_are_counted_those_of_c_too():
         inner()
         abs(-1)
 
-    assert host_cost.calls_in_python(three) - host_cost.calls_in_python(lambda: None) == 3
+    assert calls_in_python(three) - calls_in_python(lambda: None) == 3
 
 
 def test_flux_is_measured_each_way_with_few_blocks():
@@ -51,8 +52,7 @@ def test_one_call_is_measured_each_way_on_a_fake_group():
 
 
 def test_results_of_other_labels_and_of_parts_not_measured_stay(tmp_path, monkeypatch):
-    monkeypatch.setattr(host_cost, "RESULTS", tmp_path)
-    monkeypatch.setattr("benchmarks.environment.RESULTS", tmp_path)
+    monkeypatch.setattr("benchmarks.harness.RESULTS", tmp_path)
     host_cost.record("before", {"one": 1, "two": 2})
     host_cost.record("after", {"one": 3})
     written = json.loads(host_cost.record("before", {"two": 4}).read_text())
@@ -61,10 +61,3 @@ def test_results_of_other_labels_and_of_parts_not_measured_stay(tmp_path, monkey
     # torch.__version__ of a wheel from PyPI names the CUDA build behind a plus sign, its metadata does not.
     version = written["after"]["environment"]["versions"]["torch"]
     assert version.partition("+")[0] == torch.__version__.partition("+")[0]
-
-
-def test_launches_are_counted_on_the_cpu_and_on_the_path_of_cuda():
-    rows = host_cost.measure_launches()
-    for name in ("ulysses 8", "ring 8", "ring 2 × ulysses 4"):
-        assert any("flash_attention_for_cpu" in operator for operator in rows[name])
-        assert "_scaled_dot_product_flash_attention" in rows[f"{name}, CUDA"]

@@ -1,19 +1,7 @@
 """The tables of docs/refusals.md are those of the code, and of the combinations that were tried."""
 
-from benchmarks import refusals_table
-from benchmarks.page_parts import fill
+from benchmarks.pipelines import refusals as refusals_table
 from para_core.adapters.compatibility import REFUSALS, When
-
-
-def test_the_page_holds_what_the_code_refuses():
-    parts = {
-        "refusals": refusals_table.table(["refused", "when", "error", "message"], refusals_table.rows()),
-        "combinations": refusals_table.table(
-            ["reason", "for example", "error", "message"], refusals_table.tried_rows()
-        ),
-    }
-    text = refusals_table.PAGE.read_text()
-    assert fill(text, parts) == text, "run python -m benchmarks.refusals_table"
 
 
 def test_every_row_is_said_with_its_moment_its_error_and_no_placeholder():

@@ -7,7 +7,6 @@ are exact, on every machine; the milliseconds beside them are not. Writes benchm
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -17,9 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from benchmarks.attention.mesh import calls_in_python
-from benchmarks.environment import write_results
-from benchmarks.launches import fake_group
+from benchmarks.harness import calls_in_python, fake_group, parser_of, write_results
 from para_core import UnifiedAttnMode
 
 TOKENS_PER_RANK = 4
@@ -87,7 +84,7 @@ def _milliseconds(way: Callable[[], None]) -> float:
 
 def main(arguments: list[str] | None = None) -> None:
     """Measure every world, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--worlds", type=int, nargs="+", default=[8, 64, 512])
     parser.add_argument(
         "--trace", nargs="+", default=list(METHODS), metavar="METHOD", help="of these methods a graph, too"

@@ -1,31 +1,40 @@
-"""How far attention with q·k in 8 bits (`backend="triton-int8"`) is off:  python -m benchmarks.attention.low_precision
+"""Errors of attention in low precision:  python -m benchmarks.attention.low_precision
 
-Its reference in plain PyTorch on the CPU, which rounds as the kernel does, beside exact attention in bfloat16, both against float64: one head
-of 1,024 tokens each of 8, head dims 64 and 128. Queries, keys and values are normal; an outlier channel is 20 further off in the keys of all
-tokens; an outlier token is 20 times as large as the others; with "peaked", queries are four times as large. Says nothing of speed.
-Writes benchmarks/results/int8_attention.json and the table of docs/attention_kernel.md.
+- int8_attention.json (docs/attention_kernel.md): ``backend="triton-int8"`` by its reference in plain PyTorch on the CPU, and exact attention
+  in bfloat16, both against float64: 8 heads of 1,024 tokens, head dims 64 and 128.
+- eight_bits.json (docs/own_model.md): ``comm_dtype=torch.int8`` and ``torch.float8_e4m3fn``: one call of 1,024 tokens, 8 heads of 64, in
+  bfloat16 on two ranks: bytes that rank 0 sends, and the error against float32 on one device.
+
+Inputs are normal. "Outlier channel": one channel of the keys is 20 larger (times, for ``comm_dtype``) in all tokens; "outlier token": one key is
+20 times as large; "peaked": queries are four times as large, so that few keys have all the weight. Measures no speed.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
 
-from benchmarks.environment import write_results
-from benchmarks.page_parts import fill
+from benchmarks.harness import markdown_table, measure_on_ranks, parser_of, read_results, relative_error, write_results
+from benchmarks.meters import TrafficCounter
+from para_core import UnifiedAttnMode
 from para_core.kernels import attention_int8_reference, attention_reference
 
-PAGE = Path(__file__).parents[2] / "docs" / "attention_kernel.md"
 HEADS, TOKENS = 8, 1024
 DATA = ("normal", "outlier channel", "outlier token", "peaked")
-FAR = 20.0
-PEAKED = 4.0  # times larger queries
+OUTLIER = 20.0
+PEAKED = 4.0
 COLUMNS = ("data", "D", "attention", "cosine", "relative L1", "RMSE", "lse, at most")
+SHAPE = (1, HEADS, TOKENS, 64)
+MESHES = {"ring": (2, 1), "Ulysses": (1, 2)}
+SENT = {"bfloat16": None, "int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
+
+
+# -- attention with q·k in 8 bits
 
 
 def inputs(data: str, head_dim: int) -> list[Tensor]:
@@ -33,22 +42,22 @@ def inputs(data: str, head_dim: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, HEADS, TOKENS, head_dim, generator=generator) for _ in range(3))
     if data == "outlier channel":
-        key[..., 3] += FAR
+        key[..., 3] += OUTLIER
     elif data == "outlier token":
-        key[:, :, 17] *= FAR
+        key[:, :, 17] *= OUTLIER
     elif data == "peaked":
         query *= PEAKED
     return [x.bfloat16() for x in (query, key, value)]
 
 
-def errors(found: tuple[Tensor, Tensor], exact: tuple[Tensor, Tensor]) -> dict[str, float]:
+def errors(output: tuple[Tensor, Tensor], exact: tuple[Tensor, Tensor]) -> dict[str, float]:
     """The measures of arXiv:2410.02367, and the largest error of lse."""
-    out, truth = found[0].double(), exact[0]
+    out, truth = output[0].double(), exact[0]
     return {
         "cosine": round(torch.cosine_similarity(out.flatten(), truth.flatten(), dim=0).item(), 6),
         "relative L1": round(((out - truth).abs().sum() / truth.abs().sum()).item(), 5),
         "RMSE": round((out - truth).square().mean().sqrt().item(), 6),
-        "lse, at most": round((found[1].double() - exact[1]).abs().max().item(), 5),
+        "lse, at most": round((output[1].double() - exact[1]).abs().max().item(), 5),
     }
 
 
@@ -69,18 +78,60 @@ def rows(head_dims: Sequence[int] = (64, 128)) -> list[dict[str, Any]]:
     return found
 
 
-def table(found: Sequence[dict[str, Any]]) -> list[str]:
-    """As Markdown."""
-    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + " --- |" * len(COLUMNS)]
-    return [*lines, *["| " + " | ".join(str(row[name]) for name in COLUMNS) + " |" for row in found]]
+# -- 8 bits between ranks
+
+
+def attend(qkv: list[Tensor], mesh: tuple[int, int], comm_dtype: torch.dtype | None) -> tuple[Tensor, int]:
+    """The whole result, and the bytes that this rank sent to another."""
+    device_mesh = init_device_mesh("cpu", mesh, mesh_dim_names=("ring", "ulysses"))
+    with torch.no_grad(), UnifiedAttnMode(device_mesh, comm_dtype=comm_dtype, assume_equal=True) as cp:
+        parts = [cp.shard(x, dim=2) for x in qkv]
+        with TrafficCounter() as traffic:
+            out = F.scaled_dot_product_attention(*parts)
+        return cp.gather(out, dim=2), traffic.bytes
+
+
+def measure_sent() -> list[dict[str, Any]]:
+    """A row per kind of input and mesh."""
+    rows = []
+    generator = torch.Generator().manual_seed(0)
+    outliers = torch.ones(SHAPE[3])
+    outliers[3] = OUTLIER
+    for name, of_query, of_key in (("normal", 1.0, 1.0), ("peaked", 4.0, 1.0), ("outlier channel", 1.0, outliers)):
+        query, key, value = (torch.randn(SHAPE, generator=generator) for _ in range(3))
+        qkv = [x.to(torch.bfloat16) for x in (query * of_query, key * of_key, value)]
+        exact = F.scaled_dot_product_attention(*[x.float() for x in qkv])
+        for mesh_name, mesh in MESHES.items():
+            row: dict[str, Any] = {"input": name, "mesh": mesh_name}
+            for label, comm_dtype in SENT.items():
+                out, sent = attend(qkv, mesh, comm_dtype)
+                row[label] = {"bytes": sent, "error": relative_error(out, exact)}
+            rows.append(row)
+    return rows
+
+
+# -- tables
+
+
+def parts() -> dict[str, list[str]]:
+    """Return the tables of docs/attention_kernel.md (``int8``) and docs/own_model.md (``eight_bits``)."""
+    heads = ["input", "mesh", *(f"error, {name}" for name in SENT)]
+    sent = [
+        [row["input"], row["mesh"], *(f"{100 * row[name]['error']:.1f} %" for name in SENT)]
+        for row in read_results("eight_bits")["rows"]
+    ]
+    attention = read_results("int8_attention")["rows"]
+    return {
+        "int8": markdown_table(COLUMNS, [[row[name] for name in COLUMNS] for row in attention]),
+        "eight_bits": markdown_table(heads, sent),
+    }
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    found = rows()
-    print("\n".join(table(found)))
-    print(write_results("int8_attention", {"tokens": TOKENS, "heads": HEADS, "rows": found}))
-    PAGE.write_text(fill(PAGE.read_text(), {"int8": table(found)}))
+    """Measure both and write them."""
+    parser_of(__doc__).parse_args()
+    print(write_results("int8_attention", {"tokens": TOKENS, "heads": HEADS, "rows": rows()}))
+    print(write_results("eight_bits", {"shape": SHAPE, "rows": measure_on_ranks(measure_sent, 2)}))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,6 @@
 
 Sizes are so small that computing takes no time; what is left is what Python and the dispatcher take before a device has work.
 
-- launches: operators and collectives of one call, counted on a fake group, also of the CUDA path on meta tensors. Exact, on every
-  machine. Alone: ``--parts launches``.
 - one call, on a fake group of 8 (one process, nobody is waited for) and on two gloo ranks: by hand, eager with and without the
   agreement between ranks, and compiled.
 - FLUX of 57 small blocks on a fake group of 8, against the unmodified model given as many tokens as a rank has.
@@ -14,14 +12,8 @@ All ways of a part in turns, in one process, and their ratios of the same round.
 
 from __future__ import annotations
 
-import argparse
 import copy
-import gc
-import json
-import os
 import statistics
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -37,56 +29,27 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from benchmarks.attention import by_hand
-from benchmarks.environment import RESULTS, environment, write_results
-from benchmarks.launch import launch
-from benchmarks.launches import count_attention, fake_group
+from benchmarks.harness import (
+    calls_in_python,
+    environment,
+    fake_group,
+    in_turns,
+    measure_on_ranks,
+    parser_of,
+    read_results,
+    write_results,
+)
 from para_core import UnifiedAttnMode, init_context_parallel_mesh
 from para_core.adapters import parallelize_transformer
 from para_core.plans.region import inputs_verified
 
 Way = Callable[[], Any]
-PARTS = ("launches", "fake", "gloo", "flux", "flux, wider")
+PARTS = ("fake", "gloo", "flux", "flux, wider")
 # Attention calls one after the other in what is timed, and in a graph: as many as a step of FLUX has.
 CHAIN = 57
 
 
 # -- timing
-
-
-def in_turns(
-    ways: Mapping[str, Way], rounds: int, clock: Callable[[], float], before: Way = lambda: None
-) -> dict[str, list[float]]:
-    """Seconds of each way in each round; the order is turned round every time, ``before`` is called before each."""
-    for way in ways.values():
-        way()
-        way()
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(rounds):
-        gc.collect()
-        gc.disable()
-        for name in list(ways)[:: 1 if number % 2 == 0 else -1]:
-            before()
-            start = clock()
-            ways[name]()
-            seconds[name].append(clock() - start)
-        gc.enable()
-    return seconds
-
-
-def calls_in_python(way: Way) -> int:
-    """How many functions Python calls, its own and those of C: exact, on every machine."""
-    found = 0
-
-    def count(_: Any, event: str, __: Any) -> None:
-        nonlocal found
-        found += event in ("call", "c_call")
-
-    sys.setprofile(count)
-    try:
-        way()
-    finally:
-        sys.setprofile(None)
-    return found
 
 
 def measure(
@@ -181,23 +144,12 @@ def measure_fake(rounds: int, ranks: int = 8) -> dict[str, Any]:
 
 
 def measure_ranks(rounds: int) -> dict[str, Any]:
-    """One call on the ranks that were launched, until it is back."""
-    dist.init_process_group("gloo")
+    """Measure one call on real ranks, until its result is there."""
     with torch.no_grad():
         ways = attention_ways(dist.get_world_size(), agreement=True)
         rows = measure(ways, rounds, time.perf_counter, calls=CHAIN, base=by_hand_of, before=dist.barrier)
     dist.barrier()
-    dist.destroy_process_group()
     return rows
-
-
-def measure_gloo(rounds: int, ranks: int = 2) -> dict[str, Any]:
-    """:func:`measure_ranks`, as rank 0 saw it."""
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "rows.json"
-        launch("benchmarks.attention.mesh", ranks, "--rank-process", str(output), "--rounds", str(rounds))
-        measured: dict[str, Any] = json.loads(output.read_text())
-    return measured
 
 
 # -- FLUX
@@ -314,27 +266,9 @@ def measure_flux(
 # -- all of it
 
 
-def measure_launches() -> dict[str, Any]:
-    """Launches of one FLUX-like call, and of which operators: those of the CPU, and those of CUDA, counted on meta tensors."""
-    table = {}
-    for name, ring, ulysses, sizes in (
-        *[(f"ulysses {ranks}", 1, ranks, {}) for ranks in (2, 4, 8)],
-        *[(f"ulysses {ranks}, uneven tokens and heads", 1, ranks, {"tokens": 291, "heads": 25}) for ranks in (2, 4, 8)],
-        *[(f"ring {ranks}", ranks, 1, {}) for ranks in (2, 4, 8)],
-        ("ring 2 × ulysses 4", 2, 4, {}),
-    ):
-        for where, device in (("", "cpu"), (", CUDA", "meta")):
-            counter = count_attention(ring, ulysses, **sizes, device=device)
-            table[f"{name}{where}"] = {"launches": counter.launches, **dict(counter.by_operator.most_common())}
-    return table
-
-
 def show(part: str, table: Mapping[str, Mapping[str, Any]]) -> None:
     print(f"\n{part}")
     for name, row in table.items():
-        if "launches" in row:
-            print(f"  {name:<44}{row['launches']:>5} launches")
-            continue
         low, high = row["quartiles"]
         print(
             f"  {name:<44}{row['median us']:>10.0f} us, lowest {row['lowest us']:>8.0f}   × {row['ratio']:.2f} "
@@ -344,33 +278,28 @@ def show(part: str, table: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def record(label: str, measured: Mapping[str, Any], name: str = "host_cost") -> Path:
-    """Write ``measured`` under ``label``; what stands in the file under others, and parts not measured now, stay."""
-    path = RESULTS / f"{name}.json"
-    found = json.loads(path.read_text()) if path.exists() else {}
-    found.pop("environment", None)
-    found[label] = {**found.get(label, {}), "environment": environment("diffusers"), **measured}
-    return write_results(name, found, "diffusers")
+    """Write ``measured`` under ``label``; other labels in the file, and parts not measured now, stay."""
+    try:
+        results = read_results(name)
+    except FileNotFoundError:
+        results = {}
+    results.pop("environment", None)
+    results[label] = {**results.get(label, {}), "environment": environment("diffusers"), **measured}
+    return write_results(name, results, "diffusers")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure every part, print, write; or be one of the ranks."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--label", default="now", help="what this code is called in the results")
+    """Measure every part, print and write it."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--label", default="now", help="the name of this version of the code in the results")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--no-record", action="store_true", help="write no file")
-    parser.add_argument("--rank-process", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    if options.rank_process is not None:
-        rows = measure_ranks(options.rounds)
-        if int(os.environ["RANK"]) == 0:
-            options.rank_process.write_text(json.dumps(rows))
-        return
     parts: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
-        "launches": ("launches of one call", measure_launches),
         "fake": ("one call on a fake group of 8", partial(measure_fake, options.rounds)),
-        "gloo": ("one call on 2 gloo ranks", partial(measure_gloo, options.rounds)),
+        "gloo": ("one call on 2 gloo ranks", partial(measure_on_ranks, measure_ranks, 2, options.rounds)),
         "flux": (
             "FLUX of 57 blocks, 8 heads of 8, 16 tokens per rank, on a fake group of 8",
             partial(measure_flux, options.rounds, width=8, text=4, image=12),

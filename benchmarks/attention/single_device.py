@@ -7,7 +7,6 @@ tier instead, beside the portable kernel and PyTorch's; attention_hopper.json.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -20,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.environment import RESULTS, environment
 from benchmarks.gpu.job import first_line, is_fatal
 from benchmarks.gpu.timing import milliseconds
+from benchmarks.harness import RESULTS, environment, parser_of
 
 # The gaps between them are what matters: PyTorch's are measured in the same run.
 PYTORCH = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
@@ -240,7 +239,7 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, write, tell; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="sizes for Triton's interpreter")
     parser.add_argument("--hopper", action="store_true", help="the tier that only --hopper of tune takes")

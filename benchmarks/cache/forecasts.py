@@ -3,35 +3,30 @@
 The tiny trained FLUX generates held-out captions, each alone. Of each caption a plain cache chooses the steps; then every
 forecast computes these very steps (``compute_steps=``), so that nothing but the forecast differs. PSNR is against the image
 without a cache, from the same noise. Differences are of pairs: mean over captions ± standard error. Writes
-benchmarks/results/cache_forecasts.json and the tables of docs/cache.md.
+benchmarks/results/cache_forecasts.json (docs/cache.md).
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import math
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.cache.hermite import hermite
 from benchmarks.cache.judged import SEED, THINGS, _decode, judge, scenes_of
+from benchmarks.cache.published import hermite
 from benchmarks.cache.ways import generate, load
-from benchmarks.environment import RESULTS, write_results
-from benchmarks.page_parts import fill
+from benchmarks.harness import markdown_table, parser_of, read_results, write_results
 from para_core.adapters import apply_cache_on_pipe, cache_report, remove_cache_from_pipe
 from zoo.flux import grammar
 
-PAGE = Path(__file__).parents[2] / "docs" / "cache.md"
 THRESHOLDS = (0.12, 0.2, 0.3)
 PARTS = ("forecasts", "decisions", "rules", "few", "few by rule")
 
@@ -317,17 +312,15 @@ def few_by_rule(generator: Generator) -> list[dict[str, Any]]:
     return found
 
 
-def render(text: str, results: dict[str, Any]) -> str:
-    """The page with its tables written anew."""
-    return fill(
-        text,
-        {
-            "rules": _rules_table(results["rules"]),
-            "forecasts": _forecasts_table(results["forecasts"]),
-            "few steps": _few_table(results["few"]),
-            "few steps by rule": _by_rule_table(results["few by rule"]),
-        },
-    )
+def parts() -> dict[str, list[str]]:
+    """Return the tables of docs/cache.md."""
+    results = read_results("cache_forecasts")
+    return {
+        "rules": _rules_table(results["rules"]),
+        "forecasts": _forecasts_table(results["forecasts"]),
+        "few steps": _few_table(results["few"]),
+        "few steps by rule": _by_rule_table(results["few by rule"]),
+    }
 
 
 def _forecasts_table(found: dict[str, Any]) -> list[str]:
@@ -336,44 +329,42 @@ def _forecasts_table(found: dict[str, Any]) -> list[str]:
     names = list(dict.fromkeys(row["name"] for row in rows))
     of = {(row["threshold"], row["name"]): row for row in rows}
     computed = [of[threshold, names[0]]["computed"] for threshold in thresholds]
-    lines = ["| forecast | " + " | ".join(f"{x:.1f} of 28 computed" for x in computed) + " |"]
-    lines.append("| --- " * (1 + len(thresholds)) + "|")
+    lines = []
     for name in names:
         cells = [_beside(of[threshold, name], name == names[0]) for threshold in thresholds]
         extra = [of[threshold, name]["computed"] - x for threshold, x in zip(thresholds, computed, strict=True)]
-        cells = [cell + (f" ({more:.1f} steps more)" if more else "") for cell, more in zip(cells, extra, strict=True)]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return lines
+        more = [f" ({steps:.1f} steps more)" if steps else "" for steps in extra]
+        lines.append([name, *(cell + text for cell, text in zip(cells, more, strict=True))])
+    return markdown_table(["forecast", *(f"{x:.1f} of 28 computed" for x in computed)], lines)
 
 
 def _few_table(found: dict[str, Any]) -> list[str]:
-    lines = ["| computed | as many steps, no cache | `forecast_order=0` | `forecast_order=1` |", "| --- " * 4 + "|"]
+    rows = []
     for fewer, plain, straight in _threes(found["rows"]):
         mask = plain["name"].removeprefix("steps ").removesuffix(", order 0")
-        lines.append(f"| {mask} of {plain['of']} | {fewer['psnr']:.1f} dB | {_beside(plain)} | {_beside(straight)} |")
-    return lines
+        rows.append([f"{mask} of {plain['of']}", f"{fewer['psnr']:.1f} dB", _beside(plain), _beside(straight)])
+    heads = ["computed", "as many steps, no cache", "`forecast_order=0`", "`forecast_order=1`"]
+    return markdown_table(heads, rows)
 
 
 def _rules_table(found: dict[str, Any]) -> list[str]:
-    curve = [row for row in found["rows"] if row.get("name") == "modulated_input"]
-    lines = ["| threshold | computed of 28 | PSNR | " + " | ".join(f"beside, at equal {cost}" for cost in COSTS) + " |"]
-    lines.append("| --- " * (3 + len(COSTS)) + "|")
     beside = {(row["at equal"], row["threshold"]): row for row in found["rows"] if "at equal" in row}
-    for row in curve:
+    rows = []
+    for row in (row for row in found["rows"] if row.get("name") == "modulated_input"):
         cells = [beside.get((cost, row["threshold"])) for cost in COSTS]
         texts = ["" if cell is None else "{:+.1f} ± {:.1f}".format(*cell["psnr beside first_block"]) for cell in cells]
-        psnr = statistics.mean(row["psnr"])
-        lines.append(f"| {row['threshold']:g} | {row['computed']:.1f} | {psnr:.1f} dB | {' | '.join(texts)} |")
-    return lines
+        rows.append(
+            [f"{row['threshold']:g}", f"{row['computed']:.1f}", f"{statistics.mean(row['psnr']):.1f} dB", *texts]
+        )
+    return markdown_table(["threshold", "computed of 28", "PSNR", *(f"beside, at equal {x}" for x in COSTS)], rows)
 
 
 def _by_rule_table(found: dict[str, Any]) -> list[str]:
-    lines = ["| steps | " + " | ".join(row["name"] for row in found["rows"] if row["of"] == 8) + " |"]
-    lines.append("| --- " * lines[0].count("|", 1) + "|")
+    rows = []
     for steps in FEW:
         cells = [f"{row['computed']:.1f} computed, {row['psnr']:.1f} dB" for row in found["rows"] if row["of"] == steps]
-        lines.append(f"| {steps} | {' | '.join(cells)} |")
-    return lines
+        rows.append([steps, *cells])
+    return markdown_table(["steps", *(row["name"] for row in found["rows"] if row["of"] == 8)], rows)
 
 
 def _threes(rows: Sequence[dict[str, Any]]) -> list[Sequence[dict[str, Any]]]:
@@ -386,8 +377,8 @@ def _beside(row: dict[str, Any], is_first: bool = False) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Measure some parts and write them next to the others."""
+    parser = parser_of(__doc__)
     parser.add_argument("--captions", type=int, default=24)
     parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=PARTS)
     args = parser.parse_args(arguments)
@@ -396,14 +387,11 @@ def main(arguments: list[str] | None = None) -> None:
     warnings.filterwarnings("ignore", message="the cache of the .* skipped")
     generator = Generator(args.captions)
     measured = {"forecasts": forecasts, "decisions": decisions, "rules": rules, "few": few, "few by rule": few_by_rule}
-    path = RESULTS / "cache_forecasts.json"
-    results = json.loads(path.read_text()) if path.exists() else {}
-    results.pop("environment", None)
+    results = read_results("cache_forecasts")
+    results.pop("environment")
     for name in args.parts:
         results[name] = {"captions": args.captions, "rows": measured[name](generator)}
-    write_results("cache_forecasts", results, "diffusers")
-    PAGE.write_text(render(PAGE.read_text(encoding="utf-8"), results), encoding="utf-8")
-    print(path, PAGE, sep="\n")
+    print(write_results("cache_forecasts", results, "diffusers"))
 
 
 if __name__ == "__main__":

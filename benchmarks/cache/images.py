@@ -6,7 +6,6 @@ images beside the one without the cache, and the curve of a calibration over sev
 
 from __future__ import annotations
 
-import argparse
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import transformers
 from diffusers import FluxPipeline
 from diffusers.utils import logging
 
-from benchmarks.environment import write_results
+from benchmarks.harness import parser_of, write_results
 from para_core.adapters import apply_cache_on_pipe, cache_report, calibrate_cache, remove_cache_from_pipe
 from para_core.adapters.cache.calibration.image_metrics import as_images, load_metric
 from zoo.flux import PIPELINE
@@ -61,7 +60,7 @@ def save_images(images: dict[str, np.ndarray], path: Path) -> None:
 
 def main() -> None:
     """Generate, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--folder", type=Path, default=Path("build"), help="where the images go")
     parser.add_argument("--record", action="store_true", help="also write benchmarks/results/cache_images.json")
     options = parser.parse_args()

@@ -1,34 +1,33 @@
-"""Caches beside each other: computed steps, likeness to the images without a cache, and speed.
+"""Caches compared: computed steps, likeness to the images without a cache, and speed.
 
-    python -m benchmarks.cache.quality                                    # stop it at any time, and start it again
-    python -m benchmarks.cache.quality --parts eager compiled --rounds 25     # the seconds only, on a quiet machine
-    python -m benchmarks.cache.quality --parts                               # only write the page from what is there
+    python -m benchmarks.cache.quality                                     # may be stopped at any time, and continues there
+    python -m benchmarks.cache.quality --parts eager compiled --rounds 25  # the seconds only, on a quiet machine
 
-Generates held-out captions with the tiny trained FLUX, each alone: a cache decides for a call as a whole. Writes
-benchmarks/results/cache_quality.json and docs/cache_quality.md. cache-dit is measured where it is installed:
+Generates held-out captions with the tiny trained FLUX, each alone, because a cache decides for a call as a whole. Writes
+benchmarks/results/cache_quality.json (docs/cache_quality.md). cache-dit is measured if it is installed:
 ``pip install --no-deps cache-dit==1.5.3``, into an environment that is not para_core's.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
+import itertools
 import json
+import math
 import shutil
+import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.cache.judged import images_of, judge, reference
-from benchmarks.cache.page import render, summaries
 from benchmarks.cache.speed import measure, short
 from benchmarks.cache.ways import NO_CACHE, OTHERS, QUALITY
-from benchmarks.environment import write_results
+from benchmarks.harness import ROOT, markdown_table, parser_of, read_results, write_results
 
-ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "cache_quality.md"
 PROMPTS = 64
 PARTS = ("quality", "others", "eager", "compiled")
 
@@ -95,20 +94,160 @@ def _key(steps: int, count: int, name: str) -> str:
     return f"{steps} steps, {count} captions: {name}"
 
 
-def record(rows: Rows, count: int, result: str = "cache_quality", page: Path = PAGE) -> None:
-    """Write the JSON and the page."""
-    quality = [row for key, row in rows.rows.items() if f" {count} captions" in key]
-    parts = {name: rows.rows[name] for name in ("eager", "compiled", "others") if name in rows.rows}
-    found = {"captions": count, "quality": summaries(quality), **parts}
+# -- tables
+
+Row = dict[str, Any]
+# What all others are compared with, at as many computed steps.
+BASELINES = {
+    "first_block": "para_core first_block",
+    "forecast": "para_core first_block, forecast_order=1",
+}
+
+
+def summaries(rows: Sequence[Row]) -> list[Row]:
+    """Of each way the means over all captions, and its PSNR beside para_core's at as many computed steps.
+
+    Args:
+        rows: lists with a value for each caption.
+    """
+    found = []
+    for row in sorted(rows, key=lambda x: (x["steps"], x["cache"] != "no cache", -_mean(x["computed"]))):
+        summary = {name: row[name] for name in ("cache", "setting", "steps")}
+        for name in ("computed", "psnr", "ssim", "right", "as without", "attributes"):
+            summary[name] = round(_mean(row[name]), 5)
+        summary["least psnr"] = min(row["psnr"])
+        for name, cache in BASELINES.items():
+            same = [x for x in rows if (x["cache"], x["steps"]) == (cache, row["steps"])]
+            summary[f"psnr beside {name}"] = None if row["cache"] in ("no cache", cache) else beside(row, same)
+        found.append(summary)
+    return found
+
+
+def beside(row: Row, baseline: Sequence[Row]) -> list[float] | None:
+    """Mean difference in PSNR from the baseline at as many computed steps, and its standard error; captions are pairs.
+
+    The baseline between two of its thresholds is their mean, weighed so that it computes as many steps.
+
+    >>> row = {"computed": [4, 6], "psnr": [30.0, 34.0]}
+    >>> beside(row, [{"computed": [3, 3], "psnr": [20.0, 20.0]}, {"computed": [7, 7], "psnr": [30.0, 32.0]}])
+    [6.5, 1.5]
+    """
+    wanted = _mean(row["computed"])
+    ordered = sorted(baseline, key=lambda x: _mean(x["computed"]))
+    for lower, upper in itertools.pairwise(ordered):
+        low, high = _mean(lower["computed"]), _mean(upper["computed"])
+        # Half a step beyond the curve's ends is still called as many.
+        if low - 0.5 <= wanted <= high + 0.5:
+            weight = (wanted - low) / (high - low)
+            differences = [
+                x - (1 - weight) * a - weight * b
+                for x, a, b in zip(row["psnr"], lower["psnr"], upper["psnr"], strict=True)
+            ]
+            error = statistics.stdev(differences) / math.sqrt(len(differences))
+            return [round(_mean(differences), 2), round(error, 2)]
+    return None
+
+
+def quality(found: Sequence[Row], steps: int) -> list[str]:
+    """The table of one number of steps."""
+    rows = []
+    for row in (row for row in found if row["steps"] == steps):
+        cells = [row["cache"], row["setting"], f"{row['computed']:.1f} of {steps}"]
+        if row["cache"] == "no cache":
+            cells += ["", "", "", f"{row['right']:.1%}", ""]
+        else:
+            cells += [f"{row['psnr']:.1f}", f"{row['least psnr']:.1f}", f"{row['ssim']:.5f}"]
+            cells += [f"{row['right']:.1%}", f"{row['as without']:.1%}"]
+        differences = [row[f"psnr beside {name}"] for name in BASELINES]
+        rows.append([*cells, *("" if x is None else f"{x[0]:+.1f} ± {x[1]:.1f}" for x in differences)])
+    heads = ["cache", "setting", "computed steps", "PSNR, dB", "least", "SSIM", "all right"]
+    beside_others = ["PSNR beside `first_block`", "beside its forecast"]
+    return markdown_table([*heads, "verdict as without a cache", *beside_others], rows)
+
+
+def speed(found: dict[str, Any]) -> list[str]:
+    """Eager and compiled, each against no cache measured likewise."""
+    compiled = {row["name"]: row for row in found.get("compiled", ())}
+    rows = []
+    for row in found.get("eager", ()):
+        other = compiled.get(row["name"])
+        rows.append([row["name"], row.get("computed", ""), *_times(row), *_times(other), _how(other)])
+    times = [f"{kind}: {what}" for kind in ("eager", "compiled") for what in ("seconds", "speed-up")]
+    return markdown_table(["cache", "computed steps of 28", *times, "how"], rows)
+
+
+def _times(row: Row | None) -> list[str]:
+    if row is None or "cpu_seconds" not in row:
+        return ["", ""]
+    low, high = row["range"]
+    return [f"{row['cpu_seconds']:.3f}", f"{row['speed_up']:.2f} × ({low:.2f} – {high:.2f})"]
+
+
+def _how(row: Row | None) -> str:
+    if row is None:
+        return ""
+    if "refused" in row:
+        return "*refused*"
+    return "one graph" if row["fullgraph"] else f"**no** `fullgraph`; {row['graphs']} graphs"
+
+
+def refusals(found: dict[str, Any]) -> list[str]:
+    """What was raised, and what cannot be compared at equal computed steps."""
+    lines = []
+    for row in found.get("compiled", ()):
+        for name in ("refused as one graph", "refused"):
+            if name in row:
+                lines.append(f"- {row['name']}, compiled, {name}: `{row[name].replace('`', chr(39))}`")
+    for row in found.get("others", ()):
+        if "refused" in row:
+            lines.append(f"- {row['name']}: refused: `{row['refused'].replace('`', chr(39))}`")
+        else:
+            computed, psnr = (_mean(row[name]) for name in ("attention computed", "psnr"))
+            lines.append(f"- {row['name']}: attention computed at {computed:g} of 28 steps; PSNR {psnr:.1f} dB")
+    return lines
+
+
+def about(found: dict[str, Any]) -> list[str]:
+    """When, where, with which versions."""
+    environment = found["environment"]
+    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
+    where = f"{environment['device']}, one thread, Python {environment['python']}"
+    return [
+        f"{environment['date']}, {where}, {versions}; {found['captions']} held-out captions of one thing, each alone."
+    ]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def parts() -> dict[str, list[str]]:
+    """Return the parts of docs/cache_quality.md."""
+    return parts_of(read_results("cache_quality"))
+
+
+def parts_of(results: dict[str, Any]) -> dict[str, list[str]]:
+    """Return the parts of docs/cache_quality.md from ``results``."""
+    return {
+        "about": about(results),
+        "28 steps": quality(results["quality"], 28),
+        "50 steps": quality(results["quality"], 50),
+        "speed": speed(results),
+        "refusals": refusals(results),
+    }
+
+
+def record(rows: Rows, count: int) -> None:
+    """Write the JSON."""
+    captions = [row for key, row in rows.rows.items() if f" {count} captions" in key]
+    measured = {name: rows.rows[name] for name in ("eager", "compiled", "others") if name in rows.rows}
     peers = ("diffusers", "scikit-image", *(["cache-dit"] if importlib.util.find_spec("cache_dit") else []))
-    path = write_results(result, found, *peers)
-    page.write_text(render(page.read_text(), json.loads(path.read_text())))
-    print(path, page, sep="\n")
+    print(write_results("cache_quality", {"captions": count, "quality": summaries(captions), **measured}, *peers))
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure what is missing, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Measure what is missing and write it."""
+    parser = parser_of(__doc__)
     parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=PARTS, help="what to measure")
     parser.add_argument("--prompts", type=int, default=PROMPTS)
     parser.add_argument("--steps", type=int, nargs="+", default=list(QUALITY), choices=list(QUALITY))

@@ -26,8 +26,7 @@ from diffusers import (
 )
 from diffusers.utils import logging
 
-from benchmarks.cache.easy_cache import EasyCache
-from benchmarks.cache.hermite import hermite
+from benchmarks.cache.published import EasyCache, hermite
 from para_core import Forecast
 from para_core.adapters import apply_cache_on_pipe
 from para_core.cache.forecasts import FOCA

@@ -23,9 +23,8 @@ from diffusers import FluxPipeline
 from diffusers.utils import logging
 from torch.distributed.device_mesh import DeviceMesh
 
-from benchmarks.environment import write_results
-from benchmarks.launch import launch
-from benchmarks.traffic import TrafficCounter
+from benchmarks.harness import launch, parser_of, write_results
+from benchmarks.meters import TrafficCounter
 from para_core import init_context_parallel_mesh, unified_attention
 from para_core.adapters import apply_cache_on_pipe, cache_report, parallelize_pipe
 from para_core.adapters.cache.calibration.image_metrics import as_images, load_metric
@@ -254,7 +253,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     """Run all, or be one process of a run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--output", type=Path, default=Path("build/demo.png"))
     parser.add_argument("--record", action="store_true", help="also write benchmarks/results/demo.json")
     parser.add_argument("--ring", type=int, default=1, help=argparse.SUPPRESS)

@@ -1,12 +1,11 @@
 """The trained models' images and clips, on one rank, on several and cached, with differences amplified:  python -m benchmarks.demo.gallery
 
-Writes docs/gallery_images.png, docs/gallery_clips.gif, benchmarks/results/gallery.json and the tables of docs/gallery.md.
+Writes docs/gallery_images.png, docs/gallery_clips.gif, benchmarks/results/gallery.json (docs/gallery.md).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -18,15 +17,11 @@ from diffusers import FluxPipeline, WanPipeline
 from diffusers.utils import logging
 from PIL import Image, ImageDraw
 
-from benchmarks.environment import RESULTS, write_results
-from benchmarks.launch import launch
-from benchmarks.page_parts import fill
+from benchmarks.harness import ROOT, launch, markdown_table, parser_of, read_results, write_results
 from para_core import init_context_parallel_mesh
 from para_core.adapters import apply_cache_on_pipe, cache_report, parallelize_pipe
 from zoo import flux, video
 
-ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs/gallery.md"
 IMAGES, CLIPS = ROOT / "docs/gallery_images.png", ROOT / "docs/gallery_clips.gif"
 SEED, STEPS = 5, 20
 CAPTIONS = {
@@ -162,32 +157,28 @@ def measured(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def table(rows: list[dict[str, Any]]) -> list[str]:
-    """Markdown."""
+def parts() -> dict[str, list[str]]:
+    """Return the parts of docs/gallery.md."""
+    results = read_results("gallery")
     names = {"flux": "tiny FLUX, images", "wan": "tiny Wan, clips"}
-    lines = ["| model | way | computed steps | largest difference | 8-bit values that differ | PSNR, dB |"]
-    lines.append("| --- | --- | ---: | ---: | ---: | ---: |")
-    for row in rows:
+    rows = []
+    for row in results["rows"]:
         values = f"{row['8-bit values that differ']:,} of {row['of']:,}, by at most {row['by at most']}"
-        error = row["mean squared error"]
+        error, steps = row["mean squared error"], f"{row['computed steps']:.1f} of {STEPS}"
         psnr = f"{-10 * np.log10(error):.1f}" if error else "same bits"
-        lines.append(
-            f"| {names[row['model']]} | {row['way']} | {row['computed steps']:.1f} of {STEPS} | {row['largest difference']:.1e} "
-            f"| {values} | {psnr} |"
-        )
-    return lines
-
-
-def render(text: str, found: dict[str, Any]) -> str:
-    """docs/gallery.md."""
-    captions = [f"{i}. *{caption}*" for i, caption in enumerate(found["captions"]["flux"], 1)]
-    clips = [f"{i}. *{caption}*" for i, caption in enumerate(found["captions"]["wan"], 1)]
-    return fill(text, {"differences": table(found["rows"]), "captions": captions, "clips": clips})
+        rows.append([names[row["model"]], row["way"], steps, f"{row['largest difference']:.1e}", values, psnr])
+    heads = ["model", "way", "computed steps", "largest difference", "8-bit values that differ", "PSNR, dB"]
+    captions = {
+        model: [f"{i}. *{caption}*" for i, caption in enumerate(captions, 1)]
+        for model, captions in results["captions"].items()
+    }
+    table = markdown_table(heads, rows, right=(2, 3, 4, 5))
+    return {"differences": table, "captions": captions["flux"], "clips": captions["wan"]}
 
 
 def main() -> None:
     """Run all ways, or be one process of a way."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--way", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--rank-output", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -209,8 +200,7 @@ def main() -> None:
     ]
     frames[0].save(CLIPS, save_all=True, append_images=frames[1:], duration=160, loop=0, optimize=True)
     write_results("gallery", {"captions": CAPTIONS, "steps": STEPS, "rows": measured(found)}, "diffusers")
-    PAGE.write_text(render(PAGE.read_text(), json.loads((RESULTS / "gallery.json").read_text())))
-    print("\n".join(table(measured(found))), IMAGES, CLIPS, PAGE, sep="\n")
+    print(IMAGES, CLIPS, sep="\n")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 
 Ranks are plain processes without a launcher, which would end the others itself: what ends them is the library. They are forked from this
 process, which has imported everything. Hosts are network namespaces; without them (Linux, root) they are loopback addresses, and
-links are left out. Each cell is written to benchmarks/results/faults.json when it is done, and docs/faults.md is made from that.
+links are left out. Each cell is written to benchmarks/results/faults.json when it is done (docs/faults.md).
 
 A cell is bad if a rank that lives does not end; if a call gives an image that is not that of one process; if no rank names the cause,
 and not all have their image; or if something is left behind.
@@ -13,7 +13,6 @@ and not all have their image; or if something is left behind.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
 import json
@@ -30,7 +29,6 @@ import torch
 import torch.distributed as dist
 
 import para_core.adapters  # noqa: F401  before the first fork
-from benchmarks.environment import RESULTS, environment
 from benchmarks.faults.cells import (
     FAULTY_HOST,
     FAULTY_RANK,
@@ -41,9 +39,10 @@ from benchmarks.faults.cells import (
     all_cells,
 )
 from benchmarks.faults.hosts import Hosts, open_hosts
-from benchmarks.faults.page import verdict, write_page
+from benchmarks.faults.page import verdict
 from benchmarks.faults.pipes import build, call_of
 from benchmarks.faults.rank import SLEEP, TIMEOUT, run_rank
+from benchmarks.harness import RESULTS, environment, parser_of
 from para_core import version
 
 # Seconds from the start of a cell. Where the link is slow, each of a VAE's exchanges takes seconds, and none the time-out.
@@ -189,21 +188,13 @@ def expected_image(pipeline: str) -> Any:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--cells", nargs="+", default=[""], help="only those whose name contains one of these")
     parser.add_argument("--again", action="store_true", help="those that were done before, too")
     parser.add_argument("--output", type=Path, default=RESULTS / "faults.json")
-    parser.add_argument("--page", action="store_true", help="only write the page")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     found = json.loads(args.output.read_text()) if args.output.exists() else {"cells": {}}
-    if not args.page:
-        _run(args, found)
-    if args.output == RESULTS / "faults.json":
-        write_page(found)
-
-
-def _run(args: argparse.Namespace, found: dict[str, Any]) -> None:
     cells = [cell for cell in all_cells() if any(text in cell.name for text in args.cells)]
     cells = [cell for cell in cells if args.again or cell.name not in found["cells"]]
     version.version_and_sources()  # once, for all ranks: sources may be edited while this runs

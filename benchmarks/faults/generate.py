@@ -6,7 +6,6 @@ where the ranks of its mesh dims are, under ``--output``.
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.harness import parser_of
 from benchmarks.pipelines.generation import PIPELINES
 from para_core import init_context_parallel_mesh
 from para_core.adapters import parallelize_pipe
@@ -41,7 +41,7 @@ def generate(name: str, mesh: Any, repeat: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("pipelines", nargs="+", choices=sorted(PIPELINES))
     parser.add_argument("--output", type=Path, required=True, help="a folder")
     parser.add_argument("--repeat", type=int, default=1)

@@ -5,7 +5,6 @@ The program that made the hosts shapes the links when the first rank asks for it
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import time
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.harness import parser_of
 from benchmarks.pipelines.generation import PIPELINES
 from para_core import init_context_parallel_mesh
 from para_core.adapters import parallelize_pipe
@@ -127,7 +127,7 @@ def _ask(folder: Path, number: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--folder", type=Path, required=True, help="where questions and answers are, and found.json")
     parser.add_argument("--shapes", type=int, required=True, help="how many")
     args = parser.parse_args()

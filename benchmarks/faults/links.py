@@ -6,24 +6,21 @@ makes n exchanges over the link and sends m bytes per rank, both counted. Predic
 
     seconds over the unshaped link + n × (alpha − alpha unshaped) + m × (beta − beta unshaped)
 
-which takes no exchange for hidden behind computing. The unshaped link is measured before each shape, for others may use the machine, too. Writes benchmarks/results/nodes.json, and the table in docs/several_nodes.md.
+which takes no exchange for hidden behind computing. The unshaped link is measured before each shape, for others may use the machine, too. Writes benchmarks/results/nodes.json (docs/several_nodes.md).
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 import threading
 from pathlib import Path
 from typing import Any
 
-from benchmarks.environment import write_results
 from benchmarks.faults.hosts import Hosts, open_hosts
 from benchmarks.faults.torchrun import torchrun
-from benchmarks.page_parts import fill
+from benchmarks.harness import markdown_table, parser_of, read_results, write_results
 
-PAGE = Path(__file__).parents[2] / "docs/several_nodes.md"
 # Megabits per second of each link, one-way delay in seconds of the second host's.
 SHAPES: dict[str, tuple[float | None, float]] = {
     "200 Mbit/s": (200.0, 0.0),
@@ -76,22 +73,20 @@ def rows_of(found: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def table(rows: list[dict[str, Any]]) -> list[str]:
-    lines = [
-        "| link | exchange, ms | MB/s per rank | pipeline | exchanges | MB sent per rank | seconds, unshaped | shaped | predicted |",
-        "|" + " --- |" * 9,
-    ]
-    for row in rows:
+def parts() -> dict[str, list[str]]:
+    """Return the table of docs/several_nodes.md."""
+    heads = ["link", "exchange, ms", "MB/s per rank", "pipeline", "exchanges", "MB sent per rank"]
+    cells = []
+    for row in read_results("nodes")["rows"]:
         speed = 1e-6 / row["beta"] if row["beta"] > 0 else float("inf")
-        lines.append(
-            f"| {row['link']} | {1e3 * row['alpha']:.2f} | {speed:.1f} | {row['pipeline']} | {row['exchanges']} | "
-            f"{1e-6 * row['bytes']:.2f} | {row['seconds unshaped']:.2f} | {row['seconds']:.2f} | {row['predicted']:.2f} |"
-        )
-    return lines
+        link = [row["link"], f"{1e3 * row['alpha']:.2f}", f"{speed:.1f}"]
+        sent = [row["pipeline"], row["exchanges"], f"{1e-6 * row['bytes']:.2f}"]
+        cells.append([*link, *sent, *(f"{row[x]:.2f}" for x in ("seconds unshaped", "seconds", "predicted"))])
+    return {"links": markdown_table([*heads, "seconds, unshaped", "shaped", "predicted"], cells)}
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--no-record", action="store_true", help="write no file")
     args = parser.parse_args(arguments)
     stop = threading.Event()
@@ -108,10 +103,9 @@ def main(arguments: list[str] | None = None) -> None:
             shaping.join()
         found = json.loads((folder / "found.json").read_text())
     rows = rows_of(found)
-    print("\n".join(table(rows)))
+    print(json.dumps(rows, indent=2))
     if not args.no_record:
-        write_results("nodes", {"rows": rows}, "diffusers")
-        PAGE.write_text(fill(PAGE.read_text(), {"links": table(rows)}))
+        print(write_results("nodes", {"rows": rows}, "diffusers"))
 
 
 if __name__ == "__main__":

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 from benchmarks.faults.cells import FAULTY_RANK, GIVEN_FAULTS, LINK_FAULTS, MOMENTS, PROCESS_FAULTS, Cell, all_cells
-from benchmarks.page_parts import fill
+from benchmarks.harness import read_results
 
-PAGE = Path(__file__).parents[2] / "docs/faults.md"
 # Relative norm of an image's error against one process.
 EXACT = 1e-4
 # What a message must say to name the cause.
@@ -61,10 +59,11 @@ def _named(result: dict[str, Any]) -> bool:
 # -- the page
 
 
-def write_page(found: dict[str, Any]) -> None:
+def parts() -> dict[str, list[str]]:
+    """Return the parts of docs/faults.md."""
+    found = read_results("faults")
     results = found["cells"]
-    parts = {"summary": _summary(found), "table": _tables(results), "messages": _messages(results)}
-    PAGE.write_text(fill(PAGE.read_text(), parts))
+    return {"summary": _summary(found), "table": _tables(results), "messages": _messages(results)}
 
 
 def _summary(found: dict[str, Any]) -> list[str]:

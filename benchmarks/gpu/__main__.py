@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.environment import RESULTS
 from benchmarks.gpu.runner import ALL, SECTIONS, exit_code, run_all
+from benchmarks.harness import RESULTS
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.environment import environment
+from benchmarks.harness import environment
 
 # Verdicts of rows; a row that only reports a measurement has none. WRONG: a number outside its bound. FAILED: no number, because the call raised,
 # was refused, or waited although it must not. REFUSED: PyTorch refuses the same call.

@@ -3,12 +3,11 @@
     python -m benchmarks.peers
 
 Every cell is a run of its own on CPU ranks with gloo, compared with SDPA on one device. Installs the peers once, into an
-environment outside of this repository. Writes benchmarks/results/peers.json and the tables of docs/peers.md.
+environment outside of this repository. Writes benchmarks/results/peers.json (docs/peers.md).
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -17,12 +16,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from benchmarks.environment import write_results
-from benchmarks.peers.environments import ROOT, python_with_peers
-from benchmarks.peers.page import render
+from benchmarks.harness import ROOT, parser_of, write_results
+from benchmarks.peers.environments import python_with_peers
 from benchmarks.peers.rows import ROWS
 
-PAGE = ROOT / "docs" / "peers.md"
 # The module that asks each peer, and what the table calls it.
 COLUMNS = {
     "with_para_core": "para_core",
@@ -47,7 +44,7 @@ def ask(python: Path, peer: str, rows: list[str], *, stand_ins: bool, timeout: f
 
 def main(arguments: list[str] | None = None) -> None:
     """Install, run, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     cache = Path.home() / ".cache" / "para_core" / "peers"
     parser.add_argument("--environments", type=Path, default=cache, help="where the peers are installed")
     parser.add_argument("--timeout", type=float, default=40, help="seconds without a result that are called a hang")
@@ -65,7 +62,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def record(found: dict[str, Any], unpatched: dict[str, Any], timeout: float) -> None:
-    """Write the JSON and the page."""
+    """Write the JSON."""
     cells = {peer: outcome["cells"] for peer, outcome in found.items()}
     patches = {peer: import_module(f"benchmarks.peers.{peer}").PATCHES for peer in found}
     versions: dict[str, str] = {}
@@ -79,9 +76,7 @@ def record(found: dict[str, Any], unpatched: dict[str, Any], timeout: float) -> 
         "unpatched": {COLUMNS[peer]: outcome["cells"] for peer, outcome in unpatched.items()},
         "cells": {COLUMNS[peer]: outcome for peer, outcome in cells.items()},
     }
-    path = write_results("peers", results)
-    PAGE.write_text(render(PAGE.read_text(), json.loads(path.read_text())))
-    print(path, PAGE, sep="\n")
+    print(write_results("peers", results))
 
 
 if __name__ == "__main__":

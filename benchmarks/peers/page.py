@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from typing import Any
 
-from benchmarks.page_parts import fill
+from benchmarks.harness import markdown_table, read_results
 
 Ways = dict[str, dict[str, Any]]
 
@@ -80,11 +80,9 @@ def _word(outcome: dict[str, Any], row: str, peer: str) -> str:
 def table(cells: dict[str, dict[str, Ways]]) -> list[str]:
     """A row per input, a column per peer."""
     rows = dict.fromkeys(row for column in cells.values() for row in column)
-    return [
-        f"| | {' | '.join(cells)} |",
-        "| --- " * (len(cells) + 1) + "|",
-        *(f"| {row} | {' | '.join(cell(column[row], row, peer) for peer, column in cells.items())} |" for row in rows),
-    ]
+    body = [[row, *(cell(column[row], row, peer) for peer, column in cells.items())] for row in rows]
+    heads, *lines = markdown_table(["", *cells], body)
+    return [heads.replace("|  |", "| |"), *lines]
 
 
 def summary(results: dict[str, Any]) -> list[str]:
@@ -97,12 +95,13 @@ def summary(results: dict[str, Any]) -> list[str]:
         for peer in SUMMARY
     }
     total = sum(next(iter(counts.values())).values())
-    lines = [f"| of {total} cells | {' | '.join(heads)} |", "| --- " * (len(heads) + 1) + "|"]
-    for word in ("exact", "not offered", "refused", "refused by our stand-in", "wrong", "crashes"):
-        lines.append(f"| {word} | {' | '.join(str(counts[peer][word]) for peer in SUMMARY)} |")
-    for name, row in SUMMARY_ROWS.items():
-        lines.append(f"| {name} | {' | '.join(cell(cells[peer][row], row, peer, brief=True) for peer in SUMMARY)} |")
-    return lines
+    words = ("exact", "not offered", "refused", "refused by our stand-in", "wrong", "crashes")
+    rows = [[word, *(counts[peer][word] for peer in SUMMARY)] for word in words]
+    inputs = [
+        [name, *(cell(cells[peer][row], row, peer, brief=True) for peer in SUMMARY)]
+        for name, row in SUMMARY_ROWS.items()
+    ]
+    return markdown_table([f"of {total} cells", *heads], [*rows, *inputs])
 
 
 def messages(cells: dict[str, dict[str, Ways]]) -> list[str]:
@@ -141,13 +140,14 @@ def about(results: dict[str, Any]) -> list[str]:
     return [f"{environment['date']}, {where}, {versions}; {results['backend']}."]
 
 
-def render(text: str, results: dict[str, Any]) -> str:
-    """The page with every part between ``<!-- name -->`` and ``<!-- end of name -->`` written anew."""
-    parts = {
+def parts() -> dict[str, list[str]]:
+    """Return the parts of docs/peers.md, and the table of README.md (``peers``)."""
+    results = read_results("peers")
+    return {
         "about": about(results),
         "table": table(results["cells"]),
         "patches": patches(results),
         "unpatched": table(results["unpatched"]),
         "messages": messages(results["cells"]),
+        "peers": summary(results),
     }
-    return fill(text, parts)

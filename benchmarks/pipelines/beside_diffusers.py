@@ -6,21 +6,17 @@ Two ranks of one thread. First the models of `zoo.tiny.transformers.registry` wi
 diffusers asks for, and once with odd ones (there with its `ulysses_anything`): who takes what, and with which error. Then, where both
 are exact, models of the same classes with 2 layers (of each kind) of 4 heads × 128 and a few thousand tokens, so that a step takes
 about a second: in each round one rank alone with the unmodified model, then every way in turns, the first one later in the next round.
-Quoted are medians of the rounds and of their ratios. Prints both tables; of all models it writes docs/beside_diffusers.md and
-benchmarks/results/beside_diffusers.json.
+Quoted are medians of the rounds and of their ratios. Writes benchmarks/results/beside_diffusers.json (docs/beside_diffusers.md).
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,8 +24,7 @@ import torch.distributed as dist
 from diffusers import ContextParallelConfig
 from torch import Tensor, nn
 
-from benchmarks.environment import write_results
-from benchmarks.launch import launch
+from benchmarks.harness import markdown_table, measure_on_ranks, parser_of, read_results, relative_error, write_results
 from para_core import init_context_parallel_mesh
 from para_core.adapters import parallelize_transformer
 from zoo.tiny.transformers.registry import MODELS, TinyModel
@@ -66,7 +61,6 @@ LARGE_CONFIG: dict[str, dict[str, Any]] = {
 EXACT = 1e-5
 # Of which medians are quoted.
 ROUNDS = 7
-PAGE = Path(__file__).parents[2] / "docs/beside_diffusers.md"
 
 
 def tiny(name: str, size: str) -> tuple[TinyModel, dict[str, Any]]:
@@ -149,7 +143,7 @@ def applied(
         try:
             transformer = WAYS[way](model.build(), uneven=uneven)
             out = transformer(**inputs)[0]
-            error = float((out - expected).norm() / expected.norm()) if out.shape == expected.shape else float("inf")
+            error = relative_error(out, expected) if out.shape == expected.shape else float("inf")
             found[way] = {"error": error}
             transformers[way] = transformer
         except Exception as error:  # whatever it is: the table says it
@@ -248,78 +242,34 @@ def conclusion(rows: list[dict[str, Any]]) -> str:
     )
 
 
-def speed_row(name: str, size: str, measured: dict[str, Any]) -> str:
+def speed_row(row: dict[str, Any]) -> list[str]:
     """A row of the second table."""
-    seconds, found = measured["seconds"], measured["found"]
-    cells = [f"{statistics.median(seconds['1 rank']):.2f}"]
+    seconds, outcomes = row["seconds"], row["found"]
+    cells = [row["model"], row["tokens"], f"{statistics.median(seconds['1 rank']):.2f}"]
     for way in ("para_core", "diffusers", "para_core, ring"):
-        cell = verdict(found[way])
+        cell = verdict(outcomes[way])
         if way in seconds:
             speed_up = statistics.median(one / many for one, many in zip(seconds["1 rank"], seconds[way], strict=True))
             cell = f"{statistics.median(seconds[way]):.2f}, {speed_up:.2f} ×, {cell}"
         cells.append(cell)
     for kind in ("seconds", "CPU seconds"):
-        times = measured[kind]
+        times = row[kind]
         cells.append(ratio(times["diffusers"], times["para_core"]) if {"diffusers", "para_core"} <= {*times} else "")
-    return f"| {name} | {size} | " + " | ".join(cells) + " |"
+    return cells
 
 
-FIRST_TABLE = "| model | tokens | " + " | ".join(WAYS) + " |\n| --- | --- |" + " --- |" * len(WAYS)
-SECOND_TABLE = (
-    "| model | tokens | 1 rank | para_core | diffusers | para_core, ring | diffusers' seconds / para_core's | CPU seconds, likewise |\n"
-    "| --- | --- | --- | --- | --- | --- | --- | --- |"
-)
-
-
-def page(results: dict[str, Any]) -> str:
-    """docs/beside_diffusers.md."""
-    even, odd = (frames * height * width for frames, height, width in LARGE.values())
-    first = [
-        f"| {row['model']} | {row['tokens']} | " + " | ".join(verdict(row[way]) for way in WAYS) + " |"
-        for row in results["tiny"]
-    ]
-    second = [speed_row(row["model"], row["tokens"], row) for row in results["large"]]
-    return f"""# Beside diffusers' own context parallelism
-
-Written by `python -m benchmarks.pipelines.beside_diffusers` (numbers in `benchmarks/results/beside_diffusers.json`): every class on which diffusers
-publishes a plan, random weights, two CPU ranks of one thread with gloo, Ulysses if it says nothing else. diffusers runs by the plan that it
-publishes, para_core by its own adapter where it has one; model, weights and input are the same.
-
-## Who takes what
-
-Tiny models, even and odd numbers of tokens (for diffusers `ulysses_anything` and `ring_anything`, then). The relative error against the
-unmodified model, or what was said.
-
-{FIRST_TABLE}
-{chr(10).join(first)}
-
-{chr(10).join(outcome(results["tiny"]))}
-
-*Stopped* is no defect of diffusers; on GPUs it may well run:
-
-- *gloo*: with odd lengths diffusers gathers parts of unequal size, which NCCL's all-gather takes and gloo's does not
-  (`ProcessGroupGloo::allgather: invalid tensor size`). para_core exchanges by all-to-all, which takes them on every backend.
-- *A CPU*: its ring asks the attention kernel for the log-sum-exp, and those of its backends that return one need a GPU
-  (`Native attention does not support return_lse=True`). [peers.md](peers.md) has its ring with a stand-in for cuDNN's kernel.
-- *Our tiny config*: its plan for Helios names blocks 0 to 39, which the published model has; the tiny one of this benchmark has two.
-
-*Refused* is raised by diffusers' own code on this input; that a GPU would say otherwise was not seen.
-
-What the benchmark patches: `torch.accelerator.device_count` gives the number of ranks, as diffusers asks how many accelerators there are, and a CPU
-has none. Nothing else, on either side.
-
-## Seconds per step, where both are exact
-
-The same classes with 2 layers of each kind, 4 heads × 128, {even:,} tokens of image or video (odd: {odd:,}) and {LARGE_TEXT["even"]} of text
-({LARGE_TEXT["odd"]}), float32. In each of {results["rounds"]} rounds the unmodified model on one rank of one thread, then every way in turns, on the same weights and
-input. Median seconds, median of the rounds' speed-ups over one rank, relative error; last, the medians of the rounds' ratios (lowest – highest) of
-the seconds, and of those in which rank 0 was on a core, which other programs on the machine hardly change: above 1, para_core is faster.
-
-{SECOND_TABLE}
-{chr(10).join(second)}
-
-{conclusion(results["large"])}{caution(results["rounds"])}
-"""
+def parts() -> dict[str, list[str]]:
+    """Return the parts of docs/beside_diffusers.md."""
+    results = read_results("beside_diffusers")
+    tiny_rows = [[row["model"], row["tokens"], *(verdict(row[way]) for way in WAYS)] for row in results["tiny"]]
+    heads = ["1 rank", "para_core", "diffusers", "para_core, ring", "diffusers' seconds / para_core's"]
+    rows = [speed_row(row) for row in results["large"]]
+    return {
+        "inputs": markdown_table(["model", "tokens", *WAYS], tiny_rows),
+        "outcome": outcome(results["tiny"]),
+        "seconds": markdown_table(["model", "tokens", *heads, "CPU seconds, likewise"], rows),
+        "conclusion": (conclusion(results["large"]) + caution(results["rounds"])).split("\n"),
+    }
 
 
 def caution(rounds: int) -> str:
@@ -332,28 +282,15 @@ def caution(rounds: int) -> str:
     )
 
 
-def measure(names: list[str], rounds: int) -> None:
-    """All tables; for one rank process."""
-    torch.set_num_threads(1)
+def measure(names: list[str], rounds: int) -> dict[str, Any]:
+    """Return the rows of both tables."""
     warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))  # where a way fails on one rank alone
-    chief = dist.get_rank() == 0
-
-    def say(line: str) -> str:
-        if chief:
-            print(line, flush=True)
-        return line
-
-    takes, measured = [], []
+    tiny_rows, large_rows = [], []
     with torch.inference_mode():
-        say(FIRST_TABLE)
         for name in names:
             for size in TINY:
-                found = who_takes(name, size)
-                takes.append({"model": name, "tokens": size, **found})
-                say(f"| {name} | {size} | " + " | ".join(verdict(found[way]) for way in WAYS) + " |")
-        say(SECOND_TABLE)
-        for row in takes:
+                tiny_rows.append({"model": name, "tokens": size, **who_takes(name, size)})
+        for row in tiny_rows:
             exact = torch.tensor([is_exact(row[way]) for way in WAYS])
             # A way may have failed on one rank alone.
             dist.all_reduce(exact, op=dist.ReduceOp.BAND)
@@ -361,28 +298,22 @@ def measure(names: list[str], rounds: int) -> None:
             if not {"para_core", "para_core, ring", "diffusers"} <= {*ways}:
                 continue
             name, size = row["model"], row["tokens"]
-            measured.append({"model": name, "tokens": size, **seconds_of(name, size, ways, rounds)})
-            if chief:
-                say(speed_row(name, size, measured[-1]))
-    if chief and names == NAMES:
-        results = {"rounds": rounds, "tiny": takes, "large": measured}
-        PAGE.write_text(page(results))
-        say(str(write_results("beside_diffusers", results, "diffusers")))
-    dist.destroy_process_group()
+            large_rows.append({"model": name, "tokens": size, **seconds_of(name, size, ways, rounds)})
+    return {"rounds": rounds, "tiny": tiny_rows, "large": large_rows}
 
 
 def main() -> None:
-    """Start the two ranks, or be one of them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Measure on two ranks; write if all models were measured."""
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--models", nargs="+", choices=NAMES, default=NAMES, help="only these; then nothing is written")
-    parser.add_argument("--rank-process", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.rank_process:
-        measure(options.models, options.rounds)
-        return
-    rest = ["--rounds", str(options.rounds), "--models", *options.models]
-    launch("benchmarks.pipelines.beside_diffusers", 2, "--rank-process", *rest)
+    # Short, because a way may fail on one rank alone.
+    results = measure_on_ranks(measure, 2, options.models, options.rounds, timeout=60.0)
+    for row in results["large"]:
+        print(speed_row(row))
+    if options.models == NAMES:
+        print(write_results("beside_diffusers", results, "diffusers"))
 
 
 if __name__ == "__main__":

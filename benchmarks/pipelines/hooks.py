@@ -1,24 +1,16 @@
 """What diffusers' own hooks do to a pipeline that runs on several ranks: exact, or refused before the call.
 
-    python -m benchmarks.pipelines.hooks
-
-Every hook of the installed diffusers, on a tiny Qwen-Image (or PixArt) with random weights in float32, three steps with guidance: the
-relative error of the latents against the same pipeline with the same hook on one device, the worst rank's; or what the error before the call
-says. Writes docs/hooks.md and benchmarks/results/hooks.json.
+A check of `benchmarks.pipelines.exactness`: a tiny Qwen-Image (or PixArt), three steps with guidance, against the same pipeline with the same
+hook on one device.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import tempfile
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from diffusers.hooks import (
     FasterCacheConfig,
     FirstBlockCacheConfig,
@@ -37,14 +29,12 @@ from diffusers.hooks.smoothed_energy_guidance_utils import _apply_smoothed_energ
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from benchmarks.environment import write_results
-from benchmarks.launch import launch
-from benchmarks.pipelines.generation import generate, relative_error, worst
+from benchmarks.harness import largest_over_ranks, markdown_table, read_results, relative_error
+from benchmarks.pipelines.generation import generate
 from para_core.adapters import parallelize_pipe
 from zoo.tiny.pipelines.registry import PIPELINES
 
 MESHES = {"2 Ulysses": (1, 1, 2), "2 ring": (1, 2, 1), "2 batch": (2, 1, 1)}
-PAGE = Path(__file__).parents[2] / "docs/hooks.md"
 
 
 def _skip(transformer: nn.Module, **config: Any) -> None:
@@ -112,65 +102,33 @@ def outcome(hook: str, mesh: DeviceMesh) -> float | str:
     return relative_error(out, generate(build(hook), name))
 
 
-def of_all_ranks(found: float | str) -> float | str:
-    """The largest error, or the text; all ranks have the same kind."""
-    return worst(found) if isinstance(found, float) else found
-
-
-def try_on_these_ranks(path: Path) -> None:
-    """Every hook on every mesh; rank 0 writes them down."""
-    dist.init_process_group("gloo")
+def measure(names: list[str]) -> dict[str, dict[str, float | str]]:
+    """Return the worst error of each hook on each mesh, or the message of its refusal, which all ranks raise."""
     meshes = {
         label: init_device_mesh("cpu", shape, mesh_dim_names=("batch", "ring", "ulysses"))
         for label, shape in MESHES.items()
     }
-    rows = {hook: {label: of_all_ranks(outcome(hook, mesh)) for label, mesh in meshes.items()} for hook in HOOKS}
-    if dist.get_rank() == 0:
-        path.write_text(json.dumps(rows))
-    dist.destroy_process_group()
+    rows: dict[str, dict[str, float | str]] = {}
+    for hook in names:
+        outcomes = {label: outcome(hook, mesh) for label, mesh in meshes.items()}
+        rows[hook] = {label: largest_over_ranks(x) if isinstance(x, float) else x for label, x in outcomes.items()}
+    return rows
 
 
-def write_page(rows: dict[str, dict[str, float | str]]) -> None:
-    """docs/hooks.md."""
-    reasons: dict[str, str] = {}
-    lines = [
-        "# diffusers' own hooks on several ranks",
-        "",
-        (
-            "Written by `python -m benchmarks.pipelines.hooks` (numbers in `benchmarks/results/hooks.json`): a tiny Qwen-Image (PixArt "
-            "where layers are skipped) with random weights in float32, three steps with guidance. A number is the relative error of the latents against the same pipeline with the "
-            "same hook on one device. *Refused* is an error on every rank before the call; what it says stands below."
-        ),
-        "",
-        "| hook | " + " | ".join(MESHES) + " |",
-        "| --- |" + " --- |" * len(MESHES),
+def parts() -> dict[str, list[str]]:
+    """Return the parts of docs/hooks.md."""
+    rows = read_results("hooks")["hooks"]
+    cells = [
+        [hook, *(f"{cell:.0e}" if isinstance(cell, float) else "*refused*" for cell in row.values())]
+        for hook, row in rows.items()
     ]
-    for hook, row in rows.items():
-        cells = [f"{cell:.0e}" if isinstance(cell, float) else "*refused*" for cell in row.values()]
-        lines.append(f"| {hook} | " + " | ".join(cells) + " |")
-        for cell in row.values():
-            if isinstance(cell, str):
-                reasons[hook] = cell.removeprefix("sequence rank 0: ")
-    lines += ["", "## What the errors say", "", *[f"- {hook}: {reason}" for hook, reason in reasons.items()]]
-    PAGE.write_text("\n".join(lines) + "\n")
-
-
-def main() -> None:
-    """Start two ranks, collect, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", type=Path, help="(of the ranks themselves) where their figures go")
-    args = parser.parse_args()
-    if args.part is not None:
-        try_on_these_ranks(args.part)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "2.json"
-        launch("benchmarks.pipelines.hooks", 2, "--part", str(path))
-        rows = json.loads(path.read_text())
-    write_results("hooks", {"hooks": rows}, "diffusers")
-    write_page(rows)
-    print(f"{len(rows)} hooks on {len(MESHES)} meshes. {PAGE}")
-
-
-if __name__ == "__main__":
-    main()
+    reasons = {
+        hook: cell.removeprefix("sequence rank 0: ")
+        for hook, row in rows.items()
+        for cell in row.values()
+        if isinstance(cell, str)
+    }
+    return {
+        "hooks": markdown_table(["hook", *MESHES], cells),
+        "messages": [f"- {hook}: {reason}" for hook, reason in reasons.items()],
+    }

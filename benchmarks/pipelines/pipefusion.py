@@ -3,12 +3,11 @@
 The FLUX and the Wan that were trained here, in one process, which computes what any number of stages does
 (`tests/weights/test_pipefusion.py`). Held-out captions, the same noise for each way: how far the result is from the exact one (PSNR), and whether
 a checker finds the same in both, and all that was asked for. On P stages PipeFusion takes 1 / P of the time of a step at best; a cache that computes
-half of the steps takes half of the time of one device. Fills its parts of docs/stages.md, and writes benchmarks/results/pipefusion_quality.json.
+half of the steps takes half of the time of one device. Writes benchmarks/results/pipefusion_quality.json (docs/stages.md).
 """
 
 from __future__ import annotations
 
-import argparse
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -20,10 +19,9 @@ import torch
 from diffusers import WanPipeline
 
 from benchmarks.cache.judged import _decode, judge, scenes_of
+from benchmarks.cache.video import psnr
 from benchmarks.cache.ways import SIDE, TEXT_TOKENS, load
-from benchmarks.environment import write_results
-from benchmarks.page_parts import fill
-from benchmarks.video_caches import psnr
+from benchmarks.harness import markdown_table, parser_of, read_results, write_results
 from para_core import PipeFusion
 from para_core.adapters import apply_cache_on_pipe, parallelize_pipe, remove_cache_from_pipe, unparallelize_pipe
 from zoo.flux import grammar
@@ -31,7 +29,6 @@ from zoo.video import evaluate as video
 from zoo.video.check import check as check_video
 from zoo.video.grammar import caption as video_caption
 
-PAGE = Path(__file__).parents[2] / "docs/stages.md"
 VIDEO_PIPELINE = Path(video.__file__).with_name("pipeline")
 GUIDANCE = 2.0
 MOST_DECIBELS = 100.0  # of two that are equal
@@ -137,36 +134,36 @@ def measure(
     return rows
 
 
-def table(rows: list[dict[str, Any]]) -> list[str]:
-    lines = ["| steps | | PSNR, mean | worst | shows the same | right |", "| ---: | --- | ---: | ---: | ---: | ---: |"]
-    for row in rows:
-        count, right = len(row["right"]), sum(row["right"])
-        if "psnr" in row:
-            cells = [
-                f"{mean(row['psnr']):.1f} dB",
-                f"{min(row['psnr']):.1f} dB",
-                f"{sum(row['same'])} of {count}",
-            ]
-        else:
-            cells = ["", "", ""]
-        lines.append(f"| {row['steps']} | {row['way']} | " + " | ".join(cells) + f" | {right} of {count} |")
-    return lines
+def parts() -> dict[str, list[str]]:
+    """Return the tables of docs/stages.md on images and videos."""
+    tables = {}
+    heads = ["steps", "", "PSNR, mean", "worst", "shows the same", "right"]
+    for name in ("images", "videos"):
+        rows = []
+        for row in read_results("pipefusion_quality")[name]:
+            count, cells = len(row["right"]), ["", "", ""]
+            if "psnr" in row:
+                cells = [f"{x(row['psnr']):.1f} dB" for x in (mean, min)] + [f"{sum(row['same'])} of {count}"]
+            rows.append([row["steps"], row["way"], *cells, f"{sum(row['right'])} of {count}"])
+        lines = markdown_table(heads, rows, right=(0, 2, 3, 4, 5))
+        tables[name] = [lines[0].replace("|  |", "| |"), *lines[1:]]
+    return tables
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Generate each way, judge and write."""
+    parser = parser_of(__doc__)
     parser.add_argument("--count", type=int, default=12, help="captions")
     count = parser.parse_args().count
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    found = {
+    results = {
         "videos": measure(load_video(), videos, judge_videos, VIDEO_SETTINGS, count),
         "images": measure(load(), images, judge_images, IMAGE_SETTINGS, count),
     }
-    write_results("pipefusion_quality", {"captions": count, "guidance of videos": GUIDANCE, **found}, "diffusers")
-    tables = {name: table(rows) for name, rows in found.items()}
-    print("\n\n".join("\n".join(lines) for lines in tables.values()))
-    PAGE.write_text(fill(PAGE.read_text(), tables))
+    print(
+        write_results("pipefusion_quality", {"captions": count, "guidance of videos": GUIDANCE, **results}, "diffusers")
+    )
 
 
 if __name__ == "__main__":

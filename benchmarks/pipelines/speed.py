@@ -9,7 +9,6 @@ benchmarks/results/parallel_speed.json.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import statistics
 import time
@@ -21,8 +20,7 @@ import torch.distributed as dist
 from diffusers import ContextParallelConfig, FluxTransformer2DModel
 from torch import Tensor
 
-from benchmarks.environment import write_results
-from benchmarks.launch import launch
+from benchmarks.harness import markdown_table, measure_on_ranks, parser_of, read_results, relative_error, write_results
 from para_core import init_context_parallel_mesh
 from para_core.adapters import parallelize_transformer
 
@@ -75,9 +73,7 @@ def with_diffusers(transformer: FluxTransformer2DModel, **degrees: int) -> FluxT
 
 def measure(rounds: int) -> dict[str, Any]:
     """Seconds of each way in each round, and its largest difference from the unmodified model; for one rank process."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    given = build_input()
+    inputs = build_input()
     reference = build_transformer()
     ways: dict[str, FluxTransformer2DModel] = {
         "para_core, ulysses 2": with_para_core(copy.deepcopy(reference), ring=1),
@@ -86,11 +82,11 @@ def measure(rounds: int) -> dict[str, Any]:
         "diffusers, ring 2": with_diffusers(copy.deepcopy(reference), ring_degree=2),
     }
     with torch.inference_mode():
-        expected = reference(**given)[0]
+        expected = reference(**inputs)[0]
         errors = {}
         for name in list(ways):
             try:
-                errors[name] = ((ways[name](**given)[0] - expected).norm() / expected.norm()).item()
+                errors[name] = relative_error(ways[name](**inputs)[0], expected)
             except (RuntimeError, ValueError, NotImplementedError) as error:
                 errors[name] = f"refused: {error}"
                 del ways[name]
@@ -98,12 +94,11 @@ def measure(rounds: int) -> dict[str, Any]:
         for _ in range(rounds):
             dist.barrier()
             if dist.get_rank() == 0:
-                seconds["1 rank"].append(timed(lambda: reference(**given)))
+                seconds["1 rank"].append(timed(lambda: reference(**inputs)))
             for name, transformer in ways.items():
                 dist.barrier()
-                seconds[name].append(timed(lambda transformer=transformer: transformer(**given)))
+                seconds[name].append(timed(lambda transformer=transformer: transformer(**inputs)))
     dist.barrier()
-    dist.destroy_process_group()
     return {"seconds": seconds, "relative error": errors}
 
 
@@ -114,7 +109,7 @@ def timed(step: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def table(measured: dict[str, Any]) -> list[dict[str, Any]]:
+def rows_of(measured: dict[str, Any]) -> list[dict[str, Any]]:
     """One row per way: median seconds, median of the rounds' ratios to one rank, error."""
     alone = measured["seconds"]["1 rank"]
     rows = []
@@ -134,25 +129,30 @@ def table(measured: dict[str, Any]) -> list[dict[str, Any]]:
     return rows + [{"way": name, "refused": error} for name, error in refused.items()]
 
 
-def main() -> None:
-    """Start the two ranks, or be one of them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--rank-process", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if not options.rank_process:
-        launch("benchmarks.pipelines.speed", 2, "--rank-process", "--rounds", str(options.rounds))
-        return
-    measured = measure(options.rounds)
-    if not measured["seconds"]["1 rank"]:
-        return
-    rows = table(measured)
-    for row in rows:
+def parts() -> dict[str, list[str]]:
+    """Return the table of README.md."""
+    rows = []
+    for row in read_results("parallel_speed")["rows"]:
         if "refused" in row:
-            print(f"{row['way']:<24}{row['refused']}")
+            rows.append([row["way"], row["refused"], "", ""])
             continue
-        spread = f"{row['speed-up']:.2f} × ({row['lowest']:.2f} – {row['highest']:.2f})"
-        print(f"{row['way']:<24}{row['seconds per step']:>8.3f} s{spread:>26}   error {row['relative error']:.1e}")
+        error = row["relative error"]
+        spread = f" ({row['lowest']:.2f} – {row['highest']:.2f})" if error else ""
+        speed_up = f"{row['speed-up']:.2f} ×{spread}"
+        rows.append([row["way"], f"{row['seconds per step']:.2f}", speed_up, f"{error:.1e}" if error else ""])
+    lines = markdown_table(["", "seconds per step", "speed-up over 1 rank", "relative difference"], rows)
+    return {"speed": [lines[0].replace("|  |", "| |"), *(line.replace("|  |  |", "| | |") for line in lines[1:])]}
+
+
+def main() -> None:
+    """Measure on two ranks and write."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args()
+    measured = measure_on_ranks(measure, 2, options.rounds)
+    rows = rows_of(measured)
+    for row in rows:
+        print(row)
     settings = {**SETTINGS, "text tokens": TEXT_TOKENS, "image tokens": IMAGE_TOKENS, "rounds": options.rounds}
     print(write_results("parallel_speed", {"settings": settings, "rows": rows, **measured}, "diffusers"))
 

@@ -1,21 +1,16 @@
-"""Stages and PipeFusion: how exact, how many bytes held and sent, and what share of time a stage waits:
+"""Pipeline stages and PipeFusion: exactness, bytes held and sent, and the share of time that a stage waits.
 
-    python -m benchmarks.pipelines.stages
-    python -m benchmarks.pipelines.stages --only fused   # the rest as it was measured last
+    python -m benchmarks.pipelines.exactness stages   # one call of tiny transformers, against the same mesh without stages, bit by bit
+    python -m benchmarks.pipelines.stages             # times and bytes of the FLUX that was trained here, on 2 stages
 
-Exactness: one call of tiny transformers with random weights (`zoo.tiny.transformers.registry`), float32, on 2 and 4 ranks, beside the same mesh without
-stages, bit by bit. PipeFusion: the FLUX that was trained here, on 2 stages; what it does to images is benchmarks/pipelines/pipefusion.py's part. Fills
-its parts of docs/stages.md, and writes benchmarks/results/stages.json.
+Both write benchmarks/results/stages.json (docs/stages.md). How PipeFusion changes images is in `benchmarks.pipelines.pipefusion`.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 import warnings
 from collections.abc import Iterable
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -25,9 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.cache.ways import TEXT_TOKENS, load
-from benchmarks.environment import RESULTS, write_results
-from benchmarks.launch import measured_on_ranks, write_part
-from benchmarks.page_parts import fill
+from benchmarks.harness import markdown_table, measure_on_ranks, parser_of, read_results, write_results
 from benchmarks.pipelines.weights import NAMES, build, result
 from para_core import PipeFusion
 from para_core.adapters import parallelize_pipe, parallelize_transformer, pipefusion_report
@@ -35,7 +28,6 @@ from para_core.adapters.weights.components import blocks_of
 from para_core.weights.stages import stages_of
 from zoo.tiny.transformers.registry import MODELS
 
-PAGE = Path(__file__).parents[2] / "docs/stages.md"
 DIMS = ("pipe", "batch", "ring", "ulysses")
 # By heading, for so many ranks.
 CELLS = {
@@ -101,14 +93,26 @@ def held_by_stage(name: str) -> dict[str, Any]:
     return {"whole": whole, "by stage": by_stage, "blocks": [len(own) for own in found.ranges]}
 
 
-def measure_exact() -> dict[str, Any]:
-    rows: dict[str, Any] = {}
-    for title, name in NAMES.items():
-        cells = {heading: exact_cell(name, heading, shape) for heading, shape in CELLS[dist.get_world_size()].items()}
-        rows[title] = {"same bits": cells, "held": held_by_stage(name)}
-        if dist.get_rank() == 0:
-            print(title, rows[title], flush=True)
-    return rows
+def measure(titles: list[str]) -> dict[str, Any]:
+    """Return the rows of models on as many stages and other ranks as there are."""
+    cells = CELLS[dist.get_world_size()]
+    return {
+        title: {
+            "same bits": {heading: exact_cell(NAMES[title], heading, shape) for heading, shape in cells.items()},
+            "held": held_by_stage(NAMES[title]),
+        }
+        for title in titles
+    }
+
+
+def problems(by_ranks: dict[str, dict[str, Any]]) -> list[str]:
+    """Return a line for each model that has other bits on some mesh than without stages."""
+    return [
+        f"stages of {title} on {ranks} ranks: not the same bits: {row['same bits']}"
+        for ranks, rows in by_ranks.items()
+        for title, row in rows.items()
+        if not all(row["same bits"].values())
+    ]
 
 
 # -- PipeFusion, on ranks
@@ -179,6 +183,7 @@ def fused_time(num_patches: int) -> dict[str, Any]:
 
 
 def measure_fused() -> dict[str, Any]:
+    warnings.simplefilter("ignore")
     config = load().transformer.config
     width = config.num_attention_heads * config.attention_head_dim
     return {
@@ -211,32 +216,6 @@ def scheduled(patches: list[list[float]], steps: int = 100) -> tuple[float, list
 # -- the page
 
 
-def titles(found: dict[str, Any]) -> list[str]:
-    """Models that were measured on all numbers of ranks, in the order of the page."""
-    return [title for title in NAMES if all(title in rows for rows in found.values())]
-
-
-def exactness_table(found: dict[str, Any]) -> list[str]:
-    lines = ["| model | ranks | " + " | ".join(HEADINGS) + " |", "| --- | --- |" + " --- |" * len(HEADINGS)]
-    # Two stages take both of two ranks.
-    words = {None: "–", True: "same bits", False: "differs"}
-    for title in titles(found):
-        for ranks, rows in found.items():
-            cells = [words[rows[title]["same bits"].get(heading)] for heading in HEADINGS]
-            lines.append(f"| {title} | {ranks} | " + " | ".join(cells) + " |")
-    return lines
-
-
-def held_table(found: dict[str, Any]) -> list[str]:
-    lines = ["| model | ranks | one copy | held by each stage | blocks of each |", "| --- | --- | ---: | --- | --- |"]
-    for title in titles(found):
-        for ranks, rows in found.items():
-            row = rows[title]["held"]
-            each, blocks = " · ".join(f"{x:,}" for x in row["by stage"]), " · ".join(map(str, row["blocks"]))
-            lines.append(f"| {title} | {ranks} | {row['whole']:,} | {each} | {blocks} |")
-    return lines
-
-
 def formulas(fused: dict[str, Any], ranks: int) -> dict[str, Any]:
     """Bytes that each stage sends per call, and of keys and values of all stages, in float32."""
     tokens = (LARGE // 16) ** 2 + TEXT_TOKENS
@@ -250,11 +229,7 @@ def formulas(fused: dict[str, Any], ranks: int) -> dict[str, Any]:
 
 
 def time_table(fused: dict[str, Any], ranks: int) -> list[str]:
-    expected = formulas(fused, ranks)
-    lines = [
-        "| | CPU ms per step, by stage | a step, scheduled | waits, scheduled | waited, measured | bytes sent per call | by formula | keys and values, all stages | by formula |",
-        "| --- | --- | ---: | --- | --- | --- | --- | ---: | ---: |",
-    ]
+    expected, rows = formulas(fused, ranks), []
     for name in ("exact", "2", "4", "8"):
         run, exact = fused[name], name == "exact"
         patches = [[x] if exact else x for x in run["cpu seconds"]]
@@ -272,58 +247,54 @@ def time_table(fused: dict[str, Any], ranks: int) -> list[str]:
             "" if exact else f"{sum(run['keys']):,}",
             "" if exact else f"{expected['keys']:,}",
         ]
-        lines.append("| " + " | ".join(cells) + " |")
+        rows.append(cells)
     for name in ("Ulysses", "ring"):
-        each = " · ".join([f"{expected[name.lower()]:,}"] * ranks)
-        lines.append(f"| {name} |  |  |  |  |  | {each} |  |  |")
-    return lines
+        rows.append([name, *[""] * 5, " · ".join([f"{expected[name.lower()]:,}"] * ranks), "", ""])
+    keys = "keys and values, all stages"
+    heads = ["CPU ms per step, by stage", "a step, scheduled", "waits, scheduled", "waited, measured"]
+    lines = markdown_table(["", *heads, "bytes sent per call", "by formula", keys, "by formula"], rows, right=(2, 7, 8))
+    return [lines[0].replace("|  |", "| |"), *lines[1:]]
 
 
 def paper_table() -> list[str]:
     """Megabytes that a rank sends per step, FLUX.1 [dev] at 1024 × 1024, bfloat16."""
-    lines = ["| ranks | stages, PipeFusion | Ulysses | ring |", "| ---: | ---: | ---: | ---: |"]
+    rows = []
     for ranks in (2, 4, 8):
         stages = TOKENS * WIDTH * 2
         ulysses = BLOCKS * 4 * TOKENS * WIDTH * 2 * (ranks - 1) / ranks**2
         ring = BLOCKS * 2 * TOKENS * WIDTH * 2 * (ranks - 1) / ranks
-        lines.append(f"| {ranks} | {stages / 1e6:,.0f} | {ulysses / 1e6:,.0f} | {ring / 1e6:,.0f} |")
-    return lines
+        rows.append([ranks, *(f"{sent / 1e6:,.0f}" for sent in (stages, ulysses, ring))])
+    return markdown_table(["ranks", "stages, PipeFusion", "Ulysses", "ring"], rows, right=range(4))
+
+
+def parts() -> dict[str, list[str]]:
+    """Return the tables of docs/stages.md, without those of `benchmarks.pipelines.pipefusion`."""
+    results = read_results("stages")
+    exact, held = [], []
+    # Two stages take both of two ranks.
+    words = {None: "–", True: "same bits", False: "differs"}
+    for title in (title for title in NAMES if all(title in rows for rows in results["by ranks"].values())):
+        for ranks, rows in results["by ranks"].items():
+            row, sizes = rows[title]["same bits"], rows[title]["held"]
+            exact.append([title, ranks, *(words[row.get(heading)] for heading in HEADINGS)])
+            by_stage, blocks = " · ".join(f"{x:,}" for x in sizes["by stage"]), " · ".join(map(str, sizes["blocks"]))
+            held.append([title, ranks, f"{sizes['whole']:,}", by_stage, blocks])
+    return {
+        "exactness": markdown_table(["model", "ranks", *HEADINGS], exact),
+        "held": markdown_table(
+            ["model", "ranks", "one copy", "held by each stage", "blocks of each"], held, right=(2,)
+        ),
+        "times": time_table(results["fused, 2 ranks"], 2),
+        "sent": paper_table(),
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--measure", choices=("exact", "fused"), help="in a rank process")
-    parser.add_argument("--only", choices=("exact", "fused"), help="the rest as it was measured last")
-    parser.add_argument("--part", type=Path)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    if options.measure is not None:
-        write_part(options.part, {"exact": measure_exact, "fused": measure_fused}[options.measure])
-        return
-    before = json.loads((RESULTS / "stages.json").read_text()) if options.only else {}
-    if options.only == "fused":
-        exact = before["by ranks"]
-    else:
-        exact = {
-            str(ranks): measured_on_ranks("benchmarks.pipelines.stages", ranks, "--measure", "exact") for ranks in CELLS
-        }
-    if options.only == "exact":
-        fused = before["fused, 2 ranks"]
-    else:
-        fused = measured_on_ranks("benchmarks.pipelines.stages", 2, "--measure", "fused")
-    parts = {"sent": paper_table()}
-    if options.only != "fused":
-        parts |= {"exactness": exactness_table(exact), "held": held_table(exact)}
-    if options.only != "exact":
-        parts |= {"times": time_table(fused, 2)}
-    PAGE.write_text(fill(PAGE.read_text(), parts))
-    write_results("stages", {"by ranks": exact, "fused, 2 ranks": fused}, "diffusers")
-    print("\n\n".join("\n".join(lines) for lines in parts.values()))
-    cells = [(ranks, title, row["same bits"]) for ranks, rows in exact.items() for title, row in rows.items()]
-    wrong = [cell for cell in cells if not all(cell[2].values())]
-    if wrong:
-        raise SystemExit(f"not the same bits: {wrong}")
+    """Measure the times on two ranks and write them next to what `benchmarks.pipelines.exactness stages` wrote."""
+    parser_of(__doc__).parse_args()
+    results = read_results("stages")
+    fused = measure_on_ranks(measure_fused, 2)
+    print(write_results("stages", {"by ranks": results["by ranks"], "fused, 2 ranks": fused}, "diffusers"))
 
 
 if __name__ == "__main__":

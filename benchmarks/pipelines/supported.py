@@ -1,9 +1,7 @@
-"""Which transformers of the installed diffusers run in parallel, and how, or why not.
+"""Which transformers of the installed diffusers run in parallel, and how, or why not: the table of docs/pipelines.md.
 
-    python -m benchmarks.pipelines.supported
-
-Writes the table of docs/pipelines.md from diffusers' classes, what `para_core.adapters` knows of them, and the errors that
-`python -m benchmarks.pipelines.models` has measured (benchmarks/results/model_errors.json). No model is run.
+From diffusers' classes, what `para_core.adapters` knows of them, and the errors that `python -m benchmarks.pipelines.exactness models` measured
+(benchmarks/results/model_errors.json). No model is run.
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-import json
 import pkgutil
 import re
 from functools import cache
@@ -22,15 +19,13 @@ import diffusers
 from diffusers import ModelMixin
 from diffusers.models import transformers
 
-from benchmarks.environment import RESULTS
-from benchmarks.page_parts import fill
+from benchmarks.harness import markdown_table, read_results
 from para_core.adapters.models import ADAPTERS
 from para_core.adapters.models.unsupported import REFUSED
 from para_core.adapters.spec import Adapter
 from para_core.plans.plan import Plan, Split
 from zoo.tiny.transformers.registry import NO_WHOLE_GRAPH
 
-PAGE = Path(__file__).parents[2] / "docs/pipelines.md"
 _MOST_PIPELINES = 4
 # Their samples are lists, or named by their places in the batch.
 _LISTS = ("OmniGenTransformer2DModel", "JoyImageEditPlusTransformer3DModel")
@@ -98,7 +93,7 @@ def row(transformer: str) -> list[str]:
 
 @cache
 def _measured() -> dict[str, Any]:
-    models: dict[str, Any] = json.loads((RESULTS / "model_errors.json").read_text())["models"]
+    models: dict[str, Any] = read_results("model_errors")["models"]
     return models
 
 
@@ -106,7 +101,7 @@ def _largest_error(transformer: str, kind: str) -> str:
     """Of all tiny models of a class, on all meshes."""
     found = [error for row in _measured().values() if row["class"] == transformer for error in row[kind].values()]
     if not found:
-        raise ValueError(f"{transformer} was not measured: python -m benchmarks.pipelines.models")
+        raise ValueError(f"{transformer} was not measured: python -m benchmarks.pipelines.exactness models")
     return f"{max(found):.0e}"
 
 
@@ -136,27 +131,15 @@ def _segments(plan: Plan) -> list[str]:
     return sorted({cut.segment for cut in cuts if isinstance(cut, Split) and cut.segment is not None})
 
 
-def table() -> list[str]:
+def parts() -> dict[str, list[str]]:
+    """Return the table of docs/pipelines.md."""
     heads = ["class", "pipelines", "sharded", "branches of guidance", "error", "cached", "error, cached", "one graph"]
     rows = [row(name) for name in transformer_classes()]
-    lines = ["| " + " | ".join(cells) + " |" for cells in (heads, ["---"] * len(heads), *rows)]
     runs = sum(not cells[2].startswith("no: ") for cells in rows)
     caches = sum(cells[5] == "yes" for cells in rows)
-    return [
-        (
-            f"Of {len(rows)} classes in diffusers {diffusers.__version__}, {runs} run in parallel and {caches} of them can be cached. Errors: on two ranks (Ulysses, "
-            "ring, and samples over ranks where they are in one batch), the largest of all its tiny models, from the unmodified model on one device; "
-            "cached, from the same cached alone, in a call that takes stored residuals."
-        ),
-        "",
-        *lines,
-    ]
-
-
-def main() -> None:
-    PAGE.write_text(fill(PAGE.read_text(), {"supported": table()}))
-    print(f"{len(transformer_classes())} classes. {PAGE}")
-
-
-if __name__ == "__main__":
-    main()
+    summary = (
+        f"Of {len(rows)} classes in diffusers {diffusers.__version__}, {runs} run in parallel and {caches} of them can be cached. Errors: on two ranks (Ulysses, "
+        "ring, and samples over ranks where they are in one batch), the largest of all its tiny models, from the unmodified model on one device; "
+        "cached, from the same cached alone, in a call that takes stored residuals."
+    )
+    return {"supported": [summary, "", *markdown_table(heads, rows)]}

@@ -4,19 +4,16 @@
     python -m benchmarks.pipelines.vae --distvae FOLDER
 
 The autoencoder of the small FLUX that was trained here decodes 16 of its images as one of 512 × 512. Seconds are medians of rounds, the
-slowest rank's. Writes benchmarks/results/vae_beside.json, docs/vae_seams.png and the table of docs/vae.md.
+slowest rank's. Writes benchmarks/results/vae_beside.json (docs/vae.md) and docs/vae_seams.png.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,16 +23,23 @@ from diffusers import AutoencoderKL
 from PIL import Image, ImageDraw
 from torch import Tensor
 
-from benchmarks.environment import write_results
-from benchmarks.launch import measured_on_ranks, write_part
-from benchmarks.page_parts import fill
-from benchmarks.traffic import TrafficCounter
+from benchmarks.harness import (
+    ROOT,
+    largest_over_ranks,
+    markdown_table,
+    measure_on_ranks,
+    parser_of,
+    read_results,
+    relative_error,
+    write_results,
+)
+from benchmarks.meters import TrafficCounter
 from para_core.adapters import parallelize_vae
+from zoo.flux import PIPELINE
 from zoo.flux.draw import draw
 from zoo.flux.grammar import crowded_scene
 
-ROOT = Path(__file__).parents[2]
-PAGE, FIGURE = ROOT / "docs/vae.md", ROOT / "docs/vae_seams.png"
+FIGURE = ROOT / "docs/vae_seams.png"
 AMPLIFIED = 4
 ALONE = "one device"
 SHOWN = 256  # pixels of the image that are shown, from its middle
@@ -69,7 +73,7 @@ def image() -> Tensor:
     return pixels[None] / 127.5 - 1
 
 
-def ways(vae: Any, distvae: Path | None) -> tuple[dict[str, Callable[[Tensor], Any]], str | None]:
+def ways(vae: Any, distvae: str | None) -> tuple[dict[str, Callable[[Tensor], Any]], str | None]:
     """How to decode, by name; and why DistVAE is not among them."""
     tiled = copy.deepcopy(vae)
     tiled.enable_tiling()
@@ -81,7 +85,7 @@ def ways(vae: Any, distvae: Path | None) -> tuple[dict[str, Callable[[Tensor], A
     }
     try:
         if distvae is not None:
-            sys.path.append(str(distvae))
+            sys.path.append(distvae)
         from distvae.vae import parallelize_decoder
 
         theirs = copy.deepcopy(vae)
@@ -93,8 +97,8 @@ def ways(vae: Any, distvae: Path | None) -> tuple[dict[str, Callable[[Tensor], A
 
 
 @torch.no_grad()
-def measure(rounds: int, distvae: Path | None) -> dict[str, Any]:
-    vae: Any = AutoencoderKL.from_pretrained(ROOT / "zoo/flux/pipeline/vae").eval()
+def measure(rounds: int, distvae: str | None) -> dict[str, Any]:
+    vae: Any = AutoencoderKL.from_pretrained(PIPELINE / "vae").eval()
     z = vae.encode(image()).latent_dist.mode()
     decoders, missing = ways(vae, distvae)
     seconds: dict[str, list[float]] = {name: [] for name in decoders}
@@ -110,13 +114,11 @@ def measure(rounds: int, distvae: Path | None) -> dict[str, Any]:
                 sent[name] = traffic.bytes, traffic.collectives
             elif not one_device or dist.get_rank() == 0:
                 decode(z)
-            took = torch.tensor(time.perf_counter() - start)
-            dist.all_reduce(took, op=dist.ReduceOp.MAX)
-            seconds[name].append(float(took))
+            seconds[name].append(largest_over_ranks(time.perf_counter() - start))
     expected = images[ALONE].double()
     rows = {
         name: {
-            "error": float((x - expected).norm() / expected.norm()),
+            "error": relative_error(x, expected),
             "largest difference, of 255": float((x - expected).abs().max() * 127.5),
             "seconds": statistics.median(seconds[name][1:]),
             "all rounds": seconds[name][1:],
@@ -148,11 +150,11 @@ def show(images: Mapping[str, Tensor]) -> None:
     Image.fromarray(np.concatenate(panels[:-1], axis=1)).save(FIGURE)
 
 
-def table(found: dict[str, Any]) -> list[str]:
-    heads = ["", "error", "largest difference, of 255", "seconds", "of one device's", "kB a rank sends", "collectives"]
-    alone = found["rows"][ALONE]["seconds"]
-    lines = ["| " + " | ".join(cells) + " |" for cells in (heads, ["---"] * len(heads))]
-    for name, row in found["rows"].items():
+def parts() -> dict[str, list[str]]:
+    """Return the table of docs/vae.md."""
+    results = read_results("vae_beside")
+    alone, rows = results["rows"][ALONE]["seconds"], []
+    for name, row in results["rows"].items():
         cells = [
             name,
             f"{row['error']:.1e}",
@@ -160,28 +162,21 @@ def table(found: dict[str, Any]) -> list[str]:
             f"{row['seconds']:.2f}",
             f"{row['seconds'] / alone:.2f}",
             f"{row['bytes a rank sends'] / 1e3:,.0f}",
-            str(row["collectives"]),
+            row["collectives"],
         ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines + ([] if found["missing"] is None else ["", f"DistVAE did not run here: {found['missing']}"])
+        rows.append(cells)
+    heads = ["", "error", "largest difference, of 255", "seconds", "of one device's", "kB a rank sends", "collectives"]
+    missing = [] if results["missing"] is None else ["", f"DistVAE did not run here: {results['missing']}"]
+    return {"vae beside": [*markdown_table(heads, rows), *missing]}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--distvae", type=Path, help="folder into which DistVAE was installed")
+    """Measure on two ranks and write."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--distvae", help="folder into which DistVAE was installed")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--part", type=Path, help="(of the ranks themselves) where their figures go")
     options = parser.parse_args()
-    if options.part is not None:
-        torch.set_num_threads(1)
-        write_part(options.part, partial(measure, options.rounds, options.distvae))
-        return
-    peer = [] if options.distvae is None else ["--distvae", str(options.distvae)]
-    found = measured_on_ranks("benchmarks.pipelines.vae", 2, "--rounds", str(options.rounds), *peer)
-    lines = table(found)
-    PAGE.write_text(fill(PAGE.read_text(), {"vae beside": lines}))
-    print("\n".join(lines))
-    print(write_results("vae_beside", found, "diffusers"))
+    print(write_results("vae_beside", measure_on_ranks(measure, 2, options.rounds, options.distvae), "diffusers"))
 
 
 if __name__ == "__main__":

@@ -1,38 +1,24 @@
-"""Every autoencoder of diffusers that runs on several ranks: its error, what it sends, and its memory.
+"""Autoencoders on several ranks: error, what each sends, bfloat16, and memory.
 
-    python -m benchmarks.pipelines.vaes
-
-Random weights, as small as each class can be; the ranks share this machine's cores. Writes benchmarks/results/vae_table.json and the
-tables of docs/vae.md. With --only NAME … those autoencoders are measured anew, and the rest of the file stays.
+A check of `benchmarks.pipelines.exactness`: random weights, as small as each class can be.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import diffusers
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from benchmarks.environment import write_results
-from benchmarks.launch import launch
-from benchmarks.page_parts import fill
-from benchmarks.peak_memory import PeakMemory
-from benchmarks.traffic import TrafficCounter
+from benchmarks.harness import largest_over_ranks, markdown_table, read_results, relative_error
+from benchmarks.meters import PeakMemory, TrafficCounter
 from para_core.adapters import parallelize_vae, unparallelize_vae
 from para_core.adapters.models.vaes import REFUSED_VAES, VAES, rows_per_latent
 from zoo.tiny.vaes import BY_TILES, NO_TILES_ENCODED, NOT_TILED, TINY_VAES, TinyVae, random_image
 
-PAGE = Path(__file__).parents[2] / "docs/vae.md"
-RESULTS = Path(__file__).parents[1] / "results/vae_table.json"
-RANKS = (2, 3, 4)
 # Where memory is measured an image is so high, in rows of pixels, and half as wide: rows of neighbours weigh little.
 HEIGHT = 256
 # Published ones attend to all pixels of an eighth of the image; these tiny ones to those of a half, which would weigh most.
@@ -48,10 +34,6 @@ MORE_LEVELS: Mapping[str, Mapping[str, Any]] = {
     "LTXVideo 0.9.5": _MORE_CHANNELS,
     "LTX2Video": _MORE_CHANNELS,
 }
-
-
-def relative_error(out: Tensor, expected: Tensor) -> float:
-    return float((out.double() - expected.double()).norm() / expected.double().norm())
 
 
 @torch.no_grad()
@@ -84,8 +66,8 @@ def of_this_rank(name: str, tiny: TinyVae) -> list[dict[str, Any]]:
                     "class": tiny.cls,
                     "method": method,
                     "way": way,
-                    "error": _largest(max(errors)),
-                    "bytes": int(_largest(traffic.bytes)),
+                    "error": largest_over_ranks(max(errors)),
+                    "bytes": int(largest_over_ranks(traffic.bytes)),
                     "collectives": traffic.collectives,
                 }
             )
@@ -108,7 +90,7 @@ def in_16_bits(name: str, tiny: TinyVae) -> list[dict[str, Any]]:
             continue
         parallelize_vae(vae)
         parallel = relative_error(run(vae, x.bfloat16()), exact)
-        found.append({"name": name, "way": way, "alone": alone, "parallel": _largest(parallel)})
+        found.append({"name": name, "way": way, "alone": alone, "parallel": largest_over_ranks(parallel)})
     return found
 
 
@@ -128,7 +110,7 @@ def memory(name: str, tiny: TinyVae) -> list[dict[str, Any]]:
                 run(vae, x)
             peaks.append(of_run.peak)
         row = {"name": name, "way": way, "shape": list(shape), "one device": peaks[0]}
-        found.append({**row, "a rank": int(_largest(peaks[-1]))})
+        found.append({**row, "a rank": int(largest_over_ranks(peaks[-1]))})
     return found
 
 
@@ -146,117 +128,53 @@ def large(tiny: TinyVae) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _largest(value: float) -> float:
-    found = torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return float(found)
-
-
-def run_ranks(path: Path, only: list[str]) -> None:
-    dist.init_process_group("gloo")
+def measure(names: list[str]) -> dict[str, dict[str, list[Any]]]:
+    """Return the rows of autoencoders on as many ranks as there are."""
     measures = {"rows": of_this_rank, "16 bits": in_16_bits, "memory": memory}
-    found: dict[str, list[Any]] = {part: [] for part in measures}
-    for name in only or TINY_VAES:
-        if dist.get_rank() == 0:
-            print(f"{dist.get_world_size()} ranks: {name}", flush=True)
-        for part, measure in measures.items():
-            found[part] += measure(name, TINY_VAES[name])
-    if dist.get_rank() == 0:
-        path.write_text(json.dumps(found))
-    dist.destroy_process_group()
+    return {name: {part: of(name, TINY_VAES[name]) for part, of in measures.items()} for name in names}
 
 
-def tables(results: dict[str, Any]) -> dict[str, list[str]]:
-    """The parts of the page."""
-    rows: dict[tuple[str, str, str, str], dict[str, dict[str, Any]]] = {}
-    for ranks, found in results.items():
-        for row in found["rows"]:
-            rows.setdefault((row["name"], row["class"], row["method"], row["way"]), {})[ranks] = row
-    errors = " | ".join([f"error, {ranks} ranks" for ranks in results])
-    lines = [
-        f"| autoencoder | class | method | way | {errors} | collectives | kB a rank sends, {max(results)} ranks |",
-        "| --- " * (6 + len(results)) + "|",
+def parts() -> dict[str, list[str]]:
+    """Return the tables of docs/vae.md."""
+    by_ranks = read_results("vae_table")["by ranks"]
+    numbers, last = [*by_ranks], max(by_ranks)
+    exact = []
+    for key, of_ranks in _rows(by_ranks, "rows", "name", "class", "method", "way"):
+        method = key[2]
+        errors = ["bit-equal" if row["error"] == 0 and method == "tiled" else f"{row['error']:.1e}" for row in of_ranks]
+        exact.append([*key, *errors, of_ranks[-1]["collectives"], f"{of_ranks[-1]['bytes'] / 1e3:.0f}"])
+    heads = ["autoencoder", "class", "method", "way", *(f"error, {ranks} ranks" for ranks in numbers)]
+    refused = [f"- `{name}`: {reason}." for name, reason in REFUSED_VAES.items()]
+    bits = [
+        [*key, f"{of_ranks[0]['alone']:.1e}", *(f"{row['parallel']:.1e}" for row in of_ranks)]
+        for key, of_ranks in _rows(by_ranks, "16 bits", "name", "way")
     ]
-    for (name, cls, method, way), of_ranks in rows.items():
-        cells = [_error(of_ranks[ranks]["error"], method) for ranks in results]
-        last = of_ranks[max(results)]
-        sent = f"{last['bytes'] / 1e3:.0f}"
-        lines.append(f"| {name} | {cls} | {method} | {way} | {' | '.join(cells)} | {last['collectives']} | {sent} |")
-    lines += ["", f"Not run in parallel, of diffusers {diffusers.__version__}:", ""]
-    lines += [f"- `{name}`: {reason}." for name, reason in REFUSED_VAES.items()]
-    bits = beside(results, "16 bits", "bfloat16 on one device", lambda row: f"{row['alone']:.1e}", _parallel_bits)
-    peaks = beside(results, "memory", "on one device", lambda row: f"{row['one device'] / 1e6:.1f} MB", _share)
-    return {"vaes": lines, "vae 16 bits": bits, "vae memory": peaks}
+    peaks = [
+        [
+            *key,
+            f"{of_ranks[0]['one device'] / 1e6:.1f} MB",
+            *(f"{row['a rank'] / row['one device']:.2f}" for row in of_ranks),
+        ]
+        for key, of_ranks in _rows(by_ranks, "memory", "name", "way")
+    ]
+    columns = [f"{ranks} ranks" for ranks in numbers]
+    return {
+        "vaes": [
+            *markdown_table([*heads, "collectives", f"kB a rank sends, {last} ranks"], exact),
+            "",
+            f"Not run in parallel, of diffusers {diffusers.__version__}:",
+            "",
+            *refused,
+        ],
+        "vae 16 bits": markdown_table(["autoencoder", "way", "bfloat16 on one device", *columns], bits),
+        "vae memory": markdown_table(["autoencoder", "way", "on one device", *columns], peaks),
+    }
 
 
-def beside(
-    results: dict[str, Any], part: str, alone: str, of_one: Callable[[Any], str], of_ranks: Callable[[Any], str]
-) -> list[str]:
-    """A table of ``part``: what is of one device, and beside it of each number of ranks."""
-    rows: dict[tuple[str, str], dict[str, Any]] = {}
-    for ranks, found in results.items():
-        for row in found[part]:
-            rows.setdefault((row["name"], row["way"]), {})[ranks] = row
-    head = " | ".join([f"{ranks} ranks" for ranks in results])
-    lines = [f"| autoencoder | way | {alone} | {head} |", "| --- " * (3 + len(results)) + "|"]
-    for (name, way), of_row in rows.items():
-        cells = " | ".join([of_ranks(of_row[ranks]) for ranks in results])
-        lines.append(f"| {name} | {way} | {of_one(of_row[min(results)])} | {cells} |")
-    return lines
-
-
-def _parallel_bits(row: dict[str, Any]) -> str:
-    return f"{row['parallel']:.1e}"
-
-
-def _share(row: dict[str, Any]) -> str:
-    return f"{row['a rank'] / row['one device']:.2f}"
-
-
-def merged(before: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-    """``before`` with what was ``found`` in place of what it has of the same autoencoders."""
-    names = list(TINY_VAES)
-    together = {}
-    for part, rows in found.items():
-        new = {row["name"] for row in found["rows"]}
-        kept = [row for row in before[part] if row["name"] not in new]
-        together[part] = sorted(kept + rows, key=lambda row: names.index(row["name"]))
-    return together
-
-
-def _error(error: float, method: str) -> str:
-    return "bit-equal" if error == 0 and method == "tiled" else f"{error:.1e}"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, help="what a rank process writes to; left out: start the ranks")
-    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
-    parser.add_argument("--only", nargs="+", default=[], choices=list(TINY_VAES))
-    options = parser.parse_args()
-    if options.out is not None:
-        run_ranks(options.out, options.only)
-        return
-    results = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for ranks in options.ranks:
-            path = Path(folder) / f"{ranks}.json"
-            launch(
-                "benchmarks.pipelines.vaes",
-                ranks,
-                "--out",
-                str(path),
-                *(["--only", *options.only] if options.only else []),
-            )
-            results[str(ranks)] = json.loads(path.read_text())
-    if options.only:
-        before = json.loads(RESULTS.read_text())["ranks"]
-        results = {
-            ranks: merged(before[ranks], results[ranks]) if ranks in results else before[ranks] for ranks in before
-        }
-    print(write_results("vae_table", {"ranks": results}, "diffusers"))
-    PAGE.write_text(fill(PAGE.read_text(), tables(results)))
-
-
-if __name__ == "__main__":
-    main()
+def _rows(by_ranks: dict[str, Any], part: str, *keys: str) -> list[tuple[list[str], list[dict[str, Any]]]]:
+    """The rows of ``part`` with the same ``keys``, in the order of the numbers of ranks."""
+    rows: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for names in by_ranks.values():
+        for row in (row for name in names.values() for row in name[part]):
+            rows.setdefault(tuple(row[key] for key in keys), []).append(row)
+    return [([*key], of_ranks) for key, of_ranks in rows.items()]

@@ -1,23 +1,15 @@
-"""How far sharded weights are from one device, and how many bytes of weights a rank holds, by model, mesh and method:
+"""Sharded weights against one device, and the bytes of weights that a rank holds, by model, mesh and method.
 
-    python -m benchmarks.pipelines.weights
-
-One call of tiny transformers with random weights and four heads (`zoo.tiny.transformers.registry`), in float32, on 2 and 4 ranks. fsdp is compared
-with the same mesh on replicated weights, bit by bit; tensor with one device. Cached: a second, similar call, the blocks of which are
-skipped. Compiled: `aot_eager`, each block (fsdp; tensor where the model alone has no whole graph) or the whole transformer (tensor) in
-one graph. Fills its parts of docs/weights.md, and
-writes benchmarks/results/weights_table.json.
+A check of `benchmarks.pipelines.exactness`: one call of tiny transformers with four heads. fsdp is compared with the same mesh on replicated
+weights, bit by bit; tensor with one device. Cached: a second, similar call, the blocks of which are skipped. Compiled: `aot_eager`, each block
+(fsdp; tensor if the model alone has no whole graph) or the whole transformer (tensor) in one graph.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 import warnings
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,9 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from benchmarks.environment import RESULTS, write_results
-from benchmarks.launch import measured_on_ranks, write_part
-from benchmarks.page_parts import fill
+from benchmarks.harness import largest_over_ranks, markdown_table, read_results, relative_error
 from para_core import reset_cache
 from para_core.adapters import apply_cache_on_transformer, parallelize_transformer
 from para_core.adapters.registry import tensor_plan_for
@@ -41,8 +31,6 @@ from para_core.weights.group import sequence_ranks, weights_mesh
 from para_core.weights.tensor import shard_tensors
 from zoo.tiny.transformers.registry import MODELS, NO_WHOLE_GRAPH
 
-RESULT = RESULTS / "weights_table.json"
-PAGE = Path(__file__).parents[2] / "docs/weights.md"
 NAMES = {
     "FLUX": "flux",
     "Wan": "wan",
@@ -161,7 +149,20 @@ def bytes_of(name: str, method: str, mesh: DeviceMesh) -> dict[str, int]:
     return {"whole": whole, "at rest": int(at_rest), "at most": int(at_rest) + gathered}
 
 
-def measure(name: str, method: str, heading: str, mesh: DeviceMesh) -> dict[str, Any]:
+def measure(titles: list[str]) -> dict[str, dict[str, Any]]:
+    """Return the errors and bytes of models on as many ranks as there are."""
+    rows: dict[str, dict[str, Any]] = {}
+    for title in titles:
+        name, row = NAMES[title], rows.setdefault(title, {})
+        for (method, heading), shape in CELLS[dist.get_world_size()].items():
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("batch", "ring", "ulysses", "tensor"))
+            if heading == "alone":
+                row[f"{method}, bytes"] = bytes_of(name, method, mesh)
+            row[f"{method}, {heading}"] = measure_cell(name, method, heading, mesh)
+    return rows
+
+
+def measure_cell(name: str, method: str, heading: str, mesh: DeviceMesh) -> dict[str, Any]:
     """The error of the worst rank."""
     torch._dynamo.reset()
     whole, sharded = build(name), build(name)
@@ -173,94 +174,42 @@ def measure(name: str, method: str, heading: str, mesh: DeviceMesh) -> dict[str,
         parallelize_transformer(sharded, mesh=mesh)
     whole_graph = heading == "compiled" and is_whole(sharded, method)
     out = result(compiled(sharded, method) if heading == "compiled" else sharded, name, heading)
-    error = float((out.double() - expected.double()).norm() / expected.double().norm())
-    errors = torch.tensor(error, dtype=torch.float64)
-    dist.all_reduce(errors, op=dist.ReduceOp.MAX)
-    return {"error": errors.item(), "same bits": errors.item() == 0, "whole graph": whole_graph}
+    error = largest_over_ranks(relative_error(out, expected))
+    return {"error": error, "same bits": error == 0, "whole graph": whole_graph}
 
 
-def measure_on_these_ranks(titles: list[str]) -> dict[str, dict[str, Any]]:
-    rows: dict[str, dict[str, Any]] = {}
-    for title in titles:
-        name = NAMES[title]
-        for (method, heading), shape in CELLS[dist.get_world_size()].items():
-            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("batch", "ring", "ulysses", "tensor"))
-            if heading == "alone":
-                rows.setdefault(title, {})[f"{method}, bytes"] = bytes_of(name, method, mesh)
-            rows.setdefault(title, {})[f"{method}, {heading}"] = measure(name, method, heading, mesh)
-            if dist.get_rank() == 0:
-                print(title, method, heading, rows[title][f"{method}, {heading}"], flush=True)
-    return rows
-
-
-def exactness_table(found: dict[int, dict[str, Any]]) -> list[str]:
-    lines = [
-        "| model | ranks | method | " + " | ".join(HEADINGS) + " |",
-        "| --- | --- | --- |" + " --- |" * len(HEADINGS),
+def problems(by_ranks: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
+    """Return a line for each cell with an error: fsdp must have the same bits, tensor 1e-5."""
+    return [
+        f"sharded weights of {title} on {ranks} ranks, {cell}: error {x['error']:.1e}"
+        for ranks, rows in by_ranks.items()
+        for title, row in rows.items()
+        for cell, x in row.items()
+        if x.get("error", 0) > (1e-5 if "tensor" in cell else 0)
     ]
+
+
+def parts() -> dict[str, list[str]]:
+    """Return the tables of docs/weights.md on exactness and bytes."""
+    by_ranks = read_results("weights_table")["by ranks"]
+    exact: list[list[object]] = []
+    sizes: list[list[object]] = []
     for title in NAMES:
-        for ranks, rows in found.items():
+        for ranks, rows in by_ranks.items():
             if title not in rows:
                 continue
+            row = rows[title]
             for method in ("fsdp", "tensor"):
-                cells = [rows[title].get(f"{method}, {heading}") for heading in HEADINGS]
+                cells = [row.get(f"{method}, {heading}") for heading in HEADINGS]
                 texts = ["–" if x is None else "same bits" if x["same bits"] else f"{x['error']:.0e}" for x in cells]
                 if method == "tensor" and cells[-1] and not cells[-1].get("whole graph", True):
                     texts[-1] += ", blocks"
-                lines.append(f"| {title} | {ranks} | {method} | " + " | ".join(texts) + " |")
-    return lines
-
-
-def bytes_table(found: dict[int, dict[str, Any]]) -> list[str]:
-    lines = [
-        "| model | ranks | replicate | fsdp, between calls | fsdp, at most | tensor |",
-        "| --- | --- |" + " ---: |" * 4,
-    ]
-    for title in NAMES:
-        for ranks, rows in found.items():
-            if title not in rows:
-                continue
-            fsdp, tensor = rows[title]["fsdp, bytes"], rows[title]["tensor, bytes"]
-            sizes = (fsdp["whole"], fsdp["at rest"], fsdp["at most"], tensor["at most"])
-            lines.append(f"| {title} | {ranks} | " + " | ".join(f"{size:,}" for size in sizes) + " |")
-    return lines
-
-
-def main() -> None:
-    """Measure on 2 and on 4 ranks, check, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="*", choices=tuple(CELLS), default=tuple(CELLS))
-    parser.add_argument(
-        "--models", nargs="*", choices=tuple(NAMES), default=tuple(NAMES), help="the others stay as they are"
-    )
-    parser.add_argument("--part", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.part is not None:
-        write_part(options.part, lambda: measure_on_these_ranks(options.models))
-        return
-    for ranks in options.ranks:
-        for title in options.models:
-            row = measured_on_ranks("benchmarks.pipelines.weights", ranks, "--models", title)
-            # Read anew: each model is kept as soon as it is measured.
-            known = json.loads(RESULT.read_text())["by ranks"] if RESULT.exists() else {}
-            found = {number: {**known.get(str(number), {}), **(row if number == ranks else {})} for number in CELLS}
-            write_results("weights_table", {"by ranks": found}, "diffusers")
-    found = {int(number): rows for number, rows in json.loads(RESULT.read_text())["by ranks"].items()}
-    parts = {"exactness": exactness_table(found), "bytes": bytes_table(found)}
-    PAGE.write_text(fill(PAGE.read_text(), parts))
-    print("\n".join([*parts["exactness"], "", *parts["bytes"]]))
-    cells = [
-        (ranks, title, cell, x)
-        for ranks, rows in found.items()
-        for title, row in rows.items()
-        for cell, x in row.items()
-    ]
-    wrong = [
-        (ranks, title, cell) for ranks, title, cell, x in cells if x.get("error", 0) > (1e-5 if "tensor" in cell else 0)
-    ]
-    if wrong:
-        sys.exit(f"not as exact as docs/weights.md says: {wrong}")
-
-
-if __name__ == "__main__":
-    main()
+                exact.append([title, ranks, method, *texts])
+            fsdp, tensor = row["fsdp, bytes"], row["tensor, bytes"]
+            held = (fsdp["whole"], fsdp["at rest"], fsdp["at most"], tensor["at most"])
+            sizes.append([title, ranks, *(f"{size:,}" for size in held)])
+    heads = ["model", "ranks", "replicate", "fsdp, between calls", "fsdp, at most", "tensor"]
+    return {
+        "exactness": markdown_table(["model", "ranks", "method", *HEADINGS], exact),
+        "bytes": markdown_table(heads, sizes, right=(2, 3, 4, 5)),
+    }

@@ -8,24 +8,20 @@ then checked once more, at sizes and on meshes that the search has not seen.
 
 from __future__ import annotations
 
-import argparse
 import time
 import warnings
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from benchmarks.environment import write_results
-from benchmarks.page_parts import fill
+from benchmarks.harness import markdown_table, parser_of, read_results, write_results
 from para_core.adapters.propose.propose import Proposal, propose_plan
 from para_core.adapters.propose.stack import error_of
 from para_core.verify.virtual_ranks import run_on_virtual_ranks
 from zoo.tiny.transformers.registry import MODELS
 
-PAGE = Path(__file__).parents[2] / "docs/new_model.md"
 # (frames, height, width) in latent pixels.
 SHOWN = ((3, 6, 6), (3, 6, 10))
 # More, odd numbers of tokens, and fewer tokens than ranks; ring × ulysses.
@@ -87,7 +83,7 @@ def named_of(proposal: Proposal) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--models", nargs="*", default=[*MODELS])
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -104,7 +100,6 @@ def main() -> None:
     print(", ".join(f"{verdict}: {len(classes)} classes" for verdict, classes in counts.items()))
     if arguments.models == [*MODELS]:
         write_results("propose", {"shown": SHOWN, "unseen": UNSEEN, "meshes": MESHES, "models": rows}, "diffusers")
-        PAGE.write_text(fill(PAGE.read_text(), {"proposals": table(rows)}))
 
 
 def classes_of(rows: list[dict[str, Any]], verdict: str) -> list[str]:
@@ -112,24 +107,27 @@ def classes_of(rows: list[dict[str, Any]], verdict: str) -> list[str]:
     return sorted({row["class"] for row in rows if row["verdict"] == verdict})
 
 
-def table(rows: list[dict[str, Any]]) -> list[str]:
-    """For docs/new_model.md."""
+def parts() -> dict[str, list[str]]:
+    """Return the table of docs/new_model.md."""
+    rows = read_results("propose")["models"]
     found = classes_of(rows, "found")
     exact = [row for row in rows if row["verdict"] == "found"]
     cached, text, named = (sorted({row["class"] for row in exact if row[kind]}) for kind in ("blocks", "text", "named"))
     partly = sorted({*found} & {*classes_of(rows, "asked")})
     rest = sorted({row["class"] for row in rows} - {*found})
-    return [
-        "| | classes | |",
-        "| --- | --- | --- |",
-        f"| a plan, exact at sizes and on meshes that the search had not seen | {len(found)} | {', '.join(found)} |",
-        f"| of these, the block stack too | {len(cached)} | all but {', '.join(sorted({*found} - {*cached})) or 'none'} |",
-        f"| of these, text that may be sharded, too | {len(text)} | {', '.join(text)} |",
-        f"| of these, arguments that change what its blocks do: `between` or `uncached` | {len(named)} | {', '.join(named)} |",
-        f"| of these, with some of the inputs that were tried it asks | {len(partly)} | {', '.join(partly)} |",
-        f"| it asks, and proposes nothing | {len(rest)} | {', '.join(rest)} |",
-        f"| a wrong plan | {len(classes_of(rows, 'wrong'))} | {', '.join(classes_of(rows, 'wrong'))} |",
+    wrong = classes_of(rows, "wrong")
+    uncached = ", ".join(sorted({*found} - {*cached})) or "none"
+    lines = [
+        ("a plan, exact at sizes and on meshes that the search had not seen", found, ", ".join(found)),
+        ("of these, the block stack too", cached, f"all but {uncached}"),
+        ("of these, text that may be sharded, too", text, ", ".join(text)),
+        ("of these, arguments that change what its blocks do: `between` or `uncached`", named, ", ".join(named)),
+        ("of these, with some of the inputs that were tried it asks", partly, ", ".join(partly)),
+        ("it asks, and proposes nothing", rest, ", ".join(rest)),
+        ("a wrong plan", wrong, ", ".join(wrong)),
     ]
+    table = markdown_table(["", "classes", ""], [[name, len(classes), names] for name, classes, names in lines])
+    return {"proposals": ["| | classes | |", *table[1:]]}
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Each table is fitted on its row of one device alone: one factor, of what its software takes over what the planner's table of devices says. All
 other rows are predicted with it. What their code does around attention (how many all-to-alls, whether a ring is overlapped) is written down from
-their sources, not fitted. Fills its parts of docs/planner.md, and writes benchmarks/results/planner_check.json.
+their sources, not fitted. Writes benchmarks/results/planner_check.json (docs/planner.md).
 """
 
 from __future__ import annotations
@@ -10,17 +10,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
-from benchmarks.environment import write_results
-from benchmarks.page_parts import fill
+from benchmarks.harness import markdown_table, parser_of, read_results, write_results
 from para_core.adapters.planner.plan import plan_mesh, workload
 from para_core.planner.cost import Machine, Runtime, Shape
 from para_core.planner.hardware import DEVICES, LINKS, Link, Topology
-from para_core.planner.rows import Row, Workload, predict
-
-PAGE = Path(__file__).parents[2] / "docs/planner.md"
+from para_core.planner.rows import Workload, predict
 
 # diffusers and cache-dit: three all-to-alls before a call; a ring that gathers all keys first.
 DIFFUSERS = Runtime(messages=3, copies=2, overlapped=False, merge_passes=10, ulysses_launches=20, ring_launches=15)
@@ -256,7 +251,6 @@ class Checked:
     shape: Shape
     published: float
     predicted: float
-    row: Row
 
     @property
     def error(self) -> float:
@@ -270,11 +264,11 @@ def machine_of(table: Published) -> Machine:
     return Machine(device, Topology(link, Link("", 0, 1), per_host), runtime=table.runtime)
 
 
-def seconds(table: Published, work: Workload, shape: Shape, machine: Machine) -> tuple[float, Row]:
+def seconds(table: Published, work: Workload, shape: Shape, machine: Machine) -> float:
     row = predict(shape, work, machine)
     if table.denoising_alone:
-        return row.step.total * work.steps + table.vae / min(shape.ranks, 8) + table.tail, row
-    return row.seconds, row
+        return row.step.total * work.steps + table.vae / min(shape.ranks, 8) + table.tail
+    return row.seconds
 
 
 def fitted(table: Published, work: Workload, machine: Machine) -> Machine:
@@ -282,7 +276,7 @@ def fitted(table: Published, work: Workload, machine: Machine) -> Machine:
     low, high = 0.05, 20.0
     for _ in range(60):
         middle = (low + high) / 2
-        if seconds(table, work, Shape(), replace(machine, slowdown=middle))[0] < table.one:
+        if seconds(table, work, Shape(), replace(machine, slowdown=middle)) < table.one:
             low = middle
         else:
             high = middle
@@ -291,11 +285,10 @@ def fitted(table: Published, work: Workload, machine: Machine) -> Machine:
 
 def check(table: Published, work: Workload) -> tuple[float, list[Checked]]:
     machine = fitted(table, work, machine_of(table))
-    found = []
-    for shape, published in table.rows:
-        predicted, row = seconds(table, work, shape, machine)
-        found.append(Checked(table, shape, published, predicted, row))
-    return machine.slowdown, found
+    checked = [
+        Checked(table, shape, published, seconds(table, work, shape, machine)) for shape, published in table.rows
+    ]
+    return machine.slowdown, checked
 
 
 def errors_of(found: Sequence[Checked]) -> dict[str, float]:
@@ -310,50 +303,46 @@ def summary(found: Sequence[Checked]) -> list[str]:
     ]
 
 
-def page(tables: Sequence[tuple[Published, float, list[Checked]]]) -> list[str]:
-    heads = ["table", "mesh", "published, s", "predicted, s", "error"]
-    lines = ["| " + " | ".join(heads) + " |", "| --- | --- | ---: | ---: | ---: |"]
-    for table, slowdown, found in tables:
-        one = (
-            f"| [{table.name}]({table.source}) | one {table.device}, fitted: × {slowdown:.2f} | {table.one:,.2f} | | |"
-        )
-        lines.append(one)
-        for row in found:
+def published_table(tables: Sequence[tuple[Published, float, list[Checked]]]) -> list[str]:
+    """Each published row next to the prediction."""
+    rows: list[list[object]] = []
+    for table, slowdown, checked in tables:
+        fit = f"one {table.device}, fitted: × {slowdown:.2f}"
+        rows.append([f"[{table.name}]({table.source})", fit, f"{table.one:,.2f}", "", ""])
+        for row in checked:
             miss = " **missed**" if abs(row.error) > 0.2 else ""
-            cells = [str(row.shape), f"{row.published:,.2f}", f"{row.predicted:,.2f}", f"{row.error:+.0%}{miss}"]
-            lines.append("| | " + " | ".join(cells) + " |")
-    return lines
-
-
-def lacking(tables: Sequence[tuple[Published, float, list[Checked]]]) -> list[str]:
-    return [f"- {table.name}. {table.lacking}" for table, _, _ in tables if table.lacking]
+            rows.append(["", row.shape, f"{row.published:,.2f}", f"{row.predicted:,.2f}", f"{row.error:+.0%}{miss}"])
+    lines = markdown_table(["table", "mesh", "published, s", "predicted, s", "error"], rows, right=(2, 3, 4))
+    return [line.replace("|  |", "| |").replace("|  |", "| |") for line in lines]
 
 
 def sources() -> list[str]:
-    """Of the tables of devices and links."""
-    lines = [
-        "| | TFLOP/s | reached: products, attention | GB | GB/s | source |",
-        "| --- | ---: | --- | ---: | ---: | --- |",
-    ]
-    for device in DEVICES.values():
-        reached = f"{device.of_products:.0%}, {device.of_attention:.0%}"
-        cells = [
+    """The planner's tables of devices and links."""
+    devices = [
+        [
             device.name,
             f"{device.products / 1e12:,.4g}",
-            reached,
+            f"{device.of_products:.0%}, {device.of_attention:.0%}",
             f"{device.memory / 1e9:.0f}",
             f"{device.bandwidth / 1e9:,.0f}",
+            device.source,
         ]
-        lines.append("| " + " | ".join([*cells, device.source]) + " |")
-    lines += ["", "| link | latency, µs | GB/s | all-to-all, GB/s | source |", "| --- | ---: | ---: | ---: | --- |"]
-    for link in LINKS.values():
-        rates = [
+        for device in DEVICES.values()
+    ]
+    links = [
+        [
+            link.name,
             f"{1e6 * link.latency:.0f}",
             f"{link.bandwidth / 1e9:.4g}",
             f"{(link.all_to_all or link.bandwidth) / 1e9:.4g}",
+            link.source,
         ]
-        lines.append("| " + " | ".join([link.name, *rates, link.source]) + " |")
-    return lines
+        for link in LINKS.values()
+    ]
+    heads = ["", "TFLOP/s", "reached: products, attention", "GB", "GB/s", "source"]
+    first, *rest = markdown_table(heads, devices, right=(1, 3, 4))
+    heads = ["link", "latency, µs", "GB/s", "all-to-all, GB/s", "source"]
+    return [first.replace("|  |", "| |"), *rest, "", *markdown_table(heads, links, right=(1, 2, 3))]
 
 
 def plans() -> list[str]:
@@ -363,23 +352,35 @@ def plans() -> list[str]:
     return [line for plan in (video, slow) for line in ("```text", *str(plan).splitlines(), "```", "")][:-1]
 
 
-def main() -> None:
-    """Check, compute, write."""
+def parts() -> dict[str, list[str]]:
+    """Return the parts of docs/planner.md."""
+    results = read_results("planner_check")
     tables = []
     for table in TABLES:
-        slowdown, found = check(table, workload(table.model, **dict(table.sizes)))
-        tables.append((table, slowdown, found))
-    all_rows = [row for _, _, found in tables for row in found]
-    said = summary(all_rows)
-    parts = {
-        "summary": said,
-        "published": page(tables),
-        "lacking": lacking(tables),
+        rows = [row for row in results["rows"] if row["table"] == table.name]
+        checked = [
+            Checked(table, shape, row["published"], row["predicted"])
+            for (shape, _), row in zip(table.rows, rows, strict=True)
+        ]
+        tables.append((table, results["fits"][table.name]["slowdown"], checked))
+    return {
+        "summary": summary([row for *_, checked in tables for row in checked]),
+        "published": published_table(tables),
+        "lacking": [f"- {table.name}. {table.lacking}" for table in TABLES if table.lacking],
         "sources": sources(),
         "plans": plans(),
     }
-    PAGE.write_text(fill(PAGE.read_text(), parts))
-    rows: list[dict[str, Any]] = [
+
+
+def main() -> None:
+    """Predict every row, compare it with the published one, and write both."""
+    parser_of(__doc__).parse_args()
+    fits, rows = {}, []
+    for table in TABLES:
+        slowdown, checked = check(table, workload(table.model, **dict(table.sizes)))
+        fits[table.name] = {"one device": table.one, "fitted on": table.fitted_on, "slowdown": slowdown}
+        rows += checked
+    written = [
         {
             "table": row.table.name,
             "source": row.table.source,
@@ -388,13 +389,10 @@ def main() -> None:
             "predicted": row.predicted,
             "error": row.error,
         }
-        for row in all_rows
+        for row in rows
     ]
-    fits = {
-        table.name: {"one device": table.one, "fitted on": table.fitted_on, "slowdown": x} for table, x, _ in tables
-    }
-    print("\n".join([*parts["published"], "", *said]))
-    print(write_results("planner_check", {"errors": errors_of(all_rows), "fits": fits, "rows": rows}, "diffusers"))
+    print(*summary(rows))
+    print(write_results("planner_check", {"errors": errors_of(rows), "fits": fits, "rows": written}, "diffusers"))
 
 
 if __name__ == "__main__":

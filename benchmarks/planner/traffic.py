@@ -3,22 +3,20 @@
     python -m benchmarks.planner.traffic
 
 The models of diffusers themselves, with the sizes that were published, run once without data (`benchmarks.pipelines.expected_traffic`). Needs
-benchmarks/results/pipelines.json (python -m benchmarks.pipelines.generation): where the formula gave other bytes than were counted there, it ends
-in an error. Writes docs/traffic.md and benchmarks/results/real_sizes.json.
+benchmarks/results/pipelines.json (python -m benchmarks.pipelines.exactness pipelines): where the formula gave other bytes than were counted there, it ends
+in an error. Writes benchmarks/results/real_sizes.json (docs/traffic.md).
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import diffusers
 
-from benchmarks.environment import RESULTS, write_results
+from benchmarks.harness import markdown_table, parser_of, read_results, write_results
 from benchmarks.pipelines.expected_traffic import observed
-from benchmarks.pipelines.generation import MESHES, check, largest_per_step
+from benchmarks.pipelines.generation import MESHES, largest_per_step, problems
 from para_core.adapters.planner.count import without_data
 from para_core.adapters.planner.inputs import INPUTS
 from para_core.adapters.planner.published import PUBLISHED, Published
@@ -26,8 +24,6 @@ from para_core.adapters.registry import plan_for
 from para_core.planner import cost
 from para_core.planner.traffic import ModelCall, Shape, sent_in_rounds
 from para_core.planner.weights import sent_between_stages
-
-PAGE = Path(__file__).parents[2] / "docs/traffic.md"
 
 
 @dataclass(frozen=True)
@@ -119,67 +115,27 @@ def rows() -> list[dict[str, Any]]:
     return table
 
 
-def counted_page(counted: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
-    """The table of what was counted, and is what the formula gives."""
-    lines = ["| pipeline | " + " | ".join(MESHES) + " |", "| --- |" + " --- |" * len(MESHES)]
-    for name, row in counted.items():
-        lines.append(f"| {name} | " + " | ".join(f"{largest_per_step(row[label]):,.0f}" for label in MESHES) + " |")
-    return lines
-
-
-def real_page(table: list[dict[str, Any]]) -> list[str]:
-    """The table of what real models send."""
+def parts() -> dict[str, list[str]]:
+    """Return the tables of docs/traffic.md: what models of real size send, and what was counted on tiny pipelines."""
+    table, counted = read_results("real_sizes")["gigabytes per step"], read_results("pipelines")["pipelines"]
     headings = [heading for heading in table[0] if heading not in ("model", "ranks")]
-    lines = ["| model | ranks | " + " | ".join(headings) + " |", "| --- |" + " --- |" * (len(headings) + 1)]
-    for row in table:
-        cells = ["" if row[heading] is None else f"{row[heading]:.2f}" for heading in headings]
-        lines.append(f"| {row['model']} | {row['ranks']} | " + " | ".join(cells) + " |")
-    return lines
-
-
-def page(table: list[dict[str, Any]], counted: dict[str, dict[str, dict[str, Any]]]) -> str:
-    """docs/traffic.md."""
-    lines = [
-        "# What a step sends",
-        "",
-        (
-            "Written by `python -m benchmarks.planner.traffic`. One formula for all models (`para_core/planner/traffic.py`): the unmodified "
-            "model runs once on one device; from the sizes of its attention calls, what the plan says of their tokens, and the outputs "
-            "that are gathered follows what each rank of any mesh will send. Numbers are of the rank that sends most. The digests "
-            "(kilobytes) by which ranks compare what they were given, once in a call of a pipeline, are left out."
-        ),
-        "",
-        "## Models of real size",
-        "",
-        (
-            "Gigabytes in bfloat16 per step, all branches of guidance together: diffusers' own classes at the published sizes, run "
-            'without data (fake tensors). 2-D: `rotate_method="2d"`, rows and columns of ring ranks. Stages: `pipe` ranks, exact or with PipeFusion, what one sends to the next. Mochi\'s text is taken to be all valid: the most that it sends. Empty: nothing for the ranks '
-            "along `batch` to share."
-        ),
-        "",
-        *real_page(table),
-        "",
-        "## Counted, and by the formula",
-        "",
-        (
-            "Bytes per step, mean of all, counted on the ranks of tiny pipelines by `python -m benchmarks.pipelines.generation`, which ends in an "
-            "error unless the formula gives the same number, to the byte, on every rank of every cell. In the first step branches that "
-            "are called one after the other run on every rank (`2 batch`)."
-        ),
-        "",
-        *counted_page(counted),
+    real = [
+        [row["model"], row["ranks"], *("" if row[x] is None else f"{row[x]:.2f}" for x in headings)] for row in table
     ]
-    return "\n".join(lines) + "\n"
+    tiny = [[name, *(f"{largest_per_step(row[label]):,.0f}" for label in MESHES)] for name, row in counted.items()]
+    return {
+        "real sizes": markdown_table(["model", "ranks", *headings], real),
+        "counted": markdown_table(["pipeline", *MESHES], tiny),
+    }
 
 
 def main() -> None:
-    """Check, compute, write."""
-    counted = json.loads((RESULTS / "pipelines.json").read_text())["pipelines"]
-    check(counted)
-    table = rows()
-    PAGE.write_text(page(table, counted))
-    write_results("real_sizes", {"gigabytes per step": table}, "diffusers")
-    print("\n".join(real_page(table)))
+    """Check what was counted, compute and write."""
+    parser_of(__doc__).parse_args()
+    differing = problems(read_results("pipelines")["pipelines"])
+    if differing:
+        raise RuntimeError("\n".join(differing))
+    print(write_results("real_sizes", {"gigabytes per step": rows()}, "diffusers"))
 
 
 if __name__ == "__main__":

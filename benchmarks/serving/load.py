@@ -10,7 +10,6 @@ call. What needs Ray is imported where it is used: the page is written without i
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import http.client
@@ -20,15 +19,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
 import uvicorn
 from diffusers import FluxPipeline
 
-from benchmarks.environment import write_results
-from benchmarks.page_parts import fill
+from benchmarks.harness import parser_of, read_results, write_results
 from para_core.fleet.limits import Limits
 from para_core.fleet.models import Model, find_model
 from para_core.fleet.outputs import encode
@@ -37,7 +34,6 @@ from para_core.fleet.request import Request, call_arguments
 from para_core.fleet.server import Server
 from para_core.fleet.work import Result
 
-PAGE = Path(__file__).parents[2] / "docs/serving.md"
 # Of what a server can do.
 FACTORS = (1, 2, 4)
 HOST, PATH = "127.0.0.1", "/v1/images/generations"
@@ -198,12 +194,13 @@ def table(results: dict[str, Any]) -> list[str]:
     return [*lines, "", said]
 
 
-def write_page(results: dict[str, Any]) -> None:
-    PAGE.write_text(fill(PAGE.read_text(), {"serve_load": table(results)}))
+def parts() -> dict[str, list[str]]:
+    """Return the part of docs/serving.md."""
+    return {"serve_load": table(read_results("serve_load"))}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--requests", type=int, default=12, help="of each load in a round; at most 200")
@@ -230,7 +227,6 @@ def main() -> None:
     results = {"options": vars(options), **{name: summarize(each) for name, each in rounds.items()}}
     print("\n".join(table(results)))
     print(write_results("serve_load", results, "diffusers", "ray"))
-    write_page(results)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ prompts, clients that leave the server, a rank killed behind it.
 python -m benchmarks.serving.trials first
 python -m benchmarks.serving.trials prompts
 python -m benchmarks.serving.trials server
-python -m benchmarks.serving.trials page
 
 Small images of the tiny FLUX, so that what is measured is the fleet: starting, spreading, cancelling, restarting. Images of
 some requests are compared with those of one unmodified pipeline of diffusers. What needs Ray is imported where it is used:
@@ -13,7 +12,6 @@ the page is written without it.
 
 from __future__ import annotations
 
-import argparse
 import base64
 import contextlib
 import http.client
@@ -34,8 +32,7 @@ import torch
 from diffusers import FluxPipeline
 from PIL import Image
 
-from benchmarks.environment import RESULTS, write_results
-from benchmarks.page_parts import fill
+from benchmarks.harness import ROOT, parser_of, read_results, write_results
 from para_core.fleet.models import find_model
 from para_core.fleet.outputs import write_result
 from para_core.fleet.prompts import Line, read_prompts
@@ -43,8 +40,6 @@ from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request, call_arguments, make_request
 from para_core.fleet.work import Result
 
-PAGE = Path(__file__).parents[2] / "docs/serving.md"
-ROOT = Path(__file__).parents[2]
 PARTS = ("first", "prompts", "server")
 HOST, PORT, PATH = "127.0.0.1", 8127, "/v1/images/generations"
 CAPTIONS = ("a large red circle", "a blue square", "a green triangle", "a small yellow star")
@@ -282,7 +277,7 @@ def try_server(replicas: int, ranks: int, clients: int, leaving: int) -> dict[st
 
 
 def table(results: dict[str, Any]) -> list[str]:
-    """Of the page."""
+    """The table of docs/serving.md."""
     first, prompts, server = (results[part] for part in PARTS)
     taken = first["seconds"]
     clients, death = server["clients"], server["death"]
@@ -328,31 +323,29 @@ def table(results: dict[str, Any]) -> list[str]:
     ]
 
 
-def write_page(results: dict[str, Any]) -> None:
-    PAGE.write_text(fill(PAGE.read_text(), {"fleet_trials": table(results)}))
+def parts() -> dict[str, list[str]]:
+    """Return the part of docs/serving.md."""
+    return {"fleet_trials": table(read_results("fleet_trials"))}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=(*PARTS, "page"))
+    """Run one part, and write it next to the others."""
+    parser = parser_of(__doc__)
+    parser.add_argument("part", choices=PARTS)
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=2)
     options = parser.parse_args()
-    file = RESULTS / "fleet_trials.json"
-    results = json.loads(file.read_text()) if file.is_file() else {}
+    results = read_results("fleet_trials")
     torch.set_num_threads(1)
     if options.part == "first":
         results["first"] = try_first(options.ranks)
     elif options.part == "prompts":
         results["prompts"] = try_prompts(50, options.replicas, options.ranks)
-    elif options.part == "server":
+    else:
         results["server"] = try_server(options.replicas, options.ranks, 20, 5)
-    if options.part != "page":
-        print(json.dumps(results[options.part], indent=2))
-        results.pop("environment", None)
-        write_results("fleet_trials", results, "diffusers", "ray")
-    if all(part in results for part in PARTS):
-        write_page(results)
+    print(json.dumps(results[options.part], indent=2))
+    results.pop("environment", None)
+    write_results("fleet_trials", results, "diffusers", "ray")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import torch
 from diffusers import FluxTransformer2DModel
 
 import para_core
-from benchmarks.launches import fake_group
+from benchmarks.harness import fake_group
 from para_core.adapters import apply_cache_on_pipe, apply_cache_on_transformer, parallelize_pipe
 from para_core.attention.transfer import Transfer
 from tests.tiny import cpu_mesh, flux_call, flux_inputs, flux_pipe, flux_transformer

@@ -8,18 +8,18 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.generated_calls import draw, worst_error
-from benchmarks.launches import count_attention
 from para_core import Segment, SequenceLayout, UnifiedAttnMode
 from para_core.attention.grid import choose_grid
 from para_core.attention.options import AttnOptions
 from para_core.planner.traffic import AttentionCall, Tokens, sent_in_attention
 from tests.attention import test_exactness, test_gradients
 from tests.attention.cases import BALANCED, IMAGE_FIRST, TEXT_FIRST, Case, Mask
+from tests.attention.generated_calls import draw, worst_error
 from tests.attention.one_device import make_qkv, relative_error
 from tests.attention.test_launches import require_at_most
 from tests.attention.test_options import by_hand
 from tests.attention.test_traffic import Traffic
+from tests.launches import count_attention
 from tests.rank_pool import heartbeat
 
 TWO_DIMS = {"rotate_method": "2d"}

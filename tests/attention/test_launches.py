@@ -6,7 +6,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.launches import LaunchCounter, count_attention, fake_group
+from benchmarks.harness import fake_group
+from tests.launches import LaunchCounter, count_attention
 
 
 def counted(function, *args):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.attention.large_worlds import METHODS, call
-from benchmarks.launches import fake_group
+from benchmarks.harness import fake_group
 
 ROOT = Path(__file__).parents[2]
 

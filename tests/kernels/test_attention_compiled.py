@@ -7,15 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.attention.compile_kernel import ARCHS, SHARED_LIMIT, Compiled
-from benchmarks.attention_compiled import (
-    REGISTERS,
-    SHARED_OF_SM,
-    compile_attention,
-    compile_hopper,
-    loop_counts,
-    loop_counts_of_roles,
-)
+from benchmarks.attention.compiled import ARCHS, SHARED_LIMIT, Compiled
 from para_core.kernels.attention_configs import (
     HEAD_DIMS,
     HOPPER,
@@ -26,6 +18,15 @@ from para_core.kernels.attention_configs import (
     in_float32,
     in_int8,
     row_of_dim,
+)
+from tests.kernels.attention_compiled import (
+    REGISTERS,
+    SHARED_OF_SM,
+    Counts,
+    compile_attention,
+    compile_hopper,
+    loop_counts,
+    loop_counts_of_roles,
 )
 
 LONG_128 = {arch: Case(arch, 128, False, "long") for arch in ARCHS}
@@ -257,3 +258,25 @@ def test_the_hopper_tier_loads_by_the_copy_engine_multiplies_by_warpgroups_and_s
     assert counts.flops == 2 * 2 * scores * head_dim
     assert counts.bytes == 2 * 2 * config.block_n * head_dim
     assert scores <= counts.exponentials <= scores + 8 * config.block_m
+
+
+# As Triton 3.9 writes a loop for sm_100: one warp issues the products, the others jump back before them.
+BLACKWELL = """
+$L__BB0_1:
+	@%p1 bra 	$L__BB0_9;
+	mov.b32 	%r2, 136316048;
+	cp.async.cg.shared.global [ %r7 + 0 ], [ %rd9 + 0 ], 0x10, %r8;
+	ex2.approx.ftz.f32 %r5, %r6;
+	@%p2 bra 	$L__BB0_1;
+	@%p3 tcgen05.mma.cta_group::1.kind::f16 [ %r9 + 0 ], %rd1, %rd2, %r2, %p3;
+	@%p3 tcgen05.mma.cta_group::1.kind::f16 [ %r9 + 0 ], [ %r1 + 8 ], %rd2, %r2, %p3;
+	bra.uni 	$L__BB0_1;
+$L__BB0_9:
+	@%p3 tcgen05.mma.cta_group::1.kind::f16 [ %r9 + 0 ], %rd1, %rd2, %r2, %p3;
+"""
+
+
+def test_products_of_blackwell_are_counted_by_their_descriptor():
+    compiled = Compiled(100, 0, 0, 0, 0, ttgir="", ptx=BLACKWELL, cubin=b"")
+    # 128 queries, 128 keys, 16 dims: once for a block of threads; copies and exponentials are each thread's.
+    assert loop_counts(compiled, num_warps=8) == Counts(2 * 2 * 128 * 128 * 16, 256 * 16, 256)

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from benchmarks.launches import LaunchCounter
 from para_core.kernels import device_tables, exchange
 from para_core.kernels.device_tables import MOST_TABLES, kept_outside_graphs, new_table
 from para_core.kernels.exchange_reference import CopyRegion
 from para_core.spatial import norm, resample
+from tests.launches import LaunchCounter
 
 BICUBIC = resample._Resampling("bicubic", 7, 18, 7 / 18, False, 5, 12)
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.attention.compile_kernel import ARCHS, compile_kernel
+from benchmarks.attention.compiled import ARCHS, compile_kernel
 from para_core.attention.pack_ops import as_numbers, pack_on_gpu, unpack_on_gpu
 from para_core.kernels import exchange
 from para_core.kernels.exchange_reference import CopyRegion

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.attention.compile_kernel import ARCHS
+from benchmarks.attention.compiled import ARCHS
 from para_core import triton_support
 from para_core.attention.merge import Merged, merge_on_gpu, merge_on_gpu_in_place
 from para_core.distributed.collectives import LIBRARY

@@ -4,12 +4,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks.attention.compile_kernel import ARCHS
-from benchmarks.launches import LaunchCounter, fake_group
+from benchmarks.attention.compiled import ARCHS
+from benchmarks.harness import fake_group
 from para_core.kernels import norm, norm_reference
 from para_core.spatial.mode import SpatialShardMode
 from para_core.spatial.operators import moments_on_gpu, normalized_on_gpu
 from tests.kernels.launches import by_use
+from tests.launches import LaunchCounter
 
 CHUNK = norm.BLOCK * norm.STEPS
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

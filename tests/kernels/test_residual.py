@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.attention.compile_kernel import ARCHS
-from benchmarks.launches import LaunchCounter
+from benchmarks.attention.compiled import ARCHS
 from para_core.cache.operators import change, change_on_gpu, forecast, forecast_on_gpu
 from para_core.cache.options import rule_of
 from para_core.cache.residuals import Residuals
 from para_core.kernels import residual
 from tests.kernels.launches import by_use
+from tests.launches import LaunchCounter
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CHUNK = residual.BLOCK * residual.STEPS

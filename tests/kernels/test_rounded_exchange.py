@@ -6,14 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.attention.compile_kernel import ARCHS
-from benchmarks.launches import LaunchCounter
+from benchmarks.attention.compiled import ARCHS
 from para_core.attention.approximate.wire import pack_on_gpu, row_bytes, unpack_on_gpu
 from para_core.attention.pack_ops import as_numbers
 from para_core.kernels import exchange, exchange_reference
 from para_core.kernels.exchange_reference import CopyRegion
 from tests.kernels.launches import by_use
 from tests.kernels.test_exchange import for_ranks
+from tests.launches import LaunchCounter
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 FLOAT8 = torch.float8_e4m3fn

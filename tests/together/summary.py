@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.environment import write_results
+from benchmarks.harness import write_results
 from tests.together.covering import SEED, admissible_pairs, pairs_of, read_cases, refused_cases
 from tests.together.run import FLOAT32_BOUND
 

@@ -14,7 +14,7 @@ from diffusers import FluxPipeline
 from safetensors.torch import save_file
 from torch.distributed.fsdp import FSDPModule
 
-from benchmarks.launches import fake_group
+from benchmarks.harness import fake_group
 from para_core import init_context_parallel_mesh
 from para_core.adapters import from_pretrained_sharded, parallelize_pipe
 from para_core.adapters.weights.load import _dtypes_of, _files_in

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.launches import fake_group
+from benchmarks.harness import fake_group
 from benchmarks.pipelines.weights import NAMES, build, call
 from para_core import init_context_parallel_mesh, reset_cache
 from para_core.adapters import (

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.launches import fake_group
+from benchmarks.harness import fake_group
 from para_core import init_context_parallel_mesh
 from para_core.adapters import (
     apply_cache_on_pipe,

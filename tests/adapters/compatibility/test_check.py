@@ -13,7 +13,7 @@ from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 from torch import nn
 from torchao.quantization import Int8Tensor, PerRow
 
-from benchmarks.launches import fake_group
+from benchmarks.harness import fake_group
 from para_core import PipeFusion
 from para_core.adapters import parallelize_pipe, parallelize_transformer
 from para_core.adapters.compatibility import REFUSALS, Case, When, cases_of, reason_against, refuse

@@ -5,11 +5,11 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.launches import count_attention
 from para_core import BlockSparseAttnMode, SparseKVAttnMode, UnifiedAttnMode
 from tests.attention.cases import IMAGE_FIRST, MESHES, TEXT_FIRST, Case, Mask, attend
 from tests.attention.one_device import make_qkv, relative_error
 from tests.attention.test_traffic import Traffic
+from tests.launches import count_attention
 from tests.rank_pool import RankPoolError
 
 on_every_mesh = pytest.mark.parametrize(("ring", "ulysses"), MESHES)

@@ -1,24 +1,18 @@
 """What para_core refuses, and why: the table of docs/refusals.md.
 
-    python -m benchmarks.refusals_table
-
 The rows of ``REFUSALS`` (adapters/compatibility/check.py) are read from the code. Combinations of options that are refused elsewhere
 are those that ``python -m tests.together --refused`` has tried (benchmarks/results/together.json).
 """
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
 from string import Formatter
 from typing import Any
 
-from benchmarks.environment import RESULTS
-from benchmarks.page_parts import fill
+from benchmarks.harness import markdown_table, read_results
 from para_core.adapters.compatibility import REFUSALS, Refusal, When
 
-PAGE = Path(__file__).parents[1] / "docs/refusals.md"
 _WHEN = {
     When.PARALLELIZE: "`parallelize_pipe`",
     When.PARALLEL_CALL: "a parallel call",
@@ -58,7 +52,7 @@ def rows() -> list[list[str]]:
 
 def tried() -> list[dict[str, Any]]:
     """Combinations of options that were tried, and what they raised."""
-    rows: list[dict[str, Any]] = json.loads((RESULTS / "together.json").read_text())["excluded"]
+    rows: list[dict[str, Any]] = read_results("together")["excluded"]
     return rows
 
 
@@ -71,18 +65,10 @@ def tried_rows() -> list[list[str]]:
     ]
 
 
-def table(heads: list[str], body: list[list[str]]) -> list[str]:
-    return ["| " + " | ".join(cells) + " |" for cells in (heads, ["---"] * len(heads), *body)]
-
-
-def write_page() -> None:
-    parts = {
-        "refusals": table(["refused", "when", "error", "message"], rows()),
-        "combinations": table(["reason", "for example", "error", "message"], tried_rows()),
+def parts() -> dict[str, list[str]]:
+    """Return the tables of docs/refusals.md."""
+    heads = ["error", "message"]
+    return {
+        "refusals": markdown_table(["refused", "when", *heads], rows()),
+        "combinations": markdown_table(["reason", "for example", *heads], tried_rows()),
     }
-    PAGE.write_text(fill(PAGE.read_text(), parts))
-
-
-if __name__ == "__main__":
-    write_page()
-    print(PAGE)

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from benchmarks.attention.compile_kernel import Compiled, compile_kernel
+from benchmarks.attention.compiled import Compiled, compile_kernel
 from para_core.kernels import attention
 from para_core.kernels.attention import RoundedKeys
 from para_core.kernels.attention_configs import Config

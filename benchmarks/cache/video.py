@@ -1,4 +1,4 @@
-"""First Block Cache on videos:  python -m benchmarks.video_caches
+"""First Block Cache on videos:  python -m benchmarks.cache.video
 
 The same held-out captions from the same noise without a cache and with one, at several thresholds, with and without a
 forecast: how many steps were computed, how far the videos are from those without (PSNR of the mean error, and of the worst
@@ -8,14 +8,13 @@ benchmarks/results/tiny_video_caches.json and prints the table of zoo/video/READ
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 import numpy as np
 import torch
 from diffusers import WanPipeline
 
-from benchmarks.environment import write_results
+from benchmarks.harness import parser_of, write_results
 from para_core.adapters import apply_cache_on_pipe, cache_report, remove_cache_from_pipe
 from zoo.video import PIPELINE, grammar
 from zoo.video.check import check
@@ -50,12 +49,11 @@ def videos_with(pipe: WanPipeline, captions: list[str], setting: dict[str, Any])
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--count", type=int, default=60, help="captions")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    folder = PIPELINE
-    pipe = WanPipeline.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    pipe = WanPipeline.from_pretrained(PIPELINE, dtype=torch.float32, local_files_only=True)
     pipe.set_progress_bar_config(disable=True)
     scenes = held_out_scenes(0, args.count)
     captions = [grammar.caption(scene) for scene in scenes]

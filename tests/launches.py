@@ -1,4 +1,4 @@
-"""Counting what the host launches: operators of this process as they are dispatched, and the fake groups to count on."""
+"""Launch counts: operators of this process as they are dispatched."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from typing import Any, Literal
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.harness import fake_group
 from para_core import SequenceLayout, UnifiedAttnMode, init_context_parallel_mesh
 from para_core.attention import local, usp
 from para_core.attention.backend_selection import Backend
@@ -101,16 +100,6 @@ def _kernel_keys(args: Sequence[Any]) -> DispatchKeySet:
     """The device's own kernel of an operator: below autograd, and below the modes that have seen it."""
     device = next((x.device.type for x in args if isinstance(x, Tensor)), "cpu")
     return DispatchKeySet(getattr(DispatchKey, {"cuda": "CUDA", "meta": "Meta"}.get(device, "CPU")))
-
-
-@contextmanager
-def fake_group(ranks: int) -> Iterator[None]:
-    """This process is rank 0 of so many. Nothing travels, so nobody is waited for; results are not to be looked at."""
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 Attend = Callable[[Tensor, Tensor, Tensor], Any]

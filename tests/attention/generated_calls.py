@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -84,22 +83,6 @@ class DrawnCall:
         return F.scaled_dot_product_attention(
             query, key, value, mask, is_causal=is_causal, scale=self.scale, enable_gqa=grouped
         )
-
-    def kinds(self) -> list[str]:
-        """What is special about it, in words."""
-        asked = {
-            "is_causal": self.is_causal,
-            "grouped heads": self.num_kv_heads < self.num_heads,
-            "replicated tokens": any(one.replicated for one in (*self.query_segments, *(self.key_segments or ()))),
-            "keys of a layout of their own": self.key_segments is not None,
-            "bool mask": self.mask is not None and self.mask.dtype == torch.bool,
-            "additive mask": self.mask is not None and self.mask.dtype != torch.bool,
-            "mask of a rank's rows": self.mask is not None and self.mask.local == "q" and "q" in self.mask.dims,
-            "mask of a rank's columns": self.mask is not None and self.mask.local == "k" and "k" in self.mask.dims,
-            "gradients": self.gradients,
-            "16 bits": self.dtype != torch.float32,
-        }
-        return [name for name, is_so in asked.items() if is_so]
 
 
 def draw(seed: int) -> DrawnCall:
@@ -249,8 +232,3 @@ def _ratio(difference: float, allowed: float) -> float:
     if difference == 0.0:
         return 0.0
     return difference / max(allowed, 1e-30) if difference == difference else float("inf")
-
-
-def count_kinds(calls: list[DrawnCall]) -> dict[str, int]:
-    """How many of ``calls`` are of each kind."""
-    return dict(Counter(kind for call in calls for kind in call.kinds()).most_common())

@@ -1,0 +1,191 @@
+"""What all benchmarks share: the environment of a measurement, its JSON, rank processes, timing, and tables of Markdown."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import importlib
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+# -- results
+
+
+def environment(*packages: str) -> dict[str, Any]:
+    """Return the date, the device, the number of cores, and the versions of Python, torch and ``packages``."""
+    return {
+        "date": datetime.date.today().isoformat(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {platform.machine()}",
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "versions": {name: importlib.metadata.version(name) for name in ("torch", *packages)},
+    }
+
+
+def write_results(name: str, results: Mapping[str, Any], *packages: str) -> Path:
+    """Write ``results`` with its environment to ``benchmarks/results/<name>.json``."""
+    path = RESULTS / f"{name}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"environment": environment(*packages), **results}, indent=2) + "\n")
+    return path
+
+
+def read_results(name: str) -> dict[str, Any]:
+    """Return what ``benchmarks/results/<name>.json`` holds."""
+    results: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return results
+
+
+# -- rank processes
+
+
+def launch(module: str, num_ranks: int, *arguments: str) -> None:
+    """Run ``python -m module arguments`` in ``num_ranks`` processes of one thread each, under torchrun if several."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"] if num_ranks > 1 else []
+    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, *torchrun, "-m", module, *arguments], check=True, env=variables, cwd=ROOT)
+
+
+def measure_on_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 1800.0) -> Any:
+    """Call a top-level function in ``num_ranks`` new processes with a gloo group, and return the result of the first rank.
+
+    Args:
+        args: anything that JSON holds; the result likewise.
+        timeout: seconds that a collective waits.
+    """
+    module = function.__module__
+    if module == "__main__":
+        module = sys.modules["__main__"].__spec__.name  # type: ignore[union-attr]
+    with tempfile.TemporaryDirectory() as folder:
+        call, output = Path(folder) / "call.json", Path(folder) / "output.json"
+        call.write_text(json.dumps([module, function.__name__, args, timeout]))
+        launch("benchmarks.harness", num_ranks, str(call), str(output))
+        return json.loads(output.read_text())
+
+
+def _run_on_this_rank(call: Path, output: Path) -> None:
+    module, name, args, timeout = json.loads(call.read_text())
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout))
+    result = getattr(importlib.import_module(module), name)(*args)
+    if dist.get_rank() == 0:
+        output.write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+@contextmanager
+def fake_group(ranks: int) -> Iterator[None]:
+    """Make this process rank 0 of ``ranks``. Nothing is sent, no rank is waited for, and results are undefined."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+# -- measuring
+
+
+def relative_error(out: Tensor, expected: Tensor) -> float:
+    """Return ‖out − expected‖ / ‖expected‖."""
+    return float((out.double() - expected.double()).norm() / expected.double().norm())
+
+
+def largest_over_ranks(value: float) -> float:
+    """Return the largest ``value`` of all ranks."""
+    values = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return values.item()
+
+
+def in_turns(
+    ways: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    clock: Callable[[], float],
+    before: Callable[[], Any] = lambda: None,
+) -> dict[str, list[float]]:
+    """Return the seconds of each way in each round. The order is reversed every round; ``before`` is called before each way."""
+    for way in ways.values():
+        way()
+        way()
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(rounds):
+        gc.collect()
+        gc.disable()
+        for name in list(ways)[:: 1 if number % 2 == 0 else -1]:
+            before()
+            start = clock()
+            ways[name]()
+            seconds[name].append(clock() - start)
+        gc.enable()
+    return seconds
+
+
+def calls_in_python(way: Callable[[], Any]) -> int:
+    """Return how many functions Python calls during ``way()``, those of C included. Exact on every machine."""
+    calls = 0
+
+    def count(_: Any, event: str, __: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        way()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+# -- tables
+
+
+def markdown_table(heads: Sequence[str], rows: Iterable[Iterable[object]], right: Sequence[int] = ()) -> list[str]:
+    """Return the lines of a table of Markdown. ``right``: indices of the columns that are aligned to the right."""
+    rule = ["---:" if index in right else "---" for index in range(len(heads))]
+    return ["| " + " | ".join(map(str, cells)) + " |" for cells in (heads, rule, *rows)]
+
+
+def fill(text: str, parts: Mapping[str, Sequence[str]]) -> str:
+    """Return ``text`` with the lines between each ``<!-- name -->`` and ``<!-- end of name -->`` replaced.
+
+    Raises:
+        ValueError: the text has no such markers.
+    """
+    for name, lines in parts.items():
+        begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+        before, has_begin, rest = text.partition(begin)
+        _, has_end, after = rest.partition(end)
+        if not (has_begin and has_end):
+            raise ValueError(f"the page has no part between {begin.strip()} and {end}")
+        text = before + begin + "\n" + "\n".join(lines) + "\n\n" + end + after
+    return text
+
+
+def parser_of(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser whose help begins with the docstring of a program."""
+    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+if __name__ == "__main__":
+    _run_on_this_rank(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,112 @@
+"""Writes the tables of all pages from the JSON of benchmarks/results, between their markers:  python -m benchmarks.pages [PAGE ...]
+
+Measures nothing. A part of a page stands between ``<!-- name -->`` and ``<!-- end of name -->``; tests/test_pages.py compares each page with
+what this program writes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from benchmarks.attention import compiled, low_precision
+from benchmarks.cache import forecasts, quality
+from benchmarks.demo import gallery
+from benchmarks.faults import links
+from benchmarks.faults import page as faults
+from benchmarks.harness import ROOT, fill, markdown_table, parser_of, read_results
+from benchmarks.peers import page as peers
+from benchmarks.pipelines import (
+    beside_diffusers,
+    generation,
+    hooks,
+    outside,
+    pipefusion,
+    refusals,
+    speed,
+    stages,
+    supported,
+    vae,
+    vaes,
+    weights,
+)
+from benchmarks.planner import propose, published, sizes, traffic
+from benchmarks.serving import load, trials
+
+# Of python -m benchmarks.cache.quality at 28 steps: the same rule and threshold, by each.
+CACHES = {
+    ("para_core first_block, forecast_order=1", "threshold 0.12"): "para_core, the default",
+    ("para_core first_block", "threshold 0.12"): "para_core, without its forecast",
+    ("diffusers First Block Cache", "threshold 0.12"): "diffusers",
+    ("cache-dit DBCache F1B0, max_warmup_steps=0", "threshold 0.12"): "cache-dit 1.5.3",
+    ("cache-dit DBCache F1B0 + TaylorSeer, order 1, max_warmup_steps=4", "threshold 0.12"): (
+        "cache-dit 1.5.3, TaylorSeer (4 steps of warm-up)"
+    ),
+}
+
+
+def caches() -> dict[str, list[str]]:
+    """Return the table of README.md: one threshold of First Block Cache in each implementation."""
+    rows = []
+    for row in read_results("cache_quality")["quality"]:
+        name = CACHES.get((row["cache"], row["setting"]))
+        if name and row["steps"] == 28:
+            rows.append([name, f"{row['computed']:.1f} of 28", f"{row['psnr']:.1f}"])
+    return {"caches": markdown_table(["First Block Cache, threshold 0.12", "computed steps", "PSNR, dB"], rows)}
+
+
+# The programs whose parts a page has; a program may have parts of several pages.
+PAGES: dict[str, tuple[Callable[[], dict[str, list[str]]], ...]] = {
+    "README.md": (peers.parts, caches, speed.parts),
+    "docs/any_model.md": (outside.parts,),
+    "docs/attention_kernel.md": (low_precision.parts,),
+    "docs/beside_diffusers.md": (beside_diffusers.parts,),
+    "docs/cache.md": (forecasts.parts,),
+    "docs/cache_quality.md": (quality.parts,),
+    "docs/exactness.md": (generation.parts,),
+    "docs/faults.md": (faults.parts,),
+    "docs/gallery.md": (gallery.parts,),
+    "docs/hooks.md": (hooks.parts,),
+    "docs/kernels.md": (compiled.parts,),
+    "docs/memory.md": (sizes.parts,),
+    "docs/new_model.md": (propose.parts,),
+    "docs/own_model.md": (low_precision.parts,),
+    "docs/peers.md": (peers.parts,),
+    "docs/pipelines.md": (supported.parts,),
+    "docs/planner.md": (published.parts,),
+    "docs/refusals.md": (refusals.parts,),
+    "docs/serving.md": (load.parts, trials.parts),
+    "docs/several_nodes.md": (links.parts,),
+    "docs/stages.md": (stages.parts, pipefusion.parts),
+    "docs/traffic.md": (traffic.parts,),
+    "docs/vae.md": (vaes.parts, vae.parts),
+    "docs/weights.md": (sizes.parts, weights.parts),
+    "docs/which_option.md": (sizes.parts,),
+}
+
+
+def render(page: str) -> str:
+    """Return the text of ``page`` with each of its parts written again.
+
+    Raises:
+        ValueError: the page has a part that none of its programs writes.
+    """
+    text = (ROOT / page).read_text()
+    parts = {name: lines for program in PAGES[page] for name, lines in program().items()}
+    markers = re.findall(r"^<!-- (?!end of )(.+) -->$", text, re.MULTILINE)
+    unknown = {*markers} - {*parts}
+    if unknown:
+        raise ValueError(f"{page} has the parts {sorted(unknown)}; expected some of {sorted(parts)}.")
+    return fill(text, {name: parts[name] for name in markers})
+
+
+def main() -> None:
+    """Write pages."""
+    parser = parser_of(__doc__)
+    parser.add_argument("pages", nargs="*", metavar="PAGE", help=f"default: all of {', '.join(PAGES)}")
+    for page in parser.parse_args().pages or PAGES:
+        (ROOT / page).write_text(render(page))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""How far everything that runs on several ranks is from one device; writes the JSON of the tables:
+
+    python -m benchmarks.pipelines.exactness                      # every check, every row: hours on two cores
+    python -m benchmarks.pipelines.exactness models --only flux   # some rows of one check; the others stay as they are
+
+All models are tiny, have random weights and compute in float32 unless a check says otherwise. Each number is the worst rank's.
+
+- pipelines: relative error of the latents after three steps with an odd number of tokens, against the unmodified pipeline in the same process,
+  on every kind of mesh; and the bytes that each rank sends, which must equal the formula of `para_core.planner.traffic`.
+- bfloat16: the same pipelines in bfloat16, compared with the unmodified pipeline in float32. A parallel error should be no larger than that of
+  the unmodified pipeline in bfloat16.
+- models: every transformer on two ranks, and cached: a second call with other inputs that takes the stored residuals.
+- hooks: pipelines with each hook of diffusers: exact, or refused before the call.
+- weights: sharded weights, against the same mesh on replicated weights (fsdp) or one device (tensor), and the bytes that a rank holds.
+- vaes: every autoencoder: error, bytes sent, bfloat16, and memory.
+- stages: pipeline stages, against the same mesh without stages, bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.harness import measure_on_ranks, parser_of, read_results, write_results
+from benchmarks.pipelines import generation, hooks, models, stages, vaes, weights
+
+Rows = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One JSON of rows.
+
+    Args:
+        results: name of the JSON. ``key``: where its rows are.
+        names: all rows, in the order of the tables.
+        measure: on ranks, from names to rows.
+        ranks: numbers of ranks to measure on.
+        by_ranks: rows lie under their number of ranks; otherwise the cells of all numbers of ranks are in one row.
+        problems: what is not as exact as the pages say, one line each.
+    """
+
+    results: str
+    key: str
+    names: Iterable[str]
+    measure: Callable[[list[str]], Rows]
+    ranks: tuple[int, ...] = (2,)
+    by_ranks: bool = False
+    problems: Callable[[Any], list[str]] = lambda _: []
+
+    def run(self, names: list[str], ranks: tuple[int, ...]) -> list[str]:
+        """Measure these rows, write each as soon as it is measured, and return the problems of all rows."""
+        for count in ranks:
+            for name in names:
+                row = measure_on_ranks(self.measure, count, [name])[name]
+                # Read again each time: another process may have written other rows meanwhile.
+                results = read_results(self.results)
+                rows = results[self.key].setdefault(str(count), {}) if self.by_ranks else results[self.key]
+                rows[name] = row if self.by_ranks else {**rows.get(name, {}), **row}
+                ordered = {known: rows[known] for known in self.names if known in rows}
+                rows.clear()
+                rows.update(ordered)
+                results.pop("environment")
+                write_results(self.results, results, "diffusers")
+                print(f"{self.results}, {count} ranks, {name}: {row}", flush=True)
+        return self.problems(read_results(self.results)[self.key])
+
+
+CHECKS = {
+    "pipelines": Check(
+        "pipelines", "pipelines", generation.PIPELINES, generation.measure, (2, 3, 4), problems=generation.problems
+    ),
+    "bfloat16": Check("pipelines_bfloat16", "pipelines", generation.IN_BFLOAT16, generation.measure_bfloat16),
+    "models": Check("model_errors", "models", models.MODELS, models.measure),
+    "hooks": Check("hooks", "hooks", hooks.HOOKS, hooks.measure),
+    "weights": Check(
+        "weights_table", "by ranks", weights.NAMES, weights.measure, (2, 4), by_ranks=True, problems=weights.problems
+    ),
+    "vaes": Check("vae_table", "by ranks", vaes.TINY_VAES, vaes.measure, (2, 3, 4), by_ranks=True),
+    "stages": Check(
+        "stages", "by ranks", weights.NAMES, stages.measure, (2, 4), by_ranks=True, problems=stages.problems
+    ),
+}
+
+
+def main() -> None:
+    """Run the checks that are named."""
+    parser = parser_of(__doc__)
+    parser.add_argument("checks", nargs="*", metavar="CHECK", help=f"of {', '.join(CHECKS)}; default: all")
+    parser.add_argument("--only", nargs="+", metavar="ROW", help="measure these rows; the others stay as they are")
+    parser.add_argument("--ranks", type=int, nargs="+", help="on these numbers of ranks")
+    options = parser.parse_args()
+    unknown = {*options.checks} - {*CHECKS}
+    if unknown:
+        parser.error(f"unknown checks {sorted(unknown)}; expected some of {[*CHECKS]}")
+    problems = []
+    for name in options.checks or CHECKS:
+        check = CHECKS[name]
+        names = [row for row in check.names if options.only is None or row in options.only]
+        problems += check.run(names, tuple(x for x in check.ranks if options.ranks is None or x in options.ranks))
+    if problems:
+        raise SystemExit("\n".join(problems))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,305 @@
+"""Seconds and memory of published models by device and number of ranks, predicted:  python -m benchmarks.planner.sizes
+
+- machines.json (docs/which_option.md, docs/memory.md): the planner's best mesh for each model and machine, and the bytes that a rank holds.
+- weights_memory.json (docs/weights.md): gigabytes of weights that a rank holds and receives per step, by method. Parameters are counted on the
+  models of diffusers and transformers at the published sizes, on the meta device.
+
+Nothing runs on a GPU, and nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import diffusers
+import torch
+from torch import nn
+
+from benchmarks.harness import markdown_table, parser_of, read_results, write_results
+from para_core.adapters.planner import encoders
+from para_core.adapters.planner.plan import workload
+from para_core.adapters.registry import tensor_plan_for
+from para_core.adapters.weights.components import blocks_of
+from para_core.planner.cost import Machine, Runtime, Shape
+from para_core.planner.hardware import Host, Topology, device_named, link_named
+from para_core.planner.mesh_plan import MeshPlan, Row, make_plan, predict
+from para_core.plans.module_matching import matching_modules
+
+MODELS = ("FLUX.1-dev", "FLUX.2-dev", "HunyuanVideo", "Wan 2.2 A14B", "Wan 2.2 TI2V 5B", "CogVideoX-5B")
+# The device, its link (left out: the usual one), and numbers of ranks; as many in one host.
+MACHINES: tuple[tuple[str, str | None, tuple[int, ...]], ...] = (
+    ("RTX 4090", "pcie4 via host", (2, 4, 8)),
+    ("L40S", "pcie4", (2, 4, 8)),
+    ("A100", None, (2, 4, 8)),
+    ("H100", None, (2, 4, 8)),
+    ("B200", None, (2, 4, 8)),
+    ("GB200", None, (8, 72)),
+)
+RANKS = (1, 2, 4, 8)
+# Bytes of common devices, and what the planner leaves to CUDA, NCCL and fragments.
+DEVICE_BYTES = (24e9, 48e9, 80e9, 141e9, 180e9)
+RESERVED = 6e9
+
+
+# -- the best mesh of each machine
+
+
+def options(shape: Shape) -> str:
+    """As ``init_context_parallel_mesh`` is given it."""
+    sizes = {"batch": shape.batch, "ring": shape.ring, "ulysses": shape.ulysses, "tensor": shape.tensor}
+    return ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
+
+
+def best(plan: MeshPlan) -> dict[str, Any]:
+    """The first row of a plan, whether it fits, and its advice."""
+    row, one = plan.best, plan.fewer[1]
+    return {
+        "options": options(row.shape),
+        "seconds": row.seconds,
+        "one rank": one.seconds,
+        "one rank fits": one.memory <= plan.machine.device.memory - RESERVED,
+        "bytes held": row.memory,
+        "fits": row.memory <= plan.machine.device.memory - RESERVED,
+        "enough ranks": plan.fastest.shape.ranks,
+    }
+
+
+def held(row: Row) -> float | None:
+    """Bytes of a rank, if the mesh can run."""
+    return None if row.problem else row.memory
+
+
+def plan_all() -> dict[str, Any]:
+    """All plans of all models."""
+    machines, memory = {}, {}
+    for model in MODELS:
+        work = workload(model)
+        machines[work.name] = {
+            f"{ranks} × {name}": best(make_plan(work, machine_of(name, link, ranks), ranks))
+            for name, link, counts in MACHINES
+            for ranks in counts
+        }
+        machine = machine_of("H100", None, max(RANKS))
+        memory[work.name] = {
+            "weights": work.weights + work.other_weights,
+            "replicated": {ranks: held(predict(Shape(ring=ranks), work, machine)) for ranks in RANKS},
+            "tensor": {ranks: held(predict(Shape(tensor=ranks), work, machine)) for ranks in RANKS[1:]},
+        }
+        print(work.name, flush=True)
+    return {"machines": machines, "memory": memory}
+
+
+def machine_of(name: str, link: str | None, ranks: int) -> Machine:
+    """Compiled, all ranks in one host."""
+    device = device_named(name)
+    topology = Topology(link_named(link, device), link_named(None, device), ranks)
+    return Machine(device, topology, Host(), Runtime(compiled=True))
+
+
+def machines_table(found: dict[str, Any]) -> list[str]:
+    """A row per model and device, a column per number of ranks."""
+    lines = []
+    for model, cells in found["machines"].items():
+        lines += ["", f"**{model}**", "", "| machine | one GPU, s | option | s | speed-up | GB held |"]
+        lines.append("| --- | ---: | --- | ---: | ---: | ---: |")
+        lines += [f"| {machine} | {_one(cell)} | {_option(cell)} |" for machine, cell in cells.items()]
+    return lines[1:]
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.3g}"
+
+
+def _one(cell: dict[str, Any]) -> str:
+    return _seconds(cell["one rank"]) if cell["one rank fits"] else "does not fit"
+
+
+def _option(cell: dict[str, Any]) -> str:
+    gigabytes = f"{cell['bytes held'] / 1e9:.0f}"
+    if not cell["fits"]:
+        return f'`weights="fsdp"`: no mesh fits | | | {gigabytes}'
+    speed_up = f"{cell['one rank'] / cell['seconds']:.2f} ×"
+    return f"{cell['options']} | {_seconds(cell['seconds'])} | {speed_up} | {gigabytes}"
+
+
+def memory_table(found: dict[str, Any]) -> list[str]:
+    """Gigabytes of a rank, and the smallest device that has them."""
+    heads = [*(f"{ranks} rank{'s' * (ranks > 1)}" for ranks in RANKS), *(f"tensor {ranks}" for ranks in RANKS[1:])]
+    rows = [
+        [model, f"{row['weights'] / 1e9:.0f}", *map(_held, [*row["replicated"].values(), *row["tensor"].values()])]
+        for model, row in found["memory"].items()
+    ]
+    return markdown_table(["model", "weights", *heads], rows, right=range(1, 2 + len(heads)))
+
+
+def _held(memory: float | None) -> str:
+    if memory is None:
+        return "–"
+    device = next((f"{size / 1e9:.0f}" for size in DEVICE_BYTES if memory <= size - RESERVED), "none")
+    return f"{memory / 1e9:.0f} ({device})"
+
+
+# -- weights by method
+
+BYTES = 2  # of a weight or an activation in bfloat16
+WEIGHT_RANKS = (2, 4, 8)
+CARDS = (24, 48, 80)
+# Of a card, what is left for activations, the autoencoder, CUDA and NCCL themselves.
+RESERVED_GB = 6
+# Gigabytes per second that a rank receives in a collective: of 32, 64 and 450 GB/s, what NCCL reaches.
+LINKS = {"PCIe 4": 22.0, "PCIe 5": 45.0, "NVLink 4": 350.0}
+# Outside of the blocks, smaller weights are not sharded by FSDP2 (para_core/weights/fsdp.py).
+LARGE = 2**20
+
+
+@dataclass(frozen=True)
+class Model:
+    """The size of a published pipeline and of one of its calls.
+
+    Args:
+        transformers: how many the pipeline has.
+        tokens: of one call, text and image.
+        calls: of a transformer per step.
+    """
+
+    cls: str
+    encoder: Callable[[], nn.Module]
+    tokens: int
+    transformers: int = 1
+    calls: int = 1
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+SHARDED = {
+    "FLUX.2 [dev], 1024 × 1024": Model("Flux2Transformer2DModel", encoders.mistral, 64 * 64 + 512),
+    "HunyuanVideo, 1280 × 720 × 129": Model("HunyuanVideoTransformer3DModel", encoders.llama, 33 * 45 * 80 + 256),
+    "Wan 2.2 A14B, 1280 × 720 × 81": Model(
+        "WanTransformer3DModel", encoders.umt5, 21 * 45 * 80, transformers=2, calls=2
+    ),
+    "Qwen-Image, 1328 × 1328": Model("QwenImageTransformer2DModel", encoders.qwen, 83 * 83 + 128, calls=2),
+}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Parameters of one module: all, those that FSDP2 shards, those of its two largest neighbours and of its root, which are gathered
+    while they run, and those that tensor ranks share."""
+
+    total: int
+    sharded: int
+    at_once: int
+    tensor: int
+    reduced: int  # all-reduced activations per token of one call
+
+    def fsdp(self, ranks: int) -> float:
+        """Held at most, while it runs."""
+        return self.total - self.sharded + self.sharded / ranks + self.at_once
+
+    def at_rest(self, ranks: int) -> float:
+        return self.total - self.sharded + self.sharded / ranks
+
+    def tensor_parallel(self, ranks: int) -> float:
+        return self.total - self.tensor + self.tensor / ranks
+
+
+def count(parameters: Any) -> int:
+    return sum(x.numel() for x in {id(x): x for x in parameters}.values())
+
+
+def sizes_of(module: nn.Module) -> Sizes:
+    blocks = blocks_of(module)
+    of_blocks = [count(block.parameters()) for block in blocks]
+    inside = {id(x) for block in blocks for x in block.parameters()}
+    root = count(x for x in module.parameters() if id(x) not in inside and x.numel() >= LARGE)
+    neighbours = max(map(sum, pairwise(of_blocks)))
+    plan, tensor, reduced = tensor_plan_for(module), 0, 0
+    for name, style in plan.linears.items() if plan is not None else ():
+        for linear in matching_modules(module, name).values():
+            tensor += linear.weight.numel()
+            # What is summed over the ranks; of the text stream there are few tokens.
+            if style.along == "rowwise" and not any(part in name for part in ("context", "add_out", "txt", "refiner")):
+                reduced += linear.weight.shape[0]
+    return Sizes(count(module.parameters()), sum(of_blocks) + root, root + neighbours, tensor, reduced)
+
+
+def row(model: Model) -> dict[str, Any]:
+    """Gigabytes of weights on a rank by method and ranks, and gigabytes received per step."""
+    with torch.device("meta"):
+        transformer = sizes_of(getattr(diffusers, model.cls)(**model.config))
+        encoder = sizes_of(model.encoder())
+    giga = BYTES / 1e9
+    one_copy = giga * (transformer.total * model.transformers + encoder.total)
+    held: dict[str, dict[int, float]] = {"fsdp": {}, "tensor": {}}
+    sent: dict[str, dict[int, float]] = {"fsdp": {}, "tensor": {}}
+    for ranks in WEIGHT_RANKS:
+        resting = transformer.at_rest(ranks) * (model.transformers - 1)
+        # Either denoises or encodes; the other rests.
+        held["fsdp"][ranks] = giga * max(
+            resting + transformer.fsdp(ranks) + encoder.at_rest(ranks),
+            resting + transformer.at_rest(ranks) + encoder.fsdp(ranks),
+        )
+        # Text encoders by FSDP2 over the same ranks.
+        held["tensor"][ranks] = giga * (transformer.tensor_parallel(ranks) * model.transformers + encoder.fsdp(ranks))
+        share = (ranks - 1) / ranks
+        sent["fsdp"][ranks] = giga * model.calls * share * transformer.sharded
+        sent["tensor"][ranks] = giga * model.calls * 2 * share * transformer.reduced * model.tokens
+    return {
+        "one copy": one_copy,
+        "transformer, billions": transformer.total / 1e9,
+        "text encoder, billions": encoder.total / 1e9,
+        "held": held,
+        "received per step": sent,
+    }
+
+
+def fits(held: float) -> str:
+    return next((f"{card} GB" for card in CARDS if held + RESERVED_GB <= card), "none")
+
+
+def held_table(models: dict[str, dict[str, Any]]) -> list[str]:
+    """Gigabytes of weights on a rank, and the smallest card for them."""
+    rows = []
+    for name, sizes in models.items():
+        copy = sizes["one copy"]
+        rows.append([name, f"{copy:.0f}", "replicate", *[f"{copy:.0f} ({fits(copy)})"] * len(WEIGHT_RANKS)])
+        for method, held in sizes["held"].items():
+            rows.append(["", "", method, *(f"{held[str(n)]:.0f} ({fits(held[str(n)])})" for n in WEIGHT_RANKS)])
+    heads = ["model", "one copy", "method", *(f"{n} ranks" for n in WEIGHT_RANKS)]
+    return [line.replace("|  |  |", "| | |") for line in markdown_table(heads, rows, right=(1, 3, 4, 5))]
+
+
+def sent_table(models: dict[str, dict[str, Any]]) -> list[str]:
+    """Gigabytes per step on 2 / 4 / 8 ranks, and the seconds that these take on each link."""
+    rows = []
+    for name, sizes in models.items():
+        for method, received in sizes["received per step"].items():
+            sent = [received[str(n)] for n in WEIGHT_RANKS]
+            seconds = [" / ".join(f"{x / speed:.2f}" for x in sent) for speed in LINKS.values()]
+            rows.append([name, method, " / ".join(f"{x:.0f}" for x in sent), *seconds])
+    return markdown_table(["model", "method", "GB", *(f"{link}, s" for link in LINKS)], rows, right=range(2, 6))
+
+
+def parts() -> dict[str, list[str]]:
+    """Return the tables of docs/which_option.md, docs/memory.md and docs/weights.md."""
+    machines, models = read_results("machines"), read_results("weights_memory")["gigabytes"]
+    return {
+        "machines": machines_table(machines),
+        "memory": memory_table(machines),
+        "held": held_table(models),
+        "sent": sent_table(models),
+    }
+
+
+def main() -> None:
+    """Count, predict and write."""
+    parser_of(__doc__).parse_args()
+    print(write_results("machines", plan_all(), "diffusers"))
+    rows = {name: row(model) for name, model in SHARDED.items()}
+    print(write_results("weights_memory", {"gigabytes": rows}, "diffusers", "transformers"))
+
+
+if __name__ == "__main__":
+    main()
