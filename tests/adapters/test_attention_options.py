@@ -63,7 +63,7 @@ def test_a_pipeline_computes_as_it_was_asked_to(rank_pool, ring, ulysses):
         assert calls > 0
 
 
-def test_on_one_rank_it_does_so_too_and_undone_it_is_the_pipe_of_before():
+def test_one_rank_uses_options_until_undone():
     expected = draw(flux_pipe())
     pipe, by_hand = flux_pipe(), ByHand()
     found, named = named_backends(lambda: draw(parallelize_pipe(pipe, backend="math")))
@@ -128,7 +128,7 @@ def test_ranks_that_were_given_something_else_are_told(rank_pool, option, values
 @pytest.mark.parametrize(
     "parallelize", [parallelize_pipe, lambda pipe, **options: parallelize_transformer(pipe.transformer, **options)]
 )
-def test_what_there_is_not_is_said_before_anything_is_done(parallelize, options, message):
+def test_unknown_options_are_refused_at_once(parallelize, options, message):
     pipe = flux_pipe()
     with pytest.raises(ValueError, match=message):
         parallelize(pipe, **options)

@@ -68,7 +68,7 @@ def draw_compiled(way, when, ring, ulysses, then=(), backend="aot_eager"):
         pytest.param("blocks", "after", marks=pytest.mark.long),
     ],
 )
-def test_no_recompile_over_two_generations_then_another_mesh_then_alone_again(rank_pool, way, when):
+def test_two_generations_then_other_mesh_compile_once(rank_pool, way, when):
     expected = small_pipe(way)(**flux_call()).images
     graphs = WAYS[way][1]
     for outs, frames in rank_pool.run(draw_compiled, 2, way, when, 1, 2, then=[(2, 1)]):

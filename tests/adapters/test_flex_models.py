@@ -110,7 +110,7 @@ def masks_of_blocks(ring, ulysses):
     return copy.deepcopy(seen)
 
 
-def test_kandinsky_6_sr_finds_the_masks_of_its_own_heads(rank_pool):
+def test_kandinsky_6_sr_shards_masks_by_heads(rank_pool):
     # On a CPU flex attention without compilation ignores a mask that consists of blocks alone, so an output would not show it.
     expected = masks_of_blocks(1, 1)
     assert 0 < torch.cat(expected).float().mean() < 1
@@ -125,5 +125,5 @@ def too_few_heads():
 
 
 @pytest.mark.long
-def test_more_ranks_than_heads_are_an_error_on_every_rank(rank_pool):
+def test_more_ranks_than_heads_raise_everywhere(rank_pool):
     rank_pool.run(too_few_heads, 5)

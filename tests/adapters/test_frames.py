@@ -50,7 +50,7 @@ def files_at(cls, method, pipe):
         pytest.param(True, 10, 23, id="parallel and cached"),
     ],
 )
-def test_each_wrapper_of_a_pipeline_and_its_model_is_one_frame(cached, at_forward, at_exchange):
+def test_each_wrapper_is_one_frame(cached, at_forward, at_exchange):
     with fake_group(2):
         pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2), assume_equal=True)
         if cached:
@@ -61,7 +61,7 @@ def test_each_wrapper_of_a_pipeline_and_its_model_is_one_frame(cached, at_forwar
         assert files_at(Transfer, "start", pipe).total() <= at_exchange
 
 
-def test_a_warning_about_a_call_names_the_line_of_the_user():
+def test_warning_points_at_line_of_user():
     transformer = apply_cache_on_transformer(flux_transformer(), residual_diff_threshold=0.1)
     with warnings.catch_warnings(record=True) as caught, torch.no_grad(), fake_group(2):
         warnings.simplefilter("always")

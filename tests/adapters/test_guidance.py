@@ -55,7 +55,7 @@ def draw_calls(batch, ring, ulysses):
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 1), (2, 1, 2), (3, 1, 1), (2, 2, 1)])
-def test_branches_that_are_called_one_after_the_other_are_shared_out(rank_pool, shape):
+def test_sequential_branches_are_distributed(rank_pool, shape):
     pipe = flux_pipe()
     expected = {name: draw_counting(pipe, **options) for name, options in CALLS.items()}
     batch = shape[0]
@@ -103,7 +103,7 @@ def generate_counting_on(name, *shape):
 
 @pytest.mark.parametrize("shape", [(2, 1, 1), pytest.param((2, 1, 2), marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", SEQUENTIAL)
-def test_half_of_the_calls_are_computed_from_the_first_step_on(rank_pool, name, shape):
+def test_half_of_calls_are_computed_from_first_step(rank_pool, name, shape):
     expected, counts = generate_counting(name)
     assert counts == [8, 8]
     for outs, counts in rank_pool.run(generate_counting_on, torch.Size(shape).numel(), name, *shape):
@@ -129,7 +129,7 @@ def look_on_one_rank(name):
     return float(out.norm()), seen
 
 
-def test_a_callback_may_look_at_the_latents_on_one_rank_while_others_wait_for_it(rank_pool):
+def test_callback_reads_latents_on_one_rank(rank_pool):
     (norm, seen), (_, nothing) = rank_pool.run(look_on_one_rank, 2, "cosmos 2, image")
     assert seen[-1] == norm
     assert (len(seen), nothing) == (3, [])
@@ -146,7 +146,7 @@ def count_by_pipeline(name):
 
 
 @pytest.mark.parametrize("name", ["cosmos 2.5", "cosmos 3"])
-def test_ranks_share_branches_of_which_the_pipeline_makes_something_else_first(rank_pool, name):
+def test_ranks_share_branches_after_preprocessing(rank_pool, name):
     assert rank_pool.run(count_by_pipeline, 2, name) == [3, 3]
 
 
@@ -160,7 +160,7 @@ def draw_offloaded_with_lora():
     return alone, draw_counting(pipe, **GUIDED)
 
 
-def test_half_of_the_calls_are_computed_by_a_model_that_is_offloaded_and_has_a_lora(rank_pool):
+def test_offloaded_model_with_lora_computes_half_of_calls(rank_pool):
     for (expected, all_calls), (image, calls) in rank_pool.run(draw_offloaded_with_lora, 2):
         assert relative_error(image, expected) < 1e-5
         assert (all_calls, calls) == (6, 3)
@@ -215,7 +215,7 @@ def call_with_an_unknown_argument():
     return len(steps), relative_error(pipe(**flux_call(**GUIDED)).images, expected)
 
 
-def test_an_unknown_argument_of_a_shared_call_is_an_error_on_every_rank(rank_pool):
+def test_unknown_argument_of_shared_call_raises_everywhere(rank_pool):
     assert rank_pool.run(call_with_an_unknown_argument, 2) == [(1, 0.0)] * 2
 
 
@@ -226,7 +226,7 @@ def draw_without_guidance():
     return image, len([one for one in seen if "no branches" in str(one.message)])
 
 
-def test_a_call_that_does_not_guide_is_right_and_warns_once(rank_pool):
+def test_call_without_guidance_is_exact_and_warns_once(rank_pool):
     expected = flux_pipe()(**flux_call(num_inference_steps=4)).images
     for image, warned in rank_pool.run(draw_without_guidance, 2):
         assert relative_error(image, expected) < 1e-5
@@ -277,7 +277,7 @@ def keep_what_a_generation_leaves(batch, *, callback, fail=False, **options):
     ],
     ids=["callback", "failure", "guided", "not guided"],
 )
-def test_what_a_scheduler_and_a_callback_keep_is_an_ordinary_tensor_after_the_call(rank_pool, options, batch):
+def test_kept_results_are_ordinary_tensors_after_the_call(rank_pool, options, batch):
     expected = keep_what_a_generation_leaves(1, **options)
     for tensors in rank_pool.run(keep_what_a_generation_leaves, batch, batch, **options):
         assert len(tensors) == len(expected)
@@ -285,7 +285,7 @@ def test_what_a_scheduler_and_a_callback_keep_is_an_ordinary_tensor_after_the_ca
             assert relative_error(x, wanted) < 1e-5 or torch.equal(x, wanted)
 
 
-def test_a_deferred_tensor_that_never_gets_its_data_becomes_nan():
+def test_deferred_tensor_without_data_becomes_nan():
     guidance = Guidance(MeshDim("batch", 2, 1, "", None), lambda *_: torch.zeros(2, 3, device="meta"))
     with pytest.raises(KeyError), guidance.generation():
         out = guidance.call(None, lambda x: x, (torch.ones(2, 3),), {})

@@ -98,7 +98,7 @@ def with_hooks_of_others():
     return image
 
 
-def test_a_hook_of_the_user_stays_and_an_unknown_one_of_diffusers_is_refused(rank_pool):
+def test_user_hook_stays_and_unknown_diffusers_hook_raises(rank_pool):
     pipe = flux_pipe()
     plain = pipe(**flux_call()).images
     HookRegistry.check_if_exists_or_initialize(pipe.transformer.x_embedder).register_hook(Doubles(), "mine")
@@ -124,7 +124,7 @@ def guide_otherwise():
     return messages
 
 
-def test_a_guider_that_would_put_such_a_hook_on_is_refused_before_the_call(rank_pool):
+def test_guider_with_refused_hook_raises_before_call(rank_pool):
     for blurs, drops in rank_pool.run(guide_otherwise, 2):
         assert re.search(r"SmoothedEnergyGuidance: .*blurs", blurs)
         assert re.search(r"AutoGuidance: .*drops", drops)

@@ -177,7 +177,7 @@ def call_wan_with_lora(when):
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_lora_may_replace_the_layer_behind_which_tokens_are_gathered(rank_pool, when):
+def test_lora_may_replace_layer_before_gather(rank_pool, when):
     model = MODELS["wan"]
     inputs = model.inputs(3, 6, 10)
     with torch.no_grad():

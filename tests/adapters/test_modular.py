@@ -65,5 +65,5 @@ def generate_other_prompts():
         generate(pipe, ["a red circle", "a blue square"][torch.distributed.get_rank()])
 
 
-def test_ranks_that_ask_a_modular_pipeline_for_different_images_are_told_so(rank_pool):
+def test_modular_pipeline_with_differing_sizes_raises(rank_pool):
     rank_pool.run(generate_other_prompts, 2)

@@ -54,7 +54,7 @@ def live_beside_each_other():
     assert not _get_current_function_mode_stack()
 
 
-def test_another_pipe_of_the_same_class_is_untouched_and_this_one_is_given_back(rank_pool):
+def test_other_pipe_of_same_class_is_untouched(rank_pool):
     rank_pool.run(live_beside_each_other, 2)
 
 
@@ -92,11 +92,11 @@ def copy_a_parallel_pipe():
         assert torch.equal(other(**flux_call()).images, alone)
 
 
-def test_a_copy_of_a_parallel_pipe_is_refused_and_one_of_an_undone_pipe_is_plain(rank_pool):
+def test_parallel_pipe_refuses_copies_until_undone(rank_pool):
     rank_pool.run(copy_a_parallel_pipe, 2)
 
 
-def test_a_copy_of_a_cached_pipe_is_refused_until_the_cache_is_removed():
+def test_cached_pipe_refuses_copies_until_removed():
     pipe = apply_cache_on_pipe(flux_pipe(), residual_diff_threshold=0.1)
     refuse_copies(pipe)
     remove_cache_from_pipe(pipe)
@@ -135,7 +135,7 @@ def parallelize_without_mesh():
     return out, group, mesh.ranks, records
 
 
-def test_without_a_mesh_all_ranks_work_and_one_line_says_so(rank_pool):
+def test_without_mesh_all_ranks_work_and_log_once(rank_pool):
     expected = flux_pipe()(**flux_call()).images
     for rank, (out, group, ranks, records) in enumerate(rank_pool.run(parallelize_without_mesh, 2)):
         assert relative_error(out, expected) < 1e-5
@@ -161,7 +161,7 @@ def test_without_a_process_group_one_process_works_alone(monkeypatch, world_size
     unparallelize_pipe(pipe)
 
 
-def test_without_a_process_group_where_several_ranks_were_started_is_an_error(monkeypatch):
+def test_several_ranks_without_process_group_raise(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RuntimeError, match=r"WORLD_SIZE .*2, .*init_process_group"):
         parallelize_pipe(flux_pipe())

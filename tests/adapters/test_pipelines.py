@@ -128,7 +128,7 @@ NOT_TRIED = {
 }
 
 
-def test_every_pipeline_of_diffusers_on_these_transformers_is_tried_or_named():
+def test_every_supported_pipeline_is_tried_or_named():
     on_them, on_the_shelf = set(), set()
     shelf = {model.cls for model in SHELF.values()}
     for name in dir(diffusers):
@@ -338,7 +338,7 @@ def test_every_kind_of_call_is_exact(rank_pool, name):
 
 
 @pytest.mark.parametrize("name", long_but(GUIDED, CALLED))
-def test_every_kind_of_call_is_exact_with_guidance_over_ranks(rank_pool, name):
+def test_every_call_is_exact_with_guidance_over_ranks(rank_pool, name):
     check_calls(rank_pool, name, [(2, 1, 1)])
 
 
@@ -419,7 +419,7 @@ def draw_with_noise_at_each_step(mesh_shape=None):
     return generate(pipe, "cogvideox", generator=None)
 
 
-def test_noise_of_the_steps_is_that_of_the_first_rank(rank_pool):
+def test_step_noise_equals_that_of_first_rank(rank_pool):
     with torch.random.fork_rng():
         expected = draw_with_noise_at_each_step()
     assert relative_error(expected, generated_alone("cogvideox")) > 1e-3
@@ -460,7 +460,7 @@ def call_differently():
     return messages
 
 
-def test_ranks_that_call_differently_raise_on_every_rank_and_name_what_differs(rank_pool):
+def test_differing_calls_raise_on_every_rank(rank_pool):
     for messages in rank_pool.run(call_differently, 2):
         for (name, options, *_), message in zip(DIFFERENCES, messages, strict=True):
             (argument,) = options

@@ -21,7 +21,7 @@ PLAIN = r"(int|float|bool|str|None|list|tuple|typing|Union|Optional|class|[\[\],
 
 
 @pytest.mark.parametrize("adapter", BATCHED, ids=lambda adapter: adapter.transformer)
-def test_each_parameter_that_may_hold_tensors_is_shared_out_or_declared_common(adapter):
+def test_tensor_parameters_are_batched_or_declared_common(adapter):
     parameters = inspect.signature(getattr(diffusers, adapter.transformer).forward).parameters
     may_hold = {name for name, p in parameters.items() if not re.fullmatch(PLAIN, str(p.annotation))}
     may_hold -= {"self", "return_dict"}
@@ -64,7 +64,7 @@ def call_with_more():
     return {**found, "undeclared": attempt(tokens, **inputs)}
 
 
-def test_unknown_doubled_and_undeclared_arguments_are_errors_on_every_rank_of_a_batch_mesh(rank_pool):
+def test_bad_arguments_raise_on_every_rank_of_batch_mesh(rank_pool):
     model = MODELS["sd3"]
     with torch.no_grad():
         expected = model.build()(**model.inputs(3, 6, 10)).sample
@@ -95,7 +95,7 @@ def call_with_lists():
     return outs, computed
 
 
-def test_lists_with_an_entry_for_each_sample_are_shared_out(rank_pool):
+def test_lists_per_sample_are_distributed(rank_pool):
     for (alone, controlled, shared, whole), computed in rank_pool.run(call_with_lists, 2):
         assert computed == [2, 2, 1, 2]
         for out, expected in [*zip(shared, alone, strict=True), *zip(whole, controlled, strict=True)]:

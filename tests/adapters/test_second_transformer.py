@@ -16,7 +16,7 @@ def tokens_by_transformer():
     return seen
 
 
-def test_the_transformer_without_text_of_ideogram_4_is_sharded_too(rank_pool):
+def test_unconditional_transformer_of_ideogram_4_is_sharded(rank_pool):
     # 9 tokens of text and 15 of the image, and these 15 alone.
     first, second = rank_pool.run(tokens_by_transformer, 2)
     assert first == {"transformer": 12, "unconditional_transformer": 8}
@@ -35,7 +35,7 @@ def calls_by_transformer():
     return calls
 
 
-def test_branches_of_ideogram_4_are_distributed_though_each_has_its_own_transformer(rank_pool):
+def test_ideogram_4_distributes_branches_of_two_transformers(rank_pool):
     # Its blocks cannot be foreseen, so both ranks compute the first of three steps.
     first, second = rank_pool.run(calls_by_transformer, 2)
     assert first == {"transformer": 3, "unconditional_transformer": 1}

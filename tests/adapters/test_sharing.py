@@ -44,7 +44,7 @@ def share_transformer():
     return outs
 
 
-def test_a_pipe_from_pipe_is_parallel_and_asks_for_the_line_where_it_is_needed(rank_pool):
+def test_from_pipe_is_parallel_and_asks_for_its_mesh(rank_pool):
     other = flux_pipe(FluxImg2ImgPipeline)
     alone = other(**flux_call(image=IMAGE, strength=0.9)).images
     torch.manual_seed(0)
@@ -71,7 +71,7 @@ def share_sharded_weights(weights):
 
 
 @pytest.mark.parametrize("weights", ["fsdp", "tensor"])
-def test_from_pipe_of_a_pipe_with_sharded_weights_shares_its_transformer(rank_pool, weights):
+def test_from_pipe_shares_sharded_transformer(rank_pool, weights):
     expected = flux_pipe(FluxImg2ImgPipeline)(**flux_call(image=IMAGE, strength=0.9)).images
     plain = flux_pipe()(**flux_call()).images
     for image_to_image, text_to_image in rank_pool.run(share_sharded_weights, 2, weights):
@@ -111,7 +111,7 @@ def test_a_loop_of_ones_own_may_expand_its_timestep(rank_pool):
     ],
     ids=["expanded", "size 1", "transposed", "conjugated", "empty", "bool"],
 )
-def test_an_argument_is_described_by_its_elements_however_it_lies_in_memory(x):
+def test_fingerprint_ignores_memory_layout(x):
     assert call.describe(x) == call.describe(x.resolve_conj().clone(memory_format=torch.contiguous_format))
     if x.numel():
         assert call.describe(x) != call.describe(~x if x.dtype == torch.bool else x + 1)
@@ -133,7 +133,7 @@ def count_exchanges(assume_equal):
 
 
 @pytest.mark.parametrize(("assume_equal", "expected"), [(False, 1), (True, 0)])
-def test_inputs_are_compared_once_per_call_of_the_pipe_and_not_per_step(rank_pool, assume_equal, expected):
+def test_inputs_are_compared_once_per_pipe_call(rank_pool, assume_equal, expected):
     for counts in rank_pool.run(count_exchanges, 2, assume_equal):
         assert counts == {"a call of the pipe": expected, "a call of the transformer": expected}
 
@@ -146,7 +146,7 @@ def call_without_comparing():
     return out, raised(lambda: pipe(**flux_call()))
 
 
-def test_a_pipe_that_compares_nothing_is_exact_and_still_looks_at_itself(rank_pool):
+def test_unchecked_pipe_is_exact_and_checks_itself(rank_pool):
     pipe = flux_pipe()
     torch.manual_seed(0)
     expected = pipe(**flux_call(generator=None)).images
@@ -167,7 +167,7 @@ def call_with_other_inputs(name):
 @pytest.mark.parametrize(
     "name", ["hidden_states", "encoder_hidden_states", "pooled_projections", "timestep", "img_ids"]
 )
-def test_a_transformer_called_by_hand_with_another_input_on_one_rank_is_an_error_on_all(rank_pool, name):
+def test_differing_inputs_by_hand_raise_on_all_ranks(rank_pool, name):
     for error in rank_pool.run_expecting_errors(call_with_other_inputs, 2, name):
         assert isinstance(error, ValueError)
         assert re.search(rf"{name}: rank 0 .*tensor", str(error))
@@ -221,7 +221,7 @@ DIFFERENT_INPUTS = [
 ]
 
 
-def test_inputs_of_a_transformer_called_by_hand_that_differ_in_one_bit_are_named_on_all_ranks(rank_pool):
+def test_one_bit_difference_is_named_on_all_ranks(rank_pool):
     for errors, difference, is_nan in rank_pool.run(call_with_another_bit, 2):
         assert difference < 1e-5
         assert is_nan

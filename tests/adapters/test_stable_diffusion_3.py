@@ -57,7 +57,7 @@ def generate_on(what, shapes):
 # On a batch dim the call that skips layers is of one sample, which all ranks compute.
 @pytest.mark.filterwarnings(r"ignore:a call has 1 sample")
 @pytest.mark.parametrize("what", OPTIONS)
-def test_an_image_prompt_and_skipped_layers_are_exact_on_every_mesh_of_two(rank_pool, what):
+def test_sd3_image_prompt_and_skipped_layers_are_exact(rank_pool, what):
     expected = generate(build(what), what)
     assert relative_error(expected, generate(build(what), None)) > 1e-3
     for outs in rank_pool.run(generate_on, 2, what, [(2, 1, 1), (1, 1, 2), (1, 2, 1)]):

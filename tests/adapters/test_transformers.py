@@ -132,7 +132,7 @@ def test_branches_in_one_batch_are_shared_out(rank_pool, name):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name == "cogvideox" else pytest.mark.long) for name in BATCHED]
 )
-def test_branches_in_one_batch_are_shared_out_over_several_sequence_ranks(rank_pool, name):
+def test_batched_branches_are_shared_over_sequence_ranks(rank_pool, name):
     check(rank_pool, name, [(2, 1, 2), (2, 2, 1)])
 
 
@@ -152,7 +152,7 @@ def samples_of_blocks(num_samples):
     return outs, seen, [str(one.message) for one in warned]
 
 
-def test_a_half_of_the_ranks_computes_a_half_of_the_samples_and_one_sample_warns_once(rank_pool):
+def test_ranks_share_samples_and_one_sample_warns(rank_pool):
     model = MODELS["cogvideox"]
     expected = model.build()(**model.inputs(3, 6, 10)).sample
     for num_samples in (1, 2):
@@ -185,7 +185,7 @@ def test_text_may_be_cut_or_whole(rank_pool, name, text):
         if text == "replicate" or name in CUTS_TEXT
     ],
 )
-def test_text_may_be_cut_or_whole_on_a_ring_of_three(rank_pool, name, text):
+def test_text_is_sharded_or_replicated_on_ring_of_3(rank_pool, name, text):
     check(rank_pool, name, [(1, 3, 1)], text)
 
 
@@ -252,7 +252,7 @@ def graphs_of_blocks(sizes):
     return outs, graphs
 
 
-def test_the_first_the_last_and_other_blocks_share_their_graphs(rank_pool):
+def test_all_blocks_share_their_graphs(rank_pool):
     frames, *size = SIZES[0]
     sizes = [(frames + more, *size) for more in range(3)]
     alone = [call(MODELS["wan"].build(), "wan", size) for size in sizes]
@@ -304,7 +304,7 @@ def give_one_image_token(name, ring, ulysses, lengths, compiled):
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("mesh", [(1, 2), (2, 1), pytest.param((1, 3), marks=pytest.mark.long)])
-def test_a_single_image_token_has_the_same_bits_on_every_rank(rank_pool, mesh, compiled):
+def test_single_image_token_has_same_bits_everywhere(rank_pool, mesh, compiled):
     lengths = [5, 8, 11, 13, 33]
     expected = give_one_image_token("flux2", 1, 1, lengths, False)
     first, *others = rank_pool.run(give_one_image_token, mesh[0] * mesh[1], "flux2", *mesh, lengths, compiled)

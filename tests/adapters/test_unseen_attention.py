@@ -69,7 +69,7 @@ def call_all_native(cases):
     return outs
 
 
-def test_native_backends_compute_on_several_ranks_what_they_compute_alone(rank_pool):
+def test_native_backends_equal_one_device(rank_pool):
     cases = [(name, backend) for name in FAMILIES for backend in ON_CPU]
     cases += [("flux2", backend) for backend in ("native", "_native_efficient", "_native_cudnn")]
     expected = {case: call_native(*case) for case in cases}
@@ -137,7 +137,7 @@ def call_unseen():
     return outs
 
 
-def test_other_backends_are_an_error_that_names_the_way_out_on_every_family(rank_pool):
+def test_other_backends_raise_on_every_family(rank_pool):
     expected = {name: call(MODELS[name].build(), name, SIZES[0])[0] for name in FAMILIES}
     for outs in rank_pool.run(call_unseen, 2):
         errors = relative_errors(outs, expected)
@@ -174,7 +174,7 @@ def draw_unseen():
     return outs
 
 
-def test_pipes_refuse_them_set_before_or_after_and_go_on_with_a_native_one(rank_pool):
+def test_pipes_refuse_other_backends_and_recover(rank_pool):
     for outs in rank_pool.run(draw_unseen, 2):
         errors = {key: relative_error(out, expected_of(key[0])) for key, out in outs.items()}
         assert max(errors.values()) < 1e-5, errors
@@ -207,7 +207,7 @@ def draw_partly_unseen():
             call(transformer, "wan", SIZES[0])
 
 
-def test_one_attention_that_cannot_be_seen_is_an_error_though_others_can(rank_pool):
+def test_one_unseen_attention_among_others_raises(rank_pool):
     rank_pool.run(draw_partly_unseen, 2)
 
 

@@ -111,7 +111,7 @@ def sizes(total, ranks):
 
 @pytest.mark.parametrize(("ring", "columns"), [(4, 2), pytest.param(6, 2, marks=pytest.mark.long)])
 @pytest.mark.parametrize("num_text", [0, 3])
-def test_three_collectives_send_what_the_docstring_says_and_four_backward(rank_pool, ring, columns, num_text):
+def test_attention_2d_sends_documented_bytes(rank_pool, ring, columns, num_text):
     rows, image = ring // columns, sizes(13, ring)
     segments = [("text", num_text, True), ("image", 13, False)] if num_text else [("image", 13, False)]
     queries = [size + num_text for size in image]
@@ -140,14 +140,14 @@ def test_three_collectives_send_what_the_docstring_says_and_four_backward(rank_p
 
 
 @pytest.mark.parametrize(("ring", "heads", "kv_heads"), [(3, 5, 5), (4, 8, 2)])
-def test_a_prime_number_of_ranks_and_few_key_heads_gather_keys_alone(rank_pool, ring, heads, kv_heads):
+def test_prime_number_of_ranks_gathers_keys(rank_pool, ring, heads, kv_heads):
     found = rank_pool.run(count, ring, ring, [("image", 13, False)], heads, kv_heads)
     for (forward, _, others), size in zip(found, sizes(13, ring), strict=True):
         assert forward == [B * E * kv_heads * 2 * D * size * (ring - 1)]
         assert others == []
 
 
-def test_rows_and_columns_are_those_that_send_the_fewest_bytes():
+def test_grid_is_the_one_with_fewest_bytes():
     assert doctest.testmod(import_module("para_core.attention.grid")).failed == 0
     assert [choose_grid(ranks, 4, 4) for ranks in (1, 2, 9, 12, 64, 512)] == [
         (1, 1),
@@ -182,7 +182,7 @@ def learn_with_attn_func(ring, dtype):
 @pytest.mark.parametrize(
     ("ring", "dtype"), [(4, torch.float32), (4, torch.bfloat16), pytest.param(6, torch.float32, marks=pytest.mark.long)]
 )
-def test_attention_of_the_users_own_is_learned_though_ranks_have_no_tokens_or_see_no_keys(rank_pool, ring, dtype):
+def test_own_attention_is_learned_on_empty_ranks(rank_pool, ring, dtype):
     qkv = [x.to(dtype).float().requires_grad_() for x in make_qkv(3, 4)]
     F.scaled_dot_product_attention(*qkv, is_causal=True).square().sum().backward()
     bound = 1e-5 if dtype == torch.float32 else 2e-2

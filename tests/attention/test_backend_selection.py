@@ -53,7 +53,7 @@ def test_the_named_backend_of_pytorch_computes_forward_and_backward(backend, fus
     assert error(out, by_formula(*tensors)[0]) < 1e-6
 
 
-def test_a_named_backend_that_the_users_switches_forbid_is_an_error():
+def test_forbidden_backend_raises():
     query, key, value = make(5, 7)
     with sdpa_kernel([SDPBackend.MATH]):
         assert resolve_backend("math", query, value, masked=False) == "math"
@@ -70,7 +70,7 @@ def test_a_backend_that_nobody_has_is_an_error():
         AttnOptions(backend="xformers")
 
 
-def test_triton_without_a_gpu_is_an_error_that_says_so():
+def test_triton_without_gpu_raises():
     query, key, value = make(5, 7)
     with pytest.raises(RuntimeError, match=r"triton.* CUDA .*CPU.*TRITON_INTERPRET=1"):
         local_attention(query, key, value, backend="triton")
@@ -80,14 +80,14 @@ def test_triton_without_a_gpu_is_an_error_that_says_so():
         require_backend(query.new_empty(1, 1, 1, 264), value, backend="triton")
 
 
-def test_triton_that_is_not_installed_is_an_error_that_names_the_package(monkeypatch):
+def test_missing_triton_package_is_named(monkeypatch):
     monkeypatch.setattr(backend_selection, "has_triton", lambda: False)
     query, key, value = make(5, 7)
     with pytest.raises(RuntimeError, match=r'pip install "triton>=3\.5"'):
         local_attention(query, key, value, backend="triton")
 
 
-def test_flash_that_a_gpu_has_not_for_a_mask_or_a_rectangle_is_an_error():
+def test_flash_on_cuda_refuses_masks_and_rectangles():
     query, key, value = (x.half().to("meta") for x in make(5, 7))  # meta: the kernels of CUDA
     mask = torch.ones(1, 1, 1, 7, dtype=torch.bool, device="meta")
     for function in (local_attention, local_attention_with_lse):
@@ -128,7 +128,7 @@ def test_the_named_backend_computes_on_one_rank_too(monkeypatch, compiled):
     assert relative_error(*grads) < 1e-5
 
 
-def test_the_triton_kernel_computes_on_one_rank_or_says_why_it_does_not():
+def test_triton_runs_on_one_rank_or_raises():
     tensors = [x.half() for x in make(5, 7)]
     with torch.no_grad(), UnifiedAttnMode(one_rank("cpu"), backend="triton"):
         with pytest.raises(RuntimeError, match=r"triton.* CUDA .*CPU"):
@@ -144,7 +144,7 @@ def test_the_triton_kernel_computes_on_one_rank_or_says_why_it_does_not():
 
 @pytest.mark.parametrize("backend", ["efficient", "cudnn"])
 @pytest.mark.parametrize("with_gradient", [False, True])
-def test_what_pytorch_has_for_cuda_alone_says_so_on_a_cpu(backend, with_gradient):
+def test_cuda_backends_raise_on_cpu(backend, with_gradient):
     query, key, value = make(5, 7)
     query.requires_grad_(with_gradient)
     with (
@@ -163,7 +163,7 @@ def test_without_a_measurement_pytorch_chooses():
     assert resolve_backend(None, query.bfloat16(), value.bfloat16(), masked=False) is None
 
 
-def test_a_row_of_the_table_holds_for_its_device_while_the_user_has_switched_nothing_off(monkeypatch):
+def test_fastest_backend_respects_user_switches(monkeypatch):
     monkeypatch.setattr(backend_selection, "FASTEST", {(90, 16, False): "cudnn", (90, 16, True): "triton"})
     monkeypatch.setattr(backend_selection, "_arch", lambda device: 90)
     query, _, value = (x.bfloat16() for x in make(5, 7))
@@ -185,7 +185,7 @@ def test_a_row_of_the_table_holds_for_its_device_while_the_user_has_switched_not
 
 
 @pytest.mark.parametrize("kind", ["none", "keys", "rows"])
-def test_the_triton_kernel_gives_out_and_lse_and_pytorchs_backward_takes_them(kind):
+def test_triton_out_and_lse_fit_pytorch_backward(kind):
     tensors = make(5, 20, key_heads=1)
     mask = None
     if kind != "none":
@@ -207,7 +207,7 @@ def test_the_triton_kernel_gives_out_and_lse_and_pytorchs_backward_takes_them(ki
             assert error(grad, expected) < 1e-5
 
 
-def test_continuing_with_the_triton_kernel_equals_merging_what_pytorch_computes():
+def test_continued_triton_equals_merged_pytorch():
     query, key, value = (x.half() for x in make(5, 20, batch=1))
     parts = [(key[:, :, start:end], value[:, :, start:end]) for start, end in ((0, 8), (8, 8), (8, 20))]
     with interpreted():

@@ -24,5 +24,5 @@ def attend_by_hand(name, calls):
 @pytest.mark.parametrize("calls", ["in place", "functional"])
 @pytest.mark.parametrize("name", ["ulysses", "ring"])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_attention_by_hand_is_sdpa_and_lies_as_a_model_goes_on_with_it(rank_pool, name, calls, ranks):
+def test_attention_by_hand_equals_sdpa_and_its_strides(rank_pool, name, calls, ranks):
     assert all(rank_pool.run(attend_by_hand, ranks, name, calls))

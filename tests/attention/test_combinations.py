@@ -57,9 +57,7 @@ PADDING = torch.arange(S)[None, None, None] < 5  # a rank of three has no key th
 @pytest.mark.parametrize("kind", ["all", "blocks", "kept"])
 @pytest.mark.parametrize(("ring", "ulysses"), [(3, 1), (1, 3), (2, 2)])
 @pytest.mark.parametrize("masked", ["causal", "padding", "neither"])
-def test_attention_of_the_users_own_is_learned_through_whatever_a_rank_does_not_see(
-    rank_pool, kind, ring, ulysses, masked
-):
+def test_own_attention_is_learned_with_unseen_keys(rank_pool, kind, ring, ulysses, masked):
     inputs = {"causal": {"is_causal": True}, "padding": {"mask": PADDING}, "neither": {}}[masked]
     for heads in (2, 4):
         found = rank_pool.run(learn, ring * ulysses, kind, ring, ulysses, heads, {"attn_func": natural}, **inputs)
@@ -137,12 +135,12 @@ def attend_in_batch(what):
 
 
 @pytest.mark.parametrize("what", ["plain", "balanced", "3-D"])
-def test_a_mask_for_the_whole_batch_is_cut_as_the_batch_was(rank_pool, what):
+def test_mask_of_whole_batch_is_sharded(rank_pool, what):
     for out, expected in rank_pool.run(attend_in_batch, 2, what):
         assert relative_error(out, expected) < 1e-5
 
 
-def test_dropout_of_multihead_attention_is_an_error_in_a_batch_too(rank_pool):
+def test_dropout_of_multihead_attention_raises_in_batch(rank_pool):
     with pytest.raises(RankPoolError, match=r"ValueError: .*dropout_p=0\.3 "):
         rank_pool.run(attend_in_batch, 2, "dropout")
 
@@ -166,6 +164,6 @@ def compile_what_is_refused(what):
     ("what", "message"),
     [("made inside", "RuntimeError: .*BlockSparseAttnMode"), ("attn_func", "RuntimeError: .*attn_func.* is_causal")],
 )
-def test_what_a_compiled_function_cannot_hold_is_an_error_that_says_so(rank_pool, what, message):
+def test_uncompilable_options_raise_in_a_graph(rank_pool, what, message):
     with pytest.raises(RankPoolError, match=message):
         rank_pool.run(compile_what_is_refused, 2, what)

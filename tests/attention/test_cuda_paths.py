@@ -266,7 +266,7 @@ def mask_copies(mask: str, dtype: torch.dtype) -> int:
 
 
 @pytest.mark.parametrize(("backend", "dtype", "head_dim", "mask"), CASES)
-def test_every_kernel_gets_what_it_reads_and_nothing_is_copied_in_vain(choose, backend, dtype, head_dim, mask):
+def test_each_kernel_gets_its_layout_without_copies(choose, backend, dtype, head_dim, mask):
     choose(BACKENDS[backend][0])
     for memory, key_heads, num_queries, num_keys in every_call(mask):
         case = f"{memory}, {key_heads} key heads, {num_queries} × {num_keys}"
@@ -328,7 +328,7 @@ def test_the_gradient_takes_out_and_lse_however_they_lie(choose, backend, dtype,
 
 
 @pytest.mark.parametrize("backend", ["efficient", "cudnn"])
-def test_a_mask_may_be_any_part_of_a_longer_one_or_broadcast_over_keys(choose, backend):
+def test_mask_may_be_a_view_or_broadcast(choose, backend):
     choose(BACKENDS[backend][0])
     query, key = (make("BSHD", H, length, 64, BF16) for length in (37, 48))
     whole = torch.empty(B, 1, 37, 200, device="meta", dtype=BF16)
@@ -345,7 +345,7 @@ def test_a_mask_may_be_any_part_of_a_longer_one_or_broadcast_over_keys(choose, b
     assert watcher.copies == [], "an aligned part of a mask is passed as it lies"
 
 
-def test_a_mask_of_more_bits_than_the_query_is_cast_before_any_backend_sees_it():
+def test_wide_mask_is_cast_before_backends():
     query = make("BSHD", H, 37, 64, BF16)
     for dtype in (F32, torch.float64, F16, BF16):
         mask, _ = fold_causal(torch.empty(B, 1, 1, 37, dtype=dtype, device="meta"), False, query, query)
@@ -354,7 +354,7 @@ def test_a_mask_of_more_bits_than_the_query_is_cast_before_any_backend_sees_it()
 
 @pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=str)
 @pytest.mark.parametrize("num_keys", [37, 40])
-def test_a_bool_mask_as_a_bias_is_0_where_a_key_is_seen_and_minus_infinity_elsewhere(dtype, num_keys):
+def test_bool_mask_becomes_bias_of_0_and_minus_infinity(dtype, num_keys):
     mask = torch.rand(B, 1, 3, num_keys) > 0.5  # on the CPU: meta tensors have no numbers
     query, key = (torch.empty(B, H, length, 8, dtype=dtype) for length in (3, num_keys))
     found = Problem(query, key, key, mask, is_causal=False, scale=None).bias
@@ -362,7 +362,7 @@ def test_a_bool_mask_as_a_bias_is_0_where_a_key_is_seen_and_minus_infinity_elsew
     assert torch.equal(found, torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, -torch.inf))
 
 
-def test_what_the_backward_of_a_backend_does_not_take_goes_to_another(choose):
+def test_unsupported_backward_uses_another_backend(choose):
     def kernel(backend: str, head_dim: int, value_dim: int | None = None) -> str:
         choose(BACKENDS[backend][0])
         query, value = make("BSHD", H, 37, head_dim, BF16), make("BSHD", H, 37, value_dim or head_dim, BF16)
@@ -383,7 +383,7 @@ def test_what_the_backward_of_a_backend_does_not_take_goes_to_another(choose):
     assert kernel("cudnn", 128, 64) == "efficient"
 
 
-def test_the_gradient_of_a_mask_is_computed_without_a_kernel(choose):
+def test_gradient_of_mask_needs_no_kernel(choose):
     choose(SDPBackend.EFFICIENT_ATTENTION)
     x, mask = make("BSHD", H, 37, 64, BF16), make_mask("float", 37, 37, BF16)
     with Watcher() as watcher:
@@ -452,7 +452,7 @@ def test_the_watcher_sees_a_violation(message):
         VIOLATIONS[message]()
 
 
-def test_the_watcher_lets_the_same_calls_pass_where_nothing_is_violated():
+def test_watcher_lets_correct_calls_pass():
     with Watcher() as watcher:
         efficient_backward()
         efficient_backward(bias=bias())

@@ -62,7 +62,7 @@ dtypes_and_meshes = pytest.mark.parametrize(
 
 
 @dtypes_and_meshes
-def test_self_attention_of_any_length_and_head_count_equals_one_device(rank_pool, ring, ulysses, dtype):
+def test_self_attention_equals_one_device(rank_pool, ring, ulysses, dtype):
     # Uneven; fewer tokens than ranks, so that some rank holds nothing; fewer heads than ranks; even.
     sizes = [(13, 3, 8), (3, 1, 8), (1, 2, 5), (2, 5, 16), (31, 7, 1), (16, 4, 32), (70, 6, 24)]
     # A negative scale and is_causal together give NaN in torch itself.
@@ -103,7 +103,7 @@ def test_however_the_tensors_lie_in_memory(rank_pool, ring, ulysses, memory):
 
 
 @on_every_mesh
-def test_an_empty_batch_and_an_empty_sequence_give_empty_results(rank_pool, ring, ulysses):
+def test_empty_batch_and_sequence_give_empty_results(rank_pool, ring, ulysses):
     empty = [Case(13, 3, B=0), Case(0, 3), Case(0, 3, S_k=5), Case(13, 0)]
     cases = [
         Case(**{**vars(case), "mask": mask, "options": option})
@@ -170,7 +170,7 @@ MASK_DIMS = ["qk", "k", "q", "bk", "bqk", "bhqk", "hqk", "hk", "h", ""]
 @on_few_meshes
 @pytest.mark.parametrize("dtype", [torch.bool, pytest.param(torch.float32, marks=pytest.mark.long)], ids=str)
 @pytest.mark.parametrize("extents", [("global", "global"), ("local", "global"), ("global", "local")], ids="-".join)
-def test_masks_of_every_shape_may_be_of_all_tokens_or_of_a_ranks_own(rank_pool, ring, ulysses, dtype, extents):
+def test_masks_may_be_global_or_local(rank_pool, ring, ulysses, dtype, extents):
     cases = [
         Case(S, H, S_k=S_k, segments=segments, mask=Mask(dims, dtype, *extents), options=option)
         for dims in MASK_DIMS
@@ -348,7 +348,7 @@ def attend_with_autocast(ring, ulysses):
 
 
 @on_every_mesh
-def test_autocast_computes_in_its_dtype_as_it_does_on_one_device(rank_pool, ring, ulysses):
+def test_autocast_equals_one_device(rank_pool, ring, ulysses):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected = F.scaled_dot_product_attention(*make_qkv(13, 3))
     exact = F.scaled_dot_product_attention(*[x.double() for x in make_qkv(13, 3)])

@@ -55,7 +55,7 @@ def test_it_equals_one_device_however_tokens_and_heads_divide(rank_pool, ring, u
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (2, 2)])
-def test_heads_in_parts_are_unpacked_by_one_launch_each_though_a_part_leaves_gaps(rank_pool, ring, ulysses):
+def test_chunked_heads_unpack_with_one_launch_each(rank_pool, ring, ulysses):
     cases = [
         Case(16, 8),
         Case(13, 5),

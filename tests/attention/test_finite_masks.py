@@ -60,9 +60,7 @@ def on_one_device(low, kind, is_causal):
 @pytest.mark.parametrize("kind", ["key padding", "rows"])
 @pytest.mark.parametrize("low", LOW, ids=["finfo.min", "-1e9"])
 @pytest.mark.parametrize(("ring", "ulysses"), [mesh for mesh in MESHES if mesh in ((2, 1), (1, 2), (3, 1), (2, 2))])
-def test_rows_that_finite_numbers_hide_equal_one_device_forward_and_backward(
-    rank_pool, ring, ulysses, low, kind, is_causal
-):
+def test_rows_hidden_by_finite_masks_equal_one_device(rank_pool, ring, ulysses, low, kind, is_causal):
     expected, gradients = on_one_device(low, kind, is_causal)
     if not is_causal:
         sdpa = F.scaled_dot_product_attention(*make_qkv(S, H), make_mask(low, kind))

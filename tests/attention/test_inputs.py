@@ -101,7 +101,7 @@ def lay_out(ring, ulysses, memory):
 
 @pytest.mark.parametrize("memory", ["as a model gives it", "contiguous"])
 @pytest.mark.parametrize(("ring", "ulysses"), [*MESHES[::2], (1, 4)])  # the last: one head per rank
-def test_the_result_lies_in_memory_as_models_go_on_with_it(rank_pool, ring, ulysses, memory):
+def test_result_has_strides_that_models_expect(rank_pool, ring, ulysses, memory):
     whole = F.scaled_dot_product_attention(*make_qkv(12, 4)).transpose(1, 2).reshape(2, 12, 32)
     for rank, outs in enumerate(rank_pool.run(lay_out, ring * ulysses, ring, ulysses, memory)):
         for out in outs:
@@ -124,9 +124,7 @@ def pin_a_backend(ring, ulysses, heads, assume_equal):
 
 @pytest.mark.parametrize("assume_equal", [False, True])
 @pytest.mark.parametrize(("ring", "ulysses", "heads"), [(1, 2, 1), (1, 4, 3), (2, 1, 2)])
-def test_a_pinned_backend_that_is_missing_is_an_error_on_ranks_with_nothing_to_compute_too(
-    rank_pool, ring, ulysses, heads, assume_equal
-):
+def test_missing_pinned_backend_raises_on_idle_ranks(rank_pool, ring, ulysses, heads, assume_equal):
     whole = F.scaled_dot_product_attention(*make_qkv(12, heads))
     for rank, (message, after) in enumerate(
         rank_pool.run(pin_a_backend, ring * ulysses, ring, ulysses, heads, assume_equal)
@@ -151,7 +149,7 @@ def probe_often():
     return len(probes)
 
 
-def test_attention_of_the_users_own_is_probed_once_per_kind_of_call(rank_pool):
+def test_own_attention_is_probed_once_per_call_kind(rank_pool):
     assert rank_pool.run(probe_often, 2) == [1, 1]
 
 
@@ -175,13 +173,13 @@ def compile_under_switches(ring, ulysses, kernel):
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (2, 1)])
-def test_a_graph_is_traced_while_the_math_backend_is_switched_off(rank_pool, ring, ulysses):
+def test_graph_is_traced_without_math_backend(rank_pool, ring, ulysses):
     for outs in rank_pool.run(compile_under_switches, 2, ring, ulysses, "FLASH_ATTENTION"):
         for S, out in zip((12, 7), outs, strict=True):
             assert relative_error(out, F.scaled_dot_product_attention(*make_qkv(S, 4))) < 1e-5
 
 
-def test_a_graph_for_which_no_backend_is_left_is_an_error_on_every_rank(rank_pool):
+def test_graph_without_backend_raises_on_every_rank(rank_pool):
     for outs in rank_pool.run(compile_under_switches, 2, 1, 2, "EFFICIENT_ATTENTION"):
         assert all("EFFICIENT_ATTENTION" in out and "SDPBackend.MATH" in out for out in outs), outs
 

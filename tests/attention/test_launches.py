@@ -55,7 +55,7 @@ def test_a_fused_attention_kernel_is_one_launch():
     assert sum(counted(F.scaled_dot_product_attention, x, x, x).values()) == 1
 
 
-def test_a_collective_is_one_launch_and_its_wait_is_none():
+def test_collective_is_one_launch_and_wait_none():
     def functional(x):
         sent = torch.ops._c10d_functional.all_to_all_single(x, [2, 2], [2, 2], dist.group.WORLD.group_name)
         torch.ops._c10d_functional.wait_tensor(sent)
@@ -106,14 +106,14 @@ DEVICES = pytest.mark.parametrize("device", ["cpu", "meta"])  # meta: the kernel
 @DEVICES
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("batch", [1, 2])
-def test_ulysses_of_even_tokens_and_heads_launches_8_whatever_the_ranks(ranks, batch, device):
+def test_even_ulysses_launches_8(ranks, batch, device):
     require_at_most(8, count_attention(1, ranks, batch=batch, device=device))
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize(("tokens", "heads"), [(288, 24), (291, 24), (288, 25), (291, 25)])
-def test_with_kernels_ulysses_launches_5_however_tokens_and_heads_divide(ranks, batch, tokens, heads):
+def test_ulysses_with_kernels_launches_5(ranks, batch, tokens, heads):
     counter = count_attention(1, ranks, batch=batch, tokens=tokens, heads=heads, device="meta")
     require_at_most(5, counter)
     assert counter.by_operator["para_core::pack"] == 1
@@ -122,14 +122,14 @@ def test_with_kernels_ulysses_launches_5_however_tokens_and_heads_divide(ranks, 
 @DEVICES
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize(("tokens", "heads"), [(291, 24), (288, 25), (291, 25)])
-def test_ulysses_of_uneven_tokens_or_heads_launches_one_more_per_rank(ranks, tokens, heads, device):
+def test_uneven_ulysses_launches_one_more_per_rank(ranks, tokens, heads, device):
     require_at_most(8 + ranks, count_attention(1, ranks, tokens=tokens, heads=heads, device=device))
 
 
 @DEVICES
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("tokens", [288, 291])
-def test_a_ring_launches_3_and_4_for_each_further_block(ranks, tokens, device):
+def test_ring_launches_3_and_4_per_further_block(ranks, tokens, device):
     require_at_most(3 + 4 * (ranks - 1), count_attention(ranks, 1, tokens=tokens, device=device))
 
 
@@ -139,7 +139,7 @@ def test_ring_2_times_ulysses_4_launches_14(device):
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), [(1, 8), (8, 1), (2, 4)])
-def test_on_meta_tensors_every_block_is_one_flash_kernel_of_cuda(ring, ulysses):
+def test_block_on_meta_is_one_flash_kernel(ring, ulysses):
     counter = count_attention(ring, ulysses, device="meta")
     kernels = {name: number for name, number in counter.by_operator.items() if "dot_product" in name or "mm" in name}
     assert kernels == {"_scaled_dot_product_flash_attention": ring}
@@ -147,14 +147,14 @@ def test_on_meta_tensors_every_block_is_one_flash_kernel_of_cuda(ring, ulysses):
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("tokens", [288, 291])
-def test_a_ring_of_continuing_kernels_launches_3_and_2_for_each_further_block(ranks, tokens):
+def test_continuing_ring_launches_3_and_2_per_block(ranks, tokens):
     counter = count_attention(ranks, 1, tokens=tokens, device="meta", backend="triton")
     require_at_most(3 + 2 * (ranks - 1), counter)
     assert counter.by_operator["para_core::triton_attention"] == ranks
     assert counter.by_operator["para_core::merge"] == 0
 
 
-def test_ulysses_with_the_triton_kernel_launches_no_more_than_with_flash():
+def test_ulysses_with_triton_launches_as_with_flash():
     require_at_most(
         count_attention(1, 8, device="meta").launches, count_attention(1, 8, device="meta", backend="triton")
     )

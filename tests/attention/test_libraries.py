@@ -88,7 +88,7 @@ def rectangle(name, ring, queries, keys):
 @pytest.mark.parametrize("name", ["FlashAttention-3", "SageAttention"])
 @pytest.mark.parametrize("ring", [1, 2])
 @pytest.mark.parametrize(("queries", "keys"), [(7, 13), (13, 7)])
-def test_a_causal_diagonal_of_fewer_or_more_keys_than_queries_begins_at_the_first(rank_pool, name, ring, queries, keys):
+def test_causal_diagonal_begins_at_first_key(rank_pool, name, ring, queries, keys):
     query, (key, value) = make_qkv(queries, 2, seed=0)[0], make_qkv(keys, 2, seed=1)[1:]
     expected = F.scaled_dot_product_attention(query, key, value, is_causal=True)
     for rank, out in enumerate(rank_pool.run(rectangle, 2, name=name, ring=ring, queries=queries, keys=keys)):
@@ -124,6 +124,6 @@ def test_the_library_is_imported_where_no_function_is_passed(monkeypatch):
     assert torch.allclose(lse, (query @ key.mT * query.shape[-1] ** -0.5).logsumexp(-1), atol=1e-5)
 
 
-def test_a_version_without_lse_is_an_error_that_says_what_to_pass():
+def test_library_without_lse_raises():
     with pytest.raises(RuntimeError, match="returned out alone"):
         flash_attention_3(lambda q, k, v, softmax_scale=None, causal=False: q)(*make_qkv(13, 2, seed=0))

@@ -98,7 +98,7 @@ def test_out_lse_and_gradients_equal_float64(backend, dtype, key_heads):
 
 
 @pytest.mark.parametrize("key_heads", [6, 2])
-def test_gradients_of_blocks_of_keys_add_up_to_the_whole(backend, key_heads):
+def test_gradients_of_key_blocks_sum_to_the_whole(backend, key_heads):
     qkv, mask = make(key_heads=key_heads), make_mask("bool", torch.float32)
     leaves, exact_out, _ = in_float64(qkv, mask)
     out, lse = local_attention_with_lse(*qkv, mask=mask)
@@ -137,7 +137,7 @@ def test_rows_without_a_key_give_zeros_and_no_gradient(backend, hidden):
     assert all(grad.isfinite().all() for grad in grads[:3]) and not grads[0][:, :, 3].any()
 
 
-def test_a_finite_mask_out_of_range_of_the_query_hides_keys_alike_and_not_all_of_them(backend):
+def test_out_of_range_finite_mask_hides_as_in_float(backend):
     qkv = make()
     mask = torch.zeros(B, 1, S_Q, S_K, dtype=torch.float64)
     mask[:, :, 2] = -1e300  # float32 ends at 3e38
@@ -217,7 +217,7 @@ def test_attention_is_one_launch_where_there_is_no_mask():
 
 @pytest.mark.parametrize("switches", [[SDPBackend.EFFICIENT_ATTENTION], [SDPBackend.CUDNN_ATTENTION]], ids=str)
 @pytest.mark.parametrize("lengths", [(5, 4), (0, 4), (5, 0)], ids=str)
-def test_without_a_backend_a_rank_that_has_nothing_to_compute_raises_like_the_others(switches, lengths):
+def test_missing_backend_raises_on_idle_rank(switches, lengths):
     query, key = (torch.randn(1, 2, length, D) for length in lengths)
     require_backend(query, key)
     with sdpa_kernel(switches):
@@ -231,7 +231,7 @@ def test_without_a_backend_a_rank_that_has_nothing_to_compute_raises_like_the_ot
                 local_attention_backward(out, query, key, key, out, lse)
 
 
-def test_the_verdict_about_backends_includes_head_dims_and_mask_and_costs_nothing_beside_math():
+def test_backend_check_covers_head_dims_and_mask():
     query, value, mask = torch.randn(1, 2, 5, 16), torch.randn(1, 2, 5, 8), torch.ones(1, 1, 5, 5, dtype=torch.bool)
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
         require_backend(query, query, mask=mask)

@@ -43,7 +43,7 @@ def verdict(masks, layout, is_causal=False):
 @pytest.mark.parametrize(
     ("total", "ranks", "balanced"), [(16, 2, False), (13, 2, False), (13, 4, False), (13, 2, True)]
 )
-def test_rows_counted_from_zero_are_told_from_a_ranks_own(form, options, total, ranks, balanced):
+def test_rows_counted_from_zero_are_detected(form, options, total, ranks, balanced):
     layout = SequenceLayout((Segment("x", total, balanced=balanced),), ranks)
     whole = causal(total, total, **options)
     own = [
@@ -74,7 +74,7 @@ def test_a_mask_that_is_not_causal_passes():
         verdict(masks, layout, is_causal=True)  # no query of a causal model sees a key
 
 
-def test_a_mask_is_read_again_only_after_it_was_written_to():
+def test_mask_is_read_again_only_after_writing():
     reviews, mask = MaskReviews(), causal(4, 8)
     first = reviews.of(mask)
     assert reviews.of(mask[:, :, :, :]) == first  # a view, as each layer takes it

@@ -54,7 +54,7 @@ def count_blocks(backward):
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["no_grad", "grad"])
-def test_a_rotating_ring_holds_two_travelling_blocks_beside_its_own(rank_pool, backward):
+def test_rotating_ring_holds_two_more_blocks(rank_pool, backward):
     assert rank_pool.run(count_blocks, 4, backward) == [2] * 4
 
 
@@ -82,7 +82,7 @@ def copy_to_gather():
     return written.elements, part.numel(), whole
 
 
-def test_a_gather_copies_this_ranks_part_and_the_whole_once_whatever_the_number_of_ranks(rank_pool):
+def test_gather_copies_part_and_whole_once(rank_pool):
     """The whole is contiguous, because models view(-1, C) it; one sample needs no copy for that."""
     for copied, part, whole in rank_pool.run(copy_to_gather, 4):
         assert copied <= part + whole.numel()

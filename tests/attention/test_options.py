@@ -69,7 +69,7 @@ COMPILED = {("of the user", 2, 2), ("two chunks", 1, 2), ("gathered", 2, 1)}
         ],
     ],
 )
-def test_attention_of_the_users_own_and_ways_to_travel_are_exact(rank_pool, name, ring, ulysses, compile_with):
+def test_own_attention_and_transports_are_exact(rank_pool, name, ring, ulysses, compile_with):
     cases = CASES if compile_with is None else CASES[:4:3]
     results = rank_pool.run(attend, ring * ulysses, cases, ring, ulysses, compile_with, OPTIONS[name])
     for rank, outs in enumerate(results):
@@ -115,7 +115,7 @@ def attend_without_lse(ring, ulysses, is_causal):
         return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
 
 
-def test_a_ring_says_that_it_needs_lse_and_ulysses_does_not(rank_pool):
+def test_ring_needs_lse_and_ulysses_does_not(rank_pool):
     whole = F.scaled_dot_product_attention(*make_qkv(5, 4))
     for rank, out in enumerate(rank_pool.run(attend_without_lse, 2, 1, 2, False)):
         assert relative_error(out, whole.tensor_split(2, dim=2)[rank]) < 1e-5
@@ -146,7 +146,7 @@ def attend_to_replicated_keys(ring, ulysses):
 
 
 @on_every_mesh
-def test_keys_said_to_be_replicated_and_masks_said_to_be_local(rank_pool, ring, ulysses):
+def test_replicated_keys_and_local_masks_are_declared(rank_pool, ring, ulysses):
     q, k, v = make_qkv(13, 4, S_k=9)
     padding = torch.arange(9) < 5
     expected = [
@@ -180,21 +180,21 @@ def attend_with_a_gathered_mask(ring, ulysses):
         return run(q, padding)
 
 
-def test_a_local_mask_of_one_token_is_gathered_in_a_graph(rank_pool):
+def test_local_mask_of_one_token_is_gathered_in_graph(rank_pool):
     q = make_qkv(7, 4)[0]
     expected = F.scaled_dot_product_attention(q, q, q, (torch.arange(7) < 5)[None])
     for out in rank_pool.run(attend_with_a_gathered_mask, 4, 2, 2):
         assert relative_error(out, expected) < 1e-5
 
 
-def test_without_an_exchange_a_local_mask_is_not_guessed_where_a_rank_has_one_token():
+def test_local_mask_is_not_guessed_for_one_token():
     layout = even_layout(7, 4)  # 2, 2, 2, 1
     with pytest.raises(ValueError, match=r"attn_mask has key dim 2.* 7"):
         mask_extents([(1, 2)], layout, layout, [0])
     assert mask_extents([(1, 2), (1, 2), (1, 2), (1, 1)], layout, layout, range(4)) == MaskExtents("broadcast", "local")
 
 
-def test_without_an_exchange_a_mask_is_not_guessed_where_one_rank_holds_all_tokens():
+def test_mask_is_not_guessed_if_one_rank_holds_all():
     layout = SequenceLayout((Segment("one", 1), Segment("other", 1)), 2)  # 2 and 0 tokens
     for size in (2, 0):
         with pytest.raises(ValueError, match=rf"attn_mask has key dim {size}.* 2 tokens"):
@@ -213,7 +213,7 @@ def transform(ring, ulysses):
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2)])
-def test_of_torch_func_grad_works_and_vmap_is_an_error(rank_pool, ring, ulysses):
+def test_torch_func_grad_works_and_vmap_raises(rank_pool, ring, ulysses):
     q, k, v = make_qkv(12, 4)
     whole = torch.func.grad(lambda q: F.scaled_dot_product_attention(q, k, v).square().sum())(q)
     for rank, gradient in enumerate(rank_pool.run(transform, 2, ring, ulysses)):

@@ -20,7 +20,7 @@ def attend(q, k, v):
 
 
 @in_16_bits
-def test_a_mean_that_16_bits_can_hold_is_exact_though_the_sums_on_the_way_are_not(rank_pool, dtype):
+def test_mean_in_16_bits_is_exact_beyond_its_sums(rank_pool, dtype):
     # Queries of zero weigh all keys alike, and all keys of a rank have one value: 1 and a number of last bits. Over all four
     # ranks these bits have a mean that is a number of bits again; over two or three of them, they have not.
     bits = torch.randint(0, 64, (4, 256), generator=torch.Generator().manual_seed(0))
@@ -35,7 +35,7 @@ def test_a_mean_that_16_bits_can_hold_is_exact_though_the_sums_on_the_way_are_no
 # Of two ring blocks there is one merge, and nothing in between.
 @in_16_bits
 @pytest.mark.parametrize("ring", [3, 4])
-def test_the_error_is_that_of_sdpa_and_of_one_rounding_more(rank_pool, ring, dtype):
+def test_error_is_that_of_sdpa_plus_one_rounding(rank_pool, ring, dtype):
     q, k, v = (x.to(dtype) for x in make_qkv(64, 4, 32))
     v = v + 1  # a mean, so that the parts' errors do not cancel with what they weigh
     exact = F.scaled_dot_product_attention(*[x.double() for x in (q, k, v)])
@@ -95,12 +95,12 @@ def rand(*shapes, dtype):
     [((1, 2), {}), ((2, 1), {}), ((3, 1), {"rotate_method": "allgather"}), ((4, 1), {"rotate_method": "2d"})],
     ids=["ulysses", "ring", "gathered ring", "2d"],
 )
-def test_a_gradient_that_cancels_is_as_exact_as_that_of_one_device(rank_pool, dtype, learned_mask, dims, options):
+def test_cancelling_gradient_is_as_exact_as_one_device(rank_pool, dtype, learned_mask, dims, options):
     inputs = rand(*[(1, 4, 33, 16)] * 3, *[(1, 1, 33, 33)] * learned_mask, dtype=dtype)
     mask = inputs[3] if learned_mask else None
     require_errors_of_one_device(inputs, rank_pool.run(gradients, dims[0] * dims[1], inputs[:3], dims, options, mask))
 
 
-def test_a_compiled_gradient_that_cancels_is_as_exact_as_that_of_one_device(rank_pool):
+def test_compiled_cancelling_gradient_is_as_exact(rank_pool):
     inputs = rand(*[(1, 4, 33, 16)] * 3, dtype=torch.bfloat16)
     require_errors_of_one_device(inputs, rank_pool.run(gradients, 2, inputs, (2, 1), {}, None, compiled=True))

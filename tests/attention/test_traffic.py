@@ -89,7 +89,7 @@ def sizes(total, ranks):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("num_text", [0, 3])
-def test_ulysses_is_one_all_to_all_in_and_one_out(rank_pool, ranks, num_text):
+def test_ulysses_is_two_all_to_all(rank_pool, ranks, num_text):
     heads, tokens = sizes(H, ranks), sizes(13, ranks)
     segments = [("text", num_text, True), ("image", 13, False)] if num_text else None
     for rank, (sent, others) in enumerate(rank_pool.run(count, ranks, 1, ranks, 13, segments)):
@@ -102,7 +102,7 @@ def test_ulysses_is_one_all_to_all_in_and_one_out(rank_pool, ranks, num_text):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}], ids=["full", "causal"])
-def test_a_ring_is_one_hop_less_than_it_has_ranks(rank_pool, ranks, options):
+def test_ring_hops_are_ranks_minus_one(rank_pool, ranks, options):
     tokens = sizes(13, ranks)
     for rank, (sent, others) in enumerate(rank_pool.run(count, ranks, ranks, 1, 13, **options)):
         # At step i a rank passes on the block that started i ranks before it.
@@ -119,18 +119,18 @@ def count_gathered():
     return traffic.sent, traffic.gathered, traffic.others
 
 
-def test_a_ring_that_gathers_is_one_collective_of_as_many_bytes_as_the_longest_block_takes(rank_pool):
+def test_gathering_ring_is_one_collective(rank_pool):
     for found in rank_pool.run(count_gathered, 4):
         assert found == ([], [3 * B * H * max(sizes(13, 4)) * 2 * D * 4], [])
 
 
-def test_text_that_every_rank_holds_does_not_travel_around_the_ring(rank_pool):
+def test_replicated_text_does_not_travel_around_ring(rank_pool):
     segments = [("text", 100, True), ("image", 4, False)]
     for sent, _ in rank_pool.run(count, 2, 2, 1, 104, segments):
         assert sent == [B * H * 2 * 2 * D * 4]
 
 
-def test_a_mesh_of_both_is_one_all_to_all_in_its_hops_and_one_out(rank_pool):
+def test_hybrid_mesh_is_all_to_all_around_hops(rank_pool):
     for sent, others in rank_pool.run(count, 4, 2, 2, 16):
         assert len(sent) == 2 + 1
         assert others == []
@@ -143,7 +143,7 @@ def test_keys_that_every_rank_holds_need_no_communication(rank_pool, ring, ulyss
 
 
 @pytest.mark.parametrize(("ring", "ulysses", "num_dims"), [(2, 1, 1), (1, 2, 1), (2, 2, 2)])
-def test_in_eager_code_a_call_begins_with_one_small_exchange_per_mesh_dim(rank_pool, ring, ulysses, num_dims):
+def test_eager_call_exchanges_once_per_mesh_dim(rank_pool, ring, ulysses, num_dims):
     for _, others in rank_pool.run(count, ring * ulysses, ring, ulysses, 13, assume_equal=False):
         assert len(others) == num_dims
         assert all("gather" in name for name in others)
@@ -154,7 +154,7 @@ def test_one_rank_sends_nothing(rank_pool):
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_the_gradient_of_ulysses_is_one_all_to_all_in_and_one_out(rank_pool, ranks):
+def test_gradient_of_ulysses_is_two_all_to_all(rank_pool, ranks):
     heads, tokens = sizes(H, ranks), sizes(13, ranks)
     for rank, (forward, backward, others) in enumerate(rank_pool.run(count_training, ranks, 1, ranks, 13)):
         peers = [peer for peer in range(ranks) if peer != rank]
@@ -167,9 +167,7 @@ def test_the_gradient_of_ulysses_is_one_all_to_all_in_and_one_out(rank_pool, ran
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}], ids=["full", "causal"])
-def test_the_gradient_of_a_ring_sends_blocks_and_what_was_found_for_them_once_less_than_ranks(
-    rank_pool, ranks, options
-):
+def test_gradient_of_ring_sends_blocks_and_sums(rank_pool, ranks, options):
     tokens = sizes(13, ranks)
     for rank, (forward, backward, others) in enumerate(rank_pool.run(count_training, ranks, ranks, 1, 13, **options)):
         per_token = B * H * 2 * D * 4
@@ -190,7 +188,7 @@ def count_in_chunks(chunks):
     return traffic.sent
 
 
-def test_chunks_of_heads_send_the_same_bytes_in_more_collectives(rank_pool):
+def test_chunks_of_heads_send_same_bytes(rank_pool):
     for whole, chunks in zip(rank_pool.run(count_in_chunks, 2, 1), rank_pool.run(count_in_chunks, 2, 2), strict=True):
         assert len(whole) == 2
         assert len(chunks) == 4

@@ -77,7 +77,7 @@ def test_int8_weights_are_exact_with_inductor():
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["sd3", "flux"])
-def test_int8_weights_are_exact_in_a_graph_on_two_ranks(rank_pool, name):
+def test_int8_weights_are_exact_in_graph_on_two_ranks(rank_pool, name):
     for outputs, graphs in rank_pool.run(run_int8, 2, name, "int8 first", ranks=2):
         check_int8(outputs, graphs, name)
 
@@ -106,7 +106,7 @@ def compile_blocks(name, order):
         ],
     ],
 )
-def test_repeated_blocks_of_a_cached_transformer_are_compiled_in_any_order(rank_pool, order):
+def test_repeated_blocks_of_cached_transformer_compile_in_any_order(rank_pool, order):
     name = "qwen-image"
     expected = apply_cache_on_pipe(build(name), **ALTERNATE)
     latents = generate(expected, name, num_inference_steps=4)

@@ -61,7 +61,7 @@ def denoise(model, steps=5, branches=2):
 
 
 @pytest.mark.parametrize("conditions", [("text",), ("y", "encoder_hidden_states")])
-def test_an_unknown_condition_is_an_error_that_names_the_arguments(conditions):
+def test_unknown_condition_raises(conditions):
     model = Model()
     with pytest.raises(ValueError, match=rf"{conditions[-1]}.*x, t, y"):
         apply_cache(model, blocks(conditions=conditions), residual_diff_threshold=0.1)
@@ -69,7 +69,7 @@ def test_an_unknown_condition_is_an_error_that_names_the_arguments(conditions):
     assert type(model.blocks[1]) is Block
 
 
-def test_a_model_that_takes_any_keyword_may_have_any_condition():
+def test_keyword_model_takes_any_condition():
     model = apply_cache(WithKeywords(), blocks(conditions=("y",)), residual_diff_threshold=0.1)
     for _ in range(2):
         with torch.no_grad():
@@ -79,7 +79,7 @@ def test_a_model_that_takes_any_keyword_may_have_any_condition():
 
 @pytest.mark.parametrize("branches", [2, 3])
 @pytest.mark.parametrize("options", [{}, {"conditions": ()}, {"conditions": ("t",)}])
-def test_branches_that_no_condition_tells_apart_are_a_warning_that_names_the_argument(options, branches):
+def test_indistinguishable_branches_warn_with_argument(options, branches):
     model = apply_cache(Model(), blocks(**options), residual_diff_threshold=1e9)
     with pytest.warns(UserWarning, match=r"'y'|\bt of .*Model "):
         denoise(model, branches=branches)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:the cache of the")
 THEIRS = FirstBlockCacheConfig(threshold=0.1)
 
 
-def test_ours_on_top_of_theirs_is_an_error_before_the_call_and_theirs_alone_stays():
+def test_our_cache_over_theirs_is_refused():
     pipe = flux_pipe()
     pipe.transformer.enable_cache(THEIRS)
     expected = pipe(**flux_call()).images
@@ -37,7 +37,7 @@ def test_ours_on_top_of_theirs_is_an_error_before_the_call_and_theirs_alone_stay
     pipe(**flux_call())
 
 
-def test_theirs_on_top_of_ours_is_an_error_before_the_call():
+def test_their_cache_over_ours_is_refused():
     pipe = apply_cache_on_pipe(flux_pipe())
     pipe.transformer.enable_cache(THEIRS)
     with pytest.raises(ValueError, match=r"FluxTransformer2DModel .*disable_cache\(\)"):
@@ -78,7 +78,7 @@ def errors_on_ranks(shape):
 
 @pytest.mark.parametrize("shape", [(1, 2, 1), (1, 1, 2)])
 @pytest.mark.filterwarnings("ignore:this call of the")
-def test_theirs_on_ranks_is_an_error_on_every_rank_that_names_ours(rank_pool, shape):
+def test_their_cache_on_ranks_is_refused_everywhere(rank_pool, shape):
     expected = flux_pipe()(**flux_call()).images
     for messages, generated in rank_pool.run(errors_on_ranks, 2, shape=shape):
         for message in messages:

@@ -71,7 +71,7 @@ def generate_before_block_0(compiled=False, mesh=None):
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_the_modulated_input_is_that_of_the_whole_sequence_on_ranks_and_in_a_graph(rank_pool, compiled):
+def test_modulated_input_covers_whole_sequence_on_ranks(rank_pool, compiled):
     """FLUX's own: the first that its block 0 computes."""
     seen = []
     pipe = flux_pipe(FluxPipeline, shared_parts=False)
@@ -126,7 +126,7 @@ def test_lora_comes_and_goes(first):
 
 
 @pytest.mark.long
-def test_blocks_that_were_compiled_one_by_one_are_skipped_too():
+def test_compiled_blocks_are_skipped():
     torch._dynamo.reset()
     pipe = flux_pipe(FluxPipeline, shared_parts=False)
     expected = generate(apply_cache_on_pipe(pipe, **ALWAYS))
@@ -138,7 +138,7 @@ def test_blocks_that_were_compiled_one_by_one_are_skipped_too():
 
 
 @pytest.mark.filterwarnings("ignore:the cache of the")
-def test_a_schedule_that_begins_behind_its_first_step_is_counted_from_there():
+def test_schedule_may_begin_after_first_step():
     pipe = flux_pipe(FluxImg2ImgPipeline)
     apply_cache_on_pipe(pipe, residual_diff_threshold=1e9, end=0.75, always_compute_last=True)
     call = flux_call(num_inference_steps=8, output_type="latent", height=32, width=32, strength=0.5)

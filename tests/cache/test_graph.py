@@ -50,7 +50,7 @@ def fresh():
 
 
 @pytest.mark.parametrize("order", ["compiled first", "cached first", "in place, first", "in place, later"])
-def test_two_graphs_in_any_order_none_later_and_none_for_another_threshold(order):
+def test_cache_has_two_graphs_for_any_threshold(order):
     pipe, counter = Pipe(), Counter()
     options = {"residual_diff_threshold": 0.1, "adapter": ADAPTER}
 
@@ -96,7 +96,7 @@ def test_branches_share_graphs():
 
 @pytest.mark.parametrize("blocks", [BLOCKS, IN_TWO_STAGES])
 @pytest.mark.parametrize("between", [None, 0.5])
-def test_what_a_model_does_between_its_blocks_is_done_as_in_eager_code(blocks, between):
+def test_code_between_blocks_runs_as_in_eager(blocks, between):
     given = torch.ones(1, 6, 8), torch.zeros(1, 3, 8)
     added = [torch.tensor([x, 10 * x]) for x in CHANGING]
     between = None if between is None else torch.tensor(between)
@@ -122,7 +122,7 @@ def test_what_a_model_does_between_its_blocks_is_done_as_in_eager_code(blocks, b
     assert eager[1].mean().item() == pytest.approx(1 + 1.05 + 10 + rest, rel=1e-5)
 
 
-def test_a_model_that_is_no_chain_is_an_error_in_a_graph_that_names_the_way_out():
+def test_unchained_model_raises_in_graph():
     blocks = CachedBlocks((Stage(("early", "late"), ("encoder_hidden_states", "hidden_states"), chained=True),))
     model = apply_cache(Scripted(), blocks, residual_diff_threshold=0.1)
     model.compile(fullgraph=True, backend="eager")
@@ -191,7 +191,7 @@ def test_inductor_takes_the_graph(name):
 
 
 @pytest.mark.parametrize("name", ["wan", pytest.param("hunyuan", marks=pytest.mark.long)])
-def test_parallel_it_is_one_graph_with_the_collectives_in_its_branches(rank_pool, name):
+def test_parallel_cached_model_is_one_graph(rank_pool, name):
     expected = generate(
         apply_cache_on_pipe(build(name), residual_diff_threshold=1e9, max_consecutive_hits=1),
         name,
@@ -270,14 +270,14 @@ def differences_of_a_transformer_alone(cache_first):
 
 
 @pytest.mark.parametrize("cache_first", [pytest.param(False, marks=pytest.mark.long), True])
-def test_ranks_of_a_transformer_alone_decide_alike_in_a_graph(rank_pool, cache_first):
+def test_ranks_of_transformer_decide_equally_in_graph(rank_pool, cache_first):
     one, other = rank_pool.run(differences_of_a_transformer_alone, 2, cache_first=cache_first)
     assert one == other
     assert all(difference > 0 for difference in one)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_model_of_ones_own_under_a_mode_is_cached_too(rank_pool, compiled):
+def test_own_model_under_a_mode_is_cached(rank_pool, compiled):
     expected = run_own_model(compiled=False)
     alone = run_own_model(compiled=False, threshold=0.0)
     # The second step is skipped, the third is computed.
@@ -299,7 +299,7 @@ def run_under_a_mode_for_each_step():
     return verdicts(model_cache_report(model))
 
 
-def test_a_mode_around_a_step_of_which_no_block_runs_does_not_warn(rank_pool):
+def test_skipped_step_in_mode_does_not_warn(rank_pool):
     # Warnings are errors.
     assert rank_pool.run(run_under_a_mode_for_each_step, 2) == [["warmup", "hit"]] * 2
 

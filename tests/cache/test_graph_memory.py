@@ -77,7 +77,7 @@ def require_no_shared_memory(cache, backend):
 
 
 @pytest.mark.parametrize("blocks", [BLOCKS, IN_TWO_STAGES], ids=["one stage", "two stages"])
-def test_a_replay_does_not_overwrite_the_state_of_another_branch(blocks):
+def test_replay_keeps_state_of_other_branch(blocks):
     expected = generate(apply_cache(Scripted(), blocks, residual_diff_threshold=0.1))
     model, backend = apply_cache(Scripted(), blocks, residual_diff_threshold=0.1), Replayed()
     model.compile(fullgraph=True, backend=backend)
@@ -87,7 +87,7 @@ def test_a_replay_does_not_overwrite_the_state_of_another_branch(blocks):
     assert report.count("warmup") == 2 and "hit" in report and "miss" in report
 
 
-def test_state_of_forecasts_is_copied_once_for_each_branch_and_generation(monkeypatch):
+def test_forecast_state_is_copied_once_per_branch(monkeypatch):
     copied = []
     monkeypatch.setattr(BranchState, "leave_graph", spied(BranchState.leave_graph, copied))
     pipe, backend = Pipe(), Replayed()

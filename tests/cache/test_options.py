@@ -54,14 +54,14 @@ def added(outputs):
     return [(out - start).mean().item() for out in outputs]
 
 
-def test_a_step_is_compared_with_the_last_computed_one_and_gets_its_residual(run):
+def test_step_is_compared_with_last_computed_one(run):
     outputs, report = run([1.0, 1.05, 1.09, 1.12, 1.13], {"cond": [10.0, 20.0, 30.0, 40.0, 50.0]})
     assert verdicts(report) == ["warmup", "hit", "hit", "miss", "hit"]
     assert [row.difference for row in report.rows[1:]] == pytest.approx([0.05, 0.09, 0.12, 0.01 / 1.12], rel=1e-5)
     assert added(outputs) == pytest.approx([11.0, 11.05, 11.09, 41.12, 41.13], rel=1e-5)
 
 
-def test_a_rule_that_decides_before_the_first_block_runs_no_block_at_a_skipped_step(run):
+def test_early_rule_runs_no_block_at_a_hit(run):
     rest = {"cond": [10.0, 20.0, 30.0, 40.0, 50.0]}
     options = {"rule": "modulated_input", "adapter": KNOWN_BEFORE}
     outputs, report = run([1.0, 1.05, 1.09, 1.12, 1.13], rest, **options)
@@ -87,7 +87,7 @@ def test_a_difference_equal_to_the_threshold_is_computed(run):
     assert verdicts(report) == ["warmup", "miss", "hit"]
 
 
-def test_zero_and_not_finite_residuals_are_computed_with_one_warning(run):
+def test_zero_and_nonfinite_residuals_are_computed_and_warn(run):
     with pytest.warns(UserWarning, match="residual"):
         outputs, report = run([0.0, 0.0, 1.0, math.nan, 1.0, 1.0, math.inf, 1.0], residual_diff_threshold=1e9)
     assert verdicts(report) == ["warmup", *["not_finite"] * 4, "hit", "not_finite", "not_finite"]
@@ -116,7 +116,7 @@ def test_start_and_end_are_fractions_of_the_steps(run):
     assert verdicts(report) == ["warmup", *["schedule"] * 2, *["hit"] * 4, *["schedule"] * 3]
 
 
-def test_a_scheduler_that_calls_twice_per_step_has_twice_as_many_steps(run):
+def test_two_calls_per_step_double_the_steps(run):
     scheduler = FlowMatchHeunDiscreteScheduler()
     scheduler.set_timesteps = lambda sigmas: FlowMatchHeunDiscreteScheduler.set_timesteps(scheduler, 3)
     _, report = run([1.0] * 5, scheduler=scheduler, always_compute_last=True)
@@ -159,7 +159,7 @@ def linear_in_time(steps):
     return (3 + pipe.scheduler.timesteps / 1000).tolist()
 
 
-def test_where_a_pipeline_has_a_schedule_residuals_are_extrapolated_and_plain_first_block_cache_is_one_argument(run):
+def test_schedule_enables_forecast_by_default(run):
     wanted, first = linear_in_time(6), [1.0, 2.0, 2.0, 2.0, 2.0, 2.0]
     outputs, report = run(first, {"cond": wanted}, forecast_order=None)
     assert verdicts(report) == ["warmup", "miss", *["hit"] * 4]
@@ -214,7 +214,7 @@ def test_compute_steps_alone_decides_which_steps_are_computed(run, steps):
         ([True, False], "compute_steps .*2 .*4 steps"),
     ],
 )
-def test_compute_steps_that_fit_no_schedule_are_an_error_before_the_model_runs(steps, message):
+def test_compute_steps_outside_schedule_raise(steps, message):
     pipe = apply_cache_on_pipe(Pipe(), residual_diff_threshold=0.1, adapter=ADAPTER, compute_steps=steps)
     with pytest.raises(ValueError, match=message):
         pipe([1.0] * 4)
@@ -264,7 +264,7 @@ def test_foca_follows_a_line_and_half_of_a_curve(run):
     assert report.forecast == "foca"
 
 
-def test_with_too_few_points_or_two_at_one_time_the_forecast_takes_the_newest():
+def test_forecast_with_few_points_takes_the_newest():
     times = torch.tensor([3.0, 3.0, 1.0])
     assert forecast_weights(times, torch.tensor(2.0), torch.tensor(3)).tolist() == [1.0, 0.0, 0.0]
     times = torch.tensor([3.0, 1.0, 0.0])
@@ -293,7 +293,7 @@ def test_a_policy_decides_in_place_of_the_threshold(run):
     assert verdicts(report) == ["warmup", "miss", "miss", "miss", "hit", "hit", "miss", "hit"]
 
 
-def test_halves_of_a_batch_that_are_branches_are_compared_apart(run):
+def test_halves_of_batch_are_compared_apart(run):
     adapter = replace(ADAPTER, plan=Plan(inputs={}, outputs={}, joint_order=(), batched={"hidden_states": 0}))
     # Of both together, the change would be below the threshold.
     _, report = run([(1.0, 9.0), (1.05, 9.0), (1.2, 9.0)], size=(2, 6, 8), adapter=adapter)
@@ -377,7 +377,7 @@ def test_what_needs_a_schedule_is_an_error_without_one(option):
     "option",
     [{"always_compute_last": True}, {"start": 0.2}, {"end": 0.5}, {"forecast_order": 1}, {"compute_steps": (1,)}],
 )
-def test_what_needs_a_schedule_is_an_error_on_a_transformer_alone(option):
+def test_schedule_options_raise_on_transformer_alone(option):
     with pytest.raises(
         ValueError,
         match=re.escape(f"{next(iter(option))}={next(iter(option.values()))} ") + r".*pipe\.scheduler",
@@ -399,7 +399,7 @@ def test_a_transformer_alone_may_be_cached():
         apply_cache_on_transformer(Scripted(), adapter=ADAPTER, rule=3)
 
 
-def test_an_unknown_transformer_is_an_error_that_says_how_to_describe_it():
+def test_unknown_transformer_asks_for_cached_blocks():
     with pytest.raises(TypeError, match=r"Scripted .*CachedBlocks"):
         apply_cache_on_pipe(Pipe())
     with pytest.raises(TypeError, match=r"Pipe.* transformer"):
@@ -409,7 +409,7 @@ def test_an_unknown_transformer_is_an_error_that_says_how_to_describe_it():
 
 
 @pytest.mark.parametrize("apply", [apply_cache, apply_cache_on_pipe, apply_cache_on_transformer])
-def test_every_option_stands_in_the_signature_of_what_applies_a_cache_and_another_is_an_error(apply):
+def test_every_option_is_a_keyword_and_others_raise(apply):
     shown = inspect.signature(apply).parameters
     for field in fields(CacheOptions):
         assert shown[field.name].kind is inspect.Parameter.KEYWORD_ONLY
@@ -472,24 +472,24 @@ def cautious(seen):
         ),
     ],
 )
-def test_bad_input_is_an_error_that_names_what_was_given_and_what_to_do(make, error, message):
+def test_bad_input_raises_with_value(make, error, message):
     with pytest.raises(error, match=message):
         make()
 
 
-def test_defaults_of_what_needs_a_schedule_may_be_given_to_a_transformer_alone():
+def test_schedule_defaults_are_accepted_by_transformer():
     model = apply_cache_on_transformer(
         Scripted(), adapter=ADAPTER, always_compute_last=False, start=0.0, warmup_steps=2
     )
     assert cache_options(model).warmup_steps == 2
 
 
-def test_a_policy_that_says_nothing_is_an_error_that_names_it(run):
+def test_policy_returning_none_raises(run):
     with pytest.raises(Exception, match=r"policy .*None; .*True .*False"):
         run([1.0, 1.0], policy=unsure)
 
 
-def test_a_policy_that_asks_for_numbers_in_a_graph_is_an_error_that_says_how_to_write_it():
+def test_policy_reading_numbers_raises_in_graph():
     pipe = apply_cache_on_pipe(Pipe(), residual_diff_threshold=0.1, adapter=ADAPTER, policy=cautious)
     pipe([1.0, 1.0, 1.0, 1.0])
     assert verdicts(cache_report(pipe)) == ["warmup", "hit", "hit", "miss"]
@@ -499,7 +499,7 @@ def test_a_policy_that_asks_for_numbers_in_a_graph_is_an_error_that_says_how_to_
         pipe([1.0, 1.0])
 
 
-def test_streams_in_another_order_than_that_in_which_a_block_returns_them_are_an_error(run):
+def test_streams_in_wrong_order_raise(run):
     adapter = replace(ADAPTER, blocks=CachedBlocks((Stage(("early", "late"), STREAMS[::-1]),)))
     with pytest.raises(Exception, match=r"Block .*\('hidden_states', 'encoder_hidden_states'\) .*shapes"):
         run([1.0, 1.0], adapter=adapter)
@@ -518,7 +518,7 @@ PUBLISHED = {
 }
 
 
-def test_every_default_threshold_is_a_published_one_and_the_docs_name_its_source():
+def test_default_thresholds_have_published_sources():
     page = (Path(__file__).parents[2] / "docs/cache.md").read_text(encoding="utf-8")
     for adapter in ADAPTERS:
         if adapter.blocks is not None:
@@ -526,7 +526,7 @@ def test_every_default_threshold_is_a_published_one_and_the_docs_name_its_source
             assert f"| {adapter.threshold:g} | {adapter.threshold_source}" in page
 
 
-def test_each_sample_of_a_batch_is_compared_with_itself_and_the_report_says_which_held_it_back(run):
+def test_each_sample_is_compared_with_itself(run):
     # Of both together, the second step would change by a tenth of the threshold.
     values = [(1.0, 100.0), (1.2, 100.0), (1.25, 101.0), (1.25, 150.0)]
     _, report = run(values, size=(2, 6, 8))

@@ -45,7 +45,7 @@ class BlockClock:
         return self.seconds
 
 
-def test_the_largest_threshold_that_keeps_the_quality_is_found_and_left_on_the_pipe():
+def test_calibration_keeps_largest_threshold_of_a_quality():
     pipe = flux_pipe()
     uncached = [generate(pipe, 5 + i, prompt=prompt) for i, prompt in enumerate(PROMPTS)]
     found = calibrate(pipe, target=30.0, seed=5)
@@ -80,7 +80,7 @@ def test_the_smallest_threshold_that_is_fast_enough_is_found(monkeypatch):
     assert min(less) - found.chosen.computed <= 1
 
 
-def test_the_smallest_threshold_that_computes_so_few_steps_is_found_whatever_a_clock_says(monkeypatch):
+def test_calibration_finds_smallest_threshold_for_computed_steps(monkeypatch):
     class Jumping:
         """In place of ``time``: one that says nothing."""
 
@@ -107,7 +107,7 @@ def test_the_smallest_threshold_that_computes_so_few_steps_is_found_whatever_a_c
         calibrate(apply_cache_on_pipe(pipe, warmup_steps=3), PROMPTS[0], computed_steps=1, tries=3)
 
 
-def test_a_curve_over_given_thresholds_is_printed_plotted_and_written(tmp_path):
+def test_calibration_curve_is_printed_plotted_and_written(tmp_path):
     found = calibrate(flux_pipe(), PROMPTS[0], metric="ssim", target=0.5, thresholds=[1e3, 0.5, 0.8])
     assert [row.threshold for row in found.rows] == [0.0, 0.5, 0.8, 1e3]
     assert found.threshold == 1e3
@@ -135,7 +135,7 @@ def test_a_curve_over_given_thresholds_is_printed_plotted_and_written(tmp_path):
     assert not any(legend.get_window_extent().overlaps(axes.get_tightbbox()) for axes in figure.axes)
 
 
-def test_a_target_out_of_reach_is_an_error_that_names_the_best_and_the_pipe_is_as_it_was():
+def test_unreachable_target_names_best_and_changes_nothing():
     pipe = flux_pipe()
     cls, transformer_cls = type(pipe), type(pipe.transformer)
     with pytest.raises(ValueError, match=r"psnr ≥ 90 dB: .*\d\d\.\d+ .* 6 steps"):
@@ -164,7 +164,7 @@ def test_the_other_options_of_the_cache_stay():
     assert (options.residual_diff_threshold, options.warmup_steps, options.always_compute_last) == (1e3, 3, True)
 
 
-def test_arguments_may_differ_from_prompt_to_prompt_and_a_generator_starts_over():
+def test_calibration_arguments_may_differ_between_prompts():
     pipe = flux_pipe()
     generator = torch.Generator().manual_seed(3)
     calls = [{"prompt": PROMPTS[0], "generator": generator}, {"prompt": PROMPTS[1], "height": 56}]
@@ -201,7 +201,7 @@ def test_metrics_by_hand():
     assert ssim([1 - x for x in references], references) < 0
 
 
-def test_lpips_is_taken_where_it_is_and_an_error_says_what_is_missing(monkeypatch):
+def test_lpips_is_used_or_its_absence_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "lpips", None)
     with pytest.raises(ImportError, match=r"pip install lpips.*metric='ssim' .*metric='psnr'"):
         calibrate(flux_pipe(), target=0.1, metric="lpips")
@@ -286,7 +286,7 @@ def calibrate_on_rank(shape):
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 1), (1, 1, 2)])
-def test_ranks_take_the_same_decisions_by_what_the_first_one_measured(rank_pool, shape):
+def test_ranks_calibrate_by_measurements_of_first_rank(rank_pool, shape):
     (first, image, threshold), (other, same_image, _) = rank_pool.run(calibrate_on_rank, 2, shape=shape)
     assert first == other
     assert threshold == first.threshold

@@ -60,12 +60,12 @@ def lumina_next():
     )
 
 
-def test_a_pipe_without_a_transformer_is_refused_with_what_is_supported():
+def test_pipe_without_transformer_is_refused():
     with pytest.raises(TypeError, match=r"^NoTransformer .*transformer.*" + SUPPORTED):
         parallelize_pipe(NoTransformer(nn.Linear(1, 1)))
 
 
-def test_a_pipe_on_an_unknown_unet_is_refused_with_what_is_supported():
+def test_unknown_unet_is_refused():
     with pytest.raises(TypeError, match=r"^OtherUnet .* Linear .*" + SUPPORTED):
         parallelize_pipe(OtherUnet(nn.Linear(1, 1)))
 
@@ -153,7 +153,7 @@ def attend_unseen(compiled):
 
 
 @pytest.mark.parametrize("compiled", ["no", pytest.param("blocks", marks=pytest.mark.long), "whole"])
-def test_attention_that_the_mode_cannot_see_is_an_error_on_every_rank(rank_pool, compiled):
+def test_unseen_attention_raises_on_every_rank(rank_pool, compiled):
     expected = flux_pipe()(**flux_call()).images
     for kind, out in rank_pool.run(attend_unseen, 2, compiled):
         assert compiled == "whole" or kind == "RuntimeError"
@@ -191,7 +191,7 @@ def give_kv_cache():
         transformer.compile(backend="eager", fullgraph=True)
 
 
-def test_a_cache_of_reference_images_is_refused_with_a_reason(rank_pool):
+def test_cache_of_reference_images_is_refused(rank_pool):
     rank_pool.run(give_kv_cache, 2)
 
 
@@ -205,7 +205,7 @@ def replace_transformer():
     return pipe(**flux_call()).images
 
 
-def test_a_transformer_put_in_later_is_an_error_that_says_what_to_call(rank_pool):
+def test_transformer_replaced_later_is_refused(rank_pool):
     expected = flux_pipe()(**flux_call()).images
     for out in rank_pool.run(replace_transformer, 2):
         assert relative_error(out, expected) < 1e-5
@@ -221,7 +221,7 @@ def perturb():
     parallelize_pipe(pipe, mesh=cpu_mesh(1, 2)["ring"])
 
 
-def test_perturbed_attention_over_joint_tokens_is_refused_with_a_reason(rank_pool):
+def test_perturbed_attention_over_joint_tokens_is_refused(rank_pool):
     rank_pool.run(perturb, 2)
 
 
@@ -506,7 +506,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("row", REFUSALS, ids=lambda row: row.what)
-def test_each_row_of_the_table_is_found_and_says_why(row):
+def test_each_refusal_has_a_case(row):
     when, make, message = CASES[row.what]
     assert when in row.when
     with fake_group(2):

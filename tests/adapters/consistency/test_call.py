@@ -59,7 +59,7 @@ def draw_without_generator(ring, ulysses):
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (2, 2)])
-def test_without_a_generator_all_generate_what_the_first_rank_would_generate_alone(rank_pool, ring, ulysses):
+def test_without_generator_ranks_draw_as_first_rank(rank_pool, ring, ulysses):
     pipe = flux_pipe()
     with torch.random.fork_rng():
         torch.manual_seed(100)
@@ -103,7 +103,7 @@ def call_differently():
     return errors, pipe(**flux_call()).images
 
 
-def test_ranks_that_call_differently_raise_on_every_rank_and_name_what_differs(rank_pool):
+def test_differing_calls_raise_on_every_rank(rank_pool):
     expected = flux_pipe()(**flux_call()).images
     for errors, out in rank_pool.run(call_differently, 2):
         for name, (message, seconds) in errors.items():
@@ -165,7 +165,7 @@ def call_subclass_differently():
     return pipe(**flux_call()).images
 
 
-def test_a_subclass_of_a_pipeline_is_checked_and_exact_too(rank_pool):
+def test_subclass_of_pipeline_is_checked_and_exact(rank_pool):
     expected = flux_pipe()(**flux_call()).images
     for out in rank_pool.run(call_subclass_differently, 2):
         assert relative_error(out, expected) < 1e-5
@@ -221,7 +221,7 @@ def leave_on_one_rank(how):
 @pytest.mark.parametrize(
     "how", ["of the group", *[pytest.param(how, marks=pytest.mark.long) for how in ("seconds", "timedelta")]]
 )
-def test_an_exception_on_one_rank_ends_the_others_with_the_timeout_and_its_reason(rank_pool, how):
+def test_exception_on_one_rank_ends_others_with_reason(rank_pool, how):
     first, second = rank_pool.run_expecting_errors(leave_on_one_rank, 2, how)
     assert isinstance(second, ValueError)
     assert isinstance(first, RuntimeError)
@@ -246,7 +246,7 @@ def die_on_one_rank(where):
 
 
 @pytest.mark.parametrize("where", ["in a block", "in a callback"])
-def test_a_rank_that_dies_is_noticed_in_time_and_named(rank_pool, where):
+def test_dying_rank_is_named_in_time(rank_pool, where):
     with pytest.raises(
         RankPoolError,
         match=r"(?s)RuntimeError: [^\n]*rank 1 [^\n]*ended.*rank 1 died",
@@ -331,7 +331,7 @@ def call_from_two_threads():
     return errors, out, transformer(**inputs).sample
 
 
-def test_a_second_thread_in_the_same_transformer_is_an_error(rank_pool):
+def test_second_thread_in_transformer_raises(rank_pool):
     expected = flux_transformer()(**flux_inputs(10, 3)).sample
     for errors, *outs in rank_pool.run(call_from_two_threads, 2):
         assert len(errors) == 1
@@ -346,7 +346,7 @@ def build_after_group_is_gone():
         pipe(**flux_call())
 
 
-def test_a_call_after_the_group_was_destroyed_is_an_error_that_says_so(rank_pool):
+def test_call_after_destroyed_group_raises(rank_pool):
     rank_pool.run(build_after_group_is_gone, 2)
 
 

@@ -76,7 +76,7 @@ def test_a_silent_rank_on_this_host_is_looked_at(stopped, told):
     assert f"process {pid} on host host-a" in found
 
 
-def test_a_rank_that_has_ended_is_named_and_those_that_wait_for_it_are_not():
+def test_ended_rank_is_named_and_waiting_ones_not():
     with process() as living:
         pass_away = subprocess.Popen([sys.executable, "-c", ""])
         pass_away.wait()
@@ -87,7 +87,7 @@ def test_a_rank_that_has_ended_is_named_and_those_that_wait_for_it_are_not():
     assert "rank 1" not in found
 
 
-def test_a_process_on_another_host_is_not_looked_at_here_but_its_neighbour_tells():
+def test_process_on_another_host_is_judged_there():
     with process() as pid:
         ranks = places("a", "b", "b", pids=(os.getpid(), pid, pid))
         with roll(ranks, [0, 1]):
@@ -110,7 +110,7 @@ def test_where_all_ranks_answer_the_link_was_slow():
         assert why_no_answer("token", ranks).startswith("all ranks ")
 
 
-def test_a_store_that_does_not_answer_is_not_waited_for():
+def test_silent_store_is_not_waited_for():
     ranks = places("a", "b")
     release = threading.Event()
     begun = time.monotonic()

@@ -78,7 +78,7 @@ def call_after(change):
 @pytest.mark.parametrize(
     ("what", "change"), [(what, change) for what, changes in DIFFERENCES.items() for change in changes]
 )
-def test_a_rank_whose_models_differ_is_an_error_on_all_that_names_what(rank_pool, what, change):
+def test_differing_models_raise_on_all_ranks(rank_pool, what, change):
     with pytest.raises(RankPoolError, match=rf"ValueError: .*{what}: rank 0 .*, rank 1 ") as error:
         rank_pool.run(call_after, 2, change)
     assert "raised on 2 of 2 ranks" in str(error.value)
@@ -152,7 +152,7 @@ def call_back(callback, names=("latents", "prompt_embeds")):
 
 
 @pytest.mark.parametrize("callback", TOLD)
-def test_a_callback_that_does_something_else_on_one_rank_is_an_error_on_all(rank_pool, callback):
+def test_differing_callbacks_raise_on_all_ranks(rank_pool, callback):
     with pytest.raises(RankPoolError, match=TOLD[callback]) as error:
         rank_pool.run(call_back, 2, callback)
     assert "raised on 2 of 2 ranks" in str(error.value)
@@ -164,7 +164,7 @@ def raises_on_one(pipe, step, timestep, tensors):
     return tensors
 
 
-def test_an_exception_of_one_callback_is_raised_on_all_ranks_at_once(rank_pool):
+def test_exception_in_callback_is_raised_on_all_ranks(rank_pool):
     first, second = rank_pool.run_expecting_errors(call_back, 2, raises_on_one)
     assert isinstance(second, KeyError)
     assert isinstance(first, RuntimeError)
@@ -190,7 +190,7 @@ def test_callbacks_that_change_the_same_are_exact(rank_pool):
         assert relative_error(out, expected) < 1e-5
 
 
-def test_a_fingerprint_changes_with_a_bit_and_with_the_order_of_tensors():
+def test_fingerprint_depends_on_bits_and_order():
     x, y = torch.randn(70_000), torch.randn(3).bfloat16()
     flipped = x.clone()
     flipped.view(torch.int32)[69_999] ^= 1

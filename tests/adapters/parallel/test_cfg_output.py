@@ -73,7 +73,7 @@ class Dispatched(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_no_hook_mode_or_random_number_of_the_caller_takes_part():
+def test_prediction_runs_no_hook_mode_or_random_number():
     model, inputs, calls = flux_transformer(), flux_inputs(4, 3), []
     for part in model.modules():
         if part is not model:
@@ -87,7 +87,7 @@ def test_no_hook_mode_or_random_number_of_the_caller_takes_part():
     assert torch.equal(torch.get_rng_state(), random)
 
 
-def test_it_is_not_known_of_a_model_that_is_not_as_its_config_says():
+def test_model_unlike_its_config_is_not_predicted():
     model, inputs = flux_transformer(), flux_inputs(4, 3)
     eightbit, wider, patched, hooked = (copy.deepcopy(model) for _ in range(4))
     eightbit.to(torch.float8_e4m3fn)

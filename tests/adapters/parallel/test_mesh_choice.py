@@ -86,7 +86,7 @@ def test_a_guided_pipe_shards_its_weights_without_a_mesh(rank_pool, weights, ran
         assert held < 0.8
 
 
-def test_ulysses_stays_on_a_host_and_the_log_line_says_so():
+def test_ulysses_stays_on_a_host_and_is_logged():
     choice = choose_mesh(16, 24, None, ranks_per_host=8)
     assert (choice.batch, choice.ring, choice.ulysses) == (1, 2, 8)
     assert re.search(r"8 .*host", choice.reason)
@@ -174,7 +174,7 @@ CALLED = [
 
 @pytest.mark.filterwarnings("ignore:In CPU autocast")
 @pytest.mark.parametrize(("name", "config"), CALLED)
-def test_what_is_expected_of_default_arguments_is_what_a_call_does(name, config):
+def test_predicted_default_arguments_equal_the_call(name, config):
     pipe = PIPELINES[name].build()
     pipe.register_to_config(**config)
     guides = default_guidance(pipe, pipe.transformer) is not None
@@ -214,7 +214,7 @@ def choose_by_prediction(device):
     return choice, lines
 
 
-def test_the_planner_s_first_row_is_taken_and_is_that_of_rank_0(rank_pool):
+def test_first_row_of_planner_on_rank_0_is_used(rank_pool):
     results = rank_pool.run(choose_by_prediction, 2, device="NVIDIA H100 80GB HBM3")
     choices = [choice for choice, _ in results]
     assert choices[0] == choices[1] and choices[0].ring * choices[0].ulysses == 2
@@ -238,7 +238,7 @@ def run_as_planned():
     return pipe(**flux_call()).images, methods, lines
 
 
-def test_two_dims_that_the_planner_chose_are_run_and_said(rank_pool):
+def test_planned_two_dim_ring_runs_and_is_logged(rank_pool):
     expected = flux_pipe()(**flux_call()).images
     results = rank_pool.run(run_as_planned, 2)
     for images, methods, _ in results:
@@ -258,7 +258,7 @@ def test_ranks_that_were_given_other_methods_are_told(rank_pool):
     rank_pool.run(run_with_other_methods, 2)
 
 
-def test_a_method_that_there_is_not_is_said_before_anything_is_done():
+def test_unknown_rotate_method_is_refused_at_once():
     pipe = flux_pipe()
     with pytest.raises(ValueError, match=r"rotate_method .*'3d'; .*'alltoall', 'allgather' or '2d'"):
         parallelize_pipe(pipe, rotate_method="3d")
@@ -279,6 +279,6 @@ def shape_on_hosts(names):
 @pytest.mark.parametrize(
     ("names", "shape"), [("aa", (1, 2)), ("ab", (2, 1)), ("aabb", (2, 2)), ("abab", (4, 1)), ("aaab", (4, 1))]
 )
-def test_without_a_launcher_ranks_compare_the_names_of_their_hosts(rank_pool, names, shape):
+def test_without_launcher_ranks_compare_host_names(rank_pool, names, shape):
     """FLUX has 4 heads: Ulysses takes all ranks of a host, and the ring goes between the hosts."""
     assert set(rank_pool.run(shape_on_hosts, len(names), names)) == {(*shape, names == "aa")}

@@ -35,7 +35,7 @@ def test_blocks_in_a_sequence_are_found_with_their_stack():
     assert proposal.blocks.stages[0].chained
 
 
-def test_blocks_that_take_anything_are_found_with_their_positional_arguments():
+def test_blocks_with_any_arguments_are_found():
     model = fill(Joint(), seed=1).eval()
     proposal = propose_plan(model, (joint_inputs(8, 10), joint_inputs(8, 14)))
     assert_exact(model, proposal, joint_inputs(6, 14))
@@ -43,7 +43,7 @@ def test_blocks_that_take_anything_are_found_with_their_positional_arguments():
     assert proposal.blocks.conditions == ("context",)
 
 
-def test_a_model_of_one_size_is_found_from_one_example():
+def test_model_of_one_size_needs_one_example():
     model = fill(Dit(), seed=1).eval()
     proposal = propose_plan(model, (dit_inputs(),))
     assert_exact(model, proposal, dit_inputs(), ranks=(2, 3))
@@ -73,7 +73,7 @@ def test_conditions_are_found_in_lists_and_as_embeddings():
     assert propose_plan(fill(Pooled(), seed=1), (pooled,)).blocks.conditions == ("pooled",)
 
 
-def test_a_model_of_one_size_that_is_given_two_says_so():
+def test_model_of_one_size_refuses_two_examples():
     with pytest.raises(ValueError, match=r"second: RuntimeError: .*25.*example_inputs=\(inputs,\)"):
         propose_plan(fill(Dit(), seed=1), (dit_inputs(), dit_inputs(12)))
 
@@ -90,7 +90,7 @@ def test_joint_attention_is_found_from_one_example():
     assert_exact(model, proposal, joint_inputs(6, 14))
 
 
-def test_lists_of_lists_are_found_by_the_module_around_them():
+def test_nested_lists_are_found_by_their_parent():
     model = fill(ListVit(), seed=1).eval()
     proposal = propose_plan(model, (image(16, 20), image(16, 32)))
     assert_exact(model, proposal, image(20, 24))
@@ -126,7 +126,7 @@ def test_answers_say_all_of_a_plan_without_a_guess():
     assert_exact(model, proposal, inputs[2])
 
 
-def test_a_split_of_an_output_replaces_the_guess_of_where_tokens_are_sharded():
+def test_split_of_output_replaces_the_guess():
     model = fill(Dit(), seed=1).eval()
     # Of what the position embedding is added to, a plan can only shard what the blocks are given.
     answers = {"blocks.0(0)": Split(1, segment="image")}

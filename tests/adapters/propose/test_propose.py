@@ -39,7 +39,7 @@ def run_in_parallel(source):
         return transformer(**painter_inputs(23))
 
 
-def test_what_is_proposed_for_a_model_of_ones_own_is_exact_on_real_ranks(rank_pool):
+def test_proposed_plan_of_own_model_is_exact_on_ranks(rank_pool):
     transformer = fill(Painter(), seed=1)
     proposal = propose_plan(transformer, (painter_inputs(17), painter_inputs(31)))
     with torch.no_grad():
@@ -56,7 +56,7 @@ def test_its_source_says_what_it_holds():
     assert "3 of 3 attention calls" in str(proposal)
 
 
-def test_what_no_plan_can_say_is_asked_for_and_not_proposed():
+def test_unplannable_model_is_asked_about():
     proposal = propose_plan(fill(Centred(), seed=1), (painter_inputs(17), painter_inputs(31)))
     assert proposal.plan is None
     assert "layers.0" in " ".join(proposal.questions)
@@ -64,7 +64,7 @@ def test_what_no_plan_can_say_is_asked_for_and_not_proposed():
         proposal.source()
 
 
-def test_an_answer_makes_a_plan_of_what_was_asked_for():
+def test_answer_completes_a_plan():
     transformer, examples = fill(Choosing(), seed=1), (painter_inputs(17), painter_inputs(31))
     asked = propose_plan(transformer, examples)
     assert asked.plan is None
@@ -92,7 +92,7 @@ def test_a_wrong_answer_is_no_plan():
         ("CachedBlocks", {"layers": ("latents",)}),
     ],
 )
-def test_an_answer_of_another_kind_is_an_error_that_says_which_there_are(name, answer):
+def test_answer_of_unknown_kind_raises(name, answer):
     with pytest.raises(TypeError, match=r"answers\[.*'module\(parameter\)'"):
         propose_plan(fill(Painter(), seed=1), (painter_inputs(17), painter_inputs(31)), answers={name: answer})
 
@@ -146,7 +146,7 @@ def test_text_is_sharded_too_with_what_goes_with_it(rank_pool):
         assert max(relative_error(out, expected) for out in outs) < 1e-5
 
 
-def test_text_stays_on_every_rank_where_positions_are_of_text_and_image():
+def test_text_is_replicated_if_positions_are_joint():
     proposal = propose_plan(fill(Painter(), seed=1), (painter_inputs(17), painter_inputs(31)))
     assert proposal.plan is not None
     assert not proposal.plan.cuts("text")
@@ -168,7 +168,7 @@ def test_arguments_that_leave_out_blocks_are_named():
     assert "left_out: " in str(proposal)
 
 
-def test_samples_that_do_not_depend_on_each_other_are_asked_about():
+def test_independent_samples_are_asked_about():
     examples = painter_inputs(17), painter_inputs(31)
     asked = propose_plan(fill(Painter(), seed=1), examples)
     assert asked.plan.batched == {}
@@ -178,7 +178,7 @@ def test_samples_that_do_not_depend_on_each_other_are_asked_about():
     assert proposal.questions == ()
 
 
-def test_samples_that_cannot_be_called_alone_are_said_to_be_so():
+def test_samples_that_need_each_other_are_reported():
     examples = weighted_inputs(17), weighted_inputs(31)
     proposal = propose_plan(fill(OfTwo(), seed=1), examples, answers={"samples": 2})
     assert proposal.plan is not None
@@ -191,7 +191,7 @@ def test_two_calls_of_one_size_are_an_error():
 
 
 @pytest.mark.parametrize("name", ["flux", "wan", "hunyuan, image by token replacement"])
-def test_known_models_are_found_without_what_is_known_of_them(name):
+def test_known_models_are_found_without_their_adapters(name):
     model = MODELS[name]
     proposal = propose_plan(model.build(), (model.inputs(3, 6, 6), model.inputs(3, 6, 10)))
     assert proposal.error is not None

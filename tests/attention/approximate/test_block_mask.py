@@ -157,7 +157,7 @@ def attend_with(blocks, block_size):
         ),
     ],
 )
-def test_what_does_not_fit_is_an_error_on_every_rank(rank_pool, blocks, block_size, message):
+def test_bad_block_mask_raises_on_every_rank(rank_pool, blocks, block_size, message):
     with pytest.raises(RankPoolError, match=message) as error:
         rank_pool.run(attend_with, 2, blocks, block_size)
     assert "raised on 2 of 2 ranks" in str(error.value)

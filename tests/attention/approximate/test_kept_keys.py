@@ -74,7 +74,7 @@ CASES = [
 
 @on_few_meshes
 @pytest.mark.parametrize(("share", "window"), [(0.4, 4), (0.7, 64), (1.0, 1)])
-def test_it_equals_dense_attention_with_the_mask_of_its_definition(rank_pool, ring, ulysses, share, window):
+def test_kept_keys_equal_dense_masked_attention(rank_pool, ring, ulysses, share, window):
     check_all(rank_pool, [sparse_case(case, share, window) for case in CASES], ring, ulysses)
 
 
@@ -169,7 +169,7 @@ def count_readings(options):
         (CAUSAL, 0),
     ],
 )
-def test_the_host_waits_for_the_device_at_most_once_per_call(rank_pool, options, most):
+def test_kept_keys_wait_for_device_once_per_call(rank_pool, options, most):
     assert max(rank_pool.run(count_readings, 2, options)) <= most
 
 
@@ -195,7 +195,7 @@ def gather_shape(x, sizes, tensor_dim, dim):
 
 @pytest.mark.parametrize("options", [{}, CAUSAL])
 @pytest.mark.parametrize("ring_index", [0, 1])
-def test_keys_are_selected_on_another_device_without_waiting_for_it(options, ring_index):
+def test_keys_are_selected_without_waiting_for_device(options, ring_index):
     segments = (Segment("text", 5, replicated=True), Segment("image", 21))
     layout = SequenceLayout(segments, 2)
     ring = MeshDim("ring", 2, ring_index, "a ring", None)

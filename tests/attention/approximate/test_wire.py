@@ -92,7 +92,7 @@ def count(ring, ulysses, dtype, comm_dtype):
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2), (2, 2)])
-def test_it_sends_as_many_messages_of_a_byte_per_element_and_4_per_token_and_head(rank_pool, ring, ulysses):
+def test_wire_sends_one_byte_per_element_and_scales(rank_pool, ring, ulysses):
     ranks = ring * ulysses
     for whole, half in zip(
         rank_pool.run(count, ranks, ring, ulysses, torch.bfloat16, None),
@@ -104,7 +104,7 @@ def test_it_sends_as_many_messages_of_a_byte_per_element_and_4_per_token_and_hea
 
 @pytest.mark.parametrize("ranks", [2, 8])
 @pytest.mark.parametrize(("tokens", "heads"), [(288, 24), (291, 25)])
-def test_with_kernels_ulysses_launches_7_however_tokens_and_heads_divide(ranks, tokens, heads):
+def test_rounded_ulysses_with_kernels_launches_7(ranks, tokens, heads):
     counter = count_attention(1, ranks, tokens=tokens, heads=heads, device="meta", comm_dtype=torch.float8_e4m3fn)
     assert {name: number for name, number in counter.by_operator.items() if name.startswith("para_core")} == {
         "para_core::pack_8_bits": 2,
@@ -114,7 +114,7 @@ def test_with_kernels_ulysses_launches_7_however_tokens_and_heads_divide(ranks, 
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
-def test_with_kernels_a_ring_launches_one_more_for_each_block_that_arrives(ranks):
+def test_rounded_ring_with_kernels_launches_one_more_per_block(ranks):
     whole, half = (
         count_attention(ranks, 1, device="meta", backend="triton", comm_dtype=comm_dtype)
         for comm_dtype in (None, torch.float8_e4m3fn)
