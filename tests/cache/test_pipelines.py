@@ -56,7 +56,7 @@ def cached_alone(name):
 
 
 @pytest.mark.parametrize("name", NEVER_ASKED)
-def test_a_cache_that_is_asked_at_no_step_says_why(name):
+def test_cache_never_asked_warns_with_reason(name):
     pipe = apply_cache_on_pipe(build(name), **ALWAYS)
     with pytest.warns(UserWarning, match=r"kv_cache, .* use_kv_cache=False"):
         generate(pipe, name)
@@ -64,7 +64,7 @@ def test_a_cache_that_is_asked_at_no_step_says_why(name):
 
 
 @pytest.mark.parametrize("name", UNCACHED)
-def test_a_cache_on_blocks_that_store_keys_is_refused_with_that_reason(name):
+def test_cache_on_blocks_that_store_keys_is_refused(name):
     with pytest.raises(TypeError, match=r"store keys"):
         apply_cache_on_pipe(build(name))
 
@@ -76,7 +76,7 @@ def test_a_cache_on_blocks_that_store_keys_is_refused_with_that_reason(name):
         dict.fromkeys(n for n in PIPELINES if n not in (*NEVER_ASKED, *UNCACHED)),
     ),
 )
-def test_threshold_0_is_bit_exact_a_large_one_skips_and_removing_restores(name):
+def test_threshold_0_is_bit_exact_and_removal_restores(name):
     pipe = build(name)
     cls, transformer_cls = type(pipe), type(pipe.transformer)
     block_classes = [type(module) for module in pipe.transformer.modules()]
@@ -123,12 +123,12 @@ def check_parallel(rank_pool, name, shape, cache_first):
 @pytest.mark.parametrize(
     "name", long_but(ON_TWO_RANKS, dict.fromkeys(n for n in [*ON_TWO_RANKS, *SHELF_PIPELINES] if n not in UNCACHED))
 )
-def test_parallel_it_skips_the_same_steps_and_gives_the_same_latents(rank_pool, name):
+def test_parallel_cache_skips_same_steps(rank_pool, name):
     check_parallel(rank_pool, name, (1, 2, 1), cache_first=False)
 
 
 @pytest.mark.parametrize("name", long_but(["hunyuan", "wan", "ltx2", "flux2"], ON_TWO_RANKS))
-def test_cached_first_and_on_a_ring_it_does_so_too(rank_pool, name):
+def test_cache_before_parallel_on_ring_skips_same_steps(rank_pool, name):
     check_parallel(rank_pool, name, (2, 1, 1), cache_first=True)
 
 
@@ -157,7 +157,7 @@ def generate_cached_with_pause(shape=None):
         return generate(pipe, "wan", num_inference_steps=8, callback_on_step_end=pause_guidance)
 
 
-def test_with_guidance_in_parallel_that_pauses_ranks_skip_the_steps_that_one_skips(rank_pool):
+def test_paused_guidance_over_ranks_skips_same_steps(rank_pool):
     expected = generate_cached_with_pause()
     for found in rank_pool.run(generate_cached_with_pause, 2, (2, 1, 1)):
         assert relative_error(found, expected) < 1e-4

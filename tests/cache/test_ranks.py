@@ -34,7 +34,7 @@ def one_rank_is_not_finite(value):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_number_that_is_not_finite_on_one_rank_is_computed_on_all(rank_pool, ranks, value):
+def test_nonfinite_residual_on_one_rank_computes_on_all(rank_pool, ranks, value):
     for found in rank_pool.run(one_rank_is_not_finite, ranks, value=value):
         assert found[:3] == ["warmup", "hit", "not_finite"]
         # What is compared with is not finite once more; then it is as before.
@@ -128,7 +128,7 @@ def generate_planned(compiled=False, mesh=None):
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_planned_steps_a_cap_and_a_forecast_hold_on_ranks_and_in_a_graph(rank_pool, compiled):
+def test_planned_steps_and_forecast_hold_on_ranks_in_graph(rank_pool, compiled):
     expected = generate_planned()
     assert [name for name, _ in expected[0][1]] == ["WARMUP", "SCHEDULE", "MASKED", "MASKED", "SCHEDULE"]
     assert expected[1][1] == [("WARMUP", 0), ("WARMUP", 0), ("HIT", 2), ("HIT", 2), ("LIMIT", 0)]
@@ -145,7 +145,7 @@ def generate_on_four(shape):
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 1), (1, 2, 2)])
-def test_on_four_ranks_too_it_generates_what_one_device_generates(rank_pool, shape):
+def test_four_ranks_equal_one_device(rank_pool, shape):
     pipe = apply_cache_on_pipe(build("wan"), residual_diff_threshold=0.45, max_consecutive_hits=2)
     expected = generate(pipe, "wan", num_inference_steps=5)
     assert cache_report(pipe).hits > 0
@@ -163,7 +163,7 @@ def rows_of_two_prompts(batch=1):
     return [(row.step, row.branch, row.samples) for row in cache_report(pipe).rows]
 
 
-def test_ranks_that_share_the_samples_of_a_batch_report_all_of_them(rank_pool):
+def test_ranks_sharing_samples_report_all_of_them(rank_pool):
     alone = rows_of_two_prompts()
     assert len(alone) == 6
     for rows in rank_pool.run(rows_of_two_prompts, 2, batch=2):
@@ -202,7 +202,7 @@ def threshold_at_which_samples_differ(batch):
 @pytest.mark.filterwarnings("ignore:the cache of the")
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("batch", BATCHES)
-def test_ranks_that_share_a_batch_skip_the_steps_that_one_device_skips(rank_pool, batch, compiled):
+def test_ranks_sharing_a_batch_skip_same_steps(rank_pool, batch, compiled):
     threshold = threshold_at_which_samples_differ(batch)
     expected, expected_rows = generate_batch(batch, threshold)
     assert {"HIT", "MISS"} <= {row[2] for row in expected_rows}
@@ -222,7 +222,7 @@ def branches_of_sequential_guidance(mesh=None):
     return [row.branch for row in cache_report(pipe).rows]
 
 
-def test_a_rank_of_the_second_branch_reports_it_by_the_name_that_one_device_gives_it(rank_pool):
+def test_second_branch_is_reported_by_its_name(rank_pool):
     alone = branches_of_sequential_guidance()
     assert alone == ["branch 0", "branch 1"] * 4
     for rank, branches in enumerate(rank_pool.run(branches_of_sequential_guidance, 2, mesh=(2, 1, 1))):

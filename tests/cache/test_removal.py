@@ -29,7 +29,7 @@ def state_of(pipe):
 @pytest.mark.parametrize("parallel_first", [False, True])
 @pytest.mark.parametrize("way", ["in place", "in its place", "eager"])
 @pytest.mark.parametrize("name", ["wan", pytest.param("qwen-image", marks=pytest.mark.long), "stable diffusion 3"])
-def test_a_compiled_pipe_has_no_attribute_of_ours_after_removal(name, way, parallel_first):
+def test_removal_leaves_no_attribute_on_compiled_pipe(name, way, parallel_first):
     torch._dynamo.reset()
     pipe = build(name)
     plain, expected = pipe.transformer, generate(pipe, name)
@@ -74,7 +74,7 @@ class Stack(nn.Module):
 BLOCKS = CachedBlocks((Stage(("blocks",)),))
 
 
-def test_a_model_whose_graphs_had_a_cache_is_not_kept_alive():
+def test_model_with_removed_cache_is_collected():
     torch._dynamo.reset()
     model = apply_cache(Stack(), BLOCKS, residual_diff_threshold=0.1)
     model.compile(backend="eager", fullgraph=True)
@@ -99,6 +99,6 @@ def shard_at_the_first_block():
     return str(error.value)
 
 
-def test_a_hook_that_shards_at_the_first_block_is_named_as_the_reason(rank_pool):
+def test_sharding_hook_at_first_block_is_named(rank_pool):
     for message in rank_pool.run(shard_at_the_first_block, 2):
         assert "streams=" not in message

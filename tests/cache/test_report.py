@@ -29,7 +29,7 @@ def cached(**options):
     return apply_cache_on_pipe(Pipe(), **{"residual_diff_threshold": 0.1, "adapter": ADAPTER, **options})
 
 
-def test_a_threshold_that_skips_nothing_or_all_is_a_warning_given_once_with_the_range():
+def test_useless_threshold_warns_once_with_range():
     pipe = cached()
     (message,) = warnings_of(pipe, [1.0, 1.5, 3.0])
     assert re.search(r"from 0.5 to 1, .*residual_diff_threshold is 0.1", message)
@@ -48,7 +48,7 @@ def test_a_threshold_that_skips_nothing_or_all_is_a_warning_given_once_with_the_
         ({"warmup_steps": 3}, [1.0, 2.0, 3.0]),  # nothing was compared
     ],
 )
-def test_there_is_no_warning_where_there_is_nothing_to_say(options, first):
+def test_good_threshold_does_not_warn(options, first):
     assert warnings_of(cached(**options), first) == []
 
 
@@ -89,7 +89,7 @@ def test_a_report_is_read_written_and_plotted(tmp_path):
         assert len(image.convert("RGB").getcolors(1 << 16)) > 20
 
 
-def test_plots_say_what_they_show_at_whole_steps_with_a_legend_that_hides_nothing():
+def test_plots_have_whole_steps_and_legend():
     pipe = cached(warmup_steps=1)
     pipe({"cond": [1.0, 1.0, 1.05, 2.0], "uncond": [5.0, 5.0, 5.0, 5.0]})
     figure = cache_report(pipe)._figure()
@@ -107,7 +107,7 @@ def test_plots_say_what_they_show_at_whole_steps_with_a_legend_that_hides_nothin
 
 
 @pytest.mark.filterwarnings("ignore:the cache of the")
-def test_seconds_are_of_every_call_whatever_its_branches_are_called():
+def test_seconds_cover_every_call():
     adapter = replace(ADAPTER, plan=Plan(inputs={}, outputs={}, joint_order=(), batched={"hidden_states": 0}))
     values = [(1.0, 9.0), (1.05, 9.0)]
     pipe = apply_cache_on_pipe(Pipe(), residual_diff_threshold=0.1, adapter=adapter)
@@ -126,7 +126,7 @@ def run_by_hand(model, num_calls):
         model(torch.zeros(1, 6, 8), torch.zeros(1, 2, 8), torch.tensor([1.0 + call, 1.0]))
 
 
-def test_a_loop_that_never_resets_the_cache_keeps_the_last_calls_and_counts_the_others(monkeypatch, tmp_path):
+def test_endless_loop_keeps_last_calls_and_counts_others(monkeypatch, tmp_path):
     monkeypatch.setattr(report_module, "MOST_READINGS", 5)
     model = apply_cache(Scripted(), BLOCKS, residual_diff_threshold=0.0)
     run_by_hand(model, 3)

@@ -69,7 +69,7 @@ def test_every_pipeline_is_followed_step_by_step(name):
 
 
 @pytest.mark.parametrize("cls", [FluxImg2ImgPipeline, FluxControlImg2ImgPipeline])
-def test_a_part_of_the_schedule_of_flux_is_followed_too(cls):
+def test_part_of_flux_schedule_is_followed(cls):
     pipe = apply_cache_on_pipe(flux_pipe(cls), residual_diff_threshold=0.0)
     image = torch.linspace(0, 1, 3 * 32 * 32).reshape(1, 3, 32, 32)
     images = {"image": image, **({"control_image": image} if cls is FluxControlImg2ImgPipeline else {})}
@@ -81,7 +81,7 @@ def test_a_part_of_the_schedule_of_flux_is_followed_too(cls):
 
 # Whose schedulers set no begin_index.
 @pytest.mark.parametrize("name", ["cogvideox, video", "wan, video", "ltx, condition"])
-def test_the_last_step_of_a_part_of_a_schedule_is_computed(name):
+def test_last_step_of_partial_schedule_is_computed(name):
     pipe = apply_cache_on_pipe(build(name), residual_diff_threshold=1e9, always_compute_last=True, forecast_order=1)
     part = "denoise_strength" if name == "ltx, condition" else "strength"
     generate(pipe, name, num_inference_steps=8, **{part: 0.5})

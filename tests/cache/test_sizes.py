@@ -93,7 +93,7 @@ def test_further_sizes_are_exact_with_inductor():
 
 @pytest.mark.long  # the default run has a pipeline on two ranks
 @pytest.mark.parametrize("name", NAMES)
-def test_further_sizes_are_exact_in_a_graph_on_two_ranks(rank_pool, name):
+def test_further_sizes_are_exact_in_graph_on_ranks(rank_pool, name):
     for outputs, graphs in rank_pool.run(run_cached, 2, name, SIZES, ranks=2):
         check(outputs, graphs, name, SIZES)
 
@@ -125,7 +125,7 @@ def generate_images(option=None, mesh=None):
 
 
 @pytest.mark.parametrize("option", [None, *[pytest.param(x, marks=pytest.mark.long) for x in ("lora", "vae")]])
-def test_a_cached_pipeline_generates_images_of_three_sizes_in_graphs_on_two_ranks(rank_pool, option):
+def test_cached_pipeline_takes_three_sizes_in_graphs(rank_pool, option):
     expected, _ = generate_images(option)
     for images, graphs in rank_pool.run(generate_images, 2, option=option, mesh=(1, 2)):
         assert graphs <= 4

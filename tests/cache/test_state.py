@@ -50,7 +50,7 @@ def test_an_exception_leaves_nothing_behind():
     assert verdicts(cache_report(pipe)) == ["warmup", "hit", "hit", "hit"]
 
 
-def test_a_retry_after_an_exception_inside_a_late_block_is_no_hit():
+def test_retry_after_late_exception_is_no_hit():
     """The first-block residual was replaced by then, what is stored of the other blocks was not."""
 
     class Failing(Scripted):
@@ -81,7 +81,7 @@ def test_a_retry_after_an_exception_inside_a_late_block_is_no_hit():
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_branches_have_states_of_their_own_also_where_one_comes_and_goes(named):
+def test_branches_have_separate_states(named):
     pipe = cached(Pipe(named=named))
     pipe({"cond": [1.0, 1.01, 1.5], "uncond": [7.0, 8.0, 8.01]}, {"cond": [10.0] * 3, "uncond": [20.0] * 3})
     names = ["cond", "uncond"] if named else ["branch 0", "branch 1"]
@@ -89,7 +89,7 @@ def test_branches_have_states_of_their_own_also_where_one_comes_and_goes(named):
     assert verdicts(cache_report(pipe), names[1]) == ["warmup", "miss", "hit"]
 
 
-def test_branches_without_a_name_are_told_apart_by_their_text_in_any_order():
+def test_unnamed_branches_are_identified_by_text():
     """As where guidance is off at some steps, and where the text is made anew at each."""
     model = apply_cache(Scripted(), BLOCKS, residual_diff_threshold=0.1)
     x = torch.ones(1, 6, 8)
@@ -114,7 +114,7 @@ class Waits(torch.overrides.TorchFunctionMode):
 
 
 @pytest.mark.parametrize("anew", [False, True])
-def test_branches_without_a_name_cost_no_wait_or_one_where_their_text_is_made_anew(anew):
+def test_unnamed_branches_wait_at_most_once(anew):
     # Computed unasked: no wait but for the branches.
     model = apply_cache(Scripted(), BLOCKS, residual_diff_threshold=0.1, warmup_steps=100)
     texts = [torch.full((1, 3, 8), float(i)) for i in range(3)]
@@ -129,7 +129,7 @@ def test_branches_without_a_name_cost_no_wait_or_one_where_their_text_is_made_an
     assert set(counts[3:]) == {1 if anew else 0}
 
 
-def test_where_the_text_changes_at_every_step_one_warning_says_so_and_nothing_is_held():
+def test_changing_text_warns_once_and_keeps_nothing():
     model = apply_cache(Scripted(), BLOCKS, residual_diff_threshold=0.1)
     x, added = torch.ones(1, 6, 8), torch.tensor([1.0, 2.0])
     expected = Scripted()(x, torch.zeros(1, 3, 8), added)
@@ -164,7 +164,7 @@ def test_a_change_of_size_or_dtype_begins_anew(change):
     assert verdicts(model_cache_report(model)) == ["warmup", "warmup"]
 
 
-def test_two_pipes_and_two_pipes_that_share_a_transformer_do_not_meet():
+def test_pipes_sharing_a_transformer_are_separate():
     shared = Scripted()
     a, b, plain = cached(Pipe(shared)), cached(Pipe(shared), residual_diff_threshold=0.001), Pipe(shared)
     expected = Pipe()(ALMOST_SAME)
@@ -182,7 +182,7 @@ def test_two_pipes_and_two_pipes_that_share_a_transformer_do_not_meet():
     assert type(shared) is Scripted
 
 
-def test_a_pipe_with_its_own_blocks_on_a_shared_transformer_is_right_too():
+def test_pipe_with_own_blocks_on_shared_transformer_is_exact():
     shared = Scripted()
     a, b = cached(Pipe(shared)), cached(Pipe(shared), first_blocks=2, last_blocks=1)
     for _ in range(2):
@@ -196,7 +196,7 @@ def test_a_pipe_with_its_own_blocks_on_a_shared_transformer_is_right_too():
     assert shared.counts() == [2, 1, 1, 1]
 
 
-def test_two_threads_in_one_pipe_or_one_transformer_are_an_error_and_in_two_pipes_right():
+def test_second_thread_in_a_pipe_raises():
     entered, leave = threading.Event(), threading.Event()
 
     class Waiting(Scripted):
@@ -238,7 +238,7 @@ class Callback(PipelineCallback):
 
 @pytest.mark.parametrize("kind", ["function", "partial", "callback of diffusers", "thread"])
 @pytest.mark.parametrize("cached_too", [False, True])
-def test_a_pipe_that_shares_the_transformer_and_runs_in_a_callback_is_as_alone(kind, cached_too):
+def test_nested_pipe_in_callback_equals_one_alone(kind, cached_too):
     a = flux_pipe()
     b = FluxPipeline(**{**a.components, "scheduler": FlowMatchEulerDiscreteScheduler(shift=3.0)})
     b.set_progress_bar_config(disable=True)
@@ -273,7 +273,7 @@ def test_a_pipe_that_shares_the_transformer_and_runs_in_a_callback_is_as_alone(k
     assert cache_report(a).hits == 3
 
 
-def test_a_pipe_without_a_cache_in_another_thread_is_as_alone_while_the_cached_one_is_inside_the_model():
+def test_uncached_pipe_in_another_thread_equals_one_alone():
     shared, inside, leave = Scripted(), threading.Event(), threading.Event()
     a, b = cached(Pipe(shared)), Pipe(shared)
     expected = Pipe()([3.0, 7.0])
@@ -295,7 +295,7 @@ def test_a_pipe_without_a_cache_in_another_thread_is_as_alone_while_the_cached_o
     assert verdicts(cache_report(a)) == ["warmup", "hit", "hit", "hit"]
 
 
-def test_applying_again_takes_effect_and_removing_gives_back_every_class():
+def test_reapplying_takes_effect_and_removal_restores_classes():
     pipe = Pipe()
     classes = [type(module) for module in pipe.transformer.modules()]
     expected = pipe(ALMOST_SAME)
@@ -312,7 +312,7 @@ def test_applying_again_takes_effect_and_removing_gives_back_every_class():
     remove_cache_from_pipe(pipe)  # nothing left to do
 
 
-def test_a_transformer_put_in_the_place_of_the_cached_one_is_an_error():
+def test_replaced_transformer_raises():
     pipe = cached()
     pipe.transformer = Scripted()
     with pytest.raises(RuntimeError, match=r"pipe\.transformer .*cache"):
@@ -372,7 +372,7 @@ def test_a_model_of_ones_own_is_reset_by_hand():
         reset_cache(model)
 
 
-def test_the_host_waits_at_most_once_per_step_and_never_where_the_residual_is_not_asked():
+def test_host_waits_at_most_once_per_step():
     waits = []
     waiting = {
         torch.Tensor.item,

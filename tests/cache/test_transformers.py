@@ -31,7 +31,7 @@ def test_a_transformer_whose_blocks_keep_keys_cannot_be_cached(name):
 
 @pytest.mark.filterwarnings("ignore:In CPU autocast")
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in KEEP_KEYS])
-def test_every_transformer_has_blocks_that_are_skipped_and_change_nothing_in_place(name):
+def test_every_transformer_has_skippable_blocks(name):
     model, inputs = MODELS[name].build(), MODELS[name].inputs(4, 6, 10)
     known = adapter_for(model)
     assert known is not None

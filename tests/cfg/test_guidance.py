@@ -171,7 +171,7 @@ def run_shared(name, foresee):
 
 @pytest.mark.parametrize("foresee", [None, on_meta], ids=["seen once", "foreseen"])
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
-def test_what_code_does_with_results_that_are_not_there_yet_is_exact(rank_pool, body, foresee):
+def test_code_on_deferred_results_is_exact(rank_pool, body, foresee):
     model = Model()
     expected = run(body, model, model)
     for rank, outs in enumerate(rank_pool.run(run_shared, 2, body.__name__, foresee)):
@@ -231,9 +231,7 @@ def run_after_an_error(foresee, broken):
     ],
     ids=["another dtype", "an error of one rank"],
 )
-def test_a_call_that_does_not_give_what_was_foreseen_is_an_error_on_every_rank_once(
-    rank_pool, foresee, broken, messages
-):
+def test_unforeseen_output_raises_once_on_every_rank(rank_pool, foresee, broken, messages):
     expected = combine_at_once(Model(), torch.ones(2, 6))
     for (errors, out), message in zip(rank_pool.run(run_after_an_error, 2, foresee, broken), messages, strict=True):
         assert len(errors) == 1, errors

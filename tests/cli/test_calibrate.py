@@ -10,7 +10,7 @@ from para_core.cli.app import run
 SMALL = ["--size", "64x48", "--steps", "4"]
 
 
-def test_the_threshold_for_so_many_computed_steps_is_found_and_written(tmp_path, capsys):
+def test_calibrate_writes_threshold_for_computed_steps(tmp_path, capsys):
     path = tmp_path / "found.json"
     wanted = ["--metric", "computed_steps", "--target", "3", "--tries", "3", "--out", str(path)]
     assert run(["calibrate", "--prompt", "a red circle", *SMALL, *wanted]) == 0
@@ -21,13 +21,13 @@ def test_the_threshold_for_so_many_computed_steps_is_found_and_written(tmp_path,
 
 
 @pytest.mark.parametrize("command", [["calibrate", "--prompt", "a"], ["plan"], ["doctor", "--cpu"]])
-def test_a_file_that_cannot_be_written_is_an_error_before_anything_is_computed(tmp_path, capsys, command):
+def test_unwritable_file_is_refused_at_once(tmp_path, capsys, command):
     for path, said in ((tmp_path / "absent/found.json", "No such file or directory"), (tmp_path, "Is a directory")):
         assert run([*command, "--out", str(path)]) == 1
         assert re.match(rf"error: {re.escape(str(path))} .*{said}.*--out", capsys.readouterr().err)
 
 
-def test_no_prompt_and_an_unknown_metric_are_errors_before_anything_is_loaded(capsys):
+def test_missing_prompt_and_unknown_metric_are_refused(capsys):
     assert run(["calibrate"]) == 2
     assert re.search(r"--prompt .*--prompts ", " ".join(capsys.readouterr().err.split()))
     assert run(["calibrate", "--prompt", "a", "--metric", "beauty"]) == 2

@@ -45,7 +45,7 @@ def generate_lines(folder, num_stages, pipefusion, failing):
 
 
 @pytest.mark.parametrize(("pipefusion", "failing"), [(True, 5), pytest.param(False, 3, marks=pytest.mark.long)])
-def test_the_line_after_one_that_failed_on_all_ranks_is_right(rank_pool, tmp_path, pipefusion, failing):
+def test_line_after_a_failed_one_is_exact(rank_pool, tmp_path, pipefusion, failing):
     generate_lines(tmp_path / "alone", 1, pipefusion, None)
     rank_pool.run(generate_lines, 2, tmp_path / "stages", 2, pipefusion, failing)
     events = [(event["event"], event["line"]) for event in _read_journal(Path(tmp_path / "stages/journal"))]

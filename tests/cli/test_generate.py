@@ -51,7 +51,7 @@ def plain_pixels(**call):
     return np.asarray(pipe(generator=torch.Generator().manual_seed(seed), **call).images[0]).astype(int)
 
 
-def test_one_prompt_gives_the_image_of_the_plain_pipeline_and_says_how_it_was_made(tmp_path):
+def test_one_prompt_equals_plain_pipeline(tmp_path):
     assert run(["generate", "--prompt", CAPTION, "--seed", "7", "--out", str(tmp_path), *SMALL]) == 0
     assert np.array_equal(pixels(tmp_path / "00001.png"), plain_pixels(prompt=CAPTION, seed=7))
     record = json.loads((tmp_path / "00001.json").read_text())
@@ -61,7 +61,7 @@ def test_one_prompt_gives_the_image_of_the_plain_pipeline_and_says_how_it_was_ma
     assert set(record["versions"]) == {"para_core", "torch", "diffusers"}
 
 
-def test_bad_lines_are_reported_by_number_and_the_others_are_generated(tmp_path, prompts, capsys):
+def test_bad_lines_are_reported_and_others_generated(tmp_path, prompts, capsys):
     path = prompts(
         {"prompt": CAPTION, "seed": 3},
         "{no json",
@@ -89,7 +89,7 @@ def test_bad_lines_are_reported_by_number_and_the_others_are_generated(tmp_path,
     assert np.array_equal(pixels(tmp_path / "out/00007.png"), expected)
 
 
-def test_finished_lines_are_not_made_again_unless_they_or_the_recipe_changed(tmp_path, prompts, capsys):
+def test_finished_lines_are_kept_until_changed(tmp_path, prompts, capsys):
     out = tmp_path / "out"
 
     def generated(*options, second="a blue square"):
@@ -108,9 +108,7 @@ def test_finished_lines_are_not_made_again_unless_they_or_the_recipe_changed(tmp
     assert generated("--cache", "0.1", second="a green square") == 2
 
 
-def test_an_image_is_given_by_a_path_beside_the_prompts_and_looked_at_before_anything_is_loaded(
-    tmp_path, prompts, monkeypatch, capsys
-):
+def test_image_paths_are_relative_to_prompts(tmp_path, prompts, monkeypatch, capsys):
     monkeypatch.setattr(para_core.cli.ranks, "build", not_called)
     (tmp_path / "text.png").write_text("no image")
     path = prompts(
@@ -122,9 +120,7 @@ def test_an_image_is_given_by_a_path_beside_the_prompts_and_looked_at_before_any
     assert re.search(r"line 2: .*text.png: 8 bytes .*image", said)
 
 
-def test_an_image_of_an_option_is_looked_for_here_and_one_of_a_line_beside_the_prompts(
-    tmp_path, prompts, monkeypatch, capsys
-):
+def test_image_of_option_is_relative_to_working_directory(tmp_path, prompts, monkeypatch, capsys):
     monkeypatch.setattr(para_core.cli.ranks, "build", not_called)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -137,7 +133,7 @@ def test_an_image_of_an_option_is_looked_for_here_and_one_of_a_line_beside_the_p
     assert f"line 2: {tmp_path}/mine.png: No such file or directory" in shown
 
 
-def test_a_result_that_is_larger_than_the_disk_costs_its_own_line_alone(tmp_path, prompts, monkeypatch, capsys):
+def test_result_larger_than_disk_fails_its_line(tmp_path, prompts, monkeypatch, capsys):
     monkeypatch.setattr(para_core.cli.ranks, "build", not_called)
     path = prompts({"prompt": CAPTION}, {"prompt": CAPTION, "size": "99999999x99999999"})
     assert run(["generate", "--prompts", path, "--out", str(tmp_path / "out"), "--dry-run"]) == 1
@@ -153,7 +149,7 @@ def not_called(*_):
 Usage = namedtuple("Usage", "total used free")
 
 
-def test_what_cannot_be_written_is_an_error_before_the_pipeline_is_loaded(tmp_path, monkeypatch, capsys):
+def test_unwritable_results_are_refused_before_loading(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(para_core.cli.ranks, "build", not_called)
     one = ["generate", "--prompt", CAPTION]
     (tmp_path / "file").write_text("")
@@ -166,7 +162,7 @@ def test_what_cannot_be_written_is_an_error_before_the_pipeline_is_loaded(tmp_pa
     assert re.search(r"1\.0 MB free, .*1 .*0\.1 MB .*67\.1 MB", capsys.readouterr().err)
 
 
-def test_a_video_without_a_writer_is_an_error_before_the_pipeline_is_loaded(tmp_path, monkeypatch, capsys):
+def test_missing_video_writer_is_refused_before_loading(tmp_path, monkeypatch, capsys):
     (tmp_path / "model_index.json").write_text(
         json.dumps({"_class_name": "WanPipeline", "_diffusers_version": "0.42.1"})
     )
@@ -206,14 +202,14 @@ def test_errors_are_one_sentence_and_a_traceback_with_debug(tmp_path, capsys):
         (["--ranks", "2", "--mesh", "ring=1,ulysses=1"], "2 ranks .*ring 1 × ulysses 1"),
     ],
 )
-def test_options_that_do_not_fit_are_an_error_before_anything_is_loaded(tmp_path, monkeypatch, capsys, options, said):
+def test_bad_options_are_refused_before_loading(tmp_path, monkeypatch, capsys, options, said):
     monkeypatch.setattr(para_core.cli.ranks, "build", not_called)
     assert run(["generate", "--prompt", CAPTION, "--out", str(tmp_path), *options]) == 1
     assert re.search(said, capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("options", [["--ranks", "0"], ["--replicas", "0"], ["--fps", "0"], ["--cache", "high"]])
-def test_options_that_no_run_could_have_end_with_code_2(tmp_path, options):
+def test_impossible_options_exit_with_2(tmp_path, options):
     assert run(["generate", "--prompt", CAPTION, "--out", str(tmp_path), *options]) == 2
 
 
@@ -223,7 +219,7 @@ def test_more_ranks_than_gpus_are_an_error(tmp_path, monkeypatch, capsys):
     assert "2 GPUs" in " ".join(capsys.readouterr().err.replace("│", "").split())
 
 
-def test_lines_end_where_json_lines_do_and_none_of_them_ends_the_run(tmp_path, prompts, monkeypatch, capsys):
+def test_lines_end_at_newlines_and_bad_ones_are_reported(tmp_path, prompts, monkeypatch, capsys):
     monkeypatch.setattr(para_core.cli.ranks, "build", not_called)
     path = prompts("[" * 100_000, json.dumps({"prompt": "a\u2028b"}, ensure_ascii=False), '{"prompt": "\\ud800"}')
     assert run(["generate", "--prompts", path, "--out", str(tmp_path / "out"), "--dry-run"]) == 1
@@ -246,7 +242,7 @@ def stand_in(monkeypatch):
     return asked
 
 
-def test_a_disk_that_fills_ends_the_run_with_what_is_finished_kept(tmp_path, prompts, monkeypatch, capsys):
+def test_full_disk_keeps_finished_results(tmp_path, prompts, monkeypatch, capsys):
     asked, fsync = stand_in(monkeypatch), os.fsync
     path = prompts(*[{"prompt": text} for text in "abc"])
 
@@ -262,9 +258,7 @@ def test_a_disk_that_fills_ends_the_run_with_what_is_finished_kept(tmp_path, pro
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["00001.json", "00001.png"]
 
 
-def test_one_run_at_a_time_writes_to_a_folder_and_takes_away_what_a_killed_one_left(
-    tmp_path, prompts, monkeypatch, capsys
-):
+def test_one_run_writes_to_a_folder_at_a_time(tmp_path, prompts, monkeypatch, capsys):
     asked = stand_in(monkeypatch)
     out = tmp_path / "ö 日本"
     out.mkdir()
@@ -307,7 +301,7 @@ def test_each_help_fits_a_screen(monkeypatch, capsys):
         assert not any("…" in line for line in lines), f"{command}: an option's help is cut off"
 
 
-def test_a_file_is_written_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
+def test_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "result.png"
     write_atomically(path, b"old")
 
@@ -321,7 +315,7 @@ def test_a_file_is_written_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_without_the_repository_the_default_model_is_an_error_that_says_what_to_name(tmp_path, monkeypatch, capsys):
+def test_missing_default_model_asks_for_a_name(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(para_core, "__file__", str(tmp_path / "para_core/__init__.py"))
     monkeypatch.chdir(tmp_path)
     assert run(["generate", "--prompt", CAPTION]) == 1
@@ -329,9 +323,7 @@ def test_without_the_repository_the_default_model_is_an_error_that_says_what_to_
 
 
 @pytest.mark.long
-def test_two_ranks_that_the_command_starts_generate_what_one_does_and_one_that_is_killed_costs_one_line(
-    tmp_path, prompts
-):
+def test_two_ranks_equal_one_and_survive_a_kill(tmp_path, prompts):
     path = prompts({"prompt": CAPTION}, {"prompt": "killed"}, {"prompt": "a blue square"})
     # Rank 1 is killed in its second prompt.
     script = tmp_path / "main.py"
@@ -355,7 +347,7 @@ def test_two_ranks_that_the_command_starts_generate_what_one_does_and_one_that_i
 
 
 @pytest.mark.long
-def test_three_sizes_on_two_ranks_compiled_with_a_cache_generate_what_one_rank_does(tmp_path, prompts):
+def test_three_compiled_cached_sizes_on_ranks_equal_one(tmp_path, prompts):
     sizes = ["64x48", "48x64", "72x56"]
     path = prompts(*[{"prompt": CAPTION, "seed": 7, "size": size} for size in sizes])
 
@@ -381,7 +373,7 @@ def test_three_sizes_on_two_ranks_compiled_with_a_cache_generate_what_one_rank_d
 
 
 @pytest.mark.long
-def test_under_torchrun_its_ranks_are_used_and_an_error_is_a_sentence(tmp_path, prompts):
+def test_torchrun_ranks_are_used(tmp_path, prompts):
     path = prompts({"prompt": CAPTION}, "{", {"prompt": "a blue square"})
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "para_core"]
 

@@ -17,7 +17,7 @@ def test_the_plan_is_the_library_s(capsys, tmp_path):
     assert image.stat().st_size > 1000
 
 
-def test_the_plan_ends_with_the_options_of_generate_that_run_its_first_row(capsys, monkeypatch):
+def test_plan_ends_with_its_generate_command(capsys, monkeypatch):
     found = plan_mesh("FLUX.1-dev", ranks=4)
     said = []
     for row in found.rows:

@@ -103,7 +103,7 @@ def compiled_and_gradient(nccl):
 
 
 @pytest.mark.parametrize("nccl", [False, True])
-def test_uneven_parts_are_gathered_in_one_graph_with_a_gradient(rank_pool, nccl):
+def test_uneven_parts_gather_in_one_graph_with_gradient(rank_pool, nccl):
     whole = torch.cat([part_of(rank, (3, 1), 0, torch.float32) for rank in range(2)])
     weight = torch.arange(1.0, 25.0).view(4, 2, 3)
     # Each rank's sum has a factor of its own; the gradients of both ranks add up.

@@ -42,7 +42,7 @@ def agree_on_a_mesh(ring, ulysses):
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (2, 1), (2, 2)])
-def test_ranks_that_agree_exchange_a_few_bytes_and_learn_what_each_has_of_its_own(rank_pool, ring, ulysses):
+def test_consistent_ranks_exchange_a_few_bytes(rank_pool, ring, ulysses):
     ranks = ring * ulysses
     for own, nothing, gathered in rank_pool.run(agree_on_a_mesh, ranks, ring, ulysses):
         assert own == [(10 * rank, -1) for rank in range(ranks)]
@@ -75,7 +75,7 @@ def disagree():
     return errors, own, exchange({"rank": rank, "of its own": "é" * rank}, mesh)
 
 
-def test_ranks_that_do_not_agree_raise_the_same_error_on_all_and_go_on(rank_pool):
+def test_inconsistent_ranks_raise_same_error(rank_pool):
     for errors, own, records in rank_pool.run(disagree, 4):
         assert errors["a value"] == (
             "ValueError",
@@ -141,7 +141,7 @@ def _as_given():
     return {"sort_ranks": False} if "sort_ranks" in inspect.signature(dist.new_group).parameters else {}
 
 
-def test_a_group_without_a_cpu_gets_one_group_beside_it_and_the_device_is_left_alone(rank_pool):
+def test_group_without_cpu_gets_one_cpu_group(rank_pool):
     for outs, timeouts_are_kept in rank_pool.run(groups_without_a_cpu, 4):
         for own, ranks, first, devices in outs:
             assert own == ranks

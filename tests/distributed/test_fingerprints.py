@@ -31,14 +31,14 @@ def split_mix(data):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_fingerprint_is_of_the_bytes_whatever_the_dtype_and_size(dtype):
+def test_fingerprint_covers_bytes_of_any_dtype(dtype):
     tensors = [sample(shape, dtype) for shape in SHAPES]
     data = [bytes(x.contiguous().view(-1).view(torch.uint8).tolist()) for x in tensors]
     assert fingerprints(tensors) == [split_mix(each) for each in data]
     assert [fingerprints([x])[0] for x in tensors] == fingerprints(tensors)
 
 
-def test_a_fingerprint_does_not_depend_on_the_layout_in_memory():
+def test_fingerprint_ignores_memory_layout():
     x = sample((4, 6, 5), torch.float32)
     other = torch.zeros(4, 6, 11)[:, :, 3:8].copy_(x)
     assert len({*fingerprints([x, x.mT.contiguous().mT, other, torch.nn.Parameter(x)])}) == 1

@@ -111,7 +111,7 @@ def attend_to_one_token(ring, ulysses, backward):
 
 @pytest.mark.parametrize("backward", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2)])
-def test_a_rank_without_tokens_takes_part_in_what_others_wait_for(rank_pool, ring, ulysses, backward):
+def test_empty_rank_takes_part_in_collectives(rank_pool, ring, ulysses, backward):
     x, weight = make_inputs([(2, 1, 8), (2, 8, 8)])
     (part,) = compute([x @ weight.requires_grad_()], F.scaled_dot_product_attention)
     loss = part.square().sum()
@@ -149,7 +149,7 @@ def trace(ring, ulysses, backward=True):
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2), (2, 2)])
-def test_every_collective_of_a_graph_takes_a_token_from_the_one_before(rank_pool, ring, ulysses):
+def test_collectives_of_a_graph_are_ordered_by_tokens(rank_pool, ring, ulysses):
     for graphs in rank_pool.run(trace, ring * ulysses, ring, ulysses):
         assert len(graphs) == 2
         for ours, waits_for, waited in graphs:

@@ -45,7 +45,7 @@ def test_a_sharded_segment_is_cut_as_tensor_split_cuts(total, ranks):
 
 
 @given(total=st.integers(0, 200), ranks=RANKS)
-def test_a_balanced_segment_gives_each_rank_as_early_a_part_as_its_other_one_is_late(total, ranks):
+def test_balanced_segment_pairs_early_and_late_parts(total, ranks):
     segment = Segment("video", total, balanced=True)
     parts = torch.tensor_split(torch.arange(total), 2 * ranks)
     for rank in range(ranks):
@@ -66,7 +66,7 @@ def test_local_lengths_count_what_each_rank_holds(segments, ranks):
 
 
 @given(segments=SEGMENTS, ranks=RANKS)
-def test_every_sharded_token_is_held_once_and_every_replicated_one_by_all(segments, ranks):
+def test_each_sharded_token_is_held_once(segments, ranks):
     layout = SequenceLayout(segments, ranks)
     sharded, replicated = [
         [
@@ -82,7 +82,7 @@ def test_every_sharded_token_is_held_once_and_every_replicated_one_by_all(segmen
         assert layout.sharded_size(rank) == len(sharded[rank])
 
 
-def test_with_fewer_tokens_than_ranks_the_last_ranks_hold_none():
+def test_last_ranks_hold_no_tokens_if_few():
     assert even_layout(2, 5).sizes() == (1, 1, 0, 0, 0)
     assert even_layout(0, 3).sizes() == (0, 0, 0)
 

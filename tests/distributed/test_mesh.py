@@ -70,7 +70,7 @@ def test_mesh_dims_have_the_documented_sizes(num_ranks, maxima, expected):
     assert shape(num_ranks, **maxima) == expected
 
 
-def test_ranks_left_over_are_an_error_that_names_the_sizes_that_fit():
+def test_leftover_ranks_name_sizes_that_fit():
     with pytest.raises(
         ValueError,
         match=r"^8 ranks.* batch 1 × ring 2 × ulysses 2 .*4 .*max_ring_dim_size=4, max_ulysses_dim_size=4 .*max_batch_dim_size=2",
@@ -81,7 +81,7 @@ def test_ranks_left_over_are_an_error_that_names_the_sizes_that_fit():
 
 
 @given(num_ranks=st.integers(1, 64), batch=MAXIMUM, ring=MAXIMUM, ulysses=MAXIMUM)
-def test_each_dim_is_the_largest_divisor_that_is_left_and_every_rank_is_used(num_ranks, batch, ring, ulysses):
+def test_each_dim_is_largest_divisor_left(num_ranks, batch, ring, ulysses):
     left = num_ranks
     expected = []
     for maximum in (batch or 1, ring, ulysses):
@@ -124,7 +124,7 @@ def test_a_maximum_that_is_no_integer_is_an_error(maximum):
         shape(4, ulysses=maximum)
 
 
-def test_without_a_process_group_the_error_says_how_to_start_one():
+def test_missing_process_group_names_torchrun():
     with pytest.raises(RuntimeError, match=r"init_process_group.*torchrun|torchrun.*init_process_group"):
         init_context_parallel_mesh("cpu")
 
@@ -134,17 +134,17 @@ def test_what_is_no_mesh_is_an_error():
         UnifiedAttnMode("cuda")
 
 
-def test_ranks_with_a_gpu_of_their_own_on_any_host_are_fine():
+def test_ranks_with_own_gpus_are_accepted():
     assert shared_gpu(dict(enumerate([("a", "0"), ("a", "1"), ("b", "0"), ("b", "1")]))) is None
 
 
-def test_ranks_of_a_host_that_are_all_on_one_gpu_are_told_of_set_device():
+def test_ranks_on_first_gpu_are_told_of_set_device():
     message = shared_gpu({4: ("b", "1"), 5: ("a", "0"), 6: ("a", "0"), 7: ("a", "0")})
     assert re.search(r"ranks \[5, 6, 7\] on host a .*device 0", message)
     assert "Call torch.cuda.set_device(torch.distributed.get_node_local_rank())" in message
 
 
-def test_two_ranks_that_share_one_gpu_of_several_are_named():
+def test_two_ranks_sharing_a_gpu_are_named():
     message = shared_gpu({0: ("a", "0"), 1: ("a", "1"), 2: ("a", "1")})
     assert re.search(r"ranks \[1, 2\] on host a .*device 1", message)
     assert "more ranks than GPUs" in message
@@ -202,7 +202,7 @@ def say_which_share(gpus, backend, device_type):
         return said
 
 
-def test_ranks_that_share_a_gpu_are_an_error_on_all_of_them_whoever_made_the_mesh(rank_pool):
+def test_shared_gpu_raises_on_its_ranks(rank_pool):
     # Ranks 0 and 3 have no mesh dim in common, and ranks 1 and 2 have nothing to complain of.
     for rank, said in enumerate(rank_pool.run(say_which_share, 4, ["A", "B", "C", "A"], "nccl", "cuda")):
         for name, (message, exchanges) in said.items():
@@ -212,14 +212,14 @@ def test_ranks_that_share_a_gpu_are_an_error_on_all_of_them_whoever_made_the_mes
             assert exchanges == (1 if alone or name == "in batch" else 2), name  # one per mesh dim
 
 
-def test_ranks_with_a_gpu_each_or_with_none_in_use_are_no_error(rank_pool):
+def test_unshared_gpus_raise_nothing(rank_pool):
     for gpus in (["A", "B", "C", "D"], [None] * 4, ["A", None, None, "B"]):
         for said in rank_pool.run(say_which_share, 4, gpus, "nccl", "cuda"):
             assert {message for message, _ in said.values()} == {"no error"}, gpus
 
 
 @pytest.mark.parametrize(("backend", "device_type"), [("gloo", "cuda"), ("nccl", "cpu")])
-def test_nothing_is_asked_without_nccl_or_of_a_mesh_of_cpus(rank_pool, backend, device_type):
+def test_gpus_are_not_compared_without_nccl(rank_pool, backend, device_type):
     for said in rank_pool.run(say_which_share, 4, ["A"] * 4, backend, device_type):
         assert set(said.values()) == {("no error", 0)}
 
@@ -235,7 +235,7 @@ def make_in_other_ways(gpus):
         return *said, len(counting)
 
 
-def test_a_group_is_asked_as_a_mesh_is_and_assume_equal_and_functional_forms_ask_nothing(rank_pool):
+def test_group_is_checked_like_a_mesh(rank_pool):
     for message, exchanges, others in rank_pool.run(make_in_other_ways, 4, ["A", "A", "B", "C"]):
         assert message.startswith("RuntimeError: ranks [0, 1] on host") and (exchanges, others) == (1, 0)
 
@@ -251,7 +251,7 @@ def build_meshes():
     return describe(mesh), (found.rank, found.ring.index, found.ulysses.index), describe(default)[:2]
 
 
-def test_the_sequence_rank_is_ring_index_times_ulysses_size_plus_ulysses_index(rank_pool):
+def test_sequence_rank_is_ring_major(rank_pool):
     for rank, (mesh, indices, default) in enumerate(rank_pool.run(build_meshes, 4)):
         assert mesh == ((1, 2, 2), ("batch", "ring", "ulysses"), "cpu", (0, rank // 2, rank % 2))
         assert indices == (rank, rank // 2, rank % 2)
@@ -285,7 +285,7 @@ def groups_made(shapes):
     return made
 
 
-def test_all_mesh_dims_of_size_1_share_one_group_of_this_rank_alone(rank_pool):
+def test_dims_of_size_1_share_one_group(rank_pool):
     shapes = [(1, 1, 4), (1, 4, 1), (4, 1, 1), (1, 2, 2), (2, 2, 1)]
     for made in rank_pool.run(groups_made, 4, shapes):
         # What spans all ranks is the default group; of dims of 2, torch makes both groups on every rank.
@@ -314,7 +314,7 @@ def attend_in_replicas(only=None):
     return attend_chunk(UnifiedAttnMode(mesh), seed=replica)
 
 
-def test_slices_of_a_larger_mesh_are_replicas_with_data_of_their_own(rank_pool):
+def test_slices_of_a_mesh_are_replicas(rank_pool):
     for rank, out in enumerate(rank_pool.run(attend_in_replicas, 4)):
         expected = F.scaled_dot_product_attention(*make_qkv(12, 4, seed=rank // 2)).chunk(2, dim=-2)[rank % 2]
         assert relative_error(out, expected) < 1e-5, f"rank {rank}"
@@ -411,7 +411,7 @@ def sixteen_ranks(**environment):
         return ranks_per_host()
 
 
-def test_torchrun_and_slurm_say_how_many_ranks_a_host_has():
+def test_launchers_tell_ranks_per_host():
     assert sixteen_ranks(WORLD_SIZE="16", GROUP_WORLD_SIZE="2") == 8
     assert sixteen_ranks(SLURM_NTASKS="16", SLURM_NNODES="4") == 4
     # One task a node, which is torchrun.
@@ -435,7 +435,7 @@ def test_torchrun_and_slurm_say_how_many_ranks_a_host_has():
         (8, 8, {}, (1, 1, 8)),
     ],
 )
-def test_ulysses_groups_stay_on_a_host_unless_a_size_is_asked_for(ranks, on_host, maxima, expected):
+def test_ulysses_groups_stay_on_a_host(ranks, on_host, maxima, expected):
     given = {f"max_{name}_dim_size": maximum for name, maximum in maxima.items()}
     found = choose_mesh_shape(ranks, ranks_per_host=on_host, **given)
     assert found == expected
@@ -456,7 +456,7 @@ def sum_of_each_pair():
     return found
 
 
-def test_ranks_that_made_different_numbers_of_groups_make_one_together(rank_pool):
+def test_ranks_with_different_group_counts_create_one_together(rank_pool):
     for rank, sums in enumerate(rank_pool.run(sum_of_each_pair, 3, timeout=60)):
         expected = {pair: sum(10**member for member in pair) for pair in ((0, 1), (1, 2), (0, 2)) if rank in pair}
         assert sums == expected
@@ -470,7 +470,7 @@ def device_type_with_a_cuda_build():
         return init_context_parallel_mesh().device_type
 
 
-def test_a_cuda_build_without_a_gpu_makes_a_mesh_of_the_cpu(rank_pool):
+def test_cuda_build_without_gpu_uses_cpu(rank_pool):
     assert rank_pool.run(device_type_with_a_cuda_build, 2) == ["cpu", "cpu"]
 
 
@@ -482,7 +482,7 @@ def device_types_of_groups(is_available):
 
 
 @pytest.mark.parametrize("is_available", [False, True])
-def test_a_group_for_cpu_and_cuda_is_one_of_cuda_where_there_is_a_gpu(rank_pool, is_available):
+def test_mixed_group_uses_cuda_if_available(rank_pool, is_available):
     mixed = "cuda" if is_available else "cpu"
     for device_types in rank_pool.run(device_types_of_groups, 2, is_available):
         assert device_types == [mixed, mixed, "cuda"]

@@ -41,7 +41,7 @@ def test_a_cluster_of_another_program_is_not_joined(monkeypatch):
     assert ray_.started == ["None with True CPUs"]
 
 
-def test_the_cluster_that_ray_start_made_is_joined_and_one_that_is_gone_replaced(monkeypatch):
+def test_ray_cluster_is_joined_or_replaced(monkeypatch):
     ray_ = StandIn(monkeypatch, noted=True, alive=True)
     assert group.connect(7, debug=False)
     assert ray_.started == ["joined"]
@@ -50,14 +50,14 @@ def test_the_cluster_that_ray_start_made_is_joined_and_one_that_is_gone_replaced
     assert ray_.started == ["local with True CPUs"]
 
 
-def test_an_address_that_was_named_and_does_not_answer_is_an_error(monkeypatch):
+def test_named_address_without_cluster_raises(monkeypatch):
     StandIn(monkeypatch, noted=True, alive=False)
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     with pytest.raises(RuntimeError, match=r"RAY_ADDRESS .*'127\.0\.0\.1:1'"):
         group.connect(7, debug=False)
 
 
-def test_a_start_that_is_too_slow_is_tried_again_and_another_failure_is_a_sentence(monkeypatch):
+def test_slow_start_is_retried(monkeypatch):
     ray_ = StandIn(monkeypatch)
     init, late = ray_.init, ["The current node timed out during startup."]
 
@@ -80,7 +80,7 @@ def nodes(monkeypatch, *cpus):
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": float(sum(cpus))})
 
 
-def test_a_replica_that_no_node_has_room_for_is_an_error_that_names_spread(monkeypatch):
+def test_replica_without_room_names_spread(monkeypatch):
     nodes(monkeypatch, 2, 3, 1)
     group.require_cluster(group.Shape(2), 2)
     group.require_cluster(group.Shape(3, spread=True), 2)
@@ -101,7 +101,7 @@ def test_a_replica_that_no_node_has_room_for_is_an_error_that_names_spread(monke
         (["--replicas", "0"], "--replicas 0.*1"),
     ],
 )
-def test_limits_that_no_server_has_are_an_error_by_the_names_of_their_options(options, says, monkeypatch, capsys):
+def test_impossible_limits_name_their_options(options, says, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "200")
     assert run(["serve", *options]) != 0
     assert re.search(says, capsys.readouterr().err)

@@ -43,13 +43,13 @@ DONE, FAILED, CANCELLED = (
 
 
 @pytest.mark.parametrize("seconds", [(0.0, 3 * GRACE), (3 * GRACE, 0.0), (0.0, 2 * GRACE, 4 * GRACE)])
-def test_a_slow_rank_is_waited_for_after_others_are_done(seconds):
+def test_slow_rank_is_waited_for(seconds):
     assert wait_for(*[(each, DONE) for each in seconds]) == ["done"] * len(seconds)
 
 
 @pytest.mark.parametrize("other", [FAILED, CANCELLED])
 @pytest.mark.parametrize("order", [1, -1])
-def test_a_rank_that_is_silent_after_another_failed_is_dead(other, order):
+def test_silent_rank_after_failure_is_dead(other, order):
     start = time.perf_counter()
     with pytest.raises(ReplicaDied) as error:
         wait_for(*[(0.0, other), (30.0, DONE)][::order])
@@ -57,15 +57,15 @@ def test_a_rank_that_is_silent_after_another_failed_is_dead(other, order):
     assert time.perf_counter() - start < 10.0
 
 
-def test_a_rank_that_fails_after_another_is_done_starts_the_grace_period():
+def test_late_failure_starts_grace_period():
     with pytest.raises(ReplicaDied, match="no room"):
         wait_for((30.0, DONE), (0.0, DONE), (2 * GRACE, FAILED))
 
 
-def test_a_rank_that_dies_after_another_is_done_is_named():
+def test_late_death_is_named():
     with pytest.raises(ReplicaDied, match=r"rank 1.*killed"):
         wait_for((30.0, DONE), (2 * GRACE, RuntimeError("killed")), (0.0, DONE))
 
 
-def test_ranks_that_fail_within_the_grace_period_have_all_answered():
+def test_failures_within_grace_period_are_answers():
     assert wait_for((GRACE / 2, FAILED), (0.0, FAILED)) == ["failed", "failed"]

@@ -32,7 +32,7 @@ def two_nodes(monkeypatch):
     cluster.shutdown()
 
 
-def test_ranks_on_two_nodes_generate_what_a_plain_pipeline_does_where_they_may_be_spread(two_nodes):
+def test_spread_ranks_equal_plain_pipeline(two_nodes):
     model = find_model(None)
     recipe = Recipe(model.name, timeout=120)
     request = make_request({"prompt": "a red circle", "size": "64x48", "steps": 2}, model, seed=3)

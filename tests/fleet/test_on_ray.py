@@ -96,7 +96,7 @@ def rank_processes():
 
 
 # Before the server, which takes all of the cluster.
-def test_a_file_of_prompts_is_finished_although_a_replica_is_killed_half_way(model, recipe):
+def test_prompts_finish_although_a_replica_is_killed(model, recipe):
     lines = [Line(i + 1, make_request({"prompt": PROMPTS[i % 4], **SMALL}, model, seed=i)) for i in range(8)]
     written = {}
 
@@ -110,7 +110,7 @@ def test_a_file_of_prompts_is_finished_although_a_replica_is_killed_half_way(mod
     assert sorted(written) == list(range(1, 9))
 
 
-def test_a_replica_that_cannot_be_made_ends_the_server_with_the_reason(model, tmp_path):
+def test_impossible_replica_ends_server_with_reason(model, tmp_path):
     broken = Path(shutil.copytree(model.name, tmp_path / "broken"))
     weights = next((broken / "transformer").glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:1000])
@@ -138,7 +138,7 @@ def test_the_command_serves_until_it_is_told_to_end():
             process.kill()
 
 
-def test_the_same_request_gives_the_same_bytes_on_any_replica(server, model, recipe):
+def test_same_request_gives_same_bytes_on_any_replica(server, model, recipe):
     asked = {"prompt": PROMPTS[0], "seed": 5, **SMALL}
     with ThreadPoolExecutor(4) as threads:
         images = list(threads.map(lambda _: image(ask(asked)), range(4)))
@@ -151,13 +151,13 @@ def test_the_same_request_gives_the_same_bytes_on_any_replica(server, model, rec
     assert difference(images[0], expected) <= 1
 
 
-def test_a_size_that_the_planner_finds_too_large_for_a_rank_is_refused(server):
+def test_too_large_size_is_refused_by_planner(server):
     status, body = ask({"prompt": PROMPTS[0], "size": "1984x1984"})
     assert status == 400
     assert b"of each rank, which may hold 0.06 GB" in body
 
 
-def test_a_second_server_on_the_cluster_is_an_error_and_leaves_the_first_alone(server, model, recipe):
+def test_second_server_is_refused(server, model, recipe):
     options = {"replicas": 1, "format_": "png", "fps": 16, "host": "127.0.0.1", "port": PORT + 11, "api_key": None}
     before = rank_processes()
     with pytest.raises(RuntimeError, match="has a para_core server already"):
@@ -166,21 +166,21 @@ def test_a_second_server_on_the_cluster_is_an_error_and_leaves_the_first_alone(s
     assert ask(None, method="GET", path="/health")[0] == 200
 
 
-def test_a_port_that_is_in_use_is_an_error_before_a_replica_is_made(server, model, recipe):
+def test_used_port_is_refused_before_replicas(server, model, recipe):
     options = {"replicas": 1, "format_": "png", "fps": 16, "host": "127.0.0.1", "port": PORT, "api_key": None}
     with pytest.raises(OSError, match=rf"port {PORT} .*127\.0\.0\.1 .*--port"):
         serving.start(model, recipe, group.Shape(ranks=2), Limits(), **options)
 
 
 @pytest.mark.parametrize("asked", [{"size": "1x1"}, {"sigmas": []}, {"true_cfg_scale": 1e400}])
-def test_what_only_the_pipeline_can_refuse_is_refused_and_the_replica_goes_on(server, asked):
+def test_refusal_of_pipeline_keeps_replica_alive(server, asked):
     before = rank_processes()
     status, body = ask({"prompt": PROMPTS[0], "steps": 2, "size": "64x48", **asked})
     assert status in (200, 400), body
     assert rank_processes() == before
 
 
-def test_every_step_is_counted_also_of_a_request_that_is_shorter_than_a_look(server):
+def test_every_step_is_counted(server):
     before = steps_done()
     image(ask({"prompt": PROMPTS[0], **SMALL}))
     assert steps_done() == before + SMALL["steps"]
@@ -196,7 +196,7 @@ def difference(one, other):
     return np.abs(pixels[0] - pixels[1]).max()
 
 
-def test_a_request_that_is_cancelled_stops_after_a_step_and_the_replica_goes_on_exactly(server):
+def test_cancelled_request_stops_after_a_step(server):
     asked = {"prompt": PROMPTS[1], "seed": 1, **SMALL}
     expected = image(ask(asked))
     with ThreadPoolExecutor(2) as threads:
@@ -252,7 +252,7 @@ def wait_for_steps(number):
         time.sleep(0.1)
 
 
-def test_a_rank_that_dies_costs_its_request_and_its_replica_is_made_again(server):
+def test_dying_rank_costs_its_request_and_is_replaced(server):
     asked = {"prompt": PROMPTS[3], "seed": 2, **SMALL}
     expected = image(ask(asked))
     before = rank_processes()

@@ -39,7 +39,7 @@ def page():
         browser.close()
 
 
-def test_a_prompt_gives_its_steps_and_its_image_and_can_be_cancelled(page, tmp_path):
+def test_page_shows_steps_and_image_and_cancels(page, tmp_path):
     with serving(Painter(0.2)) as (port, backend):
         page.goto(f"http://127.0.0.1:{port}/")
         page.fill("#prompt", "a red square")

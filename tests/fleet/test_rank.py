@@ -41,7 +41,7 @@ def make_rank(monkeypatch, outcomes):
     return Rank(Recipe(""), 0, 1, "png", 16)
 
 
-def test_a_failed_request_is_answered_although_the_device_never_gets_idle(monkeypatch):
+def test_failed_request_is_answered_on_busy_device(monkeypatch):
     released = threading.Event()
     monkeypatch.setattr(torch.cuda, "empty_cache", released.wait)
     rank = make_rank(monkeypatch, [torch.OutOfMemoryError("out of 80 GB")])
@@ -56,7 +56,7 @@ def test_a_failed_request_is_answered_although_the_device_never_gets_idle(monkey
     assert "out of 80 GB" in in_time[0].reason
 
 
-def test_the_request_after_a_failed_one_releases_its_memory_first_and_once(monkeypatch):
+def test_request_after_failure_releases_memory_once(monkeypatch):
     calls = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("release"))
     outcomes = [None, ValueError("no"), RuntimeError("no"), None, Cancelled("no"), None]
@@ -101,7 +101,7 @@ KEPT = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "NCCL_SOCKET_IFNAME", "HF_HOM
 
 
 @pytest.mark.parametrize("launcher", [TORCHRUN, SLURM])
-def test_a_rank_is_not_the_process_of_the_launcher_that_started_ray(monkeypatch, launcher):
+def test_rank_is_not_the_launcher_process(monkeypatch, launcher):
     at_build = {}
     monkeypatch.setattr(rank_module, "build", lambda recipe: at_build.update(os.environ))
     monkeypatch.setattr(rank_module, "mesh_shape", lambda pipe: {})
@@ -112,7 +112,7 @@ def test_a_rank_is_not_the_process_of_the_launcher_that_started_ray(monkeypatch,
     assert [at_build[name] for name in KEPT] == ["3"] * len(KEPT)
 
 
-def test_a_rank_ignores_the_local_rank_of_the_launcher_on_several_ranks(rank_pool):
+def test_rank_ignores_launcher_local_rank(rank_pool):
     assert rank_pool.run(local_rank_at_build, 2) == [None, None]
 
 

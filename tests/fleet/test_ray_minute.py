@@ -109,7 +109,7 @@ def expected():
 
 
 # Before the server, which takes all of the cluster.
-def test_a_file_of_prompts_is_generated_on_two_replicas_and_its_bad_line_reported(tmp_path, capsys, expected):
+def test_prompts_on_two_replicas_report_bad_lines(tmp_path, capsys, expected):
     path, out = tmp_path / "prompts.jsonl", tmp_path / "out"
     lines = [json.dumps({"prompt": CAPTION, "seed": seed, **SMALL}) for seed in (1, 2, 1, 3)]
     path.write_text("\n".join([*lines, "{"]))
@@ -125,7 +125,7 @@ def test_a_file_of_prompts_is_generated_on_two_replicas_and_its_bad_line_reporte
     assert len(set(images)) == 3
 
 
-def test_the_server_is_healthy_and_answers_with_the_image_of_the_plain_pipeline(server, expected):
+def test_server_answers_with_image_of_plain_pipeline(server, expected):
     status, body = ask(method="GET", path="/health")
     assert (status, json.loads(body)["ready"]) == (200, 1)
     status, body = ask({"prompt": CAPTION, "seed": 1, **SMALL})
@@ -136,7 +136,7 @@ def test_the_server_is_healthy_and_answers_with_the_image_of_the_plain_pipeline(
     assert b'para_core_requests_total{outcome="done"} 1.0' in ask(method="GET", path="/metrics")[1]
 
 
-def test_a_request_that_is_cancelled_stops_after_a_step_and_the_next_is_served(server):
+def test_cancelled_request_lets_the_next_run(server):
     with ThreadPoolExecutor(1) as threads:
         long = threads.submit(ask, {"prompt": CAPTION, **SMALL, "steps": 200}, X_Request_Id="long")
         while ask(method="DELETE", path=f"{PATH}/long")[0] == 404:

@@ -119,7 +119,7 @@ def test_an_image_comes_as_base64_or_by_its_url():
             assert ask(port, None, method="GET", path=f"/v1/files/mine/{index}")[0] == 404
 
 
-def test_a_pipeline_that_makes_videos_answers_at_the_videos_address():
+def test_video_pipeline_answers_at_videos_route():
     limits = Limits(pixels=64 * 32 * 17)
     with serving(pipeline=WanPipeline, format_="mp4", limits=limits) as (port, backend):
         asked = {"prompt": "a", "size": "64x32", "frames": 17, "response_format": "url"}
@@ -192,13 +192,13 @@ def server():
         ({"prompt": "a" * 200_000}, 413, "200000 bytes"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_what_would_and_what_fits_is_not(server, body, status, said):
+def test_bad_requests_are_refused_with_values(server, body, status, said):
     answered, _, answer = ask(server, body)
     assert answered == status
     assert re.search(said, "" if status == 200 else answer["error"]["message"])
 
 
-def test_a_size_beyond_the_memory_of_a_rank_is_refused_with_the_size_that_fits():
+def test_size_beyond_rank_memory_names_one_that_fits():
     # A million pixels beside the weights.
     memory = Memory(room=24e9, fixed=20e9, per_pixel=4000.0)
     with serving(limits=Limits(memory=memory)) as (port, _):
@@ -209,7 +209,7 @@ def test_a_size_beyond_the_memory_of_a_rank_is_refused_with_the_size_that_fits()
         assert ask(port, {"prompt": "a", "size": "992x992", "n": 2})[0] == 400
 
 
-def test_every_error_is_an_object_that_says_what_there_is():
+def test_every_error_is_a_json_object():
     class Broken(StandIn):
         async def ready(self):
             raise KeyError("ready")
@@ -249,7 +249,7 @@ def test_one_request_more_than_may_wait_comes_back_later():
         assert [status_of(connection) for connection in connections] == [200, 200]
 
 
-def test_a_stream_tells_each_step_and_ends_with_the_result():
+def test_stream_reports_each_step_and_result():
     with serving() as (port, _):
         status, headers, text = ask(port, {"prompt": "a", "steps": 3, "stream": True})
         assert (status, headers["content-type"].split(";")[0]) == (200, "text/event-stream")
@@ -260,7 +260,7 @@ def test_a_stream_tells_each_step_and_ends_with_the_result():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_cancels_its_request_and_no_other(stream):
+def test_leaving_client_cancels_its_request_only(stream):
     with serving(StandIn(0.1)) as (port, backend):
         leaving = start(port, {"prompt": "leaves", "steps": 100, "stream": stream}, X_Request_Id="leaves")
         staying = start(port, {"prompt": "stays"}, X_Request_Id="stays")
@@ -271,7 +271,7 @@ def test_a_client_that_leaves_cancels_its_request_and_no_other(stream):
         assert [id_ for id_, _ in backend.ran] == ["stays"]
 
 
-def test_a_request_is_cancelled_by_its_id_and_its_client_is_told():
+def test_request_is_cancelled_by_id():
     with serving(StandIn(0.1)) as (port, _):
         running = start(port, {"prompt": "a", "steps": 100}, X_Request_Id="long")
         time.sleep(0.3)
@@ -289,7 +289,7 @@ def test_a_request_that_takes_too_long_is_cancelled():
         assert backend.cancelled == {"long"}
 
 
-def test_a_request_whose_replica_died_is_tried_again_where_that_was_asked_for():
+def test_request_of_dead_replica_is_retried_on_demand():
     with serving(limits=Limits(retries=1)) as (port, _):
         assert ask(port, {"prompt": "dies"})[0] == 200
         text = ask(port, None, method="GET", path="/metrics")[2].decode()
@@ -308,13 +308,13 @@ def test_only_who_has_the_key_is_answered():
         assert ask(port, {"prompt": "a"}, Authorization="Bearer secret")[0] == 200
 
 
-def test_without_a_key_pages_of_other_sites_are_not_answered():
+def test_foreign_pages_need_a_key():
     with serving() as (port, _):
         assert ask(port, {"prompt": "a"}, Host="elsewhere.example")[0] == 403
         assert ask(port, json.dumps({"prompt": "a"}), Content_Type="text/plain")[0] == 415
 
 
-def test_an_id_is_used_once_at_a_time_and_is_no_path():
+def test_request_id_is_unique_and_no_path():
     with serving(StandIn(0.2)) as (port, _):
         first = start(port, {"prompt": "a"}, X_Request_Id="one")
         time.sleep(0.1)

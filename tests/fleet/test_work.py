@@ -53,7 +53,7 @@ def result_of(recipe):
         ),
     ],
 )
-def test_each_recipe_gives_the_image_of_the_plain_pipeline_on_the_first_rank(rank_pool, options, mesh):
+def test_each_recipe_equals_plain_pipeline(rank_pool, options, mesh):
     results = rank_pool.run(result_of, 2, Recipe(str(find_tiny_flux()), **options))
     assert results[1] is None
     assert results[0].metadata["mesh"] == mesh
@@ -77,13 +77,13 @@ def cancel_after(step):
 
 
 @pytest.mark.parametrize("step", [1, 3])
-def test_all_ranks_stop_after_the_same_step_and_the_next_request_is_not_touched(rank_pool, step):
+def test_all_ranks_stop_after_same_step(rank_pool, step):
     (first, before, after), (second, _, _) = rank_pool.run(cancel_after, 2, step)
     assert first == second == step
     assert before == after
 
 
-def test_memory_is_the_weights_and_what_grows_with_the_pixels_of_which_a_rank_has_its_share():
+def test_memory_is_weights_plus_share_of_pixels():
     recipe = Recipe(str(find_tiny_flux()))
     pipe = FluxPipeline.from_pretrained(find_tiny_flux(), dtype=torch.float32)
     modules = [module for module in pipe.components.values() if isinstance(module, torch.nn.Module)]
@@ -98,7 +98,7 @@ def test_memory_is_the_weights_and_what_grows_with_the_pixels_of_which_a_rank_ha
     assert predict_memory(empty, recipe, {"batch": 1, "ring": 1, "ulysses": 1}, 1e3) is None
 
 
-def test_a_lora_that_can_only_be_a_file_and_is_not_there_is_an_error(tmp_path):
+def test_missing_lora_file_raises(tmp_path):
     (tmp_path / "style.safetensors").touch()
     require_loras(Recipe("", lora=(f"{tmp_path}/style.safetensors:0.5", "owner/name")))
     for name in (f"{tmp_path}/absent", "absent.safetensors:0.5", "owner/name.safetensors"):

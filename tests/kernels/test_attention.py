@@ -57,7 +57,7 @@ def test_out_and_lse_equal_float64(kind):
 
 @pytest.mark.parametrize("start", [0, 1])
 @pytest.mark.parametrize("shift", [13, 14, 15, 16])
-def test_a_tile_is_compared_from_the_first_key_on_that_not_all_its_queries_see(shift, start):
+def test_tile_is_masked_from_first_hidden_key(shift, start):
     # The first query sees keys up to ``shift``: where they end is the end of a tile of 16, or is not.
     tensors = make(3, 40, batch=1, heads=1, key_heads=1)
     options = {"is_causal": True, "query_offset": shift, "key_ranges": ranges([(start, 40)])}
@@ -68,7 +68,7 @@ def test_a_tile_is_compared_from_the_first_key_on_that_not_all_its_queries_see(s
 
 
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(8, 8), (24, 24), (36, 20), (16, 40)])
-def test_any_head_dim_is_read_in_blocks_of_powers_of_2(head_dim, value_dim):
+def test_any_head_dim_is_read_in_powers_of_2(head_dim, value_dim):
     tensors = make(5, 18, head_dim, value_dim=value_dim, batch=1, heads=2, key_heads=1)
     out, lse = attention(*tensors, is_causal=True, query_offset=13)
     exact_out, exact_lse = by_formula(*tensors, is_causal=True, query_offset=13)
@@ -87,7 +87,7 @@ def test_the_tuned_head_dims_and_those_between_equal_float64(head_dim):
 
 
 @pytest.mark.parametrize(("value_dim", "continues"), [(32, False), (32, True), (64, True), (20, True), (48, False)])
-def test_values_of_more_dims_than_a_tile_has_queries_are_two_halves(value_dim, continues):
+def test_wide_values_are_two_halves(value_dim, continues):
     config = Config(16, 16, 4, 1, split_values=True)
     tensors = make(18, 21, 32, value_dim=value_dim)
     seen, rest = (
@@ -161,7 +161,7 @@ def in_parts(tensors: list[Tensor], cuts: list[int], **options) -> tuple[Tensor,
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_a_ring_of_continuing_calls_equals_all_keys_at_once(is_causal):
+def test_continued_ring_equals_all_keys_at_once(is_causal):
     tensors = make(18, 21, 24, batch=1, key_heads=1)
     out, lse = in_parts(tensors, [7, 15], is_causal=is_causal)
     exact_out, exact_lse = by_formula(*tensors, is_causal=is_causal)
@@ -178,7 +178,7 @@ def test_continuing_rounds_once_as_one_call_does():
     assert error(out, exact) <= 1.2 * error(attention(*tensors)[0], exact)
 
 
-def test_continuing_takes_a_row_up_that_had_seen_nothing_and_leaves_what_sees_nothing_more():
+def test_continuing_starts_empty_rows_and_keeps_others():
     query, key, value = make(18, 21, batch=1)
     # The last part is the one that the first queries see.
     later = attention(query, key[:, :, 16:], value[:, :, 16:], is_causal=True, key_offset=16, out_dtype=torch.float32)
@@ -192,7 +192,7 @@ def test_continuing_takes_a_row_up_that_had_seen_nothing_and_leaves_what_sees_no
 
 
 @pytest.mark.parametrize("key_offset", [3, 100])
-def test_what_a_row_that_had_seen_nothing_holds_weighs_nothing(key_offset):
+def test_content_of_empty_row_has_no_weight(key_offset):
     query, key, value = make(5, 6, batch=1)
     so_far = torch.ones(1, 2, 5, 16), torch.full((1, 2, 5), -torch.inf)
     out, lse = attention(query, key, value, is_causal=True, key_offset=key_offset, so_far=so_far)
@@ -254,7 +254,7 @@ def test_a_mask_of_bits_is_that_of_bytes(kind, more):
     assert torch.equal(attention(query, key, value, mask=longer[:, :, 1:, ::3], **more)[0], out)
 
 
-def test_a_last_dim_with_another_stride_is_copied_and_right():
+def test_strided_last_dim_is_copied():
     tensors = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in make(5, 18, batch=1)]
     assert error(attention(*tensors)[0], by_formula(*tensors)[0]) < 1e-6
 

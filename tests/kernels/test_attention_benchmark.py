@@ -23,7 +23,7 @@ def test_it_writes_a_json_and_a_plot(tmp_path, capsys, monkeypatch):
     assert len(capsys.readouterr().out.splitlines()) == len(found["rows"]) == 5
 
 
-def test_the_hopper_tier_is_measured_where_it_is_asked_for(tmp_path, monkeypatch):
+def test_hopper_tier_is_measured_on_request(tmp_path, monkeypatch):
     monkeypatch.setattr(attention, "TINY_HOPPER", (Size(18, 64, False, heads=1, dtype="float16"),))
     file = tmp_path / "attention_hopper.json"
     assert attention.main(["--tiny", "--hopper", "--device", "cpu", "--output", str(file)]) == 0

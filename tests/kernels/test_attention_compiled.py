@@ -53,7 +53,7 @@ def check(found: Compiled, config: Config) -> None:
 
 
 @pytest.mark.parametrize("arch", [80, 90])
-def test_the_row_for_long_sequences_of_head_dim_128_fits_and_loads_no_byte_twice(arch):
+def test_long_row_of_dim_128_fits_and_loads_once(arch):
     config = TABLE[LONG_128[arch]]
     found = compile_attention(config, arch=arch, head_dim=128)
     check(found, config)
@@ -95,7 +95,7 @@ def long(*arguments: object, unless: bool = False) -> Any:
         for call in CALLS[case.is_causal]
     ],
 )
-def test_every_row_of_the_table_fits_and_multiplies_nothing_in_vain(case, call):
+def test_every_table_row_fits_without_wasted_products(case, call):
     options = CALLS[case.is_causal][call]
     config = beside(TABLE[case], case.head_dim, ranges=options.get("ranges", 0))
     found = compile_attention(config, arch=case.arch, head_dim=case.head_dim, **options)
@@ -120,7 +120,7 @@ KINDS = {"bool": "bytes", "float": "bytes", "bits": "bits"}
         for length, everything in (("long", False), ("long", True), ("short", True))
     ],
 )
-def test_there_is_room_for_a_mask_with_a_row_for_each_query(arch, head_dim, length, mask, everything):
+def test_mask_per_query_fits_into_shared_memory(arch, head_dim, length, mask, everything):
     options = EVERYTHING if everything else {}
     case = Case(arch, head_dim, everything, length)
     config = beside(TABLE[case], head_dim, mask=KINDS[mask], ranges=options.get("ranges", 0))
@@ -166,7 +166,7 @@ def test_in_8_bits_keys_are_multiplied_as_integers(arch, head_dim, length, mask,
     ("arch", "head_dim"),
     [long(arch, dim, unless=(arch, dim) == (80, 64)) for arch in ARCHS for dim in (64, 96, 128)],
 )
-def test_a_mask_of_bits_spills_nothing_and_is_loaded_once_a_word(arch, head_dim):
+def test_bit_mask_spills_nothing_and_loads_words_once(arch, head_dim):
     config = beside(TABLE[Case(arch, head_dim, False, "long")], head_dim, mask="bits")
     plain = compile_attention(config, arch=arch, head_dim=head_dim)
     found = compile_attention(config, arch=arch, head_dim=head_dim, mask="bits", mask_has_rows=True)
@@ -193,7 +193,7 @@ def test_float32_is_multiplied_without_rounding(arch, head_dim, mask):
     ("arch", "head_dim"),
     [long(arch, dim, unless=(arch, dim) == (80, 72)) for arch in ARCHS for dim in (40, 72, 80, 160, 192, 200)],
 )
-def test_head_dims_between_the_tuned_ones_take_the_next_row_and_are_loaded_16_bytes_at_once(arch, head_dim):
+def test_untuned_head_dims_load_16_bytes_at_once(arch, head_dim):
     config = TABLE[Case(arch, row_of_dim(head_dim), True, "long")]
     found = compile_attention(config, arch=arch, head_dim=head_dim, dtype=torch.float16, **CONTINUING)
     check(found, config)
@@ -239,7 +239,7 @@ HOPPER_CALLS = {
         for call in HOPPER_CALLS
     ],
 )
-def test_the_hopper_tier_loads_by_the_copy_engine_multiplies_by_warpgroups_and_spills_nothing(head_dim, config, call):
+def test_hopper_tier_uses_tma_and_wgmma_without_spills(head_dim, config, call):
     found = compile_hopper(config, head_dim=head_dim, **HOPPER_CALLS[call])
     assert found.spills == 0
     assert found.shared <= SHARED_LIMIT[90]

@@ -48,19 +48,19 @@ BYTES, BITS = on_cuda(2, 1, 4096, 4096, dtype=torch.bool), on_cuda(2, 1, 4096, 1
         ({"query": on_cuda(2, 24, 4096, 136, dtype=torch.float32)}, FLOAT32[1]),
     ],
 )
-def test_a_call_takes_the_row_of_its_shape_with_room_for_what_is_beside(ampere, call, expected):
+def test_call_takes_row_of_its_shape(ampere, call, expected):
     options = {"query": QUERY, "value": QUERY, **call}
     assert config_for(options.pop("query"), options.pop("value"), is_causal=False, **options) == expected
 
 
-def test_of_8_bits_the_ranges_and_the_mask_count_too(ampere):
+def test_int8_tile_counts_ranges_and_mask(ampere):
     plain = config_for_int8(QUERY, QUERY, is_causal=False)
     assert config_for_int8(QUERY, QUERY, is_causal=False, mask=BYTES).block_n < plain.block_n
     assert config_for_int8(QUERY, QUERY, is_causal=False, ranges=2).spills > plain.spills
 
 
 @pytest.mark.parametrize("case", TABLE, ids=str)
-def test_a_tile_has_keys_for_an_instruction_and_whole_words_of_bits(case):
+def test_tile_holds_whole_instructions_and_words(case):
     for mask, least in (("none", 16), ("bytes", 16), ("bits", 32)):
         for ranges in (0, 1, 2):
             config = beside(TABLE[case], case.head_dim, mask=mask, ranges=ranges)

@@ -77,14 +77,14 @@ def test_any_length_equals_float64(on_the_cpu, num_queries, num_keys, specialize
 
 
 @pytest.mark.parametrize("shift", [13, 14, 15, 16])
-def test_a_tile_is_compared_from_the_first_key_on_that_not_all_its_queries_see(on_the_cpu, shift):
+def test_tile_is_masked_from_first_hidden_key(on_the_cpu, shift):
     tensors = tensors_of(3, 40, batch=1, heads=1, key_heads=1)
     found = hopper(*tensors, is_causal=True, shift=shift)
     check(found, by_formula(*tensors, is_causal=True, query_offset=shift))
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_continuing_calls_equal_all_keys_at_once_and_calls_of_the_portable_kernel_continue_them(on_the_cpu, is_causal):
+def test_hopper_and_portable_calls_continue_each_other(on_the_cpu, is_causal):
     query, key, value = tensors = tensors_of(18, 37, batch=1)
     first = hopper(query, key[:, :, :7], value[:, :, :7], is_causal=is_causal, out_dtype=torch.float32)
     more = portable.attention(
@@ -110,7 +110,7 @@ def test_what_padding_holds_is_not_read(on_the_cpu):
 # -- which calls
 
 
-def test_it_takes_what_its_copy_engine_and_its_one_loop_can_read():
+def test_hopper_tier_takes_what_tma_can_read():
     query, key, value = tensors_of(5, 21)
     assert takes(query, key, value, None, ranges([(0, 3)]), 0.1)
     assert takes(query[:, :, 1:], key, value[:, :, :20], None, None, 0.1)
@@ -145,7 +145,7 @@ def cache(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("capability", "offered"), [((8, 0), False), ((8, 9), False), ((9, 0), True), ((10, 0), False)]
 )
-def test_only_what_was_tuned_on_this_device_and_for_hopper_is_taken(cache, monkeypatch, capability, offered):
+def test_hopper_tier_needs_tuning_on_this_device(cache, monkeypatch, capability, offered):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
     assert attention_configs._tuned_hopper(0, 64, False, "long") is None
@@ -211,7 +211,7 @@ def clock_with(hopper_ms):
         ({False: RuntimeError(""), True: 0.5}, set(), None),
     ],
 )
-def test_tuning_keeps_the_tier_where_it_compiles_computes_the_same_and_is_faster(milliseconds, right, expected):
+def test_tuning_keeps_hopper_tier_if_exact_and_faster(milliseconds, right, expected):
     case = replace(CASE, tier="portable")
     found = tune_hopper.faster(
         case, TABLE[case], clock_with(milliseconds), lambda case, config: config.specialized in right

@@ -81,7 +81,7 @@ def test_the_kernel_rounds_as_its_reference_does(kind):
 
 
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(8, 8), (36, 20), (96, 96)])
-def test_any_head_dim_is_read_in_blocks_of_32_at_least(head_dim, value_dim):
+def test_any_head_dim_is_read_in_blocks_of_32(head_dim, value_dim):
     tensors = with_outliers(5, 18, head_dim, value_dim=value_dim, batch=1)
     out, lse = attention(*tensors)
     expected, expected_lse = reference.attention(*tensors, out_dtype=torch.float32)
@@ -89,7 +89,7 @@ def test_any_head_dim_is_read_in_blocks_of_32_at_least(head_dim, value_dim):
     check_lse(lse, expected_lse.double(), 1e-4)
 
 
-def test_neighbouring_query_heads_share_a_key_head_and_its_steps():
+def test_grouped_query_heads_share_a_key_head():
     tensors = with_outliers(3, 17, batch=1, heads=6, key_heads=2)
     out, lse = attention(*tensors)
     expected, expected_lse = reference.attention(*tensors, out_dtype=torch.float32)
@@ -109,7 +109,7 @@ def test_the_error_is_what_8_bits_cost(function, tensors):
     check_lse(lse, exact_lse, 0.02)
 
 
-def test_without_smoothing_an_outlier_channel_leaves_the_others_few_steps():
+def test_without_smoothing_outlier_channel_costs_precision():
     tensors = with_outliers(50, 70, 64, batch=1)
     exact, _ = by_formula(*tensors)
     smooth, rough = (reference.attention(*tensors, smooth=smooth)[0] for smooth in (True, False))
@@ -126,7 +126,7 @@ def test_lse_is_that_of_the_scores_before_smoothing():
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_a_ring_of_continuing_calls_merges_parts_of_different_means(is_causal):
+def test_continued_ring_merges_different_means(is_causal):
     query, key, value = with_outliers(18, 30, 24, batch=1, key_heads=1)
     key[:, :, 12:] += 3
     so_far = expected = None
@@ -197,7 +197,7 @@ def test_float32_is_refused_with_the_way_out():
 
 
 @pytest.mark.parametrize("launch", by_use(round_keys_kernel))
-def test_rounding_keys_compiles_without_a_spill_and_loads_16_bytes_at_once(launch):
+def test_key_rounding_compiles_without_spills(launch):
     for arch in ARCHS:
         found = launch.compiled(arch)
         assert found.spills == 0
@@ -208,14 +208,14 @@ def test_rounding_keys_compiles_without_a_spill_and_loads_16_bytes_at_once(launc
 # -- among the backends
 
 
-def test_it_is_used_where_no_gradient_is_kept_and_exact_attention_elsewhere():
+def test_int8_is_used_without_gradients_only():
     options = AttnOptions(backend="triton-int8", comm_dtype=torch.float8_e4m3fn, ulysses_chunks=2)
     assert options.with_gradients == AttnOptions(backend="triton", ulysses_chunks=2)
     exact = AttnOptions(backend="triton")
     assert exact.with_gradients is exact
 
 
-def test_a_call_takes_it_without_gradients_and_exact_attention_where_what_they_need_is_saved():
+def test_int8_call_falls_back_if_gradients_are_saved():
     tensors = with_outliers(9, 20, 16, batch=1)
     rounded, exact = (_call(tensors, backend, save=False)[0] for backend in ("triton-int8", "triton"))
     assert torch.equal(rounded, attention(*tensors)[0])

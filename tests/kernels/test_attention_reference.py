@@ -40,7 +40,7 @@ def test_continuing_equals_all_keys_at_once(kind):
 
 
 @pytest.mark.parametrize("num_keys", [1, 31, 32, 33, 64, 70])
-def test_bits_are_a_bool_mask_in_an_eighth_of_its_bytes(num_keys):
+def test_bits_are_a_bool_mask_in_an_eighth(num_keys):
     mask = torch.rand(2, 1, 3, num_keys, generator=torch.Generator().manual_seed(num_keys)) > 0.5
     words = pack_bits(mask)
     assert words.shape == (2, 1, 3, -(-num_keys // 32)) and words.dtype == torch.int32
@@ -51,7 +51,7 @@ def test_bits_are_a_bool_mask_in_an_eighth_of_its_bytes(num_keys):
     assert torch.equal(attention(*tensors, mask=words)[0], attention(*tensors, mask=mask)[0])
 
 
-def test_a_row_of_finfo_min_is_what_sdpa_makes_of_it():
+def test_row_of_finfo_min_equals_sdpa():
     tensors, mask = make(18, 21), OPTIONS["finfo.min"]["mask"]
     out, _ = attention(*tensors, mask=mask)
     expected = F.scaled_dot_product_attention(*tensors, attn_mask=mask)

@@ -20,7 +20,7 @@ ARGUMENTS = {"a": "*bf16", "b": "*bf16", "out": "*fp32", "num_rows": "i32", "ste
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_a_kernel_compiles_for_every_gpu_and_multiplies_on_tensor_cores(arch):
+def test_kernel_compiles_for_every_gpu_with_tensor_cores(arch):
     found = compile_kernel(scaled_product, ARGUMENTS, arch=arch)
     assert 16 <= found.registers <= 255
     # Triton 3.6 keeps four registers' worth of a tcgen05 result in local memory; later ones keep none.
@@ -31,7 +31,7 @@ def test_a_kernel_compiles_for_every_gpu_and_multiplies_on_tensor_cores(arch):
     assert f".target sm_{arch}" in found.ptx
 
 
-def test_a_register_limit_that_is_too_low_is_seen_as_spills():
+def test_low_register_limit_shows_spills():
     found = compile_kernel(scaled_product, {**ARGUMENTS, "BLOCK": 128}, arch=80, maxnreg=32)
     assert found.registers <= 32
     assert found.spill_stores > 0

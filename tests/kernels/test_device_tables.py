@@ -75,7 +75,7 @@ def test_a_table_that_a_graph_reads_is_never_dropped(table, capture):
     assert len(table.made) == made + 1
 
 
-def test_a_table_made_in_inference_mode_can_be_saved_for_a_backward(table):
+def test_table_from_inference_mode_is_saved_for_backward(table):
     with torch.inference_mode():
         table((2, 3), CPU)
     x = torch.ones(2, requires_grad=True)
@@ -84,7 +84,7 @@ def test_a_table_made_in_inference_mode_can_be_saved_for_a_backward(table):
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.float64])
-def test_a_graph_records_a_table_without_a_copy_from_the_host(capture, dtype):
+def test_graph_records_a_table_without_host_copy(capture, dtype):
     numbers = [3, 2**40, 7] if dtype == torch.int64 else [0.1, 1 / 3, 7.0]
     expected = new_table(numbers, dtype, CPU)
     capture.on = True
@@ -104,7 +104,7 @@ def test_a_graph_records_a_table_without_a_copy_from_the_host(capture, dtype):
     ],
     ids=["regions of an exchange", "shares of rows", "rows of a resampling", "weights of a resampling"],
 )
-def test_no_table_is_first_kept_in_the_pool_of_a_graph(capture, table, key):
+def test_no_table_is_first_kept_in_graph_pool(capture, table, key):
     capture.on = True
     recorded = [table(*key, CPU) for _ in range(2)]
     capture.on = False

@@ -83,7 +83,7 @@ def test_every_element_gets_to_its_place_in_the_buffer(interpreter, widths, toke
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.uint8]
 )
-def test_what_is_unpacked_is_what_was_packed_in_every_dtype(interpreter, dtype, tokens, heads):
+def test_unpacking_restores_every_dtype(interpreter, dtype, tokens, heads):
     tensors = [torch.randn(2, 8, 16, width).to(dtype) for width in (16, 24)]
     regions, numel = for_ranks(tensors, tokens, heads, one_table=True)
     found = interpreter(round_trip, tensors, regions, numel)
@@ -140,7 +140,7 @@ def test_nothing_is_copied_where_there_is_nothing(interpreter):
     ("widths", "eight_bits", "aligned"),
     [([32, 16], None, 16), ([32, 12], None, 1), ([16, 12], torch.int8, 4), ([16, 3], torch.int8, 1)],
 )
-def test_rows_that_travel_together_begin_where_the_narrowest_lets_them(widths, eight_bits, aligned):
+def test_packed_rows_are_aligned_to_narrowest_dtype(widths, eight_bits, aligned):
     assert exchange.block_of(widths, 2, eight_bits)["ALIGNED"] == aligned
 
 
@@ -153,7 +153,7 @@ def test_more_tensors_than_a_launch_takes_are_refused():
 
 
 @pytest.mark.parametrize("launch", by_use(exchange.exchange_kernel))
-def test_every_launch_compiles_without_a_spill_and_moves_16_bytes_at_once(launch):
+def test_every_launch_compiles_without_spills(launch):
     for arch in ARCHS:
         found = launch.compiled(arch)
         assert found.spills == 0
@@ -166,7 +166,7 @@ COUNTS = {"num_blocks": 16, "most_heads": 1, "batch": 1, "x_width": 16, "y_width
 
 
 @pytest.mark.parametrize("launch", [one for one in by_use(exchange.exchange_kernel) if "2 bytes, D = 64" in one.id])
-def test_ranks_with_other_counts_and_widths_run_the_same_binary(launch):
+def test_other_counts_and_widths_share_a_binary(launch):
     unspecialized = {one.name for one in exchange.exchange_kernel.params if one.do_not_specialize}
     assert unspecialized == set(COUNTS)
     others = {**launch.arguments, **dict.fromkeys(COUNTS, 7)}

@@ -74,7 +74,7 @@ def test_the_first_merge_writes_float32(interpreter, dtype):
     require_equal((out, lse), sides)
 
 
-def test_a_row_without_a_key_on_either_side_gives_zero_and_minus_infinity(interpreter):
+def test_row_without_keys_gives_zero_and_minus_infinity(interpreter):
     out, lse = interpreter(merge_in_place, *partial_results((1, 2, 4, 8)))
     assert torch.equal(out[:, :, 0], torch.zeros(1, 2, 8))
     assert torch.equal(lse[:, :, 0], torch.full((1, 2), -torch.inf))
@@ -132,7 +132,7 @@ def merge_four(query_dtype, count):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_four_partial_results_merge_by_kernels_and_leave_what_they_were_given(interpreter, dtype):
+def test_four_partial_results_merge_without_changing_inputs(interpreter, dtype):
     parts, out, lse = interpreter(merge_four, dtype, 4)
     originals = [partial_results((1, 2, 13, 8), dtype, seed=seed)[:2] for seed in range(4)]
     assert all(
@@ -150,7 +150,7 @@ def test_four_partial_results_merge_by_kernels_and_leave_what_they_were_given(in
 
 
 @pytest.mark.parametrize("launch", by_use(merge.merge_kernel))
-def test_every_launch_compiles_without_a_spill_and_loads_16_bytes_at_once(launch):
+def test_every_launch_compiles_without_spills(launch):
     for arch in ARCHS:
         found = launch.compiled(arch)
         assert found.spills == 0
@@ -161,7 +161,7 @@ def test_every_launch_compiles_without_a_spill_and_loads_16_bytes_at_once(launch
 # -- as an operator
 
 
-def test_without_triton_or_in_other_dtypes_the_gpu_takes_plain_pytorch():
+def test_plain_pytorch_merges_without_triton():
     sides = [x.double() for x in partial_results((1, 2, 5, 8))]
     torch.testing.assert_close(merge_on_gpu(*sides), exactly(*sides))
     merge_on_gpu_in_place(*sides)

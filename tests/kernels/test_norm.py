@@ -133,7 +133,7 @@ def test_every_launch_compiles_without_a_spill(launch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("ranks", [2, 8])
-def test_a_group_norm_over_rows_launches_4_on_a_gpu(ranks, last, dtype):
+def test_group_norm_over_rows_launches_4(ranks, last, dtype):
     import torch.distributed as dist
 
     with fake_group(ranks), torch.no_grad(), SpatialShardMode(dist.group.WORLD) as mode:

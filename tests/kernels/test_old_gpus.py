@@ -57,7 +57,7 @@ def capability(monkeypatch):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_an_operator_asks_for_its_device_and_does_without_kernels(monkeypatch, name):
+def test_operator_falls_back_on_old_gpus(monkeypatch, name):
     asked = []
 
     def without(module, device=None):

@@ -43,7 +43,7 @@ def test_the_change_is_that_of_float64(interpreter, length, dtype):
     torch.testing.assert_close(found.double(), sums(now, before), rtol=3e-6, atol=0)
 
 
-def test_a_small_change_of_16_bit_numbers_is_not_rounded_to_16_bits(interpreter):
+def test_small_change_is_not_rounded_to_16_bits(interpreter):
     before = normal(1, 5000, dtype=torch.bfloat16)
     now = before.clone()
     now[0, ::7] *= 1.01
@@ -128,7 +128,7 @@ def test_more_residuals_than_a_launch_takes_are_refused():
 
 
 @pytest.mark.parametrize("launch", by_use(residual.change_kernel, residual.forecast_kernel))
-def test_every_launch_compiles_without_a_spill_and_loads_16_bytes_at_once(launch):
+def test_every_launch_compiles_without_spills(launch):
     for arch in ARCHS:
         found = launch.compiled(arch)
         assert found.spills == 0

@@ -59,7 +59,7 @@ def alike(found, expected):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("eight", "largest"), [(torch.int8, 127), (FLOAT8, 448)], ids=str)
-def test_the_largest_element_of_each_token_and_head_becomes_the_largest_number(eight, largest, dtype):
+def test_largest_element_becomes_largest_number(eight, largest, dtype):
     x = spread((2, 3, 5, 16), dtype)
     x[1, 2, 3] = 0
     regions, numel = whole(x)
@@ -81,7 +81,7 @@ def test_the_largest_element_of_each_token_and_head_becomes_the_largest_number(e
     exponent=st.integers(-20, 20),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
 )
-def test_a_tensor_comes_back_within_the_rounding_of_its_tokens_largest_element(eight, shape, exponent, dtype):
+def test_round_trip_is_within_rounding(eight, shape, exponent, dtype):
     x = (torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))) * 2.0**exponent).to(dtype)
     regions, numel = whole(x)
     buffer = torch.ops.para_core.pack_8_bits([x], as_numbers(regions), numel, eight)
@@ -125,7 +125,7 @@ def test_both_ways_give_the_bits_of_pytorch(interpreter, widths, tokens, heads, 
 
 
 @given(data=st.data())
-def test_any_strides_are_read_and_written_and_what_is_between_boxes_stays(interpreter, data):
+def test_any_strides_are_packed_and_gaps_kept(interpreter, data):
     shape = data.draw(st.tuples(*[st.integers(1, top) for top in (2, 4, 5, 6)]))
     order, step = data.draw(st.permutations(range(4))), data.draw(st.integers(1, 2))
     memory = torch.empty([shape[dim] * step for dim in order]).permute([order.index(dim) for dim in range(4)])
@@ -142,7 +142,7 @@ def test_any_strides_are_read_and_written_and_what_is_between_boxes_stays(interp
     assert torch.equal(found, expected)
 
 
-def test_every_number_of_8_bits_is_read_as_pytorch_reads_it_and_written_as_it_was(interpreter):
+def test_every_8_bit_number_equals_pytorch(interpreter):
     every = torch.arange(256, dtype=torch.uint8)
     buffer = torch.cat([every, torch.tensor([1.0]).view(torch.uint8)])
     expected = every.view(torch.float8_e4m3fn).float().view(1, 1, 1, 256)
@@ -155,14 +155,14 @@ def test_every_number_of_8_bits_is_read_as_pytorch_reads_it_and_written_as_it_wa
     assert torch.equal(bits.view(torch.float8_e4m3fn).float(), finite)
 
 
-def test_halves_of_integers_go_upwards_and_the_least_is_the_largests_negative(interpreter):
+def test_integer_halves_round_upwards(interpreter):
     x = torch.tensor([127.0, -127.0, 2.5, 3.5, -2.5, 0.49, -0.5, -0.51]).view(1, 1, 1, 8)
     regions, numel = whole(x)
     bits, _ = rows_of(x, interpreter(packed, [x], regions, numel, torch.int8, by=exchange.pack_rounded))
     assert bits.view(torch.int8).flatten().tolist() == [127, -127, 3, 4, -2, 0, 0, -1]
 
 
-def test_halves_go_to_the_even_neighbour_and_steps_below_the_least_are_rounded_too(interpreter):
+def test_float8_halves_round_to_even(interpreter):
     least = 2.0**-9
     x = torch.tensor([448.0, 17.0, 19.0, -17.0, least / 2, 1.5 * least, -2.5 * least, 0.4 * least]).view(1, 1, 1, 8)
     bits, _ = rows_of(x, interpreter(packed, [x], *whole(x), by=exchange.pack_rounded))
@@ -173,7 +173,7 @@ def test_halves_go_to_the_even_neighbour_and_steps_below_the_least_are_rounded_t
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow):RuntimeWarning")
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize(("place", "eight"), [(0, FLOAT8), (7, torch.int8)], ids=str)
-def test_what_is_not_finite_makes_its_token_nan_and_no_other(interpreter, bad, place, eight):
+def test_nonfinite_value_makes_its_token_nan(interpreter, bad, place, eight):
     x = spread((1, 2, 5, 16), torch.float16)
     x[0, 1, 2, place] = bad
     regions, numel = whole(x)
@@ -216,7 +216,7 @@ def test_more_tensors_than_a_launch_takes_are_refused():
 
 
 @pytest.mark.parametrize("launch", by_use(exchange.exchange_kernel, rounded=True))
-def test_every_launch_compiles_without_a_spill_for_gpus_without_such_floats_too(launch):
+def test_every_launch_compiles_without_spills(launch):
     for arch in ARCHS:
         found = launch.compiled(arch)
         assert found.spills == 0
@@ -236,7 +236,7 @@ def test_cuda_has_a_form_of_its_own(name):
 
 
 @FORMATS
-def test_each_is_one_launch_and_both_are_of_a_whole_graph(eight):
+def test_packing_is_one_launch_in_a_whole_graph(eight):
     tensors = [spread((2, 4, 6, 8), torch.bfloat16, seed) for seed in range(2)]
     regions, numel = boxes_for_ranks(tensors, (3, 3), (2, 2), one_table=True)
     numbers, shapes = as_numbers(regions), [size for x in tensors for size in x.shape]

@@ -66,14 +66,14 @@ def test_one_slow_measurement_does_not_decide():
     assert tune.blocks_of(tune.fastest(CASE, clock)[0]) == (64, 64, 4, 2)
 
 
-def test_candidates_begin_with_the_tables_own_and_leave_out_what_cannot_fit_into_registers():
+def test_candidates_begin_with_table_and_fit_registers():
     for case in TABLE:
         first, *others = tune.candidates(case)
         assert first == TABLE[case]
         assert all(one.block_m * case.head_dim <= one.num_warps * 32 * 128 for one in others)
 
 
-def test_what_was_tuned_is_used_on_that_device_and_on_no_other(cache, monkeypatch):
+def test_tuned_blocks_are_used_on_that_device_only(cache, monkeypatch):
     found = Config(64, 64, 4, 2)
     assert keep("NVIDIA H200", {CASE: found}) == cache
     keep("NVIDIA A100", {Case(80, 64, False, "long"): found})
@@ -102,7 +102,7 @@ def test_without_a_gpu_it_says_so(capsys, monkeypatch):
     assert "CUDA" in capsys.readouterr().out
 
 
-def test_the_table_has_a_row_for_every_case_and_the_cpu_has_its_own():
+def test_table_covers_every_case():
     assert len(TABLE) == 5 * 4 * 2 * 2
     x = torch.empty(1, 1, 5000, 64)
     assert config_for(x, x, is_causal=False) == attention_configs.INTERPRETED

@@ -108,7 +108,7 @@ def learn_in_batch():
     return [x.grad for x in qkv]
 
 
-def test_gradients_are_those_of_the_sum_of_all_ranks_losses(rank_pool):
+def test_gradients_are_of_summed_losses(rank_pool):
     qkv = [x.requires_grad_() for x in make_qkv(11, 3, 8, B=3)]
     (F.scaled_dot_product_attention(*qkv) * make_qkv(11, 3, 8, B=3, seed=1)[0]).sum().backward()
     totals = [sum(grads) / 2 for grads in zip(*rank_pool.run(learn_in_batch, 2), strict=True)]

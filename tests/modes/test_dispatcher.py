@@ -83,7 +83,7 @@ def test_no_mode_is_entered():
 @pytest.mark.parametrize("before", [False, True], ids=["first called inside", "called outside before"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 @torch.no_grad()
-def test_attention_in_a_function_compiled_on_its_own_is_an_error(backend, before):
+def test_separately_compiled_attention_raises(backend, before):
     torch._dynamo.reset()
     compiled = torch.compile(lambda x: F.scaled_dot_product_attention(x * 2, x, x) + 1, backend=backend)
     if before:

@@ -215,7 +215,7 @@ def cp_mask(own):
     return create_block_mask(causal, None, None, own, own, device="cpu")
 
 
-def test_masks_that_do_not_fit_are_errors_on_every_rank(rank_pool):
+def test_unfitting_masks_raise_on_every_rank(rank_pool):
     for errors in rank_pool.run(misuse, 2, 1, 2):
         for name, error in errors.items():
             assert isinstance(error, ValueError), f"{name}: {error!r}"

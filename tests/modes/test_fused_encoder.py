@@ -56,7 +56,7 @@ def test_compiled_encoder_layer_attends_to_all_tokens(rank_pool, form):
         assert fast_path, "the switch was not put back"
 
 
-def test_a_mode_that_ends_in_one_thread_leaves_another_thread_its_own():
+def test_mode_ending_in_one_thread_keeps_others():
     entered, leave = threading.Event(), threading.Event()
     seen = []
 
@@ -87,7 +87,7 @@ def test_who_had_switched_it_off_finds_it_off():
         torch.backends.mha.set_fastpath_enabled(True)
 
 
-def test_a_trace_that_fails_inside_of_a_mode_does_not_leave_it_off():
+def test_failed_trace_leaves_mode_on():
     model, x = build()
 
     def fail(x):

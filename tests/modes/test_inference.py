@@ -54,7 +54,7 @@ def verdict_by_hand(held, segments, rank, ranks, ordered):
 
 @pytest.mark.parametrize("infer", INFER)
 @given(data=st.data(), segments=SEGMENTS, ranks=st.integers(1, 5), ordered=st.booleans())
-def test_the_verdict_is_that_of_all_choices_compared_one_by_one(infer, data, segments, ranks, ordered):
+def test_verdict_equals_exhaustive_comparison(infer, data, segments, ranks, ordered):
     rank = data.draw(st.integers(0, ranks - 1))
     choice = data.draw(st.sampled_from(all_choices(segments)))
     held = sizes_of([segments[i] for i in choice], ranks)[rank] + data.draw(st.sampled_from([0, 0, 0, 1]))
@@ -82,7 +82,7 @@ def test_all_ranks_find_the_same_or_all_raise(infer, data, segments, ranks, orde
 
 
 @pytest.mark.parametrize("chosen", [{7}, set(range(40)) - {13}, set(range(40))], ids=["one", "all but one", "all"])
-def test_forty_sequences_are_told_apart_where_no_other_choice_is_as_long_on_any_rank(chosen):
+def test_forty_sequences_are_distinguished_by_length(chosen):
     # Two of them are longer than any one, and each rank's part of one is another than of any other.
     segments = tuple(Segment("x", 2001 + 32 * i) for i in range(40))
     expected = tuple(segments[i] for i in sorted(chosen))
@@ -98,27 +98,27 @@ def test_forty_sequences_of_even_length_need_no_comparison():
         sequence_of_length(100, segments, 3, 8, kind="query", ordered=True)
 
 
-def test_forty_sequences_that_conflict_are_an_error_on_every_rank():
+def test_forty_conflicting_sequences_raise_on_every_rank():
     segments = tuple(Segment("x", 8 * i + i % 3) for i in range(1, 41))
     for rank, held in enumerate(SequenceLayout(segments[:20], 8).sizes()):
         with pytest.raises(ValueError, match=rf"query (has|of) {held} .*cp\.using"):
             sequence_of_length(held, segments, rank, 8, kind="query", ordered=False)
 
 
-def test_many_choices_that_are_alike_are_an_error_that_names_the_way_out():
+def test_many_equal_candidates_raise():
     # The last is uneven, so ranks differ; it is in no choice that sums to 3 on the first rank, and 2 on the second.
     segments = (*(Segment("x", 2 * i) for i in range(1, 40)), Segment("x", 50_001))
     with pytest.raises(ValueError, match=r"query of 300 .*4096 .*cp\.using"):
         sequence_of_length(150, segments, 0, 2, kind="query", ordered=False)
 
 
-def test_in_a_graph_more_than_eight_sequences_are_an_error_that_names_the_way_out():
+def test_more_than_eight_sequences_raise_in_graph():
     segments = tuple(Segment("x", 100 * i) for i in range(1, 10))
     with pytest.raises(ValueError, match=r"^9 sequences .*key .*cp\.using"):
         sequence_of_symbolic_length(50, segments, 0, 2, kind="key", ordered=False)
 
 
-def test_an_error_lists_what_is_known_but_not_all_concatenations_of_many():
+def test_error_lists_sequences_but_not_all_concatenations():
     segments = tuple(Segment("x", 10 * i) for i in range(1, 41))
     with pytest.raises(ValueError, match=r"key has 3 .*200 of 400.*cp\.using") as error:
         sequence_of_length(3, segments, 0, 2, kind="key", ordered=False)

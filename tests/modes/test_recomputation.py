@@ -97,7 +97,7 @@ def learn(ring, ulysses):
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2)])
-def test_checkpoint_in_a_mode_has_the_gradient_of_one_device(rank_pool, ring, ulysses):
+def test_checkpointed_gradient_in_mode_equals_one_device(rank_pool, ring, ulysses):
     expected = gradient()
     for grads in rank_pool.run(learn, 2, ring, ulysses):
         for (call, reentrant, inside), grad in zip(CALLS, grads, strict=True):

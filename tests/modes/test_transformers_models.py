@@ -100,7 +100,7 @@ def decoders_with_a_whole_mask(kind, name, lengths, paddings):
 
 @pytest.mark.parametrize("kind", ["ring", "ulysses"])
 @pytest.mark.parametrize("name", list(DECODERS))
-def test_a_causal_mask_built_from_local_lengths_is_refused_on_every_rank(rank_pool, kind, name):
+def test_causal_mask_of_local_length_is_refused(rank_pool, kind, name):
     paddings = ["none", "right", "left", "left, more than a rank's part"]
     for outs in rank_pool.run(decoders_with_a_whole_mask, 2, kind, name, [16, 13], paddings):
         assert all(isinstance(out, str) and out.startswith("ValueError") for out in outs), outs
@@ -200,7 +200,7 @@ def encoder_without_cache(encoder):
 
 
 @pytest.mark.parametrize("kind", ["ring", "ulysses"])
-def test_a_decoder_with_a_single_token_on_a_rank_is_refused_and_an_encoder_is_exact(rank_pool, kind):
+def test_single_token_decoder_is_refused_and_encoder_exact(rank_pool, kind):
     lengths, encoder = [2, 3], make_encoder()
     with torch.no_grad():
         expected = [encoder(make_ids(S)).last_hidden_state for S in lengths]
@@ -233,7 +233,7 @@ def unsharded_models():
     return outs
 
 
-def test_a_decoder_that_was_never_sharded_is_refused_and_equal_parts_are_not(rank_pool):
+def test_unsharded_decoder_is_refused(rank_pool):
     ids, decoder, encoder = make_ids(8), make("llama"), make_encoder()
     with torch.no_grad():
         whole, encoded = decoder(ids).last_hidden_state, encoder(ids).last_hidden_state
@@ -346,7 +346,7 @@ def compiled_decoder(lengths):
     return outs, refused
 
 
-def test_a_decoder_in_one_graph_takes_a_four_dimensional_mask_and_says_so_without(rank_pool):
+def test_decoder_in_graph_takes_4d_mask(rank_pool):
     lengths, model = [12, 15], make("llama")
     with torch.no_grad():
         expected = [model(make_ids(S)).last_hidden_state for S in lengths]

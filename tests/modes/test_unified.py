@@ -91,7 +91,7 @@ def wrap_a_model_in_many_meshes():
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_a_users_own_transformer_with_a_new_mesh_in_every_round(rank_pool, world_size):
+def test_own_transformer_takes_new_mesh_each_round(rank_pool, world_size):
     model = make_transformer()
     with torch.no_grad():
         expected = [model(tokens(11 + round)) for round in range(10)]
@@ -177,7 +177,7 @@ def call_what_no_mode_sees():
     return messages, relative_error(disabled, alone)
 
 
-def test_attention_that_no_mode_sees_is_an_error_that_names_the_way_out(rank_pool):
+def test_unseen_attention_raises(rank_pool):
     for messages, error in rank_pool.run(call_what_no_mode_sees, 2):
         assert "_native_multi_head_attention" in messages["native"]
         assert "UnifiedAttnMode.disable()" in messages["native"]
@@ -438,7 +438,7 @@ def shard_and_gather():
     return results
 
 
-def test_shard_and_gather_are_inverse_for_any_length_and_dtype(rank_pool):
+def test_shard_and_gather_are_inverse(rank_pool):
     x = torch.arange(3 * 7 * 2).view(3, 7, 2)
     for rank, results in enumerate(rank_pool.run(shard_and_gather, 4)):
         assert torch.equal(results["part"], x.tensor_split(4, dim=1)[rank])
@@ -477,7 +477,7 @@ def attend_to_what_was_cut():
     return outs
 
 
-def test_attention_is_over_what_was_cut_through_the_mode_and_its_concatenations(rank_pool):
+def test_attention_covers_sharded_sequences_and_concatenations(rank_pool):
     image, text = make_qkv(10, 3), make_qkv(4, 3, seed=1)
     joint = F.scaled_dot_product_attention(*[torch.cat(pair, dim=2) for pair in zip(image, text, strict=True)])
     for rank, outs in enumerate(rank_pool.run(attend_to_what_was_cut, 2)):
@@ -566,7 +566,7 @@ def run_alone():
     return masked, disabled, weights
 
 
-def test_one_rank_computes_everything_as_if_there_were_no_mode(rank_pool):
+def test_one_rank_equals_no_mode(rank_pool):
     (masked, disabled, weights) = rank_pool.run(run_alone, 1)[0]
     q, k, v = make_qkv(7, 2)
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)

@@ -53,7 +53,7 @@ def one_process():
     ]
 
 
-def test_a_generation_that_lost_a_rank_ends_on_all_and_the_next_attempt_finishes_the_job(tmp_path):
+def test_lost_rank_ends_all_and_next_attempt_finishes(tmp_path):
     output, killed = tmp_path / "images", []
     killer = threading.Thread(target=kill_once_the_first_image_is_there, args=(3, output, killed))
     with open_hosts(2) as hosts:

@@ -10,7 +10,7 @@ from benchmarks.faults.page import verdict
 MESH = "ring 2 × Ulysses 2"
 
 
-def test_the_table_has_at_least_150_cells_of_different_names():
+def test_fault_table_has_150_distinct_cells():
     cells = list(all_cells())
     assert len(cells) == len({cell.name for cell in cells}) >= 150
 
@@ -22,7 +22,7 @@ def result(**changed):
     return {"fault": "raises", "struck": True, "ranks": [dict(told) for _ in range(4)], "left": left, **changed}
 
 
-def test_a_cell_is_bad_for_a_hang_a_wrong_image_an_untold_cause_and_what_is_left():
+def test_bad_cell_has_hang_wrong_image_or_leftovers():
     assert verdict(result()) == "good"
     assert verdict(result(struck=False)) == "the fault did not strike"
     told = result()["ranks"]

@@ -29,7 +29,7 @@ def generated(hosts, folder, *pipelines):
 
 
 @pytest.mark.parametrize(("num_hosts", "namespaces"), [(2, True), (3, True), (2, False)])
-def test_flux_and_wan_on_several_hosts_equal_one_process_and_ulysses_stays_on_a_host(tmp_path, num_hosts, namespaces):
+def test_several_hosts_equal_one_process(tmp_path, num_hosts, namespaces):
     if namespaces:
         namespaces_or_skip(num_hosts)
     expected = {
@@ -43,7 +43,7 @@ def test_flux_and_wan_on_several_hosts_equal_one_process_and_ulysses_stays_on_a_
             assert relative_error(report["found"][name]["out"], image) < 1e-5, f"{name} on rank {rank}"
 
 
-def test_hosts_reach_each_other_but_for_a_link_that_is_cut_and_are_gone_afterwards():
+def test_virtual_hosts_reach_each_other_and_vanish():
     namespaces_or_skip(2)
     with open_hosts(2, namespaces=True) as hosts:
 
