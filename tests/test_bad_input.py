@@ -125,7 +125,7 @@ def test_bad_input_is_an_error_on_every_rank(rank_pool, kind):
 @pytest.mark.parametrize("cut", [False, True], ids=["equal parts", "after shard"])
 @pytest.mark.parametrize(("ring", "ulysses"), [(2, 2), (1, 4)])
 @pytest.mark.parametrize("kind", BAD)
-def test_input_that_is_bad_on_one_rank_is_an_error_on_every_rank(rank_pool, kind, ring, ulysses, cut):
+def test_bad_input_on_one_rank_raises_on_every_rank(rank_pool, kind, ring, ulysses, cut):
     results = rank_pool.run(attend_badly, 4, kind, [2], ring, ulysses, cut)
     check_errors(results, "sequence rank 2: ")
     check_errors(results, *BAD[kind])
@@ -140,7 +140,7 @@ MASKS = {
 
 @pytest.mark.parametrize("cut", [False, True], ids=["equal parts", "after shard"])
 @pytest.mark.parametrize("kind", MASKS)
-def test_a_mask_of_another_length_is_an_error_on_every_rank(rank_pool, kind, cut):
+def test_mask_of_wrong_length_raises_on_every_rank(rank_pool, kind, cut):
     check_errors(rank_pool.run(attend_badly, 4, kind, [0, 1, 2, 3], 2, 2, cut), *MASKS[kind])
 
 
@@ -156,11 +156,11 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize("kind", DIFFERENT)
-def test_input_that_is_good_but_differs_on_one_rank_is_an_error_on_every_rank(rank_pool, kind):
+def test_differing_input_raises_on_every_rank(rank_pool, kind):
     check_errors(rank_pool.run(attend_badly, 4, kind, [2], 2, 2, False), "ValueError", *DIFFERENT[kind])
 
 
-def test_a_length_that_was_not_cut_here_is_an_error_on_every_rank(rank_pool):
+def test_unsharded_length_raises_on_every_rank(rank_pool):
     results = rank_pool.run(attend_badly, 4, "length", [2], 2, 2, True)
     check_errors(results, "ValueError", "query has 2 ", "3 of 12", "cp.shard")
 
@@ -190,7 +190,7 @@ def cut_badly():
     return found
 
 
-def test_cutting_and_gathering_what_does_not_fit_is_an_error_on_every_rank(rank_pool):
+def test_bad_shard_and_gather_raise_on_every_rank(rank_pool):
     expected = {
         "shard, length": ("rank 0 ", "[3, 3, 2, 2]", "dim 1", "[2, 4]", "torch.float32; rank 3 ", "[3, 2, 2, 2]"),
         "shard, sequence": ("sequence rank 3: ", " 10 ", "dim 1", "sequence=", " 9"),
@@ -243,7 +243,7 @@ def raise_on_one_rank():
         F.scaled_dot_product_attention(q, k, v)
 
 
-def test_an_exception_of_the_users_own_on_one_rank_ends_the_others_with_a_message(rank_pool):
+def test_user_exception_on_one_rank_ends_the_others(rank_pool):
     start = time.monotonic()
     waiting, own = rank_pool.run_expecting_errors(raise_on_one_rank, 2)
     assert time.monotonic() - start < SECONDS + 5  # the group's timeout is 2 seconds
@@ -275,7 +275,7 @@ def attend_after_a_time_out(path):
     return first, second, attend().shape
 
 
-def test_after_a_time_out_a_new_mesh_says_that_the_default_group_is_dead_and_what_to_do(rank_pool, tmp_path):
+def test_new_mesh_after_timeout_names_dead_default_group(rank_pool, tmp_path):
     (first, *zero), (_, *one) = rank_pool.run(attend_after_a_time_out, 2, str(tmp_path / "store"))
     assert re.search(r"2 ranks .*'ulysses' ", first[0])
     for (message, seconds), shape in (zero, one):

@@ -70,7 +70,7 @@ def test_threshold_zero_is_the_image_without_a_cache(without_cache):
     assert judged["as without"] == [True, True]
 
 
-def test_latents_that_sea_cache_sees_are_those_that_are_decoded():
+def test_sea_cache_latents_are_the_decoded_ones():
     pipe, tokens = ways.load(), torch.randn(1, 64, 64)
     (seen,) = ways._latents(pipe.transformer, (), {"hidden_states": tokens})
     assert torch.equal(seen[:, 0], pipe._unpack_latents(tokens, 128, 128, pipe.vae_scale_factor)[0])
@@ -129,7 +129,7 @@ def test_damped_hermite_is_what_hicache_says(order, sigma):
         assert taken_as_equal_steps(hermite(order, sigma), [f0, f1, f2][: order + 1], x) == pytest.approx(wanted)
 
 
-def test_foca_is_what_its_equations_say_and_with_two_residuals_it_is_a_straight_line():
+def test_foca_equals_its_equations():
     f0, f1, f2 = 3.0, 5.0, -4.0
     for h in (1.0, 3.0):
         predicted = 4 / 3 * f0 - f1 / 3 + 2 * h / 3 * (f0 - f1)  # eq. 7

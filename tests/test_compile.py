@@ -55,7 +55,7 @@ def check(results, lengths):
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), MESHES)
-def test_a_new_mode_around_a_compiled_model_in_every_step_compiles_once_and_never_warns(rank_pool, ring, ulysses):
+def test_new_mode_each_step_compiles_once(rank_pool, ring, ulysses):
     # Warnings are errors on the ranks: a handler that does not run again must not be taken for attention unseen.
     results = rank_pool.run(compile_around, ring * ulysses, ring, ulysses, [12] * 5)
     check(results, [12] * 5)
@@ -134,7 +134,7 @@ def compile_without_sequence():
         torch.compile(shard, fullgraph=True, backend="eager")(tokens(4))
 
 
-def test_inside_a_compiled_function_shard_says_that_it_needs_sequence(rank_pool):
+def test_compiled_shard_needs_sequence(rank_pool):
     rank_pool.run(compile_without_sequence, 2)
 
 
@@ -152,7 +152,7 @@ def compile_on_two_meshes():
     return outs, None
 
 
-def test_one_compiled_model_is_right_on_one_mesh_after_the_other(rank_pool):
+def test_compiled_model_runs_on_two_meshes(rank_pool):
     check(rank_pool.run(compile_on_two_meshes, 4), [13] * 10)
 
 
@@ -180,7 +180,7 @@ def compile_equal_parts(ring, ulysses):
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), MESHES)
-def test_parts_that_a_user_cut_alone_and_functional_forms_compile(rank_pool, ring, ulysses):
+def test_user_parts_and_functional_forms_compile(rank_pool, ring, ulysses):
     full, causal = (F.scaled_dot_product_attention(*make_qkv(12, 3), is_causal=flag) for flag in (False, True))
     for rank, (outs, num_graphs) in enumerate(rank_pool.run(compile_equal_parts, ring * ulysses, ring, ulysses)):
         assert num_graphs == 3
@@ -269,7 +269,7 @@ def compile_functional_form_on_a_group(attention):
 
 
 @pytest.mark.parametrize("attention", [ring_attention, ulysses_attention, unified_attention])
-def test_a_functional_form_with_a_plain_process_group_is_one_graph(rank_pool, attention):
+def test_functional_form_with_plain_group_is_one_graph(rank_pool, attention):
     expected = F.scaled_dot_product_attention(*make_qkv(12, 4, seed=0))
     for rank, (outs, graphs) in enumerate(rank_pool.run(compile_functional_form_on_a_group, 2, attention)):
         for out in outs:

@@ -119,7 +119,7 @@ atexit.register(ending.set)  # called before it
 """
 
 
-def test_threads_of_a_collective_get_the_gil_when_a_script_ends(tmp_path):
+def test_collective_threads_get_the_gil_at_exit(tmp_path):
     script = tmp_path / "ends_with_a_thread.py"
     script.write_text(LATE_THREAD)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

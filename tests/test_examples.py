@@ -100,21 +100,21 @@ BAD = [
 
 
 @pytest.mark.parametrize(("example", "arguments", "message"), BAD, **identify)
-def test_what_cannot_run_ends_in_a_sentence_before_anything_is_loaded(example, arguments, message, monkeypatch, capsys):
+def test_bad_options_exit_before_loading(example, arguments, message, monkeypatch, capsys):
     code, printed = ending(example, arguments, monkeypatch, capsys)
     assert code == 2
     assert re.search(f"error: .*{message}", printed), printed
 
 
 @pytest.mark.parametrize("example", [path for path in EXAMPLES if path.stem in VIDEOS], **identify)
-def test_a_video_without_its_writer_is_noticed_before_anything_is_loaded(example, monkeypatch, capsys):
+def test_missing_video_writer_exits_before_loading(example, monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     code, printed = ending(example, "--output out.mp4", monkeypatch, capsys)
     assert code == 2
     assert "an .mp4 needs pip install imageio imageio-ffmpeg" in printed
 
 
-def test_a_folder_that_cannot_be_made_is_noticed_before_anything_is_loaded(monkeypatch, capsys):
+def test_impossible_folder_exits_before_loading(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "0")
     code, printed = ending(PARALLEL / "run_elastic.py", "--output no/such/folder", monkeypatch, capsys)
     assert code == 2
@@ -124,7 +124,7 @@ def test_a_folder_that_cannot_be_made_is_noticed_before_anything_is_loaded(monke
 @pytest.mark.parametrize(
     "example", [path for path in EXAMPLES if path.stem not in ("run_own_model", "run_vae")], **identify
 )
-def test_a_copy_asks_for_the_model_that_it_does_not_find(example, monkeypatch, capsys, tmp_path):
+def test_copy_asks_for_a_model(example, monkeypatch, capsys, tmp_path):
     copy = shutil.copy(example, tmp_path)
     code, printed = ending(Path(copy), "", monkeypatch, capsys)
     assert code == 2
@@ -148,7 +148,7 @@ def test_own_model_example_is_exact_on_every_mesh(rank_pool, ranks):
     assert max(differences) < 1e-5
 
 
-def test_a_copy_generates_on_one_rank_what_the_flux_example_does_on_two(rank_pool, tmp_path):
+def test_flux_copy_on_one_rank_equals_two(rank_pool, tmp_path):
     copy = Path(shutil.copy(PARALLEL / "run_flux.py", tmp_path))
     size = ["--steps", "2", "--height", "80", "--width", "48"]
     paths = [tmp_path / "alone.png", tmp_path / "shared.png"]
@@ -161,7 +161,7 @@ def test_a_copy_generates_on_one_rank_what_the_flux_example_does_on_two(rank_poo
 
 
 @pytest.mark.long
-def test_a_copy_generates_on_one_rank_what_the_stable_diffusion_example_does_on_two(rank_pool, tmp_path):
+def test_stable_diffusion_copy_on_one_rank_equals_two(rank_pool, tmp_path):
     example = PARALLEL / "run_stable_diffusion.py"
     paths = [tmp_path / "alone.png", tmp_path / "shared.png"]
     UNET_PIPELINES["xl"].build().save_pretrained(tmp_path / "model")
@@ -172,7 +172,7 @@ def test_a_copy_generates_on_one_rank_what_the_stable_diffusion_example_does_on_
 
 
 @pytest.mark.parametrize("name", VIDEOS)
-def test_a_copy_generates_on_one_rank_what_the_video_examples_do_on_two(rank_pool, name, tmp_path):
+def test_video_copy_on_one_rank_equals_two(rank_pool, name, tmp_path):
     model = ROOT / "zoo/video/pipeline"
     if name in RANDOM:
         model = tmp_path / "model"
@@ -189,7 +189,7 @@ def test_a_copy_generates_on_one_rank_what_the_video_examples_do_on_two(rank_poo
     assert all(np.mean(one != other) < 0.01 for one, other in zip(*videos, strict=True))
 
 
-def test_the_vae_example_gives_on_two_ranks_what_it_gives_on_one(rank_pool, tmp_path):
+def test_vae_example_on_two_ranks_equals_one(rank_pool, tmp_path):
     paths = [tmp_path / "alone.png", tmp_path / "shared.png"]
     size = ["--height", "64", "--width", "48", "--runs", "1", "--output"]
     alone(rank_pool, Path(shutil.copy(PARALLEL / "run_vae.py", tmp_path)), *size, str(paths[0]))
@@ -228,7 +228,7 @@ def test_the_elastic_example_generates_only_what_is_missing(rank_pool, tmp_path)
     assert sorted(path.name for path in (tmp_path / "images").iterdir()) == ["0.png", "1.png"]
 
 
-def test_a_copy_of_the_cached_flux_example_generates_both_images_and_the_plot(rank_pool, tmp_path):
+def test_cached_flux_copy_writes_images_and_plot(rank_pool, tmp_path):
     copy, path = Path(shutil.copy(CACHE / "run_flux.py", tmp_path)), tmp_path / "flux.png"
     arguments = ["--steps", "6", "--height", "80", "--width", "48", "--threshold", "0.5", "--output", str(path)]
     model = ["--model", str(ROOT / "zoo/flux/pipeline"), "--plot", str(tmp_path / "steps.png")]

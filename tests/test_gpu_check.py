@@ -60,7 +60,7 @@ def test_local_attention_is_as_exact_as_sdpa(run_here, part):
     assert len(found["rows"]) == (2 * 6 + 5) * 2 * 3
 
 
-def test_a_backend_that_this_device_lacks_is_refused_with_the_reason(run_here):
+def test_missing_backend_is_refused_with_reason(run_here):
     found = run_here("local", part="cudnn")
     assert verdicts(found) == {"refused"}
     assert all("backend" in row["SDPA refused"] for row in found["rows"])
@@ -85,7 +85,7 @@ def test_a_refusal_where_sdpa_computes_has_failed(run_here, monkeypatch):
     assert verdicts(run_here("local", part="math")) == {"failed"}
 
 
-def test_gradients_of_both_layouts_of_out_are_compared_and_what_is_missing_is_named(run_here, monkeypatch):
+def test_gradients_of_both_layouts_are_compared(run_here, monkeypatch):
     found = run_here("gradients_16_bit")
     assert {row["gradients"] for row in found["rows"] if row["kernel"] == "flash"} == {"right"}
     assert all("refused" in row for row in found["rows"] if row["kernel"] == "efficient")
@@ -140,11 +140,11 @@ def test_autoencoders_on_two_ranks_of_one_device_equal_one(rank_pool):
 
 
 @pytest.mark.long
-def test_the_section_of_autoencoders_runs_in_processes_of_its_own(run_here):
+def test_autoencoders_run_in_own_processes(run_here):
     assert verdicts(run_here("vae")) == {"ok"}
 
 
-def test_the_small_kernels_are_right_and_measured_beside_a_copy(run_here):
+def test_small_kernels_are_exact_and_timed(run_here):
     found = run_here("small_kernels")
     assert verdicts(found) == {"ok"}
     assert {row["form"] for row in found["rows"]} == {"plain PyTorch"}
@@ -168,14 +168,14 @@ def test_a_kernel_that_copies_something_else_is_called_wrong(run_here, monkeypat
     assert all("pack" in name for name in wrong)
 
 
-def test_without_triton_the_small_kernels_are_skipped_with_the_reason(tmp_path, monkeypatch):
+def test_small_kernels_are_skipped_without_triton(tmp_path, monkeypatch):
     monkeypatch.setattr(small_kernels, "load_kernel", lambda *_: None)
     job = Job("small_kernels", torch.device("cuda"), True, tmp_path / "found.json", time.monotonic() + 60)
     with pytest.raises(SectionSkipped, match="needs Triton"):
         small_kernels.run(job)
 
 
-def test_calls_whose_waiting_is_checked_run_on_a_fake_group(run_here):
+def test_calls_for_wait_check_run_on_fake_group(run_here):
     found = run_here("sync")
     assert verdicts(found) == {"ok"}
     assert {row["group"] for row in found["rows"]} == {"fake, 1 rank(s)", "fake, 8 rank(s)"}
@@ -227,7 +227,7 @@ def test_memory_is_laid_out_as_it_is_called(memory):
     assert torch.equal(query, exact.make_inputs((2, 3, 5, 4), torch.float32, CPU).query)
 
 
-def test_an_error_of_sdpa_s_own_excuses_no_larger_one():
+def test_error_of_sdpa_excuses_no_larger_one():
     assert exact.judge({"dq": 0.3}, {"dq": 0.4}, torch.bfloat16) == "wrong"
     assert exact.judge({"dq": float("inf")}, {"dq": float("inf")}, torch.bfloat16) == "wrong"
     assert exact.judge({"dq": 0.003}, {"dq": 0.002}, torch.bfloat16) == "ok"
@@ -257,7 +257,7 @@ def section_that_does(tmp_path, monkeypatch, name, body):
     return Section(name, 60, module=f"{name}_section")
 
 
-def test_a_section_that_fails_hangs_or_dies_stops_no_other_and_leaves_what_it_found(tmp_path, monkeypatch, capsys):
+def test_failing_section_stops_no_other(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(runner, "_LEAST", 0.0)
     bodies = {
         "raises": "raise ValueError('as it was told')",
@@ -295,14 +295,14 @@ def lives(pid):
         return False
 
 
-def test_without_a_gpu_it_says_so_and_exits_with_2(capsys):
+def test_missing_gpu_exits_with_2(capsys):
     from benchmarks.gpu.__main__ import main
 
     assert main([]) == 2
     assert "CUDA" in capsys.readouterr().out
 
 
-def test_make_runs_sections_with_the_named_python_and_sets_nothing_up(tmp_path):
+def test_make_runs_sections_with_named_python(tmp_path):
     options = f"--device cpu --tiny --output {tmp_path} --sections gradients_16_bit"
     command = ["make", "gpu-check", f"PYTHON={sys.executable}", f"GPU_CHECK={options}", "STAMP=/nowhere"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
@@ -316,7 +316,7 @@ def test_make_runs_sections_with_the_named_python_and_sets_nothing_up(tmp_path):
 
 
 @pytest.mark.long
-def test_a_rank_that_raises_is_told_of_and_what_ranks_found_before_is_kept():
+def test_raising_rank_is_reported_and_results_kept():
     from benchmarks.gpu.processes import run_ranks
 
     before = set(multiprocessing.active_children())  # the ranks of other tests stay
@@ -334,7 +334,7 @@ def raise_on_rank_1(device):
         raise ZeroDivisionError
 
 
-def test_the_triton_kernel_is_judged_and_timed_under_the_interpreter(run_here):
+def test_triton_kernel_is_judged_under_interpreter(run_here):
     found = run_here("attention")
     assert verdicts(found) == {"ok"}
     ways = {row["way"] for row in found["rows"] if "way" in row}
@@ -355,7 +355,7 @@ def test_the_triton_kernel_is_judged_and_timed_under_the_interpreter(run_here):
     )
 
 
-def test_the_hopper_tier_is_judged_and_timed_in_a_section_of_its_own(run_here):
+def test_hopper_tier_has_its_own_section(run_here):
     found = run_here("attention_hopper")
     judged = [row for row in found["rows"] if "verdict" in row]
     assert {row["verdict"] for row in judged} == {"ok"}
@@ -365,7 +365,7 @@ def test_the_hopper_tier_is_judged_and_timed_in_a_section_of_its_own(run_here):
     assert {row["is_causal"] for row in judged} == {False, True}
 
 
-def test_kernels_are_compiled_in_a_pool_before_they_are_measured(run_here):
+def test_kernels_are_compiled_in_a_pool(run_here):
     first = run_here("attention")["rows"][0]
     assert (first["compiled"], first["processes"], first["missing"]) == (1, 1, {})
 

@@ -33,7 +33,7 @@ def run_section(section, tmp_path, **options):
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-def test_the_transformer_without_diffusers_computes_what_that_of_diffusers_does(batch):
+def test_own_flux_transformer_equals_diffusers(batch):
     theirs = fill(diffusers.FluxTransformer2DModel(**CONFIG, guidance_embeds=True), 1)
     ours = FluxTransformer2DModel(**CONFIG).eval().requires_grad_(False)
     ours.load_state_dict(theirs.state_dict())
@@ -70,7 +70,7 @@ def test_flux_is_measured_in_every_way(tmp_path, monkeypatch):
     assert job.rows[0]["transformer"] == "benchmarks.gpu.flux_model.FluxTransformer2DModel"
 
 
-def test_blocks_are_compiled_before_whole_graphs_and_caches_never_with_cuda_graphs():
+def test_blocks_compile_before_whole_graphs():
     kinds = [kind for _, kind in flux.VARIANTS]
     order = ["eager", "blocks", "one graph", "reduce-overhead"]
     assert kinds == sorted(kinds, key=order.index)
@@ -89,7 +89,7 @@ def test_a_model_that_computes_something_else_is_called_wrong(tmp_path, monkeypa
     assert [row["verdict"] for row in run_section(flux, tmp_path).rows[1:]] == ["wrong"]
 
 
-def test_a_card_with_little_free_memory_skips_the_section_and_says_how_much_it_needs():
+def test_little_free_memory_skips_section_with_need():
     with pytest.raises(SectionSkipped, match=r"30 GB.* 23\.5 of 24\.0 GB"):
         flux.require_memory(int(23.5e9), int(24e9))
     flux.require_memory(int(31e9), int(80e9))
@@ -110,7 +110,7 @@ def test_pipelines_on_two_ranks_equal_one(rank_pool, part):
 
 
 @pytest.mark.long
-def test_the_whole_transformer_in_one_graph_on_two_ranks_equals_one(rank_pool):
+def test_whole_transformer_graph_on_two_ranks_equals_one(rank_pool):
     for rows in rank_pool.run(steps_of, 2, "reduce-overhead"):
         assert [row["verdict"] for row in rows] == ["ok"], rows
 
@@ -141,7 +141,7 @@ def test_a_parallel_run_that_differs_is_called_wrong(rank_pool):
         assert of_pipelines == ["wrong"] * 3
 
 
-def test_a_step_that_raises_has_failed_and_the_reason_is_kept(tmp_path):
+def test_raising_step_fails_with_reason(tmp_path):
     job = Job("two_ranks", CPU, True, tmp_path / "rows.json", time.monotonic() + 60)
     rows = [
         [{"step": "a", "verdict": "ok", "error": 1e-7}, {"step": "b", "verdict": "failed", "raised": "ValueError: x"}],
@@ -194,7 +194,7 @@ for section in (flux, nccl, vae):
 """
 
 
-def test_without_diffusers_flux_and_nccl_run_and_the_autoencoders_are_skipped(tmp_path):
+def test_flux_and_nccl_run_without_diffusers(tmp_path):
     command = [sys.executable, "-c", WITHOUT_DIFFUSERS, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

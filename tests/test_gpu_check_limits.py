@@ -23,13 +23,13 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.name)
-def test_a_section_s_limit_is_at_least_the_sum_of_what_it_asks_for(section):
+def test_section_limit_covers_its_parts(section):
     needs = importlib.import_module(section.path).NEEDS
     assert needs and all(seconds > 0 for seconds in needs.values())
     assert section.seconds >= runner.START + sum(needs.values()) + runner.END
 
 
-def test_all_sections_fit_into_45_minutes_and_each_into_a_call_of_10():
+def test_all_sections_fit_into_45_minutes():
     assert runner.ALL <= 45 * 60
     assert sum(section.seconds + runner._PATIENCE for section in SECTIONS) <= runner.ALL
     assert all(runner._LEAST <= section.seconds <= runner.LONGEST for section in SECTIONS)
@@ -37,7 +37,7 @@ def test_all_sections_fit_into_45_minutes_and_each_into_a_call_of_10():
     assert runner.LONGEST + 2 * runner._PATIENCE <= 9.6 * 60
 
 
-def test_the_runner_knows_the_parts_of_sections_without_importing_them():
+def test_runner_lists_parts_without_importing_them():
     parts = {section.name: section.parts for section in SECTIONS}
     assert parts["two_ranks"] == tuple(two_ranks.PARTS)
     assert set(parts["local"]) == set(local.BACKENDS)
@@ -66,7 +66,7 @@ def result(section, status="done", verdicts=(), out_of_time=()):
         ("done", ("ok", "failed"), 3),
     ],
 )
-def test_the_exit_code_is_1_for_a_wrong_number_alone(monkeypatch, tmp_path, status, verdicts, code):
+def test_exit_code_is_1_for_wrong_numbers_only(monkeypatch, tmp_path, status, verdicts, code):
     results = {"local": result("local"), "flux": result("flux", status, verdicts)}
     monkeypatch.setattr(command, "run_all", lambda *args, **options: results)
     assert command.main(["--device", "cpu", "--tiny", "--output", str(tmp_path)]) == code
@@ -106,7 +106,7 @@ def test_calls_of_10_minutes_finish_all_sections(clock, tmp_path, used):
     assert now[0] <= runner.ALL
 
 
-def test_a_section_that_does_not_fit_is_skipped_and_a_shorter_one_still_runs(clock, tmp_path, capsys):
+def test_too_long_section_is_skipped_for_a_shorter(clock, tmp_path, capsys):
     _, ran, _ = clock
     sections = (Section("first", 60), Section("long", 200), Section("short", 30))
     results = run_all(sections, tmp_path, device="cpu", tiny=True, seconds=220)
@@ -116,7 +116,7 @@ def test_a_section_that_does_not_fit_is_skipped_and_a_shorter_one_still_runs(clo
     assert runner.finished(sections[1], tmp_path) is None
 
 
-def test_a_section_longer_than_the_whole_run_gets_what_there_is(clock, tmp_path):
+def test_section_longer_than_run_gets_the_rest(clock, tmp_path):
     _, ran, _ = clock
     run_all((Section("long", 500),), tmp_path, device="cpu", tiny=True, seconds=240)
     assert ran == [("long", 240 - runner._PATIENCE)]
@@ -133,7 +133,7 @@ def test_a_section_longer_than_the_whole_run_gets_what_there_is(clock, tmp_path)
         ({"environment": {**section_environment(), "device": "another one"}}, False),
     ],
 )
-def test_a_resumed_run_keeps_sections_that_ended_here_and_runs_the_others(clock, tmp_path, change, kept):
+def test_resumed_run_keeps_finished_sections(clock, tmp_path, change, kept):
     _, ran, _ = clock
     (tmp_path / "local.json").write_text(json.dumps(result("local") | change))
     results = run_all((Section("local", 60),), tmp_path, device="cpu", tiny=True, seconds=100, resume=True)
@@ -147,7 +147,7 @@ def test_half_a_file_or_none_is_not_finished(tmp_path):
     assert runner.finished(Section("local", 60), tmp_path) is None
 
 
-def test_what_a_section_had_no_time_for_is_in_its_file(tmp_path):
+def test_unfinished_parts_are_in_the_file(tmp_path):
     job = Job("flux", CPU, False, tmp_path / "flux.json", time.monotonic() + 50)
     assert job.has_time("short", 10.0) and not job.has_time("long", 100.0)
     job.write("done")
@@ -192,7 +192,7 @@ def hang(device):
 
 
 @pytest.mark.long
-def test_a_kernel_that_does_not_compile_in_time_is_named_and_stops_no_other(tmp_path):
+def test_slow_compilation_is_named_and_stops_no_other(tmp_path):
     job = Job("attention", CPU, True, tmp_path / "job.json", time.monotonic() + 600)
     tasks = [("fine", fine, ()), ("raises", raise_error, ()), ("hangs", hang, ())]
     # How long a process needs to begin depends on what else this machine does.

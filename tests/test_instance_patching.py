@@ -48,7 +48,7 @@ def test_only_the_wrapped_instance_changes():
     assert vars(wrapped) == vars(other)
 
 
-def test_the_class_keeps_its_names_its_signature_and_its_doc():
+def test_private_class_keeps_name_signature_and_doc():
     wrapped = Greeter()
     wrap_method(wrapped, "__call__", "a", twice, order=Order.PLAN)
     cls = type(wrapped)
@@ -59,7 +59,7 @@ def test_the_class_keeps_its_names_its_signature_and_its_doc():
     assert original_class(wrapped) is Greeter
 
 
-def test_the_private_class_counts_as_the_original_in_comparisons_and_tables():
+def test_private_class_equals_original_in_lookups():
     wrapped, other = Greeter(), Greeter()
     wrap_method(wrapped, "__call__", "a", twice, order=Order.PLAN)
     wrap_method(other, "__call__", "a", plus_one, order=Order.PLAN)
@@ -71,7 +71,7 @@ def test_the_private_class_counts_as_the_original_in_comparisons_and_tables():
     assert type(wrapped) is not Greeter
 
 
-def test_two_keys_nest_and_the_last_removal_restores_the_class():
+def test_last_removal_restores_the_class():
     wrapped = Scaled()
     wrap_method(wrapped, "__call__", "a", twice, order=Order.PLAN)
     wrap_method(wrapped, "__call__", "b", plus_one, order=Order.PLAN)
@@ -88,7 +88,7 @@ def test_two_keys_nest_and_the_last_removal_restores_the_class():
     unwrap(wrapped, "b")  # nothing left to remove
 
 
-def test_wrappers_stand_in_the_order_of_their_names_whichever_came_first():
+def test_wrappers_are_ordered_by_name():
     for orders in (*itertools.permutations(Order, 3), tuple(Order), tuple(reversed(Order))):
         wrapped, ran = Greeter(), []
 
@@ -102,7 +102,7 @@ def test_wrappers_stand_in_the_order_of_their_names_whichever_came_first():
         assert ran == sorted(orders)
 
 
-def test_each_wrapper_is_one_frame_and_each_wrapped_method_one_more():
+def test_each_wrapper_and_method_is_one_frame():
     class Deep:
         def __call__(self):
             return len(inspect.stack())
@@ -129,7 +129,7 @@ def test_arguments_may_have_the_names_that_wrappers_use():
     assert wrapped(call=1, instance=2, self_=3) == {"call": 1, "instance": 2, "self_": 3}
 
 
-def test_a_method_kept_from_before_the_change_does_what_the_instance_does_now():
+def test_earlier_bound_method_follows_the_instance():
     wrapped = Scaled()
     wrap_method(wrapped, "_call_impl", "a", twice, order=Order.PLAN)
     kept = wrapped._call_impl
@@ -141,7 +141,7 @@ def test_a_method_kept_from_before_the_change_does_what_the_instance_does_now():
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
 @pytest.mark.parametrize("cls", [Greeter, Scaled])
-def test_pickles_and_copies_are_ordinary_objects_if_the_wrapper_allows_it(cls, protocol):
+def test_pickles_and_copies_are_ordinary_objects(cls, protocol):
     wrapped = cls()
     wrap_method(wrapped, "__call__", "a", twice, order=Order.PLAN, plain_copies=True)
     for other in (pickle.loads(pickle.dumps(wrapped, protocol)), copy.deepcopy(wrapped), copy.copy(wrapped)):
@@ -162,7 +162,7 @@ def test_a_copy_that_would_lose_a_wrapper_is_refused(cls, way):
     assert way(wrapped)
 
 
-def test_removing_what_is_not_there_keeps_the_class_for_which_graphs_were_compiled():
+def test_removing_nothing_keeps_the_class():
     layer = nn.Linear(2, 2)
     wrap_method(
         layer,
@@ -176,7 +176,7 @@ def test_removing_what_is_not_there_keeps_the_class_for_which_graphs_were_compil
     assert type(layer) is cls
 
 
-def test_parts_that_were_compiled_are_found_however_that_was_done():
+def test_compiled_parts_are_found():
     def build():
         return nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
 
@@ -194,7 +194,7 @@ class Doubled(nn.Linear):
         return 2 * super().forward(x)
 
 
-def test_what_a_wrapped_class_inherits_by_super_is_found_in_a_graph():
+def test_inherited_super_is_found_in_a_graph():
     module, x = Doubled(3, 3), torch.ones(2, 3)
     expected = module(x)
     wrap_method(
@@ -208,7 +208,7 @@ def test_what_a_wrapped_class_inherits_by_super_is_found_in_a_graph():
     torch.testing.assert_close(compiled(x), expected + 1)
 
 
-def test_wrappers_inside_each_other_are_one_graph_and_another_is_compiled_in():
+def test_nested_wrappers_are_one_graph():
     module, x = Scaled(), torch.ones(2)
     wrap_method(module, "__call__", "a", twice, order=Order.CACHE)
     wrap_method(module, "__call__", "b", plus_one, order=Order.PLAN)

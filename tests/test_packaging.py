@@ -125,7 +125,7 @@ def environment(request, tmp_path_factory):
     return Environment(python, site_packages, checkout, elsewhere, installed)
 
 
-def test_the_wheel_holds_every_file_and_nothing_beside_para_core(distributions):
+def test_wheel_holds_every_file_and_only_para_core(distributions):
     _, wheel = distributions
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if not name.endswith("/")]
@@ -153,7 +153,7 @@ def test_installing_the_folder_gives_what_the_wheel_holds(distributions, tmp_pat
     assert sorted(files_of(tmp_path / "target")) == sorted(modules)
 
 
-def test_the_parts_are_found_and_the_packages_of_others_not_hidden_from_any_folder(environment):
+def test_installed_parts_are_found_and_hide_no_package(environment):
     assert "found" in environment.run("probe.py", "elsewhere", environment.para_core, cwd=environment.elsewhere)
     assert "found" in environment.run("probe.py", "root", environment.checkout, cwd=environment.checkout)
 
@@ -173,7 +173,7 @@ def test_the_parts_are_found_under_torchrun(environment):
     assert "found" in environment.run(*torchrun, "root", environment.checkout, cwd=environment.checkout)
 
 
-def test_installing_does_not_put_top_level_kernels_or_adapters_anywhere(environment):
+def test_installing_adds_no_top_level_packages(environment):
     # Without PyPI's packages: nobody answers to these names, unless it is the folder that Python was started in.
     code = "import importlib.util as u; print([n for n in ('kernels', 'adapters') if u.find_spec(n) is not None])"
     hidden = [environment.site_packages / name for name in ("kernels", "adapters")]
@@ -199,7 +199,7 @@ def test_mypy_sees_the_types_of_an_installed_para_core(environment, tmp_path):
     assert "def (out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, *, into: tuple[Any, Any] | None =) -> tuple" in output
 
 
-def test_the_tests_run_on_the_checkout_and_find_the_parts_in_it():
+def test_tests_use_parts_of_the_checkout():
     import para_core
     import para_core.adapters
     import para_core.kernels.merge_reference
@@ -214,7 +214,7 @@ def test_kernels_is_a_folder_and_no_package():
     assert not (ROOT / "kernels" / "__init__.py").exists()
 
 
-def test_diffusers_reports_kernels_absent_in_the_root_of_the_checkout():
+def test_diffusers_sees_no_kernels_package_in_checkout():
     pytest.importorskip("diffusers")
     code = """
 import importlib.metadata
@@ -229,7 +229,7 @@ assert import_utils.is_kernels_available() == installed
     run(sys.executable, "-c", code, cwd=ROOT)
 
 
-def test_importing_para_core_needs_neither_diffusers_nor_triton_nor_what_the_command_does():
+def test_importing_needs_no_optional_package():
     code = """
 import sys
 

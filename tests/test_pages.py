@@ -27,7 +27,7 @@ def test_the_planner_predicts_what_its_results_say():
         assert [row.predicted for row in checked] == pytest.approx(recorded)
 
 
-def test_the_readme_of_the_tiny_flux_says_what_was_measured():
+def test_tiny_flux_readme_equals_results():
     lines = (ROOT / "zoo/flux/README.md").read_text().splitlines()
     cells = {line.split("|")[1].strip(" *"): line.split("|")[2:-1] for line in lines if line.startswith("|")}
 

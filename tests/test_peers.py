@@ -44,12 +44,12 @@ def test_a_verdict_is_that_of_the_worst_rank(ranks, word):
     assert verdict(ranks, tokens=3)["verdict"] == word
 
 
-def test_the_message_is_the_first_one_that_is_not_about_a_lost_connection():
+def test_first_message_not_about_connections_is_kept():
     found = verdict([raised(GLOO, at=1.0), raised("ValueError: later", at=3.0), raised("ValueError: no", at=2.0)], 3)
     assert found["message"] == "ValueError: no"
 
 
-def test_an_exact_attempt_counts_whatever_came_before_it_and_otherwise_the_first():
+def test_exact_attempt_counts_else_the_first():
     wrong, refused, exact = ({"verdict": word} for word in ("wrong", "refused", "exact"))
     assert best([refused, wrong, exact]) is exact
     assert best([refused, wrong]) is refused
@@ -64,7 +64,7 @@ def test_a_cell_names_the_ways_only_where_they_differ():
     )
 
 
-def test_what_a_peer_has_no_argument_or_notion_for_is_not_called_refused_or_wrong():
+def test_what_a_peer_lacks_is_not_called_wrong():
     no_argument = {"verdict": "refused", "message": "TypeError: f() got an unexpected keyword argument 'attn_mask'"}
     stand_in = {"verdict": "refused", "message": "RuntimeError: attn_bias does not fit (stand-in)"}
     refused = {"verdict": "refused", "message": "ValueError: GQA is not yet supported"}
@@ -105,7 +105,7 @@ def test_stand_ins_are_attention(kind):
         assert relative_error(gradient, x.grad) < 1e-6
 
 
-def test_flash_attn_aligns_a_causal_mask_with_the_last_key():
+def test_flash_attn_aligns_causal_mask_with_last_key():
     q, k, v = make_qkv(3, 2, S_k=5)
     out = stand_ins._flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=True).transpose(1, 2)
     seen = torch.ones(3, 5, dtype=torch.bool).tril(2)

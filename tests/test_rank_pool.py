@@ -75,7 +75,7 @@ def warn():
     return "went on"
 
 
-def test_the_warning_filters_of_the_test_hold_on_the_ranks(pool):
+def test_warning_filters_hold_on_ranks(pool):
     assert all(isinstance(error, UserWarning) for error in pool.run_expecting_errors(warn, 2))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "from a r", UserWarning)
@@ -88,7 +88,7 @@ def raise_on(ranks):
     return "fine"
 
 
-def test_an_exception_on_one_rank_shows_its_traceback_and_the_pool_recovers(pool):
+def test_exception_on_one_rank_shows_traceback_and_pool_recovers(pool):
     with pytest.raises(RankPoolError, match=r"raise_on .*1 of 2 ranks") as caught:
         pool.run(raise_on, 2, [1])
     assert "rank 1:\nTraceback" in str(caught.value)
@@ -139,7 +139,7 @@ def test_a_function_without_an_importable_name_is_refused(pool, fn):
         pool.run(fn, 2)
 
 
-def test_a_module_that_the_ranks_cannot_import_fails_the_test(pool):
+def test_unimportable_module_fails_the_test(pool):
     from tests import unimportable  # here, as the ranks import this file too
 
     with pytest.raises(RankPoolError, match="this module does not import on a rank") as caught:
@@ -158,7 +158,7 @@ def wait_for_the_others():
     dist.barrier()
 
 
-def test_a_rank_that_raises_alone_is_reported_with_the_stack_of_the_one_it_left_behind(pool):
+def test_rank_raising_alone_is_reported_with_other_stack(pool):
     start = time.monotonic()
     with pytest.raises(RankPoolError, match=r"1 of 2 ranks, .*2 s ") as caught:
         pool.run(raise_on_one_while_the_other_waits, 2)
@@ -211,7 +211,7 @@ def exit_3():
 
 
 @pytest.mark.parametrize(("how", "code"), [(exit_3, "exit code 3"), (os.abort, r"exit code -6 \(SIGABRT\)")])
-def test_a_rank_that_dies_is_reported_with_its_exit_code(pool, how, code):
+def test_dying_rank_is_reported_with_exit_code(pool, how, code):
     start = time.monotonic()
     with pytest.raises(RankDied, match=rf"rank 0 died .*die_on_one_rank .*{code}") as caught:
         pool.run(die_on_one_rank, 2, how)
@@ -225,7 +225,7 @@ def test_a_rank_that_dies_is_reported_with_its_exit_code(pool, how, code):
     check_works(pool)
 
 
-def test_a_rank_that_dies_between_two_jobs_is_reported_by_the_next(pool):
+def test_death_between_jobs_is_reported_by_the_next(pool):
     check_works(pool)
     os.kill(pool.pids(2)[1], signal.SIGKILL)
     with pytest.raises(RankDied, match=r"rank 1 died .* exit code -9 \(SIGKILL\)"):
@@ -278,7 +278,7 @@ def place():
 """
 
 
-def test_ranks_take_over_path_and_environment_and_may_import_slowly(tmp_path, monkeypatch):
+def test_ranks_inherit_path_and_environment(tmp_path, monkeypatch):
     (tmp_path / "slow_on_a_rank.py").write_text(SLOW_ON_A_RANK)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -306,7 +306,7 @@ def imported_before_the_job():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a CUDA device, ranks are spawned")
-def test_ranks_are_forked_from_one_thread_that_has_imported_the_models(pool):
+def test_ranks_fork_from_single_thread_with_models(pool):
     for state in pool.run(imported_before_the_job, 2):
         assert state == {
             "modules": ["torch", "diffusers", "para_core", "tests.tiny"],

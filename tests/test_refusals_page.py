@@ -4,7 +4,7 @@ from benchmarks.pipelines import refusals as refusals_table
 from para_core.adapters.compatibility import REFUSALS, When
 
 
-def test_every_row_is_said_with_its_moment_its_error_and_no_placeholder():
+def test_every_row_has_moment_and_error():
     rows = refusals_table.rows()
     assert len(rows) == len(REFUSALS)
     for refusal, (_, when, error, message) in zip(REFUSALS, rows, strict=True):

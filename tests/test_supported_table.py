@@ -10,14 +10,14 @@ from para_core.adapters.models.unsupported import REFUSED
 from zoo.tiny.transformers.registry import MODELS
 
 
-def test_every_transformer_of_diffusers_has_an_adapter_or_a_reason_and_none_has_both():
+def test_every_transformer_has_adapter_or_reason():
     known, classes = {adapter.transformer for adapter in ADAPTERS}, set(transformer_classes())
     assert classes <= known | REFUSED.keys()
     assert not known & REFUSED.keys()
     assert REFUSED.keys() <= classes
 
 
-def test_a_class_that_nobody_described_is_an_error_that_says_where_to():
+def test_undescribed_class_names_the_folder():
     with pytest.raises(ValueError, match=r"NewTransformer.* adapters/models "):
         row("NewTransformer")
 

@@ -16,7 +16,7 @@ def flash(q, k, v, mask=None):
 
 
 @pytest.mark.parametrize("name", ["FLUX", "Stable Diffusion 3.5"])
-def test_a_model_that_attends_by_flash_attn_gets_an_exact_plan(name):
+def test_flash_attn_model_gets_an_exact_plan(name):
     model = build(name)
     with mock.patch.object(official, "sdpa", flash):
         proposal = propose_plan(model, (inputs_of(name, 0), inputs_of(name, 1)))
@@ -34,7 +34,7 @@ def without_padding(inputs):
 
 # Rotary positions inside of attention, indices of all tokens, lengths of all tokens: by hand (docs/any_model.md).
 @pytest.mark.parametrize("name", ["Wan 2.1", "Mochi", "HunyuanVideo"])
-def test_a_model_that_needs_more_than_a_plan_gets_a_guess_and_the_reason(name):
+def test_unplannable_model_gets_a_guess_and_reason(name):
     proposal = propose_plan(build(name), tuple(without_padding(inputs_of(name, size)) for size in (0, 1)))
     assert proposal.plan is None
     assert proposal.guess is not None

@@ -92,7 +92,7 @@ def test_text_as_long_as_the_image_raises():
     assert all("ValueError" in case.failure for case in check.cases)
 
 
-def test_a_window_as_long_as_the_part_of_a_rank_is_reported():
+def test_window_as_long_as_rank_part_is_reported():
     ids = inputs_of("Mistral, sliding window")["input_ids"]
     positions = torch.arange(ids.shape[1])[None]
     check = check_parallel(build("Mistral, sliding window"), input_ids=ids, position_ids=positions, dim=1)

@@ -20,7 +20,7 @@ def test_a_rank_has_less_room_for_each_communicator():
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 5])
-def test_a_plan_counts_the_edges_of_the_stage_that_has_most(num_stages):
+def test_plan_counts_edges_of_largest_stage(num_stages):
     last = num_stages - 1
     edges = {*[(i, i + 1) for i in range(last)], *[(last, i) for i in range(last)]}
     most = max(sum(stage in edge for edge in edges) for stage in range(num_stages))

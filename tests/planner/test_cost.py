@@ -105,7 +105,7 @@ def test_few_heads_leave_multiprocessors_idle():
     assert more / fits == pytest.approx(2 * 45 / 44)
 
 
-def test_what_one_device_was_measured_to_take_scales_what_it_computes():
+def test_measured_device_scales_predicted_compute():
     call = model(blocks=1)
     fast, slow = (call_seconds(call, Shape(), replace(machine(), slowdown=factor)) for factor in (1.0, 1.5))
     assert slow.compute == pytest.approx(1.5 * fast.compute)
@@ -153,7 +153,7 @@ def test_two_dims_send_with_the_root_of_the_ring():
     assert seconds[64, "2d"] < seconds[64, "rotate"] / 4
 
 
-def test_all_to_all_between_hosts_takes_as_long_as_what_leaves_the_host():
+def test_all_to_all_between_hosts_takes_time_of_outgoing_bytes():
     fast, slow = Link("", 0.0, 1e12), Link("", 1e-3, 1e9)
     topology = Topology(fast, slow, per_host=4)
     assert topology.all_to_all(7e9, stride=1, size=8) == pytest.approx(1e-3 + 4.0)
@@ -173,7 +173,7 @@ def test_every_mesh_has_all_ranks_and_is_listed_once(ranks):
     assert {(s.batch, s.ring, s.ulysses, s.tensor) for s in found if s.batch == s.pipe == 1} == set(without)
 
 
-def test_two_cards_on_a_slow_bus_are_said_to_be_slower_than_one():
+def test_two_cards_on_slow_bus_are_slower_than_one():
     plan = make_plan(work(), machine("L20", Link("slow", 3e-5, 5e8)), 2, sharing=())
     assert plan.best.seconds > plan.fewer[1].seconds
     assert plan.fastest.shape == Shape()
@@ -198,7 +198,7 @@ def large(**changes):
     return replace(work(), weights=replace(weights, **changes))
 
 
-def test_what_does_not_fit_into_memory_stands_behind_what_does():
+def test_rows_beyond_memory_come_last():
     plan = make_plan(large(), machine(), 4)
     assert plan.best.memory < 74e9
     fitting = [row.memory <= 74e9 for row in plan.rows if row.problem is None]
@@ -209,7 +209,7 @@ def test_what_does_not_fit_into_memory_stands_behind_what_does():
     assert 1 not in plan.fewer
 
 
-def test_ranks_gather_weights_that_no_rank_holds_and_the_row_has_their_bytes():
+def test_gathered_weights_count_as_sent_bytes():
     rows = {row.shape: row for row in make_plan(large(), machine(), 4).rows}
     whole, gathered = rows[Shape(ulysses=4)], rows[Shape(ulysses=4, fsdp=True)]
     # Of 100 GiB 96 are shared, of which 8 are whole while they are used, of the encoders 8 of 9.
@@ -220,7 +220,7 @@ def test_ranks_gather_weights_that_no_rank_holds_and_the_row_has_their_bytes():
     assert not any(row.shape.fsdp for row in make_plan(work(), machine(), 4).rows)
 
 
-def test_over_a_fast_link_only_the_first_block_is_waited_for():
+def test_fast_link_hides_all_but_first_block():
     link = Link("", latency=0.0, bandwidth=1e15)
     slow = replace(DEVICES["H100"], products=1e12, multiprocessors=1)
     on = Machine(slow, Topology(link, link, per_host=8))
@@ -229,7 +229,7 @@ def test_over_a_fast_link_only_the_first_block_is_waited_for():
     assert gathered.communication - whole.communication == pytest.approx(first)
 
 
-def test_what_no_mesh_holds_is_said_with_the_least_that_is_needed():
+def test_impossible_memory_names_least_needed():
     plan = make_plan(large(), machine(), 2, sharing=())
     assert re.match(r"2 ranks .*needs 1", plan.advice)
     assert "parallelize_pipe(" not in str(plan)
@@ -278,7 +278,7 @@ def test_pipefusion_is_predicted_where_it_is_asked_for():
     assert whole.seconds == pytest.approx(exact.seconds)
 
 
-def test_stages_and_patches_that_a_model_does_not_have_are_no_choice():
+def test_absent_stages_and_patches_are_not_offered():
     unknown = replace(WEIGHTS, no_stages="it hands more on", no_patches="it makes tokens itself", blocks=())
     rows = make_plan(replace(work(), weights=unknown), machine(), 2, pipefusion=PipeFusion()).rows
     assert {row.problem for row in rows if row.shape.pipe > 1} == {"it does not run in stages: it hands more on"}
@@ -300,7 +300,7 @@ def test_two_dims_are_chosen_where_they_win():
     assert best.shape.ring_method == "2d" and best.options == {"rotate_method": "2d"}
 
 
-def test_in_two_dims_travels_what_is_hidden_behind_what_is_here():
+def test_two_dim_ring_hides_more_traffic():
     call, link = model(tokens=4 * 1024, blocks=1).events[0], Link("", latency=0.0, bandwidth=1e9)
     shape = Shape(ring=4, ring_method="2d")
     queries = 1024 * WIDTH * 2 / 1e9
@@ -378,7 +378,7 @@ def test_a_plan_is_printed_and_drawn(tmp_path):
     assert (tmp_path / "plan.png").stat().st_size > 1000
 
 
-def test_tensor_ranks_send_what_is_summed_and_less_of_attention():
+def test_tensor_ranks_send_sums_and_less_attention():
     plans = {row.shape: row.sent for row in plan_mesh("FLUX.1-dev", ranks=4).rows}
     by = {(shape.ring, shape.ulysses, shape.tensor): sent for shape, sent in plans.items() if shape.batch == 1}
     # 19 double blocks sum two results for each stream, 38 single ones one, of 3,072 numbers of 2 bytes; a ring of 4 sends 3/2 of it.

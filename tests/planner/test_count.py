@@ -128,7 +128,7 @@ def test_what_is_not_known_is_said_with_what_is():
         ({"pipefusion": 4}, TypeError, "pipefusion .*4; .*PipeFusion"),
     ],
 )
-def test_what_cannot_be_planned_for_is_said_in_a_sentence(given, error, words):
+def test_unplannable_arguments_raise(given, error, words):
     with pytest.raises(error, match=words):
         plan_mesh("FLUX.1-dev", **{"ranks": 2, **given})
 
@@ -139,7 +139,7 @@ def test_an_image_pipeline_has_no_frames():
 
 
 @pytest.mark.parametrize("ranks", [3, 7])
-def test_any_number_of_ranks_and_any_size_has_a_plan(ranks):
+def test_every_number_of_ranks_and_size_has_a_plan(ranks):
     best = plan_mesh(flux_pipe(), ranks=ranks, height=71, width=57, steps=1).best
     assert best.problem is None and best.shape.ranks == ranks
 

@@ -86,7 +86,7 @@ def test_other_versions_on_other_ranks_are_named(rank_pool):
     assert "torch" in first.advice
 
 
-def test_a_check_that_raises_is_broken_and_the_others_run(rank_pool):
+def test_raising_check_is_broken_and_others_run(rank_pool):
     report = rank_pool.run(examine_without_a_mesh, 2)[0]
     assert report.broken
     broken = [finding for finding in report.findings if finding.verdict == BROKEN]
@@ -128,7 +128,7 @@ def test_one_process_is_examined_without_ranks(tmp_path, capsys):
         (["--ring", "0"], "--ring 0"),
     ],
 )
-def test_what_cannot_be_done_is_said_before_a_minute_is_spent(arguments, words, capsys):
+def test_bad_doctor_options_are_refused_at_once(arguments, words, capsys):
     with pytest.raises(SystemExit):
         doctor.main(["--cpu", *arguments])
     assert words in capsys.readouterr().err

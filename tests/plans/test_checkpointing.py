@@ -87,7 +87,7 @@ def learn(ring, ulysses, way):
 
 @pytest.mark.parametrize("way", ["reentrant", "not reentrant", "diffusers", "attention alone"])
 @pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2)])
-def test_checkpoint_under_a_plan_has_the_gradient_of_one_device(rank_pool, ring, ulysses, way):
+def test_checkpointed_gradient_under_plan_equals_one_device(rank_pool, ring, ulysses, way):
     expected = gradients(Model("none"))
     for grads in rank_pool.run(learn, 2, ring, ulysses, way):
         for grad, whole in zip(grads, expected, strict=True):

@@ -96,7 +96,7 @@ def apply_bad(name):
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_config_that_does_not_fit_is_an_error_on_every_rank(rank_pool, name):
+def test_unfitting_config_raises_on_every_rank(rank_pool, name):
     with pytest.raises(RankPoolError, match=BAD[name][1]) as error:
         rank_pool.run(apply_bad, 2, name)
     assert "raised on 2 of 2 ranks" in str(error.value)

@@ -79,7 +79,7 @@ def run_planned(ring, ulysses):
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (2, 1)])
-def test_a_causal_video_model_with_its_own_mask_equals_one_device(rank_pool, ring, ulysses):
+def test_causal_video_model_with_flex_mask_equals_one_device(rank_pool, ring, ulysses):
     with torch.no_grad():
         expected = CausalVideo()(*inputs())
     for rank, outs in enumerate(rank_pool.run(run_planned, 2, ring, ulysses)):

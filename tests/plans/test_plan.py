@@ -101,7 +101,7 @@ def make_decoder():
     return LlamaModel(LlamaConfig(**sizes, num_attention_heads=4, attn_implementation="sdpa")).eval()
 
 
-def test_a_decoder_of_few_tokens_is_exact_though_it_is_not_causal_for_one(rank_pool):
+def test_decoder_with_few_tokens_is_exact(rank_pool):
     lengths, model = [1, 2, 3, 4, 5, 9], make_decoder()
     with torch.no_grad():
         expected = [model(torch.arange(num)[None]).last_hidden_state for num in lengths for _ in range(2)]
@@ -135,7 +135,7 @@ def apply_unfitting():
     assert mesh_of_plan(model) is None
 
 
-def test_a_plan_for_another_model_is_an_error_and_changes_nothing(rank_pool):
+def test_plan_of_another_model_changes_nothing(rank_pool):
     rank_pool.run(apply_unfitting, 2)
 
 
@@ -148,18 +148,18 @@ def cut_entries():
     return cutting.cut((whole, (whole, whole), {"query": whole, "key": whole}), rule, "rope")
 
 
-def test_entries_of_a_tuple_are_cut_one_by_one_and_those_of_a_dict_alike(rank_pool):
+def test_entries_of_tuples_and_dicts_are_sharded(rank_pool):
     for own, found in zip(torch.arange(5.0).tensor_split(2), rank_pool.run(cut_entries, 2), strict=True):
         torch.testing.assert_close(found, (torch.arange(5.0), (own, own), {"query": own, "key": own}))
 
 
-def test_a_replicated_segment_leaves_entries_that_go_with_it_as_they_are():
+def test_replicated_segment_leaves_its_entries_whole():
     of_text, of_image = Split(dim=0, like="text"), Split(dim=0, like="image")
     plan = Plan({}, {}, ("text", "image"), inner={"blocks.*": {"rope": Entries((of_text, of_image))}})
     assert plan.with_replicated("text").inner == {"blocks.*": {"rope": Entries((None, of_image))}}
 
 
-def test_what_is_gathered_but_was_not_sharded_in_this_call_is_named():
+def test_gather_of_unsharded_segment_is_named():
     cutting = RuleExecutor(one_rank("cpu"))
     with pytest.raises(ValueError, match=r"segment 'image'.* none\."):
         cutting.outputs(torch.ones(1, 2), (Gather(1, "image"),))

@@ -60,6 +60,6 @@ def test_flux_is_exact_under_the_plan_that_diffusers_publishes(rank_pool):
         ),
     ],
 )
-def test_a_published_plan_that_cannot_be_read_is_an_error(plan, message):
+def test_unreadable_published_plan_raises(plan, message):
     with pytest.raises(ValueError, match=message):
         published_plan(plan)

@@ -89,7 +89,7 @@ def on_ranks(shape, rows):
 
 # Ring × Ulysses: neighbours are in one group, in the other, or in both.
 @pytest.mark.parametrize("shape", [(1, 2), (3, 1), (2, 2)])
-def test_sums_and_halos_over_ranks_give_what_one_device_gives(rank_pool, shape):
+def test_sums_and_halos_equal_one_device(rank_pool, shape):
     ranks = shape[0] * shape[1]
     rows = (2 * ranks, 2 * ranks + 3, ranks - 1)
     expected = [results(model(), one) for one in rows]
@@ -135,7 +135,7 @@ def misfits():
     return found
 
 
-def test_what_does_not_sum_as_the_plan_says_is_an_error_on_every_rank(rank_pool):
+def test_unexpected_sums_raise_on_every_rank(rank_pool):
     for found in rank_pool.run(misfits, 2):
         assert re.search(r"scaled_dot_product_attention .*LinearAttention\(", found["another"])
         assert "[('sum', 0), ('matmul', 1)]" in found["none"]

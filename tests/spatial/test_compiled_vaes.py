@@ -42,7 +42,7 @@ def errors_of(name, way, sizes, first, backend="aot_eager"):
 
 # Compiled after it runs on ranks, or before.
 @pytest.mark.parametrize("first", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_a_compiled_decode_is_one_graph_for_each_size_and_exact(rank_pool, first):
+def test_compiled_decode_is_one_exact_graph_per_size(rank_pool, first):
     sizes = [TINY_VAES["KL"].latents, (1, 4, 6, 9)][: 1 + first]
     for errors, graphs in rank_pool.run(errors_of, 2, "KL", "decode", sizes, first):
         assert max(errors) < 1e-5 and graphs == len(sizes)
@@ -83,7 +83,7 @@ def compile_what_cannot_be(how):
 
 @pytest.mark.long
 @pytest.mark.parametrize(("how", "says"), [("method", "shapes of tiles"), ("tiles", ""), ("few rows", "")])
-def test_what_no_graph_can_hold_is_an_error_on_every_rank(rank_pool, how, says):
+def test_uncompilable_decode_raises_on_every_rank(rank_pool, how, says):
     for error in rank_pool.run_expecting_errors(compile_what_cannot_be, 2, how):
         assert isinstance(error, torch._dynamo.exc.Unsupported) and says in str(error)
 
@@ -95,7 +95,7 @@ def encode_a_distribution():
 
 
 @pytest.mark.long
-def test_a_compiled_encode_that_makes_a_distribution_is_an_error(rank_pool):
+def test_compiled_encode_of_a_distribution_raises(rank_pool):
     for error in rank_pool.run_expecting_errors(encode_a_distribution, 2):
         assert isinstance(error, torch._dynamo.exc.Unsupported)
 

@@ -286,7 +286,7 @@ def compute(dim):
 
 @pytest.mark.parametrize("dim", [-2, -1])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_each_function_equals_one_device_or_is_refused_by_name(rank_pool, world_size, dim):
+def test_each_function_is_exact_or_refused(rank_pool, world_size, dim):
     inputs = make_inputs(dim)
     errors = {}
     for found in rank_pool.run(compute, world_size, dim):
@@ -307,7 +307,7 @@ def convolve_in_16_bits():
     return relative_error(found.float(), exact), relative_error(model(x).float(), exact)
 
 
-def test_sixteen_bits_are_as_far_from_float32_as_on_one_device(rank_pool):
+def test_sixteen_bits_are_as_exact_as_one_device(rank_pool):
     for sharded, plain in rank_pool.run(convolve_in_16_bits, 2):
         assert sharded < 1.1 * plain
 
@@ -318,7 +318,7 @@ def ask_for_a_gradient():
         model(rows.shard(torch.zeros(1, 3, 8, 5, requires_grad=True)))
 
 
-def test_a_gradient_is_an_error_that_says_what_to_do(rank_pool):
+def test_gradient_raises_with_way_out(rank_pool):
     for error in rank_pool.run_expecting_errors(ask_for_a_gradient, 2):
         assert isinstance(error, RuntimeError) and "torch.no_grad()" in str(error)
 
@@ -328,7 +328,7 @@ def hold_too_few():
         rows.shard(torch.zeros(1, 3, 3, 5))
 
 
-def test_a_rank_with_one_row_is_an_error_that_names_the_numbers(rank_pool):
+def test_rank_with_one_row_raises(rank_pool):
     for error in rank_pool.run_expecting_errors(hold_too_few, 2):
         assert isinstance(error, ValueError) and re.search(r"\[2, 1\] .*3 rows .*2 ranks", str(error))
 
@@ -339,7 +339,7 @@ def call_differently():
         return x.sin() if dist.get_rank() else x.cos()
 
 
-def test_calls_that_differ_between_ranks_are_named_where_they_are_compared(rank_pool):
+def test_differing_calls_are_named(rank_pool):
     for error in rank_pool.run_expecting_errors(call_differently, 2):
         assert isinstance(error, ValueError) and re.search(r"function: sequence rank 0 .*cos.* rank 1 ", str(error))
 
@@ -374,7 +374,7 @@ def resize_again(mode):
 
 
 @pytest.mark.parametrize("mode", ["nearest-exact", "bilinear", "bicubic"])
-def test_indices_and_weights_of_a_resampling_are_made_once_per_size(rank_pool, mode):
+def test_resampling_weights_are_computed_once_per_size(rank_pool, mode):
     image = make_inputs(-2)["image"].double()
     for first, second, other, again in rank_pool.run(resize_again, 2, mode):
         for (_, out), size in zip((first, second, other, again), ((11, 13), (11, 13), (19, 9), (11, 13)), strict=True):

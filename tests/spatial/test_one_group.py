@@ -30,7 +30,7 @@ def row_groups(ranks):
 
 
 @pytest.mark.parametrize(("ranks", "name"), [([[0, 1], [2, 3]], "ulysses"), ([[0, 2], [1, 3]], "ring")])
-def test_first_ranks_use_the_group_of_a_mesh_dim_with_the_same_ranks(rank_pool, ranks, name):
+def test_first_ranks_use_group_of_equal_mesh_dim(rank_pool, ranks, name):
     two, three = ([0, 1], 11.0, name), ([0, 1, 2], 111.0, None)
     assert rank_pool.run(row_groups, 4, ranks) == [{2: two, 3: three}, {2: two, 3: three}, {3: three}, {}]
 
@@ -43,7 +43,7 @@ def group_of_another_order():
     return first.index, first.group is backward, dim_groups(world) == [world], one_group(world).group is world
 
 
-def test_a_group_of_the_same_ranks_in_another_order_is_not_used(rank_pool):
+def test_group_in_another_order_is_not_used(rank_pool):
     if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
         pytest.skip("new_group of this torch has no sort_ranks")
     assert rank_pool.run(group_of_another_order, 2) == [(0, False, True, True), (1, False, True, True)]

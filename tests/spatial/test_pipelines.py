@@ -36,12 +36,12 @@ def generate_on_ranks(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_pipeline_with_its_vae_on_all_ranks_generates_what_it_does_alone(rank_pool, name):
+def test_pipeline_with_parallel_vae_equals_one_device(rank_pool, name):
     for error in rank_pool.run(generate_on_ranks, 2, name):
         assert error < 1e-4
 
 
-def test_a_pipeline_without_a_vae_is_an_error_that_says_so(rank_pool):
+def test_pipeline_without_vae_raises(rank_pool):
     for error in rank_pool.run_expecting_errors(ask_for_no_vae, 2):
         assert isinstance(error, TypeError) and "pipe.vae" in str(error)
 
@@ -67,7 +67,7 @@ def decode_in_a_callback():
 
 
 @pytest.mark.long
-def test_a_preview_is_decoded_in_a_callback_on_all_ranks(rank_pool):
+def test_preview_in_callback_is_decoded_on_all_ranks(rank_pool):
     assert min(rank_pool.run(decode_in_a_callback, 2)) > 0
 
 
@@ -84,7 +84,7 @@ def demo_images():
     return images
 
 
-def test_the_image_of_the_demo_is_the_same_with_its_vae_on_all_ranks(rank_pool):
+def test_demo_image_with_parallel_vae_is_the_same(rank_pool):
     for without, with_vae in rank_pool.run(demo_images, 2):
         assert without.std() > 1
         # Sums in another order may round to the next of 256 values.

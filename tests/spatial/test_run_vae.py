@@ -21,14 +21,14 @@ def written(rank_pool, tmp_path, ranks, *arguments):
     return [np.asarray(Image.open(path)).astype(int) for path in paths]
 
 
-def test_an_image_is_the_same_on_one_rank_and_on_three(rank_pool, tmp_path):
+def test_image_on_one_rank_equals_three(rank_pool, tmp_path):
     one, other = written(rank_pool, tmp_path, 3, "--height", "72", "--width", "40")
     assert one.shape == (72, 40, 3) and one.std() > 1
     assert np.abs(one - other).max() <= 1
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
-def test_a_clip_is_the_same_on_one_rank_and_on_several(rank_pool, tmp_path, ranks):
+def test_clip_on_one_rank_equals_several(rank_pool, tmp_path, ranks):
     TINY_VAES["Wan 2.1"].make().save_pretrained(tmp_path / "vae")
     options = ["--model", str(tmp_path), "--height", "64", "--width", "48", "--frames", "5"]
     one, other = written(rank_pool, tmp_path, ranks, *options)

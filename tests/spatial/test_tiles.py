@@ -38,14 +38,14 @@ def require_equal(rank_pool, name, world_size, method):
 
 
 @pytest.mark.parametrize("name", ["KL", "Wan 2.1", "CogVideoX", "Allegro"])
-def test_tiles_on_two_ranks_are_bit_by_bit_those_of_one(rank_pool, name):
+def test_tiles_on_two_ranks_are_bit_exact(rank_pool, name):
     require_equal(rank_pool, name, 2, "tiled")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("name", NAMES)
-def test_tiles_of_every_autoencoder_are_bit_by_bit_those_of_one(rank_pool, name, world_size):
+def test_tiles_of_every_autoencoder_are_bit_exact(rank_pool, name, world_size):
     require_equal(rank_pool, name, world_size, "tiled")
 
 

@@ -48,7 +48,7 @@ def expected_of(rank, ranks):
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_a_decode_sends_halos_statistics_keys_and_the_image_and_nothing_else(rank_pool, ranks):
+def test_decode_sends_halos_statistics_keys_and_image(rank_pool, ranks):
     found = rank_pool.run(decode_and_count, ranks)
     assert found == [expected_of(rank, ranks) for rank in range(ranks)]
 
@@ -64,7 +64,7 @@ def most_memory(parallel):
     return memory.peak
 
 
-def test_a_rank_of_two_holds_little_more_than_half_of_the_activations(rank_pool):
+def test_two_ranks_halve_activations(rank_pool):
     alone = most_memory(False)
     for rank, found in enumerate(rank_pool.run(most_memory, 2, True)):
         # The first rank gets the image, too: 3 channels of it beside the 8 of the last layer.

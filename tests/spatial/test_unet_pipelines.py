@@ -78,7 +78,7 @@ def check(rank_pool, name, shapes, **size):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in SOME else pytest.mark.long) for name in UNET_PIPELINES]
 )
-def test_every_pipeline_on_a_unet_is_exact_on_rows_and_with_guidance_over_ranks(rank_pool, name):
+def test_every_unet_pipeline_is_exact(rank_pool, name):
     check(rank_pool, name, [ROWS, BATCH])
 
 
@@ -89,7 +89,7 @@ def test_guidance_and_rows_share_four_ranks(rank_pool, name):
 
 # 2 × 10 latents: two ranks of three hold columns. 5 × 3: one rank works.
 @pytest.mark.parametrize("size", [{"height": 16, "width": 80}, {"height": 40, "width": 24}])
-def test_with_fewer_rows_than_ranks_some_work_and_all_have_the_image(rank_pool, size):
+def test_few_rows_leave_ranks_idle_with_the_image(rank_pool, size):
     check(rank_pool, "sd, control", [(1, 1, 3)], **size)
 
 
@@ -139,12 +139,12 @@ def call_by_hand(sample_of_rank=False):
     return errors
 
 
-def test_a_unet_in_a_loop_of_ones_own_is_exact_in_either_form(rank_pool):
+def test_unet_in_own_loop_is_exact(rank_pool):
     for errors in rank_pool.run(call_by_hand, 2):
         assert 0 < max(errors) < 1e-5
 
 
-def test_inputs_that_differ_between_ranks_are_an_error_on_each(rank_pool):
+def test_differing_inputs_raise_on_each_rank(rank_pool):
     for error in rank_pool.run_expecting_errors(call_by_hand, 2, sample_of_rank=True):
         assert re.search(r"UNet2DConditionModel .*sample: rank 0 .*rank 1 ", str(error))
 
@@ -186,12 +186,12 @@ def filter_frequencies(pipe):
         (filter_frequencies, "fftn .*dim 2 .*2 ranks"),
     ],
 )
-def test_what_cannot_be_exact_is_an_error_on_every_rank(rank_pool, change, message):
+def test_inexact_changes_raise_on_every_rank(rank_pool, change, message):
     for error in rank_pool.run_expecting_errors(change_and_generate, 2, change):
         assert isinstance(error, RuntimeError) and re.search(message, str(error))
 
 
-def test_unknown_unets_and_caches_on_unets_are_errors_that_say_why():
+def test_unknown_unets_and_cached_unets_raise():
     pipe = UNET_PIPELINES["sd"].build()
     with pytest.raises(TypeError, match=r"^StableDiffusionPipeline .*First Block Cache"):
         apply_cache_on_pipe(pipe)
@@ -199,7 +199,7 @@ def test_unknown_unets_and_caches_on_unets_are_errors_that_say_why():
         parallelize_unet(torch.nn.Linear(1, 1))
 
 
-def test_every_class_of_unets_in_diffusers_runs_or_has_a_reason():
+def test_every_unet_class_runs_or_has_a_reason():
     names = set(re.findall(r'"(\w*U[nN]et\w*)"', Path(diffusers.__file__).read_text()))
     names = {name for name in names if name.endswith(("Model", "UNet"))}
     assert len(names) > 10

@@ -65,7 +65,7 @@ def test_wide_images_on_three_ranks_equal_one_device(rank_pool):
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("name", ROWS)
-def test_every_autoencoder_on_more_ranks_and_both_directions_equals_one_device(rank_pool, name, world_size, wide):
+def test_every_autoencoder_equals_one_device(rank_pool, name, world_size, wide):
     require_equal(rank_pool, world_size, [name], wide)
 
 
@@ -80,7 +80,7 @@ def decode_few(height, gather):
 
 @pytest.mark.parametrize("gather", ["all", "first"])
 @pytest.mark.parametrize("height", [7, 5, 3])  # rows for three ranks, two, and one
-def test_with_fewer_rows_fewer_ranks_work_and_the_others_receive(rank_pool, height, gather):
+def test_few_rows_use_fewer_ranks(rank_pool, height, gather):
     tiny, vae = TINY_VAES["KL"], TINY_VAES["KL"].make()
     image = tiny.decode(vae, random_image((1, 4, height, 3)))
     latents = tiny.encode(vae, image)
@@ -105,7 +105,7 @@ def decode_more_and_more():
     return found
 
 
-def test_ranks_that_worked_before_and_others_that_did_not_work_together(rank_pool):
+def test_formerly_idle_ranks_join_later_calls(rank_pool):
     for errors in rank_pool.run(decode_more_and_more, 4, timeout=60):
         assert max(errors.values()) < 1e-5
 
@@ -121,7 +121,7 @@ def decode_few_wrongly(how):
     ("how", "says"),
     [("mixes", "roll .*dim 2 .*2 ranks"), ("lacks", "KeyError: 'a key'")],
 )
-def test_where_some_ranks_work_their_error_is_that_of_all(rank_pool, how, says):
+def test_error_of_working_ranks_is_raised_on_all(rank_pool, how, says):
     for error in rank_pool.run_expecting_errors(decode_few_wrongly, 3, how, timeout=60):
         assert isinstance(error, RuntimeError) and re.search(says, str(error))
 
@@ -135,7 +135,7 @@ def raise_on_one_rank():
 
 
 @pytest.mark.long
-def test_an_exception_on_one_rank_is_named_by_the_others_that_waited(rank_pool):
+def test_exception_on_one_rank_is_named_by_waiting_ones(rank_pool):
     waited, raised = rank_pool.run_expecting_errors(raise_on_one_rank, 2, timeout=90)
     assert isinstance(raised, KeyError)
     assert isinstance(waited, RuntimeError) and "rank 1 raised KeyError: 'a key'" in str(waited)
@@ -163,7 +163,7 @@ def settings_of_a_vae(name):
     return found
 
 
-def test_slicing_goes_on_and_off_and_16_bits_lose_no_more_than_alone(rank_pool):
+def test_slicing_toggles_and_16_bits_stay_exact(rank_pool):
     for found in rank_pool.run(settings_of_a_vae, 2, "KL"):
         assert found["16 bits"] < 1.2 * found["16 bits alone"]
         assert max(found["slicing set before"], found["slicing taken back"]) < 1e-5
@@ -187,7 +187,7 @@ def on_and_off():
     return relative_error(sharded, plain), torch.equal(tiny.decode(vae, x), plain)
 
 
-def test_what_was_done_to_one_instance_is_undone_and_no_other_has_it(rank_pool):
+def test_undoing_restores_one_instance_only(rank_pool):
     for error, same in rank_pool.run(on_and_off, 2):
         assert 0 < error < 1e-5 and same
 
@@ -200,7 +200,7 @@ def on_some_ranks():
     return both_ways(["KL"], False, parallel=True, mesh=group)
 
 
-def test_a_group_that_does_not_begin_at_rank_0_runs(rank_pool):
+def test_group_without_rank_0_runs(rank_pool):
     for found in rank_pool.run(on_some_ranks, 3)[1:]:
         for key, reference in expected("KL", False).items():
             assert relative_error(found[key], reference) < 1e-5
@@ -214,7 +214,7 @@ def over_all_dims_of_a_mesh():
     return both_ways(["KL"], False, parallel=True, mesh=mesh)
 
 
-def test_all_ranks_of_a_mesh_share_the_rows_along_whatever_dims(rank_pool):
+def test_all_mesh_ranks_share_the_rows(rank_pool):
     for found in rank_pool.run(over_all_dims_of_a_mesh, 4):
         for key, reference in expected("KL", False).items():
             assert relative_error(found[key], reference) < 1e-5
@@ -242,7 +242,7 @@ def decode_differently(how):
         ("compiled", r"vae\.decode = torch\.compile\(vae\.decode\)"),
     ],
 )
-def test_what_cannot_be_exact_is_an_error_on_every_rank(rank_pool, how, message):
+def test_inexact_changes_raise_on_every_rank(rank_pool, how, message):
     for error in rank_pool.run_expecting_errors(decode_differently, 2, how):
         assert isinstance(error, (ValueError, RuntimeError)) and re.search(message, str(error))
 
@@ -289,7 +289,7 @@ def warn_of_many(caplog_name):
     return messages
 
 
-def test_more_ranks_than_an_image_gains_from_are_named_in_the_log(rank_pool):
+def test_useless_ranks_are_logged(rank_pool):
     first, second = rank_pool.run(warn_of_many, 2, vae_module.logger.name)
     assert "2 ranks; beyond 1" in first[0] and not second
 
@@ -300,7 +300,7 @@ def test_without_a_process_group_nothing_is_changed():
     assert parallelize_vae(vae) is vae and type(vae) is cls
 
 
-def test_each_tiny_autoencoder_has_the_compression_that_is_read_from_it():
+def test_tiny_autoencoders_have_their_compression():
     for name, tiny in TINY_VAES.items():
         if name != "LTXVideo 0.9.5":
             dims = (-1,) if len(tiny.latents) == 3 else (-2, -1)
@@ -348,7 +348,7 @@ def draw_latents():
     return relative_error(drawn[1], drawn[0]), relative_error(drawn[0], tiny.encode(vaes[0], x))
 
 
-def test_latents_that_are_drawn_while_encoding_are_those_of_one_device(rank_pool):
+def test_drawn_latents_equal_one_device(rank_pool):
     for error, noise in rank_pool.run(draw_latents, 2):
         assert error < 1e-5 < noise
 
@@ -365,7 +365,7 @@ def without_its_tiles():
     return encoded
 
 
-def test_without_its_tiles_minimax_encodes_on_rows_and_does_not_decode(rank_pool):
+def test_untiled_minimax_encodes_but_does_not_decode(rank_pool):
     for error in rank_pool.run(without_its_tiles, 2):
         assert error < 1e-5
 

@@ -30,14 +30,14 @@ def test_what_is_refused_is_refused_with_a_reason(rank_pool, name):
     assert outcome.status == "refused", f"python -m tests.together {name}\n{outcome}"
 
 
-def test_the_array_holds_every_admissible_pair_and_no_excluded_combination():
+def test_array_holds_every_admissible_pair():
     covered = {pair for case in CASES for pair in pairs_of(case.by_axis)}
     assert covered >= set(admissible_pairs())
     assert len({case.id for case in CASES}) == len(CASES) >= 300
     assert all(exclusion_of(case.by_axis) is None for case in CASES)
 
 
-def test_pairs_that_are_left_out_are_excluded_by_what_they_hold():
+def test_excluded_pairs_have_a_reason():
     """No pair is inadmissible by accident: each one matches an exclusion, or every way to complete it does."""
     admissible = set(admissible_pairs())
     axes = list(AXES)
@@ -107,14 +107,14 @@ def test_a_wrong_result_is_told_from_an_exact_one(changed, status):
     assert judged(**changed) == status
 
 
-def test_a_refusal_is_told_from_an_error_that_nobody_explains():
+def test_refusal_differs_from_unexplained_error():
     case = parse("flux+ulysses2")
     assert judge(case, None, [refused(), refused()]).status == "refused"
     for error in (KeyError("x"), RuntimeError("not ours"), torch._dynamo.exc.Unsupported("graph break")):
         assert judge(case, None, [raised(error), raised(error)]).status == "obscure"
 
 
-def test_a_hook_on_a_tiny_pipeline_is_not_on_the_next_one():
+def test_hook_on_a_tiny_pipeline_is_temporary():
     first, second = (PIPELINES["hunyuan"].build() for _ in range(2))
     encoders = [pipe.text_encoder_2 for pipe in (first, second)]
     encoders[0].register_forward_hook(lambda *_: None)

@@ -50,7 +50,7 @@ def make(**options):
     return Model(**options)
 
 
-def test_a_model_without_token_mixing_is_exact_and_is_not_touched():
+def test_model_without_token_mixing_is_exact():
     model, x = make().train(), torch.randn(2, 13, 4, requires_grad=True)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.get_rng_state()
@@ -88,7 +88,7 @@ class Gathers(Model):
         return self.head(x)
 
 
-def test_what_the_model_itself_does_between_modules_is_named_with_the_module_that_gets_it():
+def test_code_between_modules_is_named_with_next_module():
     torch.manual_seed(0)
     difference = check_parallel(Gathers(), torch.randn(1, 12, 4), ranks=2).first_difference
     assert difference.module == ""
@@ -115,7 +115,7 @@ def shard_input(cp, model, x):
     return cp.gather(model(cp.shard(x, dim=1)), dim=1)
 
 
-def test_own_lines_that_shard_an_input_are_checked_at_two_lengths():
+def test_own_sharding_code_is_checked_at_two_lengths():
     check = check_parallel(make(), torch.randn(1, 12, 4), forward=shard_input, ranks=2)
     assert check.exact
     assert {case.tokens for case in check.cases} == {12, 11}
@@ -125,7 +125,7 @@ def gather_twice(cp, model, x):
     return shard_input(cp, model, x).flip(1)
 
 
-def test_what_is_wrong_in_own_lines_is_said_to_be_there():
+def test_error_in_own_code_is_located():
     difference = check_parallel(make(), torch.randn(1, 12, 4), forward=gather_twice, ranks=2).first_difference
     assert difference.module == ""
     assert "forward=" in difference.reason
@@ -157,7 +157,7 @@ class Draws(Model):
         return super().forward(x + torch.randn_like(x))
 
 
-def test_a_model_that_draws_random_numbers_is_said_to_do_so():
+def test_random_model_is_reported():
     check = check_parallel(Draws(), torch.randn(1, 12, 4), ranks=2)
     assert "random numbers" in check.first_difference.reason
 
@@ -178,7 +178,7 @@ def test_plans_are_checked():
     assert check.first_difference.module == "transformer_blocks.1.attn"
 
 
-def test_a_plan_whose_gather_is_elsewhere_is_wrong_at_once():
+def test_misplaced_gather_is_found():
     plan = Plan({"x": Split(1, "image")}, {"blocks.0": Gather(1, "image")}, ("image",))
     check = check_parallel(make(), torch.randn(1, 12, 4), plan=plan, ranks=2)
     # Behind the first block every rank has all tokens, and attends to them alone.
@@ -276,7 +276,7 @@ def test_an_encoder_with_windows_is_found():
     assert "sliding_window" in str(check)
 
 
-def test_a_whole_attention_mask_of_a_decoder_is_found_and_a_mask_over_all_tokens_is_exact():
+def test_local_decoder_mask_is_found():
     model = transformers_model("Llama", num_key_value_heads=2)
     inputs = {"input_ids": tokens(12), "position_ids": torch.arange(12)[None], "use_cache": False}
     sharded = {"input_ids": 1, "position_ids": 1}
@@ -327,7 +327,7 @@ def test_positions_that_every_rank_counts_from_zero_are_found():
     assert check.first_difference.module == ""
 
 
-def test_an_encoder_with_learned_positions_is_found_and_right_with_its_positions():
+def test_learned_positions_of_encoder_are_found():
     model = transformers_model("Bert")
     assert check_parallel(model, tokens(12), ranks=2).first_difference.module == "embeddings"
     positions = torch.arange(12)[None]

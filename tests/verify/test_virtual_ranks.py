@@ -16,7 +16,7 @@ from zoo.tiny.transformers.registry import MODELS
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (3, 1), (2, 2)])
-def test_a_known_plan_is_exact_and_the_model_is_not_touched(ring, ulysses):
+def test_known_plan_is_exact_and_model_untouched(ring, ulysses):
     module, inputs = MODELS["flux"].build(), MODELS["flux"].inputs(1, 5, 7)
     with torch.no_grad():
         expected = module(**inputs).sample

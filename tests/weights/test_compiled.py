@@ -58,7 +58,7 @@ def compile_whole(method):
 
 @pytest.mark.long
 @pytest.mark.parametrize("method", ["tensor", "fsdp"])
-def test_the_whole_transformer_is_one_graph_over_tensor_ranks_and_none_over_fsdp(rank_pool, method):
+def test_whole_graph_works_over_tensor_ranks_not_fsdp(rank_pool, method):
     for alone, out, graphs in rank_pool.run(compile_whole, 2, method):
         assert relative_error(out, alone) < 1e-5
         assert graphs == 1
@@ -72,7 +72,7 @@ def compile_video(sizes):
 
 
 @pytest.mark.long
-def test_a_whole_graph_over_tensor_ranks_takes_frames_height_and_width_that_all_vary(rank_pool):
+def test_whole_graph_over_tensor_ranks_takes_varying_sizes(rank_pool):
     sizes = [{}, {"num_frames": 13, "height": 64, "width": 48}]
     pipe = make("cogvideox")
     expected = [generate(pipe, "cogvideox", **size) for size in sizes]
@@ -104,7 +104,7 @@ def require_equal_parts(module, other):
 
 
 @pytest.mark.long
-def test_what_torchao_quantizes_behind_tensor_ranks_is_shared_and_as_on_one_device(rank_pool):
+def test_quantization_after_tensor_sharding_equals_one_device(rank_pool):
     for alone, out, shape, dtype in rank_pool.run(quantized_tensors, 2):
         assert relative_error(out, alone) < 1e-5
         assert (shape, dtype) == ((32, 64), torch.int8)
@@ -130,6 +130,6 @@ def quantized():
 
 
 @pytest.mark.long
-def test_weights_of_torchao_are_shared_where_they_say_how_and_refused_elsewhere(rank_pool):
+def test_torchao_weights_are_sharded_if_splittable(rank_pool):
     for whole, shared in rank_pool.run(quantized, 2):
         assert torch.equal(whole, shared)

@@ -49,7 +49,7 @@ def test_each_node_downloads_each_file_once(rank_pool, folder, tmp_path, hosts):
 
 
 @pytest.mark.long
-def test_a_download_may_take_longer_than_ranks_wait_for_each_other(rank_pool, folder, tmp_path):
+def test_download_may_exceed_group_timeout(rank_pool, folder, tmp_path):
     with Hub(folder, seconds=3.0) as hub:
         rank_pool.run(load, 2, hub.endpoint, folder, tmp_path, patience=timedelta(seconds=2))
 

@@ -67,7 +67,7 @@ def shard_differing(make_one, method, message):
         (seed_one, r"ranks .*transformer\.proj_out\.weight: .* float32, .* rank 1 .* float32, "),
     ],
 )
-def test_what_one_rank_alone_has_is_an_error_on_all_and_changes_nothing(rank_pool, make_one, message):
+def test_weights_of_one_rank_differing_raise_on_all(rank_pool, make_one, message):
     rank_pool.run(shard_differing, 2, make_one, "fsdp", message)
 
 
@@ -135,7 +135,7 @@ def raise_in_a_block(order):
 
 
 @pytest.mark.parametrize("order", ["sharded first", "at once"])
-def test_a_rank_that_raises_between_blocks_ends_the_others_in_time(rank_pool, order):
+def test_rank_raising_between_blocks_ends_others(rank_pool, order):
     first, second = rank_pool.run_expecting_errors(raise_in_a_block, 2, order)
     assert isinstance(second, ValueError)
     assert isinstance(first, RuntimeError)
@@ -156,7 +156,7 @@ def change_late(method, path):
 
 
 @pytest.mark.parametrize("method", ["fsdp", "tensor"])
-def test_changes_of_what_is_sharded_are_refused_and_sharding_again_is_not(rank_pool, tmp_path, method):
+def test_changes_of_sharded_weights_are_refused(rank_pool, tmp_path, method):
     for before, again in rank_pool.run(change_late, 2, method, tmp_path):
         assert torch.equal(before, again)
 
@@ -176,7 +176,7 @@ def change_early(how):
 
 
 @pytest.mark.parametrize("how", ["fused", "quantized"])
-def test_what_no_tensor_plan_fits_is_refused_and_stays_as_it_is(rank_pool, how):
+def test_model_without_fitting_tensor_plan_is_unchanged(rank_pool, how):
     rank_pool.run(change_early, 2, how)
 
 

@@ -230,7 +230,7 @@ def test_ranks_of_guidance_alone_share_no_weights(rank_pool):
 
 @pytest.mark.parametrize("attempt", [parallelize_pipe, shard_weights])
 @pytest.mark.parametrize("where", ["pipe", "transformer"])
-def test_a_balanced_pipeline_is_refused_with_the_line_to_use_instead(attempt, where):
+def test_balanced_pipeline_is_refused_with_way_out(attempt, where):
     pipe = flux_pipe()
     spread = pipe if where == "pipe" else pipe.transformer
     spread.hf_device_map = {"text_encoder": 0, "transformer": 1}
@@ -284,7 +284,7 @@ def watch_blocks(shape):
 
 # FSDP; HSDP: two ranks share weights, two others have copies.
 @pytest.mark.parametrize(("ranks", "shape"), [(2, (2,)), pytest.param(4, (2, 2), marks=pytest.mark.long)])
-def test_while_a_block_computes_the_next_one_and_no_other_is_gathered(rank_pool, ranks, shape):
+def test_only_next_block_is_gathered_during_compute(rank_pool, ranks, shape):
     for same, seen, before, after in rank_pool.run(watch_blocks, ranks, shape):
         assert same
         assert seen == [[0, 1], [1, 2], [2, 3], [3, 4], [4]]

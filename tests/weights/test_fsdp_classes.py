@@ -86,7 +86,7 @@ def refused_copies(wrapped):
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_a_sharded_module_refuses_copies_and_names_the_way_out(rank_pool, wrapped):
+def test_sharded_module_refuses_copies(rank_pool, wrapped):
     for errors, equal in rank_pool.run(refused_copies, 2, wrapped):
         for place, error in enumerate(errors):
             assert ("Layer" if place % 2 else "Model") in error
@@ -104,7 +104,7 @@ def slice_of_sharded_layers(wrapped):
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_a_slice_of_a_sharded_container_is_a_plain_container(rank_pool, wrapped):
+def test_slice_of_sharded_container_is_plain(rank_pool, wrapped):
     for result in rank_pool.run(slice_of_sharded_layers, 2, wrapped):
         assert result == (True, False, "Sequential", 2)
 

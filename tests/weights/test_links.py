@@ -63,7 +63,7 @@ def with_blocking_transfers(kind, always, nccl):
         pytest.param("stages", 3, True, True, marks=pytest.mark.long),
     ],
 )
-def test_transfers_that_block_until_the_peer_comes_do_not_wait_in_a_cycle(rank_pool, kind, world_size, always, nccl):
+def test_blocking_transfers_do_not_deadlock(rank_pool, kind, world_size, always, nccl):
     expected = on_one_rank(kind)
     for latents in rank_pool.run(with_blocking_transfers, world_size, kind, always, nccl):
         assert torch.equal(latents, expected)
@@ -82,7 +82,7 @@ def rows_with_blocking_transfers():
     return [relative_error(out, reference) for out, reference in zip(outs, expected, strict=True)]
 
 
-def test_halos_that_block_until_the_peer_comes_do_not_wait_in_a_cycle(rank_pool):
+def test_blocking_halos_do_not_deadlock(rank_pool):
     for errors in rank_pool.run(rows_with_blocking_transfers, 3):
         assert max(errors) < 1e-5
 
@@ -126,7 +126,7 @@ def failing_transfers(nccl, sent_by, taken):
 @pytest.mark.parametrize(
     ("sent_by", "taken"), [((1, 0), (0, 0)), ((0, 0), (0, 2)), ((2, 1), (1, 1)), ((3, 0), (0, 1)), ((0, 0), (0, 0))]
 )
-def test_messages_of_a_failed_generation_do_not_reach_the_next_one(rank_pool, nccl, sent_by, taken):
+def test_messages_of_failed_generation_are_dropped(rank_pool, nccl, sent_by, taken):
     for results, total in rank_pool.run(failing_transfers, 2, nccl, sent_by, taken):
         assert results == [[2.0], [3.0], [4.0]]
         assert total == [2.0]

@@ -123,7 +123,7 @@ def most_at_one_time(of_ranks):
 
 @pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux' /proc/self/smaps_rollup")
-def test_four_ranks_hold_little_more_than_one_copy_while_loading(rank_pool, folder, tmp_path):
+def test_four_loading_ranks_hold_about_one_copy(rank_pool, folder, tmp_path):
     # 290 MB in many blocks: the pages of one block are read before they are given back, and ranks allocate some 4 MB besides.
     size = {"attention_head_dim": 128, "axes_dims_rope": (32, 48, 48), "num_layers": 1, "num_single_layers": 16}
     transformer = flux_transformer(**size)

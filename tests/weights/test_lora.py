@@ -271,7 +271,7 @@ def draw_with_encoder(method, when):
 
 
 @pytest.mark.parametrize("when", ["before", pytest.param("after", marks=pytest.mark.long)])
-def test_a_lora_of_a_text_encoder_is_exact_over_shared_weights(rank_pool, when):
+def test_lora_of_sharded_text_encoder_is_exact(rank_pool, when):
     expected = draw_with_encoder(None, when)
     for outs in rank_pool.run(draw_with_encoder, 2, "fsdp", when):
         errors = {key: relative_error(out, expected[key]) for key, out in outs.items()}

@@ -270,7 +270,7 @@ def latents_of(pipe, name):
     "name",
     ["wan", "qwen-image", *[pytest.param(name, marks=pytest.mark.long) for name in ("hunyuan", "cogvideox", "mochi")]],
 )
-def test_of_other_models_one_process_computes_what_patches_by_hooks_give(name):
+def test_one_process_equals_patches_by_hooks(name):
     pipe = parallelize_pipe(PIPELINES[name].build(), pipefusion=PipeFusion(2))
     found, exact = latents_of(pipe, name), latents_of(PIPELINES[name].build(), name)
     assert torch.equal(found, by_hooks(name, 2))
@@ -296,7 +296,7 @@ def test_of_other_models_one_process_computes_what_patches_by_hooks_give(name):
         *("cogvideox, rotary", "cogvideox 1.5", "qwen-image, editing", "qwen-image, controlnet", "wan, image"),
     ],
 )
-def test_one_patch_of_a_relative_is_exact_and_two_are_near(name):
+def test_one_patch_is_exact_and_two_are_near(name):
     """Text joins the image in another order, or in one tensor: rows that are cut wrongly are far off."""
 
     def of(*fused):
@@ -528,7 +528,7 @@ def raises_between():
         return str(error)
 
 
-def test_a_stage_that_raises_in_the_middle_ends_all_ranks_with_the_cause(rank_pool):
+def test_raising_stage_ends_all_ranks_with_cause(rank_pool):
     first, second = rank_pool.run(raises_between, 2)
     assert re.search(r"rank 1 .*ValueError: this block is broken", first)
     assert second == "this block is broken"
@@ -537,7 +537,7 @@ def test_a_stage_that_raises_in_the_middle_ends_all_ranks_with_the_cause(rank_po
 # -- tensors that come in patches
 
 
-def test_what_is_made_of_patches_is_computed_patch_by_patch_and_copies_what_changes():
+def test_patched_modules_run_per_patch():
     rows, computed = patch_rows(5, 2), []
     whole = torch.full((1, 5, 2), torch.nan)
     arrival, tokens = Arrival(whole.clone(), rows), torch.randn(1, 5, 2)

@@ -67,7 +67,7 @@ def test_compiled_blocks_give_the_bits_of_eager_patches(name, order):
     ("name", "shape"),
     [("flux", (2, 1, 1)), ("wan", (2, 1, 1)), ("flux", (1, 1, 2)), ("qwen-image", (1, 2, 1)), ("wan", (2, 1, 2))],
 )
-def test_compiled_blocks_of_stages_and_ranks_that_share_patches_do_so_too(rank_pool, name, shape):
+def test_compiled_blocks_of_stages_equal_eager(rank_pool, name, shape):
     for of_rank in rank_pool.run(eager_and_compiled, torch.Size(shape).numel(), name, shape=shape):
         check(*of_rank)
 
@@ -83,14 +83,14 @@ def compiled_with_few_graphs(name, num_patches, limit):
 
 
 # Of FLUX: all tokens; a patch with text, and one without.
-def test_patches_that_ranks_share_need_a_graph_for_each_form_alone(rank_pool):
+def test_shared_patches_need_one_graph_per_form(rank_pool):
     for expected, found in rank_pool.run(compiled_with_few_graphs, 2, "flux", 3, limit=3):
         assert torch.equal(expected, found)
 
 
 @pytest.mark.parametrize("way", ["in place", "in its place", "forward"])
 @pytest.mark.parametrize("name", ["flux", "mochi"])
-def test_the_whole_in_one_graph_is_refused_before_the_compiled_call(name, way):
+def test_whole_graph_is_refused_before_the_call(name, way):
     pipe = parallelize_pipe(make(name), pipefusion=PipeFusion())
     if way == "in place":
         pipe.transformer.compile(backend="eager", fullgraph=True)

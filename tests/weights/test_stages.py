@@ -59,7 +59,7 @@ def test_the_slowest_stage_costs_the_least_that_is_possible(costs, num_stages):
     assert max(sum(costs[index] for index in own) for own in found) == least
 
 
-def test_a_double_block_of_flux_costs_what_a_single_one_costs_though_it_has_twice_the_weights():
+def test_flux_double_block_costs_as_much_as_single():
     transformer = flux_transformer()
     double, single = transformer.transformer_blocks[0], transformer.single_transformer_blocks[0]
     assert held(double) > 2 * held(single)
@@ -139,13 +139,13 @@ def test_two_stages_give_the_same_bits(rank_pool):
         (["flux"], (4, 1, 1, 1)),
     ],
 )
-def test_stages_of_a_mesh_give_the_bits_of_that_mesh(rank_pool, names, shape):
+def test_stages_are_bit_exact(rank_pool, names, shape):
     check(rank_pool, names, shape)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("shape", [(2, 1, 1, 2), (2, 1, 2, 1), (2, 2, 1, 1)])
-def test_stages_of_every_family_give_the_bits_of_their_mesh(rank_pool, shape):
+def test_stages_of_every_family_are_bit_exact(rank_pool, shape):
     check(rank_pool, list(NAMES.values()), shape)
 
 
@@ -199,7 +199,7 @@ def whole_pipelines(name, shape):
         pytest.param("cogvideox", (2, 2, 1, 1), marks=pytest.mark.long),
     ],
 )
-def test_pipelines_in_stages_give_the_same_bits_and_get_their_blocks_back(rank_pool, name, shape):
+def test_staged_pipelines_are_bit_exact_and_restored(rank_pool, name, shape):
     for expected, found, hits in rank_pool.run(whole_pipelines, torch.Size(shape).numel(), name, shape):
         assert all(map(torch.equal, expected, found))
         assert any(hits)
@@ -217,7 +217,7 @@ def compiled_blocks():
 
 
 @pytest.mark.long
-def test_blocks_of_stages_may_be_compiled_and_the_whole_may_not(rank_pool):
+def test_staged_blocks_compile_and_whole_does_not(rank_pool):
     for found in rank_pool.run(compiled_blocks, 2):
         assert torch.equal(*found)
 
@@ -245,7 +245,7 @@ def one_stage_raises():
         return time.monotonic() - started < 30, str(error)
 
 
-def test_a_stage_that_raises_ends_all_ranks_with_the_cause(rank_pool):
+def test_raising_stage_ends_all_ranks_with_cause(rank_pool):
     first, second = rank_pool.run(one_stage_raises, 2)
     assert first[0]
     assert re.search(r"rank 1 .*Broken: this block is broken", first[1])

@@ -187,7 +187,7 @@ def cached_alone():
 
 
 @pytest.mark.parametrize("how", ["ours", "diffusers"])
-def test_a_pipeline_shares_heads_by_our_plan_or_by_that_of_diffusers(rank_pool, cached_alone, how):
+def test_heads_are_sharded_by_either_plan(rank_pool, cached_alone, how):
     outs = rank_pool.run(generate_over, 2, how)
     for alone, out, share, cached, hits in outs:
         assert relative_error(out, alone) < 1e-5
@@ -209,7 +209,7 @@ def generate_on_four(dim):
 
 
 @pytest.mark.parametrize("dim", ["ulysses", pytest.param("ring", marks=pytest.mark.long)])
-def test_four_ranks_share_heads_by_diffusers_and_tokens_by_us(rank_pool, dim):
+def test_four_ranks_combine_diffusers_heads_and_our_tokens(rank_pool, dim):
     outs = rank_pool.run(generate_on_four, 4, dim)
     for alone, out in outs:
         assert relative_error(out, alone) < 1e-5
@@ -227,7 +227,7 @@ def shard_what_diffusers_sharded(method):
 
 
 @pytest.mark.parametrize("method", ["fsdp", "tensor"])
-def test_what_diffusers_sharded_is_not_sharded_again_nor_put_together(rank_pool, method):
+def test_weights_sharded_by_diffusers_are_left_alone(rank_pool, method):
     rank_pool.run(shard_what_diffusers_sharded, 2, method)
 
 
@@ -253,7 +253,7 @@ def refusals_on_ranks():
         shard_weights(pipe, mesh, method="tensor")
 
 
-def test_tensor_ranks_that_the_mesh_does_not_know_and_adapters_without_parts_are_refused(rank_pool):
+def test_unknown_tensor_ranks_and_whole_adapters_raise(rank_pool):
     rank_pool.run(refusals_on_ranks, 2)
 
 
@@ -270,7 +270,7 @@ def test_what_has_no_tensor_plan_or_mesh_is_refused(options, error, message):
         shard_weights(flux_pipe(), init_context_parallel_mesh("cpu"), method="tensor", **options)
 
 
-def test_fsdp_of_a_transformer_is_refused_at_once_on_a_mesh_with_tensor_ranks(tmp_path):
+def test_fsdp_is_refused_on_mesh_with_tensor_ranks(tmp_path):
     with fake_group(4):
         mesh = init_context_parallel_mesh("cpu", max_tensor_dim_size=2)
         message = r"mesh .*2 ranks .*'tensor', .*method='tensor'"

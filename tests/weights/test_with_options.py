@@ -217,5 +217,5 @@ def refused_by_stages(name, folder):
 
 
 @pytest.mark.parametrize("name", ["flux", pytest.param("wan", marks=pytest.mark.long)])
-def test_what_needs_the_blocks_of_all_stages_is_refused_and_changes_nothing(rank_pool, tmp_path, name):
+def test_options_needing_all_blocks_are_refused_with_stages(rank_pool, tmp_path, name):
     check(alone(name), rank_pool.run(refused_by_stages, 2, name, tmp_path / "saved"))

@@ -30,7 +30,7 @@ def test_training_never_draws_what_is_held_out():
 
 
 @pytest.mark.parametrize("num_things", [1, 2, 3])
-def test_every_thing_of_a_held_out_scene_is_held_out(num_things):
+def test_held_out_scenes_hold_held_out_things(num_things):
     for i in range(200):
         scene = grammar.held_out_scene(rng(1, i), num_things)
         assert len({thing.cell for thing in scene.things}) == len(scene.things) == num_things
@@ -48,7 +48,7 @@ def test_number_of_things_is_checked():
         grammar.held_out_scene(rng(0), 4)
 
 
-def test_captions_use_known_words_and_full_captions_tell_scenes_apart():
+def test_full_captions_identify_scenes():
     known = set(grammar.words())
     said: dict[str, Scene] = {}
     for i in range(1000):
@@ -80,7 +80,7 @@ def test_checker_accepts_true_drawings_of_several_things(num_things):
 
 
 @pytest.mark.parametrize("blur", [1.8, 2.6])
-def test_checker_knows_the_shape_of_a_blurred_thing_as_an_eye_does(blur):
+def test_checker_recognises_blurred_shapes(blur):
     options = itertools.product(grammar.COLOURS, grammar.SHAPES, grammar.SIZES)
     for i, (colour, shape, size) in enumerate(options):
         scene = Scene((Thing(colour, shape, size, "centre"),), "black")
@@ -118,7 +118,7 @@ def test_checker_rejects_exactly_what_was_altered(attribute, num_things):
             assert wrong == (name == attribute) or num_things > 1, (name, scene, altered)
 
 
-def test_checker_rejects_a_wrong_background_and_a_wrong_number_of_things():
+def test_checker_rejects_wrong_background_and_count():
     scene = grammar.held_out_scene(rng(12), 2)
     for other in grammar.BACKGROUNDS:
         verdict = check(draw(replace(scene, background=other), rng(13)), scene)

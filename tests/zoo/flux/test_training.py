@@ -183,7 +183,7 @@ class SaysSo(nn.Module):
 
 
 @pytest.mark.parametrize("also", [None, lambda model, scenes: torch.tensor(7.0 * len(scenes))])
-def test_the_flow_loss_weighs_tokens_and_adds_what_else_is_asked(also):
+def test_flow_loss_weighs_tokens_and_adds_terms(also):
     weights = torch.tensor([3.0, 3.0, 1.0, 1.0]).reshape(1, 4, 1)
     pool = Pool(["a"], torch.zeros(1, 4, 2), weights)
     loss = FlowLoss(pool, lambda scenes, rng: (), seed=0, batch=2, shift=SHIFT, autocast=False, also=also)
@@ -204,7 +204,7 @@ def test_weights_cover_all_of_a_thing_and_little_else():
         assert heavy.sum() <= 3 * 16
 
 
-def test_each_thing_has_one_colour_word_and_one_shape_word():
+def test_each_thing_has_one_colour_and_shape_word():
     tokenizer = build_tokenizers().t5
     scenes = [grammar.training_scene(np.random.default_rng([23, i]), (0.2, 0.4, 0.4)) for i in range(40)]
     captions = [grammar.caption(scene, np.random.default_rng([24, i])) for i, scene in enumerate(scenes)]
@@ -244,7 +244,7 @@ class TellsThingsApart(nn.Module):
 
 
 @pytest.mark.parametrize(("right", "loss_of_cells"), [(True, 0.0), (False, (150 + 50) / 2)])
-def test_the_text_loss_asks_for_each_attribute_of_the_thing_that_a_word_is_about(monkeypatch, right, loss_of_cells):
+def test_text_loss_asks_for_each_attribute(monkeypatch, right, loss_of_cells):
     red, blue = grammar.Thing("red", "circle", "small", "top"), grammar.Thing("blue", "ring", "large", "left")
     monkeypatch.setattr(grammar, "training_scene", lambda rng, things: Scene((red, blue), "grey"))
     tokenizer = build_tokenizers().t5
@@ -305,7 +305,7 @@ def test_tokenizers_are_the_same_in_every_process():
     assert said.strip() == str(sorted(build_tokenizers().clip.get_vocab().items()))
 
 
-def test_tokens_are_asked_for_the_thing_that_is_drawn_on_them():
+def test_tokens_are_asked_for_their_thing():
     for i in range(20):
         rng = np.random.default_rng([22, i])
         scene = grammar.training_scene(rng, (0.0, 0.0, 1.0))
@@ -321,7 +321,7 @@ def test_tokens_are_asked_for_the_thing_that_is_drawn_on_them():
         assert (truth["colour"] == 0).any()
 
 
-def test_the_alignment_loss_is_zero_for_right_answers_and_large_for_one_wrong_thing():
+def test_alignment_loss_is_zero_for_right_answers():
     model = AlignedDenoiser(build_tokenizers())
     rng = np.random.default_rng(23)
     scenes = [grammar.training_scene(rng, (0.0, 1.0, 0.0)) for _ in range(3)]
@@ -334,7 +334,7 @@ def test_the_alignment_loss_is_zero_for_right_answers_and_large_for_one_wrong_th
     assert alignment_loss(model, scenes).item() > 5
 
 
-def test_aligned_tokens_leave_the_velocity_and_reach_the_first_single_block():
+def test_aligned_tokens_reach_first_single_block():
     torch.manual_seed(0)
     tokenizers = build_tokenizers()
     model = AlignedDenoiser(tokenizers)
@@ -373,7 +373,7 @@ def cells_known_to_t5(encoder: T5EncoderModel, tokenizers: Tokenizers, steps: in
     return torch.stack(right).float().mean().item()
 
 
-def test_the_trained_t5_knows_the_cells_of_two_things_and_a_fresh_one_does_not():
+def test_trained_t5_knows_cells_of_two_things():
     tokenizers = build_tokenizers()
     torch.manual_seed(0)
     fresh = Denoiser(tokenizers).text_encoder_2

@@ -35,7 +35,7 @@ def test_every_pair_of_attributes_is_seen_in_training():
         assert len({(triple[a], triple[b]) for triple in training}) == size
 
 
-def test_captions_use_known_words_and_full_captions_tell_scenes_apart():
+def test_full_captions_identify_scenes():
     known = set(grammar.words())
     said: dict[str, Scene] = {}
     for i in range(500):
@@ -44,7 +44,7 @@ def test_captions_use_known_words_and_full_captions_tell_scenes_apart():
         assert said.setdefault(grammar.caption(scene), scene) == scene
 
 
-def test_the_same_seed_draws_the_same_video_and_the_shape_stays_whole():
+def test_same_seed_draws_same_video():
     for i in range(10):
         scene = grammar.random_scene(rng(4, i), held_out=False)
         video = draw(scene, rng(5, i))

@@ -67,7 +67,7 @@ def test_muon_updates_the_matrices_of_the_blocks():
     assert sum(sizes) > 2e6
 
 
-def test_latents_are_unit_normal_and_the_pipeline_undoes_their_scale():
+def test_latents_are_unit_normal_and_rescaled():
     vae, tokenizer = build_vae(), build_tokenizer()
     measure_latents(vae, 0, batches=2, batch=4)
     pool = build_pool(vae, 0, 8)
@@ -103,7 +103,7 @@ def test_training_tells_the_transformer_what_the_pipeline_tells_it():
     assert (expected[0, 11:] == 0).all()
 
 
-def test_the_tokenizer_knows_every_word_and_training_cuts_no_caption():
+def test_tokenizer_knows_every_word():
     tokenizer = build_tokenizer()
     for i in range(100):
         rng = np.random.default_rng([20, i])
@@ -114,7 +114,7 @@ def test_the_tokenizer_knows_every_word_and_training_cuts_no_caption():
             assert tokenizer.unk_token_id not in ids
 
 
-def test_plain_diffusers_loads_the_exported_folder_offline_and_generates_with_guidance(tmp_path, monkeypatch):
+def test_exported_folder_loads_offline_in_diffusers(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     tokenizer = build_tokenizer()
     vae, model = build_vae(), Denoiser(tokenizer)
