@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import IntEnum, auto
 from functools import cache, partial
+from itertools import chain, repeat
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -202,6 +203,37 @@ def has_compiled_parts(module: Any) -> bool:
         if children:
             found.extend([child for child in children.values() if child is not None])
     return False
+
+
+class ModuleTree:
+    """A snapshot of ``module`` and all modules inside it, which answers at every call of the model what may have changed.
+
+    A model has over a thousand modules, so the answers are computed by loops in C, without a Python call per module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        modules: list[nn.Module] = [module]
+        for one in modules:  # The list grows while it is walked.
+            modules.extend([child for child in one.__dict__["_modules"].values() if child is not None])
+        self._states = [one.__dict__ for one in modules]
+        self._child_dicts = [state["_modules"] for state in self._states]
+        self._children = self._children_now()
+        self._holds_compiled_module = any("_orig_mod" in children for children in self._child_dicts)
+
+    def _children_now(self) -> list[nn.Module | None]:
+        return list(chain.from_iterable(map(dict.values, self._child_dicts)))
+
+    def is_unchanged(self) -> bool:
+        """Return whether the same modules still stand in the same places."""
+        return self._children_now() == self._children
+
+    def has_compiled_parts(self) -> bool:
+        """Return what :func:`has_compiled_parts` returns for the module, if the tree is unchanged."""
+        if self._holds_compiled_module or any(map(dict.get, self._states, repeat("_compiled_call_impl"))):
+            return True
+        if not any(map(dict.__contains__, self._states, repeat("forward"))):
+            return False
+        return any(hasattr(state.get("forward"), "_torchdynamo_orig_callable") for state in self._states)
 
 
 # By key and method: the order, the wrapper, and whether copies may be made without it.

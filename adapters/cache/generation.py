@@ -44,8 +44,9 @@ class PipelineCache:
 
     def __init__(self) -> None:
         self.caches: dict[str, BlockCache] = {}
-        self._adapter: Adapter | None = None
         self._with_copies = False
+        # By transformer: the arguments that hold a part for each sample, and the dim of the samples.
+        self._batched: dict[str, Mapping[str, int | None]] = {}
         self._tracker = SchedulerTracker()
         # Of its own, for other pipelines may share a transformer.
         self._callers: dict[str, ModelCallHook] = {}
@@ -60,10 +61,12 @@ class PipelineCache:
 
     def replace(self, caches: dict[str, BlockCache], adapter: Adapter | None) -> None:
         """Other caches from here on. What stands around the models stays, and so do graphs that were compiled with it."""
-        before, self.caches, self._adapter = self.caches, caches, adapter
+        before, self.caches = self.caches, caches
         self._warned = set()
         adapters = [adapter_for(cache.module, adapter) for cache in caches.values()]
         self._with_copies = any(each is not None and each.steps_with_copies for each in adapters)
+        plans = {name: plan_for(cache.module, adapter=adapter) for name, cache in caches.items()}
+        self._batched = {name: {} if plan is None else plan.batched for name, plan in plans.items()}
         for cache in caches.values():
             cache.attach()
         for name, cache in before.items():
@@ -156,9 +159,8 @@ class PipelineCache:
                 return call(module, *args, **kwargs)
             cache = self.caches[name]
             given = {**dict(zip(parameters, args, strict=False)), **kwargs}
-            plan = plan_for(cache.module, adapter=self._adapter)
-            batched = {} if plan is None else plan.batched
-            # Where no pipeline says so, all that may be.
+            batched = self._batched[name]
+            # A pipeline that does not say whether it guides may do so.
             guided = bool(batched) and getattr(self._pipe, "do_classifier_free_guidance", True)
             tokens, dim = next(iter(batched.items()), ("hidden_states", 0))
             cache.branches = 2 if guided else 1

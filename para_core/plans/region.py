@@ -21,8 +21,8 @@ from para_core.distributed.layout import Segment
 from para_core.distributed.mesh import MeshDim, SequenceMesh
 from para_core.instance_patching import (
     Around,
+    ModuleTree,
     Order,
-    has_compiled_parts,
     is_entry,
     is_wrapped,
     unwrap,
@@ -111,6 +111,7 @@ class _Region:
             self.compiled_before = None
         # The submodules at which something is done, by name. Loading a LoRA puts others in their place.
         self.submodules: dict[str, nn.Module] = {}
+        self._tree: ModuleTree | None = None
         # Lists and dicts where something changes during a call: what is set of an attribute before torch.cond (which a cache
         # brings) and again behind it, Dynamo 2.13 forgets.
         self._interceptions: list[Interception] = []
@@ -241,7 +242,7 @@ class _Region:
         if self.uses_flex_attention:
             return False
         # The innermost mode counts, so one around this call would count more than the plan.
-        if torch._C._len_torch_function_stack() > 0 or has_compiled_parts(module):
+        if torch._C._len_torch_function_stack() > 0 or self._tree is None or self._tree.has_compiled_parts():
             return False
         return dispatcher_is_available()
 
@@ -322,7 +323,10 @@ class _Region:
         Raises:
             ValueError: the plan shards or gathers at a module that is not there.
         """
+        if self._tree is not None and self._tree.is_unchanged():
+            return
         if self.submodules and all(is_at(module, name, found) for name, found in self.submodules.items()):
+            self._tree = ModuleTree(module)
             return
         matches = match_modules(module, self.plan)
         for found in self.submodules.values():
@@ -336,6 +340,7 @@ class _Region:
         for (rules, parameters, heads), submodules in alike.items():
             # __call__: outside of what Module.compile makes of the submodule, before or after this.
             wrap_alike(submodules, "__call__", _KEY, self._module_hook(rules, parameters, heads), order=Order.PLAN)
+        self._tree = ModuleTree(module)
 
     def _module_hook(self, rules: ModuleRules, parameters: tuple[str, ...], heads: int) -> Around:
         name, attention = rules.name, rules.attention
