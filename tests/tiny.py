@@ -13,7 +13,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.nn.functional as F
 from diffusers import (
     AutoencoderKL,
     FlowMatchEulerDiscreteScheduler,
@@ -30,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from para_core import UnifiedAttnMode
 from para_core.attention.mesh_attention import MeshAttention
+from para_core.attention.sdpa_call import SdpaCall
 from para_core.distributed.mesh import MeshDim
 from para_core.plans import heads, linear
 from zoo.flux.models import CLIP_WIDTH, SHIFT, T5_WIDTH, Denoiser, Tokenizers
@@ -142,24 +142,12 @@ def flux_inputs(num_image: int, num_text: int, *, batch: int = 1, channels: int 
 def each_rank_alone() -> Iterator[None]:
     """Inside, every attention call is computed on this rank's tokens only: what a plan without collectives would give."""
 
-    def attend_alone(
-        over_mesh: MeshAttention,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-        lengths: Any = None,
-    ) -> Tensor:
+    def attend_alone(over_mesh: MeshAttention, call: SdpaCall) -> Tensor:
+        query, key, value, mask = call[:4]
         if mask is not None:
             mask = mask[..., -1:, -key.shape[2] :].expand(-1, -1, query.shape[2], -1)
         with UnifiedAttnMode.disable():
-            return F.scaled_dot_product_attention(
-                query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
+            return call.with_tensors(query, key, value, mask).original()
 
     own_sum = mock.patch.object(linear, "sum_over_ranks", lambda x, mesh: x)
     own_tokens = mock.patch.object(heads, "all_to_all", _all_to_all_alone)

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from para_core.attention.multi_head import multi_head_attention
+from para_core.attention.sdpa_call import SdpaCall
 from para_core.instance_patching import original_class
 from para_core.modes.flash_attention import OPERATOR_TYPES, attention_kind, flash_attention
 from para_core.modes.interceptor import raise_here
@@ -127,7 +128,7 @@ class _Watch(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            self._attend(*args, **kwargs)
+            self._note_attention(SdpaCall(*args, **kwargs))
         elif func in _SOFTMAX and isinstance(args[0], Tensor) and args[0].ndim >= 3:
             name = self._within[-1] if self._within else ""
             self.found.softmax.setdefault(name, tuple(args[0].shape))
@@ -161,30 +162,15 @@ class _Watch(TorchFunctionMode):
             if isinstance(x, Tensor):
                 self._derived[x] = True
 
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any
-    ) -> None:
+    def _note_attention(self, call: SdpaCall) -> None:
         self._time += 1
         name = self._within[-1] if self._within else ""
-        mask = None if attn_mask is None else tuple(attn_mask.shape)
-        self.found.attention.append(AttentionCall(name, self._time, query.shape[-2], key.shape[-2], mask))
+        mask = None if call.attn_mask is None else tuple(call.attn_mask.shape)
+        self.found.attention.append(AttentionCall(name, self._time, call.query.shape[-2], call.key.shape[-2], mask))
 
-    def _attended(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-        lengths: Any = None,
-    ) -> Tensor:
-        self._attend(query, key, value, attn_mask)
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+    def _attended(self, call: SdpaCall) -> Tensor:
+        self._note_attention(call)
+        return call.original()
 
     def _record(self, value: Any) -> Any:
         self._alive.append(value)

@@ -66,12 +66,14 @@ class BlockAttention:
         attend: LocalAttention | None = None,
     ) -> None:
         self._tiling, self._scale, self._backend, self._heads = tiling, scale, backend, heads
-        self._queries = tiling.split(query)
-        finite_rows = FiniteMaskedRows.of(mask)
+        self._queries = tiling.split(query) if tiling.by_position else [query]
+        finite_rows = None if mask is None else FiniteMaskedRows.of(mask)
         self._finite_rows: Sequence[FiniteMaskedRows | None] = (
             [None] * len(self._queries) if finite_rows is None else finite_rows.split(tiling.split)
         )
-        self._rows = rows_of_pieces(mask if finite_rows is None else finite_rows.mask, tiling)
+        self._rows: Sequence[Tensor | None] = [None] * len(self._queries)
+        if mask is not None:
+            self._rows = tiling.split(mask if finite_rows is None else finite_rows.mask)
         self._merged = [Merged() for _ in self._queries]
         # Where the lse of a partial result is to be corrected, it must not be merged yet.
         self._continues = attend is None and finite_rows is None
@@ -83,10 +85,16 @@ class BlockAttention:
         Args:
             is_last: no other block follows: the result may be rounded to query's dtype.
         """
-        by_position = self._tiling.by_position  # or one tile is all keys of a block, as they lie
+        by_position = self._tiling.by_position
         k, v = block
         if by_position or self._heads is not None:
             k, v = [expand(self._tiling.keys[step].arrange(x), self._heads) for x in block]
+        if not by_position and self._continues and self._rows[0] is None:
+            # One tile is all keys of the block, as they lie.
+            continued_attention(
+                self._merged[0], self._queries[0], k, v, scale=self._scale, backend=self._backend, is_last=is_last
+            )
+            return
         for piece, tile in self._tiling.tiles(step):
             seen = self._rows[piece]
             mask = None if seen is None else columns(seen, tile.positions)
@@ -123,6 +131,8 @@ class BlockAttention:
             (one.out, one.lse) if one.count else local_attention_with_lse(q, *nothing)
             for q, one in zip(self._queries, self._merged, strict=True)
         ]
+        if not self._tiling.by_position:
+            return results[0]
         return self._tiling.join([out for out, _ in results]), self._tiling.join([lse for _, lse in results])
 
 

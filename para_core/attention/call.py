@@ -129,6 +129,11 @@ class Call:
         return Grid(self.query_layout, self.key_layout, self.mesh, shape, self.is_causal)
 
     @lazy
+    def has_replicated_keys(self) -> bool:
+        """Whether a part of this rank's own block does not travel."""
+        return bool(self.key_layout.replicated)
+
+    @lazy
     def travels(self) -> list[Run]:
         """The keys of this rank's own block that no other block holds, by their offset in it."""
         if self.mesh.ulysses.size > 1:

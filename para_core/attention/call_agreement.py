@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
-from functools import partial
 from hashlib import blake2b
 from typing import NamedTuple
 from zlib import crc32
@@ -56,7 +55,7 @@ def call_signature(query: Tensor, key: Tensor, value: Tensor, call: Call) -> Sig
     )
 
 
-def _difference(mesh: SequenceMesh, mask: Tensor | None, records: list[Record]) -> str:
+def explain_difference(mesh: SequenceMesh, mask: Tensor | None, records: list[Record]) -> str:
     """Describe how the ranks differ. All ranks are here together, so their masks can be compared as well."""
     masks = [record["mask"] for record in exchange({"mask": None if mask is None else [*mask.shape]}, mesh)]
     field = next(field for record in records for field, value in record.items() if value != records[0][field])
@@ -89,13 +88,16 @@ def _masks_differ(masks: Sequence[Sequence[int] | str | None]) -> str:
 
 
 class OwnPart(NamedTuple):
-    """Four integers of 64 bits, as :func:`~para_core.distributed.consistency.agree` exchanges them."""
+    """What one rank states about its part: four integers of 64 bits, as :func:`~para_core.distributed.consistency.agree` exchanges them."""
 
     rows: int  # of the mask; -1 without one
     columns: int
     flags: int
     digest: int  # of query and key, where it is asked whether every rank holds the same tokens; else 0
 
+
+# A call without a mask, about which nothing else is asked.
+NO_MASK = OwnPart(-1, -1, 0, 0)
 
 # Of the flags: whether there is a mask, its dtype, which of its leading dims are larger than 1; then what was found on this rank.
 _DTYPES = (torch.bool, torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -120,41 +122,22 @@ def last_two(mask: Tensor) -> tuple[int, int]:
     return rows, columns
 
 
-def agree_on_call(
-    call: Call,
-    asked: Signature,
-    mesh: SequenceMesh,
-    query: Tensor,
-    key: Tensor,
-    mask: Tensor | None,
-    reviews: MaskReviews,
-    *,
-    look_for_copies: bool,
-) -> tuple[Tensor | None, MaskExtents | None, int]:
-    """Compare this call with that of the other ranks.
+def settle_call(
+    call: Call, mesh: SequenceMesh, query: Tensor, mask: Tensor | None, parts: Sequence[OwnPart]
+) -> tuple[Tensor | None, MaskExtents | None]:
+    """Return the mask of this rank, and what its dims count, from what all ranks stated.
 
-    Args:
-        look_for_copies: ask whether every rank holds the same tokens. Waits for the device.
-
-    Returns:
-        The mask (a rank without one gets one that hides nothing, where the others have one of their own keys), what its dims count,
-        and the digest that was compared (0: none).
+    A rank without a mask gets one that hides nothing, if the others have one of their own keys.
 
     Raises:
-        ValueError: on every rank, the call of any rank does not fit.
+        ValueError: on every rank, if the call of any rank does not fit.
     """
-    try:
-        own = _own_part(call, mesh, query, key, mask, reviews, look_for_copies=look_for_copies)
-    except RuntimeError as error:  # of a device, on this rank alone
-        agree(error, mesh)
-        raise
-    layout, digest = call.query_layout, own.digest
-    parts = [OwnPart(*values) for values in agree(asked, mesh, own, explain=partial(_difference, mesh, mask))]
+    layout = call.query_layout
     _require_no_copies(parts, call)
     _require_causal_known(parts, layout)
     codes = {part.flags & _CODE for part in parts if part.rows >= 0}
     if not codes:
-        return None, None, digest
+        return None, None
     sizes = [(part.rows, part.columns) for part in parts]
     if len(codes) > 1:
         raise ValueError(
@@ -173,7 +156,32 @@ def agree_on_call(
     if extents == MaskExtents("local", "global"):
         is_causal = any(part.flags & _CAUSAL_CALLER for part in parts)
         require_own_rows([part.flags >> _REVIEW_SHIFT for part in parts], layout, is_causal=is_causal)
-    return mask, extents, digest
+    return mask, extents
+
+
+def own_part(
+    call: Call,
+    mesh: SequenceMesh,
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    reviews: MaskReviews,
+    *,
+    look_for_copies: bool,
+) -> OwnPart:
+    """Return what this rank states about its part of a call.
+
+    Args:
+        look_for_copies: ask whether every rank holds the same tokens. Waits for the device.
+
+    Raises:
+        RuntimeError: on every rank, if the device of this one fails.
+    """
+    try:
+        return _own_part(call, mesh, query, key, mask, reviews, look_for_copies=look_for_copies)
+    except RuntimeError as error:
+        agree(error, mesh)
+        raise
 
 
 def _own_part(
@@ -195,7 +203,7 @@ def _own_part(
             bits = reviews.of(mask)
             flags |= bits << _REVIEW_SHIFT
             shows_nothing = bits & (LOWER | SHOWS) == LOWER
-    if not call.is_causal and (shows_nothing or _has_single_tokens(layout)) and _is_causal_caller():
+    if not call.is_causal and (shows_nothing or has_single_tokens(layout)) and _is_causal_caller():
         flags |= _CAUSAL_CALLER
     return OwnPart(rows, columns, flags, _digest(query, key) if look_for_copies else 0)
 
@@ -267,7 +275,7 @@ def _with_broadcast_rows(
 # -- a rank with a single token
 
 
-def _has_single_tokens(layout: SequenceLayout) -> bool:
+def has_single_tokens(layout: SequenceLayout) -> bool:
     """Whether some rank holds one token of several."""
     return 1 in layout.sizes() and layout.total > 1
 

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from para_core.attention.call import Call, known_call, read_call
+from para_core.attention.local import as_sdpa
 from para_core.attention.tiles import own_runs, sharded_runs
-from para_core.attention.ulysses import as_sdpa, num_replicated
+from para_core.attention.ulysses import num_replicated
 from para_core.distributed.collectives import all_gather, all_to_all, define_collective, done
 from para_core.distributed.layout import Run, SequenceLayout
 from para_core.distributed.mesh import SequenceMesh

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from para_core.attention import backend_selection
 from para_core.attention.backend_selection import OF_PYTORCH, SWITCHES, Backend, resolve_backend
 from para_core.attention.backends import BACKWARD, FORWARD, MATH, Problem, backward_of, empty_output
 from para_core.attention.merge import Merged
@@ -33,7 +34,8 @@ def local_attention(
     """
     if 0 in query.shape or 0 in key.shape:
         return empty_output(query, value).zero_()
-    backend = resolve_backend(backend, query, value, masked=mask is not None, is_causal=is_causal)
+    if backend is not None or backend_selection.FASTEST:
+        backend = resolve_backend(backend, query, value, masked=mask is not None, is_causal=is_causal)
     if backend is not None:
         return local_attention_with_lse(
             query, key, value, mask=mask, is_causal=is_causal, scale=scale, backend=backend
@@ -92,7 +94,8 @@ def local_attention_with_lse(
     """
     if 0 in query.shape or 0 in key.shape:
         return empty_output(query, value).zero_(), query.new_full(query.shape[:-1], -inf, dtype=lse_dtype(query))
-    backend = resolve_backend(backend, query, value, masked=mask is not None, is_causal=is_causal)
+    if backend is not None or backend_selection.FASTEST:
+        backend = resolve_backend(backend, query, value, masked=mask is not None, is_causal=is_causal)
     if backend in ("triton", "triton-int8"):
         return _triton(backend, query, key, value, mask=mask, is_causal=is_causal, scale=scale)
     if mask is not None:
@@ -135,7 +138,8 @@ def continued_attention(
     """
     if so_far.count and 0 in (*query.shape, *key.shape):
         return
-    backend = resolve_backend(backend, query, value, masked=mask is not None, is_causal=is_causal)
+    if backend is not None or backend_selection.FASTEST:
+        backend = resolve_backend(backend, query, value, masked=mask is not None, is_causal=is_causal)
     if backend not in ("triton", "triton-int8") or 0 in (*query.shape, *key.shape):
         so_far.add(
             *local_attention_with_lse(query, key, value, mask=mask, is_causal=is_causal, scale=scale, backend=backend)
@@ -389,6 +393,12 @@ def _in_taken_dtype(mask: Tensor, query: Tensor) -> Tensor:
 def fully_masked_rows(mask: Tensor) -> Tensor:
     """Rows of ``mask`` that let no key through: ``[B or 1, H or 1, S_q or 1]``."""
     return ~mask.any(-1) if mask.dtype == torch.bool else (mask == -inf).all(-1)
+
+
+def as_sdpa(out: Tensor) -> Tensor:
+    """Return ``out`` ``[B, H, S, D]`` in memory as SDPA's result lies: models continue with ``out.transpose(1, 2).view(...)``."""
+    by_token = out.transpose(1, 2)
+    return out if by_token.is_contiguous() else by_token.contiguous().transpose(1, 2)
 
 
 def lse_dtype(query: Tensor) -> torch.dtype:

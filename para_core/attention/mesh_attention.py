@@ -10,12 +10,22 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from para_core.attention.blocks import add_autograd_dependency
 from para_core.attention.call import Call, make_call
-from para_core.attention.call_agreement import agree_on_call, call_signature, last_two
-from para_core.attention.checks import LengthCheck, check, check_kind, refuse_transforms
+from para_core.attention.call_agreement import (
+    NO_MASK,
+    OwnPart,
+    call_signature,
+    explain_difference,
+    has_single_tokens,
+    last_two,
+    own_part,
+    settle_call,
+)
+from para_core.attention.checks import check, check_kind, refuse_transforms
 from para_core.attention.local import (
     fold_causal,
     fully_masked_rows,
@@ -27,7 +37,9 @@ from para_core.attention.local_rows import MaskReviews
 from para_core.attention.mask import MaskExtents, mask_extents, mask_of_block
 from para_core.attention.operator import attend
 from para_core.attention.options import AttnOptions
+from para_core.attention.sdpa_call import SdpaCall
 from para_core.attention.usp import autocasts, forward
+from para_core.distributed.collectives import HostGroups
 from para_core.distributed.consistency import Signature, agree
 from para_core.distributed.layout import SequenceLayout
 from para_core.distributed.mesh import SequenceMesh
@@ -43,23 +55,25 @@ _MOST_STATES = 64
 
 
 @dataclass(frozen=True)
-class _Known:
-    """What was found out about calls of one signature.
+class _Prepared:
+    """A checked and planned call, for all calls of the same shapes and flags.
 
     Args:
-        signature: what all ranks must have alike; None where they do not ask each other.
-        extents: of the mask; None without one, and where every call asks the others for the sizes of theirs.
+        signature: what must be equal on all ranks; None if they do not ask each other.
+        extents: of the mask; None without one, and if every call asks the others for the sizes of theirs.
+        has_single_tokens: some rank holds a single token of a call that is not causal: its caller may be, and is asked.
     """
 
     call: Call
     signature: Signature | None
     extents: MaskExtents | None
+    has_single_tokens: bool
 
 
 class MeshAttention:
-    """What an intercepted ``scaled_dot_product_attention`` becomes; it has its signature.
+    """``scaled_dot_product_attention`` over a mesh, for calls of this rank's part.
 
-    In eager code what follows from shapes and flags is found once per signature of a call.
+    In eager code a call is checked and planned once per shapes and flags.
 
     Args:
         layouts: who holds which tokens, by what this rank holds. Asked once in each state (:meth:`under`).
@@ -79,8 +93,9 @@ class MeshAttention:
         self._mesh, self._layouts, self._options = mesh, layouts, options
         self._assume_equal, self._attn_func = assume_equal, attn_func
         self._options_text = options.as_text()
-        self._known: dict[Any, _Known] = {}
-        self._known_under: dict[Any, dict[Any, _Known]] = {}
+        self._host_groups = HostGroups(mesh)
+        self._prepared: dict[Any, _Prepared] = {}
+        self._prepared_in: dict[Any, dict[Any, _Prepared]] = {}
         # Of the masks that calls were given, where ranks ask each other.
         self.reviews = MaskReviews()
         # Whether the next call asks if every rank holds the same tokens: set by a mode through which nothing was sharded yet.
@@ -88,27 +103,16 @@ class MeshAttention:
 
     def under(self, state: Any) -> None:
         """From now on ``layouts`` answers as it does in this ``state``, a hashable value; what was found out in it before holds again."""
-        if len(self._known_under) >= _MOST_STATES:
-            self._known_under.clear()
-        self._known = self._known_under.setdefault(state, {})
+        if len(self._prepared_in) >= _MOST_STATES:
+            self._prepared_in.clear()
+        self._prepared = self._prepared_in.setdefault(state, {})
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-        lengths: LengthCheck | None = None,
-    ) -> Tensor:
-        """
+    def __call__(self, call: SdpaCall) -> Tensor:
+        """Compute ``call``, whose tensors are this rank's part.
+
         Args:
-            query, key, value: this rank's part, ``[B, H, S_local, D]`` or with fewer or more leading dims, as SDPA takes.
-            attn_mask: bool or float, broadcastable to ``[B, H, S_q, S_k]``; at most one of the last two may be local.
-            lengths: conditions on the lengths of the whole sequences.
+            call: ``[B, H, S_local, D]``, or with fewer or more leading dims, as SDPA takes. At most one of the last two dims of its mask
+                may be local.
 
         Returns:
             ``[B, H, S_local, D_v]``, in memory as SDPA's result lies.
@@ -116,35 +120,32 @@ class MeshAttention:
         Raises:
             ValueError: on every rank, in eager code, if the input of any rank does not fit.
         """
-        refuse_transforms()
-        if autocasts(query):
-            # Autocast knows SDPA, not the operators that compute it here.
-            query, key, value, attn_mask = _as_autocast_does(query, key, value, attn_mask)
-        if torch.is_grad_enabled() and self._learns_in_float32(query, key, value, attn_mask):
-            rest = (attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths)
+        compiling = torch.compiler.is_compiling()
+        # Tested here, too: no call of a function for what hardly ever holds.
+        if compiling or torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+            refuse_transforms()
+        call = _normalized(call)
+        query, key, value, mask = call.query, call.key, call.value, call.attn_mask
+        if torch.is_grad_enabled() and self._learns_in_float32(query, key, value, mask):
             with torch.autocast(query.device.type, enabled=False):
-                return self(query.float(), key.float(), value.float(), *rest).to(query.dtype)
-        if not (scale is None or isinstance(scale, (float, torch.SymFloat))):
-            scale = float(scale)  # of NumPy, or a tensor of one element
-        if isinstance(attn_mask, Tensor):
-            attn_mask = _one_row(attn_mask)
-        given = (query, key, value, attn_mask, dropout_p, bool(is_causal), scale, enable_gqa, lengths)
-        shape = None if torch.compiler.is_compiling() else _shape_of(*given)
-        known = None if shape is None else self._known.get(shape)
-        if known is None:
+                wide = call.with_tensors(query.float(), key.float(), value.float(), mask)
+                return self(wide).to(query.dtype)
+        lookup_key = None if compiling else _lookup_key(call)
+        prepared = None if lookup_key is None else self._prepared.get(lookup_key)
+        if prepared is None:
             self._check_kind(query, key, value)
             if query.ndim == key.ndim == value.ndim == 2:
-                return self(query[None], key[None], value[None], *given[3:])[0]
-            known = self._find_out(given, shape)
-        extents = known.extents
-        if known.signature is not None:
-            attn_mask, extents = self._agree(known.call, known.signature, query, key, attn_mask)
+                return self(call.with_tensors(query[None], key[None], value[None], mask))[0]
+            prepared = self._prepare(call, lookup_key)
+        extents = prepared.extents
+        if prepared.signature is not None:
+            mask, extents = self._agree(prepared, prepared.signature, query, key, mask)
         if query.ndim == 4:
-            return self._compute(query, key, value, attn_mask, known.call, extents)
+            return self._compute(query, key, value, mask, prepared.call, extents)
         leading = query.shape[:-3]
         query, key, value = (x.reshape(prod(leading), *x.shape[-3:]) for x in (query, key, value))
-        attn_mask = None if attn_mask is None else _in_one_batch(attn_mask, leading)
-        out = self._compute(query, key, value, attn_mask, known.call, extents)
+        mask = None if mask is None else _in_one_batch(mask, leading)
+        out = self._compute(query, key, value, mask, prepared.call, extents)
         return out.reshape(*leading, *out.shape[1:])
 
     def _learns_in_float32(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
@@ -166,58 +167,63 @@ class MeshAttention:
             self.raise_everywhere(error)
 
     def _agree(
-        self, call: Call, asked: Signature, query: Tensor, key: Tensor, attn_mask: Tensor | None
+        self, prepared: _Prepared, expected: Signature, query: Tensor, key: Tensor, mask: Tensor | None
     ) -> tuple[Tensor | None, MaskExtents | None]:
-        """Compare this call with that of the other ranks; the mask, and what it is then known to be of."""
-        look = self.looks_for_copies
-        mask, extents, digest = agree_on_call(
-            call, asked, self._mesh, query, key, attn_mask, self.reviews, look_for_copies=look
-        )
-        # A single token says nothing yet.
-        self.looks_for_copies = look and digest == 0 and query.shape[-2] < 2
-        return mask, extents
+        """Compare this call with that of the other ranks. Return the mask, and what its dims are then known to count."""
+        look, own = self.looks_for_copies, NO_MASK
+        if mask is not None or look or prepared.has_single_tokens:
+            own = own_part(prepared.call, self._mesh, query, key, mask, self.reviews, look_for_copies=look)
+            # A single token says nothing yet.
+            self.looks_for_copies = look and own.digest == 0 and query.shape[-2] < 2
+        explain = partial(explain_difference, self._mesh, mask)
+        parts = agree(expected, self._host_groups, own, explain=explain)
+        if parts.count(NO_MASK) == len(parts):
+            return None, None
+        return settle_call(prepared.call, self._mesh, query, mask, [OwnPart(*part) for part in parts])
 
-    def _find_out(self, given: tuple[Any, ...], shape: Any) -> _Known:
-        """What follows from the shapes and flags of a call; remembered under ``shape``."""
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths = given
-        talk = not (self._assume_equal or torch.compiler.is_compiling())
-        if talk:
+    def _prepare(self, call: SdpaCall, lookup_key: Any) -> _Prepared:
+        """Check a call and plan it. The result depends on its shapes and flags, and is kept under ``lookup_key``."""
+        query, key, value, mask, options = call.query, call.key, call.value, call.attn_mask, self._options
+        exchanges = not (self._assume_equal or torch.compiler.is_compiling())
+        if exchanges:
             self._mesh.check_alive()
         try:
-            check(query, key, value, attn_mask, dropout_p, enable_gqa)
+            check(query, key, value, mask, call.dropout_p, call.enable_gqa)
             if self._attn_func is None:
-                require_backend(query, value, mask=attn_mask, backend=self._options.backend)
+                require_backend(query, value, mask=mask, backend=options.backend)
             else:
-                _check_attn_func(self._attn_func, query, key, value, self._mesh, self._options, is_causal=is_causal)
-            ordered = is_causal or attn_mask is not None or self._options.by_position
+                _check_attn_func(self._attn_func, query, key, value, self._mesh, options, is_causal=call.is_causal)
+            ordered = call.is_causal or mask is not None or options.by_position
             query_layout, key_layout = self._layouts(query.shape[-2], key.shape[-2], ordered)
-            if lengths is not None:
-                lengths.check(query_layout.total, key_layout.total)
-            if self._options.block_mask is not None:
-                self._options.block_mask.check(query_layout.total, key_layout.total)
+            if call.lengths is not None:
+                call.lengths.check(query_layout.total, key_layout.total)
+            if options.block_mask is not None:
+                options.block_mask.check(query_layout.total, key_layout.total)
         except (TypeError, ValueError, RuntimeError) as error:
             self.raise_everywhere(error)
-        call = make_call(
+        planned = make_call(
             query_layout,
             key_layout,
             self._mesh,
             num_heads=query.shape[-3],
             num_kv_heads=key.shape[-3],
-            is_causal=is_causal,
-            scale=scale,
-            options=self._options,
+            is_causal=call.is_causal,
+            scale=call.scale,
+            options=options,
             options_text=self._options_text,
         )
-        asked = call_signature(query, key, value, call) if talk else None
-        extents = None
-        if attn_mask is not None and not talk:
-            extents = mask_extents([last_two(attn_mask)], query_layout, key_layout, [self._mesh.rank])
-        known = _Known(call, asked, extents)
-        if shape is not None:
-            if len(self._known) >= _MOST_SIGNATURES:
-                self._known.clear()
-            self._known[shape] = known
-        return known
+        signature, extents, single = None, None, False
+        if exchanges:
+            signature = call_signature(query, key, value, planned)
+            single = not call.is_causal and has_single_tokens(query_layout)
+        elif mask is not None:
+            extents = mask_extents([last_two(mask)], query_layout, key_layout, [self._mesh.rank])
+        prepared = _Prepared(planned, signature, extents, single)
+        if lookup_key is not None:
+            if len(self._prepared) >= _MOST_SIGNATURES:
+                self._prepared.clear()
+            self._prepared[lookup_key] = prepared
+        return prepared
 
     def raise_everywhere(self, error: Exception) -> NoReturn:
         """Raise ``error``, if ranks ask each other on all of them."""
@@ -261,15 +267,31 @@ def _as_autocast_does(*tensors: Tensor | None) -> tuple[Any, ...]:
     )
 
 
-def _shape_of(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, *flags: Any) -> Any:
-    """All that decides what a call is, but its numbers; None: it is to be found out anew."""
-    # Nested tensors have no shape; and a user who switches the math backend off may switch the others off, too.
+def _normalized(call: SdpaCall) -> SdpaCall:
+    """Return ``call`` as SDPA understands it: tensors as autocast casts them, plain numbers as flags, a mask of one row if rows are equal."""
+    query, key, value, mask, scale, is_causal = *call[:4], call.scale, call.is_causal
+    if autocasts(query):
+        # Autocast knows SDPA, not the operators that compute it here.
+        query, key, value, mask = _as_autocast_does(query, key, value, mask)
+    elif mask is None and type(is_causal) is bool and (scale is None or isinstance(scale, (float, torch.SymFloat))):
+        return call
+    if not (scale is None or isinstance(scale, (float, torch.SymFloat))):
+        scale = float(scale)  # of NumPy, or a tensor of one element
+    if isinstance(mask, Tensor):
+        mask = _one_row(mask)
+    return SdpaCall(query, key, value, mask, call.dropout_p, bool(is_causal), scale, call.enable_gqa, call.lengths)
+
+
+def _lookup_key(call: SdpaCall) -> Any:
+    """Return all that a plan depends on; None if the call is to be planned anew."""
+    query, key, value, mask, *flags = call
+    # Nested tensors have no shape. A user who switches the math backend off may switch off the others, too.
     try:
         if query.is_nested or key.is_nested or value.is_nested or not torch._C._get_math_sdp_enabled():
             return None
-    except AttributeError:  # no tensor: said by who checks them
+    except AttributeError:  # Not a tensor: check_kind() says so.
         return None
-    with_gradient = torch.is_grad_enabled()
+    keeps_graph = torch.is_grad_enabled()
     return (
         query.shape,
         key.shape,
@@ -283,11 +305,9 @@ def _shape_of(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | Non
         type(query),
         type(key),
         type(value),
-        with_gradient and (query.requires_grad, key.requires_grad, value.requires_grad),
-        None
-        if attn_mask is None
-        else (attn_mask.shape, attn_mask.dtype, attn_mask.device, with_gradient and attn_mask.requires_grad),
-        flags,
+        keeps_graph and (query.requires_grad, key.requires_grad, value.requires_grad),
+        None if mask is None else (mask.shape, mask.dtype, mask.device, keeps_graph and mask.requires_grad),
+        *flags,
     )
 
 

@@ -6,15 +6,15 @@ A mode is off while torch computes a call it let through, so the attention insid
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from para_core.attention.sdpa_call import SdpaCall, SdpaHandler
+
 
 def multi_head_attention(
-    attend: Callable[..., Tensor],
+    handler: SdpaHandler,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -41,7 +41,7 @@ def multi_head_attention(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, None]:
-    """The signature of ``F.multi_head_attention_forward``, after ``attend``, which has SDPA's.
+    """Compute ``F.multi_head_attention_forward`` with its SDPA call computed by ``handler``. The other arguments are torch's.
 
     Args:
         query, key, value: ``[S_local, B, E]``, or ``[S_local, E]`` without a batch.
@@ -77,7 +77,7 @@ def multi_head_attention(
         # [S, B, E] or [S, E] -> [B, H, S, E / H] or [H, S, E / H]
         heads.append(torch.unflatten(projected, -1, (num_heads, -1)).movedim(0, -2))
     mask = _merged_mask(key_padding_mask, attn_mask, num_heads, query.dtype)
-    out = attend(*heads, attn_mask=mask, dropout_p=dropout_p if training else 0.0, is_causal=is_causal)
+    out = handler(SdpaCall(heads[0], heads[1], heads[2], mask, dropout_p if training else 0.0, is_causal))
     return F.linear(out.movedim(-2, 0).flatten(-2), out_proj_weight, out_proj_bias), None
 
 

@@ -149,8 +149,11 @@ def _blocks(
 ) -> Iterable[tuple[Hop, Block | None]]:
     if not call.hops:
         return [(OWN, (key, value))]
-    sent = packing.pack(take(key, 2, call.travels), take(value, 2, call.travels))
-    return (all_gather_kv if gather else ring_pass)((key, value), sent, packing, call, received)
+    own = (key, value)
+    if call.has_replicated_keys:
+        key, value = (take(x, 2, call.travels) for x in own)
+    sent = packing.pack(key, value)
+    return (all_gather_kv if gather else ring_pass)(own, sent, packing, call, received)
 
 
 # -- forward

@@ -263,11 +263,5 @@ def join_kinds(kinds: Sequence[Tensor], layout: SequenceLayout, rank: int) -> Te
     return torch.cat(parts, dim=1).transpose(1, 2)
 
 
-def as_sdpa(out: Tensor) -> Tensor:
-    """``out`` ``[B, H, S, D]`` in memory as SDPA's result lies: models go on with ``out.transpose(1, 2).view(...)``."""
-    by_token = out.transpose(1, 2)
-    return out if by_token.is_contiguous() else by_token.contiguous().transpose(1, 2)
-
-
 def _cat(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=2)

@@ -12,9 +12,9 @@ from para_core.attention.approximate.snapkv import hide, select_keys, sparse_att
 from para_core.attention.attention_2d import attention_2d, attention_2d_backward
 from para_core.attention.blocks import LocalAttention, columns, expand
 from para_core.attention.call import Call
-from para_core.attention.local import local_attention
+from para_core.attention.local import as_sdpa, local_attention
 from para_core.attention.ring import ring_attention, ring_attention_backward
-from para_core.attention.ulysses import Heads, as_sdpa
+from para_core.attention.ulysses import Heads
 
 
 @dataclass(frozen=True)

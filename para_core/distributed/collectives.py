@@ -286,15 +286,33 @@ def all_gather(x: Tensor, sizes: Sequence[int], tensor_dim: int, dim: MeshDim) -
 # -- small values, on the host
 
 
-def all_gather_bytes(x: Tensor, dim: MeshDim) -> Tensor:
+class HostGroups:
+    """The process groups over which bytes travel among the ranks of a mesh, looked up at the first exchange.
+
+    For whoever exchanges bytes in every call: it takes the place of the mesh in :mod:`para_core.distributed.consistency`.
+    """
+
+    def __init__(self, mesh: SequenceMesh | GuidedMesh) -> None:
+        self.dims = tuple([dim for dim in mesh.dims if dim.size > 1])
+        self.by_dim: dict[str, dist.ProcessGroup] = {}
+
+
+def all_gather_bytes(x: Tensor, dim: MeshDim, by_dim: dict[str, dist.ProcessGroup] | None = None) -> Tensor:
     """The equally long uint8 CPU tensors ``x`` of all ranks of ``dim``, concatenated. Eager code only; blocks.
 
     Goes over the CPU, also where the group of ``dim`` does not (:func:`~para_core.distributed.mesh.host_group`): nothing is waited for
     but the other ranks.
+
+    Args:
+        by_dim: the groups of :class:`HostGroups`; a group that is missing is looked up and added.
     """
     if dim.group is None:
         return x
-    group = host_group(dim)
+    group = None if by_dim is None else by_dim.get(dim.name)
+    if group is None:
+        group = host_group(dim)
+        if by_dim is not None:
+            by_dim[dim.name] = group
     gathered = x.new_empty(dim.size * x.numel())
     _all_gather_into(gathered, x, group=group)
     if group is not dim.group:

@@ -38,7 +38,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from para_core.distributed.collectives import all_gather_bytes
+from para_core.distributed.collectives import HostGroups, all_gather_bytes
 from para_core.distributed.mesh import GuidedMesh, MeshDim, SequenceMesh
 
 MAX_OWN = 4
@@ -82,7 +82,7 @@ def first_difference(records: list[Record]) -> str:
 
 def agree(
     mine: Signature | Exception,
-    mesh: SequenceMesh | GuidedMesh,
+    mesh: SequenceMesh | GuidedMesh | HostGroups,
     own: Sequence[int] = (),
     *,
     explain: Callable[[list[Record]], str] = first_difference,
@@ -145,13 +145,14 @@ def exchange(record: Record, mesh: SequenceMesh | GuidedMesh) -> list[Record]:
     return _records(encoded, max(length for (length,) in lengths), mesh)
 
 
-def _records(encoded: bytes, size: int, mesh: SequenceMesh | GuidedMesh) -> list[Record]:
+def _records(encoded: bytes, size: int, mesh: SequenceMesh | GuidedMesh | HostGroups) -> list[Record]:
     gathered = _gathered(encoded.ljust(size), mesh)
     return [json.loads(gathered[start : start + size]) for start in range(0, len(gathered), size)]
 
 
-def _gathered(row: bytes, mesh: SequenceMesh | GuidedMesh) -> bytes:
+def _gathered(row: bytes, mesh: SequenceMesh | GuidedMesh | HostGroups) -> bytes:
     """The equally long rows of all ranks of ``mesh``, in rank order."""
+    by_dim = mesh.by_dim if isinstance(mesh, HostGroups) else None
     # These bytes are no input of a function that is being transformed.
     with torch._C._DisableFuncTorch():
         rows = torch.frombuffer(bytearray(row), dtype=torch.uint8)
@@ -159,7 +160,7 @@ def _gathered(row: bytes, mesh: SequenceMesh | GuidedMesh) -> bytes:
             if dim.size == 1:
                 continue
             try:
-                rows = all_gather_bytes(rows, dim)
+                rows = all_gather_bytes(rows, dim, by_dim)
             except RuntimeError as error:
                 raise Unanswered(_unanswered(dim, str(error).lower())) from error
         return rows.numpy().tobytes()

@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.attention.checks import refuse_dropout
+from para_core.attention.sdpa_call import SdpaCall
 from para_core.distributed.create_mesh import require_own_gpus
 from para_core.distributed.layout import SequenceLayout, even_layout
 from para_core.distributed.mesh import batch_mesh
@@ -44,28 +45,20 @@ class BatchParallelAttnMode(ShardingMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention and self._mesh.ranks > 1:
-            return self._attend(func, *args, **kwargs)
+            return self._attend(SdpaCall(*args, **kwargs))
         if func in RUN_FUNCTIONS and self._mesh.ranks > 1:
             return run_functions(self, func, args, kwargs)
         if func is F.multi_head_attention_forward and self._mesh.ranks > 1:
             refuse_dropout(_multi_head_dropout(*args, **kwargs))
         return func(*args, **kwargs)
 
-    def _attend(
-        self,
-        sdpa: Callable[..., Tensor],
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Tensor:
-        refuse_dropout(dropout_p)
-        if attn_mask is not None and attn_mask.ndim == query.ndim >= 3:
-            attn_mask = self._of_own_samples(attn_mask, query.shape[0])
-        return sdpa(query, key, value, attn_mask, dropout_p, *args, **kwargs)
+    def _attend(self, call: SdpaCall) -> Tensor:
+        refuse_dropout(call.dropout_p)
+        query, mask = call.query, call.attn_mask
+        if mask is not None and mask.ndim == query.ndim >= 3:
+            mask = self._of_own_samples(mask, query.shape[0])
+            call = call.with_tensors(query, call.key, call.value, mask)
+        return call.original()
 
     def _of_own_samples(self, mask: Tensor, held: int) -> Tensor:
         if mask.shape[0] in (1, held):

@@ -21,6 +21,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from para_core.attention.checks import LengthCheck
+from para_core.attention.sdpa_call import SdpaCall, SdpaHandler
 
 # An OpOverload or an OpOverloadPacket: whatever ``torch.ops`` returns.
 Operator = Any
@@ -146,13 +147,13 @@ class _FlashCall(NamedTuple):
 
 
 def flash_attention(
-    attend: Callable[..., Tensor],
+    handler: SdpaHandler,
     fail: Fail,
     operator: Operator,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> tuple[Tensor, ...]:
-    """Run a forward operator of FlashAttention as ``attend``, which has the signature of ``scaled_dot_product_attention``.
+    """Run a forward operator of FlashAttention as an SDPA call, computed by ``handler``.
 
     Returns:
         The outputs of the operator: out in the shape of ``q``; an lse that raises if it is used; empty tensors for the rest.
@@ -174,12 +175,12 @@ def flash_attention(
             "call it uncompiled, or compile under torch.no_grad()."
         )
     if compiling or torch.is_grad_enabled() or not any(x.requires_grad for x in tensors):
-        out, graph = _attend(attend, call, *tensors), None
+        out, graph = _run_as_sdpa(handler, call, *tensors), None
     else:
         # Inside of an autograd.Function, whose backward calls the backward operator with this lse.
         inputs = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
         with torch.enable_grad():
-            graph = (inputs, _attend(attend, call, *inputs))
+            graph = (inputs, _run_as_sdpa(handler, call, *inputs))
         out = graph[1].detach()
     query = arguments["q"]
     shape = (query.shape[1], query.shape[0]) if call.is_varlen else (query.shape[0], query.shape[2], query.shape[1])
@@ -193,12 +194,11 @@ def flash_attention(
     return (out, _UnknownLse.make(shape, graph), *rest)
 
 
-def _attend(attend: Callable[..., Tensor], call: _FlashCall, *tensors: Tensor) -> Tensor:
+def _run_as_sdpa(handler: SdpaHandler, call: _FlashCall, *tensors: Tensor) -> Tensor:
     # [B, S, H, D] there, [B, H, S, D] here.
     query, key, value = [(x[None] if call.is_varlen else x).transpose(1, 2) for x in tensors]
-    options = {} if call.lengths is None else {"lengths": call.lengths}
     enable_gqa = query.shape[1] != key.shape[1]
-    out = attend(query, key, value, None, 0.0, call.is_causal, call.scale, enable_gqa, **options)
+    out = handler(SdpaCall(query, key, value, None, 0.0, call.is_causal, call.scale, enable_gqa, call.lengths))
     out = out.transpose(1, 2).contiguous()
     return out[0] if call.is_varlen else out
 

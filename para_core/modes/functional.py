@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.attention.mesh_attention import AttnFunc
 from para_core.attention.options import AttnKeywords
+from para_core.attention.sdpa_call import SdpaCall
 from para_core.distributed.layout import SequenceLayout
 from para_core.distributed.mesh import sequence_mesh
 from para_core.modes.unified import RingAttnMode, UlyssesAttnMode, UnifiedAttnMode
@@ -40,7 +41,7 @@ def _attention(
     # Read here: a mode that reads a mesh on NCCL asks who shares a GPU, which once per call would be too often.
     ranks = sequence_mesh(mesh, group_dim=kind.group_dim)
     mode = kind(ranks, layout=layout, key_layout=key_layout, assume_equal=assume_equal, attn_func=attn_func, **options)
-    return mode.attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    return mode.attend(SdpaCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa))
 
 
 def _form(

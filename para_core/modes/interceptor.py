@@ -1,6 +1,6 @@
 """Which calls are intercepted, and what they become: plain functions, for every mode and for a plan's region.
 
-What computes attention is passed in (``attend``, with the signature of ``scaled_dot_product_attention``); nothing here knows how.
+The function that computes an intercepted call is passed in (``handler``); nothing here knows how it does.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 
 from para_core.attention.multi_head import multi_head_attention
+from para_core.attention.sdpa_call import SdpaCall, SdpaHandler
 from para_core.modes.attention_by_hand import is_softmax
 from para_core.modes.flash_attention import (
     FLASH_OPERATORS,
@@ -49,8 +50,6 @@ _UNSEEN = (
     torch._scaled_dot_product_cudnn_attention,
 )
 
-Attend = Callable[..., Tensor]
-
 
 def raise_here(error: Exception) -> NoReturn:
     """Raise ``error`` on this rank; the other ranks of a plan have equal arguments, and raise it too."""
@@ -59,7 +58,7 @@ def raise_here(error: Exception) -> NoReturn:
 
 def intercept(
     mode: TorchFunctionMode,
-    attend: Attend,
+    handler: SdpaHandler,
     ranks: int,
     func: Callable[..., Any],
     args: Sequence[Any],
@@ -68,7 +67,7 @@ def intercept(
     flex: Callable[..., Any] | None = None,
     fail: Fail = raise_here,
 ) -> Any:
-    """What ``func(*args, **kwargs)`` becomes inside ``mode``.
+    """Run ``func(*args, **kwargs)``, which was called inside ``mode``, with its attention computed by ``handler``.
 
     Args:
         flex: what the operator of ``flex_attention`` becomes; called with it, its arguments and its keyword arguments. None: it
@@ -79,17 +78,18 @@ def intercept(
         RuntimeError: it computes attention where no mode can see it.
     """
     if func is SDPA:
-        if torch.compiler.is_compiling() or not _THREAD_STATE.attending:
-            return attend(*args, **kwargs)
-        with _DISPATCH_KEY.excluded():  # the innermost counts
-            return attend(*args, **kwargs)
+        call = SdpaCall(*args, **kwargs)
+        if torch.compiler.is_compiling() or not THREAD_STATE.handlers:
+            return handler(call)
+        with _DISPATCH_KEY.excluded():  # The innermost interception counts.
+            return handler(call)
     if func is UNFLATTEN and torch.compiler.is_compiling():
         # Dynamo cannot trace the method under a mode: it is Python that calls super().
         return torch.unflatten(*args, **kwargs)
     if func in RUN_FUNCTIONS:
         return run_functions(mode, func, args, kwargs)
     if func is _MULTI_HEAD:
-        return multi_head_attention(attend, *args, **kwargs)
+        return multi_head_attention(handler, *args, **kwargs)
     if func is flex_attention and flex is not None:
         return flex(func, args, kwargs)
     if func in _UNSEEN or func is flex_attention:
@@ -107,7 +107,7 @@ def intercept(
         kind = attention_kind(func)
         if kind is not None and not is_called_by_a_graph(func):
             if kind == "flash":
-                return flash_attention(attend, fail, func, args, kwargs)
+                return flash_attention(handler, fail, func, args, kwargs)
             refuse_operator(func, fail)
     return func(*args, **kwargs)
 
@@ -157,11 +157,11 @@ def unintercepted(attn_func: Callable[..., Any] | None) -> Callable[..., Any] | 
     if attn_func is None:
         return None
 
-    def attend(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         with Disabled():
             return attn_func(*args, **kwargs)
 
-    return attend
+    return run
 
 
 # -- operators that run functions
@@ -204,25 +204,29 @@ def inside_branch(function: Callable[..., Any], *args: Any) -> Any:
 # thread switches on for itself. All other operators fall through it at no cost.
 
 
-class _ThreadState(threading.local):
-    """What computes attention in this thread, the innermost last."""
+class ThreadState(threading.local):
+    """The handlers of SDPA calls in this thread, the innermost last."""
 
     def __init__(self) -> None:
-        self.attending: list[Attend] = []
+        self.handlers: list[SdpaHandler] = []
         self.is_active: list[Callable[[], bool]] = []
 
 
-_THREAD_STATE = _ThreadState()
+# Public for the modes that test it before each SDPA call.
+THREAD_STATE = ThreadState()
 
 
-def outer_attention(*args: Any, **kwargs: Any) -> Tensor:
-    """Called by what the innermost :func:`at_the_dispatcher` put in place of ``scaled_dot_product_attention``: what it would be without that."""
-    outer: Attend = torch.ops.aten.scaled_dot_product_attention.default
-    outer = _THREAD_STATE.attending[-2] if len(_THREAD_STATE.attending) > 1 else outer
-    return outer(*args, **kwargs)
+def outer_attention(call: SdpaCall) -> Tensor:
+    """Compute ``call`` as it would be without the innermost :func:`at_the_dispatcher`. For its handler."""
+    handlers = THREAD_STATE.handlers
+    return handlers[-2](call) if len(handlers) > 1 else call.on_one_device()
 
 
 def _dispatched(*args: Any, **kwargs: Any) -> Tensor:
+    return _handle_dispatched(SdpaCall(*args, **kwargs))
+
+
+def _handle_dispatched(call: SdpaCall) -> Tensor:
     # Where backends trace, torch 2.11 does not say that it compiles.
     if torch.compiler.is_compiling() or TracingContext.try_get() is not None:
         # A graph is cached under a key that knows nothing of this dispatch: that of one rank could be taken for it.
@@ -231,7 +235,7 @@ def _dispatched(*args: Any, **kwargs: Any) -> Tensor:
             "attend to this rank's tokens only. Compile the model, or modules of it; or call this function uncompiled."
         )
     with _DISPATCH_KEY.excluded():
-        return _THREAD_STATE.attending[-1](*args, **kwargs)
+        return THREAD_STATE.handlers[-1](call)
 
 
 def _kernel_of(namespace: str, name: str) -> Callable[..., Any]:
@@ -239,11 +243,11 @@ def _kernel_of(namespace: str, name: str) -> Callable[..., Any]:
 
     def dispatched(*args: Any, **kwargs: Any) -> Any:
         operator = getattr(getattr(torch.ops, namespace), name)
-        if not _THREAD_STATE.is_active[-1]():
+        if not THREAD_STATE.is_active[-1]():
             with _DISPATCH_KEY.excluded():
                 return operator(*args, **kwargs)
         if attention_kind(operator) == "flash":
-            return flash_attention(_dispatched, raise_here, operator, args, kwargs)
+            return flash_attention(_handle_dispatched, raise_here, operator, args, kwargs)
         refuse_operator(operator, raise_here)
 
     return dispatched
@@ -265,27 +269,27 @@ def dispatcher_is_available() -> bool:
 
 
 @contextmanager
-def at_the_dispatcher(attend: Attend, is_active: Callable[[], bool] = lambda: True) -> Iterator[None]:
-    """Inside, in this thread, every ``scaled_dot_product_attention`` becomes ``attend``; nothing else is looked at.
+def at_the_dispatcher(handler: SdpaHandler, is_active: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    """Inside, in this thread, ``handler`` computes every ``scaled_dot_product_attention``; nothing else is intercepted.
 
     Not for traced code, which modes are for, and not where a gradient is kept: what autograd runs later it runs outside.
 
     Args:
-        is_active: whether attention operators of other packages are intercepted now. ``attend`` decides for itself.
+        is_active: whether attention operators of other packages are intercepted now. ``handler`` decides for itself.
 
     Raises:
         RuntimeError: not :func:`dispatcher_is_available`.
     """
     if not dispatcher_is_available():
         raise RuntimeError("attention cannot be intercepted at the dispatcher of this torch. Use a mode.")
-    _THREAD_STATE.attending.append(attend)
-    _THREAD_STATE.is_active.append(is_active)
+    THREAD_STATE.handlers.append(handler)
+    THREAD_STATE.is_active.append(is_active)
     try:
         with _DISPATCH_KEY.included():
             yield
     finally:
-        _THREAD_STATE.attending.pop()
-        _THREAD_STATE.is_active.pop()
+        THREAD_STATE.handlers.pop()
+        THREAD_STATE.is_active.pop()
 
 
 def not_at_the_dispatcher() -> AbstractContextManager[Any]:

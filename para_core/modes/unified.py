@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask
 from torch.overrides import TorchFunctionMode
 
-from para_core.attention.checks import LengthCheck
 from para_core.attention.mesh_attention import AttnFunc, MeshAttention
 from para_core.attention.options import AttnKeywords, AttnOptions
+from para_core.attention.sdpa_call import SdpaCall
 from para_core.distributed.collectives import all_gather
 from para_core.distributed.consistency import agree, signature
 from para_core.distributed.create_mesh import require_own_gpus
@@ -30,7 +30,7 @@ from para_core.modes.attention_by_hand import is_softmax, scores_of_own_tokens
 from para_core.modes.block_masks import shard_block_mask
 from para_core.modes.flex_attention import FlexOverMesh, explain_unsharded_mask
 from para_core.modes.inference import layout_of_total, sequence_of_length, sequence_of_symbolic_length
-from para_core.modes.interceptor import Disabled, call_original, intercept, unintercepted
+from para_core.modes.interceptor import SDPA, THREAD_STATE, Disabled, call_original, intercept, unintercepted
 from para_core.modes.recomputation import SET_GRAD_ENABLED, bind_checkpoint, bind_reentrant_checkpoint, is_in_backward
 from para_core.modes.sharding_mode import ShardingMode, TraceSafeLayout, segments_of
 
@@ -222,6 +222,8 @@ class UnifiedAttnMode(ShardingMode):
     ) -> Any:
         if self._is_sdpa:
             return call_original(func, args, kwargs or {})
+        if func is SDPA and (torch.compiler.is_compiling() or not THREAD_STATE.handlers):
+            return self.attend(SdpaCall(*args, **(kwargs or {})))
         if func is SET_GRAD_ENABLED and not torch.compiler.is_compiling() and args == (False,):
             bind_reentrant_checkpoint(self.bound)
         if not torch.compiler.is_compiling() and type(func) is OpOverload and func.namespace == "para_core":
@@ -241,28 +243,14 @@ class UnifiedAttnMode(ShardingMode):
         flex = FlexOverMesh(self._mesh, self._layouts, self._options, assume_equal=self._assume_equal)
         return flex(operator, args, kwargs)
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-        lengths: LengthCheck | None = None,
-    ) -> Tensor:
-        """``scaled_dot_product_attention`` over the mesh: what an intercepted call becomes."""
+    def attend(self, call: SdpaCall) -> Tensor:
+        """Compute an intercepted call over the mesh."""
         self.intercepted = True
         if self._is_sdpa:
-            out: Tensor = torch.ops.aten.scaled_dot_product_attention.default(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
-            return out
+            return call.on_one_device()
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             bind_checkpoint(self, self.bound)
-        return self._attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths)
+        return self._attention(call)
 
     # -- which rank computes which branches of guidance
 

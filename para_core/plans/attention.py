@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.overrides import TorchFunctionMode
 
-from para_core.attention.checks import LengthCheck
 from para_core.attention.mesh_attention import AttnFunc, MeshAttention
 from para_core.attention.options import AttnOptions
+from para_core.attention.sdpa_call import SdpaCall
 from para_core.distributed.layout import Segment, SequenceLayout
 from para_core.distributed.mesh import SequenceMesh
 from para_core.distributed.sharding import gather_tokens
@@ -88,41 +88,28 @@ class PlannedAttention:
         if not torch.compiler.is_compiling() and torch.is_grad_enabled() and self.bind is not None:
             bind_checkpoint(self.known, partial(self.bind, self))
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-        lengths: LengthCheck | None = None,
-    ) -> Tensor:
+    def __call__(self, call: SdpaCall) -> Tensor:
         self.bind_checkpoint()
+        query, key, value, attn_mask = call.query, call.key, call.value, call.attn_mask
         attention = self.attending[min(self._calls, len(self.attending) - 1)]
         if len(self.attending) > 1:
             self._calls += 1
         self.intercepted[0] = True
-        attend = self._over_mesh(attention)
-        if attend is None:
-            if lengths is not None:
-                lengths.check(query.shape[-2], key.shape[-2])
-            out: Tensor = torch.ops.aten.scaled_dot_product_attention.default(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
-            return out
+        over_mesh = self._over_mesh(attention)
+        if over_mesh is None:
+            if call.lengths is not None:
+                call.lengths.check(query.shape[-2], key.shape[-2])
+            return call.on_one_device()
         if attn_mask is None or attention.mask is None:
-            return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths)
+            return over_mesh(call)
         if attention.mask == "keys":
             _, key_layout = planned_layouts(
                 attention, segments_of(self.segments), self.mesh, query.shape[-2], key.shape[-2]
             )
             attn_mask = gather_tokens(attn_mask, -1, key_layout, self.mesh)
-            return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            return over_mesh(call.with_tensors(query, key, value, attn_mask))
         valid = attn_mask.diagonal(dim1=-2, dim2=-1)
-        out = attend(query, key, value, valid[..., None, :], dropout_p, is_causal, scale, enable_gqa)
+        out = over_mesh(call.with_tensors(query, key, value, valid[..., None, :]))
         # A row that sees nothing is zero.
         return out.masked_fill(~valid[..., None], 0.0)
 
@@ -265,12 +252,9 @@ class Interception:
         finally:
             active[0] = before
 
-    def _attend(self, *args: Any, **kwargs: Any) -> Tensor:
+    def _attend(self, call: SdpaCall) -> Tensor:
         planned = self._attending[-1]
-        if planned.active[0]:
-            return planned(*args, **kwargs)
-        out: Tensor = torch.ops.aten.scaled_dot_product_attention.default(*args, **kwargs)
-        return out
+        return planned(call) if planned.active[0] else call.on_one_device()
 
     @contextmanager
     def attending_to(self, attending: tuple[Attention, ...]) -> Iterator[None]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from para_core.attention.mesh_attention import AttnFunc
 from para_core.attention.options import AttnOptions
+from para_core.attention.sdpa_call import SdpaCall, SdpaHandler
 from para_core.distributed.layout import Segment
 from para_core.distributed.mesh import MeshDim, SequenceMesh
 from para_core.instance_patching import (
@@ -33,7 +34,7 @@ from para_core.instance_patching import (
 from para_core.modes import fused_encoder
 from para_core.modes.flash_attention import has_other_builds
 from para_core.modes.flex_attention import explain_unsharded_mask, uses_flex_attention
-from para_core.modes.interceptor import Attend, dispatcher_is_available, unintercepted
+from para_core.modes.interceptor import dispatcher_is_available, unintercepted
 from para_core.modes.recomputation import is_in_backward
 from para_core.modes.unified import UnifiedAttnMode
 from para_core.plans.apply_rules import RuleExecutor
@@ -538,12 +539,11 @@ def segments_under_way(module: nn.Module) -> tuple[SequenceMesh, tuple[Segment, 
     return region.mesh, region.segments
 
 
-def planned_attention(module: nn.Module, attention: Attention) -> Attend:
+def planned_attention(module: nn.Module, attention: Attention) -> SdpaHandler:
     """During a call of ``module``, what an attention call becomes that consists of ``attention``."""
     region = _region_of(module)
     if region is None or region.interception is None:
-        plain: Attend = torch.ops.aten.scaled_dot_product_attention.default
-        return plain
+        return SdpaCall.on_one_device
     return region.interception.planned.within((attention,))
 
 

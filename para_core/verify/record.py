@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from para_core.attention.multi_head import multi_head_attention
+from para_core.attention.sdpa_call import SdpaCall
 
 # Random projections of each row.
 _PROBES = 4
@@ -136,38 +137,22 @@ class _AttentionRecorder(TorchFunctionMode):
             return multi_head_attention(self._record, *args, **kwargs)
         if func is not F.scaled_dot_product_attention or recording.busy:
             return func(*args, **kwargs)
-        return self._record(*args, **kwargs)
+        return self._record(SdpaCall(*args, **kwargs))
 
-    def _record(self, *args: Any, **kwargs: Any) -> Tensor:
+    def _record(self, sdpa: SdpaCall) -> Tensor:
         recording = self._recording
-        call = _attention_call(*args, **kwargs)
+        mask = None if sdpa.attn_mask is None else tuple(sdpa.attn_mask.shape)
+        call = AttentionCall(sdpa.query.shape[-2], sdpa.key.shape[-2], mask, bool(sdpa.is_causal))
         name = recording.running[-1] if recording.running else ""
         # The recorders of outer modules see the same call.
         recording.busy = True
         try:
-            recording.note("attention", name, _query_key_value(*args, **kwargs), call)
-            out = F.scaled_dot_product_attention(*args, **kwargs)
+            recording.note("attention", name, sdpa[:3], call)
+            out = sdpa.original()
             recording.note("attended", name, out, call)
         finally:
             recording.busy = False
         return out
-
-
-def _attention_call(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **_: Any,
-) -> AttentionCall:
-    mask = None if attn_mask is None else tuple(attn_mask.shape)
-    return AttentionCall(query.shape[-2], key.shape[-2], mask, bool(is_causal))
-
-
-def _query_key_value(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
-    return query, key, value
 
 
 def _digest(x: Tensor) -> Digest:

@@ -15,26 +15,27 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from para_core.attention.sdpa_call import SdpaCall
 from para_core.distributed.collectives import define_collective, done
 from para_core.modes.interceptor import intercept
 
-# Of a kind of attention, by its number, and what ``scaled_dot_product_attention`` takes.
-AttendTo = Callable[..., Tensor]
+# Computes a call of the attention of this number.
+PatchHandler = Callable[[int, SdpaCall], Tensor]
 
 
 class _ThreadState(threading.local):
     """What computes attention of patches in this thread, the innermost last."""
 
     def __init__(self) -> None:
-        self.attending: list[AttendTo] = []
+        self.attending: list[PatchHandler] = []
 
 
 _THREAD_STATE = _ThreadState()
 
 
 @contextmanager
-def attending_by(attend: AttendTo) -> Iterator[None]:
-    """Inside, in this thread, ``attend(kind, query, key, value, ...)`` is what the operator computes."""
+def attending_by(attend: PatchHandler) -> Iterator[None]:
+    """Inside, in this thread, ``attend(kind, call)`` computes the operator."""
     _THREAD_STATE.attending.append(attend)
     try:
         yield
@@ -58,24 +59,12 @@ class PatchAttnMode(TorchFunctionMode):
     ) -> Any:
         return intercept(self, self._attend, 1, func, args, kwargs or {})
 
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
+    def _attend(self, call: SdpaCall) -> Tensor:
         kind = self._kinds[min(self._calls, len(self._kinds) - 1)]
         if len(self._kinds) > 1:
             self._calls += 1
-        found: Tensor = torch.ops.para_core.patch_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, kind
-        )[0]
-        return found
+        out: Tensor = torch.ops.para_core.patch_attention(*call[:8], kind)[0]
+        return out
 
 
 def _patch_attention(
@@ -94,9 +83,8 @@ def _patch_attention(
         raise RuntimeError(
             "a block that was compiled under PipeFusion was called on its own. Call the pipeline; or unparallelize_pipe(pipe) first."
         )
-    out = _THREAD_STATE.attending[-1](
-        kind, query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
+    call = SdpaCall(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
+    out = _THREAD_STATE.attending[-1](kind, call)
     # As the graph expects it, and as SDPA mostly gives it: [B, S, H, D] in memory.
     out = out.transpose(1, 2).contiguous().transpose(1, 2)
     return out, done(out)

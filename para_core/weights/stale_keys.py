@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from para_core.attention.sdpa_call import SdpaCall, SdpaHandler
 from para_core.distributed.sharding import gather_tokens
-from para_core.modes.interceptor import Attend, outer_attention
+from para_core.modes.interceptor import outer_attention
 from para_core.plans.attention import planned_layouts
 from para_core.plans.plan import Attention
 from para_core.plans.region import attention_is_skipped, planned_attention, segments_under_way
@@ -67,31 +67,21 @@ class StaleKeys:
         if whole:
             self.held.clear()
 
-    def attend(self, *args: Any, **kwargs: Any) -> Tensor:
-        """In place of ``scaled_dot_product_attention``, in eager code."""
-        return self._attend(self.places.next_attention(), outer_attention, *args, **kwargs)
+    def attend(self, call: SdpaCall) -> Tensor:
+        """Compute an intercepted call in eager code."""
+        return self._attend(self.places.next_attention(), outer_attention, call)
 
-    def attend_in_graph(self, kind: int, *args: Any, **kwargs: Any) -> Tensor:
+    def attend_in_graph(self, kind: int, call: SdpaCall) -> Tensor:
         """What an operator computes that stands in a graph for attention of the number ``kind``."""
         attention = self.places.kinds[kind]
         attention_is_skipped(self.places.module)
-        return self._attend(attention, planned_attention(self.places.module, attention), *args, **kwargs)
+        return self._attend(attention, planned_attention(self.places.module, attention), call)
 
-    def _attend(
-        self,
-        attention: Attention,
-        outer: Attend,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        *rest: Any,
-        **options: Any,
-    ) -> Tensor:
+    def _attend(self, attention: Attention, outer: SdpaHandler, call: SdpaCall) -> Tensor:
         """
         Args:
-            outer: what it is where all tokens are computed.
-            query: ``[B, H, S_own, D]``, of the tokens of this patch.
+            outer: computes the call if all tokens are computed.
+            call: its query is ``[B, H, S_own, D]``, of the tokens of this patch.
 
         Raises:
             RuntimeError: it is attention to something else than the plan says, or has a mask that cannot be read.
@@ -99,12 +89,11 @@ class StaleKeys:
         cutting = self.places.cutting
         names = attention.keys or attention.queries
         if cutting is None or not cutting.cuts(names):
-            return outer(query, key, value, attn_mask, *rest, **options)
+            return outer(call)
         whole = cutting.mesh.ranks == 1
-        given = (query, key, value, attn_mask)
-        query_length, key, value, attn_mask = self._of_all_ranks(attention, query, key, value, attn_mask)
+        query_length, key, value, attn_mask = self._of_all_ranks(attention, *call[:4])
         found, queries = cutting.rows(names, key.shape[-2]), cutting.rows(attention.queries, query_length)
-        causal = options.get("is_causal") or (len(rest) > 1 and rest[1])
+        causal = call.is_causal
         if found is None or queries is None or causal:
             raise RuntimeError(
                 f"an attention call has {query_length} queries and {key.shape[-2]} keys{', and is causal' if causal else ''}; of a patch, "
@@ -114,17 +103,14 @@ class StaleKeys:
         if whole:
             held = [x.detach().clone(memory_format=torch.contiguous_format) for x in (key, value)]
             self.held.append(Held(held[0], held[1], None if attn_mask is None else attn_mask.detach().clone()))
-            return outer(*given, *rest, **options)
+            return outer(call)
         rows, total = found
         one, self._calls = self.held[self._calls], self._calls + 1
         mask = _mask_of_patch(attn_mask, queries[0], one.mask, key.shape[-2], total)
         of_patch = mask is not None and mask.shape[-1] != total
         one.update(rows, key, value, mask if of_patch else None)
         attention_is_skipped(self.places.module)
-        out: Tensor = torch.ops.aten.scaled_dot_product_attention.default(
-            query, one.key, one.value, one.mask if of_patch else mask, *rest, **options
-        )
-        return out
+        return call.with_tensors(call.query, one.key, one.value, one.mask if of_patch else mask).on_one_device()
 
     def _of_all_ranks(
         self, attention: Attention, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from para_core import UnifiedAttnMode
+from para_core.attention.sdpa_call import SdpaCall
 from tests.attention.cases import MESHES
 from tests.attention.one_device import make_qkv, relative_error
 
@@ -72,11 +73,11 @@ def refuse(assume_equal):
     with torch.no_grad(), UnifiedAttnMode(mesh, assume_equal=assume_equal) as mode:
         mode.intercepted = True
         with pytest.raises(TypeError, match=r"query.* nested tensor"):
-            mode.attend(nested, nested, nested)
+            mode.attend(SdpaCall(nested, nested, nested))
         with pytest.raises(TypeError, match=r"key is a DTensor.*x\.to_local\(\)"):
-            mode.attend(q, distributed, v)
+            mode.attend(SdpaCall(q, distributed, v))
         with pytest.raises(TypeError, match=r"value.* list"):
-            mode.attend(q, k, [1.0])
+            mode.attend(SdpaCall(q, k, [1.0]))
 
 
 @pytest.mark.parametrize("assume_equal", [False, True])

@@ -1,0 +1,56 @@
+"""One call of ``scaled_dot_product_attention``, with its arguments bound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from para_core.attention.checks import LengthCheck
+
+
+class SdpaCall(NamedTuple):
+    """The arguments of one call of ``scaled_dot_product_attention``.
+
+    ``SdpaCall(*args, **kwargs)`` binds the arguments of a call as SDPA does. They are bound once, at interception; everything after that
+    takes this value. A named tuple, because Dynamo traces its construction and it costs one call of C.
+
+    Args:
+        query: ``[..., H, S_q, D]``.
+        key, value: ``[..., H_kv, S_k, D]``, ``[..., H_kv, S_k, D_v]``.
+        attn_mask: bool or float, broadcastable to ``[..., H, S_q, S_k]``.
+        lengths: conditions on the lengths of the whole sequences. Not an argument of SDPA: only FlashAttention's operators state them.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+    lengths: LengthCheck | None = None
+
+    def with_tensors(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> SdpaCall:
+        """Return this call with other tensors. Dynamo of torch 2.11 does not trace ``_replace``."""
+        flags = (self.dropout_p, self.is_causal, self.scale, self.enable_gqa, self.lengths)
+        return SdpaCall(query, key, value, attn_mask, *flags)
+
+    def on_one_device(self) -> Tensor:
+        """Compute the call by SDPA's operator, which no mode intercepts."""
+        out: Tensor = torch.ops.aten.scaled_dot_product_attention.default(
+            *self[:6], scale=self.scale, enable_gqa=self.enable_gqa
+        )
+        return out
+
+    def original(self) -> Tensor:
+        """Compute the call by ``F.scaled_dot_product_attention``, which outer modes intercept."""
+        return F.scaled_dot_product_attention(*self[:6], scale=self.scale, enable_gqa=self.enable_gqa)
+
+
+# Computes an intercepted call.
+SdpaHandler = Callable[[SdpaCall], Tensor]

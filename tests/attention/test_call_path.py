@@ -1,0 +1,58 @@
+"""What one eager attention call passes through, from the mode to its result: files of para_core, and calls in Python."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import para_core
+from para_core import UnifiedAttnMode, init_context_parallel_mesh
+
+ROOT = Path(para_core.__file__).parent
+
+# Files are what a reader opens to follow one call; docs/how_it_works.md walks through them.
+MOST_FILES = {"ulysses": 8, "ring": 11}
+# Measured: 75 and 81 in Python 3.11, which counts comprehensions as calls. Before calls were bound once: 105 and 129.
+MOST_PYTHON_CALLS = {"ulysses": 80, "ring": 88}
+
+
+def trace_call(kind, assume_equal):
+    """Return the files of para_core that a call runs in, and the number of its calls in Python, after two calls like it."""
+    mesh = init_context_parallel_mesh("cpu", max_ring_dim_size=2 if kind == "ring" else 1)
+    files, num_calls = set(), 0
+
+    def note(frame, event, _):
+        nonlocal num_calls
+        if event == "call":
+            num_calls += 1
+            path = Path(frame.f_code.co_filename)
+            if path.is_relative_to(ROOT):
+                files.add(str(path.relative_to(ROOT)))
+
+    with torch.no_grad(), UnifiedAttnMode(mesh, assume_equal=assume_equal) as cp:
+        q = cp.shard(torch.randn(1, 4, 16, 8, generator=torch.Generator().manual_seed(0)), dim=2)
+        for _ in range(2):
+            F.scaled_dot_product_attention(q, q, q)
+        sys.setprofile(note)
+        try:
+            F.scaled_dot_product_attention(q, q, q)
+        finally:
+            sys.setprofile(None)
+    return sorted(files), num_calls
+
+
+@pytest.mark.parametrize("kind", ["ulysses", "ring"])
+def test_a_call_passes_few_files_and_python_calls(rank_pool, kind):
+    for files, num_calls in rank_pool.run(trace_call, 2, kind, False):
+        assert "modes/unified.py" in files and "attention/mesh_attention.py" in files
+        assert len(files) <= MOST_FILES[kind], files
+        assert num_calls <= MOST_PYTHON_CALLS[kind]
+
+
+@pytest.mark.parametrize("kind", ["ulysses", "ring"])
+def test_a_call_without_the_exchange_does_not_run_it(rank_pool, kind):
+    for files, _ in rank_pool.run(trace_call, 2, kind, True):
+        assert "distributed/consistency.py" not in files
+        assert len(files) <= MOST_FILES[kind] - 1, files
