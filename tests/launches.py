@@ -21,8 +21,9 @@ from benchmarks.harness import fake_group
 from para_core import SequenceLayout, UnifiedAttnMode, init_context_parallel_mesh
 from para_core.attention import local, usp
 from para_core.attention.backend_selection import Backend
-from para_core.attention.call import make_call
 from para_core.attention.options import AttnOptions, RotateMethod
+from para_core.attention.plan import AttentionPlan
+from para_core.attention.spec import AttentionSpec
 from para_core.distributed.layout import even_layout
 from para_core.distributed.mesh import sequence_mesh
 
@@ -151,7 +152,7 @@ def _intercepted(mesh: DeviceMesh, layout: SequenceLayout, _: int, options: Attn
 @contextmanager
 def _as_on_cuda(mesh: DeviceMesh, layout: SequenceLayout, heads: int, options: AttnOptions) -> Iterator[Attend]:
     """What the operator of attention runs on a GPU; a mode gives meta tensors their shape and is done."""
-    call = make_call(
+    spec = AttentionSpec.of(
         layout,
         layout,
         sequence_mesh(mesh),
@@ -171,4 +172,4 @@ def _as_on_cuda(mesh: DeviceMesh, layout: SequenceLayout, heads: int, options: A
         mock.patch.object(local, "_choose_backend", lambda *_: SDPBackend.FLASH_ATTENTION.value),
         mock.patch.object(usp, "local_attention", sdpa),
     ):
-        yield lambda query, key, value: usp.forward(call, query, key, value, None)
+        yield lambda query, key, value: usp.usp_forward(AttentionPlan(spec), query, key, value, None)

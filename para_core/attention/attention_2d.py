@@ -35,8 +35,7 @@ import torch
 from torch import Tensor
 
 from para_core.attention.blocks import BlockAttention, BlockGradients, LocalAttention, add_autograd_dependency
-from para_core.attention.call import Call
-from para_core.attention.grid import Grid
+from para_core.attention.grid import GridPlan
 from para_core.attention.local import lse_dtype
 from para_core.attention.merge import Merged
 from para_core.attention.tiles import put, take
@@ -121,9 +120,8 @@ def attention_2d(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    call: Call,
+    grid: GridPlan,
     *,
-    grid: Grid,
     heads: Tensor | None = None,
     attend: LocalAttention | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -134,9 +132,9 @@ def attention_2d(
 
     Others, and what is returned, are as in :func:`~para_core.attention.ring.ring_attention`.
     """
-    dim, S, sizes = call.mesh.ring, query.shape[2], grid.row_sizes
-    attention = partial(BlockAttention, scale=call.scale, backend=call.options.backend, heads=heads, attend=attend)
-    travels = take(key, 2, call.travels), take(value, 2, call.travels)
+    dim, S, sizes, spec = grid.ring.dim, query.shape[2], grid.row_sizes, grid.spec
+    attention = partial(BlockAttention, scale=spec.scale, backend=spec.options.backend, heads=heads, attend=attend)
+    travels = take(key, 2, grid.ring.travels), take(value, 2, grid.ring.travels)
     arriving: list[_Arriving] = []
     if grid.row:
         arriving.append(_give(_by_token(query), grid.row, sizes, dim))
@@ -192,18 +190,18 @@ def attention_2d_backward(
     mask: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    call: Call,
+    grid: GridPlan,
     *,
-    grid: Grid,
     heads: Tensor | None = None,
     mask_gradient: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of query, key, value and, if asked for, mask (all its rows); args as in :func:`attention_2d`."""
-    dim, S, sizes, D, D_v = call.mesh.ring, query.shape[2], grid.row_sizes, query.shape[3], value.shape[3]
+    dim, S, sizes, D, D_v = grid.ring.dim, query.shape[2], grid.row_sizes, query.shape[3], value.shape[3]
+    spec = grid.spec
     gradients = partial(
-        BlockGradients, scale=call.scale, backend=call.options.backend, heads=heads, mask_gradient=mask_gradient
+        BlockGradients, scale=spec.scale, backend=spec.options.backend, heads=heads, mask_gradient=mask_gradient
     )
-    travels = take(key, 2, call.travels), take(value, 2, call.travels)
+    travels = take(key, 2, grid.ring.travels), take(value, 2, grid.ring.travels)
     if grid.row:
         arriving_queries = _give(_by_token(query, grad_out, out, _as_dtype(lse, query.dtype)), grid.row, sizes, dim)
     arriving_keys = _give(_by_token(*travels), grid.column, grid.column_sizes, dim)
@@ -215,7 +213,7 @@ def attention_2d_backward(
         q, do, o, bits = _by_head(rows, D, D_v, D_v, rows.shape[3] - D - 2 * D_v)
         of_others = _rows_of(mask, S, sum(sizes))
         others = gradients(do, q, o, _as_lse(bits, lse.dtype), of_others, grid.row_tiling)
-        _put(of_own_keys, call.travels, others.add(travels, 0))
+        _put(of_own_keys, grid.ring.travels, others.add(travels, 0))
     keys, values = _by_head(arriving_keys.wait(), D, D_v)
     of_column = None if others is None else others.add((keys, values), 1)
     of_row, mask_of_row = (None, None) if others is None else others.result()
@@ -227,7 +225,7 @@ def attention_2d_backward(
     grad_query, grad_mask = own.result()
     if of_row is not None:
         grad_query = grad_query + _by_head(_summed(arriving_queries.wait(), len(grid.row)), D)[0]
-    _put(of_own_keys, call.travels, _by_head(_summed(arriving_keys.wait(), len(grid.column)), D, D_v))
+    _put(of_own_keys, grid.ring.travels, _by_head(_summed(arriving_keys.wait(), len(grid.column)), D, D_v))
     if mask is not None and grad_mask is not None and mask_of_row is not None:
         one_row = mask.shape[2] == 1
         grad_mask = grad_mask + mask_of_row if one_row else torch.cat([grad_mask, mask_of_row], dim=2)

@@ -12,9 +12,9 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from para_core.attention.call import Call
 from para_core.attention.local_rows import EQUAL, HIDES, LOWER, SHOWS, MaskReviews, needs_review, require_own_rows
 from para_core.attention.mask import MaskExtents, mask_extents
+from para_core.attention.spec import AttentionSpec
 from para_core.distributed.consistency import Record, Signature, agree, exchange, first_difference, signature
 from para_core.distributed.layout import SequenceLayout
 from para_core.distributed.mesh import SequenceMesh
@@ -30,20 +30,20 @@ EQUAL_PARTS = (
 # -- what must be equal
 
 
-def call_signature(query: Tensor, key: Tensor, value: Tensor, call: Call) -> Signature:
+def call_signature(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Signature:
     """Return what all ranks must have alike, apart from the mask."""
     tensors = {"query": query, "key": key, "value": value}
-    options = call.options
+    options = spec.options
     blocks = options.block_mask
     return signature(
         {
             **{f"{name} without its length": [*x.shape[:-2], x.shape[-1]] for name, x in tensors.items()},
-            "query lengths per rank": call.query_layout.sizes(),
-            "key lengths per rank": call.key_layout.sizes(),
+            "query lengths per rank": spec.query_layout.sizes(),
+            "key lengths per rank": spec.key_layout.sizes(),
             "dtype": str(query.dtype),
             "device type": query.device.type,
-            "is_causal": call.is_causal,
-            "scale": call.scale,
+            "is_causal": spec.is_causal,
+            "scale": spec.scale,
             "block_mask": None if blocks is None else f"with checksum {crc32(blocks.encode().encode()):08x}",
             "kept keys": None if options.kept_keys is None else [options.kept_keys.share, options.kept_keys.window],
             "comm_dtype": str(options.comm_dtype),
@@ -123,7 +123,7 @@ def last_two(mask: Tensor) -> tuple[int, int]:
 
 
 def settle_call(
-    call: Call, mesh: SequenceMesh, query: Tensor, mask: Tensor | None, parts: Sequence[OwnPart]
+    spec: AttentionSpec, mesh: SequenceMesh, query: Tensor, mask: Tensor | None, parts: Sequence[OwnPart]
 ) -> tuple[Tensor | None, MaskExtents | None]:
     """Return the mask of this rank, and what its dims count, from what all ranks stated.
 
@@ -132,8 +132,8 @@ def settle_call(
     Raises:
         ValueError: on every rank, if the call of any rank does not fit.
     """
-    layout = call.query_layout
-    _require_no_copies(parts, call)
+    layout = spec.query_layout
+    _require_no_copies(parts, spec)
     _require_causal_known(parts, layout)
     codes = {part.flags & _CODE for part in parts if part.rows >= 0}
     if not codes:
@@ -144,15 +144,15 @@ def settle_call(
             "the ranks disagree about attn_mask: its dtype, requires_grad, or the dims before the last two. They hold "
             f"{_texts(parts)}. Make it alike on every rank."
         )
-    if _are_of_keys(parts, call):
+    if _are_of_keys(parts, spec):
         sizes = [(min(rows, 1), columns) for rows, columns in sizes]
         mask = mask if mask is None else mask[..., :1, :]
     if any(part.rows < 0 for part in parts):
-        sizes = _sizes_with_absent(sizes, call)
+        sizes = _sizes_with_absent(sizes, spec)
         if mask is None:
             mask = _nothing_hidden(codes.pop(), query, sizes[mesh.rank])
     mask, sizes = _with_broadcast_rows(mask, sizes, layout, mesh.rank)
-    extents = mask_extents(sizes, layout, call.key_layout, range(mesh.ranks))
+    extents = mask_extents(sizes, layout, spec.key_layout, range(mesh.ranks))
     if extents == MaskExtents("local", "global"):
         is_causal = any(part.flags & _CAUSAL_CALLER for part in parts)
         require_own_rows([part.flags >> _REVIEW_SHIFT for part in parts], layout, is_causal=is_causal)
@@ -160,7 +160,7 @@ def settle_call(
 
 
 def own_part(
-    call: Call,
+    spec: AttentionSpec,
     mesh: SequenceMesh,
     query: Tensor,
     key: Tensor,
@@ -178,14 +178,14 @@ def own_part(
         RuntimeError: on every rank, if the device of this one fails.
     """
     try:
-        return _own_part(call, mesh, query, key, mask, reviews, look_for_copies=look_for_copies)
+        return _own_part(spec, mesh, query, key, mask, reviews, look_for_copies=look_for_copies)
     except RuntimeError as error:
         agree(error, mesh)
         raise
 
 
 def _own_part(
-    call: Call,
+    spec: AttentionSpec,
     mesh: SequenceMesh,
     query: Tensor,
     key: Tensor,
@@ -194,16 +194,16 @@ def _own_part(
     *,
     look_for_copies: bool,
 ) -> OwnPart:
-    layout, flags = call.query_layout, 0
+    layout, flags = spec.query_layout, 0
     rows, columns = (-1, -1) if mask is None else last_two(mask)
     shows_nothing = False
     if mask is not None:
         flags = _mask_code(mask, query.ndim - 2)
-        if needs_review(mask, layout, call.key_layout, mesh.rank):
+        if needs_review(mask, layout, spec.key_layout, mesh.rank):
             bits = reviews.of(mask)
             flags |= bits << _REVIEW_SHIFT
             shows_nothing = bits & (LOWER | SHOWS) == LOWER
-    if not call.is_causal and (shows_nothing or has_single_tokens(layout)) and _is_causal_caller():
+    if not spec.is_causal and (shows_nothing or has_single_tokens(layout)) and _is_causal_caller():
         flags |= _CAUSAL_CALLER
     return OwnPart(rows, columns, flags, _digest(query, key) if look_for_copies else 0)
 
@@ -221,12 +221,12 @@ def _texts(parts: Sequence[OwnPart]) -> str:
     return "; ".join([f"rank {rank}: {text}" for rank, text in enumerate(texts)])
 
 
-def _are_of_keys(parts: Sequence[OwnPart], call: Call) -> bool:
+def _are_of_keys(parts: Sequence[OwnPart], spec: AttentionSpec) -> bool:
     """Whether each rank's mask has equal rows for its queries, and columns for its own keys: one row says as much.
 
     Only if some key is hidden, as padding is. Masks that hide nothing may be blocks of a larger one, cut out along both dims.
     """
-    held = zip(call.query_layout.sizes(), call.key_layout.sizes(), strict=True)
+    held = zip(spec.query_layout.sizes(), spec.key_layout.sizes(), strict=True)
     reviews = [part.flags >> _REVIEW_SHIFT for part in parts]
     return all(
         part.rows in (-1, 1) or (part[:2] == sizes and bits & EQUAL != 0)
@@ -234,15 +234,15 @@ def _are_of_keys(parts: Sequence[OwnPart], call: Call) -> bool:
     ) and any(part.rows > 1 and bits & HIDES for part, bits in zip(parts, reviews, strict=True))
 
 
-def _sizes_with_absent(sizes: Sequence[tuple[int, int]], call: Call) -> list[tuple[int, int]]:
+def _sizes_with_absent(sizes: Sequence[tuple[int, int]], spec: AttentionSpec) -> list[tuple[int, int]]:
     """The sizes of the masks where some ranks have none: it hides nothing there, if the others have one row of their own keys.
 
     Raises:
         ValueError: the others have something else, of which nothing follows for a rank without a mask.
     """
-    held = call.key_layout.sizes()
+    held = spec.key_layout.sizes()
     fits = all(rows in (-1, 0, 1) and columns in (-1, held[rank]) for rank, (rows, columns) in enumerate(sizes))
-    if not fits or max(held) < 2 or call.key_layout.sharded == () or call.is_causal:
+    if not fits or max(held) < 2 or spec.key_layout.sharded == () or spec.is_causal:
         raise ValueError(_masks_differ([None if rows < 0 else f"[..., {rows}, {columns}]" for rows, columns in sizes]))
     return [(1, held[rank]) if rows < 0 else (rows, columns) for rank, (rows, columns) in enumerate(sizes)]
 
@@ -343,14 +343,14 @@ def _digest(query: Tensor, key: Tensor) -> int:
     return found | 1
 
 
-def _require_no_copies(parts: Sequence[OwnPart], call: Call) -> None:
+def _require_no_copies(parts: Sequence[OwnPart], spec: AttentionSpec) -> None:
     """Raise if every rank holds the same tokens in a causal call; warn in another, which is right, and n times the work."""
     if len(parts) == 1 or parts[0].digest == 0 or any(part.digest != parts[0].digest for part in parts):
         return
-    if call.is_causal:
+    if spec.is_causal:
         raise ValueError(
-            f"every rank holds the same {call.query_layout.sizes()[0]} tokens, and nothing was sharded: causal attention would take "
-            f"them for {call.query_layout.total} tokens, one rank's after the other's. Shard the inputs (x = cp.shard(x, dim=1), and "
+            f"every rank holds the same {spec.query_layout.sizes()[0]} tokens, and nothing was sharded: causal attention would take "
+            f"them for {spec.query_layout.total} tokens, one rank's after the other's. Shard the inputs (x = cp.shard(x, dim=1), and "
             "position_ids with them) and gather the output; run what is not to be parallel under UnifiedAttnMode.disable(). "
             "generate() does not shard: use propose_plan, or decode with cp.using(...)."
         )
@@ -358,6 +358,6 @@ def _require_no_copies(parts: Sequence[OwnPart], call: Call) -> None:
     logger.warning(
         "every rank holds the same %d tokens, and nothing was sharded: each of %d ranks computes all of them. Shard the inputs "
         "(x = cp.shard(x, dim=1)) and gather the output (cp.gather).",
-        call.query_layout.sizes()[0],
+        spec.query_layout.sizes()[0],
         len(parts),
     )

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from para_core.attention.call import Call, known_call, read_call
 from para_core.attention.local import as_sdpa
+from para_core.attention.plan import AttentionPlan, cached_plan, read_plan
 from para_core.attention.tiles import own_runs, sharded_runs
 from para_core.attention.ulysses import num_replicated
 from para_core.distributed.collectives import all_gather, all_to_all, define_collective, done
@@ -24,19 +24,19 @@ from para_core.distributed.layout import Run, SequenceLayout
 from para_core.distributed.mesh import SequenceMesh
 
 
-def enter(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+def enter(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor, Tensor]:
     """This rank's heads of its group's queries, and of all keys and values, each in the order of the sequence.
 
     Args:
-        query, key, value: ``[B, H, S_local, D]``, as the layouts of ``call`` say.
+        query, key, value: ``[B, H, S_local, D]``, as the layouts of ``plan`` say.
     """
-    query, key, value, _ = torch.ops.para_core.flex_enter(query, key, value, call.as_text(), call.numbers)
+    query, key, value, _ = torch.ops.para_core.flex_enter(query, key, value, plan.spec.text, plan.spec.numbers)
     return query, key, value
 
 
-def leave(out: Tensor, call: Call) -> Tensor:
+def leave(out: Tensor, plan: AttentionPlan) -> Tensor:
     """All heads of this rank's tokens; ``out`` is ``[B, H_local, S, D]``, in the order in which :func:`enter` gives the queries."""
-    own, _ = torch.ops.para_core.flex_leave(out, call.as_text(), call.numbers)
+    own, _ = torch.ops.para_core.flex_leave(out, plan.spec.text, plan.spec.numbers)
     return own  # type: ignore[no-any-return]
 
 
@@ -92,18 +92,18 @@ def _unsorted(x: Tensor, runs: Sequence[Run]) -> Tensor:
     return torch.cat([parts[places[i]] for i in range(len(runs))], dim=2)
 
 
-def _key_runs(call: Call) -> list[Run]:
+def _key_runs(plan: AttentionPlan) -> list[Run]:
     """Positions of the keys in the order in which the ring brings them: each ring rank's block, then the replicated tokens."""
-    layout, mesh = call.key_layout, call.mesh
-    if not call.rotates:
+    layout, mesh = plan.spec.key_layout, plan.spec.mesh
+    if not plan.ring.rotates:
         return own_runs(layout, mesh)
     travelling = [run for index in range(mesh.ring.size) for run in sharded_runs(layout, mesh, index)]
     return travelling + list(layout.runs(0, replicated=True))
 
 
-def _travelling_first(x: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+def _travelling_first(x: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
     """The sharded and the replicated tokens of a block of keys, which a lone Ulysses rank holds in the order of its layout."""
-    layout, mesh = call.key_layout, call.mesh
+    layout, mesh = plan.spec.key_layout, plan.spec.mesh
     if mesh.ulysses.size > 1:
         common = num_replicated(layout)
         return x.narrow(2, 0, x.shape[2] - common), x.narrow(2, x.shape[2] - common, common)
@@ -116,9 +116,9 @@ def _travelling_first(x: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     return sharded, replicated
 
 
-def _back_in_layout(sharded: Tensor, replicated: Tensor, call: Call) -> Tensor:
+def _back_in_layout(sharded: Tensor, replicated: Tensor, plan: AttentionPlan) -> Tensor:
     """The inverse of :func:`_travelling_first`."""
-    layout, mesh = call.key_layout, call.mesh
+    layout, mesh = plan.spec.key_layout, plan.spec.mesh
     if mesh.ulysses.size > 1:
         return torch.cat([sharded, replicated], dim=2)
     starts, parts = [0, 0], []
@@ -135,30 +135,30 @@ def _back_in_layout(sharded: Tensor, replicated: Tensor, call: Call) -> Tensor:
 def _enter(
     query: Tensor, key: Tensor, value: Tensor, text: str, numbers: list[int], after: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    call = known_call(text, tuple(numbers), None)
-    if call.exchange is not None:
-        query, key, value = call.exchange.start_enter(query, key, value)()
-    query = _sorted(query, own_runs(call.query_layout, call.mesh))
-    blocks = [_sorted(_gathered(x, call), _key_runs(call)) for x in (key, value)]
+    plan = cached_plan(text, tuple(numbers), None)
+    if plan.ulysses is not None:
+        query, key, value = plan.ulysses.start_enter(query, key, value)()
+    query = _sorted(query, own_runs(plan.spec.query_layout, plan.spec.mesh))
+    blocks = [_sorted(_gathered(x, plan), _key_runs(plan)) for x in (key, value)]
     # Copies: an operator's result may not be a view of what it was given.
     return *[x.clone(memory_format=torch.contiguous_format) for x in (query, *blocks)], done(query)
 
 
-def _gathered(x: Tensor, call: Call) -> Tensor:
-    if not call.rotates:
+def _gathered(x: Tensor, plan: AttentionPlan) -> Tensor:
+    if not plan.ring.rotates:
         return x
-    sharded, replicated = _travelling_first(x, call)
-    return torch.cat([all_gather(sharded, call.block_sizes, 2, call.mesh.ring), replicated], dim=2)
+    sharded, replicated = _travelling_first(x, plan)
+    return torch.cat([all_gather(sharded, plan.ring.block_sizes, 2, plan.spec.mesh.ring), replicated], dim=2)
 
 
 def _enter_shape(
     query: Tensor, key: Tensor, value: Tensor, text: str, numbers: list[int], *_: Any
 ) -> tuple[Tensor, ...]:
-    call = read_call(text, numbers, None)
-    index = call.mesh.ulysses.index
-    rows = sum([length for _, length in query_rows(call.query_layout, call.mesh)])
-    of_query, of_key = call.heads.of_query[index][1], call.heads.of_key[index][1]
-    total = call.key_layout.total
+    plan = read_plan(text, numbers, None)
+    index = plan.spec.mesh.ulysses.index
+    rows = sum([length for _, length in query_rows(plan.spec.query_layout, plan.spec.mesh)])
+    of_query, of_key = plan.heads.of_query[index][1], plan.heads.of_key[index][1]
+    total = plan.spec.key_layout.total
     return (
         query.new_empty(query.shape[0], of_query, rows, query.shape[3]),
         key.new_empty(key.shape[0], of_key, total, key.shape[3]),
@@ -171,63 +171,65 @@ def _enter_backward(
     query: Tensor, key: Tensor, value: Tensor, text: str, numbers: list[int], after: Tensor | None = None
 ) -> tuple[Tensor, ...]:
     """From the gradients of what :func:`_enter` returned, those of what it was given."""
-    call = known_call(text, tuple(numbers), None)
-    query = _unsorted(query, own_runs(call.query_layout, call.mesh))
-    key, value = (_scattered(_unsorted(x, _key_runs(call)), call) for x in (key, value))
-    if call.exchange is not None:
-        query, key, value = call.exchange.leave_gradients(*[x.contiguous() for x in (query, key, value)])
+    plan = cached_plan(text, tuple(numbers), None)
+    query = _unsorted(query, own_runs(plan.spec.query_layout, plan.spec.mesh))
+    key, value = (_scattered(_unsorted(x, _key_runs(plan)), plan) for x in (key, value))
+    if plan.ulysses is not None:
+        query, key, value = plan.ulysses.leave_gradients(*[x.contiguous() for x in (query, key, value)])
     return *[x.clone(memory_format=torch.contiguous_format) for x in (query, key, value)], done(query)
 
 
-def _scattered(grad: Tensor, call: Call) -> Tensor:
+def _scattered(grad: Tensor, plan: AttentionPlan) -> Tensor:
     """The transpose of :func:`_gathered`: gradients of this rank's keys come from all ring ranks, and add up."""
-    if not call.rotates:
+    if not plan.ring.rotates:
         return grad
-    sizes, ring = call.block_sizes, call.mesh.ring
+    sizes, ring = plan.ring.block_sizes, plan.spec.mesh.ring
     travelling, replicated = grad.split([sum(sizes), grad.shape[2] - sum(sizes)], dim=2)
     rows = all_to_all(travelling.movedim(2, 0).contiguous(), sizes, [sizes[ring.index]] * ring.size, ring)
     own = rows.unflatten(0, (ring.size, sizes[ring.index])).sum(0).movedim(0, 2)
-    return _back_in_layout(own, replicated, call)
+    return _back_in_layout(own, replicated, plan)
 
 
 def _enter_backward_shape(
     query: Tensor, key: Tensor, value: Tensor, text: str, numbers: list[int], *_: Any
 ) -> tuple[Tensor, ...]:
-    call = read_call(text, numbers, None)
-    layouts = call.query_layout, call.key_layout, call.key_layout
-    heads = call.num_heads, call.num_kv_heads, call.num_kv_heads
+    plan = read_plan(text, numbers, None)
+    layouts = plan.spec.query_layout, plan.spec.key_layout, plan.spec.key_layout
+    heads = plan.spec.num_heads, plan.spec.num_kv_heads, plan.spec.num_kv_heads
     grads = [
-        x.new_empty(x.shape[0], number, layout.size(call.mesh.rank), x.shape[3])
+        x.new_empty(x.shape[0], number, layout.size(plan.spec.mesh.rank), x.shape[3])
         for x, number, layout in zip((query, key, value), heads, layouts, strict=True)
     ]
     return *grads, done(query)
 
 
 def _leave(out: Tensor, text: str, numbers: list[int], after: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    call = known_call(text, tuple(numbers), None)
-    out = _unsorted(out, own_runs(call.query_layout, call.mesh)).contiguous()
-    own = out if call.exchange is None else call.exchange.start_leave(out)()
+    plan = cached_plan(text, tuple(numbers), None)
+    out = _unsorted(out, own_runs(plan.spec.query_layout, plan.spec.mesh)).contiguous()
+    own = out if plan.ulysses is None else plan.ulysses.start_leave(out)()
     return as_sdpa(own).clone(memory_format=torch.preserve_format), done(out)
 
 
 def _leave_shape(out: Tensor, text: str, numbers: list[int], *_: Any) -> tuple[Tensor, Tensor]:
-    call = read_call(text, numbers, None)
-    own = out.new_empty(out.shape[0], call.query_layout.size(call.mesh.rank), call.num_heads, out.shape[3])
+    plan = read_plan(text, numbers, None)
+    own = out.new_empty(
+        out.shape[0], plan.spec.query_layout.size(plan.spec.mesh.rank), plan.spec.num_heads, out.shape[3]
+    )
     return own.transpose(1, 2), done(out)
 
 
 def _leave_backward(grad: Tensor, text: str, numbers: list[int], after: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    call = known_call(text, tuple(numbers), None)
-    if call.exchange is not None:
-        grad = call.exchange.enter_gradient(grad)
-    rows = _sorted(grad, own_runs(call.query_layout, call.mesh))
+    plan = cached_plan(text, tuple(numbers), None)
+    if plan.ulysses is not None:
+        grad = plan.ulysses.enter_gradient(grad)
+    rows = _sorted(grad, own_runs(plan.spec.query_layout, plan.spec.mesh))
     return rows.clone(memory_format=torch.contiguous_format), done(grad)
 
 
 def _leave_backward_shape(grad: Tensor, text: str, numbers: list[int], *_: Any) -> tuple[Tensor, Tensor]:
-    call = read_call(text, numbers, None)
-    rows = sum([length for _, length in query_rows(call.query_layout, call.mesh)])
-    heads = call.heads.of_query[call.mesh.ulysses.index][1]
+    plan = read_plan(text, numbers, None)
+    rows = sum([length for _, length in query_rows(plan.spec.query_layout, plan.spec.mesh)])
+    heads = plan.heads.of_query[plan.spec.mesh.ulysses.index][1]
     return grad.new_empty(grad.shape[0], heads, rows, grad.shape[3]), done(grad)
 
 

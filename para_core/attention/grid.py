@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from para_core.attention.ring_plan import RingPlan
+from para_core.attention.spec import AttentionSpec
 from para_core.attention.tiles import Tiling, own_runs, sharded_runs
-from para_core.distributed.layout import Run, SequenceLayout
+from para_core.distributed.layout import Run
 from para_core.distributed.lazy import lazy
-from para_core.distributed.mesh import SequenceMesh
 
 
 def choose_grid(ranks: int, num_heads: int, num_kv_heads: int) -> tuple[int, int]:
@@ -28,40 +29,41 @@ def choose_grid(ranks: int, num_heads: int, num_kv_heads: int) -> tuple[int, int
 
 
 @dataclass(frozen=True, eq=False)
-class Grid:
+class GridPlan:
     """This rank's place in ``shape`` ``(rows, columns)``: ring rank i is in row i // columns.
 
     It attends with the queries of its row to the keys of its column. The keys that all ranks hold it attends to with its own queries.
     """
 
-    query_layout: SequenceLayout
-    key_layout: SequenceLayout
-    mesh: SequenceMesh
+    ring: RingPlan
     shape: tuple[int, int]
-    is_causal: bool
+
+    @property
+    def spec(self) -> AttentionSpec:
+        return self.ring.spec
 
     @lazy
     def row(self) -> list[int]:
         """The other ring ranks of this row."""
-        index, columns = self.mesh.ring.index, self.shape[1]
+        index, columns = self.ring.dim.index, self.shape[1]
         first = index - index % columns
         return [rank for rank in range(first, first + columns) if rank != index]
 
     @lazy
     def column(self) -> list[int]:
         """The other ring ranks of this column."""
-        index, columns = self.mesh.ring.index, self.shape[1]
-        return [rank for rank in range(index % columns, self.mesh.ring.size, columns) if rank != index]
+        index, columns = self.ring.dim.index, self.shape[1]
+        return [rank for rank in range(index % columns, self.ring.dim.size, columns) if rank != index]
 
     @lazy
     def row_runs(self) -> list[list[Run]]:
         """Positions of the queries of each of the row's other ranks, in the order in which they hold them."""
-        return [own_runs(self.query_layout, self.mesh, rank) for rank in self.row]
+        return [own_runs(self.spec.query_layout, self.spec.mesh, rank) for rank in self.row]
 
     @lazy
     def column_runs(self) -> list[list[Run]]:
         """Positions of the keys that travel of each of the column's other ranks."""
-        return [sharded_runs(self.key_layout, self.mesh, rank) for rank in self.column]
+        return [sharded_runs(self.spec.key_layout, self.spec.mesh, rank) for rank in self.column]
 
     @lazy
     def row_sizes(self) -> list[int]:
@@ -74,17 +76,19 @@ class Grid:
     @lazy
     def own_tiling(self) -> Tiling:
         """This rank's queries by its own keys, step 0, and by those of its column's others, step 1."""
-        return self._tiling(own_runs(self.query_layout, self.mesh), own_runs(self.key_layout, self.mesh))
+        return self._tiling(
+            own_runs(self.spec.query_layout, self.spec.mesh), own_runs(self.spec.key_layout, self.spec.mesh)
+        )
 
     @lazy
     def row_tiling(self) -> Tiling:
         """The queries of the row's others by this rank's keys that travel, step 0, and by those of its column's others, step 1."""
-        own = sharded_runs(self.key_layout, self.mesh, self.mesh.ring.index)
+        own = sharded_runs(self.spec.key_layout, self.spec.mesh, self.ring.dim.index)
         return self._tiling([run for runs in self.row_runs for run in runs], own)
 
     def _tiling(self, queries: Sequence[Run], own_keys: Sequence[Run]) -> Tiling:
         keys = [own_keys, [run for runs in self.column_runs for run in runs]]
-        return Tiling(queries, keys, is_causal=self.is_causal, visible=None)
+        return Tiling(queries, keys, is_causal=self.spec.is_causal, visible=None)
 
 
 def _length(runs: Sequence[Run]) -> int:

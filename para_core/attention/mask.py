@@ -14,10 +14,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from para_core.attention.call import Call
-from para_core.attention.grid import Grid
+from para_core.attention.grid import GridPlan
+from para_core.attention.plan import AttentionPlan
 from para_core.attention.tiles import own_runs
-from para_core.attention.ulysses import Exchange, split_by_kind
+from para_core.attention.ulysses import UlyssesPlan, split_by_kind
 from para_core.distributed.collectives import all_to_all
 from para_core.distributed.layout import Run, SequenceLayout
 from para_core.distributed.sharding import gather_tokens
@@ -83,7 +83,7 @@ def _extent(kind: str, sizes: Sequence[int], layout: SequenceLayout, ranks: Sequ
     )
 
 
-def mask_of_block(mask: Tensor, extents: MaskExtents, call: Call) -> Tensor:
+def mask_of_block(mask: Tensor, extents: MaskExtents, plan: AttentionPlan) -> Tensor:
     """What of ``mask`` this rank's block of queries and share of the heads needs; with a grid, those of its row, too.
 
     Args:
@@ -94,42 +94,42 @@ def mask_of_block(mask: Tensor, extents: MaskExtents, call: Call) -> Tensor:
         ranks of its row, columns by position in the whole sequence. Differentiable.
     """
     if mask.dtype == torch.bool:  # gloo moves no bool
-        return _of_block(mask.view(torch.uint8), extents, call).view(torch.bool)
-    return _of_block(mask, extents, call)
+        return _for_block(mask.view(torch.uint8), extents, plan).view(torch.bool)
+    return _for_block(mask, extents, plan)
 
 
-def _of_block(mask: Tensor, extents: MaskExtents, call: Call) -> Tensor:
-    mesh = call.mesh
+def _for_block(mask: Tensor, extents: MaskExtents, plan: AttentionPlan) -> Tensor:
+    mesh = plan.spec.mesh
     if extents.keys == "local":
-        mask = gather_tokens(mask, 3, call.key_layout, mesh)
-    heads = call.heads.of_query if mask.shape[1] > 1 else [(0, 1)] * mesh.ulysses.size
-    if extents.queries == "local" and call.exchange is not None:
-        mask = _rows_of_group(mask, call.exchange, heads)
+        mask = gather_tokens(mask, 3, plan.spec.key_layout, mesh)
+    heads = plan.heads.of_query if mask.shape[1] > 1 else [(0, 1)] * mesh.ulysses.size
+    if extents.queries == "local" and plan.ulysses is not None:
+        mask = _rows_of_group(mask, plan.ulysses, heads)
     elif mask.shape[1] > 1:
         mask = mask.narrow(1, *heads[mesh.ulysses.index])
-    of_row = [] if call.grid is None else call.grid.row_runs
+    of_row = [] if plan.grid is None else plan.grid.row_runs
     if extents.queries == "global":
-        runs = own_runs(call.query_layout, mesh) + [run for runs in of_row for run in runs]
+        runs = own_runs(plan.spec.query_layout, mesh) + [run for runs in of_row for run in runs]
         parts = [mask.narrow(2, start, length) for start, length in runs]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-    return mask if extents.queries == "broadcast" or call.grid is None else _with_rows_of_others(mask, call.grid)
+    return mask if extents.queries == "broadcast" or plan.grid is None else _with_rows_of_others(mask, plan.grid)
 
 
-def _with_rows_of_others(mask: Tensor, grid: Grid) -> Tensor:
+def _with_rows_of_others(mask: Tensor, grid: GridPlan) -> Tensor:
     """``mask`` with the rows ``[B or 1, H_local or 1, S_block, total or 1]`` of the other ring ranks of its row. Differentiable."""
     if not grid.row:
         return mask
     rows = mask.movedim(2, 0)
-    send, receive = [0] * grid.mesh.ring.size, [0] * grid.mesh.ring.size
+    send, receive = [0] * grid.ring.dim.size, [0] * grid.ring.dim.size
     for peer, size in zip(grid.row, grid.row_sizes, strict=True):
         send[peer], receive[peer] = rows.shape[0], size
-    arrived = all_to_all(torch.cat([rows] * len(grid.row)), send, receive, grid.mesh.ring)
+    arrived = all_to_all(torch.cat([rows] * len(grid.row)), send, receive, grid.ring.dim)
     return torch.cat([rows, arrived]).movedim(0, 2)
 
 
-def _rows_of_group(mask: Tensor, exchange: Exchange, heads: Sequence[Run]) -> Tensor:
+def _rows_of_group(mask: Tensor, ulysses: UlyssesPlan, heads: Sequence[Run]) -> Tensor:
     """From this rank's rows of all heads to the rows of its Ulysses group, of its own heads. Differentiable."""
-    layout, mesh = exchange.query_layout, exchange.mesh
+    layout, mesh = ulysses.query_layout, ulysses.mesh
     sharded, text = split_by_kind(mask, layout, mesh.rank)
-    (block,) = exchange.transfer([layout], [tuple(heads)], to_heads=True).start([sharded])()
+    (block,) = ulysses.transfer([layout], [tuple(heads)], to_heads=True).start([sharded])()
     return block if text is None else torch.cat([block, text.narrow(1, *heads[mesh.ulysses.index])], dim=2)

@@ -14,7 +14,6 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from para_core.attention.blocks import add_autograd_dependency
-from para_core.attention.call import Call, make_call
 from para_core.attention.call_agreement import (
     NO_MASK,
     OwnPart,
@@ -35,10 +34,12 @@ from para_core.attention.local import (
 )
 from para_core.attention.local_rows import MaskReviews
 from para_core.attention.mask import MaskExtents, mask_extents, mask_of_block
-from para_core.attention.operator import attend
+from para_core.attention.operator import differentiable_usp
 from para_core.attention.options import AttnOptions
+from para_core.attention.plan import AttentionPlan
 from para_core.attention.sdpa_call import SdpaCall
-from para_core.attention.usp import autocasts, forward
+from para_core.attention.spec import AttentionSpec
+from para_core.attention.usp import autocasts, usp_forward
 from para_core.distributed.collectives import HostGroups
 from para_core.distributed.consistency import Signature, agree
 from para_core.distributed.layout import SequenceLayout
@@ -64,7 +65,7 @@ class _Prepared:
         has_single_tokens: some rank holds a single token of a call that is not causal: its caller may be, and is asked.
     """
 
-    call: Call
+    plan: AttentionPlan
     signature: Signature | None
     extents: MaskExtents | None
     has_single_tokens: bool
@@ -141,11 +142,11 @@ class MeshAttention:
         if prepared.signature is not None:
             mask, extents = self._agree(prepared, prepared.signature, query, key, mask)
         if query.ndim == 4:
-            return self._compute(query, key, value, mask, prepared.call, extents)
+            return self._compute(query, key, value, mask, prepared.plan, extents)
         leading = query.shape[:-3]
         query, key, value = (x.reshape(prod(leading), *x.shape[-3:]) for x in (query, key, value))
         mask = None if mask is None else _in_one_batch(mask, leading)
-        out = self._compute(query, key, value, mask, prepared.call, extents)
+        out = self._compute(query, key, value, mask, prepared.plan, extents)
         return out.reshape(*leading, *out.shape[1:])
 
     def _learns_in_float32(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
@@ -172,14 +173,14 @@ class MeshAttention:
         """Compare this call with that of the other ranks. Return the mask, and what its dims are then known to count."""
         look, own = self.looks_for_copies, NO_MASK
         if mask is not None or look or prepared.has_single_tokens:
-            own = own_part(prepared.call, self._mesh, query, key, mask, self.reviews, look_for_copies=look)
+            own = own_part(prepared.plan.spec, self._mesh, query, key, mask, self.reviews, look_for_copies=look)
             # A single token says nothing yet.
             self.looks_for_copies = look and own.digest == 0 and query.shape[-2] < 2
         explain = partial(explain_difference, self._mesh, mask)
         parts = agree(expected, self._host_groups, own, explain=explain)
         if parts.count(NO_MASK) == len(parts):
             return None, None
-        return settle_call(prepared.call, self._mesh, query, mask, [OwnPart(*part) for part in parts])
+        return settle_call(prepared.plan.spec, self._mesh, query, mask, [OwnPart(*part) for part in parts])
 
     def _prepare(self, call: SdpaCall, lookup_key: Any) -> _Prepared:
         """Check a call and plan it. The result depends on its shapes and flags, and is kept under ``lookup_key``."""
@@ -201,7 +202,7 @@ class MeshAttention:
                 options.block_mask.check(query_layout.total, key_layout.total)
         except (TypeError, ValueError, RuntimeError) as error:
             self.raise_everywhere(error)
-        planned = make_call(
+        spec = AttentionSpec.of(
             query_layout,
             key_layout,
             self._mesh,
@@ -214,11 +215,11 @@ class MeshAttention:
         )
         signature, extents, single = None, None, False
         if exchanges:
-            signature = call_signature(query, key, value, planned)
+            signature = call_signature(query, key, value, spec)
             single = not call.is_causal and has_single_tokens(query_layout)
         elif mask is not None:
             extents = mask_extents([last_two(mask)], query_layout, key_layout, [self._mesh.rank])
-        prepared = _Prepared(planned, signature, extents, single)
+        prepared = _Prepared(AttentionPlan(spec), signature, extents, single)
         if lookup_key is not None:
             if len(self._prepared) >= _MOST_SIGNATURES:
                 self._prepared.clear()
@@ -238,7 +239,7 @@ class MeshAttention:
         key: Tensor,
         value: Tensor,
         attn_mask: Tensor | None,
-        call: Call,
+        plan: AttentionPlan,
         extents: MaskExtents | None,
     ) -> Tensor:
         if query.is_meta:
@@ -247,12 +248,12 @@ class MeshAttention:
             return query.new_empty(shape).transpose(1, 2)
         mask = None
         if attn_mask is not None and extents is not None:
-            mask = mask_of_block(attn_mask[(None,) * (4 - attn_mask.ndim)], extents, call)
+            mask = mask_of_block(attn_mask[(None,) * (4 - attn_mask.ndim)], extents, plan)
         if self._attn_func is None:
             if torch.is_grad_enabled() or torch.compiler.is_compiling():
-                return attend(query, key, value, mask, call)
-            return forward(call, query, key, value, mask)[0]
-        return forward(call, query, key, value, mask, attend=partial(_attend_with, self._attn_func))[0]
+                return differentiable_usp(plan, query, key, value, mask)
+            return usp_forward(plan, query, key, value, mask)[0]
+        return usp_forward(plan, query, key, value, mask, attend=partial(_attend_with, self._attn_func))[0]
 
 
 def _as_autocast_does(*tensors: Tensor | None) -> tuple[Any, ...]:

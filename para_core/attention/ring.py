@@ -28,8 +28,8 @@ from torch import Tensor
 
 from para_core.attention.approximate.wire import row_bytes
 from para_core.attention.blocks import Block, BlockAttention, BlockGradients, LocalAttention, add_autograd_dependency
-from para_core.attention.call import OWN, Call, Hop
 from para_core.attention.pack_ops import as_numbers
+from para_core.attention.ring_plan import OWN, Hop, RingPlan
 from para_core.attention.tiles import put, take
 from para_core.distributed.collectives import Travelling, start_all_gather, start_ring_shift, wait
 from para_core.kernels.exchange_reference import CopyRegion
@@ -98,14 +98,14 @@ class Packing:
 
 
 def ring_pass(
-    own: Block, sent: Tensor, packing: Packing, call: Call, received: list[Tensor]
+    own: Block, sent: Tensor, packing: Packing, plan: RingPlan, received: list[Tensor]
 ) -> Iterator[tuple[Hop, Block | None]]:
     """Each rank passes on what it got: neighbours talk to neighbours only.
 
     With a block mask, each sends its block straight to those that see any of it; None where another got one, and this rank none.
     """
-    hops, dim = call.hops, call.mesh.ring
-    passes_on = call.options.block_mask is None
+    hops, dim = plan.hops, plan.dim
+    passes_on = plan.spec.options.block_mask is None
 
     def start(hop: Hop) -> Travelling:
         if passes_on:
@@ -128,32 +128,32 @@ def ring_pass(
 
 
 def all_gather_kv(
-    own: Block, sent: Tensor, packing: Packing, call: Call, received: list[Tensor]
+    own: Block, sent: Tensor, packing: Packing, plan: RingPlan, received: list[Tensor]
 ) -> Iterator[tuple[Hop, Block | None]]:
     """All of them in one collective."""
-    sizes = [packing.numel(rank) for rank in range(call.mesh.ring.size)]
+    sizes = [packing.numel(rank) for rank in range(plan.dim.size)]
     largest = max(sizes)
     if sent.numel() < largest:
         sent = torch.cat([sent, sent.new_zeros(largest - sent.numel())])
-    arriving = start_all_gather(sent, call.mesh.ring)
+    arriving = start_all_gather(sent, plan.dim)
     yield OWN, own
     blocks = wait(arriving)
     if torch.is_grad_enabled():
         received.append(blocks)
-    for hop in call.hops:
+    for hop in plan.hops:
         yield hop, packing.unpack(blocks.narrow(0, hop.source * largest, sizes[hop.source]), hop.source)
 
 
 def _blocks(
-    key: Tensor, value: Tensor, packing: Packing, call: Call, received: list[Tensor], *, gather: bool = False
+    key: Tensor, value: Tensor, packing: Packing, plan: RingPlan, received: list[Tensor], *, gather: bool = False
 ) -> Iterable[tuple[Hop, Block | None]]:
-    if not call.hops:
+    if not plan.hops:
         return [(OWN, (key, value))]
     own = (key, value)
-    if call.has_replicated_keys:
-        key, value = (take(x, 2, call.travels) for x in own)
+    if plan.has_replicated_keys:
+        key, value = (take(x, 2, plan.travels) for x in own)
     sent = packing.pack(key, value)
-    return (all_gather_kv if gather else ring_pass)(own, sent, packing, call, received)
+    return (all_gather_kv if gather else ring_pass)(own, sent, packing, plan, received)
 
 
 # -- forward
@@ -164,7 +164,7 @@ def ring_attention(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    call: Call,
+    plan: RingPlan,
     *,
     heads: Tensor | None = None,
     attend: LocalAttention | None = None,
@@ -173,24 +173,24 @@ def ring_attention(
     """Attention of this ring block's queries over the keys of all ring blocks.
 
     Args:
-        query: ``[B, H, S_q, D]``, as ``call.query_runs`` says.
+        query: ``[B, H, S_q, D]``, as ``plan.query_runs`` says.
         key, value: ``[B, H_kv, S_k, D]``, ``[B, H_kv, S_k, D_v]``, likewise.
         mask: ``[B or 1, H or 1, S_q or 1, total or 1]``: rows as ``query``, columns by position in the whole sequence.
         heads: the key head of each query head, ``[H]``; None if they are grouped evenly.
-        attend: computes attention on one device; None: ``call.options.backend``.
+        attend: computes attention on one device; None: ``plan.spec.options.backend``.
         comm_dtype: what travels is rounded to it; None: as it is.
 
     Returns:
         ``[B, H, S_q, D_v]`` in query's dtype, and lse ``[B, H, S_q]``.
     """
     found = BlockAttention(
-        query, mask, call.tiling, scale=call.scale, backend=call.options.backend, heads=heads, attend=attend
+        query, mask, plan.tiling, scale=plan.spec.scale, backend=plan.spec.options.backend, heads=heads, attend=attend
     )
-    packing = Packing(key, value, call.block_sizes, comm_dtype=comm_dtype)
+    packing = Packing(key, value, plan.block_sizes, comm_dtype=comm_dtype)
     received: list[Tensor] = []
-    last_hop = call.hops[-1] if call.hops else OWN
-    gather = call.options.rotate_method == "allgather" and call.options.block_mask is None
-    for hop, block in _blocks(key, value, packing, call, received, gather=gather):
+    last_hop = plan.hops[-1] if plan.hops else OWN
+    gather = plan.spec.options.rotate_method == "allgather" and plan.spec.options.block_mask is None
+    for hop, block in _blocks(key, value, packing, plan, received, gather=gather):
         if block is not None:
             found.add(block, hop.step, is_last=hop is last_hop)
         # Or three blocks would be in memory while the next hop is on its way.
@@ -212,7 +212,7 @@ def ring_attention_backward(
     mask: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    call: Call,
+    plan: RingPlan,
     *,
     heads: Tensor | None = None,
     mask_gradient: bool = False,
@@ -224,35 +224,35 @@ def ring_attention_backward(
         out,
         lse,
         mask,
-        call.tiling,
-        scale=call.scale,
-        backend=call.options.backend,
+        plan.tiling,
+        scale=plan.spec.scale,
+        backend=plan.spec.options.backend,
         heads=heads,
         mask_gradient=mask_gradient,
     )
-    grad_key, grad_value = _key_gradients(found, key, value, call)
+    grad_key, grad_value = _key_gradients(found, key, value, plan)
     grad_query, grad_mask = found.result()
     return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), grad_mask
 
 
-def _key_gradients(found: BlockGradients, key: Tensor, value: Tensor, call: Call) -> list[Tensor]:
+def _key_gradients(found: BlockGradients, key: Tensor, value: Tensor, plan: RingPlan) -> list[Tensor]:
     """The gradients of this rank's keys and values.
 
     What was found for a block travels behind it, and at last home; with a block mask, from each rank straight home.
     """
-    dim, packing = call.mesh.ring, Packing(key, value, call.block_sizes)
+    dim, packing = plan.dim, Packing(key, value, plan.block_sizes)
     own: list[Tensor] = []
     arriving: list[Travelling] = []  # on its way while this rank computes its own share
-    for hop, block in _blocks(key, value, packing, call, []):
+    for hop, block in _blocks(key, value, packing, plan, []):
         grads = [] if block is None else found.add(block, hop.step)
         del block
         if hop.step == 0:
             own = grads
-        elif call.options.block_mask is None:
+        elif plan.spec.options.block_mask is None:
             if arriving:
                 earlier = packing.unpack(wait(arriving.pop()), hop.source)
                 grads = [one.add_(other) for one, other in zip(grads, earlier, strict=True)]
-            arriving.append(start_ring_shift(packing.pack(*grads), packing.numel(call.source(hop.step + 1)), dim))
+            arriving.append(start_ring_shift(packing.pack(*grads), packing.numel(plan.source(hop.step + 1)), dim))
         else:
             sent = packing.pack(*grads) if grads else own[0].new_empty(0)
             arrives = packing.numel(dim.index) if hop.sends else 0
@@ -260,5 +260,5 @@ def _key_gradients(found: BlockGradients, key: Tensor, value: Tensor, call: Call
     for buffer in map(wait, arriving):
         if buffer.numel():
             for total, part in zip(own, packing.unpack(buffer, dim.index), strict=True):
-                put(total, 2, call.travels, part)
+                put(total, 2, plan.travels, part)
     return own

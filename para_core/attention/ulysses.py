@@ -26,10 +26,10 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from para_core.attention.spec import AttentionSpec
 from para_core.attention.transfer import Share, Transfer
 from para_core.distributed.layout import Run, Segment, SequenceLayout
 from para_core.distributed.lazy import lazy
-from para_core.distributed.mesh import SequenceMesh
 
 # Waits for what has been started, and returns it.
 Finish = Callable[[], Tensor]
@@ -93,27 +93,21 @@ class Heads:
 # -- one attention call
 
 
-class Exchange:
+class UlyssesPlan:
     """The all-to-alls of one call, forward and backward: all sizes, computed once.
 
     A block is what a Ulysses group holds together: its ranks' sharded tokens, then the replicated ones.
+    With ``comm_dtype`` what travels forward is rounded.
 
     Args:
-        comm_dtype: not exact: forward, what travels is rounded to it (:mod:`para_core.attention.approximate.wire`).
+        heads: those of each rank, or a part of them.
     """
 
-    def __init__(
-        self,
-        query_layout: SequenceLayout,
-        key_layout: SequenceLayout,
-        mesh: SequenceMesh,
-        heads: Heads,
-        *,
-        comm_dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, spec: AttentionSpec, heads: Heads) -> None:
+        query_layout, key_layout = spec.query_layout, spec.key_layout
         self.query_layout, self.key_layout = query_layout, key_layout
-        self.mesh, self.heads = mesh, heads
-        self._comm_dtype = comm_dtype
+        self.mesh, self.heads = spec.mesh, heads
+        self._comm_dtype = spec.options.comm_dtype
         # Of query, key and value.
         self._layouts = (query_layout, key_layout, key_layout)
         self._heads = (heads.of_query, heads.of_key, heads.of_key)

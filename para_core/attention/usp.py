@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,8 +10,8 @@ from torch import Tensor
 from para_core.attention.approximate.snapkv import hide, select_keys, sparse_attention
 from para_core.attention.attention_2d import attention_2d, attention_2d_backward
 from para_core.attention.blocks import LocalAttention, columns, expand
-from para_core.attention.call import Call
 from para_core.attention.local import as_sdpa, local_attention
+from para_core.attention.plan import AttentionPlan
 from para_core.attention.ring import ring_attention, ring_attention_backward
 from para_core.attention.ulysses import Heads
 
@@ -28,8 +27,8 @@ class Saved:
     lse: Tensor
 
 
-def forward(
-    call: Call,
+def usp_forward(
+    plan: AttentionPlan,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -44,8 +43,8 @@ def forward(
         query: ``[B, H, S_q_local, D]``, as the query layout says.
         key, value: ``[B, H_kv, S_k_local, D]``, ``[B, H_kv, S_k_local, D_v]``, as the key layout says.
         mask: as :func:`~para_core.attention.mask.mask_of_block` gives it.
-        attend: computes attention on one device; None: ``call.options.backend``.
-        save: return what :func:`backward` needs, too.
+        attend: computes attention on one device; None: ``plan.spec.options.backend``.
+        save: return what :func:`usp_backward` needs, too.
 
     Returns:
         ``[B, H, S_q_local, D_v]``, in memory as SDPA's result lies: ``[B, S_q_local, H, D_v]``.
@@ -53,17 +52,17 @@ def forward(
     if autocasts(query):
         # Autocast would round scores, votes and lse that are float32 on purpose.
         with torch.autocast(query.device.type, enabled=False):
-            return forward(call, query, key, value, mask, attend=attend, save=save)
-    call = call.with_gradients if save else call
-    exchange = call.exchange
-    if exchange is None:
-        out, lse = _of_block(call, query, key, value, mask, call.heads, attend, save)
+            return usp_forward(plan, query, key, value, mask, attend=attend, save=save)
+    plan = plan.with_gradients if save else plan
+    ulysses = plan.ulysses
+    if ulysses is None:
+        out, lse = attend_block(plan, query, key, value, mask, plan.heads, attend, save)
         return as_sdpa(out), None if lse is None else Saved(query, key, value, out, lse)
-    if call.options.ulysses_chunks > 1 and not save:
-        return _in_chunks(call, query, key, value, mask, attend), None
-    query, key, value = exchange.start_enter(query, key, value)()
-    out, lse = _of_block(call, query, key, value, mask, call.heads, attend, save)
-    return exchange.start_leave(out)(), None if lse is None else Saved(query, key, value, out, lse)
+    if plan.spec.options.ulysses_chunks > 1 and not save:
+        return _in_chunks(plan, query, key, value, mask, attend), None
+    query, key, value = ulysses.start_enter(query, key, value)()
+    out, lse = attend_block(plan, query, key, value, mask, plan.heads, attend, save)
+    return ulysses.start_leave(out)(), None if lse is None else Saved(query, key, value, out, lse)
 
 
 def autocasts(x: Tensor) -> bool:
@@ -73,8 +72,8 @@ def autocasts(x: Tensor) -> bool:
     return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
-def _of_block(
-    call: Call,
+def attend_block(
+    plan: AttentionPlan,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -85,37 +84,41 @@ def _of_block(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of a block's queries; its lse where that is to be saved."""
     key_heads = None
-    if call.num_kv_heads != call.num_heads:
-        key_heads = heads.key_of_each_query(call.mesh.ulysses.index, query.device)
+    if plan.spec.num_kv_heads != plan.spec.num_heads:
+        key_heads = heads.key_of_each_query(plan.spec.mesh.ulysses.index, query.device)
     if attend is not None and key.shape[1] != query.shape[1] and key_heads is None:
         # A user's own takes as many key heads as query heads.
         key_heads = torch.arange(query.shape[1], device=query.device) // (query.shape[1] // max(1, key.shape[1]))
-    if not save and attend is None and call.is_local:
+    if not save and attend is None and plan.is_local:
         if key_heads is not None:
             key, value = expand(key, key_heads), expand(value, key_heads)
-        mask = None if mask is None else columns(mask, call.key_runs(0))
-        backend = call.options.backend
-        out = local_attention(query, key, value, mask=mask, is_causal=call.is_causal, scale=call.scale, backend=backend)
-        return out, None
-    comm_dtype = call.options.comm_dtype
-    if call.options.kept_keys is not None:
-        out, lse = sparse_attention(
-            query, key, value, mask, call, heads=key_heads, attend=attend, save=save, comm_dtype=comm_dtype
+        mask = None if mask is None else columns(mask, plan.ring.key_runs(0))
+        backend = plan.spec.options.backend
+        out = local_attention(
+            query, key, value, mask=mask, is_causal=plan.spec.is_causal, scale=plan.spec.scale, backend=backend
         )
-    elif call.grid is not None:
-        out, lse = attention_2d(query, key, value, mask, call, grid=call.grid, heads=key_heads, attend=attend)
+        return out, None
+    comm_dtype = plan.spec.options.comm_dtype
+    if plan.spec.options.kept_keys is not None:
+        out, lse = sparse_attention(
+            query, key, value, mask, plan.ring, heads=key_heads, attend=attend, save=save, comm_dtype=comm_dtype
+        )
+    elif plan.grid is not None:
+        out, lse = attention_2d(query, key, value, mask, plan.grid, heads=key_heads, attend=attend)
     else:
-        out, lse = ring_attention(query, key, value, mask, call, heads=key_heads, attend=attend, comm_dtype=comm_dtype)
+        out, lse = ring_attention(
+            query, key, value, mask, plan.ring, heads=key_heads, attend=attend, comm_dtype=comm_dtype
+        )
     return out, lse if save else None
 
 
 def _in_chunks(
-    call: Call, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, attend: LocalAttention | None
+    plan: AttentionPlan, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, attend: LocalAttention | None
 ) -> Tensor:
     """A part of the heads after the other: the next part arrives, and the one before leaves, while one is computed."""
-    index = call.mesh.ulysses.index
-    first_head = call.heads.of_query[index][0]
-    chunks = call.chunks
+    index = plan.spec.mesh.ulysses.index
+    first_head = plan.heads.of_query[index][0]
+    chunks = plan.chunks
     entering = chunks[0].start_enter(query, key, value)
     leaving = []
     for place, chunk in enumerate(chunks):
@@ -124,9 +127,9 @@ def _in_chunks(
             entering = chunks[place + 1].start_enter(query, key, value)
         start, count = chunk.heads.of_query[index]
         rows = mask if mask is None or mask.shape[1] == 1 else mask.narrow(1, start - first_head, count)
-        out, _ = _of_block(call, block[0], block[1], block[2], rows, chunk.heads, attend, save=False)
+        out, _ = attend_block(plan, block[0], block[1], block[2], rows, chunk.heads, attend, save=False)
         leaving.append(chunk.start_leave(out))
-    whole = query.new_empty(query.shape[0], query.shape[2], call.num_heads, value.shape[3]).transpose(1, 2)
+    whole = query.new_empty(query.shape[0], query.shape[2], plan.spec.num_heads, value.shape[3]).transpose(1, 2)
     for chunk, finish in zip(chunks, leaving, strict=True):
         found = finish()
         for start, count in chunk.heads.of_query:
@@ -135,34 +138,26 @@ def _in_chunks(
     return whole
 
 
-def backward(
-    call: Call, grad_out: Tensor, saved: Saved, mask: Tensor | None, *, mask_gradient: bool
+def usp_backward(
+    plan: AttentionPlan, grad_out: Tensor, saved: Saved, mask: Tensor | None, *, mask_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of query, key and value, and of ``mask`` if asked for, of the sum of all ranks' losses."""
     if autocasts(grad_out):
         with torch.autocast(grad_out.device.type, enabled=False):
-            return backward(call, grad_out, saved, mask, mask_gradient=mask_gradient)
-    if call.exchange is not None:
-        grad_out = call.exchange.enter_gradient(grad_out)
-    heads = call.heads.key_of_each_query(call.mesh.ulysses.index, grad_out.device)
+            return usp_backward(plan, grad_out, saved, mask, mask_gradient=mask_gradient)
+    if plan.ulysses is not None:
+        grad_out = plan.ulysses.enter_gradient(grad_out)
+    heads = plan.heads.key_of_each_query(plan.spec.mesh.ulysses.index, grad_out.device)
     hidden = mask
-    if call.options.kept_keys is not None:
-        hidden = hide(mask, select_keys(saved.query, saved.key, mask, call, heads=heads))
-    of_ring = ring_attention_backward if call.grid is None else partial(attention_2d_backward, grid=call.grid)
-    *grads, grad_mask = of_ring(
-        grad_out,
-        saved.query,
-        saved.key,
-        saved.value,
-        hidden,
-        saved.out,
-        saved.lse,
-        call,
-        heads=heads,
-        mask_gradient=mask_gradient,
-    )
+    if plan.spec.options.kept_keys is not None:
+        hidden = hide(mask, select_keys(saved.query, saved.key, mask, plan.ring, heads=heads))
+    block = (grad_out, saved.query, saved.key, saved.value, hidden, saved.out, saved.lse)
+    if plan.grid is None:
+        *grads, grad_mask = ring_attention_backward(*block, plan.ring, heads=heads, mask_gradient=mask_gradient)
+    else:
+        *grads, grad_mask = attention_2d_backward(*block, plan.grid, heads=heads, mask_gradient=mask_gradient)
     if grad_mask is not None and mask is not None:
         grad_mask = grad_mask.sum_to_size(mask.shape)
-    if call.exchange is not None:
-        grads = call.exchange.leave_gradients(*grads)
+    if plan.ulysses is not None:
+        grads = plan.ulysses.leave_gradients(*grads)
     return grads[0], grads[1], grads[2], grad_mask

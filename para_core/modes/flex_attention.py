@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
 from para_core.attention.blocks import add_autograd_dependency
-from para_core.attention.call import Call, make_call
 from para_core.attention.call_agreement import EQUAL_PARTS
 from para_core.attention.flex_exchange import enter, leave, query_rows
 from para_core.attention.mesh_attention import ChooseLayouts
 from para_core.attention.options import AttnOptions
+from para_core.attention.plan import AttentionPlan
+from para_core.attention.spec import AttentionSpec
 from para_core.distributed.collectives import LIBRARY, define_operator
 from para_core.distributed.consistency import agree, signature
 from para_core.distributed.layout import Run, Segment, SequenceLayout
@@ -75,22 +76,22 @@ class FlexOverMesh:
         try:
             key, value = _in_batch(query, key, value)
             self._check(query, key, value)
-            call = self._call(query, key)
+            plan = self._plan(query, key)
         except (TypeError, ValueError, RuntimeError) as error:
             self._raise_everywhere(error)
-        self._check_mask(mask, call, query)
+        self._check_mask(mask, plan, query)
         if talk:
-            agree(_signature(query, key, value, mask, call, scale, kernel_options), self._mesh, explain=_difference)
-        return _attend(operator, call, query, key, value, score_mod, mask, scale, kernel_options, *buffers)
+            agree(_signature(query, key, value, mask, plan, scale, kernel_options), self._mesh, explain=_difference)
+        return _run_operator(operator, plan, query, key, value, score_mod, mask, scale, kernel_options, *buffers)
 
     def _raise_everywhere(self, error: Exception) -> NoReturn:
         if not self._assume_equal:
             agree(error, self._mesh)
         raise error
 
-    def _check_mask(self, mask: tuple[Any, ...], call: Call, query: Tensor) -> None:
-        lengths = call.query_layout.total, call.key_layout.total
-        if _has_no_blocks(mask) or not (call.query_layout.sharded or call.key_layout.sharded):
+    def _check_mask(self, mask: tuple[Any, ...], plan: AttentionPlan, query: Tensor) -> None:
+        lengths = plan.spec.query_layout.total, plan.spec.key_layout.total
+        if _has_no_blocks(mask) or not (plan.spec.query_layout.sharded or plan.spec.key_layout.sharded):
             return
         if mask[0] >= 0:
             error = ValueError(_NOT_SHARDED.format(mask[0], mask[1], *lengths))
@@ -98,7 +99,7 @@ class FlexOverMesh:
                 # This rank holds all tokens, so flex_attention took the whole mask here, and raised on the other ranks.
                 raise error
             self._raise_everywhere(error)
-        expected = -1 - layout_id(call.query_layout), -1 - layout_id(call.key_layout)
+        expected = -1 - layout_id(plan.spec.query_layout), -1 - layout_id(plan.spec.key_layout)
         if (mask[0], mask[1]) != expected:
             self._raise_everywhere(ValueError(_OTHER_SEQUENCE.format(*lengths)))
 
@@ -117,15 +118,15 @@ class FlexOverMesh:
     ) -> Any:
         key, value = _in_batch(query, key, value)
         self._check(query, key, value)
-        call = self._call(query, key)
-        if not _has_no_blocks(mask) and (call.query_layout.sharded or call.key_layout.sharded):
-            mod, lengths = mask[-1], (call.query_layout.total, call.key_layout.total)
+        plan = self._plan(query, key)
+        if not _has_no_blocks(mask) and (plan.spec.query_layout.sharded or plan.spec.key_layout.sharded):
+            mod, lengths = mask[-1], (plan.spec.query_layout.total, plan.spec.key_layout.total)
             if not isinstance(mod, ShardedMaskMod):
                 return _refused(query, value, _NOT_SHARDED, [mask[0], mask[1], *lengths])
-            if not (_alike(mod.query_layout, call.query_layout) and _alike(mod.key_layout, call.key_layout)):
+            if not (_alike(mod.query_layout, plan.spec.query_layout) and _alike(mod.key_layout, plan.spec.key_layout)):
                 return _refused(query, value, _OTHER_SEQUENCE, [*lengths])
             mask = (*mask[:-1], mod.of_rows)
-        return _attend(operator, call, query, key, value, score_mod, mask, scale, kernel_options)
+        return _run_operator(operator, plan, query, key, value, score_mod, mask, scale, kernel_options)
 
     # -- in both
 
@@ -141,9 +142,9 @@ class FlexOverMesh:
                 f"and {value.dtype}."
             )
 
-    def _call(self, query: Tensor, key: Tensor) -> Call:
+    def _plan(self, query: Tensor, key: Tensor) -> AttentionPlan:
         query_layout, key_layout = self._layouts(query.shape[2], key.shape[2], True)
-        return make_call(
+        spec = AttentionSpec.of(
             query_layout,
             key_layout,
             self._mesh,
@@ -154,6 +155,7 @@ class FlexOverMesh:
             options=_OPTIONS,
             options_text=_OPTIONS_TEXT,
         )
+        return AttentionPlan(spec)
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
@@ -198,9 +200,9 @@ def _alike(layout: SequenceLayout, other: SequenceLayout) -> bool:
 # -- one call, on this rank
 
 
-def _attend(
+def _run_operator(
     operator: Callable[..., Any],
-    call: Call,
+    plan: AttentionPlan,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -213,13 +215,15 @@ def _attend(
 ) -> Any:
     by_token = query.stride(1) < query.stride(2)
     batch, num_queries = query.shape[0], query.shape[2]
-    query, key, value = enter(query, key, value, call)
-    first_head, heads = Segment("heads", call.num_heads).runs(call.mesh.ulysses.index, call.mesh.ulysses.size)[0]
-    rows = query_rows(call.query_layout, call.mesh)
+    query, key, value = enter(query, key, value, plan)
+    first_head, heads = Segment("heads", plan.spec.num_heads).runs(
+        plan.spec.mesh.ulysses.index, plan.spec.mesh.ulysses.size
+    )[0]
+    rows = query_rows(plan.spec.query_layout, plan.spec.mesh)
     if heads == 0 or query.shape[2] == 0 or key.shape[2] == 0:
         results = _of_nothing(query, key, value)
     else:
-        of_query = call.heads.key_of_each_query(call.mesh.ulysses.index, key.device)
+        of_query = plan.heads.key_of_each_query(plan.spec.mesh.ulysses.index, key.device)
         if of_query is not None:
             key, value = key.index_select(1, of_query), value.index_select(1, of_query)
         buffers = (score_buffers, mask_buffers) if score_buffers or mask_buffers else ()
@@ -230,18 +234,18 @@ def _attend(
                 key,
                 value,
                 _shifted_score_mod(score_mod, first_head, rows, query.device),
-                _own_mask(mask, call, first_head, heads, rows, query),
+                _own_mask(mask, plan, first_head, heads, rows, query),
                 scale,
                 kernel_options,
                 *buffers,
             )
     out, *stats = results
-    out = leave(out, call)
+    out = leave(out, plan)
     wanted = kernel_options.get("OUTPUT_LOGSUMEXP", True), kernel_options.get("OUTPUT_MAX", False)
     own_stats = [
-        leave(stat[..., None], call)[..., 0].contiguous()
+        leave(stat[..., None], plan)[..., 0].contiguous()
         if is_wanted
-        else stat.new_empty(batch, call.num_heads, num_queries)
+        else stat.new_empty(batch, plan.spec.num_heads, num_queries)
         for stat, is_wanted in zip(stats, wanted, strict=False)
     ]
     # As flex_attention does, in the order of the query's dims.
@@ -256,7 +260,7 @@ def _of_nothing(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]
 
 
 def _own_mask(
-    mask: tuple[Any, ...], call: Call, first_head: int, heads: int, rows: Sequence[Run], query: Tensor
+    mask: tuple[Any, ...], plan: AttentionPlan, first_head: int, heads: int, rows: Sequence[Run], query: Tensor
 ) -> tuple[Any, ...]:
     """``mask`` for this rank's heads and rows, with the lengths of what it is used for."""
     *tensors, row_block, key_block, mask_mod = mask[2:]
@@ -264,7 +268,7 @@ def _own_mask(
         x.narrow(1, first_head, heads) if isinstance(x, Tensor) and x.ndim > 1 and x.shape[1] > 1 else x
         for x in tensors
     ]
-    lengths: tuple[int, int] = (query.shape[2], call.key_layout.total)
+    lengths: tuple[int, int] = (query.shape[2], plan.spec.key_layout.total)
     if _has_no_blocks(mask):
         lengths, mask_mod = (mask[0], mask[1]), _shifted_mask_mod(mask_mod, first_head, rows, query.device)
     elif first_head:
@@ -301,7 +305,7 @@ def _signature(
     key: Tensor,
     value: Tensor,
     mask: tuple[Any, ...],
-    call: Call,
+    plan: AttentionPlan,
     scale: float,
     kernel_options: dict[str, Any],
 ) -> Any:
@@ -310,8 +314,8 @@ def _signature(
         {
             "operator": "flex_attention",
             **{f"{name} without its length": [*x.shape[:2], x.shape[3]] for name, x in tensors.items()},
-            "query lengths per rank": call.query_layout.sizes(),
-            "key lengths per rank": call.key_layout.sizes(),
+            "query lengths per rank": plan.spec.query_layout.sizes(),
+            "key lengths per rank": plan.spec.key_layout.sizes(),
             "dtype": str(query.dtype),
             "device type": query.device.type,
             "scale": scale,

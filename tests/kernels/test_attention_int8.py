@@ -16,11 +16,12 @@ from benchmarks.attention.compiled import ARCHS
 from benchmarks.harness import fake_group
 from benchmarks.interpreted import interpreted
 from para_core import init_context_parallel_mesh
-from para_core.attention.call import make_call
 from para_core.attention.local import continued_attention
 from para_core.attention.merge import Merged
 from para_core.attention.options import AttnOptions
-from para_core.attention.usp import forward
+from para_core.attention.plan import AttentionPlan
+from para_core.attention.spec import AttentionSpec
+from para_core.attention.usp import usp_forward
 from para_core.distributed.layout import even_layout
 from para_core.distributed.mesh import sequence_mesh
 from para_core.kernels import attention_int8_reference as reference
@@ -230,10 +231,10 @@ def _call(tensors, backend, *, save):
     with fake_group(1), torch.no_grad():
         mesh = sequence_mesh(init_context_parallel_mesh("cpu"))
         layouts = even_layout(tensors[0].shape[2], 1), even_layout(tensors[1].shape[2], 1)
-        call = make_call(
+        spec = AttentionSpec.of(
             *layouts, mesh, num_heads=2, num_kv_heads=2, is_causal=False, scale=None, options=options, options_text=options.as_text()
         )  # fmt: skip
-        return forward(call, *tensors, None, save=save)
+        return usp_forward(AttentionPlan(spec), *tensors, None, save=save)
 
 
 @pytest.mark.parametrize("keys", [8, 0])

@@ -4,10 +4,10 @@ The criterion is SnapKV's (Li et al. 2024, arXiv:2404.14469, §4): an observatio
 attention weights, summed over the window, and each head keeps the keys with most votes. SnapKV observes the end of a
 prompt; here, where every query sees every key, the window is spread evenly over the sequence. Votes are not pooled over neighbours.
 
-Per call, the ring ranks exchange the observed queries, one lse for each and one vote per key: B · H · (w · (D + 1) + S_k)
+Per plan, the ring ranks exchange the observed queries, one lse for each and one vote per key: B · H · (w · (D + 1) + S_k)
 elements for w observed queries. After that only kept keys and values travel and are computed.
 
-The host waits for the device once per call, to read how many keys each block keeps; where a mask hides keys instead, not at all.
+The host waits for the device once per plan, to read how many keys each block keeps; where a mask hides keys instead, not at all.
 """
 
 from __future__ import annotations
@@ -23,49 +23,49 @@ from torch import Tensor
 
 from para_core.attention.approximate.kept_keys import KeptKeys
 from para_core.attention.blocks import LocalAttention, add_autograd_dependency, columns, expand
-from para_core.attention.call import Call
 from para_core.attention.local import local_attention_with_lse, lse_dtype
 from para_core.attention.merge import Merged
 from para_core.attention.ring import Packing, ring_attention, ring_pass
+from para_core.attention.ring_plan import RingPlan
 from para_core.attention.tiles import sharded_runs
 from para_core.distributed.collectives import all_gather
 from para_core.distributed.layout import Run
 
 
 @torch.no_grad()
-def select_keys(query: Tensor, key: Tensor, mask: Tensor | None, call: Call, *, heads: Tensor | None) -> Tensor:
+def select_keys(query: Tensor, key: Tensor, mask: Tensor | None, plan: RingPlan, *, heads: Tensor | None) -> Tensor:
     """Which keys each head keeps, ``[B, H, S_k]`` bool by position in the whole sequence; the same on all ring ranks.
 
     Arguments are those of :func:`~para_core.attention.ring.ring_attention`; what the mask and ``is_causal`` hide from an
     observed query gets no vote of it.
     """
-    kept = kept_keys(call)
-    observed = kept.observed(call.query_layout.total)
-    queries = _of_all_ranks(query, observed, call)
+    kept = kept_keys(plan)
+    observed = kept.observed(plan.spec.query_layout.total)
+    queries = _of_all_ranks(query, observed, plan)
     rows = mask
     if mask is not None and mask.shape[2] > 1:
-        rows = _of_all_ranks(mask, observed, call)
-    runs = _counted_runs(call, call.mesh.ring.index)
-    counted = _rows_of(_positions(runs, key.device), _positions(call.key_runs(0), key.device))
-    logits = _logits(queries, _of_query_heads(key.index_select(2, counted), query, heads), call.scale)
+        rows = _of_all_ranks(mask, observed, plan)
+    runs = _counted_runs(plan, plan.dim.index)
+    counted = _rows_of(_positions(runs, key.device), _positions(plan.key_runs(0), key.device))
+    logits = _logits(queries, _of_query_heads(key.index_select(2, counted), query, heads), plan.spec.scale)
     if rows is not None:
         rows = columns(rows, runs)
         logits = logits.masked_fill(~rows, float("-inf")) if rows.dtype == torch.bool else logits + rows
-    if call.is_causal:
+    if plan.spec.is_causal:
         hidden = _positions(runs, query.device) > _on_device([observed], query.device).mT
         logits = logits.masked_fill(hidden, float("-inf"))
-    dim = call.mesh.ring
+    dim = plan.dim
     lse = all_gather(logits.logsumexp(-1)[None], [1] * dim.size, 0, dim).logsumexp(0)
     votes = torch.exp(logits - lse.masked_fill(lse == float("-inf"), 0.0)[..., None]).sum(2)
-    runs_of_ranks = [_counted_runs(call, index) for index in range(dim.size)]
+    runs_of_ranks = [_counted_runs(plan, index) for index in range(dim.size)]
     votes = all_gather(votes, [sum([length for _, length in one]) for one in runs_of_ranks], 2, dim)
     order = _positions([run for one in runs_of_ranks for run in one], query.device)
     votes = torch.empty_like(votes).index_copy_(2, order, votes)
     return _most(votes, ceil(kept.share * votes.shape[2]))
 
 
-def kept_keys(call: Call) -> KeptKeys:
-    kept = call.options.kept_keys
+def kept_keys(plan: RingPlan) -> KeptKeys:
+    kept = plan.spec.options.kept_keys
     if kept is None:
         raise RuntimeError("this call attends to all keys; there is nothing to select.")
     return kept
@@ -123,16 +123,16 @@ def _rows_of(wanted: Tensor, held: Tensor) -> Tensor:
     return order[torch.searchsorted(ascending, wanted)]
 
 
-def _of_all_ranks(x: Tensor, positions: Sequence[int], call: Call) -> Tensor:
+def _of_all_ranks(x: Tensor, positions: Sequence[int], plan: RingPlan) -> Tensor:
     """The rows of ``x`` ``[B, H, S_block, …]`` at these positions, from the ring ranks that hold them."""
-    dim, layout = call.mesh.ring, call.query_layout
-    runs = sharded_runs(layout, call.mesh, dim.index)
+    dim, layout = plan.dim, plan.spec.query_layout
+    runs = sharded_runs(layout, plan.spec.mesh, dim.index)
     if dim.index == 0:  # all ranks hold the replicated ones; one gives them
         runs = [*runs, *layout.runs(0, replicated=True)]
     numbers = x.to(torch.uint8) if x.dtype == torch.bool else x
     rows = numbers.new_zeros(*x.shape[:2], len(positions), x.shape[3])
     mine = [index for index, offset in enumerate(_offsets(positions, runs)) if offset is not None]
-    held = _offsets([positions[index] for index in mine], call.query_runs)
+    held = _offsets([positions[index] for index in mine], plan.query_runs)
     to, source = _on_device([mine, held], x.device)
     rows.index_copy_(2, to, numbers.index_select(2, source))
     # Zeros from the ranks that do not hold a row.
@@ -140,10 +140,10 @@ def _of_all_ranks(x: Tensor, positions: Sequence[int], call: Call) -> Tensor:
     return found.bool() if x.dtype == torch.bool else found
 
 
-def _counted_runs(call: Call, index: int) -> list[Run]:
+def _counted_runs(plan: RingPlan, index: int) -> list[Run]:
     """Positions of the keys that a ring rank answers for: what it shares with nobody, and on the first what all have."""
-    runs = sharded_runs(call.key_layout, call.mesh, index)
-    return [*runs, *call.key_layout.runs(0, replicated=True)] if index == 0 else runs
+    runs = sharded_runs(plan.spec.key_layout, plan.spec.mesh, index)
+    return [*runs, *plan.spec.key_layout.runs(0, replicated=True)] if index == 0 else runs
 
 
 # -- attention to what is kept
@@ -154,7 +154,7 @@ def sparse_attention(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    call: Call,
+    plan: RingPlan,
     *,
     heads: Tensor | None,
     attend: LocalAttention | None,
@@ -166,16 +166,16 @@ def sparse_attention(
     Only they travel and are computed; with ``save`` (for a gradient), where one key head serves several query heads, which keep keys of
     their own, and where a query's position or row of the mask matters, the others are hidden by a mask instead.
     """
-    seen = select_keys(query, key, mask, call, heads=heads)
+    seen = select_keys(query, key, mask, plan, heads=heads)
     hidden = hide(mask, seen)
-    if save or call.is_causal or hidden.shape[2] > 1 or query.shape[1] != key.shape[1]:
-        return ring_attention(query, key, value, hidden, call, heads=heads, attend=attend, comm_dtype=comm_dtype)
+    if save or plan.spec.is_causal or hidden.shape[2] > 1 or query.shape[1] != key.shape[1]:
+        return ring_attention(query, key, value, hidden, plan, heads=heads, attend=attend, comm_dtype=comm_dtype)
     received: list[Tensor] = []
     if attend is None:
-        attend = partial(local_attention_with_lse, backend=call.options.backend)
+        attend = partial(local_attention_with_lse, backend=plan.spec.options.backend)
     merged = Merged()
-    for block_key, block_value, block_mask in _kept_blocks(key, value, seen, hidden, call, received, comm_dtype):
-        merged.add(*attend(query, block_key, block_value, mask=block_mask, is_causal=False, scale=call.scale))
+    for block_key, block_value, block_mask in _kept_blocks(key, value, seen, hidden, plan, received, comm_dtype):
+        merged.add(*attend(query, block_key, block_value, mask=block_mask, is_causal=False, scale=plan.spec.scale))
     return add_autograd_dependency(merged.out.to(query.dtype), [query, key, value, *received]), merged.lse
 
 
@@ -192,7 +192,7 @@ def _kept_blocks(
     value: Tensor,
     seen: Tensor,
     mask: Tensor,
-    call: Call,
+    plan: RingPlan,
     received: list[Tensor],
     comm_dtype: torch.dtype | None,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -200,20 +200,23 @@ def _kept_blocks(
 
     The next block is in flight while the caller computes.
     """
-    held, dim = _positions(call.key_runs(0), key.device), call.mesh.ring
+    held, dim = _positions(plan.key_runs(0), key.device), plan.dim
     travels: list[Tensor] = []
-    if call.hops:
-        travels = [_positions(sharded_runs(call.key_layout, call.mesh, index), key.device) for index in range(dim.size)]
+    if plan.hops:
+        travels = [
+            _positions(sharded_runs(plan.spec.key_layout, plan.spec.mesh, index), key.device)
+            for index in range(dim.size)
+        ]
     chosen, *of_blocks = _chosen(seen, [held, *travels])
     own = _take(key, chosen), _take(value, chosen)
-    if not call.hops:
+    if not plan.hops:
         yield *own, _mask_of(mask, held, chosen)
         return
     lengths = [one.shape[2] for one in of_blocks]
     packing = Packing(key, value, lengths, comm_dtype=comm_dtype)
     rows = _rows_of(travels[dim.index], held)
     kept = [_take(x.index_select(2, rows), of_blocks[dim.index]) for x in (key, value)]
-    for hop, block in ring_pass(own, packing.pack(*kept), packing, call, received):
+    for hop, block in ring_pass(own, packing.pack(*kept), packing, plan, received):
         at, those = (held, chosen) if hop.step == 0 else (travels[hop.source], of_blocks[hop.source])
         if block is not None:
             yield *block, _mask_of(mask, at, those)

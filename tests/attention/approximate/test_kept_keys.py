@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from para_core import SparseKVAttnMode
 from para_core.attention.approximate import snapkv
 from para_core.attention.approximate.kept_keys import KeptKeys
-from para_core.attention.call import Call
 from para_core.attention.options import AttnOptions
+from para_core.attention.plan import AttentionPlan
+from para_core.attention.spec import AttentionSpec
 from para_core.distributed.layout import Segment, SequenceLayout
 from para_core.distributed.mesh import MeshDim, SequenceMesh
 from tests.attention.approximate.sparse_cases import SparseCase, check_all
@@ -200,13 +201,15 @@ def test_keys_are_selected_without_waiting_for_device(options, ring_index):
     layout = SequenceLayout(segments, 2)
     ring = MeshDim("ring", 2, ring_index, "a ring", None)
     mesh = SequenceMesh(ring, MeshDim("ulysses", 1, 0, "", None), "cuda")
-    call = Call(layout, layout, mesh, 3, 3, options=AttnOptions(kept_keys=KeptKeys(0.4, 4)), **options)
+    plan = AttentionPlan(
+        AttentionSpec(layout, layout, mesh, 3, 3, options=AttnOptions(kept_keys=KeptKeys(0.4, 4)), **options)
+    )
     local = 5 + 11 - ring_index
     # Reading a value of a meta tensor raises.
     query = torch.empty(2, 3, local, 8, device="meta")
     mask = torch.empty(2, 1, local, 26, dtype=torch.bool, device="meta")
     with mock.patch.object(snapkv, "all_gather", gather_shape), Copies() as copies:
-        seen = snapkv.select_keys(query, query.clone(), mask, call, heads=None)
+        seen = snapkv.select_keys(query, query.clone(), mask, plan.ring, heads=None)
     assert seen.shape == (2, 3, 26)
     assert seen.device == query.device
     assert copies.waiting

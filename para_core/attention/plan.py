@@ -1,0 +1,72 @@
+"""The plan of one attention call: which of the algorithms its spec needs, and who sends what to whom in each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from para_core.attention.grid import GridPlan, choose_grid
+from para_core.attention.ring_plan import RingPlan
+from para_core.attention.spec import AttentionSpec
+from para_core.attention.tiles import join_neighbours
+from para_core.attention.ulysses import Heads, UlyssesPlan
+from para_core.distributed.lazy import lazy
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionPlan:
+    """All that follows from a spec. Each part is computed at its first use, and kept."""
+
+    spec: AttentionSpec
+
+    @lazy
+    def with_gradients(self) -> AttentionPlan:
+        """The plan of this call if a gradient is kept."""
+        spec = self.spec.with_gradients
+        return self if spec is self.spec else AttentionPlan(spec)
+
+    @lazy
+    def heads(self) -> Heads:
+        return Heads(self.spec.num_heads, self.spec.num_kv_heads, self.spec.mesh.ulysses.size)
+
+    @lazy
+    def ulysses(self) -> UlyssesPlan | None:
+        """None without other Ulysses ranks: a block is then what a rank holds, as it holds it."""
+        return None if self.spec.mesh.ulysses.size == 1 else UlyssesPlan(self.spec, self.heads)
+
+    @lazy
+    def chunks(self) -> list[UlyssesPlan]:
+        """The plan of Ulysses in ``ulysses_chunks`` parts, each of some of the heads."""
+        return [UlyssesPlan(self.spec, heads) for heads in self.heads.cut(self.spec.options.ulysses_chunks)]
+
+    @lazy
+    def ring(self) -> RingPlan:
+        return RingPlan(self.spec)
+
+    @lazy
+    def grid(self) -> GridPlan | None:
+        """Rows and columns of the ring's ranks with ``rotate_method="2d"``; None: blocks travel around the ring, or straight."""
+        spec, options = self.spec, self.spec.options
+        if options.rotate_method != "2d" or options.by_position or not self.ring.rotates:
+            return None
+        return GridPlan(self.ring, choose_grid(spec.mesh.ring.size, spec.num_heads, spec.num_kv_heads))
+
+    @lazy
+    def is_local(self) -> bool:
+        """Whether SDPA itself computes a block: all keys are here, and in the order of the queries if that matters."""
+        if self.spec.options.by_position or self.spec.mesh.ring.size > 1:
+            return False
+        if not self.spec.is_causal:
+            return True
+        queries, keys = join_neighbours(self.ring.query_runs), join_neighbours(self.ring.key_runs(0))
+        return queries == keys and len(queries) <= 1
+
+
+def read_plan(text: str, numbers: Sequence[int], scale: float | None) -> AttentionPlan:
+    """Return the plan of the spec that ``text`` and ``numbers`` describe."""
+    return AttentionPlan(AttentionSpec.read(text, numbers, scale))
+
+
+# For an operator that runs with plain integers: a graph asks for the same plan in every step.
+cached_plan = lru_cache(maxsize=256)(read_plan)

@@ -1,0 +1,108 @@
+"""What one attention call over a mesh computes, tensors aside: a frozen value that writes itself as JSON, for a graph."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from para_core.attention.options import AttnOptions
+from para_core.distributed.layout import Segment, SequenceLayout
+from para_core.distributed.lazy import lazy
+from para_core.distributed.mesh import SequenceMesh, read_mesh
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionSpec:
+    """What is computed, and over which ranks. Who sends what to whom follows from it: :class:`~para_core.attention.plan.AttentionPlan`.
+
+    Args:
+        key_layout: ``query_layout`` itself, not an equal one, if keys are sharded like queries: they then travel in one table.
+        num_heads, num_kv_heads: of all ranks; the latter divides the former.
+        options_text: ``options`` as JSON, written before a graph is traced, which takes numbers for variables.
+    """
+
+    query_layout: SequenceLayout
+    key_layout: SequenceLayout
+    mesh: SequenceMesh
+    num_heads: int
+    num_kv_heads: int
+    is_causal: bool = False
+    scale: float | None = None
+    options: AttnOptions = field(default_factory=AttnOptions)
+    options_text: str = ""
+
+    @staticmethod
+    def of(
+        query_layout: SequenceLayout,
+        key_layout: SequenceLayout,
+        mesh: SequenceMesh,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        is_causal: bool,
+        scale: float | None,
+        options: AttnOptions,
+        options_text: str,
+    ) -> AttentionSpec:
+        """Return the spec of a call. If all keys are replicated, its mesh is this rank alone: nothing has to move."""
+        if not key_layout.sharded and options.kept_keys is None:  # Votes for kept keys come from all queries.
+            mesh = mesh.alone()
+        flags = (num_heads, num_kv_heads, is_causal, scale, options, options_text)
+        return AttentionSpec(query_layout, key_layout, mesh, *flags)
+
+    @lazy
+    def with_gradients(self) -> AttentionSpec:
+        """This spec for a call that keeps a gradient: nothing is rounded, on the way or in a product."""
+        options = self.options.with_gradients
+        return self if options is self.options else replace(self, options=options, options_text=options.as_text())
+
+    @lazy
+    def text(self) -> str:
+        """JSON of all but lengths, heads and scale, which may be symbolic. Equal texts, numbers and scales are equal specs."""
+        key_kinds = None if self.key_layout is self.query_layout else _kinds(self.key_layout)
+        text: str = _to_json(self.mesh.text, self.is_causal, _kinds(self.query_layout), key_kinds, self.options_text)
+        return text
+
+    @property
+    def numbers(self) -> list[int]:
+        """Heads, and the lengths of the segments of queries and, if they are not the same, of keys."""
+        layouts = [self.query_layout, *([] if self.key_layout is self.query_layout else [self.key_layout])]
+        return [
+            self.num_heads,
+            self.num_kv_heads,
+            *[segment.total for layout in layouts for segment in layout.segments],
+        ]
+
+    @staticmethod
+    def read(text: str, numbers: Sequence[int], scale: float | None) -> AttentionSpec:
+        """Return the spec that :attr:`text` and :attr:`numbers` describe. Its mesh finds its groups by their names."""
+        fields = json.loads(text)
+        mesh, ranks = read_mesh(fields["mesh"])
+        num_heads, num_kv_heads, *totals = numbers
+        query_kinds, key_kinds, options_text = fields["queries"], fields["keys"], fields["options"]
+        query_layout = _layout(totals[: len(query_kinds)], query_kinds, ranks)
+        key_layout = query_layout if key_kinds is None else _layout(totals[len(query_kinds) :], key_kinds, ranks)
+        flags = (num_heads, num_kv_heads, fields["is_causal"], scale, AttnOptions.read(options_text), options_text)
+        return AttentionSpec(query_layout, key_layout, mesh, *flags)
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def _to_json(mesh: str, is_causal: bool, queries: str, keys: str | None, options: str) -> str:
+    # Dynamo does not trace the encoder. All arguments are constants of a graph.
+    return json.dumps({"mesh": mesh, "is_causal": is_causal, "queries": queries, "keys": keys, "options": options})
+
+
+# A letter for each segment of a layout: (replicated, balanced).
+_KINDS = {"s": (False, False), "r": (True, False), "b": (False, True)}
+
+
+def _kinds(layout: SequenceLayout) -> str:
+    return "".join(["r" if segment.replicated else "b" if segment.balanced else "s" for segment in layout.segments])
+
+
+def _layout(totals: Sequence[int], kinds: str, ranks: int) -> SequenceLayout:
+    segments = [Segment("", total, *_KINDS[kind]) for total, kind in zip(totals, kinds, strict=True)]
+    return SequenceLayout(tuple(segments), ranks)
