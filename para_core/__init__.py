@@ -41,6 +41,7 @@ from para_core.plans.plan import (
     Split,
     SplitMask,
 )
+from para_core.user_warnings import CacheWarning, ParaCoreWarning, ParallelWarning
 from para_core.verify.check import CheckedCase, ParallelCheck, check_parallel
 from para_core.verify.first_difference import Difference
 from para_core.weights.pipefusion import PipeFusion, PipeFusionReport
@@ -52,6 +53,7 @@ __all__ = [
     "BlockSparseAttnMode",
     "CacheOptions",
     "CacheReport",
+    "CacheWarning",
     "CachedBlocks",
     "CheckedCase",
     "ContextParallelConfig",
@@ -65,8 +67,10 @@ __all__ = [
     "LinearAttention",
     "Observation",
     "OneForEach",
+    "ParaCoreWarning",
     "ParallelCheck",
     "ParallelConfig",
+    "ParallelWarning",
     "PipeFusion",
     "PipeFusionReport",
     "Plan",

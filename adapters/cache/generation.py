@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -29,6 +28,7 @@ from para_core.cfg.deferred import materialize
 from para_core.instance_patching import Order, uncompiled, unwrap, wrap_method, wrapper
 from para_core.plans.module_matching import parameters_of
 from para_core.plans.samples import number_of_samples
+from para_core.user_warnings import CacheWarning, WarningLog
 
 KEY = "cache of the pipeline"
 
@@ -56,13 +56,12 @@ class PipelineCache:
         self._paused = False
         # How many callbacks of the user's are under way.
         self._in_callback = 0
-        # Kinds of warnings that were given: each is given once.
-        self._warned: set[str] = set()
+        self._warnings = WarningLog()
 
     def replace(self, caches: dict[str, BlockCache], adapter: Adapter | None) -> None:
         """Other caches from here on. What stands around the models stays, and so do graphs that were compiled with it."""
         before, self.caches = self.caches, caches
-        self._warned = set()
+        self._warnings.clear()
         adapters = [adapter_for(cache.module, adapter) for cache in caches.values()]
         self._with_copies = any(each is not None and each.steps_with_copies for each in adapters)
         plans = {name: plan_for(cache.module, adapter=adapter) for name, cache in caches.items()}
@@ -81,7 +80,7 @@ class PipelineCache:
 
     @thresholds.setter
     def thresholds(self, thresholds: Mapping[str, float]) -> None:
-        self._warned = set()
+        self._warnings.clear()
         for name, cache in self.caches.items():
             cache.threshold = thresholds[name]
 
@@ -217,34 +216,36 @@ class PipelineCache:
         rows, threshold = rows_of(cache.readings), cache.threshold
         asked = [row for row in rows if row.verdict in (Verdict.HIT, Verdict.MISS)]
         if any(row.verdict is Verdict.NOT_FINITE for row in rows):
-            self._warn(
+            self._warnings.warn(
+                f"{name}: residual",
                 f"the first-block residual of the {name} was zero or not finite at some steps, which were computed: see "
-                "cache_report(pipe)."
+                "cache_report(pipe).",
+                CacheWarning,
             )
         if not rows and cache.uncached_by is not None:
-            self._warn(
+            self._warnings.warn(
+                f"{name}: never asked",
                 f"the cache of the {name} was asked at no step: each call was given {cache.uncached_by}, with which all blocks run. Leave it "
-                "out (a pipeline may have a switch: use_kv_cache=False), or remove_cache_from_pipe(pipe)."
+                "out (a pipeline may have a switch: use_kv_cache=False), or remove_cache_from_pipe(pipe).",
+                CacheWarning,
             )
         if not asked or threshold == 0.0:
             return
         seen = [row.difference for row in asked if row.difference is not None and math.isfinite(row.difference)]
         ranging = f"differences ranged from {min(seen):.4g} to {max(seen):.4g}" if seen else "no difference was finite"
         if not any(row.hit for row in asked):
-            self._warn(
-                f"the cache of the {name} skipped no step: {ranging}, and residual_diff_threshold is {threshold:g}. Raise it."
+            self._warnings.warn(
+                f"{name}: no hits",
+                f"the cache of the {name} skipped no step: {ranging}, and residual_diff_threshold is {threshold:g}. Raise it.",
+                CacheWarning,
             )
         elif all(row.hit for row in asked) and not any(row.verdict is Verdict.LIMIT for row in rows):
-            self._warn(
+            self._warnings.warn(
+                f"{name}: only hits",
                 f"the cache of the {name} skipped every step that it could: {ranging}, and residual_diff_threshold is "
-                f"{threshold:g}. Lower it, or set max_consecutive_hits."
+                f"{threshold:g}. Lower it, or set max_consecutive_hits.",
+                CacheWarning,
             )
-
-    def _warn(self, message: str) -> None:
-        kind = message.split(":", maxsplit=1)[0]
-        if kind not in self._warned:
-            self._warned.add(kind)
-            warnings.warn(message, stacklevel=9)
 
 
 def _names(options: CacheOptions) -> tuple[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -24,6 +23,7 @@ from para_core.plans.region import RequireEqual
 from para_core.plans.samples import own_samples
 from para_core.spatial.mode import SpatialShardMode
 from para_core.spatial.one_group import dim_groups, one_group
+from para_core.user_warnings import ParallelWarning, WarningLog
 
 _KEY = "parallel_unet"
 
@@ -42,7 +42,7 @@ class _UnetRun:
         # The caller has seen to it that all ranks call alike.
         self.inputs_verified = False
         # Once is enough to say that the samples of a call cannot be shared.
-        self.warned_of_batch = False
+        self.warnings = WarningLog()
 
     def around(self, call: Callable[..., Any], unet: Any, /, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
@@ -89,13 +89,12 @@ class _UnetRun:
             return False
         if total % size == 0:
             return True
-        if not self.warned_of_batch:
-            self.warned_of_batch = True
-            warnings.warn(
-                f"a call has {total} sample(s), which {size} ranks along 'batch' cannot share: all compute all of them. Guide, or "
-                "give these ranks to the rows.",
-                stacklevel=2,
-            )
+        self.warnings.warn(
+            "batch",
+            f"a call has {total} sample(s), which {size} ranks along 'batch' cannot share: all compute all of them. Guide, or "
+            "give these ranks to the rows.",
+            ParallelWarning,
+        )
         return False
 
     def all_samples(self, out: Any, total: int) -> Any:

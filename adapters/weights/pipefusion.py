@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +15,7 @@ from para_core.adapters.weights.stages import stack_of, why_no_stages
 from para_core.cache.branches import Branches, conditions_of
 from para_core.distributed.mesh import GuidedMesh
 from para_core.instance_patching import Order, original_class, unwrap, wrap_method
+from para_core.user_warnings import ParallelWarning, warn_user
 from para_core.weights.patch_plan import PatchPlan, patch_plan
 from para_core.weights.pipefusion import FEWEST_STEPS, Fusion, PipeFusion, PipeFusionReport
 
@@ -122,10 +122,10 @@ class FusedPipe:
             for fusion in self.fusions.values():
                 fusion.end(failed=failed)
         if any(fusion.few_steps for fusion in self.fusions.values()):
-            warnings.warn(
+            warn_user(
                 f"PipeFusion was off in this call of the {type(pipe).__name__}: with fewer than {FEWEST_STEPS} steps each differs too much "
                 "from the one before, so all were computed whole. Take more steps, or leave pipefusion= out.",
-                stacklevel=5,
+                ParallelWarning,
             )
 
     def report(self) -> PipeFusionReport:

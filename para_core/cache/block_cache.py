@@ -11,7 +11,6 @@ them, else each in one of its own, on one predicate.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from threading import get_ident
@@ -48,6 +47,7 @@ from para_core.instance_patching import original_class
 from para_core.modes.unified import UnifiedAttnMode
 from para_core.plans.region import attention_is_skipped, mesh_of_plan, ranks_sharing_samples
 from para_core.staged import on_all_stages
+from para_core.user_warnings import CacheWarning, WarningLog
 
 
 class BlockCache:
@@ -81,8 +81,7 @@ class BlockCache:
         self.traced = False
         # Whether the model runs as if there were no cache.
         self.idle = False
-        # Whether a warning said that branches cannot be told apart.
-        self._warned = False
+        self._warnings = WarningLog()
         # Branches of guidance in the whole batch, and its size, of which a plan may give this rank a part; 0: not known.
         self.branches, self.batch = 1, 0
         # The argument for whose sake the last call ran without the cache.
@@ -192,9 +191,7 @@ class BlockCache:
 
     def _run_without_branches(self, call: Callable[[], Any]) -> Any:
         self.reset_states()
-        if not self._warned:
-            self._warned = True
-            warnings.warn(self._branches.why_unknown(type(self.module).__name__), stacklevel=6)
+        self._warnings.warn("branches", self._branches.why_unknown(type(self.module).__name__), CacheWarning)
         with self.paused():
             return call()
 

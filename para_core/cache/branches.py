@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from para_core.cache.blocks import CachedBlocks
 from para_core.instance_patching import original_class
+from para_core.user_warnings import CacheWarning, warn_user
 
 # If none are named, and the model takes them.
 DEFAULT_CONDITIONS = ("encoder_hidden_states",)
@@ -146,11 +146,11 @@ class Branches:
         unnamed = self._first_calls.alternating(branch, others)
         if unnamed:
             named = (*self.conditions, *unnamed)
-            warnings.warn(
+            warn_user(
                 f"{' and '.join(unnamed)} differ(s) between the calls of one step, and CachedBlocks(conditions={self.conditions!r}) "
                 "does not name it: the cache takes these calls for one branch of guidance, and mixes what it stores of them. Write "
                 f"CachedBlocks(conditions={named!r}), or call the model inside `with model.cache_context(name)`.",
-                stacklevel=8,
+                CacheWarning,
             )
 
     def why_unknown(self, model: str) -> str:

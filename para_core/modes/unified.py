@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -33,6 +32,7 @@ from para_core.modes.inference import layout_of_total, sequence_of_length, seque
 from para_core.modes.interceptor import SDPA, THREAD_STATE, Disabled, call_original, intercept, unintercepted
 from para_core.modes.recomputation import SET_GRAD_ENABLED, bind_checkpoint, bind_reentrant_checkpoint, is_in_backward
 from para_core.modes.sharding_mode import ShardingMode, TraceSafeLayout, segments_of
+from para_core.user_warnings import ParallelWarning, warn_user
 
 
 class UnifiedAttnMode(ShardingMode):
@@ -161,15 +161,15 @@ class UnifiedAttnMode(ShardingMode):
             )
             if not self.intercepted:
                 raise RuntimeError(message)
-            warnings.warn(message, stacklevel=4)
+            warn_user(message, ParallelWarning)
         elif not self.intercepted:
             self.intercepted = True  # once per mode
-            warnings.warn(
+            warn_user(
                 f"{type(self).__name__} on {self._mesh.ranks} ranks intercepted no scaled_dot_product_attention: if anything "
                 "inside computes attention, it ran on this rank's tokens only. Attention in a Triton kernel or in a package's own "
                 "binding (sageattention, transformer_engine, flash_attn before 2.7) cannot be seen; switch to SDPA or a later "
                 "flash_attn.",
-                stacklevel=4,
+                ParallelWarning,
             )
 
     @staticmethod

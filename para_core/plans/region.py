@@ -6,7 +6,6 @@ The module's code does not know. What runs around it lives in private subclasses
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -58,6 +57,7 @@ from para_core.plans.plan import (
 )
 from para_core.plans.published import published_plan
 from para_core.plans.samples import all_samples, holds_tensor, number_of_samples, own_samples
+from para_core.user_warnings import ParallelWarning, WarningLog
 
 _KEY = "parallel"
 
@@ -81,8 +81,7 @@ class _Region:
         self.plan = plan
         self.mesh = mesh
         self.batch = batch
-        # Once is enough to say that the samples of a call cannot be sharded.
-        self.warned_of_batch = False
+        self.warnings = WarningLog()
         self.options, self.attn_func = options, unintercepted(attn_func)
         # What is known of attention calls, kept from call to call.
         self.known = KnownAttention()
@@ -283,12 +282,12 @@ class _Region:
             return args, kwargs, None
         self._check_declared(given)
         if total % batch.size != 0:
-            if not (self.warned_of_batch or torch.compiler.is_compiling()):
-                self.warned_of_batch = True
-                warnings.warn(
+            if not torch.compiler.is_compiling():
+                self.warnings.warn(
+                    "batch",
                     f"a call has {total} sample(s), which {batch.size} ranks along 'batch' cannot share: all compute all of "
                     "them. Guide, or give these ranks to the sequence.",
-                    stacklevel=2,
+                    ParallelWarning,
                 )
             return args, kwargs, None
 
