@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from string import Formatter
+from typing import Any
 
 from benchmarks.attention import compiled, low_precision
 from benchmarks.cache import forecasts, quality
@@ -22,7 +24,6 @@ from benchmarks.pipelines import (
     hooks,
     outside,
     pipefusion,
-    refusals,
     speed,
     stages,
     supported,
@@ -32,6 +33,7 @@ from benchmarks.pipelines import (
 )
 from benchmarks.planner import propose, published, sizes, traffic
 from benchmarks.serving import load, trials
+from para_core.adapters.compatibility import REFUSALS, Refusal, When
 
 # Of python -m benchmarks.cache.quality at 28 steps: the same rule and threshold, by each.
 CACHES = {
@@ -55,6 +57,67 @@ def caches() -> dict[str, list[str]]:
     return {"caches": markdown_table(["First Block Cache, threshold 0.12", "computed steps", "PSNR, dB"], rows)}
 
 
+_WHEN = {
+    When.PARALLELIZE: "`parallelize_pipe`",
+    When.PARALLEL_CALL: "a parallel call",
+    When.CACHE: "`apply_cache_on_pipe`",
+    When.CACHED_CALL: "a cached call",
+    When.SHARD: "`shard_weights`",
+}
+# What a sentence says of any case; all else is an ellipsis on the page.
+_WORDS = {"name": "pipe.transformer", "owner": "the pipeline", "cls": "the transformer's class"}
+
+
+def sentence_of(refusal: Refusal) -> str:
+    """The sentence of a row, with words in place of what differs from case to case."""
+    parts = []
+    for text, field, _, _ in Formatter().parse(refusal.sentence):
+        parts += [text, "" if field is None else _WORDS.get(field, "…")]
+    return _cell("".join(parts))
+
+
+def _cell(text: str) -> str:
+    """Text that stands in a cell of a table, without markup of its own."""
+    return re.sub(r"([|<>*_`\[\]])", r"\\\1", " ".join(text.split()))
+
+
+def refused_rows() -> list[list[str]]:
+    """What is refused, before what, the error's class, and its message."""
+    return [
+        [
+            _cell(refusal.what),
+            ", ".join(_WHEN[when] for when in refusal.when),
+            f"`{refusal.error.__name__}`",
+            sentence_of(refusal),
+        ]
+        for refusal in REFUSALS
+    ]
+
+
+def tried() -> list[dict[str, Any]]:
+    """Combinations of options that were tried, and what they raised."""
+    rows: list[dict[str, Any]] = read_results("together")["excluded"]
+    return rows
+
+
+def tried_rows() -> list[list[str]]:
+    """The reason, a case of it, the error's class, and its message."""
+    return [
+        [_cell(row["reason"]), f"`{row['case']}`", f"`{row['error']}`", _cell(row["message"])]
+        for row in tried()
+        if row["message"]
+    ]
+
+
+def refusals() -> dict[str, list[str]]:
+    """Return the tables of docs/refusals.md."""
+    heads = ["error", "message"]
+    return {
+        "refusals": markdown_table(["refused", "when", *heads], refused_rows()),
+        "combinations": markdown_table(["reason", "for example", *heads], tried_rows()),
+    }
+
+
 # The programs whose parts a page has; a program may have parts of several pages.
 PAGES: dict[str, tuple[Callable[[], dict[str, list[str]]], ...]] = {
     "README.md": (peers.parts, caches, speed.parts),
@@ -74,7 +137,7 @@ PAGES: dict[str, tuple[Callable[[], dict[str, list[str]]], ...]] = {
     "docs/peers.md": (peers.parts,),
     "docs/pipelines.md": (supported.parts,),
     "docs/planner.md": (published.parts,),
-    "docs/refusals.md": (refusals.parts,),
+    "docs/refusals.md": (refusals,),
     "docs/serving.md": (load.parts, trials.parts),
     "docs/several_nodes.md": (links.parts,),
     "docs/stages.md": (stages.parts, pipefusion.parts),

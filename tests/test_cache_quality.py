@@ -13,8 +13,8 @@ import torch
 from benchmarks.cache import forecasts as cache_forecasts
 from benchmarks.cache import ways
 from benchmarks.cache.judged import images_of, judge, reference, scenes_of
-from benchmarks.cache.published import hermite
 from benchmarks.cache.quality import beside, parts_of, summaries
+from benchmarks.cache.ways import hermite
 from benchmarks.harness import read_results
 from para_core.adapters import cache_report
 from para_core.cache.forecasts import FOCA

@@ -1,12 +1,12 @@
-"""What each rank sends, counted, is what one run of the unmodified model on one device foretells: benchmarks.pipelines.expected_traffic."""
+"""What each rank sends, counted, is what one run of the unmodified model on one device foretells: benchmarks.pipelines.generation."""
 
 import warnings
 
 import pytest
 import torch
 
-from benchmarks.meters import counted_traffic
-from benchmarks.pipelines.expected_traffic import observe_pipeline, observed, takes_turns
+from benchmarks.harness import counted_traffic
+from benchmarks.pipelines.generation import observe_pipeline, observed, takes_turns
 from benchmarks.planner.traffic import REAL, call_of, gigabytes
 from para_core.adapters import parallelize_pipe, parallelize_transformer
 from para_core.planner.traffic import sent_in_rounds

@@ -9,7 +9,7 @@ import diffusers
 import pytest
 import torch
 
-from benchmarks.gpu import flux, flux_pipe, nccl_ranks, two_ranks
+from benchmarks.gpu import flux, nccl_ranks, two_ranks
 from benchmarks.gpu.flux_model import FluxTransformer2DModel
 from benchmarks.gpu.job import Job, SectionSkipped
 from tests.tiny import relative_error
@@ -164,7 +164,7 @@ def test_sections_of_ranks_run_in_processes_of_their_own(tmp_path, section, part
 
 def test_the_small_pipeline_is_no_identity():
     """Its result depends on each argument, so that a wrong shard of one of them is seen."""
-    pipe, call = flux_pipe.small_flux(CPU), flux_pipe.small_call(CPU)
+    pipe, call = flux.small_flux(CPU), flux.small_call(CPU)
     expected = pipe(**call)
     assert relative_error(expected, call["latents"]) > 0.1
     for name, x in call["conditions"].items():

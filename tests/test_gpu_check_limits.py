@@ -15,7 +15,7 @@ from benchmarks.attention import single_device as attention
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import local, runner, two_ranks
 from benchmarks.gpu.job import Job, section_environment, write_section
-from benchmarks.gpu.pool import run_in_pool
+from benchmarks.gpu.processes import run_in_pool
 from benchmarks.gpu.runner import SECTIONS, Section, run_all
 
 ROOT = Path(__file__).parents[1]

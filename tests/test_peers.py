@@ -8,8 +8,8 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.peers import stand_ins
+from benchmarks.peers.cells import best, verdict
 from benchmarks.peers.page import NO_NOTION, cell, kind, summary
-from benchmarks.peers.verdicts import best, verdict
 from tests.attention.one_device import make_qkv, relative_error
 
 ROOT = Path(__file__).parents[1]

@@ -19,8 +19,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
-from benchmarks.harness import markdown_table, measure_on_ranks, parser_of, read_results, relative_error, write_results
-from benchmarks.meters import TrafficCounter
+from benchmarks.harness import (
+    TrafficCounter,
+    markdown_table,
+    measure_on_ranks,
+    parser_of,
+    read_results,
+    relative_error,
+    write_results,
+)
 from para_core import UnifiedAttnMode
 from para_core.kernels import attention_int8_reference, attention_reference
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import torch
@@ -26,9 +26,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from diffusers import FluxTransformer2DModel
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.overrides import TorchFunctionMode
 
-from benchmarks.attention import by_hand
 from benchmarks.harness import (
     calls_in_python,
     environment,
@@ -42,6 +42,82 @@ from benchmarks.harness import (
 from para_core import UnifiedAttnMode, init_context_parallel_mesh
 from para_core.adapters import parallelize_transformer
 from para_core.plans.region import inputs_verified
+
+# -- Ulysses and ring attention written by hand, for even sizes: no mask, no gradient, no check. Tensors are [B, H, S_local, D],
+# of a model that holds them as [B, S_local, H, D] in memory
+
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+# torch.distributed's own calls, or those that torch.compile can trace.
+Calls = Literal["in place", "functional"]
+
+
+def all_to_all(x: Tensor, group: ProcessGroup, calls: Calls) -> Tensor:
+    """An equal part of the first dim of ``x`` to each rank."""
+    if calls == "in place":
+        received = torch.empty_like(x)
+        dist.all_to_all_single(received, x, group=group)
+        return received
+    sizes = [x.shape[0] // group.size()] * group.size()
+    sent = torch.ops._c10d_functional.all_to_all_single(x, sizes, sizes, group.group_name)
+    return torch.ops._c10d_functional.wait_tensor(sent)
+
+
+def ulysses_by_hand(query: Tensor, key: Tensor, value: Tensor, *, group: ProcessGroup, calls: Calls) -> Tensor:
+    """All tokens of a part of the heads: one all-to-all in, one out."""
+    ranks = group.size()
+    batch, heads, tokens, width = query.shape
+    # [rank, S_local, B, 3, H_local, D]: what arrives is in the order of the tokens, and is used as it lies.
+    parts = [x.view(batch, ranks, heads // ranks, tokens, width).permute(1, 3, 0, 2, 4) for x in (query, key, value)]
+    entered = all_to_all(torch.stack(parts, dim=3), group, calls)
+    block = entered.view(ranks * tokens, batch, 3, heads // ranks, width).permute(2, 1, 3, 0, 4)
+    out = F.scaled_dot_product_attention(*block.unbind(0))
+    left = all_to_all(out.permute(2, 0, 1, 3).contiguous(), group, calls)
+    left = left.view(ranks, tokens, batch, heads // ranks, width).permute(2, 1, 0, 3, 4)
+    return left.reshape(batch, tokens, heads, width).contiguous().transpose(1, 2)
+
+
+def shift(x: Tensor, group: ProcessGroup, calls: Calls) -> Callable[[], Tensor]:
+    """Begin to send ``x`` to the next rank; what waits for that of the one before."""
+    ranks, rank = group.size(), group.rank()
+    following, previous = (rank + 1) % ranks, (rank - 1) % ranks
+    if calls == "in place":
+        received = torch.empty_like(x)
+        operations = [dist.P2POp(dist.isend, x, following, group), dist.P2POp(dist.irecv, received, previous, group)]
+        works = dist.batch_isend_irecv(operations)
+
+        def finish() -> Tensor:
+            for work in works:
+                work.wait()
+            return received
+
+        return finish
+    rows = x.shape[0]
+    send, receive = ([rows if peer == one else 0 for peer in range(ranks)] for one in (following, previous))
+    sent = torch.ops._c10d_functional.all_to_all_single(x, receive, send, group.group_name)
+    return lambda: torch.ops._c10d_functional.wait_tensor(sent)
+
+
+def ring_by_hand(query: Tensor, key: Tensor, value: Tensor, *, group: ProcessGroup, calls: Calls) -> Tensor:
+    """Keys and values pass from neighbour to neighbour while a block is computed; results are merged in float32. On a CPU."""
+    held = torch.stack([key, value])
+    out, lse = torch.empty(0), torch.empty(0)
+    for step in range(group.size()):
+        arriving = shift(held, group, calls) if step + 1 < group.size() else None
+        block, block_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, held[0], held[1])
+        block, block_lse = block.float(), block_lse[..., None]
+        if step == 0:
+            out, lse = block, block_lse
+        else:
+            out = out - torch.sigmoid(block_lse - lse) * (out - block)
+            lse = torch.logaddexp(lse, block_lse)
+        if arriving is not None:
+            held = arriving()
+    return out.to(query.dtype)
+
+
+# -- measuring
+
 
 Way = Callable[[], Any]
 PARTS = ("fake", "gloo", "flux", "flux, wider")
@@ -93,7 +169,7 @@ def attention_ways(ranks: int, *, agreement: bool) -> dict[str, Way]:
     assert group is not None
     query, key, value = (torch.randn(1, 8, 8, 16).transpose(1, 2) for _ in range(3))
 
-    def chain(attend: by_hand.Attend) -> Tensor:
+    def chain(attend: Attend) -> Tensor:
         out = query
         for _ in range(CHAIN):
             out = attend(out, key, value)
@@ -119,7 +195,7 @@ def attention_ways(ranks: int, *, agreement: bool) -> dict[str, Way]:
         return repeat
 
     ways: dict[str, Way] = {"SDPA of one rank": partial(chain, F.scaled_dot_product_attention)}
-    for name, function, size in (("ulysses", by_hand.ulysses, 1), ("ring", by_hand.ring, ranks)):
+    for name, function, size in (("ulysses", ulysses_by_hand, 1), ("ring", ring_by_hand, ranks)):
         mesh = init_context_parallel_mesh("cpu", max_ring_dim_size=size)
         ways[f"{name}, by hand"] = partial(chain, partial(function, group=group, calls="in place"))
         ways[f"{name}, by hand, functional"] = partial(chain, partial(function, group=group, calls="functional"))
@@ -209,7 +285,7 @@ def flux_ways(model: FluxTransformer2DModel, text: int, image: int, ranks: int) 
             attention.forward = partial(under_empty_mode, attention.forward)
         return lambda: module(**local)
 
-    def by_hand_at_each_call(attend: by_hand.Attend) -> Way:
+    def by_hand_at_each_call(attend: Attend) -> Way:
         """Put where diffusers calls attention, so that nothing is intercepted."""
         module = twin()
 
@@ -238,8 +314,8 @@ def flux_ways(model: FluxTransformer2DModel, text: int, image: int, ranks: int) 
         "unmodified, the tokens of all ranks": lambda: third(**whole),
         "an empty mode around it": lambda: under_empty_mode(under_mode, **local),
         "an empty mode around each attention": around_each_attention(),
-        "ulysses, by hand": by_hand_at_each_call(partial(by_hand.ulysses, group=group, calls="in place")),
-        "ring, by hand": by_hand_at_each_call(partial(by_hand.ring, group=group, calls="in place")),
+        "ulysses, by hand": by_hand_at_each_call(partial(ulysses_by_hand, group=group, calls="in place")),
+        "ring, by hand": by_hand_at_each_call(partial(ring_by_hand, group=group, calls="in place")),
         "ulysses": parallel(1),
         "ring": parallel(ranks),
     }

@@ -1,4 +1,4 @@
-"""Forecasts, decisions and few steps, at equal computed steps:  python -m benchmarks.cache.forecasts
+"""Forecasts, rules and few steps, at equal computed steps:  python -m benchmarks.cache.forecasts
 
 The tiny trained FLUX generates held-out captions, each alone. Of each caption a plain cache chooses the steps; then every
 forecast computes these very steps (``compute_steps=``), so that nothing but the forecast differs. PSNR is against the image
@@ -18,17 +18,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from benchmarks.cache.judged import SEED, THINGS, _decode, judge, scenes_of
-from benchmarks.cache.published import hermite
-from benchmarks.cache.ways import generate, load
+from benchmarks.cache.ways import generate, hermite, load
 from benchmarks.harness import markdown_table, parser_of, read_results, write_results
 from para_core.adapters import apply_cache_on_pipe, cache_report, remove_cache_from_pipe
 from zoo.flux import grammar
 
 THRESHOLDS = (0.12, 0.2, 0.3)
-PARTS = ("forecasts", "decisions", "rules", "few", "few by rule")
+PARTS = ("forecasts", "rules", "few", "few by rule")
 
 
 FORECASTS: dict[str, dict[str, Any]] = {
@@ -114,96 +112,6 @@ def forecasts(generator: Generator) -> list[dict[str, Any]]:
         warm = [sorted({*range(4), *steps}) for steps in chosen]
         row = generator.judged(28, lambda i, c=warm: {"compute_steps": c[i], "forecast_order": 1})
         found.append(summary("order 1, 4 steps of warm-up more", row, baseline, threshold=threshold))
-    return found
-
-
-class FirstBlock:
-    """Of each step without a cache, the first-block residual and its modulated input."""
-
-    def __init__(self, generator: Generator) -> None:
-        self._pipe = generator.pipe
-        self.residuals: list[Tensor] = []
-        self.inputs: list[Tensor] = []
-
-    def watch(self, caption: str, seed: int) -> list[float]:
-        """The timesteps."""
-        block = self._pipe.transformer.transformer_blocks[0]
-        self.residuals, self.inputs = [], []
-
-        def note(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-            self.residuals.append((output[1] - kwargs["hidden_states"]).double())
-
-        def note_input(module: Any, args: Any, output: Any) -> None:
-            self.inputs.append(output[0].double())
-
-        handles = [block.register_forward_hook(note, with_kwargs=True), block.norm1.register_forward_hook(note_input)]
-        generate(self._pipe, caption, steps=28, seed=seed)
-        for handle in handles:
-            handle.remove()
-        return [float(t) for t in self._pipe.scheduler.timesteps]
-
-
-def difference(now: Tensor, before: Tensor) -> float:
-    return float((now - before).abs().mean() / before.abs().mean())
-
-
-def by_first_block(watched: FirstBlock, times: Sequence[float], threshold: float) -> list[int]:
-    """As it is: block 0 runs, its residual is compared with that of the last computed step."""
-    return by_difference(watched.residuals, threshold)
-
-
-def by_modulated_input(watched: FirstBlock, times: Sequence[float], threshold: float) -> list[int]:
-    """Before block 0: its modulated input is compared with that of the last computed step."""
-    return by_difference(watched.inputs, threshold)
-
-
-def by_difference(compared_with: Sequence[Tensor], threshold: float) -> list[int]:
-    computed = [0]
-    for step in range(1, len(compared_with)):
-        if not difference(compared_with[step], compared_with[computed[-1]]) < threshold:
-            computed.append(step)
-    return computed
-
-
-def by_own_forecast(watched: FirstBlock, times: Sequence[float], threshold: float) -> list[int]:
-    """Before block 0: its residual is taken to change as fast as between the last two computed steps."""
-    computed = [0, 1]
-    for step in range(2, len(times)):
-        last, before = computed[-1], computed[-2]
-        rate = difference(watched.residuals[last], watched.residuals[before]) / abs(times[last] - times[before])
-        if not rate * abs(times[step] - times[last]) < threshold:
-            computed.append(step)
-    return computed
-
-
-DECISIONS = {
-    "first block": by_first_block,
-    "before block 0: its modulated input": by_modulated_input,
-    "before block 0: forecast of its residual": by_own_forecast,
-}
-COUNTS = (8, 10, 12, 14)
-
-
-def decisions(generator: Generator) -> list[dict[str, Any]]:
-    """Which steps each rule chooses, with one threshold for all captions that gives as many computed steps on average."""
-    watched = []
-    for i, caption in enumerate(generator.captions):
-        seen = FirstBlock(generator)
-        times = seen.watch(caption, (SEED + THINGS) * 100_000 + i)
-        watched.append((seen, times))
-    found = []
-    for count in COUNTS:
-        baseline: dict[str, Any] = {}
-        for name, rule in DECISIONS.items():
-            low, high = 1e-4, 10.0
-            for _ in range(30):
-                middle = math.sqrt(low * high)
-                chosen = [rule(seen, times, middle) for seen, times in watched]
-                many = statistics.mean(map(len, chosen)) > count
-                low, high = (middle, high) if many else (low, middle)
-            row = generator.judged(28, lambda i, c=chosen: {"compute_steps": c[i]})
-            baseline = baseline or row
-            found.append(summary(name, row, baseline, wanted=count, threshold=round(high, 4)))
     return found
 
 
@@ -386,7 +294,7 @@ def main(arguments: list[str] | None = None) -> None:
     # Some thresholds skip nothing of some captions.
     warnings.filterwarnings("ignore", message="the cache of the .* skipped")
     generator = Generator(args.captions)
-    measured = {"forecasts": forecasts, "decisions": decisions, "rules": rules, "few": few, "few by rule": few_by_rule}
+    measured = {"forecasts": forecasts, "rules": rules, "few": few, "few by rule": few_by_rule}
     results = read_results("cache_forecasts")
     results.pop("environment")
     for name in args.parts:

@@ -23,8 +23,7 @@ from diffusers import FluxPipeline
 from diffusers.utils import logging
 from torch.distributed.device_mesh import DeviceMesh
 
-from benchmarks.harness import launch, parser_of, write_results
-from benchmarks.meters import TrafficCounter
+from benchmarks.harness import TrafficCounter, launch, parser_of, write_results
 from para_core import init_context_parallel_mesh, unified_attention
 from para_core.adapters import apply_cache_on_pipe, cache_report, parallelize_pipe
 from para_core.adapters.cache.calibration.image_metrics import as_images, load_metric

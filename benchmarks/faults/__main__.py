@@ -37,10 +37,11 @@ from benchmarks.faults.cells import (
     RANKS_PER_HOST,
     Cell,
     all_cells,
+    build,
+    call_of,
 )
 from benchmarks.faults.hosts import Hosts, open_hosts
 from benchmarks.faults.page import verdict
-from benchmarks.faults.pipes import build, call_of
 from benchmarks.faults.rank import SLEEP, TIMEOUT, run_rank
 from benchmarks.harness import RESULTS, environment, parser_of
 from para_core import version

@@ -10,19 +10,25 @@
 Nothing leaves the namespaces. Where they are not allowed, the hosts are loopback addresses, ``hosts.namespaces`` says so, and a
 link can be neither limited nor disturbed.
 
-Delay and loss are those of ``wire.py``, a process between two bridges: ``tc``'s netem is not in every kernel.
+Delay and loss are those of a process between two bridges (:func:`carry`): ``tc``'s netem is not in every kernel.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
+import random
+import select
 import shutil
 import signal
+import struct
 import subprocess
 import sys
+import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +36,6 @@ from typing import IO, Any
 
 _PREFIX = "para-core"
 _CLONE_NEWNET = 0x40000000
-_WIRE = Path(__file__).with_name("wire.py")
 
 
 class NotAllowed(RuntimeError):
@@ -109,14 +114,14 @@ class Hosts:
         self._require_namespaces("disturbed")
         self.heal(host)
         aside, taps = f"aside{host}", (f"near{host}", f"far{host}")
-        command = [sys.executable, str(_WIRE), *taps, str(delay), str(loss)]
+        command = [sys.executable, __file__, *taps, str(delay), str(loss)]
         wire = subprocess.Popen(
             ["ip", "netns", "exec", self._switch, *command], stdout=subprocess.PIPE, text=True, start_new_session=True
         )
         self._wires[host] = wire
         output: IO[str] | None = wire.stdout
         if output is None or output.readline() != "ready\n":
-            raise RuntimeError(f"{_WIRE.name} did not start")
+            raise RuntimeError("the process of the slow link did not start")
         _ip("link", "add", aside, "type", "bridge", namespace=self._switch)
         for device, master in ((taps[0], aside), (taps[1], "bridge"), (f"port{host}", aside)):
             _ip("link", "set", device, "master", master, "up", namespace=self._switch)
@@ -260,3 +265,121 @@ def end_all(processes: Sequence[subprocess.Popen[str]], *, seconds: float = 0.0)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(max(0.0, deadline - time.monotonic()))
         _end(process)
+
+
+# -- one torchrun per host
+
+
+_ROOT = Path(__file__).parents[2]
+_PORT = 29400
+
+
+class Failed(RuntimeError):
+    """A torchrun did not end well, or in time; the message has the end of what each printed."""
+
+
+def torchrun(
+    hosts: Hosts,
+    module: str,
+    *arguments: str,
+    ranks_per_host: int = 2,
+    options: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    seconds: float = 300.0,
+) -> list[str]:
+    """``python -m module arguments`` on every rank; returns what each host printed.
+
+    Args:
+        options: more of torchrun's, as ``--max-restarts=1``.
+        seconds: after which all are killed.
+
+    Raises:
+        Failed: a host's torchrun ended with an error, or was killed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder) / f"host{host}" for host in range(hosts.num_hosts)]
+        started: list[subprocess.Popen[str]] = []
+        try:
+            for host, output in enumerate(outputs):
+                command = [module, *arguments]
+                started.append(_start(hosts, host, output, command, ranks_per_host, options, environment or {}))
+            late = _wait(started, seconds)
+        finally:
+            end_all(started)
+        printed = [output.read_text(errors="replace") for output in outputs]
+    codes = [process.returncode for process in started]
+    if late or any(codes):
+        why = f"not all of them ended within {seconds:g} s" if late else f"they ended with {codes}"
+        raise Failed("\n".join([f"torchrun on {hosts.num_hosts} hosts: {why}.", *[text[-4000:] for text in printed]]))
+    return printed
+
+
+def _start(
+    hosts: Hosts,
+    host: int,
+    output: Path,
+    program: Sequence[str],
+    ranks_per_host: int,
+    options: Sequence[str],
+    environment: Mapping[str, str],
+) -> subprocess.Popen[str]:
+    rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint={hosts.address(0)}:{_PORT}", f"--rdzv-id={hosts.name}"]
+    # Nothing resolves names here: without these, no host knows itself in the end point, and tells the others a name.
+    local = [f"--local-addr={hosts.address(host)}", f"--rdzv-conf=is_host={'true' if host == 0 else 'false'}"]
+    size = [f"--nnodes={hosts.num_hosts}", f"--nproc-per-node={ranks_per_host}"]
+    command = [sys.executable, "-m", "torch.distributed.run", *size, *rendezvous, *local, *options, "-m", *program]
+    variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(_ROOT), **environment}
+    with output.open("w") as file:
+        return hosts.start(host, command, environment=variables, stdout=file, stderr=subprocess.STDOUT, cwd=_ROOT)
+
+
+def _wait(started: Sequence[subprocess.Popen[str]], seconds: float) -> bool:
+    """Whether some are still running after so long."""
+    deadline = time.monotonic() + seconds
+    while any(process.poll() is None for process in started):
+        if time.monotonic() > deadline:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+# -- a slow wire, as a process of its own: ``hosts.py FIRST SECOND DELAY LOSS``
+#
+# Frames that enter one TAP device leave the other DELAY seconds later, in their order, but for a share LOSS of them. Prints "ready" once both
+# devices are there; they go when the process ends.
+
+
+_TUNSETIFF = 0x400454CA
+_IFF_TAP, _IFF_NO_PI = 0x0002, 0x1000
+_LARGEST_FRAME = 65600
+
+
+def open_tap(name: str) -> int:
+    device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+    fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", name.encode(), _IFF_TAP | _IFF_NO_PI))
+    return device
+
+
+def carry(first: int, second: int, delay: float, loss: float) -> None:
+    other = {first: second, second: first}
+    # The same packets are dropped in each run that sends the same.
+    chance = random.Random(0)
+    under_way: deque[tuple[float, int, bytes]] = deque()
+    while True:
+        wait = max(0.0, under_way[0][0] - time.monotonic()) if under_way else None
+        for device in select.select([first, second], [], [], wait)[0]:
+            frame = os.read(device, _LARGEST_FRAME)
+            if chance.random() >= loss:
+                under_way.append((time.monotonic() + delay, other[device], frame))
+        while under_way and under_way[0][0] <= time.monotonic():
+            _, device, frame = under_way.popleft()
+            try:
+                os.write(device, frame)
+            except OSError:  # the device is not up yet, or full: a wire loses what it cannot carry
+                continue
+
+
+if __name__ == "__main__":
+    taps = open_tap(sys.argv[1]), open_tap(sys.argv[2])
+    print("ready", flush=True)
+    carry(*taps, float(sys.argv[3]), float(sys.argv[4]))

@@ -1,24 +1,176 @@
-"""One rank of one cell: what a user's program does, and the fault."""
+"""One rank of one cell: what a user's program does, and when and how the fault strikes the faulty rank."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.faults import strike
-from benchmarks.faults.cells import END, FAULTY_RANK, SIZES, STEPS, Cell
-from benchmarks.faults.pipes import build, call_of
-from para_core import init_context_parallel_mesh
+from benchmarks.faults.cells import (
+    ATTENTION,
+    BEFORE,
+    END,
+    FAULTY_RANK,
+    SIZES,
+    STEPS,
+    VAE,
+    Cell,
+    build,
+    call_of,
+    fill_lora,
+)
+from para_core import init_context_parallel_mesh, version
 from para_core.adapters import parallelize_pipe
+
+OTHER_PROMPT = "a small blue square"
+
+
+class _AtFirstAttention(TorchDispatchMode):
+    """Calls ``strike`` at the first attention operator after it was armed: exchanges are before and after it."""
+
+    def __init__(self, strike: Callable[[], None]) -> None:
+        super().__init__()
+        self.armed = False
+        self._strike = strike
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.armed and "scaled_dot_product" in str(function):
+            self.armed = False
+            self._strike()
+        return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def at(moment: str, pipe: Any, strike: Callable[[], None]) -> Iterator[dict[str, Any]]:
+    """Inside, ``strike`` is called once when a call of ``pipe`` gets to ``moment``; gives more arguments for that call."""
+    with ExitStack() as stack:
+        more: dict[str, Any] = {}
+        if moment == BEFORE:
+            hook = pipe.transformer.register_forward_pre_hook(_once(strike))
+            stack.callback(hook.remove)
+        elif moment == ATTENTION:
+            mode = stack.enter_context(_AtFirstAttention(strike))
+            blocks = getattr(pipe.transformer, "transformer_blocks", None) or pipe.transformer.blocks
+            hook = blocks[1].register_forward_pre_hook(_once(partial(setattr, mode, "armed", True)))
+            stack.callback(hook.remove)
+        elif moment == STEPS:
+            once = _once(strike)
+            more["callback_on_step_end"] = lambda pipe, step, timestep, tensors: once() or tensors
+        elif moment == VAE:
+            hook = pipe.vae.decoder.mid_block.register_forward_pre_hook(_once(strike))
+            stack.callback(hook.remove)
+        elif moment == END:
+            processor = getattr(pipe, "image_processor", None) or pipe.video_processor
+            name = "postprocess_video" if hasattr(processor, "postprocess_video") else "postprocess"
+            original, once = getattr(processor, name), _once(strike)
+            stack.enter_context(mock.patch.object(processor, name, lambda *a, **k: once() or original(*a, **k)))
+        yield more
+
+
+def _once(strike: Callable[[], None]) -> Callable[..., None]:
+    left = [strike]
+    return lambda *_: left.pop()() if left else None
+
+
+def process_fault(fault: str, note: Callable[[], None], sleep: float) -> Callable[[], None]:
+    """What happens to this process; ``note`` is called right before."""
+
+    def strike() -> None:
+        note()
+        if fault in ("killed", "stopped"):
+            os.kill(os.getpid(), signal.SIGKILL if fault == "killed" else signal.SIGSTOP)
+        elif fault == "raises":
+            raise ValueError("something that only this rank found")
+        elif fault == "sleeps":
+            time.sleep(sleep)
+        elif fault == "out of memory":
+            torch.empty(1 << 50)
+        else:
+            raise ValueError(f"fault is {fault!r}")
+
+    return strike
+
+
+def link_fault(folder: Path, note: Callable[[], None]) -> Callable[[], None]:
+    """Ask the program that made the hosts to disturb the link, and wait until it has."""
+
+    def strike() -> None:
+        (folder / "strike").touch()
+        while not (folder / "struck").exists():
+            time.sleep(0.005)
+        note()
+
+    return strike
+
+
+# -- given something else
+
+
+def given(cell: Cell, pipe: Any, note: Callable[[], None]) -> dict[str, Any]:
+    """Give the faulty rank's call, or its pipe, what the fault says; returns more arguments."""
+    if cell.moment == STEPS:
+        return _given_by_callback(cell, note)
+    note()
+    if cell.moment == VAE:
+        pipe.vae.to(torch.bfloat16)
+        return {}
+    return _given_to_call(cell, pipe)
+
+
+def _given_to_call(cell: Cell, pipe: Any) -> dict[str, Any]:
+    height = call_of(cell.pipeline)["height"]
+    if cell.fault == "another LoRA":
+        fill_lora(pipe, seed=2)
+    elif cell.fault == "another dtype":
+        pipe.transformer.to(torch.bfloat16)
+    elif cell.fault == "another version of para_core":
+        mock.patch.object(version, "version_and_sources", lambda: "0.0.1").start()
+    return {
+        "another prompt": {"prompt": OTHER_PROMPT},
+        "another seed": {"generator": torch.Generator().manual_seed(8)},
+        "another size": {"height": height + 16},
+    }.get(cell.fault, {})
+
+
+def _given_by_callback(cell: Cell, note: Callable[[], None]) -> dict[str, Any]:
+    def callback(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        if step != 0:
+            return tensors
+        note()
+        latents, prompt = tensors["latents"], tensors["prompt_embeds"]
+        if cell.fault == "another LoRA":
+            fill_lora(pipe, seed=2)
+        changed = {
+            "another prompt": {"prompt_embeds": prompt.flip(1)},
+            "another seed": {
+                "latents": latents + torch.randn(latents.shape, generator=torch.Generator().manual_seed(8))
+            },
+            "another size": {"latents": latents[..., :-2, :]},
+            "another dtype": {"latents": latents.double()},
+        }
+        return {**tensors, **changed.get(cell.fault, {})}
+
+    return {"callback_on_step_end": callback, "callback_on_step_end_tensor_inputs": ["latents", "prompt_embeds"]}
+
+
+def unchanging_callback(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+    """What the other ranks have where the faulty one's callback changes something."""
+    return tensors
+
 
 TIMEOUT = 8.0  # seconds that a collective waits
 SLEEP = TIMEOUT + 6.0
@@ -70,10 +222,10 @@ def _generate(cell: Cell, rank: int, folder: Path) -> Any:
             return _generate_otherwise(cell, pipe, note if rank == FAULTY_RANK else None)
         if rank != FAULTY_RANK:
             # All have a callback, or none: they would be told of it.
-            more = {"callback_on_step_end": strike.unchanging_callback} if cell.moment == STEPS else {}
+            more = {"callback_on_step_end": unchanging_callback} if cell.moment == STEPS else {}
             return pipe(**call_of(cell.pipeline, **more))[0]
-        struck = strike.link_fault(folder, note) if cell.of_link else strike.process_fault(cell.fault, note, SLEEP)
-        with strike.at(cell.moment, pipe, struck) as more:
+        struck = link_fault(folder, note) if cell.of_link else process_fault(cell.fault, note, SLEEP)
+        with at(cell.moment, pipe, struck) as more:
             return pipe(**call_of(cell.pipeline, **more))[0]
 
 
@@ -82,8 +234,8 @@ def _generate_otherwise(cell: Cell, pipe: Any, note: Any) -> Any:
         pipe(**call_of(cell.pipeline))
     more: dict[str, Any] = {}
     if note is not None:
-        more = strike.given(cell, pipe, note)
+        more = given(cell, pipe, note)
     elif cell.moment == STEPS:
         names = ["latents", "prompt_embeds"]
-        more = {"callback_on_step_end": strike.unchanging_callback, "callback_on_step_end_tensor_inputs": names}
+        more = {"callback_on_step_end": unchanging_callback, "callback_on_step_end_tensor_inputs": names}
     return pipe(**call_of(cell.pipeline, **more))[0]

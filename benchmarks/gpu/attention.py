@@ -9,7 +9,7 @@ import torch
 from benchmarks.attention.single_device import TINY, Size, measure, portable_ways, run_way, triton_ways
 from benchmarks.gpu.exact import MASKS, Inputs, Results, exact, judge, make_inputs, sdpa
 from benchmarks.gpu.job import FAILED, OK, WRONG, Job, first_line, is_fatal
-from benchmarks.gpu.pool import Task, interpreted_on_cpu, run_in_pool
+from benchmarks.gpu.processes import Task, interpreted_on_cpu, run_in_pool
 from para_core.attention.backend_selection import Backend
 from para_core.attention.local import local_attention_with_lse
 

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.attention.single_device import HOPPER_WAY, TINY_HOPPER, Size, hopper_ways, measure, run_way, triton_ways
 from benchmarks.gpu.job import FAILED, OK, WRONG, Job, SectionSkipped
-from benchmarks.gpu.pool import Task, interpreted_on_cpu, run_in_pool
+from benchmarks.gpu.processes import Task, interpreted_on_cpu, run_in_pool
 
 # What decides most first: each kind of call is compiled for each way, which takes seconds.
 SIZES = (Size(16384, 128, False), Size(16384, 128, True), Size(4096, 64, False), Size(4096, 256, False))

@@ -1,8 +1,14 @@
-"""Run the sections one after the other, each in processes of its own with a time limit of its own."""
+"""Run the sections one after the other, each in processes of its own with a time limit of its own.
+
+``python -m benchmarks.gpu.runner NAME ...`` is one such process.
+"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import faulthandler
+import importlib
 import json
 import os
 import signal
@@ -10,18 +16,19 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.job import FAILED, WRONG, section_environment, write_section
+from benchmarks.gpu.job import FAILED, WRONG, Job, SectionSkipped, section_environment, write_section
 
 # Characters of a process's last output that are kept in the JSON of a section that did not end well.
 _LAST_WORDS = 4000
 # After its limit a process has so long to print its stacks.
 _PATIENCE = 2.0  # seconds
 # What a section's limit holds beside the NEEDS of its module: starting Python and importing torch (10 s from a cold disk) and creating a
-# CUDA context, and the seconds at the end in which nothing new begins (section.py).
+# CUDA context, and the seconds at the end in which nothing new begins.
 START, END = 20.0, 3.0  # seconds
 # A section begins with less than its limit only if nothing shorter could ever be given to it; with less than this, never.
 _LEAST = 10.0  # seconds
@@ -116,7 +123,7 @@ def _read(output: Path, section: Section) -> dict[str, Any]:
 
 def _start(section: Section, part: str, folder: Path, device: str, tiny: bool, end: float) -> _Process:
     file, log = folder / f"{part}.json", folder / f"{part}.log"
-    command = [sys.executable, "-m", "benchmarks.gpu.section", section.name, "--module", section.path]
+    command = [sys.executable, "-m", "benchmarks.gpu.runner", section.name, "--module", section.path]
     command += ["--part", part, "--device", device, "--file", str(file), "--end", str(end)]
     command += ["--tiny"] if tiny else []
     with log.open("wb") as printed:
@@ -214,3 +221,45 @@ def exit_code(results: dict[str, dict[str, Any]]) -> int:
         return 1
     ended = all(content["status"] in ("done", "skipped") for content in results.values())
     return 0 if ended and not any(content["verdicts"].get(FAILED) for content in results.values()) else 3
+
+
+def run_here() -> None:
+    """Run one section, or one part of it, in this process; its outcome is in the file."""
+    import torch
+
+    from benchmarks.gpu.processes import use_no_network
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("name")
+    parser.add_argument("--module", required=True)
+    parser.add_argument("--part", default="")
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--file", type=Path, required=True)
+    parser.add_argument("--end", type=float, required=True, help="time.monotonic() at which this process ends itself")
+    args = parser.parse_args()
+    # Where it hangs, if it does: the runner keeps the end of what is printed.
+    faulthandler.dump_traceback_later(max(0.1, args.end - time.monotonic()), exit=True)
+    use_no_network()
+    device = torch.device(args.device)
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    else:
+        device = torch.device(device.type, device.index or 0)
+        torch.cuda.set_device(device)
+    # What has begun should end, and be written, before the limit.
+    job = Job(args.name, device, args.tiny, args.file, args.end - END, args.part)
+    job.write("began")
+    try:
+        importlib.import_module(args.module).run(job)
+    except SectionSkipped as reason:
+        job.write("skipped", str(reason))
+    except BaseException:
+        job.write("failed", traceback.format_exc())
+        raise
+    else:
+        job.write("done")
+
+
+if __name__ == "__main__":
+    run_here()

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu.exact import relative_error
-from benchmarks.gpu.flux_pipe import SmallFluxPipeline, small_call, small_flux
+from benchmarks.gpu.flux import SmallFluxPipeline, small_call, small_flux
 from benchmarks.gpu.job import FAILED, OK, WRONG, Job, first_line
 from benchmarks.gpu.processes import run_ranks
 from para_core import PipeFusion, init_context_parallel_mesh

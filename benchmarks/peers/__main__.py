@@ -11,14 +11,38 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import tempfile
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import ROOT, parser_of, write_results
-from benchmarks.peers.environments import python_with_peers
-from benchmarks.peers.rows import ROWS
+from benchmarks.peers.call import ROWS
+
+# Their own requirements are torch alone, unpinned: what is installed first satisfies them.
+PEERS = ("para-attn==0.3.38", "yunchang==0.6.4")
+REQUIREMENTS = ("torch", "numpy", "packaging", "diffusers")
+# The first pip that refuses para-attn for a direct URL in an extra that is not asked for is somewhere above.
+PIP = "pip<24"
+
+
+def python_with_peers(folder: Path) -> Path:
+    """The interpreter of an environment under ``folder`` that has all peers; made once, then reused."""
+    environment = folder / f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    python, stamp = environment / "bin" / "python", environment / "installed.txt"
+    constraints = (ROOT / "constraints.txt").read_text()
+    wanted = "\n".join([PIP, *REQUIREMENTS, *PEERS, constraints])
+    if stamp.exists() and stamp.read_text() == wanted:
+        return python
+    print(f"installing the peers into {environment} (once)", flush=True)
+    subprocess.run([sys.executable, "-m", "venv", "--clear", str(environment)], check=True)
+    install = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    subprocess.run([*install, PIP], check=True)
+    subprocess.run([*install, "-c", str(ROOT / "constraints.txt"), *REQUIREMENTS], check=True)
+    subprocess.run([*install, "--no-deps", *PEERS], check=True)
+    stamp.write_text(wanted)
+    return python
+
 
 # The module that asks each peer, and what the table calls it.
 COLUMNS = {
@@ -64,7 +88,6 @@ def main(arguments: list[str] | None = None) -> None:
 def record(found: dict[str, Any], unpatched: dict[str, Any], timeout: float) -> None:
     """Write the JSON."""
     cells = {peer: outcome["cells"] for peer, outcome in found.items()}
-    patches = {peer: import_module(f"benchmarks.peers.{peer}").PATCHES for peer in found}
     versions: dict[str, str] = {}
     for outcome in found.values():
         versions |= outcome["versions"]
@@ -72,7 +95,6 @@ def record(found: dict[str, Any], unpatched: dict[str, Any], timeout: float) -> 
         "backend": "gloo, 2 ranks (2 × 2: 4)",
         "timeout": timeout,
         "versions of the peers": versions,
-        "patches": {COLUMNS[peer]: lines for peer, lines in patches.items() if lines},
         "unpatched": {COLUMNS[peer]: outcome["cells"] for peer, outcome in unpatched.items()},
         "cells": {COLUMNS[peer]: outcome for peer, outcome in cells.items()},
     }

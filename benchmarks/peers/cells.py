@@ -8,27 +8,79 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import importlib
 import importlib.metadata
 import json
 import multiprocessing
 import os
+import re
 import sys
 import tempfile
 import time
 import traceback
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.peers.call import Call, Part
-from benchmarks.peers.rows import ROWS, Row
-from benchmarks.peers.verdicts import EXACT, HALF_PRECISION, best, verdict
+from benchmarks.peers.call import ROWS, Call, Part, Row
+from benchmarks.peers.callers import CALLERS, Caller
+
+# -- from what the ranks of one attempt left behind to a word
+
+
+# Float32 sums in another order differ by about 1e-7; a wrong weight anywhere by far more than this.
+EXACT = 1e-5
+# In half precision: so many times the error of one device's own attention in that precision, both against float64.
+HALF_PRECISION = 2
+# What a rank raises because another one is gone: the reason is there.
+LOST_CONNECTION = re.compile(r"Connection (reset|closed|refused)|Socket closed", re.IGNORECASE)
+# Only what names a device or a package for one: everything else that is raised is a refusal.
+DEMANDS_CUDA = re.compile(r"cuda|flash_?attn is not|FlashAttention is not available|\bGPU", re.IGNORECASE)
+
+
+def verdict(ranks: list[dict[str, Any] | None], tokens: int) -> dict[str, Any]:
+    """The outcome of one attempt.
+
+    Args:
+        ranks: of each rank what it wrote: ``{"errors": {...}, "bounds": {...}, "positions": [...]}``, or ``{"raised":
+            first line, "at": seconds}``, or ``{"died": exit code}``; None if it had written nothing when time was up.
+        tokens: of the whole sequence.
+
+    Returns:
+        ``verdict``, and what it rests on: ``error`` (the worst relative error of all ranks), or ``message``.
+    """
+    raised = sorted((rank["at"], rank["raised"]) for rank in ranks if rank and "raised" in rank)
+    own = [message for _, message in raised if not LOST_CONNECTION.search(message)]
+    died = [rank["died"] for rank in ranks if rank and "died" in rank]
+    if died and not own:
+        return {"verdict": "crashes", "message": f"a rank's process ended with exit code {died[0]}"}
+    if raised:
+        message = own[0] if own else raised[0][1]
+        found = {"verdict": "needs CUDA" if DEMANDS_CUDA.search(message) else "refused", "message": message}
+        waiting = [number for number, rank in enumerate(ranks) if rank is None]
+        return {**found, "ranks left waiting": waiting} if waiting else found
+    if None in ranks:
+        return {"verdict": "hangs"}
+    errors = {name: max(rank["errors"][name] for rank in ranks) for name in ranks[0]["errors"]}
+    found: dict[str, Any] = {"error": max(errors.values())}
+    if len(errors) > 1:
+        found["errors"] = errors
+    if {position for rank in ranks for position in rank["positions"]} != set(range(tokens)):
+        return {"verdict": "wrong", **found, "message": "some tokens were computed by no rank"}
+    within = all(error <= ranks[0]["bounds"][name] for name, error in errors.items())
+    return {"verdict": "exact" if within else "wrong", **found}
+
+
+def best(attempts: list[dict[str, Any]]) -> dict[str, Any]:
+    """The first attempt that is exact, otherwise the first: what the peer's documentation leads to."""
+    return next((attempt for attempt in attempts if attempt["verdict"] == "exact"), attempts[0])
+
+
+# -- running
+
 
 # (ring, ulysses)
 SHAPES = {"Ulysses": (1, 2), "ring": (2, 1), "2 × 2": (2, 2)}
@@ -68,9 +120,7 @@ def reference(row: Row) -> tuple[list[Tensor], list[float]]:
     return exact, [HALF_PRECISION * error for error in own]
 
 
-def be_rank(
-    peer: ModuleType, row: Row, shape: tuple[int, int], setting: dict[str, Any], rank: int, folder: str
-) -> None:
+def be_rank(peer: Caller, row: Row, shape: tuple[int, int], setting: dict[str, Any], rank: int, folder: str) -> None:
     """One rank of one attempt; writes its report."""
     silence()
     parent = os.getppid()
@@ -104,9 +154,7 @@ def silence() -> None:
     os.dup2(nowhere, 2)
 
 
-def attempt(
-    peer: ModuleType, row: Row, shape: tuple[int, int], setting: dict[str, Any], timeout: float
-) -> dict[str, Any]:
+def attempt(peer: Caller, row: Row, shape: tuple[int, int], setting: dict[str, Any], timeout: float) -> dict[str, Any]:
     """One row, one way, one setting, on as many ranks as the way has."""
     world = shape[0] * shape[1]
     start = time.monotonic()
@@ -146,7 +194,7 @@ def read(folder: str, ranks: list[Any]) -> list[dict[str, Any] | None]:
     return reports
 
 
-def cell(peer: ModuleType, row: Row, way: str, *, stand_ins: bool, timeout: float) -> dict[str, Any]:
+def cell(peer: Caller, row: Row, way: str, *, stand_ins: bool, timeout: float) -> dict[str, Any]:
     """Settings in turns, until one is exact."""
     shape, attempts = SHAPES[way], []
     for setting in peer.settings(row, *shape, stand_ins=stand_ins):
@@ -162,7 +210,7 @@ def main() -> None:
     """All cells of the request."""
     request = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(1)
-    peer = importlib.import_module(f"benchmarks.peers.{request['peer']}")
+    peer = CALLERS[request["peer"]]
     found: dict[str, Any] = {"cells": {}}
     with contextlib.redirect_stdout(sys.stderr):
         peer.prepare(stand_ins=request["stand_ins"])
@@ -171,12 +219,12 @@ def main() -> None:
             continue
         start = time.monotonic()
         ways = {
-            way: cell(peer, row, way, stand_ins=request["stand_ins"], timeout=request["timeout"]) for way in peer.WAYS
+            way: cell(peer, row, way, stand_ins=request["stand_ins"], timeout=request["timeout"]) for way in peer.ways
         }
         found["cells"][row.name] = ways
         words = ", ".join(f"{way}: {outcome['verdict']}" for way, outcome in ways.items())
         print(f"  {row.name:<48} {words}   ({time.monotonic() - start:.1f} s)", flush=True)
-    found["versions"] = {name: importlib.metadata.version(name) for name in ("torch", *peer.PACKAGES)}
+    found["versions"] = {name: importlib.metadata.version(name) for name in ("torch", *peer.packages)}
     Path(sys.argv[2]).write_text(json.dumps(found))
 
 

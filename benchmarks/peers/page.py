@@ -127,11 +127,6 @@ def _short(message: str, length: int = 160) -> str:
     return message if len(message) <= length else message[: length - 2] + " …"
 
 
-def patches(results: dict[str, Any]) -> list[str]:
-    """What was changed to run each peer on a CPU."""
-    return [f"- {peer}: {line}" for peer, lines in results["patches"].items() for line in lines]
-
-
 def about(results: dict[str, Any]) -> list[str]:
     """When, where, with which versions."""
     environment = results["environment"]
@@ -146,7 +141,6 @@ def parts() -> dict[str, list[str]]:
     return {
         "about": about(results),
         "table": table(results["cells"]),
-        "patches": patches(results),
         "unpatched": table(results["unpatched"]),
         "messages": messages(results["cells"]),
         "peers": summary(results),

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.harness import measure_on_ranks, parser_of, read_results, write_results
-from benchmarks.pipelines import generation, hooks, models, stages, vaes, weights
+from benchmarks.pipelines import generation, hooks, stages, supported, vaes, weights
 
 Rows = dict[str, dict[str, Any]]
 
@@ -72,7 +72,7 @@ CHECKS = {
         "pipelines", "pipelines", generation.PIPELINES, generation.measure, (2, 3, 4), problems=generation.problems
     ),
     "bfloat16": Check("pipelines_bfloat16", "pipelines", generation.IN_BFLOAT16, generation.measure_bfloat16),
-    "models": Check("model_errors", "models", models.MODELS, models.measure),
+    "models": Check("model_errors", "models", supported.MODELS, supported.measure),
     "hooks": Check("hooks", "hooks", hooks.HOOKS, hooks.measure),
     "weights": Check(
         "weights_table", "by ranks", weights.NAMES, weights.measure, (2, 4), by_ranks=True, problems=weights.problems

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from benchmarks.harness import (
     ROOT,
+    TrafficCounter,
     largest_over_ranks,
     markdown_table,
     measure_on_ranks,
@@ -33,7 +34,6 @@ from benchmarks.harness import (
     relative_error,
     write_results,
 )
-from benchmarks.meters import TrafficCounter
 from para_core.adapters import parallelize_vae
 from zoo.flux import PIPELINE
 from zoo.flux.draw import draw

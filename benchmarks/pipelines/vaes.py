@@ -13,8 +13,14 @@ import diffusers
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness import largest_over_ranks, markdown_table, read_results, relative_error
-from benchmarks.meters import PeakMemory, TrafficCounter
+from benchmarks.harness import (
+    PeakMemory,
+    TrafficCounter,
+    largest_over_ranks,
+    markdown_table,
+    read_results,
+    relative_error,
+)
 from para_core.adapters import parallelize_vae, unparallelize_vae
 from para_core.adapters.models.vaes import REFUSED_VAES, VAES, rows_per_latent
 from zoo.tiny.vaes import BY_TILES, NO_TILES_ENCODED, NOT_TILED, TINY_VAES, TinyVae, random_image

@@ -42,7 +42,6 @@ class Published:
         sizes: what differs from the published generation of the model.
         denoising_alone: of text encoder and autoencoder only ``vae`` and ``tail`` are in the seconds: what one device takes to decode, which
             at most 8 ranks share, and all else.
-        lacking: why a row is missed.
     """
 
     name: str
@@ -58,7 +57,6 @@ class Published:
     vae: float = 0.0
     tail: float = 0.0
     fitted_on: str = "its own row of one device"
-    lacking: str = ""
 
 
 def ulysses(*rows: tuple[int, float]) -> tuple[tuple[Shape, float], ...]:
@@ -76,8 +74,6 @@ TABLES = (
         replace(XDIT, compiled=True),
         4.30,
         tuple(zip(_FLUX_MESHES, (2.68, 2.60, 1.80, 1.63, 1.98), strict=True)),
-        lacking="The ring of 4: graph breaks around the ring, which does not compile, so that its 57 × 4 steps are launched by eager code between "
-        "graphs; and what a short attention kernel takes to begin and to end (228 of some 40 µs in a step).",
     ),
     Published(
         "xDiT, FLUX.1, eager",
@@ -87,10 +83,6 @@ TABLES = (
         XDIT,
         6.71,
         tuple(zip(_FLUX_MESHES, (4.38, 5.31, 5.19, 4.24, 5.11), strict=True)),
-        lacking="Five rows, of which four are missed: the host. Every mesh takes 151 to 190 ms per step, 4 ranks as long as 2, where the "
-        "devices are predicted to take 74 to 137: that is 40 µs for each of 3,737 launches, where ours takes 5.7 (benchmarks/results/"
-        "host_cost.json). A row of one device (240 ms per step) does not show it, for there its GPU is what takes longer; nothing "
-        "published does.",
     ),
     Published(
         "xDiT, HunyuanVideo 1280 × 720, H100",
@@ -100,10 +92,6 @@ TABLES = (
         XDIT,
         1904.08,
         ulysses((2, 925.04), (4, 514.08), (8, 337.58)),
-        lacking="8 ranks: the autoencoder. The rows of 2, 4 and 8 are a constant of 100 to 130 s and a part that ranks share; those of an H20 "
-        "likewise, though its peak is a seventh. The planner takes convolutions for 30 % of a device's peak, which is 106 s on an H20 and "
-        "18 s here: of 3-D convolutions on an H100 no published figure was found. From one to two ranks the time is less than a half, so the row "
-        "of one device has more in it than the work (offloading of weights, which two ranks do without).",
     ),
     Published(
         "xDiT, HunyuanVideo 1280 × 720, H20",
@@ -167,9 +155,6 @@ TABLES = (
         ),
         (("steps", 50),),
         fitted_on="cache-dit's row of one H100, the same code; this table has none",
-        lacking="All three rows: the link. The page does not say what connects its four H100, and has no row of one. On NVLink nothing that is counted "
-        "takes 133 to 262 ms per step. Seconds grow with the bytes that a mesh sends (1.2, 1.6, 2.4 GB per step), and one link of 11 GB/s, which is "
-        "PCIe without peer-to-peer, predicts 8.5, 10.6 and 14.1 s; that is read off these rows, so it is not taken.",
     ),
     Published(
         "cache-dit, FLUX.1, 50 steps",
@@ -196,9 +181,6 @@ TABLES = (
         ),
         (("frames", 80), ("steps", 40)),
         denoising_alone=True,
-        lacking="The ring of 9: its 8 steps cost 3.7 ms each layer more than 3 × 3 does. Their code posts a step before it attends to the block that is "
-        "here, so the planner hides it; without any overlap it predicts 11.1 s (-14 %). Of NCCL's sends and receives between neighbours of several "
-        "hosts, alone or beside attention, no published figure was found; the planner has the all-to-all's.",
     ),
     Published(
         "TensorRT-LLM, Wan 2.2 A14B, end to end",
@@ -237,8 +219,6 @@ TABLES = (
         ((Shape(ring=2), 52.64),),
         (("height", 480), ("width", 832), ("frames", 81), ("steps", 50)),
         denoising_alone=True,
-        lacking="The page does not say what was generated: 832 × 480 × 81 in 50 steps is assumed, for the pipeline's 1280 × 704 × 121 would take "
-        "a card of this kind five times as long.",
     ),
 )
 
@@ -366,7 +346,6 @@ def parts() -> dict[str, list[str]]:
     return {
         "summary": summary([row for *_, checked in tables for row in checked]),
         "published": published_table(tables),
-        "lacking": [f"- {table.name}. {table.lacking}" for table in TABLES if table.lacking],
         "sources": sources(),
         "plans": plans(),
     }

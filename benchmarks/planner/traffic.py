@@ -2,7 +2,7 @@
 
     python -m benchmarks.planner.traffic
 
-The models of diffusers themselves, with the sizes that were published, run once without data (`benchmarks.pipelines.expected_traffic`). Needs
+The models of diffusers themselves, with the sizes that were published, run once without data (`benchmarks.pipelines.generation`). Needs
 benchmarks/results/pipelines.json (python -m benchmarks.pipelines.exactness pipelines): where the formula gave other bytes than were counted there, it ends
 in an error. Writes benchmarks/results/real_sizes.json (docs/traffic.md).
 """
@@ -15,8 +15,7 @@ from typing import Any
 import diffusers
 
 from benchmarks.harness import markdown_table, parser_of, read_results, write_results
-from benchmarks.pipelines.expected_traffic import observed
-from benchmarks.pipelines.generation import MESHES, largest_per_step, problems
+from benchmarks.pipelines.generation import MESHES, largest_per_step, observed, problems
 from para_core.adapters.planner.count import without_data
 from para_core.adapters.planner.inputs import INPUTS
 from para_core.adapters.planner.published import PUBLISHED, Published

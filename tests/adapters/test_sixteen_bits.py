@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 
-from benchmarks.pipelines.bfloat16 import NOT_IN_BFLOAT16, cast, in_bfloat16, noise_of_float32
+from benchmarks.pipelines.generation import NOT_IN_BFLOAT16, cast, in_bfloat16, noise_of_float32
 from para_core.adapters import parallelize_pipe
 from tests.adapters.test_pipelines import build, generate, generated_alone
 from tests.tiny import cpu_mesh, relative_error

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from benchmarks.attention import by_hand
+from benchmarks.attention import mesh as by_hand
 
 B, H, S, D = 2, 4, 12, 16
 
@@ -16,7 +16,7 @@ def attend_by_hand(name, calls):
     expected = F.scaled_dot_product_attention(*[x.transpose(1, 2) for x in whole])
     ranks, rank = dist.get_world_size(), dist.get_rank()
     query, key, value = (x.chunk(ranks, dim=1)[rank].contiguous().transpose(1, 2) for x in whole)
-    out = getattr(by_hand, name)(query, key, value, group=dist.group.WORLD, calls=calls)
+    out = getattr(by_hand, f"{name}_by_hand")(query, key, value, group=dist.group.WORLD, calls=calls)
     torch.testing.assert_close(out, expected.chunk(ranks, dim=2)[rank])
     return out.transpose(1, 2).is_contiguous()
 

@@ -13,8 +13,7 @@ import torch
 from diffusers import FluxPipeline
 from PIL import Image
 
-from benchmarks.faults.hosts import open_hosts
-from benchmarks.faults.torchrun import torchrun
+from benchmarks.faults.hosts import open_hosts, torchrun
 
 pytestmark = pytest.mark.nodes
 ROOT = Path(__file__).parents[2]

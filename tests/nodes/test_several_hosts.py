@@ -6,8 +6,7 @@ import sys
 import pytest
 import torch
 
-from benchmarks.faults.hosts import NotAllowed, open_hosts
-from benchmarks.faults.torchrun import torchrun
+from benchmarks.faults.hosts import NotAllowed, open_hosts, torchrun
 from benchmarks.pipelines.generation import PIPELINES
 from tests.tiny import relative_error
 
@@ -24,7 +23,7 @@ def namespaces_or_skip(num_hosts):
 
 def generated(hosts, folder, *pipelines):
     """What each rank wrote."""
-    torchrun(hosts, "benchmarks.faults.generate", *pipelines, "--output", str(folder))
+    torchrun(hosts, "tests.nodes.generate", *pipelines, "--output", str(folder))
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2 * hosts.num_hosts)]
 
 

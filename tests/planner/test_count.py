@@ -6,7 +6,7 @@ import diffusers
 import pytest
 import torch
 
-from benchmarks.meters import PeakMemory
+from benchmarks.harness import PeakMemory
 from para_core import PipeFusion, init_context_parallel_mesh
 from para_core.adapters import parallelize_pipe, pipefusion_report, plan_mesh, unparallelize_pipe
 from para_core.adapters.planner.count import bytes_of, count_calls, on_meta, without_data

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.meters import PeakMemory, TrafficCounter
+from benchmarks.harness import PeakMemory, TrafficCounter
 from para_core.adapters import parallelize_vae
 from zoo.tiny.vaes import TINY_VAES, random_image
 

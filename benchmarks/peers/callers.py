@@ -1,0 +1,309 @@
+"""How each peer is asked: what it needs, which meshes it has, its settings, and one call. Patches are in docs/peers.md."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.peers import stand_ins as kernels
+from benchmarks.peers.call import Call, Part, Row, Setting, mask_forms
+
+
+@dataclass(frozen=True)
+class Caller:
+    """One peer.
+
+    Args:
+        packages: whose versions are recorded, beside torch.
+        ways: of "Ulysses", "ring" and "2 × 2".
+        prepare: import it, before ranks are forked; ``stand_ins``: with kernels for the CPU.
+        settings: of a row, in the order in which they are tried.
+        attend: one call on one rank.
+    """
+
+    packages: tuple[str, ...]
+    ways: tuple[str, ...]
+    prepare: Callable[..., None]
+    settings: Callable[..., list[Setting]]
+    attend: Callable[[Call], Part]
+
+
+# -- para_core, as docs/own_model.md says.
+
+
+def _prepare_para_core(*, stand_ins: bool) -> None:
+    """Nothing to stand in for."""
+
+
+def _settings_para_core(row: Row, ring: int, ulysses: int, *, stand_ins: bool) -> list[Setting]:
+    """A mask is passed whole."""
+    return [{}]
+
+
+def _attend_para_core(call: Call) -> Part:
+    """One call through the mode."""
+    from para_core import Segment, SequenceLayout, UnifiedAttnMode
+
+    mesh = init_device_mesh("cpu", (call.ring, call.ulysses), mesh_dim_names=("ring", "ulysses"))
+    row, layout = call.row, None
+    if row.text:
+        text = Segment("text", row.text, replicated=row.text_whole)
+        layout = SequenceLayout((text, Segment("image", row.S - row.text)), mesh.size())
+    with UnifiedAttnMode(mesh, layout=layout) as cp:
+
+        def cut(x: Tensor) -> Tensor:
+            return cp.shard(x, dim=2, sequence=cp.sequence(x.shape[2]))
+
+        def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+            return F.scaled_dot_product_attention(
+                q, k, v, mask, is_causal=row.is_causal, enable_gqa=row.H_kv is not None
+            )
+
+        with torch.no_grad():
+            leaves, positions = call.tokens(cut), call.positions(cut)
+        leaves = [x.requires_grad_(row.backward) for x in leaves]
+        out = call.compiled(run)(*leaves, call.mask(*positions))
+        return call.finish(out, leaves, *positions)
+
+
+# -- diffusers' native context parallelism, through ``dispatch_attention_fn``, which its attention processors call.
+
+
+def _prepare_diffusers(*, stand_ins: bool) -> None:
+    """Import it, before ranks are forked."""
+    import diffusers.models.attention_dispatch  # noqa: F401
+
+    if stand_ins:
+        kernels.for_aten()
+
+
+def _settings_diffusers(row: Row, ring: int, ulysses: int, *, stand_ins: bool) -> list[Setting]:
+    """As its plans shard a mask of keys, then all others; then once more with ``ulysses_anything`` or ``ring_anything``."""
+    # Its `_cp_plan`s shard masks of keys like the keys, and its Ulysses gathers them.
+    forms = mask_forms(row, ulysses, first="columns" if row.mask == "padding" else "whole")
+    backend = "_native_cudnn" if ring > 1 and stand_ins else "native"
+    plain = [{**form, "backend": backend} for form in forms]
+    if ring > 1 and ulysses > 1:
+        return plain  # "cannot be enabled when" both are
+    anything = {"ring_anything" if ring > 1 else "ulysses_anything": True}
+    anyhow = [{**setting, **anything} for setting in plain]
+    # Its documentation says which of the two an uneven row is for.
+    return anyhow + plain if row.S % (ring * ulysses) or row.H % ulysses else plain + anyhow
+
+
+def _attend_diffusers(call: Call) -> Part:
+    """One call of ``dispatch_attention_fn``, set up as ``enable_parallelism`` does; layout ``[B, S, H, D]``."""
+    from diffusers import ContextParallelConfig, ParallelConfig
+    from diffusers.hooks.context_parallel import EquipartitionSharder, PartitionAnythingSharder
+    from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+    row = call.row
+    anything = {name: True for name in call.setting if name.endswith("_anything")}
+    config = ContextParallelConfig(ring_degree=call.ring, ulysses_degree=call.ulysses, **anything)
+    mesh = init_device_mesh("cpu", config.mesh_shape, mesh_dim_names=config.mesh_dim_names)
+    parallel = ParallelConfig(context_parallel_config=config)
+    parallel.setup(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), mesh=mesh)
+    shard = PartitionAnythingSharder.shard_anything if anything else EquipartitionSharder.shard
+
+    def cut(x: Tensor) -> Tensor:
+        return shard(x, 2, config._flattened_mesh)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        out = dispatch_attention_fn(
+            *(x.transpose(1, 2) for x in (q, k, v)),
+            attn_mask=mask,
+            is_causal=row.is_causal,
+            enable_gqa=row.H_kv is not None,
+            backend=call.setting["backend"],
+            parallel_config=parallel,
+        )
+        return out.transpose(1, 2)
+
+    leaves, positions = call.tokens(cut), call.positions(cut)
+    out = call.compiled(run)(*leaves, call.mask(*positions))
+    return call.finish(out, leaves, *positions)
+
+
+# -- ParaAttention: ``UnifiedAttnMode`` on a mesh of ``init_context_parallel_mesh``, as its README says.
+
+
+def _prepare_para_attn(*, stand_ins: bool) -> None:
+    """Import it, before ranks are forked."""
+    import para_attn
+    import para_attn.context_parallel
+
+    if stand_ins:
+        kernels.for_aten()
+        para_attn.ops._attention_forward_with_lse = para_attn.ops.efficient_attention_forward_with_lse
+
+
+def _settings_para_attn(row: Row, ring: int, ulysses: int, *, stand_ins: bool) -> list[Setting]:
+    """Its README says nothing of masks: whole first."""
+    return mask_forms(row, ulysses)
+
+
+def _attend_para_attn(call: Call) -> Part:
+    """One call of SDPA inside the mode."""
+    from para_attn import UnifiedAttnMode
+    from para_attn import primitives as parallel
+    from para_attn.context_parallel import init_context_parallel_mesh
+
+    row = call.row
+    mesh = init_context_parallel_mesh("cpu", max_ring_dim_size=call.ring)
+
+    def cut(x: Tensor) -> Tensor:
+        return parallel.get_assigned_chunk(x, dim=2)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        options = {"enable_gqa": True} if row.H_kv is not None else {}
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=row.is_causal, **options)
+
+    leaves, positions = call.tokens(cut), call.positions(cut)
+    run = call.compiled(run)
+    with UnifiedAttnMode(mesh):
+        out = run(*leaves, call.mask(*positions))
+    return call.finish(out, leaves, *positions)
+
+
+# -- yunchang (USP): ``LongContextAttention``, as its README says; for Ulysses alone ``UlyssesAttention``.
+
+
+def _prepare_yunchang(*, stand_ins: bool) -> None:
+    """Import it, before ranks are forked."""
+    if stand_ins:
+        kernels.for_aten()
+        kernels.for_flash_attn()  # before: it looks for flash_attn once, when imported
+    import yunchang  # noqa: F401
+
+
+def _settings_yunchang(row: Row, ring: int, ulysses: int, *, stand_ins: bool) -> list[Setting]:
+    """Its default kernel, then what its README names for devices without FlashAttention."""
+    # Its backward for FlashAttention counts on `.to(float32)` being a copy, so it wants what FlashAttention takes.
+    half = {"dtype": "bfloat16"} if row.backward else {}
+    found: list[Setting] = [{"attn_type": "FA", **half}, {"attn_type": "TORCH_EFFICIENT"}]
+    if ring == 1:
+        # LongContextAttention's backward sends to itself where the ring has one rank, and gloo cannot.
+        found.insert(0, {"attn_type": "FA", "module": "UlyssesAttention"})
+    return found
+
+
+def _attend_yunchang(call: Call) -> Part:
+    """One call of the module; layout ``[B, S, H, D]``, every rank's part by ``EXTRACT_FUNC_DICT``."""
+    from yunchang import EXTRACT_FUNC_DICT, LongContextAttention, UlyssesAttention, set_seq_parallel_pg
+    from yunchang.globals import PROCESS_GROUP
+    from yunchang.kernels import AttnType
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    set_seq_parallel_pg(call.ulysses, call.ring, rank, world)
+    attn_type = AttnType[call.setting["attn_type"]]
+    if call.setting.get("module") == "UlyssesAttention":
+        attention = UlyssesAttention(PROCESS_GROUP.ULYSSES_PG, attn_type=attn_type)
+    else:
+        attention = LongContextAttention(ring_impl_type="basic", attn_type=attn_type)
+    extract = EXTRACT_FUNC_DICT["basic"]
+
+    def cut(x: Tensor) -> Tensor:
+        part = extract(x.transpose(1, 2), rank, world_size=world, rd=call.ring, ud=call.ulysses)
+        return part.transpose(1, 2)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        options = {} if mask is None else {"attn_mask": mask}
+        q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+        return attention(q, k, v, causal=call.row.is_causal, **options).transpose(1, 2)
+
+    leaves, positions = call.tokens(cut), call.positions(cut)
+    out = call.compiled(run)(*leaves, call.mask(*positions))
+    return call.finish(out, leaves, *positions)
+
+
+# -- PyTorch's ``torch.distributed.tensor.experimental.context_parallel``, a ring, as its tutorial says.
+
+
+def _prepare_torch(*, stand_ins: bool) -> None:
+    """Import it, before ranks are forked."""
+    import torch.distributed.tensor.experimental  # noqa: F401
+
+    if stand_ins:
+        kernels.for_aten()
+
+
+def _settings_torch(row: Row, ring: int, ulysses: int, *, stand_ins: bool) -> list[Setting]:
+    """Each operator that it can distribute, then the math backend, whose products and softmax DTensor distributes."""
+    if not stand_ins:
+        return [{**form, "operator": None} for form in mask_forms(row, ulysses)]
+    operators = ("efficient", "flash", "math")
+    found = [{**form, "operator": operator} for operator in operators for form in mask_forms(row, ulysses)]
+    # First what a GPU would do, then what most often is exact: an attempt takes seconds here.
+    likely = [setting for setting in found if setting == {"mask": "rows", "by hand": True, "operator": "math"}]
+    return [found[0], *likely, *(setting for setting in found[1:] if setting not in likely)]
+
+
+def _attend_torch(call: Call) -> Part:
+    """One call of SDPA inside ``context_parallel``, which shards its buffers in place."""
+    from torch.distributed.tensor.experimental import _attention, context_parallel
+
+    row = call.row
+    mesh = init_device_mesh("cpu", (call.ring,), mesh_dim_names=("cp",))
+    _attention._cp_options.enable_load_balance = row.is_causal
+    if call.setting["operator"] not in (None, "math"):
+        F.scaled_dot_product_attention = _as_on_a_gpu(call.setting["operator"])
+    # What it shards it gives back whole at the end, so copies are sharded, once each for the callbacks below.
+    whole = [*row.qkv(), *(torch.arange(n).view(1, 1, n, 1) for n in (row.S, row.S_k or row.S))]
+    parts = [part for x in whole for part in x.split([row.text, x.shape[2] - row.text] if row.text else x.shape[2], 2)]
+    parts = [part.clone() for part in parts]
+    cut_ones = [x for i, x in enumerate(parts) if not (row.text_whole and i % 2 == 0)]
+
+    def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        options = {"enable_gqa": True} if row.H_kv is not None else {}
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=row.is_causal, **options)
+
+    only_math = sdpa_kernel(SDPBackend.MATH) if call.setting["operator"] == "math" else contextlib.nullcontext()
+    with only_math, context_parallel(mesh, buffers=cut_ones, buffer_seq_dims=[2] * len(cut_ones)):
+        each = 2 if row.text else 1
+        joined = [torch.cat(parts[i : i + each], dim=2) for i in range(0, len(parts), each)]
+        leaves = [x.requires_grad_(row.backward) for x in joined[:3]]
+        positions = [x.flatten() for x in joined[3:]]
+        out = call.compiled(run)(*leaves, call.mask(*positions))
+        return call.finish(out, leaves, *positions)
+
+
+def _as_on_a_gpu(operator: str) -> Callable[..., Tensor]:
+    def scaled_dot_product_attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
+        if operator == "efficient":
+            return torch.ops.aten._scaled_dot_product_efficient_attention(
+                query, key, value, attn_mask, True, **options
+            )[0]
+        if attn_mask is not None:
+            raise RuntimeError("FlashAttention takes no attn_mask (stand-in)")
+        return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, **options)[0]
+
+    return scaled_dot_product_attention
+
+
+ALL_WAYS = ("Ulysses", "ring", "2 × 2")
+CALLERS = {
+    "with_para_core": Caller((), ALL_WAYS, _prepare_para_core, _settings_para_core, _attend_para_core),
+    "with_diffusers": Caller(("diffusers",), ALL_WAYS, _prepare_diffusers, _settings_diffusers, _attend_diffusers),
+    "with_para_attn": Caller(("para-attn",), ALL_WAYS, _prepare_para_attn, _settings_para_attn, _attend_para_attn),
+    "with_yunchang": Caller(("yunchang",), ALL_WAYS, _prepare_yunchang, _settings_yunchang, _attend_yunchang),
+    "with_torch": Caller((), ("ring",), _prepare_torch, _settings_torch, _attend_torch),
+}
