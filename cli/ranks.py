@@ -27,6 +27,7 @@ from para_core.fleet.outputs import write_result
 from para_core.fleet.prompts import Line, Problem
 from para_core.fleet.recipe import Recipe, build
 from para_core.fleet.work import Watch, generate, sentence
+from para_core.torch_internals import default_store
 
 # For which a rank that raised waits to hear that all others did, too, before it takes them all down.
 _ALIKE = timedelta(seconds=20)
@@ -248,7 +249,7 @@ def _failed_alike(number: int) -> bool:
     """Whether all ranks raised on this line, so that none waits for another. Asked of the store: the groups may be in use."""
     if not dist.is_initialized():
         return True
-    store = dist.distributed_c10d._get_default_store()
+    store = default_store()
     keys = [f"para_core/line/{number}/{rank}" for rank in range(dist.get_world_size())]
     store.set(keys[dist.get_rank()], "")
     try:

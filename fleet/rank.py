@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from para_core.fleet.foresee import Memory, bytes_of_device, predict_memory
 from para_core.fleet.recipe import Recipe, build, mesh_shape

@@ -12,7 +12,6 @@ then run it alone, without an error. They raise for a wrapped instance, unless e
 from __future__ import annotations
 
 import copyreg
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import IntEnum, auto
@@ -23,7 +22,15 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
-from torch._guards import TracingContext
+
+from para_core.torch_internals import (
+    COMPILED_CALL,
+    ORIGINAL_CALLABLE,
+    ORIGINAL_MODULE,
+    SUBMODULES,
+    TracingContext,
+    compile_context,
+)
 
 # around(call, instance, *args, **kwargs): `call(instance, *args, **kwargs)` is what would have run. The first two are positional-only,
 # for a method may have parameters of these names.
@@ -171,25 +178,22 @@ def unwrapped(instances: Iterable[Any]) -> Iterator[None]:
 
 def uncompiled(module: Any) -> Any:
     """The module inside what ``torch.compile`` made of it."""
-    return getattr(module, "_orig_mod", module)
+    return getattr(module, ORIGINAL_MODULE, module)
 
 
 def is_compiled(module: Any) -> bool:
     """Whether ``module`` itself was compiled: as a module, in place, or its ``forward`` alone."""
     state = module.__dict__
-    if state.get("_compiled_call_impl") is not None or "_orig_mod" in state["_modules"]:
+    if state.get(COMPILED_CALL) is not None or ORIGINAL_MODULE in state[SUBMODULES]:
         return True
-    return "forward" in state and hasattr(state["forward"], "_torchdynamo_orig_callable")
+    return "forward" in state and hasattr(state["forward"], ORIGINAL_CALLABLE)
 
 
 def is_compiled_without_breaks(module: Any) -> bool:
     """Return whether ``module`` itself was compiled with ``fullgraph=True``: as a module, in place, or its ``forward`` alone."""
     state = module.__dict__
     contexts = [state.get("dynamo_ctx")]
-    for compiled in (state.get("_compiled_call_impl"), state.get("forward")):
-        if hasattr(compiled, "_torchdynamo_orig_callable"):
-            # Dynamo's function keeps its settings in a closure (torch/_dynamo/eval_frame.py, _TorchDynamoContext.__call__).
-            contexts.append(inspect.getclosurevars(compiled).nonlocals.get("self"))
+    contexts += [compile_context(compiled) for compiled in (state.get(COMPILED_CALL), state.get("forward"))]
     return any(getattr(context, "fullgraph", False) for context in contexts)
 
 
@@ -199,7 +203,7 @@ def has_compiled_parts(module: Any) -> bool:
     for one in found:  # grows as it goes: this runs at every call, over a thousand modules
         if is_compiled(one):
             return True
-        children = one.__dict__["_modules"]
+        children = one.__dict__[SUBMODULES]
         if children:
             found.extend([child for child in children.values() if child is not None])
     return False
@@ -214,11 +218,11 @@ class ModuleTree:
     def __init__(self, module: nn.Module) -> None:
         modules: list[nn.Module] = [module]
         for one in modules:  # The list grows while it is walked.
-            modules.extend([child for child in one.__dict__["_modules"].values() if child is not None])
+            modules.extend([child for child in one.__dict__[SUBMODULES].values() if child is not None])
         self._states = [one.__dict__ for one in modules]
-        self._child_dicts = [state["_modules"] for state in self._states]
+        self._child_dicts = [state[SUBMODULES] for state in self._states]
         self._children = self._children_now()
-        self._holds_compiled_module = any("_orig_mod" in children for children in self._child_dicts)
+        self._holds_compiled_module = any(ORIGINAL_MODULE in children for children in self._child_dicts)
 
     def _children_now(self) -> list[nn.Module | None]:
         return list(chain.from_iterable(map(dict.values, self._child_dicts)))
@@ -229,11 +233,11 @@ class ModuleTree:
 
     def has_compiled_parts(self) -> bool:
         """Return what :func:`has_compiled_parts` returns for the module, if the tree is unchanged."""
-        if self._holds_compiled_module or any(map(dict.get, self._states, repeat("_compiled_call_impl"))):
+        if self._holds_compiled_module or any(map(dict.get, self._states, repeat(COMPILED_CALL))):
             return True
         if not any(map(dict.__contains__, self._states, repeat("forward"))):
             return False
-        return any(hasattr(state.get("forward"), "_torchdynamo_orig_callable") for state in self._states)
+        return any(hasattr(state.get("forward"), ORIGINAL_CALLABLE) for state in self._states)
 
 
 # By key and method: the order, the wrapper, and whether copies may be made without it.
@@ -346,7 +350,7 @@ def _entry_of_module(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def enter(self: Any, *args: Any, **kwargs: Any) -> Any:
         cls = type(self)
-        if not torch.compiler.is_compiling() and self.__dict__.get("_compiled_call_impl") is not None:
+        if not torch.compiler.is_compiling() and self.__dict__.get(COMPILED_CALL) is not None:
             return getattr(cls, _COMPILED_CHAIN, getattr(cls, chain, original))(self, *args, **kwargs)
         return getattr(cls, chain, original)(self, *args, **kwargs)
 

@@ -37,9 +37,10 @@ from para_core.cfg.guidance import Guidance
 from para_core.distributed.collectives import broadcast_bytes
 from para_core.distributed.consistency import Record, Unanswered, agree, exchange, signature
 from para_core.distributed.fingerprints import fingerprints
-from para_core.distributed.mesh import GuidedMesh, groups_among, host_group, set_group_timeout
+from para_core.distributed.mesh import GuidedMesh, groups_among, host_group
 from para_core.instance_patching import Order, original_class, uncompiled, unwrap, wrap_method, wrapper
 from para_core.plans.region import inputs_verified, reattach_plan
+from para_core.torch_internals import set_group_timeout
 from para_core.weights.stages import known_equal_stages
 
 _KEY = "parallel"

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from para_core.distributed.consistency import exchange
 from para_core.distributed.mesh import GuidedMesh
+from para_core.torch_internals import default_store
 
 # Seconds for a word from the others: those that wait for one who gave up are told at once, by its closed connections.
 _PATIENCE = 4.0
@@ -173,7 +174,7 @@ def _in_time(ask: Callable[[Any], Result], otherwise: Result, seconds: float = _
 
     def run() -> None:
         try:
-            found.append(ask(dist.distributed_c10d._get_default_store()))
+            found.append(ask(default_store()))
         except (RuntimeError, ValueError):  # the process that holds the store has ended
             return
 

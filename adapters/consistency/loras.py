@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from para_core.instance_patching import uncompiled
+from para_core.torch_internals import version_of as version_of_tensor
 from para_core.weights.subclasses import consists_of_tensors, plain_tensors
 
 # Smaller than 2^16 and prime: weights of elements in a fingerprint repeat after so many.
@@ -93,7 +94,7 @@ _NO_VERSION = -1
 
 def version_of(x: Tensor) -> int:
     """A number that grows when ``x`` is written to, for :func:`is_version`."""
-    return _NO_VERSION if x.is_inference() else x._version
+    return _NO_VERSION if x.is_inference() else version_of_tensor(x)
 
 
 def is_version(x: Tensor, version: int) -> bool:

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from para_core.instance_patching import has_compiled_parts, uncompiled, written_class
+from para_core.torch_internals import forward_hooks, pytree
 
 # Names in a config, of how many blocks there are.
 _DEPTH = re.compile(r"(num|n)_(\w+_)?(layers|blocks)|depth")
@@ -51,7 +51,7 @@ def _is_as_configured(module: Any) -> bool:
         return False
     # Hooks of accelerate and diffusers replace forward, too, and give what it gives.
     own_forward = "forward" in vars(module) and not (hasattr(module, "_hf_hook") or hasattr(module, "_diffusers_hook"))
-    return hasattr(module, "config") and not own_forward and all(map(_only_gathers, module._forward_hooks.values()))
+    return hasattr(module, "config") and not own_forward and all(map(_only_gathers, forward_hooks(module)))
 
 
 def _only_gathers(hook: Any) -> bool:

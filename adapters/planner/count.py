@@ -15,7 +15,6 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from para_core.adapters.planner.inputs import INPUTS, Sizes
@@ -28,6 +27,7 @@ from para_core.planner.observe import observed
 from para_core.planner.traffic import ModelCall, Part
 from para_core.planner.weights import ModuleBytes, Weights
 from para_core.plans.module_matching import matching_modules
+from para_core.torch_internals import FakeTensorMode
 from para_core.weights.fsdp import LARGE
 
 # Names in a config, of how many blocks of a kind there are.

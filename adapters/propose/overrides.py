@@ -9,11 +9,11 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from para_core.adapters.propose.stack import error_of
 from para_core.cache.blocks import CachedBlocks
 from para_core.plans.plan import Attention, Gather, Halo, LinearAttention, OneForEach, Plan, ShardRule, Split
+from para_core.torch_internals import tree_leaves, tree_map
 from para_core.verify.virtual_ranks import fresh
 
 Answers = Mapping[str, Any]

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from para_core.adapters.propose.candidates import Region, streams_of, tensors_of
 from para_core.adapters.propose.observe import ModuleCall, Observation, Seen
 from para_core.cache.apply import apply_cache, model_cache_report
 from para_core.cache.blocks import CachedBlocks, Stage
+from para_core.torch_internals import tree_leaves
 from para_core.verify.virtual_ranks import fresh, with_same_weights
 
 # Far above what one step changes.

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from para_core.adapters.models.unets import UnetAdapter
 from para_core.adapters.rows.groups import RowRanks, on_rows
@@ -23,6 +22,7 @@ from para_core.plans.region import RequireEqual
 from para_core.plans.samples import own_samples
 from para_core.spatial.mode import SpatialShardMode
 from para_core.spatial.one_group import dim_groups, one_group
+from para_core.torch_internals import pytree
 from para_core.user_warnings import ParallelWarning, WarningLog
 
 _KEY = "parallel_unet"

@@ -29,6 +29,7 @@ from para_core.spatial.mode import SpatialShardMode
 from para_core.spatial.one_group import dim_groups, one_group
 from para_core.spatial.tag import Rows, rows_of
 from para_core.spatial.tiles import Tiles
+from para_core.torch_internals import DisableTorchFunction
 
 logger = logging.getLogger(__name__)
 
@@ -253,7 +254,7 @@ class _Run:
         mode, self.mode = self.mode, None
         ranks = self.ranks if mode is None else mode.ranks
         try:
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 whole = [gather_rows(x, rows, ranks) if (rows := rows_of(x)) else x for x in args]
             if not self.adapter.shares_tiles:
                 return call(vae, *whole, **kwargs)

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 # What stands for None, which is no argument of torch._dynamo.nonstrict_trace.
+from para_core.torch_internals import nonstrict_trace
+
 _NONE = "para_core: None"
 
 
@@ -42,7 +43,7 @@ def traceable(vae: nn.Module, compute: Callable[..., Any]) -> Callable[..., Any]
         named = {name: None if _is_none(value) else value for name, value in kwargs.items()}
         return functional_call(held, weights, given, named)
 
-    opaque = torch._dynamo.nonstrict_trace(run)
+    opaque = nonstrict_trace(run)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         weights = dict(held.named_parameters(remove_duplicate=False)) | dict(held.named_buffers(remove_duplicate=False))

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, TypeGuard, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,6 +23,7 @@ from para_core.adapters.weights.lora import follow_loras, leave_loras
 from para_core.distributed.consistency import Record, agree, first_difference, raising_on_all, signature
 from para_core.distributed.mesh import MESH_DIMS, PIPE_DIM, TENSOR_DIM, GuidedMesh, SequenceMesh
 from para_core.instance_patching import Order, original_class, unwrap, wrap_method, wrapper, written_class
+from para_core.torch_internals import parse_to
 from para_core.weights.fsdp import gather_blocks, is_sharded, require_shardable, shard_blocks, shard_mesh
 from para_core.weights.group import as_ranks, sequence_ranks, timeout_of, weights_mesh
 from para_core.weights.tensor import gather_tensors, require_tensor_plan_fits, shard_tensors, tensor_mesh
@@ -290,7 +290,7 @@ class _Placement:
 
     def move(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """Around ``module.to``."""
-        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype, *_ = parse_to(*args, **kwargs)
         held = list(module.parameters()) if is_sharded(module) else []
         kinds = {x.dtype for x in held if x.is_floating_point() and dtype not in (None, x.dtype)}
         places = {x.device for x in held if device is not None and x.device.type != device.type}

@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from para_core.torch_internals import cudnn_sdp_enabled, efficient_sdp_enabled, flash_sdp_enabled, math_sdp_enabled
+
 Backend = Literal["flash", "efficient", "cudnn", "math", "triton", "triton-int8"]
+
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 # Approximate, so only where it is named, and without gradients; with them, what it stands for computes. (Of all others the result is
 # exact, in the dtype of its input.)
@@ -32,10 +35,10 @@ _OF_CUDA = ("efficient", "cudnn")  # PyTorch has no form of them for CPUs
 # What sdpa_kernel(...) and torch.backends.cuda.enable_*_sdp(...) switch; in a graph Dynamo takes these for constants, and not the public
 # functions that call them.
 SWITCHES: Mapping[Backend, Callable[[], bool]] = {
-    "flash": torch._C._get_flash_sdp_enabled,
-    "efficient": torch._C._get_mem_efficient_sdp_enabled,
-    "cudnn": torch._C._get_cudnn_sdp_enabled,
-    "math": torch._C._get_math_sdp_enabled,
+    "flash": flash_sdp_enabled,
+    "efficient": efficient_sdp_enabled,
+    "cudnn": cudnn_sdp_enabled,
+    "math": math_sdp_enabled,
 }
 
 

@@ -15,6 +15,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from para_core.torch_internals import (
+    cudnn_attention,
+    cudnn_attention_backward,
+    efficient_attention,
+    efficient_attention_backward,
+    flash_attention,
+    flash_attention_backward,
+    flash_attention_on_cpu,
+    flash_attention_on_cpu_backward,
+)
+
 MATH = SDPBackend.MATH.value
 FLASH = SDPBackend.FLASH_ATTENTION.value
 EFFICIENT = SDPBackend.EFFICIENT_ATTENTION.value
@@ -116,14 +127,14 @@ def _math(problem: Problem) -> tuple[Tensor, Tensor]:
 def _flash(problem: Problem) -> tuple[Tensor, Tensor]:
     query, key, value, mask, is_causal, scale = problem
     if query.is_cpu:
-        result: tuple[Tensor, Tensor] = _aten._scaled_dot_product_flash_attention_for_cpu.default(
+        result: tuple[Tensor, Tensor] = flash_attention_on_cpu(
             query, key, value, 0.0, is_causal, attn_mask=_cpu_bias(mask, query), scale=scale
         )
         return result
     head_dim = query.shape[-1]
     if head_dim % 8:  # SDPA pads, too: the kernel wants rows of 16 bytes
         query, key, value, scale = _padded(query), _padded(key), _padded(value), problem.factor
-    out, lse, *_ = _aten._scaled_dot_product_flash_attention.default(query, key, value, 0.0, is_causal, scale=scale)
+    out, lse, *_ = flash_attention(query, key, value, 0.0, is_causal, scale=scale)
     return out[..., :head_dim] if head_dim % 8 else out, lse
 
 
@@ -132,7 +143,7 @@ def _padded(x: Tensor) -> Tensor:
 
 
 def _memory_efficient(problem: Problem) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = _aten._scaled_dot_product_efficient_attention.default(
+    out, lse, *_ = efficient_attention(
         *problem[:3], problem.expanded_bias, True, 0.0, problem.is_causal, scale=problem.scale
     )
     # Rows are padded to a multiple of 32 (mem_eff/kernel_forward.h, kAlignLSE).
@@ -141,9 +152,7 @@ def _memory_efficient(problem: Problem) -> tuple[Tensor, Tensor]:
 
 def _cudnn(problem: Problem) -> tuple[Tensor, Tensor]:
     # Heads are not expanded: SDPA does not do it either, and the operator expands the other dims.
-    out, lse, *_ = _aten._scaled_dot_product_cudnn_attention.default(
-        *problem[:3], problem.bias, True, 0.0, problem.is_causal, scale=problem.scale
-    )
+    out, lse, *_ = cudnn_attention(*problem[:3], problem.bias, True, 0.0, problem.is_causal, scale=problem.scale)
     # [B, H, S_q, 1] (cudnn/MHA.cpp, run_cudnn_SDP_fprop).
     return out, lse.view(problem.query.shape[:-1])
 
@@ -170,7 +179,7 @@ def _flash_backward(problem: Problem, grad_out: Tensor, out: Tensor, lse: Tensor
     grads: Sequence[Tensor]
     tensors: Sequence[Tensor] = (grad_out, query, key, value, out.to(query.dtype))
     if query.is_cpu:
-        grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
+        grads = flash_attention_on_cpu_backward(
             *tensors, lse, 0.0, is_causal, attn_mask=_cpu_bias(mask, query), scale=scale
         )
         return grads
@@ -179,7 +188,7 @@ def _flash_backward(problem: Problem, grad_out: Tensor, out: Tensor, lse: Tensor
         tensors, scale = [_padded(x) for x in tensors], problem.factor
     # Neither seed nor offset is read without dropout (transformers/cuda/flash_attn/flash_api.cpp, mha_bwd); the
     # operator itself makes grad_out and out contiguous (transformers/cuda/attention_backward.cu).
-    grads = _aten._scaled_dot_product_flash_attention_backward.default(
+    grads = flash_attention_backward(
         *tensors, _dense(lse), None, None, *lengths, 0.0, is_causal, unread, unread, scale=scale
     )
     return [x[..., :head_dim] for x in grads] if head_dim % 8 else grads
@@ -191,7 +200,7 @@ def _memory_efficient_backward(problem: Problem, grad_out: Tensor, out: Tensor, 
         # The kernel reads whole tiles of 32 rows (mem_eff/gemm/mma_from_smem.h, accumApplyLSEToSmem).
         lse = F.pad(lse, (0, -query.shape[-2] % 32), value=inf)
     tensors = (grad_out, *problem[:3], problem.expanded_bias, _with_packed_rows(out.to(query.dtype)), _dense(lse))
-    grads: Sequence[Tensor] = _aten._scaled_dot_product_efficient_attention_backward.default(
+    grads: Sequence[Tensor] = efficient_attention_backward(
         *tensors, unread, unread, 0.0, [True, True, True, False], problem.is_causal, scale=problem.scale
     )
     return grads
@@ -214,7 +223,7 @@ def _cudnn_backward(problem: Problem, grad_out: Tensor, out: Tensor, lse: Tensor
     query, key, value, _, is_causal, scale = problem
     grad_out, out, unread = _lying_like(query, grad_out), _lying_like(query, out), _unread(query)
     rest = (unread, unread, problem.bias, None, None, query.shape[-2], key.shape[-2], 0.0, is_causal)
-    grads: Sequence[Tensor] = _aten._scaled_dot_product_cudnn_attention_backward.default(
+    grads: Sequence[Tensor] = cudnn_attention_backward(
         grad_out, query, key, value, out, _dense(lse)[..., None], *rest, scale=scale
     )
     return grads

@@ -18,6 +18,7 @@ from para_core.attention.spec import AttentionSpec
 from para_core.distributed.consistency import Record, Signature, agree, exchange, first_difference, signature
 from para_core.distributed.layout import SequenceLayout
 from para_core.distributed.mesh import SequenceMesh
+from para_core.torch_internals import innermost_transform
 
 logger = logging.getLogger(__name__)
 
@@ -323,7 +324,7 @@ def _digest(query: Tensor, key: Tensor) -> int:
     """A number that stands for what this rank holds; 0 if nothing can be told from it, as from a single token or from equal ones."""
     if min(query.shape[-2], key.shape[-2]) < 2 or 0 in query.shape or query.is_meta:
         return 0
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if innermost_transform() is not None:
         return 0
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
         return 0

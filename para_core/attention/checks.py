@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import guard_or_true
 
+from para_core.torch_internals import FORWARD_AD_LEVEL, TransformType, forward_ad_globals, innermost_transform
+
 
 def check_kind(query: Tensor, key: Tensor, value: Tensor) -> None:
     """Raise ``TypeError`` for tensors that hold something else than ``[..., S, D]`` numbers of this rank."""
@@ -130,20 +132,20 @@ def refuse_dropout(dropout_p: float) -> None:
         )
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def refuse_transforms() -> bool:
     """Raise ``RuntimeError`` under a transform of ``torch.func`` that collectives have no rule for, and in forward-mode AD.
 
     While a graph is traced it runs once, under the transforms that are traced.
     """
-    interpreter = torch._C._functorch.peek_interpreter_stack()
+    interpreter = innermost_transform()
     kind = None if interpreter is None else interpreter.key()
-    if kind == torch._C._functorch.TransformType.Vmap:
+    if kind == TransformType.Vmap:
         raise RuntimeError(
             "attention over several ranks inside torch.func.vmap: a collective has no batching rule. Put the mapped dim "
             "into the batch dim of query, key and value instead."
         )
-    if kind == torch._C._functorch.TransformType.Jvp or torch.autograd.forward_ad._current_level >= 0:
+    if kind == TransformType.Jvp or forward_ad_globals[FORWARD_AD_LEVEL] >= 0:
         raise RuntimeError(
             "attention over several ranks in forward-mode AD (torch.func.jvp, torch.autograd.forward_ad): tangents would be lost. "
             "Use reverse mode (torch.func.vjp, .backward()), or attend on one rank under UnifiedAttnMode.disable()."

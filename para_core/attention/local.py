@@ -14,6 +14,7 @@ from para_core.attention import backend_selection
 from para_core.attention.backend_selection import OF_PYTORCH, SWITCHES, Backend, resolve_backend
 from para_core.attention.backends import BACKWARD, FORWARD, MATH, Problem, backward_of, empty_output
 from para_core.attention.merge import Merged
+from para_core.torch_internals import DisableTorchFunction, fused_sdp_choice, math_sdp_enabled
 
 
 def local_attention(
@@ -53,7 +54,7 @@ def local_attention(
         )
         return out
     # The same without the detour of an operator's arguments from Python.
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         return F.scaled_dot_product_attention(query, key, value, mask, 0.0, is_causal, scale=scale, enable_gqa=grouped)
 
 
@@ -269,14 +270,14 @@ def require_backend(
     """
     if backend is not None:
         resolve_backend(backend, query, value, masked=mask is not None)
-    if torch._C._get_math_sdp_enabled():
+    if math_sdp_enabled():
         return
     masked_in = None if mask is None else mask.dtype
     if not _has_backend(query.dtype, query.device, query.shape[-1], value.shape[-1], masked_in):
         raise _no_backend(query, value, mask)
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _has_backend(
     dtype: torch.dtype, device: torch.device, head_dim: int, value_dim: int, mask_dtype: torch.dtype | None
 ) -> bool:
@@ -306,7 +307,7 @@ def learns_by_formula(query: Tensor, value: Tensor, mask: Tensor | None, backend
     return verdict
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_math(*problem_and_switches: Any) -> bool:
     # Dynamo takes the result of a function for a constant, but traces one that lru_cache wraps.
     return _is_math_under(*problem_and_switches)
@@ -345,9 +346,9 @@ def _choose_backend(problem: Problem) -> int:
         # Asked with enable_gqa, memory-efficient attention is out, though it may be the best once heads are expanded.
         key, value = (x[:, :1].expand(-1, heads, -1, -1) for x in (key, value))
     try:
-        choice: int = torch._fused_sdp_choice(query, key, value, mask, 0.0, is_causal, scale=scale)
+        choice: int = fused_sdp_choice(query, key, value, mask, 0.0, is_causal, scale=scale)
     except RuntimeError as error:
-        if torch._C._get_math_sdp_enabled():
+        if math_sdp_enabled():
             raise
         raise _no_backend(query, value, mask) from error
     return choice if choice in FORWARD else MATH  # a backend of another device has no lse to give

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from para_core.distributed.layout import SequenceLayout
+from para_core.torch_internals import innermost_transform, owner_of, version_of
 
 # What one rank finds in its mask, as bits of one integer.
 LOWER = 1  # no row i shows a key behind i
@@ -51,8 +52,8 @@ class MaskReviews:
 
 def _identity(mask: Tensor) -> tuple[weakref.ref[Tensor], tuple[object, ...]]:
     """What stays the same while a model hands on one mask, also if each layer takes a view of it."""
-    owner = mask if mask._base is None else mask._base
-    written = None if owner.is_inference() else owner._version
+    owner = owner_of(mask)
+    written = None if owner.is_inference() else version_of(owner)
     return weakref.ref(owner), (mask.shape, mask.stride(), mask.storage_offset(), written)
 
 
@@ -77,7 +78,7 @@ def needs_review(mask: Tensor, query_layout: SequenceLayout, key_layout: Sequenc
 
     That is ``[..., S_local, S]`` of a sequence that attends to itself, and ``[..., S_q_local, S_k_local]``.
     """
-    if mask.ndim < 2 or mask.is_meta or torch._C._functorch.peek_interpreter_stack() is not None:
+    if mask.ndim < 2 or mask.is_meta or innermost_transform() is not None:
         return False
     rows, columns = mask.shape[-2:]
     total, held = key_layout.total, key_layout.size(rank)

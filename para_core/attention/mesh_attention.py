@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from para_core.attention.blocks import add_autograd_dependency
@@ -44,6 +43,7 @@ from para_core.distributed.collectives import HostGroups
 from para_core.distributed.consistency import Signature, agree
 from para_core.distributed.layout import SequenceLayout
 from para_core.distributed.mesh import SequenceMesh
+from para_core.torch_internals import FORWARD_AD_LEVEL, forward_ad_globals, innermost_transform, math_sdp_enabled
 
 # (local query length, local key length, whether it matters where in the sequence a token is) -> layouts of queries and keys.
 ChooseLayouts = Callable[[int, int, bool], tuple[SequenceLayout, SequenceLayout]]
@@ -123,7 +123,7 @@ class MeshAttention:
         """
         compiling = torch.compiler.is_compiling()
         # Tested here, too: no call of a function for what hardly ever holds.
-        if compiling or torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        if compiling or innermost_transform() is not None or forward_ad_globals[FORWARD_AD_LEVEL] >= 0:
             refuse_transforms()
         call = _normalized(call)
         query, key, value, mask = call.query, call.key, call.value, call.attn_mask
@@ -288,7 +288,7 @@ def _lookup_key(call: SdpaCall) -> Any:
     query, key, value, mask, *flags = call
     # Nested tensors have no shape. A user who switches the math backend off may switch off the others, too.
     try:
-        if query.is_nested or key.is_nested or value.is_nested or not torch._C._get_math_sdp_enabled():
+        if query.is_nested or key.is_nested or value.is_nested or not math_sdp_enabled():
             return None
     except AttributeError:  # Not a tensor: check_kind() says so.
         return None

@@ -17,6 +17,7 @@ from para_core.attention.local import lse_dtype
 from para_core.attention.plan import AttentionPlan, cached_plan, read_plan
 from para_core.attention.usp import Saved, usp_backward, usp_forward
 from para_core.distributed.collectives import define_collective, done
+from para_core.torch_internals import innermost_transform, is_grad_tracking_tensor, unwrap_transform_tensor
 
 
 def differentiable_usp(plan: AttentionPlan, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
@@ -57,9 +58,8 @@ def _save(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor], plan: Atten
 
 def _followed_outside(tensors: Sequence[Any]) -> bool:
     """Whether autograd outside of a transform of torch.func follows any of its inputs."""
-    functorch = torch._C._functorch
-    inside = [x for x in tensors if isinstance(x, Tensor) and functorch.is_gradtrackingtensor(x)]
-    return any(functorch.get_unwrapped(x).requires_grad for x in inside)
+    inside = [x for x in tensors if isinstance(x, Tensor) and is_grad_tracking_tensor(x)]
+    return any(unwrap_transform_tensor(x).requires_grad for x in inside)
 
 
 def _refuse_second_derivative(followed_outside: bool, grad_out: Tensor) -> None:
@@ -67,7 +67,7 @@ def _refuse_second_derivative(followed_outside: bool, grad_out: Tensor) -> None:
     if not torch.is_grad_enabled():
         return
     # torch.func.grad always keeps a graph; only if something outside of it asks for one is a gradient lost.
-    innermost = torch._C._functorch.peek_interpreter_stack()
+    innermost = innermost_transform()
     if innermost is None or innermost.level() > 1 or followed_outside or _followed_outside([grad_out]):
         raise RuntimeError(
             "attention over several ranks has no second derivative, and its gradient was asked for with create_graph=True (or by "

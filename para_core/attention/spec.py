@@ -89,7 +89,7 @@ class AttentionSpec:
         return AttentionSpec(query_layout, key_layout, mesh, *flags)
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _to_json(mesh: str, is_causal: bool, queries: str, keys: str | None, options: str) -> str:
     # Dynamo does not trace the encoder. All arguments are constants of a graph.
     return json.dumps({"mesh": mesh, "is_causal": is_causal, "queries": queries, "keys": keys, "options": options})

@@ -14,6 +14,7 @@ from para_core.attention.local import as_sdpa, local_attention
 from para_core.attention.plan import AttentionPlan
 from para_core.attention.ring import ring_attention, ring_attention_backward
 from para_core.attention.ulysses import Heads
+from para_core.torch_internals import is_any_autocast_enabled
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def usp_forward(
 
 def autocasts(x: Tensor) -> bool:
     """Whether autocast casts tensors on the device of ``x``."""
-    if not (torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled()):
+    if not (torch.compiler.is_compiling() or is_any_autocast_enabled()):
         return False
     return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 

@@ -47,6 +47,7 @@ from para_core.instance_patching import original_class
 from para_core.modes.unified import UnifiedAttnMode
 from para_core.plans.region import attention_is_skipped, mesh_of_plan, ranks_sharing_samples
 from para_core.staged import on_all_stages
+from para_core.torch_internals import function_mode_stack
 from para_core.user_warnings import CacheWarning, WarningLog
 
 
@@ -204,7 +205,7 @@ class BlockCache:
         """A plan may have been applied, or removed, since the last call. Traced where the whole call is."""
         self.mesh = self._given_mesh or mesh_of_plan(self.module)
         if self.mesh is None and not torch.compiler.is_compiling():
-            modes = torch.overrides._get_current_function_mode_stack()
+            modes = function_mode_stack()
             self.mesh = next((mode._mesh for mode in reversed(modes) if isinstance(mode, UnifiedAttnMode)), None)
 
     def state_of(self, branch: str) -> BranchState:

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from para_core.cache.blocks import CachedBlocks
 from para_core.instance_patching import original_class
+from para_core.torch_internals import pytree, version_of
 from para_core.user_warnings import CacheWarning, warn_user
 
 # If none are named, and the model takes them.
@@ -107,7 +107,7 @@ class _FirstCalls:
 def _memory_of(x: Tensor) -> Any:
     if type(x) not in (Tensor, nn.Parameter):
         return id(x)
-    version = None if x.is_inference() else x._version
+    version = None if x.is_inference() else version_of(x)
     return x.untyped_storage().data_ptr(), x.storage_offset(), x.shape, x.stride(), x.dtype, version
 
 

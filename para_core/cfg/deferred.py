@@ -11,7 +11,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+
+from para_core.torch_internals import disabled_torch_function, make_wrapper_subclass, pytree, schema_of
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class Deferred(Tensor):
     def make(of: PendingRound, expected: Expected, get: Callable[[], Any]) -> Deferred:
         """Of the form of ``expected``; ``get`` gives the data when the round is over."""
         like = expected.like
-        made: Deferred = Tensor._make_wrapper_subclass(
+        made: Deferred = make_wrapper_subclass(
             Deferred, like.shape, strides=like.stride(), dtype=like.dtype, device=expected.device
         )
         made.of, made._get = of, get
@@ -140,7 +141,7 @@ class Deferred(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(self.value())
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -176,7 +177,7 @@ def _can_wait(func: Any, args: Any, kwargs: Any) -> bool:
         len(devices) == 1
         and all(type(x) in (Tensor, nn.Parameter) and (x.device in devices or x.ndim == 0) for x in here)
         and kwargs.get("device") in (None, *devices)
-        and not func._schema.is_mutable
+        and not schema_of(func).is_mutable
         and (not here or (torch.Tag.pointwise in func.tags and to_come[0].of.waits_for_more))
         # Numbers would be drawn later than on one device.
         and torch.Tag.nondeterministic_seeded not in func.tags

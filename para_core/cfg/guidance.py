@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from para_core.cfg.deferred import Deferred, DeferredOp, Expected, LiveDeferred, materialize
 from para_core.distributed.collectives import all_gather, tensor_bytes
 from para_core.distributed.consistency import agree, signature
 from para_core.distributed.mesh import MeshDim, one_guided_rank
+from para_core.torch_internals import pytree
 
 # foresee(model, args, kwargs): what the call gives, with tensors on the meta device; None: not known before it is computed. Takes
 # its verdict from what is the same on all ranks.

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
 from para_core.distributed.mesh import GuidedMesh, MeshDim, SequenceMesh, host_group
+from para_core.torch_internals import WAIT_TENSOR, backend_of, group_named, schema_of
 
 # gloo's threads drop the tensors of the last collective a little after it is done, and need the GIL for it. At exit they
 # would not get it any more, and a script that ends right after a collective aborts in one of four runs ("terminate called
@@ -95,13 +96,7 @@ def _needs_operator(x: Tensor) -> bool:
 
 def group_of(dim: MeshDim) -> dist.ProcessGroup:
     """The group of a mesh dim; in a graph, which holds names, found by its name."""
-    return dim.group if dim.group is not None else _group_named(dim.group_name)
-
-
-def _group_named(name: str) -> dist.ProcessGroup:
-    resolve: Any = torch.distributed.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
-    group: dist.ProcessGroup = resolve(name)
-    return group
+    return dim.group if dim.group is not None else group_named(dim.group_name)
 
 
 def _all_gather_into(gathered: Tensor, x: Tensor, **options: Any) -> Any:
@@ -155,11 +150,11 @@ def define_collective(
 
 
 def _chained(mode: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-    tracer, place = mode.tracer, len(func._schema.arguments) - 1
+    tracer, place = mode.tracer, len(schema_of(func).arguments) - 1
     token, waiting = getattr(tracer, "_para_core_last_collective", (None, None))
     # By place: a name would cost the host another microsecond at each call of the graph.
     found = mode.__torch_dispatch__(func, types, (*args[:place], token), kwargs)
-    mode.__torch_dispatch__(torch.ops._c10d_functional.wait_tensor.default, types, (found[-1],))
+    mode.__torch_dispatch__(WAIT_TENSOR, types, (found[-1],))
     waits = next(iter(reversed(tracer.graph.nodes)))  # torch 2.11 gives what can be iterated, and no iterator
     if waiting is not None and waiting.meta.get(_PART) == waits.meta.get(_PART):
         tracer.graph.erase_node(waiting)
@@ -182,7 +177,7 @@ def _all_to_all(
     x: Tensor, send_sizes: list[int], receive_sizes: list[int], group_name: str, after: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     received = x.new_empty(sum(receive_sizes), *x.shape[1:])
-    dist.all_to_all_single(received, x.contiguous(), receive_sizes, send_sizes, group=_group_named(group_name))
+    dist.all_to_all_single(received, x.contiguous(), receive_sizes, send_sizes, group=group_named(group_name))
     return received, done(x)
 
 
@@ -200,7 +195,7 @@ def _all_to_all_backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
 
 
 def _all_gather(x: Tensor, sizes: list[int], group_name: str, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    rows, group = x.new_empty(sum(sizes), *x.shape[1:]), _group_named(group_name)
+    rows, group = x.new_empty(sum(sizes), *x.shape[1:]), group_named(group_name)
     if _all_equal(sizes):
         _all_gather_into(rows, x.contiguous(), group=group)
         return rows, done(x)
@@ -224,7 +219,7 @@ def _all_gather(x: Tensor, sizes: list[int], group_name: str, after: Tensor | No
 def _is_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether NCCL moves tensors on ``device`` among the ranks of ``group``."""
     try:
-        return bool(group._get_backend(device).name() == "nccl")
+        return bool(backend_of(group, device).name() == "nccl")
     except RuntimeError:  # A group written in Python, such as that of para_core.verify, has no backend.
         return False
 

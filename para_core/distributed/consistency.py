@@ -40,6 +40,7 @@ import torch.distributed as dist
 
 from para_core.distributed.collectives import HostGroups, all_gather_bytes
 from para_core.distributed.mesh import GuidedMesh, MeshDim, SequenceMesh
+from para_core.torch_internals import DisableTransforms
 
 MAX_OWN = 4
 # Digest, length, own integers.
@@ -154,7 +155,7 @@ def _gathered(row: bytes, mesh: SequenceMesh | GuidedMesh | HostGroups) -> bytes
     """The equally long rows of all ranks of ``mesh``, in rank order."""
     by_dim = mesh.by_dim if isinstance(mesh, HostGroups) else None
     # These bytes are no input of a function that is being transformed.
-    with torch._C._DisableFuncTorch():
+    with DisableTransforms():
         rows = torch.frombuffer(bytearray(row), dtype=torch.uint8)
         for dim in mesh.dims:
             if dim.size == 1:

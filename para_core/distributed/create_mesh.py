@@ -24,6 +24,7 @@ from para_core.distributed.mesh import (
     host_group,
     require_process_group,
 )
+from para_core.torch_internals import backend_of, group_devices
 
 
 def _largest_divisor(ranks: int, at_most: int) -> int:
@@ -206,9 +207,9 @@ def require_own_gpus(mesh: DeviceMesh | ProcessGroup, ranks: GuidedMesh | Sequen
 
 def _is_nccl(group: ProcessGroup | None) -> bool:
     """Whether tensors on a GPU travel over NCCL among the ranks of ``group``."""
-    if group is None or all(device.type != "cuda" for device in group._device_types):
+    if group is None or all(device.type != "cuda" for device in group_devices(group)):
         return False
-    return bool(group._get_backend(torch.device("cuda")).name() == "nccl")
+    return bool(backend_of(group, torch.device("cuda")).name() == "nccl")
 
 
 def _current_gpu() -> tuple[str, str] | None:

@@ -13,7 +13,14 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from para_core.torch_internals import is_registered, new_process_group, process_groups
+from para_core.torch_internals import (
+    group_devices,
+    group_named,
+    group_timeout,
+    is_registered,
+    new_process_group,
+    process_groups,
+)
 
 MESH_DIMS = ("batch", "ring", "ulysses")
 # Behind these, where weights are sharded by tensor parallelism: each of its ranks has other heads of the same tokens.
@@ -60,15 +67,15 @@ def _device_type_of(group: ProcessGroup) -> str:
 
 def _preferred_device_type(group: ProcessGroup) -> str:
     # torch lists the devices of a group in any order: "cpu:gloo,cuda:nccl" may end with the CPU.
-    types = [device.type for device in group._device_types]
+    types = [device.type for device in group_devices(group)]
     if "cuda" in types and torch.cuda.is_available():
         return "cuda"
     return "cpu" if "cpu" in types else str(types[-1])
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _device_type_of_named(group_name: Any) -> str:
-    return _preferred_device_type(torch._C._distributed_c10d._resolve_process_group(group_name))
+    return _preferred_device_type(group_named(group_name))
 
 
 def _dim_of_group(name: str, group: ProcessGroup | None) -> MeshDim:
@@ -87,14 +94,14 @@ def host_group(dim: MeshDim) -> ProcessGroup:
     group = dim.group
     if group is None:
         raise ValueError(f"mesh dim {dim.name!r} has one rank, and so no group.")
-    devices = group._device_types
+    devices = group_devices(group)
     if any(device.type == "cpu" for device in devices):
         return group
     return find_or_make_group(
         f"para_core: CPU tensors beside group {dim.group_name}",
         dist.get_process_group_ranks(group),
         backend="gloo",
-        timeout=group._get_backend(devices[0]).options._timeout,
+        timeout=group_timeout(group, devices[0]),
     )
 
 
@@ -102,13 +109,6 @@ def groups_among(ranks: Collection[int]) -> list[ProcessGroup]:
     """Return the groups that :func:`find_or_make_group` made, and of which this rank and no rank outside of ``ranks`` is a member."""
     ours = [group for group in process_groups() if group.group_desc.startswith(_OURS)]
     return [group for group in ours if set(dist.get_process_group_ranks(group)) <= set(ranks)]
-
-
-def set_group_timeout(group: ProcessGroup, timeout: timedelta) -> None:
-    """Let the collectives of ``group`` wait ``timeout`` for a rank that does not answer, from now on."""
-    # TODO: drop the second name when torch>=2.15 is the minimum.
-    set_timeout: Any = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-    set_timeout(timeout, group)
 
 
 def find_or_make_group(

@@ -6,7 +6,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +14,15 @@ from torch.distributed import ProcessGroup
 
 from para_core.distributed.consistency import exchange
 from para_core.distributed.mesh import TENSOR_DIM, GuidedMesh, MeshDim, dim_of_one, find_or_make_group, one_rank
+from para_core.torch_internals import (
+    abort_groups,
+    backend_of,
+    default_store,
+    group_devices,
+    group_timeout,
+    is_registered,
+    process_groups,
+)
 
 # From one index along the dim to another.
 Edge = tuple[int, int]
@@ -47,7 +55,8 @@ def _new_number() -> int:
     """Return a number that no rank was given before, also not for other links over the same ranks."""
     if dist.get_backend() == "fake":
         return 1  # Its store cannot count, and nothing is sent.
-    return dist.distributed_c10d._get_default_store().add("para_core: links", 1)
+    number: int = default_store().add("para_core: links", 1)
+    return number
 
 
 class _Transfer:
@@ -148,8 +157,7 @@ class Links:
 
     def _is_broken(self) -> bool:
         # Other links between the same ranks share the communicators, and may have ended them.
-        alive = dist.distributed_c10d._world.pg_map
-        return self._broken or any(group not in alive for group in self._groups.values())
+        return self._broken or not all(map(is_registered, self._groups.values()))
 
     def _end_transfers(self, matched: dict[Edge, int]) -> None:
         """Wait for the first ``matched`` transfers of each edge, which both ends have started, and drop the others."""
@@ -174,7 +182,7 @@ class Links:
     def _group_number(self, edge: Edge) -> int:
         """The number of the newest communicator of ``edge`` that this process has, also for other links; 0 without one."""
         prefix = self._description(edge)
-        names = [group.group_desc for group in dist.distributed_c10d._world.pg_map]
+        names = [group.group_desc for group in process_groups()]
         return max((int(name.removeprefix(prefix)) for name in names if name.startswith(prefix)), default=0)
 
     def _connect(self, edge: Edge, number: int) -> None:
@@ -183,7 +191,7 @@ class Links:
             self._groups[edge] = self._group
             return
         is_new = number != self._group_number(edge)
-        timeout = self._group._get_backend(self._group_device).options._timeout
+        timeout = group_timeout(self._group, self._group_device)
         ranks = [self._ranks[index] for index in edge]
         self._groups[edge] = find_or_make_group(f"{self._description(edge)}{number}", ranks, timeout=timeout)
         if is_new:
@@ -196,8 +204,7 @@ class Links:
 
     def _abort(self) -> None:
         """End what runs on the communicators of the edges, and remove them. Of gloo nothing has to be ended."""
-        alive = dist.distributed_c10d._world.pg_map
-        groups = [group for group in self._groups.values() if group is not self._group and group in alive]
+        groups = [group for group in self._groups.values() if group is not self._group and is_registered(group)]
         self._groups = {}
         abort_groups(groups)
 
@@ -208,7 +215,7 @@ class Links:
         """The timeout of a wait on the host, read at each wait because users change it. Gloo has no default for single sends."""
         if self._nccl_device is not None:
             return None
-        timeout: timedelta = self._group._get_backend(torch.device("cpu")).options._timeout
+        timeout: timedelta = group_timeout(self._group, torch.device("cpu"))
         return timeout
 
     def _send(self, edge: Edge, x: Tensor) -> _Transfer:
@@ -277,20 +284,7 @@ class Links:
         return x
 
 
-def abort_groups(groups: list[ProcessGroup]) -> None:
-    """End all that runs on ``groups``, and remove them from torch's table. Only this rank's part: the others call it themselves."""
-    backends: list[Any] = [group._get_backend(device) for group in groups for device in group._device_types]
-    # Together, as torch ends all groups at once: ending one communicator may wait for kernels of another (pytorch#119797).
-    together = next((backend for backend in backends if backend.name() == "nccl"), None)
-    if together is not None:
-        together._group_start()
-    for group in groups:
-        dist.distributed_c10d._abort_process_group(group)
-    if together is not None:
-        together._group_end()
-
-
 def _nccl_device(group: ProcessGroup) -> torch.device | None:
     """The device whose tensors travel over NCCL, or None. The name of a group does not tell: it may have a backend for each device."""
-    devices = [device for device in group._device_types if device.type == "cuda"]
-    return next((device for device in devices if group._get_backend(device).name() == "nccl"), None)
+    devices = [device for device in group_devices(group) if device.type == "cuda"]
+    return next((device for device in devices if backend_of(group, device).name() == "nccl"), None)

@@ -16,12 +16,18 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
-from torch._library.custom_ops import CustomOpDef
-from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from para_core.attention.checks import LengthCheck
 from para_core.attention.sdpa_call import SdpaCall, SdpaHandler
+from para_core.torch_internals import (
+    CustomOpDef,
+    DisableTorchFunctionSubclass,
+    OpOverload,
+    OpOverloadPacket,
+    schema_of,
+    version_of,
+)
 
 # An OpOverload or an OpOverloadPacket: whatever ``torch.ops`` returns.
 Operator = Any
@@ -64,7 +70,7 @@ OTHER_OPERATORS = (
 )
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def attention_kind(operator: Operator) -> str | None:
     """Return ``"flash"`` for an operator that is routed, ``"other"`` for one that must raise, None for one without attention."""
     return _attention_kind(operator)
@@ -88,7 +94,7 @@ def _attention_kind(operator: Operator) -> str | None:
 
 
 def _is_flash(operator: Operator) -> bool:
-    schema = _overload(operator)._schema
+    schema = schema_of(_overload(operator))
     returns_tensors = all(str(result.type) == "Tensor" for result in schema.returns)
     return returns_tensors and [argument.name for argument in schema.arguments[:3]] == ["q", "k", "v"]
 
@@ -203,7 +209,7 @@ def _run_as_sdpa(handler: SdpaHandler, call: _FlashCall, *tensors: Tensor) -> Te
     return out[0] if call.is_varlen else out
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _signature(operator: Operator) -> tuple[tuple[tuple[str, Any], ...], int]:
     """Return the names and defaults of the operator's arguments, and how many tensors it returns."""
     return _cached_signature(operator)
@@ -211,7 +217,7 @@ def _signature(operator: Operator) -> tuple[tuple[tuple[str, Any], ...], int]:
 
 @lru_cache(maxsize=64)
 def _cached_signature(operator: Operator) -> tuple[tuple[tuple[str, Any], ...], int]:
-    schema = _overload(operator)._schema
+    schema = schema_of(_overload(operator))
     return tuple([(argument.name, argument.default_value) for argument in schema.arguments]), len(schema.returns)
 
 
@@ -284,9 +290,9 @@ def _values(offsets: Any) -> list[int]:
     if offsets.is_inference():  # it has no version
         return list(offsets.tolist())
     version, values = _VALUES.get(offsets, (None, []))
-    if version != offsets._version:
+    if version != version_of(offsets):
         values = offsets.tolist()
-        _VALUES[offsets] = (offsets._version, values)
+        _VALUES[offsets] = (version_of(offsets), values)
     return list(values)
 
 
@@ -322,7 +328,7 @@ class _UnknownLse(Tensor):
                 "the lse (return_attn_probs=True) of FlashAttention is not computed over several ranks. Leave return_attn_probs "
                 "out, or run this call under UnifiedAttnMode.disable()."
             )
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
 

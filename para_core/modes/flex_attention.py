@@ -34,6 +34,7 @@ from para_core.distributed.layout import Run, Segment, SequenceLayout
 from para_core.distributed.mesh import SequenceMesh
 from para_core.instance_patching import original_class
 from para_core.modes.block_masks import ShardedMaskMod, layout_id, positions_of
+from para_core.torch_internals import DisableTorchFunction
 
 # Blocks at least this large are those that flex_attention makes itself where it gets no mask; it compares no lengths then.
 _NO_BLOCKS = 1 << 30
@@ -158,7 +159,7 @@ class FlexOverMesh:
         return AttentionPlan(spec)
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def called_in_eager_code() -> bool:
     """Whether ``flex_attention`` itself runs in this thread, and is not being traced."""
     frame = sys._getframe()
@@ -228,7 +229,7 @@ def _run_operator(
             key, value = key.index_select(1, of_query), value.index_select(1, of_query)
         buffers = (score_buffers, mask_buffers) if score_buffers or mask_buffers else ()
         # A mode outside of this one must not see the operator: it would share its heads out once more.
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             results = operator(
                 query,
                 key,

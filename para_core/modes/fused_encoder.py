@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
-from torch._guards import CompileContext, TraceId
+
+from para_core.torch_internals import CompileContext, TraceId
 
 
 class _Holder(NamedTuple):
@@ -70,13 +71,13 @@ def _this_holder() -> _Holder:
 _SWITCH = _CountedSwitch()
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def switch_off() -> None:
     """Forbid torch's fused encoder kernels until :func:`put_back`; while a graph is traced, this runs then."""
     _SWITCH.hold()
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def put_back() -> None:
     """Undo one :func:`switch_off`; the last one, in whatever thread, allows what was allowed before the first."""
     _SWITCH.release()

@@ -13,11 +13,6 @@ from typing import Any, NoReturn
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer
-from torch._guards import TracingContext
-from torch._higher_order_ops.flex_attention import flex_attention
-from torch._higher_order_ops.invoke_subgraph import InvokeSubgraphHOP
-from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 
 from para_core.attention.multi_head import multi_head_attention
@@ -33,22 +28,23 @@ from para_core.modes.flash_attention import (
     is_called_by_a_graph,
     refuse_operator,
 )
-from para_core.modes.recomputation import SET_GRAD_ENABLED
-from para_core.torch_internals import SpareDispatchKey
+from para_core.torch_internals import (
+    FUSED_ATTENTION_FUNCTIONS,
+    DisableTorchFunction,
+    HigherOrderOperator,
+    InvokeSubgraphHOP,
+    SpareDispatchKey,
+    TracingContext,
+    flex_attention_operator,
+    set_grad_enabled,
+    without_side_effect_checks,
+)
 
 SDPA = F.scaled_dot_product_attention
 UNFLATTEN = Tensor.unflatten
 _MULTI_HEAD = F.multi_head_attention_forward
 # Operators that run functions: torch.cond, and what Dynamo makes of torch.utils.checkpoint.
 RUN_FUNCTIONS = (torch.ops.higher_order.cond, torch.ops.higher_order.tag_activation_checkpoint)
-_UNSEEN = (
-    torch._native_multi_head_attention,
-    torch._transformer_encoder_layer_fwd,
-    torch._scaled_dot_product_attention_math,
-    torch._scaled_dot_product_flash_attention,
-    torch._scaled_dot_product_efficient_attention,
-    torch._scaled_dot_product_cudnn_attention,
-)
 
 
 def raise_here(error: Exception) -> NoReturn:
@@ -90,9 +86,9 @@ def intercept(
         return run_functions(mode, func, args, kwargs)
     if func is _MULTI_HEAD:
         return multi_head_attention(handler, *args, **kwargs)
-    if func is flex_attention and flex is not None:
+    if func is flex_attention_operator and flex is not None:
         return flex(func, args, kwargs)
-    if func in _UNSEEN or func is flex_attention:
+    if func in FUSED_ATTENTION_FUNCTIONS or func is flex_attention_operator:
         raise RuntimeError(
             f"{getattr(func, '__name__', func)} computes attention without scaled_dot_product_attention, so it "
             f"cannot run on {ranks} ranks: each would attend to its own tokens only. Use "
@@ -143,11 +139,11 @@ class Disabled(TorchFunctionMode):
         if func is SDPA:
             return torch.ops.aten.scaled_dot_product_attention.default(*args, **kwargs)
         # A checkpoint in here must not be bound to an outer mode, nor a softmax count as attention that it missed.
-        hidden = func is _MULTI_HEAD or func in _UNSEEN or isinstance(func, HigherOrderOperator)
+        hidden = func is _MULTI_HEAD or func in FUSED_ATTENTION_FUNCTIONS or isinstance(func, HigherOrderOperator)
         if not torch.compiler.is_compiling():
-            hidden = hidden or func is SET_GRAD_ENABLED or is_softmax(func)
+            hidden = hidden or func is set_grad_enabled or is_softmax(func)
         if hidden or (type(func) in OPERATOR_TYPES and attention_kind(func) is not None):
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 return func(*args, **kwargs)
         return call_original(func, args, kwargs)
 
@@ -194,7 +190,7 @@ def _under(mode: TorchFunctionMode, function: Callable[..., Any]) -> Callable[..
 def inside_branch(function: Callable[..., Any], *args: Any) -> Any:
     """Return ``function(*args)``, which may enter modes that it makes, in a function that an operator was given."""
     # Dynamo calls the stack of modes changed, though it is at the end what it was.
-    return _disable_side_effect_safety_checks_for_current_subtracer(function, *args)
+    return without_side_effect_checks(function, *args)
 
 
 # -- at the dispatcher: for eager code that keeps no gradient

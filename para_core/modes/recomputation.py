@@ -12,10 +12,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
+from torch.utils.checkpoint import CheckpointFunction
 
-SET_GRAD_ENABLED = torch._C._set_grad_enabled
+from para_core.torch_internals import CheckpointFrame, current_graph_task_id, top_saved_tensors_hooks
+
 # From a mode's handler to CheckpointFunction.forward: two frames of torch.no_grad, and those of modes outside of this one.
 _MOST_FRAMES = 16
 _ADVICE = "Bind the function to the mode: checkpoint(cp.bound(function), ..., use_reentrant=False)."
@@ -26,7 +26,7 @@ Bind = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 def is_in_backward() -> bool:
     """Whether this thread runs a backward, in which functions are recomputed."""
-    return torch._C._current_graph_task_id() != -1
+    return current_graph_task_id() != -1
 
 
 def bind_reentrant_checkpoint(bind: Bind) -> None:
@@ -53,10 +53,10 @@ def bind_checkpoint(owner: object, bind: Bind) -> None:
 
     Called at every attention call in eager code. ``owner`` tells whether it was bound before.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = top_saved_tensors_hooks(True)
     for cell in () if hooks is None else getattr(hooks[0], "__closure__", None) or ():
         frame = cell.cell_contents
-        if isinstance(frame, _CheckpointFrame) and getattr(frame.recompute_fn, "bound_to", None) is not owner:
+        if isinstance(frame, CheckpointFrame) and getattr(frame.recompute_fn, "bound_to", None) is not owner:
             bound: Any = bind(frame.recompute_fn)
             bound.bound_to = owner
             frame.recompute_fn = bound

@@ -9,7 +9,6 @@ from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask
@@ -30,8 +29,9 @@ from para_core.modes.block_masks import shard_block_mask
 from para_core.modes.flex_attention import FlexOverMesh, explain_unsharded_mask
 from para_core.modes.inference import layout_of_total, sequence_of_length, sequence_of_symbolic_length
 from para_core.modes.interceptor import SDPA, THREAD_STATE, Disabled, call_original, intercept, unintercepted
-from para_core.modes.recomputation import SET_GRAD_ENABLED, bind_checkpoint, bind_reentrant_checkpoint, is_in_backward
+from para_core.modes.recomputation import bind_checkpoint, bind_reentrant_checkpoint, is_in_backward
 from para_core.modes.sharding_mode import ShardingMode, TraceSafeLayout, segments_of
+from para_core.torch_internals import OpOverload, set_grad_enabled
 from para_core.user_warnings import ParallelWarning, warn_user
 
 
@@ -224,7 +224,7 @@ class UnifiedAttnMode(ShardingMode):
             return call_original(func, args, kwargs or {})
         if func is SDPA and (torch.compiler.is_compiling() or not THREAD_STATE.handlers):
             return self.attend(SdpaCall(*args, **(kwargs or {})))
-        if func is SET_GRAD_ENABLED and not torch.compiler.is_compiling() and args == (False,):
+        if func is set_grad_enabled and not torch.compiler.is_compiling() and args == (False,):
             bind_reentrant_checkpoint(self.bound)
         if not torch.compiler.is_compiling() and type(func) is OpOverload and func.namespace == "para_core":
             # A compiled graph runs; of its attention only the operator is seen.

@@ -18,11 +18,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._ops import OpOverload
-from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from para_core.distributed.mesh import MeshDim
 from para_core.planner.traffic import AttentionCall, Edges, Gathered, ModelCall, Part, Product, Summed, Tokens
@@ -41,6 +37,7 @@ from para_core.plans.plan import (
     coarse_segments,
 )
 from para_core.plans.samples import number_of_samples, own_samples
+from para_core.torch_internals import FakeTensor, OpOverload, TorchDispatchMode, pytree, schema_of, storage_id
 from para_core.weights.tensor_plan import TensorPlan
 
 # What launches nothing on a device, beside views.
@@ -73,9 +70,9 @@ class _Dispatched(TorchDispatchMode):
     ) -> Any:
         given = _tensors_in((args, kwargs))
         out = func(*args, **(kwargs or {}))
-        place, name = int(not self._active()), func._schema.name
+        place, name = int(not self._active()), schema_of(func).name
         made = _tensors_in(out)
-        self._hold(made, {x.untyped_storage()._cdata for x in given}, place)
+        self._hold(made, {storage_id(x.untyped_storage()) for x in given}, place)
         is_launch = name not in _NO_LAUNCH and func.namespace != "prim" and not _is_view(func)
         if is_launch and not self.in_attention:
             self.launches += 1
@@ -86,7 +83,7 @@ class _Dispatched(TorchDispatchMode):
     def _hold(self, made: Sequence[Tensor], given: set[int], place: int) -> None:
         for x in made:
             storage = x.untyped_storage()
-            key = storage._cdata
+            key = storage_id(storage)
             if key not in self._known and key not in given:
                 self._known.add(key)
                 weakref.finalize(storage, self._free, key, storage.nbytes(), place)
@@ -110,7 +107,7 @@ def _tensors_in(values: Any) -> list[Tensor]:
 
 def _is_view(func: OpOverload) -> bool:
     """Whether what it returns is memory of an argument, not written to."""
-    aliases = [returned.alias_info for returned in func._schema.returns]
+    aliases = [returned.alias_info for returned in schema_of(func).returns]
     return any(alias is not None and not alias.is_write for alias in aliases)
 
 

@@ -20,10 +20,11 @@ from para_core.distributed.mesh import SequenceMesh
 from para_core.distributed.sharding import gather_tokens
 from para_core.modes.flex_attention import FlexOverMesh, called_in_eager_code
 from para_core.modes.interceptor import at_the_dispatcher, call_original, intercept, not_at_the_dispatcher
-from para_core.modes.recomputation import SET_GRAD_ENABLED, bind_checkpoint, bind_reentrant_checkpoint
+from para_core.modes.recomputation import bind_checkpoint, bind_reentrant_checkpoint
 from para_core.modes.sharding_mode import TraceSafeLayout, segments_of, to_trace_safe
 from para_core.plans.kv_cache import PAST
 from para_core.plans.plan import Attention
+from para_core.torch_internals import set_grad_enabled
 
 # Of one model; more lengths are forgotten together.
 _MOST_KNOWN = 64
@@ -213,7 +214,7 @@ class PlannedAttnMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         # Nothing of this is read while tracing: what is becomes a guard.
-        if not torch.compiler.is_compiling() and func is SET_GRAD_ENABLED and args == (False,):
+        if not torch.compiler.is_compiling() and func is set_grad_enabled and args == (False,):
             bind = self.planned.bind
             if bind is not None:
                 bind_reentrant_checkpoint(partial(bind, self.planned))

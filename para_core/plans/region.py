@@ -57,6 +57,13 @@ from para_core.plans.plan import (
 )
 from para_core.plans.published import published_plan
 from para_core.plans.samples import all_samples, holds_tensor, number_of_samples, own_samples
+from para_core.torch_internals import (
+    CALL_WITH_HOOKS,
+    COMPILED_CALL,
+    ORIGINAL_CALLABLE,
+    count_function_modes,
+    function_mode_stack,
+)
 from para_core.user_warnings import ParallelWarning, WarningLog
 
 _KEY = "parallel"
@@ -106,8 +113,8 @@ class _Region:
             bool(plan.halos) or any(isinstance(attention, LinearAttention) for attention in plan.attention.values())
         )
         # What torch.compile made of this module in place, before a plan was applied: it does not look up _call_impl.
-        self.compiled_before: Callable[..., Any] | None = module._compiled_call_impl
-        if is_entry(getattr(self.compiled_before, "_torchdynamo_orig_callable", None)):
+        self.compiled_before: Callable[..., Any] | None = getattr(module, COMPILED_CALL)
+        if is_entry(getattr(self.compiled_before, ORIGINAL_CALLABLE, None)):
             self.compiled_before = None
         # The submodules at which something is done, by name. Loading a LoRA puts others in their place.
         self.submodules: dict[str, nn.Module] = {}
@@ -150,7 +157,7 @@ class _Region:
                 given = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
                 self.require_equal({name: value for name, value in given.items() if name not in self.kept_by_heads})
         compiled = self.compiled_before
-        if compiled is None or module._compiled_call_impl is not compiled:
+        if compiled is None or getattr(module, COMPILED_CALL) is not compiled:
             return call(module, *args, **kwargs)
         # Compiled before: the graph inside, splitting and gathering around it.
         return self.run(lambda _, *args, **kwargs: compiled(*args, **kwargs), module, *args, **kwargs)
@@ -242,7 +249,7 @@ class _Region:
         if self.uses_flex_attention:
             return False
         # The innermost mode counts, so one around this call would count more than the plan.
-        if torch._C._len_torch_function_stack() > 0 or self._tree is None or self._tree.has_compiled_parts():
+        if count_function_modes() > 0 or self._tree is None or self._tree.has_compiled_parts():
             return False
         return dispatcher_is_available()
 
@@ -499,7 +506,7 @@ def apply_plan(
         return
     region = _Region(module, plan, mesh, batch, require_equal, options, attn_func)
     region.attach(module)
-    wrap_method(module, "_call_impl", _KEY, region.run, order=Order.PLAN)
+    wrap_method(module, CALL_WITH_HOOKS, _KEY, region.run, order=Order.PLAN)
     wrap_method(module, "__call__", _KEY, region.call_outer, order=Order.PLAN)
 
 
@@ -574,7 +581,7 @@ def attention_is_skipped(module: nn.Module) -> None:
     interception = None if region is None else region.interception
     if interception is not None:
         interception.planned.intercepted[0] = True
-    for mode in torch.overrides._get_current_function_mode_stack():
+    for mode in function_mode_stack():
         if isinstance(mode, UnifiedAttnMode):
             mode.intercepted = True
 
@@ -601,5 +608,5 @@ def inputs_verified(module: nn.Module) -> Iterator[None]:
 
 
 def _region_of(module: nn.Module) -> _Region | None:
-    region = getattr(wrapper(module, "_call_impl", _KEY), "__self__", None)
+    region = getattr(wrapper(module, CALL_WITH_HOOKS, _KEY), "__self__", None)
     return region if isinstance(region, _Region) else None

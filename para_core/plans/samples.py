@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from para_core.distributed.collectives import all_gather
 from para_core.distributed.mesh import MeshDim
+from para_core.torch_internals import tree_leaves
 
 
 def number_of_samples(value: Any, dim: int | None) -> int | None:

@@ -19,6 +19,12 @@ from para_core.spatial.fetch import gather, part_of
 from para_core.spatial.one_group import one_group
 from para_core.spatial.rows import Layout, even
 from para_core.spatial.tag import Count, Rows, rows_of, tagged
+from para_core.torch_internals import (
+    DisableTorchFunction,
+    innermost_transform,
+    is_transform_tensor,
+    unwrap_transform_tensor,
+)
 
 # By name. What is not here raises where rows are sharded.
 RULES: dict[str, Any] = {
@@ -71,7 +77,7 @@ class SpatialShardMode(TorchFunctionMode):
         rows = Rows(dim, layout)
         if self.ranks.size == 1:
             return x
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return tagged(part_of(x, rows, self.ranks).clone(memory_format=torch.contiguous_format), rows)
 
     def gather(self, x: Tensor) -> Tensor:
@@ -79,7 +85,7 @@ class SpatialShardMode(TorchFunctionMode):
         rows = rows_of(x)
         if rows is None:
             return x
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return gather(x, rows, self.ranks)
 
     def __torch_function__(
@@ -87,7 +93,7 @@ class SpatialShardMode(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         found = _first_sharded((*args, *kwargs.values()))
-        if found is None and torch._C._functorch.peek_interpreter_stack() is not None:
+        if found is None and innermost_transform() is not None:
             inside = _first_sharded([_unwrapped(x) for x in args])
             if isinstance(inside, Rows):
                 raise unknown(func, inside, "vmap and grad of torch.func hide how they are")
@@ -107,9 +113,8 @@ class SpatialShardMode(TorchFunctionMode):
 
 def _unwrapped(x: Any) -> Any:
     """What torch.func has wrapped in ``x``."""
-    functorch = torch._C._functorch
-    while isinstance(x, Tensor) and functorch.is_functorch_wrapped_tensor(x):
-        x = functorch.get_unwrapped(x)
+    while isinstance(x, Tensor) and is_transform_tensor(x):
+        x = unwrap_transform_tensor(x)
     return x
 
 

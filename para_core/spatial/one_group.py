@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.distributed.consistency import exchange
 from para_core.distributed.mesh import GuidedMesh, MeshDim, find_or_make_group, guided_mesh
+from para_core.torch_internals import group_timeout
 
 
 def one_group(mesh: DeviceMesh | ProcessGroup | GuidedMesh) -> MeshDim:
@@ -47,7 +48,7 @@ def first_ranks(members: list[int], count: int, *, like: ProcessGroup, groups: S
             return of_group(group)
     options: dict[str, Any] = {
         "backend": dist.get_backend(like),
-        "timeout": like._get_backend(like._device_types[0]).options._timeout,
+        "timeout": group_timeout(like),
     }
     return of_group(find_or_make_group(f"para_core: rows over ranks {chosen}", chosen, **options))
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from para_core.torch_internals import tree_flatten, tree_unflatten
 
 
 @dataclass(frozen=True)

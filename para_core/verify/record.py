@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from para_core.attention.multi_head import multi_head_attention
 from para_core.attention.sdpa_call import SdpaCall
+from para_core.torch_internals import DisableTorchFunction, tree_leaves
 
 # Random projections of each row.
 _PROBES = 4
@@ -156,7 +156,7 @@ class _AttentionRecorder(TorchFunctionMode):
 
 
 def _digest(x: Tensor) -> Digest:
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         shape, dtype = tuple(x.shape), x.dtype
         x = x.detach()
         if x.is_complex():

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from para_core.distributed.mesh import SequenceMesh, mesh_of_groups
 from para_core.instance_patching import original_class
 from para_core.plans.plan import Plan
 from para_core.plans.region import apply_plan
+from para_core.torch_internals import register_group_name, tree_leaves, tree_map, unregister_group_name
 
 _NAMES = itertools.count()
 
@@ -274,7 +274,7 @@ def run_on_virtual_ranks(
 
 def device_of(module: nn.Module, inputs: Any = ()) -> torch.device:
     """The device of the first tensor among the module's weights, its buffers and ``inputs``."""
-    tensors = itertools.chain(module.parameters(), module.buffers(), torch.utils._pytree.tree_leaves(inputs))
+    tensors = itertools.chain(module.parameters(), module.buffers(), tree_leaves(inputs))
     return next((x.device for x in tensors if isinstance(x, Tensor)), torch.device("cpu"))
 
 
@@ -321,8 +321,8 @@ def _registered(groups: Sequence[_LocalGroup]) -> Iterator[None]:
     """Inside, functional collectives find ``groups`` by their names."""
     with ExitStack() as stack:
         for group in groups:
-            torch._C._distributed_c10d._register_process_group(group.group_name, group)
-            stack.callback(torch._C._distributed_c10d._unregister_process_group, group.group_name)
+            register_group_name(group.group_name, group)
+            stack.callback(unregister_group_name, group.group_name)
         yield
 
 

@@ -13,13 +13,12 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
-from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from para_core.instance_patching import unwrapped, written_class
+from para_core.torch_internals import parameter_slots, remove_fsdp
 from para_core.weights.gradients import Gradients
 from para_core.weights.subclasses import consists_of_tensors
 from para_core.weights.tensor import write_part
@@ -164,7 +163,8 @@ def gather_blocks(module: nn.Module) -> None:
     whole = _whole_parameters(module)
     with unwrapped(parts):
         for part in parts:
-            _remove(part)
+            remove_fsdp(part)
+            part.__class__ = written_class(part)
     for owner, name, parameter in whole:
         owner.register_parameter(name, parameter)
     gradients: Gradients | None = module.__dict__.pop(_GRADIENTS, None)
@@ -203,14 +203,14 @@ def whole_blocks(layer: nn.Module, sharded: Sharded) -> Iterator[None]:
             if part is not None:
                 held.append((owner, name, current, part))
                 if isinstance(current, DTensor):
-                    owner._parameters[name] = nn.Parameter(_whole(part), requires_grad=False)
+                    parameter_slots(owner)[name] = nn.Parameter(_whole(part), requires_grad=False)
     try:
         yield
     finally:
         for owner, name, current, part in held:
-            whole: Any = owner._parameters[name]
+            whole: Any = parameter_slots(owner)[name]
             write_part(part, whole.detach())
-            owner._parameters[name] = current
+            parameter_slots(owner)[name] = current
 
 
 def _whole_parameters(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
@@ -250,27 +250,3 @@ def _whole_rows(inner: Tensor, rows: int, parameter: DTensor) -> Tensor:
     )
     whole: Tensor = sharded.full_tensor()
     return whole
-
-
-def _remove(part: Any) -> None:
-    """Take FSDP2 off one module, whose parameters are sharded. PyTorch (2.13) has no public way."""
-    state = fully_shard.state(part)  # type: ignore[attr-defined]
-    for handle in _handles(state):
-        handle.remove()
-    del part.__dict__[STATE_KEY], part.__dict__[REGISTRY_KEY]
-    _module_state_mapping.pop(part, None)
-    part.__class__ = written_class(part)
-    for managed in part.modules():
-        for name in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
-            managed.__dict__.pop(name, None)
-
-
-def _handles(state: Any) -> Iterator[Any]:
-    yield from (state._pre_forward_hook_handle, state._post_forward_hook_handle)
-    # One group (torch 2.11), or several.
-    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-    for group in groups:
-        if group is not None:
-            yield from group._module_to_pre_save_state_dict_hook_handle.values()
-            yield from group._module_to_pre_load_state_dict_hook_handle.values()
-            yield from (parameter._post_load_hook_handle for parameter in group.fsdp_params)

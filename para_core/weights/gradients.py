@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from para_core.torch_internals import parameter_slots
+
 
 class Gradients:
     """Turns gradients off for the parameters of a model, and on again.
@@ -26,7 +28,7 @@ class Gradients:
     def restore(self) -> None:
         """Turn gradients on again for the parameters for which :meth:`stop` turned them off."""
         for owner, name, kind in self._enabled.values():
-            parameter = owner._parameters.get(name)
+            parameter: nn.Parameter | None = parameter_slots(owner).get(name)
             if parameter is not None and type(parameter) is kind:
                 parameter.requires_grad_(True)
         self.forget()

@@ -16,8 +16,8 @@ from para_core.distributed.mesh import (
     host_group,
     mesh_of_groups,
     sequence_mesh,
-    set_group_timeout,
 )
+from para_core.torch_internals import group_timeout, set_group_timeout
 
 WEIGHTS_DIM = "weights"
 
@@ -27,7 +27,7 @@ def timeout_of(mesh: SequenceMesh) -> timedelta | None:
     group: Any = next((dim.group for dim in mesh.dims if dim.group is not None), None)
     if group is None:
         return None
-    found: timedelta = group._get_backend(group._device_types[0]).options._timeout
+    found: timedelta = group_timeout(group)
     return found
 
 

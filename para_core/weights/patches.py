@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from para_core.cfg.deferred import Deferred, Expected, LiveDeferred, materialize
+from para_core.torch_internals import make_wrapper_subclass, pytree, schema_of, to_copy
 
 _aten = torch.ops.aten
 # Beside pointwise functions: each element is that of the same place.
-_COPIES = (_aten._to_copy.default, _aten.clone.default, _aten.detach.default, _aten.alias.default)
+_COPIES = (to_copy, _aten.clone.default, _aten.detach.default, _aten.alias.default)
 # Tagged as pointwise, but gives one bool of all elements.
 _WHOLE = (_aten.equal.default,)
 
@@ -108,7 +108,7 @@ class Patched(Deferred):
     def of_source(source: Arrival | _Made, expected: Expected, live: LiveDeferred) -> Patched:
         """Return a tensor like ``expected`` that waits for ``source``; ``live`` holds those of the same pipeline call."""
         like = expected.like
-        made: Patched = Tensor._make_wrapper_subclass(
+        made: Patched = make_wrapper_subclass(
             Patched, like.shape, strides=like.stride(), dtype=like.dtype, device=expected.device
         )
         made.of, made.source = _Always(live), source
@@ -131,7 +131,7 @@ class Patched(Deferred):
 
 def _recorded(func: Any, args: Any, kwargs: Any) -> Patched | None:
     """``func``, to be computed patch by patch; None if it cannot be."""
-    if func in _WHOLE or func._schema.is_mutable or not (func in _COPIES or torch.Tag.pointwise in func.tags):
+    if func in _WHOLE or schema_of(func).is_mutable or not (func in _COPIES or torch.Tag.pointwise in func.tags):
         return None
     # Numbers would be drawn for each patch anew.
     if torch.Tag.nondeterministic_seeded in func.tags:

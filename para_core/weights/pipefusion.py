@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from para_core.cfg.deferred import Expected, LiveDeferred, materialize
 from para_core.instance_patching import Order, has_compiled_parts, is_compiled, unwrap, wrap_alike, wrap_method, wrapper
 from para_core.modes.interceptor import at_the_dispatcher, dispatcher_is_available
 from para_core.plans.module_matching import parameters_of
 from para_core.plans.region import intercepts_by_mode, suspend_interception
+from para_core.torch_internals import pytree
 from para_core.weights.patch_operator import PatchAttnMode, attending_by
 from para_core.weights.patch_plan import PatchCuts, PatchPlaces, PatchPlan, Rows
 from para_core.weights.patches import Arrival, Patched

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from para_core.distributed.mesh import MeshDim
 from para_core.distributed.point_to_point import Links
@@ -23,6 +22,7 @@ from para_core.instance_patching import Order, is_compiled, original_class, unwr
 from para_core.plans.module_matching import parameters_of
 from para_core.plans.region import attention_is_skipped
 from para_core.staged import STAGES
+from para_core.torch_internals import is_registered, pytree
 from para_core.weights.gradients import Gradients
 from para_core.weights.stand_ins import put_weight, weights_of
 from para_core.weights.subclasses import is_plain_weight, map_plain_tensors, plain_tensors
@@ -308,10 +308,7 @@ def gather_stages(module: nn.Module) -> None:
 
 
 def _require_ranks(stages: Stages) -> None:
-    if (
-        not torch.distributed.is_initialized()
-        or stages.dim.group not in torch.distributed.distributed_c10d._world.pg_map
-    ):
+    if not torch.distributed.is_initialized() or not is_registered(stages.dim.group):
         raise RuntimeError(
             f"this {original_class(stages.module).__name__} holds blocks {stages.own.start} to {stages.own.stop - 1} of "
             f"{len(stages.blocks)}; the other stages have the rest, and their process group was destroyed. Load the pipeline again: "

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from para_core.torch_internals import buffer_slots, parameter_slots
 from para_core.weights.subclasses import map_plain_tensors, plain_tensors
 
 # The dicts (of a module's parameters or buffers) in which a weight stands, with its name there.
@@ -20,7 +21,7 @@ def weights_of(module: nn.Module) -> list[tuple[Tensor, Owners]]:
     """The parameters and buffers of ``module``, in the same order on every rank; one that stands at several places comes once."""
     held: dict[int, tuple[Tensor, Owners]] = {}
     for owner in module.modules():
-        for tensors in (owner._parameters, owner._buffers):
+        for tensors in (parameter_slots(owner), buffer_slots(owner)):
             for name, x in tensors.items():
                 if x is not None:
                     held.setdefault(id(x), (x, []))[1].append((tensors, name))

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from para_core.instance_patching import ForwardOfInstance, Order, unwrap, wrap_alike, wrap_method, written_class
 from para_core.plans.module_matching import matching_modules
+from para_core.torch_internals import parameter_slots
 from para_core.weights.gradients import Gradients
 from para_core.weights.subclasses import consists_of_tensors, map_plain_tensors, plain_tensors
 from para_core.weights.tensor_plan import Linear, TensorPlan
@@ -169,14 +170,14 @@ def whole_tensors(module: nn.Module, layers: Iterable[nn.Module]) -> Iterator[No
             sharded: Any = _parameter(owner, name)
             whole = _ordered(sharded.full_tensor().detach(), dim, parts, record.mesh.size(), back=True)
             held.append((owner, name, dim, parts, sharded))
-            owner._parameters[name] = nn.Parameter(whole, requires_grad=False)
+            parameter_slots(owner)[name] = nn.Parameter(whole, requires_grad=False)
     try:
         yield
     finally:
         for owner, name, dim, parts, sharded in held:
             whole = _ordered(_parameter(owner, name).detach(), dim, parts, record.mesh.size())
             write_part(sharded, whole)
-            owner._parameters[name] = sharded
+            parameter_slots(owner)[name] = sharded
 
 
 def write_part(sharded: DTensor, whole: Tensor) -> None:

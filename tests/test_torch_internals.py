@@ -1,0 +1,702 @@
+"""One canary per private name of torch: it fails on a version of torch that lacks the name or changes it, and says what breaks.
+
+Run with each supported torch: 2.11, 2.13, 2.15. Each test uses the name as para_core does, on one process.
+"""
+
+import ast
+from datetime import timedelta
+from importlib import import_module
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+import para_core
+from para_core import torch_internals as internals
+
+ROOT = Path(para_core.__file__).parents[1]
+Q = torch.randn(1, 2, 5, 8, generator=torch.Generator().manual_seed(0))
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def world(tmp_path):
+    """A default group of this process alone."""
+    if dist.is_initialized():
+        pytest.fail("another test left a process group")
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.FileStore(str(tmp_path / "store"), 1))
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+class Watch(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.functions = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.functions.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+# -- no private name elsewhere
+
+
+def private_names(source):
+    """Private names of torch that a module uses: imports, and attributes of what it imports from torch."""
+    tree, imported, names = ast.parse(source), {}, set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            paths = [
+                (alias.asname or alias.name.split(".")[0], alias.name if alias.asname else "torch", alias.name)
+                for alias in node.names
+            ]
+        elif isinstance(node, ast.ImportFrom):
+            paths = [
+                (alias.asname or alias.name, f"{node.module}.{alias.name}", f"{node.module}.{alias.name}")
+                for alias in node.names
+            ]
+        else:
+            continue
+        for name, value, path in paths:
+            if path.split(".")[0] == "torch":
+                imported[name] = value
+                names |= {path for part in path.split(".") if part.startswith("_")}
+    for expression in ast.walk(tree):
+        node, parts = expression, []
+        while isinstance(node, ast.Attribute):
+            parts.append(node.attr)
+            node = node.value
+        if isinstance(node, ast.Name) and node.id in imported:
+            path = ".".join([imported[node.id], *reversed(parts)])
+            names |= {path for part in parts if part.startswith("_") and not part.startswith("__")}
+    return names
+
+
+# torch itself allows no other spelling for these attributes, and they are written as often as read.
+ATTRIBUTES = {
+    "_base",
+    "_buffers",
+    "_call_impl",
+    "_cdata",
+    "_compiled_call_impl",
+    "_device_types",
+    "_forward_hooks",
+    "_get_backend",
+    "_orig_mod",
+    "_schema",
+    "_torchdynamo_orig_callable",
+    "_version",
+}
+
+
+def sources():
+    folders = ("para_core", "adapters", "fleet", "cli", "cache_examples", "parallel_examples")
+    for folder in folders:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            if path.name != "torch_internals.py":
+                yield path.relative_to(ROOT), path.read_text()
+
+
+def test_no_other_module_uses_a_private_name_of_torch():
+    found = {str(path): sorted(private_names(source)) for path, source in sources()}
+    assert {path: names for path, names in found.items() if names} == {}
+
+
+def test_no_other_module_reads_a_private_attribute_of_torch():
+    found = {
+        f"{path}:{node.lineno} {node.attr}"
+        for path, source in sources()
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute) and node.attr in ATTRIBUTES
+    }
+    assert found == set()
+
+
+def test_the_search_sees_private_names():
+    source = "import torch\nfrom torch.utils import _pytree as tree\nx = torch._C._nn._parse_to\ny = tree.tree_map\nz = torch.__version__"
+    assert private_names(source) == {"torch.utils._pytree", "torch._C._nn._parse_to", "torch._C._nn", "torch._C"}
+
+
+def test_importing_it_needs_no_fsdp_and_no_inductor():
+    source = (ROOT / "para_core" / "torch_internals.py").read_text()
+    imports = [node for node in ast.parse(source).body if isinstance(node, ast.Import | ast.ImportFrom)]
+    text = " ".join(ast.unparse(node) for node in imports)
+    assert "fsdp" not in text and "_inductor" not in text and "_composable" not in text
+
+
+# -- process groups
+
+
+def test_world_pg_map_lists_the_groups(world):
+    """Without it groups are not found again by description: each model would make new communicators."""
+    assert internals.process_groups() == [world]
+    assert internals.is_registered(world)
+    group = dist.new_group([0])
+    assert set(internals.process_groups()) == {world, group}
+    dist.destroy_process_group(group)
+    assert not internals.is_registered(group)
+    assert not internals.is_registered(None)
+
+
+def test_new_process_group_helper_makes_a_usable_group(world):
+    """Without it ranks that made different numbers of groups before wait for each other for ever (``find_or_make_group``)."""
+    timeout = timedelta(seconds=7)
+    group = internals.new_process_group("a name", [0], description="a description", timeout=timeout)
+    assert (group.group_name, group.group_desc) == ("a name", "a description")
+    assert (group.rank(), group.size(), dist.get_process_group_ranks(group)) == (0, 1, [0])
+    assert internals.group_timeout(group) == timeout
+    assert dist.get_backend(group) == "gloo"
+    dist.all_reduce(x := torch.ones(2), group=group)
+    assert x.tolist() == [1.0, 1.0]
+    assert internals.group_named("a name") is group
+    with pytest.raises(ValueError):  # torch takes a name once
+        internals.new_process_group("a name", [0], description="another")
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo", "fake", "cpu:gloo,cuda:gloo"])
+def test_backend_config_reads_the_backends_of_a_group(world, backend):
+    """Without it an NCCL group of some ranks would be split from the default one, which hangs."""
+    if backend == "fake":
+        import torch.testing._internal.distributed.fake_pg  # noqa: F401
+    assert internals._nccl_options_without_split(backend, timedelta(seconds=1)) is None
+    group = internals.new_process_group("of " + backend, [0], description="", backend=backend)
+    assert dist.get_backend(group) is not None
+
+
+def test_get_default_timeout_is_the_one_of_the_backend(world):
+    """Without it a group that is made without a timeout has none."""
+    group = internals.new_process_group("a name", [0], description="")
+    assert internals.group_timeout(group) == internals.group_timeout(dist.new_group([0]))
+
+
+def test_device_types_and_get_backend_tell_what_moves_tensors(world):
+    """Without them NCCL is taken for gloo: the check for shared GPUs, host groups and links choose the wrong way."""
+    group = dist.new_group([0], backend="cpu:gloo,cuda:gloo")
+    assert {device.type for device in internals.group_devices(group)} == {"cpu", "cuda"}
+    assert internals.backend_of(group, CPU).name() == "gloo"
+    with pytest.raises(RuntimeError):
+        internals.backend_of(dist.new_group([0], backend="cpu:gloo"), torch.device("cuda"))
+
+
+def test_set_pg_timeout_changes_the_timeout_of_a_group(world):
+    """Without it ``parallelize_pipe(timeout=...)`` does nothing."""
+    group = dist.new_group([0], timeout=timedelta(seconds=50))
+    assert internals.group_timeout(group, CPU) == timedelta(seconds=50)
+    internals.set_group_timeout(group, timedelta(seconds=9))
+    assert internals.group_timeout(group, CPU) == timedelta(seconds=9)
+
+
+def test_register_process_group_makes_a_group_known_by_name(world):
+    """Without it ``check_parallel`` cannot run collectives of virtual ranks."""
+    group = dist.ProcessGroup(0, 1)
+    internals.register_group_name("virtual", group)
+    assert internals.group_named("virtual") is group
+    internals.unregister_group_name("virtual")
+    with pytest.raises(RuntimeError):
+        internals.group_named("virtual")
+
+
+def test_default_store_counts(world):
+    """Without it links between stages reuse numbers, and failures are not told to other ranks."""
+    store = internals.default_store()
+    assert [store.add("count", 1), store.add("count", 1)] == [1, 2]
+
+
+def test_abort_process_group_removes_groups(world):
+    """Without it a generation that failed on one rank leaves kernels that run for ever."""
+    groups = [dist.new_group([0]) for _ in range(2)]
+    internals.abort_groups(groups)
+    assert internals.process_groups() == [world]
+
+
+def test_nccl_backends_are_ended_together(world):
+    """Without _group_start and _group_end ending one communicator may wait for kernels of another."""
+    calls = mock.Mock(**{"name.return_value": "nccl"})
+    with (
+        mock.patch.object(internals, "backend_of", lambda *_: calls),
+        mock.patch.object(dist.distributed_c10d, "_abort_process_group", calls.abort),
+    ):
+        internals.abort_groups([world])
+    assert [call[0] for call in calls.method_calls if call[0] != "name"] == ["_group_start", "abort", "_group_end"]
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this build of torch has no NCCL")
+def test_nccl_has_group_start_and_options_to_split():
+    assert hasattr(dist.ProcessGroupNCCL, "_group_start") and hasattr(dist.ProcessGroupNCCL, "_group_end")
+    assert hasattr(dist.ProcessGroupNCCL.Options, "split_from")
+    options = internals._nccl_options_without_split("cpu:gloo,cuda:nccl", timedelta(seconds=3))
+    options.split_from = "the default group"
+    assert dist.ProcessGroupNCCL.Options.split_from.__get__(options) is None
+    assert options._timeout == timedelta(seconds=3)
+
+
+def test_wait_tensor_is_an_operator():
+    """Without it collectives of one graph are not kept in order."""
+    assert internals.WAIT_TENSOR.name() == "_c10d_functional::wait_tensor"
+
+
+# -- FSDP2
+
+
+def test_remove_fsdp_leaves_a_plain_module(world):
+    """Without the names of FSDP2's state ``unshard_weights`` leaves hooks and state behind."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    attributes = {name: set(vars(part)) for name, part in module.named_modules()}
+    mesh = init_device_mesh("cpu", (1,))
+    fully_shard(module, mesh=mesh)
+    cls = next(cls for cls in type(module).__mro__ if cls is nn.Sequential)
+    assert isinstance(module, FSDPModule)
+    internals.remove_fsdp(module)
+    module.__class__ = cls
+    assert {name: set(vars(part)) for name, part in module.named_modules()} == attributes
+    assert not internals.forward_hooks(module) and not module._forward_pre_hooks
+    assert not module._state_dict_hooks and not module._load_state_dict_pre_hooks
+    assert fully_shard.state(module) is None
+
+
+# -- modes and subclasses
+
+
+def test_disable_torch_function_turns_modes_off():
+    """Without it our own operators would be intercepted by our own modes."""
+    with Watch() as watch:
+        with internals.DisableTorchFunction():
+            Q + 1
+        assert watch.functions == []
+        with internals.DisableTorchFunctionSubclass():
+            Q + 1
+        assert len(watch.functions) == 1
+
+
+def test_disabled_torch_function_lets_a_subclass_through():
+    """Without it every function of torch on a deferred tensor runs Python."""
+
+    class Plain(Tensor):
+        __torch_function__ = internals.disabled_torch_function
+
+    assert type(torch.ones(2).as_subclass(Plain) + 1) is Tensor
+
+
+def test_the_stack_of_function_modes():
+    """Without it attention under a user's mode would be intercepted in the wrong order."""
+    assert internals.count_function_modes() == 0
+    with Watch() as outer, Watch() as inner:
+        assert internals.count_function_modes() == 2
+        assert internals.function_mode_stack() == [outer, inner]
+
+
+def test_torch_dispatch_mode_sees_operators():
+    """Without it the planner cannot observe a model."""
+    seen = []
+
+    class Record(internals.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Record():
+        Q + 1
+    assert seen == [torch.ops.aten.add.Tensor]
+
+
+def test_make_wrapper_subclass_has_a_shape_and_no_memory():
+    """Without it there are no deferred tensors: guidance branches called one after the other cannot run on several ranks."""
+
+    class Deferred(Tensor):
+        __torch_function__ = internals.disabled_torch_function
+
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            return torch.full((1,), 7.0)
+
+    x = internals.make_wrapper_subclass(Deferred, (2, 3), dtype=torch.float64)
+    assert (x.shape, x.dtype) == ((2, 3), torch.float64)
+    assert (x + 1).tolist() == [7.0]
+
+
+def test_fake_tensors_compute_shapes():
+    """Without them the planner cannot count FLOPs and bytes of a model without its weights."""
+    with internals.FakeTensorMode() as mode:
+        x = torch.empty(3, 4) @ torch.empty(4, 5)
+    assert isinstance(x, internals.FakeTensor) and x.fake_mode is mode
+    assert x.shape == (3, 5)
+
+
+# -- operators
+
+
+def test_classes_of_operators():
+    """Without them operators of other packages and operators that run functions are not recognized."""
+    add = torch.ops.aten.add
+    assert type(add.Tensor) is internals.OpOverload
+    assert type(add) is internals.OpOverloadPacket
+    assert isinstance(torch.ops.higher_order.cond, internals.HigherOrderOperator)
+
+    @torch.library.custom_op("para_core_tests::double", mutates_args=())
+    def double(x: Tensor) -> Tensor:
+        return x * 2
+
+    assert type(double) is internals.CustomOpDef
+
+
+def test_flex_attention_calls_its_operator():
+    """Without it flex_attention on several ranks attends to a rank's own tokens without an error."""
+    module = import_module("torch.nn.attention.flex_attention")
+    assert module.flex_attention_hop is internals.flex_attention_operator
+    assert torch.ops.higher_order.flex_attention is internals.flex_attention_operator
+
+
+def test_nested_compile_region_calls_its_operator():
+    """Without it nested_compile_region on several ranks attends to a rank's own tokens without an error."""
+    assert isinstance(torch.ops.higher_order.invoke_subgraph, internals.InvokeSubgraphHOP)
+
+
+def test_schema_tells_names_and_aliases():
+    """Without it operators of flash-attn cannot be bound, and in-place ones not be told from others."""
+    schema = internals.schema_of(torch.ops.aten.add_.Tensor)
+    assert (schema.name, schema.is_mutable, len(schema.arguments)) == ("aten::add_", True, 3)
+    assert schema.returns[0].alias_info is not None
+
+
+def test_to_copy_is_what_to_calls():
+    """Without it a patch of PipeFusion that changes its dtype would be computed as a whole tensor."""
+    assert torch.equal(internals.to_copy(Q, dtype=torch.float64), Q.double())
+
+
+def test_flash_attention_on_the_cpu_returns_lse():
+    """Without it ring attention on the CPU has no backend."""
+    out, lse = internals.flash_attention_on_cpu(Q, Q, Q)[:2]
+    scores = Q.double() @ Q.double().transpose(-1, -2) / 8**0.5
+    assert torch.allclose(out.double(), scores.softmax(-1) @ Q.double(), atol=1e-6)
+    assert torch.allclose(lse.double(), scores.logsumexp(-1), atol=1e-6)
+
+
+def test_flash_attention_on_the_cpu_has_a_gradient():
+    """Without it training over several ranks on the CPU does not work."""
+    q = Q.clone().requires_grad_()
+    expected = torch.autograd.grad(F.scaled_dot_product_attention(q, Q, Q).sum(), q)[0]
+    out, lse = internals.flash_attention_on_cpu(Q, Q, Q)[:2]
+    grad = internals.flash_attention_on_cpu_backward(torch.ones_like(out), Q, Q, Q, out, lse, 0.0, False)[0]
+    assert torch.allclose(grad, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("operator", "arguments"),
+    [
+        ("flash_attention", ["query", "key", "value", "dropout_p", "is_causal", "return_debug_mask", "scale"]),
+        (
+            "efficient_attention",
+            ["query", "key", "value", "attn_bias", "compute_log_sumexp", "dropout_p", "is_causal", "scale"],
+        ),
+        (
+            "cudnn_attention",
+            [
+                "query",
+                "key",
+                "value",
+                "attn_bias",
+                "compute_log_sumexp",
+                "dropout_p",
+                "is_causal",
+                "return_debug_mask",
+                "scale",
+            ],
+        ),
+    ],
+)
+def test_attention_operators_of_a_gpu_take_these_arguments(operator, arguments):
+    """Without them ring attention on a GPU has no backend."""
+    schema = internals.schema_of(getattr(internals, operator))
+    assert [argument.name for argument in schema.arguments] == arguments
+    backward = internals.schema_of(getattr(internals, f"{operator}_backward"))
+    assert [argument.name for argument in backward.arguments][:4] == [
+        "grad_out" if operator != "efficient_attention" else "grad_out_",
+        "query",
+        "key",
+        "value",
+    ]
+
+
+def test_fused_attention_functions_are_called_without_sdpa():
+    """Without them attention that no mode sees would be computed over a rank's own tokens without an error."""
+    assert len(internals.FUSED_ATTENTION_FUNCTIONS) == 6
+    module = nn.MultiheadAttention(8, 2, batch_first=True).eval()
+    with Watch() as watch, torch.no_grad():
+        torch._native_multi_head_attention(
+            Q[0, :1],
+            Q[0, :1],
+            Q[0, :1],
+            8,
+            2,
+            *module.in_proj_weight[None],
+            module.in_proj_bias,
+            *[module.out_proj.weight, module.out_proj.bias],
+        )
+    assert internals.FUSED_ATTENTION_FUNCTIONS[0] in watch.functions
+
+
+def test_fused_sdp_choice_names_the_backend():
+    """Without it the backend that torch would choose is not known, and another one gives other numbers."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    with sdpa_kernel(SDPBackend.MATH):
+        assert internals.fused_sdp_choice(Q, Q, Q, None, 0.0, False) == SDPBackend.MATH.value
+
+
+@pytest.mark.parametrize("name", ["flash", "efficient", "cudnn", "math"])
+def test_switches_of_attention_backends(name):
+    """Without them ``sdpa_kernel`` is ignored."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    backends = {
+        "flash": SDPBackend.FLASH_ATTENTION,
+        "efficient": SDPBackend.EFFICIENT_ATTENTION,
+        "cudnn": SDPBackend.CUDNN_ATTENTION,
+        "math": SDPBackend.MATH,
+    }
+    for enabled, backend in backends.items():
+        with sdpa_kernel(backend):
+            assert getattr(internals, f"{name}_sdp_enabled")() is (name == enabled)
+
+
+def test_autocast_of_any_device():
+    """Without it ring attention in autocast merges in another dtype than torch computes."""
+    assert not internals.is_any_autocast_enabled()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert internals.is_any_autocast_enabled()
+
+
+# -- autograd
+
+
+def test_no_grad_calls_set_grad_enabled():
+    """Without it a reentrant checkpoint is not bound to the mode, and recomputes another function."""
+    with Watch() as watch, torch.no_grad():
+        pass
+    assert internals.set_grad_enabled in watch.functions
+
+
+def test_graph_task_id_tells_a_backward():
+    """Without it attention that a checkpoint recomputes in the backward is refused, or computed alone."""
+    ids = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda grad: ids.append(internals.current_graph_task_id()))
+    assert internals.current_graph_task_id() == -1
+    (x * 2).sum().backward()
+    assert ids[0] != -1
+
+
+def test_saved_tensor_hooks_of_a_checkpoint_lead_to_its_frame():
+    """Without them a checkpoint is not bound to the mode, and recomputes attention over a rank's own tokens."""
+    frames = []
+
+    def function(x):
+        hooks = internals.top_saved_tensors_hooks(True)
+        cells = [cell.cell_contents for cell in hooks[0].__closure__]
+        frames.extend(cell for cell in cells if isinstance(cell, internals.CheckpointFrame))
+        return x * 2
+
+    checkpoint(function, torch.ones(2, requires_grad=True), use_reentrant=False)
+    assert callable(frames[0].recompute_fn)
+    assert internals.top_saved_tensors_hooks(True) is None
+
+
+def test_forward_ad_level():
+    """Without it tangents of attention over several ranks would be lost in silence."""
+    assert internals.forward_ad_globals[internals.FORWARD_AD_LEVEL] == -1
+    with torch.autograd.forward_ad.dual_level():
+        assert internals.forward_ad_globals[internals.FORWARD_AD_LEVEL] == 0
+
+
+def test_version_counts_changes_in_place():
+    """Without it a mask or a condition that is changed in place is taken for the one before."""
+    x = torch.zeros(2)
+    before = internals.version_of(x)
+    x += 1
+    assert internals.version_of(x) == before + 1
+
+
+def test_owner_of_a_view():
+    """Without it each layer's view of a mask is reviewed anew."""
+    x = torch.zeros(2, 3)
+    assert internals.owner_of(x[0][1:]) is x
+    assert internals.owner_of(x) is x
+
+
+def test_storage_id_is_that_of_the_storage():
+    """Without it the planner counts the memory of views twice."""
+    x = torch.zeros(2, 3)
+    assert internals.storage_id(x.untyped_storage()) == internals.storage_id(x[1].untyped_storage())
+    assert internals.storage_id(x.untyped_storage()) != internals.storage_id(torch.zeros(6).untyped_storage())
+
+
+# -- torch.func
+
+
+def test_transforms_of_torch_func():
+    """Without them vmap, jvp and second derivatives over several ranks give wrong numbers instead of errors."""
+    seen = []
+
+    def function(x):
+        seen.append((internals.innermost_transform().key(), internals.is_transform_tensor(x)))
+        seen.append((internals.is_grad_tracking_tensor(x), internals.unwrap_transform_tensor(x).shape))
+        with internals.DisableTransforms():
+            seen.append(internals.is_transform_tensor(torch.ones(2) * 2))
+        return x.sum()
+
+    assert internals.innermost_transform() is None
+    torch.func.vmap(function)(torch.ones(2, 3))
+    assert seen == [(internals.TransformType.Vmap, True), (False, (2, 3)), False]
+    seen.clear()
+    torch.func.grad(function)(torch.ones(3))
+    assert seen == [(internals.TransformType.Grad, True), (True, (3,)), False]
+    seen.clear()
+    torch.func.jvp(function, (torch.ones(3),), (torch.ones(3),))
+    assert seen[0] == (internals.TransformType.Jvp, True)
+
+
+# -- torch.compile
+
+
+def test_tracing_context_and_trace_id_exist_while_a_graph_is_traced():
+    """Without them a graph is taken for eager code: private classes compare equal, and switches are held by the wrong trace."""
+    seen = []
+
+    @torch.compiler.assume_constant_result
+    def note():
+        seen.append((internals.TracingContext.try_get(), internals.CompileContext.current_trace_id()))
+        return 1
+
+    torch._dynamo.reset()
+    torch.compile(lambda x: x + note(), backend="eager", fullgraph=True)(torch.ones(2))
+    assert all(isinstance(context, internals.TracingContext) for context, _ in seen)
+    assert all(isinstance(trace, internals.TraceId) for _, trace in seen)
+    assert internals.TracingContext.try_get() is None and internals.CompileContext.current_trace_id() is None
+
+
+def test_modes_can_be_entered_inside_of_a_branch_that_is_traced():
+    """Without the function that allows side effects torch.cond with a mode inside does not compile."""
+
+    class Double(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    def branch(x):
+        with Double():
+            return x * 2
+
+    def function(x):
+        def true(x):
+            return internals.without_side_effect_checks(branch, x)
+
+        return torch.cond(x.sum() > 0, true, lambda x: x + 1, (x,))
+
+    torch._dynamo.reset()
+    out = torch.compile(function, backend="eager", fullgraph=True)(torch.ones(2))
+    assert out.tolist() == [2.0, 2.0]
+
+
+def test_nonstrict_trace_traces_operators():
+    """Without it the VAE over several ranks is no whole graph."""
+    sizes = []
+
+    @internals.nonstrict_trace
+    def opaque(x):
+        sizes.append(x.shape)  # Dynamo would refuse it in a whole graph, or forget it
+        return x * 3
+
+    torch._dynamo.reset()
+    out = torch.compile(lambda x: opaque(x) + 1, backend="aot_eager", fullgraph=True)(torch.ones(2))
+    assert out.tolist() == [4.0, 4.0]
+
+
+def test_attributes_of_compiled_modules():
+    """Without them compiled modules are taken for eager ones, and attention in their graphs is not intercepted."""
+    module = nn.Linear(2, 2)
+    assert getattr(module, internals.COMPILED_CALL) is None
+    assert getattr(torch.compile(module, backend="eager"), internals.ORIGINAL_MODULE) is module
+    module.compile(backend="eager", fullgraph=True)
+    compiled = getattr(module, internals.COMPILED_CALL)
+    # A bound method in torch 2.11 and 2.13, its function in 2.15.
+    original = getattr(compiled, internals.ORIGINAL_CALLABLE)
+    assert getattr(original, "__func__", original) is getattr(nn.Module, internals.CALL_WITH_HOOKS)
+    assert internals.compile_context(compiled).fullgraph is True
+    assert internals.compile_context(torch.compile(F.relu, backend="eager")).fullgraph is False
+    assert internals.compile_context(F.relu) is None
+
+
+# -- modules
+
+
+def test_slots_of_a_module():
+    """Without them weights cannot be replaced while a block runs, nor modules be walked without cost."""
+    module = nn.BatchNorm1d(3)
+    assert list(internals.parameter_slots(module)) == ["weight", "bias"]
+    internals.parameter_slots(module)["weight"] = weight = nn.Parameter(torch.full((3,), 2.0))
+    assert module.weight is weight
+    assert list(internals.buffer_slots(module)) == ["running_mean", "running_var", "num_batches_tracked"]
+    assert list(vars(nn.Sequential(module))[internals.SUBMODULES].values()) == [module]
+
+
+def test_forward_hooks_of_a_module():
+    """Without them the output of a model with hooks is foreseen wrongly."""
+    module = nn.Linear(2, 2)
+    hook = lambda module, args, output: None  # noqa: E731
+    module.register_forward_hook(hook)
+    assert internals.forward_hooks(module) == [hook]
+
+
+def test_calling_a_module_runs_the_method_with_hooks():
+    """Without it a plan that is attached to a module does not run."""
+    module = nn.Linear(2, 2)
+    setattr(module, internals.CALL_WITH_HOOKS, lambda x: "hooked")
+    assert module(torch.ones(2)) == "hooked"
+
+
+def test_parse_to_reads_arguments_as_module_to_does():
+    """Without it moving sharded weights to another device or dtype fails in the next call, not in ``to``."""
+    device, dtype, *_ = internals.parse_to("meta", torch.float16)
+    assert (device, dtype) == (torch.device("meta"), torch.float16)
+    assert internals.parse_to(dtype=torch.float64)[0] is None
+
+
+# -- nested containers
+
+
+def test_pytree_flattens_and_maps():
+    """Without it arguments nested in dicts and lists are neither sharded nor checked."""
+    tree = {"a": [1, (2, None)], "b": 3}
+    leaves, spec = internals.tree_flatten(tree)
+    assert leaves == internals.tree_leaves(tree)
+    assert internals.tree_unflatten(leaves, spec) == tree
+    assert internals.tree_map(lambda x: x if x is None else -x, tree) == {"a": [-1, (-2, None)], "b": -3}
+    assert internals.pytree.tree_map_only(int, str, tree) == {"a": ["1", ("2", None)], "b": "3"}
+
+
+# -- a dispatch key (more in tests/modes/test_dispatch_key.py)
+
+
+def test_torch_has_the_spare_dispatch_key_and_does_not_use_it():
+    """Without it a mode intercepts attention, and the host time of a FLUX transformer grows by a third."""
+    name = "TESTING_ONLY_GenericWrapper"
+    key = internals.SpareDispatchKey(name, {("aten", "mul.Tensor"): lambda x, y: x})
+    assert key.is_available()
+    x = torch.full((2,), 3.0)
+    with key.included():
+        assert torch.equal(x * 2, x)
+        with key.excluded():
+            assert torch.equal(x * 2, x + x)
+    assert torch._C._dispatch_get_registrations_for_dispatch_key(name) == ["aten::mul.Tensor"]
+    assert torch._C._dispatch_has_backend_fallback(torch._C._dispatch_key_parse(name))
+    assert torch._C._dispatch_key_parse("TESTING_ONLY_GenericMode") is not None
