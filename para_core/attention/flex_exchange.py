@@ -137,7 +137,7 @@ def _enter(
 ) -> tuple[Tensor, ...]:
     plan = cached_plan(text, tuple(numbers), None)
     if plan.ulysses is not None:
-        query, key, value = plan.ulysses.start_enter(query, key, value)()
+        query, key, value = plan.ulysses.enter.start((query, key, value))()
     query = _sorted(query, own_runs(plan.spec.query_layout, plan.spec.mesh))
     blocks = [_sorted(_gathered(x, plan), _key_runs(plan)) for x in (key, value)]
     # Copies: an operator's result may not be a view of what it was given.
@@ -206,7 +206,7 @@ def _enter_backward_shape(
 def _leave(out: Tensor, text: str, numbers: list[int], after: Tensor | None = None) -> tuple[Tensor, Tensor]:
     plan = cached_plan(text, tuple(numbers), None)
     out = _unsorted(out, own_runs(plan.spec.query_layout, plan.spec.mesh)).contiguous()
-    own = out if plan.ulysses is None else plan.ulysses.start_leave(out)()
+    own = out if plan.ulysses is None else plan.ulysses.leave.start((out,))()[0]
     return as_sdpa(own).clone(memory_format=torch.preserve_format), done(out)
 
 

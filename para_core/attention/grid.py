@@ -38,7 +38,7 @@ class GridPlan:
     ring: RingPlan
     shape: tuple[int, int]
 
-    @property
+    @lazy
     def spec(self) -> AttentionSpec:
         return self.ring.spec
 

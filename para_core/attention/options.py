@@ -1,15 +1,15 @@
-"""How attention is computed over a mesh, whatever its tensors are: one frozen value, which is also a line of text."""
+"""How attention is computed over a mesh, whatever its tensors are: one frozen value, which writes itself as JSON."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from typing import Literal, TypedDict, get_args
 
 import torch
 
-from para_core.attention.approximate.block_mask import BlockMask, decode
-from para_core.attention.approximate.kept_keys import KeptKeys
 from para_core.attention.backend_selection import BACKENDS, EXACT_FORM, Backend
+from para_core.attention.hooks import BlockVisibility, KeySelection, read_block_visibility, read_key_selection
 
 # How the queries of a ring's ranks meet the keys of others: these are passed on from neighbour to neighbour, or all come at once; or
 # queries travel along rows of ranks, and keys along columns.
@@ -25,8 +25,8 @@ class AttnKeywords(TypedDict, total=False):
     ulysses_chunks: int
     rotate_method: RotateMethod
     comm_dtype: torch.dtype | None
-    block_mask: BlockMask | None
-    kept_keys: KeptKeys | None
+    block_mask: BlockVisibility | None
+    kept_keys: KeySelection | None
     backend: Backend | None
 
 
@@ -52,8 +52,8 @@ class AttnOptions:
     ulysses_chunks: int = 1
     rotate_method: RotateMethod = "alltoall"
     comm_dtype: torch.dtype | None = None
-    block_mask: BlockMask | None = None
-    kept_keys: KeptKeys | None = None
+    block_mask: BlockVisibility | None = None
+    kept_keys: KeySelection | None = None
     backend: Backend | None = None
 
     def __post_init__(self) -> None:
@@ -92,26 +92,41 @@ class AttnOptions:
         return {name: str(getattr(self, name)) for name in ("rotate_method", "backend", "comm_dtype")}
 
     def as_text(self) -> str:
-        """This value as one line, equal on ranks that have the same one.
+        """Return this value as JSON, equal on ranks that have equal ones.
 
         >>> AttnOptions.read(AttnOptions(ulysses_chunks=2).as_text())
         AttnOptions(ulysses_chunks=2, rotate_method='alltoall', comm_dtype=None, block_mask=None, kept_keys=None, backend=None)
         """
-        kept = "" if self.kept_keys is None else f"{self.kept_keys.share} {self.kept_keys.window}"
-        blocks = "" if self.block_mask is None else self.block_mask.encode()
-        comm_dtype = next((name for name, dtype in COMM_DTYPES.items() if dtype == self.comm_dtype), "")
-        return f"{self.ulysses_chunks}|{self.rotate_method}|{comm_dtype}|{kept}|{blocks}|{self.backend or ''}"
+        comm_dtype = next((name for name, dtype in COMM_DTYPES.items() if dtype == self.comm_dtype), None)
+        blocks = None if self.block_mask is None else self.block_mask.fields
+        kept = None if self.kept_keys is None else self.kept_keys.fields
+        text: str = _to_json(self.ulysses_chunks, self.rotate_method, comm_dtype, blocks, kept, self.backend)
+        return text
 
     @staticmethod
     def read(text: str) -> AttnOptions:
-        """The inverse of :meth:`as_text`."""
-        chunks, rotate_method, comm_dtype, kept, blocks, backend = text.split("|")
-        share, _, window = kept.partition(" ")
+        """Return the value that :meth:`as_text` wrote."""
+        fields = json.loads(text)
+        blocks, kept, comm_dtype = fields["block_mask"], fields["kept_keys"], fields["comm_dtype"]
         return AttnOptions(
-            int(chunks),
-            next(name for name in ROTATE_METHODS if name == rotate_method),
-            COMM_DTYPES.get(comm_dtype),
-            decode(blocks),
-            KeptKeys(float(share), int(window)) if kept else None,
-            next((name for name in BACKENDS if name == backend), None),
+            fields["ulysses_chunks"],
+            fields["rotate_method"],
+            None if comm_dtype is None else COMM_DTYPES[comm_dtype],
+            None if blocks is None else read_block_visibility(blocks),
+            None if kept is None else read_key_selection(kept),
+            fields["backend"],
         )
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def _to_json(
+    ulysses_chunks: int,
+    rotate_method: str,
+    comm_dtype: str | None,
+    block_mask: tuple[int | str, ...] | None,
+    kept_keys: tuple[float, ...] | None,
+    backend: str | None,
+) -> str:
+    # Dynamo does not trace the encoder. Options are constants of a graph.
+    fields = {"ulysses_chunks": ulysses_chunks, "rotate_method": rotate_method, "comm_dtype": comm_dtype}
+    return json.dumps({**fields, "block_mask": block_mask, "kept_keys": kept_keys, "backend": backend})

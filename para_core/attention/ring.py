@@ -26,8 +26,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from para_core.attention.approximate.wire import row_bytes
 from para_core.attention.blocks import Block, BlockAttention, BlockGradients, LocalAttention, add_autograd_dependency
+from para_core.attention.hooks import WireFormat, wire_format
 from para_core.attention.pack_ops import as_numbers
 from para_core.attention.ring_plan import OWN, Hop, RingPlan
 from para_core.attention.tiles import put, take
@@ -43,30 +43,26 @@ class Packing:
     Args:
         key, value: ``[B, H, S, D]``, ``[B, H, S, D_v]``, of whatever length.
         lengths: tokens that each ring rank packs.
-        comm_dtype: not exact: rounded to it, as :mod:`para_core.attention.approximate.wire` says.
+        wire: not exact: they are rounded by it.
     """
 
-    def __init__(
-        self, key: Tensor, value: Tensor, lengths: Sequence[int], *, comm_dtype: torch.dtype | None = None
-    ) -> None:
-        self._comm_dtype, self._dtype, self._lengths = comm_dtype, key.dtype, lengths
+    def __init__(self, key: Tensor, value: Tensor, lengths: Sequence[int], *, wire: WireFormat | None = None) -> None:
+        self._wire, self._dtype, self._lengths = wire, key.dtype, lengths
         self._batch, self._heads, _, self._width = key.shape
         self._value_width = value.shape[3]
         # Elements of the buffer for a token and head.
         self._rows = self._width, self._value_width
-        if comm_dtype is not None:
-            self._rows = row_bytes(self._width), row_bytes(self._value_width)
+        if wire is not None:
+            self._rows = wire.row_size(self._width), wire.row_size(self._value_width)
 
     def numel(self, rank: int) -> int:
         """Elements of the buffer of a ring rank."""
         return self._batch * self._heads * self._lengths[rank] * sum(self._rows)
 
     def pack(self, key: Tensor, value: Tensor) -> Tensor:
-        if self._comm_dtype is not None:
+        if self._wire is not None:
             numel = self._batch * self._heads * key.shape[2] * sum(self._rows)
-            regions = self._regions(key.shape[2])
-            found: Tensor = torch.ops.para_core.pack_8_bits.default([key, value], regions, numel, self._comm_dtype)
-            return found
+            return self._wire.pack([key, value], self._regions(key.shape[2]), numel)
         if self._width == self._value_width:
             return torch.stack([key, value]).view(-1)
         return torch.cat([key.reshape(-1), value.reshape(-1)])
@@ -74,10 +70,9 @@ class Packing:
     def unpack(self, buffer: Tensor, rank: int) -> Block:
         """What a ring rank packed; views, where nothing was rounded."""
         rows = (self._batch, self._heads, self._lengths[rank])
-        if self._comm_dtype is not None:
-            shapes = [*rows, self._width, *rows, self._value_width]
-            how = self._regions(rows[2]), shapes, self._comm_dtype, self._dtype
-            key, value = torch.ops.para_core.unpack_8_bits.default(buffer, *how)
+        if self._wire is not None:
+            sizes = [*rows, self._width, *rows, self._value_width]
+            key, value = self._wire.unpack(buffer, self._regions(rows[2]), sizes, self._dtype)
             return key, value
         if self._width == self._value_width:
             both = buffer.view(2, *rows, self._width)
@@ -168,7 +163,6 @@ def ring_attention(
     *,
     heads: Tensor | None = None,
     attend: LocalAttention | None = None,
-    comm_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of this ring block's queries over the keys of all ring blocks.
 
@@ -178,7 +172,6 @@ def ring_attention(
         mask: ``[B or 1, H or 1, S_q or 1, total or 1]``: rows as ``query``, columns by position in the whole sequence.
         heads: the key head of each query head, ``[H]``; None if they are grouped evenly.
         attend: computes attention on one device; None: ``plan.spec.options.backend``.
-        comm_dtype: what travels is rounded to it; None: as it is.
 
     Returns:
         ``[B, H, S_q, D_v]`` in query's dtype, and lse ``[B, H, S_q]``.
@@ -186,7 +179,7 @@ def ring_attention(
     found = BlockAttention(
         query, mask, plan.tiling, scale=plan.spec.scale, backend=plan.spec.options.backend, heads=heads, attend=attend
     )
-    packing = Packing(key, value, plan.block_sizes, comm_dtype=comm_dtype)
+    packing = Packing(key, value, plan.block_sizes, wire=wire_format(plan.spec.options.comm_dtype))
     received: list[Tensor] = []
     last_hop = plan.hops[-1] if plan.hops else OWN
     gather = plan.spec.options.rotate_method == "allgather" and plan.spec.options.block_mask is None

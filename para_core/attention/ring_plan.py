@@ -34,7 +34,7 @@ class RingPlan:
 
     spec: AttentionSpec
 
-    @property
+    @lazy
     def dim(self) -> MeshDim:
         """The mesh dim along which blocks travel."""
         return self.spec.mesh.ring

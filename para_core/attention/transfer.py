@@ -1,5 +1,9 @@
 """One all-to-all of tensors ``[B, H, S, D]``, of which each peer gets a run of the tokens and a run of the heads.
 
+:class:`EvenAllToAll` is for peers whose parts are equally large, :class:`UnevenAllToAll` for all others. How a buffer is packed and
+unpacked is chosen once per shapes of the tensors (:func:`_choose_packing`): as a view or a concatenation of views, peer by peer, by one
+Triton kernel, or rounded by a :class:`~para_core.attention.hooks.WireFormat`.
+
 Launches, whatever the number of ranks: peers with equally large parts are served by one strided copy. On a GPU with Triton all
 peers and tensors are served by one kernel (:mod:`para_core.attention.pack_ops`).
 """
@@ -7,7 +11,7 @@ peers and tensors are served by one kernel (:mod:`para_core.attention.pack_ops`)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, chain, pairwise
 from math import prod
@@ -16,69 +20,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from para_core.attention.approximate.wire import row_bytes
+from para_core.attention.hooks import WireFormat
 from para_core.attention.pack_ops import as_numbers
+from para_core.attention.peer_slices import PeerSlices, UniformPeers, group_uniform_peers
 from para_core.distributed.collectives import Travelling, start_all_to_all, wait
-from para_core.distributed.layout import Run
 from para_core.distributed.lazy import lazy
 from para_core.distributed.mesh import MeshDim
 from para_core.kernels.exchange_reference import CopyRegion
 from para_core.triton_support import load_kernel
 
-
-@dataclass(frozen=True)
-class Share:
-    """What each peer gets of a tensor ``[B, H, S, D]``, or gives for it: a run of the tokens and a run of the heads."""
-
-    tokens: tuple[Run, ...]
-    heads: tuple[Run, ...]
+Pack = Callable[[Sequence[Tensor]], Tensor]
+Unpack = Callable[[Tensor], Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
-class Alike:
-    """Consecutive peers with equally large shares, which begin at equal distances.
-
-    Args:
-        runs: tokens and heads of the first tensor, then of the second, …, as ``(first, count, step)``: the i-th of these peers has
-            ``count`` from first + i · step on; step is ``count``, or 0 where all have the same.
-    """
-
-    number: int
-    runs: tuple[tuple[int, int, int], ...]
-
-
-def alike(runs: Sequence[Sequence[Run]]) -> tuple[Alike, ...]:
-    """The peers, in groups of such as are :class:`Alike`; ``runs`` holds, of each kind, the run of each peer.
-
-    >>> alike([[(0, 2), (2, 2), (4, 1)]])
-    (Alike(number=2, runs=((0, 2, 2),)), Alike(number=1, runs=((4, 1, 1),)))
-    """
-    found: list[Alike] = []
-    for of_peer in zip(*runs, strict=True):
-        if found and (steps := _steps(found[-1], of_peer)) is not None:
-            last = found[-1]
-            grown = tuple([(first, count, step) for (first, count, _), step in zip(last.runs, steps, strict=True)])
-            found[-1] = Alike(last.number + 1, grown)
-        else:
-            found.append(Alike(1, tuple([(start, count, count) for start, count in of_peer])))
-    return tuple(found)
-
-
-def _steps(before: Alike, of_peer: Sequence[Run]) -> list[int] | None:
-    """The steps of ``before`` with one peer more; None if that one differs."""
-    steps = []
-    for (first, count, step), (start, number) in zip(before.runs, of_peer, strict=True):
-        possible = (count, 0) if before.number == 1 else (step,)
-        fitting = [one for one in possible if start == first + before.number * one]
-        if number != count or not fitting:
-            return None
-        steps.append(fitting[0])
-    return steps
-
-
-@dataclass(frozen=True)
-class _Part:
-    """How to see in ``[B, H, S, D]`` what each of some peers has of it: a view ``[peers, S, B, heads, D]``.
+class _PeerView:
+    """How to see in ``[B, H, S, D]`` what each of some uniform peers has of it: a view ``[peers, S, B, heads, D]``.
 
     ``shape`` and ``order`` as ``view`` and ``permute`` take them; no shape: of one peer, without its dim.
     """
@@ -89,23 +46,27 @@ class _Part:
     copies: int
 
     @staticmethod
-    def of(peers: Alike, place: int, shape: Sequence[int]) -> _Part:
-        """Of the ``place``-th tensor, which has this shape."""
-        (token, tokens, token_step), (head, heads, head_step) = peers.runs[2 * place : 2 * place + 2]
+    def of(peers: UniformPeers, index: int, shape: Sequence[int]) -> _PeerView:
+        """Return the view of the tensor of this ``index`` and shape."""
+        (token, tokens, token_step), (head, heads, head_step) = peers.runs[2 * index : 2 * index + 2]
         number = peers.number
         runs = (
             (2, token, tokens * number if token_step else tokens),
             (1, head, heads * number if head_step else heads),
         )
-        # Whether a symbolic length is that of a dim is not asked.
+        # While tracing it is not asked whether a symbolic length is that of a dim.
         traced = torch.compiler.is_compiling()
         narrows = tuple([run for run in runs if traced or shape[run[0]] != run[2]])
         batch, _, _, width = shape
         if token_step and number > 1:
-            return _Part(narrows, (batch, heads, number, tokens, width), (2, 3, 0, 1, 4), 1)
+            return _PeerView(narrows, (batch, heads, number, tokens, width), (2, 3, 0, 1, 4), 1)
         if head_step:
-            return _Part(narrows, (batch, number, heads, tokens, width), (1, 3, 0, 2, 4), 1)
-        return _Part(narrows, (batch, 1, heads, tokens, width), (1, 3, 0, 2, 4), number)
+            return _PeerView(narrows, (batch, number, heads, tokens, width), (1, 3, 0, 2, 4), 1)
+        return _PeerView(narrows, (batch, 1, heads, tokens, width), (1, 3, 0, 2, 4), number)
+
+    def without_peers(self) -> _PeerView:
+        """Return this view of a single peer without the dim of peers: ``[S, B, heads, D]``."""
+        return _PeerView(self.narrows, None, (2, 0, 1, 3), self.copies)
 
     def see(self, x: Tensor) -> Tensor:
         for narrow in self.narrows:
@@ -116,236 +77,119 @@ class _Part:
         return x if self.copies == 1 else x.expand(self.copies, -1, -1, -1, -1)
 
 
-class _Regions(NamedTuple):
-    """What :mod:`para_core.attention.pack_ops` takes: of what is sent, of what arrives (None where shares overlap in a result), and the
-    shapes of the results."""
-
-    sent: list[int]
-    arriving: list[int] | None
-    shapes: list[int]
+# -- the two kinds of all-to-all
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    """What follows from the shapes of the tensors of a transfer.
+class _Steps(NamedTuple):
+    """How tensors of the same shapes travel: packed, sent in parts of these sizes (elements to and from each peer), unpacked."""
 
-    Args:
-        send, receive: elements to and from each peer.
-        at_once: all tensors are one table of one width.
-        parts: what is sent, where one operator packs it.
-        arriving: the shape of what arrives, where it is a result as it lies, or but for the order of its dims:
-            ``[peers, S, B, heads of all tensors, D]``.
-        heads: in it, of each tensor.
-        regions: the same for kernels; None while a graph is traced, where lengths may be symbolic.
-    """
-
+    pack: Pack
     send: list[int]
     receive: list[int]
-    at_once: bool
-    parts: list[_Part] | None
-    arriving: tuple[int, ...] | None
-    heads: list[int]
-    regions: _Regions | None
+    unpack: Unpack
 
 
-class Transfer:
-    """One all-to-all of tensors ``[B, H, S, D]``, of which each peer of ``dim`` gets its share.
+class UnevenAllToAll:
+    """One all-to-all of tensors ``[B, H, S, D]``, of which each peer of ``dim`` gets its slices.
 
-    Shares of the same tokens travel as columns of one table, others one behind the other.
+    Slices of the same tokens travel as columns of one table, others one after the other.
 
     Args:
         sent, arriving: of each tensor, what goes to each peer of what this rank holds, and what of the result comes from each.
-            Where the shares of several peers overlap in a result, they add up.
-        comm_dtype: not exact: what travels is rounded to it, as :mod:`para_core.attention.approximate.wire` says; of shares that do not
-            overlap in a result, and without a gradient.
+            If the slices of several peers overlap in a result, they add up.
+        wire: not exact: what travels is rounded by it. Not for slices that overlap in a result, and without a gradient.
     """
 
-    def __init__(
-        self, sent: Sequence[Share], arriving: Sequence[Share], dim: MeshDim, *, comm_dtype: torch.dtype | None = None
-    ) -> None:
-        self._sent, self._arriving, self._dim = sent, arriving, dim
-        self._comm_dtype = comm_dtype
-        sides = (sent, arriving)
-        self._one_table = all(one.tokens == side[0].tokens for side in sides for one in side)
-        self._out, self._in = (self._groups(side) for side in sides)
-        runs = [runs for side in sides for one in side for runs in (one.tokens, one.heads)]
-        self._even = all(count == one[0][1] for one in runs for _, count in one)
-        self._arrives_in_a_row = len(self._in) == 1 and self._in[0].number == 1
-        self._known: dict[Any, _Sizes] = {}
+    is_even = False
 
-    def _groups(self, side: Sequence[Share]) -> tuple[Alike, ...]:
+    def __init__(
+        self,
+        sent: Sequence[PeerSlices],
+        arriving: Sequence[PeerSlices],
+        dim: MeshDim,
+        *,
+        wire: WireFormat | None = None,
+    ) -> None:
+        self.sent, self.arriving, self.dim, self.wire = sent, arriving, dim, wire
+        self.one_table = all(slices.tokens == side[0].tokens for side in (sent, arriving) for slices in side)
+        self._steps: dict[Any, _Steps] = {}
+
+    @lazy
+    def groups(self) -> tuple[tuple[UniformPeers, ...], tuple[UniformPeers, ...]]:
+        """The peers in uniform groups: of what is sent, and of what arrives."""
+        return self._groups(self.sent), self._groups(self.arriving)
+
+    def _groups(self, side: Sequence[PeerSlices]) -> tuple[UniformPeers, ...]:
         tokens = side[0].tokens
-        in_a_row = all(sum(one) == following[0] for one, following in pairwise(tokens))
-        if self._one_table and in_a_row and all(run == one.heads[0] for one in side for run in one.heads):
+        in_a_row = all(sum(run) == following[0] for run, following in pairwise(tokens))
+        if self.one_table and in_a_row and all(run == slices.heads[0] for slices in side for run in slices.heads):
             # In the buffer, too, all tokens are in a row: no matter whose.
             whole = (tokens[0][0], sum([count for _, count in tokens]), 0)
-            return (Alike(1, tuple([run for one in side for run in (whole, (*one.heads[0], 0))])),)
-        return alike([runs for one in side for runs in (one.tokens, one.heads)])
-
-    @lazy
-    def _rooms(self) -> list[tuple[int, int, int]]:
-        """Of each result, as :func:`_room` says."""
-        return [_room(one) for one in self._arriving]
-
-    @lazy
-    def _overlap(self) -> bool:
-        """Whether several peers may give the same heads of the same tokens of a result."""
-        return not all(_apart(one.tokens) or _apart(one.heads) for one in self._arriving)
+            return (UniformPeers(1, tuple([run for slices in side for run in (whole, (*slices.heads[0], 0))])),)
+        return group_uniform_peers([runs for slices in side for runs in (slices.tokens, slices.heads)])
 
     def start(self, tensors: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
-        """Begin it; what is returned waits, and gives the result of each tensor.
+        """Begin it. The function that is returned waits, and gives the result of each tensor.
 
         A result is a view of what arrived, or lies in memory as SDPA's does, ``[B, S, H, D]``.
         """
-        if self._comm_dtype is not None:
-            return self._start_rounded(tensors, self._comm_dtype)
-        sizes = self._sizes_of(tuple([x.shape for x in tensors]))
-        fused = sizes.regions if takes_kernels(tensors[0]) else None
-        if fused is not None and (sizes.parts is None or len(tensors) > 1):
-            buffer = torch.ops.para_core.pack.default(list(tensors), fused.sent, sum(sizes.send))
-            if self._even:
-                buffer = buffer.view(self._dim.size, sizes.send[0])
-        elif sizes.parts is None:
-            buffer = self._pack(tensors, sizes)
-        elif len(tensors) == 1:
-            buffer = sizes.parts[0].see(tensors[0]).contiguous()
-        else:
-            buffer = torch.cat([part.see(x) for part, x in zip(sizes.parts, tensors, strict=True)], dim=-2)
-        if not self._even:
-            buffer = buffer.view(-1)
-        started = start_all_to_all(buffer, sizes.send, sizes.receive, self._dim, even=self._even)
-        if sizes.arriving is None and fused is not None and fused.arriving is not None and not self._arrives_in_a_row:
-            into = fused.arriving, fused.shapes
-            return lambda: torch.ops.para_core.unpack.default(wait(started).view(-1), *into)
-        if sizes.arriving is None:
-            return lambda: self._unpack(wait(started).view(-1), tensors)
-        return partial(_as_it_lies, started, sizes.arriving, sizes.heads)
+        steps = self._steps_for(tensors)
+        started = self._send(steps.pack(tensors), steps)
+        return partial(_finish, started, steps.unpack)
 
-    def _start_rounded(self, tensors: Sequence[Tensor], to: torch.dtype) -> Callable[[], Sequence[Tensor]]:
-        shapes, dtype = tuple([x.shape for x in tensors]), tensors[0].dtype
-        sizes = self._sizes_of(shapes)
-        regions = sizes.regions or self._regions(shapes)
-        arriving, into = regions.arriving, regions.shapes
-        if arriving is None:
-            raise ValueError(
-                "shares of several peers overlap in a result, and only what travels as it is can be added up."
-            )
-        buffer = torch.ops.para_core.pack_8_bits.default(list(tensors), regions.sent, sum(sizes.send), to)
-        if self._even:
-            buffer = buffer.view(self._dim.size, sizes.send[0])
-        started = start_all_to_all(buffer, sizes.send, sizes.receive, self._dim, even=self._even)
-        return lambda: torch.ops.para_core.unpack_8_bits.default(wait(started).view(-1), arriving, into, to, dtype)
+    def _send(self, buffer: Tensor, steps: _Steps) -> Travelling:
+        return start_all_to_all(buffer.view(-1), steps.send, steps.receive, self.dim)
 
-    def _sizes_of(self, shapes: tuple[Sequence[int], ...]) -> _Sizes:
-        """Found once for tensors of the same shapes."""
+    def _steps_for(self, tensors: Sequence[Tensor]) -> _Steps:
+        """Return how these tensors travel; found once for tensors of the same shapes."""
+        shapes = tuple([x.shape for x in tensors])
+        by_kernel, dtype = takes_kernels(tensors[0]), tensors[0].dtype
         if torch.compiler.is_compiling():
-            return self._find_sizes(shapes)
-        found = self._known.get(shapes)
-        if found is None:
-            found = self._known[shapes] = self._find_sizes(shapes)
-        return found
+            return self._find_steps(shapes, dtype, by_kernel)
+        steps = self._steps.get((shapes, dtype, by_kernel))
+        if steps is None:
+            steps = self._steps[shapes, dtype, by_kernel] = self._find_steps(shapes, dtype, by_kernel)
+        return steps
 
-    def _find_sizes(self, shapes: Sequence[Sequence[int]]) -> _Sizes:
-        batch, widths = shapes[0][0], [self._width(shape) for shape in shapes]
-        send, receive = (
-            [
-                sum([batch * one.tokens[peer][1] * one.heads[peer][1] * d for one, d in zip(side, widths, strict=True)])
-                for peer in range(self._dim.size)
-            ]
-            for side in (self._sent, self._arriving)
-        )
-        at_once = self._one_table and all(width == widths[0] for width in widths)
-        parts, arriving, heads = None, None, []
-        if at_once and len(self._out) == 1:
-            parts = [_Part.of(self._out[0], place, shape) for place, shape in enumerate(shapes)]
-            if self._out[0].number == 1:
-                parts = [replace(part, shape=None, order=(2, 0, 1, 3)) for part in parts]
-        if at_once and len(self._in) == 1:
-            (peers,) = self._in
-            heads = [count for _, count, _ in peers.runs[1::2]]
-            first, _, step = peers.runs[1]
-            if peers.number == 1 or (len(shapes) == 1 and first == 0 and step):
-                arriving = (peers.number, peers.runs[0][1], batch, sum(heads), widths[0])
-        regions = None if torch.compiler.is_compiling() else self._regions(shapes)
-        return _Sizes(send, receive, at_once, parts, arriving, heads, regions)
+    def _find_steps(self, shapes: Sequence[Sequence[int]], dtype: torch.dtype, by_kernel: bool) -> _Steps:
+        widths = [shape[3] if self.wire is None else self.wire.row_size(shape[3]) for shape in shapes]
+        send, receive = (self._sizes(side, shapes[0][0], widths) for side in (self.sent, self.arriving))
+        pack, unpack = _choose_packing(self, shapes, widths, dtype, sum(send), by_kernel)
+        return _Steps(pack, send, receive, unpack)
 
-    def _width(self, shape: Sequence[int]) -> int:
-        """Elements of the buffer for a token and head of a tensor of this shape."""
-        return shape[3] if self._comm_dtype is None else row_bytes(shape[3])
-
-    def _regions(self, shapes: Sequence[Sequence[int]]) -> _Regions:
-        found = [
-            (shape[0], heads, tokens, shape[3]) for shape, (tokens, heads, _) in zip(shapes, self._rooms, strict=True)
+    def _sizes(self, side: Sequence[PeerSlices], batch: int, widths: Sequence[int]) -> list[int]:
+        """Elements of the buffer to or from each peer."""
+        pairs = list(zip(side, widths, strict=True))
+        return [
+            sum([batch * slices.tokens[peer][1] * slices.heads[peer][1] * width for slices, width in pairs])
+            for peer in range(self.dim.size)
         ]
-        sent, arriving = (as_numbers(self._regions_of(side, shapes)) for side in (self._sent, self._arriving))
-        return _Regions(sent, None if self._overlap else arriving, list(chain.from_iterable(found)))
 
-    def _regions_of(self, side: Sequence[Share], shapes: Sequence[Sequence[int]]) -> list[CopyRegion]:
-        """Where in the buffer what goes to each peer, or comes from it, is: as :meth:`_slots` says."""
-        found, offset, batch = [], 0, shapes[0][0]
-        widths = [self._width(shape) for shape in shapes]
-        for peer in range(self._dim.size):
-            rows = [one.heads[peer][1] * width for one, width in zip(side, widths, strict=True)]
-            for place, (one, row) in enumerate(zip(side, rows, strict=True)):
-                runs = (*one.tokens[peer], *one.heads[peer])
-                if self._one_table:
-                    found.append(CopyRegion(place, *runs, offset + sum(rows[:place]), sum(rows)))
-                else:
-                    found.append(CopyRegion(place, *runs, offset, row))
-                    offset += batch * one.tokens[peer][1] * row
-            if self._one_table:
-                offset += batch * side[0].tokens[peer][1] * sum(rows)
-        return found
 
-    def _pack(self, tensors: Sequence[Tensor], sizes: _Sizes) -> Tensor:
-        buffer = tensors[0].new_empty(sum(sizes.send))
-        for peers, table, slots in self._slots(buffer, self._out, tensors):
-            parts = [_Part.of(peers, place, x.shape).see(x) for place, x in enumerate(tensors)]
-            if sizes.at_once and not torch.is_grad_enabled():
-                heads, width = sum([part.shape[3] for part in parts]), parts[0].shape[4]
-                torch.cat(parts, dim=3, out=table.view(*table.shape[:3], heads, width))
-                continue
-            for slot, part in zip(slots, parts, strict=True):
-                slot.copy_(part)
-        return buffer
+class EvenAllToAll(UnevenAllToAll):
+    """:class:`UnevenAllToAll` if every rank sends as much to every other: backends have a shorter way for that, without sizes."""
 
-    def _slots(
-        self, buffer: Tensor, groups: Sequence[Alike], tensors: Sequence[Tensor]
-    ) -> Iterator[tuple[Alike, Tensor, Iterable[Tensor]]]:
-        """Of each group of peers its part of the buffer, and where in it the tensors stand: views ``[peers, S, B, heads, D]``."""
-        batch, offset = tensors[0].shape[0], 0
-        for peers in groups:
-            shapes = [
-                (peers.number, tokens, batch, heads, x.shape[3])
-                for (_, tokens, _), (_, heads, _), x in zip(peers.runs[::2], peers.runs[1::2], tensors, strict=True)
-            ]
-            rows = [prod(shape[3:]) if self._one_table else prod(shape[1:]) for shape in shapes]
-            lines = shapes[0][:3] if self._one_table else (peers.number,)
-            table = buffer.narrow(0, offset, prod(lines) * sum(rows)).view(*lines, sum(rows))
-            offset += table.numel()
-            starts = accumulate(rows, initial=0)
-            # One by one: autograd allows no change of a view that is older than a change of its base.
-            slots = (table.narrow(-1, *run).view(shape) for *run, shape in zip(starts, rows, shapes, strict=False))
-            yield peers, table, slots
+    is_even = True
 
-    def _unpack(self, buffer: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-        groups = [(peers, list(slots)) for peers, _, slots in self._slots(buffer, self._in, tensors)]
-        if self._arrives_in_a_row:
-            return [slot[0].permute(1, 2, 0, 3) for slot in groups[0][1]]
-        found = []
-        for place, ((tokens, heads, covered), x) in enumerate(zip(self._rooms, tensors, strict=True)):
-            apart = covered == tokens * heads
-            make = buffer.new_empty if apart else buffer.new_zeros
-            result = make(x.shape[0], tokens, heads, x.shape[3]).transpose(1, 2)
-            for peers, slots in groups:
-                target = _Part.of(peers, place, result.shape).see(result)
-                if apart:
-                    target.copy_(slots[place])
-                else:
-                    for index in range(peers.number):
-                        target[index].add_(slots[place][index])
-            found.append(result)
-        return found
+    def _send(self, buffer: Tensor, steps: _Steps) -> Travelling:
+        by_peer = buffer if buffer.ndim > 1 else buffer.view(self.dim.size, steps.send[0])
+        return start_all_to_all(by_peer, steps.send, steps.receive, self.dim, even=True)
+
+
+def all_to_all_of(
+    sent: Sequence[PeerSlices], arriving: Sequence[PeerSlices], dim: MeshDim, *, wire: WireFormat | None = None
+) -> UnevenAllToAll:
+    """Return the all-to-all of these slices: even if each run has one length on all peers."""
+    runs = [runs for side in (sent, arriving) for slices in side for runs in (slices.tokens, slices.heads)]
+    is_even = all(count == of_peers[0][1] for of_peers in runs for _, count in of_peers)
+    return (EvenAllToAll if is_even else UnevenAllToAll)(sent, arriving, dim, wire=wire)
+
+
+def _finish(started: Travelling, unpack: Unpack) -> Sequence[Tensor]:
+    return unpack(wait(started))
+
+
+# -- packing and unpacking: functions of the tensors and of the buffer alone
 
 
 def takes_kernels(x: Tensor) -> bool:
@@ -355,25 +199,183 @@ def takes_kernels(x: Tensor) -> bool:
     return load_kernel("exchange", x.device) is not None
 
 
-def _room(one: Share) -> tuple[int, int, int]:
-    """Tokens and heads of a result, and how many heads of tokens arrive for it: more where shares overlap."""
-    tokens, heads = (max([sum(run) for run in runs]) for runs in (one.tokens, one.heads))
-    return tokens, heads, sum([run[1] * other[1] for run, other in zip(one.tokens, one.heads, strict=True)])
+def _choose_packing(
+    of: UnevenAllToAll,
+    shapes: Sequence[Sequence[int]],
+    widths: Sequence[int],
+    dtype: torch.dtype,
+    numel: int,
+    by_kernel: bool,
+) -> tuple[Pack, Unpack]:
+    """Return the functions that pack tensors of these shapes into a buffer of ``numel`` elements, and unpack what arrives.
+
+    Views first: a single strided copy, or none, is what a kernel would do. Peers that are not uniform, tensors of different widths and
+    slices that overlap are copied region by region: by one kernel if there is one, else group by group.
+    """
+    out_groups, in_groups = of.groups
+    if of.wire is not None:
+        if any(slices.may_overlap for slices in of.arriving):
+            raise ValueError(
+                "slices of several peers overlap in a result; only what travels unrounded can be added up."
+            )
+        sizes = _output_sizes(of.arriving, shapes)
+        sent, arriving = _regions(of, of.sent, shapes, widths), _regions(of, of.arriving, shapes, widths)
+        return (
+            partial(_pack_rounded, of.wire, sent, numel),
+            partial(_unpack_rounded, of.wire, arriving, sizes, dtype),
+        )
+    same_width = of.one_table and all(width == widths[0] for width in widths)
+    pack: Pack
+    if by_kernel and (len(shapes) > 1 or not (same_width and len(out_groups) == 1)):
+        pack = partial(_pack_by_kernel, _regions(of, of.sent, shapes, widths), numel)
+    elif same_width and len(out_groups) == 1:
+        views = [_PeerView.of(out_groups[0], index, shape) for index, shape in enumerate(shapes)]
+        if out_groups[0].number == 1:
+            views = [view.without_peers() for view in views]
+        pack = partial(_pack_views, views)
+    else:
+        pack = partial(_pack_groups, out_groups, of.one_table, same_width, numel)
+    peers = in_groups[0]
+    heads, (first_head, _, head_step) = [count for _, count, _ in peers.runs[1::2]], peers.runs[1]
+    in_a_row = len(in_groups) == 1 and peers.number == 1
+    if same_width and len(in_groups) == 1 and (in_a_row or (len(shapes) == 1 and first_head == 0 and head_step)):
+        table = (peers.number, peers.runs[0][1], shapes[0][0], sum(heads), widths[0])
+        return pack, partial(_unpack_views, table, heads)
+    if by_kernel and not in_a_row and not any(slices.may_overlap for slices in of.arriving):
+        arriving, sizes = _regions(of, of.arriving, shapes, widths), _output_sizes(of.arriving, shapes)
+        return pack, partial(_unpack_by_kernel, arriving, sizes)
+    return pack, partial(_unpack_groups, in_groups, of.one_table, of.arriving, shapes)
 
 
-def _apart(runs: Sequence[Run]) -> bool:
-    """Whether no two have a place in common."""
-    held = sorted([run for run in runs if run[1]])
-    return all(one[0] + one[1] <= following[0] for one, following in pairwise(held))
+def _pack_views(views: Sequence[_PeerView], tensors: Sequence[Tensor]) -> Tensor:
+    """Pack by one copy: of a strided view, or of a concatenation of views."""
+    if len(views) == 1:
+        return views[0].see(tensors[0]).contiguous()
+    return torch.cat([view.see(x) for view, x in zip(views, tensors, strict=True)], dim=-2)
 
 
-def _as_it_lies(started: Travelling, shape: tuple[int, ...], heads: Sequence[int]) -> Sequence[Tensor]:
-    """``[B, H, S, D]`` of each tensor, of what arrives as :class:`_Sizes` says."""
-    peers, tokens, batch, all_heads, width = shape
+def _unpack_views(table: Sequence[int], heads: Sequence[int], buffer: Tensor) -> Sequence[Tensor]:
+    """Unpack what arrives as a result lies, or but for the order of its dims.
+
+    Args:
+        table: its shape, ``[peers, S, B, heads of all tensors, D]``.
+        heads: in it, of each tensor.
+    """
+    peers, tokens, batch, all_heads, width = table
     if peers == 1:
-        rows = wait(started).view(shape[1:]).permute(1, 2, 0, 3)
+        rows = buffer.view(tokens, batch, all_heads, width).permute(1, 2, 0, 3)
         # Not split(), a method of Python's.
-        return (rows,) if len(heads) == 1 else rows.split_with_sizes(heads, 1)
-    rows = wait(started).view(shape).permute(2, 1, 0, 3, 4)
+        return (rows,) if len(heads) == 1 else rows.split_with_sizes(list(heads), 1)
+    rows = buffer.view(peers, tokens, batch, all_heads, width).permute(2, 1, 0, 3, 4)
     # Of one head per peer reshape() gives a view, which lies in another way.
     return (rows.reshape(batch, tokens, peers * all_heads, width).contiguous().transpose(1, 2),)
+
+
+def _pack_groups(
+    groups: Sequence[UniformPeers], one_table: bool, same_width: bool, numel: int, tensors: Sequence[Tensor]
+) -> Tensor:
+    """Pack by one copy for each group of uniform peers, or for each group and tensor."""
+    buffer = tensors[0].new_empty(numel)
+    shapes = [x.shape for x in tensors]
+    for peers, table, slots in _slots(buffer, groups, one_table, shapes):
+        parts = [_PeerView.of(peers, index, x.shape).see(x) for index, x in enumerate(tensors)]
+        if same_width and not torch.is_grad_enabled():
+            heads, width = sum([part.shape[3] for part in parts]), parts[0].shape[4]
+            torch.cat(parts, dim=3, out=table.view(*table.shape[:3], heads, width))
+            continue
+        for slot, part in zip(slots, parts, strict=True):
+            slot.copy_(part)
+    return buffer
+
+
+def _unpack_groups(
+    groups: Sequence[UniformPeers],
+    one_table: bool,
+    arriving: Sequence[PeerSlices],
+    shapes: Sequence[Sequence[int]],
+    buffer: Tensor,
+) -> list[Tensor]:
+    """Unpack by one copy for each group of uniform peers and tensor; slices that overlap are added up."""
+    buffer = buffer.view(-1)
+    slots_of = [(peers, list(slots)) for peers, _, slots in _slots(buffer, groups, one_table, shapes)]
+    if len(groups) == 1 and groups[0].number == 1:
+        return [slot[0].permute(1, 2, 0, 3) for slot in slots_of[0][1]]
+    results = []
+    for index, (slices, shape) in enumerate(zip(arriving, shapes, strict=True)):
+        tokens, heads = slices.output_size
+        make = buffer.new_empty if slices.cover_output else buffer.new_zeros
+        result = make(shape[0], tokens, heads, shape[3]).transpose(1, 2)
+        for peers, slots in slots_of:
+            target = _PeerView.of(peers, index, result.shape).see(result)
+            if slices.cover_output:
+                target.copy_(slots[index])
+            else:
+                for peer in range(peers.number):
+                    target[peer].add_(slots[index][peer])
+        results.append(result)
+    return results
+
+
+def _slots(
+    buffer: Tensor, groups: Sequence[UniformPeers], one_table: bool, shapes: Sequence[Sequence[int]]
+) -> Iterator[tuple[UniformPeers, Tensor, Iterable[Tensor]]]:
+    """Yield for each group its part of the buffer, and where in it the tensors are: views ``[peers, S, B, heads, D]``."""
+    batch, offset = shapes[0][0], 0
+    for peers in groups:
+        sizes = [
+            (peers.number, tokens, batch, heads, shape[3])
+            for (_, tokens, _), (_, heads, _), shape in zip(peers.runs[::2], peers.runs[1::2], shapes, strict=True)
+        ]
+        rows = [prod(size[3:]) if one_table else prod(size[1:]) for size in sizes]
+        lines = sizes[0][:3] if one_table else (peers.number,)
+        table = buffer.narrow(0, offset, prod(lines) * sum(rows)).view(*lines, sum(rows))
+        offset += table.numel()
+        starts = accumulate(rows, initial=0)
+        # One by one: autograd allows no change of a view that is older than a change of its base.
+        slots = (table.narrow(-1, *run).view(size) for *run, size in zip(starts, rows, sizes, strict=False))
+        yield peers, table, slots
+
+
+def _pack_by_kernel(regions: list[int], numel: int, tensors: Sequence[Tensor]) -> Tensor:
+    packed: Tensor = torch.ops.para_core.pack.default(list(tensors), regions, numel)
+    return packed
+
+
+def _unpack_by_kernel(regions: list[int], sizes: list[int], buffer: Tensor) -> Sequence[Tensor]:
+    tensors: Sequence[Tensor] = torch.ops.para_core.unpack.default(buffer.view(-1), regions, sizes)
+    return tensors
+
+
+def _pack_rounded(wire: WireFormat, regions: list[int], numel: int, tensors: Sequence[Tensor]) -> Tensor:
+    return wire.pack(list(tensors), regions, numel)
+
+
+def _unpack_rounded(
+    wire: WireFormat, regions: list[int], sizes: list[int], dtype: torch.dtype, buffer: Tensor
+) -> Sequence[Tensor]:
+    return wire.unpack(buffer.view(-1), regions, sizes, dtype)
+
+
+def _output_sizes(arriving: Sequence[PeerSlices], shapes: Sequence[Sequence[int]]) -> list[int]:
+    """Return B, H, S, D of each result, one after the other."""
+    pairs = zip(shapes, arriving, strict=True)
+    return list(chain.from_iterable([(shape[0], *slices.output_size[::-1], shape[3]) for shape, slices in pairs]))
+
+
+def _regions(
+    of: UnevenAllToAll, side: Sequence[PeerSlices], shapes: Sequence[Sequence[int]], widths: Sequence[int]
+) -> list[int]:
+    """Return where in the buffer what goes to each peer, or comes from it, is: as numbers of :class:`CopyRegion`."""
+    regions, offset, batch = [], 0, shapes[0][0]
+    for peer in range(of.dim.size):
+        rows = [slices.heads[peer][1] * width for slices, width in zip(side, widths, strict=True)]
+        for index, (slices, row) in enumerate(zip(side, rows, strict=True)):
+            runs = (*slices.tokens[peer], *slices.heads[peer])
+            if of.one_table:
+                regions.append(CopyRegion(index, *runs, offset + sum(rows[:index]), sum(rows)))
+            else:
+                regions.append(CopyRegion(index, *runs, offset, row))
+                offset += batch * slices.tokens[peer][1] * row
+        if of.one_table:
+            offset += batch * side[0].tokens[peer][1] * sum(rows)
+    return as_numbers(regions)

@@ -22,17 +22,27 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from para_core.attention.hooks import wire_format
+from para_core.attention.peer_slices import PeerSlices
 from para_core.attention.spec import AttentionSpec
-from para_core.attention.transfer import Share, Transfer
+from para_core.attention.transfer import UnevenAllToAll, all_to_all_of
 from para_core.distributed.layout import Run, Segment, SequenceLayout
 from para_core.distributed.lazy import lazy
 
-# Waits for what has been started, and returns it.
-Finish = Callable[[], Tensor]
+# Waits for an exchange that was started, and returns its results.
+Finish = Callable[[], Sequence[Tensor]]
+
+
+class Exchange(Protocol):
+    """An exchange of tensors among the ranks of a Ulysses group."""
+
+    def start(self, tensors: Sequence[Tensor]) -> Finish:
+        """Begin it. The function that is returned waits."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +145,7 @@ class UlyssesPlan:
         *,
         to_heads: bool,
         comm_dtype: torch.dtype | None = None,
-    ) -> Transfer:
+    ) -> UnevenAllToAll:
         """Of sharded tokens, from ``[B, H, S_local, D]`` to ``[B, H_local, sharded tokens of the block, D]``, or back.
 
         Args:
@@ -146,14 +156,14 @@ class UlyssesPlan:
         local, block = [], []
         for layout, of_peers in zip(layouts, heads, strict=True):
             tokens, own_heads = self.token_runs(layout), ((0, of_peers[index][1]),) * ranks
-            local.append(Share(((0, tokens[index][1]),) * ranks, of_peers))
-            block.append(Share(tokens, own_heads))
+            local.append(PeerSlices(((0, tokens[index][1]),) * ranks, of_peers))
+            block.append(PeerSlices(tokens, own_heads))
         if num_common is not None:
             common = ((0, num_common),) * ranks
-            local.append(Share(common, of_peers))
-            block.append(Share(common, own_heads))
+            local.append(PeerSlices(common, of_peers))
+            block.append(PeerSlices(common, own_heads))
         sent, arriving = (local, block) if to_heads else (block, local)
-        return Transfer(sent, arriving, self.mesh.ulysses, comm_dtype=comm_dtype)
+        return all_to_all_of(sent, arriving, self.mesh.ulysses, wire=wire_format(comm_dtype))
 
     @lazy
     def _num_common(self) -> int | None:
@@ -163,17 +173,17 @@ class UlyssesPlan:
     # -- in
 
     @lazy
-    def _entering(self) -> Transfer:
+    def _entering(self) -> UnevenAllToAll:
         return self.transfer(self._layouts, self._heads, to_heads=True, comm_dtype=self._comm_dtype)
 
-    def start_enter(self, query: Tensor, key: Tensor, value: Tensor) -> Callable[[], Sequence[Tensor]]:
-        """``[B, H, S_local, D]`` each to ``[B, H_local, S_block, D]``."""
-        if not self._replicates:
-            return self._entering.start((query, key, value))
-        kinds = [
-            split_by_kind(x, layout, self.mesh.rank)
-            for x, layout in zip((query, key, value), self._layouts, strict=True)
-        ]
+    @lazy
+    def enter(self) -> Exchange:
+        """Exchanges query, key and value: ``[B, H, S_local, D]`` each to ``[B, H_local, S_block, D]``."""
+        return _EnterWithReplicated(self) if self._replicates else self._entering
+
+    def start_enter_with_replicated(self, tensors: Sequence[Tensor]) -> Finish:
+        """Begin :attr:`enter` of tensors with replicated tokens, which are not sent: each rank takes its own heads of them."""
+        kinds = [split_by_kind(x, layout, self.mesh.rank) for x, layout in zip(tensors, self._layouts, strict=True)]
         finish = self._entering.start([sharded for sharded, _ in kinds])
         return lambda: self._with_replicated(finish(), [text for _, text in kinds])
 
@@ -188,17 +198,20 @@ class UlyssesPlan:
     # -- out
 
     @lazy
-    def _leaving(self) -> Transfer:
+    def _leaving(self) -> UnevenAllToAll:
         layouts, heads = [self.query_layout], [self.heads.of_query]
         return self.transfer(layouts, heads, self._num_common, to_heads=False, comm_dtype=self._comm_dtype)
 
-    def start_leave(self, out: Tensor) -> Finish:
-        """``[B, H_local, S_block, D_v]`` to ``[B, H, S_local, D_v]``: every rank gets the replicated tokens."""
-        if self._num_common is None:
-            finish = self._leaving.start((out,))
-            return lambda: finish()[0]
+    @lazy
+    def leave(self) -> Exchange:
+        """Exchanges one output: ``[B, H_local, S_block, D_v]`` to ``[B, H, S_local, D_v]``."""
+        return self._leaving if self._num_common is None else _LeaveWithReplicated(self)
+
+    def start_leave_with_replicated(self, tensors: Sequence[Tensor]) -> Finish:
+        """Begin :attr:`leave` of a block with replicated tokens, all of which every rank gets."""
+        (out,) = tensors
         finish = self._leaving.start((out, self.replicated_of(out, self.query_layout)))
-        return lambda: join_kinds(finish(), self.query_layout, self.mesh.rank)
+        return lambda: (join_kinds(finish(), self.query_layout, self.mesh.rank),)
 
     @staticmethod
     def replicated_of(block: Tensor, layout: SequenceLayout) -> Tensor:
@@ -209,20 +222,20 @@ class UlyssesPlan:
     # -- gradients
 
     @lazy
-    def _gradient_entering(self) -> Transfer:
+    def _gradient_entering(self) -> UnevenAllToAll:
         return self.transfer([self.query_layout], [self.heads.of_query], self._num_common, to_heads=True)
 
     def enter_gradient(self, grad_out: Tensor) -> Tensor:
-        """The transpose of :meth:`start_leave`."""
+        """The transpose of :attr:`leave`."""
         kinds = split_by_kind(grad_out, self.query_layout, self.mesh.rank)
         return _cat(self._gradient_entering.start([x for x in kinds if x is not None])())
 
     @lazy
-    def _gradients_leaving(self) -> Transfer:
+    def _gradients_leaving(self) -> UnevenAllToAll:
         return self.transfer(self._layouts, self._heads, to_heads=False)
 
     def leave_gradients(self, *grads: Tensor) -> list[Tensor]:
-        """The transpose of :meth:`start_enter`, for query, key and value: a rank saw its own heads of its replicated tokens."""
+        """The transpose of :attr:`enter`, for query, key and value: a rank saw its own heads of its replicated tokens."""
         found = list(self._gradients_leaving.start(grads)())
         for place, (grad, heads, layout) in enumerate(zip(grads, self._heads, self._layouts, strict=True)):
             if layout.replicated:
@@ -231,6 +244,20 @@ class UlyssesPlan:
                 text.narrow(1, *heads[self.mesh.ulysses.index]).copy_(own)
                 found[place] = join_kinds((found[place], text), layout, self.mesh.rank)
         return found
+
+
+class _EnterWithReplicated(NamedTuple):
+    plan: UlyssesPlan
+
+    def start(self, tensors: Sequence[Tensor]) -> Finish:
+        return self.plan.start_enter_with_replicated(tensors)
+
+
+class _LeaveWithReplicated(NamedTuple):
+    plan: UlyssesPlan
+
+    def start(self, tensors: Sequence[Tensor]) -> Finish:
+        return self.plan.start_leave_with_replicated(tensors)
 
 
 def num_replicated(layout: SequenceLayout) -> int:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from para_core.attention.approximate.snapkv import hide, select_keys, sparse_attention
 from para_core.attention.attention_2d import attention_2d, attention_2d_backward
 from para_core.attention.blocks import LocalAttention, columns, expand
 from para_core.attention.local import as_sdpa, local_attention
@@ -61,9 +60,9 @@ def usp_forward(
         return as_sdpa(out), None if lse is None else Saved(query, key, value, out, lse)
     if plan.spec.options.ulysses_chunks > 1 and not save:
         return _in_chunks(plan, query, key, value, mask, attend), None
-    query, key, value = ulysses.start_enter(query, key, value)()
+    query, key, value = ulysses.enter.start((query, key, value))()
     out, lse = attend_block(plan, query, key, value, mask, plan.heads, attend, save)
-    return ulysses.start_leave(out)(), None if lse is None else Saved(query, key, value, out, lse)
+    return ulysses.leave.start((out,))()[0], None if lse is None else Saved(query, key, value, out, lse)
 
 
 def autocasts(x: Tensor) -> bool:
@@ -99,17 +98,13 @@ def attend_block(
             query, key, value, mask=mask, is_causal=plan.spec.is_causal, scale=plan.spec.scale, backend=backend
         )
         return out, None
-    comm_dtype = plan.spec.options.comm_dtype
-    if plan.spec.options.kept_keys is not None:
-        out, lse = sparse_attention(
-            query, key, value, mask, plan.ring, heads=key_heads, attend=attend, save=save, comm_dtype=comm_dtype
-        )
+    selection = plan.spec.options.kept_keys
+    if selection is not None:
+        out, lse = selection.attend(query, key, value, mask, plan.ring, heads=key_heads, attend=attend, save=save)
     elif plan.grid is not None:
         out, lse = attention_2d(query, key, value, mask, plan.grid, heads=key_heads, attend=attend)
     else:
-        out, lse = ring_attention(
-            query, key, value, mask, plan.ring, heads=key_heads, attend=attend, comm_dtype=comm_dtype
-        )
+        out, lse = ring_attention(query, key, value, mask, plan.ring, heads=key_heads, attend=attend)
     return out, lse if save else None
 
 
@@ -117,25 +112,25 @@ def _in_chunks(
     plan: AttentionPlan, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, attend: LocalAttention | None
 ) -> Tensor:
     """A part of the heads after the other: the next part arrives, and the one before leaves, while one is computed."""
-    index = plan.spec.mesh.ulysses.index
-    first_head = plan.heads.of_query[index][0]
+    rank = plan.spec.mesh.ulysses.index
+    first_head = plan.heads.of_query[rank][0]
     chunks = plan.chunks
-    entering = chunks[0].start_enter(query, key, value)
+    entering = chunks[0].enter.start((query, key, value))
     leaving = []
-    for place, chunk in enumerate(chunks):
+    for index, chunk in enumerate(chunks):
         block = entering()
-        if place + 1 < len(chunks):
-            entering = chunks[place + 1].start_enter(query, key, value)
-        start, count = chunk.heads.of_query[index]
+        if index + 1 < len(chunks):
+            entering = chunks[index + 1].enter.start((query, key, value))
+        start, count = chunk.heads.of_query[rank]
         rows = mask if mask is None or mask.shape[1] == 1 else mask.narrow(1, start - first_head, count)
         out, _ = attend_block(plan, block[0], block[1], block[2], rows, chunk.heads, attend, save=False)
-        leaving.append(chunk.start_leave(out))
+        leaving.append(chunk.leave.start((out,)))
     whole = query.new_empty(query.shape[0], query.shape[2], plan.spec.num_heads, value.shape[3]).transpose(1, 2)
     for chunk, finish in zip(chunks, leaving, strict=True):
-        found = finish()
+        (part,) = finish()
         for start, count in chunk.heads.of_query:
             if count:
-                whole.narrow(1, start, count).copy_(found.narrow(1, start, count))
+                whole.narrow(1, start, count).copy_(part.narrow(1, start, count))
     return whole
 
 
@@ -149,9 +144,9 @@ def usp_backward(
     if plan.ulysses is not None:
         grad_out = plan.ulysses.enter_gradient(grad_out)
     heads = plan.heads.key_of_each_query(plan.spec.mesh.ulysses.index, grad_out.device)
-    hidden = mask
-    if plan.spec.options.kept_keys is not None:
-        hidden = hide(mask, select_keys(saved.query, saved.key, mask, plan.ring, heads=heads))
+    hidden, selection = mask, plan.spec.options.kept_keys
+    if selection is not None:
+        hidden = selection.hide(saved.query, saved.key, mask, plan.ring, heads=heads)
     block = (grad_out, saved.query, saved.key, saved.value, hidden, saved.out, saved.lse)
     if plan.grid is None:
         *grads, grad_mask = ring_attention_backward(*block, plan.ring, heads=heads, mask_gradient=mask_gradient)

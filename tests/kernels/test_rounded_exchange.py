@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.attention.compiled import ARCHS
-from para_core.attention.approximate.wire import pack_on_gpu, row_bytes, unpack_on_gpu
+from para_core.attention.approximate.wire import RoundedWire, pack_on_gpu, unpack_on_gpu
 from para_core.attention.pack_ops import as_numbers
 from para_core.kernels import exchange, exchange_reference
 from para_core.kernels.exchange_reference import CopyRegion
@@ -18,6 +18,8 @@ from tests.launches import LaunchCounter
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 FLOAT8 = torch.float8_e4m3fn
 FORMATS = pytest.mark.parametrize("eight", [torch.int8, FLOAT8], ids=str)
+
+row_bytes = RoundedWire(torch.int8).row_size
 
 
 def spread(shape, dtype, seed=0):

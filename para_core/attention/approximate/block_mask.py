@@ -37,9 +37,10 @@ class BlockMask:
     def rows(self) -> tuple[int, ...]:
         return _read_rows(self.bits)
 
-    def encode(self) -> str:
-        """All of it as text."""
-        return f"{self.num_query_blocks} {self.num_key_blocks} {self.query_block} {self.key_block} {self.bits}"
+    @property
+    def fields(self) -> tuple[int, int, int, int, str]:
+        """All of it as JSON values."""
+        return self.num_query_blocks, self.num_key_blocks, self.query_block, self.key_block, self.bits
 
     def runs_seen(self, row: int) -> list[Run]:
         """Positions of the keys that the ``row``-th block of queries sees, ascending; the last run may pass the end."""
@@ -134,11 +135,3 @@ def read_block_mask(block_mask: Tensor, block_size: int | tuple[int, int]) -> Bl
 @lru_cache(maxsize=64)
 def _read_rows(bits: str) -> tuple[int, ...]:
     return tuple(int(row, 16) for row in bits.split(",") if row)
-
-
-def decode(text: str) -> BlockMask | None:
-    """The inverse of :meth:`BlockMask.encode`; None for ""."""
-    if not text:
-        return None
-    num_query_blocks, num_key_blocks, query_block, key_block, bits = text.split(" ")
-    return BlockMask(int(num_query_blocks), int(num_key_blocks), int(query_block), int(key_block), bits)

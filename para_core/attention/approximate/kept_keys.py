@@ -1,8 +1,15 @@
-"""Which share of the keys is attended to: the value. How they are found and attended to stands in ``snapkv.py``."""
+"""Attention to a share of the keys: the option, a :class:`~para_core.attention.hooks.KeySelection`. ``snapkv.py`` computes it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from para_core.attention.blocks import LocalAttention
+    from para_core.attention.ring_plan import RingPlan
 
 
 @dataclass(frozen=True)
@@ -11,6 +18,11 @@ class KeptKeys:
 
     share: float
     window: int
+
+    @property
+    def fields(self) -> tuple[float, int]:
+        """All of it as JSON values."""
+        return self.share, self.window
 
     def observed(self, num_queries: int) -> list[int]:
         """Positions of the observed queries: the middles of ``window`` equal parts of the sequence, or all queries.
@@ -21,3 +33,26 @@ class KeptKeys:
         if num_queries <= self.window:
             return list(range(num_queries))
         return [(2 * i + 1) * num_queries // (2 * self.window) for i in range(self.window)]
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        plan: RingPlan,
+        *,
+        heads: Tensor | None,
+        attend: LocalAttention | None,
+        save: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Compute :func:`~para_core.attention.approximate.snapkv.sparse_attention`."""
+        from para_core.attention.approximate.snapkv import sparse_attention  # It imports this module.
+
+        return sparse_attention(self, query, key, value, mask, plan, heads=heads, attend=attend, save=save)
+
+    def hide(self, query: Tensor, key: Tensor, mask: Tensor | None, plan: RingPlan, *, heads: Tensor | None) -> Tensor:
+        """Return ``mask`` with all keys hidden that are not kept."""
+        from para_core.attention.approximate.snapkv import hide, select_keys
+
+        return hide(mask, select_keys(self, query, key, mask, plan, heads=heads))

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from para_core.attention.approximate.kept_keys import KeptKeys
 from para_core.attention.blocks import LocalAttention, add_autograd_dependency, columns, expand
+from para_core.attention.hooks import wire_format
 from para_core.attention.local import local_attention_with_lse, lse_dtype
 from para_core.attention.merge import Merged
 from para_core.attention.ring import Packing, ring_attention, ring_pass
@@ -33,13 +34,14 @@ from para_core.distributed.layout import Run
 
 
 @torch.no_grad()
-def select_keys(query: Tensor, key: Tensor, mask: Tensor | None, plan: RingPlan, *, heads: Tensor | None) -> Tensor:
+def select_keys(
+    kept: KeptKeys, query: Tensor, key: Tensor, mask: Tensor | None, plan: RingPlan, *, heads: Tensor | None
+) -> Tensor:
     """Which keys each head keeps, ``[B, H, S_k]`` bool by position in the whole sequence; the same on all ring ranks.
 
     Arguments are those of :func:`~para_core.attention.ring.ring_attention`; what the mask and ``is_causal`` hide from an
     observed query gets no vote of it.
     """
-    kept = kept_keys(plan)
     observed = kept.observed(plan.spec.query_layout.total)
     queries = _of_all_ranks(query, observed, plan)
     rows = mask
@@ -62,13 +64,6 @@ def select_keys(query: Tensor, key: Tensor, mask: Tensor | None, plan: RingPlan,
     order = _positions([run for one in runs_of_ranks for run in one], query.device)
     votes = torch.empty_like(votes).index_copy_(2, order, votes)
     return _most(votes, ceil(kept.share * votes.shape[2]))
-
-
-def kept_keys(plan: RingPlan) -> KeptKeys:
-    kept = plan.spec.options.kept_keys
-    if kept is None:
-        raise RuntimeError("this call attends to all keys; there is nothing to select.")
-    return kept
 
 
 def _of_query_heads(key: Tensor, query: Tensor, heads: Tensor | None) -> Tensor:
@@ -150,6 +145,7 @@ def _counted_runs(plan: RingPlan, index: int) -> list[Run]:
 
 
 def sparse_attention(
+    kept: KeptKeys,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -159,22 +155,21 @@ def sparse_attention(
     heads: Tensor | None,
     attend: LocalAttention | None,
     save: bool,
-    comm_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`~para_core.attention.ring.ring_attention` over the kept keys.
 
     Only they travel and are computed; with ``save`` (for a gradient), where one key head serves several query heads, which keep keys of
     their own, and where a query's position or row of the mask matters, the others are hidden by a mask instead.
     """
-    seen = select_keys(query, key, mask, plan, heads=heads)
+    seen = select_keys(kept, query, key, mask, plan, heads=heads)
     hidden = hide(mask, seen)
     if save or plan.spec.is_causal or hidden.shape[2] > 1 or query.shape[1] != key.shape[1]:
-        return ring_attention(query, key, value, hidden, plan, heads=heads, attend=attend, comm_dtype=comm_dtype)
+        return ring_attention(query, key, value, hidden, plan, heads=heads, attend=attend)
     received: list[Tensor] = []
     if attend is None:
         attend = partial(local_attention_with_lse, backend=plan.spec.options.backend)
     merged = Merged()
-    for block_key, block_value, block_mask in _kept_blocks(key, value, seen, hidden, plan, received, comm_dtype):
+    for block_key, block_value, block_mask in _kept_blocks(key, value, seen, hidden, plan, received):
         merged.add(*attend(query, block_key, block_value, mask=block_mask, is_causal=False, scale=plan.spec.scale))
     return add_autograd_dependency(merged.out.to(query.dtype), [query, key, value, *received]), merged.lse
 
@@ -194,7 +189,6 @@ def _kept_blocks(
     mask: Tensor,
     plan: RingPlan,
     received: list[Tensor],
-    comm_dtype: torch.dtype | None,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """What is kept of each ring block, this rank's first, and the mask of it: heads keep different numbers of keys.
 
@@ -213,7 +207,7 @@ def _kept_blocks(
         yield *own, _mask_of(mask, held, chosen)
         return
     lengths = [one.shape[2] for one in of_blocks]
-    packing = Packing(key, value, lengths, comm_dtype=comm_dtype)
+    packing = Packing(key, value, lengths, wire=wire_format(plan.spec.options.comm_dtype))
     rows = _rows_of(travels[dim.index], held)
     kept = [_take(x.index_select(2, rows), of_blocks[dim.index]) for x in (key, value)]
     for hop, block in ring_pass(own, packing.pack(*kept), packing, plan, received):

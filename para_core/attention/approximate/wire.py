@@ -6,6 +6,8 @@ one launch, and what arrives is unpacked in one, whatever the number of ranks.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -75,6 +77,20 @@ torch.library.register_fake("para_core::pack_8_bits", _new_buffer, lib=LIBRARY)
 torch.library.register_fake("para_core::unpack_8_bits", _new_tensors, lib=LIBRARY)
 
 
-def row_bytes(head_dim: int) -> int:
-    """Of a token and head on the way."""
-    return head_dim + SCALE_BYTES
+@dataclass(frozen=True)
+class RoundedWire:
+    """Tensors rounded to ``dtype``, with a scale per token and head: a :class:`~para_core.attention.hooks.WireFormat`."""
+
+    dtype: torch.dtype
+
+    def row_size(self, head_dim: int) -> int:
+        """Bytes of a token and head."""
+        return head_dim + SCALE_BYTES
+
+    def pack(self, tensors: list[Tensor], regions: list[int], numel: int) -> Tensor:
+        packed: Tensor = torch.ops.para_core.pack_8_bits.default(tensors, regions, numel, self.dtype)
+        return packed
+
+    def unpack(self, buffer: Tensor, regions: list[int], sizes: list[int], dtype: torch.dtype) -> list[Tensor]:
+        tensors: list[Tensor] = torch.ops.para_core.unpack_8_bits.default(buffer, regions, sizes, self.dtype, dtype)
+        return tensors

@@ -1,0 +1,83 @@
+"""The parts of tensors ``[B, H, S, D]`` that the peers of an all-to-all get or give, and which of them one strided view shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+
+from para_core.distributed.layout import Run
+from para_core.distributed.lazy import lazy
+
+
+@dataclass(frozen=True)
+class PeerSlices:
+    """What each peer gets of a tensor ``[B, H, S, D]``, or gives for it: a run of the tokens and a run of the heads."""
+
+    tokens: tuple[Run, ...]
+    heads: tuple[Run, ...]
+
+    @lazy
+    def output_size(self) -> tuple[int, int]:
+        """Tokens and heads of the tensor that these slices make up."""
+        tokens, heads = (max([sum(run) for run in runs]) for runs in (self.tokens, self.heads))
+        return tokens, heads
+
+    @lazy
+    def cover_output(self) -> bool:
+        """Whether every head of every token is in exactly one slice. Otherwise slices overlap and add up, or leave gaps."""
+        num_sent = sum([run[1] * other[1] for run, other in zip(self.tokens, self.heads, strict=True)])
+        return num_sent == prod(self.output_size)
+
+    @property
+    def may_overlap(self) -> bool:
+        """Whether several peers may give the same heads of the same tokens."""
+        return not (_are_disjoint(self.tokens) or _are_disjoint(self.heads))
+
+
+def _are_disjoint(runs: Sequence[Run]) -> bool:
+    ascending = sorted([run for run in runs if run[1]])
+    return all(run[0] + run[1] <= following[0] for run, following in pairwise(ascending))
+
+
+@dataclass(frozen=True)
+class UniformPeers:
+    """Consecutive peers whose slices are equally large and begin at equal distances.
+
+    Args:
+        runs: tokens and heads of the first tensor, then of the second, …, as ``(first, count, step)``: the i-th of these peers has
+            ``count`` from first + i · step on; step is ``count``, or 0 if all peers have the same.
+    """
+
+    number: int
+    runs: tuple[tuple[int, int, int], ...]
+
+
+def group_uniform_peers(runs: Sequence[Sequence[Run]]) -> tuple[UniformPeers, ...]:
+    """Return the peers in groups that are uniform; ``runs`` holds, of each kind, the run of each peer.
+
+    >>> group_uniform_peers([[(0, 2), (2, 2), (4, 1)]])
+    (UniformPeers(number=2, runs=((0, 2, 2),)), UniformPeers(number=1, runs=((4, 1, 1),)))
+    """
+    groups: list[UniformPeers] = []
+    for of_peer in zip(*runs, strict=True):
+        if groups and (steps := _steps(groups[-1], of_peer)) is not None:
+            last = groups[-1]
+            grown = tuple([(first, count, step) for (first, count, _), step in zip(last.runs, steps, strict=True)])
+            groups[-1] = UniformPeers(last.number + 1, grown)
+        else:
+            groups.append(UniformPeers(1, tuple([(start, count, count) for start, count in of_peer])))
+    return tuple(groups)
+
+
+def _steps(group: UniformPeers, of_peer: Sequence[Run]) -> list[int] | None:
+    """Return the steps of ``group`` with one more peer; None if that peer differs."""
+    steps = []
+    for (first, count, step), (start, number) in zip(group.runs, of_peer, strict=True):
+        possible = (count, 0) if group.number == 1 else (step,)
+        fitting = [distance for distance in possible if start == first + group.number * distance]
+        if number != count or not fitting:
+            return None
+        steps.append(fitting[0])
+    return steps

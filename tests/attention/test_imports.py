@@ -1,0 +1,56 @@
+"""What exact attention imports: nothing that approximates, until an option asks for it."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import para_core
+
+ATTENTION = Path(para_core.__file__).parent / "attention"
+APPROXIMATE = "para_core.attention.approximate"
+
+CALL = f"""
+import sys
+import torch, torch.nn.functional as F
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from para_core import UnifiedAttnMode, init_context_parallel_mesh
+from para_core.attention.options import AttnOptions
+dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+mesh = init_context_parallel_mesh("cpu", max_ring_dim_size=2)
+q = torch.randn(1, 4, 8, 16, requires_grad=True)
+options = {{OPTIONS}}
+with UnifiedAttnMode(mesh, assume_equal=True, **options):
+    with torch.no_grad():
+        F.scaled_dot_product_attention(q, q, q, torch.ones(1, 1, 1, 32, dtype=torch.bool))
+    F.scaled_dot_product_attention(q, q, q).sum().backward()
+AttnOptions.read(AttnOptions(**options).as_text())
+print(sorted(name for name in sys.modules if name.startswith("{APPROXIMATE}")))
+"""
+
+
+@pytest.mark.parametrize(("options", "is_exact"), [("{}", True), ("dict(comm_dtype=torch.int8)", False)])
+def test_an_exact_call_loads_no_approximate_module(options, is_exact):
+    code = CALL.replace("{OPTIONS}", options)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert run.returncode == 0, run.stderr
+    assert (run.stdout.strip() == "[]") == is_exact, run.stdout
+
+
+def imported_modules(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def test_no_exact_module_names_an_approximate_one_in_an_import():
+    modules = sorted(ATTENTION.glob("*.py"))
+    assert len(modules) > 20
+    naming = [path.name for path in modules if any(name.startswith(APPROXIMATE) for name in imported_modules(path))]
+    assert naming == []
