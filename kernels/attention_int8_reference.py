@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from para_core.kernels.attention_reference import attention as exact_attention
-from para_core.kernels.attention_reference import merged
+from para_core.kernels.merge_reference import merge
 
 # An element of which all are smaller is rounded to 0.
 SMALLEST = 1e-30
@@ -59,7 +59,8 @@ def attention(
     mean = mean.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     lse = lse + scale * (query.float() @ mean[..., None])[..., 0]
     if so_far is not None:
-        out, lse = merged(*so_far, out, lse)
+        earlier_out, earlier_lse = so_far
+        out, lse = merge(earlier_out.to(lse.dtype), earlier_lse, out, lse)
     return out.to(query.dtype if out_dtype is None else out_dtype), lse
 
 

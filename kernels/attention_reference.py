@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from para_core.kernels.merge_reference import merge
+
 
 def attention(
     query: Tensor,
@@ -68,7 +70,8 @@ def attention(
     lse = torch.logsumexp(scores, dim=-1)
     out = torch.softmax(scores, dim=-1).masked_fill((lse == -inf)[..., None], 0.0) @ value
     if so_far is not None:
-        out, lse = merged(*so_far, out, lse)
+        earlier_out, earlier_lse = so_far
+        out, lse = merge(earlier_out.to(lse.dtype), earlier_lse, out, lse)
     memory = query.new_empty(
         *[query.shape[i] for i in (0, 2, 1)], value.shape[-1], dtype=query.dtype if out_dtype is None else out_dtype
     )
@@ -99,13 +102,6 @@ def in_float32(mask: Tensor) -> Tensor:
     if mask.dtype != torch.float64:
         return mask
     return mask.clamp(min=torch.finfo(torch.float32).min).float().masked_fill_(mask == -inf, -inf)
-
-
-def merged(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    lse = torch.logaddexp(lse_a, lse_b)
-    # -inf minus -inf is NaN, but a row that saw no key weighs nothing.
-    weights = [torch.exp(one - lse).nan_to_num(0.0)[..., None] for one in (lse_a, lse_b)]
-    return weights[0] * out_a + weights[1] * out_b, lse
 
 
 def ranges_of_lengths(lengths: Tensor, segments: Sequence[int]) -> Tensor:

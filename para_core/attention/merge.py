@@ -13,20 +13,22 @@ define_operator("merge(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -
 define_operator("merge_(Tensor(a!) out_a, Tensor(b!) lse_a, Tensor out_b, Tensor lse_b) -> ()")
 
 
-def _merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+def _merge(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, into: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """:func:`para_core.kernels.merge_reference.merge` in few operators, without a gradient; ``out`` is in the dtype of lse."""
     # b weighs exp(lse_b) / (exp(lse_a) + exp(lse_b)); of two rows without a key, -inf - -inf, any weight will do.
     weight = (lse_b - lse_a).sigmoid_().nan_to_num_(0.5).unsqueeze(-1)
     if out_a.dtype != lse_a.dtype:  # even a cast to the same dtype takes as long as an addition of few numbers
         out_a = out_a.to(lse_a.dtype)
     if out_b.dtype != lse_a.dtype:
         out_b = out_b.to(lse_a.dtype)
-    return torch.lerp(out_a, out_b, weight), torch.logaddexp(lse_a, lse_b)
+    out, lse = (None, None) if into is None else into
+    return torch.lerp(out_a, out_b, weight, out=out), torch.logaddexp(lse_a, lse_b, out=lse)
 
 
 def _merge_in_place(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
-    weight = (lse_b - lse_a).sigmoid_().nan_to_num_(0.5).unsqueeze(-1)
-    out_a.lerp_(out_b.to(out_a.dtype), weight)
-    torch.logaddexp(lse_a, lse_b, out=lse_a)
+    _merge(out_a, lse_a, out_b, lse_b, into=(out_a, lse_a))
 
 
 def merge_on_gpu(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
