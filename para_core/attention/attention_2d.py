@@ -103,7 +103,7 @@ def _start(
     for peer, sent, received in zip(peers, send, receive, strict=True):
         send_sizes[peer], receive_sizes[peer] = sent * shape.numel(), received * shape.numel()
     # Where autograd follows each collective, they go back in the order in which they came, on every rank.
-    buffer = add_autograd_dependency(rows.contiguous().view(-1), [one.started.buffer for one in earlier])
+    buffer = add_autograd_dependency(rows.contiguous().view(-1), [arrival.started.buffer for arrival in earlier])
     return _Arriving(start_all_to_all(buffer, send_sizes, receive_sizes, dim), (sum(receive), *shape))
 
 
@@ -159,7 +159,9 @@ def attention_2d(
         for out, lse in _unpack(arriving[-1].wait(), len(grid.row), value.shape[3], lse_dtype(query)):
             merged.add(out, lse)
     out = merged.out if merged.out.dtype == query.dtype else merged.out.to(query.dtype)
-    return add_autograd_dependency(out, [query, key, value, *[one.started.buffer for one in arriving]]), merged.lse
+    return add_autograd_dependency(
+        out, [query, key, value, *[arrival.started.buffer for arrival in arriving]]
+    ), merged.lse
 
 
 def _pack(out: Tensor, lse: Tensor, inputs: Sequence[Tensor]) -> Tensor:
@@ -219,8 +221,8 @@ def attention_2d_backward(
     of_row, mask_of_row = (None, None) if others is None else others.result()
     if of_row is not None:
         arriving_queries = _give_back(_by_token(of_row), grid.row, sizes, S, dim)
-    found = own.add((keys, values), 1)
-    of_column = found if of_column is None else [one.add_(two) for one, two in zip(found, of_column, strict=True)]
+    grads = own.add((keys, values), 1)
+    of_column = grads if of_column is None else [grad.add_(other) for grad, other in zip(grads, of_column, strict=True)]
     arriving_keys = _give_back(_by_token(*of_column), grid.column, grid.column_sizes, travels[0].shape[2], dim)
     grad_query, grad_mask = own.result()
     if of_row is not None:
@@ -246,8 +248,8 @@ def _as_lse(bits: Tensor, dtype: torch.dtype) -> Tensor:
     )
 
 
-def _put(totals: Sequence[Tensor], runs: Sequence[Run], found: Sequence[Tensor]) -> None:
-    for total, part in zip(totals, found, strict=True):
+def _put(totals: Sequence[Tensor], runs: Sequence[Run], parts: Sequence[Tensor]) -> None:
+    for total, part in zip(totals, parts, strict=True):
         put(total, 2, runs, part)
 
 

@@ -92,10 +92,10 @@ def _fastest(query: Tensor, *, masked: bool, is_causal: bool) -> Backend | None:
     arch = _arch(query.device)
     if arch is None or query.dtype not in (torch.float16, torch.bfloat16):
         return None
-    found = FASTEST.get((arch, query.shape[-1], is_causal))
-    if found is None or (masked and found != "triton") or not all(is_on() for is_on in SWITCHES.values()):
+    fastest = FASTEST.get((arch, query.shape[-1], is_causal))
+    if fastest is None or (masked and fastest != "triton") or not all(is_on() for is_on in SWITCHES.values()):
         return None
-    return None if found == "triton" and not has_triton() else found
+    return None if fastest == "triton" and not has_triton() else fastest
 
 
 def _arch(device: torch.device) -> int | None:

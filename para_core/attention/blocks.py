@@ -38,9 +38,9 @@ def add_autograd_dependency(x: Tensor, received: Sequence[Tensor]) -> Tensor:
     """
     if not torch.is_grad_enabled():
         return x
-    for one in received:
-        if one.requires_grad:
-            x = x + one[:0].sum().to(x.dtype)
+    for tensor in received:
+        if tensor.requires_grad:
+            x = x + tensor[:0].sum().to(x.dtype)
     return x
 
 
@@ -96,8 +96,8 @@ class BlockAttention:
             )
             return
         for piece, tile in self._tiling.tiles(step):
-            seen = self._rows[piece]
-            mask = None if seen is None else columns(seen, tile.positions)
+            rows = self._rows[piece]
+            mask = None if rows is None else columns(rows, tile.positions)
             tensors = (
                 self._queries[piece],
                 take(k, 2, tile.runs) if by_position else k,
@@ -128,8 +128,8 @@ class BlockAttention:
         """
         nothing = key[:, :, :0], value[:, :, :0]
         results = [
-            (one.out, one.lse) if one.count else local_attention_with_lse(q, *nothing)
-            for q, one in zip(self._queries, self._merged, strict=True)
+            (merged.out, merged.lse) if merged.count else local_attention_with_lse(q, *nothing)
+            for q, merged in zip(self._queries, self._merged, strict=True)
         ]
         if not self._tiling.by_position:
             return results[0]
@@ -205,8 +205,8 @@ class BlockGradients:
                 mask_gradient=piece.grad_mask is not None,
             )
             piece.grad_query.add_(grad_query)
-            for total, found in zip(grads, grad_block, strict=True):
-                put(total, 2, tile.runs, found, self._heads)
+            for total, grad in zip(grads, grad_block, strict=True):
+                put(total, 2, tile.runs, grad, self._heads)
             if piece.grad_mask is not None and grad_mask is not None:
                 piece.add_to_mask(grad_mask, tile.positions)
         return [order.restore(grad) for grad in grads]
@@ -232,11 +232,11 @@ class _Piece:
     grad_query: Tensor
     grad_mask: Tensor | None
 
-    def add_to_mask(self, found: Tensor, positions: Sequence[Run]) -> None:
+    def add_to_mask(self, grad: Tensor, positions: Sequence[Run]) -> None:
         """Add the gradient of a mask's columns at ``positions``, ``[B, H, S_q, S_k]``."""
         if self.grad_mask is None:
             return
         if self.grad_mask.shape[3] == 1:
-            self.grad_mask.add_(found.sum_to_size(self.grad_mask.shape))
+            self.grad_mask.add_(grad.sum_to_size(self.grad_mask.shape))
         else:
-            put(self.grad_mask, 3, positions, found)
+            put(self.grad_mask, 3, positions, grad)

@@ -109,7 +109,7 @@ def _mask_code(mask: Tensor, num_leading: int) -> int:
     """Dtype, gradient and leading dims of ``mask``, of which there are ``num_leading`` once it is broadcast to the query."""
     dtype = _DTYPES.index(mask.dtype) + 1 if mask.dtype in _DTYPES else len(_DTYPES) + 1
     leading = [1] * (num_leading - max(mask.ndim - 2, 0)) + [*mask.shape[:-2]]
-    wide = sum([1 << place for place, size in enumerate(leading) if size != 1])
+    wide = sum([1 << dim for dim, size in enumerate(leading) if size != 1])
     learned = torch.is_grad_enabled() and mask.requires_grad
     return dtype | learned << _DTYPE_BITS - 1 | wide << _DTYPE_BITS
 
@@ -251,7 +251,7 @@ def _sizes_with_absent(sizes: Sequence[tuple[int, int]], spec: AttentionSpec) ->
 def _nothing_hidden(code: int, query: Tensor, last: tuple[int, int]) -> Tensor:
     """A mask as the other ranks have it, that hides nothing."""
     dtype = _DTYPES[min(code & (1 << _DTYPE_BITS - 1) - 1, len(_DTYPES)) - 1]
-    leading = [size if code >> _DTYPE_BITS + place & 1 else 1 for place, size in enumerate(query.shape[:-2])]
+    leading = [size if code >> _DTYPE_BITS + dim & 1 else 1 for dim, size in enumerate(query.shape[:-2])]
     shape = (*leading, *last)
     if dtype == torch.bool:
         return query.new_ones(shape, dtype=dtype)
@@ -340,8 +340,8 @@ def _digest(query: Tensor, key: Tensor) -> int:
         read = torch.cat(parts).cpu()
     if read[-1] == 0:
         return 0
-    found = int.from_bytes(blake2b(read.numpy().tobytes(), digest_size=8).digest(), "little", signed=True)
-    return found | 1
+    number = int.from_bytes(blake2b(read.numpy().tobytes(), digest_size=8).digest(), "little", signed=True)
+    return number | 1
 
 
 def _require_no_copies(parts: Sequence[OwnPart], spec: AttentionSpec) -> None:

@@ -88,8 +88,8 @@ def _unsorted(x: Tensor, runs: Sequence[Run]) -> Tensor:
     if order is None:
         return x
     parts = x.split([runs[i][1] for i in order], dim=2)
-    places = {i: place for place, i in enumerate(order)}
-    return torch.cat([parts[places[i]] for i in range(len(runs))], dim=2)
+    index_of = {i: index for index, i in enumerate(order)}
+    return torch.cat([parts[index_of[i]] for i in range(len(runs))], dim=2)
 
 
 def _key_runs(plan: AttentionPlan) -> list[Run]:

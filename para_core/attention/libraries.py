@@ -37,17 +37,17 @@ def flash_attention_3(function: Callable[..., Any] | None = None, **options: Any
     ) -> tuple[Tensor, Tensor]:
         _refuse_mask("FlashAttention-3", attn_mask)
         # [B, S, H, D] there; views, where a model's projections left the tensors so.
-        found = attend(
+        result = attend(
             *[x.transpose(1, 2) for x in (query, key, value)],
             softmax_scale=scale,
             causal=is_causal,
             **{**_asking_for_lse(attend), **options},
         )
-        if isinstance(found, Tensor):
+        if isinstance(result, Tensor):
             raise RuntimeError(
                 "flash_attn_func returned out alone. Its lse is needed: pass function=a version that returns (out, lse)."
             )
-        return found[0].transpose(1, 2), found[1]
+        return result[0].transpose(1, 2), result[1]
 
     return attn_func
 
@@ -86,7 +86,7 @@ def sage_attention(function: Callable[..., Any] | None = None, **options: Any) -
         scale: float | None = None,
     ) -> tuple[Tensor, Tensor]:
         _refuse_mask("SageAttention", attn_mask)
-        found: tuple[Tensor, Tensor] = attend(
+        result: tuple[Tensor, Tensor] = attend(
             query,
             key,
             value,
@@ -96,7 +96,7 @@ def sage_attention(function: Callable[..., Any] | None = None, **options: Any) -
             return_lse=True,
             **options,
         )
-        return found
+        return result
 
     return attn_func
 
@@ -112,9 +112,9 @@ def _imported(module: str, name: str, library: str) -> Callable[..., Any]:
     from importlib import import_module
 
     try:
-        found: Callable[..., Any] = getattr(import_module(module), name)
+        result: Callable[..., Any] = getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ImportError(
             f"{module}.{name} of {library} cannot be imported. Install it as its authors say, or pass function=yours."
         ) from error
-    return found
+    return result

@@ -146,7 +146,7 @@ def continued_attention(
             *local_attention_with_lse(query, key, value, mask=mask, is_causal=is_causal, scale=scale, backend=backend)
         )
         return
-    found = _triton(
+    result = _triton(
         backend,
         query,
         key,
@@ -157,7 +157,7 @@ def continued_attention(
         so_far=(so_far.out, so_far.lse) if so_far.count else None,
         out_dtype=query.dtype if is_last else torch.float32,
     )
-    so_far.replace(*found)
+    so_far.replace(*result)
 
 
 def local_attention_backward(
@@ -374,8 +374,8 @@ def fold_causal(mask: Tensor | None, is_causal: bool, query: Tensor, key: Tensor
     if mask is None:
         return None, is_causal
     if is_causal:
-        seen = mask.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
-        mask = mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -inf)
+        causal = mask.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
+        mask = mask & causal if mask.dtype == torch.bool else mask.masked_fill(~causal, -inf)
     return _in_taken_dtype(mask, query), False
 
 

@@ -109,9 +109,9 @@ def require_own_rows(reviews: Sequence[int], layout: SequenceLayout, *, is_causa
     if not (shows_nothing or all_differ):
         return
     sizes = ", ".join([str(size) for size in layout.sizes()])
-    seen = "hides every key on all ranks" if shows_nothing else "shows no row i a key behind i, on any rank"
+    finding = "hides every key on all ranks" if shows_nothing else "shows no row i a key behind i, on any rank"
     raise ValueError(
-        f"attn_mask has a row for each of a rank's own tokens ({sizes} of {layout.total}) and {layout.total} columns, and it {seen}. "
+        f"attn_mask has a row for each of a rank's own tokens ({sizes} of {layout.total}) and {layout.total} columns, and it {finding}. "
         "So its rows were counted from this rank's first token, as a causal model does that builds its mask from the length of its "
         "input (Hugging Face transformers, given a 2-D attention_mask). On all ranks but the first these are the wrong rows. Pass the "
         "model a 4-D mask over all tokens, of which each rank takes its rows: cp.shard(mask, dim=-2); pass no mask if nothing is "

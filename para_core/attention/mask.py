@@ -77,9 +77,9 @@ def _extent(kind: str, sizes: Sequence[int], layout: SequenceLayout, ranks: Sequ
             )
         return "local"
     held = ", ".join([str(layout.size(rank)) for rank in ranks])
-    given = ", ".join([str(size) for size in sizes])
+    sizes_text = ", ".join([str(size) for size in sizes])
     raise ValueError(
-        f"attn_mask has {kind} dim {given}; expected 1, or {layout.total} (the whole sequence), or {held} (a rank's part)."
+        f"attn_mask has {kind} dim {sizes_text}; expected 1, or {layout.total} (the whole sequence), or {held} (a rank's part)."
     )
 
 

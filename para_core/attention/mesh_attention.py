@@ -346,9 +346,11 @@ def _attend_with(
         # A row that sees no key is NaN to many: it sees them all, and then counts for nothing.
         empty_row = fully_masked_rows(mask)
         mask = mask | empty_row[..., None] if mask.dtype == torch.bool else mask.masked_fill(empty_row[..., None], 0.0)
-    found = attn_func(query, key, value, attn_mask=mask, dropout_p=0.0, is_causal=is_causal, scale=scale)
+    result = attn_func(query, key, value, attn_mask=mask, dropout_p=0.0, is_causal=is_causal, scale=scale)
     # Out alone is asked for only where nothing is merged.
-    out, lse = (found, found.new_zeros(found.shape[:-1], dtype=torch.float32)) if isinstance(found, Tensor) else found
+    out, lse = (
+        (result, result.new_zeros(result.shape[:-1], dtype=torch.float32)) if isinstance(result, Tensor) else result
+    )
     if mask is not None:
         out, lse = out.masked_fill(empty_row[..., None], 0.0), lse.masked_fill(empty_row, float("-inf"))
     return out, lse
@@ -374,8 +376,8 @@ def _check_attn_func(
         return
     heads = max(1, query.shape[-3])
     probe = [x.new_zeros(1, heads, 1, x.shape[-1]) for x in (query, key, value)]
-    found = attn_func(*probe, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None)
-    if isinstance(found, Tensor):
+    result = attn_func(*probe, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None)
+    if isinstance(result, Tensor):
         reason = f"a ring of {mesh.ring.size} ranks" if mesh.ring.size > 1 else "is_causal over several ranks"
         raise ValueError(
             f"attn_func returned out alone, and {reason} merges partial results by their lse. Return (out, lse), lse "

@@ -58,9 +58,13 @@ def multi_head_attention(
             "need_weights=False (nn.MultiheadAttention's default is True)."
         )
     extra = {"bias_k": bias_k, "bias_v": bias_v, "static_k": static_k, "static_v": static_v}
-    given = [name for name, tensor in extra.items() if tensor is not None] + ["add_zero_attn"] * bool(add_zero_attn)
-    if given:
-        raise ValueError(f"{', '.join(given)}: keys that every rank would add once are not supported on several ranks.")
+    unsupported = [name for name, tensor in extra.items() if tensor is not None] + ["add_zero_attn"] * bool(
+        add_zero_attn
+    )
+    if unsupported:
+        raise ValueError(
+            f"{', '.join(unsupported)}: keys that every rank would add once are not supported on several ranks."
+        )
     if is_causal and attn_mask is None:
         raise ValueError("is_causal=True needs attn_mask here, as in torch: it only says that the mask is causal.")
     if is_causal:

@@ -131,9 +131,9 @@ def _attention_to_learn(
     return out, *_as_traced(_outputs(saved, plan)), done(out)  # type: ignore[arg-type]
 
 
-def _as_traced(found: Sequence[Tensor]) -> list[Tensor]:
+def _as_traced(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copies: a block that came without one is a view of what came."""
-    return [x.clone(memory_format=torch.contiguous_format) for x in found]
+    return [x.clone(memory_format=torch.contiguous_format) for x in tensors]
 
 
 def _attention_to_learn_shape(

@@ -111,14 +111,14 @@ def ring_pass(
 
     arriving = [start(hops[0])]
     yield OWN, own
-    for place, hop in enumerate(hops, start=1):
+    for number, hop in enumerate(hops, start=1):
         buffer = wait(arriving.pop())  # what is done still holds what it sent
         if torch.is_grad_enabled():
             received.append(buffer)
         if passes_on:
             sent = buffer
-        if place < len(hops):
-            arriving.append(start(hops[place]))
+        if number < len(hops):
+            arriving.append(start(hops[number]))
         yield hop, packing.unpack(buffer, hop.source) if hop.receives else None
 
 
@@ -176,7 +176,7 @@ def ring_attention(
     Returns:
         ``[B, H, S_q, D_v]`` in query's dtype, and lse ``[B, H, S_q]``.
     """
-    found = BlockAttention(
+    attention = BlockAttention(
         query, mask, plan.tiling, scale=plan.spec.scale, backend=plan.spec.options.backend, heads=heads, attend=attend
     )
     packing = Packing(key, value, plan.block_sizes, wire=wire_format(plan.spec.options.comm_dtype))
@@ -185,10 +185,10 @@ def ring_attention(
     gather = plan.spec.options.rotate_method == "allgather" and plan.spec.options.block_mask is None
     for hop, block in _blocks(key, value, packing, plan, received, gather=gather):
         if block is not None:
-            found.add(block, hop.step, is_last=hop is last_hop)
+            attention.add(block, hop.step, is_last=hop is last_hop)
         # Or three blocks would be in memory while the next hop is on its way.
         del block
-    out, lse = found.result(key, value)
+    out, lse = attention.result(key, value)
     if out.dtype != query.dtype:
         out = out.to(query.dtype)
     return add_autograd_dependency(out, [query, key, value, *received]), lse
@@ -211,7 +211,7 @@ def ring_attention_backward(
     mask_gradient: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of query, key, value and, if asked for, mask; args as in :func:`ring_attention`."""
-    found = BlockGradients(
+    gradients = BlockGradients(
         grad_out,
         query,
         out,
@@ -223,12 +223,12 @@ def ring_attention_backward(
         heads=heads,
         mask_gradient=mask_gradient,
     )
-    grad_key, grad_value = _key_gradients(found, key, value, plan)
-    grad_query, grad_mask = found.result()
+    grad_key, grad_value = _key_gradients(gradients, key, value, plan)
+    grad_query, grad_mask = gradients.result()
     return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), grad_mask
 
 
-def _key_gradients(found: BlockGradients, key: Tensor, value: Tensor, plan: RingPlan) -> list[Tensor]:
+def _key_gradients(gradients: BlockGradients, key: Tensor, value: Tensor, plan: RingPlan) -> list[Tensor]:
     """The gradients of this rank's keys and values.
 
     What was found for a block travels behind it, and at last home; with a block mask, from each rank straight home.
@@ -237,14 +237,14 @@ def _key_gradients(found: BlockGradients, key: Tensor, value: Tensor, plan: Ring
     own: list[Tensor] = []
     arriving: list[Travelling] = []  # on its way while this rank computes its own share
     for hop, block in _blocks(key, value, packing, plan, []):
-        grads = [] if block is None else found.add(block, hop.step)
+        grads = [] if block is None else gradients.add(block, hop.step)
         del block
         if hop.step == 0:
             own = grads
         elif plan.spec.options.block_mask is None:
             if arriving:
                 earlier = packing.unpack(wait(arriving.pop()), hop.source)
-                grads = [one.add_(other) for one, other in zip(grads, earlier, strict=True)]
+                grads = [grad.add_(other) for grad, other in zip(grads, earlier, strict=True)]
             arriving.append(start_ring_shift(packing.pack(*grads), packing.numel(plan.source(hop.step + 1)), dim))
         else:
             sent = packing.pack(*grads) if grads else own[0].new_empty(0)

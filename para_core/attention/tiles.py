@@ -108,17 +108,17 @@ def cut(runs: Sequence[Run], others: Sequence[Run]) -> list[Run]:
     return pieces
 
 
-def visible_tiles(queries: Run, keys: Sequence[Run], *, is_causal: bool, seen: Sequence[Run] | None) -> list[Tile]:
+def visible_tiles(queries: Run, keys: Sequence[Run], *, is_causal: bool, shown: Sequence[Run] | None) -> list[Tile]:
     """What a run of queries sees of a block of keys.
 
     Args:
-        queries: not empty; split, if ``is_causal``, by ``keys`` and by the runs of ``seen``: each holds all of its positions or none.
+        queries: not empty; split, if ``is_causal``, by ``keys`` and by the runs of ``shown``: each holds all of its positions or none.
         keys: ascending; the block holds them one after the other.
-        seen: positions of keys that a block mask shows these queries, ascending; all if None.
+        shown: positions of keys that a block mask shows these queries, ascending; all if None.
 
-    >>> visible_tiles((4, 2), [(0, 2), (4, 6)], is_causal=True, seen=None)
+    >>> visible_tiles((4, 2), [(0, 2), (4, 6)], is_causal=True, shown=None)
     [Tile(runs=((0, 2),), positions=((0, 2),), diagonal=False), Tile(runs=((2, 2),), positions=((4, 2),), diagonal=True)]
-    >>> visible_tiles((4, 2), [(0, 2), (4, 6)], is_causal=False, seen=[(0, 1), (5, 3)])
+    >>> visible_tiles((4, 2), [(0, 2), (4, 6)], is_causal=False, shown=[(0, 1), (5, 3)])
     [Tile(runs=((0, 1), (3, 3)), positions=((0, 1), (5, 3)), diagonal=False)]
     """
     visible = [keys]
@@ -126,7 +126,7 @@ def visible_tiles(queries: Run, keys: Sequence[Run], *, is_causal: bool, seen: S
         visible = [intersect(keys, [(0, queries[0])]), intersect(keys, [queries])]
     tiles = []
     for there, diagonal in zip(visible, (False, True), strict=False):
-        positions = there if seen is None else intersect(there, seen)
+        positions = there if shown is None else intersect(there, shown)
         if positions:
             tiles.append(Tile(tuple(offsets(positions, keys)), tuple(positions), diagonal))
     return tiles
@@ -138,11 +138,11 @@ def intersect(runs: Sequence[Run], others: Sequence[Run]) -> list[Run]:
     >>> intersect([(0, 4), (6, 4)], [(2, 5), (8, 9)])
     [(2, 2), (6, 1), (8, 2)]
     """
-    common, place = [], 0
+    common, index = [], 0
     for start, length in runs:
-        while place < len(others) and sum(others[place]) <= start:
-            place += 1
-        for other_start, other_length in others[place:]:
+        while index < len(others) and sum(others[index]) <= start:
+            index += 1
+        for other_start, other_length in others[index:]:
             if other_start >= start + length:
                 break
             first, last = max(start, other_start), min(start + length, other_start + other_length)
@@ -157,11 +157,11 @@ def offsets(runs: Sequence[Run], block: Sequence[Run]) -> list[Run]:
     >>> offsets([(4, 1), (7, 2)], [(0, 2), (4, 6)])
     [(2, 1), (5, 2)]
     """
-    found, before = [], 0
+    positions, before = [], 0
     for start, length in block:
-        found += [(before + first - start, number) for first, number in intersect([(start, length)], runs)]
+        positions += [(before + first - start, number) for first, number in intersect([(start, length)], runs)]
         before += length
-    return join_neighbours(found)
+    return join_neighbours(positions)
 
 
 def take(x: Tensor, dim: int, runs: Sequence[Run]) -> Tensor:
@@ -172,9 +172,9 @@ def take(x: Tensor, dim: int, runs: Sequence[Run]) -> Tensor:
     return torch.cat([x.narrow(dim, 0, 0), *[x.narrow(dim, *run) for run in runs]], dim=dim)
 
 
-def put(total: Tensor, dim: int, runs: Sequence[Run], found: Tensor, heads: Tensor | None = None) -> None:
-    """Add ``found`` to where :func:`take` takes it from, ``[B, H, …]``: a head of it to each of ``heads``, or summed as it broadcasts."""
-    for run, part in zip(runs, found.split([length for _, length in runs], dim=dim), strict=True):
+def put(total: Tensor, dim: int, runs: Sequence[Run], x: Tensor, heads: Tensor | None = None) -> None:
+    """Add ``x`` to where :func:`take` takes it from, ``[B, H, …]``: a head of it to each of ``heads``, or summed as it broadcasts."""
+    for run, part in zip(runs, x.split([length for _, length in runs], dim=dim), strict=True):
         where = total.narrow(dim, *run)
         if heads is None:
             where.add_(part.sum_to_size(where.shape))
@@ -265,8 +265,8 @@ class Tiling:
             return [Tile(runs, tuple(join_neighbours(keys.positions)), diagonal=False)]
         if not queries[1]:
             return []
-        seen = None if self._visible is None else self._visible.keys_of(queries[0])
-        return visible_tiles(queries, keys.positions, is_causal=self._is_causal, seen=seen)
+        shown = None if self._visible is None else self._visible.keys_of(queries[0])
+        return visible_tiles(queries, keys.positions, is_causal=self._is_causal, shown=shown)
 
     def split(self, x: Tensor) -> list[Tensor]:
         """``x``, whose dim 2 is that of the block's queries, or 1, for each piece."""

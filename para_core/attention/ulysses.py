@@ -61,12 +61,12 @@ class Heads:
     @lazy
     def of_query(self) -> tuple[Run, ...]:
         """As ``torch.tensor_split`` splits, over the ranks and then into chunks."""
-        found = []
+        runs = []
         for rank in range(self.ranks):
             start, count = Segment("heads", self.num_heads).runs(rank, self.ranks)[0]
             offset, part = Segment("heads", count).runs(self.chunk, self.chunks)[0]
-            found.append((start + offset, part))
-        return tuple(found)
+            runs.append((start + offset, part))
+        return tuple(runs)
 
     @lazy
     def of_key(self) -> tuple[Run, ...]:
@@ -236,14 +236,14 @@ class UlyssesPlan:
 
     def leave_gradients(self, *grads: Tensor) -> list[Tensor]:
         """The transpose of :attr:`enter`, for query, key and value: a rank saw its own heads of its replicated tokens."""
-        found = list(self._gradients_leaving.start(grads)())
-        for place, (grad, heads, layout) in enumerate(zip(grads, self._heads, self._layouts, strict=True)):
+        results = list(self._gradients_leaving.start(grads)())
+        for index, (grad, heads, layout) in enumerate(zip(grads, self._heads, self._layouts, strict=True)):
             if layout.replicated:
                 own = self.replicated_of(grad, layout)
-                text = own.new_zeros(own.shape[0], found[place].shape[1], *own.shape[2:])
+                text = own.new_zeros(own.shape[0], results[index].shape[1], *own.shape[2:])
                 text.narrow(1, *heads[self.mesh.ulysses.index]).copy_(own)
-                found[place] = join_kinds((found[place], text), layout, self.mesh.rank)
-        return found
+                results[index] = join_kinds((results[index], text), layout, self.mesh.rank)
+        return results
 
 
 class _EnterWithReplicated(NamedTuple):

@@ -64,8 +64,8 @@ class BatchParallelAttnMode(ShardingMode):
         if mask.shape[0] in (1, held):
             return mask
         rank, ranks = self._mesh.rank, self._mesh.ranks
-        known = [SequenceLayout((segment,), ranks) for segment in segments_of(self._known)]
-        layouts = [layout for layout in known or [even_layout(held * ranks, ranks)] if layout.size(rank) == held]
+        sequences = [SequenceLayout((segment,), ranks) for segment in segments_of(self._known)]
+        layouts = [layout for layout in sequences or [even_layout(held * ranks, ranks)] if layout.size(rank) == held]
         for layout in layouts:
             if layout.total == mask.shape[0]:
                 return shard_tokens(mask, 0, layout, self._mesh)

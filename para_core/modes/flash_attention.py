@@ -108,8 +108,8 @@ def _overload(operator: Operator) -> OpOverload:
 
 def has_other_builds() -> bool:
     """Whether FlashAttention was loaded under a namespace that is not intercepted at the dispatcher, as from the Hugging Face Hub."""
-    known = [namespace for namespace, _ in FLASH_OPERATORS]
-    return any("flash_attn" in namespace and namespace not in known for namespace in vars(torch.ops))
+    intercepted = [namespace for namespace, _ in FLASH_OPERATORS]
+    return any("flash_attn" in namespace and namespace not in intercepted for namespace in vars(torch.ops))
 
 
 def is_called_by_a_graph(operator: Operator) -> bool:

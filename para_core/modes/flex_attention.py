@@ -387,7 +387,7 @@ _NAMES = {"flex_attention", "create_block_mask", "create_mask", "BlockMask"}
 def uses_flex_attention(module: nn.Module) -> bool:
     """Whether the code of ``module`` names flex attention or what makes its masks, as far as its source files show."""
     parts = [(part, getattr(part, "processor", None)) for part in module.modules()]
-    files = {original_class(one).__module__ for pair in parts for one in pair if one is not None}
+    files = {original_class(owner).__module__ for pair in parts for owner in pair if owner is not None}
     return any(_names_flex_attention(sys.modules.get(name)) for name in files if not name.startswith("torch."))
 
 

@@ -56,8 +56,8 @@ def _form(
         return attention(kind, *args, **kwargs)
 
     described: Any = form
-    found = signature(attention)
-    described.__signature__ = found.replace(parameters=[*found.parameters.values()][1:])
+    full_signature = signature(attention)
+    described.__signature__ = full_signature.replace(parameters=[*full_signature.parameters.values()][1:])
     form.__name__ = form.__qualname__ = name
     form.__doc__ = doc
     return form

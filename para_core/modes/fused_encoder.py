@@ -32,34 +32,34 @@ class _CountedSwitch:
         self._was_on = True
 
     def hold(self) -> None:
-        mine = _this_holder()
+        own = _this_holder()
         with self._lock:
             if not self._holders:
                 self._was_on = torch.backends.mha.get_fastpath_enabled()
                 torch.backends.mha.set_fastpath_enabled(False)
-            self._drop_stale(mine)
-            self._holders[mine] += 1
+            self._drop_stale(own)
+            self._holders[own] += 1
 
     def release(self) -> None:
-        mine = _this_holder()
+        own = _this_holder()
         with self._lock:
             if not self._holders:
                 return
-            self._drop_stale(mine)
+            self._drop_stale(own)
             # A graph that gathers what it did not shard releases what it never held.
-            self._holders[mine] -= 1
+            self._holders[own] -= 1
             self._holders = +self._holders
             if not self._holders:
                 torch.backends.mha.set_fastpath_enabled(self._was_on)
 
-    def _drop_stale(self, mine: _Holder) -> None:
+    def _drop_stale(self, own: _Holder) -> None:
         """Dynamo may stop tracing in the middle, to begin again or with an error, and then nothing is released.
 
         It traces in one thread at a time: what another trace holds is stale while one is running, and what a trace of
         this thread holds is stale in eager code.
         """
         for holder in list(self._holders):
-            if holder.trace not in (None, mine.trace) and (mine.trace is not None or holder.thread == mine.thread):
+            if holder.trace not in (None, own.trace) and (own.trace is not None or holder.thread == own.thread):
                 del self._holders[holder]
 
 

@@ -46,8 +46,8 @@ def sequence_of_length(
     choice = next(_choices([segment.size(rank, ranks) for segment in segments], held), None)
     if choice is None:
         raise _fits_nothing(held, segments, rank, ranks, kind)
-    found = SequenceLayout(tuple([segments[i] for i in choice]), ranks)
-    return _checked(found, _rivals(found, choice, segments, ordered, kind), held, kind, ordered)
+    fitting = SequenceLayout(tuple([segments[i] for i in choice]), ranks)
+    return _checked(fitting, _rivals(fitting, choice, segments, ordered, kind), held, kind, ordered)
 
 
 def sequence_of_symbolic_length(
@@ -65,10 +65,10 @@ def sequence_of_symbolic_length(
             "cp.using(SequenceLayout(...))."
         )
     candidates = _concatenations(segments, ranks)
-    found = next((layout for layout in candidates if layout.size(rank) == held), None)
-    if found is None:
+    fitting = next((layout for layout in candidates if layout.size(rank) == held), None)
+    if fitting is None:
         raise _fits_nothing(held, segments, rank, ranks, kind)
-    return _checked(found, [other for other in candidates if other is not found], held, kind, ordered)
+    return _checked(fitting, [other for other in candidates if other is not fitting], held, kind, ordered)
 
 
 def layout_of_total(total: int, segments: tuple[Segment, ...], ranks: int, *, kind: str) -> SequenceLayout:
@@ -94,34 +94,34 @@ def layout_of_total(total: int, segments: tuple[Segment, ...], ranks: int, *, ki
 
 
 def _checked(
-    found: SequenceLayout, others: Iterable[SequenceLayout], held: int, kind: str, ordered: bool
+    fitting: SequenceLayout, others: Iterable[SequenceLayout], held: int, kind: str, ordered: bool
 ) -> SequenceLayout:
     for other in others:
-        alike = [mine == theirs for mine, theirs in zip(found.sizes(), other.sizes(), strict=True)]
+        alike = [own == theirs for own, theirs in zip(fitting.sizes(), other.sizes(), strict=True)]
         # As many tokens on every rank are another sequence still, if one of the two counts replicated tokens once.
-        if any(alike) and not (all(alike) and found.total == other.total):
+        if any(alike) and not (all(alike) and fitting.total == other.total):
             raise ValueError(
-                f"{kind} has {held} tokens on this rank, and a sequence of {found.total} or of {other.total} would "
+                f"{kind} has {held} tokens on this rank, and a sequence of {fitting.total} or of {other.total} would "
                 "fit on some rank. Say which with cp.using(cp.sequence(total))."
             )
         if ordered and all(alike):
-            raise _order_matters(found, kind)
-    if ordered and len(found.segments) > 1:
-        raise _order_matters(found, kind)
-    if len(found.segments) > 1 and found.replicated:
+            raise _order_matters(fitting, kind)
+    if ordered and len(fitting.segments) > 1:
+        raise _order_matters(fitting, kind)
+    if len(fitting.segments) > 1 and fitting.replicated:
         raise ValueError(
-            f"{kind} of {found.total} tokens holds replicated ones, and they may be first or last. Say it with "
+            f"{kind} of {fitting.total} tokens holds replicated ones, and they may be first or last. Say it with "
             "cp.using(SequenceLayout((Segment(..., replicated=True), Segment(...)), ranks))."
         )
-    return found
+    return fitting
 
 
 # Messages are written only for an error: they would make lengths constants of a graph.
 
 
-def _order_matters(found: SequenceLayout, kind: str) -> ValueError:
+def _order_matters(fitting: SequenceLayout, kind: str) -> ValueError:
     return ValueError(
-        f"{kind} of {found.total} tokens was put together in one of several orders, and a mask or is_causal "
+        f"{kind} of {fitting.total} tokens was put together in one of several orders, and a mask or is_causal "
         "needs to know which. Say it with cp.using(SequenceLayout(...))."
     )
 
@@ -129,9 +129,9 @@ def _order_matters(found: SequenceLayout, kind: str) -> ValueError:
 def _fits_nothing(held: int, segments: tuple[Segment, ...], rank: int, ranks: int, kind: str) -> ValueError:
     few = len(segments) <= _MAX_LISTED
     listed = _concatenations(segments, ranks) if few else [SequenceLayout((segment,), ranks) for segment in segments]
-    known = ", ".join([f"{layout.size(rank)} of {layout.total}" for layout in listed])
+    candidates = ", ".join([f"{layout.size(rank)} of {layout.total}" for layout in listed])
     return ValueError(
-        f"{kind} has {held} tokens on this rank, which fits nothing that was sharded with cp.shard here ({known}"
+        f"{kind} has {held} tokens on this rank, which fits nothing that was sharded with cp.shard here ({candidates}"
         f"{'' if few else ', and concatenations of these'}). "
         "Shard it with cp.shard too, or say who holds what with cp.using(SequenceLayout(...))."
     )
@@ -146,20 +146,22 @@ def _concatenations(segments: tuple[Segment, ...], ranks: int) -> list[SequenceL
 
 
 def _rivals(
-    found: SequenceLayout, found_choice: tuple[int, ...], segments: tuple[Segment, ...], ordered: bool, kind: str
+    fitting: SequenceLayout, fitting_choice: tuple[int, ...], segments: tuple[Segment, ...], ordered: bool, kind: str
 ) -> Iterator[SequenceLayout]:
     """Every other candidate that is as long as ``found`` on some rank."""
     # Ranks on which every segment is as long tell the same.
-    columns = {tuple([segment.size(rank, found.ranks) for segment in segments]): rank for rank in range(found.ranks)}
+    columns = {
+        tuple([segment.size(rank, fitting.ranks) for segment in segments]): rank for rank in range(fitting.ranks)
+    }
     if len(columns) == 1 and not ordered and not any(segment.replicated for segment in segments):
         return  # what is as long on one rank is as long on all
-    choices = chain.from_iterable(_choices(sizes, found.size(rank)) for sizes, rank in columns.items())
+    choices = chain.from_iterable(_choices(sizes, fitting.size(rank)) for sizes, rank in columns.items())
     for choice in islice(choices, _MAX_COMPARED):
-        if choice != found_choice:
-            yield SequenceLayout(tuple([segments[i] for i in choice]), found.ranks)
+        if choice != fitting_choice:
+            yield SequenceLayout(tuple([segments[i] for i in choice]), fitting.ranks)
     if next(choices, None) is not None:
         raise ValueError(
-            f"{kind} of {found.total} tokens fits more than {_MAX_COMPARED} concatenations of the {len(segments)} sequences that "
+            f"{kind} of {fitting.total} tokens fits more than {_MAX_COMPARED} concatenations of the {len(segments)} sequences that "
             "were sharded through this mode. Say which with cp.using(SequenceLayout(...))."
         )
 

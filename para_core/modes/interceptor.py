@@ -165,7 +165,7 @@ def unintercepted(attn_func: Callable[..., Any] | None) -> Callable[..., Any] | 
 
 def run_functions(mode: TorchFunctionMode, func: HigherOrderOperator, args: Sequence[Any], kwargs: Any) -> Any:
     """``func`` with ``mode`` inside the functions that it is given: it is dispatched to modes itself, which are off in there."""
-    return func(*[_under(mode, one) if callable(one) else one for one in args], **kwargs)
+    return func(*[_under(mode, arg) if callable(arg) else arg for arg in args], **kwargs)
 
 
 class _ReenteredMode(TorchFunctionMode):

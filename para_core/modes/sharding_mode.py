@@ -91,8 +91,8 @@ class ShardingMode(TorchFunctionMode):
 
     # -- what is remembered
 
-    def _set_known(self, known: TraceSafeLayout) -> None:
-        self._known = known
+    def _set_known(self, sequences: TraceSafeLayout) -> None:
+        self._known = sequences
         if not torch.compiler.is_compiling():
             self._note_state()
 
@@ -105,13 +105,13 @@ class ShardingMode(TorchFunctionMode):
         return layout
 
     def _only_sequence(self, held: int) -> SequenceLayout:
-        known = [segment for segment in segments_of(self._known) if not segment.replicated]
-        if len(known) == 1:
-            return SequenceLayout((known[0],), self._mesh.ranks)
-        if not known:
+        sequences = [segment for segment in segments_of(self._known) if not segment.replicated]
+        if len(sequences) == 1:
+            return SequenceLayout((sequences[0],), self._mesh.ranks)
+        if not sequences:
             return self.sequence(held * self._mesh.ranks)
         raise ValueError(
-            f"several sequences were sharded through this mode (of {', '.join([str(one.total) for one in known])} tokens). "
+            f"several sequences were sharded through this mode (of {', '.join([str(segment.total) for segment in sequences])} tokens). "
             "Say which one this is: cp.gather(y, dim, sequence=cp.sequence(total))."
         )
 
@@ -124,8 +124,8 @@ class ShardingMode(TorchFunctionMode):
                 self._begin()
             self._gathered = False
         kind = (segment.replicated, segment.balanced)
-        same = [one for one in segments_of(self._known) if (one.replicated, one.balanced) == kind]
-        if not [one for one in same if one.total == segment.total]:
+        same = [other for other in segments_of(self._known) if (other.replicated, other.balanced) == kind]
+        if not [other for other in same if other.total == segment.total]:
             self._set_known((*self._known, *to_trace_safe([segment], self._mesh.device_type)))
 
     # -- sharding and gathering
@@ -238,12 +238,12 @@ def to_trace_safe(segments: Sequence[Segment], device_type: str) -> TraceSafeLay
     return tuple(
         [
             (
-                one.name,
-                one.total if traced else torch.empty((one.total, 0), device=device_type),
-                one.replicated,
-                one.balanced,
+                segment.name,
+                segment.total if traced else torch.empty((segment.total, 0), device=device_type),
+                segment.replicated,
+                segment.balanced,
             )
-            for one in segments
+            for segment in segments
         ]
     )
 

@@ -198,7 +198,7 @@ class UnifiedAttnMode(ShardingMode):
 
     @contextmanager
     def _resumed(
-        self, known: TraceSafeLayout, explicit: tuple[TraceSafeLayout, TraceSafeLayout | None] | None
+        self, sequences: TraceSafeLayout, explicit: tuple[TraceSafeLayout, TraceSafeLayout | None] | None
     ) -> Iterator[None]:
         """Inside, this mode is on with the sequences and layouts that it had when they were read."""
         before = self._known, self._explicit, self._is_resumed, self.intercepted
@@ -206,14 +206,14 @@ class UnifiedAttnMode(ShardingMode):
             with self:
                 self._is_resumed = True
                 self._explicit = explicit
-                self._set_known(known)
+                self._set_known(sequences)
                 yield
                 # Leaving the mode here is not the end of its use.
                 self.intercepted, self._computed_by_hand = True, False
         finally:
-            known, self._explicit, self._is_resumed, intercepted = before
+            sequences, self._explicit, self._is_resumed, intercepted = before
             self.intercepted = self.intercepted or intercepted
-            self._set_known(known)
+            self._set_known(sequences)
 
     # -- intercepting
 
@@ -415,8 +415,8 @@ class UnifiedAttnMode(ShardingMode):
         mesh = self._mesh
         if self._explicit is not None:
             of_queries, of_keys = self._explicit
-            said = of_queries if kind == "query" or of_keys is None else of_keys
-            layout = SequenceLayout(segments_of(said), mesh.ranks)
+            held_layout = of_queries if kind == "query" or of_keys is None else of_keys
+            layout = SequenceLayout(segments_of(held_layout), mesh.ranks)
             if held != layout.size(mesh.rank):
                 raise ValueError(
                     f"{kind} has {held} tokens, but the layout gives this rank {layout.size(mesh.rank)} of {layout.total}. "

@@ -40,7 +40,7 @@ def test_tiles_cover_what_a_causal_mask_shows_once(queries, keys):
     seen = torch.zeros_like(expected, dtype=torch.int)
     row = 0
     for piece in cut(queries, keys):
-        for tile in visible_tiles(piece, keys, is_causal=True, seen=None):
+        for tile in visible_tiles(piece, keys, is_causal=True, shown=None):
             add_tile(seen[row : row + piece[1]], tile)
         row += piece[1]
     assert row == len(expected)

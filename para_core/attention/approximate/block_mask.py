@@ -48,10 +48,10 @@ class BlockMask:
         while bits:
             hidden = (bits & -bits).bit_length() - 1
             bits >>= hidden
-            seen = (~bits & (bits + 1)).bit_length() - 1
-            runs.append(((block + hidden) * self.key_block, seen * self.key_block))
-            bits >>= seen
-            block += hidden + seen
+            visible = (~bits & (bits + 1)).bit_length() - 1
+            runs.append(((block + hidden) * self.key_block, visible * self.key_block))
+            bits >>= visible
+            block += hidden + visible
         return runs
 
     def keys_of(self, query: int) -> list[Run]:
@@ -86,11 +86,11 @@ class BlockMask:
 
     def check(self, num_queries: int, num_keys: int) -> None:
         """Raise ``ValueError`` unless the mask has as many blocks as these lengths."""
-        given = (self.num_query_blocks, self.num_key_blocks)
+        num_blocks = (self.num_query_blocks, self.num_key_blocks)
         expected = (-(-num_queries // self.query_block), -(-num_keys // self.key_block))
-        if given != expected:
+        if num_blocks != expected:
             raise ValueError(
-                f"block_mask has {given[0]} × {given[1]} blocks of {self.query_block} × {self.key_block} tokens; expected "
+                f"block_mask has {num_blocks[0]} × {num_blocks[1]} blocks of {self.query_block} × {self.key_block} tokens; expected "
                 f"{expected[0]} × {expected[1]} for {num_queries} queries and {num_keys} keys."
             )
 
@@ -127,7 +127,7 @@ def read_block_mask(block_mask: Tensor, block_size: int | tuple[int, int]) -> Bl
             f"block_mask is {block_mask.dtype} {list(block_mask.shape)}; expected torch.bool [blocks of queries, blocks of "
             "keys], the same for all heads and samples."
         )
-    rows = [sum(1 << column for column, seen in enumerate(row) if seen) for row in block_mask.tolist()]
+    rows = [sum(1 << column for column, visible in enumerate(row) if visible) for row in block_mask.tolist()]
     bits = ",".join([f"{row:x}" for row in rows])
     return BlockMask(block_mask.shape[0], block_mask.shape[1], sizes[0], sizes[1], bits)
 

@@ -60,8 +60,8 @@ def select_keys(
     lse = all_gather(logits.logsumexp(-1)[None], [1] * dim.size, 0, dim).logsumexp(0)
     votes = torch.exp(logits - lse.masked_fill(lse == float("-inf"), 0.0)[..., None]).sum(2)
     runs_of_ranks = [_counted_runs(plan, index) for index in range(dim.size)]
-    votes = all_gather(votes, [sum([length for _, length in one]) for one in runs_of_ranks], 2, dim)
-    order = _positions([run for one in runs_of_ranks for run in one], query.device)
+    votes = all_gather(votes, [sum([length for _, length in of_rank]) for of_rank in runs_of_ranks], 2, dim)
+    order = _positions([run for of_rank in runs_of_ranks for run in of_rank], query.device)
     votes = torch.empty_like(votes).index_copy_(2, order, votes)
     return _most(votes, ceil(kept.share * votes.shape[2]))
 
@@ -126,13 +126,13 @@ def _of_all_ranks(x: Tensor, positions: Sequence[int], plan: RingPlan) -> Tensor
         runs = [*runs, *layout.runs(0, replicated=True)]
     numbers = x.to(torch.uint8) if x.dtype == torch.bool else x
     rows = numbers.new_zeros(*x.shape[:2], len(positions), x.shape[3])
-    mine = [index for index, offset in enumerate(_offsets(positions, runs)) if offset is not None]
-    held = _offsets([positions[index] for index in mine], plan.query_runs)
-    to, source = _on_device([mine, held], x.device)
+    own_indices = [index for index, offset in enumerate(_offsets(positions, runs)) if offset is not None]
+    held = _offsets([positions[index] for index in own_indices], plan.query_runs)
+    to, source = _on_device([own_indices, held], x.device)
     rows.index_copy_(2, to, numbers.index_select(2, source))
     # Zeros from the ranks that do not hold a row.
-    found = all_gather(rows[None], [1] * dim.size, 0, dim).sum(0, dtype=numbers.dtype)
-    return found.bool() if x.dtype == torch.bool else found
+    all_rows = all_gather(rows[None], [1] * dim.size, 0, dim).sum(0, dtype=numbers.dtype)
+    return all_rows.bool() if x.dtype == torch.bool else all_rows
 
 
 def _counted_runs(plan: RingPlan, index: int) -> list[Run]:
@@ -161,31 +161,31 @@ def sparse_attention(
     Only they travel and are computed; with ``save`` (for a gradient), where one key head serves several query heads, which keep keys of
     their own, and where a query's position or row of the mask matters, the others are hidden by a mask instead.
     """
-    seen = select_keys(kept, query, key, mask, plan, heads=heads)
-    hidden = hide(mask, seen)
+    is_kept = select_keys(kept, query, key, mask, plan, heads=heads)
+    hidden = hide(mask, is_kept)
     if save or plan.spec.is_causal or hidden.shape[2] > 1 or query.shape[1] != key.shape[1]:
         return ring_attention(query, key, value, hidden, plan, heads=heads, attend=attend)
     received: list[Tensor] = []
     if attend is None:
         attend = partial(local_attention_with_lse, backend=plan.spec.options.backend)
     merged = Merged()
-    for block_key, block_value, block_mask in _kept_blocks(key, value, seen, hidden, plan, received):
+    for block_key, block_value, block_mask in _kept_blocks(key, value, is_kept, hidden, plan, received):
         merged.add(*attend(query, block_key, block_value, mask=block_mask, is_causal=False, scale=plan.spec.scale))
     return add_autograd_dependency(merged.out.to(query.dtype), [query, key, value, *received]), merged.lse
 
 
-def hide(mask: Tensor | None, seen: Tensor) -> Tensor:
+def hide(mask: Tensor | None, is_kept: Tensor) -> Tensor:
     """``mask`` ``[B or 1, H or 1, S_q or 1, S_k or 1]`` with the keys hidden that ``seen`` ``[B, H, S_k]`` leaves out."""
-    seen = seen[:, :, None]
+    is_kept = is_kept[:, :, None]
     if mask is None:
-        return seen
-    return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, float("-inf"))
+        return is_kept
+    return mask & is_kept if mask.dtype == torch.bool else mask.masked_fill(~is_kept, float("-inf"))
 
 
 def _kept_blocks(
     key: Tensor,
     value: Tensor,
-    seen: Tensor,
+    is_kept: Tensor,
     mask: Tensor,
     plan: RingPlan,
     received: list[Tensor],
@@ -201,12 +201,12 @@ def _kept_blocks(
             _positions(sharded_runs(plan.spec.key_layout, plan.spec.mesh, index), key.device)
             for index in range(dim.size)
         ]
-    chosen, *of_blocks = _chosen(seen, [held, *travels])
+    chosen, *of_blocks = _chosen(is_kept, [held, *travels])
     own = _take(key, chosen), _take(value, chosen)
     if not plan.hops:
         yield *own, _mask_of(mask, held, chosen)
         return
-    lengths = [one.shape[2] for one in of_blocks]
+    lengths = [block.shape[2] for block in of_blocks]
     packing = Packing(key, value, lengths, wire=wire_format(plan.spec.options.comm_dtype))
     rows = _rows_of(travels[dim.index], held)
     kept = [_take(x.index_select(2, rows), of_blocks[dim.index]) for x in (key, value)]
@@ -216,12 +216,12 @@ def _kept_blocks(
             yield *block, _mask_of(mask, at, those)
 
 
-def _chosen(seen: Tensor, blocks: Sequence[Tensor]) -> list[Tensor]:
+def _chosen(is_kept: Tensor, blocks: Sequence[Tensor]) -> list[Tensor]:
     """Of blocks of keys at these positions, the offsets of those that each head keeps, ``[B, H, most of any head]`` each.
 
     Heads that keep fewer get others, too, which the mask hides. Waits for the device, once: how many are kept is in the data.
     """
-    flags = [seen.index_select(2, positions) for positions in blocks]
+    flags = [is_kept.index_select(2, positions) for positions in blocks]
     filled = [block for block in flags if block.numel()]
     counts = torch.stack([block.sum(-1).max() for block in filled]).tolist() if filled else []
     remaining = iter(counts)
