@@ -123,7 +123,7 @@ def attention_2d(
     grid: GridPlan,
     *,
     heads: Tensor | None = None,
-    attend: LocalAttention | None = None,
+    attn_func: LocalAttention | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of this ring block's queries over the keys of all ring blocks.
 
@@ -133,7 +133,9 @@ def attention_2d(
     Others, and what is returned, are as in :func:`~para_core.attention.ring.ring_attention`.
     """
     dim, S, sizes, spec = grid.ring.dim, query.shape[2], grid.row_sizes, grid.spec
-    attention = partial(BlockAttention, scale=spec.scale, backend=spec.options.backend, heads=heads, attend=attend)
+    attention = partial(
+        BlockAttention, scale=spec.scale, backend=spec.options.backend, heads=heads, attn_func=attn_func
+    )
     travels = take(key, 2, grid.ring.travels), take(value, 2, grid.ring.travels)
     arriving: list[_Arriving] = []
     if grid.row:

@@ -51,7 +51,7 @@ class BlockAttention:
         query: ``[B, H, S_q, D]``.
         mask: ``[B or 1, H or 1, S_q or 1, total or 1]``: rows as ``query``, columns by position in the whole sequence.
         heads: the key head of each query head, ``[H]``; None if they are grouped evenly.
-        attend: computes attention on one device; None: ``backend``.
+        attn_func: computes attention on one device; None: ``backend``.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class BlockAttention:
         scale: float | None,
         backend: Backend | None,
         heads: Tensor | None = None,
-        attend: LocalAttention | None = None,
+        attn_func: LocalAttention | None = None,
     ) -> None:
         self._tiling, self._scale, self._backend, self._heads = tiling, scale, backend, heads
         self._queries = tiling.split(query) if tiling.by_position else [query]
@@ -76,8 +76,8 @@ class BlockAttention:
             self._rows = tiling.split(mask if finite_rows is None else finite_rows.mask)
         self._merged = [Merged() for _ in self._queries]
         # Where the lse of a partial result is to be corrected, it must not be merged yet.
-        self._continues = attend is None and finite_rows is None
-        self._attend = partial(local_attention_with_lse, backend=backend) if attend is None else attend
+        self._continues = attn_func is None and finite_rows is None
+        self._attn_func = partial(local_attention_with_lse, backend=backend) if attn_func is None else attn_func
 
     def add(self, block: Block, step: int, *, is_last: bool = False) -> None:
         """Attend to a block of keys ``[B, H_kv, S_k, D]`` and values ``[B, H_kv, S_k, D_v]``, that of the tiling's ``step``.
@@ -114,7 +114,7 @@ class BlockAttention:
                     is_last=is_last and not by_position,
                 )
                 continue
-            out, lse = self._attend(*tensors, mask=mask, is_causal=tile.diagonal, scale=self._scale)
+            out, lse = self._attn_func(*tensors, mask=mask, is_causal=tile.diagonal, scale=self._scale)
             finite_rows = self._finite_rows[piece]
             if finite_rows is not None and mask is not None:
                 lse = finite_rows.lse_of_tile(lse, mask, diagonal=tile.diagonal)

@@ -58,7 +58,7 @@ class KeySelection(Protocol):
         plan: RingPlan,
         *,
         heads: Tensor | None,
-        attend: Any,
+        attn_func: Any,
         save: bool,
     ) -> tuple[Tensor, Tensor]:
         """Compute :func:`~para_core.attention.ring.ring_attention` over the keys that are kept."""

@@ -23,7 +23,7 @@ def flash_attention_3(function: Callable[..., Any] | None = None, **options: Any
     Raises:
         ImportError: it is not installed.
     """
-    attend = function or _imported("flash_attn_interface", "flash_attn_func", "FlashAttention-3 (its folder hopper/)")
+    kernel = function or _imported("flash_attn_interface", "flash_attn_func", "FlashAttention-3 (its folder hopper/)")
 
     def attn_func(
         query: Tensor,
@@ -37,11 +37,11 @@ def flash_attention_3(function: Callable[..., Any] | None = None, **options: Any
     ) -> tuple[Tensor, Tensor]:
         _refuse_mask("FlashAttention-3", attn_mask)
         # [B, S, H, D] there; views, where a model's projections left the tensors so.
-        result = attend(
+        result = kernel(
             *[x.transpose(1, 2) for x in (query, key, value)],
             softmax_scale=scale,
             causal=is_causal,
-            **{**_asking_for_lse(attend), **options},
+            **{**_asking_for_lse(kernel), **options},
         )
         if isinstance(result, Tensor):
             raise RuntimeError(
@@ -73,7 +73,7 @@ def sage_attention(function: Callable[..., Any] | None = None, **options: Any) -
     Raises:
         ImportError: it is not installed.
     """
-    attend = function or _imported("sageattention", "sageattn", "SageAttention")
+    kernel = function or _imported("sageattention", "sageattn", "SageAttention")
 
     def attn_func(
         query: Tensor,
@@ -86,7 +86,7 @@ def sage_attention(function: Callable[..., Any] | None = None, **options: Any) -
         scale: float | None = None,
     ) -> tuple[Tensor, Tensor]:
         _refuse_mask("SageAttention", attn_mask)
-        result: tuple[Tensor, Tensor] = attend(
+        result: tuple[Tensor, Tensor] = kernel(
             query,
             key,
             value,

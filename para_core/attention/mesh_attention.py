@@ -253,7 +253,7 @@ class MeshAttention:
             if torch.is_grad_enabled() or torch.compiler.is_compiling():
                 return differentiable_usp(plan, query, key, value, mask)
             return usp_forward(plan, query, key, value, mask)[0]
-        return usp_forward(plan, query, key, value, mask, attend=partial(_attend_with, self._attn_func))[0]
+        return usp_forward(plan, query, key, value, mask, attn_func=partial(_run_attn_func, self._attn_func))[0]
 
 
 def _as_autocast_does(*tensors: Tensor | None) -> tuple[Any, ...]:
@@ -328,7 +328,7 @@ def _in_one_batch(mask: Tensor, leading: Sequence[int]) -> Tensor:
     return mask.expand(*leading, *mask.shape[-3:]).reshape(prod(leading), *mask.shape[-3:])
 
 
-def _attend_with(
+def _run_attn_func(
     attn_func: AttnFunc,
     query: Tensor,
     key: Tensor,

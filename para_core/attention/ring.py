@@ -162,7 +162,7 @@ def ring_attention(
     plan: RingPlan,
     *,
     heads: Tensor | None = None,
-    attend: LocalAttention | None = None,
+    attn_func: LocalAttention | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of this ring block's queries over the keys of all ring blocks.
 
@@ -171,13 +171,19 @@ def ring_attention(
         key, value: ``[B, H_kv, S_k, D]``, ``[B, H_kv, S_k, D_v]``, likewise.
         mask: ``[B or 1, H or 1, S_q or 1, total or 1]``: rows as ``query``, columns by position in the whole sequence.
         heads: the key head of each query head, ``[H]``; None if they are grouped evenly.
-        attend: computes attention on one device; None: ``plan.spec.options.backend``.
+        attn_func: computes attention on one device; None: ``plan.spec.options.backend``.
 
     Returns:
         ``[B, H, S_q, D_v]`` in query's dtype, and lse ``[B, H, S_q]``.
     """
     attention = BlockAttention(
-        query, mask, plan.tiling, scale=plan.spec.scale, backend=plan.spec.options.backend, heads=heads, attend=attend
+        query,
+        mask,
+        plan.tiling,
+        scale=plan.spec.scale,
+        backend=plan.spec.options.backend,
+        heads=heads,
+        attn_func=attn_func,
     )
     packing = Packing(key, value, plan.block_sizes, wire=wire_format(plan.spec.options.comm_dtype))
     received: list[Tensor] = []

@@ -34,7 +34,7 @@ def usp_forward(
     value: Tensor,
     mask: Tensor | None,
     *,
-    attend: LocalAttention | None = None,
+    attn_func: LocalAttention | None = None,
     save: bool = False,
 ) -> tuple[Tensor, Saved | None]:
     """This rank's queries attend to all keys of the sequence.
@@ -43,7 +43,7 @@ def usp_forward(
         query: ``[B, H, S_q_local, D]``, as the query layout says.
         key, value: ``[B, H_kv, S_k_local, D]``, ``[B, H_kv, S_k_local, D_v]``, as the key layout says.
         mask: as :func:`~para_core.attention.mask.mask_of_block` gives it.
-        attend: computes attention on one device; None: ``plan.spec.options.backend``.
+        attn_func: computes attention on one device; None: ``plan.spec.options.backend``.
         save: return what :func:`usp_backward` needs, too.
 
     Returns:
@@ -52,16 +52,16 @@ def usp_forward(
     if autocasts(query):
         # Autocast would round scores, votes and lse that are float32 on purpose.
         with torch.autocast(query.device.type, enabled=False):
-            return usp_forward(plan, query, key, value, mask, attend=attend, save=save)
+            return usp_forward(plan, query, key, value, mask, attn_func=attn_func, save=save)
     plan = plan.with_gradients if save else plan
     ulysses = plan.ulysses
     if ulysses is None:
-        out, lse = attend_block(plan, query, key, value, mask, plan.heads, attend, save)
+        out, lse = attend_block(plan, query, key, value, mask, plan.heads, attn_func, save)
         return as_sdpa(out), None if lse is None else Saved(query, key, value, out, lse)
     if plan.spec.options.ulysses_chunks > 1 and not save:
-        return _in_chunks(plan, query, key, value, mask, attend), None
+        return _in_chunks(plan, query, key, value, mask, attn_func), None
     query, key, value = ulysses.enter.start((query, key, value))()
-    out, lse = attend_block(plan, query, key, value, mask, plan.heads, attend, save)
+    out, lse = attend_block(plan, query, key, value, mask, plan.heads, attn_func, save)
     return ulysses.leave.start((out,))()[0], None if lse is None else Saved(query, key, value, out, lse)
 
 
@@ -79,17 +79,17 @@ def attend_block(
     value: Tensor,
     mask: Tensor | None,
     heads: Heads,
-    attend: LocalAttention | None,
+    attn_func: LocalAttention | None,
     save: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of a block's queries; its lse where that is to be saved."""
     key_heads = None
     if plan.spec.num_kv_heads != plan.spec.num_heads:
         key_heads = heads.key_of_each_query(plan.spec.mesh.ulysses.index, query.device)
-    if attend is not None and key.shape[1] != query.shape[1] and key_heads is None:
+    if attn_func is not None and key.shape[1] != query.shape[1] and key_heads is None:
         # A user's own takes as many key heads as query heads.
         key_heads = torch.arange(query.shape[1], device=query.device) // (query.shape[1] // max(1, key.shape[1]))
-    if not save and attend is None and plan.is_local:
+    if not save and attn_func is None and plan.is_local:
         if key_heads is not None:
             key, value = expand(key, key_heads), expand(value, key_heads)
         mask = None if mask is None else columns(mask, plan.ring.key_runs(0))
@@ -100,16 +100,21 @@ def attend_block(
         return out, None
     selection = plan.spec.options.kept_keys
     if selection is not None:
-        out, lse = selection.attend(query, key, value, mask, plan.ring, heads=key_heads, attend=attend, save=save)
+        out, lse = selection.attend(query, key, value, mask, plan.ring, heads=key_heads, attn_func=attn_func, save=save)
     elif plan.grid is not None:
-        out, lse = attention_2d(query, key, value, mask, plan.grid, heads=key_heads, attend=attend)
+        out, lse = attention_2d(query, key, value, mask, plan.grid, heads=key_heads, attn_func=attn_func)
     else:
-        out, lse = ring_attention(query, key, value, mask, plan.ring, heads=key_heads, attend=attend)
+        out, lse = ring_attention(query, key, value, mask, plan.ring, heads=key_heads, attn_func=attn_func)
     return out, lse if save else None
 
 
 def _in_chunks(
-    plan: AttentionPlan, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, attend: LocalAttention | None
+    plan: AttentionPlan,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    attn_func: LocalAttention | None,
 ) -> Tensor:
     """A part of the heads after the other: the next part arrives, and the one before leaves, while one is computed."""
     rank = plan.spec.mesh.ulysses.index
@@ -123,7 +128,7 @@ def _in_chunks(
             entering = chunks[index + 1].enter.start((query, key, value))
         start, count = chunk.heads.of_query[rank]
         rows = mask if mask is None or mask.shape[1] == 1 else mask.narrow(1, start - first_head, count)
-        out, _ = attend_block(plan, block[0], block[1], block[2], rows, chunk.heads, attend, save=False)
+        out, _ = attend_block(plan, block[0], block[1], block[2], rows, chunk.heads, attn_func, save=False)
         leaving.append(chunk.leave.start((out,)))
     whole = query.new_empty(query.shape[0], query.shape[2], plan.spec.num_heads, value.shape[3]).transpose(1, 2)
     for chunk, finish in zip(chunks, leaving, strict=True):

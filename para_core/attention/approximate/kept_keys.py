@@ -43,13 +43,13 @@ class KeptKeys:
         plan: RingPlan,
         *,
         heads: Tensor | None,
-        attend: LocalAttention | None,
+        attn_func: LocalAttention | None,
         save: bool,
     ) -> tuple[Tensor, Tensor]:
         """Compute :func:`~para_core.attention.approximate.snapkv.sparse_attention`."""
         from para_core.attention.approximate.snapkv import sparse_attention  # It imports this module.
 
-        return sparse_attention(self, query, key, value, mask, plan, heads=heads, attend=attend, save=save)
+        return sparse_attention(self, query, key, value, mask, plan, heads=heads, attn_func=attn_func, save=save)
 
     def hide(self, query: Tensor, key: Tensor, mask: Tensor | None, plan: RingPlan, *, heads: Tensor | None) -> Tensor:
         """Return ``mask`` with all keys hidden that are not kept."""

@@ -153,7 +153,7 @@ def sparse_attention(
     plan: RingPlan,
     *,
     heads: Tensor | None,
-    attend: LocalAttention | None,
+    attn_func: LocalAttention | None,
     save: bool,
 ) -> tuple[Tensor, Tensor]:
     """:func:`~para_core.attention.ring.ring_attention` over the kept keys.
@@ -164,13 +164,13 @@ def sparse_attention(
     is_kept = select_keys(kept, query, key, mask, plan, heads=heads)
     hidden = hide(mask, is_kept)
     if save or plan.spec.is_causal or hidden.shape[2] > 1 or query.shape[1] != key.shape[1]:
-        return ring_attention(query, key, value, hidden, plan, heads=heads, attend=attend)
+        return ring_attention(query, key, value, hidden, plan, heads=heads, attn_func=attn_func)
     received: list[Tensor] = []
-    if attend is None:
-        attend = partial(local_attention_with_lse, backend=plan.spec.options.backend)
+    if attn_func is None:
+        attn_func = partial(local_attention_with_lse, backend=plan.spec.options.backend)
     merged = Merged()
     for block_key, block_value, block_mask in _kept_blocks(key, value, is_kept, hidden, plan, received):
-        merged.add(*attend(query, block_key, block_value, mask=block_mask, is_causal=False, scale=plan.spec.scale))
+        merged.add(*attn_func(query, block_key, block_value, mask=block_mask, is_causal=False, scale=plan.spec.scale))
     return add_autograd_dependency(merged.out.to(query.dtype), [query, key, value, *received]), merged.lse
 
 
