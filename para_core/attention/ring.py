@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from para_core.attention.blocks import Block, BlockAttention, BlockGradients, LocalAttention, add_autograd_dependency
-from para_core.attention.hooks import WireFormat, wire_format
+from para_core.attention.hooks import WireFormat
 from para_core.attention.pack_ops import as_numbers
 from para_core.attention.ring_plan import OWN, Hop, RingPlan
 from para_core.attention.tiles import put, take
@@ -185,7 +185,7 @@ def ring_attention(
         heads=heads,
         attn_func=attn_func,
     )
-    packing = Packing(key, value, plan.block_sizes, wire=wire_format(plan.spec.options.comm_dtype))
+    packing = Packing(key, value, plan.block_sizes, wire=plan.wire)
     received: list[Tensor] = []
     last_hop = plan.hops[-1] if plan.hops else OWN
     gather = plan.spec.options.rotate_method == "allgather" and plan.spec.options.block_mask is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from para_core.attention.hooks import WireFormat, wire_format
 from para_core.attention.spec import AttentionSpec
 from para_core.attention.tiles import Tiling, join_neighbours, own_runs, sharded_runs
 from para_core.distributed.layout import Run
@@ -38,6 +39,11 @@ class RingPlan:
     def dim(self) -> MeshDim:
         """The mesh dim along which blocks travel."""
         return self.spec.mesh.ring
+
+    @lazy
+    def wire(self) -> WireFormat | None:
+        """The form in which keys and values travel; None: as they are."""
+        return wire_format(self.spec.options.comm_dtype)
 
     @lazy
     def block_sizes(self) -> tuple[int, ...]:

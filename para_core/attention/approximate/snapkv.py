@@ -23,7 +23,6 @@ from torch import Tensor
 
 from para_core.attention.approximate.kept_keys import KeptKeys
 from para_core.attention.blocks import LocalAttention, add_autograd_dependency, columns, expand
-from para_core.attention.hooks import wire_format
 from para_core.attention.local import local_attention_with_lse, lse_dtype
 from para_core.attention.merge import Merged
 from para_core.attention.ring import Packing, ring_attention, ring_pass
@@ -207,7 +206,7 @@ def _kept_blocks(
         yield *own, _mask_of(mask, held, chosen)
         return
     lengths = [block.shape[2] for block in of_blocks]
-    packing = Packing(key, value, lengths, wire=wire_format(plan.spec.options.comm_dtype))
+    packing = Packing(key, value, lengths, wire=plan.wire)
     rows = _rows_of(travels[dim.index], held)
     kept = [_take(x.index_select(2, rows), of_blocks[dim.index]) for x in (key, value)]
     for hop, block in ring_pass(own, packing.pack(*kept), packing, plan, received):
