@@ -66,7 +66,7 @@ def test_nothing_but_what_a_user_has_is_imported(example):
 
     assert packages(at_the_top) <= {"torch", "diffusers", "para_core", "PIL", "numpy"}
     # Later, the repository's tiny pipelines, where no --model is given.
-    assert packages(every) - packages(at_the_top) <= {"benchmarks"}
+    assert packages(every) - packages(at_the_top) <= {"zoo"}
     assert all(node.level == 0 for node in every if isinstance(node, ast.ImportFrom))
 
 
