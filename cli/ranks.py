@@ -173,15 +173,20 @@ def run_rank(job: Job) -> None:
         os._exit(1)
 
 
+# Packages whose loggers hint at settings that the command has chosen.
+_LIBRARIES = ("accelerate", "diffusers", "huggingface_hub", "peft", "torch", "torchao", "transformers")
+
+
 def quiet(debug: bool) -> None:
-    """Without ``debug``, hints of libraries stay unsaid, and nothing is shown but the command's own bars."""
+    """Show the command's own bars, and without ``debug`` no hints and warnings of other libraries. Loggers of para_core stay as they are."""
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
 
     diffusers_logging.disable_progress_bar()
     transformers_logging.disable_progress_bar()
     if not debug:
-        logging.disable(logging.WARNING)
+        for name in _LIBRARIES:
+            logging.getLogger(name).setLevel(logging.ERROR)
         warnings.simplefilter("ignore")
 
 

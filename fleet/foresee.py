@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from para_core.adapters.parallel.mesh_choice import choose_mesh, default_guidance, fastest_mesh, number_of_heads
+from para_core.adapters.mesh_choice import MeshChoice, choose_mesh, default_guidance, number_of_heads
 from para_core.adapters.planner.count import on_meta
+from para_core.adapters.planner.fastest_mesh import fastest_mesh
 from para_core.adapters.planner.plan import workload
 from para_core.adapters.registry import transformers_of
 from para_core.distributed.create_mesh import choose_mesh_shape
@@ -138,7 +139,7 @@ def foresee_mesh(pipe: Any, recipe: Recipe, ranks: int) -> dict[str, int]:
         return {"batch": 1, "ring": 1, "ulysses": 1}
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     choice = None if device is None else fastest_mesh(pipe, device, ranks, ranks)
-    if choice is None:
+    if not isinstance(choice, MeshChoice):
         transformer = next(iter(transformers_of(pipe).values()))
         choice = choose_mesh(ranks, number_of_heads(transformer), default_guidance(pipe, transformer))
     return {"batch": choice.batch, "ring": choice.ring, "ulysses": choice.ulysses}

@@ -112,6 +112,26 @@ def wrapper(instance: Any, method: str, key: str) -> Around | None:
     return _wrappers(instance).get((key, method), (None, None, None))[1]
 
 
+def instances_in(instance: Any) -> list[Any]:
+    """Return ``instance``, the modules among its attributes, and all modules inside them, each once."""
+    parts = [instance] if isinstance(instance, nn.Module) else vars(instance).values()
+    modules = [module for part in parts if isinstance(part, nn.Module) for module in part.modules()]
+    return list({id(x): x for x in (instance, *modules)}.values())
+
+
+@contextmanager
+def restored_on_failure(instances: Iterable[Any]) -> Iterator[None]:
+    """Give each of ``instances`` its present wrappers, and so its present class, back if the block raises."""
+    # The classes are kept alive, so that the same wrappers give the same class again.
+    before = [(instance, type(instance), _wrappers(instance)) for instance in instances]
+    try:
+        yield
+    except BaseException:
+        for instance, _, wrappers in before:
+            _set_wrappers(instance, wrappers)
+        raise
+
+
 class ForwardOfInstance:
     """Something around a ``forward`` that hooks put on one instance, which hides whatever :func:`wrap_method` puts around its class's.
 

@@ -135,7 +135,7 @@ def test_collective_threads_get_the_gil_at_exit(tmp_path):
         "para_core.planner.hardware",
         "para_core.planner.rows",
         "para_core.kernels.merge_reference",
-        "para_core.adapters.parallel.mesh_choice",
+        "para_core.adapters.mesh_choice",
     ],
 )
 def test_doctests_pass(module):

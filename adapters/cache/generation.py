@@ -44,6 +44,8 @@ class PipelineCache:
 
     def __init__(self) -> None:
         self.caches: dict[str, BlockCache] = {}
+        # As the user gave it with the caches.
+        self._adapter: Adapter | None = None
         self._with_copies = False
         # By transformer: the arguments that hold a part for each sample, and the dim of the samples.
         self._batched: dict[str, Mapping[str, int | None]] = {}
@@ -60,18 +62,40 @@ class PipelineCache:
 
     def replace(self, caches: dict[str, BlockCache], adapter: Adapter | None) -> None:
         """Other caches from here on. What stands around the models stays, and so do graphs that were compiled with it."""
-        before, self.caches = self.caches, caches
-        self._warnings.clear()
+        before = self.caches
         adapters = [adapter_for(cache.module, adapter) for cache in caches.values()]
-        self._with_copies = any(each is not None and each.steps_with_copies for each in adapters)
         plans = {name: plan_for(cache.module, adapter=adapter) for name, cache in caches.items()}
+        with ExitStack() as rollback:
+            for cache in caches.values():
+                rollback.callback(cache.detach)
+                cache.attach()
+            rollback.callback(self._put_back, dict(self._callers))
+            for name, cache in before.items():
+                if name not in caches or caches[name].module is not cache.module:
+                    self._step_aside(name, caches, cache.module)
+                rollback.callback(cache.attach)
+                cache.detach()
+            rollback.pop_all()
+        self.caches, self._adapter = caches, adapter
+        self._warnings.clear()
+        self._with_copies = any(each is not None and each.steps_with_copies for each in adapters)
         self._batched = {name: {} if plan is None else plan.batched for name, plan in plans.items()}
-        for cache in caches.values():
-            cache.attach()
-        for name, cache in before.items():
-            if name not in caches or caches[name].module is not cache.module:
-                self._step_aside(name, cache.module)
-            cache.detach()
+
+    def undo(self) -> Callable[[], None]:
+        """Return a function that undoes a later :meth:`replace`, if there was one."""
+        caches, adapter = self.caches, self._adapter
+
+        def put_back() -> None:
+            if self.caches is not caches:
+                self.replace(caches, adapter)
+
+        return put_back
+
+    def _put_back(self, callers: dict[str, ModelCallHook]) -> None:
+        """Let ``callers``, of which some stepped aside, run again."""
+        self._callers = callers
+        for name, caller in callers.items():
+            caller.run = self._around_model(name)
 
     @property
     def thresholds(self) -> dict[str, float]:
@@ -183,15 +207,15 @@ class PipelineCache:
     def remove(self, pipe: Any) -> None:
         for name, cache in self.caches.items():
             component = getattr(pipe, name, None)
-            self._step_aside(name, component, uncompiled(component), cache.module)
+            self._step_aside(name, self.caches, component, uncompiled(component), cache.module)
             cache.detach()
 
-    def _step_aside(self, name: str, *modules: Any) -> None:
-        """What runs around the model called ``name`` goes."""
+    def _step_aside(self, name: str, caches: Mapping[str, BlockCache], *modules: Any) -> None:
+        """Remove the hook of the calls of the model called ``name``; ``caches`` are those that stay, or go with it."""
         caller = self._callers.pop(name, None)
         if caller is None:
             return
-        site = self.caches[name].attach() if name in self.caches else None
+        site = caches[name].attach() if name in caches else None
         for module in modules:
             if isinstance(module, nn.Module):
                 if site is not None:

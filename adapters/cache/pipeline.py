@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack, nullcontext
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 from torch import nn
 
+from para_core.adapters.applied import mesh_of
 from para_core.adapters.cache.generation import KEY, PipelineCache, caching_of
 from para_core.adapters.compatibility import Case, When, cases_of, refuse
 from para_core.adapters.registry import adapter_for
@@ -16,7 +18,16 @@ from para_core.cache.apply import apply_cache
 from para_core.cache.block_cache import BlockCache
 from para_core.cache.options import FIRST_BLOCK, CacheOptions, options_of, rule_of, shows_options
 from para_core.cache.report import CacheReport
-from para_core.instance_patching import Order, original_class, uncompiled, unwrap, wrap_method
+from para_core.distributed.consistency import raising_on_all
+from para_core.instance_patching import (
+    Order,
+    instances_in,
+    original_class,
+    restored_on_failure,
+    uncompiled,
+    unwrap,
+    wrap_method,
+)
 
 Pipeline = TypeVar("Pipeline")
 Transformer = TypeVar("Transformer", bound=nn.Module)
@@ -35,7 +46,8 @@ def apply_cache_on_pipe(
     The first block always runs. Where its residual differs from that of the last computed step by less than the threshold
     (mean|change| / mean|last|), the others are skipped, and their stored residual is added. This approximates; nothing
     else that para_core does does. Calling it again with other settings takes effect; :func:`remove_cache_from_pipe` undoes
-    it. Goes with :func:`parallelize_pipe`, ``torch.compile``, offload and LoRA, in any order.
+    it. If it is refused or fails, the pipeline keeps the cache that it had, or none; on a parallel pipeline every rank calls it, and what one
+    rank raises, all raise. Goes with :func:`parallelize_pipe`, ``torch.compile``, offload and LoRA, in any order.
 
     Args:
         pipe: any diffusers pipeline on a supported transformer.
@@ -51,28 +63,46 @@ def apply_cache_on_pipe(
     Raises:
         TypeError, ValueError: the pipeline is not supported, or an option does not fit.
     """
+    mesh = mesh_of(pipe)
+    # The ranks of a parallel pipeline decide together, so they have the same cache, or none of them gets a new one.
+    agreed = nullcontext() if mesh is None else raising_on_all(mesh, "the cache could not be applied")
+    with restored_on_failure(instances_in(pipe)), ExitStack() as rollback:
+        with agreed:
+            caches = _resolve(pipe, adapter, per_transformer or {}, options)
+            caching = caching_of(pipe)
+            if caching is None:
+                caching = PipelineCache()
+                wrap_method(pipe, "__call__", KEY, caching.around, order=Order.CACHE)
+            rollback.callback(caching.undo())
+            caching.replace(caches, adapter)
+        rollback.pop_all()
+    return pipe
+
+
+def _resolve(
+    pipe: Any, adapter: Adapter | None, per_transformer: Mapping[str, Mapping[str, Any]], options: Mapping[str, Any]
+) -> dict[str, BlockCache]:
+    """Return the caches of ``pipe`` by the name of the transformer. Changes nothing.
+
+    Raises:
+        TypeError, ValueError: The pipeline is not supported, or an option does not fit.
+    """
     cases = cases_of(pipe, adapter)
     refuse(When.CACHE, *cases)
     names = [case.component for case in cases]
-    unknown = [name for name in per_transformer or {} if name not in names]
+    unknown = [name for name in per_transformer if name not in names]
     if unknown:
         raise ValueError(
             f"per_transformer names {unknown[0]!r}; this {original_class(pipe).__name__} has {', '.join(names)}."
         )
-    made: dict[str, BlockCache] = {}
+    caches: dict[str, BlockCache] = {}
     for case in cases:
         known: Any = adapter_for(case.module, adapter)
-        given = {**options, **(per_transformer or {}).get(case.component, {})}
-        chosen = _options("apply_cache_on_pipe", given, known)
+        chosen = _options("apply_cache_on_pipe", {**options, **per_transformer.get(case.component, {})}, known)
         refuse(When.CACHE, replace(case, options=chosen))
         scheduled = getattr(pipe, "scheduler", None) is not None
-        made[case.component] = BlockCache(case.module, known.blocks, chosen.on_schedule() if scheduled else chosen)
-    caching = caching_of(pipe)
-    if caching is None:
-        caching = PipelineCache()
-        wrap_method(pipe, "__call__", KEY, caching.around, order=Order.CACHE)
-    caching.replace(made, adapter)
-    return pipe
+        caches[case.component] = BlockCache(case.module, known.blocks, chosen.on_schedule() if scheduled else chosen)
+    return caches
 
 
 @shows_options(residual_diff_threshold=None)

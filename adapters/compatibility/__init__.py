@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from para_core.adapters.compatibility.check import REFUSALS, Refusal
-from para_core.adapters.compatibility.context import Case, When, applied_mesh, cases_of
+from para_core.adapters.compatibility.context import Case, When, cases_of
 from para_core.adapters.compatibility.seen import hooks_of
 
-__all__ = ["REFUSALS", "Case", "Refusal", "When", "applied_mesh", "cases_of", "hooks_of", "reason_against", "refuse"]
+__all__ = ["REFUSALS", "Case", "Refusal", "When", "cases_of", "hooks_of", "reason_against", "refuse"]
 
 
 def refuse(when: When, *cases: Case) -> None:

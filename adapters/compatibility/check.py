@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from para_core.adapters.compatibility.context import Case, When, applied_mesh, is_unet
+from para_core.adapters.applied import applied_mesh
+from para_core.adapters.compatibility.context import Case, When, is_unet
 from para_core.adapters.compatibility.models import (
     compiled_unet,
     has_no_plan,

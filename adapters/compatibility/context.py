@@ -8,12 +8,10 @@ from typing import Any
 
 from para_core.adapters.models.unets import unet_adapter
 from para_core.adapters.registry import cached, supported, transformers_of, unets_of
-from para_core.adapters.rows.unet_rows import unet_mesh
 from para_core.adapters.spec import Adapter
 from para_core.cache.options import CacheOptions
 from para_core.distributed.mesh import GuidedMesh, SequenceMesh
 from para_core.instance_patching import original_class
-from para_core.plans.region import mesh_of_plan
 
 
 class When(Enum):
@@ -38,6 +36,7 @@ class Case:
         mesh: the ranks; None: not known yet, or one.
         applied: the ranks that share its tokens, or rows, by what was applied to it.
         options: of its cache.
+        unshards: whether its weights, which are sharded now, are whole before it is run.
     """
 
     owner: Any
@@ -47,6 +46,7 @@ class Case:
     mesh: GuidedMesh | None = None
     applied: SequenceMesh | None = None
     options: CacheOptions | None = None
+    unshards: bool = False
 
     @property
     def ranks(self) -> int:
@@ -71,16 +71,13 @@ class Case:
         }
 
 
-def cases_of(pipe: Any, adapter: Adapter | None = None, mesh: GuidedMesh | None = None) -> list[Case]:
+def cases_of(
+    pipe: Any, adapter: Adapter | None = None, mesh: GuidedMesh | None = None, *, unshards: bool = False
+) -> list[Case]:
     """One for each transformer, or UNet, of ``pipe``; where it has none, one without."""
     modules = transformers_of(pipe) or unets_of(pipe)
-    found = [Case(pipe, module, name, adapter, mesh) for name, module in modules.items()]
-    return found or [Case(pipe, None)]
-
-
-def applied_mesh(module: Any) -> SequenceMesh | None:
-    """The ranks that share tokens, or rows, of what ``module`` computes; None if none do."""
-    return mesh_of_plan(module) or unet_mesh(module)
+    cases = [Case(pipe, module, name, adapter, mesh, unshards=unshards) for name, module in modules.items()]
+    return cases or [Case(pipe, None)]
 
 
 def is_unet(case: Case) -> bool:

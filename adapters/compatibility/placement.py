@@ -10,8 +10,8 @@ from torch.distributed import get_process_group_ranks
 from torch.distributed.tensor import DTensor
 
 from para_core.adapters.compatibility.context import Case, is_unet
+from para_core.adapters.components import why_no_stages
 from para_core.adapters.registry import adapter_for, component_of
-from para_core.adapters.weights.stages import why_no_stages
 from para_core.instance_patching import is_compiled, is_compiled_without_breaks
 from para_core.plans.region import mesh_of_plan
 from para_core.weights.fsdp import is_sharded, shard_mesh
@@ -102,7 +102,7 @@ def placed_stages(case: Case) -> Mapping[str, Any] | None:
         return None
     if any(hasattr(part, "_hf_hook") for part in case.module.modules()):
         return {"placed": "is moved by a hook of accelerate", "undo": "pipe.remove_all_hooks()"}
-    if is_sharded(case.module) or tensor_mesh(case.module) is not None:
+    if not case.unshards and (is_sharded(case.module) or tensor_mesh(case.module) is not None):
         return {"placed": "has its weights sharded", "undo": "unshard_weights(pipe)"}
     return None
 

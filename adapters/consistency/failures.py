@@ -14,14 +14,15 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from para_core.distributed.consistency import exchange
+from para_core.distributed.consistency import Unanswered, exchange
 from para_core.distributed.mesh import GuidedMesh
 from para_core.torch_internals import default_store
 
@@ -182,3 +183,30 @@ def _in_time(ask: Callable[[Any], Result], otherwise: Result, seconds: float = _
     thread.start()
     thread.join(seconds)
     return found[0] if found else otherwise
+
+
+@contextmanager
+def reasons_shared(token: str, places: Sequence[Place]) -> Iterator[None]:
+    """Inside, an exception leaves its reason for the other ranks, and a collective's time-out gives theirs.
+
+    On gloo: NCCL's time-out ends the process and raises nothing here (docs/time_outs.md).
+    """
+    try:
+        yield
+    except BaseException as error:
+        if _is_unanswered(error):
+            raise RuntimeError(
+                f"another rank stopped answering in the middle of this call: {why_no_answer(token, places)} This rank "
+                "gave up waiting."
+            ) from error
+        if dist.is_initialized():  # one process alone may have no group
+            leave_reason(token, f"rank {dist.get_rank()} raised {type(error).__name__}: {error}")
+        raise
+
+
+def _is_unanswered(error: BaseException) -> bool:
+    text = str(error).lower()
+    return isinstance(error, Unanswered) or (isinstance(error, RuntimeError) and any(sign in text for sign in _SIGNS))
+
+
+_SIGNS = ("timed out", "timeout", "connection closed", "connection reset", "broken pipe")

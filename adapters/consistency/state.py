@@ -5,7 +5,7 @@ Its scheduler, guider and cache, the dtypes of its models, their LoRAs, and the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Any
@@ -13,24 +13,23 @@ from typing import Any
 import torch
 
 from para_core import version
-from para_core.adapters.cache.generation import caching_of
 from para_core.adapters.consistency.loras import Loras, models_of
 from para_core.adapters.registry import TRANSFORMERS, transformers_of
 from para_core.instance_patching import uncompiled
 from para_core.plans.region import plan_options
 
 
-def pipe_state(pipe: Any, loras: Loras, *, decodes: bool) -> dict[str, Any]:
+def pipe_state(pipe: Any, loras: Loras, *, decodes: bool, cache: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """By name, values that are equal on two ranks if and only if these things are.
 
     Args:
+        cache: Options of its cache, by transformer.
         decodes: its VAE counts, too. A rank may lack one if the call gives latents, and a text encoder if it is given embeddings.
     """
     parts = {name: getattr(pipe, name, None) for name in ("scheduler", "guider")}
-    caching = caching_of(pipe)
     return {
         **{f"pipe.{name}": _configured(part) for name, part in parts.items() if part is not None},
-        **({} if caching is None else {"its cache": {name: cache.as_text() for name, cache in caching.caches.items()}}),
+        **({} if cache is None else {"its cache": cache}),
         **_attention(pipe),
         **_dtypes(pipe, (*TRANSFORMERS, "unet", *(("vae",) if decodes else ()))),
         **loras.described(pipe),

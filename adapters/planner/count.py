@@ -17,11 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from para_core.adapters.components import blocks_of, patch_plan_for, stack_of, why_no_stages
 from para_core.adapters.planner.inputs import INPUTS, Sizes
 from para_core.adapters.registry import plan_for, tensor_plan_for
-from para_core.adapters.weights.components import blocks_of
-from para_core.adapters.weights.pipefusion import patch_plan_for
-from para_core.adapters.weights.stages import stack_of, why_no_stages
 from para_core.instance_patching import written_class
 from para_core.planner.observe import observed
 from para_core.planner.traffic import ModelCall, Part
@@ -32,6 +30,10 @@ from para_core.weights.fsdp import LARGE
 
 # Names in a config, of how many blocks of a kind there are.
 _DEPTH = re.compile(r"(num|n)_(\w+_)?(layers|blocks)|depth")
+
+
+class UnknownModelError(TypeError):
+    """The planner does not know what a model is given for a size, or what it shards."""
 
 
 @contextmanager
@@ -76,7 +78,9 @@ def count_calls(transformer: nn.Module, sizes: Sizes) -> dict[int, ModelCall]:
     """
     cls, plan = written_class(transformer), plan_for(transformer)
     if cls.__name__ not in INPUTS or plan is None:
-        raise TypeError(f"it is not known what a {cls.__name__} is given for a size; known are {', '.join(INPUTS)}.")
+        raise UnknownModelError(
+            f"it is not known what a {cls.__name__} is given for a size; known are {', '.join(INPUTS)}."
+        )
     parameters = inspect.signature(cls).parameters
     given: Any = transformer.config
     config = {name: value for name, value in given.items() if name in parameters}
@@ -105,7 +109,7 @@ def count_calls(transformer: nn.Module, sizes: Sizes) -> dict[int, ModelCall]:
 def _count_call(transformer: nn.Module, sizes: Sizes, batch: int) -> ModelCall:
     plan = plan_for(transformer.eval())
     if plan is None:
-        raise TypeError(f"there is no plan for {type(transformer).__name__}.")
+        raise UnknownModelError(f"there is no plan for {type(transformer).__name__}.")
     with observed(transformer, plan, batch, tensor=tensor_plan_for(transformer)) as calls:
         transformer(**INPUTS[type(transformer).__name__](transformer.config, sizes), return_dict=False)
     return calls[0]

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from para_core.adapters.parallel.mesh_choice import default_guidance, number_of_heads
+from para_core.adapters.components import components_of
+from para_core.adapters.mesh_choice import default_guidance, number_of_heads
 from para_core.adapters.planner.count import (
+    UnknownModelError,
     bytes_of,
     count_calls,
     decoder_operations,
@@ -25,7 +27,6 @@ from para_core.adapters.planner.count import (
 from para_core.adapters.planner.inputs import INPUTS, Sizes
 from para_core.adapters.planner.published import PUBLISHED, Published
 from para_core.adapters.registry import plan_for, transformers_of
-from para_core.adapters.weights.components import components_of
 from para_core.instance_patching import original_class, uncompiled
 from para_core.planner.cost import Machine, Runtime
 from para_core.planner.hardware import Device, Host, Link, Topology, device_named, link_named, measured_figures
@@ -161,12 +162,12 @@ def _pipe_workload(pipe: Any, changed: dict[str, Any], steps: int | None) -> Wor
     """Of a pipeline's own transformer; its text encoders and autoencoder take the same on every mesh, and are left out of the seconds."""
     transformers = transformers_of(pipe)
     if not transformers:
-        raise TypeError(
+        raise UnknownModelError(
             f"{type(pipe).__name__} has no transformer; a pipeline on one, or the name of a model, is planned for."
         )
     transformer = next(iter(transformers.values()))
     if type(transformer).__name__ not in INPUTS:
-        raise TypeError(
+        raise UnknownModelError(
             f"it is not known what a {type(transformer).__name__} is given for a size; known are {', '.join(INPUTS)}."
         )
     sizes, default_steps = _default_sizes(pipe, transformer, changed)

@@ -8,12 +8,13 @@ from typing import Any, TypeVar
 from torch import nn
 
 from para_core.adapters.compatibility import Case, When, reason_against, refuse
-from para_core.adapters.consistency.call import require_same_inputs
+from para_core.adapters.consistency.arguments import require_same_inputs
+from para_core.adapters.mesh_choice import Mesh, guided_mesh_for
 from para_core.adapters.models.unets import unet_adapter
-from para_core.adapters.parallel.mesh_choice import Mesh, guided_mesh_for
-from para_core.adapters.rows.unet_rows import shard_unet, unshard_unet
+from para_core.adapters.rows.unet_rows import UnetRun, unshard_unet
+from para_core.distributed.consistency import raising_on_all
 from para_core.distributed.mesh import GuidedMesh
-from para_core.instance_patching import original_class, uncompiled
+from para_core.instance_patching import original_class, restored_on_failure, uncompiled
 
 Unet = TypeVar("Unet", bound=nn.Module)
 
@@ -25,7 +26,8 @@ def parallelize_unet(
 
     For a denoising loop of your own; :func:`parallelize_pipe` also keeps random numbers and arguments alike on all ranks. Ranks
     along ``ring`` and ``ulysses`` share the rows of the image (columns where it is wider than high), those along ``batch`` the
-    samples. Nothing is computed for a gradient. Calling this again with another mesh takes effect.
+    samples. Nothing is computed for a gradient. Calling this again with another mesh takes effect. If it is refused or fails on a rank, the
+    UNet stays as it was on every rank.
 
     Args:
         unet: a supported UNet of diffusers (docs/vae.md lists them).
@@ -40,20 +42,33 @@ def parallelize_unet(
     """
     module: Any = uncompiled(unet)
     refuse(When.PARALLELIZE, Case(module, module, "unet"))
-    adapter: Any = unet_adapter(module)
     guided = guided_mesh_for(mesh, module)
-    refuse(When.PARALLELIZE, Case(module, module, "unet", mesh=guided))
+    with (
+        restored_on_failure([module]),
+        raising_on_all(guided, f"this {original_class(module).__name__} cannot run in rows"),
+    ):
+        resolve_unet(module, guided, assume_equal=assume_equal, batched=batched).apply()
+    return unet
 
-    def require_equal(given: Mapping[str, Any]) -> None:
-        guided.check_alive()
-        problem = reason_against(When.PARALLEL_CALL, Case(module, module, mesh=guided))
+
+def resolve_unet(module: nn.Module, mesh: GuidedMesh, *, assume_equal: bool, batched: bool) -> UnetRun:
+    """Return what runs ``module`` in rows over ``mesh``. Changes nothing.
+
+    Raises:
+        TypeError, ValueError: The UNet is not supported, or the mesh does not fit.
+    """
+    refuse(When.PARALLELIZE, Case(module, module, "unet", mesh=mesh))
+    adapter: Any = unet_adapter(module)
+
+    def require_equal(kwargs: Mapping[str, Any]) -> None:
+        mesh.check_alive()
+        problem = reason_against(When.PARALLEL_CALL, Case(module, module, mesh=mesh))
         if not assume_equal:
-            require_same_inputs(given, guided, f"this {original_class(module).__name__}", problem)
+            require_same_inputs(kwargs, mesh, f"this {original_class(module).__name__}", problem)
         elif problem is not None:
             raise RuntimeError(problem)
 
-    shard_unet(module, adapter, guided, batched=batched, require_equal=require_equal)
-    return unet
+    return UnetRun(module, adapter, mesh, batched, require_equal)
 
 
 def unparallelize_unet(unet: Unet) -> Unet:

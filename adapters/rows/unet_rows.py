@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from para_core.adapters.applied import PARALLEL_UNET
 from para_core.adapters.models.unets import UnetAdapter
 from para_core.adapters.rows.groups import RowRanks, on_rows
 from para_core.adapters.rows.output import delivered
 from para_core.distributed.collectives import all_gather
-from para_core.distributed.mesh import GuidedMesh, SequenceMesh, one_guided_rank
+from para_core.distributed.mesh import GuidedMesh, one_guided_rank
 from para_core.instance_patching import Order, original_class, unwrap, wrap_method, wrapper
 from para_core.plans.module_matching import parameters_of
 from para_core.plans.region import RequireEqual
@@ -25,16 +26,22 @@ from para_core.spatial.one_group import dim_groups, one_group
 from para_core.torch_internals import pytree
 from para_core.user_warnings import ParallelWarning, WarningLog
 
-_KEY = "parallel_unet"
+_KEY = PARALLEL_UNET
 
 
-class _UnetRun:
-    """One UNet on the ranks that share its rows, and those that share its samples."""
+class UnetRun:
+    """One UNet on the ranks that share its rows, and those that share its samples.
+
+    Args:
+        batched: Ranks along ``batch`` share the samples of a call.
+        require_equal: Called with the arguments of each call outside :func:`known_equal_unets`; raises if ranks differ.
+    """
 
     def __init__(
         self, unet: nn.Module, adapter: UnetAdapter, mesh: GuidedMesh, batched: bool, require_equal: RequireEqual
     ) -> None:
-        self.adapter, self.mesh, self.batched, self.require_equal = adapter, mesh, batched, require_equal
+        self.unet, self.adapter, self.mesh = unet, adapter, mesh
+        self.batched, self.require_equal = batched, require_equal
         # Rows are shared by those along the other dims.
         of_rows = replace(one_guided_rank(mesh.sequence.device_type), sequence=mesh.sequence)
         self.rows = RowRanks(one_group(of_rows), dim_groups(of_rows))
@@ -43,6 +50,16 @@ class _UnetRun:
         self.inputs_verified = False
         # Once is enough to say that the samples of a call cannot be shared.
         self.warnings = WarningLog()
+
+    def apply(self) -> None:
+        """Run the UNet in rows from now on, in place of what was applied before. Nothing to do on one rank."""
+        unshard_unet(self.unet)
+        if self.mesh.ranks > 1:
+            wrap_method(self.unet, "__call__", _KEY, self.around, order=Order.PLAN)
+
+    def remove(self) -> None:
+        """Undo :meth:`apply`."""
+        unshard_unet(self.unet)
 
     def around(self, call: Callable[..., Any], unet: Any, /, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
@@ -102,30 +119,9 @@ class _UnetRun:
         return pytree.tree_map_only(Tensor, lambda x: all_gather(x, sizes, 0, self.mesh.batch).contiguous(), out)
 
 
-def shard_unet(
-    unet: nn.Module, adapter: UnetAdapter, mesh: GuidedMesh, *, batched: bool, require_equal: RequireEqual
-) -> None:
-    """Run this one UNet over ``mesh`` from now on; what was done before is replaced.
-
-    Args:
-        batched: ranks along ``batch`` share the samples of a call.
-        require_equal: called with the arguments of each call outside of :func:`known_equal_unets`; raises where ranks differ.
-    """
-    unshard_unet(unet)
-    if mesh.ranks > 1:
-        run = _UnetRun(unet, adapter, mesh, batched, require_equal)
-        wrap_method(unet, "__call__", _KEY, run.around, order=Order.PLAN)
-
-
 def unshard_unet(unet: nn.Module) -> None:
-    """Undo :func:`shard_unet`."""
+    """Run ``unet`` as before :meth:`UnetRun.apply`."""
     unwrap(unet, _KEY)
-
-
-def unet_mesh(unet: Any) -> SequenceMesh | None:
-    """The ranks that share the rows of ``unet``; None if none do."""
-    run = _run_of(unet)
-    return None if run is None else run.mesh.sequence
 
 
 @contextmanager
@@ -140,6 +136,6 @@ def known_equal_unets(unets: Iterable[nn.Module]) -> Iterator[None]:
         yield
 
 
-def _run_of(unet: Any) -> _UnetRun | None:
+def _run_of(unet: Any) -> UnetRun | None:
     run = getattr(wrapper(unet, "__call__", _KEY), "__self__", None)
-    return run if isinstance(run, _UnetRun) else None
+    return run if isinstance(run, UnetRun) else None

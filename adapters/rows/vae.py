@@ -14,16 +14,25 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from para_core.adapters.consistency.call import describe, random_state_of_first_rank, reasons_shared
-from para_core.adapters.consistency.failures import Place, places_of_all
+from para_core.adapters.consistency.arguments import describe
+from para_core.adapters.consistency.failures import Place, places_of_all, reasons_shared
+from para_core.adapters.consistency.rng import random_state_of_first_rank
 from para_core.adapters.models.vaes import REFUSED_VAES, VAES, VaeAdapter, rows_per_latent, vae_adapter
 from para_core.adapters.rows.groups import RowRanks, on_rows
 from para_core.adapters.rows.output import Gather, delivered, holds_distribution
 from para_core.adapters.rows.vae_compile import traceable
-from para_core.distributed.consistency import Record, agree, signature
+from para_core.distributed.consistency import Record, agree, raising_on_all, signature
 from para_core.distributed.create_mesh import init_context_parallel_mesh
 from para_core.distributed.mesh import GuidedMesh, MeshDim, one_guided_rank, require_process_group
-from para_core.instance_patching import Order, has_compiled_parts, original_class, uncompiled, unwrap, wrap_method
+from para_core.instance_patching import (
+    Order,
+    has_compiled_parts,
+    original_class,
+    restored_on_failure,
+    uncompiled,
+    unwrap,
+    wrap_method,
+)
 from para_core.spatial.fetch import gather as gather_rows
 from para_core.spatial.mode import SpatialShardMode
 from para_core.spatial.one_group import dim_groups, one_group
@@ -57,7 +66,8 @@ def parallelize_vae(
 ) -> Vae:
     """Encode and decode each image with this one autoencoder on all ranks of ``mesh``, which all call it alike.
 
-    Calling this again with other settings takes effect; :func:`unparallelize_vae` undoes it. Nothing is computed for a gradient.
+    Calling this again with other settings takes effect; :func:`unparallelize_vae` undoes it. If it is refused or fails on a rank, the VAE
+    stays as it was on every rank. Nothing is computed for a gradient.
     ``vae.decode = torch.compile(vae.decode, fullgraph=True)`` is one graph for each size, in which nothing is compared over ranks.
 
     Args:
@@ -82,6 +92,37 @@ def parallelize_vae(
             f"method={method!r}, gather={gather!r}; expected method='exact' or 'tiled', and gather='all' or 'first'."
         )
     module = uncompiled(vae)
+    require_parallel_vae(module, method)
+    resolved = _mesh(mesh, module)
+    ranks = one_group(resolved)
+    if ranks.size == 1:
+        unparallelize_vae(vae)
+        return vae
+    if ranks.size > _MANY and ranks.index == 0:
+        logger.warning(
+            "parallelize_vae: %d ranks; beyond %d an image of 720 rows is not decoded faster, for ranks wait for each other at every "
+            "layer. Pass a smaller mesh, and gather='first' if only one rank needs the image.",
+            ranks.size,
+            _MANY,
+        )
+    row_ranks = RowRanks(ranks, dim_groups(resolved))
+    with (
+        restored_on_failure([module, *_parts(module)]),
+        raising_on_all(row_ranks.mesh, f"this {original_class(module).__name__} cannot run on these ranks"),
+    ):
+        unparallelize_vae(vae)
+        _wrap(module, row_ranks, method, gather)
+    return vae
+
+
+def require_parallel_vae(module: nn.Module, method: Method = "exact") -> VaeAdapter:
+    """Return what is known of ``module``.
+
+    Raises:
+        TypeError: An unknown class.
+        ValueError: A class that has no tiling, for ``method="tiled"``.
+        RuntimeError: A method that would be wrapped was replaced on the instance.
+    """
     adapter = vae_adapter(module)
     if adapter is None:
         name = original_class(module).__name__
@@ -96,19 +137,12 @@ def parallelize_vae(
             f"{adapter.vae}.{replaced} is set on this instance, and would be called instead of what runs on several ranks. Compile "
             "it after parallelize_vae, or delete the attribute."
         )
-    unparallelize_vae(vae)
-    resolved = _mesh(mesh, module)
-    ranks = one_group(resolved)
-    if ranks.size == 1:
-        return vae
-    if ranks.size > _MANY and ranks.index == 0:
-        logger.warning(
-            "parallelize_vae: %d ranks; beyond %d an image of 720 rows is not decoded faster, for ranks wait for each other at every "
-            "layer. Pass a smaller mesh, and gather='first' if only one rank needs the image.",
-            ranks.size,
-            _MANY,
-        )
-    run = _Run(module, adapter, RowRanks(ranks, dim_groups(resolved)), method, gather)
+    return adapter
+
+
+def _wrap(module: nn.Module, ranks: RowRanks, method: Method, gather: Gather) -> None:
+    adapter = require_parallel_vae(module, method)
+    run = _Run(module, adapter, ranks, method, gather)
     wrap_method(module, adapter.encode, _KEY, run.encode, order=Order.PARALLEL)
     wrap_method(module, adapter.decode, _KEY, run.decode, order=Order.PARALLEL)
     for name in adapter.tiled:
@@ -119,7 +153,6 @@ def parallelize_vae(
             wrap_method(part, "__call__", _KEY, run.tile, order=Order.PARALLEL)
         if hasattr(module, "clear_cache"):
             wrap_method(module, "clear_cache", _KEY, run.clear, order=Order.PARALLEL)
-    return vae
 
 
 def unparallelize_vae(vae: Vae) -> Vae:

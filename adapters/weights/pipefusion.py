@@ -8,15 +8,15 @@ from typing import Any
 
 from torch import nn
 
-from para_core.adapters.registry import adapter_for, plan_for
+from para_core.adapters.components import patch_plan_for, stack_of, why_no_stages
+from para_core.adapters.registry import adapter_for
 from para_core.adapters.scheduler_tracker import SchedulerTracker
-from para_core.adapters.spec import Adapter, Text
-from para_core.adapters.weights.stages import stack_of, why_no_stages
+from para_core.adapters.spec import Adapter
 from para_core.cache.branches import Branches, conditions_of
 from para_core.distributed.mesh import GuidedMesh
 from para_core.instance_patching import Order, original_class, unwrap, wrap_method
 from para_core.user_warnings import ParallelWarning, warn_user
-from para_core.weights.patch_plan import PatchPlan, patch_plan
+from para_core.weights.patch_plan import PatchPlan
 from para_core.weights.pipefusion import FEWEST_STEPS, Fusion, PipeFusion, PipeFusionReport
 
 _KEY = "pipefusion"
@@ -42,13 +42,6 @@ def patches_of(module: nn.Module, mesh: GuidedMesh, adapter: Adapter | None) -> 
             "'pipe', 'ring' or 'ulysses', or leave pipefusion= out."
         )
     return plan
-
-
-def patch_plan_for(module: nn.Module, adapter: Adapter | None = None) -> PatchPlan | str:
-    """How a supported transformer is split into patches, or why it is not."""
-    known: Any = adapter_for(module, adapter)
-    text: Text | None = None if known.empty_text else "replicate"
-    return patch_plan(plan_for(module, text, adapter), module, known.frames)
 
 
 class FusedPipe:

@@ -3,43 +3,41 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, Literal, TypeGuard, TypeVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, TypeGuard, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import OffloadPolicy
 
+from para_core.adapters.applied import mesh_of
 from para_core.adapters.compatibility import When, cases_of, refuse
 from para_core.adapters.compatibility.placement import tensors_of_diffusers
-from para_core.adapters.consistency.call import mesh_of
+from para_core.adapters.components import components_of
 from para_core.adapters.consistency.loras import lora_weights
-from para_core.adapters.parallel.mesh_choice import Mesh, guided_mesh_for
+from para_core.adapters.mesh_choice import Mesh, guided_mesh_for
+from para_core.adapters.planner.fastest_mesh import fastest_mesh
 from para_core.adapters.registry import TRANSFORMERS, tensor_plan_for, transformers_of
-from para_core.adapters.weights.components import blocks_of, components_of
-from para_core.adapters.weights.lora import follow_loras, leave_loras
+from para_core.adapters.weights.sharded_component import (
+    KEY,
+    METHODS,
+    Method,
+    Placement,
+    ShardedComponent,
+    gather_component,
+    is_distributed,
+    sharded_component,
+)
 from para_core.distributed.consistency import Record, agree, first_difference, raising_on_all, signature
 from para_core.distributed.mesh import MESH_DIMS, PIPE_DIM, TENSOR_DIM, GuidedMesh, SequenceMesh
-from para_core.instance_patching import Order, original_class, unwrap, wrap_method, wrapper, written_class
-from para_core.torch_internals import parse_to
-from para_core.weights.fsdp import gather_blocks, is_sharded, require_shardable, shard_blocks, shard_mesh
+from para_core.instance_patching import Order, original_class, restored_on_failure, unwrap, wrap_method, wrapper
+from para_core.weights.fsdp import require_shardable, shard_mesh
 from para_core.weights.group import as_ranks, sequence_ranks, timeout_of, weights_mesh
-from para_core.weights.tensor import gather_tensors, require_tensor_plan_fits, shard_tensors, tensor_mesh
+from para_core.weights.tensor import require_tensor_plan_fits
 
 Pipeline = TypeVar("Pipeline")
-Method = Literal["fsdp", "tensor"]
-METHODS: tuple[Method, ...] = ("fsdp", "tensor")
-
-_KEY = "weights"
-_FUSED = "projections that are fused or taken apart now would not be"
-# What goes wrong by these methods of diffusers and transformers once weights are sharded.
-_LATE = {
-    **dict.fromkeys(("fuse_qkv_projections", "unfuse_qkv_projections"), _FUSED),
-    "_load_ip_adapter_weights": "an IP-Adapter that is loaded now would not be",
-    **dict.fromkeys(("save_pretrained", "save_lora_adapter"), "a file that is saved now would hold a part of them"),
-}
 
 
 def shard_weights(
@@ -96,11 +94,15 @@ def shard_components(
     components: Sequence[str] | None = None,
     offload_policy: OffloadPolicy | None = None,
     done_with: Callable[[Tensor], None] | None = None,
-) -> None:
-    """:func:`shard_weights` of a pipeline that is not refused.
+    *,
+    keep: bool = False,
+) -> list[str]:
+    """:func:`shard_weights` of a pipeline that is not refused; return the names of the components.
 
     Args:
-        done_with: called with each unsharded weight once this rank has its part.
+        done_with: Called with each unsharded weight once this rank has its part. The components are then not put back if sharding fails:
+            nobody holds their weights any more.
+        keep: Whether components that are sharded so already stay as they are.
     """
     if components is None and method == "tensor":
         components = list(transformers_of(pipe))
@@ -117,10 +119,14 @@ def shard_components(
             "a plan is Adapter(..., tensor=TensorPlan(...))."
         )
     own = mesh if method == "fsdp" and _is_of_fsdp(mesh) else None
-    ranks = guided_mesh_for(mesh_of(pipe) if mesh is None else mesh, pipe, method) if own is None else as_ranks(own)
+    ranks = (
+        guided_mesh_for(mesh_of(pipe) if mesh is None else mesh, pipe, method, fastest_mesh)
+        if own is None
+        else as_ranks(own)
+    )
     if isinstance(ranks, GuidedMesh):
         require_mesh_fits(ranks, method, of_transformer=any(name in TRANSFORMERS for name in chosen))
-    # A rank that was told alone would leave the others waiting in the first call.
+    # A rank that raised alone would leave the others waiting in the first call.
     with raising_on_all(ranks, "weights cannot be sharded"):
         for name, module in chosen.items():
             if tensors_of_diffusers(module) is not None:
@@ -137,24 +143,22 @@ def shard_components(
     record = weights_record(chosen, values=done_with is None)
     agree(signature(record), ranks, explain=_other_weights)
     with raising_on_all(ranks, "weights could not be sharded"):
-        unshard_weights(pipe, components=list(chosen))
         shared = _device_mesh(ranks, method) if own is None else own
-        placement = _placement_of(pipe)
-        for name, module in chosen.items():
-            plan = plans.get(name)
-            if plan is None:
-                shard_blocks(
-                    module,
-                    blocks_of(module),
-                    shared,
-                    offload_policy=offload_policy,
-                    done_with=done_with,
-                    replicated=lora_weights(module),
-                )
-            else:
-                shard_tensors(module, plan, shared, done_with=done_with)
-            _refuse_late(module, placement)
-            follow_loras(module, ranks)
+        sharded = {
+            name: ShardedComponent(module, method, shared, ranks, plans.get(name), offload_policy)
+            for name, module in chosen.items()
+        }
+    instances = [pipe, *[part for module in chosen.values() for part in module.modules()]]
+    with restored_on_failure(instances), ExitStack() as rollback:
+        for component in sharded.values():
+            if not (keep and component.is_applied()):
+                component.replace_earlier(rollback, done_with)
+        with raising_on_all(ranks, "weights could not be sharded"):
+            placement = _placement_of(pipe)
+            for component in sharded.values():
+                component.refuse_late(placement)
+        rollback.pop_all()
+    return list(sharded)
 
 
 def weights_record(modules: Mapping[str, nn.Module], *, values: bool = True) -> Record:
@@ -237,81 +241,35 @@ def unshard_weights(pipe: Pipeline, *, components: Sequence[str] | None = None) 
                 "every rank, load it without parallel_config.",
                 stacklevel=2,
             )
-        if is_sharded(module):
-            gather_blocks(module)
-        if tensor_mesh(module) is not None:
-            gather_tensors(module)
-        unwrap(module, _KEY)
-        leave_loras(module)
-    if not any(map(_is_distributed, components_of(pipe).values())):
-        unwrap(pipe, _KEY)
+        gather_component(module)
+    if not any(map(is_distributed, components_of(pipe).values())):
+        unwrap(pipe, KEY)
     return pipe
 
 
-def _is_distributed(module: nn.Module) -> bool:
-    return is_sharded(module) or tensor_mesh(module) is not None
+def release_shards(pipe: Any, names: Collection[str] | None = None) -> Callable[[], None]:
+    """Give every rank all weights of the components in ``names``, or of all, and return a function that shards them again as they were.
+
+    All ranks call both. A component that is not there any more is left out.
+    """
+    present = components_of(pipe)
+    chosen = {name: module for name, module in present.items() if names is None or name in names}
+    earlier = [component for component in map(sharded_component, chosen.values()) if component is not None]
+    unshard_weights(pipe, components=list(chosen))
+
+    def shard_again() -> None:
+        for component in earlier:
+            component.apply()
+
+    return shard_again
 
 
-def _refuse_late(module: nn.Module, placement: _Placement) -> None:
-    wrap_method(module, "to", _KEY, placement.move, order=Order.PLAN)
-    for method, problem in _LATE.items():
-        if hasattr(module, method):
-            wrap_method(module, method, _KEY, partial(_too_late, problem), order=Order.PLAN)
-
-
-def _too_late(problem: str, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    raise RuntimeError(
-        f"the weights of this {written_class(module).__name__} are sharded, and {problem}. "
-        "Call unshard_weights(pipe) first, on every rank, and shard_weights(pipe, mesh) again afterwards."
-    )
-
-
-class _Placement:
-    """Where sharded weights of one pipeline are: FSDP2 remembers the dtype and the device of what it sharded, and would fail in the next call
-    after ``module.to(...)``. Model offload (accelerate's) moves the other components, and leaves these alone."""
-
-    def __init__(self) -> None:
-        self._offloading = False
-
-    def offload(self, call: Callable[..., Any], pipe: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Around ``pipe.enable_model_cpu_offload``, which moves all components to the host first. It runs behind each generation, too."""
-        before, self._offloading = self._offloading, True
-        try:
-            return call(pipe, *args, **kwargs)
-        finally:
-            self._offloading = before
-
-    def save(self, call: Callable[..., Any], pipe: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Around ``pipe.save_pretrained``, which would write other components before it comes to a sharded one."""
-        for module in components_of(pipe).values():
-            if _is_distributed(module):
-                _too_late(_LATE["save_pretrained"], call, module)
-        return call(pipe, *args, **kwargs)
-
-    def move(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """Around ``module.to``."""
-        device, dtype, *_ = parse_to(*args, **kwargs)
-        held = list(module.parameters()) if is_sharded(module) else []
-        kinds = {x.dtype for x in held if x.is_floating_point() and dtype not in (None, x.dtype)}
-        places = {x.device for x in held if device is not None and x.device.type != device.type}
-        if places and not kinds and (self._offloading or hasattr(module, "_hf_hook")):
-            return module
-        if kinds or places:
-            wanted = dtype if kinds else device
-            raise RuntimeError(
-                f"the weights of this {written_class(module).__name__} are sharded by FSDP2, as {' and '.join(sorted(map(str, kinds or places)))}, and "
-                f"stay so; asked for was {wanted}. Convert and move the pipeline before shard_weights; or unshard_weights(pipe), on every "
-                "rank, then pipe.to(...), then shard_weights(pipe, mesh) again."
-            )
-        return call(module, *args, **kwargs)
-
-
-def _placement_of(pipe: Any) -> _Placement:
+def _placement_of(pipe: Any) -> Placement:
     """What stands around the methods of ``pipe`` that move or save its components; put there if nothing does."""
-    placement = getattr(wrapper(pipe, "save_pretrained", _KEY), "__self__", None)
-    if not isinstance(placement, _Placement):
-        placement = _Placement()
+    placement = getattr(wrapper(pipe, "save_pretrained", KEY), "__self__", None)
+    if not isinstance(placement, Placement):
+        placement = Placement()
         for method, around in (("enable_model_cpu_offload", placement.offload), ("save_pretrained", placement.save)):
             if hasattr(pipe, method):
-                wrap_method(pipe, method, _KEY, around, order=Order.PLAN)
+                wrap_method(pipe, method, KEY, around, order=Order.PLAN)
     return placement

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
 
+from para_core.adapters.components import stack_of
 from para_core.adapters.consistency.loras import keep_bits, lora_weights
-from para_core.adapters.registry import adapter_for, transformers_of
+from para_core.adapters.registry import transformers_of
 from para_core.adapters.spec import Adapter
 from para_core.distributed.consistency import raising_on_all
 from para_core.distributed.mesh import GuidedMesh, MeshDim
@@ -21,20 +20,20 @@ from para_core.instance_patching import Order, original_class, unwrap, wrap_alik
 from para_core.weights.stages import (
     Freeing,
     RequireEqual,
-    StagedBlock,
     Stages,
+    balanced,
     free_others,
     gather_stages,
-    hold_stages,
+    install_stages,
     others,
+    require_sendable,
+    resume_stages,
     stages_of,
 )
 from para_core.weights.stand_ins import stand_ins, weights_of
 
 _KEY = "weights in stages"
 _MERGE_KEY = "merge in stages"
-# Names of layers that see one vector for each sample, or the few tokens of text: little time, however many weights.
-_QUICK = re.compile(r"norm|mod|adaln|scale_shift|context|txt|add_[qkv]|add_out|(^|\.)text", re.IGNORECASE)
 # What needs the weights of all blocks, or would move them.
 _TOO_LATE = {
     "to": "moving it",
@@ -55,36 +54,6 @@ _ADD_LORA = ("load_lora_adapter", "add_adapter")
 _CHANGE_LORA = ("fuse_lora", "unfuse_lora", "unload_lora", "delete_adapters")
 
 
-def why_no_stages(module: nn.Module, adapter: Adapter | None = None) -> str | None:
-    """Why ``module`` cannot run in stages; None if it can."""
-    known = adapter_for(module, adapter)
-    if known is None or known.blocks is None:
-        return "its block stack is not described (Adapter(..., blocks=CachedBlocks(...)))"
-    if not all(stage.chained for stage in known.blocks.stages):
-        return (
-            "it hands more from block to block than tokens, or it is not known that it does not (Stage(chained=True))"
-        )
-    return None
-
-
-def stack_of(module: nn.Module, adapter: Adapter | None = None) -> list[StagedBlock]:
-    """Its blocks, in the order in which they run; each costs as many weights as the tokens of an image or video go through."""
-    known = adapter_for(module, adapter)
-    if known is None or known.blocks is None:
-        raise ValueError(f"the blocks of {original_class(module).__name__} are not described.")
-    return [
-        StagedBlock(block, stage.streams, cost_of(block))
-        for stage in known.blocks.stages
-        for block in chain.from_iterable(module.get_submodule(name).children() for name in stage.lists)
-    ]
-
-
-def cost_of(block: nn.Module) -> float:
-    """Weights of its matrices, but for modulations (of one vector per sample) and those of text alone (of few tokens)."""
-    matrices = {name: x.numel() for name, x in block.named_parameters() if x.ndim > 1}
-    return sum(size for name, size in matrices.items() if not _QUICK.search(name)) or sum(matrices.values()) or 1
-
-
 def hold_stage(
     module: nn.Module,
     dim: MeshDim,
@@ -92,13 +61,14 @@ def hold_stage(
     require_equal: RequireEqual | None = None,
     mesh: GuidedMesh | None = None,
 ) -> None:
-    """Run a transformer in stages over ``dim``, and keep this rank's blocks alone.
+    """Run a transformer in stages over ``dim``; :func:`free_other_stages` then keeps this rank's blocks alone.
 
     LoRAs may be loaded, fused and unloaded before and afterwards; then all ranks of ``mesh`` call it.
     """
-    stages = hold_stages(
-        module, stack_of(module, adapter), dim, require_equal=require_equal, freeing=_keeping_bits(lora_weights(module))
-    )
+    # The stages meet when they are made. A rank that has failed before meets the others here, in an exchange of the same kind.
+    with nullcontext() if mesh is None else raising_on_all(mesh, "stages could not be made"):
+        blocks = stack_of(module, adapter)
+    stages = install_stages(module, blocks, dim, require_equal=require_equal)
     for method, what in _TOO_LATE.items():
         if hasattr(module, method):
             wrap_method(module, method, _KEY, partial(_too_late, what), order=Order.PLAN)
@@ -109,6 +79,13 @@ def hold_stage(
         if hasattr(module, method):
             change = _add_lora if method in _ADD_LORA else _change_lora
             wrap_method(module, method, _KEY, partial(change, mesh), order=Order.PLAN)
+
+
+def free_other_stages(module: nn.Module) -> None:
+    """Free the weights of the blocks of other stages. Every rank has called :func:`hold_stage` before any calls this."""
+    stages = stages_of(module)
+    if stages is not None:
+        free_others(stages, _keeping_bits(lora_weights(module)))
 
 
 def refuse_late_on_pipe(pipe: Any) -> None:
@@ -129,6 +106,25 @@ def release_stage(module: nn.Module) -> None:
         gather_stages(module)
         for part in module.modules():
             unwrap(part, _KEY)
+
+
+def suspend_stage(module: nn.Module) -> Callable[[], None]:
+    """:func:`release_stage`, and return a function that runs ``module`` in the same stages again, wrappers of its methods excepted."""
+    stages = stages_of(module)
+    release_stage(module)
+
+    def resume() -> None:
+        if stages is not None:
+            resume_stages(stages, _keeping_bits(lora_weights(module)))
+
+    return resume
+
+
+def require_stages_fit(module: nn.Module, dim: MeshDim, adapter: Adapter | None = None) -> None:
+    """Raise ``ValueError`` unless ``module`` can run in stages over ``dim``."""
+    blocks = stack_of(module, adapter)
+    require_sendable(module, blocks)
+    balanced([block.cost for block in blocks], dim.size)
 
 
 def _too_late(what: str, call: object, module: nn.Module, /, *args: object, **kwargs: object) -> None:

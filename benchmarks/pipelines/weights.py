@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from benchmarks.harness import largest_over_ranks, markdown_table, read_results, relative_error
 from para_core import reset_cache
 from para_core.adapters import apply_cache_on_transformer, parallelize_transformer
+from para_core.adapters.components import blocks_of
 from para_core.adapters.registry import tensor_plan_for
-from para_core.adapters.weights.components import blocks_of
 from para_core.distributed.mesh import guided_mesh
 from para_core.instance_patching import original_class
 from para_core.weights.fsdp import shard_blocks

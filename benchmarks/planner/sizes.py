@@ -19,10 +19,10 @@ import torch
 from torch import nn
 
 from benchmarks.harness import markdown_table, parser_of, read_results, write_results
+from para_core.adapters.components import blocks_of
 from para_core.adapters.planner import encoders
 from para_core.adapters.planner.plan import workload
 from para_core.adapters.registry import tensor_plan_for
-from para_core.adapters.weights.components import blocks_of
 from para_core.planner.cost import Machine, Runtime, Shape
 from para_core.planner.hardware import Host, Topology, device_named, link_named
 from para_core.planner.mesh_plan import MeshPlan, Row, make_plan, predict

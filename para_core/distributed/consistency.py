@@ -112,23 +112,40 @@ def agree(
     if not failed and all(found[0] == mine.digest and found[1] == length for found in headers):
         return [found[2 : 2 + len(own)] for found in headers]
     records = _records(mine.encoded, max(abs(found[1]) for found in headers), mesh)
-    raise_first_error(records)
-    # Values may be equal and be written differently: 1 and 1.0.
-    if any(record != records[0] for record in records):
-        raise ValueError(explain(records))
+    try:
+        raise_first_error(records)
+        # Values may be equal and be written differently: 1 and 1.0.
+        if any(record != records[0] for record in records):
+            raise ValueError(explain(records))
+    except (TypeError, ValueError, RuntimeError) as error:
+        setattr(error, _RAISED_ON, _groups_of(mesh))
+        raise
     return [found[2 : 2 + len(own)] for found in headers]
+
+
+# The attribute of an exception that names the groups on all of whose ranks it is raised.
+_RAISED_ON = "_para_core_raised_on"
+
+
+def _groups_of(mesh: SequenceMesh | GuidedMesh | HostGroups) -> tuple[str, ...]:
+    return tuple(dim.group_name for dim in mesh.dims if dim.size > 1)
 
 
 @contextmanager
 def raising_on_all(mesh: SequenceMesh | GuidedMesh, what: str) -> Iterator[None]:
-    """What one rank of ``mesh`` raises inside, every rank raises at the end, ``what`` in front of it. All of them come here.
+    """Raise at the end on every rank of ``mesh`` what one rank raises inside, with ``what`` as a prefix. Every rank enters.
+
+    Blocks over the same ranks nest: an exception that an inner exchange has raised on all ranks is not exchanged again. So a rank that
+    fails before it enters the inner block meets the others in their inner exchange.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as it was raised; of any other kind, a RuntimeError.
+        TypeError, ValueError, RuntimeError: The exception of the rank, with its type; a RuntimeError for any other type.
     """
     try:
         yield
     except Exception as error:
+        if _groups_of(mesh) in ((), getattr(error, _RAISED_ON, None)):
+            raise
         kind = type(error) if type(error) in (TypeError, ValueError) else RuntimeError
         reason = str(error) if kind is type(error) else f"{type(error).__name__}: {error}"
         agree(kind(f"{what}: {reason}"), mesh)

@@ -172,6 +172,16 @@ def gather_blocks(module: nn.Module) -> None:
         gradients.restore()
 
 
+def discard_shards(module: nn.Module) -> None:
+    """Undo what :func:`shard_blocks` did before it failed, on this rank alone; the caller puts the parameters back."""
+    parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
+    with unwrapped(parts):
+        for part in parts:
+            remove_fsdp(part)
+            part.__class__ = written_class(part)
+    module.__dict__.pop(_GRADIENTS, None)
+
+
 def forget_gradients(module: nn.Module) -> None:
     """Let :func:`gather_blocks` leave what ``module`` has now without gradients."""
     if _GRADIENTS in module.__dict__:

@@ -97,6 +97,8 @@ class Stages:
         self.inputs_verified = False
         # Whether calls are of all tokens: their result then goes to every rank.
         self.whole = True
+        # Whether the weights of the blocks of other stages are freed, on every rank.
+        self.freed = False
         self.gradients = Gradients()
         self._parameters = parameters_of(module)
         last = dim.size - 1
@@ -226,15 +228,30 @@ def hold_stages(
         ValueError: a weight is of a kind that a rank cannot send to another. Nothing has changed then.
     """
     require_sendable(module, blocks)
-    stages = Stages(module, blocks, dim, require_equal)
-    stages.install()
-    stages.gradients.stop(module)
+    stages = install_stages(module, blocks, dim, require_equal=require_equal)
     free_others(stages, freeing)
     return stages
 
 
+def install_stages(
+    module: nn.Module, blocks: Sequence[StagedBlock], dim: MeshDim, *, require_equal: RequireEqual | None = None
+) -> Stages:
+    """:func:`hold_stages`, but free nothing yet: :func:`gather_stages` then needs no other rank."""
+    stages = Stages(module, blocks, dim, require_equal)
+    stages.install()
+    stages.gradients.stop(module)
+    return stages
+
+
+def resume_stages(stages: Stages, freeing: Freeing | None = None) -> None:
+    """Run a model, all of whose weights this rank holds, in ``stages`` again, and free the weights of the blocks of other stages."""
+    stages.install()
+    free_others(stages, freeing)
+
+
 def free_others(stages: Stages, freeing: Freeing | None = None) -> None:
     """Free what blocks of other stages hold of weights: all, or what came since."""
+    stages.freed = True
     stages.gradients.stop(stages.module)
     for block in others(stages):
         for weight, owners in weights_of(block):
@@ -281,6 +298,15 @@ def gather_stages(module: nn.Module) -> None:
     stages = stages_of(module)
     if stages is None:
         return
+    if stages.freed:
+        _gather_weights(stages)
+    for one in stages.blocks:
+        unwrap(one.block, STAGES)
+    unwrap(module, STAGES)
+    stages.gradients.restore()
+
+
+def _gather_weights(stages: Stages) -> None:
     _require_ranks(stages)
     # A failed generation may have left messages in flight.
     stages.links.begin()
@@ -301,10 +327,7 @@ def gather_stages(module: nn.Module) -> None:
                 if isinstance(weight, nn.Parameter):
                     whole = nn.Parameter(whole, requires_grad=weight.requires_grad)
                 put_weight(owners, whole)
-    for one in stages.blocks:
-        unwrap(one.block, STAGES)
-    unwrap(module, STAGES)
-    stages.gradients.restore()
+    stages.freed = False
 
 
 def _require_ranks(stages: Stages) -> None:

@@ -60,7 +60,8 @@ def shard_tensors(
     """
     require_tensor_plan_fits(module, plan, mesh.size())
     linears, attending = _linears(module, plan), _attending(module, plan)
-    record = _Record(mesh, plan)
+    # Kept from the beginning, for :func:`discard_tensors`.
+    record = module.__dict__[_RECORD] = _Record(mesh, plan)
     record.gradients.stop(module)
     for found, style in linears.values():
         linear = base_linear(found)
@@ -85,7 +86,6 @@ def shard_tensors(
     for rope, dim in positions:
         wrap_method(rope, "__call__", _KEY, partial(_own_part, mesh, dim), order=Order.PLAN)
     record.wrapped += [rope for rope, _ in positions]
-    module.__dict__[_RECORD] = record
     if mesh.device_type != "cpu":
         module.to(mesh.device_type)
 
@@ -120,13 +120,25 @@ def gather_tensors(module: nn.Module) -> None:
             return _ordered(whole, dim, parts, record.mesh.size(), back=True) if fits else whole
 
         _replace(owner, name, map_plain_tensors(gathered, weight.detach()))
+    _compute_whole(record)
+    record.gradients.restore()
+
+
+def discard_tensors(module: nn.Module) -> None:
+    """Undo what :func:`shard_tensors` did before it failed, on this rank alone; the caller puts the parameters back."""
+    record: _Record | None = module.__dict__.pop(_RECORD, None)
+    if record is not None:
+        _compute_whole(record)
+
+
+def _compute_whole(record: _Record) -> None:
+    """Let the modules of ``record`` compute with whole weights again."""
     for counted, name, number in record.counts:
         setattr(counted, name, number)
     for wrapped in record.wrapped:
         unwrap(wrapped, _KEY)
     for forward in record.forwards:
         forward.remove()
-    record.gradients.restore()
 
 
 def forget_gradients(module: nn.Module) -> None:

@@ -125,10 +125,12 @@ def parallelize_without_mesh():
     handler.emit = lambda record: records.append(record.getMessage())
     logger = logging.getLogger("para_core")
     logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
     try:
         pipe = parallelize_pipe(flux_pipe())
     finally:
         logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
     out = pipe(**flux_call()).images
     mesh = mesh_of_plan(pipe.transformer)
     group = parallelize_pipe(flux_pipe(), mesh=dist.group.WORLD)(**flux_call()).images

@@ -11,7 +11,7 @@ from PIL import Image
 
 from para_core import init_context_parallel_mesh
 from para_core.adapters import parallelize_pipe, parallelize_transformer, unparallelize_pipe
-from para_core.adapters.consistency import call
+from para_core.adapters.consistency import arguments
 from tests.tiny import FLUX_CHANNELS, cpu_mesh, flux_call, flux_inputs, flux_pipe, flux_transformer, relative_error
 from zoo.tiny.pipelines.registry import PIPELINES
 
@@ -112,13 +112,13 @@ def test_a_loop_of_ones_own_may_expand_its_timestep(rank_pool):
     ids=["expanded", "size 1", "transposed", "conjugated", "empty", "bool"],
 )
 def test_fingerprint_ignores_memory_layout(x):
-    assert call.describe(x) == call.describe(x.resolve_conj().clone(memory_format=torch.contiguous_format))
+    assert arguments.describe(x) == arguments.describe(x.resolve_conj().clone(memory_format=torch.contiguous_format))
     if x.numel():
-        assert call.describe(x) != call.describe(~x if x.dtype == torch.bool else x + 1)
+        assert arguments.describe(x) != arguments.describe(~x if x.dtype == torch.bool else x + 1)
 
 
 def exchanges_of(call):
-    with mock.patch.object(call, "agree", wraps=call.agree) as agree:
+    with mock.patch.object(arguments, "agree", wraps=arguments.agree) as agree:
         call()
     return agree.call_count
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from para_core.adapters.consistency.call import describe
+from para_core.adapters.consistency.arguments import describe
 from para_core.distributed.fingerprints import fingerprints
 
 DTYPES = [

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -81,6 +82,8 @@ def describe(tensor: Tensor) -> str:
     if tensor.is_meta:
         return kind
     plain = tensor.detach()
+    if isinstance(plain, DTensor):
+        plain = plain.to_local()
     if type(plain) not in (Tensor, nn.Parameter):
         plain = plain.dequantize() if hasattr(plain, "dequantize") else plain.to(torch.float32)
     values = plain.contiguous().flatten().view(torch.uint8)

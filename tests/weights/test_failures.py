@@ -16,7 +16,7 @@ from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 from para_core import init_context_parallel_mesh
 from para_core.adapters import from_pretrained_sharded, parallelize_pipe, shard_weights, unshard_weights
-from para_core.adapters.weights import shard
+from para_core.adapters.weights import sharded_component
 from tests.rank_pool import RankPoolError
 from tests.tiny import flux_call, flux_pipe, flux_transformer
 from tests.weights.pipes import generate, make
@@ -76,7 +76,7 @@ def shard_out_of_memory(kind):
         raise kind("no room")
 
     pipe = flux_pipe()
-    failing = mock.patch.object(shard, "shard_blocks", fail) if dist.get_rank() == 1 else mock.MagicMock()
+    failing = mock.patch.object(sharded_component, "shard_blocks", fail) if dist.get_rank() == 1 else mock.MagicMock()
     message = rf"sequence rank 1: .*{kind.__name__}: no room"
     with failing, pytest.raises(RuntimeError, match=message):
         shard_weights(pipe, mesh_for("fsdp"), components=["transformer"])

@@ -17,8 +17,8 @@ from benchmarks.harness import fake_group
 from para_core import PipeFusion
 from para_core.adapters import parallelize_pipe, parallelize_transformer
 from para_core.adapters.compatibility import REFUSALS, Case, When, cases_of, reason_against, refuse
+from para_core.adapters.components import blocks_of
 from para_core.adapters.registry import tensor_plan_for
-from para_core.adapters.weights.components import blocks_of
 from para_core.adapters.weights.stages import hold_stage
 from para_core.cache.options import CacheOptions
 from para_core.distributed.mesh import guided_mesh

@@ -1,4 +1,11 @@
-"""The mesh of a pipeline: what was given; or what is predicted to be fastest; or guidance first where it guides, then heads, then the ring."""
+"""The mesh on which a pipeline runs if the user gives none.
+
+The rule: with several ranks of CUDA devices on one host, the mesh is the one that the planner predicts to be the fastest at the pipeline's
+default sizes, as rank 0 predicts it. In every other case it is that of :func:`choose_mesh`, which depends on the number of ranks, the number of
+heads, the hosts, ``weights=`` and whether the pipeline guides by default, and on nothing that is measured. These cases are: one rank; another
+device; several hosts; a transformer or UNet alone; and a device or a model that the planner does not know. Rank 0 logs the mesh and the reason for it at level INFO. If the planner fails otherwise, which is a
+defect, rank 0 also logs a warning with the error: this mesh may then differ from the one that a later version predicts.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +14,10 @@ import logging
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from math import gcd
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,7 +30,6 @@ from para_core.attention.options import RotateMethod
 from para_core.distributed.create_mesh import init_context_parallel_mesh, ranks_per_host, require_own_gpus
 from para_core.distributed.mesh import GuidedMesh, find_or_make_group, guided_mesh, one_guided_rank
 from para_core.instance_patching import original_class
-from para_core.planner.cost import Shape
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +46,23 @@ class MeshChoice:
     reason: str
     rotate_method: RotateMethod = "alltoall"
     tensor: int = 1
+
+
+class Predict(Protocol):
+    """The planner, as the choice of a mesh calls it."""
+
+    def __call__(
+        self, pipe: Any, device: str, ranks: int, ranks_per_host: int, weights: str | None = None, /
+    ) -> MeshChoice | Unpredicted:
+        """Return the fastest mesh of ``ranks`` ranks on which ``weights`` can be sharded, or why there is no prediction."""
+
+
+@dataclass(frozen=True)
+class Unpredicted:
+    """Why there is no prediction; ``failed``: the planner raised what it does not announce."""
+
+    reason: str
+    failed: bool = False
 
 
 def choose_mesh(
@@ -153,20 +176,27 @@ def number_of_heads(transformer: Any) -> int | None:
     return width // sum(axes) if isinstance(width, int) and isinstance(axes, (tuple, list)) else None
 
 
-def guided_mesh_for(mesh: Mesh | GuidedMesh | None, owner: Any, weights: str | None = None) -> GuidedMesh:
-    """What was given for a pipeline or a transformer; else one over all ranks, for ``weights`` that are sharded by this method.
+def guided_mesh_for(
+    mesh: Mesh | GuidedMesh | None, owner: Any, weights: str | None = None, predict: Predict | None = None
+) -> GuidedMesh:
+    """Return ``mesh`` as this rank sees it; if it is None, the default mesh over all ranks.
+
+    Args:
+        owner: The pipeline, or a model.
+        weights: How weights are to be sharded on it.
+        predict: The planner; without one, or for a model alone, the mesh is that of :func:`choose_mesh`.
 
     Raises:
-        TypeError, ValueError: it is no such mesh.
-        RuntimeError: no process group on several ranks, or two ranks of NCCL have the same GPU.
+        TypeError, ValueError: ``mesh`` is no mesh of ours.
+        RuntimeError: There is no process group on several ranks, or two ranks of NCCL have the same GPU.
     """
-    return mesh_and_method(mesh, owner, weights)[0]
+    return mesh_and_method(mesh, owner, weights, predict)[0]
 
 
 def mesh_and_method(
-    mesh: Mesh | GuidedMesh | None, owner: Any, weights: str | None = None
+    mesh: Mesh | GuidedMesh | None, owner: Any, weights: str | None = None, predict: Predict | None = None
 ) -> tuple[GuidedMesh, RotateMethod]:
-    """:func:`guided_mesh_for`, and how keys travel around its ring unless the user says so."""
+    """Return the mesh as :func:`guided_mesh_for`, and how keys travel around its ring unless the user says so."""
     if isinstance(mesh, GuidedMesh):
         return mesh, "alltoall"
     if mesh is None:
@@ -179,22 +209,31 @@ def mesh_and_method(
                     "torch.distributed.init_process_group() before parallelize_pipe(pipe)."
                 )
             return one_guided_rank(device_type), "alltoall"
-        chosen, method = _chosen_mesh(device_type, owner, weights)
+        chosen, method = _chosen_mesh(device_type, owner, weights, predict)
         return guided_mesh(chosen), method
     guided = guided_mesh(mesh)
     require_own_gpus(mesh, guided)
     return guided, "alltoall"
 
 
-def _planned(device_type: str, owner: Any, weights: str | None = None) -> MeshChoice | None:
-    """The planner's first row for all ranks, as rank 0 found it; None where it knows too little, and for a transformer alone."""
-    if device_type != "cuda" or isinstance(owner, nn.Module) or dist.get_backend() == "fake":
-        return None
+def _planned(
+    device_type: str, owner: Any, weights: str | None = None, predict: Predict | None = None
+) -> MeshChoice | Unpredicted:
+    """Return the prediction of rank 0 for all ranks, or why there is none. Every rank calls it."""
+    if predict is None or isinstance(owner, nn.Module):
+        return Unpredicted("a model alone")
+    if device_type != "cuda" or dist.get_backend() == "fake":
+        return Unpredicted(f"the planner predicts for cuda devices, and this one is {device_type}")
     ranks = dist.get_world_size()
-    found = [fastest_mesh(owner, _device_name(), ranks, ranks, weights) if dist.get_rank() == 0 else None]
-    # All take that of rank 0: other devices on other hosts might be planned for differently.
-    dist.broadcast_object_list(found, src=0, group=_cpu_group())
-    return found[0]
+    predicted: list[Any] = [predict(owner, _device_name(), ranks, ranks, weights) if dist.get_rank() == 0 else None]
+    # Devices of other ranks may differ from that of rank 0, and would be planned for differently.
+    dist.broadcast_object_list(predicted, src=0, group=_cpu_group())
+    choice: MeshChoice | Unpredicted = predicted[0]
+    return choice
+
+
+def _device_name() -> str:
+    return torch.cuda.get_device_name()
 
 
 def _cpu_group() -> ProcessGroup:
@@ -217,70 +256,34 @@ def _ranks_per_host() -> int | None:
     return gcd(*[len(list(run)) for _, run in groupby(names)])
 
 
-def _device_name() -> str:
-    return torch.cuda.get_device_name()
-
-
-def fastest_mesh(
-    pipe: Any, device: str, ranks: int, ranks_per_host: int, weights: str | None = None
-) -> MeshChoice | None:
-    """Of the meshes of so many ranks on which ``weights`` can be sharded so; None where the planner does not know the device, the
-    transformer, or its guidance."""
-    # The planner asks this module what a pipeline guides by.
-    from para_core.adapters.planner.plan import plan_mesh
-
-    if hasattr(pipe, "pag_applied_layers"):
-        return None
-    try:
-        sharing: Any = (weights,) if weights in ("fsdp", "tensor") else ()
-        plan = plan_mesh(pipe, ranks=ranks, device=device, ranks_per_host=ranks_per_host, weights=sharing)
-    except Exception as error:
-        # Whatever a class or a config of the user's own makes of it: a prediction that fails is none.
-        logger.debug("no mesh is predicted for %s: %s", type(pipe).__name__, error)
-        return None
-    best = next((row for row in plan.rows if _shards(row.shape, weights)), plan.best)
-    if best.problem is not None or not _shards(best.shape, weights):
-        return None
-    shape, method = best.shape, best.options.get("rotate_method", "alltoall")
-    reason = f"the fastest of {len(plan.rows)} by para_core.adapters.plan_mesh, at default sizes: {plan.advice}"
-    return MeshChoice(shape.batch, shape.ring, shape.ulysses, reason, method, shape.tensor)
-
-
-def _shards(shape: Shape, weights: str | None) -> bool:
-    """Whether a mesh has ranks for weights that are sharded so."""
-    if weights == "tensor":
-        return shape.tensor > 1
-    return weights != "fsdp" or (shape.tensor == 1 and shape.sequence > 1)
-
-
-def _chosen_mesh(device_type: str, owner: Any, weights: str | None = None) -> tuple[DeviceMesh, RotateMethod]:
-    """For a pipeline or a transformer, over all ranks; how keys travel around its ring."""
+def _chosen_mesh(
+    device_type: str, owner: Any, weights: str | None = None, predict: Predict | None = None
+) -> tuple[DeviceMesh, RotateMethod]:
+    """Make the default mesh over all ranks, and return it with how keys travel around its ring."""
     transformer, guidance = owner, None
     if not isinstance(owner, nn.Module):
         transformer = next(iter((transformers_of(owner) or unets_of(owner)).values()))
         guidance = default_guidance(owner, transformer)
     on_host = _ranks_per_host()
-    # The planner knows nothing of links between hosts that it was not told; the rule keeps Ulysses inside the hosts.
-    planned = _planned(device_type, owner, weights) if on_host == dist.get_world_size() else None
-    heads = number_of_heads(transformer)
-    choice = planned or choose_mesh(dist.get_world_size(), heads, guidance, on_host, weights)
-    tensor = {"max_tensor_dim_size": choice.tensor} if choice.tensor > 1 else {}
+    # The planner is not told what connects the hosts; the rule of choose_mesh keeps Ulysses inside them.
+    one_host = on_host == dist.get_world_size()
+    predicted = (
+        _planned(device_type, owner, weights, predict) if one_host else Unpredicted("the ranks are on several hosts")
+    )
+    if isinstance(predicted, MeshChoice):
+        choice = predicted
+    else:
+        choice = choose_mesh(dist.get_world_size(), number_of_heads(transformer), guidance, on_host, weights)
+        choice = replace(choice, reason=f"{choice.reason}; not predicted: {predicted.reason}")
     if dist.get_rank() == 0:
-        logger.warning(
-            "parallelize_pipe: no mesh given, using batch × ring × ulysses%s = %d × %d × %d%s%s (%s); "
-            "mesh=init_context_parallel_mesh(%r, max_batch_dim_size=%d, max_ring_dim_size=%d%s) overrides it.",
-            " × tensor" if tensor else "",
-            choice.batch,
-            choice.ring,
-            choice.ulysses,
-            f" × {choice.tensor}" if tensor else "",
-            "" if choice.rotate_method == "alltoall" else f", rotate_method={choice.rotate_method!r}",
-            choice.reason,
-            device_type,
-            choice.batch,
-            choice.ring,
-            f", max_tensor_dim_size={choice.tensor}" if tensor else "",
-        )
+        _log_choice(choice, device_type)
+        if isinstance(predicted, Unpredicted) and predicted.failed:
+            logger.warning(
+                "parallelize_pipe: the mesh could not be predicted (%s), so it follows from the number of heads and of ranks. "
+                "Pass mesh= to choose one.",
+                predicted.reason,
+            )
+    tensor = {"max_tensor_dim_size": choice.tensor} if choice.tensor > 1 else {}
     mesh = init_context_parallel_mesh(
         device_type,
         max_batch_dim_size=choice.batch,
@@ -289,3 +292,22 @@ def _chosen_mesh(device_type: str, owner: Any, weights: str | None = None) -> tu
         **tensor,
     )
     return mesh, choice.rotate_method
+
+
+def _log_choice(choice: MeshChoice, device_type: str) -> None:
+    tensor = choice.tensor > 1
+    logger.info(
+        "parallelize_pipe: no mesh given, using batch × ring × ulysses%s = %d × %d × %d%s%s (%s); "
+        "mesh=init_context_parallel_mesh(%r, max_batch_dim_size=%d, max_ring_dim_size=%d%s) overrides it.",
+        " × tensor" if tensor else "",
+        choice.batch,
+        choice.ring,
+        choice.ulysses,
+        f" × {choice.tensor}" if tensor else "",
+        "" if choice.rotate_method == "alltoall" else f", rotate_method={choice.rotate_method!r}",
+        choice.reason,
+        device_type,
+        choice.batch,
+        choice.ring,
+        f", max_tensor_dim_size={choice.tensor}" if tensor else "",
+    )

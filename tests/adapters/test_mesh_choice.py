@@ -1,5 +1,6 @@
 """The mesh that a pipeline gets where none is given."""
 
+import logging
 import re
 import warnings
 from unittest import mock
@@ -11,10 +12,10 @@ import torch.distributed as dist
 from torch._higher_order_ops.flex_attention import flex_attention
 from torch.nn import functional as F
 
-from para_core.adapters import parallelize_pipe
+from para_core.adapters import mesh_choice, parallelize_pipe
+from para_core.adapters.mesh_choice import MeshChoice, Unpredicted, choose_mesh, default_guidance, number_of_heads
 from para_core.adapters.models import ADAPTERS
-from para_core.adapters.parallel import mesh_choice
-from para_core.adapters.parallel.mesh_choice import MeshChoice, choose_mesh, default_guidance, number_of_heads
+from para_core.adapters.planner.fastest_mesh import fastest_mesh
 from para_core.plans.plan import LinearAttention
 from para_core.plans.region import plan_options
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, relative_error
@@ -207,9 +208,9 @@ def choose_by_prediction(device):
     lines = []
     with (
         mock.patch.object(mesh_choice, "_device_name", lambda: device),
-        mock.patch.object(mesh_choice.logger, "warning", lambda text, *values: lines.append(text % values)),
+        mock.patch.object(mesh_choice.logger, "info", lambda text, *values: lines.append(text % values)),
     ):
-        choice = mesh_choice._planned("cuda", flux_pipe())
+        choice = mesh_choice._planned("cuda", flux_pipe(), None, fastest_mesh)
         mesh_choice._chosen_mesh("cpu", flux_pipe())
     return choice, lines
 
@@ -225,13 +226,41 @@ def test_first_row_of_planner_on_rank_0_is_used(rank_pool):
 
 
 def test_unknown_devices_leave_the_choice_to_the_rule(rank_pool):
-    assert [choice for choice, _ in rank_pool.run(choose_by_prediction, 2, device="Some Accelerator")] == [None, None]
+    for choice, _ in rank_pool.run(choose_by_prediction, 2, device="Some Accelerator"):
+        assert "Some Accelerator" in choice.reason and not choice.failed
+
+
+def choose_after_failure(error):
+    """The default mesh of a FLUX if counting its operations raises ``error``, and the lines that are logged."""
+    logged = []
+    with (
+        mock.patch.object(mesh_choice, "_device_name", lambda: "NVIDIA H100 80GB HBM3"),
+        mock.patch("para_core.adapters.planner.fastest_mesh.plan_mesh", side_effect=error),
+        mock.patch.object(
+            mesh_choice.logger, "_log", lambda level, text, values, **_: logged.append((level, text % values))
+        ),
+        mock.patch.object(mesh_choice.logger, "isEnabledFor", lambda level: True),
+    ):
+        predicted = mesh_choice._planned("cuda", flux_pipe(), None, fastest_mesh)
+        with mock.patch.object(mesh_choice, "_planned", lambda *_: predicted):
+            mesh, _ = mesh_choice._chosen_mesh("cpu", flux_pipe(), None, fastest_mesh)
+    return dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)), logged
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("by 17"), KeyError("n_17"), ValueError("17 heads")])
+def test_failed_prediction_is_a_warning(rank_pool, error):
+    results = rank_pool.run(choose_after_failure, 2, error)
+    for sizes, _ in results:
+        assert sizes["ulysses"] == 2
+    levels = dict(results[0][1])
+    assert "17" in levels[logging.WARNING] and "17" in levels[logging.INFO] and "mesh=" in levels[logging.WARNING]
+    assert results[1][1] == []
 
 
 def run_as_planned():
     """As if two dims were predicted to be fastest."""
     planned = mock.patch.object(mesh_choice, "_planned", lambda *_: MeshChoice(1, 2, 1, "predicted", "2d"))
-    with planned, mock.patch.object(mesh_choice.logger, "warning") as said:
+    with planned, mock.patch.object(mesh_choice.logger, "info") as said:
         pipe, asked = parallelize_pipe(flux_pipe()), parallelize_pipe(flux_pipe(), rotate_method="allgather")
     lines = [call.args[0] % call.args[1:] for call in said.call_args_list]
     methods = [plan_options(x.transformer).rotate_method for x in (pipe, asked)]
@@ -270,7 +299,7 @@ def shape_on_hosts(names):
     """Ring and Ulysses sizes on ranks that no launcher told of hosts, and whether they are planned for as one host."""
     with (
         mock.patch("socket.gethostname", lambda: names[dist.get_rank()]),
-        mock.patch.object(mesh_choice, "_planned", return_value=None) as planned,
+        mock.patch.object(mesh_choice, "_planned", return_value=Unpredicted("none")) as planned,
     ):
         sequence = mesh_choice.guided_mesh_for(None, flux_pipe()).sequence
     return sequence.ring.size, sequence.ulysses.size, planned.called

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.overrides import _get_current_function_mode_stack
 
 from para_core.adapters import parallelize_pipe, parallelize_transformer
-from para_core.adapters.consistency.call import set_timeout
+from para_core.adapters.parallel.resolve import _global_ranks, _timeout_part
 from para_core.distributed.mesh import find_or_make_group, guided_mesh
 from para_core.distributed.point_to_point import Links
 from para_core.spatial.one_group import first_ranks
@@ -363,7 +363,7 @@ def timeouts_after_a_change():
     users = dist.new_group([0, 1], use_local_synchronization=True, timeout=timedelta(seconds=50))
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
-        set_timeout(guided, 7)
+        _timeout_part(flux_pipe(), guided, 7, _global_ranks(guided)).apply()
     groups = {
         group.group_desc: group for group in dist.distributed_c10d._world.pg_map if "para_core" in group.group_desc
     }

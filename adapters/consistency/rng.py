@@ -1,0 +1,39 @@
+"""The random numbers of a call: those of the first rank of the mesh, on all ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from para_core.distributed.collectives import broadcast_bytes
+from para_core.distributed.mesh import GuidedMesh
+
+_TOKEN_BYTES = 16
+
+
+@contextmanager
+def random_state_of_first_rank(mesh: GuidedMesh) -> Iterator[str]:
+    """Inside, the default generators continue those of the mesh's first rank; afterwards each rank has its own again.
+
+    The first rank's move on, as if it had run alone. Gives a token of this call, the same on all ranks.
+    """
+    # Whatever the mesh says: diffusers takes random numbers on the pipeline's device, and a gloo group also serves accelerators.
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device_module = None if accelerator is None else torch.get_device_module(accelerator)
+    own = [torch.get_rng_state()] + ([device_module.get_rng_state()] if device_module else [])
+    token = torch.frombuffer(bytearray(os.urandom(_TOKEN_BYTES)), dtype=torch.uint8)
+    shared: list[Tensor] = list(broadcast_bytes(torch.cat([token, *own]), mesh).split([_TOKEN_BYTES, *map(len, own)]))
+    torch.set_rng_state(shared[1].clone())
+    if device_module:
+        device_module.set_rng_state(shared[2].clone())
+    try:
+        yield bytes(shared[0].tolist()).hex()
+    finally:
+        if mesh.rank != 0:
+            torch.set_rng_state(own[0])
+            if device_module:
+                device_module.set_rng_state(own[1])

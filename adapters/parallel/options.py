@@ -1,0 +1,78 @@
+"""The options of parallelize_pipe and parallelize_transformer, as one value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+import torch
+
+from para_core.adapters.spec import Adapter, Text
+from para_core.adapters.weights.sharded_component import METHODS, Method
+from para_core.attention.backend_selection import Backend
+from para_core.attention.mesh_attention import AttnFunc
+from para_core.attention.options import AttnOptions, RotateMethod
+from para_core.distributed.timeouts import as_timedelta
+from para_core.weights.pipefusion import PipeFusion
+
+
+@dataclass(frozen=True)
+class ParallelOptions:
+    """What the user asked for, as :func:`~para_core.adapters.parallelize_pipe` documents it.
+
+    Raises:
+        TypeError, ValueError: An option has a value that no pipeline takes, or two options exclude each other.
+    """
+
+    text: Text | None = None
+    timeout: timedelta | float | None = None
+    adapter: Adapter | None = None
+    assume_equal: bool = False
+    vae: bool = False
+    weights: Method | Literal["replicate"] | None = None
+    pipefusion: PipeFusion | None = None
+    rotate_method: RotateMethod | None = None
+    backend: Backend | None = None
+    comm_dtype: torch.dtype | None = None
+    attn_func: AttnFunc | None = None
+
+    def __post_init__(self) -> None:
+        if self.weights not in (None, "replicate", *METHODS):
+            raise ValueError(
+                f"weights is {self.weights!r}; expected 'fsdp', 'tensor', 'replicate', or None to leave them as they are."
+            )
+        if self.pipefusion is not None and not isinstance(self.pipefusion, PipeFusion):
+            raise TypeError(f"pipefusion is {self.pipefusion!r}; expected a PipeFusion of para_core, or None.")
+        if self.backend is not None and self.attn_func is not None:
+            raise ValueError(
+                f"backend={self.backend!r} and attn_func both say what computes attention on one device. Leave one out."
+            )
+        if self.timeout is not None:
+            as_timedelta(self.timeout)
+        self.attention(None)
+
+    def attention(self, default_method: RotateMethod | None) -> AttnOptions:
+        """Return the options of attention; ``default_method`` is how keys travel around the ring unless the user says so."""
+        if self.comm_dtype is not None:
+            default_method = None
+        return AttnOptions(
+            rotate_method=self.rotate_method or default_method or "alltoall",
+            backend=self.backend,
+            comm_dtype=self.comm_dtype,
+        )
+
+    @property
+    def of_transformers(self) -> dict[str, object]:
+        """The options, by name, that are given and that only a transformer takes."""
+        options = {
+            "text": self.text,
+            "adapter": self.adapter,
+            "weights": "tensor" if self.weights == "tensor" else None,
+            "pipefusion": self.pipefusion,
+            "rotate_method": self.rotate_method,
+            "backend": self.backend,
+            "comm_dtype": self.comm_dtype,
+            "attn_func": self.attn_func,
+        }
+        return {name: value for name, value in options.items() if value is not None}

@@ -1,0 +1,174 @@
+"""Everything that parallelize_pipe can refuse is refused here, before anything changes."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from para_core.adapters.compatibility import When, cases_of, refuse
+from para_core.adapters.mesh_choice import Mesh, mesh_and_method
+from para_core.adapters.models.vaes import vae_adapter
+from para_core.adapters.parallel.call import ParallelCall
+from para_core.adapters.parallel.options import ParallelOptions
+from para_core.adapters.parallel.parts import CallPart, PipeFusionPart, TimeoutPart, UnetPart, VaePart, WeightsPart
+from para_core.adapters.parallel.session import ParallelSession, Part
+from para_core.adapters.parallel.transformer import TransformerPart, resolve_transformer
+from para_core.adapters.planner.fastest_mesh import fastest_mesh
+from para_core.adapters.registry import plan_for, transformers_of, unets_of
+from para_core.adapters.rows.unet import resolve_unet
+from para_core.adapters.rows.vae import require_parallel_vae
+from para_core.adapters.weights.pipefusion import patches_of
+from para_core.adapters.weights.shard import require_mesh_fits, weights_groups
+from para_core.adapters.weights.sharded_component import METHODS
+from para_core.attention.options import AttnOptions
+from para_core.distributed.consistency import exchange, raising_on_all
+from para_core.distributed.mesh import GuidedMesh, groups_among, host_group
+from para_core.distributed.timeouts import as_timedelta
+from para_core.instance_patching import original_class
+
+# Autoencoders of pipelines of images and sound, next to ``vae``.
+_SOUND_VAES = ("audio_vae", "sound_tokenizer")
+
+
+def resolve(pipe: Any, mesh: Mesh | None, options: ParallelOptions, *, unshards: bool = False) -> ParallelSession:
+    """Look everything up, validate it, and return the session that runs ``pipe`` on ``mesh``. Changes nothing.
+
+    Every rank of the mesh calls it; what one rank refuses, all refuse.
+
+    Args:
+        unshards: Whether weights that are sharded now are whole when the session starts.
+
+    Raises:
+        TypeError, ValueError: The pipeline is not supported, an option does not fit it, or the mesh does not.
+        RuntimeError: There is no ``mesh`` and no process group on several ranks; or two ranks of a mesh on NCCL have the same GPU.
+    """
+    refuse(When.PARALLELIZE, *cases_of(pipe, options.adapter))
+    autoencoders = _vaes_of(pipe) if options.vae else []
+    _require_transformer(pipe, options)
+    for module in transformers_of(pipe).values():
+        plan_for(module, options.text, options.adapter)
+    guided, predicted_method = mesh_and_method(mesh, pipe, options.weights, fastest_mesh)
+    ranks = _global_ranks(guided) if options.timeout is not None and guided.ranks > 1 else set()
+    with raising_on_all(guided, f"this {original_class(pipe).__name__} cannot run on these ranks"):
+        refuse(When.PARALLELIZE, *cases_of(pipe, options.adapter, guided, unshards=unshards))
+        _require_weights_fit(guided, options)
+        transformers, unets = _parts_of_models(pipe, guided, options, options.attention(predicted_method))
+        if options.pipefusion is not None:
+            for module in transformers_of(pipe).values():
+                patches_of(module, guided, options.adapter)
+        for vae in autoencoders:
+            require_parallel_vae(vae)
+        if guided.ranks > 1 and options.weights in METHODS:
+            refuse(When.SHARD, *cases_of(pipe))
+        session = ParallelSession(guided, [*transformers, *unets])
+        if ranks and options.timeout is not None:
+            session.parts.append(_timeout_part(pipe, guided, options.timeout, ranks))
+        session.parts += _parts_of_pipe(pipe, guided, options, transformers, session, autoencoders)
+        if guided.ranks > 1 and options.weights in ("fsdp", "tensor"):
+            session.parts.append(WeightsPart(pipe, guided, options.weights))
+        elif options.weights == "replicate" or (unshards and guided.pipe.size == 1):
+            session.parts.append(WeightsPart(pipe, guided, None))
+    return session
+
+
+def _parts_of_pipe(
+    pipe: Any,
+    mesh: GuidedMesh,
+    options: ParallelOptions,
+    transformers: list[TransformerPart],
+    session: ParallelSession,
+    autoencoders: list[nn.Module],
+) -> list[Part]:
+    """Return the parts around the call of the pipeline: none on one rank, unless PipeFusion runs there."""
+    if mesh.ranks == 1 and options.pipefusion is None:
+        return []
+    call = _call(pipe, mesh, options, transformers, session)
+    parts: list[Part] = [CallPart(pipe, call), *[VaePart(vae, mesh) for vae in autoencoders]]
+    if options.pipefusion is not None:
+        parts.append(PipeFusionPart(call, transformers_of(pipe), options.pipefusion, options.adapter))
+    return parts
+
+
+def _parts_of_models(
+    pipe: Any, mesh: GuidedMesh, options: ParallelOptions, attention: AttnOptions
+) -> tuple[list[TransformerPart], list[UnetPart]]:
+    # Perturbed attention guidance takes the branches of a batch apart inside the model: no rank has samples of its own.
+    batched = mesh.ranks == 1 or not hasattr(pipe, "pag_applied_layers")
+    transformers = [
+        resolve_transformer(module, mesh, options, attention, batched=batched)
+        for module in transformers_of(pipe).values()
+    ]
+    unets = [
+        UnetPart(resolve_unet(module, mesh, assume_equal=options.assume_equal, batched=batched))
+        for module in unets_of(pipe).values()
+    ]
+    return transformers, unets
+
+
+def _call(
+    pipe: Any,
+    mesh: GuidedMesh,
+    options: ParallelOptions,
+    transformers: list[TransformerPart],
+    session: ParallelSession,
+) -> ParallelCall:
+    unets = unets_of(pipe)
+    in_one_batch = bool(unets) or any(part.plan.batched for part in transformers)
+    apart = mesh.batch.size > 1 and not in_one_batch
+    return ParallelCall(
+        transformers_of(pipe), unets, mesh, apart=apart, assume_equal=options.assume_equal, session=session
+    )
+
+
+def _global_ranks(mesh: GuidedMesh) -> set[int]:
+    """Return the global ranks of ``mesh``. Every one of them calls this."""
+    groups = [dim.group for dim in mesh.dims if dim.group is not None]
+    if len(groups) > 1:
+        return {record["rank"] for record in exchange({"rank": dist.get_rank()}, mesh)}
+    return {rank for group in groups for rank in dist.get_process_group_ranks(group)}
+
+
+def _timeout_part(pipe: Any, mesh: GuidedMesh, timeout: timedelta | float, ranks: set[int]) -> TimeoutPart:
+    """Return the part that sets the time-out of the groups of ``mesh``, and of the groups that were made for these ranks before: edges of
+    stages, rows of an image, CPU tensors, weights."""
+    of_mesh = [group for dim in mesh.dims if dim.group is not None for group in {dim.group, host_group(dim)}]
+    groups = dict.fromkeys([*of_mesh, *groups_among(ranks), *weights_groups(pipe)])
+    return TimeoutPart(list(groups), as_timedelta(timeout), ranks)
+
+
+def _require_transformer(pipe: Any, options: ParallelOptions) -> None:
+    """Raise ``ValueError`` if options that apply to transformers only are given for a pipeline on a UNet."""
+    if options.of_transformers and not transformers_of(pipe):
+        named = ", ".join(f"{name}={value!r}" for name, value in options.of_transformers.items())
+        raise ValueError(
+            f"{named}: {original_class(pipe).__name__} has no transformer; its ranks share the rows of a UNet's images. "
+            "Leave these options out. weights='fsdp' shards its text encoders."
+        )
+
+
+def _require_weights_fit(mesh: GuidedMesh, options: ParallelOptions) -> None:
+    if options.weights not in METHODS or mesh.ranks == 1:
+        return
+    if mesh.pipe.size > 1:
+        raise ValueError(
+            f"weights={options.weights!r} with a mesh of {mesh.pipe.size} stages: each rank holds its own blocks alone, and all of these. "
+            "Leave weights= out, or use a mesh without 'pipe'; shard_weights(pipe, mesh, components=[...]) shards text encoders."
+        )
+    require_mesh_fits(mesh, options.weights)
+
+
+def _vaes_of(pipe: Any) -> list[nn.Module]:
+    """Return the autoencoders of ``pipe`` that run on all ranks.
+
+    Raises:
+        TypeError: It has none.
+    """
+    vae = getattr(pipe, "vae", None)
+    if not isinstance(vae, nn.Module):
+        raise TypeError(f"vae=True: {original_class(pipe).__name__} has no autoencoder pipe.vae. Leave vae=True out.")
+    sound = [getattr(pipe, name, None) for name in _SOUND_VAES]
+    # A sound autoencoder that is not known is small, and decodes on every rank.
+    return [vae, *[part for part in sound if isinstance(part, nn.Module) and vae_adapter(part) is not None]]

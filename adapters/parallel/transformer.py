@@ -1,0 +1,173 @@
+"""Running one transformer on several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from para_core.adapters.compatibility import Case, When, reason_against, refuse
+from para_core.adapters.consistency.arguments import require_same_inputs
+from para_core.adapters.mesh_choice import Mesh, guided_mesh_for
+from para_core.adapters.parallel.options import ParallelOptions
+from para_core.adapters.parallel.session import ParallelSession, Part, Undo, replace_session
+from para_core.adapters.registry import plan_for
+from para_core.adapters.spec import Adapter, Text
+from para_core.adapters.weights.stages import (
+    free_other_stages,
+    hold_stage,
+    release_stage,
+    require_stages_fit,
+    suspend_stage,
+)
+from para_core.attention.backend_selection import Backend
+from para_core.attention.mesh_attention import AttnFunc
+from para_core.attention.options import AttnOptions, RotateMethod
+from para_core.cache.apply import cache_options
+from para_core.distributed.consistency import raising_on_all
+from para_core.distributed.mesh import GuidedMesh
+from para_core.instance_patching import uncompiled
+from para_core.plans.module_matching import match_modules
+from para_core.plans.plan import Plan
+from para_core.plans.region import apply_plan, remove_plan
+
+Transformer = TypeVar("Transformer", bound=nn.Module)
+
+
+def parallelize_transformer(
+    transformer: Transformer,
+    *,
+    mesh: Mesh | GuidedMesh | None = None,
+    text: Text | None = None,
+    adapter: Adapter | None = None,
+    assume_equal: bool = False,
+    rotate_method: RotateMethod | None = None,
+    backend: Backend | None = None,
+    comm_dtype: torch.dtype | None = None,
+    attn_func: AttnFunc | None = None,
+) -> Transformer:
+    """Run this one transformer over ``mesh``: every rank gives it the same input and gets the whole output.
+
+    For a denoising loop of your own; :func:`parallelize_pipe` also keeps random numbers and arguments equal on all ranks.
+    In eager code, and if it was compiled in place, each call first compares a digest of its inputs over the ranks. If anything is invalid
+    or fails, on any rank, the transformer stays as it was on every rank.
+
+    Args:
+        transformer: a supported diffusers transformer, compiled or not.
+        mesh, text, adapter, rotate_method, backend, comm_dtype, attn_func: as for :func:`parallelize_pipe`.
+        assume_equal: do not compare. A comparison costs a fingerprint of the inputs on their device, 8 bytes to the host per tensor, and
+            one small exchange.
+
+    Returns:
+        ``transformer``.
+    """
+    options = ParallelOptions(
+        text=text,
+        adapter=adapter,
+        assume_equal=assume_equal,
+        rotate_method=rotate_method,
+        backend=backend,
+        comm_dtype=comm_dtype,
+        attn_func=attn_func,
+    )
+    module = uncompiled(transformer)
+    refuse(When.PARALLELIZE, Case(module, module, adapter=adapter))
+    plan_for(module, text, adapter)
+    guided = guided_mesh_for(mesh, module)
+    with raising_on_all(guided, f"this {type(module).__name__} cannot run on these ranks"):
+        refuse(When.PARALLELIZE, Case(module, module, adapter=adapter, mesh=guided))
+        part = resolve_transformer(module, guided, options, options.attention(None))
+    replace_session(module, None, ParallelSession(guided, [part]))
+    return transformer
+
+
+def unparallelize_transformer(transformer: Transformer) -> Transformer:
+    """Undo :func:`parallelize_transformer`; returns ``transformer``. All ranks of a mesh with ``pipe`` call it."""
+    release_stage(uncompiled(transformer))
+    remove_plan(uncompiled(transformer))
+    return transformer
+
+
+def resolve_transformer(
+    module: nn.Module,
+    mesh: GuidedMesh,
+    options: ParallelOptions,
+    attention: AttnOptions,
+    *,
+    batched: bool = True,
+) -> TransformerPart:
+    """Return the part that runs ``module`` on ``mesh``. Changes nothing.
+
+    Args:
+        batched: Whether ranks along ``batch`` may share the samples of a call.
+
+    Raises:
+        ValueError: The plan names a submodule that is not there, or the mesh does not fit.
+    """
+    plan: Any = plan_for(module, options.text, options.adapter)
+    if not batched:
+        plan = replace(plan, batched={})
+    if mesh.ranks > 1:
+        match_modules(module, plan)
+    if mesh.pipe.size > 1:
+        require_stages_fit(module, mesh.pipe, options.adapter)
+    return TransformerPart(module, plan, mesh, options, attention)
+
+
+@dataclass(frozen=True)
+class TransformerPart(Part):
+    """The plan of one transformer, and its stage on a mesh with ``pipe``."""
+
+    module: nn.Module
+    plan: Plan
+    mesh: GuidedMesh
+    options: ParallelOptions
+    attention: AttnOptions
+    name = "the transformer"
+
+    def apply(self) -> Undo:
+        in_stages = self.mesh.pipe.size > 1
+        apply_plan(
+            self.module,
+            self.plan,
+            self.mesh.sequence,
+            batch=self.mesh.batch,
+            # With stages the wrapper of the stage compares the inputs.
+            require_equal=None if in_stages or self.mesh.ranks == 1 else self.require_equal,
+            options=self.attention,
+            attn_func=self.options.attn_func,
+        )
+        if in_stages:
+            hold_stage(self.module, self.mesh.pipe, self.options.adapter, self.require_equal, self.mesh)
+        return self.undo
+
+    def complete(self) -> None:
+        free_other_stages(self.module)
+
+    def undo(self) -> None:
+        unparallelize_transformer(self.module)
+
+    def clear(self) -> Undo:
+        resume = suspend_stage(self.module)
+        remove_plan(self.module)
+        return resume
+
+    def suspend(self, undo: Undo, mesh: GuidedMesh) -> Undo:
+        return self.clear()
+
+    def require_equal(self, kwargs: Mapping[str, Any]) -> None:
+        """Raise on every rank unless all ranks call the transformer with the arguments ``kwargs``."""
+        self.mesh.check_alive()
+        problem = reason_against(When.PARALLEL_CALL, Case(self.module, self.module, mesh=self.mesh))
+        if self.options.assume_equal:
+            if problem is not None:
+                raise RuntimeError(problem)
+            return
+        options = cache_options(self.module)
+        cached = {} if options is None else {"its cache": options.as_text()}
+        require_same_inputs(
+            {**kwargs, **cached, **self.attention.by_name}, self.mesh, f"this {type(self.module).__name__}", problem
+        )

@@ -1,0 +1,49 @@
+"""The planner's first choice, as the default mesh of a pipeline needs it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from para_core.adapters.mesh_choice import MeshChoice, Unpredicted
+from para_core.adapters.planner.count import UnknownModelError
+from para_core.adapters.planner.plan import plan_mesh
+from para_core.planner.cost import Shape
+from para_core.planner.hardware import device_named
+
+
+def fastest_mesh(
+    pipe: Any, device: str, ranks: int, ranks_per_host: int, weights: str | None = None, /
+) -> MeshChoice | Unpredicted:
+    """Return the mesh of ``ranks`` ranks that :func:`plan_mesh` predicts to be the fastest, or why there is no prediction.
+
+    Args:
+        device: The name of the device.
+        weights: The mesh must have ranks over which they can be sharded so: ``"fsdp"``, ``"tensor"``; anything else: they are replicated.
+    """
+    if hasattr(pipe, "pag_applied_layers"):
+        return Unpredicted("the planner does not count perturbed attention guidance")
+    try:
+        device_named(device)
+    except ValueError as error:
+        return Unpredicted(f"{error}")
+    try:
+        sharing: Any = (weights,) if weights in ("fsdp", "tensor") else ()
+        plan = plan_mesh(pipe, ranks=ranks, device=device, ranks_per_host=ranks_per_host, weights=sharing)
+    except UnknownModelError as error:
+        return Unpredicted(f"{error}")
+    except Exception as error:
+        # The class or the config of the pipeline may be the user's own, so that counting may raise anything.
+        return Unpredicted(f"{type(error).__name__}: {error}", failed=True)
+    best = next((row for row in plan.rows if _shards(row.shape, weights)), plan.best)
+    if best.problem is not None or not _shards(best.shape, weights):
+        return Unpredicted(best.problem or f"no mesh has ranks to shard weights by {weights!r}")
+    shape, method = best.shape, best.options.get("rotate_method", "alltoall")
+    reason = f"the fastest of {len(plan.rows)} by para_core.adapters.plan_mesh, at default sizes: {plan.advice}"
+    return MeshChoice(shape.batch, shape.ring, shape.ulysses, reason, method, shape.tensor)
+
+
+def _shards(shape: Shape, weights: str | None) -> bool:
+    """Whether a mesh of ``shape`` has ranks over which ``weights`` are sharded."""
+    if weights == "tensor":
+        return shape.tensor > 1
+    return weights != "fsdp" or (shape.tensor == 1 and shape.sequence > 1)

@@ -1,0 +1,415 @@
+"""A call that is refused or fails leaves the pipeline as it was: with the earlier settings, on every rank."""
+
+import warnings
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import wraps
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from para_core import PipeFusion, init_context_parallel_mesh
+from para_core.adapters import (
+    Adapter,
+    apply_cache_on_pipe,
+    parallelize_pipe,
+    parallelize_transformer,
+    parallelize_unet,
+    parallelize_vae,
+    shard_weights,
+    unparallelize_pipe,
+    unshard_weights,
+)
+from para_core.adapters.parallel.call import parallel_call
+from para_core.adapters.parallel.transformer import TransformerPart
+from para_core.adapters.registry import adapter_for
+from para_core.instance_patching import _wrappers, uncompiled
+from para_core.weights.stages import stages_of
+from tests.tiny import cpu_mesh, flux_call, flux_pipe
+from tests.together.snapshot import differences, snapshot
+from tests.weights.pipes import make
+from zoo.tiny.pipelines.unet import UNET_PIPELINES
+
+
+def timeouts():
+    """Seconds that each group waits, by its description and ranks."""
+    groups = dist.distributed_c10d._world.pg_map if dist.is_initialized() else ()
+    return {
+        f"group {group.group_desc} {dist.get_process_group_ranks(group)}": str(
+            group._get_backend(torch.device("cpu")).options._timeout
+        )
+        for group in groups
+    }
+
+
+def state_of(pipe):
+    """Everything that a call may change: what snapshot() sees, the wrappers of each instance, and the time-outs of groups."""
+    found = {**snapshot(pipe), **timeouts()}
+    parts = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
+    for name, part in {"": pipe, **parts}.items():
+        modules = [(name, part)] if part is pipe else uncompiled(part).named_modules(prefix=name)
+        for path, module in modules:
+            found[f"wrappers of {path}"] = str(sorted(_wrappers(module)))
+    return found
+
+
+def image_of(pipe):
+    return pipe(**flux_call())[0]
+
+
+def changes_since(before, pipe):
+    """What differs from ``before``, groups apart that were made since: they are found again by later calls."""
+    now = {path: value for path, value in state_of(pipe).items() if not path.startswith("group ") or path in before}
+    return differences(now, before)
+
+
+@contextmanager
+def same_pipe(pipe):
+    """Raise unless ``pipe`` is the same after the block as before."""
+    before = state_of(pipe)
+    yield
+    changed = changes_since(before, pipe)
+    assert not changed, "\n".join(changed)
+
+
+REFUSED = {
+    "weights": {"weights": "typo"},
+    "text": {"text": "typo"},
+    "rotate_method": {"rotate_method": "typo"},
+    "backend": {"backend": "typo"},
+    "backend and attn_func": {"backend": "math", "attn_func": lambda *args: None},
+    "pipefusion": {"pipefusion": 4},
+    "adapter": {"adapter": "flux"},
+    "timeout": {"timeout": 0},
+    "timeout of another type": {"timeout": "long"},
+    "comm_dtype": {"comm_dtype": torch.int16},
+    "tensor weights without tensor ranks": {"weights": "tensor"},
+}
+
+
+def refused_calls(earlier):
+    pipe = flux_pipe(shared_parts=False)
+    mesh = cpu_mesh(1, 2)
+    if earlier is not None:
+        parallelize_pipe(pipe, mesh=mesh, **earlier)
+    image, raised = image_of(pipe), {}
+    for name, options in REFUSED.items():
+        with same_pipe(pipe), pytest.raises((ValueError, TypeError)) as caught:
+            parallelize_pipe(pipe, mesh=mesh, **options)
+        raised[name] = str(caught.value)
+    with same_pipe(pipe), pytest.raises((ValueError, TypeError)):
+        parallelize_pipe(pipe, mesh="a mesh")
+    assert torch.equal(image_of(pipe), image)
+    return raised
+
+
+EARLIER = {"fresh": None, "parallel": {}, "fsdp": {"weights": "fsdp", "vae": True, "timeout": 77}}
+
+
+@pytest.mark.parametrize("earlier", EARLIER.values(), ids=EARLIER)
+def test_a_refused_call_changes_nothing(rank_pool, earlier):
+    for raised in rank_pool.run(refused_calls, 2, earlier):
+        assert "typo" in raised["weights"] and "typo" in raised["text"]
+
+
+def timeouts_of_pipes():
+    first, second = flux_pipe(), flux_pipe()
+    mesh = cpu_mesh(1, 2)
+    before = timeouts()
+    of_mesh = next(key for key in before if "[0, 1]" in key)
+    seen = [before[of_mesh]]
+    steps = [
+        lambda: parallelize_pipe(first, mesh=mesh, timeout=70),
+        lambda: parallelize_pipe(second, mesh=mesh, timeout=timedelta(seconds=50)),
+        lambda: parallelize_pipe(first, mesh=mesh, timeout=50),
+        lambda: unparallelize_pipe(second),
+        lambda: parallelize_pipe(first, mesh=mesh, timeout=40),
+        lambda: unparallelize_pipe(first),
+    ]
+    group = mesh.get_group("ulysses")
+    seconds = []
+    for step in steps:
+        step()
+        seconds.append(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+    image_of(parallelize_pipe(first, mesh=mesh, vae=True, weights="fsdp", timeout=30))
+    unparallelize_pipe(first)
+    after = timeouts()
+    return seen, seconds, before, after, group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+
+def test_unparallelize_pipe_restores_timeouts(rank_pool):
+    for _, seconds, before, after, last in rank_pool.run(timeouts_of_pipes, 2):
+        assert seconds[:-1] == [70, 50, 50, 50, 40]
+        assert seconds[-1] == last not in (70, 50, 40, 30)
+        assert {key: after[key] for key in before} == before
+        # Groups that were made meanwhile have the time-out of the mesh.
+        assert not {"0:00:30", "0:00:40", "0:00:50", "0:01:10"} & set(after.values())
+
+
+# -- a failure in one step
+
+PARALLEL = "para_core.adapters.parallel"
+WEIGHTS = "para_core.adapters.weights"
+# Functions that a step calls, by the module in which it looks them up.
+STEPS_OF_PIPE = {
+    "plan": f"{PARALLEL}.transformer.apply_plan",
+    "submodules": "para_core.plans.region.wrap_alike",
+    "time-out": f"{PARALLEL}.parts.override_timeouts",
+    "one group": "para_core.distributed.timeouts.set_group_timeout",
+    "call": f"{PARALLEL}.call.wrap_method",
+    "VAE": f"{PARALLEL}.parts.parallelize_vae",
+    "methods of the VAE": "para_core.adapters.rows.vae.wrap_method",
+    "weights": f"{PARALLEL}.parts.shard_components",
+    "components": f"{WEIGHTS}.shard.components_of",
+    "weights mesh": f"{WEIGHTS}.shard.weights_mesh",
+    "blocks": f"{WEIGHTS}.sharded_component.shard_blocks",
+    "LoRA": f"{WEIGHTS}.sharded_component.follow_loras",
+    "late methods": f"{WEIGHTS}.sharded_component.wrap_method",
+}
+
+
+class Injected(Exception):
+    """What a step raises."""
+
+
+def fails_here(rank):
+    return rank is None or rank == dist.get_rank()
+
+
+@contextmanager
+def failing(step, rank, after=0):
+    """Let the function ``step`` raise on ``rank`` (None: on all), from its call number ``after`` on."""
+    owner, _, name = step.rpartition(".")
+    original, calls = getattr(__import__(owner, fromlist=[name]), name), []
+
+    @wraps(original)
+    def raising(*args, **kwargs):
+        calls.append(name)
+        if len(calls) > after and fails_here(rank):
+            raise Injected("step 17")
+        return original(*args, **kwargs)
+
+    with mock.patch(step, raising):
+        yield
+    # A step that never ran would test nothing.
+    assert len(calls) > after or not fails_here(rank), step
+
+
+def fail_in(earlier, steps, rank):
+    """Let each of ``steps`` fail, and compare the pipe before and after."""
+    pipe, mesh = flux_pipe(shared_parts=False), cpu_mesh(1, 2)
+    if earlier is not None:
+        parallelize_pipe(pipe, mesh=mesh, **earlier)
+    image = image_of(pipe)
+    for name in steps:
+        weights = "replicate" if earlier is not None and earlier.get("weights") else "fsdp"
+        if weights == "replicate" and name in (
+            "weights",
+            "components",
+            "weights mesh",
+            "blocks",
+            "LoRA",
+            "late methods",
+        ):
+            continue
+        if name == "weights mesh" and rank is not None:
+            continue  # a group is made by all of its ranks: one that does not come is waited for until the time-out
+        try:
+            with same_pipe(pipe), pytest.raises(RuntimeError, match="17"), failing(STEPS_OF_PIPE[name], rank):
+                parallelize_pipe(pipe, mesh=mesh, vae=True, timeout=33, text="replicate", weights=weights)
+        except BaseException as error:
+            error.add_note(f"step {name}, rank {rank}")
+            raise
+    # Links and groups still work, and the earlier settings are those that compute.
+    assert torch.equal(image_of(pipe), image)
+
+
+@pytest.mark.parametrize("rank", [None, 1])
+@pytest.mark.parametrize("earlier", EARLIER.values(), ids=EARLIER)
+def test_a_failing_step_of_parallelize_pipe_changes_nothing(rank_pool, earlier, rank):
+    rank_pool.run(fail_in, 2, earlier, list(STEPS_OF_PIPE), rank)
+
+
+def fail_between_shards(rank):
+    """Let the second component, or a block in the middle, fail after others were sharded; fresh, and from another method."""
+    pipe, mesh = flux_pipe(shared_parts=False), init_context_parallel_mesh("cpu", max_tensor_dim_size=2)
+    data = init_context_parallel_mesh("cpu")
+    image = image_of(pipe)
+    storage = {name: x.data_ptr() for name, x in pipe.transformer.named_parameters()}
+    steps = [
+        (f"{WEIGHTS}.sharded_component.shard_blocks", 1),
+        ("para_core.weights.fsdp.fully_shard", 1),
+        (f"{WEIGHTS}.sharded_component.wrap_method", 1),
+    ]
+    for step, after in steps:
+        with same_pipe(pipe), pytest.raises(RuntimeError, match="17"), failing(step, rank, after):
+            shard_weights(pipe, data)
+    assert storage == {name: x.data_ptr() for name, x in pipe.transformer.named_parameters()}
+    for step, after in [("para_core.weights.tensor._distributed", 3), ("para_core.weights.tensor._wrap_linears", 0)]:
+        with same_pipe(pipe), pytest.raises(RuntimeError, match="17"), failing(step, rank, after):
+            shard_weights(pipe, mesh, method="tensor")
+    with pytest.raises(ValueError), same_pipe(pipe):
+        shard_weights(pipe, data, method="typo")
+    assert torch.equal(image_of(pipe), image)
+    shard_weights(pipe, data)
+    before, sharded = state_of(pipe), image_of(pipe)
+    with pytest.raises(RuntimeError, match="17"), failing(f"{WEIGHTS}.sharded_component.shard_tensors", rank):
+        shard_weights(pipe, mesh, method="tensor")
+    assert changes_since(before, pipe) == [] and torch.equal(image_of(pipe), sharded)
+    unshard_weights(pipe)
+    assert torch.equal(image_of(pipe), image)
+
+
+@pytest.mark.parametrize("rank", [None, 1])
+def test_a_failing_step_of_shard_weights_changes_nothing(rank_pool, rank):
+    rank_pool.run(fail_between_shards, 2, rank)
+
+
+STEPS_OF_CACHE = {
+    "cache": "para_core.adapters.cache.pipeline.BlockCache",
+    "call": "para_core.adapters.cache.pipeline.wrap_method",
+    "blocks": "para_core.cache.block_cache.attach",
+    "wrappers": "para_core.cache.attachment.wrap_alike",
+    "earlier blocks": "para_core.cache.block_cache.detach",
+}
+
+
+def fail_in_cache(cached, parallel, rank=None):
+    pipe = flux_pipe()
+    if parallel:
+        parallelize_pipe(pipe, mesh=cpu_mesh(1, 2))
+    if cached:
+        apply_cache_on_pipe(pipe, residual_diff_threshold=10.0)
+    image = pipe(**flux_call(num_inference_steps=3))[0]
+    for name, step in STEPS_OF_CACHE.items():
+        if (name == "earlier blocks" and not cached) or (name == "call" and cached):
+            continue
+        before = state_of(pipe)
+        with pytest.raises((RuntimeError, Injected), match="17"), failing(step, rank):
+            # Other roles: the wrappers of the earlier cache do not fit.
+            apply_cache_on_pipe(pipe, residual_diff_threshold=0.1, last_blocks=1)
+        assert changes_since(before, pipe) == [], name
+        assert torch.equal(pipe(**flux_call(num_inference_steps=3))[0], image), name
+    with pytest.raises(ValueError):
+        apply_cache_on_pipe(pipe, residual_diff_threshold=-1.0)
+    assert torch.equal(pipe(**flux_call(num_inference_steps=3))[0], image)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.filterwarnings("ignore:the cache of the")
+def test_a_failing_step_of_apply_cache_on_pipe_changes_nothing(cached):
+    fail_in_cache(cached, parallel=False)
+
+
+@pytest.mark.parametrize("rank", [None, 1])
+def test_a_failing_step_of_the_cache_of_a_parallel_pipe_changes_nothing(rank_pool, rank):
+    rank_pool.run(fail_in_parallel_cache, 2, rank)
+
+
+def fail_in_parallel_cache(rank):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="the cache of the")
+        fail_in_cache(True, True, rank)
+
+
+def fail_in_models(rank):
+    mesh, pipe = cpu_mesh(1, 2), flux_pipe(shared_parts=False)
+    stages = init_context_parallel_mesh("cpu", max_pipe_dim_size=2)
+    vae = pipe.vae
+    for earlier in (None, mesh, stages):
+        if earlier is not None:
+            parallelize_transformer(pipe.transformer, mesh=earlier)
+            if earlier is mesh:
+                parallelize_vae(vae, mesh=mesh)
+        image = image_of(pipe)
+        for target, step in [
+            (mesh, f"{PARALLEL}.transformer.apply_plan"),
+            (stages, f"{PARALLEL}.transformer.hold_stage"),
+            (stages, f"{WEIGHTS}.stages.wrap_method"),
+        ]:
+            with same_pipe(pipe), pytest.raises(RuntimeError, match="17"), failing(step, rank):
+                parallelize_transformer(pipe.transformer, mesh=target)
+        with same_pipe(pipe), pytest.raises(ValueError):
+            parallelize_transformer(pipe.transformer, mesh=mesh, text="typo")
+        with (
+            same_pipe(pipe),
+            pytest.raises(RuntimeError, match="17"),
+            failing("para_core.adapters.rows.vae.wrap_method", rank, 1),
+        ):
+            parallelize_vae(vae, mesh=mesh)
+        with same_pipe(pipe), pytest.raises(ValueError):
+            parallelize_vae(vae, mesh=mesh, method="typo")
+        assert torch.equal(image_of(pipe), image)
+
+
+@pytest.mark.parametrize("rank", [None, 1])
+def test_a_failing_step_of_a_model_changes_nothing(rank_pool, rank):
+    rank_pool.run(fail_in_models, 2, rank)
+
+
+def unet_image(pipe):
+    return pipe(**UNET_PIPELINES["sd"].call())[0]
+
+
+def fail_in_unet(rank):
+    pipe, mesh = UNET_PIPELINES["sd"].build(), cpu_mesh(1, 2)
+    for earlier in (False, True):
+        if earlier:
+            parallelize_unet(pipe.unet, mesh=mesh)
+        image = unet_image(pipe)
+        before = state_of(pipe)
+        for step in ("para_core.adapters.rows.unet_rows.wrap_method", "para_core.adapters.rows.unet.resolve_unet"):
+            with pytest.raises(RuntimeError, match="17"), failing(step, rank):
+                parallelize_unet(pipe.unet, mesh=mesh, batched=False)
+            assert changes_since(before, pipe) == []
+        assert torch.equal(unet_image(pipe), image)
+
+
+@pytest.mark.parametrize("rank", [None, 1])
+def test_a_failing_step_of_parallelize_unet_changes_nothing(rank_pool, rank):
+    rank_pool.run(fail_in_unet, 2, rank)
+
+
+def fail_in_stages(rank):
+    """Let PipeFusion on stages fail; fresh, and on a pipe that runs in stages with PipeFusion already."""
+    pipe, stages = make("flux"), init_context_parallel_mesh("cpu", max_pipe_dim_size=2)
+    steps = (
+        f"{PARALLEL}.parts.FusedPipe",
+        f"{WEIGHTS}.pipefusion.wrap_method",
+        f"{PARALLEL}.parts.refuse_late_on_pipe",
+    )
+    for earlier in (None, PipeFusion(2)):
+        if earlier is not None:
+            parallelize_pipe(pipe, mesh=stages, pipefusion=earlier)
+        image = image_of(pipe)
+        for step in steps:
+            with same_pipe(pipe), pytest.raises(RuntimeError, match="17"), failing(step, rank):
+                parallelize_pipe(pipe, mesh=stages, pipefusion=PipeFusion(3), timeout=44)
+        assert torch.equal(image_of(pipe), image)
+    unparallelize_pipe(pipe)
+    assert torch.equal(image_of(pipe), image_of(make("flux")))
+
+
+@pytest.mark.parametrize("rank", [None, 1])
+@pytest.mark.filterwarnings("ignore:PipeFusion was off")
+def test_a_failing_step_in_stages_changes_nothing(rank_pool, rank):
+    rank_pool.run(fail_in_stages, 2, rank)
+
+
+def adapters_with_perturbed_guidance():
+    """What PipeFusion and the cache see of the user's adapter if the pipeline perturbs attention."""
+    pipe, stages = make("flux"), init_context_parallel_mesh("cpu", max_pipe_dim_size=2)
+    pipe.pag_applied_layers = []
+    known = adapter_for(pipe.transformer)
+    adapter = Adapter(known.transformer, "mine", blocks=known.blocks, plan=known.plan, tensor=known.tensor)
+    parallelize_pipe(pipe, mesh=stages, adapter=adapter, pipefusion=PipeFusion(2))
+    (part,) = [part for part in parallel_call(pipe).session.parts if isinstance(part, TransformerPart)]
+    return part.plan.batched, stages_of(pipe.transformer) is not None
+
+
+def test_perturbed_guidance_keeps_the_adapter(rank_pool):
+    for batched, staged in rank_pool.run(adapters_with_perturbed_guidance, 2):
+        assert batched == {} and staged

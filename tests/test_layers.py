@@ -1,0 +1,130 @@
+"""No room imports a room above it, so no rooms import each other in a cycle. Imports inside of functions count, too."""
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+# A folder, or a file at the top of para_core or adapters. Rooms of one line do not import each other.
+LAYERS = (
+    ("kernels", "para_core/version.py", "para_core/user_warnings.py", "para_core/torch_internals.py"),
+    ("para_core/instance_patching.py", "para_core/triton_support.py"),
+    ("para_core/distributed",),
+    ("para_core/attention",),
+    ("para_core/modes",),
+    ("para_core/plans",),
+    ("para_core/cfg", "para_core/staged.py", "para_core/verify"),
+    ("para_core/spatial", "para_core/weights", "para_core/cache"),
+    ("para_core/__init__.py",),
+    ("para_core/planner",),
+    ("para_core/doctor.py",),
+    ("adapters/spec.py", "adapters/applied.py", "adapters/scheduler_tracker.py"),
+    ("adapters/models",),
+    ("adapters/registry.py",),
+    ("adapters/components.py", "adapters/mesh_choice.py"),
+    ("adapters/planner", "adapters/consistency"),
+    ("adapters/compatibility",),
+    ("adapters/rows", "adapters/cache", "adapters/weights"),
+    ("adapters/parallel", "adapters/propose"),
+    ("adapters/__init__.py",),
+    ("fleet",),
+    ("cli",),
+    ("para_core/__main__.py",),
+)
+# An import that goes upwards, as (file, room), and its reason.
+EXCEPTIONS: dict[tuple[str, str], str] = {}
+LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
+
+
+def module_files():
+    """Files of the library by the name under which they are imported."""
+    files = {}
+    for top in ("para_core", "adapters", "fleet", "cli", "kernels"):
+        for path in (ROOT / top).rglob("*.py"):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            parts = parts[:-1] if parts[-1] == "__init__" else parts
+            files[".".join(parts if top == "para_core" else ("para_core", *parts))] = path.relative_to(ROOT)
+    return files
+
+
+FILES = module_files()
+
+
+def room_of(path):
+    parts = path.parts
+    return "/".join(parts[:2]) if parts[0] in ("para_core", "adapters") else parts[0]
+
+
+def imported_by(path):
+    """The files of the library that ``path`` imports, with the line, wherever the import stands."""
+    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        names = []
+        if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name in FILES else node.module for name in names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        for name in names:
+            if name in FILES:
+                yield FILES[name], node.lineno
+
+
+def edges():
+    found = defaultdict(set)
+    for path in FILES.values():
+        for target, line in imported_by(path):
+            if room_of(path) != room_of(target):
+                found[room_of(path), room_of(target)].add(f"{path}:{line}")
+    return found
+
+
+EDGES = edges()
+
+
+def test_every_room_has_a_layer():
+    assert {room_of(path) for path in FILES.values()} == set(LEVEL)
+
+
+def test_no_room_imports_a_room_above_it():
+    upwards = [
+        f"{where} imports {target}"
+        for (room, target), places in EDGES.items()
+        if LEVEL[target] >= LEVEL[room]
+        for where in sorted(places)
+        if (where.rpartition(":")[0], target) not in EXCEPTIONS
+    ]
+    assert not upwards, "\n".join(upwards)
+
+
+def test_exceptions_are_needed():
+    used = {(where.rpartition(":")[0], target) for (_, target), places in EDGES.items() for where in places}
+    assert set(EXCEPTIONS) <= used
+
+
+def test_an_upward_import_inside_a_function_is_seen(tmp_path, monkeypatch):
+    path = tmp_path / "late.py"
+    path.write_text("def f():\n    from para_core.adapters.parallel.pipeline import parallelize_pipe\n")
+    assert [str(target) for target, _ in imported_by(path)] == ["adapters/parallel/pipeline.py"]
+
+
+@pytest.mark.parametrize("top", ["adapters", "fleet", "cli"])
+def test_imports_of_files_have_no_cycle(top):
+    """At import time, files of one folder do not import each other in a cycle either."""
+    graph = {path: {target for target, _ in imported_by(path)} for path in FILES.values() if path.parts[0] == top}
+    done, under_way = set(), []
+
+    def visit(path):
+        if path in under_way:
+            pytest.fail(" imports ".join(map(str, [*under_way[under_way.index(path) :], path])))
+        if path in done or path not in graph:
+            return
+        under_way.append(path)
+        for target in graph[path]:
+            visit(target)
+        under_way.pop()
+        done.add(path)
+
+    for path in graph:
+        visit(path)
