@@ -274,7 +274,11 @@ def _normalized(call: SdpaCall) -> SdpaCall:
     if autocasts(query):
         # Autocast knows SDPA, not the operators that compute it here.
         query, key, value, mask = _as_autocast_does(query, key, value, mask)
-    elif mask is None and type(is_causal) is bool and (scale is None or isinstance(scale, (float, torch.SymFloat))):
+    elif (
+        mask is None
+        and (is_causal is False or is_causal is True)
+        and (scale is None or isinstance(scale, (float, torch.SymFloat)))
+    ):
         return call
     if not (scale is None or isinstance(scale, (float, torch.SymFloat))):
         scale = float(scale)  # of NumPy, or a tensor of one element

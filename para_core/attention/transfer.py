@@ -133,29 +133,26 @@ class UnevenAllToAll:
 
         A result is a view of what arrived, or lies in memory as SDPA's does, ``[B, S, H, D]``.
         """
-        steps = self._steps_for(tensors)
+        shapes = tuple([x.shape for x in tensors])
+        kind = shapes, tensors[0].dtype, takes_kernels(tensors[0])
+        steps = None if torch.compiler.is_compiling() else self._steps.get(kind)
+        if steps is None:
+            steps = self._find_steps(*kind)
         started = self._send(steps.pack(tensors), steps)
         return partial(_finish, started, steps.unpack)
 
     def _send(self, buffer: Tensor, steps: _Steps) -> Travelling:
         return start_all_to_all(buffer.view(-1), steps.send, steps.receive, self.dim)
 
-    def _steps_for(self, tensors: Sequence[Tensor]) -> _Steps:
-        """Return how these tensors travel; found once for tensors of the same shapes."""
-        shapes = tuple([x.shape for x in tensors])
-        by_kernel, dtype = takes_kernels(tensors[0]), tensors[0].dtype
-        if torch.compiler.is_compiling():
-            return self._find_steps(shapes, dtype, by_kernel)
-        steps = self._steps.get((shapes, dtype, by_kernel))
-        if steps is None:
-            steps = self._steps[shapes, dtype, by_kernel] = self._find_steps(shapes, dtype, by_kernel)
-        return steps
-
-    def _find_steps(self, shapes: Sequence[Sequence[int]], dtype: torch.dtype, by_kernel: bool) -> _Steps:
+    def _find_steps(self, shapes: tuple[Sequence[int], ...], dtype: torch.dtype, by_kernel: bool) -> _Steps:
+        """Return how tensors of these shapes travel; kept in eager code, where lengths are plain integers."""
         widths = [shape[3] if self.wire is None else self.wire.row_size(shape[3]) for shape in shapes]
         send, receive = (self._sizes(side, shapes[0][0], widths) for side in (self.sent, self.arriving))
         pack, unpack = _choose_packing(self, shapes, widths, dtype, sum(send), by_kernel)
-        return _Steps(pack, send, receive, unpack)
+        steps = _Steps(pack, send, receive, unpack)
+        if not torch.compiler.is_compiling():
+            self._steps[shapes, dtype, by_kernel] = steps
+        return steps
 
     def _sizes(self, side: Sequence[PeerSlices], batch: int, widths: Sequence[int]) -> list[int]:
         """Elements of the buffer to or from each peer."""
@@ -254,7 +251,7 @@ def _pack_views(views: Sequence[_PeerView], tensors: Sequence[Tensor]) -> Tensor
     return torch.cat([view.see(x) for view, x in zip(views, tensors, strict=True)], dim=-2)
 
 
-def _unpack_views(table: Sequence[int], heads: Sequence[int], buffer: Tensor) -> Sequence[Tensor]:
+def _unpack_views(table: Sequence[int], heads: list[int], buffer: Tensor) -> Sequence[Tensor]:
     """Unpack what arrives as a result lies, or but for the order of its dims.
 
     Args:
@@ -265,7 +262,7 @@ def _unpack_views(table: Sequence[int], heads: Sequence[int], buffer: Tensor) ->
     if peers == 1:
         rows = buffer.view(tokens, batch, all_heads, width).permute(1, 2, 0, 3)
         # Not split(), a method of Python's.
-        return (rows,) if len(heads) == 1 else rows.split_with_sizes(list(heads), 1)
+        return (rows,) if len(heads) == 1 else rows.split_with_sizes(heads, 1)
     rows = buffer.view(peers, tokens, batch, all_heads, width).permute(2, 1, 0, 3, 4)
     # Of one head per peer reshape() gives a view, which lies in another way.
     return (rows.reshape(batch, tokens, peers * all_heads, width).contiguous().transpose(1, 2),)
