@@ -130,6 +130,9 @@ def test_collective_threads_get_the_gil_at_exit(tmp_path):
 @pytest.mark.parametrize(
     "module",
     [
+        "para_core.attention.options",
+        "para_core.attention.peer_slices",
+        "para_core.attention.tiles",
         "para_core.distributed.layout",
         "para_core.distributed.create_mesh",
         "para_core.planner.hardware",
