@@ -1,0 +1,71 @@
+"""A call's spec as JSON, and which all-to-all its slices need."""
+
+import json
+
+import pytest
+import torch
+
+from para_core import Segment, SequenceLayout
+from para_core.attention.approximate.block_mask import read_block_mask
+from para_core.attention.approximate.kept_keys import KeptKeys
+from para_core.attention.options import AttnOptions
+from para_core.attention.peer_slices import PeerSlices
+from para_core.attention.sdpa_call import SdpaCall
+from para_core.attention.spec import AttentionSpec
+from para_core.attention.transfer import EvenAllToAll, all_to_all_of
+from para_core.distributed.mesh import MeshDim, one_rank
+
+OPTIONS = [
+    {},
+    {"ulysses_chunks": 3, "rotate_method": "2d", "backend": "triton-int8"},
+    {"comm_dtype": torch.float8_e4m3fn, "kept_keys": KeptKeys(1 / 3, 7)},
+    {"block_mask": read_block_mask(torch.tensor([[True, False, True], [False, True, True]]), (4, 3))},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: " ".join(options) or "none")
+@pytest.mark.parametrize("same_layout", [True, False])
+def test_a_spec_survives_its_json(options, same_layout):
+    options = AttnOptions(**options)
+    queries = SequenceLayout((Segment("", 13), Segment("", 5, replicated=True), Segment("", 0, balanced=True)), 1)
+    keys = queries if same_layout else SequenceLayout((Segment("", 9),), 1)
+    spec = AttentionSpec(queries, keys, one_rank("cpu"), 6, 2, True, 0.5, options, options.as_text())
+    # A mesh that was not made from process groups has no text of its own.
+    text = spec.text.replace(json.dumps(spec.mesh.text), json.dumps("1 0 \n1 0 \ncpu 1"), 1)
+    other = AttentionSpec.read(json.dumps(json.loads(text)), spec.numbers, spec.scale)
+    assert (other.query_layout, other.key_layout) == (queries, keys)
+    assert (other.key_layout is other.query_layout) == same_layout
+    assert other.options == options
+    assert (other.num_heads, other.num_kv_heads, other.is_causal, other.scale) == (6, 2, True, 0.5)
+
+
+@pytest.mark.parametrize("number", ["1|2", "1 2", "x"])
+def test_what_is_no_json_is_refused(number):
+    with pytest.raises(ValueError):
+        AttnOptions.read(number)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "is_even"),
+    [
+        (((0, 4), (4, 4)), ((0, 2), (2, 2)), True),
+        (((0, 4), (4, 3)), ((0, 2), (2, 2)), False),
+        (((0, 4), (4, 4)), ((0, 2), (2, 1)), False),
+    ],
+)
+def test_peers_with_equal_slices_need_no_sizes(tokens, heads, is_even):
+    slices, dim = PeerSlices(tokens, heads), MeshDim("ulysses", 2, 0, "", None)
+    assert isinstance(all_to_all_of([slices], [slices], dim), EvenAllToAll) == is_even
+    assert slices.output_size == (sum(tokens[1]), sum(heads[1]))
+
+
+def test_a_call_binds_its_arguments_as_sdpa_does():
+    q = torch.randn(1, 2, 5, 4, generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(5, 5, dtype=torch.bool).tril()
+    expected = torch.nn.functional.scaled_dot_product_attention(q, q, q, mask, scale=0.3)
+    for call in (SdpaCall(q, q, q, mask, scale=0.3), SdpaCall(value=q, key=q, query=q, scale=0.3, attn_mask=mask)):
+        assert torch.equal(call.on_one_device(), expected)
+        assert torch.equal(call.original(), expected)
+    assert SdpaCall(q, q, q, is_causal=True).with_tensors(q, q, q, None).is_causal
+    with pytest.raises(TypeError):
+        SdpaCall(q, q)
