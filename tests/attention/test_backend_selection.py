@@ -66,7 +66,7 @@ def test_forbidden_backend_raises():
 
 
 def test_a_backend_that_nobody_has_is_an_error():
-    with pytest.raises(ValueError, match=r"xformers.*flash, efficient, cudnn, math, triton"):
+    with pytest.raises(ValueError, match=r"xformers.*flash, .*triton"):
         AttnOptions(backend="xformers")
 
 

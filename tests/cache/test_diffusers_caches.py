@@ -16,7 +16,7 @@ from para_core.adapters import (
 from para_core.adapters.models.flux import FLUX
 from tests.tiny import cpu_mesh, flux_call, flux_inputs, flux_pipe, flux_transformer, relative_error
 
-pytestmark = pytest.mark.filterwarnings("ignore:the cache of the")
+pytestmark = pytest.mark.filterwarnings("ignore:.*cache ")
 THEIRS = FirstBlockCacheConfig(threshold=0.1)
 
 
@@ -77,7 +77,7 @@ def errors_on_ranks(shape):
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 1), (1, 1, 2)])
-@pytest.mark.filterwarnings("ignore:this call of the")
+@pytest.mark.filterwarnings("ignore:.*guidance ")
 def test_their_cache_on_ranks_is_refused_everywhere(rank_pool, shape):
     expected = flux_pipe()(**flux_call()).images
     for messages, generated in rank_pool.run(errors_on_ranks, 2, shape=shape):

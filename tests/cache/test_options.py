@@ -22,7 +22,7 @@ from para_core.plans.plan import Plan
 from tests.cache.scripted import ADAPTER, BLOCKS, STREAMS, Pipe, Scripted, verdicts
 from zoo.tiny.pipelines.registry import PIPELINES
 
-pytestmark = pytest.mark.filterwarnings("ignore:the cache of the")
+pytestmark = pytest.mark.filterwarnings("ignore:.*cache ")
 
 
 # What the first block of the scripted model will add is known before it.

@@ -45,7 +45,7 @@ GUIDED = ("wan", "qwen-image", "hunyuan 1.5", "lumina2", "helios")
 
 def latents(pipe, name):
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="the cache of")
+        warnings.filterwarnings("ignore", message=".*cache ")
         return generate(pipe, name, num_inference_steps=4)
 
 
@@ -153,7 +153,7 @@ def generate_cached_with_pause(shape=None):
     if shape is not None:
         parallelize_pipe(pipe, mesh=cpu_mesh(*shape[1:], batch=shape[0]))
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="the cache of")
+        warnings.filterwarnings("ignore", message=".*cache ")
         return generate(pipe, "wan", num_inference_steps=8, callback_on_step_end=pause_guidance)
 
 

@@ -199,7 +199,7 @@ def threshold_at_which_samples_differ(batch):
     return (min(apart) * max(apart)) ** 0.5
 
 
-@pytest.mark.filterwarnings("ignore:the cache of the")
+@pytest.mark.filterwarnings("ignore:.*cache ")
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("batch", BATCHES)
 def test_ranks_sharing_a_batch_skip_same_steps(rank_pool, batch, compiled):

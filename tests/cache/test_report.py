@@ -94,9 +94,8 @@ def test_plots_have_whole_steps_and_legend():
     pipe({"cond": [1.0, 1.0, 1.05, 2.0], "uncond": [5.0, 5.0, 5.0, 5.0]})
     figure = cache_report(pipe)._figure()
     figure.canvas.draw()
-    assert [axes.get_title() for axes in figure.axes] == [
-        f"Branch '{name}': change since the last computed step" for name in ("cond", "uncond")
-    ]
+    for axes, branch in zip(figure.axes, ("'cond'", "'uncond'"), strict=True):
+        assert branch in axes.get_title()
     assert {(axes.get_xlabel(), axes.get_ylabel()) for axes in figure.axes} == {("step", "first_block")}
     for axes in figure.axes:
         assert all(tick == int(tick) for tick in axes.get_xticks())
@@ -106,7 +105,7 @@ def test_plots_have_whole_steps_and_legend():
     assert not any(axes.get_legend() for axes in figure.axes)
 
 
-@pytest.mark.filterwarnings("ignore:the cache of the")
+@pytest.mark.filterwarnings("ignore:.*cache ")
 def test_seconds_cover_every_call():
     adapter = replace(ADAPTER, plan=Plan(inputs={}, outputs={}, joint_order=(), batched={"hidden_states": 0}))
     values = [(1.0, 9.0), (1.05, 9.0)]

@@ -15,7 +15,7 @@ from tests.cache.scripted import verdicts
 from tests.tiny import flux_call, flux_pipe
 from zoo.tiny.pipelines.registry import PIPELINES
 
-pytestmark = pytest.mark.filterwarnings("ignore:the cache of the")
+pytestmark = pytest.mark.filterwarnings("ignore:.*cache ")
 FORCING = [name for name in PIPELINES if "forcing" in name]
 # AnyFlow FAR is not cached.
 WHOLE = [name for name in PIPELINES if name not in (*FORCING, "anyflow far")]

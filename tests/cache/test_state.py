@@ -19,7 +19,7 @@ from para_core.cache.apply import held_bytes
 from tests.cache.scripted import ADAPTER, BLOCKS, IN_TWO_STAGES, Pipe, Scripted, verdicts
 from tests.tiny import flux_call, flux_pipe, relative_error
 
-pytestmark = pytest.mark.filterwarnings("ignore:the cache of the")
+pytestmark = pytest.mark.filterwarnings("ignore:.*cache ")
 ALMOST_SAME = [1.0, 1.01, 1.02, 1.03]
 
 

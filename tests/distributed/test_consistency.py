@@ -1,6 +1,7 @@
 """The exchange before a payload moves: what it costs, and what it says on every rank."""
 
 import inspect
+import re
 from collections import Counter
 from datetime import timedelta
 
@@ -77,11 +78,9 @@ def disagree():
 
 def test_inconsistent_ranks_raise_same_error(rank_pool):
     for errors, own, records in rank_pool.run(disagree, 4):
-        assert errors["a value"] == (
-            "ValueError",
-            "the ranks disagree about dtype: sequence rank 0 has float32, rank 2 has bfloat16.",
-        )
-        assert errors["a field"][1] == ("the ranks disagree about mask: sequence rank 0 has nothing, rank 3 has True.")
+        assert errors["a value"][0] == errors["a field"][0] == "ValueError"
+        assert re.search(r"dtype: .*rank 0 .*float32, rank 2 .*bfloat16", errors["a value"][1])
+        assert re.search(r"mask: .*rank 0 .*, rank 3 .*True", errors["a field"][1])
         assert errors["own words"][1] == "[0, 1, 2, 3]"
         assert errors["one rank"][0] == "TypeError"
         assert errors["one rank"][1] == "sequence rank 1: " + "中" * 5000

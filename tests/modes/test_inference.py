@@ -1,5 +1,6 @@
 """Which sequence a length belongs to: against all choices of what is known, written out one by one."""
 
+import re
 from itertools import combinations
 
 import pytest
@@ -36,7 +37,7 @@ def verdict_by_hand(held, segments, rank, ranks, ordered):
     sizes = {choice: sizes_of([segments[i] for i in choice], ranks) for choice in all_choices(segments)}
     fitting = [choice for choice in sizes if sizes[choice][rank] == held]
     if not fitting:
-        return [], {"fits nothing"}
+        return [], {r"cp\.shard"}
     for mine in fitting:
         totals = {choice: sum(segments[i].total for i in choice) for choice in sizes}
         pairs = [
@@ -44,12 +45,12 @@ def verdict_by_hand(held, segments, rank, ranks, ordered):
             for other in sizes
         ]
         if any(any(pair[:-1]) and not all(pair) for pair in pairs):
-            return [], {"would fit on some rank", "one of several orders"}
+            return [], {r"cp\.using\(cp\.sequence\(", "is_causal"}
     if ordered and (len(fitting) > 1 or len(fitting[0]) > 1):
-        return [], {"one of several orders"}
+        return [], {"is_causal"}
     layouts = [SequenceLayout(tuple(segments[i] for i in choice), ranks) for choice in fitting]
     mixed = any(len(layout.segments) > 1 and layout.replicated for layout in layouts)
-    return layouts, {"may be first or last"} if mixed else set()
+    return layouts, {"replicated=True"} if mixed else set()
 
 
 @pytest.mark.parametrize("infer", INFER)
@@ -62,7 +63,7 @@ def test_verdict_equals_exhaustive_comparison(infer, data, segments, ranks, orde
     try:
         found = infer(held, segments, rank, ranks, kind="query", ordered=ordered)
     except ValueError as error:
-        assert any(text in str(error) for text in errors), (str(error), errors)
+        assert any(re.search(pattern, str(error)) for pattern in errors), (str(error), errors)
     else:
         assert found in layouts
         assert not (len(found.segments) > 1 and found.replicated)

@@ -281,7 +281,9 @@ def test_pipefusion_is_predicted_where_it_is_asked_for():
 def test_absent_stages_and_patches_are_not_offered():
     unknown = replace(WEIGHTS, no_stages="it hands more on", no_patches="it makes tokens itself", blocks=())
     rows = make_plan(replace(work(), weights=unknown), machine(), 2, pipefusion=PipeFusion()).rows
-    assert {row.problem for row in rows if row.shape.pipe > 1} == {"it does not run in stages: it hands more on"}
+    staged = [row.problem for row in rows if row.shape.pipe > 1]
+    assert staged
+    assert all("it hands more on" in problem for problem in staged)
     few = replace(WEIGHTS, blocks=BLOCKS[:1])
     rows = make_plan(replace(work(), weights=few), machine(), 2).rows
     assert any(re.match(r"1 blocks .*2 stages", row.problem or "") for row in rows)

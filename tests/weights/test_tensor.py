@@ -294,5 +294,5 @@ def test_the_tensor_dim_takes_neighbours():
         assert mesh.mesh_dim_names == ("batch", "ring", "ulysses", "tensor")
         assert tuple(mesh.mesh.shape) == (1, 2, 2, 2)
         assert mesh["tensor"].mesh.tolist() == [0, 1]
-        with pytest.raises(ValueError, match="max_tensor_dim_size is 0; expected at least 1"):
+        with pytest.raises(ValueError, match=r"max_tensor_dim_size .*0; .*1"):
             init_context_parallel_mesh("cpu", max_tensor_dim_size=0)
