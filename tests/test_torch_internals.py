@@ -497,7 +497,7 @@ def test_graph_task_id_tells_a_backward():
     assert ids[0] != -1
 
 
-def test_saved_tensor_hooks_of_a_checkpoint_lead_to_its_frame():
+def test_checkpoint_hooks_lead_to_their_frame():
     """Without them a checkpoint is not bound to the mode, and recomputes attention over a rank's own tokens."""
     frames = []
 
@@ -569,7 +569,7 @@ def test_transforms_of_torch_func():
 # -- torch.compile
 
 
-def test_tracing_context_and_trace_id_exist_while_a_graph_is_traced():
+def test_tracing_context_and_trace_id_exist_while_tracing():
     """Without them a graph is taken for eager code: private classes compare equal, and switches are held by the wrong trace."""
     seen = []
 
@@ -585,7 +585,7 @@ def test_tracing_context_and_trace_id_exist_while_a_graph_is_traced():
     assert internals.TracingContext.try_get() is None and internals.CompileContext.current_trace_id() is None
 
 
-def test_modes_can_be_entered_inside_of_a_branch_that_is_traced():
+def test_modes_can_be_entered_in_a_traced_branch():
     """Without the function that allows side effects torch.cond with a mode inside does not compile."""
 
     class Double(TorchFunctionMode):
@@ -687,7 +687,7 @@ def test_pytree_flattens_and_maps():
 # -- a dispatch key (more in tests/modes/test_dispatch_key.py)
 
 
-def test_torch_has_the_spare_dispatch_key_and_does_not_use_it():
+def test_spare_dispatch_key_exists_and_is_unused():
     """Without it a mode intercepts attention, and the host time of a FLUX transformer grows by a third."""
     name = "TESTING_ONLY_GenericWrapper"
     key = internals.SpareDispatchKey(name, {("aten", "mul.Tensor"): lambda x, y: x})

@@ -11,7 +11,7 @@ from para_core.user_warnings import WarningLog
 from tests.tiny import flux_call, flux_pipe
 
 
-def test_a_key_is_given_once_until_the_log_is_cleared():
+def test_warning_key_is_given_once_until_cleared():
     warned = WarningLog()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -26,7 +26,7 @@ def test_a_key_is_given_once_until_the_log_is_cleared():
     assert issubclass(CacheWarning, ParaCoreWarning)
 
 
-def test_a_cache_that_skips_nothing_warns_at_the_call_of_the_pipeline():
+def test_useless_cache_warns_at_the_pipeline_call():
     pipe = apply_cache_on_pipe(flux_pipe(), residual_diff_threshold=1e-9)
     with torch.no_grad(), pytest.warns(CacheWarning, match="1e-09") as caught:
         pipe(**flux_call(num_inference_steps=3))

@@ -49,7 +49,7 @@ def imported_modules(path):
             yield from (alias.name for alias in node.names)
 
 
-def test_no_exact_module_names_an_approximate_one_in_an_import():
+def test_exact_modules_import_no_approximate_one():
     modules = sorted(ATTENTION.glob("*.py"))
     assert len(modules) > 20
     naming = [path.name for path in modules if any(name.startswith(APPROXIMATE) for name in imported_modules(path))]

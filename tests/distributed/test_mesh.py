@@ -575,7 +575,7 @@ def nccl_options_of_a_group(has_lazy_init):
 
 
 @pytest.mark.parametrize("has_lazy_init", [False, True])
-def test_an_nccl_group_of_some_ranks_is_not_split_from_the_default_group(rank_pool, has_lazy_init):
+def test_partial_nccl_group_is_not_split_from_default(rank_pool, has_lazy_init):
     lazy = True if has_lazy_init else None
     for result in rank_pool.run(nccl_options_of_a_group, 2, has_lazy_init):
         assert result == (True, "of C++", lazy, timedelta(seconds=7), None)

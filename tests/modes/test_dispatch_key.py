@@ -27,7 +27,7 @@ def constant(x, y, *, alpha=1):
     return torch.full_like(x, 7.0)
 
 
-def test_a_key_is_registered_at_first_use_and_removed_with_its_owner():
+def test_key_lives_from_first_use_to_its_owner_end():
     key = SpareDispatchKey(NAME, {ADD: constant})
     assert registered() == (False, [])
     assert key.is_available()
@@ -43,7 +43,7 @@ def test_a_key_is_registered_at_first_use_and_removed_with_its_owner():
     assert registered() == (False, [])
 
 
-def test_a_key_that_torch_does_not_have_is_not_available():
+def test_key_missing_in_torch_is_unavailable():
     key = SpareDispatchKey("NoSuchKey", {ADD: constant})
     assert not key.is_available()
     with key.excluded():
@@ -51,7 +51,7 @@ def test_a_key_that_torch_does_not_have_is_not_available():
 
 
 @pytest.mark.parametrize("taken_by", ["fallback", "kernel"])
-def test_a_key_that_somebody_else_uses_is_not_available_and_left_alone(taken_by):
+def test_foreign_key_is_unavailable_and_untouched(taken_by):
     library = torch.library.Library("_" if taken_by == "fallback" else "aten", "IMPL")
     if taken_by == "fallback":
         library.fallback(torch.library.fallthrough_kernel, NAME)
@@ -84,7 +84,7 @@ def parallel_flux(has_key):
 
 
 @pytest.mark.parametrize("has_key", [True, False])
-def test_a_parallel_model_is_exact_with_and_without_the_key(rank_pool, has_key):
+def test_parallel_model_is_exact_without_the_key(rank_pool, has_key):
     with torch.no_grad():
         expected = flux_transformer()(**flux_inputs(13, 5)).sample
     for out, by_mode in rank_pool.run(parallel_flux, 2, has_key):

@@ -153,7 +153,7 @@ def test_two_dims_send_with_the_root_of_the_ring():
     assert seconds[64, "2d"] < seconds[64, "rotate"] / 4
 
 
-def test_all_to_all_between_hosts_takes_time_of_outgoing_bytes():
+def test_all_to_all_between_hosts_costs_outgoing_bytes():
     fast, slow = Link("", 0.0, 1e12), Link("", 1e-3, 1e9)
     topology = Topology(fast, slow, per_host=4)
     assert topology.all_to_all(7e9, stride=1, size=8) == pytest.approx(1e-3 + 4.0)

@@ -26,7 +26,7 @@ def test_python_calls_do_not_grow_with_modules():
     assert counts[0] == counts[1]
 
 
-def test_a_tree_sees_modules_that_come_go_and_are_replaced():
+def test_tree_sees_added_removed_and_replaced_modules():
     model = nn.Sequential(nn.Linear(1, 1), nn.ModuleDict())
     changes = [
         lambda: model[1].update({"a": nn.Linear(1, 1)}),

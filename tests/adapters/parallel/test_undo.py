@@ -300,12 +300,12 @@ def fail_in_cache(cached, parallel, rank=None):
 
 @pytest.mark.parametrize("cached", [False, True])
 @pytest.mark.filterwarnings("ignore:the cache of the")
-def test_a_failing_step_of_apply_cache_on_pipe_changes_nothing(cached):
+def test_failing_apply_cache_on_pipe_changes_nothing(cached):
     fail_in_cache(cached, parallel=False)
 
 
 @pytest.mark.parametrize("rank", [None, 1])
-def test_a_failing_step_of_the_cache_of_a_parallel_pipe_changes_nothing(rank_pool, rank):
+def test_failing_cache_of_parallel_pipe_changes_nothing(rank_pool, rank):
     rank_pool.run(fail_in_parallel_cache, 2, rank)
 
 
