@@ -20,6 +20,7 @@ from para_core.fleet.rank import CONTROL, Answer, Rank
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request
 from para_core.fleet.work import Result
+from para_core.foreign_errors import is_slow_start_of_ray
 
 # Between looks at how many steps are done.
 _LOOK_SECONDS = 0.1
@@ -226,7 +227,7 @@ def _start(**options: Any) -> None:
             raise
         except Exception as error:
             # A node that was too slow is a bare Exception of Ray's.
-            if left == 0 or "timed out" not in str(error):
+            if left == 0 or not is_slow_start_of_ray(error):
                 raise RuntimeError(f"Ray does not start on this machine: {cause(error)}") from error
             ray.shutdown()
 

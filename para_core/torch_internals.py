@@ -17,6 +17,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch._dynamo.exc
 import torch._dynamo.utils
 import torch._guards
 import torch._library.custom_ops
@@ -314,6 +315,8 @@ DisableTransforms = torch._C._DisableFuncTorch
 TracingContext = torch._guards.TracingContext
 CompileContext = torch._guards.CompileContext
 TraceId = torch._guards.TraceId
+# The base of what Dynamo raises about a function that it cannot trace.
+TorchDynamoException = torch._dynamo.exc.TorchDynamoException
 # Calls a function whose side effects Dynamo would refuse inside an operator that runs functions.
 without_side_effect_checks = torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer
 

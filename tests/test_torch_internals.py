@@ -119,6 +119,18 @@ def test_no_other_module_reads_a_private_attribute_of_torch():
     assert found == set()
 
 
+@pytest.mark.parametrize("name", ["unittest", "ctypes", "mock"])
+def test_no_module_imports_tools_of_tests_or_of_c(name):
+    found = [
+        str(path)
+        for path, source in sources()
+        for node in ast.walk(ast.parse(source))
+        if (isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == name)
+        or (isinstance(node, ast.Import) and any(alias.name.split(".")[0] == name for alias in node.names))
+    ]
+    assert found == []
+
+
 def test_the_search_sees_private_names():
     source = "import torch\nfrom torch.utils import _pytree as tree\nx = torch._C._nn._parse_to\ny = tree.tree_map\nz = torch.__version__"
     assert private_names(source) == {"torch.utils._pytree", "torch._C._nn._parse_to", "torch._C._nn", "torch._C"}
@@ -605,6 +617,13 @@ def test_modes_can_be_entered_in_a_traced_branch():
     torch._dynamo.reset()
     out = torch.compile(function, backend="eager", fullgraph=True)(torch.ones(2))
     assert out.tolist() == [2.0, 2.0]
+
+
+def test_errors_of_dynamo_have_one_base():
+    """Without it a policy of the cache that cannot be compiled raises Dynamo's error instead of one that names the way out."""
+    torch._dynamo.reset()
+    with pytest.raises(internals.TorchDynamoException):
+        torch.compile(lambda x: x + 1 if x.sum() > 0 else x, backend="eager", fullgraph=True)(torch.ones(2))
 
 
 def test_nonstrict_trace_traces_operators():

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from para_core.distributed.consistency import Unanswered, exchange
 from para_core.distributed.mesh import GuidedMesh
+from para_core.foreign_errors import is_lost_connection
 from para_core.torch_internals import default_store
 
 # Seconds for a word from the others: those that wait for one who gave up are told at once, by its closed connections.
@@ -194,7 +195,7 @@ def reasons_shared(token: str, places: Sequence[Place]) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if _is_unanswered(error):
+        if isinstance(error, Unanswered) or is_lost_connection(error):
             raise RuntimeError(
                 f"another rank stopped answering in the middle of this call: {why_no_answer(token, places)} This rank "
                 "gave up waiting."
@@ -202,11 +203,3 @@ def reasons_shared(token: str, places: Sequence[Place]) -> Iterator[None]:
         if dist.is_initialized():  # one process alone may have no group
             leave_reason(token, f"rank {dist.get_rank()} raised {type(error).__name__}: {error}")
         raise
-
-
-def _is_unanswered(error: BaseException) -> bool:
-    text = str(error).lower()
-    return isinstance(error, Unanswered) or (isinstance(error, RuntimeError) and any(sign in text for sign in _SIGNS))
-
-
-_SIGNS = ("timed out", "timeout", "connection closed", "connection reset", "broken pipe")

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
-import mmap
 import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,8 +40,8 @@ def from_pretrained_sharded(
 ) -> Any:
     """``pipeline.from_pretrained(name)`` and ``parallelize_pipe(pipe, mesh=mesh, weights=weights)``, in the host memory of one copy.
 
-    Every rank maps the safetensors files of its node, which the system holds once for all, reads its part of each weight, and gives
-    the pages back. Weights are cast after they were sharded.
+    Every rank maps the safetensors files of its node, which the system holds once for all, reads its part of each weight, and unmaps
+    the weight. Weights are cast after they were sharded.
 
     Args:
         pipeline: a class of diffusers.
@@ -78,12 +75,12 @@ def from_pretrained_sharded(
         )
     if weights in METHODS:
         require_mesh_fits(guided, weights)
-    pipe, files = _loaded_on_all(pipeline, name, guided, options)
+    pipe = _loaded_on_all(pipeline, name, guided, options)
     parallelize_pipe(pipe, mesh=mesh)
     if weights != "stages":
-        shard_components(pipe, guided, weights, done_with=partial(_give_pages_back, _mapped(files)))
+        shard_components(pipe, guided, weights, from_files=True)
     with raising_on_all(guided, "what is not sharded could not be placed"):
-        _own_weights(pipe, weights, _mapped(files))
+        _own_weights(pipe, weights)
         if dtype is not None:
             for part in _modules(pipe):
                 _cast(part, dtype)
@@ -92,13 +89,12 @@ def from_pretrained_sharded(
     return pipe
 
 
-def _own_weights(pipe: Any, weights: str, mapped: list[tuple[int, int]]) -> None:
+def _own_weights(pipe: Any, weights: str) -> None:
     """Out of the files what stays of them on this rank."""
     for part in components_of(pipe).values():
         for parameter in part.parameters():
             if weights == "stages" and not parameter.is_meta:
-                in_file, parameter.data = parameter.data, parameter.data.clone()
-                _give_pages_back(mapped, in_file)
+                parameter.data = parameter.data.clone()
             elif weights == "fsdp" and not isinstance(parameter, DTensor):
                 # Small ones, out of the file: there they are not aligned, and kernels then add in another order.
                 parameter.data = parameter.data.clone()
@@ -124,10 +120,8 @@ def _modules(pipe: Any) -> list[nn.Module]:
     return [uncompiled(part) for part in pipe.components.values() if isinstance(uncompiled(part), nn.Module)]
 
 
-def _loaded_on_all(
-    pipeline: Any, name: str | Path, mesh: GuidedMesh, options: dict[str, Any]
-) -> tuple[Any, list[Path]]:
-    """The pipeline, mapped, in the dtypes of its files, and these; or an error on all ranks."""
+def _loaded_on_all(pipeline: Any, name: str | Path, mesh: GuidedMesh, options: dict[str, Any]) -> Any:
+    """Return the pipeline in the dtypes of its files, each weight mapped from its file; or raise on all ranks."""
     download_once_per_node(pipeline, name, mesh, options)
     with raising_on_all(mesh, f"{name} could not be loaded (of a file that is incomplete: download it again)"):
         folder = folder_of(pipeline, name, options)
@@ -135,7 +129,11 @@ def _loaded_on_all(
         files = _files_in(folder, options.get("variant"))
         with _nothing_filled():
             pipe = pipeline.from_pretrained(folder, dtype=_dtypes_of(files), low_cpu_mem_usage=True, **options)
-    return pipe, files
+        for path in files:
+            component = uncompiled(pipe.components.get(path.parent.name))
+            if isinstance(component, nn.Module):
+                _map_weights_apart(component, path)
+    return pipe
 
 
 @contextmanager
@@ -202,23 +200,34 @@ def _dtypes_of(files: list[Path]) -> dict[str, torch.dtype]:
     return {**{name: kinds.most_common(1)[0][0] for name, kinds in counted.items()}, "default": torch.float32}
 
 
-def _mapped(files: list[Path]) -> list[tuple[int, int]]:
-    """Addresses at which this process has mapped ``files``. Linux; elsewhere none."""
-    maps, resolved = Path("/proc/self/maps"), {str(path.resolve()) for path in files}
-    lines = [line.split(maxsplit=5) for line in maps.read_text().splitlines()] if maps.exists() else []
-    ranges = [line[0].split("-") for line in lines if line[-1] in resolved]
-    return [(int(low, 16), int(high, 16)) for low, high in ranges]
+# Bytes at each end of a weight by which it is compared with its file.
+_END = 4096
 
 
-def _give_pages_back(mapped: list[tuple[int, int]], weight: Tensor) -> None:
-    """Unmap the pages of a weight that was read; they are read again from the file if anyone asks."""
-    start, end = weight.data_ptr(), weight.data_ptr() + weight.nbytes
-    # Of what is no file, this would lose the content.
-    if any(low <= start and end <= high for low, high in mapped):
-        # Whole pages that hold nothing else.
-        first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
-        if last > first:
-            ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
+def _map_weights_apart(component: nn.Module, path: Path) -> None:
+    """Give each weight of ``component`` that stands in the file ``path`` a mapping of its own.
+
+    A mapping goes, with all pages of it that were read, once no tensor refers to it. The weights of a file that was loaded share one, so what
+    was read of them would stay until the last one is sharded. Nothing is read here but the ends of each weight; what the loader changed
+    or renamed keeps the mapping that it has.
+    """
+    from safetensors import safe_open
+
+    parameters = dict(component.named_parameters(remove_duplicate=False))
+    with safe_open(path, framework="pt") as file:
+        names = [key for key in file.keys() if key in parameters]  # noqa: SIM118  it is no dict
+    for name in names:
+        with safe_open(path, framework="pt") as file:
+            weight: Tensor = file.get_tensor(name)
+        if _have_equal_ends(parameters[name].data, weight):
+            parameters[name].data = weight
+
+
+def _have_equal_ends(x: Tensor, y: Tensor) -> bool:
+    if x.is_meta or (x.dtype, x.shape, x.stride()) != (y.dtype, y.shape, y.stride()) or not y.is_contiguous():
+        return False
+    x_bytes, y_bytes = x.view(-1).view(torch.uint8), y.view(-1).view(torch.uint8)
+    return torch.equal(x_bytes[:_END], y_bytes[:_END]) and torch.equal(x_bytes[-_END:], y_bytes[-_END:])
 
 
 def _cast(module: nn.Module, dtype: torch.dtype) -> None:

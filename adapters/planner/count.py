@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -46,8 +45,7 @@ def on_meta(dtype: torch.dtype = torch.bfloat16) -> Iterator[None]:
 @contextmanager
 def without_data(dtype: torch.dtype = torch.bfloat16) -> Iterator[None]:
     """Inside, tensors have sizes and a device, and no data. What reads a mask finds all of it valid."""
-    all_valid = mock.patch("torch.nonzero", _all_valid)
-    with warnings.catch_warnings(), FakeTensorMode(), torch.no_grad(), _default_dtype(dtype), all_valid:
+    with warnings.catch_warnings(), FakeTensorMode(), torch.no_grad(), _default_dtype(dtype), _AllValid():
         # Mochi asks for float32, which is no autocast on a CPU.
         warnings.filterwarnings("ignore", "In CPU autocast")
         yield
@@ -63,9 +61,16 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _all_valid(mask: Tensor, *, as_tuple: bool = False) -> Tensor:
-    # Mochi attends to valid text only: all of it is the most that it sends.
-    return torch.arange(mask.numel())[:, None]
+class _AllValid(TorchFunctionMode):
+    """Finds every element of a mask valid. Mochi attends to valid text only: all of it is the most that it sends."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.nonzero:
+            mask: Tensor = args[0]
+            return torch.arange(mask.numel())[:, None]
+        return func(*args, **(kwargs or {}))
 
 
 def count_calls(transformer: nn.Module, sizes: Sizes) -> dict[int, ModelCall]:

@@ -93,16 +93,16 @@ def shard_components(
     method: Method,
     components: Sequence[str] | None = None,
     offload_policy: OffloadPolicy | None = None,
-    done_with: Callable[[Tensor], None] | None = None,
     *,
     keep: bool = False,
+    from_files: bool = False,
 ) -> list[str]:
     """:func:`shard_weights` of a pipeline that is not refused; return the names of the components.
 
     Args:
-        done_with: Called with each unsharded weight once this rank has its part. The components are then not put back if sharding fails:
-            nobody holds their weights any more.
         keep: Whether components that are sharded so already stay as they are.
+        from_files: Whether the weights are mapped from files, which are to be read as little as possible: their values are not compared, and
+            they are not held for a rollback, so the components are not put back if sharding fails.
     """
     if components is None and method == "tensor":
         components = list(transformers_of(pipe))
@@ -140,7 +140,7 @@ def shard_components(
             else:
                 require_tensor_plan_fits(module, plan, _tensor_size(ranks))
     # Of mapped files, an element brings in the pages around it.
-    record = weights_record(chosen, values=done_with is None)
+    record = weights_record(chosen, values=not from_files)
     agree(signature(record), ranks, explain=_other_weights)
     with raising_on_all(ranks, "weights could not be sharded"):
         shared = _device_mesh(ranks, method) if own is None else own
@@ -152,7 +152,7 @@ def shard_components(
     with restored_on_failure(instances), ExitStack() as rollback:
         for component in sharded.values():
             if not (keep and component.is_applied()):
-                component.replace_earlier(rollback, done_with)
+                component.replace_earlier(rollback, hold_weights=not from_files)
         with raising_on_all(ranks, "weights could not be sharded"):
             placement = _placement_of(pipe)
             for component in sharded.values():

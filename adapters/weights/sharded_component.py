@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import OffloadPolicy
 
@@ -54,7 +54,7 @@ class ShardedComponent:
     plan: TensorPlan | None = None
     offload_policy: OffloadPolicy | None = None
 
-    def apply(self, done_with: Callable[[Tensor], None] | None = None) -> None:
+    def apply(self) -> None:
         """Shard the weights, which every rank holds."""
         if self.plan is None:
             shard_blocks(
@@ -62,11 +62,10 @@ class ShardedComponent:
                 blocks_of(self.module),
                 self.mesh,
                 offload_policy=self.offload_policy,
-                done_with=done_with,
                 replicated=lora_weights(self.module),
             )
         else:
-            shard_tensors(self.module, self.plan, self.mesh, done_with=done_with)
+            shard_tensors(self.module, self.plan, self.mesh)
         follow_loras(self.module, self.ranks)
 
     def is_applied(self) -> bool:
@@ -80,12 +79,12 @@ class ShardedComponent:
             and torch.equal(earlier.mesh.mesh, self.mesh.mesh)
         )
 
-    def replace_earlier(self, rollback: ExitStack, done_with: Callable[[Tensor], None] | None) -> None:
+    def replace_earlier(self, rollback: ExitStack, *, hold_weights: bool) -> None:
         """Shard the weights in this manner in place of an earlier one; if a rank fails, all ranks raise.
 
         Args:
             rollback: Gets what puts the module back to where it is now. All ranks call that together.
-            done_with: As for :func:`shard_blocks`. Without it ``rollback`` keeps the whole weights, and puts the same tensors back.
+            hold_weights: Whether ``rollback`` holds the whole weights, and puts the same tensors back.
         """
         ranks: Any = self.ranks
         with raising_on_all(ranks, "weights could not be gathered"):
@@ -93,10 +92,10 @@ class ShardedComponent:
             gather_component(self.module)
         if earlier is not None:
             rollback.callback(earlier.apply)
-        if done_with is None:
+        if hold_weights:
             rollback.callback(self._put_back, _HeldWeights(self.module))
         with raising_on_all(ranks, "weights could not be sharded"):
-            self.apply(done_with)
+            self.apply()
 
     def _put_back(self, held: _HeldWeights) -> None:
         """Undo :meth:`apply` wherever it stopped on this rank. No other rank is asked."""

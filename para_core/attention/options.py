@@ -118,7 +118,7 @@ class AttnOptions:
         )
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _to_json(
     ulysses_chunks: int,
     rotate_method: str,

@@ -34,7 +34,6 @@ from para_core.cache.decision import (
     TensorDecider,
     Verdict,
     blocks_before_deciding,
-    is_of_graph,
     policy_cannot_be_compiled,
 )
 from para_core.cache.diffusers_caches import require_no_foreign_cache
@@ -43,6 +42,7 @@ from para_core.cache.plain_weights import StageBlocks
 from para_core.cache.report import Readings
 from para_core.cache.residuals import BranchState, Streams
 from para_core.distributed.mesh import SequenceMesh
+from para_core.foreign_errors import is_data_dependent
 from para_core.instance_patching import original_class
 from para_core.modes.unified import UnifiedAttnMode
 from para_core.plans.region import attention_is_skipped, mesh_of_plan, ranks_sharing_samples
@@ -177,7 +177,7 @@ class BlockCache:
                     state.leave_graph()
         except BaseException as error:
             self.reset()
-            if self.options.policy is not None and is_of_graph(error):
+            if self.options.policy is not None and is_data_dependent(error):
                 raise policy_cannot_be_compiled(self.options) from error
             raise
         finally:

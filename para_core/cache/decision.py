@@ -364,13 +364,8 @@ def blocks_before_deciding(model: str, blocks: CachedBlocks, options: CacheOptio
     return 0
 
 
-def is_of_graph(error: BaseException) -> bool:
-    """Whether something could not be traced since it depends on the values of tensors."""
-    return type(error).__module__ == "torch._dynamo.exc" and "data-dependent" in str(error).lower()
-
-
 def policy_cannot_be_compiled(options: CacheOptions) -> RuntimeError:
-    """What to raise where :func:`is_of_graph`."""
+    """What to raise where :func:`~para_core.foreign_errors.is_data_dependent`."""
     return RuntimeError(
         f"policy={options.as_text()['policy']} cannot be compiled. In a graph the numbers of an Observation are 0-dim tensors: "
         "write & and | in place of `and` and `or`, and torch.where in place of `if`."

@@ -40,6 +40,7 @@ import torch.distributed as dist
 
 from para_core.distributed.collectives import HostGroups, all_gather_bytes
 from para_core.distributed.mesh import GuidedMesh, MeshDim, SequenceMesh
+from para_core.foreign_errors import is_closed_connection
 from para_core.torch_internals import DisableTransforms
 
 MAX_OWN = 4
@@ -180,17 +181,13 @@ def _gathered(row: bytes, mesh: SequenceMesh | GuidedMesh | HostGroups) -> bytes
             try:
                 rows = all_gather_bytes(rows, dim, by_dim)
             except RuntimeError as error:
-                raise Unanswered(_unanswered(dim, str(error).lower())) from error
+                raise Unanswered(_unanswered(dim, error)) from error
         return rows.numpy().tobytes()
 
 
-# What gloo says of a group of which a collective has timed out before, on this rank or on another, or a rank has died.
-_CLOSED = ("pair closure", "connection closed", "connection reset")
-
-
-def _unanswered(dim: MeshDim, error: str) -> str:
+def _unanswered(dim: MeshDim, error: RuntimeError) -> str:
     """What it means that a collective over ``dim`` ended in ``error``, and what to do."""
-    if not any(sign in error for sign in _CLOSED):
+    if not is_closed_connection(error):
         return (
             f"no answer from all {dim.size} ranks of mesh dim {dim.name!r} within the group's timeout. Most likely another rank "
             "raised an exception of its own, or died: its log has the reason."

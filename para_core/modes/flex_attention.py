@@ -12,7 +12,6 @@ Which of the two it is, the Python stack says: in eager code there is a frame of
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -32,6 +31,7 @@ from para_core.distributed.collectives import LIBRARY, define_operator
 from para_core.distributed.consistency import agree, signature
 from para_core.distributed.layout import Run, Segment, SequenceLayout
 from para_core.distributed.mesh import SequenceMesh
+from para_core.foreign_errors import mask_length_mismatch
 from para_core.instance_patching import original_class
 from para_core.modes.block_masks import ShardedMaskMod, layout_id, positions_of
 from para_core.torch_internals import DisableTorchFunction
@@ -369,12 +369,10 @@ def explain_unsharded_mask(error: BaseException | None) -> None:
 
     ``flex_attention`` raises it before any mode sees the call.
     """
-    # The first form is that of torch before 2.15, the second names no lengths.
-    forms = r"block_mask was created for (?:\S+.*?kv_len=\d+|a (?:smaller|larger) length than you're using it for)"
-    compared = re.search(forms, str(error), re.DOTALL)
-    if isinstance(error, Exception) and compared is not None:
+    mismatch = mask_length_mismatch(error)
+    if mismatch is not None:
         raise ValueError(
-            f"{compared.group()}: the query and the key are those of this rank. On several ranks each holds a part of the tokens: make "
+            f"{mismatch}: the query and the key are those of this rank. On several ranks each holds a part of the tokens: make "
             "the mask over all tokens, and pass cp.shard(block_mask), or name it in the plan, SplitMask((segment,))."
         ) from error
 

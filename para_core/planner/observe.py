@@ -13,7 +13,6 @@ from dataclasses import replace
 from itertools import combinations
 from math import prod
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -385,17 +384,37 @@ def observed(
             unshared = total is None or any(given.get(other) is not None for other in plan.unshared)
             if not unshared and total is not None and total % batch == 0:
                 shares = [_share(given, plan, total, index, batch) for index in range(batch)]
-        with mock.patch.dict(vars(model)):
-            # What is put in its place here is not the model's own.
-            del model.forward
+        with _own_forward(model, own):
             foreseen = is_foreseen(model, args, kwargs)
         call = ModelCall((id(model), *_sizes(given)), [Part() for _ in shares], foreseen)
         calls.append(call)
         outputs = [observer.run(forward, share, found) for share, found in zip(shares, call.parts, strict=True)]
         return outputs[0] if len(outputs) == 1 else _joined(outputs)
 
-    with mock.patch.object(model, "forward", observing):
+    own = dict(vars(model))
+    model.forward = observing
+    try:
         yield calls
+    finally:
+        _restore_forward(model, own)
+
+
+@contextmanager
+def _own_forward(model: nn.Module, own: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, ``model`` has the ``forward`` that it had with the attributes ``own``."""
+    observing = model.forward
+    _restore_forward(model, own)
+    try:
+        yield
+    finally:
+        model.forward = observing
+
+
+def _restore_forward(model: nn.Module, own: Mapping[str, Any]) -> None:
+    if "forward" in own:
+        model.forward = own["forward"]
+    else:
+        del model.forward
 
 
 def _share(given: dict[str, Any], plan: Plan, total: int, index: int, batch: int) -> dict[str, Any]:

@@ -36,7 +36,6 @@ def shard_blocks(
     mesh: DeviceMesh,
     *,
     offload_policy: OffloadPolicy | None = None,
-    done_with: Callable[[Tensor], None] | None = None,
     replicated: Collection[nn.Parameter] = (),
 ) -> None:
     """Shard each of ``blocks`` over ``mesh``; while one computes, the next is gathered.
@@ -48,7 +47,6 @@ def shard_blocks(
         blocks: of ``module``, in the order in which they run.
         mesh: of one dim, or ``replicate × shard`` (HSDP).
         offload_policy: ``CPUOffloadPolicy()`` keeps this rank's part in host memory.
-        done_with: called with each unsharded weight once this rank has its part, block by block.
         replicated: parameters of ``module`` that stay on every rank.
 
     Raises:
@@ -64,11 +62,7 @@ def shard_blocks(
     small = {x for x in module.parameters() if id(x) not in of_blocks and x.numel() < LARGE} | kept
     with unwrapped([module, *blocks]):
         for block in blocks:
-            whole = [x.detach() for x in block.parameters() if x not in kept]
             fully_shard(block, mesh=mesh, reshard_after_forward=True, offload_policy=policy, ignored_params=kept)
-            if done_with is not None:
-                for weight in whole:
-                    done_with(weight)
         # Of one root, so that blocks share streams and can be gathered ahead.
         fully_shard(module, mesh=mesh, reshard_after_forward=True, offload_policy=policy, ignored_params=small)
         for part in (module, *blocks):

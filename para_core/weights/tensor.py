@@ -47,13 +47,8 @@ class _Record:
     forwards: list[ForwardOfInstance] = field(default_factory=list)
 
 
-def shard_tensors(
-    module: nn.Module, plan: TensorPlan, mesh: DeviceMesh, *, done_with: Callable[[Tensor], None] | None = None
-) -> None:
+def shard_tensors(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
     """Shard the linear layers of ``module`` over ``mesh``, of one dim. Every rank has the same weights, and calls it.
-
-    Args:
-        done_with: called with each unsharded weight of a linear layer once this rank has its part.
 
     Raises:
         ValueError: the ranks do not divide the heads, or the channels, of a layer. Nothing has changed then.
@@ -65,11 +60,8 @@ def shard_tensors(
     record.gradients.stop(module)
     for found, style in linears.values():
         linear = base_linear(found)
-        whole = linear.weight.detach()
         _shard_linear(linear, style, record)
         _shard_lora(found, style, record)
-        if done_with is not None:
-            done_with(whole)
     counting = [(attention, "heads") for attention in attending]
     counting += [(found, name) for pattern, name in plan.counts.items() for _, found in _modules(module, pattern)]
     for counted, name in counting:
