@@ -1,18 +1,13 @@
-"""A transformer of your own on several ranks:  torchrun --nproc_per_node=4 parallel_examples/run_own_model.py"""
+"""A transformer of your own on several ranks, compared with one:
 
-import argparse
-import os
+torchrun --nproc_per_node=4 parallel_examples/run_own_model.py
+"""
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from para_core import UnifiedAttnMode, init_context_parallel_mesh
-
-parser = argparse.ArgumentParser(description=__doc__)
-parser.parse_args()
-if "RANK" not in os.environ:  # set by torchrun
-    parser.error("it needs ranks: torchrun --nproc_per_node=N …")
 
 dist.init_process_group("gloo")
 torch.manual_seed(0)
