@@ -171,6 +171,10 @@ STEPS_OF_PIPE = {
 }
 
 
+# A failure of all ranks is the easier case.
+RANKS = [pytest.param(None, marks=pytest.mark.long), 1]
+
+
 class Injected(Exception):
     """What a step raises."""
 
@@ -227,7 +231,7 @@ def fail_in(earlier, steps, rank):
     assert torch.equal(image_of(pipe), image)
 
 
-@pytest.mark.parametrize("rank", [None, 1])
+@pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize("earlier", EARLIER.values(), ids=EARLIER)
 def test_a_failing_step_of_parallelize_pipe_changes_nothing(rank_pool, earlier, rank):
     rank_pool.run(fail_in, 2, earlier, list(STEPS_OF_PIPE), rank)
@@ -263,7 +267,7 @@ def fail_between_shards(rank):
     assert torch.equal(image_of(pipe), image)
 
 
-@pytest.mark.parametrize("rank", [None, 1])
+@pytest.mark.parametrize("rank", RANKS)
 def test_a_failing_step_of_shard_weights_changes_nothing(rank_pool, rank):
     rank_pool.run(fail_between_shards, 2, rank)
 
@@ -304,7 +308,7 @@ def test_failing_apply_cache_on_pipe_changes_nothing(cached):
     fail_in_cache(cached, parallel=False)
 
 
-@pytest.mark.parametrize("rank", [None, 1])
+@pytest.mark.parametrize("rank", RANKS)
 def test_failing_cache_of_parallel_pipe_changes_nothing(rank_pool, rank):
     rank_pool.run(fail_in_parallel_cache, 2, rank)
 
@@ -345,7 +349,7 @@ def fail_in_models(rank):
         assert torch.equal(image_of(pipe), image)
 
 
-@pytest.mark.parametrize("rank", [None, 1])
+@pytest.mark.parametrize("rank", RANKS)
 def test_a_failing_step_of_a_model_changes_nothing(rank_pool, rank):
     rank_pool.run(fail_in_models, 2, rank)
 
@@ -368,7 +372,7 @@ def fail_in_unet(rank):
         assert torch.equal(unet_image(pipe), image)
 
 
-@pytest.mark.parametrize("rank", [None, 1])
+@pytest.mark.parametrize("rank", RANKS)
 def test_a_failing_step_of_parallelize_unet_changes_nothing(rank_pool, rank):
     rank_pool.run(fail_in_unet, 2, rank)
 
@@ -393,7 +397,7 @@ def fail_in_stages(rank):
     assert torch.equal(image_of(pipe), image_of(make("flux")))
 
 
-@pytest.mark.parametrize("rank", [None, 1])
+@pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.filterwarnings("ignore:PipeFusion was off")
 def test_a_failing_step_in_stages_changes_nothing(rank_pool, rank):
     rank_pool.run(fail_in_stages, 2, rank)
