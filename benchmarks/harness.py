@@ -1,4 +1,4 @@
-"""What all benchmarks share: the environment of a measurement, its JSON, rank processes, timing, meters, and tables of Markdown."""
+"""Shared parts of all benchmarks: the environment of a measurement, its JSON, rank processes, timing, meters, and tables of Markdown."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def _cell(text: str) -> str:
 
 
 def refused_rows() -> list[list[str]]:
-    """What is refused, before what, the error's class, and its message."""
+    """Return a row for each refusal: the combination, the calls, the error's class, and its message."""
     return [
         [
             _cell(refusal.what),

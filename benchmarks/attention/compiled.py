@@ -265,7 +265,7 @@ def _of_residuals() -> Iterator[Launch]:
 
 
 def _of_norms() -> Iterator[Launch]:
-    """Of a group norm over rows, whose channels come first in memory or last: 16 channels a group."""
+    """Launches of a group norm over rows with 16 channels per group; channels first or last in memory."""
     for dtype, common in (("bf16", True), ("fp16", False), ("fp32", False)):
         for last in (False, True):
             name = f"{dtype}, channels {'last' if last else 'first'}"

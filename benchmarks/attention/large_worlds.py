@@ -1,4 +1,4 @@
-"""What worlds of 8, 64 and 512 ranks cost one of them:  python -m benchmarks.attention.large_worlds
+"""Host cost and compile time of one rank in worlds of 8, 64 and 512 ranks:  python -m benchmarks.attention.large_worlds
 
 One process plays rank 0 with PyTorch's fake backend. Of each method: seconds of its CPU until forward and backward of a transformer are one
 graph each; and of one attention call in eager code, how many functions Python calls to plan it, once, and in every call after that. These
@@ -101,7 +101,7 @@ def main(arguments: list[str] | None = None) -> None:
 def in_world(
     world: int, methods: Sequence[str], measure: Callable[[DeviceMesh, dict[str, Any]], dict[str, Any]]
 ) -> Iterator[dict[str, Any]]:
-    """What ``measure`` finds of each method on so many ranks; printed as it comes."""
+    """Yield and print ``measure(mesh, options)`` for each method on ``world`` ranks."""
     with fake_group(world):
         for method in methods:
             shape_of, options = METHODS[method]

@@ -1,4 +1,4 @@
-"""What attention over a mesh costs the host, beside attention over a mesh written by hand:  python -m benchmarks.attention.mesh
+"""Host cost of attention over a mesh, compared with Ulysses and ring attention written by hand:  python -m benchmarks.attention.mesh
 
 Sizes are so small that computing takes no time; what is left is what Python and the dispatcher take before a device has work.
 
@@ -137,7 +137,7 @@ def measure(
     base: Callable[[str], str],
     before: Way = lambda: None,
 ) -> dict[str, dict[str, Any]]:
-    """Of each way microseconds per call, and its ratio to the way that ``base`` names: a loaded machine spares the lowest.
+    """Return the microseconds per call of each way, and its ratio to the way that ``base`` names. On a loaded machine use the lowest.
 
     Args:
         calls: in one go of a way.

@@ -40,7 +40,7 @@ class Size:
 
     @property
     def flops(self) -> float:
-        """Of both products; half of them for a causal mask."""
+        """Floating-point operations of both matrix products; half of them with a causal mask."""
         full = 4.0 * self.batch * self.heads * self.tokens**2 * self.head_dim
         return full / 2 if self.is_causal else full
 
@@ -148,7 +148,7 @@ def portable_ways(tensors: list[Tensor], size: Size) -> Ways:
 
 
 def hopper_ways(tensors: list[Tensor], size: Size) -> Ways:
-    """What may be tried of the Hopper tier, each way beside the portable kernel and PyTorch's."""
+    """Return the candidates of the Hopper tier, the portable kernel, and PyTorch's kernels."""
     from para_core.kernels import tune
     from para_core.kernels.attention import attention
     from para_core.kernels.attention_configs import HOPPER, INTERPRETED, Case, Config
@@ -183,7 +183,7 @@ def _of_pytorch(tensors: list[Tensor], size: Size) -> Ways:
 
 
 def in_four(tensors: list[Tensor], *, is_causal: bool) -> Tensor:
-    """What a ring of 4 computes on one of its ranks, if that had all queries: each block of keys continues from the ones before."""
+    """Compute attention over four blocks of keys, each continuing from the ones before, as a rank of a ring of 4 does."""
     from para_core.kernels.attention import attention
 
     query, key, value = tensors

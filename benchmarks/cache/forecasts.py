@@ -139,7 +139,7 @@ def hit_costs(generator: Generator, rounds: int = 9) -> dict[str, float]:
 
 
 def rules(generator: Generator) -> list[dict[str, Any]]:
-    """Of each rule a curve over thresholds: PSNR, the seconds of its steps here, and the share of 57 blocks that it computes."""
+    """Return a curve over thresholds for each rule: PSNR, the seconds of its steps, and the share of 57 blocks that it computes."""
     costs, found = hit_costs(generator), []
     for name, thresholds in RULES.items():
         for threshold in thresholds:
@@ -211,7 +211,7 @@ def few(generator: Generator) -> list[dict[str, Any]]:
 
 
 def few_by_rule(generator: Generator) -> list[dict[str, Any]]:
-    """What thresholds make of few steps."""
+    """Return PSNR and computed steps of thresholds at 4 and 8 steps."""
     found = []
     for steps in FEW:
         for threshold in (0.08, 0.2, 0.3, 0.4, 0.6):

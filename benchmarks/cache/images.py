@@ -1,4 +1,4 @@
-"""What First Block Cache does, on the tiny FLUX:  python -m benchmarks.cache.images
+"""Images and figures of First Block Cache on the tiny FLUX:  python -m benchmarks.cache.images
 
 Generates one caption with several thresholds, and saves the images of docs/cache.md: the differences from step to step, the
 images beside the one without the cache, and the curve of a calibration over several captions.

@@ -66,7 +66,7 @@ def _decode(pipe: FluxPipeline, tokens: torch.Tensor) -> np.ndarray:
 
 
 def reference(steps: int, count: int, folder: Path) -> tuple[np.ndarray, dict[str, Any]]:
-    """What no cache generates; kept in ``folder``."""
+    """Return the images without a cache, and their cost. They are stored in ``folder``."""
     path = folder / f"no_cache_{steps}_steps_{count}.npz"
     if not path.exists():
         images, cost = images_of(NO_CACHE, steps, count)
@@ -79,7 +79,7 @@ def reference(steps: int, count: int, folder: Path) -> tuple[np.ndarray, dict[st
 
 
 def judge(images: np.ndarray, references: np.ndarray) -> dict[str, list[Any]]:
-    """Of each image: how near it is to its reference, whether it is right, and whether it shows the same as the reference."""
+    """Return for each image: similarity to its reference, whether it shows the caption, and whether it shows the same as the reference."""
     scenes = scenes_of(len(images))
     verdicts = [check(_to_8_bit(x), scene) for x, scene in zip(images, scenes, strict=True)]
     expected = [check(_to_8_bit(x), scene) for x, scene in zip(references, scenes, strict=True)]

@@ -33,7 +33,7 @@ PARTS = ("quality", "others", "eager", "compiled")
 
 
 class Rows:
-    """What was measured, by its key; written whenever a row is added."""
+    """Measured rows by key. The file is written whenever a row is added."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -74,7 +74,7 @@ def sweep(rows: Rows, count: int, folder: Path, steps: int, only: str = "") -> N
 
 
 def others() -> list[dict[str, Any]]:
-    """What becomes of the caches that cannot be compared at equal computed steps; 28 steps, two captions."""
+    """Run the caches that cannot be compared at equal computed steps; 28 steps, two captions."""
     expected, _ = images_of(NO_CACHE, 28, 2)
     rows = []
     for way in OTHERS:
@@ -105,7 +105,7 @@ BASELINES = {
 
 
 def summaries(rows: Sequence[Row]) -> list[Row]:
-    """Of each way the means over all captions, and its PSNR beside para_core's at as many computed steps.
+    """Return for each way the means over all captions, and its PSNR relative to para_core's at equal computed steps.
 
     Args:
         rows: lists with a value for each caption.
@@ -192,7 +192,7 @@ def _how(row: Row | None) -> str:
 
 
 def refusals(found: dict[str, Any]) -> list[str]:
-    """What was raised, and what cannot be compared at equal computed steps."""
+    """Return a line for each error, and for each cache that cannot be compared at equal computed steps."""
     lines = []
     for row in found.get("compiled", ()):
         for name in ("refused as one graph", "refused"):

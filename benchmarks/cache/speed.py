@@ -68,7 +68,7 @@ class _Process:
         return self
 
     def ready(self) -> dict[str, Any]:
-        """What is to be known of it before it is timed. Only now does it begin, so that one compiles at a time."""
+        """Start the process, and return its row without times. Started here, so that one process compiles at a time."""
         self._process.start()
         row: dict[str, Any] = self._connection.recv()
         return row

@@ -28,7 +28,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 def psnr(errors: np.ndarray) -> float:
-    """Of the mean of squared errors in grey levels, dB: videos that are equal have no PSNR of their own."""
+    """Return the PSNR in dB of the mean of squared errors in grey levels. Equal videos have no PSNR of their own."""
     return round(float(10 * np.log10(255**2 / errors.mean())), 1)
 
 

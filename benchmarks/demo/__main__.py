@@ -60,7 +60,7 @@ RUNS = (Mesh(1, 1), Mesh(1, 2), Mesh(2, 1), Mesh(2, 2))
 
 
 def generate(mesh: Mesh, output: Path) -> None:
-    """What each process of a run does; rank 0 writes latents, image and figures to ``output``."""
+    """Generate on one rank of a run. Rank 0 writes latents, image and figures to ``output``."""
     torch.set_num_threads(1)
     logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
@@ -100,7 +100,7 @@ def generate(mesh: Mesh, output: Path) -> None:
 
 
 def generate_cached(output: Path) -> None:
-    """What one process does without and with the cache; writes images, report and seconds to ``output``."""
+    """Generate without and with the cache, and write images, report and seconds to ``output``."""
     torch.set_num_threads(1)
     logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
@@ -219,7 +219,7 @@ def save_cached(figures: dict[str, Any], path: Path) -> None:
 
 
 def steps_of(path: Path) -> Path:
-    """Where the plot of the report goes."""
+    """Return the path of the plot of the report."""
     return path.with_name(f"{path.stem}_steps{path.suffix}")
 
 

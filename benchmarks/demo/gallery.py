@@ -99,12 +99,12 @@ def of_this_rank(way: int, output: Path) -> None:
 
 
 def difference(one: np.ndarray, other: np.ndarray, times: float) -> np.ndarray:
-    """Of two ``[frames, H, W, 3]``, amplified, in 0 … 1."""
+    """Return the amplified difference of two ``[frames, H, W, 3]``, clipped to 0 … 1."""
     return np.clip(np.abs(one - other) * times, 0, 1)
 
 
 def panels(found: dict[str, dict[str, Any]], model: str) -> list[list[tuple[str, np.ndarray]]]:
-    """Of each caption: one rank, then each way and its difference."""
+    """Return a row of panels for each caption: one rank, then each way and its difference."""
     rows = []
     for i in range(len(CAPTIONS[model])):
         alone = found["1 rank"][model][i]
@@ -133,7 +133,7 @@ def sheet(rows: list[list[tuple[str, np.ndarray]]], frame: int, scale: int) -> I
 
 
 def measured(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each model and way: the largest difference from one rank, and 8-bit values that differ."""
+    """Return for each model and way the largest difference from one rank, and the number of 8-bit values that differ."""
     rows = []
     for model, captions in CAPTIONS.items():
         alone = np.stack(found["1 rank"][model])

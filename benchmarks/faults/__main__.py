@@ -1,4 +1,4 @@
-"""What a fault does to a parallel generation: two hosts of two ranks, one fault in each cell:  python -m benchmarks.faults
+"""Faults in a parallel generation on two hosts of two ranks, one fault per cell:  python -m benchmarks.faults
 
     --cells TEXT …   only those whose name contains one of these
     --again          those that are in the JSON already, too
@@ -53,7 +53,7 @@ _fork = multiprocessing.get_context("fork")
 
 
 def run_cell(cell: Cell, hosts: Hosts, expected: Any) -> dict[str, Any]:
-    """What happened in ``cell``."""
+    """Run ``cell`` and return what each rank reported."""
     with tempfile.TemporaryDirectory() as name:
         folder, work = Path(name), Path(name) / "work"
         work.mkdir()

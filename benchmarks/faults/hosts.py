@@ -187,7 +187,7 @@ class Hosts:
                 _remove(namespace)
 
     def processes(self, host: int) -> list[int]:
-        """What runs in the namespace of ``host``."""
+        """Return the process ids in the namespace of ``host``."""
         return [int(pid) for pid in _ip("netns", "pids", self.namespace(host)).split()] if self.namespaces else []
 
 

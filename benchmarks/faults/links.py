@@ -90,7 +90,7 @@ def _bytes_to_each(x: Tensor, sizes: Sequence[int]) -> list[int]:
 
 
 def seconds(run: Callable[[], Any], rounds: int = _ROUNDS) -> float:
-    """Of the slowest rank, the median of ``rounds``."""
+    """Return the median over ``rounds`` of the slowest rank's seconds."""
     run()
     found = []
     for _ in range(rounds):

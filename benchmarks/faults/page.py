@@ -1,4 +1,4 @@
-"""What counts as a good cell, and docs/faults.md."""
+"""The verdict on a cell, and the parts of docs/faults.md."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _shown(result: dict[str, Any] | None) -> str:
 
 
 def _messages(results: dict[str, Any]) -> list[str]:
-    """Of each fault, what the ranks print in one cell: alike ones once."""
+    """Return for each fault the messages of the ranks in one cell; equal messages once."""
     lines = []
     for fault in (*PROCESS_FAULTS, *LINK_FAULTS, *GIVEN_FAULTS):
         chosen = next(

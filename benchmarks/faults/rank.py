@@ -87,7 +87,7 @@ def _once(strike: Callable[[], None]) -> Callable[..., None]:
 
 
 def process_fault(fault: str, note: Callable[[], None], sleep: float) -> Callable[[], None]:
-    """What happens to this process; ``note`` is called right before."""
+    """Return a function that strikes this process with ``fault``; it calls ``note`` right before."""
 
     def strike() -> None:
         note()
@@ -168,7 +168,7 @@ def _given_by_callback(cell: Cell, note: Callable[[], None]) -> dict[str, Any]:
 
 
 def unchanging_callback(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-    """What the other ranks have where the faulty one's callback changes something."""
+    """Change nothing: the callback of the other ranks if the faulty rank's callback changes something."""
     return tensors
 
 

@@ -83,7 +83,7 @@ def _mask(kind: str, shape: tuple[int, int, int, int], dtype: torch.dtype, gener
 
 @dataclass(frozen=True)
 class Results:
-    """What a call gives: ``out``, the gradients, and ``lse`` where it is told. None: not asked for."""
+    """Results of a call: ``out``, the gradients, and ``lse`` if it is returned. None: not computed."""
 
     out: Tensor
     dq: Tensor | None = None
@@ -106,7 +106,7 @@ def relative_error(x: Tensor, expected: Tensor) -> float:
 
 
 def exact(inputs: Inputs) -> Results:
-    """By the formula, in float64, and its gradients by autograd."""
+    """Compute attention by its formula in float64, and its gradients by autograd."""
     query, key, value = (x.double().detach().requires_grad_() for x in (inputs.query, inputs.key, inputs.value))
     groups = inputs.heads_per_key_head
     keys, values = (x.repeat_interleave(groups, dim=1) for x in (key, value))

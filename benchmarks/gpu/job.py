@@ -1,4 +1,4 @@
-"""What a section is given, and where it puts what it finds."""
+"""The inputs of a section, and the file of its rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FEW = 100
 
 
 class SectionSkipped(Exception):
-    """What a section needs is missing here; the message says what."""
+    """Raised if something that a section needs is missing; the message names it."""
 
 
 @dataclass

@@ -122,7 +122,7 @@ def cases(device: torch.device, tokens: int, heads: int, head_dim: int) -> Itera
 
 
 def _merge(device: torch.device, shape: tuple[int, ...], running: torch.dtype, bound: float) -> Case:
-    """Of two 16-bit results into a new tensor, or of one into what has been merged."""
+    """Merge two 16-bit results into a new tensor, or one into the merged result."""
     out_a, out_b = _normal(shape, device).to(running), _normal(shape, device, seed=1)
     lse_a, lse_b = (_normal(shape[:3], device, seed=seed).float() for seed in (2, 3))
     in_place = running == torch.float32

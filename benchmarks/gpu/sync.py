@@ -1,4 +1,4 @@
-"""Does an attention call make the host wait for the device? Calls under ``torch.cuda.set_sync_debug_mode("error")``.
+"""Attention calls that must not make the host wait for the device, under ``torch.cuda.set_sync_debug_mode("error")``.
 
 As rank 0 of 8 with PyTorch's fake backend, whose collectives move nothing: whatever waits there is our own. Then two ranks over
 gloo, which copies through the host and so may wait itself: reported without a verdict.

@@ -59,7 +59,7 @@ class Kernel:
 
 
 def kernels_of(call: Callable[[], Any], device: torch.device) -> list[Kernel]:
-    """What one call ran on the device, in order of time; on a CPU, aten operators without what they called."""
+    """Return the kernels that one call ran on the device, in order of time; on a CPU the outermost aten operators."""
     cpu = device.type == "cpu"
     activities = [ProfilerActivity.CPU] if cpu else [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     synchronize(device)
@@ -109,7 +109,7 @@ def _matches(name: str, words: Iterable[str]) -> bool:
 
 
 def largest(kernels: Iterable[Kernel], count: int = 12) -> list[dict[str, Any]]:
-    """By name, those that took most time."""
+    """Return the kernels that took most time, by name."""
     by_name: dict[str, list[float]] = defaultdict(list)
     for kernel in kernels:
         by_name[kernel.name[:120]].append(kernel.duration)

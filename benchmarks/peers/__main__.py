@@ -1,4 +1,4 @@
-"""Which inputs of attention para_core and its peers compute exactly on several ranks, refuse, or get wrong.
+"""Inputs of attention on several ranks: which ones para_core and its peers compute exactly, refuse, or get wrong.
 
     python -m benchmarks.peers
 

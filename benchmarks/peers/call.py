@@ -1,4 +1,4 @@
-"""What the callers of all peers share: how one rank's part of a row is made, and what is kept of it."""
+"""The inputs of the table, and one rank's part of each; shared by the callers of all peers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Row:
         return None if self.mask is None else MASKS[self.mask](self)
 
     def weight(self) -> Tensor:
-        """Of each element of out in the loss whose gradients are compared."""
+        """Return the weight of each element of ``out`` in the loss whose gradients are compared."""
         generator = torch.Generator().manual_seed(1)
         return torch.randn(self.B, self.H, self.S, self.D_v or self.D, generator=generator).to(self.dtype)
 
@@ -124,7 +124,7 @@ Cut = Callable[[Tensor], Tensor]
 
 @dataclass
 class Part:
-    """What one rank computed, and of which tokens of the whole sequence."""
+    """Output of one rank, and the positions of its tokens in the whole sequence."""
 
     out: Tensor
     positions: Tensor
@@ -147,7 +147,7 @@ class Call:
         return [x.requires_grad_(self.row.backward) for x in parts]
 
     def positions(self, cut: Cut) -> tuple[Tensor, Tensor]:
-        """Of this rank's queries and keys."""
+        """Return the positions of this rank's queries and keys."""
         lengths = (self.row.S, self.row.S_k or self.row.S)
         numbered = [torch.arange(length).view(1, 1, length, 1) for length in lengths]
         q, k = (self._cut_segments(x, cut).flatten().clone() for x in numbered)

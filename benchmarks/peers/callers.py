@@ -1,4 +1,4 @@
-"""How each peer is asked: what it needs, which meshes it has, its settings, and one call. Patches are in docs/peers.md."""
+"""The caller of each peer: its packages, meshes and settings, and one call. Patches are in docs/peers.md."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ NAMES = ("out", "gradient of query", "gradient of key", "gradient of value")
 
 
 def judge(part: Part, expected: list[Tensor], bounds: list[float]) -> dict[str, Any]:
-    """What a rank reports of its part: relative errors, and above which they are no rounding."""
+    """Return the report of a rank on its part: relative errors, and the bounds above which they are not rounding."""
     held = (part.positions, part.positions, part.key_positions, part.key_positions)
     compared = zip(NAMES, [part.out, *part.gradients], expected, held, bounds, strict=False)
     errors, allowed = {}, {}
@@ -111,7 +111,7 @@ def judge(part: Part, expected: list[Tensor], bounds: list[float]) -> dict[str, 
 
 
 def reference(row: Row) -> tuple[list[Tensor], list[float]]:
-    """What one device computes, and how far from it each part of it may be."""
+    """Return the results of one device, and the bound for each of them."""
     if row.dtype == torch.float32:
         expected = row.on_one_device()
         return expected, [EXACT] * len(expected)
@@ -182,7 +182,7 @@ def attempt(peer: Caller, row: Row, shape: tuple[int, int], setting: dict[str, A
 
 
 def read(folder: str, ranks: list[Any]) -> list[dict[str, Any] | None]:
-    """What each rank has written by now."""
+    """Return the report that each rank has written by now, or None."""
     reports: list[dict[str, Any] | None] = []
     for rank, process in enumerate(ranks):
         path = Path(folder) / f"rank-{rank}.json"

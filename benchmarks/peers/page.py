@@ -105,7 +105,7 @@ def summary(results: dict[str, Any]) -> list[str]:
 
 
 def messages(cells: dict[str, dict[str, Ways]]) -> list[str]:
-    """What was raised, each once: two that differ in numbers only count as one."""
+    """Return each error message once. Messages that differ in numbers only count as one."""
     lines = []
     for peer, column in cells.items():
         found: dict[str, list[str]] = {}

@@ -37,7 +37,7 @@ def attention_backward(
     out: Tensor,
     lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of query, key and value, from the ``out`` and ``lse`` of the whole row, as FlashAttention computes it."""
+    """Return the gradients of query, key and value from the ``out`` and ``lse`` of the whole row, as FlashAttention does."""
     weights = _weights(q, k, bias, causal, scale, lse)
     grad = grad.float()
     rowsum = (grad * out.float()).sum(-1, keepdim=True)

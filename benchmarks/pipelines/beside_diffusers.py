@@ -105,7 +105,7 @@ def latent_pixels(name: str, tokens: tuple[int, int, int]) -> tuple[int, int, in
 
 
 def first_sample(value: Any) -> Any:
-    """Of two samples."""
+    """Return the first of two samples."""
     return value[:1] if isinstance(value, (Tensor, list)) and len(value) == 2 else value
 
 
@@ -136,7 +136,7 @@ WAYS: dict[str, Callable[..., nn.Module]] = {
 def applied(
     model: TinyModel, inputs: dict[str, Any], expected: Tensor, ways: list[str], *, uneven: bool
 ) -> tuple[dict[str, nn.Module], dict[str, dict[str, Any]]]:
-    """Of each way the transformer, unless a rank failed, and its error, or what it says."""
+    """Return the transformer of each way, unless a rank failed, and its error or its message."""
     transformers, found = {}, {}
     for way in ways:
         failed = torch.zeros(1)
@@ -156,7 +156,7 @@ def applied(
 
 
 def who_takes(name: str, size: str) -> dict[str, dict[str, Any]]:
-    """Of each way its error on the tiny model, or what it says."""
+    """Return the error or the message of each way on the tiny model."""
     model, inputs = tiny(name, size)
     return applied(model, inputs, model.build()(**inputs)[0], list(WAYS), uneven=size == "odd")[1]
 
@@ -166,7 +166,7 @@ def is_exact(found: dict[str, Any]) -> bool:
 
 
 def seconds_of(name: str, size: str, ways: list[str], rounds: int) -> dict[str, Any]:
-    """Of each way its error on the large model, and its seconds and CPU seconds in each round; of one rank alone, too."""
+    """Return the error of each way on the large model, and its seconds and CPU seconds in each round; also of one rank alone."""
     model, inputs = large(name, size)
     alone = model.build()
     transformers, found = applied(model, inputs, alone(**inputs)[0], ways, uneven=size == "odd")
@@ -215,7 +215,7 @@ def verdict(found: dict[str, Any]) -> str:
 
 
 def outcome(tiny_rows: list[dict[str, Any]]) -> list[str]:
-    """What the first table comes to."""
+    """Return the number of exact, stopped and refused cells of each way in the first table."""
     lines = []
     for way in WAYS:
         words = [verdict(row[way]).split(":")[0].split(" by ")[0].strip("*") for row in tiny_rows]
@@ -226,7 +226,7 @@ def outcome(tiny_rows: list[dict[str, Any]]) -> list[str]:
 
 
 def conclusion(rows: list[dict[str, Any]]) -> str:
-    """What the second table comes to: medians over its rows."""
+    """Return the medians over the rows of the second table, as a sentence."""
     medians = {}
     for kind in ("seconds", "CPU seconds"):
         of_rows = [
@@ -273,7 +273,7 @@ def parts() -> dict[str, list[str]]:
 
 
 def caution(rounds: int) -> str:
-    """Where there were fewer rounds than a quoted figure wants."""
+    """Return a warning if there were fewer rounds than ``ROUNDS``."""
     if rounds >= ROUNDS:
         return ""
     return (

@@ -1,4 +1,4 @@
-"""How far everything that runs on several ranks is from one device; writes the JSON of the tables:
+"""Errors of everything that runs on several ranks, relative to one device. Writes the JSON of the tables:
 
     python -m benchmarks.pipelines.exactness                      # every check, every row: hours on two cores
     python -m benchmarks.pipelines.exactness models --only flux   # some rows of one check; the others stay as they are

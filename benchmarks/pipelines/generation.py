@@ -77,7 +77,7 @@ def in_bfloat16(pipe: Any) -> Any:
 
 
 def cast(options: dict[str, Any]) -> dict[str, Any]:
-    """What a call is given, float tensors in bfloat16."""
+    """Return the arguments of a call with float tensors in bfloat16."""
     return {
         name: value.bfloat16() if isinstance(value, Tensor) and value.is_floating_point() else value
         for name, value in options.items()

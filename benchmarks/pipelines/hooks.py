@@ -1,4 +1,4 @@
-"""What diffusers' own hooks do to a pipeline that runs on several ranks: exact, or refused before the call.
+"""diffusers' own hooks on a pipeline that runs on several ranks: exact, or refused before the call.
 
 A check of `benchmarks.pipelines.exactness`: a tiny Qwen-Image (or PixArt), three steps with guidance, against the same pipeline with the same
 hook on one device.

@@ -1,4 +1,4 @@
-"""How far models of other libraries are from one device on 2 and 3 ranks, each by its recipe.
+"""Errors of models of other libraries on 2 and 3 ranks, each by its recipe.
 
     python -m benchmarks.pipelines.outside
 

@@ -1,4 +1,4 @@
-"""What PipeFusion does to images and videos, beside First Block Cache at equal work:  python -m benchmarks.pipelines.pipefusion
+"""Images and videos by PipeFusion, compared with First Block Cache at equal work:  python -m benchmarks.pipelines.pipefusion
 
 The FLUX and the Wan that were trained here, in one process, which computes what any number of stages does
 (`tests/weights/test_pipefusion.py`). Held-out captions, the same noise for each way: how far the result is from the exact one (PSNR), and whether
@@ -121,7 +121,7 @@ def measure(
     settings: dict[int, list[tuple[int, int, int]]],
     count: int,
 ) -> list[dict[str, Any]]:
-    """Of each number of steps and each way, what became of ``count`` captions; the first row of each is the exact one."""
+    """Return a row for each number of steps and each way, over ``count`` captions. The first row of each number is the exact one."""
     rows: list[dict[str, Any]] = []
     for steps, of_steps in settings.items():
         exact = generated(pipe, steps, count)

@@ -146,7 +146,7 @@ def timed(run: Any, found: list[float]) -> Any:
 
 
 def exact_time() -> dict[str, Any]:
-    """Of exact stages: CPU seconds of a call on each, and what it sends."""
+    """Return the CPU seconds of a call on each exact stage, and the bytes that it sends."""
     pipe = parallelize_pipe(load(), mesh=init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pipe",)))
     stages, seconds = stages_of(pipe.transformer), []
     assert stages is not None

@@ -1,4 +1,4 @@
-"""Which transformers of the installed diffusers run in parallel, and how, or why not: the table of docs/pipelines.md.
+"""The transformers of the installed diffusers: which ones run in parallel, and how, or why not (docs/pipelines.md).
 
 From diffusers' classes, what `para_core.adapters` knows of them, and the errors that `python -m benchmarks.pipelines.exactness models` measured
 (benchmarks/results/model_errors.json). No model is run.
@@ -62,7 +62,7 @@ def run(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
 
 
 def run_cached(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, int]:
-    """What a second call returns that takes what the first has stored, and how many calls did."""
+    """Return the output of a second call that takes the residuals of the first, and the number of hits."""
     known = adapter_for(model)
     if known is None or known.blocks is None:
         raise TypeError(f"{type(model).__name__} has no blocks to cache.")
@@ -129,7 +129,7 @@ def transformer_classes() -> tuple[str, ...]:
 
 @cache
 def _constructors() -> dict[str, str]:
-    """Of each pipeline of diffusers, the source of its ``__init__``: classes cannot be imported where a library is missing."""
+    """Return the source of the ``__init__`` of each pipeline of diffusers. Classes cannot be imported if a library is missing."""
     found = {}
     for path in sorted((Path(diffusers.__file__).parent / "pipelines").rglob("pipeline*.py")):
         text = path.read_text()
@@ -180,7 +180,7 @@ def _measured() -> dict[str, Any]:
 
 
 def _largest_error(transformer: str, kind: str) -> str:
-    """Of all tiny models of a class, on all meshes."""
+    """Return the largest error of all tiny models of a class, on all meshes."""
     found = [error for row in _measured().values() if row["class"] == transformer for error in row[kind].values()]
     if not found:
         raise ValueError(f"{transformer} was not measured: python -m benchmarks.pipelines.exactness models")

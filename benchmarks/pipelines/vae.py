@@ -46,7 +46,7 @@ SHOWN = 256  # pixels of the image that are shown, from its middle
 
 
 class AllTraffic(TrafficCounter):
-    """What others than para_core start, too: point to point, lists that are gathered, all-reduces (by the ring's formula)."""
+    """A traffic counter that also counts point-to-point sends, gathered lists, and all-reduces (by the ring's formula)."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -74,7 +74,7 @@ def image() -> Tensor:
 
 
 def ways(vae: Any, distvae: str | None) -> tuple[dict[str, Callable[[Tensor], Any]], str | None]:
-    """How to decode, by name; and why DistVAE is not among them."""
+    """Return the ways to decode by name, and the reason if DistVAE is not among them."""
     tiled = copy.deepcopy(vae)
     tiled.enable_tiling()
     found = {

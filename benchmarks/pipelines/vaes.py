@@ -82,7 +82,7 @@ def of_this_rank(name: str, tiny: TinyVae) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def in_16_bits(name: str, tiny: TinyVae) -> list[dict[str, Any]]:
-    """How far bfloat16 is from float32, on one device and on the ranks."""
+    """Return the errors of bfloat16 relative to float32, on one device and on the ranks."""
     found = []
     for way, shape in (("decode", tiny.latents), ("encode", tiny.pixels)):
         if name in BY_TILES:  # bit-equal

@@ -49,7 +49,7 @@ def error_unseen(name: str, module: nn.Module, proposal: Proposal) -> float:
 
 
 def score(name: str) -> dict[str, Any]:
-    """What became of one model: ``found``, ``asked`` or ``wrong``."""
+    """Return the row of one model, with the verdict ``found``, ``asked`` or ``wrong``."""
     module, began = MODELS[name].build(), time.perf_counter()
     row: dict[str, Any] = {"model": name, "class": MODELS[name].cls}
     try:

@@ -1,4 +1,4 @@
-"""What the planner predicts, beside what others published:  python -m benchmarks.planner.published
+"""Seconds that the planner predicts, compared with those that others published:  python -m benchmarks.planner.published
 
 Each table is fitted on its row of one device alone: one factor, of what its software takes over what the planner's table of devices says. All
 other rows are predicted with it. What their code does around attention (how many all-to-alls, whether a ring is overlapped) is written down from
@@ -326,7 +326,7 @@ def sources() -> list[str]:
 
 
 def plans() -> list[str]:
-    """What the planner says: of cards on which more ranks are slower, and of two hosts."""
+    """Return two plans: one on two hosts, and one for cards on which more ranks are slower."""
     slow = plan_mesh("FLUX.1-dev", ranks=2, device="L20", link=Link("pcie3 via host", 3e-5, 2e9), weights=())
     video = plan_mesh("Wan 2.2 A14B", ranks=16, device="H200", frames=81, weights=())
     return [line for plan in (video, slow) for line in ("```text", *str(plan).splitlines(), "```", "")][:-1]

@@ -1,4 +1,4 @@
-"""What a rank sends per step for models of real size, by the formula that the tiny pipelines confirm:
+"""Gigabytes that a rank sends per step for models of real size, by the formula that the tiny pipelines confirm:
 
     python -m benchmarks.planner.traffic
 
@@ -61,7 +61,7 @@ REAL = {
 
 
 def call_of(model: Model, batch: int) -> ModelCall:
-    """What one call does; ``batch``: shares of its samples, if it has several."""
+    """Observe one call of the model; ``batch``: shares of its samples, if it has several."""
     published = model.published
     with without_data():
         transformer = getattr(diffusers, published.transformer)(**published.config).eval()

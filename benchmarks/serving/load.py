@@ -140,7 +140,7 @@ def measure(port: int, body: dict[str, Any], requests: int, running: int) -> dic
 
 
 def summarize(rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of all rounds of one server."""
+    """Return the figures over all rounds of one server."""
     rows = []
     for factor in FACTORS:
         found = [each["loads"][str(factor)] for each in rounds]
@@ -167,13 +167,13 @@ def summarize(rounds: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def times_of(results: dict[str, Any]) -> float:
-    """How much more the replicas can do than the plain pipeline: the median over rounds, of which each measures both."""
+    """Return the capacity of the replicas relative to the plain pipeline: the median over rounds, each of which measures both."""
     pairs = zip(results["replicas"]["capacity_per_second"], results["plain"]["capacity_per_second"], strict=True)
     return statistics.median(many / one for many, one in pairs)
 
 
 def table(results: dict[str, Any]) -> list[str]:
-    """Of the page."""
+    """Return the table of docs/serving.md."""
     options = results["options"]
     names = {
         "plain": "one plain pipeline",

@@ -1,5 +1,5 @@
-"""What a new user sees, and what replicas do when something goes wrong: a first image out of a fresh clone, a rank killed amid 50
-prompts, clients that leave the server, a rank killed behind it.
+"""The first steps of a new user, and failures of replicas: a first image from a fresh clone, a rank killed during 50 prompts, clients
+that leave the server, a rank of the server killed.
 
 python -m benchmarks.serving.trials first
 python -m benchmarks.serving.trials prompts
@@ -70,7 +70,7 @@ class PlainPipeline:
 
 
 def compare(pairs: list[tuple[bytes, bytes]]) -> dict[str, Any]:
-    """Of images: how many have the same bytes, and the most that a pixel differs by, of 255."""
+    """Return how many images have the same bytes, and the largest difference of a pixel, of 255."""
     pixels = [[np.asarray(Image.open(io.BytesIO(data))).astype(int) for data in pair] for pair in pairs]
     return {
         "compared": len(pairs),
