@@ -81,8 +81,7 @@ def table(cells: dict[str, dict[str, Ways]]) -> list[str]:
     """A row per input, a column per peer."""
     rows = dict.fromkeys(row for column in cells.values() for row in column)
     body = [[row, *(cell(column[row], row, peer) for peer, column in cells.items())] for row in rows]
-    heads, *lines = markdown_table(["", *cells], body)
-    return [heads.replace("|  |", "| |"), *lines]
+    return markdown_table(["", *cells], body)
 
 
 def summary(results: dict[str, Any]) -> list[str]:

@@ -145,8 +145,7 @@ def parts() -> dict[str, list[str]]:
             if "psnr" in row:
                 cells = [f"{x(row['psnr']):.1f} dB" for x in (mean, min)] + [f"{sum(row['same'])} of {count}"]
             rows.append([row["steps"], row["way"], *cells, f"{sum(row['right'])} of {count}"])
-        lines = markdown_table(heads, rows, right=(0, 2, 3, 4, 5))
-        tables[name] = [lines[0].replace("|  |", "| |"), *lines[1:]]
+        tables[name] = markdown_table(heads, rows, right=(0, 2, 3, 4, 5))
     return tables
 
 

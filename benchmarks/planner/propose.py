@@ -126,8 +126,8 @@ def parts() -> dict[str, list[str]]:
         ("it asks, and proposes nothing", rest, ", ".join(rest)),
         ("a wrong plan", wrong, ", ".join(wrong)),
     ]
-    table = markdown_table(["", "classes", ""], [[name, len(classes), names] for name, classes, names in lines])
-    return {"proposals": ["| | classes | |", *table[1:]]}
+    rows_of_classes = [[name, len(classes), names] for name, classes, names in lines]
+    return {"proposals": markdown_table(["", "classes", ""], rows_of_classes)}
 
 
 if __name__ == "__main__":

@@ -292,8 +292,7 @@ def published_table(tables: Sequence[tuple[Published, float, list[Checked]]]) ->
         for row in checked:
             miss = " **missed**" if abs(row.error) > 0.2 else ""
             rows.append(["", row.shape, f"{row.published:,.2f}", f"{row.predicted:,.2f}", f"{row.error:+.0%}{miss}"])
-    lines = markdown_table(["table", "mesh", "published, s", "predicted, s", "error"], rows, right=(2, 3, 4))
-    return [line.replace("|  |", "| |").replace("|  |", "| |") for line in lines]
+    return markdown_table(["table", "mesh", "published, s", "predicted, s", "error"], rows, right=(2, 3, 4))
 
 
 def sources() -> list[str]:
@@ -320,9 +319,12 @@ def sources() -> list[str]:
         for link in LINKS.values()
     ]
     heads = ["", "TFLOP/s", "reached: products, attention", "GB", "GB/s", "source"]
-    first, *rest = markdown_table(heads, devices, right=(1, 3, 4))
-    heads = ["link", "latency, µs", "GB/s", "all-to-all, GB/s", "source"]
-    return [first.replace("|  |", "| |"), *rest, "", *markdown_table(heads, links, right=(1, 2, 3))]
+    heads_of_links = ["link", "latency, µs", "GB/s", "all-to-all, GB/s", "source"]
+    return [
+        *markdown_table(heads, devices, right=(1, 3, 4)),
+        "",
+        *markdown_table(heads_of_links, links, right=(1, 2, 3)),
+    ]
 
 
 def plans() -> list[str]:

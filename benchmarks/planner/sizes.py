@@ -268,7 +268,7 @@ def held_table(models: dict[str, dict[str, Any]]) -> list[str]:
         for method, held in sizes["held"].items():
             rows.append(["", "", method, *(f"{held[str(n)]:.0f} ({fits(held[str(n)])})" for n in WEIGHT_RANKS)])
     heads = ["model", "one copy", "method", *(f"{n} ranks" for n in WEIGHT_RANKS)]
-    return [line.replace("|  |  |", "| | |") for line in markdown_table(heads, rows, right=(1, 3, 4, 5))]
+    return markdown_table(heads, rows, right=(1, 3, 4, 5))
 
 
 def sent_table(models: dict[str, dict[str, Any]]) -> list[str]:
