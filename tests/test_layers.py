@@ -9,7 +9,13 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # A folder, or a file at the top of para_core or adapters. Rooms of one line do not import each other.
 LAYERS = (
-    ("kernels", "para_core/version.py", "para_core/user_warnings.py", "para_core/torch_internals.py"),
+    (
+        "kernels",
+        "para_core/foreign_errors.py",
+        "para_core/torch_internals.py",
+        "para_core/user_warnings.py",
+        "para_core/version.py",
+    ),
     ("para_core/instance_patching.py", "para_core/triton_support.py"),
     ("para_core/distributed",),
     ("para_core/attention",),
