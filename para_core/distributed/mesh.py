@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import timedelta
@@ -135,7 +136,7 @@ class SequenceMesh:
     ring: MeshDim
     ulysses: MeshDim
     device_type: str
-    # Itself, and the mesh of this rank alone, as :func:`read_mesh` reads them. Fields, for a graph takes numbers for variables.
+    # JSON of itself, and of the mesh of this rank alone, which :func:`read_mesh` reads. Fields, for a graph takes numbers for variables.
     text: str = ""
     alone_text: str = ""
 
@@ -164,22 +165,26 @@ class SequenceMesh:
 
 def _sequence_mesh(ring: MeshDim, ulysses: MeshDim, device_type: str) -> SequenceMesh:
     ranks, rank = ring.size * ulysses.size, ring.index * ulysses.size + ulysses.index
-    dims = [f"{dim.size} {dim.index} {dim.group_name}" for dim in (ring, ulysses)]
-    rest = f"{device_type} {ranks}"
-    return SequenceMesh(ring, ulysses, device_type, "\n".join([*dims, rest]), f"1 {rank} \n1 0 \n{rest}")
+    of_ring, of_ulysses = [(dim.size, dim.index, dim.group_name) for dim in (ring, ulysses)]
+    text: str = _to_json(of_ring, of_ulysses, device_type, ranks)
+    alone: str = _to_json((1, rank, ""), (1, 0, ""), device_type, ranks)
+    return SequenceMesh(ring, ulysses, device_type, text, alone)
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def _to_json(ring: tuple[int, int, str], ulysses: tuple[int, int, str], device_type: str, ranks: int) -> str:
+    # Dynamo does not trace the encoder. A mesh is a constant of a graph.
+    return json.dumps({"ring": ring, "ulysses": ulysses, "device_type": device_type, "ranks": ranks})
 
 
 def read_mesh(text: str) -> tuple[SequenceMesh, int]:
-    """The mesh of which ``text`` is, without its groups, and among how many ranks a sequence is sharded."""
-    ring, ulysses, rest = text.split("\n")
-    device_type, ranks = rest.split(" ")
-    dims = [_read_dim("ring", ring), _read_dim("ulysses", ulysses)]
-    return SequenceMesh(dims[0], dims[1], device_type, text), int(ranks)
-
-
-def _read_dim(name: str, text: str) -> MeshDim:
-    size, index, group_name = text.split(" ", 2)
-    return MeshDim(name, int(size), int(index), group_name, None)
+    """Return the mesh that ``text`` describes, without its groups, and among how many ranks a sequence is sharded."""
+    fields = json.loads(text)
+    dims = []
+    for name in ("ring", "ulysses"):
+        size, index, group_name = fields[name]
+        dims.append(MeshDim(name, size, index, group_name, None))
+    return SequenceMesh(dims[0], dims[1], fields["device_type"], text), fields["ranks"]
 
 
 def _check_alive(dims: tuple[MeshDim, ...]) -> None:

@@ -1,6 +1,7 @@
 """A call's spec as JSON, and which all-to-all its slices need."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from para_core.attention.peer_slices import PeerSlices
 from para_core.attention.sdpa_call import SdpaCall
 from para_core.attention.spec import AttentionSpec
 from para_core.attention.transfer import EvenAllToAll, all_to_all_of
-from para_core.distributed.mesh import MeshDim, one_rank
+from para_core.distributed.mesh import MeshDim
+from para_core.distributed.mesh import _sequence_mesh as mesh_of_dims
 
 OPTIONS = [
     {},
@@ -27,15 +29,15 @@ OPTIONS = [
 @pytest.mark.parametrize("same_layout", [True, False])
 def test_a_spec_survives_its_json(options, same_layout):
     options = AttnOptions(**options)
-    queries = SequenceLayout((Segment("", 13), Segment("", 5, replicated=True), Segment("", 0, balanced=True)), 1)
-    keys = queries if same_layout else SequenceLayout((Segment("", 9),), 1)
-    spec = AttentionSpec(queries, keys, one_rank("cpu"), 6, 2, True, 0.5, options, options.as_text())
-    # A mesh that was not made from process groups has no text of its own.
-    text = spec.text.replace(json.dumps(spec.mesh.text), json.dumps("1 0 \n1 0 \ncpu 1"), 1)
-    other = AttentionSpec.read(json.dumps(json.loads(text)), spec.numbers, spec.scale)
+    queries = SequenceLayout((Segment("", 13), Segment("", 5, replicated=True), Segment("", 0, balanced=True)), 6)
+    keys = queries if same_layout else SequenceLayout((Segment("", 9),), 6)
+    mesh = mesh_of_dims(MeshDim("ring", 2, 1, 'a "name" | of 3', None), MeshDim("ulysses", 3, 0, "", None), "cpu")
+    spec = AttentionSpec(queries, keys, mesh, 6, 2, True, 0.5, options, options.as_text())
+    other = AttentionSpec.read(json.dumps(json.loads(spec.text)), spec.numbers, spec.scale)
     assert (other.query_layout, other.key_layout) == (queries, keys)
     assert (other.key_layout is other.query_layout) == same_layout
     assert other.options == options
+    assert other.mesh == replace(mesh, alone_text="")
     assert (other.num_heads, other.num_kv_heads, other.is_causal, other.scale) == (6, 2, True, 0.5)
 
 
