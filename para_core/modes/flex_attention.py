@@ -369,7 +369,8 @@ def explain_unsharded_mask(error: BaseException | None) -> None:
 
     ``flex_attention`` raises it before any mode sees the call.
     """
-    mismatch = mask_length_mismatch(error)
+    # Dynamo of torch 2.11 cannot trace a search in a text, and traces this where a mode is left in a graph.
+    mismatch = None if error is None else mask_length_mismatch(error)
     if mismatch is not None:
         raise ValueError(
             f"{mismatch}: the query and the key are those of this rank. On several ranks each holds a part of the tokens: make "
