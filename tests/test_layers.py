@@ -11,12 +11,11 @@ ROOT = Path(__file__).parents[1]
 LAYERS = (
     (
         "kernels",
-        "para_core/foreign_errors.py",
         "para_core/torch_internals.py",
         "para_core/user_warnings.py",
         "para_core/version.py",
     ),
-    ("para_core/instance_patching.py", "para_core/triton_support.py"),
+    ("para_core/instance_patching.py", "para_core/triton_support.py", "para_core/foreign_errors.py"),
     ("para_core/distributed",),
     ("para_core/attention",),
     ("para_core/modes",),
