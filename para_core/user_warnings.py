@@ -21,6 +21,10 @@ class CacheWarning(ParaCoreWarning):
     """A cache that skips nothing, skips everything, or cannot tell CFG branches apart."""
 
 
+class ThresholdWarning(CacheWarning):
+    """A threshold at which a cache skipped no step, or every step that it could."""
+
+
 class WarningLog:
     """The warnings that one object has given; each key is given once until :meth:`clear`."""
 

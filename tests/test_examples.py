@@ -101,7 +101,7 @@ def test_flux_example_equals_the_unmodified_pipeline(tmp_path):
     assert np.abs(image_of(tmp_path / "flux.png") - np.asarray(expected, dtype=int)).max() <= 1
 
 
-def test_sharded_example_holds_a_part_on_each_rank_and_is_exact(rank_pool, tmp_path):
+def test_sharded_example_is_exact_and_holds_a_part(rank_pool, tmp_path):
     example = copied(PARALLEL / "run_sharded.py", tmp_path)
     printed = on_ranks(rank_pool, example, "--model", str(FLUX), "--size", "64")
     held, total = map(float, re.search(r"rank 0 holds (\S+) of (\S+) MB", printed).groups())

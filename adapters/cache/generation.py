@@ -28,7 +28,7 @@ from para_core.cfg.deferred import materialize
 from para_core.instance_patching import Order, uncompiled, unwrap, wrap_method, wrapper
 from para_core.plans.module_matching import parameters_of
 from para_core.plans.samples import number_of_samples
-from para_core.user_warnings import CacheWarning, WarningLog
+from para_core.user_warnings import CacheWarning, ThresholdWarning, WarningLog
 
 KEY = "cache of the pipeline"
 
@@ -261,14 +261,14 @@ class PipelineCache:
             self._warnings.warn(
                 f"{name}: no hits",
                 f"the cache of the {name} skipped no step: {ranging}, and residual_diff_threshold is {threshold:g}. Raise it.",
-                CacheWarning,
+                ThresholdWarning,
             )
         elif all(row.hit for row in asked) and not any(row.verdict is Verdict.LIMIT for row in rows):
             self._warnings.warn(
                 f"{name}: only hits",
                 f"the cache of the {name} skipped every step that it could: {ranging}, and residual_diff_threshold is "
                 f"{threshold:g}. Lower it, or set max_consecutive_hits.",
-                CacheWarning,
+                ThresholdWarning,
             )
 
 

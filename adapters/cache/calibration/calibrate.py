@@ -16,6 +16,7 @@ from para_core.adapters.cache.generation import caching_of
 from para_core.adapters.cache.pipeline import apply_cache_on_pipe, remove_cache_from_pipe
 from para_core.distributed.mesh import one_guided_rank
 from para_core.instance_patching import original_class
+from para_core.user_warnings import ThresholdWarning
 
 
 def calibrate_cache(
@@ -175,7 +176,7 @@ def _quiet(pipe: Any) -> Iterator[None]:
     pipe.set_progress_bar_config(**{**(shown or {}), "disable": True})
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="the cache of the .* skipped")
+            warnings.simplefilter("ignore", ThresholdWarning)
             yield
     finally:
         pipe.set_progress_bar_config(**(shown or {}))
