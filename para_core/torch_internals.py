@@ -328,8 +328,8 @@ def nonstrict_trace(function: Callable[..., Any]) -> Callable[..., Any]:
     return traced
 
 
-# Attributes of what torch.compile returns: of a module compiled as a whole, of one compiled in place, and of a function. The last is a bound
-# method in torch 2.11 and 2.13, and its function in 2.15.
+# Attributes of what torch.compile returns: of a module compiled as a whole, of one compiled in place, and of a function. The value of the last is
+# the bound method that was compiled, or (torch 2.15) a function.
 ORIGINAL_MODULE = "_orig_mod"
 COMPILED_CALL = "_compiled_call_impl"
 ORIGINAL_CALLABLE = "_torchdynamo_orig_callable"
