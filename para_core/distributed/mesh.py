@@ -171,7 +171,7 @@ def _sequence_mesh(ring: MeshDim, ulysses: MeshDim, device_type: str) -> Sequenc
     return SequenceMesh(ring, ulysses, device_type, text, alone)
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _to_json(ring: tuple[int, int, str], ulysses: tuple[int, int, str], device_type: str, ranks: int) -> str:
     # Dynamo does not trace the encoder. A mesh is a constant of a graph.
     return json.dumps({"ring": ring, "ulysses": ulysses, "device_type": device_type, "ranks": ranks})
