@@ -56,7 +56,8 @@ def test_a_pipeline_computes_as_it_was_asked_to(rank_pool, ring, ulysses):
     expected = draw(flux_pipe())
     for found, calls in rank_pool.run(in_every_way, 2, ring, ulysses):
         (by_math, named), (as_it_is, unnamed) = found["math"], found["as it is"]
-        assert (named, unnamed) == ({"math"}, {None})
+        assert named == {"math"}
+        assert unnamed <= {None}
         for out in (by_math, found["by hand"], as_it_is):
             assert relative_error(out, expected) < 1e-5
         assert 1e-5 < relative_error(found["int8"], expected) < 0.05
