@@ -57,7 +57,7 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
     """
     known = adapter_for(module)
     named = (
-        [] if known is None or known.blocks is None else [name for stage in known.blocks.stages for name in stage.lists]
+        [] if known is None or known.blocks is None else [name for group in known.blocks.groups for name in group.lists]
     )
     others = [name for name in _outermost_lists(module) if name not in named]
     # What runs before the stack (refiners of text, blocks of a condition) is mostly defined before it, too.
@@ -82,10 +82,8 @@ def why_no_stages(module: nn.Module, adapter: Adapter | None = None) -> str | No
     known = adapter_for(module, adapter)
     if known is None or known.blocks is None:
         return "its block stack is not described (Adapter(..., blocks=CachedBlocks(...)))"
-    if not all(stage.chained for stage in known.blocks.stages):
-        return (
-            "it hands more from block to block than tokens, or it is not known that it does not (Stage(chained=True))"
-        )
+    if not all(group.chained for group in known.blocks.groups):
+        return "it hands more from block to block than tokens, or it is not known that it does not (BlockGroup(chained=True))"
     return None
 
 
@@ -95,9 +93,9 @@ def stack_of(module: nn.Module, adapter: Adapter | None = None) -> list[StagedBl
     if known is None or known.blocks is None:
         raise ValueError(f"the blocks of {original_class(module).__name__} are not described.")
     return [
-        StagedBlock(block, stage.streams, cost_of(block))
-        for stage in known.blocks.stages
-        for block in chain.from_iterable(module.get_submodule(name).children() for name in stage.lists)
+        StagedBlock(block, group.streams, cost_of(block))
+        for group in known.blocks.groups
+        for block in chain.from_iterable(module.get_submodule(name).children() for name in group.lists)
     ]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from para_core.instance_patching import Order, original_class, unwrap, wrap_method
+from para_core.instance_patching import WrapperPriority, original_class, unwrap, wrap_method
 
 _KEY = "scheduler tracker"
 # Schedulers that list the end of the schedule as their last timestep. No pipeline of diffusers takes that step.
@@ -92,8 +92,8 @@ class SchedulerTracker:
 
         try:
             if scheduler is not None:
-                wrap_method(scheduler, "step", _KEY, count, order=Order.CACHE, plain_copies=True)
-                wrap_method(scheduler, "set_timesteps", _KEY, restart, order=Order.CACHE, plain_copies=True)
+                wrap_method(scheduler, "step", _KEY, count, order=WrapperPriority.CACHE, plain_copies=True)
+                wrap_method(scheduler, "set_timesteps", _KEY, restart, order=WrapperPriority.CACHE, plain_copies=True)
             yield
         finally:
             if scheduler is not None:

@@ -33,7 +33,7 @@ from benchmarks.pipelines import (
 )
 from benchmarks.planner import propose, published, sizes, traffic
 from benchmarks.serving import load, trials
-from para_core.adapters.compatibility import REFUSALS, Refusal, When
+from para_core.adapters.compatibility import REFUSALS, CompatibilityRule, When
 
 # Of python -m benchmarks.cache.quality at 28 steps: the same rule and threshold, by each.
 CACHES = {
@@ -68,7 +68,7 @@ _WHEN = {
 _WORDS = {"name": "pipe.transformer", "owner": "the pipeline", "cls": "the transformer's class"}
 
 
-def sentence_of(refusal: Refusal) -> str:
+def sentence_of(refusal: CompatibilityRule) -> str:
     """The sentence of a row, with words in place of what differs from case to case."""
     parts = []
     for text, field, _, _ in Formatter().parse(refusal.sentence):

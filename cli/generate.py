@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from para_core.attention.options import RotateMethod
 from para_core.cli.bars import Bars, NoBars
-from para_core.cli.ranks import Job, Report, in_torchrun, quiet, run_job
+from para_core.cli.ranks import RankJob, RankReport, in_torchrun, quiet, run_job
 from para_core.fleet.foresee import foresee_mesh, given_mesh, without_weights
 from para_core.fleet.models import Model, find_model, require_field
 from para_core.fleet.outputs import alone_in, choose_format, is_finished, require_room, too_large, write_result
@@ -33,7 +33,7 @@ WHAT, HOW, RANKS = "What", "How", "On what"
 
 
 @dataclass(frozen=True)
-class Order:
+class GenerationTask:
     """Everything that is to be generated, read and checked."""
 
     model: Model
@@ -156,7 +156,7 @@ def _order(
     seed: int,
     ranks: int,
     replicas: int,
-) -> Order:
+) -> GenerationTask:
     chosen = choose_format(model, format_)
     require_loras(recipe)
     if recipe.mesh:
@@ -182,7 +182,7 @@ def _order(
     finished = [line for line in lines if is_finished(folder, line.name, digest(line.request, recipe))]
     left = tuple(line for line in lines if line not in finished)
     room = require_room(folder, [line.request for line in left], model, chosen)
-    return Order(model, recipe, left, tuple(finished), tuple(problems), folder, chosen, room, ranks, replicas)
+    return GenerationTask(model, recipe, left, tuple(finished), tuple(problems), folder, chosen, room, ranks, replicas)
 
 
 def _from_here(value: Any) -> Any:
@@ -192,14 +192,14 @@ def _from_here(value: Any) -> Any:
     return str(Path(value).absolute()) if isinstance(value, str) else value
 
 
-def _carry_out(order: Order, fps: int, debug: bool) -> int:
+def _carry_out(order: GenerationTask, fps: int, debug: bool) -> int:
     first = os.environ.get("RANK", "0") == "0"
     console = Console(stderr=True, soft_wrap=True, highlight=False, quiet=not first)
     for problem in order.problems:
         console.print(f"line {problem.number}: {problem.reason}", markup=False)
     if order.finished:
         console.print(f"{len(order.finished)} of {len(order.finished) + len(order.lines)} are finished already.")
-    report = Report((), ())
+    report = RankReport((), ())
     if order.lines:
         try:
             with alone_in(order.folder) if first else nullcontext():
@@ -217,19 +217,19 @@ def _carry_out(order: Order, fps: int, debug: bool) -> int:
     return 1 if failed and first else 0
 
 
-def _generate_lines(order: Order, fps: int, debug: bool) -> Report:
+def _generate_lines(order: GenerationTask, fps: int, debug: bool) -> RankReport:
     if order.replicas > 1:
         return _on_replicas(order, fps, debug)
     with tempfile.TemporaryDirectory() as folder:
         journal = Path(folder) / "journal"
-        job = Job(order.recipe, order.lines, order.folder, order.format_, fps, journal, debug=debug)
+        job = RankJob(order.recipe, order.lines, order.folder, order.format_, fps, journal, debug=debug)
         return run_job(job, order.ranks)
 
 
-def _on_replicas(order: Order, fps: int, debug: bool) -> Report:
+def _on_replicas(order: GenerationTask, fps: int, debug: bool) -> RankReport:
     try:
         from para_core.fleet.batch import generate_lines
-        from para_core.fleet.group import Shape
+        from para_core.fleet.group import ReplicaShape
     except ModuleNotFoundError as error:
         raise ImportError(f"--replicas needs {error.name}: pip install 'para_core[fleet]'.") from error
     done: list[int] = []
@@ -244,14 +244,14 @@ def _on_replicas(order: Order, fps: int, debug: bool) -> Report:
         problems = generate_lines(
             order.lines,
             order.recipe,
-            Shape(order.ranks),
+            ReplicaShape(order.ranks),
             order.replicas,
             format_=order.format_,
             fps=fps,
             write=write,
             debug=debug,
         )
-    return Report(tuple(done), tuple(problems))
+    return RankReport(tuple(done), tuple(problems))
 
 
 def count_ranks(asked: int | None, replicas: int) -> int:
@@ -295,7 +295,7 @@ def read_fields(texts: Sequence[str]) -> dict[str, Any]:
     return fields
 
 
-def _show_plan(order: Order) -> None:
+def _show_plan(order: GenerationTask) -> None:
     """What would be done, as a table on stdout."""
     recipe = order.recipe
     rows = {
@@ -320,7 +320,7 @@ def _show_plan(order: Order) -> None:
         console.print(f"line {problem.number}: {problem.reason}", markup=False, soft_wrap=True)
 
 
-def _mesh(order: Order) -> str:
+def _mesh(order: GenerationTask) -> str:
     """The sizes that it will have; of a model whose configs do not make a pipeline, how they are chosen."""
     try:
         pipe = None if order.recipe.mesh else without_weights(order.model, dtype_of(order.recipe))

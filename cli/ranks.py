@@ -34,7 +34,7 @@ _ALIKE = timedelta(seconds=20)
 
 
 @dataclass(frozen=True)
-class Job:
+class RankJob:
     """Lines that one group of ranks generates.
 
     Args:
@@ -57,7 +57,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Report:
+class RankReport:
     """What became of a job's lines."""
 
     done: tuple[int, ...]
@@ -69,7 +69,7 @@ def in_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def run_job(job: Job, ranks: int) -> Report:
+def run_job(job: RankJob, ranks: int) -> RankReport:
     """Generate all lines on ``ranks`` new ranks, or on this process. A line that ends the ranks is a problem; the rest goes on.
 
     Raises:
@@ -93,10 +93,10 @@ def run_job(job: Job, ranks: int) -> Report:
             raise RuntimeError(reason)
         problems += [Problem(number, reason) for number in in_flight]
         left = tuple(line for line in left if line.number not in begun)
-    return Report(tuple(done), tuple(sorted(problems, key=lambda problem: problem.number)))
+    return RankReport(tuple(done), tuple(sorted(problems, key=lambda problem: problem.number)))
 
 
-def _run_once(job: Job, ranks: int) -> str | None:
+def _run_once(job: RankJob, ranks: int) -> str | None:
     """Why the ranks ended early; None if they did not."""
     job.journal.write_bytes(b"")
     if ranks == 1 or in_torchrun():
@@ -154,7 +154,7 @@ def _how_it_ended(error: ChildFailedError) -> str:
     return f"rank {rank} was ended by {name}{hint}."
 
 
-def run_rank(job: Job) -> None:
+def run_rank(job: RankJob) -> None:
     """What each rank runs."""
     quiet(job.debug)
     try:
@@ -202,7 +202,7 @@ def process_group(recipe: Recipe) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def _run_lines(job: Job) -> None:
+def _run_lines(job: RankJob) -> None:
     lines = _lines_of_first_rank(job.lines)
     pipe = build(job.recipe)
     first = not dist.is_initialized() or dist.get_rank() == 0
@@ -222,7 +222,7 @@ def _lines_of_first_rank(lines: Sequence[Line]) -> Sequence[Line]:
     return found
 
 
-def _run_line(job: Job, pipe: Any, line: Line, bars: Bars | NoBars, first: bool) -> None:
+def _run_line(job: RankJob, pipe: Any, line: Line, bars: Bars | NoBars, first: bool) -> None:
     if first:
         _note(job, event="begin", line=line.number)
         bars.begin(line.number, line.request.fields.get("num_inference_steps"))
@@ -264,7 +264,7 @@ def _failed_alike(number: int) -> bool:
     return True
 
 
-def _note(job: Job, **event: Any) -> None:
+def _note(job: RankJob, **event: Any) -> None:
     # One write of a few bytes in append mode: ranks do not write into each other's lines.
     with job.journal.open("ab", buffering=0) as file:
         file.write((json.dumps(event) + "\n").encode())

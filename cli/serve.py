@@ -99,7 +99,7 @@ def serve(
         raise typer.BadParameter(f"--host {host} is reached from elsewhere: set {api_key_env} to an API key first.")
     try:
         from para_core.fleet import serving
-        from para_core.fleet.group import Shape
+        from para_core.fleet.group import ReplicaShape
     except ModuleNotFoundError as error:
         raise ImportError(f"serve needs {error.name}: pip install 'para_core[fleet]'.") from error
     found = find_model(model)
@@ -130,7 +130,7 @@ def serve(
     serving.start(
         found,
         recipe,
-        Shape(count_ranks(ranks, replicas), spread),
+        ReplicaShape(count_ranks(ranks, replicas), spread),
         limits,
         replicas=replicas,
         format_=choose_format(found, format_),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import ray
 
 from para_core.fleet.failures import ReplicaDied, RequestFailed
-from para_core.fleet.group import Replica, Shape, connect, require_cluster
+from para_core.fleet.group import Replica, ReplicaShape, connect, require_cluster
 from para_core.fleet.prompts import Line, Problem
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.work import Result
@@ -17,7 +17,7 @@ from para_core.fleet.work import Result
 def generate_lines(
     lines: Sequence[Line],
     recipe: Recipe,
-    shape: Shape,
+    shape: ReplicaShape,
     replicas: int,
     *,
     format_: str,

@@ -17,7 +17,7 @@ from para_core.adapters.registry import transformers_of
 from para_core.distributed.create_mesh import choose_mesh_shape
 from para_core.fleet.models import Model
 from para_core.fleet.recipe import Recipe
-from para_core.planner.cost import Shape
+from para_core.planner.cost import MeshShape
 from para_core.planner.mesh_plan import RESERVED
 from para_core.planner.rows import memory_of
 
@@ -66,7 +66,7 @@ def predict_memory(pipe: Any, recipe: Recipe, mesh: dict[str, int], room: float)
     Returns:
         None where the planner does not know the pipeline, or is wrong about it: the weights alone would not fit.
     """
-    shape = Shape(
+    shape = MeshShape(
         batch=mesh["batch"],
         ring=mesh["ring"],
         ulysses=mesh["ulysses"],
@@ -85,7 +85,7 @@ def predict_memory(pipe: Any, recipe: Recipe, mesh: dict[str, int], room: float)
     return memory if per_pixel > 0 and memory.pixels > 0 else None
 
 
-def _bytes_at(pipe: Any, shape: Shape, side: int) -> tuple[float, int]:
+def _bytes_at(pipe: Any, shape: MeshShape, side: int) -> tuple[float, int]:
     """``(bytes of a rank, pixels)`` of a result of this side, of as many frames as the pipeline makes by default."""
     work = workload(pipe, height=side, width=side)
     own = work.calls[shape.batch if len(work.calls[shape.batch].parts) > 1 else 1].parts[0]

@@ -31,7 +31,7 @@ _GRACE_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
-class Shape:
+class ReplicaShape:
     """What a replica takes of a cluster.
 
     Args:
@@ -46,7 +46,7 @@ class Shape:
 class Replica:
     """A group of ranks that holds one pipeline. One request at a time; :meth:`generate` waits for its turn."""
 
-    def __init__(self, recipe: Recipe, shape: Shape, *, format_: str, fps: int) -> None:
+    def __init__(self, recipe: Recipe, shape: ReplicaShape, *, format_: str, fps: int) -> None:
         self._recipe, self._shape = recipe, shape
         self._format, self._fps = format_, fps
         self._placement: Any = None
@@ -164,7 +164,7 @@ def cancel(first_rank: Any, id_: str) -> Any:
     return first_rank.cancel.options(concurrency_group=CONTROL).remote(id_)
 
 
-def require_cluster(shape: Shape, replicas: int) -> None:
+def require_cluster(shape: ReplicaShape, replicas: int) -> None:
     """Raise ``ValueError`` unless the cluster that this process is connected to has room for that many replicas."""
     bundle, has = _bundle(), ray.cluster_resources()
     for kind, each in bundle.items():

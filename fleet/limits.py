@@ -38,7 +38,7 @@ class Limits:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected at least 0.")
 
 
-class Refusal(Exception):
+class RequestError(Exception):
     """An answer that is an error: its status, a code for programs and a message for people."""
 
     def __init__(self, status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> None:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from para_core.fleet.limits import Limits, Refusal
+from para_core.fleet.limits import Limits, RequestError
 from para_core.fleet.models import Model
 from para_core.fleet.request import Request, estimated_pixels, make_request, open_image
 
@@ -24,17 +24,17 @@ _IGNORED = ("user", "model", "quality", "style", "background", "moderation")
 async def read_body(http: Any, limits: Limits) -> dict[str, Any]:
     """The object in the body, which is read no further than its limit."""
     if http.headers.get("content-type", "").split(";")[0].strip() != "application/json":
-        raise Refusal(415, "invalid_content_type", "expected Content-Type: application/json.")
+        raise RequestError(415, "invalid_content_type", "expected Content-Type: application/json.")
     try:
         body = await asyncio.wait_for(_body_of(http, limits), limits.seconds)
     except TimeoutError:
-        raise Refusal(408, "timed_out", f"the body was not sent within {limits.seconds:g} s.") from None
+        raise RequestError(408, "timed_out", f"the body was not sent within {limits.seconds:g} s.") from None
     try:
         given = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise Refusal(400, "invalid_json", f"the body is no JSON: {error}") from None
+        raise RequestError(400, "invalid_json", f"the body is no JSON: {error}") from None
     if not isinstance(given, dict):
-        raise Refusal(400, "invalid_json", 'the body is no object; expected one as in {"prompt": "a red circle"}.')
+        raise RequestError(400, "invalid_json", 'the body is no object; expected one as in {"prompt": "a red circle"}.')
     # OpenAI's clients send null for what they leave out.
     return {name: value for name, value in given.items() if name not in _IGNORED and value is not None}
 
@@ -44,7 +44,7 @@ async def _body_of(http: Any, limits: Limits) -> bytes:
     async for part in http.stream():
         body += part
         if len(body) > limits.body_bytes:
-            raise Refusal(413, "too_large", f"the body is larger than {limits.body_bytes} bytes.")
+            raise RequestError(413, "too_large", f"the body is larger than {limits.body_bytes} bytes.")
     return bytes(body)
 
 
@@ -64,15 +64,17 @@ def read_request(given: Mapping[str, Any], model: Model, limits: Limits) -> Requ
                 )
         request = make_request(given, model, read_image=lambda text: _decode_image(text, limits.pixels))
     except (ValueError, OverflowError) as error:
-        raise Refusal(400, "invalid_value", str(error)) from None
+        raise RequestError(400, "invalid_value", str(error)) from None
     _require_size(request, model, limits)
     steps = request.fields.get("num_inference_steps") or 0
     tokens = request.fields.get("max_sequence_length") or 0
     if tokens > _MOST_TOKENS:
-        raise Refusal(400, "too_large", f"max_sequence_length is {tokens}; this server takes at most {_MOST_TOKENS}.")
+        raise RequestError(
+            400, "too_large", f"max_sequence_length is {tokens}; this server takes at most {_MOST_TOKENS}."
+        )
     longest = max([steps, *[len(value) for value in request.fields.values() if isinstance(value, list)]])
     if longest > limits.steps:
-        raise Refusal(400, "too_many_steps", f"{longest} steps; this server takes at most {limits.steps}.")
+        raise RequestError(400, "too_many_steps", f"{longest} steps; this server takes at most {limits.steps}.")
     return request
 
 
@@ -90,7 +92,7 @@ def _require_size(request: Request, model: Model, limits: Limits) -> None:
     # As many results and frames of another size.
     side = int((most * _area(request) / pixels) ** 0.5) // 16 * 16 if request.pixels() else 0
     fits = f"as many images or frames fit at {side}x{side}" if side else "ask for fewer at once, or name a size"
-    raise Refusal(400, "too_large", f"{pixels} pixels in all are {why}: {fits}.")
+    raise RequestError(400, "too_large", f"{pixels} pixels in all are {why}: {fits}.")
 
 
 def _area(request: Request) -> int:

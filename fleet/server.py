@@ -23,7 +23,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 
 from para_core.fleet.failures import ReplicaDied, RequestCancelled, RequestFailed
-from para_core.fleet.limits import Limits, Refusal
+from para_core.fleet.limits import Limits, RequestError
 from para_core.fleet.metrics import Metrics
 from para_core.fleet.models import Model
 from para_core.fleet.outputs import Output
@@ -54,7 +54,7 @@ class Backend(Protocol):
 
 
 @dataclass
-class Job:
+class PendingRequest:
     """A request that was accepted."""
 
     id_: str
@@ -77,7 +77,7 @@ class Server:
     ) -> None:
         self._backend, self._model, self._limits = backend, model, limits
         self._format, self._replicas, self._api_key = format_, replicas, api_key
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[str, PendingRequest] = {}
         self._stored: OrderedDict[str, tuple[Output, ...]] = OrderedDict()
         self._metrics = Metrics()
         path = "/v1/videos" if model.kind == "video" else "/v1/images/generations"
@@ -99,7 +99,7 @@ class Server:
             try:
                 self._require_allowed(http)
                 response: Response = await answer(http)
-            except Refusal as refusal:
+            except RequestError as refusal:
                 return JSONResponse(refusal.body(), refusal.status, headers=refusal.headers)
             return response
 
@@ -109,16 +109,18 @@ class Server:
         if self._api_key is not None:
             given = http.headers.get("authorization", "")
             if not hmac.compare_digest(given.encode(), f"Bearer {self._api_key}".encode()):
-                raise Refusal(
+                raise RequestError(
                     401, "invalid_api_key", "expected the header Authorization: Bearer with the server's key."
                 )
         # Another site's page in a browser on this machine could ask by a name that leads here.
         elif http.url.hostname not in ("127.0.0.1", "localhost", "::1"):
-            raise Refusal(403, "not_local", f"this server has no API key and answers on {', '.join(_LOOPBACK)} alone.")
+            raise RequestError(
+                403, "not_local", f"this server has no API key and answers on {', '.join(_LOOPBACK)} alone."
+            )
 
     async def _absent(self, http: Any, error: Any) -> Response:
         code = {404: "not_found", 405: "method_not_allowed"}[error.status_code]
-        return JSONResponse(Refusal(error.status_code, code, self._said).body(), error.status_code)
+        return JSONResponse(RequestError(error.status_code, code, self._said).body(), error.status_code)
 
     async def _page(self, http: Any) -> Response:
         return HTMLResponse(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
@@ -136,7 +138,7 @@ class Server:
     async def _cancel(self, http: Any) -> Response:
         id_ = http.path_params["id"]
         if id_ not in self._jobs:
-            raise Refusal(404, "not_found", f"no request {id_!r} is waiting or running.")
+            raise RequestError(404, "not_found", f"no request {id_!r} is waiting or running.")
         self._backend.cancel(id_)
         return JSONResponse({"id": id_, "cancelling": True})
 
@@ -144,7 +146,7 @@ class Server:
         id_, index = http.path_params["id"], http.path_params["index"]
         outputs = {str(place): output for place, output in enumerate(self._stored.get(id_, ()))}
         if index not in outputs:
-            raise Refusal(404, "not_found", f"no result {id_[:64]!r}, {index[:64]!r} is stored here (any more).")
+            raise RequestError(404, "not_found", f"no result {id_[:64]!r}, {index[:64]!r} is stored here (any more).")
         return Response(outputs[index].data, media_type=_MEDIA_TYPES[self._format])
 
     async def _generate(self, http: Any) -> Response:
@@ -153,7 +155,7 @@ class Server:
         given = await read_body(http, self._limits)
         respond, stream = given.pop("response_format", "b64_json"), given.pop("stream", False)
         if respond not in ("b64_json", "url") or not isinstance(stream, bool):
-            raise Refusal(
+            raise RequestError(
                 400, "invalid_value", "expected response_format 'b64_json' or 'url', and stream true or false."
             )
         # Beside the loop that answers others: images are decoded.
@@ -173,17 +175,19 @@ class Server:
             self._metrics.requests.labels("refused").inc()
             seconds = max(1, round(self._metrics.mean_seconds() * self._limits.waiting / self._replicas))
             message = f"{len(self._jobs)} requests run or wait, and {room} may. Come back in {seconds} s."
-            raise Refusal(429, "busy", message, {"Retry-After": str(seconds)})
+            raise RequestError(429, "busy", message, {"Retry-After": str(seconds)})
 
-    def _accept(self, http: Any, request: Request) -> Job:
+    def _accept(self, http: Any, request: Request) -> PendingRequest:
         self._require_room()
         id_ = http.headers.get("x-request-id") or uuid.uuid4().hex
         if not _ID.fullmatch(id_) or id_ in self._jobs:
-            raise Refusal(409, "invalid_id", f"X-Request-Id {id_[:64]!r} is in use, or not 1 to 64 of A-Z a-z 0-9 _ -.")
-        job = self._jobs[id_] = Job(id_, request)
+            raise RequestError(
+                409, "invalid_id", f"X-Request-Id {id_[:64]!r} is in use, or not 1 to 64 of A-Z a-z 0-9 _ -."
+            )
+        job = self._jobs[id_] = PendingRequest(id_, request)
         return job
 
-    async def _work(self, job: Job) -> Result:
+    async def _work(self, job: PendingRequest) -> Result:
         def progress(done: int) -> None:
             if done == job.steps_done:
                 return
@@ -202,7 +206,7 @@ class Server:
                     raise
         raise RuntimeError("the number of retries is negative.")
 
-    async def _watch(self, job: Job, task: asyncio.Future[Result], http: Any) -> None:
+    async def _watch(self, job: PendingRequest, task: asyncio.Future[Result], http: Any) -> None:
         """Until the request has ended, whose client may leave, or whose time may run out.
 
         Raises:
@@ -214,18 +218,18 @@ class Server:
             while not (await asyncio.wait({task}, timeout=_LOOK_SECONDS))[0]:
                 if time.monotonic() - start > self._limits.seconds:
                     outcome = "timed_out"
-                    raise Refusal(504, "timed_out", f"not done after {self._limits.seconds:g} s; cancelled.")
+                    raise RequestError(504, "timed_out", f"not done after {self._limits.seconds:g} s; cancelled.")
                 if await http.is_disconnected():
                     outcome = "cancelled"
-                    raise Refusal(499, "client_left", "the client left; cancelled.")
+                    raise RequestError(499, "client_left", "the client left; cancelled.")
             error = task.exception()
             outcome = "cancelled" if isinstance(error, RequestCancelled) else "failed"
             if isinstance(error, RequestCancelled):
-                raise Refusal(409, "cancelled", str(error))
+                raise RequestError(409, "cancelled", str(error))
             if isinstance(error, RequestFailed):
-                raise Refusal(400, "refused_by_the_pipeline", str(error))
+                raise RequestError(400, "refused_by_the_pipeline", str(error))
             if error is not None:
-                raise Refusal(500, "replica_died", f"{error} The replica is being made again.")
+                raise RequestError(500, "replica_died", f"{error} The replica is being made again.")
             outcome = "done"
         except asyncio.CancelledError:
             outcome = "cancelled"
@@ -234,7 +238,7 @@ class Server:
             self._metrics.requests.labels(outcome).inc()
             self._metrics.seconds.observe(time.monotonic() - start)
 
-    def _end(self, job: Job, task: asyncio.Future[Result]) -> None:
+    def _end(self, job: PendingRequest, task: asyncio.Future[Result]) -> None:
         """The job leaves the table once no replica has it."""
         if task.done():
             self._forget(job, task)
@@ -242,12 +246,14 @@ class Server:
             self._backend.cancel(job.id_)
             task.add_done_callback(lambda ended: self._forget(job, ended))
 
-    def _forget(self, job: Job, task: asyncio.Future[Result]) -> None:
+    def _forget(self, job: PendingRequest, task: asyncio.Future[Result]) -> None:
         self._jobs.pop(job.id_, None)
         if not task.cancelled():
             task.exception()  # seen, so that asyncio does not complain
 
-    async def _events(self, job: Job, task: asyncio.Future[Result], http: Any, respond: str) -> AsyncIterator[bytes]:
+    async def _events(
+        self, job: PendingRequest, task: asyncio.Future[Result], http: Any, respond: str
+    ) -> AsyncIterator[bytes]:
         """Server-sent events: ``accepted``, ``progress`` after steps, then ``done`` or ``error``."""
         watching = asyncio.ensure_future(self._watch(job, task, http))
         try:
@@ -263,13 +269,13 @@ class Server:
             try:
                 await watching
                 yield _event({"type": "done", **self._body(job, task.result(), http, respond)})
-            except Refusal as refusal:
+            except RequestError as refusal:
                 yield _event({"type": "error", **refusal.body()})
         finally:
             watching.cancel()
             self._end(job, task)
 
-    def _body(self, job: Job, result: Result, http: Any, respond: str) -> dict[str, Any]:
+    def _body(self, job: PendingRequest, result: Result, http: Any, respond: str) -> dict[str, Any]:
         if respond == "url":
             self._store(job.id_, result.outputs)
             base = str(http.base_url).rstrip("/")
@@ -291,7 +297,7 @@ class Server:
 
 
 async def _failed(http: Any, error: Exception) -> Response:
-    refusal = Refusal(500, "server_error", "the server failed at this request; its log says why.")
+    refusal = RequestError(500, "server_error", "the server failed at this request; its log says why.")
     return JSONResponse(refusal.body(), refusal.status)
 
 

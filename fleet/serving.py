@@ -32,7 +32,7 @@ class ReplicaDeployment:
     """One replica in Serve's hands: it answers one request at a time, and makes its ranks again when one has died."""
 
     async def __init__(  # type: ignore[misc]
-        self, recipe: Recipe, shape: group.Shape, format_: str, fps: int
+        self, recipe: Recipe, shape: group.ReplicaShape, format_: str, fps: int
     ) -> None:
         self._replica = group.Replica(recipe, shape, format_=format_, fps=fps)
         await self._replica.start()
@@ -149,7 +149,7 @@ class Front:
 def start(
     model: Model,
     recipe: Recipe,
-    shape: group.Shape,
+    shape: group.ReplicaShape,
     limits: Limits,
     *,
     replicas: int,

@@ -52,7 +52,7 @@ class Config:
 
 
 @dataclass(frozen=True)
-class Case:
+class ConfigKey:
     """What a row of the table is for.
 
     Args:
@@ -95,8 +95,8 @@ _ROWS: Mapping[tuple[int, int], tuple[Config, Config]] = {
 }
 # Ada has Ampere's GeForce row: the same shared memory, the same instructions.
 _ROW_OF = {arch: 86 if arch == 89 else arch for arch in ARCHS}
-TABLE: Mapping[Case, Config] = {
-    Case(arch, head_dim, is_causal, length): replace(
+TABLE: Mapping[ConfigKey, Config] = {
+    ConfigKey(arch, head_dim, is_causal, length): replace(
         _ROWS[_ROW_OF[arch], head_dim][LENGTHS.index(length)], split_values=arch < 90
     )
     for arch in ARCHS
@@ -184,7 +184,7 @@ def in_int8(config: Config, head_dim: int) -> Config:
 
 @lru_cache
 def _on_device(index: int, head_dim: int, is_causal: bool, length: Length) -> Config:
-    case = Case(row_of(*torch.cuda.get_device_capability(index)), row_of_dim(head_dim), is_causal, length)
+    case = ConfigKey(row_of(*torch.cuda.get_device_capability(index)), row_of_dim(head_dim), is_causal, length)
     return tuned(torch.cuda.get_device_name(index)).get(case, TABLE[case])
 
 
@@ -200,7 +200,7 @@ def hopper_config_for(query: Tensor, *, is_causal: bool) -> Config | None:
 def _tuned_hopper(index: int, head_dim: int, is_causal: bool, length: Length) -> Config | None:
     if torch.cuda.get_device_capability(index) != (9, 0):
         return None
-    return tuned(torch.cuda.get_device_name(index)).get(Case(90, head_dim, is_causal, length, "hopper"))
+    return tuned(torch.cuda.get_device_name(index)).get(ConfigKey(90, head_dim, is_causal, length, "hopper"))
 
 
 def row_of(major: int, minor: int) -> int:
@@ -238,22 +238,22 @@ def cache_file() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "para_core" / "attention.json"
 
 
-def tuned(device_name: str) -> dict[Case, Config]:
+def tuned(device_name: str) -> dict[ConfigKey, Config]:
     """What was tuned on a device of this name with this version of Triton; nothing if the file is missing or unreadable."""
     return dict(_read(cache_file(), device_name))
 
 
-def _read(path: Path, device_name: str) -> Iterator[tuple[Case, Config]]:
+def _read(path: Path, device_name: str) -> Iterator[tuple[ConfigKey, Config]]:
     try:
         rows = json.loads(path.read_text(encoding="utf-8")).get(_key(device_name), [])
         for row in rows:
-            yield Case(**row["case"]), Config(**row["config"])
+            yield ConfigKey(**row["case"]), Config(**row["config"])
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         # Of another version, or cut off: the table holds.
         return
 
 
-def keep(device_name: str, found: Mapping[Case, Config | None]) -> Path:
+def keep(device_name: str, found: Mapping[ConfigKey, Config | None]) -> Path:
     """Write what was tuned on a device of this name, beside what the file holds of others; None: nothing is to be kept of a case."""
     path = cache_file()
     try:

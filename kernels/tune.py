@@ -19,15 +19,15 @@ from triton.runtime.errors import OutOfResources
 
 from para_core.kernels import attention_hopper
 from para_core.kernels.attention import launch, room
-from para_core.kernels.attention_configs import HEAD_DIMS, LENGTHS, TABLE, Case, Config, keep, row_of
+from para_core.kernels.attention_configs import HEAD_DIMS, LENGTHS, TABLE, Config, ConfigKey, keep, row_of
 
 # Milliseconds of a call with these block sizes; raises OutOfResources where they do not fit.
-Clock = Callable[[Case, Config], float]
+Clock = Callable[[ConfigKey, Config], float]
 # A candidate is kept in place of the table's where it is faster by more than measurements differ.
 WORTHWHILE = 0.98
 
 
-def candidates(case: Case) -> Iterator[Config]:
+def candidates(case: ConfigKey) -> Iterator[Config]:
     """The table's own, first, and others that may fit."""
     own = TABLE[case]
     yield own
@@ -46,7 +46,7 @@ def blocks_of(config: Config) -> tuple[int, ...]:
     return config.block_m, config.block_n, config.num_warps, config.num_stages
 
 
-def fastest(case: Case, clock: Clock, *, rounds: int = 5) -> tuple[Config, dict[Config, float]]:
+def fastest(case: ConfigKey, clock: Clock, *, rounds: int = 5) -> tuple[Config, dict[Config, float]]:
     """The fastest candidate, and the median milliseconds of all that fit; the table's, unless another is faster by 2 %.
 
     Candidates take turns: what slows the device down for a while slows all of them.
@@ -64,15 +64,17 @@ def fastest(case: Case, clock: Clock, *, rounds: int = 5) -> tuple[Config, dict[
     return best, medians
 
 
-def medians_of(turns: Sequence[tuple[Case, Config]], clock: Clock, rounds: int) -> dict[tuple[Case, Config], float]:
-    times: dict[tuple[Case, Config], list[float]] = {turn: [] for turn in turns}
+def medians_of(
+    turns: Sequence[tuple[ConfigKey, Config]], clock: Clock, rounds: int
+) -> dict[tuple[ConfigKey, Config], float]:
+    times: dict[tuple[ConfigKey, Config], list[float]] = {turn: [] for turn in turns}
     for _ in range(rounds):
         for case, config in turns:
             times[case, config].append(clock(case, config))
     return {turn: median(found) for turn, found in times.items()}
 
 
-def fits(case: Case, config: Config, clock: Clock) -> bool:
+def fits(case: ConfigKey, config: Config, clock: Clock) -> bool:
     try:
         clock(case, config)  # also what compiles it
     except OutOfResources:
@@ -89,7 +91,7 @@ def fits(case: Case, config: Config, clock: Clock) -> bool:
 # -- on a device
 
 
-def on_device(case: Case, config: Config) -> float:
+def on_device(case: ConfigKey, config: Config) -> float:
     """Milliseconds of one call on the current CUDA device, bfloat16, 24 heads."""
     num_tokens = 8192 if case.length == "long" else 1024
     query, key, value = tensors_on_device(1, num_tokens, num_tokens, case.head_dim, heads=24, key_heads=24)
@@ -103,7 +105,7 @@ def on_device(case: Case, config: Config) -> float:
 
 
 def attend(
-    case: Case,
+    case: ConfigKey,
     config: Config,
     query: Tensor,
     key: Tensor,
@@ -145,11 +147,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.hopper and arch != 90:
         say(f"--hopper is for compute capability 9.0, and this device's row is {arch / 10}. Leave it out.")
         return 2
-    found: dict[Case, Config | None] = {}
+    found: dict[ConfigKey, Config | None] = {}
     for head_dim in args.head_dims:
         for is_causal in (False, True):
             for length in LENGTHS:
-                case = Case(arch, head_dim, is_causal, length)
+                case = ConfigKey(arch, head_dim, is_causal, length)
                 best, times = fastest(case, on_device)
                 found[case] = best
                 own = times.get(TABLE[case])

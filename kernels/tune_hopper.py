@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from para_core.kernels.attention_configs import HOPPER, TABLE, Case, Config
+from para_core.kernels.attention_configs import HOPPER, TABLE, Config, ConfigKey
 from para_core.kernels.tune import (
     WORTHWHILE,
     Clock,
@@ -22,9 +22,9 @@ from para_core.kernels.tune import (
 )
 
 
-def tune_hopper(portable: Mapping[Case, Config]) -> dict[Case, Config | None]:
+def tune_hopper(portable: Mapping[ConfigKey, Config]) -> dict[ConfigKey, Config | None]:
     """Of each case that the tier takes what is to be kept, beside the block sizes of the portable kernel; None: nothing."""
-    found: dict[Case, Config | None] = {}
+    found: dict[ConfigKey, Config | None] = {}
     for case, config in portable.items():
         if case.head_dim in HOPPER:
             hopper = replace(case, tier="hopper")
@@ -34,7 +34,7 @@ def tune_hopper(portable: Mapping[Case, Config]) -> dict[Case, Config | None]:
 
 
 def faster(
-    case: Case, portable: Config, clock: Clock, agrees: Callable[[Case, Config], bool], *, rounds: int = 5
+    case: ConfigKey, portable: Config, clock: Clock, agrees: Callable[[ConfigKey, Config], bool], *, rounds: int = 5
 ) -> Config | None:
     """What compiles, fits, computes the same, and is faster than ``portable`` by 2 %: the fastest of the tier, or None."""
     hopper = replace(case, tier="hopper")
@@ -44,7 +44,7 @@ def faster(
     return best if best and medians[hopper, best] <= WORTHWHILE * medians[case, portable] else None
 
 
-def agrees_on_device(case: Case, config: Config) -> bool:
+def agrees_on_device(case: ConfigKey, config: Config) -> bool:
     """Whether it gives what the portable kernel gives, on the current CUDA device."""
     tensors = tensors_on_device(2, 777, 1000, case.head_dim, heads=6, key_heads=2)
     agrees = computes_the_same(case, config, TABLE[replace(case, tier="portable")], *tensors)
@@ -53,12 +53,14 @@ def agrees_on_device(case: Case, config: Config) -> bool:
     return agrees
 
 
-def computes_the_same(case: Case, config: Config, portable: Config, query: Tensor, key: Tensor, value: Tensor) -> bool:
+def computes_the_same(
+    case: ConfigKey, config: Config, portable: Config, query: Tensor, key: Tensor, value: Tensor
+) -> bool:
     """All keys; a range of them for each of two samples, with later queries; the second half of the keys after the first."""
     num_keys, half = key.shape[2], key.shape[2] // 2
     ranges = torch.tensor([[[3, half + 5]], [[0, num_keys - 1]]], dtype=torch.int32, device=query.device)
 
-    def calls(case: Case, config: Config) -> list[Tensor]:
+    def calls(case: ConfigKey, config: Config) -> list[Tensor]:
         parts = [(key[:, :, part], value[:, :, part]) for part in (slice(half), slice(half, None))]
         first = attend(case, config, query, *parts[0], out_dtype=torch.float32)
         return [

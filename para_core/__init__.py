@@ -9,7 +9,7 @@ if not (_here / "adapters").is_dir():
 
 from para_core.attention.libraries import flash_attention_3, sage_attention
 from para_core.cache.apply import apply_cache, model_cache_report, remove_cache, reset_cache
-from para_core.cache.blocks import CachedBlocks, Stage
+from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.cache.decision import Verdict
 from para_core.cache.forecasts import Forecast
 from para_core.cache.options import CacheOptions, Observation, Rule
@@ -50,6 +50,7 @@ __all__ = [
     "Attention",
     "AttentionByHeads",
     "BatchParallelAttnMode",
+    "BlockGroup",
     "BlockSparseAttnMode",
     "CacheOptions",
     "CacheReport",
@@ -82,7 +83,6 @@ __all__ = [
     "SparseKVAttnMode",
     "Split",
     "SplitMask",
-    "Stage",
     "UlyssesAttnMode",
     "UnifiedAttnMode",
     "Verdict",

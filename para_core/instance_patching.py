@@ -37,7 +37,7 @@ from para_core.torch_internals import (
 Around = Callable[..., Any]
 
 
-class Order(IntEnum):
+class WrapperPriority(IntEnum):
     """What stands around one method, from the outermost to the innermost, whichever came first."""
 
     # Before a cache is set up, all ranks know that they make the same call.
@@ -66,7 +66,7 @@ _COMPILED_CHAIN = "_para_core_compiled_call"
 
 
 def wrap_method(
-    instance: Any, method: str, key: str, around: Around, *, order: Order, plain_copies: bool = False
+    instance: Any, method: str, key: str, around: Around, *, order: WrapperPriority, plain_copies: bool = False
 ) -> None:
     """Put ``around`` around ``method`` of this one instance; a wrapper of the same ``key`` is replaced.
 
@@ -80,7 +80,13 @@ def wrap_method(
 
 
 def wrap_alike(
-    instances: Iterable[Any], method: str, key: str, around: Around, *, order: Order, plain_copies: bool = False
+    instances: Iterable[Any],
+    method: str,
+    key: str,
+    around: Around,
+    *,
+    order: WrapperPriority,
+    plain_copies: bool = False,
 ) -> None:
     """:func:`wrap_method` for each of ``instances``: those that were alike before still share one class.
 
@@ -168,7 +174,7 @@ def original_class(instance: Any) -> type:
     return base
 
 
-def written_class(instance: Any) -> type:
+def unwrapped_class(instance: Any) -> type:
     """The class of ``instance`` as its author wrote it: before any wrapping, and before PyTorch's FSDP2, which makes classes, too."""
     return _without_fsdp(original_class(instance))
 
@@ -261,7 +267,7 @@ class ModuleTree:
 
 
 # By key and method: the order, the wrapper, and whether copies may be made without it.
-Wrappers = Mapping[tuple[str, str], tuple[Order, Around, bool]]
+Wrappers = Mapping[tuple[str, str], tuple[WrapperPriority, Around, bool]]
 
 
 def _wrappers(instance: Any) -> Wrappers:

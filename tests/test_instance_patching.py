@@ -10,7 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from para_core.instance_patching import Order, has_compiled_parts, original_class, unwrap, wrap_method, wrapper
+from para_core.instance_patching import (
+    WrapperPriority,
+    has_compiled_parts,
+    original_class,
+    unwrap,
+    wrap_method,
+    wrapper,
+)
 
 
 class Greeter:
@@ -41,7 +48,7 @@ def plus_one(call, instance, /, *args, **kwargs):
 
 def test_only_the_wrapped_instance_changes():
     wrapped, other = Greeter(), Greeter()
-    wrap_method(wrapped, "__call__", "a", twice, order=Order.PLAN)
+    wrap_method(wrapped, "__call__", "a", twice, order=WrapperPriority.PLAN)
     assert wrapped() == "hello x!hello x!"
     assert other() == "hello x!"
     assert type(other) is Greeter
@@ -50,7 +57,7 @@ def test_only_the_wrapped_instance_changes():
 
 def test_private_class_keeps_name_signature_and_doc():
     wrapped = Greeter()
-    wrap_method(wrapped, "__call__", "a", twice, order=Order.PLAN)
+    wrap_method(wrapped, "__call__", "a", twice, order=WrapperPriority.PLAN)
     cls = type(wrapped)
     assert isinstance(wrapped, Greeter)
     assert (cls.__name__, cls.__qualname__, cls.__module__) == ("Greeter", "Greeter", Greeter.__module__)
@@ -61,8 +68,8 @@ def test_private_class_keeps_name_signature_and_doc():
 
 def test_private_class_equals_original_in_lookups():
     wrapped, other = Greeter(), Greeter()
-    wrap_method(wrapped, "__call__", "a", twice, order=Order.PLAN)
-    wrap_method(other, "__call__", "a", plus_one, order=Order.PLAN)
+    wrap_method(wrapped, "__call__", "a", twice, order=WrapperPriority.PLAN)
+    wrap_method(other, "__call__", "a", plus_one, order=WrapperPriority.PLAN)
     assert type(wrapped) in (int, Greeter)
     assert type(wrapped) in {Greeter}
     assert {Greeter: 1}[type(wrapped)] == 1
@@ -73,13 +80,13 @@ def test_private_class_equals_original_in_lookups():
 
 def test_last_removal_restores_the_class():
     wrapped = Scaled()
-    wrap_method(wrapped, "__call__", "a", twice, order=Order.PLAN)
-    wrap_method(wrapped, "__call__", "b", plus_one, order=Order.PLAN)
+    wrap_method(wrapped, "__call__", "a", twice, order=WrapperPriority.PLAN)
+    wrap_method(wrapped, "__call__", "b", plus_one, order=WrapperPriority.PLAN)
     x = torch.ones(())
     assert wrapped(x) == 2 * 3 + 1
     unwrap(wrapped, "a")
     assert wrapped(x) == 3 + 1
-    wrap_method(wrapped, "__call__", "b", twice, order=Order.PLAN)
+    wrap_method(wrapped, "__call__", "b", twice, order=WrapperPriority.PLAN)
     assert wrapped(x) == 2 * 3
     assert wrapper(wrapped, "__call__", "b") is twice
     assert wrapper(wrapped, "__call__", "a") is None
@@ -89,7 +96,11 @@ def test_last_removal_restores_the_class():
 
 
 def test_wrappers_are_ordered_by_name():
-    for orders in (*itertools.permutations(Order, 3), tuple(Order), tuple(reversed(Order))):
+    for orders in (
+        *itertools.permutations(WrapperPriority, 3),
+        tuple(WrapperPriority),
+        tuple(reversed(WrapperPriority)),
+    ):
         wrapped, ran = Greeter(), []
 
         def note(order, call, instance, *args, ran=ran):
@@ -109,7 +120,7 @@ def test_each_wrapper_and_method_is_one_frame():
 
     wrapped = Deep()
     alone = wrapped()
-    for place, order in enumerate(Order, start=1):
+    for place, order in enumerate(WrapperPriority, start=1):
         wrap_method(wrapped, "__call__", order.name, lambda call, instance: call(instance), order=order)
         assert wrapped() - alone == place + 1
 
@@ -124,16 +135,16 @@ def test_arguments_may_have_the_names_that_wrappers_use():
     def around(call, instance, /, **kwargs):
         return call(instance, **kwargs)
 
-    wrap_method(wrapped, "__call__", "a", around, order=Order.PLAN)
-    wrap_method(wrapped, "__call__", "b", around, order=Order.CACHE)
+    wrap_method(wrapped, "__call__", "a", around, order=WrapperPriority.PLAN)
+    wrap_method(wrapped, "__call__", "b", around, order=WrapperPriority.CACHE)
     assert wrapped(call=1, instance=2, self_=3) == {"call": 1, "instance": 2, "self_": 3}
 
 
 def test_earlier_bound_method_follows_the_instance():
     wrapped = Scaled()
-    wrap_method(wrapped, "_call_impl", "a", twice, order=Order.PLAN)
+    wrap_method(wrapped, "_call_impl", "a", twice, order=WrapperPriority.PLAN)
     kept = wrapped._call_impl
-    wrap_method(wrapped, "_call_impl", "a", plus_one, order=Order.PLAN)
+    wrap_method(wrapped, "_call_impl", "a", plus_one, order=WrapperPriority.PLAN)
     assert kept(torch.ones(())) == 4
     unwrap(wrapped, "a")
     assert kept(torch.ones(())) == 3
@@ -143,7 +154,7 @@ def test_earlier_bound_method_follows_the_instance():
 @pytest.mark.parametrize("cls", [Greeter, Scaled])
 def test_pickles_and_copies_are_ordinary_objects(cls, protocol):
     wrapped = cls()
-    wrap_method(wrapped, "__call__", "a", twice, order=Order.PLAN, plain_copies=True)
+    wrap_method(wrapped, "__call__", "a", twice, order=WrapperPriority.PLAN, plain_copies=True)
     for other in (pickle.loads(pickle.dumps(wrapped, protocol)), copy.deepcopy(wrapped), copy.copy(wrapped)):
         assert type(other) is cls
     argument = (torch.ones(()),) if cls is Scaled else ()
@@ -154,8 +165,8 @@ def test_pickles_and_copies_are_ordinary_objects(cls, protocol):
 @pytest.mark.parametrize("cls", [Greeter, Scaled])
 def test_a_copy_that_would_lose_a_wrapper_is_refused(cls, way):
     wrapped = cls()
-    wrap_method(wrapped, "__call__", "kept", twice, order=Order.PLAN)
-    wrap_method(wrapped, "__call__", "plain", plus_one, order=Order.CACHE, plain_copies=True)
+    wrap_method(wrapped, "__call__", "kept", twice, order=WrapperPriority.PLAN)
+    wrap_method(wrapped, "__call__", "plain", plus_one, order=WrapperPriority.CACHE, plain_copies=True)
     with pytest.raises(TypeError, match=rf"{cls.__name__}.*\(kept\)"):
         way(wrapped)
     unwrap(wrapped, "kept")
@@ -169,7 +180,7 @@ def test_removing_nothing_keeps_the_class():
         "__call__",
         "one",
         lambda call, instance, *args, **kwargs: call(instance, *args, **kwargs),
-        order=Order.PLAN,
+        order=WrapperPriority.PLAN,
     )
     cls = type(layer)
     unwrap(layer, "another")
@@ -202,7 +213,7 @@ def test_inherited_super_is_found_in_a_graph():
         "__call__",
         "key",
         lambda call, instance, *args, **kwargs: call(instance, *args, **kwargs) + 1,
-        order=Order.PLAN,
+        order=WrapperPriority.PLAN,
     )
     compiled = torch.compile(module, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), expected + 1)
@@ -210,9 +221,9 @@ def test_inherited_super_is_found_in_a_graph():
 
 def test_nested_wrappers_are_one_graph():
     module, x = Scaled(), torch.ones(2)
-    wrap_method(module, "__call__", "a", twice, order=Order.CACHE)
-    wrap_method(module, "__call__", "b", plus_one, order=Order.PLAN)
-    wrap_method(module, "_call_impl", "b", plus_one, order=Order.PLAN)
+    wrap_method(module, "__call__", "a", twice, order=WrapperPriority.CACHE)
+    wrap_method(module, "__call__", "b", plus_one, order=WrapperPriority.PLAN)
+    wrap_method(module, "_call_impl", "b", plus_one, order=WrapperPriority.PLAN)
     graphs = []
 
     def backend(graph, inputs):
@@ -223,7 +234,7 @@ def test_nested_wrappers_are_one_graph():
     for _ in range(2):
         torch.testing.assert_close(compiled(x), 2 * (3 * x + 1 + 1))
     assert len(graphs) == 1
-    wrap_method(module, "__call__", "c", twice, order=Order.CACHED_BLOCK)
+    wrap_method(module, "__call__", "c", twice, order=WrapperPriority.CACHED_BLOCK)
     torch.testing.assert_close(compiled(x), 2 * (2 * (3 * x + 1) + 1))
     for key in "abc":
         unwrap(module, key)
@@ -233,8 +244,8 @@ def test_nested_wrappers_are_one_graph():
 def test_dir_of_a_wrapped_instance_is_what_it_was():
     greeter, scaled = Greeter(), Scaled()
     before = dir(greeter), dir(scaled)
-    wrap_method(greeter, "__call__", "twice", twice, order=Order.PLAN)
-    wrap_method(scaled, "forward", "plus_one", plus_one, order=Order.PLAN)
+    wrap_method(greeter, "__call__", "twice", twice, order=WrapperPriority.PLAN)
+    wrap_method(scaled, "forward", "plus_one", plus_one, order=WrapperPriority.PLAN)
     assert (dir(greeter), dir(scaled)) == before
     # The private class is another object, and the same to every question but ``is``: docs/pipelines.md says so.
     assert type(greeter) is not Greeter

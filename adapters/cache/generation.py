@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from para_core.adapters.compatibility import Case, When, refuse
+from para_core.adapters.compatibility import CompatibilityContext, When, refuse
 from para_core.adapters.consistency.callbacks import around_callbacks
 from para_core.adapters.registry import adapter_for, plan_for
 from para_core.adapters.scheduler_tracker import SchedulerTracker
@@ -25,7 +25,7 @@ from para_core.cache.decision import Verdict, step_of
 from para_core.cache.options import CacheOptions, rule_of
 from para_core.cache.report import CacheReport, rows_of
 from para_core.cfg.deferred import materialize
-from para_core.instance_patching import Order, uncompiled, unwrap, wrap_method, wrapper
+from para_core.instance_patching import WrapperPriority, uncompiled, unwrap, wrap_method, wrapper
 from para_core.plans.module_matching import parameters_of
 from para_core.plans.samples import number_of_samples
 from para_core.user_warnings import CacheWarning, ThresholdWarning, WarningLog
@@ -127,12 +127,12 @@ class PipelineCache:
         if self._paused:
             return call(pipe, *args, **kwargs)
         for name, cache in self.caches.items():
-            refuse(When.CACHED_CALL, Case(pipe, cache.module, name, options=cache.options))
+            refuse(When.CACHED_CALL, CompatibilityContext(pipe, cache.module, name, options=cache.options))
         with ExitStack() as stack:
             stack.enter_context(self._tracker.following(pipe, self._begin_schedule, with_copies=self._with_copies))
             stack.enter_context(self._generation(pipe))
             self._thread = get_ident()
-            kwargs = stack.enter_context(around_callbacks(kwargs, KEY, self._apart, order=Order.CACHE))
+            kwargs = stack.enter_context(around_callbacks(kwargs, KEY, self._apart, order=WrapperPriority.CACHE))
             return call(pipe, *args, **kwargs)
 
     def _apart(self, callback: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -157,7 +157,7 @@ class PipelineCache:
             caller = self._callers[name]
             if wrapper(component, "__call__", caller.key) is None:
                 # Around what torch.compile made of it, if anything.
-                wrap_method(component, "__call__", caller.key, caller.around, order=Order.CACHE)
+                wrap_method(component, "__call__", caller.key, caller.around, order=WrapperPriority.CACHE)
         self._pipe = pipe
         try:
             yield

@@ -11,7 +11,7 @@ from torch import nn
 
 from para_core.adapters.applied import mesh_of
 from para_core.adapters.cache.generation import KEY, PipelineCache, caching_of
-from para_core.adapters.compatibility import Case, When, cases_of, refuse
+from para_core.adapters.compatibility import CompatibilityContext, When, cases_of, refuse
 from para_core.adapters.registry import adapter_for
 from para_core.adapters.spec import Adapter
 from para_core.cache.apply import apply_cache
@@ -20,7 +20,7 @@ from para_core.cache.options import FIRST_BLOCK, CacheOptions, options_of, rule_
 from para_core.cache.report import CacheReport
 from para_core.distributed.consistency import raising_on_all
 from para_core.instance_patching import (
-    Order,
+    WrapperPriority,
     instances_in,
     original_class,
     restored_on_failure,
@@ -72,7 +72,7 @@ def apply_cache_on_pipe(
             caching = caching_of(pipe)
             if caching is None:
                 caching = PipelineCache()
-                wrap_method(pipe, "__call__", KEY, caching.around, order=Order.CACHE)
+                wrap_method(pipe, "__call__", KEY, caching.around, order=WrapperPriority.CACHE)
             rollback.callback(caching.undo())
             caching.replace(caches, adapter)
         rollback.pop_all()
@@ -120,7 +120,7 @@ def apply_cache_on_transformer(
         ``transformer``.
     """
     module = uncompiled(transformer)
-    refuse(When.CACHE, Case(module, module, adapter=adapter))
+    refuse(When.CACHE, CompatibilityContext(module, module, adapter=adapter))
     known: Any = adapter_for(module, adapter)
     chosen = _options("apply_cache_on_transformer", options, known)
     return apply_cache(

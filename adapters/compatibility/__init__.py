@@ -4,25 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from para_core.adapters.compatibility.check import REFUSALS, Refusal
-from para_core.adapters.compatibility.context import Case, When, cases_of
+from para_core.adapters.compatibility.check import REFUSALS, CompatibilityRule
+from para_core.adapters.compatibility.context import CompatibilityContext, When, cases_of
 from para_core.adapters.compatibility.seen import hooks_of
 
-__all__ = ["REFUSALS", "Case", "Refusal", "When", "cases_of", "hooks_of", "reason_against", "refuse"]
+__all__ = [
+    "REFUSALS",
+    "CompatibilityContext",
+    "CompatibilityRule",
+    "When",
+    "cases_of",
+    "hooks_of",
+    "reason_against",
+    "refuse",
+]
 
 
-def refuse(when: When, *cases: Case) -> None:
+def refuse(when: When, *cases: CompatibilityContext) -> None:
     """Raise if one of ``cases`` is refused."""
     for refusal, message in _refused(when, cases):
         raise refusal.error(message)
 
 
-def reason_against(when: When, *cases: Case) -> str | None:
+def reason_against(when: When, *cases: CompatibilityContext) -> str | None:
     """Why one of ``cases`` is refused; None if none is. For calls, of which all ranks have to know."""
     return next((message for _, message in _refused(when, cases)), None)
 
 
-def _refused(when: When, cases: tuple[Case, ...]) -> Iterator[tuple[Refusal, str]]:
+def _refused(when: When, cases: tuple[CompatibilityContext, ...]) -> Iterator[tuple[CompatibilityRule, str]]:
     for case in cases:
         for refusal in REFUSALS:
             found = when in refusal.when and refusal.test(case)

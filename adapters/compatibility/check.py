@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from para_core.adapters.applied import applied_mesh
-from para_core.adapters.compatibility.context import Case, When, is_unet
+from para_core.adapters.compatibility.context import CompatibilityContext, When, is_unet
 from para_core.adapters.compatibility.models import (
     compiled_unet,
     has_no_plan,
@@ -48,7 +48,7 @@ from para_core.adapters.spec import Adapter
 
 
 @dataclass(frozen=True)
-class Refusal:
+class CompatibilityRule:
     """One row.
 
     Args:
@@ -60,21 +60,21 @@ class Refusal:
 
     what: str
     when: tuple[When, ...]
-    test: Callable[[Case], Mapping[str, Any] | bool | None]
+    test: Callable[[CompatibilityContext], Mapping[str, Any] | bool | None]
     sentence: str
     error: type[Exception] = RuntimeError
 
 
 # What stands first is said first.
-REFUSALS: tuple[Refusal, ...] = (
-    Refusal(
+REFUSALS: tuple[CompatibilityRule, ...] = (
+    CompatibilityRule(
         "a pipeline without a transformer, in parallel",
         (When.PARALLELIZE,),
         lambda case: case.module is None,
         "{owner} is not supported: it has no transformer. Supported are {supported}.",
         TypeError,
     ),
-    Refusal(
+    CompatibilityRule(
         "a UNet that is not known",
         (When.PARALLELIZE,),
         unfit_unet,
@@ -82,14 +82,14 @@ REFUSALS: tuple[Refusal, ...] = (
         "of its own instead. Supported are {supported}.",
         TypeError,
     ),
-    Refusal(
+    CompatibilityRule(
         "a pipeline without a transformer, with a cache",
         (When.CACHE,),
         lambda case: case.module is None,
         "{owner} cannot be cached: it has no transformer.",
         TypeError,
     ),
-    Refusal(
+    CompatibilityRule(
         "a cache on a UNet",
         (When.CACHE,),
         is_unet,
@@ -97,7 +97,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "that it is given. Those of {cls} give each other residuals of many sizes.",
         TypeError,
     ),
-    Refusal(
+    CompatibilityRule(
         "what is no adapter",
         (When.PARALLELIZE, When.CACHE),
         lambda case: case.adapter is not None and not isinstance(case.adapter, Adapter),
@@ -105,7 +105,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "blocks=CachedBlocks(...), plan=Plan(...)).",
         TypeError,
     ),
-    Refusal(
+    CompatibilityRule(
         "a transformer of which it is known why it has no plan",
         (When.PARALLELIZE,),
         unfit_class,
@@ -113,7 +113,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "{supported}.",
         TypeError,
     ),
-    Refusal(
+    CompatibilityRule(
         "a transformer without a plan",
         (When.PARALLELIZE,),
         has_no_plan,
@@ -122,22 +122,22 @@ REFUSALS: tuple[Refusal, ...] = (
         "propose_plan finds most of them; docs/new_model.md shows how. Supported are {supported}.",
         TypeError,
     ),
-    Refusal(
+    CompatibilityRule(
         "a cache on blocks of which it is known why none is skipped",
         (When.CACHE,),
         uncached_blocks,
         "{owner} cannot be cached: {reason} ({cls}). Leave the cache out; parallelize_pipe runs it on several ranks.",
         TypeError,
     ),
-    Refusal(
+    CompatibilityRule(
         "a cache on blocks that are not known",
         (When.CACHE,),
         unknown_blocks,
         "{owner} cannot be cached: the blocks of {cls} are not known. Known are {cached}. Describe them: "
-        "apply_cache_on_pipe(pipe, adapter=Adapter(transformer='…', pipelines='…', blocks=CachedBlocks((Stage(('blocks',)),)))).",
+        "apply_cache_on_pipe(pipe, adapter=Adapter(transformer='…', pipelines='…', blocks=CachedBlocks((BlockGroup(('blocks',)),)))).",
         TypeError,
     ),
-    Refusal(
+    CompatibilityRule(
         "a cache that follows a schedule, without a scheduler",
         (When.CACHE, When.CACHED_CALL),
         no_scheduler,
@@ -145,7 +145,7 @@ REFUSALS: tuple[Refusal, ...] = (
         ValueError,
     ),
     *(
-        Refusal(
+        CompatibilityRule(
             f"a {what} on several devices",
             (When.PARALLELIZE, When.SHARD),
             test,
@@ -156,7 +156,7 @@ REFUSALS: tuple[Refusal, ...] = (
         )
         for what, test in (("transformer", several_devices), ("pipeline", pipe_on_several_devices))
     ),
-    Refusal(
+    CompatibilityRule(
         "weights that accelerate moves layer by layer",
         (When.SHARD,),
         placed_by_accelerate,
@@ -166,7 +166,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "offload_policy=torch.distributed.fsdp.CPUOffloadPolicy()) keeps each rank's part in host memory.",
         ValueError,
     ),
-    Refusal(
+    CompatibilityRule(
         "heads that other ranks share than the mesh says",
         (When.PARALLEL_CALL,),
         tensor_ranks_differ,
@@ -174,7 +174,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "mesh=mesh, weights='tensor') with a mesh of init_context_parallel_mesh(max_tensor_dim_size=...); one that diffusers' "
         "TensorParallelConfig(mesh=mesh['tensor']) sharded takes the same mesh, without weights=.",
     ),
-    Refusal(
+    CompatibilityRule(
         "a UNet on ranks along tensor",
         (When.PARALLELIZE,),
         unet_on_tensor_ranks,
@@ -182,14 +182,14 @@ REFUSALS: tuple[Refusal, ...] = (
         "sharded. Give these ranks to 'ulysses' or 'ring', which share the rows of its images, or to 'batch'.",
         ValueError,
     ),
-    Refusal(
+    CompatibilityRule(
         "stages of a model whose blocks hand on more than tokens",
         (When.PARALLELIZE,),
         no_stages,
         "{cls} cannot run in stages: {reason}. Use a mesh without 'pipe' (max_pipe_dim_size); weights='fsdp' shards any model.",
         TypeError,
     ),
-    Refusal(
+    CompatibilityRule(
         "stages of weights that something else places",
         (When.PARALLELIZE,),
         placed_stages,
@@ -197,28 +197,28 @@ REFUSALS: tuple[Refusal, ...] = (
         "without 'pipe'.",
         ValueError,
     ),
-    Refusal(
+    CompatibilityRule(
         "stages in one graph",
         (When.PARALLEL_CALL,),
         compiled_stages,
         "{name} was compiled as a whole, and a graph cannot wait for another stage. Use it uncompiled, and compile its blocks: "
         "transformer.compile_repeated_blocks(fullgraph=True).",
     ),
-    Refusal(
+    CompatibilityRule(
         "PipeFusion in one graph",
         (When.PARALLEL_CALL,),
         compiled_fusion,
         "{name} runs under PipeFusion, and was compiled as a whole: a graph cannot return patch after patch. Use it uncompiled, and compile "
         "its blocks: transformer.compile_repeated_blocks(fullgraph=True).",
     ),
-    Refusal(
+    CompatibilityRule(
         "a cache over stages that cannot decide or store",
         (When.CACHED_CALL,),
         uncached_stages,
         "{name} runs in stages, and cannot be cached so: {reason}. Use a mesh without 'pipe' (and no pipefusion=), other options, or "
         "remove_cache_from_pipe(pipe).",
     ),
-    Refusal(
+    CompatibilityRule(
         "weights sharded over ranks that need not run the same blocks",
         (When.PARALLEL_CALL, When.CACHED_CALL),
         shared_beyond_sequence,
@@ -226,7 +226,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "blocks, and wait for each other. Shard weights over the sequence ranks: shard_weights(pipe, mesh), mesh being that of "
         "parallelize_pipe.",
     ),
-    Refusal(
+    CompatibilityRule(
         "a cache in one graph over sharded weights",
         (When.CACHED_CALL,),
         cached_in_one_graph,
@@ -234,7 +234,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "hooks of FSDP2 nor DTensors. Compile its blocks instead: {name}.compile_repeated_blocks(fullgraph=True); or leave out one of "
         "the three.",
     ),
-    Refusal(
+    CompatibilityRule(
         "one graph over weights that FSDP2 shards",
         (When.PARALLEL_CALL,),
         sharded_without_breaks,
@@ -242,14 +242,14 @@ REFUSALS: tuple[Refusal, ...] = (
         "block in a hook, and a graph breaks there. Compile its blocks instead: {name}.compile_repeated_blocks(fullgraph=True); or leave "
         "fullgraph=True out.",
     ),
-    Refusal(
+    CompatibilityRule(
         "weights that were quantized after FSDP2 sharded them",
         (When.PARALLEL_CALL, When.CACHED_CALL),
         changed_since_sharded,
         "{at} of {name} is a {kind} since its weights were sharded by FSDP2, which would put back what it was. Load the pipeline anew, and "
         "quantize before (int8_weight_only_quantized_training()), or behind weights='tensor'.",
     ),
-    Refusal(
+    CompatibilityRule(
         "diffusers' own parallelism",
         (When.PARALLELIZE,),
         lambda case: config_of_diffusers(case.module) is not None and tensors_of_diffusers(case.module) is None,
@@ -257,7 +257,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "parallel_config, and call parallelize_pipe(pipe, mesh=...) alone.",
         ValueError,
     ),
-    Refusal(
+    CompatibilityRule(
         "perturbed attention over joint tokens",
         (When.PARALLELIZE,),
         perturbed_joint_attention,
@@ -265,34 +265,34 @@ REFUSALS: tuple[Refusal, ...] = (
         "one rank only. Use the pipeline without perturbed attention. Supported are {supported}.",
         TypeError,
     ),
-    Refusal(
+    CompatibilityRule(
         "another transformer than the one that was parallelized",
         (When.PARALLEL_CALL,),
         was_replaced,
         "{name} is another one than when the pipe was parallelized, and would run on each rank alone. Call "
         "parallelize_pipe(pipe, mesh=...) again.",
     ),
-    Refusal(
+    CompatibilityRule(
         "another transformer than the one that was cached",
         (When.CACHED_CALL,),
         was_replaced,
         "{name} is another one than when the cache was applied. Call apply_cache_on_pipe(pipe, ...) again.",
     ),
-    Refusal(
+    CompatibilityRule(
         "a transformer whose plan was replaced or removed",
         (When.PARALLEL_CALL,),
         lambda case: bool(case.component) and applied_mesh(case.module) != case.applied,
         "{name} was given another mesh, or unparallelized, after the pipe was parallelized (through a pipe that shares it?). "
         "Call parallelize_pipe(pipe, mesh=...) again, or unparallelize_pipe(pipe).",
     ),
-    Refusal(
+    CompatibilityRule(
         "a compiled UNet",
         (When.PARALLEL_CALL,),
         compiled_unet,
         "{name} was compiled, and a compiled graph does not see how many rows each rank holds. Use it uncompiled, or "
         "unparallelize_pipe(pipe).",
     ),
-    Refusal(
+    CompatibilityRule(
         "attention that is no scaled_dot_product_attention",
         (When.PARALLEL_CALL,),
         unseen_attention,
@@ -300,7 +300,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "on {sequence_ranks} ranks each would attend to its own tokens only. Switch to a native one: "
         "{name}.set_attention_backend('native').",
     ),
-    Refusal(
+    CompatibilityRule(
         "an attention processor that computes scores itself",
         (When.PARALLEL_CALL,),
         attention_by_scores,
@@ -308,20 +308,20 @@ REFUSALS: tuple[Refusal, ...] = (
         "each would attend to its own tokens only. Set one that does: {name}.set_attn_processor(AttnProcessor2_0()), of "
         "diffusers.models.attention_processor, in place of AttnProcessor.",
     ),
-    Refusal(
+    CompatibilityRule(
         "a cache of diffusers",
         (When.PARALLEL_CALL,),
         cache_of_diffusers,
         "{name} has a cache of diffusers ({cache}), which decides on each rank alone: ranks would skip different steps, and "
         "wait for each other. Call {name}.disable_cache(), and apply_cache_on_pipe(pipe, ...), with which they decide together.",
     ),
-    Refusal(
+    CompatibilityRule(
         "another hook of diffusers that needs more than a rank's tokens, or may",
         (When.PARALLEL_CALL,),
         unfit_hook,
         "{name} has diffusers' {hook} at {at!r}: {reason}.",
     ),
-    Refusal(
+    CompatibilityRule(
         "a guider that puts on such a hook",
         (When.PARALLEL_CALL,),
         unfit_guider,

@@ -25,7 +25,7 @@ class When(Enum):
 
 
 @dataclass(frozen=True)
-class Case:
+class CompatibilityContext:
     """One transformer, or UNet, that is about to be run, and what is known of how.
 
     Args:
@@ -73,12 +73,14 @@ class Case:
 
 def cases_of(
     pipe: Any, adapter: Adapter | None = None, mesh: GuidedMesh | None = None, *, unshards: bool = False
-) -> list[Case]:
+) -> list[CompatibilityContext]:
     """One for each transformer, or UNet, of ``pipe``; where it has none, one without."""
     modules = transformers_of(pipe) or unets_of(pipe)
-    cases = [Case(pipe, module, name, adapter, mesh, unshards=unshards) for name, module in modules.items()]
-    return cases or [Case(pipe, None)]
+    cases = [
+        CompatibilityContext(pipe, module, name, adapter, mesh, unshards=unshards) for name, module in modules.items()
+    ]
+    return cases or [CompatibilityContext(pipe, None)]
 
 
-def is_unet(case: Case) -> bool:
+def is_unet(case: CompatibilityContext) -> bool:
     return case.module is not None and unet_adapter(case.module) is not None

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed import get_process_group_ranks
 from torch.distributed.tensor import DTensor
 
-from para_core.adapters.compatibility.context import Case, is_unet
+from para_core.adapters.compatibility.context import CompatibilityContext, is_unet
 from para_core.adapters.components import why_no_stages
 from para_core.adapters.registry import adapter_for, component_of
 from para_core.instance_patching import is_compiled, is_compiled_without_breaks
@@ -20,11 +20,11 @@ from para_core.weights.stages import stages_of
 from para_core.weights.tensor import tensor_mesh
 
 
-def several_devices(case: Case) -> Mapping[str, Any] | None:
+def several_devices(case: CompatibilityContext) -> Mapping[str, Any] | None:
     return _devices_of(case.module, "the transformer")
 
 
-def pipe_on_several_devices(case: Case) -> Mapping[str, Any] | None:
+def pipe_on_several_devices(case: CompatibilityContext) -> Mapping[str, Any] | None:
     return _devices_of(case.owner, "the pipeline") if case.component else None
 
 
@@ -33,7 +33,7 @@ def _devices_of(spread: Any, what: str) -> Mapping[str, Any] | None:
     return {"spread": what, "devices": sorted(devices)} if len(devices) > 1 else None
 
 
-def placed_by_accelerate(case: Case) -> Mapping[str, Any] | None:
+def placed_by_accelerate(case: CompatibilityContext) -> Mapping[str, Any] | None:
     """Model offload moves a component as a whole, and leaves alone what is sharded; other hooks take the weights of each layer away."""
     for name, part in getattr(case.owner, "components", {}).items():
         for at, module in part.named_modules() if isinstance(part, nn.Module) else ():
@@ -53,7 +53,7 @@ def tensors_of_diffusers(module: Any) -> Any:
     return None if config is None else config._mesh
 
 
-def tensor_ranks_differ(case: Case) -> Mapping[str, Any] | None:
+def tensor_ranks_differ(case: CompatibilityContext) -> Mapping[str, Any] | None:
     """Ranks that hold other heads than the mesh says would exchange tokens as if they were those of one sequence."""
     if case.module is None or case.mesh is None:
         return None
@@ -64,13 +64,13 @@ def tensor_ranks_differ(case: Case) -> Mapping[str, Any] | None:
     return None if shared == ranks else {"shared": shared or "no", "ranks": ranks or "none"}
 
 
-def unet_on_tensor_ranks(case: Case) -> Mapping[str, Any] | None:
+def unet_on_tensor_ranks(case: CompatibilityContext) -> Mapping[str, Any] | None:
     """A UNet has no tensor plan, so ranks along ``tensor`` would all compute the same rows."""
     size = 1 if case.mesh is None else case.mesh.tensor.size
     return {"tensor_ranks": size} if size > 1 and is_unet(case) else None
 
 
-def shared_beyond_sequence(case: Case) -> Mapping[str, Any] | None:
+def shared_beyond_sequence(case: CompatibilityContext) -> Mapping[str, Any] | None:
     """Weights that are gathered from ranks which may run fewer blocks than this one, and would then never answer."""
     if case.module is None or not is_sharded(case.module):
         return None
@@ -84,11 +84,11 @@ def shared_beyond_sequence(case: Case) -> Mapping[str, Any] | None:
     return {"shared": shared, "sequence": sequence, "reason": "branches of guidance of their own"} if guides else None
 
 
-def _stages(case: Case) -> int:
+def _stages(case: CompatibilityContext) -> int:
     return 1 if case.mesh is None or case.module is None else case.mesh.pipe.size
 
 
-def no_stages(case: Case) -> Mapping[str, Any] | None:
+def no_stages(case: CompatibilityContext) -> Mapping[str, Any] | None:
     if _stages(case) == 1:
         return None
     reason = "it is a UNet, whose blocks give each other residuals" if is_unet(case) else None
@@ -96,7 +96,7 @@ def no_stages(case: Case) -> Mapping[str, Any] | None:
     return None if reason is None else {"reason": reason}
 
 
-def placed_stages(case: Case) -> Mapping[str, Any] | None:
+def placed_stages(case: CompatibilityContext) -> Mapping[str, Any] | None:
     """Blocks that are freed on a rank cannot be moved, or be gathered from others."""
     if _stages(case) == 1:
         return None
@@ -107,23 +107,23 @@ def placed_stages(case: Case) -> Mapping[str, Any] | None:
     return None
 
 
-def compiled_stages(case: Case) -> bool:
+def compiled_stages(case: CompatibilityContext) -> bool:
     if case.module is None or stages_of(case.module) is None:
         return False
     return _is_one_graph(case)
 
 
-def compiled_fusion(case: Case) -> bool:
+def compiled_fusion(case: CompatibilityContext) -> bool:
     return case.module is not None and fusion_of(case.module) is not None and _is_one_graph(case)
 
 
-def _is_one_graph(case: Case) -> bool:
+def _is_one_graph(case: CompatibilityContext) -> bool:
     """Whether the whole model was compiled: in place, its ``forward``, or as the component that stands in its place."""
     replaced = bool(case.component) and component_of(case.owner, case.component) is not case.module
     return replaced or is_compiled(case.module)
 
 
-def uncached_stages(case: Case) -> Mapping[str, Any] | None:
+def uncached_stages(case: CompatibilityContext) -> Mapping[str, Any] | None:
     """What a cache needs that only some of the stages have."""
     if case.module is not None and fusion_of(case.module) is not None:
         return {
@@ -133,7 +133,7 @@ def uncached_stages(case: Case) -> Mapping[str, Any] | None:
     known = None if stages is None else adapter_for(case.module, case.adapter)
     if stages is None or known is None or known.blocks is None or case.options is None:
         return None
-    if len(known.blocks.stages) > 1:
+    if len(known.blocks.groups) > 1:
         return {"reason": "text joins the image between its blocks, and what is stored there is on another stage"}
     if case.options.decides_before_blocks:
         return {"reason": "its rule asks the weights of the first block, which the first stage alone has"}
@@ -143,7 +143,7 @@ def uncached_stages(case: Case) -> Mapping[str, Any] | None:
     return None
 
 
-def cached_in_one_graph(case: Case) -> Mapping[str, Any] | None:
+def cached_in_one_graph(case: CompatibilityContext) -> Mapping[str, Any] | None:
     """What ``torch.cond`` takes no part of: the hooks of FSDP2, or DTensors."""
     if case.module is None or case.options is None:
         return None
@@ -154,7 +154,7 @@ def cached_in_one_graph(case: Case) -> Mapping[str, Any] | None:
     return {"method": "fsdp" if by_fsdp else "tensor"} if by_fsdp or by_tensor else None
 
 
-def sharded_without_breaks(case: Case) -> bool:
+def sharded_without_breaks(case: CompatibilityContext) -> bool:
     """FSDP2 gathers the weights of a block in hooks, at which Dynamo breaks a graph."""
     if case.module is None or not is_sharded(case.module):
         return False
@@ -162,7 +162,7 @@ def sharded_without_breaks(case: Case) -> bool:
     return is_compiled_without_breaks(component) or is_compiled_without_breaks(case.module)
 
 
-def changed_since_sharded(case: Case) -> Mapping[str, Any] | None:
+def changed_since_sharded(case: CompatibilityContext) -> Mapping[str, Any] | None:
     if case.module is None or not is_sharded(case.module):
         return None
     for name, parameter in case.module.named_parameters():

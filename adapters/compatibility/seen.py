@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from para_core.adapters.compatibility.context import Case, is_unet
+from para_core.adapters.compatibility.context import CompatibilityContext, is_unet
 from para_core.adapters.registry import plan_for
 from para_core.cache.diffusers_caches import foreign_cache
 from para_core.plans.module_matching import matching_modules
@@ -17,7 +17,7 @@ from para_core.plans.plan import AttentionByHeads
 _SEEN = ("native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math")
 
 
-def unseen_attention(case: Case) -> Mapping[str, Any] | None:
+def unseen_attention(case: CompatibilityContext) -> Mapping[str, Any] | None:
     """One module alone may have another backend, so it does not do to see that some attention was intercepted."""
     by_heads = _attention_by_heads(case) if case.sequence_ranks > 1 else ()
     for at, module in case.module.named_modules() if case.sequence_ranks > 1 else ():
@@ -32,7 +32,7 @@ def unseen_attention(case: Case) -> Mapping[str, Any] | None:
     return None
 
 
-def _attention_by_heads(case: Case) -> set[str]:
+def _attention_by_heads(case: CompatibilityContext) -> set[str]:
     """Modules that have all tokens and a share of the heads: any backend of theirs is right."""
     plan = plan_for(case.module, adapter=case.adapter)
     patterns = () if plan is None else plan.attention.items()
@@ -49,7 +49,7 @@ _OWN_SCORES = {"get_attention_scores", "memory_efficient_attention", "baddbmm", 
 _SDPA = {"scaled_dot_product_attention", "dispatch_attention_fn"}
 
 
-def attention_by_scores(case: Case) -> Mapping[str, Any] | None:
+def attention_by_scores(case: CompatibilityContext) -> Mapping[str, Any] | None:
     """Find an attention processor that never calls SDPA; others of the same model may, so a call would not show it."""
     # Rows of a UNet attend by any processor: what it multiplies is sharded, too.
     for at, module in case.module.named_modules() if case.sequence_ranks > 1 and not is_unet(case) else ():
@@ -71,7 +71,7 @@ def _name_of(backend: Any) -> str:
     return str(getattr(backend, "value", backend))
 
 
-def cache_of_diffusers(case: Case) -> Mapping[str, Any] | None:
+def cache_of_diffusers(case: CompatibilityContext) -> Mapping[str, Any] | None:
     found = foreign_cache(case.module) if case.ranks > 1 else None
     return None if found is None else {"cache": found}
 
@@ -113,7 +113,7 @@ def hooks_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield at, hook
 
 
-def unfit_hook(case: Case) -> Mapping[str, Any] | None:
+def unfit_hook(case: CompatibilityContext) -> Mapping[str, Any] | None:
     """Hooks of the user's own are not judged."""
     for at, hook in hooks_of(case.module) if case.ranks > 1 else ():
         reason = _against(hook, case.sequence_ranks)
@@ -137,7 +137,7 @@ def _drops(hook_or_config: Any) -> bool:
     return bool(0 < hook_or_config.dropout < 1)
 
 
-def unfit_guider(case: Case) -> Mapping[str, Any] | None:
+def unfit_guider(case: CompatibilityContext) -> Mapping[str, Any] | None:
     """One that would put an unfit hook on its transformer in the middle of a call."""
     guider = getattr(case.owner, "guider", None) if case.component and case.ranks > 1 else None
     for configs in () if guider is None else vars(guider).values():

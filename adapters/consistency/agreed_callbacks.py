@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from para_core.adapters.consistency.loras import Loras, fingerprint, is_version, version_of
-from para_core.distributed.consistency import Record, agree, signature
+from para_core.distributed.consistency import Record, check_consistent, signature
 from para_core.distributed.mesh import GuidedMesh
 
 _WAY_OUT = (
@@ -49,7 +49,7 @@ class AgreedCallbacks:
 
     def _raise_everywhere(self, error: Exception) -> None:
         try:
-            agree(RuntimeError(f"its callback raised {type(error).__name__}: {error}"), self._mesh)
+            check_consistent(RuntimeError(f"its callback raised {type(error).__name__}: {error}"), self._mesh)
         except RuntimeError:
             return  # this rank raises its own, also where no other answers
 
@@ -62,14 +62,14 @@ class AgreedCallbacks:
             **{f"dtype of {name}": str(x.dtype).removeprefix("torch.") for name, x in found.items()},
         }
         mine = [int(changed), int(self._loras.changed(self._pipe))]
-        of_all = agree(signature(state), self._mesh, mine, explain=_explain)
+        of_all = check_consistent(signature(state), self._mesh, mine, explain=_explain)
         if any(one[0] for one in of_all):
             values = {name: f"{fingerprint([x]):x}" for name, x in found.items()}
-            agree(
+            check_consistent(
                 signature({f"values of {name}": value for name, value in values.items()}), self._mesh, explain=_explain
             )
         if any(one[1] for one in of_all):
-            agree(signature(dict(self._loras.described(self._pipe))), self._mesh, explain=_explain)
+            check_consistent(signature(dict(self._loras.described(self._pipe))), self._mesh, explain=_explain)
 
 
 def _tensors(values: tuple[Any, ...]) -> dict[str, Tensor]:

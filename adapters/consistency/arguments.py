@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from para_core.distributed.consistency import Record, agree, signature
+from para_core.distributed.consistency import Record, check_consistent, signature
 from para_core.distributed.fingerprints import fingerprints
 from para_core.distributed.mesh import GuidedMesh
 from para_core.instance_patching import original_class
@@ -105,7 +105,7 @@ def _require_alike(mine: Record | Exception, mesh: GuidedMesh, what: str, way_ou
             f"{way_out}"
         )
 
-    agree(mine if isinstance(mine, Exception) else signature(mine), mesh, explain=explain)
+    check_consistent(mine if isinstance(mine, Exception) else signature(mine), mesh, explain=explain)
 
 
 def _flat(given: Mapping[str, Any]) -> dict[str, Any]:

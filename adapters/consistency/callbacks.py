@@ -7,12 +7,12 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-from para_core.instance_patching import Order, unwrap, wrap_method
+from para_core.instance_patching import WrapperPriority, unwrap, wrap_method
 
 
 @contextmanager
 def around_callbacks(
-    kwargs: Mapping[str, Any], key: str, run: Callable[..., Any], *, order: Order
+    kwargs: Mapping[str, Any], key: str, run: Callable[..., Any], *, order: WrapperPriority
 ) -> Iterator[dict[str, Any]]:
     """Inside, the callbacks among the arguments of a pipeline's call run as ``run(callback, *args, **kwargs)``.
 
@@ -25,7 +25,7 @@ def around_callbacks(
 
 
 @contextmanager
-def _around(callback: Any, key: str, run: Callable[..., Any], order: Order) -> Iterator[Any]:
+def _around(callback: Any, key: str, run: Callable[..., Any], order: WrapperPriority) -> Iterator[Any]:
     if not hasattr(callback, "tensor_inputs"):
         yield partial(run, callback)
         return

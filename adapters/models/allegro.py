@@ -1,7 +1,7 @@
 """Allegro. Read against diffusers 0.42."""
 
 from para_core.adapters.spec import Adapter
-from para_core.cache.blocks import CachedBlocks, Stage
+from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Attention, Entries, Gather, Plan, Split
 
 ALLEGRO = Adapter(
@@ -29,5 +29,5 @@ ALLEGRO = Adapter(
         ),
         common=("image_rotary_emb",),
     ),
-    blocks=CachedBlocks((Stage(("transformer_blocks",), chained=True),)),
+    blocks=CachedBlocks((BlockGroup(("transformer_blocks",), chained=True),)),
 )

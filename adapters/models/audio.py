@@ -1,7 +1,7 @@
 """Sound and music: ACE-Step, Stable Audio and Stable Audio 3, LongCat-AudioDiT, MiniMax-Music. Read against diffusers 0.42."""
 
 from para_core.adapters.spec import Adapter
-from para_core.cache.blocks import CachedBlocks, Stage
+from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Attention, FirstTokens, Gather, Plan, Split
 
 SOUND, POSITIONS = Split(dim=1, segment="sound"), Split(dim=0, like="sound")
@@ -24,7 +24,7 @@ ACE_STEP = Adapter(
         ),
     ),
     # Every other one has a mask.
-    blocks=CachedBlocks((Stage(("layers",)),)),
+    blocks=CachedBlocks((BlockGroup(("layers",)),)),
 )
 
 STABLE_AUDIO = Adapter(
@@ -54,7 +54,7 @@ STABLE_AUDIO = Adapter(
         ),
         common=("rotary_embedding",),
     ),
-    blocks=CachedBlocks((Stage(("transformer_blocks",), chained=True),)),
+    blocks=CachedBlocks((BlockGroup(("transformer_blocks",), chained=True),)),
 )
 
 STABLE_AUDIO3 = Adapter(
@@ -77,7 +77,7 @@ STABLE_AUDIO3 = Adapter(
             ("hidden_states", "timestep", "encoder_hidden_states", "global_hidden_states", "encoder_attention_mask"), 0
         ),
     ),
-    blocks=CachedBlocks((Stage(("transformer_blocks",), chained=True),)),
+    blocks=CachedBlocks((BlockGroup(("transformer_blocks",), chained=True),)),
 )
 
 LONGCAT_AUDIO = Adapter(
@@ -93,7 +93,7 @@ LONGCAT_AUDIO = Adapter(
         joint_order=("sound",),
         attention={"blocks.*.self_attn": (Attention(("sound",), mask="keys"),), "blocks.*.cross_attn": TO_TEXT},
     ),
-    blocks=CachedBlocks((Stage(("blocks",), chained=True),)),
+    blocks=CachedBlocks((BlockGroup(("blocks",), chained=True),)),
 )
 
 MINIMAX_MUSIC = Adapter(
@@ -109,5 +109,5 @@ MINIMAX_MUSIC = Adapter(
         outputs={"transformer_blocks.-1": GATHERED},
         joint_order=("sound",),
     ),
-    blocks=CachedBlocks((Stage(("transformer_blocks",), chained=True),)),
+    blocks=CachedBlocks((BlockGroup(("transformer_blocks",), chained=True),)),
 )

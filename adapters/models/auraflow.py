@@ -1,7 +1,7 @@
 """AuraFlow. Read against diffusers 0.42."""
 
 from para_core.adapters.spec import Adapter
-from para_core.cache.blocks import CachedBlocks, Stage
+from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Gather, Plan, Split
 
 AURAFLOW = Adapter(
@@ -17,8 +17,8 @@ AURAFLOW = Adapter(
     ),
     blocks=CachedBlocks(
         (
-            Stage(("joint_transformer_blocks",), ("encoder_hidden_states", "hidden_states"), chained=True),
-            Stage(("single_transformer_blocks",), chained=True),
+            BlockGroup(("joint_transformer_blocks",), ("encoder_hidden_states", "hidden_states"), chained=True),
+            BlockGroup(("single_transformer_blocks",), chained=True),
         )
     ),
 )

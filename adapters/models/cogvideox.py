@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from para_core.adapters.spec import Adapter
-from para_core.cache.blocks import CachedBlocks, Stage
+from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Gather, Plan, Replicate, Split
 from para_core.weights.patch_plan import Frames
 from para_core.weights.tensor_plan import COLUMNS, ROWS, TensorPlan
@@ -38,7 +38,9 @@ COGVIDEOX = Adapter(
     transformer="CogVideoXTransformer3DModel",
     pipelines="CogVideoX",
     plan=COGVIDEOX_PLAN,
-    blocks=CachedBlocks((Stage(("transformer_blocks",), ("hidden_states", "encoder_hidden_states"), chained=True),)),
+    blocks=CachedBlocks(
+        (BlockGroup(("transformer_blocks",), ("hidden_states", "encoder_hidden_states"), chained=True),)
+    ),
     tensor=TENSOR,
     frames=Frames(dim=1, together="patch_size_t"),
     threshold=0.025,
@@ -52,7 +54,7 @@ CONSISID = Adapter(
     plan=replace(COGVIDEOX_PLAN, batched=dict.fromkeys((*OF_SAMPLES, "id_cond", "id_vit_hidden"), 0)),
     blocks=CachedBlocks(
         (
-            Stage(
+            BlockGroup(
                 ("transformer_blocks",), ("hidden_states", "encoder_hidden_states"), chained=True, between=("id_cond",)
             ),
         )

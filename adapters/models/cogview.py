@@ -1,11 +1,11 @@
 """CogView 3+ and 4, GLM-Image. Read against diffusers 0.42."""
 
 from para_core.adapters.spec import Adapter
-from para_core.cache.blocks import CachedBlocks, Stage
+from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Gather, Plan, Split
 
 IMAGE = Split(dim=1, segment="image")
-BLOCKS = CachedBlocks((Stage(("transformer_blocks",), ("hidden_states", "encoder_hidden_states"), chained=True),))
+BLOCKS = CachedBlocks((BlockGroup(("transformer_blocks",), ("hidden_states", "encoder_hidden_states"), chained=True),))
 
 COGVIEW3_PLUS = Adapter(
     transformer="CogView3PlusTransformer2DModel",

@@ -1,7 +1,7 @@
 """Cosmos 1, 2 and 2.5 (predict, transfer), and Cosmos 3. Read against diffusers 0.42."""
 
 from para_core.adapters.spec import Adapter
-from para_core.cache.blocks import CachedBlocks, Stage
+from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Attention, Entries, Gather, Plan, Split
 
 VIDEO, WITH_VIDEO, POSITIONS = (
@@ -33,7 +33,9 @@ COSMOS = Adapter(
         # To text, and, in 2.5, to tokens of an image.
         attention={"**.attn2": (Attention(("video",), ("text",)),)},
     ),
-    blocks=CachedBlocks((Stage(("transformer_blocks",), chained=True, between=("block_controlnet_hidden_states",)),)),
+    blocks=CachedBlocks(
+        (BlockGroup(("transformer_blocks",), chained=True, between=("block_controlnet_hidden_states",)),)
+    ),
 )
 
 COSMOS3 = Adapter(
@@ -53,6 +55,6 @@ COSMOS3 = Adapter(
         },
     ),
     blocks=CachedBlocks(
-        (Stage(("layers",), ("und_seq", "gen_seq"), measured="gen_seq", chained=True),), conditions=("input_ids",)
+        (BlockGroup(("layers",), ("und_seq", "gen_seq"), measured="gen_seq", chained=True),), conditions=("input_ids",)
     ),
 )

@@ -1,7 +1,7 @@
 """DiT, of classes instead of text. Read against diffusers 0.42."""
 
 from para_core.adapters.spec import Adapter
-from para_core.cache.blocks import CachedBlocks, Stage
+from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Gather, Plan, Split
 
 DIT = Adapter(
@@ -14,5 +14,5 @@ DIT = Adapter(
         joint_order=("image",),
         batched=dict.fromkeys(("hidden_states", "timestep", "class_labels", "cross_attention_kwargs"), 0),
     ),
-    blocks=CachedBlocks((Stage(("transformer_blocks",), chained=True),), conditions=("class_labels",)),
+    blocks=CachedBlocks((BlockGroup(("transformer_blocks",), chained=True),), conditions=("class_labels",)),
 )

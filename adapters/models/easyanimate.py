@@ -1,7 +1,7 @@
 """EasyAnimate. Read against diffusers 0.42."""
 
 from para_core.adapters.spec import Adapter
-from para_core.cache.blocks import CachedBlocks, Stage
+from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Gather, Plan, Split
 
 POSITIONS = Split(dim=0, like="video")
@@ -31,7 +31,7 @@ EASYANIMATE = Adapter(
         ),
     ),
     blocks=CachedBlocks(
-        (Stage(("transformer_blocks",), ("hidden_states", "encoder_hidden_states"), chained=True),),
+        (BlockGroup(("transformer_blocks",), ("hidden_states", "encoder_hidden_states"), chained=True),),
         conditions=("encoder_hidden_states", "encoder_hidden_states_t5"),
     ),
 )

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from para_core.adapters.spec import Adapter
-from para_core.cache.blocks import CachedBlocks, Stage
+from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Attention, Gather, Plan, Split
 
 IMAGE, TEXT = Split(dim=1, segment="image"), Split(dim=1, segment="text")
@@ -43,7 +43,7 @@ FLUX = Adapter(
     plan=FLUX_PLAN,
     blocks=CachedBlocks(
         (
-            Stage(
+            BlockGroup(
                 ("transformer_blocks", "single_transformer_blocks"),
                 ("encoder_hidden_states", "hidden_states"),
                 chained=True,
@@ -73,9 +73,9 @@ FLUX2 = Adapter(
     ),
     blocks=CachedBlocks(
         (
-            Stage(("transformer_blocks",), ("encoder_hidden_states", "hidden_states"), chained=True),
+            BlockGroup(("transformer_blocks",), ("encoder_hidden_states", "hidden_states"), chained=True),
             # Text and image in one tensor.
-            Stage(("single_transformer_blocks",), chained=True),
+            BlockGroup(("single_transformer_blocks",), chained=True),
         ),
         # Its entries are made block by block.
         uncached=("kv_cache",),
@@ -104,6 +104,6 @@ FLUX3 = Adapter(
         },
     ),
     blocks=CachedBlocks(
-        (Stage(("single_transformer_blocks",), ("encoder_hidden_states", "hidden_states"), chained=True),)
+        (BlockGroup(("single_transformer_blocks",), ("encoder_hidden_states", "hidden_states"), chained=True),)
     ),
 )

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from para_core.adapters.models.flux import FLUX_PLAN
 from para_core.adapters.spec import Adapter
-from para_core.cache.blocks import CachedBlocks, Stage
+from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Split
 from para_core.weights.tensor_plan import COLUMNS, ROWS, Linear, TensorPlan
 
@@ -44,14 +44,14 @@ CHROMA = Adapter(
     plan=FLUX_PLAN,
     # Each block has a modulation of its own.
     blocks=CachedBlocks(
-        (Stage(("transformer_blocks",), STREAMS), Stage(("single_transformer_blocks",))),
+        (BlockGroup(("transformer_blocks",), STREAMS), BlockGroup(("single_transformer_blocks",))),
         # The model adds them in place to what a block returned.
         uncached=("controlnet_single_block_samples",),
     ),
     tensor=_tensor(),
 )
 
-BOTH_LISTS = CachedBlocks((Stage(("transformer_blocks", "single_transformer_blocks"), STREAMS, chained=True),))
+BOTH_LISTS = CachedBlocks((BlockGroup(("transformer_blocks", "single_transformer_blocks"), STREAMS, chained=True),))
 
 OVIS = Adapter(
     transformer="OvisImageTransformer2DModel",
@@ -79,7 +79,7 @@ BRIA = Adapter(
         refused={RESIDUALS[1]: "the model itself fails with them"},
     ),
     blocks=CachedBlocks(
-        (Stage(("transformer_blocks", "single_transformer_blocks"), STREAMS, chained=True, between=RESIDUALS[:1]),)
+        (BlockGroup(("transformer_blocks", "single_transformer_blocks"), STREAMS, chained=True, between=RESIDUALS[:1]),)
     ),
     tensor=_tensor(),
 )
@@ -94,6 +94,6 @@ BRIA_FIBO = Adapter(
         batched=dict.fromkeys((*STREAMS[::-1], *OF_SAMPLES, "text_encoder_layers", "joint_attention_kwargs"), 0),
         common=IDS,
     ),
-    blocks=CachedBlocks((Stage(("transformer_blocks",), STREAMS), Stage(("single_transformer_blocks",)))),
+    blocks=CachedBlocks((BlockGroup(("transformer_blocks",), STREAMS), BlockGroup(("single_transformer_blocks",)))),
     tensor=_tensor(),
 )

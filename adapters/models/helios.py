@@ -1,7 +1,7 @@
 """Helios. Its published plan names forty blocks and gathers three times in each. Read against diffusers 0.42."""
 
 from para_core.adapters.spec import Adapter
-from para_core.cache.blocks import CachedBlocks, Stage
+from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Attention, Gather, LastTokens, Plan, Split
 
 HELIOS = Adapter(
@@ -23,5 +23,5 @@ HELIOS = Adapter(
         joint_order=("video",),
         attention={"**.attn2": (Attention(("video",), ("text",)),)},
     ),
-    blocks=CachedBlocks((Stage(("blocks",), chained=True),)),
+    blocks=CachedBlocks((BlockGroup(("blocks",), chained=True),)),
 )

@@ -1,7 +1,7 @@
 """HiDream-I1. Read against diffusers 0.42."""
 
 from para_core.adapters.spec import Adapter
-from para_core.cache.blocks import CachedBlocks, Stage
+from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Gather, Plan, ShardRule, Split
 
 # Of image tokens, then of text.
@@ -34,8 +34,8 @@ HIDREAM = Adapter(
     ),
     blocks=CachedBlocks(
         (
-            Stage(("double_stream_blocks",), ("hidden_states", "encoder_hidden_states")),
-            Stage(("single_stream_blocks",)),
+            BlockGroup(("double_stream_blocks",), ("hidden_states", "encoder_hidden_states")),
+            BlockGroup(("single_stream_blocks",)),
         ),
         conditions=("encoder_hidden_states_t5", "encoder_hidden_states_llama3", "pooled_embeds"),
     ),

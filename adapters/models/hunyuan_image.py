@@ -1,7 +1,7 @@
 """HunyuanImage 2.1 and HunyuanDiT. Read against diffusers 0.42."""
 
 from para_core.adapters.spec import Adapter
-from para_core.cache.blocks import CachedBlocks, Stage
+from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Attention, Gather, Plan, Split
 
 IMAGE, POSITIONS = Split(dim=1, segment="image"), Split(dim=0, like="image")
@@ -18,7 +18,7 @@ HUNYUAN_IMAGE = Adapter(
     ),
     blocks=CachedBlocks(
         (
-            Stage(
+            BlockGroup(
                 ("transformer_blocks", "single_transformer_blocks"),
                 ("hidden_states", "encoder_hidden_states"),
                 chained=True,
@@ -54,5 +54,5 @@ HUNYUAN_DIT = Adapter(
         common=("image_rotary_emb",),
     ),
     # Later blocks are given what earlier ones returned.
-    blocks=CachedBlocks((Stage(("blocks",)),), conditions=("encoder_hidden_states", "encoder_hidden_states_t5")),
+    blocks=CachedBlocks((BlockGroup(("blocks",)),), conditions=("encoder_hidden_states", "encoder_hidden_states_t5")),
 )

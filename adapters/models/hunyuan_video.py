@@ -1,7 +1,7 @@
 """HunyuanVideo, its image-to-video and FramePack models, HunyuanVideo 1.5. Read against diffusers 0.42."""
 
 from para_core.adapters.spec import Adapter
-from para_core.cache.blocks import CachedBlocks, Stage
+from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Attention, FirstTokens, Gather, Plan, ShardRule, Split
 from para_core.weights.patch_plan import Frames
 from para_core.weights.tensor_plan import COLUMNS, ROWS, Linear, TensorPlan
@@ -55,7 +55,7 @@ HUNYUAN_VIDEO = Adapter(
     ),
     blocks=CachedBlocks(
         (
-            Stage(
+            BlockGroup(
                 ("transformer_blocks", "single_transformer_blocks"),
                 ("hidden_states", "encoder_hidden_states"),
                 chained=True,
@@ -84,7 +84,7 @@ FRAMEPACK = Adapter(
     ),
     blocks=CachedBlocks(
         (
-            Stage(
+            BlockGroup(
                 ("transformer_blocks", "single_transformer_blocks"),
                 ("hidden_states", "encoder_hidden_states"),
                 chained=True,
@@ -106,6 +106,8 @@ HUNYUAN_VIDEO_15 = Adapter(
         joint_order=JOINT,
         attention={"transformer_blocks.*.attn": (Attention(JOINT, mask="pairs"),)},
     ),
-    blocks=CachedBlocks((Stage(("transformer_blocks",), ("hidden_states", "encoder_hidden_states"), chained=True),)),
+    blocks=CachedBlocks(
+        (BlockGroup(("transformer_blocks",), ("hidden_states", "encoder_hidden_states"), chained=True),)
+    ),
     tensor=TENSOR,
 )

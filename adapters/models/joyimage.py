@@ -1,10 +1,10 @@
 """JoyImage-Edit and JoyImage-Edit Plus. Read against diffusers 0.42."""
 
 from para_core.adapters.spec import Adapter
-from para_core.cache.blocks import CachedBlocks, Stage
+from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Entries, Gather, Plan, ShardRule, Split
 
-BLOCKS = CachedBlocks((Stage(("double_blocks",), ("hidden_states", "encoder_hidden_states"), chained=True),))
+BLOCKS = CachedBlocks((BlockGroup(("double_blocks",), ("hidden_states", "encoder_hidden_states"), chained=True),))
 
 
 def _plan(positions: ShardRule) -> Plan:

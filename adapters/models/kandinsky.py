@@ -1,7 +1,7 @@
 """Kandinsky 5, Kandinsky 6 with sound, and its super-resolution. Read against diffusers 0.42."""
 
 from para_core.adapters.spec import Adapter
-from para_core.cache.blocks import CachedBlocks, Stage
+from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Attention, AttentionByHeads, Gather, Plan, Split
 
 KANDINSKY5 = Adapter(
@@ -20,7 +20,7 @@ KANDINSKY5 = Adapter(
         refused={"sparse_params": "which keys are attended to is found from means of 64 tokens of the whole video"},
     ),
     blocks=CachedBlocks(
-        (Stage(("visual_transformer_blocks",), ("visual_embed",), measured="visual_embed", chained=True),)
+        (BlockGroup(("visual_transformer_blocks",), ("visual_embed",), measured="visual_embed", chained=True),)
     ),
 )
 
@@ -46,7 +46,7 @@ KANDINSKY6 = Adapter(
         },
     ),
     blocks=CachedBlocks(
-        (Stage(("visual_transformer_blocks",), ("vis", "aud"), measured="vis", chained=True),),
+        (BlockGroup(("visual_transformer_blocks",), ("vis", "aud"), measured="vis", chained=True),),
     ),
 )
 
@@ -66,5 +66,5 @@ KANDINSKY6_SR = Adapter(
             )
         },
     ),
-    blocks=CachedBlocks((Stage(("visual_transformer_blocks",), chained=True),)),
+    blocks=CachedBlocks((BlockGroup(("visual_transformer_blocks",), chained=True),)),
 )

@@ -1,7 +1,7 @@
 """Latte. Read against diffusers 0.42."""
 
 from para_core.adapters.spec import Adapter
-from para_core.cache.blocks import CachedBlocks, Stage
+from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Attention, Gather, Plan, Split
 
 LATTE = Adapter(
@@ -25,5 +25,5 @@ LATTE = Adapter(
         batched=dict.fromkeys(("hidden_states", "timestep", "encoder_hidden_states", "encoder_attention_mask"), 0),
     ),
     # Between them run the temporal ones, which are computed on skipped steps, too.
-    blocks=CachedBlocks((Stage(("transformer_blocks",)),)),
+    blocks=CachedBlocks((BlockGroup(("transformer_blocks",)),)),
 )

@@ -1,7 +1,7 @@
 """LTX-Video, and LTX-2 with sound. Read against diffusers 0.42."""
 
 from para_core.adapters.spec import Adapter
-from para_core.cache.blocks import CachedBlocks, Stage
+from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Attention, Gather, Plan, ShardRule, Split
 from para_core.weights.tensor_plan import COLUMNS, ROWS, TensorPlan
 
@@ -57,7 +57,7 @@ LTX = Adapter(
     ),
     # Cross-attention to replicated text sends nothing.
     text="replicate",
-    blocks=CachedBlocks((Stage(("transformer_blocks",), chained=True),)),
+    blocks=CachedBlocks((BlockGroup(("transformer_blocks",), chained=True),)),
     tensor=TENSOR,
 )
 
@@ -108,7 +108,7 @@ LTX2 = Adapter(
     ),
     blocks=CachedBlocks(
         (
-            Stage(
+            BlockGroup(
                 ("transformer_blocks",),
                 ("hidden_states", "audio_hidden_states"),
                 chained=True,

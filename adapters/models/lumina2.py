@@ -1,7 +1,7 @@
 """Lumina-Image 2.0. Read against diffusers 0.42."""
 
 from para_core.adapters.spec import Adapter
-from para_core.cache.blocks import CachedBlocks, Stage
+from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Gather, Plan, Split
 
 LUMINA2 = Adapter(
@@ -18,5 +18,5 @@ LUMINA2 = Adapter(
         outputs={"layers.-1": Gather(dim=1, segment="tokens")},
         joint_order=("tokens",),
     ),
-    blocks=CachedBlocks((Stage(("layers",), chained=True),)),
+    blocks=CachedBlocks((BlockGroup(("layers",), chained=True),)),
 )

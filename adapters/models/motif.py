@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from para_core.adapters.spec import Adapter
-from para_core.cache.blocks import CachedBlocks, Stage
+from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Attention, Gather, Plan, Split
 
 TO_TEXT = (Attention(("video",), ("prompt",)),)
@@ -43,5 +43,7 @@ MOTIF = Adapter(
     ),
     complete=_with_decoder,
     # The last of the others go on with tokens of which the cache does not know.
-    blocks=CachedBlocks((Stage(("transformer_blocks",), ("hidden_states", "encoder_hidden_states"), chained=True),)),
+    blocks=CachedBlocks(
+        (BlockGroup(("transformer_blocks",), ("hidden_states", "encoder_hidden_states"), chained=True),)
+    ),
 )

@@ -1,7 +1,7 @@
 """Nucleus-Image, of experts that choose their tokens. Read against diffusers 0.42."""
 
 from para_core.adapters.spec import Adapter
-from para_core.cache.blocks import CachedBlocks, Stage
+from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Attention, Gather, Plan, Split
 
 POSITIONS = Split(dim=0, like="image")
@@ -28,5 +28,5 @@ NUCLEUS = Adapter(
         joint_order=("image",),
         attention={"transformer_blocks.*.attn": (Attention(("image",), ("image", "text"), mask="keys"),)},
     ),
-    blocks=CachedBlocks((Stage(("transformer_blocks",), chained=True),)),
+    blocks=CachedBlocks((BlockGroup(("transformer_blocks",), chained=True),)),
 )

@@ -4,7 +4,7 @@ Read against diffusers 0.42.
 """
 
 from para_core.adapters.spec import Adapter
-from para_core.cache.blocks import CachedBlocks, Stage
+from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Attention, Gather, Plan, Split
 from para_core.weights.tensor_plan import COLUMNS, ROWS, TensorPlan
 
@@ -47,7 +47,7 @@ Z_IMAGE = Adapter(
         unshared=("controlnet_block_samples",),
     ),
     blocks=CachedBlocks(
-        (Stage(("layers",), ("x",), measured="x", chained=True, between=("controlnet_block_samples",)),),
+        (BlockGroup(("layers",), ("x",), measured="x", chained=True, between=("controlnet_block_samples",)),),
         conditions=("cap_feats",),
     ),
     tensor=Z_IMAGE_TENSOR,
@@ -72,7 +72,7 @@ BRIA_FIBO2 = Adapter(
     ),
     # Some blocks are given text, too.
     blocks=CachedBlocks(
-        (Stage(("layers",), ("x",), measured="x"),), conditions=("encoder_hidden_states", "encoder_attention_mask")
+        (BlockGroup(("layers",), ("x",), measured="x"),), conditions=("encoder_hidden_states", "encoder_attention_mask")
     ),
 )
 
@@ -88,7 +88,7 @@ KREA2 = Adapter(
         outputs={"transformer_blocks.-1": GATHERED},
         joint_order=("tokens",),
     ),
-    blocks=CachedBlocks((Stage(("transformer_blocks",), chained=True),)),
+    blocks=CachedBlocks((BlockGroup(("transformer_blocks",), chained=True),)),
 )
 
 ERNIE_IMAGE = Adapter(
@@ -105,7 +105,9 @@ ERNIE_IMAGE = Adapter(
         joint_order=("tokens",),
         batched=dict.fromkeys(("hidden_states", "timestep", "text_bth", "text_lens"), 0),
     ),
-    blocks=CachedBlocks((Stage(("layers",), ("x",), measured="x", chained=True, samples=1),), conditions=("text_bth",)),
+    blocks=CachedBlocks(
+        (BlockGroup(("layers",), ("x",), measured="x", chained=True, samples=1),), conditions=("text_bth",)
+    ),
 )
 
 IDEOGRAM4 = Adapter(
@@ -121,7 +123,7 @@ IDEOGRAM4 = Adapter(
         outputs=BEHIND_LAYERS,
         joint_order=("tokens",),
     ),
-    blocks=CachedBlocks((Stage(("layers",), chained=True),)),
+    blocks=CachedBlocks((BlockGroup(("layers",), chained=True),)),
 )
 
 OMNIGEN = Adapter(
@@ -136,5 +138,5 @@ OMNIGEN = Adapter(
         outputs=BEHIND_LAYERS,
         joint_order=("tokens",),
     ),
-    blocks=CachedBlocks((Stage(("layers",), chained=True),), conditions=("input_ids", "attention_mask")),
+    blocks=CachedBlocks((BlockGroup(("layers",), chained=True),), conditions=("input_ids", "attention_mask")),
 )

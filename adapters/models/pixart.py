@@ -1,7 +1,7 @@
 """PixArt-Alpha and PixArt-Sigma. Read against diffusers 0.42."""
 
 from para_core.adapters.spec import Adapter
-from para_core.cache.blocks import CachedBlocks, Stage
+from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Attention, Gather, Plan, Split
 
 PIXART = Adapter(
@@ -26,5 +26,5 @@ PIXART = Adapter(
             0,
         ),
     ),
-    blocks=CachedBlocks((Stage(("transformer_blocks",), chained=True),)),
+    blocks=CachedBlocks((BlockGroup(("transformer_blocks",), chained=True),)),
 )

@@ -1,7 +1,7 @@
 """PRX. Read against diffusers 0.42."""
 
 from para_core.adapters.spec import Adapter
-from para_core.cache.blocks import CachedBlocks, Stage
+from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Attention, Gather, Plan, Split
 
 PRX = Adapter(
@@ -22,5 +22,5 @@ PRX = Adapter(
             ("hidden_states", "timestep", "encoder_hidden_states", "attention_mask", "attention_kwargs"), 0
         ),
     ),
-    blocks=CachedBlocks((Stage(("blocks",), chained=True),)),
+    blocks=CachedBlocks((BlockGroup(("blocks",), chained=True),)),
 )

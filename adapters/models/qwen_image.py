@@ -1,7 +1,7 @@
 """Qwen-Image (text-to-image, editing, inpainting, layers, ControlNet) and Qwen-Image 2.1. Read against diffusers 0.42."""
 
 from para_core.adapters.spec import Adapter
-from para_core.cache.blocks import CachedBlocks, Stage
+from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Attention, Count, Gather, OneForEach, Plan, Split
 
 QWEN_IMAGE = Adapter(
@@ -27,7 +27,7 @@ QWEN_IMAGE = Adapter(
     ),
     blocks=CachedBlocks(
         (
-            Stage(
+            BlockGroup(
                 ("transformer_blocks",),
                 ("encoder_hidden_states", "hidden_states"),
                 chained=True,
@@ -65,7 +65,7 @@ QWEN_IMAGE_21 = Adapter(
         },
     ),
     blocks=CachedBlocks(
-        (Stage(("transformer_blocks",), chained=True),),
+        (BlockGroup(("transformer_blocks",), chained=True),),
         # Its entries are made block by block.
         uncached=("kv_cache",),
     ),

@@ -5,7 +5,7 @@ from dataclasses import replace
 from torch import nn
 
 from para_core.adapters.spec import Adapter
-from para_core.cache.blocks import CachedBlocks, Stage
+from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Attention, Gather, Halo, LinearAttention, Plan, Split
 
 BATCHED = dict.fromkeys(
@@ -21,7 +21,7 @@ BATCHED = dict.fromkeys(
     ),
     0,
 )
-BLOCKS = CachedBlocks((Stage(("transformer_blocks",), chained=True, between=("controlnet_block_samples",)),))
+BLOCKS = CachedBlocks((BlockGroup(("transformer_blocks",), chained=True, between=("controlnet_block_samples",)),))
 
 
 def _in_patches(plan: Plan, module: nn.Module) -> Plan:

@@ -1,7 +1,7 @@
 """Stable Diffusion 3 and 3.5, with ControlNet and IP-Adapter. Read against diffusers 0.42."""
 
 from para_core.adapters.spec import Adapter
-from para_core.cache.blocks import CachedBlocks, Stage
+from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Attention, Gather, Plan, Split
 
 JOINT = ("image", "text")
@@ -37,7 +37,7 @@ SD3 = Adapter(
     ),
     blocks=CachedBlocks(
         (
-            Stage(
+            BlockGroup(
                 ("transformer_blocks",),
                 ("encoder_hidden_states", "hidden_states"),
                 chained=True,

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from para_core.adapters.spec import Adapter
-from para_core.cache.blocks import CachedBlocks, Stage
+from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Attention, AttentionByHeads, Gather, Plan, Split
 from para_core.weights.patch_plan import Frames
 from para_core.weights.tensor_plan import COLUMNS, ROWS, TensorPlan
@@ -12,7 +12,7 @@ VIDEO, POSITIONS = Split(dim=1, segment="video"), Split(dim=1, like="video")
 # Text and the tokens of an image are replicated.
 TO_TEXT = (Attention(("video",), ("text",)),)
 
-BLOCKS = CachedBlocks((Stage(("blocks",), chained=True),))
+BLOCKS = CachedBlocks((BlockGroup(("blocks",), chained=True),))
 
 
 def _tensor(*lists: str) -> TensorPlan:
@@ -72,7 +72,7 @@ WAN_VACE = Adapter(
         attention={"**.attn2": TO_TEXT},
     ),
     # Those of the condition run before the first of these, at every step.
-    blocks=CachedBlocks((Stage(("blocks",)),)),
+    blocks=CachedBlocks((BlockGroup(("blocks",)),)),
     tensor=_tensor("blocks", "vace_blocks"),
 )
 
@@ -92,7 +92,7 @@ WAN_ANIMATE = Adapter(
         attention={"**.attn2": TO_TEXT, "face_adapter.*": (Attention(("frame",), ("face",)),)},
     ),
     # Behind some of them, faces are attended to.
-    blocks=CachedBlocks((Stage(("blocks",)),)),
+    blocks=CachedBlocks((BlockGroup(("blocks",)),)),
     tensor=TENSOR_WITH_FACES,
 )
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from para_core.adapters.applied import PARALLEL_PIPE, applied_mesh
 from para_core.adapters.cache.generation import PipelineCache, caching_of
-from para_core.adapters.compatibility import Case, When, reason_against
+from para_core.adapters.compatibility import CompatibilityContext, When, reason_against
 from para_core.adapters.consistency.agreed_callbacks import AgreedCallbacks
 from para_core.adapters.consistency.arguments import require_same_call
 from para_core.adapters.consistency.callbacks import around_callbacks
@@ -30,7 +30,7 @@ from para_core.adapters.weights.pipefusion import FusedPipe
 from para_core.cfg.deferred import materialize
 from para_core.cfg.guidance import Guidance
 from para_core.distributed.mesh import GuidedMesh, SequenceMesh
-from para_core.instance_patching import Order, original_class, uncompiled, unwrap, wrap_method, wrapper
+from para_core.instance_patching import WrapperPriority, original_class, uncompiled, unwrap, wrap_method, wrapper
 from para_core.plans.region import inputs_verified, reattach_plan
 from para_core.weights.stages import known_equal_stages
 
@@ -83,14 +83,14 @@ class ParallelCall:
         """Wrap ``__call__`` of ``pipe``, to whose models plans and rows are applied already."""
         models = {**self._transformers, **self._unets}
         self._applied = {name: applied_mesh(module) for name, module in models.items()}
-        wrap_method(pipe, "__call__", _KEY, self._around, order=Order.PARALLEL)
+        wrap_method(pipe, "__call__", _KEY, self._around, order=WrapperPriority.PARALLEL)
 
     def _around(self, call: Callable[..., Any], pipe: Any, /, *args: Any, **kwargs: Any) -> Any:
         self.mesh.check_alive()
         problem = reason_against(
             When.PARALLEL_CALL,
             *[
-                Case(pipe, module, name, mesh=self.mesh, applied=self._applied[name])
+                CompatibilityContext(pipe, module, name, mesh=self.mesh, applied=self._applied[name])
                 for name, module in {**self._transformers, **self._unets}.items()
             ],
         )
@@ -110,7 +110,7 @@ class ParallelCall:
                 component = getattr(pipe, name)
                 if self._apart and wrapper(component, "__call__", _GUIDANCE) != self._share_out:
                     # Around what torch.compile made of it, if anything: a graph holds one call.
-                    wrap_method(component, "__call__", _GUIDANCE, self._share_out, order=Order.GUIDANCE)
+                    wrap_method(component, "__call__", _GUIDANCE, self._share_out, order=WrapperPriority.GUIDANCE)
             stack.enter_context(known_equal_unets(self._unets.values()))
             stack.enter_context(reasons_shared(token, self._places))
             if self.fused is not None:
@@ -118,12 +118,14 @@ class ParallelCall:
                 stack.enter_context(self.fused.generation(pipe))
             elif not self._assume_equal:
                 agreed = AgreedCallbacks(pipe, self.mesh, self._loras)
-                kwargs = stack.enter_context(around_callbacks(kwargs, _AGREED, agreed.run, order=Order.GUIDANCE))
+                kwargs = stack.enter_context(
+                    around_callbacks(kwargs, _AGREED, agreed.run, order=WrapperPriority.GUIDANCE)
+                )
             if self._apart:
                 stack.enter_context(self._warn_unguided(type(pipe).__name__))
                 stack.enter_context(self._guidance.generation())
                 kwargs = stack.enter_context(
-                    around_callbacks(kwargs, _CALLBACK, self._with_results, order=Order.GUIDANCE)
+                    around_callbacks(kwargs, _CALLBACK, self._with_results, order=WrapperPriority.GUIDANCE)
                 )
             result = materialize(call(pipe, *args, **kwargs))
         return materialize(result)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from para_core.instance_patching import has_compiled_parts, uncompiled, written_class
+from para_core.instance_patching import has_compiled_parts, uncompiled, unwrapped_class
 from para_core.torch_internals import forward_hooks, pytree
 
 # Names in a config, of how many blocks there are.
@@ -77,7 +77,7 @@ def _copy(module: nn.Module) -> nn.Module:
     Raises:
         ValueError: ``module`` has become another, or a block of it depends on how many there are.
     """
-    cls = written_class(module)
+    cls = unwrapped_class(module)
     config: Any = module.config
     parameters = inspect.signature(cls).parameters
     given = {name: value for name, value in config.items() if name in parameters}

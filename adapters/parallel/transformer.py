@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from para_core.adapters.compatibility import Case, When, reason_against, refuse
+from para_core.adapters.compatibility import CompatibilityContext, When, reason_against, refuse
 from para_core.adapters.consistency.arguments import require_same_inputs
 from para_core.adapters.mesh_choice import Mesh, guided_mesh_for
 from para_core.adapters.parallel.options import ParallelOptions
@@ -74,11 +74,11 @@ def parallelize_transformer(
         attn_func=attn_func,
     )
     module = uncompiled(transformer)
-    refuse(When.PARALLELIZE, Case(module, module, adapter=adapter))
+    refuse(When.PARALLELIZE, CompatibilityContext(module, module, adapter=adapter))
     plan_for(module, text, adapter)
     guided = guided_mesh_for(mesh, module)
     with raising_on_all(guided, f"this {type(module).__name__} cannot run on these ranks"):
-        refuse(When.PARALLELIZE, Case(module, module, adapter=adapter, mesh=guided))
+        refuse(When.PARALLELIZE, CompatibilityContext(module, module, adapter=adapter, mesh=guided))
         part = resolve_transformer(module, guided, options, options.attention(None))
     replace_session(module, None, ParallelSession(guided, [part]))
     return transformer
@@ -161,7 +161,7 @@ class TransformerPart(Part):
     def require_equal(self, kwargs: Mapping[str, Any]) -> None:
         """Raise on every rank unless all ranks call the transformer with the arguments ``kwargs``."""
         self.mesh.check_alive()
-        problem = reason_against(When.PARALLEL_CALL, Case(self.module, self.module, mesh=self.mesh))
+        problem = reason_against(When.PARALLEL_CALL, CompatibilityContext(self.module, self.module, mesh=self.mesh))
         if self.options.assume_equal:
             if problem is not None:
                 raise RuntimeError(problem)

@@ -19,9 +19,9 @@ from torch.overrides import TorchFunctionMode
 from para_core.adapters.components import blocks_of, patch_plan_for, stack_of, why_no_stages
 from para_core.adapters.planner.inputs import INPUTS, Sizes
 from para_core.adapters.registry import plan_for, tensor_plan_for
-from para_core.instance_patching import written_class
+from para_core.instance_patching import unwrapped_class
 from para_core.planner.observe import observed
-from para_core.planner.traffic import ModelCall, Part
+from para_core.planner.traffic import CallWork, ModelCall
 from para_core.planner.weights import ModuleBytes, Weights
 from para_core.plans.module_matching import matching_modules
 from para_core.torch_internals import FakeTensorMode
@@ -81,7 +81,7 @@ def count_calls(transformer: nn.Module, sizes: Sizes) -> dict[int, ModelCall]:
     Raises:
         TypeError: it is not known what such a transformer is given.
     """
-    cls, plan = written_class(transformer), plan_for(transformer)
+    cls, plan = unwrapped_class(transformer), plan_for(transformer)
     if cls.__name__ not in INPUTS or plan is None:
         raise UnknownModelError(
             f"it is not known what a {cls.__name__} is given for a size; known are {', '.join(INPUTS)}."
@@ -120,7 +120,7 @@ def _count_call(transformer: nn.Module, sizes: Sizes, batch: int) -> ModelCall:
     return calls[0]
 
 
-def _deeper(base: Part, more: Sequence[tuple[int, Part]]) -> Part:
+def _deeper(base: CallWork, more: Sequence[tuple[int, CallWork]]) -> CallWork:
     """What a model does with as many blocks more of a kind as each pair says; of it: what the model with one more does."""
     events, launches, moved = Counter(base.events), base.launches, list(base.moved)
     for blocks, part in more:
@@ -134,7 +134,7 @@ def _deeper(base: Part, more: Sequence[tuple[int, Part]]) -> Part:
         ]
     # What a block held is free when the next one runs.
     peak = max([base.peak, *[part.peak for _, part in more]], key=sum)
-    return Part(list(events.elements()), base.returned, launches, (moved[0], moved[1]), peak)
+    return CallWork(list(events.elements()), base.returned, launches, (moved[0], moved[1]), peak)
 
 
 def bytes_of(module: nn.Module) -> int:

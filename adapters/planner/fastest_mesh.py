@@ -7,7 +7,7 @@ from typing import Any
 from para_core.adapters.mesh_choice import MeshChoice, Unpredicted
 from para_core.adapters.planner.count import UnknownModelError
 from para_core.adapters.planner.plan import plan_mesh
-from para_core.planner.cost import Shape
+from para_core.planner.cost import MeshShape
 from para_core.planner.hardware import device_named
 
 
@@ -42,7 +42,7 @@ def fastest_mesh(
     return MeshChoice(shape.batch, shape.ring, shape.ulysses, reason, method, shape.tensor)
 
 
-def _shards(shape: Shape, weights: str | None) -> bool:
+def _shards(shape: MeshShape, weights: str | None) -> bool:
     """Whether a mesh of ``shape`` has ranks over which ``weights`` are sharded."""
     if weights == "tensor":
         return shape.tensor > 1

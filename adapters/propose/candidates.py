@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from para_core.adapters.propose.observe import ModuleCall, Observation, Seen, observe
+from para_core.adapters.propose.observe import ModuleCall, ObservedCall, Seen, observe
 from para_core.plans.plan import Attention, Entries, FirstTokens, Gather, LastTokens, Plan, Replicate, ShardRule, Split
 
 Pair = tuple[int, int]
@@ -119,7 +119,7 @@ def streams_of(calls: list[ModuleCall], index: int) -> tuple[str, ...]:
     return tuple(found)
 
 
-def starts(small: Observation, large: Observation) -> Iterator[Start]:
+def starts(small: ObservedCall, large: ObservedCall) -> Iterator[Start]:
     """Where a region may begin, in the order of time: each leaves less of the attention to all ranks alike.
 
     Modules around blocks come last: blocks may be called by more than a list of them, and then have no streams.
@@ -140,7 +140,7 @@ def starts(small: Observation, large: Observation) -> Iterator[Start]:
             yield from _start(call, other, floating)
 
 
-def _attends(seen: Observation, began: int, ended: int) -> bool:
+def _attends(seen: ObservedCall, began: int, ended: int) -> bool:
     return any(began < one.time < ended for one in seen.attention)
 
 
@@ -162,8 +162,8 @@ class Region:
     """What happens from a :class:`Start` on: the calls of one size, in which what is derived is marked, and of the other."""
 
     start: Start
-    small: Observation
-    large: Observation
+    small: ObservedCall
+    large: ObservedCall
     segment: str
 
     def calls(self) -> list[tuple[ModuleCall, ModuleCall]]:
@@ -415,6 +415,6 @@ def _in_words(calls: tuple[Attention, ...]) -> str:
     return "; then ".join(" + ".join(one.queries) + " to " + " + ".join(one.keys or one.queries) for one in calls)
 
 
-def region(module: nn.Module, inputs: Mapping[str, Any], large: Observation, start: Start, segment: str) -> Region:
+def region(module: nn.Module, inputs: Mapping[str, Any], large: ObservedCall, start: Start, segment: str) -> Region:
     """What happens from ``start`` on in ``module(**inputs)``, beside a larger call."""
     return Region(start, observe(module, inputs, start.block, start.streams), large, segment)

@@ -49,7 +49,7 @@ class ModuleCall:
 
 
 @dataclass(frozen=True)
-class AttentionCall:
+class ObservedAttention:
     """A call of scaled_dot_product_attention in the module ``name``; lengths of queries, keys, and the mask's shape."""
 
     name: str
@@ -60,7 +60,7 @@ class AttentionCall:
 
 
 @dataclass
-class Observation:
+class ObservedCall:
     """One call of a model, in the order of time.
 
     Args:
@@ -71,7 +71,7 @@ class Observation:
 
     inputs: Mapping[str, Any] = field(default_factory=dict)
     calls: list[ModuleCall] = field(default_factory=list)
-    attention: list[AttentionCall] = field(default_factory=list)
+    attention: list[ObservedAttention] = field(default_factory=list)
     met: set[str] = field(default_factory=set)
     softmax: dict[str, tuple[int, ...]] = field(default_factory=dict)
     sources: frozenset[str] = frozenset()
@@ -106,7 +106,7 @@ _SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax)
 class _Watch(TorchFunctionMode):
     def __init__(self, inputs: Mapping[str, Any], start: str | None, streams: Sequence[str]) -> None:
         super().__init__()
-        self.found = Observation()
+        self.found = ObservedCall()
         self._start, self._streams = start, streams
         self._of_input = {id(x): name for name, value in inputs.items() for x in tree_leaves(value)}
         self._derived = WeakTensorKeyDictionary()
@@ -166,7 +166,7 @@ class _Watch(TorchFunctionMode):
         self._time += 1
         name = self._within[-1] if self._within else ""
         mask = None if call.attn_mask is None else tuple(call.attn_mask.shape)
-        self.found.attention.append(AttentionCall(name, self._time, call.query.shape[-2], call.key.shape[-2], mask))
+        self.found.attention.append(ObservedAttention(name, self._time, call.query.shape[-2], call.key.shape[-2], mask))
 
     def _attended(self, call: SdpaCall) -> Tensor:
         self._note_attention(call)
@@ -226,7 +226,7 @@ class _Watch(TorchFunctionMode):
 
 def observe(
     module: nn.Module, inputs: Mapping[str, Any], start: str | None = None, streams: Sequence[str] = ()
-) -> Observation:
+) -> ObservedCall:
     """Call ``module(**inputs)`` without gradients, and record it.
 
     Args:
@@ -238,7 +238,7 @@ def observe(
     return _with_attending_sequences(watch.found, block_lists(module))
 
 
-def _with_attending_sequences(seen: Observation, lists: Mapping[str, nn.Module]) -> Observation:
+def _with_attending_sequences(seen: ObservedCall, lists: Mapping[str, nn.Module]) -> ObservedCall:
     """``seen`` without the calls in sequences that do not attend: those hold no transformer blocks."""
     idle = {
         name

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from para_core.adapters.propose.candidates import tensors_of
-from para_core.adapters.propose.observe import ModuleCall, Observation, Seen
+from para_core.adapters.propose.observe import ModuleCall, ObservedCall, Seen
 
 
-def imagined_larger(seen: Observation) -> Iterator[Observation]:
+def imagined_larger(seen: ObservedCall) -> Iterator[ObservedCall]:
     """``seen`` with one token more, for each length that may be the number of tokens.
 
     Every size that equals that length is taken to count tokens, and so is every size that equals it together with the length of another
@@ -31,7 +31,7 @@ def _others(size: int, length: int, lengths: Mapping[int, Any]) -> bool:
     return size - length in lengths
 
 
-def _larger(seen: Observation, length: int, lengths: Mapping[int, Any]) -> Observation:
+def _larger(seen: ObservedCall, length: int, lengths: Mapping[int, Any]) -> ObservedCall:
     def grown(size: int) -> int:
         return size + 1 if size == length or _others(size, length, lengths) else size
 

@@ -10,9 +10,9 @@ from typing import Any
 from torch import nn
 
 from para_core.adapters.propose.candidates import Region
-from para_core.adapters.propose.observe import Observation, observe
+from para_core.adapters.propose.observe import ObservedCall, observe
 from para_core.adapters.propose.stack import cached_error, conditions_of, guess_blocks, is_chained
-from para_core.cache.blocks import CachedBlocks, Stage
+from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.instance_patching import original_class
 
 
@@ -37,11 +37,11 @@ def stacks(module: nn.Module, region: Region, inputs: Mapping[str, Any], toleran
         tolerance: of the error of a call that skips blocks.
     """
     guess = guess_blocks(region)
-    if guess is None or not all(stage.chained for stage in guess.stages):
+    if guess is None or not all(group.chained for group in guess.groups):
         yield from _without_options(module, region, inputs, tolerance)
     if guess is not None:
         yield Stack(guess, inputs)
-        if all(stage.chained for stage in guess.stages):
+        if all(group.chained for group in guess.groups):
             yield from _without_options(module, region, inputs, tolerance)
 
 
@@ -72,7 +72,7 @@ def _without_options(module: nn.Module, region: Region, inputs: Mapping[str, Any
             uncached.append(name)
             reasons.append(f"{name}: with it, other blocks run. It is called without the cache then.")
             continue
-        places = [i for i, stage in enumerate(blocks.stages) if stage.chained and not _hands_on(with_it, stage)]
+        places = [i for i, group in enumerate(blocks.groups) if group.chained and not _hands_on(with_it, group)]
         with_between = _with_between(blocks, {i: [name] for i in places})
         if not _is_exact(module, with_between, alone, tolerance):
             uncached.append(name)
@@ -82,7 +82,7 @@ def _without_options(module: nn.Module, region: Region, inputs: Mapping[str, Any
             continue
         for i in places:
             between.setdefault(i, []).append(name)
-            lists = " and ".join(blocks.stages[i].lists)
+            lists = " and ".join(blocks.groups[i].lists)
             reasons.append(
                 f"{name}: with it, the model does more between the blocks of {lists} than to hand on their streams."
             )
@@ -105,7 +105,7 @@ def _optional(module: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _observed(module: nn.Module, region: Region, inputs: Mapping[str, Any]) -> Observation | None:
+def _observed(module: nn.Module, region: Region, inputs: Mapping[str, Any]) -> ObservedCall | None:
     try:
         return observe(module, inputs, region.start.block, region.start.streams)
     # Models fail in any way without what they need.
@@ -113,19 +113,19 @@ def _observed(module: nn.Module, region: Region, inputs: Mapping[str, Any]) -> O
         return None
 
 
-def _order(seen: Observation, blocks: CachedBlocks) -> list[str]:
-    lists = [name for stage in blocks.stages for name in stage.lists]
+def _order(seen: ObservedCall, blocks: CachedBlocks) -> list[str]:
+    lists = [name for group in blocks.groups for name in group.lists]
     return [call.name for call in seen.calls if call.block_list in lists]
 
 
-def _hands_on(seen: Observation, stage: Stage) -> bool:
-    calls = [call for name in stage.lists for call in seen.of_list(name)]
-    return is_chained(calls, stage.streams)
+def _hands_on(seen: ObservedCall, group: BlockGroup) -> bool:
+    calls = [call for name in group.lists for call in seen.of_list(name)]
+    return is_chained(calls, group.streams)
 
 
 def _with_between(blocks: CachedBlocks, between: Mapping[int, Sequence[str]]) -> CachedBlocks:
-    stages = [replace(stage, between=tuple(between.get(i, ()))) for i, stage in enumerate(blocks.stages)]
-    return replace(blocks, stages=tuple(stages))
+    groups = [replace(group, between=tuple(between.get(i, ()))) for i, group in enumerate(blocks.groups)]
+    return replace(blocks, groups=tuple(groups))
 
 
 def _is_exact(module: nn.Module, blocks: CachedBlocks, inputs: Mapping[str, Any], tolerance: float) -> bool:

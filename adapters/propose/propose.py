@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from para_core.adapters.propose.candidates import WHOLE, Candidate, Region, Start, region, starts
-from para_core.adapters.propose.observe import Observation, observe
+from para_core.adapters.propose.observe import ObservedCall, observe
 from para_core.adapters.propose.one_size import imagined_larger
 from para_core.adapters.propose.optional_arguments import Stack, stacks
 from para_core.adapters.propose.overrides import (
@@ -178,7 +178,7 @@ def _checked_examples(example_inputs: Any) -> tuple[Mapping[str, Any], ...]:
 
 def _observations(
     module: nn.Module, name: str, examples: Sequence[Mapping[str, Any]]
-) -> Iterator[tuple[Observation, Observation]]:
+) -> Iterator[tuple[ObservedCall, ObservedCall]]:
     """The calls of both sizes. Of one size, that call, and what it would be with one token more: as many as there are readings.
 
     Raises:
@@ -340,16 +340,16 @@ def _with_blocks(
             question = f"CachedBlocks: the guess {guess.blocks} failed: {type(failure).__name__}: {failure}"
             continue
         if error is not None and error < tolerance:
-            why = (*_reasons_of_stages(guess.blocks), *guess.reasons)
+            why = (*_reasons_of_groups(guess.blocks), *guess.reasons)
             return replace(proposal, blocks=guess.blocks, blocks_error=error, reasons=(*proposal.reasons, *why))
     return replace(proposal, questions=(*proposal.questions, question))
 
 
-def _reasons_of_stages(blocks: CachedBlocks) -> list[str]:
+def _reasons_of_groups(blocks: CachedBlocks) -> list[str]:
     return [
-        f"{' and '.join(stage.lists)}: blocks that hand on {' and '.join(stage.streams)}"
-        + (", and are given the same other arguments." if stage.chained else ", with something else in between.")
-        for stage in blocks.stages
+        f"{' and '.join(group.lists)}: blocks that hand on {' and '.join(group.streams)}"
+        + (", and are given the same other arguments." if group.chained else ", with something else in between.")
+        for group in blocks.groups
     ]
 
 
@@ -357,7 +357,7 @@ def _unanswered(questions: Iterable[str], said: Answers) -> tuple[str, ...]:
     return tuple(question for question in questions if question.partition(": ")[0] not in said)
 
 
-def _nothing_grows(name: str, module: nn.Module, seen: Observation, large: Observation) -> str:
+def _nothing_grows(name: str, module: nn.Module, seen: ObservedCall, large: ObservedCall) -> str:
     """Why no stream of tokens was found."""
     if not seen.attention:
         by_hand = [f"{place or name} (over {list(shape)})" for place, shape in seen.softmax.items()]
@@ -383,7 +383,7 @@ def _nothing_grows(name: str, module: nn.Module, seen: Observation, large: Obser
     )
 
 
-def _questions(found: list[Start], failure: str, small: Observation, large: Observation) -> tuple[str, ...]:
+def _questions(found: list[Start], failure: str, small: ObservedCall, large: ObservedCall) -> tuple[str, ...]:
     """What a person has to say, by name: in ``answers``."""
     numbers = {
         f"{call.block_list}.*({parameter}): is it a number of tokens? FirstTokens and LastTokens shard those."

@@ -19,7 +19,7 @@ def source_of(adapter: Adapter) -> str:
     names = [name for name in _WORDS if f"{name}(" in call]
     imports = ["from para_core.adapters.spec import Adapter"]
     if adapter.blocks is not None:
-        imports.append("from para_core.cache.blocks import CachedBlocks, Stage")
+        imports.append("from para_core.cache.blocks import BlockGroup, CachedBlocks")
     imports.append(f"from para_core.plans.plan import {', '.join(names)}")
     return "\n".join([f'"""{adapter.transformer}."""', "", *imports, "", f"ADAPTER = {call}", ""])
 

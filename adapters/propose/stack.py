@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from para_core.adapters.propose.candidates import Region, streams_of, tensors_of
-from para_core.adapters.propose.observe import ModuleCall, Observation, Seen
+from para_core.adapters.propose.observe import ModuleCall, ObservedCall, Seen
 from para_core.cache.apply import apply_cache, model_cache_report
-from para_core.cache.blocks import CachedBlocks, Stage
+from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.torch_internals import tree_leaves
 from para_core.verify.virtual_ranks import fresh, with_same_weights
 
@@ -23,9 +23,9 @@ _ALWAYS = 0.5
 
 
 def guess_blocks(region: Region) -> CachedBlocks | None:
-    """The stages of the lists in ``region``; None where a block's streams are not seen."""
+    """The groups of the lists in ``region``; None where a block's streams are not seen."""
     began = region.calls()[0][0].began
-    stages: list[Stage] = []
+    groups: list[BlockGroup] = []
     before: list[ModuleCall] = []
     for name in dict.fromkeys(call.block_list for call in region.small.calls if call.block_list is not None):
         calls = region.small.of_list(name)
@@ -37,17 +37,17 @@ def guess_blocks(region: Region) -> CachedBlocks | None:
         measured = next((one for one in region.start.streams if one in streams), streams[0])
         # Tokens first, of [S, B, C].
         samples = int(region.start.dim == 0 and region.samples() is not None)
-        stage = Stage((name,), streams, measured, chained=is_chained(calls, streams), samples=samples)
-        if stages and stages[-1].streams == streams and _hand_over(before[-1], calls[0], streams):
-            chained = stages[-1].chained and stage.chained and is_chained([before[-1], calls[0]], streams)
-            stages[-1] = replace(stages[-1], lists=(*stages[-1].lists, name), chained=chained)
+        group = BlockGroup((name,), streams, measured, chained=is_chained(calls, streams), samples=samples)
+        if groups and groups[-1].streams == streams and _hand_over(before[-1], calls[0], streams):
+            chained = groups[-1].chained and group.chained and is_chained([before[-1], calls[0]], streams)
+            groups[-1] = replace(groups[-1], lists=(*groups[-1].lists, name), chained=chained)
         else:
-            stages.append(stage)
+            groups.append(group)
         before = calls
-    return CachedBlocks(tuple(stages), conditions=conditions_of(region.small, region.large)) if stages else None
+    return CachedBlocks(tuple(groups), conditions=conditions_of(region.small, region.large)) if groups else None
 
 
-def conditions_of(small: Observation, large: Observation) -> tuple[str, ...]:
+def conditions_of(small: ObservedCall, large: ObservedCall) -> tuple[str, ...]:
     """Arguments of the model that tell branches of guidance apart: they do not grow with the tokens, and stay from step to step.
 
     A sequence for each sample (text), under whatever name; else an embedding for each sample; else labels. Whether a vector or a
@@ -67,10 +67,10 @@ def conditions_of(small: Observation, large: Observation) -> tuple[str, ...]:
     return tuple(next((names for names in kinds.values() if names), []))
 
 
-def _sample_of(small: Observation, large: Observation) -> list[str]:
+def _sample_of(small: ObservedCall, large: ObservedCall) -> list[str]:
     """The argument that holds the image, if none is seen to grow: an image whose tokens the model makes, of a single size."""
 
-    def sizes(seen: Observation) -> dict[str, list[tuple[int, ...]]]:
+    def sizes(seen: ObservedCall) -> dict[str, list[tuple[int, ...]]]:
         return {name: [x.shape for x in tensors_of(value)] for name, value in seen.inputs.items()}
 
     before = sizes(small)

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from para_core.adapters.compatibility import Case, When, reason_against, refuse
+from para_core.adapters.compatibility import CompatibilityContext, When, reason_against, refuse
 from para_core.adapters.consistency.arguments import require_same_inputs
 from para_core.adapters.mesh_choice import Mesh, guided_mesh_for
 from para_core.adapters.models.unets import unet_adapter
@@ -41,7 +41,7 @@ def parallelize_unet(
         TypeError: an unknown class.
     """
     module: Any = uncompiled(unet)
-    refuse(When.PARALLELIZE, Case(module, module, "unet"))
+    refuse(When.PARALLELIZE, CompatibilityContext(module, module, "unet"))
     guided = guided_mesh_for(mesh, module)
     with (
         restored_on_failure([module]),
@@ -57,12 +57,12 @@ def resolve_unet(module: nn.Module, mesh: GuidedMesh, *, assume_equal: bool, bat
     Raises:
         TypeError, ValueError: The UNet is not supported, or the mesh does not fit.
     """
-    refuse(When.PARALLELIZE, Case(module, module, "unet", mesh=mesh))
+    refuse(When.PARALLELIZE, CompatibilityContext(module, module, "unet", mesh=mesh))
     adapter: Any = unet_adapter(module)
 
     def require_equal(kwargs: Mapping[str, Any]) -> None:
         mesh.check_alive()
-        problem = reason_against(When.PARALLEL_CALL, Case(module, module, mesh=mesh))
+        problem = reason_against(When.PARALLEL_CALL, CompatibilityContext(module, module, mesh=mesh))
         if not assume_equal:
             require_same_inputs(kwargs, mesh, f"this {original_class(module).__name__}", problem)
         elif problem is not None:

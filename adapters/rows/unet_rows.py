@@ -17,7 +17,7 @@ from para_core.adapters.rows.groups import RowRanks, on_rows
 from para_core.adapters.rows.output import delivered
 from para_core.distributed.collectives import all_gather
 from para_core.distributed.mesh import GuidedMesh, one_guided_rank
-from para_core.instance_patching import Order, original_class, unwrap, wrap_method, wrapper
+from para_core.instance_patching import WrapperPriority, original_class, unwrap, wrap_method, wrapper
 from para_core.plans.module_matching import parameters_of
 from para_core.plans.region import RequireEqual
 from para_core.plans.samples import own_samples
@@ -55,7 +55,7 @@ class UnetRun:
         """Run the UNet in rows from now on, in place of what was applied before. Nothing to do on one rank."""
         unshard_unet(self.unet)
         if self.mesh.ranks > 1:
-            wrap_method(self.unet, "__call__", _KEY, self.around, order=Order.PLAN)
+            wrap_method(self.unet, "__call__", _KEY, self.around, order=WrapperPriority.PLAN)
 
     def remove(self) -> None:
         """Undo :meth:`apply`."""

@@ -21,11 +21,11 @@ from para_core.adapters.models.vaes import REFUSED_VAES, VAES, VaeAdapter, rows_
 from para_core.adapters.rows.groups import RowRanks, on_rows
 from para_core.adapters.rows.output import Gather, delivered, holds_distribution
 from para_core.adapters.rows.vae_compile import traceable
-from para_core.distributed.consistency import Record, agree, raising_on_all, signature
+from para_core.distributed.consistency import Record, check_consistent, raising_on_all, signature
 from para_core.distributed.create_mesh import init_context_parallel_mesh
 from para_core.distributed.mesh import GuidedMesh, MeshDim, one_guided_rank, require_process_group
 from para_core.instance_patching import (
-    Order,
+    WrapperPriority,
     has_compiled_parts,
     original_class,
     restored_on_failure,
@@ -143,16 +143,16 @@ def require_parallel_vae(module: nn.Module, method: Method = "exact") -> VaeAdap
 def _wrap(module: nn.Module, ranks: RowRanks, method: Method, gather: Gather) -> None:
     adapter = require_parallel_vae(module, method)
     run = _Run(module, adapter, ranks, method, gather)
-    wrap_method(module, adapter.encode, _KEY, run.encode, order=Order.PARALLEL)
-    wrap_method(module, adapter.decode, _KEY, run.decode, order=Order.PARALLEL)
+    wrap_method(module, adapter.encode, _KEY, run.encode, order=WrapperPriority.PARALLEL)
+    wrap_method(module, adapter.decode, _KEY, run.decode, order=WrapperPriority.PARALLEL)
     for name in adapter.tiled:
         if hasattr(module, name):
-            wrap_method(module, name, _KEY, run.tiles, order=Order.PARALLEL)
+            wrap_method(module, name, _KEY, run.tiles, order=WrapperPriority.PARALLEL)
     if adapter.tiled and adapter.shares_tiles:
         for part in _parts(module):
-            wrap_method(part, "__call__", _KEY, run.tile, order=Order.PARALLEL)
+            wrap_method(part, "__call__", _KEY, run.tile, order=WrapperPriority.PARALLEL)
         if hasattr(module, "clear_cache"):
-            wrap_method(module, "clear_cache", _KEY, run.clear, order=Order.PARALLEL)
+            wrap_method(module, "clear_cache", _KEY, run.clear, order=WrapperPriority.PARALLEL)
 
 
 def unparallelize_vae(vae: Vae) -> Vae:
@@ -325,7 +325,7 @@ class _Run:
         some = x if x.nbytes <= _MOST_COMPARED else x.flatten()[:: -(-x.nbytes // _MOST_COMPARED)]
         tiling = {name: value for name, value in vars(vae).items() if name.startswith(("tile_", "use_"))}
         given = {"sample": f"{list(x.shape)} {describe(some)}", "tiling": repr(sorted(tiling.items()))}
-        agree(problem or signature(given), self.mesh, explain=self.explain)
+        check_consistent(problem or signature(given), self.mesh, explain=self.explain)
 
     def explain(self, records: list[Record]) -> str:
         elsewhere = next((rank for rank, record in enumerate(records) if "sample" not in record), None)

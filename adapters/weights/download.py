@@ -9,7 +9,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from para_core.distributed.consistency import agree, exchange, signature
+from para_core.distributed.consistency import check_consistent, exchange, signature
 from para_core.distributed.mesh import GuidedMesh
 
 # Between two signs of life, in seconds: a download may take longer than a group waits for a rank.
@@ -69,12 +69,12 @@ def _wait_for_all(pending: Future[Any] | None, name: str | Path, mesh: GuidedMes
         done = pending is None or bool(wait([pending], timeout=_INTERVAL).done)
         problem = pending.exception() if done and pending is not None else None
         if problem is not None:
-            agree(
+            check_consistent(
                 RuntimeError(
                     f"{name} is no folder here, and could not be downloaded: {type(problem).__name__}: {problem}. Without a connection, download "
                     "it before on each node, and give the folder, or local_files_only=True."
                 ),
                 mesh,
             )
-        if all(done for (done,) in agree(_WAITING, mesh, own=(int(done),))):
+        if all(done for (done,) in check_consistent(_WAITING, mesh, extras=(int(done),))):
             return

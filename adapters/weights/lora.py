@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from para_core.adapters.consistency.loras import lora_layers, lora_weights
 from para_core.distributed.consistency import raising_on_all
 from para_core.distributed.mesh import GuidedMesh, SequenceMesh
-from para_core.instance_patching import Order, original_class, unwrap, wrap_alike, wrap_method
+from para_core.instance_patching import WrapperPriority, original_class, unwrap, wrap_alike, wrap_method
 from para_core.weights import fsdp, tensor
 from para_core.weights.fsdp import is_sharded, shard_mesh, sharded_parameters, whole_blocks
 from para_core.weights.stand_ins import stand_ins, weights_of
@@ -44,7 +44,7 @@ def follow_loras(module: nn.Module, ranks: Ranks) -> None:
     """Let LoRAs of ``module``, whose weights are sharded, be changed from now on; all of ``ranks`` do so together."""
     for method in _CHANGES:
         if hasattr(module, method):
-            wrap_method(module, method, _KEY, partial(_change, ranks, method in _ADD), order=Order.PLAN)
+            wrap_method(module, method, _KEY, partial(_change, ranks, method in _ADD), order=WrapperPriority.PLAN)
     _wrap_merges(module)
 
 
@@ -129,7 +129,7 @@ def _wrap_merges(module: nn.Module) -> None:
     around = partial(_with_whole, module if tensor_mesh(module) is not None else None)
     layers = lora_layers(module)
     for method in ("merge", "unmerge"):
-        wrap_alike(layers, method, _KEY, around, order=Order.PLAN)
+        wrap_alike(layers, method, _KEY, around, order=WrapperPriority.PLAN)
 
 
 def _with_whole(

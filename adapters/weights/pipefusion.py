@@ -14,7 +14,7 @@ from para_core.adapters.scheduler_tracker import SchedulerTracker
 from para_core.adapters.spec import Adapter
 from para_core.cache.branches import Branches, conditions_of
 from para_core.distributed.mesh import GuidedMesh
-from para_core.instance_patching import Order, original_class, unwrap, wrap_method
+from para_core.instance_patching import WrapperPriority, original_class, unwrap, wrap_method
 from para_core.user_warnings import ParallelWarning, warn_user
 from para_core.weights.patch_plan import PatchPlan
 from para_core.weights.pipefusion import FEWEST_STEPS, Fusion, PipeFusion, PipeFusionReport
@@ -64,7 +64,7 @@ class FusedPipe:
             self._names[id(module)] = []
             self._branches[id(module)] = Branches(conditions_of(module, known.blocks))
             if hasattr(module, "cache_context"):
-                wrap_method(module, "cache_context", _KEY, self._named, order=Order.CACHE)
+                wrap_method(module, "cache_context", _KEY, self._named, order=WrapperPriority.CACHE)
             self.fusions[name] = Fusion(module, options, plan, blocks, self._branch_of(module), self._step_of)
             self.fusions[name].install()
 

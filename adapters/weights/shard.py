@@ -30,9 +30,16 @@ from para_core.adapters.weights.sharded_component import (
     is_distributed,
     sharded_component,
 )
-from para_core.distributed.consistency import Record, agree, first_difference, raising_on_all, signature
+from para_core.distributed.consistency import Record, check_consistent, first_difference, raising_on_all, signature
 from para_core.distributed.mesh import MESH_DIMS, PIPE_DIM, TENSOR_DIM, GuidedMesh, SequenceMesh
-from para_core.instance_patching import Order, original_class, restored_on_failure, unwrap, wrap_method, wrapper
+from para_core.instance_patching import (
+    WrapperPriority,
+    original_class,
+    restored_on_failure,
+    unwrap,
+    wrap_method,
+    wrapper,
+)
 from para_core.weights.fsdp import require_shardable, shard_mesh
 from para_core.weights.group import as_ranks, sequence_ranks, timeout_of, weights_mesh
 from para_core.weights.tensor import require_tensor_plan_fits
@@ -141,7 +148,7 @@ def shard_components(
                 require_tensor_plan_fits(module, plan, _tensor_size(ranks))
     # Of mapped files, an element brings in the pages around it.
     record = weights_record(chosen, values=not from_files)
-    agree(signature(record), ranks, explain=_other_weights)
+    check_consistent(signature(record), ranks, explain=_other_weights)
     with raising_on_all(ranks, "weights could not be sharded"):
         shared = _device_mesh(ranks, method) if own is None else own
         sharded = {
@@ -271,5 +278,5 @@ def _placement_of(pipe: Any) -> Placement:
         placement = Placement()
         for method, around in (("enable_model_cpu_offload", placement.offload), ("save_pretrained", placement.save)):
             if hasattr(pipe, method):
-                wrap_method(pipe, method, KEY, around, order=Order.PLAN)
+                wrap_method(pipe, method, KEY, around, order=WrapperPriority.PLAN)
     return placement

@@ -18,7 +18,7 @@ from para_core.adapters.consistency.loras import lora_weights
 from para_core.adapters.weights.lora import follow_loras, leave_loras
 from para_core.distributed.consistency import raising_on_all
 from para_core.distributed.mesh import GuidedMesh, SequenceMesh
-from para_core.instance_patching import Order, unwrap, wrap_method, wrapper, written_class
+from para_core.instance_patching import WrapperPriority, unwrap, unwrapped_class, wrap_method, wrapper
 from para_core.torch_internals import buffer_slots, parameter_slots, parse_to
 from para_core.weights.fsdp import discard_shards, gather_blocks, is_sharded, shard_blocks, shard_mesh
 from para_core.weights.tensor import discard_tensors, gather_tensors, shard_tensors, tensor_mesh
@@ -106,10 +106,10 @@ class ShardedComponent:
 
     def refuse_late(self, placement: Placement) -> None:
         """Let methods that would fail on sharded weights, or lose them, raise."""
-        wrap_method(self.module, "to", KEY, _Move(self, placement).move, order=Order.PLAN)
+        wrap_method(self.module, "to", KEY, _Move(self, placement).move, order=WrapperPriority.PLAN)
         for method, problem in _LATE.items():
             if hasattr(self.module, method):
-                wrap_method(self.module, method, KEY, partial(_too_late, problem), order=Order.PLAN)
+                wrap_method(self.module, method, KEY, partial(_too_late, problem), order=WrapperPriority.PLAN)
 
 
 class _HeldWeights:
@@ -163,7 +163,7 @@ def gather_component(module: nn.Module) -> None:
 
 def _too_late(problem: str, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     raise RuntimeError(
-        f"the weights of this {written_class(module).__name__} are sharded, and {problem}. "
+        f"the weights of this {unwrapped_class(module).__name__} are sharded, and {problem}. "
         "Call unshard_weights(pipe) first, on every rank, and shard_weights(pipe, mesh) again afterwards."
     )
 
@@ -201,7 +201,7 @@ class Placement:
         if kinds or places:
             wanted = dtype if kinds else device
             raise RuntimeError(
-                f"the weights of this {written_class(module).__name__} are sharded by FSDP2, as {' and '.join(sorted(map(str, kinds or places)))}, and "
+                f"the weights of this {unwrapped_class(module).__name__} are sharded by FSDP2, as {' and '.join(sorted(map(str, kinds or places)))}, and "
                 f"stay so; asked for was {wanted}. Convert and move the pipeline before shard_weights; or unshard_weights(pipe), on every "
                 "rank, then pipe.to(...), then shard_weights(pipe, mesh) again."
             )

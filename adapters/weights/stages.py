@@ -16,7 +16,7 @@ from para_core.adapters.registry import transformers_of
 from para_core.adapters.spec import Adapter
 from para_core.distributed.consistency import raising_on_all
 from para_core.distributed.mesh import GuidedMesh, MeshDim
-from para_core.instance_patching import Order, original_class, unwrap, wrap_alike, wrap_method
+from para_core.instance_patching import WrapperPriority, original_class, unwrap, wrap_alike, wrap_method
 from para_core.weights.stages import (
     Freeing,
     RequireEqual,
@@ -71,14 +71,14 @@ def hold_stage(
     stages = install_stages(module, blocks, dim, require_equal=require_equal)
     for method, what in _TOO_LATE.items():
         if hasattr(module, method):
-            wrap_method(module, method, _KEY, partial(_too_late, what), order=Order.PLAN)
+            wrap_method(module, method, _KEY, partial(_too_late, what), order=WrapperPriority.PLAN)
     # Group offload moves blocks and layers one by one.
     elsewhere = [part for block in others(stages) for part in block.modules()]
-    wrap_alike(elsewhere, "to", _KEY, partial(_too_late_inside, module), order=Order.PLAN)
+    wrap_alike(elsewhere, "to", _KEY, partial(_too_late_inside, module), order=WrapperPriority.PLAN)
     for method in (*_ADD_LORA, *_CHANGE_LORA):
         if hasattr(module, method):
             change = _add_lora if method in _ADD_LORA else _change_lora
-            wrap_method(module, method, _KEY, partial(change, mesh), order=Order.PLAN)
+            wrap_method(module, method, _KEY, partial(change, mesh), order=WrapperPriority.PLAN)
 
 
 def free_other_stages(module: nn.Module) -> None:
@@ -92,7 +92,7 @@ def refuse_late_on_pipe(pipe: Any) -> None:
     """Let ``pipe``, whose transformers run in stages, refuse what these would refuse, before it changes another component."""
     for method, what in _TOO_LATE_FOR_PIPE.items():
         if hasattr(pipe, method):
-            wrap_method(pipe, method, _KEY, partial(_too_late_for_pipe, what), order=Order.PLAN)
+            wrap_method(pipe, method, _KEY, partial(_too_late_for_pipe, what), order=WrapperPriority.PLAN)
 
 
 def release_pipe(pipe: Any) -> None:
@@ -167,7 +167,7 @@ def _change_lora(
     layers = [layer for block in others(stages) for layer in block.modules() if hasattr(layer, "adapter_layer_names")]
     with _on_all(mesh):
         try:
-            wrap_alike(layers, "merge", _MERGE_KEY, _merge_unseen, order=Order.PLAN)
+            wrap_alike(layers, "merge", _MERGE_KEY, _merge_unseen, order=WrapperPriority.PLAN)
             return call(module, *args, **kwargs)
         finally:
             for layer in layers:

@@ -151,10 +151,10 @@ def hopper_ways(tensors: list[Tensor], size: Size) -> Ways:
     """Return the candidates of the Hopper tier, the portable kernel, and PyTorch's kernels."""
     from para_core.kernels import tune
     from para_core.kernels.attention import attention
-    from para_core.kernels.attention_configs import HOPPER, INTERPRETED, Case, Config
+    from para_core.kernels.attention_configs import HOPPER, INTERPRETED, Config, ConfigKey
 
     query, key, value = tensors
-    case = Case(90, size.head_dim, size.is_causal, "long", "hopper")
+    case = ConfigKey(90, size.head_dim, size.is_causal, "long", "hopper")
     interpreted = (INTERPRETED, replace(INTERPRETED, specialized=True))
     ways: Ways = {"triton": lambda: attention(query, key, value, is_causal=size.is_causal)[0]}
 

@@ -79,7 +79,7 @@ def named_of(proposal: Proposal) -> list[str]:
     """Arguments that its block stack names in ``between`` and ``uncached``."""
     if proposal.blocks is None:
         return []
-    return sorted({*proposal.blocks.uncached, *[name for stage in proposal.blocks.stages for name in stage.between]})
+    return sorted({*proposal.blocks.uncached, *[name for group in proposal.blocks.groups for name in group.between]})
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks.harness import markdown_table, parser_of, read_results, write_results
 from para_core.adapters.planner.plan import plan_mesh, workload
-from para_core.planner.cost import Machine, Runtime, Shape
+from para_core.planner.cost import Machine, MeshShape, Runtime
 from para_core.planner.hardware import DEVICES, LINKS, Link, Topology
 from para_core.planner.rows import Workload, predict
 
@@ -50,7 +50,7 @@ class Published:
     device: str
     runtime: Runtime
     one: float
-    rows: tuple[tuple[Shape, float], ...]
+    rows: tuple[tuple[MeshShape, float], ...]
     sizes: tuple[tuple[str, int], ...] = ()
     link: str | None = None
     denoising_alone: bool = False
@@ -59,11 +59,17 @@ class Published:
     fitted_on: str = "its own row of one device"
 
 
-def ulysses(*rows: tuple[int, float]) -> tuple[tuple[Shape, float], ...]:
-    return tuple((Shape(ulysses=ranks), seconds) for ranks, seconds in rows)
+def ulysses(*rows: tuple[int, float]) -> tuple[tuple[MeshShape, float], ...]:
+    return tuple((MeshShape(ulysses=ranks), seconds) for ranks, seconds in rows)
 
 
-_FLUX_MESHES = (Shape(ulysses=2), Shape(ring=2), Shape(ring=2, ulysses=2), Shape(ulysses=4), Shape(ring=4))
+_FLUX_MESHES = (
+    MeshShape(ulysses=2),
+    MeshShape(ring=2),
+    MeshShape(ring=2, ulysses=2),
+    MeshShape(ulysses=4),
+    MeshShape(ring=4),
+)
 _SQUARE = (("height", 960), ("width", 960))
 TABLES = (
     Published(
@@ -149,9 +155,9 @@ TABLES = (
         DIFFUSERS,
         9.30,
         (
-            (Shape(ulysses=4), 6.671),
-            (Shape(ring=2, ulysses=2, ring_method="all-gather"), 11.069),
-            (Shape(ring=4, ring_method="all-gather"), 13.076),
+            (MeshShape(ulysses=4), 6.671),
+            (MeshShape(ring=2, ulysses=2, ring_method="all-gather"), 11.069),
+            (MeshShape(ring=4, ring_method="all-gather"), 13.076),
         ),
         (("steps", 50),),
         fitted_on="cache-dit's row of one H100, the same code; this table has none",
@@ -174,10 +180,10 @@ TABLES = (
         TENSORRT,
         342.04,
         (
-            (Shape(batch=2), 179.96),
-            (Shape(batch=2, ring=9, ulysses=4, ring_method="2d"), 7.04),
-            (Shape(ring=9, ulysses=8, ring_method="2d"), 7.57),
-            (Shape(batch=2, ring=9, ulysses=4), 12.88),
+            (MeshShape(batch=2), 179.96),
+            (MeshShape(batch=2, ring=9, ulysses=4, ring_method="2d"), 7.04),
+            (MeshShape(ring=9, ulysses=8, ring_method="2d"), 7.57),
+            (MeshShape(batch=2, ring=9, ulysses=4), 12.88),
         ),
         (("frames", 80), ("steps", 40)),
         denoising_alone=True,
@@ -189,7 +195,7 @@ TABLES = (
         "GB200",
         TENSORRT,
         346.16,
-        ((Shape(batch=2, ring=9, ulysses=4, ring_method="2d"), 9.20),),
+        ((MeshShape(batch=2, ring=9, ulysses=4, ring_method="2d"), 9.20),),
         (("frames", 80), ("steps", 40)),
         denoising_alone=True,
         vae=2.72,
@@ -203,7 +209,7 @@ TABLES = (
         "RTX 4090",
         Runtime(merge_passes=10, ring_launches=15),
         90.63,
-        ((Shape(ring=2), 63.74),),
+        ((MeshShape(ring=2), 63.74),),
         (("height", 480), ("width", 832), ("frames", 81), ("steps", 50)),
         denoising_alone=True,
         vae=13.43,
@@ -216,7 +222,7 @@ TABLES = (
         "RTX 4090",
         Runtime(merge_passes=10, ring_launches=15),
         71.68,
-        ((Shape(ring=2), 52.64),),
+        ((MeshShape(ring=2), 52.64),),
         (("height", 480), ("width", 832), ("frames", 81), ("steps", 50)),
         denoising_alone=True,
     ),
@@ -228,7 +234,7 @@ class Checked:
     """A row: what was published, and predicted."""
 
     table: Published
-    shape: Shape
+    shape: MeshShape
     published: float
     predicted: float
 
@@ -244,7 +250,7 @@ def machine_of(table: Published) -> Machine:
     return Machine(device, Topology(link, Link("", 0, 1), per_host), runtime=table.runtime)
 
 
-def seconds(table: Published, work: Workload, shape: Shape, machine: Machine) -> float:
+def seconds(table: Published, work: Workload, shape: MeshShape, machine: Machine) -> float:
     row = predict(shape, work, machine)
     if table.denoising_alone:
         return row.step.total * work.steps + table.vae / min(shape.ranks, 8) + table.tail
@@ -256,7 +262,7 @@ def fitted(table: Published, work: Workload, machine: Machine) -> Machine:
     low, high = 0.05, 20.0
     for _ in range(60):
         middle = (low + high) / 2
-        if seconds(table, work, Shape(), replace(machine, slowdown=middle)) < table.one:
+        if seconds(table, work, MeshShape(), replace(machine, slowdown=middle)) < table.one:
             low = middle
         else:
             high = middle

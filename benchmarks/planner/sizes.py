@@ -23,7 +23,7 @@ from para_core.adapters.components import blocks_of
 from para_core.adapters.planner import encoders
 from para_core.adapters.planner.plan import workload
 from para_core.adapters.registry import tensor_plan_for
-from para_core.planner.cost import Machine, Runtime, Shape
+from para_core.planner.cost import Machine, MeshShape, Runtime
 from para_core.planner.hardware import Host, Topology, device_named, link_named
 from para_core.planner.mesh_plan import MeshPlan, Row, make_plan, predict
 from para_core.plans.module_matching import matching_modules
@@ -47,7 +47,7 @@ RESERVED = 6e9
 # -- the best mesh of each machine
 
 
-def options(shape: Shape) -> str:
+def options(shape: MeshShape) -> str:
     """As ``init_context_parallel_mesh`` is given it."""
     sizes = {"batch": shape.batch, "ring": shape.ring, "ulysses": shape.ulysses, "tensor": shape.tensor}
     return ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
@@ -85,8 +85,8 @@ def plan_all() -> dict[str, Any]:
         machine = machine_of("H100", None, max(RANKS))
         memory[work.name] = {
             "weights": work.weights + work.other_weights,
-            "replicated": {ranks: held(predict(Shape(ring=ranks), work, machine)) for ranks in RANKS},
-            "tensor": {ranks: held(predict(Shape(tensor=ranks), work, machine)) for ranks in RANKS[1:]},
+            "replicated": {ranks: held(predict(MeshShape(ring=ranks), work, machine)) for ranks in RANKS},
+            "tensor": {ranks: held(predict(MeshShape(tensor=ranks), work, machine)) for ranks in RANKS[1:]},
         }
         print(work.name, flush=True)
     return {"machines": machines, "memory": memory}

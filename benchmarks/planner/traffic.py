@@ -109,7 +109,7 @@ def rows() -> list[dict[str, Any]]:
                 heading: gigabytes(calls, model.branches, shape, two_dims="2-D" in heading)
                 for heading, shape in shapes.items()
             }
-            sent["stages"] = sent_between_stages(calls[1].parts[0], model.branches, cost.Shape(pipe=ranks)) / 1e9
+            sent["stages"] = sent_between_stages(calls[1].parts[0], model.branches, cost.MeshShape(pipe=ranks)) / 1e9
             table.append({"model": name, "ranks": ranks, **sent})
     return table
 

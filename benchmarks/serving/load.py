@@ -95,9 +95,9 @@ def replica_server(model: Model, limits: Limits, port: int, replicas: int, ranks
     import ray
 
     from para_core.fleet import serving
-    from para_core.fleet.group import Shape
+    from para_core.fleet.group import ReplicaShape
 
-    shape, recipe = Shape(ranks), Recipe(model.name)
+    shape, recipe = ReplicaShape(ranks), Recipe(model.name)
     options = {"replicas": replicas, "format_": "png", "fps": 16, "host": HOST, "port": port, "api_key": None}
     serving.start(model, recipe, shape, limits, **options)
     try:

@@ -106,7 +106,7 @@ def try_first(ranks: int) -> dict[str, Any]:
 def try_prompts(number: int, replicas: int, ranks: int) -> dict[str, Any]:
     """A file of ``number`` prompts on replicas, of which a rank is killed once half of them are written."""
     from para_core.fleet import batch
-    from para_core.fleet.group import Shape
+    from para_core.fleet.group import ReplicaShape
 
     model = find_model(None)
     written: dict[int, float] = {}
@@ -126,7 +126,7 @@ def try_prompts(number: int, replicas: int, ranks: int) -> dict[str, Any]:
                 killed.append(time.perf_counter() - start)
 
         problems += batch.generate_lines(
-            lines, Recipe(model.name), Shape(ranks), replicas, format_="png", fps=16, write=write
+            lines, Recipe(model.name), ReplicaShape(ranks), replicas, format_="png", fps=16, write=write
         )
         seconds = time.perf_counter() - start
         plain = PlainPipeline(model.name)

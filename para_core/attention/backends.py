@@ -38,7 +38,7 @@ _aten = torch.ops.aten
 _TAKE_GROUPED_HEADS = frozenset({FLASH, CUDNN})
 
 
-class Problem(NamedTuple):
+class LocalAttentionCall(NamedTuple):
     """What a backend is asked for, as SDPA takes it. No dim is 0."""
 
     query: Tensor  # [B, H, S_q, D]
@@ -48,7 +48,7 @@ class Problem(NamedTuple):
     is_causal: bool  # only without a mask
     scale: float | None
 
-    def as_taken_by(self, backend: int) -> Problem:
+    def as_taken_by(self, backend: int) -> LocalAttentionCall:
         """With a key head for each query head, where ``backend`` does not group them itself."""
         heads, key_heads = self.query.shape[1], self.key.shape[1]
         if heads == key_heads or backend in _TAKE_GROUPED_HEADS:
@@ -102,7 +102,7 @@ def _cpu_bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
 # -- forward
 
 
-def _scores(problem: Problem) -> Tensor:
+def _scores(problem: LocalAttentionCall) -> Tensor:
     """``[B, H, S_q, S_k]`` in the dtype of lse; -inf where a query does not see a key."""
     query, key, _, mask, is_causal, _ = problem
     dtype = torch.promote_types(query.dtype, torch.float32)
@@ -116,7 +116,7 @@ def _scores(problem: Problem) -> Tensor:
     return scores
 
 
-def _math(problem: Problem) -> tuple[Tensor, Tensor]:
+def _math(problem: LocalAttentionCall) -> tuple[Tensor, Tensor]:
     scores = _scores(problem)
     lse = torch.logsumexp(scores, dim=-1)
     # Not exp(scores - lse): beside the scores of a row that is masked by finfo.min throughout, log(n) in lse is lost.
@@ -124,7 +124,7 @@ def _math(problem: Problem) -> tuple[Tensor, Tensor]:
     return empty_output(problem.query, problem.value).copy_(weights @ problem.value.to(lse.dtype)), lse
 
 
-def _flash(problem: Problem) -> tuple[Tensor, Tensor]:
+def _flash(problem: LocalAttentionCall) -> tuple[Tensor, Tensor]:
     query, key, value, mask, is_causal, scale = problem
     if query.is_cpu:
         result: tuple[Tensor, Tensor] = flash_attention_on_cpu(
@@ -142,7 +142,7 @@ def _padded(x: Tensor) -> Tensor:
     return F.pad(x, (0, -x.shape[-1] % 8))
 
 
-def _memory_efficient(problem: Problem) -> tuple[Tensor, Tensor]:
+def _memory_efficient(problem: LocalAttentionCall) -> tuple[Tensor, Tensor]:
     out, lse, *_ = efficient_attention(
         *problem[:3], problem.expanded_bias, True, 0.0, problem.is_causal, scale=problem.scale
     )
@@ -150,7 +150,7 @@ def _memory_efficient(problem: Problem) -> tuple[Tensor, Tensor]:
     return out, lse[..., : problem.query.shape[-2]]
 
 
-def _cudnn(problem: Problem) -> tuple[Tensor, Tensor]:
+def _cudnn(problem: LocalAttentionCall) -> tuple[Tensor, Tensor]:
     # Heads are not expanded: SDPA does not do it either, and the operator expands the other dims.
     out, lse, *_ = cudnn_attention(*problem[:3], problem.bias, True, 0.0, problem.is_causal, scale=problem.scale)
     # [B, H, S_q, 1] (cudnn/MHA.cpp, run_cudnn_SDP_fprop).
@@ -163,7 +163,7 @@ FORWARD = {MATH: _math, FLASH: _flash, EFFICIENT: _memory_efficient, CUDNN: _cud
 # -- backward: of query, key and value; by formula, of the mask, too
 
 
-def _math_backward(problem: Problem, grad_out: Tensor, out: Tensor, lse: Tensor) -> Sequence[Tensor]:
+def _math_backward(problem: LocalAttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor) -> Sequence[Tensor]:
     query, key, value = [x.to(lse.dtype) for x in problem[:3]]
     weights = torch.exp(_scores(problem) - lse[..., None])
     grad = grad_out.to(lse.dtype)
@@ -174,7 +174,7 @@ def _math_backward(problem: Problem, grad_out: Tensor, out: Tensor, lse: Tensor)
     return *[x.to(problem.query.dtype) for x in (grad_query, grad_key, grad_value)], grad_scores
 
 
-def _flash_backward(problem: Problem, grad_out: Tensor, out: Tensor, lse: Tensor) -> Sequence[Tensor]:
+def _flash_backward(problem: LocalAttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor) -> Sequence[Tensor]:
     query, key, value, mask, is_causal, scale = problem
     grads: Sequence[Tensor]
     tensors: Sequence[Tensor] = (grad_out, query, key, value, out.to(query.dtype))
@@ -194,7 +194,9 @@ def _flash_backward(problem: Problem, grad_out: Tensor, out: Tensor, lse: Tensor
     return [x[..., :head_dim] for x in grads] if head_dim % 8 else grads
 
 
-def _memory_efficient_backward(problem: Problem, grad_out: Tensor, out: Tensor, lse: Tensor) -> Sequence[Tensor]:
+def _memory_efficient_backward(
+    problem: LocalAttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor
+) -> Sequence[Tensor]:
     query, unread = problem.query, _unread(problem.query)
     if query.shape[-2] % 32:
         # The kernel reads whole tiles of 32 rows (mem_eff/gemm/mma_from_smem.h, accumApplyLSEToSmem).
@@ -219,7 +221,7 @@ def _with_packed_rows(out: Tensor) -> Tensor:
     return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _cudnn_backward(problem: Problem, grad_out: Tensor, out: Tensor, lse: Tensor) -> Sequence[Tensor]:
+def _cudnn_backward(problem: LocalAttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor) -> Sequence[Tensor]:
     query, key, value, _, is_causal, scale = problem
     grad_out, out, unread = _lying_like(query, grad_out), _lying_like(query, out), _unread(query)
     rest = (unread, unread, problem.bias, None, None, query.shape[-2], key.shape[-2], 0.0, is_causal)

@@ -171,7 +171,7 @@ class BlockGradients:
             grad_out, lse = finite_rows.for_gradient(grad_out, lse)
         queries, grads, outs, lses = [tiling.split(x) for x in (query, grad_out, out, lse[..., None])]
         self._pieces = [
-            _Piece(
+            _QueryGroup(
                 queries[number],
                 grads[number],
                 outs[number],
@@ -221,7 +221,7 @@ class BlockGradients:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _QueryGroup:
     """Queries that see the same keys of every block; gradients, in the dtype of lse, are added up in place."""
 
     query: Tensor

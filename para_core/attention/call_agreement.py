@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from para_core.attention.local_rows import EQUAL, HIDES, LOWER, SHOWS, MaskReviews, needs_review, require_own_rows
 from para_core.attention.mask import MaskExtents, mask_extents
 from para_core.attention.spec import AttentionSpec
-from para_core.distributed.consistency import Record, Signature, agree, exchange, first_difference, signature
+from para_core.distributed.consistency import Record, Signature, check_consistent, exchange, first_difference, signature
 from para_core.distributed.layout import SequenceLayout
 from para_core.distributed.mesh import SequenceMesh
 from para_core.torch_internals import innermost_transform
@@ -89,7 +89,7 @@ def _masks_differ(masks: Sequence[Sequence[int] | str | None]) -> str:
 
 
 class OwnPart(NamedTuple):
-    """What one rank states about its part: four integers of 64 bits, as :func:`~para_core.distributed.consistency.agree` exchanges them."""
+    """What one rank states about its part: four integers of 64 bits, as :func:`~para_core.distributed.consistency.check_consistent` exchanges them."""
 
     rows: int  # of the mask; -1 without one
     columns: int
@@ -181,7 +181,7 @@ def own_part(
     try:
         return _own_part(spec, mesh, query, key, mask, reviews, look_for_copies=look_for_copies)
     except RuntimeError as error:
-        agree(error, mesh)
+        check_consistent(error, mesh)
         raise
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from para_core.attention import backend_selection
 from para_core.attention.backend_selection import OF_PYTORCH, SWITCHES, Backend, resolve_backend
-from para_core.attention.backends import BACKWARD, FORWARD, MATH, Problem, backward_of, empty_output
+from para_core.attention.backends import BACKWARD, FORWARD, MATH, LocalAttentionCall, backward_of, empty_output
 from para_core.attention.merge import Merged
 from para_core.torch_internals import DisableTorchFunction, fused_sdp_choice, math_sdp_enabled
 
@@ -45,7 +45,7 @@ def local_attention(
         mask, is_causal = fold_causal(mask, is_causal, query, key)
     grouped = key.shape[1] != query.shape[1]
     if grouped:
-        problem = Problem(query, key, value, mask, is_causal, scale)
+        problem = LocalAttentionCall(query, key, value, mask, is_causal, scale)
         _, key, value, *_ = problem.as_taken_by(_choose_backend(problem))
         grouped = key.shape[1] != query.shape[1]
     if torch.compiler.is_compiling():
@@ -101,7 +101,7 @@ def local_attention_with_lse(
         return _triton(backend, query, key, value, mask=mask, is_causal=is_causal, scale=scale)
     if mask is not None:
         mask, is_causal = fold_causal(mask, is_causal, query, key)
-    problem = Problem(query, key, value, mask, is_causal, scale)
+    problem = LocalAttentionCall(query, key, value, mask, is_causal, scale)
     choice = _choose_backend(problem) if backend is None else OF_PYTORCH[backend]
     if key.shape[1] != query.shape[1]:
         problem = problem.as_taken_by(choice)
@@ -195,7 +195,7 @@ def local_attention_backward(
         mask, is_causal = fold_causal(mask, is_causal, query, key)
         # exp(scores - inf) is 0: a row that saw nothing has no gradient. Without a mask each row sees a key here.
         lse = lse.masked_fill(lse == -inf, inf)
-    problem = Problem(query, key, value, mask, is_causal, scale)
+    problem = LocalAttentionCall(query, key, value, mask, is_causal, scale)
     # No fused backward gives the gradient of a broadcast mask.
     if mask_gradient:
         choice = MATH
@@ -331,14 +331,14 @@ def _is_math_under(
 
 def _small_problem(
     dtype: torch.dtype, device: torch.device, head_dim: int, value_dim: int, mask_dtype: torch.dtype | None
-) -> Problem:
+) -> LocalAttentionCall:
     """Return a problem of two tokens and one head."""
     query, value = (torch.empty(1, 1, 2, size, dtype=dtype, device=device) for size in (head_dim, value_dim))
     mask = None if mask_dtype is None else torch.zeros(1, 1, 2, 2, dtype=mask_dtype, device=device)
-    return Problem(query, query, value, fold_causal(mask, False, query, query)[0], False, None)
+    return LocalAttentionCall(query, query, value, fold_causal(mask, False, query, query)[0], False, None)
 
 
-def _choose_backend(problem: Problem) -> int:
+def _choose_backend(problem: LocalAttentionCall) -> int:
     """The value of the ``SDPBackend`` that SDPA would take, had key and value as many heads as ``query``."""
     query, key, value, mask, is_causal, scale = problem
     heads = query.shape[1]

@@ -40,7 +40,7 @@ from para_core.attention.sdpa_call import SdpaCall
 from para_core.attention.spec import AttentionSpec
 from para_core.attention.usp import autocasts, usp_forward
 from para_core.distributed.collectives import HostGroups
-from para_core.distributed.consistency import Signature, agree
+from para_core.distributed.consistency import Signature, check_consistent
 from para_core.distributed.layout import SequenceLayout
 from para_core.distributed.mesh import SequenceMesh
 from para_core.torch_internals import FORWARD_AD_LEVEL, forward_ad_globals, innermost_transform, math_sdp_enabled
@@ -177,7 +177,7 @@ class MeshAttention:
             # A single token says nothing yet.
             self.looks_for_copies = look and own.digest == 0 and query.shape[-2] < 2
         explain = partial(explain_difference, self._mesh, mask)
-        parts = agree(expected, self._host_groups, own, explain=explain)
+        parts = check_consistent(expected, self._host_groups, own, explain=explain)
         if parts.count(NO_MASK) == len(parts):
             return None, None
         return settle_call(prepared.plan.spec, self._mesh, query, mask, [OwnPart(*part) for part in parts])
@@ -230,7 +230,7 @@ class MeshAttention:
         """Raise ``error``, if ranks ask each other on all of them."""
         if not (self._assume_equal or torch.compiler.is_compiling()):
             self._mesh.check_alive()
-            agree(error, self._mesh)
+            check_consistent(error, self._mesh)
         raise error
 
     def _compute(

@@ -185,7 +185,7 @@ def put(total: Tensor, dim: int, runs: Sequence[Run], x: Tensor, heads: Tensor |
 # -- one call
 
 
-class Order:
+class TokenOrder:
     """The tokens of a block: as it holds them, or, where positions matter, by ascending position."""
 
     def __init__(self, runs: Sequence[Run], *, ascending: bool) -> None:
@@ -232,8 +232,8 @@ class Tiling:
         self._tiles: dict[int, list[tuple[int, Tile]]] = {}
 
     @lazy
-    def queries(self) -> Order:
-        return Order(self._query_runs, ascending=self.by_position)
+    def queries(self) -> TokenOrder:
+        return TokenOrder(self._query_runs, ascending=self.by_position)
 
     @lazy
     def pieces(self) -> list[Run]:
@@ -246,9 +246,9 @@ class Tiling:
         return cut(self.queries.positions, edges) or [(0, 0)]
 
     @lazy
-    def keys(self) -> list[Order]:
+    def keys(self) -> list[TokenOrder]:
         """Of each step."""
-        return [Order(runs, ascending=self.by_position) for runs in self._key_runs]
+        return [TokenOrder(runs, ascending=self.by_position) for runs in self._key_runs]
 
     def tiles(self, step: int) -> list[tuple[int, Tile]]:
         """What the pieces of the queries, by number, see of the block that is here at ``step``."""
@@ -259,7 +259,7 @@ class Tiling:
             ]
         return self._tiles[step]
 
-    def _tiles_of(self, queries: Run, keys: Order) -> list[Tile]:
+    def _tiles_of(self, queries: Run, keys: TokenOrder) -> list[Tile]:
         if not self.by_position:
             runs = ((0, sum([length for _, length in keys.positions])),)
             return [Tile(runs, tuple(join_neighbours(keys.positions)), diagonal=False)]

@@ -18,7 +18,7 @@ from para_core.cache.decision import Step
 from para_core.cache.options import CacheOptions, options_of, rule_of, shows_options
 from para_core.cache.report import CacheReport, rows_of
 from para_core.distributed.mesh import sequence_mesh
-from para_core.instance_patching import Order, uncompiled, unwrap, wrap_method, wrapper
+from para_core.instance_patching import WrapperPriority, uncompiled, unwrap, wrap_method, wrapper
 from para_core.plans.module_matching import parameters_of
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -73,7 +73,7 @@ def apply_cache(
         return cache.run(partial(call, called, *args, **kwargs), arguments, lambda _: Step())
 
     caller.run, caller.cache = run, cache
-    wrap_method(model, "__call__", caller.key, caller.around, order=Order.CACHE)
+    wrap_method(model, "__call__", caller.key, caller.around, order=WrapperPriority.CACHE)
     return model
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from para_core.cache.blocks import Role
-from para_core.instance_patching import Around, Order, unwrap, wrap_alike, wrap_method, wrapper
+from para_core.instance_patching import Around, WrapperPriority, unwrap, wrap_alike, wrap_method, wrapper
 
 _KEY = "cache"
 # By model, what stood around it when a graph was compiled, and was removed since: a graph fits the classes that it was compiled with.
@@ -155,10 +155,10 @@ class BlockHooks:
     def install(self) -> None:
         for role, around in self._arounds.items():
             blocks = [block() for block, other in self._roles if other == role]
-            wrap_alike(blocks, "__call__", _KEY, around, order=Order.CACHED_BLOCK)
+            wrap_alike(blocks, "__call__", _KEY, around, order=WrapperPriority.CACHED_BLOCK)
         module = self._module()
         if hasattr(module, "cache_context"):
-            wrap_method(module, "cache_context", _KEY, self.site.named, order=Order.CACHE)
+            wrap_method(module, "cache_context", _KEY, self.site.named, order=WrapperPriority.CACHE)
 
     def remove(self) -> None:
         """Give the blocks back as they were."""

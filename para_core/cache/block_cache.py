@@ -2,10 +2,10 @@
 
 The blocks stay where they are, in the lists where they stand. Around each runs what lives in a private subclass
 (``para_core.instance_patching``): the first block is measured, those behind it are computed or passed by, and behind the last
-one of a stage the stored residual is added. What a model does between its blocks (a ControlNet's residuals) is done on
+one of a group the stored residual is added. What a model does between its blocks (a ControlNet's residuals) is done on
 skipped steps too, and then has no effect: the stored residual contains it.
 
-In a graph the skipped blocks are a branch of ``torch.cond``: all of a stage in one where the model does nothing between
+In a graph the skipped blocks are a branch of ``torch.cond``: all of a group in one where the model does nothing between
 them, else each in one of its own, on one predicate.
 """
 
@@ -38,7 +38,7 @@ from para_core.cache.decision import (
 )
 from para_core.cache.diffusers_caches import require_no_foreign_cache
 from para_core.cache.options import CacheOptions
-from para_core.cache.plain_weights import StageBlocks
+from para_core.cache.plain_weights import GroupBlocks
 from para_core.cache.report import Readings
 from para_core.cache.residuals import BranchState, Streams
 from para_core.distributed.mesh import SequenceMesh
@@ -97,17 +97,17 @@ class BlockCache:
         self.terms = DecisionParams.of(self.step, options, self.threshold)
         # The same for graphs.
         self.terms_on_device = self.terms.tensor(device)
-        # Of each stage, whether the model does something between its blocks in this call.
-        self.unchained = [not stage.chained for stage in blocks.stages]
-        self._stage_blocks = [
-            StageBlocks([block for block, role in self.roles if role.skipped and role.stage == place])
-            for place in range(len(blocks.stages))
+        # Of each group, whether the model does something between its blocks in this call.
+        self.unchained = [not group.chained for group in blocks.groups]
+        self._group_blocks = [
+            GroupBlocks([block for block, role in self.roles if role.skipped and role.group == place])
+            for place in range(len(blocks.groups))
         ]
         # Of the call under way.
         # A list: an attribute that is set behind torch.cond stays what it was, in Dynamo 2.13.
-        self._stage_outputs: list[Streams | None] = [None] * len(blocks.stages)
+        self._group_outputs: list[Streams | None] = [None] * len(blocks.groups)
         self._before: Tensor | None = None
-        self._entries: list[Streams | None] = [None] * len(blocks.stages)
+        self._entries: list[Streams | None] = [None] * len(blocks.groups)
         self._skip: bool | Tensor | None = None
         self._skip_on_device: Any = None
         self.observed = Observed(None, Verdict.WARMUP, 0, 1)
@@ -159,8 +159,8 @@ class BlockCache:
         self.state, self.step = state, step
         self.find_mesh()
         self.unchained = [
-            not stage.chained or any(given.get(name) is not None for name in stage.between)
-            for stage in self.blocks.stages
+            not group.chained or any(given.get(name) is not None for name in group.between)
+            for group in self.blocks.groups
         ]
         device = next((x.device for x in given.values() if isinstance(x, Tensor)), self.terms_on_device.device)
         self.terms = DecisionParams.of(step, self.options, self.threshold)
@@ -226,7 +226,7 @@ class BlockCache:
             self.state = before
 
     def _empty_state(self) -> BranchState:
-        return BranchState(len(self.blocks.stages), self.options.num_residuals)
+        return BranchState(len(self.blocks.groups), self.options.num_residuals)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -241,8 +241,8 @@ class BlockCache:
         """Forget all steps, and let their memory go; the report stays."""
         self.reset_states()
         self._branches = Branches(self._branches.conditions)
-        for stage in self._stage_blocks:
-            stage.refresh()
+        for group in self._group_blocks:
+            group.refresh()
 
     def reset_states(self) -> None:
         for state in (*self.states.values(), self.state):
@@ -250,8 +250,8 @@ class BlockCache:
             state.clear()
         self.states, self.state = {}, self._empty_state()
         self._before, self._skip, self._skip_on_device = None, None, None
-        self._stage_outputs = [None] * len(self.blocks.stages)
-        self._entries = [None] * len(self.blocks.stages)
+        self._group_outputs = [None] * len(self.blocks.groups)
+        self._entries = [None] * len(self.blocks.groups)
 
     # -- around a block
 
@@ -284,7 +284,7 @@ class BlockCache:
                 self._before = None
             return output
         if role.enters:
-            self._entries[role.stage] = given
+            self._entries[role.group] = given
         if self._skip is None or self._skip is False:
             output = call(block, *args, **kwargs)
             if role.exits:
@@ -293,13 +293,13 @@ class BlockCache:
                 self._store(role, outputs)
         elif self._skip is True:
             output = like(role, self._forecast(role) if role.exits else given)
-        elif role.chained and not self.unchained[role.stage]:
-            output = self._run_stage_in_graph(role, given, args, kwargs)
+        elif role.chained and not self.unchained[role.group]:
+            output = self._run_group_in_graph(role, given, args, kwargs)
         else:
-            blocks = self._stage_blocks[role.stage]
+            blocks = self._group_blocks[role.group]
             output = self._run_in_graph(role, given, lambda: as_tuple(blocks.call(block, call, *args, **kwargs)))
         if role.exits:
-            self._entries[role.stage] = None
+            self._entries[role.group] = None
         return output
 
     # -- deciding
@@ -308,8 +308,8 @@ class BlockCache:
         """Whether the blocks that follow are skipped; ``_skip`` is None where nothing is stored yet."""
         state = self.state
         traced = torch.compiler.is_compiling()
-        # Blocks of the first stage decide.
-        sample = residual.detach()[..., :: self.options.downsample].movedim(self.blocks.stages[0].samples, 0)
+        # Blocks of the first group decide.
+        sample = residual.detach()[..., :: self.options.downsample].movedim(self.blocks.groups[0].samples, 0)
         if sample.dim() < 3:
             # Tokens without a batch.
             sample = sample[None]
@@ -331,72 +331,72 @@ class BlockCache:
     # -- skipping, and what is stored for it
 
     def _store(self, role: Role, outputs: Streams) -> None:
-        """The residual of a stage that was computed."""
-        stage, entries = self.state.stages[role.stage], self._entries[role.stage] or ()
-        if stage.histories:
-            stage.store(entries, outputs)
+        """The residual of a group that was computed."""
+        group, entries = self.state.groups[role.group], self._entries[role.group] or ()
+        if group.histories:
+            group.store(entries, outputs)
         else:
-            stage.begin(entries, outputs, stage.room if isinstance(self.state.decider, TensorDecider) else 1)
+            group.begin(entries, outputs, group.room if isinstance(self.state.decider, TensorDecider) else 1)
 
     def _forecast(self, role: Role) -> Streams:
-        """What a stage of skipped blocks is taken to return."""
+        """What a group of skipped blocks is taken to return."""
         decider: Any = self.state.decider
         terms = self.terms_on_device if isinstance(decider, TensorDecider) else self.terms
         weights = decider.weights(self.options, terms)
-        return self.state.stages[role.stage].forecast(self._entries[role.stage] or (), weights)
+        return self.state.groups[role.group].forecast(self._entries[role.group] or (), weights)
 
     def _run_in_graph(self, role: Role, given: tuple[Any, ...], compute: Callable[[], Streams]) -> Any:
         """One block."""
         if not role.exits:
-            # What it would give is replaced where the stage ends, so nothing is to be in it.
+            # What it would give is replaced where the group ends, so nothing is to be in it.
             return like(role, self._cond(role, lambda: tuple([nothing_like(x) for x in given]), compute, given))
-        return like(role, self._end_stage_in_graph(role, given, compute))
+        return like(role, self._end_group_in_graph(role, given, compute))
 
     def _cond(
         self, role: Role, skipped: Callable[[], Streams], computed: Callable[[], Streams], given: Streams
     ) -> Streams:
         """``skipped()`` or ``computed()``."""
-        histories = self.state.stages[role.stage].histories
-        ends_stage = role.exits or (role.chained and not self.unchained[role.stage])
-        present = [i for i in range(len(given)) if not ends_stage or histories[i] is not None]
+        histories = self.state.groups[role.group].histories
+        ends_group = role.exits or (role.chained and not self.unchained[role.group])
+        present = [i for i in range(len(given)) if not ends_group or histories[i] is not None]
         return either(self._skip, skipped, computed, present, given)
 
-    def _run_stage_in_graph(
+    def _run_group_in_graph(
         self, role: Role, given: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """All blocks of a stage at its first one; the others hand on what they are given."""
+        """All blocks of a group at its first one; the others hand on what they are given."""
         if not role.enters:
-            before = self._stage_outputs[role.stage] or (None,) * len(given)
+            before = self._group_outputs[role.group] or (None,) * len(given)
             # No generator: Dynamo 2.13 runs it further than any() does.
             if not all([x is y for x, y in zip(given, before, strict=True)]):  # noqa: C419
                 raise RuntimeError(
-                    f"{type(self.module).__name__} does something between the blocks of {self.blocks.stages[role.stage].lists}. "
-                    "Name the arguments that make it do so in Stage(between=...), or leave chained= out."
+                    f"{type(self.module).__name__} does something between the blocks of {self.blocks.groups[role.group].lists}. "
+                    "Name the arguments that make it do so in BlockGroup(between=...), or leave chained= out."
                 )
             if role.exits:
-                self._stage_outputs[role.stage] = None
+                self._group_outputs[role.group] = None
             return like(role, given)
         streams = role.streams
         places = [streams.index(name) if name in streams else None for name in role.parameters[: len(args)]]
 
         def compute() -> Streams:
             values = given
-            for call in self._stage_blocks[role.stage]:
+            for call in self._group_blocks[role.group]:
                 positional = [x if place is None else values[place] for place, x in zip(places, args, strict=False)]
                 named = {name: values[streams.index(name)] if name in streams else x for name, x in kwargs.items()}
                 values = as_tuple(call(*positional, **named))
             return values
 
-        outputs = self._end_stage_in_graph(role, given, compute)
+        outputs = self._end_group_in_graph(role, given, compute)
         if not role.exits:
-            self._stage_outputs[role.stage] = outputs
+            self._group_outputs[role.group] = outputs
         return like(role, outputs)
 
-    def _end_stage_in_graph(self, role: Role, given: Streams, compute: Callable[[], Streams]) -> Streams:
-        """What the stage returns, computed or forecast; its residual is stored if computed."""
+    def _end_group_in_graph(self, role: Role, given: Streams, compute: Callable[[], Streams]) -> Streams:
+        """What the group returns, computed or forecast; its residual is stored if computed."""
         outputs = self._cond(role, lambda: self._forecast(role), compute, given)
-        stage, entries = self.state.stages[role.stage], self._entries[role.stage] or ()
-        stage.store_unless(self._skip_on_device, entries, outputs)
+        group, entries = self.state.groups[role.group], self._entries[role.group] or ()
+        group.store_unless(self._skip_on_device, entries, outputs)
         return outputs
 
 

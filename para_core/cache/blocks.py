@@ -13,7 +13,7 @@ from para_core.plans.module_matching import parameters_of
 
 
 @dataclass(frozen=True)
-class Stage:
+class BlockGroup:
     """Blocks through which the same tensors run, one block after the other.
 
     Args:
@@ -22,7 +22,7 @@ class Stage:
             A block of one stream returns the tensor itself.
         measured: the stream whose change is compared from step to step.
         chained: the model only hands the streams from block to block, and gives each the same other arguments; a compiled
-            graph then skips all blocks of the stage at once.
+            graph then skips all blocks of the group at once.
         between: arguments of the model with which it does more than that (residuals of a ControlNet).
         samples: the dim of ``measured`` that holds the samples of a batch: 1 of ``[S, B, C]``.
     """
@@ -36,10 +36,10 @@ class Stage:
 
     def __post_init__(self) -> None:
         for name in ("lists", "streams", "between"):
-            _require_names("Stage", name, getattr(self, name))
+            _require_names("BlockGroup", name, getattr(self, name))
         if not self.lists or not self.streams:
             raise ValueError(
-                f"Stage(lists={self.lists}, streams={self.streams}): name at least one list and one stream."
+                f"BlockGroup(lists={self.lists}, streams={self.streams}): name at least one list and one stream."
             )
         if self.measured not in self.streams:
             raise ValueError(f"measured is {self.measured!r}; expected one of the streams {self.streams}.")
@@ -47,10 +47,10 @@ class Stage:
 
 @dataclass(frozen=True)
 class CachedBlocks:
-    """The block stack of a model, in stages: another begins where the tensors change their form (text joins the image).
+    """The block stack of a model, in groups: another begins where the tensors change their form (text joins the image).
 
     Args:
-        stages: in the order in which they run.
+        groups: in the order in which they run.
         conditions: arguments of the model that tell the branches of guidance apart where the pipeline does not name them. Defaults
             to ``encoder_hidden_states``, if the model takes it.
         uncached: arguments with which the model is called without the cache (those that leave out blocks).
@@ -58,18 +58,18 @@ class CachedBlocks:
             cost from the tokens and the time. For rules that decide before it.
     """
 
-    stages: tuple[Stage, ...]
+    groups: tuple[BlockGroup, ...]
     conditions: tuple[str, ...] | None = None
     uncached: tuple[str, ...] = ()
     modulated: Callable[[nn.Module, Mapping[str, Any]], Tensor] | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.stages, tuple) or not all(isinstance(stage, Stage) for stage in self.stages):
+        if not isinstance(self.groups, tuple) or not all(isinstance(group, BlockGroup) for group in self.groups):
             raise TypeError(
-                f"CachedBlocks(stages={self.stages!r}): expected a tuple of Stages: CachedBlocks((Stage(...),))."
+                f"CachedBlocks(groups={self.groups!r}): expected a tuple of BlockGroups: CachedBlocks((BlockGroup(...),))."
             )
-        if not self.stages:
-            raise ValueError("CachedBlocks(stages=()): name at least one Stage.")
+        if not self.groups:
+            raise ValueError("CachedBlocks(groups=()): name at least one BlockGroup.")
         for name in ("conditions", "uncached"):
             if getattr(self, name) is not None:
                 _require_names("CachedBlocks", name, getattr(self, name))
@@ -85,7 +85,7 @@ def _require_names(what: str, name: str, given: Any) -> None:
 class Role:
     """What is done at a block. Blocks of one role share a class, and so a graph."""
 
-    stage: int
+    group: int
     streams: tuple[str, ...]
     parameters: tuple[str, ...]
     measured: str
@@ -97,15 +97,15 @@ class Role:
     chained: bool
 
 
-def _blocks_of(module: nn.Module, stage: Stage) -> list[nn.Module]:
+def _blocks_of(module: nn.Module, group: BlockGroup) -> list[nn.Module]:
     found: list[nn.Module] = []
-    for name in stage.lists:
+    for name in group.lists:
         try:
             listed = module.get_submodule(name)
         except AttributeError:
             raise ValueError(
                 f"{type(module).__name__} has no {name!r}, which the description of its blocks names. Name its module "
-                "lists in Stage(lists=...)."
+                "lists in BlockGroup(lists=...)."
             ) from None
         found.extend(listed.children())
     return found
@@ -122,33 +122,33 @@ def roles_of(
     Raises:
         ValueError: the model has no such blocks, or none would ever be skipped.
     """
-    found = [(place, stage, block) for place, stage in enumerate(blocks.stages) for block in _blocks_of(module, stage)]
+    found = [(place, group, block) for place, group in enumerate(blocks.groups) for block in _blocks_of(module, group)]
     first, stop = first_blocks, len(found) - last_blocks
-    in_first_stage = sum(place == 0 for place, _, _ in found)
-    if first >= stop or first > in_first_stage:
+    in_first_group = sum(place == 0 for place, _, _ in found)
+    if first >= stop or first > in_first_group:
         raise ValueError(
-            f"{type(module).__name__} has {len(found)} blocks, {in_first_stage} of them in its first stage; with "
+            f"{type(module).__name__} has {len(found)} blocks, {in_first_group} of them in its first group; with "
             f"first_blocks={first} and last_blocks={last_blocks} none is left to skip. Choose fewer."
         )
     skipped = range(first, stop)
     roles = []
-    for index, (place, stage, block) in enumerate(found):
+    for index, (place, group, block) in enumerate(found):
         parameters = parameters_of(block)
-        missing = [name for name in stage.streams if name not in parameters]
+        missing = [name for name in group.streams if name not in parameters]
         if missing:
             raise ValueError(f"{type(block).__name__} has no parameter {missing[0]!r}; its forward takes {parameters}.")
-        of_stage = [i for i in skipped if found[i][0] == place]
+        of_group = [i for i in skipped if found[i][0] == place]
         role = Role(
-            stage=place,
-            streams=stage.streams,
+            group=place,
+            streams=group.streams,
             parameters=parameters,
-            measured=stage.measured,
+            measured=group.measured,
             opens=index == 0,
             decides=index == first - 1,
-            enters=bool(of_stage) and index == of_stage[0],
+            enters=bool(of_group) and index == of_group[0],
             skipped=index in skipped,
-            exits=bool(of_stage) and index == of_stage[-1],
-            chained=stage.chained,
+            exits=bool(of_group) and index == of_group[-1],
+            chained=group.chained,
         )
         if role.opens or role.decides or role.skipped:
             roles.append((block, role))
@@ -187,7 +187,7 @@ def require_streams(role: Role, block: nn.Module, given: tuple[Any, ...], return
             "model's inputs, or with a plan: Plan(inner={'blocks.0': {...: Split(...)}})."
         )
     raise ValueError(
-        f"{cls} {shapes}. Name in Stage(streams=...) the parameters whose changed values it returns, in the order in which it returns them."
+        f"{cls} {shapes}. Name in BlockGroup(streams=...) the parameters whose changed values it returns, in the order in which it returns them."
     )
 
 

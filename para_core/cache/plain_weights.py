@@ -56,8 +56,8 @@ def wrapped_linears(block: nn.Module, before: Iterable[WrappedLinear] = ()) -> l
     return layers
 
 
-class StageBlocks:
-    """The blocks of one stage that may be skipped, as a branch of ``torch.cond`` calls them: without a cache around them."""
+class GroupBlocks:
+    """The blocks of one group that may be skipped, as a branch of ``torch.cond`` calls them: without a cache around them."""
 
     def __init__(self, blocks: Iterable[nn.Module]) -> None:
         self._blocks = [(block, original_class(block).__call__) for block in blocks]

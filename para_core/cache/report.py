@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Row:
+class CachedStep:
     """One step of one branch.
 
     Args:
@@ -75,12 +75,12 @@ class Readings:
         return len(self._last)
 
 
-def rows_of(readings: Iterable[StepRecord]) -> list[Row]:
+def rows_of(readings: Iterable[StepRecord]) -> list[CachedStep]:
     """One for each branch of each call of a generation; may wait for an accelerator."""
     return [row for call, reading in enumerate(readings) for row in _rows_of_call(reading, call)]
 
 
-def _rows_of_call(reading: StepRecord, call: int) -> list[Row]:
+def _rows_of_call(reading: StepRecord, call: int) -> list[CachedStep]:
     observed: list[Any] = [x.tolist() if isinstance(x, Tensor) else x for x in reading.observed]
     differences, verdict, computed, _ = observed
     verdict = Verdict(int(verdict))
@@ -91,7 +91,7 @@ def _rows_of_call(reading: StepRecord, call: int) -> list[Row]:
     of_branches = {name: differences[i * each : (i + 1) * each] for i, name in enumerate(reading.branches)}
     held_back_by = _held_back_by(of_branches, reading.threshold) if verdict is Verdict.MISS else ()
     return [
-        Row(
+        CachedStep(
             reading.step,
             name,
             _largest(of_branch),
@@ -131,7 +131,7 @@ class CacheReport:
         dropped: earlier calls of the generation that have no row: only the last ``MOST_READINGS`` calls of a model are kept.
     """
 
-    rows: Sequence[Row]
+    rows: Sequence[CachedStep]
     rule: str
     forecast: str = "taylor 0"
     dropped: int = 0

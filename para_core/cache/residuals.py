@@ -10,12 +10,12 @@ from torch import Tensor
 from para_core.cache.decision import Decider
 from para_core.cache.operators import forecast
 
-# Of the streams of a stage: what its blocks are given, or return; None where they return None.
+# Of the streams of a group: what its blocks are given, or return; None where they return None.
 Streams = tuple[Tensor | None, ...]
 
 
 class Residuals:
-    """Of the streams of one stage, over its skipped blocks, at the last computed steps.
+    """Of the streams of one group, over its skipped blocks, at the last computed steps.
 
     Args:
         room: so many are stored of each stream.
@@ -65,7 +65,7 @@ class BranchState:
     """What is held of one branch; empty until a step was computed.
 
     Args:
-        num_stages: of the block stack.
+        num_groups: of the block stack.
         room: so many residuals are stored of each stream.
 
     Attributes:
@@ -73,9 +73,9 @@ class BranchState:
         signature: shapes, dtypes and devices of what the model was called with.
     """
 
-    def __init__(self, num_stages: int, room: int) -> None:
+    def __init__(self, num_groups: int, room: int) -> None:
         self.room = room
-        self.stages = [Residuals(room) for _ in range(num_stages)]
+        self.groups = [Residuals(room) for _ in range(num_groups)]
         self.decider: Decider | None = None
         self.signature: object = None
 
@@ -86,8 +86,8 @@ class BranchState:
         """
         if self.decider is not None:
             self.decider.leave_graph()
-        for stage in self.stages:
-            stage.histories = [None if history is None else [x.clone() for x in history] for history in stage.histories]
+        for group in self.groups:
+            group.histories = [None if history is None else [x.clone() for x in history] for history in group.histories]
 
     def clear(self) -> None:
         """Forget everything, and let its memory go."""
@@ -96,12 +96,12 @@ class BranchState:
 
     def begin_anew(self) -> None:
         """Forget the residuals."""
-        for stage in self.stages:
-            stage.histories = []
+        for group in self.groups:
+            group.histories = []
 
     def tensors(self) -> list[Tensor]:
         """All that it holds, for counting memory."""
-        kept = [x for stage in self.stages for x in stage.tensors()]
+        kept = [x for group in self.groups for x in group.tensors()]
         return [*([] if self.decider is None else [self.decider.first]), *kept]
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from para_core.cfg.deferred import Deferred, DeferredOp, Expected, LiveDeferred, materialize
 from para_core.distributed.collectives import all_gather, tensor_bytes
-from para_core.distributed.consistency import agree, signature
+from para_core.distributed.consistency import check_consistent, signature
 from para_core.distributed.mesh import MeshDim, one_guided_rank
 from para_core.torch_internals import pytree
 
@@ -207,7 +207,7 @@ class Guidance:
         failure = next((call.failure for call in calls if call.failure is not None), None)
         foreseen = [None if form is None else form.text for form in self._new.values()]
         try:
-            agree(failure or signature({"the form of a model's output": foreseen}), self._mesh)
+            check_consistent(failure or signature({"the form of a model's output": foreseen}), self._mesh)
         except Exception:
             self._forget_new()
             if failure is not None:

@@ -28,7 +28,7 @@ from para_core.attention.options import AttnOptions
 from para_core.attention.plan import AttentionPlan
 from para_core.attention.spec import AttentionSpec
 from para_core.distributed.collectives import LIBRARY, define_operator
-from para_core.distributed.consistency import agree, signature
+from para_core.distributed.consistency import check_consistent, signature
 from para_core.distributed.layout import Run, Segment, SequenceLayout
 from para_core.distributed.mesh import SequenceMesh
 from para_core.foreign_errors import mask_length_mismatch
@@ -82,12 +82,14 @@ class FlexOverMesh:
             self._raise_everywhere(error)
         self._check_mask(mask, plan, query)
         if talk:
-            agree(_signature(query, key, value, mask, plan, scale, kernel_options), self._mesh, explain=_difference)
+            check_consistent(
+                _signature(query, key, value, mask, plan, scale, kernel_options), self._mesh, explain=_difference
+            )
         return _run_operator(operator, plan, query, key, value, score_mod, mask, scale, kernel_options, *buffers)
 
     def _raise_everywhere(self, error: Exception) -> NoReturn:
         if not self._assume_equal:
-            agree(error, self._mesh)
+            check_consistent(error, self._mesh)
         raise error
 
     def _check_mask(self, mask: tuple[Any, ...], plan: AttentionPlan, query: Tensor) -> None:

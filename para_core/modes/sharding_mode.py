@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from para_core.attention.call_agreement import EQUAL_PARTS
-from para_core.distributed.consistency import Record, Signature, agree, signature
+from para_core.distributed.consistency import Record, Signature, check_consistent, signature
 from para_core.distributed.layout import Segment, SequenceLayout, even_layout
 from para_core.distributed.mesh import SequenceMesh
 from para_core.distributed.sharding import gather_tokens, shard_tokens
@@ -195,12 +195,12 @@ class ShardingMode(TorchFunctionMode):
             layout = self._fitting(x, dim, sequence, whole=whole)
         except (TypeError, ValueError) as error:
             if talk:
-                agree(error, self._mesh)
+                check_consistent(error, self._mesh)
             raise
         if talk:
             dim %= x.ndim
             shape = (*x.shape[:dim], *x.shape[dim + 1 :])
-            agree(_signature(layout.sizes(), dim, shape, x.dtype), self._mesh, explain=_difference)
+            check_consistent(_signature(layout.sizes(), dim, shape, x.dtype), self._mesh, explain=_difference)
         return layout
 
     def _fitting(self, x: Tensor, dim: int, sequence: SequenceLayout | None, *, whole: bool) -> SequenceLayout:

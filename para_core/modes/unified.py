@@ -18,7 +18,7 @@ from para_core.attention.mesh_attention import AttnFunc, MeshAttention
 from para_core.attention.options import AttnKeywords, AttnOptions
 from para_core.attention.sdpa_call import SdpaCall
 from para_core.distributed.collectives import all_gather
-from para_core.distributed.consistency import agree, signature
+from para_core.distributed.consistency import check_consistent, signature
 from para_core.distributed.create_mesh import require_own_gpus
 from para_core.distributed.layout import Segment, SequenceLayout, even_layout
 from para_core.distributed.mesh import MeshDim, SequenceMesh, guided_mesh
@@ -341,11 +341,11 @@ class UnifiedAttnMode(ShardingMode):
             sharded = shard_block_mask(mask, query_layout, key_layout, self._mesh)
         except (TypeError, ValueError) as error:
             if talk:
-                agree(error, self._mesh)
+                check_consistent(error, self._mesh)
             raise
         if talk:
             lengths = {"query lengths per rank": query_layout.sizes(), "key lengths per rank": key_layout.sizes()}
-            agree(signature({"block_mask": [*mask.shape], **lengths}), self._mesh)
+            check_consistent(signature({"block_mask": [*mask.shape], **lengths}), self._mesh)
         return sharded
 
     def _whole_layout(

@@ -13,10 +13,10 @@ from para_core.attention.grid import choose_grid
 from para_core.planner.hardware import Device, Host, Topology
 from para_core.planner.traffic import (
     AttentionBytes,
-    AttentionCall,
+    CallWork,
+    CountedAttention,
     Edges,
     Gathered,
-    Part,
     Product,
     Summed,
     Tokens,
@@ -34,7 +34,7 @@ RingMethod = Literal["rotate", "all-gather", "2d"]
 
 
 @dataclass(frozen=True)
-class Shape:
+class MeshShape:
     """Sizes of the mesh dims; the product is the number of ranks. Along ``pipe`` ranks are farthest apart, then along ``batch``, …,
     along ``tensor`` they are neighbours.
 
@@ -148,7 +148,7 @@ def local_rows(tokens: tuple[Tokens, ...], ranks: int) -> int:
     return sum(x.held(0, ranks) + x.whole(ranks) for x in tokens)
 
 
-def product_seconds(product: Product, shape: Shape, machine: Machine) -> tuple[float, float]:
+def product_seconds(product: Product, shape: MeshShape, machine: Machine) -> tuple[float, float]:
     """Seconds of computing, and bytes that are summed over the tensor ranks."""
     rows = product.samples * local_rows(product.rows, shape.sequence)
     inner, columns, summed = product.inner, product.columns, 0.0
@@ -164,7 +164,7 @@ def product_seconds(product: Product, shape: Shape, machine: Machine) -> tuple[f
     return max(computing, moved / machine.bandwidth), summed
 
 
-def attention_seconds(call: AttentionCall, shape: Shape, machine: Machine) -> float:
+def attention_seconds(call: CountedAttention, shape: MeshShape, machine: Machine) -> float:
     """Seconds of computing: of the rank's queries, to all keys of its sequence ranks; tiles of 128 queries fill the device in waves."""
     device = machine.device
     sharded = any(x.cut and x.total >= shape.sequence for x in call.keys)
@@ -188,13 +188,15 @@ def attention_seconds(call: AttentionCall, shape: Shape, machine: Machine) -> fl
     return max(computing, moved / machine.bandwidth)
 
 
-def of_tensor_rank(call: AttentionCall, tensor: int) -> AttentionCall:
+def of_tensor_rank(call: CountedAttention, tensor: int) -> CountedAttention:
     """What the first of ``tensor`` ranks attends to, each of which has other heads."""
     heads, kv_heads = part(call.heads, 0, tensor), max(1, part(call.kv_heads, 0, tensor))
     return replace(call, heads=heads, kv_heads=kv_heads if heads % kv_heads == 0 else 1)
 
 
-def exchange_seconds(call: AttentionCall, shape: Shape, machine: Machine, attending: float) -> tuple[float, float]:
+def exchange_seconds(
+    call: CountedAttention, shape: MeshShape, machine: Machine, attending: float
+) -> tuple[float, float]:
     """Seconds for which an attention call waits for what travels, and of copying and merging; ``attending``: of its computing."""
     own = of_tensor_rank(call, shape.tensor)
     sent = bytes_of_attention(own, shape.ring, shape.ulysses, 0, two_dims=shape.ring_method == "2d")
@@ -216,7 +218,7 @@ def exchange_seconds(call: AttentionCall, shape: Shape, machine: Machine, attend
 
 
 def _around_the_ring(
-    call: AttentionCall, sent: AttentionBytes, shape: Shape, machine: Machine, attending: float
+    call: CountedAttention, sent: AttentionBytes, shape: MeshShape, machine: Machine, attending: float
 ) -> tuple[float, float]:
     """Seconds of waiting for keys, and of merging."""
     runtime, ring = machine.runtime, shape.ring
@@ -245,7 +247,7 @@ def sending_slows(hidden: float, machine: Machine) -> float:
 
 
 def _in_two_dims(
-    call: AttentionCall, sent: AttentionBytes, shape: Shape, machine: Machine, attending: float, own_results: int
+    call: CountedAttention, sent: AttentionBytes, shape: MeshShape, machine: Machine, attending: float, own_results: int
 ) -> tuple[float, float]:
     """Attention2D, arXiv:2503.15758: seconds of waiting for queries, keys and partial results, and of packing and merging these.
 
@@ -273,7 +275,7 @@ def _in_two_dims(
     return exposed + sending_slows(to_row + to_column + back - exposed, machine), packing
 
 
-def call_seconds(own: Part, shape: Shape, machine: Machine) -> Seconds:
+def call_seconds(own: CallWork, shape: MeshShape, machine: Machine) -> Seconds:
     """One call of the model, or of one share of its samples, on the ranks that share its tokens and weights."""
     products = attention = waiting = copying = 0.0
     runtime, host = machine.runtime, machine.host
@@ -286,7 +288,7 @@ def call_seconds(own: Part, shape: Shape, machine: Machine) -> Seconds:
             if summed:
                 waiting += reduced.seconds(summed)
                 launches += 1
-        elif isinstance(event, AttentionCall):
+        elif isinstance(event, CountedAttention):
             attending = attention_seconds(event, shape, machine)
             exposed, copied = exchange_seconds(event, shape, machine, attending)
             attention, waiting, copying = attention + attending, waiting + exposed, copying + copied
@@ -311,20 +313,20 @@ def call_seconds(own: Part, shape: Shape, machine: Machine) -> Seconds:
     return Seconds(products, attention, other, waiting, max(0.0, launching - device))
 
 
-def _ring_launches(call: AttentionCall, shape: Shape, runtime: Runtime) -> int:
+def _ring_launches(call: CountedAttention, shape: MeshShape, runtime: Runtime) -> int:
     if shape.ring_method != "2d" or shape.ring == 1:
         return shape.ring * runtime.ring_launches
     _, columns = choose_grid(shape.ring, call.heads, call.kv_heads)
     return runtime.grid_launches + columns - 2
 
 
-def region_share(own: Part, ranks: int) -> float:
+def region_share(own: CallWork, ranks: int) -> float:
     """Of all tokens that are sharded somewhere in a call, and those that are beside them, the share that the first rank has."""
     longest: tuple[Tokens, ...] = max(
         (
             event.queries
             for event in own.events
-            if isinstance(event, AttentionCall) and any(x.cut for x in event.queries)
+            if isinstance(event, CountedAttention) and any(x.cut for x in event.queries)
         ),
         key=lambda tokens: sum(x.total for x in tokens),
         default=(),

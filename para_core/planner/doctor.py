@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from para_core.distributed.create_mesh import init_context_parallel_mesh
 from para_core.planner.checks import backends, host, memory, speed, versions
 from para_core.planner.mesh_checks import exactness, host_per_call, links
-from para_core.planner.report import BROKEN, OK, Finding, Ranks, Report
+from para_core.planner.report import BROKEN, OK, DoctorReport, Finding, Ranks
 
 # A rank that does not come is waited for so long, in seconds.
 _PATIENCE = 60.0
@@ -64,9 +64,9 @@ def _join(*, on_cpu: bool) -> Ranks:
     return Ranks(rank, size, device, torch.float32 if on_cpu else torch.bfloat16)
 
 
-def examine(ranks: Ranks, *, ring: int | None = None) -> Report:
+def examine(ranks: Ranks, *, ring: int | None = None) -> DoctorReport:
     """Every check, one after the other; all ranks call it alike."""
-    report = Report()
+    report = DoctorReport()
     _try(report, "versions", lambda: report.findings.append(versions(ranks)))
     _try(report, "device", lambda: report.findings.append(memory(ranks)))
     _try(report, "backends", lambda: report.findings.append(backends(ranks)))
@@ -86,7 +86,7 @@ def examine(ranks: Ranks, *, ring: int | None = None) -> Report:
     return report
 
 
-def _examine_mesh(ranks: Ranks, mesh: DeviceMesh, report: Report) -> None:
+def _examine_mesh(ranks: Ranks, mesh: DeviceMesh, report: DoctorReport) -> None:
     _try(report, "attention over the mesh", lambda: report.findings.append(exactness(ranks, mesh)))
     _try(report, "host per attention call", lambda: _note(report, host_per_call(ranks, mesh)))
     _try(report, "links", lambda: links(ranks, mesh, report))
@@ -97,7 +97,7 @@ def _inner_divisor(number: int) -> int:
     return 2 if number >= 4 and number % 2 == 0 else 1
 
 
-def _try(report: Report, name: str, check: Callable[[], Any]) -> None:
+def _try(report: DoctorReport, name: str, check: Callable[[], Any]) -> None:
     try:
         check()
     except Exception as error:
@@ -115,6 +115,6 @@ def _way_out(name: str, error: str) -> str:
     return f"{name} does not work on this machine: {error.strip()[:300]}"
 
 
-def _note(report: Report, found: tuple[Finding, dict[str, Any]]) -> None:
+def _note(report: DoctorReport, found: tuple[Finding, dict[str, Any]]) -> None:
     report.findings.append(found[0])
     report.figures.update(found[1])

@@ -16,7 +16,7 @@ from para_core.distributed.mesh import guided_mesh
 from para_core.modes.unified import UnifiedAttnMode
 from para_core.planner.checks import seconds_of
 from para_core.planner.hardware import LINKS, device_named
-from para_core.planner.report import BROKEN, CHANGE, Finding, Ranks, Report
+from para_core.planner.report import BROKEN, CHANGE, DoctorReport, Finding, Ranks
 
 
 def _error(result: Tensor, exact: Tensor) -> float:
@@ -61,7 +61,7 @@ def host_per_call(ranks: Ranks, mesh: DeviceMesh) -> tuple[Finding, dict[str, An
     }
 
 
-def links(ranks: Ranks, mesh: DeviceMesh, report: Report) -> None:
+def links(ranks: Ranks, mesh: DeviceMesh, report: DoctorReport) -> None:
     """Latency and bandwidth of each mesh dim: of an all-to-all, and of a step around a ring."""
     rows = []
     for dim in guided_mesh(mesh).dims:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from para_core.planner.cost import Machine, Shape
+from para_core.planner.cost import Machine, MeshShape
 from para_core.planner.rows import SHARING, Row, Sharing, Workload, predict, shapes
 from para_core.weights.pipefusion import PipeFusion
 
@@ -105,7 +105,7 @@ class MeshPlan:
         figure.savefig(path)
 
 
-def communicators(shape: Shape) -> int:
+def communicators(shape: MeshShape) -> int:
     """Return how many communicators of NCCL a rank of ``shape`` holds, at most.
 
     One for each mesh dim of several ranks, one for the group of FSDP2's weights, and one for each edge from or to the last stage: it
@@ -119,7 +119,7 @@ def communicators(shape: Shape) -> int:
     return sum(size > 1 for size in dims) + edges + shape.fsdp
 
 
-def room_of(machine: Machine, shape: Shape) -> float:
+def room_of(machine: Machine, shape: MeshShape) -> float:
     """Return the bytes that a rank of ``shape`` may hold on its device."""
     return machine.device.memory - RESERVED - COMMUNICATOR * communicators(shape)
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from para_core.distributed.mesh import MeshDim
-from para_core.planner.traffic import AttentionCall, Edges, Gathered, ModelCall, Part, Product, Summed, Tokens
+from para_core.planner.traffic import CallWork, CountedAttention, Edges, Gathered, ModelCall, Product, Summed, Tokens
 from para_core.plans.module_matching import as_tuple, match_modules, matching_modules, parameters_of
 from para_core.plans.plan import (
     Attention,
@@ -125,9 +125,9 @@ class _Observer(TorchFunctionMode):
         self._coarse = coarse_segments(plan)
         self._parameters = parameters_of(model)
         self._matches = match_modules(model, plan)
-        self._start(Part())
+        self._start(CallWork())
 
-    def _start(self, found: Part) -> None:
+    def _start(self, found: CallWork) -> None:
         self._part = found
         self._segments: dict[str, Tokens] = {}
         self._active = False
@@ -137,7 +137,7 @@ class _Observer(TorchFunctionMode):
         # Of each linear attention that is running, how often it called what.
         self._summing: list[tuple[LinearAttention, list[str]]] = []
 
-    def run(self, forward: Callable[..., Any], arguments: dict[str, Any], found: Part) -> Any:
+    def run(self, forward: Callable[..., Any], arguments: dict[str, Any], found: CallWork) -> Any:
         """``forward(**arguments)``, noting in ``found`` what it does."""
         self._start(found)
         self._note(self._plan.inputs, arguments)
@@ -287,14 +287,14 @@ class _Observer(TorchFunctionMode):
         if not self._active:
             queries, keys = ((Tokens(x.shape[-2], cut=False),) for x in (query, key))
             sizes = (query.shape[-3], key.shape[-3], query.shape[-1], value.shape[-1], query.element_size())
-            self._part.events.append(AttentionCall(query.shape[:-3].numel(), *sizes, queries, keys))
+            self._part.events.append(CountedAttention(query.shape[:-3].numel(), *sizes, queries, keys))
             return
         attending, calls = self._attending[-1]
         attention = attending[min(len(calls), len(attending) - 1)]
         calls.append(None)
         names = attention.queries if attention.keys is None else attention.keys
         self._part.events.append(
-            AttentionCall(
+            CountedAttention(
                 query.shape[:-3].numel(),
                 query.shape[-3],
                 key.shape[-3],
@@ -314,12 +314,12 @@ class _Observer(TorchFunctionMode):
         # What is left was never sharded.
         return (*known, Tokens(total - sum(x.total for x in known), cut=False))
 
-    def _note_joint_rows(self, found: Part) -> None:
+    def _note_joint_rows(self, found: CallWork) -> None:
         """Rows of a product that are no segments: as many as the queries of an attention call, they are the same tokens."""
         joint = {
             sum(x.total for x in event.queries): event.queries
             for event in found.events
-            if isinstance(event, AttentionCall) and any(x.cut for x in event.queries)
+            if isinstance(event, CountedAttention) and any(x.cut for x in event.queries)
         }
         for place, event in enumerate(found.events):
             if isinstance(event, Product) and not any(x.cut for x in event.rows):
@@ -386,7 +386,7 @@ def observed(
                 shares = [_share(given, plan, total, index, batch) for index in range(batch)]
         with _own_forward(model, own):
             foreseen = is_foreseen(model, args, kwargs)
-        call = ModelCall((id(model), *_sizes(given)), [Part() for _ in shares], foreseen)
+        call = ModelCall((id(model), *_sizes(given)), [CallWork() for _ in shares], foreseen)
         calls.append(call)
         outputs = [observer.run(forward, share, found) for share, found in zip(shares, call.parts, strict=True)]
         return outputs[0] if len(outputs) == 1 else _joined(outputs)

@@ -30,7 +30,7 @@ class Finding:
 
 
 @dataclass
-class Report:
+class DoctorReport:
     """What was found, and the figures for :func:`para_core.adapters.plan_mesh`."""
 
     findings: list[Finding] = field(default_factory=list)

@@ -9,15 +9,15 @@ from typing import Any, Literal, get_args
 from para_core.attention.grid import choose_grid
 from para_core.planner.cost import (
     Machine,
+    MeshShape,
     RingMethod,
     Seconds,
-    Shape,
     call_seconds,
     of_tensor_rank,
     product_seconds,
     region_share,
 )
-from para_core.planner.traffic import AttentionCall, ModelCall, Part, Product, sent_in_rounds
+from para_core.planner.traffic import CallWork, CountedAttention, ModelCall, Product, sent_in_rounds
 from para_core.planner.weights import (
     Weights,
     patched,
@@ -71,7 +71,7 @@ class Row:
         why: what it loses by, beside the first row.
     """
 
-    shape: Shape
+    shape: MeshShape
     step: Seconds
     encoder: float
     decoder: float
@@ -119,7 +119,7 @@ def _arguments(named: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in named.items())
 
 
-def shapes(ranks: int, *, sharing: Sequence[Sharing] = (), pipefusion: PipeFusion | None = None) -> Iterator[Shape]:
+def shapes(ranks: int, *, sharing: Sequence[Sharing] = (), pipefusion: PipeFusion | None = None) -> Iterator[MeshShape]:
     """Every way to share ``ranks`` ranks out over the mesh dims; ``batch`` is 1 or 2. Without those of ``"fsdp"``.
 
     Args:
@@ -135,10 +135,10 @@ def shapes(ranks: int, *, sharing: Sequence[Sharing] = (), pipefusion: PipeFusio
                 left = ranks // (batch * stages * size)
                 for ring in divisors(left):
                     for method in _ring_methods(ring):
-                        yield Shape(batch, stages, ring, left // ring, size, method)
+                        yield MeshShape(batch, stages, ring, left // ring, size, method)
         if pipefusion is not None and ranks > batch:
             # A patch is the part of one rank.
-            yield Shape(batch, ranks // batch, pipefusion=pipefusion)
+            yield MeshShape(batch, ranks // batch, pipefusion=pipefusion)
 
 
 def _ring_methods(ring: int) -> tuple[RingMethod, ...]:
@@ -155,7 +155,7 @@ def divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def problem_of(shape: Shape, work: Workload) -> str | None:
+def problem_of(shape: MeshShape, work: Workload) -> str | None:
     """Why a mesh does nothing with its ranks; None: it does."""
     if shape.batch > 1 and work.branches == 1 and len(work.calls[2].parts) == 1:
         return "there is one branch of guidance: nothing for batch to share"
@@ -176,7 +176,7 @@ def problem_of(shape: Shape, work: Workload) -> str | None:
     return None
 
 
-def predict(shape: Shape, work: Workload, machine: Machine) -> Row:
+def predict(shape: MeshShape, work: Workload, machine: Machine) -> Row:
     """Seconds, bytes and memory of one mesh."""
     call = work.calls[shape.batch if len(work.calls[shape.batch].parts) > 1 else 1]
     own = call.parts[0]
@@ -206,7 +206,7 @@ def predict(shape: Shape, work: Workload, machine: Machine) -> Row:
     )
 
 
-def _step(own: Part, passes: int, shape: Shape, work: Workload, machine: Machine) -> Seconds:
+def _step(own: CallWork, passes: int, shape: MeshShape, work: Workload, machine: Machine) -> Seconds:
     """Exact, of the calls that one rank makes."""
     if shape.pipe > 1:
         return staged(own, passes, shape, machine)
@@ -214,12 +214,12 @@ def _step(own: Part, passes: int, shape: Shape, work: Workload, machine: Machine
     return with_gathered_weights(step, work.weights, passes, shape, machine) if shape.fsdp else step
 
 
-def _sent(call: ModelCall, shape: Shape, work: Workload, machine: Machine, passes: int) -> int:
+def _sent(call: ModelCall, shape: MeshShape, work: Workload, machine: Machine, passes: int) -> int:
     """Bytes that the first rank sends in a step: for attention and outputs, and for what is summed over tensor ranks."""
     parts = [
         replace(
             own,
-            events=[of_tensor_rank(x, shape.tensor) if isinstance(x, AttentionCall) else x for x in own.events],
+            events=[of_tensor_rank(x, shape.tensor) if isinstance(x, CountedAttention) else x for x in own.events],
         )
         for own in call.parts
     ]
@@ -235,7 +235,7 @@ def _sent(call: ModelCall, shape: Shape, work: Workload, machine: Machine, passe
     return own + round(passes * summed + gathered) + sent_between_stages(call.parts[0], passes, shape)
 
 
-def memory_of(shape: Shape, work: Workload, own: Part, passes: int) -> float:
+def memory_of(shape: MeshShape, work: Workload, own: CallWork, passes: int) -> float:
     """Bytes of a rank: its weights, the most that activations hold, and the keys that PipeFusion keeps."""
     share = region_share(own, shape.sequence) / shape.tensor
     kept = stale_key_bytes(own, passes, shape.pipe) if shape.pipefusion is not None else 0.0

@@ -37,7 +37,7 @@ class Tokens:
 
 
 @dataclass(frozen=True)
-class AttentionCall:
+class CountedAttention:
     """One call of ``scaled_dot_product_attention``.
 
     Args:
@@ -97,7 +97,7 @@ class Product:
 
 
 @dataclass
-class Part:
+class CallWork:
     """What one share of a call's samples does, and the bytes of what it returns.
 
     Args:
@@ -106,7 +106,7 @@ class Part:
         peak: the most bytes of activations held at once: of the former and of the latter.
     """
 
-    events: list[AttentionCall | Gathered | Summed | Edges | Product] = field(default_factory=list)
+    events: list[CountedAttention | Gathered | Summed | Edges | Product] = field(default_factory=list)
     returned: int = 0
     launches: int = 0
     moved: tuple[int, int] = (0, 0)
@@ -123,7 +123,7 @@ class ModelCall:
     """
 
     inputs: Any
-    parts: list[Part]
+    parts: list[CallWork]
     foreseen: bool = False
 
 
@@ -158,7 +158,7 @@ class AttentionBytes:
 
 
 def bytes_of_attention(
-    call: AttentionCall, ring: int, ulysses: int, rank: int, *, two_dims: bool = False
+    call: CountedAttention, ring: int, ulysses: int, rank: int, *, two_dims: bool = False
 ) -> AttentionBytes:
     """What sequence rank ``rank`` sends to others, S_r being the sharded tokens of rank r, H_u the heads of Ulysses rank u.
 
@@ -191,7 +191,7 @@ def bytes_of_attention(
 
 
 def _sent_in_grid(
-    call: AttentionCall, heads: int, kv_heads: int, queries: Sequence[int], keys: Sequence[int], index: int
+    call: CountedAttention, heads: int, kv_heads: int, queries: Sequence[int], keys: Sequence[int], index: int
 ) -> tuple[int, int, int]:
     """What ring rank ``index`` sends along its row, along its column, and back along its row, as ``para_core/attention/attention_2d.py`` says.
 
@@ -209,7 +209,7 @@ def _sent_in_grid(
     return each * to_row, each * to_column, call.samples * results
 
 
-def heads_of_ranks(call: AttentionCall, ulysses: int) -> tuple[list[int], list[int]]:
+def heads_of_ranks(call: CountedAttention, ulysses: int) -> tuple[list[int], list[int]]:
     """Heads of queries and of keys that each Ulysses rank computes."""
     group = call.heads // call.kv_heads
     heads, kv_heads, start = [], [], 0
@@ -222,7 +222,7 @@ def heads_of_ranks(call: AttentionCall, ulysses: int) -> tuple[list[int], list[i
     return heads, kv_heads
 
 
-def sent_in_attention(call: AttentionCall, ring: int, ulysses: int, rank: int, *, two_dims: bool = False) -> int:
+def sent_in_attention(call: CountedAttention, ring: int, ulysses: int, rank: int, *, two_dims: bool = False) -> int:
     """Bytes that sequence rank ``rank`` sends to others; see :func:`bytes_of_attention`."""
     return bytes_of_attention(call, ring, ulysses, rank, two_dims=two_dims).total
 
@@ -240,7 +240,7 @@ def sent_in_call(call: ModelCall, shape: Shape, rank: int, *, two_dims: bool = F
     own = call.parts[index if len(call.parts) > 1 else 0]
     total = own.returned * (len(call.parts) - 1)
     for event in own.events:
-        if isinstance(event, AttentionCall):
+        if isinstance(event, CountedAttention):
             total += sent_in_attention(event, ring, ulysses, rank, two_dims=two_dims)
         elif isinstance(event, Gathered):
             tokens = [event.tokens.held(r, ring * ulysses) for r in range(ring * ulysses)]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from para_core.planner.cost import Machine, Seconds, Shape, call_seconds, local_rows, sending_slows
-from para_core.planner.traffic import AttentionCall, Part, Product, Tokens
+from para_core.planner.cost import Machine, MeshShape, Seconds, call_seconds, local_rows, sending_slows
+from para_core.planner.traffic import CallWork, CountedAttention, Product, Tokens
 from para_core.weights.stages import balanced
 
 
@@ -54,7 +54,7 @@ class Weights:
     no_stages: str | None = "its blocks are not described"
     no_patches: str | None = "its blocks are not described"
 
-    def held(self, shape: Shape) -> float:
+    def held(self, shape: MeshShape) -> float:
         """Bytes of the rank that holds most."""
         if shape.fsdp:
             ranks = shape.sequence
@@ -79,7 +79,7 @@ class Weights:
 # -- FSDP2: a block is gathered while the one before computes
 
 
-def with_gathered_weights(step: Seconds, weights: Weights, calls: int, shape: Shape, machine: Machine) -> Seconds:
+def with_gathered_weights(step: Seconds, weights: Weights, calls: int, shape: MeshShape, machine: Machine) -> Seconds:
     """``step`` of ``calls`` calls, each of which gathers all blocks of a transformer."""
     of_one = weights.transformer
     link = machine.topology.link(shape.tensor, shape.sequence)
@@ -93,9 +93,9 @@ def with_gathered_weights(step: Seconds, weights: Weights, calls: int, shape: Sh
 # -- stages: a mesh dim ``pipe``
 
 
-def _stream(own: Part, shape: Shape) -> float:
+def _stream(own: CallWork, shape: MeshShape) -> float:
     """Bytes of the tokens that go from block to block in one call."""
-    calls = [x for x in own.events if isinstance(x, AttentionCall)]
+    calls = [x for x in own.events if isinstance(x, CountedAttention)]
     widest = max(calls, key=lambda x: sum(y.total for y in x.queries), default=None)
     if widest is None:
         return 0.0
@@ -103,12 +103,12 @@ def _stream(own: Part, shape: Shape) -> float:
     return float(tokens * widest.samples * widest.heads * widest.head_dim * widest.element_size)
 
 
-def sent_between_stages(own: Part, calls: int, shape: Shape) -> int:
+def sent_between_stages(own: CallWork, calls: int, shape: MeshShape) -> int:
     """Bytes that the first stage sends in ``calls`` calls, whole or in patches."""
     return round(calls * _stream(own, shape)) if shape.pipe > 1 else 0
 
 
-def staged(own: Part, calls: int, shape: Shape, machine: Machine) -> Seconds:
+def staged(own: CallWork, calls: int, shape: MeshShape, machine: Machine) -> Seconds:
     """Exact stages: each waits for the one before, and all for the result of the last."""
     # While a stage computes, the hosts of the others have launched theirs.
     one = call_seconds(replace(own, launches=own.launches // shape.pipe), shape, machine)
@@ -118,7 +118,7 @@ def staged(own: Part, calls: int, shape: Shape, machine: Machine) -> Seconds:
     return (one + Seconds(communication=between + result)).times(calls)
 
 
-def patched(own: Part, calls: int, shape: Shape, machine: Machine) -> Seconds:
+def patched(own: CallWork, calls: int, shape: MeshShape, machine: Machine) -> Seconds:
     """PipeFusion, arXiv:2405.14430: each stage busy with another patch, whose tokens leave while the next one is computed."""
     patches = shape.pipefusion.num_patches if shape.pipefusion is not None else 1
     one = call_seconds(_one_patch(own, patches), replace(shape, pipe=1), machine)
@@ -129,7 +129,7 @@ def patched(own: Part, calls: int, shape: Shape, machine: Machine) -> Seconds:
     return replace(step, communication=step.communication + max(0.0, travelling - step.compute))
 
 
-def _one_patch(own: Part, patches: int) -> Part:
+def _one_patch(own: CallWork, patches: int) -> CallWork:
     """What is computed of one patch: its queries, and all keys."""
 
     def of_patch(tokens: tuple[Tokens, ...]) -> tuple[Tokens, ...]:
@@ -137,7 +137,7 @@ def _one_patch(own: Part, patches: int) -> Part:
 
     events = [
         replace(x, queries=of_patch(x.queries))
-        if isinstance(x, AttentionCall)
+        if isinstance(x, CountedAttention)
         else replace(x, rows=of_patch(x.rows))
         if isinstance(x, Product)
         else x
@@ -146,11 +146,11 @@ def _one_patch(own: Part, patches: int) -> Part:
     return replace(own, events=events, moved=(own.moved[0] // patches, own.moved[1]))
 
 
-def stale_key_bytes(own: Part, calls: int, stages: int) -> float:
+def stale_key_bytes(own: CallWork, calls: int, stages: int) -> float:
     """Keys and values of the step before that a stage keeps, of ``calls`` branches of guidance."""
     of_all = sum(
         x.samples * x.element_size * x.kv_heads * (x.head_dim + x.value_dim) * sum(y.total for y in x.keys)
         for x in own.events
-        if isinstance(x, AttentionCall)
+        if isinstance(x, CountedAttention)
     )
     return calls * of_all / stages

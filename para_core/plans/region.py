@@ -22,7 +22,7 @@ from para_core.distributed.mesh import MeshDim, SequenceMesh
 from para_core.instance_patching import (
     Around,
     ModuleTree,
-    Order,
+    WrapperPriority,
     is_entry,
     is_wrapped,
     unwrap,
@@ -346,7 +346,9 @@ class _Region:
             alike.setdefault((rules, parameters_of(found), heads), []).append(found)
         for (rules, parameters, heads), submodules in alike.items():
             # __call__: outside of what Module.compile makes of the submodule, before or after this.
-            wrap_alike(submodules, "__call__", _KEY, self._module_hook(rules, parameters, heads), order=Order.PLAN)
+            wrap_alike(
+                submodules, "__call__", _KEY, self._module_hook(rules, parameters, heads), order=WrapperPriority.PLAN
+            )
         self._tree = ModuleTree(module)
 
     def _module_hook(self, rules: ModuleRules, parameters: tuple[str, ...], heads: int) -> Around:
@@ -506,8 +508,8 @@ def apply_plan(
         return
     region = _Region(module, plan, mesh, batch, require_equal, options, attn_func)
     region.attach(module)
-    wrap_method(module, CALL_WITH_HOOKS, _KEY, region.run, order=Order.PLAN)
-    wrap_method(module, "__call__", _KEY, region.call_outer, order=Order.PLAN)
+    wrap_method(module, CALL_WITH_HOOKS, _KEY, region.run, order=WrapperPriority.PLAN)
+    wrap_method(module, "__call__", _KEY, region.call_outer, order=WrapperPriority.PLAN)
 
 
 def remove_plan(module: nn.Module) -> None:

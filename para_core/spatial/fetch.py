@@ -19,7 +19,7 @@ Wanted = tuple[tuple[Range, ...], ...]
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _RowSpan:
     """Consecutive rows of one range: from ``sender``, of whom they are the rows from ``start``. No sender: over the edge."""
 
     sender: int | None
@@ -32,7 +32,7 @@ class _Plan:
     # Of this rank's rows, (start, length) for each other rank, in its order of pieces.
     sends: tuple[tuple[tuple[int, int], ...], ...]
     receives: tuple[int, ...]  # rows from each rank
-    ranges: tuple[tuple[_Piece, ...], ...]
+    ranges: tuple[tuple[_RowSpan, ...], ...]
     silent: bool  # no rank needs another's rows
 
 
@@ -56,18 +56,18 @@ def _plan(layout: Layout, wanted: Wanted, rank: int) -> _Plan:
     return _Plan(tuple(sends), tuple(receives), mine, silent)
 
 
-def _pieces(layout: Layout, one: Range) -> tuple[_Piece, ...]:
+def _pieces(layout: Layout, one: Range) -> tuple[_RowSpan, ...]:
     start, stop = one
     total = sum(layout)
     found = []
     if start < 0:
-        found.append(_Piece(None, 0, min(stop, 0) - start))
+        found.append(_RowSpan(None, 0, min(stop, 0) - start))
     for sender, (first, last) in enumerate(held(layout)):
         low, high = max(start, first), min(stop, last)
         if low < high:
-            found.append(_Piece(sender, low - first, high - low))
+            found.append(_RowSpan(sender, low - first, high - low))
     if stop > total:
-        found.append(_Piece(None, 0, stop - max(start, total)))
+        found.append(_RowSpan(None, 0, stop - max(start, total)))
     return tuple(found)
 
 

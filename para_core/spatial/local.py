@@ -13,7 +13,7 @@ from torch import Tensor
 from para_core.distributed.mesh import MeshDim
 from para_core.spatial.errors import name_of, unknown
 from para_core.spatial.fetch import all_ranks, gather, part_of, relayout
-from para_core.spatial.tag import Count, Rows, counted, local_sizes, rows_of, tagged, untagged
+from para_core.spatial.tag import Rows, ShardedSize, counted, local_sizes, rows_of, tagged, untagged
 
 Function = Callable[..., Any]
 
@@ -89,7 +89,7 @@ def shape(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str,
     rows = rows_of(args[0])
     if rows is None:
         return found
-    count = Count(tuple([rows.outer * count for count in rows.layout]), ranks.index)
+    count = ShardedSize(tuple([rows.outer * count for count in rows.layout]), ranks.index)
     name = name_of(func)
     if name in ("numel", "nelement"):
         rest = [size for dim, size in enumerate(args[0].shape) if dim != rows.dim]
@@ -275,7 +275,7 @@ def spread(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str
 def of_each_frame(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """``x.repeat_interleave(pixels)`` of one replicated number a frame: one for each token of this rank."""
     x, repeats = args[0], kwargs.get("repeats", args[1] if len(args) > 1 else None)
-    if x.ndim != 1 or not isinstance(repeats, Count):
+    if x.ndim != 1 or not isinstance(repeats, ShardedSize):
         out: Tensor = func(*args, **kwargs)
         return out
     return tagged(x.repeat_interleave(repeats.local), Rows(0, repeats.layout, len(x)))

@@ -11,14 +11,14 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
-from para_core.distributed.consistency import agree, signature
+from para_core.distributed.consistency import check_consistent, signature
 from para_core.distributed.mesh import MeshDim, SequenceMesh
 from para_core.spatial import convolution, local, norm, products, resample, views
 from para_core.spatial.errors import name_of, unknown
 from para_core.spatial.fetch import gather, part_of
 from para_core.spatial.one_group import one_group
 from para_core.spatial.rows import Layout, even
-from para_core.spatial.tag import Count, Rows, rows_of, tagged
+from para_core.spatial.tag import Rows, ShardedSize, rows_of, tagged
 from para_core.torch_internals import (
     DisableTorchFunction,
     innermost_transform,
@@ -102,7 +102,7 @@ class SpatialShardMode(TorchFunctionMode):
         name = name_of(func)
         if self._compare_calls and isinstance(found, Rows):
             alone = MeshDim("ring", 1, 0, "", None)
-            agree(signature({"function": name, "rows": str(found)}), SequenceMesh(alone, self.ranks, "cpu"))
+            check_consistent(signature({"function": name, "rows": str(found)}), SequenceMesh(alone, self.ranks, "cpu"))
         rule = (RULES if isinstance(found, Rows) else FACTORIES).get(name)
         if rule is not None:
             return rule(self.ranks, func, args, kwargs)
@@ -118,15 +118,15 @@ def _unwrapped(x: Any) -> Any:
     return x
 
 
-def _first_sharded(values: Iterable[Any]) -> Rows | Count | None:
+def _first_sharded(values: Iterable[Any]) -> Rows | ShardedSize | None:
     """The tag of the first sharded tensor; where there is none, the first size of one."""
-    count: Rows | Count | None = None
+    count: Rows | ShardedSize | None = None
     for value in values:
         if isinstance(value, Tensor):
-            found: Rows | Count | None = rows_of(value)
+            found: Rows | ShardedSize | None = rows_of(value)
         elif isinstance(value, (list, tuple)):
             found = _first_sharded(value)
-        elif isinstance(value, Count):
+        elif isinstance(value, ShardedSize):
             found = value
         else:
             continue

@@ -16,7 +16,7 @@ from para_core.spatial import rows as plans
 from para_core.spatial.errors import name_of, unknown
 from para_core.spatial.fetch import fetch, relayout
 from para_core.spatial.rows import Layout, held
-from para_core.spatial.tag import Count, Rows, local_sizes, rows_of, tagged
+from para_core.spatial.tag import Rows, ShardedSize, local_sizes, rows_of, tagged
 
 Function = Callable[..., Any]
 
@@ -96,10 +96,10 @@ def interpolate(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dic
         wanted = sizes[place]
         times = wanted // sum(rows.layout)
         # Each row becomes so many here as there; of other multiples steps are rounded, and not alike.
-        same = isinstance(wanted, Count) and wanted.layout == tuple([count * times for count in rows.layout])
+        same = isinstance(wanted, ShardedSize) and wanted.layout == tuple([count * times for count in rows.layout])
         if mode == "nearest" and same and times in (1, 2, 4, 8, 16):
             return tagged(func(x, local_sizes(sizes)), Rows(rows.dim, wanted.layout))
-        layout = wanted.layout if isinstance(wanted, Count) else plans.scaled(rows.layout, wanted)
+        layout = wanted.layout if isinstance(wanted, ShardedSize) else plans.scaled(rows.layout, wanted)
         step = sum(rows.layout) / sum(layout)
         others = list(sizes)
     else:

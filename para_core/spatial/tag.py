@@ -51,7 +51,7 @@ def untagged(x: Tensor) -> Tensor:
     return x
 
 
-class Count(int):
+class ShardedSize(int):
     """A number of rows, which knows how many of them each rank holds: what ``x.shape`` holds where ``x`` is sharded.
 
     It is that of all rows, whatever is computed of it or decided by it: as on one device, and on every rank alike. As a size of a
@@ -65,7 +65,7 @@ class Count(int):
     layout: Layout
     rank: int
 
-    def __new__(cls, layout: Layout, rank: int) -> Count:
+    def __new__(cls, layout: Layout, rank: int) -> ShardedSize:
         made = super().__new__(cls, sum(layout))
         made.layout, made.rank = layout, rank
         return made
@@ -77,19 +77,19 @@ class Count(int):
     def __mul__(self, other: Any) -> Any:
         if type(other) is not int:
             return int(self) * other
-        return Count(tuple([count * other for count in self.layout]), self.rank)
+        return ShardedSize(tuple([count * other for count in self.layout]), self.rank)
 
     __rmul__ = __mul__
 
     def __floordiv__(self, other: Any) -> Any:
         if type(other) is not int or any(count % other for count in self.layout):
             return int(self) // other
-        return Count(tuple([count // other for count in self.layout]), self.rank)
+        return ShardedSize(tuple([count // other for count in self.layout]), self.rank)
 
 
 def local_sizes(value: Any) -> Any:
-    """``value`` (a size, sizes, arguments) in which each :class:`Count` is this rank's number of rows."""
-    if isinstance(value, Count):
+    """``value`` (a size, sizes, arguments) in which each :class:`ShardedSize` is this rank's number of rows."""
+    if isinstance(value, ShardedSize):
         return value.local
     if isinstance(value, (tuple, list)):
         return type(value)([local_sizes(one) for one in value])
@@ -97,6 +97,6 @@ def local_sizes(value: Any) -> Any:
 
 
 def counted(shape: Sequence[Any]) -> tuple[int, Layout] | None:
-    """Which size of ``shape`` is a :class:`Count`, and its layout; None if none is, or more (a mask of tokens by tokens)."""
-    found = [(dim, size.layout) for dim, size in enumerate(shape) if isinstance(size, Count)]
+    """Which size of ``shape`` is a :class:`ShardedSize`, and its layout; None if none is, or more (a mask of tokens by tokens)."""
+    found = [(dim, size.layout) for dim, size in enumerate(shape) if isinstance(size, ShardedSize)]
     return found[0] if len(found) == 1 else None

@@ -12,7 +12,7 @@ from torch import nn
 from para_core.distributed.layout import Segment
 from para_core.instance_patching import original_class
 from para_core.verify.parts import held_positions
-from para_core.verify.record import AttentionCall, Digest, Event, Recording
+from para_core.verify.record import AttentionRecord, Digest, Event, Recording
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ def _of(
     return Difference(name, original_class(found).__name__, reason, tuple(facts), error)
 
 
-def _attention_of(name: str, recording: Recording) -> list[AttentionCall]:
+def _attention_of(name: str, recording: Recording) -> list[AttentionRecord]:
     return [
         event.attention
         for event in recording.events
@@ -190,7 +190,7 @@ def _attention_of(name: str, recording: Recording) -> list[AttentionCall]:
     ]
 
 
-def _settings(module: nn.Module, calls: Sequence[Sequence[AttentionCall]]) -> list[str]:
+def _settings(module: nn.Module, calls: Sequence[Sequence[AttentionRecord]]) -> list[str]:
     """Attributes of the module and of its config that have to do with which tokens see each other."""
     facts = []
     config = getattr(module, "config", None)
@@ -204,7 +204,7 @@ def _settings(module: nn.Module, calls: Sequence[Sequence[AttentionCall]]) -> li
     return facts
 
 
-def _beside_lengths(value: Any, calls: Sequence[Sequence[AttentionCall]]) -> str:
+def _beside_lengths(value: Any, calls: Sequence[Sequence[AttentionRecord]]) -> str:
     if type(value) is not int or not all(calls):
         return ""
     whole, held = calls[0][0].keys, max(of_rank[0].keys for of_rank in calls[1:])
@@ -213,7 +213,7 @@ def _beside_lengths(value: Any, calls: Sequence[Sequence[AttentionCall]]) -> str
     return ""
 
 
-def _advice(calls: Sequence[Sequence[AttentionCall]]) -> list[str]:
+def _advice(calls: Sequence[Sequence[AttentionRecord]]) -> list[str]:
     if not all(calls):
         return []
     alone, ranks = calls[0][0], [of_rank[0] for of_rank in calls[1:]]

@@ -38,7 +38,7 @@ class Digest:
 
 
 @dataclass(frozen=True)
-class AttentionCall:
+class AttentionRecord:
     """Lengths, mask and flags of one call of ``scaled_dot_product_attention``."""
 
     queries: int
@@ -58,7 +58,7 @@ class Event:
     kind: Kind
     module: str
     digests: tuple[Digest, ...]
-    attention: AttentionCall | None = None
+    attention: AttentionRecord | None = None
 
 
 @dataclass
@@ -76,7 +76,7 @@ class Recording:
     busy: bool = False
     at_each_event: Callable[[], None] | None = None
 
-    def note(self, kind: Kind, module: str, value: Any, attention: AttentionCall | None = None) -> None:
+    def note(self, kind: Kind, module: str, value: Any, attention: AttentionRecord | None = None) -> None:
         if self.at_each_event is not None:
             self.at_each_event()
         digests = tuple(_digest(x) for x in tree_leaves(value) if isinstance(x, Tensor) and x.layout == torch.strided)
@@ -142,7 +142,7 @@ class _AttentionRecorder(TorchFunctionMode):
     def _record(self, sdpa: SdpaCall) -> Tensor:
         recording = self._recording
         mask = None if sdpa.attn_mask is None else tuple(sdpa.attn_mask.shape)
-        call = AttentionCall(sdpa.query.shape[-2], sdpa.key.shape[-2], mask, bool(sdpa.is_causal))
+        call = AttentionRecord(sdpa.query.shape[-2], sdpa.key.shape[-2], mask, bool(sdpa.is_causal))
         name = recording.running[-1] if recording.running else ""
         # The recorders of outer modules see the same call.
         recording.busy = True

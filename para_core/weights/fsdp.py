@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from para_core.instance_patching import unwrapped, written_class
+from para_core.instance_patching import unwrapped, unwrapped_class
 from para_core.torch_internals import parameter_slots, remove_fsdp
 from para_core.weights.gradients import Gradients
 from para_core.weights.subclasses import consists_of_tensors
@@ -67,7 +67,7 @@ def shard_blocks(
         fully_shard(module, mesh=mesh, reshard_after_forward=True, offload_policy=policy, ignored_params=small)
         for part in (module, *blocks):
             # Before the wrappers return, because each later private subclass takes its name from this class.
-            part.__class__ = _private_class(type(part), written_class(part))
+            part.__class__ = _private_class(type(part), unwrapped_class(part))
     for block, following in pairwise(blocks):
         block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
     if mesh.device_type != "cpu":
@@ -108,7 +108,7 @@ _PRIVATE_CLASSES: WeakValueDictionary[type, type] = WeakValueDictionary()
 
 def _refuse_copies(self: Any, memo_or_protocol: Any) -> Any:
     raise TypeError(
-        f"this {written_class(self).__name__} cannot be copied or pickled while its weights are sharded by FSDP2: this rank holds a part "
+        f"this {unwrapped_class(self).__name__} cannot be copied or pickled while its weights are sharded by FSDP2: this rank holds a part "
         "of each, which refers to process groups. Save its state_dict() by torch.distributed.checkpoint; or gather the weights first, "
         "on every rank: unshard_weights(pipe)."
     )
@@ -125,7 +125,7 @@ def require_shardable(module: nn.Module, replicated: Collection[nn.Parameter] = 
             continue
         if type(parameter) is not nn.Parameter and not isinstance(parameter, DTensor | _Gathered):
             raise ValueError(
-                f"{name} of this {written_class(module).__name__} is a {type(parameter).__name__}, which has no "
+                f"{name} of this {unwrapped_class(module).__name__} is a {type(parameter).__name__}, which has no "
                 "fsdp_pre_all_gather, so FSDP2 cannot shard it. Shard the weights unquantized, or quantized by torchao's "
                 "int8_weight_only_quantized_training(); or leave this component replicated: components=[...] of the others."
             )
@@ -158,7 +158,7 @@ def gather_blocks(module: nn.Module) -> None:
     with unwrapped(parts):
         for part in parts:
             remove_fsdp(part)
-            part.__class__ = written_class(part)
+            part.__class__ = unwrapped_class(part)
     for owner, name, parameter in whole:
         owner.register_parameter(name, parameter)
     gradients: Gradients | None = module.__dict__.pop(_GRADIENTS, None)
@@ -172,7 +172,7 @@ def discard_shards(module: nn.Module) -> None:
     with unwrapped(parts):
         for part in parts:
             remove_fsdp(part)
-            part.__class__ = written_class(part)
+            part.__class__ = unwrapped_class(part)
     module.__dict__.pop(_GRADIENTS, None)
 
 

@@ -32,7 +32,7 @@ def timeout_of(mesh: SequenceMesh) -> timedelta | None:
 
 
 def as_ranks(mesh: DeviceMesh) -> SequenceMesh:
-    """Those of a mesh that FSDP2 takes, as :func:`~para_core.distributed.consistency.agree` takes them.
+    """Those of a mesh that FSDP2 takes, as :func:`~para_core.distributed.consistency.check_consistent` takes them.
 
     Raises:
         ValueError: it has more than two dims, or this rank is not part of it.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from para_core.distributed.layout import Segment, SequenceLayout
 from para_core.distributed.mesh import MeshDim, SequenceMesh, dim_of_one
-from para_core.instance_patching import Order, unwrap, wrap_alike
+from para_core.instance_patching import WrapperPriority, unwrap, wrap_alike
 from para_core.plans.apply_rules import RuleExecutor
 from para_core.plans.module_matching import ModuleRules, as_tuple, match_modules, parameters_of
 from para_core.plans.plan import Attention, AttentionByHeads, Entries, FirstTokens, LastTokens, Plan, Replicate, Split
@@ -248,11 +248,11 @@ class PatchPlaces:
             alike.setdefault((rules, parameters_of(submodule)), []).append(submodule)
         for (rules, parameters), submodules in alike.items():
             around = self._inputs(rules, parameters)
-            wrap_alike(submodules, "__call__", _INPUTS, around, order=Order.PATCH)
+            wrap_alike(submodules, "__call__", _INPUTS, around, order=WrapperPriority.PATCH)
             cuts = {key: cut for key, cut in rules.cuts if isinstance(key, int)}
             if cuts:
                 outputs = self._outputs(rules.name, cuts)
-                wrap_alike(submodules, "__call__", _OUTPUTS, outputs, order=Order.PATCH_OUTPUTS)
+                wrap_alike(submodules, "__call__", _OUTPUTS, outputs, order=WrapperPriority.PATCH_OUTPUTS)
 
     def remove(self) -> None:
         for submodule, _ in self._found.values():

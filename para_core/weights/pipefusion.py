@@ -18,7 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from para_core.cfg.deferred import Expected, LiveDeferred, materialize
-from para_core.instance_patching import Order, has_compiled_parts, is_compiled, unwrap, wrap_alike, wrap_method, wrapper
+from para_core.instance_patching import (
+    WrapperPriority,
+    has_compiled_parts,
+    is_compiled,
+    unwrap,
+    wrap_alike,
+    wrap_method,
+    wrapper,
+)
 from para_core.modes.interceptor import at_the_dispatcher, dispatcher_is_available
 from para_core.plans.module_matching import parameters_of
 from para_core.plans.region import intercepts_by_mode, suspend_interception
@@ -140,8 +148,8 @@ class Fusion:
         self.few_steps = False
 
     def install(self) -> None:
-        wrap_method(self.module, "__call__", _KEY, self.run, order=Order.STAGES)
-        wrap_alike(self._own, "__call__", _KEY, self._block, order=Order.STAGED_BLOCK)
+        wrap_method(self.module, "__call__", _KEY, self.run, order=WrapperPriority.STAGES)
+        wrap_alike(self._own, "__call__", _KEY, self._block, order=WrapperPriority.STAGED_BLOCK)
         self._places.install()
 
     def remove(self) -> None:

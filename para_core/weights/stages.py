@@ -18,7 +18,15 @@ from torch import Tensor, nn
 
 from para_core.distributed.mesh import MeshDim
 from para_core.distributed.point_to_point import Links
-from para_core.instance_patching import Order, is_compiled, original_class, unwrap, wrap_alike, wrap_method, wrapper
+from para_core.instance_patching import (
+    WrapperPriority,
+    is_compiled,
+    original_class,
+    unwrap,
+    wrap_alike,
+    wrap_method,
+    wrapper,
+)
 from para_core.plans.module_matching import parameters_of
 from para_core.plans.region import attention_is_skipped
 from para_core.staged import STAGES
@@ -114,20 +122,20 @@ class Stages:
 
     def install(self) -> None:
         """Put what is done at it around the model, and around each block at which something is done."""
-        wrap_method(self.module, "__call__", STAGES, self.run, order=Order.STAGES)
+        wrap_method(self.module, "__call__", STAGES, self.run, order=WrapperPriority.STAGES)
         foreign: dict[tuple[tuple[str, ...], tuple[str, ...]], list[nn.Module]] = {}
         for index, one in enumerate(self.blocks):
             if index == self.own.start and self.dim.index > 0:
                 around = _Around(one, self._received)
-                wrap_method(one.block, "__call__", STAGES, around, order=Order.STAGED_BLOCK)
+                wrap_method(one.block, "__call__", STAGES, around, order=WrapperPriority.STAGED_BLOCK)
             elif index == self.own.stop:
                 around = _Around(one, self._sent)
-                wrap_method(one.block, "__call__", STAGES, around, order=Order.STAGED_BLOCK)
+                wrap_method(one.block, "__call__", STAGES, around, order=WrapperPriority.STAGED_BLOCK)
             elif index not in self.own:
                 foreign.setdefault((one.streams, parameters_of(one.block)), []).append(one.block)
         for (streams, _), found in foreign.items():
             around = _Around(StagedBlock(found[0], streams, 0), None)
-            wrap_alike(found, "__call__", STAGES, around, order=Order.STAGED_BLOCK)
+            wrap_alike(found, "__call__", STAGES, around, order=WrapperPriority.STAGED_BLOCK)
 
     # -- around the model
 

@@ -18,7 +18,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from para_core.instance_patching import ForwardOfInstance, Order, unwrap, wrap_alike, wrap_method, written_class
+from para_core.instance_patching import (
+    ForwardOfInstance,
+    WrapperPriority,
+    unwrap,
+    unwrapped_class,
+    wrap_alike,
+    wrap_method,
+)
 from para_core.plans.module_matching import matching_modules
 from para_core.torch_internals import parameter_slots
 from para_core.weights.gradients import Gradients
@@ -76,7 +83,7 @@ def shard_tensors(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None
     _wrap_linears(record)
     positions = [(found, dim) for pattern, dim in plan.positions.items() for _, found in _modules(module, pattern)]
     for rope, dim in positions:
-        wrap_method(rope, "__call__", _KEY, partial(_own_part, mesh, dim), order=Order.PLAN)
+        wrap_method(rope, "__call__", _KEY, partial(_own_part, mesh, dim), order=WrapperPriority.PLAN)
     record.wrapped += [rope for rope, _ in positions]
     if mesh.device_type != "cpu":
         module.to(mesh.device_type)
@@ -98,7 +105,7 @@ def gather_tensors(module: nn.Module) -> None:
         if not all(isinstance(inner, DTensor) for inner in plain_tensors(weight)):
             at = next(at for at, part in module.named_modules() if part is owner)
             raise RuntimeError(
-                f"{at}.{name} of this {written_class(module).__name__} is a {kind.__name__}, which PyTorch cannot gather again. Load the "
+                f"{at}.{name} of this {unwrapped_class(module).__name__} is a {kind.__name__}, which PyTorch cannot gather again. Load the "
                 "pipeline anew."
             )
     del module.__dict__[_RECORD]
@@ -148,7 +155,7 @@ def shard_new_loras(module: nn.Module) -> None:
     record: _Record = module.__dict__[_RECORD]
     layers = _linears(module, record.plan)
     for name, (layer, _) in layers.items():
-        _require_parts_of_lora(name, layer, written_class(module).__name__)
+        _require_parts_of_lora(name, layer, unwrapped_class(module).__name__)
     record.gradients.stop(module)
     _forget_removed(module, record)
     for layer, style in layers.values():
@@ -209,7 +216,7 @@ def _attending(module: nn.Module, plan: TensorPlan) -> list[nn.Module]:
 
 def require_tensor_plan_fits(module: nn.Module, plan: TensorPlan, ranks: int) -> None:
     """Raise ``ValueError`` unless ``ranks`` ranks can share ``module`` by ``plan``."""
-    cls, linears, attending = written_class(module).__name__, _linears(module, plan), _attending(module, plan)
+    cls, linears, attending = unwrapped_class(module).__name__, _linears(module, plan), _attending(module, plan)
     if not linears:
         raise ValueError(f"the tensor plan of {cls} names no module that it has.")
     heads = {int(attention.heads) for attention in attending}  # type: ignore[arg-type]
@@ -250,7 +257,7 @@ def _require_no_more(module: nn.Module, linears: dict[str, tuple[nn.Module, Line
                 planned = any(name == linear or name.startswith(f"{linear}.") for linear in linears)
                 if isinstance(part, nn.Linear) and not planned:
                     raise ValueError(
-                        f"{name} of this {written_class(module).__name__} is a linear layer of attention that is in no tensor plan, and would "
+                        f"{name} of this {unwrapped_class(module).__name__} is a linear layer of attention that is in no tensor plan, and would "
                         "compute all heads where a rank has some. Fused projections: transformer.unfuse_qkv_projections(); an IP-Adapter: "
                         "pipe.unload_ip_adapter(). weights='fsdp' takes any layer."
                     )
@@ -366,7 +373,7 @@ def _wrap_linears(record: _Record) -> None:
 
 
 def _wrap_forward(modules: list[nn.Module], around: Callable[..., Any], record: _Record) -> None:
-    wrap_alike(modules, "forward", _KEY, around, order=Order.PLAN)
+    wrap_alike(modules, "forward", _KEY, around, order=WrapperPriority.PLAN)
     # What hooks (offload, casting) put on an instance hides its class's method.
     record.forwards += [ForwardOfInstance.put_on(module, around) for module in modules if "forward" in vars(module)]
     record.wrapped += modules

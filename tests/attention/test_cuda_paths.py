@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from para_core.attention import local
-from para_core.attention.backends import Problem
+from para_core.attention.backends import LocalAttentionCall
 from para_core.attention.local import fold_causal, local_attention_backward, local_attention_with_lse
 
 B, H = 2, 4
@@ -357,7 +357,7 @@ def test_wide_mask_is_cast_before_backends():
 def test_bool_mask_becomes_bias_of_0_and_minus_infinity(dtype, num_keys):
     mask = torch.rand(B, 1, 3, num_keys) > 0.5  # on the CPU: meta tensors have no numbers
     query, key = (torch.empty(B, H, length, 8, dtype=dtype) for length in (3, num_keys))
-    found = Problem(query, key, key, mask, is_causal=False, scale=None).bias
+    found = LocalAttentionCall(query, key, key, mask, is_causal=False, scale=None).bias
     assert found is not None and found.dtype == dtype
     assert torch.equal(found, torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, -torch.inf))
 

@@ -10,7 +10,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import nn
 
 from para_core.adapters import Adapter
-from para_core.cache.blocks import CachedBlocks, Stage
+from para_core.cache.blocks import BlockGroup, CachedBlocks
 
 WIDTH, TOKENS = 8, 6
 
@@ -66,9 +66,9 @@ class Scripted(nn.Module):
 
 
 STREAMS = ("encoder_hidden_states", "hidden_states")
-BLOCKS = CachedBlocks((Stage(("early", "late"), STREAMS, chained=True, between=("between",)),))
+BLOCKS = CachedBlocks((BlockGroup(("early", "late"), STREAMS, chained=True, between=("between",)),))
 IN_TWO_STAGES = CachedBlocks(
-    (Stage(("early",), STREAMS), Stage(("late",), STREAMS, chained=True, between=("between",)))
+    (BlockGroup(("early",), STREAMS), BlockGroup(("late",), STREAMS, chained=True, between=("between",)))
 )
 ADAPTER = Adapter(transformer="Scripted", pipelines="scripted", blocks=BLOCKS)
 

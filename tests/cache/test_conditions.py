@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from para_core import CachedBlocks, Stage, apply_cache, model_cache_report, remove_cache, reset_cache
+from para_core import BlockGroup, CachedBlocks, apply_cache, model_cache_report, remove_cache, reset_cache
 from tests.tiny import relative_error
 
 
@@ -42,7 +42,7 @@ class WithKeywords(Model):
 
 
 def blocks(**options):
-    return CachedBlocks((Stage(("blocks",), chained=True),), **options)
+    return CachedBlocks((BlockGroup(("blocks",), chained=True),), **options)
 
 
 def denoise(model, steps=5, branches=2):

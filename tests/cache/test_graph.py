@@ -7,7 +7,15 @@ import pytest
 import torch
 from torch import nn
 
-from para_core import CachedBlocks, Stage, UnifiedAttnMode, apply_cache, model_cache_report, remove_cache, reset_cache
+from para_core import (
+    BlockGroup,
+    CachedBlocks,
+    UnifiedAttnMode,
+    apply_cache,
+    model_cache_report,
+    remove_cache,
+    reset_cache,
+)
 from para_core.adapters import (
     apply_cache_on_pipe,
     cache_report,
@@ -123,11 +131,11 @@ def test_code_between_blocks_runs_as_in_eager(blocks, between):
 
 
 def test_unchained_model_raises_in_graph():
-    blocks = CachedBlocks((Stage(("early", "late"), ("encoder_hidden_states", "hidden_states"), chained=True),))
+    blocks = CachedBlocks((BlockGroup(("early", "late"), ("encoder_hidden_states", "hidden_states"), chained=True),))
     model = apply_cache(Scripted(), blocks, residual_diff_threshold=0.1)
     model.compile(fullgraph=True, backend="eager")
     given = torch.ones(1, 6, 8), torch.zeros(1, 3, 8), torch.tensor([1.0, 2.0]), torch.tensor(0.5)
-    with torch.no_grad(), pytest.raises(Exception, match=r"Stage\(between=\.\.\.\)"):
+    with torch.no_grad(), pytest.raises(Exception, match=r"BlockGroup\(between=\.\.\.\)"):
         model(*given)
         model(*given)
 
@@ -235,7 +243,7 @@ def run_own_model(compiled, mesh=None, threshold=0.3):
     inputs += [inputs[0] + 0.01, inputs[0] + 3 * torch.randn(1, 7, 16), inputs[0]]
     # In eager code, the mode around the call says whose tokens these are.
     options = {"residual_diff_threshold": threshold, "mesh": mesh if compiled else None}
-    apply_cache(model, CachedBlocks((Stage(("blocks",), chained=True),)), **options)
+    apply_cache(model, CachedBlocks((BlockGroup(("blocks",), chained=True),)), **options)
     called = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
     with torch.no_grad():
         if mesh is None:
@@ -290,7 +298,9 @@ def test_own_model_under_a_mode_is_cached(rank_pool, compiled):
 
 def run_under_a_mode_for_each_step():
     model = OwnModel()
-    blocks = CachedBlocks((Stage(("blocks",), chained=True),), modulated=lambda block, given: given["hidden_states"])
+    blocks = CachedBlocks(
+        (BlockGroup(("blocks",), chained=True),), modulated=lambda block, given: given["hidden_states"]
+    )
     apply_cache(model, blocks, residual_diff_threshold=0.5, rule="modulated_input")
     mesh = cpu_mesh(1, 2)
     for _ in range(2):

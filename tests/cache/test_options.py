@@ -15,7 +15,7 @@ from para_core import apply_cache, model_cache_report
 from para_core.adapters import apply_cache_on_pipe, apply_cache_on_transformer, cache_report
 from para_core.adapters.models import ADAPTERS
 from para_core.cache.apply import cache_options
-from para_core.cache.blocks import CachedBlocks, Stage
+from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.cache.forecasts import FOCA, Forecast, forecast_weights
 from para_core.cache.options import FIRST_BLOCK, CacheOptions, Rule
 from para_core.plans.plan import Plan
@@ -452,14 +452,14 @@ def cautious(seen):
             r"adapter .*CachedBlocks\(.*Adapter",
         ),
         (
-            lambda: CachedBlocks(Stage(("early",))),
+            lambda: CachedBlocks(BlockGroup(("early",))),
             TypeError,
-            r"stages=Stage\(.*CachedBlocks\(\(Stage",
+            r"groups=BlockGroup\(.*CachedBlocks\(\(BlockGroup",
         ),
-        (lambda: CachedBlocks([Stage(("early",))]), TypeError, r"stages=\[Stage\(.*tuple"),
-        (lambda: CachedBlocks((Stage(("early",)),), conditions="text"), TypeError, r"conditions=\('text',\)"),
-        (lambda: Stage("early"), TypeError, r"Stage\(lists='early'\).* lists=\('early',\)"),
-        (lambda: Stage(("early",), "hidden_states"), TypeError, r"streams=\('hidden_states',\)"),
+        (lambda: CachedBlocks([BlockGroup(("early",))]), TypeError, r"groups=\[BlockGroup\(.*tuple"),
+        (lambda: CachedBlocks((BlockGroup(("early",)),), conditions="text"), TypeError, r"conditions=\('text',\)"),
+        (lambda: BlockGroup("early"), TypeError, r"BlockGroup\(lists='early'\).* lists=\('early',\)"),
+        (lambda: BlockGroup(("early",), "hidden_states"), TypeError, r"streams=\('hidden_states',\)"),
         (
             lambda: apply_cache_on_pipe(Pipe(), adapter=ADAPTER, always_compute_last="no"),
             TypeError,
@@ -500,10 +500,10 @@ def test_policy_reading_numbers_raises_in_graph():
 
 
 def test_streams_in_wrong_order_raise(run):
-    adapter = replace(ADAPTER, blocks=CachedBlocks((Stage(("early", "late"), STREAMS[::-1]),)))
+    adapter = replace(ADAPTER, blocks=CachedBlocks((BlockGroup(("early", "late"), STREAMS[::-1]),)))
     with pytest.raises(Exception, match=r"Block .*\('hidden_states', 'encoder_hidden_states'\) .*shapes"):
         run([1.0, 1.0], adapter=adapter)
-    one = replace(ADAPTER, blocks=CachedBlocks((Stage(("early", "late")),)))
+    one = replace(ADAPTER, blocks=CachedBlocks((BlockGroup(("early", "late")),)))
     with pytest.raises(Exception, match=r"Block .*\('hidden_states',\) .*shapes"):
         run([1.0, 1.0], adapter=one)
 

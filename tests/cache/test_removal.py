@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from para_core import CachedBlocks, Stage, UnifiedAttnMode, apply_cache, remove_cache
+from para_core import BlockGroup, CachedBlocks, UnifiedAttnMode, apply_cache, remove_cache
 from para_core.adapters import apply_cache_on_pipe, parallelize_pipe, remove_cache_from_pipe, unparallelize_pipe
 from tests.adapters.test_pipelines import build, generate
 from tests.tiny import cpu_mesh
@@ -71,7 +71,7 @@ class Stack(nn.Module):
         return x
 
 
-BLOCKS = CachedBlocks((Stage(("blocks",)),))
+BLOCKS = CachedBlocks((BlockGroup(("blocks",)),))
 
 
 def test_model_with_removed_cache_is_collected():

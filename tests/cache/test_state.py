@@ -334,7 +334,7 @@ def test_memory_is_what_the_formula_says(blocks, order):
     pipe = cached(Pipe(Measured()), adapter=adapter, forecast_order=order, warmup_steps=4, downsample=2)
     pipe([1.0] * 5)
     hidden, text = 6 * 8 * 4, 3 * 8 * 4
-    assert sizes[-1] == hidden // 2 + len(blocks.stages) * (order + 1) * (hidden + text)
+    assert sizes[-1] == hidden // 2 + len(blocks.groups) * (order + 1) * (hidden + text)
 
 
 def test_nothing_is_left_after_removal():

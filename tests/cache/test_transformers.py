@@ -39,7 +39,7 @@ def test_every_transformer_has_skippable_blocks(name):
     expected = outputs(model, inputs)
 
     given = []
-    for stage in known.blocks.stages:
+    for stage in known.blocks.groups:
         for block_list in stage.lists:
             for block in model.get_submodule(block_list).children():
                 block.register_forward_pre_hook(

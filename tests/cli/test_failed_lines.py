@@ -12,7 +12,7 @@ from PIL import Image
 import para_core.cli.ranks
 from para_core import PipeFusion, init_context_parallel_mesh
 from para_core.adapters import parallelize_pipe
-from para_core.cli.ranks import Job, _read_journal, _run_lines
+from para_core.cli.ranks import RankJob, _read_journal, _run_lines
 from para_core.fleet.models import find_model, find_tiny_flux
 from para_core.fleet.prompts import Line
 from para_core.fleet.recipe import Recipe
@@ -39,7 +39,7 @@ def generate_lines(folder, num_stages, pipefusion, failing):
     model = find_model(None)
     request = make_request({"prompt": "a large red circle", "size": "64x48", "steps": STEPS}, model, seed=3)
     lines = tuple(Line(number, request) for number in ((1, 2) if failing else (2,)))
-    job = Job(Recipe(str(find_tiny_flux())), lines, folder, "png", 8, folder / "journal", bars=False)
+    job = RankJob(Recipe(str(find_tiny_flux())), lines, folder, "png", 8, folder / "journal", bars=False)
     with mock.patch.object(para_core.cli.ranks, "build", lambda recipe: pipe):
         _run_lines(job)
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from para_core.distributed.collectives import broadcast_bytes
-from para_core.distributed.consistency import agree, exchange, signature
+from para_core.distributed.consistency import check_consistent, exchange, signature
 from para_core.distributed.mesh import one_rank, sequence_mesh
 
 
@@ -38,8 +38,8 @@ def agree_on_a_mesh(ring, ulysses):
     mesh = mesh_of(ring, ulysses)
     same = signature({"shape": [1, 2, 3], "a long value": "x" * 10_000})
     with Gathered() as gathered:
-        own = agree(same, mesh, (10 * dist.get_rank(), -1))
-    return own, agree(same, mesh), gathered.bytes
+        own = check_consistent(same, mesh, (10 * dist.get_rank(), -1))
+    return own, check_consistent(same, mesh), gathered.bytes
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (2, 1), (2, 2)])
@@ -63,16 +63,21 @@ def disagree():
     alike = {"dtype": "float32", "shape": [1, 2]}
     long = "中" * 5000
     errors = {
-        "a value": raised_by(agree, signature({**alike, "dtype": "bfloat16" if rank == 2 else "float32"}), mesh),
-        "a field": raised_by(agree, signature({**alike, **({"mask": True} if rank == 3 else {})}), mesh),
-        "own words": raised_by(
-            agree, signature({"rank": rank}), mesh, explain=lambda records: f"{[one['rank'] for one in records]}"
+        "a value": raised_by(
+            check_consistent, signature({**alike, "dtype": "bfloat16" if rank == 2 else "float32"}), mesh
         ),
-        "one rank": raised_by(agree, TypeError(long) if rank == 1 else signature(alike), mesh),
-        "all ranks": raised_by(agree, RuntimeError(f"no {rank}"), mesh),
-        "all ranks alike": raised_by(agree, ValueError("no"), mesh),
+        "a field": raised_by(check_consistent, signature({**alike, **({"mask": True} if rank == 3 else {})}), mesh),
+        "own words": raised_by(
+            check_consistent,
+            signature({"rank": rank}),
+            mesh,
+            explain=lambda records: f"{[one['rank'] for one in records]}",
+        ),
+        "one rank": raised_by(check_consistent, TypeError(long) if rank == 1 else signature(alike), mesh),
+        "all ranks": raised_by(check_consistent, RuntimeError(f"no {rank}"), mesh),
+        "all ranks alike": raised_by(check_consistent, ValueError("no"), mesh),
     }
-    own = agree(signature({"scale": 1, "b": 2} if rank else {"b": 2, "scale": 1.0}), mesh, (rank,))
+    own = check_consistent(signature({"scale": 1, "b": 2} if rank else {"b": 2, "scale": 1.0}), mesh, (rank,))
     return errors, own, exchange({"rank": rank, "of its own": "é" * rank}, mesh)
 
 
@@ -98,9 +103,9 @@ def test_a_signature_is_equal_for_equal_records_only():
 
 def test_one_rank_agrees_with_itself_and_still_raises():
     mesh = one_rank("cpu")
-    assert agree(signature({"a": 1}), mesh, (7,)) == [(7,)]
+    assert check_consistent(signature({"a": 1}), mesh, (7,)) == [(7,)]
     with pytest.raises(ValueError, match="sequence rank 0: bad"):
-        agree(ValueError("bad"), mesh)
+        check_consistent(ValueError("bad"), mesh)
 
 
 class Devices(TorchDispatchMode):
@@ -128,7 +133,7 @@ def groups_without_a_cpu():
         for group_dim in ("ring", "ulysses"):
             mesh = sequence_mesh(group, group_dim=group_dim)
             with Devices() as devices:
-                own = agree(signature({"a": 1}), mesh, (dist.get_rank(),))
+                own = check_consistent(signature({"a": 1}), mesh, (dist.get_rank(),))
                 first = broadcast_bytes(torch.full((3,), dist.get_rank(), dtype=torch.uint8), mesh)
             outs.append(([rank for (rank,) in own], dist.get_process_group_ranks(group), first.tolist(), devices.types))
     made = [group for group in dist.distributed_c10d._world.pg_map if group.group_desc.startswith("para_core")]

@@ -50,8 +50,8 @@ def test_spread_ranks_equal_plain_pipeline(two_nodes):
         )
 
     with pytest.raises(ValueError, match=r"1 replicas of 2 ranks, .* 1, 1 CPUs"):
-        on(group.Shape(2))
-    assert on(group.Shape(2, spread=True)) == []
+        on(group.ReplicaShape(2))
+    assert on(group.ReplicaShape(2, spread=True)) == []
     alone = Recipe(model.name)
     expected = generate(build(alone), request, alone, format_="png", fps=16, watch=Watch()).outputs[0].data
     assert np.abs(pixels(written[0].outputs[0].data) - pixels(expected)).max() <= 1

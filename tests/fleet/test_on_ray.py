@@ -59,7 +59,7 @@ def recipe(model):
 def server(model, recipe):
     """Two replicas of two ranks on a cluster of this machine."""
     limits = Limits(waiting=2, seconds=300)
-    shape = group.Shape(ranks=2)
+    shape = group.ReplicaShape(ranks=2)
     options = {
         "replicas": 2,
         "format_": "png",
@@ -105,7 +105,7 @@ def test_prompts_finish_although_a_replica_is_killed(model, recipe):
         if len(written) == 3:
             os.kill(rank_processes()[0], signal.SIGKILL)
 
-    problems = batch.generate_lines(lines, recipe, group.Shape(2), 2, format_="png", fps=16, write=write)
+    problems = batch.generate_lines(lines, recipe, group.ReplicaShape(2), 2, format_="png", fps=16, write=write)
     assert problems == []
     assert sorted(written) == list(range(1, 9))
 
@@ -116,7 +116,7 @@ def test_impossible_replica_ends_server_with_reason(model, tmp_path):
     weights.write_bytes(weights.read_bytes()[:1000])
     options = {"replicas": 1, "format_": "png", "fps": 16, "host": "127.0.0.1", "port": PORT + 12, "api_key": None}
     with pytest.raises(RuntimeError, match="Unable to load weights"):
-        serving.start(find_model(str(broken)), Recipe(str(broken)), group.Shape(1), Limits(), **options)
+        serving.start(find_model(str(broken)), Recipe(str(broken)), group.ReplicaShape(1), Limits(), **options)
     end_cluster()
 
 
@@ -161,7 +161,7 @@ def test_second_server_is_refused(server, model, recipe):
     options = {"replicas": 1, "format_": "png", "fps": 16, "host": "127.0.0.1", "port": PORT + 11, "api_key": None}
     before = rank_processes()
     with pytest.raises(RuntimeError, match="has a para_core server already"):
-        serving.start(model, recipe, group.Shape(ranks=1), Limits(), **options)
+        serving.start(model, recipe, group.ReplicaShape(ranks=1), Limits(), **options)
     assert rank_processes() == before
     assert ask(None, method="GET", path="/health")[0] == 200
 
@@ -169,7 +169,7 @@ def test_second_server_is_refused(server, model, recipe):
 def test_used_port_is_refused_before_replicas(server, model, recipe):
     options = {"replicas": 1, "format_": "png", "fps": 16, "host": "127.0.0.1", "port": PORT, "api_key": None}
     with pytest.raises(OSError, match=rf"port {PORT} .*127\.0\.0\.1 .*--port"):
-        serving.start(model, recipe, group.Shape(ranks=2), Limits(), **options)
+        serving.start(model, recipe, group.ReplicaShape(ranks=2), Limits(), **options)
 
 
 @pytest.mark.parametrize("asked", [{"size": "1x1"}, {"sigmas": []}, {"true_cfg_scale": 1e400}])

@@ -81,7 +81,7 @@ def server(cluster):
     model = find_model(None)
     options = {"replicas": 1, "format_": "png", "fps": 16, "host": "127.0.0.1", "port": PORT, "api_key": None}
     with within(SECONDS):
-        serving.start(model, Recipe(model.name, timeout=60), group.Shape(ranks=2), Limits(waiting=2), **options)
+        serving.start(model, Recipe(model.name, timeout=60), group.ReplicaShape(ranks=2), Limits(waiting=2), **options)
     yield
     with within(SECONDS):
         serving.stop()

@@ -12,8 +12,8 @@ from para_core.kernels.attention_configs import (
     HEAD_DIMS,
     HOPPER,
     TABLE,
-    Case,
     Config,
+    ConfigKey,
     beside,
     in_float32,
     in_int8,
@@ -29,7 +29,7 @@ from tests.kernels.attention_compiled import (
     loop_counts_of_roles,
 )
 
-LONG_128 = {arch: Case(arch, 128, False, "long") for arch in ARCHS}
+LONG_128 = {arch: ConfigKey(arch, 128, False, "long") for arch in ARCHS}
 TENSOR_CORE = {90: "wgmma.mma_async", 100: "tcgen05.mma"}
 
 
@@ -122,7 +122,7 @@ KINDS = {"bool": "bytes", "float": "bytes", "bits": "bits"}
 )
 def test_mask_per_query_fits_into_shared_memory(arch, head_dim, length, mask, everything):
     options = EVERYTHING if everything else {}
-    case = Case(arch, head_dim, everything, length)
+    case = ConfigKey(arch, head_dim, everything, length)
     config = beside(TABLE[case], head_dim, mask=KINDS[mask], ranges=options.get("ranges", 0))
     check(compile_attention(config, arch=arch, head_dim=head_dim, mask=mask, mask_has_rows=True, **options), config)
 
@@ -132,7 +132,7 @@ def test_mask_per_query_fits_into_shared_memory(arch, head_dim, length, mask, ev
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("mask", ["bool", "float", "bits"])
 def test_a_mask_of_keys_needs_no_room(arch, head_dim, mask):
-    config = beside(TABLE[Case(arch, head_dim, True, "long")], head_dim, ranges=2)
+    config = beside(TABLE[ConfigKey(arch, head_dim, True, "long")], head_dim, ranges=2)
     check(compile_attention(config, arch=arch, head_dim=head_dim, mask=mask, **EVERYTHING), config)
 
 
@@ -154,7 +154,7 @@ INTEGER_PRODUCT = {90: "s32.s8.s8", 100: "kind::i8"}
     ],
 )
 def test_in_8_bits_keys_are_multiplied_as_integers(arch, head_dim, length, mask, ranges):
-    row = TABLE[Case(arch, head_dim, True, length)]
+    row = TABLE[ConfigKey(arch, head_dim, True, length)]
     config = in_int8(beside(row, head_dim, mask=KINDS.get(mask, "none"), ranges=ranges), head_dim)
     options = {**CONTINUING, "ranges": ranges, "mask": mask, "mask_has_rows": mask != "none"}
     found = compile_attention(config, arch=arch, head_dim=head_dim, eight_bits=True, **options)
@@ -167,7 +167,7 @@ def test_in_8_bits_keys_are_multiplied_as_integers(arch, head_dim, length, mask,
     [long(arch, dim, unless=(arch, dim) == (80, 64)) for arch in ARCHS for dim in (64, 96, 128)],
 )
 def test_bit_mask_spills_nothing_and_loads_words_once(arch, head_dim):
-    config = beside(TABLE[Case(arch, head_dim, False, "long")], head_dim, mask="bits")
+    config = beside(TABLE[ConfigKey(arch, head_dim, False, "long")], head_dim, mask="bits")
     plain = compile_attention(config, arch=arch, head_dim=head_dim)
     found = compile_attention(config, arch=arch, head_dim=head_dim, mask="bits", mask_has_rows=True)
     assert found.spills == 0
@@ -194,7 +194,7 @@ def test_float32_is_multiplied_without_rounding(arch, head_dim, mask):
     [long(arch, dim, unless=(arch, dim) == (80, 72)) for arch in ARCHS for dim in (40, 72, 80, 160, 192, 200)],
 )
 def test_untuned_head_dims_load_16_bytes_at_once(arch, head_dim):
-    config = TABLE[Case(arch, row_of_dim(head_dim), True, "long")]
+    config = TABLE[ConfigKey(arch, row_of_dim(head_dim), True, "long")]
     found = compile_attention(config, arch=arch, head_dim=head_dim, dtype=torch.float16, **CONTINUING)
     check(found, config)
     # Heads of 40, 72 and 88 dims begin at no multiple of 16 elements; what cp.async does not load is what the call continues.
@@ -205,7 +205,7 @@ def test_untuned_head_dims_load_16_bytes_at_once(arch, head_dim):
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(64, 128), (64, 256), (192, 128)])
 def test_values_of_another_head_dim_fit(arch, head_dim, value_dim):
-    config = TABLE[Case(arch, row_of_dim(max(head_dim, value_dim)), True, "long")]
+    config = TABLE[ConfigKey(arch, row_of_dim(max(head_dim, value_dim)), True, "long")]
     check(compile_attention(config, arch=arch, head_dim=head_dim, value_dim=value_dim, **CONTINUING), config)
 
 
@@ -213,7 +213,7 @@ def test_values_of_another_head_dim_fit(arch, head_dim, value_dim):
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_float16_and_a_negative_scale_fit(arch, head_dim):
-    config = TABLE[Case(arch, head_dim, True, "long")]
+    config = TABLE[ConfigKey(arch, head_dim, True, "long")]
     found = compile_attention(config, arch=arch, head_dim=head_dim, dtype=torch.float16, scale=-1.0, **CONTINUING)
     check(found, config)
 

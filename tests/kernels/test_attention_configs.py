@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from para_core.kernels import attention_configs
-from para_core.kernels.attention_configs import FLOAT32, TABLE, Case, beside, config_for, config_for_int8
+from para_core.kernels.attention_configs import FLOAT32, TABLE, ConfigKey, beside, config_for, config_for_int8
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def on_cuda(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Any:
 
 
 QUERY, SHORT = on_cuda(2, 24, 4096, 128), on_cuda(2, 24, 1024, 72)
-ROW, SHORT_ROW = TABLE[Case(80, 128, False, "long")], TABLE[Case(80, 96, False, "short")]
+ROW, SHORT_ROW = TABLE[ConfigKey(80, 128, False, "long")], TABLE[ConfigKey(80, 96, False, "short")]
 BYTES, BITS = on_cuda(2, 1, 4096, 4096, dtype=torch.bool), on_cuda(2, 1, 4096, 128, dtype=torch.int32)
 
 
@@ -43,7 +43,7 @@ BYTES, BITS = on_cuda(2, 1, 4096, 4096, dtype=torch.bool), on_cuda(2, 1, 4096, 1
         ({"ranges": 1}, beside(ROW, 128, ranges=1)),
         ({"query": SHORT, "value": SHORT}, SHORT_ROW),
         ({"query": SHORT, "value": SHORT, "mask": BYTES}, beside(SHORT_ROW, 96, mask="bytes")),
-        ({"value": on_cuda(2, 24, 4096, 200)}, TABLE[Case(80, 256, False, "long")]),
+        ({"value": on_cuda(2, 24, 4096, 200)}, TABLE[ConfigKey(80, 256, False, "long")]),
         ({"query": on_cuda(2, 24, 4096, 128, dtype=torch.float32)}, FLOAT32[0]),
         ({"query": on_cuda(2, 24, 4096, 136, dtype=torch.float32)}, FLOAT32[1]),
     ],

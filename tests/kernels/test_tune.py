@@ -10,9 +10,9 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from para_core.kernels import attention_configs, tune
-from para_core.kernels.attention_configs import TABLE, Case, Config, cache_file, config_for, keep, tuned
+from para_core.kernels.attention_configs import TABLE, Config, ConfigKey, cache_file, config_for, keep, tuned
 
-CASE = Case(90, 128, False, "long")
+CASE = ConfigKey(90, 128, False, "long")
 
 
 @pytest.fixture
@@ -76,15 +76,15 @@ def test_candidates_begin_with_table_and_fit_registers():
 def test_tuned_blocks_are_used_on_that_device_only(cache, monkeypatch):
     found = Config(64, 64, 4, 2)
     assert keep("NVIDIA H200", {CASE: found}) == cache
-    keep("NVIDIA A100", {Case(80, 64, False, "long"): found})
-    keep("NVIDIA H200", {Case(90, 64, True, "short"): found})
-    assert tuned("NVIDIA H200") == {CASE: found, Case(90, 64, True, "short"): found}
+    keep("NVIDIA A100", {ConfigKey(80, 64, False, "long"): found})
+    keep("NVIDIA H200", {ConfigKey(90, 64, True, "short"): found})
+    assert tuned("NVIDIA H200") == {CASE: found, ConfigKey(90, 64, True, "short"): found}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     for name, expected in (("NVIDIA H200", found), ("NVIDIA H100", TABLE[CASE])):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda index, name=name: name)
         attention_configs._on_device.cache_clear()
         assert attention_configs._on_device(0, 128, False, "long") == expected
-        assert attention_configs._on_device(0, 96, False, "long") == TABLE[Case(90, 96, False, "long")]
+        assert attention_configs._on_device(0, 96, False, "long") == TABLE[ConfigKey(90, 96, False, "long")]
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"%s": [{"case": {}}]}', '{"%s": 3}'])

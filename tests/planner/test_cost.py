@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from para_core.adapters import plan_mesh
-from para_core.planner.cost import Machine, Runtime, Shape, attention_seconds, call_seconds, exchange_seconds
+from para_core.planner.cost import Machine, MeshShape, Runtime, attention_seconds, call_seconds, exchange_seconds
 from para_core.planner.hardware import DEVICES, LINKS, Host, Link, Topology, device_named, link_named, measured_figures
 from para_core.planner.mesh_plan import make_plan
 from para_core.planner.rows import Workload, divisors, predict, shapes
-from para_core.planner.traffic import AttentionCall, Gathered, ModelCall, Part, Product, Tokens
+from para_core.planner.traffic import CallWork, CountedAttention, Gathered, ModelCall, Product, Tokens
 from para_core.planner.weights import ModuleBytes, Weights
 from para_core.weights.pipefusion import PipeFusion
 
@@ -32,9 +32,9 @@ WEIGHTS = Weights(
 def model(tokens=4608, blocks=5, heads=24, samples=1):
     """A transformer of equal blocks, each with one attention call, on sharded tokens."""
     sharded = (Tokens(tokens, cut=True),)
-    attention = AttentionCall(samples, heads, heads, WIDTH // heads, WIDTH // heads, 2, sharded, sharded)
+    attention = CountedAttention(samples, heads, heads, WIDTH // heads, WIDTH // heads, 2, sharded, sharded)
     products = [Product(samples, sharded, WIDTH, 12 * WIDTH, 2)]
-    return Part(
+    return CallWork(
         [attention, *products] * blocks + [Gathered(sharded[0], 128)],
         returned=128 * tokens,
         launches=60 * blocks,
@@ -80,12 +80,12 @@ def test_a_faster_device_is_never_slower(shape, share):
     tokens=st.integers(64, 5000),
 )
 def test_no_rank_computes_less_than_its_share(shape, tokens):
-    one, several = (call_seconds(model(tokens), each, machine()).products for each in (Shape(), shape))
+    one, several = (call_seconds(model(tokens), each, machine()).products for each in (MeshShape(), shape))
     assert one / shape.sequence * 0.999 <= several <= one
 
 
 def test_one_rank_sends_nothing_and_waits_for_nobody():
-    row = predict(Shape(), work(), machine())
+    row = predict(MeshShape(), work(), machine())
     assert row.sent == 0 and row.step.communication == 0
 
 
@@ -93,28 +93,29 @@ def test_attention_takes_its_operations_over_the_reached_peak():
     # Of 128 multiprocessors each has 3 of the 24 × 16 tiles.
     device = replace(DEVICES["H100"], products=1e15, of_attention=0.5, multiprocessors=128)
     call = model(tokens=2048, blocks=1).events[0]
-    seconds = attention_seconds(call, Shape(), replace(machine(), device=device))
+    seconds = attention_seconds(call, MeshShape(), replace(machine(), device=device))
     assert seconds == pytest.approx(4 * 2048 * 2048 * WIDTH / 5e14)
 
 
 def test_few_heads_leave_multiprocessors_idle():
     # Of 132, 3 heads × 44 tiles fill all, 3 × 45 need a second wave for the last three.
     fits, more = (
-        attention_seconds(model(tokens, 1, heads=3).events[0], Shape(), machine()) for tokens in (44 * 128, 45 * 128)
+        attention_seconds(model(tokens, 1, heads=3).events[0], MeshShape(), machine())
+        for tokens in (44 * 128, 45 * 128)
     )
     assert more / fits == pytest.approx(2 * 45 / 44)
 
 
 def test_measured_device_scales_predicted_compute():
     call = model(blocks=1)
-    fast, slow = (call_seconds(call, Shape(), replace(machine(), slowdown=factor)) for factor in (1.0, 1.5))
+    fast, slow = (call_seconds(call, MeshShape(), replace(machine(), slowdown=factor)) for factor in (1.0, 1.5))
     assert slow.compute == pytest.approx(1.5 * fast.compute)
 
 
 def test_ulysses_waits_for_its_bytes_and_two_latencies():
     link = Link("", latency=1e-3, bandwidth=1e9)
     call = model(tokens=4096, blocks=1).events[0]
-    waiting, _ = exchange_seconds(call, Shape(ulysses=4), machine(link=link), attending=0.0)
+    waiting, _ = exchange_seconds(call, MeshShape(ulysses=4), machine(link=link), attending=0.0)
     # A quarter of the tokens, of three quarters of the heads: queries, keys, values, and as much of the results.
     sent = 4 * (4096 // 4) * (WIDTH * 3 // 4) * 2
     assert waiting == pytest.approx(2e-3 + sent / 1e9)
@@ -125,14 +126,14 @@ def test_a_ring_hides_what_travels_behind_what_is_computed():
     call = model(tokens=4096, blocks=1).events[0]
     hop = 2 * 1024 * WIDTH * 2 / 1e9
     shown = [
-        exchange_seconds(call, Shape(ring=4), machine(link=link), attending=x)[0] for x in (0.0, 2 * hop, 100 * hop)
+        exchange_seconds(call, MeshShape(ring=4), machine(link=link), attending=x)[0] for x in (0.0, 2 * hop, 100 * hop)
     ]
     # A step is 4 blocks of attention; the hidden share of a hop costs 20 of 132 multiprocessors.
     assert shown[0] == pytest.approx(3 * hop)
     assert shown[1] == pytest.approx(3 * (hop / 2 + hop / 2 * 20 / 132))
     assert shown[2] == pytest.approx(3 * hop * 20 / 132)
     gathered = machine(link=link, overlapped=False)
-    assert exchange_seconds(call, Shape(ring=4), gathered, attending=100 * hop)[0] == pytest.approx(3 * hop)
+    assert exchange_seconds(call, MeshShape(ring=4), gathered, attending=100 * hop)[0] == pytest.approx(3 * hop)
 
 
 def test_two_dims_send_with_the_root_of_the_ring():
@@ -140,7 +141,7 @@ def test_two_dims_send_with_the_root_of_the_ring():
     seconds = {
         (ring, method): exchange_seconds(
             model(tokens=ring * 256, blocks=1).events[0],
-            Shape(ring=ring, ring_method=method),
+            MeshShape(ring=ring, ring_method=method),
             machine(link=link, per_host=64, overlapped=False),
             attending=0.0,
         )[0]
@@ -176,12 +177,12 @@ def test_every_mesh_has_all_ranks_and_is_listed_once(ranks):
 def test_two_cards_on_slow_bus_are_slower_than_one():
     plan = make_plan(work(), machine("L20", Link("slow", 3e-5, 5e8)), 2, sharing=())
     assert plan.best.seconds > plan.fewer[1].seconds
-    assert plan.fastest.shape == Shape()
+    assert plan.fastest.shape == MeshShape()
     assert re.match(r"2 ranks .*use 1,", plan.advice)
 
 
 def test_guidance_goes_first_where_there_are_branches():
-    assert make_plan(work(branches=2), machine(), 2, sharing=()).best.shape == Shape(batch=2)
+    assert make_plan(work(branches=2), machine(), 2, sharing=()).best.shape == MeshShape(batch=2)
     rows = make_plan(work(), machine(), 2, sharing=()).rows
     assert rows[0].shape.batch == 1
     assert "one branch" in next(row.problem for row in rows if row.shape.batch == 2)
@@ -203,7 +204,7 @@ def test_rows_beyond_memory_come_last():
     assert plan.best.memory < 74e9
     fitting = [row.memory <= 74e9 for row in plan.rows if row.problem is None]
     assert fitting == sorted(fitting, reverse=True) and not all(fitting)
-    replicated = next(row for row in plan.rows if row.shape == Shape(ulysses=4))
+    replicated = next(row for row in plan.rows if row.shape == MeshShape(ulysses=4))
     assert re.search(r"118 GB .*74", replicated.why)
     assert re.match("4 ranks ", plan.advice)
     assert 1 not in plan.fewer
@@ -211,7 +212,7 @@ def test_rows_beyond_memory_come_last():
 
 def test_gathered_weights_count_as_sent_bytes():
     rows = {row.shape: row for row in make_plan(large(), machine(), 4).rows}
-    whole, gathered = rows[Shape(ulysses=4)], rows[Shape(ulysses=4, fsdp=True)]
+    whole, gathered = rows[MeshShape(ulysses=4)], rows[MeshShape(ulysses=4, fsdp=True)]
     # Of 100 GiB 96 are shared, of which 8 are whole while they are used, of the encoders 8 of 9.
     assert whole.memory - gathered.memory == pytest.approx((0.75 * (96 + 8) - 0.75 * 8) * 2**30)
     assert gathered.sent - whole.sent == pytest.approx(0.75 * 96 * 2**30)
@@ -224,7 +225,7 @@ def test_fast_link_hides_all_but_first_block():
     link = Link("", latency=0.0, bandwidth=1e15)
     slow = replace(DEVICES["H100"], products=1e12, multiprocessors=1)
     on = Machine(slow, Topology(link, link, per_host=8))
-    whole, gathered = (predict(Shape(ulysses=2, fsdp=is_so), large(), on).step for is_so in (False, True))
+    whole, gathered = (predict(MeshShape(ulysses=2, fsdp=is_so), large(), on).step for is_so in (False, True))
     first = 0.5 * 96 * 2**30 / 1e15 / 21
     assert gathered.communication - whole.communication == pytest.approx(first)
 
@@ -238,12 +239,12 @@ def test_impossible_memory_names_least_needed():
 def test_more_ulysses_ranks_than_heads_have_their_reason():
     plan = make_plan(replace(work(), heads=4), machine(), 8, sharing=())
     assert plan.best.shape.ulysses <= 4
-    problem = next(row.problem for row in plan.rows if row.shape == Shape(ulysses=8))
+    problem = next(row.problem for row in plan.rows if row.shape == MeshShape(ulysses=8))
     assert re.search(r"ulysses 8 × tensor 1 .*4 heads", problem)
 
 
 def test_exact_stages_save_memory_and_no_time():
-    row, alone = (predict(shape, work(), machine()) for shape in (Shape(pipe=2), Shape()))
+    row, alone = (predict(shape, work(), machine()) for shape in (MeshShape(pipe=2), MeshShape()))
     assert row.step.compute == alone.step.compute and row.step.communication > 0
     # Of 22 GiB of blocks: the stages cost 6 and 6, and the second one holds 12.
     assert alone.memory - row.memory == pytest.approx(10 * 2**30)
@@ -267,14 +268,14 @@ def test_pipefusion_is_predicted_where_it_is_asked_for():
     assert not any(row.shape.pipefusion for row in make_plan(work(), slow, 4).rows)
     fusion = PipeFusion(num_patches=4)
     plan = make_plan(work(), slow, 4, sharing=(), pipefusion=fusion)
-    assert plan.best.shape == Shape(pipe=4, pipefusion=fusion)
+    assert plan.best.shape == MeshShape(pipe=4, pipefusion=fusion)
     assert "PipeFusion" in str(plan) and f"pipefusion={fusion!r}" in plan.best.call
-    exact = predict(Shape(pipe=4), work(), slow)
+    exact = predict(MeshShape(pipe=4), work(), slow)
     # A quarter of a step, but for the first one; and the keys of the step before.
     assert plan.best.step.compute == pytest.approx(exact.step.compute / 4, rel=0.2)
     keys = 5 * 2 * 4608 * WIDTH * 2 / 4
     assert plan.best.memory - exact.memory == pytest.approx(keys)
-    whole = predict(Shape(pipe=4, pipefusion=replace(fusion, warmup_steps=28)), work(), slow)
+    whole = predict(MeshShape(pipe=4, pipefusion=replace(fusion, warmup_steps=28)), work(), slow)
     assert whole.seconds == pytest.approx(exact.seconds)
 
 
@@ -293,7 +294,8 @@ def test_two_dims_are_chosen_where_they_win():
     # Many ranks and a slow link: 6 blocks of keys and queries travel instead of 15 of keys and values.
     far = make_plan(work(model(tokens=100_000)), machine(per_host=1, between="ethernet"), 16, sharing=())
     ring, two_dims = (
-        next(row for row in far.rows if row.shape == Shape(ring=16, ring_method=method)) for method in ("rotate", "2d")
+        next(row for row in far.rows if row.shape == MeshShape(ring=16, ring_method=method))
+        for method in ("rotate", "2d")
     )
     assert two_dims.seconds < ring.seconds / 2 and two_dims.sent < ring.sent / 2
     # With two heads, no more than two ranks share them.
@@ -304,7 +306,7 @@ def test_two_dims_are_chosen_where_they_win():
 
 def test_two_dim_ring_hides_more_traffic():
     call, link = model(tokens=4 * 1024, blocks=1).events[0], Link("", latency=0.0, bandwidth=1e9)
-    shape = Shape(ring=4, ring_method="2d")
+    shape = MeshShape(ring=4, ring_method="2d")
     queries = 1024 * WIDTH * 2 / 1e9
     partial = queries + 1024 * 24 * 4 / 1e9
     none, all_of_it = (
@@ -321,15 +323,15 @@ def test_two_dim_ring_hides_more_traffic():
 
 def test_a_row_says_the_line_that_runs_it():
     rows = {row.shape: row for row in make_plan(large(), machine(), 8, pipefusion=PipeFusion()).rows}
-    assert rows[Shape(ring=4, ulysses=2, ring_method="2d", fsdp=True)].call == (
+    assert rows[MeshShape(ring=4, ulysses=2, ring_method="2d", fsdp=True)].call == (
         "parallelize_pipe(pipe, mesh=init_context_parallel_mesh(max_ring_dim_size=4, max_ulysses_dim_size=2), "
         "rotate_method='2d', weights='fsdp')"
     )
-    assert rows[Shape(ulysses=4, tensor=2)].call == (
+    assert rows[MeshShape(ulysses=4, tensor=2)].call == (
         "parallelize_pipe(pipe, mesh=init_context_parallel_mesh(max_ring_dim_size=1, max_ulysses_dim_size=4, "
         "max_tensor_dim_size=2), weights='tensor')"
     )
-    assert rows[Shape(pipe=2, ulysses=4)].call == (
+    assert rows[MeshShape(pipe=2, ulysses=4)].call == (
         "parallelize_pipe(pipe, mesh=init_context_parallel_mesh(max_pipe_dim_size=2, max_ring_dim_size=1, "
         "max_ulysses_dim_size=4))"
     )

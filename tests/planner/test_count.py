@@ -14,10 +14,10 @@ from para_core.adapters.planner.inputs import INPUTS, Sizes
 from para_core.adapters.planner.plan import workload
 from para_core.adapters.planner.published import PUBLISHED
 from para_core.adapters.registry import plan_for, tensor_plan_for
-from para_core.planner.cost import Seconds, Shape
+from para_core.planner.cost import MeshShape, Seconds
 from para_core.planner.observe import observed
 from para_core.planner.rows import Row
-from para_core.planner.traffic import AttentionCall, Part, Product
+from para_core.planner.traffic import CallWork, CountedAttention, Product
 from tests.tiny import flux_call, flux_pipe, relative_error
 from zoo.tiny.transformers.registry import MODELS
 
@@ -35,7 +35,7 @@ def of_all_blocks(model):
     return calls[0].parts[0]
 
 
-def by_kind(part: Part, kind):
+def by_kind(part: CallWork, kind):
     return sorted(str(event) for event in part.events if isinstance(event, kind))
 
 
@@ -51,7 +51,7 @@ def test_a_block_of_each_kind_tells_what_all_do(name):
     with without_data(torch.float32):
         found = count_calls(module, SIZES)[1].parts[0]
         expected = of_all_blocks(cls(**config).eval())
-    for kind in (AttentionCall, Product):
+    for kind in (CountedAttention, Product):
         assert by_kind(found, kind) == by_kind(expected, kind)
     assert found.launches == expected.launches
     assert found.moved == expected.moved
@@ -145,12 +145,12 @@ def test_every_number_of_ranks_and_size_has_a_plan(ranks):
 
 
 ROWS = [
-    Shape(ring=4, ring_method="2d"),
-    Shape(ulysses=2, ring=2, fsdp=True),
-    Shape(ring=2, tensor=2),
-    Shape(pipe=2, ulysses=2),
+    MeshShape(ring=4, ring_method="2d"),
+    MeshShape(ulysses=2, ring=2, fsdp=True),
+    MeshShape(ring=2, tensor=2),
+    MeshShape(pipe=2, ulysses=2),
 ]
-FUSED = Shape(pipe=4, pipefusion=PipeFusion(num_patches=2, warmup_steps=7))
+FUSED = MeshShape(pipe=4, pipefusion=PipeFusion(num_patches=2, warmup_steps=7))
 
 
 def run_rows():

@@ -13,7 +13,7 @@ from para_core.planner.checks import versions
 from para_core.planner.doctor import examine
 from para_core.planner.hardware import DEVICES, LINKS, Host, measured_figures
 from para_core.planner.mesh_checks import exactness
-from para_core.planner.report import BROKEN, CHANGE, OK, Finding, Ranks, Report
+from para_core.planner.report import BROKEN, CHANGE, OK, DoctorReport, Finding, Ranks
 from tests.tiny import cpu_mesh
 
 
@@ -104,7 +104,7 @@ def test_raising_check_is_broken_and_others_run(rank_pool):
     ],
 )
 def test_what_was_raised_has_a_way_out(error, words):
-    report = Report()
+    report = DoctorReport()
 
     def check():
         raise RuntimeError(error)
@@ -152,7 +152,7 @@ def test_the_planner_takes_the_doctor_s_figures(tmp_path):
         ],
     }
     path = tmp_path / "doctor.json"
-    Report([Finding("versions", "")], figures).write(path)
+    DoctorReport([Finding("versions", "")], figures).write(path)
     device, link, host = measured_figures(path, DEVICES["H100"], LINKS["nvlink4"], Host())
     assert device.products * device.of_products == 5e14
     assert device.products * device.of_attention == pytest.approx(3e14)

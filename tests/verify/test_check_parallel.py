@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from para_core import Attention, Gather, Plan, Split, check_parallel
 from para_core.adapters.models.flux import FLUX_PLAN
-from para_core.instance_patching import Order, wrap_method
+from para_core.instance_patching import WrapperPriority, wrap_method
 from zoo.tiny.transformers.registry import MODELS
 
 
@@ -359,6 +359,8 @@ def test_an_image_encoder_is_checked_by_own_lines():
 
 def test_a_parallel_model_is_refused():
     model = MODELS["flux"].build()
-    wrap_method(model, "__call__", "parallel", lambda call, module, *args: call(module, *args), order=Order.PLAN)
+    wrap_method(
+        model, "__call__", "parallel", lambda call, module, *args: call(module, *args), order=WrapperPriority.PLAN
+    )
     with pytest.raises(ValueError, match="FluxTransformer2DModel is already parallel"):
         check_parallel(model, plan=FLUX_PLAN)

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from para_core import init_context_parallel_mesh
 from para_core.adapters import parallelize_pipe, shard_weights, unparallelize_pipe, unshard_weights
-from para_core.instance_patching import Order, wrap_method, written_class
+from para_core.instance_patching import WrapperPriority, unwrapped_class, wrap_method
 from para_core.weights.fsdp import gather_blocks, shard_blocks
 from tests.weights.pipes import make
 
@@ -72,7 +72,9 @@ def refused_copies(wrapped):
     mesh, model = init_device_mesh("cpu", (2,)), Model()
     expected = {name: x.clone() for name, x in model.state_dict().items()}
     if wrapped:
-        wrap_method(model, "forward", "test", lambda call, *args: call(*args), order=Order.PLAN, plain_copies=True)
+        wrap_method(
+            model, "forward", "test", lambda call, *args: call(*args), order=WrapperPriority.PLAN, plain_copies=True
+        )
     shard_blocks(model, list(model.layers), mesh)
     errors = []
     for way in (copy.copy, copy.deepcopy, pickle.dumps, lambda module: torch.save(module, io.BytesIO())):
@@ -98,9 +100,9 @@ def slice_of_sharded_layers(wrapped):
     mesh, model = init_device_mesh("cpu", (2,)), Model()
     shard_blocks(model, [model.layers], mesh)
     if wrapped:
-        wrap_method(model.layers, "forward", "test", lambda call, *args: call(*args), order=Order.PLAN)
+        wrap_method(model.layers, "forward", "test", lambda call, *args: call(*args), order=WrapperPriority.PLAN)
     part = model.layers[1:]
-    return isinstance(model.layers, FSDPModule), isinstance(part, FSDPModule), written_class(part).__name__, len(part)
+    return isinstance(model.layers, FSDPModule), isinstance(part, FSDPModule), unwrapped_class(part).__name__, len(part)
 
 
 @pytest.mark.parametrize("wrapped", [False, True])

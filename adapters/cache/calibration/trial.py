@@ -14,7 +14,7 @@ from para_core.adapters.cache.calibration.image_metrics import ImageMetric, as_i
 from para_core.adapters.cache.calibration.result import CalibrationRow
 from para_core.adapters.cache.pipeline import cache_report
 from para_core.cache.decision import Verdict
-from para_core.cache.report import Row
+from para_core.cache.report import CachedStep
 from para_core.distributed.consistency import exchange
 from para_core.distributed.mesh import GuidedMesh
 
@@ -55,7 +55,7 @@ class Trial:
             self._generate(0)
             self._warm = True
         images, seconds = [], []
-        rows: list[Row] = []
+        rows: list[CachedStep] = []
         # Of the generations and branches.
         streams: set[tuple[int, str]] = set()
         for index in range(len(self._calls)):

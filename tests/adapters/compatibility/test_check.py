@@ -16,7 +16,7 @@ from torchao.quantization import Int8Tensor, PerRow
 from benchmarks.harness import fake_group
 from para_core import PipeFusion
 from para_core.adapters import parallelize_pipe, parallelize_transformer
-from para_core.adapters.compatibility import REFUSALS, Case, When, cases_of, reason_against, refuse
+from para_core.adapters.compatibility import REFUSALS, CompatibilityContext, When, cases_of, reason_against, refuse
 from para_core.adapters.components import blocks_of
 from para_core.adapters.registry import tensor_plan_for
 from para_core.adapters.weights.stages import hold_stage
@@ -235,17 +235,17 @@ def on_flux(change, mesh, **known):
     """A pipe whose transformer was changed since its plan was applied."""
     pipe = flux_pipe()
     pipe.transformer = change(pipe.transformer) or pipe.transformer
-    return Case(pipe, pipe.transformer, "transformer", mesh=mesh, **known)
+    return CompatibilityContext(pipe, pipe.transformer, "transformer", mesh=mesh, **known)
 
 
 def replaced(mesh):
-    return Case(flux_pipe(), flux_transformer(), "transformer", mesh=mesh)
+    return CompatibilityContext(flux_pipe(), flux_transformer(), "transformer", mesh=mesh)
 
 
 def guided_by_blur(mesh):
     pipe = flux_pipe()
     pipe.guider = SmoothedEnergyGuidance(seg_guidance_layers=[1])
-    return Case(pipe, pipe.transformer, "transformer", mesh=mesh)
+    return CompatibilityContext(pipe, pipe.transformer, "transformer", mesh=mesh)
 
 
 def compiled_in_place(module):
@@ -261,18 +261,18 @@ def with_scores_of_its_own(model):
 
 def without_scheduler(mesh):
     pipe = changed(flux_pipe(), scheduler=None)
-    return Case(pipe, pipe.transformer, options=CacheOptions(0.1, always_compute_last=True))
+    return CompatibilityContext(pipe, pipe.transformer, options=CacheOptions(0.1, always_compute_last=True))
 
 
 def perturbed(mesh):
     pipe = changed(flux_pipe(), pag_applied_layers=["blocks.1"])
-    return Case(pipe, MODELS["sd3"].build(), "transformer", mesh=mesh)
+    return CompatibilityContext(pipe, MODELS["sd3"].build(), "transformer", mesh=mesh)
 
 
 def sharded_and_cached(mesh):
     pipe = flux_pipe()
     shard_blocks(pipe.transformer, blocks_of(pipe.transformer), weights_mesh([0, 1], "cpu"))
-    return Case(pipe, pipe.transformer, "transformer", options=CacheOptions(0.1))
+    return CompatibilityContext(pipe, pipe.transformer, "transformer", options=CacheOptions(0.1))
 
 
 def in_stages(mesh):
@@ -283,32 +283,36 @@ def compiled_stages(mesh):
     """In place, behind the split."""
     pipe = flux_pipe()
     hold_stage(pipe.transformer, mesh.sequence.ulysses)
-    return Case(pipe, compiled_in_place(pipe.transformer), "transformer", mesh=in_stages(mesh))
+    return CompatibilityContext(pipe, compiled_in_place(pipe.transformer), "transformer", mesh=in_stages(mesh))
 
 
 def fused_and_compiled(mesh):
     pipe = parallelize_pipe(flux_pipe(), pipefusion=PipeFusion())
-    return Case(pipe, compiled_in_place(pipe.transformer), "transformer", mesh=mesh, applied=mesh.sequence)
+    return CompatibilityContext(
+        pipe, compiled_in_place(pipe.transformer), "transformer", mesh=mesh, applied=mesh.sequence
+    )
 
 
 def cached_stages(mesh):
     pipe = flux_pipe()
     hold_stage(pipe.transformer, mesh.sequence.ulysses)
-    return Case(pipe, pipe.transformer, "transformer", options=CacheOptions(0.1, rule="modulated_input"))
+    return CompatibilityContext(
+        pipe, pipe.transformer, "transformer", options=CacheOptions(0.1, rule="modulated_input")
+    )
 
 
 def sharded_and_compiled(mesh):
     pipe = flux_pipe()
     shard_tensors(pipe.transformer, tensor_plan_for(pipe.transformer), weights_mesh([0, 1], "cpu"))
     module, pipe.transformer = pipe.transformer, torch.compile(pipe.transformer, backend="eager")
-    return Case(pipe, module, "transformer", mesh=mesh, options=CacheOptions(0.1))
+    return CompatibilityContext(pipe, module, "transformer", mesh=mesh, options=CacheOptions(0.1))
 
 
 def fsdp_without_breaks(mesh):
     pipe = flux_pipe()
     shard_blocks(pipe.transformer, blocks_of(pipe.transformer), weights_mesh([0, 1], "cpu"))
     module, pipe.transformer = pipe.transformer, torch.compile(pipe.transformer, fullgraph=True, backend="eager")
-    return Case(pipe, module, "transformer", mesh=mesh, applied=mesh.sequence)
+    return CompatibilityContext(pipe, module, "transformer", mesh=mesh, applied=mesh.sequence)
 
 
 def quantized_late(mesh):
@@ -316,66 +320,66 @@ def quantized_late(mesh):
     shard_blocks(pipe.transformer, blocks_of(pipe.transformer), weights_mesh([0, 1], "cpu"))
     linear = pipe.transformer.transformer_blocks[0].attn.to_q
     linear.weight = nn.Parameter(Int8Tensor.from_hp(torch.ones(64, 64), PerRow()), requires_grad=False)
-    return Case(pipe, pipe.transformer, "transformer", mesh=mesh, applied=mesh.sequence)
+    return CompatibilityContext(pipe, pipe.transformer, "transformer", mesh=mesh, applied=mesh.sequence)
 
 
 # Of each row: before what, a case of it, and what is said.
 CASES = {
     "a pipeline without a transformer, in parallel": (
         When.PARALLELIZE,
-        lambda _: Case(NoTransformer(nn.Linear(1, 1)), None),
+        lambda _: CompatibilityContext(NoTransformer(nn.Linear(1, 1)), None),
         "^NoTransformer .*transformer.*" + SUPPORTED,
     ),
     "a pipeline without a transformer, with a cache": (
         When.CACHE,
-        lambda _: Case(NoTransformer(nn.Linear(1, 1)), None),
+        lambda _: CompatibilityContext(NoTransformer(nn.Linear(1, 1)), None),
         "^NoTransformer .*cached.* transformer",
     ),
     "a UNet that is not known": (
         When.PARALLELIZE,
-        lambda _: Case(OtherUnet(nn.Linear(1, 1)), nn.Linear(1, 1), "unet"),
+        lambda _: CompatibilityContext(OtherUnet(nn.Linear(1, 1)), nn.Linear(1, 1), "unet"),
         "^OtherUnet .* Linear ",
     ),
     "an attention processor that computes scores itself": (
         When.PARALLEL_CALL,
-        lambda mesh: Case(*[with_scores_of_its_own(MODELS["pixart"].build())] * 2, mesh=mesh),
+        lambda mesh: CompatibilityContext(*[with_scores_of_its_own(MODELS["pixart"].build())] * 2, mesh=mesh),
         r"AttnProcessor in 'transformer_blocks\.1\.attn2', .*set_attn_processor\(AttnProcessor2_0\(\)\)",
     ),
     "a UNet on ranks along tensor": (
         When.PARALLELIZE,
-        lambda mesh: Case(
+        lambda mesh: CompatibilityContext(
             *[UNET_PIPELINES["sd"].build().unet] * 2, "unet", mesh=replace(mesh, tensor=mesh.sequence.ulysses)
         ),
         r"^.* 2 ranks .*'tensor'.*UNet2DConditionModel .*'ulysses'",
     ),
     "a cache on a UNet": (
         When.CACHE,
-        lambda _: Case(*[UNET_PIPELINES["sd"].build().unet] * 2),
+        lambda _: CompatibilityContext(*[UNET_PIPELINES["sd"].build().unet] * 2),
         "^UNet2DConditionModel .*First Block Cache",
     ),
     "what is no adapter": (
         When.PARALLELIZE,
-        lambda _: Case(flux_pipe(), flux_transformer(), adapter={}),
+        lambda _: CompatibilityContext(flux_pipe(), flux_transformer(), adapter={}),
         r"^adapter .*\{\}; .*Adapter, .*transformer='FluxTransformer2DModel'",
     ),
     "a transformer of which it is known why it has no plan": (
         When.PARALLELIZE,
-        lambda _: Case(lumina_next(), lumina_next()),
+        lambda _: CompatibilityContext(lumina_next(), lumina_next()),
         "^LuminaNextDiT2DModel .*processor ",
     ),
     "a transformer without a plan": (
         When.PARALLELIZE,
-        lambda _: Case(OtherModel(), OtherModel()),
+        lambda _: CompatibilityContext(OtherModel(), OtherModel()),
         r"OtherModel\. .*adapter=Adapter\(transformer='OtherModel', ",
     ),
     "a cache on blocks of which it is known why none is skipped": (
         When.CACHE,
-        lambda _: Case(far := MODELS["anyflow far"].build(), far),
+        lambda _: CompatibilityContext(far := MODELS["anyflow far"].build(), far),
         "^AnyFlowFARTransformer3DModel .*cached.* keys",
     ),
     "a cache on blocks that are not known": (
         When.CACHE,
-        lambda _: Case(OtherModel(), OtherModel()),
+        lambda _: CompatibilityContext(OtherModel(), OtherModel()),
         "^OtherModel .*cached.* blocks .*FLUX",
     ),
     "a cache that follows a schedule, without a scheduler": (
@@ -390,7 +394,9 @@ CASES = {
     ),
     "a pipeline on several devices": (
         When.SHARD,
-        lambda mesh: Case(changed(flux_pipe(), hf_device_map={"a": 0, "b": 1}), flux_transformer(), "transformer"),
+        lambda mesh: CompatibilityContext(
+            changed(flux_pipe(), hf_device_map={"a": 0, "b": 1}), flux_transformer(), "transformer"
+        ),
         r"pipeline .*\['0', '1'\] .*device_map, .*mesh=mesh, weights='fsdp'\)",
     ),
     "weights that accelerate moves layer by layer": (
@@ -400,7 +406,7 @@ CASES = {
     ),
     "stages of a model whose blocks hand on more than tokens": (
         When.PARALLELIZE,
-        lambda mesh: Case(*[MODELS["hunyuandit"].build()] * 2, mesh=in_stages(mesh)),
+        lambda mesh: CompatibilityContext(*[MODELS["hunyuandit"].build()] * 2, mesh=in_stages(mesh)),
         r"^HunyuanDiT2DModel .*stages.*weights='fsdp'",
     ),
     "stages of weights that something else places": (
@@ -477,7 +483,7 @@ CASES = {
     ),
     "a compiled UNet": (
         When.PARALLEL_CALL,
-        lambda mesh: Case(*[compiled_in_place(UNET_PIPELINES["sd"].build().unet)] * 2, mesh=mesh),
+        lambda mesh: CompatibilityContext(*[compiled_in_place(UNET_PIPELINES["sd"].build().unet)] * 2, mesh=mesh),
         "^unet .*compiled",
     ),
     "attention that is no scaled_dot_product_attention": (

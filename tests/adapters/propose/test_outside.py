@@ -31,8 +31,8 @@ def test_blocks_in_a_sequence_are_found_with_their_stack():
     model = fill(Vit(), seed=1).eval()
     proposal = propose_plan(model, (image(16, 20), image(16, 32)))
     assert_exact(model, proposal, image(20, 24))
-    assert proposal.blocks.stages[0].lists == ("blocks",)
-    assert proposal.blocks.stages[0].chained
+    assert proposal.blocks.groups[0].lists == ("blocks",)
+    assert proposal.blocks.groups[0].chained
 
 
 def test_blocks_with_any_arguments_are_found():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from para_core.adapters import Adapter, parallelize_transformer, propose_plan
-from para_core.cache.blocks import CachedBlocks, Stage
+from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import FirstTokens, Gather, Replicate, Split
 from tests.adapters.propose.models import (
     Centred,
@@ -51,8 +51,8 @@ def test_proposed_plan_of_own_model_is_exact_on_ranks(rank_pool):
 def test_its_source_says_what_it_holds():
     proposal = propose_plan(fill(Painter(), seed=1), (painter_inputs(17), painter_inputs(31)))
     assert adapter_of(proposal.source()) == Adapter("Painter", "Painter", plan=proposal.plan, blocks=proposal.blocks)
-    assert proposal.blocks.stages[0].streams == ("caption", "latents")
-    assert proposal.blocks.stages[0].chained
+    assert proposal.blocks.groups[0].streams == ("caption", "latents")
+    assert proposal.blocks.groups[0].chained
     assert "3 of 3 attention calls" in str(proposal)
 
 
@@ -99,8 +99,8 @@ def test_answer_of_unknown_kind_raises(name, answer):
 
 def test_blocks_that_are_said_are_tried_too():
     transformer, examples = fill(Painter(), seed=1), (painter_inputs(17), painter_inputs(31))
-    right = CachedBlocks((Stage(("layers",), ("caption", "latents"), measured="latents", chained=True),))
-    wrong = CachedBlocks((Stage(("layers",), ("latents", "caption"), measured="latents", chained=True),))
+    right = CachedBlocks((BlockGroup(("layers",), ("caption", "latents"), measured="latents", chained=True),))
+    wrong = CachedBlocks((BlockGroup(("layers",), ("latents", "caption"), measured="latents", chained=True),))
     assert propose_plan(transformer, examples, answers={"CachedBlocks": right}).blocks == right
     asked = propose_plan(transformer, examples, answers={"CachedBlocks": wrong})
     assert asked.blocks is None
@@ -154,8 +154,8 @@ def test_text_is_replicated_if_positions_are_joint():
 
 def test_arguments_that_do_something_between_blocks_are_named():
     proposal = propose_plan(fill(Controlled(), seed=1), (controlled_inputs(17), controlled_inputs(31)))
-    assert proposal.blocks.stages[0].chained
-    assert proposal.blocks.stages[0].between == ("residuals",)
+    assert proposal.blocks.groups[0].chained
+    assert proposal.blocks.groups[0].between == ("residuals",)
     assert proposal.blocks.uncached == ()
     assert re.search(r"residuals: .*blocks of layers", str(proposal))
 
@@ -163,7 +163,7 @@ def test_arguments_that_do_something_between_blocks_are_named():
 def test_arguments_that_leave_out_blocks_are_named():
     examples = controlled_inputs(17, left_out=1), controlled_inputs(31, left_out=1)
     proposal = propose_plan(fill(Controlled(), seed=1), examples)
-    assert proposal.blocks.stages[0].between == ("residuals",)
+    assert proposal.blocks.groups[0].between == ("residuals",)
     assert proposal.blocks.uncached == ("left_out",)
     assert "left_out: " in str(proposal)
 
