@@ -118,9 +118,9 @@ def test_fingerprint_ignores_memory_layout(x):
 
 
 def exchanges_of(call):
-    with mock.patch.object(arguments, "agree", wraps=arguments.agree) as agree:
+    with mock.patch.object(arguments, "check_consistent", wraps=arguments.check_consistent) as check_consistent:
         call()
-    return agree.call_count
+    return check_consistent.call_count
 
 
 def count_exchanges(assume_equal):
