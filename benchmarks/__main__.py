@@ -3,13 +3,13 @@
 from benchmarks.harness import launch
 
 PROGRAMS = (
-    ("demo", "--record", "--output", "docs/demo.png"),
+    ("demo", "--record", "--output", "docs/images/demo.png"),
     ("demo.gallery",),
     ("attention.mesh",),
     ("attention.large_worlds",),
     ("attention.low_precision",),
     ("attention.compiled",),
-    ("cache.images", "--record", "--folder", "docs"),
+    ("cache.images", "--record", "--folder", "docs/images"),
     ("cache.quality",),
     ("cache.forecasts",),
     ("cache.video",),

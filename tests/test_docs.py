@@ -15,7 +15,7 @@ import pytest
 from para_core.adapters.models import ADAPTERS
 from tests.scripts import ROOT, meeting_point, on_ranks
 
-PAGES = ["README.md", *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").glob("*.md"))]
+PAGES = ["README.md", *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # From the hardware and checkpoint that a reader has to what is here.
 SUBSTITUTIONS = {

@@ -4,7 +4,7 @@
     python -m benchmarks.cache.quality --parts eager compiled --rounds 25  # the seconds only, on a quiet machine
 
 Generates held-out captions with the tiny trained FLUX, each alone, because a cache decides for a call as a whole. Writes
-benchmarks/results/cache_quality.json (docs/cache_quality.md). cache-dit is measured if it is installed:
+benchmarks/results/cache_quality.json (docs/measured/cache_quality.md). cache-dit is measured if it is installed:
 ``pip install --no-deps cache-dit==1.5.3``, into an environment that is not para_core's.
 """
 
@@ -222,12 +222,12 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def parts() -> dict[str, list[str]]:
-    """Return the parts of docs/cache_quality.md."""
+    """Return the parts of docs/measured/cache_quality.md."""
     return parts_of(read_results("cache_quality"))
 
 
 def parts_of(results: dict[str, Any]) -> dict[str, list[str]]:
-    """Return the parts of docs/cache_quality.md from ``results``."""
+    """Return the parts of docs/measured/cache_quality.md from ``results``."""
     return {
         "about": about(results),
         "28 steps": quality(results["quality"], 28),

@@ -1,6 +1,6 @@
 """The trained models' images and clips, on one rank, on several and cached, with differences amplified:  python -m benchmarks.demo.gallery
 
-Writes docs/gallery_images.png, docs/gallery_clips.gif, benchmarks/results/gallery.json (docs/gallery.md).
+Writes docs/images/gallery_images.png, docs/images/gallery_clips.gif, benchmarks/results/gallery.json (docs/gallery.md).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from para_core import init_context_parallel_mesh
 from para_core.adapters import apply_cache_on_pipe, cache_report, parallelize_pipe
 from zoo import flux, video
 
-IMAGES, CLIPS = ROOT / "docs/gallery_images.png", ROOT / "docs/gallery_clips.gif"
+IMAGES, CLIPS = ROOT / "docs/images/gallery_images.png", ROOT / "docs/images/gallery_clips.gif"
 SEED, STEPS = 5, 20
 CAPTIONS = {
     "flux": (

@@ -5,7 +5,7 @@
 
 Ranks are plain processes without a launcher, which would end the others itself: what ends them is the library. They are forked from this
 process, which has imported everything. Hosts are network namespaces; without them (Linux, root) they are loopback addresses, and
-links are left out. Each cell is written to benchmarks/results/faults.json when it is done (docs/faults.md).
+links are left out. Each cell is written to benchmarks/results/faults.json when it is done (docs/measured/faults.md).
 
 A cell is bad if a rank that lives does not end; if a call gives an image that is not that of one process; if no rank names the cause,
 and not all have their image; or if something is left behind.

@@ -1,4 +1,4 @@
-"""The verdict on a cell, and the parts of docs/faults.md."""
+"""The verdict on a cell, and the parts of docs/measured/faults.md."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _named(result: dict[str, Any]) -> bool:
 
 
 def parts() -> dict[str, list[str]]:
-    """Return the parts of docs/faults.md."""
+    """Return the parts of docs/measured/faults.md."""
     found = read_results("faults")
     results = found["cells"]
     return {"summary": _summary(found), "table": _tables(results), "messages": _messages(results)}

@@ -1,4 +1,4 @@
-"""The caller of each peer: its packages, meshes and settings, and one call. Patches are in docs/peers.md."""
+"""The caller of each peer: its packages, meshes and settings, and one call. Patches are in docs/measured/peers.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The generated parts of docs/peers.md, from benchmarks/results/peers.json."""
+"""The generated parts of docs/measured/peers.md, from benchmarks/results/peers.json."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def about(results: dict[str, Any]) -> list[str]:
 
 
 def parts() -> dict[str, list[str]]:
-    """Return the parts of docs/peers.md, and the table of README.md (``peers``)."""
+    """Return the parts of docs/measured/peers.md, and the table of README.md (``peers``)."""
     results = read_results("peers")
     return {
         "about": about(results),

@@ -6,7 +6,7 @@ Two ranks of one thread. First the models of `zoo.tiny.transformers.registry` wi
 diffusers asks for, and once with odd ones (there with its `ulysses_anything`): who takes what, and with which error. Then, where both
 are exact, models of the same classes with 2 layers (of each kind) of 4 heads × 128 and a few thousand tokens, so that a step takes
 about a second: in each round one rank alone with the unmodified model, then every way in turns, the first one later in the next round.
-Quoted are medians of the rounds and of their ratios. Writes benchmarks/results/beside_diffusers.json (docs/beside_diffusers.md).
+Quoted are medians of the rounds and of their ratios. Writes benchmarks/results/beside_diffusers.json (docs/measured/beside_diffusers.md).
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ def conclusion(rows: list[dict[str, Any]]) -> str:
         f"Over these {len(rows)} models the median ratio of seconds is {medians['seconds']}, of CPU seconds {medians['CPU seconds']}: with "
         "Ulysses on two CPU ranks both take the same time, within what rounds differ by. They differ in what they take: on these ranks odd "
         "lengths and a ring, both of which diffusers offers for GPUs, and the inputs of LTX and LTX-2. What was not asked here, masks around a "
-        "ring, caches and guidance over ranks, is in [peers.md](peers.md) and [hooks.md](hooks.md). Nothing is said of GPUs."
+        "ring, caches and guidance over ranks, is in [peers.md](peers.md) and [hooks.md](../hooks.md). Nothing is said of GPUs."
     )
 
 
@@ -259,7 +259,7 @@ def speed_row(row: dict[str, Any]) -> list[str]:
 
 
 def parts() -> dict[str, list[str]]:
-    """Return the parts of docs/beside_diffusers.md."""
+    """Return the parts of docs/measured/beside_diffusers.md."""
     results = read_results("beside_diffusers")
     tiny_rows = [[row["model"], row["tokens"], *(verdict(row[way]) for way in WAYS)] for row in results["tiny"]]
     heads = ["1 rank", "para_core", "diffusers", "para_core, ring", "diffusers' seconds / para_core's"]

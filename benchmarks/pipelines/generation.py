@@ -281,7 +281,7 @@ def problems(rows: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
 
 
 def parts() -> dict[str, list[str]]:
-    """Return the parts of docs/exactness.md: in brackets the kilobytes of the rank that sends most, per step."""
+    """Return the parts of docs/measured/exactness.md: in brackets the kilobytes of the rank that sends most, per step."""
     rows, rows_of_16_bits = (read_results(name)["pipelines"] for name in ("pipelines", "pipelines_bfloat16"))
     cells = [
         [name, *(f"{row[label]['error']:.0e} ({largest_per_step(row[label]) / 1000:.0f})" for label in MESHES)]

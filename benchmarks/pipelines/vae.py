@@ -4,7 +4,7 @@
     python -m benchmarks.pipelines.vae --distvae FOLDER
 
 The autoencoder of the small FLUX that was trained here decodes 16 of its images as one of 512 × 512. Seconds are medians of rounds, the
-slowest rank's. Writes benchmarks/results/vae_beside.json (docs/vae.md) and docs/vae_seams.png.
+slowest rank's. Writes benchmarks/results/vae_beside.json (docs/vae.md) and docs/images/vae_seams.png.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from zoo.flux import PIPELINE
 from zoo.flux.draw import draw
 from zoo.flux.grammar import crowded_scene
 
-FIGURE = ROOT / "docs/vae_seams.png"
+FIGURE = ROOT / "docs/images/vae_seams.png"
 AMPLIFIED = 4
 ALONE = "one device"
 SHOWN = 256  # pixels of the image that are shown, from its middle

@@ -4,7 +4,7 @@
 
 The models of diffusers themselves, with the sizes that were published, run once without data (`benchmarks.pipelines.generation`). Needs
 benchmarks/results/pipelines.json (python -m benchmarks.pipelines.exactness pipelines): where the formula gave other bytes than were counted there, it ends
-in an error. Writes benchmarks/results/real_sizes.json (docs/traffic.md).
+in an error. Writes benchmarks/results/real_sizes.json (docs/measured/traffic.md).
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def parts() -> dict[str, list[str]]:
-    """Return the tables of docs/traffic.md: what models of real size send, and what was counted on tiny pipelines."""
+    """Return the tables of docs/measured/traffic.md: what models of real size send, and what was counted on tiny pipelines."""
     table, counted = read_results("real_sizes")["gigabytes per step"], read_results("pipelines")["pipelines"]
     headings = [heading for heading in table[0] if heading not in ("model", "ranks")]
     real = [

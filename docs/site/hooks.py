@@ -46,7 +46,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Links of pages in docs/ to what stands elsewhere."""
-    return markdown if page.file.generated_by else moved(markdown, Path("docs"))
+    return markdown if page.file.generated_by else moved(markdown, Path("docs", page.file.src_uri).parent)
 
 
 def moved(markdown: str, folder: Path) -> str:
@@ -58,12 +58,12 @@ def moved(markdown: str, folder: Path) -> str:
     def link(match: re.Match[str]) -> str:
         image, text, target, anchor = match.groups()
         path = (ROOT / folder / target).resolve().relative_to(ROOT)
-        # Pages of the site stand at its top; those from elsewhere in their own folders.
         place = ELSEWHERE.get(str(path), str(path.relative_to("docs")) if path.parts[0] == "docs" else None)
         if place is None:
             return f"{text}"
-        depth = 0 if folder == Path("docs") else len(folder.parts)
-        return f"{image}[{text}]({'../' * depth}{place}{anchor or ''})"
+        # docs/ is the top of the site. Other folders keep their path from the top of the repository.
+        on_site = folder.relative_to("docs") if folder.parts[:1] == ("docs",) else folder
+        return f"{image}[{text}]({'../' * len(on_site.parts)}{place}{anchor or ''})"
 
     return LINK.sub(link, markdown)
 

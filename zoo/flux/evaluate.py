@@ -1,7 +1,7 @@
 """Generate images of captions that training never saw and count what is right:  python -m zoo.flux.evaluate
 
 Loads the pipeline folder with plain diffusers, as float32 on the CPU. Writes benchmarks/results/tiny_flux.json and the
-grid of images docs/tiny_flux.png.
+grid of images docs/images/tiny_flux.png.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def parser(doc: str | None, name: str) -> argparse.ArgumentParser:
     found.add_argument("--batch", type=int, default=20)
     found.add_argument("--pipeline", type=Path, default=ROOT / "zoo" / name.removeprefix("tiny_") / "pipeline")
     found.add_argument("--result", type=Path, default=ROOT / "benchmarks" / "results" / f"{name}.json")
-    found.add_argument("--image", type=Path, default=ROOT / "docs" / f"{name}.png")
+    found.add_argument("--image", type=Path, default=ROOT / "docs/images" / f"{name}.png")
     return found
 
 

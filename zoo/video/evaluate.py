@@ -1,7 +1,7 @@
 """Generate videos of captions that training never saw and count what is right:  python -m zoo.video.evaluate
 
 Loads the pipeline folder with plain diffusers, as float32 on the CPU. Writes benchmarks/results/tiny_video.json and the
-strips docs/tiny_video.png.
+strips docs/images/tiny_video.png.
 """
 
 from __future__ import annotations
