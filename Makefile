@@ -1,6 +1,7 @@
 # Every target sets up .venv by itself, on a machine that has Python >= 3.11 and nothing else.
 #
 #   make demo       see it work: the same image from one process and from several, and with a cache
+#   make check      lint, types, and the tests that need one process (two minutes)
 #   make test       lint, types, and the tests           (minutes, on two CPU cores)
 #   make test-long  the tests again, with Inductor everywhere and more examples
 #   make test-nodes  2 and 3 hosts × 2 ranks, as network namespaces (Linux, root), under torchrun; loopback addresses elsewhere
@@ -23,7 +24,7 @@ AT_ONCE := -n 2 --dist worksteal
 GPU_CHECK ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long test-nodes test-fleet pytest lint types bench gpu-check docs clean
+.PHONY: help demo check test test-long test-nodes test-fleet pytest lint types bench gpu-check docs clean
 # Lint, then types, then tests, one after the other: the tests meet time-outs and want both cores.
 .NOTPARALLEL:
 
@@ -33,6 +34,10 @@ help:
 demo: $(STAMP)
 	@echo "==> demo"
 	$(BIN)/python -m benchmarks.demo
+
+check: lint types
+	@echo "==> tests of one process"
+	$(BIN)/python -m pytest -m "not ranks and not long and not nodes" $(AT_ONCE) $(PYTEST)
 
 test: lint types
 	@echo "==> tests"

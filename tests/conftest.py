@@ -19,6 +19,14 @@ fill_uninitialized_memory()
 torch.set_num_threads(1)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that use the rank pool as ``ranks``, which ``make check`` leaves out."""
+    for item in items:
+        if isinstance(item, pytest.Function) and "rank_pool" in item.fixturenames:
+            item.add_marker("ranks")
+
+
 @pytest.fixture(scope="session")
 def rank_pool() -> Iterator[RankPool]:
     """Rank processes, kept for the whole run: ``rank_pool.run(fn, world_size, ...)``."""

@@ -79,6 +79,7 @@ def test_python_blocks_run_from_top_to_bottom(rank_pool, source, tmp_path):
     on_ranks(rank_pool, script)
 
 
+@pytest.mark.ranks
 def test_a_script_may_end_right_after_a_collective(tmp_path):
     script = tmp_path / "ends_at_once.py"
     script.write_text(programs("README.md")[1])

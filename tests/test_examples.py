@@ -94,6 +94,7 @@ def test_own_model_example_is_exact_on_every_mesh(rank_pool, ranks):
     assert max(differences) < 1e-5
 
 
+@pytest.mark.ranks
 def test_flux_example_equals_the_unmodified_pipeline(tmp_path):
     under_torchrun(copied(PARALLEL / "run_flux.py", tmp_path), "--model", str(FLUX), "--size", "80")
     prompt = "a large red circle in the centre on a white background"

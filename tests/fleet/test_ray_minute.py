@@ -33,7 +33,7 @@ from para_core.fleet.models import find_model, find_tiny_flux
 from para_core.fleet.recipe import Recipe
 
 # Ray's own sockets and threads, which end with the cluster.
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore")]
 PORT = 8129
 PATH = "/v1/images/generations"
 CAPTION = "a large red circle"
