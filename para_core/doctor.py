@@ -1,4 +1,4 @@
-"""What this machine does, and what to change:  [torchrun --nproc_per_node=4 -m] para_core.doctor [--output doctor.json]"""
+"""Measure this machine and name what to change:  [torchrun --nproc_per_node=4 -m] para_core.doctor [--output doctor.json]"""
 
 from para_core.planner.doctor import main
 

@@ -1,12 +1,12 @@
-"""Changing what one object does when it is called, and nothing about any other object of its class.
+"""Wrap methods of one object, without an effect on other objects of its class.
 
-Python looks ``__call__`` up on the class, so an instance gets a private subclass of its own class: same name, same
-module. All that is added lives in that class; the instance's attributes, hooks and ``forward`` stay untouched, so whatever
-else replaces them (offload, LoRA) goes on and off in any order. A graph that was compiled for the instance sees another
-type, and is compiled again, unless what is wrapped is the call of a module that was compiled in place.
+Python looks up ``__call__`` on the class, so a wrapped instance gets a private subclass with the same name and module. The wrappers
+live in that class. Attributes, hooks and ``forward`` of the instance stay as they are, so offload, LoRA and others can replace them in
+any order. A graph that was compiled for the instance is compiled again, because its type has changed; except if the call of a module
+that was compiled in place is wrapped.
 
-``copy`` and ``pickle`` rebuild an object from its class and attributes, so a copy would lose the wrappers: one rank would
-then run it alone, without an error. They raise for a wrapped instance, unless every wrapper allows a plain copy.
+``copy`` and ``pickle`` rebuild an object from its class and attributes, so a copy would lose the wrappers silently, and run on one rank
+alone. They raise ``TypeError`` for a wrapped instance, unless every wrapper allows plain copies.
 """
 
 from __future__ import annotations
@@ -32,48 +32,46 @@ from para_core.torch_internals import (
     compile_context,
 )
 
-# around(call, instance, *args, **kwargs): `call(instance, *args, **kwargs)` is what would have run. The first two are positional-only,
-# for a method may have parameters of these names.
+# around(call, instance, *args, **kwargs) runs instead of the method; `call(instance, *args, **kwargs)` runs the next wrapper or the
+# method. The first two parameters are positional-only, because the method may have parameters with the same names.
 Around = Callable[..., Any]
 
 
 class WrapperPriority(IntEnum):
-    """What stands around one method, from the outermost to the innermost, whichever came first."""
+    """Position of a wrapper among the wrappers of one method, outermost first. It does not depend on the order of wrapping."""
 
-    # Before a cache is set up, all ranks know that they make the same call.
+    # All ranks verify that they make the same call before anything else.
     PARALLEL = auto()
-    # A cache sees the calls that this rank computes.
+    # Outside the cache, which then sees only the CFG branches that this rank computes.
     GUIDANCE = auto()
-    # It tells branches apart by whole arguments.
+    # The cache identifies CFG branches from unsharded arguments, so it runs outside the plan.
     CACHE = auto()
-    # What stages give each other is whole: a plan has gathered it.
+    # Stages exchange gathered tensors, so they run outside the plan.
     STAGES = auto()
-    # Of a patch, a plan shards what it is given among ranks, and gathers it again.
+    # A plan shards and gathers one patch, so patches are split outside it.
     PATCH = auto()
-    # A cache measures what a block makes of its own tokens.
     PLAN = auto()
-    # What a module makes is of all tokens, before ranks share it.
+    # Inside the plan: a patch is taken from an output with all tokens, before the plan shards it.
     PATCH_OUTPUTS = auto()
+    # The cache compares the sharded output of a block, so it runs inside the plan.
     CACHED_BLOCK = auto()
-    # A block that a cache skips waits for no other stage.
+    # A block that the cache skips must not wait for another stage.
     STAGED_BLOCK = auto()
 
 
-# A private subclass holds under this prefix and the method's name what runs instead of that method.
+# Attribute of a private subclass, followed by the method's name: the chain of wrappers that runs instead of the method.
 _CHAIN = "_para_core_chain_"
-# The same for a module that was compiled in place.
+# The chain that runs if the module was compiled in place.
 _COMPILED_CHAIN = "_para_core_compiled_call"
 
 
 def wrap_method(
     instance: Any, method: str, key: str, around: Around, *, order: WrapperPriority, plain_copies: bool = False
 ) -> None:
-    """Put ``around`` around ``method`` of this one instance; a wrapper of the same ``key`` is replaced.
-
-    Not for two threads that change the same instance at once.
+    """Wrap ``method`` of this one instance in ``around``. Replaces the wrapper with the same ``key``, if any. Not thread-safe.
 
     Args:
-        order: where it stands among others; of the same, what came last is outside.
+        order: Position among the wrappers of the method. With equal positions, the last one that was added is outermost.
         plain_copies: Whether ``copy`` and ``pickle`` may make an instance without this wrapper. By default they raise.
     """
     wrap_alike([instance], method, key, around, order=order, plain_copies=plain_copies)
@@ -88,9 +86,9 @@ def wrap_alike(
     order: WrapperPriority,
     plain_copies: bool = False,
 ) -> None:
-    """:func:`wrap_method` for each of ``instances``: those that were alike before still share one class.
+    """Call :func:`wrap_method` for each of ``instances``. Instances that had the same class get the same private class.
 
-    So a graph that was compiled for one block of a model still fits the others.
+    A graph that was compiled for one block of a model is then valid for the other blocks.
     """
     changed: dict[int, tuple[type, type]] = {}  # by id: these classes compare equal to their originals
     for instance in instances:
@@ -103,18 +101,19 @@ def wrap_alike(
 
 
 def unwrap(instance: Any, key: str) -> None:
-    """Remove what was put around the methods of ``instance`` under ``key``; the last removal restores its class."""
-    if is_wrapped(instance, key):  # else its class stays, and the graphs that were compiled for it
+    """Remove the wrappers with ``key`` from ``instance``. Without any wrapper left, it has its original class again."""
+    # Otherwise the class stays, because graphs were compiled for it.
+    if is_wrapped(instance, key):
         _set_wrappers(instance, {name: around for name, around in _wrappers(instance).items() if name[0] != key})
 
 
 def is_wrapped(instance: Any, key: str) -> bool:
-    """Whether :func:`wrap_method` was called with ``key``, and not undone."""
+    """Whether ``instance`` has a wrapper with ``key``."""
     return any(name[0] == key for name in _wrappers(instance))
 
 
 def wrapper(instance: Any, method: str, key: str) -> Around | None:
-    """What :func:`wrap_method` put around ``method`` under ``key``; None if nothing."""
+    """Return the wrapper of ``method`` with ``key``, or None."""
     return _wrappers(instance).get((key, method), (None, None, None))[1]
 
 
@@ -127,8 +126,8 @@ def instances_in(instance: Any) -> list[Any]:
 
 @contextmanager
 def restored_on_failure(instances: Iterable[Any]) -> Iterator[None]:
-    """Give each of ``instances`` its present wrappers, and so its present class, back if the block raises."""
-    # The classes are kept alive, so that the same wrappers give the same class again.
+    """Restore the wrappers, and so the class, of each of ``instances`` if the block raises."""
+    # This keeps the classes alive, so that the same wrappers give the same class again.
     before = [(instance, type(instance), _wrappers(instance)) for instance in instances]
     try:
         yield
@@ -139,9 +138,9 @@ def restored_on_failure(instances: Iterable[Any]) -> Iterator[None]:
 
 
 class ForwardOfInstance:
-    """Something around a ``forward`` that hooks put on one instance, which hides whatever :func:`wrap_method` puts around its class's.
+    """A wrapper of a ``forward`` that is an attribute of the instance, such as a hook of accelerate, which hides that of the class.
 
-    Whoever comes later may keep it, and put another one around it: after :meth:`remove` it only hands on.
+    Code that runs later may keep a reference and wrap it again, so after :meth:`remove` it only calls the original.
     """
 
     def __init__(self, instance: Any, around: Around) -> None:
@@ -151,10 +150,10 @@ class ForwardOfInstance:
 
     @classmethod
     def put_on(cls, instance: Any, around: Around) -> ForwardOfInstance:
-        """Put ``around`` around the ``forward`` that ``instance`` has of its own."""
-        made = cls(instance, around)
-        instance.forward = made
-        return made
+        """Wrap the ``forward`` attribute of ``instance`` in ``around``."""
+        forward = cls(instance, around)
+        instance.forward = forward
+        return forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._removed:
@@ -162,20 +161,20 @@ class ForwardOfInstance:
         return self._around(lambda _, *rest, **named: self._before(*rest, **named), self._instance, *args, **kwargs)
 
     def remove(self) -> None:
-        """Hand on alone from now on; and give the instance back what it had, unless something else was put there since."""
+        """Stop calling the wrapper. Restores the attribute of the instance, unless it was replaced since."""
         self._removed = True
         if vars(self._instance).get("forward") is self:
             self._instance.forward = self._before
 
 
 def original_class(instance: Any) -> type:
-    """The class of ``instance`` before any wrapping."""
+    """Return the class of ``instance`` without wrappers."""
     base: type = vars(type(instance)).get("_para_core_original", type(instance))
     return base
 
 
 def unwrapped_class(instance: Any) -> type:
-    """The class of ``instance`` as its author wrote it: before any wrapping, and before PyTorch's FSDP2, which makes classes, too."""
+    """Return the class of ``instance`` without wrappers, and without the class that FSDP2 derives for a sharded module."""
     return _without_fsdp(original_class(instance))
 
 
@@ -190,25 +189,27 @@ def _without_fsdp(cls: type) -> type:
 
 @contextmanager
 def unwrapped(instances: Iterable[Any]) -> Iterator[None]:
-    """Inside, each of ``instances`` has its original class; afterwards what was around its methods is around those of the class it
-    then has. For what gives an instance another class, and would take the private one for its base."""
-    wrappers = [(instance, _wrappers(instance)) for instance in instances]
+    """Remove all wrappers of ``instances`` while the block runs, and add them to the classes that the instances have afterwards.
+
+    Use it around code that derives a new class from an instance's class, as FSDP2 does: the private class must not be its base.
+    """
+    wrappers_of = [(instance, _wrappers(instance)) for instance in instances]
     try:
-        for instance, _ in wrappers:
+        for instance, _ in wrappers_of:
             _set_wrappers(instance, {})
         yield
     finally:
-        for instance, found in wrappers:
-            _set_wrappers(instance, found)
+        for instance, wrappers in wrappers_of:
+            _set_wrappers(instance, wrappers)
 
 
 def uncompiled(module: Any) -> Any:
-    """The module inside what ``torch.compile`` made of it."""
+    """Return the module that ``torch.compile(module)`` wraps; ``module`` itself if it is not compiled like this."""
     return getattr(module, ORIGINAL_MODULE, module)
 
 
 def is_compiled(module: Any) -> bool:
-    """Whether ``module`` itself was compiled: as a module, in place, or its ``forward`` alone."""
+    """Whether ``module`` itself was compiled: by ``torch.compile(module)``, by ``module.compile()``, or its ``forward``."""
     state = module.__dict__
     if state.get(COMPILED_CALL) is not None or ORIGINAL_MODULE in state[SUBMODULES]:
         return True
@@ -216,7 +217,7 @@ def is_compiled(module: Any) -> bool:
 
 
 def is_compiled_without_breaks(module: Any) -> bool:
-    """Return whether ``module`` itself was compiled with ``fullgraph=True``: as a module, in place, or its ``forward`` alone."""
+    """Whether ``module`` itself was compiled with ``fullgraph=True``, in one of the ways of :func:`is_compiled`."""
     state = module.__dict__
     contexts = [state.get("dynamo_ctx")]
     contexts += [compile_context(compiled) for compiled in (state.get(COMPILED_CALL), state.get("forward"))]
@@ -224,28 +225,27 @@ def is_compiled_without_breaks(module: Any) -> bool:
 
 
 def has_compiled_parts(module: Any) -> bool:
-    """Whether ``module`` or anything inside of it was compiled."""
-    found = [module]
-    for one in found:  # grows as it goes: this runs at every call, over a thousand modules
-        if is_compiled(one):
+    """Whether ``module`` or any module inside it was compiled."""
+    modules = [module]
+    # The list grows while it is walked, which is faster than module.modules() for over a thousand modules.
+    for submodule in modules:
+        if is_compiled(submodule):
             return True
-        children = one.__dict__[SUBMODULES]
-        if children:
-            found.extend([child for child in children.values() if child is not None])
+        modules.extend([child for child in submodule.__dict__[SUBMODULES].values() if child is not None])
     return False
 
 
 class ModuleTree:
-    """A snapshot of ``module`` and all modules inside it, which answers at every call of the model what may have changed.
+    """A snapshot of ``module`` and all modules inside it, to detect changes at every call of the model.
 
-    A model has over a thousand modules, so the answers are computed by loops in C, without a Python call per module.
+    A model has over a thousand modules, so the checks are loops in C, without a Python call per module.
     """
 
     def __init__(self, module: nn.Module) -> None:
         modules: list[nn.Module] = [module]
-        for one in modules:  # The list grows while it is walked.
-            modules.extend([child for child in one.__dict__[SUBMODULES].values() if child is not None])
-        self._states = [one.__dict__ for one in modules]
+        for submodule in modules:  # The list grows while it is walked.
+            modules.extend([child for child in submodule.__dict__[SUBMODULES].values() if child is not None])
+        self._states = [submodule.__dict__ for submodule in modules]
         self._child_dicts = [state[SUBMODULES] for state in self._states]
         self._children = self._children_now()
         self._holds_compiled_module = any(ORIGINAL_MODULE in children for children in self._child_dicts)
@@ -254,11 +254,11 @@ class ModuleTree:
         return list(chain.from_iterable(map(dict.values, self._child_dicts)))
 
     def is_unchanged(self) -> bool:
-        """Return whether the same modules still stand in the same places."""
+        """Whether every module has the same submodules as in the snapshot."""
         return self._children_now() == self._children
 
     def has_compiled_parts(self) -> bool:
-        """Return what :func:`has_compiled_parts` returns for the module, if the tree is unchanged."""
+        """Whether the module or any module inside it is compiled now. Valid only if the tree is unchanged."""
         if self._holds_compiled_module or any(map(dict.get, self._states, repeat(COMPILED_CALL))):
             return True
         if not any(map(dict.__contains__, self._states, repeat("forward"))):
@@ -266,14 +266,14 @@ class ModuleTree:
         return any(hasattr(state.get("forward"), ORIGINAL_CALLABLE) for state in self._states)
 
 
-# By key and method: the order, the wrapper, and whether copies may be made without it.
+# (key, method) -> (position, wrapper, whether copies may be made without it).
 Wrappers = Mapping[tuple[str, str], tuple[WrapperPriority, Around, bool]]
 
 
 def _wrappers(instance: Any) -> Wrappers:
-    # Not by vars(): blocks ask in graphs, and Dynamo takes no look at all that a class holds.
-    found: Wrappers = getattr(type(instance), "_para_core_wrappers", {})
-    return found
+    # Not vars(type(instance)): this runs in graphs, and Dynamo does not trace that.
+    wrappers: Wrappers = getattr(type(instance), "_para_core_wrappers", {})
+    return wrappers
 
 
 def _set_wrappers(instance: Any, wrappers: Wrappers) -> None:
@@ -282,14 +282,14 @@ def _set_wrappers(instance: Any, wrappers: Wrappers) -> None:
         if type(instance) is not base:
             instance.__class__ = base
         return
-    # In the order in which they came.
+    # The order of adding is part of the key, because it decides between wrappers with equal positions.
     key = id(base), *[(name, order, id(around), plain) for name, (order, around, plain) in wrappers.items()]
-    made = _CLASSES.get(key) or _class_of(base, wrappers)
-    _CLASSES[key] = made
-    instance.__class__ = made
+    private = _CLASSES.get(key) or _class_of(base, wrappers)
+    _CLASSES[key] = private
+    instance.__class__ = private
 
 
-# Of the same wrappers, the same class, as long as anyone has it. It holds what its key names.
+# Instances with the same wrappers share a class while it exists. The class refers to its base and wrappers, so the ids in its key stay valid.
 _CLASSES: WeakValueDictionary[Any, type] = WeakValueDictionary()
 
 
@@ -308,7 +308,7 @@ def _class_of(base: type, wrappers: Wrappers) -> type:
     innermost_first = sorted(wrappers.items(), key=lambda item: -item[1][0])
     for (_, method), (_, around, _) in innermost_first:
         chain = _CHAIN + method
-        # Partials are no frames: each wrapper calls the next one.
+        # Partials, because they add no Python frame between a wrapper and the next one.
         namespace[chain] = partial(around, namespace.get(chain) or getattr(base, method))
         namespace[method] = _dispatch(method, getattr(base, method))
     if issubclass(base, nn.Module) and all(method == "__call__" for _, method in wrappers):
@@ -317,14 +317,14 @@ def _class_of(base: type, wrappers: Wrappers) -> type:
             call = partial(around, call)
         namespace[_COMPILED_CHAIN] = call
         namespace["__call__"] = _entry_of_module(base.__call__)
-    made: type = _metaclass(type(base))(base.__name__, (base,), namespace)
-    return made
+    private: type = _metaclass(type(base))(base.__name__, (base,), namespace)
+    return private
 
 
 def _call_as_original(base: type, /, module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call ``module``, which was compiled in place, inside all of its wrappers. It is of its original class meanwhile.
+    """Call ``module``, which was compiled in place, with its original class. This is the innermost call of its chain.
 
-    Dynamo compiles anew for each class. The blocks of a model share their graphs, although the first and the last have wrappers of their own.
+    Dynamo compiles once per class. With the original class, all blocks of a model share their graphs, although their wrappers differ.
     """
     private = type(module)
     module.__class__ = base
@@ -337,10 +337,10 @@ def _call_as_original(base: type, /, module: Any, *args: Any, **kwargs: Any) -> 
 
 @cache
 def _metaclass(base: type) -> type:
-    """The type of private subclasses: as keys, and for ``==`` and ``in``, they are the class that their author wrote.
+    """Return a metaclass whose classes are equal to, and have the hash of, the class that they were derived from.
 
-    diffusers' ``from_pipe`` asks ``type(component) in (...)``, and so do tables by class. But not to Dynamo: it finds what
-    ``super()`` means by ``mro.index(cls)``, would take the private class for the one it stands for, and call itself for ever.
+    diffusers' ``from_pipe`` evaluates ``type(component) in (...)``, and users have tables by class. While Dynamo traces, classes are equal
+    only if they are identical: it resolves ``super()`` by ``mro.index(cls)``, and would recurse without end.
     """
 
     def same(cls: Any, other: Any) -> bool:
@@ -356,7 +356,7 @@ def _metaclass(base: type) -> type:
 
 
 def is_entry(function: Any) -> bool:
-    """Whether ``function`` is a method that :func:`wrap_method` gave an instance."""
+    """Whether ``function`` is the method that :func:`wrap_method` put into a private class."""
     return hasattr(getattr(function, "__func__", function), "_para_core_entry")
 
 
@@ -364,14 +364,14 @@ def _dispatch(method: str, original: Callable[..., Any]) -> Callable[..., Any]:
     chain = _CHAIN + method
 
     def enter(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Looked up anew: whoever keeps the bound method (Module.compile does) gets what is wrapped now, if anything.
+        # Looked up at each call, because a bound method may be kept (Module.compile does so) while the wrappers change.
         return getattr(type(self), chain, original)(self, *args, **kwargs)
 
     return _presented_as(enter, method, original)
 
 
 def _entry_of_module(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the ``__call__`` of a module of which nothing else is wrapped."""
+    """Return the ``__call__`` of a private class that wraps no other method of a module."""
     chain = _CHAIN + "__call__"
 
     def enter(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -386,7 +386,7 @@ def _entry_of_module(original: Callable[..., Any]) -> Callable[..., Any]:
 def _presented_as(enter: Any, method: str, original: Callable[..., Any]) -> Callable[..., Any]:
     enter.__name__ = method
     enter.__doc__ = original.__doc__
-    # inspect.signature follows it: what a caller asks about is the original.
+    # inspect.signature follows __wrapped__ to the signature of the original.
     enter.__wrapped__ = original
     enter._para_core_entry = True
     entry: Callable[..., Any] = enter
@@ -414,7 +414,7 @@ def _reduce_as_original(self: Any, protocol: Any) -> Any:
         )
     construct, arguments, *rest = super(type(self), self).__reduce_ex__(protocol)
     if construct is copyreg.__newobj__:  # type: ignore[attr-defined]
-        # pickle insists that it makes the class of the object at hand; this one of the standard library may make any.
+        # pickle accepts __newobj__ only for the class of the object itself; _reconstructor accepts any class.
         construct, arguments = copyreg._reconstructor, (type(self), object, None)  # type: ignore[attr-defined]
     base = original_class(self)
     return (construct, tuple(base if argument is type(self) else argument for argument in arguments), *rest)

@@ -1,4 +1,4 @@
-"""What other rooms ask of a model whose blocks are distributed over ranks in stages (:mod:`para_core.weights.stages`)."""
+"""Interface of a model that runs in stages, for rooms below :mod:`para_core.weights.stages`."""
 
 from __future__ import annotations
 
@@ -12,19 +12,13 @@ STAGES = "stages"
 
 
 class Staged(Protocol):
-    """A model, each block of which one rank along ``pipe`` computes; on the others it hands on what it was given."""
+    """A model in stages: one rank along ``pipe`` computes each block, and on the others the block returns its input."""
 
     def on_all(self, block: nn.Module, output: Any) -> Any:
-        """What ``block`` returned on the rank that computes it, on all ranks. All of them call this in a call of the model."""
-
-
-def staged(module: nn.Module) -> Staged | None:
-    """Of a model that runs in stages; None of one that does not."""
-    found: Staged | None = getattr(wrapper(module, "__call__", STAGES), "__self__", None)
-    return found
+        """Return on every rank what ``block`` returned on the rank that computes it. Collective; only during a call of the model."""
 
 
 def on_all_stages(module: nn.Module, block: nn.Module, output: Any) -> Any:
-    """What ``block`` returned on the rank that computes it; ``output`` where ``module`` runs in no stages."""
-    stages = staged(module)
+    """Return on every rank what ``block`` returned on the rank that computes it. Returns ``output`` if ``module`` has no stages."""
+    stages: Staged | None = getattr(wrapper(module, "__call__", STAGES), "__self__", None)
     return output if stages is None else stages.on_all(block, output)

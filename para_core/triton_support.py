@@ -1,4 +1,4 @@
-"""Triton's kernels, where there are any: every caller has a form of its own for where there are none."""
+"""Load Triton kernels if this machine can run them. Every caller has a plain PyTorch form for the other case."""
 
 from __future__ import annotations
 
@@ -13,25 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# What the kernels read and write.
+# Dtypes that the kernels read and write.
 FLOATS = {torch.float32, torch.bfloat16, torch.float16}
-
-
-# Of the GPUs that Triton compiles for (its README). On older ones bfloat16, among other things, fails to compile at the first launch.
+# The oldest compute capability that Triton supports (its README). On older GPUs bfloat16, for example, fails to compile at the first launch.
 LEAST_CAPABILITY = (8, 0)
 
 
 @lru_cache
 def load_kernel(name: str, device: torch.device | None = None) -> ModuleType | None:
-    """Return ``para_core.kernels.<name>``, imported at its first use.
+    """Return the module ``para_core.kernels.<name>``, or None if its kernels cannot run here.
+
+    They cannot if Triton is not installed, if it has no C compiler for its launchers, or if ``device`` is older than
+    ``LEAST_CAPABILITY``. The answer is cached.
 
     Args:
-        name: of the module.
-        device: that the kernels are to run on, or None if they are not launched yet. It is asked once for what it is.
-
-    Returns:
-        The module. None if Triton cannot be imported or lacks a C compiler to launch with, or if the device is older than
-        ``LEAST_CAPABILITY``: the caller then takes its plain PyTorch form.
+        name: Name of the module.
+        device: Device to launch on; None if it is not known yet.
     """
     if device is not None and device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         return None
@@ -44,10 +41,10 @@ def load_kernel(name: str, device: torch.device | None = None) -> ModuleType | N
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
-    """Inside, Triton launches where ``x`` is: else on the current device, whose memory it may not be."""
+    """Return a context in which Triton launches on the device of ``x``. Without it, Triton launches on the current device."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 def are_floats(*tensors: Tensor) -> bool:
-    """Whether kernels take them."""
+    """Whether the kernels support the dtypes of all ``tensors``."""
     return {x.dtype for x in tensors} <= FLOATS

@@ -1,4 +1,4 @@
-"""Which para_core this is: its release, and of a checkout, which has no release of its own, its sources."""
+"""The version of para_core, and a digest of its sources."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ __version__ = "0.1.0"
 
 @cache
 def version_and_sources() -> str:
-    """The release and a digest of this package's sources: equal on two hosts if they run the same code.
-
-    Adapters and kernels included; in a checkout they stand beside this folder.
-    """
+    """Return the version and a digest of the sources, adapters and kernels included. It is equal on two hosts that run the same code."""
     here = Path(__file__).parent
+    # In a checkout the folders adapters/ and kernels/ are next to this one.
     folders = [here, *(here.parent / name for name in ("adapters", "kernels") if not (here / "adapters").is_dir())]
-    # Sorted by content: installed, the same files are in another place.
-    found = sorted(blake2b(path.read_bytes()).digest() for folder in folders for path in folder.rglob("*.py"))
-    return f"{__version__} (sources {blake2b(b''.join(found), digest_size=6).hexdigest()})"
+    # Sorted by content, because the paths of an installed package differ from those of a checkout.
+    digests = sorted(blake2b(path.read_bytes()).digest() for folder in folders for path in folder.rglob("*.py"))
+    return f"{__version__} (sources {blake2b(b''.join(digests), digest_size=6).hexdigest()})"

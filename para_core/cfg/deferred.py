@@ -1,4 +1,4 @@
-"""Tensors whose data other ranks are still computing, and what is made of them until it is here."""
+"""Deferred tensors: results that other ranks are still computing, and functions of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from para_core.torch_internals import disabled_torch_function, make_wrapper_subc
 
 @dataclass(frozen=True)
 class Expected:
-    """A tensor without its data."""
+    """Shape, strides, dtype and device of a tensor."""
 
     like: Tensor  # on the meta device
     device: torch.device
@@ -28,7 +28,7 @@ class Expected:
 
 
 class DeferredOp:
-    """A function of tensors of a round, computed as soon as they are here: before anything can change them in place."""
+    """A call of an operator on deferred tensors. It runs as soon as their round ends, before they can be changed in place."""
 
     def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
         self._call: tuple[Any, Any, Any] | None = (func, args, kwargs)
@@ -39,15 +39,15 @@ class DeferredOp:
             (func, args, kwargs), self._call = self._call, None
             self.leaves = pytree.tree_leaves(func(*materialize(args), **materialize(kwargs)))
 
-    def leaf(self, place: int) -> Any:
-        return self.leaves[place]
+    def leaf(self, index: int) -> Any:
+        return self.leaves[index]
 
 
 class LiveDeferred:
-    """The deferred tensors of one pipeline call that something still holds.
+    """The deferred tensors of one pipeline call that are still referenced.
 
-    Schedulers keep the outputs of earlier steps, and callbacks may keep any tensor. When the call ends, each of these objects
-    becomes an ordinary tensor, so nothing of this module outlives the call.
+    Schedulers keep outputs of earlier steps, and callbacks may keep any tensor. When the call ends, each of these objects becomes an
+    ordinary tensor, so no deferred tensor outlives the call.
     """
 
     def __init__(self) -> None:
@@ -61,28 +61,28 @@ class LiveDeferred:
             self._prune_at = max(256, 2 * len(self._refs))
 
     def become_tensors(self) -> None:
-        """Turn each living deferred tensor into an ordinary one, in place. One whose data will never come becomes NaN (or 0)."""
+        """Turn each remaining deferred tensor into an ordinary one, in place. If its round never ended, it is filled with NaN (or 0)."""
         alive = [x for ref in self._refs if (x := ref()) is not None]
-        self._refs.clear()  # swap_tensors takes no tensor with a weak reference
+        self._refs.clear()  # swap_tensors refuses tensors with weak references.
         for x in alive:
             value = x.value().detach() if x.is_ready else _lost(x)
-            # An object that a user refers to weakly cannot be swapped. It stays deferred, with its data.
+            # A tensor with a user's weak reference cannot be swapped. It stays a Deferred, with its data.
             if not weakref.getweakrefs(x):
                 torch.utils.swap_tensors(x, value)
 
 
 def _lost(x: Deferred) -> Tensor:
-    """Return a tensor like ``x`` for a result that was never exchanged, because the call failed."""
+    """Return a tensor of NaN (or 0) like ``x``, whose round never ended because the call failed."""
     fill = float("nan") if x.is_floating_point() or x.is_complex() else 0
     return torch.full(x.shape, fill, dtype=x.dtype, device=x.device)
 
 
 class PendingRound(Protocol):
-    """What is to end before the data is here: a round of calls."""
+    """A round of model calls, at whose end the ranks exchange results."""
 
-    # What was made of its tensors before they were here, in order.
+    # Calls of operators on its deferred tensors, in order.
     later: list[DeferredOp]
-    # The deferred tensors of the pipeline call to which it belongs.
+    # The deferred tensors of the pipeline call.
     live: LiveDeferred
 
     @property
@@ -90,16 +90,17 @@ class PendingRound(Protocol):
 
     @property
     def waits_for_more(self) -> bool:
-        """Whether ranks are left for another call."""
+        """Whether some ranks have not been given a call in this round."""
 
     def finish(self) -> None:
-        """Wait for the data."""
+        """End the round: exchange the results."""
 
 
 class Deferred(Tensor):
-    """A result of a round, or what a function makes of it; whatever needs its numbers ends the round.
+    """A tensor whose values are known when its round ends. Whatever needs the values earlier ends the round.
 
-    Tensors that a function takes besides are copied: pipelines go on with latents in place.
+    Operators on it return deferred tensors too, if possible. Their other tensor arguments are copied, because pipelines may change them
+    in place (latents).
     """
 
     of: PendingRound
@@ -107,14 +108,14 @@ class Deferred(Tensor):
 
     @staticmethod
     def make(of: PendingRound, expected: Expected, get: Callable[[], Any]) -> Deferred:
-        """Of the form of ``expected``; ``get`` gives the data when the round is over."""
+        """Return a deferred tensor like ``expected``; ``get`` returns the data after the round."""
         like = expected.like
-        made: Deferred = make_wrapper_subclass(
+        deferred: Deferred = make_wrapper_subclass(
             Deferred, like.shape, strides=like.stride(), dtype=like.dtype, device=expected.device
         )
-        made.of, made._get = of, get
-        of.live.add(made)
-        return made
+        deferred.of, deferred._get = of, get
+        of.live.add(deferred)
+        return deferred
 
     @property
     def is_ready(self) -> bool:
@@ -122,12 +123,13 @@ class Deferred(Tensor):
         return self.of.is_over
 
     def value(self) -> Tensor:
+        """Return the data. Ends the round if necessary."""
         if not self.of.is_over:
             self.of.finish()
-        found: Tensor = self._get()
-        return found
+        data: Tensor = self._get()
+        return data
 
-    # What reads the data past the dispatcher.
+    # Methods that read the data without the dispatcher.
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
         return self.value().numpy(*args, **kwargs)
@@ -154,7 +156,7 @@ class Deferred(Tensor):
 
 
 def materialize(tree: Any) -> Any:
-    """``tree``, of any containers that pytree knows, with data in place of what is deferred; waits for it."""
+    """Return ``tree`` with the data of each deferred tensor in its place. ``tree`` may contain any container that pytree knows."""
     if not any(isinstance(x, Deferred) for x in pytree.tree_leaves(tree)):
         return tree
     return pytree.tree_map_only(Deferred, lambda x: x.value(), tree)
@@ -165,43 +167,44 @@ def _known_values(tree: Any) -> Any:
 
 
 def _can_wait(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether ``func`` gives the same if it is computed when the round is over, and is worth it.
+    """Whether ``func`` may run after the round, with the same result, and whether that is useful.
 
-    With tensors that are here, that is what pipelines do before they call the next branch: pointwise functions, while there are ranks left
-    for one. Others may take weights, which are not to be copied.
+    With other tensor arguments it must be pointwise, as what pipelines compute between two branches, and the round must wait for another
+    call. Other operators may take weights, which should not be copied.
     """
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    to_come, here = [x for x in tensors if isinstance(x, Deferred)], [x for x in tensors if not isinstance(x, Deferred)]
-    devices = {x.device for x in to_come}
+    deferred = [x for x in tensors if isinstance(x, Deferred)]
+    others = [x for x in tensors if not isinstance(x, Deferred)]
+    devices = {x.device for x in deferred}
     return (
         len(devices) == 1
-        and all(type(x) in (Tensor, nn.Parameter) and (x.device in devices or x.ndim == 0) for x in here)
+        and all(type(x) in (Tensor, nn.Parameter) and (x.device in devices or x.ndim == 0) for x in others)
         and kwargs.get("device") in (None, *devices)
         and not schema_of(func).is_mutable
-        and (not here or (torch.Tag.pointwise in func.tags and to_come[0].of.waits_for_more))
-        # Numbers would be drawn later than on one device.
+        and (not others or (torch.Tag.pointwise in func.tags and deferred[0].of.waits_for_more))
+        # Random numbers must be drawn in the order of one device.
         and torch.Tag.nondeterministic_seeded not in func.tags
     )
 
 
 def _deferred(func: Any, args: Any, kwargs: Any) -> Any:
-    """``func`` of tensors of which some are to come, to be computed later; None if what it gives depends on their numbers."""
+    """Return the deferred results of ``func``. Returns None if their shapes depend on values, or if it returns more than tensors."""
     first = next(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Deferred))
     on_meta = {**kwargs, "device": torch.device("meta")} if "device" in kwargs else kwargs
     try:
-        found = func(*_without_data(args), **_without_data(on_meta))
+        outputs = func(*_without_data(args), **_without_data(on_meta))
     except (NotImplementedError, RuntimeError):
         return None
-    leaves, spec = pytree.tree_flatten(found)
+    leaves, spec = pytree.tree_flatten(outputs)
     if not all(isinstance(leaf, Tensor) for leaf in leaves):
         return None
-    later = DeferredOp(func, *_as_they_are((args, kwargs)))
-    first.of.later.append(later)
-    made = [
-        Deferred.make(first.of, Expected(leaf, first.device), partial(later.leaf, place))
-        for place, leaf in enumerate(leaves)
+    operation = DeferredOp(func, *_copied((args, kwargs)))
+    first.of.later.append(operation)
+    deferred = [
+        Deferred.make(first.of, Expected(leaf, first.device), partial(operation.leaf, index))
+        for index, leaf in enumerate(leaves)
     ]
-    return pytree.tree_unflatten(made, spec)
+    return pytree.tree_unflatten(deferred, spec)
 
 
 def _without_data(tree: Any) -> Any:
@@ -210,5 +213,5 @@ def _without_data(tree: Any) -> Any:
     )
 
 
-def _as_they_are(tree: Any) -> Any:
+def _copied(tree: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda x: x if isinstance(x, Deferred) else x.clone(), tree)

@@ -1,11 +1,11 @@
-"""Collectives with uneven sizes: by hand in eager code, and as operators that a graph keeps in program order.
+"""All-to-all and all-gather with uneven sizes: as direct calls in eager code, and as operators that keep their order in a graph.
 
-The only module that knows torch's own names for them. Two are enough, all-to-all and all-gather: they exist on every backend for
-every device (gloo has no point-to-point for CUDA tensors).
+This is the only module that names torch's collectives. Two kinds are enough, and every backend has them for every device (gloo has
+no point-to-point for CUDA tensors).
 
-**Order in a graph.** Compilers order independent operators as they see fit, by memory, say, which differs from rank to rank where
-parts differ in size: the ranks would then meet in different collectives. So every collective of a graph, forward and backward,
-takes from the one before it a tensor of one element that it does not look at (:func:`define_collective`).
+**Order in a graph.** A compiler may reorder independent operators, for example to save memory. Ranks whose parts differ in size would
+then run their collectives in different orders, and hang. Therefore every collective of a graph, forward and backward, takes a tensor of
+one element from the previous collective: a data dependency (:func:`define_collective`).
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from para_core.distributed.mesh import GuidedMesh, MeshDim, SequenceMesh, host_group
 from para_core.torch_internals import WAIT_TENSOR, backend_of, group_named, schema_of
 
-# gloo's threads drop the tensors of the last collective a little after it is done, and need the GIL for it. At exit they
-# would not get it any more, and a script that ends right after a collective aborts in one of four runs ("terminate called
-# without an active exception", pytorch/pytorch#190489). Sleeping releases the GIL while there is still an interpreter.
+# gloo's threads free the tensors of the last collective shortly after it ends, and need the GIL for it. A script that exits right after a
+# collective otherwise aborts in one of four runs ("terminate called without an active exception", pytorch/pytorch#190489), because a
+# finished interpreter has no GIL to give. Sleeping releases the GIL.
 atexit.register(time.sleep, 0.05)  # seconds
 
 
-# -- begun now, waited for later
+# -- asynchronous, in eager code
 
 
 class Travelling(NamedTuple):
-    """A collective under way: what it will have filled, and whom to wait for; None: nobody."""
+    """A collective that was started: the tensor that it fills, and the handle to wait for (None if it is done)."""
 
     buffer: Tensor
     work: dist.Work | None
@@ -42,15 +42,14 @@ class Travelling(NamedTuple):
 def start_all_to_all(
     x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], dim: MeshDim, *, even: bool = False
 ) -> Travelling:
-    """Begin to send ``send_sizes[i]`` elements of ``x`` to rank ``i`` of ``dim``; :func:`wait` gives what arrives.
+    """Start to send ``send_sizes[i]`` elements of ``x`` to rank ``i`` of ``dim``. :func:`wait` returns what arrives.
+
+    If ``x`` requires a gradient, or a graph is traced, the operator :func:`all_to_all` runs instead, and is done on return.
 
     Args:
-        x: contiguous; flat, unless ``even``.
-        receive_sizes: elements from each rank of ``dim``: what that rank sends here. They arrive in the order of the senders.
-        even: every rank sends as much to every other, which all of them know: backends have a shorter way for it, without sizes.
-            The first dim of ``x`` is what they share.
-
-    Where a gradient will be asked for, or a graph is traced, it is the operator, and done at once.
+        x: A contiguous tensor, flat unless ``even``.
+        receive_sizes: Number of elements that each rank of ``dim`` sends to this one. They arrive in the order of the senders.
+        even: Whether all ranks know that all sizes are equal. Backends then need no sizes; the first dim of ``x`` is split.
     """
     if _needs_operator(x):
         return Travelling(all_to_all(x.view(-1), send_sizes, receive_sizes, dim), None)
@@ -62,12 +61,12 @@ def start_all_to_all(
     return Travelling(received, group_of(dim).alltoall_base(received, x, *sizes, _ALL_TO_ALL))
 
 
-# What dist.all_to_all_single calls: half of the host's time goes into what is around it there.
+# For ProcessGroup.alltoall_base, which dist.all_to_all_single calls: calling it directly halves the host's time.
 _ALL_TO_ALL = dist.AllToAllOptions()
 
 
 def start_ring_shift(x: Tensor, receive_size: int, dim: MeshDim, *, distance: int = 1) -> Travelling:
-    """Begin to send ``x`` (flat) to the rank ``distance`` after this one, and to receive ``receive_size`` elements."""
+    """Start to send ``x`` (flat) to the rank ``distance`` after this one, and to receive ``receive_size`` elements."""
     send_sizes = [0] * dim.size
     receive_sizes = [0] * dim.size
     send_sizes[(dim.index + distance) % dim.size] = x.numel()
@@ -76,7 +75,7 @@ def start_ring_shift(x: Tensor, receive_size: int, dim: MeshDim, *, distance: in
 
 
 def start_all_gather(x: Tensor, dim: MeshDim) -> Travelling:
-    """Begin to gather the equally long ``x`` (flat) of all ranks of ``dim``, one behind the other."""
+    """Start to concatenate the flat ``x`` of all ranks of ``dim``, in rank order. All have the same length."""
     if _needs_operator(x):
         return Travelling(all_gather(x, [x.numel()] * dim.size, 0, dim), None)
     gathered = x.new_empty(dim.size * x.numel())
@@ -84,7 +83,7 @@ def start_all_gather(x: Tensor, dim: MeshDim) -> Travelling:
 
 
 def wait(travelling: Travelling) -> Tensor:
-    """What a collective that was started has brought."""
+    """Wait for a collective that was started, and return the tensor that it filled."""
     if travelling.work is not None:
         travelling.work.wait()
     return travelling.buffer
@@ -95,12 +94,12 @@ def _needs_operator(x: Tensor) -> bool:
 
 
 def group_of(dim: MeshDim) -> dist.ProcessGroup:
-    """The group of a mesh dim; in a graph, which holds names, found by its name."""
+    """Return the process group of ``dim``. A graph knows only its name."""
     return dim.group if dim.group is not None else group_named(dim.group_name)
 
 
 def _all_gather_into(gathered: Tensor, x: Tensor, **options: Any) -> Any:
-    # torch 2.11 has only the second name; 2.13 warns of it.
+    # torch 2.11 has only the second name, and 2.13 deprecates it.
     return getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(gathered, x, **options)
 
 
@@ -129,16 +128,17 @@ def define_collective(
     gradient: Callable[..., Any] | None = None,
     context: Callable[..., Any] | None = None,
 ) -> None:
-    """Define the operator ``para_core::signature``, which every graph keeps, after the collective that was traced before it.
+    """Define the operator ``para_core::signature``, which graphs neither remove nor move before the collective traced ahead of it.
 
-    Its last argument, ``after``, is an optional tensor; its last result is one of one element (:func:`done`). While a graph is
-    traced the first is filled with the second of the operator before: a data dependency, which no pass of a compiler can cut. The
-    last one is waited for, which is a side effect: else it would be missing in the graph of a rank for which it has no elements, and
-    the others would wait. Both are kept on the tracer, so they begin and end with the graph.
+    The last argument of the operator, ``after``, is an optional tensor. Its last result is a token of one element (:func:`done`).
+    While a graph is traced, ``after`` becomes the token of the previous collective: a data dependency, which no compiler pass can cut.
+    The token of the last collective is waited for. That is a side effect, without which a rank whose result has no elements would drop
+    the collective, and the others would hang. The token is kept on the tracer, so it lives as long as the tracing of the graph.
 
     Args:
-        shape: what ``run`` is for tensors without data.
-        gradient, context: what :func:`torch.library.register_autograd` takes.
+        run: The implementation.
+        shape: The implementation for tensors without data (a fake kernel).
+        gradient, context: Arguments of :func:`torch.library.register_autograd`.
     """
     name = signature[: signature.index("(")]
     define_operator(signature)
@@ -150,26 +150,26 @@ def define_collective(
 
 
 def _chained(mode: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-    tracer, place = mode.tracer, len(schema_of(func).arguments) - 1
-    token, waiting = getattr(tracer, "_para_core_last_collective", (None, None))
-    # By place: a name would cost the host another microsecond at each call of the graph.
-    found = mode.__torch_dispatch__(func, types, (*args[:place], token), kwargs)
-    mode.__torch_dispatch__(WAIT_TENSOR, types, (found[-1],))
-    waits = next(iter(reversed(tracer.graph.nodes)))  # torch 2.11 gives what can be iterated, and no iterator
-    if waiting is not None and waiting.meta.get(_PART) == waits.meta.get(_PART):
-        tracer.graph.erase_node(waiting)
-    elif waiting is not None:
-        # The first of a backward. What keeps a forward must not keep a second one in the backward, which has its inputs.
-        waiting.meta[_PART] = "must_be_in_forward"
-    tracer._para_core_last_collective = found[-1], waits
-    return found
+    tracer, num_before = mode.tracer, len(schema_of(func).arguments) - 1
+    token, last_wait = getattr(tracer, "_para_core_last_collective", (None, None))
+    # A positional argument, because a keyword costs the host another microsecond per call of the graph.
+    outputs = mode.__torch_dispatch__(func, types, (*args[:num_before], token), kwargs)
+    mode.__torch_dispatch__(WAIT_TENSOR, types, (outputs[-1],))
+    wait_node = next(iter(reversed(tracer.graph.nodes)))  # In torch 2.11 reversed() returns no iterator.
+    if last_wait is not None and last_wait.meta.get(_PART) == wait_node.meta.get(_PART):
+        tracer.graph.erase_node(last_wait)
+    elif last_wait is not None:
+        # This is the first collective of a backward. The wait that ends the forward must not be copied into the backward.
+        last_wait.meta[_PART] = "must_be_in_forward"
+    tracer._para_core_last_collective = outputs[-1], wait_node
+    return outputs
 
 
 _PART = "partitioner_tag"
 
 
 def done(x: Tensor) -> Tensor:
-    """A token of one element for who comes next; ``x`` says on which device."""
+    """Return the token for the next collective: one element on the device of ``x``."""
     return x.new_empty(1, dtype=torch.float32)
 
 
@@ -234,10 +234,10 @@ def _all_gather_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _all_gather_backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
-    """Every rank had this rank's rows, so their gradients come from all and add up."""
+    """Return the sum of the gradients that all ranks have for this rank's rows."""
     ranks = len(ctx.sizes)
-    found, _ = torch.ops.para_core.all_to_all(grad, ctx.sizes, [ctx.own] * ranks, ctx.group_name)
-    return found.unflatten(0, (ranks, ctx.own)).sum(0), None, None, None
+    grads, _ = torch.ops.para_core.all_to_all(grad, ctx.sizes, [ctx.own] * ranks, ctx.group_name)
+    return grads.unflatten(0, (ranks, ctx.own)).sum(0), None, None, None
 
 
 define_collective(
@@ -257,10 +257,10 @@ define_collective(
 
 
 def all_to_all(x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], dim: MeshDim) -> Tensor:
-    """Send ``send_sizes[i]`` rows of ``x`` to rank ``i`` of ``dim``; differentiable, in eager code and graphs.
+    """Send ``send_sizes[i]`` rows of ``x`` to rank ``i`` of ``dim``. Differentiable, in eager code and in graphs.
 
     Returns:
-        What arrives, in the order of the senders, concatenated along the first dim. ``x`` where ``dim`` has one rank.
+        The received rows, in the order of the senders; ``x`` itself if ``dim`` has one rank.
     """
     if dim.size == 1:
         return x
@@ -269,10 +269,10 @@ def all_to_all(x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int
 
 
 def all_gather(x: Tensor, sizes: Sequence[int], tensor_dim: int, dim: MeshDim) -> Tensor:
-    """Concatenate the ``x`` of all ranks of ``dim`` along ``tensor_dim``; rank ``i`` gives ``sizes[i]`` along it. Differentiable."""
+    """Concatenate the ``x`` of all ranks of ``dim`` along ``tensor_dim``; ``sizes[i]`` is the length on rank ``i``. Differentiable."""
     if dim.size == 1:
         return x
-    if x.dtype == torch.bool:  # gloo moves no bool
+    if x.dtype == torch.bool:  # gloo does not send bool tensors.
         return all_gather(x.view(torch.uint8), sizes, tensor_dim, dim).view(torch.bool)
     gathered, _ = torch.ops.para_core.all_gather(x.movedim(tensor_dim, 0), list(sizes), dim.group_name)
     return gathered.movedim(0, tensor_dim)  # type: ignore[no-any-return]
@@ -282,9 +282,9 @@ def all_gather(x: Tensor, sizes: Sequence[int], tensor_dim: int, dim: MeshDim) -
 
 
 class HostGroups:
-    """The process groups over which bytes travel among the ranks of a mesh, looked up at the first exchange.
+    """The host groups of a mesh, looked up at the first exchange and kept.
 
-    For whoever exchanges bytes in every call: it takes the place of the mesh in :mod:`para_core.distributed.consistency`.
+    A caller that exchanges bytes in every call passes it instead of the mesh to :mod:`para_core.distributed.consistency`.
     """
 
     def __init__(self, mesh: SequenceMesh | GuidedMesh) -> None:
@@ -293,13 +293,13 @@ class HostGroups:
 
 
 def all_gather_bytes(x: Tensor, dim: MeshDim, by_dim: dict[str, dist.ProcessGroup] | None = None) -> Tensor:
-    """The equally long uint8 CPU tensors ``x`` of all ranks of ``dim``, concatenated. Eager code only; blocks.
+    """Concatenate the uint8 CPU tensors ``x`` of all ranks of ``dim``, in rank order. Blocks; eager code only.
 
-    Goes over the CPU, also where the group of ``dim`` does not (:func:`~para_core.distributed.mesh.host_group`): nothing is waited for
-    but the other ranks.
+    It uses :func:`~para_core.distributed.mesh.host_group`, so it waits for the other ranks but not for the device.
 
     Args:
-        by_dim: the groups of :class:`HostGroups`; a group that is missing is looked up and added.
+        x: Of the same length on all ranks.
+        by_dim: The groups of :class:`HostGroups`. A missing group is looked up and added.
     """
     if dim.group is None:
         return x
@@ -311,14 +311,14 @@ def all_gather_bytes(x: Tensor, dim: MeshDim, by_dim: dict[str, dist.ProcessGrou
     gathered = x.new_empty(dim.size * x.numel())
     _all_gather_into(gathered, x, group=group)
     if group is not dim.group:
-        # torch sorts the ranks of a new group; those of the one that it stands beside may be in another order.
+        # torch sorts the ranks of a new group, but those of dim.group may be in another order.
         rows = [dist.get_group_rank(group, rank) for rank in dist.get_process_group_ranks(dim.group)]
         gathered = gathered.view(dim.size, -1)[rows].flatten()
     return gathered
 
 
 def broadcast_bytes(x: Tensor, mesh: SequenceMesh | GuidedMesh) -> Tensor:
-    """``x`` of the first rank of ``mesh``, where all ranks give an equally long uint8 CPU tensor. Eager code only."""
+    """Return the ``x`` of the first rank of ``mesh`` on all ranks. ``x`` is a uint8 CPU tensor of equal length. Eager code only."""
     for dim in mesh.dims:
         x = all_gather_bytes(x, dim)[: x.numel()]
     return x

@@ -1,4 +1,4 @@
-"""Making a mesh: its shape, its groups, and one GPU per rank. Reading what a user gives as one: :mod:`para_core.distributed.mesh`."""
+"""Create a mesh: choose its shape, make its process groups, and check that each rank has a GPU of its own."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def choose_mesh_shape(
     max_ulysses_dim_size: int | None = None,
     ranks_per_host: int | None = None,
 ) -> tuple[int, int, int]:
-    """Sizes of the mesh dims ``(batch, ring, ulysses)`` for ``num_ranks`` ranks.
+    """Return the sizes of the mesh dims ``(batch, ring, ulysses)`` for ``num_ranks`` ranks.
 
-    Each dim with a maximum takes the largest divisor of the ranks that are left and is not above it, in the order
-    batch, ring, ulysses. Batch is 1 unless asked for; of ring and ulysses, one that is left open takes the rest
-    (ulysses first; but where both are open, no more than keeps each Ulysses group on one host of ``ranks_per_host``).
+    In the order batch, ring, ulysses, each dim with a maximum takes the largest divisor of the remaining ranks up to that maximum.
+    Without a maximum, batch is 1, and the remaining ranks go to ulysses, or to ring if only ring has no maximum. If neither ring nor
+    ulysses has one, ulysses takes at most as many ranks as keep each Ulysses group on one host of ``ranks_per_host`` ranks.
 
     >>> choose_mesh_shape(8)
     (1, 1, 8)
@@ -57,7 +57,7 @@ def choose_mesh_shape(
     (1, 2, 8)
 
     Raises:
-        TypeError, ValueError: a maximum is no positive integer, or ranks are left over.
+        TypeError, ValueError: A maximum is not a positive integer, or ranks are left over.
     """
     maxima = {
         "max_batch_dim_size": max_batch_dim_size,
@@ -70,7 +70,7 @@ def choose_mesh_shape(
     batch = _largest_divisor(num_ranks, max_batch_dim_size or 1)
     left = num_ranks // batch
     if max_ring_dim_size is None and max_ulysses_dim_size is None and ranks_per_host is not None:
-        # Groups of neighbours stay on a host if their size divides its ranks.
+        # A group of neighbouring ranks stays on one host if its size divides the ranks per host.
         max_ulysses_dim_size = gcd(left, ranks_per_host)
     ring = _largest_divisor(left, max_ring_dim_size) if max_ring_dim_size else 1
     left //= ring
@@ -95,15 +95,15 @@ def _require_maximum(name: str, maximum: int | None) -> None:
 
 
 def ranks_per_host() -> int | None:
-    """Of how many neighbouring ranks each host consists, as torchrun or Slurm tells all ranks alike; None where neither does.
+    """Return how many consecutive ranks each host has, from the environment of torchrun or Slurm; None if it does not say.
 
-    Ranks are neighbours on a host under torchrun, and under Slurm unless ``--distribution=cyclic`` is given.
+    All ranks get the same answer. torchrun numbers the ranks host by host, and so does Slurm unless ``--distribution=cyclic`` is given.
     """
     ranks = dist.get_world_size()
-    # Not LOCAL_WORLD_SIZE: where hosts have unequal numbers of ranks, each would choose another mesh.
+    # Not LOCAL_WORLD_SIZE: if hosts have different numbers of ranks, they would choose different meshes.
     for ranks_named, hosts_named in (("WORLD_SIZE", "GROUP_WORLD_SIZE"), ("SLURM_NTASKS", "SLURM_NNODES")):
         hosts = os.environ.get(hosts_named, "")
-        # Of another size: they tell of what started this program, and it made its ranks itself.
+        # Another number of ranks means that the variables describe the launcher of this program, which started its ranks itself.
         if os.environ.get(ranks_named) == str(ranks) and hosts.isdigit() and int(hosts) > 0:
             return ranks // int(hosts) if ranks % int(hosts) == 0 else None
     return None
@@ -118,25 +118,34 @@ def init_context_parallel_mesh(
     max_tensor_dim_size: int | None = None,
     max_pipe_dim_size: int | None = None,
 ) -> DeviceMesh:
-    """A ``DeviceMesh`` with dims ``("batch", "ring", "ulysses")`` over all ranks; see :func:`choose_mesh_shape`.
+    """Create a ``DeviceMesh`` of all ranks with the dims ``("batch", "ring", "ulysses")``.
 
-    Neighbours along ``ulysses`` are neighbouring ranks, then come ``ring`` and ``batch``. Started on several hosts by torchrun or Slurm and with
-    neither maximum given, Ulysses is inside the hosts and the ring between them (docs/several_nodes.md).
+    Every rank calls this with the same arguments. Each dim with a maximum takes the largest size that divides the remaining ranks, in
+    the order tensor, pipe, batch, ring, ulysses; the ranks that remain go to ``ulysses``. On several hosts (torchrun or Slurm) and
+    without a maximum for ring and ulysses, Ulysses groups stay inside a host and the ring connects the hosts (docs/several_nodes.md).
 
-    With ``max_tensor_dim_size``, the dim ``"tensor"`` is behind these, of the largest size that divides the ranks: of neighbours, for
-    they exchange most (``shard_weights(pipe, mesh, method="tensor")``). With ``max_pipe_dim_size``, the dim ``"pipe"`` is in front of
-    them, likewise: of ranks that hold consecutive blocks (``parallelize_pipe``), and exchange least.
-
-    Every rank calls it with the same arguments. To use only some of the ranks, build a larger mesh and pass a slice
-    of it (``mesh["ring", "ulysses"]``) wherever a mesh is taken. A dim of size 1 costs no communicator: its group is one gloo
-    group of this rank alone, which all such dims share.
+    Ranks along the last dim are neighbours. To use some of the ranks only, create a larger mesh and pass a slice of it, such as
+    ``mesh["ring", "ulysses"]``. A dim of size 1 costs no NCCL communicator.
 
     Args:
-        device_type: ``"cuda"``, ``"cpu"``, …; the accelerator that is present, else the CPU, if left out.
+        device_type (`str`, *optional*): ``"cuda"``, ``"cpu"``, and so on. Defaults to the accelerator of this machine, or the CPU.
+        max_batch_dim_size (`int`, *optional*): Maximum number of ranks for CFG branches or samples. Defaults to 1.
+        max_ring_dim_size (`int`, *optional*): Maximum number of ranks of a ring, which pass keys and values on.
+        max_ulysses_dim_size (`int`, *optional*): Maximum number of ranks that exchange tokens for heads.
+        max_tensor_dim_size (`int`, *optional*): Maximum number of ranks that share the heads of a tensor-parallel model
+            (``weights="tensor"``). If given, the mesh has a last dim ``"tensor"``.
+        max_pipe_dim_size (`int`, *optional*): Maximum number of stages, which hold consecutive transformer blocks. If given, the mesh
+            has a first dim ``"pipe"``.
+
+    Returns:
+        The mesh.
 
     Raises:
-        RuntimeError: no process group is initialised; or two ranks have the same GPU, which NCCL refuses.
-        TypeError, ValueError: see :func:`choose_mesh_shape`.
+        RuntimeError: No process group is initialised, or two ranks have the same GPU, which NCCL refuses.
+        TypeError, ValueError: A maximum is not a positive integer, or ranks are left over.
+
+    Example:
+        >>> mesh = init_context_parallel_mesh("cuda", max_ring_dim_size=2)  # on 8 ranks: ring 2 × ulysses 4
     """
     require_process_group("init_context_parallel_mesh")
     if device_type is None:
@@ -161,13 +170,13 @@ def init_context_parallel_mesh(
     if max_pipe_dim_size is not None:
         shape, names = (pipe, *shape), (PIPE_DIM, *names)
     mesh = _mesh_of_shape(device_type, shape, names)
-    # Only now: where nothing was put on a GPU yet, init_device_mesh chooses this rank's.
+    # After init_device_mesh, because that chooses this rank's GPU if nothing was put on one yet.
     require_own_gpus(mesh, guided_mesh(mesh))
     return mesh
 
 
 def _mesh_of_shape(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """All ranks in ``shape``. Of dims of size 1 no groups are made: ``init_device_mesh`` would make one per rank and dim."""
+    """Return a mesh of all ranks in ``shape``. Makes no groups for dims of size 1; ``init_device_mesh`` would make one per rank and dim."""
     used = {name: size for name, size in zip(names, shape, strict=True) if size > 1}
     if not used:
         return init_device_mesh(device_type, shape, mesh_dim_names=names)
@@ -177,30 +186,33 @@ def _mesh_of_shape(device_type: str, shape: tuple[int, ...], names: tuple[str, .
 
 
 def _group_of_this_rank() -> ProcessGroup:
-    """What stands for a mesh dim of size 1: every dim of a DeviceMesh has a group. Made once, without NCCL and other ranks."""
+    """Return the group for all mesh dims of size 1, because a DeviceMesh has a group per dim. Created once, without other ranks or NCCL."""
     return find_or_make_group(
         "para_core: this rank alone",
         [dist.get_rank()],
-        # Gloo cannot do without a store, and PyTorch's fake backend has none.
+        # gloo needs a store, and PyTorch's fake backend has none.
         backend="fake" if dist.get_backend() == "fake" else "gloo",
     )
 
 
 def require_own_gpus(mesh: DeviceMesh | ProcessGroup, ranks: GuidedMesh | SequenceMesh) -> None:
-    """Raise on all ``ranks``, which are how ``mesh`` was read, if two of them have one current GPU and NCCL connects them.
+    """Raise ``RuntimeError`` on every rank of ``mesh`` if NCCL connects its ranks and two of them have the same current GPU.
 
-    One small exchange over the CPU where it is NCCL; otherwise nothing is asked. Not in a graph, where nothing is exchanged.
+    With NCCL this is one small exchange over the CPU; otherwise, and in a graph, it does nothing.
+
+    Args:
+        ranks: ``mesh`` as :func:`~para_core.distributed.mesh.guided_mesh` or ``sequence_mesh`` returned it.
     """
-    on_cpu = isinstance(mesh, DeviceMesh) and mesh.device_type != "cuda"  # a group may take tensors of both
+    on_cpu = isinstance(mesh, DeviceMesh) and mesh.device_type != "cuda"  # A process group may serve both device types.
     if torch.compiler.is_compiling() or on_cpu or not any(_is_nccl(dim.group) for dim in ranks.dims):
         return
-    found = {dist.get_rank(): _current_gpu()}
+    gpus = {dist.get_rank(): _current_gpu()}
     for dim in ranks.dims:
         if dim.group is not None:
             parts: list[Any] = [None] * dim.size
-            dist.all_gather_object(parts, found, group=host_group(dim))
-            found = {rank: place for part in parts for rank, place in part.items()}
-    problem = shared_gpu({rank: place for rank, place in sorted(found.items()) if place is not None})
+            dist.all_gather_object(parts, gpus, group=host_group(dim))
+            gpus = {rank: gpu for part in parts for rank, gpu in part.items()}
+    problem = shared_gpu({rank: gpu for rank, gpu in sorted(gpus.items()) if gpu is not None})
     if problem is not None:
         raise RuntimeError(problem)
 
@@ -213,31 +225,34 @@ def _is_nccl(group: ProcessGroup | None) -> bool:
 
 
 def _current_gpu() -> tuple[str, str] | None:
-    """The names of this host and of this rank's current GPU; None where the process uses no GPU."""
+    """Return the names of this host and of this rank's current GPU; None if the process uses no GPU."""
     if not torch.cuda.is_initialized():
         return None
     index = torch.cuda.current_device()
-    # Each rank may see other GPUs as its first one (CUDA_VISIBLE_DEVICES).
+    # Not the index alone: with CUDA_VISIBLE_DEVICES, GPU 0 of two ranks may be different GPUs.
     return socket.gethostname(), str(getattr(torch.cuda.get_device_properties(index), "uuid", index))
 
 
-def shared_gpu(places: Mapping[int, tuple[str, str]]) -> str | None:
-    """Why NCCL cannot run on ranks that are at ``places`` (of each, name of the host and of the GPU); None if it can.
+def shared_gpu(gpus: Mapping[int, tuple[str, str]]) -> str | None:
+    """Return an error message if two ranks have the same GPU, which NCCL refuses; None otherwise.
+
+    Args:
+        gpus: For each rank, the names of its host and of its current GPU.
 
     >>> print(shared_gpu({0: ("a", "0"), 1: ("a", "1"), 2: ("b", "0")}))
     None
     """
-    ranks_at: dict[tuple[str, str], list[int]] = {}
-    for rank, place in places.items():
-        ranks_at.setdefault(place, []).append(rank)
-    for (host, gpu), ranks in ranks_at.items():
+    ranks_on: dict[tuple[str, str], list[int]] = {}
+    for rank, gpu_of_host in gpus.items():
+        ranks_on.setdefault(gpu_of_host, []).append(rank)
+    for (host, gpu), ranks in ranks_on.items():
         if len(ranks) == 1:
             continue
-        all_on_one = len([one for one, _ in ranks_at if one == host]) == 1
+        all_on_one = sum(other == host for other, _ in ranks_on) == 1
         reason = (
             "torch.cuda.set_device was not called, or too late, or the host has no other GPU"
             if all_on_one
-            else "there are more ranks than GPUs on that host, or torch.cuda.set_device got the wrong one"
+            else "the host has more ranks than GPUs, or torch.cuda.set_device was called with a wrong index"
         )
         return (
             f"ranks {ranks} on host {host} all have the current device {gpu}, and NCCL takes one rank per GPU: {reason}. Call "

@@ -1,7 +1,7 @@
-"""Which rank holds which tokens. Pure values: no torch.distributed, no tensors.
+"""Layouts: how many tokens of each segment each rank holds. Pure values, without tensors or torch.distributed.
 
-Under ``torch.compile`` lengths are symbolic: this file only adds, subtracts, multiplies and floor-divides them, and
-never branches on one.
+Under ``torch.compile`` lengths are symbolic: this file only adds, subtracts, multiplies and floor-divides lengths, and never
+branches on one.
 """
 
 from __future__ import annotations
@@ -14,47 +14,51 @@ Run = tuple[int, int]
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of tokens of one kind: replicated, or sharded over the sequence ranks as ``torch.tensor_split`` splits.
+    """A run of tokens of one kind, sharded over the sequence ranks like :func:`torch.tensor_split`, or replicated on every rank.
 
-    The first ``total % ranks`` ranks hold one token more; with fewer tokens than ranks the last ones hold none. A balanced
-    segment is split into ``2 · ranks`` parts, of which rank r holds the r-th from the front and the r-th from the back: under
-    a causal mask every rank then has the same work.
+    The first ``total % ranks`` ranks hold one token more. With fewer tokens than ranks the last ranks hold none.
 
     >>> Segment("image", 10).sizes(ranks=4)
     (3, 3, 2, 2)
     >>> Segment("text", 7, replicated=True).sizes(ranks=2)
     (7, 7)
+    A balanced segment is split into ``2 · ranks`` parts. Rank r holds the r-th part from the front and the r-th from the back, so
+    that all ranks compute equally much under a causal mask.
+
     >>> Segment("video", 8, balanced=True).runs(rank=0, ranks=2)
     ((0, 2), (6, 2))
 
-    ``together``: so many consecutive tokens stay on one rank (those of a frame).
+    ``together`` consecutive tokens, such as those of a frame, stay on one rank.
 
     >>> Segment("video", 15, together=5).sizes(ranks=2)
     (10, 5)
+
+    Raises:
+        ValueError: The segment is replicated and balanced, or ``together`` does not divide ``total`` or is combined with ``balanced``.
     """
 
     name: str
     total: int  # tokens of the whole sequence, >= 0; symbolic under torch.compile
     replicated: bool = False
     balanced: bool = False
-    together: int = 1  # divides total; of a segment that is not balanced
+    together: int = 1  # divides total
 
     def __post_init__(self) -> None:
         if self.replicated and self.balanced:
-            raise ValueError(f"segment {self.name!r} is replicated and balanced; every rank holds all of the former.")
+            raise ValueError(f"segment {self.name!r} is replicated and balanced; expected at most one of the two.")
         if self.together != 1 and (self.balanced or self.together < 1 or self.total % self.together):
             raise ValueError(
                 f"segment {self.name!r} has {self.total} tokens, together={self.together}, balanced={self.balanced}; expected "
-                "together to divide the tokens, and no balance beside it."
+                "together to divide the number of tokens, and balanced=False."
             )
 
     def sizes(self, ranks: int) -> tuple[int, ...]:
-        """Local length on each of ``ranks`` (>= 1) ranks."""
+        """Return the local length on each of ``ranks`` (>= 1) ranks."""
         if self.replicated:
             return (self.total,) * ranks
         if self.together != 1:
             return tuple([self.size(rank, ranks) for rank in range(ranks)])
-        # Not size() of each: what a graph's tracer pays for is every call, of every rank.
+        # Not size() of each rank, because Dynamo takes time for each Python call that it traces.
         parts = ranks * (1 + self.balanced)
         sizes = [(self.total + parts - 1 - part) // parts for part in range(parts)]
         return tuple(
@@ -62,7 +66,7 @@ class Segment:
         )
 
     def size(self, rank: int, ranks: int) -> int:
-        """Local length on ``rank``."""
+        """Return the local length on ``rank``."""
         if self.replicated:
             return self.total
         if self.balanced:
@@ -72,7 +76,7 @@ class Segment:
         return _part_size(self.total, rank, ranks)
 
     def runs(self, rank: int, ranks: int) -> tuple[Run, ...]:
-        """What ``rank`` holds, in positions of this segment and in its local order."""
+        """Return the tokens of ``rank`` as (start, length) within this segment, in the order in which the rank holds them."""
         if self.replicated:
             return ((0, self.total),)
         if self.together != 1:
@@ -85,14 +89,14 @@ class Segment:
 
 
 def _part_size(total: int, part: int, num_parts: int) -> int:
-    # No divmod and no branch on the length: both fail once Dynamo makes lengths symbolic.
+    # Neither divmod nor a branch on the length, because both fail when Dynamo makes lengths symbolic.
     return (total + num_parts - 1 - part) // num_parts
 
 
 def _part_start(total: int, part: int, num_parts: int) -> int:
-    """The tokens of all parts before ``part``: each has the quotient, and the first ones, as many as remain, one more."""
+    """Return the number of tokens before ``part``: ``part * quotient + min(part, remainder)``."""
     quotient = total // num_parts
-    # min(part, remainder), without a branch: the floor is 1 where part is not below the remainder, else 0.
+    # min(part, remainder) without a branch: the floor division gives 1 if part >= remainder, else 0.
     beyond = part - (total - quotient * num_parts)
     return part * quotient + part - beyond * ((beyond + num_parts) // num_parts)
 
@@ -101,7 +105,7 @@ def _part_start(total: int, part: int, num_parts: int) -> int:
 class SequenceLayout:
     """The segments of one sequence, in order, over ``ranks`` sequence ranks.
 
-    Each rank holds, in the same order, its part of every segment; a replicated segment it holds whole.
+    Each rank holds its part of every sharded segment and all of every replicated segment, in the same order.
 
     >>> layout = SequenceLayout((Segment("text", 3, replicated=True), Segment("image", 5)), ranks=2)
     >>> layout.sizes(), layout.total
@@ -119,7 +123,7 @@ class SequenceLayout:
 
     @property
     def total(self) -> int:
-        """Tokens of the whole sequence; a replicated token counts once."""
+        """Number of tokens of the whole sequence. A replicated token counts once."""
         return sum([segment.total for segment in self.segments])
 
     @property
@@ -131,25 +135,25 @@ class SequenceLayout:
         return tuple([segment for segment in self.segments if segment.replicated])
 
     def sizes(self) -> tuple[int, ...]:
-        """Local length on each rank."""
+        """Return the local length on each rank."""
         of_segments = [segment.sizes(self.ranks) for segment in self.segments]
         return (
             of_segments[0] if len(of_segments) == 1 else tuple([sum(sizes) for sizes in zip(*of_segments, strict=True)])
         )
 
     def size(self, rank: int) -> int:
-        """Local length on ``rank``."""
+        """Return the local length on ``rank``."""
         return sum([segment.size(rank, self.ranks) for segment in self.segments])
 
     def sharded_size(self, rank: int) -> int:
-        """Tokens on ``rank`` that no other rank holds."""
+        """Return the number of tokens on ``rank`` that no other rank holds."""
         return sum([segment.size(rank, self.ranks) for segment in self.sharded])
 
     def runs(self, rank: int, *, replicated: bool | None = None) -> tuple[Run, ...]:
-        """What ``rank`` holds, in positions of the whole sequence and in its local order.
+        """Return the tokens of ``rank`` as (start, length) within the whole sequence, in the order in which the rank holds them.
 
         Args:
-            replicated: only the segments that are, or are not; all of them if None.
+            replicated: Whether to return replicated segments (True), sharded ones (False), or both (None).
 
         >>> SequenceLayout((Segment("text", 3), Segment("image", 5)), ranks=2).runs(1)
         ((2, 1), (6, 2))
@@ -164,5 +168,5 @@ class SequenceLayout:
 
 
 def even_layout(total: int, ranks: int, *, balanced: bool = False) -> SequenceLayout:
-    """One sharded sequence of ``total`` tokens."""
+    """Return the layout of one sharded segment of ``total`` tokens."""
     return SequenceLayout((Segment("sequence", total, balanced=balanced),), ranks)

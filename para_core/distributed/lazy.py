@@ -1,4 +1,4 @@
-"""An attribute that is found when it is first asked for, and kept."""
+"""A cached property that Dynamo can trace."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ Value = TypeVar("Value")
 
 
 class lazy(Generic[Value]):
-    """``functools.cached_property`` for code that is traced, too: Dynamo does not trace the lock that it has on Python 3.11.
+    """A ``functools.cached_property`` that Dynamo can trace: on Python 3.11 it cannot trace the lock of the original.
 
-    While a graph is traced nothing is kept, for lengths are symbolic then.
+    While a graph is traced the value is not kept, because lengths are symbolic then.
     """
 
-    def __init__(self, find: Callable[[Any], Value]) -> None:
-        self._find = find
-        self.__doc__ = find.__doc__
+    # TODO: use functools.cached_property, which has no lock from Python 3.12 on, when Python 3.12 is the minimum.
+
+    def __init__(self, compute: Callable[[Any], Value]) -> None:
+        self._compute = compute
+        self.__doc__ = compute.__doc__
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -30,7 +32,7 @@ class lazy(Generic[Value]):
     def __get__(self, instance: object | None, owner: type) -> Value | lazy[Value]:
         if instance is None:
             return self
-        found = self._find(instance)
+        value = self._compute(instance)
         if not torch.compiler.is_compiling():
-            vars(instance)[self._name] = found
-        return found
+            vars(instance)[self._name] = value
+        return value

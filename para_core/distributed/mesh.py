@@ -1,4 +1,4 @@
-"""Which ranks work together: reading what a user gives as a mesh. Making one: :mod:`para_core.distributed.create_mesh`."""
+"""Read a user's mesh (a ``DeviceMesh`` or a ``ProcessGroup``). :mod:`para_core.distributed.create_mesh` creates one."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from para_core.torch_internals import (
 )
 
 MESH_DIMS = ("batch", "ring", "ulysses")
-# Behind these, where weights are sharded by tensor parallelism: each of its ranks has other heads of the same tokens.
+# The last mesh dim, with tensor parallelism: its ranks hold different heads of the same tokens.
 TENSOR_DIM = "tensor"
-# What the descriptions of all groups begin with that this package makes.
-_OURS = "para_core: "
-# In front of them, where weights are held in stages: each of its ranks has other blocks, for the same tokens.
+# The first mesh dim, with stages: its ranks hold different transformer blocks for the same tokens.
 PIPE_DIM = "pipe"
+# Prefix of the descriptions of all process groups that this package creates.
+_OURS = "para_core: "
 
 
 def require_process_group(caller: str) -> None:
-    """Raise ``RuntimeError`` unless torch.distributed is initialised in this process."""
+    """Raise ``RuntimeError`` if torch.distributed is not initialised in this process."""
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(
             f"{caller} needs a process group, and none is initialised. Start with `torchrun --nproc_per_node=N …` and "
@@ -43,7 +43,7 @@ def require_process_group(caller: str) -> None:
 
 @dataclass(frozen=True)
 class MeshDim:
-    """One mesh dim as this rank sees it. ``group_name`` is what functional collectives take; "" where size is 1."""
+    """One mesh dim as this rank sees it. ``group_name`` identifies the group in functional collectives; "" if size is 1."""
 
     name: str
     size: int
@@ -53,14 +53,14 @@ class MeshDim:
 
 
 def dim_of_one(name: str) -> MeshDim:
-    """A mesh dim along which this rank is alone."""
+    """Return a mesh dim of size 1."""
     return MeshDim(name, 1, 0, "", None)
 
 
 def _device_type_of(group: ProcessGroup) -> str:
     """Return the type of the devices on which the ranks of ``group`` compute: CUDA, if the group serves it and there is a GPU."""
     if torch.compiler.is_compiling():
-        # Dynamo shows the name and the size of a group that is an argument, and nothing else.
+        # Of a group that is an argument, Dynamo can read only the name and the size.
         named: str = _device_type_of_named(group.group_name)
         return named
     return _preferred_device_type(group)
@@ -86,11 +86,14 @@ def _dim_of_group(name: str, group: ProcessGroup | None) -> MeshDim:
 
 
 def host_group(dim: MeshDim) -> ProcessGroup:
-    """The group over which CPU tensors travel among the ranks of ``dim`` (more than one): its own, or a gloo group beside it.
+    """Return the group that sends CPU tensors among the ranks of ``dim``: its own group, or a gloo group of the same ranks.
 
-    A group that has NCCL alone would move them by way of the device, and wait for all that was started on it. The gloo group is
-    made once for each such group, when it is first needed: every rank of ``dim`` calls this. Its owner is torch's table of groups,
-    where it is found again by its description, and from which ``destroy_process_group()`` takes it.
+    An NCCL-only group would copy CPU tensors through the device, and wait for all work that was started on it. The gloo group
+    is created once per NCCL group, at its first use, so every rank of ``dim`` must call this. torch's table of groups owns it:
+    it is found there by its description, and ``destroy_process_group()`` removes it.
+
+    Raises:
+        ValueError: ``dim`` has one rank.
     """
     group = dim.group
     if group is None:
@@ -107,7 +110,7 @@ def host_group(dim: MeshDim) -> ProcessGroup:
 
 
 def groups_among(ranks: Collection[int]) -> list[ProcessGroup]:
-    """Return the groups that :func:`find_or_make_group` made, and of which this rank and no rank outside of ``ranks`` is a member."""
+    """Return the groups made by :func:`find_or_make_group` that this rank belongs to and whose members are all in ``ranks``."""
     ours = [group for group in process_groups() if group.group_desc.startswith(_OURS)]
     return [group for group in ours if set(dist.get_process_group_ranks(group)) <= set(ranks)]
 
@@ -115,9 +118,9 @@ def groups_among(ranks: Collection[int]) -> list[ProcessGroup]:
 def find_or_make_group(
     description: str, ranks: list[int], *, backend: str | None = None, timeout: timedelta | None = None
 ) -> ProcessGroup:
-    """Return the group with this ``description``, made if there is none. Only ``ranks`` call this, and wait for no other rank.
+    """Return the group with this ``description``; create it if it does not exist. Only ``ranks`` call this.
 
-    These ranks may have made different numbers of groups before.
+    No other rank takes part. The ranks may have created different numbers of groups before.
     """
     for group in process_groups():
         if group.group_desc == description:
@@ -136,7 +139,7 @@ class SequenceMesh:
     ring: MeshDim
     ulysses: MeshDim
     device_type: str
-    # JSON of itself, and of the mesh of this rank alone, which :func:`read_mesh` reads. Fields, for a graph takes numbers for variables.
+    # JSON of this mesh and of :meth:`alone`, for :func:`read_mesh`. They are fields because a graph would treat numbers as variables.
     text: str = ""
     alone_text: str = ""
 
@@ -146,7 +149,7 @@ class SequenceMesh:
 
     @property
     def dims(self) -> tuple[MeshDim, ...]:
-        """From the one whose ranks are neighbours outwards."""
+        """The mesh dims, the one with neighbouring ranks first."""
         return (self.ulysses, self.ring)
 
     @property
@@ -154,11 +157,11 @@ class SequenceMesh:
         return self.ring.index * self.ulysses.size + self.ulysses.index
 
     def check_alive(self) -> None:
-        """Raise ``RuntimeError`` if a group of this mesh is not (or no longer) usable."""
+        """Raise ``RuntimeError`` if a process group of this mesh does not exist or was destroyed."""
         _check_alive(self.dims)
 
     def alone(self) -> SequenceMesh:
-        """The mesh of this rank, where it computes what it needs from what it holds; it keeps its place in the sequence."""
+        """Return a mesh of this rank only, for calls without communication. It keeps the rank's position in the sequence."""
         ring, ulysses = MeshDim("ring", 1, self.rank, "", None), dim_of_one("ulysses")
         return SequenceMesh(ring, ulysses, self.device_type, self.alone_text, self.alone_text)
 
@@ -200,12 +203,15 @@ def _check_alive(dims: tuple[MeshDim, ...]) -> None:
 
 @dataclass(frozen=True)
 class GuidedMesh:
-    """All ranks that work on one image: for each index along ``pipe``, which has blocks of its own, and along ``batch``, which shares
-    branches of guidance, a ``sequence``, for each of whose ranks those of ``tensor``, which share the heads of its tokens."""
+    """All ranks that work on one image: ``pipe`` × ``batch`` × ``sequence`` × ``tensor``, outermost first.
+
+    Ranks along ``pipe`` hold different transformer blocks, along ``batch`` different CFG branches or samples, in ``sequence``
+    different tokens, and along ``tensor`` different heads.
+    """
 
     batch: MeshDim
     sequence: SequenceMesh
-    # Without defaults: Dynamo of torch 2.11 cannot take a value of ours for one, and modes are made inside compiled functions.
+    # No defaults: modes are created inside compiled functions, and Dynamo of torch 2.11 does not trace our own values as defaults.
     tensor: MeshDim
     pipe: MeshDim
 
@@ -227,12 +233,13 @@ class GuidedMesh:
 
 
 def one_guided_rank(device_type: str) -> GuidedMesh:
-    """The mesh of a process that works alone; needs no process group."""
+    """Return a mesh of one rank. It needs no process group."""
     return GuidedMesh(dim_of_one("batch"), one_rank(device_type), dim_of_one(TENSOR_DIM), dim_of_one(PIPE_DIM))
 
 
 def guided_mesh(mesh: DeviceMesh | ProcessGroup, *, group_dim: str = "ulysses") -> GuidedMesh:
-    """Read a user's ``mesh``: as :func:`sequence_mesh`, with or without a ``batch``, ``tensor`` and ``pipe`` dim (or of these alone)."""
+    """Return the :class:`GuidedMesh` of a user's ``mesh``. Accepts what :func:`sequence_mesh` accepts, and ``batch``, ``tensor`` and
+    ``pipe`` dims; the mesh may have only these."""
     names = (mesh.mesh_dim_names or ()) if isinstance(mesh, DeviceMesh) else ()
     batch, tensor, pipe = (dim_of_one(name) for name in ("batch", TENSOR_DIM, PIPE_DIM))
     if isinstance(mesh, DeviceMesh) and "batch" in names:
@@ -247,80 +254,89 @@ def guided_mesh(mesh: DeviceMesh | ProcessGroup, *, group_dim: str = "ulysses") 
 
 
 def one_rank(device_type: str) -> SequenceMesh:
-    """The mesh of a process that works alone; needs no process group."""
+    """Return a sequence mesh of one rank. It needs no process group."""
     ring, ulysses = (dim_of_one(name) for name in ("ring", "ulysses"))
     return _sequence_mesh(ring, ulysses, device_type)
 
 
 def mesh_of_groups(ring: ProcessGroup, ulysses: ProcessGroup, device_type: str) -> SequenceMesh:
-    """The mesh of a rank that is in these two groups, which torch.distributed need not know."""
+    """Return the mesh of a rank that belongs to these two groups. They need not be registered with torch.distributed."""
     return _sequence_mesh(_dim_of_group("ring", ring), _dim_of_group("ulysses", ulysses), device_type)
 
 
 def sequence_mesh(mesh: DeviceMesh | ProcessGroup, *, group_dim: str = "ulysses") -> SequenceMesh:
-    """Read a user's ``mesh``: a DeviceMesh with a ``ring`` and/or ``ulysses`` dim, or a group (all ``group_dim``).
+    """Return the :class:`SequenceMesh` of a user's ``mesh``.
+
+    Args:
+        mesh: A DeviceMesh with a ``ring`` or ``ulysses`` dim, or both; or a process group, all along ``group_dim``.
 
     Raises:
         TypeError: ``mesh`` is neither.
-        ValueError: the mesh has neither dim, has dims of another name, or this rank is not part of it.
+        ValueError: The mesh has neither dim or an unknown dim, or this rank does not belong to it.
+        RuntimeError: The process groups of the mesh were destroyed.
     """
     if isinstance(mesh, ProcessGroup):
         dims = {group_dim: _dim_of_group(group_dim, mesh)}
         device_type = _device_type_of(mesh)
     elif isinstance(mesh, DeviceMesh):
         names = mesh.mesh_dim_names or ()
-        given = f"dims {tuple(names)}" if names else f"{mesh.ndim} unnamed dim(s)"
         if not {"ring", "ulysses"} & set(names):
             raise ValueError(
-                f"mesh has {given}; expected a dim named 'ring', 'ulysses' or both. "
+                f"mesh has {_dims_text(mesh)}; expected a dim named 'ring', 'ulysses' or both. "
                 "init_context_parallel_mesh() makes one; init_device_mesh(..., mesh_dim_names=('ring', 'ulysses')) too."
             )
         unknown = [name for name in names if name not in (*MESH_DIMS, TENSOR_DIM, PIPE_DIM)]
         if unknown:
             wanted = ", ".join(repr(name) for name in names if name in MESH_DIMS)
             raise ValueError(
-                f"mesh has {given}; {unknown} mean nothing here. Pass the slice that shares one sequence: mesh[{wanted}]."
+                f"mesh has {_dims_text(mesh)}; {unknown} are not dims of a sequence. Pass the slice that shards one sequence: "
+                f"mesh[{wanted}]."
             )
         if mesh.get_coordinate() is None:
-            raise ValueError(f"rank {dist.get_rank()} is not part of the mesh with {given}; only its members use it.")
+            raise ValueError(
+                f"rank {dist.get_rank()} does not belong to the mesh with {_dims_text(mesh)}; only its members use it."
+            )
         try:
             dims = {
                 name: _dim_of_group(name, mesh.get_group(name)) for name in names if name not in (TENSOR_DIM, PIPE_DIM)
             }
         except RuntimeError as error:
             raise RuntimeError(
-                f"the process groups of the mesh with {given} were destroyed. Build the mesh again after "
+                f"the process groups of the mesh with {_dims_text(mesh)} were destroyed. Build the mesh again after "
                 "init_process_group()."
             ) from error
         device_type = mesh.device_type
     else:
         raise TypeError(f"mesh is a {type(mesh).__name__}; expected a DeviceMesh or a ProcessGroup.")
     alone = one_rank(device_type)
-    found = _sequence_mesh(dims.get("ring", alone.ring), dims.get("ulysses", alone.ulysses), device_type)
-    found.check_alive()
-    return found
+    sequence = _sequence_mesh(dims.get("ring", alone.ring), dims.get("ulysses", alone.ulysses), device_type)
+    sequence.check_alive()
+    return sequence
+
+
+def _dims_text(mesh: DeviceMesh) -> str:
+    names = mesh.mesh_dim_names
+    return f"dims {tuple(names)}" if names else f"{mesh.ndim} unnamed dim(s)"
 
 
 def batch_mesh(mesh: DeviceMesh | ProcessGroup) -> SequenceMesh:
-    """The ranks of the ``batch`` dim of ``mesh``, or of a group, which share a batch as others share a sequence.
+    """Return the ``batch`` dim of ``mesh``, or a process group, as the Ulysses dim of a sequence mesh, to shard a batch like a sequence.
 
     Raises:
-        TypeError: ``mesh`` is neither.
-        ValueError: the mesh has no such dim.
+        TypeError: ``mesh`` is neither a DeviceMesh nor a ProcessGroup.
+        ValueError: The mesh has no ``batch`` dim.
     """
     if isinstance(mesh, ProcessGroup):
         group, device_type = mesh, _device_type_of(mesh)
     elif isinstance(mesh, DeviceMesh):
-        names = mesh.mesh_dim_names or ()
-        if "batch" not in names:
-            given = f"dims {tuple(names)}" if names else f"{mesh.ndim} unnamed dim(s)"
+        if "batch" not in (mesh.mesh_dim_names or ()):
             raise ValueError(
-                f"mesh has {given}; expected a dim named 'batch'. init_context_parallel_mesh(max_batch_dim_size=...) makes "
+                f"mesh has {_dims_text(mesh)}; expected a dim named 'batch'. init_context_parallel_mesh(max_batch_dim_size=...) makes "
                 "one; init_device_mesh(..., mesh_dim_names=('batch', ...)) too."
             )
         group, device_type = mesh.get_group("batch"), mesh.device_type
     else:
         raise TypeError(f"mesh is a {type(mesh).__name__}; expected a DeviceMesh or a ProcessGroup.")
-    found = _sequence_mesh(one_rank(device_type).ring, _dim_of_group("batch", group), device_type)
-    found.check_alive()
-    return found
+    batch = _sequence_mesh(one_rank(device_type).ring, _dim_of_group("batch", group), device_type)
+    batch.check_alive()
+    return batch
