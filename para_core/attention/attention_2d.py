@@ -1,28 +1,29 @@
-"""Attention2D: a ring's ranks as rows × columns (arXiv:2503.15758). Queries travel along a row, keys and values along a column.
+"""Attention2D: the ranks of a ring as rows × columns (arXiv:2503.15758). Queries are sent along rows, keys and values along columns.
 
-A rank computes what the queries of its row see of the keys of its column; partial results go back along the row to whose queries they
-are, and merge by lse. With r × c ring ranks (:func:`~para_core.attention.grid.choose_grid`), S_i queries (with the replicated ones) and T_i
-sharded keys on ring rank i, and e bytes per element, rank i sends, in three all-to-alls of the ring's group,
+Each rank computes attention of the queries of its row to the keys of its column. Partial results return along the row to the ranks that
+own the queries, and merge by lse. Let the grid be r × c (:func:`~para_core.attention.grid.choose_grid`), let ring rank i hold S_i queries
+(including replicated ones) and T_i sharded keys, and let e be the bytes per element. Rank i then sends, in three all-to-alls over the ring's
+group,
 
     queries:          B · e · H · D · S_i · (c - 1)                             bytes
     keys and values:  B · e · H_kv · (D + D_v) · T_i · (r - 1)                  bytes
     results:          B · H · (D_v · e + 4) · Σ S_j over the others of its row  bytes (lse: 4, of float64 8)
 
-so that with r = c = √R it is 2 · (√R - 1) blocks of each where a ring sends R - 1 of keys and of values. In memory are the blocks of a
-row and of a column. With one column (a prime number of ranks; few key heads) no query leaves, and it is the second collective alone.
-The parts of an all-to-all for ranks of neither row nor column are empty: so no other groups are needed, and it runs on every backend.
+With r = c = √R that is 2 · (√R - 1) blocks of each kind; a ring sends R - 1 blocks of keys and of values. A rank holds the blocks of its row
+and of its column in memory. With one column (R is prime, or there are few key heads) queries stay, and only the second collective runs. In
+each all-to-all the parts for ranks outside the row or column are empty, so no further process groups are needed.
 
-While queries travel a rank attends with its own to its own keys, and to the replicated ones; while keys travel, with the queries of
-the others to its own keys; while results travel, with its own queries to the keys of the others.
+Communication overlaps with computation: own queries with own and replicated keys while queries are sent; the row's queries with own keys while
+keys are sent; own queries with the column's keys while results are sent.
 
-Backward, queries travel with out, its gradient and lse, keys as before, and what was found for both goes back in float32 (float64's in
-float64), with 4 for its bytes:
+In the backward, queries are sent together with out, its gradient and lse; keys as before. Gradients return in float32 (4 bytes; float64 inputs:
+float64):
 
     queries:  B · H · (e · (D + 2 · D_v) + 4) · S_i · (c - 1),  back 4 · B · H · D · Σ S_j over the others of its row
     keys:     B · e · H_kv · (D + D_v) · T_i · (r - 1),  back 4 · B · H_kv · (D + D_v) · Σ T_j over the others of its column
 
-Launches, whatever the number of ranks: with one column 7, else 17, and a merge for each column after the second. (Float32 needs no casts:
-6, and 14.)
+Launches for any number of ranks: 7 with one column; otherwise 17, and one merge for each column after the second (float32 needs no casts: 6 and
+14).
 """
 
 from __future__ import annotations
@@ -43,17 +44,17 @@ from para_core.distributed.collectives import Travelling, start_all_to_all, wait
 from para_core.distributed.layout import Run
 from para_core.distributed.mesh import MeshDim
 
-# -- what travels: tokens first, so that what comes from several ranks is one block as it lies
+# -- sending: the token dim comes first, so that parts from several ranks are one contiguous block
 
 
 def _by_token(*tensors: Tensor) -> Tensor:
-    """``[B, H, S, D]`` each as ``[S, B, H, all D]``."""
+    """Concatenate tensors ``[B, H, S, D_i]`` to ``[S, B, H, sum of D_i]``."""
     rows = [x.permute(2, 0, 1, 3) for x in tensors]
     return rows[0] if len(rows) == 1 else torch.cat(rows, dim=-1)
 
 
 def _by_head(rows: Tensor, *widths: int) -> list[Tensor]:
-    """The inverse of :func:`_by_token`: views, where rows then begin at multiples of their width, as kernels want them."""
+    """Undo :func:`_by_token`. The results are views if their rows begin at multiples of their width, as kernels require."""
     parts = [rows] if len(widths) == 1 else rows.split_with_sizes(list(widths), dim=-1)
     if any(width != widths[0] for width in widths):
         parts = [part.contiguous() for part in parts]
@@ -61,7 +62,7 @@ def _by_head(rows: Tensor, *widths: int) -> list[Tensor]:
 
 
 class _Arriving(NamedTuple):
-    """An all-to-all under way, and the ``[S, B, H, D]`` that it brings, rank by rank."""
+    """An all-to-all that was started, and the shape ``[S, B, H, D]`` of what it receives, rank by rank."""
 
     started: Travelling
     shape: tuple[int, ...]
@@ -73,7 +74,7 @@ class _Arriving(NamedTuple):
 def _give(
     rows: Tensor, peers: Sequence[int], sizes: Sequence[int], dim: MeshDim, earlier: Sequence[_Arriving] = ()
 ) -> _Arriving:
-    """Begin to send all of ``rows`` ``[S, B, H, D]`` to each of ``peers``, and to get ``sizes`` such rows from each."""
+    """Start to send all of ``rows``, ``[S, B, H, D]``, to each of ``peers``, and to receive ``sizes[i]`` rows from peer ``i``."""
     copies = rows if len(peers) == 1 else rows.expand(len(peers), *rows.shape)
     return _start(copies, peers, [rows.shape[0]] * len(peers), sizes, dim, earlier)
 
@@ -86,7 +87,7 @@ def _give_back(
     dim: MeshDim,
     earlier: Sequence[_Arriving] = (),
 ) -> _Arriving:
-    """Begin to send each of ``peers`` its ``sizes`` of ``rows`` ``[S, B, H, D]``, and to get ``num_own`` such rows from each."""
+    """Start to send ``sizes[i]`` of ``rows``, ``[S, B, H, D]``, to peer ``i``, and to receive ``num_own`` rows from each peer."""
     return _start(rows, peers, sizes, [num_own] * len(peers), dim, earlier)
 
 
@@ -102,13 +103,13 @@ def _start(
     send_sizes, receive_sizes = [0] * dim.size, [0] * dim.size
     for peer, sent, received in zip(peers, send, receive, strict=True):
         send_sizes[peer], receive_sizes[peer] = sent * shape.numel(), received * shape.numel()
-    # Where autograd follows each collective, they go back in the order in which they came, on every rank.
+    # With autograd, this makes the collectives of the backward run in reverse order on every rank.
     buffer = add_autograd_dependency(rows.contiguous().view(-1), [arrival.started.buffer for arrival in earlier])
     return _Arriving(start_all_to_all(buffer, send_sizes, receive_sizes, dim), (sum(receive), *shape))
 
 
 def _rows_of(mask: Tensor | None, first: int, length: int) -> Tensor | None:
-    """The rows of ``mask`` for ``length`` of the row's queries."""
+    """Return the rows ``first`` to ``first + length`` of ``mask``; all of it if it has one row."""
     return mask if mask is None or mask.shape[2] == 1 else mask.narrow(2, first, length)
 
 
@@ -125,12 +126,12 @@ def attention_2d(
     heads: Tensor | None = None,
     attn_func: LocalAttention | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of this ring block's queries over the keys of all ring blocks.
+    """Compute attention of this ring block's queries to the keys of all ring blocks.
 
     Args:
-        mask: ``[B or 1, H or 1, S_row or 1, total or 1]``: rows of this rank's own queries, then of the row's others.
+        mask: ``[B or 1, H or 1, S_row or 1, total or 1]``. Its rows are this rank's queries, then those of the other ranks of its row.
 
-    Others, and what is returned, are as in :func:`~para_core.attention.ring.ring_attention`.
+    The other arguments and the result are those of :func:`~para_core.attention.ring.ring_attention`.
     """
     dim, S, sizes, spec = grid.ring.dim, query.shape[2], grid.row_sizes, grid.spec
     attention = partial(
@@ -167,8 +168,11 @@ def attention_2d(
 
 
 def _pack(out: Tensor, lse: Tensor, inputs: Sequence[Tensor]) -> Tensor:
-    """``[S, B, H, D_v]`` and the bytes of lse behind each row, in the dtype of the query, ``inputs``' first; in that of lse where autograd follows."""
-    lse = lse.to(lse_dtype(inputs[0]))  # a user's own may be anything
+    """Return ``out`` as ``[S, B, H, D_v]``, each row followed by the bytes of its lse.
+
+    The dtype is that of the query, ``inputs[0]``; that of lse if any of ``inputs`` requires a gradient.
+    """
+    lse = lse.to(lse_dtype(inputs[0]))  # A user's attn_func may return any dtype.
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
         return _by_token(out.to(lse.dtype), lse[..., None])
     dtype = inputs[0].dtype
@@ -176,7 +180,7 @@ def _pack(out: Tensor, lse: Tensor, inputs: Sequence[Tensor]) -> Tensor:
 
 
 def _unpack(rows: Tensor, num_ranks: int, width: int, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
-    """What each of ``num_ranks`` packed of this rank's queries: ``[B, H, S, D_v]``, and lse ``[B, H, S]`` in ``dtype``."""
+    """Yield for each of ``num_ranks`` the out ``[B, H, S, D_v]`` and the lse ``[B, H, S]``, in ``dtype``, that it packed by :func:`_pack`."""
     rows = rows.view(num_ranks, rows.shape[0] // num_ranks, *rows.shape[1:])
     lses = _as_lse(rows[..., width:], dtype)
     for out, lse in zip(rows[..., :width].unbind(0), lses.unbind(0), strict=True):
@@ -199,7 +203,7 @@ def attention_2d_backward(
     heads: Tensor | None = None,
     mask_gradient: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of query, key, value and, if asked for, mask (all its rows); args as in :func:`attention_2d`."""
+    """Return the gradients of query, key, value and, with ``mask_gradient``, of all rows of mask. Arguments as in :func:`attention_2d`."""
     dim, S, sizes, D, D_v = grid.ring.dim, query.shape[2], grid.row_sizes, query.shape[3], value.shape[3]
     spec = grid.spec
     gradients = partial(
@@ -238,13 +242,13 @@ def attention_2d_backward(
 
 
 def _as_dtype(lse: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bytes of lse as numbers of ``dtype``, ``[B, H, S, 1 or 2]``."""
+    """Return the bytes of ``lse`` as numbers of ``dtype``: ``[B, H, S, 1 or 2]``."""
     return lse[..., None] if lse.dtype == dtype else lse[..., None].view(dtype)
 
 
 def _as_lse(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    """The inverse of :func:`_as_dtype`."""
-    # A copy also of a single row, which would pass for contiguous at any offset.
+    """Undo :func:`_as_dtype`."""
+    # clone(), not contiguous(): a single row counts as contiguous at any offset, and view(dtype) demands an aligned one.
     return (
         bits[..., 0] if bits.dtype == dtype else bits.clone(memory_format=torch.contiguous_format).view(dtype)[..., 0]
     )
@@ -256,5 +260,5 @@ def _put(totals: Sequence[Tensor], runs: Sequence[Run], parts: Sequence[Tensor])
 
 
 def _summed(rows: Tensor, num_ranks: int) -> Tensor:
-    """The sum of what each of ``num_ranks`` sent for the same ``[S, B, H, D]``."""
+    """Return the sum over ``num_ranks`` of ``rows``, which holds one ``[S, B, H, D]`` per rank."""
     return rows.view(num_ranks, rows.shape[0] // num_ranks, *rows.shape[1:]).sum(0)

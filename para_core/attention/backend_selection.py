@@ -1,4 +1,4 @@
-"""Which backend computes attention on one device: the one that is named, else the fastest one measured, else PyTorch's own choice."""
+"""Choose the backend of local attention: the one that the caller names, or the fastest one measured, or PyTorch's own choice."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BACKENDS: tuple[Backend, ...] = get_args(Backend)
 # exact, in the dtype of its input.)
 EXACT_FORM: Mapping[Backend, Backend] = {"triton-int8": "triton"}
 
-# By (compute capability, head dim, causal), for 16 bits without a mask: what was fastest where PyTorch's order takes another one.
+# The fastest backend by (compute capability, head dim, causal), for 16 bits without a mask, if PyTorch would choose another one.
 # Rows come from benchmarks/attention/single_device.py on that device, and from nowhere else. It has not run on one yet, so there is none: PyTorch's
 # own order holds everywhere, and the Triton kernel computes only where it is named.
 FASTEST: Mapping[tuple[int, int, bool], Backend] = {}
@@ -32,7 +32,7 @@ OF_PYTORCH: Mapping[Backend, int] = {
     "math": SDPBackend.MATH.value,
 }
 _OF_CUDA = ("efficient", "cudnn")  # PyTorch has no form of them for CPUs
-# What sdpa_kernel(...) and torch.backends.cuda.enable_*_sdp(...) switch; in a graph Dynamo takes these for constants, and not the public
+# The switches of sdpa_kernel(...) and torch.backends.cuda.enable_*_sdp(...). Dynamo treats these functions as constants, but not the public
 # functions that call them.
 SWITCHES: Mapping[Backend, Callable[[], bool]] = {
     "flash": flash_sdp_enabled,
@@ -45,15 +45,16 @@ SWITCHES: Mapping[Backend, Callable[[], bool]] = {
 def resolve_backend(
     backend: Backend | None, query: Tensor, value: Tensor, *, masked: bool, is_causal: bool = False
 ) -> Backend | None:
-    """The backend that computes a call, where it is not PyTorch that chooses (None).
+    """Return the backend for a call, or None if PyTorch chooses it.
 
     Args:
-        backend: that the caller named. Else the table is asked, if all of the user's switches are on: who switches one off chooses
-            among the others.
+        backend: The backend that the caller named. Without it, the table of measured backends is used, unless the user has switched off a
+            backend of PyTorch, and so chosen among the others.
+        masked: Whether the call has a mask.
 
     Raises:
-        RuntimeError: the named one is switched off, or does not take such a call. The verdict depends on dtype, head dims, device and
-            ``masked``, and on lengths where a call is computed in one piece.
+        RuntimeError: The named backend is switched off or does not support the call. This depends on dtype, head dims, device and ``masked``,
+            and on the lengths if the call is computed in one piece.
     """
     if backend is None:
         return _fastest(query, masked=masked, is_causal=is_causal) if FASTEST else None
@@ -74,8 +75,10 @@ def resolve_backend(
 
 
 def _require_flash_of_cuda(query: Tensor, value: Tensor, *, masked: bool, is_causal: bool) -> None:
-    """The operator has no argument for a mask, and its diagonal ends at the last key (transformers/cuda/sdp_utils.cpp,
-    check_flash_causal_non_square_seqlens): it would compute something else, and not say so.
+    """Raise ``RuntimeError`` for calls that CUDA's FlashAttention would compute wrongly, without an error of its own.
+
+    It has no argument for a mask, and aligns a causal diagonal with the last key (transformers/cuda/sdp_utils.cpp,
+    check_flash_causal_non_square_seqlens).
     """
     if masked:
         raise RuntimeError(
@@ -108,7 +111,7 @@ def _capability(index: int) -> int:
     return 10 * major + minor
 
 
-# Found once: a graph cannot look for packages.
+# Looked up at import, because Dynamo cannot trace find_spec.
 _HAS_TRITON = find_spec("triton") is not None
 
 

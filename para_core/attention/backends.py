@@ -1,6 +1,6 @@
-"""What computes attention on one device, forward and backward, as PyTorch has it for each of its backends: tensors in, tensors out.
+"""Forward and backward of attention on one device, by each of PyTorch's backends.
 
-What a fused kernel asks of its arguments was read in PyTorch 2.13's sources. Paths in comments are relative to
+The requirements of the fused kernels were read in the sources of PyTorch 2.13. Paths in comments are relative to
 ``aten/src/ATen/native``; ``mem_eff`` is ``transformers/cuda/mem_eff_attention``, which torch installs among its headers.
 """
 
@@ -30,16 +30,16 @@ MATH = SDPBackend.MATH.value
 FLASH = SDPBackend.FLASH_ATTENTION.value
 EFFICIENT = SDPBackend.EFFICIENT_ATTENTION.value
 CUDNN = SDPBackend.CUDNN_ATTENTION.value
-# Called by overload: a mode takes a call without one for attention of the model that it must refuse.
+# Operators are called by overload, because a mode takes a call without overload for attention of the model, which it must refuse.
 _aten = torch.ops.aten
 
-# Grouped heads as they are: transformers/cuda/flash_attn/flash_api.cpp (mha_fwd; mha_bwd sums gradients over the group),
+# Backends that accept grouped heads: transformers/cuda/flash_attn/flash_api.cpp (mha_fwd; mha_bwd sums gradients over the group),
 # transformers/cuda/sdp_utils.cpp (can_use_cudnn_attention), transformers/sdp_utils_cpp.cpp (FlashAttention on a CPU).
 _TAKE_GROUPED_HEADS = frozenset({FLASH, CUDNN})
 
 
 class LocalAttentionCall(NamedTuple):
-    """What a backend is asked for, as SDPA takes it. No dim is 0."""
+    """The arguments of SDPA for one backend. No dim is 0."""
 
     query: Tensor  # [B, H, S_q, D]
     key: Tensor  # [B, H_kv, S_k, D]
@@ -49,7 +49,7 @@ class LocalAttentionCall(NamedTuple):
     scale: float | None
 
     def as_taken_by(self, backend: int) -> LocalAttentionCall:
-        """With a key head for each query head, where ``backend`` does not group them itself."""
+        """Return the call with one key head per query head, unless ``backend`` accepts grouped heads."""
         heads, key_heads = self.query.shape[1], self.key.shape[1]
         if heads == key_heads or backend in _TAKE_GROUPED_HEADS:
             return self
@@ -58,12 +58,12 @@ class LocalAttentionCall(NamedTuple):
 
     @property
     def factor(self) -> float:
-        """``scale``, or what it is by default."""
+        """``scale``, or its default 1 / √D."""
         return self.query.shape[-1] ** -0.5 if self.scale is None else self.scale
 
     @property
     def bias(self) -> Tensor | None:
-        """``mask`` as a fused kernel adds it: ``[B or 1, H or 1, S_q or 1, S_k]`` in query's dtype, rows of aligned bytes.
+        """``mask`` as an additive mask ``[B or 1, H or 1, S_q or 1, S_k]`` in the dtype of query, with aligned rows.
 
         Memory-efficient attention loads 16 bytes at a time (mem_eff/kernel_forward.h and kernel_backward.h,
         ``check_supported``), and SDPA pads rows to 8 numbers for it (transformers/attention.cpp, ``preprocess_mask``).
@@ -72,7 +72,7 @@ class LocalAttentionCall(NamedTuple):
         if mask is None or (mask.dtype == query.dtype and mask.shape[-1] == num_keys and _has_aligned_rows(mask)):
             return mask
         shape = (*mask.shape[:-1], num_keys + -num_keys % 8)
-        # Kernels read what is behind a row's end, too: it must be a number.
+        # Kernels also read the padding of a row, so it must not be NaN.
         padded = query.new_empty(shape) if num_keys % 8 == 0 else query.new_zeros(shape)
         bias = padded[..., :num_keys].copy_(mask)
         return bias.log_() if mask.dtype == torch.bool else bias  # log(True) = 0, log(False) = -inf
@@ -84,7 +84,7 @@ class LocalAttentionCall(NamedTuple):
 
 
 def empty_output(query: Tensor, value: Tensor) -> Tensor:
-    """``[B, H, S_q, D_v]``, in memory as SDPA's result lies."""
+    """Return an uninitialised ``[B, H, S_q, D_v]`` with the memory layout of SDPA's result, ``[B, S_q, H, D_v]``."""
     batch, heads, num_queries, _ = query.shape
     return query.new_empty(batch, num_queries, heads, value.shape[-1]).transpose(1, 2)
 
@@ -95,7 +95,7 @@ def _has_aligned_rows(x: Tensor) -> bool:
 
 
 def _cpu_bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
-    """Of a CPU's FlashAttention, which broadcasts and takes any strides, but no bool."""
+    """Return the mask for FlashAttention on a CPU, which broadcasts and accepts any strides, but not bool."""
     return mask if mask is None or mask.dtype != torch.bool else query.new_empty(mask.shape).copy_(mask).log_()
 
 
@@ -103,7 +103,7 @@ def _cpu_bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
 
 
 def _scores(problem: LocalAttentionCall) -> Tensor:
-    """``[B, H, S_q, S_k]`` in the dtype of lse; -inf where a query does not see a key."""
+    """Return the masked scores ``[B, H, S_q, S_k]`` in the dtype of lse; -inf if a key is hidden from a query."""
     query, key, _, mask, is_causal, _ = problem
     dtype = torch.promote_types(query.dtype, torch.float32)
     scores = (query.to(dtype) * problem.factor) @ key.to(dtype).transpose(-1, -2)
@@ -119,7 +119,7 @@ def _scores(problem: LocalAttentionCall) -> Tensor:
 def _math(problem: LocalAttentionCall) -> tuple[Tensor, Tensor]:
     scores = _scores(problem)
     lse = torch.logsumexp(scores, dim=-1)
-    # Not exp(scores - lse): beside the scores of a row that is masked by finfo.min throughout, log(n) in lse is lost.
+    # Not exp(scores - lse): if finfo.min masks a whole row, lse cannot hold the log(n) next to such large scores.
     weights = torch.softmax(scores, dim=-1)
     return empty_output(problem.query, problem.value).copy_(weights @ problem.value.to(lse.dtype)), lse
 
@@ -132,7 +132,7 @@ def _flash(problem: LocalAttentionCall) -> tuple[Tensor, Tensor]:
         )
         return result
     head_dim = query.shape[-1]
-    if head_dim % 8:  # SDPA pads, too: the kernel wants rows of 16 bytes
+    if head_dim % 8:  # The kernel requires rows of a multiple of 16 bytes; SDPA pads them as well.
         query, key, value, scale = _padded(query), _padded(key), _padded(value), problem.factor
     out, lse, *_ = flash_attention(query, key, value, 0.0, is_causal, scale=scale)
     return out[..., :head_dim] if head_dim % 8 else out, lse
@@ -160,7 +160,7 @@ def _cudnn(problem: LocalAttentionCall) -> tuple[Tensor, Tensor]:
 FORWARD = {MATH: _math, FLASH: _flash, EFFICIENT: _memory_efficient, CUDNN: _cudnn}
 
 
-# -- backward: of query, key and value; by formula, of the mask, too
+# -- backward: gradients of query, key and value; the math backend also has that of the mask
 
 
 def _math_backward(problem: LocalAttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor) -> Sequence[Tensor]:
@@ -209,10 +209,10 @@ def _memory_efficient_backward(
 
 
 def _with_packed_rows(out: Tensor) -> Tensor:
-    """``out`` as ``[B, S, H, D]`` in memory, where a kernel takes that for granted.
+    """Return ``out`` with the memory layout ``[B, S, H, D]`` in 16 bits, which the kernel assumes without checking.
 
-    In 16 bits the kernel itself sums grad_out ∘ out, stepping over rows of ``out`` by H · D_v: it is given no stride of
-    them (mem_eff/kernel_backward.h, ``o_strideM`` and ``kKernelComputesDelta``).
+    In 16 bits the kernel sums grad_out ∘ out itself, and steps from row to row of ``out`` by H · D_v: it takes no stride for rows
+    (mem_eff/kernel_backward.h, ``o_strideM`` and ``kKernelComputesDelta``).
     """
     _, heads, num_queries, head_dim = out.shape
     packed = out.stride(3) == 1 and (out.stride(2) == heads * head_dim or num_queries == 1)
@@ -232,31 +232,31 @@ def _cudnn_backward(problem: LocalAttentionCall, grad_out: Tensor, out: Tensor, 
 
 
 def _lying_like(query: Tensor, x: Tensor) -> Tensor:
-    """``x`` with the dtype and the strides that the forward gives to its result.
+    """Return ``x`` with the dtype and strides of the forward's result.
 
-    cuDNN's graph is built with the strides of ``out`` and ``grad_out``, but found again by those of query, key and value
-    alone (cudnn/MHA.cpp, run_cudnn_SDP_bprop): a second layout would be read as the first.
+    cuDNN builds its graph with the strides of ``out`` and ``grad_out``, but caches it by those of query, key and value alone
+    (cudnn/MHA.cpp, run_cudnn_SDP_bprop). Another layout would be read with the strides of the first one.
     """
     like = torch.empty_like(query)
     return x if x.dtype == like.dtype and x.stride() == like.stride() else like.copy_(x)
 
 
 def _dense(lse: Tensor) -> Tensor:
-    """Contiguous and aligned: no kernel is given all of its strides, and some load 16 bytes at a time."""
+    """Return ``lse`` contiguous and aligned: kernels do not take all of its strides, and some load 16 bytes at a time."""
     if lse.is_contiguous() and lse.storage_offset() % 4 == 0:
         return lse
     return lse.clone(memory_format=torch.contiguous_format)
 
 
 def _unread(query: Tensor) -> Tensor:
-    """In place of a seed or an offset, where there is no dropout."""
+    """Return a placeholder for the dropout seed or offset, which are not read without dropout."""
     return query.new_empty((), dtype=torch.int64)
 
 
 def backward_of(backend: int, query: Tensor, value: Tensor) -> int:
-    """The backend of the gradient of what ``backend`` computed: its own, where that takes these head dims everywhere.
+    """Return the backend for the backward of a call that ``backend`` computed: the same one, if its backward supports the head dims on all GPUs.
 
-    The memory-efficient one takes any ``out`` and ``lse``.
+    Otherwise the memory-efficient backend, whose backward accepts the ``out`` and ``lse`` of any backend, or math.
     """
     head_dim = query.shape[-1]
     if query.is_cpu:

@@ -1,4 +1,4 @@
-"""A block of queries and one block of keys after the other, on one device: what the ways to bring blocks together share."""
+"""Attention of one block of queries to a sequence of key blocks, on one device. Rings and Attention2D are built on it."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from para_core.attention.merge import Merged
 from para_core.attention.tiles import Tiling, join_neighbours, put, take
 from para_core.distributed.layout import Run
 
-# (query, key, value, *, mask, is_causal, scale) -> out, lse: a user's own.
+# A user's attention: (query, key, value, *, mask, is_causal, scale) -> (out, lse).
 LocalAttention = Callable[..., tuple[Tensor, Tensor]]
 Block = tuple[Tensor, Tensor]  # keys and values
 
 
 def columns(mask: Tensor, positions: Sequence[Run]) -> Tensor:
-    """The columns of keys at these positions, of a mask for all keys."""
+    """Return the columns of ``mask`` for the keys at ``positions``; ``mask`` itself if it has one column."""
     return mask if mask.shape[-1] == 1 else take(mask, -1, join_neighbours(positions))
 
 
 def expand(x: Tensor, heads: Tensor | None) -> Tensor:
-    """``x`` ``[B, H_kv, S, D]`` with the key head of each query head, where these are not grouped evenly."""
+    """Return ``x``, ``[B, H_kv, S, D]``, with one key head per query head: ``heads[i]`` for query head ``i``. Without ``heads``, ``x``."""
     return x if heads is None else x.index_select(1, heads)
 
 
 def add_autograd_dependency(x: Tensor, received: Sequence[Tensor]) -> Tensor:
-    """``x`` and nothing of ``received``: but if autograd follows these, they have a gradient of 0, on every rank.
+    """Return ``x``, with each of ``received`` as an input whose gradient is 0 if it requires one.
 
-    A rank that needs nothing of what it got would otherwise not join in that collective's backward.
+    A rank that does not use what it received would otherwise not run the backward of that collective, and the others would hang.
     """
     if not torch.is_grad_enabled():
         return x
@@ -45,13 +45,14 @@ def add_autograd_dependency(x: Tensor, received: Sequence[Tensor]) -> Tensor:
 
 
 class BlockAttention:
-    """Attention of a block of queries to the blocks of keys that come, split as ``tiling`` says.
+    """Attention of a block of queries to key blocks that are added one by one, merged by lse.
 
     Args:
         query: ``[B, H, S_q, D]``.
-        mask: ``[B or 1, H or 1, S_q or 1, total or 1]``: rows as ``query``, columns by position in the whole sequence.
-        heads: the key head of each query head, ``[H]``; None if they are grouped evenly.
-        attn_func: computes attention on one device; None: ``backend``.
+        mask: ``[B or 1, H or 1, S_q or 1, total or 1]``. Rows as in ``query``, columns by position in the whole sequence.
+        tiling: Which queries see which keys of each block.
+        heads: ``[H]``, the key head of each query head; None if heads are grouped evenly.
+        attn_func: Computes local attention instead of ``backend``.
     """
 
     def __init__(
@@ -75,22 +76,22 @@ class BlockAttention:
         if mask is not None:
             self._rows = tiling.split(mask if finite_rows is None else finite_rows.mask)
         self._merged = [Merged() for _ in self._queries]
-        # Where the lse of a partial result is to be corrected, it must not be merged yet.
+        # If the lse of partial results has to be corrected, a kernel must not merge them itself.
         self._continues = attn_func is None and finite_rows is None
         self._attn_func = partial(local_attention_with_lse, backend=backend) if attn_func is None else attn_func
 
     def add(self, block: Block, step: int, *, is_last: bool = False) -> None:
-        """Attend to a block of keys ``[B, H_kv, S_k, D]`` and values ``[B, H_kv, S_k, D_v]``, that of the tiling's ``step``.
+        """Attend to the keys ``[B, H_kv, S_k, D]`` and values ``[B, H_kv, S_k, D_v]`` of the tiling's ``step``.
 
         Args:
-            is_last: no other block follows: the result may be rounded to query's dtype.
+            is_last: Whether no other block follows, so that the result may be rounded to the dtype of query.
         """
         by_position = self._tiling.by_position
         k, v = block
         if by_position or self._heads is not None:
             k, v = [expand(self._tiling.keys[step].arrange(x), self._heads) for x in block]
         if not by_position and self._continues and self._rows[0] is None:
-            # One tile is all keys of the block, as they lie.
+            # A single tile contains all keys of the block, in their order.
             continued_attention(
                 self._merged[0], self._queries[0], k, v, scale=self._scale, backend=self._backend, is_last=is_last
             )
@@ -121,10 +122,10 @@ class BlockAttention:
             self._merged[piece].add(out, lse)
 
     def result(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """``[B, H, S_q, D_v]``, in float32 where partial results were merged, and lse ``[B, H, S_q]``.
+        """Return out ``[B, H, S_q, D_v]``, in float32 if partial results were merged, and lse ``[B, H, S_q]``.
 
         Args:
-            key, value: any block, for queries that saw none.
+            key, value: Any block. Gives shape and dtype for queries that no key block was added for.
         """
         nothing = key[:, :, :0], value[:, :, :0]
         results = [
@@ -137,16 +138,17 @@ class BlockAttention:
 
 
 def rows_of_pieces(mask: Tensor | None, tiling: Tiling) -> Sequence[Tensor | None]:
-    """The rows of ``mask`` for each piece of the queries."""
+    """Return the rows of ``mask`` for each piece of the queries."""
     return [None] * len(tiling.pieces) if mask is None else tiling.split(mask)
 
 
 class BlockGradients:
-    """The gradient of :class:`BlockAttention`, block of keys by block of keys.
+    """The backward of :class:`BlockAttention`, one key block at a time.
 
     Args:
-        grad_out, out: ``[B, H, S_q, D_v]``; out and ``lse`` ``[B, H, S_q]`` over all keys, those of other ranks too.
-        mask_gradient: find that of ``mask``, too.
+        grad_out, out: ``[B, H, S_q, D_v]``.
+        lse: ``[B, H, S_q]``. ``out`` and ``lse`` are those over all keys, including the keys of other ranks.
+        mask_gradient: Whether to compute the gradient of ``mask``.
     """
 
     def __init__(
@@ -184,7 +186,7 @@ class BlockGradients:
         ]
 
     def add(self, block: Block, step: int) -> list[Tensor]:
-        """The gradients of a block of keys and values, in the dtype of lse; those of queries and mask are added up."""
+        """Return the gradients of the keys and values of a block, in the dtype of lse. Accumulates those of query and mask."""
         order = self._tiling.keys[step]
         key, value = (order.arrange(x) for x in block)
         grads = [x.new_zeros(x.shape, dtype=self._pieces[0].lse.dtype) for x in (key, value)]
@@ -212,7 +214,7 @@ class BlockGradients:
         return [order.restore(grad) for grad in grads]
 
     def result(self) -> tuple[Tensor, Tensor | None]:
-        """The gradients of query and, if asked for, of mask, in the dtype of lse."""
+        """Return the gradients of query and, with ``mask_gradient``, of mask, in the dtype of lse."""
         grad_query = self._tiling.join([piece.grad_query for piece in self._pieces])
         of_rows = [piece.grad_mask for piece in self._pieces if piece.grad_mask is not None]
         if not of_rows:
@@ -222,7 +224,7 @@ class BlockGradients:
 
 @dataclass(frozen=True)
 class _QueryGroup:
-    """Queries that see the same keys of every block; gradients, in the dtype of lse, are added up in place."""
+    """Queries that see the same keys of every block. Gradients accumulate in place, in the dtype of lse."""
 
     query: Tensor
     grad_out: Tensor
@@ -233,7 +235,7 @@ class _QueryGroup:
     grad_mask: Tensor | None
 
     def add_to_mask(self, grad: Tensor, positions: Sequence[Run]) -> None:
-        """Add the gradient of a mask's columns at ``positions``, ``[B, H, S_q, S_k]``."""
+        """Add ``grad``, ``[B, H, S_q, S_k]``, to the gradient of the mask's columns at ``positions``."""
         if self.grad_mask is None:
             return
         if self.grad_mask.shape[3] == 1:
