@@ -1,4 +1,4 @@
-"""The exchange that begins an eager attention call: what must be equal on all ranks, and what each rank tells of its own part."""
+"""The exchange at the start of an eager attention call: what must be equal on all ranks, and what each rank states about its part."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EQUAL_PARTS = (
 
 
 def call_signature(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Signature:
-    """Return what all ranks must have alike, apart from the mask."""
+    """Return the signature of everything except the mask that must be equal on all ranks."""
     tensors = {"query": query, "key": key, "value": value}
     options = spec.options
     blocks = options.block_mask
@@ -50,20 +50,20 @@ def call_signature(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpe
             "comm_dtype": str(options.comm_dtype),
             "ulysses_chunks": options.ulysses_chunks,
             "rotate_method": options.rotate_method,
-            # A backward has collectives of its own, and every rank must join in.
+            # The backward has collectives of its own, which every rank must run.
             "requires_grad": [torch.is_grad_enabled() and x.requires_grad for x in tensors.values()],
         }
     )
 
 
 def explain_difference(mesh: SequenceMesh, mask: Tensor | None, records: list[Record]) -> str:
-    """Describe how the ranks differ. All ranks are here together, so their masks can be compared as well."""
+    """Return an error message that says how the calls of the ranks differ. Collective: it also exchanges the shapes of the masks."""
     masks = [record["mask"] for record in exchange({"mask": None if mask is None else [*mask.shape]}, mesh)]
     field = next(field for record in records for field, value in record.items() if value != records[0][field])
     if None in masks and any(shape is not None for shape in masks):
         return f"{_masks_differ(masks)} They also disagree about {field}."
     if "lengths" in field:
-        # What every rank holds of itself says more than what it assumed of the others.
+        # The length that each rank holds itself says more than the lengths that it assumed for the others.
         held = [record[field][rank] for rank, record in enumerate(records)]
         return f"the ranks disagree about {field}: they hold {held}. {EQUAL_PARTS}"
     if field == "is_causal":
@@ -91,22 +91,23 @@ def _masks_differ(masks: Sequence[Sequence[int] | str | None]) -> str:
 class OwnPart(NamedTuple):
     """What one rank states about its part: four integers of 64 bits, as :func:`~para_core.distributed.consistency.check_consistent` exchanges them."""
 
-    rows: int  # of the mask; -1 without one
+    rows: int  # Of the mask; -1 without one.
     columns: int
     flags: int
-    digest: int  # of query and key, where it is asked whether every rank holds the same tokens; else 0
+    digest: int  # Of query and key, if the call asks whether every rank holds the same tokens; else 0.
 
 
-# A call without a mask, about which nothing else is asked.
+# A call without a mask and without a digest.
 NO_MASK = OwnPart(-1, -1, 0, 0)
 
-# Of the flags: whether there is a mask, its dtype, which of its leading dims are larger than 1; then what was found on this rank.
+# Layout of the flags: dtype and gradient of the mask, which of its leading dims are larger than 1, the review of its rows (48 bits up), and
+# whether the calling module is causal.
 _DTYPES = (torch.bool, torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _DTYPE_BITS, _REVIEW_SHIFT, _CAUSAL_CALLER = 8, 48, 1 << 56
 
 
 def _mask_code(mask: Tensor, num_leading: int) -> int:
-    """Dtype, gradient and leading dims of ``mask``, of which there are ``num_leading`` once it is broadcast to the query."""
+    """Return a number for the dtype, the gradient and the leading dims of ``mask``, broadcast to ``num_leading`` leading dims."""
     dtype = _DTYPES.index(mask.dtype) + 1 if mask.dtype in _DTYPES else len(_DTYPES) + 1
     leading = [1] * (num_leading - max(mask.ndim - 2, 0)) + [*mask.shape[:-2]]
     wide = sum([1 << dim for dim, size in enumerate(leading) if size != 1])
@@ -118,7 +119,7 @@ _CODE = (1 << _REVIEW_SHIFT) - 1
 
 
 def last_two(mask: Tensor) -> tuple[int, int]:
-    """Rows and columns of a mask that may have fewer dims."""
+    """Return the numbers of rows and columns of a mask, which may have fewer than two dims."""
     rows, columns = [1, 1, *mask.shape][-2:]
     return rows, columns
 
@@ -126,12 +127,12 @@ def last_two(mask: Tensor) -> tuple[int, int]:
 def settle_call(
     spec: AttentionSpec, mesh: SequenceMesh, query: Tensor, mask: Tensor | None, parts: Sequence[OwnPart]
 ) -> tuple[Tensor | None, MaskExtents | None]:
-    """Return the mask of this rank, and what its dims count, from what all ranks stated.
+    """Return the mask of this rank and the extents of its dims, from what all ranks stated.
 
-    A rank without a mask gets one that hides nothing, if the others have one of their own keys.
+    A rank without a mask gets one that hides nothing, if the other ranks have a mask of their own keys.
 
     Raises:
-        ValueError: on every rank, if the call of any rank does not fit.
+        ValueError: The masks of the ranks do not fit together. Raised on every rank.
     """
     layout = spec.query_layout
     _require_no_copies(parts, spec)
@@ -173,10 +174,10 @@ def own_part(
     """Return what this rank states about its part of a call.
 
     Args:
-        look_for_copies: ask whether every rank holds the same tokens. Waits for the device.
+        look_for_copies: Whether to compute a digest of the tokens, to detect that every rank holds the same ones. Waits for the device.
 
     Raises:
-        RuntimeError: on every rank, if the device of this one fails.
+        RuntimeError: The device of this rank failed. Raised on every rank.
     """
     try:
         return _own_part(spec, mesh, query, key, mask, reviews, look_for_copies=look_for_copies)
@@ -223,9 +224,9 @@ def _texts(parts: Sequence[OwnPart]) -> str:
 
 
 def _are_of_keys(parts: Sequence[OwnPart], spec: AttentionSpec) -> bool:
-    """Whether each rank's mask has equal rows for its queries, and columns for its own keys: one row says as much.
+    """Whether the mask of each rank is a key mask: equal rows for its queries, columns for its own keys, and some key hidden.
 
-    Only if some key is hidden, as padding is. Masks that hide nothing may be blocks of a larger one, cut out along both dims.
+    A mask that hides nothing may instead be a block of a larger mask, cut along both dims.
     """
     held = zip(spec.query_layout.sizes(), spec.key_layout.sizes(), strict=True)
     reviews = [part.flags >> _REVIEW_SHIFT for part in parts]
@@ -236,10 +237,10 @@ def _are_of_keys(parts: Sequence[OwnPart], spec: AttentionSpec) -> bool:
 
 
 def _sizes_with_absent(sizes: Sequence[tuple[int, int]], spec: AttentionSpec) -> list[tuple[int, int]]:
-    """The sizes of the masks where some ranks have none: it hides nothing there, if the others have one row of their own keys.
+    """Return the mask sizes of all ranks. A rank without a mask gets one row for its own keys, if the masks of the others are like this.
 
     Raises:
-        ValueError: the others have something else, of which nothing follows for a rank without a mask.
+        ValueError: The masks of the other ranks have another form, so a mask for this rank is unknown.
     """
     held = spec.key_layout.sizes()
     fits = all(rows in (-1, 0, 1) and columns in (-1, held[rank]) for rank, (rows, columns) in enumerate(sizes))
@@ -249,7 +250,7 @@ def _sizes_with_absent(sizes: Sequence[tuple[int, int]], spec: AttentionSpec) ->
 
 
 def _nothing_hidden(code: int, query: Tensor, last: tuple[int, int]) -> Tensor:
-    """A mask as the other ranks have it, that hides nothing."""
+    """Return a mask that hides nothing, with the dtype and the leading dims that the other ranks state in ``code``."""
     dtype = _DTYPES[min(code & (1 << _DTYPE_BITS - 1) - 1, len(_DTYPES)) - 1]
     leading = [size if code >> _DTYPE_BITS + dim & 1 else 1 for dim, size in enumerate(query.shape[:-2])]
     shape = (*leading, *last)
@@ -261,13 +262,13 @@ def _nothing_hidden(code: int, query: Tensor, last: tuple[int, int]) -> Tensor:
 def _with_broadcast_rows(
     mask: Tensor | None, sizes: list[tuple[int, int]], layout: SequenceLayout, rank: int
 ) -> tuple[Tensor | None, list[tuple[int, int]]]:
-    """A rank without queries, whose mask has no row, joins the others where each of these has one row for all queries."""
+    """Give a rank without queries a mask of one row, if the mask of every other rank has one row for all queries."""
     held = layout.sizes()
     without = [own for own, (rows, _) in enumerate(sizes) if rows == 0 and held[own] == 0]
     if not without or any(rows != 1 for own, (rows, _) in enumerate(sizes) if own not in without):
         return mask, sizes
     if all(held[own] <= 1 for own in range(len(held))):
-        return mask, sizes  # one row is then a rank's own as well
+        return mask, sizes  # One row may then be the row of a rank's only query.
     if rank in without and mask is not None:
         mask = mask.new_zeros((*mask.shape[:-2], 1, mask.shape[-1]))
     return mask, [(1, columns) for _, columns in sizes]
@@ -277,19 +278,19 @@ def _with_broadcast_rows(
 
 
 def has_single_tokens(layout: SequenceLayout) -> bool:
-    """Whether some rank holds one token of several."""
+    """Whether a rank holds exactly one token of a longer sequence."""
     return 1 in layout.sizes() and layout.total > 1
 
 
-# Frames between attention and the module that calls it.
+# Number of frames in which to look for the module that calls attention.
 _FRAMES = 24
 
 
 def _is_causal_caller() -> bool:
-    """Whether the module that calls attention says of itself, by an attribute ``is_causal``, that it is causal.
+    """Whether the module that calls attention has an attribute ``is_causal`` that is True.
 
-    Asked only where some rank holds one token: Hugging Face transformers then passes ``is_causal=False``, causal or not, because on one
-    device a single token has nothing to hide.
+    This matters only if a rank holds one token: Hugging Face transformers then passes ``is_causal=False`` even in a causal model, because on
+    one device a single token has nothing to hide.
     """
     frame = sys._getframe(1)
     for _ in range(_FRAMES):
@@ -304,7 +305,7 @@ def _is_causal_caller() -> bool:
 
 
 def _require_causal_known(parts: Sequence[OwnPart], layout: SequenceLayout) -> None:
-    # A mask with a row for this one token and columns for all tokens says what is hidden.
+    # A mask with a row for this token and a column per key of the sequence states what is hidden.
     if max(layout.sizes()) == 1 and any(part.flags & _CAUSAL_CALLER and part.columns <= 1 for part in parts):
         raise ValueError(
             f"each rank holds at most one of {layout.total} tokens, and a module with is_causal=True calls attention with "
@@ -316,12 +317,12 @@ def _require_causal_known(parts: Sequence[OwnPart], layout: SequenceLayout) -> N
 # -- inputs that were never sharded
 
 
-# Tokens that a digest reads, of the many that a rank holds.
+# Number of tokens that a digest reads.
 _READ = 16
 
 
 def _digest(query: Tensor, key: Tensor) -> int:
-    """A number that stands for what this rank holds; 0 if nothing can be told from it, as from a single token or from equal ones."""
+    """Return a digest of some tokens of this rank; 0 if it would prove nothing, because there is one token or all tokens are equal."""
     if min(query.shape[-2], key.shape[-2]) < 2 or 0 in query.shape or query.is_meta:
         return 0
     if innermost_transform() is not None:
@@ -345,7 +346,7 @@ def _digest(query: Tensor, key: Tensor) -> int:
 
 
 def _require_no_copies(parts: Sequence[OwnPart], spec: AttentionSpec) -> None:
-    """Raise if every rank holds the same tokens in a causal call; warn in another, which is right, and n times the work."""
+    """Raise ``ValueError`` if every rank holds the same tokens in a causal call. Log a warning in another call, which is correct but wasteful."""
     if len(parts) == 1 or parts[0].digest == 0 or any(part.digest != parts[0].digest for part in parts):
         return
     if spec.is_causal:
@@ -355,7 +356,7 @@ def _require_no_copies(parts: Sequence[OwnPart], spec: AttentionSpec) -> None:
             "position_ids with them) and gather the output; run what is not to be parallel under UnifiedAttnMode.disable(). "
             "generate() does not shard: use propose_plan, or decode with cp.using(...)."
         )
-    # The result is right: n copies of all keys have the same softmax.
+    # The result is correct, because attention to n copies of all keys equals attention to one.
     logger.warning(
         "every rank holds the same %d tokens, and nothing was sharded: each of %d ranks computes all of them. Shard the inputs "
         "(x = cp.shard(x, dim=1)) and gather the output (cp.gather).",

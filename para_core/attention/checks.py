@@ -1,4 +1,4 @@
-"""What SDPA would refuse, and what is not computed over several ranks: sentences, before anything travels."""
+"""Validate the arguments of an attention call before anything is sent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from para_core.torch_internals import FORWARD_AD_LEVEL, TransformType, forward_a
 
 
 def check_kind(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Raise ``TypeError`` for tensors that hold something else than ``[..., S, D]`` numbers of this rank."""
+    """Raise ``TypeError`` unless ``tensors`` are plain tensors ``[..., S, D]`` of this rank: not nested, not DTensors, and so on."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}; expected a tensor.")
@@ -31,7 +31,7 @@ def check_kind(query: Tensor, key: Tensor, value: Tensor) -> None:
 def check(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, enable_gqa: bool
 ) -> None:
-    """Raise ``ValueError`` for what SDPA would refuse, and for what is not computed over several ranks."""
+    """Raise ``ValueError`` for arguments that SDPA refuses, and for those that are not supported on several ranks."""
     if not (query.ndim == key.ndim == value.ndim >= 3):
         raise ValueError(
             f"query, key and value must have the same number of dims, [B, H, S, D]; got {_shapes(query, key, value)}."
@@ -67,7 +67,7 @@ def _shapes(query: Tensor, key: Tensor, value: Tensor) -> str:
 
 
 def _alike(shape: torch.Size, other: torch.Size) -> bool:
-    """Whether they are equal, as far as that is known while tracing: a length may depend on data."""
+    """Whether two shapes are equal. A comparison that is unknown while tracing counts as equal, because lengths may depend on data."""
     if len(shape) != len(other):
         return False
     return all(guard_or_true(length == expected) for length, expected in zip(shape, other, strict=True))
@@ -75,13 +75,13 @@ def _alike(shape: torch.Size, other: torch.Size) -> bool:
 
 @dataclass(frozen=True)
 class LengthCheck:
-    """Conditions on the lengths of whole sequences, checked when it is known which rank holds which tokens.
+    """Conditions on the lengths of the whole sequences, checked when the layouts are known.
 
     Args:
-        name: of the caller, for messages.
-        lower_right: a causal mask is aligned with the last query and the last key, as in FlashAttention. ``is_causal`` of SDPA is
+        name: Name of the calling function, for error messages.
+        lower_right: Whether the causal mask is aligned with the last query and the last key, as in FlashAttention. SDPA's ``is_causal`` is
             aligned with the first ones, so both lengths must be equal.
-        num_queries, num_keys: total lengths that the caller was told; None: not told.
+        num_queries, num_keys: Total lengths that the caller was given, or None.
     """
 
     name: str
@@ -90,7 +90,7 @@ class LengthCheck:
     num_keys: int | None = None
 
     def check(self, num_queries: int, num_keys: int) -> None:
-        """Raise ``ValueError`` unless sequences of ``num_queries`` and ``num_keys`` tokens in total fulfil the conditions."""
+        """Raise ``ValueError`` unless sequences of ``num_queries`` and ``num_keys`` tokens meet the conditions."""
         for kind, told, total in (("query", self.num_queries, num_queries), ("key", self.num_keys, num_keys)):
             if told is not None and told != total:
                 raise ValueError(
@@ -106,7 +106,7 @@ class LengthCheck:
 
 
 def _check_mask(mask: Tensor, query: Tensor) -> None:
-    """Raise ``ValueError`` unless all but the last two dims fit ``query``."""
+    """Raise ``ValueError`` unless all dims of ``mask`` but the last two broadcast to those of ``query``."""
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(
             f"attn_mask has dtype {mask.dtype}; expected bool (True: may attend), or a float that is added."
@@ -124,7 +124,7 @@ def _check_mask(mask: Tensor, query: Tensor) -> None:
 
 
 def refuse_dropout(dropout_p: float) -> None:
-    """Raise ``ValueError`` for a dropout."""
+    """Raise ``ValueError`` unless ``dropout_p`` is 0."""
     if dropout_p > 0.0:
         raise ValueError(
             f"dropout_p={dropout_p} cannot be the same on several ranks as on one: each draws its own random numbers. "
@@ -134,9 +134,9 @@ def refuse_dropout(dropout_p: float) -> None:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def refuse_transforms() -> bool:
-    """Raise ``RuntimeError`` under a transform of ``torch.func`` that collectives have no rule for, and in forward-mode AD.
+    """Raise ``RuntimeError`` inside a transform of ``torch.func`` that collectives do not support, and in forward-mode AD.
 
-    While a graph is traced it runs once, under the transforms that are traced.
+    While a graph is traced this runs once, inside the transforms that are traced.
     """
     interpreter = innermost_transform()
     kind = None if interpreter is None else interpreter.key()

@@ -1,10 +1,10 @@
-"""Token exchange around one call of flex attention: whole rows of queries, all keys, and a share of the heads on each rank.
+"""Token exchange around one call of flex attention: each rank gets some heads of its Ulysses group's queries and of all keys.
 
-:func:`enter` gives a rank the heads that Ulysses assigns to it. Its queries are those of its Ulysses group; its keys and values are
-those of the whole sequence, gathered over the ring. Both are in the order of the sequence, so ``score_mod`` and ``mask_mod`` see
-the indices that they were written for, up to an offset. :func:`leave` brings outputs back to the ranks that hold the tokens.
+:func:`enter` gives a rank the heads that Ulysses assigns to it. Its queries are those of its Ulysses group; its keys and values are those of
+the whole sequence, gathered over the ring. Both are in the order of the sequence, so ``score_mod`` and ``mask_mod`` get the indices that they
+were written for, up to an offset. :func:`leave` returns outputs to the ranks that hold the tokens.
 
-Both are operators with a gradient, in eager code and in graphs. They take a call as text, as :mod:`para_core.attention.operator` does.
+Both are operators with a gradient, in eager code and in graphs. They take a call as JSON, like :mod:`para_core.attention.operator`.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from para_core.distributed.mesh import SequenceMesh
 
 
 def enter(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor, Tensor]:
-    """This rank's heads of its group's queries, and of all keys and values, each in the order of the sequence.
+    """Return this rank's heads of the queries of its Ulysses group, and of all keys and values, each in the order of the sequence.
 
     Args:
-        query, key, value: ``[B, H, S_local, D]``, as the layouts of ``plan`` say.
+        query, key, value: ``[B, H, S_local, D]``, in the layouts of ``plan``.
     """
     query, key, value, _ = torch.ops.para_core.flex_enter(query, key, value, plan.spec.text, plan.spec.numbers)
     return query, key, value
 
 
 def leave(out: Tensor, plan: AttentionPlan) -> Tensor:
-    """All heads of this rank's tokens; ``out`` is ``[B, H_local, S, D]``, in the order in which :func:`enter` gives the queries."""
+    """Return all heads of this rank's tokens. ``out`` is ``[B, H_local, S, D]``, in the order of the queries from :func:`enter`."""
     own, _ = torch.ops.para_core.flex_leave(out, plan.spec.text, plan.spec.numbers)
     return own  # type: ignore[no-any-return]
 
 
 def query_rows(layout: SequenceLayout, mesh: SequenceMesh) -> list[Run]:
-    """Positions of the queries that :func:`enter` gives, ascending; of each segment one run, or two if it is balanced.
+    """Return the positions of the queries from :func:`enter`, ascending: one run per segment, or two if it is balanced.
 
-    Lengths may be symbolic: nothing is compared.
+    Lengths may be symbolic, so they are not compared.
     """
     # A rank that works alone (``SequenceMesh.alone``) has a mesh of one rank, but holds one of ``layout.ranks`` parts.
     if mesh.ulysses.size == layout.ranks or not layout.sharded:
@@ -56,7 +56,7 @@ def query_rows(layout: SequenceLayout, mesh: SequenceMesh) -> list[Run]:
             rows.append((before, segment.total))
         else:
             parts = [segment.runs(rank, layout.ranks) for rank in ranks]
-            # The back parts of a balanced segment come in the order of the last rank to the first.
+            # The last rank holds the first of the back parts of a balanced segment.
             for index, first_rank in ((0, 0), (1, -1))[: 1 + segment.balanced]:
                 start = parts[first_rank][index][0]
                 rows.append((before + start, sum([part[index][1] for part in parts])))
@@ -64,17 +64,17 @@ def query_rows(layout: SequenceLayout, mesh: SequenceMesh) -> list[Run]:
     return rows
 
 
-# -- the order of tokens: as a block holds them, and as the sequence does
+# -- reordering tokens between the order of a block and the order of the sequence
 
 
 def _order(runs: Sequence[Run]) -> list[int] | None:
-    """Indices of ``runs`` by ascending position; None if they are in that order."""
+    """Return the indices that sort ``runs`` by position; None if they are sorted."""
     order = sorted(range(len(runs)), key=lambda i: runs[i])
     return None if order == list(range(len(runs))) else order
 
 
 def _sorted(x: Tensor, runs: Sequence[Run]) -> Tensor:
-    """Tokens of ``x`` ``[B, H, S, D]``, which lie as ``runs`` says, in the order of the sequence."""
+    """Return ``x``, ``[B, H, S, D]``, with its tokens in the order of the sequence; ``runs`` are their positions now."""
     order = _order(runs)
     if order is None:
         return x
@@ -83,7 +83,7 @@ def _sorted(x: Tensor, runs: Sequence[Run]) -> Tensor:
 
 
 def _unsorted(x: Tensor, runs: Sequence[Run]) -> Tensor:
-    """The inverse of :func:`_sorted`."""
+    """Undo :func:`_sorted`."""
     order = _order(runs)
     if order is None:
         return x
@@ -93,7 +93,7 @@ def _unsorted(x: Tensor, runs: Sequence[Run]) -> Tensor:
 
 
 def _key_runs(plan: AttentionPlan) -> list[Run]:
-    """Positions of the keys in the order in which the ring brings them: each ring rank's block, then the replicated tokens."""
+    """Return the positions of the keys as gathered over the ring: the block of each ring rank, then the replicated tokens."""
     layout, mesh = plan.spec.key_layout, plan.spec.mesh
     if not plan.ring.rotates:
         return own_runs(layout, mesh)
@@ -102,7 +102,7 @@ def _key_runs(plan: AttentionPlan) -> list[Run]:
 
 
 def _travelling_first(x: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
-    """The sharded and the replicated tokens of a block of keys, which a lone Ulysses rank holds in the order of its layout."""
+    """Return the sharded and the replicated tokens of a block of keys. Without other Ulysses ranks the block is in the order of its layout."""
     layout, mesh = plan.spec.key_layout, plan.spec.mesh
     if mesh.ulysses.size > 1:
         common = num_replicated(layout)
@@ -117,7 +117,7 @@ def _travelling_first(x: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
 
 
 def _back_in_layout(sharded: Tensor, replicated: Tensor, plan: AttentionPlan) -> Tensor:
-    """The inverse of :func:`_travelling_first`."""
+    """Undo :func:`_travelling_first`."""
     layout, mesh = plan.spec.key_layout, plan.spec.mesh
     if mesh.ulysses.size > 1:
         return torch.cat([sharded, replicated], dim=2)
@@ -129,7 +129,7 @@ def _back_in_layout(sharded: Tensor, replicated: Tensor, plan: AttentionPlan) ->
     return torch.cat(parts, dim=2)
 
 
-# -- what the operators do
+# -- implementation of the operators
 
 
 def _enter(
@@ -140,7 +140,7 @@ def _enter(
         query, key, value = plan.ulysses.enter.start((query, key, value))()
     query = _sorted(query, own_runs(plan.spec.query_layout, plan.spec.mesh))
     blocks = [_sorted(_gathered(x, plan), _key_runs(plan)) for x in (key, value)]
-    # Copies: an operator's result may not be a view of what it was given.
+    # Copies, because the result of an operator must not be a view of its input.
     return *[x.clone(memory_format=torch.contiguous_format) for x in (query, *blocks)], done(query)
 
 
@@ -170,7 +170,7 @@ def _enter_shape(
 def _enter_backward(
     query: Tensor, key: Tensor, value: Tensor, text: str, numbers: list[int], after: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """From the gradients of what :func:`_enter` returned, those of what it was given."""
+    """Return the gradients of the inputs of :func:`_enter`, from those of its outputs."""
     plan = cached_plan(text, tuple(numbers), None)
     query = _unsorted(query, own_runs(plan.spec.query_layout, plan.spec.mesh))
     key, value = (_scattered(_unsorted(x, _key_runs(plan)), plan) for x in (key, value))
@@ -180,7 +180,7 @@ def _enter_backward(
 
 
 def _scattered(grad: Tensor, plan: AttentionPlan) -> Tensor:
-    """The transpose of :func:`_gathered`: gradients of this rank's keys come from all ring ranks, and add up."""
+    """Return the sum over all ring ranks of the gradients of this rank's keys: the transpose of :func:`_gathered`."""
     if not plan.ring.rotates:
         return grad
     sizes, ring = plan.ring.block_sizes, plan.spec.mesh.ring

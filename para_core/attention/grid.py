@@ -1,4 +1,4 @@
-"""A ring's ranks as rows and columns: who shares queries with whom, who shares keys, and what follows. Pure values."""
+"""The grid of Attention2D: which ring ranks exchange queries (rows) and which exchange keys (columns). Pure values."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from para_core.distributed.lazy import lazy
 
 
 def choose_grid(ranks: int, num_heads: int, num_kv_heads: int) -> tuple[int, int]:
-    """The ``(rows, columns)`` of ``ranks`` ring ranks that send the fewest bytes where there are as many keys as queries.
+    """Return the ``(rows, columns)`` of ``ranks`` ring ranks that send the fewest bytes if there are as many keys as queries.
 
-    Queries go to the others of a row and their results come back, keys and values go to the others of a column: per token
-    2 · H · (columns - 1) + 2 · H_kv · (rows - 1) vectors. Of equals the one with fewer columns, for results travel with their lse. A prime
-    number of ranks is one column: all keys and values come here, and no query leaves.
+    Queries and their results are sent along a row, keys and values along a column: 2 · H · (columns - 1) + 2 · H_kv · (rows - 1) vectors per
+    token. Between equals it is the grid with fewer columns, because results are sent with their lse. A prime number of ranks is one column:
+    every rank gets all keys and values, and no query is sent.
 
     >>> choose_grid(4, 8, 8), choose_grid(6, 8, 8), choose_grid(5, 8, 8)
     ((2, 2), (3, 2), (5, 1))
@@ -30,9 +30,9 @@ def choose_grid(ranks: int, num_heads: int, num_kv_heads: int) -> tuple[int, int
 
 @dataclass(frozen=True, eq=False)
 class GridPlan:
-    """This rank's place in ``shape`` ``(rows, columns)``: ring rank i is in row i // columns.
+    """This rank's position in a grid of ``shape`` ``(rows, columns)``: ring rank i is in row i // columns.
 
-    It attends with the queries of its row to the keys of its column. The keys that all ranks hold it attends to with its own queries.
+    The rank computes attention of the queries of its row to the sharded keys of its column, and of its own queries to replicated keys.
     """
 
     ring: RingPlan
@@ -44,25 +44,25 @@ class GridPlan:
 
     @lazy
     def row(self) -> list[int]:
-        """The other ring ranks of this row."""
+        """The other ring ranks of this rank's row."""
         index, columns = self.ring.dim.index, self.shape[1]
         first = index - index % columns
         return [rank for rank in range(first, first + columns) if rank != index]
 
     @lazy
     def column(self) -> list[int]:
-        """The other ring ranks of this column."""
+        """The other ring ranks of this rank's column."""
         index, columns = self.ring.dim.index, self.shape[1]
         return [rank for rank in range(index % columns, self.ring.dim.size, columns) if rank != index]
 
     @lazy
     def row_runs(self) -> list[list[Run]]:
-        """Positions of the queries of each of the row's other ranks, in the order in which they hold them."""
+        """For each other rank of the row, the positions of its queries in its local order."""
         return [own_runs(self.spec.query_layout, self.spec.mesh, rank) for rank in self.row]
 
     @lazy
     def column_runs(self) -> list[list[Run]]:
-        """Positions of the keys that travel of each of the column's other ranks."""
+        """For each other rank of the column, the positions of its sharded keys."""
         return [sharded_runs(self.spec.key_layout, self.spec.mesh, rank) for rank in self.column]
 
     @lazy
@@ -75,14 +75,14 @@ class GridPlan:
 
     @lazy
     def own_tiling(self) -> Tiling:
-        """This rank's queries by its own keys, step 0, and by those of its column's others, step 1."""
+        """The tiling of this rank's queries: its own keys are step 0, those of the other ranks of its column step 1."""
         return self._tiling(
             own_runs(self.spec.query_layout, self.spec.mesh), own_runs(self.spec.key_layout, self.spec.mesh)
         )
 
     @lazy
     def row_tiling(self) -> Tiling:
-        """The queries of the row's others by this rank's keys that travel, step 0, and by those of its column's others, step 1."""
+        """The tiling of the other queries of the row: this rank's sharded keys are step 0, those of the other ranks of its column step 1."""
         own = sharded_runs(self.spec.key_layout, self.spec.mesh, self.ring.dim.index)
         return self._tiling([run for runs in self.row_runs for run in runs], own)
 

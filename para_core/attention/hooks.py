@@ -1,7 +1,7 @@
-"""The two places where attention that is not exact, or not to all keys, enters the exact path: which keys are seen, and how tensors travel.
+"""Interfaces by which approximate or sparse attention plugs into the exact path: which keys are seen, and how tensors are sent.
 
-Values with these methods are passed in as options. The modules of :mod:`para_core.attention.approximate`, which define them, are imported
-when an option first asks for one: exact attention runs without them.
+Options hold values with these methods. :mod:`para_core.attention.approximate` defines them, and is imported when an option first needs it:
+exact attention imports nothing of it.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ _APPROXIMATE = "para_core.attention.approximate"
 
 
 class BlockVisibility(VisibleBlocks, Protocol):
-    """Blocks of queries that see blocks of keys: known before any tensor is."""
+    """A block mask: which blocks of queries see which blocks of keys, independent of the tensors of a call."""
 
     @property
     def fields(self) -> tuple[int | str, ...]:
-        """All of it as JSON values, which :func:`read_block_visibility` takes."""
+        """The value as JSON values, from which :func:`read_block_visibility` makes it again."""
 
     def ring_sees(
         self, query_layout: SequenceLayout, key_layout: SequenceLayout, mesh: SequenceMesh, ring_index: int, source: int
     ) -> bool:
-        """Whether a ring rank sees a key that travels in the block of the ring rank ``source``."""
+        """Whether a query of ring rank ``ring_index`` sees a sharded key of ring rank ``source``."""
 
     def check(self, num_queries: int, num_keys: int) -> None:
-        """Raise ``ValueError`` unless it is for as many tokens."""
+        """Raise ``ValueError`` unless the mask was made for sequences of these lengths."""
 
 
 class KeySelection(Protocol):
-    """A criterion by which each head keeps some of the keys: it depends on the tensors of a call."""
+    """A criterion by which each head keeps some of the keys, depending on the tensors of a call."""
 
     @property
     def fields(self) -> tuple[float, ...]:
-        """All of it as JSON values, which :func:`read_key_selection` takes."""
+        """The value as JSON values, from which :func:`read_key_selection` makes it again."""
 
     def attend(
         self,
@@ -64,7 +64,7 @@ class KeySelection(Protocol):
         """Compute :func:`~para_core.attention.ring.ring_attention` over the keys that are kept."""
 
     def hide(self, query: Tensor, key: Tensor, mask: Tensor | None, plan: RingPlan, *, heads: Tensor | None) -> Tensor:
-        """Return ``mask`` with all keys hidden that are not kept, for a gradient."""
+        """Return ``mask`` with all keys hidden that are not kept, for the backward."""
 
 
 def read_block_visibility(fields: Sequence[int | str]) -> BlockVisibility:
@@ -77,24 +77,24 @@ def read_key_selection(fields: Sequence[float]) -> KeySelection:
     return selection
 
 
-# -- how tensors travel
+# -- how tensors are sent
 
 
 class WireFormat(Protocol):
-    """A form in which tensors travel instead of their own, in a buffer of bytes."""
+    """An encoding of tensors in the buffer that is sent."""
 
     def row_size(self, head_dim: int) -> int:
-        """Elements of the buffer for a token and head."""
+        """Return the number of buffer elements per token and head."""
 
     def pack(self, tensors: list[Tensor], regions: list[int], numel: int) -> Tensor:
-        """Return a buffer of ``numel`` elements, filled with the regions (numbers of :class:`CopyRegion`) of the tensors."""
+        """Return a buffer of ``numel`` elements with the encoded ``regions`` of the tensors (see :class:`CopyRegion`)."""
 
     def unpack(self, buffer: Tensor, regions: list[int], sizes: list[int], dtype: torch.dtype) -> list[Tensor]:
-        """Return tensors of ``sizes`` (B, H, S, D of each) and ``dtype``, filled with the regions of a buffer."""
+        """Return tensors of ``dtype`` and ``sizes`` (B, H, S, D of each) with the decoded ``regions`` of a buffer."""
 
 
 def wire_format(comm_dtype: torch.dtype | None) -> WireFormat | None:
-    """Return the format that rounds to ``comm_dtype``; None: tensors travel as they are."""
+    """Return the format that rounds to ``comm_dtype``; None for None, if tensors are sent unchanged."""
     if comm_dtype is None:
         return None
     wire: WireFormat = import_module(f"{_APPROXIMATE}.wire").RoundedWire(comm_dtype)

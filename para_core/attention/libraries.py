@@ -1,4 +1,4 @@
-"""Attention of other libraries as ``attn_func=``, each called as its authors documented it. They are not installed with para_core."""
+"""Attention kernels of other libraries, as values for ``attn_func=``. The libraries are not installed with para_core."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ AttnFunc = Callable[..., "tuple[Tensor, Tensor]"]
 
 
 def flash_attention_3(function: Callable[..., Any] | None = None, **options: Any) -> AttnFunc:
-    """FlashAttention-3 (Hopper) as ``attn_func``; out is exact in the dtype of its input.
+    """Return FlashAttention-3 (Hopper GPUs) as a value for ``attn_func=``. Exact in the dtype of its input.
 
     Args:
-        function: ``flash_attn_interface.flash_attn_func``, which is imported if None.
-        options: passed on to it at every call, as ``pack_gqa=True``.
+        function (`Callable`, *optional*): The kernel. Defaults to ``flash_attn_interface.flash_attn_func``.
+        options: Keyword arguments of the kernel, such as ``pack_gqa=True``.
 
     Returns:
-        A function that returns ``(out, lse)``. It takes no mask.
+        A function that returns ``(out, lse)``. It accepts no mask.
 
     Raises:
-        ImportError: it is not installed.
+        ImportError: The library is not installed.
     """
     kernel = function or _imported("flash_attn_interface", "flash_attn_func", "FlashAttention-3 (its folder hopper/)")
 
@@ -53,7 +53,7 @@ def flash_attention_3(function: Callable[..., Any] | None = None, **options: Any
 
 
 def _asking_for_lse(function: Callable[..., Any]) -> dict[str, Any]:
-    """Earlier versions always return lse; later ones if asked."""
+    """Return the argument that makes ``function`` return lse. Earlier versions have none, and always return it."""
     from inspect import signature
 
     asks = "return_attn_probs" in signature(function).parameters
@@ -61,17 +61,17 @@ def _asking_for_lse(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def sage_attention(function: Callable[..., Any] | None = None, **options: Any) -> AttnFunc:
-    """SageAttention (arXiv:2410.02367) as ``attn_func``. **Not exact**: q·k is rounded to 8 bits, p·v to 16 or 8.
+    """Return SageAttention (arXiv:2410.02367) as a value for ``attn_func=``. **Not exact**: q·k is rounded to 8 bits, p·v to 16 or 8.
 
     Args:
-        function: ``sageattention.sageattn``, or one of its kernels by name; imported if None.
-        options: passed on to it at every call, as ``smooth_k=True``.
+        function (`Callable`, *optional*): The kernel. Defaults to ``sageattention.sageattn``.
+        options: Keyword arguments of the kernel, such as ``smooth_k=True``.
 
     Returns:
-        A function that returns ``(out, lse)``. It takes no mask.
+        A function that returns ``(out, lse)``. It accepts no mask.
 
     Raises:
-        ImportError: it is not installed.
+        ImportError: The library is not installed.
     """
     kernel = function or _imported("sageattention", "sageattn", "SageAttention")
 
