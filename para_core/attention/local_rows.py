@@ -1,8 +1,8 @@
-"""Finds masks whose rows a model counted from this rank's first token, as if it were the first of the sequence.
+"""Detect masks whose rows a model counted from this rank's first token, as if it were the first token of the sequence.
 
-A model that builds its causal mask from the length of its input gives every rank the rows 0, 1, … of the mask. On any rank but the
-first these are the rows of other tokens. The shape ``[..., S_local, S]`` is that of a correctly sharded mask, so values have to decide:
-in a correct causal mask a query sees its own key, and in one that was counted from 0 no row i shows a key behind i.
+A model that builds its causal mask from the length of its input gives every rank the rows 0, 1, … of the mask, which are wrong on all ranks
+but the first. Such a mask has the shape of a correctly sharded one, ``[..., S_local, S]``, so the values have to decide: in a correct causal
+mask each query sees its own key, and in one that was counted from 0 no row i shows a key after i.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from para_core.distributed.layout import SequenceLayout
 from para_core.torch_internals import innermost_transform, owner_of, version_of
 
 # What one rank finds in its mask, as bits of one integer.
-LOWER = 1  # no row i shows a key behind i
+LOWER = 1  # no row i shows a key after i
 DIFFER = 2  # two rows show different keys
 SHOWS = 4  # some row shows some key
 EQUAL = 8  # all rows are equal
@@ -30,13 +30,13 @@ _MOST_REVIEWS = 16
 
 
 class MaskReviews:
-    """The review of each mask, kept while the mask lives and is not written to: its values are read once, not once per layer."""
+    """Cached reviews of masks. A review is valid until the mask is changed, so its values are read once and not once per layer."""
 
     def __init__(self) -> None:
         self._reviews: deque[tuple[weakref.ref[Tensor], tuple[object, ...], int]] = deque(maxlen=_MOST_REVIEWS)
 
     def trust(self, mask: Tensor) -> None:
-        """Take the rows of ``mask`` to be those of this rank's tokens, without a look at its values."""
+        """Accept the rows of ``mask`` as those of this rank's tokens, without reading its values."""
         self._reviews.append((*_identity(mask), 0))
 
     def of(self, mask: Tensor) -> int:
@@ -51,7 +51,7 @@ class MaskReviews:
 
 
 def _identity(mask: Tensor) -> tuple[weakref.ref[Tensor], tuple[object, ...]]:
-    """What stays the same while a model hands on one mask, also if each layer takes a view of it."""
+    """Return the owner of ``mask`` and a key that stay equal while a model passes the same mask, or equal views of it, to its layers."""
     owner = owner_of(mask)
     written = None if owner.is_inference() else version_of(owner)
     return weakref.ref(owner), (mask.shape, mask.stride(), mask.storage_offset(), written)
@@ -63,20 +63,20 @@ def _review(mask: Tensor) -> int:
     with torch.no_grad():
         mask = mask.detach()
         shown = mask if mask.dtype == torch.bool else mask > _HIDDEN
-        # Some models let a row that sees nothing see everything, against NaN. Such a row tells nothing.
+        # Some models let a row without keys see all keys, to avoid NaN. Such a row is ignored.
         telling = shown & ~shown.all(dim=-1, keepdim=True)
         behind = telling.triu(1).any()
         differ = (shown.any(dim=-2) & ~shown.all(dim=-2)).any()
         equal = (mask == mask[..., :1, :]).all()
-        # One number, so that the device is waited for once.
+        # One number, so that the host waits for the device once.
         bits = LOWER * ~behind + DIFFER * differ + SHOWS * shown.any() + EQUAL * equal + HIDES * ~shown.all()
         return int(bits.item())
 
 
 def needs_review(mask: Tensor, query_layout: SequenceLayout, key_layout: SequenceLayout, rank: int) -> bool:
-    """Whether ``mask`` has a row for each of this rank's queries, and what these rows say depends on how they were made.
+    """Whether the shape of ``mask`` leaves open how its rows were counted.
 
-    That is ``[..., S_local, S]`` of a sequence that attends to itself, and ``[..., S_q_local, S_k_local]``.
+    It does for ``[..., S_local, S]`` in self-attention, and for ``[..., S_q_local, S_k_local]``.
     """
     if mask.ndim < 2 or mask.is_meta or innermost_transform() is not None:
         return False
@@ -91,14 +91,14 @@ def needs_review(mask: Tensor, query_layout: SequenceLayout, key_layout: Sequenc
 
 
 def require_own_rows(reviews: Sequence[int], layout: SequenceLayout, *, is_causal: bool) -> None:
-    """Raise if the masks of all ranks look as if their rows were counted from 0. Equal on all ranks, as ``reviews`` are.
+    """Raise ``ValueError`` if the masks of all ranks look as if their rows were counted from 0. All ranks decide equally.
 
     Args:
-        reviews: the bits that each rank found in its mask, which has its own rows and all columns.
-        is_causal: the model says of itself that it is causal. Counts if a rank has a single row, or no rank shows a key.
+        reviews: The bits that each rank found in its mask, which has its own rows and all columns.
+        is_causal: Whether the model states that it is causal. Decides if a rank has a single row, or if no rank shows a key.
 
     Raises:
-        ValueError: no rank's row i shows a key behind i, though the rows differ; or no rank of a causal model shows a key at all.
+        ValueError: On no rank a row i shows a key after i, although the rows differ; or a causal model shows no key on any rank.
     """
     of_ranks = [(bits, size) for bits, size in zip(reviews, layout.sizes(), strict=True) if size > 0]
     if len(of_ranks) < 2 or not all(bits & LOWER for bits, _ in of_ranks):
@@ -109,7 +109,7 @@ def require_own_rows(reviews: Sequence[int], layout: SequenceLayout, *, is_causa
     if not (shows_nothing or all_differ):
         return
     sizes = ", ".join([str(size) for size in layout.sizes()])
-    finding = "hides every key on all ranks" if shows_nothing else "shows no row i a key behind i, on any rank"
+    finding = "hides every key on all ranks" if shows_nothing else "has no row i that shows a key after i, on any rank"
     raise ValueError(
         f"attn_mask has a row for each of a rank's own tokens ({sizes} of {layout.total}) and {layout.total} columns, and it {finding}. "
         "So its rows were counted from this rank's first token, as a causal model does that builds its mask from the length of its "

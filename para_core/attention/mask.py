@@ -1,8 +1,8 @@
-"""``attn_mask`` over a mesh: which of its dims are of one rank's tokens, and what a rank's block needs of it.
+"""``attn_mask`` over a mesh: the extents of its dims, and the part of it that a rank's block needs.
 
-A dim of size 1 stays 1 on every rank, so a key-padding mask stays ``[B, 1, 1, S_k]``. A mask of a rank's own keys is gathered
-along them, all its rows: one that has a row per query is then, for a moment, as large as for one device. A mask of a rank's own
-queries goes, as they do, to the other ranks of its row, if there are rows of ranks.
+A dim of size 1 stays 1 on every rank, so a key-padding mask stays ``[B, 1, 1, S_k]``. If the key dim is local, the mask is gathered along it
+with all its rows; a mask with a row per query then temporarily needs as much memory as on one device. If the query dim is local, rows are sent
+together with the queries: to the Ulysses group, and with Attention2D to the other ranks of the row.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from para_core.distributed.collectives import all_to_all
 from para_core.distributed.layout import Run, SequenceLayout
 from para_core.distributed.sharding import gather_tokens
 
-# Of all tokens alike; of the whole sequence; of this rank's tokens.
+# A dim of size 1; one entry per token of the whole sequence; one entry per token of this rank.
 Extent = Literal["broadcast", "global", "local"]
 
 
 @dataclass(frozen=True)
 class MaskExtents:
-    """What the last two dims of a mask count."""
+    """Extents of the last two dims of a mask."""
 
     queries: Extent
     keys: Extent
@@ -37,10 +37,10 @@ class MaskExtents:
 def mask_extents(
     sizes: Sequence[tuple[int, int]], query_layout: SequenceLayout, key_layout: SequenceLayout, ranks: Sequence[int]
 ) -> MaskExtents:
-    """Read the last two sizes of the masks of ``ranks``: all of them in eager code, else this one.
+    """Return the extents of a mask from the last two sizes of the masks of ``ranks``: all ranks in eager code, this rank otherwise.
 
     Raises:
-        ValueError: they fit neither reading, or both dims are local.
+        ValueError: The sizes fit no extent, or both dims are local.
     """
     queries = _extent("query", [size for size, _ in sizes], query_layout, ranks)
     keys = _extent("key", [size for _, size in sizes], key_layout, ranks)
@@ -58,7 +58,7 @@ def mask_extents(
 def _extent(kind: str, sizes: Sequence[int], layout: SequenceLayout, ranks: Sequence[int]) -> Extent:
     if all(size == 1 for size in sizes):
         return "broadcast"
-    alone = len(ranks) < layout.ranks  # nothing was exchanged: no rank knows what the others have
+    alone = len(ranks) < layout.ranks  # Without an exchange no rank knows the sizes of the others.
     holds_all = [size == layout.total for size in layout.sizes()]
     if alone and True in holds_all and False in holds_all:
         raise ValueError(
@@ -84,16 +84,16 @@ def _extent(kind: str, sizes: Sequence[int], layout: SequenceLayout, ranks: Sequ
 
 
 def mask_of_block(mask: Tensor, extents: MaskExtents, plan: AttentionPlan) -> Tensor:
-    """What of ``mask`` this rank's block of queries and share of the heads needs; with a grid, those of its row, too.
+    """Return the part of ``mask`` for this rank's block of queries and for its heads. Differentiable.
 
     Args:
-        mask: ``[B or 1, H or 1, S_q, S_k]``, dims as ``extents`` says.
+        mask: ``[B or 1, H or 1, S_q, S_k]``, with dims of these ``extents``.
 
     Returns:
-        ``[B or 1, H_local or 1, S_block or 1, total or 1]``: rows as the block holds its queries, then the blocks of the other ring
-        ranks of its row, columns by position in the whole sequence. Differentiable.
+        ``[B or 1, H_local or 1, S_block or 1, total or 1]``. Rows are in the order of the block's queries, followed by those of the other ring
+        ranks of the row if there is a grid; columns are positions in the whole sequence.
     """
-    if mask.dtype == torch.bool:  # gloo moves no bool
+    if mask.dtype == torch.bool:  # gloo does not send bool tensors.
         return _for_block(mask.view(torch.uint8), extents, plan).view(torch.bool)
     return _for_block(mask, extents, plan)
 
@@ -116,7 +116,7 @@ def _for_block(mask: Tensor, extents: MaskExtents, plan: AttentionPlan) -> Tenso
 
 
 def _with_rows_of_others(mask: Tensor, grid: GridPlan) -> Tensor:
-    """``mask`` with the rows ``[B or 1, H_local or 1, S_block, total or 1]`` of the other ring ranks of its row. Differentiable."""
+    """Return ``mask`` followed by the rows ``[B or 1, H_local or 1, S_block, total or 1]`` of the other ring ranks of the row. Differentiable."""
     if not grid.row:
         return mask
     rows = mask.movedim(2, 0)
@@ -128,7 +128,7 @@ def _with_rows_of_others(mask: Tensor, grid: GridPlan) -> Tensor:
 
 
 def _rows_of_group(mask: Tensor, ulysses: UlyssesPlan, heads: Sequence[Run]) -> Tensor:
-    """From this rank's rows of all heads to the rows of its Ulysses group, of its own heads. Differentiable."""
+    """Exchange this rank's rows for all heads for the rows of its Ulysses group for this rank's heads. Differentiable."""
     layout, mesh = ulysses.query_layout, ulysses.mesh
     sharded, text = split_by_kind(mask, layout, mesh.rank)
     (block,) = ulysses.transfer([layout], [tuple(heads)], to_heads=True).start([sharded])()

@@ -1,4 +1,4 @@
-"""The merge of partial results as one operator: one launch, whatever computes it."""
+"""The merge of partial results as an operator, so that it counts as one launch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ define_operator("merge_(Tensor(a!) out_a, Tensor(b!) lse_a, Tensor out_b, Tensor
 def _merge(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, into: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """:func:`para_core.kernels.merge_reference.merge` in few operators, without a gradient; ``out`` is in the dtype of lse."""
-    # b weighs exp(lse_b) / (exp(lse_a) + exp(lse_b)); of two rows without a key, -inf - -inf, any weight will do.
+    """Compute :func:`para_core.kernels.merge_reference.merge` with few operators and without a gradient. ``out`` has the dtype of lse."""
+    # The weight of b is exp(lse_b) / (exp(lse_a) + exp(lse_b)). For two rows without a key (-inf - -inf) any weight is correct.
     weight = (lse_b - lse_a).sigmoid_().nan_to_num_(0.5).unsqueeze(-1)
-    if out_a.dtype != lse_a.dtype:  # even a cast to the same dtype takes as long as an addition of few numbers
+    if out_a.dtype != lse_a.dtype:  # A call of to() costs as much as a small addition, even if it does nothing.
         out_a = out_a.to(lse_a.dtype)
     if out_b.dtype != lse_a.dtype:
         out_b = out_b.to(lse_a.dtype)
@@ -62,11 +62,11 @@ torch.library.register_fake("para_core::merge_", lambda *_: None, lib=LIBRARY)
 
 
 class Merged:
-    """Partial results of the same queries, merged as they come.
+    """An accumulator of partial results of the same queries.
 
     Attributes:
-        count: how many have come.
-        out, lse: so far. Of two and more, ``out`` is in the dtype of lse: it is rounded once, by who takes it.
+        count: Number of partial results.
+        out, lse: The merged result. With two or more partial results ``out`` has the dtype of lse, so that the caller rounds it once.
     """
 
     out: Tensor
@@ -76,19 +76,19 @@ class Merged:
         self.count = 0
 
     def add(self, out: Tensor, lse: Tensor) -> None:
-        """:func:`para_core.kernels.merge_reference.merge` with what has come; differentiable where gradients are."""
+        """Merge a partial result into the accumulator. Differentiable if gradients are enabled."""
         self.count += 1
         if self.count == 1:
             self.out, self.lse = out, lse
         elif torch.is_grad_enabled():
             self.out, self.lse = merge_reference.merge(self.out.to(self.lse.dtype), self.lse, out, lse)
         elif self.count == 2:
-            # Not in place: the first is what attention gave, which may be a user's own.
+            # Not in place, because the first partial result may belong to a user's attn_func.
             self.out, self.lse = torch.ops.para_core.merge.default(self.out, self.lse, out, lse)
         else:
             torch.ops.para_core.merge_.default(self.out, self.lse, out, lse)
 
     def replace(self, out: Tensor, lse: Tensor) -> None:
-        """Take what was computed on from what has come."""
+        """Replace the accumulated result by one that a kernel computed from it and one more partial result."""
         self.count += 1
         self.out, self.lse = out, lse

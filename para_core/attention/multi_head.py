@@ -1,7 +1,7 @@
-"""``F.multi_head_attention_forward`` around any attention function.
+"""``F.multi_head_attention_forward`` with any SDPA implementation.
 
-A mode is off while torch computes a call it let through, so the attention inside torch's own implementation (what
-``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` call) would run unseen on this rank's tokens alone.
+Modes are off while torch computes a call that a mode let through. The SDPA call inside torch's own implementation, which
+``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` use, would therefore not be intercepted.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def multi_head_attention(
         ``[S_local, B, E]`` (or ``[S_local, E]``), and None for the weights.
 
     Raises:
-        ValueError: an option that cannot be computed from a shard of the sequence.
+        ValueError: An option cannot be computed from a shard of the sequence.
     """
     if need_weights:
         raise ValueError(
@@ -68,7 +68,7 @@ def multi_head_attention(
     if is_causal and attn_mask is None:
         raise ValueError("is_causal=True needs attn_mask here, as in torch: it only says that the mask is causal.")
     if is_causal:
-        attn_mask = None  # it is the causal mask, so the flag says it all
+        attn_mask = None  # With is_causal the mask is the causal mask, and the flag is enough.
     weights: tuple[Tensor | None, ...] = (q_proj_weight, k_proj_weight, v_proj_weight)
     if in_proj_weight is not None and not use_separate_proj_weight:
         weights = in_proj_weight.chunk(3)
@@ -88,7 +88,7 @@ def multi_head_attention(
 def _merged_mask(
     key_padding_mask: Tensor | None, attn_mask: Tensor | None, num_heads: int, dtype: torch.dtype
 ) -> Tensor | None:
-    """Both masks as one of SDPA's; here True means that a query must not see a key.
+    """Return both masks as one additive or boolean mask of SDPA. In the arguments True hides a key; in the result True shows it.
 
     Args:
         key_padding_mask: ``[B, S_k]`` or ``[S_k]``.

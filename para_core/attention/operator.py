@@ -1,8 +1,8 @@
-"""Attention over the mesh as one operation: of autograd in eager code, of the graph under ``torch.compile``.
+"""Attention over the mesh as one differentiable operation: an autograd function in eager code, an operator in a graph.
 
-In a graph it is one opaque operator per call, and one for its gradient. So the compiler neither drops nor reorders the
-collectives inside, a ring of any size is one node, lengths are plain integers when it runs, and a rank without tokens or
-heads takes part like any other. What is computed is one constant, the spec of the call as JSON (``AttentionSpec.text``), and the lengths.
+In a graph each call is one opaque operator, and one for its gradient. The compiler can then neither drop nor reorder the collectives
+inside, a ring of any size is one node, lengths are plain integers at run time, and a rank without tokens or heads takes part. The arguments
+are the tensors, the spec of the call as constant JSON (``AttentionSpec.text``), and the lengths.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ def differentiable_usp(plan: AttentionPlan, query: Tensor, key: Tensor, value: T
         return usp_forward(plan, query, key, value, mask)[0]
 
 
-# -- what is saved for the gradient: lse and a block's query, key, value and out; without an exchange, the block's tensors
-# -- are the inputs and the output.
+# -- saved for the backward: lse, and query, key, value and out of the block; without an exchange these are the inputs and the output
 
 
 def _outputs(saved: Saved, plan: AttentionPlan) -> tuple[Tensor, ...]:
@@ -50,14 +49,14 @@ def _save(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor], plan: Atten
     out, lse, *block = output[:6]
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
-    # The marker: activation checkpointing that recomputes outside of the mode, by SDPA, saves other tensors than these,
-    # which torch then finds out and says.
+    # The marker makes activation checkpointing raise if it recomputes outside the mode, by SDPA: torch then compares saved tensors of
+    # different shapes.
     marker = lse.new_empty(plan.spec.mesh.ranks, 0)
     ctx.save_for_backward(inputs[3], marker, *([*inputs[:3], out] if plan.ulysses is None else block), lse)
 
 
 def _followed_outside(tensors: Sequence[Any]) -> bool:
-    """Whether autograd outside of a transform of torch.func follows any of its inputs."""
+    """Whether any of ``tensors`` requires a gradient outside the transform of torch.func that runs now."""
     inside = [x for x in tensors if isinstance(x, Tensor) and is_grad_tracking_tensor(x)]
     return any(unwrap_transform_tensor(x).requires_grad for x in inside)
 
@@ -77,7 +76,7 @@ def _refuse_second_derivative(followed_outside: bool, grad_out: Tensor) -> None:
 
 
 class _Attention(torch.autograd.Function):
-    """In eager code, where one sees the collectives inside."""
+    """Attention in eager code."""
 
     @staticmethod
     def forward(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, plan: AttentionPlan) -> Any:
@@ -132,7 +131,7 @@ def _attention_to_learn(
 
 
 def _as_traced(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies: a block that came without one is a view of what came."""
+    """Return copies of ``tensors``, because the result of an operator must not be a view of its input."""
     return [x.clone(memory_format=torch.contiguous_format) for x in tensors]
 
 

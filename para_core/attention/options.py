@@ -1,4 +1,4 @@
-"""How attention is computed over a mesh, whatever its tensors are: one frozen value, which writes itself as JSON."""
+"""Options of attention over a mesh, independent of a call's tensors: one frozen value that writes itself as JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from para_core.attention.hooks import BlockVisibility, KeySelection, read_block_
 # queries travel along rows of ranks, and keys along columns.
 RotateMethod = Literal["alltoall", "allgather", "2d"]
 ROTATE_METHODS: tuple[RotateMethod, ...] = get_args(RotateMethod)
-# By the name that stands for each in a graph.
+# By the name of each in the JSON of a graph.
 COMM_DTYPES = {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
 
 
@@ -32,21 +32,22 @@ class AttnKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class AttnOptions:
-    """What a mode, a plan or a functional form may choose.
+    """The options of a mode, a plan or a functional form.
 
     Args:
-        ulysses_chunks: without gradients, each rank's heads are split into so many parts, of which the next one travels while one
-            is computed.
-        rotate_method: how blocks travel round a ring in the forward pass; ``"2d"``: backward, too. With ``block_mask`` and
-            ``kept_keys``, which send what is seen alone, it is as ``"alltoall"``.
-        comm_dtype: approximate: what travels, where no gradient is kept, is rounded to it. None: travels as it is.
-        block_mask: which blocks of queries see which blocks of keys; None: all.
-        kept_keys: approximate: how it is decided which keys are attended to; None: all are.
-        backend: computes attention on one device: one of PyTorch's, or ``"triton"``; None: the best one that the user's switches
-            allow. ``"triton-int8"`` is approximate: where no gradient is kept, q·k is in 8 bits.
+        ulysses_chunks: Number of parts into which each rank's heads are split, so that a part is sent while another is computed. Has no
+            effect on calls that keep a gradient.
+        rotate_method: How keys and values reach the other ranks of a ring: passed on from neighbour to neighbour (``"alltoall"``), gathered
+            at once (``"allgather"``), or in a grid (``"2d"``). The backward passes them on unless it is ``"2d"``. ``block_mask`` and
+            ``kept_keys`` send only what is seen, as with ``"alltoall"``.
+        comm_dtype: Not exact. The dtype to which tensors are rounded for sending, in calls that keep no gradient; None to send them unchanged.
+        block_mask: Which blocks of queries see which blocks of keys; None for all.
+        kept_keys: Not exact. The criterion by which keys are kept; None to keep all.
+        backend: Computes local attention: a backend of PyTorch, ``"triton"``, or None for the best one that the user's switches allow.
+            ``"triton-int8"`` is not exact: in calls that keep no gradient it computes q·k in 8 bits.
 
     Raises:
-        ValueError: a value is none of these.
+        ValueError: A value is unknown, or two options exclude each other.
     """
 
     ulysses_chunks: int = 1
@@ -75,12 +76,12 @@ class AttnOptions:
 
     @property
     def by_position(self) -> bool:
-        """Whether the result depends on where in the sequence a token is, whatever the call."""
+        """Whether these options make the result of every call depend on the positions of the tokens."""
         return self.block_mask is not None or self.kept_keys is not None
 
     @property
     def with_gradients(self) -> AttnOptions:
-        """What holds where a gradient is kept: nothing is rounded there. This value itself if it rounds nothing."""
+        """The options for calls that keep a gradient, which round nothing. The same object if these options round nothing."""
         exact = None if self.backend is None else EXACT_FORM.get(self.backend)
         if exact is None and self.comm_dtype is None:
             return self
@@ -88,11 +89,11 @@ class AttnOptions:
 
     @property
     def by_name(self) -> dict[str, str]:
-        """What a caller of a pipeline chooses of it, for ranks to compare."""
+        """The options that a user of a pipeline can set, for the comparison between ranks."""
         return {name: str(getattr(self, name)) for name in ("rotate_method", "backend", "comm_dtype")}
 
     def as_text(self) -> str:
-        """Return this value as JSON, equal on ranks that have equal ones.
+        """Return this value as JSON. Equal values give equal text on all ranks.
 
         >>> AttnOptions.read(AttnOptions(ulysses_chunks=2).as_text())
         AttnOptions(ulysses_chunks=2, rotate_method='alltoall', comm_dtype=None, block_mask=None, kept_keys=None, backend=None)
@@ -127,6 +128,6 @@ def _to_json(
     kept_keys: tuple[float, ...] | None,
     backend: str | None,
 ) -> str:
-    # Dynamo does not trace the encoder. Options are constants of a graph.
+    # Dynamo cannot trace the JSON encoder, but the options are constants of a graph.
     fields = {"ulysses_chunks": ulysses_chunks, "rotate_method": rotate_method, "comm_dtype": comm_dtype}
     return json.dumps({**fields, "block_mask": block_mask, "kept_keys": kept_keys, "backend": backend})

@@ -1,4 +1,4 @@
-"""Packing and unpacking of what is exchanged as operators: one launch each, whatever computes them."""
+"""Packing and unpacking of exchanged tensors as operators, so that each counts as one launch."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ define_operator("unpack(Tensor buffer, SymInt[] regions, SymInt[] shapes) -> Ten
 
 
 def as_numbers(regions: Sequence[CopyRegion]) -> list[int]:
-    """What the operators take: a graph knows lists of integers only."""
+    """Return ``regions`` as integers, the form that operators accept."""
     return list(chain.from_iterable(regions))
 
 
 @lru_cache(maxsize=256)
 def read_regions(numbers: tuple[int, ...]) -> tuple[CopyRegion, ...]:
-    """The inverse of :func:`as_numbers`."""
+    """Return the regions from which :func:`as_numbers` made ``numbers``."""
     each = len(CopyRegion._fields)
     return tuple([CopyRegion(*numbers[start : start + each]) for start in range(0, len(numbers), each)])
 
 
 def pack(tensors: list[Tensor], regions: list[int], numel: int) -> Tensor:
-    """:func:`para_core.kernels.exchange_reference.pack` into a new buffer of ``numel`` elements, which the regions cover."""
+    """Run :func:`para_core.kernels.exchange_reference.pack` into a new buffer of ``numel`` elements, which the regions must cover."""
     return exchange_reference.pack(tensors, read_regions(tuple(regions)), _new_buffer(tensors, regions, numel))
 
 
@@ -45,10 +45,10 @@ def pack_on_gpu(tensors: list[Tensor], regions: list[int], numel: int) -> Tensor
 
 
 def unpack(buffer: Tensor, regions: list[int], shapes: list[int]) -> list[Tensor]:
-    """:func:`para_core.kernels.exchange_reference.unpack` into new tensors; what no region covers (heads of another part) may be anything.
+    """Run :func:`para_core.kernels.exchange_reference.unpack` into new tensors. Elements that no region covers stay uninitialised.
 
     Args:
-        shapes: B, H, S, D of each tensor. It lies in memory as SDPA's result does, ``[B, S, H, D]``.
+        shapes: B, H, S, D of each tensor, one after the other. Tensors have the memory layout of SDPA's result, ``[B, S, H, D]``.
     """
     return list(exchange_reference.unpack(buffer, read_regions(tuple(regions)), _new_tensors(buffer, regions, shapes)))
 
@@ -70,7 +70,7 @@ def _new_tensors(buffer: Tensor, _: list[int], shapes: list[int]) -> list[Tensor
 
 
 def new_tensors(buffer: Tensor, shapes: list[int], dtype: torch.dtype) -> list[Tensor]:
-    """Beside ``buffer``, as :func:`unpack` says."""
+    """Return uninitialised tensors of these ``shapes`` (see :func:`unpack`) on the device of ``buffer``."""
     each = zip(*[iter(shapes)] * 4, strict=True)
     return [
         buffer.new_empty(batch, tokens, heads, width, dtype=dtype).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""The parts of tensors ``[B, H, S, D]`` that the peers of an all-to-all get or give, and which of them one strided view shows."""
+"""Slices of tensors ``[B, H, S, D]`` that the peers of an all-to-all send or receive, and which of them one strided view covers."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from para_core.distributed.lazy import lazy
 
 @dataclass(frozen=True)
 class PeerSlices:
-    """What each peer gets of a tensor ``[B, H, S, D]``, or gives for it: a run of the tokens and a run of the heads."""
+    """For each peer, the tokens and heads of a tensor ``[B, H, S, D]`` that it receives from, or sends for, this rank's tensor."""
 
     tokens: tuple[Run, ...]
     heads: tuple[Run, ...]
 
     @lazy
     def output_size(self) -> tuple[int, int]:
-        """Tokens and heads of the tensor that these slices make up."""
+        """Numbers of tokens and heads of the tensor that these slices form."""
         tokens, heads = (max([sum(run) for run in runs]) for runs in (self.tokens, self.heads))
         return tokens, heads
 
     @lazy
     def cover_output(self) -> bool:
-        """Whether every head of every token is in exactly one slice. Otherwise slices overlap and add up, or leave gaps."""
+        """Whether every head of every token is in exactly one slice. Otherwise slices overlap, and are summed, or leave gaps."""
         num_sent = sum([run[1] * other[1] for run, other in zip(self.tokens, self.heads, strict=True)])
         return num_sent == prod(self.output_size)
 
     @property
     def may_overlap(self) -> bool:
-        """Whether several peers may give the same heads of the same tokens."""
+        """Whether several peers may send the same heads of the same tokens."""
         return not (_are_disjoint(self.tokens) or _are_disjoint(self.heads))
 
 
@@ -43,11 +43,12 @@ def _are_disjoint(runs: Sequence[Run]) -> bool:
 
 @dataclass(frozen=True)
 class UniformPeers:
-    """Consecutive peers whose slices are equally large and begin at equal distances.
+    """Consecutive peers whose slices have equal sizes and begin at equal distances.
 
     Args:
-        runs: tokens and heads of the first tensor, then of the second, …, as ``(first, count, step)``: the i-th of these peers has
-            ``count`` from first + i · step on; step is ``count``, or 0 if all peers have the same.
+        number: Number of peers.
+        runs: ``(first, count, step)`` of the tokens and of the heads of each tensor. Peer i has ``count`` of them from
+            ``first + i · step`` on; ``step`` is ``count``, or 0 if all peers have the same ones.
     """
 
     number: int
@@ -55,7 +56,7 @@ class UniformPeers:
 
 
 def group_uniform_peers(runs: Sequence[Sequence[Run]]) -> tuple[UniformPeers, ...]:
-    """Return the peers in groups that are uniform; ``runs`` holds, of each kind, the run of each peer.
+    """Split the peers into uniform groups. ``runs[k][i]`` is the run of peer ``i`` for kind ``k`` (tokens or heads of a tensor).
 
     >>> group_uniform_peers([[(0, 2), (2, 2), (4, 1)]])
     (UniformPeers(number=2, runs=((0, 2, 2),)), UniformPeers(number=1, runs=((4, 1, 1),)))
@@ -72,7 +73,7 @@ def group_uniform_peers(runs: Sequence[Sequence[Run]]) -> tuple[UniformPeers, ..
 
 
 def _steps(group: UniformPeers, of_peer: Sequence[Run]) -> list[int] | None:
-    """Return the steps of ``group`` with one more peer; None if that peer differs."""
+    """Return the steps of ``group`` after adding the peer with the runs ``of_peer``; None if it does not fit."""
     steps = []
     for (first, count, step), (start, number) in zip(group.runs, of_peer, strict=True):
         possible = (count, 0) if group.number == 1 else (step,)

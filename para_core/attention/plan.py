@@ -1,4 +1,4 @@
-"""The plan of one attention call: which of the algorithms its spec needs, and who sends what to whom in each."""
+"""The plan of one attention call: which algorithms its spec needs, and which rank sends what to which rank in each."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from para_core.distributed.lazy import lazy
 
 @dataclass(frozen=True, eq=False)
 class AttentionPlan:
-    """All that follows from a spec. Each part is computed at its first use, and kept."""
+    """The plans that follow from a spec. Each is computed at its first use and kept."""
 
     spec: AttentionSpec
 
     @lazy
     def with_gradients(self) -> AttentionPlan:
-        """The plan of this call if a gradient is kept."""
+        """The plan of this call if it keeps a gradient."""
         spec = self.spec.with_gradients
         return self if spec is self.spec else AttentionPlan(spec)
 
@@ -32,12 +32,12 @@ class AttentionPlan:
 
     @lazy
     def ulysses(self) -> UlyssesPlan | None:
-        """None without other Ulysses ranks: a block is then what a rank holds, as it holds it."""
+        """The plan of Ulysses. None without other Ulysses ranks; a block then equals the tensors that a rank holds."""
         return None if self.spec.mesh.ulysses.size == 1 else UlyssesPlan(self.spec, self.heads)
 
     @lazy
     def chunks(self) -> list[UlyssesPlan]:
-        """The plan of Ulysses in ``ulysses_chunks`` parts, each of some of the heads."""
+        """The plans of Ulysses for each of ``ulysses_chunks`` parts of the heads."""
         return [UlyssesPlan(self.spec, heads) for heads in self.heads.cut(self.spec.options.ulysses_chunks)]
 
     @lazy
@@ -46,7 +46,7 @@ class AttentionPlan:
 
     @lazy
     def grid(self) -> GridPlan | None:
-        """Rows and columns of the ring's ranks with ``rotate_method="2d"``; None: blocks travel around the ring, or straight."""
+        """The plan of Attention2D. None unless ``rotate_method="2d"`` applies."""
         spec, options = self.spec, self.spec.options
         if options.rotate_method != "2d" or options.by_position or not self.ring.rotates:
             return None
@@ -54,7 +54,7 @@ class AttentionPlan:
 
     @lazy
     def is_local(self) -> bool:
-        """Whether SDPA itself computes a block: all keys are here, and in the order of the queries if that matters."""
+        """Whether SDPA itself can compute a block: all keys are on this rank, in the order of the queries if that matters."""
         if self.spec.options.by_position or self.spec.mesh.ring.size > 1:
             return False
         if not self.spec.is_causal:
@@ -64,9 +64,9 @@ class AttentionPlan:
 
 
 def read_plan(text: str, numbers: Sequence[int], scale: float | None) -> AttentionPlan:
-    """Return the plan of the spec that ``text`` and ``numbers`` describe."""
+    """Return the plan of the spec that :meth:`AttentionSpec.read` returns for these arguments."""
     return AttentionPlan(AttentionSpec.read(text, numbers, scale))
 
 
-# For an operator that runs with plain integers: a graph asks for the same plan in every step.
+# For operators at run time, with plain integers: a graph needs the same plan in every step.
 cached_plan = lru_cache(maxsize=256)(read_plan)
