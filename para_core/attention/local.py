@@ -27,11 +27,11 @@ def local_attention(
     scale: float | None = None,
     backend: Backend | None = None,
 ) -> Tensor:
-    """``scaled_dot_product_attention`` under another name, so that no mode intercepts it a second time.
+    """Compute ``scaled_dot_product_attention`` of 4-D tensors, without interception by a mode.
 
-    Args, shapes and result are SDPA's own for 4-D tensors, but that ``mask`` may have another float dtype than
-    ``query``, that ``mask`` and ``is_causal`` go together on every backend, and that any dim may be 0. Key heads that
-    divide the query's are grouped-query attention. ``backend``: as in :func:`local_attention_with_lse`.
+    It differs from SDPA in this: ``mask`` may have another float dtype than ``query``; ``mask`` and ``is_causal`` can be combined on every
+    backend; any dim may be 0; and key heads that divide the number of query heads are grouped without ``enable_gqa``. ``backend`` is that of
+    :func:`local_attention_with_lse`.
     """
     if 0 in query.shape or 0 in key.shape:
         return empty_output(query, value).zero_()
@@ -53,7 +53,7 @@ def local_attention(
             query, key, value, mask, 0.0, is_causal, scale=scale, enable_gqa=grouped
         )
         return out
-    # The same without the detour of an operator's arguments from Python.
+    # Faster than the operator above, whose arguments the dispatcher has to convert from Python.
     with DisableTorchFunction():
         return F.scaled_dot_product_attention(query, key, value, mask, 0.0, is_causal, scale=scale, enable_gqa=grouped)
 
@@ -68,30 +68,27 @@ def local_attention_with_lse(
     scale: float | None = None,
     backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention and the log-sum-exp of its scaled scores, from the best backend that the user's switches allow.
+    """Compute attention and the log-sum-exp of its scaled scores, by the best backend that the user's switches allow.
 
-    Has no gradient: :func:`local_attention_backward` computes it.
+    Has no gradient; use :func:`local_attention_backward`.
 
     Args:
-        query: ``[B, H, S_q, D]``; any dim may be 0.
-        key, value: ``[B, H_kv, S_k, D]``, ``[B, H_kv, S_k, D_v]``; S_k may be 0. H_kv divides H: query head i uses key
-            head ``i // (H // H_kv)``.
-        mask: bool (True where a query sees a key) or float (added to the scores), 4-D, broadcastable to
-            ``[B, H, S_q, S_k]``.
-        is_causal: query i sees keys 0 … i, of those that ``mask`` leaves.
-        scale: of the scores; ``1 / sqrt(D)`` if None.
-        backend: computes it; None: the one that SDPA would take, but where another one was measured to be faster
+        query: ``[B, H, S_q, D]``. Any dim may be 0.
+        key, value: ``[B, H_kv, S_k, D]`` and ``[B, H_kv, S_k, D_v]``. S_k may be 0. H_kv divides H: query head i uses key head
+            ``i // (H // H_kv)``.
+        mask: 4-D, broadcastable to ``[B, H, S_q, S_k]``. Bool (True shows a key) or float (added to the scores).
+        is_causal: Whether query i sees only keys 0 … i, in addition to ``mask``.
+        scale: Factor of the scores. Defaults to ``1 / sqrt(D)``.
+        backend: The backend. Defaults to that of SDPA, or to one that was measured to be faster
             (``para_core.attention.backend_selection``).
 
     Returns:
-        ``out`` ``[B, H, S_q, D_v]`` in query's dtype, and ``lse`` ``[B, H, S_q]`` in float32 (float64 for float64
-        input), natural log. A row without a key gives 0 and -inf. ``out`` lies in memory as SDPA's result does: like
-        ``query`` from FlashAttention and cuDNN, else as ``[B, S_q, H, D_v]``. So ``out.transpose(1, 2).view(...)``
-        works where it works on SDPA's.
+        ``out``, ``[B, H, S_q, D_v]`` in the dtype of query, and ``lse``, ``[B, H, S_q]``, natural log, in float32 (float64 for float64 input).
+        A row without a key gives 0 and -inf. ``out`` has the memory layout of SDPA's result, so ``out.transpose(1, 2).view(...)`` works if it
+        works on SDPA's: that of ``query`` from FlashAttention and cuDNN, otherwise ``[B, S_q, H, D_v]``.
 
     Raises:
-        RuntimeError: if the user's switches leave no backend, or not the one that is named; :func:`require_backend` says so
-            beforehand.
+        RuntimeError: The user's switches leave no backend, or not the named one. :func:`require_backend` tells beforehand.
     """
     if 0 in query.shape or 0 in key.shape:
         return empty_output(query, value).zero_(), query.new_full(query.shape[:-1], -inf, dtype=lse_dtype(query))
@@ -107,8 +104,7 @@ def local_attention_with_lse(
         problem = problem.as_taken_by(choice)
     out, lse = FORWARD[choice](problem)
     if mask is not None:
-        # Backends disagree about a row that sees no key: NaN, or an lse of 0. In place: masked_fill() returns another
-        # memory format.
+        # Backends return NaN or an lse of 0 for a row without a key. In place, because masked_fill() changes the memory format.
         empty_row = fully_masked_rows(mask)
         out.masked_fill_(empty_row[..., None], 0.0)
         lse.masked_fill_(empty_row, -inf)
@@ -127,15 +123,15 @@ def continued_attention(
     backend: Backend | None = None,
     is_last: bool = False,
 ) -> None:
-    """Add attention over these keys to ``so_far``; has no gradient.
+    """Compute attention to these keys and merge it into ``so_far``, in place. Has no gradient.
 
-    The Triton kernel starts from ``so_far``: one launch, which reads and writes the float32 partial result once. After any other
-    backend the two are merged, in a launch more.
+    The Triton kernel continues from ``so_far``: one launch, which reads and writes the float32 partial result once. With any other backend
+    merging is one more launch.
 
     Args:
-        so_far: of other keys.
-        query, key, value, mask, is_causal, scale, backend: as in :func:`local_attention_with_lse`.
-        is_last: the result may be rounded to query's dtype; else what is merged stays in float32.
+        so_far: The result over other keys.
+        query, key, value, mask, is_causal, scale, backend: As in :func:`local_attention_with_lse`.
+        is_last: Whether the result may be rounded to the dtype of query. Otherwise the merged result stays in float32.
     """
     if so_far.count and 0 in (*query.shape, *key.shape):
         return
@@ -174,26 +170,27 @@ def local_attention_backward(
     mask_gradient: bool = False,
     backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of attention with respect to these keys, where ``out`` and ``lse`` may be over others too.
+    """Return the gradients of attention to these keys. ``out`` and ``lse`` may be those over more keys.
 
     With P = exp(scores - lse): dv = Pᵀ·do, ds = P ∘ (do·vᵀ - rowsum(do ∘ out)), dq = ds·k, dk = dsᵀ·q (FlashAttention,
     arXiv:2205.14135, appendix B), which is additive over blocks of keys.
 
     Args:
-        query, key, value, mask, is_causal, scale: as :func:`local_attention_with_lse` took them.
-        out, lse: ``[B, H, S_q, D_v]`` and ``[B, H, S_q]`` of the whole row; -inf for a row that saw no key.
-        backend: of the forward, an exact one. The Triton kernel has no backward: PyTorch's kernels take its ``out`` and ``lse``, and the one that
-            SDPA would choose computes it.
+        query, key, value, mask, is_causal, scale: The arguments of :func:`local_attention_with_lse`.
+        out, lse: ``[B, H, S_q, D_v]`` and ``[B, H, S_q]``, over all keys; lse is -inf for a row without a key.
+        backend: The backend of the forward, an exact one. The Triton kernel has no backward, so the backend that SDPA would choose computes it
+            from the kernel's ``out`` and ``lse``.
+        mask_gradient: Whether to compute the gradient of ``mask``.
 
     Returns:
-        The gradients of query, key and value, and of ``mask`` before broadcasting (``[B, H, S_q, S_k]``) if asked for.
+        The gradients of query, key and value, and that of ``mask`` before broadcasting, ``[B, H, S_q, S_k]``, or None.
     """
     if 0 in query.shape or 0 in key.shape:
         grad_mask = query.new_zeros(*query.shape[:-1], key.shape[-2]) if mask_gradient else None
         return query.new_zeros(query.shape), key.new_zeros(key.shape), value.new_zeros(value.shape), grad_mask
     if mask is not None:
         mask, is_causal = fold_causal(mask, is_causal, query, key)
-        # exp(scores - inf) is 0: a row that saw nothing has no gradient. Without a mask each row sees a key here.
+        # exp(scores - inf) is 0, so a row without a key has no gradient. Without a mask every row has a key.
         lse = lse.masked_fill(lse == -inf, inf)
     problem = LocalAttentionCall(query, key, value, mask, is_causal, scale)
     # No fused backward gives the gradient of a broadcast mask.
@@ -204,7 +201,7 @@ def local_attention_backward(
         choice = backward_of(_choose_backend(problem) if forward is None else forward, query, value)
     problem = problem.as_taken_by(choice)
     grad_query, grad_key, grad_value, *rest = BACKWARD[choice](problem, grad_out, out, lse)
-    if problem.key is not key:  # expanded
+    if problem.key is not key:  # Key heads were expanded.
         grad_key, grad_value = (x.unflatten(1, (key.shape[1], -1)).sum(2) for x in (grad_key, grad_value))
     return grad_query, grad_key, grad_value, rest[0] if mask_gradient else None
 
@@ -244,9 +241,9 @@ def _triton(
 
 
 def _range_of_seen_keys(mask: Tensor) -> Tensor | None:
-    """From 0 to the last key that a sample sees, ``[B or 1, 1, 2]``, where a mask hides keys from all queries alike.
+    """Return for each sample the range from 0 to its last visible key, ``[B or 1, 1, 2]``; None if the mask has a row per query.
 
-    What is padded at the end is then not computed; it is found on the device, which nobody waits for.
+    Padding at the end is then not computed. The range stays on the device, so the host does not wait.
     """
     if mask.dtype != torch.bool or mask.shape[1] > 1 or mask.shape[2] > 1 or mask.shape[3] == 1:
         return None
@@ -260,13 +257,10 @@ def _range_of_seen_keys(mask: Tensor) -> Tensor | None:
 def require_backend(
     query: Tensor, value: Tensor, *, mask: Tensor | None = None, backend: Backend | None = None
 ) -> None:
-    """Raise unless the user's switches leave a backend for tensors like these.
+    """Raise ``RuntimeError`` unless the user's switches leave a backend for tensors like these, or the named one.
 
-    The verdict depends on dtypes, head dims, the kind of device and whether there is a mask, not on how many tokens or
-    heads there are: it is the same on a rank that has nothing to compute. Costs nothing while the math backend is on.
-
-    Raises:
-        RuntimeError: if no backend is left, or not the one that is named.
+    The decision depends on dtypes, head dims, device type and on whether there is a mask, not on the numbers of tokens and heads, so it is
+    equal on a rank that has nothing to compute. It costs nothing while the math backend is switched on.
     """
     if backend is not None:
         resolve_backend(backend, query, value, masked=mask is not None)
@@ -281,7 +275,7 @@ def require_backend(
 def _has_backend(
     dtype: torch.dtype, device: torch.device, head_dim: int, value_dim: int, mask_dtype: torch.dtype | None
 ) -> bool:
-    """Whether the user's switches leave a backend. A graph takes the answer for a constant: what asks for it cannot be traced."""
+    """Whether the user's switches leave a backend. The result is a constant of a graph, because Dynamo cannot trace the question."""
     try:
         _choose_backend(_small_problem(dtype, device, head_dim, value_dim, mask_dtype))
     except RuntimeError:
@@ -290,10 +284,10 @@ def _has_backend(
 
 
 def learns_by_formula(query: Tensor, value: Tensor, mask: Tensor | None, backend: Backend | None) -> bool:
-    """Return whether the math backend computes the gradient of a call like this in 16 bits, on every rank.
+    """Whether the math backend computes the gradient of a 16-bit call like this, on every rank.
 
-    The verdict depends on dtypes, head dims, the kind of device and the user's switches, not on lengths. SDPA's own math backend computes
-    such a call in float32 (transformers/attention.cpp, ``_scaled_dot_product_attention_math``).
+    The decision depends on dtypes, head dims, device type and the user's switches, not on lengths. SDPA's own math backend computes such a
+    call in float32 (transformers/attention.cpp, ``_scaled_dot_product_attention_math``).
     """
     if query.dtype not in (torch.float16, torch.bfloat16):
         return False
@@ -309,7 +303,7 @@ def learns_by_formula(query: Tensor, value: Tensor, mask: Tensor | None, backend
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_math(*problem_and_switches: Any) -> bool:
-    # Dynamo takes the result of a function for a constant, but traces one that lru_cache wraps.
+    # assume_constant_result works on the plain function; Dynamo would trace one that lru_cache wraps.
     return _is_math_under(*problem_and_switches)
 
 
@@ -322,7 +316,7 @@ def _is_math_under(
     mask_dtype: torch.dtype | None,
     enabled: tuple[bool, ...],
 ) -> bool:
-    """Return whether PyTorch chooses the math backend under the switches that are ``enabled`` now."""
+    """Whether PyTorch chooses the math backend. ``enabled`` are the user's switches, for the cache of the answers."""
     try:
         return _choose_backend(_small_problem(dtype, device, head_dim, value_dim, mask_dtype)) == MATH
     except RuntimeError:  # No backend is left. require_backend() says so on every rank.
@@ -332,18 +326,18 @@ def _is_math_under(
 def _small_problem(
     dtype: torch.dtype, device: torch.device, head_dim: int, value_dim: int, mask_dtype: torch.dtype | None
 ) -> LocalAttentionCall:
-    """Return a problem of two tokens and one head."""
+    """Return a call with two tokens and one head."""
     query, value = (torch.empty(1, 1, 2, size, dtype=dtype, device=device) for size in (head_dim, value_dim))
     mask = None if mask_dtype is None else torch.zeros(1, 1, 2, 2, dtype=mask_dtype, device=device)
     return LocalAttentionCall(query, query, value, fold_causal(mask, False, query, query)[0], False, None)
 
 
 def _choose_backend(problem: LocalAttentionCall) -> int:
-    """The value of the ``SDPBackend`` that SDPA would take, had key and value as many heads as ``query``."""
+    """Return the value of the ``SDPBackend`` that SDPA would choose if key and value had as many heads as query."""
     query, key, value, mask, is_causal, scale = problem
     heads = query.shape[1]
     if key.shape[1] != heads:
-        # Asked with enable_gqa, memory-efficient attention is out, though it may be the best once heads are expanded.
+        # With enable_gqa SDPA excludes memory-efficient attention, which may be the best one after heads are expanded.
         key, value = (x[:, :1].expand(-1, heads, -1, -1) for x in (key, value))
     try:
         choice: int = fused_sdp_choice(query, key, value, mask, 0.0, is_causal, scale=scale)
@@ -351,11 +345,11 @@ def _choose_backend(problem: LocalAttentionCall) -> int:
         if math_sdp_enabled():
             raise
         raise _no_backend(query, value, mask) from error
-    return choice if choice in FORWARD else MATH  # a backend of another device has no lse to give
+    return choice if choice in FORWARD else MATH  # Backends of other devices return no lse.
 
 
 def _no_backend(query: Tensor, value: Tensor, mask: Tensor | None) -> RuntimeError:
-    # Names of SDPBackend by hand: Dynamo cannot make one from its value.
+    # SDPBackend(value).name would do, but Dynamo cannot trace it.
     names = {"math": "MATH", **{name: f"{name.upper()}_ATTENTION" for name in ("flash", "efficient", "cudnn")}}
     enabled = [names[name] for name, is_enabled in SWITCHES.items() if is_enabled()]
     masked = "" if mask is None else f" with a mask of {mask.dtype}"
@@ -370,7 +364,7 @@ def _no_backend(query: Tensor, value: Tensor, mask: Tensor | None) -> RuntimeErr
 
 
 def fold_causal(mask: Tensor | None, is_causal: bool, query: Tensor, key: Tensor) -> tuple[Tensor | None, bool]:
-    """``mask`` and ``is_causal`` as one of the two, in a dtype that the backends take."""
+    """Return ``mask`` and ``is_causal`` with at most one of them set, the mask in a dtype that the backends accept."""
     if mask is None:
         return None, is_causal
     if is_causal:
@@ -380,7 +374,7 @@ def fold_causal(mask: Tensor | None, is_causal: bool, query: Tensor, key: Tensor
 
 
 def _in_taken_dtype(mask: Tensor, query: Tensor) -> Tensor:
-    """What SDPA takes: bool or query's dtype; on a CPU float32, too."""
+    """Return ``mask`` in a dtype that SDPA accepts: bool or the dtype of query; on a CPU also float32."""
     if mask.dtype in (torch.bool, query.dtype) or (mask.dtype == torch.float32 and query.is_cpu):
         return mask
     largest = torch.finfo(query.dtype).max
@@ -392,12 +386,12 @@ def _in_taken_dtype(mask: Tensor, query: Tensor) -> Tensor:
 
 
 def fully_masked_rows(mask: Tensor) -> Tensor:
-    """Rows of ``mask`` that let no key through: ``[B or 1, H or 1, S_q or 1]``."""
+    """Return which rows of ``mask`` hide every key: ``[B or 1, H or 1, S_q or 1]``, bool."""
     return ~mask.any(-1) if mask.dtype == torch.bool else (mask == -inf).all(-1)
 
 
 def as_sdpa(out: Tensor) -> Tensor:
-    """Return ``out`` ``[B, H, S, D]`` in memory as SDPA's result lies: models continue with ``out.transpose(1, 2).view(...)``."""
+    """Return ``out``, ``[B, H, S, D]``, with the memory layout of SDPA's result, because models call ``out.transpose(1, 2).view(...)``."""
     by_token = out.transpose(1, 2)
     return out if by_token.is_contiguous() else by_token.contiguous().transpose(1, 2)
 

@@ -62,10 +62,10 @@ def _followed_outside(tensors: Sequence[Any]) -> bool:
 
 
 def _refuse_second_derivative(followed_outside: bool, grad_out: Tensor) -> None:
-    """Raise where this gradient would itself be differentiated: it is computed by operators that autograd does not follow."""
+    """Raise ``RuntimeError`` if this gradient would be differentiated: autograd does not record the operators that compute it."""
     if not torch.is_grad_enabled():
         return
-    # torch.func.grad always keeps a graph; only if something outside of it asks for one is a gradient lost.
+    # torch.func.grad always keeps a graph, but a gradient is lost only if something outside of it needs that graph.
     innermost = innermost_transform()
     if innermost is None or innermost.level() > 1 or followed_outside or _followed_outside([grad_out]):
         raise RuntimeError(
@@ -103,7 +103,7 @@ class _Attention(torch.autograd.Function):
 # -- the operator
 
 
-# What read_plan takes, and define_collective: ``*call`` below.
+# The arguments of read_plan, and the last one of define_collective: ``*call`` below.
 _CALL = "str call, SymInt[] numbers, float? scale, Tensor? after=None"
 _INPUTS = f"Tensor query, Tensor key, Tensor value, Tensor? mask, {_CALL}"
 

@@ -1,21 +1,20 @@
-"""Ring attention: key and value blocks travel, partial results merge by lse (arXiv:2310.01889).
+"""Ring attention: key and value blocks are passed around the ring, and partial results merge by lse (arXiv:2310.01889).
 
-R ring ranks need R - 1 hops of one buffer that holds a key and a value block; the last hop is not sent. Per hop, rank i
-sends B · H_kv · S_block · (D + D_v) elements, S_block being the length of the block that it passes on. While a block is
-computed, the next one is in flight: two of them are in memory, beside a rank's own. A replicated segment never travels: it is
-attended to once, together with a rank's own block.
+R ring ranks need R - 1 hops of one buffer with a key and a value block. Per hop, rank i sends B · H_kv · S_block · (D + D_v) elements, where
+S_block is the length of the block that it passes on. The next block is in flight while a block is computed, so two blocks are in memory in
+addition to the rank's own. A replicated segment is not sent: each rank attends to it once, together with its own block.
 
-Gathered (``rotate_method="allgather"``), all blocks arrive in one collective, while a rank's own is computed: as many bytes
-where blocks are equally long (else shorter ones are filled up), R blocks at once in memory.
+With ``rotate_method="allgather"`` one collective gathers all blocks while the rank's own is computed. It sends as many bytes if the blocks have
+equal lengths (otherwise shorter ones are padded), and holds R blocks in memory.
 
-With a block mask, blocks do not go round: each rank sends its own straight to the ranks that see any of it. Where no rank sees
-the block of the one s before it, there is no collective for s.
+With a block mask each rank sends its block only to the ranks that see any of it, without passing it around. If no rank sees the block of the
+rank s before it, there is no collective for s.
 
-Launches: one to pack, and per block one of attention, one hop and one merge. With ``backend="triton"`` attention continues from what
-was found for the blocks before: no merge.
+Launches: one to pack, and per block one attention, one hop and one merge. With ``backend="triton"`` attention continues from the earlier
+blocks' result, without a merge.
 
-Backward, the blocks travel again, and behind each of them the gradient that the ranks before have found for it (in
-float32, for 16-bit input, too): R - 1 hops each. Nothing is saved but query, key, value, mask, out and lse.
+In the backward the blocks are passed around again, each followed by the gradient that the ranks so far have accumulated for it (in float32 also
+for 16-bit input): R - 1 hops each. Only query, key, value, mask, out and lse are saved.
 """
 
 from __future__ import annotations
@@ -34,29 +33,29 @@ from para_core.attention.tiles import put, take
 from para_core.distributed.collectives import Travelling, start_all_gather, start_ring_shift, wait
 from para_core.kernels.exchange_reference import CopyRegion
 
-# -- how blocks travel
+# -- sending blocks
 
 
 class Packing:
-    """Keys and values of a ring rank in one flat buffer: as they are, or rounded.
+    """Packs keys and values of a ring rank into one flat buffer.
 
     Args:
-        key, value: ``[B, H, S, D]``, ``[B, H, S, D_v]``, of whatever length.
-        lengths: tokens that each ring rank packs.
-        wire: not exact: they are rounded by it.
+        key, value: ``[B, H, S, D]`` and ``[B, H, S, D_v]`` of any length, for their other sizes.
+        lengths: Number of tokens that each ring rank packs.
+        wire: Not exact. The format to which they are rounded.
     """
 
     def __init__(self, key: Tensor, value: Tensor, lengths: Sequence[int], *, wire: WireFormat | None = None) -> None:
         self._wire, self._dtype, self._lengths = wire, key.dtype, lengths
         self._batch, self._heads, _, self._width = key.shape
         self._value_width = value.shape[3]
-        # Elements of the buffer for a token and head.
+        # Buffer elements per token and head, for keys and for values.
         self._rows = self._width, self._value_width
         if wire is not None:
             self._rows = wire.row_size(self._width), wire.row_size(self._value_width)
 
     def numel(self, rank: int) -> int:
-        """Elements of the buffer of a ring rank."""
+        """Return the number of elements in the buffer of ring rank ``rank``."""
         return self._batch * self._heads * self._lengths[rank] * sum(self._rows)
 
     def pack(self, key: Tensor, value: Tensor) -> Tensor:
@@ -68,7 +67,7 @@ class Packing:
         return torch.cat([key.reshape(-1), value.reshape(-1)])
 
     def unpack(self, buffer: Tensor, rank: int) -> Block:
-        """What a ring rank packed; views, where nothing was rounded."""
+        """Return the keys and values that ring rank ``rank`` packed; views of ``buffer`` if nothing was rounded."""
         rows = (self._batch, self._heads, self._lengths[rank])
         if self._wire is not None:
             sizes = [*rows, self._width, *rows, self._value_width]
@@ -81,7 +80,7 @@ class Packing:
         return keys.view(*rows, self._width), values.view(*rows, self._value_width)
 
     def _regions(self, length: int) -> list[int]:
-        """Of so many tokens, rounded: the keys, and behind them the values."""
+        """Return the regions of ``length`` tokens in a rounded buffer: keys, then values."""
         key, value = (self._heads * row for row in self._rows)
         run = 0, length, 0, self._heads
         return as_numbers([CopyRegion(0, *run, 0, key), CopyRegion(1, *run, self._batch * length * key, value)])
@@ -95,9 +94,10 @@ class Packing:
 def ring_pass(
     own: Block, sent: Tensor, packing: Packing, plan: RingPlan, received: list[Tensor]
 ) -> Iterator[tuple[Hop, Block | None]]:
-    """Each rank passes on what it got: neighbours talk to neighbours only.
+    """Yield the blocks that this rank sees, its own first, passed on from neighbour to neighbour.
 
-    With a block mask, each sends its block straight to those that see any of it; None where another got one, and this rank none.
+    With a block mask, ranks send their blocks directly to the ranks that see any of it. The block is None in steps in which other ranks
+    receive one and this rank does not.
     """
     hops, dim = plan.hops, plan.dim
     passes_on = plan.spec.options.block_mask is None
@@ -105,14 +105,14 @@ def ring_pass(
     def start(hop: Hop) -> Travelling:
         if passes_on:
             return start_ring_shift(sent, packing.numel(hop.source), dim)
-        # Where autograd follows each collective, they go back in the order in which they came, on every rank.
+        # With autograd, this makes the collectives of the backward run in reverse order on every rank.
         x = add_autograd_dependency(sent if hop.sends else sent[:0], received[-1:])
         return start_ring_shift(x, packing.numel(hop.source) if hop.receives else 0, dim, distance=hop.step)
 
     arriving = [start(hops[0])]
     yield OWN, own
     for number, hop in enumerate(hops, start=1):
-        buffer = wait(arriving.pop())  # what is done still holds what it sent
+        buffer = wait(arriving.pop())  # A finished collective still refers to the buffer that it sent.
         if torch.is_grad_enabled():
             received.append(buffer)
         if passes_on:
@@ -125,7 +125,7 @@ def ring_pass(
 def all_gather_kv(
     own: Block, sent: Tensor, packing: Packing, plan: RingPlan, received: list[Tensor]
 ) -> Iterator[tuple[Hop, Block | None]]:
-    """All of them in one collective."""
+    """Yield the blocks of all ring ranks, this rank's own first, gathered by one collective."""
     sizes = [packing.numel(rank) for rank in range(plan.dim.size)]
     largest = max(sizes)
     if sent.numel() < largest:
@@ -164,17 +164,17 @@ def ring_attention(
     heads: Tensor | None = None,
     attn_func: LocalAttention | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of this ring block's queries over the keys of all ring blocks.
+    """Compute attention of this ring block's queries to the keys of all ring blocks.
 
     Args:
-        query: ``[B, H, S_q, D]``, as ``plan.query_runs`` says.
-        key, value: ``[B, H_kv, S_k, D]``, ``[B, H_kv, S_k, D_v]``, likewise.
-        mask: ``[B or 1, H or 1, S_q or 1, total or 1]``: rows as ``query``, columns by position in the whole sequence.
-        heads: the key head of each query head, ``[H]``; None if they are grouped evenly.
-        attn_func: computes attention on one device; None: ``plan.spec.options.backend``.
+        query: ``[B, H, S_q, D]``, at the positions ``plan.query_runs``.
+        key, value: ``[B, H_kv, S_k, D]`` and ``[B, H_kv, S_k, D_v]``, at the positions ``plan.key_runs(0)``.
+        mask: ``[B or 1, H or 1, S_q or 1, total or 1]``. Rows as in ``query``, columns by position in the whole sequence.
+        heads: ``[H]``, the key head of each query head; None if heads are grouped evenly.
+        attn_func: Computes local attention instead of ``plan.spec.options.backend``.
 
     Returns:
-        ``[B, H, S_q, D_v]`` in query's dtype, and lse ``[B, H, S_q]``.
+        out, ``[B, H, S_q, D_v]`` in the dtype of query, and lse, ``[B, H, S_q]``.
     """
     attention = BlockAttention(
         query,
@@ -216,7 +216,7 @@ def ring_attention_backward(
     heads: Tensor | None = None,
     mask_gradient: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of query, key, value and, if asked for, mask; args as in :func:`ring_attention`."""
+    """Return the gradients of query, key, value and, with ``mask_gradient``, of mask. Arguments as in :func:`ring_attention`."""
     gradients = BlockGradients(
         grad_out,
         query,
@@ -235,9 +235,10 @@ def ring_attention_backward(
 
 
 def _key_gradients(gradients: BlockGradients, key: Tensor, value: Tensor, plan: RingPlan) -> list[Tensor]:
-    """The gradients of this rank's keys and values.
+    """Return the gradients of this rank's keys and values.
 
-    What was found for a block travels behind it, and at last home; with a block mask, from each rank straight home.
+    The gradient of a block follows it around the ring, and returns to its owner in the last hop; with a block mask, every rank sends its part
+    directly to the owner.
     """
     dim, packing = plan.dim, Packing(key, value, plan.block_sizes)
     own: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""Which block of keys and values is on which ring rank at each step of ring attention, and where it travels next."""
+"""The plan of ring attention: which block of keys and values is on which ring rank at each step, and where it is sent next."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from para_core.distributed.mesh import MeshDim
 
 
 class Hop(NamedTuple):
-    """How the block of the ring rank ``step`` before this one, ``source``, gets here.
+    """The step in which this rank gets the block of ``source``, the ring rank ``step`` positions before it.
 
-    With a block mask blocks go only to the ranks that see any of them: then this rank ``sends`` its own to the rank ``step``
-    after it, or does not, and ``receives`` that of ``source``, or does not.
+    With a block mask, blocks are sent only to ranks that see any of them: ``sends`` says whether this rank sends its own block to the rank
+    ``step`` positions after it, and ``receives`` whether it receives that of ``source``.
     """
 
     step: int
@@ -26,28 +26,28 @@ class Hop(NamedTuple):
     receives: bool = True
 
 
-OWN = Hop(0, 0)  # In place of a hop: the block that is here at first.
+OWN = Hop(0, 0)  # Stands for the step of the rank's own block.
 
 
 @dataclass(frozen=True, eq=False)
 class RingPlan:
-    """The blocks of a ring, their hops, and the tiles of this rank's queries by each of them."""
+    """The blocks of a ring, their hops, and the tiling of this rank's queries and each block."""
 
     spec: AttentionSpec
 
     @lazy
     def dim(self) -> MeshDim:
-        """The mesh dim along which blocks travel."""
+        """The mesh dim along which blocks are sent."""
         return self.spec.mesh.ring
 
     @lazy
     def wire(self) -> WireFormat | None:
-        """The form in which keys and values travel; None: as they are."""
+        """The format in which keys and values are sent; None to send them unchanged."""
         return wire_format(self.spec.options.comm_dtype)
 
     @lazy
     def block_sizes(self) -> tuple[int, ...]:
-        """Keys that travel in the block of each ring rank."""
+        """Number of sharded keys, which are sent, in the block of each ring rank."""
         layout, width = self.spec.key_layout, self.spec.mesh.ulysses.size
         return tuple(
             [
@@ -58,16 +58,16 @@ class RingPlan:
 
     @property
     def rotates(self) -> bool:
-        """Whether blocks of keys and values have to travel at all."""
+        """Whether any block of keys and values has to be sent."""
         return self.spec.mesh.ring.size > 1 and bool(self.spec.key_layout.sharded)
 
     def source(self, step: int) -> int:
-        """The ring rank whose block is here at ``step``."""
+        """Return the ring rank whose block this rank has at ``step``."""
         return (self.spec.mesh.ring.index - step) % self.spec.mesh.ring.size
 
     @lazy
     def hops(self) -> list[Hop]:
-        """One for each step in which a block moves."""
+        """The hops of the ring: one per step in which any rank sends a block."""
         spec, size, index = self.spec, self.spec.mesh.ring.size, self.spec.mesh.ring.index
         blocks = spec.options.block_mask
         steps = range(1, size if self.rotates else 1)
@@ -85,12 +85,12 @@ class RingPlan:
 
     @lazy
     def has_replicated_keys(self) -> bool:
-        """Whether a part of this rank's own block does not travel."""
+        """Whether this rank's block contains replicated keys, which are not sent."""
         return bool(self.spec.key_layout.replicated)
 
     @lazy
     def travels(self) -> list[Run]:
-        """The keys of this rank's own block that no other block holds, by their offset in it."""
+        """The sharded keys of this rank's block, which are sent, as offsets in the block."""
         layout, mesh = self.spec.key_layout, self.spec.mesh
         if mesh.ulysses.size > 1:
             return [(0, self.block_sizes[mesh.ring.index])]
@@ -100,11 +100,11 @@ class RingPlan:
 
     @lazy
     def query_runs(self) -> list[Run]:
-        """Positions of this block's queries, in the order in which the block holds them."""
+        """Positions of this block's queries, in the order of the block."""
         return own_runs(self.spec.query_layout, self.spec.mesh)
 
     def key_runs(self, step: int) -> list[Run]:
-        """Positions of the keys of the block that is here at ``step``."""
+        """Return the positions of the keys of the block that this rank has at ``step``."""
         if step == 0:
             return own_runs(self.spec.key_layout, self.spec.mesh)
         return sharded_runs(self.spec.key_layout, self.spec.mesh, self.source(step))

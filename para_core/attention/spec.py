@@ -1,4 +1,4 @@
-"""What one attention call over a mesh computes, tensors aside: a frozen value that writes itself as JSON, for a graph."""
+"""The specification of one attention call over a mesh, without its tensors: a frozen value that writes itself as JSON for a graph."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from para_core.distributed.mesh import SequenceMesh, read_mesh
 
 @dataclass(frozen=True, eq=False)
 class AttentionSpec:
-    """What is computed, and over which ranks. Who sends what to whom follows from it: :class:`~para_core.attention.plan.AttentionPlan`.
+    """What a call computes and over which ranks. :class:`~para_core.attention.plan.AttentionPlan` derives the communication from it.
 
     Args:
-        key_layout: ``query_layout`` itself, not an equal one, if keys are sharded like queries: they then travel in one table.
-        num_heads, num_kv_heads: of all ranks; the latter divides the former.
-        options_text: ``options`` as JSON, written before a graph is traced, which takes numbers for variables.
+        key_layout: The same object as ``query_layout`` if keys are sharded like queries. They are then packed together.
+        num_heads, num_kv_heads: Numbers of heads of the whole call. The second divides the first.
+        options_text: ``options`` as JSON, written before a graph is traced, because Dynamo treats numbers as variables.
     """
 
     query_layout: SequenceLayout
@@ -55,20 +55,20 @@ class AttentionSpec:
 
     @lazy
     def with_gradients(self) -> AttentionSpec:
-        """This spec for a call that keeps a gradient: nothing is rounded, on the way or in a product."""
+        """The spec for a call that keeps a gradient, which rounds nothing."""
         options = self.options.with_gradients
         return self if options is self.options else replace(self, options=options, options_text=options.as_text())
 
     @lazy
     def text(self) -> str:
-        """JSON of all but lengths, heads and scale, which may be symbolic. Equal texts, numbers and scales are equal specs."""
+        """JSON of everything except :attr:`numbers` and the scale, which may be symbolic in a graph."""
         key_kinds = None if self.key_layout is self.query_layout else _kinds(self.key_layout)
         text: str = _to_json(self.mesh.text, self.is_causal, _kinds(self.query_layout), key_kinds, self.options_text)
         return text
 
     @property
     def numbers(self) -> list[int]:
-        """Heads, and the lengths of the segments of queries and, if they are not the same, of keys."""
+        """The numbers of heads, and the lengths of the segments of the queries and, if the layouts differ, of the keys."""
         layouts = [self.query_layout, *([] if self.key_layout is self.query_layout else [self.key_layout])]
         return [
             self.num_heads,
@@ -78,7 +78,7 @@ class AttentionSpec:
 
     @staticmethod
     def read(text: str, numbers: Sequence[int], scale: float | None) -> AttentionSpec:
-        """Return the spec that :attr:`text` and :attr:`numbers` describe. Its mesh finds its groups by their names."""
+        """Return the spec with this :attr:`text` and these :attr:`numbers`. Its mesh finds process groups by their names."""
         fields = json.loads(text)
         mesh, ranks = read_mesh(fields["mesh"])
         num_heads, num_kv_heads, *totals = numbers
@@ -91,11 +91,11 @@ class AttentionSpec:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _to_json(mesh: str, is_causal: bool, queries: str, keys: str | None, options: str) -> str:
-    # Dynamo does not trace the encoder. All arguments are constants of a graph.
+    # Dynamo cannot trace the JSON encoder, but all arguments are constants of a graph.
     return json.dumps({"mesh": mesh, "is_causal": is_causal, "queries": queries, "keys": keys, "options": options})
 
 
-# A letter for each segment of a layout: (replicated, balanced).
+# The letter of a segment's kind: (replicated, balanced).
 _KINDS = {"s": (False, False), "r": (True, False), "b": (False, True)}
 
 
