@@ -1,4 +1,4 @@
-"""``scaled_dot_product_attention`` over a mesh: its arguments checked, agreed on between ranks, and computed."""
+"""``scaled_dot_product_attention`` over a mesh: validate a call, compare it between ranks, and compute it."""
 
 from __future__ import annotations
 
@@ -45,24 +45,24 @@ from para_core.distributed.layout import SequenceLayout
 from para_core.distributed.mesh import SequenceMesh
 from para_core.torch_internals import FORWARD_AD_LEVEL, forward_ad_globals, innermost_transform, math_sdp_enabled
 
-# (local query length, local key length, whether it matters where in the sequence a token is) -> layouts of queries and keys.
+# (local query length, local key length, whether positions matter) -> layouts of queries and keys.
 ChooseLayouts = Callable[[int, int, bool], tuple[SequenceLayout, SequenceLayout]]
-# (query, key, value, attn_mask=, dropout_p=, is_causal=, scale=) -> out, or (out, lse): SDPA, or what a user has instead.
+# SDPA or a user's own attention: (query, key, value, attn_mask=, dropout_p=, is_causal=, scale=) -> out or (out, lse).
 AttnFunc = Callable[..., "Tensor | tuple[Tensor, Tensor]"]
 
-# Of one MeshAttention; more are forgotten together.
+# Numbers of entries that one MeshAttention keeps. A full cache is emptied.
 _MOST_SIGNATURES = 1024
 _MOST_STATES = 64
 
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A checked and planned call, for all calls of the same shapes and flags.
+    """A validated and planned call, valid for all calls with the same shapes and flags.
 
     Args:
-        signature: what must be equal on all ranks; None if they do not ask each other.
-        extents: of the mask; None without one, and if every call asks the others for the sizes of theirs.
-        has_single_tokens: some rank holds a single token of a call that is not causal: its caller may be, and is asked.
+        signature: What must be equal on all ranks; None if the ranks do not compare calls.
+        extents: The extents of the mask; None without a mask, and if each call exchanges the sizes of the ranks' masks.
+        has_single_tokens: Whether a rank holds a single token in a call without ``is_causal``. The calling module may still be causal.
     """
 
     plan: AttentionPlan
@@ -72,14 +72,14 @@ class _Prepared:
 
 
 class MeshAttention:
-    """``scaled_dot_product_attention`` over a mesh, for calls of this rank's part.
+    """``scaled_dot_product_attention`` over a mesh. Each rank calls it with its part of the tensors.
 
-    In eager code a call is checked and planned once per shapes and flags.
+    In eager code a call is validated and planned once per shapes and flags.
 
     Args:
-        layouts: who holds which tokens, by what this rank holds. Asked once in each state (:meth:`under`).
-        assume_equal: do not begin each call with a small exchange; bad input on one rank may then hang or abort the others.
-        attn_func: computes attention on one device instead of SDPA.
+        layouts: Returns the layouts of queries and keys from this rank's lengths. Its answers are cached per state (:meth:`under`).
+        assume_equal: Whether to skip the exchange at the start of each call. Bad input on one rank may then hang or abort the others.
+        attn_func: Computes local attention instead of SDPA.
     """
 
     def __init__(
@@ -97,13 +97,13 @@ class MeshAttention:
         self._host_groups = HostGroups(mesh)
         self._prepared: dict[Any, _Prepared] = {}
         self._prepared_in: dict[Any, dict[Any, _Prepared]] = {}
-        # Of the masks that calls were given, where ranks ask each other.
+        # Reviews of the masks of compared calls.
         self.reviews = MaskReviews()
-        # Whether the next call asks if every rank holds the same tokens: set by a mode through which nothing was sharded yet.
+        # Whether the next call checks that ranks hold different tokens. A mode sets it while nothing was sharded through it.
         self.looks_for_copies = False
 
     def under(self, state: Any) -> None:
-        """From now on ``layouts`` answers as it does in this ``state``, a hashable value; what was found out in it before holds again."""
+        """Use the cache of plans for ``state``, a hashable value on which the answers of ``layouts`` depend."""
         if len(self._prepared_in) >= _MOST_STATES:
             self._prepared_in.clear()
         self._prepared = self._prepared_in.setdefault(state, {})
@@ -112,17 +112,17 @@ class MeshAttention:
         """Compute ``call``, whose tensors are this rank's part.
 
         Args:
-            call: ``[B, H, S_local, D]``, or with fewer or more leading dims, as SDPA takes. At most one of the last two dims of its mask
-                may be local.
+            call: Tensors ``[B, H, S_local, D]``, with any leading dims that SDPA accepts. At most one of the last two dims of the mask may be
+                local.
 
         Returns:
-            ``[B, H, S_local, D_v]``, in memory as SDPA's result lies.
+            ``[B, H, S_local, D_v]``, with the memory layout of SDPA's result.
 
         Raises:
-            ValueError: on every rank, in eager code, if the input of any rank does not fit.
+            TypeError, ValueError, RuntimeError: The input of some rank is invalid. In eager code it is raised on every rank.
         """
         compiling = torch.compiler.is_compiling()
-        # Tested here, too: no call of a function for what hardly ever holds.
+        # Tested before the call of refuse_transforms(), because it is hardly ever true and a function call costs the host time.
         if compiling or innermost_transform() is not None or forward_ad_globals[FORWARD_AD_LEVEL] >= 0:
             refuse_transforms()
         call = _normalized(call)
@@ -150,9 +150,9 @@ class MeshAttention:
         return out.reshape(*leading, *out.shape[1:])
 
     def _learns_in_float32(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-        """Return whether one device would compute this call, and its gradient, in float32 although its tensors have 16 bits.
+        """Whether one device would compute this 16-bit call and its gradient in float32.
 
-        A gradient that cancels is lost in the rounding of the partial results of a ring.
+        A ring then has to do the same: rounding its partial results to 16 bits would destroy gradients that cancel.
         """
         tensors = [x for x in (query, key, value, mask) if isinstance(x, Tensor)]
         if self._attn_func is not None or len(tensors) < 3 or any(x.is_nested for x in tensors):
@@ -170,11 +170,11 @@ class MeshAttention:
     def _agree(
         self, prepared: _Prepared, expected: Signature, query: Tensor, key: Tensor, mask: Tensor | None
     ) -> tuple[Tensor | None, MaskExtents | None]:
-        """Compare this call with that of the other ranks. Return the mask, and what its dims are then known to count."""
+        """Compare this call with those of the other ranks. Returns the mask and the extents of its dims."""
         look, own = self.looks_for_copies, NO_MASK
         if mask is not None or look or prepared.has_single_tokens:
             own = own_part(prepared.plan.spec, self._mesh, query, key, mask, self.reviews, look_for_copies=look)
-            # A single token says nothing yet.
+            # The digest of a single token is 0 and proves nothing, so the next call checks again.
             self.looks_for_copies = look and own.digest == 0 and query.shape[-2] < 2
         explain = partial(explain_difference, self._mesh, mask)
         parts = check_consistent(expected, self._host_groups, own, explain=explain)
@@ -183,7 +183,7 @@ class MeshAttention:
         return settle_call(prepared.plan.spec, self._mesh, query, mask, [OwnPart(*part) for part in parts])
 
     def _prepare(self, call: SdpaCall, lookup_key: Any) -> _Prepared:
-        """Check a call and plan it. The result depends on its shapes and flags, and is kept under ``lookup_key``."""
+        """Validate and plan a call. The result depends on its shapes and flags only, and is cached under ``lookup_key``."""
         query, key, value, mask, options = call.query, call.key, call.value, call.attn_mask, self._options
         exchanges = not (self._assume_equal or torch.compiler.is_compiling())
         if exchanges:
@@ -227,7 +227,7 @@ class MeshAttention:
         return prepared
 
     def raise_everywhere(self, error: Exception) -> NoReturn:
-        """Raise ``error``, if ranks ask each other on all of them."""
+        """Raise ``error``; on every rank, if the ranks compare calls."""
         if not (self._assume_equal or torch.compiler.is_compiling()):
             self._mesh.check_alive()
             check_consistent(error, self._mesh)
@@ -243,7 +243,7 @@ class MeshAttention:
         extents: MaskExtents | None,
     ) -> Tensor:
         if query.is_meta:
-            # Nothing to send: what is asked for is the shape.
+            # Only the shape of the result is needed, so nothing is sent.
             shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
             return query.new_empty(shape).transpose(1, 2)
         mask = None
@@ -257,7 +257,7 @@ class MeshAttention:
 
 
 def _as_autocast_does(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """Each tensor as autocast casts the arguments of an operator that it computes in fewer bits; float64 stays."""
+    """Return each tensor cast as autocast casts the arguments of SDPA. float64 is not cast."""
     return tuple(
         [
             x.to(torch.get_autocast_dtype(x.device.type))
@@ -269,10 +269,10 @@ def _as_autocast_does(*tensors: Tensor | None) -> tuple[Any, ...]:
 
 
 def _normalized(call: SdpaCall) -> SdpaCall:
-    """Return ``call`` as SDPA understands it: tensors as autocast casts them, plain numbers as flags, a mask of one row if rows are equal."""
+    """Return ``call`` with tensors cast by autocast, flags and scale as plain numbers, and expanded rows of the mask reduced to one row."""
     query, key, value, mask, scale, is_causal = *call[:4], call.scale, call.is_causal
     if autocasts(query):
-        # Autocast knows SDPA, not the operators that compute it here.
+        # Autocast casts the arguments of SDPA, but not those of the operators that are used here.
         query, key, value, mask = _as_autocast_does(query, key, value, mask)
     elif (
         mask is None
@@ -281,20 +281,20 @@ def _normalized(call: SdpaCall) -> SdpaCall:
     ):
         return call
     if not (scale is None or isinstance(scale, (float, torch.SymFloat))):
-        scale = float(scale)  # of NumPy, or a tensor of one element
+        scale = float(scale)  # A NumPy number or a tensor with one element.
     if isinstance(mask, Tensor):
         mask = _one_row(mask)
     return SdpaCall(query, key, value, mask, call.dropout_p, bool(is_causal), scale, call.enable_gqa, call.lengths)
 
 
 def _lookup_key(call: SdpaCall) -> Any:
-    """Return all that a plan depends on; None if the call is to be planned anew."""
+    """Return the key of a call in the cache of plans; None if the call must not be cached."""
     query, key, value, mask, *flags = call
-    # Nested tensors have no shape. A user who switches the math backend off may switch off the others, too.
+    # Nested tensors have no shape. With the math backend switched off, the user's other switches decide whether the call is valid.
     try:
         if query.is_nested or key.is_nested or value.is_nested or not math_sdp_enabled():
             return None
-    except AttributeError:  # Not a tensor: check_kind() says so.
+    except AttributeError:  # Not a tensor; check_kind() raises.
         return None
     keeps_graph = torch.is_grad_enabled()
     return (
@@ -317,14 +317,14 @@ def _lookup_key(call: SdpaCall) -> Any:
 
 
 def _one_row(mask: Tensor) -> Tensor:
-    """``mask`` with a single row, if it is one row expanded to all queries: then no row is of one query."""
+    """Return one row of ``mask`` if it is one row expanded to all queries (stride 0); otherwise ``mask``."""
     if mask.ndim < 2 or mask.layout != torch.strided:
         return mask
     return mask[..., :1, :] if guard_or_false(mask.stride(-2) == 0 and mask.shape[-2] > 1) else mask
 
 
 def _in_one_batch(mask: Tensor, leading: Sequence[int]) -> Tensor:
-    """``mask`` as ``[B or 1, H or 1, S_q, S_k]``, where the query has ``leading`` dims before its heads, not one."""
+    """Return ``mask`` as ``[B or 1, H or 1, S_q, S_k]``, for a query with the dims ``leading`` instead of one batch dim."""
     if mask.ndim <= 3:
         return mask
     if all(size == 1 for size in mask.shape[:-3]):
@@ -342,16 +342,16 @@ def _run_attn_func(
     is_causal: bool,
     scale: float | None,
 ) -> tuple[Tensor, Tensor]:
-    if 0 in query.shape or 0 in key.shape:  # kernels seldom take that
+    if 0 in query.shape or 0 in key.shape:  # Most kernels do not support empty tensors.
         out, lse = local_attention_with_lse(query, key, value, mask=mask, is_causal=is_causal, scale=scale)
         return add_autograd_dependency(out, [query, key, value]), lse
     mask, is_causal = fold_causal(mask, is_causal, query, key)
     if mask is not None:
-        # A row that sees no key is NaN to many: it sees them all, and then counts for nothing.
+        # Many kernels return NaN for a row without keys. It gets all keys here, and its result is discarded below.
         empty_row = fully_masked_rows(mask)
         mask = mask | empty_row[..., None] if mask.dtype == torch.bool else mask.masked_fill(empty_row[..., None], 0.0)
     result = attn_func(query, key, value, attn_mask=mask, dropout_p=0.0, is_causal=is_causal, scale=scale)
-    # Out alone is asked for only where nothing is merged.
+    # _check_attn_func has verified that lse is returned if results have to be merged.
     out, lse = (
         (result, result.new_zeros(result.shape[:-1], dtype=torch.float32)) if isinstance(result, Tensor) else result
     )
@@ -370,7 +370,7 @@ def _check_attn_func(
     *,
     is_causal: bool,
 ) -> None:
-    """Ask ``attn_func`` about one token whether it returns lse: every rank must know before anything travels."""
+    """Raise if ``attn_func`` cannot compute this call. Calls it with one token to see whether it returns lse, before anything is sent."""
     if torch.compiler.is_compiling() and (is_causal or options.by_position):
         raise RuntimeError(
             "inside a compiled function attn_func takes no is_causal and no sparse mode: positions are symbolic there. "

@@ -1,8 +1,8 @@
-"""How one call is split into attention that needs no mask of positions: pieces of queries, tiles of keys.
+"""Split one call into pieces of queries and tiles of keys that need no position mask.
 
-Tokens are named by their position in the whole sequence, whatever rank holds them: query i sees keys 0 … i. So every
-layout needs no mask tensor: blocks above the diagonal disappear, blocks below it are plain, and what lies on it is
-SDPA's own ``is_causal``. A block mask likewise: a rectangle is then some runs of keys. Integers, but for taking parts of tensors.
+Tokens are identified by their position in the whole sequence: query i sees keys 0 … i. No layout then needs a mask tensor: tiles above the
+diagonal are skipped, tiles below it are computed without a mask, and tiles on it with SDPA's ``is_causal``. A block mask becomes runs of keys
+in the same way. Except for :func:`take` and :func:`put`, everything here is integer arithmetic.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from para_core.distributed.mesh import SequenceMesh
 
 
 class VisibleBlocks(Protocol):
-    """Which blocks of queries see which blocks of keys."""
+    """A block mask: which blocks of queries see which blocks of keys."""
 
     def alike(self, *, is_causal: bool) -> list[Run]:
-        """Runs of queries that see the same keys."""
+        """Return runs of queries that see the same keys."""
 
     def keys_of(self, query: int) -> list[Run]:
-        """Positions of the keys that the query at this position sees."""
+        """Return the positions of the keys that the query at position ``query`` sees."""
 
 
-# -- what a rank's block holds
+# -- the tokens of a rank's block
 
 
 def own_runs(layout: SequenceLayout, mesh: SequenceMesh, ring_index: int | None = None) -> list[Run]:
-    """Positions of what the block of a ring rank (this one) holds: all of a Ulysses group's shards, then replicated tokens.
+    """Return the positions of the tokens in the block of a ring rank, by default this one.
 
-    One rank alone keeps its tokens in the order in which it got them.
+    They are the sharded tokens of its Ulysses group, then the replicated ones. A single rank keeps its tokens in the order of its layout.
     """
     ring_index = mesh.ring.index if ring_index is None else ring_index
     if mesh.ulysses.size == 1:
@@ -44,7 +44,7 @@ def own_runs(layout: SequenceLayout, mesh: SequenceMesh, ring_index: int | None 
 
 
 def sharded_runs(layout: SequenceLayout, mesh: SequenceMesh, ring_index: int) -> list[Run]:
-    """Positions of what only the ranks of one Ulysses group hold: the part of its block that travels."""
+    """Return the positions of the sharded tokens in the block of a ring rank, which are sent to other ring ranks."""
     first = ring_index * mesh.ulysses.size
     return [run for rank in range(first, first + mesh.ulysses.size) for run in layout.runs(rank, replicated=False)]
 
@@ -54,12 +54,12 @@ def sharded_runs(layout: SequenceLayout, mesh: SequenceMesh, ring_index: int) ->
 
 @dataclass(frozen=True)
 class Tile:
-    """Keys that a run of queries sees.
+    """Keys of a block that a run of queries sees.
 
     Args:
-        runs: of them, by their offset in the block, ascending and not empty.
-        positions: of the same keys, in the whole sequence.
-        diagonal: one run, as long as the queries, at their positions: query i of the run sees keys 0 … i of the tile.
+        runs: The keys as offsets in the block, ascending, without empty runs.
+        positions: The same keys as positions in the whole sequence.
+        diagonal: Whether the tile is one run at the positions of the queries, so that query i of the run sees keys 0 … i of the tile.
     """
 
     runs: tuple[Run, ...]
@@ -68,7 +68,7 @@ class Tile:
 
 
 def coalesce(runs: Sequence[Run]) -> list[Run]:
-    """``runs`` in ascending order, without the empty ones, neighbours joined.
+    """Return ``runs`` sorted, without empty ones, and with adjacent ones joined.
 
     >>> coalesce([(4, 2), (0, 3), (3, 1), (9, 0)])
     [(0, 6)]
@@ -77,7 +77,7 @@ def coalesce(runs: Sequence[Run]) -> list[Run]:
 
 
 def join_neighbours(runs: Sequence[Run]) -> list[Run]:
-    """``runs`` in their order, without the empty ones, joined where one begins at the other's end.
+    """Return ``runs`` in their order, without empty ones. A run that begins at the end of the one before it is joined with it.
 
     >>> join_neighbours([(4, 2), (6, 1), (0, 3), (3, 0)])
     [(4, 3), (0, 3)]
@@ -94,7 +94,7 @@ def join_neighbours(runs: Sequence[Run]) -> list[Run]:
 
 
 def cut(runs: Sequence[Run], others: Sequence[Run]) -> list[Run]:
-    """``runs`` (ascending), split where a run of ``others`` starts or ends.
+    """Split ``runs``, which are ascending, at the starts and ends of ``others``.
 
     >>> cut([(0, 10)], [(2, 3), (5, 20)])
     [(0, 2), (2, 3), (5, 5)]
@@ -109,12 +109,12 @@ def cut(runs: Sequence[Run], others: Sequence[Run]) -> list[Run]:
 
 
 def visible_tiles(queries: Run, keys: Sequence[Run], *, is_causal: bool, shown: Sequence[Run] | None) -> list[Tile]:
-    """What a run of queries sees of a block of keys.
+    """Return the tiles of a key block that a run of queries sees.
 
     Args:
-        queries: not empty; split, if ``is_causal``, by ``keys`` and by the runs of ``shown``: each holds all of its positions or none.
-        keys: ascending; the block holds them one after the other.
-        shown: positions of keys that a block mask shows these queries, ascending; all if None.
+        queries: Not empty. With ``is_causal``, each run of ``keys`` and of ``shown`` contains all of its positions or none.
+        keys: Positions of the block's keys, ascending, in the order of the block.
+        shown: Positions of the keys that a block mask shows these queries, ascending; None for all.
 
     >>> visible_tiles((4, 2), [(0, 2), (4, 6)], is_causal=True, shown=None)
     [Tile(runs=((0, 2),), positions=((0, 2),), diagonal=False), Tile(runs=((2, 2),), positions=((4, 2),), diagonal=True)]
@@ -133,7 +133,7 @@ def visible_tiles(queries: Run, keys: Sequence[Run], *, is_causal: bool, shown: 
 
 
 def intersect(runs: Sequence[Run], others: Sequence[Run]) -> list[Run]:
-    """What two ascending lists of runs have in common, ascending, without empty runs.
+    """Return the intersection of two ascending lists of runs, ascending, without empty runs.
 
     >>> intersect([(0, 4), (6, 4)], [(2, 5), (8, 9)])
     [(2, 2), (6, 1), (8, 2)]
@@ -152,7 +152,7 @@ def intersect(runs: Sequence[Run], others: Sequence[Run]) -> list[Run]:
 
 
 def offsets(runs: Sequence[Run], block: Sequence[Run]) -> list[Run]:
-    """Where a block that holds the positions ``block``, ascending, holds ``runs``; neighbours joined.
+    """Return the offsets of ``runs`` in a block with the positions ``block``, ascending. Adjacent runs are joined.
 
     >>> offsets([(4, 1), (7, 2)], [(0, 2), (4, 6)])
     [(2, 1), (5, 2)]
@@ -165,7 +165,7 @@ def offsets(runs: Sequence[Run], block: Sequence[Run]) -> list[Run]:
 
 
 def take(x: Tensor, dim: int, runs: Sequence[Run]) -> Tensor:
-    """The parts of ``x`` at ``runs`` of a dim, one behind the other."""
+    """Return the concatenated parts of ``x`` at ``runs`` along ``dim``."""
     if len(runs) == 1:
         start, length = runs[0]
         return x if length == x.size(dim) else x.narrow(dim, start, length)
@@ -173,7 +173,10 @@ def take(x: Tensor, dim: int, runs: Sequence[Run]) -> Tensor:
 
 
 def put(total: Tensor, dim: int, runs: Sequence[Run], x: Tensor, heads: Tensor | None = None) -> None:
-    """Add ``x`` to where :func:`take` takes it from, ``[B, H, …]``: a head of it to each of ``heads``, or summed as it broadcasts."""
+    """Add ``x``, ``[B, H, …]``, in place to the parts of ``total`` at ``runs``: the transpose of :func:`take`.
+
+    Head i of ``x`` is added to head ``heads[i]``. Without ``heads``, ``x`` is summed to the shape of the parts first.
+    """
     for run, part in zip(runs, x.split([length for _, length in runs], dim=dim), strict=True):
         where = total.narrow(dim, *run)
         if heads is None:
@@ -186,7 +189,7 @@ def put(total: Tensor, dim: int, runs: Sequence[Run], x: Tensor, heads: Tensor |
 
 
 class TokenOrder:
-    """The tokens of a block: as it holds them, or, where positions matter, by ascending position."""
+    """The order of a block's tokens for computation: that of the block, or by position if positions matter."""
 
     def __init__(self, runs: Sequence[Run], *, ascending: bool) -> None:
         self._order = sorted(range(len(runs)), key=runs.__getitem__) if ascending else list(range(len(runs)))
@@ -195,14 +198,14 @@ class TokenOrder:
         self.positions = coalesce(runs) if ascending else list(runs)
 
     def arrange(self, x: Tensor) -> Tensor:
-        """``x`` along dim 2, from the order in which the block holds it to this one."""
+        """Return ``x``, whose dim 2 is in the order of the block, in this order."""
         if self._as_held:
             return x
         parts = x.split(self._lengths, dim=2)
         return torch.cat([parts[index] for index in self._order], dim=2)
 
     def restore(self, x: Tensor) -> Tensor:
-        """The inverse of :meth:`arrange`."""
+        """Undo :meth:`arrange`."""
         if self._as_held:
             return x
         parts = x.split([self._lengths[index] for index in self._order], dim=2)
@@ -210,12 +213,13 @@ class TokenOrder:
 
 
 class Tiling:
-    """How the attention of one block of queries to every ring block of keys is split.
+    """The pieces and tiles of the attention of one query block to every ring block of keys.
 
     Args:
-        query_runs: positions of the block's queries, in its own order.
-        key_runs: of the keys of the ring block that is here at each step, its own first.
-        visible: which blocks are seen; all if None.
+        query_runs: Positions of the block's queries, in the order of the block.
+        key_runs: For each step, the positions of the keys of the ring block that is processed; the rank's own block is first.
+        is_causal: Whether query i sees only keys 0 … i.
+        visible: The block mask; None if all keys are seen.
     """
 
     def __init__(
@@ -237,7 +241,7 @@ class Tiling:
 
     @lazy
     def pieces(self) -> list[Run]:
-        """The queries, split so that each piece has the same tiles in every block."""
+        """Runs of queries, such that all queries of a piece see the same tiles of every block."""
         if not self.by_position:
             return [(0, sum([length for _, length in self._query_runs]))]
         edges = [] if self._visible is None else self._visible.alike(is_causal=self._is_causal)
@@ -247,11 +251,11 @@ class Tiling:
 
     @lazy
     def keys(self) -> list[TokenOrder]:
-        """Of each step."""
+        """The order of the keys of each step."""
         return [TokenOrder(runs, ascending=self.by_position) for runs in self._key_runs]
 
     def tiles(self, step: int) -> list[tuple[int, Tile]]:
-        """What the pieces of the queries, by number, see of the block that is here at ``step``."""
+        """Return ``(index of a piece, tile)`` for each tile of the key block of ``step`` that a piece sees."""
         if step not in self._tiles:
             keys = self.keys[step]
             self._tiles[step] = [
@@ -269,7 +273,7 @@ class Tiling:
         return visible_tiles(queries, keys.positions, is_causal=self._is_causal, shown=shown)
 
     def split(self, x: Tensor) -> list[Tensor]:
-        """``x``, whose dim 2 is that of the block's queries, or 1, for each piece."""
+        """Split ``x`` into pieces along dim 2, the queries of the block. A dim 2 of size 1 is repeated for each piece."""
         lengths = [length for _, length in self.pieces]
         if x.shape[2] == 1 and lengths != [1]:
             return [x] * len(lengths)
@@ -277,5 +281,5 @@ class Tiling:
         return [x] if len(lengths) == 1 else list(x.split(lengths, dim=2))
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """The inverse of :meth:`split`."""
+        """Undo :meth:`split`."""
         return self.queries.restore(parts[0] if len(parts) == 1 else torch.cat([*parts], dim=2))

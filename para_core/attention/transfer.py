@@ -1,11 +1,11 @@
-"""One all-to-all of tensors ``[B, H, S, D]``, of which each peer gets a run of the tokens and a run of the heads.
+"""One all-to-all of tensors ``[B, H, S, D]``, in which each peer gets a run of the tokens and a run of the heads.
 
-:class:`EvenAllToAll` is for peers whose parts are equally large, :class:`UnevenAllToAll` for all others. How a buffer is packed and
-unpacked is chosen once per shapes of the tensors (:func:`_choose_packing`): as a view or a concatenation of views, peer by peer, by one
-Triton kernel, or rounded by a :class:`~para_core.attention.hooks.WireFormat`.
+:class:`EvenAllToAll` is for slices of equal sizes, :class:`UnevenAllToAll` for all others. The way of packing and unpacking is chosen once per
+shapes of the tensors (:func:`_choose_packing`): as a view or a concatenation of views, peer by peer, by one Triton kernel, or rounded by a
+:class:`~para_core.attention.hooks.WireFormat`.
 
-Launches, whatever the number of ranks: peers with equally large parts are served by one strided copy. On a GPU with Triton all
-peers and tensors are served by one kernel (:mod:`para_core.attention.pack_ops`).
+Launches for any number of ranks: one strided copy serves all peers whose slices have equal sizes. On a GPU with Triton, one kernel serves all
+peers and tensors (:mod:`para_core.attention.pack_ops`).
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ Unpack = Callable[[Tensor], Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class _PeerView:
-    """How to see in ``[B, H, S, D]`` what each of some uniform peers has of it: a view ``[peers, S, B, heads, D]``.
+    """A view ``[peers, S, B, heads, D]`` of a tensor ``[B, H, S, D]`` that shows the slices of uniform peers.
 
-    ``shape`` and ``order`` as ``view`` and ``permute`` take them; no shape: of one peer, without its dim.
+    Args:
+        shape, order: Arguments of ``view`` and ``permute``. Without a shape the view is of one peer, and has no dim for peers.
     """
 
     narrows: tuple[tuple[int, int, int], ...]
@@ -54,7 +55,7 @@ class _PeerView:
             (2, token, tokens * number if token_step else tokens),
             (1, head, heads * number if head_step else heads),
         )
-        # While tracing it is not asked whether a symbolic length is that of a dim.
+        # While tracing, a comparison of symbolic lengths would add a guard.
         traced = torch.compiler.is_compiling()
         narrows = tuple([run for run in runs if traced or shape[run[0]] != run[2]])
         batch, _, _, width = shape
@@ -65,7 +66,7 @@ class _PeerView:
         return _PeerView(narrows, (batch, 1, heads, tokens, width), (1, 3, 0, 2, 4), number)
 
     def without_peers(self) -> _PeerView:
-        """Return this view of a single peer without the dim of peers: ``[S, B, heads, D]``."""
+        """Return the view of a single peer without the dim for peers: ``[S, B, heads, D]``."""
         return _PeerView(self.narrows, None, (2, 0, 1, 3), self.copies)
 
     def see(self, x: Tensor) -> Tensor:
@@ -81,7 +82,7 @@ class _PeerView:
 
 
 class _Steps(NamedTuple):
-    """How tensors of the same shapes travel: packed, sent in parts of these sizes (elements to and from each peer), unpacked."""
+    """The steps of an all-to-all for tensors of certain shapes: pack, send parts of these sizes (elements per peer), unpack."""
 
     pack: Pack
     send: list[int]
@@ -90,14 +91,14 @@ class _Steps(NamedTuple):
 
 
 class UnevenAllToAll:
-    """One all-to-all of tensors ``[B, H, S, D]``, of which each peer of ``dim`` gets its slices.
+    """An all-to-all of tensors ``[B, H, S, D]``, in which each peer of ``dim`` gets its slices.
 
-    Slices of the same tokens travel as columns of one table, others one after the other.
+    Slices with the same tokens are packed as columns of one table, other slices one after the other.
 
     Args:
-        sent, arriving: of each tensor, what goes to each peer of what this rank holds, and what of the result comes from each.
-            If the slices of several peers overlap in a result, they add up.
-        wire: not exact: what travels is rounded by it. Not for slices that overlap in a result, and without a gradient.
+        sent: For each tensor, the slices that are sent to each peer.
+        arriving: For each result, the slices that each peer sends. Overlapping slices are summed.
+        wire: Not exact. The format to which tensors are rounded. Supports neither overlapping slices nor gradients.
     """
 
     is_even = False
@@ -116,22 +117,22 @@ class UnevenAllToAll:
 
     @lazy
     def groups(self) -> tuple[tuple[UniformPeers, ...], tuple[UniformPeers, ...]]:
-        """The peers in uniform groups: of what is sent, and of what arrives."""
+        """The uniform groups of peers, for sending and for receiving."""
         return self._groups(self.sent), self._groups(self.arriving)
 
     def _groups(self, side: Sequence[PeerSlices]) -> tuple[UniformPeers, ...]:
         tokens = side[0].tokens
         in_a_row = all(sum(run) == following[0] for run, following in pairwise(tokens))
         if self.one_table and in_a_row and all(run == slices.heads[0] for slices in side for run in slices.heads):
-            # In the buffer, too, all tokens are in a row: no matter whose.
+            # The tokens of all peers are consecutive in the buffer as well, so they count as one peer's.
             whole = (tokens[0][0], sum([count for _, count in tokens]), 0)
             return (UniformPeers(1, tuple([run for slices in side for run in (whole, (*slices.heads[0], 0))])),)
         return group_uniform_peers([runs for slices in side for runs in (slices.tokens, slices.heads)])
 
     def start(self, tensors: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
-        """Begin it. The function that is returned waits, and gives the result of each tensor.
+        """Start the exchange. Returns a function that waits, and returns the result for each tensor.
 
-        A result is a view of what arrived, or lies in memory as SDPA's does, ``[B, S, H, D]``.
+        A result is a view of the received buffer, or has the memory layout of SDPA's result, ``[B, S, H, D]``.
         """
         shapes = tuple([x.shape for x in tensors])
         kind = shapes, tensors[0].dtype, takes_kernels(tensors[0])
@@ -145,7 +146,7 @@ class UnevenAllToAll:
         return start_all_to_all(buffer.view(-1), steps.send, steps.receive, self.dim)
 
     def _find_steps(self, shapes: tuple[Sequence[int], ...], dtype: torch.dtype, by_kernel: bool) -> _Steps:
-        """Return how tensors of these shapes travel; kept in eager code, where lengths are plain integers."""
+        """Return the steps for tensors of these shapes. Cached in eager code, where lengths are plain integers."""
         widths = [shape[3] if self.wire is None else self.wire.row_size(shape[3]) for shape in shapes]
         send, receive = (self._sizes(side, shapes[0][0], widths) for side in (self.sent, self.arriving))
         pack, unpack = _choose_packing(self, shapes, widths, dtype, sum(send), by_kernel)
@@ -155,7 +156,7 @@ class UnevenAllToAll:
         return steps
 
     def _sizes(self, side: Sequence[PeerSlices], batch: int, widths: Sequence[int]) -> list[int]:
-        """Elements of the buffer to or from each peer."""
+        """Return the number of buffer elements for each peer."""
         pairs = list(zip(side, widths, strict=True))
         return [
             sum([batch * slices.tokens[peer][1] * slices.heads[peer][1] * width for slices, width in pairs])
@@ -164,7 +165,7 @@ class UnevenAllToAll:
 
 
 class EvenAllToAll(UnevenAllToAll):
-    """:class:`UnevenAllToAll` if every rank sends as much to every other: backends have a shorter way for that, without sizes."""
+    """An :class:`UnevenAllToAll` whose slices all have the same size: backends need no sizes for it, and are faster."""
 
     is_even = True
 
@@ -176,7 +177,7 @@ class EvenAllToAll(UnevenAllToAll):
 def all_to_all_of(
     sent: Sequence[PeerSlices], arriving: Sequence[PeerSlices], dim: MeshDim, *, wire: WireFormat | None = None
 ) -> UnevenAllToAll:
-    """Return the all-to-all of these slices: even if each run has one length on all peers."""
+    """Return the all-to-all of these slices; an :class:`EvenAllToAll` if all peers have slices of equal sizes."""
     runs = [runs for side in (sent, arriving) for slices in side for runs in (slices.tokens, slices.heads)]
     is_even = all(count == of_peers[0][1] for of_peers in runs for _, count in of_peers)
     return (EvenAllToAll if is_even else UnevenAllToAll)(sent, arriving, dim, wire=wire)
@@ -186,11 +187,11 @@ def _finish(started: Travelling, unpack: Unpack) -> Sequence[Tensor]:
     return unpack(wait(started))
 
 
-# -- packing and unpacking: functions of the tensors and of the buffer alone
+# -- packing and unpacking: pure functions of tensors and buffer
 
 
 def takes_kernels(x: Tensor) -> bool:
-    """Whether one launch packs, and unpacks: where no gradient and no graph follows what it does. Meta tensors stand for CUDA's."""
+    """Whether a Triton kernel packs ``x``: on CUDA, without a gradient or a graph. Meta tensors count as CUDA tensors."""
     if not (x.is_cuda or x.is_meta) or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     return load_kernel("exchange", x.device) is not None
@@ -204,10 +205,10 @@ def _choose_packing(
     numel: int,
     by_kernel: bool,
 ) -> tuple[Pack, Unpack]:
-    """Return the functions that pack tensors of these shapes into a buffer of ``numel`` elements, and unpack what arrives.
+    """Return the functions that pack tensors of these shapes into a buffer of ``numel`` elements, and unpack the received buffer.
 
-    Views first: a single strided copy, or none, is what a kernel would do. Peers that are not uniform, tensors of different widths and
-    slices that overlap are copied region by region: by one kernel if there is one, else group by group.
+    Views are preferred, because a kernel could not do better than one strided copy or none. Non-uniform peers, tensors of different widths and
+    overlapping slices are copied region by region: by one kernel if there is one, otherwise group by group.
     """
     out_groups, in_groups = of.groups
     if of.wire is not None:
@@ -245,18 +246,18 @@ def _choose_packing(
 
 
 def _pack_views(views: Sequence[_PeerView], tensors: Sequence[Tensor]) -> Tensor:
-    """Pack by one copy: of a strided view, or of a concatenation of views."""
+    """Pack with one copy: of a strided view, or of a concatenation of views."""
     if len(views) == 1:
         return views[0].see(tensors[0]).contiguous()
     return torch.cat([view.see(x) for view, x in zip(views, tensors, strict=True)], dim=-2)
 
 
 def _unpack_views(table: Sequence[int], heads: list[int], buffer: Tensor) -> Sequence[Tensor]:
-    """Unpack what arrives as a result lies, or but for the order of its dims.
+    """Unpack a buffer in which all peers' slices have one shape, with views or with one copy.
 
     Args:
-        table: its shape, ``[peers, S, B, heads of all tensors, D]``.
-        heads: in it, of each tensor.
+        table: The shape of the buffer, ``[peers, S, B, heads of all tensors, D]``.
+        heads: Number of heads of each tensor in it.
     """
     peers, tokens, batch, all_heads, width = table
     if peers == 1:
@@ -264,14 +265,14 @@ def _unpack_views(table: Sequence[int], heads: list[int], buffer: Tensor) -> Seq
         # Not split(), a method of Python's.
         return (rows,) if len(heads) == 1 else rows.split_with_sizes(heads, 1)
     rows = buffer.view(peers, tokens, batch, all_heads, width).permute(2, 1, 0, 3, 4)
-    # Of one head per peer reshape() gives a view, which lies in another way.
+    # With one head per peer reshape() returns a view with another memory layout, so contiguous() follows.
     return (rows.reshape(batch, tokens, peers * all_heads, width).contiguous().transpose(1, 2),)
 
 
 def _pack_groups(
     groups: Sequence[UniformPeers], one_table: bool, same_width: bool, numel: int, tensors: Sequence[Tensor]
 ) -> Tensor:
-    """Pack by one copy for each group of uniform peers, or for each group and tensor."""
+    """Pack with one copy per group of uniform peers, or per group and tensor."""
     buffer = tensors[0].new_empty(numel)
     shapes = [x.shape for x in tensors]
     for peers, table, slots in _slots(buffer, groups, one_table, shapes):
@@ -292,7 +293,7 @@ def _unpack_groups(
     shapes: Sequence[Sequence[int]],
     buffer: Tensor,
 ) -> list[Tensor]:
-    """Unpack by one copy for each group of uniform peers and tensor; slices that overlap are added up."""
+    """Unpack with one copy per group of uniform peers and tensor. Overlapping slices are summed."""
     buffer = buffer.view(-1)
     slots_of = [(peers, list(slots)) for peers, _, slots in _slots(buffer, groups, one_table, shapes)]
     if len(groups) == 1 and groups[0].number == 1:
@@ -316,7 +317,7 @@ def _unpack_groups(
 def _slots(
     buffer: Tensor, groups: Sequence[UniformPeers], one_table: bool, shapes: Sequence[Sequence[int]]
 ) -> Iterator[tuple[UniformPeers, Tensor, Iterable[Tensor]]]:
-    """Yield for each group its part of the buffer, and where in it the tensors are: views ``[peers, S, B, heads, D]``."""
+    """Yield for each group its part of the buffer, and a view ``[peers, S, B, heads, D]`` of it per tensor."""
     batch, offset = shapes[0][0], 0
     for peers in groups:
         sizes = [
@@ -328,7 +329,7 @@ def _slots(
         table = buffer.narrow(0, offset, prod(lines) * sum(rows)).view(*lines, sum(rows))
         offset += table.numel()
         starts = accumulate(rows, initial=0)
-        # One by one: autograd allows no change of a view that is older than a change of its base.
+        # A generator, because autograd forbids changing a view that was made before a change of its base.
         slots = (table.narrow(-1, *run).view(size) for *run, size in zip(starts, rows, sizes, strict=False))
         yield peers, table, slots
 
@@ -354,7 +355,7 @@ def _unpack_rounded(
 
 
 def _output_sizes(arriving: Sequence[PeerSlices], shapes: Sequence[Sequence[int]]) -> list[int]:
-    """Return B, H, S, D of each result, one after the other."""
+    """Return B, H, S and D of each result, as one list."""
     pairs = zip(shapes, arriving, strict=True)
     return list(chain.from_iterable([(shape[0], *slices.output_size[::-1], shape[3]) for shape, slices in pairs]))
 
@@ -362,7 +363,7 @@ def _output_sizes(arriving: Sequence[PeerSlices], shapes: Sequence[Sequence[int]
 def _regions(
     of: UnevenAllToAll, side: Sequence[PeerSlices], shapes: Sequence[Sequence[int]], widths: Sequence[int]
 ) -> list[int]:
-    """Return where in the buffer what goes to each peer, or comes from it, is: as numbers of :class:`CopyRegion`."""
+    """Return the regions of the buffer for all peers and tensors, as the numbers of :class:`CopyRegion`."""
     regions, offset, batch = [], 0, shapes[0][0]
     for peer in range(of.dim.size):
         rows = [slices.heads[peer][1] * width for slices, width in zip(side, widths, strict=True)]

@@ -6,15 +6,15 @@ H_r heads on rank r, and e bytes per element, rank r sends
     in:   B · e · Σ_{j≠r} (S_r · (H_j · D + H_kv,j · (D + D_v)))   bytes
     out:  B · e · D_v · H_r · Σ_{j≠r} (S_j + replicated tokens)    bytes
 
-Heads are split as ``torch.tensor_split`` does; a rank gets the key heads that its query heads see, so that where there are
-fewer of them than ranks, several get the same one. A replicated segment is not sent on the way in: each rank takes its
-own heads of it; only its output is gathered over heads.
+Heads are split like :func:`torch.tensor_split`. A rank gets the key heads that its query heads need, so several ranks get the same key head if
+there are fewer key heads than ranks. A replicated segment is not sent on the way in, because each rank takes its own heads of it; its output is
+gathered over heads.
 
-Launches, whatever the number of ranks: peers with equally large parts are served by one strided copy. Where heads and tokens
-divide: one concatenation in, one copy out and, with more than one sample, one before it.
+Launches for any number of ranks: one strided copy serves all peers whose parts have equal sizes. If heads and tokens divide evenly, that is one
+concatenation in, one copy out and, with more than one sample, one copy before it.
 
-Backward, both all-to-alls are transposed: the gradient of the output comes in (with that of replicated tokens, once per
-rank), those of query, key and value go out together.
+The backward runs the transposed all-to-alls: one for the gradient of the output (for replicated tokens, that of each rank), one for the
+gradients of query, key and value together.
 """
 
 from __future__ import annotations
@@ -42,14 +42,15 @@ class Exchange(Protocol):
     """An exchange of tensors among the ranks of a Ulysses group."""
 
     def start(self, tensors: Sequence[Tensor]) -> Finish:
-        """Begin it. The function that is returned waits."""
+        """Start the exchange. Returns a function that waits for it and returns the results."""
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Which query heads, and which key heads, each of ``ranks`` Ulysses ranks computes, as ``(start, count)``.
+    """The query heads and key heads that each of ``ranks`` Ulysses ranks computes, as ``(start, count)``.
 
-    ``chunk`` of ``chunks``: only a part of each rank's heads, for what is computed while the next part travels.
+    Args:
+        chunk, chunks: The value describes part ``chunk`` of ``chunks`` parts of each rank's heads.
     """
 
     num_heads: int
@@ -60,7 +61,7 @@ class Heads:
 
     @lazy
     def of_query(self) -> tuple[Run, ...]:
-        """As ``torch.tensor_split`` splits, over the ranks and then into chunks."""
+        """The query heads of each rank, split like ``torch.tensor_split`` over the ranks and then into chunks."""
         runs = []
         for rank in range(self.ranks):
             start, count = Segment("heads", self.num_heads).runs(rank, self.ranks)[0]
@@ -70,7 +71,7 @@ class Heads:
 
     @lazy
     def of_key(self) -> tuple[Run, ...]:
-        """The key heads that the query heads of each rank see; neighbours may share one."""
+        """The key heads that the query heads of each rank need. Neighbouring ranks may need the same one."""
         if self.num_kv_heads == self.num_heads:
             return self.of_query
         group = self.num_heads // self.num_kv_heads
@@ -82,17 +83,17 @@ class Heads:
         )
 
     def cut(self, chunks: int) -> list[Heads]:
-        """The same heads in ``chunks`` parts."""
+        """Return these heads in ``chunks`` parts."""
         return [replace(self, chunk=chunk, chunks=chunks) for chunk in range(chunks)]
 
     def is_grouped(self, rank: int) -> bool:
-        """Whether on ``rank`` the i-th key head is that of the i-th group of equally many query heads."""
+        """Whether on ``rank`` key head i belongs to the i-th of equally large groups of query heads."""
         (start, count), (_, num_keys) = self.of_query[rank], self.of_key[rank]
         group = self.num_heads // self.num_kv_heads if self.num_kv_heads else 1
         return start % group == 0 and count == num_keys * group
 
     def key_of_each_query(self, rank: int, device: torch.device) -> Tensor | None:
-        """For each query head of ``rank`` its key head, both counted on that rank; None if they are grouped evenly."""
+        """Return the key head of each query head of ``rank``, both counted from 0 on that rank; None if they are grouped evenly."""
         if self.is_grouped(rank):
             return None
         (start, count), (first_key, _) = self.of_query[rank], self.of_key[rank]
@@ -104,13 +105,13 @@ class Heads:
 
 
 class UlyssesPlan:
-    """The all-to-alls of one call, forward and backward: all sizes, computed once.
+    """The all-to-alls of one call, forward and backward.
 
-    A block is what a Ulysses group holds together: its ranks' sharded tokens, then the replicated ones.
-    With ``comm_dtype`` what travels forward is rounded.
+    A block contains all tokens of a Ulysses group: the sharded tokens of its ranks, then the replicated ones. With ``comm_dtype`` the exchanges
+    of the forward are rounded.
 
     Args:
-        heads: those of each rank, or a part of them.
+        heads: The heads of each rank, or a part of them.
     """
 
     def __init__(self, spec: AttentionSpec, heads: Heads) -> None:
@@ -118,22 +119,22 @@ class UlyssesPlan:
         self.query_layout, self.key_layout = query_layout, key_layout
         self.mesh, self.heads = spec.mesh, heads
         self._comm_dtype = spec.options.comm_dtype
-        # Of query, key and value.
+        # For query, key and value.
         self._layouts = (query_layout, key_layout, key_layout)
         self._heads = (heads.of_query, heads.of_key, heads.of_key)
         self._replicates = bool(query_layout.replicated or key_layout.replicated)
 
     def token_sizes(self, layout: SequenceLayout) -> tuple[int, ...]:
-        """Sharded tokens of each rank of the Ulysses group."""
+        """Return the number of sharded tokens of each rank of the Ulysses group."""
         first = self.mesh.ring.index * self.mesh.ulysses.size
         return tuple([layout.sharded_size(rank) for rank in range(first, first + self.mesh.ulysses.size)])
 
     def block_size(self, layout: SequenceLayout) -> int:
-        """Tokens of a block, the replicated ones among them."""
+        """Return the number of tokens in a block, including replicated ones."""
         return sum(self.token_sizes(layout)) + num_replicated(layout)
 
     def token_runs(self, layout: SequenceLayout) -> tuple[Run, ...]:
-        """Where in a block each peer's own tokens are."""
+        """Return the run of each peer's sharded tokens in a block."""
         sizes = self.token_sizes(layout)
         return tuple(zip(accumulate(sizes[:-1], initial=0), sizes, strict=True))
 
@@ -146,11 +147,12 @@ class UlyssesPlan:
         to_heads: bool,
         comm_dtype: torch.dtype | None = None,
     ) -> UnevenAllToAll:
-        """Of sharded tokens, from ``[B, H, S_local, D]`` to ``[B, H_local, sharded tokens of the block, D]``, or back.
+        """Return the exchange of sharded tokens from ``[B, H, S_local, D]`` to ``[B, H_local, sharded tokens of the block, D]``, or back.
 
         Args:
-            num_common: of one more tensor of so many replicated tokens, whose heads go the same ways: from each rank's block every
-                rank gets them, and in a block those of all ranks add up.
+            to_heads: The direction: from tokens to heads, or back.
+            num_common: If given, one more tensor of this many replicated tokens is exchanged. Towards tokens every rank gets its heads from all
+                ranks; towards heads the contributions of all ranks are summed.
         """
         index, ranks = self.mesh.ulysses.index, self.mesh.ulysses.size
         local, block = [], []
@@ -167,7 +169,7 @@ class UlyssesPlan:
 
     @lazy
     def _num_common(self) -> int | None:
-        """Replicated queries; None where their layout has no such segment."""
+        """Number of replicated queries; None if the query layout has no replicated segment."""
         return num_replicated(self.query_layout) if self.query_layout.replicated else None
 
     # -- in
@@ -178,17 +180,17 @@ class UlyssesPlan:
 
     @lazy
     def enter(self) -> Exchange:
-        """Exchanges query, key and value: ``[B, H, S_local, D]`` each to ``[B, H_local, S_block, D]``."""
+        """The exchange of query, key and value: each ``[B, H, S_local, D]`` becomes ``[B, H_local, S_block, D]``."""
         return _EnterWithReplicated(self) if self._replicates else self._entering
 
     def start_enter_with_replicated(self, tensors: Sequence[Tensor]) -> Finish:
-        """Begin :attr:`enter` of tensors with replicated tokens, which are not sent: each rank takes its own heads of them."""
+        """Start :attr:`enter` for layouts with replicated tokens, which are not sent: each rank takes its own heads of them."""
         kinds = [split_by_kind(x, layout, self.mesh.rank) for x, layout in zip(tensors, self._layouts, strict=True)]
         finish = self._entering.start([sharded for sharded, _ in kinds])
         return lambda: self._with_replicated(finish(), [text for _, text in kinds])
 
     def _with_replicated(self, blocks: Sequence[Tensor], texts: Sequence[Tensor | None]) -> list[Tensor]:
-        """Blocks of query, key and value, with this rank's heads of the replicated tokens behind the sharded ones."""
+        """Return the blocks of query, key and value, with this rank's heads of the replicated tokens after the sharded ones."""
         index = self.mesh.ulysses.index
         return [
             block if text is None else torch.cat([block, text.narrow(1, *heads[index])], dim=2)
@@ -204,18 +206,18 @@ class UlyssesPlan:
 
     @lazy
     def leave(self) -> Exchange:
-        """Exchanges one output: ``[B, H_local, S_block, D_v]`` to ``[B, H, S_local, D_v]``."""
+        """The exchange of the output: ``[B, H_local, S_block, D_v]`` becomes ``[B, H, S_local, D_v]``."""
         return self._leaving if self._num_common is None else _LeaveWithReplicated(self)
 
     def start_leave_with_replicated(self, tensors: Sequence[Tensor]) -> Finish:
-        """Begin :attr:`leave` of a block with replicated tokens, all of which every rank gets."""
+        """Start :attr:`leave` for layouts with replicated tokens. Every rank gets all of them."""
         (out,) = tensors
         finish = self._leaving.start((out, self.replicated_of(out, self.query_layout)))
         return lambda: (join_kinds(finish(), self.query_layout, self.mesh.rank),)
 
     @staticmethod
     def replicated_of(block: Tensor, layout: SequenceLayout) -> Tensor:
-        """The replicated tokens of a block, which are behind the sharded ones."""
+        """Return the replicated tokens of a block, which follow the sharded ones."""
         number = num_replicated(layout)
         return block.narrow(2, block.shape[2] - number, number)
 
@@ -226,7 +228,7 @@ class UlyssesPlan:
         return self.transfer([self.query_layout], [self.heads.of_query], self._num_common, to_heads=True)
 
     def enter_gradient(self, grad_out: Tensor) -> Tensor:
-        """The transpose of :attr:`leave`."""
+        """Run the transpose of :attr:`leave`."""
         kinds = split_by_kind(grad_out, self.query_layout, self.mesh.rank)
         return _cat(self._gradient_entering.start([x for x in kinds if x is not None])())
 
@@ -235,7 +237,7 @@ class UlyssesPlan:
         return self.transfer(self._layouts, self._heads, to_heads=False)
 
     def leave_gradients(self, *grads: Tensor) -> list[Tensor]:
-        """The transpose of :attr:`enter`, for query, key and value: a rank saw its own heads of its replicated tokens."""
+        """Run the transpose of :attr:`enter` for the gradients of query, key and value."""
         results = list(self._gradients_leaving.start(grads)())
         for index, (grad, heads, layout) in enumerate(zip(grads, self._heads, self._layouts, strict=True)):
             if layout.replicated:
@@ -265,7 +267,7 @@ def num_replicated(layout: SequenceLayout) -> int:
 
 
 def split_by_kind(x: Tensor, layout: SequenceLayout, rank: int) -> tuple[Tensor, Tensor | None]:
-    """The sharded and the replicated tokens of ``x`` ``[B, H, S_local, D]``; None where nothing is replicated."""
+    """Return the sharded and the replicated tokens of ``x``, ``[B, H, S_local, D]``; None instead of the latter if there are none."""
     if not layout.replicated:
         return x, None
     parts = x.split([segment.size(rank, layout.ranks) for segment in layout.segments], dim=2)
@@ -275,7 +277,7 @@ def split_by_kind(x: Tensor, layout: SequenceLayout, rank: int) -> tuple[Tensor,
 
 
 def join_kinds(kinds: Sequence[Tensor], layout: SequenceLayout, rank: int) -> Tensor:
-    """The inverse of :func:`split_by_kind`, in the local order of ``layout``; lies in memory as SDPA's result."""
+    """Undo :func:`split_by_kind`. The result has the memory layout of SDPA's result."""
     starts, parts = [0, 0], []
     for segment in layout.segments:
         kind, length = int(segment.replicated), segment.size(rank, layout.ranks)

@@ -1,4 +1,4 @@
-"""Ulysses inside, ring outside: SDPA over a sequence that is sharded over a ``ring × ulysses`` mesh, and its gradient."""
+"""Unified sequence parallelism: SDPA over a ``ring × ulysses`` mesh, Ulysses inside a ring, and its gradient (arXiv:2405.07719)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from para_core.torch_internals import is_any_autocast_enabled
 
 @dataclass(frozen=True)
 class Saved:
-    """What a gradient needs of an attention call: a ring block's tensors ``[B, H_local, S_block, …]``."""
+    """The tensors of an attention call that its backward needs: those of a ring block, ``[B, H_local, S_block, …]``."""
 
     query: Tensor
     key: Tensor
@@ -37,20 +37,20 @@ def usp_forward(
     attn_func: LocalAttention | None = None,
     save: bool = False,
 ) -> tuple[Tensor, Saved | None]:
-    """This rank's queries attend to all keys of the sequence.
+    """Compute attention of this rank's queries to all keys of the sequence.
 
     Args:
-        query: ``[B, H, S_q_local, D]``, as the query layout says.
-        key, value: ``[B, H_kv, S_k_local, D]``, ``[B, H_kv, S_k_local, D_v]``, as the key layout says.
-        mask: as :func:`~para_core.attention.mask.mask_of_block` gives it.
-        attn_func: computes attention on one device; None: ``plan.spec.options.backend``.
-        save: return what :func:`usp_backward` needs, too.
+        query: ``[B, H, S_q_local, D]``, in the query layout.
+        key, value: ``[B, H_kv, S_k_local, D]`` and ``[B, H_kv, S_k_local, D_v]``, in the key layout.
+        mask: The result of :func:`~para_core.attention.mask.mask_of_block`, or None.
+        attn_func: Computes local attention instead of ``plan.spec.options.backend``.
+        save: Whether to return the tensors that :func:`usp_backward` needs.
 
     Returns:
-        ``[B, H, S_q_local, D_v]``, in memory as SDPA's result lies: ``[B, S_q_local, H, D_v]``.
+        out, ``[B, H, S_q_local, D_v]`` with the memory layout of SDPA's result, ``[B, S_q_local, H, D_v]``; and the saved tensors or None.
     """
     if autocasts(query):
-        # Autocast would round scores, votes and lse that are float32 on purpose.
+        # Autocast would round scores and lse, which must be float32.
         with torch.autocast(query.device.type, enabled=False):
             return usp_forward(plan, query, key, value, mask, attn_func=attn_func, save=save)
     plan = plan.with_gradients if save else plan
@@ -82,12 +82,12 @@ def attend_block(
     attn_func: LocalAttention | None,
     save: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of a block's queries; its lse where that is to be saved."""
+    """Compute attention of a block's queries to all keys. Returns out, and lse if ``save``, otherwise None."""
     key_heads = None
     if plan.spec.num_kv_heads != plan.spec.num_heads:
         key_heads = heads.key_of_each_query(plan.spec.mesh.ulysses.index, query.device)
     if attn_func is not None and key.shape[1] != query.shape[1] and key_heads is None:
-        # A user's own takes as many key heads as query heads.
+        # A user's attn_func needs as many key heads as query heads.
         key_heads = torch.arange(query.shape[1], device=query.device) // (query.shape[1] // max(1, key.shape[1]))
     if not save and attn_func is None and plan.is_local:
         if key_heads is not None:
@@ -116,7 +116,7 @@ def _in_chunks(
     mask: Tensor | None,
     attn_func: LocalAttention | None,
 ) -> Tensor:
-    """A part of the heads after the other: the next part arrives, and the one before leaves, while one is computed."""
+    """Compute the heads in parts: while one part is computed, the next one arrives and the previous one leaves."""
     rank = plan.spec.mesh.ulysses.index
     first_head = plan.heads.of_query[rank][0]
     chunks = plan.chunks
@@ -142,7 +142,7 @@ def _in_chunks(
 def usp_backward(
     plan: AttentionPlan, grad_out: Tensor, saved: Saved, mask: Tensor | None, *, mask_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of query, key and value, and of ``mask`` if asked for, of the sum of all ranks' losses."""
+    """Return the gradients of query, key, value and, with ``mask_gradient``, of mask. They are those of the sum of all ranks' losses."""
     if autocasts(grad_out):
         with torch.autocast(grad_out.device.type, enabled=False):
             return usp_backward(plan, grad_out, saved, mask, mask_gradient=mask_gradient)
