@@ -1,1 +1,1 @@
-"""What changes the result of attention: opt-in, and nothing that the exact path needs."""
+"""Attention that is not exact, or not to all keys. Opt-in; the exact path imports nothing of it."""

@@ -1,7 +1,7 @@
-"""Block-sparse attention: which blocks of queries see which blocks of keys. Pure integers, but for reading a user's tensor.
+"""Block masks: which blocks of queries see which blocks of keys. Integer arithmetic, except for reading a user's tensor.
 
-Query i sees key j where ``block_mask[i // query_block, j // key_block]`` is True, i and j being positions in the whole
-sequence: what a rank holds of it does not matter.
+Query i sees key j if ``block_mask[i // query_block, j // key_block]`` is True. i and j are positions in the whole sequence, whatever ranks hold
+the tokens.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ from para_core.distributed.mesh import SequenceMesh
 
 @dataclass(frozen=True)
 class BlockMask:
-    """Rows of bits: bit j of row i is whether the i-th block of queries sees the j-th of keys.
+    """A block mask as rows of bits: bit j of row i says whether query block i sees key block j.
 
-    ``query_block`` and ``key_block`` are tokens per block; the last block of a sequence may be shorter.
+    Args:
+        query_block, key_block: Tokens per block. The last block of a sequence may be shorter.
+        bits: The rows in hexadecimal, joined by commas. Text, because Dynamo treats it as a constant and operators accept it.
     """
 
     num_query_blocks: int
     num_key_blocks: int
     query_block: int
     key_block: int
-    # In hexadecimal, joined by commas: text is a constant to Dynamo whatever its size, and an operator's schema holds it.
+
     bits: str
 
     @property
@@ -39,11 +41,11 @@ class BlockMask:
 
     @property
     def fields(self) -> tuple[int, int, int, int, str]:
-        """All of it as JSON values."""
+        """The value as JSON values."""
         return self.num_query_blocks, self.num_key_blocks, self.query_block, self.key_block, self.bits
 
     def runs_seen(self, row: int) -> list[Run]:
-        """Positions of the keys that the ``row``-th block of queries sees, ascending; the last run may pass the end."""
+        """Return the positions of the keys that query block ``row`` sees, ascending. The last run may exceed the sequence."""
         bits, runs, block = self.rows[row], [], 0
         while bits:
             hidden = (bits & -bits).bit_length() - 1
@@ -55,11 +57,11 @@ class BlockMask:
         return runs
 
     def keys_of(self, query: int) -> list[Run]:
-        """Positions of the keys that the query at position ``query`` sees."""
+        """Return the positions of the keys that the query at position ``query`` sees."""
         return self.runs_seen(query // self.query_block)
 
     def alike(self, *, is_causal: bool) -> list[Run]:
-        """Runs of queries that see the same keys; with ``is_causal`` split at each block of queries and of keys."""
+        """Return runs of queries that see the same keys. With ``is_causal`` they are split at every query block and key block."""
         rows = self.rows
         edges = [row * self.query_block for row in range(len(rows) + 1)]
         if is_causal:
@@ -69,7 +71,7 @@ class BlockMask:
         return [(first, last - first) for first, last in itertools.pairwise(edges)]
 
     def sees_any(self, queries: Iterable[Run], keys: Iterable[Run]) -> bool:
-        """Whether any of these queries sees any of these keys, both given by position."""
+        """Whether any query at these positions sees any key at these positions."""
         held = 0
         for first, last in _blocks(keys, self.key_block):
             held |= (1 << (last + 1)) - (1 << first)
@@ -81,11 +83,11 @@ class BlockMask:
     def ring_sees(
         self, query_layout: SequenceLayout, key_layout: SequenceLayout, mesh: SequenceMesh, ring_index: int, source: int
     ) -> bool:
-        """Whether a ring rank sees a key that travels in the block of another."""
+        """Whether a query of ring rank ``ring_index`` sees a sharded key of ring rank ``source``."""
         return self.sees_any(own_runs(query_layout, mesh, ring_index), sharded_runs(key_layout, mesh, source))
 
     def check(self, num_queries: int, num_keys: int) -> None:
-        """Raise ``ValueError`` unless the mask has as many blocks as these lengths."""
+        """Raise ``ValueError`` unless the mask has one block per ``query_block`` queries and per ``key_block`` keys."""
         num_blocks = (self.num_query_blocks, self.num_key_blocks)
         expected = (-(-num_queries // self.query_block), -(-num_keys // self.key_block))
         if num_blocks != expected:
@@ -96,20 +98,19 @@ class BlockMask:
 
 
 def _blocks(runs: Iterable[Run], block: int) -> list[tuple[int, int]]:
-    """The first and the last block that each run touches."""
+    """Return the first and the last block that each run overlaps."""
     return [(start // block, (start + length - 1) // block) for start, length in runs if length]
 
 
 def read_block_mask(block_mask: Tensor, block_size: int | tuple[int, int]) -> BlockMask:
-    """A user's mask as a value.
+    """Return a user's block mask as a value.
 
     Args:
-        block_mask: bool ``[blocks of queries, blocks of keys]``, True where a block is computed; on the CPU, or read from
-            its device once.
-        block_size: tokens per block, of queries and keys alike or ``(of queries, of keys)``.
+        block_mask: Bool ``[query blocks, key blocks]``; True for blocks that are computed. On another device than the CPU it is copied once.
+        block_size: Tokens per block, of queries and keys, or a pair ``(query block, key block)``.
 
     Raises:
-        TypeError, ValueError: they are not that.
+        TypeError, ValueError: An argument has another type, dtype or shape.
     """
     if torch.compiler.is_compiling():
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""Attention to a share of the keys: the option, a :class:`~para_core.attention.hooks.KeySelection`. ``snapkv.py`` computes it."""
+"""The option of attention to a share of the keys, a :class:`~para_core.attention.hooks.KeySelection`, which ``snapkv.py`` computes."""
 
 from __future__ import annotations
 
@@ -14,18 +14,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KeptKeys:
-    """``share`` of the keys, 0 < share <= 1, rounded up to whole keys; ``window`` observed queries, >= 1."""
+    """Keep a share of the keys by SnapKV's criterion.
+
+    Args:
+        share: Share of the keys that each head keeps, 0 < share <= 1, rounded up to whole keys.
+        window: Number of observed queries, >= 1.
+    """
 
     share: float
     window: int
 
     @property
     def fields(self) -> tuple[float, int]:
-        """All of it as JSON values."""
+        """The value as JSON values."""
         return self.share, self.window
 
     def observed(self, num_queries: int) -> list[int]:
-        """Positions of the observed queries: the middles of ``window`` equal parts of the sequence, or all queries.
+        """Return the positions of the observed queries: the middles of ``window`` equal parts of the sequence, or all queries.
 
         >>> KeptKeys(0.5, 3).observed(12)
         [2, 6, 10]

@@ -1,13 +1,13 @@
-"""Attention to the keys that a few observed queries attend to most, and to no others.
+"""Attention to the keys that a few observed queries attend to most, and to no others. Not exact.
 
-The criterion is SnapKV's (Li et al. 2024, arXiv:2404.14469, §4): an observation window of queries votes for keys with its
-attention weights, summed over the window, and each head keeps the keys with most votes. SnapKV observes the end of a
-prompt; here, where every query sees every key, the window is spread evenly over the sequence. Votes are not pooled over neighbours.
+The criterion is SnapKV's (Li et al. 2024, arXiv:2404.14469, §4): the votes of a key are the attention weights of the observed queries to it,
+summed, and each head keeps the keys with most votes. SnapKV observes the end of a prompt. Here every query sees every key, so the observed
+queries are spread evenly over the sequence. Votes are not pooled over neighbouring keys.
 
-Per plan, the ring ranks exchange the observed queries, one lse for each and one vote per key: B · H · (w · (D + 1) + S_k)
-elements for w observed queries. After that only kept keys and values travel and are computed.
+Per call, the ring ranks exchange the observed queries, one lse per observed query and one vote per key: B · H · (w · (D + 1) + S_k) elements for
+w observed queries. After that only kept keys and values are sent and computed.
 
-The host waits for the device once per plan, to read how many keys each block keeps; where a mask hides keys instead, not at all.
+The host waits for the device once per call, to read how many keys each block keeps; not at all if a mask hides the other keys instead.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from para_core.distributed.layout import Run
 def select_keys(
     kept: KeptKeys, query: Tensor, key: Tensor, mask: Tensor | None, plan: RingPlan, *, heads: Tensor | None
 ) -> Tensor:
-    """Which keys each head keeps, ``[B, H, S_k]`` bool by position in the whole sequence; the same on all ring ranks.
+    """Return which keys each head keeps: bool ``[B, H, S_k]``, by position in the whole sequence, equal on all ring ranks.
 
-    Arguments are those of :func:`~para_core.attention.ring.ring_attention`; what the mask and ``is_causal`` hide from an
-    observed query gets no vote of it.
+    The arguments are those of :func:`~para_core.attention.ring.ring_attention`. A key that the mask or ``is_causal`` hides from an observed
+    query gets no vote from it.
     """
     observed = kept.observed(plan.spec.query_layout.total)
     queries = _of_all_ranks(query, observed, plan)
@@ -66,14 +66,14 @@ def select_keys(
 
 
 def _of_query_heads(key: Tensor, query: Tensor, heads: Tensor | None) -> Tensor:
-    """``key`` with a head for each query head."""
+    """Return ``key`` with one head per query head."""
     if heads is not None or key.shape[1] == query.shape[1]:
         return expand(key, heads)
     return key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
 
 
 def _most(votes: Tensor, number: int) -> Tensor:
-    """True at the ``number`` largest along the last dim; of equal ones, at the earlier."""
+    """Return True for the ``number`` largest votes along the last dim. Between equal votes the earlier key wins."""
     chosen = votes.sort(dim=-1, descending=True, stable=True).indices[..., :number]
     return torch.zeros_like(votes, dtype=torch.bool).scatter_(-1, chosen, True)
 
@@ -90,12 +90,12 @@ def _positions(runs: Sequence[Run], device: torch.device) -> Tensor:
 
 
 def _on_device(rows: Sequence[Sequence[int | None]], device: torch.device) -> Tensor:
-    """Return equally long rows of integers as a tensor, without waiting for the device: ``torch.tensor(device=)`` would."""
+    """Return rows of integers of equal length as a tensor, without waiting for the device, as ``torch.tensor(device=)`` does."""
     return torch.tensor(rows, dtype=torch.long).to(device, non_blocking=True)
 
 
 def _offsets(positions: Sequence[int], runs: Sequence[Run]) -> list[int | None]:
-    """Return where each position is in ``runs`` laid one after the other; None where no run has it.
+    """Return the offset of each position in the concatenation of ``runs``; None if no run contains it.
 
     >>> _offsets([4, 0, 7], [(6, 2), (4, 1)])
     [2, None, 1]
@@ -112,16 +112,16 @@ def _offsets(positions: Sequence[int], runs: Sequence[Run]) -> list[int | None]:
 
 
 def _rows_of(wanted: Tensor, held: Tensor) -> Tensor:
-    """Where ``held`` has the positions ``wanted``, of which it has all."""
+    """Return the indices of the positions ``wanted`` in ``held``, which contains all of them."""
     ascending, order = held.sort()
     return order[torch.searchsorted(ascending, wanted)]
 
 
 def _of_all_ranks(x: Tensor, positions: Sequence[int], plan: RingPlan) -> Tensor:
-    """The rows of ``x`` ``[B, H, S_block, …]`` at these positions, from the ring ranks that hold them."""
+    """Return on all ring ranks the rows of ``x``, ``[B, H, S_block, …]``, at these positions."""
     dim, layout = plan.dim, plan.spec.query_layout
     runs = sharded_runs(layout, plan.spec.mesh, dim.index)
-    if dim.index == 0:  # all ranks hold the replicated ones; one gives them
+    if dim.index == 0:  # All ranks hold replicated tokens, so only one of them contributes.
         runs = [*runs, *layout.runs(0, replicated=True)]
     numbers = x.to(torch.uint8) if x.dtype == torch.bool else x
     rows = numbers.new_zeros(*x.shape[:2], len(positions), x.shape[3])
@@ -129,18 +129,18 @@ def _of_all_ranks(x: Tensor, positions: Sequence[int], plan: RingPlan) -> Tensor
     held = _offsets([positions[index] for index in own_indices], plan.query_runs)
     to, source = _on_device([own_indices, held], x.device)
     rows.index_copy_(2, to, numbers.index_select(2, source))
-    # Zeros from the ranks that do not hold a row.
+    # A sum, because ranks that do not hold a row contribute zeros.
     all_rows = all_gather(rows[None], [1] * dim.size, 0, dim).sum(0, dtype=numbers.dtype)
     return all_rows.bool() if x.dtype == torch.bool else all_rows
 
 
 def _counted_runs(plan: RingPlan, index: int) -> list[Run]:
-    """Positions of the keys that a ring rank answers for: what it shares with nobody, and on the first what all have."""
+    """Return the positions of the keys whose votes a ring rank counts: its sharded keys, and on the first rank also the replicated ones."""
     runs = sharded_runs(plan.spec.key_layout, plan.spec.mesh, index)
     return [*runs, *plan.spec.key_layout.runs(0, replicated=True)] if index == 0 else runs
 
 
-# -- attention to what is kept
+# -- attention to the kept keys
 
 
 def sparse_attention(
@@ -155,10 +155,10 @@ def sparse_attention(
     attn_func: LocalAttention | None,
     save: bool,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`~para_core.attention.ring.ring_attention` over the kept keys.
+    """Compute :func:`~para_core.attention.ring.ring_attention` over the kept keys.
 
-    Only they travel and are computed; with ``save`` (for a gradient), where one key head serves several query heads, which keep keys of
-    their own, and where a query's position or row of the mask matters, the others are hidden by a mask instead.
+    Only kept keys are sent and computed, unless one of these holds: ``save`` is True (for a gradient), one key head serves several query heads
+    (which keep different keys), or positions or the rows of the mask matter. The other keys are then hidden by a mask.
     """
     is_kept = select_keys(kept, query, key, mask, plan, heads=heads)
     hidden = hide(mask, is_kept)
@@ -174,7 +174,7 @@ def sparse_attention(
 
 
 def hide(mask: Tensor | None, is_kept: Tensor) -> Tensor:
-    """``mask`` ``[B or 1, H or 1, S_q or 1, S_k or 1]`` with the keys hidden that ``seen`` ``[B, H, S_k]`` leaves out."""
+    """Return ``mask``, ``[B or 1, H or 1, S_q or 1, S_k or 1]``, with all keys hidden for which ``is_kept``, ``[B, H, S_k]``, is False."""
     is_kept = is_kept[:, :, None]
     if mask is None:
         return is_kept
@@ -189,7 +189,7 @@ def _kept_blocks(
     plan: RingPlan,
     received: list[Tensor],
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """What is kept of each ring block, this rank's first, and the mask of it: heads keep different numbers of keys.
+    """Yield the kept keys and values of each ring block, this rank's first, and a mask, because heads keep different numbers of keys.
 
     The next block is in flight while the caller computes.
     """
@@ -216,9 +216,9 @@ def _kept_blocks(
 
 
 def _chosen(is_kept: Tensor, blocks: Sequence[Tensor]) -> list[Tensor]:
-    """Of blocks of keys at these positions, the offsets of those that each head keeps, ``[B, H, most of any head]`` each.
+    """Return for each block the offsets of the keys that each head keeps: ``[B, H, maximum over all heads]``.
 
-    Heads that keep fewer get others, too, which the mask hides. Waits for the device, once: how many are kept is in the data.
+    Heads that keep fewer keys get more offsets, which the mask hides. Waits for the device once, to read the maxima.
     """
     flags = [is_kept.index_select(2, positions) for positions in blocks]
     filled = [block for block in flags if block.numel()]
@@ -232,10 +232,10 @@ def _chosen(is_kept: Tensor, blocks: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _take(x: Tensor, chosen: Tensor) -> Tensor:
-    """``x`` ``[B, H, S, D]`` at the offsets ``[B, H, n]``."""
+    """Return ``x``, ``[B, H, S, D]``, at the offsets ``chosen``, ``[B, H, n]``."""
     return x.gather(2, chosen[..., None].expand(*chosen.shape, x.shape[3]))
 
 
 def _mask_of(mask: Tensor, positions: Tensor, chosen: Tensor) -> Tensor:
-    """The columns of ``mask`` ``[B, H, 1, S_k]`` for what was chosen of a block."""
+    """Return the columns of ``mask``, ``[B, H, 1, S_k]``, for the offsets ``chosen`` of a block with these positions."""
     return mask.index_select(3, positions).gather(3, chosen[:, :, None])

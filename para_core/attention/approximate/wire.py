@@ -1,7 +1,7 @@
-"""What travels rounded to 8 bits, with a scale per token and head: ``comm_dtype``. Approximate; forward only.
+"""``comm_dtype``: tensors are sent in 8 bits, with a scale per token and head. Not exact; forward only.
 
-Of each token and head ``[D]`` D + 4 bytes travel (:mod:`para_core.kernels.exchange_reference`). With Triton what is sent is rounded and packed in
-one launch, and what arrives is unpacked in one, whatever the number of ranks.
+Each token and head, ``[D]``, is D + 4 bytes (:mod:`para_core.kernels.exchange_reference`). With Triton, rounding and packing is one launch, and
+unpacking is one launch, for any number of ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ define_operator(
 
 
 def pack(tensors: list[Tensor], regions: list[int], numel: int, to: torch.dtype) -> Tensor:
-    """:func:`para_core.kernels.exchange_reference.pack_rounded` into a new buffer of ``numel`` bytes, which the regions cover."""
+    """Run :func:`para_core.kernels.exchange_reference.pack_rounded` into a new buffer of ``numel`` bytes, which the regions must cover."""
     buffer = _new_buffer(tensors, regions, numel, to)
     return exchange_reference.pack_rounded(tensors, read_regions(tuple(regions)), buffer, to)
 
@@ -40,11 +40,11 @@ def pack_on_gpu(tensors: list[Tensor], regions: list[int], numel: int, to: torch
 
 
 def unpack(buffer: Tensor, regions: list[int], shapes: list[int], of: torch.dtype, dtype: torch.dtype) -> list[Tensor]:
-    """:func:`para_core.kernels.exchange_reference.unpack_rounded` into new tensors, which the regions cover.
+    """Run :func:`para_core.kernels.exchange_reference.unpack_rounded` into new tensors, which the regions must cover.
 
     Args:
-        shapes: as in :func:`para_core.attention.pack_ops.unpack`.
-        dtype: of the new tensors.
+        shapes: As in :func:`para_core.attention.pack_ops.unpack`.
+        dtype: Dtype of the new tensors.
     """
     into = _new_tensors(buffer, regions, shapes, of, dtype)
     return list(exchange_reference.unpack_rounded(buffer, read_regions(tuple(regions)), into, of))
@@ -79,12 +79,12 @@ torch.library.register_fake("para_core::unpack_8_bits", _new_tensors, lib=LIBRAR
 
 @dataclass(frozen=True)
 class RoundedWire:
-    """Tensors rounded to ``dtype``, with a scale per token and head: a :class:`~para_core.attention.hooks.WireFormat`."""
+    """A :class:`~para_core.attention.hooks.WireFormat` that rounds to ``dtype``, with a scale per token and head."""
 
     dtype: torch.dtype
 
     def row_size(self, head_dim: int) -> int:
-        """Bytes of a token and head."""
+        """Return the number of bytes per token and head."""
         return head_dim + SCALE_BYTES
 
     def pack(self, tensors: list[Tensor], regions: list[int], numel: int) -> Tensor:
