@@ -1,4 +1,4 @@
-"""What a user can set of a cache: its options, and the rule that compares steps."""
+"""The options of First Block Cache, and the rules that compare steps."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ Number = float | Tensor
 
 @dataclass(frozen=True)
 class Rule:
-    """How much a step differs from an earlier one, judged by what its first block does.
+    """A measure of how much a step differs from the last computed one.
 
-    What is compared, ``now`` and ``before``, are the first-block residuals ``[B, S, C]`` of this rank's tokens; the rule
-    gives sums over them, which the ranks add up, and a number made of these.
+    It compares this rank's tokens of two tensors ``[B, S, C]``, ``now`` and ``before``: sums over them are added up over the ranks, and the
+    difference is computed from the totals.
 
     Args:
-        name: in reports and messages.
-        sums: of two tensors ``[B, n]``, this rank's values of each sample, ``[B, k]`` sums in float32.
-        difference: of these, summed over the ranks, ``[B]`` differences.
-        source: who published it.
-        compares: ``"residual"``: of the first block; ``"input"``: what ``CachedBlocks.modulated`` says before it, so that a
-            skipped step runs no block at all.
+        name (`str`): Name in reports and messages.
+        sums (`Callable`): ``sums(now, before)`` of tensors ``[B, n]`` returns ``[B, k]`` sums in float32.
+        difference (`Callable`): ``difference(totals)`` of the sums over all ranks, ``[B, k]``, returns ``[B]`` differences.
+        source (`str`): Who published the rule.
+        compares (`"residual"` or `"input"`, defaults to `"residual"`): Whether the first-block residual is compared, or the modulated input of
+            ``CachedBlocks.modulated``. The latter is known before any block, so a skipped step runs no block at all.
     """
 
     name: str
@@ -51,7 +51,7 @@ FIRST_BLOCK = Rule(
     source="ParaAttention, First Block Cache (github.com/chengzeyi/ParaAttention)",
 )
 
-# The same of the modulated input of block 0, before any block.
+# The same ratio of the modulated input of block 0.
 MODULATED_INPUT = Rule(
     "modulated_input",
     change,
@@ -64,10 +64,11 @@ RULES = {rule.name: rule for rule in (FIRST_BLOCK, MODULATED_INPUT)}
 
 
 def rule_of(rule: str | Rule) -> Rule:
-    """A rule by its name, or itself.
+    """Return the rule with this name, or ``rule`` itself if it is a :class:`Rule`.
 
     Raises:
-        ValueError, TypeError: there is no such rule.
+        TypeError: ``rule`` is neither.
+        ValueError: There is no rule with this name.
     """
     if isinstance(rule, Rule):
         return rule
@@ -80,14 +81,14 @@ def rule_of(rule: str | Rule) -> Rule:
 
 @dataclass(frozen=True)
 class Observation:
-    """What is known when a step is decided. Numbers in eager code, 0-dim tensors in a compiled graph.
+    """Inputs of a policy. Numbers in eager code, 0-dim tensors in a compiled graph.
 
     Args:
-        difference: by the rule; the largest of the samples, of all branches that the call holds.
+        difference: The difference by the rule: the largest of all samples and of all branches in the batch.
         threshold: ``residual_diff_threshold``.
-        step: index of the step in the schedule, from 0.
-        num_steps: of the schedule.
-        hits_in_a_row: since the last computed step.
+        step: Index of the step in the schedule, from 0.
+        num_steps: Number of steps in the schedule.
+        hits_in_a_row: Number of skipped steps since the last computed step.
     """
 
     difference: Number
@@ -97,39 +98,42 @@ class Observation:
     hits_in_a_row: Number
 
 
-# Whether the step may be skipped.
+# Returns whether the step may be skipped.
 Policy = Callable[[Observation], "bool | Tensor"]
 
 
-# Options that follow a schedule.
+# Options that need a schedule.
 SCHEDULED = ("always_compute_last", "start", "end", "forecast_order", "forecast", "compute_steps")
-# Options that compute_steps makes void.
+# Options that have no effect with compute_steps.
 _VOID = ("warmup_steps", "max_consecutive_hits", "max_hits", "always_compute_last", "start", "end", "policy")
 
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """What a user can set of a cache; each is a keyword argument of what applies one.
+    """Options of First Block Cache. They are keyword arguments of :func:`~para_core.adapters.apply_cache_on_pipe` and :func:`apply_cache`.
 
     Args:
-        residual_diff_threshold: skip where mean|change| / mean|last| of the first-block residual is below it. Larger is faster
-            and less like the original; 0 computes all.
-        warmup_steps: so many first steps of each branch are computed; the first one always is.
-        max_consecutive_hits: after so many skipped steps one is computed.
-        max_hits: of each branch at most so many steps of a generation are skipped.
-        compute_steps: which steps are computed, in place of all rules: indices of the schedule's steps (-1: the last), or a
-            bool for each. All others are skipped, but for the first of a branch.
-        always_compute_last: compute the last step of the schedule.
-        start, end: skip only between these fractions of the schedule's steps.
-        first_blocks: so many first blocks always run, and the residual is that of all of them together.
-        last_blocks: so many last blocks always run.
-        forecast_order: 0 adds the residual of the last computed step, which is plain First Block Cache; 1 and 2 extrapolate
-            in the schedule's time through the last two or three. Left out: 1 where a pipeline has a schedule, else 0.
-        forecast: in place of ``forecast_order``: ``"foca"``, through the last three, or a ``Forecast`` of your own.
-        downsample: compare every n-th channel only.
-        rule: ``"first_block"``; ``"modulated_input"``, which runs no block at a skipped step; or a ``Rule`` of your own.
-        policy: decides instead of the threshold: called with an ``Observation``, returns whether to skip. In a compiled
-            graph its numbers are 0-dim tensors.
+        residual_diff_threshold (`float`): Skip a step if mean|change| / mean|last| of the first-block residual is below this. Larger values are
+            faster and less like the original; 0 computes every step.
+        warmup_steps (`int`, defaults to `0`): Number of steps at the start of each branch that are computed. The first step always is.
+        max_consecutive_hits (`int`, *optional*): Number of skipped steps in a row after which one is computed.
+        max_hits (`int`, *optional*): Maximum number of skipped steps of each branch in a generation.
+        compute_steps (`Collection[int]` or `Sequence[bool]`, *optional*): The steps to compute, as indices in the schedule (-1 is the last one)
+            or as a bool for each step. All others are skipped, except the first of a branch. Replaces threshold and rule.
+        always_compute_last (`bool`, defaults to `False`): Whether to compute the last step of the schedule.
+        start, end (`float`, default to `0.0` and `1.0`): Skip steps only between these fractions of the schedule.
+        first_blocks (`int`, defaults to `1`): Number of blocks at the start that always run. The residual is that of all of them together.
+        last_blocks (`int`, defaults to `0`): Number of blocks at the end that always run.
+        forecast_order (`0`, `1` or `2`, *optional*): 0 adds the residual of the last computed step, as plain First Block Cache does. 1 and 2
+            extrapolate the last two or three residuals in the schedule's time. Defaults to 1 for a pipeline with a schedule, otherwise to 0.
+        forecast (`"foca"` or `Forecast`, *optional*): Used instead of ``forecast_order``. ``"foca"`` extrapolates the last three residuals.
+        downsample (`int`, defaults to `1`): Compare every n-th channel only.
+        rule (`"first_block"`, `"modulated_input"` or `Rule`, defaults to `"first_block"`): How steps are compared. With ``"modulated_input"`` a
+            skipped step runs no block.
+        policy (`Callable`, *optional*): Decides instead of the threshold: called with an :class:`Observation`, returns whether to skip the step.
+
+    Raises:
+        TypeError, ValueError: A value has a wrong type or is out of range, or two options exclude each other.
     """
 
     residual_diff_threshold: float
@@ -166,7 +170,7 @@ class CacheOptions:
         _require_number("start", self.start, at_least=0.0, at_most=1.0)
         _require_number("end", self.end, at_least=0.0, at_most=1.0)
         if self.start > self.end:
-            raise ValueError(f"start={self.start} is behind end={self.end}; expected start <= end.")
+            raise ValueError(f"start={self.start} is after end={self.end}; expected start <= end.")
         if self.policy is not None and not callable(self.policy):
             raise TypeError(f"policy is {self.policy!r}; expected a function of an Observation, or None.")
 
@@ -182,23 +186,23 @@ class CacheOptions:
             )
 
     def _require_steps(self) -> tuple[int | bool, ...]:
-        given: Any = self.compute_steps
-        listed = given.tolist() if hasattr(given, "tolist") else given
-        steps = tuple(listed) if isinstance(listed, Collection) and not isinstance(listed, (str, bytes)) else ()
+        value: Any = self.compute_steps
+        values = value.tolist() if hasattr(value, "tolist") else value
+        steps = tuple(values) if isinstance(values, Collection) and not isinstance(values, (str, bytes)) else ()
         if not steps or not all(isinstance(step, int) for step in steps) or len({type(step) for step in steps}) > 1:
             raise TypeError(
-                f"compute_steps is {given!r}; expected indices of the steps to compute, or a bool for each step of the schedule."
+                f"compute_steps is {value!r}; expected indices of the steps to compute, or a bool for each step of the schedule."
             )
         void = self._changed(_VOID)
         if void:
-            raise ValueError(f"compute_steps decides alone, so {void[0]} would have no effect. Leave one of them out.")
+            raise ValueError(f"with compute_steps, {void[0]} has no effect. Leave one of the two out.")
         return steps
 
     def computes(self, index: int, total: int) -> bool:
-        """Whether ``compute_steps`` names the step ``index`` of ``total``.
+        """Whether ``compute_steps`` contains step ``index`` of ``total`` steps.
 
         Raises:
-            ValueError: it does not fit a schedule of ``total`` steps.
+            ValueError: ``compute_steps`` does not fit a schedule of ``total`` steps.
         """
         steps: Any = self.compute_steps
         if isinstance(steps[0], bool):
@@ -212,23 +216,22 @@ class CacheOptions:
             raise ValueError(f"compute_steps names step {outside[0]}; this schedule has steps 0 to {total - 1}.")
         return index in steps or index - total in steps
 
-    def ask_policy(self, seen: Observation) -> Any:
-        """What the policy says: a bool, or a tensor of one element.
+    def ask_policy(self, observation: Observation) -> Any:
+        """Return the answer of the policy: a bool, or a tensor of one element.
 
         Raises:
-            TypeError: it says something else.
+            TypeError: The policy returned something else.
         """
-        found: Any = None if self.policy is None else self.policy(seen)
-        # NumPy's bool has a dtype, too.
-        if not isinstance(found, bool) and not hasattr(found, "dtype"):
+        skip: Any = None if self.policy is None else self.policy(observation)
+        # A bool of NumPy has a dtype.
+        if not isinstance(skip, bool) and not hasattr(skip, "dtype"):
             raise TypeError(
-                f"the policy returned {found!r}; expected True where the step may be skipped, else False: a bool, or a tensor of "
-                "one element."
+                f"the policy returned {skip!r}; expected a bool, or a tensor of one element: True if the step may be skipped."
             )
-        return found
+        return skip
 
     def as_text(self) -> dict[str, str]:
-        """By name, for comparing ranks."""
+        """Return the options by name as text, for the comparison between ranks."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         policy = getattr(self.policy, "__qualname__", type(self.policy).__name__)
         names = {"rule": rule_of(self.rule).name, "policy": policy, "forecast": self.forecasts.name}
@@ -236,27 +239,27 @@ class CacheOptions:
 
     @property
     def forecasts(self) -> Forecast:
-        """By ``forecast``, or ``forecast_order``."""
+        """The forecast that ``forecast`` or ``forecast_order`` selects."""
         return taylor(self.forecast_order or 0) if self.forecast is None else forecast_of(self.forecast)
 
     @property
     def decides_before_blocks(self) -> bool:
-        """Whether no block runs at a skipped step."""
+        """Whether a step is decided before block 0, so that a skipped step runs no block."""
         return rule_of(self.rule).compares == "input"
 
     @property
     def num_residuals(self) -> int:
-        """So many are stored of each stream."""
+        """Number of residuals that are stored per stream."""
         return self.forecasts.num_residuals
 
     def on_schedule(self) -> CacheOptions:
-        """With the defaults of a pipeline that has a schedule."""
+        """Return these options with the defaults for a pipeline that has a schedule."""
         unset = self.forecast is None and self.forecast_order is None
         return replace(self, forecast_order=1) if unset else self
 
     @property
     def needs_schedule(self) -> tuple[str, ...]:
-        """Names of the options that were set and cannot be followed without a scheduler."""
+        """Names of the options that were set and need a schedule."""
         changed = self._changed(SCHEDULED)
         if self.num_residuals == 1:
             changed = [name for name in changed if name not in ("forecast_order", "forecast")]
@@ -271,15 +274,15 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def shows_options(**defaults: Any) -> Callable[[Function], Function]:
-    """Show each option in the signature of a function that takes them as ``**options``.
+    """Return a decorator that shows each option in the signature of a function with ``**options``.
 
     Args:
-        defaults: where they are not those of :class:`CacheOptions`.
+        defaults: Default values that differ from those of :class:`CacheOptions`.
     """
 
     def show(function: Function) -> Function:
         signature = inspect.signature(function)
-        own = [known for known in signature.parameters.values() if known.kind is not known.VAR_KEYWORD]
+        own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
         options = [
             inspect.Parameter(
                 field.name,
@@ -297,19 +300,19 @@ def shows_options(**defaults: Any) -> Callable[[Function], Function]:
     return show
 
 
-def options_of(function: str, given: Mapping[str, Any]) -> CacheOptions:
-    """The options that ``function`` was given.
+def options_of(function: str, kwargs: Mapping[str, Any]) -> CacheOptions:
+    """Return the options in the keyword arguments of ``function``.
 
     Raises:
-        TypeError, ValueError: there is no such option, the threshold is missing, or a value does not fit.
+        TypeError, ValueError: An option is unknown, the threshold is missing, or a value is invalid.
     """
     names = [field.name for field in fields(CacheOptions)]
-    unknown = [name for name in given if name not in names]
+    unknown = [name for name in kwargs if name not in names]
     if unknown:
         raise TypeError(f"{function} has no option {unknown[0]!r}; its options are {', '.join(names)}.")
-    if "residual_diff_threshold" not in given:
-        raise TypeError(f"{function} needs residual_diff_threshold=; 0.08 is one for FLUX.1-dev.")
-    return CacheOptions(**given)
+    if "residual_diff_threshold" not in kwargs:
+        raise TypeError(f"{function} needs residual_diff_threshold=, for example 0.08 for FLUX.1-dev.")
+    return CacheOptions(**kwargs)
 
 
 def _require_int(name: str, value: Any, at_least: int, at_most: int | None = None) -> None:
