@@ -144,8 +144,9 @@ def init_context_parallel_mesh(
         RuntimeError: No process group is initialised, or two ranks have the same GPU, which NCCL refuses.
         TypeError, ValueError: A maximum is not a positive integer, or ranks are left over.
 
-    Example:
-        >>> mesh = init_context_parallel_mesh("cuda", max_ring_dim_size=2)  # on 8 ranks: ring 2 × ulysses 4
+    Example::
+
+        mesh = init_context_parallel_mesh("cuda", max_ring_dim_size=2)  # on 8 ranks: ring 2 × ulysses 4
     """
     require_process_group("init_context_parallel_mesh")
     if device_type is None:

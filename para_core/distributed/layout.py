@@ -22,6 +22,7 @@ class Segment:
     (3, 3, 2, 2)
     >>> Segment("text", 7, replicated=True).sizes(ranks=2)
     (7, 7)
+
     A balanced segment is split into ``2 · ranks`` parts. Rank r holds the r-th part from the front and the r-th from the back, so
     that all ranks compute equally much under a causal mask.
 
