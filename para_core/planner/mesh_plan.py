@@ -111,7 +111,7 @@ def communicators(shape: MeshShape) -> int:
     One for each mesh dim of several ranks, one for the group of FSDP2's weights, and one for each edge from or to the last stage: it
     receives tokens from the stage before and sends each other stage its noise.
 
-    >>> communicators(Shape(ring=2, ulysses=4)), communicators(Shape(pipe=4, ulysses=2)), communicators(Shape())
+    >>> communicators(MeshShape(ring=2, ulysses=4)), communicators(MeshShape(pipe=4, ulysses=2)), communicators(MeshShape())
     (2, 6, 0)
     """
     dims = (shape.batch, shape.pipe, shape.ring, shape.ulysses, shape.tensor)

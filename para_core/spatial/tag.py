@@ -57,7 +57,7 @@ class ShardedSize(int):
     It is that of all rows, whatever is computed of it or decided by it: as on one device, and on every rank alike. As a size of a
     sharded tensor, in a view, say, it is this rank's (:func:`local_sizes`); so is a multiple, and a part without a rest on any rank.
 
-    >>> rows = Count((3, 4), rank=0)
+    >>> rows = ShardedSize((3, 4), rank=0)
     >>> rows, (rows * 2).layout, (rows * 2).local, rows // 2, rows % 2, rows * 0.5
     (7, (6, 8), 6, 3, 1, 3.5)
     """
