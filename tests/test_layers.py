@@ -2,6 +2,7 @@
 
 import ast
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,7 @@ def imported_by(path):
                 yield FILES[name], node.lineno
 
 
+@cache
 def edges():
     found = defaultdict(set)
     for path in FILES.values():
@@ -85,9 +87,6 @@ def edges():
     return found
 
 
-EDGES = edges()
-
-
 def test_every_room_has_a_layer():
     assert {room_of(path) for path in FILES.values()} == set(LEVEL)
 
@@ -95,7 +94,7 @@ def test_every_room_has_a_layer():
 def test_no_room_imports_a_room_above_it():
     upwards = [
         f"{where} imports {target}"
-        for (room, target), places in EDGES.items()
+        for (room, target), places in edges().items()
         if LEVEL[target] >= LEVEL[room]
         for where in sorted(places)
         if (where.rpartition(":")[0], target) not in EXCEPTIONS
@@ -104,7 +103,7 @@ def test_no_room_imports_a_room_above_it():
 
 
 def test_exceptions_are_needed():
-    used = {(where.rpartition(":")[0], target) for (_, target), places in EDGES.items() for where in places}
+    used = {(where.rpartition(":")[0], target) for (_, target), places in edges().items() for where in places}
     assert set(EXCEPTIONS) <= used
 
 

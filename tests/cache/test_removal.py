@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from itertools import product
 
 import pytest
 import torch
@@ -26,9 +27,16 @@ def state_of(pipe):
     return state
 
 
-@pytest.mark.parametrize("parallel_first", [False, True])
-@pytest.mark.parametrize("way", ["in place", "in its place", "eager"])
-@pytest.mark.parametrize("name", ["wan", pytest.param("qwen-image", marks=pytest.mark.long), "stable diffusion 3"])
+def removals():
+    """What is removed from, how it was compiled, and what was applied first; in the default run, each of these once."""
+    short = [("wan", "in place", True), ("wan", "in its place", False), ("stable diffusion 3", "eager", False)]
+    for case in product(
+        ["wan", "qwen-image", "stable diffusion 3"], ["in place", "in its place", "eager"], [False, True]
+    ):
+        yield pytest.param(*case, marks=() if case in short else pytest.mark.long)
+
+
+@pytest.mark.parametrize(("name", "way", "parallel_first"), [*removals()])
 def test_removal_leaves_no_attribute_on_compiled_pipe(name, way, parallel_first):
     torch._dynamo.reset()
     pipe = build(name)

@@ -97,7 +97,7 @@ def status_of(connection):
 
 def image_url(width=8, height=8):
     buffer = io.BytesIO()
-    Image.new("RGB", (width, height)).save(buffer, "PNG")
+    Image.new("1", (width, height)).save(buffer, "PNG")
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 

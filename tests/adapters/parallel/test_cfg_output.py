@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from para_core.adapters.parallel.cfg_output import foreseen_output
-from para_core.adapters.registry import plan_for
+from tests.adapters.test_transformers import BATCHED
 from tests.tiny import flux_inputs, flux_transformer
 from zoo.tiny.transformers.registry import MODELS
 
@@ -26,8 +26,6 @@ UNKNOWN |= {"wan vace", "wan animate", "chroma", "chroma, controlnet", "bria fib
 # or switch autocast off for a device type, which meta has not.
 UNKNOWN |= {"helios", "helios, no guidance of text", "ernie-image", "cosmos 3"}
 UNKNOWN |= {"ideogram 4", "ideogram 4, a time step for each token"}
-# Whose branches are in one batch: nothing is to be foreseen.
-BATCHED = {name for name, model in MODELS.items() if (plan := plan_for(model.build())) is not None and plan.batched}
 SIXTEEN_BITS = ("flux", "wan", "qwen-image", "hunyuan", "ltx2")
 
 
@@ -39,6 +37,7 @@ def forms(tree):
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
+        # Whose branches are in one batch: nothing is to be foreseen.
         *[(name, torch.float32) for name in MODELS if name not in BATCHED],
         *[(name, torch.bfloat16) for name in SIXTEEN_BITS],
     ],
