@@ -1,1 +1,1 @@
-"""Many prompts, many requests: one group of ranks here, or replicas of it on Ray. Only ``on_ray`` and ``server`` import Ray."""
+"""Many prompts, many requests: one group of ranks here, or replicas of it on Ray. Only ``group``, ``batch`` and ``serving`` import Ray."""
