@@ -8,7 +8,7 @@
 #   make test-fleet all tests of replicas, of the server and of the command, on Ray (a minute of them is in make test)
 #   make docs       the site, in build/site, from its own extra; links are checked
 #   make bench      measure, and write benchmarks/results/
-#   make gpu-check  what only a GPU can tell, in at most 45 minutes; takes a Python whose torch has CUDA as it is (docs/gpu_check.md)
+#   make gpu-check  what only a GPU can tell, in at most 45 minutes; takes a Python whose torch has CUDA as it is (docs/install.md)
 #   make lint types the parts of `make test` that need no run
 
 PYTHON ?= python3

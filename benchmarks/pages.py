@@ -35,28 +35,6 @@ from benchmarks.planner import propose, published, sizes, traffic
 from benchmarks.serving import load, trials
 from para_core.adapters.compatibility import REFUSALS, CompatibilityRule, When
 
-# Of python -m benchmarks.cache.quality at 28 steps: the same rule and threshold, by each.
-CACHES = {
-    ("para_core first_block, forecast_order=1", "threshold 0.12"): "para_core, the default",
-    ("para_core first_block", "threshold 0.12"): "para_core, without its forecast",
-    ("diffusers First Block Cache", "threshold 0.12"): "diffusers",
-    ("cache-dit DBCache F1B0, max_warmup_steps=0", "threshold 0.12"): "cache-dit 1.5.3",
-    ("cache-dit DBCache F1B0 + TaylorSeer, order 1, max_warmup_steps=4", "threshold 0.12"): (
-        "cache-dit 1.5.3, TaylorSeer (4 steps of warm-up)"
-    ),
-}
-
-
-def caches() -> dict[str, list[str]]:
-    """Return the table of README.md: one threshold of First Block Cache in each implementation."""
-    rows = []
-    for row in read_results("cache_quality")["quality"]:
-        name = CACHES.get((row["cache"], row["setting"]))
-        if name and row["steps"] == 28:
-            rows.append([name, f"{row['computed']:.1f} of 28", f"{row['psnr']:.1f}"])
-    return {"caches": markdown_table(["First Block Cache, threshold 0.12", "computed steps", "PSNR, dB"], rows)}
-
-
 _WHEN = {
     When.PARALLELIZE: "`parallelize_pipe`",
     When.PARALLEL_CALL: "a parallel call",
@@ -82,16 +60,26 @@ def _cell(text: str) -> str:
 
 
 def refused_rows() -> list[list[str]]:
-    """Return a row for each refusal: the combination, the calls, the error's class, and its message."""
+    """Return a row for each refusal: the combination, the calls, the error's class, and what its message says to do."""
     return [
         [
             _cell(refusal.what),
             ", ".join(_WHEN[when] for when in refusal.when),
             f"`{refusal.error.__name__}`",
-            sentence_of(refusal),
+            way_out(sentence_of(refusal)),
         ]
         for refusal in REFUSALS
     ]
+
+
+def way_out(message: str) -> str:
+    """Return the sentences of a message after the first, without the list of what is supported.
+
+    >>> way_out("pipe runs in stages. Use a mesh without 'pipe'. Supported are …."), way_out("it cannot run: there is no transformer.")
+    ("Use a mesh without 'pipe'.", 'it cannot run: there is no transformer.')
+    """
+    first, *rest = re.split(r"(?<=\.) (?=[A-Z])", message)
+    return " ".join(sentence for sentence in rest if not re.match("(Supported|Known) are", sentence)) or first
 
 
 def tried() -> list[dict[str, Any]]:
@@ -101,50 +89,39 @@ def tried() -> list[dict[str, Any]]:
 
 
 def tried_rows() -> list[list[str]]:
-    """The reason, a case of it, the error's class, and its message."""
-    return [
-        [_cell(row["reason"]), f"`{row['case']}`", f"`{row['error']}`", _cell(row["message"])]
-        for row in tried()
-        if row["message"]
-    ]
+    """Return the reason, a case of it, and the error's class. The JSON has the messages."""
+    return [[_cell(row["reason"]), f"`{row['case']}`", f"`{row['error']}`"] for row in tried() if row["message"]]
 
 
 def refusals() -> dict[str, list[str]]:
     """Return the tables of docs/refusals.md."""
-    heads = ["error", "message"]
     return {
-        "refusals": markdown_table(["refused", "when", *heads], refused_rows()),
-        "combinations": markdown_table(["reason", "for example", *heads], tried_rows()),
+        "refusals": markdown_table(["refused", "when", "error", "what to do"], refused_rows()),
+        "combinations": markdown_table(["reason", "for example", "error"], tried_rows()),
     }
 
 
 # The programs whose parts a page has; a program may have parts of several pages.
 PAGES: dict[str, tuple[Callable[[], dict[str, list[str]]], ...]] = {
-    "README.md": (peers.parts, caches, speed.parts),
+    "README.md": (peers.parts, speed.parts),
     "docs/any_model.md": (outside.parts,),
-    "docs/attention_kernel.md": (low_precision.parts,),
-    "docs/measured/beside_diffusers.md": (beside_diffusers.parts,),
     "docs/cache.md": (forecasts.parts,),
-    "docs/measured/cache_quality.md": (quality.parts,),
-    "docs/measured/exactness.md": (generation.parts,),
-    "docs/measured/faults.md": (faults.parts,),
-    "docs/gallery.md": (gallery.parts,),
-    "docs/hooks.md": (hooks.parts,),
-    "docs/kernels.md": (compiled.parts,),
-    "docs/memory.md": (sizes.parts,),
+    "docs/kernels.md": (low_precision.parts, compiled.parts),
     "docs/new_model.md": (propose.parts,),
     "docs/own_model.md": (low_precision.parts,),
-    "docs/measured/peers.md": (peers.parts,),
-    "docs/pipelines.md": (supported.parts,),
+    "docs/pipelines.md": (supported.parts, hooks.parts),
     "docs/planner.md": (published.parts,),
     "docs/refusals.md": (refusals,),
     "docs/serving.md": (load.parts, trials.parts),
     "docs/several_nodes.md": (links.parts,),
     "docs/stages.md": (stages.parts, pipefusion.parts),
-    "docs/measured/traffic.md": (traffic.parts,),
     "docs/vae.md": (vaes.parts, vae.parts),
     "docs/weights.md": (sizes.parts, weights.parts),
     "docs/which_option.md": (sizes.parts,),
+    "docs/measured/cache_quality.md": (quality.parts, forecasts.parts, gallery.parts),
+    "docs/measured/exactness.md": (generation.parts, traffic.parts),
+    "docs/measured/faults.md": (faults.parts,),
+    "docs/measured/peers.md": (peers.parts, beside_diffusers.parts),
 }
 
 

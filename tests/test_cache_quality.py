@@ -96,10 +96,8 @@ def test_the_page_takes_what_was_measured():
         ],
     }
     page = "\n".join(line for lines in parts_of(json.loads(json.dumps(found))).values() for line in lines)
-    assert "| another | x | 5.0 of 28 | 30.5 | 30.0 | 0.95000 | 50.0% | 100.0% |" in page
-    assert "| another, x | 5 | 0.500 | 1.50 × (1.40 – 1.60) |  |  | *refused* |" in page
-    assert "another, x, compiled, refused as one graph: `Error: 'x'`" in page
-    assert "- a third: refused: `Error: z`" in page
+    assert "| another | x | 5.0 | 30.5 | 50.0% |" in page
+    assert "| another, x | 5 | 1.50 × |  | *refused* |" in page
 
 
 @pytest.mark.parametrize("name", ["quality", "speed"])

@@ -60,7 +60,7 @@ def test_pages_open_without_errors_and_search_finds_words(site, browser, width):
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.on("request", lambda request: asked.append(request.url))
     here = f"http://127.0.0.1:{server.server_address[1]}"
-    for name in ("which_option", "gallery", "api/para_core", "index"):
+    for name in ("which_option", "measured/cache_quality", "api/para_core", "index"):
         page.goto(f"{here}/{name}.html")
         # Tables and code scroll by themselves, never the page.
         assert page.evaluate("document.documentElement.scrollWidth") <= width, name

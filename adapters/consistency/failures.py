@@ -190,7 +190,7 @@ def _in_time(ask: Callable[[Any], Result], otherwise: Result, seconds: float = _
 def reasons_shared(token: str, places: Sequence[Place]) -> Iterator[None]:
     """Inside, an exception leaves its reason for the other ranks, and a collective's time-out gives theirs.
 
-    On gloo: NCCL's time-out ends the process and raises nothing here (docs/time_outs.md).
+    On gloo: NCCL's time-out ends the process and raises nothing here (docs/several_nodes.md).
     """
     try:
         yield

@@ -75,7 +75,7 @@ def parallelize_pipe(
             ``"allgather"``, all at once; ``"2d"``, the ring's ranks as rows and columns, of which queries travel along the former and keys
             along the latter. All are exact. Left out: ``"alltoall"``, or without ``mesh`` what :func:`plan_mesh` predicts.
         backend: what computes the transformers' attention on one device, on one rank, too: one of PyTorch's, or ``"triton"``
-            (docs/attention_kernel.md). ``"triton-int8"`` is not exact. Left out: what SDPA chooses.
+            (docs/kernels.md). ``"triton-int8"`` is not exact. Left out: what SDPA chooses.
         comm_dtype: ``torch.int8`` or ``torch.float8_e4m3fn``: what attention sends travels rounded to 8 bits. Not exact; left out: as it is.
         attn_func: computes their attention on one device in place of SDPA, as :class:`~para_core.UnifiedAttnMode` takes it:
             ``flash_attention_3()``.

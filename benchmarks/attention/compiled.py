@@ -292,16 +292,16 @@ def _of_norms() -> Iterator[Launch]:
 
 
 def parts() -> dict[str, list[str]]:
-    """Return the table of docs/kernels.md: registers of the common launches, with spills and shared memory if there are any."""
-    launches = read_results("kernel_resources")["launches"]
+    """Return the table of docs/kernels.md: the most registers of a kernel's common launches on each GPU, and the bytes that they spill."""
+    kernels: dict[str, list[dict[str, Any]]] = {}
+    for row in read_results("kernel_resources")["launches"]:
+        if row["common"]:
+            kernels.setdefault(row["launch"].replace(",", " ").split()[0], []).append(row)
     rows = []
-    for name in dict.fromkeys(row["launch"] for row in launches if row["common"]):
-        cells = []
-        for row in (row for row in launches if row["launch"] == name):
-            spilled = f", spills {row['spills']} B" if row["spills"] else ""
-            cells.append(f"{row['registers']}{spilled}" + (f", {row['shared']} B" if row["shared"] else ""))
-        rows.append([name, *cells])
-    return {"registers": markdown_table(["launch", *(f"sm_{arch}" for arch in ARCHS)], rows)}
+    for name, launches in kernels.items():
+        most = [max(row["registers"] for row in launches if row["arch"] == arch) for arch in ARCHS]
+        rows.append([name, *most, max(row["spills"] for row in launches)])
+    return {"registers": markdown_table(["kernel", *(f"sm_{arch}" for arch in ARCHS), "bytes spilled"], rows)}
 
 
 def main() -> None:

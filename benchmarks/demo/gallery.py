@@ -1,6 +1,6 @@
 """The trained models' images and clips, on one rank, on several and cached, with differences amplified:  python -m benchmarks.demo.gallery
 
-Writes docs/images/gallery_images.png, docs/images/gallery_clips.gif, benchmarks/results/gallery.json (docs/gallery.md).
+Writes docs/images/gallery_images.png, docs/images/gallery_clips.gif, benchmarks/results/gallery.json (docs/measured/cache_quality.md).
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def measured(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def parts() -> dict[str, list[str]]:
-    """Return the parts of docs/gallery.md."""
+    """Return the parts of docs/measured/cache_quality.md."""
     results = read_results("gallery")
     names = {"flux": "tiny FLUX, images", "wan": "tiny Wan, clips"}
     rows = []

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 from benchmarks.faults.cells import FAULTY_RANK, GIVEN_FAULTS, LINK_FAULTS, MOMENTS, PROCESS_FAULTS, Cell, all_cells
-from benchmarks.harness import read_results
+from benchmarks.harness import markdown_table, read_results
 
 # Relative norm of an image's error against one process.
 EXACT = 1e-4
@@ -94,14 +94,13 @@ def _is_slow(result: dict[str, Any]) -> bool:
 
 
 def _tables(results: dict[str, Any]) -> list[str]:
-    lines = []
-    for pipeline, mesh in dict.fromkeys((cell.pipeline, cell.mesh) for cell in all_cells()):
-        lines += [f"**{pipeline}, {mesh}**", "", "| fault | " + " | ".join(MOMENTS) + " |", "|" + " --- |" * 6]
-        for fault in (*PROCESS_FAULTS, *LINK_FAULTS, *GIVEN_FAULTS):
-            cells = [results.get(Cell(pipeline, mesh, fault, moment).name) for moment in MOMENTS]
-            lines.append(f"| {fault} | " + " | ".join(_shown(cell) for cell in cells) + " |")
-        lines.append("")
-    return lines[:-1]
+    """Return the table of the first pipeline and mesh. The JSON has the others."""
+    first = next(iter(all_cells()))
+    rows = []
+    for fault in (*PROCESS_FAULTS, *LINK_FAULTS, *GIVEN_FAULTS):
+        cells = [results.get(Cell(first.pipeline, first.mesh, fault, moment).name) for moment in MOMENTS]
+        rows.append([fault, *map(_shown, cells)])
+    return [f"**{first.pipeline}, {first.mesh}**", "", *markdown_table(["fault", *MOMENTS], rows)]
 
 
 def _shown(result: dict[str, Any] | None) -> str:
@@ -114,28 +113,19 @@ def _shown(result: dict[str, Any] | None) -> str:
 
 
 def _messages(results: dict[str, Any]) -> list[str]:
-    """Return for each fault the messages of the ranks in one cell; equal messages once."""
-    lines = []
-    for fault in (*PROCESS_FAULTS, *LINK_FAULTS, *GIVEN_FAULTS):
-        chosen = next(
-            (
-                one
-                for one in results.values()
-                if one["fault"] == fault and any("message" in rank for rank in one["ranks"])
-            ),
-            None,
-        )
-        if chosen is None:
-            continue
-        lines += [f"**{fault}**, {chosen['moment']} ({chosen['pipeline']}, {chosen['mesh']})", ""]
-        told: dict[str, list[str]] = {}
-        for index, rank in enumerate(chosen["ranks"]):
-            told.setdefault(_said(rank), []).append(str(index))
-        lines += [f"- rank {', '.join(ranks)}: {text}" for text, ranks in told.items()] + [""]
-    return lines[:-1]
+    """Return for each fault what the first rank raises in one cell. Faults of given values have one form, shown once."""
+    rows = []
+    for fault in (*PROCESS_FAULTS, *LINK_FAULTS, next(iter(GIVEN_FAULTS))):
+        ranks = [one["ranks"][0] for one in results.values() if one["fault"] == fault and "message" in one["ranks"][0]]
+        if ranks:
+            rows.append([fault, f"`{ranks[0]['raised']}`", _short(ranks[0]["message"])])
+    return markdown_table(["fault", "raised on rank 0", "message"], rows)
 
 
-def _said(rank: dict[str, Any]) -> str:
-    if "message" in rank:
-        return f"`{rank['raised']}: {' '.join(rank['message'].split())}`"
-    return "its image" if "error" in rank else "nothing: it was killed or stopped"
+def _short(message: str) -> str:
+    """Return a message without the words that most of them have in common."""
+    text = " ".join(message.split())
+    common = ("another rank stopped answering in the middle of this call: ", " This rank gave up waiting.")
+    for words in common:
+        text = text.replace(words, "")
+    return text.replace("|", "\\|")

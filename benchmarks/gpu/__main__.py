@@ -2,7 +2,7 @@
 
 Sections run one after the other; each writes benchmarks/results/gpu_check/<section>.json as it ends and stops no other. Exit code 0: all
 sections ended well or were skipped with a reason; 1: a number is wrong; 2: there is no GPU; 3: something failed or was killed, and no
-number is wrong. See docs/gpu_check.md.
+number is wrong. See docs/install.md.
 """
 
 from __future__ import annotations

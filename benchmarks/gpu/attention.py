@@ -21,7 +21,7 @@ CASES = [
     (torch.float32, 64, "bool full"),
 ]
 # No bfloat16: Triton's interpreter truncates to it where a GPU rounds.
-# In 8 bits, which is not exact: of out and of lse, for normal tensors (docs/attention_kernel.md has 0.01).
+# In 8 bits, which is not exact: of out and of lse, for normal tensors (docs/kernels.md has 0.01).
 INT8_CASES = [(torch.bfloat16, 128, "none"), (torch.float16, 64, "causal"), (torch.bfloat16, 256, "bool full")]
 INT8_BOUND = 0.03
 TINY_CASES = [(torch.float16, 8, "none"), (torch.float16, 8, "bool full"), (torch.float32, 8, "causal")]

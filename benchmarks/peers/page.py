@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from typing import Any
 
@@ -12,6 +11,8 @@ Ways = dict[str, dict[str, Any]]
 
 # An input that only para_core has a word for: a peer takes each rank's copy for more text.
 NO_NOTION = "text replicated + image sharded"
+# A kernel of a GPU would have to run: README.md calls it "not run".
+STAND_IN = "refused by our stand-in"
 # Columns of the table in README.md: the attention that each one's pipelines call.
 SUMMARY = {
     "para_core": "para_core",
@@ -57,7 +58,7 @@ def kind(outcome: dict[str, Any], row: str = "", peer: str = "") -> str:
     if word == "refused" and "unexpected keyword argument" in message:
         return "not offered"
     if word == "refused" and message.endswith("(stand-in)"):
-        return "refused by our stand-in"
+        return STAND_IN
     if word == "wrong" and row == NO_NOTION and peer != "para_core":
         return "not offered"
     return word
@@ -80,7 +81,7 @@ def _word(outcome: dict[str, Any], row: str, peer: str) -> str:
 def table(cells: dict[str, dict[str, Ways]]) -> list[str]:
     """A row per input, a column per peer."""
     rows = dict.fromkeys(row for column in cells.values() for row in column)
-    body = [[row, *(cell(column[row], row, peer) for peer, column in cells.items())] for row in rows]
+    body = [[row, *(cell(column[row], row, peer, brief=True) for peer, column in cells.items())] for row in rows]
     return markdown_table(["", *cells], body)
 
 
@@ -94,36 +95,13 @@ def summary(results: dict[str, Any]) -> list[str]:
         for peer in SUMMARY
     }
     total = sum(next(iter(counts.values())).values())
-    words = ("exact", "not offered", "refused", "refused by our stand-in", "wrong", "crashes")
-    rows = [[word, *(counts[peer][word] for peer in SUMMARY)] for word in words]
+    words = ("exact", "not offered", "refused", STAND_IN, "wrong", "crashes")
+    rows = [[word.replace(STAND_IN, "not run"), *(counts[peer][word] for peer in SUMMARY)] for word in words]
     inputs = [
-        [name, *(cell(cells[peer][row], row, peer, brief=True) for peer in SUMMARY)]
+        [name, *(cell(cells[peer][row], row, peer, brief=True).replace(STAND_IN, "not run") for peer in SUMMARY)]
         for name, row in SUMMARY_ROWS.items()
     ]
     return markdown_table([f"of {total} cells", *heads], [*rows, *inputs])
-
-
-def messages(cells: dict[str, dict[str, Ways]]) -> list[str]:
-    """Return each error message once. Messages that differ in numbers only count as one."""
-    lines = []
-    for peer, column in cells.items():
-        found: dict[str, list[str]] = {}
-        shown: dict[str, str] = {}
-        for row, ways in column.items():
-            for way, outcome in ways.items():
-                if "message" not in outcome:
-                    continue
-                alike = re.sub(r"\d+", "#", outcome["message"])
-                shown.setdefault(alike, outcome["message"].replace("`", "'"))
-                found.setdefault(alike, []).append(f"{row}, {way}")
-        for alike, where in found.items():
-            more = f" and {len(where) - 1} more" if len(where) > 1 else ""
-            lines.append(f"- {peer}: `{_short(shown[alike])}` ({where[0]}{more})")
-    return lines
-
-
-def _short(message: str, length: int = 160) -> str:
-    return message if len(message) <= length else message[: length - 2] + " …"
 
 
 def about(results: dict[str, Any]) -> list[str]:
@@ -141,6 +119,5 @@ def parts() -> dict[str, list[str]]:
         "about": about(results),
         "table": table(results["cells"]),
         "unpatched": table(results["unpatched"]),
-        "messages": messages(results["cells"]),
         "peers": summary(results),
     }

@@ -6,7 +6,7 @@ Two ranks of one thread. First the models of `zoo.tiny.transformers.registry` wi
 diffusers asks for, and once with odd ones (there with its `ulysses_anything`): who takes what, and with which error. Then, where both
 are exact, models of the same classes with 2 layers (of each kind) of 4 heads × 128 and a few thousand tokens, so that a step takes
 about a second: in each round one rank alone with the unmodified model, then every way in turns, the first one later in the next round.
-Quoted are medians of the rounds and of their ratios. Writes benchmarks/results/beside_diffusers.json (docs/measured/beside_diffusers.md).
+Quoted are medians of the rounds and of their ratios. Writes benchmarks/results/beside_diffusers.json (docs/measured/peers.md).
 """
 
 from __future__ import annotations
@@ -236,38 +236,31 @@ def conclusion(rows: list[dict[str, Any]]) -> str:
         medians[kind] = f"{statistics.median(of_rows):.2f} ({min(of_rows):.2f} – {max(of_rows):.2f})"
     return (
         f"Over these {len(rows)} models the median ratio of seconds is {medians['seconds']}, of CPU seconds {medians['CPU seconds']}: with "
-        "Ulysses on two CPU ranks both take the same time, within what rounds differ by. They differ in what they take: on these ranks odd "
-        "lengths and a ring, both of which diffusers offers for GPUs, and the inputs of LTX and LTX-2. What was not asked here, masks around a "
-        "ring, caches and guidance over ranks, is in [peers.md](peers.md) and [hooks.md](../hooks.md). Nothing is said of GPUs."
+        "Ulysses on two CPU ranks both take the same time, within what rounds differ by."
     )
 
 
 def speed_row(row: dict[str, Any]) -> list[str]:
     """A row of the second table."""
-    seconds, outcomes = row["seconds"], row["found"]
-    cells = [row["model"], row["tokens"], f"{statistics.median(seconds['1 rank']):.2f}"]
+    seconds = row["seconds"]
+    cells = [row["model"], f"{statistics.median(seconds['1 rank']):.2f}"]
     for way in ("para_core", "diffusers", "para_core, ring"):
-        cell = verdict(outcomes[way])
+        cell = verdict(row["found"][way])
         if way in seconds:
             speed_up = statistics.median(one / many for one, many in zip(seconds["1 rank"], seconds[way], strict=True))
-            cell = f"{statistics.median(seconds[way]):.2f}, {speed_up:.2f} ×, {cell}"
+            cell = f"{statistics.median(seconds[way]):.2f} ({speed_up:.2f} ×)"
         cells.append(cell)
-    for kind in ("seconds", "CPU seconds"):
-        times = row[kind]
-        cells.append(ratio(times["diffusers"], times["para_core"]) if {"diffusers", "para_core"} <= {*times} else "")
-    return cells
+    return [*cells, ratio(seconds["diffusers"], seconds["para_core"])]
 
 
 def parts() -> dict[str, list[str]]:
-    """Return the parts of docs/measured/beside_diffusers.md."""
+    """Return the parts of docs/measured/peers.md on diffusers' context parallelism. The JSON has the cell of each model."""
     results = read_results("beside_diffusers")
-    tiny_rows = [[row["model"], row["tokens"], *(verdict(row[way]) for way in WAYS)] for row in results["tiny"]]
-    heads = ["1 rank", "para_core", "diffusers", "para_core, ring", "diffusers' seconds / para_core's"]
+    heads = ["model", "1 rank, s", "para_core, s", "diffusers, s", "para_core, ring, s"]
     rows = [speed_row(row) for row in results["large"]]
     return {
-        "inputs": markdown_table(["model", "tokens", *WAYS], tiny_rows),
         "outcome": outcome(results["tiny"]),
-        "seconds": markdown_table(["model", "tokens", *heads, "CPU seconds, likewise"], rows),
+        "seconds": markdown_table([*heads, "diffusers' seconds / para_core's"], rows),
         "conclusion": (conclusion(results["large"]) + caution(results["rounds"])).split("\n"),
     }
 

@@ -281,28 +281,27 @@ def problems(rows: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
 
 
 def parts() -> dict[str, list[str]]:
-    """Return the parts of docs/measured/exactness.md: in brackets the kilobytes of the rank that sends most, per step."""
+    """Return the parts of docs/measured/exactness.md. The JSON has the cell of each pipeline."""
     rows, rows_of_16_bits = (read_results(name)["pipelines"] for name in ("pipelines", "pipelines_bfloat16"))
-    cells = [
-        [name, *(f"{row[label]['error']:.0e} ({largest_per_step(row[label]) / 1000:.0f})" for label in MESHES)]
-        for name, row in rows.items()
-    ]
-    labels = MESHES_OF_16_BITS
-    cells_of_16_bits = [
-        [
-            name,
-            f"{row['alone']['error']:.2%}",
-            *(f"{row[label]['error']:.2%} ({row[label]['from the unmodified']:.2%})" for label in labels),
-        ]
-        for name, row in rows_of_16_bits.items()
-    ]
-    ratios = [row[label]["error"] / row["alone"]["error"] for row in rows_of_16_bits.values() for label in labels]
-    summary = (
-        f"Parallel errors are {min(ratios):.2f} to {max(ratios):.2f} times the unmodified pipeline's, "
-        f"{median(ratios):.2f} times in the median."
-    )
+    cells = []
+    for label in MESHES:
+        errors = {name: row[label]["error"] for name, row in rows.items()}
+        worst = max(errors, key=errors.__getitem__)
+        same = sum(error == 0 for error in errors.values())
+        cells.append([label, len(errors), same, f"{median(errors.values()):.0e}", f"{errors[worst]:.0e} ({worst})"])
+    cells_of_16_bits = []
+    for label in MESHES_OF_16_BITS:
+        ratios = [row[label]["error"] / row["alone"]["error"] for row in rows_of_16_bits.values()]
+        same = sum(row[label]["from the unmodified"] == 0 for row in rows_of_16_bits.values())
+        cells_of_16_bits.append(
+            [label, len(ratios), same, f"{min(ratios):.2f}", f"{median(ratios):.2f}", f"{max(ratios):.2f}"]
+        )
+    reasons: dict[str, list[str]] = {}
+    for name, reason in NOT_IN_BFLOAT16.items():
+        reasons.setdefault(reason, []).append(name)
+    heads = ["mesh", "pipelines", "same bits"]
     return {
-        "pipelines": markdown_table(["pipeline", *MESHES], cells),
-        "bfloat16": [summary, "", *markdown_table(["pipeline", "unmodified", *labels], cells_of_16_bits)],
-        "not in bfloat16": [f"- {name}: {reason}" for name, reason in NOT_IN_BFLOAT16.items()],
+        "pipelines": markdown_table([*heads, "median error", "largest error"], cells),
+        "bfloat16": markdown_table([*heads, "smallest ratio", "median ratio", "largest ratio"], cells_of_16_bits),
+        "not in bfloat16": [f"- {reason} ({len(names)})" for reason, names in reasons.items()],
     }

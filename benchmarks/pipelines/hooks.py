@@ -116,19 +116,11 @@ def measure(names: list[str]) -> dict[str, dict[str, float | str]]:
 
 
 def parts() -> dict[str, list[str]]:
-    """Return the parts of docs/hooks.md."""
-    rows = read_results("hooks")["hooks"]
-    cells = [
-        [hook, *(f"{cell:.0e}" if isinstance(cell, float) else "*refused*" for cell in row.values())]
-        for hook, row in rows.items()
-    ]
-    reasons = {
-        hook: cell.removeprefix("sequence rank 0: ")
-        for hook, row in rows.items()
-        for cell in row.values()
-        if isinstance(cell, str)
-    }
+    """Return the table of docs/pipelines.md on diffusers' hooks. The JSON has the messages of refusals."""
+    by_cells: dict[tuple[str, ...], list[str]] = {}
+    for hook, row in read_results("hooks")["hooks"].items():
+        cells = tuple(f"{cell:.0e}" if isinstance(cell, float) else "*refused*" for cell in row.values())
+        by_cells.setdefault(cells, []).append(hook)
     return {
-        "hooks": markdown_table(["hook", *MESHES], cells),
-        "messages": [f"- {hook}: {reason}" for hook, reason in reasons.items()],
+        "hooks": markdown_table(["hook", *MESHES], [["; ".join(hooks), *cells] for cells, hooks in by_cells.items()])
     }

@@ -147,7 +147,7 @@ def pipelines_of(transformer: str) -> list[str]:
 
 
 def row(transformer: str) -> list[str]:
-    """Class, pipelines, what is sharded, guidance, the error; whether it is cached, and that error; whether it is one graph; or why not."""
+    """Return class, pipelines, sharded segments, guidance, errors without and with a cache, and whether it is one graph; or why not."""
     names = pipelines_of(transformer)
     listed = ", ".join(names[:_MOST_PIPELINES]) + (
         f" and {len(names) - _MOST_PIPELINES} more" if len(names) > 4 else ""
@@ -160,16 +160,16 @@ def row(transformer: str) -> list[str]:
                 f"diffusers {diffusers.__version__} has {transformer}, of which adapters/models knows nothing: write an adapter, "
                 "or say in adapters/models/unsupported.py why there is none."
             )
-        return [transformer, listed, f"no: {reason}", *[""] * 5]
+        return [transformer, listed, f"no: {reason}", *[""] * 4]
+    cached = _largest_error(transformer, "cached") if known.blocks is not None else "no"
     return [
         transformer,
         listed,
         _sharded(known),
         _branches(known),
         _largest_error(transformer, "errors"),
-        "yes" if known.blocks is not None else "no",
-        _largest_error(transformer, "cached") if known.blocks is not None else "",
-        _one_graph(transformer),
+        cached,
+        "no" if transformer in NO_WHOLE_GRAPH else "yes",
     ]
 
 
@@ -189,21 +189,15 @@ def _largest_error(transformer: str, kind: str) -> str:
 
 def _branches(adapter: Adapter) -> str:
     if adapter.transformer in _LISTS:
-        return "in one batch, computed by all ranks"
+        return "one batch, on all ranks"
     if adapter.transformer in _ONE_A_BRANCH:
-        return "sequential CFG passes, each of a transformer of its own"
-    return "in one batch" if adapter.plan is not None and adapter.plan.batched else "sequential CFG passes"
-
-
-def _one_graph(transformer: str) -> str:
-    if transformer in NO_WHOLE_GRAPH:
-        return f"no: {NO_WHOLE_GRAPH[transformer]}"
-    return "yes"
+        return "sequential, two transformers"
+    return "one batch" if adapter.plan is not None and adapter.plan.batched else "sequential"
 
 
 def _sharded(adapter: Adapter) -> str:
     if adapter.plan is None:
-        return "by its published plan"
+        return "published plan"
     names = _segments(adapter.plan)
     return "all tokens" if names == ["tokens"] else ", ".join(names)
 
@@ -215,13 +209,13 @@ def _segments(plan: Plan) -> list[str]:
 
 def parts() -> dict[str, list[str]]:
     """Return the table of docs/pipelines.md."""
-    heads = ["class", "pipelines", "sharded", "branches of guidance", "error", "cached", "error, cached", "one graph"]
+    heads = ["class", "pipelines", "sharded", "guidance", "error", "cached", "one graph"]
     rows = [row(name) for name in transformer_classes()]
-    runs = sum(not cells[2].startswith("no: ") for cells in rows)
-    caches = sum(cells[5] == "yes" for cells in rows)
-    summary = (
-        f"Of {len(rows)} classes in diffusers {diffusers.__version__}, {runs} run in parallel and {caches} of them can be cached. Errors: on two ranks (Ulysses, "
-        "ring, and samples over ranks where they are in one batch), the largest of all its tiny models, from the unmodified model on one device; "
-        "cached, from the same cached alone, in a call that takes stored residuals."
-    )
-    return {"supported": [summary, "", *markdown_table(heads, rows)]}
+    run = [cells for cells in rows if not cells[2].startswith("no: ")]
+    caches = sum(cells[5] != "no" for cells in run)
+    summary = f"Of {len(rows)} classes in diffusers {diffusers.__version__}, {len(run)} run in parallel, and {caches} of them can be cached."
+    return {"supported": [summary, "", *markdown_table(heads, run)], "unsupported": _unsupported(rows)}
+
+
+def _unsupported(rows: list[list[str]]) -> list[str]:
+    return [f"- {cells[0]}: {cells[2].removeprefix('no: ')}" for cells in rows if cells[2].startswith("no: ")]

@@ -289,6 +289,13 @@ def summary(found: Sequence[Checked]) -> list[str]:
     ]
 
 
+def name_of(shape: MeshShape) -> str:
+    """Return the sizes above 1 of a mesh, as ``ring 2, ulysses 4``."""
+    sizes = {name: getattr(shape, name) for name in ("batch", "pipe", "ring", "ulysses", "tensor")}
+    named = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    return ", ".join([*named, *(["2d"] if shape.ring_method == "2d" else [])])
+
+
 def published_table(tables: Sequence[tuple[Published, float, list[Checked]]]) -> list[str]:
     """Each published row next to the prediction."""
     rows: list[list[object]] = []
@@ -297,7 +304,9 @@ def published_table(tables: Sequence[tuple[Published, float, list[Checked]]]) ->
         rows.append([f"[{table.name}]({table.source})", fit, f"{table.one:,.2f}", "", ""])
         for row in checked:
             miss = " **missed**" if abs(row.error) > 0.2 else ""
-            rows.append(["", row.shape, f"{row.published:,.2f}", f"{row.predicted:,.2f}", f"{row.error:+.0%}{miss}"])
+            rows.append(
+                ["", name_of(row.shape), f"{row.published:,.2f}", f"{row.predicted:,.2f}", f"{row.error:+.0%}{miss}"]
+            )
     return markdown_table(["table", "mesh", "published, s", "predicted, s", "error"], rows, right=(2, 3, 4))
 
 
@@ -334,10 +343,9 @@ def sources() -> list[str]:
 
 
 def plans() -> list[str]:
-    """Return two plans: one on two hosts, and one for cards on which more ranks are slower."""
-    slow = plan_mesh("FLUX.1-dev", ranks=2, device="L20", link=Link("pcie3 via host", 3e-5, 2e9), weights=())
-    video = plan_mesh("Wan 2.2 A14B", ranks=16, device="H200", frames=81, weights=())
-    return [line for plan in (video, slow) for line in ("```text", *str(plan).splitlines(), "```", "")][:-1]
+    """Return a plan for cards on which two ranks are slower than one."""
+    plan = plan_mesh("FLUX.1-dev", ranks=2, device="L20", link=Link("pcie3 via host", 3e-5, 2e9), weights=())
+    return ["```text", *str(plan).splitlines(), "```"]
 
 
 def parts() -> dict[str, list[str]]:

@@ -1,6 +1,6 @@
 """Seconds and memory of published models by device and number of ranks, predicted:  python -m benchmarks.planner.sizes
 
-- machines.json (docs/which_option.md, docs/memory.md): the planner's best mesh for each model and machine, and the bytes that a rank holds.
+- machines.json (docs/which_option.md): the planner's best mesh for each model and machine, and the bytes that a rank holds.
 - weights_memory.json (docs/weights.md): gigabytes of weights that a rank holds and receives per step, by method. Parameters are counted on the
   models of diffusers and transformers at the published sizes, on the meta device.
 
@@ -25,7 +25,8 @@ from para_core.adapters.planner.plan import workload
 from para_core.adapters.registry import tensor_plan_for
 from para_core.planner.cost import Machine, MeshShape, Runtime
 from para_core.planner.hardware import Host, Topology, device_named, link_named
-from para_core.planner.mesh_plan import MeshPlan, Row, make_plan, predict
+from para_core.planner.mesh_plan import Row, make_plan, predict
+from para_core.planner.rows import Workload
 from para_core.plans.module_matching import matching_modules
 
 MODELS = ("FLUX.1-dev", "FLUX.2-dev", "HunyuanVideo", "Wan 2.2 A14B", "Wan 2.2 TI2V 5B", "CogVideoX-5B")
@@ -36,9 +37,10 @@ MACHINES: tuple[tuple[str, str | None, tuple[int, ...]], ...] = (
     ("A100", None, (2, 4, 8)),
     ("H100", None, (2, 4, 8)),
     ("B200", None, (2, 4, 8)),
-    ("GB200", None, (8, 72)),
 )
 RANKS = (1, 2, 4, 8)
+# Of the models and numbers of ranks in machines.json, those that the page shows.
+SHOWN_MODELS, SHOWN_RANKS = ("FLUX.1-dev", "FLUX.2-dev", "HunyuanVideo", "Wan 2.2 A14B"), (2, 4, 8)
 # Bytes of common devices, and what the planner leaves to CUDA, NCCL and fragments.
 DEVICE_BYTES = (24e9, 48e9, 80e9, 141e9, 180e9)
 RESERVED = 6e9
@@ -49,20 +51,37 @@ RESERVED = 6e9
 
 def options(shape: MeshShape) -> str:
     """As ``init_context_parallel_mesh`` is given it."""
-    sizes = {"batch": shape.batch, "ring": shape.ring, "ulysses": shape.ulysses, "tensor": shape.tensor}
+    sizes = {name: getattr(shape, name) for name in ("batch", "pipe", "ring", "ulysses", "tensor")}
     return ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
 
 
-def best(plan: MeshPlan) -> dict[str, Any]:
-    """The first row of a plan, whether it fits, and its advice."""
-    row, one = plan.best, plan.fewer[1]
+def best(work: Workload, machine: Machine, ranks: int) -> dict[str, Any]:
+    """Return the fastest row that runs. If its weights are gathered or in stages, a faster one with offload may take its place."""
+    plan = make_plan(work, machine, ranks)
+    one, room = predict(MeshShape(), work, machine), machine.device.memory - RESERVED
+    row, offload = plan.best, False
+    others = work.weights.encoders.total + work.weights.other
+    if not row.memory <= room or row.shape.fsdp or row.shape.pipe > 1:
+        # enable_model_cpu_offload(): text encoders and autoencoder are in host memory while the transformer runs.
+        offloaded = [
+            other
+            for other in plan.rows
+            if not (other.problem or other.shape.fsdp or other.shape.pipe > 1)
+            and max(other.memory - others, others) <= room
+        ]
+        fastest = min(offloaded, key=lambda other: other.seconds, default=None)
+        if fastest is not None and (row.memory > room or fastest.seconds < row.seconds):
+            row, offload = fastest, True
+    held = row.memory - others * offload
     return {
         "options": options(row.shape),
+        "weights": row.options.get("weights", "replicate"),
+        "offload": offload,
         "seconds": row.seconds,
         "one rank": one.seconds,
-        "one rank fits": one.memory <= plan.machine.device.memory - RESERVED,
-        "bytes held": row.memory,
-        "fits": row.memory <= plan.machine.device.memory - RESERVED,
+        "one rank fits": one.memory <= room,
+        "bytes held": held,
+        "fits": held <= room,
         "enough ranks": plan.fastest.shape.ranks,
     }
 
@@ -78,13 +97,13 @@ def plan_all() -> dict[str, Any]:
     for model in MODELS:
         work = workload(model)
         machines[work.name] = {
-            f"{ranks} × {name}": best(make_plan(work, machine_of(name, link, ranks), ranks))
+            f"{ranks} × {name}": best(work, machine_of(name, link, ranks), ranks)
             for name, link, counts in MACHINES
             for ranks in counts
         }
         machine = machine_of("H100", None, max(RANKS))
         memory[work.name] = {
-            "weights": work.weights + work.other_weights,
+            "weights": work.weights.held(MeshShape()),
             "replicated": {ranks: held(predict(MeshShape(ring=ranks), work, machine)) for ranks in RANKS},
             "tensor": {ranks: held(predict(MeshShape(tensor=ranks), work, machine)) for ranks in RANKS[1:]},
         }
@@ -100,13 +119,17 @@ def machine_of(name: str, link: str | None, ranks: int) -> Machine:
 
 
 def machines_table(found: dict[str, Any]) -> list[str]:
-    """A row per model and device, a column per number of ranks."""
-    lines = []
-    for model, cells in found["machines"].items():
-        lines += ["", f"**{model}**", "", "| machine | one GPU, s | option | s | speed-up | GB held |"]
-        lines.append("| --- | ---: | --- | ---: | ---: | ---: |")
-        lines += [f"| {machine} | {_one(cell)} | {_option(cell)} |" for machine, cell in cells.items()]
-    return lines[1:]
+    """Return a row per model and device, a column per number of ranks."""
+    rows = []
+    for model in SHOWN_MODELS:
+        name, cells = next((name, cells) for name, cells in found["machines"].items() if name.startswith(model))
+        for device, _, counts in MACHINES:
+            of_device = [cells[f"{ranks} × {device}"] for ranks in counts]
+            rows.append([name, device, _one(of_device[0]), *map(_option, of_device)])
+            name = ""
+    return markdown_table(
+        ["model", "device", "one GPU, s", *(f"{ranks} ranks" for ranks in SHOWN_RANKS)], rows, right=(2,)
+    )
 
 
 def _seconds(seconds: float) -> str:
@@ -118,11 +141,12 @@ def _one(cell: dict[str, Any]) -> str:
 
 
 def _option(cell: dict[str, Any]) -> str:
-    gigabytes = f"{cell['bytes held'] / 1e9:.0f}"
     if not cell["fits"]:
-        return f'`weights="fsdp"`: no mesh fits | | | {gigabytes}'
-    speed_up = f"{cell['one rank'] / cell['seconds']:.2f} ×"
-    return f"{cell['options']} | {_seconds(cell['seconds'])} | {speed_up} | {gigabytes}"
+        return "does not fit"
+    marks = [" fsdp" * (cell["weights"] == "fsdp"), " offload" * cell["offload"]]
+    return (
+        f"{cell['options']}{''.join(marks)}: {_seconds(cell['seconds'])} ({cell['one rank'] / cell['seconds']:.2f} ×)"
+    )
 
 
 def memory_table(found: dict[str, Any]) -> list[str]:
@@ -272,18 +296,18 @@ def held_table(models: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def sent_table(models: dict[str, dict[str, Any]]) -> list[str]:
-    """Gigabytes per step on 2 / 4 / 8 ranks, and the seconds that these take on each link."""
+    """Return the gigabytes per step on 2 / 4 / 8 ranks, and the seconds that these take on each link on 8 ranks."""
     rows = []
     for name, sizes in models.items():
         for method, received in sizes["received per step"].items():
             sent = [received[str(n)] for n in WEIGHT_RANKS]
-            seconds = [" / ".join(f"{x / speed:.2f}" for x in sent) for speed in LINKS.values()]
-            rows.append([name, method, " / ".join(f"{x:.0f}" for x in sent), *seconds])
+            seconds = [f"{sent[-1] / speed:.2f}" for speed in LINKS.values()]
+            rows.append([name if method == "fsdp" else "", method, " / ".join(f"{x:.0f}" for x in sent), *seconds])
     return markdown_table(["model", "method", "GB", *(f"{link}, s" for link in LINKS)], rows, right=range(2, 6))
 
 
 def parts() -> dict[str, list[str]]:
-    """Return the tables of docs/which_option.md, docs/memory.md and docs/weights.md."""
+    """Return the tables of docs/which_option.md and docs/weights.md."""
     machines, models = read_results("machines"), read_results("weights_memory")["gigabytes"]
     return {
         "machines": machines_table(machines),

@@ -4,7 +4,7 @@
 
 The models of diffusers themselves, with the sizes that were published, run once without data (`benchmarks.pipelines.generation`). Needs
 benchmarks/results/pipelines.json (python -m benchmarks.pipelines.exactness pipelines): where the formula gave other bytes than were counted there, it ends
-in an error. Writes benchmarks/results/real_sizes.json (docs/measured/traffic.md).
+in an error. Writes benchmarks/results/real_sizes.json (docs/measured/exactness.md).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import diffusers
 
 from benchmarks.harness import markdown_table, parser_of, read_results, write_results
-from benchmarks.pipelines.generation import MESHES, largest_per_step, observed, problems
+from benchmarks.pipelines.generation import MESHES, observed, problems
 from para_core.adapters.planner.count import without_data
 from para_core.adapters.planner.inputs import INPUTS
 from para_core.adapters.planner.published import PUBLISHED, Published
@@ -58,6 +58,10 @@ REAL = {
     "Mochi 1, 848 × 480 × 84": Model("Mochi 1", frames=84),
     "Wan 2.1 14B, 1280 × 720 × 81": Model("Wan 2.1 14B"),
 }
+
+
+# Of the models and ranks in real_sizes.json, those that the page shows.
+SHOWN_MODELS, SHOWN_RANKS = ("FLUX.1", "HunyuanVideo", "Wan", "CogVideoX"), (2, 8)
 
 
 def call_of(model: Model, batch: int) -> ModelCall:
@@ -115,17 +119,20 @@ def rows() -> list[dict[str, Any]]:
 
 
 def parts() -> dict[str, list[str]]:
-    """Return the tables of docs/measured/traffic.md: what models of real size send, and what was counted on tiny pipelines."""
+    """Return the parts of docs/measured/exactness.md on traffic: models of real size, and how many cells were counted."""
     table, counted = read_results("real_sizes")["gigabytes per step"], read_results("pipelines")["pipelines"]
     headings = [heading for heading in table[0] if heading not in ("model", "ranks")]
     real = [
-        [row["model"], row["ranks"], *("" if row[x] is None else f"{row[x]:.2f}" for x in headings)] for row in table
+        [row["model"], row["ranks"], *("" if row[x] is None else f"{row[x]:.2f}" for x in headings)]
+        for row in table
+        if row["ranks"] in SHOWN_RANKS and row["model"].startswith(SHOWN_MODELS)
     ]
-    tiny = [[name, *(f"{largest_per_step(row[label]):,.0f}" for label in MESHES)] for name, row in counted.items()]
-    return {
-        "real sizes": markdown_table(["model", "ranks", *headings], real),
-        "counted": markdown_table(["pipeline", *MESHES], tiny),
-    }
+    cells = sum(map(len, counted.values()))
+    summary = (
+        f"{cells} cells ({len(counted)} tiny pipelines, {len(MESHES)} meshes) were counted on every rank. In "
+        f"{cells - len(problems(counted))} of them the formula gives the same number of bytes."
+    )
+    return {"real sizes": markdown_table(["model", "ranks", *headings], real), "counted": [summary]}
 
 
 def main() -> None:

@@ -296,20 +296,12 @@ def table(results: dict[str, Any]) -> list[str]:
             f"(the first after {prompts['seconds_to_first']:.0f} s, killed at {prompts['seconds_to_kill']:.0f} s) |"
         ),
         (
-            f"| {prompts['compared']} of these images beside one plain pipeline's | {prompts['equal_bytes']} with the same bytes; "
-            f"pixels differ by at most {prompts['largest_difference']} of 255 |"
-        ),
-        (
             f"| {clients['clients']} clients at once on {shape}, of which {clients['left']} leave | {clients['served']} served, "
             f"{clients['cancelled']} cancelled, {clients['failed']} failed, {clients['seconds']:.1f} s |"
         ),
         (
             f"| steps that the {clients['left']} had done | {clients['steps_of_cancelled']} of "
             f"{clients['steps_asked_by_cancelled']} |"
-        ),
-        (
-            f"| {clients['compared']} of the images served beside one plain pipeline's | {clients['equal_bytes']} with the same "
-            f"bytes; pixels differ by at most {clients['largest_difference']} of 255 |"
         ),
         f"| the next request, alone | {clients['seconds_after']:.2f} s (before: {clients['seconds_alone']:.2f} s) |",
         (

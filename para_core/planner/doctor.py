@@ -109,7 +109,7 @@ def _way_out(name: str, error: str) -> str:
     if "all have the current device" in error:
         return "give every rank a GPU of its own: torchrun --nproc_per_node with as many processes as there are GPUs."
     if "imed out" in error or "timeout" in error.lower():
-        return "a rank did not come, or its link is down: see the other ranks' messages, NCCL_DEBUG=INFO, and docs/time_outs.md."
+        return "a rank did not come, or its link is down: see the other ranks' messages, NCCL_DEBUG=INFO, and docs/several_nodes.md."
     if "out of memory" in error:
         return "free the device: nvidia-smi lists what holds its memory."
     return f"{name} does not work on this machine: {error.strip()[:300]}"
