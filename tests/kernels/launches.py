@@ -1,14 +1,22 @@
-"""The launches that are compiled: those of 16 bits in every run, the others in the long one."""
+"""The launches that are compiled in every run: of 16 bits, and of the head dims that are no power of two or the largest."""
 
 from typing import Any
 
 import pytest
 
-from benchmarks.attention.compiled import launches
+from benchmarks.attention.compiled import Launch, launches
 
 
 def by_use(*kernels: Any, rounded: bool = False) -> list[Any]:
     """Those of these kernels, as values of a test's parameter; ``rounded``: of an exchange in 8 bits."""
-    found = [launch for launch in launches() if launch.kernel in kernels and launch.rounded == rounded]
-    marks = {True: (), False: (pytest.mark.long,)}
-    return [pytest.param(launch, id=launch.name, marks=marks[launch.common]) for launch in found]
+    return [
+        pytest.param(launch, id=launch.name, marks=() if _is_short(launch) else pytest.mark.long)
+        for launch in launches()
+        if launch.kernel in kernels and launch.rounded == rounded
+    ]
+
+
+def _is_short(launch: Launch) -> bool:
+    _, of_a_head_dim, head_dim = launch.name.partition("D = ")
+    # A row that is padded, and the row that needs most registers.
+    return launch.common and (not of_a_head_dim or head_dim in ("96", "256"))
