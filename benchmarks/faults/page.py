@@ -74,9 +74,9 @@ def _summary(found: dict[str, Any]) -> list[str]:
     images = sum(all("error" in rank for rank in _survivors(result)) for result in results)
     counts = [f"{bad[kind]} {text}" for kind, text in _BAD.items()]
     text = (
-        f"{len(results)} cells on {found['hosts']}, time-out {found['timeout']:g} s: {', '.join(counts)}. In {images} of them every rank "
-        f"that lived had its image, the same as one process's; in the others none was given out wrong, and the cause was named. Nowhere but on "
-        f"the delayed link did a rank that lived take longer than {seconds:.1f} s to end ({slowest['fault']}, {slowest['moment']})."
+        f"{len(results)} cells on {found['hosts']}, time-out {found['timeout']:g} s: {', '.join(counts)}. In {images} cells every living rank "
+        f"had the image of one process; in the others the ranks raised and named the cause. Except on the delayed link, a living rank ended "
+        f"after at most {seconds:.1f} s ({slowest['fault']}, {slowest['moment']})."
     )
     return [text]
 

@@ -37,8 +37,8 @@ from zoo.tiny.pipelines.registry import TinyPipeline
 
 # Tiny pipelines that are not tried, and why.
 NOT_IN_BFLOAT16 = {
-    "lucy": "its VAE is given float32, by the unmodified pipeline too",
-    "visual cloze": "is two pipelines, of which casting reaches one",
+    "lucy": "the unmodified pipeline gives its VAE float32",
+    "visual cloze": "two pipelines, and casting reaches one of them",
     **dict.fromkeys(
         (
             "qwen-image, editing",
@@ -60,11 +60,11 @@ NOT_IN_BFLOAT16 = {
             "joyimage plus",
             "longcat-image, editing",
         ),
-        "float32 meets bfloat16 in the unmodified pipeline, which raises on a CPU",
+        "the unmodified pipeline mixes float32 and bfloat16, which raises on a CPU",
     ),
     **dict.fromkeys(
         ("stable audio", "stable audio 3", "stable audio 3, sound", "longcat-audio", "ace-step"),
-        "its autoencoder's weight norm keeps tensors that cannot be copied, and copies are cast here",
+        "the weight norm of its autoencoder keeps tensors that cannot be copied",
     ),
 }
 

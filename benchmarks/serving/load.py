@@ -187,9 +187,9 @@ def table(results: dict[str, Any]) -> list[str]:
     overheads = [f"{results[name]['overhead_seconds'] * 1000:.0f}" for name in names]
     failed = sum(row["failed"] for name in names for row in results[name]["rows"])
     said = (
-        f"What is not done was refused with 429; {failed or 'none'} failed. With all busy, the replicas did {times_of(results):.2f} times as many "
-        f"requests per second as the plain pipeline (the median of {options['rounds']} rounds, of which each measures both). Of a request alone "
-        f"{overheads[0]} ms are not the plain pipeline's, and {overheads[1]} ms not the replica's."
+        f"Requests that were not done were refused with 429; {failed or 'none'} failed. Under full load the replicas did {times_of(results):.2f} "
+        f"times as many requests per second as the plain pipeline (median of {options['rounds']} rounds). The server adds {overheads[0]} ms to a "
+        f"single request on the plain pipeline, and {overheads[1]} ms on a replica."
     )
     return [*lines, "", said]
 

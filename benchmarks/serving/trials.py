@@ -285,31 +285,31 @@ def table(results: dict[str, Any]) -> list[str]:
     return [
         "| | |",
         "| --- | --- |",
-        f"| a fresh clone: installed, with Ray and what tests need | {taken['clone'] + taken['install']:.0f} s |",
+        f"| install a fresh clone, with Ray and test packages | {taken['clone'] + taken['install']:.0f} s |",
         (
-            f"| there, the first image: one process; {first['ranks']} ranks | {taken['image']:.0f} s; {taken['image_on_ranks']:.0f} s; pixels "
-            f"differ by at most {first['largest_difference']} of 255 from one plain pipeline's |"
+            f"| its first image: one process; {first['ranks']} ranks | {taken['image']:.0f} s; {taken['image_on_ranks']:.0f} s; pixels "
+            f"differ by at most {first['largest_difference']} of 255 from the unmodified pipeline |"
         ),
         (
             f"| {prompts['prompts']} prompts on {prompts['replicas']} replicas × {prompts['ranks']} ranks, a rank killed after "
             f"{prompts['prompts'] // 2} | {prompts['files']} images, {prompts['lost']} lost, {prompts['seconds']:.0f} s "
-            f"(the first after {prompts['seconds_to_first']:.0f} s, killed at {prompts['seconds_to_kill']:.0f} s) |"
+            f"(first image after {prompts['seconds_to_first']:.0f} s, rank killed at {prompts['seconds_to_kill']:.0f} s) |"
         ),
         (
-            f"| {clients['clients']} clients at once on {shape}, of which {clients['left']} leave | {clients['served']} served, "
+            f"| {clients['clients']} clients at once on {shape}, {clients['left']} of them leave | {clients['served']} served, "
             f"{clients['cancelled']} cancelled, {clients['failed']} failed, {clients['seconds']:.1f} s |"
         ),
         (
-            f"| steps that the {clients['left']} had done | {clients['steps_of_cancelled']} of "
+            f"| steps computed for the {clients['left']} that left | {clients['steps_of_cancelled']} of "
             f"{clients['steps_asked_by_cancelled']} |"
         ),
-        f"| the next request, alone | {clients['seconds_after']:.2f} s (before: {clients['seconds_alone']:.2f} s) |",
+        f"| the next single request | {clients['seconds_after']:.2f} s (before: {clients['seconds_alone']:.2f} s) |",
         (
             f"| a rank killed with {death['requests']} requests accepted, `--retries 1` | {death['answered']} answered, "
             f"{death['lost']} lost |"
         ),
         (
-            f"| until its replica serves again | {death['seconds_until_it_serves']:.1f} s (noticed after "
+            f"| time until its replica serves again | {death['seconds_until_it_serves']:.1f} s (noticed after "
             f"{death['seconds_until_noticed']:.1f} s) |"
         ),
     ]
