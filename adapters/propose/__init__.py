@@ -1,1 +1,1 @@
-"""A plan for a model that nobody described: found by watching calls of it, and checked on virtual ranks."""
+"""Proposals of plans for models without an adapter: observe calls, guess a plan, and check it on virtual ranks."""

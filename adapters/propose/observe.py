@@ -1,4 +1,4 @@
-"""Watching one call of a model on one device: what its blocks are given and return, and what it attends to."""
+"""Observation of one model call on one device: what its blocks receive and return, and its attention calls."""
 
 from __future__ import annotations
 
@@ -24,8 +24,13 @@ from para_core.verify.virtual_ranks import fresh
 
 
 @dataclass(frozen=True)
-class Seen:
-    """A tensor that was seen. ``derived``: made from the tokens that the first block of the region was given."""
+class TensorRecord:
+    """Properties of an observed tensor.
+
+    Args:
+        identity: ``id`` of the tensor; unique within one observed call.
+        derived: Whether the tensor was computed from the tokens that the region's first block received.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -35,22 +40,26 @@ class Seen:
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """A call of a block, of a module that the model itself calls, or of one outside of all blocks that attends.
+    """A call of a block, of a module that the model calls itself, or of a module outside all blocks that attends.
 
-    Tensors in ``given`` and ``returned`` are :class:`Seen`.
+    Args:
+        block_list: Name of the container that holds the block; None outside all blocks.
+        began, ended: Position in the sequence of observed events.
+        arguments: Arguments by parameter, with a :class:`TensorRecord` in place of each tensor.
+        output: What the module returned, in the same form.
     """
 
     name: str
     block_list: str | None
     began: int
     ended: int
-    given: Mapping[str, Any]
-    returned: Any
+    arguments: Mapping[str, Any]
+    output: Any
 
 
 @dataclass(frozen=True)
 class ObservedAttention:
-    """A call of scaled_dot_product_attention in the module ``name``; lengths of queries, keys, and the mask's shape."""
+    """A call of scaled_dot_product_attention in module ``name``: number of queries and keys, and the mask's shape."""
 
     name: str
     time: int
@@ -64,15 +73,16 @@ class ObservedCall:
     """One call of a model, in the order of time.
 
     Args:
-        met: parameters whose tensors the model itself joins to derived ones.
-        sources: parameters from which the tokens were made that the first block of the region was given.
-        softmax: modules that compute a softmax over a matrix, as attention written by hand does, each with the shape of the first.
+        joined_inputs: Arguments of the model that it combines with derived tensors outside its submodules.
+        sources: Arguments from which the tokens of the region's first block were computed.
+        softmax: Modules that compute a softmax of a tensor with 3 or more dims, as handwritten attention does, each
+            with the shape of its first such tensor.
     """
 
     inputs: Mapping[str, Any] = field(default_factory=dict)
     calls: list[ModuleCall] = field(default_factory=list)
     attention: list[ObservedAttention] = field(default_factory=list)
-    met: set[str] = field(default_factory=set)
+    joined_inputs: set[str] = field(default_factory=set)
     softmax: dict[str, tuple[int, ...]] = field(default_factory=dict)
     sources: frozenset[str] = frozenset()
 
@@ -81,21 +91,22 @@ class ObservedCall:
 
 
 def block_lists(module: nn.Module) -> dict[str, nn.Module]:
-    """The containers of a model's blocks that are not within another's blocks, by name.
+    """Return the outermost containers of a model's blocks, by name.
 
-    Module lists, but no lists of lists, for their entries are never called; and sequences of modules of one class.
+    These are module lists, except lists of lists (their entries are never called), and sequences of modules of one
+    class.
     """
-    found: dict[str, nn.Module] = {}
+    containers: dict[str, nn.Module] = {}
     for name, submodule in module.named_modules():
-        if _holds_blocks(submodule) and not any(name.startswith(f"{outer}.") for outer in found):
-            found[name] = submodule
-    return found
+        if _holds_blocks(submodule) and not any(name.startswith(f"{outer}.") for outer in containers):
+            containers[name] = submodule
+    return containers
 
 
 def _holds_blocks(module: nn.Module) -> bool:
     blocks = [*module.children()]
     if isinstance(module, nn.Sequential):
-        # An activation or a convolution is no block.
+        # A module without children, such as an activation or a convolution, is no block.
         return len({original_class(block) for block in blocks}) == 1 and bool([*blocks[0].children()])
     return isinstance(module, nn.ModuleList) and not any(isinstance(block, nn.ModuleList) for block in blocks)
 
@@ -103,120 +114,123 @@ def _holds_blocks(module: nn.Module) -> bool:
 _SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax)
 
 
-class _Watch(TorchFunctionMode):
+class _Observer(TorchFunctionMode):
     def __init__(self, inputs: Mapping[str, Any], start: str | None, streams: Sequence[str]) -> None:
         super().__init__()
-        self.found = ObservedCall()
+        self.observed = ObservedCall()
         self._start, self._streams = start, streams
-        self._of_input = {id(x): name for name, value in inputs.items() for x in tree_leaves(value)}
+        self._input_names = {id(x): name for name, value in inputs.items() for x in tree_leaves(value)}
         self._derived = WeakTensorKeyDictionary()
-        # Of each tensor, the parameters from which it was made.
-        self._made_of = WeakTensorKeyDictionary()
+        self._sources = WeakTensorKeyDictionary()  # tensor to the arguments that it was computed from
         for name, value in inputs.items():
-            self._note_sources(value, frozenset([name]))
-        # As long as all that was recorded lives, no two tensors have the same identity.
+            self._set_sources(value, frozenset([name]))
+        # Holding every recorded tensor keeps ids unique.
         self._alive: list[Any] = []
-        self._within: list[str] = []
+        self._module_names: list[str] = []  # of the modules that are running, innermost last
         self._began: list[int] = []
-        # Blocks that are running, one in another.
-        self._in_blocks = 0
+        self._num_running_blocks = 0
         self._time = 0
-        self.found.inputs = {name: self._record(value) for name, value in inputs.items()}
+        self.observed.inputs = {name: self._record(value) for name, value in inputs.items()}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            self._note_attention(SdpaCall(*args, **kwargs))
+            self._record_attention(SdpaCall(*args, **kwargs))
         elif func in _SOFTMAX and isinstance(args[0], Tensor) and args[0].ndim >= 3:
-            name = self._within[-1] if self._within else ""
-            self.found.softmax.setdefault(name, tuple(args[0].shape))
+            name = self._module_names[-1] if self._module_names else ""
+            self.observed.softmax.setdefault(name, tuple(args[0].shape))
         out: Any
         if func is F.multi_head_attention_forward:
-            # A mode is off inside of a function that it sees, and this one would hide its attention.
-            out = multi_head_attention(self._attended, *args, **kwargs)
+            # Modes are off inside a function that they intercept, so the attention of this one would not be seen.
+            out = multi_head_attention(self._attend, *args, **kwargs)
         elif type(func) in OPERATOR_TYPES and attention_kind(func) == "flash":
-            out = flash_attention(self._attended, raise_here, func, args, kwargs)
+            out = flash_attention(self._attend, raise_here, func, args, kwargs)
         else:
             out = func(*args, **kwargs)
-        taken = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        self._note_sources(out, self._sources_of(taken))
-        if len(self._derived) and any(x in self._derived for x in taken):
-            self._derive(out)
-            if not self._within:
-                self.found.met.update(self._of_input[id(x)] for x in taken if id(x) in self._of_input)
+        operands = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        self._set_sources(out, self._sources_of(operands))
+        if len(self._derived) and any(x in self._derived for x in operands):
+            self._mark_derived(out)
+            if not self._module_names:
+                names = [self._input_names[id(x)] for x in operands if id(x) in self._input_names]
+                self.observed.joined_inputs.update(names)
         return out
 
-    def _note_sources(self, value: Any, names: frozenset[str]) -> None:
+    def _set_sources(self, value: Any, names: frozenset[str]) -> None:
         if names:
             for x in tree_leaves(value):
                 if isinstance(x, Tensor):
-                    self._made_of[x] = names
+                    self._sources[x] = names
 
     def _sources_of(self, tensors: Iterable[Tensor]) -> frozenset[str]:
-        return frozenset().union(*[self._made_of.get(x, frozenset()) for x in tensors])
+        return frozenset().union(*[self._sources.get(x, frozenset()) for x in tensors])
 
-    def _derive(self, value: Any) -> None:
+    def _mark_derived(self, value: Any) -> None:
         for x in tree_leaves(value):
             if isinstance(x, Tensor):
                 self._derived[x] = True
 
-    def _note_attention(self, call: SdpaCall) -> None:
+    def _record_attention(self, call: SdpaCall) -> None:
         self._time += 1
-        name = self._within[-1] if self._within else ""
+        name = self._module_names[-1] if self._module_names else ""
         mask = None if call.attn_mask is None else tuple(call.attn_mask.shape)
-        self.found.attention.append(ObservedAttention(name, self._time, call.query.shape[-2], call.key.shape[-2], mask))
+        attention = ObservedAttention(name, self._time, call.query.shape[-2], call.key.shape[-2], mask)
+        self.observed.attention.append(attention)
 
-    def _attended(self, call: SdpaCall) -> Tensor:
-        self._note_attention(call)
+    def _attend(self, call: SdpaCall) -> Tensor:
+        self._record_attention(call)
         return call.original()
 
     def _record(self, value: Any) -> Any:
         self._alive.append(value)
         return tree_map(
-            lambda x: Seen(tuple(x.shape), x.dtype, id(x), x in self._derived) if isinstance(x, Tensor) else x, value
+            lambda x: TensorRecord(tuple(x.shape), x.dtype, id(x), x in self._derived) if isinstance(x, Tensor) else x,
+            value,
         )
 
     @contextmanager
-    def around(self, module: nn.Module) -> Iterator[None]:
-        """Inside, calls of submodules are recorded."""
+    def hooks_on(self, module: nn.Module) -> Iterator[None]:
+        """Record calls of the submodules of ``module`` inside this context."""
         lists = block_lists(module)
         with ExitStack() as stack:
             for name, submodule in module.named_modules():
                 if not name:
                     continue
                 block_list = next((outer for outer in lists if submodule in [*lists[outer].children()]), None)
-                for handle in self._hooks(name, submodule, block_list):
+                for handle in self._add_hooks(name, submodule, block_list):
                     stack.callback(handle.remove)
             yield
 
-    def _hooks(self, name: str, module: nn.Module, block_list: str | None) -> list[Any]:
+    def _add_hooks(self, name: str, module: nn.Module, block_list: str | None) -> list[Any]:
         parameters = parameters_of(module)
-        given: list[dict[str, Any] | None] = []
+        recorded_arguments: list[dict[str, Any] | None] = []  # a stack, because a module may call itself
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
             self._time += 1
             self._began.append(self._time)
-            recorded = block_list is not None or not self._in_blocks
-            self._within.append(name)
-            self._in_blocks += block_list is not None
+            is_recorded = block_list is not None or not self._num_running_blocks
+            self._module_names.append(name)
+            self._num_running_blocks += block_list is not None
             arguments = {**dict(zip(parameters, args, strict=False)), **kwargs}
-            given.append({key: self._record(value) for key, value in arguments.items()} if recorded else None)
+            recorded_arguments.append(
+                {key: self._record(value) for key, value in arguments.items()} if is_recorded else None
+            )
             if name == self._start:
-                self.found.sources = self._sources_of([arguments[stream] for stream in self._streams])
+                self.observed.sources = self._sources_of([arguments[stream] for stream in self._streams])
                 for stream in self._streams:
-                    self._derive(arguments[stream])
+                    self._mark_derived(arguments[stream])
 
         def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             self._time += 1
-            self._within.pop()
-            self._in_blocks -= block_list is not None
-            began, arguments = self._began.pop(), given.pop()
-            attends = bool(self.found.attention) and self.found.attention[-1].time > began
-            if arguments is not None and (block_list is not None or not self._within or attends):
+            self._module_names.pop()
+            self._num_running_blocks -= block_list is not None
+            began, arguments = self._began.pop(), recorded_arguments.pop()
+            attends = bool(self.observed.attention) and self.observed.attention[-1].time > began
+            if arguments is not None and (block_list is not None or not self._module_names or attends):
                 call = ModuleCall(name, block_list, began, self._time, arguments, self._record(output))
-                self.found.calls.append(call)
+                self.observed.calls.append(call)
 
         return [
             module.register_forward_pre_hook(before, with_kwargs=True),
@@ -227,23 +241,26 @@ class _Watch(TorchFunctionMode):
 def observe(
     module: nn.Module, inputs: Mapping[str, Any], start: str | None = None, streams: Sequence[str] = ()
 ) -> ObservedCall:
-    """Call ``module(**inputs)`` without gradients, and record it.
+    """Call ``module(**inputs)`` without gradients and return the record of the call.
 
     Args:
-        start: the block whose parameters ``streams`` hold the tokens from which what follows is derived.
+        start (`str`, *optional*): Name of the block whose arguments ``streams`` mark what is computed from them as
+            derived.
+        streams (`Sequence[str]`, defaults to `()`): Parameters of ``start``.
     """
-    watch = _Watch(inputs, start, streams)
-    with torch.no_grad(), watch.around(module), watch:
+    observer = _Observer(inputs, start, streams)
+    with torch.no_grad(), observer.hooks_on(module), observer:
         module(**fresh(inputs))
-    return _with_attending_sequences(watch.found, block_lists(module))
-
-
-def _with_attending_sequences(seen: ObservedCall, lists: Mapping[str, nn.Module]) -> ObservedCall:
-    """``seen`` without the calls in sequences that do not attend: those hold no transformer blocks."""
-    idle = {
+    observed = observer.observed
+    # A sequence that never attends holds no transformer blocks.
+    no_blocks = {
         name
-        for name, container in lists.items()
+        for name, container in block_lists(module).items()
         if isinstance(container, nn.Sequential)
-        and not any(call.began < one.time < call.ended for call in seen.of_list(name) for one in seen.attention)
+        and not any(
+            call.began < attention.time < call.ended
+            for call in observed.of_list(name)
+            for attention in observed.attention
+        )
     }
-    return replace(seen, calls=[call for call in seen.calls if call.block_list not in idle])
+    return replace(observed, calls=[call for call in observed.calls if call.block_list not in no_blocks])

@@ -1,56 +1,51 @@
-"""A second observation for a model that accepts one size only: the first one, as if it had one token more."""
+"""A second observation for a model that accepts one size only: the first one with one token more."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from para_core.adapters.propose.candidates import tensors_of
-from para_core.adapters.propose.observe import ModuleCall, ObservedCall, Seen
+from para_core.adapters.propose.observe import ObservedCall, TensorRecord
 
 
-def imagined_larger(seen: ObservedCall) -> Iterator[ObservedCall]:
-    """``seen`` with one token more, for each length that may be the number of tokens.
+def imagined_larger(observed: ObservedCall) -> Iterator[ObservedCall]:
+    """Yield ``observed`` with one token more, for each length that may be the number of tokens.
 
-    Every size that equals that length is taken to count tokens, and so is every size that equals it together with the length of another
-    tensor that a block is given (text). That is a guess, which a plan's check on virtual ranks confirms or refutes.
+    Every size equal to that length is taken to count tokens, and so is every size equal to the sum of it and the length
+    of another tensor that a block receives (text). This is a guess, which a plan's check on virtual ranks confirms or
+    refutes.
     """
-    lengths = dict.fromkeys(length for call in seen.calls for length in _lengths(call))
+    # Sequences are [B, S, C].
+    lengths = {
+        record.shape[1]: None
+        for call in observed.calls
+        for record in tensors_of(dict(call.arguments))
+        if len(record.shape) == 3 and record.dtype.is_floating_point
+    }
     for length in lengths:
-        if any(length in (one.queries, one.keys) or _others(one.keys, length, lengths) for one in seen.attention):
-            yield _larger(seen, length, lengths)
+
+        def grow(size: int, length: int = length) -> int:
+            return size + 1 if size == length or size - length in lengths else size
+
+        if any(length == call.queries or grow(call.keys) != call.keys for call in observed.attention):
+            yield _larger(observed, length, grow)
 
 
-def _lengths(call: ModuleCall) -> list[int]:
-    """The lengths of sequences ``[B, S, C]`` that a module is given."""
-    return [x.shape[1] for x in tensors_of(dict(call.given)) if len(x.shape) == 3 and x.dtype.is_floating_point]
-
-
-def _others(size: int, length: int, lengths: Mapping[int, Any]) -> bool:
-    return size - length in lengths
-
-
-def _larger(seen: ObservedCall, length: int, lengths: Mapping[int, Any]) -> ObservedCall:
-    def grown(size: int) -> int:
-        return size + 1 if size == length or _others(size, length, lengths) else size
-
+def _larger(observed: ObservedCall, length: int, grow: Callable[[int], int]) -> ObservedCall:
     def change(value: Any) -> Any:
-        if isinstance(value, Seen):
-            return replace(value, shape=_grown_shape(value, length, grown))
+        if isinstance(value, TensorRecord):
+            shape = value.shape
+            # The last dim of [B, S, C] holds channels, even if their number equals that of the tokens.
+            num_dims = 2 if len(shape) == 3 and value.dtype.is_floating_point and length in shape[:2] else len(shape)
+            return replace(value, shape=(*[grow(size) for size in shape[:num_dims]], *shape[num_dims:]))
         if isinstance(value, Mapping):
-            return {key: change(one) for key, one in value.items()}
+            return {key: change(entry) for key, entry in value.items()}
         if isinstance(value, (list, tuple)):
-            return [change(one) for one in value]
+            return [change(entry) for entry in value]
         return value + 1 if type(value) is int and value == length else value
 
-    calls = [replace(call, given=change(call.given), returned=change(call.returned)) for call in seen.calls]
-    attention = [replace(one, queries=grown(one.queries), keys=grown(one.keys)) for one in seen.attention]
-    return replace(seen, inputs=change(seen.inputs), calls=calls, attention=attention)
-
-
-def _grown_shape(seen: Seen, length: int, grown: Any) -> tuple[int, ...]:
-    # Of [B, S, C] the last dim holds channels, also if there are as many.
-    if len(seen.shape) == 3 and seen.dtype.is_floating_point and length in seen.shape[:2]:
-        return (*[grown(size) for size in seen.shape[:2]], seen.shape[2])
-    return tuple(grown(size) for size in seen.shape)
+    calls = [replace(call, arguments=change(call.arguments), output=change(call.output)) for call in observed.calls]
+    attention = [replace(call, queries=grow(call.queries), keys=grow(call.keys)) for call in observed.attention]
+    return replace(observed, inputs=change(observed.inputs), calls=calls, attention=attention)

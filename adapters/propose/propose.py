@@ -1,4 +1,4 @@
-"""Proposing a plan for a model: watch it, guess, and check each guess against the unmodified model."""
+"""Proposal of a plan for a model: observe it, guess, and check each guess against the unmodified model."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from para_core.adapters.propose.candidates import WHOLE, Candidate, Region, Start, region, starts
+from para_core.adapters.propose.candidates import TEXT, Candidate, Region, Start, region, starts
 from para_core.adapters.propose.observe import ObservedCall, observe
 from para_core.adapters.propose.one_size import imagined_larger
 from para_core.adapters.propose.optional_arguments import Stack, stacks
 from para_core.adapters.propose.overrides import (
-    OF_PARAMETER,
+    PARAMETER_NAME,
     Answers,
-    answered,
-    is_whole,
+    form_a_plan,
     require_answers,
+    with_answers,
     with_samples,
 )
 from para_core.adapters.propose.source import source_of
@@ -31,23 +31,24 @@ from para_core.instance_patching import original_class, uncompiled
 from para_core.plans.plan import Plan
 from para_core.verify.virtual_ranks import fresh, run_on_virtual_ranks
 
-# ‖out − expected‖ / ‖expected‖, by the type of the numbers in which the model computes.
+# Largest ‖out − expected‖ / ‖expected‖ of an exact plan, by the dtype of the model's parameters.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """What was found of a model, and what was not. Print it, or take its :meth:`source`.
+    """The result of :func:`propose_plan`: a checked plan, or questions. Print it, or take its :meth:`source`.
 
     Args:
-        transformer: name of its class.
-        plan: None where no guess was exact.
-        guess: then the likeliest one, for a person to correct.
-        blocks: its block stack for First Block Cache; None where no guess was exact.
-        error: of the plan, on virtual ranks, against the model alone: the largest ``‖out − expected‖ / ‖expected‖``.
-        blocks_error: likewise of a call that skipped blocks.
-        reasons: a sentence for each guess.
-        questions: what has to be said by hand.
+        transformer (`str`): Name of the model's class.
+        plan (`Plan`, *optional*): An exact plan. None if no guess was exact.
+        blocks (`CachedBlocks`, *optional*): The block stack for First Block Cache. None if no guess was exact.
+        error (`float`, *optional*): The largest ``‖out − expected‖ / ‖expected‖`` of the plan on virtual ranks, where
+            ``expected`` is the output of the unmodified model.
+        blocks_error (`float`, *optional*): The same of a call that skips blocks.
+        reasons (`tuple[str, ...]`): A sentence for each guess.
+        questions (`tuple[str, ...]`): What ``answers`` must state.
+        guess (`Plan`, *optional*): The likeliest plan if none was exact, to be corrected by hand.
     """
 
     transformer: str
@@ -60,20 +61,20 @@ class Proposal:
     guess: Plan | None = None
 
     def adapter(self) -> Adapter:
-        """What was found, for ``parallelize_pipe(pipe, adapter=...)`` and its like.
+        """Return the proposal as an adapter, for example for ``parallelize_pipe(pipe, adapter=...)``.
 
         Raises:
-            ValueError: no plan was found.
+            ValueError: If no plan was exact.
         """
         if self.plan is None:
             raise ValueError(f"no plan was found for {self.transformer}: {' '.join(self.questions)}")
         return Adapter(self.transformer, self.transformer, self.plan, blocks=self.blocks)
 
     def source(self) -> str:
-        """A module for adapters/models/, as text.
+        """Return the text of a module for adapters/models/.
 
         Raises:
-            ValueError: no plan was found.
+            ValueError: If no plan was exact.
         """
         return source_of(self.adapter())
 
@@ -97,81 +98,94 @@ def propose_plan(
 ) -> Proposal:
     """Propose what ``transformer`` shards and gathers, and its block stack, from two calls of it on this device.
 
-    What is in the proposal has been checked: the plan on virtual ranks (threads of this process) against the unmodified
-    model, the block stack by a call that skips blocks. The checks cover what the examples give: arguments that they leave out
-    are not in the plan. Text is kept on every rank. Runs the model up to some hundred times, so give it small sizes.
+    The proposal has been checked: the plan on virtual ranks (threads of this process) against the unmodified model, the
+    block stack by a call that skips blocks. The checks cover the arguments in the examples; other arguments are not in
+    the plan. Runs the model up to some hundred times, so pass small sizes.
 
     Args:
-        transformer: any module which attends by ``scaled_dot_product_attention``; its parameters must not be zeros, which hide what
-            is wrong. It is not changed.
-        example_inputs: keyword arguments of two calls that differ in one thing only: the second has more image (video,
-            sound) tokens, by some ten, than the first. The number of text tokens and of samples must be the same, and no other
-            length equal to either number of image tokens. Of a model that accepts one size only, that call alone: ``(inputs,)``.
-        segment: what the plan shall call these tokens.
-        answers: what is known of the model, in place of what would be guessed, by the names that ``questions`` and ``reasons`` have.
-            None means nothing, and ends its question. They are checked like guesses.
+        transformer (`nn.Module`): A model that attends with ``scaled_dot_product_attention``. It is not changed.
+            Parameters that are zero hide errors, so use trained or random ones.
+        example_inputs (`Sequence[Mapping[str, Any]]`): Keyword arguments of two calls that differ in one thing: the
+            second has about ten image (video, audio) tokens more than the first. The number of text tokens and of
+            samples must be equal, and no other length may equal either number of image tokens. For a model that accepts
+            one size only, pass one call: ``(inputs,)``.
+        segment (`str`, defaults to `"image"`): Name of these tokens in the plan.
+        answers (`Mapping[str, Any]`, *optional*): Known parts of the plan, which replace guesses and are checked like
+            them. The names are those in ``questions`` and ``reasons``. None as a value means that there is nothing of
+            that name.
 
-            - ``"blocks.*(rotary)"``, ``"(hidden_states)"`` of the model itself, ``"embed(0)"`` for a module's output: a :class:`Split` or
-              its like. A split of a segment replaces the guess of where that segment is sharded.
-            - ``"proj_out"``: a :class:`Gather` of what it returns, or a tuple of them.
-            - ``"blocks.*.attn"``: a tuple of :class:`Attention`, :class:`OneForEach` or :class:`LinearAttention`; or a :class:`Halo`.
-            - ``"joint_order"``, ``"batched"``, ``"common"``, ``"unshared"``, ``"refused"``: as in a :class:`Plan`; ``"plan"``: all of it.
-            - ``"CachedBlocks"``; ``"samples"``: how many the examples hold, of a model whose call has all branches of guidance in one batch.
+            - ``"blocks.*(rotary)"``, ``"(hidden_states)"`` (a parameter of the model) or ``"embed(0)"`` (a module's
+              output): a :class:`Split` or another rule. A split of a segment replaces the guess of where that segment
+              is sharded.
+            - ``"proj_out"``: a :class:`Gather` of its output, or a tuple of them.
+            - ``"blocks.*.attn"``: a tuple of :class:`Attention`, :class:`OneForEach` or :class:`LinearAttention`; or a
+              :class:`Halo`.
+            - ``"joint_order"``, ``"batched"``, ``"common"``, ``"unshared"``, ``"refused"``: fields of a :class:`Plan`;
+              ``"plan"``: a whole one.
+            - ``"CachedBlocks"``: the block stack.
+            - ``"samples"``: number of samples in the examples, if one call of the model computes all CFG branches.
+
+    Returns:
+        The :class:`Proposal`.
 
     Raises:
-        TypeError: ``example_inputs`` are no dicts of arguments, or an answer is none that can be given to its name.
-        ValueError: nothing in the model's blocks grows from the first call to the second, it cannot be called with the second, or its
-            attention cannot be seen.
+        TypeError: If ``example_inputs`` does not hold mappings, or an answer has the wrong type for its name.
+        ValueError: If no input of the model's blocks grows from the first call to the second, the second call fails, or
+            the model does not call scaled_dot_product_attention.
     """
     module = uncompiled(transformer)
     name = original_class(module).__name__
     examples = _checked_examples(example_inputs)
-    said = answers or {}
-    require_answers(said)
+    answers = answers or {}
+    require_answers(answers)
     small = examples[0]
     failures: dict[str, tuple[Plan, str]] = {}
-    pairs = [*_observations(module, name, examples)]
-    found = [(start, large) for seen, large in pairs for start in starts(seen, large)]
-    if not found and not is_whole(said):
-        raise ValueError(_nothing_grows(name, module, *pairs[0]))
-    for start, large in found:
+    observations = [*_observations(module, name, examples)]
+    begins = [(start, large) for observed, large in observations for start in starts(observed, large)]
+    if not begins and not form_a_plan(answers):
+        raise ValueError(_nothing_grows(name, *observations[0]))
+    for start, large in begins:
         of_start = region(module, small, large, start, segment)
         likeliest_here: Proposal | None = None
         for candidate in of_start.candidates():
-            plan = answered(candidate.plan, said)
+            plan = with_answers(candidate.plan, answers)
             if repr(plan) in failures:
                 continue
-            proposal = Proposal(name, plan, error=0.0, reasons=_reasons(candidate, said))
-            tried = _try_all(module, plan, examples, start.tokens)
-            if isinstance(tried, float):
-                proposal = replace(proposal, error=tried)
-                proposal = _with_text(module, proposal, of_start, examples, said) or proposal
-                return _complete(module, proposal, of_start, small, said)
+            proposal = Proposal(name, plan, error=0.0, reasons=_reasons(candidate, answers))
+            error = _error_or_failure(module, plan, examples, start.tokens)
+            if isinstance(error, float):
+                proposal = replace(proposal, error=error)
+                proposal = _with_text(module, proposal, of_start, examples, answers) or proposal
+                return _complete(module, proposal, of_start, small, answers)
             likeliest_here = likeliest_here or proposal
-            failures[repr(plan)] = plan, f"{start.block}: {tried}"
-        # Where the blocks are given what has entries of both, text may be sharded at the model's inputs though not replicated here.
-        sharded = likeliest_here and _with_text(module, likeliest_here, of_start, examples, said)
+            failures[repr(plan)] = plan, f"{start.block}: {error}"
+        # If one tensor holds entries of text and image, only a plan that shards text at the model's inputs may be
+        # exact.
+        sharded = likeliest_here and _with_text(module, likeliest_here, of_start, examples, answers)
         if sharded is not None:
-            return _complete(module, sharded, of_start, small, said)
-    if is_whole(said):
-        plan = answered(Plan({}, {}, (segment,)), said)
-        tried = _try_all(module, plan, examples)
-        if isinstance(tried, float):
-            proposal = Proposal(name, plan, error=tried, reasons=tuple(f"{one}: was said." for one in said))
-            return _complete(module, proposal, None, small, said)
-        failures = {repr(plan): (plan, f"all of it was said: {tried}"), **failures}
-    likeliest = next(iter(failures.values()), (None, "attention has lengths that are not those of the tokens."))
-    asked = _questions([start for start, _ in found], likeliest[1], *pairs[0])
-    return Proposal(name, questions=_unanswered(asked, said), guess=likeliest[0])
+            return _complete(module, sharded, of_start, small, answers)
+    if form_a_plan(answers):
+        plan = with_answers(Plan({}, {}, (segment,)), answers)
+        error = _error_or_failure(module, plan, examples)
+        if isinstance(error, float):
+            proposal = Proposal(name, plan, error=error, reasons=tuple(f"{key}: from answers." for key in answers))
+            return _complete(module, proposal, None, small, answers)
+        failures = {repr(plan): (plan, f"the plan in answers: {error}"), **failures}
+    likeliest, failure = next(
+        iter(failures.values()), (None, "attention has lengths that are not those of the tokens.")
+    )
+    questions = _questions([start for start, _ in begins], failure, *observations[0])
+    unanswered = tuple(question for question in questions if question.partition(": ")[0] not in answers)
+    return Proposal(name, questions=unanswered, guess=likeliest)
 
 
 def _checked_examples(example_inputs: Any) -> tuple[Mapping[str, Any], ...]:
     listed = isinstance(example_inputs, (list, tuple))
-    kinds = [type(one).__name__ for one in example_inputs] if listed else type(example_inputs).__name__
-    if not listed or len(example_inputs) not in (1, 2) or not all(isinstance(one, Mapping) for one in example_inputs):
+    kinds = [type(example).__name__ for example in example_inputs] if listed else type(example_inputs).__name__
+    if not listed or len(example_inputs) not in (1, 2) or not all(isinstance(x, Mapping) for x in example_inputs):
         raise TypeError(
-            f"example_inputs holds {kinds}; expected two dicts of arguments: (of fewer tokens, of more). Of a model that accepts one "
-            "size only, a tuple of one dict."
+            f"example_inputs holds {kinds}; expected two dicts of arguments, the smaller call first. For a model that "
+            "accepts one size only, pass a tuple of one dict."
         )
     return tuple(example_inputs)
 
@@ -179,112 +193,104 @@ def _checked_examples(example_inputs: Any) -> tuple[Mapping[str, Any], ...]:
 def _observations(
     module: nn.Module, name: str, examples: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[ObservedCall, ObservedCall]]:
-    """The calls of both sizes. Of one size, that call, and what it would be with one token more: as many as there are readings.
+    """Yield the smaller and the larger call. If there is one example, yield it with each imagined larger call.
 
     Raises:
-        ValueError: the model fails with the second example.
+        ValueError: If the model fails with the second example.
     """
-    seen = observe(module, examples[0])
+    observed = observe(module, examples[0])
     if len(examples) == 1:
-        larger = [*imagined_larger(seen)]
-        yield from [(seen, one) for one in larger or [seen]]
+        larger_calls = [*imagined_larger(observed)]
+        yield from [(observed, larger) for larger in larger_calls or [observed]]
         return
     try:
         large = observe(module, examples[1])
-    # A model may fail in any way at a size that it does not accept.
+    # A model may raise anything at a size that it does not accept.
     except Exception as error:
         raise ValueError(
-            f"{name} runs with the first example, and fails with the second: {type(error).__name__}: {error} If it accepts one size "
-            "only (its position embedding has a fixed length, say), give one example: example_inputs=(inputs,)."
+            f"{name} runs with the first example, and fails with the second: {type(error).__name__}: {error} If it "
+            "accepts one size only (for example because its position embedding has a fixed length), pass one example: "
+            "example_inputs=(inputs,)."
         ) from error
-    yield seen, large
+    yield observed, large
 
 
 def _with_text(
     module: nn.Module,
     proposal: Proposal,
     of_start: Region,
-    example_inputs: Sequence[Mapping[str, Any]],
-    said: Answers,
+    examples: Sequence[Mapping[str, Any]],
+    answers: Answers,
 ) -> Proposal | None:
-    """``proposal`` with text sharded, too; None where that is not exact, or not with text on every rank by the same plan."""
-    text = of_start.whole_stream()
+    """Return ``proposal`` with text sharded too. None unless it is exact both with text sharded and replicated."""
+    text = of_start.text_parameter()
     if proposal.plan is None or text is None:
         return None
-    lengths = [(tokens, of_start.length(text)) for tokens in of_start.start.tokens]
+    text_lengths = [of_start.length(*text)] * 2
     for candidate in with_sharded_text(of_start, proposal.plan):
-        plan = answered(candidate.plan, said)
+        plan = with_answers(candidate.plan, answers)
         errors = []
-        for variant in (plan, plan.with_replicated(WHOLE)):
-            tried = _try_all(module, variant, example_inputs, *zip(*lengths, strict=True))
-            if isinstance(tried, str):
+        for variant in (plan, plan.with_replicated(TEXT)):
+            error = _error_or_failure(module, variant, examples, of_start.start.tokens, text_lengths)
+            if isinstance(error, str):
                 break
-            errors.append(tried)
+            errors.append(error)
         else:
-            reasons = [reason for reason in proposal.reasons if _is_of(reason, plan)]
+            reasons = [reason for reason in proposal.reasons if _applies(reason, plan)]
             error = max(*errors, proposal.error or 0.0)
             return replace(proposal, plan=plan, error=error, reasons=(*reasons, *candidate.reasons))
     return None
 
 
-def _is_of(reason: str, plan: Plan) -> bool:
-    """Whether ``plan`` still has the entry that ``reason`` is about: ``module(parameter): …``."""
-    place = OF_PARAMETER.fullmatch(reason.partition(": ")[0])
-    return place is None or place[2] in plan.inner.get(place[1], {})
+def _applies(reason: str, plan: Plan) -> bool:
+    """Whether ``plan`` still has the entry ``module(parameter)`` at the start of ``reason``. True if it names none."""
+    name = PARAMETER_NAME.fullmatch(reason.partition(": ")[0])
+    return name is None or name[2] in plan.inner.get(name[1], {})
 
 
-def _reasons(candidate: Candidate, said: Answers) -> tuple[str, ...]:
-    """Of what was guessed, and of what was said instead."""
-    instead = tuple(f"{name}: " for name in said)
-    kept = [reason for reason in candidate.reasons if not reason.startswith(instead)]
-    return (*kept, *[f"{name}: was said." for name in said])
+def _reasons(candidate: Candidate, answers: Answers) -> tuple[str, ...]:
+    """Return the reasons of the guesses, and one for each answer."""
+    answered = tuple(f"{name}: " for name in answers)
+    kept = [reason for reason in candidate.reasons if not reason.startswith(answered)]
+    return (*kept, *[f"{name}: from answers." for name in answers])
 
 
-# ring × ulysses, of a plan whose lengths are not known: parts of few lengths are equal on 2 and on 3 ranks.
+# (ring, ulysses) for a plan whose lengths are unknown: few lengths divide by both 2 and 3.
 _SOME_MESHES = ((1, 2), (2, 1), (1, 3), (3, 1))
 
 
 def _uneven_meshes(lengths: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """ring × ulysses: each alone, of so many ranks that their parts of each length differ. Equal parts hide what is wrong."""
+    """Return (ring, ulysses) of the fewest ranks that divide no length, because equal shards hide errors."""
     ranks = next(ranks for ranks in count(2) if all(length % ranks for length in lengths))
     return ((1, ranks), (ranks, 1))
 
 
-def _try_all(
+def _error_or_failure(
     module: nn.Module,
     plan: Plan,
-    example_inputs: Sequence[Mapping[str, Any]],
+    examples: Sequence[Mapping[str, Any]],
     *lengths: Sequence[int],
 ) -> float | str:
-    """The largest error of ``plan`` at both sizes, or what is wrong with it. Most plans fail at once.
+    """Return the largest relative error of ``plan`` over all examples, or what is wrong with it.
 
     Args:
-        lengths: of each segment that is sharded, its tokens in the one call and in the other; none if they are not known.
+        lengths (`Sequence[int]`): For each sharded segment, its number of tokens in each example. None if they are
+            unknown.
     """
     largest = 0.0
-    for i, inputs in enumerate(example_inputs):
-        meshes = _uneven_meshes([of_segment[i] for of_segment in lengths]) if lengths else _SOME_MESHES
-        tried = _try(module, plan, inputs, meshes)
-        if isinstance(tried, str):
-            return tried
-        largest = max(largest, tried)
-    return largest
-
-
-def _try(module: nn.Module, plan: Plan, inputs: Mapping[str, Any], meshes: Sequence[tuple[int, int]]) -> float | str:
-    """The largest error of ``plan``, or what is wrong with it."""
-    with torch.no_grad():
-        expected = module(**fresh(inputs))
-    largest = 0.0
-    for ring, ulysses in meshes:
-        try:
-            outs = run_on_virtual_ranks(module, plan, inputs, ring=ring, ulysses=ulysses)
-        # Wrong plans make models fail in any way.
-        except Exception as failure:
-            return f"on {ring} × {ulysses} ranks: {type(failure).__name__}: {failure}"
-        largest = max(largest, *[error_of(out, expected) for out in outs])
-        if not largest < _tolerance_of(module):
-            return f"on {ring} × {ulysses} ranks its result is {largest:.1e} from that of the model alone."
+    tolerance = _tolerance_of(module)
+    for i, inputs in enumerate(examples):
+        with torch.no_grad():
+            expected = module(**fresh(inputs))
+        for ring, ulysses in _uneven_meshes([of_segment[i] for of_segment in lengths]) if lengths else _SOME_MESHES:
+            try:
+                outs = run_on_virtual_ranks(module, plan, inputs, ring=ring, ulysses=ulysses)
+            # A wrong plan may make the model raise anything.
+            except Exception as failure:
+                return f"on {ring} × {ulysses} ranks: {type(failure).__name__}: {failure}"
+            largest = max(largest, *[error_of(out, expected) for out in outs])
+            if not largest < tolerance:
+                return f"on {ring} × {ulysses} ranks its result is {largest:.1e} from that of the unmodified model."
     return largest
 
 
@@ -293,106 +299,107 @@ def _tolerance_of(module: nn.Module) -> float:
 
 
 def _complete(
-    module: nn.Module, proposal: Proposal, of_start: Region | None, inputs: Mapping[str, Any], said: Answers
+    module: nn.Module, proposal: Proposal, of_start: Region | None, inputs: Mapping[str, Any], answers: Answers
 ) -> Proposal:
-    """With all that is not the plan's sharding."""
-    return _with_samples(module, _with_blocks(module, proposal, of_start, inputs, said), of_start, inputs, said)
+    """Return ``proposal`` with its block stack and its rule for samples."""
+    return _with_samples(module, _with_blocks(module, proposal, of_start, inputs, answers), of_start, inputs, answers)
 
 
 def _with_samples(
-    module: nn.Module, proposal: Proposal, of_start: Region | None, inputs: Mapping[str, Any], said: Answers
+    module: nn.Module, proposal: Proposal, of_start: Region | None, inputs: Mapping[str, Any], answers: Answers
 ) -> Proposal:
-    """``batched`` and ``common`` where ``samples`` is said; else a question, if samples do not depend on each other."""
-    samples = said.get("samples", None if of_start is None else of_start.samples())
+    """Return ``proposal`` with ``batched`` and ``common``, or with a question if ``answers`` has no ``samples``.
+
+    There is no question if the samples depend on each other.
+    """
+    samples = answers.get("samples", None if of_start is None else of_start.samples())
     if proposal.plan is None or samples is None:
         return proposal
     plan = with_samples(module, proposal.plan, inputs, samples)
-    if "samples" not in said:
-        if isinstance(plan, str):
-            return proposal
+    if isinstance(plan, Plan) and "samples" in answers:
+        return replace(proposal, plan=plan)
+    if isinstance(plan, Plan):
         question = (
-            f"samples: does a call hold all branches of guidance? Its {samples} samples do not depend on each other: with "
-            f"answers={{'samples': {samples}}} ranks along a batch mesh dim share them. A pipeline that calls it once for each branch "
-            "needs nothing."
+            f"samples: does a call compute all CFG branches? Its {samples} samples do not depend on each other: with "
+            f"answers={{'samples': {samples}}} they are split over the batch mesh dim. A pipeline "
+            "that calls the model once for each branch needs no answer."
         )
-        return replace(proposal, questions=(*proposal.questions, question))
-    if isinstance(plan, str):
-        return replace(proposal, questions=(*proposal.questions, f"samples: {plan}"))
-    return replace(proposal, plan=plan)
+    elif "samples" in answers:
+        question = f"samples: {plan}"
+    else:
+        return proposal
+    return replace(proposal, questions=(*proposal.questions, question))
 
 
 def _with_blocks(
-    module: nn.Module, proposal: Proposal, of_start: Region | None, inputs: Mapping[str, Any], said: Answers
+    module: nn.Module, proposal: Proposal, of_start: Region | None, inputs: Mapping[str, Any], answers: Answers
 ) -> Proposal:
-    if "CachedBlocks" in said and said["CachedBlocks"] is None:
+    if "CachedBlocks" in answers and answers["CachedBlocks"] is None:
         return proposal
-    question = "CachedBlocks: which parameters of its blocks they return changed, in which order? No guess was exact."
+    question = (
+        "CachedBlocks: which parameters of its blocks do they return updated, in which order? No guess was exact."
+    )
     tolerance = _tolerance_of(module)
-    answer = said.get("CachedBlocks")
+    answer = answers.get("CachedBlocks")
     guesses: Iterable[Stack] = () if answer is None else [Stack(answer, inputs)]
     if answer is None and of_start is not None:
         guesses = stacks(module, of_start, inputs, tolerance)
     for guess in guesses:
         try:
             error = cached_error(module, guess.blocks, guess.inputs)
-        # What is wrong with a guess makes models fail in any way.
+        # A cache with a wrong block stack may make the model raise anything.
         except Exception as failure:
             question = f"CachedBlocks: the guess {guess.blocks} failed: {type(failure).__name__}: {failure}"
             continue
         if error is not None and error < tolerance:
-            why = (*_reasons_of_groups(guess.blocks), *guess.reasons)
-            return replace(proposal, blocks=guess.blocks, blocks_error=error, reasons=(*proposal.reasons, *why))
+            why = [
+                f"{' and '.join(group.lists)}: blocks that return {' and '.join(group.streams)}"
+                + (", with equal other arguments." if group.chained else ", which the model changes between blocks.")
+                for group in guess.blocks.groups
+            ]
+            reasons = (*proposal.reasons, *why, *guess.reasons)
+            return replace(proposal, blocks=guess.blocks, blocks_error=error, reasons=reasons)
     return replace(proposal, questions=(*proposal.questions, question))
 
 
-def _reasons_of_groups(blocks: CachedBlocks) -> list[str]:
-    return [
-        f"{' and '.join(group.lists)}: blocks that hand on {' and '.join(group.streams)}"
-        + (", and are given the same other arguments." if group.chained else ", with something else in between.")
-        for group in blocks.groups
-    ]
-
-
-def _unanswered(questions: Iterable[str], said: Answers) -> tuple[str, ...]:
-    return tuple(question for question in questions if question.partition(": ")[0] not in said)
-
-
-def _nothing_grows(name: str, module: nn.Module, seen: ObservedCall, large: ObservedCall) -> str:
-    """Why no stream of tokens was found."""
-    if not seen.attention:
-        by_hand = [f"{place or name} (over {list(shape)})" for place, shape in seen.softmax.items()]
-        if by_hand:
+def _nothing_grows(name: str, observed: ObservedCall, large: ObservedCall) -> str:
+    """Return the message of the error that no stream of tokens was found."""
+    if not observed.attention:
+        softmax = [f"{place or name} (over {list(shape)})" for place, shape in observed.softmax.items()]
+        if softmax:
             return (
-                f"{name} called no scaled_dot_product_attention, but computes a softmax itself: in {', '.join(by_hand[:3])}. "
-                "Attention that is written by hand cannot be seen. Switch the model to its fused attention (some call it flash), or write "
-                "F.scaled_dot_product_attention there."
+                f"{name} called no scaled_dot_product_attention, but computes a softmax itself: in "
+                f"{', '.join(softmax[:3])}. Handwritten attention cannot be intercepted. Switch the model to its fused "
+                "attention (some call it flash), or call F.scaled_dot_product_attention there."
             )
-        return f"{name} called no scaled_dot_product_attention: switch its attention to a native backend, or it has no plan."
-    lists = sorted({call.block_list for call in seen.calls if call.block_list is not None})
-    at = sorted({one.name for one in seen.attention})
-    lengths = [sorted({one.queries for one in one_call.attention}) for one_call in (seen, large)]
+        return f"{name} called no scaled_dot_product_attention. Switch its attention to a native backend."
+    lists = sorted({call.block_list for call in observed.calls if call.block_list is not None})
+    modules = sorted({attention.name for attention in observed.attention})
+    lengths = [sorted({attention.queries for attention in call.attention}) for call in (observed, large)]
     if lengths[0] == lengths[1]:
         return (
-            f"no stream of tokens of {name}'s module lists {lists} is longer in the second call than in the first, in one dim: its "
-            f"attention has {lengths[0]} queries in both. Give two calls that differ in the number of image tokens."
+            f"no stream of tokens of {name}'s module lists {lists} is longer in the second call than in the first, in "
+            f"one dim: its attention has {lengths[0]} queries in both. Pass two calls that differ in the number of "
+            "image tokens."
         )
     return (
-        f"attention of {name} has {lengths[0]} queries in the first call and {lengths[1]} in the second (in {', '.join(at[:3])}), but no "
-        f"block of its module lists {lists}, and no module around them, is given a tensor [B, S, C] that grows in one dim. Say where "
-        "tokens are sharded and gathered: answers={'module(parameter)': Split(dim, segment=...), 'module': Gather(dim, ...)}."
+        f"attention of {name} has {lengths[0]} queries in the first call and {lengths[1]} in the second (in "
+        f"{', '.join(modules[:3])}), but no block of its module lists {lists}, and no module that contains them, receives a "
+        "tensor [B, S, C] that grows in one dim. State where tokens are sharded and gathered: "
+        "answers={'module(parameter)': Split(dim, segment=...), 'module': Gather(dim, ...)}."
     )
 
 
-def _questions(found: list[Start], failure: str, small: ObservedCall, large: ObservedCall) -> tuple[str, ...]:
-    """What a person has to say, by name: in ``answers``."""
+def _questions(begins: list[Start], failure: str, small: ObservedCall, large: ObservedCall) -> tuple[str, ...]:
+    """Return what ``answers`` should state, each beginning with the name of the answer where there is one."""
     numbers = {
         f"{call.block_list}.*({parameter}): is it a number of tokens? FirstTokens and LastTokens shard those."
-        for call, other in zip(small.calls, large.calls, strict=False)
-        for parameter, value in call.given.items()
-        if call.block_list is not None and isinstance(value, int) and value != other.given.get(parameter)
+        for call, larger_call in zip(small.calls, large.calls, strict=False)
+        for parameter, value in call.arguments.items()
+        if call.block_list is not None and isinstance(value, int) and value != larger_call.arguments.get(parameter)
     }
-    begin = f"No plan that begins at {' or '.join(start.block for start in found)} was exact."
-    return (
-        *sorted(numbers),
-        f"{begin} The likeliest guess failed thus: {failure.rstrip('.')}. What it has wrong goes into propose_plan(..., answers=).",
+    failure = (
+        f"No plan that begins at {' or '.join(start.block for start in begins)} was exact. The likeliest guess failed: "
+        f"{failure.rstrip('.')}. Correct it with propose_plan(..., answers=)."
     )
+    return (*sorted(numbers), failure)

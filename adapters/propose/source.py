@@ -1,22 +1,23 @@
-"""An adapter as source text, as it stands in adapters/models/."""
+"""Source text of an adapter, in the form of the modules in adapters/models/."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
+import para_core.plans.plan
 from para_core.adapters.spec import Adapter
 
 _WIDTH = 118
-# Of a plan.
-_WORDS = ("Attention", "Entries", "FirstTokens", "Gather", "LastTokens", "Plan", "Replicate", "Split")
 
 
 def source_of(adapter: Adapter) -> str:
-    """A module of adapters/models/ that describes ``adapter``."""
+    """Return the text of a module that defines ``ADAPTER``, equal to ``adapter``."""
     call = _text(adapter, 0)
-    names = [name for name in _WORDS if f"{name}(" in call]
+    names = sorted(name for name in set(re.findall(r"\b([A-Z]\w+)\(", call)) if hasattr(para_core.plans.plan, name))
     imports = ["from para_core.adapters.spec import Adapter"]
     if adapter.blocks is not None:
         imports.append("from para_core.cache.blocks import BlockGroup, CachedBlocks")
@@ -26,22 +27,20 @@ def source_of(adapter: Adapter) -> str:
 
 def _text(value: Any, indent: int) -> str:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        given = {
-            name: one for name, one in fields.items() if name not in _defaults(value) or one != _defaults(value)[name]
-        }
-        return _call(type(value).__name__, given, indent)
+        items = []
+        for field in dataclasses.fields(value):
+            default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+            if getattr(value, field.name) != default:
+                items.append(f"{field.name}={_text(getattr(value, field.name), indent + 4)}")
+        return _wrapped(f"{type(value).__name__}(", items, ")", indent)
     if isinstance(value, Mapping):
-        return _wrapped("{", [f"{_text(key, 0)}: " + _text(one, indent + 4) for key, one in value.items()], "}", indent)
+        items = [f"{_text(key, 0)}: {_text(entry, indent + 4)}" for key, entry in value.items()]
+        return _wrapped("{", items, "}", indent)
     if isinstance(value, tuple):
         if len(value) == 1:
             return f"({_text(value[0], indent)},)"
-        return _wrapped("(", [_text(one, indent + 4) for one in value], ")", indent)
-    return f'"{value}"' if isinstance(value, str) else repr(value)
-
-
-def _call(name: str, given: Mapping[str, Any], indent: int) -> str:
-    return _wrapped(f"{name}(", [f"{key}={_text(one, indent + 4)}" for key, one in given.items()], ")", indent)
+        return _wrapped("(", [_text(entry, indent + 4) for entry in value], ")", indent)
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
 
 
 def _wrapped(opening: str, items: list[str], closing: str, indent: int) -> str:
@@ -50,13 +49,3 @@ def _wrapped(opening: str, items: list[str], closing: str, indent: int) -> str:
         return line
     inner = " " * (indent + 4)
     return "\n".join([opening, *[f"{inner}{item}," for item in items], " " * indent + closing])
-
-
-def _defaults(value: Any) -> dict[str, Any]:
-    found = {}
-    for field in dataclasses.fields(value):
-        if field.default is not dataclasses.MISSING:
-            found[field.name] = field.default
-        elif field.default_factory is not dataclasses.MISSING:
-            found[field.name] = field.default_factory()
-    return found

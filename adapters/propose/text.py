@@ -1,4 +1,4 @@
-"""Text that is sharded as the image is: where a plan that keeps it on every rank may shard it, too."""
+"""Variants of a plan that shard text as well as the image, derived from a plan that replicates text."""
 
 from __future__ import annotations
 
@@ -6,104 +6,104 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from para_core.adapters.propose.candidates import WHOLE, Candidate, Region, grown_dims, tensors_of
-from para_core.adapters.propose.observe import Seen
+from para_core.adapters.propose.candidates import TEXT, Candidate, Region, grown_dims, tensors_of
+from para_core.adapters.propose.observe import TensorRecord
 from para_core.plans.plan import Entries, Plan, ShardRule, Split
 
 _WHY = (
-    "text, in one sequence with the tokens. Sharded, too, it leaves less to compute on each rank; with text='replicate' less is sent. "
-    "Both were exact; which is faster, only a measurement tells"
+    "text, in a joint sequence with the tokens. Sharding it leaves each rank less to compute; text='replicate' sends "
+    "less. Both were exact; measure which one is faster"
 )
 
 
 def with_sharded_text(region: Region, plan: Plan) -> Iterator[Candidate]:
-    """Variants of ``plan`` that shard the text of its joint sequences, too; none where all text is attended to as keys only.
+    """Yield variants of ``plan`` that also shard the text of its joint sequences, if it has any.
 
-    Sharded where the first block is given it, or, with all else that has an entry for each token, where the model itself is: then what
-    the model makes of it (positions of text and image in one tensor) is sharded as well.
+    The first variant shards text at the inputs of the first block. The second shards text and everything else with an
+    entry per token at the inputs of the model, so that what the model computes from both (such as positions) is sharded
+    too.
     """
-    text = region.whole_stream()
-    if text is None or plan.cuts(WHOLE):
+    text = region.text_parameter()
+    if text is None or plan.cuts(TEXT):
         return
     parameter, dim = text
-    tokens = region.length(text)
-    at_blocks = _at_blocks(region, plan, parameter, dim, tokens)
+    length = region.length(parameter, dim)
+    at_blocks = _at_blocks(region, plan, parameter, dim, length)
     if at_blocks is not None:
         yield Candidate(at_blocks, (f"{region.start.block}({parameter}): {_WHY}.",))
-    at_inputs = _at_inputs(region, plan, tokens)
+    at_inputs = _at_inputs(region, plan, length)
     if at_inputs is not None:
-        names = [name for name, cut in at_inputs.inputs.items() if isinstance(cut, Split) and cut.segment == WHOLE]
+        names = [name for name, rule in at_inputs.inputs.items() if isinstance(rule, Split) and rule.segment == TEXT]
         yield Candidate(at_inputs, (f"{' and '.join(names)}: {_WHY}.",))
 
 
-def _at_blocks(region: Region, plan: Plan, parameter: str, dim: int, tokens: int) -> Plan | None:
-    """None where a tensor has entries for text and image: no part of it is one of both."""
-    inner: dict[str, dict[str | int, ShardRule]] = {name: dict(cuts) for name, cuts in plan.inner.items()}
-    if any(_joins_text(cut) for cuts in inner.values() for cut in cuts.values()):
+def _at_blocks(region: Region, plan: Plan, parameter: str, dim: int, length: int) -> Plan | None:
+    """Return ``plan`` with text sharded at the blocks. None if one tensor has entries for both text and image."""
+    inner: dict[str, dict[str | int, ShardRule]] = {name: dict(rules) for name, rules in plan.inner.items()}
+    if any(_joins_text(rule) for rules in inner.values() for rule in rules.values()):
         return None
-    inner[region.start.block][parameter] = Split(dim, segment=WHOLE)
+    inner[region.start.block][parameter] = Split(dim, segment=TEXT)
     for call, _ in region.calls():
         if call.block_list is None:
             continue
-        for name, value in call.given.items():
+        for name, value in call.arguments.items():
             if (call.name, name) == (region.start.block, parameter):
                 continue
-            of_text = _cut_of_text(value, tokens)
-            place = f"{call.block_list}.*"
-            if of_text is not None:
-                inner.setdefault(place, {})[name] = _both(inner.get(place, {}).get(name), of_text)
+            text_rule = _text_rule(value, length)
+            if text_rule is not None:
+                rules = inner.setdefault(f"{call.block_list}.*", {})
+                rules[name] = _merged(rules.get(name), text_rule)
     return replace(plan, inner=inner)
 
 
-def _joins_text(cut: ShardRule | None) -> bool:
-    if isinstance(cut, Entries):
-        return any(_joins_text(one) for one in cut.cuts)
-    return isinstance(cut, Split) and (cut.after is not None or cut.then_replicated)
+def _joins_text(rule: ShardRule | None) -> bool:
+    if isinstance(rule, Entries):
+        return any(_joins_text(entry) for entry in rule.cuts)
+    return isinstance(rule, Split) and (rule.after is not None or rule.then_replicated)
 
 
-def _cut_of_text(value: Any, tokens: int) -> Split | Entries | None:
-    """Of what has an entry for each token of text, and is not made of the image's."""
-    if isinstance(value, Seen):
-        dims = [dim for dim, size in enumerate(value.shape) if size == tokens]
-        return Split(dims[0], like=WHOLE) if len(dims) == 1 and not value.derived else None
+def _text_rule(value: Any, length: int) -> Split | Entries | None:
+    """Return the rule for what has an entry for each text token and is not computed from the image tokens."""
+    if isinstance(value, TensorRecord):
+        dims = [dim for dim, size in enumerate(value.shape) if size == length]
+        return Split(dims[0], like=TEXT) if len(dims) == 1 and not value.derived else None
     if not isinstance(value, (list, tuple)):
         return None
-    cuts = [_cut_of_text(one, tokens) for one in value]
-    splits = [cut for cut in cuts if isinstance(cut, Split)]
+    rules = [_text_rule(entry, length) for entry in value]
+    splits = [rule for rule in rules if isinstance(rule, Split)]
     if not splits:
         return None
-    if len(splits) == len(cuts) and len({repr(cut) for cut in splits}) == 1:
+    if len(splits) == len(rules) and len({repr(rule) for rule in splits}) == 1:
         return splits[0]
-    return Entries(tuple(cut if isinstance(cut, Split) else None for cut in cuts))
+    return Entries(tuple(rule if isinstance(rule, Split) else None for rule in rules))
 
 
-def _both(of_image: ShardRule | None, of_text: Split | Entries) -> ShardRule:
-    """Of a tuple, some entries go with the image and others with text."""
-    if not (isinstance(of_image, Entries) and isinstance(of_text, Entries)):
-        return of_text
-    return Entries(tuple(one or other for one, other in zip(of_image.cuts, of_text.cuts, strict=True)))
+def _merged(image_rule: ShardRule | None, text_rule: Split | Entries) -> ShardRule:
+    """Merge the rules of one argument. In a tuple, some entries belong to the image and others to text."""
+    if not (isinstance(image_rule, Entries) and isinstance(text_rule, Entries)):
+        return text_rule
+    return Entries(tuple(image or text for image, text in zip(image_rule.cuts, text_rule.cuts, strict=True)))
 
 
-def _at_inputs(region: Region, plan: Plan, tokens: int) -> Plan | None:
-    """None where the model is given no tokens, but makes them itself."""
-    inputs: dict[str, ShardRule] = {}
-    for name, value in region.small.inputs.items():
-        cut = _cut_of_input(value, region.large.inputs.get(name), region, tokens)
-        if cut is not None:
-            inputs[name] = cut
-    segments = {cut.segment for cut in inputs.values() if isinstance(cut, Split)}
-    return replace(plan, inputs=inputs, inner={}) if segments == {region.segment, WHOLE} else None
+def _at_inputs(region: Region, plan: Plan, length: int) -> Plan | None:
+    """Return ``plan`` with both segments sharded at the model's inputs. None if an input of either kind is missing."""
+    rules = {
+        name: _input_rule(value, region.large.inputs.get(name), region, length)
+        for name, value in region.small.inputs.items()
+    }
+    inputs: dict[str, ShardRule] = {name: rule for name, rule in rules.items() if rule is not None}
+    segments = {rule.segment for rule in rules.values() if rule is not None}
+    return replace(plan, inputs=inputs, inner={}) if segments == {region.segment, TEXT} else None
 
 
-def _cut_of_input(value: Any, other: Any, region: Region, tokens: int) -> Split | None:
-    found: set[Split] = set()
-    pairs = [*zip(tensors_of(value), tensors_of(other), strict=False)]
-    for one, larger in pairs:
-        grown = grown_dims(one, larger)
-        dims = [dim for dim, pair in grown.items() if pair == region.start.tokens]
+def _input_rule(value: Any, larger: Any, region: Region, length: int) -> Split | None:
+    rules: set[Split] = set()
+    for record, larger_record in zip(tensors_of(value), tensors_of(larger), strict=False):
+        grown = grown_dims(record, larger_record)
+        dims = [dim for dim, lengths in grown.items() if lengths == region.start.tokens]
         if len(dims) == 1 and len(grown) == 1:
-            found.add(Split(dims[0], segment=region.segment))
-        of_text = [dim for dim, size in enumerate(one.shape) if size == tokens and not grown]
-        if len(of_text) == 1:
-            found.add(Split(of_text[0], segment=WHOLE))
-    return found.pop() if len(found) == 1 else None
+            rules.add(Split(dims[0], segment=region.segment))
+        text_dims = [dim for dim, size in enumerate(record.shape) if size == length and not grown]
+        if len(text_dims) == 1:
+            rules.add(Split(text_dims[0], segment=TEXT))
+    return rules.pop() if len(rules) == 1 else None
