@@ -1,1 +1,1 @@
-"""What the planner must know of diffusers: published models, what a transformer is given, what a pipeline generates by default."""
+"""Knowledge of diffusers for the planner: published models, transformer inputs and default sizes of pipelines."""

@@ -1,4 +1,4 @@
-"""What a generation of diffusers' pipelines does, counted on models without weights: calls, bytes, operations."""
+"""Calls, bytes and operations of one generation with a diffusers pipeline, counted on models without weights."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ from para_core.plans.module_matching import matching_modules
 from para_core.torch_internals import FakeTensorMode
 from para_core.weights.fsdp import LARGE
 
-# Names in a config, of how many blocks of a kind there are.
+# Config names that give the number of blocks of one kind.
 _DEPTH = re.compile(r"(num|n)_(\w+_)?(layers|blocks)|depth")
 
 
 class UnknownModelError(TypeError):
-    """The planner does not know what a model is given for a size, or what it shards."""
+    """Error for a model whose inputs for a size, or whose plan, the planner does not know."""
 
 
 @contextmanager
 def on_meta(dtype: torch.dtype = torch.bfloat16) -> Iterator[None]:
-    """Inside, modules are made in ``dtype``, and have no weights."""
+    """Make modules in ``dtype`` and without weights inside this context."""
     with torch.device("meta"), torch.no_grad(), _default_dtype(dtype):
         yield
 
 
 @contextmanager
 def without_data(dtype: torch.dtype = torch.bfloat16) -> Iterator[None]:
-    """Inside, tensors have sizes and a device, and no data. What reads a mask finds all of it valid."""
+    """Make tensors without data inside this context. All entries of masks count as valid."""
     with warnings.catch_warnings(), FakeTensorMode(), torch.no_grad(), _default_dtype(dtype), _AllValid():
-        # Mochi asks for float32, which is no autocast on a CPU.
+        # Mochi requests autocast to float32, which CPUs do not support.
         warnings.filterwarnings("ignore", "In CPU autocast")
         yield
 
@@ -62,7 +62,10 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 class _AllValid(TorchFunctionMode):
-    """Finds every element of a mask valid. Mochi attends to valid text only: all of it is the most that it sends."""
+    """Mode in which :func:`torch.nonzero` finds every element of a mask valid.
+
+    Mochi attends to valid text tokens only, so this predicts the most that it can compute and send.
+    """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
@@ -74,41 +77,40 @@ class _AllValid(TorchFunctionMode):
 
 
 def count_calls(transformer: nn.Module, sizes: Sizes) -> dict[int, ModelCall]:
-    """One call for ``sizes``, by the number of shares of its samples. Inside :func:`without_data`; ``transformer`` is not run.
+    """Count one transformer call for ``sizes``, with its samples in 1 and in 2 parts. Call inside :func:`without_data`.
 
-    Blocks of one kind do the same: of models with one and with two blocks of each kind follows what all of them do.
+    ``transformer`` itself is not run: models with one and with two blocks of each kind are, because blocks of one kind
+    have equal operations.
 
     Raises:
-        TypeError: it is not known what such a transformer is given.
+        UnknownModelError: If the inputs or the plan of the transformer are unknown.
     """
     cls, plan = unwrapped_class(transformer), plan_for(transformer)
     if cls.__name__ not in INPUTS or plan is None:
-        raise UnknownModelError(
-            f"it is not known what a {cls.__name__} is given for a size; known are {', '.join(INPUTS)}."
-        )
+        raise UnknownModelError(f"the inputs of {cls.__name__} are unknown; expected one of {', '.join(INPUTS)}.")
     parameters = inspect.signature(cls).parameters
-    given: Any = transformer.config
-    config = {name: value for name, value in given.items() if name in parameters}
+    own_config: Any = transformer.config
+    config = {name: value for name, value in own_config.items() if name in parameters}
     depths = {
         name: value
         for name, value in config.items()
-        # Stable Diffusion 3.5 says of single blocks, by number, that they attend twice.
+        # Stable Diffusion 3.5 lists by index which blocks attend twice, so its blocks are not of one kind.
         if _DEPTH.fullmatch(name) and isinstance(value, int) and value > 1 and not config.get("dual_attention_layers")
     }
-    found: dict[int, ModelCall] = {}
+    calls: dict[int, ModelCall] = {}
     for batch in (1, 2):
         if batch > 1 and not plan.batched:
-            found[batch] = found[1]
+            calls[batch] = calls[1]
             continue
         shallow = {**config, **dict.fromkeys(depths, 1)}
         base = _count_call(cls(**shallow), sizes, batch)
         more = {name: _count_call(cls(**{**shallow, name: 2}), sizes, batch) for name in depths}
         parts = [
-            _deeper(part, [(depths[name] - 1, x.parts[place]) for name, x in more.items()])
-            for place, part in enumerate(base.parts)
+            _extrapolated(part, [(depths[name] - 1, call.parts[i]) for name, call in more.items()])
+            for i, part in enumerate(base.parts)
         ]
-        found[batch] = ModelCall(base.inputs, parts, base.foreseen)
-    return found
+        calls[batch] = ModelCall(base.inputs, parts, base.foreseen)
+    return calls
 
 
 def _count_call(transformer: nn.Module, sizes: Sizes, batch: int) -> ModelCall:
@@ -120,8 +122,8 @@ def _count_call(transformer: nn.Module, sizes: Sizes, batch: int) -> ModelCall:
     return calls[0]
 
 
-def _deeper(base: CallWork, more: Sequence[tuple[int, CallWork]]) -> CallWork:
-    """What a model does with as many blocks more of a kind as each pair says; of it: what the model with one more does."""
+def _extrapolated(base: CallWork, more: Sequence[tuple[int, CallWork]]) -> CallWork:
+    """Add to ``base`` the given number of blocks of each kind; each pair has the work with one block more."""
     events, launches, moved = Counter(base.events), base.launches, list(base.moved)
     for blocks, part in more:
         difference = Counter(part.events)
@@ -130,25 +132,26 @@ def _deeper(base: CallWork, more: Sequence[tuple[int, CallWork]]) -> CallWork:
             events[event] += blocks * number
         launches += blocks * (part.launches - base.launches)
         moved = [
-            sum_ + blocks * (own - of_base) for sum_, own, of_base in zip(moved, part.moved, base.moved, strict=True)
+            total + blocks * (with_one - without)
+            for total, with_one, without in zip(moved, part.moved, base.moved, strict=True)
         ]
-    # What a block held is free when the next one runs.
+    # Blocks run one after the other, so more of them do not raise the peak.
     peak = max([base.peak, *[part.peak for _, part in more]], key=sum)
     return CallWork(list(events.elements()), base.returned, launches, (moved[0], moved[1]), peak)
 
 
 def bytes_of(module: nn.Module) -> int:
-    """Of its parameters, each once."""
+    """Return the bytes of the module's parameters, with shared ones counted once."""
     return sum(x.numel() * x.element_size() for x in {id(x): x for x in module.parameters()}.values())
 
 
 def weights_of(
     transformer: nn.Module, encoders: Sequence[nn.Module], *, other: float, transformers: int = 1
 ) -> Weights:
-    """Of a pipeline whose ``transformers`` are all like this one.
+    """Return the bytes of a pipeline with ``transformers`` transformers like this one.
 
     Args:
-        encoders: of text. ``other``: bytes of all else.
+        other (`float`): Bytes of all other modules.
     """
     no_stages = why_no_stages(transformer)
     patches = no_stages or patch_plan_for(transformer)
@@ -163,25 +166,25 @@ def weights_of(
             max((x.at_once for x in of_encoders), default=0),
         ),
         other,
-        () if no_stages else tuple((one.cost, bytes_of(one.block)) for one in stack_of(transformer)),
+        () if no_stages else tuple((entry.cost, bytes_of(entry.block)) for entry in stack_of(transformer)),
         no_stages,
         patches if isinstance(patches, str) else None,
     )
 
 
 def module_bytes(module: nn.Module) -> ModuleBytes:
-    """What FSDP2 shards of it, and what is gathered while it runs."""
+    """Return the bytes that FSDP2 shards, and those gathered while the module runs."""
     blocks = blocks_of(module)
     of_blocks = [bytes_of(block) for block in blocks]
     inside = {id(x) for block in blocks for x in block.parameters()}
     outside = [x for x in module.parameters() if id(x) not in inside and x.numel() >= LARGE]
     root = sum(x.numel() * x.element_size() for x in outside)
-    neighbours = max((one + two for one, two in pairwise(of_blocks)), default=sum(of_blocks))
+    neighbours = max((first + second for first, second in pairwise(of_blocks)), default=sum(of_blocks))
     return ModuleBytes(bytes_of(module), sum(of_blocks) + root, root + neighbours, len(blocks) + 1)
 
 
 def _tensor_bytes(transformer: nn.Module) -> int:
-    """Of the weights that tensor ranks share."""
+    """Return the bytes of the weights that tensor ranks split."""
     plan = tensor_plan_for(transformer)
     linears = {} if plan is None else plan.linears
     return sum(
@@ -193,13 +196,13 @@ def _tensor_bytes(transformer: nn.Module) -> int:
 
 
 def encoder_operations(encoder: nn.Module, tokens: int) -> float:
-    """Of one prompt: its linear layers, but for the one over the vocabulary."""
+    """Return the operations of encoding one prompt: those of the linear layers without the language-model head."""
     layers = [x.weight for name, x in encoder.named_modules() if isinstance(x, nn.Linear) and "lm_head" not in name]
     return 2.0 * tokens * sum(weight.numel() for weight in layers)
 
 
 class _Operations(TorchFunctionMode):
-    """Inside, operations of convolutions, and of attention."""
+    """Mode that counts the operations of convolutions and of attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,25 +216,27 @@ class _Operations(TorchFunctionMode):
             weight = args[1] if len(args) > 1 else kwargs["weight"]
             self.convolutions += 2.0 * out.numel() * weight[0].numel()
         elif func is F.scaled_dot_product_attention:
-            query, key = (
-                args[place] if len(args) > place else kwargs[name] for place, name in enumerate(("query", "key"))
-            )
+            query, key = (args[i] if len(args) > i else kwargs[name] for i, name in enumerate(("query", "key")))
             self.attention += 4.0 * query.numel() * key.shape[-2]
         return out
 
 
-# Of a decode that is counted; larger ones follow, for convolutions take as long for each pixel.
+# Side of the latents that are decoded to count operations. Convolutions of larger latents grow with their pixels.
 _SIDE = 8
 
 
 def decoder_operations(vae: Any, channels: int, sizes: Sizes, tiled: float = 0.0) -> float:
-    """Of decoding latents of ``sizes``. Inside :func:`on_meta`; ``tiled``: share of a tile that the next one overlaps."""
+    """Return the operations of decoding latents of ``sizes``. Call inside :func:`on_meta`.
+
+    Args:
+        tiled (`float`, defaults to `0.0`): Fraction of a tile that overlaps with the next one.
+    """
     frames, height, width = sizes.latents
     scale = height * width / _SIDE**2
     if sizes.frames == 1 and not hasattr(vae, "temperal_downsample"):
         few, many = _decode(vae, (1, channels, _SIDE, _SIDE)), None
     else:
-        # The first latent frame gives fewer frames than others.
+        # The first latent frame decodes to fewer frames than each later one.
         few = _decode(vae, (1, channels, min(frames, 2), _SIDE, _SIDE))
         many = _decode(vae, (1, channels, 3, _SIDE, _SIDE)) if frames > 2 else None
     steps = frames - 2 if many is not None else 0

@@ -1,4 +1,4 @@
-"""Text encoders at their published sizes, made without weights from their configs: no hub is asked."""
+"""Text encoders at their published sizes, made from configs without weights: nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torch import nn
 
 
 def t5() -> nn.Module:
-    """The encoder of T5 v1.1 XXL."""
+    """Make the encoder of T5 v1.1 XXL."""
     import transformers
 
     return _module(transformers.T5EncoderModel(transformers.T5Config(**_T5, vocab_size=32128)))
 
 
 def umt5() -> nn.Module:
-    """The encoder of UMT5-XXL."""
+    """Make the encoder of UMT5-XXL."""
     import transformers
 
     return _module(transformers.UMT5EncoderModel(transformers.UMT5Config(**_T5, vocab_size=256384)))
@@ -32,7 +32,7 @@ _T5: dict[str, Any] = {
 
 
 def llama() -> nn.Module:
-    """Llama 3 8B without its head, as in llava-llama-3-8b."""
+    """Make Llama 3 8B without its head, as in llava-llama-3-8b."""
     import transformers
 
     size = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
@@ -40,7 +40,7 @@ def llama() -> nn.Module:
 
 
 def mistral() -> nn.Module:
-    """The text part of Mistral Small 3."""
+    """Make the language model of Mistral Small 3."""
     import transformers
 
     size = {"hidden_size": 5120, "intermediate_size": 32768, "num_hidden_layers": 40, "num_attention_heads": 32}
@@ -51,7 +51,7 @@ def mistral() -> nn.Module:
 
 
 def qwen() -> nn.Module:
-    """Qwen2.5-VL 7B."""
+    """Make Qwen2.5-VL 7B."""
     import transformers
 
     text = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28}
@@ -63,6 +63,7 @@ def qwen() -> nn.Module:
     return _module(transformers.Qwen2_5_VLForConditionalGeneration(config))
 
 
-def _module(found: Any) -> nn.Module:
-    module: nn.Module = found
-    return module
+def _module(module: Any) -> nn.Module:
+    # transformers' classes are untyped.
+    typed: nn.Module = module
+    return typed

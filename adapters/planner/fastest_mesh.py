@@ -1,4 +1,4 @@
-"""The planner's first choice, as the default mesh of a pipeline needs it."""
+"""The default mesh of a pipeline, chosen by the planner."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from para_core.planner.hardware import device_named
 def fastest_mesh(
     pipe: Any, device: str, ranks: int, ranks_per_host: int, weights: str | None = None, /
 ) -> MeshChoice | Unpredicted:
-    """Return the mesh of ``ranks`` ranks that :func:`plan_mesh` predicts to be the fastest, or why there is no prediction.
+    """Return the mesh of ``ranks`` ranks that :func:`plan_mesh` predicts to be fastest, or why there is no prediction.
 
     Args:
-        device: The name of the device.
-        weights: The mesh must have ranks over which they can be sharded so: ``"fsdp"``, ``"tensor"``; anything else: they are replicated.
+        weights (`str`, *optional*): With ``"fsdp"`` or ``"tensor"`` the mesh has ranks to shard weights in this way.
+            Any other value replicates weights.
     """
     if hasattr(pipe, "pag_applied_layers"):
         return Unpredicted("the planner does not count perturbed attention guidance")
@@ -32,7 +32,7 @@ def fastest_mesh(
     except UnknownModelError as error:
         return Unpredicted(f"{error}")
     except Exception as error:
-        # The class or the config of the pipeline may be the user's own, so that counting may raise anything.
+        # The pipeline's class or config may be the user's own, so counting may raise anything.
         return Unpredicted(f"{type(error).__name__}: {error}", failed=True)
     best = next((row for row in plan.rows if _shards(row.shape, weights)), plan.best)
     if best.problem is not None or not _shards(best.shape, weights):
@@ -43,7 +43,7 @@ def fastest_mesh(
 
 
 def _shards(shape: MeshShape, weights: str | None) -> bool:
-    """Whether a mesh of ``shape`` has ranks over which ``weights`` are sharded."""
+    """Whether a mesh of ``shape`` has ranks to shard weights in the way ``weights``."""
     if weights == "tensor":
         return shape.tensor > 1
     return weights != "fsdp" or (shape.tensor == 1 and shape.sequence > 1)

@@ -1,4 +1,4 @@
-"""What a transformer of diffusers is given for an image or a video of a size, as empty tensors: by class, read against diffusers 0.42."""
+"""Inputs of diffusers' transformers for an image or video size, as empty tensors. Read against diffusers 0.42."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of one generation, in pixels, and of its text, in tokens.
+    """Sizes of one generation.
 
     Args:
-        spatial, temporal: pixels and frames of a latent one.
-        dtype: of activations.
+        height, width, frames (`int`): Pixels and frames.
+        text (`int`): Text tokens.
+        spatial, temporal (`int`): Pixels and frames per latent pixel and latent frame.
     """
 
     height: int
@@ -29,7 +30,7 @@ class Sizes:
 
     @property
     def latents(self) -> tuple[int, int, int]:
-        """Frames, height and width."""
+        """Frames, height and width of the latents."""
         return (self.frames - 1) // self.temporal + 1, self.height // self.spatial, self.width // self.spatial
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which mesh is fastest for a pipeline of diffusers: predicted before anything runs on it."""
+"""Prediction of the fastest mesh for a diffusers pipeline, before anything runs on it."""
 
 from __future__ import annotations
 
@@ -52,36 +52,46 @@ def plan_mesh(
     pipefusion: PipeFusion | None = None,
     measured: str | Path | None = None,
 ) -> MeshPlan:
-    """Meshes of ``ranks`` ranks for one generation, the fastest first, with predicted seconds, bytes and memory.
+    """Predict seconds, bytes and memory of every mesh of ``ranks`` ranks for one generation, the fastest first.
 
-    Nothing is fetched, and nothing is computed: operations and bytes are counted on the model without weights.
+    Nothing is downloaded or computed: operations and bytes are counted on the model without weights.
 
     Args:
-        pipe_or_name: a pipeline on a transformer, or the name of a published model (``"FLUX.1-dev"``, ``"Wan 2.2 A14B"``, …).
-        device, link: by name, ``"nvlink"`` and ``"pcie"`` being those of the device; or with figures of your own. ``link`` left
-            out: what such devices usually have.
-        between, ranks_per_host: what connects hosts, and how many neighbours are in one; left out: 8, and 72 on a GB200.
-        height, width, frames, steps: of the generation; left out: the pipeline's defaults, or what was published.
-        compiled: the transformer is compiled.
-        weights: how ranks may shard weights: ``"tensor"``, ``"stages"`` (a ``pipe`` dim), ``"fsdp"`` (where they do not fit otherwise);
-            ``()``: they are replicated.
-        pipefusion: also meshes whose stages work on patches so, which approximates; left out: exact ones alone.
-        measured: JSON of ``python -m para_core.doctor`` or of ``make gpu-check``, whose figures go before the table's.
+        pipe_or_name (`DiffusionPipeline` or `str`): A pipeline with a transformer, or the name of a published model
+            (``"FLUX.1-dev"``, ``"Wan 2.2 A14B"``, …).
+        ranks (`int`): Number of ranks.
+        device (`str` or `Device`, defaults to `"H100"`): The device of each rank, by name or with your own figures.
+        link (`str` or `Link`, *optional*): Link between the devices of a host; ``"nvlink"`` and ``"pcie"`` stand for
+            the generation of the device. Defaults to the usual one of the device.
+        between (`str` or `Link`, defaults to `"infiniband"`): Link between hosts.
+        ranks_per_host (`int`, *optional*): Ranks per host. Defaults to 8, and to 72 for a GB200.
+        height, width, frames, steps (`int`, *optional*): Sizes of the generation. Default to those of the pipeline, or
+            to the published ones.
+        compiled (`bool`, defaults to `False`): Whether the transformer is compiled.
+        weights (`Sequence[str]`, defaults to `("tensor", "stages", "fsdp")`): Ways to shard weights. ``"stages"`` adds
+            a ``pipe`` mesh dim; ``"fsdp"`` is tried if the weights do not fit otherwise; ``()`` replicates them.
+        pipefusion (`PipeFusion`, *optional*): Include meshes whose stages work on patches, which approximates. Defaults
+            to exact meshes only.
+        measured (`str` or `Path`, *optional*): JSON file of ``python -m para_core.doctor`` or of ``make gpu-check``
+            whose figures replace those of the table.
+
+    Returns:
+        The :class:`MeshPlan`.
 
     Raises:
-        TypeError: it is not known what this transformer is given.
-        ValueError: an unknown name, device or link, or a size that does not fit.
+        TypeError: If the inputs of the transformer are unknown, or an argument has another type.
+        ValueError: If a name, device, link or size is invalid.
     """
     require_ranks(ranks)
     if ranks_per_host is not None:
         require_positive("ranks_per_host", ranks_per_host)
-    known, own = device_named(device), Host()
-    inside = link_named(link, known)
+    accelerator, host = device_named(device), Host()
+    inside = link_named(link, accelerator)
     if measured is not None:
-        known, inside, own = measured_figures(measured, known, inside, own)
-    per_host = ranks_per_host or (72 if known.name == "GB200" else 8)
-    topology = Topology(inside, link_named(between, known), per_host)
-    machine = Machine(known, topology, own, Runtime(compiled=compiled))
+        accelerator, inside, host = measured_figures(measured, accelerator, inside, host)
+    per_host = ranks_per_host or (72 if accelerator.name == "GB200" else 8)
+    topology = Topology(inside, link_named(between, accelerator), per_host)
+    machine = Machine(accelerator, topology, host, Runtime(compiled=compiled))
     work = workload(pipe_or_name, height=height, width=width, frames=frames, steps=steps)
     return make_plan(work, machine, ranks, sharing=weights, pipefusion=pipefusion)
 
@@ -94,16 +104,16 @@ def workload(
     frames: int | None = None,
     steps: int | None = None,
 ) -> Workload:
-    """One generation of a pipeline, or of a published model; see :func:`plan_mesh`."""
-    given = {"height": height, "width": width, "frames": frames}
-    changed: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    """Count one generation with a pipeline or a published model; for the arguments see :func:`plan_mesh`."""
+    options = {"height": height, "width": width, "frames": frames}
+    changed: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     for name, value in {**changed, "steps": steps}.items():
         if value is not None:
             require_positive(name, value)
     if isinstance(pipe_or_name, str):
         if pipe_or_name not in PUBLISHED:
             raise ValueError(
-                f"nothing is known of {pipe_or_name!r}; known are {', '.join(PUBLISHED)}. Or pass the pipeline itself."
+                f"{pipe_or_name!r} is no published model; expected one of {', '.join(PUBLISHED)}, or a pipeline."
             )
         model = PUBLISHED[pipe_or_name]
         sizes = replace(model.sizes, **changed)
@@ -113,18 +123,19 @@ def workload(
 
 
 def require_positive(name: str, value: Any) -> None:
+    """Raise ValueError if ``value`` is not a positive integer."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} is {value!r}; expected a positive integer.")
 
 
 def _require_size(name: str, sizes: Sizes, *, is_video: bool) -> None:
     if not is_video and sizes.frames > 1:
-        raise ValueError(f"frames is {sizes.frames}, and {name} generates images: leave frames out.")
-    # Two latent pixels a side are a token of most models.
-    least = 2 * sizes.spatial
+        raise ValueError(f"frames is {sizes.frames}, but {name} generates images: omit frames.")
+    least = 2 * sizes.spatial  # For most models a token is 2 × 2 latent pixels.
     if min(sizes.height, sizes.width) < least:
         raise ValueError(
-            f"{sizes.width} × {sizes.height} pixels are less than one token of {name}: at least {least} × {least}."
+            f"{sizes.width} × {sizes.height} pixels are less than one token of {name}; expected at least {least} × "
+            f"{least}."
         )
 
 
@@ -159,16 +170,16 @@ def _size(sizes: Sizes) -> str:
 
 
 def _pipe_workload(pipe: Any, changed: dict[str, Any], steps: int | None) -> Workload:
-    """Of a pipeline's own transformer; its text encoders and autoencoder take the same on every mesh, and are left out of the seconds."""
+    """Count one generation with ``pipe``, without text encoders and VAE, which take equal time on every mesh."""
     transformers = transformers_of(pipe)
     if not transformers:
         raise UnknownModelError(
-            f"{type(pipe).__name__} has no transformer; a pipeline on one, or the name of a model, is planned for."
+            f"{type(pipe).__name__} has no transformer; expected a pipeline with one, or the name of a published model."
         )
     transformer = next(iter(transformers.values()))
     if type(transformer).__name__ not in INPUTS:
         raise UnknownModelError(
-            f"it is not known what a {type(transformer).__name__} is given for a size; known are {', '.join(INPUTS)}."
+            f"the inputs of {type(transformer).__name__} are unknown; expected one of {', '.join(INPUTS)}."
         )
     sizes, default_steps = _default_sizes(pipe, transformer, changed)
     takes_frames = "num_frames" in inspect.signature(original_class(pipe).__call__).parameters
@@ -196,17 +207,14 @@ def _pipe_workload(pipe: Any, changed: dict[str, Any], steps: int | None) -> Wor
 
 
 def _default_sizes(pipe: Any, transformer: Any, changed: dict[str, Any]) -> tuple[Sizes, int]:
-    """What a call of ``pipe`` would generate by its defaults, and in how many steps."""
+    """Return the sizes and number of steps of a call of ``pipe`` with default arguments and ``changed``."""
     parameters = inspect.signature(original_class(pipe).__call__).parameters
 
     def default(name: str, otherwise: int) -> int:
-        found = parameters[name].default if name in parameters else None
-        return found if isinstance(found, int) and not isinstance(found, bool) else otherwise
+        return _int(parameters[name].default if name in parameters else None) or otherwise
 
     def of_pipe(names: tuple[str, ...], otherwise: int) -> int:
-        return next(
-            (int(getattr(pipe, name)) for name in names if isinstance(getattr(pipe, name, None), int)), otherwise
-        )
+        return next((value for name in names if (value := _int(getattr(pipe, name, None)))), otherwise)
 
     spatial = of_pipe(("vae_scale_factor", "vae_scale_factor_spatial", "vae_spatial_scale_factor"), 8)
     temporal = of_pipe(("vae_scale_factor_temporal", "vae_temporal_scale_factor"), 4)
@@ -223,4 +231,4 @@ def _default_sizes(pipe: Any, transformer: Any, changed: dict[str, Any]) -> tupl
 
 
 def _int(value: Any) -> int:
-    return value if isinstance(value, int) else 0
+    return value if isinstance(value, int) and not isinstance(value, bool) else 0

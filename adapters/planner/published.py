@@ -1,9 +1,9 @@
-"""Models at the sizes that were published: their configs, so that nothing is fetched to plan for one."""
+"""Published models: their configs and sizes, so that planning for one downloads nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -14,15 +14,18 @@ from para_core.adapters.planner.inputs import Sizes
 
 @dataclass(frozen=True)
 class Published:
-    """A pipeline in bfloat16.
+    """A published pipeline in bfloat16.
 
     Args:
-        transformer, config: its class in diffusers, and what is not the default there.
-        sizes, steps: of the published generation.
-        vae, vae_config, latent_channels: of its autoencoder.
-        encoder: the largest of its text encoders, on the meta device; ``prompts``: how many it encodes.
-        branches: calls of a step, one after the other; ``transformers``: that take turns in the schedule.
-        tiled: share of the image that its autoencoder decodes twice, since its tiles overlap: ``1 / (1 - overlap)²`` of the operations.
+        transformer (`str`): Class of the transformer in diffusers.
+        vae (`str`): Class of the autoencoder in diffusers.
+        encoder (`Callable[[], nn.Module]`): Makes the largest text encoder, on the meta device.
+        config (`Mapping[str, Any]`): Arguments of the transformer that differ from the defaults.
+        vae_config (`Mapping[str, Any]`): The same of the autoencoder.
+        branches (`int`): CFG branches that are called one after the other.
+        transformers (`int`): Transformers that take turns in the schedule.
+        tiled (`float`): Fraction of a tile that overlaps with the next one when decoding, which multiplies the
+            operations by ``1 / (1 - tiled)²``.
     """
 
     transformer: str
@@ -48,11 +51,7 @@ _KL_F8: dict[str, Any] = {
     "use_quant_conv": False,
     "use_post_quant_conv": False,
 }
-_COGVIDEOX: dict[str, Any] = {
-    "num_attention_heads": 48,
-    "num_layers": 42,
-    "use_rotary_positional_embeddings": True,
-}
+_COGVIDEOX: dict[str, Any] = {"num_attention_heads": 48, "num_layers": 42, "use_rotary_positional_embeddings": True}
 _WAN_5B: dict[str, Any] = {
     "num_attention_heads": 24,
     "in_channels": 48,
@@ -74,80 +73,36 @@ _WAN = Published(
     "WanTransformer3DModel", Sizes(720, 1280, 81, 512), 50, "AutoencoderKLWan", encoders.umt5, branches=2, prompts=2
 )
 
+# fmt: off
 PUBLISHED: Mapping[str, Published] = {
     "FLUX.1-dev": Published(
-        "FluxTransformer2DModel",
-        Sizes(1024, 1024, 1, 512),
-        28,
-        "AutoencoderKL",
-        encoders.t5,
-        config={"guidance_embeds": True},
-        vae_config=_KL_F8,
+        "FluxTransformer2DModel", Sizes(1024, 1024, 1, 512), 28, "AutoencoderKL", encoders.t5,
+        config={"guidance_embeds": True}, vae_config=_KL_F8,
     ),
     "FLUX.2-dev": Published(
-        "Flux2Transformer2DModel",
-        Sizes(1024, 1024, 1, 512),
-        50,
-        "AutoencoderKLFlux2",
-        encoders.mistral,
+        "Flux2Transformer2DModel", Sizes(1024, 1024, 1, 512), 50, "AutoencoderKLFlux2", encoders.mistral,
         latent_channels=32,
     ),
     "HunyuanVideo": Published(
-        "HunyuanVideoTransformer3DModel",
-        Sizes(720, 1280, 129, 256),
-        50,
-        "AutoencoderKLHunyuanVideo",
-        encoders.llama,
+        "HunyuanVideoTransformer3DModel", Sizes(720, 1280, 129, 256), 50, "AutoencoderKLHunyuanVideo", encoders.llama,
         tiled=0.25,
     ),
     "CogVideoX-5B": Published(
-        "CogVideoXTransformer3DModel",
-        Sizes(480, 720, 49, 226),
-        50,
-        "AutoencoderKLCogVideoX",
-        encoders.t5,
-        config=_COGVIDEOX,
-        prompts=2,
+        "CogVideoXTransformer3DModel", Sizes(480, 720, 49, 226), 50, "AutoencoderKLCogVideoX", encoders.t5,
+        config=_COGVIDEOX, prompts=2,
     ),
     "Mochi 1": Published(
-        "MochiTransformer3DModel",
-        Sizes(480, 848, 79, 256, temporal=6),
-        64,
-        "AutoencoderKLMochi",
-        encoders.t5,
-        latent_channels=12,
-        prompts=2,
+        "MochiTransformer3DModel", Sizes(480, 848, 79, 256, temporal=6), 64, "AutoencoderKLMochi", encoders.t5,
+        latent_channels=12, prompts=2,
     ),
     "Wan 2.1 14B": _WAN,
-    "Wan 2.2 A14B": Published(
-        "WanTransformer3DModel",
-        Sizes(720, 1280, 81, 512),
-        40,
-        "AutoencoderKLWan",
-        encoders.umt5,
-        branches=2,
-        prompts=2,
-        transformers=2,
-    ),
-    "Wan 2.2 TI2V 5B": Published(
-        "WanTransformer3DModel",
-        Sizes(704, 1280, 121, 512, spatial=16),
-        50,
-        "AutoencoderKLWan",
-        encoders.umt5,
-        config=_WAN_5B,
-        vae_config=_WAN_5B_VAE,
-        latent_channels=48,
-        branches=2,
-        prompts=2,
+    "Wan 2.2 A14B": replace(_WAN, steps=40, transformers=2),
+    "Wan 2.2 TI2V 5B": replace(
+        _WAN, sizes=Sizes(704, 1280, 121, 512, spatial=16), config=_WAN_5B, vae_config=_WAN_5B_VAE, latent_channels=48,
     ),
     "Qwen-Image": Published(
-        "QwenImageTransformer2DModel",
-        Sizes(1328, 1328, 1, 128),
-        50,
-        "AutoencoderKLQwenImage",
-        encoders.qwen,
-        branches=2,
-        prompts=2,
+        "QwenImageTransformer2DModel", Sizes(1328, 1328, 1, 128), 50, "AutoencoderKLQwenImage", encoders.qwen,
+        branches=2, prompts=2,
     ),
 }
+# fmt: on

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from para_core.planner.hardware import device_named
+from para_core.planner.hardware import Device, device_named
 from para_core.planner.report import BROKEN, CHANGE, Finding, Ranks
 
 _BACKENDS = {
@@ -28,7 +28,7 @@ _PACKAGES = ("torch", "diffusers", "transformers", "triton", "nvidia-nccl-cu12",
 
 
 def versions(ranks: Ranks) -> Finding:
-    """Of what matters here, which must be the same on all ranks."""
+    """Check that all ranks have equal versions of Python, torch and the packages that matter here."""
     own = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
@@ -37,21 +37,17 @@ def versions(ranks: Ranks) -> Finding:
             continue
     text = ", ".join(f"{name} {version}" for name, version in own.items())
     every = ranks.gathered(own)
-    different = sorted({name for one in every for name in {*one, *own} if one.get(name) != own.get(name)})
+    different = sorted({name for other in every for name in {*other, *own} if other.get(name) != own.get(name)})
     if different:
-        rank = next(rank for rank, one in enumerate(every) if one != own)
-        found = ", ".join(f"{name} {every[rank].get(name, 'none')}" for name in different)
-        return Finding(
-            "versions",
-            f"{text}; rank {rank}: {found}",
-            BROKEN,
-            f"install the same {', '.join(different)} on all hosts.",
-        )
+        rank = next(rank for rank, other in enumerate(every) if other != own)
+        others = ", ".join(f"{name} {every[rank].get(name, 'none')}" for name in different)
+        advice = f"install the same {', '.join(different)} on all hosts."
+        return Finding("versions", f"{text}; rank {rank}: {others}", BROKEN, advice)
     return Finding("versions", text)
 
 
 def memory(ranks: Ranks) -> Finding:
-    """Of every rank's device, and what of it is free."""
+    """Check that all ranks have devices of one kind with enough free memory."""
     name, free, total = f"CPU, {os.cpu_count()} cores", 0, 0
     if ranks.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(ranks.device)
@@ -60,64 +56,61 @@ def memory(ranks: Ranks) -> Finding:
         page = os.sysconf("SC_PAGE_SIZE")
         free, total = page * os.sysconf("SC_AVPHYS_PAGES"), page * os.sysconf("SC_PHYS_PAGES")
     every = ranks.gathered((name, free, total))
-    names = sorted({one[0] for one in every})
-    least = min(range(len(every)), key=lambda rank: every[rank][1])
-    text = f"{len(every)} × {' and '.join(names)}; {every[least][1] / 1e9:.1f} of {every[least][2] / 1e9:.1f} GB free on rank {least}"
+    names = sorted({device for device, _, _ in every})
+    rank = min(range(len(every)), key=lambda rank: every[rank][1])
+    _, least, of = every[rank]
+    text = f"{len(every)} × {' and '.join(names)}; {least / 1e9:.1f} of {of / 1e9:.1f} GB free on rank {rank}"
     if len(names) > 1:
-        return Finding(
-            "device", text, CHANGE, "ranks have equal shares, so the slowest device decides: use equal ones."
-        )
-    if ranks.device.type == "cuda" and every[least][1] < 0.8 * every[least][2]:
-        return Finding("device", text, CHANGE, f"something else holds memory on rank {least}'s GPU: see nvidia-smi.")
+        advice = "ranks compute equal shards, so the slowest device decides: use equal devices."
+        return Finding("device", text, CHANGE, advice)
+    if ranks.device.type == "cuda" and least < 0.8 * of:
+        return Finding("device", text, CHANGE, f"another process holds memory on rank {rank}'s GPU: see nvidia-smi.")
     return Finding("device", text)
 
 
 def backends(ranks: Ranks) -> Finding:
-    """Which of SDPA's backends serve a plain call in this dtype, and whether there is Triton for this project's kernels."""
+    """List the SDPA backends that accept a plain call in the ranks' dtype, and check that triton is installed."""
     query = torch.randn(1, 4, 256, 64, device=ranks.device, dtype=ranks.dtype)
-    serve = []
+    accepted = []
     for name, backend in _BACKENDS.items():
         try:
             with sdpa_kernel(backend):
                 F.scaled_dot_product_attention(query, query, query)
         except RuntimeError:
             continue
-        serve.append(name)
-    found = ", ".join(serve) + f" ({str(ranks.dtype).removeprefix('torch.')})"
+        accepted.append(name)
+    text = ", ".join(accepted) + f" ({str(ranks.dtype).removeprefix('torch.')})"
     if ranks.device.type != "cuda":
-        return Finding("backends", found)
-    if not {"flash", "cuDNN"} & set(serve):
-        return Finding(
-            "backends", found, CHANGE, "no flash or cuDNN attention serves this GPU: install a torch built for it."
-        )
+        return Finding("backends", text)
+    if not {"flash", "cuDNN"} & set(accepted):
+        advice = "neither flash nor cuDNN attention runs on this GPU: install a torch built for it."
+        return Finding("backends", text, CHANGE, advice)
     if importlib.util.find_spec("triton") is None:
-        return Finding(
-            "backends", found, CHANGE, "install triton: merging and packing run in kernels of their own then."
-        )
-    return Finding("backends", found)
+        return Finding("backends", text, CHANGE, "install triton for the kernels that merge and pack.")
+    return Finding("backends", text)
 
 
 def seconds_of(work: Callable[[], Any], device: torch.device, *, repeats: int = 10, rounds: int = 5) -> float:
-    """Seconds of one ``work()``: the median of ``rounds``, each of ``repeats``."""
+    """Return the seconds of one ``work()``: the median of ``rounds`` rounds of ``repeats`` calls."""
 
     def wait() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
     work()
-    taken = []
+    seconds = []
     for _ in range(rounds):
         wait()
         start = time.perf_counter()
         for _ in range(repeats):
             work()
         wait()
-        taken.append((time.perf_counter() - start) / repeats)
-    return statistics.median(taken)
+        seconds.append((time.perf_counter() - start) / repeats)
+    return statistics.median(seconds)
 
 
 def speed(ranks: Ranks) -> tuple[Finding, dict[str, Any]]:
-    """Operations per second of a large product, and of attention to many keys."""
+    """Measure operations per second of a large matrix product and of attention to many keys, on the slowest rank."""
     size, tokens = (8192, 8192) if ranks.device.type == "cuda" else (512, 512)
     matrix = torch.randn(size, size, device=ranks.device, dtype=ranks.dtype)
     query = torch.randn(1, 8, tokens, 128, device=ranks.device, dtype=ranks.dtype)
@@ -125,24 +118,30 @@ def speed(ranks: Ranks) -> tuple[Finding, dict[str, Any]]:
     attention = 4.0 * query.numel() * tokens
     attention /= seconds_of(lambda: F.scaled_dot_product_attention(query, query, query), ranks.device, repeats=3)
     slowest = min(ranks.gathered((product, attention)))
-    found = f"{slowest[0] / 1e12:.3g} TFLOP/s in products, {slowest[1] / 1e12:.3g} in attention, on the slowest rank"
+    text = f"{slowest[0] / 1e12:.3g} TFLOP/s in products, {slowest[1] / 1e12:.3g} in attention, on the slowest rank"
     figures = {"products": slowest[0], "attention": slowest[1]}
+    device = device_of(ranks)
+    if device is not None and slowest[0] < 0.6 * device.products * device.of_products:
+        usual = f"{device.products * device.of_products / 1e12:.0f} TFLOP/s"
+        advice = f"a {device.name} reaches {usual}: check its clocks, power limit and temperature."
+        return Finding("device speed", text, CHANGE, advice), figures
+    return Finding("device speed", text), figures
+
+
+def device_of(ranks: Ranks) -> Device | None:
+    """Return the table's figures of this rank's GPU. None on a CPU, or if the table does not have it."""
     try:
-        known = device_named(torch.cuda.get_device_name(ranks.device)) if ranks.device.type == "cuda" else None
+        return device_named(torch.cuda.get_device_name(ranks.device)) if ranks.device.type == "cuda" else None
     except ValueError:
-        known = None
-    if known is not None and slowest[0] < 0.6 * known.products * known.of_products:
-        advice = f"a {known.name} reaches {known.products * known.of_products / 1e12:.0f} TFLOP/s: see its clocks, power limit and temperature."
-        return Finding("device speed", found, CHANGE, advice), figures
-    return Finding("device speed", found), figures
+        return None
 
 
 def host(ranks: Ranks) -> tuple[Finding, dict[str, Any]]:
-    """Seconds until a launch returns: what eager code pays for each of its thousands."""
+    """Measure the seconds until a launch returns, on the slowest rank. Eager code pays this for each launch."""
     x = torch.zeros(16, device=ranks.device)
     launch = max(ranks.gathered(seconds_of(lambda: x + 1, ranks.device, repeats=200)))
-    found = f"{1e6 * launch:.1f} µs per launch, on the slowest rank"
+    text = f"{1e6 * launch:.1f} µs per launch, on the slowest rank"
     if launch > 15e-6:
-        advice = "the host is slow, or busy: compile the transformer, and see that no other process uses its cores."
-        return Finding("host", found, CHANGE, advice), {"launch": launch}
-    return Finding("host", found), {"launch": launch}
+        advice = "the host is slow or busy: compile the transformer, and check that no other process uses its cores."
+        return Finding("host", text, CHANGE, advice), {"launch": launch}
+    return Finding("host", text), {"launch": launch}

@@ -1,6 +1,6 @@
-"""Predicted seconds of one call of a model on a mesh: alpha-beta links, shares of a device's peak, and the overlap that the code has.
+"""Predicted seconds of one model call on a mesh: alpha-beta links, fractions of a device's peak, and overlap.
 
-Of all ranks the first is predicted: where tokens or heads do not divide, it has most.
+The prediction is for the first rank, which has the most tokens and heads if they do not divide.
 """
 
 from __future__ import annotations
@@ -22,27 +22,28 @@ from para_core.planner.traffic import (
     Tokens,
     bytes_of_attention,
     heads_of_ranks,
-    part,
     sent_of_edges,
     sent_of_sum,
+    shard_size,
 )
 from para_core.weights.pipefusion import PipeFusion
 
-# Multiprocessors that send while others compute, of 132: arXiv:2412.19437, 3.2.2.
-_SENDING = 20
+# Multiprocessors of 132 that send while the others compute: arXiv:2412.19437, 3.2.2.
+_SENDING_MULTIPROCESSORS = 20
 RingMethod = Literal["rotate", "all-gather", "2d"]
 
 
 @dataclass(frozen=True)
 class MeshShape:
-    """Sizes of the mesh dims; the product is the number of ranks. Along ``pipe`` ranks are farthest apart, then along ``batch``, …,
-    along ``tensor`` they are neighbours.
+    """Sizes of the mesh dims. Neighbouring ranks differ along ``tensor``; ranks along ``pipe`` are farthest apart.
 
     Args:
-        pipe: stages, which hold consecutive blocks.
-        ring_method: how keys travel around the ring; ``"2d"``: Attention2D (arXiv:2503.15758).
-        pipefusion: all stages work at once, on patches; approximates. None: one after the other, exactly.
-        fsdp: the sequence ranks share the weights, and gather each block before it runs.
+        batch, pipe, ring, ulysses, tensor (`int`, defaults to `1`): Sizes; ``pipe`` is the number of stages.
+        ring_method (`"rotate"`, `"all-gather"` or `"2d"`): How keys travel along the ring; ``"2d"`` is Attention2D
+            (arXiv:2503.15758).
+        pipefusion (`PipeFusion`, *optional*): All stages work at once, on patches, which approximates. Defaults to
+            exact stages, which work one after the other.
+        fsdp (`bool`, defaults to `False`): The sequence ranks shard the weights and gather each block before it runs.
     """
 
     batch: int = 1
@@ -69,23 +70,24 @@ class MeshShape:
             "fsdp": self.fsdp,
             "PipeFusion (not exact)": self.pipefusion is not None,
         }
-        return ", ".join([" × ".join(map(str, sizes)), *[name for name, is_so in named.items() if is_so]])
+        return ", ".join([" × ".join(map(str, sizes)), *[name for name, is_used in named.items() if is_used]])
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """What code does around attention calls. The defaults are para_core's; published tables are checked with those of others.
+    """Properties of the code around attention calls. The defaults are para_core's; published tables need others.
 
     Args:
-        compiled: the transformer is one graph; else eager.
-        messages: all-to-alls before an attention call, of queries, keys and values.
-        copies: times that what Ulysses sends is read and written on either side.
-        overlapped: keys travel around the ring while the block before is attended to; in two dims, all that travels while something
-            that is here already is.
-        merge_passes: times that a partial result in float32 is read or written for each step of the ring.
-        ulysses_launches, ring_launches: of an attention call, and of each step of its ring; ``grid_launches``: in two dims, with two
-            columns.
-        gathered_grid: in two dims, queries and keys are all-gathered in groups of their own, where para_core takes all-to-alls.
+        compiled (`bool`): The transformer is one graph instead of eager code.
+        messages (`int`): Number of all-to-alls before an attention call, for queries, keys and values.
+        copies (`int`): How often the tensors of Ulysses' all-to-alls are read and written before and after each.
+        overlapped (`bool`): Keys travel along the ring during the attention of the previous ring block. In Attention2D,
+            everything travels during the attention of what is already there.
+        merge_passes (`int`): How often a partial result in float32 is read or written per ring step.
+        ulysses_launches, ring_launches (`int`): Launches of an attention call, and of each ring step.
+        grid_launches (`int`): Launches of an Attention2D call with two columns.
+        gathered_grid (`bool`): Attention2D all-gathers queries and keys in process groups of rows and columns, instead
+            of para_core's all-to-alls.
     """
 
     compiled: bool = False
@@ -101,7 +103,7 @@ class Runtime:
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of a device and its host; ``host``: what the device waits for it."""
+    """Seconds of a device by cause. ``host`` is the time that the device waits for launches."""
 
     products: float = 0.0
     attention: float = 0.0
@@ -126,10 +128,10 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a mesh runs on, and what runs on it.
+    """The hardware and software that a mesh runs on.
 
     Args:
-        slowdown: seconds of a device's computing over what the table says, as measured on one device.
+        slowdown (`float`): Measured compute seconds of one device divided by the predicted ones.
     """
 
     device: Device
@@ -144,18 +146,18 @@ class Machine:
 
 
 def local_rows(tokens: tuple[Tokens, ...], ranks: int) -> int:
-    """Tokens that the first of ``ranks`` sequence ranks has."""
-    return sum(x.held(0, ranks) + x.whole(ranks) for x in tokens)
+    """Return the number of tokens on the first of ``ranks`` sequence ranks."""
+    return sum(x.held(0, ranks) + x.replicated(ranks) for x in tokens)
 
 
 def product_seconds(product: Product, shape: MeshShape, machine: Machine) -> tuple[float, float]:
-    """Seconds of computing, and bytes that are summed over the tensor ranks."""
+    """Return the compute seconds of a product, and the bytes that a tensor rank sends to sum its result."""
     rows = product.samples * local_rows(product.rows, shape.sequence)
     inner, columns, summed = product.inner, product.columns, 0.0
-    if shape.tensor > 1 and product.shared == "colwise":
-        columns = part(columns, 0, shape.tensor)
-    elif shape.tensor > 1 and product.shared == "rowwise":
-        inner = part(inner, 0, shape.tensor)
+    if shape.tensor > 1 and product.tensor_split == "colwise":
+        columns = shard_size(columns, 0, shape.tensor)
+    elif shape.tensor > 1 and product.tensor_split == "rowwise":
+        inner = shard_size(inner, 0, shape.tensor)
         summed = 2 * (shape.tensor - 1) / shape.tensor * rows * columns * product.element_size
     device = machine.device
     operations = 2.0 * rows * inner * columns
@@ -165,16 +167,16 @@ def product_seconds(product: Product, shape: MeshShape, machine: Machine) -> tup
 
 
 def attention_seconds(call: CountedAttention, shape: MeshShape, machine: Machine) -> float:
-    """Seconds of computing: of the rank's queries, to all keys of its sequence ranks; tiles of 128 queries fill the device in waves."""
+    """Return the compute seconds of a rank's queries over all keys. Tiles of 128 queries fill the device in waves."""
     device = machine.device
-    sharded = any(x.cut and x.total >= shape.sequence for x in call.keys)
-    heads = part(call.heads, 0, shape.tensor)
+    sharded = any(x.sharded and x.total >= shape.sequence for x in call.keys)
+    heads = shard_size(call.heads, 0, shape.tensor)
     ranks = shape.sequence
     keys = sum(x.total for x in call.keys)
     if sharded:
-        heads = part(heads, 0, shape.ulysses)
+        heads = shard_size(heads, 0, shape.ulysses)
         held = [sum(x.held(rank, ranks) for x in call.queries) for rank in range(shape.ulysses)]
-        queries = sum(held) + sum(x.whole(ranks) for x in call.queries)
+        queries = sum(held) + sum(x.replicated(ranks) for x in call.queries)
     else:
         queries = local_rows(call.queries, ranks)
     operations = 2.0 * call.samples * heads * queries * keys * (call.head_dim + call.value_dim)
@@ -189,15 +191,18 @@ def attention_seconds(call: CountedAttention, shape: MeshShape, machine: Machine
 
 
 def of_tensor_rank(call: CountedAttention, tensor: int) -> CountedAttention:
-    """What the first of ``tensor`` ranks attends to, each of which has other heads."""
-    heads, kv_heads = part(call.heads, 0, tensor), max(1, part(call.kv_heads, 0, tensor))
+    """Return the attention call that the first of ``tensor`` ranks computes: it has a part of the heads."""
+    heads, kv_heads = shard_size(call.heads, 0, tensor), max(1, shard_size(call.kv_heads, 0, tensor))
     return replace(call, heads=heads, kv_heads=kv_heads if heads % kv_heads == 0 else 1)
 
 
 def exchange_seconds(
     call: CountedAttention, shape: MeshShape, machine: Machine, attending: float
 ) -> tuple[float, float]:
-    """Seconds for which an attention call waits for what travels, and of copying and merging; ``attending``: of its computing."""
+    """Return the seconds that an attention call waits for communication, and the seconds of copying and merging.
+
+    ``attending`` is the call's compute time, which part of the communication overlaps with.
+    """
     own = of_tensor_rank(call, shape.tensor)
     sent = bytes_of_attention(own, shape.ring, shape.ulysses, 0, two_dims=shape.ring_method == "2d")
     if not sent.total:
@@ -208,19 +213,19 @@ def exchange_seconds(
         stride = shape.tensor
         waiting += topology.all_to_all(sent.to_heads, stride, shape.ulysses, runtime.messages)
         waiting += topology.all_to_all(sent.from_heads, stride, shape.ulysses)
-        all_of_it = (sent.to_heads + sent.from_heads) * shape.ulysses / (shape.ulysses - 1)
-        copying += 2 * runtime.copies * all_of_it / machine.bandwidth
+        total = (sent.to_heads + sent.from_heads) * shape.ulysses / (shape.ulysses - 1)
+        copying += 2 * runtime.copies * total / machine.bandwidth
     if shape.ring > 1:
-        around, merged = _around_the_ring(own, sent, shape, machine, attending)
-        waiting, copying = waiting + around, copying + merged
+        ring_waiting, merging = _ring_seconds(own, sent, shape, machine, attending)
+        waiting, copying = waiting + ring_waiting, copying + merging
     link = topology.link(shape.tensor, shape.sequence)
     return waiting + (link.seconds(sent.mask) if sent.mask else 0.0), copying
 
 
-def _around_the_ring(
+def _ring_seconds(
     call: CountedAttention, sent: AttentionBytes, shape: MeshShape, machine: Machine, attending: float
 ) -> tuple[float, float]:
-    """Seconds of waiting for keys, and of merging."""
+    """Return the seconds of waiting for keys, and of merging."""
     runtime, ring = machine.runtime, shape.ring
     link = machine.topology.link(shape.tensor * shape.ulysses, ring)
     heads = heads_of_ranks(call, shape.ulysses)[0][0]
@@ -228,31 +233,32 @@ def _around_the_ring(
     queries = sum(sum(x.held(rank, ranks) for x in call.queries) for rank in range(shape.ulysses))
     results = call.samples * heads * queries * call.value_dim
     if shape.ring_method == "2d":
-        return _in_two_dims(call, sent, shape, machine, attending, results)
+        return _grid_seconds(call, sent, shape, machine, attending, results)
     merging = (ring - 1) * runtime.merge_passes * 4 * results / machine.bandwidth
     if shape.ring_method == "all-gather":
         return link.seconds(sent.around), merging
-    # A step around the ring is an all-to-all of which all but one part is empty, or a send and a receive: NCCL has one way for them.
+    # A ring step is an all-to-all with one part that is not empty, or a send and a receive: NCCL implements both alike.
     hop = link.seconds(sent.around / (ring - 1), all_to_all=True)
     if not runtime.overlapped:
         return (ring - 1) * hop, merging
     hidden = min(hop, attending / ring)
-    return (ring - 1) * (hop - hidden + sending_slows(hidden, machine)), merging
+    return (ring - 1) * (hop - hidden + overlap_cost(hidden, machine)), merging
 
 
-def sending_slows(hidden: float, machine: Machine) -> float:
-    """Seconds that computing takes longer, for what travels for ``hidden`` seconds of it needs multiprocessors."""
+def overlap_cost(hidden: float, machine: Machine) -> float:
+    """Return the seconds by which ``hidden`` seconds of communication delay compute: sending needs multiprocessors."""
     device = machine.device
-    return hidden * min(1.0, _SENDING / device.multiprocessors) if device.multiprocessors > 1 else 0.0
+    return hidden * min(1.0, _SENDING_MULTIPROCESSORS / device.multiprocessors) if device.multiprocessors > 1 else 0.0
 
 
-def _in_two_dims(
+def _grid_seconds(
     call: CountedAttention, sent: AttentionBytes, shape: MeshShape, machine: Machine, attending: float, own_results: int
 ) -> tuple[float, float]:
-    """Attention2D, arXiv:2503.15758: seconds of waiting for queries, keys and partial results, and of packing and merging these.
+    """Return the seconds of waiting for queries, keys and partial results of Attention2D, and of packing and merging.
 
-    O(S / √P) bytes for ring ranks in √P rows. Of the r · c blocks of scores that a rank computes in r rows and c columns of ranks, 1 is
-    of what it has itself, c - 1 more once queries are here, (c - 1) · (r - 1) once keys are, and r - 1 while results travel back.
+    Attention2D (arXiv:2503.15758) sends O(S / √P) bytes for P ring ranks in √P rows. With r rows and c columns of
+    ranks, a rank computes r · c blocks of scores: 1 of its own tokens, c - 1 more once the queries of its row are here,
+    (c - 1) · (r - 1) once the keys of its column are, and r - 1 while results travel back.
     """
     rows, columns = choose_grid(shape.ring, call.heads, call.kv_heads)
     stride, topology, runtime = shape.tensor * shape.ulysses, machine.topology, machine.runtime
@@ -265,18 +271,19 @@ def _in_two_dims(
     packing = 2 * columns * own_results * call.element_size / machine.bandwidth
     if not runtime.overlapped or runtime.gathered_grid:
         return to_row + to_column + back, packing
-    # What the queries of the row see of the keys of the column is merged with what they see of this rank's; then those of other ranks.
+    # First the results over the column's keys are merged with those over this rank's keys, then with those of other
+    # ranks.
     merges = (rows > 1) * columns + columns - 1
     packing += merges * runtime.merge_passes * 4 * own_results / machine.bandwidth
     block = attending / shape.ring
     with_own_keys = max(block, to_row) + (columns - 1) * block
     ready = max(with_own_keys, to_row + to_column) + (columns - 1) * (rows - 1) * block
     exposed = max(ready + back, ready + (rows - 1) * block) - attending
-    return exposed + sending_slows(to_row + to_column + back - exposed, machine), packing
+    return exposed + overlap_cost(to_row + to_column + back - exposed, machine), packing
 
 
 def call_seconds(own: CallWork, shape: MeshShape, machine: Machine) -> Seconds:
-    """One call of the model, or of one share of its samples, on the ranks that share its tokens and weights."""
+    """Return the seconds of one model call, or of one part of its samples, on one group of ranks."""
     products = attention = waiting = copying = 0.0
     runtime, host = machine.runtime, machine.host
     launches = own.launches * (host.fused if runtime.compiled else 1.0)
@@ -321,12 +328,12 @@ def _ring_launches(call: CountedAttention, shape: MeshShape, runtime: Runtime) -
 
 
 def region_share(own: CallWork, ranks: int) -> float:
-    """Of all tokens that are sharded somewhere in a call, and those that are beside them, the share that the first rank has."""
+    """Return the fraction of the longest attended sequence of a call that the first rank holds."""
     longest: tuple[Tokens, ...] = max(
         (
             event.queries
             for event in own.events
-            if isinstance(event, CountedAttention) and any(x.cut for x in event.queries)
+            if isinstance(event, CountedAttention) and any(x.sharded for x in event.queries)
         ),
         key=lambda tokens: sum(x.total for x in tokens),
         default=(),

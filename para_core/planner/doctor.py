@@ -1,7 +1,7 @@
-"""A minute on a user's machine: versions, backends, one attention call over the ranks, links, host, memory; and what to change.
+"""A check of the user's machine in one minute: versions, backends, attention over the ranks, links, host and memory.
 
-A table on rank 0, and a JSON whose figures :func:`plan_mesh` takes (``measured=``). Each check stands alone: one that raises is reported as
-broken, with what it raised, and the next one runs.
+Prints a table on rank 0, and writes a JSON file whose figures :func:`plan_mesh` accepts (``measured=``). Checks are
+independent: one that raises is reported as broken with its error, and the next one runs.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from para_core.planner.checks import backends, host, memory, speed, versions
 from para_core.planner.mesh_checks import exactness, host_per_call, links
 from para_core.planner.report import BROKEN, OK, DoctorReport, Finding, Ranks
 
-# A rank that does not come is waited for so long, in seconds.
-_PATIENCE = 60.0
+# Seconds that ranks wait for each other.
+_TIMEOUT = 60.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check, print, write; 1 if something is broken."""
+    """Run all checks, print the table, and write the JSON file. Return 1 if something is broken, else 0."""
     parser = argparse.ArgumentParser(prog="python -m para_core.doctor", description=__doc__)
-    parser.add_argument("--output", type=Path, help="write a JSON, which plan_mesh(measured=) takes")
-    parser.add_argument("--ring", type=int, help="size of the mesh dim ring; all other ranks are ulysses")
-    parser.add_argument("--cpu", action="store_true", help="on the CPU, over gloo")
+    parser.add_argument("--output", type=Path, help="JSON file to write, for plan_mesh(measured=)")
+    parser.add_argument("--ring", type=int, help="size of the ring mesh dim; the remaining ranks go to ulysses")
+    parser.add_argument("--cpu", action="store_true", help="use the CPU and gloo")
     options = parser.parse_args(arguments)
-    # Before a minute is spent.
+    # Fail on a wrong path before the checks take a minute.
     if options.output is not None and not options.output.absolute().parent.is_dir():
         parser.error(f"--output {options.output}: there is no folder {options.output.absolute().parent}.")
     if options.ring is not None and options.ring < 1:
@@ -60,12 +60,12 @@ def _join(*, on_cpu: bool) -> Ranks:
         torch.cuda.set_device(device)
     if size > 1:
         backend = "gloo" if on_cpu else "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backend, timeout=timedelta(seconds=_PATIENCE))
+        dist.init_process_group(backend, timeout=timedelta(seconds=_TIMEOUT))
     return Ranks(rank, size, device, torch.float32 if on_cpu else torch.bfloat16)
 
 
 def examine(ranks: Ranks, *, ring: int | None = None) -> DoctorReport:
-    """Every check, one after the other; all ranks call it alike."""
+    """Run every check, one after the other. A collective call."""
     report = DoctorReport()
     _try(report, "versions", lambda: report.findings.append(versions(ranks)))
     _try(report, "device", lambda: report.findings.append(memory(ranks)))
@@ -78,23 +78,18 @@ def examine(ranks: Ranks, *, ring: int | None = None) -> DoctorReport:
         )
         return report
     meshes: list[DeviceMesh] = []
-    sizes = {"max_ring_dim_size": ring if ring is not None else _inner_divisor(ranks.size)}
+    # With 4 or more ranks, a ring of 2 lets both mesh dims be measured.
+    default = 2 if ranks.size >= 4 and ranks.size % 2 == 0 else 1
+    sizes = {"max_ring_dim_size": default if ring is None else ring}
     _try(report, "mesh", lambda: meshes.append(init_context_parallel_mesh(ranks.device.type, **sizes)))
-    for mesh in meshes:
-        report.findings.append(Finding("mesh", "batch × ring × ulysses = " + " × ".join(map(str, mesh.mesh.shape))))
-        _examine_mesh(ranks, mesh, report)
+    if meshes:
+        mesh = meshes[0]
+        shape = " × ".join(map(str, mesh.mesh.shape))
+        report.findings.append(Finding("mesh", f"batch × ring × ulysses = {shape}"))
+        _try(report, "attention over the mesh", lambda: report.findings.append(exactness(ranks, mesh)))
+        _try(report, "host per attention call", lambda: _note(report, host_per_call(ranks, mesh)))
+        _try(report, "links", lambda: links(ranks, mesh, report))
     return report
-
-
-def _examine_mesh(ranks: Ranks, mesh: DeviceMesh, report: DoctorReport) -> None:
-    _try(report, "attention over the mesh", lambda: report.findings.append(exactness(ranks, mesh)))
-    _try(report, "host per attention call", lambda: _note(report, host_per_call(ranks, mesh)))
-    _try(report, "links", lambda: links(ranks, mesh, report))
-
-
-def _inner_divisor(number: int) -> int:
-    """Of which the ring has as many ranks, so that both dims are measured: 2 if that leaves two or more."""
-    return 2 if number >= 4 and number % 2 == 0 else 1
 
 
 def _try(report: DoctorReport, name: str, check: Callable[[], Any]) -> None:
@@ -102,19 +97,20 @@ def _try(report: DoctorReport, name: str, check: Callable[[], Any]) -> None:
         check()
     except Exception as error:
         first = (str(error).strip().splitlines() or [""])[0]
-        report.findings.append(Finding(name, f"{type(error).__name__}: {first}", BROKEN, _way_out(name, str(error))))
+        report.findings.append(Finding(name, f"{type(error).__name__}: {first}", BROKEN, _advice(name, str(error))))
 
 
-def _way_out(name: str, error: str) -> str:
+def _advice(name: str, error: str) -> str:
     if "all have the current device" in error:
         return "give every rank a GPU of its own: torchrun --nproc_per_node with as many processes as there are GPUs."
     if "imed out" in error or "timeout" in error.lower():
-        return "a rank did not come, or its link is down: see the other ranks' messages, NCCL_DEBUG=INFO, and docs/several_nodes.md."
+        return "a rank is missing or its link is down: see other ranks' output, NCCL_DEBUG=INFO, docs/several_nodes.md."
     if "out of memory" in error:
-        return "free the device: nvidia-smi lists what holds its memory."
+        return "free device memory: nvidia-smi lists the processes that hold it."
     return f"{name} does not work on this machine: {error.strip()[:300]}"
 
 
-def _note(report: DoctorReport, found: tuple[Finding, dict[str, Any]]) -> None:
-    report.findings.append(found[0])
-    report.figures.update(found[1])
+def _note(report: DoctorReport, result: tuple[Finding, dict[str, Any]]) -> None:
+    finding, figures = result
+    report.findings.append(finding)
+    report.figures.update(figures)

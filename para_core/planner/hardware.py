@@ -1,4 +1,4 @@
-"""What devices, links and hosts do per second: a table with its sources, and figures of one's own machine in its place."""
+"""Figures of devices, links and hosts: a table with its sources, and measured figures that replace them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ class Device:
     """One accelerator.
 
     Args:
-        products: floating-point operations per second of bfloat16 products of large matrices, by the data sheet.
-        memory: bytes, of which ``bandwidth`` are read or written per second.
-        multiprocessors: attention computes tiles of 128 queries of a head, as many at once.
-        of_products, of_attention, of_convolutions: shares of ``products`` that are reached.
-        link: to its neighbours in a host.
-        source: of the figures.
+        products (`float`): Peak floating-point operations per second of bfloat16 matrix products, from the data sheet.
+        memory (`float`): Bytes.
+        bandwidth (`float`): Peak bytes of memory read or written per second.
+        multiprocessors (`int`): Number of tiles (128 queries of one head) that attention computes at once.
+        link (`str`): Name of the link to other devices of the host.
+        of_products, of_attention, of_convolutions (`float`): Fractions of ``products`` that these operations reach.
+        of_bandwidth (`float`): Fraction of ``bandwidth`` that is reached.
     """
 
     name: str
@@ -36,11 +37,12 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """What connects two ranks: a message of n bytes takes ``latency + n / bandwidth`` seconds (alpha-beta).
+    """A connection of ranks, in the alpha-beta model: a message of n bytes takes ``latency + n / bandwidth`` seconds.
 
     Args:
-        bandwidth: bytes per second that a rank sends in a collective; ``all_to_all``: in that one, where it is slower.
-        source: of the figures.
+        latency (`float`): Seconds per message.
+        bandwidth (`float`): Bytes per second that a rank sends in a collective.
+        all_to_all (`float`, *optional*): Bytes per second in an all-to-all. Defaults to ``bandwidth``.
     """
 
     name: str
@@ -50,7 +52,7 @@ class Link:
     source: str = ""
 
     def seconds(self, sent: float, messages: int = 1, *, all_to_all: bool = False) -> float:
-        """Of ``messages`` that together have ``sent`` bytes.
+        """Return the seconds of ``messages`` messages of ``sent`` bytes in total.
 
         >>> Link("", latency=1e-5, bandwidth=1e9).seconds(1e6, messages=2)
         0.00102
@@ -61,12 +63,12 @@ class Link:
 
 @dataclass(frozen=True)
 class Host:
-    """What the host takes before a device has work.
+    """Host time of launches. The defaults are measured: 57 small blocks of FLUX, 3,737 launches, take 21.2 ms.
 
     Args:
-        launch: seconds for each launch of eager code; ``compiled_launch``: of a compiled graph.
-        fused: of the launches of eager code, the share that a compiled graph still has.
-        source: of the figures: 57 small blocks of FLUX, 3,737 launches, take 21.2 ms.
+        launch (`float`): Seconds per launch in eager code.
+        compiled_launch (`float`): Seconds per launch in a compiled graph.
+        fused (`float`): Number of launches in a compiled graph, as a fraction of those in eager code.
     """
 
     launch: float = 5.7e-6
@@ -77,10 +79,10 @@ class Host:
 
 @dataclass(frozen=True)
 class Topology:
-    """Ranks in their order: ``per_host`` neighbours are connected by ``inside``, all others by ``between``.
+    """Links between ranks: ``inside`` a host of ``per_host`` consecutive ranks, and ``between`` hosts.
 
-    >>> fast, slow = Link("fast", 0, 2), Link("slow", 0, 1)
-    >>> Topology(fast, slow, per_host=4).link(stride=1, size=4).name, Topology(fast, slow, per_host=4).link(stride=4, size=2).name
+    >>> topology = Topology(Link("fast", 0, 2), Link("slow", 0, 1), per_host=4)
+    >>> topology.link(stride=1, size=4).name, topology.link(stride=4, size=2).name
     ('fast', 'slow')
     """
 
@@ -89,154 +91,78 @@ class Topology:
     per_host: int
 
     def link(self, stride: int, size: int) -> Link:
-        """Of ``size`` ranks that are ``stride`` apart: the slowest that one of their messages takes."""
+        """Return the slowest link between neighbours among ``size`` ranks that are ``stride`` apart."""
         return self.inside if stride * size <= self.per_host else self.between
 
     def all_to_all(self, sent: float, stride: int, size: int, messages: int = 1) -> float:
-        """Seconds in which each of ``size`` ranks that are ``stride`` apart sends ``sent`` bytes, as many to each of the others."""
+        """Return the seconds of an all-to-all of ``size`` ranks, ``stride`` apart, that each send ``sent`` bytes."""
         if size == 1:
             return 0.0
         near = max(1, min(size, self.per_host // stride))
         if near >= size:
             return self.inside.seconds(sent, messages, all_to_all=True)
-        # What goes to the own host and what leaves it travel at the same time.
+        # Messages inside a host and between hosts travel at the same time.
         far = sent * (size - near) / (size - 1)
         inside = self.inside.seconds(sent - far, messages, all_to_all=True)
         return max(inside, self.between.seconds(far, messages, all_to_all=True))
 
 
-# Data sheets: dense bfloat16. NVIDIA says twice as much where it counts sparse matrices.
-_HOPPER = "https://www.nvidia.com/en-us/data-center/h100/"
+# Dense bfloat16, from data sheets. Where NVIDIA counts sparse matrices, its figure is twice as large.
+_NVIDIA = "https://www.nvidia.com/en-us/data-center"
+_TECHPOWERUP = "https://www.techpowerup.com/gpu-specs"
+_ADA = "https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf, appendix A"
+_FA2 = "attention: arXiv:2307.08691 (FlashAttention-2, up to 73 %)"
 _FA3 = "attention: arXiv:2407.08608, FlashAttention-2 on an H100 (35 to 40 %), cuDNN's (60 %)"
+_FA4 = "attention: FlashAttention-4 (71 %)"
 _BLOG = (
     "https://github.com/NVIDIA/TensorRT-LLM/blob/main/docs/source/blogs/tech_blog/"
     "blog25_Scaling_Video_Generation_Across_NVL72_Rack_with_TensorRT-LLM.md"
 )
 _VAE = f"convolutions: Wan's decoder in 2.72 s on one GB200, {_BLOG}"
+# name, products, memory, bandwidth, multiprocessors, link, of_products, of_attention, of_convolutions
 DEVICES = {
     x.name: x
     for x in (
-        Device("H100", 989e12, 80e9, 3.35e12, 132, "nvlink4", source=f"{_HOPPER}; {_FA3}"),
-        Device("H100 PCIe", 756e12, 80e9, 2.0e12, 114, "pcie5", source=f"{_HOPPER}; {_FA3}"),
+        Device("H100", 989e12, 80e9, 3.35e12, 132, "nvlink4", source=f"{_NVIDIA}/h100/; {_FA3}"),
+        Device("H100 PCIe", 756e12, 80e9, 2.0e12, 114, "pcie5", source=f"{_NVIDIA}/h100/; {_FA3}"),
+        Device("H200", 989e12, 141e9, 4.8e12, 132, "nvlink4", source=f"{_NVIDIA}/h200/; {_FA3}"),
+        Device("H20", 148e12, 96e9, 4.0e12, 78, "nvlink4", 0.9, 0.8, source=f"{_TECHPOWERUP}/h20.c4133"),
+        Device("A100", 312e12, 80e9, 2.04e12, 108, "nvlink3", 0.8, 0.65, source=f"{_NVIDIA}/a100/; {_FA2}"),
         Device(
-            "H200",
-            989e12,
-            141e9,
-            4.8e12,
-            132,
-            "nvlink4",
-            source=f"https://www.nvidia.com/en-us/data-center/h200/; {_FA3}",
+            "B200", 2.25e15, 180e9, 8e12, 148, "nvlink5", 0.72, 0.65, 0.1, source=f"{_NVIDIA}/dgx-b200/; {_FA4}; {_VAE}"
         ),
         Device(
-            "H20",
-            148e12,
-            96e9,
-            4.0e12,
-            78,
-            "nvlink4",
-            of_products=0.9,
-            of_attention=0.8,
-            source="https://www.techpowerup.com/gpu-specs/h20.c4133",
+            "GB200", 2.5e15, 186e9, 8e12, 148, "nvlink5", 0.72, 0.65, 0.094, source=f"{_NVIDIA}/gb200-nvl72/; {_VAE}"
         ),
-        Device(
-            "A100",
-            312e12,
-            80e9,
-            2.04e12,
-            108,
-            "nvlink3",
-            of_products=0.8,
-            of_attention=0.65,
-            source="https://www.nvidia.com/en-us/data-center/a100/; attention: arXiv:2307.08691 (FlashAttention-2, up to 73 %)",
-        ),
-        Device(
-            "B200",
-            2.25e15,
-            180e9,
-            8.0e12,
-            148,
-            "nvlink5",
-            of_attention=0.65,
-            of_convolutions=0.1,
-            source=f"https://www.nvidia.com/en-us/data-center/dgx-b200/; attention: FlashAttention-4 (71 %); {_VAE}",
-        ),
-        Device(
-            "GB200",
-            2.5e15,
-            186e9,
-            8.0e12,
-            148,
-            "nvlink5",
-            of_attention=0.65,
-            of_convolutions=0.094,
-            source=f"https://www.nvidia.com/en-us/data-center/gb200-nvl72/; {_VAE}",
-        ),
-        Device(
-            "L20",
-            119.5e12,
-            48e9,
-            0.864e12,
-            92,
-            "pcie4",
-            of_products=0.85,
-            of_attention=0.7,
-            source="https://www.techpowerup.com/gpu-specs/l20.c4206",
-        ),
-        Device(
-            "L40S",
-            362e12,
-            48e9,
-            0.864e12,
-            142,
-            "pcie4",
-            of_products=0.6,
-            source="https://www.nvidia.com/en-us/data-center/l40s/",
-        ),
-        Device(
-            "RTX 4090",
-            165e12,
-            24e9,
-            1.008e12,
-            128,
-            "pcie4 via host",
-            of_products=0.9,
-            of_attention=0.85,
-            source="https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf, appendix A",
-        ),
-        # Of a CPU nothing is promised: enough to put meshes in an order.
+        Device("L20", 119.5e12, 48e9, 0.864e12, 92, "pcie4", 0.85, 0.7, source=f"{_TECHPOWERUP}/l20.c4206"),
+        Device("L40S", 362e12, 48e9, 0.864e12, 142, "pcie4", 0.6, source=f"{_NVIDIA}/l40s/"),
+        Device("RTX 4090", 165e12, 24e9, 1.008e12, 128, "pcie4 via host", 0.9, 0.85, source=_ADA),
+        # CPUs differ too much for a prediction of seconds; these figures only put meshes in an order.
         Device("CPU", 1e11, 16e9, 2e10, 1, "gloo", source="assumed"),
     )
 }
 
-_NCCL = "NCCL reaches 80 % of a line's rate, its maintainer says: https://github.com/NVIDIA/nccl-tests/issues/212"
+_NCCL_TESTS = "https://github.com/NVIDIA/nccl-tests/issues"
+_NCCL = f"NCCL reaches 80 % of a line's rate, its maintainer says: {_NCCL_TESTS}/212"
+_INFINIBAND = f"400 Gbit/s for each rank: {_NCCL_TESTS}/267; latency: issues/214"
 LINKS = {
     x.name: x
     for x in (
         Link("nvlink3", 16e-6, 240e9, source=f"300 GB/s; {_NCCL}"),
         Link("nvlink4", 16e-6, 370e9, source=f"450 GB/s; {_NCCL}"),
-        # 419 µs on 4 and 251 µs on 8 ranks, for 56.6 and 33.0 MB that a rank sends: a line through both.
-        Link(
-            "nvlink5",
-            16e-6,
-            720e9,
-            all_to_all=140e9,
-            source=f"900 GB/s; {_NCCL}; latency, all-to-all: a table of {_BLOG}",
-        ),
+        # All-to-all: 419 µs on 4 and 251 µs on 8 ranks, of which each sends 56.6 and 33.0 MB, give latency and
+        # bandwidth.
+        Link("nvlink5", 16e-6, 720e9, 140e9, source=f"900 GB/s; {_NCCL}; latency, all-to-all: a table of {_BLOG}"),
         Link("pcie4", 25e-6, 22e9, source="32 GB/s, of which NCCL reaches 22"),
         Link("pcie5", 25e-6, 45e9, source="64 GB/s, of which NCCL reaches 45"),
-        # GeForce cards do not reach each other: both directions together 19 to 21 GB/s.
-        Link("pcie4 via host", 30e-6, 10e9, source="https://github.com/NVIDIA/nccl-tests/issues/74 (p2p disabled)"),
-        Link(
-            "infiniband",
-            34e-6,
-            48e9,
-            source="400 Gbit/s for each rank: https://github.com/NVIDIA/nccl-tests/issues/267; latency: issues/214",
-        ),
+        # GeForce cards have no peer-to-peer access: both directions together reach 19 to 21 GB/s.
+        Link("pcie4 via host", 30e-6, 10e9, source=f"{_NCCL_TESTS}/74 (p2p disabled)"),
+        Link("infiniband", 34e-6, 48e9, source=_INFINIBAND),
         Link("ethernet", 5e-5, 1.2e9, source="10 Gbit/s"),
         Link("gloo", 2e-4, 2e9, source="benchmarks/results/host_cost.json: one call on 2 gloo ranks"),
     )
 }
-# What users write: of several generations, the one that the device has.
+# A link name without a generation stands for the generation of the device.
 _GENERATIONS = {
     "nvlink": {"A100": "nvlink3", "B200": "nvlink5", "GB200": "nvlink5"},
     "pcie": {"H100 PCIe": "pcie5", "H100": "pcie5", "H200": "pcie5", "B200": "pcie5", "RTX 4090": "pcie4 via host"},
@@ -245,35 +171,39 @@ _DEFAULT_GENERATION = {"nvlink": "nvlink4", "pcie": "pcie4"}
 
 
 def device_named(name: str | Device) -> Device:
-    """What the table has under ``name``, which may be as CUDA names it (``"NVIDIA H100 80GB HBM3"``).
+    """Return the device of the table with this name, or with the name that CUDA reports (``"NVIDIA H100 80GB HBM3"``).
 
     >>> device_named("NVIDIA H100 80GB HBM3").name, device_named("NVIDIA H100 PCIe").name
     ('H100', 'H100 PCIe')
 
     Raises:
-        TypeError, ValueError: it is no name, or the table has nothing.
+        TypeError: If ``name`` is neither a string nor a :class:`Device`, which is returned as it is.
+        ValueError: If the table has no such device.
     """
     if isinstance(name, Device):
         return name
     if not isinstance(name, str):
         raise TypeError(
-            f"device is {name!r}; expected a name, as 'H100', or a para_core.planner.Device with its figures."
+            f"device is {name!r}; expected a name such as 'H100', or a para_core.planner.Device with its figures."
         )
     words = name.replace("-", " ").lower().split()
     fitting = [x for x in DEVICES.values() if set(x.name.lower().split()) <= set(words)]
     if not fitting:
         raise ValueError(
-            f"device is {name!r}; known are {', '.join(DEVICES)}. Pass a para_core.planner.Device with its figures, or measured= "
-            "with the JSON of python -m para_core.doctor."
+            f"device is {name!r}; expected one of {', '.join(DEVICES)}. Pass a para_core.planner.Device with its "
+            "figures, or measured= with the JSON of python -m para_core.doctor."
         )
     return max(fitting, key=lambda x: len(x.name))
 
 
 def link_named(name: str | Link | None, device: Device) -> Link:
-    """What the table has under ``name``, ``"nvlink"`` and ``"pcie"`` being those of ``device``; None: what ``device`` has.
+    """Return the link of the table with this name; for None, the link of ``device``.
+
+    ``"nvlink"`` and ``"pcie"`` stand for the generation that ``device`` has.
 
     Raises:
-        TypeError, ValueError: it is no name, or the table has nothing.
+        TypeError: If ``name`` is neither None, a string nor a :class:`Link`, which is returned as it is.
+        ValueError: If the table has no such link.
     """
     if isinstance(name, Link):
         return name
@@ -281,36 +211,40 @@ def link_named(name: str | Link | None, device: Device) -> Link:
         return LINKS[device.link]
     if not isinstance(name, str):
         raise TypeError(
-            f"link is {name!r}; expected a name, as 'nvlink', or a para_core.planner.Link with its figures."
+            f"link is {name!r}; expected a name such as 'nvlink', or a para_core.planner.Link with its figures."
         )
     if name in _GENERATIONS:
         name = _GENERATIONS[name].get(device.name, _DEFAULT_GENERATION[name])
     if name not in LINKS:
         raise ValueError(
-            f"link is {name!r}; known are {', '.join([*_GENERATIONS, *LINKS])}. Or pass a para_core.planner.Link with its figures."
+            f"link is {name!r}; expected one of {', '.join([*_GENERATIONS, *LINKS])}. Or pass a para_core.planner.Link "
+            "with its figures."
         )
     return LINKS[name]
 
 
 def measured_figures(path: str | Path, device: Device, link: Link, host: Host) -> tuple[Device, Link, Host]:
-    """The table's figures, those of ``path`` in their place: a JSON of ``python -m para_core.doctor`` or of ``make gpu-check``.
+    """Return the figures with those measured in ``path`` in their place.
+
+    ``path`` is a JSON file written by ``python -m para_core.doctor``, or attention.json of ``make gpu-check``.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: If it is neither.
     """
-    found: dict[str, Any] = json.loads(Path(path).read_text())
-    if "doctor" in found:
-        return _from_doctor(found, str(path), device, link, host)
-    if found.get("section") == "attention" or any("TFLOP/s" in row for row in found.get("rows", [])):
-        best = max(float(row["TFLOP/s"]) for row in found["rows"] if row.get("TFLOP/s"))
+    content: dict[str, Any] = json.loads(Path(path).read_text())
+    if "doctor" in content:
+        return _from_doctor(content["doctor"], str(path), device, link, host)
+    if content.get("section") == "attention" or any("TFLOP/s" in row for row in content.get("rows", [])):
+        best = max(float(row["TFLOP/s"]) for row in content["rows"] if row.get("TFLOP/s"))
         return replace(device, of_attention=best * 1e12 / device.products, source=str(path)), link, host
     raise ValueError(
-        f"{path} has neither what python -m para_core.doctor writes, nor attention.json of make gpu-check."
+        f"{path} is neither a file that python -m para_core.doctor wrote, nor attention.json of make gpu-check."
     )
 
 
-def _from_doctor(found: dict[str, Any], path: str, device: Device, link: Link, host: Host) -> tuple[Device, Link, Host]:
-    figures = found["doctor"]
+def _from_doctor(
+    figures: dict[str, Any], path: str, device: Device, link: Link, host: Host
+) -> tuple[Device, Link, Host]:
     if figures.get("products"):
         device = replace(device, products=figures["products"], of_products=1.0, source=path)
     if figures.get("attention"):

@@ -1,4 +1,4 @@
-"""The doctor's checks of what connects ranks: exactness, host time and latency of an attention call, bandwidth of each mesh dim."""
+"""The doctor's checks of a mesh: exactness, host time and latency of an attention call, bandwidth of each mesh dim."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.distributed.mesh import guided_mesh
 from para_core.modes.unified import UnifiedAttnMode
-from para_core.planner.checks import seconds_of
-from para_core.planner.hardware import LINKS, device_named
+from para_core.planner.checks import device_of, seconds_of
+from para_core.planner.hardware import LINKS
 from para_core.planner.report import BROKEN, CHANGE, DoctorReport, Finding, Ranks
 
 
@@ -29,7 +29,7 @@ def _attend(qkv: Sequence[Tensor]) -> Tensor:
 
 
 def exactness(ranks: Ranks, mesh: DeviceMesh) -> Finding:
-    """One attention call over all ranks, with a number of tokens and heads that they do not divide, beside float64 on one device."""
+    """Compare an attention call over all ranks, which divide neither tokens nor heads, with float64 on one device."""
     generator = torch.Generator().manual_seed(0)
     tokens, heads = 64 * ranks.size + 1, ranks.size + 1
     exact_qkv = [torch.randn(1, heads, tokens, 64, generator=generator, dtype=torch.float64) for _ in range(3)]
@@ -39,84 +39,79 @@ def exactness(ranks: Ranks, mesh: DeviceMesh) -> Finding:
         shards = [cp.shard(x, dim=2) for x in qkv]
         result = cp.gather(_attend(shards), dim=2)
     every = ranks.gathered((_error(result.cpu(), exact), _error(_attend(qkv).cpu(), exact)))
-    worst, alone = max(one[0] for one in every), min(one[1] for one in every)
-    found = f"error {worst:.1e}, of one device {alone:.1e} (against float64; {heads} heads, {tokens} tokens)"
+    worst, alone = max(meshed for meshed, _ in every), min(single for _, single in every)
+    text = f"error {worst:.1e}, of one device {alone:.1e} (against float64; {heads} heads, {tokens} tokens)"
     slack = 1e-6 if ranks.dtype == torch.float32 else 1e-3
     if worst <= 2 * alone + slack:
-        return Finding("attention over the mesh", found)
-    advice = (
-        "results over these ranks are wrong: do not use them; compare torch and NCCL versions, and report this table."
-    )
-    return Finding("attention over the mesh", found, BROKEN, advice)
+        return Finding("attention over the mesh", text)
+    advice = "results over these ranks are wrong. Compare torch and NCCL versions, and report this table."
+    return Finding("attention over the mesh", text, BROKEN, advice)
 
 
 def host_per_call(ranks: Ranks, mesh: DeviceMesh) -> tuple[Finding, dict[str, Any]]:
-    """Seconds of one intercepted attention call of so few tokens that nothing but the host and latency takes time."""
+    """Measure the seconds of one intercepted attention call of so few tokens that only host time and latency count."""
     query = torch.randn(1, ranks.size, 8, 64, device=ranks.device, dtype=ranks.dtype)
     with torch.no_grad(), UnifiedAttnMode(mesh, assume_equal=True):
         call = seconds_of(lambda: F.scaled_dot_product_attention(query, query, query), ranks.device)
     seconds = max(ranks.gathered(call))
-    return Finding("host per attention call", f"{1e6 * seconds:.0f} µs, with the latency of its exchanges"), {
-        "call": seconds
-    }
+    text = f"{1e6 * seconds:.0f} µs, with the latency of its exchanges"
+    return Finding("host per attention call", text), {"call": seconds}
 
 
 def links(ranks: Ranks, mesh: DeviceMesh, report: DoctorReport) -> None:
-    """Latency and bandwidth of each mesh dim: of an all-to-all, and of a step around a ring."""
+    """Add latency and bandwidth of each mesh dim, in an all-to-all and in a ring step, to ``report``."""
     rows = []
     for dim in guided_mesh(mesh).dims:
         if dim.size == 1 or dim.group is None:
             continue
         large = 64 << 20 if ranks.device.type == "cuda" else 1 << 20
-        around = _exchange(ranks, dim.group, dim.size, dim.index, large, ring=True)
+        ring_step = _exchange(ranks, dim.group, dim.size, dim.index, large, ring=True)
         all_to_all = _exchange(ranks, dim.group, dim.size, dim.index, large, ring=False)
         row = {
             "mesh dim": dim.name,
             "size": dim.size,
             "latency": all_to_all[0],
-            "bytes per second": around[1],
+            "bytes per second": ring_step[1],
             "all-to-all bytes per second": all_to_all[1],
         }
         rows.append(row)
-        found = (
-            f"latency {1e6 * all_to_all[0]:.0f} µs; all-to-all {all_to_all[1] / 1e9:.3g} GB/s, around a ring {around[1] / 1e9:.3g} GB/s "
-            f"that a rank sends ({dim.size} ranks)"
+        text = (
+            f"latency {1e6 * all_to_all[0]:.0f} µs; a rank sends {all_to_all[1] / 1e9:.3g} GB/s in an all-to-all, "
+            f"{ring_step[1] / 1e9:.3g} GB/s in a ring ({dim.size} ranks)"
         )
-        report.findings.append(_judged(f"mesh dim {dim.name}", found, all_to_all[1], ranks))
+        report.findings.append(_judge_bandwidth(f"mesh dim {dim.name}", text, all_to_all[1], ranks))
     report.figures["mesh dims"] = rows
 
 
-def _judged(name: str, found: str, bandwidth: float, ranks: Ranks) -> Finding:
-    try:
-        known = device_named(torch.cuda.get_device_name(ranks.device)) if ranks.device.type == "cuda" else None
-    except ValueError:
-        known = None
-    if known is None:
-        return Finding(name, found)
-    link = LINKS[known.link]
+def _judge_bandwidth(name: str, text: str, bandwidth: float, ranks: Ranks) -> Finding:
+    device = device_of(ranks)
+    if device is None:
+        return Finding(name, text)
+    link = LINKS[device.link]
     usual = link.all_to_all or link.bandwidth
     if bandwidth >= 0.5 * usual:
-        return Finding(name, found)
+        return Finding(name, text)
     advice = (
-        f"{link.name} between such devices reaches {usual / 1e9:.0f} GB/s: see nvidia-smi topo -m, and whether NCCL_P2P_DISABLE or "
-        "NCCL_SHM_DISABLE is set. Between hosts this dim belongs to what sends least: batch, or the ring; see plan_mesh."
+        f"{link.name} between such devices reaches {usual / 1e9:.0f} GB/s: see nvidia-smi topo -m, and whether "
+        "NCCL_P2P_DISABLE or NCCL_SHM_DISABLE is set. Between hosts use the mesh dim that sends least: batch, or "
+        "ring; see plan_mesh."
     )
-    return Finding(name, found, CHANGE, advice)
+    return Finding(name, text, CHANGE, advice)
 
 
 def _exchange(
     ranks: Ranks, group: ProcessGroup, size: int, index: int, large: int, *, ring: bool
 ) -> tuple[float, float]:
-    """Seconds of a small exchange, and bytes per second that a rank sends in a large one; of the slowest rank."""
+    """Return the seconds of a small exchange and the bytes per second of a large one, on the slowest rank."""
 
     def timed(sent: int) -> float:
-        each = max(1, sent // (1 if ring else size - 1))
+        size_per_peer = max(1, sent // (1 if ring else size - 1))
         outgoing = [0] * size
         incoming = [0] * size
         for peer in [(index + 1) % size] if ring else [x for x in range(size) if x != index]:
-            outgoing[peer] = each
+            outgoing[peer] = size_per_peer
         for peer in [(index - 1) % size] if ring else [x for x in range(size) if x != index]:
-            incoming[peer] = each
+            incoming[peer] = size_per_peer
         data = torch.empty(sum(outgoing), dtype=torch.uint8, device=ranks.device)
         result = torch.empty(sum(incoming), dtype=torch.uint8, device=ranks.device)
         dist.barrier(group)
@@ -124,7 +119,6 @@ def _exchange(
             lambda: dist.all_to_all_single(result, data, incoming, outgoing, group=group), ranks.device, repeats=5
         )
 
-    latency, slow = timed(1024), timed(large)
-    latency, slow = max(ranks.gathered(latency)), max(ranks.gathered(slow))
-    # Where noise is larger than the exchange, all of it counts.
-    return latency, large / (slow - latency if slow > 2 * latency else slow)
+    latency, seconds = (max(ranks.gathered(timed(sent))) for sent in (1024, large))
+    # If noise exceeds the transfer time, do not subtract the latency.
+    return latency, large / (seconds - latency if seconds > 2 * latency else seconds)

@@ -1,4 +1,4 @@
-"""Meshes for one workload, the fastest first, and why the others lost."""
+"""Ranked meshes for one workload, and the reason why each one is slower than the first."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from para_core.weights.pipefusion import PipeFusion
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# Bytes of a device that CUDA and fragments of its allocator take.
+# Bytes of device memory that the CUDA context and allocator fragmentation take.
 RESERVED = 6e9
-# Bytes of one communicator of NCCL, mostly buffers: assumed, because it depends on the links and on NCCL's number of channels.
+# Bytes of one NCCL communicator, mostly buffers. An assumption: it depends on the links and on NCCL's number of
+# channels.
 COMMUNICATOR = 0.2e9
-# Rows of a printed table.
-_SHOWN = 14
+_PRINTED_ROWS = 14
 
 
 @dataclass(frozen=True)
 class MeshPlan:
-    """Meshes of ``ranks`` ranks, the fastest first; what does not fit stands behind, and then what cannot run, with its reason.
+    """Meshes of ``ranks`` ranks: those that run, the fastest first, then those that do not fit, then others.
 
-    ``parallelize_pipe(pipe, mesh=plan.init_mesh(), **plan.best.options)`` runs the first one.
+    ``parallelize_pipe(pipe, mesh=plan.init_mesh(), **plan.best.options)`` uses the first one.
 
     Args:
-        fewer: the fastest meshes of fewer ranks that fit, by their number.
+        rows (`tuple[Row, ...]`): One row per mesh.
+        fewer (`Mapping[int, Row]`): For smaller numbers of ranks, the fastest mesh that runs.
     """
 
     work: Workload
@@ -44,30 +45,32 @@ class MeshPlan:
 
     @property
     def fastest(self) -> Row:
-        """Of all numbers of ranks up to ``ranks``."""
+        """The fastest mesh of any number of ranks up to ``ranks``."""
         return min([self.best, *self.fewer.values()], key=lambda row: row.seconds)
 
     @property
     def advice(self) -> str:
-        """Whether so many ranks are worth it, in one sentence."""
+        """One sentence that says whether ``ranks`` ranks are worth it."""
         fastest, best = self.fastest, self.best
         if not _runs(best, self.machine):
             least = min(self.rows, key=lambda row: (row.problem is not None, row.memory))
             held = (
                 f"{least.memory / 1e9:.0f} GB of {room_of(self.machine, least.shape) / 1e9:.0f} on each ({least.shape})"
             )
-            return f"{_ranks(self.ranks)} cannot run it: {least.problem or f'at least it needs {held}'}."
+            return f"{_ranks(self.ranks)} cannot run it: {least.problem or f'it needs at least {held}'}."
         if fastest.shape.ranks < self.ranks:
             return (
-                f"{self.ranks} ranks take {best.seconds:.3g} s, {_count(fastest.shape.ranks)} {fastest.seconds:.3g} s: use "
-                f"{fastest.shape.ranks}, and the others for other prompts ({_weight_of(best, fastest)})."
+                f"{self.ranks} ranks take {best.seconds:.3g} s, {_count(fastest.shape.ranks)} {fastest.seconds:.3g} s: "
+                f"use {fastest.shape.ranks}, and the others for other prompts (the larger mesh "
+                f"{_largest_loss(best, fastest)})."
             )
         if self.ranks == 1:
             return f"One rank takes {best.seconds:.3g} s."
         if 1 not in self.fewer:
-            return f"{self.ranks} ranks take {best.seconds:.3g} s; one does not hold it."
+            return f"{self.ranks} ranks take {best.seconds:.3g} s; one rank does not have the memory."
         one = self.fewer[1].seconds
-        return f"{self.ranks} ranks take {best.seconds:.3g} s, one takes {one:.3g} s: {one / best.seconds:.2f} times as fast."
+        speedup = f"{one / best.seconds:.2f} times as fast"
+        return f"{self.ranks} ranks take {best.seconds:.3g} s, one takes {one:.3g} s: {speedup}."
 
     def __str__(self) -> str:
         device, topology = self.machine.device, self.machine.topology
@@ -75,19 +78,19 @@ class MeshPlan:
         if self.ranks > topology.per_host:
             connected += f" within {topology.per_host} ranks of a host, {topology.between.name} between hosts"
         head = f"{self.work.name}, {self.work.steps} steps, on {self.ranks} × {device.name} ({connected})"
-        left = len(self.rows) - _SHOWN
+        left = len(self.rows) - _PRINTED_ROWS
         more = ["", f"{left} more rows: plan.rows."] if left > 0 else []
         best = ["", f"The first row: {self.best.call}"] if _runs(self.best, self.machine) else []
-        return "\n".join([head, "", *table(self.rows[:_SHOWN]), *more, *best, "", self.advice])
+        return "\n".join([head, "", *table(self.rows[:_PRINTED_ROWS]), *more, *best, "", self.advice])
 
     def init_mesh(self, device_type: str | None = None) -> DeviceMesh:
-        """The mesh of the first row, over all ranks of this process group; see :func:`para_core.init_context_parallel_mesh`."""
+        """Make the first row's mesh over all ranks of the process group, by :func:`init_context_parallel_mesh`."""
         from para_core.distributed.create_mesh import init_context_parallel_mesh
 
         return init_context_parallel_mesh(device_type, **self.best.mesh_options)
 
     def plot(self, path: str | Path, *, rows: int = 8) -> None:
-        """Plot milliseconds per step of the first ``rows`` meshes that can run, by what takes them. Needs matplotlib."""
+        """Save a bar chart of the milliseconds per step of the first ``rows`` meshes that can run. Needs matplotlib."""
         from matplotlib.figure import Figure
 
         shown = [row for row in self.rows if row.problem is None][:rows][::-1]
@@ -106,13 +109,13 @@ class MeshPlan:
 
 
 def communicators(shape: MeshShape) -> int:
-    """Return how many communicators of NCCL a rank of ``shape`` holds, at most.
+    """Return the largest number of NCCL communicators that a rank of ``shape`` holds.
 
-    One for each mesh dim of several ranks, one for the group of FSDP2's weights, and one for each edge from or to the last stage: it
-    receives tokens from the stage before and sends each other stage its noise.
+    There is one for each mesh dim of several ranks and one for the group of FSDP2's weights. A stage has one for each
+    edge from or to the last stage, which receives tokens from the stage before it and sends noise to all others.
 
-    >>> communicators(MeshShape(ring=2, ulysses=4)), communicators(MeshShape(pipe=4, ulysses=2)), communicators(MeshShape())
-    (2, 6, 0)
+    >>> communicators(MeshShape(ring=2, ulysses=4)), communicators(MeshShape(pipe=4, ulysses=2))
+    (2, 6)
     """
     dims = (shape.batch, shape.pipe, shape.ring, shape.ulysses, shape.tensor)
     edges = shape.pipe if shape.pipe > 1 else 0
@@ -141,7 +144,7 @@ def _count(ranks: int) -> str:
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """Markdown."""
+    """Return the lines of a Markdown table of ``rows``."""
     heads = [
         "batch × pipe × ring × ulysses × tensor",
         "s",
@@ -164,12 +167,12 @@ def table(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def _weight_of(row: Row, best: Row) -> str:
-    """By which part of a step ``row`` loses most."""
+def _largest_loss(row: Row, best: Row) -> str:
+    """Return the part of a step by which ``row`` loses most time to ``best``, in words."""
     parts: list[tuple[float, str]] = [
         (getattr(row.step, name) - getattr(best.step, name), text)
         for name, text in (
-            ("communication", "waits for what travels"),
+            ("communication", "waits longer for communication"),
             ("host", "waits for the host"),
             ("products", "computes products longer"),
             ("attention", "attends longer"),
@@ -188,14 +191,16 @@ def make_plan(
     sharing: Sequence[Sharing] = SHARING,
     pipefusion: PipeFusion | None = None,
 ) -> MeshPlan:
-    """All meshes of ``ranks`` ranks, those that fit in order of their seconds.
+    """Predict all meshes of ``ranks`` ranks.
 
     Args:
-        sharing: how ranks may shard weights. ``"fsdp"``: where they do not fit otherwise.
-        pipefusion: also meshes whose stages work on patches so, which approximates; None: exact ones alone.
+        sharing (`Sequence[Sharing]`): Ways to shard weights. ``"fsdp"`` is tried if they do not fit otherwise.
+        pipefusion (`PipeFusion`, *optional*): Include meshes whose stages work on patches, which approximates. Defaults
+            to exact meshes only.
 
     Raises:
-        TypeError, ValueError: ``ranks`` is no positive integer, ``sharing`` or ``pipefusion`` is something else.
+        ValueError: If ``ranks`` is not a positive integer, or ``sharing`` holds another value.
+        TypeError: If ``pipefusion`` has another type.
     """
     require_ranks(ranks)
     if isinstance(sharing, str) or not set(sharing) <= set(SHARING):
@@ -204,25 +209,23 @@ def make_plan(
         raise TypeError(
             f"pipefusion is {pipefusion!r}; expected a PipeFusion of para_core, or None for exact meshes alone."
         )
-    found = _rows(work, machine, ranks, sharing, pipefusion)
-    smaller = {size: _rows(work, machine, size, sharing, pipefusion)[0] for size in _smaller(ranks)}
+    rows = _rows(work, machine, ranks, sharing, pipefusion)
+    sizes = [size for size in (1, 2, 4, 8, 16, 32, 64) if size < ranks]
+    smaller = {size: _rows(work, machine, size, sharing, pipefusion)[0] for size in sizes}
     fewer = {size: row for size, row in smaller.items() if _runs(row, machine)}
-    return MeshPlan(work, machine, ranks, tuple(found), fewer)
+    return MeshPlan(work, machine, ranks, tuple(rows), fewer)
 
 
 def require_ranks(ranks: Any) -> None:
+    """Raise ValueError if ``ranks`` is not a positive integer."""
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
-        raise ValueError(f"ranks is {ranks!r}; expected a positive integer: how many devices there are.")
-
-
-def _smaller(ranks: int) -> list[int]:
-    return [size for size in (1, 2, 4, 8, 16, 32, 64) if size < ranks]
+        raise ValueError(f"ranks is {ranks!r}; expected a positive integer, the number of devices.")
 
 
 def _rows(
     work: Workload, machine: Machine, ranks: int, sharing: Sequence[Sharing], pipefusion: PipeFusion | None
 ) -> list[Row]:
-    """Those that can run first, of these those that fit into memory, then by seconds; with what each loses by."""
+    """Return the predicted meshes: those that run first, by seconds, each with the reason why it loses."""
     rows = [predict(shape, work, machine) for shape in shapes(ranks, sharing=sharing, pipefusion=pipefusion)]
     if "fsdp" in sharing:
         rows += [
@@ -230,7 +233,7 @@ def _rows(
             for row in rows
             if not _fits(row, machine) and row.shape.sequence > 1 and row.shape.tensor == row.shape.pipe == 1
         ]
-    # A tie is decided by what needs fewer kinds of groups.
+    # Of two equally fast meshes, the one that needs fewer kinds of process groups comes first.
     order = sorted(
         rows,
         key=lambda row: (
@@ -251,4 +254,4 @@ def _why(row: Row, best: Row, machine: Machine) -> str:
     if row.shape.pipe > 1 and row.shape.pipefusion is None:
         longer = 1e3 * (row.step.total - best.step.total)
         return f"its stages compute one after the other: {longer:+.3g} ms per step"
-    return _weight_of(row, best)
+    return _largest_loss(row, best)

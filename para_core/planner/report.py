@@ -1,4 +1,4 @@
-"""What the doctor found: lines of a table, and figures that the planner takes."""
+"""The doctor's report: findings as a table, and figures for the planner."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Finding:
     """One line of the table.
 
     Args:
-        verdict: ``"ok"``, ``"change"`` (it runs, and could do better), or ``"broken"``.
-        advice: what to do; empty where all is well.
+        verdict (`str`): ``"ok"``, ``"change"`` (it runs and could be better) or ``"broken"``.
+        advice (`str`): What to change; empty if nothing.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Finding:
 
 @dataclass
 class DoctorReport:
-    """What was found, and the figures for :func:`para_core.adapters.plan_mesh`."""
+    """Findings, and measured figures for ``measured=`` of :func:`para_core.adapters.plan_mesh`."""
 
     findings: list[Finding] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=dict)
@@ -47,17 +47,17 @@ class DoctorReport:
         return "\n".join([*lines, "", "What to change:" if advice else "Nothing to change.", *advice])
 
     def write(self, path: Path) -> None:
-        found = {
+        content = {
             "date": time.strftime("%Y-%m-%d"),
             "doctor": self.figures,
-            "findings": [asdict(x) for x in self.findings],
+            "findings": [asdict(finding) for finding in self.findings],
         }
-        path.write_text(json.dumps(found, indent=2) + "\n")
+        path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those that were launched."""
+    """This process among the launched ranks."""
 
     rank: int
     size: int
@@ -65,7 +65,7 @@ class Ranks:
     dtype: torch.dtype
 
     def gathered(self, value: Any) -> list[Any]:
-        """``value`` of every rank."""
+        """Return ``value`` of every rank, in rank order. A collective call."""
         values = [value]
         if self.size > 1:
             values = [None] * self.size

@@ -1,4 +1,4 @@
-"""One mesh for one workload: seconds, bytes and memory, whether it can run, and the line that runs it."""
+"""One mesh for one workload: predicted seconds, bytes and memory, why it cannot run, and the call that uses it."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from para_core.planner.weights import (
 )
 from para_core.weights.pipefusion import PipeFusion
 
-# How ranks may shard weights; replicated they always may be.
+# Ways to shard weights. Replicated weights are always tried.
 Sharing = Literal["tensor", "stages", "fsdp"]
 SHARING: tuple[Sharing, ...] = get_args(Sharing)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One generation.
+    """One generation with a pipeline.
 
     Args:
-        calls: of the transformer, by the number of shares of its samples.
-        branches: calls of a step, one after the other on one rank.
-        steps: of the schedule.
-        frames: of the result; an image has one.
-        encoder: of the prompts; operations. ``decoder``: of the latents; operations.
-        heads: of keys.
+        calls (`Mapping[int, ModelCall]`): A transformer call with its samples in 1 or 2 parts, by the size of
+            ``batch``.
+        branches (`int`): CFG branches per step that are called one after the other on one rank.
+        encoder, decoder (`float`): Floating-point operations of text encoders and of the VAE decoder.
+        heads (`int`): Key heads.
+        frames (`int`): Frames of the result; 1 for an image.
     """
 
     name: str
@@ -59,16 +59,16 @@ class Workload:
 
 @dataclass(frozen=True)
 class Row:
-    """A mesh, and what is predicted of it.
+    """A mesh with its prediction.
 
     Args:
-        step: of one step, all branches; of PipeFusion: one on patches.
-        encoder, decoder: seconds; on every rank the same.
-        seconds: of one generation.
-        sent: bytes that the first rank sends in a step.
-        memory: bytes of the rank.
-        problem: why it cannot run; None: it can.
-        why: what it loses by, beside the first row.
+        step (`Seconds`): One step with all branches; with PipeFusion, a step on patches.
+        encoder, decoder (`float`): Seconds, equal on every rank.
+        seconds (`float`): One generation.
+        sent (`int`): Bytes that the first rank sends per step.
+        memory (`float`): Bytes on the rank with the most.
+        problem (`str`, *optional*): Why the mesh cannot run. None if it can.
+        why (`str`): Why it is slower than the first row.
     """
 
     shape: MeshShape
@@ -83,19 +83,19 @@ class Row:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What ``parallelize_pipe`` is given beside the mesh."""
-        shape, found = self.shape, dict[str, Any]()
+        """Options of ``parallelize_pipe`` besides the mesh."""
+        shape, options = self.shape, dict[str, Any]()
         if shape.ring_method != "rotate":
-            found["rotate_method"] = "2d" if shape.ring_method == "2d" else "allgather"
+            options["rotate_method"] = "2d" if shape.ring_method == "2d" else "allgather"
         if shape.tensor > 1 or shape.fsdp:
-            found["weights"] = "fsdp" if shape.fsdp else "tensor"
+            options["weights"] = "fsdp" if shape.fsdp else "tensor"
         if shape.pipefusion is not None:
-            found["pipefusion"] = shape.pipefusion
-        return found
+            options["pipefusion"] = shape.pipefusion
+        return options
 
     @property
     def mesh_options(self) -> dict[str, int]:
-        """What ``init_context_parallel_mesh`` is given."""
+        """Arguments of ``init_context_parallel_mesh``."""
         shape = self.shape
         sizes = {
             "max_pipe_dim_size": shape.pipe if shape.pipe > 1 else None,
@@ -108,9 +108,9 @@ class Row:
 
     @property
     def call(self) -> str:
-        """The line that runs a pipeline ``pipe`` so, on all ranks."""
+        """Source line that parallelizes a pipeline ``pipe`` on all ranks."""
         if self.shape.ranks == 1 and not self.options:
-            return "pipe = pipe  # one device: as it is"
+            return "pipe = pipe  # one device: unchanged"
         mesh = "" if self.shape.ranks == 1 else f"mesh=init_context_parallel_mesh({_arguments(self.mesh_options)})"
         return f"parallelize_pipe({', '.join(['pipe', *filter(None, [mesh, _arguments(self.options)])])})"
 
@@ -120,34 +120,34 @@ def _arguments(named: Mapping[str, Any]) -> str:
 
 
 def shapes(ranks: int, *, sharing: Sequence[Sharing] = (), pipefusion: PipeFusion | None = None) -> Iterator[MeshShape]:
-    """Every way to share ``ranks`` ranks out over the mesh dims; ``batch`` is 1 or 2. Without those of ``"fsdp"``.
+    """Yield every factorization of ``ranks`` into mesh dims, without FSDP2. ``batch`` is 1 or 2.
 
     Args:
-        sharing: also meshes whose ranks share weights so.
-        pipefusion: also meshes whose stages work on patches so.
+        sharing (`Sequence[Sharing]`): Include meshes that shard weights in these ways.
+        pipefusion (`PipeFusion`, *optional*): Include meshes whose stages work on patches.
     """
     for batch in (1, 2):
         if ranks % batch:
             continue
         for stages in divisors(ranks // batch) if "stages" in sharing else [1]:
-            # Weights in stages are refused beside those that tensor ranks share.
+            # The options for stages and tensor parallelism exclude each other.
             for size in divisors(ranks // batch) if "tensor" in sharing and stages == 1 else [1]:
                 left = ranks // (batch * stages * size)
                 for ring in divisors(left):
                     for method in _ring_methods(ring):
                         yield MeshShape(batch, stages, ring, left // ring, size, method)
         if pipefusion is not None and ranks > batch:
-            # A patch is the part of one rank.
+            # Each stage of PipeFusion is one rank.
             yield MeshShape(batch, ranks // batch, pipefusion=pipefusion)
 
 
 def _ring_methods(ring: int) -> tuple[RingMethod, ...]:
-    """In two dims only where there are rows and columns: with one column it is a ring that gathers."""
+    # Attention2D with one column is a ring with all-gather.
     return ("rotate", "2d") if choose_grid(ring, 1, 1)[1] > 1 else ("rotate",)
 
 
 def divisors(number: int) -> list[int]:
-    """From 1 on.
+    """Return the divisors of ``number`` in ascending order.
 
     >>> divisors(6)
     [1, 2, 3, 6]
@@ -156,44 +156,42 @@ def divisors(number: int) -> list[int]:
 
 
 def problem_of(shape: MeshShape, work: Workload) -> str | None:
-    """Why a mesh does nothing with its ranks; None: it does."""
+    """Return why the mesh cannot run, or does not use all of its ranks. None if it does."""
     if shape.batch > 1 and work.branches == 1 and len(work.calls[2].parts) == 1:
-        return "there is one branch of guidance: nothing for batch to share"
+        return "there is one CFG branch, so the batch dim has nothing to split"
     if shape.tensor > 1 and work.weights.tensor == 0:
-        return "nothing is known of tensor parallelism for this model"
+        return "the model has no tensor-parallel plan"
     if shape.pipe > 1 and work.weights.no_stages is not None:
-        return f"it does not run in stages: {work.weights.no_stages}"
+        return f"it cannot run in stages: {work.weights.no_stages}"
     if shape.pipe > len(work.weights.blocks) and shape.pipe > 1:
         return f"{len(work.weights.blocks)} blocks are too few for {shape.pipe} stages"
     if shape.pipefusion is not None and work.weights.no_patches is not None:
-        return f"it does not run on patches: {work.weights.no_patches}"
+        return f"it cannot run on patches: {work.weights.no_patches}"
     if work.heads % shape.tensor:
         return f"tensor {shape.tensor} does not divide {work.heads} heads"
     if shape.ulysses * shape.tensor > work.heads:
-        return (
-            f"ulysses {shape.ulysses} × tensor {shape.tensor} is more than {work.heads} heads: a rank would have none"
-        )
+        return f"ulysses {shape.ulysses} × tensor {shape.tensor} is more than {work.heads} heads"
     return None
 
 
 def predict(shape: MeshShape, work: Workload, machine: Machine) -> Row:
-    """Seconds, bytes and memory of one mesh."""
+    """Predict seconds, bytes and memory of one mesh."""
     call = work.calls[shape.batch if len(work.calls[shape.batch].parts) > 1 else 1]
     own = call.parts[0]
     passes = work.branches if len(call.parts) > 1 else -(-work.branches // shape.batch)
-    step = whole = _step(own, passes, shape, work, machine)
+    step = exact_step = _step(own, passes, shape, work, machine)
     if shape.pipefusion is not None:
         step = patched(own, passes, shape, machine)
     if shape.batch > 1:
         link = machine.topology.link(shape.sequence * shape.tensor, shape.batch)
         exchanged = Seconds(communication=link.seconds(own.returned * (shape.batch - 1)))
-        step, whole = step + exchanged, whole + exchanged
+        step, exact_step = step + exchanged, exact_step + exchanged
     fusion = shape.pipefusion
-    computed_whole = sum(fusion.is_whole(index, work.steps) for index in range(work.steps)) if fusion else 0
+    exact_steps = sum(fusion.is_whole(index, work.steps) for index in range(work.steps)) if fusion else 0
     device = machine.device
     encoder = work.encoder / (device.products * device.of_products) * machine.slowdown
     decoder = work.decoder / (device.products * device.of_convolutions) * machine.slowdown
-    denoising = step.total * (work.steps - computed_whole) + whole.total * computed_whole
+    denoising = step.total * (work.steps - exact_steps) + exact_step.total * exact_steps
     return Row(
         shape,
         step,
@@ -207,7 +205,7 @@ def predict(shape: MeshShape, work: Workload, machine: Machine) -> Row:
 
 
 def _step(own: CallWork, passes: int, shape: MeshShape, work: Workload, machine: Machine) -> Seconds:
-    """Exact, of the calls that one rank makes."""
+    """Predict one exact step, which is ``passes`` model calls on a rank."""
     if shape.pipe > 1:
         return staged(own, passes, shape, machine)
     step = call_seconds(own, shape, machine).times(passes)
@@ -215,7 +213,7 @@ def _step(own: CallWork, passes: int, shape: MeshShape, work: Workload, machine:
 
 
 def _sent(call: ModelCall, shape: MeshShape, work: Workload, machine: Machine, passes: int) -> int:
-    """Bytes that the first rank sends in a step: for attention and outputs, and for what is summed over tensor ranks."""
+    """Return the bytes that the first rank sends in a step for attention, outputs and sums over tensor ranks."""
     parts = [
         replace(
             own,
@@ -225,25 +223,25 @@ def _sent(call: ModelCall, shape: MeshShape, work: Workload, machine: Machine, p
     ]
     rounds = [[replace(call, parts=parts)] * work.branches] * 2
     sequence, apart = (shape.batch, shape.ring, shape.ulysses), work.branches > 1
-    # In the first step all ranks may compute what is new to them; here is every later one.
+    # In the first step all ranks may compute calls of new sizes. Two steps minus one give a later step.
     two_dims = shape.ring_method == "2d"
     both, first = (sent_in_rounds(some, sequence, 0, apart=apart, two_dims=two_dims) for some in (rounds * 2, rounds))
     summed = sum(product_seconds(x, shape, machine)[1] for x in call.parts[0].events if isinstance(x, Product))
     gathered = passes * work.weights.transformer.gathered(shape.sequence) if shape.fsdp else 0.0
-    # Of attention, a stage has its blocks' share.
+    # A stage has a fraction of the attention calls.
     own = (both - first) // 2 // shape.pipe
     return own + round(passes * summed + gathered) + sent_between_stages(call.parts[0], passes, shape)
 
 
 def memory_of(shape: MeshShape, work: Workload, own: CallWork, passes: int) -> float:
-    """Bytes of a rank: its weights, the most that activations hold, and the keys that PipeFusion keeps."""
+    """Return the bytes of a rank: weights, the peak of its activations, and the keys that PipeFusion keeps."""
     share = region_share(own, shape.sequence) / shape.tensor
     kept = stale_key_bytes(own, passes, shape.pipe) if shape.pipefusion is not None else 0.0
     return work.weights.held(shape) + own.peak[0] * share + own.peak[1] + kept
 
 
 def as_dict(row: Row) -> dict[str, Any]:
-    """For a JSON."""
+    """Return ``row`` as JSON-compatible values."""
     step = {name: getattr(row.step, name) for name in ("products", "attention", "other", "communication", "host")}
     return {
         "mesh": str(row.shape),

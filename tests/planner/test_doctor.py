@@ -137,7 +137,9 @@ def test_bad_doctor_options_are_refused_at_once(arguments, words, capsys):
 def test_a_slow_link_says_what_is_usual():
     ranks = Ranks(0, 2, torch.device("cuda", 0), torch.bfloat16)
     with mock.patch("torch.cuda.get_device_name", lambda _: "NVIDIA H100 80GB HBM3"):
-        slow, usual = (mesh_checks._judged("mesh dim ring", "", bandwidth, ranks) for bandwidth in (5e9, 300e9))
+        slow, usual = (
+            mesh_checks._judge_bandwidth("mesh dim ring", "", bandwidth, ranks) for bandwidth in (5e9, 300e9)
+        )
     assert slow.verdict == CHANGE and re.search(r"nvlink4 .*370 GB/s", slow.advice)
     assert usual.verdict == OK
 
