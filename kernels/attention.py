@@ -1,13 +1,13 @@
-"""Attention forward in Triton, from scratch or continuing from a partial result: sm_80 and later.
+"""Attention forward in Triton, from scratch or continued from a partial result, for sm_80 and later.
 
-What is asked of it, as an operator, and its launch; :mod:`para_core.kernels.attention_kernel` is what runs on the device.
+This module defines the operator and launches the kernel of :mod:`para_core.kernels.attention_kernel`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from math import gcd
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,17 +23,17 @@ SCHEMA = (
     "(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? key_ranges, Tensor? out_so_far, "
     "Tensor? lse_so_far, bool is_causal, SymInt shift, float scale, ScalarType out_dtype) -> (Tensor, Tensor)"
 )
-# As all operators of para_core (para_core.distributed.collectives.define_operator): CUDA graphs end before it.
+# Like all operators of para_core (see para_core.distributed.collectives.define_operator), it ends a CUDA graph.
 TAGS = (torch.Tag.cudagraph_unsafe,)
 LIBRARY.define(f"triton_attention{SCHEMA}", tags=TAGS)
 LARGEST_HEAD_DIM = 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-# How the kernel reads a mask: as bytes, as bits, else as numbers to be added.
+# How the kernel reads a mask: as bytes, as bits, or else as numbers that are added.
 _KINDS = {torch.uint8: "bool", torch.int32: "bits"}
 
 
 class RoundedKeys(NamedTuple):
-    """Keys in 8 bits: ``(key - mean) / scales``, rounded; see :mod:`para_core.kernels.attention_int8`."""
+    """Keys in 8 bits, ``(key - mean) / scales`` rounded; see :mod:`para_core.kernels.attention_int8`."""
 
     key: Tensor  # [B, H_kv, S_k, D], int8
     scales: Tensor  # [B, H_kv, S_k], float32, contiguous
@@ -54,16 +54,17 @@ def attention(
     so_far: tuple[Tensor, Tensor] | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`para_core.kernels.attention_reference.attention` in one launch: float16, bfloat16, float32; head dims up to 256.
+    """Compute :func:`para_core.kernels.attention_reference.attention` in one launch, without a gradient.
 
-    Only a last dim that has another stride than 1 is copied. Has no gradient: the backward of PyTorch's own kernels takes
-    its ``out`` and ``lse``.
+    The dtypes are float16, bfloat16 and float32, head dims at most 256. A tensor is copied only if the stride of its
+    last dim is not 1. The backward of PyTorch's own kernels accepts ``out`` and ``lse``.
 
     Raises:
-        ValueError, TypeError: shapes or dtypes that it does not take.
+        TypeError: If the dtypes differ or are not supported.
+        ValueError: If the shapes do not fit, or a head dim is too large.
     """
     check(query, key, value, mask)
-    found: tuple[Tensor, Tensor] = torch.ops.para_core.triton_attention.default(
+    outputs: tuple[Tensor, Tensor] = torch.ops.para_core.triton_attention.default(
         query,
         key,
         value,
@@ -75,57 +76,45 @@ def attention(
         query.shape[-1] ** -0.5 if scale is None else scale,
         query.dtype if out_dtype is None else out_dtype,
     )
-    return found
+    return outputs
 
 
 def check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
-    """Raise unless the kernel takes tensors of these shapes and dtypes."""
+    """Raise TypeError or ValueError if the kernel does not support these dtypes or shapes."""
     if query.dtype not in DTYPES or key.dtype != query.dtype or value.dtype != query.dtype:
         raise TypeError(
-            f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}; expected one of float16, bfloat16 and "
-            "float32 for all three."
+            f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}; expected one of float16, bfloat16 "
+            "and float32 for all three."
         )
     if max(query.shape[-1], value.shape[-1]) > LARGEST_HEAD_DIM:
         raise ValueError(
-            f"head dims are {query.shape[-1]} and {value.shape[-1]}; this kernel takes at most {LARGEST_HEAD_DIM}. "
-            "scaled_dot_product_attention takes any."
+            f"head dims are {query.shape[-1]} and {value.shape[-1]}; expected at most {LARGEST_HEAD_DIM}. "
+            "scaled_dot_product_attention has no limit."
         )
     if query.shape[1] % max(1, key.shape[1]) or query.shape[-1] != key.shape[-1] or key.shape[:3] != value.shape[:3]:
         raise ValueError(
-            f"query, key and value are {list(query.shape)}, {list(key.shape)} and {list(value.shape)}; expected [B, H, S_q, D], "
-            "[B, H_kv, S_k, D] and [B, H_kv, S_k, D_v], H_kv a divisor of H."
+            f"query, key and value are {list(query.shape)}, {list(key.shape)} and {list(value.shape)}; expected "
+            "[B, H, S_q, D], [B, H_kv, S_k, D] and [B, H_kv, S_k, D_v] with H a multiple of H_kv."
         )
     if mask is not None and mask.ndim != 4:
         raise ValueError(f"mask is {list(mask.shape)}; expected 4 dims, broadcastable to [B, H, S_q, S_k].")
     if mask is not None and mask.dtype == torch.int32 and mask.shape[3] != -(-key.shape[2] // 32):
         raise ValueError(
-            f"mask is {list(mask.shape)} in int32, bits of keys, for {key.shape[2]} keys; expected {-(-key.shape[2] // 32)} words a "
-            "row, as pack_bits makes them."
+            f"mask is {list(mask.shape)} in int32, bits of keys, for {key.shape[2]} keys; expected "
+            f"{-(-key.shape[2] // 32)} words per row, as from pack_bits."
         )
 
 
-def room(query: Tensor, value: Tensor, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """``out``, ``[B, S_q, H, D_v]`` in memory, and ``lse``, not written yet."""
+def empty_outputs(query: Tensor, value: Tensor, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Allocate ``out`` ``[B, H, S_q, D_v]``, with ``[B, S_q, H, D_v]`` memory, and ``lse``."""
     batch, heads, num_queries, _ = query.shape
     out = query.new_empty(batch, num_queries, heads, value.shape[-1], dtype=out_dtype).transpose(1, 2)
     return out, query.new_empty(batch, heads, num_queries, dtype=torch.float32)
 
 
-def fake(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    key_ranges: Tensor | None,
-    out_so_far: Tensor | None,
-    lse_so_far: Tensor | None,
-    is_causal: bool,
-    shift: int,
-    scale: float,
-    out_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """Shapes alone."""
-    return room(query, value, out_dtype)
+def fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """Allocate the outputs of an operator of :data:`SCHEMA`, whose last argument is the dtype of ``out``."""
+    return empty_outputs(query, value, rest[-1])
 
 
 def _launch(
@@ -141,7 +130,7 @@ def _launch(
     scale: float,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    out, lse = room(query, value, out_dtype)
+    out, lse = empty_outputs(query, value, out_dtype)
     rest = (key_ranges, out_so_far, lse_so_far, is_causal, shift, scale)
     hopper = hopper_config_for(query, is_causal=is_causal)
     if hopper is not None and attention_hopper.takes(query, key, value, mask, key_ranges, scale):
@@ -170,8 +159,10 @@ def launch(
     lse: Tensor,
     rounded: RoundedKeys | None = None,
 ) -> None:
-    """Launch the kernel with these block sizes, whatever the table says. ``rounded``: takes the place of ``key``, and queries are
-    rounded, too."""
+    """Launch the portable kernel with the block sizes of ``config``.
+
+    With ``rounded``, these keys replace ``key``, and queries are rounded to 8 bits as well.
+    """
     batch, heads, num_queries, head_dim = query.shape
     if out.numel() == 0 and lse.numel() == 0:
         return
@@ -184,7 +175,7 @@ def launch(
     if out_so_far is not None and lse_so_far is not None:
         out_so_far = out_so_far if out_so_far.stride(-1) == 1 else out_so_far.contiguous()
         lse_so_far = lse_so_far.contiguous()
-    # A product of 8 bits takes 32 dims at once.
+    # A matrix product of 8-bit integers needs at least 32 dims.
     d, d_rest = blocks_of(head_dim, least=16 if rounded is None else 32)
     v, v_rest = blocks_of_values(value.shape[-1], config)
     strided = (query, key, value, out if out_so_far is None else out_so_far, out)
@@ -193,60 +184,29 @@ def launch(
     grid = (triton.cdiv(num_queries, config.block_m) * heads * batch,)
     with torch.cuda.device_of(query):
         attention_kernel[grid](
-            query,
-            key,
-            value,
-            mask,
-            key_ranges,
-            out_so_far,
-            lse_so_far,
-            None if rounded is None else rounded.scales,
-            None if rounded is None else rounded.mean,
-            out,
-            lse,
-            *steps_q,
-            *steps_k,
-            *steps_v,
-            *([0, 0, 0, 0] if mask is None else _steps(mask)),
-            0 if key_ranges is None or key_ranges.shape[0] == 1 else key_ranges.stride(0),
-            *steps_s,
-            *steps_o,
-            num_queries,
-            key.shape[2],
-            0 if key_ranges is None else key_ranges.shape[1],
-            shift,
+            query, key, value, mask, key_ranges, out_so_far, lse_so_far,
+            None if rounded is None else rounded.scales, None if rounded is None else rounded.mean, out, lse,
+            *steps_q, *steps_k, *steps_v, *([0, 0, 0, 0] if mask is None else _steps(mask)),
+            0 if key_ranges is None or key_ranges.shape[0] == 1 else key_ranges.stride(0), *steps_s, *steps_o,
+            num_queries, key.shape[2], 0 if key_ranges is None else key_ranges.shape[1], shift,
             abs(scale) * LOG2_E.value,
-            HEADS=heads,
-            GROUP=heads // key.shape[1],
-            D=d,
-            D_REST=d_rest,
-            D_END=head_dim,
-            V=v,
-            V_REST=v_rest,
-            V_END=value.shape[-1],
+            HEADS=heads, GROUP=heads // key.shape[1],
+            D=d, D_REST=d_rest, D_END=head_dim, V=v, V_REST=v_rest, V_END=value.shape[-1],
             MASK="none" if mask is None else _KINDS.get(mask.dtype, "float"),
-            MASK_HAS_ROWS=mask is not None and mask.shape[2] > 1,
-            CAUSAL=is_causal,
-            HAS_RANGES=key_ranges is not None,
-            MANY_RANGES=key_ranges is not None and key_ranges.shape[1] != 1,
-            CONTINUES=out_so_far is not None,
-            NEGATIVE=scale < 0,
-            EIGHT_BITS=rounded is not None,
-            UNIT=unit,
-            BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-        )
+            MASK_HAS_ROWS=mask is not None and mask.shape[2] > 1, CAUSAL=is_causal,
+            HAS_RANGES=key_ranges is not None, MANY_RANGES=key_ranges is not None and key_ranges.shape[1] != 1,
+            CONTINUES=out_so_far is not None, NEGATIVE=scale < 0, EIGHT_BITS=rounded is not None, UNIT=unit,
+            BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.num_warps, num_stages=config.num_stages,
+        )  # fmt: skip
 
 
 def _steps(x: Tensor) -> list[int]:
-    """Strides; 0 of a dim of size 1, where they say nothing."""
+    """Return the strides, with 0 for dims of size 1, whose stride is arbitrary."""
     return [0 if size == 1 else step for size, step in zip(x.shape, x.stride(), strict=True)]
 
 
 def blocks_of(dim: int, *, least: int = 16) -> tuple[int, int]:
-    """The powers of 2, from ``least`` on, that a head dim is read in: one, or two of which the second is the smaller one, or 0.
+    """Split a head dim into one or two powers of 2 of at least ``least``. The second is smaller than the first, or 0.
 
     >>> [blocks_of(dim) for dim in (8, 64, 80, 96, 120, 192)]
     [(16, 0), (64, 0), (64, 16), (64, 32), (128, 0), (128, 64)]
@@ -263,9 +223,10 @@ def blocks_of(dim: int, *, least: int = 16) -> tuple[int, int]:
 
 
 def unit_of(steps: Iterable[int]) -> int:
-    """What all strides are multiples of, up to 8; 1 where that is 16, which Triton sees by itself.
+    """Return the largest common divisor of all strides, at most 8; 1 if it is 16, which Triton recognizes itself.
 
-    A head of 72 dims begins at 16 bytes, and a stride of 72 is no multiple of 16 elements: not told so, Triton loads element by element.
+    Triton recognizes strides that are multiples of 16. A stride of 72 is a multiple of 8 elements, which are 16 bytes,
+    but without being told Triton would load element by element.
 
     >>> [unit_of([24 * dim, dim]) for dim in (64, 72, 36, 25)]
     [1, 8, 4, 1]
@@ -275,12 +236,12 @@ def unit_of(steps: Iterable[int]) -> int:
 
 
 def blocks_of_values(dim: int, config: Config) -> tuple[int, int]:
-    """:func:`blocks_of`, or two halves where ``config`` asks for them."""
+    """Split the value's head dim by :func:`blocks_of`, or into two halves if ``config`` requires it."""
     first, rest = blocks_of(dim)
     return (first // 2, first // 2) if config.split_values and first > config.block_m and rest == 0 else (first, rest)
 
 
 torch.library.register_fake("para_core::triton_attention", fake, lib=LIBRARY)
 LIBRARY.impl("triton_attention", _launch, "CUDA")
-# Under Triton's interpreter.
+# For Triton's interpreter.
 LIBRARY.impl("triton_attention", _launch, "CPU")

@@ -1,12 +1,14 @@
-"""Attention forward on Hopper (sm_90), where the copy engine (TMA) loads the tiles: :mod:`para_core.kernels.attention` for fewer kinds of call.
+"""Attention forward on Hopper (sm_90), with tiles loaded by the copy engine (TMA).
 
-**It has not run on a device**, so no call takes it by itself: ``python -m para_core.kernels.tune --hopper`` tries it on the user's GPU, and
-keeps it where it computes what the portable kernel does, and faster. Of the portable kernel's calls it takes what long sequences ask for:
-16 bits, head dims 64, 128 and 256, no mask, at most one range of keys a sample, causal or not, from scratch or continuing.
+**It has not run on a device**, so it is never used by default: ``python -m para_core.kernels.tune --hopper`` tries it
+on the user's GPU, and keeps it if it computes the same as the portable kernel (:mod:`para_core.kernels.attention`), and
+faster. It supports the calls that matter for long
+sequences: 16 bits, head dims 64, 128 and 256, no mask, at most one key range per sample, causal or not, from scratch or
+continued.
 
-- The device describes queries, keys and values of its head to the copy engine, which then is asked for a tile by one thread: no thread
-  computes addresses, and nothing on its way is in registers. Rows behind the last key that a sample sees come as zeros.
-- SPECIALIZED: some warps ask for tiles, two groups of four others multiply and add up, each for half of the queries.
+- The kernel describes its head's queries, keys and values to the copy engine. One thread requests a tile: no thread
+  computes addresses, and loads in flight take no registers. Rows after the last visible key are read as zeros.
+- SPECIALIZED: some warps request tiles, and two groups of four other warps compute, each for half of the queries.
 """
 
 from __future__ import annotations
@@ -24,39 +26,26 @@ from para_core.kernels.attention_configs import HOPPER, Config
 from para_core.kernels.attention_kernel import LN_2, LOG2_E
 
 DTYPES = (torch.float16, torch.bfloat16)
-# What the copy engine reads begins, and its rows follow, at multiples of so many bytes.
+# The copy engine requires addresses and row strides that are multiples of this number of bytes.
 _ALIGNED = 16
 
 
 @triton.jit
 def _tiles(
-    acc,
-    total,
-    peak,
-    q,
-    keys,
-    values,
-    rows,
-    first,
-    last,
-    shift,
-    score_scale,
-    CAUSAL: tl.constexpr,
-    COMPARED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SPECIALIZED: tl.constexpr,
-):
-    """Add keys ``first`` … ``last - 1`` to the sums. COMPARED: some queries may not see some keys of a tile."""
+    acc, total, peak, q, keys, values, rows, first, last, shift, score_scale,
+    CAUSAL: tl.constexpr, COMPARED: tl.constexpr, BLOCK_N: tl.constexpr, SPECIALIZED: tl.constexpr,
+):  # fmt: skip
+    """Add keys ``first`` … ``last - 1`` to the sums. COMPARED: a tile may have keys that some queries may not see."""
     columns = tl.arange(0, BLOCK_N)
     for start in tl.range(first, last, BLOCK_N, warp_specialize=SPECIALIZED):
         scores = tl.dot(q, tl.trans(keys.load([start, 0])))
         if COMPARED:
-            seen = (start + columns < last)[None, :]
+            visible = (start + columns < last)[None, :]
             if CAUSAL:
-                seen = seen & ((start + columns)[None, :] <= rows[:, None] + shift)
-            scores = tl.where(seen, scores * score_scale, float("-inf"))
+                visible = visible & ((start + columns)[None, :] <= rows[:, None] + shift)
+            scores = tl.where(visible, scores * score_scale, float("-inf"))
             new_peak = tl.maximum(peak, tl.max(scores, 1))
-            # Of a row that has seen nothing yet: -inf minus -inf would be NaN.
+            # For a row without a visible key so far, -inf minus -inf would be NaN.
             origin = tl.where(new_peak == float("-inf"), 0.0, new_peak)
             weights = tl.exp2(scores - origin[:, None])
             shrink = tl.exp2(peak - origin)
@@ -73,50 +62,18 @@ def _tiles(
 
 @triton.jit(do_not_specialize=["num_queries", "num_keys", "shift"])
 def attention_hopper_kernel(
-    query,
-    key,
-    value,
-    ranges,
-    out_so_far,
-    lse_so_far,
-    out,
-    lse,
-    step_qb,
-    step_qh,
-    step_q,
-    step_kb,
-    step_kh,
-    step_k,
-    step_vb,
-    step_vh,
-    step_v,
-    step_rb,
-    step_sb,
-    step_sh,
-    step_s,
-    step_ob,
-    step_oh,
-    step_o,
-    num_queries,
-    num_keys,
-    shift,
-    score_scale,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    HAS_RANGE: tl.constexpr,
-    ALL_SEEN: tl.constexpr,
-    CONTINUES: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    query, key, value, ranges, out_so_far, lse_so_far, out, lse, step_qb, step_qh, step_q, step_kb, step_kh, step_k,
+    step_vb, step_vh, step_v, step_rb, step_sb, step_sh, step_s, step_ob, step_oh, step_o, num_queries, num_keys,
+    shift, score_scale,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, HAS_RANGE: tl.constexpr,
+    ALL_SEEN: tl.constexpr, CONTINUES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SPECIALIZED: tl.constexpr,
-):
-    """As :func:`para_core.kernels.attention_kernel.attention_kernel`; heads begin, and rows follow, at multiples of 16 bytes."""
+):  # fmt: skip
+    """Compute like ``attention_kernel`` of the portable kernel. Heads and rows must be aligned to 16 bytes."""
     num_tiles = tl.cdiv(num_queries, BLOCK_M)
     tile = tl.program_id(0) % num_tiles
     if CAUSAL:
-        # Those with the most keys first: short ones fill the end.
+        # Programs with the most keys start first, so that short ones fill the end.
         tile = num_tiles - 1 - tile
     head = tl.program_id(0) // num_tiles
     sample = (head // HEADS).to(tl.int64)
@@ -135,7 +92,8 @@ def attention_hopper_kernel(
     q = queries.load([start_m, 0])
     k_head = key + sample * step_kb + head // GROUP * step_kh
     v_head = value + sample * step_vb + head // GROUP * step_vh
-    # A tensor of no rows cannot be described. What is behind the last one is not read: it may be anything, and 0 · inf would be NaN.
+    # A tensor without rows cannot be described. Rows after the last one are not read: they may hold inf, and 0 · inf is
+    # NaN.
     num_rows = tl.maximum(last, 1)
     keys = tl.make_tensor_descriptor(k_head, [num_rows, D], [step_k, 1], [BLOCK_N, D])
     values = tl.make_tensor_descriptor(v_head, [num_rows, D], [step_v, 1], [BLOCK_N, D])
@@ -162,27 +120,14 @@ def attention_hopper_kernel(
         plain = first
         if not SPECIALIZED:
             plain += tl.maximum(seen_by_all - first, 0) // BLOCK_N * BLOCK_N
-    # The compiler gives roles to the warps of a kernel of one loop only (Triton 3.6 and 3.9 fail at a second one).
+    # The compiler specializes warps only in a kernel with one loop (Triton 3.6 and 3.9 fail with two).
     for COMPARED in tl.static_range(1 if SPECIALIZED and not ALL_SEEN else 0, 1 if ALL_SEEN else 2):
         acc, total, peak = _tiles(
-            acc,
-            total,
-            peak,
-            q,
-            keys,
-            values,
-            rows,
-            plain if COMPARED else first,
-            last if COMPARED else plain,
-            shift,
-            score_scale,
-            CAUSAL,
-            COMPARED,
-            BLOCK_N,
-            SPECIALIZED,
-        )
+            acc, total, peak, q, keys, values, rows, plain if COMPARED else first, last if COMPARED else plain, shift,
+            score_scale, CAUSAL, COMPARED, BLOCK_N, SPECIALIZED,
+        )  # fmt: skip
 
-    # A row without a key: its sums are 0.
+    # A row without a key has sums of 0.
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
     o_rows = out + sample * step_ob + head * step_oh + rows.to(tl.int64)[:, None] * step_o
@@ -190,13 +135,13 @@ def attention_hopper_kernel(
     tl.store(lse + lse_rows, tl.where(empty, float("-inf"), (peak + tl.log2(total)) * LN_2), mask=exists)
 
 
-# -- its launch
+# -- launch
 
 
 def takes(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, key_ranges: Tensor | None, scale: float
 ) -> bool:
-    """Whether a call of the portable kernel is one of this one, too."""
+    """Whether this kernel supports a call of the portable kernel."""
     if mask is not None or scale < 0 or not (key_ranges is None or key_ranges.shape[1] == 1) or key.shape[2] == 0:
         return False
     if query.dtype not in DTYPES or query.shape[-1] not in HOPPER or value.shape[-1] != query.shape[-1]:
@@ -225,7 +170,7 @@ def launch(
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    """:func:`para_core.kernels.attention.launch` of a call that :func:`takes` is true of."""
+    """Launch this kernel for a call that :func:`takes` accepts; for the arguments see :func:`attention.launch`."""
     batch, heads, num_queries, head_dim = query.shape
     if lse.numel() == 0:
         return
@@ -235,44 +180,22 @@ def launch(
         out_so_far = out_so_far if out_so_far.stride(-1) == 1 else out_so_far.contiguous()
         lse_so_far = lse_so_far.contiguous()
     run = partial(
-        attention_hopper_kernel[(triton.cdiv(num_queries, config.block_m) * heads * batch,)],
-        query,
-        key,
-        value,
-        key_ranges,
-        out_so_far,
-        lse_so_far,
-        out,
-        lse,
-        *query.stride()[:3],
-        *key.stride()[:3],
-        *value.stride()[:3],
+        attention_hopper_kernel[(triton.cdiv(num_queries, config.block_m) * heads * batch,)], query, key, value,
+        key_ranges, out_so_far, lse_so_far, out, lse, *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
         0 if key_ranges is None or key_ranges.shape[0] == 1 else key_ranges.stride(0),
-        *((0, 0, 0) if out_so_far is None else out_so_far.stride()[:3]),
-        *out.stride()[:3],
-        num_queries,
-        key.shape[2],
-        shift,
-        scale * LOG2_E.value,
-        HEADS=heads,
-        GROUP=heads // key.shape[1],
-        D=head_dim,
-        CAUSAL=is_causal,
-        HAS_RANGE=key_ranges is not None,
+        *((0, 0, 0) if out_so_far is None else out_so_far.stride()[:3]), *out.stride()[:3], num_queries, key.shape[2],
+        shift, scale * LOG2_E.value,
+        HEADS=heads, GROUP=heads // key.shape[1], D=head_dim, CAUSAL=is_causal, HAS_RANGE=key_ranges is not None,
         ALL_SEEN=not is_causal and key_ranges is None and key.shape[2] % config.block_n == 0,
-        CONTINUES=out_so_far is not None,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        SPECIALIZED=config.specialized,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
+        CONTINUES=out_so_far is not None, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        SPECIALIZED=config.specialized, num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
     with torch.cuda.device_of(query):
-        # In a context of its own: a user's allocator, and what else of Triton's has none, stay as they are.
-        copy_context().run(_with_room, partial(query.new_empty, dtype=torch.int8), run)
+        # In a context of its own, so that the user's allocator, or the lack of one, stays as it is.
+        copy_context().run(_with_allocator, partial(query.new_empty, dtype=torch.int8), run)
 
 
-def _with_room(new_empty: Callable[[int], Tensor], run: Callable[[], object]) -> None:
-    """Launch with memory for what the device writes for its copy engine."""
+def _with_allocator(new_empty: Callable[[int], Tensor], run: Callable[[], object]) -> None:
+    """Run a kernel with memory for the descriptors that it writes for the copy engine."""
     triton.set_allocator(lambda size, alignment, stream: new_empty(size))
     run()

@@ -1,8 +1,10 @@
-"""Not exact: attention with queries and keys of 8 bits in Triton; the contract is :mod:`para_core.kernels.attention_int8_reference`.
+"""Attention with queries and keys of 8 bits in Triton, which approximates.
 
-Three launches: the keys' mean, keys rounded, and the kernel of exact attention, which rounds its queries as it reads them, multiplies
-integers, and puts the mean back into lse. So masks, ranges, offsets and continuing are those of exact attention. Steps are of a token and a
-head, finer than the blocks of SageAttention (arXiv:2410.02367): no tile has to begin where a block does. p·v stays in 16 bits.
+The contract is :mod:`para_core.kernels.attention_int8_reference`. Three launches: the mean of the keys, the rounding of
+the keys, and the kernel of exact attention, which rounds queries when it reads them, multiplies integers, and adds the
+mean back to lse. So masks, ranges, offsets and continuation work as in exact attention. Each token and head has its own
+scale, unlike the blocks of SageAttention (arXiv:2410.02367), so tiles need not be aligned to blocks. p·v is computed in
+16 bits.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from para_core.kernels.eight_bits import to_int8
 
 DTYPES = (torch.float16, torch.bfloat16)
 NUM_WARPS = 4
-# Elements of a program: 16 bytes at once for each of its 128 threads, twice.
+# Elements of a program: two loads of 16 bytes for each of its 128 threads.
 _ELEMENTS = 2048
 
 
@@ -27,7 +29,7 @@ _ELEMENTS = 2048
 def round_keys_kernel(
     key, mean, rounded, scales, step_kb, step_kh, step_k, num_heads, num_keys, width, ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """``rounded`` and ``scales`` are contiguous, as ``mean`` is."""
+    """Round keys to 8 bits. ``mean``, ``rounded`` and ``scales`` are contiguous."""
     blocks = tl.cdiv(num_keys, ROWS)
     of_head = (tl.program_id(0) // blocks).to(tl.int64)
     row = (tl.program_id(0) % blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -57,17 +59,20 @@ def attention(
     so_far: tuple[Tensor, Tensor] | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`para_core.kernels.attention_int8_reference.attention`: float16 and bfloat16, head dims up to 256. No gradient.
+    """Compute :func:`para_core.kernels.attention_int8_reference.attention`, which approximates, without a gradient.
+
+    The dtypes are float16 and bfloat16, head dims at most 256.
 
     Raises:
-        ValueError, TypeError: shapes or dtypes that it does not take.
+        TypeError: If the dtypes differ or are not supported.
+        ValueError: If the shapes do not fit, or a head dim is too large.
     """
     if query.dtype not in DTYPES:
         raise TypeError(
-            f"query is {query.dtype}; attention in 8 bits takes float16 and bfloat16. Exact attention takes it."
+            f"query is {query.dtype}; attention in 8 bits expects float16 or bfloat16. Exact attention accepts it."
         )
     exact.check(query, key, value, mask)
-    found: tuple[Tensor, Tensor] = torch.ops.para_core.triton_attention_int8.default(
+    outputs: tuple[Tensor, Tensor] = torch.ops.para_core.triton_attention_int8.default(
         query,
         key,
         value,
@@ -79,14 +84,14 @@ def attention(
         query.shape[-1] ** -0.5 if scale is None else scale,
         query.dtype if out_dtype is None else out_dtype,
     )
-    return found
+    return outputs
 
 
 def round_keys(key: Tensor) -> RoundedKeys:
-    """Keys ``[B, H_kv, S_k, D]``, at least one, less their mean, in 8 bits."""
+    """Round keys ``[B, H_kv, S_k, D]``, at least one, to 8 bits, after subtracting their mean."""
     batch, heads, num_keys, width = key.shape
     key = key if key.stride(-1) == 1 else key.contiguous()
-    found = RoundedKeys(
+    rounded = RoundedKeys(
         key.new_empty(key.shape, dtype=torch.int8),
         key.new_empty(key.shape[:3], dtype=torch.float32),
         key.mean(2, dtype=torch.float32),
@@ -95,12 +100,12 @@ def round_keys(key: Tensor) -> RoundedKeys:
     grid = (triton.cdiv(num_keys, block["ROWS"]) * batch * heads,)
     numbers = (*key.stride()[:3], heads, num_keys, width)
     with torch.cuda.device_of(key):
-        round_keys_kernel[grid](key, found.mean, found.key, found.scales, *numbers, **block, num_warps=NUM_WARPS)
-    return found
+        round_keys_kernel[grid](key, rounded.mean, rounded.key, rounded.scales, *numbers, **block, num_warps=NUM_WARPS)
+    return rounded
 
 
 def block_of(width: int) -> dict[str, int]:
-    """The part of a head that a program rounds."""
+    """Return the part of a head that one program rounds."""
     columns = triton.next_power_of_2(width)
     return {"ROWS": max(1, _ELEMENTS // columns), "WIDTH": columns}
 
@@ -118,11 +123,11 @@ def _launch(
     scale: float,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    out, lse = exact.room(query, value, out_dtype)
+    out, lse = exact.empty_outputs(query, value, out_dtype)
     ranges = 0 if key_ranges is None else key_ranges.shape[1]
     config = config_for_int8(query, value, is_causal=is_causal, mask=mask, ranges=ranges)
     rest = (mask, key_ranges, out_so_far, lse_so_far, is_causal, shift, scale)
-    # Without a key there is no mean.
+    # The mean of no keys does not exist.
     rounded = round_keys(key) if key.numel() else None
     exact.launch(config, query, key, value, *rest, out=out, lse=lse, rounded=rounded)
     return out, lse
@@ -131,5 +136,5 @@ def _launch(
 LIBRARY.define(f"triton_attention_int8{exact.SCHEMA}", tags=exact.TAGS)
 torch.library.register_fake("para_core::triton_attention_int8", exact.fake, lib=LIBRARY)
 LIBRARY.impl("triton_attention_int8", _launch, "CUDA")
-# Under Triton's interpreter.
+# For Triton's interpreter.
 LIBRARY.impl("triton_attention_int8", _launch, "CPU")

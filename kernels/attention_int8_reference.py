@@ -1,4 +1,4 @@
-"""Not exact: attention with queries and keys of 8 bits (SageAttention, arXiv:2410.02367). What the kernel rounds, in plain PyTorch."""
+"""Attention with queries and keys of 8 bits (arXiv:2410.02367), which approximates: the contract, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from para_core.kernels.attention_reference import attention as exact_attention
 from para_core.kernels.merge_reference import merge
 
-# An element of which all are smaller is rounded to 0.
+# A row whose elements are all smaller is rounded to 0.
 SMALLEST = 1e-30
 
 
@@ -27,18 +27,18 @@ def attention(
     out_dtype: torch.dtype | None = None,
     smooth: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`para_core.kernels.attention_reference.attention`, each query and each key rounded to 255 steps of its own.
+    """Compute :func:`para_core.kernels.attention_reference.attention` with each query and key rounded to 255 steps.
 
-    From the keys of a head their mean is taken first (*smoothing*): it adds the same to all scores of a query, which softmax does not
-    see, and what is left has no channel that is far off for all keys and would leave the others few steps. ``lse`` is that of the scores
-    before, so that results over other keys, whose mean is another, can be merged with it.
+    First the mean of a head's keys is subtracted (*smoothing*): it adds the same number to all scores of a query, which
+    softmax ignores, and without it no channel is far from zero for all keys, which would leave few steps for the
+    others. ``lse`` is that of the scores with the mean, so results over other keys, with another mean, can be merged.
 
     Args:
-        query, …, out_dtype: as there; float16 or bfloat16. All keys are in the mean, hidden ones too.
-        smooth: without it, as a figure shows it beside.
+        query, …, out_dtype: As in exact attention; float16 or bfloat16. The mean is over all keys, including masked
+        ones. smooth: Whether to subtract the mean.
 
     Returns:
-        ``out`` and ``lse`` as there. Weights and values are not rounded to less than they have.
+        ``out`` and ``lse`` as in exact attention. Weights and values are not rounded further.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     mean = key.mean(2, dtype=torch.float32) if smooth else key.new_zeros(key[:, :, 0].shape, dtype=torch.float32)
@@ -65,7 +65,7 @@ def attention(
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """``x`` ``[..., D]`` as int8, and what its rows were divided by, float32: a 127th of their largest amount.
+    """Round ``x`` ``[..., D]`` to int8. Also returns each row's float32 scale: its largest absolute value / 127.
 
     >>> round_rows(torch.tensor([[127.0, -63.4, 0.5]]))
     (tensor([[127, -63,   1]], dtype=torch.int8), tensor([1.]))

@@ -1,17 +1,19 @@
-"""Attention forward on the device, from scratch or continuing from a partial result; :mod:`para_core.kernels.attention` launches it.
+"""Attention forward on the device, from scratch or continued; :mod:`para_core.kernels.attention` launches it.
 
-One program computes BLOCK_M queries of one head. It goes over the keys in tiles of BLOCK_N with an online softmax
-(FlashAttention-2, arXiv:2307.08691), in powers of 2: scores are scaled by log2(e), so that a weight is one ``ex2`` instruction.
+One program computes BLOCK_M queries of one head. It visits the keys in tiles of BLOCK_N with an online softmax
+(FlashAttention-2, arXiv:2307.08691), in powers of 2: scores are scaled by log2(e), so a weight is one ``ex2``
+instruction.
 
-- Tiles that every query sees in full are computed first and without any comparison; those at a causal diagonal, at the end
-  of the keys or of a range come last. Tiles that no query sees are not visited.
-- ``so_far`` is where the sums start: its out is the accumulator, its lse the running maximum, and the sum of weights is 1.
-  So a step of a ring is this one launch, and reads and writes the float32 partial once.
-- Triton's blocks are powers of 2. A head dim that is none is two blocks side by side (96 = 64 + 32): two products
-  with a quarter of the work that one block of 128 would waste.
-- A bool mask is read as the bytes it is, or as bits, 32 keys a word; one that is the same for all queries once per tile, not per query.
-- EIGHT_BITS, opt-in and not exact (:mod:`para_core.kernels.attention_int8`): keys came as int8, queries are rounded here, and the mean that
-  was taken from the keys is put back into lse. All else is the same.
+- Tiles that every query sees in full come first, without comparisons. Tiles at a causal diagonal, at the end of the
+  keys or of a range come last. Tiles that no query sees are not visited.
+- ``so_far`` is the start of the sums: its out is the accumulator, its lse the running maximum, and the sum of weights
+  is 1. So a ring step is one launch that reads and writes the float32 partial result once.
+- Triton's blocks are powers of 2. Another head dim is split into two blocks (96 = 64 + 32), which costs a quarter less
+  than one block of 128.
+- A bool mask is read as bytes, or as bits with 32 keys per word. A mask that is equal for all queries is read once per
+  tile.
+- EIGHT_BITS (:mod:`para_core.kernels.attention_int8`), which approximates: keys are int8, queries are rounded here, and
+  the mean that was subtracted from the keys is added back to lse.
 """
 
 from __future__ import annotations
@@ -23,48 +25,20 @@ from para_core.kernels.eight_bits import to_int8
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-# In place of finfo.min, which multiplied by log2(e) would be -inf, and hide a key from a row of nothing else.
+# finfo.min times log2(e) would be -inf, and hide all keys of a row that has only such scores.
 _LOWEST = tl.constexpr(-2.0e38)
 
 
 @triton.jit
 def _tiles(
-    acc,
-    acc_rest,
-    total,
-    peak,
-    q,
-    q_rest,
-    k_head,
-    k_scales,
-    v_head,
-    mask_head,
-    step_k,
-    step_v,
-    step_mask_rows,
-    step_mask_keys,
-    rows,
-    num_queries,
-    first,
-    last,
-    shift,
-    score_scale,
-    D: tl.constexpr,
-    D_REST: tl.constexpr,
-    D_END: tl.constexpr,
-    V: tl.constexpr,
-    V_REST: tl.constexpr,
-    V_END: tl.constexpr,
-    MASK: tl.constexpr,
-    MASK_HAS_ROWS: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    IN_RANGES: tl.constexpr,
-    NEGATIVE: tl.constexpr,
-    EIGHT_BITS: tl.constexpr,
-    COMPARED: tl.constexpr,
+    acc, acc_rest, total, peak, q, q_rest, k_head, k_scales, v_head, mask_head, step_k, step_v, step_mask_rows,
+    step_mask_keys, rows, num_queries, first, last, shift, score_scale,
+    D: tl.constexpr, D_REST: tl.constexpr, D_END: tl.constexpr, V: tl.constexpr, V_REST: tl.constexpr,
+    V_END: tl.constexpr, MASK: tl.constexpr, MASK_HAS_ROWS: tl.constexpr, CAUSAL: tl.constexpr,
+    IN_RANGES: tl.constexpr, NEGATIVE: tl.constexpr, EIGHT_BITS: tl.constexpr, COMPARED: tl.constexpr,
     BLOCK_N: tl.constexpr,
-):
-    """Add keys ``first`` … ``last - 1`` to the sums. COMPARED: some queries may not see some keys of a tile."""
+):  # fmt: skip
+    """Add keys ``first`` … ``last - 1`` to the sums. COMPARED: a tile may have keys that some queries may not see."""
     columns = tl.arange(0, BLOCK_N)
     dims = tl.arange(0, D)
     value_dims = tl.arange(0, V)
@@ -78,9 +52,9 @@ def _tiles(
         if D_REST > 0:
             more = D + tl.arange(0, D_REST)
             k = _load(k_tile + more[None, :], inside[:, None], more[None, :] < D_END, COMPARED, D_END < D + D_REST)
-            # out_dtype: Triton 3.6 takes float32 for granted, also where integers are summed.
+            # Triton 3.6 assumes a float32 result, also for integers, unless out_dtype is given.
             scores = tl.dot(q_rest, tl.trans(k), scores, input_precision="ieee", out_dtype=scores.dtype)
-        # Of a row: what its query was divided by is in it.
+        # With 8 bits, the scale of each row includes the scale of its query.
         scale_of_rows = score_scale
         if EIGHT_BITS:
             scores = scores.to(tl.float32) * _load(k_scales + keys, inside, inside, COMPARED, False)[None, :]
@@ -96,7 +70,7 @@ def _tiles(
             scores = scores * scale_of_rows
             if MASK != "none":
                 if MASK == "bits":
-                    told = _bits(
+                    mask_tile = _bits(
                         mask_head,
                         step_mask_rows,
                         step_mask_keys,
@@ -115,20 +89,20 @@ def _tiles(
                         exists = inside[None, :] & (rows < num_queries)[:, None]
                     else:
                         exists = inside[None, :]
-                    told = tl.load(at, mask=exists, other=0)
+                    mask_tile = tl.load(at, mask=exists, other=0)
                 if MASK != "float":
-                    scores = tl.where(told != 0, scores, float("-inf"))
+                    scores = tl.where(mask_tile != 0, scores, float("-inf"))
                 else:
-                    told = told.to(tl.float32)
-                    bias = tl.maximum(told, _LOWEST) * LOG2_E
-                    scores += tl.where(told == float("-inf"), float("-inf"), bias)
+                    mask_tile = mask_tile.to(tl.float32)
+                    bias = tl.maximum(mask_tile, _LOWEST) * LOG2_E
+                    scores += tl.where(mask_tile == float("-inf"), float("-inf"), bias)
             if COMPARED:
-                seen = inside[None, :]
+                visible = inside[None, :]
                 if CAUSAL:
-                    seen = seen & (keys[None, :] <= rows[:, None] + shift)
-                scores = tl.where(seen, scores, float("-inf"))
+                    visible = visible & (keys[None, :] <= rows[:, None] + shift)
+                scores = tl.where(visible, scores, float("-inf"))
             new_peak = tl.maximum(peak, tl.max(scores, 1))
-            # Of a row that has seen nothing yet: -inf minus -inf would be NaN.
+            # For a row without a visible key so far, -inf minus -inf would be NaN.
             origin = tl.where(new_peak == float("-inf"), 0.0, new_peak)
             weights = tl.exp2(scores - origin[:, None])
             shrink = tl.exp2(peak - origin)
@@ -147,7 +121,7 @@ def _tiles(
 
 @triton.jit
 def _rounded(x, x_rest, mean, score_scale, D: tl.constexpr, D_REST: tl.constexpr, D_END: tl.constexpr):
-    """Rows in int8, what their scores are to be multiplied by, and what ``mean`` would have added to these."""
+    """Round rows to int8. Also returns the scale of their scores, and what ``mean`` would add to the scores."""
     dims = tl.arange(0, D)
     x = x.to(tl.float32)
     largest = tl.max(tl.abs(x), 1)
@@ -157,7 +131,7 @@ def _rounded(x, x_rest, mean, score_scale, D: tl.constexpr, D_REST: tl.constexpr
         x_rest = x_rest.to(tl.float32)
         largest = tl.maximum(largest, tl.max(tl.abs(x_rest), 1))
         lost += tl.sum(x_rest * tl.load(mean + more, mask=more < D_END, other=0.0)[None, :], 1)
-    # No integer is NaN: what is not finite is so in ``lost``, and stays so.
+    # Integers cannot be NaN: a row that is not finite makes ``lost`` NaN, and so its scale.
     step = tl.maximum(largest, 1e-30) / 127 + 0.0 * lost
     x = to_int8(x / step[:, None])
     if D_REST > 0:
@@ -178,9 +152,9 @@ def _bits(
     ANY_START: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """What a mask of bits tells of a tile, 0 or 1: ``[rows or 1, BLOCK_N]``. A word of 32 keys is loaded once.
+    """Read a tile of a mask of bits as 0 or 1: ``[rows or 1, BLOCK_N]``. A word of 32 keys is loaded once.
 
-    ANY_START: ``start`` may be no multiple of 32.
+    ANY_START: ``start`` need not be a multiple of 32.
     """
     groups = tl.arange(0, BLOCK_N // 32)
     at = words + (start // 32 + groups).to(tl.int64)[None, :] * step_words
@@ -190,18 +164,18 @@ def _bits(
         exists = exists & (rows < num_queries)[:, None]
     word = tl.load(at, mask=exists, other=0)
     if ANY_START:
-        # The last keys of a group are in the word behind.
+        # The last keys of a group are in the next word.
         exists = exists & ((start // 32 + groups + 1) * 32 < last)[None, :]
-        behind = tl.load(at + step_words, mask=exists, other=0)
-        both = (behind.to(tl.int64) << 32) | (word.to(tl.int64) & 0xFFFFFFFF)
+        next_word = tl.load(at + step_words, mask=exists, other=0)
+        both = (next_word.to(tl.int64) << 32) | (word.to(tl.int64) & 0xFFFFFFFF)
         word = (both >> (start % 32)).to(tl.int32)
-    told = (word[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1
-    return tl.reshape(told, [told.shape[0], BLOCK_N])
+    bits = (word[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1
+    return tl.reshape(bits, [bits.shape[0], BLOCK_N])
 
 
 @triton.jit
 def _load(at, row_exists, dim_exists, SOME_ROWS: tl.constexpr, SOME_DIMS: tl.constexpr):
-    """A block; 0 where it is outside of the tensor."""
+    """Load a block, with 0 outside the tensor."""
     if SOME_ROWS and SOME_DIMS:
         block = tl.load(at, mask=row_exists & dim_exists, other=0.0)
     elif SOME_ROWS:
@@ -215,73 +189,26 @@ def _load(at, row_exists, dim_exists, SOME_ROWS: tl.constexpr, SOME_DIMS: tl.con
 
 @triton.jit(do_not_specialize=["num_queries", "num_keys", "num_ranges", "shift"])
 def attention_kernel(
-    query,
-    key,
-    value,
-    mask,
-    ranges,
-    out_so_far,
-    lse_so_far,
-    key_scales,
-    key_mean,
-    out,
-    lse,
-    step_qb,
-    step_qh,
-    step_q,
-    step_kb,
-    step_kh,
-    step_k,
-    step_vb,
-    step_vh,
-    step_v,
-    step_mb,
-    step_mh,
-    step_mask_rows,
-    step_mask_keys,
-    step_rb,
-    step_sb,
-    step_sh,
-    step_s,
-    step_ob,
-    step_oh,
-    step_o,
-    num_queries,
-    num_keys,
-    num_ranges,
-    shift,
-    score_scale,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    D_REST: tl.constexpr,
-    D_END: tl.constexpr,
-    V: tl.constexpr,
-    V_REST: tl.constexpr,
-    V_END: tl.constexpr,
-    MASK: tl.constexpr,
-    MASK_HAS_ROWS: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    HAS_RANGES: tl.constexpr,
-    MANY_RANGES: tl.constexpr,
-    CONTINUES: tl.constexpr,
-    NEGATIVE: tl.constexpr,
-    EIGHT_BITS: tl.constexpr,
-    UNIT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    query, key, value, mask, ranges, out_so_far, lse_so_far, key_scales, key_mean, out, lse, step_qb, step_qh, step_q,
+    step_kb, step_kh, step_k, step_vb, step_vh, step_v, step_mb, step_mh, step_mask_rows, step_mask_keys, step_rb,
+    step_sb, step_sh, step_s, step_ob, step_oh, step_o, num_queries, num_keys, num_ranges, shift, score_scale,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_REST: tl.constexpr, D_END: tl.constexpr,
+    V: tl.constexpr, V_REST: tl.constexpr, V_END: tl.constexpr, MASK: tl.constexpr, MASK_HAS_ROWS: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_RANGES: tl.constexpr, MANY_RANGES: tl.constexpr, CONTINUES: tl.constexpr,
+    NEGATIVE: tl.constexpr, EIGHT_BITS: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-):
-    """One program per BLOCK_M queries of a head; ``step_*``: strides in elements, of query, key, value and outs in units of UNIT elements;
-    last dims have stride 1.
+):  # fmt: skip
+    """Compute BLOCK_M queries of one head per program.
 
-    D, D_REST: the blocks that the D_END dims of query and key are read in; V, V_REST, V_END: of value, likewise.
-    shift: how much further than its own index a query sees, causally. NEGATIVE: the scale is, and score_scale its amount.
-    key_scales, key_mean: with EIGHT_BITS, ``[B, H_kv, S_k]`` and ``[B, H_kv, D_END]``, float32.
+    ``step_*`` are strides in elements, those of query, key, value and outs in units of UNIT elements. Last dims have
+    stride 1. The D_END dims of query and key are read in blocks of D and D_REST; those of value likewise in V and
+    V_REST up to V_END. Query i sees keys up to i + shift if CAUSAL. With NEGATIVE the scale is ``-score_scale``. With
+    EIGHT_BITS, key_scales is ``[B, H_kv, S_k]`` and key_mean ``[B, H_kv, D_END]``, float32.
     """
     num_tiles = tl.cdiv(num_queries, BLOCK_M)
     tile = tl.program_id(0) % num_tiles
     if CAUSAL:
-        # Those with the most keys first: short ones fill the end.
+        # Programs with the most keys start first, so that short ones fill the end.
         tile = num_tiles - 1 - tile
     head = tl.program_id(0) // num_tiles
     sample = (head // HEADS).to(tl.int64)
@@ -294,7 +221,7 @@ def attention_kernel(
     value_dims = tl.arange(0, V)
     more_v = V + tl.arange(0, V_REST if V_REST > 0 else V)
     lse_rows = (sample * HEADS + head) * num_queries + rows
-    # Before the queries: both pass through shared memory, and its room is needed once.
+    # Loaded before the queries: both pass through the same shared memory.
     if CONTINUES:
         peak = tl.load(lse_so_far + lse_rows, mask=rows < num_queries, other=float("-inf")) * LOG2_E
         total = tl.where(peak == float("-inf"), 0.0, 1.0)
@@ -338,13 +265,13 @@ def attention_kernel(
     if CONTINUES:
         peak -= lost
 
-    # One range, all keys, where there are none. A loop around those over the tiles takes registers.
-    for place in range(num_ranges if MANY_RANGES else 1):
+    # Without ranges, one range holds all keys. A loop around the loop over tiles would take registers.
+    for index in range(num_ranges if MANY_RANGES else 1):
         first = 0
         last = num_keys
         if HAS_RANGES:
-            first = tl.maximum(tl.load(ranges + sample * step_rb + 2 * place), 0)
-            last = tl.minimum(tl.load(ranges + sample * step_rb + 2 * place + 1), num_keys)
+            first = tl.maximum(tl.load(ranges + sample * step_rb + 2 * index), 0)
+            last = tl.minimum(tl.load(ranges + sample * step_rb + 2 * index + 1), num_keys)
         seen_by_all = last
         if CAUSAL:
             seen_by_all = tl.minimum(last, start_m + shift + 1)
@@ -352,43 +279,13 @@ def attention_kernel(
         plain = first + tl.maximum(seen_by_all - first, 0) // BLOCK_N * BLOCK_N
         for COMPARED in tl.static_range(2):
             acc, acc_rest, total, peak = _tiles(
-                acc,
-                acc_rest,
-                total,
-                peak,
-                q,
-                q_rest,
-                k_head,
-                k_scales,
-                v_head,
-                mask_head,
-                step_k * UNIT,
-                step_v * UNIT,
-                step_mask_rows,
-                step_mask_keys,
-                rows,
-                num_queries,
-                plain if COMPARED else first,
-                last if COMPARED else plain,
-                shift,
-                score_scale,
-                D,
-                D_REST,
-                D_END,
-                V,
-                V_REST,
-                V_END,
-                MASK,
-                MASK_HAS_ROWS,
-                CAUSAL,
-                HAS_RANGES,
-                NEGATIVE,
-                EIGHT_BITS,
-                COMPARED,
-                BLOCK_N,
-            )
+                acc, acc_rest, total, peak, q, q_rest, k_head, k_scales, v_head, mask_head, step_k * UNIT,
+                step_v * UNIT, step_mask_rows, step_mask_keys, rows, num_queries, plain if COMPARED else first,
+                last if COMPARED else plain, shift, score_scale, D, D_REST, D_END, V, V_REST, V_END, MASK,
+                MASK_HAS_ROWS, CAUSAL, HAS_RANGES, NEGATIVE, EIGHT_BITS, COMPARED, BLOCK_N,
+            )  # fmt: skip
 
-    # A row without a key: its sums are 0.
+    # A row without a key has sums of 0.
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
     o_rows = out + (sample * step_ob + head * step_oh + rows.to(tl.int64)[:, None] * step_o) * UNIT
@@ -401,5 +298,5 @@ def attention_kernel(
         tl.store(
             o_rows + more_v[None, :], acc_rest.to(out.dtype.element_ty), mask=row_exists & (more_v[None, :] < V_END)
         )
-    found = tl.where(empty, float("-inf"), (peak + tl.log2(total) + lost) * LN_2)
-    tl.store(lse + lse_rows, found, mask=rows < num_queries)
+    lse_out = tl.where(empty, float("-inf"), (peak + tl.log2(total) + lost) * LN_2)
+    tl.store(lse + lse_rows, lse_out, mask=rows < num_queries)

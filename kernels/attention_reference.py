@@ -1,4 +1,4 @@
-"""Attention over some of the keys, from scratch or from what was found for others: the contract, in plain PyTorch."""
+"""Attention over some of the keys, from scratch or continued from other keys: the contract, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ def attention(
     so_far: tuple[Tensor, Tensor] | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of queries over these keys and, with ``so_far``, over those that were attended to before.
+    """Compute attention of queries over these keys and, with ``so_far``, over keys that were attended to before.
 
-    Everything that hides a key hides it: ``mask``, ``is_causal`` and ``key_ranges`` together. Sums are in float32 at least.
+    A key is visible if ``mask``, ``is_causal`` and ``key_ranges`` all permit it. Sums are in float32 at least.
 
     Args:
-        query: ``[B, H, S_q, D]``, of any strides: ``[B, S_q, H, D]`` in memory is as good.
+        query: ``[B, H, S_q, D]``, of any strides; ``[B, S_q, H, D]`` memory is as fast.
         key, value: ``[B, H_kv, S_k, D]``, ``[B, H_kv, S_k, D_v]``. H_kv divides H: query head i uses key head
             ``i // (H // H_kv)``.
-        mask: bool (True where a query sees a key) or float (added to the scores), 4-D, broadcastable to
-            ``[B, H, S_q, S_k]``; or int32, a bool mask of :func:`pack_bits`, 32 keys a word.
-        is_causal: query i sees key j if ``j + key_offset <= i + query_offset``.
-        query_offset, key_offset: the position of the first query and of the first key in the whole sequence.
-        key_ranges: ``[B or 1, R, 2]``, int32: sample b sees keys ``start <= j < end`` of its R ranges ``(start, end)``, ascending and
-            disjoint, within S_k. See :func:`ranges_of_lengths`.
-        scale: of the scores; ``1 / sqrt(D)`` if None.
+        mask: Bool (True if a query sees a key) or float (added to the scores), 4-D, broadcastable to
+            ``[B, H, S_q, S_k]``; or int32, a bool mask packed by :func:`pack_bits`, with 32 keys per word.
+        is_causal: Query i sees key j if ``j + key_offset <= i + query_offset``.
+        query_offset, key_offset: Position of the first query and of the first key in the whole sequence.
+        key_ranges: ``[B or 1, R, 2]``, int32: sample b sees keys ``start <= j < end`` of its R ranges ``(start, end)``,
+            ascending and disjoint, within S_k. See :func:`ranges_of_lengths`.
+        scale: Scale of the scores; ``1 / sqrt(D)`` if None.
         so_far: ``out`` ``[B, H, S_q, D_v]`` and ``lse`` ``[B, H, S_q]`` over other keys, float32.
-        out_dtype: of ``out``; query's if None. float32 is what the next call continues from.
+        out_dtype: Dtype of ``out``; query's if None. The next call continues from float32.
 
     Returns:
-        ``out`` ``[B, H, S_q, D_v]``, ``[B, S_q, H, D_v]`` in memory, and ``lse`` ``[B, H, S_q]``, natural log, float32 (float64 for
-        float64 input). A row that sees no key gives 0 and -inf. A row whose scores are all as low as ``finfo.min``
-        gives the mean of the values, as ``scaled_dot_product_attention`` does, and a finite lse.
+        ``out`` ``[B, H, S_q, D_v]``, with ``[B, S_q, H, D_v]`` memory, and ``lse`` ``[B, H, S_q]``, natural log,
+        float32 (float64 for float64 input). A row that sees no key gives 0 and -inf. A row whose scores are all as low
+        as ``finfo.min`` gives the mean of the values, like ``scaled_dot_product_attention``, and a finite lse.
     """
     dtype = torch.promote_types(query.dtype, torch.float32)
     group = query.shape[1] // key.shape[1]
@@ -65,8 +65,8 @@ def attention(
         scores = scores.masked_fill(keys > queries[:, None], -inf)
     if key_ranges is not None:
         keys = torch.arange(key.shape[2], device=key.device)[:, None]
-        seen = ((key_ranges[:, None, :, 0] <= keys) & (keys < key_ranges[:, None, :, 1])).any(-1)
-        scores = scores.masked_fill(~seen[:, None, None], -inf)
+        visible = ((key_ranges[:, None, :, 0] <= keys) & (keys < key_ranges[:, None, :, 1])).any(-1)
+        scores = scores.masked_fill(~visible[:, None, None], -inf)
     lse = torch.logsumexp(scores, dim=-1)
     out = torch.softmax(scores, dim=-1).masked_fill((lse == -inf)[..., None], 0.0) @ value
     if so_far is not None:
@@ -79,51 +79,54 @@ def attention(
 
 
 def pack_bits(mask: Tensor) -> Tensor:
-    """A bool mask ``[..., S_k]`` as int32 ``[..., ceil(S_k / 32)]``: bit ``j % 32`` of word ``j // 32`` is key j.
+    """Pack bools ``[..., S_k]`` into int32 ``[..., ceil(S_k / 32)]``; key j is bit ``j % 32`` of word ``j // 32``.
 
     >>> pack_bits(torch.arange(34) % 32 < 2).tolist()
     [3, 3]
     """
     bits = F.pad(mask, (0, -mask.shape[-1] % 32)).unflatten(-1, (-1, 32)).to(torch.int32)
-    # Each bit is in one term, so the sum is their union; the highest one is the sign.
+    # Each bit occurs in one term, so the sum is the union. The highest bit is the sign.
     words: Tensor = (bits << torch.arange(32, device=mask.device, dtype=torch.int32)).sum(-1, dtype=torch.int32)
     return words
 
 
 def unpack_bits(words: Tensor, num_keys: int) -> Tensor:
-    """The bool mask ``[..., num_keys]`` of what :func:`pack_bits` made."""
+    """Unpack a bool mask ``[..., num_keys]`` from the words of :func:`pack_bits`."""
     bits = words[..., None] >> torch.arange(32, device=words.device, dtype=torch.int32) & 1
-    seen: Tensor = bits.flatten(-2)[..., :num_keys].bool()
-    return seen
+    mask: Tensor = bits.flatten(-2)[..., :num_keys].bool()
+    return mask
 
 
 def in_float32(mask: Tensor) -> Tensor:
-    """A float mask in at most 32 bits: what is lower than these have still hides keys alike, and must not become -inf."""
+    """Return a float mask in at most 32 bits. Finite numbers below float32's range stay finite."""
     if mask.dtype != torch.float64:
         return mask
     return mask.clamp(min=torch.finfo(torch.float32).min).float().masked_fill_(mask == -inf, -inf)
 
 
 def ranges_of_lengths(lengths: Tensor, segments: Sequence[int]) -> Tensor:
-    """``key_ranges`` of keys that are padded at the end of each segment.
+    """Return ``key_ranges`` for keys that are padded at the end of each segment.
 
     Args:
-        lengths: ``[B]``, or ``[B, R]`` with a column for each segment: how many of its keys are no padding.
-        segments: how many keys each of the R segments has, padding included.
+        lengths: ``[B]``, or ``[B, R]`` with a column per segment: number of keys that are not padding.
+        segments: Number of keys of each of the R segments, padding included.
 
     Returns:
         ``[B, R, 2]``, int32, on the device of ``lengths``.
 
+    Raises:
+        ValueError: If ``lengths`` has another number of columns than there are segments.
+
     >>> ranges_of_lengths(torch.tensor([3, 5]), [5]).tolist()
     [[[0, 3]], [[0, 5]]]
-    >>> ranges_of_lengths(torch.tensor([[2, 4]]), [5, 4]).tolist()  # of 5 text tokens 2 are padding … the image follows
+    >>> ranges_of_lengths(torch.tensor([[2, 4]]), [5, 4]).tolist()  # 5 text tokens with 2 valid ones, then the image
     [[[0, 2], [5, 9]]]
     """
     if lengths.ndim == 1:
         lengths = lengths[:, None]
     if lengths.shape[-1] != len(segments):
         raise ValueError(
-            f"lengths is {list(lengths.shape)} for {len(segments)} segments; expected [B, {len(segments)}], a column each."
+            f"lengths is {list(lengths.shape)} for {len(segments)} segments; expected [B, {len(segments)}]."
         )
     starts = torch.tensor([0, *segments[:-1]]).cumsum(0).to(lengths)
     return torch.stack([starts.expand_as(lengths), starts + lengths], dim=-1).to(torch.int32)

@@ -1,4 +1,4 @@
-"""Small tensors of constants on a device: computed once, kept, and never kept in the memory pool of a CUDA graph."""
+"""Small constant tensors on a device that are computed once and kept, but never in the memory pool of a CUDA graph."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ def is_capturing() -> bool:
 
 
 def new_table(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return ``torch.tensor(numbers)`` on ``device``. The host does not wait; a CUDA graph can record it."""
+    """Return ``torch.tensor(numbers)`` on ``device`` without waiting for it. Can be recorded in a CUDA graph."""
     if is_capturing():
-        # A copy from pageable memory cannot be recorded. Filling is slower, but a call before the capture makes it unnecessary.
+        # A copy from pageable memory cannot be recorded. Filling is slower, but only needed without a call before the
+        # capture.
         return torch.stack([torch.full((), number, dtype=dtype, device=device) for number in numbers])
     return torch.tensor(numbers, dtype=dtype).to(device, non_blocking=True)
 
 
 def kept_outside_graphs(make: Callable[[Unpack[Key]], Tensor]) -> Callable[[Unpack[Key]], Tensor]:
-    """Decorate ``make(*key)``, so that the tensors of the last ``MOST_TABLES`` keys are kept, one of which is the device.
+    """Decorate ``make(*key)`` to keep the tensors of the last ``MOST_TABLES`` keys. A key includes the device.
 
-    A tensor that is made while a CUDA graph is recorded lies in the memory pool of the graph, which uses its memory again. It is
-    returned, and not kept. A tensor that a graph refers to is kept for good, because each replay reads it.
+    A tensor made during the capture of a CUDA graph lies in the graph's memory pool, which reuses its memory: it is
+    returned and not kept. A kept tensor that a graph refers to is never dropped, because each replay reads it.
     """
     tables: dict[Hashable, Tensor] = {}
     recorded: dict[Hashable, Tensor] = {}
@@ -40,7 +41,7 @@ def kept_outside_graphs(make: Callable[[Unpack[Key]], Tensor]) -> Callable[[Unpa
     @wraps(make)
     def table_of(*key: *Key) -> Tensor:
         if torch.compiler.is_compiling():
-            # A tensor of a tracer is gone with the graph.
+            # A tracer's tensors do not outlive its graph.
             return make(*key)
         with lock:
             table = recorded.get(key)
@@ -48,7 +49,7 @@ def kept_outside_graphs(make: Callable[[Unpack[Key]], Tensor]) -> Callable[[Unpa
                 table = tables.pop(key, None)
                 capturing = is_capturing()
                 if table is None:
-                    # An inference tensor could not be saved for a backward later.
+                    # An inference tensor could not be saved for a later backward.
                     with torch.inference_mode(False):
                         table = make(*key)
                     if capturing:

@@ -1,7 +1,8 @@
-"""Packing and unpacking in one launch each, whatever the number of ranks and tensors; see :mod:`para_core.kernels.exchange_reference`.
+"""Packing and unpacking in one launch each, for any number of ranks; see :mod:`para_core.kernels.exchange_reference`.
 
-A program copies some rows ``[D]`` of one head of one region. Each element is read once and written once. Copies know no dtype: the
-kernel sees integers of as many bytes. Rounded to 8 bits, a row's largest amount is found in the registers that hold the row: no launch more.
+A program copies some rows ``[D]`` of one head of one region. Each element is read once and written once. Copies do not
+depend on the dtype: the kernel copies integers of equal size. Rounding to 8 bits takes no further launch, because the
+registers that hold a row also give its largest absolute value.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def _copy_rows(
     ROWS: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr, PACK: tl.constexpr,
     SCALE: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    # The compiler sees a multiple of UNIT, and copies as much at once.
+    # Tells the compiler that the width is a multiple of UNIT, so that it copies UNIT elements at once.
     width = units * UNIT
     token = tl.load(region + 1)
     num_tokens = tl.load(region + 2)
@@ -63,7 +64,7 @@ def _copy_rows(
 def _write_rounded(x, of_buffer, column, inside, width, exists, SCALE: tl.constexpr, LARGEST: tl.constexpr):
     number = tl.load(x, mask=inside, other=0.0).to(tl.float32)
     amount = tl.abs(number)
-    # A maximum leaves NaN out.
+    # tl.max ignores NaN.
     largest = tl.max(tl.where(amount == amount, amount, float("inf")), 1)
     scale = tl.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32))
     scale = tl.where(scale == 0.0, 1.0, scale)[:, None]
@@ -85,8 +86,8 @@ def _read_rounded(x, of_buffer, column, inside, width, exists, SCALE: tl.constex
     tl.store(x, (number * scale[:, None]).to(x.dtype.element_ty), mask=inside)
 
 
-# These differ from rank to rank. Specialized for 1 and for multiples of 16, as Triton does by default, the kernel would be compiled in the
-# middle of a run, on one rank, for which the others wait.
+# These arguments differ between ranks. By default Triton specializes a kernel for 1 and for multiples of 16: it would
+# be compiled in the middle of a run, on one rank, while the others wait.
 @triton.jit(do_not_specialize=["num_blocks", "most_heads", "batch", "x_width", "y_width", "z_width"])
 def exchange_kernel(
     x, y, z, buffer, regions, num_blocks, most_heads, batch, x_width, y_width, z_width,
@@ -94,12 +95,14 @@ def exchange_kernel(
     ROWS: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr, PACK: tl.constexpr,
     SCALE: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Copy rows of up to three tensors into ``buffer``, or out of it.
+    """Copy rows of up to three tensors into ``buffer``, or back.
 
-    UNIT: elements in which ``x_width``, ``y_width`` and ``z_width`` count. ALIGNED: elements of the buffer of which offsets and steps are
-    multiples. SCALE: bytes after each row; 0: rows are not rounded. LARGEST: the largest number of the format that they are rounded to.
+    UNIT: unit of ``x_width``, ``y_width`` and ``z_width`` in elements. ALIGNED: divisor of all offsets and steps in the
+        buffer.
+    SCALE: bytes after each row; 0 if rows are not rounded. LARGEST: largest number of the format that they are rounded
+        to.
     """
-    # Heads fastest: what lies beside each other in memory is copied at the same time.
+    # The head varies fastest, so that neighbouring memory is copied at the same time.
     head = (tl.program_id(0) % most_heads).to(tl.int64)
     of_box = tl.program_id(0) // most_heads
     block = (of_box % num_blocks).to(tl.int64)
@@ -123,19 +126,19 @@ def exchange_kernel(
 
 
 def pack(tensors: Sequence[Tensor], regions: Sequence[CopyRegion], buffer: Tensor) -> Tensor:
-    """:func:`para_core.kernels.exchange_reference.pack`, of up to three tensors."""
+    """Copy like :func:`para_core.kernels.exchange_reference.pack`, from up to three tensors."""
     _launch(*_as_integers(tensors, buffer), regions, pack=True)
     return buffer
 
 
 def unpack(buffer: Tensor, regions: Sequence[CopyRegion], tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """:func:`para_core.kernels.exchange_reference.unpack`, of up to three tensors."""
+    """Copy like :func:`para_core.kernels.exchange_reference.unpack`, into up to three tensors."""
     _launch(*_as_integers(tensors, buffer), regions, pack=False)
     return tensors
 
 
 def pack_rounded(tensors: Sequence[Tensor], regions: Sequence[CopyRegion], buffer: Tensor, to: torch.dtype) -> Tensor:
-    """:func:`para_core.kernels.exchange_reference.pack_rounded`, of up to three tensors, bit for bit."""
+    """Round like :func:`para_core.kernels.exchange_reference.pack_rounded`, bit for bit, from up to three tensors."""
     _launch(tensors, buffer, regions, pack=True, eight_bits=to)
     return buffer
 
@@ -143,7 +146,7 @@ def pack_rounded(tensors: Sequence[Tensor], regions: Sequence[CopyRegion], buffe
 def unpack_rounded(
     buffer: Tensor, regions: Sequence[CopyRegion], tensors: Sequence[Tensor], of: torch.dtype
 ) -> Sequence[Tensor]:
-    """:func:`para_core.kernels.exchange_reference.unpack_rounded`, into up to three tensors."""
+    """Read like :func:`para_core.kernels.exchange_reference.unpack_rounded`, into up to three tensors."""
     _launch(tensors, buffer, regions, pack=False, eight_bits=of)
     return tensors
 
@@ -162,34 +165,22 @@ def _launch(
     eight_bits: torch.dtype | None = None,
 ) -> None:
     if len(tensors) > MOST_TENSORS:
-        raise ValueError(f"{len(tensors)} tensors; expected at most {MOST_TENSORS}. Pack the others on their own.")
+        raise ValueError(f"{len(tensors)} tensors; expected at most {MOST_TENSORS}. Pack the others in another call.")
     batch = tensors[0].shape[0]
     rows = batch * max([region.tokens for region in regions], default=0)
     most_heads = max([region.heads for region in regions], default=0)
     if not rows * most_heads or not buffer.numel():
         return
-    # Every pointer has to be one, though no region may say so.
+    # Every pointer argument must be a tensor, even if no region uses it.
     x, y, z = [*tensors, tensors[0], tensors[0]][:MOST_TENSORS]
     widths = [x.shape[3], y.shape[3], z.shape[3]]
     block = block_of(widths, x.element_size(), eight_bits)
     num_blocks = triton.cdiv(rows, block["ROWS"])
     exchange_kernel[(num_blocks * most_heads * len(regions),)](
-        x,
-        y,
-        z,
-        buffer,
-        _on_device(tuple(regions), buffer.device),
-        num_blocks,
-        most_heads,
-        batch,
-        *[width // block["UNIT"] for width in widths],
-        *x.stride(),
-        *y.stride(),
-        *z.stride(),
-        **block,
-        PACK=pack,
-        num_warps=NUM_WARPS,
-    )
+        x, y, z, buffer, _on_device(tuple(regions), buffer.device), num_blocks, most_heads, batch,
+        *[width // block["UNIT"] for width in widths], *x.stride(), *y.stride(), *z.stride(),
+        **block, PACK=pack, num_warps=NUM_WARPS,
+    )  # fmt: skip
 
 
 @kept_outside_graphs
@@ -199,7 +190,7 @@ def _on_device(regions: tuple[CopyRegion, ...], device: torch.device) -> Tensor:
 
 
 def block_of(widths: Sequence[int], size: int, eight_bits: torch.dtype | None) -> dict[str, Any]:
-    """The part of a region that a program copies, of elements of ``size`` bytes, and how it travels."""
+    """Return the kernel's constants for elements of ``size`` bytes: the rows of a program, and the format."""
     columns = triton.next_power_of_2(max(widths))
     scale, aligned = (0, 16) if eight_bits is None else (SCALE_BYTES, SCALE_BYTES)
     return {

@@ -1,7 +1,7 @@
-"""Packing what goes to other ranks into one flat buffer, and unpacking what came: the contract, in plain PyTorch.
+"""Packing of what goes to other ranks into one flat buffer, and unpacking: the contract, in plain PyTorch.
 
-As it is, or, which is not exact, rounded to 8 bits: of each token and head ``[D]`` then D numbers of ``torch.int8`` or
-``torch.float8_e4m3fn`` travel, and behind them the float32 that they are multiplied by.
+Tensors travel as they are or rounded to 8 bits, which approximates: then each token and head ``[D]`` is D numbers of
+``torch.int8`` or ``torch.float8_e4m3fn``, followed by a float32 scale.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
 class CopyRegion(NamedTuple):
-    """Some heads of some tokens of a tensor ``[B, H, S, D]``, and where they are in a flat buffer.
+    """Some heads of some tokens of a tensor ``[B, H, S, D]``, and their position in a flat buffer.
 
-    There they lie as ``[tokens, B, heads, D]``, the rows ``[heads, D]`` of one token and sample behind those of the one before,
-    in steps that leave room for other regions. Rounded, a head has D + 4 bytes in the place of D elements.
+    The buffer holds them as ``[tokens, B, heads, D]``, with a row ``[heads, D]`` per token and sample; the step between
+    rows leaves space for other regions. Rounded, a head takes D + 4 bytes.
 
     Args:
-        tensor: which of those given.
-        token, tokens, head, heads: the first, and how many.
-        offset: of the region in the buffer, in elements of it.
-        step: from one row to the next, in elements of the buffer; at least heads · D, rounded heads · (D + 4).
+        tensor (`int`): Index of the tensor.
+        token, tokens (`int`): First token, and number of tokens.
+        head, heads (`int`): First head, and number of heads.
+        offset (`int`): Position in the buffer, in elements.
+        step (`int`): Distance between rows in the buffer, in elements: at least heads · D, rounded heads · (D + 4).
     """
 
     tensor: int
@@ -39,12 +40,12 @@ class CopyRegion(NamedTuple):
 
 
 def pack(tensors: Sequence[Tensor], regions: Sequence[CopyRegion], buffer: Tensor) -> Tensor:
-    """Copy all regions from the tensors into ``buffer``, which is returned.
+    """Copy all regions from the tensors into ``buffer``, and return it.
 
     Args:
-        tensors: ``[B, H, S, D]``, of any strides and one dtype; B is the same for all, D need not be.
-        regions: in the buffer no two overlap.
-        buffer: flat, contiguous. What no region covers stays as it is.
+        tensors: ``[B, H, S, D]``, of any strides and one dtype. B is equal for all, D may differ.
+        regions: Regions that do not overlap in the buffer.
+        buffer: Flat and contiguous. Elements outside all regions are not changed.
     """
     for region in regions:
         _in_buffer(region, tensors, buffer).copy_(_in_tensor(region, tensors))
@@ -52,17 +53,18 @@ def pack(tensors: Sequence[Tensor], regions: Sequence[CopyRegion], buffer: Tenso
 
 
 def unpack(buffer: Tensor, regions: Sequence[CopyRegion], tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Copy all regions from ``buffer`` into the tensors, which are returned; args as for :func:`pack`, no two overlap in a tensor."""
+    """Copy all regions from ``buffer`` into the tensors, in which they do not overlap, and return the tensors."""
     for region in regions:
         _in_tensor(region, tensors).copy_(_in_buffer(region, tensors, buffer))
     return tensors
 
 
 def pack_rounded(tensors: Sequence[Tensor], regions: Sequence[CopyRegion], buffer: Tensor, to: torch.dtype) -> Tensor:
-    """:func:`pack` into a buffer of bytes, rounded to the nearest number of ``to``: int8 (halves upwards) or float8_e4m3fn (to even).
+    """Round to the nearest number of ``to``, and pack into a buffer of bytes.
 
-    A scale is the largest amount of a token and head, divided by that of ``to``, or 1 if it is 0. What is not finite makes all of its
-    token and head NaN.
+    ``to`` is int8 (halves upwards) or float8_e4m3fn (halves to even). The scale of a token and head is its largest
+    absolute value divided by the largest number of ``to``, or 1 if it is 0. If any element is not finite, all of the
+    token and head become NaN.
     """
     for region in regions:
         _in_buffer(region, tensors, buffer, SCALE_BYTES).copy_(_rounded(_in_tensor(region, tensors), to))
@@ -72,14 +74,14 @@ def pack_rounded(tensors: Sequence[Tensor], regions: Sequence[CopyRegion], buffe
 def unpack_rounded(
     buffer: Tensor, regions: Sequence[CopyRegion], tensors: Sequence[Tensor], of: torch.dtype
 ) -> Sequence[Tensor]:
-    """:func:`unpack` of what :func:`pack_rounded` packed, rounded to ``of``, into floats."""
+    """Unpack what :func:`pack_rounded` packed with ``to=of``, into floating-point tensors."""
     for region in regions:
         _in_tensor(region, tensors).copy_(_read(_in_buffer(region, tensors, buffer, SCALE_BYTES), of))
     return tensors
 
 
 def _rounded(x: Tensor, to: torch.dtype) -> Tensor:
-    """``[…, D]`` as it travels, ``[…, D + 4]``, uint8."""
+    """Return ``[…, D]`` as sent: ``[…, D + 4]``, uint8."""
     if not x.numel():
         return x.new_empty(*x.shape[:-1], x.shape[-1] + SCALE_BYTES, dtype=torch.uint8)
     largest = x.abs().amax(-1, keepdim=True).float().nan_to_num(torch.inf, torch.inf)
@@ -92,16 +94,16 @@ def _rounded(x: Tensor, to: torch.dtype) -> Tensor:
 
 
 def _read(eight: Tensor, of: torch.dtype) -> Tensor:
-    """The numbers of :func:`_rounded`, float32."""
+    """Return the float32 numbers that :func:`_rounded` encoded."""
     numbers, scale = eight.split([eight.shape[-1] - SCALE_BYTES, SCALE_BYTES], dim=-1)
-    # A copy begins where a float32 may.
+    # A clone is aligned for float32.
     scale = scale.clone(memory_format=torch.contiguous_format).view(torch.float32)
-    found: Tensor = numbers.contiguous().view(of).float() * scale
-    return found
+    decoded: Tensor = numbers.contiguous().view(of).float() * scale
+    return decoded
 
 
 def _in_tensor(region: CopyRegion, tensors: Sequence[Tensor]) -> Tensor:
-    """``[tokens, B, heads, D]``"""
+    """Return the region as a view of its tensor, ``[tokens, B, heads, D]``."""
     return (
         tensors[region.tensor]
         .narrow(2, region.token, region.tokens)
@@ -111,7 +113,7 @@ def _in_tensor(region: CopyRegion, tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _in_buffer(region: CopyRegion, tensors: Sequence[Tensor], buffer: Tensor, more: int = 0) -> Tensor:
-    """``[tokens, B, heads, D + more]``"""
+    """Return the region as a view of the buffer, ``[tokens, B, heads, D + more]``."""
     batch, width = tensors[region.tensor].shape[0], tensors[region.tensor].shape[3] + more
     shape = region.tokens, batch, region.heads, width
     return buffer.as_strided(

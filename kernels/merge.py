@@ -1,7 +1,7 @@
-"""Merging partial attention results in one launch; the contract is :mod:`para_core.kernels.merge_reference`.
+"""Merging of partial attention results in one launch; the contract is :mod:`para_core.kernels.merge_reference`.
 
-A program takes some rows of one head: it reads both sides' out and lse once and writes the result once, in place if asked to.
-Bytes of a row, with e bytes per element: D · (e_a + e_b + e_out) + 12.
+A program merges some rows of one head: it reads out and lse of both sides once, and writes the result once, in place if
+asked to. Bytes per row, with e bytes per element: D · (e_a + e_b + e_out) + 12.
 """
 
 from __future__ import annotations
@@ -11,47 +11,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Elements that a program holds of each side, for its 128 threads: 16 each, two loads of 16 bytes at 16 bits.
+# Elements per side and program: 16 for each of its 128 threads, two loads of 16 bytes at 16 bits.
 _ELEMENTS = 2048
 NUM_WARPS = 4
 
 
 @triton.jit
 def merge_kernel(
-    out_a,
-    lse_a,
-    out_b,
-    lse_b,
-    out,
-    lse,
-    num_heads,
-    num_rows,
-    width,
-    a_batch,
-    a_head,
-    a_row,
-    a_column,
-    b_batch,
-    b_head,
-    b_row,
-    b_column,
-    out_batch,
-    out_head,
-    out_row,
-    out_column,
-    lse_a_batch,
-    lse_a_head,
-    lse_a_row,
-    lse_b_batch,
-    lse_b_head,
-    lse_b_row,
-    lse_batch,
-    lse_head,
-    lse_row,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    # Rows fastest; one dim, since the others of a grid end at 65535.
+    out_a, lse_a, out_b, lse_b, out, lse, num_heads, num_rows, width, a_batch, a_head, a_row, a_column, b_batch,
+    b_head, b_row, b_column, out_batch, out_head, out_row, out_column, lse_a_batch, lse_a_head, lse_a_row,
+    lse_b_batch, lse_b_head, lse_b_row, lse_batch, lse_head, lse_row,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    # One grid dim with rows fastest, because the other grid dims are limited to 65535.
     blocks = tl.cdiv(num_rows, ROWS)
     of_batch_and_head = tl.program_id(0) // blocks
     batch = (of_batch_and_head // num_heads).to(tl.int64)
@@ -65,7 +37,7 @@ def merge_kernel(
     of_a = tl.load(lse_a + batch * lse_a_batch + head * lse_a_head + row * lse_a_row, mask=is_row, other=minus_infinity)
     of_b = tl.load(lse_b + batch * lse_b_batch + head * lse_b_head + row * lse_b_row, mask=is_row, other=minus_infinity)
     peak = tl.maximum(of_a, of_b)
-    # -inf minus -inf is NaN: rows without a key are computed with harmless numbers, and weigh nothing.
+    # -inf minus -inf is NaN, so rows without a key are computed with other numbers and weigh nothing.
     empty = peak == minus_infinity
     peak = tl.where(empty, 0.0, peak)
     weight_a = tl.exp(of_a - peak)
@@ -95,7 +67,7 @@ def merge_kernel(
 def merge(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, into: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """:func:`para_core.kernels.merge_reference.merge` of 16 and 32-bit floats, without gradients."""
+    """Merge like :func:`para_core.kernels.merge_reference.merge`, for floats of 16 and 32 bits, without gradients."""
     if into is None:
         into = torch.empty_like(out_a), torch.empty_like(lse_a)
     out, lse = into
@@ -105,28 +77,14 @@ def merge(
         return into
     block = block_of(width)
     merge_kernel[(triton.cdiv(rows, block["ROWS"]) * batch * heads,)](
-        out_a,
-        lse_a,
-        out_b,
-        lse_b,
-        out,
-        lse,
-        heads,
-        rows,
-        width,
-        *out_a.stride(),
-        *out_b.stride(),
-        *out.stride(),
-        *lse_a.stride(),
-        *lse_b.stride(),
-        *lse.stride(),
-        **block,
-        num_warps=NUM_WARPS,
-    )
+        out_a, lse_a, out_b, lse_b, out, lse, heads, rows, width, *out_a.stride(), *out_b.stride(), *out.stride(),
+        *lse_a.stride(), *lse_b.stride(), *lse.stride(),
+        **block, num_warps=NUM_WARPS,
+    )  # fmt: skip
     return into
 
 
 def block_of(width: int) -> dict[str, int]:
-    """The part of a head that a program takes."""
+    """Return the part of a head that one program merges."""
     columns = triton.next_power_of_2(width)
     return {"ROWS": max(1, _ELEMENTS // columns), "WIDTH": columns}

@@ -1,4 +1,4 @@
-"""Merging partial attention results: the contract, in plain PyTorch."""
+"""Merging of partial attention results: the contract, in plain PyTorch."""
 
 import torch
 from torch import Tensor
@@ -9,32 +9,34 @@ def merge(
 ) -> tuple[Tensor, Tensor]:
     """Merge attention over two disjoint sets of keys into attention over their union.
 
-    Online softmax (arXiv:1805.02867): with ``lse = logaddexp(lse_a, lse_b)``, each side weighs ``exp(lse_side - lse)``.
-    Written relative to the larger of the two, so that nothing overflows. The weighted sum is taken in float32 at least
-    and rounded once, to the dtype of ``out_a``. Differentiable in all four; a row without a key has gradient zero.
+    Online softmax (arXiv:1805.02867): with ``lse = logaddexp(lse_a, lse_b)``, each side is weighted by ``exp(lse_side -
+    lse)``, computed relative to the larger lse so that nothing overflows. The weighted sum is taken in float32 at least
+    and rounded once, to the dtype of ``out_a``. Differentiable in all four arguments; a row without a key has gradient
+    zero.
 
     Args:
         out_a, out_b: ``[B, H, S_q, D]``, any float dtype; finite also in rows that saw no key.
         lse_a, lse_b: ``[B, H, S_q]``, natural log, float32 (or float64); -inf for a row that saw no key.
-        into: where the result is written, in the dtypes of these; may be ``(out_a, lse_a)``. Then there is no gradient.
+        into: Tensors for the result, in their dtypes; may be ``(out_a, lse_a)``. Then there is no gradient.
 
     Returns:
-        ``out`` like ``out_a`` and ``lse`` like ``lse_a``; or ``into``. A row without a key on either side gives 0 and -inf.
+        ``out`` like ``out_a`` and ``lse`` like ``lse_a``; or ``into``. A row without a key on either side gives 0 and
+        -inf.
 
     >>> one, two = torch.full((1, 1, 1, 1), 1.0), torch.full((1, 1, 1, 1), 2.0)
     >>> out, lse = merge(one, torch.zeros(1, 1, 1), two, torch.full((1, 1, 1), 3.0).log())  # one key against three
     >>> round(out.item(), 4), round(lse.exp().item(), 4)
     (1.75, 4.0)
     """
-    # A constant for autograd: out and lse do not depend on which number both sides are measured from.
+    # Constant for autograd: out and lse do not depend on the number that both sides are measured from.
     peak = torch.maximum(lse_a, lse_b).detach()
-    # -inf minus -inf is NaN, and so is the gradient of log(0): rows without a key are computed with harmless numbers.
+    # -inf minus -inf and the gradient of log(0) are NaN, so rows without a key are computed with other numbers.
     empty = peak == float("-inf")
     peak = peak.masked_fill(empty, 0.0)
     weight_a = torch.exp(lse_a - peak)
     weight_b = torch.exp(lse_b - peak)
     total = (weight_a + weight_b).masked_fill(empty, 1.0)
-    # The weights' float32 is what makes this sum float32: a bfloat16 operand is promoted.
+    # The weights are float32, so the sum is too: a bfloat16 operand is promoted.
     out = (weight_a / total)[..., None] * out_a + (weight_b / total)[..., None] * out_b
     lse = (peak + torch.log(total)).masked_fill(empty, float("-inf"))
     if into is not None:

@@ -1,9 +1,10 @@
-"""A group norm over rows that several ranks hold, in three launches; the contract is :mod:`para_core.kernels.norm_reference`.
+"""Group norm over sharded rows, in three launches; the contract is :mod:`para_core.kernels.norm_reference`.
 
-Statistics take two launches: one for chunks of each group, and one that merges them. Each thread has a running mean and a sum of squared
-deviations from it (Welford), and these are merged pairwise (Chan), so nothing cancels far from zero. No atomics: the order of
-additions depends on the shape alone. The norm itself is one launch, in which each program merges the statistics of all ranks.
-Bytes: 2 · e for each element that is read and e for each that is written, e bytes an element.
+Statistics take two launches: one for chunks of each group, and one that merges the chunks. Each thread has a running
+mean and a sum of squared deviations from it (Welford); these are merged pairwise (Chan), so nothing cancels far from
+zero. There are no
+atomics: the order of additions depends on the shape only. The norm itself is one launch, in which each program merges
+the statistics of all ranks. Bytes: each element is read twice and written once.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 NUM_WARPS = 4
-# Elements that a program holds at once, and how many times it loads as many.
+# Elements that a program holds at once, and number of times that it loads as many.
 BLOCK = 1024
 STEPS = 16
-# Channels of a tile of the norm if channels lie last in memory.
+# Channels per tile of the norm if channels are the last dim in memory.
 CHANNELS = 32
 
 
@@ -32,7 +33,7 @@ def moments_kernel(
     chunk, group = tl.program_id(0), tl.program_id(1).to(tl.int64)
     x += (group // groups) * batch_step + (group % groups) * group_step
     channel = tl.arange(0, CHANNELS)[:, None].to(tl.int64)
-    # Numbers are counted from the first one of the group, which is near all others if they are far from zero.
+    # Numbers are measured from the first one of the group, which is close to the others if they are far from zero.
     origin = tl.load(x).to(tl.float32)
     count = tl.zeros((CHANNELS, SIZE), tl.float32)
     mean = tl.zeros((CHANNELS, SIZE), tl.float32)
@@ -88,7 +89,7 @@ def normalize_kernel(
     batch_step, channel_step, step, out_batch_step, out_channel_step, out_step,
     RANKS: tl.constexpr, CHANNELS: tl.constexpr, SIZE: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Normalize a tile of channels and elements of one sample, of which the statistics of ``RANKS`` ranks are merged first."""
+    """Normalize a tile of channels and elements of one sample with the merged statistics of ``RANKS`` ranks."""
     tiles = tl.cdiv(channels, CHANNELS)
     batch = (tl.program_id(1) // tiles).to(tl.int64)
     channel = (tl.program_id(1) % tiles) * CHANNELS + tl.arange(0, CHANNELS)
@@ -113,7 +114,7 @@ def normalize_kernel(
     inside = exists[:, None] & (place < size)
     channel = channel[:, None].to(tl.int64)
     number = tl.load(x + batch * batch_step + channel * channel_step + place * step, mask=inside, other=0.0)
-    # Not number * scale + shift: far from zero that would cancel.
+    # number * scale + shift would cancel far from zero.
     number = (number.to(tl.float32) - mean[:, None]) * scale[:, None]
     if HAS_BIAS:
         number += tl.load(bias + channel, mask=exists[:, None], other=0.0).to(tl.float32)
@@ -122,34 +123,34 @@ def normalize_kernel(
 
 
 def moments(x: Tensor, groups: int) -> Tensor:
-    """:func:`para_core.kernels.norm_reference.moments` of 16 and 32-bit floats."""
+    """Compute :func:`para_core.kernels.norm_reference.moments` for floats of 16 and 32 bits."""
     x = evenly_spaced(x)
     batch, per_group = x.shape[0], x.shape[1] // groups
-    found = x.new_empty(2, batch, groups, dtype=torch.float32)
+    statistics = x.new_empty(2, batch, groups, dtype=torch.float32)
     if not x.numel():
-        return found.zero_()
+        return statistics.zero_()
     batch_step, channel_step, step, size = _steps(x)
     channels = per_group
     if channel_step == size * step:
-        # Channels follow each other as their elements do, so a group is one row.
+        # Channels are contiguous with their elements, so a group is one row.
         channels, size = 1, per_group * size
     block = block_of(channels)
     num_chunks = triton.cdiv(size, block["SIZE"] * STEPS)
-    parts = found.new_empty(batch * groups, num_chunks, 3)
+    parts = statistics.new_empty(batch * groups, num_chunks, 3)
     whole = groups, batch_step, per_group * channel_step
     moments_kernel[(num_chunks, batch * groups)](
         x, parts, size, channels, *whole, channel_step, step, **block, STEPS=STEPS, num_warps=NUM_WARPS
     )
     merge_kernel[(batch * groups,)](
-        x, parts, found, num_chunks, *whole, BLOCK=BLOCK, STEPS=triton.cdiv(num_chunks, BLOCK), num_warps=NUM_WARPS
+        x, parts, statistics, num_chunks, *whole, BLOCK=BLOCK, STEPS=triton.cdiv(num_chunks, BLOCK), num_warps=NUM_WARPS
     )
-    return found
+    return statistics
 
 
 def normalized(
     x: Tensor, of_ranks: Tensor, shares: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    """:func:`para_core.kernels.norm_reference.normalized` of 16 and 32-bit floats."""
+    """Compute :func:`para_core.kernels.norm_reference.normalized` for floats of 16 and 32 bits."""
     x, of_ranks, shares = evenly_spaced(x), of_ranks.contiguous(), shares.contiguous()
     out = torch.empty_like(x)
     if not out.numel():
@@ -158,38 +159,22 @@ def normalized(
     block = block_of(1 if step == 1 else min(x.shape[1], CHANNELS))
     tiles = triton.cdiv(x.shape[1], block["CHANNELS"])
     normalize_kernel[(triton.cdiv(size, block["SIZE"]), x.shape[0] * tiles)](
-        x,
-        out,
-        of_ranks,
-        shares,
-        x if weight is None else weight.contiguous(),
-        x if bias is None else bias.contiguous(),
-        eps,
-        size,
-        x.shape[1],
-        groups,
-        x.shape[1] // groups,
-        batch_step,
-        channel_step,
-        step,
-        *_steps(out)[:3],
-        RANKS=shares.shape[0],
-        **block,
-        HAS_WEIGHT=weight is not None,
-        HAS_BIAS=bias is not None,
-        num_warps=NUM_WARPS,
-    )
+        x, out, of_ranks, shares, x if weight is None else weight.contiguous(),
+        x if bias is None else bias.contiguous(), eps, size, x.shape[1], groups, x.shape[1] // groups, batch_step,
+        channel_step, step, *_steps(out)[:3],
+        RANKS=shares.shape[0], **block, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, num_warps=NUM_WARPS,
+    )  # fmt: skip
     return out
 
 
 def block_of(channels: int) -> dict[str, Any]:
-    """Return the tile of a program for so many channels: [CHANNELS, SIZE]."""
+    """Return the tile of a program, [CHANNELS, SIZE], for this number of channels."""
     tile = triton.next_power_of_2(channels)
     return {"CHANNELS": tile, "SIZE": max(1, BLOCK // tile)}
 
 
 def evenly_spaced(x: Tensor) -> Tensor:
-    """Return ``x``, or a contiguous copy unless the elements of a channel are one row of equal steps."""
+    """Return ``x``, or a contiguous copy unless the elements of a channel are one row with equal steps."""
     try:
         x.view(*x.shape[:2], -1)
     except RuntimeError:
@@ -198,7 +183,7 @@ def evenly_spaced(x: Tensor) -> Tensor:
 
 
 def _steps(x: Tensor) -> tuple[int, int, int, int]:
-    """Strides of samples, of channels and of elements of a channel, and the number of these."""
+    """Return the strides of samples, channels and elements of a channel, and the number of elements of a channel."""
     rows = x.view(*x.shape[:2], -1)
     size = rows.shape[2]
     return rows.stride(0), rows.stride(1), 1 if size == 1 else rows.stride(2), size

@@ -1,4 +1,4 @@
-"""A group norm over rows that several ranks hold, in plain PyTorch: statistics of this rank's rows, and what the norm does with all ranks'."""
+"""Group norm over sharded rows: statistics of one rank, and the norm by those of all, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def moments(x: Tensor, groups: int) -> Tensor:
         groups: number of groups, a divisor of C.
 
     Returns:
-        Float32, of float64 input float64. The variance is that of the population.
+        Float32, or float64 for float64 input. The variance is that of the population.
     """
     if x.is_cpu and x.dtype in (torch.float32, torch.float64):
         return torch.stack(_moments_on_cpu(x, groups))
@@ -22,7 +22,7 @@ def moments(x: Tensor, groups: int) -> Tensor:
     dims = tuple(range(2, grouped.ndim))
     if grouped.dtype in (torch.float32, torch.float64):
         return torch.stack(torch.var_mean(grouped, dims, correction=0))
-    # Without a copy of the input in float32. What the subtraction loses is far below the precision of 16 bits.
+    # No copy of the input in float32. The subtraction loses far less than the precision of 16 bits.
     count = grouped[0, 0].numel()
     mean = torch.sum(grouped, dims, dtype=torch.float32) / count
     square = torch.linalg.vector_norm(grouped, 2, dims, dtype=torch.float32).square() / count
@@ -30,21 +30,21 @@ def moments(x: Tensor, groups: int) -> Tensor:
 
 
 def _moments_on_cpu(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """Return variance and mean in a twelfth of the time of ``var_mean``, which is not vectorized on a CPU.
+    """Return variance and mean like ``var_mean``, which is not vectorized on a CPU and takes twelve times as long.
 
-    They are computed channel by channel: over a group of channels that lie last in memory (convolutions on CPUs leave them so) a sum is
-    not vectorized either, and takes up to 60 times as long.
+    They are computed per channel: a sum over a group of channels that are the last dim in memory, as after CPU
+    convolutions, is not vectorized either, and takes up to 60 times as long.
     """
     dims = tuple(range(2, x.ndim))
     mean = x.mean(dims)
     apart = x - mean.view(*mean.shape, *[1] * len(dims))
-    # The rounding error of the mean: far from zero it is no small part of the deviation.
+    # The rounding error of the mean is a large part of the deviation if numbers are far from zero.
     off = apart.mean(dims)
-    # Not vector_norm: its sum of 100,000 squares is off by 1e-5, that of mean() is pairwise.
+    # vector_norm's sum of 100,000 squares is off by 1e-5; that of mean() is pairwise.
     var = (apart.square_().mean(dims) - off.square()).unflatten(1, (groups, -1))
     mean = (mean + off).unflatten(1, (groups, -1))
     of_groups = mean.mean(-1)
-    # Around the mean of the group: the variance of each channel, and how far its mean is from that of the group.
+    # The variance around the group's mean: the variance of each channel, and the distance of its mean.
     return (var + (mean - of_groups[..., None]).square()).mean(-1), of_groups
 
 
@@ -56,14 +56,14 @@ def normalized(
     Args:
         x: ``[B, C, ...]``.
         of_ranks: :func:`moments` of each rank, ``[ranks, 2, B, groups]``.
-        shares: part of all rows that each rank holds, ``[ranks]``; their sum is 1.
+        shares: Fraction of all rows that each rank holds, ``[ranks]``; their sum is 1.
         groups: number of groups, a divisor of C.
         weight, bias: ``[C]``.
         eps: added to the variance.
     """
     shares = shares[:, None, None]
     mean = (shares * of_ranks[:, 1]).sum(0)
-    # Around the common mean: the variance of each rank, and how far its mean is from the common one.
+    # The variance around the common mean: the variance of each rank, and the distance of its mean.
     var = (shares * (of_ranks[:, 0] + (of_ranks[:, 1] - mean).square())).sum(0)
     rstd = torch.rsqrt(var + eps)
     per_channel = x.shape[1] // groups
@@ -74,5 +74,5 @@ def normalized(
     if bias is not None:
         shift = shift + bias
     shape = (*x.shape[:2], *[1] * (x.ndim - 2))
-    # Written at once in the dtype of x: no copy in float32.
+    # Written directly in the dtype of x, without a copy in float32.
     return torch.addcmul(shift.view(shape), x, scale.view(shape), out=torch.empty_like(x))

@@ -1,10 +1,10 @@
-"""What a cache asks of residuals, each element read once; the contract is :mod:`para_core.kernels.residual_reference`.
+"""Change and forecast of residuals, by reading each element once; see :mod:`para_core.kernels.residual_reference`.
 
-How much a residual has changed is summed up in two launches: of chunks, and of what the chunks gave. No atomics, and a chunk is as long on
-every GPU, so the order of additions, and with it every bit, depends on the number of elements alone. Bytes: 2 · e for each element,
-and 16 for each chunk. Chunks are in float32 from the first addition on, differences too.
+The change of a residual is summed in two launches: per chunk, and over chunks. There are no atomics, and chunks are
+equally long on every GPU, so the order of additions, and with it every bit, depends on the number of elements only.
+Bytes: 2 · e per element and 16 per chunk, with e bytes per element. Sums and differences are in float32.
 
-A forecast is one launch however many residuals it has, rounded once: (2 + residuals) · e bytes for each element.
+A forecast is one launch for any number of residuals, rounded once: (2 + residuals) · e bytes per element.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 NUM_WARPS = 4
-# Elements that a program holds at once: 16 bytes of each tensor for each of its threads, at 16 bits.
+# Elements that a program holds at once: 16 bytes of each tensor per thread, at 16 bits.
 BLOCK = 1024
-# Blocks that it adds up.
+# Blocks that a program sums.
 STEPS = 16
 MOST_RESIDUALS = 3
 
@@ -70,7 +70,7 @@ def forecast_kernel(entry, x, y, z, out, of_x, of_y, of_z, num_elements, RESIDUA
 
 
 def change(now: Tensor, before: Tensor) -> Tensor:
-    """:func:`para_core.kernels.residual_reference.change` of 16 and 32-bit floats."""
+    """Compute :func:`para_core.kernels.residual_reference.change` for floats of 16 and 32 bits."""
     now, before = (x if x.stride(1) == 1 else x.contiguous() for x in (now, before))
     batch, num_elements = now.shape
     totals = now.new_empty(batch, 2, dtype=torch.float32)
@@ -89,21 +89,22 @@ def change(now: Tensor, before: Tensor) -> Tensor:
         STEPS=STEPS,
         num_warps=NUM_WARPS,
     )
-    # A number that is compiled: the interpreter of Triton 3.6 makes no range of another. 16.8 million elements are one step.
+    # A compile-time constant, because the interpreter of Triton 3.6 has no other ranges. One step covers 16.8 million
+    # elements.
     steps = triton.cdiv(num_chunks, BLOCK)
     add_up_kernel[(batch,)](sums, totals, num_chunks, BLOCK=BLOCK, STEPS=steps, num_warps=NUM_WARPS)
     return totals
 
 
 def forecast(entry: Tensor, residuals: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """:func:`para_core.kernels.residual_reference.forecast` of 16 and 32-bit floats, of up to three residuals."""
+    """Compute :func:`para_core.kernels.residual_reference.forecast` for floats of 16 and 32 bits, up to 3 residuals."""
     if len(residuals) > MOST_RESIDUALS:
         raise ValueError(f"{len(residuals)} residuals; expected at most {MOST_RESIDUALS}.")
     entry, *residuals = (x.contiguous() for x in (entry, *residuals))
     out = torch.empty_like(entry)
     number = out.numel()
     if number:
-        # Every pointer has to be one.
+        # Every pointer argument must be a tensor.
         x, y, z = [*residuals, *residuals[:1] * 2][:MOST_RESIDUALS]
         of_x, of_y, of_z = [*map(float, weights), 0.0, 0.0][:MOST_RESIDUALS]
         grid = (triton.cdiv(number, BLOCK),)

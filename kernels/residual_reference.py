@@ -1,4 +1,4 @@
-"""What a cache asks of residuals: how much one has changed, and a forecast added to a stream. The contract, in plain PyTorch."""
+"""Change of a residual, and a forecast of residuals added to a stream: the contract, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch import Tensor
 
 
 def change(now: Tensor, before: Tensor) -> Tensor:
-    """Σ|now - before| and Σ|before| of each sample: their ratio is mean|Δ| / mean|previous|.
+    """Return Σ|now - before| and Σ|before| of each sample. Their ratio is mean|Δ| / mean|previous|.
 
-    Deterministic: equal inputs give equal bits, so ranks that hold the same never decide differently.
+    Deterministic: equal inputs give equal bits, so ranks with equal inputs decide alike.
 
     Args:
         now, before: ``[B, n]``, of one float dtype; n may be 0.
 
     Returns:
-        ``[B, 2]`` float32. NaN or inf where a sample has one.
+        ``[B, 2]`` float32. NaN or inf for a sample that has one.
 
     >>> change(torch.tensor([[1.0, 5.0]]), torch.tensor([[2.0, 3.0]])).tolist()
     [[3.0, 5.0]]
@@ -27,11 +27,12 @@ def change(now: Tensor, before: Tensor) -> Tensor:
 
 
 def forecast(entry: Tensor, residuals: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """``entry`` and the weighted residuals, added up.
+    """Return the sum of ``entry`` and the weighted residuals.
 
     Args:
-        entry: of any shape.
-        residuals: like ``entry``, as many as ``weights``, at least one.
+        entry: Of any shape.
+        residuals: At least one, each like ``entry``.
+        weights: One per residual.
 
     Returns:
         Like ``entry``.
@@ -41,6 +42,6 @@ def forecast(entry: Tensor, residuals: Sequence[Tensor], weights: Sequence[float
     """
     total = entry
     for weight, residual in zip(weights, residuals, strict=True):
-        # One launch: adding with a factor of 1 is adding.
+        # add with alpha is one launch.
         total = total.add(residual, alpha=weight)
     return total

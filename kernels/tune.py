@@ -1,8 +1,11 @@
-"""Find the attention kernel's fastest block sizes on this machine's GPU:  python -m para_core.kernels.tune
+"""Find the attention kernel's fastest block sizes on this machine's GPU.
 
-Measures candidates for each head dim, causal or not, long and short, in turns; keeps the winners in ``~/.cache/para_core/attention.json``
-(or ``XDG_CACHE_HOME``), where the kernel finds them from then on. Nothing is measured at import or in a call. Exit code 2: no GPU.
-``--hopper``, on a Hopper GPU: then also its tier, which nobody has run yet: kept where it computes the same, faster.
+python -m para_core.kernels.tune
+
+Measures candidates for each head dim, causal or not, long and short, in turns, and keeps the winners in
+``~/.cache/para_core/attention.json`` (or ``XDG_CACHE_HOME``), from which the kernel reads them. Nothing is measured at
+import or in a call. The exit code is 2 without a GPU. With ``--hopper``, on a Hopper GPU, the Hopper tier is measured
+afterwards, and kept if it computes the same, and faster.
 """
 
 from __future__ import annotations
@@ -18,17 +21,17 @@ from triton.errors import TritonError
 from triton.runtime.errors import OutOfResources
 
 from para_core.kernels import attention_hopper
-from para_core.kernels.attention import launch, room
+from para_core.kernels.attention import empty_outputs, launch
 from para_core.kernels.attention_configs import HEAD_DIMS, LENGTHS, TABLE, Config, ConfigKey, keep, row_of
 
-# Milliseconds of a call with these block sizes; raises OutOfResources where they do not fit.
+# Returns the milliseconds of a call with these block sizes; raises OutOfResources if they do not fit.
 Clock = Callable[[ConfigKey, Config], float]
-# A candidate is kept in place of the table's where it is faster by more than measurements differ.
+# A candidate must be faster than the table's block sizes by more than measurements vary.
 WORTHWHILE = 0.98
 
 
 def candidates(case: ConfigKey) -> Iterator[Config]:
-    """The table's own, first, and others that may fit."""
+    """Yield the table's block sizes, and then others that may fit."""
     own = TABLE[case]
     yield own
     for block_m in (64, 128):
@@ -36,7 +39,8 @@ def candidates(case: ConfigKey) -> Iterator[Config]:
             for num_warps in (4, 8):
                 for num_stages in (2, 3, 4):
                     config = Config(block_m, block_n, num_warps, num_stages, split_values=own.split_values)
-                    # 8 warps of 64 queries would share rows; sums of 128 × 256 do not fit into the registers of 4.
+                    # 8 warps of 64 queries would share rows; accumulators of 128 × 256 do not fit in the registers of
+                    # 4.
                     fits = block_m // num_warps >= 16 and block_m * case.head_dim <= num_warps * 32 * 128
                     if fits and blocks_of(config) != blocks_of(own):
                         yield config
@@ -47,16 +51,19 @@ def blocks_of(config: Config) -> tuple[int, ...]:
 
 
 def fastest(case: ConfigKey, clock: Clock, *, rounds: int = 5) -> tuple[Config, dict[Config, float]]:
-    """The fastest candidate, and the median milliseconds of all that fit; the table's, unless another is faster by 2 %.
+    """Return the fastest candidate and the median milliseconds of all that fit.
 
-    Candidates take turns: what slows the device down for a while slows all of them.
+    The table's block sizes win unless others are faster by 2 %. Candidates take turns, so that a slower device slows
+    all.
+
+    Raises:
+        RuntimeError: If no candidate fits.
     """
     fitting = [config for config in candidates(case) if fits(case, config, clock)]
     if not fitting:
         raise RuntimeError(f"no block sizes fit for {case}: the kernel cannot be launched on this device.")
-    medians = {
-        config: found for (_, config), found in medians_of([(case, one) for one in fitting], clock, rounds).items()
-    }
+    turns = [(case, config) for config in fitting]
+    medians = {config: milliseconds for (_, config), milliseconds in medians_of(turns, clock, rounds).items()}
     best = min(fitting, key=medians.__getitem__)
     own = TABLE[case]
     if own in medians and medians[best] > WORTHWHILE * medians[own]:
@@ -67,23 +74,25 @@ def fastest(case: ConfigKey, clock: Clock, *, rounds: int = 5) -> tuple[Config, 
 def medians_of(
     turns: Sequence[tuple[ConfigKey, Config]], clock: Clock, rounds: int
 ) -> dict[tuple[ConfigKey, Config], float]:
+    """Return the median milliseconds of each case and config, measured in turns."""
     times: dict[tuple[ConfigKey, Config], list[float]] = {turn: [] for turn in turns}
     for _ in range(rounds):
         for case, config in turns:
             times[case, config].append(clock(case, config))
-    return {turn: median(found) for turn, found in times.items()}
+    return {turn: median(of_turn) for turn, of_turn in times.items()}
 
 
 def fits(case: ConfigKey, config: Config, clock: Clock) -> bool:
+    """Whether the block sizes compile and fit on the device."""
     try:
-        clock(case, config)  # also what compiles it
+        clock(case, config)  # compiles the kernel
     except OutOfResources:
         return False
     except (RuntimeError, TritonError) as error:
-        # A version of Triton may not compile what has never run.
+        # A version of Triton may fail to compile the Hopper tier.
         if case.tier != "hopper":
             raise
-        say(f"{case}: {blocks_of(config)} is no candidate: {type(error).__name__} {str(error).partition(chr(10))[0]}")
+        say(f"{case}: {blocks_of(config)} does not compile: {type(error).__name__} {str(error).partition(chr(10))[0]}")
         return False
     return True
 
@@ -92,7 +101,7 @@ def fits(case: ConfigKey, config: Config, clock: Clock) -> bool:
 
 
 def on_device(case: ConfigKey, config: Config) -> float:
-    """Milliseconds of one call on the current CUDA device, bfloat16, 24 heads."""
+    """Return the milliseconds of one call on the current CUDA device, bfloat16, 24 heads."""
     num_tokens = 8192 if case.length == "long" else 1024
     query, key, value = tensors_on_device(1, num_tokens, num_tokens, case.head_dim, heads=24, key_heads=24)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -116,8 +125,8 @@ def attend(
     so_far: tuple[Tensor, Tensor] | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One call of the tier of ``case`` with these block sizes, whatever the table says."""
-    out, lse = room(query, value, query.dtype if out_dtype is None else out_dtype)
+    """Call the kernel of the case's tier with these block sizes."""
+    out, lse = empty_outputs(query, value, query.dtype if out_dtype is None else out_dtype)
     rest = (key_ranges, *(so_far or (None, None)), case.is_causal, shift, query.shape[-1] ** -0.5)
     if case.tier == "hopper":
         attention_hopper.launch(config, query, key, value, *rest, out=out, lse=lse)
@@ -129,40 +138,40 @@ def attend(
 def tensors_on_device(
     batch: int, num_queries: int, num_keys: int, head_dim: int, *, heads: int, key_heads: int
 ) -> list[Tensor]:
-    """query, key and value in bfloat16, ``[B, S, H, D]`` in memory."""
+    """Return random query, key and value in bfloat16, with ``[B, S, H, D]`` memory."""
     sizes = ((num_queries, heads), (num_keys, key_heads), (num_keys, key_heads))
-    return [torch.randn(batch, *one, head_dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for one in sizes]
+    return [torch.randn(batch, *size, head_dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for size in sizes]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Tune, tell and keep what was found; returns the exit code."""
+    """Tune, print and keep the results, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--head-dims", type=int, nargs="+", choices=HEAD_DIMS, default=list(HEAD_DIMS))
-    parser.add_argument("--hopper", action="store_true", help="then the Hopper tier, too (needs a GPU of 9.0)")
+    parser.add_argument("--hopper", action="store_true", help="also try the Hopper tier (needs compute capability 9.0)")
     args = parser.parse_args(arguments)
     if not torch.cuda.is_available():
-        say(f"tuning needs a CUDA device, and PyTorch {torch.__version__} sees none here. The table is used as it is.")
+        say(f"tuning needs a CUDA device, and PyTorch {torch.__version__} finds none. The table is used.")
         return 2
     arch = row_of(*torch.cuda.get_device_capability())
     if args.hopper and arch != 90:
-        say(f"--hopper is for compute capability 9.0, and this device's row is {arch / 10}. Leave it out.")
+        say(f"--hopper is for compute capability 9.0, and this device's row is {arch / 10}. Omit it.")
         return 2
-    found: dict[ConfigKey, Config | None] = {}
+    tuning: dict[ConfigKey, Config | None] = {}
     for head_dim in args.head_dims:
         for is_causal in (False, True):
             for length in LENGTHS:
                 case = ConfigKey(arch, head_dim, is_causal, length)
                 best, times = fastest(case, on_device)
-                found[case] = best
+                tuning[case] = best
                 own = times.get(TABLE[case])
-                beside = "the table's does not fit" if own is None else f"the table's {own:.3f} ms"
-                say(f"{case}: {blocks_of(best)} {times[best]:.3f} ms; {beside}")
-    say(f"kept in {keep(torch.cuda.get_device_name(), found)}")
+                comparison = "the table's does not fit" if own is None else f"the table's {own:.3f} ms"
+                say(f"{case}: {blocks_of(best)} {times[best]:.3f} ms; {comparison}")
+    say(f"kept in {keep(torch.cuda.get_device_name(), tuning)}")
     if args.hopper:
-        # Afterwards: what ends in an error of the device leaves what was found before.
+        # After keep(): an error of the device does not lose the results above.
         from para_core.kernels.tune_hopper import tune_hopper
 
-        portable = {case: config for case, config in found.items() if config is not None}
+        portable = {case: config for case, config in tuning.items() if config is not None}
         say(f"kept in {keep(torch.cuda.get_device_name(), tune_hopper(portable))}")
     return 0
 

@@ -1,4 +1,4 @@
-"""Whether the Hopper tier is right and faster on this machine's GPU, where it has to run for the first time: ``tune --hopper``."""
+"""Tuning of the Hopper tier, whose results are compared with the portable kernel on this machine's GPU first."""
 
 from __future__ import annotations
 
@@ -23,40 +23,44 @@ from para_core.kernels.tune import (
 
 
 def tune_hopper(portable: Mapping[ConfigKey, Config]) -> dict[ConfigKey, Config | None]:
-    """Of each case that the tier takes what is to be kept, beside the block sizes of the portable kernel; None: nothing."""
-    found: dict[ConfigKey, Config | None] = {}
+    """Return the block sizes to keep for each case that the tier supports; None if the portable kernel stays.
+
+    Args:
+        portable: The portable kernel's block sizes, which the tier must outperform.
+    """
+    tuning: dict[ConfigKey, Config | None] = {}
     for case, config in portable.items():
         if case.head_dim in HOPPER:
             hopper = replace(case, tier="hopper")
-            found[hopper] = best = faster(case, config, on_device, agrees_on_device)
+            tuning[hopper] = best = faster(case, config, on_device, agrees_on_device)
             say(f"{hopper}: {'the portable kernel stays' if best is None else blocks_of(best)}")
-    return found
+    return tuning
 
 
 def faster(
     case: ConfigKey, portable: Config, clock: Clock, agrees: Callable[[ConfigKey, Config], bool], *, rounds: int = 5
 ) -> Config | None:
-    """What compiles, fits, computes the same, and is faster than ``portable`` by 2 %: the fastest of the tier, or None."""
+    """Return the tier's fastest block sizes that fit and compute the same. None unless 2 % faster than ``portable``."""
     hopper = replace(case, tier="hopper")
-    tried = [one for one in HOPPER[case.head_dim] if fits(hopper, one, clock) and agrees(hopper, one)]
-    medians = medians_of([(case, portable), *[(hopper, one) for one in tried]], clock, rounds)
-    best = min(tried, key=lambda one: medians[hopper, one], default=None)
+    valid = [config for config in HOPPER[case.head_dim] if fits(hopper, config, clock) and agrees(hopper, config)]
+    medians = medians_of([(case, portable), *[(hopper, config) for config in valid]], clock, rounds)
+    best = min(valid, key=lambda config: medians[hopper, config], default=None)
     return best if best and medians[hopper, best] <= WORTHWHILE * medians[case, portable] else None
 
 
 def agrees_on_device(case: ConfigKey, config: Config) -> bool:
-    """Whether it gives what the portable kernel gives, on the current CUDA device."""
+    """Whether the tier's results equal those of the portable kernel on the current CUDA device."""
     tensors = tensors_on_device(2, 777, 1000, case.head_dim, heads=6, key_heads=2)
     agrees = computes_the_same(case, config, TABLE[replace(case, tier="portable")], *tensors)
     if not agrees:
-        say(f"{case}: {blocks_of(config)} is no candidate: it does not compute what the portable kernel does")
+        say(f"{case}: {blocks_of(config)} computes something else than the portable kernel")
     return agrees
 
 
 def computes_the_same(
     case: ConfigKey, config: Config, portable: Config, query: Tensor, key: Tensor, value: Tensor
 ) -> bool:
-    """All keys; a range of them for each of two samples, with later queries; the second half of the keys after the first."""
+    """Compare calls with all keys, with a range per sample and shifted queries, and with keys in two halves."""
     num_keys, half = key.shape[2], key.shape[2] // 2
     ranges = torch.tensor([[[3, half + 5]], [[0, num_keys - 1]]], dtype=torch.int32, device=query.device)
 
@@ -70,13 +74,13 @@ def computes_the_same(
         ]
 
     pairs = zip(calls(case, config), calls(replace(case, tier="portable"), portable), strict=True)
-    return all(_alike(found, expected) for found, expected in pairs)
+    return all(_equal_in_16_bits(out, expected) for out, expected in pairs)
 
 
-def _alike(found: Tensor, expected: Tensor) -> bool:
-    """Up to what 16 bits round; rows without a key have -inf in both."""
+def _equal_in_16_bits(out: Tensor, expected: Tensor) -> bool:
+    # Rows without a key have -inf in both.
     empty = expected == -torch.inf
-    if not torch.equal(found == -torch.inf, empty):
+    if not torch.equal(out == -torch.inf, empty):
         return False
-    found, expected = (x.masked_fill(empty, 0.0).float() for x in (found, expected))
-    return bool((found - expected).norm() <= 1e-2 * expected.norm())
+    out, expected = (x.masked_fill(empty, 0.0).float() for x in (out, expected))
+    return bool((out - expected).norm() <= 1e-2 * expected.norm())

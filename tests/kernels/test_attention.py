@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from benchmarks.interpreted import interpreted
-from para_core.kernels.attention import attention, launch, room
+from para_core.kernels.attention import attention, empty_outputs, launch
 from para_core.kernels.attention_configs import Config
 from para_core.kernels.attention_reference import pack_bits
 from tests.kernels.attention_cases import OPTIONS, by_formula, check_lse, error, make, ranges
@@ -94,7 +94,7 @@ def test_wide_values_are_two_halves(value_dim, continues):
         ([x[:, :, :8] for x in tensors[1:]], [x[:, :, 8:] for x in tensors[1:]]) if continues else ([], tensors[1:])
     )
     so_far = attention(tensors[0], *seen, out_dtype=torch.float32) if continues else (None, None)
-    out, lse = room(tensors[0], rest[1], torch.float32)
+    out, lse = empty_outputs(tensors[0], rest[1], torch.float32)
     launch(config, tensors[0], *rest, None, None, *so_far, False, 0, 32**-0.5, out=out, lse=lse)
     exact_out, exact_lse = by_formula(*tensors)
     assert error(out, exact_out) < 1e-6

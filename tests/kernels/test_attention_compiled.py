@@ -14,7 +14,7 @@ from para_core.kernels.attention_configs import (
     TABLE,
     Config,
     ConfigKey,
-    beside,
+    adjusted,
     in_float32,
     in_int8,
     row_of_dim,
@@ -97,7 +97,7 @@ def long(*arguments: object, unless: bool = False) -> Any:
 )
 def test_every_table_row_fits_without_wasted_products(case, call):
     options = CALLS[case.is_causal][call]
-    config = beside(TABLE[case], case.head_dim, ranges=options.get("ranges", 0))
+    config = adjusted(TABLE[case], case.head_dim, ranges=options.get("ranges", 0))
     found = compile_attention(config, arch=case.arch, head_dim=case.head_dim, **options)
     check(found, config)
     counts = loop_counts(found, config.num_warps)
@@ -123,7 +123,7 @@ KINDS = {"bool": "bytes", "float": "bytes", "bits": "bits"}
 def test_mask_per_query_fits_into_shared_memory(arch, head_dim, length, mask, everything):
     options = EVERYTHING if everything else {}
     case = ConfigKey(arch, head_dim, everything, length)
-    config = beside(TABLE[case], head_dim, mask=KINDS[mask], ranges=options.get("ranges", 0))
+    config = adjusted(TABLE[case], head_dim, mask=KINDS[mask], ranges=options.get("ranges", 0))
     check(compile_attention(config, arch=arch, head_dim=head_dim, mask=mask, mask_has_rows=True, **options), config)
 
 
@@ -132,7 +132,7 @@ def test_mask_per_query_fits_into_shared_memory(arch, head_dim, length, mask, ev
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("mask", ["bool", "float", "bits"])
 def test_a_mask_of_keys_needs_no_room(arch, head_dim, mask):
-    config = beside(TABLE[ConfigKey(arch, head_dim, True, "long")], head_dim, ranges=2)
+    config = adjusted(TABLE[ConfigKey(arch, head_dim, True, "long")], head_dim, ranges=2)
     check(compile_attention(config, arch=arch, head_dim=head_dim, mask=mask, **EVERYTHING), config)
 
 
@@ -155,7 +155,7 @@ INTEGER_PRODUCT = {90: "s32.s8.s8", 100: "kind::i8"}
 )
 def test_in_8_bits_keys_are_multiplied_as_integers(arch, head_dim, length, mask, ranges):
     row = TABLE[ConfigKey(arch, head_dim, True, length)]
-    config = in_int8(beside(row, head_dim, mask=KINDS.get(mask, "none"), ranges=ranges), head_dim)
+    config = in_int8(adjusted(row, head_dim, mask=KINDS.get(mask, "none"), ranges=ranges), head_dim)
     options = {**CONTINUING, "ranges": ranges, "mask": mask, "mask_has_rows": mask != "none"}
     found = compile_attention(config, arch=arch, head_dim=head_dim, eight_bits=True, **options)
     check(found, config)
@@ -167,7 +167,7 @@ def test_in_8_bits_keys_are_multiplied_as_integers(arch, head_dim, length, mask,
     [long(arch, dim, unless=(arch, dim) == (80, 64)) for arch in ARCHS for dim in (64, 96, 128)],
 )
 def test_bit_mask_spills_nothing_and_loads_words_once(arch, head_dim):
-    config = beside(TABLE[ConfigKey(arch, head_dim, False, "long")], head_dim, mask="bits")
+    config = adjusted(TABLE[ConfigKey(arch, head_dim, False, "long")], head_dim, mask="bits")
     plain = compile_attention(config, arch=arch, head_dim=head_dim)
     found = compile_attention(config, arch=arch, head_dim=head_dim, mask="bits", mask_has_rows=True)
     assert found.spills == 0

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from para_core.kernels import attention_configs
-from para_core.kernels.attention_configs import FLOAT32, TABLE, ConfigKey, beside, config_for, config_for_int8
+from para_core.kernels.attention_configs import FLOAT32, TABLE, ConfigKey, adjusted, config_for, config_for_int8
 
 
 @pytest.fixture
@@ -37,12 +37,12 @@ BYTES, BITS = on_cuda(2, 1, 4096, 4096, dtype=torch.bool), on_cuda(2, 1, 4096, 1
     [
         ({}, ROW),
         ({"mask": on_cuda(2, 1, 1, 4096, dtype=torch.bool)}, ROW),
-        ({"mask": BYTES}, beside(ROW, 128, mask="bytes")),
-        ({"mask": on_cuda(1, 1, 4096, 4096)}, beside(ROW, 128, mask="bytes")),
-        ({"mask": BITS, "ranges": 2}, beside(ROW, 128, mask="bits", ranges=2)),
-        ({"ranges": 1}, beside(ROW, 128, ranges=1)),
+        ({"mask": BYTES}, adjusted(ROW, 128, mask="bytes")),
+        ({"mask": on_cuda(1, 1, 4096, 4096)}, adjusted(ROW, 128, mask="bytes")),
+        ({"mask": BITS, "ranges": 2}, adjusted(ROW, 128, mask="bits", ranges=2)),
+        ({"ranges": 1}, adjusted(ROW, 128, ranges=1)),
         ({"query": SHORT, "value": SHORT}, SHORT_ROW),
-        ({"query": SHORT, "value": SHORT, "mask": BYTES}, beside(SHORT_ROW, 96, mask="bytes")),
+        ({"query": SHORT, "value": SHORT, "mask": BYTES}, adjusted(SHORT_ROW, 96, mask="bytes")),
         ({"value": on_cuda(2, 24, 4096, 200)}, TABLE[ConfigKey(80, 256, False, "long")]),
         ({"query": on_cuda(2, 24, 4096, 128, dtype=torch.float32)}, FLOAT32[0]),
         ({"query": on_cuda(2, 24, 4096, 136, dtype=torch.float32)}, FLOAT32[1]),
@@ -63,7 +63,7 @@ def test_int8_tile_counts_ranges_and_mask(ampere):
 def test_tile_holds_whole_instructions_and_words(case):
     for mask, least in (("none", 16), ("bytes", 16), ("bits", 32)):
         for ranges in (0, 1, 2):
-            config = beside(TABLE[case], case.head_dim, mask=mask, ranges=ranges)
+            config = adjusted(TABLE[case], case.head_dim, mask=mask, ranges=ranges)
             assert config.block_n % least == 0
             assert config.block_n <= TABLE[case].block_n
             # A warp multiplies 16 rows at least.
