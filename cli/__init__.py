@@ -1,1 +1,1 @@
-"""The command ``para_core``: what a user types, and the sentences that answer it. Needs the extra ``cli``."""
+"""The command ``para_core``. Needs the extra ``cli``."""

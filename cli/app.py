@@ -1,4 +1,4 @@
-"""The commands, and what becomes of their errors: a sentence on stderr, and an exit code."""
+"""The commands and their error handling: an error is one sentence on stderr and an exit code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FAILED = 1
 
 app = typer.Typer(
     name="para_core",
-    help="Run diffusion transformers on several devices exactly as on one.",
+    help="Run diffusion transformers on several devices with the exact results of one.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -36,11 +36,11 @@ app.command("calibrate")(calibrate)
 
 @app.callback()
 def _commands() -> None:
-    """Run diffusion transformers on several devices exactly as on one."""
+    """Run diffusion transformers on several devices with the exact results of one."""
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command line; its exit code."""
+    """Run one command line, and return its exit code. With ``--debug`` exceptions are raised."""
     try:
         app(list(arguments))
     except SystemExit as end:
@@ -48,12 +48,12 @@ def run(arguments: Sequence[str]) -> int:
     except Exception as error:
         if "--debug" in arguments:
             raise
-        # Of several ranks each says it, as it may be one of them alone.
-        _complain(f"rank {os.environ['RANK']}: {sentence(error)}" if in_torchrun() else sentence(error))
+        # Each rank prints its error, because it may be the only one that failed.
+        _print_error(f"rank {os.environ['RANK']}: {sentence(error)}" if in_torchrun() else sentence(error))
         return FAILED
     return 0
 
 
-def _complain(text: str) -> None:
+def _print_error(text: str) -> None:
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     console.print(f"[red]error:[/red] {escape(text)}")

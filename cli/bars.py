@@ -1,4 +1,4 @@
-"""Two bars: of the prompts, and of the steps of the one that is being generated."""
+"""Progress bars of the prompts, and of the steps of the current prompt."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class NoBars:
-    """Nothing is shown."""
+    """Progress bars that show nothing."""
 
     def __enter__(self) -> NoBars:
         return self
@@ -28,10 +28,11 @@ class NoBars:
 
 
 class Bars:
-    """On stderr, where it is a terminal; elsewhere nothing is shown.
+    """Progress bars on stderr if it is a terminal, else nothing.
 
     Args:
-        steps: show those of the prompt, too.
+        prompts (`int`): Number of prompts.
+        steps (`bool`, defaults to `True`): Also show the steps of a prompt.
     """
 
     def __init__(self, prompts: int, *, steps: bool = True) -> None:
@@ -55,12 +56,12 @@ class Bars:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Stopping what was not started prints an empty line.
+        # Stopping a display that was not started prints an empty line.
         if self._progress.console.is_terminal:
             self._progress.stop()
 
     def begin(self, number: int, steps: int | None) -> None:
-        """The prompt of this number begins; None: how many steps it has is not known."""
+        """Begin the prompt of this number. ``steps`` is its number of steps, or None if unknown."""
         self._progress.reset(self._steps, total=steps, description=f"steps of {number}")
 
     def step(self, done: int) -> None:

@@ -1,4 +1,4 @@
-"""``para_core plan``: the meshes of so many devices for one generation, the fastest first; and ``para_core doctor``."""
+"""``para_core plan``: predict all meshes for one generation, the fastest first; and ``para_core doctor``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from rich.console import Console
 
 from para_core.adapters import plan_mesh
 from para_core.adapters.planner.published import PUBLISHED
+from para_core.cli import options
+from para_core.cli.options import flag, option
 from para_core.cli.ranks import quiet
 from para_core.fleet.outputs import require_file
 from para_core.fleet.recipe import MESH_NAMES
@@ -18,29 +20,23 @@ from para_core.planner.mesh_plan import MeshPlan, room_of
 
 
 def plan(
-    model: Annotated[str, typer.Option(help="A published model; --list shows all.", metavar="NAME")] = "FLUX.1-dev",
-    ranks: Annotated[int, typer.Option(help="Devices.", metavar="N")] = 8,
-    device: Annotated[str, typer.Option(help="Its name, as H100, A100 or B200.", metavar="NAME")] = "H100",
-    link: Annotated[
-        str | None, typer.Option(help="nvlink or pcie; left out: what such devices usually have.", metavar="NAME")
-    ] = None,
-    per_host: Annotated[
-        int | None, typer.Option(help="Devices in one host; left out: 8, of a GB200 72.", metavar="N")
-    ] = None,
-    size: Annotated[
-        str | None, typer.Option(help="Width x height: 1024x768; left out: what was published.", metavar="WxH")
-    ] = None,
-    frames: Annotated[int | None, typer.Option(help="Of a video.", metavar="N")] = None,
-    steps: Annotated[int | None, typer.Option(help="Denoising steps.", metavar="N")] = None,
-    compiled: Annotated[bool, typer.Option("--compiled", help="The transformer is compiled.")] = False,
+    model: Annotated[str, option("Published model; --list shows all.", "NAME")] = "FLUX.1-dev",
+    ranks: Annotated[int, option("Number of devices.", "N")] = 8,
+    device: Annotated[str, option("Device, such as H100, A100 or B200.", "NAME")] = "H100",
+    link: Annotated[str | None, option("nvlink or pcie. Default: usual for the device.", "NAME")] = None,
+    per_host: Annotated[int | None, option("Devices per host. Default: 8, for a GB200 72.", "N")] = None,
+    size: Annotated[str | None, option("Width x height: 1024x768. Default: published.", "WxH")] = None,
+    frames: Annotated[int | None, option("Frames of a video.", "N")] = None,
+    steps: Annotated[int | None, option("Denoising steps.", "N")] = None,
+    compiled: Annotated[bool, flag("--compiled", "The transformer is compiled.")] = False,
     measured: Annotated[
-        Path | None, typer.Option(help="JSON of `para_core doctor`: its figures go before the table's.", metavar="FILE")
+        Path | None, option("JSON of `para_core doctor`, whose figures replace the table's.", "FILE")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="An image of the seconds of each mesh.", metavar="FILE")] = None,
-    list_: Annotated[bool, typer.Option("--list", help="The published models that are known.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Tracebacks, and all messages.")] = False,
+    out: Annotated[Path | None, option("Image file for a chart of the meshes.", "FILE")] = None,
+    list_: Annotated[bool, flag("--list", "List the published models.")] = False,
+    debug: options.Debug = False,
 ) -> None:
-    """Predict seconds, bytes and memory of every mesh for one generation; nothing is loaded, and nothing is computed."""
+    """Predict seconds, bytes and memory of every mesh for one generation. Nothing is loaded or computed."""
     quiet(debug)
     console = Console(soft_wrap=True, highlight=False)
     if list_:
@@ -48,7 +44,7 @@ def plan(
         return
     require_file(out)
     width, height = _read_size(size)
-    found = plan_mesh(
+    mesh_plan = plan_mesh(
         model,
         ranks=ranks,
         device=device,
@@ -61,16 +57,16 @@ def plan(
         compiled=compiled,
         measured=measured,
     )
-    console.print(str(found), markup=False)
-    command = _command(found)
+    console.print(str(mesh_plan), markup=False)
+    command = _command(mesh_plan)
     if command is not None:
         console.print(f"As a command: {command}", markup=False)
     if out is not None:
-        found.plot(out)
+        mesh_plan.plot(out)
 
 
 def _command(plan: MeshPlan) -> str | None:
-    """``para_core generate`` with the options that run the first row; None: it has none for it, or nothing fits."""
+    """Return the ``para_core generate`` command for the first mesh. None if it has no such options, or nothing fits."""
     row = plan.best
     sizes = {name[len("max_") : -len("_dim_size")]: size for name, size in row.mesh_options.items()}
     if row.problem is not None or row.memory > room_of(plan.machine, row.shape) or not set(sizes) <= set(MESH_NAMES):
@@ -85,21 +81,17 @@ def _read_size(text: str | None) -> tuple[int | None, int | None]:
         return None, None
     width, _, height = text.partition("x")
     if not (width.isdigit() and height.isdigit()):
-        raise typer.BadParameter(f"--size {text}: expected width x height in pixels, as 1024x768.")
+        raise typer.BadParameter(f"--size {text}: expected width x height in pixels, such as 1024x768.")
     return int(width), int(height)
 
 
 def doctor(
-    out: Annotated[
-        Path | None, typer.Option(help="A JSON file, which `para_core plan --measured` takes.", metavar="FILE")
-    ] = None,
-    ring: Annotated[
-        int | None, typer.Option(help="Size of the mesh dim ring; all other ranks are ulysses.", metavar="N")
-    ] = None,
-    cpu: Annotated[bool, typer.Option("--cpu", help="On the CPU, over gloo.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Tracebacks, and all messages.")] = False,
+    out: Annotated[Path | None, option("JSON file for `para_core plan --measured`.", "FILE")] = None,
+    ring: Annotated[int | None, option("Size of the ring mesh dim; other ranks go to ulysses.", "N")] = None,
+    cpu: Annotated[bool, flag("--cpu", "Use the CPU and gloo.")] = False,
+    debug: options.Debug = False,
 ) -> None:
-    """Check this machine in a minute: versions, exactness, speed of devices and links, what to change. Under torchrun, of all ranks."""
+    """Check versions, exactness and speed of this machine in a minute; under torchrun, of all ranks."""
     require_file(out)
     arguments = ["--output", str(out)] if out is not None else []
     arguments += ["--ring", str(ring)] if ring is not None else []

@@ -1,4 +1,4 @@
-"""Running lines on the ranks of one group: this process, those of an existing torchrun, or some that torchrun's API starts."""
+"""Generation of lines on one group of ranks: this process, torchrun's ranks, or ranks started by torchrun's API."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from para_core.fleet.recipe import Recipe, build
 from para_core.fleet.work import Watch, generate, sentence
 from para_core.torch_internals import default_store
 
-# For which a rank that raised waits to hear that all others did, too, before it takes them all down.
-_ALIKE = timedelta(seconds=20)
+# How long a rank that raised waits for the others to report that they raised too, before it stops them all.
+_AGREEMENT_TIMEOUT = timedelta(seconds=20)
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class RankJob:
     """Lines that one group of ranks generates.
 
     Args:
-        folder: of the results.
-        journal: where the first rank appends what happens, a JSON object per line.
-        bars: shown by the first rank.
-        debug: tracebacks, and what libraries say.
-        launched: the ranks were started by a process that reads the journal.
+        folder (`Path`): Folder of the results.
+        journal (`Path`): File to which the first rank appends events, one JSON object per line.
+        bars (`bool`): Show progress bars on the first rank.
+        debug (`bool`): Show tracebacks and other libraries' log messages.
+        launched (`bool`): Whether the ranks were started by a process that reads the journal.
     """
 
     recipe: Recipe
@@ -58,7 +58,7 @@ class RankJob:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What became of a job's lines."""
+    """Outcome of a job: numbers of the finished lines, and problems of the others."""
 
     done: tuple[int, ...]
     problems: tuple[Problem, ...]
@@ -70,16 +70,16 @@ def in_torchrun() -> bool:
 
 
 def run_job(job: RankJob, ranks: int) -> RankReport:
-    """Generate all lines on ``ranks`` new ranks, or on this process. A line that ends the ranks is a problem; the rest goes on.
+    """Generate all lines on ``ranks`` new ranks, or in this process. A line that ends the ranks is a problem.
 
     Raises:
-        RuntimeError: the ranks ended before their first line, or a result cannot be written.
+        RuntimeError: If the ranks ended before their first line, or a result cannot be written.
     """
     done: list[int] = []
     problems: list[Problem] = []
-    left = job.lines
-    while left:
-        reason = _run_once(replace(job, lines=left), ranks)
+    remaining = job.lines
+    while remaining:
+        reason = _run_once(replace(job, lines=remaining), ranks)
         events = _read_journal(job.journal)
         done += [event["line"] for event in events if event["event"] == "done"]
         problems += [Problem(event["line"], event["reason"]) for event in events if event["event"] == "failed"]
@@ -87,24 +87,24 @@ def run_job(job: RankJob, ranks: int) -> RankReport:
         if reason is None:
             break
         in_flight = begun - {*done, *(problem.number for problem in problems)}
-        said = [event["reason"] for event in events if event["event"] == "error"]
-        reason = said[0] if said else reason
+        reasons = [event["reason"] for event in events if event["event"] == "error"]
+        reason = reasons[0] if reasons else reason
         if not in_flight or any(event["event"] == "unwritten" for event in events):
             raise RuntimeError(reason)
         problems += [Problem(number, reason) for number in in_flight]
-        left = tuple(line for line in left if line.number not in begun)
+        remaining = tuple(line for line in remaining if line.number not in begun)
     return RankReport(tuple(done), tuple(sorted(problems, key=lambda problem: problem.number)))
 
 
 def _run_once(job: RankJob, ranks: int) -> str | None:
-    """Why the ranks ended early; None if they did not."""
+    """Run the job, and return why the ranks ended early. None if they did not."""
     job.journal.write_bytes(b"")
     if ranks == 1 or in_torchrun():
         run_rank(job)
         return None
     if not job.debug:
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    with tempfile.TemporaryDirectory() as logs, _one_thread_each():
+    with tempfile.TemporaryDirectory() as logs, _one_thread_per_rank():
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -118,7 +118,7 @@ def _run_once(job: RankJob, ranks: int) -> str | None:
         try:
             elastic_launch(config, run_rank)(replace(job, launched=True))
         except ChildFailedError as error:
-            return _how_it_ended(error)
+            return _describe_end(error)
     return None
 
 
@@ -129,8 +129,8 @@ def _logs(folder: str) -> Any:
 
 
 @contextmanager
-def _one_thread_each() -> Iterator[None]:
-    """As torchrun does: ranks of one machine share its cores."""
+def _one_thread_per_rank() -> Iterator[None]:
+    """Set OMP_NUM_THREADS to 1 if it is not set, as torchrun does: the ranks share the cores of this machine."""
     if "OMP_NUM_THREADS" in os.environ:
         yield
         return
@@ -141,10 +141,10 @@ def _one_thread_each() -> Iterator[None]:
         del os.environ["OMP_NUM_THREADS"]
 
 
-def _how_it_ended(error: ChildFailedError) -> str:
-    # Others of the group are ended by the launcher with SIGTERM.
+def _describe_end(error: ChildFailedError) -> str:
+    # The launcher stops the other ranks with SIGTERM, so another signal or exit code is the cause.
     rank, failure = next(
-        ((rank, found) for rank, found in error.failures.items() if found.exitcode != -signal.SIGTERM),
+        ((rank, failure) for rank, failure in error.failures.items() if failure.exitcode != -signal.SIGTERM),
         next(iter(error.failures.items())),
     )
     if failure.exitcode >= 0:
@@ -155,7 +155,7 @@ def _how_it_ended(error: ChildFailedError) -> str:
 
 
 def run_rank(job: RankJob) -> None:
-    """What each rank runs."""
+    """Run the job's lines on this rank. On a launched rank, an error ends the process."""
     quiet(job.debug)
     try:
         with process_group(job.recipe):
@@ -168,17 +168,17 @@ def run_rank(job: RankJob) -> None:
             raise
         if not job.launched:
             sys.stderr.write(f"error: rank {os.environ['RANK']}: {sentence(error)}\n")
-        # No traceback, and no way past ranks that wait in a collective: the launcher ends them.
+        # The process ends at once: other ranks may wait for this one in a collective until the launcher stops them.
         sys.stderr.flush()
         os._exit(1)
 
 
-# Packages whose loggers hint at settings that the command has chosen.
+# Packages whose log messages advise on settings that the command has chosen.
 _LIBRARIES = ("accelerate", "diffusers", "huggingface_hub", "peft", "torch", "torchao", "transformers")
 
 
 def quiet(debug: bool) -> None:
-    """Show the command's own bars, and without ``debug`` no hints and warnings of other libraries. Loggers of para_core stay as they are."""
+    """Hide other libraries' progress bars, and without ``debug`` their hints and warnings."""
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
 
@@ -192,6 +192,7 @@ def quiet(debug: bool) -> None:
 
 @contextmanager
 def process_group(recipe: Recipe) -> Iterator[None]:
+    """Initialize the default process group inside this context, if torchrun started this process."""
     if not in_torchrun():
         yield
         return
@@ -213,13 +214,13 @@ def _run_lines(job: RankJob) -> None:
 
 
 def _lines_of_first_rank(lines: Sequence[Line]) -> Sequence[Line]:
-    """Ranks that torchrun started have each looked which are finished."""
+    """Return the first rank's lines, because ranks may have found different results finished."""
     if not dist.is_initialized():
         return lines
     shared: list[Any] = [lines]
     dist.broadcast_object_list(shared)
-    found: Sequence[Line] = shared[0]
-    return found
+    lines = shared[0]
+    return lines
 
 
 def _run_line(job: RankJob, pipe: Any, line: Line, bars: Bars | NoBars, first: bool) -> None:
@@ -233,7 +234,7 @@ def _run_line(job: RankJob, pipe: Any, line: Line, bars: Bars | NoBars, first: b
     except Exception as error:
         if job.debug:
             traceback.print_exc()
-        if not _failed_alike(line.number):
+        if not _all_ranks_failed(line.number):
             raise
         if first:
             _note(job, event="failed", line=line.number, reason=sentence(error))
@@ -243,29 +244,29 @@ def _run_line(job: RankJob, pipe: Any, line: Line, bars: Bars | NoBars, first: b
             try:
                 write_result(job.folder, line.name, result.outputs, {"line": line.number, **result.metadata})
             except OSError:
-                _note(job, event="unwritten", line=line.number)  # as any other line would be: none is tried
+                _note(job, event="unwritten", line=line.number)  # stops the job: other lines would fail too
                 raise
             _note(job, event="done", line=line.number)
     if first:
         bars.end()
 
 
-def _failed_alike(number: int) -> bool:
-    """Whether all ranks raised on this line, so that none waits for another. Asked of the store: the groups may be in use."""
+def _all_ranks_failed(number: int) -> bool:
+    """Whether all ranks raised on this line, so that none waits for another. Uses the store: groups may be in use."""
     if not dist.is_initialized():
         return True
     store = default_store()
     keys = [f"para_core/line/{number}/{rank}" for rank in range(dist.get_world_size())]
     store.set(keys[dist.get_rank()], "")
     try:
-        store.wait(keys, _ALIKE)
+        store.wait(keys, _AGREEMENT_TIMEOUT)
     except (RuntimeError, ValueError):
         return False
     return True
 
 
 def _note(job: RankJob, **event: Any) -> None:
-    # One write of a few bytes in append mode: ranks do not write into each other's lines.
+    # One short write in append mode is atomic, so ranks do not mix their lines.
     with job.journal.open("ab", buffering=0) as file:
         file.write((json.dumps(event) + "\n").encode())
 

@@ -1,1 +1,1 @@
-"""Many prompts, many requests: one group of ranks here, or replicas of it on Ray. Only ``group``, ``batch`` and ``serving`` import Ray."""
+"""Many prompts, many requests: one group of ranks, or replicas on Ray. Only batch, group and serving import Ray."""

@@ -1,4 +1,4 @@
-"""Many prompts over the replicas of a fleet: each takes the next line as soon as it is free."""
+"""Generation of many prompts on the replicas of a fleet. Each replica takes the next line when it is free."""
 
 from __future__ import annotations
 
@@ -25,37 +25,42 @@ def generate_lines(
     write: Callable[[Line, Result], None],
     debug: bool = False,
 ) -> list[Problem]:
-    """Generate ``lines`` on so many replicas on Ray; ``write`` takes each result here, in this process.
+    """Generate ``lines`` on ``replicas`` replicas on Ray.
 
-    A replica that dies is made again, and its line is tried once more.
+    A replica that dies is restarted, and its line is tried once more.
+
+    Args:
+        write (`Callable`): Receives each line with its result, in this process.
 
     Returns:
-        Why lines have no result.
+        One :class:`Problem` for each line without a result.
     """
     connected = connect(shape.ranks * replicas, debug=debug)
     try:
         require_cluster(shape, replicas)
-        makers = [Replica(recipe, shape, format_=format_, fps=fps) for _ in range(min(replicas, len(lines)))]
-        return asyncio.run(_spread(lines, makers, write))
+        fleet = [Replica(recipe, shape, format_=format_, fps=fps) for _ in range(min(replicas, len(lines)))]
+        return asyncio.run(_generate_all(lines, fleet, write))
     finally:
         if connected:
             ray.shutdown()
 
 
-async def _spread(
+async def _generate_all(
     lines: Sequence[Line], replicas: Sequence[Replica], write: Callable[[Line, Result], None]
 ) -> list[Problem]:
-    waiting = iter(lines)
-    found = await asyncio.gather(*[_work(replica, waiting, write) for replica in replicas])
-    return sorted((problem for problems in found for problem in problems), key=lambda problem: problem.number)
+    queue = iter(lines)
+    problems = await asyncio.gather(*[_generate_queued(replica, queue, write) for replica in replicas])
+    return sorted((problem for of_replica in problems for problem in of_replica), key=lambda problem: problem.number)
 
 
-async def _work(replica: Replica, waiting: Iterator[Line], write: Callable[[Line, Result], None]) -> list[Problem]:
+async def _generate_queued(
+    replica: Replica, queue: Iterator[Line], write: Callable[[Line, Result], None]
+) -> list[Problem]:
     problems: list[Problem] = []
     await replica.start()
-    for line in waiting:
+    for line in queue:
         try:
-            write(line, await _try_twice(replica, line))
+            write(line, await _generate_with_retry(replica, line))
         except (RequestFailed, ReplicaDied) as error:
             problems.append(Problem(line.number, str(error)))
             if not replica.actors:
@@ -64,7 +69,7 @@ async def _work(replica: Replica, waiting: Iterator[Line], write: Callable[[Line
     return problems
 
 
-async def _try_twice(replica: Replica, line: Line) -> Result:
+async def _generate_with_retry(replica: Replica, line: Line) -> Result:
     try:
         return await replica.generate(line.request)
     except ReplicaDied:

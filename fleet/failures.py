@@ -1,13 +1,13 @@
-"""How a request ends without a result."""
+"""Exceptions of a request that ends without a result."""
 
 
 class ReplicaDied(RuntimeError):
-    """A rank of the replica died, or no longer answers: all of it has to be made again."""
+    """Death of a replica: a rank ended, or no longer answers. The replica must be restarted."""
 
 
 class RequestFailed(RuntimeError):
-    """The pipeline refused the request, or failed at it, on all ranks alike: the replica is as good as before."""
+    """Failure of a request: the pipeline refused it, or failed with it, on every rank. The replica stays usable."""
 
 
 class RequestCancelled(RuntimeError):
-    """The request was cancelled: all ranks stopped after the same step."""
+    """Cancellation of a request: all ranks stopped after the same step."""

@@ -1,4 +1,4 @@
-"""What is predicted of a pipeline on ranks: the sizes of its mesh before anything is loaded, and how many pixels fit in memory."""
+"""Predictions for a pipeline on ranks: the mesh sizes before anything is loaded, and how many pixels fit in memory."""
 
 from __future__ import annotations
 
@@ -23,18 +23,17 @@ from para_core.planner.rows import memory_of
 
 logger = logging.getLogger(__name__)
 
-# Two sizes whose activations tell how these grow: multiples of whatever a model shards its latents into.
+# Sides of two results whose activations show how memory grows. Every model can shard their latents.
 _SIDES = (512, 1024)
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Of one rank. Activations grow with the tokens, so with the pixels.
+    """Predicted memory of one rank. Activations grow with the number of tokens, and so with the pixels.
 
     Args:
-        room: bytes that the rank may hold.
-        fixed: bytes that it holds for a result of no size: weights, and activations of the text.
-        per_pixel: bytes more for each pixel of an image or a frame.
+        fixed (`float`): Bytes of weights and of the text's activations.
+        per_pixel (`float`): Bytes of activations per pixel of an image or frame.
 
     >>> Memory(room=24e9, fixed=20e9, per_pixel=1000.0).pixels
     4000000
@@ -46,25 +45,26 @@ class Memory:
 
     @property
     def pixels(self) -> int:
-        """The most that fit, of all images or frames together."""
+        """Number of pixels that fit, over all images or frames."""
         return int((self.room - self.fixed) / self.per_pixel)
 
     def bytes_of(self, pixels: int) -> float:
+        """Return the bytes of a rank for a result of ``pixels`` pixels."""
         return self.fixed + pixels * self.per_pixel
 
 
 def bytes_of_device() -> float:
-    """Bytes that a rank may hold on this machine's device; without a GPU, a core's share of the memory, as a rank takes a core."""
+    """Return the bytes that a rank may hold on the current GPU; without one, the memory divided by the CPU cores."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory - RESERVED
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (os.cpu_count() or 1)
 
 
 def predict_memory(pipe: Any, recipe: Recipe, mesh: dict[str, int], room: float) -> Memory | None:
-    """What ``pipe``, loaded or not, takes on a rank of ``mesh``: its weights and its transformer's activations, not its autoencoder's.
+    """Predict the memory of weights and transformer activations on a rank of ``mesh``. The VAE is not included.
 
     Returns:
-        None where the planner does not know the pipeline, or is wrong about it: the weights alone would not fit.
+        The prediction. None if the planner does not know the pipeline, or predicts that not even the weights fit.
     """
     shape = MeshShape(
         batch=mesh["batch"],
@@ -74,29 +74,27 @@ def predict_memory(pipe: Any, recipe: Recipe, mesh: dict[str, int], room: float)
         fsdp=recipe.weights == "fsdp",
     )
     try:
-        held = [_bytes_at(pipe, shape, side) for side in _SIDES]
+        (less, few), (more, many) = (_bytes_at(pipe, shape, side) for side in _SIDES)
     except Exception as error:
-        # Whatever a class or a config of the user's own makes of it: a prediction that fails is none.
+        # The pipeline's class or config may be the user's own, so counting may raise anything.
         logger.debug("no memory is predicted for %s: %s", type(pipe).__name__, error)
         return None
-    (less, few), (more, many) = held
     per_pixel = (more - less) / (many - few)
     memory = Memory(room, less - per_pixel * few, per_pixel)
     return memory if per_pixel > 0 and memory.pixels > 0 else None
 
 
 def _bytes_at(pipe: Any, shape: MeshShape, side: int) -> tuple[float, int]:
-    """``(bytes of a rank, pixels)`` of a result of this side, of as many frames as the pipeline makes by default."""
+    """Return ``(bytes of a rank, pixels)`` of a result of this side, with the pipeline's default number of frames."""
     work = workload(pipe, height=side, width=side)
     own = work.calls[shape.batch if len(work.calls[shape.batch].parts) > 1 else 1].parts[0]
     return memory_of(shape, work, own, passes=1), side * side * work.frames
 
 
 def without_weights(model: Model, dtype: torch.dtype) -> Any:
-    """The pipeline of ``model`` with its components as their configs describe them, in ``dtype`` and without weights.
+    """Make the pipeline of ``model`` from the configs of its components, in ``dtype`` and without weights.
 
-    Raises:
-        Whatever a component of another library than diffusers and transformers makes of that.
+    Raises whatever a component of another library than diffusers and transformers raises.
     """
     import diffusers
 
@@ -115,23 +113,23 @@ def _component(model: str, name: str, dtype: torch.dtype, library: str | None, c
     import transformers
 
     if library == "diffusers" and cls is not None:
-        made = getattr(diffusers, cls)
-        config = made.load_config(model, subfolder=name)
+        component = getattr(diffusers, cls)
+        config = component.load_config(model, subfolder=name)
         with on_meta(dtype):
-            return made.from_config(config)
+            return component.from_config(config)
     if library == "transformers" and cls is not None and issubclass(getattr(transformers, cls), torch.nn.Module):
-        made = getattr(transformers, cls)
-        config = made.config_class.from_pretrained(model, subfolder=name)
+        component = getattr(transformers, cls)
+        config = component.config_class.from_pretrained(model, subfolder=name)
         with on_meta(dtype):
-            return made(config)
+            return component(config)
     return None
 
 
 def foresee_mesh(pipe: Any, recipe: Recipe, ranks: int) -> dict[str, int]:
-    """The sizes that the mesh of ``ranks`` ranks of one host will have, in the order in which loading decides them.
+    """Return the mesh sizes that loading will choose for ``ranks`` ranks of one host.
 
     Raises:
-        ValueError: the recipe's mesh has no place for that many ranks.
+        ValueError: If ``ranks`` exceeds what the recipe's mesh allows.
     """
     if recipe.mesh and ranks > 1:
         return given_mesh(recipe, ranks)
@@ -146,13 +144,13 @@ def foresee_mesh(pipe: Any, recipe: Recipe, ranks: int) -> dict[str, int]:
 
 
 def given_mesh(recipe: Recipe, ranks: int) -> dict[str, int]:
-    """The sizes that the recipe's largest sizes lead to.
+    """Return the mesh sizes that follow from the recipe's largest sizes.
 
     Raises:
-        ValueError: they have no place for that many ranks.
+        ValueError: If ``ranks`` exceeds what they allow.
     """
-    given = dict(recipe.mesh)
-    tensor = next(size for size in range(min(given.pop("tensor", 1), ranks), 0, -1) if ranks % size == 0)
-    sizes = choose_mesh_shape(ranks // tensor, **{f"max_{name}_dim_size": size for name, size in given.items()})
+    limits = dict(recipe.mesh)
+    tensor = next(size for size in range(min(limits.pop("tensor", 1), ranks), 0, -1) if ranks % size == 0)
+    sizes = choose_mesh_shape(ranks // tensor, **{f"max_{name}_dim_size": size for name, size in limits.items()})
     mesh = dict(zip(("batch", "ring", "ulysses"), sizes, strict=True))
     return {**mesh, "tensor": tensor} if tensor > 1 else mesh

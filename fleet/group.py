@@ -1,4 +1,4 @@
-"""A replica: ranks as Ray actors in one placement group, which answer requests together, and are made again when one dies."""
+"""Replicas: ranks as Ray actors in one placement group that answer requests together, and restart if one dies."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from para_core.fleet.request import Request
 from para_core.fleet.work import Result
 from para_core.foreign_errors import is_slow_start_of_ray
 
-# Between looks at how many steps are done.
-_LOOK_SECONDS = 0.1
-# Ray gives a node half a minute to start, which a machine that does anything else may take.
+# Interval at which the number of finished steps is read.
+_POLL_SECONDS = 0.1
+# Ray gives a node half a minute to start, which is too short on a busy machine.
 _STARTS = 4
-# How long ranks that have not answered may take after another rank failed or was cancelled: they are at most a step behind it.
+# How long other ranks may take to answer after one failed or was cancelled. They are at most one step behind it.
 _GRACE_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
 class ReplicaShape:
-    """What a replica takes of a cluster.
+    """Size and placement of a replica.
 
     Args:
-        ranks: how many; each has a GPU where the cluster has some, else a CPU.
-        spread: ranks may be on several nodes; otherwise all are on one.
+        ranks (`int`): Number of ranks. Each takes a GPU if the cluster has any, else a CPU.
+        spread (`bool`, defaults to `False`): Whether ranks may be on several nodes instead of one.
     """
 
     ranks: int
@@ -44,7 +44,7 @@ class ReplicaShape:
 
 
 class Replica:
-    """A group of ranks that holds one pipeline. One request at a time; :meth:`generate` waits for its turn."""
+    """A group of ranks that runs one pipeline, one request at a time."""
 
     def __init__(self, recipe: Recipe, shape: ReplicaShape, *, format_: str, fps: int) -> None:
         self._recipe, self._shape = recipe, shape
@@ -55,16 +55,24 @@ class Replica:
         self.mesh: dict[str, int] = {}
 
     async def start(self) -> None:
-        """Place the ranks, and load the pipeline on them.
+        """Place the ranks and load the pipeline on them.
 
         Raises:
-            ValueError: the cluster is too small for it.
-            RuntimeError: the pipeline cannot be loaded.
+            RuntimeError: If the cluster has no free resources within the recipe's timeout, or the pipeline cannot be
+                loaded.
         """
         bundle = _bundle()
         strategy = "PACK" if self._shape.spread else "STRICT_PACK"
         self._placement = placement_group([bundle] * self._shape.ranks, strategy=strategy)
-        await self._placed()
+        seconds = self._recipe.timeout
+        try:
+            await asyncio.wait_for(_await(self._placement.ready()), seconds)
+        except TimeoutError:
+            await self.stop()
+            raise RuntimeError(
+                f"a replica of {self._shape.ranks} ranks got no resources within {seconds:g} s: the Ray cluster is "
+                "busy."
+            ) from None
         self.actors = [self._actor(rank, bundle) for rank in range(self._shape.ranks)]
         try:
             host = await self.actors[0].__ray_call__.remote(lambda _: ray.util.get_node_ip_address())
@@ -73,16 +81,6 @@ class Replica:
         except ray.exceptions.RayError as error:
             await self.stop()
             raise RuntimeError(cause(error)) from error
-
-    async def _placed(self) -> None:
-        seconds = self._recipe.timeout
-        try:
-            await asyncio.wait_for(_await(self._placement.ready()), seconds)
-        except TimeoutError:
-            await self.stop()
-            raise RuntimeError(
-                f"no room for a replica of {self._shape.ranks} ranks within {seconds:g} s: what the Ray cluster has is in use."
-            ) from None
 
     def _actor(self, rank: int, bundle: dict[str, float]) -> Any:
         strategy = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=rank)
@@ -95,7 +93,7 @@ class Replica:
         return actor.remote(self._recipe, rank, self._shape.ranks, self._format, self._fps)
 
     async def stop(self) -> None:
-        """End all ranks, whatever they do."""
+        """End all ranks at once, also in the middle of a step."""
         for actor in self.actors:
             ray.kill(actor)
         self.actors = ()
@@ -104,7 +102,7 @@ class Replica:
             self._placement = None
 
     async def restart(self) -> float:
-        """Tear the replica down and make it again; seconds that took."""
+        """Stop the replica and start it again. Returns the seconds that this took."""
         start = time.perf_counter()
         await self.stop()
         await self.start()
@@ -113,28 +111,32 @@ class Replica:
     async def generate(
         self, request: Request, *, id_: str | None = None, progress: Callable[[int], None] | None = None
     ) -> Result:
-        """The result of one request.
+        """Return the result of one request, after earlier requests have ended.
 
         Args:
-            id_: by which :func:`cancel` knows it.
-            progress: takes the number of steps done, each time it was looked at and had changed, and in the end.
+            request (`Request`): The request.
+            id_ (`str`, *optional*): Name of the request for :func:`cancel`.
+            progress (`Callable[[int], None]`, *optional*): Receives the number of finished steps when it has changed,
+                and at the end.
 
         Raises:
-            RequestFailed, RequestCancelled, ReplicaDied.
+            RequestFailed: If the pipeline failed.
+            RequestCancelled: If the request was cancelled.
+            ReplicaDied: If a rank died. The replica is stopped.
         """
         id_ = id_ or uuid.uuid4().hex
         async with self._turn:
             if not self.actors:
                 raise ReplicaDied("the replica is not running.")
-            looking = asyncio.ensure_future(self._look(id_, progress)) if progress is not None else None
+            polling = asyncio.ensure_future(self._poll(id_, progress)) if progress is not None else None
             try:
                 answers = await _answers([actor.generate.remote(id_, request) for actor in self.actors])
             except ReplicaDied:
                 await self.stop()
                 raise
             finally:
-                if looking is not None:
-                    looking.cancel()
+                if polling is not None:
+                    polling.cancel()
         first = answers[0]
         if progress is not None:
             progress(first.steps)
@@ -145,80 +147,86 @@ class Replica:
         return first.result
 
     async def memory(self, room: float | None) -> Memory | None:
-        """What results take of a rank's memory, of which there are ``room`` bytes, or as many as its device has; None: not known."""
+        """Predict the memory of a rank with ``room`` bytes, by default those of its device. None if unknown."""
         memory: Memory | None = await self.actors[0].memory.remote(self.mesh, room)
         return memory
 
-    async def _look(self, id_: str, progress: Callable[[int], None]) -> None:
-        seen = 0
+    async def _poll(self, id_: str, progress: Callable[[int], None]) -> None:
+        reported = 0
         while True:
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(_POLL_SECONDS)
             done = await self.actors[0].steps_done.options(concurrency_group=CONTROL).remote(id_)
-            if done > seen:
-                seen = done
+            if done > reported:
+                reported = done
                 progress(done)
 
 
 def cancel(first_rank: Any, id_: str) -> Any:
-    """End a request after the step that is running on the replica of ``first_rank``; a reference to wait for."""
+    """Cancel a request after its current step, on the replica of ``first_rank``. Returns a Ray reference."""
     return first_rank.cancel.options(concurrency_group=CONTROL).remote(id_)
 
 
 def require_cluster(shape: ReplicaShape, replicas: int) -> None:
-    """Raise ``ValueError`` unless the cluster that this process is connected to has room for that many replicas."""
+    """Raise ValueError unless the connected cluster is large enough for ``replicas`` replicas."""
     bundle, has = _bundle(), ray.cluster_resources()
     for kind, each in bundle.items():
         needed = each * shape.ranks * replicas
         if needed > has.get(kind, 0):
             raise ValueError(
                 f"{replicas} replicas of {shape.ranks} ranks need {needed:g} {kind}s, and the Ray cluster has "
-                f"{has.get(kind, 0):g}: take fewer (--replicas, --ranks), or add nodes with ray start."
+                f"{has.get(kind, 0):g}: use fewer (--replicas, --ranks), or add nodes with ray start."
             )
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     fit = sum(min(int(node.get(kind, 0) // (each * shape.ranks)) for kind, each in bundle.items()) for node in nodes)
     if not shape.spread and fit < replicas:
         kind = next(reversed(bundle))
         raise ValueError(
-            f"{replicas} replicas of {shape.ranks} ranks, each on one node, and the nodes of the Ray cluster have "
-            f"{', '.join(f'{node.get(kind, 0):g}' for node in nodes)} {kind}s: take fewer ranks (--ranks), or serve --spread, "
-            "which takes the ranks of a replica from several nodes."
+            f"{replicas} replicas of {shape.ranks} ranks need one node each, and the nodes of the Ray cluster have "
+            f"{', '.join(f'{node.get(kind, 0):g}' for node in nodes)} {kind}s: use fewer ranks (--ranks), or serve "
+            "--spread, which places a replica on several nodes."
         )
 
 
 def connect(cpus: int, *, debug: bool) -> bool:
-    """To the cluster that ``ray start`` made or ``RAY_ADDRESS`` names, or else to a new one on this machine that has at least so many CPUs.
+    """Connect to the cluster of ``ray start`` or ``RAY_ADDRESS``, or start one here with at least ``cpus`` CPUs.
 
-    Not to one that another program made for itself, which ends with it: Ray's ``address="auto"`` would take any.
+    A cluster that another program started for itself is not used, because it ends with that program. Ray's
+    ``address="auto"`` would use it.
 
     Returns:
-        Whether this process was not connected before.
+        Whether this call connected. False if the process was connected before.
 
     Raises:
-        RuntimeError: Ray does not start.
+        RuntimeError: If Ray does not start, or no cluster answers at ``RAY_ADDRESS``.
     """
     if ray.is_initialized():
         return False
-    # Ray's own default is 15: ranks that wait for one another would come last on a machine that does anything else.
+    # With Ray's default of 15, ranks that wait for each other would get the least CPU time on a busy machine.
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     options: dict[str, Any] = {} if debug else {"logging_level": "ERROR", "log_to_driver": False}
     here = {"num_cpus": max(cpus, os.cpu_count() or 1), "include_dashboard": False, **options}
     try:
         _start(**here)
-    except ValueError:  # there is a cluster, and its CPUs are not ours to say
+    except ValueError:  # Ray found a cluster, for which the number of CPUs must not be given.
         try:
             ray.init(**options)
         except ConnectionError as error:
-            named = os.environ.get("RAY_ADDRESS")
-            if named:
-                raise RuntimeError(f"RAY_ADDRESS is {named!r}, and no Ray cluster answers there.") from error
-            # What ray start noted, of a cluster that did not end by ray stop.
+            address = os.environ.get("RAY_ADDRESS")
+            if address:
+                raise RuntimeError(f"RAY_ADDRESS is {address!r}, but no Ray cluster answers there.") from error
+            # The file that ray start left belongs to a cluster that ended without ray stop.
             _start(address="local", **here)
     return True
 
 
 def _start(**options: Any) -> None:
-    """A cluster of this machine; raises ``ValueError`` where there is one."""
+    """Start a cluster on this machine, and retry if it is slow.
+
+    Raises:
+        ValueError: If there is one already.
+        RuntimeError: If Ray does not start.
+    """
     for left in range(_STARTS - 1, -1, -1):
         try:
             ray.init(**options)
@@ -226,7 +234,7 @@ def _start(**options: Any) -> None:
         except ValueError:
             raise
         except Exception as error:
-            # A node that was too slow is a bare Exception of Ray's.
+            # For a slow node Ray raises a bare Exception.
             if left == 0 or not is_slow_start_of_ray(error):
                 raise RuntimeError(f"Ray does not start on this machine: {cause(error)}") from error
             ray.shutdown()
@@ -237,13 +245,13 @@ def _bundle() -> dict[str, float]:
 
 
 async def _answers(refs: Sequence[Any]) -> list[Answer]:
-    """Wait for the answers of all ranks; return them in rank order.
+    """Return the answers of all ranks, in rank order.
 
-    Ranks that are done may answer long before the first one, which encodes the result. So only an answer that is not *done* limits
-    the time of the others: they may wait in a collective for the rank that gave it.
+    Ranks that are done may answer long before the first one, which encodes the result. Only an answer that is not
+    "done" starts a timeout for the others, because they may wait in a collective for the rank that gave it.
 
     Raises:
-        ReplicaDied: a rank died, or some ranks gave no answer after another rank had failed or was cancelled.
+        ReplicaDied: If a rank died, or ranks gave no answer after another rank had failed or was cancelled.
     """
     tasks: list[asyncio.Task[Answer]] = [asyncio.ensure_future(_await(ref)) for ref in refs]
     pending = set(tasks)
@@ -255,7 +263,7 @@ async def _answers(refs: Sequence[Any]) -> list[Answer]:
             if not ended:
                 reason = next((answer.reason for answer in answered if answer.reason), "no reason given")
                 raise ReplicaDied(
-                    f"{len(pending)} of {len(tasks)} ranks no longer answer, after another ended with: {reason}"
+                    f"{len(pending)} of {len(tasks)} ranks do not answer after another one ended: {reason}"
                 )
             for rank, task in enumerate(tasks):
                 if task not in ended:
@@ -275,7 +283,7 @@ async def _await(ref: Any) -> Any:
 
 
 def cause(error: BaseException) -> str:
-    """The first line that says something of what Ray raised."""
+    """Return the first nonempty line of the text of an exception that Ray raised, or of its cause."""
     cause = getattr(error, "cause", None)
     text = str(cause if cause is not None else error)
     lines = [line.strip() for line in text.splitlines() if line.strip()]

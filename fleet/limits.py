@@ -1,4 +1,4 @@
-"""What a server accepts, and the answer to what it does not."""
+"""Limits of a server, and the error responses for requests that exceed them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from para_core.fleet.foresee import Memory
 
 @dataclass(frozen=True)
 class Limits:
-    """What a server accepts.
+    """Limits on what a server accepts.
 
     Args:
-        waiting: requests that wait while all replicas are busy; one more is told to come back later.
-        pixels: of all images or frames of a request.
-        seconds: a request takes, waiting included, before it is cancelled.
-        retries: how often a request is tried again after the replica that had it died.
-        memory: of a rank, which larger results would not fit in; None: it is not known.
+        waiting (`int`): Requests that may wait while all replicas are busy.
+        pixels (`int`): Pixels of all images or frames of a request.
+        seconds (`float`): Seconds after which a request is cancelled, waiting included.
+        retries (`int`): How often a request is retried after its replica died.
+        memory (`Memory`, *optional*): Memory of a rank, which limits the size of results. None if it is unknown.
     """
 
     waiting: int = 8
@@ -39,12 +39,13 @@ class Limits:
 
 
 class RequestError(Exception):
-    """An answer that is an error: its status, a code for programs and a message for people."""
+    """Error response to a request: an HTTP status, a code for programs and a message for people."""
 
     def __init__(self, status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
         self.status, self.code, self.headers = status, code, dict(headers or {})
 
     def body(self) -> dict[str, Any]:
+        """Return the JSON body of the response, in the form of OpenAI's API."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": str(self), "type": kind, "code": self.code}}

@@ -1,4 +1,4 @@
-"""Results as files: formats, what has to be there before the first step, and writing all or nothing."""
+"""Results as files: formats, checks before generation, and atomic writing."""
 
 from __future__ import annotations
 
@@ -19,40 +19,40 @@ from para_core.fleet.models import Kind, Model
 from para_core.fleet.request import Request, estimated_pixels
 
 FORMATS: Mapping[Kind, tuple[str, ...]] = {"image": ("png", "jpg", "webp"), "video": ("mp4", "gif", "webp")}
-# A PNG of noise is as large as its pixels and a little more; videos compress, GIFs least.
+# A PNG of noise is slightly larger than its pixels. Videos compress well, GIFs least.
 _BYTES_PER_PIXEL = {"png": 3.1, "jpg": 3.0, "webp": 3.0, "mp4": 1.0, "gif": 1.5}
 _SPARE_BYTES = 64 * 2**20
-# As write_atomically names what is not a result yet.
+# Temporary names of write_atomically.
 _HALF_WRITTEN = re.compile(r"\.\d{5,}(-\d+)?\.(json|png|jpg|webp|mp4|gif)\.\w{8}")
 
 
 @dataclass(frozen=True)
 class Output:
-    """One file to be, and what it is.
+    """One file of a result.
 
     Args:
-        suffix: behind the name of the request's result: ``".png"``, or ``"-1.png"`` for the second of several images.
+        suffix (`str`): End of the file name: ``".png"``, or ``"-1.png"`` for the second of several images.
     """
 
     suffix: str
     data: bytes
 
 
-def choose_format(model: Model, asked: str | None) -> str:
-    """``asked``, or the usual one for what ``model`` generates.
+def choose_format(model: Model, format_: str | None) -> str:
+    """Return ``format_``, by default the usual format for what ``model`` generates.
 
     Raises:
-        ValueError: the model's results cannot be written so, or what writes them is not installed.
+        ValueError: If the model's results cannot have this format, or its encoder is not installed.
     """
     allowed = FORMATS[model.kind]
-    chosen = asked or allowed[0]
+    chosen = format_ or allowed[0]
     if chosen not in allowed:
         raise ValueError(
             f"format is {chosen!r}; {model.pipeline} generates {model.kind}s: expected {' or '.join(allowed)}."
         )
     if chosen == "mp4" and not _writes_mp4():
         raise ValueError(
-            "mp4 needs a video writer, and none is installed: pip install imageio imageio-ffmpeg. --format gif needs none."
+            "mp4 needs a video encoder, and none is installed: pip install imageio imageio-ffmpeg, or use --format gif."
         )
     return chosen
 
@@ -68,10 +68,10 @@ def _writes_mp4() -> bool:
 
 
 def too_large(folder: Path, request: Request, model: Model, format_: str) -> str | None:
-    """Why the result of ``request`` could not be written even if it were the only one; None: it could."""
+    """Return why the result of ``request`` alone does not fit on the disk. None if it does."""
     needed = int(estimated_pixels(request, model.kind) * _BYTES_PER_PIXEL[format_])
-    place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(place).free
+    parent = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(parent).free
     if needed + _SPARE_BYTES <= free or needed <= _SPARE_BYTES:
         return None
     return f"its result may take {_amount(needed)}, and {folder} has {_amount(free)} free."
@@ -82,10 +82,10 @@ def _amount(number: int) -> str:
 
 
 def require_room(folder: Path, requests: Iterable[Request], model: Model, format_: str) -> int:
-    """Bytes that the results may take, at most; the folder is made.
+    """Make the folder, and return the largest number of bytes that the results may take.
 
     Raises:
-        OSError: the folder cannot be made or written to, or its disk has not that much room.
+        OSError: If the folder cannot be made or written to, or its disk has too little free space.
     """
     sizes = [estimated_pixels(request, model.kind) for request in requests]
     needed = int(sum(sizes) * _BYTES_PER_PIXEL[format_])
@@ -95,19 +95,19 @@ def require_room(folder: Path, requests: Iterable[Request], model: Model, format
             pass
     except OSError as error:
         raise OSError(
-            f"results cannot be written to {folder}: {error.strerror}. Name another folder with --out."
+            f"results cannot be written to {folder}: {error.strerror}. Use another folder with --out."
         ) from error
     free = shutil.disk_usage(folder).free
     if needed + _SPARE_BYTES > free:
         raise OSError(
             f"{folder} has {_amount(free)} free, and {len(sizes)} results may take {_amount(needed)} (with "
-            f"{_amount(_SPARE_BYTES)} to spare). Name a folder on another disk with --out, or generate fewer at once."
+            f"{_amount(_SPARE_BYTES)} to spare). Use a folder on another disk with --out, or generate fewer at once."
         )
     return needed
 
 
 def require_file(path: Path | None) -> None:
-    """Raise ``OSError`` unless a file can be written at ``path``; what is there stays as it is."""
+    """Raise OSError if a file cannot be written at ``path``. An existing file is not changed."""
     if path is None:
         return
     try:
@@ -116,11 +116,11 @@ def require_file(path: Path | None) -> None:
         with tempfile.TemporaryFile(dir=path.absolute().parent):
             pass
     except OSError as error:
-        raise OSError(f"{path} cannot be written: {error.strerror}. Name another file with --out.") from error
+        raise OSError(f"{path} cannot be written: {error.strerror}. Use another file with --out.") from error
 
 
 def encode(result: Any, format_: str, *, fps: int) -> list[Output]:
-    """The files of what a pipeline returned, with ``output_type="pil"``: the same bytes for the same pixels."""
+    """Encode the PIL images or frames of a pipeline's output as files. Equal pixels give equal bytes."""
     videos = getattr(result, "frames", None)
     if videos is not None:
         files = [_encode_video(frames, format_, fps) for frames in videos]
@@ -152,7 +152,7 @@ def _encode_video(frames: Sequence[Any], format_: str, fps: int) -> bytes:
 
 
 def write_result(folder: Path, name: str, outputs: Sequence[Output], metadata: Mapping[str, Any]) -> list[Path]:
-    """Write the files of one result, then ``name.json``: whoever finds that one finds all of them, complete."""
+    """Write the files of a result, and then ``name.json``: if that file exists, all others are complete."""
     paths = [folder / f"{name}{output.suffix}" for output in outputs]
     for path, output in zip(paths, outputs, strict=True):
         write_atomically(path, output.data)
@@ -162,14 +162,14 @@ def write_result(folder: Path, name: str, outputs: Sequence[Output], metadata: M
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """``path`` has its old contents or all of ``data``, whenever the process or the machine stops."""
+    """Replace the contents of ``path``. If the process or machine stops, the file has its old or its new contents."""
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        # mkstemp's files are for the owner alone.
+        # mkstemp makes files that only their owner can read.
         umask = os.umask(0)
         os.umask(umask)
         Path(temporary).chmod(0o666 & ~umask)
@@ -181,21 +181,21 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Inside, no other process of this machine is in here with the same folder; files that one which was killed left half written go.
+    """Lock ``folder`` against other processes of this machine, and delete leftover temporary files.
 
     Raises:
-        RuntimeError: another process is.
+        RuntimeError: If another process holds the lock.
     """
     import fcntl
 
-    # Of the folder itself, so that no file is left behind; it ends with the process.
-    held = os.open(folder, os.O_RDONLY)
+    # The folder itself is locked, so no lock file is left behind. The lock ends with the process.
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise RuntimeError(
-                f"another para_core generate writes to {folder}: wait for it, or name another folder with --out."
+                f"another para_core generate writes to {folder}: wait for it, or use another folder with --out."
             ) from None
         except OSError:
             pass  # a file system without locks
@@ -204,11 +204,11 @@ def alone_in(folder: Path) -> Iterator[None]:
                 path.unlink(missing_ok=True)
         yield
     finally:
-        os.close(held)
+        os.close(descriptor)
 
 
 def is_finished(folder: Path, name: str, digest: str) -> bool:
-    """Whether the result ``name`` of the request and recipe of ``digest`` was written."""
+    """Whether the result ``name`` was written completely for the request and recipe of ``digest``."""
     try:
         record = json.loads((folder / f"{name}.json").read_bytes())
         return record["digest"] == digest and all((folder / file).is_file() for file in record["files"])

@@ -1,4 +1,4 @@
-"""A file of prompts: one JSON object per line, each a request. A bad line is a problem of its own."""
+"""Prompt files: one JSON object per line, each a request. An invalid line does not affect others."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from pathlib import Path
 from typing import Any
 
 from para_core.fleet.models import Model
-from para_core.fleet.request import Request, make_request
+from para_core.fleet.request import Request, make_request, request_schema
 from para_core.fleet.work import sentence
 
 
 @dataclass(frozen=True)
 class Line:
-    """A request, and the number of its line, from 1."""
+    """A request with the number of its line, from 1."""
 
     number: int
     request: Request
 
     @property
     def name(self) -> str:
-        """Of its result."""
+        """Name of the result's files."""
         return f"{self.number:05d}"
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Why the line of this number has no result."""
+    """A line without a result, and the reason."""
 
     number: int
     reason: str
@@ -37,18 +37,18 @@ class Problem:
 def read_prompts(
     path: Path, model: Model, common: Mapping[str, Any], *, seed: int = 0
 ) -> tuple[list[Line], list[Problem]]:
-    """The requests of a file, and what is wrong with the other lines; empty lines are neither.
+    """Read the requests of a file. Returns the valid lines and the problems of invalid ones; empty lines are skipped.
 
     Args:
-        common: fields of every line that does not have them itself.
-        seed: of the first line, where it names none; the second has the next.
+        common (`Mapping[str, Any]`): Fields for every line that does not set them.
+        seed (`int`, defaults to `0`): Seed of line 1 unless it sets one; each following line adds one.
 
     Raises:
-        OSError: the file cannot be read.
-        ValueError: it is not UTF-8.
+        OSError: If the file cannot be read.
+        ValueError: If it is not UTF-8.
     """
     try:
-        # Not splitlines: JSON may hold other ends of lines, as U+2028, inside of a text.
+        # splitlines() would also split at characters such as U+2028, which JSON texts may contain.
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}.") from error
@@ -58,24 +58,26 @@ def read_prompts(
     def read_image(name: str) -> bytes:
         return (path.parent / name).read_bytes()
 
-    found: list[Line] = []
+    schema = request_schema(model)
+    requests: list[Line] = []
     problems: list[Problem] = []
     for number, text in enumerate(lines, start=1):
         if not text.strip():
             continue
         try:
-            given = json.loads(text)
-            if not isinstance(given, dict):
+            values = json.loads(text)
+            if not isinstance(values, dict):
                 raise ValueError(
-                    f'it is {text.strip()[:40]!r}; expected an object, as in {{"prompt": "a red circle"}}.'
+                    f'it is {text.strip()[:40]!r}; expected an object such as {{"prompt": "a red circle"}}.'
                 )
-            request = make_request({**common, **given}, model, seed=seed + number - 1, read_image=read_image)
+            values = {**common, **values}
+            request = make_request(values, model, seed=seed + number - 1, read_image=read_image, schema=schema)
         except json.JSONDecodeError as error:
-            problems.append(Problem(number, f"it is no JSON: {error.msg} at column {error.colno}."))
+            problems.append(Problem(number, f"it is not JSON: {error.msg} at column {error.colno}."))
         except RecursionError:
             problems.append(Problem(number, "it is nested too deeply."))
         except (OSError, ValueError) as error:
             problems.append(Problem(number, sentence(error)))
         else:
-            found.append(Line(number, request))
-    return found, problems
+            requests.append(Line(number, request))
+    return requests, problems

@@ -1,4 +1,4 @@
-"""One rank of a replica, as the object that a Ray actor is: it holds its part of the pipeline, and answers one request at a time."""
+"""One rank of a replica, as the object of a Ray actor: it runs its part of the pipeline, one request at a time."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from para_core.fleet.recipe import Recipe, build, mesh_shape
 from para_core.fleet.request import Request
 from para_core.fleet.work import Cancelled, Result, Watch, generate, sentence
 
-# Of the actor's threads: one that works, and some that tell and are told in the meantime.
+# The concurrency group of the actor's methods that run during a request.
 CONTROL = "control"
-# Variables in which a launcher tells a process its place. Ray's workers inherit them from the process that started Ray, whose
-# place is not theirs.
-_PLACE_PREFIXES = ("SLURM_", "TORCHELASTIC_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_", "MV2_COMM_WORLD_")
-_PLACE_NAMES = frozenset(
-    {
+# Environment variables that tell a process its rank. Ray's workers inherit them from the process that started Ray,
+# whose rank is not theirs.
+_LAUNCHER_PREFIXES = ("SLURM_", "TORCHELASTIC_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_", "MV2_COMM_WORLD_")
+_LAUNCHER_NAMES = frozenset(
+    [
         "RANK",
         "WORLD_SIZE",
         "LOCAL_RANK",
@@ -35,18 +35,17 @@ _PLACE_NAMES = frozenset(
         "ROLE_WORLD_SIZE",
         "MASTER_ADDR",
         "MASTER_PORT",
-    }
+    ]
 )
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of a request on one rank.
+    """The outcome of a request on one rank.
 
     Args:
-        result: on the first rank of a request that is done; None elsewhere.
-        reason: why it failed, or after which step it was cancelled.
-        steps: done.
+        result (`Result`, *optional*): The result, on the first rank of a request that is done.
+        reason (`str`): Why the request failed, or the step after which it was cancelled.
     """
 
     kind: Literal["done", "failed", "cancelled"]
@@ -56,7 +55,7 @@ class Answer:
 
 
 class Rank:
-    """One of ``ranks`` processes that hold one pipeline together."""
+    """One of ``ranks`` processes that run one pipeline together."""
 
     def __init__(self, recipe: Recipe, rank: int, ranks: int, format_: str, fps: int) -> None:
         self._recipe, self._rank, self._ranks = recipe, rank, ranks
@@ -65,17 +64,17 @@ class Rank:
         self._pipe: Any = None
         self._steps_done: dict[str, int] = {}
         self._cancelled: set[str] = set()
-        # Whether the last request failed, so that the memory it reserved is to be released.
+        # The memory that a failed request reserved is released before the next one.
         self._release_memory = False
 
     def open_store(self, host: str) -> int:
-        """On the first rank: the port at which the others meet it on ``host``."""
+        """Open the store on the first rank, and return its port on ``host``, at which the other ranks connect."""
         timeout = timedelta(seconds=self._recipe.timeout)
         self._store = TCPStore(host, 0, self._ranks, is_master=True, timeout=timeout, wait_for_workers=False)
         return int(self._store.port)
 
     def join(self, host: str, port: int) -> dict[str, int]:
-        """Meet the other ranks and load the pipeline; the sizes of its mesh."""
+        """Connect to the other ranks, load the pipeline, and return the sizes of its mesh dims. A collective call."""
         _forget_launcher()
         timeout = timedelta(seconds=self._recipe.timeout)
         if self._ranks > 1:
@@ -85,13 +84,13 @@ class Rank:
         return mesh_shape(self._pipe)
 
     def memory(self, mesh: dict[str, int], room: float | None) -> Memory | None:
-        """On the first rank: what results take of a rank; ``room`` bytes of it, or as many as the device has."""
+        """Predict the memory of a rank with ``room`` bytes, by default those of the device. For the first rank."""
         return predict_memory(self._pipe, self._recipe, mesh, bytes_of_device() if room is None else room)
 
     def generate(self, id_: str, request: Request) -> Answer:
-        """All ranks of the replica are called with the same request."""
+        """Run one request. A collective call: all ranks of the replica get the same request."""
         if torch.cuda.is_available():
-            torch.cuda.set_device(0)  # a setting of the thread
+            torch.cuda.set_device(0)  # per thread, and Ray may call this method in any thread
         if self._release_memory:
             self._release_memory = False
             torch.cuda.empty_cache()
@@ -102,8 +101,9 @@ class Rank:
         except Cancelled as error:
             return Answer("cancelled", reason=str(error), steps=self.steps_done(id_))
         except Exception as error:
-            # The memory is released by the next request. cudaFree waits for the kernels of this device, and a collective of
-            # this request may wait for a rank that has left: this rank would never answer, and the reason would be lost.
+            # The memory is released before the next request. cudaFree waits for the device's kernels, and a collective
+            # of this request may wait for a rank that has left: this rank would never answer, and the reason would be
+            # lost.
             self._release_memory = True
             return Answer("failed", reason=sentence(error), steps=self.steps_done(id_))
         finally:
@@ -111,23 +111,23 @@ class Rank:
             self._cancelled.discard(id_)
 
     def steps_done(self, id_: str) -> int:
-        """Of a request that is running; 0 before the first step is done."""
+        """Return the number of finished steps of a running request; 0 before the first."""
         return self._steps_done.get(id_, 0)
 
     def cancel(self, id_: str) -> None:
-        """On the first rank: end this request, and no other, after the step that is running."""
+        """Cancel this request, and no other, after its current step. For the first rank."""
         self._cancelled.add(id_)
 
     def process(self) -> int:
-        """The id of this rank's process."""
+        """Return the process id."""
         return os.getpid()
 
 
 def _forget_launcher() -> None:
-    """Remove the environment variables that say which process of a launcher this is.
+    """Remove the environment variables by which a launcher tells a process its rank.
 
-    An actor of Ray sees one GPU. With the ``LOCAL_RANK`` of the process that started Ray, ``init_device_mesh`` would select another.
+    An actor sees one GPU. ``init_device_mesh`` would select another one by the inherited ``LOCAL_RANK``.
     """
     for name in list(os.environ):
-        if name in _PLACE_NAMES or name.startswith(_PLACE_PREFIXES):
+        if name in _LAUNCHER_NAMES or name.startswith(_LAUNCHER_PREFIXES):
             del os.environ[name]

@@ -1,81 +1,90 @@
-"""A request as HTTP brings it: its body, and what is in there, read no further than the limits of the server."""
+"""Requests read from HTTP bodies, within the limits of the server."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import binascii
-import json
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ValidationError, create_model
 
 from para_core.fleet.limits import Limits, RequestError
 from para_core.fleet.models import Model
-from para_core.fleet.request import Request, estimated_pixels, make_request, open_image
+from para_core.fleet.request import Request, describe_error, estimated_pixels, open_image, request_from, request_schema
 
-# Of one request, each of which is decoded.
-_MOST_IMAGES = 16
-# No text encoder reads more; a tokenizer would make room for any number.
-_MOST_TOKENS = 4096
-# OpenAI's fields that say nothing to a pipeline.
+_MAX_IMAGES = 16
+# Text encoders read fewer tokens, but a tokenizer would pad to any number.
+_MAX_TOKENS = 4096
+# Fields of OpenAI's API that have no meaning for a pipeline.
 _IGNORED = ("user", "model", "quality", "style", "background", "moderation")
 
 
-async def read_body(http: Any, limits: Limits) -> dict[str, Any]:
-    """The object in the body, which is read no further than its limit."""
+class Body(NamedTuple):
+    """A request with the options of its answer."""
+
+    request: Request
+    response_format: Literal["b64_json", "url"]
+    stream: bool
+
+
+def body_schema(model: Model, limits: Limits) -> type[BaseModel]:
+    """Return the pydantic model of a request body: the fields of a request, and those of OpenAI's images API."""
+    limited = {"num_inference_steps": limits.steps, "max_sequence_length": _MAX_TOKENS}
+    options: dict[str, Any] = {
+        "response_format": (Literal["b64_json", "url"] | None, "b64_json"),
+        "stream": (bool | None, False),
+        **dict.fromkeys(_IGNORED, (Any, None)),
+    }
+    schema = request_schema(model, at_most={**limited, **dict.fromkeys(model.images, _MAX_IMAGES)})
+    extended: type[BaseModel] = create_model(schema.__name__, __base__=schema, **options)
+    return extended
+
+
+async def read_body(http: Any, limits: Limits) -> bytes:
+    """Return the body of the HTTP request ``http``, which is read no further than its limit.
+
+    Raises:
+        RequestError: If the body is too large, too slow, or not ``application/json``.
+    """
     if http.headers.get("content-type", "").split(";")[0].strip() != "application/json":
         raise RequestError(415, "invalid_content_type", "expected Content-Type: application/json.")
+    body = bytearray()
     try:
-        body = await asyncio.wait_for(_body_of(http, limits), limits.seconds)
+        async with asyncio.timeout(limits.seconds):
+            async for chunk in http.stream():
+                body += chunk
+                if len(body) > limits.body_bytes:
+                    raise RequestError(413, "too_large", f"the body is larger than {limits.body_bytes} bytes.")
     except TimeoutError:
         raise RequestError(408, "timed_out", f"the body was not sent within {limits.seconds:g} s.") from None
-    try:
-        given = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(400, "invalid_json", f"the body is no JSON: {error}") from None
-    if not isinstance(given, dict):
-        raise RequestError(400, "invalid_json", 'the body is no object; expected one as in {"prompt": "a red circle"}.')
-    # OpenAI's clients send null for what they leave out.
-    return {name: value for name, value in given.items() if name not in _IGNORED and value is not None}
-
-
-async def _body_of(http: Any, limits: Limits) -> bytes:
-    body = bytearray()
-    async for part in http.stream():
-        body += part
-        if len(body) > limits.body_bytes:
-            raise RequestError(413, "too_large", f"the body is larger than {limits.body_bytes} bytes.")
     return bytes(body)
 
 
-def read_request(given: Mapping[str, Any], model: Model, limits: Limits) -> Request:
-    """The request that ``given`` is; images are decoded.
+def read_request(body: bytes, schema: type[BaseModel], model: Model, limits: Limits) -> Body:
+    """Return the request in ``body``. Images are decoded.
 
     Raises:
-        Refusal: it is none, or larger than the server takes.
+        RequestError: If the body is not valid, or the request exceeds a limit.
     """
-    # OpenAI's clients say "auto" where the server is to choose.
-    given = {name: value for name, value in given.items() if (name, value) != ("size", "auto")}
     try:
-        for name in model.images:
-            if isinstance(given.get(name), list) and len(given[name]) > _MOST_IMAGES:
-                raise ValueError(
-                    f"field {name!r} has {len(given[name])} images; this server takes at most {_MOST_IMAGES}."
-                )
-        request = make_request(given, model, read_image=lambda text: _decode_image(text, limits.pixels))
-    except (ValueError, OverflowError) as error:
+        # OpenAI's clients send null for what they omit.
+        fields = schema.model_validate_json(body).model_dump(exclude_unset=True, exclude_none=True)
+    except ValidationError as error:
+        code = "invalid_value" if error.errors()[0]["loc"] else "invalid_json"
+        raise RequestError(400, code, describe_error(error, model, "body")) from None
+    for name in _IGNORED:
+        fields.pop(name, None)
+    response_format, stream = fields.pop("response_format", "b64_json"), fields.pop("stream", False)
+    try:
+        request = request_from(fields, model, read_image=lambda text: _decode_image(text, limits.pixels))
+    except ValueError as error:
         raise RequestError(400, "invalid_value", str(error)) from None
     _require_size(request, model, limits)
-    steps = request.fields.get("num_inference_steps") or 0
-    tokens = request.fields.get("max_sequence_length") or 0
-    if tokens > _MOST_TOKENS:
-        raise RequestError(
-            400, "too_large", f"max_sequence_length is {tokens}; this server takes at most {_MOST_TOKENS}."
-        )
-    longest = max([steps, *[len(value) for value in request.fields.values() if isinstance(value, list)]])
+    longest = max([len(value) for value in request.fields.values() if isinstance(value, list)], default=0)
     if longest > limits.steps:
         raise RequestError(400, "too_many_steps", f"{longest} steps; this server takes at most {limits.steps}.")
-    return request
+    return Body(request, response_format, stream)
 
 
 def _require_size(request: Request, model: Model, limits: Limits) -> None:
@@ -89,25 +98,22 @@ def _require_size(request: Request, model: Model, limits: Limits) -> None:
             f"predicted to take {limits.memory.bytes_of(pixels) / 1e9:.3g} GB of each rank, which may hold "
             f"{limits.memory.room / 1e9:.3g} GB"
         )
-    # As many results and frames of another size.
-    side = int((most * _area(request) / pixels) ** 0.5) // 16 * 16 if request.pixels() else 0
-    fits = f"as many images or frames fit at {side}x{side}" if side else "ask for fewer at once, or name a size"
-    raise RequestError(400, "too_large", f"{pixels} pixels in all are {why}: {fits}.")
-
-
-def _area(request: Request) -> int:
+    hint = "request fewer at once, or state a size"
     sides = [request.fields[name] for name in ("height", "width") if request.fields.get(name) is not None]
-    return int(sides[0] * sides[-1])
+    if sides:
+        side = int((most * sides[0] * sides[-1] / pixels) ** 0.5) // 16 * 16
+        hint = f"the same number of images or frames fits at {side}x{side}" if side else hint
+    raise RequestError(400, "too_large", f"{pixels} pixels in total are {why}: {hint}.")
 
 
 def _decode_image(text: str, max_pixels: int) -> bytes:
-    """The contents of a ``data:`` url, or of base64; never of a file or of another server."""
+    """Return the contents of a ``data:`` URL or of base64. Paths and addresses are never opened."""
     encoded = text.partition(",")[2] if text.startswith("data:") else text
     try:
         data = base64.b64decode(encoded, validate=True)
     except (binascii.Error, ValueError):
         raise ValueError(
-            "an image is given as base64, or as data:image/png;base64,…; paths and addresses are not opened."
+            "an image must be base64, or data:image/png;base64,…; paths and addresses are not opened."
         ) from None
     open_image(data, max_pixels)
     return data

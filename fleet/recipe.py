@@ -1,4 +1,4 @@
-"""How a pipeline is loaded and put on the ranks of a group: one value, and the function that follows it."""
+"""Recipes: how a pipeline is loaded and parallelized on the ranks of a group."""
 
 from __future__ import annotations
 
@@ -22,25 +22,29 @@ from para_core.instance_patching import original_class
 Weights = Literal["replicate", "fsdp", "tensor"]
 Compile = Literal["no", "blocks", "whole"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-_LONGEST = 365 * 24 * 3600
+_LONGEST_TIMEOUT = 365 * 24 * 3600
 MESH_NAMES = ("batch", "ring", "ulysses", "tensor")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A pipeline on a group of ranks.
+    """Options for loading a pipeline on a group of ranks.
 
     Args:
-        model: a folder, or a repository on the Hub.
-        dtype: ``"auto"``: bfloat16 on a GPU, float32 elsewhere.
-        mesh: the largest sizes of mesh dims, by name (:data:`MESH_NAMES`); empty: chosen from the pipeline.
-        rotate_method: how keys travel round the ring, as :func:`parallelize_pipe` names it; None: as the mesh was chosen.
-        cache: First Block Cache at this threshold; ``"default"``: the one of the model's family; None: none.
-        compile: the transformer's blocks, one graph for all that are alike, or the ``"whole"`` transformer.
-        weights: ``"fsdp"`` and ``"tensor"`` hold them once on the ranks.
-        vae: encode and decode on all ranks, too.
-        lora: files or repositories, each with a scale behind a colon, if it is not 1.
-        timeout: seconds for which ranks wait for one that does not answer.
+        model (`str`): Folder, or repository on the Hub.
+        dtype (`str`): ``"auto"`` is bfloat16 on a GPU and float32 elsewhere.
+        mesh (`tuple[tuple[str, int], ...]`): Largest sizes of mesh dims by name (:data:`MESH_NAMES`). Empty to choose
+            the mesh by the pipeline.
+        rotate_method (`str`, *optional*): How keys travel along the ring, as in :func:`parallelize_pipe`. Defaults to
+            the choice made with the mesh.
+        cache (`float` or `"default"`, *optional*): Threshold of First Block Cache; ``"default"`` is that of the model
+            family. None disables it.
+        compile (`"no"`, `"blocks"` or `"whole"`): Compile the transformer's blocks, with one graph for equal ones, or
+            the whole transformer.
+        weights (`"replicate"`, `"fsdp"` or `"tensor"`): How weights are distributed over ranks.
+        vae (`bool`): Whether the VAE also runs on all ranks.
+        lora (`tuple[str, ...]`): Files or repositories, each with ``:scale`` if the scale is not 1.
+        timeout (`float`): Seconds that ranks wait for each other.
     """
 
     model: str
@@ -65,42 +69,47 @@ class Recipe:
                 raise ValueError(f"{name} is {value!r}; expected one of {', '.join(filter(None, allowed))}.")
         if isinstance(self.cache, float) and not self.cache >= 0:
             raise ValueError(f"cache is {self.cache:g}; expected a threshold of at least 0, or 'default'.")
-        if not 0 < self.timeout < _LONGEST:
-            raise ValueError(
-                f"timeout is {self.timeout:g} s; expected a positive number of seconds, of a year at most."
-            )
+        if not 0 < self.timeout < _LONGEST_TIMEOUT:
+            raise ValueError(f"timeout is {self.timeout:g} s; expected a positive number of seconds, at most a year.")
         if self.weights == "tensor" and "tensor" not in dict(self.mesh):
-            raise ValueError("weights are 'tensor'; say how many ranks share heads: --mesh tensor=2.")
+            raise ValueError(
+                "weights are 'tensor', but the mesh has no tensor dim; expected a size, such as --mesh tensor=2."
+            )
 
     @property
     def digest(self) -> str:
-        """Of what decides the result: not the mesh, which changes it by the order of floats, nor compiling."""
+        """16 hex digits of the options that decide the result. Mesh and compilation change it only by rounding."""
         decisive = (self.model, self.dtype, self.cache, self.lora)
         return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:16]
 
     def as_json(self) -> dict[str, Any]:
+        """Return the options as JSON-compatible values."""
         return {**asdict(self), "mesh": dict(self.mesh)}
 
 
 def read_mesh_sizes(text: str) -> tuple[tuple[str, int], ...]:
-    """Sizes of mesh dims.
+    """Parse the sizes of mesh dims.
 
     >>> read_mesh_sizes("batch=2,ring=4")
     (('batch', 2), ('ring', 4))
+
+    Raises:
+        ValueError: If a name or size is invalid.
     """
     sizes: dict[str, int] = {}
     for part in filter(None, text.split(",")):
         name, _, size = part.strip().partition("=")
         if name not in MESH_NAMES or not size.isdecimal() or int(size) < 1:
             raise ValueError(
-                f"mesh has {part.strip()!r}; expected {', '.join(MESH_NAMES)} and their largest sizes, as in 'batch=2,ring=2'."
+                f"mesh has {part.strip()!r}; expected {', '.join(MESH_NAMES)} and their largest sizes: "
+                "'batch=2,ring=2'."
             )
         sizes[name] = int(size)
     return tuple(sizes.items())
 
 
 def read_lora(text: str) -> tuple[str, float]:
-    """A file or repository, and its scale.
+    """Split a LoRA option into file or repository, and scale.
 
     >>> read_lora("style.safetensors:0.8")
     ('style.safetensors', 0.8)
@@ -110,25 +119,26 @@ def read_lora(text: str) -> tuple[str, float]:
         try:
             return name, float(scale)
         except ValueError:
-            pass  # the colon of a path
+            pass  # The colon is part of a path.
     return text, 1.0
 
 
 def require_loras(recipe: Recipe) -> None:
-    """Raise ``FileNotFoundError`` for what can only be a file and is not there; a repository is looked for when it is loaded."""
+    """Raise FileNotFoundError if a LoRA can only be a local file and is missing. Repositories are not checked."""
     for text in recipe.lora:
         name, _ = read_lora(text)
         path = Path(name)
         is_file = path.suffix in (".safetensors", ".bin", ".pt") or path.is_absolute() or len(path.parts) != 2
         if is_file and not path.exists():
-            raise FileNotFoundError(f"lora {name!r} is no file or folder here; expected one, or owner/name of the Hub.")
+            raise FileNotFoundError(
+                f"lora {name!r} does not exist here; expected a file, a folder, or owner/name of the Hub."
+            )
 
 
 def build(recipe: Recipe) -> Any:
-    """The pipeline of ``recipe`` on this rank: every rank of the default process group calls it, or one process alone.
+    """Load the pipeline of ``recipe`` and parallelize it. A collective call on the default process group, if any.
 
-    Raises:
-        What loading, parallelizing and caching raise on input that does not fit.
+    Raises what loading, parallelizing and caching raise for invalid options.
     """
     from diffusers import DiffusionPipeline
 
@@ -140,7 +150,7 @@ def build(recipe: Recipe) -> Any:
     if weights is not None and not recipe.lora:
         mesh = mesh or init_context_parallel_mesh(device)
         pipe = from_pretrained_sharded(DiffusionPipeline, recipe.model, mesh=mesh, weights=weights, dtype=dtype)
-        weights = None  # as they are now
+        weights = None  # They are sharded already.
     else:
         pipe = DiffusionPipeline.from_pretrained(recipe.model, dtype=dtype)
         _load_lora(pipe, recipe.lora)
@@ -161,7 +171,7 @@ def build(recipe: Recipe) -> Any:
 
 
 def mesh_shape(pipe: Any) -> dict[str, int]:
-    """Sizes of the mesh dims that ``pipe`` runs on."""
+    """Return the sizes of the mesh dims that ``pipe`` runs on."""
     mesh = mesh_of(pipe)
     if mesh is None:
         return {"batch": 1, "ring": 1, "ulysses": 1}
@@ -170,11 +180,11 @@ def mesh_shape(pipe: Any) -> dict[str, int]:
 
 
 def dtype_of(recipe: Recipe) -> torch.dtype:
-    """Of a pipeline that is loaded in this process."""
+    """Return the dtype of a pipeline loaded in this process."""
     if recipe.dtype == "auto":
         return torch.bfloat16 if torch.cuda.is_available() else torch.float32
-    found: torch.dtype = getattr(torch, recipe.dtype)
-    return found
+    dtype: torch.dtype = getattr(torch, recipe.dtype)
+    return dtype
 
 
 def _mesh(recipe: Recipe, device: str) -> DeviceMesh | None:
@@ -190,7 +200,7 @@ def _load_lora(pipe: Any, loras: tuple[str, ...]) -> None:
         try:
             pipe.load_lora_weights(name, adapter_name=f"lora_{index}")
         except Exception as error:
-            # Whatever a file of other weights, or a Hub that is not reached, makes of it.
+            # A file of another model, or a Hub that cannot be reached, may raise anything.
             raise ValueError(f"lora {name!r} cannot be loaded: {type(error).__name__}: {error}") from error
         scales[f"lora_{index}"] = scale
     if scales:
@@ -202,9 +212,7 @@ def _compile(pipe: Any, how: Compile) -> None:
         return
     transformers = transformers_of(pipe)
     if not transformers:
-        raise ValueError(
-            f"compile is {how!r}, and this {original_class(pipe).__name__} has no transformer: leave it out."
-        )
+        raise ValueError(f"compile is {how!r}, but {original_class(pipe).__name__} has no transformer; expected 'no'.")
     for name, transformer in transformers.items():
         module: Any = transformer
         if how == "blocks":

@@ -1,30 +1,35 @@
-"""One request: the fields of a pipeline's call as JSON gives them, checked before anything is loaded."""
+"""Requests: the fields of a pipeline's call as JSON values, validated before anything is loaded."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import json
+import operator
 import re
+import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from para_core.fleet.field_types import expected, fits
-from para_core.fleet.models import Kind, Model, require_field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-# Short names, and those of diffusers.
+from para_core.fleet.models import Kind, Model, unknown_field
+
+# Short names of diffusers' parameters.
 _ALIASES = {"steps": "num_inference_steps", "frames": "num_frames", "n": "num_images_per_prompt"}
 _POSITIVE = (
     *("height", "width", "num_inference_steps", "num_frames", "video_length", "max_sequence_length"),
     *("num_images_per_prompt", "num_videos_per_prompt"),
 )
-_SIZE = re.compile(r"(\d+)\s*[x×]\s*(\d+)")
+_SIZE = re.compile(r"^([1-9][0-9]{0,8})\s*[x×]\s*([1-9][0-9]{0,8})$")
 _LARGEST_SEED = 2**63 - 1
-# What Pillow may decode: the formats that cameras and browsers write.
+_LARGEST_INT = 2**31 - 1
+# Pillow decodes only formats that cameras and browsers write.
 _FORMATS = ("PNG", "JPEG", "WEBP")
 MAX_IMAGE_PIXELS = 64 * 2**20
-# Width, height and frames of a result whose size the pipeline chooses.
+# Width, height and frames that are assumed if the pipeline chooses the size.
 _USUAL: Mapping[Kind, tuple[int, int, int]] = {"image": (1024, 1024, 1), "video": (1280, 720, 129)}
 
 
@@ -33,9 +38,9 @@ class Request:
     """One call of a pipeline.
 
     Args:
-        fields: of the call, under diffusers' names: JSON values.
-        seed: of its generator.
-        images: contents of the files of fields that take an image, or several.
+        fields (`Mapping[str, Any]`): Arguments of the call under diffusers' names, as JSON values.
+        seed (`int`, defaults to `0`): Seed of the generator.
+        images (`Mapping[str, tuple[bytes, ...]]`): Contents of image files, by the argument that takes them.
     """
 
     fields: Mapping[str, Any]
@@ -44,14 +49,14 @@ class Request:
 
     @property
     def digest(self) -> str:
-        """16 hex digits that are the same for the same request, also in another process."""
+        """16 hex digits, equal for equal requests in all processes."""
         images = {name: [hashlib.sha256(data).hexdigest() for data in files] for name, files in self.images.items()}
         text = json.dumps([self.fields, self.seed, images], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
     def results(self) -> int:
-        """How many images or videos it asks for."""
+        """Number of images or videos."""
         prompt = self.fields.get("prompt")
         prompts = len(prompt) if isinstance(prompt, list) else 1
         return int(
@@ -59,7 +64,10 @@ class Request:
         )
 
     def pixels(self) -> int | None:
-        """Of all images or frames; None where the size is left to the pipeline. Of one side alone: those of a square."""
+        """Return the pixels of all images or frames. None if the pipeline chooses the size.
+
+        If only one side is given, the result is taken to be square.
+        """
         sides = [self.fields[name] for name in ("height", "width") if self.fields.get(name) is not None]
         if not sides:
             return None
@@ -68,74 +76,170 @@ class Request:
 
 
 def estimated_pixels(request: Request, kind: Kind) -> int:
-    """Of all images or frames; as usual for what ``request`` leaves to the pipeline."""
-    given = request.pixels()
-    if given is not None:
-        return given
+    """Return the pixels of all images or frames, with usual sizes for those that the pipeline chooses."""
+    pixels = request.pixels()
+    if pixels is not None:
+        return pixels
     width, height, frames = _USUAL[kind]
     frames = request.fields.get("num_frames") or request.fields.get("video_length") or frames
     return int(width * height * frames * request.results)
 
 
-def make_request(
-    given: Mapping[str, Any], model: Model, *, seed: int = 0, read_image: Callable[[str], bytes] | None = None
-) -> Request:
-    """A request from JSON: ``given`` over the model's defaults.
+# -- validation
+
+
+def request_schema(model: Model, *, at_most: Mapping[str, int] | None = None) -> type[BaseModel]:
+    """Return the pydantic model of a request: the fields of the pipeline's call, ``seed``, ``size`` and short names.
 
     Args:
-        given: fields of the pipeline's call, or ``seed``, ``size`` (``"1024x768"``: width × height), ``steps``, ``frames``.
-        seed: where none is given.
-        read_image: what gives the contents of the file that a field names; None: no file is opened.
+        at_most (`Mapping[str, int]`, *optional*): Largest value of integer fields, and largest number of images of
+            image fields.
+    """
+    limits = at_most or {}
+    fields: dict[str, Any] = {}
+    for name, default in model.fields.items():
+        if name in model.images:
+            kind: Any = str | Annotated[list[str], Field(min_length=1, max_length=limits.get(name))]
+        elif name == "prompt":
+            kind = str | Annotated[list[str], Field(min_length=1)]
+        elif name in _POSITIVE:
+            kind = Annotated[int, Field(ge=1, le=limits.get(name, _LARGEST_INT))]
+        else:
+            kind = _json_type(model.annotations.get(name, Any))
+        # The default is documentation: only fields that a request sets are passed to the pipeline.
+        fields[name] = (kind | None, default if isinstance(default, (bool, int, float, str)) else None)
+    for alias, name in _ALIASES.items():
+        if name in fields:
+            fields.setdefault(alias, (fields[name][0], None))
+    fields["seed"] = (Annotated[int, Field(ge=0, le=_LARGEST_SEED)] | None, None)
+    # OpenAI's clients send "auto" to let the server choose.
+    size = Annotated[str, Field(pattern=f"{_SIZE.pattern}|^auto$", description="width x height in pixels: 1024x768")]
+    fields.setdefault("size", (size | None, None))
+    config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    schema: type[BaseModel] = create_model(f"{model.pipeline}Request", __config__=config, **fields)
+    return schema
+
+
+def _json_type(annotation: Any, *, is_item: bool = False) -> Any:
+    """Return the type that pydantic validates for a parameter with this annotation; Any if JSON has no such type.
+
+    Many pipelines accept a list of texts (a batch) where the annotation is a text, unless it is an item of a list.
+    """
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin in (Union, types.UnionType):
+        return functools.reduce(operator.or_, [_json_type(part, is_item=is_item) for part in parts])
+    if origin in (list, tuple) or annotation in (list, tuple):
+        items = [_json_type(part, is_item=True) for part in parts if part is not ...]
+        return list[functools.reduce(operator.or_, items)] if items else list[Any]  # type: ignore[misc]
+    if annotation is str and not is_item:
+        return str | list[str]
+    if origin is Literal or annotation in (bool, int, float, str, type(None)):
+        return annotation
+    return Any
+
+
+def describe_error(error: ValidationError, model: Model, subject: str) -> str:
+    """Return a sentence on the first invalid field: its name, its value and what was expected.
+
+    Args:
+        subject (`str`): What was validated, such as ``"body"``.
+    """
+    errors = error.errors(include_url=False)
+    first = errors[0]
+    if not first["loc"]:
+        return f'the {subject} is invalid: {first["msg"]}. Expected a JSON object such as {{"prompt": "a red circle"}}.'
+    name = str(first["loc"][0])
+    if first["type"] == "extra_forbidden":
+        return unknown_field(model, name)
+    if first["type"] == "string_pattern_mismatch":
+        return f"field {name!r} is {first['input']!r:.80}: expected width x height in pixels, such as '1024x768'."
+    # A value that fits no member of a union has an error for each member.
+    same = [other for other in errors if other["loc"][:1] == first["loc"][:1]]
+    expected = "; or ".join(dict.fromkeys(other["msg"].lower() for other in same))
+    value = min(same, key=lambda other: -len(other["loc"]))["input"]
+    return f"field {name!r} is {value!r:.80}: {expected}."
+
+
+def make_request(
+    values: Mapping[str, Any],
+    model: Model,
+    *,
+    seed: int = 0,
+    read_image: Callable[[str], bytes] | None = None,
+    schema: type[BaseModel] | None = None,
+) -> Request:
+    """Validate ``values``, and return the request.
+
+    Args:
+        values (`Mapping[str, Any]`): Fields of the pipeline's call, or ``seed``, ``size`` (``"1024x768"``), ``steps``,
+            ``frames``. They replace the model's defaults.
+        seed (`int`, defaults to `0`): Seed if ``values`` has none.
+        read_image (`Callable[[str], bytes]`, *optional*): Returns the contents of the file that an image field names.
+            Defaults to refusing images.
+        schema (`type[BaseModel]`, *optional*): The result of :func:`request_schema`, for many requests of one model.
 
     Raises:
-        ValueError: a field is unknown or its value does not fit; the message names both.
-        OSError: a file cannot be read.
+        ValueError: If a field is unknown or its value is invalid.
+        OSError: If a file cannot be read.
     """
-    fields = dict(model.defaults)
-    images: dict[str, tuple[bytes, ...]] = {}
-    for name, value in given.items():
+    try:
+        fields = (schema or request_schema(model)).model_validate(values).model_dump(exclude_unset=True)
+    except ValidationError as error:
+        raise ValueError(describe_error(error, model, "request")) from None
+    return request_from(fields, model, seed=seed, read_image=read_image)
+
+
+def request_from(
+    values: Mapping[str, Any], model: Model, *, seed: int = 0, read_image: Callable[[str], bytes] | None = None
+) -> Request:
+    """Return the request of validated fields; for the arguments see :func:`make_request`."""
+    fields, images = dict(model.defaults), dict[str, tuple[bytes, ...]]()
+    for name, value in values.items():
+        full_name = name if name in model.fields else _ALIASES.get(name, name)
         if name == "seed":
-            seed = _integer("seed", value, at_least=0)
+            seed = seed if value is None else value
         elif name == "size" and "size" not in model.fields:
-            fields["width"], fields["height"] = read_size(value)
+            if value not in (None, "auto"):
+                fields["width"], fields["height"] = read_size(value)
+        elif full_name in model.images and value is not None:
+            images[full_name] = _read_images(full_name, value, read_image)
         else:
-            full = _ALIASES.get(name, name)
-            require_field(model, full, name)
-            if full in model.images and value is not None:
-                images[full] = _read_images(full, value, read_image)
-            else:
-                fields[full] = _checked(full, value, model)
-    if not 0 <= seed <= _LARGEST_SEED:
-        raise ValueError(f"seed is {seed}; expected 0 to {_LARGEST_SEED}.")
+            fields[full_name] = value
     for name, value in fields.items():
         _require_json(name, value)
-    _require_prompt(fields, model, images)
+    if "prompt" in model.fields and fields.get("prompt") is None and not images:
+        raise ValueError("field 'prompt' is None; expected a text, or a list of texts.")
+    if not 0 <= seed <= _LARGEST_SEED:
+        raise ValueError(f"seed is {seed}; expected 0 to {_LARGEST_SEED}.")
     return Request(fields, seed, images)
 
 
-def read_size(value: Any) -> tuple[int, int]:
-    """``(width, height)`` in pixels.
+def read_size(value: str) -> tuple[int, int]:
+    """Return ``(width, height)`` in pixels.
 
     >>> read_size("1024x768")
     (1024, 768)
+
+    Raises:
+        ValueError: If ``value`` has another form.
     """
-    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
-    if match is None or int(match[1]) < 1 or int(match[2]) < 1:
-        raise ValueError(f"size is {value!r}; expected width x height in pixels, as in '1024x768'.")
+    match = _SIZE.match(value)
+    if match is None:
+        raise ValueError(f"size is {value!r}; expected width x height in pixels, such as '1024x768'.")
     return int(match[1]), int(match[2])
 
 
 def call_arguments(request: Request) -> dict[str, Any]:
-    """What the pipeline is called with beside its generator; images are decoded here."""
+    """Return the arguments of the pipeline's call, except the generator, with images decoded."""
     decoded = {name: [open_image(data) for data in files] for name, files in request.images.items()}
     return {**request.fields, **{name: files[0] if len(files) == 1 else files for name, files in decoded.items()}}
 
 
 def open_image(data: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Any:
-    """The RGB image in ``data``; its size is looked at before it is decoded.
+    """Return the RGB image in ``data``. The size is checked before it is decoded.
 
     Raises:
-        ValueError: it is no PNG, JPEG or WebP, it is damaged, or it has more than ``max_pixels``.
+        ValueError: If ``data`` is not a valid PNG, JPEG or WebP file, or has more than ``max_pixels``.
     """
     from PIL import Image
 
@@ -143,19 +247,17 @@ def open_image(data: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Any:
         image = Image.open(io.BytesIO(data), formats=_FORMATS)
         if image.width * image.height > max_pixels:
             raise ValueError(
-                f"the image has {image.width} × {image.height} pixels; expected at most {max_pixels} in all."
+                f"the image has {image.width} × {image.height} pixels; expected at most {max_pixels} in total."
             )
         return image.convert("RGB")
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-        raise ValueError(f"{len(data)} bytes are no image that can be read; expected a PNG, JPEG or WebP.") from error
+        raise ValueError(f"{len(data)} bytes are not a readable image; expected a PNG, JPEG or WebP file.") from error
 
 
-def _read_images(name: str, value: Any, read: Callable[[str], bytes] | None) -> tuple[bytes, ...]:
-    paths = value if isinstance(value, list) else [value]
+def _read_images(name: str, value: str | list[str], read: Callable[[str], bytes] | None) -> tuple[bytes, ...]:
     if read is None:
-        raise ValueError(f"field {name!r} takes an image, and none can be given here.")
-    if not paths or not all(isinstance(path, str) for path in paths):
-        raise ValueError(f"field {name!r} is {value!r}; expected the path of an image, or a list of such paths.")
+        raise ValueError(f"field {name!r} takes an image, and images cannot be passed here.")
+    paths = value if isinstance(value, list) else [value]
     files = tuple(read(path) for path in paths)
     for path, data in zip(paths, files, strict=True):
         try:
@@ -166,38 +268,11 @@ def _read_images(name: str, value: Any, read: Callable[[str], bytes] | None) -> 
 
 
 def _require_json(name: str, value: Any) -> None:
-    # Python's reader takes half of a surrogate pair, which no tokenizer and no file takes, and NaN, which makes a black image.
+    # Values that pydantic takes as Any may still hold a lone surrogate, which no tokenizer accepts, or NaN, which makes
+    # a black image.
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError as error:
-        raise ValueError(
-            f"field {name!r}: a text has {error.object[error.start]!a}, which is half of a character."
-        ) from None
+        raise ValueError(f"field {name!r} has {error.object[error.start]!a}, which is half of a character.") from None
     except ValueError:
-        raise ValueError(f"field {name!r} is {value!r:.80}; expected numbers that are finite.") from None
-
-
-def _require_prompt(fields: Mapping[str, Any], model: Model, images: Mapping[str, Any]) -> None:
-    prompt = fields.get("prompt")
-    if "prompt" not in model.fields or (prompt is None and images):
-        return
-    if not isinstance(prompt, str) and not (
-        isinstance(prompt, list) and prompt and all(isinstance(p, str) for p in prompt)
-    ):
-        raise ValueError(f"field 'prompt' is {prompt!r}; expected a text, or a list of texts.")
-
-
-def _checked(name: str, value: Any, model: Model) -> Any:
-    if name in _POSITIVE and value is not None:
-        return _integer(name, value, at_least=1)
-    annotation = model.annotations.get(name, Any)
-    # Of a prompt more is known: it says more.
-    if name != "prompt" and not fits(value, annotation):
-        raise ValueError(f"field {name!r} is {value!r:.80}; expected {expected(annotation)}.")
-    return value
-
-
-def _integer(name: str, value: Any, *, at_least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-        raise ValueError(f"field {name!r} is {value!r}; expected a whole number of at least {at_least}.")
-    return value
+        raise ValueError(f"field {name!r} is {value!r:.80}; expected finite numbers.") from None

@@ -1,6 +1,6 @@
-"""The HTTP side of a fleet, as an ASGI application: who may ask, what is refused, how progress is told, and cancelling.
+"""The HTTP server of a fleet, as an ASGI application: access, validation, progress events and cancelling.
 
-It knows replicas only as a :class:`Backend`; those on Ray are in :mod:`para_core.fleet.serving`.
+It uses replicas through :class:`Backend`; :mod:`para_core.fleet.serving` implements one on Ray.
 """
 
 from __future__ import annotations
@@ -18,44 +18,51 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from starlette.applications import Starlette
+from fastapi import Depends, FastAPI, Security
+from fastapi.security import HTTPBearer
+from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
 
 from para_core.fleet.failures import ReplicaDied, RequestCancelled, RequestFailed
 from para_core.fleet.limits import Limits, RequestError
 from para_core.fleet.metrics import Metrics
 from para_core.fleet.models import Model
 from para_core.fleet.outputs import Output
-from para_core.fleet.reading import read_body, read_request
+from para_core.fleet.reading import body_schema, read_body, read_request
 from para_core.fleet.request import Request
 from para_core.fleet.work import Result
 
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 _MEDIA_TYPES = {"png": "image/png", "jpg": "image/jpeg", "webp": "image/webp", "gif": "image/gif", "mp4": "video/mp4"}
-# Of results that wait to be fetched by their url, in the memory of the server.
+# Limit on the results that are kept in memory to be fetched by their URL.
 _STORED_BYTES = 256 * 2**20
-# Between looks whether the client is still there.
-_LOOK_SECONDS = 0.2
+# Interval of checks that the client is still connected.
+_POLL_SECONDS = 0.2
 
 
 class Backend(Protocol):
-    """Replicas, of which each answers one request at a time."""
+    """Replicas that each answer one request at a time."""
 
     async def generate(self, id_: str, request: Request, progress: Callable[[int], None]) -> Result:
-        """The result; raises RequestFailed, RequestCancelled or ReplicaDied. Waits while all replicas are busy."""
+        """Return the result of a request. Waits while all replicas are busy.
+
+        Raises:
+            RequestFailed: If the pipeline failed.
+            RequestCancelled: If :meth:`cancel` was called.
+            ReplicaDied: If the replica died.
+        """
 
     def cancel(self, id_: str) -> None:
-        """End this request, waiting or running, after the step that is running."""
+        """End this request, waiting or running, after its current step."""
 
     async def ready(self) -> int:
-        """How many replicas can answer."""
+        """Return the number of replicas that can answer."""
 
 
 @dataclass
 class PendingRequest:
-    """A request that was accepted."""
+    """A request that waits or runs."""
 
     id_: str
     request: Request
@@ -64,12 +71,12 @@ class PendingRequest:
 
 
 class Server:
-    """An ASGI application over ``backend``; :attr:`app` is what a web server runs.
+    """An HTTP server for ``backend``. A web server such as uvicorn runs its ASGI application :attr:`app`.
+
+    ``GET /docs`` documents the fields of a request.
 
     Args:
-        replicas: how many there are, so that as many requests run while others wait.
-        api_key: what every request has to carry; None: whoever reaches the server may ask, so it is reached from this
-            machine alone.
+        api_key (`str`, *optional*): Key that requests must send. None accepts requests to loopback names only.
     """
 
     def __init__(
@@ -80,92 +87,93 @@ class Server:
         self._jobs: dict[str, PendingRequest] = {}
         self._stored: OrderedDict[str, tuple[Output, ...]] = OrderedDict()
         self._metrics = Metrics()
+        self._schema = body_schema(model, limits)
         path = "/v1/videos" if model.kind == "video" else "/v1/images/generations"
-        self.app = Starlette(
-            routes=[
-                Route("/", self._page),
-                Route("/health", self._health),
-                Route("/metrics", self._guarded(self._show_metrics)),
-                Route(path, self._guarded(self._generate), methods=["POST"]),
-                Route(path + "/{id}", self._guarded(self._cancel), methods=["DELETE"]),
-                Route("/v1/files/{id}/{index}", self._guarded(self._file)),
-            ],
-            exception_handlers={404: self._absent, 405: self._absent, 500: _failed},
+        self._routes = (
+            f"this server generates {model.kind}s: POST {path}, DELETE {path}/ID, GET /docs, /health, /metrics."
         )
-        self._said = f"this server generates {model.kind}s: POST {path}, DELETE {path}/ID, GET /health, /metrics and /."
+        self.app = FastAPI(
+            title=f"para_core: {model.pipeline}",
+            redoc_url=None,
+            exception_handlers={RequestError: _refused, 404: self._absent, 405: self._absent, 500: _failed},
+        )
+        guard = [Depends(self._require_allowed)]
+        if api_key is not None:
+            guard.append(Security(HTTPBearer(auto_error=False)))  # the field for the key on the page /docs
+        # The handler reads the body itself, after it has found room for the request and within limits.
+        content = {"application/json": {"schema": self._schema.model_json_schema()}}
+        body = {"requestBody": {"required": True, "content": content}}
+        add: Any = self.app.add_api_route
+        add("/", self._page, include_in_schema=False)
+        add("/health", self._health)
+        add("/metrics", self._show_metrics, dependencies=guard)
+        add(path, self._generate, methods=["POST"], dependencies=guard, openapi_extra=body)
+        add(path + "/{request_id}", self._cancel, methods=["DELETE"], dependencies=guard)
+        add("/v1/files/{request_id}/{index}", self._file, dependencies=guard)
 
-    def _guarded(self, answer: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        async def guarded(http: Any) -> Response:
-            try:
-                self._require_allowed(http)
-                response: Response = await answer(http)
-            except RequestError as refusal:
-                return JSONResponse(refusal.body(), refusal.status, headers=refusal.headers)
-            return response
-
-        return guarded
-
-    def _require_allowed(self, http: Any) -> None:
+    async def _require_allowed(self, http: HttpRequest) -> None:
         if self._api_key is not None:
-            given = http.headers.get("authorization", "")
-            if not hmac.compare_digest(given.encode(), f"Bearer {self._api_key}".encode()):
+            header = http.headers.get("authorization", "")
+            if not hmac.compare_digest(header.encode(), f"Bearer {self._api_key}".encode()):
                 raise RequestError(
                     401, "invalid_api_key", "expected the header Authorization: Bearer with the server's key."
                 )
-        # Another site's page in a browser on this machine could ask by a name that leads here.
+        # A page of another site, in a browser on this machine, can send requests to a name that resolves to loopback.
         elif http.url.hostname not in ("127.0.0.1", "localhost", "::1"):
             raise RequestError(
-                403, "not_local", f"this server has no API key and answers on {', '.join(_LOOPBACK)} alone."
+                403, "not_local", f"this server has no API key and answers on {', '.join(_LOOPBACK)} only."
             )
 
-    async def _absent(self, http: Any, error: Any) -> Response:
+    async def _absent(self, http: HttpRequest, error: Any) -> Response:
         code = {404: "not_found", 405: "method_not_allowed"}[error.status_code]
-        return JSONResponse(RequestError(error.status_code, code, self._said).body(), error.status_code)
+        return JSONResponse(RequestError(error.status_code, code, self._routes).body(), error.status_code)
 
-    async def _page(self, http: Any) -> Response:
+    async def _page(self) -> Response:
         return HTMLResponse(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
 
-    async def _health(self, http: Any) -> Response:
+    async def _health(self) -> Response:
+        """Status 200 if a replica is ready, else 503."""
         ready = await self._backend.ready()
         body = {"status": "ok" if ready else "no replica is ready", "ready": ready, "replicas": self._replicas}
         return JSONResponse(body, 200 if ready else 503)
 
-    async def _show_metrics(self, http: Any) -> Response:
+    async def _show_metrics(self) -> Response:
+        """Metrics for Prometheus."""
         self._metrics.accepted.set(len(self._jobs))
         self._metrics.waiting.set(max(0, len(self._jobs) - await self._backend.ready()))
         return Response(self._metrics.page(), media_type="text/plain; version=0.0.4")
 
-    async def _cancel(self, http: Any) -> Response:
-        id_ = http.path_params["id"]
-        if id_ not in self._jobs:
-            raise RequestError(404, "not_found", f"no request {id_!r} is waiting or running.")
-        self._backend.cancel(id_)
-        return JSONResponse({"id": id_, "cancelling": True})
+    async def _cancel(self, request_id: str) -> Response:
+        """Cancel a request after its current step."""
+        if request_id not in self._jobs:
+            raise RequestError(404, "not_found", f"no request {request_id!r} is waiting or running.")
+        self._backend.cancel(request_id)
+        return JSONResponse({"id": request_id, "cancelling": True})
 
-    async def _file(self, http: Any) -> Response:
-        id_, index = http.path_params["id"], http.path_params["index"]
-        outputs = {str(place): output for place, output in enumerate(self._stored.get(id_, ()))}
+    async def _file(self, request_id: str, index: str) -> Response:
+        """Fetch a result that was requested with ``"response_format": "url"``."""
+        outputs = {str(i): output for i, output in enumerate(self._stored.get(request_id, ()))}
         if index not in outputs:
-            raise RequestError(404, "not_found", f"no result {id_[:64]!r}, {index[:64]!r} is stored here (any more).")
+            raise RequestError(
+                404, "not_found", f"result {request_id[:64]!r}, {index[:64]!r} is not stored (any more)."
+            )
         return Response(outputs[index].data, media_type=_MEDIA_TYPES[self._format])
 
-    async def _generate(self, http: Any) -> Response:
-        # Before a body is read, which may be large.
+    async def _generate(self, http: HttpRequest) -> Response:
+        """Generate images or videos. With ``"stream": true`` the response is server-sent events."""
+        # Checked before the body is read, which may be large.
         self._require_room()
-        given = await read_body(http, self._limits)
-        respond, stream = given.pop("response_format", "b64_json"), given.pop("stream", False)
-        if respond not in ("b64_json", "url") or not isinstance(stream, bool):
-            raise RequestError(
-                400, "invalid_value", "expected response_format 'b64_json' or 'url', and stream true or false."
-            )
-        # Beside the loop that answers others: images are decoded.
-        job = self._accept(http, await asyncio.to_thread(read_request, given, self._model, self._limits))
+        content = await read_body(http, self._limits)
+        # In a thread, because decoding images would block the event loop.
+        body = await asyncio.to_thread(read_request, content, self._schema, self._model, self._limits)
+        job = self._accept(http, body.request)
         task = asyncio.ensure_future(self._work(job))
-        if stream:
-            return StreamingResponse(self._events(job, task, http, respond), media_type="text/event-stream")
+        if body.stream:
+            events = self._events(job, task, http, body.response_format)
+            return StreamingResponse(events, media_type="text/event-stream")
         try:
             await self._watch(job, task, http)
-            return JSONResponse(self._body(job, task.result(), http, respond))
+            return JSONResponse(self._body(job, task.result(), http, body.response_format))
         finally:
             self._end(job, task)
 
@@ -174,10 +182,10 @@ class Server:
         if len(self._jobs) >= room:
             self._metrics.requests.labels("refused").inc()
             seconds = max(1, round(self._metrics.mean_seconds() * self._limits.waiting / self._replicas))
-            message = f"{len(self._jobs)} requests run or wait, and {room} may. Come back in {seconds} s."
+            message = f"{len(self._jobs)} requests run or wait; at most {room} may. Retry in {seconds} s."
             raise RequestError(429, "busy", message, {"Retry-After": str(seconds)})
 
-    def _accept(self, http: Any, request: Request) -> PendingRequest:
+    def _accept(self, http: HttpRequest, request: Request) -> PendingRequest:
         self._require_room()
         id_ = http.headers.get("x-request-id") or uuid.uuid4().hex
         if not _ID.fullmatch(id_) or id_ in self._jobs:
@@ -206,22 +214,22 @@ class Server:
                     raise
         raise RuntimeError("the number of retries is negative.")
 
-    async def _watch(self, job: PendingRequest, task: asyncio.Future[Result], http: Any) -> None:
-        """Until the request has ended, whose client may leave, or whose time may run out.
+    async def _watch(self, job: PendingRequest, task: asyncio.Future[Result], http: HttpRequest) -> None:
+        """Wait until the request ends, its client disconnects, or its time runs out.
 
         Raises:
-            Refusal: it has no result.
+            RequestError: If it has no result.
         """
         start = time.monotonic()
         outcome = "failed"
         try:
-            while not (await asyncio.wait({task}, timeout=_LOOK_SECONDS))[0]:
+            while not (await asyncio.wait({task}, timeout=_POLL_SECONDS))[0]:
                 if time.monotonic() - start > self._limits.seconds:
                     outcome = "timed_out"
                     raise RequestError(504, "timed_out", f"not done after {self._limits.seconds:g} s; cancelled.")
                 if await http.is_disconnected():
                     outcome = "cancelled"
-                    raise RequestError(499, "client_left", "the client left; cancelled.")
+                    raise RequestError(499, "client_left", "the client disconnected; cancelled.")
             error = task.exception()
             outcome = "cancelled" if isinstance(error, RequestCancelled) else "failed"
             if isinstance(error, RequestCancelled):
@@ -229,7 +237,7 @@ class Server:
             if isinstance(error, RequestFailed):
                 raise RequestError(400, "refused_by_the_pipeline", str(error))
             if error is not None:
-                raise RequestError(500, "replica_died", f"{error} The replica is being made again.")
+                raise RequestError(500, "replica_died", f"{error} The replica is being restarted.")
             outcome = "done"
         except asyncio.CancelledError:
             outcome = "cancelled"
@@ -239,7 +247,7 @@ class Server:
             self._metrics.seconds.observe(time.monotonic() - start)
 
     def _end(self, job: PendingRequest, task: asyncio.Future[Result]) -> None:
-        """The job leaves the table once no replica has it."""
+        """Cancel the request if it still runs, and remove the job once no replica works on it."""
         if task.done():
             self._forget(job, task)
         else:
@@ -249,21 +257,21 @@ class Server:
     def _forget(self, job: PendingRequest, task: asyncio.Future[Result]) -> None:
         self._jobs.pop(job.id_, None)
         if not task.cancelled():
-            task.exception()  # seen, so that asyncio does not complain
+            task.exception()  # retrieved, or asyncio would log that it never was
 
     async def _events(
-        self, job: PendingRequest, task: asyncio.Future[Result], http: Any, respond: str
+        self, job: PendingRequest, task: asyncio.Future[Result], http: HttpRequest, respond: str
     ) -> AsyncIterator[bytes]:
-        """Server-sent events: ``accepted``, ``progress`` after steps, then ``done`` or ``error``."""
+        """Yield server-sent events: ``accepted``, ``progress`` after steps, then ``done`` or ``error``."""
         watching = asyncio.ensure_future(self._watch(job, task, http))
         try:
             yield _event({"type": "accepted", "id": job.id_})
             while not watching.done():
-                told = asyncio.ensure_future(job.events.get())
-                await asyncio.wait({told, watching}, return_when=asyncio.FIRST_COMPLETED)
-                if told.done():
-                    yield _event(told.result())
-                told.cancel()
+                event = asyncio.ensure_future(job.events.get())
+                await asyncio.wait({event, watching}, return_when=asyncio.FIRST_COMPLETED)
+                if event.done():
+                    yield _event(event.result())
+                event.cancel()
             while not job.events.empty():
                 yield _event(job.events.get_nowait())
             try:
@@ -275,29 +283,30 @@ class Server:
             watching.cancel()
             self._end(job, task)
 
-    def _body(self, job: PendingRequest, result: Result, http: Any, respond: str) -> dict[str, Any]:
+    def _body(self, job: PendingRequest, result: Result, http: HttpRequest, respond: str) -> dict[str, Any]:
         if respond == "url":
             self._store(job.id_, result.outputs)
             base = str(http.base_url).rstrip("/")
             data = [{"url": f"{base}/v1/files/{job.id_}/{index}"} for index in range(len(result.outputs))]
         else:
             data = [{"b64_json": base64.b64encode(output.data).decode()} for output in result.outputs]
-        about = {
-            name: result.metadata[name] for name in ("seconds", "size", "mesh", "versions") if name in result.metadata
-        }
-        return {"id": job.id_, "created": int(time.time()), "data": data, "para_core": about}
+        names = ("seconds", "size", "mesh", "versions")
+        metadata = {name: result.metadata[name] for name in names if name in result.metadata}
+        return {"id": job.id_, "created": int(time.time()), "data": data, "para_core": metadata}
 
     def _store(self, id_: str, outputs: tuple[Output, ...]) -> None:
         self._stored[id_] = outputs
         self._stored.move_to_end(id_)
-        while (
-            len(self._stored) > 1 and sum(len(o.data) for kept in self._stored.values() for o in kept) > _STORED_BYTES
-        ):
+        while len(self._stored) > 1 and sum(len(x.data) for o in self._stored.values() for x in o) > _STORED_BYTES:
             self._stored.popitem(last=False)
 
 
-async def _failed(http: Any, error: Exception) -> Response:
-    refusal = RequestError(500, "server_error", "the server failed at this request; its log says why.")
+async def _refused(http: HttpRequest, refusal: RequestError) -> Response:
+    return JSONResponse(refusal.body(), refusal.status, headers=refusal.headers)
+
+
+async def _failed(http: HttpRequest, error: Exception) -> Response:
+    refusal = RequestError(500, "server_error", "the server failed with this request; see its log.")
     return JSONResponse(refusal.body(), refusal.status)
 
 

@@ -1,4 +1,4 @@
-"""The server on Ray Serve: one deployment of replicas, and one that answers HTTP and hands requests to them."""
+"""The server on Ray Serve: one deployment of replicas, and one that answers HTTP and forwards requests to them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from para_core.fleet.work import Result
 
 APP, REPLICAS = "para_core", "para_core_replicas"
 _ANSWER_SECONDS = 10.0
-# An event is a kind and a value.
+# A kind and its value.
 Event = tuple[str, Any]
 _FAILURES = {"failed": RequestFailed, "cancelled": RequestCancelled, "died": ReplicaDied}
 
 
 class ReplicaDeployment:
-    """One replica in Serve's hands: it answers one request at a time, and makes its ranks again when one has died."""
+    """A replica as a Serve deployment. It answers one request at a time, and restarts its ranks after one died."""
 
     async def __init__(  # type: ignore[misc]
         self, recipe: Recipe, shape: group.ReplicaShape, format_: str, fps: int
@@ -38,9 +38,9 @@ class ReplicaDeployment:
         await self._replica.start()
 
     async def generate(self, id_: str, request: Request) -> AsyncIterator[Event]:
-        """``begin`` with the first rank, by which the request can be cancelled; ``step``; then ``done``, or how it failed."""
+        """Yield ``begin`` with the first rank (for :func:`group.cancel`), ``step``, and then ``done`` or a failure."""
         events: asyncio.Queue[Event] = asyncio.Queue()
-        if not self._replica.actors:  # it could not be made again before
+        if not self._replica.actors:  # an earlier restart failed
             await self._replica.restart()
         yield "begin", self._replica.actors[0]
         task = asyncio.ensure_future(self._answer(id_, request, events))
@@ -49,12 +49,12 @@ class ReplicaDeployment:
                 kind, value = await events.get()
                 yield kind, value
                 if kind == "died":
-                    # While this goes on Serve sends no other request here.
+                    # Serve sends no other request here until the generator ends.
                     yield "restarted", await self._replica.restart()
                 if kind != "step":
                     break
         finally:
-            if not task.done() and self._replica.actors:  # nobody listens any more
+            if not task.done() and self._replica.actors:  # the caller stopped iterating
                 group.cancel(self._replica.actors[0], id_)
 
     async def _answer(self, id_: str, request: Request, events: asyncio.Queue[Event]) -> None:
@@ -72,7 +72,7 @@ class ReplicaDeployment:
 
 
 class ServeBackend:
-    """The replicas behind a handle of Serve's, which sends each request to one that is free."""
+    """Backend of the server that sends each request to a free replica through a Serve handle."""
 
     def __init__(self, handle: Any, replicas: int) -> None:
         self._handle = handle.options(method_name="generate", stream=True)
@@ -81,13 +81,13 @@ class ServeBackend:
         self._first_ranks: dict[str, Any] = {}
         self._cancelled: set[str] = set()
         self._reading: set[asyncio.Future[None]] = set()
-        # When a client leaves, Serve cancels its request with every task of Ray's that was started in its context, running ranks
-        # among them. What goes to replicas is started in this one, and cancelled between two steps instead.
+        # When a client disconnects, Serve cancels every Ray task that was started in the request's context, including
+        # running ranks. Calls of replicas run in a copy of this context instead, and are cancelled between two steps.
         self._context = contextvars.copy_context()
 
     async def generate(self, id_: str, request: Request, progress: Callable[[int], None]) -> Result:
         answer: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
-        # Read to its end in any case: a replica that died is made again behind its answer.
+        # Events are read to their end, even if nobody waits: a replica that died is restarted after its last answer.
         reading = asyncio.get_running_loop().create_task(
             self._read(id_, request, progress, answer), context=self._context.copy()
         )
@@ -134,7 +134,7 @@ class ServeBackend:
 
 
 class Front:
-    """What answers HTTP: Serve builds it in an actor of its own."""
+    """The deployment that answers HTTP."""
 
     def __init__(
         self, handle: Any, model: Model, limits: Limits, format_: str, replicas: int, api_key: str | None
@@ -164,36 +164,36 @@ def start(
     """Start the server on Ray, and return when it answers.
 
     Args:
-        room: bytes that results and weights may take of a rank; None: as much as its device has.
+        api_key (`str`, *optional*): Key that requests must send.
+        room (`float`, *optional*): Bytes of a rank for weights and results. Defaults to the memory of its device.
 
     Raises:
-        OSError: the port is in use.
-        ValueError: the cluster has no room for the replicas.
-        RuntimeError: a replica cannot be made, or the cluster has such a server, or another one of Serve's at another port.
+        OSError: If the port is in use.
+        ValueError: If the cluster is too small.
+        RuntimeError: If a replica cannot start, the cluster runs such a server already, or Serve listens on another
+            port.
     """
     _require_free(host, port)
     group.connect(shape.ranks * replicas, debug=debug)
     group.require_cluster(shape, replicas)
     if {APP, REPLICAS} & serve.status().applications.keys():
-        raise RuntimeError(
-            "this Ray cluster has a para_core server already: end that one, or start this one on another cluster."
-        )
+        raise RuntimeError("this Ray cluster runs a para_core server already: stop it, or use another cluster.")
     try:
         serve.start(http_options={"host": host, "port": port}, proxy_location="HeadOnly")
-        made = serve.deployment(ReplicaDeployment, name="Replicas").options(
+        deployment = serve.deployment(ReplicaDeployment, name="Replicas").options(
             num_replicas=replicas,
             max_ongoing_requests=1,
             ray_actor_options={"num_cpus": 0},
-            # What cannot be loaded once cannot be loaded a third time.
+            # Loading that fails once fails again.
             max_constructor_retry_count=1,
         )
         front = serve.deployment(serve.ingress()(Front), name="Front").options(
             num_replicas=1, max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0}
         )
         try:
-            handle = serve.run(made.bind(recipe, shape, format_, fps), name=REPLICAS, route_prefix=None)
+            handle = serve.run(deployment.bind(recipe, shape, format_, fps), name=REPLICAS, route_prefix=None)
         except RuntimeError as error:
-            raise RuntimeError(f"a replica cannot be made: {_why_not_made() or error}") from error
+            raise RuntimeError(f"a replica cannot start: {_constructor_error() or error}") from error
         limits = replace(limits, memory=handle.memory.remote(room).result())
         serve.run(front.bind(handle, model, limits, format_, replicas, api_key), name=APP, route_prefix="/")
         _require_answer(host, port)
@@ -202,8 +202,8 @@ def start(
         raise
 
 
-def _why_not_made() -> str:
-    """What the constructor of a replica raised: Serve keeps it, as text with its traceback, and says only that it failed."""
+def _constructor_error() -> str:
+    """Return what the constructor of a replica raised. Serve raises a general error and keeps this one as text."""
     application = serve.status().applications.get(REPLICAS)
     deployments = application.deployments.values() if application is not None else ()
     lines = [deployment.message.strip().splitlines()[-1] for deployment in deployments if deployment.message.strip()]
@@ -211,30 +211,30 @@ def _why_not_made() -> str:
 
 
 def _require_free(host: str, port: int) -> None:
-    """Before replicas are loaded: Serve would find it afterwards."""
+    """Raise OSError if the port is in use. Serve would notice only after loading the replicas."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as tried:
-        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            tried.bind((host, port))
+            probe.bind((host, port))
         except OSError as error:
             raise OSError(
-                f"port {port} of {host} cannot be had ({error.strerror}): name another with --port."
+                f"port {port} of {host} cannot be used ({error.strerror}): choose another with --port."
             ) from error
 
 
 def _require_answer(host: str, port: int) -> None:
-    """Serve that was there before listens where it did."""
+    """Raise RuntimeError if Serve, which may have been started before, listens on another port."""
     try:
         socket.create_connection((host, port), timeout=_ANSWER_SECONDS).close()
     except OSError as error:
         raise RuntimeError(
-            f"Ray Serve runs on this cluster already, and does not listen on {host}:{port}: name its port with --port, or end it "
-            "first (serve shutdown)."
+            f"Ray Serve runs on this cluster already and does not listen on {host}:{port}: pass its port with --port, "
+            "or stop it first (serve shutdown)."
         ) from error
 
 
 def stop() -> None:
-    """End the server; the cluster goes on, if it was there before, and so does Serve, with what else it has there."""
+    """Stop the server. A Ray cluster and a Serve instance that existed before keep running."""
     for name in {APP, REPLICAS} & serve.status().applications.keys():
         serve.delete(name)

@@ -1,4 +1,4 @@
-"""Generating one request on the ranks of a group, which may stop together after any step."""
+"""Generation of one request on the ranks of a group, which can stop together after any step."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ from para_core.instance_patching import original_class
 
 
 class Cancelled(Exception):
-    """The request was cancelled: every rank of its group stopped after the same step."""
+    """Cancellation of the current request, raised on every rank of the group after the same step."""
 
 
 @dataclass(frozen=True)
 class Watch:
-    """What is told and asked at the end of each step.
+    """Functions that are called at the end of each step.
 
     Args:
-        progress: takes the number of steps done.
-        cancelled: asked on the first rank alone, which tells the others; None: nothing is exchanged.
+        progress (`Callable[[int], None]`, *optional*): Receives the number of finished steps.
+        cancelled (`Callable[[], bool]`, *optional*): Whether to stop. The first rank's answer decides, which takes one
+            broadcast per step. None never stops.
     """
 
     progress: Callable[[int], None] | None = None
@@ -41,49 +42,45 @@ class Watch:
 
 @dataclass(frozen=True)
 class Result:
-    """What a group of ranks made of one request: files, and what is known of them."""
+    """The result of one request: files, and metadata on how they were made."""
 
     outputs: tuple[Output, ...]
     metadata: Mapping[str, Any]
 
 
 def generate(pipe: Any, request: Request, recipe: Recipe, *, format_: str, fps: int, watch: Watch) -> Result | None:
-    """The result on the first rank of the pipeline's mesh, None on others. Every rank of it calls this alike.
+    """Run the pipeline, and return the result on the first rank of its mesh, None on others. A collective call.
 
     Raises:
-        Cancelled: on every rank.
-        What the pipeline raises; where arguments are at fault, on every rank.
+        Cancelled: On every rank, if ``watch`` stops the request.
+
+    Also raises what the pipeline raises; if arguments are invalid, on every rank.
     """
     mesh = mesh_of(pipe)
     arguments = {
         **call_arguments(request),
-        # On the CPU: the same noise whatever the device.
+        # A CPU generator gives the same noise for every device.
         "generator": torch.Generator().manual_seed(request.seed),
         **_callback(pipe, mesh, watch),
         "output_type": "pil",
     }
     start = time.perf_counter()
     with warnings.catch_warnings():
-        # One request of many without guidance, or a size that is rounded, is no news to whoever reads a server's log.
+        # Warnings about one request, such as a rounded size, do not belong into a server's log.
         warnings.simplefilter("ignore")
-        made = pipe(**arguments)
+        output = pipe(**arguments)
     seconds = time.perf_counter() - start
     if mesh is not None and mesh.rank != 0:
         return None
-    return Result(
-        tuple(encode(made, format_, fps=fps)), {**metadata(pipe, request, recipe, seconds), "size": _size(made)}
-    )
-
-
-def _size(made: Any) -> str:
-    """Of the results, which a pipeline rounds to what its model takes."""
-    videos = getattr(made, "frames", None)
-    first = made.images[0] if videos is None else videos[0][0]
-    return f"{first.width}x{first.height}"
+    videos = getattr(output, "frames", None)
+    first = output.images[0] if videos is None else videos[0][0]
+    # The pipeline may have rounded the requested size.
+    size = {"size": f"{first.width}x{first.height}"}
+    return Result(tuple(encode(output, format_, fps=fps)), {**metadata(pipe, request, recipe, seconds), **size})
 
 
 def sentence(error: BaseException) -> str:
-    """An exception as a user reads it: its text, or its name where it has none or is not one that was raised for users."""
+    """Return an error message for users: the exception's text, with the type's name if it was not written for users."""
     text = " ".join(str(error).split())
     if isinstance(error, OSError) and error.strerror and error.errno is not None:
         file = "" if error.filename is None else f"{error.filename}: "
@@ -95,7 +92,7 @@ def sentence(error: BaseException) -> str:
 
 
 def metadata(pipe: Any, request: Request, recipe: Recipe, seconds: float) -> dict[str, Any]:
-    """What a result's JSON says of how it came about."""
+    """Return the metadata that a result's JSON file records."""
     return {
         "digest": digest(request, recipe),
         "request": {**request.fields, "seed": request.seed},
@@ -110,7 +107,7 @@ def metadata(pipe: Any, request: Request, recipe: Recipe, seconds: float) -> dic
 
 
 def digest(request: Request, recipe: Recipe) -> str:
-    """Of what decides a result: while it is the same, a finished one is not made again."""
+    """Return the digest of everything that decides a result. Finished results with this digest are not made again."""
     return f"{request.digest}{recipe.digest}"
 
 
@@ -128,15 +125,12 @@ def _callback(pipe: Any, mesh: GuidedMesh | None, watch: Watch) -> dict[str, Cal
     def at_step_end(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         if watch.progress is not None:
             watch.progress(step + 1)
-        if watch.cancelled is not None and _agreed(watch.cancelled(), mesh):
-            raise Cancelled(f"cancelled after step {step + 1}.")
+        if watch.cancelled is not None:
+            stop = watch.cancelled()
+            if mesh is not None:
+                stop = bool(broadcast_bytes(torch.tensor([stop], dtype=torch.uint8), mesh)[0])
+            if stop:
+                raise Cancelled(f"cancelled after step {step + 1}.")
         return {}
 
     return {"callback_on_step_end": at_step_end}
-
-
-def _agreed(stop: bool, mesh: GuidedMesh | None) -> bool:
-    """What the first rank says: one byte."""
-    if mesh is None:
-        return stop
-    return bool(broadcast_bytes(torch.tensor([stop], dtype=torch.uint8), mesh)[0])

@@ -146,47 +146,50 @@ def server():
         ("{", 400, "body .*JSON"),
         ("[" * 100_000, 400, "body .*JSON"),
         ([], 400, "body .*object"),
-        ({}, 400, "'prompt' .*None"),
+        ({}, 400, "'prompt'"),
         ({"prompt": "a", "size": "4096x4096"}, 400, "4194304 .*2048x2048"),
         ({"prompt": "a", "size": "1024x1024", "n": 16}, 400, "4194304 .*512x512"),
         ({"prompt": ["a"] * 16, "size": "1024x1024"}, 400, "16777216 pixels"),
         ({"prompt": "a", "height": 10**6}, 400, "1000000000000 pixels"),
         ({"prompt": "a", "n": 1000}, 400, "1048576000 pixels"),
         ({"prompt": "a", "size": "99999x99999"}, 400, "9999800001 pixels"),
-        ({"prompt": "a", "size": "abc"}, 400, "size .*'abc'"),
-        ({"prompt": "a", "size": "0x8"}, 400, "size .*'0x8'"),
+        ({"prompt": "a", "size": "abc"}, 400, "'size' .*'abc'"),
+        ({"prompt": "a", "size": "0x8"}, 400, "'size' .*'0x8'"),
         ({"prompt": "a", "size": "auto"}, 200, ""),
         (b'{"prompt": "a", "guidance_scale": NaN}', 400, "'guidance_scale' .*nan.* finite"),
         (
             b'{"prompt": "a", "sigmas": [1.0, 1e400]}',
             400,
-            r"'sigmas' .*\[1.0, inf\].* finite",
+            "'sigmas' .*inf.* finite",
         ),
         ({"prompt": "a", "size": "9" * 5000 + "x1"}, 400, "."),
-        ({"prompt": "a", "n": -1}, 400, "'num_images_per_prompt' .*-1"),
-        ({"prompt": "a", "steps": -3}, 400, "'num_inference_steps' .*-3"),
+        ({"prompt": "a", "n": -1}, 400, "'n' .*-1"),
+        ({"prompt": "a", "steps": -3}, 400, "'steps' .*-3"),
         ({"prompt": "a", "seed": 1.5}, 400, "'seed' .*1.5"),
-        ({"prompt": "a", "seed": 2**63}, 400, "seed .*9223372036854775808"),
-        ({"prompt": "a \ud800"}, 400, r"'\\ud800'"),
-        ({"prompt": "a", "max_sequence_length": 10**9}, 400, "max_sequence_length .*1000000000"),
-        ({"prompt": "a", "image": [image_url()] * 17}, 400, "'image' .*17 .*16"),
+        ({"prompt": "a", "seed": 2**63}, 400, "'seed' .*9223372036854775808"),
+        ({"prompt": "a \ud800"}, 400, "JSON"),
+        ({"prompt": "a", "max_sequence_length": 10**9}, 400, "'max_sequence_length' .*1000000000.* 4096"),
+        ({"prompt": "a", "height": 10**400}, 400, "'height' "),
+        ({"prompt": "a", "joint_attention_kwargs": {"scale": "\ud800"}}, 400, "."),
+        (b'{"prompt": "a", "joint_attention_kwargs": {"scale": 1e400}}', 400, "'joint_attention_kwargs' .*inf"),
+        ({"prompt": "a", "image": [image_url()] * 17}, 400, r"'image' .*\b16\b.*\b17\b"),
         (b"\xff\xfe{", 400, "body .*JSON"),
-        ({"prompt": "a", "steps": 201}, 400, "201 steps.* 200"),
+        ({"prompt": "a", "steps": 201}, 400, "201.* 200"),
         ({"prompt": "a", "sigmas": [1.0] * 201}, 400, "201 steps"),
         ({"prompt": "a", "seed": -1}, 400, "'seed' .*-1"),
         ({"prompt": "a", "guidance_scale": "much"}, 400, "'guidance_scale' .*'much'"),
         ({"prompt": "a", "guidance_scale": True}, 400, "'guidance_scale' .*True"),
         ({"prompt": "a", "guidance_scale": 3}, 200, ""),
-        ({"prompt": "a", "sigmas": [1.0, "0"]}, 400, r"'sigmas' .*\[1.0, '0'\]"),
+        ({"prompt": "a", "sigmas": [1.0, "0"]}, 400, "'sigmas' .*'0'"),
         ({"prompt": "a", "sigmas": 1.0}, 400, "'sigmas' .*1.0"),
         ({"prompt": "a", "prompt_2": 5}, 400, "'prompt_2' .*5"),
         ({"prompt": "a", "prompt_2": ["b"], "negative_prompt": None}, 200, ""),
-        ({"prompt": "a", "generator": 1}, 400, "no field 'generator'"),
+        ({"prompt": "a", "generator": 1}, 400, "'generator'"),
         ({"prompt": "a", "image": "/etc/passwd"}, 400, "addresses"),
         ({"prompt": "a", "image": "http://127.0.0.1/x.png"}, 400, "addresses"),
         ({"prompt": "a", "image": image_url(4096, 4096)}, 400, "4096 × 4096 .*4194304"),
         ({"prompt": "a", "image": "data:image/png;base64,AAAA"}, 400, "image"),
-        ({"prompt": "a", "response_format": "path"}, 400, "response_format .*'b64_json' .*'url'"),
+        ({"prompt": "a", "response_format": "path"}, 400, "'response_format' .*'path'"),
         ({"prompt": "refused"}, 400, "the pipeline says no"),
         ({"prompt": "dies"}, 500, "rank 1 died"),
         ({"prompt": "a" * 200_000}, 413, "200000 bytes"),
@@ -321,6 +324,17 @@ def test_request_id_is_unique_and_no_path():
         assert ask(port, {"prompt": "a"}, X_Request_Id="one")[0] == 409
         assert ask(port, {"prompt": "a"}, X_Request_Id="../one")[0] == 409
         assert status_of(first) == 200
+
+
+def test_openapi_describes_the_fields_of_the_pipeline():
+    with serving(limits=Limits(steps=7)) as (port, _):
+        assert ask(port, None, method="GET", path="/docs")[0] == 200
+        document = ask(port, None, method="GET", path="/openapi.json")[2]
+        body = document["paths"][PATH]["post"]["requestBody"]["content"]["application/json"]["schema"]["properties"]
+        assert {"prompt", "seed", "size", "n", "stream", "response_format", "guidance_scale"} <= body.keys()
+        steps = next(kind for kind in body["num_inference_steps"]["anyOf"] if kind["type"] == "integer")
+        assert (steps["minimum"], steps["maximum"]) == (1, 7)
+        assert "generator" not in body
 
 
 def test_the_page_is_served():
