@@ -1,4 +1,4 @@
-"""CogVideoX with First Block Cache (not exact; a larger threshold skips more steps):
+"""CogVideoX with First Block Cache (approximates; a larger threshold skips more steps).
 
 python cache_examples/run_cogvideox.py
 """

@@ -1,4 +1,4 @@
-"""FLUX.1-dev with First Block Cache (not exact; a larger threshold skips more steps):
+"""FLUX.1-dev with First Block Cache (approximates; a larger threshold skips more steps).
 
 python cache_examples/run_flux.py
 

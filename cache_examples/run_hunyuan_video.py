@@ -1,4 +1,4 @@
-"""HunyuanVideo with First Block Cache (not exact; a larger threshold skips more steps):
+"""HunyuanVideo with First Block Cache (approximates; a larger threshold skips more steps).
 
 python cache_examples/run_hunyuan_video.py
 """

@@ -1,4 +1,4 @@
-"""Mochi with First Block Cache (not exact; a larger threshold skips more steps):
+"""Mochi with First Block Cache (approximates; a larger threshold skips more steps).
 
 python cache_examples/run_mochi.py
 """

@@ -1,4 +1,4 @@
-"""Wan 2.1 or 2.2 with First Block Cache (not exact; a larger threshold skips more steps):
+"""Wan 2.1 or 2.2 with First Block Cache (approximates; a larger threshold skips more steps).
 
 python cache_examples/run_wan.py
 

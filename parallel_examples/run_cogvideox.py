@@ -1,4 +1,4 @@
-"""CogVideoX on several GPUs, which share the rows of the VAE as well:
+"""CogVideoX on several GPUs; the VAE's rows are sharded too.
 
 torchrun --nproc_per_node=2 parallel_examples/run_cogvideox.py
 """

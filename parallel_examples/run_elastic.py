@@ -1,12 +1,14 @@
-"""Many images, by a job that may lose a rank. On each of two hosts, HOST being the first one:
+"""Many images, by a job that survives the loss of a rank.
+
+On each of two hosts, where HOST is the first one:
 
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29400 --max-restarts=3 \
     parallel_examples/run_elastic.py --output images
 
-A rank that is lost ends the generation on all ranks (within timeout=), and torchrun starts all of them again. Images that exist
-are not generated again, and none is half-written. Both hosts see the folder. Without the variable, ranks that are started again
-may read addresses of those before them (pytorch/pytorch#135712).
+If a rank is lost, the generation ends on all ranks (within timeout=), and torchrun restarts them. Images that exist are
+not generated again, and none is half-written. Both hosts must see the folder. Without the variable, restarted ranks may
+read addresses of the earlier ones (pytorch/pytorch#135712).
 """
 
 import argparse
@@ -33,14 +35,12 @@ if device == "cuda":
 pipe = FluxPipeline.from_pretrained(options.model, dtype=dtype).to(device)
 parallelize_pipe(pipe, timeout=60)
 
-# All ranks generate what the first one misses: a shared folder may show a file on one host earlier than on the other.
+# All ranks generate what the first one misses, because a shared folder may show a file on one host earlier.
 options.output.mkdir(exist_ok=True)
 missing = [[index for index in range(len(PROMPTS)) if not (options.output / f"{index}.png").exists()]]
 dist.broadcast_object_list(missing)
 if dist.get_rank() == 0:
-    print(
-        f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT')}: images {missing[0]} are to be generated", flush=True
-    )
+    print(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT')}: images {missing[0]} are to be generated", flush=True)
 for index in missing[0]:
     generator = torch.Generator().manual_seed(index)
     image = pipe(PROMPTS[index], height=options.size, width=options.size, generator=generator).images[0]

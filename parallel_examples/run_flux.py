@@ -1,4 +1,4 @@
-"""FLUX.1-dev on several GPUs:
+"""FLUX.1-dev on several GPUs.
 
 torchrun --nproc_per_node=2 parallel_examples/run_flux.py
 
@@ -26,8 +26,8 @@ if device == "cuda":
     torch.cuda.set_device(dist.get_node_local_rank())
 
 pipe = FluxPipeline.from_pretrained(options.model, dtype=dtype).to(device)
-parallelize_pipe(pipe)  # all ranks, in the mesh that is predicted to be the fastest
-# Optional: one graph, which pays from the second image on.
+parallelize_pipe(pipe)  # all ranks, in the mesh that is predicted to be fastest
+# Optional: one graph, which pays off from the second image on.
 # pipe.transformer = torch.compile(pipe.transformer, fullgraph=True)
 
 image = pipe(

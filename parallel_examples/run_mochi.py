@@ -1,4 +1,4 @@
-"""Mochi on several GPUs, with First Block Cache on top (not exact):
+"""Mochi on several GPUs, with First Block Cache on top (approximates).
 
 torchrun --nproc_per_node=2 parallel_examples/run_mochi.py
 """

@@ -1,4 +1,4 @@
-"""A transformer of your own on several ranks, compared with one:
+"""A transformer of your own on several ranks, compared with one.
 
 torchrun --nproc_per_node=4 parallel_examples/run_own_model.py
 """

@@ -1,4 +1,4 @@
-"""FLUX.1-dev with consecutive blocks on each GPU, all of which work at once on patches of the image (PipeFusion, not exact):
+"""FLUX.1-dev with consecutive blocks on each GPU, working at once on patches (PipeFusion, which approximates).
 
 torchrun --nproc_per_node=4 parallel_examples/run_pipefusion.py
 

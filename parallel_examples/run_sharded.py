@@ -1,4 +1,4 @@
-"""FLUX.2-dev on GPUs of which none holds it whole: each loads and keeps its part of the weights (FSDP2):
+"""FLUX.2-dev on GPUs that are too small for it: each loads and keeps a shard of the weights (FSDP2).
 
 torchrun --nproc_per_node=8 parallel_examples/run_sharded.py
 
@@ -26,7 +26,7 @@ dist.init_process_group()
 if device == "cuda":
     torch.cuda.set_device(dist.get_node_local_rank())
 
-# weights="tensor" shards heads and MLPs instead, which sends activations in place of weights.
+# weights="tensor" shards heads and MLPs instead, and sends activations instead of weights.
 pipe = from_pretrained_sharded(DiffusionPipeline, options.model, weights="fsdp", dtype=dtype)
 weights = list(pipe.transformer.parameters())
 whole = sum(x.numel() * x.element_size() for x in weights)

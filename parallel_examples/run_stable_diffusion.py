@@ -1,4 +1,4 @@
-"""Stable Diffusion XL on several GPUs, which share the rows of the image in the UNet and in the VAE:
+"""Stable Diffusion XL on several GPUs, with the image rows of the UNet and of the VAE sharded.
 
 torchrun --nproc_per_node=2 parallel_examples/run_stable_diffusion.py
 """

@@ -1,4 +1,4 @@
-"""An image through the VAE and back on several GPUs, each of which holds some of its rows:
+"""An image through the VAE and back on several GPUs, with its rows sharded.
 
 torchrun --nproc_per_node=2 parallel_examples/run_vae.py photo.png
 """

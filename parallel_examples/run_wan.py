@@ -1,4 +1,4 @@
-"""Wan 2.1 or 2.2 on several GPUs, half of them for each branch of guidance (CFG parallelism):
+"""Wan 2.1 or 2.2 on several GPUs, one half for each CFG branch (CFG parallelism).
 
 torchrun --nproc_per_node=4 parallel_examples/run_wan.py
 
