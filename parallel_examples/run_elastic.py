@@ -40,7 +40,9 @@ options.output.mkdir(exist_ok=True)
 missing = [[index for index in range(len(PROMPTS)) if not (options.output / f"{index}.png").exists()]]
 dist.broadcast_object_list(missing)
 if dist.get_rank() == 0:
-    print(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT')}: images {missing[0]} are to be generated", flush=True)
+    print(
+        f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT')}: images {missing[0]} are to be generated", flush=True
+    )
 for index in missing[0]:
     generator = torch.Generator().manual_seed(index)
     image = pipe(PROMPTS[index], height=options.size, width=options.size, generator=generator).images[0]

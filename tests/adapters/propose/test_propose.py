@@ -6,8 +6,21 @@ import pytest
 import torch
 
 from para_core.adapters import Adapter, parallelize_transformer, propose_plan
+from para_core.adapters.propose.source import source_of
 from para_core.cache.blocks import BlockGroup, CachedBlocks
-from para_core.plans.plan import FirstTokens, Gather, Replicate, Split
+from para_core.plans.plan import (
+    Attention,
+    Count,
+    FirstTokens,
+    Gather,
+    Halo,
+    LinearAttention,
+    OneForEach,
+    Plan,
+    Replicate,
+    Split,
+    SplitMask,
+)
 from tests.adapters.propose.models import (
     Centred,
     Choosing,
@@ -54,6 +67,20 @@ def test_its_source_says_what_it_holds():
     assert proposal.blocks.groups[0].streams == ("caption", "latents")
     assert proposal.blocks.groups[0].chained
     assert "3 of 3 attention calls" in str(proposal)
+
+
+def test_source_imports_every_rule_and_escapes_texts():
+    image = Attention(("image",))
+    plan = Plan(
+        {"x": Split(1, segment="image"), "sizes": Count("image", (0,)), "mask": SplitMask(("image",))},
+        {"": Gather(1, "image")},
+        ("image",),
+        attention={"a": OneForEach("parts", image, image), "b": LinearAttention("image", (("sum", 0),))},
+        halos={"c": Halo(1, "image", 2)},
+        refused={"y": 'it is "new"'},
+    )
+    adapter = Adapter("Painter", "Painter", plan)
+    assert adapter_of(source_of(adapter)) == adapter
 
 
 def test_unplannable_model_is_asked_about():
