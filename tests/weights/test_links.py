@@ -1,5 +1,7 @@
 """Point-to-point transfers among stages: the order of first uses, and generations that fail."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,8 +9,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from para_core import PipeFusion, init_context_parallel_mesh
 from para_core.adapters import parallelize_pipe, parallelize_vae, unparallelize_pipe
+from para_core.distributed import point_to_point
 from para_core.distributed.mesh import guided_mesh
 from para_core.distributed.point_to_point import Links
+from para_core.torch_internals import is_registered
 from tests.spatial.test_unets import predict
 from tests.tiny import flux_call, flux_pipe, relative_error
 from tests.weights.links import as_nccl, blocking_transfers
@@ -188,3 +192,39 @@ def test_a_generation_after_a_failed_one_is_right(rank_pool, kind, world_size, w
     for latents, alone in rank_pool.run(fail_and_generate, world_size, kind, where, nccl, calls):
         assert torch.equal(latents, expected)
         assert torch.equal(alone, plain)
+
+
+def transfers_after_failure(kind):
+    """Numbers of transfers that a generation started which failed behind the blocks, and of those that still run when its error is caught."""
+    transfers, calls = [], []
+
+    def recorded(start):
+        def start_and_record(*args, group=None, **kwargs):
+            transfers.append((start(*args, group=group, **kwargs), group))
+            return transfers[-1][0]
+
+        return start_and_record
+
+    def raise_at_fifth(module, args):
+        calls.append(0)
+        if len(calls) == 5:
+            raise Stop
+
+    with as_nccl(), mock.patch.object(point_to_point, "_GRACE", 0.1):
+        pipe = flux_in_stages(kind)
+        pipe.transformer.norm_out.register_forward_pre_hook(raise_at_fifth)
+        with (
+            mock.patch.object(dist, "isend", recorded(dist.isend)),
+            mock.patch.object(dist, "irecv", recorded(dist.irecv)),
+            pytest.raises(Stop),
+        ):
+            generate(pipe)
+        return len(transfers), sum(not work.is_completed() and is_registered(group) for work, group in transfers)
+
+
+@pytest.mark.parametrize("kind", PIPES)
+def test_failed_generation_leaves_no_transfer_on_nccl(rank_pool, kind):
+    # A receive without a sender is a kernel that runs for ever: what waits for the device, as torch.cuda.empty_cache() does, would hang.
+    for started, running in rank_pool.run(transfers_after_failure, 2, kind):
+        assert started > 0
+        assert running == 0
