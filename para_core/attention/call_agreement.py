@@ -12,7 +12,17 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from para_core.attention.local_rows import EQUAL, HIDES, LOWER, SHOWS, MaskReviews, needs_review, require_own_rows
+from para_core.attention.local_rows import (
+    EQUAL,
+    HIDES,
+    LOWER,
+    SHOWS,
+    MaskReviews,
+    Review,
+    needs_review,
+    num_common_rows,
+    require_own_rows,
+)
 from para_core.attention.mask import MaskExtents, mask_extents
 from para_core.attention.spec import AttentionSpec
 from para_core.distributed.consistency import Record, Signature, check_consistent, exchange, first_difference, signature
@@ -89,16 +99,17 @@ def _masks_differ(masks: Sequence[Sequence[int] | str | None]) -> str:
 
 
 class OwnPart(NamedTuple):
-    """What one rank states about its part: four integers of 64 bits, as :func:`~para_core.distributed.consistency.check_consistent` exchanges them."""
+    """What one rank states about its part: five integers of 64 bits, as :func:`~para_core.distributed.consistency.check_consistent` exchanges them."""
 
     rows: int  # Of the mask; -1 without one.
     columns: int
     flags: int
     digest: int  # Of query and key, if the call asks whether every rank holds the same tokens; else 0.
+    mask_digest: int  # Of the mask's rows, if the call asks whether they are this rank's; else 0.
 
 
-# A call without a mask and without a digest.
-NO_MASK = OwnPart(-1, -1, 0, 0)
+# A call without a mask and without digests.
+NO_MASK = OwnPart(-1, -1, 0, 0, 0)
 
 # Layout of the flags: dtype and gradient of the mask, which of its leading dims are larger than 1, the review of its rows (48 bits up), and
 # whether the calling module is causal.
@@ -155,9 +166,11 @@ def settle_call(
             mask = _nothing_hidden(codes.pop(), query, sizes[mesh.rank])
     mask, sizes = _with_broadcast_rows(mask, sizes, layout, mesh.rank)
     extents = mask_extents(sizes, layout, spec.key_layout, range(mesh.ranks))
+    mask, extents = _read_single_tokens(mask, extents, parts, spec, mesh.rank)
     if extents == MaskExtents("local", "global"):
         is_causal = any(part.flags & _CAUSAL_CALLER for part in parts)
-        require_own_rows([part.flags >> _REVIEW_SHIFT for part in parts], layout, is_causal=is_causal)
+        reviews = [Review(part.flags >> _REVIEW_SHIFT, part.mask_digest) for part in parts]
+        require_own_rows(reviews, layout, is_causal=is_causal)
     return mask, extents
 
 
@@ -196,18 +209,18 @@ def _own_part(
     *,
     look_for_copies: bool,
 ) -> OwnPart:
-    layout, flags = spec.query_layout, 0
+    layout, flags, mask_digest = spec.query_layout, 0, 0
     rows, columns = (-1, -1) if mask is None else last_two(mask)
     shows_nothing = False
     if mask is not None:
         flags = _mask_code(mask, query.ndim - 2)
         if needs_review(mask, layout, spec.key_layout, mesh.rank):
-            bits = reviews.of(mask)
+            bits, mask_digest = reviews.of(mask, num_common_rows(layout))
             flags |= bits << _REVIEW_SHIFT
             shows_nothing = bits & (LOWER | SHOWS) == LOWER
     if not spec.is_causal and (shows_nothing or has_single_tokens(layout)) and _is_causal_caller():
         flags |= _CAUSAL_CALLER
-    return OwnPart(rows, columns, flags, _digest(query, key) if look_for_copies else 0)
+    return OwnPart(rows, columns, flags, _digest(query, key) if look_for_copies else 0, mask_digest)
 
 
 def _texts(parts: Sequence[OwnPart]) -> str:
@@ -277,6 +290,36 @@ def _with_broadcast_rows(
 # -- a rank with a single token
 
 
+def _read_single_tokens(
+    mask: Tensor | None, extents: MaskExtents, parts: Sequence[OwnPart], spec: AttentionSpec, rank: int
+) -> tuple[Tensor | None, MaskExtents]:
+    """Take a mask dim of size 1 to be of this rank's token if no rank holds more than one; if it is of all tokens, that is the same.
+
+    Raises:
+        ValueError: both dims have size 1, and masks differ.
+    """
+    queries, keys = _holds_single_tokens(spec.query_layout), _holds_single_tokens(spec.key_layout)
+    if mask is None:
+        return mask, extents
+    if queries and extents == MaskExtents("broadcast", "global"):
+        return mask[..., : spec.query_layout.size(rank), :], MaskExtents("local", "global")
+    if keys and extents == MaskExtents("global", "broadcast"):
+        return mask[..., : spec.key_layout.size(rank)], MaskExtents("global", "local")
+    digests = {part.mask_digest for part in parts if part.rows > 0}
+    if queries and keys and extents == MaskExtents("broadcast", "broadcast") and (len(digests) > 1 or 0 in digests):
+        raise ValueError(
+            f"attn_mask is [..., 1, 1] on each of the ranks, which hold at most one of {spec.key_layout.total} tokens, and it differs: that "
+            "may be a rank's query or its key. Pass the mask for all tokens: cp.local_mask(mask) gathers it along the keys, "
+            "cp.gather(mask, dim=-2) along the queries."
+        )
+    return mask, extents
+
+
+def _holds_single_tokens(layout: SequenceLayout) -> bool:
+    """Whether several tokens are spread over the ranks, at most one on each."""
+    return layout.total > 1 and max(layout.sizes()) == 1
+
+
 def has_single_tokens(layout: SequenceLayout) -> bool:
     """Whether a rank holds exactly one token of a longer sequence."""
     return 1 in layout.sizes() and layout.total > 1
@@ -287,28 +330,33 @@ _FRAMES = 24
 
 
 def _is_causal_caller() -> bool:
-    """Whether the module that calls attention has an attribute ``is_causal`` that is True.
+    """Whether the module that calls attention is causal: by its attribute ``is_causal``, or because it was called with ``is_causal=True``.
 
     This matters only if a rank holds one token: Hugging Face transformers then passes ``is_causal=False`` even in a causal model, because on
     one device a single token has nothing to hide.
     """
-    frame = sys._getframe(1)
+    frame, of_module = sys._getframe(1), None
     for _ in range(_FRAMES):
         if frame.f_back is None:
-            return False
+            break
         frame = frame.f_back
+        # Text encoders with a causal mask (CLIP) share a module that is not causal with image encoders.
+        given = frame.f_locals.get("kwargs")
+        if isinstance(given, dict) and given.get("is_causal") is True:
+            return True
         for name in ("module", "self"):
             caller = frame.f_locals.get(name)
-            if isinstance(caller, nn.Module) and isinstance(getattr(caller, "is_causal", None), bool):
-                return bool(caller.is_causal)
-    return False
+            if of_module is None and isinstance(caller, nn.Module):
+                value = getattr(caller, "is_causal", None)
+                of_module = value if isinstance(value, bool) else None
+    return bool(of_module)
 
 
 def _require_causal_known(parts: Sequence[OwnPart], layout: SequenceLayout) -> None:
     # A mask with a row for this token and a column per key of the sequence states what is hidden.
     if max(layout.sizes()) == 1 and any(part.flags & _CAUSAL_CALLER and part.columns <= 1 for part in parts):
         raise ValueError(
-            f"each rank holds at most one of {layout.total} tokens, and a module with is_causal=True calls attention with "
+            f"each rank holds at most one of {layout.total} tokens, and a module that is causal calls attention with "
             "is_causal=False: models of Hugging Face transformers do so for a single token, which on one device has no later key. Here it "
             "has. Use fewer ranks or longer inputs, pass the model a 4-D mask over all tokens (cp.shard(mask, dim=-2)), or use propose_plan."
         )

@@ -2,7 +2,8 @@
 
 A model that builds its causal mask from the length of its input gives every rank the rows 0, 1, … of the mask, which are wrong on all ranks
 but the first. Such a mask has the shape of a correctly sharded one, ``[..., S_local, S]``, so the values have to decide: in a correct causal
-mask each query sees its own key, and in one that was counted from 0 no row i shows a key after i.
+mask each query sees its own key, and in one that was counted from 0 no row i shows a key after i. A mask that is
+not causal (a window to both sides) and was counted from 0 has the same rows on every rank, which a correct one has only if all rows are equal.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from hashlib import blake2b
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,27 +30,45 @@ HIDES = 16  # some row hides some key
 # Additive masks hide a key with -inf, finfo(dtype).min or about -10000, which bfloat16 rounds to -9984. A bias as large as that hides, too.
 _HIDDEN = -9900.0
 _MOST_REVIEWS = 16
+# Rows of a mask that ranks compare, at most.
+_MOST_COMPARED = 16
+
+
+class Review(NamedTuple):
+    """What a rank found in its mask.
+
+    Args:
+        bits: ``LOWER``, ``DIFFER``, …; 0 for a mask that is trusted.
+        digest: of rows that every rank has, counted from 0; 0 if all rows are equal to each other, or the mask is trusted.
+    """
+
+    bits: int = 0
+    digest: int = 0
 
 
 class MaskReviews:
     """Cached reviews of masks. A review is valid until the mask is changed, so its values are read once and not once per layer."""
 
     def __init__(self) -> None:
-        self._reviews: deque[tuple[weakref.ref[Tensor], tuple[object, ...], int]] = deque(maxlen=_MOST_REVIEWS)
+        self._reviews: deque[tuple[weakref.ref[Tensor], tuple[object, ...], Review]] = deque(maxlen=_MOST_REVIEWS)
 
     def trust(self, mask: Tensor) -> None:
         """Accept the rows of ``mask`` as those of this rank's tokens, without reading its values."""
-        self._reviews.append((*_identity(mask), 0))
+        self._reviews.append((*_identity(mask), Review()))
 
-    def of(self, mask: Tensor) -> int:
-        """Return the bits of ``mask``. Waits for its device the first time."""
+    def of(self, mask: Tensor, num_common: int) -> Review:
+        """Return the review of ``mask``. Waits for its device the first time.
+
+        Args:
+            num_common: Number of rows that the masks of all ranks have. Equal in each call with this mask.
+        """
         owner, version = _identity(mask)
-        for known_owner, known_version, bits in self._reviews:
+        for known_owner, known_version, review in self._reviews:
             if known_owner() is owner() and known_version == version:
-                return bits
-        bits = _review(mask)
-        self._reviews.append((owner, version, bits))
-        return bits
+                return review
+        review = _review(mask, num_common)
+        self._reviews.append((owner, version, review))
+        return review
 
 
 def _identity(mask: Tensor) -> tuple[weakref.ref[Tensor], tuple[object, ...]]:
@@ -57,9 +78,9 @@ def _identity(mask: Tensor) -> tuple[weakref.ref[Tensor], tuple[object, ...]]:
     return weakref.ref(owner), (mask.shape, mask.stride(), mask.storage_offset(), written)
 
 
-def _review(mask: Tensor) -> int:
+def _review(mask: Tensor, num_common: int) -> Review:
     if mask.is_cuda and torch.cuda.is_current_stream_capturing():
-        return 0
+        return Review()
     with torch.no_grad():
         mask = mask.detach()
         shown = mask if mask.dtype == torch.bool else mask > _HIDDEN
@@ -70,7 +91,22 @@ def _review(mask: Tensor) -> int:
         equal = (mask == mask[..., :1, :]).all()
         # One number, so that the host waits for the device once.
         bits = LOWER * ~behind + DIFFER * differ + SHOWS * shown.any() + EQUAL * equal + HIDES * ~shown.all()
-        return int(bits.item())
+        bits = int(bits.item())
+        all_equal = bits & EQUAL and mask.shape[-2] > 1
+        return Review(bits, 0 if all_equal else _digest(mask[..., :num_common, :]))
+
+
+def _digest(rows: Tensor) -> int:
+    """Return a number that stands for some of ``rows``; 0 if these are equal to each other, or there is none."""
+    count = min(rows.shape[-2], _MOST_COMPARED)
+    if 0 in rows.shape:
+        return 0
+    index = torch.linspace(0, rows.shape[-2] - 1, count, device=rows.device).long()
+    read = rows.index_select(-2, index).cpu()
+    if count > 1 and torch.equal(read, read[..., :1, :].expand_as(read)):
+        return 0
+    values = read.contiguous().view(torch.uint8).numpy().tobytes()
+    return int.from_bytes(blake2b(values, digest_size=8).digest(), "little", signed=True) | 1
 
 
 def needs_review(mask: Tensor, query_layout: SequenceLayout, key_layout: SequenceLayout, rank: int) -> bool:
@@ -90,30 +126,43 @@ def needs_review(mask: Tensor, query_layout: SequenceLayout, key_layout: Sequenc
     return itself and 1 < columns == total and rows < total
 
 
-def require_own_rows(reviews: Sequence[int], layout: SequenceLayout, *, is_causal: bool) -> None:
+def num_common_rows(layout: SequenceLayout) -> int:
+    """Return the number of rows that the masks of all ranks with tokens of ``layout`` have, if a mask has a row per token of its rank."""
+    return min([size for size in layout.sizes() if size > 0], default=0)
+
+
+def require_own_rows(reviews: Sequence[Review], layout: SequenceLayout, *, is_causal: bool) -> None:
     """Raise ``ValueError`` if the masks of all ranks look as if their rows were counted from 0. All ranks decide equally.
 
     Args:
-        reviews: The bits that each rank found in its mask, which has its own rows and all columns.
+        reviews: What each rank found in its mask, which has its own rows and all columns.
         is_causal: Whether the model states that it is causal. Decides if a rank has a single row, or if no rank shows a key.
 
     Raises:
-        ValueError: On no rank a row i shows a key after i, although the rows differ; or a causal model shows no key on any rank.
+        ValueError: On no rank a row i shows a key after i, although the rows differ; a causal model shows no key on any rank; or all ranks have the
+            same rows, which differ from each other.
     """
-    of_ranks = [(bits, size) for bits, size in zip(reviews, layout.sizes(), strict=True) if size > 0]
-    if len(of_ranks) < 2 or not all(bits & LOWER for bits, _ in of_ranks):
+    of_ranks = [(review, size) for review, size in zip(reviews, layout.sizes(), strict=True) if size > 0]
+    if len(of_ranks) < 2:
         return
-    shows_nothing = is_causal and not any(bits & SHOWS for bits, _ in of_ranks)
-    several = [bits for bits, size in of_ranks if size > 1]
-    all_differ = all(bits & DIFFER for bits in several) and (len(several) > 1 or (is_causal and len(several) == 1))
-    if not (shows_nothing or all_differ):
+    finding, advice = None, "pass no mask if nothing is padded; "
+    several = [review.bits for review, size in of_ranks if size > 1]
+    if all(review.bits & LOWER for review, _ in of_ranks):
+        if is_causal and not any(review.bits & SHOWS for review, _ in of_ranks):
+            finding = "hides every key on all ranks"
+        elif all(bits & DIFFER for bits in several) and (len(several) > 1 or is_causal):
+            finding = "has no row i that shows a key after i, on any rank"
+    digests = {review.digest for review, _ in of_ranks}
+    # Rows of several segments may rightly be the same on all ranks: text, say, that does not see the image.
+    if finding is None and several and len(layout.segments) == 1 and len(digests) == 1 and 0 not in digests:
+        finding, advice = "has the same rows on all ranks, which differ from each other", ""
+    if finding is None:
         return
     sizes = ", ".join([str(size) for size in layout.sizes()])
-    finding = "hides every key on all ranks" if shows_nothing else "has no row i that shows a key after i, on any rank"
     raise ValueError(
         f"attn_mask has a row for each of a rank's own tokens ({sizes} of {layout.total}) and {layout.total} columns, and it {finding}. "
-        "So its rows were counted from this rank's first token, as a causal model does that builds its mask from the length of its "
+        "So its rows were counted from this rank's first token, as a model does that builds its mask from the length of its "
         "input (Hugging Face transformers, given a 2-D attention_mask). On all ranks but the first these are the wrong rows. Pass the "
-        "model a 4-D mask over all tokens, of which each rank takes its rows: cp.shard(mask, dim=-2); pass no mask if nothing is "
-        "padded; or use propose_plan, which runs the part that builds the mask on all tokens."
+        f"model a 4-D mask over all tokens, of which each rank takes its rows: cp.shard(mask, dim=-2); {advice}"
+        "or use propose_plan, which runs the part that builds the mask on all tokens."
     )

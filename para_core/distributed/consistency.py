@@ -45,7 +45,7 @@ from para_core.distributed.mesh import GuidedMesh, MeshDim, SequenceMesh
 from para_core.foreign_errors import is_closed_connection
 from para_core.torch_internals import DisableTransforms
 
-MAX_EXTRAS = 4
+MAX_EXTRAS = 5
 # Digest, length, extras.
 _HEADER = struct.Struct(f"<16sq{MAX_EXTRAS}q")
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from para_core.attention.local_rows import MaskReviews, require_own_rows
+from para_core.attention.local_rows import MaskReviews, num_common_rows, require_own_rows
 from para_core.distributed.layout import Segment, SequenceLayout
 
 
@@ -34,8 +34,8 @@ FORMS = {
 
 
 def verdict(masks, layout, is_causal=False):
-    reviews = MaskReviews()
-    require_own_rows([reviews.of(mask) for mask in masks], layout, is_causal=is_causal)
+    reviews, num_common = MaskReviews(), num_common_rows(layout)
+    require_own_rows([reviews.of(mask, num_common) for mask in masks], layout, is_causal=is_causal)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -54,6 +54,43 @@ def test_rows_counted_from_zero_are_detected(form, options, total, ranks, balanc
     local = [causal(size, total, **options) for size in layout.sizes()]
     with pytest.raises(ValueError, match=r"cp\.shard"):
         verdict([FORMS[form](mask) for mask in local], layout)
+
+
+def test_single_rows_of_a_causal_model_counted_from_zero_are_detected():
+    layout = SequenceLayout((Segment("x", 3),), 3)
+    for valid in (None, 2):
+        verdict([causal(1, 3, rank, valid=valid) for rank in range(3)], layout, is_causal=True)
+        with pytest.raises(ValueError, match=r"cp\.shard"):
+            verdict([causal(1, 3, valid=valid) for _ in range(3)], layout, is_causal=True)
+    verdict([causal(1, 3) for _ in range(3)], layout)  # of an encoder: two keys are padding
+
+
+def band(rows, total, window, first=0, valid=None):
+    """Rows ``first``, ``first + 1``, … of a mask with a window to both sides, bool ``[1, 1, rows, total]``."""
+    i, j = torch.arange(first, first + rows)[:, None], torch.arange(total)[None]
+    return (((i - j).abs() <= window) & (j < (total if valid is None else valid)))[None, None]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("window", [1, 4, 9])
+@pytest.mark.parametrize("valid", [None, 11])
+@pytest.mark.parametrize(("total", "ranks"), [(16, 2), (13, 2), (14, 3), (3, 2), (70, 2)])
+def test_rows_of_a_window_to_both_sides_counted_from_zero_are_detected(form, window, valid, total, ranks):
+    layout = SequenceLayout((Segment("x", total),), ranks)
+    starts = [layout.runs(rank)[0] for rank in range(ranks)]
+    verdict([FORMS[form](band(size, total, window, start, valid)) for start, size in starts], layout)
+    local = [FORMS[form](band(size, total, window, valid=valid)) for size in layout.sizes()]
+    if window >= total - 1:
+        verdict(local, layout)  # every row shows all keys
+        return
+    with pytest.raises(ValueError, match=r"cp\.shard"):
+        verdict(local, layout)
+
+
+def test_equal_rows_of_two_segments_pass():
+    text, image = torch.arange(12) < 4, torch.ones(12, dtype=torch.bool)
+    rows = torch.stack([text] * 2 + [image] * 4)[None, None]  # text does not see the image
+    verdict([rows, rows.clone()], SequenceLayout((Segment("text", 4), Segment("image", 8)), 2))
 
 
 def test_a_mask_that_is_not_causal_passes():
@@ -76,10 +113,10 @@ def test_a_mask_that_is_not_causal_passes():
 
 def test_mask_is_read_again_only_after_writing():
     reviews, mask = MaskReviews(), causal(4, 8)
-    first = reviews.of(mask)
-    assert reviews.of(mask[:, :, :, :]) == first  # a view, as each layer takes it
+    first = reviews.of(mask, 4)
+    assert reviews.of(mask[:, :, :, :], 4) == first  # a view, as each layer takes it
     mask[..., -1] = True
-    assert reviews.of(mask) != first
+    assert reviews.of(mask, 4) != first
     reviews.trust(mask)
     other = causal(4, 8)
-    assert reviews.of(other) == first
+    assert reviews.of(other, 4) == first

@@ -194,6 +194,42 @@ def test_local_mask_is_not_guessed_for_one_token():
     assert mask_extents([(1, 2), (1, 2), (1, 2), (1, 1)], layout, layout, range(4)) == MaskExtents("broadcast", "local")
 
 
+def attend_with_masks_of_single_tokens(ring, ulysses, S):
+    mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
+    q, k, v = make_qkv(S, 4)
+    mask, keys = masks_of_single_tokens(S)
+    outs, refused = [], None
+    with torch.no_grad(), UnifiedAttnMode(mesh) as cp:
+        q, k, v = (cp.shard(x, dim=2) for x in (q, k, v))
+        first = mesh.get_rank() if q.shape[2] else S
+        own = mask[first : first + 1].clone()
+        for given in (cp.shard(mask, dim=-2), own, cp.shard(mask, dim=-1), mask, keys):
+            outs.append(cp.gather(F.scaled_dot_product_attention(q, k, v, given), dim=2))
+        try:
+            F.scaled_dot_product_attention(q, k, v, cp.shard(keys, dim=-1))
+        except ValueError as error:
+            refused = str(error)
+    return outs, refused
+
+
+def masks_of_single_tokens(S):
+    """A causal mask, and a mask of one row."""
+    return torch.ones(S, S, dtype=torch.bool).tril(), (torch.arange(S) != 0)[None]
+
+
+@pytest.mark.parametrize(("ring", "ulysses", "S"), [(2, 1, 2), (1, 2, 2), (2, 2, 4), (1, 3, 2)])
+def test_masks_of_single_tokens_are_of_the_rank_or_refused(rank_pool, ring, ulysses, S):
+    q, k, v = make_qkv(S, 4)
+    mask, keys = masks_of_single_tokens(S)
+    causal = F.scaled_dot_product_attention(q, k, v, mask)
+    expected = [causal] * 4 + [F.scaled_dot_product_attention(q, k, v, keys)]
+    for outs, refused in rank_pool.run(attend_with_masks_of_single_tokens, ring * ulysses, ring, ulysses, S):
+        for out, whole in zip(outs, expected, strict=True):
+            assert relative_error(out, whole) < 1e-5
+        if ring * ulysses == S:
+            assert "cp.local_mask" in refused
+
+
 def test_mask_is_not_guessed_if_one_rank_holds_all():
     layout = SequenceLayout((Segment("one", 1), Segment("other", 1)), 2)  # 2 and 0 tokens
     for size in (2, 0):

@@ -8,11 +8,15 @@ import torch.distributed as dist
 from transformers import (
     BertConfig,
     BertModel,
+    CLIPTextConfig,
+    CLIPTextModel,
     GPT2Config,
     GPT2Model,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
+    ModernBertConfig,
+    ModernBertModel,
     Qwen2Config,
 )
 from transformers.models.llama.modeling_llama import LlamaModel
@@ -183,6 +187,26 @@ def test_an_encoder_takes_its_padding_mask_whole_and_sharded(rank_pool, kind):
             assert relative_error(out, whole) < 1e-5
 
 
+def make_windowed_encoder():
+    torch.manual_seed(3)
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+    return ModernBertModel(ModernBertConfig(**SIZES, **ids, local_attention=8, global_attn_every_n_layers=2)).eval()
+
+
+def windowed_encoders(kind, lengths):
+    mesh, model = mesh_of(kind), make_windowed_encoder()
+    return [
+        outcome(lambda S=S: run_parallel(mesh, encoder_without_cache(model), make_ids(S), padding("right", S)))
+        for S in lengths
+    ]
+
+
+@pytest.mark.parametrize("kind", ["ring", "ulysses"])
+def test_a_window_to_both_sides_of_local_length_is_refused(rank_pool, kind):
+    for outs in rank_pool.run(windowed_encoders, 2, kind, [16, 13, 9]):
+        assert all(isinstance(out, str) and out.startswith("ValueError") and "cp.shard" in out for out in outs), outs
+
+
 # -- ranks with a single token
 
 
@@ -197,6 +221,27 @@ def single_tokens(kind, lengths):
 
 def encoder_without_cache(encoder):
     return lambda ids, attention_mask, position_ids, use_cache: encoder(ids, attention_mask, position_ids=position_ids)
+
+
+def single_tokens_with_padding(kind, paddings):
+    mesh, model, outs = mesh_of(kind), make("gpt2"), []
+    outs += [outcome(lambda pads=pads: run_parallel(mesh, model, make_ids(2), pads)) for pads in paddings]
+    # Its attention module is not causal, and is called with is_causal=True.
+    encoder = encoder_without_cache(make_text_encoder())
+    outs += [outcome(lambda pads=pads: run_parallel(mesh, encoder, make_ids(2), pads)) for pads in (None, *paddings)]
+    return outs
+
+
+def make_text_encoder():
+    torch.manual_seed(3)
+    return CLIPTextModel(CLIPTextConfig(**SIZES)).eval()
+
+
+@pytest.mark.parametrize("kind", ["ring", "ulysses"])
+def test_single_token_decoder_with_padding_is_refused(rank_pool, kind):
+    paddings = [torch.tensor([[1, 1], [1, 0]]), torch.tensor([[1, 1], [0, 1]])]
+    for outs in rank_pool.run(single_tokens_with_padding, 2, kind, paddings):
+        assert all(isinstance(out, str) and out.startswith("ValueError") and "cp.shard" in out for out in outs), outs
 
 
 @pytest.mark.parametrize("kind", ["ring", "ulysses"])
