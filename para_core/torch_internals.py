@@ -33,6 +33,7 @@ from torch._higher_order_ops.flex_attention import flex_attention as _flex_atten
 from torch._higher_order_ops.invoke_subgraph import InvokeSubgraphHOP as _InvokeSubgraphHOP
 from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup
+from torch.nn.attention.flex_attention import BlockMask
 
 logger = logging.getLogger(__name__)
 
@@ -228,6 +229,11 @@ CustomOpDef = torch._library.custom_ops.CustomOpDef
 # Operators that run a function: flex_attention's mask and score function, and torch.compiler.nested_compile_region.
 flex_attention_operator = _flex_attention
 InvokeSubgraphHOP = _InvokeSubgraphHOP
+
+
+def crop_block_mask(mask: BlockMask, num_queries: int, num_keys: int) -> BlockMask:
+    """Return ``mask`` of the first queries and keys."""
+    return mask._adjust(num_queries, num_keys)
 
 
 def schema_of(operator: Any) -> Any:

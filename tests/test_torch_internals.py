@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
@@ -367,6 +368,15 @@ def test_flex_attention_calls_its_operator():
     module = import_module("torch.nn.attention.flex_attention")
     assert module.flex_attention_hop is internals.flex_attention_operator
     assert torch.ops.higher_order.flex_attention is internals.flex_attention_operator
+
+
+def test_adjust_crops_a_block_mask():
+    """Without it check_parallel cannot vary the length of a model that is given a BlockMask."""
+    mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 12, 12, device="cpu", BLOCK_SIZE=4)
+    cropped = internals.crop_block_mask(mask, 11, 7)
+    assert cropped.seq_lengths == (11, 7)
+    expected = create_block_mask(mask.mask_mod, None, None, 11, 7, device="cpu", BLOCK_SIZE=4)
+    assert torch.equal(cropped.to_dense(), expected.to_dense())
 
 
 def test_nested_compile_region_calls_its_operator():

@@ -212,7 +212,8 @@ class _Checker:
                 hint = f" (inputs were shortened to {length} tokens; forward= must take everything from its arguments)"
             failure = f"rank {rank}: {type(error).__name__}: {error}{hint}"
             return CheckedCase(method, ranks, length, failure=failure), inputs
-        largest = _error_of([tensors_in(one.outcome.output) for one in results], expected, results[0].segments)
+        outputs = [tensors_in(one.outcome.output) for one in results]
+        largest = _error_of(outputs, expected, results[0].segments, some=self._run.forward is not None)
         if isinstance(largest, str):
             return CheckedCase(method, ranks, length, failure=largest), inputs
         return CheckedCase(method, ranks, length, largest), inputs
@@ -234,13 +235,20 @@ class _Checker:
                     raise outcome.error
                 self._references[key] = self._given, tensors_in(outcome.output)
             else:
-                inputs = self._given.shortened(self._dims, self._total, length)
-                outcome = run_alone(self._module, inputs)
-                if outcome.error is not None:
-                    self._notes.append(f"{length} tokens were not checked: the model alone fails: {outcome.error}")
-                failed = outcome.error is not None
-                self._references[key] = None if failed else (inputs, tensors_in(outcome.output))
+                self._references[key] = self._shorter_reference(self._total, length)
         return self._references[key]
+
+    def _shorter_reference(self, total: int, length: int) -> tuple[Inputs, list[Tensor]] | None:
+        """Return the first ``length`` tokens, and what the model alone returns for them; None if it fails."""
+        error = None
+        for only_tokens in (True, False):
+            inputs = self._given.shortened(self._dims, total, length, only_tokens=only_tokens)
+            outcome = run_alone(self._module, inputs)
+            if outcome.error is None:
+                return inputs, tensors_in(outcome.output)
+            error = error or outcome.error
+        self._notes.append(f"{length} tokens were not checked: the model alone fails: {error}")
+        return None
 
     def _learn(self, result: RankRun) -> None:
         """Note which inputs the first run has sharded, for others to be shortened."""
@@ -274,12 +282,21 @@ def _mesh(method: Method, ranks: int) -> tuple[int, int]:
     return (ranks, 1) if method == "ring" else (1, ranks)
 
 
-def _error_of(outputs: Sequence[Sequence[Tensor]], expected: Sequence[Tensor], segments: Any) -> float | str:
-    """The largest error of all output tensors, or why they cannot be compared."""
+def _error_of(
+    outputs: Sequence[Sequence[Tensor]], expected: Sequence[Tensor], segments: Any, *, some: bool
+) -> float | str:
+    """The largest error of all output tensors, or why they cannot be compared.
+
+    Args:
+        some: whether the ranks may return only some of what the model alone returns.
+    """
     if not outputs[0]:
         return "the output holds no tensor in a tuple, list or dict, so nothing can be compared."
+    numbers = [len(of_rank) for of_rank in outputs]
+    if len({*numbers}) > 1 or (numbers[0] != len(expected) and not some):
+        return f"the ranks return {numbers} tensors, and the model alone {len(expected)}."
     largest = 0.0
-    of_ranks = [*zip(*outputs, strict=False)]
+    of_ranks = [*zip(*outputs, strict=True)]
     # forward= may return one tensor of several.
     wholes = expected if len(of_ranks) == len(expected) else [_fitting(parts, expected, segments) for parts in of_ranks]
     for parts, whole in zip(of_ranks, wholes, strict=True):

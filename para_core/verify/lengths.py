@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
-from para_core.torch_internals import tree_flatten, tree_unflatten
+from para_core.torch_internals import crop_block_mask, tree_flatten, tree_unflatten
 
 
 @dataclass(frozen=True)
@@ -32,19 +33,24 @@ class Inputs:
         """Copies of all tensors and objects, for a model may change what it is given."""
         return self.with_leaves(lambda _, leaf: _copied(leaf))
 
-    def shortened(self, dims: Mapping[int, int], total: int, length: int) -> Inputs:
-        """The first ``length`` of ``total`` tokens.
+    def shortened(self, dims: Mapping[int, int], total: int, length: int, *, only_tokens: bool) -> Inputs:
+        """Return these inputs with the first ``length`` of ``total`` tokens.
 
         Args:
             dims: of the leaves that are sharded, by index, the dim of their tokens. Of any other tensor all dims of size ``total``
                 are shortened, such as both of a mask.
+            only_tokens: of a tensor that is sharded, shorten the dim of its tokens alone: another one of that size may hold channels.
+                Without it a mask of which the rows are sharded has its columns shortened, too.
         """
 
         def shorten(index: int, leaf: Any) -> Any:
+            if isinstance(leaf, BlockMask):
+                lengths = [length if size == total else size for size in leaf.seq_lengths]
+                return leaf if lengths == [*leaf.seq_lengths] else crop_block_mask(leaf, *lengths)
             if not isinstance(leaf, Tensor):
                 return leaf
-            of_leaf = [dims[index]] if index in dims else [dim for dim in range(leaf.ndim) if leaf.shape[dim] == total]
-            for dim in of_leaf:
+            one_dim = index in dims and only_tokens
+            for dim in [dims[index]] if one_dim else range(leaf.ndim):
                 leaf = leaf.narrow(dim, 0, length) if leaf.shape[dim] == total else leaf
             return leaf
 

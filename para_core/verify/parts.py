@@ -59,8 +59,14 @@ def _sharded_dim(parts: Sequence[tuple[int, ...]], whole: tuple[int, ...]) -> in
 
 
 def _error(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
-    difference = sum(float((_comparable(part) - _comparable(whole)).norm()) ** 2 for part, whole in pairs)
-    size = sum(float(_comparable(whole).norm()) ** 2 for _, whole in pairs)
+    difference = size = 0.0
+    for part, whole in pairs:
+        x, y = _comparable(part), _comparable(whole)
+        # Logits of forbidden tokens are -inf on one device, too.
+        same = y.isinf() & (x == y)
+        x, y = x.masked_fill(same, 0.0), y.masked_fill(same, 0.0)
+        difference += float((x - y).norm()) ** 2
+        size += float(y.norm()) ** 2
     error = difference**0.5 / max(size**0.5, 1e-30)
     return error if error == error else float("inf")
 

@@ -2,6 +2,9 @@
 
 A rank that fails releases the others, and ranks that wait for each other in different collectives are found at once. So a wrong plan
 is an error here, where on real ranks it may be a hang or an abort.
+
+Ranks take turns: one runs until it waits in a collective. That one of them compiles is a state of the process in torch (since 2.13), and
+the others would take themselves to be traced.
 """
 
 from __future__ import annotations
@@ -33,26 +36,29 @@ class RanksDiffer(RuntimeError):
 
 
 class _Ranks:
-    """State that all ranks of one run share: how many still run, and how many wait in a collective."""
+    """State that all ranks of one run share: whose turn it is, how many still run, and how many wait in a collective."""
 
     def __init__(self, running: int) -> None:
+        # Held by the rank that runs. Never acquired while ``changed`` is held.
+        self.turn = threading.Lock()
         self.changed = threading.Condition()
         self.running = running
         self.waiting = 0
         self.failed = False
 
-    def wait_in(self, meeting: _Meeting, generation: int) -> None:
-        """Wait until ``meeting`` has left ``generation``. The caller holds the lock.
+    def wait_in(self, meeting: _Meeting) -> bool:
+        """Wait until ``meeting`` has left its generation. The caller holds ``changed``, and no longer has the turn.
 
-        Raises:
-            RanksDiffer: a rank failed, or every rank that runs is waiting.
+        Returns:
+            Whether all have met. If not, a rank failed, or every rank that runs is waiting.
         """
+        generation = meeting.generation
         meeting.waiting += 1
         self.waiting += 1
         self._check()
+        self.turn.release()
         self.changed.wait_for(lambda: self.failed or meeting.generation != generation)
-        if meeting.generation == generation:
-            raise RanksDiffer("another virtual rank failed, or took part in another collective.")
+        return meeting.generation != generation
 
     def leave(self, *, failed: bool) -> None:
         """Note that a rank has ended."""
@@ -93,14 +99,17 @@ class _Meeting:
     def _meet(self) -> None:
         ranks = self._ranks
         with ranks.changed:
-            if self.waiting + 1 < len(self.sent):
-                ranks.wait_in(self, self.generation)
+            if self.waiting + 1 == len(self.sent):
+                # The last one to arrive. Those that it releases count as running before they wake up.
+                ranks.waiting -= self.waiting
+                self.waiting = 0
+                self.generation += 1
+                ranks.changed.notify_all()
                 return
-            # The last one to arrive. Those that it releases count as running before they wake up.
-            ranks.waiting -= self.waiting
-            self.waiting = 0
-            self.generation += 1
-            ranks.changed.notify_all()
+            have_met = ranks.wait_in(self)
+        ranks.turn.acquire()
+        if not have_met:
+            raise RanksDiffer("another virtual rank failed, or took part in another collective.")
 
 
 class _Done:
@@ -209,6 +218,7 @@ def outcomes_on_virtual_ranks(
     inherited = _Inherited(device)
 
     def run_rank(rank: int) -> None:
+        ranks.turn.acquire()
         try:
             with inherited.entered(), torch.no_grad():
                 outcomes[rank] = Outcome(run(meshes[rank]))
@@ -216,6 +226,7 @@ def outcomes_on_virtual_ranks(
         except Exception as error:
             outcomes[rank] = Outcome(error=error)
         finally:
+            ranks.turn.release()
             ranks.leave(failed=outcomes[rank].error is not None)
 
     threads = [

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from para_core import Attention, Gather, Plan, Split, check_parallel
 from para_core.adapters.models.flux import FLUX_PLAN
@@ -215,6 +216,56 @@ class Returns(Model):
 def test_outputs_in_a_dataclass_are_compared():
     torch.manual_seed(0)
     assert check_parallel(Returns(), torch.randn(1, 12, 4), ranks=2).error < 1e-6
+
+
+class ReturnsMore(Model):
+    """Returns a second tensor if it is given at least as many tokens as a rank never has."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return (y, y.mean(dim=1)) if x.shape[1] > 6 else (y,)
+
+
+def test_an_output_that_ranks_lack_is_found():
+    check = check_parallel(ReturnsMore(), torch.randn(1, 12, 4), ranks=2)
+    assert not check
+    assert all("[1, 1]" in case.failure for case in check.cases)
+
+
+class Forbids(Model):
+    def forward(self, x):
+        y = super().forward(x)
+        return y.masked_fill(torch.arange(4) == 1, float("-inf"))
+
+
+def test_infinite_outputs_are_equal_to_themselves():
+    torch.manual_seed(0)
+    assert check_parallel(Forbids(), torch.randn(1, 12, 4), ranks=2).error < 1e-6
+    assert check_parallel(Forbids(), torch.randn(1, 12, 4), forward=shard_pixels, ranks=2).error == float("inf")
+
+
+class Masked(Model):
+    def forward(self, x, mask):
+        q = self.embed(x)[:, None]
+        if isinstance(mask, BlockMask):
+            return self.head(flex_attention(q, q, q, block_mask=mask)[:, 0])
+        return self.head(F.scaled_dot_product_attention(q, q, q, mask)[:, 0])
+
+
+def shard_both(cp, model, x, mask):
+    return cp.gather(model(cp.shard(x, dim=1), cp.shard(mask)), dim=1)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+def test_masks_are_shortened_with_tokens():
+    torch.manual_seed(0)
+    x, rows = torch.randn(1, 12, 4), torch.ones(12, 12, dtype=torch.bool).tril()[None, None]
+    blocks = create_block_mask(lambda b, h, q, k: q >= k, None, None, 12, 12, device="cpu", BLOCK_SIZE=4)
+    of_rows = check_parallel(Masked(), x, rows, dim={"x": 1, "mask": 2}, ranks=2)
+    of_blocks = check_parallel(Masked(), x, blocks, forward=shard_both, ranks=2)
+    for check in (of_rows, of_blocks):
+        assert check.error < 1e-6, str(check)
+        assert {case.tokens for case in check.cases} == {11, 12}
 
 
 def test_a_model_that_cannot_be_copied_raises():

@@ -1,5 +1,6 @@
 """Virtual ranks compute what ranks in processes do, and a failure of one ends the others."""
 
+import threading
 import time
 from dataclasses import replace
 
@@ -62,6 +63,28 @@ def test_ranks_that_meet_in_different_collectives_end_at_once():
     outcomes = outcomes_on_virtual_ranks(run, ulysses=3, device=torch.device("cpu"))
     assert time.perf_counter() - began < 30
     assert [isinstance(outcome.error, RanksDiffer) for outcome in outcomes] == [True, True, False]
+
+
+def test_a_rank_that_compiles_is_alone():
+    compiling, seen = threading.Event(), threading.Event()
+
+    def backend(graph, _):
+        compiling.set()
+        seen.wait(timeout=1)
+        return graph
+
+    def run(mesh):
+        if mesh.rank == 0:
+            torch.compile(torch.sin, backend=backend)(torch.ones(1))
+            return None
+        compiling.wait(timeout=1)
+        state = torch.compiler.is_compiling()
+        seen.set()
+        return state
+
+    torch.compiler.reset()
+    outcomes = outcomes_on_virtual_ranks(run, ring=2, device=torch.device("cpu"))
+    assert [outcome.output for outcome in outcomes] == [None, False]
 
 
 def test_threads_inherit_autocast():
